@@ -1,0 +1,71 @@
+//! Bytes with file descriptors over a Unix stream socket.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+
+/// Writes all of `bytes`, with `descriptor` beside their first byte.
+pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: impl AsFd) -> io::Result<()> {
+    let fds = [descriptor.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !ancillary.push(SendAncillaryMessage::ScmRights(&fds)) {
+        return Err(io::Error::other("no room for the descriptor"));
+    }
+    let sent = rustix::net::sendmsg(
+        socket,
+        &[IoSlice::new(bytes)],
+        &mut ancillary,
+        SendFlags::NOSIGNAL,
+    )?;
+    io::Write::write_all(&mut &*socket, &bytes[sent..])
+}
+
+/// Reads up to `buffer.len()` bytes, and the descriptor that came with them, if one did. 0 bytes: the peer closed.
+pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let got = rustix::net::recvmsg(
+        socket,
+        &mut [IoSliceMut::new(buffer)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
+    let mut descriptor = None;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            // Descriptors beyond the last are closed here by their drop.
+            descriptor = fds.last().or(descriptor);
+        }
+    }
+    Ok((got.bytes, descriptor))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Seek, Write};
+
+    #[test]
+    fn a_file_travels_with_its_bytes() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let mut file = std::fs::File::from(fd);
+        file.write_all(b"same file").unwrap();
+        send(&a, b"hello", &file).unwrap();
+        let mut buffer = [0; 16];
+        let (n, got) = receive(&b, &mut buffer).unwrap();
+        assert_eq!(&buffer[..n], b"hello");
+        let mut got = std::fs::File::from(got.unwrap());
+        got.rewind().unwrap();
+        let mut text = String::new();
+        got.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "same file");
+    }
+}

@@ -1,0 +1,190 @@
+//! What backs each page of a process: the `PAGEMAP_SCAN` ioctl (Linux >= 6.7) and plain `/proc/PID/pagemap`.
+//!
+//! Sources: `Documentation/admin-guide/mm/pagemap.rst`, `include/uapi/linux/fs.h`.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+
+use memfold_units::{Hva, PAGE_SIZE};
+use rustix::process::Pid;
+
+/// `struct pm_scan_arg`.
+#[repr(C)]
+#[derive(Default)]
+struct ScanArgument {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `_IOWR('f', 16, struct pm_scan_arg)`
+const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
+const _: () = assert!(size_of::<ScanArgument>() == 0x60);
+
+/// Categories of pages, as bits (`PAGE_IS_*`).
+pub mod category {
+    /// In memory, and mapped from a file or shared memory: for a private file mapping, a page not copied yet.
+    pub const FILE: u64 = 1 << 2;
+    /// In memory.
+    pub const PRESENT: u64 = 1 << 3;
+    /// Swapped out.
+    pub const SWAPPED: u64 = 1 << 4;
+    /// The shared zero page.
+    pub const ZERO: u64 = 1 << 5;
+    /// Part of a mapping by a huge page.
+    pub const HUGE: u64 = 1 << 6;
+}
+
+/// Consecutive pages of one set of categories.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Region {
+    /// First byte.
+    pub start: Hva,
+    /// Byte after the last.
+    pub end: Hva,
+    /// [`category`] bits, of those asked for.
+    pub categories: u64,
+}
+const _: () = assert!(size_of::<Region>() == 24);
+
+impl Region {
+    /// Length in pages.
+    #[must_use]
+    pub const fn pages(&self) -> u64 {
+        (self.end.0 - self.start.0) / PAGE_SIZE
+    }
+
+    /// Whether every bit of `mask` is set.
+    #[must_use]
+    pub const fn is(&self, mask: u64) -> bool {
+        self.categories & mask == mask
+    }
+}
+
+/// Which pages a scan returns.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Filter {
+    /// Categories that must be set.
+    pub all_of: u64,
+    /// Categories of which one must be set; 0 asks nothing.
+    pub any_of: u64,
+    /// Categories that must not be set.
+    pub none_of: u64,
+}
+
+/// An open `/proc/PID/pagemap`.
+#[derive(Debug)]
+pub struct Pagemap(File);
+
+impl Pagemap {
+    /// Opens the page map of process `pid`. Frame numbers need root (`CAP_SYS_ADMIN`).
+    pub fn open(pid: Pid) -> io::Result<Self> {
+        File::open(format!("/proc/{}/pagemap", pid.as_raw_nonzero())).map(Self)
+    }
+
+    /// All regions in `[start, end)` that pass `filter`, in order of address, with every category that this module names.
+    pub fn scan(&self, start: Hva, end: Hva, filter: Filter) -> io::Result<Vec<Region>> {
+        let mut found = Vec::new();
+        let mut buffer = [Region::default(); 1024];
+        let mut next = start;
+        while next < end {
+            let mut argument = ScanArgument {
+                size: size_of::<ScanArgument>() as u64,
+                start: next.0,
+                end: end.0,
+                vec: buffer.as_mut_ptr().expose_provenance() as u64,
+                vec_len: buffer.len() as u64,
+                category_inverted: filter.none_of,
+                category_mask: filter.all_of | filter.none_of,
+                category_anyof_mask: filter.any_of,
+                return_mask: category::FILE
+                    | category::PRESENT
+                    | category::SWAPPED
+                    | category::ZERO
+                    | category::HUGE,
+                ..ScanArgument::default()
+            };
+            // SAFETY: the argument has the layout that the kernel expects and its `vec` points to `vec_len` regions that
+            // live through the call.
+            let n = unsafe { libc::ioctl(self.0.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
+            let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
+            found.extend_from_slice(&buffer[..n]);
+            if argument.walk_end <= next.0 {
+                return Err(io::Error::other("PAGEMAP_SCAN made no progress"));
+            }
+            next = Hva(argument.walk_end);
+        }
+        Ok(found)
+    }
+
+    /// Raw entries of `count` pages from `start` (`pagemap.rst`: bits 0-54 frame number, 61 file, 62 swapped, 63 present).
+    pub fn entries(&self, start: Hva, count: usize) -> io::Result<Vec<u64>> {
+        let mut bytes = vec![0; count * 8];
+        self.0.read_exact_at(&mut bytes, start.0 / PAGE_SIZE * 8)?;
+        Ok(bytes
+            .chunks_exact(8)
+            .map(|c| u64::from_ne_bytes(c.try_into().unwrap_or_default()))
+            .collect())
+    }
+
+    /// Host frame numbers of `count` pages from `start`; `None` where nothing is in memory or we may not know.
+    pub fn frames(&self, start: Hva, count: usize) -> io::Result<Vec<Option<u64>>> {
+        const PRESENT: u64 = 1 << 63;
+        const FRAME: u64 = (1 << 55) - 1;
+        Ok(self
+            .entries(start, count)?
+            .into_iter()
+            .map(|e| (e & PRESENT != 0 && e & FRAME != 0).then_some(e & FRAME))
+            .collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn written_pages_are_present_and_the_rest_is_not_there() {
+        let pages = 64;
+        // SAFETY: a new private mapping at a place the kernel chooses.
+        let memory = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                pages * 4096,
+                rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE,
+                rustix::mm::MapFlags::PRIVATE,
+            )
+        }
+        .unwrap();
+        for page in 8..16 {
+            // SAFETY: inside the mapping above.
+            unsafe { memory.cast::<u8>().add(page * 4096).write(1) };
+        }
+        let start = Hva(memory.expose_provenance() as u64);
+        let map = Pagemap::open(rustix::process::getpid()).unwrap();
+        let present = Filter {
+            all_of: category::PRESENT,
+            none_of: category::ZERO,
+            ..Filter::default()
+        };
+        let regions = map
+            .scan(start, start.add_pages(pages as u64), present)
+            .unwrap();
+        assert_eq!(regions.iter().map(Region::pages).sum::<u64>(), 8);
+        assert_eq!(regions[0].start, start.add_pages(8));
+        // SAFETY: the mapping is ours and nothing refers to it any more.
+        unsafe { rustix::mm::munmap(memory, pages * 4096) }.unwrap();
+    }
+}

@@ -1,0 +1,118 @@
+//! Places: guest-physical, host-virtual and page-store addresses.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{PAGE_SIZE, PageCount};
+
+macro_rules! address {
+    ($(#[$doc:meta])* $name:ident, $unit:expr) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub u64);
+
+        impl $name {
+            /// The place `pages` further on; `None` on overflow.
+            #[must_use]
+            pub const fn checked_add_pages(self, pages: PageCount) -> Option<Self> {
+                let Some(step) = pages.0.checked_mul($unit) else { return None };
+                match self.0.checked_add(step) {
+                    Some(v) => Some(Self(v)),
+                    None => None,
+                }
+            }
+
+            /// The place `pages` further on, saturating at the end of the space.
+            #[must_use]
+            pub const fn add_pages(self, pages: u64) -> Self {
+                Self(self.0.saturating_add(pages.saturating_mul($unit)))
+            }
+
+            /// Pages from `start` to here, rounded down; zero if this place is before `start`.
+            #[must_use]
+            pub const fn pages_since(self, start: Self) -> u64 {
+                self.0.saturating_sub(start.0) / $unit
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:#x}", self.0)
+            }
+        }
+    };
+}
+
+address! {
+    /// A guest-physical address in bytes.
+    Gpa, PAGE_SIZE
+}
+address! {
+    /// A virtual address in bytes, in the process that the context names (a QEMU process unless said otherwise).
+    Hva, PAGE_SIZE
+}
+address! {
+    /// A guest page frame number: a guest-physical address divided by [`PAGE_SIZE`].
+    Pfn, 1
+}
+address! {
+    /// A page of a page-store file: file offset divided by [`PAGE_SIZE`].
+    StorePage, 1
+}
+
+impl Gpa {
+    /// The page frame this address lies in.
+    #[must_use]
+    pub const fn pfn(self) -> Pfn {
+        Pfn(self.0 / PAGE_SIZE)
+    }
+}
+
+impl Pfn {
+    /// The first address of the page frame, or `None` beyond the 64-bit space.
+    #[must_use]
+    pub const fn gpa(self) -> Option<Gpa> {
+        match self.0.checked_mul(PAGE_SIZE) {
+            Some(v) => Some(Gpa(v)),
+            None => None,
+        }
+    }
+}
+
+impl StorePage {
+    /// The byte offset in the store file.
+    #[must_use]
+    pub const fn offset(self) -> u64 {
+        self.0 * PAGE_SIZE
+    }
+}
+
+impl Hva {
+    /// Whether the address is the start of a page.
+    #[must_use]
+    pub const fn is_page_aligned(self) -> bool {
+        self.0 % PAGE_SIZE == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpa_and_pfn_are_the_same_place() {
+        assert_eq!(Gpa(0x1234_5678).pfn(), Pfn(0x12345));
+        assert_eq!(Pfn(0x12345).gpa(), Some(Gpa(0x1234_5000)));
+        assert_eq!(Pfn(u64::MAX).gpa(), None);
+    }
+
+    #[test]
+    fn steps_are_pages_in_every_space() {
+        assert_eq!(Hva(0x1000).add_pages(2), Hva(0x3000));
+        assert_eq!(Pfn(1).add_pages(2), Pfn(3));
+        assert_eq!(Hva(0x5000).pages_since(Hva(0x3000)), 2);
+        assert_eq!(Hva(u64::MAX).checked_add_pages(PageCount(1)), None);
+    }
+}

@@ -1,0 +1,26 @@
+//! Page and address newtypes, so that guest-physical, host-virtual and page-store places can't be mixed up.
+//!
+//! No I/O, no state. A bare `u64` address exists only at a system call or on the wire.
+//!
+//! | type | what it counts | space |
+//! |---|---|---|
+//! | [`Gpa`] | bytes | guest-physical addresses of one VM |
+//! | [`Pfn`] | pages | the same, in pages |
+//! | [`Hva`] | bytes | virtual addresses of one process (QEMU) |
+//! | [`StorePage`] | pages | offset in one page-store file |
+//! | [`PageCount`], [`ByteSize`] | pages, bytes | amounts |
+
+mod address;
+mod amount;
+
+pub use address::{Gpa, Hva, Pfn, StorePage};
+pub use amount::{ByteSize, PageCount, ParseByteSizeError};
+
+/// Size of a base page in bytes. memfold runs on `x86_64`, where it is always 4096.
+pub const PAGE_SIZE: u64 = 4096;
+
+/// [`PAGE_SIZE`] for buffer arithmetic.
+pub const PAGE_BYTES: usize = 4096;
+
+/// Number of base pages in a transparent huge page (2 MiB on `x86_64`).
+pub const HUGE_PAGE_PAGES: u64 = 512;

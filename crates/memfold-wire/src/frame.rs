@@ -1,0 +1,148 @@
+//! Framing: `u32` little-endian body length, then the body.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// Largest body of a frame in bytes, in both protocols and directions.
+pub const MAX_BODY: usize = 256 << 10;
+
+/// Bytes before the body.
+pub const HEADER: usize = 4;
+
+/// Why a frame could not be made or read.
+#[derive(Debug, thiserror::Error)]
+pub enum FrameError {
+    /// The peer announced (or we made) a body beyond [`MAX_BODY`].
+    #[error("frame of {0} bytes; at most {MAX_BODY} are allowed")]
+    TooLong(usize),
+    /// The body is not a message of the expected kind.
+    #[error("frame body is no valid message")]
+    Malformed(#[source] postcard::Error),
+    /// The message decodes, and yet breaks a limit of its protocol.
+    #[error("message breaks a limit: {0}")]
+    Limit(&'static str),
+}
+
+/// A message whose lists and ranges have limits.
+pub trait Validate {
+    /// Checks every limit of the message.
+    fn validate(&self) -> Result<(), FrameError>;
+}
+
+/// The whole frame of `message`, header included.
+pub fn encode<M: Serialize>(message: &M) -> Result<Vec<u8>, FrameError> {
+    let frame = postcard::to_extend(message, vec![0; HEADER]).map_err(FrameError::Malformed)?;
+    seal(frame)
+}
+
+fn seal(mut frame: Vec<u8>) -> Result<Vec<u8>, FrameError> {
+    let body = frame.len() - HEADER;
+    let length = u32::try_from(body)
+        .ok()
+        .filter(|_| body <= MAX_BODY)
+        .ok_or(FrameError::TooLong(body))?;
+    frame[..HEADER].copy_from_slice(&length.to_le_bytes());
+    Ok(frame)
+}
+
+/// Collects bytes as they come and yields whole messages. Holds at most one frame and one read's worth of bytes.
+#[derive(Debug, Default)]
+pub struct Decoder {
+    bytes: Vec<u8>,
+    start: usize,
+}
+
+impl Decoder {
+    /// An empty decoder.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds bytes that were read.
+    pub fn push(&mut self, bytes: &[u8]) {
+        if self.start > 0 {
+            self.bytes.drain(..self.start);
+            self.start = 0;
+        }
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// The next whole message, `None` while its frame is incomplete. After an error the stream is out of step for good:
+    /// drop the connection.
+    pub fn next<M: DeserializeOwned + Validate>(&mut self) -> Result<Option<M>, FrameError> {
+        let rest = &self.bytes[self.start..];
+        let Some((header, rest)) = rest.split_first_chunk::<HEADER>() else {
+            return Ok(None);
+        };
+        let length = u32::from_le_bytes(*header) as usize;
+        if length > MAX_BODY {
+            return Err(FrameError::TooLong(length));
+        }
+        let Some(body) = rest.get(..length) else {
+            return Ok(None);
+        };
+        let message: M = decode_body(body)?;
+        self.start += HEADER + length;
+        Ok(Some(message))
+    }
+}
+
+/// Decodes one body (a frame without its header) and checks its limits.
+pub fn decode_body<M: DeserializeOwned + Validate>(body: &[u8]) -> Result<M, FrameError> {
+    let (message, rest) = postcard::take_from_bytes::<M>(body).map_err(FrameError::Malformed)?;
+    if !rest.is_empty() {
+        return Err(FrameError::Limit("bytes after the message"));
+    }
+    message.validate()?;
+    Ok(message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agent::{FromAgent, HintRun};
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_message_survives_any_split_of_the_stream() {
+        let sent = FromAgent::Hints(vec![
+            HintRun {
+                file: 7,
+                page: 3,
+                pfn: 0x1234,
+                pages: 64
+            };
+            100
+        ]);
+        let frame = encode(&sent).unwrap();
+        for chunk in [1, 3, 64, frame.len()] {
+            let mut decoder = Decoder::new();
+            let mut got = None;
+            for piece in frame.chunks(chunk) {
+                decoder.push(piece);
+                got = got.or(decoder.next::<FromAgent>().unwrap());
+            }
+            assert_eq!(got, Some(sent.clone()));
+        }
+    }
+
+    #[test]
+    fn a_frame_beyond_the_limit_is_an_error_before_its_body_comes() {
+        let mut decoder = Decoder::new();
+        decoder.push(&u32::MAX.to_le_bytes());
+        assert!(matches!(
+            decoder.next::<FromAgent>(),
+            Err(FrameError::TooLong(_))
+        ));
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..2048)) {
+            let mut decoder = Decoder::new();
+            decoder.push(&bytes);
+            while let Ok(Some(_)) = decoder.next::<FromAgent>() {}
+        }
+    }
+}

@@ -1,0 +1,320 @@
+//! Daemon and in-QEMU library.
+//!
+//! The library listens on a Unix stream socket and serves one daemon at a time; a second connection waits until the first
+//! ends. The daemon sends one [`Order`] at a time and reads one [`Reply`]. File descriptors go with the order that names
+//! them, by `SCM_RIGHTS`. The library keeps no decision of its own: what is mapped where is in the kernel
+//! (`/proc/PID/maps`), so a new daemon reads it there.
+
+use serde::{Deserialize, Serialize};
+
+use crate::frame::{FrameError, Validate};
+
+/// Version of this protocol.
+pub const VERSION: u16 = 1;
+
+/// Environment variable of QEMU that names the socket's path. The library does nothing without it.
+pub const SOCKET_VARIABLE: &str = "MEMFOLD_QEMU_SOCKET";
+
+/// Most runs in one order.
+pub const MAX_RUNS: usize = 1024;
+
+/// Longest run in pages. Bounds the time that a vCPU may wait for a frozen page.
+pub const MAX_RUN_PAGES: u32 = 512;
+
+/// Most RAM blocks and most stores a VM may have.
+pub const MAX_BLOCKS: usize = 64;
+
+/// `madvise` advice that QEMU gave a RAM block and that a mapping put in its place must have too
+/// (from `VmFlags` in `/proc/PID/smaps`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(clippy::struct_excessive_bools)]
+pub struct Advice {
+    /// `mg`: `MADV_MERGEABLE`.
+    pub mergeable: bool,
+    /// `hg`: `MADV_HUGEPAGE`.
+    pub hugepage: bool,
+    /// `nh`: `MADV_NOHUGEPAGE`.
+    pub nohugepage: bool,
+    /// `dc`: `MADV_DONTFORK`.
+    pub dontfork: bool,
+    /// `dd`: `MADV_DONTDUMP`.
+    pub dontdump: bool,
+    /// `nr`: mapped with `MAP_NORESERVE`.
+    pub noreserve: bool,
+}
+
+/// How the library freezes a run while it compares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Freeze {
+    /// `UFFDIO_MOVE` to a staging area. For anonymous memory. Safe with DMA: pinned pages are refused by the kernel.
+    Move,
+    /// `UFFDIO_WRITEPROTECT`. For ranges folded before. Only when no block node of the VM uses direct I/O.
+    WriteProtect,
+    /// No freeze: the daemon has stopped the VM, vCPUs and I/O are at rest.
+    Stopped,
+}
+
+/// One run to fold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FoldRun {
+    /// Host-virtual address in QEMU; page-aligned, inside one RAM block.
+    pub hva: u64,
+    /// Length in pages, 1 to [`MAX_RUN_PAGES`].
+    pub pages: u32,
+    /// Number of the store.
+    pub store: u32,
+    /// First page in the store.
+    pub store_page: u64,
+}
+
+/// A range of QEMU's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Range {
+    /// Host-virtual address; page-aligned, inside one RAM block.
+    pub hva: u64,
+    /// Length in pages.
+    pub pages: u64,
+}
+
+/// What the daemon asks for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    /// First order on a connection.
+    Hello {
+        /// [`VERSION`] of the daemon.
+        version: u16,
+    },
+    /// This range is guest RAM and may be folded, from now on.
+    AddRam {
+        /// Start of the block.
+        hva: u64,
+        /// Length in pages.
+        pages: u64,
+        /// Advice to repeat on what replaces parts of it.
+        advice: Advice,
+    },
+    /// A page store, with its read-only descriptor. Sending a number again replaces the descriptor only if it is the
+    /// same file (device and inode).
+    AddStore {
+        /// Number that fold runs use.
+        store: u32,
+        /// Pages that may ever be in it: the library reserves that much address space.
+        max_pages: u64,
+    },
+    /// Fold these runs, in this order.
+    Fold {
+        /// How to freeze them.
+        freeze: Freeze,
+        /// The runs, at most [`MAX_RUNS`].
+        runs: Vec<FoldRun>,
+    },
+    /// Put anonymous memory with the same bytes in place of folded ranges.
+    Release {
+        /// How to freeze them (not `Move`).
+        freeze: Freeze,
+        /// The ranges, at most [`MAX_RUNS`], each at most [`MAX_RUN_PAGES`] pages.
+        ranges: Vec<Range>,
+    },
+    /// Give back anonymous pages that hold only zeroes. At most [`MAX_RUNS`] ranges of at most 2^18 pages each.
+    DropZero {
+        /// Where to look.
+        ranges: Vec<Range>,
+    },
+    /// Map a private view of the file that comes with the order over a range, whatever is there (a template's RAM).
+    /// Only before the VM runs.
+    Map {
+        /// Where.
+        hva: u64,
+        /// How much.
+        pages: u64,
+        /// First page in the file.
+        file_page: u64,
+    },
+    /// Counters since the library was loaded.
+    Stats,
+}
+
+/// What became of one run or range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Outcome {
+    /// All of it.
+    Done,
+    /// Bytes differ from the store at the page with this index in the run; the pages before it are folded.
+    Differs {
+        /// Pages folded, from the start of the run.
+        folded: u32,
+    },
+    /// The kernel refused to freeze a page (`EBUSY`: pinned by DMA or shared by fork). Pages before it may be folded.
+    Busy {
+        /// Pages folded, from the start of the run.
+        folded: u32,
+    },
+    /// Part of the run is not there (a hole: balloon, never touched), or is no longer anonymous. Pages before it may be folded.
+    Hole {
+        /// Pages folded, from the start of the run.
+        folded: u32,
+    },
+    /// The order itself is wrong (outside RAM, unaligned, unknown store, beyond the store's end, wrong freeze for the kind of mapping). Nothing was touched.
+    Refused,
+    /// A system call failed; the run was left as it was.
+    Failed {
+        /// `errno`.
+        errno: i32,
+        /// Pages folded, from the start of the run.
+        folded: u32,
+    },
+}
+
+impl Outcome {
+    /// Pages done, of a run that asked for `asked`.
+    #[must_use]
+    pub fn pages_done(self, asked: u32) -> u32 {
+        match self {
+            Self::Done => asked,
+            Self::Refused => 0,
+            Self::Differs { folded }
+            | Self::Busy { folded }
+            | Self::Hole { folded }
+            | Self::Failed { folded, .. } => folded.min(asked),
+        }
+    }
+}
+
+/// Number of buckets of [`Stats::freeze_histogram`].
+pub const HISTOGRAM_BUCKETS: usize = 24;
+
+/// The library's own counters. Totals since it was loaded.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stats {
+    /// Pages folded from anonymous memory.
+    pub folded_pages: u64,
+    /// Pages folded again over a folded range.
+    pub refolded_pages: u64,
+    /// Pages given back because they held only zeroes.
+    pub zero_pages: u64,
+    /// Pages put back into anonymous memory.
+    pub released_pages: u64,
+    /// Pages whose bytes differed.
+    pub differing_pages: u64,
+    /// Runs refused because a page was busy (DMA).
+    pub busy_runs: u64,
+    /// Discards by QEMU (balloon, free page reporting) that met folded pages, in pages.
+    pub discarded_pages: u64,
+    /// How long runs stayed frozen: bucket i counts times of at least 2^i and less than 2^(i+1) nanoseconds; the last also those above.
+    pub freeze_histogram: [u64; HISTOGRAM_BUCKETS],
+    /// Longest freeze in nanoseconds.
+    pub freeze_max_ns: u64,
+    /// CPU time of the library's thread in nanoseconds.
+    pub thread_cpu_ns: u64,
+}
+
+/// What the library answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// To `Hello`.
+    Hello {
+        /// [`VERSION`] of the library.
+        version: u16,
+        /// The library's package version.
+        library: String,
+        /// Whether `Move` works here (Linux >= 6.8 and the right to catch kernel-mode faults).
+        can_move: bool,
+        /// Whether `WriteProtect` works here.
+        can_write_protect: bool,
+        /// Why folding can't work, if it can't: the condition and what would change it.
+        problem: Option<String>,
+    },
+    /// To `AddRam`, `AddStore`, `Map`.
+    Ok,
+    /// To `Fold`, `Release`: an outcome for each run, in order.
+    Outcomes {
+        /// One for each run.
+        outcomes: Vec<Outcome>,
+        /// CPU time of the library's thread for this order, in nanoseconds.
+        cpu_ns: u64,
+    },
+    /// To `DropZero`.
+    Zero {
+        /// Pages looked at.
+        scanned: u64,
+        /// Pages given back.
+        dropped: u64,
+        /// CPU time of the library's thread for this order, in nanoseconds.
+        cpu_ns: u64,
+    },
+    /// To `Stats`.
+    Stats(Box<Stats>),
+    /// The order was refused as a whole; nothing changed.
+    Error {
+        /// The condition that failed.
+        reason: String,
+    },
+}
+
+fn limit(ok: bool, what: &'static str) -> Result<(), FrameError> {
+    if ok {
+        Ok(())
+    } else {
+        Err(FrameError::Limit(what))
+    }
+}
+
+impl Validate for Order {
+    fn validate(&self) -> Result<(), FrameError> {
+        match self {
+            Self::Fold { runs, .. } => {
+                limit(runs.len() <= MAX_RUNS, "more than 1024 runs in an order")?;
+                limit(
+                    runs.iter().all(|r| (1..=MAX_RUN_PAGES).contains(&r.pages)),
+                    "a run of zero or more than 512 pages",
+                )
+            }
+            Self::Release { ranges, .. } => {
+                limit(
+                    ranges.len() <= MAX_RUNS,
+                    "more than 1024 ranges in an order",
+                )?;
+                limit(
+                    ranges
+                        .iter()
+                        .all(|r| (1..=u64::from(MAX_RUN_PAGES)).contains(&r.pages)),
+                    "a range of zero or more than 512 pages",
+                )
+            }
+            Self::DropZero { ranges } => {
+                limit(
+                    ranges.len() <= MAX_RUNS,
+                    "more than 1024 ranges in an order",
+                )?;
+                limit(
+                    ranges.iter().all(|r| (1..=1 << 18).contains(&r.pages)),
+                    "a range of zero or more than 2^18 pages",
+                )
+            }
+            Self::Hello { .. }
+            | Self::AddRam { .. }
+            | Self::AddStore { .. }
+            | Self::Map { .. }
+            | Self::Stats => Ok(()),
+        }
+    }
+}
+
+impl Validate for Reply {
+    fn validate(&self) -> Result<(), FrameError> {
+        match self {
+            Self::Outcomes { outcomes, .. } => limit(
+                outcomes.len() <= MAX_RUNS,
+                "more than 1024 outcomes in a reply",
+            ),
+            Self::Hello {
+                library, problem, ..
+            } => limit(
+                library.len() <= 256 && problem.as_ref().is_none_or(|p| p.len() <= 4096),
+                "a text longer than its limit",
+            ),
+            Self::Error { reason } => limit(reason.len() <= 4096, "a text longer than its limit"),
+            Self::Ok | Self::Zero { .. } | Self::Stats(_) => Ok(()),
+        }
+    }
+}

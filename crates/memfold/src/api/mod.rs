@@ -1,0 +1,1 @@
+//! The daemon's interface: HTTP/JSON over a Unix socket.

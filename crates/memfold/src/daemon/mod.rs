@@ -1,0 +1,1 @@
+//! The running whole: VMs, engine and ledger together.

@@ -1,0 +1,1 @@
+//! Folding: hints to matches to orders, under a budget.

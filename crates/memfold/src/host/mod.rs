@@ -1,0 +1,1 @@
+//! What this host can do: probed once, asked by everything.

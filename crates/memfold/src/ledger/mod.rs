@@ -1,0 +1,1 @@
+//! The account of physical bytes: every page counted once.

@@ -1,0 +1,23 @@
+//! memfold: one Linux host, more QEMU/KVM virtual machines in the same RAM.
+//!
+//! Floors, from the ground; no arrow runs up:
+//!
+//! | floor | rooms |
+//! |---|---|
+//! | top | [`cli`], [`bench`], [`api`] |
+//! | | [`daemon`]: the running whole |
+//! | | [`ledger`]: what is where, in bytes |
+//! | mechanisms | [`fold`], [`ksm`] |
+//! | | [`vm`]: QEMU processes and the links to them |
+//! | ground | [`store`], [`host`] |
+
+pub mod api;
+pub mod bench;
+pub mod cli;
+pub mod daemon;
+pub mod fold;
+pub mod host;
+pub mod ksm;
+pub mod ledger;
+pub mod store;
+pub mod vm;

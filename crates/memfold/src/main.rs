@@ -1,0 +1,3 @@
+//! The `memfold` program.
+
+fn main() {}

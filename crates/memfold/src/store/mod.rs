@@ -1,0 +1,1 @@
+//! The page store: immutable pages that many VMs map.

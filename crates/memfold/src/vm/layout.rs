@@ -1,0 +1,133 @@
+//! Where guest RAM lies: guest-physical ranges, QEMU's RAM blocks, and their addresses in the QEMU process.
+//!
+//! ```text
+//!   GPA   0 ........ 2G   [hole: PCI, firmware]   4G ...... 6G
+//!         |- slot 0 -|                            |- slot 1 -|
+//!   block ram0: 0 .. 2G ........................... 2G .. 4G      (hva = block.hva + offset)
+//! ```
+
+use memfold_units::{Gpa, Hva, PAGE_SIZE, Pfn};
+
+/// One of QEMU's migratable RAM blocks (`info ramblock`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RamBlock {
+    /// QEMU's name of the block.
+    pub name: String,
+    /// Where it starts in the QEMU process.
+    pub hva: Hva,
+    /// Length in pages.
+    pub pages: u64,
+}
+
+/// A guest-physical range that a part of a RAM block backs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RamSlot {
+    /// First guest page frame.
+    pub pfn: Pfn,
+    /// Length in pages.
+    pub pages: u64,
+    /// Address of the first page in the QEMU process.
+    pub hva: Hva,
+    /// Index of the block in [`RamLayout::blocks`].
+    pub block: usize,
+}
+
+/// The RAM of one VM, as QEMU tells it. Slots are sorted by `pfn` and don't overlap.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RamLayout {
+    /// QEMU's RAM blocks that hold system RAM.
+    pub blocks: Vec<RamBlock>,
+    /// Guest-physical ranges, sorted.
+    pub slots: Vec<RamSlot>,
+}
+
+impl RamLayout {
+    /// Guest RAM in pages.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.slots.iter().map(|s| s.pages).sum()
+    }
+
+    /// The address of page frame `pfn` and how many pages follow it in one piece (itself included); `None` outside RAM.
+    #[must_use]
+    pub fn hva_of(&self, pfn: Pfn) -> Option<(Hva, u64)> {
+        let at = self
+            .slots
+            .partition_point(|s| s.pfn <= pfn)
+            .checked_sub(1)?;
+        let slot = &self.slots[at];
+        let inside = pfn.pages_since(slot.pfn);
+        (inside < slot.pages).then(|| (slot.hva.add_pages(inside), slot.pages - inside))
+    }
+
+    /// The page frame at `hva`; `None` outside RAM.
+    #[must_use]
+    pub fn pfn_of(&self, hva: Hva) -> Option<Pfn> {
+        let slot = self
+            .slots
+            .iter()
+            .find(|s| hva >= s.hva && hva.0 - s.hva.0 < s.pages * PAGE_SIZE)?;
+        Some(slot.pfn.add_pages(hva.pages_since(slot.hva)))
+    }
+
+    /// The address of guest-physical `gpa`, byte-exact.
+    #[must_use]
+    pub fn hva_of_gpa(&self, gpa: Gpa) -> Option<Hva> {
+        let (hva, _) = self.hva_of(gpa.pfn())?;
+        Some(Hva(hva.0 + gpa.0 % PAGE_SIZE))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn split_at_4g() -> RamLayout {
+        let hva = Hva(0x7f00_0000_0000);
+        RamLayout {
+            blocks: vec![RamBlock {
+                name: "ram0".into(),
+                hva,
+                pages: 1 << 20,
+            }],
+            slots: vec![
+                RamSlot {
+                    pfn: Pfn(0),
+                    pages: 1 << 19,
+                    hva,
+                    block: 0,
+                },
+                RamSlot {
+                    pfn: Pfn(1 << 20),
+                    pages: 1 << 19,
+                    hva: hva.add_pages(1 << 19),
+                    block: 0,
+                },
+            ],
+        }
+    }
+
+    #[test]
+    fn the_hole_below_4g_is_no_ram() {
+        let layout = split_at_4g();
+        assert_eq!(
+            layout.hva_of(Pfn((1 << 19) - 1)),
+            Some((Hva(0x7f00_0000_0000).add_pages((1 << 19) - 1), 1))
+        );
+        assert_eq!(layout.hva_of(Pfn(1 << 19)), None);
+        assert_eq!(
+            layout.hva_of(Pfn(1 << 20)),
+            Some((Hva(0x7f00_0000_0000).add_pages(1 << 19), 1 << 19))
+        );
+        assert_eq!(layout.hva_of(Pfn((1 << 20) + (1 << 19))), None);
+    }
+
+    #[test]
+    fn addresses_go_both_ways() {
+        let layout = split_at_4g();
+        for pfn in [Pfn(0), Pfn(77), Pfn((1 << 20) + 5)] {
+            assert_eq!(layout.pfn_of(layout.hva_of(pfn).unwrap().0), Some(pfn));
+        }
+        assert_eq!(layout.pfn_of(Hva(1)), None);
+    }
+}

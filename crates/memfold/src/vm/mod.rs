@@ -1,0 +1,5 @@
+//! Virtual machines: launch, QMP, RAM layout, links to agent and library.
+
+pub mod layout;
+
+pub use layout::{RamBlock, RamLayout, RamSlot};
