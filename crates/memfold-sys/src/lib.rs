@@ -2,12 +2,10 @@
 //!
 //! | module | kernel interface |
 //! |---|---|
-//! | [`mapping`] | shared mappings of a page-store file |
 //! | [`memory`] | another process's memory, `process_vm_readv(2)` |
 //! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
 
 pub mod descriptor;
-pub mod mapping;
 pub mod memory;
 pub mod pagemap;

@@ -5,52 +5,21 @@ use std::io;
 use memfold_units::Hva;
 use rustix::process::Pid;
 
-use crate::mapping::SharedMapping;
-
 /// Copies `buffer.len()` bytes at `from` in process `pid` into `buffer`; the number of bytes copied, which is less when a
 /// later page is not mapped. Needs the right to trace the process (root).
 ///
 /// Pages that were swapped out are read back in. Holes in anonymous memory read as zeroes and become backed by the zero page.
 pub fn read(pid: Pid, from: Hva, buffer: &mut [u8]) -> io::Result<usize> {
-    // SAFETY: `buffer` is valid for writes of its own length.
-    unsafe { read_raw(pid, from, buffer.as_mut_ptr(), buffer.len()) }
-}
-
-/// Copies `length` bytes at `from` in process `pid` into `mapping` at `offset`. One copy, straight into the page store.
-pub fn read_into(
-    pid: Pid,
-    from: Hva,
-    mapping: &SharedMapping,
-    offset: usize,
-    length: usize,
-) -> io::Result<usize> {
-    if offset
-        .checked_add(length)
-        .is_none_or(|end| end > mapping.len())
-    {
-        return Err(io::Error::new(
-            io::ErrorKind::InvalidInput,
-            "copy beyond the end of the mapping",
-        ));
-    }
-    // SAFETY: offset + length lies inside the mapping, which is writable and lives through the call; no reference into
-    // it exists.
-    unsafe { read_raw(pid, from, mapping.as_ptr().add(offset), length) }
-}
-
-/// # Safety
-/// `to` must be valid for writes of `length` bytes.
-unsafe fn read_raw(pid: Pid, from: Hva, to: *mut u8, length: usize) -> io::Result<usize> {
     let address = usize::try_from(from.0).map_err(io::Error::other)?;
     let local = libc::iovec {
-        iov_base: to.cast(),
-        iov_len: length,
+        iov_base: buffer.as_mut_ptr().cast(),
+        iov_len: buffer.len(),
     };
     let remote = libc::iovec {
         iov_base: std::ptr::with_exposed_provenance_mut(address),
-        iov_len: length,
+        iov_len: buffer.len(),
     };
-    // SAFETY: `local` describes memory that the caller vouches for; `remote` is never dereferenced in this process.
+    // SAFETY: `local` is `buffer`, valid for writes of its own length; `remote` is never dereferenced in this process.
     let copied = unsafe {
         libc::process_vm_readv(
             pid.as_raw_nonzero().get(),

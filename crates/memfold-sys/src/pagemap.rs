@@ -97,7 +97,7 @@ impl Pagemap {
     /// All regions in `[start, end)` that pass `filter`, in order of address, with every category that this module names.
     pub fn scan(&self, start: Hva, end: Hva, filter: Filter) -> io::Result<Vec<Region>> {
         let mut found = Vec::new();
-        let mut buffer = [Region::default(); 1024];
+        let mut buffer = [Region::default(); 512];
         let mut next = start;
         while next < end {
             let mut argument = ScanArgument {

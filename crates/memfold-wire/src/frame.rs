@@ -70,6 +70,7 @@ impl Decoder {
 
     /// The next whole message, `None` while its frame is incomplete. After an error the stream is out of step for good:
     /// drop the connection.
+    #[allow(clippy::should_implement_trait)] // generic in the message, so it can't be an iterator
     pub fn next<M: DeserializeOwned + Validate>(&mut self) -> Result<Option<M>, FrameError> {
         let rest = &self.bytes[self.start..];
         let Some((header, rest)) = rest.split_first_chunk::<HEADER>() else {

@@ -1,1 +1,22 @@
-//! The page store: immutable pages that many VMs map.
+//! The page store: immutable pages that many VMs of one trust domain map.
+//!
+//! ```text
+//!   memfd "memfold:DOMAIN"      grows at its end only; a page's offset is never used twice
+//!   +------+------+------+------+------+------+
+//!   | page | page | hole | page | page | page |<- frontier = file size
+//!   +------+------+------+------+------+------+
+//!      ^      ^      ^                    ^
+//!      |      |      punched: no VM can need it      appended by the daemon, then never written again
+//!      mapped privately by QEMU processes through a read-only descriptor
+//! ```
+//!
+//! Invariants:
+//! 1. A page below the frontier is never written again. It can only be punched out, when no mapping can need it.
+//! 2. The file never shrinks (`F_SEAL_SHRINK`), so a mapping of pages below the frontier can't fault with `SIGBUS`.
+//! 3. The frontier is the file's size: it is in the kernel, so a new daemon that adopts the store goes on behind it.
+//! 4. The file has no name and lives as long as a VM or the daemon has it open: nothing is left over.
+
+mod file;
+pub mod mapped;
+
+pub use file::{Store, StoreError, StoreIdentity};

@@ -1,0 +1,464 @@
+//! Which files of which VMs are thought to hold the same bytes, and which store pages hold them.
+//!
+//! A [`Content`] stands for the bytes of one file, wherever it lies. VM files join it by path and size (study C's
+//! attribute); files of the same name and size under another path join it after samples of their bytes were equal; a VM
+//! whose bytes keep differing leaves it for a variant of its own, so that VMs with the same other version share with each
+//! other. All of it is guesswork that the compare at folding judges.
+
+use std::collections::{BTreeMap, HashMap};
+
+use memfold_wire::agent::FileNumber;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
+
+use super::VmId;
+use super::table::PIECE;
+
+/// Number of a content in its domain; never used twice.
+pub type ContentId = u32;
+
+/// Most variants of one path and size: versions of a file that VMs of one domain may have side by side.
+const MAX_VARIANTS: usize = 4;
+
+/// A file of one VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Member {
+    /// The VM.
+    pub vm: VmId,
+    /// The file, by its agent's number.
+    pub file: FileNumber,
+}
+
+/// Bytes that several files are thought to share.
+#[derive(Debug)]
+pub struct Content {
+    /// Path of the first member.
+    pub path: Box<[u8]>,
+    /// Files that have it.
+    pub members: Vec<Member>,
+    /// Whether members have different paths.
+    pub aliased: bool,
+    key: PathKey,
+    store: BTreeMap<u32, Box<[u32; PIECE as usize]>>,
+}
+
+impl Content {
+    /// The store page that holds page `page` of the file.
+    #[must_use]
+    pub fn store_page(&self, page: u32) -> Option<u32> {
+        self.store.get(&(page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
+    }
+
+    fn set_store_page(&mut self, page: u32, store_page: Option<u32>) {
+        let key = page / PIECE;
+        match store_page {
+            Some(stored) => {
+                let piece = self
+                    .store
+                    .entry(key)
+                    .or_insert_with(|| Box::new([0; PIECE as usize]));
+                piece[(page % PIECE) as usize] = stored + 1;
+            }
+            None => {
+                if let Some(piece) = self.store.get_mut(&key) {
+                    piece[(page % PIECE) as usize] = 0;
+                    if piece.iter().all(|&p| p == 0) {
+                        self.store.remove(&key);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct PathKey {
+    path: u128,
+    size: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct NameKey {
+    name: u64,
+    size: u64,
+}
+
+/// What is known of one store page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StorePageFacts {
+    /// VM pages that map it.
+    pub references: u32,
+    /// The file page it holds, if an index entry leads here.
+    pub holds: Option<(ContentId, u32)>,
+    /// Whether it was punched out (pages that map it hold private copies).
+    pub punched: bool,
+}
+
+/// The contents of one trust domain.
+#[derive(Debug, Default)]
+pub struct Contents {
+    all: HashMap<ContentId, Content>,
+    next: ContentId,
+    by_path: HashMap<PathKey, Vec<ContentId>>,
+    by_name: HashMap<NameKey, Vec<ContentId>>,
+    of: HashMap<Member, ContentId>,
+    pages: HashMap<u32, Box<[StorePageFacts; PIECE as usize]>>,
+}
+
+impl Contents {
+    /// The content of a VM's file.
+    #[must_use]
+    pub fn of(&self, member: Member) -> Option<ContentId> {
+        self.of.get(&member).copied()
+    }
+
+    /// A content.
+    #[must_use]
+    pub fn get(&self, id: ContentId) -> Option<&Content> {
+        self.all.get(&id)
+    }
+
+    /// Every content with at least two members.
+    pub fn shared(&self) -> impl Iterator<Item = (ContentId, &Content)> {
+        self.all
+            .iter()
+            .filter(|(_, c)| c.members.len() > 1)
+            .map(|(&id, c)| (id, c))
+    }
+
+    /// A VM has a file at `path` of `size` bytes: joins the content of that path and size, or begins one. Returns other
+    /// contents of the same file name and size under other paths: candidates for [`Contents::alias`].
+    pub fn join(&mut self, member: Member, path: &[u8], size: u64) -> Vec<ContentId> {
+        let key = PathKey {
+            path: xxh3_128(path),
+            size,
+        };
+        if let Some(id) = self.of(member) {
+            if self.all.get(&id).is_some_and(|c| c.key == key) {
+                return Vec::new();
+            }
+            self.leave(member);
+        }
+        if let Some(&id) = self.by_path.get(&key).and_then(|ids| ids.first()) {
+            self.add_member(id, member);
+            return Vec::new();
+        }
+        let name = name_key(path, size);
+        let candidates = self.by_name.get(&name).cloned().unwrap_or_default();
+        let id = self.begin(member, path, key);
+        self.by_name.entry(name).or_default().push(id);
+        candidates
+    }
+
+    fn begin(&mut self, member: Member, path: &[u8], key: PathKey) -> ContentId {
+        let id = self.next;
+        self.next += 1;
+        let content = Content {
+            path: path.into(),
+            members: vec![member],
+            aliased: false,
+            key,
+            store: BTreeMap::new(),
+        };
+        self.all.insert(id, content);
+        self.of.insert(member, id);
+        self.by_path.entry(key).or_default().push(id);
+        id
+    }
+
+    fn add_member(&mut self, id: ContentId, member: Member) {
+        if let Some(content) = self.all.get_mut(&id) {
+            content.members.push(member);
+            self.of.insert(member, id);
+        }
+    }
+
+    /// A VM's file is gone (or is another file now). A content without members ends; its store pages lose their index.
+    pub fn leave(&mut self, member: Member) {
+        let Some(id) = self.of.remove(&member) else {
+            return;
+        };
+        let Some(content) = self.all.get_mut(&id) else {
+            return;
+        };
+        content.members.retain(|&m| m != member);
+        if content.members.is_empty() {
+            self.end(id);
+        }
+    }
+
+    fn end(&mut self, id: ContentId) {
+        let Some(content) = self.all.remove(&id) else {
+            return;
+        };
+        for piece in content.store.values() {
+            for stored in piece.iter().filter_map(|p| p.checked_sub(1)) {
+                self.facts_mut(stored).holds = None;
+                self.forget_facts(stored);
+            }
+        }
+        let remove = |ids: Option<&mut Vec<ContentId>>| {
+            ids.is_some_and(|ids| {
+                ids.retain(|&i| i != id);
+                ids.is_empty()
+            })
+        };
+        if remove(self.by_path.get_mut(&content.key)) {
+            self.by_path.remove(&content.key);
+        }
+        let name = name_key(&content.path, content.key.size);
+        if remove(self.by_name.get_mut(&name)) {
+            self.by_name.remove(&name);
+        }
+    }
+
+    /// Every file of a VM is gone.
+    pub fn leave_all(&mut self, vm: VmId) {
+        let members: Vec<Member> = self.of.keys().filter(|m| m.vm == vm).copied().collect();
+        for member in members {
+            self.leave(member);
+        }
+    }
+
+    /// Samples of two contents were equal: the members of `other` join `id`.
+    pub fn alias(&mut self, id: ContentId, other: ContentId) {
+        if id == other || !self.all.contains_key(&id) {
+            return;
+        }
+        let members = self
+            .all
+            .get(&other)
+            .map(|c| c.members.clone())
+            .unwrap_or_default();
+        self.end(other);
+        for member in members {
+            self.add_member(id, member);
+        }
+        if let Some(content) = self.all.get_mut(&id) {
+            content.aliased = true;
+        }
+    }
+
+    /// The bytes of `member` keep differing: it joins the next variant of its path and size. `false` when no variant is
+    /// left to try.
+    pub fn try_variant(&mut self, member: Member) -> bool {
+        let Some(id) = self.of(member) else {
+            return false;
+        };
+        let Some((key, path)) = self.all.get(&id).map(|c| (c.key, c.path.clone())) else {
+            return false;
+        };
+        let variants = self.by_path.get(&key).cloned().unwrap_or_default();
+        let next = variants
+            .iter()
+            .position(|&v| v == id)
+            .map_or(0, |at| at + 1);
+        if next >= MAX_VARIANTS {
+            return false;
+        }
+        match variants.get(next) {
+            Some(&variant) => {
+                self.leave(member);
+                self.add_member(variant, member);
+            }
+            None if self.all.get(&id).is_some_and(|c| c.members.len() > 1) => {
+                self.leave(member);
+                self.begin(member, &path, key);
+            }
+            // Alone in the last variant: nobody to differ from but an out-of-date store page.
+            None => return false,
+        }
+        true
+    }
+
+    /// What is known of a store page.
+    #[must_use]
+    pub fn facts(&self, store_page: u32) -> StorePageFacts {
+        self.pages
+            .get(&(store_page / PIECE))
+            .map_or_else(Default::default, |p| p[(store_page % PIECE) as usize])
+    }
+
+    fn facts_mut(&mut self, store_page: u32) -> &mut StorePageFacts {
+        let piece = self
+            .pages
+            .entry(store_page / PIECE)
+            .or_insert_with(|| Box::new([StorePageFacts::default(); PIECE as usize]));
+        &mut piece[(store_page % PIECE) as usize]
+    }
+
+    fn forget_facts(&mut self, store_page: u32) {
+        let key = store_page / PIECE;
+        if self
+            .pages
+            .get(&key)
+            .is_some_and(|p| p.iter().all(|f| *f == StorePageFacts::default()))
+        {
+            self.pages.remove(&key);
+        }
+    }
+
+    /// One more or one fewer VM page maps a store page.
+    pub fn count_reference(&mut self, store_page: u32, more: bool) {
+        let facts = self.facts_mut(store_page);
+        facts.references = if more {
+            facts.references + 1
+        } else {
+            facts.references.saturating_sub(1)
+        };
+        if !more {
+            self.release_facts(store_page);
+        }
+    }
+
+    /// From now on `store_page` is where page `page` of `content` is to be found. An earlier one loses its index.
+    pub fn index(&mut self, content: ContentId, page: u32, store_page: u32) {
+        self.unindex(content, page);
+        if let Some(entry) = self.all.get_mut(&content) {
+            entry.set_store_page(page, Some(store_page));
+            self.facts_mut(store_page).holds = Some((content, page));
+        }
+    }
+
+    /// The store page that holds this file page is no longer to be offered.
+    pub fn unindex(&mut self, content: ContentId, page: u32) {
+        let Some(entry) = self.all.get_mut(&content) else {
+            return;
+        };
+        let Some(stored) = entry.store_page(page) else {
+            return;
+        };
+        entry.set_store_page(page, None);
+        self.facts_mut(stored).holds = None;
+        self.forget_facts(stored);
+    }
+
+    /// Drops the index entry that leads to a store page.
+    pub fn unindex_store_page(&mut self, store_page: u32) {
+        if let Some((content, page)) = self.facts(store_page).holds {
+            self.unindex(content, page);
+        }
+    }
+
+    /// The page was punched out of the store: it can never be offered again.
+    pub fn set_punched(&mut self, store_page: u32) {
+        self.facts_mut(store_page).punched = true;
+        self.release_facts(store_page);
+    }
+
+    /// Forgets a punched page that nothing maps any more.
+    fn release_facts(&mut self, store_page: u32) {
+        let facts = self.facts_mut(store_page);
+        if facts.references == 0 && facts.holds.is_none() {
+            *facts = StorePageFacts::default();
+            self.forget_facts(store_page);
+        }
+    }
+
+    /// Store pages that an index entry leads to or a VM maps, ascending by piece.
+    pub fn known_store_pages(&self) -> impl Iterator<Item = (u32, StorePageFacts)> + '_ {
+        self.pages.iter().flat_map(|(&piece, facts)| {
+            facts.iter().enumerate().map(move |(i, &f)| {
+                #[allow(clippy::cast_possible_truncation)] // a piece has 64 pages
+                let within = i as u32;
+                (piece * PIECE + within, f)
+            })
+        })
+    }
+
+    /// Memory that these tables take, in bytes, roughly.
+    #[must_use]
+    pub fn own_bytes(&self) -> u64 {
+        let pieces: usize = self
+            .all
+            .values()
+            .map(|c| c.store.len() * (PIECE as usize * 4 + 24) + c.path.len() + 200)
+            .sum();
+        (pieces
+            + self.pages.len() * PIECE as usize * size_of::<StorePageFacts>()
+            + self.of.len() * 24) as u64
+    }
+}
+
+fn name_key(path: &[u8], size: u64) -> NameKey {
+    let name = path.rsplit(|&b| b == b'/').next().unwrap_or(path);
+    NameKey {
+        name: xxh3_64(name),
+        size,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: Member = Member { vm: 1, file: 10 };
+    const B: Member = Member { vm: 2, file: 20 };
+    const C: Member = Member { vm: 3, file: 30 };
+
+    #[test]
+    fn files_of_the_same_path_and_size_share_a_content() {
+        let mut contents = Contents::default();
+        assert!(contents.join(A, b"/usr/bin/perl", 100).is_empty());
+        assert!(contents.join(B, b"/usr/bin/perl", 100).is_empty());
+        assert_eq!(contents.of(A), contents.of(B));
+        contents.join(C, b"/usr/bin/perl", 200);
+        assert_ne!(
+            contents.of(A),
+            contents.of(C),
+            "another size is another file"
+        );
+    }
+
+    #[test]
+    fn the_same_name_elsewhere_is_a_candidate_until_samples_decide() {
+        let mut contents = Contents::default();
+        contents.join(A, b"/usr/lib/x/libz.so", 100);
+        let candidates = contents.join(B, b"/opt/lib/libz.so", 100);
+        assert_eq!(candidates, [contents.of(A).unwrap()]);
+        assert_ne!(contents.of(A), contents.of(B));
+        contents.alias(candidates[0], contents.of(B).unwrap());
+        assert_eq!(contents.of(A), contents.of(B));
+        assert!(contents.get(candidates[0]).unwrap().aliased);
+    }
+
+    #[test]
+    fn a_different_version_moves_to_a_variant_and_meets_its_like_there() {
+        let mut contents = Contents::default();
+        for m in [A, B, C] {
+            contents.join(m, b"/usr/bin/perl", 100);
+        }
+        assert!(contents.try_variant(B));
+        assert_ne!(contents.of(A), contents.of(B));
+        assert!(contents.try_variant(C));
+        assert_eq!(contents.of(B), contents.of(C));
+        contents.leave(C);
+        assert!(!contents.try_variant(B), "alone in the last variant");
+    }
+
+    #[test]
+    fn store_pages_are_indexed_counted_and_forgotten() {
+        let mut contents = Contents::default();
+        contents.join(A, b"/f", 1);
+        let id = contents.of(A).unwrap();
+        contents.index(id, 7, 1000);
+        contents.count_reference(1000, true);
+        assert_eq!(contents.get(id).unwrap().store_page(7), Some(1000));
+        assert_eq!(
+            contents.facts(1000),
+            StorePageFacts {
+                references: 1,
+                holds: Some((id, 7)),
+                punched: false
+            }
+        );
+        contents.index(id, 7, 2000);
+        assert_eq!(contents.facts(1000).holds, None);
+        contents.leave_all(1);
+        assert_eq!(contents.facts(2000), StorePageFacts::default());
+        contents.count_reference(1000, false);
+        assert!(
+            contents.pages.is_empty(),
+            "nothing is remembered of pages that nobody needs"
+        );
+    }
+}

@@ -1,0 +1,669 @@
+//! The engine: its state, its messages, its loop.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
+use std::time::{Duration, Instant};
+
+use memfold_units::{ByteSize, Pfn};
+use memfold_wire::agent::{AgentCounters, FileFacts, FileNumber, FileRange, FromAgent, HintRun};
+use memfold_wire::library::{Advice, Order, Reply};
+use tracing::{debug, info, warn};
+
+use super::budget::TokenBucket;
+use super::content::{ContentId, Contents, Member};
+use super::stack::{Hint, HintStack};
+use super::stats::{EngineStats, Latencies, VmStats};
+use super::table::VmTable;
+use super::{Guest, GuestError, VmId};
+use crate::store::{Store, StoreError};
+use crate::vm::RamLayout;
+
+/// Files that one VM may introduce.
+const MAX_FILES: usize = 1 << 20;
+
+/// What an operator may set.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineSettings {
+    /// Share of one core that folding may use over time, 0 to 1.
+    pub cpu_share: f64,
+    /// Most pages looked at in a second; `None` for no limit.
+    pub pages_per_second: Option<u64>,
+    /// How long a hint waits for its page to be read from disk.
+    pub settle: Duration,
+    /// Bytes that each domain's page store may hold.
+    pub store_cap: ByteSize,
+    /// Hints that wait for one VM at most.
+    pub stack_limit: usize,
+    /// Shortest time between two pauses of a VM with direct I/O.
+    pub pause_interval: Duration,
+    /// Longest time that such a pause may last by plan.
+    pub pause_length: Duration,
+    /// Time between two looks at the kernel's tables while something happens.
+    pub sync_interval: Duration,
+    /// `vm.max_map_count`.
+    pub max_mappings: usize,
+    /// Whether pages of zeroes are given back to the host.
+    pub drop_zero: bool,
+}
+
+impl Default for EngineSettings {
+    fn default() -> Self {
+        Self {
+            cpu_share: 0.05,
+            pages_per_second: None,
+            settle: Duration::from_secs(1),
+            store_cap: ByteSize::mib(16 << 10),
+            stack_limit: 16_384,
+            pause_interval: Duration::from_secs(2),
+            pause_length: Duration::from_millis(5),
+            sync_interval: Duration::from_secs(3),
+            max_mappings: 65_530,
+            drop_zero: true,
+        }
+    }
+}
+
+/// What the engine is told and asked.
+pub enum Command {
+    /// A VM to fold.
+    Add {
+        /// Its number.
+        id: VmId,
+        /// Its name.
+        name: String,
+        /// Its trust domain; `None` shares with nobody.
+        domain: Option<String>,
+        /// Its RAM.
+        layout: RamLayout,
+        /// Advice of each RAM block, in the order of `layout.blocks`.
+        advice: Vec<Advice>,
+        /// The VM itself.
+        guest: Box<dyn Guest>,
+        /// Why it must not be folded, if so; it is still listed.
+        problem: Option<String>,
+    },
+    /// The VM is gone.
+    Remove(VmId),
+    /// Conditions have changed: why the VM must not be folded now, if so.
+    Problem(VmId, Option<String>),
+    /// The agent of a VM says something.
+    Agent(VmId, FromAgent),
+    /// The agent's connection ended.
+    AgentGone(VmId),
+    /// Stop or go on folding; what is folded stays.
+    SetPaused(bool),
+    /// New budgets.
+    SetBudget {
+        /// Share of one core.
+        cpu_share: f64,
+        /// Pages per second.
+        pages_per_second: Option<u64>,
+    },
+    /// Look at the kernel's tables and answer with figures.
+    Stats(SyncSender<EngineStats>),
+    /// End the thread.
+    Stop,
+}
+
+/// What is remembered of a VM's file.
+#[derive(Debug, Default)]
+pub(super) struct FileState {
+    /// Whether its path is another than its content's.
+    pub alias: bool,
+    /// Pages that were equal.
+    pub equal: u32,
+    /// Pages that differed.
+    pub differing: u32,
+    /// How often it was given up.
+    pub given_up: u32,
+    /// Not to be tried before.
+    pub skip_until: Option<Instant>,
+}
+
+pub(super) struct VmState {
+    pub domain: String,
+    pub guest: Box<dyn Guest>,
+    pub table: VmTable,
+    pub stack: HintStack,
+    pub files: HashMap<FileNumber, FileState>,
+    pub has_agent: bool,
+    pub active: bool,
+    pub last_sync: Instant,
+    pub last_pause: Instant,
+    pub wait_for_pause: Vec<Hint>,
+    pub zero: super::zero::ZeroPass,
+    pub mappings: usize,
+    pub stats: VmStats,
+}
+
+/// Two contents whose names and sizes are equal, to be sampled.
+pub(super) struct AliasCandidate {
+    pub content: ContentId,
+    pub other: ContentId,
+    pub due: Instant,
+    pub tries: u8,
+}
+
+pub(super) struct Domain {
+    pub store: Store,
+    pub contents: Contents,
+    pub candidates: Vec<AliasCandidate>,
+    pub full: bool,
+    /// Processes that mapped the store when it was taken over from a former daemon. Nothing is punched while one of them
+    /// lives that this engine doesn't know.
+    pub guardians: Vec<rustix::process::Pid>,
+    /// Pages below this were a former daemon's: those that nobody maps are to be given back once.
+    pub inherited: u64,
+    pub appended: u64,
+    pub punched: u64,
+    pub last_reclaim: Instant,
+}
+
+impl Domain {
+    /// Number that fold orders name the store by: the same for every daemon that uses the file.
+    pub fn store_number(&self) -> u32 {
+        #[allow(clippy::cast_possible_truncation)]
+        // memfd inode numbers are small; the library checks that it is the same file
+        let number = self.store.identity().ino as u32;
+        number
+    }
+}
+
+/// Owns every table of folding. Runs on its own thread by [`Engine::run`].
+pub struct Engine {
+    pub(super) settings: EngineSettings,
+    pub(super) vms: BTreeMap<VmId, VmState>,
+    pub(super) domains: HashMap<String, Domain>,
+    pub(super) stats: EngineStats,
+    pub(super) latencies: Latencies,
+    pub(super) library_cpu_ns: u64,
+    pub(super) cpu: TokenBucket,
+    pub(super) rate: Option<TokenBucket>,
+    pub(super) paused: bool,
+    pub(super) sweep_wanted: bool,
+    pub(super) last_sweep: Instant,
+    pub(super) last_turn: VmId,
+    charged_ns: u64,
+}
+
+impl Engine {
+    /// An engine without VMs.
+    #[must_use]
+    pub fn new(settings: EngineSettings) -> Self {
+        let now = Instant::now();
+        let mut engine = Self {
+            vms: BTreeMap::new(),
+            domains: HashMap::new(),
+            stats: EngineStats::default(),
+            latencies: Latencies::default(),
+            library_cpu_ns: 0,
+            cpu: TokenBucket::new(0.0, 0.0, now),
+            rate: None,
+            paused: false,
+            sweep_wanted: false,
+            last_sweep: now,
+            last_turn: 0,
+            charged_ns: 0,
+            settings,
+        };
+        engine.set_budget(engine.settings.cpu_share, engine.settings.pages_per_second);
+        engine
+    }
+
+    fn set_budget(&mut self, cpu_share: f64, pages_per_second: Option<u64>) {
+        let now = Instant::now();
+        self.settings.cpu_share = cpu_share;
+        self.settings.pages_per_second = pages_per_second;
+        // Twenty seconds of unused budget may be spent at once: right after a boot there is much to fold.
+        self.cpu = TokenBucket::new(cpu_share * 1e9, cpu_share * 20e9, now);
+        self.rate = pages_per_second.map(|n| TokenBucket::new(n as f64, n as f64, now));
+    }
+
+    /// Serves commands until [`Command::Stop`] or until every sender is gone. Waits without a timeout when nothing is to
+    /// be done.
+    pub fn run(mut self, commands: &Receiver<Command>) {
+        loop {
+            let now = Instant::now();
+            let first = match self.next_due(now) {
+                Some(due) => match commands.recv_timeout(due.saturating_duration_since(now)) {
+                    Ok(command) => Some(command),
+                    Err(RecvTimeoutError::Timeout) => None,
+                    Err(RecvTimeoutError::Disconnected) => return,
+                },
+                None => match commands.recv() {
+                    Ok(command) => Some(command),
+                    Err(_) => return,
+                },
+            };
+            // Take what else has come before the next batch, but not for ever: a flood must not starve the work.
+            for command in first.into_iter().chain(commands.try_iter().take(64)) {
+                if matches!(command, Command::Stop) {
+                    return;
+                }
+                self.handle(command);
+            }
+            let now = Instant::now();
+            if self.next_due(now).is_some_and(|due| due <= now) {
+                self.turn(now);
+            }
+            self.charge(Instant::now());
+        }
+    }
+
+    /// Takes the CPU used since the last call from the budget.
+    fn charge(&mut self, now: Instant) {
+        let used = thread_cpu_ns() + self.library_cpu_ns;
+        self.cpu
+            .spend((used - self.charged_ns.min(used)) as f64, now);
+        self.charged_ns = used;
+    }
+
+    /// When there will be something to do.
+    fn next_due(&mut self, now: Instant) -> Option<Instant> {
+        if self.paused {
+            return None;
+        }
+        let settings = &self.settings;
+        let work = self
+            .vms
+            .values()
+            .filter(|vm| vm.stats.problem.is_none())
+            .flat_map(|vm| {
+                let sync = vm.active.then(|| vm.last_sync + settings.sync_interval);
+                let pause = (!vm.wait_for_pause.is_empty())
+                    .then(|| vm.last_pause + settings.pause_interval);
+                [vm.stack.due(now), sync, pause, vm.zero.due()]
+            })
+            .flatten();
+        let aliases = self
+            .domains
+            .values()
+            .flat_map(|d| d.candidates.iter().map(|c| c.due));
+        let sweep = self
+            .sweep_wanted
+            .then(|| self.last_sweep + super::work::SWEEP_INTERVAL);
+        let due = work.chain(aliases).chain(sweep).min()?;
+        let budget = [
+            self.cpu.wait(now),
+            self.rate.as_mut().and_then(|r| r.wait(now)),
+        ]
+        .into_iter()
+        .flatten()
+        .max();
+        Some(due.max(now + budget.unwrap_or_default()))
+    }
+
+    fn handle(&mut self, command: Command) {
+        match command {
+            Command::Add {
+                id,
+                name,
+                domain,
+                layout,
+                advice,
+                guest,
+                problem,
+            } => {
+                self.add(id, name, domain, layout, &advice, guest, problem);
+            }
+            Command::Remove(id) => self.remove(id),
+            Command::Problem(id, problem) => {
+                if let Some(vm) = self.vms.get_mut(&id) {
+                    if vm.stats.problem != problem {
+                        info!(
+                            vm = vm.stats.name,
+                            problem = problem.as_deref().unwrap_or("none"),
+                            "conditions for folding changed"
+                        );
+                        vm.stats.problem = problem;
+                    }
+                }
+            }
+            Command::Agent(id, message) => self.agent(id, message),
+            Command::AgentGone(id) => {
+                if let Some(vm) = self.vms.get_mut(&id) {
+                    vm.has_agent = false;
+                    vm.stats.agent_ready = false;
+                }
+            }
+            Command::SetPaused(paused) => {
+                self.paused = paused;
+                self.sweep_wanted = true;
+            }
+            Command::SetBudget {
+                cpu_share,
+                pages_per_second,
+            } => self.set_budget(cpu_share, pages_per_second),
+            Command::Stats(answer) => {
+                self.sync_all();
+                // The asker may have gone away meanwhile.
+                let _ = answer.send(self.report());
+            }
+            Command::Stop => {}
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)] // the fields of one command
+    fn add(
+        &mut self,
+        id: VmId,
+        name: String,
+        domain: Option<String>,
+        layout: RamLayout,
+        advice: &[Advice],
+        mut guest: Box<dyn Guest>,
+        problem: Option<String>,
+    ) {
+        // No name of a domain can contain a slash, so a VM without a domain is alone in its own.
+        let domain = domain.unwrap_or_else(|| format!("vm/{name}"));
+        let problem = problem.or_else(|| {
+            self.introduce(&domain, &layout, advice, guest.as_mut())
+                .err()
+        });
+        if let Some(problem) = &problem {
+            warn!(vm = name, problem, "this VM is not folded");
+        }
+        let now = Instant::now();
+        let vm = VmState {
+            table: VmTable::new(layout),
+            stack: HintStack::new(self.settings.stack_limit, self.settings.settle),
+            files: HashMap::new(),
+            has_agent: false,
+            active: true,
+            last_sync: now,
+            last_pause: now,
+            wait_for_pause: Vec::new(),
+            zero: super::zero::ZeroPass::new(self.settings.drop_zero.then_some(now)),
+            mappings: 0,
+            stats: VmStats {
+                name,
+                domain: domain.clone(),
+                problem,
+                ..VmStats::default()
+            },
+            guest,
+            domain,
+        };
+        self.vms.insert(id, vm);
+        if self.vms[&id].stats.problem.is_none() {
+            self.sync(id);
+        }
+    }
+
+    /// Tells the library of a new VM where RAM and store are. The error is for the operator.
+    fn introduce(
+        &mut self,
+        domain: &str,
+        layout: &RamLayout,
+        advice: &[Advice],
+        guest: &mut dyn Guest,
+    ) -> Result<(), String> {
+        let cap = self.settings.store_cap;
+        if !self.domains.contains_key(domain) {
+            let mut guardians = Vec::new();
+            let adopted = Store::adopt(guest.pid(), domain, cap).unwrap_or_else(|error| {
+                warn!(domain, error = %error, "the store of a former daemon could not be taken over");
+                None
+            });
+            let store = adopted
+                .map_or_else(|| Store::create(domain, cap), Ok)
+                .map_err(|e| e.to_string())?;
+            let now = Instant::now();
+            let new = Domain {
+                inherited: store.frontier().0,
+                guardians,
+                store,
+                contents: Contents::default(),
+                candidates: Vec::new(),
+                full: false,
+                appended: 0,
+                punched: 0,
+                last_reclaim: now,
+            };
+            self.domains.insert(domain.to_owned(), new);
+        }
+        let Some(domain) = self.domains.get(domain) else {
+            return Err("no page store".into());
+        };
+        let mut ask = |order: &Order, descriptor| match guest.order(order, descriptor) {
+            Ok(Reply::Error { reason }) => Err(reason),
+            Ok(reply) => Ok(reply),
+            Err(error) => Err(error.to_string()),
+        };
+        for (block, &advice) in layout.blocks.iter().zip(advice) {
+            ask(
+                &Order::AddRam {
+                    hva: block.hva.0,
+                    pages: block.pages,
+                    advice,
+                },
+                None,
+            )?;
+        }
+        let order = Order::AddStore {
+            store: domain.store_number(),
+            max_pages: 1 << 30,
+        };
+        ask(&order, Some(domain.store.read_only()))?;
+        Ok(())
+    }
+
+    fn remove(&mut self, id: VmId) {
+        let Some(vm) = self.vms.remove(&id) else {
+            return;
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return;
+        };
+        for at in 0..vm.table.pages() {
+            if let Some(mapped) = vm.table.mapped(at) {
+                domain.contents.count_reference(mapped.store_page, false);
+            }
+        }
+        domain.contents.leave_all(id);
+        if self.vms.values().any(|other| other.domain == vm.domain) {
+            self.reclaim(&vm.domain);
+        } else {
+            // The last VM of the domain is gone: so is its store, with our descriptor.
+            self.domains.remove(&vm.domain);
+        }
+    }
+
+    /// The library of this VM no longer answers: it is not folded any more.
+    pub(super) fn lost(&mut self, id: VmId, error: &GuestError) {
+        if let Some(vm) = self.vms.get_mut(&id) {
+            warn!(vm = vm.stats.name, error = %error, "folding ends for this VM");
+            vm.stats.problem = Some(error.to_string());
+            vm.stack.clear();
+            vm.wait_for_pause.clear();
+        }
+    }
+
+    fn agent(&mut self, id: VmId, message: FromAgent) {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return;
+        };
+        match message {
+            FromAgent::Hello { .. } => {
+                vm.has_agent = true;
+                vm.stats.agent_ready = false;
+                vm.table.forget_cached();
+                vm.stack.clear();
+                vm.wait_for_pause.clear();
+                vm.files.clear();
+                domain.contents.leave_all(id);
+            }
+            FromAgent::Files(files) => {
+                for file in files {
+                    introduce_file(id, vm, domain, &file);
+                }
+            }
+            FromAgent::Hints(runs) => {
+                let now = Instant::now();
+                for run in runs {
+                    take_hint(id, vm, domain, run, now);
+                }
+                vm.active = true;
+            }
+            FromAgent::Gone(runs) => {
+                for run in runs {
+                    for pfn in run.pfn..run.pfn.saturating_add(u64::from(run.pages)) {
+                        let Some(at) = vm.table.index_of(Pfn(pfn)) else {
+                            break;
+                        };
+                        vm.table.uncache(at);
+                    }
+                }
+                vm.active = true;
+            }
+            FromAgent::Dirty(ranges) => {
+                for range in ranges {
+                    set_dirty(vm, range, true);
+                }
+            }
+            FromAgent::Clean(ranges) => {
+                let now = Instant::now();
+                for range in ranges {
+                    set_dirty(vm, range, false);
+                    if let Some((page, pages)) = file_pages(range.page, range.pages) {
+                        vm.stack.push(Hint {
+                            file: range.file,
+                            page,
+                            pages,
+                            at: now,
+                            tries: 0,
+                        });
+                    }
+                }
+            }
+            FromAgent::InventoryBegin => vm.table.inventory_begin(),
+            FromAgent::InventoryEnd { files, pages } => {
+                vm.table.inventory_end();
+                vm.stats.agent_ready = true;
+                debug!(vm = vm.stats.name, files, pages, "inventory complete");
+            }
+            FromAgent::Counters(counters) => take_counters(&mut vm.stats, &counters),
+            // Commands are the link's business.
+            FromAgent::Output { .. } | FromAgent::Exited { .. } => {}
+        }
+    }
+}
+
+fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFacts) {
+    let member = Member {
+        vm: id,
+        file: file.file,
+    };
+    if file.path.is_empty() || (vm.files.len() >= MAX_FILES && !vm.files.contains_key(&file.file)) {
+        domain.contents.leave(member);
+        vm.files.remove(&file.file);
+        return;
+    }
+    let before = domain.contents.of(member);
+    let candidates = domain.contents.join(member, &file.path, file.size_bytes);
+    if before.is_none() || domain.contents.of(member) != before {
+        vm.files.insert(file.file, FileState::default());
+    }
+    let Some(content) = domain.contents.of(member) else {
+        return;
+    };
+    let due = Instant::now() + Duration::from_secs(2);
+    for other in candidates.into_iter().take(4) {
+        if domain.candidates.len() < 4096 {
+            domain.candidates.push(AliasCandidate {
+                content,
+                other,
+                due,
+                tries: 0,
+            });
+        }
+    }
+}
+
+fn take_hint(id: VmId, vm: &mut VmState, domain: &Domain, run: HintRun, now: Instant) {
+    vm.stats.hint_runs += 1;
+    vm.stats.hint_pages += u64::from(run.pages);
+    let known = domain
+        .contents
+        .of(Member {
+            vm: id,
+            file: run.file,
+        })
+        .is_some();
+    let Some((page, _)) = file_pages(run.page, run.pages).filter(|_| known) else {
+        vm.stats.bogus_pages += u64::from(run.pages);
+        return;
+    };
+    let mut taken = 0;
+    for step in 0..run.pages {
+        let Some(at) = run
+            .pfn
+            .checked_add(u64::from(step))
+            .and_then(|pfn| vm.table.index_of(Pfn(pfn)))
+        else {
+            vm.stats.bogus_pages += u64::from(run.pages - step);
+            break;
+        };
+        if !vm.table.cache(at, run.file, page + step) {
+            vm.stats.over_limit_pages += u64::from(run.pages - step);
+            break;
+        }
+        taken += 1;
+    }
+    if taken > 0 {
+        vm.stack.push(Hint {
+            file: run.file,
+            page,
+            pages: taken,
+            at: now,
+            tries: 0,
+        });
+    }
+}
+
+/// A file range in 32-bit page numbers (files up to 16 TiB).
+fn file_pages(page: u64, pages: u32) -> Option<(u32, u32)> {
+    let first = u32::try_from(page).ok()?;
+    first.checked_add(pages)?;
+    Some((first, pages))
+}
+
+fn set_dirty(vm: &mut VmState, range: FileRange, dirty: bool) {
+    if let Some((page, pages)) = file_pages(range.page, range.pages) {
+        vm.table.set_dirty(range.file, page..page + pages, dirty);
+    }
+}
+
+fn take_counters(stats: &mut VmStats, counters: &AgentCounters) {
+    stats.events_lost = counters.events_lost;
+    stats.agent_cpu_us = counters.cpu_us;
+    stats.agent_rss_bytes = counters.rss_bytes;
+}
+
+/// CPU time of the calling thread in nanoseconds.
+#[must_use]
+pub fn thread_cpu_ns() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000
+        + u64::try_from(time.tv_nsec).unwrap_or(0)
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine")
+            .field("vms", &self.vms.len())
+            .field("settings", &self.settings)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Logs a store failure once a state change, not once a page.
+pub(super) fn note_store_error(domain_name: &str, domain: &mut Domain, error: &StoreError) {
+    if !domain.full {
+        warn!(domain = domain_name, error = %error, "new content stays out of the page store");
+        domain.full = true;
+    }
+}

@@ -1,0 +1,378 @@
+//! The kernel's truth: what is mapped, what was copied since; and punching out what no VM can need.
+//!
+//! A store page may be punched when no VM maps it, or when every VM page that maps it holds a private copy *in memory*: then
+//! no access can reach the store any more (a discard puts anonymous memory in place, in the library). A copy that was
+//! swapped out does not count: `PAGEMAP_SCAN` shows the markers of write protection as swapped, and those pages are still
+//! the store's.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_units::{Hva, StorePage};
+use memfold_wire::library::{Order, Reply};
+use tracing::{debug, warn};
+
+use super::engine::{Engine, VmState};
+use super::stats::{DomainStats, EngineStats, VmStats};
+use super::table::{Index, Mapped, PIECE};
+use super::{GuestError, VmId};
+use crate::store::mapped::{self, StoreMapping};
+
+/// Time between two reclaims of a domain.
+const RECLAIM_INTERVAL: Duration = Duration::from_secs(6);
+
+impl Engine {
+    /// Syncs the VM that has waited longest. Returns whether one was due.
+    pub(super) fn sync_due(&mut self, now: Instant) -> bool {
+        let interval = self.settings.sync_interval;
+        let due = |vm: &VmState| {
+            vm.active && vm.stats.problem.is_none() && now >= vm.last_sync + interval
+        };
+        let Some(id) = self
+            .vms
+            .iter()
+            .filter(|(_, vm)| due(vm))
+            .min_by_key(|(_, vm)| vm.last_sync)
+            .map(|(&id, _)| id)
+        else {
+            return false;
+        };
+        self.sync(id);
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return true;
+        };
+        vm.active = false;
+        vm.zero.consider(now, vm.guest.pid());
+        let domain = vm.domain.clone();
+        if self
+            .domains
+            .get(&domain)
+            .is_some_and(|d| now >= d.last_reclaim + RECLAIM_INTERVAL)
+        {
+            self.reclaim(&domain);
+        }
+        true
+    }
+
+    /// Syncs every VM.
+    pub(super) fn sync_all(&mut self) {
+        for id in self.vms.keys().copied().collect::<Vec<_>>() {
+            self.sync(id);
+        }
+    }
+
+    /// Brings our view of one VM in step with the kernel's tables. Returns whether it could be read.
+    pub(super) fn sync(&mut self, id: VmId) -> bool {
+        let Some(vm) = self
+            .vms
+            .get_mut(&id)
+            .filter(|vm| vm.stats.problem.is_none())
+        else {
+            return false;
+        };
+        vm.last_sync = Instant::now();
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return false;
+        };
+        let pid = vm.guest.pid();
+        let looked =
+            mapped::read(pid, domain.store.identity()).and_then(|m| Ok((m, Pagemap::open(pid)?)));
+        let (mappings, pagemap) = match looked {
+            Ok(looked) => looked,
+            Err(error) => {
+                // The VM is ending; its removal follows.
+                debug!(vm = vm.stats.name, error = %error, "mappings could not be read");
+                return false;
+            }
+        };
+        vm.mappings = mappings.total;
+        let mut truth: HashMap<Index, Mapped> = HashMap::with_capacity(mappings.store.len() * 8);
+        for mapping in &mappings.store {
+            for step in 0..mapping.pages {
+                let Ok(store_page) = u32::try_from(mapping.store_page.0 + step) else {
+                    break;
+                };
+                if let Some(at) = vm.table.index_at(mapping.hva.add_pages(step)) {
+                    truth.insert(
+                        at,
+                        Mapped {
+                            store_page,
+                            shared: true,
+                        },
+                    );
+                }
+            }
+        }
+        for (start, end) in extents(&mappings.store) {
+            let filter = Filter {
+                any_of: category::PRESENT | category::SWAPPED,
+                none_of: category::FILE,
+                ..Filter::default()
+            };
+            let Ok(regions) = pagemap.scan(start, end, filter) else {
+                return false;
+            };
+            for region in regions.iter().filter(|r| r.is(category::PRESENT)) {
+                for step in 0..region.pages() {
+                    if let Some(mapped) = vm
+                        .table
+                        .index_at(region.start.add_pages(step))
+                        .and_then(|at| truth.get_mut(&at))
+                    {
+                        mapped.shared = false;
+                    }
+                }
+            }
+        }
+        let (mut mapped_pages, mut copied) = (0, 0);
+        for at in 0..vm.table.pages() {
+            let (before, now) = (vm.table.mapped(at), truth.get(&at).copied());
+            if let Some(now) = now {
+                mapped_pages += 1;
+                copied += u64::from(!now.shared);
+            }
+            if before == now {
+                continue;
+            }
+            if before.map(|m| m.store_page) != now.map(|m| m.store_page) {
+                if let Some(before) = before {
+                    domain.contents.count_reference(before.store_page, false);
+                }
+                if let Some(now) = now {
+                    domain.contents.count_reference(now.store_page, true);
+                }
+            }
+            vm.table.set_mapped(at, now);
+        }
+        vm.stats.mapped_pages = mapped_pages;
+        vm.stats.copied_pages = copied;
+        vm.stats.mappings = mappings.total as u64;
+        true
+    }
+
+    /// Punches out of a domain's store what no VM can need.
+    pub(super) fn reclaim(&mut self, name: &str) {
+        // Every VM of the domain must have been read just now; if one can't be, nothing is punched.
+        let ids: Vec<VmId> = self
+            .vms
+            .iter()
+            .filter(|(_, vm)| vm.domain == name)
+            .map(|(&id, _)| id)
+            .collect();
+        if !ids.iter().all(|&id| self.sync(id)) {
+            return;
+        }
+        let known_pids: Vec<_> = ids
+            .iter()
+            .filter_map(|id| self.vms.get(id))
+            .map(|vm| vm.guest.pid())
+            .collect();
+        let Some(domain) = self.domains.get_mut(name) else {
+            return;
+        };
+        domain.guardians.retain(|pid| {
+            !known_pids.contains(pid)
+                && std::path::Path::new(&format!("/proc/{}/maps", pid.as_raw_nonzero())).exists()
+        });
+        if let Some(pid) = domain.guardians.first() {
+            debug!(
+                domain = name,
+                pid = pid.as_raw_nonzero(),
+                "nothing is reclaimed: a process that this daemon doesn't know maps the store"
+            );
+            return;
+        }
+        let mut needed: HashMap<u32, u64> = HashMap::new();
+        for vm in ids.iter().filter_map(|id| self.vms.get(id)) {
+            for at in 0..vm.table.pages() {
+                if let Some(mapped) = vm.table.mapped(at).filter(|m| m.shared) {
+                    *needed.entry(mapped.store_page / PIECE).or_default() |=
+                        1 << (mapped.store_page % PIECE);
+                }
+            }
+        }
+        let Some(domain) = self.domains.get_mut(name) else {
+            return;
+        };
+        domain.last_reclaim = Instant::now();
+        let is_needed = |page: u32| {
+            needed
+                .get(&(page / PIECE))
+                .is_some_and(|word| word >> (page % PIECE) & 1 == 1)
+        };
+        let wanted = |page: u32, facts: super::content::StorePageFacts| {
+            // Filled and not yet mapped, while two VMs still cache it: about to be folded.
+            facts.references == 0
+                && facts
+                    .holds
+                    .and_then(|(content, at)| Some((domain.contents.get(content)?, at)))
+                    .is_some_and(|(content, at)| {
+                        let cached = |m: &&super::content::Member| {
+                            self.vms
+                                .get(&m.vm)
+                                .and_then(|vm| vm.table.place(m.file, at))
+                                .is_some_and(|i| {
+                                    self.vms
+                                        .get(&m.vm)
+                                        .is_some_and(|vm| !vm.table.is_refused(i))
+                                })
+                        };
+                        page < u32::MAX && content.members.iter().filter(cached).count() > 1
+                    })
+        };
+        let unknown = (0..u32::try_from(domain.inherited).unwrap_or(u32::MAX)).filter(|&page| {
+            domain.contents.facts(page) == super::content::StorePageFacts::default()
+        });
+        let mut garbage: Vec<u32> = domain
+            .contents
+            .known_store_pages()
+            .filter(|&(page, facts)| {
+                let known = facts.references > 0 || facts.holds.is_some();
+                known && !facts.punched && !is_needed(page) && !wanted(page, facts)
+            })
+            .map(|(page, _)| page)
+            .chain(unknown)
+            .collect();
+        domain.inherited = 0;
+        garbage.sort_unstable();
+        for run in garbage.chunk_by(|a, b| a + 1 == *b) {
+            for &page in run {
+                domain.contents.unindex_store_page(page);
+                domain.contents.set_punched(page);
+            }
+            match domain
+                .store
+                .punch(StorePage(u64::from(run[0])), run.len() as u64)
+            {
+                Ok(()) => domain.punched += run.len() as u64,
+                Err(error) => {
+                    warn!(domain = name, error = %error, "store pages could not be given back")
+                }
+            }
+        }
+        if !garbage.is_empty() {
+            domain.full = false;
+            debug!(
+                domain = name,
+                pages = garbage.len(),
+                "gave back store pages that no VM needs"
+            );
+        }
+    }
+
+    /// Figures of this moment. Call after [`Engine::sync_all`].
+    pub(super) fn report(&mut self) -> EngineStats {
+        let ids: Vec<VmId> = self.vms.keys().copied().collect();
+        for &id in &ids {
+            if let Err(error) = self.read_library_stats(id) {
+                self.lost(id, &error);
+            }
+        }
+        let vms = ids.iter().filter_map(|id| self.vm_report(*id)).collect();
+        let domains = self.domains.iter().map(|(name, domain)| DomainStats {
+            domain: name.clone(),
+            store_dev: domain.store.identity().dev,
+            store_ino: domain.store.identity().ino,
+            store_bytes: domain.store.held().map_or(0, |b| b.0),
+            store_cap_bytes: domain.store.cap().0,
+            store_full: domain.full,
+            appended_pages: domain.appended,
+            punched_pages: domain.punched,
+        });
+        let tables: u64 = self.vms.values().map(|vm| vm.table.own_bytes()).sum();
+        EngineStats {
+            paused: self.paused,
+            engine_cpu_s: super::engine::thread_cpu_ns() as f64 / 1e9,
+            library_cpu_s: self.library_cpu_ns as f64 / 1e9,
+            cpu_share: self.settings.cpu_share,
+            pages_per_second: self.settings.pages_per_second,
+            hint_to_fold_p50_s: self.latencies.percentile_s(50),
+            hint_to_fold_p95_s: self.latencies.percentile_s(95),
+            hints_waiting: self
+                .vms
+                .values()
+                .map(|vm| (vm.stack.len() + vm.wait_for_pause.len()) as u64)
+                .sum(),
+            own_bytes: tables
+                + self
+                    .domains
+                    .values()
+                    .map(|d| d.contents.own_bytes())
+                    .sum::<u64>(),
+            vms,
+            domains: domains.collect(),
+            ..self.stats.clone()
+        }
+    }
+
+    fn vm_report(&self, id: VmId) -> Option<VmStats> {
+        let vm = self.vms.get(&id)?;
+        let domain = self.domains.get(&vm.domain)?;
+        let mut stats = VmStats {
+            cached_pages: vm.table.cached_pages(),
+            hints_dropped: vm.stack.dropped(),
+            ..vm.stats.clone()
+        };
+        for at in 0..vm.table.pages() {
+            let Some((file, page)) = vm.table.cached(at) else {
+                continue;
+            };
+            let member = super::content::Member { vm: id, file };
+            let Some(content) = domain
+                .contents
+                .of(member)
+                .and_then(|c| domain.contents.get(c))
+            else {
+                continue;
+            };
+            let stored = content.store_page(page);
+            let elsewhere = || {
+                content.members.iter().any(|m| {
+                    *m != member
+                        && self
+                            .vms
+                            .get(&m.vm)
+                            .is_some_and(|o| o.table.place(m.file, page).is_some())
+                })
+            };
+            if stored.is_some() || elsewhere() {
+                stats.matched_pages += 1;
+                let folded = vm
+                    .table
+                    .mapped(at)
+                    .is_some_and(|m| m.shared && Some(m.store_page) == stored);
+                stats.matched_folded_pages += u64::from(folded);
+            }
+        }
+        Some(stats)
+    }
+
+    fn read_library_stats(&mut self, id: VmId) -> Result<(), GuestError> {
+        let Some(vm) = self
+            .vms
+            .get_mut(&id)
+            .filter(|vm| vm.stats.problem.is_none())
+        else {
+            return Ok(());
+        };
+        if let Reply::Stats(library) = vm.guest.order(&Order::Stats, None)? {
+            vm.stats.freeze_max_ns = library.freeze_max_ns;
+            vm.stats.freeze_histogram = library.freeze_histogram.to_vec();
+        }
+        Ok(())
+    }
+}
+
+/// Mappings joined where they touch, so that a scan of many small ones is one call.
+fn extents(mappings: &[StoreMapping]) -> Vec<(Hva, Hva)> {
+    let mut extents: Vec<(Hva, Hva)> = Vec::new();
+    for mapping in mappings {
+        let end = mapping.hva.add_pages(mapping.pages);
+        match extents.last_mut() {
+            Some((_, last)) if *last == mapping.hva => *last = end,
+            _ => extents.push((mapping.hva, end)),
+        }
+    }
+    extents
+}

@@ -1,0 +1,156 @@
+//! Runs to fold, and which of them are worth it.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_SIZE};
+use memfold_wire::agent::FileNumber;
+use memfold_wire::library::MAX_RUN_PAGES;
+
+use super::content::ContentId;
+use super::table::{Index, VmTable};
+
+/// Pages of one VM, consecutive in guest memory, in the file and in the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First guest page.
+    pub index: Index,
+    /// Length in pages, 1 to [`MAX_RUN_PAGES`].
+    pub pages: u32,
+    /// First store page.
+    pub store_page: u32,
+    /// The file, by the agent's number.
+    pub file: FileNumber,
+    /// First page in the file.
+    pub page: u32,
+    /// What it is thought to hold.
+    pub content: ContentId,
+    /// The hint that led here; `None` for a sweep.
+    pub at: Option<Instant>,
+    /// How often it has been tried.
+    pub tries: u8,
+    /// Whether the store is mapped there already (to be folded again).
+    pub again: bool,
+}
+
+impl Run {
+    /// Whether `index` and `store_page` continue the run.
+    #[must_use]
+    pub fn continues(&self, table: &VmTable, index: Index, store_page: u32, again: bool) -> bool {
+        self.pages < MAX_RUN_PAGES
+            && self.again == again
+            && table.adjacent(self.index + self.pages - 1, index)
+            && self.store_page + self.pages == store_page
+    }
+
+    /// What is left behind the first `pages` pages; `None` if nothing is.
+    #[must_use]
+    pub fn rest(&self, pages: u32) -> Option<Self> {
+        (pages < self.pages).then(|| Self {
+            index: self.index + pages,
+            pages: self.pages - pages,
+            store_page: self.store_page + pages,
+            page: self.page + pages,
+            ..*self
+        })
+    }
+}
+
+/// Fewest pages of a huge page that must be foldable together before it is split: 1/8 of it. Below that, the TLB reach
+/// that the guest loses is dearer than the memory gained.
+pub const HUGE_SPLIT_PAGES: u32 = 64;
+
+/// Takes out the runs that would split a huge page for too little. `is_huge` tells whether the 2 MiB at an address are
+/// mapped by one huge page now. Returns the number of pages left alone.
+pub fn spare_huge_pages(
+    runs: &mut Vec<Run>,
+    table: &VmTable,
+    mut is_huge: impl FnMut(Hva) -> bool,
+) -> u64 {
+    let region = |run: &Run| {
+        table
+            .hva(run.index)
+            .map_or(0, |h| h.0 / (HUGE_PAGE_PAGES * PAGE_SIZE))
+    };
+    let mut gain: HashMap<u64, u32> = HashMap::new();
+    for run in runs.iter().filter(|r| !r.again) {
+        *gain.entry(region(run)).or_default() += run.pages;
+    }
+    let mut kept = 0;
+    let mut known: HashMap<u64, bool> = HashMap::new();
+    runs.retain(|run| {
+        let at = region(run);
+        if run.again || gain.get(&at).is_none_or(|&pages| pages >= HUGE_SPLIT_PAGES) {
+            return true;
+        }
+        let huge = *known
+            .entry(at)
+            .or_insert_with(|| is_huge(Hva(at * HUGE_PAGE_PAGES * PAGE_SIZE)));
+        if huge {
+            kept += u64::from(run.pages);
+        }
+        !huge
+    });
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vm::{RamBlock, RamLayout, RamSlot};
+    use memfold_units::Pfn;
+
+    fn table() -> VmTable {
+        let hva = Hva(0x7000_0000_0000);
+        VmTable::new(RamLayout {
+            blocks: vec![RamBlock {
+                name: "ram0".into(),
+                hva,
+                pages: 4096,
+            }],
+            slots: vec![RamSlot {
+                pfn: Pfn(0),
+                pages: 4096,
+                hva,
+                block: 0,
+            }],
+        })
+    }
+
+    fn run(index: Index, pages: u32) -> Run {
+        Run {
+            index,
+            pages,
+            store_page: 100,
+            file: 1,
+            page: 0,
+            content: 1,
+            at: None,
+            tries: 0,
+            again: false,
+        }
+    }
+
+    #[test]
+    fn the_rest_of_a_run_keeps_all_three_places_in_step() {
+        let rest = run(10, 8).rest(3).unwrap();
+        assert_eq!(
+            (rest.index, rest.pages, rest.store_page, rest.page),
+            (13, 5, 103, 3)
+        );
+        assert_eq!(run(10, 8).rest(8), None);
+    }
+
+    #[test]
+    fn a_huge_page_is_split_only_for_an_eighth_of_it() {
+        let table = table();
+        let mut runs = vec![run(0, 10), run(600, 40), run(700, 30), run(1030, 10)];
+        // The first two huge pages are huge; the third is not.
+        let kept = spare_huge_pages(&mut runs, &table, |hva| hva < Hva(0x7000_0040_0000));
+        assert_eq!(kept, 10);
+        assert_eq!(
+            runs.iter().map(|r| r.index).collect::<Vec<_>>(),
+            [600, 700, 1030]
+        );
+    }
+}

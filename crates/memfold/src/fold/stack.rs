@@ -1,0 +1,169 @@
+//! The bounded newest-first hint stack of study C, one for each VM, behind a queue in which hints settle.
+//!
+//! A hint comes when a page enters the page cache, before its bytes are read from disk, so it waits for the settling time
+//! first. Then the newest goes first: old hints are the likeliest to be out of date. When the stack is full its oldest
+//! hint is dropped; the tables still hold the pages, and a sweep finds them later.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use memfold_wire::agent::FileNumber;
+
+/// A run of file pages that a VM has put into its page cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hint {
+    /// File, by the agent's number.
+    pub file: FileNumber,
+    /// First page in the file.
+    pub page: u32,
+    /// Length in pages.
+    pub pages: u32,
+    /// When the daemon got it.
+    pub at: Instant,
+    /// How often it has been put back because pages were busy.
+    pub tries: u8,
+}
+
+/// Hints of one VM.
+#[derive(Debug)]
+pub struct HintStack {
+    settling: VecDeque<Hint>,
+    ready: VecDeque<Hint>,
+    settle: Duration,
+    limit: usize,
+    dropped: u64,
+}
+
+impl HintStack {
+    /// An empty stack of at most `limit` hints, each of which settles for `settle` first.
+    #[must_use]
+    pub const fn new(limit: usize, settle: Duration) -> Self {
+        Self {
+            settling: VecDeque::new(),
+            ready: VecDeque::new(),
+            settle,
+            limit,
+            dropped: 0,
+        }
+    }
+
+    /// Adds a new hint. Joins it to the one before where it continues it, so that a file read page by page is one run.
+    pub fn push(&mut self, hint: Hint) {
+        if let Some(last) = self.settling.back_mut() {
+            let continues = last.file == hint.file
+                && last.tries == hint.tries
+                && last.page.checked_add(last.pages) == Some(hint.page)
+                && hint.at.saturating_duration_since(last.at) < Duration::from_millis(200)
+                && last.pages + hint.pages <= 4096;
+            if continues {
+                last.pages += hint.pages;
+                return;
+            }
+        }
+        if self.settling.len() >= self.limit {
+            self.settling.pop_front();
+            self.dropped += 1;
+        }
+        self.settling.push_back(hint);
+    }
+
+    /// The newest hint that has settled.
+    pub fn pop(&mut self, now: Instant) -> Option<Hint> {
+        while let Some(&hint) = self.settling.front() {
+            if now.saturating_duration_since(hint.at) < self.settle {
+                break;
+            }
+            self.settling.pop_front();
+            if self.ready.len() >= self.limit {
+                self.ready.pop_front();
+                self.dropped += 1;
+            }
+            self.ready.push_back(hint);
+        }
+        self.ready.pop_back()
+    }
+
+    /// When the next hint will have settled; `now` if one has; `None` if there is none at all.
+    #[must_use]
+    pub fn due(&self, now: Instant) -> Option<Instant> {
+        if self.ready.is_empty() {
+            self.settling.front().map(|h| h.at + self.settle)
+        } else {
+            Some(now)
+        }
+    }
+
+    /// Hints waiting or settling.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.settling.len() + self.ready.len()
+    }
+
+    /// Hints dropped since the beginning because the stack was full.
+    #[must_use]
+    pub const fn dropped(&self) -> u64 {
+        self.dropped
+    }
+
+    /// Forgets every hint (the agent begins anew).
+    pub fn clear(&mut self) {
+        self.settling.clear();
+        self.ready.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SETTLE: Duration = Duration::from_secs(1);
+
+    fn hint(file: u32, page: u32, at: Instant) -> Hint {
+        Hint {
+            file,
+            page,
+            pages: 1,
+            at,
+            tries: 0,
+        }
+    }
+
+    #[test]
+    fn the_newest_settled_hint_goes_first() {
+        let start = Instant::now();
+        let mut stack = HintStack::new(8, SETTLE);
+        stack.push(hint(1, 0, start));
+        stack.push(hint(2, 0, start + Duration::from_millis(500)));
+        stack.push(hint(3, 0, start + Duration::from_millis(1500)));
+        assert_eq!(stack.pop(start), None);
+        let later = start + Duration::from_millis(1600);
+        assert_eq!(stack.pop(later).map(|h| h.file), Some(2));
+        assert_eq!(stack.pop(later).map(|h| h.file), Some(1));
+        assert_eq!(stack.pop(later), None);
+        assert_eq!(stack.due(later), Some(start + Duration::from_millis(2500)));
+    }
+
+    #[test]
+    fn a_flood_drops_the_oldest_and_counts_them() {
+        let start = Instant::now();
+        let mut stack = HintStack::new(4, SETTLE);
+        for file in 0..10 {
+            stack.push(hint(file, 0, start));
+        }
+        assert_eq!((stack.len(), stack.dropped()), (4, 6));
+        assert_eq!(stack.pop(start + SETTLE).map(|h| h.file), Some(9));
+    }
+
+    #[test]
+    fn pages_read_one_by_one_become_one_run() {
+        let start = Instant::now();
+        let mut stack = HintStack::new(4, SETTLE);
+        for page in 0..100 {
+            stack.push(hint(1, page, start));
+        }
+        assert_eq!(
+            stack.pop(start + SETTLE).map(|h| (h.page, h.pages)),
+            Some((0, 100))
+        );
+    }
+}

@@ -1,0 +1,842 @@
+//! One turn of the engine: from the newest hints to orders and their outcomes.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_BYTES};
+use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Outcome, Reply};
+use tracing::{debug, warn};
+
+use super::content::{ContentId, Member};
+use super::engine::{Domain, Engine, VmState, note_store_error};
+use super::runs::{Run, spare_huge_pages};
+use super::stack::Hint;
+use super::table::{Index, Mapped, PIECE};
+use super::{GuestError, VmId, budget};
+use crate::store::StoreError;
+
+/// Pages taken from the stacks for one batch.
+const BATCH_PAGES: u32 = 2048;
+
+/// Pages in one order, so that the library answers within about a millisecond.
+const ORDER_PAGES: u32 = 2048;
+
+/// Time between two sweeps over everything that is matched and not folded.
+pub(super) const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Differing pages after which a file is judged.
+const JUDGE_AFTER: u32 = 4;
+
+/// How long a file is left alone the first time that it is given up; doubles each time, up to an hour.
+const GIVE_UP: Duration = Duration::from_secs(30);
+
+/// How often a busy page is tried again.
+const MAX_TRIES: u8 = 4;
+
+/// A range of one content to bring into order in all VMs.
+struct Task {
+    domain: String,
+    content: ContentId,
+    vm: VmId,
+    hint: Hint,
+    swept: bool,
+}
+
+impl Engine {
+    /// Does the most useful thing that is due, once.
+    pub(super) fn turn(&mut self, now: Instant) {
+        let tasks = self.take_tasks(now);
+        if !tasks.is_empty() {
+            return self.fold(&tasks);
+        }
+        if self.sync_due(now) || self.pause_due(now) || self.sample_due(now) || self.zero_due(now) {
+            return;
+        }
+        if self.sweep_wanted && now >= self.last_sweep + SWEEP_INTERVAL {
+            self.sweep();
+        }
+    }
+
+    /// The newest settled hints, VM by VM in turn, until they make a batch.
+    fn take_tasks(&mut self, now: Instant) -> Vec<Task> {
+        let allowed = self
+            .rate
+            .as_mut()
+            .map_or(u64::MAX, |rate| rate.available(now).max(1));
+        let limit = u32::try_from(allowed).unwrap_or(u32::MAX).min(BATCH_PAGES);
+        let mut order: Vec<VmId> = self.vms.keys().copied().collect();
+        let next = order.partition_point(|&id| id <= self.last_turn);
+        order.rotate_left(next);
+        let mut tasks = Vec::new();
+        let mut pages = 0;
+        for id in order {
+            let Some(vm) = self
+                .vms
+                .get_mut(&id)
+                .filter(|vm| vm.stats.problem.is_none())
+            else {
+                continue;
+            };
+            let Some(domain) = self.domains.get(&vm.domain) else {
+                continue;
+            };
+            while pages < limit {
+                let Some(hint) = vm.stack.pop(now) else { break };
+                let Some(content) = domain.contents.of(Member {
+                    vm: id,
+                    file: hint.file,
+                }) else {
+                    continue;
+                };
+                self.last_turn = id;
+                if vm
+                    .files
+                    .get(&hint.file)
+                    .and_then(|f| f.skip_until)
+                    .is_some_and(|until| now < until)
+                {
+                    continue;
+                }
+                pages += hint.pages;
+                tasks.push(Task {
+                    domain: vm.domain.clone(),
+                    content,
+                    vm: id,
+                    hint,
+                    swept: false,
+                });
+            }
+        }
+        tasks
+    }
+
+    /// Brings ranges of contents into order: fills the store where two VMs have pages that it lacks, and folds every
+    /// cached page of them that isn't folded.
+    fn fold(&mut self, tasks: &[Task]) {
+        let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
+        for task in tasks {
+            self.fill(task);
+            self.collect(task, &mut runs);
+        }
+        for (id, runs) in runs {
+            self.fold_vm(id, runs);
+        }
+    }
+
+    /// Members of a content whose VMs can be folded and whose file isn't given up.
+    fn members(&self, task: &Task) -> Vec<Member> {
+        let now = Instant::now();
+        let Some(content) = self
+            .domains
+            .get(&task.domain)
+            .and_then(|d| d.contents.get(task.content))
+        else {
+            return Vec::new();
+        };
+        content
+            .members
+            .iter()
+            .filter(|m| {
+                self.vms.get(&m.vm).is_some_and(|vm| {
+                    let given_up = vm
+                        .files
+                        .get(&m.file)
+                        .and_then(|f| f.skip_until)
+                        .is_some_and(|until| now < until);
+                    vm.stats.problem.is_none() && !given_up
+                })
+            })
+            .copied()
+            .collect()
+    }
+
+    /// Appends to the store what at least two guest pages cache and it lacks.
+    fn fill(&mut self, task: &Task) {
+        let mut members = self.members(task);
+        // The VM of the hint goes first: its page was read last.
+        members.sort_by_key(|m| m.vm != task.vm);
+        let Some(domain) = self.domains.get_mut(&task.domain) else {
+            return;
+        };
+        let end = task.hint.page + task.hint.pages;
+        let mut page = task.hint.page;
+        while page < end {
+            let lacks = |domain: &Domain, page| {
+                domain
+                    .contents
+                    .get(task.content)
+                    .is_some_and(|c| c.store_page(page).is_none())
+            };
+            if !lacks(domain, page) {
+                page += 1;
+                continue;
+            }
+            let holders = holders(&self.vms, &members, page);
+            if let Some(stored) = adoptable(&self.vms, domain, &holders) {
+                domain.contents.index(task.content, page, stored);
+                page += 1;
+                continue;
+            }
+            let [(source, first), _, ..] = holders[..] else {
+                page += 1;
+                continue;
+            };
+            let Some(vm) = self.vms.get(&source.vm) else {
+                return;
+            };
+            let mut length = 1;
+            while page + length < end
+                && lacks(domain, page + length)
+                && usable(vm, source.file, page + length) == Some(first + length)
+                && vm.table.adjacent(first + length - 1, first + length)
+                && self::holders(&self.vms, &members, page + length).len() > 1
+            {
+                length += 1;
+            }
+            let Some(hva) = vm.table.hva(first) else {
+                return;
+            };
+            match domain.store.append(vm.guest.pid(), hva, u64::from(length)) {
+                Ok((stored, copied)) => {
+                    domain.full = false;
+                    domain.appended += copied.0;
+                    for step in 0..u32::try_from(copied.0).unwrap_or(0) {
+                        let Ok(stored) = u32::try_from(stored.0 + u64::from(step)) else {
+                            break;
+                        };
+                        domain.contents.index(task.content, page + step, stored);
+                    }
+                }
+                Err(
+                    error @ (StoreError::Full { .. }
+                    | StoreError::Exhausted
+                    | StoreError::Io { .. }),
+                ) => {
+                    note_store_error(&task.domain, domain, &error);
+                    self.sweep_wanted = true;
+                    return;
+                }
+            }
+            page += length;
+        }
+    }
+
+    /// Finds the runs of every VM in the task's range that are to be folded.
+    fn collect(&mut self, task: &Task, runs: &mut BTreeMap<VmId, Vec<Run>>) {
+        let members = self.members(task);
+        let Some(domain) = self.domains.get(&task.domain) else {
+            return;
+        };
+        let Some(content) = domain.contents.get(task.content) else {
+            return;
+        };
+        for member in members {
+            let Some(vm) = self.vms.get_mut(&member.vm) else {
+                continue;
+            };
+            let list = runs.entry(member.vm).or_default();
+            let mut current: Option<Run> = None;
+            let mut wait = false;
+            for page in task.hint.page..task.hint.page + task.hint.pages {
+                let place = usable(vm, member.file, page).zip(content.store_page(page));
+                let wanted = place.and_then(|(index, store_page)| match vm.table.mapped(index) {
+                    Some(mapped) if mapped.shared && mapped.store_page == store_page => None,
+                    Some(_) if !vm.guest.refold_live() => {
+                        wait = true;
+                        None
+                    }
+                    mapped => Some((index, store_page, mapped.is_some())),
+                });
+                let Some((index, store_page, again)) = wanted else {
+                    list.extend(current.take());
+                    continue;
+                };
+                if let Some(run) = current
+                    .as_mut()
+                    .filter(|run| run.continues(&vm.table, index, store_page, again))
+                {
+                    run.pages += 1;
+                    continue;
+                }
+                list.extend(current.take());
+                current = Some(Run {
+                    index,
+                    pages: 1,
+                    store_page,
+                    file: member.file,
+                    page,
+                    content: task.content,
+                    at: (!task.swept).then_some(task.hint.at),
+                    tries: task.hint.tries,
+                    again,
+                });
+            }
+            list.extend(current);
+            if wait && vm.wait_for_pause.len() < self.settings.stack_limit {
+                vm.wait_for_pause.push(Hint {
+                    file: member.file,
+                    ..task.hint
+                });
+            }
+        }
+    }
+
+    /// Folds runs of one VM, the longest first, and deals with what comes of them.
+    fn fold_vm(&mut self, id: VmId, mut runs: Vec<Run>) {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
+        if let Ok(map) = Pagemap::open(vm.guest.pid()) {
+            self.stats.huge_kept_pages +=
+                spare_huge_pages(&mut runs, &vm.table, |hva| is_huge(&map, hva));
+        }
+        runs.sort_by_key(|run| std::cmp::Reverse(run.pages));
+        let mut queue: VecDeque<Run> = runs.into();
+        let freeze = if vm.guest.refold_live() {
+            Freeze::WriteProtect
+        } else {
+            Freeze::Move
+        };
+        while !queue.is_empty() {
+            let Some(order) = self.next_order(id, &mut queue) else {
+                return;
+            };
+            if let Err(error) = self.execute(id, freeze, &order, &mut queue) {
+                return self.lost(id, &error);
+            }
+        }
+    }
+
+    /// Takes runs for one order off the queue, leaving out those that are not worth a mapping any more. `None` when
+    /// nothing is left.
+    fn next_order(&mut self, id: VmId, queue: &mut VecDeque<Run>) -> Option<Vec<Run>> {
+        let vm = self.vms.get_mut(&id)?;
+        let mut order = Vec::new();
+        let mut pages = 0;
+        while let Some(&run) = queue.front() {
+            if order.len() == MAX_RUNS || pages + run.pages > ORDER_PAGES {
+                break;
+            }
+            queue.pop_front();
+            let new_mappings = if run.again { 1 } else { 2 };
+            let worth = budget::shortest_run(vm.mappings, self.settings.max_mappings)
+                .is_some_and(|least| run.pages >= least);
+            if !worth {
+                self.stats.mapping_budget_runs += 1;
+                continue;
+            }
+            vm.mappings += new_mappings;
+            pages += run.pages;
+            order.push(run);
+        }
+        (!order.is_empty()).then_some(order)
+    }
+
+    /// Sends one order and books its outcomes. What is left of runs that stopped in the middle goes back to the queue.
+    pub(super) fn execute(
+        &mut self,
+        id: VmId,
+        freeze: Freeze,
+        runs: &[Run],
+        queue: &mut VecDeque<Run>,
+    ) -> Result<(), GuestError> {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return Ok(());
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return Ok(());
+        };
+        let store = domain.store_number();
+        let wire = |run: &Run| {
+            let hva = vm.table.hva(run.index)?.0;
+            Some(FoldRun {
+                hva,
+                pages: run.pages,
+                store,
+                store_page: u64::from(run.store_page),
+            })
+        };
+        let Some(wire_runs) = runs.iter().map(wire).collect::<Option<Vec<_>>>() else {
+            return Ok(());
+        };
+        let reply = vm.guest.order(
+            &Order::Fold {
+                freeze,
+                runs: wire_runs,
+            },
+            None,
+        )?;
+        let Reply::Outcomes { outcomes, cpu_ns } = reply else {
+            let what = format!("unexpected reply to a fold order: {reply:?}");
+            return Err(GuestError::Library(std::io::Error::other(what)));
+        };
+        self.library_cpu_ns += cpu_ns;
+        let asked: u32 = runs.iter().map(|r| r.pages).sum();
+        if let Some(rate) = &mut self.rate {
+            rate.spend(f64::from(asked), Instant::now());
+        }
+        for (&run, outcome) in runs.iter().zip(outcomes) {
+            self.book(id, run, outcome, queue);
+        }
+        Ok(())
+    }
+
+    fn book(&mut self, id: VmId, run: Run, outcome: Outcome, queue: &mut VecDeque<Run>) {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return;
+        };
+        let done = outcome.pages_done(run.pages);
+        for step in 0..done {
+            let at = run.index + step;
+            if let Some(before) = vm.table.mapped(at) {
+                domain.contents.count_reference(before.store_page, false);
+            }
+            let store_page = run.store_page + step;
+            domain.contents.count_reference(store_page, true);
+            vm.table.set_mapped(
+                at,
+                Some(Mapped {
+                    store_page,
+                    shared: true,
+                }),
+            );
+        }
+        if done > 0 {
+            vm.active = true;
+            *(if run.again {
+                &mut vm.stats.refolded_pages
+            } else {
+                &mut vm.stats.folded_pages
+            }) += u64::from(done);
+            let mut alias = false;
+            if let Some(file) = vm.files.get_mut(&run.file) {
+                file.equal = file.equal.saturating_add(done);
+                file.given_up = 0;
+                alias = file.alias;
+            }
+            let stats = &mut self.stats;
+            *(if alias {
+                &mut stats.case_different_path_same_content
+            } else {
+                &mut stats.case_same_path_same_content
+            }) += u64::from(done);
+            if let Some(at) = run.at {
+                self.latencies
+                    .count(at.elapsed().as_millis(), u64::from(done));
+            }
+        }
+        let rest = match outcome {
+            Outcome::Done => None,
+            Outcome::Differs { .. } => {
+                if self.differs(id, &run, done) {
+                    run.rest(done + 1)
+                } else {
+                    None
+                }
+            }
+            Outcome::Busy { .. } => {
+                if let Some(vm) = self.vms.get_mut(&id) {
+                    vm.stats.busy_pages += 1;
+                    let again = Hint {
+                        file: run.file,
+                        page: run.page + done,
+                        pages: 1,
+                        at: Instant::now(),
+                        tries: run.tries + 1,
+                    };
+                    if run.tries < MAX_TRIES {
+                        vm.stack.push(again);
+                    }
+                }
+                run.rest(done + 1)
+            }
+            Outcome::Hole { .. } => {
+                if let Some(vm) = self.vms.get_mut(&id) {
+                    vm.table.refuse(run.index + done);
+                }
+                run.rest(done + 1)
+            }
+            Outcome::Refused => {
+                debug!(
+                    ?run,
+                    "order refused: our view of this VM's mappings is out of date"
+                );
+                if let Some(vm) = self.vms.get_mut(&id) {
+                    vm.active = true;
+                }
+                self.sweep_wanted = true;
+                None
+            }
+            Outcome::Failed { errno, .. } => {
+                if let Some(vm) = self.vms.get_mut(&id) {
+                    warn!(
+                        vm = vm.stats.name,
+                        errno,
+                        pages = run.pages,
+                        "a fold failed; the run was left as it was"
+                    );
+                    if errno == rustix::io::Errno::NOMEM.raw_os_error() {
+                        vm.mappings = self.settings.max_mappings;
+                    }
+                }
+                None
+            }
+        };
+        if let Some(rest) = rest {
+            queue.push_front(rest);
+        }
+    }
+
+    /// The page `offset` pages into `run` is not what the store holds. Returns whether the rest of the run is worth trying.
+    fn differs(&mut self, id: VmId, run: &Run, offset: u32) -> bool {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return false;
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return false;
+        };
+        vm.stats.differing_pages += 1;
+        vm.table.refuse(run.index + offset);
+        let store_page = run.store_page + offset;
+        if domain.contents.facts(store_page).references == 0 {
+            // Nobody vouches for the copy: it may have been taken before the page was read from disk.
+            domain.contents.unindex_store_page(store_page);
+        }
+        let Some(file) = vm.files.get_mut(&run.file) else {
+            return false;
+        };
+        file.differing += 1;
+        let stats = &mut self.stats;
+        *(if file.alias {
+            &mut stats.case_different_path_different_content
+        } else {
+            &mut stats.case_same_path_different_content
+        }) += 1;
+        if file.differing < JUDGE_AFTER || file.differing <= file.equal * 2 {
+            return true;
+        }
+        let member = Member {
+            vm: id,
+            file: run.file,
+        };
+        file.equal = 0;
+        file.differing = 0;
+        if domain.contents.try_variant(member) {
+            let pieces: Vec<u32> = vm.table.pieces(run.file).collect();
+            for piece in pieces {
+                let first = piece * PIECE;
+                vm.table.set_dirty(run.file, first..first + PIECE, false);
+                vm.stack.push(Hint {
+                    file: run.file,
+                    page: first,
+                    pages: PIECE,
+                    at: Instant::now(),
+                    tries: 0,
+                });
+            }
+        } else {
+            let pause = GIVE_UP
+                .saturating_mul(1 << file.given_up.min(7))
+                .min(Duration::from_secs(3600));
+            file.given_up += 1;
+            file.skip_until = Some(Instant::now() + pause);
+            self.stats.files_given_up += 1;
+        }
+        false
+    }
+
+    /// Goes through all contents for what is matched and not folded: hints that were dropped, pages that were refused by a
+    /// budget, VMs that came late.
+    fn sweep(&mut self) {
+        self.sweep_wanted = false;
+        self.last_sweep = Instant::now();
+        let mut tasks = Vec::new();
+        for (name, domain) in &self.domains {
+            for (content, facts) in domain.contents.shared() {
+                let mut pieces: Vec<u32> = Vec::new();
+                for member in &facts.members {
+                    if let Some(vm) = self.vms.get(&member.vm) {
+                        pieces.extend(vm.table.pieces(member.file));
+                    }
+                }
+                pieces.sort_unstable();
+                // A piece that one VM alone has is matched by nothing.
+                let doubles = pieces
+                    .chunk_by(|a, b| a == b)
+                    .filter(|c| c.len() > 1)
+                    .map(|c| c[0]);
+                let Some(first) = facts.members.first() else {
+                    continue;
+                };
+                tasks.extend(doubles.map(|piece| Task {
+                    domain: name.clone(),
+                    content,
+                    vm: first.vm,
+                    hint: Hint {
+                        file: first.file,
+                        page: piece * PIECE,
+                        pages: PIECE,
+                        at: self.last_sweep,
+                        tries: 0,
+                    },
+                    swept: true,
+                }));
+            }
+        }
+        for batch in tasks.chunks((BATCH_PAGES / PIECE) as usize) {
+            self.fold(batch);
+        }
+    }
+
+    /// Folds again in a VM with direct I/O, while it is stopped. Returns whether it was due.
+    fn pause_due(&mut self, now: Instant) -> bool {
+        let interval = self.settings.pause_interval;
+        let due = |vm: &VmState| {
+            !vm.wait_for_pause.is_empty()
+                && now >= vm.last_pause + interval
+                && vm.stats.problem.is_none()
+        };
+        let Some(id) = self.vms.iter().find(|(_, vm)| due(vm)).map(|(&id, _)| id) else {
+            return false;
+        };
+        if let Err(error) = self.fold_paused(id, now) {
+            self.lost(id, &error);
+        }
+        true
+    }
+
+    fn fold_paused(&mut self, id: VmId, now: Instant) -> Result<(), GuestError> {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return Ok(());
+        };
+        vm.last_pause = now;
+        let hints = std::mem::take(&mut vm.wait_for_pause);
+        let mut runs: Vec<Run> = hints
+            .iter()
+            .flat_map(|hint| self.runs_for_pause(id, hint))
+            .collect();
+        runs.sort_by_key(|run| std::cmp::Reverse(run.pages));
+        let mut queue: VecDeque<Run> = runs.into();
+        if queue.is_empty() {
+            return Ok(());
+        }
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return Ok(());
+        };
+        if !vm.guest.pause()? {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let mut result = Ok(());
+        while began.elapsed() < self.settings.pause_length && result.is_ok() {
+            let Some(order) = self.next_order(id, &mut queue) else {
+                break;
+            };
+            result = self.execute(id, Freeze::Stopped, &order, &mut queue);
+        }
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return Ok(());
+        };
+        vm.guest.resume()?;
+        vm.stats.pauses += 1;
+        vm.stats.pause_max_ms = vm
+            .stats
+            .pause_max_ms
+            .max(u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX));
+        // What the time did not suffice for waits for the next pause.
+        vm.wait_for_pause.extend(queue.iter().map(|run| Hint {
+            file: run.file,
+            page: run.page,
+            pages: run.pages,
+            at: run.at.unwrap_or(now),
+            tries: run.tries,
+        }));
+        result
+    }
+
+    fn runs_for_pause(&self, id: VmId, hint: &Hint) -> Vec<Run> {
+        let mut runs: Vec<Run> = Vec::new();
+        let Some(vm) = self.vms.get(&id) else {
+            return runs;
+        };
+        let Some(domain) = self.domains.get(&vm.domain) else {
+            return runs;
+        };
+        let Some(content) = domain.contents.of(Member {
+            vm: id,
+            file: hint.file,
+        }) else {
+            return runs;
+        };
+        let Some(facts) = domain.contents.get(content) else {
+            return runs;
+        };
+        for page in hint.page..hint.page + hint.pages {
+            let Some((index, store_page)) = usable(vm, hint.file, page).zip(facts.store_page(page))
+            else {
+                continue;
+            };
+            let mapped = vm.table.mapped(index);
+            if mapped.is_some_and(|m| m.shared && m.store_page == store_page) {
+                continue;
+            }
+            let again = mapped.is_some();
+            if let Some(run) = runs.last_mut() {
+                if run.page + run.pages == page
+                    && run.continues(&vm.table, index, store_page, again)
+                {
+                    run.pages += 1;
+                    continue;
+                }
+            }
+            let at = Some(hint.at);
+            runs.push(Run {
+                index,
+                pages: 1,
+                store_page,
+                file: hint.file,
+                page,
+                content,
+                at,
+                tries: hint.tries,
+                again,
+            });
+        }
+        runs
+    }
+
+    /// Compares samples of two files of the same name and size. Returns whether one was due.
+    fn sample_due(&mut self, now: Instant) -> bool {
+        for (name, domain) in &mut self.domains {
+            let Some(at) = domain.candidates.iter().position(|c| c.due <= now) else {
+                continue;
+            };
+            let mut candidate = domain.candidates.swap_remove(at);
+            match sample(&self.vms, domain, candidate.content, candidate.other) {
+                Some(true) => {
+                    debug!(domain = name, "two paths hold the same file");
+                    let members = domain
+                        .contents
+                        .get(candidate.content)
+                        .map(|c| c.members.clone())
+                        .unwrap_or_default();
+                    domain.contents.alias(candidate.other, candidate.content);
+                    for member in members {
+                        let Some(vm) = self.vms.get_mut(&member.vm) else {
+                            continue;
+                        };
+                        if let Some(file) = vm.files.get_mut(&member.file) {
+                            file.alias = true;
+                        }
+                        for piece in vm.table.pieces(member.file).collect::<Vec<_>>() {
+                            vm.stack.push(Hint {
+                                file: member.file,
+                                page: piece * PIECE,
+                                pages: PIECE,
+                                at: now,
+                                tries: 0,
+                            });
+                        }
+                    }
+                }
+                Some(false) => self.stats.case_different_path_different_content += 1,
+                None if candidate.tries < 5 => {
+                    candidate.tries += 1;
+                    candidate.due = now + Duration::from_secs(4 << candidate.tries);
+                    domain.candidates.push(candidate);
+                }
+                None => {}
+            }
+            return true;
+        }
+        false
+    }
+}
+
+/// The guest page that caches a file page, unless it is being written or was found to differ.
+fn usable(vm: &VmState, file: u32, page: u32) -> Option<Index> {
+    vm.table
+        .place(file, page)
+        .filter(|&at| !vm.table.is_dirty(at) && !vm.table.is_refused(at))
+}
+
+fn holders(vms: &BTreeMap<VmId, VmState>, members: &[Member], page: u32) -> Vec<(Member, Index)> {
+    members
+        .iter()
+        .filter_map(|&m| Some((m, usable(vms.get(&m.vm)?, m.file, page)?)))
+        .collect()
+}
+
+/// A store page that a holder maps unchanged and that no index entry leads to: left by a former daemon, or by a content
+/// that ended. It holds what the guest page holds, so it can be offered again.
+fn adoptable(
+    vms: &BTreeMap<VmId, VmState>,
+    domain: &Domain,
+    holders: &[(Member, Index)],
+) -> Option<u32> {
+    holders.iter().find_map(|(member, at)| {
+        let mapped = vms.get(&member.vm)?.table.mapped(*at)?;
+        let facts = domain.contents.facts(mapped.store_page);
+        (mapped.shared && facts.holds.is_none() && !facts.punched).then_some(mapped.store_page)
+    })
+}
+
+fn is_huge(map: &Pagemap, hva: Hva) -> bool {
+    let filter = Filter {
+        all_of: category::HUGE,
+        ..Filter::default()
+    };
+    map.scan(hva, hva.add_pages(HUGE_PAGE_PAGES), filter)
+        .is_ok_and(|regions| !regions.is_empty())
+}
+
+/// Whether up to four pages that both contents have cached are equal; `None` if there is no such page yet.
+fn sample(
+    vms: &BTreeMap<VmId, VmState>,
+    domain: &Domain,
+    one: ContentId,
+    other: ContentId,
+) -> Option<bool> {
+    let (one, other) = (domain.contents.get(one)?, domain.contents.get(other)?);
+    let mut compared = 0;
+    let (mut left, mut right) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
+    for a in &one.members {
+        let vm_a = vms.get(&a.vm)?;
+        for b in &other.members {
+            let vm_b = vms.get(&b.vm)?;
+            for piece in vm_a
+                .table
+                .pieces(a.file)
+                .filter(|&p| vm_b.table.has_piece(b.file, p))
+            {
+                for page in piece * PIECE..(piece + 1) * PIECE {
+                    let Some((at_a, at_b)) =
+                        usable(vm_a, a.file, page).zip(usable(vm_b, b.file, page))
+                    else {
+                        continue;
+                    };
+                    let read = |vm: &VmState, at, buffer: &mut [u8]| {
+                        vm.table.hva(at).is_some_and(|hva| {
+                            memfold_sys::memory::read(vm.guest.pid(), hva, buffer).is_ok()
+                        })
+                    };
+                    if !read(vm_a, at_a, &mut left) || !read(vm_b, at_b, &mut right) {
+                        continue;
+                    }
+                    if left != right {
+                        return Some(false);
+                    }
+                    compared += 1;
+                    if compared == 4 {
+                        return Some(true);
+                    }
+                }
+            }
+        }
+    }
+    (compared > 0).then_some(true)
+}

@@ -1,0 +1,148 @@
+//! Pages of zeroes, given back to the host.
+//!
+//! The library looks, freezes, verifies and drops; this decides when: once after a VM has come up, and again whenever the
+//! VM's memory has grown by [`GROWTH_PAGES`] since.
+
+use std::time::{Duration, Instant};
+
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_wire::library::{MAX_RUNS, Order, Range, Reply};
+use rustix::process::Pid;
+
+use super::VmId;
+use super::engine::Engine;
+
+/// Time between the VM's coming and the first pass: it is to have booted.
+const FIRST: Duration = Duration::from_secs(30);
+
+/// Shortest time between two passes.
+const INTERVAL: Duration = Duration::from_secs(60);
+
+/// Growth in pages that makes another pass worth it (16 MiB).
+const GROWTH_PAGES: u64 = 4096;
+
+/// Pages that one order looks at (64 MiB): a few milliseconds of the library's thread.
+const ORDER_PAGES: u64 = 16_384;
+
+/// Where a VM's pass stands.
+#[derive(Debug)]
+pub(super) struct ZeroPass {
+    due: Option<Instant>,
+    rest: Vec<Range>,
+    resident_pages: u64,
+    last: Instant,
+    enabled: bool,
+}
+
+impl ZeroPass {
+    /// The first pass comes due some time after `added`; none ever if that is `None`.
+    pub fn new(added: Option<Instant>) -> Self {
+        let now = added.unwrap_or_else(Instant::now);
+        Self {
+            due: added.map(|at| at + FIRST),
+            rest: Vec::new(),
+            resident_pages: 0,
+            last: now,
+            enabled: added.is_some(),
+        }
+    }
+
+    /// When the next order is to be sent.
+    pub const fn due(&self) -> Option<Instant> {
+        self.due
+    }
+
+    /// Starts a pass if the process has grown enough since the last.
+    pub fn consider(&mut self, now: Instant, pid: Pid) {
+        if self.enabled
+            && self.due.is_none()
+            && resident_pages(pid) >= self.resident_pages + GROWTH_PAGES
+        {
+            self.due = Some(now.max(self.last + INTERVAL));
+        }
+    }
+}
+
+/// `RssAnon`-like figure that is cheap to read: resident pages of `/proc/PID/statm`.
+fn resident_pages(pid: Pid) -> u64 {
+    std::fs::read_to_string(format!("/proc/{}/statm", pid.as_raw_nonzero()))
+        .ok()
+        .and_then(|text| text.split_ascii_whitespace().nth(1)?.parse().ok())
+        .unwrap_or(0)
+}
+
+impl Engine {
+    /// Sends the next order of a pass. Returns whether one was due.
+    pub(super) fn zero_due(&mut self, now: Instant) -> bool {
+        let due = |vm: &super::engine::VmState| {
+            vm.stats.problem.is_none() && vm.zero.due.is_some_and(|due| due <= now)
+        };
+        let Some(id) = self.vms.iter().find(|(_, vm)| due(vm)).map(|(&id, _)| id) else {
+            return false;
+        };
+        self.zero_step(id, now);
+        true
+    }
+
+    fn zero_step(&mut self, id: VmId, now: Instant) {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
+        if vm.zero.rest.is_empty() {
+            vm.zero.rest = candidates(vm.guest.pid(), vm.table.layout());
+        }
+        let mut ranges = Vec::new();
+        let mut pages = 0;
+        while let Some(range) = vm.zero.rest.pop() {
+            pages += range.pages;
+            ranges.push(range);
+            if pages >= ORDER_PAGES || ranges.len() == MAX_RUNS {
+                break;
+            }
+        }
+        if !ranges.is_empty() {
+            match vm.guest.order(&Order::DropZero { ranges }, None) {
+                Ok(Reply::Zero {
+                    dropped, cpu_ns, ..
+                }) => {
+                    vm.stats.zero_pages += dropped;
+                    self.library_cpu_ns += cpu_ns;
+                }
+                Ok(_) => {}
+                Err(error) => return self.lost(id, &error),
+            }
+        }
+        if vm.zero.rest.is_empty() {
+            vm.zero.due = None;
+            vm.zero.last = now;
+            vm.zero.resident_pages = resident_pages(vm.guest.pid());
+        }
+    }
+}
+
+/// Anonymous pages that are in memory, in ranges of at most [`ORDER_PAGES`].
+fn candidates(pid: Pid, layout: &crate::vm::RamLayout) -> Vec<Range> {
+    let filter = Filter {
+        all_of: category::PRESENT,
+        none_of: category::FILE | category::ZERO,
+        ..Filter::default()
+    };
+    let Ok(map) = Pagemap::open(pid) else {
+        return Vec::new();
+    };
+    let mut ranges = Vec::new();
+    for slot in &layout.slots {
+        let Ok(regions) = map.scan(slot.hva, slot.hva.add_pages(slot.pages), filter) else {
+            return Vec::new();
+        };
+        for region in regions {
+            let mut from = region.start;
+            while from < region.end {
+                let pages = region.end.pages_since(from).min(ORDER_PAGES);
+                ranges.push(Range { hva: from.0, pages });
+                from = from.add_pages(pages);
+            }
+        }
+    }
+    ranges
+}

@@ -1,0 +1,134 @@
+//! Which parts of a process map a page store, from `/proc/PID/maps`: the kernel's truth, which outlives every daemon.
+
+use std::io;
+
+use memfold_units::{Hva, PAGE_SIZE, StorePage};
+use rustix::process::Pid;
+
+use super::StoreIdentity;
+
+/// A private mapping of consecutive store pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoreMapping {
+    /// Where it starts in the process.
+    pub hva: Hva,
+    /// Length in pages.
+    pub pages: u64,
+    /// First page of the store.
+    pub store_page: StorePage,
+}
+
+/// What a process maps.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mappings {
+    /// Private mappings of the store, in order of address. Shared (read-only) windows that only compare are not in it.
+    pub store: Vec<StoreMapping>,
+    /// Number of mappings of all kinds, which `vm.max_map_count` limits.
+    pub total: usize,
+}
+
+/// Reads `/proc/PID/maps`.
+pub fn read(pid: Pid, store: StoreIdentity) -> io::Result<Mappings> {
+    let text = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
+    Ok(parse(&text, store))
+}
+
+/// Every process but this one that maps any part of the store, in whatever way.
+pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
+    let inode = format!(" {} ", store.ino);
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc")?.flatten() {
+        let Some(pid) = entry
+            .file_name()
+            .to_str()
+            .and_then(|n| n.parse().ok())
+            .and_then(Pid::from_raw)
+        else {
+            continue;
+        };
+        // A process that ends while we look maps nothing any more.
+        let Ok(text) = std::fs::read_to_string(entry.path().join("maps")) else {
+            continue;
+        };
+        let maps = text
+            .lines()
+            .any(|line| line.contains(&inode) && line.contains("/memfd:memfold:"));
+        if maps && pid != rustix::process::getpid() {
+            found.push(pid);
+        }
+    }
+    Ok(found)
+}
+
+fn parse(text: &str, store: StoreIdentity) -> Mappings {
+    let mut found = Mappings::default();
+    // Comparing the inode's text first keeps the other thousands of lines cheap.
+    let inode = format!(" {} ", store.ino);
+    for line in text.lines() {
+        found.total += 1;
+        if line.contains(&inode) {
+            found.store.extend(parse_line(line, store));
+        }
+    }
+    found
+}
+
+/// `start-end perms offset major:minor inode path` (`proc_pid_maps(5)`).
+fn parse_line(line: &str, store: StoreIdentity) -> Option<StoreMapping> {
+    let mut fields = line.split_ascii_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let (start, end) = (
+        u64::from_str_radix(start, 16).ok()?,
+        u64::from_str_radix(end, 16).ok()?,
+    );
+    let private = fields.next()?.ends_with('p');
+    let offset = u64::from_str_radix(fields.next()?, 16).ok()?;
+    let (major, minor) = fields.next()?.split_once(':')?;
+    let dev = rustix::fs::makedev(
+        u32::from_str_radix(major, 16).ok()?,
+        u32::from_str_radix(minor, 16).ok()?,
+    );
+    let inode: u64 = fields.next()?.parse().ok()?;
+    (private && inode == store.ino && dev == store.dev).then_some(StoreMapping {
+        hva: Hva(start),
+        pages: (end - start) / PAGE_SIZE,
+        store_page: StorePage(offset / PAGE_SIZE),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAPS: &str = "\
+7f0000000000-7f0000004000 rw-p 00000000 00:00 0 
+7f0000004000-7f0000006000 rw-p 00010000 00:01 1043                       /memfd:memfold:web (deleted)
+7f0000006000-7f0000007000 rw-p 00010000 00:02 1043                       /memfd:other (deleted)
+7f0000007000-7f0000009000 r--s 00000000 00:01 1043                       /memfd:memfold:web (deleted)
+7f0000009000-7f000000a000 rw-p 00000000 00:00 0                          [heap]
+";
+
+    #[test]
+    fn only_private_mappings_of_this_store_count() {
+        let store = StoreIdentity {
+            dev: rustix::fs::makedev(0, 1),
+            ino: 1043,
+        };
+        let mappings = parse(MAPS, store);
+        assert_eq!(mappings.total, 5);
+        assert_eq!(
+            mappings.store,
+            [StoreMapping {
+                hva: Hva(0x7f00_0000_4000),
+                pages: 2,
+                store_page: StorePage(0x10)
+            }]
+        );
+    }
+
+    #[test]
+    fn broken_lines_are_passed_over() {
+        let store = StoreIdentity { dev: 1, ino: 7 };
+        assert_eq!(parse("x 7 y\n-  7 \n zz-zz rw-p 7 7 7 \n", store).store, []);
+    }
+}
