@@ -1,3 +1,7 @@
 //! The `memfold` program.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    memfold::cli::main()
+}

@@ -1,1 +1,19 @@
 //! The daemon's interface: HTTP/JSON over a Unix socket.
+//!
+//! `GET /openapi.json` describes it. The command line is a client like any other.
+
+mod client;
+mod server;
+mod types;
+
+pub use client::{Client, ClientError};
+pub use server::{ServeError, openapi, serve};
+pub use types::{
+    AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, StopRequest, VersionInfo, VmInfo,
+};
+
+/// Where the daemon listens if nothing else is said.
+pub const DEFAULT_SOCKET: &str = "/run/memfold/memfold.sock";
+
+/// Where the daemon keeps its VMs if nothing else is said.
+pub const DEFAULT_STATE: &str = "/run/memfold";

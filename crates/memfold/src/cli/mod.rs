@@ -1,1 +1,120 @@
-//! The command line: one file a command.
+//! The command line: one file a command, thin; what they show comes from the daemon or from [`crate::host`].
+//!
+//! Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host.
+
+mod bench;
+mod demo;
+mod doctor;
+mod fold;
+mod report;
+mod serve;
+mod top;
+mod vm;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::api::{Client, ClientError, DEFAULT_SOCKET};
+
+/// Exit code of a command that can't work on this host.
+pub const IMPOSSIBLE_HERE: u8 = 3;
+
+/// One Linux host, more QEMU/KVM virtual machines in the same RAM.
+#[derive(Parser, Debug)]
+#[command(name = "memfold", version, about, max_term_width = 100, arg_required_else_help = true)]
+struct Cli {
+    /// Socket of the daemon
+    #[arg(long, global = true, env = "MEMFOLD_SOCKET", default_value = DEFAULT_SOCKET, value_name = "PATH")]
+    socket: PathBuf,
+    /// Print JSON instead of text
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// What works on this host, and why not the rest
+    Doctor(doctor::Arguments),
+    /// The main job: boot real VMs, fold them, show what was saved next to KSM
+    Demo(demo::Arguments),
+    /// The daemon
+    Serve(serve::Arguments),
+    /// Virtual machines
+    #[command(subcommand)]
+    Vm(vm::Arguments),
+    /// The ledger: where every byte is, and what was saved
+    Report(report::Arguments),
+    /// The ledger, live
+    Top(top::Arguments),
+    /// Folding: state, pause, budget
+    #[command(subcommand)]
+    Fold(fold::Arguments),
+    /// The studies
+    Bench(bench::Arguments),
+}
+
+/// What commands need beside their own arguments.
+#[derive(Debug)]
+pub(crate) struct Context {
+    socket: PathBuf,
+    json: bool,
+}
+
+impl Context {
+    fn client(&self) -> Result<Client, ClientError> {
+        Client::new(&self.socket)
+    }
+
+    /// Prints `value` as JSON if that was asked for, else what `text` makes of it.
+    fn print<T: serde::Serialize>(&self, value: &T, text: impl FnOnce(&T) -> String) -> anyhow::Result<()> {
+        let text = if self.json { serde_json::to_string_pretty(value)? } else { text(value) };
+        write_line(&text)
+    }
+}
+
+/// Writes to standard output. A reader that went away (`| head`) is no failure.
+pub(crate) fn write_line(text: &str) -> anyhow::Result<()> {
+    use std::io::Write;
+    match writeln!(std::io::stdout(), "{text}") {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        result => Ok(result?),
+    }
+}
+
+/// Parses the command line and carries it out.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let level = if matches!(cli.command, Command::Serve(_)) { "info" } else { "warn" };
+    let filter = tracing_subscriber::EnvFilter::try_from_env("MEMFOLD_LOG").unwrap_or_else(|_| level.into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).init();
+    let context = Context { socket: cli.socket, json: cli.json };
+    let result = match cli.command {
+        Command::Doctor(arguments) => doctor::run(&context, &arguments),
+        Command::Demo(arguments) => demo::run(&context, &arguments),
+        Command::Serve(arguments) => serve::run(&context, &arguments),
+        Command::Vm(arguments) => vm::run(&context, arguments),
+        Command::Report(arguments) => report::run(&context, &arguments),
+        Command::Top(arguments) => top::run(&context, &arguments),
+        Command::Fold(arguments) => fold::run(&context, &arguments),
+        Command::Bench(arguments) => bench::run(&context, &arguments),
+    };
+    result.unwrap_or_else(|error| fail(&error))
+}
+
+/// Prints an error with its causes and a hint, and finds the exit code.
+fn fail(error: &anyhow::Error) -> ExitCode {
+    eprintln!("memfold: {error:#}");
+    if let Some(ClientError::Refused(body)) = error.downcast_ref::<ClientError>() {
+        if let Some(hint) = &body.hint {
+            eprintln!("hint: {hint}");
+        }
+        if body.impossible_here {
+            return ExitCode::from(IMPOSSIBLE_HERE);
+        }
+    }
+    ExitCode::FAILURE
+}

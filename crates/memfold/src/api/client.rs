@@ -1,0 +1,99 @@
+//! The client that the command line uses.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use http_body_util::{BodyExt, Full};
+use hyper::body::Bytes;
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::types::ErrorBody;
+
+/// Why a request has no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody serves the socket.
+    #[error("no memfold daemon serves {path}; start one with 'memfold serve'")]
+    NoDaemon {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The daemon refused.
+    #[error("{}", .0.error)]
+    Refused(ErrorBody),
+    /// HTTP failed.
+    #[error("the daemon's answer broke off")]
+    Http(#[from] hyper::Error),
+    /// The answer is no JSON of the expected kind.
+    #[error("the daemon's answer makes no sense; is it of another version?")]
+    Answer(#[from] serde_json::Error),
+    /// The runtime could not be made.
+    #[error("cannot start the client")]
+    Runtime(#[source] io::Error),
+}
+
+/// A blocking client of the daemon.
+#[derive(Debug)]
+pub struct Client {
+    socket: PathBuf,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Client {
+    /// A client of the daemon at `socket`. Connects at each request.
+    pub fn new(socket: &Path) -> Result<Self, ClientError> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ClientError::Runtime)?;
+        Ok(Self { socket: socket.into(), runtime })
+    }
+
+    /// `GET path`.
+    pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        self.request(Method::GET, path, Bytes::new())
+    }
+
+    /// `POST path` with a JSON body.
+    pub fn post<B: Serialize, T: DeserializeOwned>(&self, path: &str, body: &B) -> Result<T, ClientError> {
+        self.request(Method::POST, path, serde_json::to_vec(body)?.into())
+    }
+
+    /// `PUT path` with a JSON body.
+    pub fn put<B: Serialize, T: DeserializeOwned>(&self, path: &str, body: &B) -> Result<T, ClientError> {
+        self.request(Method::PUT, path, serde_json::to_vec(body)?.into())
+    }
+
+    fn request<T: DeserializeOwned>(&self, method: Method, path: &str, body: Bytes) -> Result<T, ClientError> {
+        self.runtime.block_on(async {
+            let stream = tokio::net::UnixStream::connect(&self.socket)
+                .await
+                .map_err(|source| ClientError::NoDaemon { path: self.socket.clone(), source })?;
+            let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+            // Its errors reach us through the request as well.
+            tokio::spawn(async move { drop(connection.await) });
+            let request = Request::builder()
+                .method(method)
+                .uri(path)
+                .header("host", "memfold")
+                .header("content-type", "application/json")
+                .body(Full::new(body))
+                .map_err(|e| ClientError::Runtime(io::Error::other(e)))?;
+            let response = sender.send_request(request).await?;
+            let status = response.status();
+            let body = response.into_body().collect().await?.to_bytes();
+            if status == StatusCode::OK {
+                return Ok(serde_json::from_slice(&body)?);
+            }
+            let refused = serde_json::from_slice(&body).unwrap_or_else(|_| ErrorBody {
+                error: format!("the daemon answered {status}: {}", String::from_utf8_lossy(&body)),
+                hint: None,
+                impossible_here: false,
+            });
+            Err(ClientError::Refused(refused))
+        })
+    }
+}

@@ -1,0 +1,200 @@
+//! The server: routes to the daemon's methods.
+
+use std::fs::Permissions;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use axum::extract::{DefaultBodyLimit, Path as UrlPath, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use tokio::net::UnixListener;
+use utoipa::OpenApi;
+
+use super::types::{
+    AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, StopRequest, VersionInfo, VmInfo,
+};
+use crate::daemon::{Daemon, DaemonError};
+use crate::fold::EngineStats;
+use crate::vm::VmSpec;
+
+/// Largest request body in bytes.
+const MAX_BODY: usize = 1 << 20;
+
+/// Why the server could not start or go on.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// Another daemon answers on the socket.
+    #[error("another memfold daemon serves {0}; stop it, or choose another --socket")]
+    Taken(PathBuf),
+    /// The socket could not be made.
+    #[error("cannot listen on {path}")]
+    Listen {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Serving failed.
+    #[error("the interface failed")]
+    Serve(#[source] io::Error),
+}
+
+/// The interface's description.
+#[derive(OpenApi)]
+#[openapi(
+    info(title = "memfold", description = "The memfold daemon, over a Unix socket"),
+    paths(version, list, run, attach, stop, exec, report, fold, set_fold)
+)]
+struct Description;
+
+/// The interface's description as JSON.
+#[must_use]
+pub fn openapi() -> serde_json::Value {
+    serde_json::to_value(Description::openapi()).unwrap_or_default()
+}
+
+/// Serves until `end` is ready. The socket is for its owner alone, and is removed at the end.
+pub async fn serve(daemon: Arc<Daemon>, socket: &Path, end: impl Future<Output = ()> + Send + 'static) -> Result<(), ServeError> {
+    let listen = |source| ServeError::Listen { path: socket.into(), source };
+    if std::os::unix::net::UnixStream::connect(socket).is_ok() {
+        return Err(ServeError::Taken(socket.into()));
+    }
+    match std::fs::remove_file(socket) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(listen(error)),
+        _ => {}
+    }
+    if let Some(directory) = socket.parent() {
+        std::fs::create_dir_all(directory).map_err(listen)?;
+    }
+    let listener = UnixListener::bind(socket).map_err(listen)?;
+    std::fs::set_permissions(socket, Permissions::from_mode(0o600)).map_err(listen)?;
+    let result = axum::serve(listener, router(daemon)).with_graceful_shutdown(end).await.map_err(ServeError::Serve);
+    // Gone already if somebody cleaned up.
+    let _ = std::fs::remove_file(socket);
+    result
+}
+
+fn router(daemon: Arc<Daemon>) -> Router {
+    Router::new()
+        .route("/v1/version", get(version))
+        .route("/v1/vms", get(list).post(run))
+        .route("/v1/attach", post(attach))
+        .route("/v1/vms/{name}/stop", post(stop))
+        .route("/v1/vms/{name}/exec", post(exec))
+        .route("/v1/report", get(report))
+        .route("/v1/fold", get(fold).put(set_fold))
+        .route("/openapi.json", get(|| async { Json(openapi()) }))
+        .fallback(|| async { Failure(DaemonError::NoSuchPath) })
+        .layer(DefaultBodyLimit::max(MAX_BODY))
+        .with_state(daemon)
+}
+
+struct Failure(DaemonError);
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        let status = match &self.0 {
+            DaemonError::NoSuchVm(_) | DaemonError::NoSuchPath => StatusCode::NOT_FOUND,
+            DaemonError::NameTaken(_) => StatusCode::CONFLICT,
+            DaemonError::BadRequest(_) => StatusCode::BAD_REQUEST,
+            DaemonError::ImpossibleHere(_) => StatusCode::NOT_IMPLEMENTED,
+            _ => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        let body = ErrorBody {
+            error: chain(&self.0),
+            hint: self.0.hint(),
+            impossible_here: matches!(self.0, DaemonError::ImpossibleHere(_)),
+        };
+        (status, Json(body)).into_response()
+    }
+}
+
+/// An error and its sources in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}
+
+/// Runs a blocking method of the daemon off the async threads.
+async fn blocking<T: Send + 'static>(
+    daemon: Arc<Daemon>,
+    work: impl FnOnce(&Arc<Daemon>) -> Result<T, DaemonError> + Send + 'static,
+) -> Result<Json<T>, Failure> {
+    match tokio::task::spawn_blocking(move || work(&daemon)).await {
+        Ok(result) => result.map(Json).map_err(Failure),
+        Err(_) => Err(Failure(DaemonError::Internal("a task of the daemon ended unexpectedly"))),
+    }
+}
+
+#[utoipa::path(get, path = "/v1/version", responses((status = 200, body = VersionInfo)))]
+async fn version(State(daemon): State<Arc<Daemon>>) -> Json<VersionInfo> {
+    Json(daemon.version())
+}
+
+#[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmInfo>)))]
+async fn list(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<VmInfo>>, Failure> {
+    blocking(daemon, |d| Ok(d.list())).await
+}
+
+#[utoipa::path(post, path = "/v1/vms", request_body = Object, responses((status = 200, body = VmInfo), (status = 409, body = ErrorBody)))]
+async fn run(State(daemon): State<Arc<Daemon>>, Json(spec): Json<VmSpec>) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, |d| d.run_vm(spec)).await
+}
+
+#[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
+async fn attach(State(daemon): State<Arc<Daemon>>, Json(request): Json<AttachRequest>) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| d.attach(&request)).await
+}
+
+#[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200), (status = 404, body = ErrorBody)))]
+async fn stop(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Json(request): Json<StopRequest>,
+) -> Result<Json<()>, Failure> {
+    blocking(daemon, move |d| d.stop_vm(&name, seconds(request.timeout_s)?)).await
+}
+
+#[utoipa::path(post, path = "/v1/vms/{name}/exec", request_body = ExecRequest, responses((status = 200, body = ExecResult)))]
+async fn exec(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Json(request): Json<ExecRequest>,
+) -> Result<Json<ExecResult>, Failure> {
+    blocking(daemon, move |d| {
+        let result = d.exec(&name, &request.script, seconds(request.timeout_s)?)?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        Ok(ExecResult { stdout: text(&result.stdout), stderr: text(&result.stderr), code: result.code })
+    })
+    .await
+}
+
+#[utoipa::path(get, path = "/v1/report", responses((status = 200, body = FullReport)))]
+async fn report(State(daemon): State<Arc<Daemon>>) -> Result<Json<FullReport>, Failure> {
+    blocking(daemon, |d| d.report()).await
+}
+
+#[utoipa::path(get, path = "/v1/fold", responses((status = 200, body = EngineStats)))]
+async fn fold(State(daemon): State<Arc<Daemon>>) -> Result<Json<EngineStats>, Failure> {
+    blocking(daemon, |d| d.fold_stats()).await
+}
+
+#[utoipa::path(put, path = "/v1/fold", request_body = FoldRequest, responses((status = 200, body = EngineStats)))]
+async fn set_fold(State(daemon): State<Arc<Daemon>>, Json(request): Json<FoldRequest>) -> Result<Json<EngineStats>, Failure> {
+    blocking(daemon, move |d| d.set_fold(&request)).await
+}
+
+fn seconds(value: f64) -> Result<std::time::Duration, DaemonError> {
+    std::time::Duration::try_from_secs_f64(value)
+        .map_err(|_| DaemonError::BadRequest(format!("timeout_s is {value}; give seconds, 0 or more")))
+}

@@ -1,0 +1,119 @@
+//! What goes over the interface. Units are in the names of fields.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::fold::EngineStats;
+use crate::ledger;
+
+/// `GET /v1/version`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct VersionInfo {
+    /// The daemon's package version.
+    pub version: String,
+    /// Its process id.
+    pub pid: i32,
+    /// Where it keeps its VMs.
+    #[schema(value_type = String)]
+    pub state: PathBuf,
+}
+
+/// A VM as `memfold vm list` shows it.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct VmInfo {
+    /// Unique on this host.
+    pub name: String,
+    /// Trust domain; `null`: it shares with nobody.
+    pub domain: Option<String>,
+    /// QEMU's process.
+    pub pid: i32,
+    /// Guest RAM in bytes.
+    pub ram_bytes: u64,
+    /// `started` by memfold, or `attached`.
+    pub origin: String,
+    /// QEMU's version.
+    pub qemu: String,
+    /// Whether the guest's agent is connected, with its kernel.
+    pub agent: Option<String>,
+    /// Conditions that the agent reports, in words.
+    pub agent_problems: Vec<String>,
+    /// Why its RAM is not folded; empty: it is.
+    pub fold_problems: Vec<String>,
+    /// Why folded pages can be folded again only at a pause; empty: they can any time.
+    pub refold_problems: Vec<String>,
+}
+
+/// `POST /v1/attach`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct AttachRequest {
+    /// QMP socket of a running QEMU.
+    #[schema(value_type = String)]
+    pub qmp: PathBuf,
+    /// Name to give the VM.
+    pub name: String,
+    /// Trust domain.
+    pub domain: Option<String>,
+}
+
+/// `POST /v1/vms/{name}/exec`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct ExecRequest {
+    /// Shell text, run by `/bin/sh -c` in the guest.
+    pub script: String,
+    /// Longest time it may take, in seconds.
+    pub timeout_s: f64,
+}
+
+/// What a command in a guest gave. Output that is not UTF-8 has replacement characters.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct ExecResult {
+    /// Standard output.
+    pub stdout: String,
+    /// Standard error.
+    pub stderr: String,
+    /// Exit code; 128 + signal if it was killed.
+    pub code: i32,
+}
+
+/// `POST /v1/vms/{name}/stop`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct StopRequest {
+    /// Seconds that the guest has to shut down by itself before it is switched off.
+    pub timeout_s: f64,
+}
+
+/// `PUT /v1/fold`: fields that are absent stay as they are.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FoldRequest {
+    /// Stop folding, or go on. What is folded stays folded.
+    pub paused: Option<bool>,
+    /// CPU that folding may use over time, in percent of one core (0 to 100).
+    pub cpu_percent: Option<f64>,
+    /// Pages looked at in a second at most; 0 for no limit.
+    pub pages_per_second: Option<u64>,
+}
+
+/// `GET /v1/report`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct FullReport {
+    /// Where every byte is.
+    #[schema(value_type = Object)]
+    pub ledger: ledger::Report,
+    /// What folding has done.
+    pub fold: EngineStats,
+}
+
+/// What comes instead, with a status of 400 and above.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct ErrorBody {
+    /// Which condition failed.
+    pub error: String,
+    /// What would change it, if known.
+    pub hint: Option<String>,
+    /// Whether this host can't do it at all (the command line exits with 3).
+    #[serde(default)]
+    pub impossible_here: bool,
+}

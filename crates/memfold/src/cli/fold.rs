@@ -1,0 +1,92 @@
+//! `memfold fold`: state, pause, resume, budget.
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+use comfy_table::{CellAlignment, Table, presets};
+use memfold_units::PageCount;
+
+use super::Context;
+use crate::api::FoldRequest;
+use crate::fold::EngineStats;
+
+#[derive(Subcommand, Debug)]
+pub(super) enum Arguments {
+    /// What folding has done, VM by VM
+    Status,
+    /// Stop folding; what is folded stays folded
+    Pause,
+    /// Go on folding
+    Resume,
+    /// How much folding may use
+    Budget {
+        /// CPU over time, in percent of one core
+        #[arg(long, value_name = "PERCENT")]
+        cpu: Option<f64>,
+        /// Pages looked at in a second; 0 for no limit
+        #[arg(long, value_name = "PAGES")]
+        pages_per_second: Option<u64>,
+    },
+}
+
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let client = context.client()?;
+    let request = match arguments {
+        Arguments::Status => None,
+        Arguments::Pause => Some(FoldRequest { paused: Some(true), ..FoldRequest::default() }),
+        Arguments::Resume => Some(FoldRequest { paused: Some(false), ..FoldRequest::default() }),
+        Arguments::Budget { cpu, pages_per_second } => {
+            Some(FoldRequest { cpu_percent: *cpu, pages_per_second: *pages_per_second, ..FoldRequest::default() })
+        }
+    };
+    let stats: EngineStats = match request {
+        None => client.get("/v1/fold")?,
+        Some(request) => client.put("/v1/fold", &request)?,
+    };
+    context.print(&stats, render)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn render(stats: &EngineStats) -> String {
+    let size = |pages: u64| PageCount(pages).bytes().to_string();
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header([
+        "VM", "CACHED", "MATCHED", "FOLDED", "AGAIN", "COPIED", "DIFFER", "ZERO", "MAPPINGS", "",
+    ]);
+    for vm in &stats.vms {
+        table.add_row([
+            vm.name.clone(),
+            size(vm.cached_pages),
+            size(vm.matched_pages),
+            size(vm.matched_folded_pages),
+            size(vm.refolded_pages),
+            size(vm.copied_pages),
+            size(vm.differing_pages),
+            size(vm.zero_pages),
+            vm.mappings.to_string(),
+            vm.problem.clone().unwrap_or_default(),
+        ]);
+    }
+    for at in 1..9 {
+        if let Some(column) = table.column_mut(at) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    let latency = |seconds: Option<f64>| seconds.map_or_else(|| "-".into(), |s| format!("{s:.1} s"));
+    let rate = stats.pages_per_second.map_or_else(String::new, |n| format!(", {n} pages/s"));
+    let store: u64 = stats.domains.iter().map(|d| d.store_bytes).sum();
+    format!(
+        "{}folding: {}; budget {:.1} % of a core{rate}; used {:.2} s engine + {:.2} s in QEMUs\n\
+         hint to fold: median {}, 95 % within {}; {} hints waiting; page store {}\n\n{}",
+        if stats.vms.is_empty() { "no VMs\n" } else { "" },
+        if stats.paused { "paused" } else { "on" },
+        stats.cpu_share * 100.0,
+        stats.engine_cpu_s,
+        stats.library_cpu_s,
+        latency(stats.hint_to_fold_p50_s),
+        latency(stats.hint_to_fold_p95_s),
+        stats.hints_waiting,
+        memfold_units::ByteSize(store),
+        table.trim_fmt(),
+    )
+}

@@ -1,0 +1,76 @@
+//! `memfold serve`: the daemon.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use memfold_units::ByteSize;
+use tracing::info;
+
+use super::Context;
+use crate::api::{self, DEFAULT_STATE};
+use crate::daemon::{Daemon, DaemonOptions};
+use crate::fold::EngineSettings;
+
+#[derive(Args, Debug)]
+pub(super) struct Arguments {
+    /// Directory of VMs and their sockets
+    #[arg(long, env = "MEMFOLD_STATE", default_value = DEFAULT_STATE, value_name = "DIR")]
+    state: PathBuf,
+    /// CPU that folding may use over time, in percent of one core
+    #[arg(long, default_value_t = 5.0, value_name = "PERCENT")]
+    cpu: f64,
+    /// Pages that folding may look at in a second (no limit by default)
+    #[arg(long, value_name = "PAGES")]
+    pages_per_second: Option<u64>,
+    /// Seconds that a hint waits for its page to be read from disk
+    #[arg(long, default_value_t = 1.0, value_name = "SECONDS")]
+    settle: f64,
+    /// Most memory in the page store of a trust domain
+    #[arg(long, default_value = "16G", value_name = "SIZE")]
+    store_cap: ByteSize,
+    /// Report only files whose path in the guest matches; several allowed
+    #[arg(long, value_name = "GLOB")]
+    include: Vec<String>,
+    /// Leave out files whose path in the guest matches; stronger than --include
+    #[arg(long, value_name = "GLOB")]
+    exclude: Vec<String>,
+    /// Start with folding paused
+    #[arg(long)]
+    paused: bool,
+}
+
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    anyhow::ensure!((0.0..=100.0).contains(&arguments.cpu), "--cpu is {}; give 0 to 100", arguments.cpu);
+    let settle = Duration::try_from_secs_f64(arguments.settle)?;
+    let options = DaemonOptions {
+        state: arguments.state.clone(),
+        settings: EngineSettings {
+            cpu_share: arguments.cpu / 100.0,
+            pages_per_second: arguments.pages_per_second.filter(|&n| n > 0),
+            settle,
+            store_cap: arguments.store_cap,
+            ..EngineSettings::default()
+        },
+        include: arguments.include.clone(),
+        exclude: arguments.exclude.clone(),
+        paused: arguments.paused,
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let daemon = Daemon::start(options)?;
+    info!(socket = %context.socket.display(), state = %arguments.state.display(), "serving");
+    runtime.block_on(api::serve(daemon.clone(), &context.socket, async {
+        let mut terminate = match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
+            Ok(signal) => signal,
+            Err(_) => return std::future::pending().await,
+        };
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = tokio::signal::ctrl_c() => {}
+        }
+    }))?;
+    info!("ending; VMs go on, and folded pages stay folded");
+    daemon.shut_down();
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,215 @@
+//! `memfold vm`: run, list, stop, attach, exec.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::{Args, Subcommand};
+use comfy_table::{CellAlignment, Table, presets};
+use memfold_units::ByteSize;
+
+use super::Context;
+use crate::api::{AttachRequest, ExecRequest, ExecResult, StopRequest, VmInfo};
+use crate::vm::{DiskSpec, VmSpec};
+
+#[derive(Subcommand, Debug)]
+pub(super) enum Arguments {
+    /// Start a VM
+    Run(Box<RunArguments>),
+    /// List VMs, and what keeps each from being folded
+    List,
+    /// Shut a VM down; switch it off if it takes too long
+    Stop {
+        /// Names of VMs
+        #[arg(required = true)]
+        names: Vec<String>,
+        /// Seconds that the guest has to shut down by itself
+        #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
+        timeout: f64,
+    },
+    /// Take on a QEMU that is already running, by its QMP socket
+    Attach {
+        /// Path of the QMP socket
+        qmp: PathBuf,
+        /// Name to give the VM
+        #[arg(long)]
+        name: String,
+        /// Trust domain: the VMs that may share with each other
+        #[arg(long)]
+        domain: Option<String>,
+    },
+    /// Run a shell command in a guest by its agent; exits with the command's code
+    Exec {
+        /// Name of the VM
+        name: String,
+        /// Seconds that it may take
+        #[arg(long, default_value_t = 600.0, value_name = "SECONDS")]
+        timeout: f64,
+        /// The command
+        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+        command: Vec<String>,
+    },
+}
+
+#[derive(Args, Debug)]
+pub(super) struct RunArguments {
+    /// Description in TOML; flags change what it says
+    #[arg(long, value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// Name of the VM
+    #[arg(long, required_unless_present = "file")]
+    name: Option<String>,
+    /// RAM, such as 512M or 4G
+    #[arg(long, required_unless_present = "file", value_name = "SIZE")]
+    memory: Option<ByteSize>,
+    /// Virtual CPUs
+    #[arg(long)]
+    vcpus: Option<u32>,
+    /// Trust domain: the VMs that may share with each other. Without one the VM shares with nobody
+    #[arg(long)]
+    domain: Option<String>,
+    /// Disk image; several in order
+    #[arg(long = "disk", value_name = "PATH")]
+    disks: Vec<PathBuf>,
+    /// Writes to the disks of --disk go to temporary overlays
+    #[arg(long)]
+    snapshot: bool,
+    /// Kernel to boot, instead of the disk's own boot loader
+    #[arg(long, value_name = "PATH")]
+    kernel: Option<PathBuf>,
+    /// Its initial RAM disk
+    #[arg(long, value_name = "PATH", requires = "kernel")]
+    initrd: Option<PathBuf>,
+    /// Its command line
+    #[arg(long, value_name = "TEXT", requires = "kernel")]
+    cmdline: Option<String>,
+    /// Don't preload memfold's library: the VM's RAM won't be folded
+    #[arg(long)]
+    no_fold: bool,
+    /// More arguments for QEMU, after --
+    #[arg(last = true)]
+    qemu_args: Vec<String>,
+}
+
+impl RunArguments {
+    fn spec(self) -> anyhow::Result<VmSpec> {
+        let mut spec = match (&self.file, &self.name, self.memory) {
+            (Some(file), ..) => VmSpec::from_toml_file(file)?,
+            (None, Some(name), Some(memory)) => VmSpec::new(name.clone(), memory),
+            (None, ..) => anyhow::bail!("give --file, or --name and --memory"),
+        };
+        if let Some(name) = self.name {
+            spec.name = name;
+        }
+        if let Some(memory) = self.memory {
+            spec.memory = memory;
+        }
+        if let Some(vcpus) = self.vcpus {
+            spec.vcpus = vcpus;
+        }
+        if self.domain.is_some() {
+            spec.domain = self.domain;
+        }
+        for path in self.disks {
+            let mut disk = DiskSpec::new(path);
+            disk.snapshot = self.snapshot;
+            spec.disks.push(disk);
+        }
+        if self.kernel.is_some() {
+            spec.boot.kernel = self.kernel;
+            spec.boot.initrd = self.initrd;
+            spec.boot.cmdline = self.cmdline;
+        }
+        spec.fold &= !self.no_fold;
+        spec.qemu_args.extend(self.qemu_args);
+        spec.validate()?;
+        Ok(spec)
+    }
+}
+
+pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
+    let client = context.client()?;
+    match arguments {
+        Arguments::Run(arguments) => {
+            let info: VmInfo = client.post("/v1/vms", &arguments.spec()?)?;
+            context.print(&info, |vm| describe("started", vm))?;
+        }
+        Arguments::List => {
+            let vms: Vec<VmInfo> = client.get("/v1/vms")?;
+            context.print(&vms, |vms| table(vms))?;
+        }
+        Arguments::Stop { names, timeout } => {
+            for name in names {
+                client
+                    .post::<_, ()>(&format!("/v1/vms/{}/stop", segment(&name)?), &StopRequest { timeout_s: timeout })
+                    .with_context(|| format!("cannot stop '{name}'"))?;
+            }
+        }
+        Arguments::Attach { qmp, name, domain } => {
+            let qmp = std::path::absolute(qmp)?;
+            let info: VmInfo = client.post("/v1/attach", &AttachRequest { qmp, name, domain })?;
+            context.print(&info, |vm| describe("attached", vm))?;
+        }
+        Arguments::Exec { name, timeout, command } => {
+            let request = ExecRequest { script: command.join(" "), timeout_s: timeout };
+            let result: ExecResult = client.post(&format!("/v1/vms/{}/exec", segment(&name)?), &request)?;
+            if context.json {
+                super::write_line(&serde_json::to_string_pretty(&result)?)?;
+            } else {
+                use std::io::Write;
+                std::io::stdout().write_all(result.stdout.as_bytes())?;
+                std::io::stderr().write_all(result.stderr.as_bytes())?;
+            }
+            return Ok(ExitCode::from(u8::try_from(result.code).unwrap_or(1)));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A VM's name as a segment of a path: names have no character that would need escaping.
+fn segment(name: &str) -> anyhow::Result<&str> {
+    crate::vm::check_name("name", name)?;
+    Ok(name)
+}
+
+fn describe(what: &str, vm: &VmInfo) -> String {
+    let mut text = format!("{what} {} (pid {}, {} of RAM, QEMU {})", vm.name, vm.pid, ByteSize(vm.ram_bytes), vm.qemu);
+    for problem in &vm.fold_problems {
+        text += &format!("\nnot folded: {problem}");
+    }
+    if vm.fold_problems.is_empty() {
+        for problem in &vm.refold_problems {
+            text += &format!("\nfolded pages are folded again only at short pauses: {problem}");
+        }
+    }
+    text
+}
+
+fn table(vms: &[VmInfo]) -> String {
+    if vms.is_empty() {
+        return "no VMs; start one with 'memfold vm run', or take one on with 'memfold vm attach'".into();
+    }
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(["NAME", "DOMAIN", "PID", "RAM", "AGENT", "FOLDING"]);
+    for vm in vms {
+        let folding = match (vm.fold_problems.first(), vm.refold_problems.first()) {
+            (Some(problem), _) => format!("no: {problem}"),
+            (None, Some(_)) => "yes, again only at pauses (direct I/O)".into(),
+            (None, None) => "yes".into(),
+        };
+        table.add_row([
+            vm.name.clone(),
+            vm.domain.clone().unwrap_or_else(|| "-".into()),
+            vm.pid.to_string(),
+            ByteSize(vm.ram_bytes).to_string(),
+            vm.agent.clone().unwrap_or_else(|| "not connected".into()),
+            folding,
+        ]);
+    }
+    for column in [2, 3] {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.trim_fmt()
+}
