@@ -182,9 +182,7 @@ impl Area {
         let word = unsafe { ptr::read_volatile(self.pointer().cast::<u64>()) };
         // SAFETY: as above, and both sides are one page long. `memcmp` gives some answer even while bytes change.
         word == 0
-            && unsafe {
-                libc::memcmp(self.pointer(), ZERO_PAGE.as_ptr().cast(), PAGE_BYTES) == 0
-            }
+            && unsafe { libc::memcmp(self.pointer(), ZERO_PAGE.as_ptr().cast(), PAGE_BYTES) == 0 }
     }
 
     /// Copies the pages that are not all zero to the same places in `target`.

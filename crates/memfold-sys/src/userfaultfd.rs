@@ -14,7 +14,7 @@ use crate::region::Area;
 
 #[repr(C)]
 struct Api {
-    api: u64,
+    version: u64,
     features: u64,
     ioctls: u64,
 }
@@ -112,10 +112,7 @@ impl Userfaultfd {
             // No UFFD_USER_MODE_ONLY: that would leave faults from KVM and system calls to fail.
             // SAFETY: the system call takes flags alone.
             None => match descriptor(unsafe {
-                libc::syscall(
-                    libc::SYS_userfaultfd,
-                    libc::O_CLOEXEC | libc::O_NONBLOCK,
-                )
+                libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK)
             }) {
                 Ok(fd) => fd,
                 Err(error) => std::fs::File::options()
@@ -130,7 +127,7 @@ impl Userfaultfd {
         let mut last = Errno::INVAL;
         for features in [FEATURES_WP | FEATURE_MOVE, FEATURE_MOVE, FEATURES_WP, 0] {
             let mut api = Api {
-                api: 0xAA,
+                version: 0xAA,
                 features,
                 ioctls: 0,
             };
