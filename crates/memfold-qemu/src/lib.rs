@@ -1,1 +1,37 @@
-//! memfold in QEMU.
+//! memfold in QEMU: carries out orders on the VM's RAM. Preloaded (`LD_PRELOAD`); does nothing unless
+//! `MEMFOLD_QEMU_SOCKET` is set.
+//!
+//! ```text
+//!   daemon                      QEMU process
+//!   +--------+  Unix socket   +------------------------------------------------------------+
+//!   | decides| -------------> | serve -> Folder -> fold | release | zero | map              |
+//!   +--------+ <------------- |            |                                               |
+//!                 replies     |            +-- ram      blocks, what of them is folded      |
+//!                             |            +-- stores   read-only windows on page stores    |
+//!                             |            +-- staging  where frozen pages wait             |
+//!                             | madvise (interposed) -> discard                             |
+//!                             +------------------------------------------------------------+
+//! ```
+//!
+//! Invariants, each held by the module named:
+//! 1. At no instant does a guest read zeroes or old bytes: pages are frozen while their mapping is exchanged ([`freeze`]).
+//! 2. Whatever happens while pages are frozen (an error, a panic, the daemon's death), they go back: a guard's `drop`
+//!    ([`freeze`]).
+//! 3. Between freeze and thaw there is no allocation, no lock, no socket and no panic path ([`fold`], [`release`], [`zero`]).
+//! 4. No page is replaced before its frozen bytes were compared with the store, within the store's size ([`fold`], [`stores`]).
+//! 5. What QEMU discards reads as zeroes afterwards, folded or not ([`folder`]).
+//!
+//! The same [`Folder`] works in any process on memory of its own: the stress tests and `memfold bench fold` use it so.
+
+pub mod bitmap;
+pub mod fold;
+pub mod folder;
+pub mod freeze;
+pub mod preload;
+pub mod ram;
+pub mod release;
+pub mod serve;
+pub mod stores;
+pub mod zero;
+
+pub use folder::Folder;

@@ -5,7 +5,13 @@
 //! | [`memory`] | another process's memory, `process_vm_readv(2)` |
 //! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
+//! | [`region`] | ranges of our own address space whose mappings are exchanged |
+//! | [`userfaultfd`] | catching faults, moving pages, `userfaultfd(2)` |
+//! | [`signals`] | signal masks of threads |
 
 pub mod descriptor;
 pub mod memory;
 pub mod pagemap;
+pub mod region;
+pub mod signals;
+pub mod userfaultfd;

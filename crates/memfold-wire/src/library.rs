@@ -132,6 +132,16 @@ pub enum Order {
     },
     /// Counters since the library was loaded.
     Stats,
+    /// The RAM block at this address is gone (unplugged), or may no longer be folded. What is folded of it stays so.
+    RemoveRam {
+        /// Start of the block, as it was added.
+        hva: u64,
+    },
+    /// This store is needed no more; the library closes it. What is folded onto it stays so.
+    RemoveStore {
+        /// Number of the store.
+        store: u32,
+    },
 }
 
 /// What became of one run or range.
@@ -224,7 +234,7 @@ pub enum Reply {
         /// Why folding can't work, if it can't: the condition and what would change it.
         problem: Option<String>,
     },
-    /// To `AddRam`, `AddStore`, `Map`.
+    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`.
     Ok,
     /// To `Fold`, `Release`: an outcome for each run, in order.
     Outcomes {
@@ -295,7 +305,9 @@ impl Validate for Order {
             | Self::AddRam { .. }
             | Self::AddStore { .. }
             | Self::Map { .. }
-            | Self::Stats => Ok(()),
+            | Self::Stats
+            | Self::RemoveRam { .. }
+            | Self::RemoveStore { .. } => Ok(()),
         }
     }
 }

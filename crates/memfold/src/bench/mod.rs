@@ -1,1 +1,3 @@
 //! The studies: one file each, JSON out, figures out.
+
+pub mod fold;

@@ -1,0 +1,111 @@
+//! One bit for each page of a RAM block.
+
+/// A fixed number of bits, all clear at first. Indexes beyond the end read as clear and can't be set.
+#[derive(Debug, Clone)]
+pub struct Bitmap {
+    words: Vec<u64>,
+    len: u64,
+    set: u64,
+}
+
+impl Bitmap {
+    /// `len` clear bits.
+    #[must_use]
+    pub fn new(len: u64) -> Self {
+        let words = usize::try_from(len.div_ceil(64)).unwrap_or(0);
+        Self {
+            words: vec![0; words],
+            len,
+            set: 0,
+        }
+    }
+
+    /// Number of bits set.
+    #[must_use]
+    pub const fn count(&self) -> u64 {
+        self.set
+    }
+
+    /// Whether bit `index` is set.
+    #[must_use]
+    pub fn get(&self, index: u64) -> bool {
+        self.word(index / 64) >> (index % 64) & 1 == 1
+    }
+
+    fn word(&self, number: u64) -> u64 {
+        usize::try_from(number)
+            .ok()
+            .and_then(|n| self.words.get(n))
+            .copied()
+            .unwrap_or(0)
+    }
+
+    /// Gives the bits from `first` on, `count` of them, the value `value`.
+    pub fn fill(&mut self, first: u64, count: u64, value: bool) {
+        let end = first.saturating_add(count).min(self.len);
+        let mut at = first;
+        while at < end {
+            let bits = (64 - at % 64).min(end - at);
+            let mask = (u64::MAX >> (64 - bits)) << (at % 64);
+            if let Some(word) = usize::try_from(at / 64)
+                .ok()
+                .and_then(|n| self.words.get_mut(n))
+            {
+                self.set -= u64::from((*word & mask).count_ones());
+                *word = if value { *word | mask } else { *word & !mask };
+                self.set += u64::from((*word & mask).count_ones());
+            }
+            at += bits;
+        }
+    }
+
+    /// The first index in `from..to` whose bit has the value `value`; `to` if there is none.
+    #[must_use]
+    pub fn find(&self, value: bool, from: u64, to: u64) -> u64 {
+        let mut at = from;
+        while at < to {
+            let word = self.word(at / 64);
+            let wanted = if value { word } else { !word } >> (at % 64);
+            if wanted != 0 {
+                return (at + u64::from(wanted.trailing_zeros())).min(to);
+            }
+            at += 64 - at % 64;
+        }
+        to
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn it_is_a_row_of_booleans(
+            len in 1u64..400,
+            fills in proptest::collection::vec((0u64..420, 0u64..200, any::<bool>()), 0..40),
+            from in 0u64..400, to in 0u64..400,
+        ) {
+            let mut model = vec![false; usize::try_from(len).unwrap()];
+            let mut map = Bitmap::new(len);
+            for (first, count, value) in fills {
+                map.fill(first, count, value);
+                for (i, bit) in model.iter_mut().enumerate() {
+                    if (first..first + count).contains(&(i as u64)) { *bit = value; }
+                }
+            }
+            for (i, bit) in model.iter().enumerate() {
+                prop_assert_eq!(map.get(i as u64), *bit);
+            }
+            prop_assert_eq!(map.count(), model.iter().filter(|b| **b).count() as u64);
+            let to = to.min(len);
+            for value in [true, false] {
+                let expected = (from..to)
+                    .find(|i| model[usize::try_from(*i).unwrap()] == value)
+                    .unwrap_or(to);
+                prop_assert_eq!(map.find(value, from, to.max(from)), expected.max(from.min(to.max(from))));
+            }
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Folding one run: freeze, compare, exchange the mapping, thaw.
+
+use std::time::Duration;
+
+use memfold_sys::region::Area;
+use memfold_sys::userfaultfd::Userfaultfd;
+use memfold_wire::library::{FoldRun, Freeze, Outcome, Stats};
+use rustix::io::Errno;
+use rustix::mm::Advice;
+
+use crate::folder::State;
+use crate::freeze::{Protected, Staged, Staging};
+use crate::ram::Kind;
+use crate::stores::Store;
+
+/// Why folding a run stopped before its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stop {
+    Differs,
+    Busy,
+    Hole,
+    Refused,
+    Failed(Errno),
+}
+
+impl Stop {
+    fn outcome(self, folded: u64) -> Outcome {
+        let folded = u32::try_from(folded).unwrap_or(u32::MAX);
+        match self {
+            Self::Differs => Outcome::Differs { folded },
+            Self::Busy => Outcome::Busy { folded },
+            // "Refused" says that nothing was touched; behind a folded part it is a page that is no longer anonymous.
+            Self::Hole => Outcome::Hole { folded },
+            Self::Refused if folded > 0 => Outcome::Hole { folded },
+            Self::Refused => Outcome::Refused,
+            Self::Failed(errno) => Outcome::Failed {
+                errno: errno.raw_os_error(),
+                folded,
+            },
+        }
+    }
+}
+
+/// What one step did: pages folded from the start, why no more, and how long the pages were frozen.
+struct Step {
+    folded: u64,
+    stop: Option<Stop>,
+    frozen: Option<Duration>,
+}
+
+impl Step {
+    const fn nothing(stop: Stop) -> Self {
+        Self {
+            folded: 0,
+            stop: Some(stop),
+            frozen: None,
+        }
+    }
+}
+
+impl State {
+    /// Folds one run, part by part where its pages are of different kinds.
+    pub(crate) fn fold(
+        &mut self,
+        uffd: Option<&Userfaultfd>,
+        freeze: Freeze,
+        run: &FoldRun,
+    ) -> Outcome {
+        let pages = u64::from(run.pages);
+        let Self {
+            ram,
+            stores,
+            staging,
+            stats,
+        } = self;
+        let Some((block, area)) = ram.find(run.hva, pages) else {
+            return Outcome::Refused;
+        };
+        let Some(store) = stores.get(run.store) else {
+            return Outcome::Refused;
+        };
+        let Some(window) = store.window(run.store_page, pages) else {
+            return Outcome::Refused;
+        };
+        let mut folded = 0;
+        let mut end = None;
+        while folded < pages && end.is_none() {
+            let (kind, part) = block.first_kind(area.after(folded));
+            let first = run.store_page + folded;
+            let bytes = window.part(folded, part.pages());
+            let step = match (freeze, kind, uffd, staging.as_mut()) {
+                (Freeze::Stopped, ..) => {
+                    let back = kind == Kind::Template && block.shows(part, store.identity(), first);
+                    at_rest(part, bytes, store, first, back)
+                }
+                // Anonymous pages in an order for write protection are moved: that also holds against DMA.
+                (_, Kind::Anonymous, Some(uffd), Some(staging)) => {
+                    by_move(uffd, staging, part, bytes, store, first)
+                }
+                (Freeze::WriteProtect, _, Some(uffd), _) if uffd.can_write_protect() => {
+                    let back = kind == Kind::Template && block.shows(part, store.identity(), first);
+                    by_write_protection(uffd, part, bytes, store, first, back)
+                }
+                _ => Step::nothing(Stop::Refused),
+            };
+            if step.folded > 0 {
+                let done = part.part(0, step.folded);
+                let back = kind == Kind::Template && block.shows(part, store.identity(), first);
+                if !back {
+                    block.advise_file(done);
+                    block.set(done, Kind::Folded);
+                }
+            }
+            record(stats, kind, &step);
+            folded += step.folded;
+            end = step.stop;
+        }
+        end.map_or(Outcome::Done, |stop| stop.outcome(folded))
+    }
+}
+
+fn record(stats: &mut Stats, kind: Kind, step: &Step) {
+    match kind {
+        Kind::Anonymous => stats.folded_pages += step.folded,
+        Kind::Folded | Kind::Template => stats.refolded_pages += step.folded,
+    }
+    match step.stop {
+        Some(Stop::Differs) => stats.differing_pages += 1,
+        Some(Stop::Busy) => stats.busy_runs += 1,
+        _ => {}
+    }
+    if let Some(frozen) = step.frozen {
+        crate::folder::record_freeze(stats, frozen);
+    }
+}
+
+/// Steps 1 to 5 of the fold protocol.
+fn by_move(
+    uffd: &Userfaultfd,
+    staging: &mut Staging,
+    run: Area,
+    bytes: Area,
+    store: &Store,
+    first: u64,
+) -> Step {
+    let slot = staging.slot(run);
+    // The window's page tables are filled before anybody waits. It only saves time: the compare would fault them in.
+    populate(bytes);
+    let (staged, stop) = match Staged::freeze(uffd, run, slot) {
+        Ok(frozen) => frozen,
+        Err(errno) => return Step::nothing(Stop::Failed(errno)),
+    };
+    let contents = staged.contents();
+    let equal = contents.equal_pages(bytes);
+    let mut stop = match stop {
+        _ if equal < contents.pages() => Some(Stop::Differs),
+        Some(Errno::BUSY) => Some(Stop::Busy),
+        Some(Errno::NOENT) => Some(Stop::Hole),
+        Some(errno) => Some(Stop::Failed(errno)),
+        None => None,
+    };
+    let mut folded = equal;
+    if let Err(errno) = run.part(0, equal).map_file(store.descriptor(), first) {
+        folded = 0;
+        stop = Some(Stop::Failed(errno));
+    }
+    let frozen = staged.finish(folded, true);
+    Step {
+        folded,
+        stop,
+        frozen: Some(frozen),
+    }
+}
+
+/// Folding again over a mapping of a file, with writes stopped.
+fn by_write_protection(
+    uffd: &Userfaultfd,
+    run: Area,
+    bytes: Area,
+    store: &Store,
+    first: u64,
+    back: bool,
+) -> Step {
+    populate(bytes);
+    let guard = match Protected::freeze(uffd, run) {
+        Ok(guard) => guard,
+        // A private view of a file that is not shmem: the kernel can't protect it this way.
+        Err(Errno::INVAL) => return Step::nothing(Stop::Refused),
+        Err(errno) => return Step::nothing(Stop::Failed(errno)),
+    };
+    let mut step = at_rest(run, bytes, store, first, back);
+    // Folded back, the mapping is the old one and still registered.
+    let frozen = guard.finish(if back { 0 } else { step.folded });
+    step.frozen = Some(frozen);
+    step
+}
+
+/// Compares and exchanges pages that nobody writes. `back`: the run is a view of these very pages of the file, so dropping the
+/// guest's private copies is enough and keeps the mapping whole.
+fn at_rest(run: Area, bytes: Area, store: &Store, first: u64, back: bool) -> Step {
+    let equal = run.equal_pages(bytes);
+    let same = run.part(0, equal);
+    let done = if back {
+        same.advise(Advice::LinuxDontNeed)
+    } else {
+        same.map_file(store.descriptor(), first)
+    };
+    match done {
+        Ok(()) => Step {
+            folded: equal,
+            stop: (equal < run.pages()).then_some(Stop::Differs),
+            frozen: None,
+        },
+        Err(errno) => Step::nothing(Stop::Failed(errno)),
+    }
+}
+
+fn populate(window: Area) {
+    // One fault brings in 16 pages by itself (fault-around); below that the call costs more than it saves.
+    if window.pages() >= 16 {
+        let _ = window.advise(Advice::LinuxPopulateRead);
+    }
+}

@@ -1,0 +1,376 @@
+//! Carries out orders.
+
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use memfold_sys::pagemap::Pagemap;
+use memfold_sys::region;
+use memfold_sys::userfaultfd::Userfaultfd;
+use memfold_units::PAGE_SIZE;
+use memfold_wire::frame::Validate;
+use memfold_wire::library::{
+    Freeze, HISTOGRAM_BUCKETS, Order, Outcome, Range, Reply, Stats, VERSION,
+};
+use rustix::io::Errno;
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::freeze::Staging;
+use crate::ram::{Kind, Ram, TemplateMap};
+use crate::stores::{Stores, identity};
+use crate::zero::CHUNK_PAGES;
+
+/// Everything that orders and discards change; one lock.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    pub(crate) ram: Ram,
+    pub(crate) stores: Stores,
+    pub(crate) staging: Option<Staging>,
+    pub(crate) stats: Stats,
+}
+
+/// The library's whole state in one process.
+#[derive(Debug)]
+pub struct Folder {
+    uffd: Result<Userfaultfd, String>,
+    state: Mutex<State>,
+    /// Threads that want the lock for a discard. The order's thread lets them go first: QEMU's main loop may be among them.
+    waiting: AtomicUsize,
+    /// Lowest RAM address and end of the highest, so that other memory's `madvise` needs no lock.
+    low: AtomicU64,
+    high: AtomicU64,
+}
+
+impl Folder {
+    /// Opens a userfaultfd (`device`: an open `/dev/userfaultfd` that was passed in). Without one the folder answers, and says
+    /// in `Hello` what is missing.
+    #[must_use]
+    pub fn new(device: Option<RawFd>) -> Self {
+        let mut state = State::default();
+        let uffd = Userfaultfd::open(device).map_err(|error| {
+            format!(
+                "no userfaultfd that catches faults from kernel mode ({error}): run QEMU as root, or give it \
+                 access to /dev/userfaultfd, or pass that device in as an open descriptor with MEMFOLD_UFFD=N, \
+                 or set sysctl vm.unprivileged_userfaultfd=1"
+            )
+        });
+        let uffd = uffd.and_then(|uffd| {
+            if uffd.can_move() {
+                state.staging = Some(
+                    Staging::new(&uffd)
+                        .map_err(|errno| format!("cannot make the staging area: {errno}"))?,
+                );
+            }
+            Ok(uffd)
+        });
+        Self {
+            uffd,
+            state: Mutex::new(state),
+            waiting: AtomicUsize::new(0),
+            low: AtomicU64::new(u64::MAX),
+            high: AtomicU64::new(0),
+        }
+    }
+
+    /// The lock, also after a panic under it: guards have put every page back, and the records are only ever changed by
+    /// whole steps.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lock, after those who wait for it to discard. Taken for each run, so that nobody waits longer than one takes.
+    fn lock_in_turn(&self) -> MutexGuard<'_, State> {
+        for _ in 0..10_000 {
+            if self.waiting.load(Ordering::Acquire) == 0 {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        self.lock()
+    }
+
+    /// Carries out one order. `descriptor` is the file that came with it.
+    pub fn execute(&self, order: &Order, descriptor: Option<OwnedFd>) -> Reply {
+        if let Err(error) = order.validate() {
+            return refuse(error.to_string());
+        }
+        let result = match order {
+            Order::Hello { version } => Ok(self.hello(*version)),
+            Order::AddRam { hva, pages, advice } => {
+                self.change_ram(|ram| ram.add(*hva, *pages, *advice))
+            }
+            Order::RemoveRam { hva } => self.change_ram(|ram| ram.remove(*hva)),
+            Order::AddStore { store, max_pages } => match descriptor {
+                Some(file) => self
+                    .lock()
+                    .stores
+                    .add(*store, *max_pages, file)
+                    .map(|()| Reply::Ok),
+                None => Err("the page store's descriptor did not come with the order".to_owned()),
+            },
+            Order::RemoveStore { store } => self.lock().stores.remove(*store).map(|()| Reply::Ok),
+            Order::Map {
+                hva,
+                pages,
+                file_page,
+            } => match descriptor {
+                Some(file) => self.map(*hva, *pages, *file_page, &file),
+                None => Err("the file's descriptor did not come with the order".to_owned()),
+            },
+            Order::Fold { freeze, runs } => Ok(timed(|| {
+                {
+                    let mut state = self.lock();
+                    let mut last = None;
+                    for run in runs
+                        .iter()
+                        .filter(|run| last.replace(run.store) != Some(run.store))
+                    {
+                        state.stores.refresh(run.store);
+                    }
+                }
+                let outcomes = runs
+                    .iter()
+                    .map(|run| self.lock_in_turn().fold(self.uffd(), *freeze, run))
+                    .collect();
+                self.free_staging();
+                outcomes
+            })),
+            Order::Release { freeze, ranges } => Ok(timed(|| {
+                ranges
+                    .iter()
+                    .map(|range| match freeze {
+                        Freeze::Move => Outcome::Refused,
+                        _ => self.lock_in_turn().release(self.uffd(), *freeze, range),
+                    })
+                    .collect()
+            })),
+            Order::DropZero { ranges } => self.drop_zero(ranges),
+            Order::Stats => {
+                let mut stats = self.lock().stats.clone();
+                stats.thread_cpu_ns = thread_cpu_ns();
+                Ok(Reply::Stats(Box::new(stats)))
+            }
+        };
+        result.unwrap_or_else(refuse)
+    }
+
+    /// What `madvise(MADV_DONTNEED or MADV_FREE)` has to do on RAM: folded pages become fresh anonymous memory, because falling
+    /// back to the store's bytes would show a guest what it gave away (and one with `init_on_free` relies on zeroes). `None`:
+    /// nothing here is folded or RAM; the caller makes the plain system call.
+    pub fn discard(&self, address: usize, length: usize) -> Option<Result<(), Errno>> {
+        let start = address as u64;
+        let end = start.checked_add(length as u64)?;
+        if end <= self.low.load(Ordering::Acquire) || start >= self.high.load(Ordering::Acquire) {
+            return None;
+        }
+        if start % PAGE_SIZE != 0 {
+            return None;
+        }
+        // The kernel rounds the length up too.
+        let end = end.checked_next_multiple_of(PAGE_SIZE)?;
+        self.waiting.fetch_add(1, Ordering::AcqRel);
+        let mut state = self.lock();
+        self.waiting.fetch_sub(1, Ordering::AcqRel);
+        state.discard(start, end)
+    }
+
+    fn uffd(&self) -> Option<&Userfaultfd> {
+        self.uffd.as_ref().ok()
+    }
+
+    fn hello(&self, version: u16) -> Reply {
+        let problem = if version == VERSION {
+            match &self.uffd {
+                Err(problem) => Some(problem.clone()),
+                Ok(uffd) if !uffd.can_move() => Some(
+                    "the host's kernel has no UFFDIO_MOVE: folding a running VM needs Linux 6.8 or newer"
+                        .to_owned(),
+                ),
+                Ok(_) => None,
+            }
+        } else {
+            Some(format!(
+                "the daemon speaks version {version} of the protocol and this library {VERSION}: \
+                 restart the VM with the library of the installed memfold"
+            ))
+        };
+        Reply::Hello {
+            version: VERSION,
+            library: env!("CARGO_PKG_VERSION").to_owned(),
+            can_move: self.uffd().is_some_and(Userfaultfd::can_move),
+            can_write_protect: self.uffd().is_some_and(Userfaultfd::can_write_protect),
+            problem,
+        }
+    }
+
+    fn change_ram(
+        &self,
+        change: impl FnOnce(&mut Ram) -> Result<(), String>,
+    ) -> Result<Reply, String> {
+        let mut state = self.lock();
+        change(&mut state.ram)?;
+        let (low, high) = state.ram.span();
+        self.low.store(low, Ordering::Release);
+        self.high.store(high, Ordering::Release);
+        Ok(Reply::Ok)
+    }
+
+    fn map(&self, hva: u64, pages: u64, file_page: u64, file: &OwnedFd) -> Result<Reply, String> {
+        let (identity, file_pages) = identity(file)?;
+        if file_page
+            .checked_add(pages)
+            .is_none_or(|end| end > file_pages)
+        {
+            return Err(format!(
+                "pages {file_page} and the {pages} behind it go beyond the file's {file_pages} pages"
+            ));
+        }
+        let mut state = self.lock();
+        let (block, area) = state
+            .ram
+            .find(hva, pages)
+            .ok_or_else(|| format!("{pages} pages at {hva:#x} are not inside one RAM block"))?;
+        area.map_file(std::os::fd::AsFd::as_fd(file), file_page)
+            .map_err(|errno| format!("cannot map the file at {hva:#x}: {errno}"))?;
+        block.advise_file(area);
+        block.add_template(TemplateMap {
+            area,
+            file: identity,
+            file_page,
+        });
+        Ok(Reply::Ok)
+    }
+
+    fn drop_zero(&self, ranges: &[Range]) -> Result<Reply, String> {
+        let uffd = self.uffd.as_ref().map_err(Clone::clone)?;
+        if !uffd.can_move() {
+            return Err("dropping zero pages needs UFFDIO_MOVE, Linux 6.8 or newer".to_owned());
+        }
+        let pagemap = Pagemap::open(rustix::process::getpid())
+            .map_err(|error| format!("cannot open /proc/self/pagemap: {error}"))?;
+        let began = thread_cpu_ns();
+        let (mut scanned, mut dropped) = (0, 0);
+        for range in ranges {
+            let mut done = 0;
+            while done < range.pages {
+                let Some(hva) = done
+                    .checked_mul(PAGE_SIZE)
+                    .and_then(|o| range.hva.checked_add(o))
+                else {
+                    return Err(format!("the range at {:#x} is no address", range.hva));
+                };
+                let chunk = Range {
+                    hva,
+                    pages: CHUNK_PAGES.min(range.pages - done),
+                };
+                let (looked, gone) = self
+                    .lock_in_turn()
+                    .drop_zero(uffd, &pagemap, &chunk)
+                    .ok_or_else(|| {
+                        format!(
+                            "{} pages at {hva:#x} are not inside one RAM block",
+                            chunk.pages
+                        )
+                    })?;
+                scanned += looked;
+                dropped += gone;
+                done += chunk.pages;
+            }
+        }
+        self.free_staging();
+        Ok(Reply::Zero {
+            scanned,
+            dropped,
+            cpu_ns: thread_cpu_ns() - began,
+        })
+    }
+
+    fn free_staging(&self) {
+        if let Some(staging) = self.lock().staging.as_mut() {
+            staging.free();
+        }
+    }
+}
+
+impl State {
+    /// Under one hold of the lock: a run folded between the exchange and the system call would fall back to the store.
+    fn discard(&mut self, start: u64, end: u64) -> Option<Result<(), Errno>> {
+        let mut met = false;
+        for block in self.ram.blocks() {
+            let area = block.area();
+            let from = start.max(area.start().0);
+            let to = end.min(area.end().0);
+            if from >= to || block.is_untouched() {
+                continue;
+            }
+            let first = (from - area.start().0) / PAGE_SIZE;
+            let mut rest = area.part(first, (to - from) / PAGE_SIZE);
+            while !rest.is_empty() {
+                let (kind, part) = block.first_kind(rest);
+                if kind != Kind::Anonymous {
+                    met = true;
+                    if let Err(errno) = block.refresh(part) {
+                        // Too many mappings. QEMU then reports a failed discard; the guest's bytes are as they were.
+                        return Some(Err(errno));
+                    }
+                    self.stats.discarded_pages += part.pages();
+                }
+                rest = rest.after(part.pages());
+            }
+        }
+        if !met {
+            // The plain call, but not outside of the lock.
+            let inside = self
+                .ram
+                .blocks()
+                .iter()
+                .any(|block| start < block.area().end().0 && block.area().start().0 < end);
+            if !inside {
+                return None;
+            }
+        }
+        let (Ok(address), Ok(length)) = (usize::try_from(start), usize::try_from(end - start))
+        else {
+            return None;
+        };
+        // SAFETY: QEMU owns the range and asked for this very call.
+        Some(unsafe { region::madvise(address, length, libc::MADV_DONTNEED) })
+    }
+}
+
+fn timed(work: impl FnOnce() -> Vec<Outcome>) -> Reply {
+    let began = thread_cpu_ns();
+    let outcomes = work();
+    Reply::Outcomes {
+        outcomes,
+        cpu_ns: thread_cpu_ns() - began,
+    }
+}
+
+fn refuse(mut reason: String) -> Reply {
+    let mut end = reason.len().min(4096);
+    while !reason.is_char_boundary(end) {
+        end -= 1;
+    }
+    reason.truncate(end);
+    Reply::Error { reason }
+}
+
+/// CPU time of this thread in nanoseconds.
+#[must_use]
+pub fn thread_cpu_ns() -> u64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000
+        + u64::try_from(time.tv_nsec).unwrap_or(0)
+}
+
+/// Notes how long a run was frozen.
+pub(crate) fn record_freeze(stats: &mut Stats, frozen: Duration) {
+    let ns = u64::try_from(frozen.as_nanos()).unwrap_or(u64::MAX).max(1);
+    let bucket = usize::try_from(ns.ilog2())
+        .unwrap_or(0)
+        .min(HISTOGRAM_BUCKETS - 1);
+    stats.freeze_histogram[bucket] += 1;
+    stats.freeze_max_ns = stats.freeze_max_ns.max(ns);
+}

@@ -1,0 +1,144 @@
+//! What makes the library start and see QEMU's discards: the constructor and the interposed `madvise`.
+
+use std::env;
+use std::ffi::{CString, OsString, c_int, c_void};
+use std::os::fd::RawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+
+use memfold_sys::{region, signals};
+use memfold_wire::library::SOCKET_VARIABLE;
+use rustix::io::Errno;
+
+use crate::{Folder, serve};
+
+/// Environment variable with the number of an open `/dev/userfaultfd`, for a QEMU that may not open it itself.
+pub const DEVICE_VARIABLE: &str = "MEMFOLD_UFFD";
+
+/// What the constructor found in the environment.
+struct Start {
+    socket: OsString,
+    device: Option<RawFd>,
+}
+
+static START: OnceLock<Start> = OnceLock::new();
+
+/// The folder that `madvise` asks; null until there is one. Never freed.
+static FOLDER: AtomicPtr<Folder> = AtomicPtr::new(std::ptr::null_mut());
+
+/// The process in which the thread runs. Another one after `fork(2)` has no such thread.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static CONSTRUCTOR: extern "C" fn() = constructor;
+
+extern "C" fn constructor() {
+    // Nothing may leave this function: QEMU would not start.
+    let _ = std::panic::catch_unwind(|| {
+        let Some(socket) = env::var_os(SOCKET_VARIABLE) else {
+            return;
+        };
+        // A shell script that starts QEMU has the library too, and must hand the variable on.
+        if !is_qemu() {
+            return;
+        }
+        let device = env::var(DEVICE_VARIABLE).ok().and_then(|n| n.parse().ok());
+        for name in [SOCKET_VARIABLE, DEVICE_VARIABLE] {
+            if let Ok(name) = CString::new(name) {
+                // SAFETY: constructors run before `main`, in a process of one thread. The strings that /proc/PID/environ
+                // shows stay where they are, so the daemon can read the path there.
+                unsafe { libc::unsetenv(name.as_ptr()) };
+            }
+        }
+        let _ = START.set(Start { socket, device });
+        start_thread();
+    });
+}
+
+/// Whether this program is QEMU's system emulator: by name, or by a function that it exports to its modules.
+fn is_qemu() -> bool {
+    let named = env::current_exe().is_ok_and(|path| {
+        let name = path
+            .file_name()
+            .map(|n| n.as_bytes().to_vec())
+            .unwrap_or_default();
+        name.starts_with(b"qemu-system") || name == b"qemu-kvm" || name == b"kvm"
+    });
+    // SAFETY: looks a name up, nothing more.
+    named || unsafe { !libc::dlsym(libc::RTLD_DEFAULT, c"qemu_ram_mmap".as_ptr()).is_null() }
+}
+
+fn start_thread() {
+    let Some(start) = START.get() else { return };
+    let process = std::process::id();
+    if PROCESS.swap(process, Ordering::AcqRel) == process {
+        return;
+    }
+    // After `fork(2)` (QEMU's -daemonize) the old userfaultfd is the parent's, and so is the folder.
+    let folder: &'static Folder = Box::leak(Box::new(Folder::new(start.device)));
+    install(folder);
+    let spawned = signals::with_all_blocked(|| {
+        std::thread::Builder::new()
+            .name("memfold".to_owned())
+            .spawn(move || match serve::listen(Path::new(&start.socket)) {
+                Ok(listener) => serve::serve(&listener, folder),
+                Err(error) => eprintln!(
+                    "memfold: cannot listen at {}: {error}; this VM can't be folded",
+                    Path::new(&start.socket).display()
+                ),
+            })
+    });
+    if let Err(error) = spawned {
+        eprintln!("memfold: cannot start a thread: {error}; this VM can't be folded");
+    }
+}
+
+/// Makes `folder` the one that `madvise` asks. Tests do this in their own process.
+pub fn install(folder: &'static Folder) {
+    FOLDER.store(std::ptr::from_ref(folder).cast_mut(), Ordering::Release);
+}
+
+/// QEMU's way to tell the kernel about its memory. Discards of folded pages are handled by the folder, everything else goes
+/// straight to the kernel. Safe at any time, also before the constructor.
+///
+/// # Safety
+/// As for `madvise(2)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_int) -> c_int {
+    let at = address.expose_provenance();
+    let result = match advice {
+        libc::MADV_DONTNEED | libc::MADV_FREE => discard(at, length),
+        _ => {
+            // The first thing that a QEMU gone to the background (-daemonize) does with its RAM.
+            if advice == libc::MADV_DONTFORK {
+                restart_after_fork();
+            }
+            None
+        }
+    };
+    // SAFETY: the caller's promise.
+    let result = result.unwrap_or_else(|| unsafe { region::madvise(at, length, advice) });
+    match result {
+        Ok(()) => 0,
+        Err(errno) => {
+            // SAFETY: glibc's errno of this thread.
+            unsafe { *libc::__errno_location() = errno.raw_os_error() };
+            -1
+        }
+    }
+}
+
+fn discard(address: usize, length: usize) -> Option<Result<(), Errno>> {
+    // SAFETY: null, or a folder that is never freed.
+    let folder = unsafe { FOLDER.load(Ordering::Acquire).as_ref() }?;
+    std::panic::catch_unwind(|| folder.discard(address, length)).unwrap_or(None)
+}
+
+fn restart_after_fork() {
+    if START.get().is_some() && PROCESS.load(Ordering::Acquire) != std::process::id() {
+        let _ = std::panic::catch_unwind(start_thread);
+    }
+}

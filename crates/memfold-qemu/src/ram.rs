@@ -1,0 +1,292 @@
+//! The VM's RAM blocks: where they are, and what of them is folded.
+
+use std::fs;
+
+use memfold_sys::region::Area;
+use memfold_units::{Hva, PAGE_SIZE};
+use memfold_wire::library::{Advice, MAX_BLOCKS};
+use rustix::io::Errno;
+use rustix::mm::Advice as Madvise;
+
+use crate::bitmap::Bitmap;
+
+/// What maps a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Anonymous memory, as QEMU made it.
+    Anonymous,
+    /// A private view of a page store.
+    Folded,
+    /// A private view of a template's file.
+    Template,
+}
+
+/// A file mapped over part of a block: page 0 of `area` shows page `file_page` of the file.
+#[derive(Clone, Copy, Debug)]
+pub struct TemplateMap {
+    /// Where.
+    pub area: Area,
+    /// Device and inode.
+    pub file: (u64, u64),
+    /// First page in the file.
+    pub file_page: u64,
+}
+
+/// One RAM block.
+#[derive(Debug)]
+pub struct Block {
+    area: Area,
+    advice: Advice,
+    folded: Bitmap,
+    template: Bitmap,
+    templates: Vec<TemplateMap>,
+}
+
+impl Block {
+    /// Where it is.
+    #[must_use]
+    pub const fn area(&self) -> Area {
+        self.area
+    }
+
+    /// Whether every page of it is anonymous.
+    #[must_use]
+    pub const fn is_untouched(&self) -> bool {
+        self.folded.count() == 0 && self.template.count() == 0
+    }
+
+    fn index(&self, at: Hva) -> u64 {
+        at.pages_since(self.area.start())
+    }
+
+    /// The kind of the first page of `area` and the part of it, from the start, that is of this kind.
+    #[must_use]
+    pub fn first_kind(&self, area: Area) -> (Kind, Area) {
+        let from = self.index(area.start());
+        let to = from + area.pages();
+        let (folded, template) = (self.folded.get(from), self.template.get(from));
+        let end = self
+            .folded
+            .find(!folded, from, to)
+            .min(self.template.find(!template, from, to));
+        let kind = match (folded, template) {
+            (true, _) => Kind::Folded,
+            (false, true) => Kind::Template,
+            (false, false) => Kind::Anonymous,
+        };
+        (kind, area.part(0, end - from))
+    }
+
+    /// Notes that `area` is of `kind` now.
+    pub fn set(&mut self, area: Area, kind: Kind) {
+        let first = self.index(area.start());
+        self.folded.fill(first, area.pages(), kind == Kind::Folded);
+        self.template
+            .fill(first, area.pages(), kind == Kind::Template);
+    }
+
+    /// Notes a template's file over `map.area`.
+    pub fn add_template(&mut self, map: TemplateMap) {
+        self.templates
+            .retain(|old| old.area.start() < map.area.start() || old.area.end() > map.area.end());
+        self.templates.push(map);
+        self.set(map.area, Kind::Template);
+    }
+
+    /// Whether the template page that lies at the start of `area` is page `page` of `file`.
+    #[must_use]
+    pub fn shows(&self, area: Area, file: (u64, u64), page: u64) -> bool {
+        let newest = self
+            .templates
+            .iter()
+            .rev()
+            .find(|map| map.area.start() <= area.start() && area.end() <= map.area.end());
+        newest.is_some_and(|map| {
+            map.file == file && map.file_page + area.start().pages_since(map.area.start()) == page
+        })
+    }
+
+    /// Repeats the block's advice on anonymous memory that was put there, so that it merges with its neighbours again.
+    /// Errors are left aside: advice is a wish (a kernel without KSM or huge pages refuses it, as it did QEMU).
+    pub fn advise_anonymous(&self, area: Area) {
+        let wishes = [
+            (self.advice.mergeable, Madvise::LinuxMergeable),
+            (self.advice.hugepage, Madvise::LinuxHugepage),
+            (self.advice.nohugepage, Madvise::LinuxNoHugepage),
+        ];
+        for (wanted, advice) in wishes {
+            if wanted {
+                let _ = area.advise(advice);
+            }
+        }
+        self.advise_file(area);
+    }
+
+    /// Repeats what matters on a file mapping. Huge-page advice isn't: it would let khugepaged rearrange the page store.
+    pub fn advise_file(&self, area: Area) {
+        if self.advice.dontfork {
+            let _ = area.advise(Madvise::LinuxDontFork);
+        }
+        if self.advice.dontdump {
+            let _ = area.advise(Madvise::LinuxDontDump);
+        }
+    }
+
+    /// Puts fresh anonymous memory (zeroes) over `area`.
+    pub fn refresh(&mut self, area: Area) -> Result<(), Errno> {
+        area.map_anonymous(self.advice.noreserve)?;
+        self.advise_anonymous(area);
+        self.set(area, Kind::Anonymous);
+        Ok(())
+    }
+
+    /// Whether fresh memory is to be unreserved.
+    #[must_use]
+    pub const fn noreserve(&self) -> bool {
+        self.advice.noreserve
+    }
+}
+
+/// All blocks.
+#[derive(Debug, Default)]
+pub struct Ram {
+    blocks: Vec<Block>,
+}
+
+impl Ram {
+    /// Adds a block, or gives a known one new advice.
+    pub fn add(&mut self, hva: u64, pages: u64, advice: Advice) -> Result<(), String> {
+        // SAFETY: the daemon, whose socket only this user can open, vouches that the range is guest RAM: memory that QEMU made
+        // with mmap and that no Rust code knows. That it is private and writable is checked below.
+        let area = unsafe { Area::new(Hva(hva), pages) }.ok_or_else(|| {
+            format!(
+                "RAM block at {hva:#x} with {pages} pages is empty, unaligned or no user address"
+            )
+        })?;
+        if let Some(block) = self
+            .blocks
+            .iter_mut()
+            .find(|b| b.area.start() < area.end() && area.start() < b.area.end())
+        {
+            if block.area != area {
+                return Err(format!(
+                    "RAM block at {hva:#x} with {pages} pages overlaps the block at {} with {} pages",
+                    block.area.start(),
+                    block.area.pages()
+                ));
+            }
+            block.advice = advice;
+            return Ok(());
+        }
+        if self.blocks.len() >= MAX_BLOCKS {
+            return Err(format!("more than {MAX_BLOCKS} RAM blocks"));
+        }
+        check_foldable(area)?;
+        self.blocks.push(Block {
+            area,
+            advice,
+            folded: Bitmap::new(pages),
+            template: Bitmap::new(pages),
+            templates: Vec::new(),
+        });
+        Ok(())
+    }
+
+    /// Forgets the block at `hva`.
+    pub fn remove(&mut self, hva: u64) -> Result<(), String> {
+        let before = self.blocks.len();
+        self.blocks.retain(|b| b.area.start() != Hva(hva));
+        if self.blocks.len() == before {
+            return Err(format!("no RAM block starts at {hva:#x}"));
+        }
+        Ok(())
+    }
+
+    /// The block that holds all of `pages` pages at `hva`, and that range.
+    pub fn find(&mut self, hva: u64, pages: u64) -> Option<(&mut Block, Area)> {
+        let start = Hva(hva);
+        let end = hva.checked_add(pages.checked_mul(PAGE_SIZE)?)?;
+        if pages == 0 || !start.is_page_aligned() {
+            return None;
+        }
+        let block = self
+            .blocks
+            .iter_mut()
+            .find(|b| b.area.start() <= start && end <= b.area.end().0)?;
+        let area = block
+            .area
+            .part(start.pages_since(block.area.start()), pages);
+        Some((block, area))
+    }
+
+    /// All blocks.
+    pub fn blocks(&mut self) -> &mut [Block] {
+        &mut self.blocks
+    }
+
+    /// The lowest address and the end of the highest.
+    #[must_use]
+    pub fn span(&self) -> (u64, u64) {
+        let low = self.blocks.iter().map(|b| b.area.start().0).min();
+        let high = self.blocks.iter().map(|b| b.area.end().0).max();
+        (low.unwrap_or(u64::MAX), high.unwrap_or(0))
+    }
+}
+
+/// Looks in `/proc/self/smaps` whether all of `area` is private writable memory of a kind that can be folded.
+fn check_foldable(area: Area) -> Result<(), String> {
+    let text = fs::read_to_string("/proc/self/smaps")
+        .map_err(|error| format!("cannot read /proc/self/smaps: {error}"))?;
+    let mut covered = area.start().0;
+    let mut inside = false;
+    for line in text.lines() {
+        if let Some((start, end, permissions)) = mapping_line(line) {
+            inside = start < area.end().0 && area.start().0 < end;
+            if inside {
+                if start > covered || !permissions.starts_with("rw") {
+                    break;
+                }
+                if permissions.as_bytes().get(3) != Some(&b'p') {
+                    return Err(format!(
+                        "RAM at {start:#x} is shared memory; folding needs private anonymous RAM: \
+                         use memory-backend-ram with share=off"
+                    ));
+                }
+                covered = end;
+            }
+        } else if inside {
+            let Some(flags) = line.strip_prefix("VmFlags:") else {
+                continue;
+            };
+            for flag in flags.split_ascii_whitespace() {
+                let problem = match flag {
+                    "ht" => "lies in hugetlbfs pages; use memory-backend-ram without hugetlb",
+                    "lo" => "is locked in memory; start QEMU without -overcommit mem-lock=on",
+                    "um" | "uw" | "ui" => {
+                        "has another userfaultfd on it (postcopy migration or a background snapshot); \
+                         try again when that has ended"
+                    }
+                    _ => continue,
+                };
+                return Err(format!("RAM at {} {problem}", area.start()));
+            }
+        }
+    }
+    if covered < area.end().0 {
+        return Err(format!(
+            "no private writable memory at {covered:#x}, inside the RAM block at {}",
+            area.start()
+        ));
+    }
+    Ok(())
+}
+
+fn mapping_line(line: &str) -> Option<(u64, u64, &str)> {
+    let (range, rest) = line.split_once(' ')?;
+    let (start, end) = range.split_once('-')?;
+    Some((
+        u64::from_str_radix(start, 16).ok()?,
+        u64::from_str_radix(end, 16).ok()?,
+        rest.split_once(' ')?.0,
+    ))
+}

@@ -1,0 +1,69 @@
+//! Putting anonymous memory with the same bytes in place of folded pages.
+
+use memfold_sys::region::Mapping;
+use memfold_sys::userfaultfd::Userfaultfd;
+use memfold_wire::library::{Freeze, Outcome, Range};
+use rustix::io::Errno;
+
+use crate::folder::{State, record_freeze};
+use crate::freeze::Protected;
+use crate::ram::Kind;
+
+impl State {
+    /// Releases one range. Parts of it that are anonymous already are left as they are.
+    pub(crate) fn release(
+        &mut self,
+        uffd: Option<&Userfaultfd>,
+        freeze: Freeze,
+        range: &Range,
+    ) -> Outcome {
+        let Some((block, area)) = self.ram.find(range.hva, range.pages) else {
+            return Outcome::Refused;
+        };
+        let protect = match (freeze, uffd) {
+            (Freeze::Stopped, _) => None,
+            (Freeze::WriteProtect, Some(uffd)) if uffd.can_write_protect() => Some(uffd),
+            _ => return Outcome::Refused,
+        };
+        let mut done = 0;
+        while done < area.pages() {
+            let (kind, part) = block.first_kind(area.after(done));
+            if kind == Kind::Anonymous {
+                done += part.pages();
+                continue;
+            }
+            let failed = |errno: Errno| Outcome::Failed {
+                errno: errno.raw_os_error(),
+                folded: u32::try_from(done).unwrap_or(u32::MAX),
+            };
+            let fresh = match Mapping::anonymous(part.pages(), block.noreserve()) {
+                Ok(fresh) => fresh,
+                Err(errno) => return failed(errno),
+            };
+            // All advice now, while nobody waits; `mremap` keeps it.
+            block.advise_anonymous(fresh.area());
+            let guard = match protect
+                .map(|uffd| Protected::freeze(uffd, part))
+                .transpose()
+            {
+                Ok(guard) => guard,
+                // A template's file that is not shmem can't be write-protected: only `Stopped` fits.
+                Err(Errno::INVAL) if done == 0 => return Outcome::Refused,
+                Err(errno) => return failed(errno),
+            };
+            part.copy_nonzero(fresh.area());
+            let moved = fresh.move_over(part);
+            if let Some(guard) = guard {
+                let replaced = if moved.is_ok() { part.pages() } else { 0 };
+                record_freeze(&mut self.stats, guard.finish(replaced));
+            }
+            if let Err(errno) = moved {
+                return failed(errno);
+            }
+            block.set(part, Kind::Anonymous);
+            self.stats.released_pages += part.pages();
+            done += part.pages();
+        }
+        Outcome::Done
+    }
+}

@@ -1,0 +1,101 @@
+//! The socket: one daemon at a time, for ever.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::time::Duration;
+
+use memfold_sys::descriptor;
+use memfold_wire::library::{Order, Reply, VERSION};
+use memfold_wire::{Decoder, encode};
+use rustix::fs::Mode;
+use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::Folder;
+
+/// Listens at `path`, replacing a stale socket. Only the owner may connect.
+pub fn listen(path: &Path) -> io::Result<UnixListener> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    // Linux gives the file the mode of the socket (net/unix/af_unix.c, unix_bind_bsd), so it is never open to others. The
+    // process's umask, which QEMU's threads share, stays as it is.
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    rustix::net::listen(&socket, 8)?;
+    Ok(UnixListener::from(socket))
+}
+
+/// Serves connections one after the other, for ever. Nothing that a peer does ends it.
+pub fn serve(listener: &UnixListener, folder: &Folder) -> ! {
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                // A panic ends the connection; guards have put every page back on its way.
+                let _ = catch_unwind(AssertUnwindSafe(|| connection(&stream, folder)));
+            }
+            // Out of descriptors, most likely. QEMU may close some.
+            Err(_) => std::thread::sleep(Duration::from_secs(1)),
+        }
+    }
+}
+
+/// Serves one connection until the peer closes it or breaks the protocol.
+pub fn connection(stream: &UnixStream, folder: &Folder) {
+    let mut decoder = Decoder::new();
+    let mut buffer = vec![0; 64 << 10];
+    let mut pending: Option<OwnedFd> = None;
+    let mut greeted = false;
+    loop {
+        match descriptor::receive(stream, &mut buffer) {
+            Ok((0, _)) => return,
+            Ok((n, came)) => {
+                decoder.push(&buffer[..n]);
+                pending = came.or(pending);
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(_) => return,
+        }
+        loop {
+            let order: Order = match decoder.next() {
+                Ok(Some(order)) => order,
+                Ok(None) => break,
+                Err(_) => return,
+            };
+            let reply = if let Order::Hello { version } = order {
+                greeted = version == VERSION;
+                folder.execute(&order, None)
+            } else if greeted {
+                folder.execute(&order, pending.take())
+            } else {
+                Reply::Error {
+                    reason: format!("say Hello with version {VERSION} of the protocol first"),
+                }
+            };
+            let Ok(frame) = encode(&reply) else { return };
+            if send(stream, &frame).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+fn send(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match rustix::net::send(stream, bytes, SendFlags::NOSIGNAL) {
+            Ok(n) => bytes = bytes.get(n..).unwrap_or_default(),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
+}

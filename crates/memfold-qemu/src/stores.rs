@@ -1,0 +1,119 @@
+//! Page stores: read-only descriptors, and windows to compare with.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use memfold_sys::region::{Area, Mapping};
+use memfold_units::PAGE_SIZE;
+use memfold_wire::library::MAX_BLOCKS;
+
+/// Most pages of one store: 16 TiB, an eighth of the address space.
+const MAX_STORE_PAGES: u64 = 1 << 32;
+
+/// One page store.
+#[derive(Debug)]
+pub struct Store {
+    number: u32,
+    descriptor: OwnedFd,
+    identity: (u64, u64),
+    window: Mapping,
+    /// Pages that the file has, as of the last [`Stores::refresh`]. A page store never shrinks.
+    pages: u64,
+}
+
+impl Store {
+    /// The descriptor to map from.
+    #[must_use]
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+
+    /// Device and inode.
+    #[must_use]
+    pub const fn identity(&self) -> (u64, u64) {
+        self.identity
+    }
+
+    /// The window on `pages` pages from `first`, if the file has them all: touching a page beyond the end of a file is a
+    /// SIGBUS.
+    #[must_use]
+    pub fn window(&self, first: u64, pages: u64) -> Option<Area> {
+        let end = first.checked_add(pages)?;
+        (end <= self.pages.min(self.window.area().pages()))
+            .then(|| self.window.area().part(first, pages))
+    }
+}
+
+/// All page stores.
+#[derive(Debug, Default)]
+pub struct Stores(Vec<Store>);
+
+impl Stores {
+    /// Adds a store. A number that is in use keeps its window unless that has become too small.
+    pub fn add(&mut self, number: u32, max_pages: u64, descriptor: OwnedFd) -> Result<(), String> {
+        if max_pages == 0 || max_pages > MAX_STORE_PAGES {
+            return Err(format!(
+                "a page store has 1 to {MAX_STORE_PAGES} pages, not {max_pages}"
+            ));
+        }
+        let identity = identity(&descriptor)?.0;
+        let known = self.0.iter().position(|store| store.number == number);
+        if known.is_none() && self.0.len() >= MAX_BLOCKS {
+            return Err(format!("more than {MAX_BLOCKS} page stores"));
+        }
+        if let Some(store) = known.and_then(|n| self.0.get_mut(n)) {
+            if store.identity != identity {
+                return Err(format!("page store {number} is another file already"));
+            }
+            if max_pages <= store.window.area().pages() {
+                store.descriptor = descriptor;
+                return Ok(());
+            }
+        }
+        let window = Mapping::window(&descriptor, max_pages)
+            .map_err(|errno| format!("cannot map page store {number}: {errno}"))?;
+        let store = Store {
+            number,
+            descriptor,
+            identity,
+            window,
+            pages: 0,
+        };
+        match known {
+            Some(n) => self.0[n] = store,
+            None => self.0.push(store),
+        }
+        Ok(())
+    }
+
+    /// Closes store `number`.
+    pub fn remove(&mut self, number: u32) -> Result<(), String> {
+        let before = self.0.len();
+        self.0.retain(|store| store.number != number);
+        if self.0.len() == before {
+            return Err(format!("no page store has the number {number}"));
+        }
+        Ok(())
+    }
+
+    /// Asks the kernel how long store `number` is now.
+    pub fn refresh(&mut self, number: u32) {
+        if let Some(store) = self.0.iter_mut().find(|store| store.number == number) {
+            store.pages = identity(&store.descriptor).map_or(0, |(_, pages)| pages);
+        }
+    }
+
+    /// The store with this number.
+    #[must_use]
+    pub fn get(&self, number: u32) -> Option<&Store> {
+        self.0.iter().find(|store| store.number == number)
+    }
+}
+
+/// Device, inode and whole pages of a file.
+pub fn identity(descriptor: &OwnedFd) -> Result<((u64, u64), u64), String> {
+    let stat = rustix::fs::fstat(descriptor).map_err(|errno| {
+        format!("cannot read the size of the file that came with the order: {errno}")
+    })?;
+    let size = u64::try_from(stat.st_size).unwrap_or(0);
+    Ok(((stat.st_dev, stat.st_ino), size / PAGE_SIZE))
+}

@@ -1,0 +1,93 @@
+//! Giving back anonymous pages that hold only zeroes.
+//!
+//! The page map says which pages are in memory and anonymous; only those are looked at, so nothing is swapped in and no hole
+//! is filled by looking. A run that looks like zeroes is frozen, looked at again, and dropped: the guest then has empty
+//! memory there, which reads as zeroes.
+
+use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
+use memfold_sys::region::Area;
+use memfold_sys::userfaultfd::Userfaultfd;
+use memfold_units::HUGE_PAGE_PAGES;
+use memfold_wire::library::{MAX_RUN_PAGES, Range};
+
+use crate::folder::{State, record_freeze};
+use crate::freeze::Staged;
+use crate::ram::Kind;
+
+/// Pages looked at under one hold of the lock: the longest run.
+pub(crate) const CHUNK_PAGES: u64 = MAX_RUN_PAGES as u64;
+
+impl State {
+    /// Looks at one chunk (at most [`CHUNK_PAGES`]); pages looked at and pages given back. `None`: not RAM.
+    pub(crate) fn drop_zero(
+        &mut self,
+        uffd: &Userfaultfd,
+        pagemap: &Pagemap,
+        chunk: &Range,
+    ) -> Option<(u64, u64)> {
+        let (_, area) = self.ram.find(chunk.hva, chunk.pages)?;
+        let anonymous = Filter {
+            all_of: category::PRESENT,
+            none_of: category::FILE | category::ZERO | category::SWAPPED,
+            ..Filter::default()
+        };
+        // A failure (the chunk was unmapped under us) means that there is nothing to find.
+        let regions = pagemap
+            .scan(area.start(), area.end(), anonymous)
+            .unwrap_or_default();
+        let (mut scanned, mut dropped) = (0, 0);
+        for region in regions {
+            let part = area.part(region.start.pages_since(area.start()), region.pages());
+            scanned += part.pages();
+            dropped += self.drop_zero_in(uffd, &region, part);
+        }
+        Some((scanned, dropped))
+    }
+
+    fn drop_zero_in(&mut self, uffd: &Userfaultfd, region: &Region, part: Area) -> u64 {
+        if region.is(category::HUGE) {
+            // Taking a few pages out would split the huge page, which costs the guest more than they are worth.
+            let whole = part.pages() == HUGE_PAGE_PAGES
+                && part.start().0 % (HUGE_PAGE_PAGES * memfold_units::PAGE_SIZE) == 0;
+            if !whole || part.zero_pages() < part.pages() {
+                return 0;
+            }
+        }
+        let mut dropped = 0;
+        let mut at = 0;
+        while at < part.pages() {
+            let rest = part.after(at);
+            let zeroes = rest.zero_pages();
+            if zeroes > 0 {
+                let gone = self.drop_run(uffd, rest.part(0, zeroes));
+                dropped += gone;
+            }
+            // The page behind the run is not zero (or no longer there).
+            at += zeroes + 1;
+        }
+        dropped
+    }
+
+    /// Drops the leading zero pages of a run that looked like zeroes.
+    fn drop_run(&mut self, uffd: &Userfaultfd, run: Area) -> u64 {
+        let Some(staging) = self.staging.as_mut() else {
+            return 0;
+        };
+        let anonymous = self
+            .ram
+            .find(run.start().0, run.pages())
+            .is_some_and(|(block, area)| block.first_kind(area) == (Kind::Anonymous, area));
+        if !anonymous {
+            return 0;
+        }
+        let slot = staging.slot(run);
+        let Ok((staged, _)) = Staged::freeze(uffd, run, slot) else {
+            return 0;
+        };
+        let zeroes = staged.contents().zero_pages();
+        let frozen = staged.finish(zeroes, false);
+        record_freeze(&mut self.stats, frozen);
+        self.stats.zero_pages += zeroes;
+        zeroes
+    }
+}

@@ -1,0 +1,379 @@
+//! Ranges of this process's own address space whose *mappings* are exchanged: `mmap`, `mremap`, `madvise`.
+//!
+//! An [`Area`] is a claim, made once in `unsafe`: nobody holds a Rust reference into the range, and its owner agrees that
+//! mappings and pages in it are replaced. What is done with it later needs no further promise. Every system call here goes
+//! past the C library: `memfold-qemu` interposes the library's `madvise`.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr;
+
+use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
+
+/// End of the user's half of an `x86_64` address space.
+const USER_END: u64 = 1 << 47;
+
+static ZERO_PAGE: [u64; PAGE_BYTES / 8] = [0; PAGE_BYTES / 8];
+
+/// A page-aligned range of addresses of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Area {
+    start: u64,
+    pages: u64,
+}
+
+impl Area {
+    /// The range of `pages` pages at `start`; `None` if it is empty, not page-aligned or not in the user's address space.
+    ///
+    /// # Safety
+    /// While this area or a part of it is used, no Rust reference points into the range, and whoever owns the memory agrees
+    /// that its pages and mappings are exchanged.
+    #[must_use]
+    pub const unsafe fn new(start: Hva, pages: u64) -> Option<Self> {
+        let Some(bytes) = pages.checked_mul(PAGE_SIZE) else {
+            return None;
+        };
+        let Some(end) = start.0.checked_add(bytes) else {
+            return None;
+        };
+        if pages == 0 || start.0 == 0 || !start.is_page_aligned() || end > USER_END {
+            return None;
+        }
+        Some(Self {
+            start: start.0,
+            pages,
+        })
+    }
+
+    /// First address.
+    #[must_use]
+    pub const fn start(self) -> Hva {
+        Hva(self.start)
+    }
+
+    /// Address after the last.
+    #[must_use]
+    pub const fn end(self) -> Hva {
+        Hva(self.start + self.bytes())
+    }
+
+    /// Length in pages.
+    #[must_use]
+    pub const fn pages(self) -> u64 {
+        self.pages
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        self.pages * PAGE_SIZE
+    }
+
+    /// Whether nothing is in it. Operations on such an area do nothing.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.pages == 0
+    }
+
+    /// `pages` pages from page `first`, cut at the end of this area. Never fails: it is used where a panic would leave a guest
+    /// without its memory.
+    #[must_use]
+    pub fn part(self, first: u64, pages: u64) -> Self {
+        let first = first.min(self.pages);
+        Self {
+            start: self.start + first * PAGE_SIZE,
+            pages: pages.min(self.pages - first),
+        }
+    }
+
+    /// What follows the first `pages` pages.
+    #[must_use]
+    pub fn after(self, pages: u64) -> Self {
+        self.part(pages, self.pages)
+    }
+
+    fn pointer(self) -> *mut libc::c_void {
+        ptr::with_exposed_provenance_mut(usize::try_from(self.start).unwrap_or(0))
+    }
+
+    fn length(self) -> usize {
+        usize::try_from(self.bytes()).unwrap_or(0)
+    }
+
+    /// Puts a private, writable view of `file` from page `first` there, whatever is there now.
+    pub fn map_file(self, file: BorrowedFd<'_>, first: u64) -> Result<(), Errno> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the maker of the area agreed to its mappings being replaced.
+        unsafe {
+            rustix::mm::mmap(
+                self.pointer(),
+                self.length(),
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE,
+                file,
+                first.checked_mul(PAGE_SIZE).ok_or(Errno::OVERFLOW)?,
+            )
+        }
+        .map(drop)
+    }
+
+    /// Puts fresh anonymous memory there, whatever is there now.
+    pub fn map_anonymous(self, noreserve: bool) -> Result<(), Errno> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let mut flags = MapFlags::PRIVATE | MapFlags::FIXED;
+        if noreserve {
+            flags |= MapFlags::NORESERVE;
+        }
+        // SAFETY: the maker of the area agreed to its mappings being replaced.
+        unsafe {
+            rustix::mm::mmap_anonymous(
+                self.pointer(),
+                self.length(),
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+            )
+        }
+        .map(drop)
+    }
+
+    /// `madvise(2)`.
+    pub fn advise(self, advice: Advice) -> Result<(), Errno> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the maker of the area agreed to its pages being exchanged, dropped included.
+        unsafe { rustix::mm::madvise(self.pointer(), self.length(), advice) }
+    }
+
+    /// Bytes equal to those of `other`, as a number of whole pages from the start. Neither may change meanwhile if the answer is
+    /// to mean anything.
+    #[must_use]
+    pub fn equal_pages(self, other: Self) -> u64 {
+        let pages = self.pages.min(other.pages);
+        // One call over all first: that is the common case and the fastest.
+        if equal(self.part(0, pages), other.part(0, pages)) {
+            return pages;
+        }
+        (0..pages)
+            .find(|&page| !equal(self.part(page, 1), other.part(page, 1)))
+            .unwrap_or(pages)
+    }
+
+    /// Number of pages from the start that hold only zeroes. On memory that others write, only a guess.
+    #[must_use]
+    pub fn zero_pages(self) -> u64 {
+        (0..self.pages)
+            .find(|&page| !self.part(page, 1).is_zero())
+            .unwrap_or(self.pages)
+    }
+
+    /// Whether the first page holds only zeroes. Looks at its first word before the rest.
+    #[must_use]
+    pub fn is_zero(self) -> bool {
+        if self.is_empty() {
+            return false;
+        }
+        // SAFETY: the page is mapped (areas are); a volatile read, because a guest may write it meanwhile.
+        let word = unsafe { ptr::read_volatile(self.pointer().cast::<u64>()) };
+        // SAFETY: as above, and both sides are one page long. `memcmp` gives some answer even while bytes change.
+        word == 0
+            && unsafe { libc::memcmp(self.pointer(), ZERO_PAGE.as_ptr().cast(), PAGE_BYTES) == 0 }
+    }
+
+    /// Copies the pages that are not all zero to the same places in `target`.
+    pub fn copy_nonzero(self, target: Self) {
+        for page in 0..self.pages.min(target.pages) {
+            let from = self.part(page, 1);
+            if !from.is_zero() {
+                // SAFETY: two mapped pages of different areas; `target` is writable and nobody reads it yet.
+                unsafe {
+                    ptr::copy_nonoverlapping(
+                        from.pointer().cast::<u8>(),
+                        target.part(page, 1).pointer().cast::<u8>(),
+                        PAGE_BYTES,
+                    );
+                }
+            }
+        }
+    }
+
+    /// Copies `words` into the area from its start. For tests and measurements on memory of their own.
+    pub fn write(self, words: &[u64]) {
+        let count = words.len().min(self.length() / 8);
+        // SAFETY: the area is mapped and at least `count` words long; no reference points into it.
+        unsafe { ptr::copy_nonoverlapping(words.as_ptr(), self.pointer().cast::<u64>(), count) };
+    }
+}
+
+fn equal(a: Area, b: Area) -> bool {
+    // SAFETY: both areas are mapped and have the same length (callers cut them so).
+    unsafe { libc::memcmp(a.pointer(), b.pointer(), a.length()) == 0 }
+}
+
+/// `madvise(2)` with C's arguments, for the interposed function: any address, any advice.
+///
+/// # Safety
+/// As for `madvise(2)`: the caller owns the range.
+pub unsafe fn madvise(address: usize, length: usize, advice: i32) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    let result = unsafe { libc::syscall(libc::SYS_madvise, address, length, advice) };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL))
+    }
+}
+
+/// A mapping of our own at a place that the kernel chose, unmapped on drop.
+#[derive(Debug)]
+pub struct Mapping {
+    whole: Area,
+    area: Area,
+}
+
+impl Mapping {
+    /// Anonymous private memory, unreserved, aligned to a huge page if it is at least that long.
+    pub fn anonymous(pages: u64, noreserve: bool) -> Result<Self, Errno> {
+        let slack = if pages >= HUGE_PAGE_PAGES {
+            HUGE_PAGE_PAGES
+        } else {
+            0
+        };
+        let mut flags = MapFlags::PRIVATE;
+        if noreserve {
+            flags |= MapFlags::NORESERVE;
+        }
+        let total = pages.checked_add(slack).ok_or(Errno::OVERFLOW)?;
+        // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(
+                ptr::null_mut(),
+                bytes(total)?,
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+            )
+        }?;
+        let whole = new_area(start, total)?;
+        let skip = if slack == 0 {
+            0
+        } else {
+            let unit = HUGE_PAGE_PAGES * PAGE_SIZE;
+            (whole.start.next_multiple_of(unit) - whole.start) / PAGE_SIZE
+        };
+        Ok(Self {
+            whole,
+            area: whole.part(skip, pages),
+        })
+    }
+
+    /// A read-only shared view of the first `pages` pages of `file`. The file may be shorter: touch only what it has.
+    pub fn window(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
+        // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
+        let start = unsafe {
+            rustix::mm::mmap(
+                ptr::null_mut(),
+                bytes(pages)?,
+                ProtFlags::READ,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                file,
+                0,
+            )
+        }?;
+        let area = new_area(start, pages)?;
+        Ok(Self { whole: area, area })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub const fn area(&self) -> Area {
+        self.area
+    }
+
+    /// Moves the first pages, as many as `target` has, over `target`, replacing what is there in one step (`mremap(2)`).
+    pub fn move_over(self, target: Area) -> Result<(), Errno> {
+        let from = self.area.part(0, target.pages);
+        // SAFETY: the mapping is ours and is given up here; the maker of `target` agreed to its mappings being replaced.
+        // Where it lay nothing is mapped afterwards, so dropping `self` must not unmap that part again: another thread may
+        // have got the addresses. Hence `whole` is what is left.
+        unsafe {
+            rustix::mm::mremap_fixed(
+                from.pointer(),
+                from.length(),
+                target.length(),
+                MremapFlags::MAYMOVE,
+                target.pointer(),
+            )
+        }?;
+        let this = std::mem::ManuallyDrop::new(self);
+        let before = (this.area.start - this.whole.start) / PAGE_SIZE;
+        unmap(this.whole.part(0, before));
+        unmap(this.whole.after(before + from.pages));
+        Ok(())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        unmap(self.whole);
+    }
+}
+
+fn unmap(area: Area) {
+    if !area.is_empty() {
+        // SAFETY: only called on parts of a `Mapping` that is given up. A failure leaves address space in use, nothing else.
+        let _ = unsafe { rustix::mm::munmap(area.pointer(), area.length()) };
+    }
+}
+
+fn new_area(start: *mut libc::c_void, pages: u64) -> Result<Area, Errno> {
+    // SAFETY: the mapping was made a moment ago, and its only owner is the `Mapping` in the making.
+    unsafe { Area::new(Hva(start.expose_provenance() as u64), pages) }.ok_or(Errno::INVAL)
+}
+
+fn bytes(pages: u64) -> Result<usize, Errno> {
+    pages
+        .checked_mul(PAGE_SIZE)
+        .and_then(|bytes| usize::try_from(bytes).ok())
+        .ok_or(Errno::OVERFLOW)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_never_leave_their_area() {
+        let mapping = Mapping::anonymous(8, false).unwrap();
+        let area = mapping.area();
+        assert_eq!(area.part(6, 10).pages(), 2);
+        assert!(area.part(9, 1).is_empty());
+        assert_eq!(area.after(3).start(), area.start().add_pages(3));
+    }
+
+    #[test]
+    fn areas_outside_the_address_space_are_refused() {
+        for (start, pages) in [(0, 1), (4097, 1), (4096, 0), (4096, u64::MAX), (1 << 47, 1)] {
+            // SAFETY: nothing is done with the area.
+            assert_eq!(unsafe { Area::new(Hva(start), pages) }, None);
+        }
+    }
+
+    #[test]
+    fn a_mapping_moved_over_another_brings_its_bytes() {
+        let target = Mapping::anonymous(4, false).unwrap();
+        target.area().write(&[1; 2048]);
+        let source = Mapping::anonymous(4, false).unwrap();
+        source.area().part(1, 3).write(&[7; 1536]);
+        source.move_over(target.area()).unwrap();
+        assert!(target.area().is_zero());
+        let expected = Mapping::anonymous(3, false).unwrap();
+        expected.area().write(&[7; 1536]);
+        assert_eq!(target.area().part(1, 3).equal_pages(expected.area()), 3);
+        assert_eq!(target.area().zero_pages(), 1);
+    }
+}

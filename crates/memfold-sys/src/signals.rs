@@ -1,0 +1,26 @@
+//! Signal masks of threads, `pthread_sigmask(3)`.
+
+use std::mem::MaybeUninit;
+
+/// Runs `body` with every signal blocked in this thread, and puts the old mask back. A thread that `body` starts keeps every
+/// signal blocked for life, so that no handler of the host program ever runs on it.
+pub fn with_all_blocked<T>(body: impl FnOnce() -> T) -> T {
+    struct Restore(libc::sigset_t);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            // SAFETY: the mask was filled by the kernel; a null pointer asks for no old mask.
+            unsafe {
+                libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.0, std::ptr::null_mut())
+            };
+        }
+    }
+    let mut all = MaybeUninit::uninit();
+    let mut old = MaybeUninit::uninit();
+    // SAFETY: sigfillset fills `all` before it is used, pthread_sigmask fills `old` before it is read.
+    let _restore = unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), old.as_mut_ptr());
+        Restore(old.assume_init())
+    };
+    body()
+}

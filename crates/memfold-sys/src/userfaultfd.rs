@@ -1,0 +1,250 @@
+//! `userfaultfd(2)`: catching page faults, taking pages out of a range and putting them back.
+//!
+//! Sources: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`, `mm/userfaultfd.c`.
+//!
+//! Nobody reads events from the descriptor: who touches a frozen page sleeps in the kernel until [`Userfaultfd::wake`] or
+//! [`Userfaultfd::unregister`], and then faults again.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use rustix::io::Errno;
+
+use crate::region::Area;
+
+#[repr(C)]
+struct Api {
+    version: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+/// `struct uffdio_copy` and `struct uffdio_move` have the same layout.
+#[repr(C)]
+struct Transfer {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    done: i64,
+}
+
+#[repr(C)]
+struct WriteProtect {
+    range: Range,
+    mode: u64,
+}
+
+const fn request(direction: u64, number: u64, size: usize) -> libc::c_ulong {
+    direction << 30 | (size as u64) << 16 | 0xAA << 8 | number
+}
+const READ: u64 = 2;
+const READ_WRITE: u64 = 3;
+
+const UFFDIO_API: libc::c_ulong = request(READ_WRITE, 0x3F, size_of::<Api>());
+const UFFDIO_REGISTER: libc::c_ulong = request(READ_WRITE, 0x00, size_of::<Register>());
+const UFFDIO_UNREGISTER: libc::c_ulong = request(READ, 0x01, size_of::<Range>());
+const UFFDIO_WAKE: libc::c_ulong = request(READ, 0x02, size_of::<Range>());
+const UFFDIO_COPY: libc::c_ulong = request(READ_WRITE, 0x03, size_of::<Transfer>());
+const UFFDIO_MOVE: libc::c_ulong = request(READ_WRITE, 0x05, size_of::<Transfer>());
+const UFFDIO_WRITEPROTECT: libc::c_ulong = request(READ_WRITE, 0x06, size_of::<WriteProtect>());
+/// `_IO(0xAA, 0x00)` on `/dev/userfaultfd`.
+const USERFAULTFD_IOC_NEW: libc::c_ulong = request(0, 0, 0);
+
+const _: () = assert!(UFFDIO_API == 0xC018_AA3F);
+const _: () = assert!(UFFDIO_REGISTER == 0xC020_AA00);
+const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_AA01);
+const _: () = assert!(UFFDIO_WAKE == 0x8010_AA02);
+const _: () = assert!(UFFDIO_COPY == 0xC028_AA03);
+const _: () = assert!(UFFDIO_MOVE == 0xC028_AA05);
+const _: () = assert!(UFFDIO_WRITEPROTECT == 0xC018_AA06);
+const _: () = assert!(USERFAULTFD_IOC_NEW == 0xAA00);
+
+const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
+const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
+const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
+const FEATURE_MOVE: u64 = 1 << 16;
+const FEATURES_WP: u64 =
+    FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED;
+
+/// Which faults a range reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Faults on pages that are not there (`UFFDIO_REGISTER_MODE_MISSING`).
+    Missing,
+    /// Writes to pages that [`Userfaultfd::write_protect`] protects (`UFFDIO_REGISTER_MODE_WP`).
+    WriteProtect,
+}
+
+/// A userfaultfd that also catches faults from kernel mode (KVM, vhost, `read(2)` into guest memory).
+#[derive(Debug)]
+pub struct Userfaultfd {
+    fd: OwnedFd,
+    features: u64,
+}
+
+impl Userfaultfd {
+    /// Opens one for this process, trying in turn `device` (an open `/dev/userfaultfd` that was passed in), the system call
+    /// and `/dev/userfaultfd`. The error is that of the system call.
+    pub fn open(device: Option<RawFd>) -> io::Result<Self> {
+        let from_device = |raw: RawFd| {
+            // SAFETY: the request takes no pointer, and a wrong descriptor gives an error.
+            descriptor(i64::from(unsafe {
+                libc::ioctl(raw, USERFAULTFD_IOC_NEW, libc::O_CLOEXEC | libc::O_NONBLOCK)
+            }))
+        };
+        let passed_in = device.and_then(|raw| from_device(raw).ok());
+        let fd = match passed_in {
+            Some(fd) => fd,
+            // No UFFD_USER_MODE_ONLY: that would leave faults from KVM and system calls to fail.
+            // SAFETY: the system call takes flags alone.
+            None => match descriptor(unsafe {
+                libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK)
+            }) {
+                Ok(fd) => fd,
+                Err(error) => std::fs::File::options()
+                    .read(true)
+                    .write(true)
+                    .open("/dev/userfaultfd")
+                    .and_then(|file| from_device(file.as_raw_fd()))
+                    .map_err(|_| error)?,
+            },
+        };
+        // The kernel refuses the handshake as a whole when it lacks one feature, and then allows another try.
+        let mut last = Errno::INVAL;
+        for features in [FEATURES_WP | FEATURE_MOVE, FEATURE_MOVE, FEATURES_WP, 0] {
+            let mut api = Api {
+                version: 0xAA,
+                features,
+                ioctls: 0,
+            };
+            match ioctl(fd.as_fd(), UFFDIO_API, &mut api) {
+                Ok(()) => return Ok(Self { fd, features }),
+                Err(errno) => last = errno,
+            }
+        }
+        Err(last.into())
+    }
+
+    /// Whether [`Self::move_pages`] works (Linux >= 6.8).
+    #[must_use]
+    pub const fn can_move(&self) -> bool {
+        self.features & FEATURE_MOVE != 0
+    }
+
+    /// Whether [`Self::write_protect`] works on anonymous and shmem mappings (Linux >= 6.4).
+    #[must_use]
+    pub const fn can_write_protect(&self) -> bool {
+        self.features & FEATURES_WP == FEATURES_WP
+    }
+
+    /// Starts to catch faults of `mode` in `area`. `EBUSY`: another userfaultfd is there. `EINVAL`: a mapping that can't be
+    /// caught (a file other than shmem). `ENOMEM`: too many mappings (`vm.max_map_count`).
+    pub fn register(&self, area: Area, mode: Mode) -> Result<(), Errno> {
+        let mut register = Register {
+            range: range(area),
+            mode: match mode {
+                Mode::Missing => 1,
+                Mode::WriteProtect => 2,
+            },
+            ioctls: 0,
+        };
+        ioctl(self.fd.as_fd(), UFFDIO_REGISTER, &mut register)
+    }
+
+    /// Stops to catch faults in `area`, lifts write protection there and wakes who waits.
+    pub fn unregister(&self, area: Area) -> Result<(), Errno> {
+        ioctl(self.fd.as_fd(), UFFDIO_UNREGISTER, &mut range(area))
+    }
+
+    /// Lets who waits for a page of `area` fault again. Works on any range, registered or not.
+    pub fn wake(&self, area: Area) -> Result<(), Errno> {
+        ioctl(self.fd.as_fd(), UFFDIO_WAKE, &mut range(area))
+    }
+
+    /// Moves the pages of `from` to the same places in `to`, which must be as long, empty and registered here. Pages leave and
+    /// arrive atomically; swapped pages move as such. Nobody is woken.
+    ///
+    /// Gives the number of pages moved, from the start, and why it stopped before the end: `ENOENT` a hole, `EBUSY` a page
+    /// that is pinned (DMA), shared after `fork(2)` or merged by KSM, `EAGAIN` try again (also after *any* stop behind the first
+    /// page: the next call then tells why), `EINVAL` not one anonymous mapping each.
+    pub fn move_pages(&self, from: Area, to: Area) -> (u64, Option<Errno>) {
+        /// `UFFDIO_MOVE_MODE_DONTWAKE`
+        const DONTWAKE: u64 = 1;
+        let pages = from.pages().min(to.pages());
+        let mut argument = Transfer {
+            dst: to.start().0,
+            src: from.start().0,
+            len: from.part(0, pages).bytes(),
+            mode: DONTWAKE,
+            done: 0,
+        };
+        match ioctl(self.fd.as_fd(), UFFDIO_MOVE, &mut argument) {
+            Ok(()) => (pages, None),
+            Err(errno) => (
+                u64::try_from(argument.done).unwrap_or(0) / memfold_units::PAGE_SIZE,
+                Some(errno),
+            ),
+        }
+    }
+
+    /// Fills the missing pages of `to` (registered for [`Mode::Missing`]) with a copy of `from`, atomically page by page.
+    pub fn copy(&self, from: Area, to: Area) -> Result<(), Errno> {
+        let mut argument = Transfer {
+            dst: to.start().0,
+            src: from.start().0,
+            len: from.bytes().min(to.bytes()),
+            mode: 0,
+            done: 0,
+        };
+        ioctl(self.fd.as_fd(), UFFDIO_COPY, &mut argument)
+    }
+
+    /// Protects every page of `area` (registered for [`Mode::WriteProtect`]) against writes, pages not there yet included.
+    pub fn write_protect(&self, area: Area) -> Result<(), Errno> {
+        let mut argument = WriteProtect {
+            range: range(area),
+            mode: 1,
+        };
+        ioctl(self.fd.as_fd(), UFFDIO_WRITEPROTECT, &mut argument)
+    }
+}
+
+fn range(area: Area) -> Range {
+    Range {
+        start: area.start().0,
+        len: area.bytes(),
+    }
+}
+
+fn descriptor(raw: i64) -> io::Result<OwnedFd> {
+    match RawFd::try_from(raw) {
+        // SAFETY: the kernel has just made this descriptor and nobody else knows it.
+        Ok(raw) if raw >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(raw) }),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn ioctl<T>(fd: BorrowedFd<'_>, request: libc::c_ulong, argument: &mut T) -> Result<(), Errno> {
+    // SAFETY: every request above carries the size of `T` as the kernel knows it, and `argument` lives through the call. What
+    // the requests do to memory, the makers of the `Area`s in them have agreed to.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), request, std::ptr::from_mut(argument)) };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO))
+    }
+}
