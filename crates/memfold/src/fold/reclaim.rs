@@ -43,6 +43,7 @@ impl Engine {
             return true;
         };
         vm.active = false;
+        vm.last_sync = now;
         vm.zero.consider(now, vm.guest.pid());
         let domain = vm.domain.clone();
         if self
@@ -71,7 +72,6 @@ impl Engine {
         else {
             return false;
         };
-        vm.last_sync = Instant::now();
         let Some(domain) = self.domains.get_mut(&vm.domain) else {
             return false;
         };

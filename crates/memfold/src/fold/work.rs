@@ -1,6 +1,6 @@
 //! One turn of the engine: from the newest hints to orders and their outcomes.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use memfold_sys::pagemap::{Filter, Pagemap, category};
@@ -115,9 +115,10 @@ impl Engine {
     /// cached page of them that isn't folded.
     fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
+        let mut planned = HashSet::new();
         for task in tasks {
             self.fill(task);
-            self.collect(task, &mut runs);
+            self.collect(task, &mut runs, &mut planned);
         }
         for (id, runs) in runs {
             self.fold_vm(id, runs);
@@ -222,8 +223,14 @@ impl Engine {
         }
     }
 
-    /// Finds the runs of every VM in the task's range that are to be folded.
-    fn collect(&mut self, task: &Task, runs: &mut BTreeMap<VmId, Vec<Run>>) {
+    /// Finds the runs of every VM in the task's range that are to be folded. `planned`: pages that an earlier task of the
+    /// batch has found already (two VMs read the same file at the same time).
+    fn collect(
+        &mut self,
+        task: &Task,
+        runs: &mut BTreeMap<VmId, Vec<Run>>,
+        planned: &mut HashSet<(VmId, Index)>,
+    ) {
         let members = self.members(task);
         let Some(domain) = self.domains.get(&task.domain) else {
             return;
@@ -248,6 +255,7 @@ impl Engine {
                     }
                     mapped => Some((index, store_page, mapped.is_some())),
                 });
+                let wanted = wanted.filter(|&(index, ..)| planned.insert((member.vm, index)));
                 let Some((index, store_page, again)) = wanted else {
                     list.extend(current.take());
                     continue;
