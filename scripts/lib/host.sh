@@ -5,7 +5,7 @@ host_packages=(
     # build and lint
     gcc libc6-dev make pkg-config git ca-certificates binutils shellcheck
     # guest images
-    mmdebstrap debian-archive-keyring e2fsprogs zstd util-linux
+    mmdebstrap debian-archive-keyring e2fsprogs cpio xz-utils zstd util-linux
     # data disks and segments of the tests and studies
     xfsprogs btrfs-progs erofs-utils
     # the tests' own needs
