@@ -7,7 +7,7 @@ disk_size=6G
 # Every guest: boots with systemd from a virtio disk to a root shell on the serial port.
 # shellcheck disable=SC2034
 base_packages=(
-    linux-image-cloud-amd64 systemd-sysv udev dbus busybox-static kmod procps util-linux
+    linux-image-cloud-amd64 systemd-sysv login udev dbus busybox-static kmod procps util-linux
     e2fsprogs zstd iproute2
 )
 
@@ -82,7 +82,7 @@ build_base() {
     make_initramfs "$work/root" "$kernel" "$work/initramfs" "$work/out/initrd"
     # mke2fs writes the directory without mounting anything, so this works in a container without loop devices.
     mke2fs -q -t ext4 -L "$name" -U "$uuid" -E "hash_seed=$uuid,root_owner=0:0,lazy_itable_init=0" "${mkfs_options[@]}" \
-        -d "$work/root" "$work/out/disk.img" "$disk_size"
+        -d "$work/root" "$work/out/disk.img" "$disk_size" >/dev/null
     chroot "$work/root" dpkg-query -W >"$work/out/packages"
     mv "$work/out" "$out"
     rm -rf --one-file-system "$work"
@@ -135,6 +135,8 @@ set_up_guest() {
     for unit in "${masked_units[@]}"; do ln -sfn /dev/null "$root/etc/systemd/system/$unit"; done
     for unit in "${disabled_units[@]}"; do rm -f "$root"/etc/systemd/system/*.wants/"$unit"; done
     rm -f "$root"/boot/initrd.img-* "$root"/var/cache/apt/*.bin "$root"/var/log/*.log "$root"/var/log/apt/*
+    # Newer than /usr, so that no unit thinks the system was updated and needs its caches made again.
+    touch "$root/etc/.updated" "$root/var/.updated"
     if [[ -n $quick_source ]]; then
         tarball=$(find "$root/usr/src" -maxdepth 1 -name "*.orig.tar.*" ! -name '*.asc' | head -n 1)
         mkdir "$root/usr/src/quick"
