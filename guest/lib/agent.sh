@@ -10,7 +10,7 @@ build_agent() {
     local triple=x86_64-unknown-linux-gnu
     command -v cargo >/dev/null || cannot "cargo is missing. Run: sudo make setup"
     # Static: it runs on any guest, whatever its libc. --target keeps the flag away from build scripts.
-    (cd "$repo" && RUSTFLAGS='-C target-feature=+crt-static' as_user cargo build --quiet --release --target "$triple" -p memfold-agent) ||
+    (cd "$repo" && as_user env RUSTFLAGS="-C target-feature=+crt-static" cargo build --quiet --release --target "$triple" -p memfold-agent) ||
         fail "could not build the agent"
     agent_binary=${CARGO_TARGET_DIR:-$repo/target}/$triple/release/memfold-agent
 }

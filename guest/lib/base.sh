@@ -7,7 +7,7 @@ disk_size=6G
 # Every guest: boots with systemd from a virtio disk to a root shell on the serial port.
 # shellcheck disable=SC2034
 base_packages=(
-    linux-image-cloud-amd64 systemd-sysv login udev dbus busybox-static kmod procps util-linux
+    linux-image-cloud-amd64 systemd-sysv login udev acpid busybox-static kmod procps util-linux
     e2fsprogs zstd iproute2
 )
 
@@ -25,6 +25,14 @@ masked_units=(
     proc-sys-fs-binfmt_misc.automount sys-kernel-config.mount sys-fs-fuse-connections.mount dev-hugepages.mount
     modprobe@configfs.service modprobe@fuse.service modprobe@drm.service modprobe@efi_pstore.service
     modprobe@dm_mod.service modprobe@loop.service
+    systemd-modules-load.service systemd-remount-fs.service systemd-random-seed.service
+    systemd-udev-load-credentials.service dev-mqueue.mount sys-kernel-debug.mount xfs_scrub_all.timer
+    tmp.mount
+)
+# Programs systemd runs at each start to make units we don't have. fstab, getty and debug (systemd.mask=) stay.
+masked_generators=(
+    cryptsetup gpt-auto hibernate-resume integritysetup rc-local run ssh system-update tpm2 veritysetup sysv
+    bless-boot import factory-reset
 )
 # Installed, off at boot: tests and studies start them.
 disabled_units=(apache2.service postgresql.service apache-htcacheclean.service)
@@ -133,6 +141,8 @@ set_up_guest() {
     rm -f "$root"/etc/apt/sources.list.d/* "$root/etc/resolv.conf" "$root"/etc/apt/apt.conf.d/99mmdebstrap
     printf '# No archive: this guest has no network.\n' >"$root/etc/apt/sources.list"
     for unit in "${masked_units[@]}"; do ln -sfn /dev/null "$root/etc/systemd/system/$unit"; done
+    mkdir -p "$root/etc/systemd/system-generators"
+    for unit in "${masked_generators[@]}"; do ln -sfn /dev/null "$root/etc/systemd/system-generators/systemd-$unit-generator"; done
     for unit in "${disabled_units[@]}"; do rm -f "$root"/etc/systemd/system/*.wants/"$unit"; done
     rm -f "$root"/boot/initrd.img-* "$root"/var/cache/apt/*.bin "$root"/var/log/*.log "$root"/var/log/apt/*
     # Newer than /usr, so that no unit thinks the system was updated and needs its caches made again.
