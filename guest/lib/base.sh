@@ -27,7 +27,7 @@ masked_units=(
     modprobe@dm_mod.service modprobe@loop.service
     systemd-modules-load.service systemd-remount-fs.service systemd-random-seed.service
     systemd-udev-load-credentials.service dev-mqueue.mount sys-kernel-debug.mount xfs_scrub_all.timer
-    tmp.mount
+    tmp.mount getty-static.service
 )
 # Programs systemd runs at each start to make units we don't have. fstab, getty and debug (systemd.mask=) stay.
 masked_generators=(
@@ -71,7 +71,7 @@ build_base() {
     [[ -d $out ]] && return
     need_root "building the guest image $name"
     command -v mmdebstrap mke2fs cpio >/dev/null || cannot "mmdebstrap, e2fsprogs or cpio is missing. Run: make setup"
-    local suite quick_source uuid
+    local suite quick_source uuid scatter
     local -a packages late_packages mkfs_options
     # shellcheck source=/dev/null
     source "$recipes/$name.sh"
@@ -91,6 +91,7 @@ build_base() {
     # mke2fs writes the directory without mounting anything, so this works in a container without loop devices.
     mke2fs -q -t ext4 -L "$name" -U "$uuid" -E "hash_seed=$uuid,root_owner=0:0,lazy_itable_init=0" "${mkfs_options[@]}" \
         -d "$work/root" "$work/out/disk.img" "$disk_size" >/dev/null
+    [[ ${scatter:-no} == no ]] || scatter_files "$work/root" "$work/out/disk.img"
     chroot "$work/root" dpkg-query -W >"$work/out/packages"
     mv "$work/out" "$out"
     rm -rf --one-file-system "$work"
@@ -153,4 +154,21 @@ set_up_guest() {
         tar -xf "$tarball" -C "$root/usr/src/quick" --strip-components=1 --no-same-owner
         find "$root/usr/src" -maxdepth 1 -type f -delete
     fi
+}
+
+# scatter_files ROOT IMAGE: writes the larger files (programs, libraries, modules) again in a shuffled order. mke2fs
+# fills every image in the order of the names, so that two images differ by little more than a shift; two machines
+# that lived apart share neither inode numbers nor the order on disk.
+scatter_files() {
+    local root=$1 image=$2 script=$1.debugfs log
+    # Plain root-owned files only: debugfs keeps the mode, not times (Python's caches need those), links or owners.
+    (cd "$root" && find usr -xdev -type f -links 1 -uid 0 -gid 0 -size +15k ! -perm /7000 ! -name '*.py' ! -name '*.pyc' -print) |
+        grep -v '[^A-Za-z0-9/._+:@,=~-]' | LC_ALL=C sort | shuf --random-source=<(yes "$uuid") >"$script.names"
+    {
+        sed 's|^|rm /|' "$script.names"
+        sed "s|.*|write $root/& /&|" "$script.names"
+    } >"$script"
+    log=$(debugfs -w -f "$script" "$image" 2>&1 >/dev/null | grep -v '^debugfs [0-9]') || true
+    [[ -z $log ]] || fail "could not rewrite files of the image: $log"
+    log=$(e2fsck -fn "$image" 2>&1) || fail "the image is damaged: $log"
 }

@@ -5,4 +5,5 @@ source "$recipes/trixie.common.sh"
 late_packages=(gcc libc6-dev make fio)
 packages+=(nano tree rsync patch sqlite3)
 uuid=c3d1b7e2-8a86-47c5-b1f3-6d656d666f62
+scatter=yes
 mkfs_options=(-i 12288 -G 4)
