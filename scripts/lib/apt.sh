@@ -37,7 +37,10 @@ packages_missing() {
 
 # need_root WHAT...: stop here, with the command to run, unless we are root.
 need_root() {
-    [[ $(id -u) == 0 ]] || cannot "$*: that needs root. Run: sudo make setup"
+    local front='make setup'
+    [[ $(id -u) == 0 ]] && return
+    command -v make >/dev/null || front=scripts/setup
+    cannot "$*: that needs root. Run: sudo $front"
 }
 
 apt_update_done=no

@@ -35,6 +35,8 @@ add_backports() {
         [[ -r $keyring ]] && printf 'Signed-By: %s\n' "$keyring"
         true
     } >/etc/apt/sources.list.d/memfold-backports.sources
+    # Also when the lists were read a moment ago: the new suite's weren't.
+    apt_update_done=no
     apt_update
 }
 
