@@ -34,7 +34,7 @@ build_linux_source() {
     mkdir "$work/disk"
     tar -xf "$tarball" -C "$work/disk" --no-same-owner
     mv "$work/disk"/linux-source-* "$work/disk/linux"
-    mke2fs -q -t ext4 -L linux-source -d "$work/disk" "$work/linux-source.img" 6G
+    mke2fs -q -t ext4 -L linux-source -d "$work/disk" "$work/linux-source.img" 6G >/dev/null
     mv "$work/linux-source.img" "$cache/images/linux-source-$version-$(date +%Y%m%d).img"
     rm -rf --one-file-system "$work"
 }
