@@ -1,0 +1,30 @@
+# The front door: what a newcomer types. Details are in scripts/ and guest/.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
+# setup comes before build, whatever -j says.
+.NOTPARALLEL:
+.PHONY: help setup build demo test bench lint
+
+help: ## what can be asked for
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## packages (QEMU >= 10), Rust and guest images; does only what is missing
+	@scripts/setup
+
+build: ## the program (target/release/memfold), the library for QEMU and the guest agent
+	@scripts/build
+
+demo: setup build ## boot three real VMs, fold them, show what was saved next to KSM
+	@$(TARGET_DIR)/release/memfold demo
+
+test: setup build ## every test, real guests included
+	@scripts/test
+
+bench: setup build ## the studies, quick ones: results in results/
+	@scripts/bench
+
+lint: ## formatting, clippy and shellcheck, without warnings
+	@scripts/lint
