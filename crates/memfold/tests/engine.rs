@@ -118,6 +118,8 @@ struct Running {
 
 impl Running {
     fn start() -> Self {
+        // Shows with --nocapture why the engine refuses something. Set once for all tests of the process.
+        let _ = tracing_subscriber::fmt().with_test_writer().try_init();
         let settings = EngineSettings {
             cpu_share: 1.0,
             settle: Duration::from_millis(50),
