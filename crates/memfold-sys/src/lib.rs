@@ -5,9 +5,13 @@
 //! | [`mapping`] | shared mappings of a page-store file |
 //! | [`memory`] | another process's memory, `process_vm_readv(2)` |
 //! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
+//! | [`probe`] | what userfaultfd offers here |
+//! | [`session`] | children that outlive us, `setsid(2)` |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
 
 pub mod descriptor;
 pub mod mapping;
 pub mod memory;
 pub mod pagemap;
+pub mod probe;
+pub mod session;

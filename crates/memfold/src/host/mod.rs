@@ -1,1 +1,9 @@
 //! What this host can do: probed once, asked by everything.
+
+pub mod files;
+pub mod kvm;
+pub mod qemu;
+
+pub use files::{GuestImage, guest_images, library};
+pub use kvm::KvmVerdict;
+pub use qemu::{QemuError, QemuFacts};
