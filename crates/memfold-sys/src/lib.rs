@@ -4,6 +4,8 @@
 //! |---|---|
 //! | [`memory`] | another process's memory, `process_vm_readv(2)` |
 //! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
+//! | [`probe`] | what userfaultfd offers here |
+//! | [`session`] | children that outlive us, `setsid(2)` |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
 //! | [`region`] | ranges of our own address space whose mappings are exchanged |
 //! | [`userfaultfd`] | catching faults, moving pages, `userfaultfd(2)` |
@@ -12,6 +14,8 @@
 pub mod descriptor;
 pub mod memory;
 pub mod pagemap;
+pub mod probe;
 pub mod region;
+pub mod session;
 pub mod signals;
 pub mod userfaultfd;

@@ -1,1 +1,13 @@
 //! What this host can do: probed once, asked by everything.
+
+pub mod doctor;
+pub mod facts;
+pub mod files;
+pub mod kvm;
+pub mod qemu;
+
+pub use doctor::{Check, Report, Status, examine};
+pub use facts::HostFacts;
+pub use files::{GuestImage, guest_images, library};
+pub use kvm::KvmVerdict;
+pub use qemu::{QemuError, QemuFacts};

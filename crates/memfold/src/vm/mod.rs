@@ -1,5 +1,39 @@
 //! Virtual machines: launch, QMP, RAM layout, links to agent and library.
+//!
+//! ```text
+//!   VmSpec --start--> Vm <--discover-- STATE/vms/NAME/   <--attach-- a QMP socket
+//!                     |-- Qmp          RAM layout, conditions, stop
+//!                     |-- AgentLink    hints and commands, untrusted
+//!                     |-- LibraryLink  fold orders
+//!                     `-- Process      pid + start time, pidfd
+//! ```
+//! Everything here blocks; callers have threads.
 
+pub mod agent_link;
+pub mod conditions;
+pub mod directory;
+pub mod endpoints;
+pub mod launch;
 pub mod layout;
+pub mod library_link;
+pub mod machine;
+pub mod process;
+pub mod qmp;
+pub mod ram;
+pub mod spec;
 
+pub use agent_link::{
+    AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
+};
+pub use conditions::{Reason, VmConditions};
+pub use directory::{DEFAULT_STATE, Record, VmDirectory};
+pub use launch::{LaunchError, start};
 pub use layout::{RamBlock, RamLayout, RamSlot};
+pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
+pub use machine::{Ability, MachineError, StopKind, Vm};
+pub use process::{Identity, Process};
+pub use qmp::{Qmp, QmpError};
+pub use ram::RamError;
+pub use spec::{
+    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, Network, SpecError, VmSpec,
+};

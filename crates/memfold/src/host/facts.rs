@@ -1,0 +1,302 @@
+//! The host's facts, probed by trying, not by version numbers.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::probe::{self, FEATURE_MOVE, FEATURE_WRITE_PROTECT, Source};
+use memfold_units::{ByteSize, Hva, PAGE_SIZE};
+use serde::Serialize;
+
+use super::files;
+use super::kvm::{self, KvmVerdict};
+use super::qemu::QemuFacts;
+
+/// What userfaultfd offers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Userfault {
+    /// How one that takes kernel-mode faults can be had; `None`: it can't.
+    pub source: Option<&'static str>,
+    /// `UFFDIO_MOVE`.
+    pub can_move: bool,
+    /// `UFFDIO_WRITEPROTECT`.
+    pub can_write_protect: bool,
+    /// Why it can't be had.
+    pub error: Option<String>,
+}
+
+/// The kernel's own merging (`/sys/kernel/mm/ksm`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Ksm {
+    /// `run`: 0 off, 1 on, 2 off and unmerged.
+    pub run: u32,
+    /// `pages_to_scan`.
+    pub pages_to_scan: u64,
+    /// `sleep_millisecs`.
+    pub sleep_millisecs: u64,
+    /// `advisor_mode` (Linux >= 6.7).
+    pub advisor_mode: Option<String>,
+}
+
+/// QEMU, and what of it memfold uses.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Qemu {
+    /// The program; `None`: there is none that works.
+    pub facts: Option<QemuFacts>,
+    /// Whether the balloon can report free pages.
+    pub free_page_reporting: bool,
+    /// Whether the seccomp sandbox is built in.
+    pub sandbox: bool,
+    /// Why there is none.
+    pub error: Option<String>,
+}
+
+/// A program that memfold calls.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Tool {
+    /// Its name.
+    pub name: &'static str,
+    /// What needs it.
+    pub used_for: &'static str,
+    /// Debian's package.
+    pub package: &'static str,
+    /// Where it is; `None`: missing.
+    pub path: Option<PathBuf>,
+}
+
+/// Everything that `memfold doctor` looks at.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct HostFacts {
+    /// `uname -r`.
+    pub kernel: String,
+    /// Effective user is root.
+    pub root: bool,
+    /// Effective capabilities, `CapEff` of proc_pid_status(5).
+    pub capabilities: u64,
+    /// Userfaultfd.
+    pub userfault: Userfault,
+    /// `vm.unprivileged_userfaultfd`.
+    pub unprivileged_userfaultfd: Option<u64>,
+    /// Why `PAGEMAP_SCAN` doesn't work; `None`: it does.
+    pub pagemap_scan_error: Option<String>,
+    /// KSM; `None`: the kernel has none.
+    pub ksm: Option<Ksm>,
+    /// `vm.max_map_count`, mappings.
+    pub max_map_count: Option<u64>,
+    /// The chosen word of `/sys/kernel/mm/transparent_hugepage/enabled`.
+    pub transparent_hugepage: Option<String>,
+    /// `MemAvailable` in bytes.
+    pub available_bytes: u64,
+    /// QEMU.
+    pub qemu: Qemu,
+    /// KVM.
+    pub kvm: KvmVerdict,
+    /// memfold's library; an error's text: it is missing.
+    pub library: Result<PathBuf, String>,
+    /// Names of the guest images that are there.
+    pub guest_images: Vec<String>,
+    /// Where guest images are looked for.
+    pub image_directory: Option<PathBuf>,
+    /// Programs.
+    pub tools: Vec<Tool>,
+}
+
+impl HostFacts {
+    /// Looks at everything. Takes about a second, and up to ten when KVM is tried for the first time; `state` keeps its verdict.
+    #[must_use]
+    pub fn probe(state: &Path) -> Self {
+        let qemu = qemu();
+        let images = files::guest_images().unwrap_or_default();
+        let kvm = match &qemu.facts {
+            Some(facts) => kvm::probe(facts, images.values().next(), state),
+            None => KvmVerdict::Untried {
+                why: "there is no QEMU".into(),
+            },
+        };
+        Self {
+            kernel: rustix::system::uname()
+                .release()
+                .to_string_lossy()
+                .into_owned(),
+            root: rustix::process::geteuid().is_root(),
+            capabilities: status_field("CapEff")
+                .and_then(|v| u64::from_str_radix(&v, 16).ok())
+                .unwrap_or(0),
+            userfault: userfault(),
+            unprivileged_userfaultfd: number("/proc/sys/vm/unprivileged_userfaultfd"),
+            pagemap_scan_error: pagemap_scan().err().map(|e| e.to_string()),
+            ksm: ksm(Path::new("/sys/kernel/mm/ksm")),
+            max_map_count: number("/proc/sys/vm/max_map_count"),
+            transparent_hugepage: fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
+                .ok()
+                .and_then(|t| chosen(&t)),
+            available_bytes: available().0,
+            qemu,
+            kvm,
+            library: files::library().map_err(|e| e.to_string()),
+            guest_images: images.into_keys().collect(),
+            image_directory: files::image_directory().ok(),
+            tools: tools(),
+        }
+    }
+}
+
+fn userfault() -> Userfault {
+    match probe::userfault() {
+        Ok((source, features)) => Userfault {
+            source: Some(match source {
+                Source::SystemCall => "userfaultfd(2)",
+                Source::Device => "/dev/userfaultfd",
+            }),
+            can_move: features & FEATURE_MOVE != 0,
+            can_write_protect: features & FEATURE_WRITE_PROTECT != 0,
+            error: None,
+        },
+        Err(e) => Userfault {
+            source: None,
+            can_move: false,
+            can_write_protect: false,
+            error: Some(e.to_string()),
+        },
+    }
+}
+
+/// Scans a page of our own that is certainly there.
+fn pagemap_scan() -> std::io::Result<()> {
+    let here = vec![1u8; 3 * memfold_units::PAGE_BYTES];
+    let inside = here.as_ptr().expose_provenance() as u64 + PAGE_SIZE;
+    let page = Hva(inside - inside % PAGE_SIZE);
+    let filter = Filter {
+        all_of: category::PRESENT,
+        ..Filter::default()
+    };
+    let map = Pagemap::open(rustix::process::getpid())?;
+    let found = map.scan(page, page.add_pages(1), filter)?;
+    // Keeps the buffer until after the scan.
+    if std::hint::black_box(&here).is_empty() || found.is_empty() {
+        return Err(std::io::Error::other(
+            "a page that is in memory was not found",
+        ));
+    }
+    Ok(())
+}
+
+fn ksm(root: &Path) -> Option<Ksm> {
+    let read = |file: &str| fs::read_to_string(root.join(file)).ok();
+    let parse = |file: &str| read(file)?.trim().parse().ok();
+    Some(Ksm {
+        run: u32::try_from(parse("run")?).ok()?,
+        pages_to_scan: parse("pages_to_scan")?,
+        sleep_millisecs: parse("sleep_millisecs")?,
+        advisor_mode: read("advisor_mode").and_then(|t| chosen(&t)),
+    })
+}
+
+/// `always [madvise] never` -> `madvise`.
+fn chosen(text: &str) -> Option<String> {
+    let (_, rest) = text.split_once('[')?;
+    Some(rest.split_once(']')?.0.to_owned())
+}
+
+fn number(path: &str) -> Option<u64> {
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+fn status_field(name: &str) -> Option<String> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix(name))?;
+    Some(line.strip_prefix(':')?.trim().to_owned())
+}
+
+fn available() -> ByteSize {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib = text.lines().find_map(|l| {
+        l.strip_prefix("MemAvailable:")?
+            .trim()
+            .strip_suffix(" kB")?
+            .parse()
+            .ok()
+    });
+    ByteSize::kib(kib.unwrap_or(0))
+}
+
+fn qemu() -> Qemu {
+    match QemuFacts::probe() {
+        Ok(facts) => Qemu {
+            free_page_reporting: facts
+                .has_property("virtio-balloon-pci", "free-page-reporting")
+                .unwrap_or(false),
+            sandbox: facts.has_sandbox().unwrap_or(false),
+            facts: Some(facts),
+            error: None,
+        },
+        Err(error) => Qemu {
+            facts: None,
+            free_page_reporting: false,
+            sandbox: false,
+            error: Some(match std::error::Error::source(&error) {
+                Some(source) => format!("{error}: {source}"),
+                None => error.to_string(),
+            }),
+        },
+    }
+}
+
+fn tools() -> Vec<Tool> {
+    const TOOLS: [(&str, &str, &str); 4] = [
+        ("qemu-img", "disks with snapshot = true", "qemu-utils"),
+        ("mmdebstrap", "building guest images", "mmdebstrap"),
+        ("mkfs.ext4", "building guest images", "e2fsprogs"),
+        ("cpio", "building guest images", "cpio"),
+    ];
+    TOOLS
+        .into_iter()
+        .map(|(name, used_for, package)| Tool {
+            name,
+            used_for,
+            package,
+            path: in_path(name),
+        })
+        .collect()
+}
+
+fn in_path(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    // Programs for the administrator are not in a user's PATH.
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin".into(), "/sbin".into()])
+        .map(|d| d.join(name))
+        .find(|p| p.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_chosen_word_is_in_brackets() {
+        assert_eq!(
+            chosen("always [madvise] never\n").as_deref(),
+            Some("madvise")
+        );
+        assert_eq!(chosen("none"), None);
+    }
+
+    #[test]
+    fn ksm_files_of_an_older_kernel_are_enough() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(ksm(root.path()), None);
+        for (file, text) in [
+            ("run", "1\n"),
+            ("pages_to_scan", "100\n"),
+            ("sleep_millisecs", "20\n"),
+        ] {
+            fs::write(root.path().join(file), text).unwrap();
+        }
+        let found = ksm(root.path()).unwrap();
+        assert_eq!(
+            (found.run, found.pages_to_scan, found.advisor_mode),
+            (1, 100, None)
+        );
+    }
+}

@@ -1,0 +1,182 @@
+//! Whether KVM works, found out by booting a guest: a device that opens isn't enough (a nested host may offer `/dev/kvm` and
+//! yet run no stock kernel).
+
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
+
+use super::files::GuestImage;
+use super::qemu::QemuFacts;
+
+/// How long the probe guest has for its kernel's first words. On hardware they come within a second.
+const PATIENCE: Duration = Duration::from_secs(8);
+
+/// The first thing a Linux kernel prints.
+const FIRST_WORDS: &[u8] = b"Linux version";
+
+/// The verdict on KVM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "verdict", rename_all = "lowercase")]
+pub enum KvmVerdict {
+    /// A probe guest's kernel ran.
+    Works,
+    /// It can't be used.
+    Unusable {
+        /// Why.
+        why: String,
+    },
+    /// The device opens, and no probe guest could be tried.
+    Untried {
+        /// Why.
+        why: String,
+    },
+}
+
+impl KvmVerdict {
+    /// Whether VMs with `accel = "auto"` use KVM.
+    #[must_use]
+    pub const fn is_usable(&self) -> bool {
+        matches!(self, Self::Works)
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct Cached {
+    key: String,
+    verdict: KvmVerdict,
+}
+
+/// Probes KVM, or gives the earlier verdict that `state/kvm.json` keeps for the same host kernel, QEMU and guest kernel.
+pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmVerdict {
+    if let Err(e) = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm")
+    {
+        return KvmVerdict::Unusable {
+            why: format!("/dev/kvm: {e}"),
+        };
+    }
+    if !qemu.accelerators.iter().any(|a| a == "kvm") {
+        return KvmVerdict::Unusable {
+            why: format!("{} was built without KVM", qemu.program.display()),
+        };
+    }
+    let Some(image) = image else {
+        return KvmVerdict::Untried {
+            why: "there is no guest image to boot".into(),
+        };
+    };
+    let key = format!(
+        "{} {:?} {}",
+        rustix::system::uname().release().to_string_lossy(),
+        qemu.version,
+        image.kernel_version
+    );
+    let cache = state.join("kvm.json");
+    let earlier = std::fs::read(&cache)
+        .ok()
+        .and_then(|b| serde_json::from_slice::<Cached>(&b).ok())
+        .filter(|c| c.key == key);
+    if let Some(earlier) = earlier {
+        return earlier.verdict;
+    }
+    let verdict = match boots(qemu, image) {
+        Ok(true) => KvmVerdict::Works,
+        Ok(false) => KvmVerdict::Unusable {
+            why: format!(
+                "/dev/kvm opens, and a Linux kernel under it said nothing in {} s",
+                PATIENCE.as_secs()
+            ),
+        },
+        Err(e) => KvmVerdict::Unusable {
+            why: format!("the probe guest could not be started: {e}"),
+        },
+    };
+    if let Err(error) = remember(
+        &cache,
+        &Cached {
+            key,
+            verdict: verdict.clone(),
+        },
+    ) {
+        tracing::debug!(path = %cache.display(), %error, "the verdict on KVM is not kept");
+    }
+    verdict
+}
+
+fn remember(cache: &PathBuf, cached: &Cached) -> io::Result<()> {
+    if let Some(parent) = cache.parent() {
+        std::fs::create_dir_all(parent)?;
+    }
+    let part = cache.with_extension(format!("{}.part", std::process::id()));
+    std::fs::write(&part, serde_json::to_vec(cached)?)?;
+    std::fs::rename(part, cache)
+}
+
+/// Boots the image's kernel, without disk, and waits for its first words on the serial console.
+fn boots(qemu: &QemuFacts, image: &GuestImage) -> io::Result<bool> {
+    let mut child = Command::new(&qemu.program)
+        .args([
+            "-nodefaults",
+            "-no-user-config",
+            "-no-reboot",
+            "-display",
+            "none",
+        ])
+        .args([
+            "-machine",
+            &qemu.machine,
+            "-accel",
+            "kvm",
+            "-cpu",
+            "host",
+            "-m",
+            "256",
+        ])
+        .args([
+            "-serial",
+            "stdio",
+            "-append",
+            "console=ttyS0 panic=-1 earlyprintk=serial",
+        ])
+        .arg("-kernel")
+        .arg(&image.kernel)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()?;
+    let spoke = match child.stdout.take() {
+        Some(console) => says(console, FIRST_WORDS),
+        None => Ok(false),
+    };
+    child.kill()?;
+    child.wait()?;
+    spoke
+}
+
+fn says(mut console: std::process::ChildStdout, words: &[u8]) -> io::Result<bool> {
+    let deadline = Instant::now() + PATIENCE;
+    let mut heard = Vec::new();
+    let mut chunk = [0; 4096];
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        if poll(&mut [PollFd::new(&console, PollFlags::IN)], Some(&left))? == 0 {
+            return Ok(false);
+        }
+        let n = console.read(&mut chunk)?;
+        heard.extend_from_slice(&chunk[..n]);
+        if heard.windows(words.len()).any(|w| w == words) {
+            return Ok(true);
+        }
+        // A console that only ever says other things is no Linux kernel's.
+        if n == 0 || heard.len() > 1 << 20 {
+            return Ok(false);
+        }
+    }
+}

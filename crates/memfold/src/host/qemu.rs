@@ -1,0 +1,169 @@
+//! The QEMU program: where it is, its version, what it can do.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde::Serialize;
+
+/// Environment variable that names another QEMU program.
+pub const PROGRAM_VARIABLE: &str = "MEMFOLD_QEMU";
+
+/// Name of the program, looked up in `PATH`.
+pub const PROGRAM: &str = "qemu-system-x86_64";
+
+/// Oldest version that memfold works with.
+pub const OLDEST: (u64, u64, u64) = (10, 0, 0);
+
+/// Why QEMU can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum QemuError {
+    /// It can't be started.
+    #[error("cannot run {program}")]
+    Run {
+        /// The program.
+        program: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// It says something that we don't understand.
+    #[error("{program} {argument} says nothing that memfold understands: {text}")]
+    Text {
+        /// The program.
+        program: PathBuf,
+        /// What it was asked.
+        argument: &'static str,
+        /// The start of its answer.
+        text: String,
+    },
+}
+
+/// What one QEMU program is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct QemuFacts {
+    /// The program.
+    pub program: PathBuf,
+    /// Major, minor, micro.
+    pub version: (u64, u64, u64),
+    /// The newest versioned q35 machine type, such as `pc-q35-10.0`.
+    pub machine: String,
+    /// Accelerators built in.
+    pub accelerators: Vec<String>,
+}
+
+impl QemuFacts {
+    /// Asks the QEMU that `MEMFOLD_QEMU` names, else the one in `PATH`.
+    pub fn probe() -> Result<Self, QemuError> {
+        let program =
+            std::env::var_os(PROGRAM_VARIABLE).map_or_else(|| PROGRAM.into(), PathBuf::from);
+        Self::of(&program)
+    }
+
+    /// Asks `program`.
+    pub fn of(program: &Path) -> Result<Self, QemuError> {
+        let ask = |argument: &'static str, more: &[&str]| {
+            let text = output(program, argument, more)?;
+            Ok::<_, QemuError>((argument, text))
+        };
+        let unclear = |(argument, text): (&'static str, String)| QemuError::Text {
+            program: program.into(),
+            argument,
+            text: text.chars().take(200).collect(),
+        };
+        let version = ask("--version", &[])?;
+        let machines = ask("-machine", &["help"])?;
+        let accelerators = ask("-accel", &["help"])?;
+        Ok(Self {
+            program: program.into(),
+            version: parse_version(&version.1).ok_or_else(|| unclear(version))?,
+            machine: newest_q35(&machines.1).ok_or_else(|| unclear(machines))?,
+            accelerators: accelerators
+                .1
+                .lines()
+                .skip(1)
+                .map(|l| l.trim().to_owned())
+                .collect(),
+        })
+    }
+
+    /// Whether it is new enough.
+    #[must_use]
+    pub fn is_supported(&self) -> bool {
+        self.version >= OLDEST
+    }
+
+    /// Whether `-device kind` has the property `property`.
+    pub fn has_property(&self, kind: &str, property: &str) -> Result<bool, QemuError> {
+        let text = output(&self.program, "-device", &[&format!("{kind},help")])?;
+        Ok(text
+            .lines()
+            .any(|l| l.trim().starts_with(&format!("{property}="))))
+    }
+
+    /// Whether it was built with the seccomp sandbox.
+    pub fn has_sandbox(&self) -> Result<bool, QemuError> {
+        Ok(output(&self.program, "-help", &[])?.contains("-sandbox on"))
+    }
+}
+
+fn output(program: &Path, argument: &str, more: &[&str]) -> Result<String, QemuError> {
+    let output = Command::new(program)
+        .arg(argument)
+        .args(more)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|source| QemuError::Run {
+            program: program.into(),
+            source,
+        })?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// `QEMU emulator version 10.0.2 (Debian ...)` -> (10, 0, 2).
+fn parse_version(text: &str) -> Option<(u64, u64, u64)> {
+    let (_, rest) = text.split_once("version ")?;
+    let number: String = rest
+        .chars()
+        .take_while(|c| c.is_ascii_digit() || *c == '.')
+        .collect();
+    let mut parts = number.split('.').map(|p| p.parse().ok());
+    let mut next = || parts.next().flatten();
+    Some((next()?, next()?, next().unwrap_or(0)))
+}
+
+fn newest_q35(help: &str) -> Option<String> {
+    help.lines()
+        .filter_map(|l| l.split_whitespace().next())
+        .filter_map(|name| {
+            let numbers = name.strip_prefix("pc-q35-")?.split('.');
+            let version = numbers
+                .map(str::parse)
+                .collect::<Result<Vec<u64>, _>>()
+                .ok()?;
+            Some((version, name))
+        })
+        .max()
+        .map(|(_, name)| name.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_from_what_qemu_prints() {
+        let debian =
+            "QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2+deb13u1~bpo12+1)\nCopyright";
+        assert_eq!(parse_version(debian), Some((10, 0, 2)));
+        assert_eq!(parse_version("QEMU emulator version 9.2"), Some((9, 2, 0)));
+        assert_eq!(parse_version("busybox"), None);
+    }
+
+    #[test]
+    fn ten_is_newer_than_nine() {
+        let help = "pc-q35-9.2  Standard PC\nq35  Standard PC (alias of pc-q35-10.0)\npc-q35-10.0  Standard PC\npc-q35-4.0.1  x\n";
+        assert_eq!(newest_q35(help).as_deref(), Some("pc-q35-10.0"));
+        assert_eq!(newest_q35("microvm"), None);
+    }
+}

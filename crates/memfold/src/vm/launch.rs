@@ -1,0 +1,604 @@
+//! Starting a VM: QEMU's command line, and a process that outlives us.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold_sys::session;
+use memfold_wire::agent::PORT_NAME;
+use memfold_wire::library::SOCKET_VARIABLE;
+use rustix::process::Pid;
+
+use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
+use super::machine::Vm;
+use super::process::Identity;
+use super::qmp::Qmp;
+use super::spec::{AccelChoice, DiskSpec, Network, SpecError, VmSpec};
+use crate::host::files;
+use crate::host::kvm;
+use crate::host::qemu::{QemuError, QemuFacts};
+
+/// How long QEMU may take until its monitor answers.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Bytes of QEMU's output that an error repeats.
+const LOG_TAIL: usize = 4096;
+
+/// Why a VM was not started. Nothing is left of it then.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// The description is wrong.
+    #[error("the VM's description is wrong")]
+    Spec(#[from] SpecError),
+    /// QEMU is not usable.
+    #[error("QEMU cannot be used")]
+    Qemu(#[from] QemuError),
+    /// QEMU is too old.
+    #[error("{program} has version {}.{}.{}; memfold needs 10.0 or newer", version.0, version.1, version.2)]
+    TooOld {
+        /// The program.
+        program: PathBuf,
+        /// Its version.
+        version: (u64, u64, u64),
+    },
+    /// KVM was asked for and doesn't work.
+    #[error("accel = \"kvm\" cannot be had: {why}; \"auto\" or \"tcg\" can")]
+    Kvm {
+        /// Why.
+        why: String,
+    },
+    /// The VM is to be folded and the library is missing.
+    #[error(
+        "memfold's library for QEMU is missing; build it ('make build'), name it in {}, or start the VM with fold = false",
+        files::LIBRARY_VARIABLE
+    )]
+    Library(#[source] io::Error),
+    /// A VM of this name runs.
+    #[error("a VM named '{name}' is running")]
+    NameTaken {
+        /// The name.
+        name: String,
+    },
+    /// A socket's path would be too long for the kernel.
+    #[error(
+        "state directory {path} is too long: a socket's path in it has {length} bytes, {MAX_SOCKET_PATH} are allowed"
+    )]
+    PathTooLong {
+        /// The VM's directory.
+        path: PathBuf,
+        /// Length of its longest socket path.
+        length: usize,
+    },
+    /// The VM's files can't be made.
+    #[error("cannot make the VM's files in {path}")]
+    Files {
+        /// Where.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// The overlay of a disk can't be made.
+    #[error("cannot make a temporary overlay for {disk}: {why}")]
+    Overlay {
+        /// The disk.
+        disk: PathBuf,
+        /// What qemu-img said.
+        why: String,
+    },
+    /// QEMU ended, or never answered.
+    #[error("QEMU did not start ({what}); it said:\n{output}")]
+    Start {
+        /// What happened.
+        what: String,
+        /// The end of its output.
+        output: String,
+    },
+}
+
+/// Starts a VM whose files lie under `state`. Returns when QEMU's monitor answers; the guest may still be booting.
+pub fn start(state: &Path, spec: VmSpec) -> Result<Vm, LaunchError> {
+    let mut spec = spec;
+    spec.validate()?;
+    let qemu = QemuFacts::probe()?;
+    if !qemu.is_supported() {
+        return Err(LaunchError::TooOld {
+            program: qemu.program,
+            version: qemu.version,
+        });
+    }
+    let accel = choose_accel(&spec, &qemu, state)?;
+    let library = if spec.fold {
+        Some(files::library().map_err(LaunchError::Library)?)
+    } else {
+        None
+    };
+    let directory = VmDirectory::of(state, &spec.name);
+    let length = directory.console().as_os_str().len();
+    if length > MAX_SOCKET_PATH {
+        return Err(LaunchError::PathTooLong {
+            path: directory.path().into(),
+            length,
+        });
+    }
+    claim(&directory)?;
+    let mut attempt = Attempt {
+        directory: &directory,
+        overlays: Vec::new(),
+        child: None,
+    };
+    let vm = attempt.run(&spec, &qemu, accel, library);
+    if vm.is_err() {
+        attempt.undo();
+    }
+    vm
+}
+
+fn choose_accel(
+    spec: &VmSpec,
+    qemu: &QemuFacts,
+    state: &Path,
+) -> Result<&'static str, LaunchError> {
+    match spec.accel {
+        AccelChoice::Tcg => Ok("tcg"),
+        // Not probed: who asks for KVM by name may boot something else than Linux.
+        AccelChoice::Kvm => match File::options().read(true).write(true).open("/dev/kvm") {
+            Ok(_) => Ok("kvm"),
+            Err(e) => Err(LaunchError::Kvm {
+                why: format!("/dev/kvm: {e}"),
+            }),
+        },
+        AccelChoice::Auto => {
+            let images = files::guest_images().unwrap_or_default();
+            let verdict = kvm::probe(qemu, images.values().next(), state);
+            Ok(if verdict.is_usable() { "kvm" } else { "tcg" })
+        }
+    }
+}
+
+/// Makes the VM's directory; clears one that a VM left which runs no more.
+fn claim(directory: &VmDirectory) -> Result<(), LaunchError> {
+    let failed = |source| LaunchError::Files {
+        path: directory.path().into(),
+        source,
+    };
+    match directory.create() {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            if !Vm::clear_if_stale(directory).map_err(failed)? {
+                return Err(LaunchError::NameTaken {
+                    name: directory.name(),
+                });
+            }
+            directory.create().map_err(failed)
+        }
+        other => other.map_err(failed),
+    }
+}
+
+/// What has to be undone when a start fails.
+struct Attempt<'a> {
+    directory: &'a VmDirectory,
+    overlays: Vec<PathBuf>,
+    child: Option<Child>,
+}
+
+impl Attempt<'_> {
+    fn run(
+        &mut self,
+        spec: &VmSpec,
+        qemu: &QemuFacts,
+        accel: &str,
+        library: Option<PathBuf>,
+    ) -> Result<Vm, LaunchError> {
+        let directory = self.directory;
+        let failed = |source| LaunchError::Files {
+            path: directory.path().into(),
+            source,
+        };
+        let _lock = directory.lock().map_err(failed)?;
+        directory
+            .write_json(&directory.spec(), spec)
+            .map_err(failed)?;
+        for disk in &spec.disks {
+            if disk.snapshot {
+                self.overlays.push(make_overlay(disk, &spec.name)?);
+            }
+        }
+        let log = File::create(directory.qemu_log()).map_err(failed)?;
+        let mut command = Command::new(&qemu.program);
+        command
+            .args(arguments(
+                spec,
+                &qemu.machine,
+                accel,
+                directory,
+                &self.overlays,
+            ))
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().map_err(failed)?)
+            .stderr(log);
+        if let Some(library) = &library {
+            command
+                .env("LD_PRELOAD", preload(library))
+                .env(SOCKET_VARIABLE, directory.library());
+        }
+        let child = session::detach(&mut command).spawn().map_err(|source| {
+            LaunchError::Qemu(QemuError::Run {
+                program: qemu.program.clone(),
+                source,
+            })
+        })?;
+        let child = self.child.insert(child);
+        let pid = i32::try_from(child.id())
+            .ok()
+            .and_then(Pid::from_raw)
+            .ok_or_else(|| failed(io::Error::other("QEMU has no process number")))?;
+        let record = Record {
+            process: Identity::of(pid).map_err(failed)?,
+            qemu: qemu.program.clone(),
+            version: qemu.version,
+            machine: qemu.machine.clone(),
+            accel: accel.to_owned(),
+            library,
+            overlays: self.overlays.clone(),
+        };
+        directory
+            .write_json(&directory.record(), &record)
+            .map_err(failed)?;
+        wait_for_monitor(child, directory)?;
+        let vm = Vm::open(directory).map_err(|e| LaunchError::Start {
+            what: e.to_string(),
+            output: log_tail(directory),
+        })?;
+        if let Some(child) = self.child.take() {
+            reap(child);
+        }
+        Ok(vm)
+    }
+
+    fn undo(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            // Kill fails only for a child that has ended, and wait only for one that was waited for.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        if let Err(error) = self.directory.remove(&self.overlays) {
+            tracing::warn!(directory = %self.directory.path().display(), %error, "files of a VM that did not start are left");
+        }
+    }
+}
+
+/// Waits for the child's end on a thread of its own, so that it never stays a zombie while we live.
+fn reap(mut child: Child) {
+    let thread = std::thread::Builder::new()
+        .name("reap-qemu".into())
+        .spawn(move || child.wait());
+    if let Err(error) = thread {
+        tracing::warn!(%error, "no thread to wait for QEMU's end");
+    }
+}
+
+fn preload(library: &Path) -> OsString {
+    let mut value = library.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|v| !v.is_empty()) {
+        value.push(":");
+        value.push(others);
+    }
+    value
+}
+
+fn wait_for_monitor(child: &mut Child, directory: &VmDirectory) -> Result<(), LaunchError> {
+    let deadline = Instant::now() + START_TIMEOUT;
+    let failed = |what: String| LaunchError::Start {
+        what,
+        output: log_tail(directory),
+    };
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return Err(failed(status.to_string())),
+            Ok(None) => {}
+            Err(e) => return Err(failed(e.to_string())),
+        }
+        // The socket exists before QEMU has made its devices; the greeting comes after, unless QEMU ends first.
+        match Qmp::connect(&directory.qmp(), Duration::from_secs(2)) {
+            Ok(_) => return Ok(()),
+            Err(e) if Instant::now() >= deadline => return Err(failed(e.to_string())),
+            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}
+
+fn log_tail(directory: &VmDirectory) -> String {
+    let log = fs::read(directory.qemu_log()).unwrap_or_default();
+    let tail = &log[log.len().saturating_sub(LOG_TAIL)..];
+    String::from_utf8_lossy(tail).trim().to_owned()
+}
+
+/// A temporary qcow2 over the disk, in `TMPDIR` or `/var/tmp`: not in the state directory, which is RAM.
+fn make_overlay(disk: &DiskSpec, name: &str) -> Result<PathBuf, LaunchError> {
+    let failed = |why: String| LaunchError::Overlay {
+        disk: disk.path.clone(),
+        why,
+    };
+    let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+    let overlay = tempfile::Builder::new()
+        .prefix(&format!("memfold-{name}-"))
+        .suffix(".qcow2")
+        .tempfile_in(&place)
+        .map_err(|e| failed(format!("{}: {e}", place.display())))?
+        .into_temp_path();
+    let output = Command::new("qemu-img")
+        .args([
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-F",
+            disk.format().driver(),
+            "-b",
+        ])
+        .arg(&disk.path)
+        .arg(&overlay)
+        .output()
+        .map_err(|e| failed(format!("qemu-img: {e}")))?;
+    if !output.status.success() {
+        return Err(failed(
+            String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        ));
+    }
+    let path = overlay.keep().map_err(|e| failed(e.to_string()))?;
+    path.canonicalize().map_err(|e| failed(e.to_string()))
+}
+
+/// QEMU's whole command line. `overlays`: one for each disk with `snapshot`, in order.
+#[must_use]
+pub fn arguments(
+    spec: &VmSpec,
+    machine: &str,
+    accel: &str,
+    directory: &VmDirectory,
+    overlays: &[PathBuf],
+) -> Vec<OsString> {
+    let mut line = Line::default();
+    line.add("-name", format!("guest={},debug-threads=on", spec.name))
+        .flag("-nodefaults")
+        .flag("-no-user-config")
+        .add("-display", "none")
+        .add("-msg", "timestamp=on,guest-name=on")
+        .add(
+            "-sandbox",
+            "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+        )
+        .add(
+            "-machine",
+            format!("{machine},memory-backend=ram0,mem-merge=on,suppress-vmdesc=on"),
+        )
+        .add(
+            "-object",
+            format!("memory-backend-ram,id=ram0,size={}", spec.memory.0),
+        );
+    let mut memory = format!("size={}b", spec.memory.0);
+    if let Some(max) = spec.memory_max {
+        memory.push_str(&format!(",slots={},maxmem={}b", spec.memory_slots, max.0));
+    }
+    line.add("-m", memory).add("-smp", spec.vcpus.to_string());
+    if accel == "kvm" {
+        line.add("-accel", "kvm").add("-cpu", "host");
+    } else {
+        line.add("-accel", "tcg,thread=multi").add("-cpu", "max");
+    }
+    monitors(&mut line, directory);
+    line.add("-device", "vmgenid,guid=auto");
+    if spec.balloon {
+        line.add(
+            "-device",
+            "virtio-balloon-pci,id=balloon0,free-page-reporting=on",
+        );
+    }
+    if spec.network == Network::User {
+        // No option ROM: nobody boots from it, and it is another Debian package.
+        line.add("-netdev", "user,id=net0")
+            .add("-device", "virtio-net-pci,netdev=net0,romfile=");
+    }
+    let mut overlays = overlays.iter();
+    for (number, disk) in spec.disks.iter().enumerate() {
+        let overlay = if disk.snapshot { overlays.next() } else { None };
+        disk_arguments(&mut line, number, disk, overlay);
+    }
+    boot_arguments(&mut line, spec);
+    line.0.extend(spec.qemu_args.iter().map(OsString::from));
+    line.0
+}
+
+fn monitors(line: &mut Line, directory: &VmDirectory) {
+    for socket in [directory.qmp(), directory.daemon_qmp()] {
+        line.with_path("-qmp", "unix:", &socket, ",server=on,wait=off");
+    }
+    line.with_path(
+        "-chardev",
+        "socket,id=agent,server=on,wait=off,path=",
+        &directory.agent(),
+        "",
+    )
+    .add("-device", "virtio-serial-pci,id=serial0")
+    .add(
+        "-device",
+        format!("virtserialport,bus=serial0.0,chardev=agent,id=agent0,name={PORT_NAME}"),
+    );
+    let mut console = OsString::from("socket,id=console,server=on,wait=off,logappend=on,path=");
+    console.push(escape(directory.console().as_os_str()));
+    console.push(",logfile=");
+    console.push(escape(directory.console_log().as_os_str()));
+    line.add("-chardev", console)
+        .add("-serial", "chardev:console");
+}
+
+fn disk_arguments(line: &mut Line, number: usize, disk: &DiskSpec, overlay: Option<&PathBuf>) {
+    let on = |yes: bool| if yes { "on" } else { "off" };
+    let cache = format!(
+        "cache.direct={},cache.no-flush={}",
+        on(disk.cache.direct()),
+        on(disk.cache.no_flush())
+    );
+    let base_read_only = on(disk.read_only || overlay.is_some());
+    let mut file = |node: &str, read_only: &str, path: &Path| {
+        let driver = if is_block_device(path) {
+            "host_device"
+        } else {
+            "file"
+        };
+        line.with_path(
+            "-blockdev",
+            &format!(
+                "driver={driver},node-name={node},aio={},{cache},read-only={read_only},discard=unmap,filename=",
+                disk.aio.name()
+            ),
+            path,
+            "",
+        );
+    };
+    file(&format!("file{number}"), base_read_only, &disk.path);
+    if let Some(overlay) = overlay {
+        file(&format!("overlay-file{number}"), "off", overlay);
+    }
+    let format = disk.format().driver();
+    let base = if overlay.is_some() { "base" } else { "disk" };
+    line.add(
+        "-blockdev",
+        format!(
+            "driver={format},node-name={base}{number},file=file{number},{cache},read-only={base_read_only},discard=unmap"
+        ),
+    );
+    if overlay.is_some() {
+        line.add(
+            "-blockdev",
+            format!(
+                "driver=qcow2,node-name=disk{number},file=overlay-file{number},backing=base{number},{cache},discard=unmap"
+            ),
+        );
+    }
+    line.add(
+        "-device",
+        format!(
+            "virtio-blk-pci,id=vd{number},drive=disk{number},write-cache={}",
+            on(disk.cache.write_cache())
+        ),
+    );
+}
+
+fn is_block_device(path: &Path) -> bool {
+    use std::os::unix::fs::FileTypeExt;
+    fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
+}
+
+fn boot_arguments(line: &mut Line, spec: &VmSpec) {
+    let boot = &spec.boot;
+    for (option, value) in [
+        ("-kernel", &boot.kernel),
+        ("-initrd", &boot.initrd),
+        ("-bios", &boot.firmware),
+    ] {
+        if let Some(path) = value {
+            line.add(option, path);
+        }
+    }
+    if let Some(cmdline) = &boot.cmdline {
+        line.add("-append", cmdline);
+    }
+}
+
+#[derive(Default)]
+struct Line(Vec<OsString>);
+
+impl Line {
+    fn flag(&mut self, option: &str) -> &mut Self {
+        self.0.push(option.into());
+        self
+    }
+
+    fn add(&mut self, option: &str, value: impl Into<OsString>) -> &mut Self {
+        self.0.push(option.into());
+        self.0.push(value.into());
+        self
+    }
+
+    fn with_path(&mut self, option: &str, before: &str, path: &Path, after: &str) -> &mut Self {
+        let mut value = OsString::from(before);
+        value.push(escape(path.as_os_str()));
+        value.push(after);
+        self.add(option, value)
+    }
+}
+
+/// QEMU's option syntax: a comma in a value is written twice.
+fn escape(value: &OsStr) -> OsString {
+    let mut bytes = Vec::with_capacity(value.len());
+    for byte in value.as_bytes() {
+        bytes.push(*byte);
+        if *byte == b',' {
+            bytes.push(b',');
+        }
+    }
+    OsStr::from_bytes(&bytes).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vm::spec::{Aio, CacheMode};
+    use memfold_units::ByteSize;
+
+    fn text(spec: &VmSpec, overlays: &[PathBuf]) -> String {
+        let directory = VmDirectory::of(Path::new("/run/x,y"), &spec.name);
+        let line = arguments(spec, "pc-q35-10.0", "tcg", &directory, overlays);
+        let words: Vec<_> = line
+            .iter()
+            .map(|w| w.to_string_lossy().into_owned())
+            .collect();
+        words.join("\n")
+    }
+
+    #[test]
+    fn ram_is_private_anonymous_memory_of_a_versioned_machine() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        spec.memory_max = Some(ByteSize(1 << 30));
+        let line = text(&spec, &[]);
+        assert!(line.contains("-object\nmemory-backend-ram,id=ram0,size=536870912\n"));
+        assert!(line.contains("pc-q35-10.0,memory-backend=ram0,mem-merge=on"));
+        assert!(line.contains("-m\nsize=536870912b,slots=4,maxmem=1073741824b\n"));
+        assert!(line.contains("free-page-reporting=on"));
+        assert!(!line.contains("netdev"));
+    }
+
+    #[test]
+    fn commas_in_paths_are_escaped() {
+        let line = text(&VmSpec::new("a", ByteSize::mib(512)), &[]);
+        assert!(
+            line.contains("unix:/run/x,,y/vms/a/qmp.sock,server=on"),
+            "{line}"
+        );
+    }
+
+    #[test]
+    fn a_snapshot_disk_writes_to_its_overlay_alone() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        let mut disk = DiskSpec::new("/img/d.raw");
+        disk.snapshot = true;
+        disk.cache = CacheMode::None;
+        disk.aio = Aio::IoUring;
+        spec.disks = vec![disk, DiskSpec::new("/img/e.qcow2")];
+        let line = text(&spec, &["/var/tmp/o".into()]);
+        assert!(line.contains("driver=file,node-name=file0,aio=io_uring,cache.direct=on,cache.no-flush=off,read-only=on,discard=unmap,filename=/img/d.raw"));
+        assert!(line.contains("driver=raw,node-name=base0,file=file0"));
+        assert!(line.contains(
+            "driver=qcow2,node-name=disk0,file=overlay-file0,backing=base0,cache.direct=on"
+        ));
+        assert!(line.contains("driver=qcow2,node-name=disk1,file=file1,cache.direct=off"));
+        assert!(line.contains("virtio-blk-pci,id=vd1,drive=disk1,write-cache=on"));
+    }
+}

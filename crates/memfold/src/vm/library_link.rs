@@ -1,0 +1,332 @@
+//! The daemon's end of the connection to memfold's library in QEMU: one order, one reply.
+
+use std::io::{ErrorKind, Write};
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use memfold_wire::library::{Order, Reply, VERSION};
+use memfold_wire::{Decoder, FrameError, encode};
+
+/// Why an order was not carried out, or nobody knows whether it was.
+#[derive(Debug, thiserror::Error)]
+pub enum LibraryError {
+    /// The socket can't be reached.
+    #[error("cannot connect to the library in QEMU at {path}")]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The connection broke.
+    #[error("connection to the library in QEMU lost")]
+    Lost(#[source] std::io::Error),
+    /// No reply in time; the connection is of no more use.
+    #[error("the library in QEMU did not reply within {seconds} s")]
+    Timeout {
+        /// How long we waited.
+        seconds: f64,
+    },
+    /// The order breaks a limit, or the reply is no message.
+    #[error("broken message between daemon and library")]
+    Frame(#[from] FrameError),
+    /// Another protocol version.
+    #[error(
+        "the library in QEMU speaks protocol {library}, this memfold {VERSION}; start the VM anew with this memfold's library"
+    )]
+    Version {
+        /// The library's version.
+        library: u16,
+    },
+    /// The reply doesn't belong to the order.
+    #[error("the library in QEMU gave an answer that does not fit the order: {0}")]
+    Mismatch(String),
+    /// The library refused the order as a whole; nothing changed.
+    #[error("the library in QEMU refused: {0}")]
+    Refused(String),
+    /// An earlier error left the connection out of step.
+    #[error("connection to the library in QEMU is closed after an earlier error")]
+    Closed,
+}
+
+/// What the library said of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LibraryFacts {
+    /// Its package version.
+    pub version: String,
+    /// Whether anonymous memory can be folded.
+    pub can_move: bool,
+    /// Whether folded memory can be folded again while the VM runs.
+    pub can_write_protect: bool,
+    /// Why folding can't work, if it can't.
+    pub problem: Option<String>,
+}
+
+/// A connection to the library.
+#[derive(Debug)]
+pub struct LibraryLink {
+    stream: Option<UnixStream>,
+    decoder: Decoder,
+    timeout: Duration,
+    facts: LibraryFacts,
+}
+
+impl LibraryLink {
+    /// Connects and says hello. `timeout` is also the time that each later reply may take. The library serves one daemon at
+    /// a time, so a second connection times out here.
+    pub fn connect(path: &Path, timeout: Duration) -> Result<Self, LibraryError> {
+        let stream = UnixStream::connect(path)
+            .and_then(|s| s.set_write_timeout(Some(timeout)).map(|()| s))
+            .map_err(|source| LibraryError::Connect {
+                path: path.into(),
+                source,
+            })?;
+        let mut link = Self {
+            stream: Some(stream),
+            decoder: Decoder::new(),
+            timeout,
+            facts: LibraryFacts {
+                version: String::new(),
+                can_move: false,
+                can_write_protect: false,
+                problem: None,
+            },
+        };
+        match link.order(&Order::Hello { version: VERSION }, None)? {
+            Reply::Hello { version, .. } if version != VERSION => {
+                Err(LibraryError::Version { library: version })
+            }
+            Reply::Hello {
+                library,
+                can_move,
+                can_write_protect,
+                problem,
+                ..
+            } => {
+                link.facts = LibraryFacts {
+                    version: library,
+                    can_move,
+                    can_write_protect,
+                    problem,
+                };
+                Ok(link)
+            }
+            other => Err(LibraryError::Mismatch(format!("{other:?} to Hello"))),
+        }
+    }
+
+    /// What the library said of itself.
+    #[must_use]
+    pub const fn facts(&self) -> &LibraryFacts {
+        &self.facts
+    }
+
+    /// Sends an order, with `descriptor` for those that need one, and waits for its reply, which is checked to belong to it.
+    /// A refusal ([`Reply::Error`]) is [`LibraryError::Refused`]. After any other error the connection is closed: connect anew.
+    pub fn order(
+        &mut self,
+        order: &Order,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<Reply, LibraryError> {
+        memfold_wire::frame::Validate::validate(order)?;
+        let bytes = encode(order)?;
+        let reply = self.exchange(&bytes, descriptor).and_then(|reply| {
+            if fits(order, &reply) {
+                Ok(reply)
+            } else {
+                let text: String = format!("{reply:?}").chars().take(200).collect();
+                Err(LibraryError::Mismatch(text))
+            }
+        });
+        match reply {
+            Ok(Reply::Error { reason }) => Err(LibraryError::Refused(reason)),
+            Ok(reply) => Ok(reply),
+            Err(e) => {
+                self.stream = None;
+                Err(e)
+            }
+        }
+    }
+
+    fn exchange(
+        &mut self,
+        bytes: &[u8],
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<Reply, LibraryError> {
+        let stream = self.stream.as_mut().ok_or(LibraryError::Closed)?;
+        match descriptor {
+            Some(fd) => memfold_sys::descriptor::send(stream, bytes, fd),
+            None => stream.write_all(bytes),
+        }
+        .map_err(LibraryError::Lost)?;
+        let deadline = Instant::now() + self.timeout;
+        let mut chunk = vec![0; 64 << 10];
+        loop {
+            if let Some(reply) = self.decoder.next::<Reply>()? {
+                return Ok(reply);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            let late = LibraryError::Timeout {
+                seconds: self.timeout.as_secs_f64(),
+            };
+            if left.is_zero() {
+                return Err(late);
+            }
+            let got = stream
+                .set_read_timeout(Some(left))
+                .and_then(|()| std::io::Read::read(stream, &mut chunk));
+            match got {
+                Ok(0) => return Err(LibraryError::Lost(ErrorKind::UnexpectedEof.into())),
+                Ok(n) => self.decoder.push(&chunk[..n]),
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Err(late),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(LibraryError::Lost(e)),
+            }
+        }
+    }
+}
+
+/// Whether `reply` can be the answer to `order`.
+fn fits(order: &Order, reply: &Reply) -> bool {
+    match (order, reply) {
+        (_, Reply::Error { .. })
+        | (Order::Hello { .. }, Reply::Hello { .. })
+        | (Order::AddRam { .. } | Order::AddStore { .. } | Order::Map { .. }, Reply::Ok)
+        | (Order::DropZero { .. }, Reply::Zero { .. })
+        | (Order::Stats, Reply::Stats(_)) => true,
+        (Order::Fold { runs, .. }, Reply::Outcomes { outcomes, .. }) => {
+            runs.len() == outcomes.len()
+        }
+        (Order::Release { ranges, .. }, Reply::Outcomes { outcomes, .. }) => {
+            ranges.len() == outcomes.len()
+        }
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_wire::library::{FoldRun, Freeze, Outcome};
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixListener;
+
+    fn hello(version: u16) -> Reply {
+        Reply::Hello {
+            version,
+            library: "test".into(),
+            can_move: true,
+            can_write_protect: true,
+            problem: None,
+        }
+    }
+
+    /// A library that answers with `replies`, one an order, and tells whether descriptors came.
+    fn library(
+        replies: Vec<Reply>,
+    ) -> (
+        tempfile::TempDir,
+        PathBuf,
+        std::thread::JoinHandle<Vec<bool>>,
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("l");
+        let listener = UnixListener::bind(&path).unwrap();
+        let thread = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut decoder = Decoder::new();
+            let mut with_descriptor = Vec::new();
+            for reply in replies {
+                let mut descriptor = false;
+                while decoder.next::<Order>().unwrap().is_none() {
+                    let mut chunk = [0; 4096];
+                    let (n, fd) = memfold_sys::descriptor::receive(&stream, &mut chunk).unwrap();
+                    assert_ne!(n, 0);
+                    descriptor |= fd.is_some();
+                    decoder.push(&chunk[..n]);
+                }
+                with_descriptor.push(descriptor);
+                stream.write_all(&encode(&reply).unwrap()).unwrap();
+            }
+            with_descriptor
+        });
+        (dir, path, thread)
+    }
+
+    fn fold(runs: usize) -> Order {
+        let run = FoldRun {
+            hva: 0x1000,
+            pages: 1,
+            store: 0,
+            store_page: 0,
+        };
+        Order::Fold {
+            freeze: Freeze::Move,
+            runs: vec![run; runs],
+        }
+    }
+
+    #[test]
+    fn orders_get_their_replies_and_descriptors_travel() {
+        let (_dir, path, thread) = library(vec![
+            hello(VERSION),
+            Reply::Ok,
+            Reply::Outcomes {
+                outcomes: vec![Outcome::Done; 3],
+                cpu_ns: 1,
+            },
+            Reply::Error {
+                reason: "no such store".into(),
+            },
+        ]);
+        let mut link = LibraryLink::connect(&path, Duration::from_secs(5)).unwrap();
+        assert!(link.facts().can_move);
+        let null = std::fs::File::open("/dev/null").unwrap();
+        let add = Order::AddStore {
+            store: 0,
+            max_pages: 1,
+        };
+        assert_eq!(link.order(&add, Some(null.as_fd())).unwrap(), Reply::Ok);
+        link.order(&fold(3), None).unwrap();
+        assert!(matches!(
+            link.order(&fold(1), None),
+            Err(LibraryError::Refused(_))
+        ));
+        assert_eq!(thread.join().unwrap(), [false, true, false, false]);
+    }
+
+    #[test]
+    fn a_reply_with_another_number_of_outcomes_closes_the_link() {
+        let (_dir, path, _thread) = library(vec![
+            hello(VERSION),
+            Reply::Outcomes {
+                outcomes: vec![Outcome::Done; 2],
+                cpu_ns: 1,
+            },
+        ]);
+        let mut link = LibraryLink::connect(&path, Duration::from_secs(5)).unwrap();
+        assert!(matches!(
+            link.order(&fold(3), None),
+            Err(LibraryError::Mismatch(_))
+        ));
+        assert!(matches!(
+            link.order(&fold(3), None),
+            Err(LibraryError::Closed)
+        ));
+    }
+
+    #[test]
+    fn other_versions_and_silence_are_told_apart() {
+        let (_dir, path, _thread) = library(vec![hello(VERSION + 1)]);
+        let error = LibraryLink::connect(&path, Duration::from_secs(5)).unwrap_err();
+        assert!(matches!(error, LibraryError::Version { .. }), "{error}");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("l");
+        let _silent = UnixListener::bind(&path).unwrap();
+        let error = LibraryLink::connect(&path, Duration::from_millis(30)).unwrap_err();
+        assert!(matches!(error, LibraryError::Timeout { .. }), "{error}");
+    }
+}

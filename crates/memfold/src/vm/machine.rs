@@ -1,0 +1,440 @@
+//! A running VM: ours, found again after a daemon's death, or attached to.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use memfold_wire::library::Advice;
+use rustix::process::Pid;
+use serde::Serialize;
+
+use super::agent_link::{AgentEvent, AgentLink, AgentOptions};
+use super::conditions::{self, Reason, VmConditions};
+use super::directory::{Record, VmDirectory};
+use super::endpoints;
+use super::layout::{RamBlock, RamLayout};
+use super::library_link::{LibraryError, LibraryLink};
+use super::process::{Identity, Process};
+use super::qmp::{Qmp, QmpError};
+use super::ram::{self, RamError};
+use super::spec::VmSpec;
+
+/// Time that QEMU's monitor and library have for an answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time that QEMU has to end after `quit`, and after a kill.
+const QUIT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why a VM can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    /// No such VM.
+    #[error("no VM named '{name}' is running")]
+    NotFound {
+        /// The name.
+        name: String,
+    },
+    /// QEMU doesn't answer.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// The process at the other end of a QMP socket is no QEMU, or can't be looked at.
+    #[error("the process behind QMP socket {path} cannot be used: {why}")]
+    Peer {
+        /// The socket.
+        path: PathBuf,
+        /// What is wrong.
+        why: String,
+    },
+    /// The VM's files or process can't be looked at.
+    #[error("cannot look at VM '{name}'")]
+    Look {
+        /// The VM.
+        name: String,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// It didn't end, not even killed.
+    #[error("VM '{name}' (process {pid}) did not end, not even killed")]
+    Undying {
+        /// The VM.
+        name: String,
+        /// Its process number.
+        pid: i32,
+    },
+    /// It was attached to and is not ours to end.
+    #[error("VM '{name}' was not started by memfold; end it where it was started")]
+    NotOurs {
+        /// The VM.
+        name: String,
+    },
+}
+
+/// How a VM was ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StopKind {
+    /// It had ended before.
+    Already,
+    /// The guest shut down.
+    PoweredDown,
+    /// QEMU was told to quit: the guest had no time left.
+    Quit,
+    /// QEMU was killed.
+    Killed,
+}
+
+/// One thing that memfold can, or can't, do with a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Ability {
+    /// What.
+    pub what: &'static str,
+    /// Whether it is possible.
+    pub possible: bool,
+    /// Why not, and what would change it.
+    pub reasons: Vec<String>,
+}
+
+/// A running QEMU.
+#[derive(Debug)]
+pub struct Vm {
+    name: String,
+    process: Process,
+    spec: Option<VmSpec>,
+    record: Option<Record>,
+    directory: Option<VmDirectory>,
+    qmp_socket: PathBuf,
+    library_socket: Option<PathBuf>,
+    agent_socket: Option<PathBuf>,
+}
+
+impl Vm {
+    /// The running VM that has its files in `directory`.
+    pub fn open(directory: &VmDirectory) -> Result<Self, MachineError> {
+        let name = directory.name();
+        let look = |source: io::Error| {
+            if source.kind() == io::ErrorKind::NotFound {
+                MachineError::NotFound { name: name.clone() }
+            } else {
+                MachineError::Look {
+                    name: name.clone(),
+                    source,
+                }
+            }
+        };
+        let record: Record = VmDirectory::read_json(&directory.record()).map_err(look)?;
+        let spec: VmSpec = VmDirectory::read_json(&directory.spec()).map_err(look)?;
+        let process = Process::open(record.process).map_err(look)?;
+        Ok(Self {
+            process,
+            spec: Some(spec),
+            qmp_socket: directory.qmp(),
+            library_socket: record.library.is_some().then(|| directory.library()),
+            agent_socket: Some(directory.agent()),
+            record: Some(record),
+            directory: Some(directory.clone()),
+            name,
+        })
+    }
+
+    /// The running VM `name` under `state`.
+    pub fn find(state: &Path, name: &str) -> Result<Self, MachineError> {
+        // A name that could leave the directory is nobody's.
+        if super::spec::check_name("name", name).is_err() {
+            return Err(MachineError::NotFound { name: name.into() });
+        }
+        Self::open(&VmDirectory::of(state, name))
+    }
+
+    /// All running VMs under `state`, sorted by name: how a new daemon takes over those of a dead one. Directories of VMs
+    /// that run no more are removed; one that can't be read is told in the log and left alone.
+    pub fn discover(state: &Path) -> io::Result<Vec<Self>> {
+        let mut found = Vec::new();
+        for directory in VmDirectory::all(state)? {
+            match Self::open(&directory) {
+                Ok(vm) => found.push(vm),
+                Err(MachineError::NotFound { .. }) => {
+                    if let Err(error) = Self::clear_if_stale(&directory) {
+                        tracing::warn!(vm = directory.name(), %error, "cannot remove the files of a VM that ended");
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(
+                        vm = directory.name(),
+                        error = &error as &dyn std::error::Error,
+                        "left alone"
+                    );
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Removes the directory if its VM has ended; whether it did. False: it runs, or is being started.
+    pub fn clear_if_stale(directory: &VmDirectory) -> io::Result<bool> {
+        let Some(_lock) = (match directory.lock() {
+            // Removed meanwhile by another process.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(true),
+            other => other?,
+        }) else {
+            return Ok(false);
+        };
+        let record = match VmDirectory::read_json::<Record>(&directory.record()) {
+            Ok(record) => {
+                match Process::open(record.process) {
+                    Ok(_) => return Ok(false),
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                    Err(e) => return Err(e),
+                }
+                Some(record)
+            }
+            // Whoever started it died between the start and the record; QEMU may live.
+            Err(_) if std::os::unix::net::UnixStream::connect(directory.qmp()).is_ok() => {
+                return Err(io::Error::other(
+                    "QEMU answers there, and there is no record of it; end it by its qmp.sock",
+                ));
+            }
+            Err(_) => None,
+        };
+        directory.remove(&record.map(|r| r.overlays).unwrap_or_default())?;
+        Ok(true)
+    }
+
+    /// An already running QEMU, by its QMP socket. Nothing of it is changed.
+    pub fn attach(qmp_socket: &Path) -> Result<Self, MachineError> {
+        let mut qmp = Qmp::connect(qmp_socket, ANSWER_TIMEOUT)?;
+        let bad = |why: String| MachineError::Peer {
+            path: qmp_socket.into(),
+            why,
+        };
+        let pid = qmp
+            .peer_pid()
+            .ok_or_else(|| bad("the kernel does not tell its process".into()))?;
+        let look = |e: io::Error| bad(format!("process {}: {e}", pid.as_raw_nonzero()));
+        let identity = Identity::of(pid).map_err(look)?;
+        let process = Process::open(identity).map_err(look)?;
+        let words = endpoints::command_line(pid).map_err(look)?;
+        let program = words.first().map_or("", String::as_str);
+        if !program.contains("qemu") {
+            return Err(bad(format!(
+                "its socket was made by '{program}' (process {}), which is no QEMU; give QEMU a -qmp unix:PATH,server=on of its own",
+                pid.as_raw_nonzero()
+            )));
+        }
+        let library = endpoints::library(pid).map_err(look)?;
+        let agent_socket = endpoints::agent_socket(&mut qmp)?;
+        Ok(Self {
+            name: endpoints::guest_name(&words)
+                .filter(|n| super::spec::check_name("name", n).is_ok())
+                .unwrap_or_else(|| format!("qemu-{}", pid.as_raw_nonzero())),
+            process,
+            spec: None,
+            record: None,
+            directory: None,
+            qmp_socket: qmp_socket.into(),
+            library_socket: library.socket.filter(|_| library.loaded),
+            agent_socket,
+        })
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// QEMU's process.
+    #[must_use]
+    pub const fn process(&self) -> &Process {
+        &self.process
+    }
+
+    /// QEMU's process number.
+    #[must_use]
+    pub const fn pid(&self) -> Pid {
+        self.process.pid()
+    }
+
+    /// What was asked for; `None` for an attached VM.
+    #[must_use]
+    pub const fn spec(&self) -> Option<&VmSpec> {
+        self.spec.as_ref()
+    }
+
+    /// What was started; `None` for an attached VM.
+    #[must_use]
+    pub const fn record(&self) -> Option<&Record> {
+        self.record.as_ref()
+    }
+
+    /// Its files; `None` for an attached VM.
+    #[must_use]
+    pub const fn directory(&self) -> Option<&VmDirectory> {
+        self.directory.as_ref()
+    }
+
+    /// Its trust domain; an attached VM has none and shares with nobody.
+    #[must_use]
+    pub fn domain(&self) -> Option<&str> {
+        self.spec.as_ref()?.domain.as_deref()
+    }
+
+    /// Whether memfold's library is in QEMU.
+    #[must_use]
+    pub const fn has_library(&self) -> bool {
+        self.library_socket.is_some()
+    }
+
+    /// The library's socket, if it is in QEMU.
+    #[must_use]
+    pub fn library_socket(&self) -> Option<&Path> {
+        self.library_socket.as_deref()
+    }
+
+    /// The socket of the agent's port, if the VM has one.
+    #[must_use]
+    pub fn agent_socket(&self) -> Option<&Path> {
+        self.agent_socket.as_deref()
+    }
+
+    /// A new connection to the monitor for people and commands. Close it soon: QEMU serves one client at a time.
+    pub fn qmp(&self) -> Result<Qmp, QmpError> {
+        Qmp::connect(&self.qmp_socket, ANSWER_TIMEOUT)
+    }
+
+    /// A new connection to the daemon's own monitor (an attached VM's only one), to be kept.
+    pub fn daemon_qmp(&self) -> Result<Qmp, QmpError> {
+        let socket = self.directory.as_ref().map(VmDirectory::daemon_qmp);
+        Qmp::connect(socket.as_ref().unwrap_or(&self.qmp_socket), ANSWER_TIMEOUT)
+    }
+
+    /// Its RAM now. Read again after boot and after hot-plug: both change it.
+    pub fn layout(&self, qmp: &mut Qmp) -> Result<RamLayout, RamError> {
+        ram::read(qmp)
+    }
+
+    /// What it allows now.
+    pub fn conditions(&self, qmp: &mut Qmp) -> Result<VmConditions, RamError> {
+        conditions::read(qmp, self.pid(), self.has_library())
+    }
+
+    /// The advice that QEMU gave a RAM block.
+    pub fn advice(&self, block: &RamBlock) -> io::Result<Advice> {
+        endpoints::advice(self.pid(), block)
+    }
+
+    /// Connects to the library; `None` if it isn't in QEMU.
+    pub fn library_link(&self) -> Option<Result<LibraryLink, LibraryError>> {
+        let socket = self.library_socket.as_ref()?;
+        Some(LibraryLink::connect(socket, ANSWER_TIMEOUT))
+    }
+
+    /// Begins to connect to the agent; `None` if the VM has no port for it.
+    pub fn agent_link(
+        &self,
+        options: AgentOptions,
+        sink: impl FnMut(AgentEvent) + Send + 'static,
+    ) -> Option<AgentLink> {
+        let socket = self.agent_socket.as_ref()?;
+        Some(AgentLink::start(socket, options, sink))
+    }
+
+    /// What memfold can do with it now, in words.
+    pub fn abilities(&self, qmp: &mut Qmp) -> Result<Vec<Ability>, RamError> {
+        let conditions = self.conditions(qmp)?;
+        let mut fold: Vec<String> = conditions.fold.iter().map(Reason::to_string).collect();
+        if !self.has_library() {
+            fold.insert(
+                0,
+                format!(
+                    "memfold's library is not in this QEMU (start it with LD_PRELOAD=.../{} and {}=SOCKET)",
+                    crate::host::files::LIBRARY,
+                    memfold_wire::library::SOCKET_VARIABLE
+                ),
+            );
+        }
+        let mut refold = fold.clone();
+        refold.extend(conditions.refold_live.iter().map(Reason::to_string));
+        let hints = match self.agent_socket {
+            Some(_) => Vec::new(),
+            None => vec![format!(
+                "it has no virtio-serial port {} on a Unix socket (add one, and the agent in the guest)",
+                memfold_wire::agent::PORT_NAME
+            )],
+        };
+        let ability = |what, reasons: Vec<String>| Ability {
+            what,
+            possible: reasons.is_empty(),
+            reasons,
+        };
+        Ok(vec![
+            ability("show its memory in the ledger", Vec::new()),
+            ability("get hints from its guest", hints),
+            ability("fold its RAM", fold),
+            ability("fold again while it runs", refold),
+        ])
+    }
+
+    /// Ends the VM: asks the guest to shut down and gives it `timeout`; then tells QEMU to quit; then kills it. Its files and
+    /// temporary overlays are removed.
+    pub fn stop(&self, timeout: Duration) -> Result<StopKind, MachineError> {
+        let (Some(directory), Some(record)) = (&self.directory, &self.record) else {
+            return Err(MachineError::NotOurs {
+                name: self.name.clone(),
+            });
+        };
+        let look = |source| MachineError::Look {
+            name: self.name.clone(),
+            source,
+        };
+        let kind = self
+            .end(timeout)
+            .map_err(look)?
+            .ok_or_else(|| MachineError::Undying {
+                name: self.name.clone(),
+                pid: self.pid().as_raw_nonzero().get(),
+            })?;
+        directory.remove(&record.overlays).map_err(look)?;
+        Ok(kind)
+    }
+
+    fn end(&self, timeout: Duration) -> io::Result<Option<StopKind>> {
+        if self.process.has_exited()? {
+            return Ok(Some(StopKind::Already));
+        }
+        match self.qmp() {
+            Ok(mut qmp) => {
+                if !timeout.is_zero() && self.power_down(&mut qmp, timeout)? {
+                    return Ok(Some(StopKind::PoweredDown));
+                }
+                // QEMU may close the connection before it answers; the wait below tells.
+                if let Err(error) = qmp.query("quit") {
+                    tracing::debug!(vm = self.name, %error, "quit was not answered");
+                }
+                if self.process.wait_exit(QUIT_TIMEOUT)? {
+                    return Ok(Some(StopKind::Quit));
+                }
+            }
+            Err(error) => {
+                tracing::warn!(vm = self.name, %error, "QEMU does not answer and is killed")
+            }
+        }
+        self.process.kill()?;
+        Ok(self
+            .process
+            .wait_exit(QUIT_TIMEOUT)?
+            .then_some(StopKind::Killed))
+    }
+
+    /// Asks the guest to shut down; whether QEMU has ended in time. A guest that isn't running can't hear it.
+    fn power_down(&self, qmp: &mut Qmp, timeout: Duration) -> io::Result<bool> {
+        let deadline = Instant::now() + timeout;
+        let running = qmp
+            .query("query-status")
+            .is_ok_and(|s| s["running"] == true);
+        if !running || qmp.query("system_powerdown").is_err() {
+            return Ok(false);
+        }
+        self.process
+            .wait_exit(deadline.saturating_duration_since(Instant::now()))
+    }
+}

@@ -1,0 +1,147 @@
+//! QEMU processes, told apart by pid *and* start time, so that a pid used again is never taken for ours.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
+
+/// A process of this boot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// Process number.
+    pub pid: i32,
+    /// Start time in clock ticks since boot (field 22 of `/proc/PID/stat`, proc_pid_stat(5)).
+    pub start_ticks: u64,
+}
+
+impl Identity {
+    /// The process that has this number now.
+    pub fn of(pid: Pid) -> io::Result<Self> {
+        let pid = pid.as_raw_nonzero().get();
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+        let start_ticks = start_ticks(&stat)
+            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))?;
+        Ok(Self { pid, start_ticks })
+    }
+}
+
+/// The fields after the command, which is in parentheses and may hold anything, begin with field 3.
+fn start_ticks(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    rest.split_whitespace().nth(22 - 3)?.parse().ok()
+}
+
+/// A handle on one process, which stays this process's even when its pid is used again.
+#[derive(Debug)]
+pub struct Process {
+    identity: Identity,
+    pid: Pid,
+    handle: OwnedFd,
+}
+
+impl Process {
+    /// Opens the process; `NotFound` if it has ended, also when another process has its pid by now.
+    pub fn open(identity: Identity) -> io::Result<Self> {
+        let gone = || io::Error::from(io::ErrorKind::NotFound);
+        let pid = Pid::from_raw(identity.pid).ok_or_else(gone)?;
+        let handle = pidfd_open(pid, PidfdFlags::empty()).map_err(|e| match e {
+            rustix::io::Errno::SRCH => gone(),
+            e => e.into(),
+        })?;
+        let process = Self {
+            identity,
+            pid,
+            handle,
+        };
+        // In this order: whoever has the pid after pidfd_open is the one that the handle means, or the handle's has ended.
+        match Identity::of(pid) {
+            Ok(now) if now == identity && !process.has_exited()? => Ok(process),
+            _ => Err(gone()),
+        }
+    }
+
+    /// Pid and start time.
+    #[must_use]
+    pub const fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// Process number; ours as long as [`has_exited`](Self::has_exited) is false.
+    #[must_use]
+    pub const fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// A descriptor that becomes readable when the process ends (pidfd_open(2)).
+    #[must_use]
+    pub const fn pidfd(&self) -> &OwnedFd {
+        &self.handle
+    }
+
+    /// Whether it has ended.
+    pub fn has_exited(&self) -> io::Result<bool> {
+        self.wait_exit(Duration::ZERO)
+    }
+
+    /// Waits until it has ended; false when the time is over.
+    pub fn wait_exit(&self, timeout: Duration) -> io::Result<bool> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).map_err(io::Error::other)?;
+            let mut fds = [PollFd::new(&self.handle, PollFlags::IN)];
+            match poll(&mut fds, Some(&left)) {
+                Ok(n) => return Ok(n > 0),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+
+    /// Kills it. No error if it has ended already.
+    pub fn kill(&self) -> io::Result<()> {
+        match pidfd_send_signal(&self.handle, Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn a_strange_command_name_does_not_hide_the_start_time() {
+        let stat = "7 (a) b (c)) S 1 7 7 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4711 8 9";
+        assert_eq!(start_ticks(stat), Some(4711));
+        assert_eq!(start_ticks("7 (a"), None);
+    }
+
+    #[test]
+    fn a_reused_pid_is_another_process() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = Pid::from_raw(child.id().cast_signed()).unwrap();
+        let identity = Identity::of(pid).unwrap();
+        let other = Identity {
+            start_ticks: identity.start_ticks + 1,
+            ..identity
+        };
+        assert_eq!(
+            Process::open(other).unwrap_err().kind(),
+            io::ErrorKind::NotFound
+        );
+        let process = Process::open(identity).unwrap();
+        assert!(!process.wait_exit(Duration::from_millis(20)).unwrap());
+        process.kill().unwrap();
+        assert!(process.wait_exit(Duration::from_secs(5)).unwrap());
+        child.wait().unwrap();
+        process.kill().unwrap();
+        assert!(Process::open(identity).is_err());
+    }
+}

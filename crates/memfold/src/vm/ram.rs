@@ -1,0 +1,388 @@
+//! The RAM layout as QEMU tells it.
+//!
+//! ```text
+//!   info ramblock   block "ram0" -> address in QEMU (HVA), length, page size
+//!   query-memdev    which blocks are RAM that the user gave the guest (not ROM, video memory, ...)
+//!   query-memory-devices   which of those are no system RAM after all (NVDIMM, virtio-pmem)
+//!   info mtree -f   address space "memory": guest-physical range -> block + offset, the hole below 4 GiB left out
+//! ```
+//! The flat view changes when the firmware maps its shadow areas below 1 MiB and when memory is plugged: read it again
+//! after boot and after hot-plug.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use memfold_units::{Hva, PAGE_SIZE, Pfn};
+use serde_json::Value;
+
+use super::layout::{RamBlock, RamLayout, RamSlot};
+use super::qmp::{Qmp, QmpError};
+
+/// Why the layout could not be had.
+#[derive(Debug, thiserror::Error)]
+pub enum RamError {
+    /// QEMU gave no answer.
+    #[error("cannot ask QEMU for its RAM layout")]
+    Qmp(#[from] QmpError),
+    /// QEMU's text is not what we know; nothing is guessed from it.
+    #[error("QEMU's {what} is not as expected: {why}")]
+    Text {
+        /// Which answer.
+        what: &'static str,
+        /// What is wrong.
+        why: String,
+    },
+}
+
+fn text(what: &'static str, why: impl Into<String>) -> RamError {
+    RamError::Text {
+        what,
+        why: why.into(),
+    }
+}
+
+/// A line of `info ramblock`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockFacts {
+    /// QEMU's name.
+    pub name: String,
+    /// Page size of its backing in bytes: more than 4096 means hugetlbfs.
+    pub page_bytes: u64,
+    /// Length in use, in bytes.
+    pub used_bytes: u64,
+    /// Address in the QEMU process.
+    pub hva: Hva,
+}
+
+/// A RAM backend, from `query-memdev`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backend {
+    /// Its id, and the name of its RAM block.
+    pub id: String,
+    /// Whether it is mapped shared.
+    pub share: bool,
+    /// Length in bytes.
+    pub size_bytes: u64,
+}
+
+/// Asks QEMU for everything and puts it together.
+pub fn read(qmp: &mut Qmp) -> Result<RamLayout, RamError> {
+    let blocks = read_blocks(qmp)?;
+    let backends = read_backends(qmp)?;
+    let devices = qmp.query("query-memory-devices")?;
+    let tree = qmp.human("info mtree -f")?;
+    assemble(&blocks, &system_ram(&backends, &devices), &tree)
+}
+
+/// QEMU's RAM blocks.
+pub fn read_blocks(qmp: &mut Qmp) -> Result<Vec<BlockFacts>, RamError> {
+    parse_blocks(&qmp.human("info ramblock")?)
+}
+
+/// QEMU's RAM backends.
+pub fn read_backends(qmp: &mut Qmp) -> Result<Vec<Backend>, RamError> {
+    let answer = qmp.query("query-memdev")?;
+    parse_backends(&answer)
+}
+
+fn parse_backends(answer: &Value) -> Result<Vec<Backend>, RamError> {
+    let bad = || text("query-memdev", answer.to_string());
+    let backend = |v: &Value| {
+        Some(Backend {
+            id: v["id"].as_str()?.to_owned(),
+            share: v["share"].as_bool()?,
+            size_bytes: v["size"].as_u64()?,
+        })
+    };
+    answer
+        .as_array()
+        .ok_or_else(bad)?
+        .iter()
+        // A backend without an id is no guest's main memory and no DIMM: those are found by their id.
+        .filter(|v| v.get("id").is_some())
+        .map(|v| backend(v).ok_or_else(bad))
+        .collect()
+}
+
+/// Ids of the backends that hold system RAM: all but those of NVDIMM and virtio-pmem devices.
+fn system_ram(backends: &[Backend], devices: &Value) -> BTreeSet<String> {
+    let others: BTreeSet<&str> = devices
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter(|d| !matches!(d["type"].as_str(), Some("dimm" | "virtio-mem")))
+        .filter_map(|d| d["data"]["memdev"].as_str())
+        .map(|path| path.rsplit('/').next().unwrap_or(path))
+        .collect();
+    backends
+        .iter()
+        .filter(|b| !others.contains(b.id.as_str()))
+        .map(|b| b.id.clone())
+        .collect()
+}
+
+/// Reads `info ramblock`.
+pub fn parse_blocks(answer: &str) -> Result<Vec<BlockFacts>, RamError> {
+    let mut lines = answer.lines().filter(|l| !l.trim().is_empty());
+    let header = lines.next().unwrap_or_default();
+    let columns: Vec<&str> = header.split_whitespace().collect();
+    // "Block Name" and "PSize" are followed by columns that older versions have fewer of; without HVA we can't go on.
+    if columns.get(..6) != Some(&["Block", "Name", "PSize", "Offset", "Used", "Total"])
+        || columns.get(6) != Some(&"HVA")
+    {
+        return Err(text(
+            "info ramblock",
+            format!(
+                "columns are '{}'; QEMU 9 or newer has an HVA column",
+                header.trim()
+            ),
+        ));
+    }
+    lines
+        .map(|line| {
+            parse_block(line)
+                .ok_or_else(|| text("info ramblock", format!("line '{}'", line.trim())))
+        })
+        .collect()
+}
+
+fn parse_block(line: &str) -> Option<BlockFacts> {
+    // From the right, since a name may hold spaces: RO HVA Total Used Offset unit number.
+    let mut fields = line.split_whitespace().rev();
+    let _read_only = fields.next()?;
+    let hva = hex(fields.next()?)?;
+    let _total = hex(fields.next()?)?;
+    let used = hex(fields.next()?)?;
+    let _offset = hex(fields.next()?)?;
+    let unit = match fields.next()? {
+        "B" => 1,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        _ => return None,
+    };
+    let number: u64 = fields.next()?.parse().ok()?;
+    let mut name: Vec<&str> = fields.collect();
+    name.reverse();
+    Some(BlockFacts {
+        name: name.join(" "),
+        page_bytes: number.checked_mul(unit)?,
+        used_bytes: used,
+        hva: Hva(hva),
+    })
+}
+
+fn hex(field: &str) -> Option<u64> {
+    u64::from_str_radix(field.strip_prefix("0x").unwrap_or(field), 16).ok()
+}
+
+/// A RAM range of the flat view: first and last byte, block, offset in the block.
+#[derive(Debug, PartialEq, Eq)]
+struct FlatRange<'a> {
+    first: u64,
+    last: u64,
+    block: &'a str,
+    offset: u64,
+}
+
+/// RAM ranges of the address space "memory" in `info mtree -f`.
+fn flat_ranges(tree: &str) -> Result<Vec<FlatRange<'_>>, RamError> {
+    let view = tree
+        .split("FlatView #")
+        .find(|v| {
+            v.lines()
+                .any(|l| l.trim_start().starts_with("AS \"memory\","))
+        })
+        .ok_or_else(|| text("info mtree -f", "no address space \"memory\""))?;
+    view.lines()
+        .filter(|l| l.contains(", ram): "))
+        .map(|line| {
+            flat_range(line).ok_or_else(|| text("info mtree -f", format!("line '{}'", line.trim())))
+        })
+        .collect()
+}
+
+/// Reads `  0000000000100000-000000007fffffff (prio 0, ram): ram0 @0000000000100000 KVM`.
+fn flat_range(line: &str) -> Option<FlatRange<'_>> {
+    let (range, rest) = line.trim().split_once(' ')?;
+    let (first, last) = range.split_once('-')?;
+    let (_, place) = rest.split_once(", ram): ")?;
+    let place = place.strip_suffix(" KVM").unwrap_or(place);
+    let (block, offset) = match place.rsplit_once(" @") {
+        Some((block, offset)) => (block, hex(offset)?),
+        None => (place, 0),
+    };
+    Some(FlatRange {
+        first: hex(first)?,
+        last: hex(last)?,
+        block,
+        offset,
+    })
+}
+
+fn assemble(
+    blocks: &[BlockFacts],
+    system: &BTreeSet<String>,
+    tree: &str,
+) -> Result<RamLayout, RamError> {
+    // Older machine types name a block by its object's path.
+    let is_system = |name: &str| system.contains(name.strip_prefix("/objects/").unwrap_or(name));
+    let known: BTreeMap<&str, &BlockFacts> = blocks.iter().map(|b| (b.name.as_str(), b)).collect();
+    let mut layout = RamLayout::default();
+    let mut ranges = flat_ranges(tree)?;
+    ranges.retain(|r| is_system(r.block));
+    ranges.sort_by_key(|r| r.first);
+    let mut end = 0;
+    for range in &ranges {
+        let wrong = |why: String| text("info mtree -f", why);
+        let facts = known
+            .get(range.block)
+            .ok_or_else(|| wrong(format!("block '{}' is not in info ramblock", range.block)))?;
+        let bytes = range
+            .last
+            .checked_sub(range.first)
+            .and_then(|n| n.checked_add(1))
+            .ok_or_else(|| wrong(format!("range {:#x}-{:#x}", range.first, range.last)))?;
+        let aligned = [range.first, bytes, range.offset, facts.hva.0]
+            .iter()
+            .all(|n| n % PAGE_SIZE == 0);
+        let inside = range
+            .offset
+            .checked_add(bytes)
+            .is_some_and(|e| e <= facts.used_bytes);
+        if !aligned || !inside || range.first < end {
+            return Err(wrong(format!(
+                "range {:#x}-{:#x} of '{}' at {:#x} is unaligned, overlaps, or leaves its block of {:#x} bytes",
+                range.first, range.last, range.block, range.offset, facts.used_bytes
+            )));
+        }
+        end = range.last;
+        let block = block_index(&mut layout, facts);
+        let slot = RamSlot {
+            pfn: Pfn(range.first / PAGE_SIZE),
+            pages: bytes / PAGE_SIZE,
+            hva: facts.hva.add_pages(range.offset / PAGE_SIZE),
+            block,
+        };
+        match layout.slots.last_mut() {
+            // The firmware's shadow areas cut low memory into pieces that are one again.
+            Some(before)
+                if before.block == block
+                    && before.pfn.add_pages(before.pages) == slot.pfn
+                    && before.hva.add_pages(before.pages) == slot.hva =>
+            {
+                before.pages += slot.pages;
+            }
+            _ => layout.slots.push(slot),
+        }
+    }
+    if layout.slots.is_empty() {
+        return Err(text("info mtree -f", "no system RAM"));
+    }
+    Ok(layout)
+}
+
+fn block_index(layout: &mut RamLayout, facts: &BlockFacts) -> usize {
+    let known = layout.blocks.iter().position(|b| b.name == facts.name);
+    known.unwrap_or_else(|| {
+        layout.blocks.push(RamBlock {
+            name: facts.name.clone(),
+            hva: facts.hva,
+            pages: facts.used_bytes / PAGE_SIZE,
+        });
+        layout.blocks.len() - 1
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    const DIMM_BLOCKS: &str = include_str!("fixtures/qemu10_5g_dimm.ramblock");
+    const DIMM_TREE: &str = include_str!("fixtures/qemu10_5g_dimm.mtree");
+    const KVM_BLOCKS: &str = include_str!("fixtures/qemu10_kvm_vga.ramblock");
+    const KVM_TREE: &str = include_str!("fixtures/qemu10_kvm_vga.mtree");
+
+    fn names(list: &[&str]) -> BTreeSet<String> {
+        list.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn five_gib_and_a_dimm_have_a_hole_below_4_gib() {
+        let blocks = parse_blocks(DIMM_BLOCKS).unwrap();
+        let layout = assemble(&blocks, &names(&["ram0", "mem1"]), DIMM_TREE).unwrap();
+        let (ram0, mem1) = (Hva(0x7fd5_27e0_0000), Hva(0x7fd4_dfe0_0000));
+        // Less 256 KiB of ROM and BIOS shadow below 1 MiB.
+        assert_eq!(layout.pages(), (6 << 18) - 0x40);
+        assert_eq!(layout.blocks.len(), 2);
+        assert_eq!(
+            layout.hva_of(Pfn(0x7ffff)),
+            Some((ram0.add_pages(0x7ffff), 1))
+        );
+        assert_eq!(layout.hva_of(Pfn(0x80000)), None);
+        // 4 GiB continues where 2 GiB of the block were used below the hole.
+        assert_eq!(
+            layout.hva_of(Pfn(1 << 20)).unwrap().0,
+            ram0.add_pages(1 << 19)
+        );
+        assert_eq!(layout.hva_of(Pfn(0x1c_0000)).unwrap().0, mem1);
+        assert_eq!(layout.hva_of(Pfn(0x20_0000)), None);
+        // The BIOS lies in its own block, not in RAM.
+        assert_eq!(layout.hva_of(Pfn(0xf0)), None);
+    }
+
+    #[test]
+    fn under_kvm_with_video_memory_only_system_ram_counts() {
+        let blocks = parse_blocks(KVM_BLOCKS).unwrap();
+        assert_eq!(blocks[1].name, "0000:00:01.0/vga.vram");
+        let layout = assemble(&blocks, &names(&["pc.ram"]), KVM_TREE).unwrap();
+        assert_eq!(layout.blocks.len(), 1);
+        assert_eq!(layout.pages(), (512 << 8) - 0x40);
+    }
+
+    #[test]
+    fn nvdimm_and_pmem_are_no_system_ram() {
+        let backends = parse_backends(&json!([
+            {"id": "ram0", "share": false, "size": 4096},
+            {"id": "seg", "share": true, "size": 4096},
+            {"id": "mem1", "share": false, "size": 4096}
+        ]))
+        .unwrap();
+        let devices = json!([
+            {"type": "virtio-pmem", "data": {"memdev": "/objects/seg"}},
+            {"type": "dimm", "data": {"memdev": "/objects/mem1"}}
+        ]);
+        assert_eq!(system_ram(&backends, &devices), names(&["ram0", "mem1"]));
+    }
+
+    #[test]
+    fn text_that_we_do_not_know_is_an_error() {
+        assert!(parse_blocks("").is_err());
+        assert!(parse_blocks("Block Name PSize Offset Used Total\n x 4 KiB 0x0 0x0 0x0").is_err());
+        let blocks = parse_blocks(DIMM_BLOCKS).unwrap();
+        let all = names(&["ram0", "mem1"]);
+        assert!(assemble(&blocks, &all, "").is_err());
+        assert!(assemble(&blocks, &names(&[]), DIMM_TREE).is_err());
+        let beyond = DIMM_TREE.replace("00000001bfffffff", "00000001bffffffff");
+        assert!(assemble(&blocks, &all, &beyond).is_err());
+        let unaligned = DIMM_TREE.replace("@0000000080000000", "@0000000080000800");
+        assert!(assemble(&blocks, &all, &unaligned).is_err());
+        let fewer: Vec<_> = blocks.into_iter().skip(1).collect();
+        assert!(assemble(&fewer, &all, DIMM_TREE).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn damaged_text_never_panics(at in 0..DIMM_TREE.len(), byte in 32u8..127, cut in 0..DIMM_BLOCKS.len()) {
+            let mut tree = DIMM_TREE.as_bytes().to_vec();
+            tree[at] = byte;
+            let tree = String::from_utf8(tree).unwrap();
+            let _ = parse_blocks(&DIMM_BLOCKS[..cut]);
+            let blocks = parse_blocks(DIMM_BLOCKS).unwrap();
+            if let Ok(layout) = assemble(&blocks, &names(&["ram0", "mem1"]), &tree) {
+                prop_assert!(layout.slots.windows(2).all(|w| w[0].pfn.add_pages(w[0].pages) <= w[1].pfn));
+            }
+        }
+    }
+}

@@ -1,0 +1,583 @@
+//! What a VM is to be: from a TOML file, from flags, and back from the state directory.
+
+use std::path::{Path, PathBuf};
+
+use memfold_units::ByteSize;
+use serde::{Deserialize, Serialize};
+
+/// Longest VM or domain name in bytes.
+const MAX_NAME: usize = 64;
+/// Least memory of a VM; below it no Linux kernel boots.
+const MIN_MEMORY: ByteSize = ByteSize::mib(16);
+/// QEMU's limit of vCPUs on q35.
+const MAX_VCPUS: u32 = 4096;
+/// QEMU's limit of memory slots (`ACPI_MAX_RAM_SLOTS`).
+const MAX_SLOTS: u32 = 256;
+
+/// Why a description of a VM is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum SpecError {
+    /// The file could not be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// The description's path.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The file is no description of a VM.
+    #[error("{path} is no VM description")]
+    Parse {
+        /// The description's path.
+        path: PathBuf,
+        /// Where and why.
+        #[source]
+        source: Box<toml::de::Error>,
+    },
+    /// A name that can't be used.
+    #[error(
+        "{field} '{value}' must be 1 to 64 characters of a-z, 0-9, '.', '_' and '-', and begin with a letter or digit"
+    )]
+    Name {
+        /// Which field.
+        field: &'static str,
+        /// What it says.
+        value: String,
+    },
+    /// A value out of its range, or two that contradict each other.
+    #[error("{field}: {why}")]
+    Value {
+        /// Which field.
+        field: &'static str,
+        /// What is wrong and what would be right.
+        why: String,
+    },
+    /// A file that the VM needs can't be used.
+    #[error("{field}: cannot use {path}")]
+    File {
+        /// Which field.
+        field: &'static str,
+        /// The path.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// What carries out the guest's instructions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AccelChoice {
+    /// KVM where a probe guest really boots, else TCG.
+    #[default]
+    Auto,
+    /// Hardware virtualization.
+    Kvm,
+    /// QEMU's translator.
+    Tcg,
+}
+
+/// Format of a disk image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskFormat {
+    /// The disk's bytes as they are.
+    Raw,
+    /// QEMU's own.
+    Qcow2,
+}
+
+impl DiskFormat {
+    /// QEMU's name of the driver.
+    #[must_use]
+    pub const fn driver(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
+/// QEMU's cache modes (`man qemu-system-x86_64`, `-drive cache=`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CacheMode {
+    /// Through the host's page cache. Lets folded pages be folded again while the VM runs.
+    #[default]
+    Writeback,
+    /// Direct I/O.
+    None,
+    /// Through the page cache, every write flushed.
+    Writethrough,
+    /// Direct I/O, every write flushed.
+    Directsync,
+    /// Through the page cache, never flushed: for throw-away guests.
+    Unsafe,
+}
+
+impl CacheMode {
+    /// Whether the host's page cache is passed by (`O_DIRECT`).
+    #[must_use]
+    pub const fn direct(self) -> bool {
+        matches!(self, Self::None | Self::Directsync)
+    }
+    /// Whether the guest's flushes are ignored.
+    #[must_use]
+    pub const fn no_flush(self) -> bool {
+        matches!(self, Self::Unsafe)
+    }
+    /// Whether the guest sees a volatile write cache.
+    #[must_use]
+    pub const fn write_cache(self) -> bool {
+        matches!(self, Self::Writeback | Self::None | Self::Unsafe)
+    }
+}
+
+/// How QEMU does a disk's I/O.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Aio {
+    /// A pool of threads.
+    #[default]
+    Threads,
+    /// io_uring.
+    IoUring,
+    /// Linux AIO; only with direct I/O.
+    Native,
+}
+
+impl Aio {
+    /// QEMU's name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Threads => "threads",
+            Self::IoUring => "io_uring",
+            Self::Native => "native",
+        }
+    }
+}
+
+/// One virtio-blk disk; they appear in the guest as vda, vdb, ... in this order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSpec {
+    /// The image file or block device.
+    pub path: PathBuf,
+    /// Its format. Unset: qcow2 if the name ends in `.qcow2`, else raw (never guessed from the bytes: a guest could write
+    /// a header into its raw disk).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<DiskFormat>,
+    /// Cache mode.
+    #[serde(default)]
+    pub cache: CacheMode,
+    /// I/O method.
+    #[serde(default)]
+    pub aio: Aio,
+    /// The guest may not write.
+    #[serde(default)]
+    pub read_only: bool,
+    /// Writes go to a temporary overlay, thrown away when the VM ends; the image stays as it is.
+    #[serde(default)]
+    pub snapshot: bool,
+}
+
+impl DiskSpec {
+    /// A disk with default settings.
+    #[must_use]
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            format: None,
+            cache: CacheMode::default(),
+            aio: Aio::default(),
+            read_only: false,
+            snapshot: false,
+        }
+    }
+
+    /// The format, by name if it isn't set.
+    #[must_use]
+    pub fn format(&self) -> DiskFormat {
+        self.format.unwrap_or_else(|| {
+            if self.path.extension().is_some_and(|e| e == "qcow2") {
+                DiskFormat::Qcow2
+            } else {
+                DiskFormat::Raw
+            }
+        })
+    }
+}
+
+/// How the VM boots. Nothing set: QEMU's own firmware, from the first disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BootSpec {
+    /// Linux kernel image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<PathBuf>,
+    /// Its initramfs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub initrd: Option<PathBuf>,
+    /// Its command line.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cmdline: Option<String>,
+    /// Firmware image instead of QEMU's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub firmware: Option<PathBuf>,
+}
+
+/// The guest's network.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Network {
+    /// No network card.
+    #[default]
+    None,
+    /// QEMU's user-mode network.
+    User,
+}
+
+/// A VM's description.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmSpec {
+    /// Unique on this host.
+    pub name: String,
+    /// RAM at start.
+    #[serde(with = "size_text")]
+    pub memory: ByteSize,
+    /// RAM that hot-plugging may reach; unset means none can be added.
+    #[serde(
+        default,
+        with = "optional_size_text",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub memory_max: Option<ByteSize>,
+    /// Hot-plug slots, with `memory_max`.
+    #[serde(default = "four")]
+    pub memory_slots: u32,
+    /// Virtual CPUs.
+    #[serde(default = "one")]
+    pub vcpus: u32,
+    /// Trust domain: the VMs that may share with each other. Unset: it shares with nobody.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain: Option<String>,
+    /// What carries it out.
+    #[serde(default)]
+    pub accel: AccelChoice,
+    /// Balloon with free page reporting: the guest gives freed memory back.
+    #[serde(default = "yes")]
+    pub balloon: bool,
+    /// Network.
+    #[serde(default)]
+    pub network: Network,
+    /// Preload memfold's library into QEMU, so that the VM's RAM can be folded.
+    #[serde(default = "yes")]
+    pub fold: bool,
+    /// More QEMU arguments, as they are.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub qemu_args: Vec<String>,
+    /// Kernel or firmware.
+    #[serde(default)]
+    pub boot: BootSpec,
+    /// Disks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskSpec>,
+}
+
+const fn one() -> u32 {
+    1
+}
+const fn four() -> u32 {
+    4
+}
+const fn yes() -> bool {
+    true
+}
+
+impl VmSpec {
+    /// A VM with default settings and no disk.
+    #[must_use]
+    pub fn new(name: impl Into<String>, memory: ByteSize) -> Self {
+        Self {
+            name: name.into(),
+            memory,
+            memory_max: None,
+            memory_slots: four(),
+            vcpus: one(),
+            domain: None,
+            accel: AccelChoice::default(),
+            balloon: true,
+            network: Network::default(),
+            fold: true,
+            qemu_args: Vec::new(),
+            boot: BootSpec::default(),
+            disks: Vec::new(),
+        }
+    }
+
+    /// Reads a TOML description. Relative paths in it are taken from its own directory. Not validated yet.
+    pub fn from_toml_file(path: &Path) -> Result<Self, SpecError> {
+        let text = std::fs::read_to_string(path).map_err(|source| SpecError::Read {
+            path: path.into(),
+            source,
+        })?;
+        let mut spec: Self = toml::from_str(&text).map_err(|source| SpecError::Parse {
+            path: path.into(),
+            source: Box::new(source),
+        })?;
+        let base = path.parent().unwrap_or(Path::new(""));
+        for (_, file) in spec.files_mut() {
+            *file = base.join(&file);
+        }
+        Ok(spec)
+    }
+
+    fn files_mut(&mut self) -> impl Iterator<Item = (&'static str, &mut PathBuf)> {
+        let boot = &mut self.boot;
+        let boot = [
+            ("boot.kernel", boot.kernel.as_mut()),
+            ("boot.initrd", boot.initrd.as_mut()),
+            ("boot.firmware", boot.firmware.as_mut()),
+        ];
+        boot.into_iter()
+            .filter_map(|(field, path)| Some((field, path?)))
+            .chain(self.disks.iter_mut().map(|d| ("disks.path", &mut d.path)))
+    }
+
+    /// Checks every field and that every file is there; makes paths absolute (QEMU runs in another directory).
+    pub fn validate(&mut self) -> Result<(), SpecError> {
+        check_name("name", &self.name)?;
+        if let Some(domain) = &self.domain {
+            check_name("domain", domain)?;
+        }
+        self.check_memory()?;
+        if !(1..=MAX_VCPUS).contains(&self.vcpus) {
+            return Err(value(
+                "vcpus",
+                format!("{} is not 1 to {MAX_VCPUS}", self.vcpus),
+            ));
+        }
+        self.check_boot()?;
+        for disk in &self.disks {
+            if disk.aio == Aio::Native && !disk.cache.direct() {
+                return Err(value(
+                    "disks.aio",
+                    "'native' works only with cache = \"none\" or \"directsync\"; use \"threads\" or \"io_uring\"".into(),
+                ));
+            }
+            if disk.snapshot && disk.read_only {
+                return Err(value(
+                    "disks.snapshot",
+                    "a read-only disk takes no writes, so it needs no overlay; set one of the two"
+                        .into(),
+                ));
+            }
+        }
+        for (field, path) in self.files_mut() {
+            let file = |source| SpecError::File {
+                field,
+                path: path.clone(),
+                source,
+            };
+            let absolute = path.canonicalize().map_err(file)?;
+            if absolute.is_dir() {
+                return Err(file(std::io::ErrorKind::IsADirectory.into()));
+            }
+            // QEMU's option syntax doubles commas, and `escape` does; a line feed has no escape in its messages.
+            *path = absolute;
+        }
+        Ok(())
+    }
+
+    fn check_memory(&self) -> Result<(), SpecError> {
+        let whole = |field, size: ByteSize| {
+            if size.0 % (1 << 20) == 0 {
+                Ok(())
+            } else {
+                Err(value(field, format!("{} bytes are not whole MiB", size.0)))
+            }
+        };
+        if self.memory < MIN_MEMORY {
+            return Err(value(
+                "memory",
+                format!("{} is less than {MIN_MEMORY}", self.memory),
+            ));
+        }
+        whole("memory", self.memory)?;
+        if let Some(max) = self.memory_max {
+            whole("memory_max", max)?;
+            if max <= self.memory {
+                return Err(value(
+                    "memory_max",
+                    format!("{max} is not more than memory, {}", self.memory),
+                ));
+            }
+            if !(1..=MAX_SLOTS).contains(&self.memory_slots) {
+                return Err(value(
+                    "memory_slots",
+                    format!("{} is not 1 to {MAX_SLOTS}", self.memory_slots),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_boot(&self) -> Result<(), SpecError> {
+        let boot = &self.boot;
+        if boot.kernel.is_none() && (boot.initrd.is_some() || boot.cmdline.is_some()) {
+            return Err(value(
+                "boot",
+                "initrd and cmdline belong to a kernel; set kernel too".into(),
+            ));
+        }
+        if boot.kernel.is_some() && boot.firmware.is_some() {
+            return Err(value("boot", "set either kernel or firmware".into()));
+        }
+        Ok(())
+    }
+}
+
+fn value(field: &'static str, why: String) -> SpecError {
+    SpecError::Value { field, why }
+}
+
+/// Checks the name of a VM or trust domain: it becomes a directory and part of QEMU's options.
+pub fn check_name(field: &'static str, name: &str) -> Result<(), SpecError> {
+    let letters = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    let good = (1..=MAX_NAME).contains(&name.len())
+        && name.starts_with(letters)
+        && name.chars().all(|c| letters(c) || "._-".contains(c));
+    if good {
+        Ok(())
+    } else {
+        Err(SpecError::Name {
+            field,
+            value: name.chars().take(100).collect(),
+        })
+    }
+}
+
+/// Sizes as people write them (`"512M"`), or plain bytes.
+mod size_text {
+    use super::ByteSize;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Size {
+        Bytes(u64),
+        Text(String),
+    }
+
+    pub fn serialize<S: Serializer>(size: &ByteSize, to: S) -> Result<S::Ok, S::Error> {
+        match size.0 {
+            n if n % (1 << 20) == 0 => to.serialize_str(&format!("{}M", n >> 20)),
+            n => to.serialize_u64(n),
+        }
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ByteSize, D::Error> {
+        match Size::deserialize(from)? {
+            Size::Bytes(n) => Ok(ByteSize(n)),
+            Size::Text(text) => text.parse().map_err(D::Error::custom),
+        }
+    }
+}
+
+mod optional_size_text {
+    use super::{ByteSize, size_text};
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize, Deserialize)]
+    struct Size(#[serde(with = "size_text")] ByteSize);
+
+    #[allow(clippy::ref_option)] // serde's signature
+    pub fn serialize<S: Serializer>(size: &Option<ByteSize>, to: S) -> Result<S::Ok, S::Error> {
+        size.map(Size).serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<ByteSize>, D::Error> {
+        Ok(Option::<Size>::deserialize(from)?.map(|s| s.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<VmSpec, toml::de::Error> {
+        toml::from_str(text)
+    }
+
+    #[test]
+    fn a_description_survives_toml_and_json() {
+        let spec = parse(
+            "name = 'a'\nmemory = '512M'\nmemory_max = '2G'\ndomain = 'blue'\n\
+             [boot]\nkernel = '/k'\ncmdline = 'quiet'\n[[disks]]\npath = '/d.qcow2'\ncache = 'none'\naio = 'io_uring'\n",
+        )
+        .unwrap();
+        assert_eq!(spec.memory, ByteSize::mib(512));
+        assert_eq!(spec.memory_max, Some(ByteSize(2 << 30)));
+        assert_eq!(spec.disks[0].format(), DiskFormat::Qcow2);
+        assert!(spec.fold && spec.balloon && spec.vcpus == 1);
+        assert_eq!(parse(&toml::to_string(&spec).unwrap()).unwrap(), spec);
+        let json = serde_json::to_string(&spec).unwrap();
+        assert_eq!(serde_json::from_str::<VmSpec>(&json).unwrap(), spec);
+    }
+
+    #[test]
+    fn unknown_fields_and_bad_sizes_are_refused() {
+        assert!(parse("name='a'\nmemory='512M'\nmemroy='1G'").is_err());
+        assert!(parse("name='a'\nmemory='lots'").is_err());
+        assert!(parse("name='a'\nmemory=-1").is_err());
+    }
+
+    #[test]
+    fn names_that_could_leave_their_directory_are_refused() {
+        for bad in [
+            "",
+            ".",
+            "..",
+            "../x",
+            "a/b",
+            "A",
+            "a b",
+            "a,b",
+            "-a",
+            &"a".repeat(65),
+        ] {
+            assert!(check_name("name", bad).is_err(), "{bad} was accepted");
+        }
+        for good in ["a", "web-1", "db_2.test", &"a".repeat(64)] {
+            check_name("name", good).unwrap();
+        }
+    }
+
+    #[test]
+    fn contradictions_are_named() {
+        let broken: [(&str, fn(&mut VmSpec)); 7] = [
+            ("memory", |s| s.memory = ByteSize::mib(1)),
+            ("memory_max", |s| s.memory_max = Some(ByteSize::mib(64))),
+            ("vcpus", |s| s.vcpus = 0),
+            ("boot", |s| s.boot.initrd = Some("/dev/null".into())),
+            ("boot.kernel", |s| s.boot.kernel = Some("/nowhere/k".into())),
+            ("disks.path", |s| s.disks = vec![DiskSpec::new("/")]),
+            ("disks.aio", |s| {
+                let mut disk = DiskSpec::new("/dev/null");
+                disk.aio = Aio::Native;
+                s.disks = vec![disk];
+            }),
+        ];
+        for (field, damage) in broken {
+            let mut spec = VmSpec::new("a", ByteSize::mib(128));
+            spec.validate().unwrap();
+            damage(&mut spec);
+            let text = spec.validate().unwrap_err().to_string();
+            assert!(text.starts_with(&format!("{field}:")), "{text}");
+        }
+    }
+}
