@@ -10,8 +10,9 @@ use memfold::ksm::{
 };
 use memfold::ledger::take;
 use memfold::vm::{RamBlock, RamLayout};
-use memfold_sys::region::PrivateRegion;
+use memfold_sys::region::Mapping;
 use memfold_units::PageCount;
+use rustix::mm::Advice;
 
 const ROLE: &str = "MEMFOLD_TEST_KSM_CHILD";
 
@@ -67,6 +68,17 @@ fn merging() -> u64 {
         .unwrap()
 }
 
+/// Pages that each hold their number plus `first`, for ksmd to merge with others of the same number.
+fn mergeable(pages: u64, first: u64) -> Mapping {
+    let mapping = Mapping::anonymous(pages, true).unwrap();
+    mapping.area().advise(Advice::LinuxNoHugepage).unwrap();
+    for page in 0..pages {
+        mapping.area().part(page, 1).write(&[first + page]);
+    }
+    mapping.area().advise(Advice::LinuxMergeable).unwrap();
+    mapping
+}
+
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !done() {
@@ -77,28 +89,20 @@ fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
 
 #[test]
 fn equal_regions_merge_are_counted_and_a_panic_leaves_ksm_as_it_was() {
-    const PAGES: usize = 1024;
+    const PAGES: u64 = 1024;
+    const FIRST: u64 = 0x6d65_6d66_0000_0000;
     let _alone = alone();
     let Some(controls) = controls() else { return };
     let state = tempfile::tempdir().unwrap();
     let before = controls.settings().unwrap();
-    let regions: Vec<_> = (0..2)
-        .map(|_| {
-            let mut region = PrivateRegion::anonymous(PAGES).unwrap();
-            for page in 0..PAGES {
-                region.write_word(page, 0x6d65_6d66_0000_0000 + page as u64);
-            }
-            region.advise_mergeable().unwrap();
-            region
-        })
-        .collect();
+    let regions: Vec<_> = (0..2).map(|_| mergeable(PAGES, FIRST)).collect();
     let layout = RamLayout {
         blocks: regions
             .iter()
             .map(|r| RamBlock {
                 name: "ram".into(),
-                hva: r.start(),
-                pages: PAGES as u64,
+                hva: r.area().start(),
+                pages: PAGES,
             })
             .collect(),
         slots: vec![],
@@ -107,19 +111,16 @@ fn equal_regions_merge_are_counted_and_a_panic_leaves_ksm_as_it_was() {
         let ksmd = Ksmd::find().unwrap();
         let cpu = ksmd.cpu_time().unwrap();
         let run = Run::start(&controls, state.path(), &fast()).unwrap();
-        wait_for("merging", || merging() == 2 * PAGES as u64);
+        wait_for("merging", || merging() == 2 * PAGES);
         let status = Status::read(run.controls()).unwrap();
-        assert!(status.pages_sharing.unwrap() >= PAGES as u64, "{status:?}");
-        assert!(status.pages_shared.unwrap() >= PAGES as u64);
+        assert!(status.pages_sharing.unwrap() >= PAGES, "{status:?}");
+        assert!(status.pages_shared.unwrap() >= PAGES);
         assert!(ksmd.cpu_time().unwrap() > cpu);
         let account = take::vm(own(), "self", None, &layout, &[]).unwrap();
-        assert_eq!(
-            account.ksm_merged_bytes,
-            Some(PageCount(2 * PAGES as u64).bytes())
-        );
+        assert_eq!(account.ksm_merged_bytes, Some(PageCount(2 * PAGES).bytes()));
         // Two mappings a page: PSS is half.
-        assert_eq!(account.ram_pss_bytes, PageCount(PAGES as u64).bytes());
-        assert_eq!(account.backed_bytes, PageCount(2 * PAGES as u64).bytes());
+        assert_eq!(account.ram_pss_bytes, PageCount(PAGES).bytes());
+        assert_eq!(account.backed_bytes, PageCount(2 * PAGES).bytes());
         println!("{status:?}");
         panic!("as a failing bench would");
     });
@@ -130,26 +131,18 @@ fn equal_regions_merge_are_counted_and_a_panic_leaves_ksm_as_it_was() {
     );
     assert_eq!(controls.settings().unwrap(), before);
     assert_eq!(merging(), 0);
-    for page in 0..PAGES {
-        assert_eq!(
-            regions[0].read_word(page),
-            0x6d65_6d66_0000_0000 + page as u64
-        );
-    }
+    let untouched = mergeable(PAGES, FIRST);
+    assert_eq!(regions[0].area().equal_pages(untouched.area()), PAGES);
 }
 
 #[test]
 fn equal_cpu_keeps_ksmd_to_its_budget() {
-    const PAGES: usize = 1 << 15;
+    const PAGES: u64 = 1 << 15;
     let _alone = alone();
     let Some(controls) = controls() else { return };
     let state = tempfile::tempdir().unwrap();
     let before = controls.settings().unwrap();
-    let mut region = PrivateRegion::anonymous(PAGES).unwrap();
-    for page in 0..PAGES {
-        region.write_word(page, page as u64 + 1);
-    }
-    region.advise_mergeable().unwrap();
+    let _region = mergeable(PAGES, 1);
     let settings = Settings {
         smart_scan: Some(0),
         ..Settings::kernel_default()

@@ -7,7 +7,7 @@
 //! ```
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
 use memfold::ledger::{
@@ -15,14 +15,15 @@ use memfold::ledger::{
     shared_frames, take,
 };
 use memfold::vm::{RamBlock, RamLayout, RamSlot};
-use memfold_sys::region::PrivateRegion;
+use memfold_sys::region::Mapping;
 use memfold_units::{ByteSize, Hva, PageCount, Pfn};
+use rustix::mm::Advice;
 
 const ROLE: &str = "MEMFOLD_TEST_LEDGER_CHILD";
-const STORE_PAGES: usize = 4096;
-const WRITTEN: usize = 512;
+const STORE_PAGES: u64 = 4096;
+const WRITTEN: u64 = 512;
 
-fn memfd(name: &str, pages: usize) -> std::fs::File {
+fn memfd(name: &str, pages: u64) -> std::fs::File {
     let fd = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let mut file = std::fs::File::from(fd);
     for page in 0..pages {
@@ -41,44 +42,42 @@ fn child() {
     };
     let words: Vec<&str> = role.split(' ').collect();
     let store = std::fs::File::open(words[0]).unwrap();
-    let (private, touched, split): (usize, usize, usize) = (
+    let (private, touched, split): (u64, u64, u64) = (
         words[1].parse().unwrap(),
         words[2].parse().unwrap(),
         words[3].parse().unwrap(),
     );
     let pages = private + 1024 + STORE_PAGES + 4096 + 2 * split;
-    let mut region = PrivateRegion::anonymous(pages + 32).unwrap();
+    let store = store.as_fd();
+    let mapping = Mapping::anonymous(pages, true).unwrap();
+    let ram = mapping.area();
+    ram.advise(Advice::LinuxNoHugepage).unwrap();
     // The kernel maps file pages around a touched one in blocks of 16 pages, aligned to 64 KiB of address.
-    let base = usize::try_from(16 - region.start().0 / 4096 % 16).unwrap();
+    assert_eq!(ram.start().0 % 65536, 0);
     for page in 0..private {
-        region.write_word(base + page, page as u64 + 1);
+        ram.part(page, 1).write(&[page + 1]);
     }
-    for page in private..private + 512 {
-        assert_eq!(region.read_word(base + page), 0);
-    }
-    let at = base + private + 1024;
-    region.map_file(at, STORE_PAGES, &store, 0).unwrap();
+    assert_eq!(ram.part(private, 512).zero_pages(), 512);
+    let at = private + 1024;
+    ram.part(at, STORE_PAGES).map_file(store, 0).unwrap();
     for page in 0..touched {
-        assert_ne!(region.read_word(at + page), 0);
+        assert!(!ram.part(at + page, 1).is_zero());
     }
     for page in STORE_PAGES - WRITTEN..STORE_PAGES {
-        region.write_word(at + page, 7);
+        ram.part(at + page, 1).write(&[7]);
     }
     let template = memfd("template", 4096);
     let at = at + STORE_PAGES;
-    region.map_file(at, 4096, &template, 0).unwrap();
+    ram.part(at, 4096).map_file(template.as_fd(), 0).unwrap();
     for page in 0..1024 {
-        assert_ne!(region.read_word(at + page), 0);
+        assert!(!ram.part(at + page, 1).is_zero());
     }
     let at = at + 4096;
     for page in 0..split {
-        let from = (page % (STORE_PAGES - 1)) as u64;
-        region.map_file(at + 2 * page, 1, &store, from).unwrap();
+        let from = page % (STORE_PAGES - 1);
+        ram.part(at + 2 * page, 1).map_file(store, from).unwrap();
     }
-    println!(
-        "\nREADY {} {pages}",
-        region.start().add_pages(base as u64).0
-    );
+    println!("\nREADY {} {pages}", ram.start().0);
     // Until the parent lets go, or dies.
     let _ = std::io::stdin().read_line(&mut String::new());
 }
@@ -90,7 +89,7 @@ struct Actor {
 }
 
 impl Actor {
-    fn start(store: &std::fs::File, private: usize, touched: usize, split: usize) -> Self {
+    fn start(store: &std::fs::File, private: u64, touched: u64, split: u64) -> Self {
         let path = format!("/proc/{}/fd/{}", std::process::id(), store.as_raw_fd());
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "child", "--include-ignored", "--nocapture"])
@@ -147,8 +146,8 @@ impl Drop for Actor {
     }
 }
 
-fn pages(n: usize) -> ByteSize {
-    PageCount(n as u64).bytes()
+fn pages(n: u64) -> ByteSize {
+    PageCount(n).bytes()
 }
 
 fn host(vms: &[VmAccount], stores: &[&std::fs::File]) -> HostAccount {

@@ -25,12 +25,16 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             bail!("no VM '{name}'; 'memfold vm list' shows them");
         }
     }
-    context.print(&report, |report| table::render(&report.ledger))?;
+    if context.json {
+        write_line(&serde_json::to_string_pretty(&report)?)?;
+    } else {
+        print(&report.ledger, false)?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
 /// Prints a ledger taken without a daemon: a table for persons, or the whole of it as JSON.
-pub fn print(report: &Report, json: bool) -> anyhow::Result<()> {
+pub(crate) fn print(report: &Report, json: bool) -> anyhow::Result<()> {
     write_line(&if json {
         serde_json::to_string_pretty(report)?
     } else {

@@ -51,7 +51,7 @@ fn put(text: &str) -> io::Result<()> {
 ///
 /// # Errors
 /// What `fetch` fails with, or the terminal.
-pub fn live(mut fetch: impl FnMut() -> anyhow::Result<Report>) -> anyhow::Result<()> {
+pub(crate) fn live(mut fetch: impl FnMut() -> anyhow::Result<Report>) -> anyhow::Result<()> {
     let stop = interrupts()?;
     let terminal = io::stdout().is_terminal();
     let _screen = terminal.then(Screen::enter).transpose()?;
