@@ -1,1 +1,32 @@
 //! The account of physical bytes: every page counted once.
+//!
+//! ```text
+//!   guest RAM of one VM, each page in exactly one place:
+//!
+//!   | private | unfolded | folded: resident, untouched | file | zero | swapped | free |
+//!   '-- backed (+ folded resident, file resident) = Rss of guest RAM --'
+//!
+//!   the host:  sum over VMs (PSS - its shares of store pages) + memfold (the same) + page stores (all they allocate)
+//! ```
+//!
+//! A store page that k page tables map counts 1/k in each process's PSS and not at all when nobody maps it, so the host's
+//! sum takes those shares out of every process and counts what the store files allocate instead. The zero page counts
+//! nowhere. QEMU's shared libraries count by PSS.
+//!
+//! [`read`] reads the kernel's files, [`take`] makes the accounts of [`account`] from them, [`agree`] holds the accounts
+//! against what the kernel says elsewhere, [`table`] prints them, [`frames`] proves who shares which physical page.
+
+pub mod account;
+pub mod agree;
+pub mod frames;
+pub mod memory;
+pub mod read;
+pub mod table;
+pub mod take;
+
+pub use account::{
+    HostAccount, KsmAccount, OwnCost, Report, StoreAccount, StoreIdentity, VmAccount,
+};
+pub use agree::{Disagreement, check, check_change};
+pub use frames::{frames, shared_frames};
+pub use read::ReadError;

@@ -1,0 +1,238 @@
+//! A run of KSM: at the kernel's defaults, or held to a CPU budget.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::controls::{Controls, Guard, KsmError, Settings};
+use super::status::{Ksmd, Status};
+
+/// KSM running under memfold; the settings of before come back when this is dropped.
+#[derive(Debug)]
+pub struct Run {
+    controls: Controls,
+    guard: Guard,
+}
+
+impl Run {
+    /// Keeps the present settings (see [`Guard::take`]) and starts KSM with `settings`. Nothing merged before is unmerged, unless
+    /// a setting that the kernel refuses to change while pages are merged has to change.
+    pub fn start(
+        controls: &Controls,
+        state_dir: &Path,
+        settings: &Settings,
+    ) -> Result<Self, KsmError> {
+        let guard = Guard::take(controls, state_dir)?;
+        let before = guard.before();
+        let refused = |now: Option<u64>, wanted: Option<u64>| {
+            now.is_some() && wanted.is_some() && now != wanted
+        };
+        if refused(before.merge_across_nodes, settings.merge_across_nodes)
+            || refused(before.max_page_sharing, settings.max_page_sharing)
+        {
+            controls.unmerge(0)?;
+        }
+        let settings = Settings {
+            run: Some(1),
+            ..settings.clone()
+        };
+        controls.apply(&settings)?;
+        Ok(Self {
+            controls: controls.clone(),
+            guard,
+        })
+    }
+
+    /// Stops merging and puts the settings back. With `unmerge` every merged page gets its own copy again first; without, what
+    /// is merged stays merged as long as KSM was in use before; on a host where nothing was merged before, it is unmerged too,
+    /// because that is part of leaving the host as it was.
+    pub fn stop(self, unmerge: bool) -> Result<(), KsmError> {
+        self.controls.write("run", &0)?;
+        if unmerge {
+            self.controls.unmerge(0)?;
+        }
+        self.guard.restore()
+    }
+
+    /// The controls in use.
+    #[must_use]
+    pub fn controls(&self) -> &Controls {
+        &self.controls
+    }
+}
+
+/// What [`EqualCpu::step`] found and set.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Step {
+    /// CPU that ksmd used since [`EqualCpu::new`].
+    pub used: Duration,
+    /// Whether ksmd may run until the next step.
+    pub running: bool,
+    /// Pages a batch.
+    pub pages_to_scan: u64,
+    /// Pause between batches.
+    pub sleep_millisecs: u64,
+}
+
+/// Holds ksmd's CPU time to a budget that the caller gives as it grows: what the other side of a comparison has used.
+///
+/// Each step sets the scan rate for the next interval from what a scanned page cost so far, so that ksmd's total reaches the budget's:
+/// the rate at which the budget grew lately, and the arrears within [`CATCH_UP`].
+#[derive(Debug)]
+pub struct EqualCpu {
+    controls: Controls,
+    ksmd: Ksmd,
+    at_start: Duration,
+    last: Sample,
+    cost_s_per_page: f64,
+    set: Step,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    at: Instant,
+    used: Duration,
+    allowed: Duration,
+    scanned: Option<u64>,
+}
+
+/// Time in which arrears are made up.
+const CATCH_UP: Duration = Duration::from_secs(2);
+
+/// The first guess of ksmd's CPU per scanned page; replaced by measurement after the first step.
+const FIRST_COST_S: f64 = 2e-6;
+
+/// Share of one CPU that ksmd gets at most: it is one thread, and must sleep for its settings to take effect.
+const MOST: f64 = 0.95;
+
+impl EqualCpu {
+    /// Begins to hold ksmd to a budget, from zero now; KSM stands still until the first [`step`](Self::step). `run` is KSM
+    /// started before.
+    ///
+    /// # Errors
+    /// If ksmd can't be seen, or its controls not be written.
+    pub fn new(run: &Run) -> Result<Self, KsmError> {
+        let controls = run.controls().clone();
+        let ksmd = Ksmd::find().ok_or_else(|| KsmError::Missing("/proc/*/comm: ksmd".into()))?;
+        controls.write("run", &0)?;
+        let settings = controls.settings()?;
+        let at_start = ksmd.cpu_time()?;
+        let scanned = Status::read(&controls)?.pages_scanned;
+        Ok(Self {
+            at_start,
+            last: Sample {
+                at: Instant::now(),
+                used: Duration::ZERO,
+                allowed: Duration::ZERO,
+                scanned,
+            },
+            cost_s_per_page: FIRST_COST_S,
+            set: Step {
+                used: Duration::ZERO,
+                running: false,
+                pages_to_scan: settings.pages_to_scan.unwrap_or(100),
+                sleep_millisecs: settings.sleep_millisecs.unwrap_or(20),
+            },
+            controls,
+            ksmd,
+        })
+    }
+
+    /// Measures and sets the rate for the next interval; call about once a second. `allowed`: the whole budget since
+    /// [`new`](Self::new).
+    pub fn step(&mut self, allowed: Duration) -> Result<Step, KsmError> {
+        let now = Sample {
+            at: Instant::now(),
+            used: self.ksmd.cpu_time()?.saturating_sub(self.at_start),
+            allowed,
+            scanned: Status::read(&self.controls)?.pages_scanned,
+        };
+        let seconds = (now.at - self.last.at).as_secs_f64().max(1e-3);
+        let used_s = now.used.saturating_sub(self.last.used).as_secs_f64();
+        let scanned = match (now.scanned, self.last.scanned) {
+            (Some(now), Some(last)) => now.saturating_sub(last) as f64,
+            // Before Linux 6.6 nothing tells; at most this many.
+            _ if self.set.running => {
+                seconds * 1e3 / self.set.sleep_millisecs.max(1) as f64
+                    * self.set.pages_to_scan as f64
+            }
+            _ => 0.0,
+        };
+        if scanned >= 50.0 && used_s > 0.0 {
+            self.cost_s_per_page = f64::midpoint(self.cost_s_per_page, used_s / scanned);
+        }
+        let grows = now.allowed.saturating_sub(self.last.allowed).as_secs_f64() / seconds;
+        let arrears = now.allowed.as_secs_f64() - now.used.as_secs_f64();
+        let rate = grows + arrears / CATCH_UP.as_secs_f64();
+        let (running, pages_to_scan, sleep_millisecs) = match pace(rate, self.cost_s_per_page) {
+            Some((pages, sleep)) => (true, pages, sleep),
+            None => (false, self.set.pages_to_scan, self.set.sleep_millisecs),
+        };
+        let wanted = Step {
+            used: now.used,
+            running,
+            pages_to_scan,
+            sleep_millisecs,
+        };
+        if wanted.pages_to_scan != self.set.pages_to_scan {
+            self.controls
+                .write("pages_to_scan", &wanted.pages_to_scan)?;
+        }
+        if wanted.sleep_millisecs != self.set.sleep_millisecs {
+            self.controls
+                .write("sleep_millisecs", &wanted.sleep_millisecs)?;
+        }
+        if wanted.running != self.set.running {
+            self.controls.write("run", &u64::from(wanted.running))?;
+        }
+        self.set = wanted;
+        self.last = now;
+        Ok(wanted)
+    }
+}
+
+/// Pages a batch and pause in ms that make ksmd use `rate` CPU seconds a second at `cost` seconds a page; `None`: stand still.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // clamped before
+fn pace(rate: f64, cost: f64) -> Option<(u64, u64)> {
+    // The shortest: the kernel's default.
+    const PAUSE_MS: f64 = 20.0;
+    const MOST_PAGES: f64 = 1e6;
+    const LONGEST_PAUSE_MS: f64 = 10_000.0;
+    if rate <= 0.0 {
+        return None;
+    }
+    let rate = rate.min(MOST);
+    // A batch of n pages takes n * cost, then the pause: n * cost / (n * cost + pause) = rate.
+    let pages = (rate / (1.0 - rate) * PAUSE_MS / 1e3 / cost)
+        .ceil()
+        .clamp(1.0, MOST_PAGES);
+    let pause_ms = pages * cost * 1e3 * (1.0 - rate) / rate;
+    Some((
+        pages as u64,
+        pause_ms.round().clamp(PAUSE_MS, LONGEST_PAUSE_MS) as u64,
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pace_gives_the_rate_asked_for() {
+        for rate in [0.0001, 0.01, 0.05, 0.5, 0.9] {
+            let cost = 3e-6;
+            let (pages, sleep_ms) = pace(rate, cost).unwrap();
+            let batch = pages as f64 * cost;
+            let got = batch / (batch + sleep_ms as f64 / 1e3);
+            assert!(
+                (got / rate - 1.0).abs() < 0.02,
+                "{rate} asked, {got} got with {pages} pages and {sleep_ms} ms"
+            );
+        }
+    }
+
+    #[test]
+    fn a_spent_budget_stops_ksmd() {
+        assert_eq!(pace(0.0, 1e-6), None);
+        assert_eq!(pace(-0.3, 1e-6), None);
+    }
+}

@@ -1,0 +1,236 @@
+//! KSM's counters: the host's, a process's, and ksmd's CPU time.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::controls::{Controls, KsmError};
+
+/// Counters of `/sys/kernel/mm/ksm`, by the kernel's names, in pages unless ksm.rst says otherwise. `None`: this kernel lacks it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)] // the kernel's names, explained in ksm.rst
+pub struct Status {
+    pub pages_shared: Option<u64>,
+    pub pages_sharing: Option<u64>,
+    pub pages_unshared: Option<u64>,
+    pub pages_volatile: Option<u64>,
+    pub pages_skipped: Option<u64>,
+    pub pages_scanned: Option<u64>,
+    pub full_scans: Option<u64>,
+    pub stable_node_chains: Option<u64>,
+    pub stable_node_dups: Option<u64>,
+    pub ksm_zero_pages: Option<u64>,
+    /// Bytes; negative while metadata costs more than merging saves.
+    pub general_profit: Option<i64>,
+}
+
+impl Status {
+    /// The counters now.
+    pub fn read(controls: &Controls) -> Result<Self, KsmError> {
+        Ok(Self {
+            pages_shared: controls.number("pages_shared")?,
+            pages_sharing: controls.number("pages_sharing")?,
+            pages_unshared: controls.number("pages_unshared")?,
+            pages_volatile: controls.number("pages_volatile")?,
+            pages_skipped: controls.number("pages_skipped")?,
+            pages_scanned: controls.number("pages_scanned")?,
+            full_scans: controls.number("full_scans")?,
+            stable_node_chains: controls.number("stable_node_chains")?,
+            stable_node_dups: controls.number("stable_node_dups")?,
+            ksm_zero_pages: controls.number("ksm_zero_pages")?,
+            general_profit: controls.number("general_profit")?,
+        })
+    }
+}
+
+/// One process's part, from `/proc/PID/ksm_stat` and `/proc/PID/ksm_merging_pages`, by the kernel's names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)] // the kernel's names, explained in ksm.rst
+pub struct ProcessStatus {
+    pub ksm_rmap_items: Option<u64>,
+    pub ksm_zero_pages: Option<u64>,
+    pub ksm_merging_pages: Option<u64>,
+    /// Bytes.
+    pub ksm_process_profit: Option<i64>,
+    pub ksm_merge_any: Option<bool>,
+    pub ksm_mergeable: Option<bool>,
+}
+
+impl ProcessStatus {
+    /// Of process `pid` in the tree `proc_root`. All `None` on a kernel before 6.1.
+    pub fn read(proc_root: &Path, pid: i32) -> Result<Self, KsmError> {
+        let directory = proc_root.join(pid.to_string());
+        let mut status = Self::default();
+        for line in text(&directory.join("ksm_stat"))?
+            .unwrap_or_default()
+            .lines()
+        {
+            let mut words = line.split_whitespace();
+            let (Some(key), Some(value)) = (words.next(), words.next()) else {
+                continue;
+            };
+            match key {
+                "ksm_rmap_items" => status.ksm_rmap_items = value.parse().ok(),
+                "ksm_zero_pages" => status.ksm_zero_pages = value.parse().ok(),
+                "ksm_merging_pages" => status.ksm_merging_pages = value.parse().ok(),
+                "ksm_process_profit" => status.ksm_process_profit = value.parse().ok(),
+                "ksm_merge_any:" => status.ksm_merge_any = Some(value == "yes"),
+                "ksm_mergeable:" => status.ksm_mergeable = Some(value == "yes"),
+                _ => {}
+            }
+        }
+        if status.ksm_merging_pages.is_none() {
+            status.ksm_merging_pages = text(&directory.join("ksm_merging_pages"))?
+                .and_then(|pages| pages.trim().parse().ok());
+        }
+        Ok(status)
+    }
+}
+
+fn text(path: &Path) -> Result<Option<String>, KsmError> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(KsmError::Read {
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+/// The kernel thread that merges.
+#[derive(Clone, Debug)]
+pub struct Ksmd {
+    directory: PathBuf,
+}
+
+impl Ksmd {
+    /// ksmd of this host; `None` when there is none (no KSM, or a PID namespace that hides it).
+    #[must_use]
+    pub fn find() -> Option<Self> {
+        Self::find_in(Path::new("/proc"))
+    }
+
+    /// ksmd in the tree `proc_root`: the process of that name that kthreadd (PID 2) started.
+    #[must_use]
+    pub fn find_in(proc_root: &Path) -> Option<Self> {
+        fs::read_dir(proc_root)
+            .ok()?
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .find(|directory| {
+                fs::read_to_string(directory.join("stat"))
+                    .ok()
+                    .is_some_and(|stat| {
+                        stat.contains(" (ksmd) ") && stat_field(&stat, 4) == Some(2)
+                    })
+            })
+            .map(|directory| Self { directory })
+    }
+
+    /// CPU time since boot: `schedstat` (nanoseconds), or where a kernel lacks it `utime` + `stime` (ticks of 10 ms).
+    pub fn cpu_time(&self) -> Result<Duration, KsmError> {
+        let path = self.directory.join("schedstat");
+        if let Some(nanoseconds) = text(&path)?
+            .as_deref()
+            .and_then(|t| t.split_whitespace().next()?.parse().ok())
+        {
+            return Ok(Duration::from_nanos(nanoseconds));
+        }
+        let path = self.directory.join("stat");
+        let stat = text(&path)?.unwrap_or_default();
+        match (stat_field(&stat, 14), stat_field(&stat, 15)) {
+            (Some(user), Some(system)) => Ok(Duration::from_secs_f64(
+                (user + system) as f64 / rustix::param::clock_ticks_per_second() as f64,
+            )),
+            _ => Err(KsmError::Format { path, text: stat }),
+        }
+    }
+}
+
+/// Field `number` of `/proc/PID/stat` as `proc_pid_stat(5)` counts them; from 3 on, behind the name, which may hold anything.
+fn stat_field(stat: &str, number: usize) -> Option<u64> {
+    let behind_name = &stat[stat.rfind(')')? + 1..];
+    behind_name
+        .split_whitespace()
+        .nth(number.checked_sub(3)?)?
+        .parse()
+        .ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let tree = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = tree.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        tree
+    }
+
+    /// As Linux 6.18 shows it.
+    const KSMD: &str =
+        "37 (ksmd) S 2 0 0 0 -1 2097216 0 0 0 0 7 25 0 0 25 5 1 0 27 0 0 18446744073709551615 0 0";
+
+    #[test]
+    fn ksmd_is_the_kernel_thread_and_not_a_program_of_that_name() {
+        let impostor = KSMD.replace("37 (ksmd) S 2", "99 (ksmd) S 1");
+        let tree = tree(&[("99/stat", &impostor), ("37/stat", KSMD)]);
+        let ksmd = Ksmd::find_in(tree.path()).unwrap();
+        assert!(ksmd.directory.ends_with("37"));
+        assert_eq!(ksmd.cpu_time().unwrap(), Duration::from_millis(320));
+        fs::write(tree.path().join("37/schedstat"), "34631 262170 4\n").unwrap();
+        assert_eq!(ksmd.cpu_time().unwrap(), Duration::from_nanos(34631));
+    }
+
+    #[test]
+    fn a_process_shows_its_part_on_new_and_old_kernels() {
+        let stat = "ksm_rmap_items 10\nksm_zero_pages 1\nksm_merging_pages 8\nksm_process_profit -640\nksm_merge_any: no\nksm_mergeable: yes\n";
+        let tree = tree(&[
+            ("5/ksm_stat", stat),
+            ("6/ksm_merging_pages", "3\n"),
+            ("7/comm", "x"),
+        ]);
+        let new = ProcessStatus::read(tree.path(), 5).unwrap();
+        assert_eq!(
+            (
+                new.ksm_merging_pages,
+                new.ksm_process_profit,
+                new.ksm_merge_any,
+                new.ksm_mergeable
+            ),
+            (Some(8), Some(-640), Some(false), Some(true))
+        );
+        let old = ProcessStatus::read(tree.path(), 6).unwrap();
+        assert_eq!((old.ksm_merging_pages, old.ksm_rmap_items), (Some(3), None));
+        assert_eq!(
+            ProcessStatus::read(tree.path(), 7).unwrap(),
+            ProcessStatus::default()
+        );
+    }
+
+    #[test]
+    fn counters_may_be_missing_or_negative() {
+        let tree = tree(&[
+            ("run", "0\n"),
+            ("pages_sharing", "12\n"),
+            ("general_profit", "-64\n"),
+        ]);
+        let status = Status::read(&Controls::new(tree.path())).unwrap();
+        assert_eq!(
+            (
+                status.pages_sharing,
+                status.general_profit,
+                status.pages_skipped
+            ),
+            (Some(12), Some(-64), None)
+        );
+    }
+}

@@ -1,0 +1,253 @@
+//! Holding the accounts against the kernel's other sums.
+
+use std::fmt;
+
+use memfold_units::ByteSize;
+use serde::{Deserialize, Serialize};
+
+use super::account::{Report, VmAccount};
+
+/// The promise: sums agree within this share.
+const TOLERANCE_PERCENT: f64 = 2.0;
+
+/// Differences below this are noise of reading a running VM (64 pages), however small the sums.
+const SLACK_BYTES: u64 = 64 * 4096;
+
+/// Two sums that should be equal and are not.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Disagreement {
+    /// The VM, or `None` for the host.
+    pub vm: Option<String>,
+    /// What was compared.
+    pub what: String,
+    /// The ledger's sum.
+    pub ledger_bytes: ByteSize,
+    /// The kernel's.
+    pub kernel_bytes: ByteSize,
+    /// Their difference over the kernel's, percent.
+    pub off_percent: f64,
+}
+
+impl fmt::Display for Disagreement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: {}: ledger {}, kernel {} ({:+.1} %)",
+            self.vm.as_deref().unwrap_or("host"),
+            self.what,
+            self.ledger_bytes,
+            self.kernel_bytes,
+            self.off_percent
+        )
+    }
+}
+
+fn off_percent(ledger: u64, kernel: u64) -> f64 {
+    let off = (ledger as f64 - kernel as f64) / kernel.max(1) as f64;
+    // Two digits behind the point.
+    (off * 1e4).round() / 1e2
+}
+
+struct Checks(Vec<Disagreement>);
+
+impl Checks {
+    fn equal(&mut self, vm: Option<&VmAccount>, what: &str, ledger: ByteSize, kernel: ByteSize) {
+        let off_percent = off_percent(ledger.0, kernel.0);
+        if off_percent.abs() > TOLERANCE_PERCENT && ledger.0.abs_diff(kernel.0) > SLACK_BYTES {
+            self.0.push(Disagreement {
+                vm: vm.map(|v| v.name.clone()),
+                what: what.to_owned(),
+                ledger_bytes: ledger,
+                kernel_bytes: kernel,
+                off_percent,
+            });
+        }
+    }
+
+    fn at_most(&mut self, what: &str, ledger: ByteSize, kernel: ByteSize) {
+        if ledger > kernel {
+            self.equal(None, what, ledger, kernel);
+        }
+    }
+}
+
+/// Everything in `report` that doesn't agree within 2 %; empty is right.
+#[must_use]
+pub fn check(report: &Report) -> Vec<Disagreement> {
+    let mut checks = Checks(Vec::new());
+    for vm in &report.vms {
+        let one = Some(vm);
+        if vm.sum_of_parts() != vm.ram_bytes {
+            checks.0.push(Disagreement {
+                vm: Some(vm.name.clone()),
+                what: "guest RAM against the sum of its parts".to_owned(),
+                ledger_bytes: vm.sum_of_parts(),
+                kernel_bytes: vm.ram_bytes,
+                off_percent: off_percent(vm.sum_of_parts().0, vm.ram_bytes.0),
+            });
+        }
+        checks.equal(
+            one,
+            "backed guest RAM against Rss in smaps",
+            vm.backed_bytes,
+            vm.ram_rss_bytes,
+        );
+        checks.equal(
+            one,
+            "guest RAM + QEMU against Pss in smaps_rollup",
+            vm.ram_pss_bytes + vm.qemu_pss_bytes,
+            vm.pss_bytes,
+        );
+    }
+
+    let host = &report.host;
+    let shares: ByteSize = report.vms.iter().map(|v| v.store_pss_bytes).sum();
+    checks.at_most(
+        "shares of store pages in PSS against the stores' allocation",
+        shares + host.own.store_pss_bytes,
+        host.stores_bytes,
+    );
+    let anon: ByteSize = report.vms.iter().map(|v| v.pss_anon_bytes).sum();
+    checks.equal(
+        None,
+        "anonymous memory of all processes against AnonPages",
+        anon + host.own.pss_anon_bytes + host.others_anon_bytes,
+        host.anon_pages_bytes,
+    );
+    checks.at_most(
+        "page stores against Shmem",
+        host.stores_bytes,
+        host.shmem_bytes,
+    );
+    checks.equal(
+        None,
+        "what is not in use against MemAvailable",
+        host.mem_total_bytes - not_available(report),
+        host.mem_available_bytes,
+    );
+    if let Some(ksm) = host.ksm {
+        let merged: ByteSize = report.vms.iter().filter_map(|v| v.ksm_merged_bytes).sum();
+        checks.at_most(
+            "pages merged by KSM against pages_shared + pages_sharing",
+            merged,
+            ByteSize((ksm.pages_shared + ksm.pages_sharing) * memfold_units::PAGE_SIZE),
+        );
+    }
+    checks.0
+}
+
+/// What is not in `MemAvailable`: VMs, memfold, stores, other processes, other memory files, the kernel, and what it keeps back.
+fn not_available(report: &Report) -> ByteSize {
+    let host = &report.host;
+    let page_tables: ByteSize = report.vms.iter().map(|v| v.page_table_bytes).sum();
+    let shmem: ByteSize = report
+        .vms
+        .iter()
+        .map(|v| v.pss_shmem_bytes - v.store_pss_bytes)
+        .sum();
+    let our_shmem = shmem + host.own.pss_shmem_bytes - host.own.store_pss_bytes + host.stores_bytes;
+    let other_shmem = host.shmem_bytes - our_shmem;
+    // Page tables are among the kernel's too: once.
+    host.unreclaimable_bytes - page_tables - host.own.page_table_bytes
+        + host.others_anon_bytes
+        + other_shmem
+        + host.kernel_bytes
+        + host.reserve_bytes
+        + host.per_cpu_free_bytes
+}
+
+/// The change of `MemAvailable` between two reports, against the change of the ledger's sums: sharper than [`check`] where
+/// VMs use a small part of the host. What other processes and the kernel took meanwhile is counted.
+#[must_use]
+pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
+    let taken = |report: &Report| report.host.mem_total_bytes - report.host.mem_available_bytes;
+    let change = |a: ByteSize, b: ByteSize| ByteSize(a.0.abs_diff(b.0));
+    let mut checks = Checks(Vec::new());
+    checks.equal(
+        None,
+        "change of what is in use against the change of MemAvailable",
+        change(not_available(before), not_available(after)),
+        change(taken(before), taken(after)),
+    );
+    checks.0.pop()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mib(n: u64) -> ByteSize {
+        ByteSize::mib(n)
+    }
+
+    fn agreeing() -> Report {
+        let vm = VmAccount {
+            name: "a".into(),
+            ram_bytes: mib(512),
+            private_bytes: mib(100),
+            folded_resident_bytes: mib(50),
+            free_bytes: mib(362),
+            backed_bytes: mib(150),
+            folded_bytes: mib(50),
+            ram_rss_bytes: mib(150),
+            ram_pss_bytes: mib(125),
+            qemu_pss_bytes: mib(40),
+            pss_bytes: mib(165),
+            pss_anon_bytes: mib(140),
+            pss_shmem_bytes: mib(25),
+            store_pss_bytes: mib(25),
+            ..VmAccount::default()
+        };
+        let mut report = Report::default();
+        report.vms.push(vm);
+        let host = &mut report.host;
+        host.stores_bytes = mib(50);
+        host.shmem_bytes = mib(60);
+        host.anon_pages_bytes = mib(200);
+        host.others_anon_bytes = mib(60);
+        host.unreclaimable_bytes = mib(190);
+        host.kernel_bytes = mib(100);
+        host.reserve_bytes = mib(20);
+        host.mem_total_bytes = mib(1000);
+        host.mem_available_bytes = mib(1000 - 140 - 60 - 60 - 100 - 20);
+        report
+    }
+
+    #[test]
+    fn sums_that_agree_are_not_shown() {
+        assert_eq!(check(&agreeing()), []);
+    }
+
+    #[test]
+    fn each_sum_that_is_off_is_named() {
+        type Break = fn(&mut Report);
+        let cases: [(&str, Break); 6] = [
+            ("sum of its parts", |r| r.vms[0].free_bytes = mib(361)),
+            ("Rss in smaps", |r| r.vms[0].ram_rss_bytes = mib(160)),
+            ("smaps_rollup", |r| r.vms[0].pss_bytes = mib(170)),
+            ("AnonPages", |r| r.host.others_anon_bytes = mib(66)),
+            ("MemAvailable", |r| r.host.kernel_bytes = mib(120)),
+            ("stores' allocation", |r| r.host.stores_bytes = mib(24)),
+        ];
+        for (name, spoil) in cases {
+            let mut report = agreeing();
+            spoil(&mut report);
+            let found = check(&report);
+            assert!(
+                found.iter().any(|d| d.what.contains(name)),
+                "{name}: {found:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_change_is_held_against_the_change_of_mem_available() {
+        let before = agreeing();
+        let mut after = agreeing();
+        after.host.unreclaimable_bytes = mib(290);
+        after.host.mem_available_bytes = before.host.mem_available_bytes - mib(100);
+        assert_eq!(check_change(&before, &after), None);
+        after.host.mem_available_bytes = before.host.mem_available_bytes - mib(103);
+        assert!(check_change(&before, &after).is_some());
+    }
+}

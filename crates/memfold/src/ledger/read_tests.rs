@@ -1,0 +1,167 @@
+use super::*;
+
+fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, Proc) {
+    let tree = tempfile::tempdir().unwrap();
+    for (name, text) in files {
+        let path = tree.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+    let proc = Proc::new(tree.path());
+    (tree, proc)
+}
+
+/// As Linux 6.18 shows a private mapping of a memfd, half of it copied.
+const SMAPS: &str = "\
+7f3aa0000000-7f3aa0100000 rw-p 00200000 00:01 1044                       /memfd:store a (deleted)
+Size:               1024 kB
+KernelPageSize:        4 kB
+MMUPageSize:           4 kB
+Rss:                 768 kB
+Pss:                 640 kB
+Pss_Dirty:           640 kB
+Shared_Clean:          0 kB
+Shared_Dirty:        256 kB
+Private_Clean:         0 kB
+Private_Dirty:       512 kB
+Referenced:          768 kB
+Anonymous:           512 kB
+KSM:                  16 kB
+LazyFree:              0 kB
+AnonHugePages:         0 kB
+Swap:                  8 kB
+SwapPss:               8 kB
+Locked:                0 kB
+THPeligible:           0
+VmFlags: rd wr mr mw me ac nh mg 
+7f3aa0100000-7f3aa0200000 rwxp 00000000 00:00 0 
+Rss:                   4 kB
+Pss:                   4 kB
+VmFlags: rd wr ex mr mw me 
+";
+
+#[test]
+fn smaps_give_mappings_and_what_is_in_them() {
+    let (_tree, proc) = tree(&[("5/smaps", SMAPS)]);
+    let smaps = proc.smaps(5).unwrap();
+    let store = StoreIdentity {
+        dev: rustix::fs::makedev(0, 1),
+        ino: 1044,
+    };
+    assert_eq!(
+        smaps[0],
+        Smap {
+            vma: Vma {
+                start: Hva(0x7f3a_a000_0000),
+                end: Hva(0x7f3a_a010_0000),
+                write: true,
+                execute: false,
+                shared: false,
+                offset: 0x20_0000,
+                file: Some(store),
+            },
+            rss_bytes: ByteSize::kib(768),
+            pss_bytes: ByteSize::kib(640),
+            anonymous_bytes: ByteSize::kib(512),
+            swap_bytes: ByteSize::kib(8),
+            ksm_bytes: Some(ByteSize::kib(16)),
+            vm_flags: "rd wr mr mw me ac nh mg".to_owned(),
+        }
+    );
+    assert_eq!((smaps[1].vma.file, smaps[1].ksm_bytes), (None, None));
+    assert!(smaps[1].vma.execute);
+}
+
+#[test]
+fn unexpected_text_is_an_error_that_shows_it() {
+    for text in [
+        "Rss: 4 kB\n",
+        "7f-zz rw-p 0 00:00 0\n",
+        "7f00-8f00 rw-p 00000000 00:01 7 x\nRss: many kB\n",
+    ] {
+        let (_tree, proc) = tree(&[("5/smaps", text)]);
+        let error = proc.smaps(5).unwrap_err();
+        assert!(matches!(error, ReadError::Format { .. }), "{text}: {error}");
+    }
+    let (_tree, proc) = tree(&[]);
+    assert!(matches!(proc.smaps(5), Err(ReadError::File { .. })));
+}
+
+#[test]
+fn a_rollup_is_read_and_a_kernel_thread_has_none() {
+    let rollup = "563a07f38000-7ffd66250000 ---p 00000000 00:00 0    [rollup]\nRss:  1764 kB\nPss:  266 kB\nPss_Dirty: 112 kB\nPss_Anon:  112 kB\nPss_File:  154 kB\nPss_Shmem:  0 kB\n";
+    let (_tree, proc) = tree(&[("5/smaps_rollup", rollup), ("6/smaps_rollup", "")]);
+    let read = proc.rollup(5).unwrap().unwrap();
+    assert_eq!(
+        (read.pss_bytes, read.pss_anon_bytes, read.pss_file_bytes),
+        (ByteSize::kib(266), ByteSize::kib(112), ByteSize::kib(154))
+    );
+    assert_eq!(proc.rollup(6).unwrap(), None);
+}
+
+#[test]
+fn zones_are_computed_as_the_kernel_does() {
+    // DMA keeps its protection (6091) up to what it manages, DMA32 likewise; the lists of a CPU have a `high` too.
+    let zoneinfo = "\
+Node 0, zone      DMA
+  per-node stats
+      nr_inactive_anon 48448
+  pages free     2816
+        boost    0
+        min      10
+        low      13
+        high     16
+        spanned  4095
+        present  3998
+        managed  3840
+        protection: (0, 3019, 6091, 6091, 6091)
+  pagesets
+    cpu: 0
+              count:    62
+              high:     14
+    cpu: 1
+              count:    1000
+              high:     14
+Node 0, zone   Normal
+  pages free     216870
+        min      8500
+        low      10625
+        high     12750
+        managed  786432
+        protection: (0, 0, 0, 0, 0)
+";
+    let (_tree, proc) = tree(&[("zoneinfo", zoneinfo)]);
+    let pages = |n| PageCount(n).bytes();
+    assert_eq!(
+        proc.zones().unwrap(),
+        Zones {
+            total_reserve_bytes: pages(3840 + 12750),
+            low_bytes: pages(13 + 10625),
+            per_cpu_free_bytes: pages(62 + 1000),
+        }
+    );
+}
+
+#[test]
+fn eight_thousand_mappings_are_read_in_well_under_a_second() {
+    let text = SMAPS.repeat(4000);
+    let (_tree, proc) = tree(&[("5/smaps", &text)]);
+    let start = std::time::Instant::now();
+    assert_eq!(proc.smaps(5).unwrap().len(), 8000);
+    let took = start.elapsed();
+    assert!(took.as_millis() < 500, "{took:?}");
+}
+
+#[test]
+fn this_machine_s_own_files_are_read() {
+    let proc = Proc::default();
+    let pid = rustix::process::getpid().as_raw_nonzero().get();
+    let (maps, smaps) = (proc.maps(pid).unwrap(), proc.smaps(pid).unwrap());
+    assert!(!maps.is_empty() && smaps.len().abs_diff(maps.len()) < 20);
+    assert!(proc.rollup(pid).unwrap().unwrap().pss_bytes > ByteSize(0));
+    assert!(proc.page_tables(pid).unwrap() > ByteSize(0));
+    assert!(proc.meminfo().unwrap()["MemTotal"] > ByteSize::mib(64));
+    assert!(proc.max_map_count().unwrap() > 1000);
+    let zones = proc.zones().unwrap();
+    assert!(zones.total_reserve_bytes > zones.low_bytes, "{zones:?}");
+}

@@ -1,0 +1,93 @@
+use super::*;
+
+const STORE: StoreIdentity = StoreIdentity { dev: 1, ino: 7 };
+
+fn smap(start: u64, end: u64, pss_kib: u64) -> Smap {
+    Smap {
+        vma: Vma {
+            start: Hva(start),
+            end: Hva(end),
+            write: true,
+            ..Vma::default()
+        },
+        rss_bytes: ByteSize::kib(pss_kib),
+        pss_bytes: ByteSize::kib(pss_kib),
+        ..Smap::default()
+    }
+}
+
+#[test]
+fn pss_is_split_into_ram_and_the_rest_of_qemu() {
+    let mut folded = smap(0x20_0000, 0x30_0000, 300);
+    folded.vma.file = Some(STORE);
+    folded.anonymous_bytes = ByteSize::kib(200);
+    let mut code = smap(0x60_0000, 0x70_0000, 50);
+    code.vma.execute = true;
+    // A mapping that the kernel joined over the end of RAM: a quarter of its pages is RAM.
+    let joined = smap(0x30_0000, 0x70_0000, 400);
+    let window = Smap {
+        vma: Vma {
+            file: Some(STORE),
+            shared: true,
+            ..smap(0x80_0000, 0x90_0000, 0).vma
+        },
+        pss_bytes: ByteSize::kib(7),
+        ..Smap::default()
+    };
+    let sum = shares(
+        &[folded, joined, code, window],
+        &[(Hva(0x20_0000), Hva(0x40_0000))],
+        &[STORE],
+        |start, end| (end.0 - start.0) / 0x1000,
+    );
+    assert_eq!(sum.ram_pss, ByteSize::kib(300 + 100));
+    assert_eq!(sum.other_pss, ByteSize::kib(300 + 50 + 7));
+    assert_eq!(sum.tcg_pss, ByteSize::kib(50));
+    assert_eq!(sum.store_pss, ByteSize::kib(100 + 7));
+}
+
+#[test]
+fn a_store_page_counts_once_on_the_host_however_many_map_it() {
+    let tree = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(tree.path().join("sys/vm")).unwrap();
+    std::fs::write(tree.path().join("sys/vm/max_map_count"), "65530\n").unwrap();
+    std::fs::write(
+        tree.path().join("meminfo"),
+        "MemTotal: 1048576 kB\nMemAvailable: 524288 kB\nPageTables: 100 kB\n",
+    )
+    .unwrap();
+    std::fs::write(tree.path().join("zoneinfo"), "").unwrap();
+    let vm = VmAccount {
+        pss_bytes: ByteSize::mib(125),
+        pss_anon_bytes: ByteSize::mib(90),
+        pss_shmem_bytes: ByteSize::mib(25),
+        store_pss_bytes: ByteSize::mib(25),
+        folded_bytes: ByteSize::mib(50),
+        ..VmAccount::default()
+    };
+    let store = StoreAccount {
+        domain: "d".into(),
+        identity: STORE,
+        allocated_bytes: ByteSize::mib(50),
+    };
+    let own = OwnCost {
+        pss_bytes: ByteSize::mib(10),
+        ..OwnCost::default()
+    };
+    let host = host_from(
+        &Proc::new(tree.path()),
+        None,
+        ByteSize(0),
+        &[vm.clone(), vm],
+        &[store],
+        own,
+        ByteSize::mib(3),
+    )
+    .unwrap();
+    // Two VMs of 100 MiB beside the store, the store, memfold.
+    assert_eq!(host.physical_bytes, ByteSize::mib(2 * 100 + 50 + 10));
+    assert_eq!(host.unreclaimable_bytes, ByteSize::mib(2 * 90 + 50));
+    assert_eq!(host.saved_by_folding_bytes, 50 << 20);
+    assert_eq!(host.saved_net_bytes, (50 + 3 - 10) << 20);
+    assert_eq!(host.kernel_bytes, ByteSize::kib(100));
+}

@@ -1,0 +1,211 @@
+//! KSM on real memory of this process. Settings are restored after each test.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold::ksm::{
+    Controls, EqualCpu, Ksmd, ProcessStatus, Run, Settings, Status, restore_leftover,
+};
+use memfold::ledger::take;
+use memfold::vm::{RamBlock, RamLayout};
+use memfold_sys::region::Mapping;
+use memfold_units::PageCount;
+use rustix::mm::Advice;
+
+const ROLE: &str = "MEMFOLD_TEST_KSM_CHILD";
+
+/// One test at a time, on the whole machine.
+fn alone() -> std::fs::File {
+    let path = std::env::temp_dir().join("memfold-ksm.lock");
+    let file = std::fs::File::create(path).unwrap();
+    rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    file
+}
+
+/// The controls, or why the test can't run here.
+fn controls() -> Option<Controls> {
+    let controls = Controls::default();
+    match controls.settings() {
+        Ok(now) if rustix::process::getuid().is_root() => {
+            // Something else merges: counts would not be ours, and settings not ours to change.
+            let in_use =
+                now.run != Some(0) || Status::read(&controls).unwrap().pages_shared != Some(0);
+            if in_use {
+                println!("skipped: KSM is in use on this host: {now:?}");
+            }
+            (!in_use).then_some(controls)
+        }
+        Ok(_) => {
+            println!("skipped: setting KSM needs root");
+            None
+        }
+        Err(e) => {
+            println!("skipped: {e}");
+            None
+        }
+    }
+}
+
+fn fast() -> Settings {
+    Settings {
+        pages_to_scan: Some(20_000),
+        sleep_millisecs: Some(1),
+        smart_scan: Some(0),
+        ..Settings::kernel_default()
+    }
+}
+
+fn own() -> i32 {
+    rustix::process::getpid().as_raw_nonzero().get()
+}
+
+fn merging() -> u64 {
+    ProcessStatus::read(Path::new("/proc"), own())
+        .unwrap()
+        .ksm_merging_pages
+        .unwrap()
+}
+
+/// Pages that each hold their number plus `first`, for ksmd to merge with others of the same number.
+fn mergeable(pages: u64, first: u64) -> Mapping {
+    let mapping = Mapping::anonymous(pages, true).unwrap();
+    mapping.area().advise(Advice::LinuxNoHugepage).unwrap();
+    for page in 0..pages {
+        mapping.area().part(page, 1).write(&[first + page]);
+    }
+    mapping.area().advise(Advice::LinuxMergeable).unwrap();
+    mapping
+}
+
+fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "{what} took over a minute");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn equal_regions_merge_are_counted_and_a_panic_leaves_ksm_as_it_was() {
+    const PAGES: u64 = 1024;
+    const FIRST: u64 = 0x6d65_6d66_0000_0000;
+    let _alone = alone();
+    let Some(controls) = controls() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let before = controls.settings().unwrap();
+    let regions: Vec<_> = (0..2).map(|_| mergeable(PAGES, FIRST)).collect();
+    let layout = RamLayout {
+        blocks: regions
+            .iter()
+            .map(|r| RamBlock {
+                name: "ram".into(),
+                hva: r.area().start(),
+                pages: PAGES,
+            })
+            .collect(),
+        slots: vec![],
+    };
+    let panicked = std::panic::catch_unwind(|| {
+        let ksmd = Ksmd::find().unwrap();
+        let cpu = ksmd.cpu_time().unwrap();
+        let run = Run::start(&controls, state.path(), &fast()).unwrap();
+        wait_for("merging", || merging() == 2 * PAGES);
+        let status = Status::read(run.controls()).unwrap();
+        assert!(status.pages_sharing.unwrap() >= PAGES, "{status:?}");
+        assert!(status.pages_shared.unwrap() >= PAGES);
+        assert!(ksmd.cpu_time().unwrap() > cpu);
+        let account = take::vm(own(), "self", None, &layout, &[]).unwrap();
+        assert_eq!(account.ksm_merged_bytes, Some(PageCount(2 * PAGES).bytes()));
+        // Two mappings a page: PSS is half.
+        assert_eq!(account.ram_pss_bytes, PageCount(PAGES).bytes());
+        assert_eq!(account.backed_bytes, PageCount(2 * PAGES).bytes());
+        println!("{status:?}");
+        panic!("as a failing bench would");
+    });
+    let message = panicked.unwrap_err();
+    assert_eq!(
+        message.downcast_ref::<&str>(),
+        Some(&"as a failing bench would")
+    );
+    assert_eq!(controls.settings().unwrap(), before);
+    assert_eq!(merging(), 0);
+    let untouched = mergeable(PAGES, FIRST);
+    assert_eq!(regions[0].area().equal_pages(untouched.area()), PAGES);
+}
+
+#[test]
+fn equal_cpu_keeps_ksmd_to_its_budget() {
+    const PAGES: u64 = 1 << 15;
+    let _alone = alone();
+    let Some(controls) = controls() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let before = controls.settings().unwrap();
+    let _region = mergeable(PAGES, 1);
+    let settings = Settings {
+        smart_scan: Some(0),
+        ..Settings::kernel_default()
+    };
+    let run = Run::start(&controls, state.path(), &settings).unwrap();
+    let mut equal = EqualCpu::new(&run).unwrap();
+    let start = Instant::now();
+    let (mut step, mut allowed) = (None, Duration::ZERO);
+    while start.elapsed() < Duration::from_secs(12) {
+        allowed = start.elapsed().mul_f64(0.05);
+        step = Some(equal.step(allowed).unwrap());
+        std::thread::sleep(Duration::from_millis(500));
+    }
+    let step = step.unwrap();
+    let ratio = step.used.as_secs_f64() / allowed.as_secs_f64();
+    println!("ksmd used {:?} of {allowed:?}: {step:?}", step.used);
+    assert!((0.8..1.2).contains(&ratio), "{ratio}");
+    // No more budget: it stands still.
+    for _ in 0..8 {
+        equal.step(allowed).unwrap();
+        std::thread::sleep(Duration::from_millis(250));
+    }
+    let last = equal.step(allowed).unwrap();
+    let over = last.used.as_secs_f64() / allowed.as_secs_f64();
+    assert!((0.8..1.2).contains(&over), "{over}: {last:?}");
+    run.stop(true).unwrap();
+    assert_eq!(controls.settings().unwrap(), before);
+}
+
+#[test]
+#[ignore = "the process that the next test kills; does nothing by itself"]
+fn child() {
+    let Ok(state) = std::env::var(ROLE) else {
+        return;
+    };
+    let _run = Run::start(&Controls::default(), Path::new(&state), &fast()).unwrap();
+    println!("\nREADY");
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+#[test]
+fn settings_of_a_killed_run_are_put_back_by_the_next() {
+    let _alone = alone();
+    let Some(controls) = controls() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let before = controls.settings().unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--include-ignored", "--nocapture"])
+        .env(ROLE, state.path())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let ready = BufReader::new(child.stdout.take().unwrap())
+        .lines()
+        .map(Result::unwrap)
+        .any(|line| line == "READY");
+    let during = controls.settings().unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(ready);
+    assert_eq!(during.run, Some(1));
+    assert_ne!(during, before);
+    assert!(restore_leftover(state.path()).unwrap());
+    assert_eq!(controls.settings().unwrap(), before);
+    assert!(!restore_leftover(state.path()).unwrap());
+}
