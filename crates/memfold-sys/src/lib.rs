@@ -6,12 +6,14 @@
 //! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
 //! | [`probe`] | what userfaultfd offers here |
 //! | [`session`] | children that outlive us, `setsid(2)` |
+//! | [`guest`] | what the guest agent needs: file handles, residency of files, signals |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
 //! | [`region`] | ranges of our own address space whose mappings are exchanged |
 //! | [`userfaultfd`] | catching faults, moving pages, `userfaultfd(2)` |
 //! | [`signals`] | signal masks of threads |
 
 pub mod descriptor;
+pub mod guest;
 pub mod memory;
 pub mod pagemap;
 pub mod probe;

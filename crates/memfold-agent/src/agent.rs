@@ -1,0 +1,596 @@
+//! The main loop.
+//!
+//! ```text
+//!   no port --> host absent --> waiting (Hello sent) --> working (Welcome came)
+//!      ^             ^  ^______________________|____________________|   host side closed
+//!      |_____________|__________________________________________________ port gone
+//! ```
+//! Tracing is on only while working. Whatever the host does or leaves undone, nothing here waits for it without a limit.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use memfold_sys::guest;
+use memfold_wire::agent::{AgentCounters, FromAgent, ToAgent, VERSION};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::commands::Commands;
+use crate::glob::Rules;
+use crate::mounts::Mounts;
+use crate::page_cache::PageCache;
+use crate::port::{self, Port};
+use crate::throttle::process_cpu;
+use crate::trace::{Round, Tracer};
+use crate::worker::{Finding, Job, Worker};
+
+/// From the first event to reading it and what follows it.
+const GATHER: Duration = Duration::from_millis(100);
+/// The same when the last round was large, so that the ring buffer doesn't run over.
+const GATHER_BUSY: Duration = Duration::from_millis(10);
+/// Events that make a round large: a quarter of a CPU's ring buffer.
+const BUSY_ROUND: u64 = 5000;
+/// Between counters.
+const COUNTERS: Duration = Duration::from_secs(1);
+/// Between looking for a port or its host side: first and longest.
+const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(1));
+/// From the last loss of events to the inventory that repairs it.
+const REPAIR_DELAY: Duration = Duration::from_secs(2);
+/// Least time between two such inventories; doubles while events go on being lost, up to the second.
+const REPAIR_INTERVAL: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(300));
+/// The same between walks for files without a path.
+const FIND_INTERVAL: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(120));
+
+/// Where messages go.
+enum Sink {
+    /// The daemon.
+    Port(Port),
+    /// Standard output, as text.
+    Text,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// The host side of the port is closed; look again then.
+    Absent(Instant),
+    /// Hello was sent.
+    Waiting,
+    /// The daemon doesn't want us: until it closes its side.
+    Refused,
+    /// Welcome came.
+    Working,
+}
+
+/// Work to be done again and again, the more rarely the less use it is.
+#[derive(Debug)]
+struct Backoff {
+    bounds: (Duration, Duration),
+    interval: Duration,
+    not_before: Instant,
+    due: Option<Instant>,
+}
+
+impl Backoff {
+    fn new(bounds: (Duration, Duration)) -> Self {
+        Self {
+            bounds,
+            interval: bounds.0,
+            not_before: Instant::now(),
+            due: None,
+        }
+    }
+
+    /// Is wanted: no earlier than `delay` from now.
+    fn want(&mut self, delay: Duration) {
+        self.due = Some((Instant::now() + delay).max(self.not_before));
+    }
+
+    /// True once, when it is due; from then the interval counts.
+    fn take(&mut self) -> bool {
+        let now = Instant::now();
+        if self.due.is_none_or(|due| due > now) {
+            return false;
+        }
+        self.due = None;
+        // Long unused: as at the start.
+        if now.duration_since(self.not_before) > self.bounds.1 {
+            self.interval = self.bounds.0;
+        }
+        self.not_before = now + self.interval;
+        self.interval = (self.interval * 2).min(self.bounds.1);
+        true
+    }
+}
+
+/// The agent.
+pub struct Agent {
+    signals: OwnedFd,
+    mountinfo: Option<File>,
+    sink: Sink,
+    state: State,
+    retry: Duration,
+    tracer: Option<Tracer>,
+    problems: Vec<String>,
+    round: Round,
+    /// Events wait to be read then.
+    gather: Option<Instant>,
+    busy: bool,
+    cache: PageCache,
+    worker: Worker,
+    commands: Commands,
+    inventory_running: bool,
+    inventory_wanted: bool,
+    repair: Backoff,
+    find: Backoff,
+    finding: bool,
+    counters_sent: (Instant, AgentCounters),
+}
+
+impl Agent {
+    /// Sets up tracing and the threads. Without tracing it goes on, and says so in its Hello.
+    pub fn new(text: bool) -> io::Result<Self> {
+        // Before any thread starts, as threads inherit the mask.
+        let signals = guest::signal_descriptor(&[guest::signal::TERM, guest::signal::INT])?;
+        let mut problems = Vec::new();
+        let tracer = match Tracer::new() {
+            Ok(tracer) => Some(tracer),
+            Err(e) => {
+                problems.push(format!("no trace events, so only inventories: {e}"));
+                None
+            }
+        };
+        let sink = if text {
+            Sink::Text
+        } else {
+            Sink::Port(wait_for_port(&signals)?)
+        };
+        let mut agent = Self {
+            signals,
+            mountinfo: File::open("/proc/self/mountinfo").ok(),
+            sink,
+            state: State::Absent(Instant::now()),
+            retry: RETRY.0,
+            tracer,
+            problems,
+            round: Round::default(),
+            gather: None,
+            busy: false,
+            cache: PageCache::default(),
+            worker: Worker::start()?,
+            commands: Commands::new()?,
+            inventory_running: false,
+            inventory_wanted: false,
+            repair: Backoff::new(REPAIR_INTERVAL),
+            find: Backoff::new(FIND_INTERVAL),
+            finding: false,
+            counters_sent: (Instant::now(), AgentCounters::default()),
+        };
+        agent.read_mounts();
+        Ok(agent)
+    }
+
+    /// Works until a signal asks it to end.
+    pub fn run(mut self) -> io::Result<()> {
+        if matches!(self.sink, Sink::Text) {
+            self.welcome(Rules::default());
+            self.inventory_wanted = true;
+        }
+        loop {
+            self.deadlines()?;
+            if self.wait()? {
+                break;
+            }
+        }
+        if let Some(tracer) = self.tracer.take() {
+            tracer.remove();
+        }
+        Ok(())
+    }
+
+    /// Does what is due by the clock, and what could not be done for want of room before.
+    fn deadlines(&mut self) -> io::Result<()> {
+        if let State::Absent(when) = self.state {
+            if when <= Instant::now() {
+                self.look_for_host();
+            }
+        }
+        if self.state == State::Working {
+            if self.gather.is_some_and(|when| when <= Instant::now()) {
+                self.read_events()?;
+            }
+            if self.has_room() {
+                self.take_findings();
+                self.start_jobs();
+            }
+            self.say_counters(false);
+        }
+        if self.state != State::Refused && self.has_room() {
+            while let Some(message) = self.has_room().then(|| self.commands.next()).flatten() {
+                self.say(&message);
+            }
+        }
+        if let Sink::Port(port) = &mut self.sink {
+            if !matches!(self.state, State::Absent(_)) && port.send().is_err() {
+                self.lost_host();
+            }
+        }
+        Ok(())
+    }
+
+    /// Until something happens or is due. True when asked to end.
+    fn wait(&mut self) -> io::Result<bool> {
+        let working = self.state == State::Working;
+        let connected = !matches!(self.state, State::Absent(_));
+        let room = self.has_room();
+        let mut set = vec![PollFd::new(&self.signals, PollFlags::IN)];
+        let port_at = match &self.sink {
+            Sink::Port(port) if connected => {
+                set.push(port.poll_fd());
+                Some(1)
+            }
+            _ => None,
+        };
+        let mounts_at = set.len();
+        if let Some(file) = &self.mountinfo {
+            set.push(PollFd::new(file, PollFlags::PRI));
+        }
+        let (worker_at, mut trace_at) = (set.len(), set.len());
+        if room {
+            set.push(PollFd::from_borrowed_fd(
+                self.worker.descriptor(),
+                PollFlags::IN,
+            ));
+            set.push(PollFd::from_borrowed_fd(
+                self.commands.descriptor(),
+                PollFlags::IN,
+            ));
+            trace_at += 2;
+        }
+        if let Some(tracer) = self
+            .tracer
+            .as_ref()
+            .filter(|_| working && self.gather.is_none())
+        {
+            set.extend(
+                tracer
+                    .descriptors()
+                    .map(|d| PollFd::from_borrowed_fd(d, PollFlags::IN)),
+            );
+        }
+        let timeout = self.next_deadline().map(|when| {
+            // Rounded up: a little early would be a busy loop.
+            let left = when.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+            Timespec {
+                tv_sec: left.as_secs().cast_signed(),
+                tv_nsec: left.subsec_nanos().into(),
+            }
+        });
+        match poll(&mut set, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+        let events: Vec<PollFlags> = set.iter().map(PollFd::revents).collect();
+        drop(set);
+        if !events[0].is_empty() && guest::next_signal(&self.signals)?.is_some() {
+            return Ok(true);
+        }
+        if self.mountinfo.is_some() && events[mounts_at].intersects(PollFlags::PRI | PollFlags::ERR)
+        {
+            self.read_mounts();
+        }
+        if room && !events[worker_at].is_empty() {
+            self.worker.rest();
+        }
+        if room && !events[worker_at + 1].is_empty() {
+            self.commands.rest();
+        }
+        if events[trace_at..].iter().any(|e| !e.is_empty()) {
+            let delay = if self.busy { GATHER_BUSY } else { GATHER };
+            self.gather = Some(Instant::now() + delay);
+        }
+        if let Some(at) = port_at {
+            self.port_event(events[at]);
+        }
+        Ok(false)
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        let mut list = vec![self.gather];
+        if let State::Absent(when) = self.state {
+            list.push(Some(when));
+        }
+        if self.state == State::Working {
+            // What waits for room or for a running job is woken by that.
+            let free = !self.inventory_running && self.has_room();
+            list.push(self.repair.due.filter(|_| free));
+            list.push(self.find.due.filter(|_| !self.finding && self.has_room()));
+            list.push(self.counters_due());
+        }
+        list.into_iter().flatten().min()
+    }
+
+    fn has_room(&self) -> bool {
+        match &self.sink {
+            Sink::Port(port) => port.has_room(),
+            Sink::Text => true,
+        }
+    }
+
+    fn look_for_host(&mut self) {
+        let Sink::Port(port) = &mut self.sink else {
+            return;
+        };
+        if !port.host_is_there() {
+            self.state = State::Absent(Instant::now() + self.retry);
+            self.retry = (self.retry * 2).min(RETRY.1);
+            return;
+        }
+        self.retry = RETRY.0;
+        port.begin();
+        self.state = State::Waiting;
+        let read = |path| {
+            fs::read_to_string(path)
+                .unwrap_or_default()
+                .trim()
+                .to_owned()
+        };
+        let hello = FromAgent::Hello {
+            version: VERSION,
+            agent: env!("CARGO_PKG_VERSION").into(),
+            kernel: read("/proc/sys/kernel/osrelease"),
+            boot_id: read("/proc/sys/kernel/random/boot_id"),
+            host_name: read("/proc/sys/kernel/hostname"),
+            problems: self.problems.clone(),
+        };
+        self.say(&hello);
+    }
+
+    /// The host side closed: forget the connection.
+    fn lost_host(&mut self) {
+        if let Some(tracer) = &mut self.tracer {
+            tracer.stop();
+        }
+        if let Sink::Port(port) = &mut self.sink {
+            port.begin();
+        }
+        self.worker.cancel();
+        self.commands.forget();
+        self.cache.reset(Rules::default());
+        self.round = Round::default();
+        self.gather = None;
+        (self.inventory_running, self.inventory_wanted, self.finding) = (false, false, false);
+        (self.repair.due, self.find.due) = (None, None);
+        self.state = State::Absent(Instant::now() + self.retry);
+    }
+
+    fn port_event(&mut self, events: PollFlags) {
+        let Sink::Port(port) = &mut self.sink else {
+            return;
+        };
+        if events.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) {
+            self.lost_host();
+            return;
+        }
+        if !events.contains(PollFlags::IN) {
+            return;
+        }
+        if port.receive().is_err() {
+            self.lost_host();
+            return;
+        }
+        loop {
+            let Sink::Port(port) = &mut self.sink else {
+                return;
+            };
+            match port.next() {
+                Ok(Some(message)) => self.order(message),
+                Ok(None) => return,
+                Err(e) => {
+                    eprintln!("memfold-agent: what the daemon sent is no message: {e}");
+                    self.lost_host();
+                    return;
+                }
+            }
+        }
+    }
+
+    fn order(&mut self, message: ToAgent) {
+        match message {
+            ToAgent::Welcome {
+                version,
+                include,
+                exclude,
+            } if version == VERSION => {
+                self.welcome(Rules::new(include, exclude));
+            }
+            ToAgent::Welcome { version, .. } => {
+                eprintln!(
+                    "memfold-agent: the daemon speaks version {version}, this agent {VERSION}: update the older one"
+                );
+                self.state = State::Refused;
+            }
+            ToAgent::Refused { reason } => {
+                eprintln!("memfold-agent: the daemon refused: {reason}");
+                self.state = State::Refused;
+            }
+            ToAgent::Inventory => self.inventory_wanted = true,
+            ToAgent::Ping => self.say_counters(true),
+            ToAgent::Run { command, script } => self.commands.run(command, script),
+            ToAgent::Kill { command } => self.commands.kill(command),
+        }
+    }
+
+    fn welcome(&mut self, rules: Rules) {
+        self.cache.reset(rules);
+        self.state = State::Working;
+        if let Some(tracer) = &mut self.tracer {
+            match tracer.start() {
+                Ok(None) => {}
+                Ok(Some(problem)) => eprintln!("memfold-agent: {problem}"),
+                Err(e) => eprintln!("memfold-agent: trace events: {e}"),
+            }
+        }
+    }
+
+    fn read_mounts(&mut self) {
+        use std::io::{Read, Seek};
+        // Read through the polled descriptor: that is what makes it quiet again.
+        let mut text = Vec::new();
+        let read = self.mountinfo.as_mut().and_then(|file| {
+            file.rewind().ok()?;
+            file.read_to_end(&mut text).ok()
+        });
+        if read.is_some() {
+            self.cache.set_mounts(Mounts::parse(&text));
+        }
+    }
+
+    fn read_events(&mut self) -> io::Result<()> {
+        self.gather = None;
+        let Some(tracer) = &mut self.tracer else {
+            return Ok(());
+        };
+        tracer.read(&mut self.round)?;
+        let counters = &mut self.cache.counters;
+        counters.events += self.round.records;
+        counters.events_lost += self.round.lost;
+        self.busy = self.round.records > BUSY_ROUND;
+        let lost = self.round.lost > 0;
+        let events = std::mem::take(&mut self.round.events);
+        self.cache.events(&events);
+        self.round.events = events;
+        if self.round.more {
+            self.gather = Some(Instant::now());
+        }
+        self.cache.batch.flush();
+        if !self.send_batch() || lost {
+            self.repair.want(REPAIR_DELAY);
+        }
+        if self.cache.wants() && self.find.due.is_none() {
+            self.find.want(FIND_INTERVAL.0);
+        }
+        Ok(())
+    }
+
+    fn take_findings(&mut self) {
+        while self.has_room() {
+            let Some(finding) = self.worker.next() else {
+                break;
+            };
+            match finding {
+                Finding::InventoryDone { files, pages } => {
+                    self.inventory_running = false;
+                    self.cache.counters.inventories += 1;
+                    self.cache
+                        .batch
+                        .message(FromAgent::InventoryEnd { files, pages });
+                }
+                Finding::FindDone { .. } => self.finding = false,
+                _ => {}
+            }
+            self.cache.finding(finding);
+            self.cache.batch.flush();
+            if !self.send_batch() {
+                self.repair.want(REPAIR_DELAY);
+            }
+        }
+    }
+
+    fn start_jobs(&mut self) {
+        if !self.inventory_running
+            && (std::mem::take(&mut self.inventory_wanted) || self.repair.take())
+        {
+            self.inventory_running = true;
+            self.repair.due = None;
+            self.say(&FromAgent::InventoryBegin);
+            let job = Job::Inventory(self.cache.mounts().clone(), self.cache.rules().clone());
+            self.worker.submit(job);
+        }
+        if !self.finding && self.find.take() {
+            if let Some(wanted) = self.cache.take_wanted() {
+                self.finding = true;
+                self.worker
+                    .submit(Job::Find(self.cache.mounts().clone(), wanted));
+            }
+        }
+    }
+
+    /// False if a message was dropped.
+    fn send_batch(&mut self) -> bool {
+        let mut all = true;
+        for message in self.cache.batch.take_ready() {
+            all &= self.say(&message);
+        }
+        all
+    }
+
+    fn say(&mut self, message: &FromAgent) -> bool {
+        match &mut self.sink {
+            Sink::Port(port) => {
+                let first = port.push(message);
+                // Writing now keeps the backlog small while many messages are made.
+                first | (port.send().is_ok() && port.push(message))
+            }
+            Sink::Text => {
+                println!("{message:?}");
+                true
+            }
+        }
+    }
+
+    fn counters_due(&self) -> Option<Instant> {
+        let sent = &self.counters_sent;
+        (self.cache.counters != sent.1).then(|| sent.0 + COUNTERS)
+    }
+
+    fn say_counters(&mut self, asked: bool) {
+        if !asked && self.counters_due().is_none_or(|due| due > Instant::now()) {
+            return;
+        }
+        let message = FromAgent::Counters(AgentCounters {
+            cpu_us: u64::try_from(process_cpu().as_micros()).unwrap_or(u64::MAX),
+            rss_bytes: resident_bytes(),
+            ..self.cache.counters
+        });
+        self.counters_sent = (Instant::now(), self.cache.counters);
+        self.say(&message);
+    }
+}
+
+/// Resident set of this process (proc_pid_statm(5): the second field, in pages).
+fn resident_bytes() -> u64 {
+    let text = fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages = text
+        .split_whitespace()
+        .nth(1)
+        .and_then(|f| f.parse::<u64>().ok());
+    pages.unwrap_or(0) * memfold_units::PAGE_SIZE
+}
+
+/// Opens the port, waiting until there is one. Ends with an error of kind `Interrupted` on a signal.
+fn wait_for_port(signals: &OwnedFd) -> io::Result<Port> {
+    let mut told = false;
+    loop {
+        let opened = port::find().map(|path| Port::open(&path));
+        let reason = match opened {
+            Some(Ok(port)) => return Ok(port),
+            Some(Err(e)) => e.to_string(),
+            None => "there is none".into(),
+        };
+        if !std::mem::replace(&mut told, true) {
+            eprintln!(
+                "memfold-agent: waiting for the port {}: {reason}",
+                memfold_wire::agent::PORT_NAME
+            );
+        }
+        let mut set = [PollFd::new(signals, PollFlags::IN)];
+        let pause = Timespec {
+            tv_sec: 1,
+            tv_nsec: 0,
+        };
+        if poll(&mut set, Some(&pause))? > 0 {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+    }
+}

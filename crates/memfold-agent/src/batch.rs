@@ -1,0 +1,299 @@
+//! Makes few messages of many events.
+//!
+//! What comes between two flushes is sent as: files, gone, hints, dirty, clean, each sorted and joined into runs. Events are
+//! flushed early where this order would tell another story than theirs: a frame that goes after it was offered, a page dirtied after
+//! its file was cleaned.
+
+use memfold_wire::agent::{
+    FileFacts, FileRange, FromAgent, HintRun, MAX_RUN_PAGES, MAX_RUNS, PfnRun,
+};
+
+/// Bytes of paths in one message, well below the longest frame.
+const MAX_PATHS: usize = 64 << 10;
+/// Bits in the filter of frames offered since the last flush.
+const FILTER_BITS: u64 = 1 << 16;
+
+/// Pages being told of, and messages ready to be sent.
+#[derive(Debug)]
+pub struct Batch {
+    files: Vec<FileFacts>,
+    path_bytes: usize,
+    gone: Vec<PfnRun>,
+    hints: Vec<HintRun>,
+    dirty: Vec<FileRange>,
+    clean: Vec<FileRange>,
+    /// One bit a frame (modulo) that `hints` holds.
+    offered: Vec<u64>,
+    ready: Vec<FromAgent>,
+}
+
+impl Default for Batch {
+    fn default() -> Self {
+        Self {
+            files: Vec::new(),
+            path_bytes: 0,
+            gone: Vec::new(),
+            hints: Vec::new(),
+            dirty: Vec::new(),
+            clean: Vec::new(),
+            offered: vec![0; usize::try_from(FILTER_BITS / 64).unwrap_or(1024)],
+            ready: Vec::new(),
+        }
+    }
+}
+
+impl Batch {
+    /// A file's facts; sent before what follows.
+    pub fn file(&mut self, facts: FileFacts) {
+        if self.files.len() >= MAX_RUNS || self.path_bytes + facts.path.len() > MAX_PATHS {
+            self.flush();
+        }
+        self.path_bytes += facts.path.len();
+        self.files.push(facts);
+    }
+
+    /// Pages that are cached now.
+    pub fn hint(&mut self, run: HintRun) {
+        self.mark(run.pfn, run.pages);
+        if let Some(last) = self.hints.last_mut() {
+            if join_hint(last, &run) {
+                return;
+            }
+        }
+        if self.hints.len() >= MAX_RUNS {
+            self.flush();
+            self.mark(run.pfn, run.pages);
+        }
+        self.hints.push(run);
+    }
+
+    fn mark(&mut self, pfn: u64, pages: u32) {
+        for bit in bits(pfn, pages) {
+            self.offered[bit / 64] |= 1 << (bit % 64);
+        }
+    }
+
+    /// Frames that cache nothing any more.
+    pub fn gone(&mut self, run: PfnRun) {
+        if !self.hints.is_empty()
+            && bits(run.pfn, run.pages).any(|b| self.offered[b / 64] >> (b % 64) & 1 != 0)
+        {
+            self.flush();
+        }
+        if let Some(last) = self.gone.last_mut() {
+            if join_pfn(last, &run) {
+                return;
+            }
+        }
+        if self.gone.len() >= MAX_RUNS {
+            self.flush();
+        }
+        self.gone.push(run);
+    }
+
+    /// Pages written to.
+    pub fn dirty(&mut self, range: FileRange) {
+        if !self.clean.is_empty() || self.dirty.len() >= MAX_RUNS {
+            self.flush();
+        }
+        push_range(&mut self.dirty, range);
+    }
+
+    /// Pages written back.
+    pub fn clean(&mut self, range: FileRange) {
+        if self.clean.len() >= MAX_RUNS {
+            self.flush();
+        }
+        push_range(&mut self.clean, range);
+    }
+
+    /// A message of another kind, after what came before it.
+    pub fn message(&mut self, message: FromAgent) {
+        self.flush();
+        self.ready.push(message);
+    }
+
+    /// Makes messages of everything.
+    pub fn flush(&mut self) {
+        self.path_bytes = 0;
+        if !self.files.is_empty() {
+            let files = std::mem::take(&mut self.files);
+            self.ready.push(FromAgent::Files(files));
+        }
+        if !self.gone.is_empty() {
+            let mut gone = std::mem::take(&mut self.gone);
+            gone.sort_unstable_by_key(|r| r.pfn);
+            gone.dedup_by(|next, last| join_pfn(last, next));
+            self.ready.push(FromAgent::Gone(gone));
+        }
+        if !self.hints.is_empty() {
+            let mut hints = std::mem::take(&mut self.hints);
+            hints.sort_unstable_by_key(|r| (r.file, r.page));
+            hints.dedup_by(|next, last| join_hint(last, next));
+            self.ready.push(FromAgent::Hints(hints));
+            self.offered.fill(0);
+        }
+        if !self.dirty.is_empty() {
+            let mut dirty = std::mem::take(&mut self.dirty);
+            sort_ranges(&mut dirty);
+            self.ready.push(FromAgent::Dirty(dirty));
+        }
+        if !self.clean.is_empty() {
+            let mut clean = std::mem::take(&mut self.clean);
+            sort_ranges(&mut clean);
+            self.ready.push(FromAgent::Clean(clean));
+        }
+    }
+
+    /// The messages made so far, in their order.
+    pub fn take_ready(&mut self) -> Vec<FromAgent> {
+        std::mem::take(&mut self.ready)
+    }
+}
+
+fn bits(pfn: u64, pages: u32) -> impl Iterator<Item = usize> {
+    let count = u64::from(pages).min(FILTER_BITS);
+    (0..count).map(move |i| usize::try_from(pfn.wrapping_add(i) % FILTER_BITS).unwrap_or(0))
+}
+
+fn fits(a: u32, b: u32) -> bool {
+    a.checked_add(b).is_some_and(|n| n <= MAX_RUN_PAGES)
+}
+
+/// Adds `next` to `last` if it continues it.
+fn join_hint(last: &mut HintRun, next: &HintRun) -> bool {
+    let n = u64::from(last.pages);
+    let follows = next.file == last.file
+        && Some(next.page) == last.page.checked_add(n)
+        && Some(next.pfn) == last.pfn.checked_add(n)
+        && fits(last.pages, next.pages);
+    if follows {
+        last.pages += next.pages;
+    }
+    follows
+}
+
+fn join_pfn(last: &mut PfnRun, next: &PfnRun) -> bool {
+    let follows =
+        Some(next.pfn) == last.pfn.checked_add(last.pages.into()) && fits(last.pages, next.pages);
+    if follows {
+        last.pages += next.pages;
+    }
+    follows
+}
+
+fn join_range(last: &mut FileRange, next: &FileRange) -> bool {
+    let follows = next.file == last.file
+        && Some(next.page) == last.page.checked_add(last.pages.into())
+        && fits(last.pages, next.pages);
+    if follows {
+        last.pages += next.pages;
+    }
+    follows
+}
+
+fn push_range(list: &mut Vec<FileRange>, range: FileRange) {
+    if !list.last_mut().is_some_and(|last| join_range(last, &range)) {
+        list.push(range);
+    }
+}
+
+fn sort_ranges(list: &mut Vec<FileRange>) {
+    list.sort_unstable_by_key(|r| (r.file, r.page));
+    list.dedup_by(|next, last| join_range(last, next));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hint(file: u32, page: u64, pfn: u64) -> HintRun {
+        HintRun {
+            file,
+            page,
+            pfn,
+            pages: 1,
+        }
+    }
+
+    #[test]
+    fn interleaved_files_still_make_long_runs() {
+        let mut batch = Batch::default();
+        for i in 0..64 {
+            batch.hint(hint(1, i, 1000 + i));
+            batch.hint(hint(0, i, 5000 + i));
+        }
+        batch.flush();
+        let whole = |file, pfn| HintRun {
+            file,
+            page: 0,
+            pfn,
+            pages: 64,
+        };
+        assert_eq!(
+            batch.take_ready(),
+            [FromAgent::Hints(vec![whole(0, 5000), whole(1, 1000)])]
+        );
+    }
+
+    #[test]
+    fn a_frame_that_goes_after_it_was_offered_goes_after_it() {
+        let mut batch = Batch::default();
+        batch.gone(PfnRun { pfn: 8, pages: 1 });
+        batch.hint(hint(1, 0, 8));
+        batch.gone(PfnRun { pfn: 8, pages: 1 });
+        batch.hint(hint(1, 5, 8));
+        batch.flush();
+        let gone = FromAgent::Gone(vec![PfnRun { pfn: 8, pages: 1 }]);
+        let hints = |page| FromAgent::Hints(vec![hint(1, page, 8)]);
+        assert_eq!(batch.take_ready(), [gone.clone(), hints(0), gone, hints(5)]);
+    }
+
+    #[test]
+    fn a_page_dirtied_after_its_file_was_cleaned_is_dirty_in_the_end() {
+        let mut batch = Batch::default();
+        let range = FileRange {
+            file: 1,
+            page: 0,
+            pages: 1,
+        };
+        batch.dirty(range);
+        batch.clean(range);
+        batch.dirty(range);
+        batch.flush();
+        let (dirty, clean) = (FromAgent::Dirty(vec![range]), FromAgent::Clean(vec![range]));
+        assert_eq!(batch.take_ready(), [dirty.clone(), clean, dirty]);
+    }
+
+    #[test]
+    fn every_message_keeps_the_limits_of_the_wire() {
+        let mut batch = Batch::default();
+        for i in 0..20_000 {
+            batch.file(FileFacts {
+                file: i,
+                path: vec![b'x'; 1000],
+                size_bytes: 1,
+            });
+            batch.hint(hint(i, 0, u64::from(i) * 7));
+            batch.gone(PfnRun {
+                pfn: 1 << 40 | u64::from(i) << 18,
+                pages: MAX_RUN_PAGES,
+            });
+            batch.dirty(FileRange {
+                file: i,
+                page: u64::MAX,
+                pages: 1,
+            });
+            batch.clean(FileRange {
+                file: i,
+                page: u64::MAX,
+                pages: 1,
+            });
+        }
+        batch.flush();
+        for message in batch.take_ready() {
+            let frame = memfold_wire::encode(&message).unwrap();
+            memfold_wire::frame::decode_body::<FromAgent>(&frame[4..]).unwrap();
+        }
+    }
+}

@@ -1,0 +1,315 @@
+//! Commands that the daemon asks for.
+//!
+//! A thread each: it starts the shell in a process group of its own, at the ordinary priority (the agent's own is lower), and
+//! passes on what it says. The channel to the main thread is short; when the port is slow, the command's pipe fills up and the command waits.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use memfold_wire::agent::{FromAgent, OutputStream};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+
+use crate::wake::Wake;
+
+/// Commands running at once.
+const MAX_COMMANDS: usize = 16;
+/// Bytes of output in one message.
+const PIECE: usize = 16 << 10;
+/// What a pipe holds (1 MiB if the command made it larger); more than that after its end comes from children left behind.
+const ROUNDS_AFTER_END: u32 = 64;
+/// Messages waiting for the main thread.
+const MESSAGES: usize = 8;
+
+/// `None`: not started yet.
+type Running = Arc<Mutex<HashMap<(u32, u32), Option<Pid>>>>;
+
+/// The running commands.
+#[derive(Debug)]
+pub struct Commands {
+    running: Running,
+    sender: SyncSender<(u32, FromAgent)>,
+    receiver: Receiver<(u32, FromAgent)>,
+    wake: Arc<Wake>,
+    epoch: u32,
+}
+
+impl Commands {
+    /// None yet.
+    pub fn new() -> io::Result<Self> {
+        let (sender, receiver) = mpsc::sync_channel(MESSAGES);
+        Ok(Self {
+            running: Running::default(),
+            sender,
+            receiver,
+            wake: Arc::new(Wake::new()?),
+            epoch: 0,
+        })
+    }
+
+    /// Starts `/bin/sh -c script`. What keeps it from being started is reported as the command's own failure.
+    pub fn run(&self, command: u32, script: String) {
+        let key = (self.epoch, command);
+        let mut task = Task {
+            key,
+            running: Arc::clone(&self.running),
+            sender: self.sender.clone(),
+            wake: Arc::clone(&self.wake),
+        };
+        {
+            let mut running = lock(&self.running);
+            if running.len() >= MAX_COMMANDS || running.contains_key(&key) {
+                drop(running);
+                let text = format!(
+                    "memfold-agent: command {command} is running already, or {MAX_COMMANDS} others\n"
+                );
+                // Not from this thread, which would wait for itself when the channel is full.
+                let _ = std::thread::Builder::new()
+                    .stack_size(64 << 10)
+                    .spawn(move || task.fail(&text));
+                return;
+            }
+            running.insert(key, None);
+        }
+        let spawned = std::thread::Builder::new()
+            .name("command".into())
+            .stack_size(128 << 10)
+            .spawn(move || task.run(&script));
+        if spawned.is_err() {
+            lock(&self.running).remove(&key);
+        }
+    }
+
+    /// Kills a command and its children.
+    pub fn kill(&self, command: u32) {
+        // The entry goes before the process is reaped, so the number can't be another's by now.
+        let running = lock(&self.running);
+        if let Some(Some(pid)) = running.get(&(self.epoch, command)) {
+            let _ = kill_process_group(*pid, Signal::KILL);
+        }
+    }
+
+    /// The connection is gone: commands run on, what they say is thrown away.
+    pub fn forget(&mut self) {
+        self.epoch = self.epoch.wrapping_add(1);
+    }
+
+    /// Something to send, if there is.
+    pub fn next(&self) -> Option<FromAgent> {
+        loop {
+            let (epoch, message) = self.receiver.try_recv().ok()?;
+            if epoch == self.epoch {
+                return Some(message);
+            }
+        }
+    }
+
+    /// Readable when there may be something to send; [`Self::rest`] makes it quiet.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    /// To be called before [`Self::next`].
+    pub fn rest(&self) {
+        self.wake.rest();
+    }
+}
+
+fn lock(running: &Running) -> std::sync::MutexGuard<'_, HashMap<(u32, u32), Option<Pid>>> {
+    running.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Task {
+    key: (u32, u32),
+    running: Running,
+    sender: SyncSender<(u32, FromAgent)>,
+    wake: Arc<Wake>,
+}
+
+impl Task {
+    fn send(&self, message: FromAgent) {
+        let _ = self.sender.send((self.key.0, message));
+        self.wake.up();
+    }
+
+    fn output(&self, stream: OutputStream, bytes: &[u8]) {
+        self.send(FromAgent::Output {
+            command: self.key.1,
+            stream,
+            bytes: bytes.to_vec(),
+        });
+    }
+
+    fn fail(&mut self, text: &str) {
+        self.output(OutputStream::Stderr, text.as_bytes());
+        self.send(FromAgent::Exited {
+            command: self.key.1,
+            code: 127,
+        });
+    }
+
+    fn run(&mut self, script: &str) {
+        // A child has the nice value of the thread that starts it. On Linux `None` is the calling thread.
+        let _ = rustix::process::setpriority_process(None, 0);
+        let mut command = Command::new("/bin/sh");
+        command
+            .arg("-c")
+            .arg(script)
+            .current_dir("/")
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        if std::env::var_os("PATH").is_none() {
+            command.env(
+                "PATH",
+                "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            );
+        }
+        if std::env::var_os("HOME").is_none() {
+            command.env("HOME", "/root");
+        }
+        match command.spawn() {
+            Ok(mut child) => {
+                let code = self.follow(&mut child);
+                self.send(FromAgent::Exited {
+                    command: self.key.1,
+                    code,
+                });
+            }
+            Err(e) => {
+                lock(&self.running).remove(&self.key);
+                self.fail(&format!("memfold-agent: /bin/sh: {e}\n"));
+            }
+        }
+    }
+
+    /// Passes output on until the shell has ended and its pipes are empty. Its children that go on and hold the pipes open are not waited for.
+    fn follow(&self, child: &mut Child) -> i32 {
+        let pid = Pid::from_child(child);
+        lock(&self.running).insert(self.key, Some(pid));
+        if let Err(e) = self.pass_on(child, pid) {
+            self.output(
+                OutputStream::Stderr,
+                format!("memfold-agent: {e}\n").as_bytes(),
+            );
+        }
+        lock(&self.running).remove(&self.key);
+        match child.wait() {
+            Ok(status) => status
+                .code()
+                .or_else(|| status.signal().map(|s| 128 + s))
+                .unwrap_or(127),
+            Err(_) => 127,
+        }
+    }
+
+    fn pass_on(&self, child: &mut Child, pid: Pid) -> io::Result<()> {
+        let ended = pidfd_open(pid, PidfdFlags::empty())?;
+        let (Some(stdout), Some(stderr)) = (child.stdout.take(), child.stderr.take()) else {
+            return Ok(());
+        };
+        let mut open = [true; 2];
+        let mut buffer = vec![0; PIECE];
+        let mut rounds_after_end = 0;
+        loop {
+            let pipes = [stdout.as_fd(), stderr.as_fd()];
+            let mut set = vec![PollFd::new(&ended, PollFlags::IN)];
+            set.extend(
+                (0..2)
+                    .filter(|i| open[*i])
+                    .map(|i| PollFd::from_borrowed_fd(pipes[i], PollFlags::IN)),
+            );
+            poll(&mut set, None)?;
+            let ready: Vec<bool> = set.iter().map(|p| !p.revents().is_empty()).collect();
+            let (mut said, mut still_open) = (false, open);
+            for (at, i) in (0..2).filter(|i| open[*i]).enumerate() {
+                if !ready[at + 1] {
+                    continue;
+                }
+                // Ready, so it doesn't block.
+                let n = rustix::io::read(pipes[i], &mut buffer[..])?;
+                let stream = if i == 0 {
+                    OutputStream::Stdout
+                } else {
+                    OutputStream::Stderr
+                };
+                if n > 0 {
+                    said = true;
+                    self.output(stream, &buffer[..n]);
+                }
+                still_open[i] = n > 0;
+            }
+            open = still_open;
+            rounds_after_end += u32::from(ready[0]);
+            if ready[0] && (!said || rounds_after_end > ROUNDS_AFTER_END) {
+                return Ok(());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, Instant};
+
+    fn finish(commands: &Commands, count: usize) -> (Vec<u8>, Vec<(u32, i32)>) {
+        let (mut out, mut codes) = (Vec::new(), Vec::new());
+        let start = Instant::now();
+        while codes.len() < count {
+            assert!(start.elapsed() < Duration::from_secs(20));
+            match commands.next() {
+                Some(FromAgent::Output { bytes, .. }) => out.extend(bytes),
+                Some(FromAgent::Exited { command, code }) => codes.push((command, code)),
+                _ => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+        (out, codes)
+    }
+
+    #[test]
+    fn output_comes_whole_and_with_the_exit_code() {
+        let commands = Commands::new().unwrap();
+        commands.run(1, "seq 1 200000; echo end >&2; exit 3".into());
+        let (out, codes) = finish(&commands, 1);
+        assert_eq!(out.len(), 1_288_895 + 4);
+        assert_eq!(codes, [(1, 3)]);
+        assert!(lock(&commands.running).is_empty());
+    }
+
+    #[test]
+    fn a_child_left_behind_does_not_keep_the_command_open() {
+        let commands = Commands::new().unwrap();
+        commands.run(1, "sleep 30 & echo $!".into());
+        let (out, codes) = finish(&commands, 1);
+        assert_eq!(codes, [(1, 0)]);
+        let pid = String::from_utf8(out)
+            .unwrap()
+            .trim()
+            .parse()
+            .ok()
+            .and_then(Pid::from_raw)
+            .unwrap();
+        rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    }
+
+    #[test]
+    fn killing_reaches_the_children_and_too_many_are_refused() {
+        let commands = Commands::new().unwrap();
+        for i in 0..17 {
+            commands.run(i, "sleep 100 | sleep 100".into());
+        }
+        let (_, codes) = finish(&commands, 1);
+        assert_eq!(codes, [(16, 127)]);
+        std::thread::sleep(Duration::from_millis(300));
+        (0..16).for_each(|i| commands.kill(i));
+        let (_, codes) = finish(&commands, 16);
+        assert!(codes.iter().all(|c| c.1 == 137));
+    }
+}

@@ -1,0 +1,168 @@
+//! The file numbers of a connection.
+
+use std::collections::HashMap;
+
+/// Most files remembered; about 5 MB. When it is full, the half not used for longest is forgotten (and gets new numbers).
+pub const MAX_FILES: usize = 40_000;
+/// Most dirty ranges of a file that are kept apart; then the nearest two become one.
+const MAX_RANGES: usize = 16;
+
+/// An inode: device and number.
+pub type Inode = (u32, u64);
+
+/// What is remembered of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileEntry {
+    /// Its number.
+    pub number: u32,
+    /// Hash of the path that was sent, 0 for none.
+    pub path_hash: u64,
+    /// Size that was sent.
+    pub size: u64,
+    /// Hints of it are wanted.
+    pub allowed: bool,
+    /// log2 of the largest folio seen, in pages.
+    pub order: u8,
+    used: u32,
+    dirty: Vec<(u64, u64)>,
+}
+
+impl FileEntry {
+    /// Notes that pages `[start, end)` are dirty; false if they all were already.
+    pub fn mark_dirty(&mut self, start: u64, end: u64) -> bool {
+        if self.dirty.iter().any(|r| r.0 <= start && end <= r.1) {
+            return false;
+        }
+        let (mut start, mut end) = (start, end);
+        self.dirty.retain(|r| {
+            let touches = r.0 <= end && start <= r.1;
+            if touches {
+                (start, end) = (start.min(r.0), end.max(r.1));
+            }
+            !touches
+        });
+        let at = self.dirty.partition_point(|r| r.0 < start);
+        self.dirty.insert(at, (start, end));
+        if self.dirty.len() > MAX_RANGES {
+            let gap = |i: &usize| self.dirty[i + 1].0 - self.dirty[*i].1;
+            if let Some(i) = (0..self.dirty.len() - 1).min_by_key(gap) {
+                self.dirty[i].1 = self.dirty[i + 1].1;
+                self.dirty.remove(i + 1);
+            }
+        }
+        true
+    }
+
+    /// The dirty ranges; they are clean from now on.
+    pub fn take_dirty(&mut self) -> Vec<(u64, u64)> {
+        std::mem::take(&mut self.dirty)
+    }
+
+    /// Has it dirty pages?
+    pub const fn is_dirty(&self) -> bool {
+        !self.dirty.is_empty()
+    }
+}
+
+/// The table.
+#[derive(Debug, Default)]
+pub struct Files {
+    map: HashMap<Inode, FileEntry>,
+    next: u32,
+    now: u32,
+}
+
+impl Files {
+    /// Forgets everything: a new connection. Memory goes back to the system.
+    pub fn reset(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Time passes, for choosing what to forget.
+    pub const fn tick(&mut self) {
+        self.now = self.now.wrapping_add(1);
+    }
+
+    /// The entry of an inode, and whether it is new.
+    pub fn entry(&mut self, inode: Inode) -> (&mut FileEntry, bool) {
+        if self.map.len() >= MAX_FILES && !self.map.contains_key(&inode) {
+            self.forget_half();
+        }
+        let mut new = false;
+        let (next, now) = (&mut self.next, self.now);
+        let entry = self.map.entry(inode).or_insert_with(|| {
+            new = true;
+            let number = *next;
+            *next = next.wrapping_add(1);
+            FileEntry {
+                number,
+                path_hash: 0,
+                size: 0,
+                allowed: true,
+                order: 0,
+                used: now,
+                dirty: Vec::new(),
+            }
+        });
+        entry.used = now;
+        (entry, new)
+    }
+
+    /// The entry of an inode that is known.
+    pub fn get(&mut self, inode: Inode) -> Option<&mut FileEntry> {
+        self.map.get_mut(&inode)
+    }
+
+    /// Forgets those older than the median (all, if they are of one age).
+    fn forget_half(&mut self) {
+        let now = self.now;
+        let mut ages: Vec<u32> = self
+            .map
+            .values()
+            .map(|e| now.wrapping_sub(e.used))
+            .collect();
+        let half = ages.len() / 2;
+        let (_, &mut median, _) = ages.select_nth_unstable(half);
+        self.map.retain(|_, e| now.wrapping_sub(e.used) < median);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dirty_ranges_grow_together_and_are_told_once() {
+        let mut files = Files::default();
+        let (file, new) = files.entry((1, 2));
+        assert!(new);
+        assert!(file.mark_dirty(0, 1));
+        assert!(file.mark_dirty(2, 3));
+        assert!(!file.mark_dirty(2, 3));
+        assert!(file.mark_dirty(1, 2));
+        assert_eq!(file.take_dirty(), [(0, 3)]);
+        assert!(!file.is_dirty());
+        for i in 0..100 {
+            file.mark_dirty(i * 10, i * 10 + 1);
+        }
+        let ranges = file.take_dirty();
+        assert!(ranges.len() <= MAX_RANGES);
+        assert!((0..100).all(|i| ranges.iter().any(|r| r.0 <= i * 10 && i * 10 < r.1)));
+    }
+
+    #[test]
+    fn the_table_stays_bounded_and_numbers_are_never_used_twice() {
+        let mut files = Files::default();
+        let mut last = None;
+        for i in 0..3 * MAX_FILES as u64 {
+            if i % 100 == 0 {
+                files.tick();
+            }
+            let (entry, new) = files.entry((1, i));
+            assert!(new && last < Some(entry.number));
+            last = Some(entry.number);
+        }
+        assert!(files.map.len() <= MAX_FILES);
+        assert!(files.get((1, 3 * MAX_FILES as u64 - 1)).is_some());
+    }
+}

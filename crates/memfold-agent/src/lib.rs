@@ -1,0 +1,37 @@
+//! memfold's agent in the guest.
+//!
+//! ```text
+//!   kernel events --> trace (ring, format) --+
+//!                                            +--> page_cache (files, resolve) --> batch --> port
+//!   cached files ---> worker (walk, residency)+
+//!                                                              commands -----------------> port
+//! ```
+//!
+//! | module | what it is about |
+//! |---|---|
+//! | [`agent`] | the main loop: connection, deadlines, messages |
+//! | [`page_cache`] | from events and findings to hints |
+//! | [`trace`], [`ring`], [`format`](mod@format) | the kernel's events |
+//! | [`worker`], [`walk`], [`residency`], [`throttle`] | inventories, in the background |
+//! | [`files`], [`resolve`], [`mounts`], [`glob`] | file numbers, paths, file systems, rules |
+//! | [`batch`], [`port`] | messages, and the way out |
+//! | [`commands`] | commands for the daemon |
+//! | [`wake`] | waking the main loop |
+
+pub mod agent;
+pub mod batch;
+pub mod commands;
+pub mod files;
+pub mod format;
+pub mod glob;
+pub mod mounts;
+pub mod page_cache;
+pub mod port;
+pub mod residency;
+pub mod resolve;
+pub mod ring;
+pub mod throttle;
+pub mod trace;
+pub mod wake;
+pub mod walk;
+pub mod worker;

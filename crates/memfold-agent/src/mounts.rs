@@ -1,0 +1,213 @@
+//! The mounted file systems whose page cache is worth a hint: `/proc/self/mountinfo`.
+
+use std::fs;
+use std::io;
+
+/// Device number of an overlay's files as hints see it: their cache belongs to a file system that may not be mounted anywhere
+/// else, so all of those share this number. No real one is that high (20 bits of minor, 12 of major).
+pub const OVERLAY_DEVICE: u32 = u32::MAX;
+
+/// What sort of file system, as far as finding files by inode number goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// ext4, ext3, ext2, f2fs: handles of inode number and generation 0.
+    Plain,
+    /// XFS: no handle without a generation.
+    Xfs,
+    /// btrfs: handles need the subvolume.
+    Btrfs,
+    /// EROFS, squashfs: inode numbers in directories are not `st_ino`.
+    Packed,
+    /// An overlay of others.
+    Overlay,
+}
+
+/// One mount.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mount {
+    /// Mount id, as `statx` says it too.
+    pub id: u64,
+    /// Device number as the kernel has it inside (`major << 20 | minor`), which is what trace events hold.
+    pub device: u32,
+    /// Directory of the file system that is mounted.
+    pub root: Vec<u8>,
+    /// Where.
+    pub point: Vec<u8>,
+    /// File system.
+    pub kind: Kind,
+    /// `subvolid=` of a btrfs mount.
+    pub subvolume: Option<u64>,
+}
+
+impl Mount {
+    /// The device that this mount's files are known under in hints.
+    pub fn hint_device(&self) -> u32 {
+        match self.kind {
+            Kind::Overlay => OVERLAY_DEVICE,
+            _ => self.device,
+        }
+    }
+}
+
+/// All mounts of file systems that we know, in order of mounting.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mounts {
+    /// The mounts.
+    pub list: Vec<Mount>,
+}
+
+impl Mounts {
+    /// Reads `/proc/self/mountinfo`.
+    pub fn read() -> io::Result<Self> {
+        Ok(Self::parse(&fs::read("/proc/self/mountinfo")?))
+    }
+
+    /// Reads the text of a `mountinfo` file; lines of other shapes or other file systems are passed over.
+    pub fn parse(text: &[u8]) -> Self {
+        Self {
+            list: text.split(|b| *b == b'\n').filter_map(line).collect(),
+        }
+    }
+
+    /// Device that hints of an event's device go under: `None` for those that are no disk file system's (tmpfs, proc, block devices).
+    pub fn hint_device(&self, event_device: u32) -> Option<u32> {
+        if self
+            .list
+            .iter()
+            .any(|m| m.kind != Kind::Overlay && m.device == event_device)
+        {
+            return Some(event_device);
+        }
+        // A layer of an overlay that is mounted nowhere else; never an anonymous device, whose major number is 0.
+        let overlay = self.list.iter().any(|m| m.kind == Kind::Overlay);
+        (overlay && event_device >> 20 != 0).then_some(OVERLAY_DEVICE)
+    }
+
+    /// The mounts to walk: each part of a file system once, by its widest mount.
+    pub fn to_walk(&self) -> Vec<&Mount> {
+        let mut chosen: Vec<&Mount> = Vec::new();
+        let mut sorted: Vec<&Mount> = self.list.iter().collect();
+        sorted.sort_by_key(|m| (m.root.len(), m.point.len()));
+        for mount in sorted {
+            let covered = |c: &&Mount| c.device == mount.device && under(&mount.root, &c.root);
+            if !chosen.iter().any(covered) {
+                chosen.push(mount);
+            }
+        }
+        chosen
+    }
+
+    /// Mounts through which files of `device` can be opened by handle, the widest first.
+    pub fn by_device(&self, device: u32) -> Vec<&Mount> {
+        let mut found: Vec<_> = self.list.iter().filter(|m| m.device == device).collect();
+        found.sort_by_key(|m| (m.root.len(), m.point.len()));
+        found
+    }
+}
+
+fn under(path: &[u8], root: &[u8]) -> bool {
+    match path.strip_prefix(root) {
+        Some(rest) => rest.is_empty() || rest[0] == b'/' || root == b"/",
+        None => false,
+    }
+}
+
+/// `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue` (proc_pid_mountinfo(5))
+fn line(line: &[u8]) -> Option<Mount> {
+    let mut fields = line.split(|b| *b == b' ');
+    let id = number(fields.next()?)?;
+    let _parent = fields.next()?;
+    let device = fields.next()?;
+    let colon = device.iter().position(|b| *b == b':')?;
+    let (major, minor) = (number(&device[..colon])?, number(&device[colon + 1..])?);
+    let root = unescape(fields.next()?);
+    let point = unescape(fields.next()?);
+    let mut fields = fields.skip_while(|f| *f != b"-").skip(1);
+    let kind = match fields.next()? {
+        b"ext4" | b"ext3" | b"ext2" | b"f2fs" => Kind::Plain,
+        b"xfs" => Kind::Xfs,
+        b"btrfs" => Kind::Btrfs,
+        b"erofs" | b"squashfs" => Kind::Packed,
+        b"overlay" => Kind::Overlay,
+        _ => return None,
+    };
+    let options = fields.nth(1).unwrap_or_default();
+    let subvolume = options
+        .split(|b| *b == b',')
+        .find_map(|o| number(o.strip_prefix(b"subvolid=")?));
+    if major >= 1 << 12 || minor >= 1 << 20 {
+        return None;
+    }
+    Some(Mount {
+        id,
+        device: u32::try_from(major << 20 | minor).ok()?,
+        root,
+        point,
+        kind,
+        subvolume,
+    })
+}
+
+fn number(text: &[u8]) -> Option<u64> {
+    std::str::from_utf8(text).ok()?.parse().ok()
+}
+
+/// Space, tab, newline and backslash come as three octal digits.
+fn unescape(text: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((&byte, tail)) = rest.split_first() {
+        match *tail {
+            [a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', ..] if byte == b'\\' => {
+                out.push((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'));
+                rest = &tail[3..];
+            }
+            _ => {
+                out.push(byte);
+                rest = tail;
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const TEXT: &[u8] = b"22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard\n\
+        23 22 0:21 / /proc rw - proc proc rw\n\
+        24 22 0:35 /sub /mnt\\040x rw - btrfs /dev/vdb rw,space_cache=v2,subvolid=256,subvol=/sub\n\
+        25 22 254:0 /var/lib /srv/lib rw - ext4 /dev/vda rw\n\
+        26 22 0:40 / /merged rw - overlay o rw,lowerdir=/a\n";
+
+    #[test]
+    fn disks_are_kept_and_the_rest_is_not() {
+        let mounts = Mounts::parse(TEXT);
+        assert_eq!(mounts.list.len(), 4);
+        assert_eq!(mounts.list[0].device, 254 << 20);
+        assert_eq!(mounts.list[1].point, b"/mnt x");
+        assert_eq!(mounts.list[1].subvolume, Some(256));
+        assert_eq!(mounts.hint_device(254 << 20), Some(254 << 20));
+        assert_eq!(mounts.hint_device(21), None);
+        assert_eq!(mounts.hint_device(35), Some(35));
+        assert_eq!(mounts.hint_device(7 << 20), Some(OVERLAY_DEVICE));
+    }
+
+    #[test]
+    fn a_bind_mount_of_a_part_is_not_walked_again() {
+        let mounts = Mounts::parse(TEXT);
+        let points: Vec<_> = mounts.to_walk().iter().map(|m| m.point.clone()).collect();
+        assert_eq!(points.len(), 3);
+        assert!(!points.contains(&b"/srv/lib".to_vec()));
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics(text in "([0-9]{1,12}[ :]|/[a-z\\\\0-9]{0,5} |- (ext4|overlay) |[ \n,=]){0,40}") {
+            let mounts = Mounts::parse(text.as_bytes());
+            mounts.to_walk();
+        }
+    }
+}

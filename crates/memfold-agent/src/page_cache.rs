@@ -1,0 +1,321 @@
+//! From events and findings to messages: knows the files, their numbers and what was said of them.
+
+use std::collections::{HashMap, HashSet};
+use std::fs;
+
+use memfold_wire::agent::{
+    AgentCounters, FileFacts, FileRange, HintRun, MAX_PATH, MAX_RUN_PAGES, PfnRun,
+};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::batch::Batch;
+use crate::files::{Files, Inode};
+use crate::glob::Rules;
+use crate::mounts::{Kind, Mounts, OVERLAY_DEVICE};
+use crate::resolve::{self, Found};
+use crate::trace::{Event, UNNAMED_DISK, What};
+use crate::worker::{Finding, overlay_inode};
+
+/// Files waiting for a walk to find their paths.
+const MAX_WANTED: usize = 4096;
+
+/// The state of one connection.
+#[derive(Debug, Default)]
+pub struct PageCache {
+    /// Messages.
+    pub batch: Batch,
+    /// Totals; the fields that other parts fill are zero here.
+    pub counters: AgentCounters,
+    files: Files,
+    mounts: Mounts,
+    /// File systems of each disk.
+    disks: HashMap<u32, Vec<u32>>,
+    rules: Rules,
+    wanted: HashSet<Inode>,
+    last: Option<Last>,
+    last_device: Option<(u32, Option<u32>)>,
+}
+
+/// The file of the last event: events come in long rows of one file.
+#[derive(Clone, Copy, Debug)]
+struct Last {
+    inode: Inode,
+    number: u32,
+    allowed: bool,
+    order: u8,
+}
+
+impl PageCache {
+    /// A new connection.
+    pub fn reset(&mut self, rules: Rules) {
+        self.batch = Batch::default();
+        self.files.reset();
+        self.wanted = HashSet::new();
+        self.rules = rules;
+        self.last = None;
+    }
+
+    /// The mounts have changed.
+    pub fn set_mounts(&mut self, mounts: Mounts) {
+        self.disks.clear();
+        for mount in &mounts.list {
+            let disk = match mount.kind {
+                Kind::Btrfs | Kind::Overlay => UNNAMED_DISK,
+                _ => disk_of(mount.device),
+            };
+            let devices = self.disks.entry(disk).or_default();
+            if !devices.contains(&mount.hint_device()) {
+                devices.push(mount.hint_device());
+            }
+        }
+        self.mounts = mounts;
+        self.last_device = None;
+    }
+
+    /// The mounts as last told.
+    pub const fn mounts(&self) -> &Mounts {
+        &self.mounts
+    }
+
+    /// The rules as last told.
+    pub const fn rules(&self) -> &Rules {
+        &self.rules
+    }
+
+    /// Files to be found by a walk, if there are any; they are not asked for again.
+    pub fn take_wanted(&mut self) -> Option<HashSet<Inode>> {
+        (!self.wanted.is_empty()).then(|| std::mem::take(&mut self.wanted))
+    }
+
+    /// Are there files to be found by a walk?
+    pub fn wants(&self) -> bool {
+        !self.wanted.is_empty()
+    }
+
+    /// Handles one round of events.
+    pub fn events(&mut self, events: &[Event]) {
+        self.files.tick();
+        for event in events {
+            match event.what {
+                What::Add => self.add(event),
+                What::Delete => {
+                    if self.device(event.device).is_some() {
+                        self.batch.gone(PfnRun {
+                            pfn: event.pfn,
+                            pages: 1 << event.order,
+                        });
+                    }
+                }
+                What::Dirty => self.dirty(event),
+                What::Written => self.written(event),
+            }
+        }
+    }
+
+    fn device(&mut self, event_device: u32) -> Option<u32> {
+        match self.last_device {
+            Some((from, to)) if from == event_device => to,
+            _ => {
+                let to = self.mounts.hint_device(event_device);
+                self.last_device = Some((event_device, to));
+                to
+            }
+        }
+    }
+
+    fn add(&mut self, event: &Event) {
+        let Some(device) = self.device(event.device) else {
+            return;
+        };
+        let inode = (device, overlay_inode(device == OVERLAY_DEVICE, event.inode));
+        let file = match self.last {
+            Some(last) if last.inode == inode && event.order <= last.order => last,
+            _ => self.file(inode, event.order),
+        };
+        self.last = Some(file);
+        let pages = 1_u32 << event.order;
+        if file.allowed {
+            self.batch.hint(HintRun {
+                file: file.number,
+                page: event.page,
+                pfn: event.pfn,
+                pages,
+            });
+        } else {
+            self.counters.pages_excluded += u64::from(pages);
+        }
+    }
+
+    /// Looks a file up, and introduces it if it is new.
+    fn file(&mut self, inode: Inode, order: u8) -> Last {
+        let (entry, new) = self.files.entry(inode);
+        entry.order = entry.order.max(order);
+        if new {
+            let found = resolve::by_handle(&self.mounts, inode.0, inode.1);
+            if found == Found::Unknown && self.wanted.len() < MAX_WANTED {
+                self.wanted.insert(inode);
+            }
+            self.introduce(inode, found);
+        }
+        let (entry, _) = self.files.entry(inode);
+        Last {
+            inode,
+            number: entry.number,
+            allowed: entry.allowed,
+            order: entry.order,
+        }
+    }
+
+    /// Tells a file's path and size, whatever was told before.
+    fn introduce(&mut self, inode: Inode, found: Found) {
+        let (path, size) = match found {
+            Found::Path(path, size) if path.len() <= MAX_PATH => (path, size),
+            Found::Path(..) | Found::Nameless => {
+                self.counters.files_unresolved += 1;
+                (Vec::new(), 0)
+            }
+            Found::Unknown => (Vec::new(), 0),
+        };
+        let hash = if path.is_empty() {
+            0
+        } else {
+            xxh3_64(&path) | 1
+        };
+        let (entry, _) = self.files.entry(inode);
+        if entry.path_hash == 0 && hash != 0 {
+            self.counters.files_resolved += 1;
+        }
+        (entry.path_hash, entry.size) = (hash, size);
+        entry.allowed = self.rules.allow(&path);
+        let number = entry.number;
+        self.last = self.last.filter(|l| l.inode != inode);
+        self.batch.file(FileFacts {
+            file: number,
+            path,
+            size_bytes: size,
+        });
+    }
+
+    fn candidates(&self, disk: u32) -> Vec<u32> {
+        let unnamed = || self.disks.get(&UNNAMED_DISK);
+        self.disks
+            .get(&disk)
+            .or_else(unnamed)
+            .cloned()
+            .unwrap_or_default()
+    }
+
+    fn dirty(&mut self, event: &Event) {
+        for device in self.candidates(event.device) {
+            let inode = (device, overlay_inode(device == OVERLAY_DEVICE, event.inode));
+            let Some(entry) = self.files.get(inode) else {
+                continue;
+            };
+            // The event names a folio by its first page and not its size; it is aligned to it, and no larger than any folio seen.
+            let order = u32::from(entry.order).min(event.page.trailing_zeros());
+            let pages = 1_u32 << order;
+            if entry.mark_dirty(event.page, event.page.saturating_add(pages.into()))
+                && entry.allowed
+            {
+                let file = entry.number;
+                self.batch.dirty(FileRange {
+                    file,
+                    page: event.page,
+                    pages,
+                });
+            }
+        }
+    }
+
+    fn written(&mut self, event: &Event) {
+        for device in self.candidates(event.device) {
+            let inode = (device, overlay_inode(device == OVERLAY_DEVICE, event.inode));
+            let Some(entry) = self.files.get(inode).filter(|e| e.is_dirty()) else {
+                continue;
+            };
+            let (file, allowed) = (entry.number, entry.allowed);
+            let ranges = entry.take_dirty();
+            // It may have been renamed to its final name, and has grown.
+            match resolve::by_handle(&self.mounts, inode.0, inode.1) {
+                Found::Unknown => {
+                    if self.wanted.len() < MAX_WANTED {
+                        self.wanted.insert(inode);
+                    }
+                }
+                found => self.news(inode, found),
+            }
+            for (start, end) in ranges.into_iter().filter(|_| allowed) {
+                let mut page = start;
+                while page < end {
+                    let pages = u32::try_from(end - page)
+                        .unwrap_or(u32::MAX)
+                        .min(MAX_RUN_PAGES);
+                    self.batch.clean(FileRange { file, page, pages });
+                    page += u64::from(pages);
+                }
+            }
+        }
+    }
+
+    /// Tells path and size of a known file if either has changed.
+    fn news(&mut self, inode: Inode, found: Found) {
+        let Found::Path(path, size) = &found else {
+            return;
+        };
+        let hash = xxh3_64(path) | 1;
+        let same = self
+            .files
+            .get(inode)
+            .is_some_and(|e| (e.path_hash, e.size) == (hash, *size));
+        if !same {
+            self.introduce(inode, found);
+        }
+    }
+
+    /// Handles what the worker found, but for the ends of its jobs.
+    pub fn finding(&mut self, finding: Finding) {
+        match finding {
+            Finding::Cached {
+                inode,
+                path,
+                size,
+                runs,
+            } => {
+                let (_, new) = self.files.entry(inode);
+                let found = Found::Path(path, size);
+                if new {
+                    self.introduce(inode, found);
+                } else {
+                    self.news(inode, found);
+                }
+                let (entry, _) = self.files.entry(inode);
+                let file = entry.number;
+                for (page, pfn, pages) in runs {
+                    self.batch.hint(HintRun {
+                        file,
+                        page,
+                        pfn,
+                        pages,
+                    });
+                }
+            }
+            Finding::Excluded(pages) => self.counters.pages_excluded += pages,
+            Finding::Path(inode, path, size) => self.news(inode, Found::Path(path, size)),
+            Finding::FindDone { missing } => self.counters.files_unresolved += missing,
+            Finding::InventoryDone { .. } => {}
+        }
+    }
+}
+
+/// The disk of a partition, else the device itself.
+fn disk_of(device: u32) -> u32 {
+    let (major, minor) = (device >> 20, device & ((1 << 20) - 1));
+    let link = format!("/sys/dev/block/{major}:{minor}");
+    let parent = || {
+        fs::metadata(format!("{link}/partition")).ok()?;
+        let text = fs::read_to_string(format!("{link}/../dev")).ok()?;
+        let (major, minor) = text.trim().split_once(':')?;
+        Some(major.parse::<u32>().ok()? << 20 | minor.parse::<u32>().ok()?)
+    };
+    parent().unwrap_or(device)
+}

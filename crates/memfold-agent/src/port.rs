@@ -1,0 +1,209 @@
+//! The virtio-serial port, and what waits to be written to it.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use memfold_wire::agent::{FromAgent, PORT_NAME, ToAgent};
+use memfold_wire::{Decoder, FrameError, encode};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::OFlags;
+
+/// Bytes that may wait; beyond it nothing is added.
+const LIMIT: usize = 1 << 20;
+/// With this much waiting, events' messages are dropped.
+const EVENTS_LIMIT: usize = LIMIT / 2;
+/// With this much waiting, nothing that can wait itself (inventory, commands' output) is taken on.
+const QUIET_LIMIT: usize = 128 << 10;
+
+/// The device of our port: by its udev link, else by the names in sysfs.
+pub fn find() -> Option<PathBuf> {
+    find_under(Path::new("/"))
+}
+
+fn find_under(root: &Path) -> Option<PathBuf> {
+    let link = root.join("dev/virtio-ports").join(PORT_NAME);
+    if link.exists() {
+        return Some(link);
+    }
+    fs::read_dir(root.join("sys/class/virtio-ports"))
+        .ok()?
+        .filter_map(Result::ok)
+        .find(|e| {
+            fs::read_to_string(e.path().join("name")).is_ok_and(|n| n.trim_end() == PORT_NAME)
+        })
+        .map(|e| root.join("dev").join(e.file_name()))
+}
+
+/// An open port.
+#[derive(Debug)]
+pub struct Port {
+    file: File,
+    decoder: Decoder,
+    waiting: Vec<u8>,
+    sent: usize,
+}
+
+impl Port {
+    /// Opens the device. `EBUSY`: another process has it.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
+            .open(path)?;
+        Ok(Self {
+            file,
+            decoder: Decoder::new(),
+            waiting: Vec::new(),
+            sent: 0,
+        })
+    }
+
+    /// Is the host side open?
+    pub fn host_is_there(&self) -> bool {
+        let mut set = [PollFd::new(&self.file, PollFlags::IN | PollFlags::OUT)];
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        poll(&mut set, Some(&now)).is_ok()
+            && !set[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+    }
+
+    /// Forgets everything of an earlier connection, what the earlier host side had written included.
+    pub fn begin(&mut self) {
+        self.decoder = Decoder::new();
+        self.waiting = Vec::new();
+        self.sent = 0;
+        let mut scrap = [0; 4096];
+        while self.file.read(&mut scrap).is_ok_and(|n| n > 0) {}
+    }
+
+    /// Takes what came from the host.
+    pub fn receive(&mut self) -> io::Result<()> {
+        let mut buffer = [0; 4096];
+        match self.file.read(&mut buffer) {
+            Ok(n) => self.decoder.push(&buffer[..n]),
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                ) => {}
+            Err(e) => return Err(e),
+        }
+        Ok(())
+    }
+
+    /// The next message of the host.
+    pub fn next(&mut self) -> Result<Option<ToAgent>, FrameError> {
+        self.decoder.next()
+    }
+
+    /// Adds a message; false if it found no room.
+    pub fn push(&mut self, message: &FromAgent) -> bool {
+        let event = matches!(
+            message,
+            FromAgent::Hints(_) | FromAgent::Gone(_) | FromAgent::Dirty(_) | FromAgent::Clean(_)
+        );
+        let limit = if event { EVENTS_LIMIT } else { LIMIT };
+        if self.backlog() > limit {
+            return false;
+        }
+        let Ok(frame) = encode(message) else {
+            return false;
+        };
+        if self.sent > 0 {
+            self.waiting.drain(..self.sent);
+            self.sent = 0;
+        }
+        self.waiting.extend(frame);
+        true
+    }
+
+    /// Bytes that wait.
+    pub const fn backlog(&self) -> usize {
+        self.waiting.len() - self.sent
+    }
+
+    /// Is there so little waiting that more may be made?
+    pub const fn has_room(&self) -> bool {
+        self.backlog() < QUIET_LIMIT
+    }
+
+    /// Writes as much as the port takes now.
+    pub fn send(&mut self) -> io::Result<()> {
+        while self.backlog() > 0 {
+            match self.file.write(&self.waiting[self.sent..]) {
+                Ok(0) => return Ok(()),
+                Ok(n) => self.sent += n,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        self.sent = 0;
+        self.waiting.clear();
+        self.waiting.shrink_to(QUIET_LIMIT);
+        Ok(())
+    }
+
+    /// To poll: for input always, for output when something waits.
+    pub fn poll_fd(&self) -> PollFd<'_> {
+        let out = if self.backlog() > 0 {
+            PollFlags::OUT
+        } else {
+            PollFlags::empty()
+        };
+        PollFd::new(&self.file, PollFlags::IN | out)
+    }
+}
+
+impl AsFd for Port {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_port_is_found_by_its_name_in_sysfs() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(find_under(root.path()), None);
+        for (port, name) in [
+            ("vport1p1", "org.qemu.guest_agent.0"),
+            ("vport1p2", PORT_NAME),
+        ] {
+            let directory = root.path().join("sys/class/virtio-ports").join(port);
+            fs::create_dir_all(&directory).unwrap();
+            fs::write(directory.join("name"), format!("{name}\n")).unwrap();
+        }
+        assert_eq!(
+            find_under(root.path()),
+            Some(root.path().join("dev/vport1p2"))
+        );
+    }
+
+    #[test]
+    fn a_host_that_does_not_read_costs_bounded_memory() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut port = Port::open(file.path()).unwrap();
+        let message = FromAgent::Gone(vec![
+            memfold_wire::agent::PfnRun {
+                pfn: 1 << 40,
+                pages: 1
+            };
+            4096
+        ]);
+        let taken = (0..1000).filter(|_| port.push(&message)).count();
+        assert!(taken > 10 && port.backlog() < LIMIT);
+        assert!(port.push(&FromAgent::InventoryBegin));
+        port.send().unwrap();
+        assert_eq!(port.backlog(), 0);
+    }
+}

@@ -1,0 +1,144 @@
+//! Which pages of a file are cached, and in which page frames.
+
+use std::io;
+use std::os::fd::AsFd;
+
+use memfold_sys::guest::{self, FileView};
+use memfold_sys::pagemap::Pagemap;
+
+/// Pages looked at together; mapped pages count in our resident set, so this bounds it (4 MiB).
+const WINDOW: u64 = 1024;
+
+/// Cached pages consecutive in the file and in memory: page, frame, count.
+pub type Run = (u64, u64, u32);
+
+/// Looks at files' cached pages.
+#[derive(Debug)]
+pub struct Residency {
+    pagemap: Pagemap,
+    /// False once the kernel said that it has no `cachestat`.
+    has_cachestat: bool,
+    states: Vec<u8>,
+}
+
+impl Residency {
+    /// Needs root, for frame numbers.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self {
+            pagemap: Pagemap::open(rustix::process::getpid())?,
+            has_cachestat: true,
+            states: vec![0; usize::try_from(WINDOW).unwrap_or(1024)],
+        })
+    }
+
+    /// Number of cached pages from `cachestat`, `None` where it can't say. Not for files on an overlay: it would look at the
+    /// overlay's own empty mapping.
+    pub fn quick(&mut self, file: impl AsFd) -> Option<u64> {
+        if !self.has_cachestat {
+            return None;
+        }
+        match guest::cachestat(file) {
+            Ok(s) => Some(s.nr_cache),
+            Err(e) => {
+                self.has_cachestat =
+                    e.raw_os_error() != Some(rustix::io::Errno::NOSYS.raw_os_error());
+                None
+            }
+        }
+    }
+
+    /// Calls `run` for every run of cached pages of a file of `pages` pages; `pause` is called between windows and may sleep. Ends when `run` returns false.
+    pub fn runs(
+        &mut self,
+        file: impl AsFd,
+        pages: u64,
+        mut pause: impl FnMut(),
+        mut run: impl FnMut(Run) -> bool,
+    ) -> io::Result<()> {
+        if pages == 0 {
+            return Ok(());
+        }
+        let view = FileView::new(file, pages)?;
+        let mut current: Option<Run> = None;
+        let mut first = 0;
+        while first < pages {
+            let count = WINDOW.min(pages - first);
+            let states = &mut self.states[..usize::try_from(count).unwrap_or(0)];
+            view.resident(first, states)?;
+            let mut any = false;
+            for part in states.chunk_by(|a, b| a & 1 == b & 1) {
+                let offset = part.as_ptr().addr() - states.as_ptr().addr();
+                if part[0] & 1 == 0 {
+                    continue;
+                }
+                any = true;
+                let page = first + offset as u64;
+                // A page truncated or evicted meanwhile makes it fail; what came in before is shown all the same.
+                let _ = view.populate(page, part.len() as u64);
+                let frames = self.pagemap.frames(view.hva(page), part.len())?;
+                for (page, frame) in (page..).zip(frames) {
+                    let Some(frame) = frame else { continue };
+                    match &mut current {
+                        Some((p, f, n))
+                            if page == *p + u64::from(*n)
+                                && frame == *f + u64::from(*n)
+                                && *n < memfold_wire::agent::MAX_RUN_PAGES =>
+                        {
+                            *n += 1;
+                        }
+                        _ => {
+                            if !current.replace((page, frame, 1)).is_none_or(&mut run) {
+                                return Ok(());
+                            }
+                        }
+                    }
+                }
+            }
+            if any {
+                let _ = view.release(first, count);
+            }
+            first += count;
+            pause();
+        }
+        if let Some(last) = current {
+            run(last);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileExt;
+
+    #[test]
+    fn cached_pages_of_a_sparse_file_are_found_and_holes_stay_uncached() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: frame numbers need root");
+            return;
+        }
+        let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        file.set_len(3000 * 4096).unwrap();
+        for page in [0_u64, 1, 2, 1023, 1024, 2999] {
+            file.write_all_at(&[7; 4096], page * 4096).unwrap();
+        }
+        let mut residency = Residency::new().unwrap();
+        for _ in 0..2 {
+            let mut found = Vec::new();
+            residency
+                .runs(
+                    &file,
+                    3000,
+                    || (),
+                    |(page, frame, count)| {
+                        assert!(frame > 0);
+                        found.extend(page..page + u64::from(count));
+                        true
+                    },
+                )
+                .unwrap();
+            assert_eq!(found, [0, 1, 2, 1023, 1024, 2999]);
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! From inode number to path, by file handle: no directory is read.
+//!
+//! A file whose pages are being cached has its inode and, as a rule, its directory entry in memory, so `open_by_handle_at`
+//! costs no disk access. Where a file system needs more than the inode number for a handle (XFS: the generation) or numbers
+//! its inodes otherwise (EROFS), a [`crate::walk`] has to find the file.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use memfold_sys::guest;
+use rustix::fs::{AtFlags, CWD, FileType, OFlags};
+
+use crate::mounts::{Kind, Mount, Mounts};
+
+/// `FILEID_INO32_GEN`: inode number, generation (include/linux/exportfs.h). Generation 0 stands for any on ext4 and f2fs.
+const INO32_GEN: i32 = 1;
+/// `FILEID_BTRFS_WITHOUT_PARENT`: inode, subvolume, generation (0: any).
+const BTRFS: i32 = 0x4d;
+/// btrfs's top-level subvolume (`BTRFS_FS_TREE_OBJECTID`).
+const BTRFS_TOP: u64 = 5;
+
+/// What became of a look-up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// The file's path and size in bytes.
+    Path(Vec<u8>, u64),
+    /// It has no name any more, or is no regular file.
+    Nameless,
+    /// Not to be found this way.
+    Unknown,
+}
+
+/// Looks for the path of an inode.
+pub fn by_handle(mounts: &Mounts, device: u32, inode: u64) -> Found {
+    for mount in mounts.by_device(device) {
+        let found = on_mount(mount, inode).unwrap_or(Found::Unknown);
+        if found != Found::Unknown {
+            return found;
+        }
+    }
+    Found::Unknown
+}
+
+fn handle(mount: &Mount, inode: u64) -> Option<(i32, Vec<u8>)> {
+    match mount.kind {
+        Kind::Plain => {
+            let inode = u32::try_from(inode).ok()?;
+            let mut bytes = inode.to_ne_bytes().to_vec();
+            bytes.extend(0_u32.to_ne_bytes());
+            Some((INO32_GEN, bytes))
+        }
+        Kind::Btrfs => {
+            let mut bytes = inode.to_ne_bytes().to_vec();
+            bytes.extend(mount.subvolume.unwrap_or(BTRFS_TOP).to_ne_bytes());
+            bytes.extend(0_u32.to_ne_bytes());
+            Some((BTRFS, bytes))
+        }
+        Kind::Xfs | Kind::Packed | Kind::Overlay => None,
+    }
+}
+
+fn on_mount(mount: &Mount, inode: u64) -> io::Result<Found> {
+    let Some((kind, bytes)) = handle(mount, inode) else {
+        return Ok(Found::Unknown);
+    };
+    // Opened anew each time: a descriptor kept would keep the file system from being unmounted.
+    let directory = File::options()
+        .read(true)
+        .custom_flags(
+            (OFlags::DIRECTORY | OFlags::NONBLOCK | OFlags::NOATIME)
+                .bits()
+                .cast_signed(),
+        )
+        .open(Path::new(OsStr::from_bytes(&mount.point)))?;
+    let file = guest::open_by_handle(&directory, kind, &bytes)?;
+    let stat = rustix::fs::fstat(&file)?;
+    if stat.st_ino != inode {
+        return Ok(Found::Unknown);
+    }
+    if stat.st_nlink == 0 || FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return Ok(Found::Nameless);
+    }
+    name(&file, stat.st_dev, inode)
+}
+
+/// The path of an open file, checked: the same inode must be found there.
+fn name(file: impl AsFd, device: u64, inode: u64) -> io::Result<Found> {
+    use std::os::fd::AsRawFd;
+    let link = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+    let path = std::fs::read_link(link)?.into_os_string().into_vec();
+    if path.first() != Some(&b'/') {
+        return Ok(Found::Unknown);
+    }
+    let there = rustix::fs::statat(CWD, path.as_slice(), AtFlags::SYMLINK_NOFOLLOW)?;
+    if (there.st_dev, there.st_ino) != (device, inode) {
+        return Ok(Found::Unknown);
+    }
+    Ok(Found::Path(path, u64::try_from(there.st_size).unwrap_or(0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    #[test]
+    fn a_file_on_disk_is_found_by_its_inode_number() {
+        let mounts = Mounts::read().unwrap();
+        let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = directory.path().join("some file");
+        std::fs::write(&path, b"12345").unwrap();
+        let meta = std::fs::metadata(&path).unwrap();
+        let device = rustix::fs::major(meta.dev()) << 20 | rustix::fs::minor(meta.dev());
+        let plain = mounts
+            .by_device(device)
+            .iter()
+            .any(|m| m.kind == Kind::Plain);
+        if !plain || !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: needs root and a source tree on ext4 or f2fs");
+            return;
+        }
+        let open = std::fs::File::open(&path).unwrap();
+        let expected = Found::Path(path.as_os_str().as_bytes().to_vec(), 5);
+        assert_eq!(by_handle(&mounts, device, meta.ino()), expected);
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(by_handle(&mounts, device, meta.ino()), Found::Nameless);
+        drop(open);
+    }
+}

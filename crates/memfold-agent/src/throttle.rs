@@ -1,0 +1,113 @@
+//! Keeps a background thread from being felt.
+
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// Work between two pauses.
+const SLICE: Duration = Duration::from_millis(5);
+
+/// Gives the CPU back after every few ms of work: four times as long as it worked when others want it, half as long when
+/// the guest is mostly idle.
+#[derive(Debug)]
+pub struct Throttle {
+    slice_start: Duration,
+    calls: u32,
+    idle: (u64, u64),
+    mostly_idle: bool,
+    slices: u32,
+}
+
+fn cpu(clock: ClockId) -> Duration {
+    Duration::try_from(clock_gettime(clock)).unwrap_or_default()
+}
+
+/// CPU time of the whole process.
+pub fn process_cpu() -> Duration {
+    cpu(ClockId::ProcessCPUTime)
+}
+
+impl Throttle {
+    /// For the calling thread, which also becomes the nicest one there is.
+    pub fn new() -> Self {
+        // On Linux this sets one thread, whatever POSIX says (setpriority(2), "C library/kernel differences").
+        let _ = rustix::process::setpriority_process(None, 19);
+        Self {
+            slice_start: cpu(ClockId::ThreadCPUTime),
+            calls: 0,
+            idle: idle_and_total(),
+            mostly_idle: false,
+            slices: 0,
+        }
+    }
+
+    /// To be called at every small step; sleeps when it is time to.
+    pub fn step(&mut self) {
+        self.calls += 1;
+        if self.calls % 8 != 0 {
+            return;
+        }
+        let used = cpu(ClockId::ThreadCPUTime).saturating_sub(self.slice_start);
+        if used < SLICE {
+            return;
+        }
+        let pause = if self.mostly_idle { used / 2 } else { used * 4 };
+        std::thread::sleep(pause.min(Duration::from_millis(500)));
+        self.slices += 1;
+        if self.slices % 8 == 0 {
+            let (idle, total) = idle_and_total();
+            let share = (
+                idle.saturating_sub(self.idle.0),
+                total.saturating_sub(self.idle.1),
+            );
+            self.mostly_idle = share.0 * 2 > share.1;
+            self.idle = (idle, total);
+        }
+        self.slice_start = cpu(ClockId::ThreadCPUTime);
+    }
+}
+
+/// Idle (and waiting for disks) and all time of all CPUs, in clock ticks, from /proc/stat. Our own share of niced time counts as
+/// idle, or an idle guest would look busy while we work.
+fn idle_and_total() -> (u64, u64) {
+    let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+    parse_stat(&text)
+}
+
+fn parse_stat(text: &str) -> (u64, u64) {
+    let line = text.lines().next().unwrap_or_default();
+    let fields: Vec<u64> = line
+        .split_whitespace()
+        .skip(1)
+        .take(8)
+        .map_while(|f| f.parse().ok())
+        .collect();
+    // user nice system idle iowait irq softirq steal
+    let at = |i: usize| fields.get(i).copied().unwrap_or(0);
+    (at(1) + at(3) + at(4), fields.iter().sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idle_waiting_and_niced_time_count_as_idle() {
+        assert_eq!(
+            parse_stat("cpu  10 2 20 300 5 1 1 1 0 0\ncpu0 1"),
+            (307, 340)
+        );
+        assert_eq!(parse_stat("nonsense"), (0, 0));
+    }
+
+    #[test]
+    fn a_busy_loop_is_slowed_down() {
+        let wall = std::time::Instant::now();
+        let mut throttle = Throttle::new();
+        let start = cpu(ClockId::ThreadCPUTime);
+        while cpu(ClockId::ThreadCPUTime) - start < Duration::from_millis(60) {
+            throttle.step();
+        }
+        assert!(wall.elapsed() > Duration::from_millis(85));
+    }
+}

@@ -1,0 +1,378 @@
+//! The kernel's page-cache and writeback events, from a tracing instance of our own.
+//!
+//! | event | what it tells |
+//! |---|---|
+//! | `filemap:mm_filemap_add_to_page_cache` | a folio now caches a place of a file (not filled yet) |
+//! | `filemap:mm_filemap_delete_from_page_cache` | it no longer does |
+//! | `writeback:writeback_dirty_folio` | a clean folio became dirty (once, until it is cleaned) |
+//! | `writeback:writeback_single_inode` | the flusher wrote an inode's dirty pages |
+//!
+//! Sources: `include/trace/events/filemap.h` and `writeback.h`, `Documentation/trace/events.rst`.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use crate::format::{EventFormat, Field, PageFormat};
+use crate::ring::RingPage;
+
+/// Where tracefs belongs.
+const TRACEFS: &str = "/sys/kernel/tracing";
+/// Ring buffer of each CPU in KiB: some 23,000 page-cache events.
+const BUFFER_KIB: u32 = 1024;
+/// Ring-buffer pages read before their events are handled; bounds our memory (about 90 events a page, 48 bytes each).
+const PAGES_A_ROUND: usize = 128;
+
+const ADD: &str = "filemap/mm_filemap_add_to_page_cache";
+const DELETE: &str = "filemap/mm_filemap_delete_from_page_cache";
+const DIRTY: &str = "writeback/writeback_dirty_folio";
+const WRITTEN: &str = "writeback/writeback_single_inode";
+
+/// Disk number of a backing device that is no block device (btrfs has one of its own).
+pub const UNNAMED_DISK: u32 = u32::MAX;
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// `pages` page frames from `pfn` cache the file from page `page`. `device` is the file system's.
+    Add,
+    /// They no longer do.
+    Delete,
+    /// The folio at `page` was written to. `device` is the disk's (not the partition's), or [`UNNAMED_DISK`].
+    Dirty,
+    /// All dirty pages of the inode were written. `device` as for `Dirty`.
+    Written,
+}
+
+/// One event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// Trace clock, ns.
+    pub time: u64,
+    /// Inode number.
+    pub inode: u64,
+    /// First page in the file (`Add`, `Delete`, `Dirty`).
+    pub page: u64,
+    /// First page frame (`Add`, `Delete`).
+    pub pfn: u64,
+    /// Device, `major << 20 | minor`.
+    pub device: u32,
+    /// log2 of the pages.
+    pub order: u8,
+    /// Kind.
+    pub what: What,
+}
+
+/// Fields of the two page-cache events.
+#[derive(Clone, Copy, Debug)]
+struct CacheFields {
+    id: u16,
+    pfn: Field,
+    inode: Field,
+    index: Field,
+    device: Field,
+    order: Option<Field>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct DirtyFields {
+    id: u16,
+    name: Field,
+    inode: Field,
+    index: Field,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct WrittenFields {
+    id: u16,
+    name: Field,
+    inode: Field,
+    nr_to_write: Field,
+    wrote: Field,
+}
+
+/// Turns records into events, by the formats of the running kernel.
+#[derive(Clone, Debug)]
+pub struct EventDecoder {
+    add: CacheFields,
+    delete: CacheFields,
+    dirty: Option<DirtyFields>,
+    written: Option<WrittenFields>,
+}
+
+impl EventDecoder {
+    /// `format` gives the text of an event's format file by `system/event`. `None` if the page-cache events are not there;
+    /// the writeback ones may be missing.
+    pub fn new(format: impl Fn(&str) -> Option<String>) -> Option<Self> {
+        let parse = |name| EventFormat::parse(&format(name)?);
+        let cache = |name| {
+            let f: EventFormat = parse(name)?;
+            Some(CacheFields {
+                id: f.id,
+                pfn: f.field("pfn")?,
+                inode: f.field("i_ino")?,
+                index: f.field("index")?,
+                device: f.field("s_dev")?,
+                order: f.field("order"),
+            })
+        };
+        let dirty = || {
+            let f = parse(DIRTY)?;
+            Some(DirtyFields {
+                id: f.id,
+                name: f.field("name")?,
+                inode: f.field("ino")?,
+                index: f.field("index")?,
+            })
+        };
+        let written = || {
+            let f = parse(WRITTEN)?;
+            Some(WrittenFields {
+                id: f.id,
+                name: f.field("name")?,
+                inode: f.field("ino")?,
+                nr_to_write: f.field("nr_to_write")?,
+                wrote: f.field("wrote")?,
+            })
+        };
+        Some(Self {
+            add: cache(ADD)?,
+            delete: cache(DELETE)?,
+            dirty: dirty(),
+            written: written(),
+        })
+    }
+
+    /// The event of a record; `None` for records of other events and malformed ones.
+    pub fn decode(&self, time: u64, record: &[u8]) -> Option<Event> {
+        let id = u16::from_ne_bytes(*record.first_chunk()?);
+        let cache = |f: &CacheFields, what| {
+            let order = match f.order {
+                Some(order) => u8::try_from(order.number(record)?).ok()?,
+                None => 0,
+            };
+            Some(Event {
+                time,
+                inode: f.inode.number(record)?,
+                page: f.index.number(record)?,
+                pfn: f.pfn.number(record)?,
+                device: u32::try_from(f.device.number(record)?).ok()?,
+                // 1 GiB, the largest folio and the longest run of a message.
+                order: (order <= 18).then_some(order)?,
+                what,
+            })
+        };
+        if id == self.add.id {
+            return cache(&self.add, What::Add);
+        }
+        if id == self.delete.id {
+            return cache(&self.delete, What::Delete);
+        }
+        if let Some(f) = self.dirty.filter(|f| f.id == id) {
+            return Some(Event {
+                time,
+                inode: f.inode.number(record)?,
+                page: f.index.number(record)?,
+                pfn: 0,
+                device: disk(f.name.text(record)?),
+                order: 0,
+                what: What::Dirty,
+            });
+        }
+        let f = self.written.filter(|f| f.id == id)?;
+        // It wrote less than it was allowed to: so nothing dirty is left. (The flag in `state` has another value since 6.12.)
+        let all = f.wrote.number(record)? < f.nr_to_write.number(record)?;
+        all.then_some(Event {
+            time,
+            inode: f.inode.number(record)?,
+            page: 0,
+            pfn: 0,
+            device: disk(f.name.text(record)?),
+            order: 0,
+            what: What::Written,
+        })
+    }
+}
+
+/// `254:0`, the name of a backing device, as a device number.
+fn disk(name: &[u8]) -> u32 {
+    let parse = || {
+        let (major, minor) = std::str::from_utf8(name).ok()?.split_once(':')?;
+        let (major, minor): (u32, u32) = (major.parse().ok()?, minor.parse().ok()?);
+        (major < 1 << 12 && minor < 1 << 20).then_some(major << 20 | minor)
+    };
+    parse().unwrap_or(UNNAMED_DISK)
+}
+
+/// Events of one round.
+#[derive(Debug, Default)]
+pub struct Round {
+    /// Events in order of time.
+    pub events: Vec<Event>,
+    /// Records read, of any event.
+    pub records: u64,
+    /// Events that the kernel overwrote before we came; 1 where it doesn't say how many.
+    pub lost: u64,
+    /// There may be more to read at once.
+    pub more: bool,
+}
+
+/// The tracing instance `memfold`.
+#[derive(Debug)]
+pub struct Tracer {
+    instance: PathBuf,
+    pipes: Vec<File>,
+    decoder: EventDecoder,
+    page: PageFormat,
+    buffer: Vec<u8>,
+}
+
+impl Tracer {
+    /// Makes the instance (mounting tracefs if need be) or takes over the one that a predecessor left. No event is on yet.
+    pub fn new() -> io::Result<Self> {
+        let tracefs = Path::new(TRACEFS);
+        if !tracefs.join("events").exists() {
+            rustix::mount::mount(
+                "tracefs",
+                tracefs,
+                "tracefs",
+                rustix::mount::MountFlags::NOSUID
+                    | rustix::mount::MountFlags::NODEV
+                    | rustix::mount::MountFlags::NOEXEC,
+                None,
+            )?;
+        }
+        let events = tracefs.join("events");
+        let decoder =
+            EventDecoder::new(|name| fs::read_to_string(events.join(name).join("format")).ok())
+                .ok_or_else(|| io::Error::other("the kernel has no filemap trace events"))?;
+        let page = fs::read_to_string(events.join("header_page"))
+            .ok()
+            .and_then(|t| PageFormat::parse(&t))
+            .unwrap_or_default();
+        let instance = tracefs.join("instances/memfold");
+        match fs::create_dir(&instance) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+            _ => {}
+        }
+        let mut tracer = Self {
+            instance,
+            pipes: Vec::new(),
+            decoder,
+            page,
+            buffer: vec![0; 64 << 10],
+        };
+        tracer.stop();
+        tracer.set("buffer_size_kb", &BUFFER_KIB.to_string())?;
+        // Wake a poll at the first event; Linux >= 4.20, without it at half a buffer.
+        tracer.set("buffer_percent", "0")?;
+        Ok(tracer)
+    }
+
+    fn set(&self, file: &str, value: &str) -> io::Result<()> {
+        fs::write(self.instance.join(file), value)
+    }
+
+    fn enable(&self, event: &str, on: bool) -> io::Result<()> {
+        let file = self.instance.join("events").join(event).join("enable");
+        fs::write(file, if on { "1" } else { "0" })
+    }
+
+    /// Empties the buffers and turns the events on. Without the writeback events it works, and returns in words what is missing.
+    pub fn start(&mut self) -> io::Result<Option<String>> {
+        self.stop();
+        self.set("trace", "\n")?;
+        let mut cpus: Vec<PathBuf> = fs::read_dir(self.instance.join("per_cpu"))?
+            .filter_map(|e| Some(e.ok()?.path().join("trace_pipe_raw")))
+            .collect();
+        cpus.sort();
+        for pipe in cpus {
+            let file = File::options()
+                .read(true)
+                .custom_flags(rustix::fs::OFlags::NONBLOCK.bits().cast_signed())
+                .open(pipe)?;
+            self.pipes.push(file);
+        }
+        self.set("tracing_on", "1")?;
+        let mut problem = None;
+        for event in [DIRTY, WRITTEN] {
+            if let Err(e) = self.enable(event, true) {
+                problem = Some(format!("trace event {event}: {e}"));
+            }
+        }
+        self.enable(DELETE, true)?;
+        self.enable(ADD, true)?;
+        Ok(problem)
+    }
+
+    /// Turns the events off: without a daemon, tracing costs the guest nothing.
+    pub fn stop(&mut self) {
+        for event in [ADD, DELETE, DIRTY, WRITTEN] {
+            // Missing events are reported by `start`; there is nothing to do about the others.
+            let _ = self.enable(event, false);
+        }
+        self.pipes.clear();
+    }
+
+    /// Removes the instance: its memory goes back to the guest.
+    pub fn remove(mut self) {
+        self.stop();
+        let _ = fs::remove_dir(&self.instance);
+    }
+
+    /// The descriptors to poll for events.
+    pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.pipes.iter().map(AsFd::as_fd)
+    }
+
+    /// Reads what is there, at most a bounded round of it. `round` is emptied first; its memory is used again.
+    pub fn read(&mut self, round: &mut Round) -> io::Result<()> {
+        self.read_pages(round, |_| {})
+    }
+
+    /// As [`Self::read`], and shows each raw page to `page` (for fixtures and tests).
+    pub fn read_pages(&mut self, round: &mut Round, mut page: impl FnMut(&[u8])) -> io::Result<()> {
+        round.events.clear();
+        (round.records, round.lost, round.more) = (0, 0, false);
+        let each = (PAGES_A_ROUND / self.pipes.len().max(1)).max(4);
+        for pipe in &mut self.pipes {
+            let mut left = each;
+            loop {
+                let n = match pipe.read(&mut self.buffer) {
+                    Ok(0) => break,
+                    Ok(n) => n,
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                    Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                    Err(e) => return Err(e),
+                };
+                page(&self.buffer[..n]);
+                decode_page(&self.buffer[..n], &self.page, &self.decoder, round);
+                left -= 1;
+                if left == 0 {
+                    round.more = true;
+                    break;
+                }
+            }
+        }
+        if self.pipes.len() > 1 {
+            round.events.sort_by_key(|e| e.time);
+        }
+        Ok(())
+    }
+}
+
+/// Adds one page's events to `round`.
+pub fn decode_page(bytes: &[u8], format: &PageFormat, decoder: &EventDecoder, round: &mut Round) {
+    let Some(page) = RingPage::parse(bytes, format) else {
+        return;
+    };
+    if let Some(lost) = page.lost {
+        round.lost += lost.max(1);
+    }
+    for (time, record) in page.records() {
+        round.records += 1;
+        round.events.extend(decoder.decode(time, record));
+    }
+}

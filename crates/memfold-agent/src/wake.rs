@@ -1,0 +1,37 @@
+//! Waking the main loop from another thread.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+/// An eventfd: readable after [`Wake::up`], until [`Wake::rest`].
+#[derive(Debug)]
+pub struct Wake(OwnedFd);
+
+impl Wake {
+    /// A quiet one.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self(eventfd(
+            0,
+            EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC,
+        )?))
+    }
+
+    /// Makes it readable.
+    pub fn up(&self) {
+        // It can only fail when it is readable 2^64 times already.
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
+    }
+
+    /// Makes it quiet.
+    pub fn rest(&self) {
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+    }
+}
+
+impl AsFd for Wake {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}

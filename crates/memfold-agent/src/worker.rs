@@ -1,0 +1,304 @@
+//! The background thread: inventories, and looking for files whose path no handle gives.
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender, SyncSender, TryRecvError};
+
+use rustix::fs::FileType;
+
+use crate::files::Inode;
+use crate::glob::Rules;
+use crate::mounts::{Kind, Mount, Mounts};
+use crate::residency::{Residency, Run};
+use crate::throttle::Throttle;
+use crate::wake::Wake;
+use crate::walk;
+
+/// Runs in one finding.
+const RUNS_A_FINDING: usize = 1024;
+/// Findings waiting for the main thread before this one waits for it.
+const FINDINGS: usize = 8;
+
+/// What to do.
+#[derive(Debug)]
+pub enum Job {
+    /// Everything that is cached.
+    Inventory(Mounts, Rules),
+    /// Paths of these inodes.
+    Find(Mounts, HashSet<Inode>),
+}
+
+/// What was found.
+#[derive(Debug)]
+pub enum Finding {
+    /// Cached pages of a file, by an inventory. A file with many runs comes several times.
+    Cached {
+        /// Device and inode number.
+        inode: Inode,
+        /// Path in the guest's root.
+        path: Vec<u8>,
+        /// Size in bytes.
+        size: u64,
+        /// The pages.
+        runs: Vec<Run>,
+    },
+    /// Pages left out by the rules.
+    Excluded(u64),
+    /// An inventory is complete.
+    InventoryDone {
+        /// Files looked at.
+        files: u64,
+        /// Pages found.
+        pages: u64,
+    },
+    /// A wanted file's path and size.
+    Path(Inode, Vec<u8>, u64),
+    /// The search is complete.
+    FindDone {
+        /// Files not found.
+        missing: u64,
+    },
+}
+
+/// The thread and its channels.
+#[derive(Debug)]
+pub struct Worker {
+    jobs: Sender<(u32, Job)>,
+    findings: Receiver<(u32, Finding)>,
+    epoch: Arc<AtomicU32>,
+    wake: Arc<Wake>,
+}
+
+impl Worker {
+    /// Starts the thread.
+    pub fn start() -> io::Result<Self> {
+        let (jobs, to_do) = mpsc::channel();
+        let (found, findings) = mpsc::sync_channel(FINDINGS);
+        let epoch = Arc::new(AtomicU32::new(0));
+        let wake = Arc::new(Wake::new()?);
+        let mut thread = Thread {
+            found,
+            epoch: Arc::clone(&epoch),
+            wake: Arc::clone(&wake),
+            now: 0,
+        };
+        std::thread::Builder::new()
+            .name("inventory".into())
+            .stack_size(256 << 10)
+            .spawn(move || thread.run(&to_do))?;
+        Ok(Self {
+            jobs,
+            findings,
+            epoch,
+            wake,
+        })
+    }
+
+    /// Hands it a job, to be done after those it has.
+    pub fn submit(&self, job: Job) {
+        let _ = self.jobs.send((self.epoch.load(Ordering::Relaxed), job));
+    }
+
+    /// Drops all jobs and findings: the connection they were for is gone.
+    pub fn cancel(&self) {
+        self.epoch.fetch_add(1, Ordering::Relaxed);
+        while self.findings.try_recv().is_ok() {}
+    }
+
+    /// The next finding, if there is one.
+    pub fn next(&self) -> Option<Finding> {
+        loop {
+            match self.findings.try_recv() {
+                Ok((epoch, finding)) if epoch == self.epoch.load(Ordering::Relaxed) => {
+                    return Some(finding);
+                }
+                Ok(_) => {}
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return None,
+            }
+        }
+    }
+
+    /// Readable when there may be findings; [`Self::rest`] makes it quiet again.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    /// To be called before taking findings.
+    pub fn rest(&self) {
+        self.wake.rest();
+    }
+}
+
+struct Thread {
+    found: SyncSender<(u32, Finding)>,
+    epoch: Arc<AtomicU32>,
+    wake: Arc<Wake>,
+    now: u32,
+}
+
+impl Thread {
+    fn run(&mut self, jobs: &Receiver<(u32, Job)>) {
+        while let Ok((epoch, job)) = jobs.recv() {
+            self.now = epoch;
+            if !self.wanted() {
+                continue;
+            }
+            match job {
+                Job::Inventory(mounts, rules) => self.inventory(&mounts, &rules),
+                Job::Find(mounts, wanted) => self.find(&mounts, wanted),
+            }
+        }
+    }
+
+    fn wanted(&self) -> bool {
+        self.now == self.epoch.load(Ordering::Relaxed)
+    }
+
+    /// False when nobody wants it any more.
+    fn send(&self, finding: Finding) -> bool {
+        let sent = self.found.send((self.now, finding)).is_ok();
+        self.wake.up();
+        sent && self.wanted()
+    }
+
+    fn inventory(&self, mounts: &Mounts, rules: &Rules) {
+        let mut throttle = Throttle::new();
+        let (mut files, mut pages) = (0, 0);
+        // Files of several names are offered once.
+        let mut seen = HashSet::new();
+        if let Ok(mut residency) = Residency::new() {
+            for mount in mounts.to_walk() {
+                // A mount that can't be opened has just gone.
+                let _ = walk::cached_files(mount, |entry| {
+                    throttle.step();
+                    files += 1;
+                    let Some(file) = entry.open() else {
+                        return true;
+                    };
+                    let mut offer = Offer {
+                        mount,
+                        rules,
+                        residency: &mut residency,
+                        throttle: &mut throttle,
+                        seen: &mut seen,
+                        pages: &mut pages,
+                    };
+                    // Errors concern this file alone.
+                    self.offer(entry, &file, &mut offer).unwrap_or(true)
+                });
+            }
+        }
+        self.send(Finding::InventoryDone { files, pages });
+    }
+
+    fn offer(
+        &self,
+        entry: &walk::Entry<'_>,
+        file: &OwnedFd,
+        o: &mut Offer<'_>,
+    ) -> io::Result<bool> {
+        let overlay = o.mount.kind == Kind::Overlay;
+        let quick = if overlay {
+            None
+        } else {
+            o.residency.quick(file)
+        };
+        if quick.is_some_and(|cached| cached == 0) {
+            return Ok(true);
+        }
+        let stat = rustix::fs::fstat(file)?;
+        let size = u64::try_from(stat.st_size).unwrap_or(0);
+        if size == 0 || FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Ok(true);
+        }
+        let inode = (o.mount.hint_device(), overlay_inode(overlay, stat.st_ino));
+        if stat.st_nlink > 1 && !o.seen.insert(inode) {
+            return Ok(true);
+        }
+        let path = entry.path(o.mount);
+        if !o.rules.allow(&path) {
+            return Ok(quick.is_none_or(|cached| self.send(Finding::Excluded(cached))));
+        }
+        let mut runs = Vec::new();
+        let mut go_on = true;
+        let pages = size.div_ceil(memfold_units::PAGE_SIZE);
+        let throttle = &mut *o.throttle;
+        let mut flush = |runs: &mut Vec<Run>| {
+            let runs = std::mem::take(runs);
+            if runs.is_empty() {
+                return true;
+            }
+            *o.pages += runs.iter().map(|r| u64::from(r.2)).sum::<u64>();
+            let path = path.clone();
+            self.send(Finding::Cached {
+                inode,
+                path,
+                size,
+                runs,
+            })
+        };
+        let result = o.residency.runs(
+            file,
+            pages,
+            || throttle.step(),
+            |run| {
+                runs.push(run);
+                if runs.len() >= RUNS_A_FINDING {
+                    go_on = flush(&mut runs);
+                }
+                go_on
+            },
+        );
+        go_on = go_on && flush(&mut runs);
+        result.map(|()| go_on)
+    }
+
+    fn find(&self, mounts: &Mounts, mut wanted: HashSet<Inode>) {
+        let mut throttle = Throttle::new();
+        for mount in mounts.to_walk() {
+            let device = mount.hint_device();
+            let overlay = mount.kind == Kind::Overlay;
+            if !wanted.iter().any(|(d, _)| *d == device) {
+                continue;
+            }
+            // There, a directory's inode numbers are others than stat's: every cached file has to be opened.
+            let ask_each = matches!(mount.kind, Kind::Packed | Kind::Overlay);
+            let _ = walk::cached_files(mount, |entry| {
+                throttle.step();
+                if !ask_each && !wanted.contains(&(device, entry.inode)) {
+                    return true;
+                }
+                let Some(stat) = entry.open().and_then(|f| rustix::fs::fstat(f).ok()) else {
+                    return true;
+                };
+                let inode = (device, overlay_inode(overlay, stat.st_ino));
+                if !wanted.remove(&inode) {
+                    return true;
+                }
+                let size = u64::try_from(stat.st_size).unwrap_or(0);
+                self.send(Finding::Path(inode, entry.path(mount), size)) && !wanted.is_empty()
+            });
+        }
+        self.send(Finding::FindDone {
+            missing: wanted.len() as u64,
+        });
+    }
+}
+
+/// What an inventory needs for each file.
+struct Offer<'a> {
+    mount: &'a Mount,
+    rules: &'a Rules,
+    residency: &'a mut Residency,
+    throttle: &'a mut Throttle,
+    seen: &'a mut HashSet<Inode>,
+    pages: &'a mut u64,
+}
+
+/// With `xino` an overlay puts the number of the layer's file system into the highest bits (Documentation/filesystems/overlayfs.rst).
+pub fn overlay_inode(overlay: bool, inode: u64) -> u64 {
+    if overlay { inode & 0xffff_ffff } else { inode }
+}

@@ -1,0 +1,296 @@
+//! What the guest agent needs: file handles, page-cache residency, signals as a descriptor.
+//!
+//! Sources: `open_by_handle_at(2)`, `cachestat(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+use memfold_units::{Hva, PAGE_SIZE};
+
+/// Most bytes of a file handle (`MAX_HANDLE_SZ`).
+pub const MAX_HANDLE: usize = 128;
+
+/// `struct file_handle` with room for the largest handle.
+#[repr(C)]
+struct FileHandle {
+    handle_bytes: u32,
+    handle_type: i32,
+    f_handle: [u8; MAX_HANDLE],
+}
+const _: () = assert!(std::mem::offset_of!(FileHandle, f_handle) == 8);
+
+/// Opens the file with this handle, as an `O_PATH` descriptor, on the file system that `mount` is on. Needs
+/// `CAP_DAC_READ_SEARCH`. `ESTALE` means that there is no such file or that the file system doesn't know the handle's type.
+pub fn open_by_handle(mount: impl AsFd, handle_type: i32, bytes: &[u8]) -> io::Result<OwnedFd> {
+    let mut handle = FileHandle {
+        handle_bytes: 0,
+        handle_type,
+        f_handle: [0; MAX_HANDLE],
+    };
+    let room = handle
+        .f_handle
+        .get_mut(..bytes.len())
+        .ok_or(io::ErrorKind::InvalidInput)?;
+    room.copy_from_slice(bytes);
+    handle.handle_bytes =
+        u32::try_from(bytes.len()).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+    let flags = libc::O_PATH | libc::O_CLOEXEC;
+    // SAFETY: the kernel reads 8 + handle_bytes bytes of a structure that has them.
+    let fd = unsafe {
+        libc::syscall(
+            libc::SYS_open_by_handle_at,
+            mount.as_fd().as_raw_fd(),
+            &raw const handle,
+            flags,
+        )
+    };
+    descriptor(fd)
+}
+
+fn descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
+    match i32::try_from(fd) {
+        // SAFETY: a descriptor that the system call just made for us.
+        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// `struct cachestat`: page-cache pages of a file.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheStat {
+    /// Cached pages.
+    pub nr_cache: u64,
+    /// Dirty ones.
+    pub nr_dirty: u64,
+    /// Pages being written back.
+    pub nr_writeback: u64,
+    /// Evicted pages, as far as the cache remembers them.
+    pub nr_evicted: u64,
+    /// Pages evicted so recently that reading them again shows memory pressure.
+    pub nr_recently_evicted: u64,
+}
+
+/// `struct cachestat_range`; a length of zero means to the end of the file.
+#[repr(C)]
+struct CacheStatRange {
+    offset: u64,
+    length: u64,
+}
+
+/// How much of a file is cached (Linux >= 6.5, else `ENOSYS`).
+pub fn cachestat(file: impl AsFd) -> io::Result<CacheStat> {
+    /// The same number on every architecture (added after the tables were unified); libc doesn't name it everywhere.
+    const SYS_CACHESTAT: libc::c_long = 451;
+    let range = CacheStatRange {
+        offset: 0,
+        length: 0,
+    };
+    let mut stat = CacheStat::default();
+    // SAFETY: both structures have the kernel's layout and live through the call.
+    let result = unsafe {
+        libc::syscall(
+            SYS_CACHESTAT,
+            file.as_fd().as_raw_fd(),
+            &raw const range,
+            &raw mut stat,
+            0,
+        )
+    };
+    if result == 0 {
+        Ok(stat)
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// A file mapped to look at its cached pages, never at their bytes: this is why truncation under it does no harm.
+///
+/// `MADV_RANDOM` keeps a touch from starting readahead and, since Linux 6.3, from counting as a use of the page.
+#[derive(Debug)]
+pub struct FileView {
+    address: *mut libc::c_void,
+    pages: u64,
+}
+
+impl FileView {
+    /// Maps the first `pages` pages (at least one) of a file that is open for reading.
+    pub fn new(file: impl AsFd, pages: u64) -> io::Result<Self> {
+        let length = Self::length(pages)?;
+        // SAFETY: a new mapping at a place the kernel chooses; nobody reads through it.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                length,
+                libc::PROT_READ,
+                libc::MAP_SHARED,
+                file.as_fd().as_raw_fd(),
+                0,
+            )
+        };
+        if address == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let view = Self { address, pages };
+        view.advise(0, pages, libc::MADV_RANDOM)?;
+        Ok(view)
+    }
+
+    fn length(pages: u64) -> io::Result<usize> {
+        pages
+            .checked_mul(PAGE_SIZE)
+            .and_then(|l| usize::try_from(l).ok())
+            .ok_or_else(|| io::ErrorKind::InvalidInput.into())
+    }
+
+    fn place(&self, first: u64, count: u64) -> io::Result<(*mut libc::c_void, usize)> {
+        if count == 0 || first.checked_add(count).is_none_or(|end| end > self.pages) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let offset = Self::length(first)?;
+        Ok((
+            self.address.cast::<u8>().wrapping_add(offset).cast(),
+            Self::length(count)?,
+        ))
+    }
+
+    fn advise(&self, first: u64, count: u64, advice: libc::c_int) -> io::Result<()> {
+        let (address, length) = self.place(first, count)?;
+        // SAFETY: inside our mapping, which nobody holds references into.
+        if unsafe { libc::madvise(address, length, advice) } == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    }
+
+    /// Sets bit 0 of one byte a page, from page `first`, where the page is cached.
+    pub fn resident(&self, first: u64, states: &mut [u8]) -> io::Result<()> {
+        let (address, length) = self.place(first, states.len() as u64)?;
+        // SAFETY: the kernel writes one byte a page of the range into `states`.
+        if unsafe { libc::mincore(address, length, states.as_mut_ptr()) } == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    }
+
+    /// Enters pages into the page tables so that `/proc/self/pagemap` shows their frames (`MADV_POPULATE_READ`, Linux >= 5.14).
+    /// Pages that are not cached would be read from disk: ask [`Self::resident`] first.
+    pub fn populate(&self, first: u64, count: u64) -> io::Result<()> {
+        self.advise(first, count, libc::MADV_POPULATE_READ)
+    }
+
+    /// Takes pages out of the page tables (and out of our resident set) again.
+    pub fn release(&self, first: u64, count: u64) -> io::Result<()> {
+        self.advise(first, count, libc::MADV_DONTNEED)
+    }
+
+    /// Where page `page` is mapped, for [`crate::pagemap::Pagemap`].
+    pub fn hva(&self, page: u64) -> Hva {
+        Hva(self.address.expose_provenance() as u64).add_pages(page)
+    }
+}
+
+impl Drop for FileView {
+    fn drop(&mut self) {
+        if let Ok(length) = Self::length(self.pages) {
+            // SAFETY: our own mapping; nothing refers to it any more.
+            unsafe { libc::munmap(self.address, length) };
+        }
+    }
+}
+
+/// Blocks `signals` in this thread (and in those it starts later) and returns a descriptor that becomes readable when one
+/// of them comes.
+pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
+    // SAFETY: a zeroed sigset_t is valid, and sigemptyset makes it a proper empty set.
+    let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the set lives through all of these calls.
+    unsafe {
+        libc::sigemptyset(&raw mut set);
+        for &signal in signals {
+            libc::sigaddset(&raw mut set, signal);
+        }
+        let error = libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
+        if error != 0 {
+            return Err(io::Error::from_raw_os_error(error));
+        }
+        descriptor(
+            libc::signalfd(-1, &raw const set, libc::SFD_NONBLOCK | libc::SFD_CLOEXEC).into(),
+        )
+    }
+}
+
+/// The number of one signal that `descriptor` (of [`signal_descriptor`]) holds, `None` when there is none.
+pub fn next_signal(descriptor: impl AsFd) -> io::Result<Option<i32>> {
+    /// `sizeof(struct signalfd_siginfo)`; its first field is the signal's number.
+    const SIZE: usize = 128;
+    let mut info = [0_u8; SIZE];
+    match rustix::io::read(descriptor, &mut info) {
+        Ok(SIZE) => {
+            let number = [info[0], info[1], info[2], info[3]];
+            Ok(Some(i32::from_ne_bytes(number)))
+        }
+        Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// The signals that the agent waits for.
+pub mod signal {
+    /// Please end.
+    pub const TERM: i32 = libc::SIGTERM;
+    /// Interrupt from a terminal.
+    pub const INT: i32 = libc::SIGINT;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pagemap::Pagemap;
+    use std::io::Write;
+
+    #[test]
+    fn written_pages_of_a_file_are_resident_and_have_frames() {
+        let path = std::env::temp_dir().join(format!("memfold-view-{}", std::process::id()));
+        let mut file = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .unwrap();
+        std::fs::remove_file(&path).unwrap();
+        file.write_all(&[1; 8 * 4096]).unwrap();
+        file.set_len(64 * 4096).unwrap();
+        let view = FileView::new(&file, 64).unwrap();
+        let mut states = [0; 64];
+        view.resident(0, &mut states).unwrap();
+        assert_eq!(states.iter().filter(|s| **s & 1 != 0).count(), 8);
+        view.populate(0, 8).unwrap();
+        let map = Pagemap::open(rustix::process::getpid()).unwrap();
+        let here = |map: &Pagemap| {
+            map.entries(view.hva(0), 8)
+                .unwrap()
+                .into_iter()
+                .filter(|e| e >> 63 != 0)
+                .count()
+        };
+        assert_eq!(here(&map), 8);
+        view.release(0, 8).unwrap();
+        assert_eq!(here(&map), 0);
+        assert!(view.populate(60, 5).is_err());
+        if let Ok(stat) = cachestat(&file) {
+            assert_eq!(stat.nr_cache, 8);
+        }
+    }
+
+    #[test]
+    fn a_blocked_signal_is_read_from_its_descriptor() {
+        let descriptor = signal_descriptor(&[signal::TERM]).unwrap();
+        assert_eq!(next_signal(&descriptor).unwrap(), None);
+        // SAFETY: sends a signal that this thread blocks.
+        unsafe { libc::pthread_kill(libc::pthread_self(), signal::TERM) };
+        assert_eq!(next_signal(&descriptor).unwrap(), Some(signal::TERM));
+    }
+}
