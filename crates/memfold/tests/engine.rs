@@ -34,7 +34,7 @@ impl Guest for InProcess {
         Ok(self.folder.execute(order, descriptor))
     }
 
-    fn refold_live(&self) -> bool {
+    fn refold_live(&mut self) -> bool {
         self.live
     }
 
@@ -146,15 +146,7 @@ impl Running {
                 problem: None,
             })
             .unwrap();
-        let hello = FromAgent::Hello {
-            version: 1,
-            agent: String::new(),
-            kernel: String::new(),
-            boot_id: String::new(),
-            host_name: String::new(),
-            problems: vec![],
-        };
-        self.say(id, hello);
+        self.commands.send(Command::AgentSession(id)).unwrap();
     }
 
     fn say(&self, id: VmId, message: FromAgent) {

@@ -1,3 +1,5 @@
-//! The studies: one file each, JSON out, figures out.
+//! The studies: one file each, JSON out, figures out. They share the laboratory ([`lab`]): VMs of their own in a daemon of
+//! their own.
 
 pub mod fold;
+pub mod lab;

@@ -1,33 +1,35 @@
 //! `memfold doctor`: what works on this host, what doesn't, and the command that fixes it.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::Args;
 use comfy_table::{Cell, ContentArrangement, Table, presets};
 
+use super::{Context, IMPOSSIBLE_HERE};
+use crate::api::DEFAULT_STATE;
 use crate::host::{HostFacts, Report, Status, examine};
 
-/// Exit code of a host on which the main job can't run.
-pub const NOT_POSSIBLE: u8 = 3;
+#[derive(Args, Debug)]
+pub(super) struct Arguments {
+    /// Directory that keeps what takes long to find out
+    #[arg(long, env = "MEMFOLD_STATE", default_value = DEFAULT_STATE, value_name = "DIR")]
+    state: PathBuf,
+}
 
-/// Looks at the host and prints the report. `state` keeps what takes long to find out.
-pub fn run(state: &Path, json: bool) -> anyhow::Result<ExitCode> {
-    let report = examine(HostFacts::probe(state));
-    if json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
-    } else {
-        print!("{}", text(&report));
-    }
-    Ok(if report.can_run {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::from(NOT_POSSIBLE)
-    })
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let report = examine(HostFacts::probe(&arguments.state));
+    context.print(&report, text)?;
+    Ok(exit_code(&report))
+}
+
+/// 0 when the main job can run, else 3.
+pub(super) fn exit_code(report: &Report) -> ExitCode {
+    if report.can_run { ExitCode::SUCCESS } else { ExitCode::from(IMPOSSIBLE_HERE) }
 }
 
 /// The report for people.
-#[must_use]
-pub fn text(report: &Report) -> String {
+pub(super) fn text(report: &Report) -> String {
     let mut table = Table::new();
     table
         .load_preset(presets::NOTHING)
@@ -53,5 +55,5 @@ pub fn text(report: &Report) -> String {
     } else {
         "The main job cannot run here: see FAIL above."
     };
-    format!("{}\n\n{verdict}\n", rows.join("\n"))
+    format!("{}\n\n{verdict}", rows.join("\n"))
 }

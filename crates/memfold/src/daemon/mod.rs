@@ -1,1 +1,309 @@
 //! The running whole: VMs, engine and ledger together.
+//!
+//! ```text
+//!   api ---> Daemon --- vms: name -> Machine --- watch thread   ended? conditions, layout changed?
+//!              |                     `--------- agent link      hints, as commands to the engine
+//!              `------- engine thread (fold)                    orders, through each VM's library link
+//! ```
+//! The daemon holds nothing that a new one couldn't find: VMs are in the state directory, mappings and the page store in the
+//! kernel. It may be killed at any instant.
+
+mod error;
+mod guest;
+mod machine;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use memfold_units::{ByteSize, PageCount};
+use rustix::fs::FlockOperation;
+use tracing::{info, warn};
+
+pub use error::DaemonError;
+use machine::Machine;
+
+use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
+use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
+use crate::ledger::{self, StoreAccount};
+use crate::store::StoreIdentity;
+use crate::vm::{AgentOptions, CommandResult, Vm, VmSpec};
+
+/// Commands that wait for the engine; a guest that talks faster than the engine works waits.
+const MAILBOX: usize = 1024;
+
+/// How the daemon is to be.
+#[derive(Clone, Debug)]
+pub struct DaemonOptions {
+    /// Directory of VMs and their sockets.
+    pub state: PathBuf,
+    /// Folding.
+    pub settings: EngineSettings,
+    /// Globs of guest paths to report; empty means all.
+    pub include: Vec<String>,
+    /// Globs of guest paths to leave out.
+    pub exclude: Vec<String>,
+    /// Whether folding begins paused.
+    pub paused: bool,
+}
+
+/// The daemon.
+#[derive(Debug)]
+pub struct Daemon {
+    options: DaemonOptions,
+    commands: SyncSender<Command>,
+    vms: Mutex<BTreeMap<String, Arc<Machine>>>,
+    next: Mutex<VmId>,
+    /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
+    _lock: File,
+}
+
+impl Daemon {
+    /// Starts the engine and takes over the VMs that run under the state directory.
+    pub fn start(options: DaemonOptions) -> Result<Arc<Self>, DaemonError> {
+        let state = &options.state;
+        let files = |source| DaemonError::State { path: state.clone(), source };
+        std::fs::create_dir_all(state).map_err(files)?;
+        let lock = File::create(state.join("daemon.lock")).map_err(files)?;
+        rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|_| DaemonError::StateTaken(state.clone()))?;
+        let mut settings = options.settings.clone();
+        settings.max_mappings = max_map_count().unwrap_or(settings.max_mappings);
+        let (commands, receiver) = sync_channel(MAILBOX);
+        std::thread::Builder::new()
+            .name("fold-engine".into())
+            .spawn(move || Engine::new(settings).run(&receiver))
+            .map_err(files)?;
+        let daemon =
+            Arc::new(Self { commands, vms: Mutex::default(), next: Mutex::new(1), _lock: lock, options: options.clone() });
+        if options.paused {
+            daemon.tell(Command::SetPaused(true))?;
+        }
+        for vm in Vm::discover(state).map_err(files)? {
+            let (name, domain) = (vm.name().to_owned(), vm.domain().map(str::to_owned));
+            info!(vm = name, pid = vm.pid().as_raw_nonzero(), "taken over");
+            if let Err(error) = daemon.take_on(vm, &name, domain, None) {
+                warn!(vm = name, error = &error as &dyn std::error::Error, "could not be taken over");
+            }
+        }
+        for request in daemon.read_attached() {
+            if let Err(error) = daemon.attach(&request) {
+                info!(vm = request.name, error = &error as &dyn std::error::Error, "no longer attached");
+            }
+        }
+        Ok(daemon)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Machine>>> {
+        self.vms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, command: Command) -> Result<(), DaemonError> {
+        self.commands.send(command).map_err(|_| DaemonError::Internal("the fold engine has ended"))
+    }
+
+    fn machine(&self, name: &str) -> Result<Arc<Machine>, DaemonError> {
+        self.lock().get(name).cloned().ok_or_else(|| DaemonError::NoSuchVm(name.to_owned()))
+    }
+
+    /// Puts a running VM into the tables and begins to watch and fold it.
+    fn take_on(
+        self: &Arc<Self>,
+        vm: Vm,
+        name: &str,
+        domain: Option<String>,
+        attached: Option<PathBuf>,
+    ) -> Result<Arc<Machine>, DaemonError> {
+        let id = {
+            let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+            *next += 1;
+            *next
+        };
+        let options = AgentOptions {
+            include: self.options.include.clone(),
+            exclude: self.options.exclude.clone(),
+            ..AgentOptions::default()
+        };
+        let machine = Machine::take_on(id, vm, name, domain, attached, &self.commands, options, self.options.state.join(format!("{name}.paused")))?;
+        self.lock().insert(name.to_owned(), machine.clone());
+        let (watched, daemon) = (machine.clone(), Arc::downgrade(self));
+        let watch = move || {
+            watched.watch();
+            if let Some(daemon) = daemon.upgrade() {
+                daemon.forget(&watched);
+            }
+        };
+        std::thread::Builder::new()
+            .name("vm-watch".into())
+            .spawn(watch)
+            .map_err(|_| DaemonError::Internal("no thread to watch the VM"))?;
+        Ok(machine)
+    }
+
+    /// The VM's process has ended.
+    fn forget(&self, machine: &Machine) {
+        info!(vm = machine.name(), "ended");
+        {
+            let mut vms = self.lock();
+            if vms.get(machine.name()).is_some_and(|m| m.id() == machine.id()) {
+                vms.remove(machine.name());
+            }
+        }
+        // The engine may have ended before us.
+        let _ = self.tell(Command::Remove(machine.id()));
+        machine.clean_up();
+        if machine.is_attached() {
+            self.write_attached();
+        }
+    }
+
+    /// What answers.
+    #[must_use]
+    pub fn version(&self) -> VersionInfo {
+        VersionInfo {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: rustix::process::getpid().as_raw_nonzero().get(),
+            state: self.options.state.clone(),
+        }
+    }
+
+    /// All VMs, by name.
+    #[must_use]
+    pub fn list(&self) -> Vec<VmInfo> {
+        self.lock().values().map(|m| m.info()).collect()
+    }
+
+    /// Starts a VM.
+    pub fn run_vm(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
+        if self.lock().contains_key(&spec.name) {
+            return Err(DaemonError::NameTaken(spec.name));
+        }
+        let (name, domain) = (spec.name.clone(), spec.domain.clone());
+        let vm = crate::vm::start(&self.options.state, spec)?;
+        Ok(self.take_on(vm, &name, domain, None)?.info())
+    }
+
+    /// Takes on a QEMU that is running already.
+    pub fn attach(self: &Arc<Self>, request: &AttachRequest) -> Result<VmInfo, DaemonError> {
+        let name = &request.name;
+        for (field, text) in [("name", Some(name)), ("domain", request.domain.as_ref())] {
+            if let Some(text) = text {
+                crate::vm::check_name(field, text).map_err(|e| DaemonError::BadRequest(e.to_string()))?;
+            }
+        }
+        if self.lock().contains_key(name) {
+            return Err(DaemonError::NameTaken(name.clone()));
+        }
+        let vm = Vm::attach(&request.qmp)?;
+        if let Some(known) = self.lock().values().find(|m| m.pid() == vm.pid()) {
+            return Err(DaemonError::BadRequest(format!("this QEMU is known already, as '{}'", known.name())));
+        }
+        let machine = self.take_on(vm, name, request.domain.clone(), Some(request.qmp.clone()))?;
+        self.write_attached();
+        Ok(machine.info())
+    }
+
+    /// Shuts a VM down.
+    pub fn stop_vm(&self, name: &str, timeout: Duration) -> Result<(), DaemonError> {
+        self.machine(name)?.stop(timeout)?;
+        // Its watch thread sees the end and forgets it; who asked wants to see it gone.
+        let end = std::time::Instant::now() + Duration::from_secs(10);
+        while self.lock().contains_key(name) && std::time::Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// Runs a command in a guest.
+    pub fn exec(&self, name: &str, script: &str, timeout: Duration) -> Result<CommandResult, DaemonError> {
+        Ok(self.machine(name)?.run(script, timeout)?)
+    }
+
+    /// Waits until a guest's agent has connected.
+    pub fn wait_agent(&self, name: &str, timeout: Duration) -> Result<(), DaemonError> {
+        Ok(self.machine(name)?.wait_agent(timeout)?)
+    }
+
+    /// What folding has done.
+    pub fn fold_stats(&self) -> Result<EngineStats, DaemonError> {
+        let (answer, stats) = sync_channel(1);
+        self.tell(Command::Stats(answer))?;
+        stats.recv().map_err(|_| DaemonError::Internal("the fold engine has ended"))
+    }
+
+    /// Pauses folding, resumes it, changes its budget.
+    pub fn set_fold(&self, request: &FoldRequest) -> Result<EngineStats, DaemonError> {
+        if let Some(percent) = request.cpu_percent.filter(|p| !(0.0..=100.0).contains(p)) {
+            return Err(DaemonError::BadRequest(format!("cpu_percent is {percent}; give 0 to 100")));
+        }
+        if let Some(paused) = request.paused {
+            self.tell(Command::SetPaused(paused))?;
+        }
+        if request.cpu_percent.is_some() || request.pages_per_second.is_some() {
+            let now = self.fold_stats()?;
+            self.tell(Command::SetBudget {
+                cpu_share: request.cpu_percent.map_or(now.cpu_share, |p| p / 100.0),
+                pages_per_second: request.pages_per_second.or(now.pages_per_second).filter(|&n| n > 0),
+            })?;
+        }
+        self.fold_stats()
+    }
+
+    /// The ledger of this moment.
+    pub fn report(&self) -> Result<FullReport, DaemonError> {
+        let fold = self.fold_stats()?;
+        let stores: Vec<StoreAccount> = fold
+            .domains
+            .iter()
+            .map(|d| StoreAccount {
+                domain: d.domain.clone(),
+                identity: StoreIdentity { dev: d.store_dev, ino: d.store_ino },
+                allocated_bytes: ByteSize(d.store_bytes),
+            })
+            .collect();
+        let identities: Vec<StoreIdentity> = stores.iter().map(|s| s.identity).collect();
+        let machines: Vec<Arc<Machine>> = self.lock().values().cloned().collect();
+        // A VM that ends while we look is left out.
+        let vms: Vec<_> = machines.iter().filter_map(|m| m.account(&identities)).collect();
+        let own = ledger::take::own(ByteSize(fold.own_bytes), &identities)?;
+        let zero: u64 = fold.vms.iter().map(|vm| vm.zero_pages).sum();
+        let host = ledger::take::host(&vms, &stores, own, PageCount(zero).bytes())?;
+        Ok(FullReport { ledger: ledger::Report::new(host, vms), fold })
+    }
+
+    /// Ends the engine. VMs go on.
+    pub fn shut_down(&self) {
+        // It may have ended already.
+        let _ = self.tell(Command::Stop);
+    }
+
+    fn attached_file(&self) -> PathBuf {
+        self.options.state.join("attached.json")
+    }
+
+    fn read_attached(&self) -> Vec<AttachRequest> {
+        std::fs::read(self.attached_file()).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
+    }
+
+    /// Remembers attached VMs for the next daemon.
+    fn write_attached(&self) {
+        let list: Vec<AttachRequest> = self.lock().values().filter_map(|m| m.attach_request()).collect();
+        if let Err(error) = write_json(&self.attached_file(), &list) {
+            warn!(%error, "attached VMs won't be known to the next daemon");
+        }
+    }
+}
+
+fn write_json<T: serde::Serialize>(path: &Path, value: &T) -> std::io::Result<()> {
+    let temporary = path.with_extension("new");
+    std::fs::write(&temporary, serde_json::to_vec_pretty(value)?)?;
+    std::fs::rename(temporary, path)
+}
+
+/// `vm.max_map_count` (`Documentation/admin-guide/sysctl/vm.rst`).
+fn max_map_count() -> Option<usize> {
+    std::fs::read_to_string("/proc/sys/vm/max_map_count").ok()?.trim().parse().ok()
+}

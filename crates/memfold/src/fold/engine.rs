@@ -82,10 +82,21 @@ pub enum Command {
         /// Why it must not be folded, if so; it is still listed.
         problem: Option<String>,
     },
+    /// The VM's RAM is laid out otherwise now: its firmware has run, or memory was plugged.
+    Layout {
+        /// Its number.
+        id: VmId,
+        /// Its RAM.
+        layout: RamLayout,
+        /// Advice of each RAM block, in the order of `layout.blocks`.
+        advice: Vec<Advice>,
+    },
     /// The VM is gone.
     Remove(VmId),
     /// Conditions have changed: why the VM must not be folded now, if so.
     Problem(VmId, Option<String>),
+    /// The agent of a VM begins a session: its file numbers and hints start anew.
+    AgentSession(VmId),
     /// The agent of a VM says something.
     Agent(VmId, FromAgent),
     /// The agent's connection ended.
@@ -123,10 +134,11 @@ pub(super) struct FileState {
 pub(super) struct VmState {
     pub domain: String,
     pub guest: Box<dyn Guest>,
+    /// Whether folded ranges may be folded again while the VM runs, as of this batch.
+    pub live: bool,
     pub table: VmTable,
     pub stack: HintStack,
     pub files: HashMap<FileNumber, FileState>,
-    pub has_agent: bool,
     pub active: bool,
     pub last_sync: Instant,
     pub last_pause: Instant,
@@ -319,10 +331,11 @@ impl Engine {
                     }
                 }
             }
+            Command::Layout { id, layout, advice } => self.set_layout(id, layout, &advice),
+            Command::AgentSession(id) => self.agent_session(id),
             Command::Agent(id, message) => self.agent(id, message),
             Command::AgentGone(id) => {
                 if let Some(vm) = self.vms.get_mut(&id) {
-                    vm.has_agent = false;
                     vm.stats.agent_ready = false;
                 }
             }
@@ -368,7 +381,6 @@ impl Engine {
             table: VmTable::new(layout),
             stack: HintStack::new(self.settings.stack_limit, self.settings.settle),
             files: HashMap::new(),
-            has_agent: false,
             active: true,
             last_sync: now,
             last_pause: now,
@@ -381,6 +393,7 @@ impl Engine {
                 problem,
                 ..VmStats::default()
             },
+            live: false,
             guest,
             domain,
         };
@@ -479,6 +492,43 @@ impl Engine {
         }
     }
 
+    fn set_layout(&mut self, id: VmId, layout: RamLayout, advice: &[Advice]) {
+        let Some(vm) = self.vms.get_mut(&id).filter(|vm| *vm.table.layout() != layout) else { return };
+        info!(vm = vm.stats.name, pages = layout.pages(), "RAM is laid out anew");
+        let known = vm.table.layout().blocks.clone();
+        if let Some(domain) = self.domains.get_mut(&vm.domain) {
+            for at in 0..vm.table.pages() {
+                if let Some(mapped) = vm.table.mapped(at) {
+                    domain.contents.count_reference(mapped.store_page, false);
+                }
+            }
+        }
+        vm.stack.clear();
+        vm.wait_for_pause.clear();
+        for (block, &advice) in layout.blocks.iter().zip(advice).filter(|(b, _)| !known.contains(b)) {
+            let order = Order::AddRam { hva: block.hva.0, pages: block.pages, advice };
+            match vm.guest.order(&order, None) {
+                Ok(Reply::Error { reason }) => warn!(vm = vm.stats.name, block = block.name, reason, "a RAM block is not folded"),
+                Ok(_) => {}
+                Err(error) => return self.lost(id, &error),
+            }
+        }
+        vm.table = VmTable::new(layout);
+        self.sync(id);
+    }
+
+    fn agent_session(&mut self, id: VmId) {
+        let Some(vm) = self.vms.get_mut(&id) else { return };
+        vm.stats.agent_ready = false;
+        vm.table.forget_cached();
+        vm.stack.clear();
+        vm.wait_for_pause.clear();
+        vm.files.clear();
+        if let Some(domain) = self.domains.get_mut(&vm.domain) {
+            domain.contents.leave_all(id);
+        }
+    }
+
     fn agent(&mut self, id: VmId, message: FromAgent) {
         let Some(vm) = self.vms.get_mut(&id) else {
             return;
@@ -487,15 +537,6 @@ impl Engine {
             return;
         };
         match message {
-            FromAgent::Hello { .. } => {
-                vm.has_agent = true;
-                vm.stats.agent_ready = false;
-                vm.table.forget_cached();
-                vm.stack.clear();
-                vm.wait_for_pause.clear();
-                vm.files.clear();
-                domain.contents.leave_all(id);
-            }
             FromAgent::Files(files) => {
                 for file in files {
                     introduce_file(id, vm, domain, &file);
@@ -546,8 +587,8 @@ impl Engine {
                 debug!(vm = vm.stats.name, files, pages, "inventory complete");
             }
             FromAgent::Counters(counters) => take_counters(&mut vm.stats, &counters),
-            // Commands are the link's business.
-            FromAgent::Output { .. } | FromAgent::Exited { .. } => {}
+            // Sessions and commands are the link's business.
+            FromAgent::Hello { .. } | FromAgent::Output { .. } | FromAgent::Exited { .. } => {}
         }
     }
 }

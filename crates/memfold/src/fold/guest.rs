@@ -35,8 +35,8 @@ pub trait Guest: Send {
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Reply, GuestError>;
 
-    /// Whether folded ranges may be frozen by write protection while the VM runs: no block node uses direct I/O.
-    fn refold_live(&self) -> bool;
+    /// Whether folded ranges may be frozen by write protection while the VM runs: no block node uses direct I/O. Asked once a batch.
+    fn refold_live(&mut self) -> bool;
 
     /// Stops vCPUs and drains I/O. `Ok(false)` if the VM was not running (then [`Guest::resume`] is not to be called).
     fn pause(&mut self) -> Result<bool, GuestError>;

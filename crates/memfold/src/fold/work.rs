@@ -116,6 +116,9 @@ impl Engine {
     fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
         let mut planned = HashSet::new();
+        for vm in self.vms.values_mut().filter(|vm| vm.stats.problem.is_none()) {
+            vm.live = vm.guest.refold_live();
+        }
         for task in tasks {
             self.fill(task);
             self.collect(task, &mut runs, &mut planned);
@@ -249,7 +252,7 @@ impl Engine {
                 let place = usable(vm, member.file, page).zip(content.store_page(page));
                 let wanted = place.and_then(|(index, store_page)| match vm.table.mapped(index) {
                     Some(mapped) if mapped.shared && mapped.store_page == store_page => None,
-                    Some(_) if !vm.guest.refold_live() => {
+                    Some(_) if !vm.live => {
                         wait = true;
                         None
                     }
@@ -301,7 +304,7 @@ impl Engine {
         }
         runs.sort_by_key(|run| std::cmp::Reverse(run.pages));
         let mut queue: VecDeque<Run> = runs.into();
-        let freeze = if vm.guest.refold_live() {
+        let freeze = if vm.live {
             Freeze::WriteProtect
         } else {
             Freeze::Move

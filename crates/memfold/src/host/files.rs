@@ -70,7 +70,12 @@ pub fn image_directory() -> io::Result<PathBuf> {
 pub fn guest_images() -> io::Result<BTreeMap<String, GuestImage>> {
     let directory = image_directory()?;
     let text = std::fs::read(directory.join("images.json"))?;
-    let mut images: BTreeMap<String, GuestImage> = serde_json::from_slice(&text)?;
+    let entries: BTreeMap<String, serde_json::Value> = serde_json::from_slice(&text)?;
+    // Data disks (the kernel's source) are listed there too; they have no kernel to boot.
+    let bootable = entries.into_iter().filter(|(_, entry)| entry.get("kernel").is_some());
+    let mut images = bootable
+        .map(|(name, entry)| Ok((name, serde_json::from_value(entry)?)))
+        .collect::<serde_json::Result<BTreeMap<String, GuestImage>>>()?;
     for image in images.values_mut() {
         for path in [&mut image.disk, &mut image.kernel, &mut image.initrd] {
             *path = directory.join(&*path);

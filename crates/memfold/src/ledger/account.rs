@@ -3,14 +3,7 @@
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
-/// Which file a page store is, as `stat(2)` and `/proc/PID/maps` name it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct StoreIdentity {
-    /// `st_dev`.
-    pub dev: u64,
-    /// `st_ino`.
-    pub ino: u64,
-}
+use crate::store::StoreIdentity;
 
 /// One page store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,7 +3,7 @@
 use memfold_sys::pagemap::{Region, category};
 use memfold_units::{Hva, PAGE_SIZE};
 
-use super::account::StoreIdentity;
+use crate::store::StoreIdentity;
 use super::read::Vma;
 use crate::vm::RamLayout;
 

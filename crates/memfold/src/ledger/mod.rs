@@ -25,7 +25,7 @@ pub mod table;
 pub mod take;
 
 pub use account::{
-    HostAccount, KsmAccount, OwnCost, Report, StoreAccount, StoreIdentity, VmAccount,
+    HostAccount, KsmAccount, OwnCost, Report, StoreAccount, VmAccount,
 };
 pub use agree::{Disagreement, check, check_change};
 pub use frames::{frames, shared_frames};

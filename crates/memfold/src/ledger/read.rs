@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use memfold_units::{ByteSize, Hva, PageCount};
 
-use super::account::StoreIdentity;
+use crate::store::StoreIdentity;
 
 /// A kernel file that could not be used.
 #[derive(Debug, thiserror::Error)]

@@ -6,7 +6,8 @@ use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_units::{ByteSize, Hva, PageCount};
 use rustix::process::Pid;
 
-use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, StoreIdentity, VmAccount};
+use crate::store::StoreIdentity;
+use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, VmAccount};
 use super::memory::{Kind, Places, ram_ranges, sort_pages, stretches};
 use super::read::{Proc, ReadError, Smap, Vma};
 use crate::ksm;

@@ -35,5 +35,5 @@ pub use process::{Identity, Process};
 pub use qmp::{Qmp, QmpError};
 pub use ram::RamError;
 pub use spec::{
-    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, Network, SpecError, VmSpec,
+    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, Network, SpecError, VmSpec, check_name,
 };

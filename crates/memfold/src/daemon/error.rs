@@ -1,0 +1,76 @@
+//! What the daemon refuses, and why.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::ledger::ReadError;
+use crate::vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
+
+/// Why the daemon did not do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum DaemonError {
+    /// No VM of this name.
+    #[error("no VM named '{0}'; 'memfold vm list' shows those there are")]
+    NoSuchVm(String),
+    /// No such path of the interface.
+    #[error("no such path; GET /openapi.json lists them")]
+    NoSuchPath,
+    /// A VM of this name runs.
+    #[error("a VM named '{0}' is running")]
+    NameTaken(String),
+    /// The request makes no sense.
+    #[error("{0}")]
+    BadRequest(String),
+    /// This host can't do it.
+    #[error("{0}")]
+    ImpossibleHere(String),
+    /// The state directory can't be used.
+    #[error("cannot use state directory {path}")]
+    State {
+        /// The directory.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Another daemon uses the state directory.
+    #[error("another memfold daemon uses state directory {0}; stop it, or choose another --state")]
+    StateTaken(PathBuf),
+    /// QEMU did not start.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// The VM can't be used.
+    #[error(transparent)]
+    Machine(#[from] MachineError),
+    /// QEMU's monitor failed.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// The VM's RAM layout can't be read.
+    #[error("the VM's RAM cannot be found out from QEMU")]
+    Ram(#[from] RamError),
+    /// The agent failed.
+    #[error(transparent)]
+    Agent(#[from] AgentError),
+    /// The ledger can't be read.
+    #[error("the ledger cannot be read from the kernel")]
+    Ledger(#[from] ReadError),
+    /// A part of the daemon failed.
+    #[error("{0}")]
+    Internal(&'static str),
+}
+
+impl DaemonError {
+    /// What would change it, where the message itself doesn't say.
+    #[must_use]
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::Launch(LaunchError::TooOld { .. } | LaunchError::Qemu(_)) => {
+                Some("'memfold doctor' says what this host lacks, and how to get it".into())
+            }
+            Self::Agent(AgentError::NoSession(_)) => Some(
+                "the guest may still be booting, or memfold-agent is not installed in it; 'memfold vm list' shows its agent".into(),
+            ),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! One VM of the daemon: its links, its watch, its account.
+
+use std::path::PathBuf;
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use memfold_wire::library::Advice;
+use rustix::process::Pid;
+use tracing::{info, warn};
+
+use super::DaemonError;
+use super::guest::{Monitor, QemuGuest};
+use crate::api::{AttachRequest, VmInfo};
+use crate::fold::{Command, Guest, GuestError, VmId};
+use crate::ledger::VmAccount;
+use crate::store::StoreIdentity;
+use crate::vm::{
+    AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, QmpError, RamLayout, StopKind, Vm, VmConditions,
+};
+
+/// Time between two looks at a VM's conditions and layout.
+const WATCH_INTERVAL: Duration = Duration::from_secs(10);
+
+/// What is known of the VM and changes.
+#[derive(Debug)]
+struct Seen {
+    layout: RamLayout,
+    conditions: VmConditions,
+}
+
+/// A VM that the daemon has taken on.
+#[derive(Debug)]
+pub(super) struct Machine {
+    id: VmId,
+    vm: Vm,
+    name: String,
+    domain: Option<String>,
+    attached: Option<PathBuf>,
+    monitor: Arc<Monitor>,
+    seen: Mutex<Seen>,
+    /// Why the library can't fold, whatever the conditions.
+    library_problem: Option<String>,
+    agent: Mutex<Option<Arc<AgentLink>>>,
+    commands: SyncSender<Command>,
+    qemu: String,
+}
+
+impl Machine {
+    pub fn take_on(
+        id: VmId,
+        vm: Vm,
+        name: &str,
+        domain: Option<String>,
+        attached: Option<PathBuf>,
+        commands: &SyncSender<Command>,
+        options: AgentOptions,
+        pause_marker: PathBuf,
+    ) -> Result<Arc<Self>, DaemonError> {
+        let mut qmp = vm.daemon_qmp()?;
+        let (major, minor, micro) = qmp.version();
+        resume_if_left_paused(name, &pause_marker, &mut qmp)?;
+        let layout = vm.layout(&mut qmp)?;
+        let conditions = vm.conditions(&mut qmp)?;
+        let monitor = Arc::new(Monitor::new(qmp));
+        let (guest, library_problem) = match vm.library_link() {
+            None => (None, Some(NO_LIBRARY.to_owned())),
+            Some(Err(error)) => (None, Some(library_words(&error))),
+            Some(Ok(link)) => {
+                let problem = link.facts().problem.clone();
+                (Some(QemuGuest::new(vm.pid(), link, monitor.clone(), &conditions, pause_marker)), problem)
+            }
+        };
+        let machine = Arc::new(Self {
+            id,
+            name: name.to_owned(),
+            domain,
+            attached,
+            monitor,
+            seen: Mutex::new(Seen { layout, conditions }),
+            library_problem,
+            agent: Mutex::default(),
+            commands: commands.clone(),
+            qemu: format!("{major}.{minor}.{micro}"),
+            vm,
+        });
+        let guest: Box<dyn Guest> = match guest {
+            Some(guest) => Box::new(guest),
+            None => Box::new(Unfolded(machine.pid())),
+        };
+        let layout = machine.seen().layout.clone();
+        let advice = machine.advice(&layout);
+        machine.tell(Command::Add {
+            id,
+            name: name.to_owned(),
+            domain: machine.domain.clone(),
+            problem: machine.problem(),
+            layout,
+            advice,
+            guest,
+        });
+        let weak = Arc::downgrade(&machine);
+        let link = machine.vm.agent_link(options, move |event| {
+            if let Some(machine) = weak.upgrade() {
+                machine.agent_event(event);
+            }
+        });
+        *machine.agent.lock().unwrap_or_else(PoisonError::into_inner) = link.map(Arc::new);
+        Ok(machine)
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, command: Command) {
+        // The engine ends only when the daemon does.
+        let _ = self.commands.send(command);
+    }
+
+    fn agent_event(&self, event: AgentEvent) {
+        match event {
+            AgentEvent::Session(facts) => {
+                info!(vm = self.name, kernel = facts.kernel, agent = facts.agent, "agent connected");
+                // The firmware has run by now: RAM lies where the guest's kernel knows it.
+                self.look_again();
+                self.tell(Command::AgentSession(self.id));
+            }
+            AgentEvent::Message(message) => self.tell(Command::Agent(self.id, message)),
+            AgentEvent::Lost { reason } => {
+                info!(vm = self.name, reason, "agent gone");
+                self.tell(Command::AgentGone(self.id));
+            }
+        }
+    }
+
+    /// Reads layout and conditions anew and tells the engine what has changed.
+    fn look_again(&self) {
+        let looked = {
+            let mut qmp = self.monitor.lock();
+            self.vm.layout(&mut qmp).and_then(|layout| Ok((layout, self.vm.conditions(&mut qmp)?)))
+        };
+        let (layout, conditions) = match looked {
+            Ok(looked) => looked,
+            Err(error) => {
+                warn!(vm = self.name, error = &error as &dyn std::error::Error, "QEMU doesn't tell this VM's state");
+                if let Err(error) = self.monitor.lock().reconnect() {
+                    warn!(vm = self.name, error = &error as &dyn std::error::Error, "QEMU's monitor is gone");
+                }
+                return;
+            }
+        };
+        let (changed, before) = {
+            let mut seen = self.seen();
+            let changed = seen.layout != layout;
+            seen.layout = layout.clone();
+            let before = std::mem::replace(&mut seen.conditions, conditions.clone());
+            (changed, before)
+        };
+        if changed {
+            let advice = self.advice(&layout);
+            self.tell(Command::Layout { id: self.id, layout, advice });
+        }
+        if before.fold != conditions.fold {
+            self.tell(Command::Problem(self.id, self.problem()));
+        }
+    }
+
+    fn advice(&self, layout: &RamLayout) -> Vec<Advice> {
+        let read = |block| {
+            self.vm.advice(block).unwrap_or_else(|error| {
+                warn!(vm = self.name, %error, "advice of a RAM block cannot be read");
+                Advice::default()
+            })
+        };
+        layout.blocks.iter().map(read).collect()
+    }
+
+    /// Why the VM is not folded, in one line.
+    fn problem(&self) -> Option<String> {
+        self.fold_problems().into_iter().next()
+    }
+
+    fn fold_problems(&self) -> Vec<String> {
+        let conditions = self.seen().conditions.fold.iter().map(ToString::to_string).collect::<Vec<_>>();
+        self.library_problem.clone().into_iter().chain(conditions).collect()
+    }
+
+    /// Looks at the VM now and then until its process ends.
+    pub fn watch(&self) {
+        loop {
+            match self.vm.process().wait_exit(WATCH_INTERVAL) {
+                Ok(false) => self.look_again(),
+                Ok(true) => return,
+                Err(error) => {
+                    warn!(vm = self.name, %error, "its process cannot be watched");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Removes what the VM's end left over.
+    pub fn clean_up(&self) {
+        // The link's thread ends with it.
+        self.agent.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(directory) = self.vm.directory() {
+            if let Err(error) = Vm::clear_if_stale(directory) {
+                warn!(vm = self.name, %error, "its files could not be removed");
+            }
+        }
+    }
+
+    pub const fn id(&self) -> VmId {
+        self.id
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub const fn pid(&self) -> Pid {
+        self.vm.pid()
+    }
+
+    pub const fn is_attached(&self) -> bool {
+        self.attached.is_some()
+    }
+
+    pub fn attach_request(&self) -> Option<AttachRequest> {
+        let qmp = self.attached.clone()?;
+        Some(AttachRequest { qmp, name: self.name.clone(), domain: self.domain.clone() })
+    }
+
+    pub fn info(&self) -> VmInfo {
+        let agent = self.agent().and_then(|link| link.session());
+        VmInfo {
+            name: self.name.clone(),
+            domain: self.domain.clone(),
+            pid: self.pid().as_raw_nonzero().get(),
+            ram_bytes: self.seen().layout.pages() * memfold_units::PAGE_SIZE,
+            origin: if self.is_attached() { "attached" } else { "started" }.into(),
+            qemu: self.qemu.clone(),
+            agent_problems: agent.as_ref().map(|facts| facts.problems.clone()).unwrap_or_default(),
+            agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
+            fold_problems: self.fold_problems(),
+            refold_problems: self.seen().conditions.refold_live.iter().map(ToString::to_string).collect(),
+        }
+    }
+
+    pub fn account(&self, stores: &[StoreIdentity]) -> Option<VmAccount> {
+        let layout = self.seen().layout.clone();
+        let pid = self.pid().as_raw_nonzero().get();
+        crate::ledger::take::vm(pid, &self.name, self.domain.as_deref(), &layout, stores)
+            .inspect_err(|error| warn!(vm = self.name, %error, "left out of the ledger"))
+            .ok()
+    }
+
+    pub fn stop(&self, timeout: Duration) -> Result<StopKind, DaemonError> {
+        Ok(self.vm.stop(timeout)?)
+    }
+
+    /// A handle of its own, so that a long command doesn't keep others out.
+    fn agent(&self) -> Option<Arc<AgentLink>> {
+        self.agent.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn agent_or_error(&self) -> Result<Arc<AgentLink>, crate::vm::AgentError> {
+        self.agent().ok_or_else(|| crate::vm::AgentError::NoSession("the VM has no port for it".into()))
+    }
+
+    pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, crate::vm::AgentError> {
+        self.agent_or_error()?.run(script, timeout)
+    }
+
+    pub fn wait_agent(&self, timeout: Duration) -> Result<(), crate::vm::AgentError> {
+        self.agent_or_error()?.wait_session(timeout).map(drop)
+    }
+}
+
+const NO_LIBRARY: &str = "memfold's library is not in this QEMU; start the VM with 'memfold vm run', or with the library preloaded";
+
+fn library_words(error: &LibraryError) -> String {
+    format!("memfold's library in this QEMU cannot be reached: {error}")
+}
+
+/// A daemon that was killed while it folded at a pause leaves the VM stopped. Only such a pause leaves the marker.
+fn resume_if_left_paused(name: &str, marker: &std::path::Path, qmp: &mut crate::vm::Qmp) -> Result<(), QmpError> {
+    if marker.exists() {
+        qmp.query("cont")?;
+        warn!(vm = name, "was left paused by a daemon that died; it goes on");
+        // The next pause makes it anew.
+        let _ = std::fs::remove_file(marker);
+    }
+    Ok(())
+}
+
+/// Stands for a VM without the library: the engine lists it and gives it no order.
+struct Unfolded(Pid);
+
+impl Guest for Unfolded {
+    fn pid(&self) -> Pid {
+        self.0
+    }
+
+    fn order(
+        &mut self,
+        _: &memfold_wire::library::Order,
+        _: Option<std::os::fd::BorrowedFd<'_>>,
+    ) -> Result<memfold_wire::library::Reply, GuestError> {
+        Err(GuestError::Library(std::io::Error::other(NO_LIBRARY)))
+    }
+
+    fn refold_live(&mut self) -> bool {
+        false
+    }
+
+    fn pause(&mut self) -> Result<bool, GuestError> {
+        Ok(false)
+    }
+
+    fn resume(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
+}
