@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold::ksm::{
-    Controls, EqualCpu, Ksmd, ProcessStatus, Run, Settings, Status, restore_leftover,
+    Controls, EqualCpu, Ksmd, ProcessStatus, Run, Settings, Status, merging_pages, restore_leftover,
 };
 use memfold::ledger::take;
 use memfold::vm::{RamBlock, RamLayout};
@@ -30,8 +30,7 @@ fn controls() -> Option<Controls> {
     match controls.settings() {
         Ok(now) if rustix::process::getuid().is_root() => {
             // Something else merges: counts would not be ours, and settings not ours to change.
-            let in_use =
-                now.run != Some(0) || Status::read(&controls).unwrap().pages_shared != Some(0);
+            let in_use = now.run != Some(0) || merging_pages(Path::new("/proc")) != Some(0);
             if in_use {
                 println!("skipped: KSM is in use on this host: {now:?}");
             }

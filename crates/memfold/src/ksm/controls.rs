@@ -275,7 +275,11 @@ impl Guard {
         let note = Note {
             root: controls.root.clone(),
             settings: controls.settings()?,
-            merged_before: controls.number::<u64>("pages_shared")?.unwrap_or(0) > 0,
+            // The counters may be of processes that are gone: ask the live ones, where the kernel tells.
+            merged_before: match super::merging_pages(Path::new("/proc")) {
+                Some(pages) => pages > 0,
+                None => controls.number::<u64>("pages_shared")?.unwrap_or(0) > 0,
+            },
             boot_id: boot_id(),
         };
         let note_path = note_path(state_dir);

@@ -12,4 +12,4 @@ pub mod status;
 
 pub use controls::{Controls, Guard, KsmError, Settings, restore_leftover};
 pub use run::{EqualCpu, Run, Step};
-pub use status::{Ksmd, ProcessStatus, Status};
+pub use status::{Ksmd, ProcessStatus, Status, merging_pages};

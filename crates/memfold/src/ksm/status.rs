@@ -91,6 +91,25 @@ impl ProcessStatus {
     }
 }
 
+/// Pages merged in all live processes together: the sum of `ksm_merging_pages`; `None` on a kernel before 6.1.
+///
+/// While ksmd stands still, `pages_shared`, `pages_sharing` and `general_profit` go on counting what ended processes had merged
+/// (`mm/ksm.c`: only ksmd takes off the items of an ended process). This sum doesn't.
+#[must_use]
+pub fn merging_pages(proc_root: &Path) -> Option<u64> {
+    let processes = fs::read_dir(proc_root).ok()?;
+    let mut sum = None;
+    for process in processes.flatten() {
+        let pages = fs::read_to_string(process.path().join("ksm_merging_pages"))
+            .ok()
+            .and_then(|pages| pages.trim().parse::<u64>().ok());
+        if let Some(pages) = pages {
+            *sum.get_or_insert(0) += pages;
+        }
+    }
+    sum
+}
+
 fn text(path: &Path) -> Result<Option<String>, KsmError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
@@ -214,6 +233,20 @@ mod tests {
             ProcessStatus::read(tree.path(), 7).unwrap(),
             ProcessStatus::default()
         );
+    }
+
+    #[test]
+    fn merged_pages_of_live_processes_are_summed() {
+        let tree = tree(&[
+            ("5/ksm_merging_pages", "8\n"),
+            ("6/ksm_merging_pages", "0\n"),
+            ("7/comm", "an old kernel has none"),
+        ]);
+        assert_eq!(merging_pages(tree.path()), Some(8));
+        fs::remove_file(tree.path().join("5/ksm_merging_pages")).unwrap();
+        assert_eq!(merging_pages(tree.path()), Some(0));
+        fs::remove_file(tree.path().join("6/ksm_merging_pages")).unwrap();
+        assert_eq!(merging_pages(tree.path()), None);
     }
 
     #[test]

@@ -131,8 +131,10 @@ pub struct KsmAccount {
     pub pages_shared: u64,
     /// Mappings that would each have a page of their own: the pages saved.
     pub pages_sharing: u64,
-    /// What KSM saved less its metadata (`general_profit`); may be negative.
+    /// What KSM saved less its metadata (`general_profit`); may be negative. While KSM is stopped, ended processes stay in it.
     pub general_profit_bytes: i64,
+    /// Pages merged in live processes (Linux >= 6.1).
+    pub merging_pages: Option<u64>,
     /// CPU time of ksmd since boot, seconds.
     pub ksmd_cpu_s: f64,
 }
@@ -177,7 +179,7 @@ pub struct HostAccount {
 
     /// Pages of VMs mapped to a store and not copied, less the store's pages.
     pub saved_by_folding_bytes: i64,
-    /// KSM's `general_profit`.
+    /// KSM's `general_profit`, but never more than the pages merged in live processes.
     pub saved_by_ksm_bytes: i64,
     /// Zero pages given back, as the engine counts them.
     pub saved_by_zero_drop_bytes: ByteSize,

@@ -179,7 +179,7 @@ fn host_from(
 
     let folded: ByteSize = vms.iter().map(|v| v.folded_bytes).sum();
     let saved_by_folding_bytes = signed(folded) - signed(stores_bytes);
-    let saved_by_ksm_bytes = ksm.map_or(0, |k| k.general_profit_bytes);
+    let saved_by_ksm_bytes = ksm.map_or(0, |k| k.saved_bytes());
     let cost = signed(own.pss_bytes - own.store_pss_bytes + own.page_table_bytes);
     Ok(HostAccount {
         mem_total_bytes: field("MemTotal"),
@@ -228,8 +228,20 @@ impl KsmAccount {
             pages_shared: status.pages_shared?,
             pages_sharing: status.pages_sharing?,
             general_profit_bytes: status.general_profit.unwrap_or(0),
+            merging_pages: ksm::merging_pages(std::path::Path::new("/proc")),
             ksmd_cpu_s: cpu.map_or(0.0, |t| t.as_millis() as f64 / 1e3),
         })
+    }
+}
+
+impl KsmAccount {
+    /// `general_profit` without what only ended processes had merged.
+    #[must_use]
+    pub fn saved_bytes(&self) -> i64 {
+        let most = self
+            .merging_pages
+            .map_or(i64::MAX, |pages| signed(PageCount(pages).bytes()));
+        self.general_profit_bytes.min(most)
     }
 }
 

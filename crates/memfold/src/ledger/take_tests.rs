@@ -91,3 +91,19 @@ fn a_store_page_counts_once_on_the_host_however_many_map_it() {
     assert_eq!(host.saved_net_bytes, (50 + 3 - 10) << 20);
     assert_eq!(host.kernel_bytes, ByteSize::kib(100));
 }
+
+#[test]
+fn what_ended_processes_had_merged_is_not_saved() {
+    let mut ksm = KsmAccount {
+        general_profit_bytes: 50 << 20,
+        merging_pages: Some(0),
+        ..KsmAccount::default()
+    };
+    assert_eq!(ksm.saved_bytes(), 0);
+    ksm.merging_pages = Some(20_000);
+    assert_eq!(ksm.saved_bytes(), 50 << 20);
+    ksm.merging_pages = None;
+    assert_eq!(ksm.saved_bytes(), 50 << 20);
+    ksm.general_profit_bytes = -640;
+    assert_eq!(ksm.saved_bytes(), -640);
+}
