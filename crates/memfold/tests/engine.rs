@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use memfold::fold::{Command, Engine, EngineSettings, EngineStats, Guest, GuestError, VmId, VmStats};
+use memfold::fold::{
+    Command, Engine, EngineSettings, EngineStats, Guest, GuestError, VmId, VmStats,
+};
 use memfold::vm::{RamBlock, RamLayout, RamSlot};
 use memfold_qemu::Folder;
 use memfold_sys::pagemap::Pagemap;
@@ -29,8 +31,13 @@ impl Guest for InProcess {
         rustix::process::getpid()
     }
 
-    fn order(&mut self, order: &Order, descriptor: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
-        let descriptor: Option<OwnedFd> = descriptor.map(|fd| fd.as_fd().try_clone_to_owned().unwrap());
+    fn order(
+        &mut self,
+        order: &Order,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<Reply, GuestError> {
+        let descriptor: Option<OwnedFd> =
+            descriptor.map(|fd| fd.as_fd().try_clone_to_owned().unwrap());
         Ok(self.folder.execute(order, descriptor))
     }
 
@@ -61,8 +68,16 @@ impl Ram {
         let buffer = vec![0; (RAM_PAGES + 1) * PAGE];
         let skip = buffer.as_ptr().align_offset(PAGE);
         let folder = Arc::new(Folder::new(None));
-        assert!(matches!(folder.execute(&Order::Hello { version: VERSION }, None), Reply::Hello { problem: None, .. }));
-        Self { buffer, skip, folder, pauses: Arc::default() }
+        assert!(matches!(
+            folder.execute(&Order::Hello { version: VERSION }, None),
+            Reply::Hello { problem: None, .. }
+        ));
+        Self {
+            buffer,
+            skip,
+            folder,
+            pauses: Arc::default(),
+        }
     }
 
     fn hva(&self) -> Hva {
@@ -87,8 +102,17 @@ impl Ram {
     fn layout(&self) -> RamLayout {
         let (hva, pages) = (self.hva(), RAM_PAGES as u64);
         RamLayout {
-            blocks: vec![RamBlock { name: "ram0".into(), hva, pages }],
-            slots: vec![RamSlot { pfn: Pfn(0), pages, hva, block: 0 }],
+            blocks: vec![RamBlock {
+                name: "ram0".into(),
+                hva,
+                pages,
+            }],
+            slots: vec![RamSlot {
+                pfn: Pfn(0),
+                pages,
+                hva,
+                block: 0,
+            }],
         }
     }
 
@@ -130,11 +154,18 @@ impl Running {
         };
         let (commands, receiver) = sync_channel(256);
         let thread = std::thread::spawn(move || Engine::new(settings).run(&receiver));
-        Self { commands, thread: Some(thread) }
+        Self {
+            commands,
+            thread: Some(thread),
+        }
     }
 
     fn add(&self, id: VmId, domain: &str, ram: &Ram, live: bool) {
-        let guest = InProcess { folder: ram.folder.clone(), live, pauses: ram.pauses.clone() };
+        let guest = InProcess {
+            folder: ram.folder.clone(),
+            live,
+            pauses: ram.pauses.clone(),
+        };
         self.commands
             .send(Command::Add {
                 id,
@@ -155,13 +186,22 @@ impl Running {
 
     /// The guest has read a file of `pages` pages to page frame `pfn`.
     fn cached(&self, id: VmId, file: u32, path: &str, pfn: usize, pages: usize) {
-        let facts = FileFacts { file, path: path.into(), size_bytes: (pages * PAGE) as u64 };
+        let facts = FileFacts {
+            file,
+            path: path.into(),
+            size_bytes: (pages * PAGE) as u64,
+        };
         self.say(id, FromAgent::Files(vec![facts]));
         self.hint(id, file, pfn, pages);
     }
 
     fn hint(&self, id: VmId, file: u32, pfn: usize, pages: usize) {
-        let run = HintRun { file, page: 0, pfn: pfn as u64, pages: u32::try_from(pages).unwrap() };
+        let run = HintRun {
+            file,
+            page: 0,
+            pfn: pfn as u64,
+            pages: u32::try_from(pages).unwrap(),
+        };
         self.say(id, FromAgent::Hints(vec![run]));
     }
 
@@ -194,12 +234,17 @@ impl Drop for Running {
 }
 
 fn vm(stats: &EngineStats, id: VmId) -> &VmStats {
-    stats.vms.iter().find(|v| v.name == format!("vm{id}")).unwrap()
+    stats
+        .vms
+        .iter()
+        .find(|v| v.name == format!("vm{id}"))
+        .unwrap()
 }
 
 /// Whether all of these VMs have `pages` pages folded.
 fn folded(stats: &EngineStats, ids: &[VmId], pages: u64) -> bool {
-    ids.iter().all(|&id| vm(stats, id).matched_folded_pages == pages)
+    ids.iter()
+        .all(|&id| vm(stats, id).matched_folded_pages == pages)
 }
 
 /// A domain of its own for each test: adoption looks for stores by name in this very process.
@@ -239,8 +284,14 @@ fn vms_of_two_domains_share_nothing() {
     engine.cached(2, 1, "/f", 0, 64);
     std::thread::sleep(Duration::from_millis(600));
     let stats = engine.stats();
-    assert_eq!((vm(&stats, 1).hint_pages, vm(&stats, 2).hint_pages), (64, 64));
-    assert_eq!((vm(&stats, 1).mapped_pages, vm(&stats, 2).mapped_pages), (0, 0));
+    assert_eq!(
+        (vm(&stats, 1).hint_pages, vm(&stats, 2).hint_pages),
+        (64, 64)
+    );
+    assert_eq!(
+        (vm(&stats, 1).mapped_pages, vm(&stats, 2).mapped_pages),
+        (0, 0)
+    );
     let (left, right) = (a.frames(0, 64), b.frames(0, 64));
     assert!(left.iter().all(|frame| !right.contains(frame)));
 }
@@ -303,7 +354,10 @@ fn written_pages_unfold_and_the_store_gives_back_what_nobody_needs() {
         s.domains[0].store_bytes == 128 * PAGE as u64
     });
     assert_eq!(stats.domains[0].punched_pages, 128);
-    assert!(a.holds(0, 128, 70) && b.holds(0, 128, 80), "private copies live on without the store");
+    assert!(
+        a.holds(0, 128, 70) && b.holds(0, 128, 80),
+        "private copies live on without the store"
+    );
     let rest = pattern(6, 200);
     assert!(a.page(200) == rest && b.page(200) == rest);
     // The same frames cache a file again: folded once more, over the old mappings.
@@ -311,7 +365,9 @@ fn written_pages_unfold_and_the_store_gives_back_what_nobody_needs() {
     b.fill(0, 128, 9);
     engine.cached(1, 2, "/g", 0, 128);
     engine.cached(2, 2, "/g", 0, 128);
-    let stats = engine.wait("folded again", |s| vm(s, 1).refolded_pages >= 128 && vm(s, 2).refolded_pages >= 128);
+    let stats = engine.wait("folded again", |s| {
+        vm(s, 1).refolded_pages >= 128 && vm(s, 2).refolded_pages >= 128
+    });
     assert_eq!(vm(&stats, 1).copied_pages, 0);
     assert!(a.holds(0, 128, 9) && b.holds(0, 128, 9));
 }
@@ -328,7 +384,11 @@ fn a_vm_with_direct_io_is_folded_again_only_at_a_pause() {
     engine.cached(1, 1, "/f", 0, 64);
     engine.cached(2, 1, "/f", 0, 64);
     engine.wait("both folded", |s| folded(s, &[1, 2], 64));
-    assert_eq!(a.pauses.load(Ordering::SeqCst), 0, "anonymous memory is moved, which is safe with DMA");
+    assert_eq!(
+        a.pauses.load(Ordering::SeqCst),
+        0,
+        "anonymous memory is moved, which is safe with DMA"
+    );
     for (id, ram) in [(1, &mut a), (2, &mut b)] {
         ram.fill(0, 64, 11);
         engine.cached(id, 2, "/g", 0, 64);
@@ -353,7 +413,10 @@ fn a_new_engine_takes_the_store_over_and_goes_on() {
     first.cached(2, 1, "/f", 0, 100);
     let before = first.wait("both folded", |s| folded(s, &[1, 2], 100));
     drop(first);
-    assert!(a.holds(0, 100, 12) && b.holds(0, 100, 12), "without any engine");
+    assert!(
+        a.holds(0, 100, 12) && b.holds(0, 100, 12),
+        "without any engine"
+    );
     let frames = a.frames(0, 100);
     let second = Running::start();
     second.add(1, &domain, &a, true);
@@ -363,8 +426,14 @@ fn a_new_engine_takes_the_store_over_and_goes_on() {
         second.cached(id, 1, "/f", 0, 100);
     }
     let after = second.wait("all folded", |s| folded(s, &[1, 2, 3], 100));
-    assert_eq!(before.domains[0].store_ino, after.domains[0].store_ino, "the same store");
-    assert_eq!(after.domains[0].appended_pages, 0, "what is in the store is offered again, not copied again");
+    assert_eq!(
+        before.domains[0].store_ino, after.domains[0].store_ino,
+        "the same store"
+    );
+    assert_eq!(
+        after.domains[0].appended_pages, 0,
+        "what is in the store is offered again, not copied again"
+    );
     assert!(c.holds(0, 100, 12));
     assert_eq!(frames, c.frames(0, 100));
     assert_eq!(frames, a.frames(0, 100));
@@ -383,10 +452,52 @@ fn a_lying_agent_spends_only_its_own_budget() {
     }
     // Frames outside RAM, files never introduced, and a file of the others with bytes of its own.
     engine.cached(3, 1, "/f", 0, 100);
-    engine.say(3, FromAgent::Hints(vec![HintRun { file: 1, page: u64::MAX, pfn: 0, pages: 1 << 18 }; 64]));
-    engine.say(3, FromAgent::Hints(vec![HintRun { file: 77, page: 0, pfn: 5, pages: 4 }; 64]));
-    engine.say(3, FromAgent::Hints(vec![HintRun { file: 1, page: 0, pfn: u64::MAX - 3, pages: 1000 }; 64]));
-    engine.say(3, FromAgent::Gone(vec![PfnRun { pfn: u64::MAX, pages: 1 << 18 }; 64]));
+    engine.say(
+        3,
+        FromAgent::Hints(vec![
+            HintRun {
+                file: 1,
+                page: u64::MAX,
+                pfn: 0,
+                pages: 1 << 18
+            };
+            64
+        ]),
+    );
+    engine.say(
+        3,
+        FromAgent::Hints(vec![
+            HintRun {
+                file: 77,
+                page: 0,
+                pfn: 5,
+                pages: 4
+            };
+            64
+        ]),
+    );
+    engine.say(
+        3,
+        FromAgent::Hints(vec![
+            HintRun {
+                file: 1,
+                page: 0,
+                pfn: u64::MAX - 3,
+                pages: 1000
+            };
+            64
+        ]),
+    );
+    engine.say(
+        3,
+        FromAgent::Gone(vec![
+            PfnRun {
+                pfn: u64::MAX,
+                pages: 1 << 18
+            };
+            64
+        ]),
+    );
     engine.cached(1, 1, "/f", 0, 100);
     engine.cached(2, 1, "/f", 0, 100);
     let stats = engine.wait("the honest share", |s| folded(s, &[1, 2], 100));

@@ -48,8 +48,14 @@ pub struct Client {
 impl Client {
     /// A client of the daemon at `socket`. Connects at each request.
     pub fn new(socket: &Path) -> Result<Self, ClientError> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ClientError::Runtime)?;
-        Ok(Self { socket: socket.into(), runtime })
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(ClientError::Runtime)?;
+        Ok(Self {
+            socket: socket.into(),
+            runtime,
+        })
     }
 
     /// `GET path`.
@@ -58,21 +64,38 @@ impl Client {
     }
 
     /// `POST path` with a JSON body.
-    pub fn post<B: Serialize, T: DeserializeOwned>(&self, path: &str, body: &B) -> Result<T, ClientError> {
+    pub fn post<B: Serialize, T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &B,
+    ) -> Result<T, ClientError> {
         self.request(Method::POST, path, serde_json::to_vec(body)?.into())
     }
 
     /// `PUT path` with a JSON body.
-    pub fn put<B: Serialize, T: DeserializeOwned>(&self, path: &str, body: &B) -> Result<T, ClientError> {
+    pub fn put<B: Serialize, T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &B,
+    ) -> Result<T, ClientError> {
         self.request(Method::PUT, path, serde_json::to_vec(body)?.into())
     }
 
-    fn request<T: DeserializeOwned>(&self, method: Method, path: &str, body: Bytes) -> Result<T, ClientError> {
+    fn request<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<T, ClientError> {
         self.runtime.block_on(async {
             let stream = tokio::net::UnixStream::connect(&self.socket)
                 .await
-                .map_err(|source| ClientError::NoDaemon { path: self.socket.clone(), source })?;
-            let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+                .map_err(|source| ClientError::NoDaemon {
+                    path: self.socket.clone(),
+                    source,
+                })?;
+            let (mut sender, connection) =
+                hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
             // Its errors reach us through the request as well.
             tokio::spawn(async move { drop(connection.await) });
             let request = Request::builder()
@@ -89,7 +112,10 @@ impl Client {
                 return Ok(serde_json::from_slice(&body)?);
             }
             let refused = serde_json::from_slice(&body).unwrap_or_else(|_| ErrorBody {
-                error: format!("the daemon answered {status}: {}", String::from_utf8_lossy(&body)),
+                error: format!(
+                    "the daemon answered {status}: {}",
+                    String::from_utf8_lossy(&body)
+                ),
                 hint: None,
                 impossible_here: false,
             });

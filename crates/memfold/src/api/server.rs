@@ -15,7 +15,8 @@ use tokio::net::UnixListener;
 use utoipa::OpenApi;
 
 use super::types::{
-    AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, StopRequest, VersionInfo, VmInfo,
+    AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, StopRequest,
+    VersionInfo, VmInfo,
 };
 use crate::daemon::{Daemon, DaemonError};
 use crate::fold::EngineStats;
@@ -47,7 +48,10 @@ pub enum ServeError {
 /// The interface's description.
 #[derive(OpenApi)]
 #[openapi(
-    info(title = "memfold", description = "The memfold daemon, over a Unix socket"),
+    info(
+        title = "memfold",
+        description = "The memfold daemon, over a Unix socket"
+    ),
     paths(version, list, run, attach, stop, exec, report, fold, set_fold)
 )]
 struct Description;
@@ -59,8 +63,15 @@ pub fn openapi() -> serde_json::Value {
 }
 
 /// Serves until `end` is ready. The socket is for its owner alone, and is removed at the end.
-pub async fn serve(daemon: Arc<Daemon>, socket: &Path, end: impl Future<Output = ()> + Send + 'static) -> Result<(), ServeError> {
-    let listen = |source| ServeError::Listen { path: socket.into(), source };
+pub async fn serve(
+    daemon: Arc<Daemon>,
+    socket: &Path,
+    end: impl Future<Output = ()> + Send + 'static,
+) -> Result<(), ServeError> {
+    let listen = |source| ServeError::Listen {
+        path: socket.into(),
+        source,
+    };
     if std::os::unix::net::UnixStream::connect(socket).is_ok() {
         return Err(ServeError::Taken(socket.into()));
     }
@@ -73,7 +84,10 @@ pub async fn serve(daemon: Arc<Daemon>, socket: &Path, end: impl Future<Output =
     }
     let listener = UnixListener::bind(socket).map_err(listen)?;
     std::fs::set_permissions(socket, Permissions::from_mode(0o600)).map_err(listen)?;
-    let result = axum::serve(listener, router(daemon)).with_graceful_shutdown(end).await.map_err(ServeError::Serve);
+    let result = axum::serve(listener, router(daemon))
+        .with_graceful_shutdown(end)
+        .await
+        .map_err(ServeError::Serve);
     // Gone already if somebody cleaned up.
     let _ = std::fs::remove_file(socket);
     result
@@ -132,7 +146,9 @@ async fn blocking<T: Send + 'static>(
 ) -> Result<Json<T>, Failure> {
     match tokio::task::spawn_blocking(move || work(&daemon)).await {
         Ok(result) => result.map(Json).map_err(Failure),
-        Err(_) => Err(Failure(DaemonError::Internal("a task of the daemon ended unexpectedly"))),
+        Err(_) => Err(Failure(DaemonError::Internal(
+            "a task of the daemon ended unexpectedly",
+        ))),
     }
 }
 
@@ -147,12 +163,18 @@ async fn list(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<VmInfo>>, Fa
 }
 
 #[utoipa::path(post, path = "/v1/vms", request_body = Object, responses((status = 200, body = VmInfo), (status = 409, body = ErrorBody)))]
-async fn run(State(daemon): State<Arc<Daemon>>, Json(spec): Json<VmSpec>) -> Result<Json<VmInfo>, Failure> {
+async fn run(
+    State(daemon): State<Arc<Daemon>>,
+    Json(spec): Json<VmSpec>,
+) -> Result<Json<VmInfo>, Failure> {
     blocking(daemon, |d| d.run_vm(spec)).await
 }
 
 #[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
-async fn attach(State(daemon): State<Arc<Daemon>>, Json(request): Json<AttachRequest>) -> Result<Json<VmInfo>, Failure> {
+async fn attach(
+    State(daemon): State<Arc<Daemon>>,
+    Json(request): Json<AttachRequest>,
+) -> Result<Json<VmInfo>, Failure> {
     blocking(daemon, move |d| d.attach(&request)).await
 }
 
@@ -162,7 +184,10 @@ async fn stop(
     UrlPath(name): UrlPath<String>,
     Json(request): Json<StopRequest>,
 ) -> Result<Json<()>, Failure> {
-    blocking(daemon, move |d| d.stop_vm(&name, seconds(request.timeout_s)?)).await
+    blocking(daemon, move |d| {
+        d.stop_vm(&name, seconds(request.timeout_s)?)
+    })
+    .await
 }
 
 #[utoipa::path(post, path = "/v1/vms/{name}/exec", request_body = ExecRequest, responses((status = 200, body = ExecResult)))]
@@ -174,7 +199,11 @@ async fn exec(
     blocking(daemon, move |d| {
         let result = d.exec(&name, &request.script, seconds(request.timeout_s)?)?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        Ok(ExecResult { stdout: text(&result.stdout), stderr: text(&result.stderr), code: result.code })
+        Ok(ExecResult {
+            stdout: text(&result.stdout),
+            stderr: text(&result.stderr),
+            code: result.code,
+        })
     })
     .await
 }
@@ -190,11 +219,15 @@ async fn fold(State(daemon): State<Arc<Daemon>>) -> Result<Json<EngineStats>, Fa
 }
 
 #[utoipa::path(put, path = "/v1/fold", request_body = FoldRequest, responses((status = 200, body = EngineStats)))]
-async fn set_fold(State(daemon): State<Arc<Daemon>>, Json(request): Json<FoldRequest>) -> Result<Json<EngineStats>, Failure> {
+async fn set_fold(
+    State(daemon): State<Arc<Daemon>>,
+    Json(request): Json<FoldRequest>,
+) -> Result<Json<EngineStats>, Failure> {
     blocking(daemon, move |d| d.set_fold(&request)).await
 }
 
 fn seconds(value: f64) -> Result<std::time::Duration, DaemonError> {
-    std::time::Duration::try_from_secs_f64(value)
-        .map_err(|_| DaemonError::BadRequest(format!("timeout_s is {value}; give seconds, 0 or more")))
+    std::time::Duration::try_from_secs_f64(value).map_err(|_| {
+        DaemonError::BadRequest(format!("timeout_s is {value}; give seconds, 0 or more"))
+    })
 }

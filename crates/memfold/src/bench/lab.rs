@@ -40,7 +40,10 @@ pub enum DiskMode {
 impl Lab {
     /// A laboratory with folding paused.
     pub fn new(settings: EngineSettings) -> anyhow::Result<Self> {
-        let directory = tempfile::Builder::new().prefix("memfold-lab.").tempdir().context("no directory for the laboratory")?;
+        let directory = tempfile::Builder::new()
+            .prefix("memfold-lab.")
+            .tempdir()
+            .context("no directory for the laboratory")?;
         let options = DaemonOptions {
             state: directory.path().to_owned(),
             settings,
@@ -49,7 +52,8 @@ impl Lab {
             paused: true,
         };
         let daemon = Daemon::start(options)?;
-        *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) = Some((daemon.clone(), directory.path().to_owned()));
+        *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) =
+            Some((daemon.clone(), directory.path().to_owned()));
         clean_up_at_interrupt();
         Ok(Self { daemon, directory })
     }
@@ -67,7 +71,12 @@ impl Lab {
     }
 
     /// The description of a VM with a guest image, whose disk is left as it is.
-    pub fn spec(name: &str, image: &str, memory: ByteSize, disk: DiskMode) -> anyhow::Result<VmSpec> {
+    pub fn spec(
+        name: &str,
+        image: &str,
+        memory: ByteSize,
+        disk: DiskMode,
+    ) -> anyhow::Result<VmSpec> {
         let image = image_named(image)?;
         let mut spec = VmSpec::new(name, memory);
         spec.domain = Some("lab".into());
@@ -90,14 +99,18 @@ impl Lab {
     /// Starts a VM; it boots meanwhile.
     pub fn start(&self, spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
-        self.daemon.run_vm(spec).with_context(|| format!("'{name}' did not start"))?;
+        self.daemon
+            .run_vm(spec)
+            .with_context(|| format!("'{name}' did not start"))?;
         Ok(())
     }
 
     /// Waits until the agent of a VM answers and its first inventory is complete.
     pub fn wait_ready(&self, name: &str, timeout: Duration) -> anyhow::Result<()> {
         let end = Instant::now() + timeout;
-        self.daemon.wait_agent(name, timeout).with_context(|| format!("'{name}' did not come up"))?;
+        self.daemon
+            .wait_agent(name, timeout)
+            .with_context(|| format!("'{name}' did not come up"))?;
         while Instant::now() < end {
             let stats = self.stats()?;
             if stats.vms.iter().any(|vm| vm.name == name && vm.agent_ready) {
@@ -105,29 +118,57 @@ impl Lab {
             }
             std::thread::sleep(Duration::from_millis(200));
         }
-        bail!("the agent in '{name}' made no inventory in {} s", timeout.as_secs())
+        bail!(
+            "the agent in '{name}' made no inventory in {} s",
+            timeout.as_secs()
+        )
     }
 
     /// Runs a command in a guest; its output, or an error if it fails.
     pub fn exec(&self, name: &str, script: &str, timeout: Duration) -> anyhow::Result<String> {
-        let result = self.daemon.exec(name, script, timeout).with_context(|| format!("in '{name}': {script}"))?;
+        let result = self
+            .daemon
+            .exec(name, script, timeout)
+            .with_context(|| format!("in '{name}': {script}"))?;
         if result.code != 0 {
-            bail!("in '{name}': {script}: exit code {}: {}", result.code, String::from_utf8_lossy(&result.stderr).trim());
+            bail!(
+                "in '{name}': {script}: exit code {}: {}",
+                result.code,
+                String::from_utf8_lossy(&result.stderr).trim()
+            );
         }
         Ok(String::from_utf8_lossy(&result.stdout).into_owned())
     }
 
     /// Runs a command in several guests at the same time; their outputs, in order.
-    pub fn exec_all(&self, names: &[&str], script: &str, timeout: Duration) -> anyhow::Result<Vec<String>> {
+    pub fn exec_all(
+        &self,
+        names: &[&str],
+        script: &str,
+        timeout: Duration,
+    ) -> anyhow::Result<Vec<String>> {
         std::thread::scope(|scope| {
-            let running: Vec<_> = names.iter().map(|name| scope.spawn(move || self.exec(name, script, timeout))).collect();
-            running.into_iter().map(|thread| thread.join().unwrap_or_else(|_| bail!("a thread ended unexpectedly"))).collect()
+            let running: Vec<_> = names
+                .iter()
+                .map(|name| scope.spawn(move || self.exec(name, script, timeout)))
+                .collect();
+            running
+                .into_iter()
+                .map(|thread| {
+                    thread
+                        .join()
+                        .unwrap_or_else(|_| bail!("a thread ended unexpectedly"))
+                })
+                .collect()
         })
     }
 
     /// Folds, or pauses folding.
     pub fn fold(&self, on: bool) -> anyhow::Result<()> {
-        self.daemon.set_fold(&FoldRequest { paused: Some(!on), ..FoldRequest::default() })?;
+        self.daemon.set_fold(&FoldRequest {
+            paused: Some(!on),
+            ..FoldRequest::default()
+        })?;
         Ok(())
     }
 
@@ -144,11 +185,24 @@ impl Lab {
     /// CPU time that QEMU's process of a VM has used, in seconds.
     pub fn vm_cpu_s(&self, name: &str) -> anyhow::Result<f64> {
         let vms = self.daemon.list();
-        let vm = vms.iter().find(|vm| vm.name == name).with_context(|| format!("no VM '{name}'"))?;
+        let vm = vms
+            .iter()
+            .find(|vm| vm.name == name)
+            .with_context(|| format!("no VM '{name}'"))?;
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", vm.pid))?;
         // Fields 14 and 15 of proc_pid_stat(5), counted behind the command's name, which may hold spaces.
-        let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or("").split_ascii_whitespace().collect();
-        let ticks: u64 = fields.iter().skip(11).take(2).filter_map(|f| f.parse::<u64>().ok()).sum();
+        let fields: Vec<&str> = stat
+            .rsplit(')')
+            .next()
+            .unwrap_or("")
+            .split_ascii_whitespace()
+            .collect();
+        let ticks: u64 = fields
+            .iter()
+            .skip(11)
+            .take(2)
+            .filter_map(|f| f.parse::<u64>().ok())
+            .sum();
         Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
     }
 
@@ -169,7 +223,10 @@ impl Drop for Lab {
 fn stop_all(daemon: &Daemon) {
     for vm in daemon.list() {
         if let Err(error) = daemon.stop_vm(&vm.name, Duration::ZERO) {
-            eprintln!("memfold: VM '{}' (process {}) could not be ended: {error}", vm.name, vm.pid);
+            eprintln!(
+                "memfold: VM '{}' (process {}) could not be ended: {error}",
+                vm.name, vm.pid
+            );
         }
     }
 }
@@ -179,9 +236,12 @@ fn clean_up_at_interrupt() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
         let wait = || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()?;
             runtime.block_on(async {
-                let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+                let mut terminate =
+                    tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
                 tokio::select! {
                     _ = terminate.recv() => Ok(()),
                     result = tokio::signal::ctrl_c() => result,
@@ -191,7 +251,11 @@ fn clean_up_at_interrupt() {
         let watch = move || {
             if wait().is_ok() {
                 eprintln!("\nmemfold: interrupted; ending the VMs of this run");
-                if let Some((daemon, directory)) = CURRENT.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                if let Some((daemon, directory)) = CURRENT
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .take()
+                {
                     stop_all(&daemon);
                     if let Err(error) = crate::ksm::restore_leftover(&directory) {
                         eprintln!("memfold: KSM's settings could not be restored: {error}");
@@ -203,7 +267,10 @@ fn clean_up_at_interrupt() {
                 std::process::exit(130);
             }
         };
-        if let Err(error) = std::thread::Builder::new().name("interrupt".into()).spawn(watch) {
+        if let Err(error) = std::thread::Builder::new()
+            .name("interrupt".into())
+            .spawn(watch)
+        {
             eprintln!("memfold: Ctrl-C will leave VMs behind: {error}");
         }
     });
@@ -211,5 +278,8 @@ fn clean_up_at_interrupt() {
 
 fn image_named(name: &str) -> anyhow::Result<GuestImage> {
     let images = guest_images().context("no guest images; run 'make setup'")?;
-    images.get(name).cloned().with_context(|| format!("no guest image '{name}'; run 'make setup'"))
+    images
+        .get(name)
+        .cloned()
+        .with_context(|| format!("no guest image '{name}'; run 'make setup'"))
 }

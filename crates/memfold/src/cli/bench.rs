@@ -30,12 +30,17 @@ pub(super) struct Arguments {
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let result = match arguments.study {
         Study::Fold => {
-            let options = if arguments.quick { bench::fold::Options::quick() } else { bench::fold::Options::default() };
+            let options = if arguments.quick {
+                bench::fold::Options::quick()
+            } else {
+                bench::fold::Options::default()
+            };
             bench::fold::run(&options)?
         }
     };
     if let Some(path) = &arguments.output {
-        std::fs::write(path, serde_json::to_vec_pretty(&result)?).with_context(|| format!("cannot write {}", path.display()))?;
+        std::fs::write(path, serde_json::to_vec_pretty(&result)?)
+            .with_context(|| format!("cannot write {}", path.display()))?;
     }
     context.print(&result, summary)?;
     Ok(ExitCode::SUCCESS)

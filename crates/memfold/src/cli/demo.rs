@@ -18,7 +18,11 @@ use crate::host::{HostFacts, examine};
 use crate::ksm;
 
 /// The VMs: name and image. Two are built separately from the same packages, as users' VMs are; the third is a copy.
-const VMS: [(&str, &str); 3] = [("alpha", "trixie-a"), ("beta", "trixie-b"), ("gamma", "trixie-a")];
+const VMS: [(&str, &str); 3] = [
+    ("alpha", "trixie-a"),
+    ("beta", "trixie-b"),
+    ("gamma", "trixie-a"),
+];
 
 /// What every guest does: a web server answers, an interpreter runs, and everything that a system has in `/usr` is read and
 /// hashed. The hashes are compared at the end.
@@ -70,7 +74,10 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     }
     let outcome = show(arguments)?;
     context.print(&outcome, render)?;
-    ensure!(outcome.checksums_equal, "a guest read other bytes after folding than before; please report this");
+    ensure!(
+        outcome.checksums_equal,
+        "a guest read other bytes after folding than before; please report this"
+    );
     Ok(ExitCode::SUCCESS)
 }
 
@@ -80,7 +87,12 @@ fn show(arguments: &Arguments) -> anyhow::Result<Outcome> {
 
     let step = Step::begin("booting three Debian VMs");
     for (name, image) in VMS {
-        lab.start(Lab::spec(name, image, arguments.memory, DiskMode::Buffered)?)?;
+        lab.start(Lab::spec(
+            name,
+            image,
+            arguments.memory,
+            DiskMode::Buffered,
+        )?)?;
     }
     for name in &names {
         lab.wait_ready(name, BOOT_TIMEOUT)?;
@@ -99,21 +111,34 @@ fn show(arguments: &Arguments) -> anyhow::Result<Outcome> {
         let controls = ksm::Controls::default();
         let run = ksm::Run::start(&controls, lab.directory(), &ksm::Settings::kernel_default())?;
         let ksmd = ksm::Ksmd::find();
-        let cpu = || ksmd.as_ref().and_then(|k| k.cpu_time().ok()).unwrap_or_default();
+        let cpu = || {
+            ksmd.as_ref()
+                .and_then(|k| k.cpu_time().ok())
+                .unwrap_or_default()
+        };
         let began = cpu();
         std::thread::sleep(Duration::from_secs(arguments.ksm));
-        ksm_saved_bytes = ksm::Status::read(run.controls())?.general_profit.unwrap_or(0);
+        ksm_saved_bytes = ksm::Status::read(run.controls())?
+            .general_profit
+            .unwrap_or(0);
         ksm_cpu_s = cpu().saturating_sub(began).as_secs_f64();
         run.stop(true)?;
     }
-    step.end(&format!("KSM saved {} in {} s", signed(ksm_saved_bytes), arguments.ksm));
+    step.end(&format!(
+        "KSM saved {} in {} s",
+        signed(ksm_saved_bytes),
+        arguments.ksm
+    ));
 
     let step = Step::begin("folding");
     let began = Instant::now();
     lab.fold(true)?;
     let fold_seconds = wait_folded(&lab, began)?;
     let folded = lab.report()?;
-    step.end(&format!("folded {}", PageCount(folded.fold.vms.iter().map(|v| v.mapped_pages).sum()).bytes()));
+    step.end(&format!(
+        "folded {}",
+        PageCount(folded.fold.vms.iter().map(|v| v.mapped_pages).sum()).bytes()
+    ));
 
     let step = Step::begin("every guest reads and hashes all of it again");
     let again = lab.exec_all(&names, WORK, WORK_TIMEOUT)?;
@@ -121,7 +146,10 @@ fn show(arguments: &Arguments) -> anyhow::Result<Outcome> {
 
     let fold_cpu_s = folded.fold.engine_cpu_s + folded.fold.library_cpu_s;
     Ok(Outcome {
-        vms: VMS.iter().filter_map(|(name, image)| vm_outcome(name, image, &before, &folded)).collect(),
+        vms: VMS
+            .iter()
+            .filter_map(|(name, image)| vm_outcome(name, image, &before, &folded))
+            .collect(),
         ksm_seconds: arguments.ksm,
         ksm_saved_bytes,
         ksm_cpu_s,
@@ -154,12 +182,22 @@ fn wait_folded(lab: &Lab, began: Instant) -> anyhow::Result<f64> {
 /// its page tables.
 fn total(report: &FullReport) -> i64 {
     let pss: u64 = report.ledger.vms.iter().map(|vm| vm.pss_bytes.0).sum();
-    let in_vms: u64 = report.ledger.vms.iter().map(|vm| vm.store_pss_bytes.0).sum();
+    let in_vms: u64 = report
+        .ledger
+        .vms
+        .iter()
+        .map(|vm| vm.store_pss_bytes.0)
+        .sum();
     let stores: u64 = report.fold.domains.iter().map(|d| d.store_bytes).sum();
     i64::try_from(pss + stores.saturating_sub(in_vms)).unwrap_or(i64::MAX)
 }
 
-fn vm_outcome(name: &str, image: &str, before: &FullReport, after: &FullReport) -> Option<VmOutcome> {
+fn vm_outcome(
+    name: &str,
+    image: &str,
+    before: &FullReport,
+    after: &FullReport,
+) -> Option<VmOutcome> {
     let find = |report: &FullReport| report.ledger.vms.iter().find(|vm| vm.name == name).cloned();
     let (before, after) = (find(before)?, find(after)?);
     Some(VmOutcome {
@@ -173,21 +211,42 @@ fn vm_outcome(name: &str, image: &str, before: &FullReport, after: &FullReport) 
 
 fn signed(bytes: i64) -> String {
     let size = ByteSize(bytes.unsigned_abs());
-    if bytes < 0 { format!("-{size}") } else { size.to_string() }
+    if bytes < 0 {
+        format!("-{size}")
+    } else {
+        size.to_string()
+    }
 }
 
 fn render(outcome: &Outcome) -> String {
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(["VM", "IMAGE", "MEMORY BEFORE", "AFTER FOLDING", "FOLDED"]);
+    table.load_preset(presets::NOTHING).set_header([
+        "VM",
+        "IMAGE",
+        "MEMORY BEFORE",
+        "AFTER FOLDING",
+        "FOLDED",
+    ]);
     let size = |bytes: u64| ByteSize(bytes).to_string();
     for vm in &outcome.vms {
         let (before, after) = (size(vm.before_pss_bytes), size(vm.after_pss_bytes));
-        table.add_row([vm.name.clone(), vm.image.clone(), before, after, size(vm.folded_bytes)]);
+        table.add_row([
+            vm.name.clone(),
+            vm.image.clone(),
+            before,
+            after,
+            size(vm.folded_bytes),
+        ]);
     }
-    let (before, after) = (size(outcome.memory_before_bytes), size(outcome.memory_after_bytes));
+    let (before, after) = (
+        size(outcome.memory_before_bytes),
+        size(outcome.memory_after_bytes),
+    );
     table.add_row(["all", "", &before, &after, ""]);
     let mut versus = Table::new();
-    versus.load_preset(presets::NOTHING).set_header(["ON THE SAME VMS", "SAVED", "AFTER", "CPU"]);
+    versus
+        .load_preset(presets::NOTHING)
+        .set_header(["ON THE SAME VMS", "SAVED", "AFTER", "CPU"]);
     versus.add_row([
         "KSM, kernel default".to_owned(),
         signed(outcome.ksm_saved_bytes),
@@ -234,11 +293,19 @@ impl Step {
         }
         bar.set_message(what);
         bar.enable_steady_tick(Duration::from_millis(120));
-        Self { bar, began: Instant::now(), what }
+        Self {
+            bar,
+            began: Instant::now(),
+            what,
+        }
     }
 
     fn end(self, result: &str) {
         self.bar.finish_and_clear();
-        eprintln!("{:6.1} s  {}: {result}", self.began.elapsed().as_secs_f64(), self.what);
+        eprintln!(
+            "{:6.1} s  {}: {result}",
+            self.began.elapsed().as_secs_f64(),
+            self.what
+        );
     }
 }

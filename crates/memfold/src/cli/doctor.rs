@@ -25,7 +25,11 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
 
 /// 0 when the main job can run, else 3.
 pub(super) fn exit_code(report: &Report) -> ExitCode {
-    if report.can_run { ExitCode::SUCCESS } else { ExitCode::from(IMPOSSIBLE_HERE) }
+    if report.can_run {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::from(IMPOSSIBLE_HERE)
+    }
 }
 
 /// The report for people.

@@ -33,11 +33,22 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     let client = context.client()?;
     let request = match arguments {
         Arguments::Status => None,
-        Arguments::Pause => Some(FoldRequest { paused: Some(true), ..FoldRequest::default() }),
-        Arguments::Resume => Some(FoldRequest { paused: Some(false), ..FoldRequest::default() }),
-        Arguments::Budget { cpu, pages_per_second } => {
-            Some(FoldRequest { cpu_percent: *cpu, pages_per_second: *pages_per_second, ..FoldRequest::default() })
-        }
+        Arguments::Pause => Some(FoldRequest {
+            paused: Some(true),
+            ..FoldRequest::default()
+        }),
+        Arguments::Resume => Some(FoldRequest {
+            paused: Some(false),
+            ..FoldRequest::default()
+        }),
+        Arguments::Budget {
+            cpu,
+            pages_per_second,
+        } => Some(FoldRequest {
+            cpu_percent: *cpu,
+            pages_per_second: *pages_per_second,
+            ..FoldRequest::default()
+        }),
     };
     let stats: EngineStats = match request {
         None => client.get("/v1/fold")?,
@@ -72,8 +83,11 @@ fn render(stats: &EngineStats) -> String {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
-    let latency = |seconds: Option<f64>| seconds.map_or_else(|| "-".into(), |s| format!("{s:.1} s"));
-    let rate = stats.pages_per_second.map_or_else(String::new, |n| format!(", {n} pages/s"));
+    let latency =
+        |seconds: Option<f64>| seconds.map_or_else(|| "-".into(), |s| format!("{s:.1} s"));
+    let rate = stats
+        .pages_per_second
+        .map_or_else(String::new, |n| format!(", {n} pages/s"));
     let store: u64 = stats.domains.iter().map(|d| d.store_bytes).sum();
     format!(
         "{}folding: {}; budget {:.1} % of a core{rate}; used {:.2} s engine + {:.2} s in QEMUs\n\

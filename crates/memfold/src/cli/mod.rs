@@ -23,7 +23,13 @@ pub const IMPOSSIBLE_HERE: u8 = 3;
 
 /// One Linux host, more QEMU/KVM virtual machines in the same RAM.
 #[derive(Parser, Debug)]
-#[command(name = "memfold", version, about, max_term_width = 100, arg_required_else_help = true)]
+#[command(
+    name = "memfold",
+    version,
+    about,
+    max_term_width = 100,
+    arg_required_else_help = true
+)]
 struct Cli {
     /// Socket of the daemon
     #[arg(long, global = true, env = "MEMFOLD_SOCKET", default_value = DEFAULT_SOCKET, value_name = "PATH")]
@@ -70,8 +76,16 @@ impl Context {
     }
 
     /// Prints `value` as JSON if that was asked for, else what `text` makes of it.
-    fn print<T: serde::Serialize>(&self, value: &T, text: impl FnOnce(&T) -> String) -> anyhow::Result<()> {
-        let text = if self.json { serde_json::to_string_pretty(value)? } else { text(value) };
+    fn print<T: serde::Serialize>(
+        &self,
+        value: &T,
+        text: impl FnOnce(&T) -> String,
+    ) -> anyhow::Result<()> {
+        let text = if self.json {
+            serde_json::to_string_pretty(value)?
+        } else {
+            text(value)
+        };
         write_line(&text)
     }
 }
@@ -88,10 +102,22 @@ pub(crate) fn write_line(text: &str) -> anyhow::Result<()> {
 /// Parses the command line and carries it out.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
-    let level = if matches!(cli.command, Command::Serve(_)) { "info" } else { "warn" };
-    let filter = tracing_subscriber::EnvFilter::try_from_env("MEMFOLD_LOG").unwrap_or_else(|_| level.into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).init();
-    let context = Context { socket: cli.socket, json: cli.json };
+    let level = if matches!(cli.command, Command::Serve(_)) {
+        "info"
+    } else {
+        "warn"
+    };
+    let filter =
+        tracing_subscriber::EnvFilter::try_from_env("MEMFOLD_LOG").unwrap_or_else(|_| level.into());
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .init();
+    let context = Context {
+        socket: cli.socket,
+        json: cli.json,
+    };
     let result = match cli.command {
         Command::Doctor(arguments) => doctor::run(&context, &arguments),
         Command::Demo(arguments) => demo::run(&context, &arguments),

@@ -42,7 +42,11 @@ pub(super) struct Arguments {
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    anyhow::ensure!((0.0..=100.0).contains(&arguments.cpu), "--cpu is {}; give 0 to 100", arguments.cpu);
+    anyhow::ensure!(
+        (0.0..=100.0).contains(&arguments.cpu),
+        "--cpu is {}; give 0 to 100",
+        arguments.cpu
+    );
     let settle = Duration::try_from_secs_f64(arguments.settle)?;
     let options = DaemonOptions {
         state: arguments.state.clone(),
@@ -57,14 +61,18 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         exclude: arguments.exclude.clone(),
         paused: arguments.paused,
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
     let daemon = Daemon::start(options)?;
     info!(socket = %context.socket.display(), state = %arguments.state.display(), "serving");
     runtime.block_on(api::serve(daemon.clone(), &context.socket, async {
-        let mut terminate = match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
-            Ok(signal) => signal,
-            Err(_) => return std::future::pending().await,
-        };
+        let mut terminate =
+            match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
+                Ok(signal) => signal,
+                Err(_) => return std::future::pending().await,
+            };
         tokio::select! {
             _ = terminate.recv() => {}
             _ = tokio::signal::ctrl_c() => {}

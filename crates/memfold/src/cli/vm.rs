@@ -141,7 +141,10 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
         Arguments::Stop { names, timeout } => {
             for name in names {
                 client
-                    .post::<_, ()>(&format!("/v1/vms/{}/stop", segment(&name)?), &StopRequest { timeout_s: timeout })
+                    .post::<_, ()>(
+                        &format!("/v1/vms/{}/stop", segment(&name)?),
+                        &StopRequest { timeout_s: timeout },
+                    )
                     .with_context(|| format!("cannot stop '{name}'"))?;
             }
         }
@@ -150,9 +153,17 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let info: VmInfo = client.post("/v1/attach", &AttachRequest { qmp, name, domain })?;
             context.print(&info, |vm| describe("attached", vm))?;
         }
-        Arguments::Exec { name, timeout, command } => {
-            let request = ExecRequest { script: command.join(" "), timeout_s: timeout };
-            let result: ExecResult = client.post(&format!("/v1/vms/{}/exec", segment(&name)?), &request)?;
+        Arguments::Exec {
+            name,
+            timeout,
+            command,
+        } => {
+            let request = ExecRequest {
+                script: command.join(" "),
+                timeout_s: timeout,
+            };
+            let result: ExecResult =
+                client.post(&format!("/v1/vms/{}/exec", segment(&name)?), &request)?;
             if context.json {
                 super::write_line(&serde_json::to_string_pretty(&result)?)?;
             } else {
@@ -173,7 +184,13 @@ fn segment(name: &str) -> anyhow::Result<&str> {
 }
 
 fn describe(what: &str, vm: &VmInfo) -> String {
-    let mut text = format!("{what} {} (pid {}, {} of RAM, QEMU {})", vm.name, vm.pid, ByteSize(vm.ram_bytes), vm.qemu);
+    let mut text = format!(
+        "{what} {} (pid {}, {} of RAM, QEMU {})",
+        vm.name,
+        vm.pid,
+        ByteSize(vm.ram_bytes),
+        vm.qemu
+    );
     for problem in &vm.fold_problems {
         text += &format!("\nnot folded: {problem}");
     }
@@ -187,10 +204,13 @@ fn describe(what: &str, vm: &VmInfo) -> String {
 
 fn table(vms: &[VmInfo]) -> String {
     if vms.is_empty() {
-        return "no VMs; start one with 'memfold vm run', or take one on with 'memfold vm attach'".into();
+        return "no VMs; start one with 'memfold vm run', or take one on with 'memfold vm attach'"
+            .into();
     }
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(["NAME", "DOMAIN", "PID", "RAM", "AGENT", "FOLDING"]);
+    table
+        .load_preset(presets::NOTHING)
+        .set_header(["NAME", "DOMAIN", "PID", "RAM", "AGENT", "FOLDING"]);
     for vm in vms {
         let folding = match (vm.fold_problems.first(), vm.refold_problems.first()) {
             (Some(problem), _) => format!("no: {problem}"),

@@ -41,13 +41,28 @@ pub(super) struct QemuGuest {
 }
 
 impl QemuGuest {
-    pub fn new(pid: Pid, library: LibraryLink, monitor: Arc<Monitor>, conditions: &VmConditions, pause_marker: PathBuf) -> Self {
+    pub fn new(
+        pid: Pid,
+        library: LibraryLink,
+        monitor: Arc<Monitor>,
+        conditions: &VmConditions,
+        pause_marker: PathBuf,
+    ) -> Self {
         let live = library.facts().can_write_protect && conditions.may_refold_live();
-        Self { pid, library, monitor, live: (Instant::now(), live), pause_marker }
+        Self {
+            pid,
+            library,
+            monitor,
+            live: (Instant::now(), live),
+            pause_marker,
+        }
     }
 
     fn monitor(&self, action: &'static str) -> Result<(), GuestError> {
-        let failed = |source: QmpError| GuestError::Pause { action, source: io::Error::other(source) };
+        let failed = |source: QmpError| GuestError::Pause {
+            action,
+            source: io::Error::other(source),
+        };
         self.monitor.lock().query(action).map(drop).map_err(failed)
     }
 }
@@ -57,7 +72,11 @@ impl Guest for QemuGuest {
         self.pid
     }
 
-    fn order(&mut self, order: &Order, descriptor: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
+    fn order(
+        &mut self,
+        order: &Order,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<Reply, GuestError> {
         match self.library.order(order, descriptor) {
             Ok(reply) => Ok(reply),
             Err(LibraryError::Refused(reason)) => Ok(Reply::Error { reason }),
@@ -79,12 +98,18 @@ impl Guest for QemuGuest {
             .monitor
             .lock()
             .query("query-status")
-            .map_err(|source| GuestError::Pause { action: "query-status", source: io::Error::other(source) })?;
+            .map_err(|source| GuestError::Pause {
+                action: "query-status",
+                source: io::Error::other(source),
+            })?;
         if status["status"] != "running" {
             return Ok(false);
         }
         let marked = std::fs::write(&self.pause_marker, "");
-        marked.map_err(|source| GuestError::Pause { action: "mark before its stop", source })?;
+        marked.map_err(|source| GuestError::Pause {
+            action: "mark before its stop",
+            source,
+        })?;
         self.monitor("stop")?;
         Ok(true)
     }

@@ -16,7 +16,8 @@ use crate::fold::{Command, Guest, GuestError, VmId};
 use crate::ledger::VmAccount;
 use crate::store::StoreIdentity;
 use crate::vm::{
-    AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, QmpError, RamLayout, StopKind, Vm, VmConditions,
+    AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, QmpError, RamLayout,
+    StopKind, Vm, VmConditions,
 };
 
 /// Time between two looks at a VM's conditions and layout.
@@ -68,7 +69,16 @@ impl Machine {
             Some(Err(error)) => (None, Some(library_words(&error))),
             Some(Ok(link)) => {
                 let problem = link.facts().problem.clone();
-                (Some(QemuGuest::new(vm.pid(), link, monitor.clone(), &conditions, pause_marker)), problem)
+                (
+                    Some(QemuGuest::new(
+                        vm.pid(),
+                        link,
+                        monitor.clone(),
+                        &conditions,
+                        pause_marker,
+                    )),
+                    problem,
+                )
             }
         };
         let machine = Arc::new(Self {
@@ -121,7 +131,12 @@ impl Machine {
     fn agent_event(&self, event: AgentEvent) {
         match event {
             AgentEvent::Session(facts) => {
-                info!(vm = self.name, kernel = facts.kernel, agent = facts.agent, "agent connected");
+                info!(
+                    vm = self.name,
+                    kernel = facts.kernel,
+                    agent = facts.agent,
+                    "agent connected"
+                );
                 // The firmware has run by now: RAM lies where the guest's kernel knows it.
                 self.look_again();
                 self.tell(Command::AgentSession(self.id));
@@ -138,14 +153,24 @@ impl Machine {
     fn look_again(&self) {
         let looked = {
             let mut qmp = self.monitor.lock();
-            self.vm.layout(&mut qmp).and_then(|layout| Ok((layout, self.vm.conditions(&mut qmp)?)))
+            self.vm
+                .layout(&mut qmp)
+                .and_then(|layout| Ok((layout, self.vm.conditions(&mut qmp)?)))
         };
         let (layout, conditions) = match looked {
             Ok(looked) => looked,
             Err(error) => {
-                warn!(vm = self.name, error = &error as &dyn std::error::Error, "QEMU doesn't tell this VM's state");
+                warn!(
+                    vm = self.name,
+                    error = &error as &dyn std::error::Error,
+                    "QEMU doesn't tell this VM's state"
+                );
                 if let Err(error) = self.monitor.lock().reconnect() {
-                    warn!(vm = self.name, error = &error as &dyn std::error::Error, "QEMU's monitor is gone");
+                    warn!(
+                        vm = self.name,
+                        error = &error as &dyn std::error::Error,
+                        "QEMU's monitor is gone"
+                    );
                 }
                 return;
             }
@@ -159,7 +184,11 @@ impl Machine {
         };
         if changed {
             let advice = self.advice(&layout);
-            self.tell(Command::Layout { id: self.id, layout, advice });
+            self.tell(Command::Layout {
+                id: self.id,
+                layout,
+                advice,
+            });
         }
         if before.fold != conditions.fold {
             self.tell(Command::Problem(self.id, self.problem()));
@@ -182,8 +211,18 @@ impl Machine {
     }
 
     fn fold_problems(&self) -> Vec<String> {
-        let conditions = self.seen().conditions.fold.iter().map(ToString::to_string).collect::<Vec<_>>();
-        self.library_problem.clone().into_iter().chain(conditions).collect()
+        let conditions = self
+            .seen()
+            .conditions
+            .fold
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>();
+        self.library_problem
+            .clone()
+            .into_iter()
+            .chain(conditions)
+            .collect()
     }
 
     /// Looks at the VM now and then until its process ends.
@@ -203,7 +242,10 @@ impl Machine {
     /// Removes what the VM's end left over.
     pub fn clean_up(&self) {
         // The link's thread ends with it.
-        self.agent.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.agent
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         if let Some(directory) = self.vm.directory() {
             if let Err(error) = Vm::clear_if_stale(directory) {
                 warn!(vm = self.name, %error, "its files could not be removed");
@@ -229,7 +271,11 @@ impl Machine {
 
     pub fn attach_request(&self) -> Option<AttachRequest> {
         let qmp = self.attached.clone()?;
-        Some(AttachRequest { qmp, name: self.name.clone(), domain: self.domain.clone() })
+        Some(AttachRequest {
+            qmp,
+            name: self.name.clone(),
+            domain: self.domain.clone(),
+        })
     }
 
     pub fn info(&self) -> VmInfo {
@@ -239,12 +285,26 @@ impl Machine {
             domain: self.domain.clone(),
             pid: self.pid().as_raw_nonzero().get(),
             ram_bytes: self.seen().layout.pages() * memfold_units::PAGE_SIZE,
-            origin: if self.is_attached() { "attached" } else { "started" }.into(),
+            origin: if self.is_attached() {
+                "attached"
+            } else {
+                "started"
+            }
+            .into(),
             qemu: self.qemu.clone(),
-            agent_problems: agent.as_ref().map(|facts| facts.problems.clone()).unwrap_or_default(),
+            agent_problems: agent
+                .as_ref()
+                .map(|facts| facts.problems.clone())
+                .unwrap_or_default(),
             agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
             fold_problems: self.fold_problems(),
-            refold_problems: self.seen().conditions.refold_live.iter().map(ToString::to_string).collect(),
+            refold_problems: self
+                .seen()
+                .conditions
+                .refold_live
+                .iter()
+                .map(ToString::to_string)
+                .collect(),
         }
     }
 
@@ -262,14 +322,22 @@ impl Machine {
 
     /// A handle of its own, so that a long command doesn't keep others out.
     fn agent(&self) -> Option<Arc<AgentLink>> {
-        self.agent.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.agent
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     fn agent_or_error(&self) -> Result<Arc<AgentLink>, crate::vm::AgentError> {
-        self.agent().ok_or_else(|| crate::vm::AgentError::NoSession("the VM has no port for it".into()))
+        self.agent()
+            .ok_or_else(|| crate::vm::AgentError::NoSession("the VM has no port for it".into()))
     }
 
-    pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, crate::vm::AgentError> {
+    pub fn run(
+        &self,
+        script: &str,
+        timeout: Duration,
+    ) -> Result<CommandResult, crate::vm::AgentError> {
         self.agent_or_error()?.run(script, timeout)
     }
 
@@ -285,10 +353,17 @@ fn library_words(error: &LibraryError) -> String {
 }
 
 /// A daemon that was killed while it folded at a pause leaves the VM stopped. Only such a pause leaves the marker.
-fn resume_if_left_paused(name: &str, marker: &std::path::Path, qmp: &mut crate::vm::Qmp) -> Result<(), QmpError> {
+fn resume_if_left_paused(
+    name: &str,
+    marker: &std::path::Path,
+    qmp: &mut crate::vm::Qmp,
+) -> Result<(), QmpError> {
     if marker.exists() {
         qmp.query("cont")?;
-        warn!(vm = name, "was left paused by a daemon that died; it goes on");
+        warn!(
+            vm = name,
+            "was left paused by a daemon that died; it goes on"
+        );
         // The next pause makes it anew.
         let _ = std::fs::remove_file(marker);
     }

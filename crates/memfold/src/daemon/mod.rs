@@ -65,7 +65,10 @@ impl Daemon {
     /// Starts the engine and takes over the VMs that run under the state directory.
     pub fn start(options: DaemonOptions) -> Result<Arc<Self>, DaemonError> {
         let state = &options.state;
-        let files = |source| DaemonError::State { path: state.clone(), source };
+        let files = |source| DaemonError::State {
+            path: state.clone(),
+            source,
+        };
         std::fs::create_dir_all(state).map_err(files)?;
         let lock = File::create(state.join("daemon.lock")).map_err(files)?;
         rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
@@ -77,8 +80,13 @@ impl Daemon {
             .name("fold-engine".into())
             .spawn(move || Engine::new(settings).run(&receiver))
             .map_err(files)?;
-        let daemon =
-            Arc::new(Self { commands, vms: Mutex::default(), next: Mutex::new(1), _lock: lock, options: options.clone() });
+        let daemon = Arc::new(Self {
+            commands,
+            vms: Mutex::default(),
+            next: Mutex::new(1),
+            _lock: lock,
+            options: options.clone(),
+        });
         if options.paused {
             daemon.tell(Command::SetPaused(true))?;
         }
@@ -86,12 +94,20 @@ impl Daemon {
             let (name, domain) = (vm.name().to_owned(), vm.domain().map(str::to_owned));
             info!(vm = name, pid = vm.pid().as_raw_nonzero(), "taken over");
             if let Err(error) = daemon.take_on(vm, &name, domain, None) {
-                warn!(vm = name, error = &error as &dyn std::error::Error, "could not be taken over");
+                warn!(
+                    vm = name,
+                    error = &error as &dyn std::error::Error,
+                    "could not be taken over"
+                );
             }
         }
         for request in daemon.read_attached() {
             if let Err(error) = daemon.attach(&request) {
-                info!(vm = request.name, error = &error as &dyn std::error::Error, "no longer attached");
+                info!(
+                    vm = request.name,
+                    error = &error as &dyn std::error::Error,
+                    "no longer attached"
+                );
             }
         }
         Ok(daemon)
@@ -102,11 +118,16 @@ impl Daemon {
     }
 
     fn tell(&self, command: Command) -> Result<(), DaemonError> {
-        self.commands.send(command).map_err(|_| DaemonError::Internal("the fold engine has ended"))
+        self.commands
+            .send(command)
+            .map_err(|_| DaemonError::Internal("the fold engine has ended"))
     }
 
     fn machine(&self, name: &str) -> Result<Arc<Machine>, DaemonError> {
-        self.lock().get(name).cloned().ok_or_else(|| DaemonError::NoSuchVm(name.to_owned()))
+        self.lock()
+            .get(name)
+            .cloned()
+            .ok_or_else(|| DaemonError::NoSuchVm(name.to_owned()))
     }
 
     /// Puts a running VM into the tables and begins to watch and fold it.
@@ -127,7 +148,16 @@ impl Daemon {
             exclude: self.options.exclude.clone(),
             ..AgentOptions::default()
         };
-        let machine = Machine::take_on(id, vm, name, domain, attached, &self.commands, options, self.options.state.join(format!("{name}.paused")))?;
+        let machine = Machine::take_on(
+            id,
+            vm,
+            name,
+            domain,
+            attached,
+            &self.commands,
+            options,
+            self.options.state.join(format!("{name}.paused")),
+        )?;
         self.lock().insert(name.to_owned(), machine.clone());
         let (watched, daemon) = (machine.clone(), Arc::downgrade(self));
         let watch = move || {
@@ -148,7 +178,10 @@ impl Daemon {
         info!(vm = machine.name(), "ended");
         {
             let mut vms = self.lock();
-            if vms.get(machine.name()).is_some_and(|m| m.id() == machine.id()) {
+            if vms
+                .get(machine.name())
+                .is_some_and(|m| m.id() == machine.id())
+            {
                 vms.remove(machine.name());
             }
         }
@@ -191,7 +224,8 @@ impl Daemon {
         let name = &request.name;
         for (field, text) in [("name", Some(name)), ("domain", request.domain.as_ref())] {
             if let Some(text) = text {
-                crate::vm::check_name(field, text).map_err(|e| DaemonError::BadRequest(e.to_string()))?;
+                crate::vm::check_name(field, text)
+                    .map_err(|e| DaemonError::BadRequest(e.to_string()))?;
             }
         }
         if self.lock().contains_key(name) {
@@ -199,7 +233,10 @@ impl Daemon {
         }
         let vm = Vm::attach(&request.qmp)?;
         if let Some(known) = self.lock().values().find(|m| m.pid() == vm.pid()) {
-            return Err(DaemonError::BadRequest(format!("this QEMU is known already, as '{}'", known.name())));
+            return Err(DaemonError::BadRequest(format!(
+                "this QEMU is known already, as '{}'",
+                known.name()
+            )));
         }
         let machine = self.take_on(vm, name, request.domain.clone(), Some(request.qmp.clone()))?;
         self.write_attached();
@@ -218,7 +255,12 @@ impl Daemon {
     }
 
     /// Runs a command in a guest.
-    pub fn exec(&self, name: &str, script: &str, timeout: Duration) -> Result<CommandResult, DaemonError> {
+    pub fn exec(
+        &self,
+        name: &str,
+        script: &str,
+        timeout: Duration,
+    ) -> Result<CommandResult, DaemonError> {
         Ok(self.machine(name)?.run(script, timeout)?)
     }
 
@@ -231,13 +273,17 @@ impl Daemon {
     pub fn fold_stats(&self) -> Result<EngineStats, DaemonError> {
         let (answer, stats) = sync_channel(1);
         self.tell(Command::Stats(answer))?;
-        stats.recv().map_err(|_| DaemonError::Internal("the fold engine has ended"))
+        stats
+            .recv()
+            .map_err(|_| DaemonError::Internal("the fold engine has ended"))
     }
 
     /// Pauses folding, resumes it, changes its budget.
     pub fn set_fold(&self, request: &FoldRequest) -> Result<EngineStats, DaemonError> {
         if let Some(percent) = request.cpu_percent.filter(|p| !(0.0..=100.0).contains(p)) {
-            return Err(DaemonError::BadRequest(format!("cpu_percent is {percent}; give 0 to 100")));
+            return Err(DaemonError::BadRequest(format!(
+                "cpu_percent is {percent}; give 0 to 100"
+            )));
         }
         if let Some(paused) = request.paused {
             self.tell(Command::SetPaused(paused))?;
@@ -246,7 +292,10 @@ impl Daemon {
             let now = self.fold_stats()?;
             self.tell(Command::SetBudget {
                 cpu_share: request.cpu_percent.map_or(now.cpu_share, |p| p / 100.0),
-                pages_per_second: request.pages_per_second.or(now.pages_per_second).filter(|&n| n > 0),
+                pages_per_second: request
+                    .pages_per_second
+                    .or(now.pages_per_second)
+                    .filter(|&n| n > 0),
             })?;
         }
         self.fold_stats()
@@ -260,18 +309,27 @@ impl Daemon {
             .iter()
             .map(|d| StoreAccount {
                 domain: d.domain.clone(),
-                identity: StoreIdentity { dev: d.store_dev, ino: d.store_ino },
+                identity: StoreIdentity {
+                    dev: d.store_dev,
+                    ino: d.store_ino,
+                },
                 allocated_bytes: ByteSize(d.store_bytes),
             })
             .collect();
         let identities: Vec<StoreIdentity> = stores.iter().map(|s| s.identity).collect();
         let machines: Vec<Arc<Machine>> = self.lock().values().cloned().collect();
         // A VM that ends while we look is left out.
-        let vms: Vec<_> = machines.iter().filter_map(|m| m.account(&identities)).collect();
+        let vms: Vec<_> = machines
+            .iter()
+            .filter_map(|m| m.account(&identities))
+            .collect();
         let own = ledger::take::own(ByteSize(fold.own_bytes), &identities)?;
         let zero: u64 = fold.vms.iter().map(|vm| vm.zero_pages).sum();
         let host = ledger::take::host(&vms, &stores, own, PageCount(zero).bytes())?;
-        Ok(FullReport { ledger: ledger::Report::new(host, vms), fold })
+        Ok(FullReport {
+            ledger: ledger::Report::new(host, vms),
+            fold,
+        })
     }
 
     /// Ends the engine. VMs go on.
@@ -285,12 +343,19 @@ impl Daemon {
     }
 
     fn read_attached(&self) -> Vec<AttachRequest> {
-        std::fs::read(self.attached_file()).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
+        std::fs::read(self.attached_file())
+            .ok()
+            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+            .unwrap_or_default()
     }
 
     /// Remembers attached VMs for the next daemon.
     fn write_attached(&self) {
-        let list: Vec<AttachRequest> = self.lock().values().filter_map(|m| m.attach_request()).collect();
+        let list: Vec<AttachRequest> = self
+            .lock()
+            .values()
+            .filter_map(|m| m.attach_request())
+            .collect();
         if let Err(error) = write_json(&self.attached_file(), &list) {
             warn!(%error, "attached VMs won't be known to the next daemon");
         }
@@ -305,5 +370,9 @@ fn write_json<T: serde::Serialize>(path: &Path, value: &T) -> std::io::Result<()
 
 /// `vm.max_map_count` (`Documentation/admin-guide/sysctl/vm.rst`).
 fn max_map_count() -> Option<usize> {
-    std::fs::read_to_string("/proc/sys/vm/max_map_count").ok()?.trim().parse().ok()
+    std::fs::read_to_string("/proc/sys/vm/max_map_count")
+        .ok()?
+        .trim()
+        .parse()
+        .ok()
 }

@@ -413,11 +413,16 @@ impl Engine {
     ) -> Result<(), String> {
         let cap = self.settings.store_cap;
         if !self.domains.contains_key(domain) {
-            let mut guardians = Vec::new();
             let adopted = Store::adopt(guest.pid(), domain, cap).unwrap_or_else(|error| {
                 warn!(domain, error = %error, "the store of a former daemon could not be taken over");
                 None
             });
+            let guardians = match &adopted {
+                Some(store) => {
+                    crate::store::mapped::processes(store.identity()).map_err(|e| e.to_string())?
+                }
+                None => Vec::new(),
+            };
             let store = adopted
                 .map_or_else(|| Store::create(domain, cap), Ok)
                 .map_err(|e| e.to_string())?;
@@ -493,8 +498,18 @@ impl Engine {
     }
 
     fn set_layout(&mut self, id: VmId, layout: RamLayout, advice: &[Advice]) {
-        let Some(vm) = self.vms.get_mut(&id).filter(|vm| *vm.table.layout() != layout) else { return };
-        info!(vm = vm.stats.name, pages = layout.pages(), "RAM is laid out anew");
+        let Some(vm) = self
+            .vms
+            .get_mut(&id)
+            .filter(|vm| *vm.table.layout() != layout)
+        else {
+            return;
+        };
+        info!(
+            vm = vm.stats.name,
+            pages = layout.pages(),
+            "RAM is laid out anew"
+        );
         let known = vm.table.layout().blocks.clone();
         if let Some(domain) = self.domains.get_mut(&vm.domain) {
             for at in 0..vm.table.pages() {
@@ -505,10 +520,24 @@ impl Engine {
         }
         vm.stack.clear();
         vm.wait_for_pause.clear();
-        for (block, &advice) in layout.blocks.iter().zip(advice).filter(|(b, _)| !known.contains(b)) {
-            let order = Order::AddRam { hva: block.hva.0, pages: block.pages, advice };
+        for (block, &advice) in layout
+            .blocks
+            .iter()
+            .zip(advice)
+            .filter(|(b, _)| !known.contains(b))
+        {
+            let order = Order::AddRam {
+                hva: block.hva.0,
+                pages: block.pages,
+                advice,
+            };
             match vm.guest.order(&order, None) {
-                Ok(Reply::Error { reason }) => warn!(vm = vm.stats.name, block = block.name, reason, "a RAM block is not folded"),
+                Ok(Reply::Error { reason }) => warn!(
+                    vm = vm.stats.name,
+                    block = block.name,
+                    reason,
+                    "a RAM block is not folded"
+                ),
                 Ok(_) => {}
                 Err(error) => return self.lost(id, &error),
             }
@@ -518,7 +547,9 @@ impl Engine {
     }
 
     fn agent_session(&mut self, id: VmId) {
-        let Some(vm) = self.vms.get_mut(&id) else { return };
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
         vm.stats.agent_ready = false;
         vm.table.forget_cached();
         vm.stack.clear();

@@ -116,7 +116,11 @@ impl Engine {
     fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
         let mut planned = HashSet::new();
-        for vm in self.vms.values_mut().filter(|vm| vm.stats.problem.is_none()) {
+        for vm in self
+            .vms
+            .values_mut()
+            .filter(|vm| vm.stats.problem.is_none())
+        {
             vm.live = vm.guest.refold_live();
         }
         for task in tasks {

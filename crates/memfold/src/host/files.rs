@@ -72,7 +72,9 @@ pub fn guest_images() -> io::Result<BTreeMap<String, GuestImage>> {
     let text = std::fs::read(directory.join("images.json"))?;
     let entries: BTreeMap<String, serde_json::Value> = serde_json::from_slice(&text)?;
     // Data disks (the kernel's source) are listed there too; they have no kernel to boot.
-    let bootable = entries.into_iter().filter(|(_, entry)| entry.get("kernel").is_some());
+    let bootable = entries
+        .into_iter()
+        .filter(|(_, entry)| entry.get("kernel").is_some());
     let mut images = bootable
         .map(|(name, entry)| Ok((name, serde_json::from_value(entry)?)))
         .collect::<serde_json::Result<BTreeMap<String, GuestImage>>>()?;

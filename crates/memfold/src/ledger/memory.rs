@@ -3,8 +3,8 @@
 use memfold_sys::pagemap::{Region, category};
 use memfold_units::{Hva, PAGE_SIZE};
 
-use crate::store::StoreIdentity;
 use super::read::Vma;
+use crate::store::StoreIdentity;
 use crate::vm::RamLayout;
 
 /// What a stretch of addresses is mapped to.

@@ -24,9 +24,7 @@ pub mod read;
 pub mod table;
 pub mod take;
 
-pub use account::{
-    HostAccount, KsmAccount, OwnCost, Report, StoreAccount, VmAccount,
-};
+pub use account::{HostAccount, KsmAccount, OwnCost, Report, StoreAccount, VmAccount};
 pub use agree::{Disagreement, check, check_change};
 pub use frames::{frames, shared_frames};
 pub use read::ReadError;

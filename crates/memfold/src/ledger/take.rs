@@ -6,11 +6,11 @@ use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_units::{ByteSize, Hva, PageCount};
 use rustix::process::Pid;
 
-use crate::store::StoreIdentity;
 use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, VmAccount};
 use super::memory::{Kind, Places, ram_ranges, sort_pages, stretches};
 use super::read::{Proc, ReadError, Smap, Vma};
 use crate::ksm;
+use crate::store::StoreIdentity;
 use crate::vm::RamLayout;
 
 /// Times that something which changes while it is read is read.

@@ -35,5 +35,6 @@ pub use process::{Identity, Process};
 pub use qmp::{Qmp, QmpError};
 pub use ram::RamError;
 pub use spec::{
-    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, Network, SpecError, VmSpec, check_name,
+    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, Network, SpecError, VmSpec,
+    check_name,
 };
