@@ -68,7 +68,11 @@ impl Resolver {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => entry.insert(open_directory(&mount.point)?),
         };
-        let file = guest::open_by_handle(directory, kind, &bytes)?;
+        let file = match guest::open_by_handle(directory, kind, &bytes) {
+            // There is no such inode any more; on btrfs it may be in another subvolume.
+            Err(e) if is_stale(&e) && mount.kind == Kind::Plain => return Ok(Found::Nameless),
+            file => file?,
+        };
         let stat = rustix::fs::fstat(&file)?;
         if stat.st_ino != inode {
             return Ok(Found::Unknown);
@@ -84,6 +88,10 @@ impl Resolver {
         }
         Ok(Found::Path(path, u64::try_from(stat.st_size).unwrap_or(0)))
     }
+}
+
+fn is_stale(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(rustix::io::Errno::STALE.raw_os_error())
 }
 
 fn open_directory(point: &[u8]) -> io::Result<File> {
@@ -151,5 +159,9 @@ mod tests {
             Found::Nameless
         );
         drop(open);
+        assert_eq!(
+            Resolver::default().by_handle(&mounts, device, meta.ino()),
+            Found::Nameless
+        );
     }
 }
