@@ -35,6 +35,8 @@ const BUSY_ROUND: u64 = 5000;
 const COUNTERS: Duration = Duration::from_secs(1);
 /// Between looking for a port or its host side: first and longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(1));
+/// A signal of the port belongs to data that came at most so long ago.
+const SIGNAL_SLACK: Duration = Duration::from_millis(200);
 /// From the last loss of events to the inventory that repairs it.
 const REPAIR_DELAY: Duration = Duration::from_secs(2);
 /// Least time between two such inventories; doubles while events go on being lost, up to the second.
@@ -110,6 +112,8 @@ pub struct Agent {
     sink: Sink,
     state: State,
     retry: Duration,
+    /// When the host last sent something.
+    heard: Instant,
     tracer: Option<Tracer>,
     problems: Vec<String>,
     round: Round,
@@ -131,7 +135,11 @@ impl Agent {
     /// Sets up tracing and the threads. Without tracing it goes on, and says so in its Hello.
     pub fn new(text: bool) -> io::Result<Self> {
         // Before any thread starts, as threads inherit the mask.
-        let signals = guest::signal_descriptor(&[guest::signal::TERM, guest::signal::INT])?;
+        let signals = guest::signal_descriptor(&[
+            guest::signal::IO,
+            guest::signal::TERM,
+            guest::signal::INT,
+        ])?;
         let mut problems = Vec::new();
         let tracer = match Tracer::new() {
             Ok(tracer) => Some(tracer),
@@ -151,6 +159,7 @@ impl Agent {
             sink,
             state: State::Absent(Instant::now()),
             retry: RETRY.0,
+            heard: Instant::now(),
             tracer,
             problems,
             round: Round::default(),
@@ -272,8 +281,12 @@ impl Agent {
         }
         let events: Vec<PollFlags> = set.iter().map(PollFd::revents).collect();
         drop(set);
-        if !events[0].is_empty() && guest::next_signal(&self.signals)?.is_some() {
-            return Ok(true);
+        let mut port_signal = false;
+        while let Some(signal) = guest::next_signal(&self.signals)? {
+            if signal != guest::signal::IO {
+                return Ok(true);
+            }
+            port_signal = true;
         }
         if self.mountinfo.is_some() && events[mounts_at].intersects(PollFlags::PRI | PollFlags::ERR)
         {
@@ -291,6 +304,16 @@ impl Agent {
         }
         if let Some(at) = port_at {
             self.port_event(events[at]);
+            let quiet = !events[at].contains(PollFlags::IN) && self.heard.elapsed() > SIGNAL_SLACK;
+            // Neither data nor a host side that is gone: it went and came back, and waits for a Hello.
+            if port_signal && quiet && !matches!(self.state, State::Absent(_)) {
+                self.lost_host();
+            }
+        }
+        if let State::Absent(when) = &mut self.state {
+            if port_signal {
+                *when = Instant::now();
+            }
         }
         Ok(false)
     }
@@ -375,9 +398,13 @@ impl Agent {
         if !events.contains(PollFlags::IN) {
             return;
         }
-        if port.receive().is_err() {
-            self.lost_host();
-            return;
+        match port.receive() {
+            Ok(0) => {}
+            Ok(_) => self.heard = Instant::now(),
+            Err(_) => {
+                self.lost_host();
+                return;
+            }
         }
         loop {
             let Sink::Port(port) = &mut self.sink else {
@@ -422,6 +449,8 @@ impl Agent {
     }
 
     fn welcome(&mut self, rules: Rules) {
+        self.worker.cancel();
+        (self.inventory_running, self.finding) = (false, false);
         self.cache.reset(rules);
         self.state = State::Working;
         if let Some(tracer) = &mut self.tracer {
@@ -459,6 +488,7 @@ impl Agent {
         let lost = self.round.lost > 0;
         let events = std::mem::take(&mut self.round.events);
         self.cache.events(&events);
+        self.cache.end_round();
         self.round.events = events;
         if self.round.more {
             self.gather = Some(Instant::now());
@@ -475,21 +505,22 @@ impl Agent {
 
     fn take_findings(&mut self) {
         while self.has_room() {
-            let Some(finding) = self.worker.next() else {
+            let Some(findings) = self.worker.next() else {
                 break;
             };
-            match finding {
-                Finding::InventoryDone { files, pages } => {
-                    self.inventory_running = false;
-                    self.cache.counters.inventories += 1;
-                    self.cache
-                        .batch
-                        .message(FromAgent::InventoryEnd { files, pages });
+            for finding in findings {
+                match finding {
+                    Finding::InventoryDone { files, pages } => {
+                        self.inventory_running = false;
+                        self.cache.counters.inventories += 1;
+                        let end = FromAgent::InventoryEnd { files, pages };
+                        self.cache.batch.message(end);
+                    }
+                    Finding::FindDone { .. } => self.finding = false,
+                    _ => {}
                 }
-                Finding::FindDone { .. } => self.finding = false,
-                _ => {}
+                self.cache.finding(finding);
             }
-            self.cache.finding(finding);
             self.cache.batch.flush();
             if !self.send_batch() {
                 self.repair.want(REPAIR_DELAY);
@@ -528,12 +559,11 @@ impl Agent {
     fn say(&mut self, message: &FromAgent) -> bool {
         match &mut self.sink {
             Sink::Port(port) => {
-                let first = port.push(message);
-                // Writing now keeps the backlog small while many messages are made.
-                first | (port.send().is_ok() && port.push(message))
+                // Writing what waits makes room.
+                port.push(message) || (port.send().is_ok() && port.push(message))
             }
             Sink::Text => {
-                println!("{message:?}");
+                print(message);
                 true
             }
         }
@@ -555,6 +585,19 @@ impl Agent {
         });
         self.counters_sent = (Instant::now(), self.cache.counters);
         self.say(&message);
+    }
+}
+
+/// One line a message, with paths as text.
+fn print(message: &FromAgent) {
+    match message {
+        FromAgent::Files(files) => {
+            for f in files {
+                let path = String::from_utf8_lossy(&f.path);
+                println!("File {} {} bytes {path:?}", f.file, f.size_bytes);
+            }
+        }
+        other => println!("{other:?}"),
     }
 }
 

@@ -12,7 +12,7 @@ use crate::batch::Batch;
 use crate::files::{Files, Inode};
 use crate::glob::Rules;
 use crate::mounts::{Kind, Mounts, OVERLAY_DEVICE};
-use crate::resolve::{self, Found};
+use crate::resolve::{Found, Resolver};
 use crate::trace::{Event, UNNAMED_DISK, What};
 use crate::worker::{Finding, overlay_inode};
 
@@ -32,6 +32,7 @@ pub struct PageCache {
     disks: HashMap<u32, Vec<u32>>,
     rules: Rules,
     wanted: HashSet<Inode>,
+    resolver: Resolver,
     last: Option<Last>,
     last_device: Option<(u32, Option<u32>)>,
 }
@@ -68,6 +69,7 @@ impl PageCache {
                 devices.push(mount.hint_device());
             }
         }
+        self.resolver.close();
         self.mounts = mounts;
         self.last_device = None;
     }
@@ -112,6 +114,11 @@ impl PageCache {
         }
     }
 
+    /// To be called after the events of a round: keeps no file system busy.
+    pub fn end_round(&mut self) {
+        self.resolver.close();
+    }
+
     fn device(&mut self, event_device: u32) -> Option<u32> {
         match self.last_device {
             Some((from, to)) if from == event_device => to,
@@ -151,7 +158,7 @@ impl PageCache {
         let (entry, new) = self.files.entry(inode);
         entry.order = entry.order.max(order);
         if new {
-            let found = resolve::by_handle(&self.mounts, inode.0, inode.1);
+            let found = self.resolver.by_handle(&self.mounts, inode.0, inode.1);
             if found == Found::Unknown && self.wanted.len() < MAX_WANTED {
                 self.wanted.insert(inode);
             }
@@ -236,7 +243,7 @@ impl PageCache {
             let (file, allowed) = (entry.number, entry.allowed);
             let ranges = entry.take_dirty();
             // It may have been renamed to its final name, and has grown.
-            match resolve::by_handle(&self.mounts, inode.0, inode.1) {
+            match self.resolver.by_handle(&self.mounts, inode.0, inode.1) {
                 Found::Unknown => {
                     if self.wanted.len() < MAX_WANTED {
                         self.wanted.insert(inode);

@@ -54,6 +54,8 @@ impl Port {
             .write(true)
             .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
             .open(path)?;
+        // Without it, only a host side that comes back faster than we look goes unnoticed.
+        let _ = memfold_sys::guest::signal_changes(&file);
         Ok(Self {
             file,
             decoder: Decoder::new(),
@@ -82,19 +84,24 @@ impl Port {
         while self.file.read(&mut scrap).is_ok_and(|n| n > 0) {}
     }
 
-    /// Takes what came from the host.
-    pub fn receive(&mut self) -> io::Result<()> {
+    /// Takes what came from the host; how many bytes that was.
+    pub fn receive(&mut self) -> io::Result<usize> {
         let mut buffer = [0; 4096];
         match self.file.read(&mut buffer) {
-            Ok(n) => self.decoder.push(&buffer[..n]),
+            Ok(n) => {
+                self.decoder.push(&buffer[..n]);
+                Ok(n)
+            }
             Err(e)
                 if matches!(
                     e.kind(),
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-                ) => {}
-            Err(e) => return Err(e),
+                ) =>
+            {
+                Ok(0)
+            }
+            Err(e) => Err(e),
         }
-        Ok(())
     }
 
     /// The next message of the host.

@@ -4,16 +4,18 @@
 //! costs no disk access. Where a file system needs more than the inode number for a handle (XFS: the generation) or numbers
 //! its inodes otherwise (EROFS), a [`crate::walk`] has to find the file.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use memfold_sys::guest;
-use rustix::fs::{AtFlags, CWD, FileType, OFlags};
+use rustix::fs::{FileType, OFlags};
 
 use crate::mounts::{Kind, Mount, Mounts};
 
@@ -35,15 +37,75 @@ pub enum Found {
     Unknown,
 }
 
-/// Looks for the path of an inode.
-pub fn by_handle(mounts: &Mounts, device: u32, inode: u64) -> Found {
-    for mount in mounts.by_device(device) {
-        let found = on_mount(mount, inode).unwrap_or(Found::Unknown);
-        if found != Found::Unknown {
-            return found;
-        }
+/// Looks for paths of inodes. Keeps mount points open between two calls of [`Resolver::close`]: an open one can't be unmounted.
+#[derive(Debug, Default)]
+pub struct Resolver {
+    open: HashMap<u64, File>,
+}
+
+impl Resolver {
+    /// Lets go of all mount points.
+    pub fn close(&mut self) {
+        self.open.clear();
     }
-    Found::Unknown
+
+    /// Looks for the path of an inode.
+    pub fn by_handle(&mut self, mounts: &Mounts, device: u32, inode: u64) -> Found {
+        for mount in mounts.by_device(device) {
+            let found = self.on_mount(mount, inode).unwrap_or(Found::Unknown);
+            if found != Found::Unknown {
+                return found;
+            }
+        }
+        Found::Unknown
+    }
+
+    fn on_mount(&mut self, mount: &Mount, inode: u64) -> io::Result<Found> {
+        let Some((kind, bytes)) = handle(mount, inode) else {
+            return Ok(Found::Unknown);
+        };
+        let directory = match self.open.entry(mount.id) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert(open_directory(&mount.point)?),
+        };
+        let file = match guest::open_by_handle(directory, kind, &bytes) {
+            // There is no such inode any more; on btrfs it may be in another subvolume.
+            Err(e) if is_stale(&e) && mount.kind == Kind::Plain => return Ok(Found::Nameless),
+            file => file?,
+        };
+        let stat = rustix::fs::fstat(&file)?;
+        if stat.st_ino != inode {
+            return Ok(Found::Unknown);
+        }
+        if stat.st_nlink == 0 || FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Ok(Found::Nameless);
+        }
+        let path = name(&file)?;
+        // The kernel says so when the name that it remembers is not the file's any more, or is under no mount of ours. It is
+        // not looked up again: a path hidden by another mount costs the daemon a comparison, a look-up costs us one a file.
+        if path.first() != Some(&b'/') || path.ends_with(b" (deleted)") {
+            return Ok(Found::Unknown);
+        }
+        Ok(Found::Path(path, u64::try_from(stat.st_size).unwrap_or(0)))
+    }
+}
+
+fn is_stale(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(rustix::io::Errno::STALE.raw_os_error())
+}
+
+fn open_directory(point: &[u8]) -> io::Result<File> {
+    let flags = OFlags::DIRECTORY | OFlags::NONBLOCK | OFlags::NOATIME;
+    File::options()
+        .read(true)
+        .custom_flags(flags.bits().cast_signed())
+        .open(Path::new(OsStr::from_bytes(point)))
+}
+
+/// The path of an open file.
+fn name(file: &OwnedFd) -> io::Result<Vec<u8>> {
+    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Ok(std::fs::read_link(link)?.into_os_string().into_vec())
 }
 
 fn handle(mount: &Mount, inode: u64) -> Option<(i32, Vec<u8>)> {
@@ -62,45 +124,6 @@ fn handle(mount: &Mount, inode: u64) -> Option<(i32, Vec<u8>)> {
         }
         Kind::Xfs | Kind::Packed | Kind::Overlay => None,
     }
-}
-
-fn on_mount(mount: &Mount, inode: u64) -> io::Result<Found> {
-    let Some((kind, bytes)) = handle(mount, inode) else {
-        return Ok(Found::Unknown);
-    };
-    // Opened anew each time: a descriptor kept would keep the file system from being unmounted.
-    let directory = File::options()
-        .read(true)
-        .custom_flags(
-            (OFlags::DIRECTORY | OFlags::NONBLOCK | OFlags::NOATIME)
-                .bits()
-                .cast_signed(),
-        )
-        .open(Path::new(OsStr::from_bytes(&mount.point)))?;
-    let file = guest::open_by_handle(&directory, kind, &bytes)?;
-    let stat = rustix::fs::fstat(&file)?;
-    if stat.st_ino != inode {
-        return Ok(Found::Unknown);
-    }
-    if stat.st_nlink == 0 || FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-        return Ok(Found::Nameless);
-    }
-    name(&file, stat.st_dev, inode)
-}
-
-/// The path of an open file, checked: the same inode must be found there.
-fn name(file: impl AsFd, device: u64, inode: u64) -> io::Result<Found> {
-    use std::os::fd::AsRawFd;
-    let link = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
-    let path = std::fs::read_link(link)?.into_os_string().into_vec();
-    if path.first() != Some(&b'/') {
-        return Ok(Found::Unknown);
-    }
-    let there = rustix::fs::statat(CWD, path.as_slice(), AtFlags::SYMLINK_NOFOLLOW)?;
-    if (there.st_dev, there.st_ino) != (device, inode) {
-        return Ok(Found::Unknown);
-    }
-    Ok(Found::Path(path, u64::try_from(there.st_size).unwrap_or(0)))
 }
 
 #[cfg(test)]
@@ -126,9 +149,19 @@ mod tests {
         }
         let open = std::fs::File::open(&path).unwrap();
         let expected = Found::Path(path.as_os_str().as_bytes().to_vec(), 5);
-        assert_eq!(by_handle(&mounts, device, meta.ino()), expected);
+        assert_eq!(
+            Resolver::default().by_handle(&mounts, device, meta.ino()),
+            expected
+        );
         std::fs::remove_file(&path).unwrap();
-        assert_eq!(by_handle(&mounts, device, meta.ino()), Found::Nameless);
+        assert_eq!(
+            Resolver::default().by_handle(&mounts, device, meta.ino()),
+            Found::Nameless
+        );
         drop(open);
+        assert_eq!(
+            Resolver::default().by_handle(&mounts, device, meta.ino()),
+            Found::Nameless
+        );
     }
 }

@@ -1,5 +1,6 @@
 //! The background thread: inventories, and looking for files whose path no handle gives.
 
+use std::cell::RefCell;
 use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,8 +20,10 @@ use crate::walk;
 
 /// Runs in one finding.
 const RUNS_A_FINDING: usize = 1024;
-/// Findings waiting for the main thread before this one waits for it.
-const FINDINGS: usize = 8;
+/// Runs (a file counts as eight) that are handed over together.
+const WEIGHT: usize = 1024;
+/// Hand-overs waiting for the main thread before this one waits for it.
+const FINDINGS: usize = 4;
 
 /// What to do.
 #[derive(Debug)]
@@ -67,7 +70,7 @@ pub enum Finding {
 #[derive(Debug)]
 pub struct Worker {
     jobs: Sender<(u32, Job)>,
-    findings: Receiver<(u32, Finding)>,
+    findings: Receiver<(u32, Vec<Finding>)>,
     epoch: Arc<AtomicU32>,
     wake: Arc<Wake>,
 }
@@ -83,6 +86,7 @@ impl Worker {
             found,
             epoch: Arc::clone(&epoch),
             wake: Arc::clone(&wake),
+            pending: RefCell::default(),
             now: 0,
         };
         std::thread::Builder::new()
@@ -108,8 +112,8 @@ impl Worker {
         while self.findings.try_recv().is_ok() {}
     }
 
-    /// The next finding, if there is one.
-    pub fn next(&self) -> Option<Finding> {
+    /// The next findings, if there are any.
+    pub fn next(&self) -> Option<Vec<Finding>> {
         loop {
             match self.findings.try_recv() {
                 Ok((epoch, finding)) if epoch == self.epoch.load(Ordering::Relaxed) => {
@@ -133,7 +137,9 @@ impl Worker {
 }
 
 struct Thread {
-    found: SyncSender<(u32, Finding)>,
+    found: SyncSender<(u32, Vec<Finding>)>,
+    /// Findings not sent yet, and their weight.
+    pending: RefCell<(Vec<Finding>, usize)>,
     epoch: Arc<AtomicU32>,
     wake: Arc<Wake>,
     now: u32,
@@ -143,6 +149,7 @@ impl Thread {
     fn run(&mut self, jobs: &Receiver<(u32, Job)>) {
         while let Ok((epoch, job)) = jobs.recv() {
             self.now = epoch;
+            self.pending.take();
             if !self.wanted() {
                 continue;
             }
@@ -157,9 +164,22 @@ impl Thread {
         self.now == self.epoch.load(Ordering::Relaxed)
     }
 
-    /// False when nobody wants it any more.
+    /// False when nobody wants it any more. Several findings go together: waking the main thread for each would cost more than making it.
     fn send(&self, finding: Finding) -> bool {
-        let sent = self.found.send((self.now, finding)).is_ok();
+        let (weight, last) = match &finding {
+            Finding::Cached { runs, .. } => (8 + runs.len(), false),
+            Finding::Excluded(_) => (1, false),
+            Finding::Path(..) => (8, false),
+            Finding::InventoryDone { .. } | Finding::FindDone { .. } => (1, true),
+        };
+        let mut pending = self.pending.borrow_mut();
+        pending.0.push(finding);
+        pending.1 += weight;
+        if pending.1 < WEIGHT && !last {
+            return self.wanted();
+        }
+        let (findings, _) = std::mem::take(&mut *pending);
+        let sent = self.found.send((self.now, findings)).is_ok();
         self.wake.up();
         sent && self.wanted()
     }

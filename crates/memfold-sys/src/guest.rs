@@ -1,6 +1,6 @@
 //! What the guest agent needs: file handles, page-cache residency, signals as a descriptor.
 //!
-//! Sources: `open_by_handle_at(2)`, `cachestat(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`.
+//! Sources: `open_by_handle_at(2)`, `cachestat(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`, `fcntl(2)`.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -239,10 +239,30 @@ pub fn next_signal(descriptor: impl AsFd) -> io::Result<Option<i32>> {
 
 /// The signals that the agent waits for.
 pub mod signal {
+    /// Something happened on a descriptor of [`signal_changes`](super::signal_changes).
+    pub const IO: i32 = libc::SIGIO;
     /// Please end.
     pub const TERM: i32 = libc::SIGTERM;
     /// Interrupt from a terminal.
     pub const INT: i32 = libc::SIGINT;
+}
+
+/// Asks for `SIGIO` when something happens on `file` (`F_SETOWN`, `O_ASYNC`). A virtio port sends it when its host side opens
+/// or closes and when data comes (`send_sigio_to_port` in drivers/char/virtio_console.c).
+pub fn signal_changes(file: impl AsFd) -> io::Result<()> {
+    let fd = file.as_fd().as_raw_fd();
+    // SAFETY: plain fcntl calls on an open descriptor, without pointers.
+    let ok = unsafe {
+        let flags = libc::fcntl(fd, libc::F_GETFL);
+        libc::fcntl(fd, libc::F_SETOWN, libc::getpid()) == 0
+            && flags >= 0
+            && libc::fcntl(fd, libc::F_SETFL, flags | libc::O_ASYNC) == 0
+    };
+    if ok {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 #[cfg(test)]
