@@ -280,31 +280,19 @@ impl Machine {
 
     pub fn info(&self) -> VmInfo {
         let agent = self.agent().and_then(|link| link.session());
+        let fold_problems = self.fold_problems();
+        let seen = self.seen();
         VmInfo {
             name: self.name.clone(),
             domain: self.domain.clone(),
             pid: self.pid().as_raw_nonzero().get(),
-            ram_bytes: self.seen().layout.pages() * memfold_units::PAGE_SIZE,
-            origin: if self.is_attached() {
-                "attached"
-            } else {
-                "started"
-            }
-            .into(),
+            ram_bytes: seen.layout.pages() * memfold_units::PAGE_SIZE,
+            origin: if self.is_attached() { "attached" } else { "started" }.into(),
             qemu: self.qemu.clone(),
-            agent_problems: agent
-                .as_ref()
-                .map(|facts| facts.problems.clone())
-                .unwrap_or_default(),
+            agent_problems: agent.as_ref().map(|facts| facts.problems.clone()).unwrap_or_default(),
             agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
-            fold_problems: self.fold_problems(),
-            refold_problems: self
-                .seen()
-                .conditions
-                .refold_live
-                .iter()
-                .map(ToString::to_string)
-                .collect(),
+            fold_problems,
+            refold_problems: seen.conditions.refold_live.iter().map(ToString::to_string).collect(),
         }
     }
 
