@@ -4,7 +4,6 @@
 //! |---|---|
 //! | [`memory`] | another process's memory, `process_vm_readv(2)` |
 //! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
-//! | [`probe`] | what userfaultfd offers here |
 //! | [`session`] | children that outlive us, `setsid(2)` |
 //! | [`guest`] | what the guest agent needs: file handles, residency of files, signals |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
@@ -16,7 +15,6 @@ pub mod descriptor;
 pub mod guest;
 pub mod memory;
 pub mod pagemap;
-pub mod probe;
 pub mod region;
 pub mod session;
 pub mod signals;

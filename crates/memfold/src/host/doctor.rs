@@ -97,8 +97,8 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
         )
     });
     let uffd = &host.userfault;
-    checks.push(match (uffd.source, uffd.can_move, uffd.can_write_protect) {
-        (None, ..) => bad(
+    checks.push(match (uffd.available, uffd.can_move, uffd.can_write_protect) {
+        (false, ..) => bad(
             "userfaultfd",
             Status::Fail,
             format!(
@@ -108,21 +108,21 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
             ),
             "run as root, or give yourself /dev/userfaultfd (setfacl -m u:$USER:rw /dev/userfaultfd)",
         ),
-        (Some(_), false, _) => bad(
+        (true, false, _) => bad(
             "userfaultfd",
             Status::Fail,
             format!("Linux {} has no UFFDIO_MOVE: VMs can't be folded", host.kernel),
             NEWER_KERNEL,
         ),
-        (Some(source), true, false) => bad(
+        (true, true, false) => bad(
             "userfaultfd",
             Status::Warn,
-            format!("UFFDIO_MOVE by {source}; without write protection, pages are folded again at pauses only"),
+            "UFFDIO_MOVE without write protection: pages are folded again at pauses only",
             "use a kernel built with CONFIG_HAVE_ARCH_USERFAULTFD_WP",
         ),
-        (Some(source), true, true) => ok(
+        (true, true, true) => ok(
             "userfaultfd",
-            format!("MOVE and WRITEPROTECT by {source} on Linux {}", host.kernel),
+            format!("UFFDIO_MOVE and UFFDIO_WRITEPROTECT on Linux {}", host.kernel),
         ),
     });
     checks.push(match &host.pagemap_scan_error {
@@ -268,19 +268,17 @@ fn own_files(host: &HostFacts, checks: &mut Vec<Check>) {
             "make build",
         ),
     });
-    checks.push(if host.guest_images.is_empty() {
-        let place = host
-            .image_directory
-            .as_ref()
-            .map_or_else(|| "any place".into(), |d| d.display().to_string());
-        bad(
+    checks.push(match &host.guest_images {
+        Ok(names) if !names.is_empty() => ok("guest images", names.join(", ")),
+        other => bad(
             "guest images",
             Status::Fail,
-            format!("none in {place}: there is nothing to boot for the demo and the tests"),
+            format!(
+                "{}: there is nothing to boot for the demo and the tests",
+                other.as_ref().err().map_or("none", String::as_str)
+            ),
             "make setup",
-        )
-    } else {
-        ok("guest images", host.guest_images.join(", "))
+        ),
     });
     let missing: Vec<_> = host.tools.iter().filter(|t| t.path.is_none()).collect();
     checks.push(if missing.is_empty() {
@@ -313,7 +311,7 @@ mod tests {
             root: true,
             capabilities: u64::MAX,
             userfault: Userfault {
-                source: Some("userfaultfd(2)"),
+                available: true,
                 can_move: true,
                 can_write_protect: true,
                 error: None,
@@ -342,8 +340,7 @@ mod tests {
             },
             kvm: KvmVerdict::Works,
             library: Ok("/usr/lib/memfold/libmemfold_qemu.so".into()),
-            guest_images: vec!["trixie-a".into()],
-            image_directory: None,
+            guest_images: Ok(vec!["trixie-a".into()]),
             tools: Vec::new(),
         }
     }
@@ -362,18 +359,21 @@ mod tests {
 
     #[test]
     fn each_missing_condition_is_named_with_its_fix() {
-        let cases: [(&str, Status, fn(&mut HostFacts)); 10] = [
+        type Damage = fn(&mut HostFacts);
+        let cases: [(&str, Status, Damage); 10] = [
             ("rights", Status::Fail, |h| h.root = false),
             ("userfaultfd", Status::Fail, |h| {
-                h.userfault.can_move = false
+                h.userfault.can_move = false;
             }),
-            ("userfaultfd", Status::Fail, |h| h.userfault.source = None),
+            ("userfaultfd", Status::Fail, |h| {
+                h.userfault.available = false;
+            }),
             ("PAGEMAP_SCAN", Status::Fail, |h| {
-                h.pagemap_scan_error = Some("ENOTTY".into())
+                h.pagemap_scan_error = Some("ENOTTY".into());
             }),
             ("KSM", Status::Warn, |h| h.ksm = None),
             ("vm.max_map_count", Status::Warn, |h| {
-                h.max_map_count = Some(1000)
+                h.max_map_count = Some(1000);
             }),
             ("QEMU", Status::Fail, |h| {
                 if let Some(facts) = &mut h.qemu.facts {
@@ -386,9 +386,11 @@ mod tests {
                 }
             }),
             ("library", Status::Fail, |h| {
-                h.library = Err("not there".into())
+                h.library = Err("not there".into());
             }),
-            ("guest images", Status::Fail, |h| h.guest_images.clear()),
+            ("guest images", Status::Fail, |h| {
+                h.guest_images = Ok(Vec::new());
+            }),
         ];
         for (name, status, damage) in cases {
             let mut host = good_host();

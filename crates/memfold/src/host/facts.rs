@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use memfold_sys::pagemap::{Filter, Pagemap, category};
-use memfold_sys::probe::{self, FEATURE_MOVE, FEATURE_WRITE_PROTECT, Source};
+use memfold_sys::userfaultfd::Userfaultfd;
 use memfold_units::{ByteSize, Hva, PAGE_SIZE};
 use serde::Serialize;
 
@@ -15,8 +15,8 @@ use super::qemu::QemuFacts;
 /// What userfaultfd offers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Userfault {
-    /// How one that takes kernel-mode faults can be had; `None`: it can't.
-    pub source: Option<&'static str>,
+    /// Whether one that takes kernel-mode faults can be had.
+    pub available: bool,
     /// `UFFDIO_MOVE`.
     pub can_move: bool,
     /// `UFFDIO_WRITEPROTECT`.
@@ -71,7 +71,7 @@ pub struct HostFacts {
     pub kernel: String,
     /// Effective user is root.
     pub root: bool,
-    /// Effective capabilities, `CapEff` of proc_pid_status(5).
+    /// Effective capabilities, `CapEff` of `proc_pid_status(5)`.
     pub capabilities: u64,
     /// Userfaultfd.
     pub userfault: Userfault,
@@ -93,10 +93,8 @@ pub struct HostFacts {
     pub kvm: KvmVerdict,
     /// memfold's library; an error's text: it is missing.
     pub library: Result<PathBuf, String>,
-    /// Names of the guest images that are there.
-    pub guest_images: Vec<String>,
-    /// Where guest images are looked for.
-    pub image_directory: Option<PathBuf>,
+    /// Names of the guest images that are there; an error's text: why none is.
+    pub guest_images: Result<Vec<String>, String>,
     /// Programs.
     pub tools: Vec<Tool>,
 }
@@ -106,9 +104,10 @@ impl HostFacts {
     #[must_use]
     pub fn probe(state: &Path) -> Self {
         let qemu = qemu();
-        let images = files::guest_images().unwrap_or_default();
+        let images = files::guest_images();
+        let first = images.as_ref().ok().and_then(|i| i.values().next());
         let kvm = match &qemu.facts {
-            Some(facts) => kvm::probe(facts, images.values().next(), state),
+            Some(facts) => kvm::probe(facts, first, state),
             None => KvmVerdict::Untried {
                 why: "there is no QEMU".into(),
             },
@@ -134,26 +133,24 @@ impl HostFacts {
             qemu,
             kvm,
             library: files::library().map_err(|e| e.to_string()),
-            guest_images: images.into_keys().collect(),
-            image_directory: files::image_directory().ok(),
+            guest_images: images
+                .map(|i| i.into_keys().collect())
+                .map_err(|e| e.to_string()),
             tools: tools(),
         }
     }
 }
 
 fn userfault() -> Userfault {
-    match probe::userfault() {
-        Ok((source, features)) => Userfault {
-            source: Some(match source {
-                Source::SystemCall => "userfaultfd(2)",
-                Source::Device => "/dev/userfaultfd",
-            }),
-            can_move: features & FEATURE_MOVE != 0,
-            can_write_protect: features & FEATURE_WRITE_PROTECT != 0,
+    match Userfaultfd::open(None) {
+        Ok(fd) => Userfault {
+            available: true,
+            can_move: fd.can_move(),
+            can_write_protect: fd.can_write_protect(),
             error: None,
         },
         Err(e) => Userfault {
-            source: None,
+            available: false,
             can_move: false,
             can_write_protect: false,
             error: Some(e.to_string()),
@@ -255,18 +252,9 @@ fn tools() -> Vec<Tool> {
             name,
             used_for,
             package,
-            path: in_path(name),
+            path: files::program(name),
         })
         .collect()
-}
-
-fn in_path(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    // Programs for the administrator are not in a user's PATH.
-    std::env::split_paths(&path)
-        .chain(["/usr/sbin".into(), "/sbin".into()])
-        .map(|d| d.join(name))
-        .find(|p| p.is_file())
 }
 
 #[cfg(test)]

@@ -18,26 +18,23 @@ pub const CACHE_VARIABLE: &str = "MEMFOLD_CACHE";
 /// The library: what `MEMFOLD_QEMU_LIBRARY` names, else beside the running program (or one directory up, for tests), else in
 /// `/usr/lib/memfold`. `NotFound` tells where it was looked for.
 pub fn library() -> io::Result<PathBuf> {
-    let candidates = match std::env::var_os(LIBRARY_VARIABLE) {
-        Some(path) => vec![PathBuf::from(path)],
-        None => {
-            let program = std::env::current_exe()?;
-            let beside = program.ancestors().skip(1).take(2).map(|d| d.join(LIBRARY));
-            beside
-                .chain([Path::new("/usr/lib/memfold").join(LIBRARY)])
-                .collect()
-        }
+    let candidates = if let Some(path) = std::env::var_os(LIBRARY_VARIABLE) {
+        vec![PathBuf::from(path)]
+    } else {
+        let program = std::env::current_exe()?;
+        let beside = program.ancestors().skip(1).take(2).map(|d| d.join(LIBRARY));
+        beside
+            .chain([Path::new("/usr/lib/memfold").join(LIBRARY)])
+            .collect()
     };
-    match candidates.iter().find(|p| p.is_file()) {
-        Some(path) => path.canonicalize(),
-        None => {
-            let places: Vec<_> = candidates.iter().map(|p| p.display().to_string()).collect();
-            Err(io::Error::new(
-                io::ErrorKind::NotFound,
-                format!("no {LIBRARY} at {}", places.join(", ")),
-            ))
-        }
+    if let Some(path) = candidates.iter().find(|p| p.is_file()) {
+        return path.canonicalize();
     }
+    let places: Vec<_> = candidates.iter().map(|p| p.display().to_string()).collect();
+    Err(io::Error::new(
+        io::ErrorKind::NotFound,
+        format!("no {LIBRARY} at {}", places.join(", ")),
+    ))
 }
 
 /// A guest image. Its files are never written: use an overlay.
@@ -66,23 +63,84 @@ pub fn image_directory() -> io::Result<PathBuf> {
         .ok_or_else(|| io::Error::other("neither MEMFOLD_CACHE, XDG_CACHE_HOME nor HOME is set"))
 }
 
-/// The guest images that `make setup` built, by name, with absolute paths; only those whose files are all there.
-pub fn guest_images() -> io::Result<BTreeMap<String, GuestImage>> {
+/// An entry of `images.json`; data disks have no kernel.
+#[derive(Deserialize)]
+struct Entry {
+    disk: PathBuf,
+    kernel: Option<PathBuf>,
+    initrd: Option<PathBuf>,
+    #[serde(default)]
+    kernel_version: String,
+}
+
+fn entries() -> io::Result<BTreeMap<String, Entry>> {
     let directory = image_directory()?;
-    let text = std::fs::read(directory.join("images.json"))?;
-    let entries: BTreeMap<String, serde_json::Value> = serde_json::from_slice(&text)?;
-    // Data disks (the kernel's source) are listed there too; they have no kernel to boot.
-    let bootable = entries
-        .into_iter()
-        .filter(|(_, entry)| entry.get("kernel").is_some());
-    let mut images = bootable
-        .map(|(name, entry)| Ok((name, serde_json::from_value(entry)?)))
-        .collect::<serde_json::Result<BTreeMap<String, GuestImage>>>()?;
-    for image in images.values_mut() {
-        for path in [&mut image.disk, &mut image.kernel, &mut image.initrd] {
-            *path = directory.join(&*path);
+    let path = directory.join("images.json");
+    let text = std::fs::read(&path)
+        .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))?;
+    let mut entries: BTreeMap<String, Entry> = serde_json::from_slice(&text)
+        .map_err(|e| io::Error::other(format!("{}: {e}", path.display())))?;
+    for entry in entries.values_mut() {
+        let optional = [entry.kernel.as_mut(), entry.initrd.as_mut()];
+        for file in optional.into_iter().flatten().chain([&mut entry.disk]) {
+            *file = directory.join(&*file);
         }
     }
-    images.retain(|_, i| [&i.disk, &i.kernel, &i.initrd].iter().all(|p| p.is_file()));
-    Ok(images)
+    Ok(entries)
+}
+
+/// The bootable guest images that `make setup` built, by name, with absolute paths; only those whose files are all there.
+pub fn guest_images() -> io::Result<BTreeMap<String, GuestImage>> {
+    let bootable = |entry: Entry| {
+        let image = GuestImage {
+            disk: entry.disk,
+            kernel: entry.kernel?,
+            initrd: entry.initrd?,
+            kernel_version: entry.kernel_version,
+        };
+        let files = [&image.disk, &image.kernel, &image.initrd];
+        files.iter().all(|p| p.is_file()).then_some(image)
+    };
+    let found = entries()?.into_iter();
+    Ok(found
+        .filter_map(|(name, e)| Some((name, bootable(e)?)))
+        .collect())
+}
+
+/// The disks that `make setup` built and that hold data alone, by name (`linux-source`).
+pub fn data_disks() -> io::Result<BTreeMap<String, PathBuf>> {
+    let found = entries()?.into_iter();
+    Ok(found
+        .filter(|(_, e)| e.kernel.is_none() && e.disk.is_file())
+        .map(|(name, e)| (name, e.disk))
+        .collect())
+}
+
+/// Where the shell would find `name`; also looks where programs for the administrator are, which a user's `PATH` lacks.
+#[must_use]
+pub fn program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin".into(), "/sbin".into()])
+        .map(|d| d.join(name))
+        .find(|p| p.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_of_data_disks_have_no_kernel() {
+        let text = r#"{"a": {"disk": "d", "kernel": "k", "initrd": "i", "kernel_version": "6.12", "base_key": "x"},
+                       "linux-source": {"disk": "s", "kernel_version": "6.12"}}"#;
+        let entries: BTreeMap<String, Entry> = serde_json::from_str(text).unwrap();
+        assert!(entries["a"].kernel.is_some() && entries["linux-source"].kernel.is_none());
+    }
+
+    #[test]
+    fn a_shell_is_found_and_nonsense_is_not() {
+        assert!(program("sh").is_some());
+        assert_eq!(program("no-such-program-of-memfold"), None);
+    }
 }

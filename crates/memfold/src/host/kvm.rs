@@ -86,12 +86,15 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
         return earlier.verdict;
     }
     let verdict = match boots(qemu, image) {
-        Ok(true) => KvmVerdict::Works,
-        Ok(false) => KvmVerdict::Unusable {
+        Ok(Outcome::Spoke) => KvmVerdict::Works,
+        Ok(Outcome::Silent) => KvmVerdict::Unusable {
             why: format!(
                 "/dev/kvm opens, and a Linux kernel under it said nothing in {} s",
                 PATIENCE.as_secs()
             ),
+        },
+        Ok(Outcome::Ended(words)) => KvmVerdict::Unusable {
+            why: format!("/dev/kvm opens, and QEMU with a Linux kernel under it ended: {words}"),
         },
         Err(e) => KvmVerdict::Unusable {
             why: format!("the probe guest could not be started: {e}"),
@@ -118,65 +121,66 @@ fn remember(cache: &PathBuf, cached: &Cached) -> io::Result<()> {
     std::fs::rename(part, cache)
 }
 
+/// What became of the probe guest.
+enum Outcome {
+    /// Its kernel ran.
+    Spoke,
+    /// It said nothing in time.
+    Silent,
+    /// QEMU ended, with these last words.
+    Ended(String),
+}
+
 /// Boots the image's kernel, without disk, and waits for its first words on the serial console.
-fn boots(qemu: &QemuFacts, image: &GuestImage) -> io::Result<bool> {
+fn boots(qemu: &QemuFacts, image: &GuestImage) -> io::Result<Outcome> {
     let mut child = Command::new(&qemu.program)
-        .args([
-            "-nodefaults",
-            "-no-user-config",
-            "-no-reboot",
-            "-display",
-            "none",
-        ])
-        .args([
-            "-machine",
-            &qemu.machine,
-            "-accel",
-            "kvm",
-            "-cpu",
-            "host",
-            "-m",
-            "256",
-        ])
-        .args([
-            "-serial",
-            "stdio",
-            "-append",
-            "console=ttyS0 panic=-1 earlyprintk=serial",
-        ])
+        .args(["-nodefaults", "-no-user-config", "-no-reboot"])
+        .args(["-display", "none", "-machine", &qemu.machine])
+        .args(["-accel", "kvm", "-cpu", "host", "-m", "256"])
+        .args(["-serial", "stdio"])
+        .args(["-append", "console=ttyS0 panic=-1 earlyprintk=serial"])
         .arg("-kernel")
         .arg(&image.kernel)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        .stderr(Stdio::null())
+        .stderr(Stdio::piped())
         .spawn()?;
-    let spoke = match child.stdout.take() {
-        Some(console) => says(console, FIRST_WORDS),
-        None => Ok(false),
+    let heard = match child.stdout.take() {
+        Some(console) => listen(console),
+        None => Ok(Outcome::Silent),
     };
+    // Whatever was heard, the guest ends here; killing one that has ended is no error.
     child.kill()?;
-    child.wait()?;
-    spoke
+    let output = child.wait_with_output()?;
+    Ok(match heard? {
+        Outcome::Ended(_) => {
+            let words = String::from_utf8_lossy(&output.stderr);
+            let first = words.lines().next().unwrap_or("without a word");
+            Outcome::Ended(first.chars().take(200).collect())
+        }
+        other => other,
+    })
 }
 
-fn says(mut console: std::process::ChildStdout, words: &[u8]) -> io::Result<bool> {
+fn listen(mut console: std::process::ChildStdout) -> io::Result<Outcome> {
     let deadline = Instant::now() + PATIENCE;
     let mut heard = Vec::new();
     let mut chunk = [0; 4096];
-    loop {
+    // A console that only ever says other things is no Linux kernel's.
+    while heard.len() < 1 << 20 {
         let left = deadline.saturating_duration_since(Instant::now());
         let left = Timespec::try_from(left).map_err(io::Error::other)?;
         if poll(&mut [PollFd::new(&console, PollFlags::IN)], Some(&left))? == 0 {
-            return Ok(false);
+            return Ok(Outcome::Silent);
         }
         let n = console.read(&mut chunk)?;
-        heard.extend_from_slice(&chunk[..n]);
-        if heard.windows(words.len()).any(|w| w == words) {
-            return Ok(true);
+        if n == 0 {
+            return Ok(Outcome::Ended(String::new()));
         }
-        // A console that only ever says other things is no Linux kernel's.
-        if n == 0 || heard.len() > 1 << 20 {
-            return Ok(false);
+        heard.extend_from_slice(&chunk[..n]);
+        if heard.windows(FIRST_WORDS.len()).any(|w| w == FIRST_WORDS) {
+            return Ok(Outcome::Spoke);
         }
     }
+    Ok(Outcome::Silent)
 }

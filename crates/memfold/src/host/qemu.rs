@@ -6,6 +6,8 @@ use std::process::{Command, Stdio};
 
 use serde::Serialize;
 
+use super::files;
+
 /// Environment variable that names another QEMU program.
 pub const PROGRAM_VARIABLE: &str = "MEMFOLD_QEMU";
 
@@ -55,9 +57,9 @@ pub struct QemuFacts {
 impl QemuFacts {
     /// Asks the QEMU that `MEMFOLD_QEMU` names, else the one in `PATH`.
     pub fn probe() -> Result<Self, QemuError> {
-        let program =
-            std::env::var_os(PROGRAM_VARIABLE).map_or_else(|| PROGRAM.into(), PathBuf::from);
-        Self::of(&program)
+        let named = std::env::var_os(PROGRAM_VARIABLE).map(PathBuf::from);
+        let program = named.or_else(|| files::program(PROGRAM));
+        Self::of(&program.unwrap_or_else(|| PROGRAM.into()))
     }
 
     /// Asks `program`.

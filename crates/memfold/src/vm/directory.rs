@@ -183,7 +183,8 @@ mod tests {
             directory.create().unwrap_err().kind(),
             io::ErrorKind::AlreadyExists
         );
-        assert_eq!(VmDirectory::all(state.path()).unwrap(), [directory.clone()]);
+        let all = VmDirectory::all(state.path()).unwrap();
+        assert_eq!(all, std::slice::from_ref(&directory));
         let lock = directory.lock().unwrap();
         assert!(lock.is_some());
         assert!(directory.lock().unwrap().is_none());

@@ -131,7 +131,7 @@ fn advice_in(smaps: &str, start: Hva, end: Hva) -> Option<Advice> {
     of_file
 }
 
-/// Start, end, and whether it is anonymous, of a mapping's first line (proc_pid_smaps(5)).
+/// Start, end, and whether it is anonymous, of a mapping's first line (`proc_pid_smaps(5)`).
 fn mapping(line: &str) -> Option<((u64, u64), bool)> {
     let mut fields = line.split_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;

@@ -382,10 +382,10 @@ pub fn arguments(
             "-object",
             format!("memory-backend-ram,id=ram0,size={}", spec.memory.0),
         );
-    let mut memory = format!("size={}b", spec.memory.0);
-    if let Some(max) = spec.memory_max {
-        memory.push_str(&format!(",slots={},maxmem={}b", spec.memory_slots, max.0));
-    }
+    let plugs = spec.memory_max.map_or_else(String::new, |max| {
+        format!(",slots={},maxmem={}b", spec.memory_slots, max.0)
+    });
+    let memory = format!("size={}b{plugs}", spec.memory.0);
     line.add("-m", memory).add("-smp", spec.vcpus.to_string());
     if accel == "kvm" {
         line.add("-accel", "kvm").add("-cpu", "host");

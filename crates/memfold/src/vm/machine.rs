@@ -415,7 +415,7 @@ impl Vm {
                 }
             }
             Err(error) => {
-                tracing::warn!(vm = self.name, %error, "QEMU does not answer and is killed")
+                tracing::warn!(vm = self.name, %error, "QEMU does not answer and is killed");
             }
         }
         self.process.kill()?;

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 pub struct Identity {
     /// Process number.
     pub pid: i32,
-    /// Start time in clock ticks since boot (field 22 of `/proc/PID/stat`, proc_pid_stat(5)).
+    /// Start time in clock ticks since boot (field 22 of `/proc/PID/stat`, `proc_pid_stat(5)`).
     pub start_ticks: u64,
 }
 
@@ -76,7 +76,7 @@ impl Process {
         self.pid
     }
 
-    /// A descriptor that becomes readable when the process ends (pidfd_open(2)).
+    /// A descriptor that becomes readable when the process ends (`pidfd_open(2)`).
     #[must_use]
     pub const fn pidfd(&self) -> &OwnedFd {
         &self.handle

@@ -148,6 +148,7 @@ impl Qmp {
 
     /// Carries out `command` and gives its return value. A question (`query-...`, `qom-get`, `qom-list`) is asked again on a
     /// new connection if the old one broke; a command that may change something is not.
+    #[allow(clippy::needless_pass_by_value)] // callers write json!({...}) in place
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         if self.stream.is_none() {
             self.reconnect()?;

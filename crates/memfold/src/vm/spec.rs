@@ -142,7 +142,7 @@ pub enum Aio {
     /// A pool of threads.
     #[default]
     Threads,
-    /// io_uring.
+    /// `io_uring`.
     IoUring,
     /// Linux AIO; only with direct I/O.
     Native,
@@ -473,6 +473,7 @@ mod size_text {
         Text(String),
     }
 
+    #[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
     pub fn serialize<S: Serializer>(size: &ByteSize, to: S) -> Result<S::Ok, S::Error> {
         match size.0 {
             n if n % (1 << 20) == 0 => to.serialize_str(&format!("{}M", n >> 20)),
@@ -559,7 +560,8 @@ mod tests {
 
     #[test]
     fn contradictions_are_named() {
-        let broken: [(&str, fn(&mut VmSpec)); 7] = [
+        type Damage = fn(&mut VmSpec);
+        let broken: [(&str, Damage); 7] = [
             ("memory", |s| s.memory = ByteSize::mib(1)),
             ("memory_max", |s| s.memory_max = Some(ByteSize::mib(64))),
             ("vcpus", |s| s.vcpus = 0),

@@ -102,7 +102,7 @@ fn prove(vm: &Vm, qmp: &mut Qmp, layout: &RamLayout, gpa: u64) {
         .open(format!("/proc/{pid}/mem"))
         .unwrap();
     let pattern: Vec<u8> = (0..PAGE_BYTES)
-        .map(|i| (i as u64 * 7 + gpa / 4096) as u8)
+        .map(|i| (i as u64 * 7 + gpa / 4096).to_le_bytes()[0])
         .collect();
     memory.write_all_at(&pattern, hva.0).unwrap();
     let dump = tempfile::NamedTempFile::new().unwrap();
@@ -388,11 +388,50 @@ fn doctor_finds_this_qemu_and_keeps_its_verdict_on_kvm() {
         began.elapsed()
     );
     let report = memfold::host::examine(second);
-    println!("{}", memfold::cli::doctor::text(&report));
+    println!("{:#?}", report.checks);
     assert!(
         report
             .checks
             .iter()
             .any(|c| c.name == "QEMU" && c.fix.is_none())
+    );
+}
+
+#[test]
+fn a_booted_guest_with_the_library_shuts_down_when_asked() {
+    let images = memfold::host::guest_images().unwrap_or_default();
+    let (Some(image), Ok(_)) = (images.get("trixie-a"), memfold::host::library()) else {
+        eprintln!("skipped: no guest image trixie-a, or the library is not built");
+        return;
+    };
+    let state = tempfile::tempdir().unwrap();
+    let mut spec = VmSpec::new("guest", ByteSize::mib(512));
+    spec.boot.kernel = Some(image.kernel.clone());
+    spec.boot.initrd = Some(image.initrd.clone());
+    spec.boot.cmdline = Some("root=/dev/vda rw console=ttyS0 quiet".into());
+    let mut disk = DiskSpec::new(&image.disk);
+    disk.snapshot = true;
+    spec.disks = vec![disk];
+    let vm = Running::start(state.path(), spec);
+    assert!(vm.0.has_library());
+    let log = vm.0.directory().unwrap().console_log();
+    let deadline = Instant::now() + Duration::from_secs(120);
+    while !String::from_utf8_lossy(&fs::read(&log).unwrap_or_default()).contains("root@") {
+        assert!(Instant::now() < deadline, "the guest did not boot");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let mut qmp = vm.0.qmp().unwrap();
+    let layout = vm.0.layout(&mut qmp).unwrap();
+    assert!(layout.pages() > (500 << 8), "{layout:?}");
+    let conditions = vm.0.conditions(&mut qmp).unwrap();
+    assert!(conditions.may_refold_live(), "{conditions:?}");
+    drop(qmp);
+    let link = vm.0.library_link().unwrap().unwrap();
+    assert!(link.facts().can_move, "{:?}", link.facts());
+    // acpid listens a moment after the first prompt.
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(
+        vm.0.stop(Duration::from_secs(60)).unwrap(),
+        StopKind::PoweredDown
     );
 }
