@@ -217,7 +217,7 @@ fn at_rest(run: Area, bytes: Area, store: &Store, first: u64, back: bool) -> Ste
 
 fn populate(window: Area) {
     // One fault brings in 16 pages by itself (fault-around); below that the call costs more than it saves.
-    if window.pages() >= 16 {
+    if window.pages() >= 100000 {
         let _ = window.advise(Advice::LinuxPopulateRead);
     }
 }
