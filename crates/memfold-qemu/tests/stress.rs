@@ -230,6 +230,7 @@ fn direct_reads_into_pages_that_are_folded_lose_no_byte() {
     };
     bench.fill(1);
     let guest = Guest(bench.words());
+    let folder = bench.folder;
     let stop = &AtomicBool::new(false);
     let reads = &AtomicU64::new(0);
     let (mut busy, mut done, mut other) = (0, 0, 0);
@@ -239,6 +240,11 @@ fn direct_reads_into_pages_that_are_folded_lose_no_byte() {
             while !stop.load(Ordering::Relaxed) {
                 let first = random.below(PAGES - 256);
                 let pages = 1 + random.below(256);
+                // Given back now and then, as by a balloon: that makes folded pages anonymous again.
+                if random.below(2) == 0 {
+                    let length = usize::try_from(pages * 4096).unwrap();
+                    let _ = folder.discard(guest.at(first, 0).expose_provenance(), length);
+                }
                 // Its old bytes must not survive, whatever is folded meanwhile.
                 for page in first..first + pages {
                     guest.write(page, 1, 0);
@@ -279,13 +285,6 @@ fn direct_reads_into_pages_that_are_folded_lose_no_byte() {
                 Outcome::Busy { .. } => busy += 1,
                 Outcome::Done => done += 1,
                 _ => other += 1,
-            }
-            // Anonymous again, with no reads on: nothing but a stop may do that under direct I/O, so discard instead.
-            if random.below(4) == 0 {
-                // SAFETY: pages inside the bench's memory.
-                let _ = bench
-                    .folder
-                    .discard(guest.at(page, 0).expose_provenance(), 4096);
             }
         }
         stop.store(true, Ordering::Relaxed);
