@@ -3,7 +3,7 @@
 mod support;
 
 use memfold_units::PAGE_SIZE;
-use memfold_wire::library::{FoldRun, Freeze, Order, Outcome, Range, Reply};
+use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range, Reply};
 use proptest::prelude::*;
 use support::Bench;
 
@@ -276,7 +276,7 @@ fn shared_and_missing_memory_is_no_ram() {
         let order = Order::AddRam {
             hva,
             pages,
-            advice: Default::default(),
+            advice: Advice::default(),
         };
         match bench.folder.execute(&order, None) {
             Reply::Error { reason } => reason,

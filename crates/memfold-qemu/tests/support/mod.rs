@@ -2,7 +2,7 @@
 #![allow(dead_code)]
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
@@ -37,14 +37,7 @@ impl Bench {
             other => panic!("{other:?}"),
         }
         let ram = Mapping::anonymous(pages, true).unwrap();
-        let store =
-            File::from(rustix::fs::memfd_create("store", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
-        store.set_len(1 << 34).unwrap();
-        let read_only = File::open(format!(
-            "/proc/self/fd/{}",
-            std::os::fd::AsRawFd::as_raw_fd(&store)
-        ))
-        .unwrap();
+        let store = new_store();
         let bench = Self {
             folder,
             ram,
@@ -64,14 +57,26 @@ impl Bench {
             },
             None,
         );
-        bench.ok(
-            &Order::AddStore {
-                store: number,
-                max_pages: 1 << 22,
-            },
-            Some(read_only.into()),
-        );
+        bench.add_store();
         Some(bench)
+    }
+
+    fn add_store(&self) {
+        let path = format!("/proc/self/fd/{}", self.store.as_raw_fd());
+        let order = Order::AddStore {
+            store: self.number,
+            max_pages: 1 << 22,
+        };
+        self.ok(&order, Some(File::open(path).unwrap().into()));
+    }
+
+    /// Goes on with an empty store: the old one lives only as long as something of it is mapped.
+    pub fn renew_store(&mut self) {
+        self.ok(&Order::RemoveStore { store: self.number }, None);
+        self.store = new_store();
+        self.number += 1;
+        self.next = 0;
+        self.add_store();
     }
 
     pub fn new(pages: u64) -> Option<Self> {
@@ -189,6 +194,13 @@ impl Bench {
     pub fn area(&self, page: u64, pages: u64) -> Area {
         self.ram.area().part(page, pages)
     }
+}
+
+fn new_store() -> File {
+    let fd = rustix::fs::memfd_create("store", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let store = File::from(fd);
+    store.set_len(1 << 34).unwrap();
+    store
 }
 
 pub fn pattern(seed: u64, page: u64) -> Vec<u64> {
