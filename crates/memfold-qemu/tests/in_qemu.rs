@@ -272,6 +272,7 @@ impl Client {
     }
 }
 
+#[allow(clippy::too_many_lines)] // One story from boot to stop.
 fn counts_stay_right(accel: &str, extra: &[&str]) {
     let Some(vm) = Vm::start(accel, extra) else {
         return;
