@@ -286,8 +286,21 @@ fn shared_and_missing_memory_is_no_ram() {
             other => panic!("{other:?}"),
         }
     };
-    let shared = memfold_sys::mapping::SharedMapping::new(&bench.store, 0, 8192).unwrap();
-    assert!(add(shared.as_ptr().expose_provenance() as u64, 2).contains("share=off"));
+    // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
+    let shared = unsafe {
+        rustix::mm::mmap(
+            std::ptr::null_mut(),
+            8192,
+            rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE,
+            rustix::mm::MapFlags::SHARED,
+            &bench.store,
+            0,
+        )
+    }
+    .unwrap();
+    assert!(add(shared.expose_provenance() as u64, 2).contains("share=off"));
+    // SAFETY: the mapping made above; nothing refers to it.
+    unsafe { rustix::mm::munmap(shared, 8192) }.unwrap();
     assert!(add(1 << 40, 1 << 10).contains("no private writable memory"));
     assert!(add(bench.hva(1), 2).contains("overlaps"));
     assert!(add(bench.hva(0) + 1, 2).contains("unaligned"));
