@@ -133,7 +133,7 @@ impl Folder {
                     .iter()
                     .map(|run| self.lock_in_turn().fold(self.uffd(), *freeze, run))
                     .collect();
-                self.free_staging();
+                self.settle();
                 outcomes
             })),
             Order::Release { freeze, ranges } => Ok(timed(|| {
@@ -278,7 +278,7 @@ impl Folder {
                 done += chunk.pages;
             }
         }
-        self.free_staging();
+        self.settle();
         Ok(Reply::Zero {
             scanned,
             dropped,
@@ -286,9 +286,14 @@ impl Folder {
         })
     }
 
-    fn free_staging(&self) {
-        if let Some(staging) = self.lock().staging.as_mut() {
+    /// The work that is cheaper once for many runs.
+    fn settle(&self) {
+        let mut state = self.lock();
+        if let Some(staging) = state.staging.as_mut() {
             staging.free();
+        }
+        for block in state.ram.blocks() {
+            block.advise_now();
         }
     }
 }

@@ -145,12 +145,7 @@ impl Drop for Staged<'_> {
             self.slot.part(self.gone, self.pages - self.gone),
             self.run.part(self.gone, self.pages - self.gone),
         );
-        // Unregistering wakes; what was replaced is no longer registered and is woken by itself.
-        unregister(self.uffd, self.run.after(self.replaced));
-        let replaced = self.run.part(0, self.replaced);
-        if !replaced.is_empty() {
-            let _ = self.uffd.wake(replaced);
-        }
+        thaw(self.uffd, self.run, self.replaced);
     }
 }
 
@@ -195,11 +190,7 @@ impl<'a> Protected<'a> {
 
 impl Drop for Protected<'_> {
     fn drop(&mut self) {
-        unregister(self.uffd, self.run.after(self.replaced));
-        let replaced = self.run.part(0, self.replaced);
-        if !replaced.is_empty() {
-            let _ = self.uffd.wake(replaced);
-        }
+        thaw(self.uffd, self.run, self.replaced);
     }
 }
 
@@ -260,16 +251,20 @@ fn put_back(uffd: &Userfaultfd, from: Area, to: Area) {
     }
 }
 
-/// Unregisters. The range is one that was registered as it is, so no mapping must be split, and ENOMEM can only pass.
-fn unregister(uffd: &Userfaultfd, area: Area) {
-    if area.is_empty() {
-        return;
-    }
-    for _ in 0..1_000_000 {
-        if uffd.unregister(area).is_ok() {
-            return;
+/// Unregisters what was not replaced, and wakes everybody.
+///
+/// The range is one that was registered as it is, so no mapping must be split, and ENOMEM can only pass. Waking is by itself:
+/// the kernel's unregister wakes only who waits for a missing page, not who waits for write protection to end
+/// (`userfaultfd_unregister` in `fs/userfaultfd.c`).
+fn thaw(uffd: &Userfaultfd, run: Area, replaced: u64) {
+    let rest = run.after(replaced);
+    if !rest.is_empty() {
+        for _ in 0..1_000_000 {
+            if uffd.unregister(rest).is_ok() {
+                break;
+            }
+            std::thread::yield_now();
         }
-        std::thread::yield_now();
     }
-    let _ = uffd.wake(area);
+    let _ = uffd.wake(run);
 }

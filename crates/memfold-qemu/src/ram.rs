@@ -40,6 +40,8 @@ pub struct Block {
     folded: Bitmap,
     template: Bitmap,
     templates: Vec<TemplateMap>,
+    /// Smallest range with all pages that were folded and not advised yet.
+    unadvised: Option<(u64, u64)>,
 }
 
 impl Block {
@@ -132,6 +134,24 @@ impl Block {
         }
     }
 
+    /// Notes that `area` is to get the advice for files with [`Self::advise_now`].
+    pub fn advise_later(&mut self, area: Area) {
+        let first = self.index(area.start());
+        let end = first + area.pages();
+        self.unadvised = Some(match self.unadvised {
+            Some((low, high)) => (low.min(first), high.max(end)),
+            None => (first, end),
+        });
+    }
+
+    /// Gives the advice to all that was folded since the last time, by one call for the whole range: what lies between has
+    /// the same advice already, and a call for each run would cost 5 % of folding it.
+    pub fn advise_now(&mut self) {
+        if let Some((first, end)) = self.unadvised.take() {
+            self.advise_file(self.area.part(first, end - first));
+        }
+    }
+
     /// Puts fresh anonymous memory (zeroes) over `area`.
     pub fn refresh(&mut self, area: Area) -> Result<(), Errno> {
         area.map_anonymous(self.advice.noreserve)?;
@@ -188,6 +208,7 @@ impl Ram {
             folded: Bitmap::new(pages),
             template: Bitmap::new(pages),
             templates: Vec::new(),
+            unadvised: None,
         });
         Ok(())
     }

@@ -2,8 +2,8 @@
 //!
 //! Sources: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`, `mm/userfaultfd.c`.
 //!
-//! Nobody reads events from the descriptor: who touches a frozen page sleeps in the kernel until [`Userfaultfd::wake`] or
-//! [`Userfaultfd::unregister`], and then faults again.
+//! Nobody reads events from the descriptor: who touches a frozen page sleeps in the kernel until [`Userfaultfd::wake`], and then
+//! faults again.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -165,7 +165,8 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_REGISTER, &mut register)
     }
 
-    /// Stops to catch faults in `area`, lifts write protection there and wakes who waits.
+    /// Stops to catch faults in `area` and lifts write protection there. Wakes who waits for missing pages; who waits for write
+    /// protection to end needs [`Self::wake`].
     pub fn unregister(&self, area: Area) -> Result<(), Errno> {
         ioctl(self.fd.as_fd(), UFFDIO_UNREGISTER, &mut range(area))
     }

@@ -98,7 +98,7 @@ pub enum Order {
     AddStore {
         /// Number that fold runs use.
         store: u32,
-        /// Pages that may ever be in it: the library reserves that much address space.
+        /// Pages that may ever be in it; runs beyond are refused.
         max_pages: u64,
     },
     /// Fold these runs, in this order.

@@ -1,0 +1,421 @@
+//! The preloaded library in a real QEMU: a boot-sector guest counts in 64 pages that are folded under it.
+
+mod support;
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold_sys::{descriptor, memory};
+use memfold_units::Hva;
+use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range, Reply, VERSION};
+use memfold_wire::{Decoder, encode};
+use support::{Random, stress_time};
+
+const RAM_BYTES: u64 = 64 << 20;
+const TABLE: u64 = 0x1000;
+const RUNNING: u64 = 0x1100;
+const PAGES: u64 = 0x20000;
+
+struct Vm {
+    process: Child,
+    ram: u64,
+    folder: tempfile::TempDir,
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// The cdylib of this build: it lies beside the test programs' folder.
+fn library() -> PathBuf {
+    let program = std::env::current_exe().unwrap();
+    let release = program.parent().and_then(Path::parent).unwrap();
+    let path = [
+        release.join("libmemfold_qemu.so"),
+        release.join("deps/libmemfold_qemu.so"),
+    ]
+    .into_iter()
+    .find(|path| path.exists());
+    path.expect("libmemfold_qemu.so is not built")
+}
+
+fn boot_sector(folder: &Path) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kvm_counter_guest.S");
+    let run = |program: &str, arguments: &[&str]| {
+        let done = Command::new(program)
+            .args(arguments)
+            .current_dir(folder)
+            .status()
+            .unwrap();
+        assert!(done.success(), "{program} failed");
+    };
+    run("as", &["--32", "-o", "guest.o", source.to_str().unwrap()]);
+    run(
+        "ld",
+        &[
+            "-m",
+            "elf_i386",
+            "-Ttext",
+            "0x7c00",
+            "--oformat",
+            "binary",
+            "-o",
+            "guest.img",
+            "guest.o",
+        ],
+    );
+    let image = folder.join("guest.img");
+    File::options()
+        .write(true)
+        .open(&image)
+        .unwrap()
+        .set_len(1440 << 10)
+        .unwrap();
+    image
+}
+
+impl Vm {
+    /// `None`, and a printed reason, where such a QEMU can't run here.
+    fn start(accel: &str, extra: &[&str]) -> Option<Self> {
+        if Command::new("qemu-system-x86_64")
+            .arg("-version")
+            .output()
+            .is_err()
+        {
+            println!("skipped: no qemu-system-x86_64");
+            return None;
+        }
+        if accel == "kvm"
+            && File::options()
+                .read(true)
+                .write(true)
+                .open("/dev/kvm")
+                .is_err()
+        {
+            println!("skipped: /dev/kvm does not open");
+            return None;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let image = boot_sector(folder.path());
+        let process = Command::new("qemu-system-x86_64")
+            .env("LD_PRELOAD", library())
+            .env("MEMFOLD_QEMU_SOCKET", folder.path().join("library"))
+            .args([
+                "-accel",
+                accel,
+                "-m",
+                "64",
+                "-machine",
+                "pc,memory-backend=ram0",
+            ])
+            .args(["-object", "memory-backend-ram,id=ram0,size=64M"])
+            .args([
+                "-drive",
+                &format!("file={},format=raw,if=floppy", image.display()),
+            ])
+            .args([
+                "-boot", "a", "-display", "none", "-nic", "none", "-serial", "none", "-monitor",
+                "none",
+            ])
+            .args([
+                "-qmp",
+                &format!(
+                    "unix:{},server=on,wait=off",
+                    folder.path().join("qmp").display()
+                ),
+            ])
+            .args(extra)
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut vm = Self {
+            process,
+            ram: 0,
+            folder,
+        };
+        let end = Instant::now() + Duration::from_secs(60);
+        while Instant::now() < end {
+            if let Some(status) = vm.process.try_wait().unwrap() {
+                println!("skipped: QEMU with -accel {accel} ended by itself: {status}");
+                return None;
+            }
+            vm.find_ram();
+            if vm.ram != 0 && vm.words(RUNNING, 1) == [0x4d46] {
+                return Some(vm);
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        panic!("the guest did not start to count in 60 s");
+    }
+
+    fn find_ram(&mut self) {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.process.id()))
+            .unwrap_or_default();
+        for line in maps.lines() {
+            let Some((start, end)) = line.split(' ').next().and_then(|r| r.split_once('-')) else {
+                continue;
+            };
+            let (Ok(start), Ok(end)) =
+                (u64::from_str_radix(start, 16), u64::from_str_radix(end, 16))
+            else {
+                continue;
+            };
+            if end - start == RAM_BYTES {
+                self.ram = start;
+            }
+        }
+    }
+
+    fn bytes(&self, gpa: u64, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        let pid = rustix::process::Pid::from_child(&self.process);
+        assert_eq!(
+            memory::read(pid, Hva(self.ram + gpa), &mut bytes).unwrap_or(0),
+            length
+        );
+        bytes
+    }
+
+    fn words(&self, gpa: u64, count: usize) -> Vec<u16> {
+        self.bytes(gpa, count * 2)
+            .chunks(2)
+            .map(|c| u16::from_le_bytes([c[0], c[1]]))
+            .collect()
+    }
+
+    fn connect(&self) -> Client {
+        let path = self.folder.path().join("library");
+        assert_eq!(
+            std::fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            0o600
+        );
+        Client {
+            stream: UnixStream::connect(path).unwrap(),
+            decoder: Decoder::new(),
+        }
+    }
+
+    fn stop(&self) {
+        let stream = UnixStream::connect(self.folder.path().join("qmp")).unwrap();
+        let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+        lines.next().unwrap().unwrap();
+        for command in ["qmp_capabilities", "stop"] {
+            writeln!(&stream, "{{\"execute\":\"{command}\"}}").unwrap();
+            while !lines.next().unwrap().unwrap().contains("\"return\"") {}
+        }
+    }
+}
+
+struct Client {
+    stream: UnixStream,
+    decoder: Decoder,
+}
+
+impl Client {
+    fn order(&mut self, order: &Order, file: Option<OwnedFd>) -> Reply {
+        let frame = encode(order).unwrap();
+        match file {
+            Some(file) => descriptor::send(&self.stream, &frame, file).unwrap(),
+            None => (&self.stream).write_all(&frame).unwrap(),
+        }
+        let mut buffer = [0; 4096];
+        loop {
+            if let Some(reply) = self.decoder.next().unwrap() {
+                return reply;
+            }
+            let (n, _) = descriptor::receive(&self.stream, &mut buffer).unwrap();
+            assert!(n > 0, "the library hung up on {order:?}");
+            self.decoder.push(&buffer[..n]);
+        }
+    }
+
+    fn greet(&mut self, vm: &Vm, store: &File) {
+        match self.order(&Order::Hello { version: VERSION }, None) {
+            Reply::Hello {
+                problem: None,
+                can_move: true,
+                can_write_protect: true,
+                ..
+            } => {}
+            other => panic!("{other:?}"),
+        }
+        let ram = Order::AddRam {
+            hva: vm.ram,
+            pages: RAM_BYTES / 4096,
+            advice: Advice {
+                mergeable: true,
+                dontfork: true,
+                ..Advice::default()
+            },
+        };
+        assert_eq!(self.order(&ram, None), Reply::Ok);
+        let file = store.try_clone().unwrap().into();
+        assert_eq!(
+            self.order(
+                &Order::AddStore {
+                    store: 1,
+                    max_pages: 1 << 24
+                },
+                Some(file)
+            ),
+            Reply::Ok
+        );
+    }
+}
+
+#[allow(clippy::too_many_lines)] // One story from boot to stop.
+fn counts_stay_right(accel: &str, extra: &[&str]) {
+    let Some(vm) = Vm::start(accel, extra) else {
+        return;
+    };
+    let store =
+        File::from(rustix::fs::memfd_create("store", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    let mut client = vm.connect();
+    // Orders before Hello are answered with an error.
+    assert!(matches!(
+        client.order(&Order::Stats, None),
+        Reply::Error { .. }
+    ));
+    client.greet(&vm, &store);
+    let mut random = Random(4242);
+    let mut next = 0u64;
+    let mut tally = std::collections::BTreeMap::new();
+    let end = Instant::now() + stress_time();
+    while Instant::now() < end && next < 1 << 20 {
+        let first = random.below(64);
+        let pages = 1 + random.below(64 - first);
+        let hva = vm.ram + PAGES + first * 4096;
+        let order = if random.below(10) == 0 {
+            Order::Release {
+                freeze: Freeze::WriteProtect,
+                ranges: vec![Range { hva, pages }],
+            }
+        } else {
+            let bytes = vm.bytes(PAGES + first * 4096, usize::try_from(pages * 4096).unwrap());
+            store.write_all_at(&bytes, next * 4096).unwrap();
+            let runs = (0..pages)
+                .map(|page| FoldRun {
+                    hva: hva + page * 4096,
+                    pages: 1,
+                    store: 1,
+                    store_page: next + page,
+                })
+                .collect();
+            next += pages;
+            Order::Fold {
+                freeze: Freeze::WriteProtect,
+                runs,
+            }
+        };
+        if random.below(50) == 0 {
+            // The daemon dies in the middle of an order, or talks nonsense; another takes over.
+            let frame = encode(&order).unwrap();
+            let cut = usize::try_from(random.below(frame.len() as u64 + 1)).unwrap();
+            (&client.stream).write_all(&frame[..cut]).unwrap();
+            if random.below(2) == 0 {
+                let _ = (&client.stream).write_all(&[0xff; 300]);
+            }
+            drop(client);
+            client = vm.connect();
+            client.greet(&vm, &store);
+            *tally.entry("new daemon".to_owned()).or_insert(0) += 1;
+            continue;
+        }
+        match client.order(&order, None) {
+            Reply::Outcomes { outcomes, .. } => {
+                for outcome in outcomes {
+                    assert_ne!(outcome, Outcome::Refused);
+                    let kind = if matches!(order, Order::Release { .. }) {
+                        "release"
+                    } else {
+                        "fold"
+                    };
+                    let name = format!("{kind} {outcome:?}");
+                    let name = name.split('{').next().unwrap_or_default().trim().to_owned();
+                    *tally.entry(name).or_insert(0) += 1;
+                }
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let zero = Order::DropZero {
+        ranges: vec![Range {
+            hva: vm.ram,
+            pages: RAM_BYTES / 4096,
+        }],
+    };
+    let zero = client.order(&zero, None);
+    let running = vm.words(TABLE, 64);
+    std::thread::sleep(Duration::from_millis(100));
+    assert_ne!(running, vm.words(TABLE, 64), "the guest no longer counts");
+    vm.stop();
+    std::thread::sleep(Duration::from_millis(100));
+    let table = vm.words(TABLE, 64);
+    let wrong: Vec<_> = (0..64u64)
+        .map(|page| {
+            (
+                page,
+                vm.words(PAGES + page * 4096, 1)[0],
+                table[usize::try_from(page).unwrap()],
+            )
+        })
+        .filter(|(_, counted, expected)| counted != expected)
+        .collect();
+    println!(
+        "-accel {accel} {extra:?}: {tally:?}; {zero:?}; {:?}",
+        client.order(&Order::Stats, None)
+    );
+    // The guest may have been stopped between its two increments.
+    assert!(
+        wrong.len() <= 1
+            && wrong
+                .iter()
+                .all(|(_, counted, expected)| counted.wrapping_sub(*expected) == 1),
+        "{wrong:?}"
+    );
+    assert!(
+        tally.get("fold Done").is_some_and(|n| *n > 100),
+        "{tally:?}"
+    );
+}
+
+#[test]
+fn a_guest_under_kvm_loses_no_count() {
+    counts_stay_right("kvm", &[]);
+}
+
+#[test]
+fn a_guest_under_tcg_in_a_sandbox_loses_no_count() {
+    counts_stay_right(
+        "tcg",
+        &[
+            "-sandbox",
+            "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+        ],
+    );
+}
+
+#[test]
+fn the_library_does_nothing_without_its_variable() {
+    let output = Command::new("qemu-system-x86_64")
+        .env("LD_PRELOAD", library())
+        .env_remove("MEMFOLD_QEMU_SOCKET")
+        .arg("-version")
+        .output();
+    match output {
+        Ok(output) => assert!(
+            output.status.success() && output.stderr.is_empty(),
+            "{output:?}"
+        ),
+        Err(error) => println!("skipped: no qemu-system-x86_64: {error}"),
+    }
+}

@@ -1,0 +1,55 @@
+//! Too many mappings (`vm.max_map_count`). In a program of its own: it leaves none to others.
+
+mod support;
+
+use memfold_wire::library::{Freeze, Outcome};
+use support::Bench;
+
+#[test]
+fn a_run_stays_as_it_was_when_there_are_too_many_mappings() {
+    let limit: u64 = std::fs::read_to_string("/proc/sys/vm/max_map_count")
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
+    if limit > 100_000 {
+        println!(
+            "skipped: vm.max_map_count is {limit}; filling it would take {} MiB",
+            limit / 128
+        );
+        return;
+    }
+    let Some(mut bench) = Bench::new(limit + 64) else {
+        return;
+    };
+    bench.fill(1);
+    bench.publish(0, limit + 64);
+    // Every other page: a mapping for each, and one for each page between.
+    let mut failed = None;
+    for page in (1..limit).step_by(2) {
+        match bench.fold(Freeze::Move, bench.run(page, 1, page)) {
+            Outcome::Done => {}
+            Outcome::Failed { errno, folded: 0 } => {
+                failed = Some((page, errno));
+                break;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let (page, errno) = failed.expect("more mappings than vm.max_map_count");
+    assert_eq!(errno, libc::ENOMEM);
+    assert!(page > limit / 2);
+    // Nothing is left frozen.
+    assert_eq!(bench.wrong(1, 0, limit + 64), []);
+    bench.area(page, 1).write(&[3]);
+    assert_eq!(bench.wrong(1, 0, limit + 64), [page]);
+    // Releasing needs a mapping for a moment, so it fails too, and leaves the page as it was.
+    assert_eq!(
+        bench.release(Freeze::WriteProtect, 1, 1),
+        Outcome::Failed {
+            errno: libc::ENOMEM,
+            folded: 0
+        }
+    );
+    assert_eq!(bench.wrong(1, 0, limit + 64), [page]);
+}

@@ -1,0 +1,351 @@
+//! What each order does, and what it refuses.
+
+mod support;
+
+use memfold_units::PAGE_SIZE;
+use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range, Reply};
+use proptest::prelude::*;
+use support::Bench;
+
+#[test]
+fn equal_pages_are_folded_and_a_write_gets_a_private_copy() {
+    let Some(mut bench) = Bench::new(64) else {
+        return;
+    };
+    bench.fill(1);
+    let at = bench.publish(0, 64);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 64, at)),
+        Outcome::Done
+    );
+    assert_eq!(bench.wrong(1, 0, 64), []);
+    bench.area(5, 1).write(&[9]);
+    assert_eq!(bench.wrong(1, 0, 64), [5]);
+    let mut stored = [0; 8];
+    std::os::unix::fs::FileExt::read_exact_at(&bench.store, &mut stored, 5 * PAGE_SIZE).unwrap();
+    assert_eq!(u64::from_ne_bytes(stored), support::pattern(1, 5)[0]);
+}
+
+#[test]
+fn a_different_page_ends_the_fold_before_it_and_keeps_its_bytes() {
+    let Some(mut bench) = Bench::new(64) else {
+        return;
+    };
+    bench.fill(1);
+    let at = bench.publish(0, 64);
+    bench.area(20, 1).write(&[7]);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 64, at)),
+        Outcome::Differs { folded: 20 }
+    );
+    assert_eq!(bench.wrong(1, 0, 64), [20]);
+    // Behind it, another run goes on.
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(21, 43, at + 21)),
+        Outcome::Done
+    );
+    assert_eq!(bench.wrong(1, 0, 64), [20]);
+}
+
+#[test]
+fn a_hole_ends_the_fold_before_it() {
+    let Some(mut bench) = Bench::new(8) else {
+        return;
+    };
+    bench.fill(1);
+    let at = bench.publish(0, 8);
+    bench
+        .area(3, 1)
+        .advise(rustix::mm::Advice::LinuxDontNeed)
+        .unwrap();
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 8, at)),
+        Outcome::Hole { folded: 3 }
+    );
+    assert!(bench.area(3, 1).is_zero());
+    assert_eq!(bench.wrong(1, 4, 4), []);
+}
+
+#[test]
+fn folded_pages_are_folded_again_and_released() {
+    let Some(mut bench) = Bench::new(64) else {
+        return;
+    };
+    bench.fill(1);
+    let at = bench.publish(0, 64);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 64, at)),
+        Outcome::Done
+    );
+    // No longer anonymous: only write protection or a stopped VM fit.
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 64, at)),
+        Outcome::Refused
+    );
+    bench.fill(2);
+    assert_eq!(
+        bench.fold(Freeze::WriteProtect, bench.run(0, 64, at)),
+        Outcome::Differs { folded: 0 }
+    );
+    let again = bench.publish(0, 64);
+    assert_eq!(
+        bench.fold(Freeze::WriteProtect, bench.run(0, 64, again)),
+        Outcome::Done
+    );
+    assert_eq!(bench.wrong(2, 0, 64), []);
+    assert_eq!(
+        bench.fold(Freeze::Stopped, bench.run(0, 64, again)),
+        Outcome::Done
+    );
+    assert_eq!(bench.release(Freeze::Move, 0, 64), Outcome::Refused);
+    assert_eq!(bench.release(Freeze::WriteProtect, 0, 32), Outcome::Done);
+    assert_eq!(bench.release(Freeze::Stopped, 32, 32), Outcome::Done);
+    assert_eq!(bench.wrong(2, 0, 64), []);
+    // Anonymous again: can be moved again.
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 64, again)),
+        Outcome::Done
+    );
+    assert_eq!(bench.wrong(2, 0, 64), []);
+    let stats = bench.stats();
+    assert_eq!(
+        (
+            stats.folded_pages,
+            stats.refolded_pages,
+            stats.released_pages
+        ),
+        (128, 128, 64)
+    );
+    assert_eq!(stats.freeze_histogram.iter().sum::<u64>(), 5);
+    assert!(stats.freeze_max_ns > 0);
+}
+
+#[test]
+fn a_run_of_both_kinds_is_folded_part_by_part() {
+    let Some(mut bench) = Bench::new(30) else {
+        return;
+    };
+    bench.fill(3);
+    let at = bench.publish(0, 30);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(10, 10, at + 10)),
+        Outcome::Done
+    );
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 30, at)),
+        Outcome::Hole { folded: 10 }
+    );
+    assert_eq!(
+        bench.fold(Freeze::WriteProtect, bench.run(0, 30, at)),
+        Outcome::Done
+    );
+    assert_eq!(bench.wrong(3, 0, 30), []);
+}
+
+#[test]
+fn discarded_pages_read_as_zeroes_folded_or_not() {
+    let Some(mut bench) = Bench::new(64) else {
+        return;
+    };
+    memfold_qemu::preload::install(bench.folder);
+    bench.fill(1);
+    let at = bench.publish(0, 64);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(8, 48, at + 8)),
+        Outcome::Done
+    );
+    // The C library's name for it, which this test's program interposes as QEMU's does.
+    // SAFETY: memory of this test.
+    let result = unsafe {
+        libc::madvise(
+            bench.words().add(4 * 512).cast(),
+            16 * 4096,
+            libc::MADV_DONTNEED,
+        )
+    };
+    assert_eq!(result, 0);
+    assert_eq!(bench.area(4, 16).zero_pages(), 16);
+    assert_eq!(bench.wrong(1, 0, 4), []);
+    assert_eq!(bench.wrong(1, 20, 44), []);
+    assert_eq!(bench.stats().discarded_pages, 12);
+    // SAFETY: as above; the address is no start of a page, which the kernel refuses.
+    let result = unsafe { libc::madvise(bench.words().add(1).cast(), 4096, libc::MADV_DONTNEED) };
+    assert_eq!(result, -1);
+    assert_eq!(
+        std::io::Error::last_os_error().raw_os_error(),
+        Some(libc::EINVAL)
+    );
+    // Anonymous again.
+    bench.area(4, 16).write(&vec![5; 16 * 512]);
+    let at = bench.publish(4, 16);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(4, 16, at)),
+        Outcome::Done
+    );
+}
+
+#[test]
+fn zero_pages_are_given_back_and_others_kept() {
+    let Some(bench) = Bench::new(1024) else {
+        return;
+    };
+    bench.fill(1);
+    for page in (0..1024).filter(|page| page % 7 != 0) {
+        bench.area(page, 1).write(&[0; 512]);
+    }
+    // One that only looks like zeroes at first.
+    bench.area(1, 1).write(&[&[0; 511][..], &[1]].concat());
+    let (scanned, dropped) = bench.drop_zero(0, 1024);
+    let kept = 147 + 1;
+    assert_eq!((scanned, dropped), (1024, 1024 - kept));
+    for page in 0..1024 {
+        let zero = page % 7 != 0 && page != 1;
+        assert_eq!(bench.area(page, 1).is_zero(), zero, "page {page}");
+    }
+    // What has been looked at since shows the kernel's zero page, which is not looked at again.
+    assert_eq!(bench.drop_zero(0, 1024), (kept, 0));
+}
+
+#[test]
+fn a_file_is_mapped_and_folded_back() {
+    let Some(bench) = Bench::new(16) else { return };
+    bench.fill(4);
+    let expected: Vec<u8> = (0..16)
+        .flat_map(|p| support::pattern(5, p))
+        .flat_map(u64::to_ne_bytes)
+        .collect();
+    std::os::unix::fs::FileExt::write_all_at(&bench.store, &expected, 100 * PAGE_SIZE).unwrap();
+    let order = Order::Map {
+        hva: bench.hva(0),
+        pages: 16,
+        file_page: 100,
+    };
+    bench.ok(&order, Some(bench.store.try_clone().unwrap().into()));
+    assert_eq!(bench.wrong(5, 0, 16), []);
+    let (start, end) = (bench.hva(0), bench.hva(16));
+    let maps = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let starts = maps.lines().filter_map(|line| {
+            let (start, _) = line.split_once('-')?;
+            u64::from_str_radix(start, 16).ok()
+        });
+        starts.filter(|at| (start..end).contains(at)).count()
+    };
+    let mappings = maps();
+    assert_eq!(mappings, 1);
+    // Written and changed back: the private copies go, the mapping stays whole.
+    bench.area(3, 2).write(&[1; 600]);
+    bench
+        .area(3, 2)
+        .write(&[support::pattern(5, 3), support::pattern(5, 4)].concat());
+    assert_eq!(
+        bench.fold(Freeze::WriteProtect, bench.run(3, 2, 103)),
+        Outcome::Done
+    );
+    assert_eq!(bench.wrong(5, 0, 16), []);
+    assert_eq!(maps(), mappings);
+    let beyond = Order::Map {
+        hva: bench.hva(0),
+        pages: 16,
+        file_page: (1 << 22) - 8,
+    };
+    let file = bench.store.try_clone().unwrap().into();
+    assert!(matches!(
+        bench.folder.execute(&beyond, Some(file)),
+        Reply::Error { .. }
+    ));
+}
+
+#[test]
+fn runs_beyond_the_end_of_the_store_are_refused() {
+    let Some(bench) = Bench::new(4) else { return };
+    bench.fill(1);
+    bench.store.set_len(2 * PAGE_SIZE).unwrap();
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 4, 0)),
+        Outcome::Refused
+    );
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 1, u64::MAX)),
+        Outcome::Refused
+    );
+    assert_eq!(bench.wrong(1, 0, 4), []);
+}
+
+#[test]
+fn shared_and_missing_memory_is_no_ram() {
+    let Some(bench) = Bench::new(4) else { return };
+    let add = |hva, pages| {
+        let order = Order::AddRam {
+            hva,
+            pages,
+            advice: Advice::default(),
+        };
+        match bench.folder.execute(&order, None) {
+            Reply::Error { reason } => reason,
+            other => panic!("{other:?}"),
+        }
+    };
+    // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
+    let shared = unsafe {
+        rustix::mm::mmap(
+            std::ptr::null_mut(),
+            8192,
+            rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE,
+            rustix::mm::MapFlags::SHARED,
+            &bench.store,
+            0,
+        )
+    }
+    .unwrap();
+    assert!(add(shared.expose_provenance() as u64, 2).contains("share=off"));
+    // SAFETY: the mapping made above; nothing refers to it.
+    unsafe { rustix::mm::munmap(shared, 8192) }.unwrap();
+    assert!(add(1 << 40, 1 << 10).contains("no private writable memory"));
+    assert!(add(bench.hva(1), 2).contains("overlaps"));
+    assert!(add(bench.hva(0) + 1, 2).contains("unaligned"));
+}
+
+fn freezes() -> impl Strategy<Value = Freeze> {
+    prop_oneof![
+        Just(Freeze::Move),
+        Just(Freeze::WriteProtect),
+        Just(Freeze::Stopped)
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+    /// Orders of every shape, near the RAM's edges and far from them: no crash, and never a wrong byte.
+    #[test]
+    fn no_order_changes_a_byte(
+        orders in proptest::collection::vec((freezes(), -2i64..34, 0u32..40, 0u32..3, 0u64..70, any::<bool>(), 0u8..4), 1..30),
+        wild in any::<(u64, u64)>(),
+    ) {
+        let Some(mut bench) = Bench::new(32) else { return Ok(()) };
+        bench.fill(6);
+        bench.publish(0, 32);
+        bench.publish(0, 32);
+        for (freeze, page, pages, store, store_page, odd, what) in orders {
+            let hva = bench.hva(0).wrapping_add_signed(page * 4096) + u64::from(odd && page > 20);
+            let inside = hva % 4096 == 0 && page >= 0 && page + i64::from(pages) <= 32;
+            let order = match what {
+                0 | 1 => Order::Fold { freeze, runs: vec![FoldRun { hva, pages, store, store_page }] },
+                2 => Order::Release { freeze, ranges: vec![Range { hva, pages: pages.into() }] },
+                _ => Order::DropZero { ranges: vec![Range { hva, pages: pages.into() }] },
+            };
+            match bench.folder.execute(&order, None) {
+                Reply::Outcomes { outcomes, .. } => {
+                    if !inside { prop_assert_eq!(outcomes[0], Outcome::Refused); }
+                    if what < 2 && store != 1 { prop_assert_eq!(outcomes[0], Outcome::Refused); }
+                }
+                Reply::Zero { dropped, .. } => prop_assert!(inside && dropped == 0),
+                Reply::Error { .. } => prop_assert!(!inside || pages == 0),
+                other => prop_assert!(false, "{:?}", other),
+            }
+        }
+        let order = Order::Fold { freeze: Freeze::Move, runs: vec![FoldRun { hva: wild.0, pages: 1, store: 1, store_page: wild.1 }] };
+        bench.folder.execute(&order, None);
+        prop_assert_eq!(bench.wrong(6, 0, 32), Vec::<u64>::new());
+    }
+}

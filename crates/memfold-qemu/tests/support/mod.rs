@@ -1,0 +1,234 @@
+//! Memory and a page store of a test's own.
+#![allow(dead_code)]
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use memfold_qemu::Folder;
+use memfold_sys::region::{Area, Mapping};
+use memfold_units::PAGE_SIZE;
+use memfold_wire::library::{
+    Advice, FoldRun, Freeze, Order, Outcome, Range, Reply, Stats, VERSION,
+};
+
+pub const PAGE: usize = 4096;
+
+/// Anonymous memory that plays guest RAM, and a memfd that plays a page store.
+pub struct Bench {
+    pub folder: &'static Folder,
+    pub ram: Mapping,
+    pub store: File,
+    pub next: u64,
+    pub number: u32,
+}
+
+impl Bench {
+    /// `pages` pages of RAM known to `folder`, and an empty store with `number`. `None` (and a printed reason) where this machine
+    /// can't fold.
+    pub fn with(folder: &'static Folder, pages: u64, number: u32) -> Option<Self> {
+        match folder.execute(&Order::Hello { version: VERSION }, None) {
+            Reply::Hello { problem: None, .. } => {}
+            Reply::Hello { problem, .. } => {
+                println!("skipped: {}", problem.unwrap_or_default());
+                return None;
+            }
+            other => panic!("{other:?}"),
+        }
+        let ram = Mapping::anonymous(pages, true).unwrap();
+        let store = new_store();
+        let bench = Self {
+            folder,
+            ram,
+            store,
+            next: 0,
+            number,
+        };
+        bench.ok(
+            &Order::AddRam {
+                hva: bench.hva(0),
+                pages,
+                advice: Advice {
+                    dontfork: true,
+                    noreserve: true,
+                    ..Advice::default()
+                },
+            },
+            None,
+        );
+        bench.add_store();
+        Some(bench)
+    }
+
+    fn add_store(&self) {
+        let path = format!("/proc/self/fd/{}", self.store.as_raw_fd());
+        let order = Order::AddStore {
+            store: self.number,
+            max_pages: 1 << 22,
+        };
+        self.ok(&order, Some(File::open(path).unwrap().into()));
+    }
+
+    /// Goes on with an empty store: the old one lives only as long as something of it is mapped.
+    pub fn renew_store(&mut self) {
+        self.ok(&Order::RemoveStore { store: self.number }, None);
+        self.store = new_store();
+        self.number += 1;
+        self.next = 0;
+        self.add_store();
+    }
+
+    pub fn new(pages: u64) -> Option<Self> {
+        Self::with(Box::leak(Box::new(Folder::new(None))), pages, 1)
+    }
+
+    pub fn hva(&self, page: u64) -> u64 {
+        self.ram.area().start().0 + page * PAGE_SIZE
+    }
+
+    /// Pages of RAM as words, for tests that read and write as a guest does.
+    pub fn words(&self) -> *mut u64 {
+        std::ptr::with_exposed_provenance_mut(usize::try_from(self.hva(0)).unwrap())
+    }
+
+    pub fn ok(&self, order: &Order, descriptor: Option<OwnedFd>) {
+        assert_eq!(
+            self.folder.execute(order, descriptor),
+            Reply::Ok,
+            "{order:?}"
+        );
+    }
+
+    /// Copies pages of RAM, as they are now, to a new place in the store; the place.
+    pub fn publish(&mut self, page: u64, count: u64) -> u64 {
+        let mut bytes = vec![0; usize::try_from(count).unwrap() * PAGE];
+        memfold_sys::memory::read(
+            rustix::process::getpid(),
+            memfold_units::Hva(self.hva(page)),
+            &mut bytes,
+        )
+        .unwrap();
+        let at = self.next;
+        self.next += count;
+        self.store.write_all_at(&bytes, at * PAGE_SIZE).unwrap();
+        at
+    }
+
+    pub fn run(&self, page: u64, pages: u32, store_page: u64) -> FoldRun {
+        FoldRun {
+            hva: self.hva(page),
+            pages,
+            store: self.number,
+            store_page,
+        }
+    }
+
+    pub fn fold(&self, freeze: Freeze, run: FoldRun) -> Outcome {
+        let order = Order::Fold {
+            freeze,
+            runs: vec![run],
+        };
+        match self.folder.execute(&order, None) {
+            Reply::Outcomes { outcomes, .. } => outcomes[0],
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn release(&self, freeze: Freeze, page: u64, pages: u64) -> Outcome {
+        let order = Order::Release {
+            freeze,
+            ranges: vec![self.range(page, pages)],
+        };
+        match self.folder.execute(&order, None) {
+            Reply::Outcomes { outcomes, .. } => outcomes[0],
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn range(&self, page: u64, pages: u64) -> Range {
+        Range {
+            hva: self.hva(page),
+            pages,
+        }
+    }
+
+    pub fn drop_zero(&self, page: u64, pages: u64) -> (u64, u64) {
+        let order = Order::DropZero {
+            ranges: vec![self.range(page, pages)],
+        };
+        match self.folder.execute(&order, None) {
+            Reply::Zero {
+                scanned, dropped, ..
+            } => (scanned, dropped),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn stats(&self) -> Stats {
+        match self.folder.execute(&Order::Stats, None) {
+            Reply::Stats(stats) => *stats,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Fills pages with words that differ from page to page.
+    pub fn fill(&self, seed: u64) {
+        let area = self.ram.area();
+        for page in 0..area.pages() {
+            area.part(page, 1).write(&pattern(seed, page));
+        }
+    }
+
+    /// Pages that don't hold what [`Self::fill`] wrote.
+    pub fn wrong(&self, seed: u64, first: u64, count: u64) -> Vec<u64> {
+        let expected = Mapping::anonymous(1, true).unwrap();
+        (first..first + count)
+            .filter(|&page| {
+                expected.area().write(&pattern(seed, page));
+                self.area(page, 1).equal_pages(expected.area()) == 0
+            })
+            .collect()
+    }
+
+    pub fn area(&self, page: u64, pages: u64) -> Area {
+        self.ram.area().part(page, pages)
+    }
+}
+
+fn new_store() -> File {
+    let fd = rustix::fs::memfd_create("store", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let store = File::from(fd);
+    store.set_len(1 << 34).unwrap();
+    store
+}
+
+pub fn pattern(seed: u64, page: u64) -> Vec<u64> {
+    (0..512)
+        .map(|word| (seed << 40 | page << 10 | word).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+        .collect()
+}
+
+/// How long a stress lasts: `MEMFOLD_STRESS_SECONDS`, or 10 s.
+pub fn stress_time() -> Duration {
+    let seconds = std::env::var("MEMFOLD_STRESS_SECONDS")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(10);
+    Duration::from_secs(seconds)
+}
+
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 >> 3
+    }
+
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+}
