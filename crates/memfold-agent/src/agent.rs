@@ -7,15 +7,19 @@
 //! ```
 //! Tracing is on only while working. Whatever the host does or leaves undone, nothing here waits for it without a limit.
 
+mod connection;
+
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use memfold_sys::guest;
-use memfold_wire::agent::{AgentCounters, FromAgent, ToAgent, VERSION};
+use memfold_wire::agent::{AgentCounters, FromAgent};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use self::connection::RETRY;
+use crate::backoff::Backoff;
 use crate::commands::Commands;
 use crate::glob::Rules;
 use crate::mounts::Mounts;
@@ -33,8 +37,6 @@ const GATHER_BUSY: Duration = Duration::from_millis(10);
 const BUSY_ROUND: u64 = 5000;
 /// Between counters.
 const COUNTERS: Duration = Duration::from_secs(1);
-/// Between looking for a port or its host side: first and longest.
-const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(1));
 /// A signal of the port belongs to data that came at most so long ago.
 const SIGNAL_SLACK: Duration = Duration::from_millis(200);
 /// From the last loss of events to the inventory that repairs it.
@@ -64,48 +66,9 @@ enum State {
     Working,
 }
 
-/// Work to be done again and again, the more rarely the less use it is.
-#[derive(Debug)]
-struct Backoff {
-    bounds: (Duration, Duration),
-    interval: Duration,
-    not_before: Instant,
-    due: Option<Instant>,
-}
-
-impl Backoff {
-    fn new(bounds: (Duration, Duration)) -> Self {
-        Self {
-            bounds,
-            interval: bounds.0,
-            not_before: Instant::now(),
-            due: None,
-        }
-    }
-
-    /// Is wanted: no earlier than `delay` from now.
-    fn want(&mut self, delay: Duration) {
-        self.due = Some((Instant::now() + delay).max(self.not_before));
-    }
-
-    /// True once, when it is due; from then the interval counts.
-    fn take(&mut self) -> bool {
-        let now = Instant::now();
-        if self.due.is_none_or(|due| due > now) {
-            return false;
-        }
-        self.due = None;
-        // Long unused: as at the start.
-        if now.duration_since(self.not_before) > self.bounds.1 {
-            self.interval = self.bounds.0;
-        }
-        self.not_before = now + self.interval;
-        self.interval = (self.interval * 2).min(self.bounds.1);
-        true
-    }
-}
-
 /// The agent.
+// The flags are independent of each other: any combination occurs.
+#[allow(clippy::struct_excessive_bools)]
 pub struct Agent {
     signals: OwnedFd,
     mountinfo: Option<File>,
@@ -271,7 +234,7 @@ impl Agent {
             // Rounded up: a little early would be a busy loop.
             let left = when.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
             Timespec {
-                tv_sec: left.as_secs().cast_signed(),
+                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
                 tv_nsec: left.subsec_nanos().into(),
             }
         });
@@ -340,128 +303,6 @@ impl Agent {
         }
     }
 
-    fn look_for_host(&mut self) {
-        let Sink::Port(port) = &mut self.sink else {
-            return;
-        };
-        if !port.host_is_there() {
-            self.state = State::Absent(Instant::now() + self.retry);
-            self.retry = (self.retry * 2).min(RETRY.1);
-            return;
-        }
-        self.retry = RETRY.0;
-        port.begin();
-        self.state = State::Waiting;
-        let read = |path| {
-            fs::read_to_string(path)
-                .unwrap_or_default()
-                .trim()
-                .to_owned()
-        };
-        let hello = FromAgent::Hello {
-            version: VERSION,
-            agent: env!("CARGO_PKG_VERSION").into(),
-            kernel: read("/proc/sys/kernel/osrelease"),
-            boot_id: read("/proc/sys/kernel/random/boot_id"),
-            host_name: read("/proc/sys/kernel/hostname"),
-            problems: self.problems.clone(),
-        };
-        self.say(&hello);
-    }
-
-    /// The host side closed: forget the connection.
-    fn lost_host(&mut self) {
-        if let Some(tracer) = &mut self.tracer {
-            tracer.stop();
-        }
-        if let Sink::Port(port) = &mut self.sink {
-            port.begin();
-        }
-        self.worker.cancel();
-        self.commands.forget();
-        self.cache.reset(Rules::default());
-        self.round = Round::default();
-        self.gather = None;
-        (self.inventory_running, self.inventory_wanted, self.finding) = (false, false, false);
-        (self.repair.due, self.find.due) = (None, None);
-        self.state = State::Absent(Instant::now() + self.retry);
-    }
-
-    fn port_event(&mut self, events: PollFlags) {
-        let Sink::Port(port) = &mut self.sink else {
-            return;
-        };
-        if events.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) {
-            self.lost_host();
-            return;
-        }
-        if !events.contains(PollFlags::IN) {
-            return;
-        }
-        match port.receive() {
-            Ok(0) => {}
-            Ok(_) => self.heard = Instant::now(),
-            Err(_) => {
-                self.lost_host();
-                return;
-            }
-        }
-        loop {
-            let Sink::Port(port) = &mut self.sink else {
-                return;
-            };
-            match port.next() {
-                Ok(Some(message)) => self.order(message),
-                Ok(None) => return,
-                Err(e) => {
-                    eprintln!("memfold-agent: what the daemon sent is no message: {e}");
-                    self.lost_host();
-                    return;
-                }
-            }
-        }
-    }
-
-    fn order(&mut self, message: ToAgent) {
-        match message {
-            ToAgent::Welcome {
-                version,
-                include,
-                exclude,
-            } if version == VERSION => {
-                self.welcome(Rules::new(include, exclude));
-            }
-            ToAgent::Welcome { version, .. } => {
-                eprintln!(
-                    "memfold-agent: the daemon speaks version {version}, this agent {VERSION}: update the older one"
-                );
-                self.state = State::Refused;
-            }
-            ToAgent::Refused { reason } => {
-                eprintln!("memfold-agent: the daemon refused: {reason}");
-                self.state = State::Refused;
-            }
-            ToAgent::Inventory => self.inventory_wanted = true,
-            ToAgent::Ping => self.say_counters(true),
-            ToAgent::Run { command, script } => self.commands.run(command, script),
-            ToAgent::Kill { command } => self.commands.kill(command),
-        }
-    }
-
-    fn welcome(&mut self, rules: Rules) {
-        self.worker.cancel();
-        (self.inventory_running, self.finding) = (false, false);
-        self.cache.reset(rules);
-        self.state = State::Working;
-        if let Some(tracer) = &mut self.tracer {
-            match tracer.start() {
-                Ok(None) => {}
-                Ok(Some(problem)) => eprintln!("memfold-agent: {problem}"),
-                Err(e) => eprintln!("memfold-agent: trace events: {e}"),
-            }
-        }
-    }
-
     fn read_mounts(&mut self) {
         use std::io::{Read, Seek};
         // Read through the polled descriptor: that is what makes it quiet again.
@@ -485,7 +326,15 @@ impl Agent {
         counters.events += self.round.records;
         counters.events_lost += self.round.lost;
         self.busy = self.round.records > BUSY_ROUND;
-        let lost = self.round.lost > 0;
+        let mut lost = self.round.lost > 0;
+        if let Sink::Port(port) = &self.sink {
+            if port.is_full() {
+                // The daemon doesn't keep up: reading goes on, so that the kernel's buffer doesn't hide how much was lost.
+                counters.events_lost += self.round.records;
+                self.round.events.clear();
+                lost = true;
+            }
+        }
         let events = std::mem::take(&mut self.round.events);
         self.cache.events(&events);
         self.cache.end_round();
@@ -553,6 +402,9 @@ impl Agent {
         for message in self.cache.batch.take_ready() {
             all &= self.say(&message);
         }
+        if !all {
+            self.cache.forget_files();
+        }
         all
     }
 
@@ -601,7 +453,7 @@ fn print(message: &FromAgent) {
     }
 }
 
-/// Resident set of this process (proc_pid_statm(5): the second field, in pages).
+/// Resident set of this process (`proc_pid_statm(5)`: the second field, in pages).
 fn resident_bytes() -> u64 {
     let text = fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages = text

@@ -59,7 +59,7 @@ impl FileEntry {
     }
 
     /// Has it dirty pages?
-    pub const fn is_dirty(&self) -> bool {
+    pub fn is_dirty(&self) -> bool {
         !self.dirty.is_empty()
     }
 }
@@ -76,6 +76,11 @@ impl Files {
     /// Forgets everything: a new connection. Memory goes back to the system.
     pub fn reset(&mut self) {
         *self = Self::default();
+    }
+
+    /// Forgets all files; they get new numbers.
+    pub fn forget_all(&mut self) {
+        self.map = HashMap::new();
     }
 
     /// Time passes, for choosing what to forget.

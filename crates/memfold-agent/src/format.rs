@@ -26,8 +26,7 @@ impl Field {
             [a] => u64::from(a),
             [a, b] => u16::from_ne_bytes([a, b]).into(),
             [a, b, c, d] => u32::from_ne_bytes([a, b, c, d]).into(),
-            [a, b, c, d, e, f, g, h] => u64::from_ne_bytes([a, b, c, d, e, f, g, h]),
-            _ => return None,
+            _ => u64::from_ne_bytes(bytes.try_into().ok()?),
         })
     }
 

@@ -1,10 +1,9 @@
 //! memfold's agent in the guest.
 //!
 //! ```text
-//!   kernel events --> trace (ring, format) --+
-//!                                            +--> page_cache (files, resolve) --> batch --> port
-//!   cached files ---> worker (walk, residency)+
-//!                                                              commands -----------------> port
+//!   kernel events --> trace (ring, format) --+--> page_cache (files, resolve) --> batch --+
+//!   cached files ---> worker (walk, residency) +                                          +--> port
+//!   shells ---------> commands -----------------------------------------------------------+
 //! ```
 //!
 //! | module | what it is about |
@@ -16,9 +15,10 @@
 //! | [`files`], [`resolve`], [`mounts`], [`glob`] | file numbers, paths, file systems, rules |
 //! | [`batch`], [`port`] | messages, and the way out |
 //! | [`commands`] | commands for the daemon |
-//! | [`wake`] | waking the main loop |
+//! | [`wake`], [`backoff`] | waking the main loop, and what it does rarely |
 
 pub mod agent;
+pub mod backoff;
 pub mod batch;
 pub mod commands;
 pub mod files;

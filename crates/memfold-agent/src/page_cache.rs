@@ -114,6 +114,12 @@ impl PageCache {
         }
     }
 
+    /// A message was dropped, perhaps one that introduced files: introduce all anew.
+    pub fn forget_files(&mut self) {
+        self.files.forget_all();
+        self.last = None;
+    }
+
     /// To be called after the events of a round: keeps no file system busy.
     pub fn end_round(&mut self) {
         self.resolver.close();

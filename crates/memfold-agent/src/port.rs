@@ -3,13 +3,12 @@
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use memfold_wire::agent::{FromAgent, PORT_NAME, ToAgent};
 use memfold_wire::{Decoder, FrameError, encode};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags};
 
 /// Bytes that may wait; beyond it nothing is added.
 const LIMIT: usize = 1 << 20;
@@ -49,11 +48,8 @@ pub struct Port {
 impl Port {
     /// Opens the device. `EBUSY`: another process has it.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
-            .open(path)?;
+        let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
         // Without it, only a host side that comes back faster than we look goes unnoticed.
         let _ = memfold_sys::guest::signal_changes(&file);
         Ok(Self {
@@ -105,7 +101,7 @@ impl Port {
     }
 
     /// The next message of the host.
-    pub fn next(&mut self) -> Result<Option<ToAgent>, FrameError> {
+    pub fn order(&mut self) -> Result<Option<ToAgent>, FrameError> {
         self.decoder.next()
     }
 
@@ -131,13 +127,18 @@ impl Port {
     }
 
     /// Bytes that wait.
-    pub const fn backlog(&self) -> usize {
+    pub fn backlog(&self) -> usize {
         self.waiting.len() - self.sent
     }
 
     /// Is there so little waiting that more may be made?
-    pub const fn has_room(&self) -> bool {
+    pub fn has_room(&self) -> bool {
         self.backlog() < QUIET_LIMIT
+    }
+
+    /// Is so much waiting that events' messages are dropped?
+    pub fn is_full(&self) -> bool {
+        self.backlog() > EVENTS_LIMIT
     }
 
     /// Writes as much as the port takes now.

@@ -11,11 +11,10 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use memfold_sys::guest;
-use rustix::fs::{FileType, OFlags};
+use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::mounts::{Kind, Mount, Mounts};
 
@@ -95,11 +94,9 @@ fn is_stale(error: &io::Error) -> bool {
 }
 
 fn open_directory(point: &[u8]) -> io::Result<File> {
-    let flags = OFlags::DIRECTORY | OFlags::NONBLOCK | OFlags::NOATIME;
-    File::options()
-        .read(true)
-        .custom_flags(flags.bits().cast_signed())
-        .open(Path::new(OsStr::from_bytes(point)))
+    let flags = OFlags::DIRECTORY | OFlags::NONBLOCK | OFlags::NOATIME | OFlags::CLOEXEC;
+    let path = Path::new(OsStr::from_bytes(point));
+    Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
 }
 
 /// The path of an open file.

@@ -75,7 +75,7 @@ pub struct Records<'a> {
     rest: &'a [u8],
 }
 
-impl<'a> Records<'a> {
+impl Records<'_> {
     fn word(&self, index: usize) -> Option<u32> {
         let bytes = self.rest.get(index * 4..)?.first_chunk()?;
         Some(u32::from_ne_bytes(*bytes))
@@ -154,16 +154,16 @@ mod tests {
             2 | 5 << 5,
             0xaaaa,
             0xbbbb, // 8 bytes, 5 later
-            30 | 1 << 5,
+            TIME_EXTEND | 1 << 5,
             1, // time extend: 2^27 + 1
-            29 | 7 << 5,
+            PADDING | 7 << 5,
             8, // a discarded event: the length counts itself
             0xdddd,
             8 << 5,
             12,
             0xcccc,
             0xeeee, // length word: 8 bytes
-            29,
+            PADDING,
             0, // end
             1,
             0xffff,

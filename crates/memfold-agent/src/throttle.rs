@@ -29,7 +29,7 @@ pub fn process_cpu() -> Duration {
 
 impl Throttle {
     /// For the calling thread, which also becomes the nicest one there is.
-    pub fn new() -> Self {
+    pub fn of_this_thread() -> Self {
         // On Linux this sets one thread, whatever POSIX says (setpriority(2), "C library/kernel differences").
         let _ = rustix::process::setpriority_process(None, 19);
         Self {
@@ -103,9 +103,9 @@ mod tests {
     #[test]
     fn a_busy_loop_is_slowed_down() {
         let wall = std::time::Instant::now();
-        let mut throttle = Throttle::new();
+        let mut throttle = Throttle::of_this_thread();
         let start = cpu(ClockId::ThreadCPUTime);
-        while cpu(ClockId::ThreadCPUTime) - start < Duration::from_millis(60) {
+        while cpu(ClockId::ThreadCPUTime) < start + Duration::from_millis(60) {
             throttle.step();
         }
         assert!(wall.elapsed() > Duration::from_millis(85));

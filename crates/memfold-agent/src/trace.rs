@@ -12,8 +12,9 @@
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
 
 use crate::format::{EventFormat, Field, PageFormat};
 use crate::ring::RingPage;
@@ -289,11 +290,9 @@ impl Tracer {
             .collect();
         cpus.sort();
         for pipe in cpus {
-            let file = File::options()
-                .read(true)
-                .custom_flags(rustix::fs::OFlags::NONBLOCK.bits().cast_signed())
-                .open(pipe)?;
-            self.pipes.push(file);
+            let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            let file = rustix::fs::open(pipe, flags, Mode::empty())?;
+            self.pipes.push(file.into());
         }
         self.set("tracing_on", "1")?;
         let mut problem = None;

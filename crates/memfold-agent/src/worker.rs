@@ -185,7 +185,7 @@ impl Thread {
     }
 
     fn inventory(&self, mounts: &Mounts, rules: &Rules) {
-        let mut throttle = Throttle::new();
+        let mut throttle = Throttle::of_this_thread();
         let (mut files, mut pages) = (0, 0);
         // Files of several names are offered once.
         let mut seen = HashSet::new();
@@ -277,7 +277,7 @@ impl Thread {
     }
 
     fn find(&self, mounts: &Mounts, mut wanted: HashSet<Inode>) {
-        let mut throttle = Throttle::new();
+        let mut throttle = Throttle::of_this_thread();
         for mount in mounts.to_walk() {
             let device = mount.hint_device();
             let overlay = mount.kind == Kind::Overlay;

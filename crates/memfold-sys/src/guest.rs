@@ -248,7 +248,7 @@ pub mod signal {
 }
 
 /// Asks for `SIGIO` when something happens on `file` (`F_SETOWN`, `O_ASYNC`). A virtio port sends it when its host side opens
-/// or closes and when data comes (`send_sigio_to_port` in drivers/char/virtio_console.c).
+/// or closes and when data comes (`send_sigio_to_port` in `drivers/char/virtio_console.c`).
 pub fn signal_changes(file: impl AsFd) -> io::Result<()> {
     let fd = file.as_fd().as_raw_fd();
     // SAFETY: plain fcntl calls on an open descriptor, without pointers.

@@ -1,7 +1,4 @@
-//! The agent in a real guest, held against the guest's memory and disk.
-//!
-//! Needs the guest images (`images.json` in memfold's cache directory), QEMU, debugfs, and the static agent at `MEMFOLD_AGENT`; says so and
-//! does nothing without them. `MEMFOLD_IMAGE` chooses the image, `trixie-a` if not set.
+//! A guest with an agent, and what the agent says of it.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
@@ -16,15 +13,15 @@ use std::time::{Duration, Instant};
 use memfold_wire::agent::{AgentCounters, FromAgent, PORT_NAME, ToAgent, VERSION};
 use memfold_wire::{Decoder, encode};
 
-const RAM_MIB: u64 = 512;
+pub const RAM_MIB: u64 = 512;
 
-struct Image {
-    disk: PathBuf,
-    kernel: PathBuf,
-    initrd: PathBuf,
+pub struct Image {
+    pub disk: PathBuf,
+    pub kernel: PathBuf,
+    pub initrd: PathBuf,
 }
 
-fn image() -> Option<Image> {
+pub fn image() -> Option<Image> {
     let home = std::env::var("HOME").ok()?;
     let cache = std::env::var("MEMFOLD_CACHE")
         .or_else(|_| std::env::var("XDG_CACHE_HOME").map(|d| d + "/memfold"))
@@ -40,23 +37,23 @@ fn image() -> Option<Image> {
     })
 }
 
-struct Guest {
-    qemu: Child,
-    stream: UnixStream,
-    decoder: Decoder,
-    directory: tempfile::TempDir,
-    console: Arc<Mutex<Vec<u8>>>,
+pub struct Guest {
+    pub qemu: Child,
+    pub stream: UnixStream,
+    pub decoder: Decoder,
+    pub directory: tempfile::TempDir,
+    pub console: Arc<Mutex<Vec<u8>>>,
     /// File number to path and size.
-    files: HashMap<u32, (Vec<u8>, u64)>,
+    pub files: HashMap<u32, (Vec<u8>, u64)>,
     /// Page frame to file and page, as the hints say at this moment.
-    frames: HashMap<u64, (u32, u64)>,
-    dirty: BTreeSet<(u32, u64)>,
-    ever_dirty: BTreeSet<(u32, u64)>,
-    runs: u64,
+    pub frames: HashMap<u64, (u32, u64)>,
+    pub dirty: BTreeSet<(u32, u64)>,
+    pub ever_dirty: BTreeSet<(u32, u64)>,
+    pub runs: u64,
     /// Pages offered again in the same place.
-    repeated: u64,
-    run_pages: u64,
-    counters: AgentCounters,
+    pub repeated: u64,
+    pub run_pages: u64,
+    pub counters: AgentCounters,
 }
 
 impl Drop for Guest {
@@ -67,7 +64,7 @@ impl Drop for Guest {
 }
 
 impl Guest {
-    fn boot(image: &Image, agent: &str) -> Self {
+    pub fn boot(image: &Image, agent: &str, disks: &[PathBuf]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let extra = directory.path().join("extra");
         fs::create_dir(&extra).unwrap();
@@ -124,6 +121,7 @@ impl Guest {
                 "-device",
                 &format!("virtserialport,chardev=a,name={PORT_NAME}"),
             ])
+            .args(disks.iter().flat_map(|d| ["-drive".into(), drive(d)]))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
@@ -167,18 +165,18 @@ impl Guest {
         guest
     }
 
-    fn type_line(&mut self, line: &str) {
+    pub fn type_line(&mut self, line: &str) {
         let input = self.qemu.stdin.as_mut().unwrap();
         writeln!(input, "{line}").unwrap();
         input.flush().unwrap();
     }
 
-    fn say(&mut self, message: &ToAgent) {
+    pub fn say(&mut self, message: &ToAgent) {
         self.stream.write_all(&encode(message).unwrap()).unwrap();
     }
 
     /// Takes messages until `done` says so of one, or the time is over (then false).
-    fn until(&mut self, seconds: u64, mut done: impl FnMut(&FromAgent) -> bool) -> bool {
+    pub fn until(&mut self, seconds: u64, mut done: impl FnMut(&FromAgent) -> bool) -> bool {
         let end = Instant::now() + Duration::from_secs(seconds);
         let mut buffer = vec![0; 64 << 10];
         while Instant::now() < end {
@@ -249,11 +247,22 @@ impl Guest {
             }
             FromAgent::InventoryBegin => self.frames.clear(),
             FromAgent::Counters(c) => self.counters = *c,
+            // Whenever it comes, it begins a connection.
+            FromAgent::Hello { .. } => {
+                (self.files, self.frames) = (HashMap::new(), HashMap::new());
+                (self.runs, self.run_pages, self.repeated) = (0, 0, 0);
+                self.say(&ToAgent::Welcome {
+                    version: VERSION,
+                    include: vec![],
+                    exclude: vec!["/mnt/**".into()],
+                });
+                self.say(&ToAgent::Inventory);
+            }
             _ => {}
         }
     }
 
-    fn run(&mut self, script: &str, seconds: u64) -> String {
+    pub fn run(&mut self, script: &str, seconds: u64) -> String {
         self.say(&ToAgent::Run {
             command: 1,
             script: script.into(),
@@ -271,29 +280,21 @@ impl Guest {
         String::from_utf8_lossy(&out).into_owned()
     }
 
-    fn ping(&mut self) -> AgentCounters {
+    pub fn ping(&mut self) -> AgentCounters {
         self.until(2, |_| false);
         self.say(&ToAgent::Ping);
         assert!(self.until(10, |m| matches!(m, FromAgent::Counters(_))));
         self.counters
     }
 
-    fn hello(&mut self) {
-        assert!(
-            self.until(30, |m| matches!(m, FromAgent::Hello { .. })),
-            "no Hello: {}",
-            String::from_utf8_lossy(&self.console.lock().unwrap())
-        );
-        self.say(&ToAgent::Welcome {
-            version: VERSION,
-            include: vec![],
-            exclude: vec!["/mnt/**".into()],
-        });
-        self.say(&ToAgent::Inventory);
+    /// Waits for the agent and for its first inventory.
+    pub fn hello(&mut self) {
         let start = Instant::now();
-        assert!(self.until(120, |m| matches!(m, FromAgent::InventoryEnd { .. })));
+        self.expect(40, "InventoryEnd", |m| {
+            matches!(m, FromAgent::InventoryEnd { .. })
+        });
         println!(
-            "inventory: {:.2} s, {} pages in {} runs, {} repeated, {} files",
+            "first inventory: after {:.2} s, {} pages in {} runs, {} repeated, {} files",
             start.elapsed().as_secs_f64(),
             self.run_pages,
             self.runs,
@@ -302,8 +303,20 @@ impl Guest {
         );
     }
 
+    /// Takes messages until `done`; fails with all that is known of the agent.
+    pub fn expect(&mut self, seconds: u64, what: &str, done: impl FnMut(&FromAgent) -> bool) {
+        if !self.until(seconds, done) {
+            self.type_line("cd /proc/$(pidof memfold-agent); for t in task/*; do cat $t/comm $t/wchan $t/syscall $t/stack; done");
+            std::thread::sleep(Duration::from_secs(2));
+            panic!(
+                "no {what}: {}",
+                String::from_utf8_lossy(&self.console.lock().unwrap())
+            );
+        }
+    }
+
     /// Reads 120 MiB of files in the guest and prints what that cost the agent.
-    fn read_much(&mut self, what: &str) {
+    pub fn read_much(&mut self, what: &str) {
         let before = self.ping();
         (self.runs, self.run_pages) = (0, 0);
         let start = Instant::now();
@@ -322,7 +335,7 @@ impl Guest {
     }
 
     /// Writes what `tests/ring.rs` reads: event formats and raw pages of this kernel.
-    fn record_fixtures(&mut self, directory: &Path) {
+    pub fn record_fixtures(&mut self, directory: &Path) {
         let events = "filemap/mm_filemap_add_to_page_cache filemap/mm_filemap_delete_from_page_cache writeback/writeback_dirty_folio writeback/writeback_single_inode";
         let kernel = self.run("uname -r | cut -d. -f 1,2", 20);
         let directory = directory.join(kernel.trim());
@@ -348,18 +361,7 @@ impl Guest {
     }
 
     /// (right, all) pages of /usr whose bytes in the guest's RAM are those of the file on the disk.
-    fn check(&self, disk: &Path) -> (u64, u64) {
-        let maps = fs::read_to_string(format!("/proc/{}/maps", self.qemu.id())).unwrap();
-        let ram = maps.lines().find_map(|l| {
-            let (a, b) = l.split_whitespace().next()?.split_once('-')?;
-            let (a, b) = (
-                u64::from_str_radix(a, 16).ok()?,
-                u64::from_str_radix(b, 16).ok()?,
-            );
-            (b - a == RAM_MIB << 20).then_some(a)
-        });
-        let ram = ram.expect("the guest's RAM in QEMU's maps");
-        let memory = File::open(format!("/proc/{}/mem", self.qemu.id())).unwrap();
+    pub fn check(&self, disk: &Path) -> (u64, u64) {
         let mut of_file: HashMap<u32, Vec<(u64, u64)>> = HashMap::new();
         for (pfn, (file, page)) in &self.frames {
             of_file.entry(*file).or_default().push((*pfn, *page));
@@ -368,13 +370,15 @@ impl Guest {
             .into_iter()
             .filter(|(f, _)| self.files[f].0.starts_with(b"/usr/"))
             .collect();
-        let mut script = String::new();
+        let mut script = Vec::new();
         for (file, _) in &wanted {
-            script += &format!(
-                "dump \"{}\" {}/f{file}\n",
+            writeln!(
+                script,
+                "dump \"{}\" {}/f{file}",
                 String::from_utf8_lossy(&self.files[file].0),
                 self.directory.path().display()
-            );
+            )
+            .unwrap();
         }
         let commands = self.directory.path().join("commands");
         fs::write(&commands, script).unwrap();
@@ -392,110 +396,35 @@ impl Guest {
             let path = self.directory.path().join(format!("f{file}"));
             let bytes = fs::read(&path).unwrap_or_default();
             let _ = fs::remove_file(path);
-            for (pfn, page) in pages {
-                let start = usize::try_from(page * 4096).unwrap();
-                let mut here = [0; 4096];
-                all += 1;
-                if start >= bytes.len() || pfn >= RAM_MIB << 8 {
-                    continue;
-                }
-                memory.read_exact_at(&mut here, ram + pfn * 4096).unwrap();
-                let there = &bytes[start..bytes.len().min(start + 4096)];
-                right += u64::from(&here[..there.len()] == there);
-            }
+            right += self.equal_pages(&pages, &bytes);
+            all += pages.len() as u64;
         }
         (right, all)
     }
-}
 
-#[test]
-fn hints_of_a_real_guest_are_right() {
-    let (Some(image), Ok(agent)) = (image(), std::env::var("MEMFOLD_AGENT")) else {
-        println!("skipped: needs guest images and MEMFOLD_AGENT (the static agent)");
-        return;
-    };
-    let mut guest = Guest::boot(&image, &agent);
-    guest.hello();
-    let (right, all) = guest.check(&image.disk);
-    println!("inventory: {right} of {all} pages of /usr right");
-    assert!(all > 5000 && right * 100 >= all * 99);
-
-    guest.read_much("new files");
-    let (right, all) = guest.check(&image.disk);
-    println!("after reading: {right} of {all} pages right");
-    assert!(right * 100 >= all * 99);
-    assert!(guest.counters.rss_bytes <= 16 << 20);
-
-    let ticks = "cut -d' ' -f 14,15 /proc/$(pidof memfold-agent)/stat; uname -r";
-    println!(
-        "agent's user and system ticks, kernel: {}",
-        guest.run(ticks, 20).replace('\n', " ")
-    );
-    if let Ok(directory) = std::env::var("MEMFOLD_FIXTURES") {
-        guest.record_fixtures(Path::new(&directory));
+    /// How many of the pages (frame, page in the file) are equal to those of `bytes`.
+    pub fn equal_pages(&self, pages: &[(u64, u64)], bytes: &[u8]) -> u64 {
+        let maps = fs::read_to_string(format!("/proc/{}/maps", self.qemu.id())).unwrap();
+        let ram = maps.lines().find_map(|l| {
+            let (a, b) = l.split_whitespace().next()?.split_once('-')?;
+            let (a, b) = (
+                u64::from_str_radix(a, 16).ok()?,
+                u64::from_str_radix(b, 16).ok()?,
+            );
+            (b - a == RAM_MIB << 20).then_some(a)
+        });
+        let ram = ram.expect("the guest's RAM in QEMU's maps");
+        let memory = File::open(format!("/proc/{}/mem", self.qemu.id())).unwrap();
+        let equal = |(pfn, page): &(u64, u64)| {
+            let start = usize::try_from(page * 4096).unwrap();
+            let mut here = [0; 4096];
+            if start >= bytes.len() || *pfn >= RAM_MIB << 8 {
+                return false;
+            }
+            memory.read_exact_at(&mut here, ram + pfn * 4096).unwrap();
+            let there = &bytes[start..bytes.len().min(start + 4096)];
+            &here[..there.len()] == there
+        };
+        pages.iter().filter(|p| equal(p)).count() as u64
     }
-
-    // Dirty, then clean, by its final name.
-    guest.run(
-        "dd if=/dev/urandom of=/root/new bs=4096 count=300 2>/dev/null; mv /root/new /root/final",
-        60,
-    );
-    guest.until(2, |_| false);
-    let number = |g: &Guest, path: &[u8]| g.files.iter().find(|(_, f)| f.0 == path).map(|f| *f.0);
-    let written = number(&guest, b"/root/new")
-        .or(number(&guest, b"/root/final"))
-        .expect("the new file");
-    let dirty = guest.ever_dirty.iter().filter(|d| d.0 == written).count();
-    guest.run("sync", 60);
-    guest.until(2, |_| false);
-    let left = guest.dirty.iter().filter(|d| d.0 == written).count();
-    println!(
-        "written file: {dirty} dirty pages, {left} after sync, now {:?}",
-        String::from_utf8_lossy(&guest.files[&written].0)
-    );
-    assert_eq!((dirty, left), (300, 0));
-    assert_eq!(guest.files[&written], (b"/root/final".to_vec(), 300 * 4096));
-
-    let before = guest.ping();
-    guest.until(20, |_| false);
-    guest.say(&ToAgent::Ping);
-    guest.until(5, |m| matches!(m, FromAgent::Counters(_)));
-    println!(
-        "idle 20 s: agent CPU {} us",
-        guest.counters.cpu_us - before.cpu_us
-    );
-    assert!(guest.counters.cpu_us - before.cpu_us < 200_000);
-
-    let cached = guest.frames.len();
-    guest.run("echo 3 > /proc/sys/vm/drop_caches", 60);
-    guest.until(3, |_| false);
-    println!(
-        "drop_caches: {cached} -> {} hinted frames",
-        guest.frames.len()
-    );
-    assert!(guest.frames.len() * 2 < cached);
-
-    guest.read_much("known files");
-
-    // Another daemon.
-    let socket = guest.directory.path().join("agent.sock");
-    for quick in [false, true] {
-        let _ = guest.stream.shutdown(std::net::Shutdown::Both);
-        if !quick {
-            std::thread::sleep(Duration::from_secs(2));
-        }
-        guest.stream = UnixStream::connect(&socket).unwrap();
-        guest
-            .stream
-            .set_read_timeout(Some(Duration::from_millis(100)))
-            .unwrap();
-        guest.decoder = Decoder::new();
-        (guest.files, guest.frames) = (HashMap::new(), HashMap::new());
-        guest.hello();
-        let (right, all) = guest.check(&image.disk);
-        println!("new connection: {right} of {all} pages right");
-        assert!(right * 100 >= all * 99);
-    }
-    let last = guest.ping();
-    println!("in the end: {last:?}");
 }

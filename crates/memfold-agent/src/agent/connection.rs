@@ -1,0 +1,140 @@
+//! The host side: it comes, says what it wants, and goes.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use memfold_wire::agent::{FromAgent, ToAgent, VERSION};
+use rustix::event::PollFlags;
+
+use super::{Agent, Sink, State};
+use crate::glob::Rules;
+use crate::trace::Round;
+
+/// Between looking for the host side: first and longest.
+pub(super) const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(1));
+
+impl Agent {
+    pub(super) fn look_for_host(&mut self) {
+        let Sink::Port(port) = &mut self.sink else {
+            return;
+        };
+        if !port.host_is_there() {
+            self.state = State::Absent(Instant::now() + self.retry);
+            self.retry = (self.retry * 2).min(RETRY.1);
+            return;
+        }
+        self.retry = RETRY.0;
+        port.begin();
+        self.state = State::Waiting;
+        // The signal of its coming may be yet to come.
+        self.heard = Instant::now();
+        let read = |path| {
+            fs::read_to_string(path)
+                .unwrap_or_default()
+                .trim()
+                .to_owned()
+        };
+        let hello = FromAgent::Hello {
+            version: VERSION,
+            agent: env!("CARGO_PKG_VERSION").into(),
+            kernel: read("/proc/sys/kernel/osrelease"),
+            boot_id: read("/proc/sys/kernel/random/boot_id"),
+            host_name: read("/proc/sys/kernel/hostname"),
+            problems: self.problems.clone(),
+        };
+        self.say(&hello);
+    }
+
+    /// The host side closed: forget the connection.
+    pub(super) fn lost_host(&mut self) {
+        if let Some(tracer) = &mut self.tracer {
+            tracer.stop();
+        }
+        if let Sink::Port(port) = &mut self.sink {
+            port.begin();
+        }
+        self.worker.cancel();
+        self.commands.forget();
+        self.cache.reset(Rules::default());
+        self.round = Round::default();
+        self.gather = None;
+        (self.inventory_running, self.inventory_wanted, self.finding) = (false, false, false);
+        (self.repair.due, self.find.due) = (None, None);
+        self.state = State::Absent(Instant::now() + self.retry);
+    }
+
+    pub(super) fn port_event(&mut self, events: PollFlags) {
+        let Sink::Port(port) = &mut self.sink else {
+            return;
+        };
+        if events.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) {
+            self.lost_host();
+            return;
+        }
+        if !events.contains(PollFlags::IN) {
+            return;
+        }
+        match port.receive() {
+            Ok(0) => {}
+            Ok(_) => self.heard = Instant::now(),
+            Err(_) => {
+                self.lost_host();
+                return;
+            }
+        }
+        loop {
+            let Sink::Port(port) = &mut self.sink else {
+                return;
+            };
+            match port.order() {
+                Ok(Some(message)) => self.order(message),
+                Ok(None) => return,
+                Err(e) => {
+                    eprintln!("memfold-agent: what the daemon sent is no message: {e}");
+                    self.lost_host();
+                    return;
+                }
+            }
+        }
+    }
+
+    fn order(&mut self, message: ToAgent) {
+        match message {
+            ToAgent::Welcome {
+                version,
+                include,
+                exclude,
+            } if version == VERSION => {
+                self.welcome(Rules::new(include, exclude));
+            }
+            ToAgent::Welcome { version, .. } => {
+                eprintln!(
+                    "memfold-agent: the daemon speaks version {version}, this agent {VERSION}: update the older one"
+                );
+                self.state = State::Refused;
+            }
+            ToAgent::Refused { reason } => {
+                eprintln!("memfold-agent: the daemon refused: {reason}");
+                self.state = State::Refused;
+            }
+            ToAgent::Inventory => self.inventory_wanted = true,
+            ToAgent::Ping => self.say_counters(true),
+            ToAgent::Run { command, script } => self.commands.run(command, script),
+            ToAgent::Kill { command } => self.commands.kill(command),
+        }
+    }
+
+    pub(super) fn welcome(&mut self, rules: Rules) {
+        self.worker.cancel();
+        (self.inventory_running, self.finding) = (false, false);
+        self.cache.reset(rules);
+        self.state = State::Working;
+        if let Some(tracer) = &mut self.tracer {
+            match tracer.start() {
+                Ok(None) => {}
+                Ok(Some(problem)) => eprintln!("memfold-agent: {problem}"),
+                Err(e) => eprintln!("memfold-agent: trace events: {e}"),
+            }
+        }
+    }
+}

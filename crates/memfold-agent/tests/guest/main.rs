@@ -1,0 +1,182 @@
+//! The agent in a real guest, held against the guest's memory and disk.
+//!
+//! Needs the guest images (`images.json` in memfold's cache directory), QEMU, debugfs, and the static agent at `MEMFOLD_AGENT`; says so and
+//! does nothing without them. `MEMFOLD_IMAGE` chooses the image, `trixie-a` if not set.
+
+mod harness;
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use harness::{Guest, image};
+use memfold_wire::Decoder;
+use memfold_wire::agent::{FromAgent, ToAgent};
+
+/// Guests are slow enough one at a time.
+static ONE_GUEST: Mutex<()> = Mutex::new(());
+
+#[test]
+fn hints_of_a_real_guest_are_right() {
+    let (Some(image), Ok(agent)) = (image(), std::env::var("MEMFOLD_AGENT")) else {
+        println!("skipped: needs guest images and MEMFOLD_AGENT (the static agent)");
+        return;
+    };
+    let _one = ONE_GUEST.lock();
+    let mut guest = Guest::boot(&image, &agent, &[]);
+    guest.hello();
+    let (right, all) = guest.check(&image.disk);
+    println!("inventory: {right} of {all} pages of /usr right");
+    assert!(all > 5000 && right * 100 >= all * 99);
+
+    guest.read_much("new files");
+    let (right, all) = guest.check(&image.disk);
+    println!("after reading: {right} of {all} pages right");
+    assert!(right * 100 >= all * 99);
+    assert!(guest.counters.rss_bytes <= 16 << 20);
+
+    let ticks = "cut -d' ' -f 14,15 /proc/$(pidof memfold-agent)/stat; uname -r";
+    println!(
+        "agent's user and system ticks, kernel: {}",
+        guest.run(ticks, 20).replace('\n', " ")
+    );
+    if let Ok(directory) = std::env::var("MEMFOLD_FIXTURES") {
+        guest.record_fixtures(Path::new(&directory));
+    }
+
+    assert_eq!(guest.run("nice", 20).trim(), "0");
+
+    // Dirty, then clean, by its final name.
+    guest.run(
+        "dd if=/dev/urandom of=/root/new bs=4096 count=300 2>/dev/null; mv /root/new /root/final",
+        60,
+    );
+    guest.until(2, |_| false);
+    let number = |g: &Guest, path: &[u8]| g.files.iter().find(|(_, f)| f.0 == path).map(|f| *f.0);
+    let written = number(&guest, b"/root/new")
+        .or(number(&guest, b"/root/final"))
+        .expect("the new file");
+    let dirty = guest.ever_dirty.iter().filter(|d| d.0 == written).count();
+    guest.run("sync", 60);
+    guest.until(2, |_| false);
+    let left = guest.dirty.iter().filter(|d| d.0 == written).count();
+    println!(
+        "written file: {dirty} dirty pages, {left} after sync, now {:?}",
+        String::from_utf8_lossy(&guest.files[&written].0)
+    );
+    assert_eq!((dirty, left), (300, 0));
+    assert_eq!(guest.files[&written], (b"/root/final".to_vec(), 300 * 4096));
+
+    let before = guest.ping();
+    guest.until(20, |_| false);
+    guest.say(&ToAgent::Ping);
+    guest.until(5, |m| matches!(m, FromAgent::Counters(_)));
+    println!(
+        "idle 20 s: agent CPU {} us",
+        guest.counters.cpu_us - before.cpu_us
+    );
+    assert!(guest.counters.cpu_us - before.cpu_us < 200_000);
+
+    let cached = guest.frames.len();
+    guest.run("echo 3 > /proc/sys/vm/drop_caches", 60);
+    guest.until(3, |_| false);
+    println!(
+        "drop_caches: {cached} -> {} hinted frames",
+        guest.frames.len()
+    );
+    assert!(guest.frames.len() * 2 < cached);
+
+    guest.read_much("known files");
+
+    // Another daemon.
+    let socket = guest.directory.path().join("agent.sock");
+    for quick in [false, true] {
+        let _ = guest.stream.shutdown(std::net::Shutdown::Both);
+        if !quick {
+            std::thread::sleep(Duration::from_secs(2));
+        }
+        guest.stream = UnixStream::connect(&socket).unwrap();
+        guest
+            .stream
+            .set_read_timeout(Some(Duration::from_millis(100)))
+            .unwrap();
+        guest.decoder = Decoder::new();
+        (guest.files, guest.frames) = (HashMap::new(), HashMap::new());
+        guest.hello();
+        let (right, all) = guest.check(&image.disk);
+        println!("new connection: {right} of {all} pages right");
+        assert!(right * 100 >= all * 99);
+    }
+    let last = guest.ping();
+    println!("in the end: {last:?}");
+}
+
+#[test]
+fn files_of_every_kind_of_file_system_are_found() {
+    let (Some(image), Ok(agent)) = (image(), std::env::var("MEMFOLD_AGENT")) else {
+        println!("skipped: needs guest images and MEMFOLD_AGENT (the static agent)");
+        return;
+    };
+    let _one = ONE_GUEST.lock();
+    let directory = tempfile::tempdir().unwrap();
+    let tree = directory.path().join("tree");
+    fs::create_dir_all(tree.join("a directory")).unwrap();
+    let content: Vec<u8> = (0..300_000_u32)
+        .flat_map(|i| i.wrapping_mul(2_654_435_761).to_le_bytes())
+        .collect();
+    fs::write(tree.join("a directory/the file"), &content).unwrap();
+    let disk = |name: &str| {
+        let path = directory.path().join(name);
+        File::create(&path).unwrap().set_len(400 << 20).unwrap();
+        path
+    };
+    let (xfs, btrfs, erofs) = (disk("xfs"), disk("btrfs"), disk("erofs"));
+    let made =
+        |command: &mut Command| assert!(command.output().unwrap().status.success(), "{command:?}");
+    made(Command::new("mkfs.xfs").arg("-q").arg(&xfs));
+    made(Command::new("mkfs.btrfs").arg("-q").arg(&btrfs));
+    made(Command::new("mkfs.erofs").arg(&erofs).arg(&tree));
+    let mut guest = Guest::boot(&image, &agent, &[xfs, btrfs, erofs.clone(), erofs]);
+    guest.hello();
+    println!("{}", guest.run("set -e; mkdir -p /m/xfs /m/btrfs /m/erofs /m/hidden /m/overlay; mount /dev/vdc /m/xfs; mount /dev/vdd /m/btrfs; mount -t erofs /dev/vde /m/erofs; \
+        mount -t erofs /dev/vdf /m/hidden; mkdir /run/u /run/w; mount -t overlay -o lowerdir=/m/hidden,upperdir=/run/u,workdir=/run/w o /m/overlay; umount -l /m/hidden; \
+        for d in xfs btrfs; do mkdir '/m/'$d'/a directory'; cp '/m/erofs/a directory/the file' '/m/'$d'/a directory/'; done; sync; echo 3 > /proc/sys/vm/drop_caches", 60));
+    guest.until(3, |_| false);
+    for kind in ["xfs", "btrfs", "erofs", "overlay"] {
+        guest.run(
+            &format!("cat '/m/{kind}/a directory/the file' > /dev/null"),
+            30,
+        );
+    }
+    for pass in ["events", "inventory"] {
+        if pass == "inventory" {
+            guest.say(&ToAgent::Inventory);
+            guest.expect(60, "InventoryEnd", |m| {
+                matches!(m, FromAgent::InventoryEnd { .. })
+            });
+        }
+        guest.until(8, |_| false);
+        for kind in ["xfs", "btrfs", "erofs", "overlay"] {
+            let path = format!("/m/{kind}/a directory/the file").into_bytes();
+            let named = |f: &u32| {
+                guest
+                    .files
+                    .get(f)
+                    .is_some_and(|f| f.0 == path && f.1 == content.len() as u64)
+            };
+            let pages: Vec<_> = guest
+                .frames
+                .iter()
+                .filter(|(_, p)| named(&p.0))
+                .map(|(f, p)| (*f, p.1))
+                .collect();
+            let right = guest.equal_pages(&pages, &content);
+            println!("{pass}: {kind}: {right} of {} pages right", pages.len());
+            assert!(right >= 290 && right == pages.len() as u64);
+        }
+    }
+}
