@@ -366,6 +366,7 @@ impl Agent {
                         self.cache.batch.message(end);
                     }
                     Finding::FindDone { .. } => self.finding = false,
+                    Finding::Path(..) => self.find.was_useful(),
                     _ => {}
                 }
                 self.cache.finding(finding);

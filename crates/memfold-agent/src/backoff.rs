@@ -28,6 +28,12 @@ impl Backoff {
         self.due = Some((Instant::now() + delay).max(self.not_before));
     }
 
+    /// It was of use: from now on as often as at the start.
+    pub fn was_useful(&mut self) {
+        self.interval = self.bounds.0;
+        self.not_before = self.not_before.min(Instant::now() + self.interval);
+    }
+
     /// True once, when it is due; from then the interval counts.
     pub fn take(&mut self) -> bool {
         let now = Instant::now();

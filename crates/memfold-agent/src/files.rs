@@ -21,6 +21,8 @@ pub struct FileEntry {
     pub size: u64,
     /// Hints of it are wanted.
     pub allowed: bool,
+    /// Walks that may still look for its path: none for a file that has one, or no name.
+    pub walks: u8,
     /// log2 of the largest folio seen, in pages.
     pub order: u8,
     used: u32,
@@ -104,6 +106,7 @@ impl Files {
                 path_hash: 0,
                 size: 0,
                 allowed: true,
+                walks: 0,
                 order: 0,
                 used: now,
                 dirty: Vec::new(),

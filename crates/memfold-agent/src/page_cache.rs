@@ -19,6 +19,9 @@ use crate::worker::{Finding, overlay_inode};
 /// Files waiting for a walk to find their paths.
 const MAX_WANTED: usize = 4096;
 
+/// Walks that look for a file in vain before it is given up.
+const WALKS: u8 = 4;
+
 /// The state of one connection.
 #[derive(Debug, Default)]
 pub struct PageCache {
@@ -163,12 +166,15 @@ impl PageCache {
     fn file(&mut self, inode: Inode, order: u8) -> Last {
         let (entry, new) = self.files.entry(inode);
         entry.order = entry.order.max(order);
+        let walks = entry.walks;
         if new {
             let found = self.resolver.by_handle(&self.mounts, inode.0, inode.1);
-            if found == Found::Unknown && self.wanted.len() < MAX_WANTED {
-                self.wanted.insert(inode);
+            if found == Found::Unknown {
+                self.want(inode, WALKS);
             }
             self.introduce(inode, found);
+        } else if walks > 0 {
+            self.want(inode, walks);
         }
         let (entry, _) = self.files.entry(inode);
         Last {
@@ -176,6 +182,14 @@ impl PageCache {
             number: entry.number,
             allowed: entry.allowed,
             order: entry.order,
+        }
+    }
+
+    /// Lets the next walk look for a file that has `walks` left.
+    fn want(&mut self, inode: Inode, walks: u8) {
+        if self.wanted.len() < MAX_WANTED && self.wanted.insert(inode) {
+            let (entry, _) = self.files.entry(inode);
+            entry.walks = walks - 1;
         }
     }
 
@@ -199,6 +213,9 @@ impl PageCache {
             self.counters.files_resolved += 1;
         }
         (entry.path_hash, entry.size) = (hash, size);
+        if hash != 0 {
+            entry.walks = 0;
+        }
         entry.allowed = self.rules.allow(&path);
         let number = entry.number;
         self.last = self.last.filter(|l| l.inode != inode);
@@ -250,11 +267,7 @@ impl PageCache {
             let ranges = entry.take_dirty();
             // It may have been renamed to its final name, and has grown.
             match self.resolver.by_handle(&self.mounts, inode.0, inode.1) {
-                Found::Unknown => {
-                    if self.wanted.len() < MAX_WANTED {
-                        self.wanted.insert(inode);
-                    }
-                }
+                Found::Unknown => self.want(inode, 1),
                 found => self.news(inode, found),
             }
             for (start, end) in ranges.into_iter().filter(|_| allowed) {

@@ -82,7 +82,8 @@ impl Resolver {
         let path = name(&file)?;
         // The kernel says so when the name that it remembers is not the file's any more, or is under no mount of ours. It is
         // not looked up again: a path hidden by another mount costs the daemon a comparison, a look-up costs us one a file.
-        if path.first() != Some(&b'/') || path.ends_with(b" (deleted)") {
+        // A file in memory without a directory entry in memory has the path `/`.
+        if path.first() != Some(&b'/') || path.ends_with(b"/") || path.ends_with(b" (deleted)") {
             return Ok(Found::Unknown);
         }
         Ok(Found::Path(path, u64::try_from(stat.st_size).unwrap_or(0)))

@@ -290,7 +290,7 @@ impl Guest {
     /// Waits for the agent and for its first inventory.
     pub fn hello(&mut self) {
         let start = Instant::now();
-        self.expect(40, "InventoryEnd", |m| {
+        self.expect(120, "InventoryEnd", |m| {
             matches!(m, FromAgent::InventoryEnd { .. })
         });
         println!(
