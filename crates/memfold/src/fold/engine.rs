@@ -4,22 +4,19 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
 
-use memfold_units::{ByteSize, Pfn};
-use memfold_wire::agent::{AgentCounters, FileFacts, FileNumber, FileRange, FromAgent, HintRun};
+use memfold_units::ByteSize;
+use memfold_wire::agent::{FileNumber, FromAgent};
 use memfold_wire::library::{Advice, Order, Reply};
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 
 use super::budget::TokenBucket;
-use super::content::{ContentId, Contents, Member};
+use super::content::{ContentId, Contents};
 use super::stack::{Hint, HintStack};
 use super::stats::{EngineStats, Latencies, VmStats};
 use super::table::VmTable;
 use super::{Guest, GuestError, VmId};
 use crate::store::{Store, StoreError};
 use crate::vm::RamLayout;
-
-/// Files that one VM may introduce.
-const MAX_FILES: usize = 1 << 20;
 
 /// What an operator may set.
 #[derive(Clone, Debug, PartialEq)]
@@ -351,6 +348,8 @@ impl Engine {
                 self.sync_all();
                 // The asker may have gone away meanwhile.
                 let _ = answer.send(self.report());
+                // Reporting is not folding: who watches often must not slow it down.
+                self.charged_ns = thread_cpu_ns() + self.library_cpu_ns;
             }
             Command::Stop => {}
         }
@@ -545,174 +544,6 @@ impl Engine {
         vm.table = VmTable::new(layout);
         self.sync(id);
     }
-
-    fn agent_session(&mut self, id: VmId) {
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return;
-        };
-        vm.stats.agent_ready = false;
-        vm.table.forget_cached();
-        vm.stack.clear();
-        vm.wait_for_pause.clear();
-        vm.files.clear();
-        if let Some(domain) = self.domains.get_mut(&vm.domain) {
-            domain.contents.leave_all(id);
-        }
-    }
-
-    fn agent(&mut self, id: VmId, message: FromAgent) {
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return;
-        };
-        let Some(domain) = self.domains.get_mut(&vm.domain) else {
-            return;
-        };
-        match message {
-            FromAgent::Files(files) => {
-                for file in files {
-                    introduce_file(id, vm, domain, &file);
-                }
-            }
-            FromAgent::Hints(runs) => {
-                let now = Instant::now();
-                for run in runs {
-                    take_hint(id, vm, domain, run, now);
-                }
-                vm.active = true;
-            }
-            FromAgent::Gone(runs) => {
-                for run in runs {
-                    for pfn in run.pfn..run.pfn.saturating_add(u64::from(run.pages)) {
-                        let Some(at) = vm.table.index_of(Pfn(pfn)) else {
-                            break;
-                        };
-                        vm.table.uncache(at);
-                    }
-                }
-                vm.active = true;
-            }
-            FromAgent::Dirty(ranges) => {
-                for range in ranges {
-                    set_dirty(vm, range, true);
-                }
-            }
-            FromAgent::Clean(ranges) => {
-                let now = Instant::now();
-                for range in ranges {
-                    set_dirty(vm, range, false);
-                    if let Some((page, pages)) = file_pages(range.page, range.pages) {
-                        vm.stack.push(Hint {
-                            file: range.file,
-                            page,
-                            pages,
-                            at: now,
-                            tries: 0,
-                        });
-                    }
-                }
-            }
-            FromAgent::InventoryBegin => vm.table.inventory_begin(),
-            FromAgent::InventoryEnd { files, pages } => {
-                vm.table.inventory_end();
-                vm.stats.agent_ready = true;
-                debug!(vm = vm.stats.name, files, pages, "inventory complete");
-            }
-            FromAgent::Counters(counters) => take_counters(&mut vm.stats, &counters),
-            // Sessions and commands are the link's business.
-            FromAgent::Hello { .. } | FromAgent::Output { .. } | FromAgent::Exited { .. } => {}
-        }
-    }
-}
-
-fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFacts) {
-    let member = Member {
-        vm: id,
-        file: file.file,
-    };
-    if file.path.is_empty() || (vm.files.len() >= MAX_FILES && !vm.files.contains_key(&file.file)) {
-        domain.contents.leave(member);
-        vm.files.remove(&file.file);
-        return;
-    }
-    let before = domain.contents.of(member);
-    let candidates = domain.contents.join(member, &file.path, file.size_bytes);
-    if before.is_none() || domain.contents.of(member) != before {
-        vm.files.insert(file.file, FileState::default());
-    }
-    let Some(content) = domain.contents.of(member) else {
-        return;
-    };
-    let due = Instant::now() + Duration::from_secs(2);
-    for other in candidates.into_iter().take(4) {
-        if domain.candidates.len() < 4096 {
-            domain.candidates.push(AliasCandidate {
-                content,
-                other,
-                due,
-                tries: 0,
-            });
-        }
-    }
-}
-
-fn take_hint(id: VmId, vm: &mut VmState, domain: &Domain, run: HintRun, now: Instant) {
-    vm.stats.hint_runs += 1;
-    vm.stats.hint_pages += u64::from(run.pages);
-    let known = domain
-        .contents
-        .of(Member {
-            vm: id,
-            file: run.file,
-        })
-        .is_some();
-    let Some((page, _)) = file_pages(run.page, run.pages).filter(|_| known) else {
-        vm.stats.bogus_pages += u64::from(run.pages);
-        return;
-    };
-    let mut taken = 0;
-    for step in 0..run.pages {
-        let Some(at) = run
-            .pfn
-            .checked_add(u64::from(step))
-            .and_then(|pfn| vm.table.index_of(Pfn(pfn)))
-        else {
-            vm.stats.bogus_pages += u64::from(run.pages - step);
-            break;
-        };
-        if !vm.table.cache(at, run.file, page + step) {
-            vm.stats.over_limit_pages += u64::from(run.pages - step);
-            break;
-        }
-        taken += 1;
-    }
-    if taken > 0 {
-        vm.stack.push(Hint {
-            file: run.file,
-            page,
-            pages: taken,
-            at: now,
-            tries: 0,
-        });
-    }
-}
-
-/// A file range in 32-bit page numbers (files up to 16 TiB).
-fn file_pages(page: u64, pages: u32) -> Option<(u32, u32)> {
-    let first = u32::try_from(page).ok()?;
-    first.checked_add(pages)?;
-    Some((first, pages))
-}
-
-fn set_dirty(vm: &mut VmState, range: FileRange, dirty: bool) {
-    if let Some((page, pages)) = file_pages(range.page, range.pages) {
-        vm.table.set_dirty(range.file, page..page + pages, dirty);
-    }
-}
-
-fn take_counters(stats: &mut VmStats, counters: &AgentCounters) {
-    stats.events_lost = counters.events_lost;
-    stats.agent_cpu_us = counters.cpu_us;
-    stats.agent_rss_bytes = counters.rss_bytes;
 }
 
 /// CPU time of the calling thread in nanoseconds.

@@ -18,10 +18,13 @@
 //! What makes it right is elsewhere: the library compares frozen bytes (DESIGN rule 1), and the store never changes a
 //! page (rule 2). Everything here may be wrong about a guest and costs only time.
 
+mod alias;
 pub mod budget;
 mod content;
 mod engine;
 mod guest;
+mod intake;
+mod pause;
 mod reclaim;
 mod runs;
 mod stack;

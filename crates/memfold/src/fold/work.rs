@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use memfold_sys::pagemap::{Filter, Pagemap, category};
-use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_BYTES};
+use memfold_units::{HUGE_PAGE_PAGES, Hva};
 use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Outcome, Reply};
 use tracing::{debug, warn};
 
@@ -325,7 +325,7 @@ impl Engine {
 
     /// Takes runs for one order off the queue, leaving out those that are not worth a mapping any more. `None` when
     /// nothing is left.
-    fn next_order(&mut self, id: VmId, queue: &mut VecDeque<Run>) -> Option<Vec<Run>> {
+    pub(super) fn next_order(&mut self, id: VmId, queue: &mut VecDeque<Run>) -> Option<Vec<Run>> {
         let vm = self.vms.get_mut(&id)?;
         let mut order = Vec::new();
         let mut pages = 0;
@@ -606,174 +606,10 @@ impl Engine {
             self.fold(batch);
         }
     }
-
-    /// Folds again in a VM with direct I/O, while it is stopped. Returns whether it was due.
-    fn pause_due(&mut self, now: Instant) -> bool {
-        let interval = self.settings.pause_interval;
-        let due = |vm: &VmState| {
-            !vm.wait_for_pause.is_empty()
-                && now >= vm.last_pause + interval
-                && vm.stats.problem.is_none()
-        };
-        let Some(id) = self.vms.iter().find(|(_, vm)| due(vm)).map(|(&id, _)| id) else {
-            return false;
-        };
-        if let Err(error) = self.fold_paused(id, now) {
-            self.lost(id, &error);
-        }
-        true
-    }
-
-    fn fold_paused(&mut self, id: VmId, now: Instant) -> Result<(), GuestError> {
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return Ok(());
-        };
-        vm.last_pause = now;
-        let hints = std::mem::take(&mut vm.wait_for_pause);
-        let mut runs: Vec<Run> = hints
-            .iter()
-            .flat_map(|hint| self.runs_for_pause(id, hint))
-            .collect();
-        runs.sort_by_key(|run| std::cmp::Reverse(run.pages));
-        let mut queue: VecDeque<Run> = runs.into();
-        if queue.is_empty() {
-            return Ok(());
-        }
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return Ok(());
-        };
-        if !vm.guest.pause()? {
-            return Ok(());
-        }
-        let began = Instant::now();
-        let mut result = Ok(());
-        while began.elapsed() < self.settings.pause_length && result.is_ok() {
-            let Some(order) = self.next_order(id, &mut queue) else {
-                break;
-            };
-            result = self.execute(id, Freeze::Stopped, &order, &mut queue);
-        }
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return Ok(());
-        };
-        vm.guest.resume()?;
-        vm.stats.pauses += 1;
-        vm.stats.pause_max_ms = vm
-            .stats
-            .pause_max_ms
-            .max(u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX));
-        // What the time did not suffice for waits for the next pause.
-        vm.wait_for_pause.extend(queue.iter().map(|run| Hint {
-            file: run.file,
-            page: run.page,
-            pages: run.pages,
-            at: run.at.unwrap_or(now),
-            tries: run.tries,
-        }));
-        result
-    }
-
-    fn runs_for_pause(&self, id: VmId, hint: &Hint) -> Vec<Run> {
-        let mut runs: Vec<Run> = Vec::new();
-        let Some(vm) = self.vms.get(&id) else {
-            return runs;
-        };
-        let Some(domain) = self.domains.get(&vm.domain) else {
-            return runs;
-        };
-        let Some(content) = domain.contents.of(Member {
-            vm: id,
-            file: hint.file,
-        }) else {
-            return runs;
-        };
-        let Some(facts) = domain.contents.get(content) else {
-            return runs;
-        };
-        for page in hint.page..hint.page + hint.pages {
-            let Some((index, store_page)) = usable(vm, hint.file, page).zip(facts.store_page(page))
-            else {
-                continue;
-            };
-            let mapped = vm.table.mapped(index);
-            if mapped.is_some_and(|m| m.shared && m.store_page == store_page) {
-                continue;
-            }
-            let again = mapped.is_some();
-            if let Some(run) = runs.last_mut() {
-                if run.page + run.pages == page
-                    && run.continues(&vm.table, index, store_page, again)
-                {
-                    run.pages += 1;
-                    continue;
-                }
-            }
-            let at = Some(hint.at);
-            runs.push(Run {
-                index,
-                pages: 1,
-                store_page,
-                file: hint.file,
-                page,
-                content,
-                at,
-                tries: hint.tries,
-                again,
-            });
-        }
-        runs
-    }
-
-    /// Compares samples of two files of the same name and size. Returns whether one was due.
-    fn sample_due(&mut self, now: Instant) -> bool {
-        for (name, domain) in &mut self.domains {
-            let Some(at) = domain.candidates.iter().position(|c| c.due <= now) else {
-                continue;
-            };
-            let mut candidate = domain.candidates.swap_remove(at);
-            match sample(&self.vms, domain, candidate.content, candidate.other) {
-                Some(true) => {
-                    debug!(domain = name, "two paths hold the same file");
-                    let members = domain
-                        .contents
-                        .get(candidate.content)
-                        .map(|c| c.members.clone())
-                        .unwrap_or_default();
-                    domain.contents.alias(candidate.other, candidate.content);
-                    for member in members {
-                        let Some(vm) = self.vms.get_mut(&member.vm) else {
-                            continue;
-                        };
-                        if let Some(file) = vm.files.get_mut(&member.file) {
-                            file.alias = true;
-                        }
-                        for piece in vm.table.pieces(member.file).collect::<Vec<_>>() {
-                            vm.stack.push(Hint {
-                                file: member.file,
-                                page: piece * PIECE,
-                                pages: PIECE,
-                                at: now,
-                                tries: 0,
-                            });
-                        }
-                    }
-                }
-                Some(false) => self.stats.case_different_path_different_content += 1,
-                None if candidate.tries < 5 => {
-                    candidate.tries += 1;
-                    candidate.due = now + Duration::from_secs(4 << candidate.tries);
-                    domain.candidates.push(candidate);
-                }
-                None => {}
-            }
-            return true;
-        }
-        false
-    }
 }
 
 /// The guest page that caches a file page, unless it is being written or was found to differ.
-fn usable(vm: &VmState, file: u32, page: u32) -> Option<Index> {
+pub(super) fn usable(vm: &VmState, file: u32, page: u32) -> Option<Index> {
     vm.table
         .place(file, page)
         .filter(|&at| !vm.table.is_dirty(at) && !vm.table.is_refused(at))
@@ -807,51 +643,4 @@ fn is_huge(map: &Pagemap, hva: Hva) -> bool {
     };
     map.scan(hva, hva.add_pages(HUGE_PAGE_PAGES), filter)
         .is_ok_and(|regions| !regions.is_empty())
-}
-
-/// Whether up to four pages that both contents have cached are equal; `None` if there is no such page yet.
-fn sample(
-    vms: &BTreeMap<VmId, VmState>,
-    domain: &Domain,
-    one: ContentId,
-    other: ContentId,
-) -> Option<bool> {
-    let (one, other) = (domain.contents.get(one)?, domain.contents.get(other)?);
-    let mut compared = 0;
-    let (mut left, mut right) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
-    for a in &one.members {
-        let vm_a = vms.get(&a.vm)?;
-        for b in &other.members {
-            let vm_b = vms.get(&b.vm)?;
-            for piece in vm_a
-                .table
-                .pieces(a.file)
-                .filter(|&p| vm_b.table.has_piece(b.file, p))
-            {
-                for page in piece * PIECE..(piece + 1) * PIECE {
-                    let Some((at_a, at_b)) =
-                        usable(vm_a, a.file, page).zip(usable(vm_b, b.file, page))
-                    else {
-                        continue;
-                    };
-                    let read = |vm: &VmState, at, buffer: &mut [u8]| {
-                        vm.table.hva(at).is_some_and(|hva| {
-                            memfold_sys::memory::read(vm.guest.pid(), hva, buffer).is_ok()
-                        })
-                    };
-                    if !read(vm_a, at_a, &mut left) || !read(vm_b, at_b, &mut right) {
-                        continue;
-                    }
-                    if left != right {
-                        return Some(false);
-                    }
-                    compared += 1;
-                    if compared == 4 {
-                        return Some(true);
-                    }
-                }
-            }
-        }
-    }
-    (compared > 0).then_some(true)
 }

@@ -1,0 +1,110 @@
+//! Files of the same name and size under different paths: samples of their bytes decide whether they are one content.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use memfold_units::PAGE_BYTES;
+use tracing::debug;
+
+use super::VmId;
+use super::content::ContentId;
+use super::engine::{Domain, Engine, VmState};
+use super::stack::Hint;
+use super::table::PIECE;
+use super::work::usable;
+
+impl Engine {
+    /// Compares samples of two files of the same name and size. Returns whether one was due.
+    pub(super) fn sample_due(&mut self, now: Instant) -> bool {
+        for (name, domain) in &mut self.domains {
+            let Some(at) = domain.candidates.iter().position(|c| c.due <= now) else {
+                continue;
+            };
+            let mut candidate = domain.candidates.swap_remove(at);
+            match sample(&self.vms, domain, candidate.content, candidate.other) {
+                Some(true) => {
+                    debug!(domain = name, "two paths hold the same file");
+                    let members = domain
+                        .contents
+                        .get(candidate.content)
+                        .map(|c| c.members.clone())
+                        .unwrap_or_default();
+                    domain.contents.alias(candidate.other, candidate.content);
+                    for member in members {
+                        let Some(vm) = self.vms.get_mut(&member.vm) else {
+                            continue;
+                        };
+                        if let Some(file) = vm.files.get_mut(&member.file) {
+                            file.alias = true;
+                        }
+                        for piece in vm.table.pieces(member.file).collect::<Vec<_>>() {
+                            vm.stack.push(Hint {
+                                file: member.file,
+                                page: piece * PIECE,
+                                pages: PIECE,
+                                at: now,
+                                tries: 0,
+                            });
+                        }
+                    }
+                }
+                Some(false) => self.stats.case_different_path_different_content += 1,
+                None if candidate.tries < 5 => {
+                    candidate.tries += 1;
+                    candidate.due = now + Duration::from_secs(4 << candidate.tries);
+                    domain.candidates.push(candidate);
+                }
+                None => {}
+            }
+            return true;
+        }
+        false
+    }
+}
+
+/// Whether up to four pages that both contents have cached are equal; `None` if there is no such page yet.
+fn sample(
+    vms: &BTreeMap<VmId, VmState>,
+    domain: &Domain,
+    one: ContentId,
+    other: ContentId,
+) -> Option<bool> {
+    let (one, other) = (domain.contents.get(one)?, domain.contents.get(other)?);
+    let mut compared = 0;
+    let (mut left, mut right) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
+    for a in &one.members {
+        let vm_a = vms.get(&a.vm)?;
+        for b in &other.members {
+            let vm_b = vms.get(&b.vm)?;
+            for piece in vm_a
+                .table
+                .pieces(a.file)
+                .filter(|&p| vm_b.table.has_piece(b.file, p))
+            {
+                for page in piece * PIECE..(piece + 1) * PIECE {
+                    let Some((at_a, at_b)) =
+                        usable(vm_a, a.file, page).zip(usable(vm_b, b.file, page))
+                    else {
+                        continue;
+                    };
+                    let read = |vm: &VmState, at, buffer: &mut [u8]| {
+                        vm.table.hva(at).is_some_and(|hva| {
+                            memfold_sys::memory::read(vm.guest.pid(), hva, buffer).is_ok()
+                        })
+                    };
+                    if !read(vm_a, at_a, &mut left) || !read(vm_b, at_b, &mut right) {
+                        continue;
+                    }
+                    if left != right {
+                        return Some(false);
+                    }
+                    compared += 1;
+                    if compared == 4 {
+                        return Some(true);
+                    }
+                }
+            }
+        }
+    }
+    (compared > 0).then_some(true)
+}

@@ -1,0 +1,198 @@
+//! What agents say, taken into the tables. All of it is untrusted: places outside RAM and files never introduced are counted
+//! and dropped, and every table has a limit that the VM's RAM sets.
+
+use std::time::{Duration, Instant};
+
+use memfold_units::Pfn;
+use memfold_wire::agent::{AgentCounters, FileFacts, FileRange, FromAgent, HintRun};
+use tracing::debug;
+
+use super::VmId;
+use super::content::Member;
+use super::engine::{AliasCandidate, Domain, Engine, FileState, VmState};
+use super::stack::Hint;
+use super::stats::VmStats;
+use super::table::PIECE;
+
+/// Files that one VM may introduce.
+const MAX_FILES: usize = 1 << 20;
+
+impl Engine {
+    pub(super) fn agent_session(&mut self, id: VmId) {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
+        vm.stats.agent_ready = false;
+        vm.table.forget_cached();
+        vm.stack.clear();
+        vm.wait_for_pause.clear();
+        vm.files.clear();
+        if let Some(domain) = self.domains.get_mut(&vm.domain) {
+            domain.contents.leave_all(id);
+        }
+    }
+
+    pub(super) fn agent(&mut self, id: VmId, message: FromAgent) {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return;
+        };
+        match message {
+            FromAgent::Files(files) => {
+                for file in files {
+                    introduce_file(id, vm, domain, &file);
+                }
+            }
+            FromAgent::Hints(runs) => {
+                let now = Instant::now();
+                for run in runs {
+                    take_hint(vm, run, now);
+                }
+                vm.active = true;
+            }
+            FromAgent::Gone(runs) => {
+                for run in runs {
+                    for pfn in run.pfn..run.pfn.saturating_add(u64::from(run.pages)) {
+                        let Some(at) = vm.table.index_of(Pfn(pfn)) else {
+                            break;
+                        };
+                        vm.table.uncache(at);
+                    }
+                }
+                vm.active = true;
+            }
+            FromAgent::Dirty(ranges) => {
+                for range in ranges {
+                    set_dirty(vm, range, true);
+                }
+            }
+            FromAgent::Clean(ranges) => {
+                let now = Instant::now();
+                for range in ranges {
+                    set_dirty(vm, range, false);
+                    if let Some((page, pages)) = file_pages(range.page, range.pages) {
+                        vm.stack.push(Hint {
+                            file: range.file,
+                            page,
+                            pages,
+                            at: now,
+                            tries: 0,
+                        });
+                    }
+                }
+            }
+            FromAgent::InventoryBegin => vm.table.inventory_begin(),
+            FromAgent::InventoryEnd { files, pages } => {
+                vm.table.inventory_end();
+                vm.stats.agent_ready = true;
+                debug!(vm = vm.stats.name, files, pages, "inventory complete");
+            }
+            FromAgent::Counters(counters) => take_counters(&mut vm.stats, &counters),
+            // Sessions and commands are the link's business.
+            FromAgent::Hello { .. } | FromAgent::Output { .. } | FromAgent::Exited { .. } => {}
+        }
+    }
+}
+
+fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFacts) {
+    let member = Member {
+        vm: id,
+        file: file.file,
+    };
+    if vm.files.len() >= MAX_FILES && !vm.files.contains_key(&file.file) {
+        return;
+    }
+    if file.path.is_empty() {
+        // Its path may come later; its pages are remembered meanwhile.
+        domain.contents.leave(member);
+        vm.files.entry(file.file).or_default();
+        return;
+    }
+    let before = domain.contents.of(member);
+    let candidates = domain.contents.join(member, &file.path, file.size_bytes);
+    if domain.contents.of(member) != before {
+        vm.files.insert(file.file, FileState::default());
+        // Pages that came before the file had a path.
+        let now = Instant::now();
+        for piece in vm.table.pieces(file.file).collect::<Vec<_>>() {
+            let page = piece * PIECE;
+            vm.stack.push(Hint {
+                file: file.file,
+                page,
+                pages: PIECE,
+                at: now,
+                tries: 0,
+            });
+        }
+    }
+    let Some(content) = domain.contents.of(member) else {
+        return;
+    };
+    let due = Instant::now() + Duration::from_secs(2);
+    for other in candidates.into_iter().take(4) {
+        if domain.candidates.len() < 4096 {
+            domain.candidates.push(AliasCandidate {
+                content,
+                other,
+                due,
+                tries: 0,
+            });
+        }
+    }
+}
+
+fn take_hint(vm: &mut VmState, run: HintRun, now: Instant) {
+    vm.stats.hint_runs += 1;
+    vm.stats.hint_pages += u64::from(run.pages);
+    let known = vm.files.contains_key(&run.file);
+    let Some((page, _)) = file_pages(run.page, run.pages).filter(|_| known) else {
+        vm.stats.bogus_pages += u64::from(run.pages);
+        return;
+    };
+    let mut taken = 0;
+    for step in 0..run.pages {
+        let Some(at) = run
+            .pfn
+            .checked_add(u64::from(step))
+            .and_then(|pfn| vm.table.index_of(Pfn(pfn)))
+        else {
+            vm.stats.bogus_pages += u64::from(run.pages - step);
+            break;
+        };
+        if !vm.table.cache(at, run.file, page + step) {
+            vm.stats.over_limit_pages += u64::from(run.pages - step);
+            break;
+        }
+        taken += 1;
+    }
+    if taken > 0 {
+        vm.stack.push(Hint {
+            file: run.file,
+            page,
+            pages: taken,
+            at: now,
+            tries: 0,
+        });
+    }
+}
+
+/// A file range in 32-bit page numbers (files up to 16 TiB).
+fn file_pages(page: u64, pages: u32) -> Option<(u32, u32)> {
+    let first = u32::try_from(page).ok()?;
+    first.checked_add(pages)?;
+    Some((first, pages))
+}
+
+fn set_dirty(vm: &mut VmState, range: FileRange, dirty: bool) {
+    if let Some((page, pages)) = file_pages(range.page, range.pages) {
+        vm.table.set_dirty(range.file, page..page + pages, dirty);
+    }
+}
+
+fn take_counters(stats: &mut VmStats, counters: &AgentCounters) {
+    stats.events_lost = counters.events_lost;
+    stats.agent_cpu_us = counters.cpu_us;
+    stats.agent_rss_bytes = counters.rss_bytes;
+}

@@ -1,0 +1,132 @@
+//! Folding again in a VM with direct I/O: while it is stopped, vCPUs and I/O are at rest.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use memfold_wire::library::Freeze;
+
+use super::content::Member;
+use super::engine::{Engine, VmState};
+use super::runs::Run;
+use super::stack::Hint;
+use super::work::usable;
+use super::{GuestError, VmId};
+
+impl Engine {
+    /// Folds again in a VM with direct I/O, while it is stopped. Returns whether it was due.
+    pub(super) fn pause_due(&mut self, now: Instant) -> bool {
+        let interval = self.settings.pause_interval;
+        let due = |vm: &VmState| {
+            !vm.wait_for_pause.is_empty()
+                && now >= vm.last_pause + interval
+                && vm.stats.problem.is_none()
+        };
+        let Some(id) = self.vms.iter().find(|(_, vm)| due(vm)).map(|(&id, _)| id) else {
+            return false;
+        };
+        if let Err(error) = self.fold_paused(id, now) {
+            self.lost(id, &error);
+        }
+        true
+    }
+
+    fn fold_paused(&mut self, id: VmId, now: Instant) -> Result<(), GuestError> {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return Ok(());
+        };
+        vm.last_pause = now;
+        let hints = std::mem::take(&mut vm.wait_for_pause);
+        let mut runs: Vec<Run> = hints
+            .iter()
+            .flat_map(|hint| self.runs_for_pause(id, hint))
+            .collect();
+        runs.sort_by_key(|run| std::cmp::Reverse(run.pages));
+        let mut queue: VecDeque<Run> = runs.into();
+        if queue.is_empty() {
+            return Ok(());
+        }
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return Ok(());
+        };
+        if !vm.guest.pause()? {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let mut result = Ok(());
+        while began.elapsed() < self.settings.pause_length && result.is_ok() {
+            let Some(order) = self.next_order(id, &mut queue) else {
+                break;
+            };
+            result = self.execute(id, Freeze::Stopped, &order, &mut queue);
+        }
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return Ok(());
+        };
+        vm.guest.resume()?;
+        vm.stats.pauses += 1;
+        vm.stats.pause_max_ms = vm
+            .stats
+            .pause_max_ms
+            .max(u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX));
+        // What the time did not suffice for waits for the next pause.
+        vm.wait_for_pause.extend(queue.iter().map(|run| Hint {
+            file: run.file,
+            page: run.page,
+            pages: run.pages,
+            at: run.at.unwrap_or(now),
+            tries: run.tries,
+        }));
+        result
+    }
+
+    fn runs_for_pause(&self, id: VmId, hint: &Hint) -> Vec<Run> {
+        let mut runs: Vec<Run> = Vec::new();
+        let Some(vm) = self.vms.get(&id) else {
+            return runs;
+        };
+        let Some(domain) = self.domains.get(&vm.domain) else {
+            return runs;
+        };
+        let Some(content) = domain.contents.of(Member {
+            vm: id,
+            file: hint.file,
+        }) else {
+            return runs;
+        };
+        let Some(facts) = domain.contents.get(content) else {
+            return runs;
+        };
+        for page in hint.page..hint.page + hint.pages {
+            let Some((index, store_page)) = usable(vm, hint.file, page).zip(facts.store_page(page))
+            else {
+                continue;
+            };
+            let mapped = vm.table.mapped(index);
+            if mapped.is_some_and(|m| m.shared && m.store_page == store_page) {
+                continue;
+            }
+            let again = mapped.is_some();
+            if let Some(run) = runs.last_mut() {
+                if run.page + run.pages == page
+                    && run.continues(&vm.table, index, store_page, again)
+                {
+                    run.pages += 1;
+                    continue;
+                }
+            }
+            let at = Some(hint.at);
+            runs.push(Run {
+                index,
+                pages: 1,
+                store_page,
+                file: hint.file,
+                page,
+                content,
+                at,
+                tries: hint.tries,
+                again,
+            });
+        }
+        runs
+    }
+}
