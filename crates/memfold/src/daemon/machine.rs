@@ -287,12 +287,25 @@ impl Machine {
             domain: self.domain.clone(),
             pid: self.pid().as_raw_nonzero().get(),
             ram_bytes: seen.layout.pages() * memfold_units::PAGE_SIZE,
-            origin: if self.is_attached() { "attached" } else { "started" }.into(),
+            origin: if self.is_attached() {
+                "attached"
+            } else {
+                "started"
+            }
+            .into(),
             qemu: self.qemu.clone(),
-            agent_problems: agent.as_ref().map(|facts| facts.problems.clone()).unwrap_or_default(),
+            agent_problems: agent
+                .as_ref()
+                .map(|facts| facts.problems.clone())
+                .unwrap_or_default(),
             agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
             fold_problems,
-            refold_problems: seen.conditions.refold_live.iter().map(ToString::to_string).collect(),
+            refold_problems: seen
+                .conditions
+                .refold_live
+                .iter()
+                .map(ToString::to_string)
+                .collect(),
         }
     }
 
