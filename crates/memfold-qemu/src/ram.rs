@@ -201,15 +201,19 @@ impl Ram {
         if self.blocks.len() >= MAX_BLOCKS {
             return Err(format!("more than {MAX_BLOCKS} RAM blocks"));
         }
-        check_foldable(area)?;
-        self.blocks.push(Block {
+        let mut block = Block {
             area,
             advice,
             folded: Bitmap::new(pages),
             template: Bitmap::new(pages),
             templates: Vec::new(),
             unadvised: None,
-        });
+        };
+        // Folded when the block was known before: UFFDIO_MOVE would answer EINVAL there.
+        for part in file_mappings(area)? {
+            block.set(part, Kind::Folded);
+        }
+        self.blocks.push(block);
         Ok(())
     }
 
@@ -254,14 +258,16 @@ impl Ram {
     }
 }
 
-/// Looks in `/proc/self/smaps` whether all of `area` is private writable memory of a kind that can be folded.
-fn check_foldable(area: Area) -> Result<(), String> {
+/// Looks in `/proc/self/smaps` whether all of `area` is private writable memory of a kind that can be folded; the parts of it
+/// that are views of files.
+fn file_mappings(area: Area) -> Result<Vec<Area>, String> {
     let text = fs::read_to_string("/proc/self/smaps")
         .map_err(|error| format!("cannot read /proc/self/smaps: {error}"))?;
     let mut covered = area.start().0;
     let mut inside = false;
+    let mut files = Vec::new();
     for line in text.lines() {
-        if let Some((start, end, permissions)) = mapping_line(line) {
+        if let Some((start, end, permissions, inode)) = mapping_line(line) {
             inside = start < area.end().0 && area.start().0 < end;
             if inside {
                 if start > covered || !permissions.starts_with("rw") {
@@ -274,6 +280,11 @@ fn check_foldable(area: Area) -> Result<(), String> {
                     ));
                 }
                 covered = end;
+                if inode != "0" {
+                    let from = Hva(start.max(area.start().0));
+                    let to = Hva(end.min(area.end().0));
+                    files.push(area.part(from.pages_since(area.start()), to.pages_since(from)));
+                }
             }
         } else if inside {
             let Some(flags) = line.strip_prefix("VmFlags:") else {
@@ -299,15 +310,17 @@ fn check_foldable(area: Area) -> Result<(), String> {
             area.start()
         ));
     }
-    Ok(())
+    Ok(files)
 }
 
-fn mapping_line(line: &str) -> Option<(u64, u64, &str)> {
-    let (range, rest) = line.split_once(' ')?;
-    let (start, end) = range.split_once('-')?;
+/// First address, end, permissions and inode (`start-end perms offset dev inode path`, `proc_pid_maps(5)`).
+fn mapping_line(line: &str) -> Option<(u64, u64, &str, &str)> {
+    let mut fields = line.split_ascii_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
     Some((
         u64::from_str_radix(start, 16).ok()?,
         u64::from_str_radix(end, 16).ok()?,
-        rest.split_once(' ')?.0,
+        fields.next()?,
+        fields.nth(2)?,
     ))
 }

@@ -2,6 +2,7 @@
 
 mod support;
 
+use memfold_sys::region::{Area, Mapping};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range, Reply};
 use proptest::prelude::*;
@@ -140,6 +141,73 @@ fn a_run_of_both_kinds_is_folded_part_by_part() {
         Outcome::Done
     );
     assert_eq!(bench.wrong(3, 0, 30), []);
+}
+
+#[test]
+fn a_run_over_several_mappings_is_folded() {
+    let Some(mut bench) = Bench::new(200) else {
+        return;
+    };
+    bench.fill(1);
+    // Memory that was touched elsewhere keeps its own anon_vma, so the kernel can't merge its mapping with the neighbours'.
+    for (page, count) in [(13, 1), (64, 29), (93, 7)] {
+        let other = Mapping::anonymous(count, true).unwrap();
+        for i in 0..count {
+            other
+                .area()
+                .part(i, 1)
+                .write(&support::pattern(1, page + i));
+        }
+        other.move_over(bench.area(page, count)).unwrap();
+    }
+    assert!(
+        mappings_in(bench.area(0, 200)) >= 6,
+        "the kernel merged them"
+    );
+    let at = bench.publish(0, 200);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 200, at)),
+        Outcome::Done
+    );
+    assert_eq!(bench.wrong(1, 0, 200), []);
+    assert_eq!(mappings_in(bench.area(0, 200)), 1);
+}
+
+#[test]
+fn what_was_folded_before_the_block_was_added_counts_as_folded() {
+    let Some(mut bench) = Bench::new(64) else {
+        return;
+    };
+    bench.fill(1);
+    let at = bench.publish(0, 64);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(8, 24, at + 8)),
+        Outcome::Done
+    );
+    bench.ok(&Order::RemoveRam { hva: bench.hva(0) }, None);
+    bench.add_ram(64);
+    // A run of both kinds: moved up to the folded part, which only another way of freezing can change.
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 64, at)),
+        Outcome::Hole { folded: 8 }
+    );
+    assert_eq!(
+        bench.fold(Freeze::WriteProtect, bench.run(0, 64, at)),
+        Outcome::Done
+    );
+    assert_eq!(bench.wrong(1, 0, 64), []);
+    assert_eq!(bench.release(Freeze::WriteProtect, 0, 64), Outcome::Done);
+    assert_eq!(bench.stats().released_pages, 64);
+}
+
+/// Mappings that lie in `area`.
+fn mappings_in(area: Area) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines()
+        .filter_map(|line| line.split_once(' ')?.0.split_once('-'))
+        .map(|(start, end)| [start, end].map(|text| u64::from_str_radix(text, 16).unwrap()))
+        .filter(|[start, end]| *start < area.end().0 && area.start().0 < *end)
+        .count()
 }
 
 #[test]

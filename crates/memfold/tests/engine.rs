@@ -55,9 +55,10 @@ impl Guest for InProcess {
     }
 }
 
-/// A buffer that plays a VM's RAM, page-aligned.
+/// A buffer that plays a VM's RAM, page-aligned. Never freed: folding exchanges its mappings, and the allocator would give memory
+/// with pieces of a page store in it to the next test.
 struct Ram {
-    buffer: Vec<u8>,
+    buffer: &'static mut [u8],
     skip: usize,
     folder: Arc<Folder>,
     pauses: Arc<AtomicU32>,
@@ -65,7 +66,7 @@ struct Ram {
 
 impl Ram {
     fn new() -> Self {
-        let buffer = vec![0; (RAM_PAGES + 1) * PAGE];
+        let buffer = vec![0; (RAM_PAGES + 1) * PAGE].leak();
         let skip = buffer.as_ptr().align_offset(PAGE);
         let folder = Arc::new(Folder::new(None));
         assert!(matches!(

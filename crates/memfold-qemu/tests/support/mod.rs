@@ -45,9 +45,15 @@ impl Bench {
             next: 0,
             number,
         };
-        bench.ok(
+        bench.add_ram(pages);
+        bench.add_store();
+        Some(bench)
+    }
+
+    pub fn add_ram(&self, pages: u64) {
+        self.ok(
             &Order::AddRam {
-                hva: bench.hva(0),
+                hva: self.hva(0),
                 pages,
                 advice: Advice {
                     dontfork: true,
@@ -57,8 +63,6 @@ impl Bench {
             },
             None,
         );
-        bench.add_store();
-        Some(bench)
     }
 
     fn add_store(&self) {
