@@ -1,6 +1,6 @@
 //! The engine: its state, its messages, its loop.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
 
@@ -134,6 +134,15 @@ pub(super) struct VmState {
     /// Whether folded ranges may be folded again while the VM runs, as of this batch.
     pub live: bool,
     pub table: VmTable,
+    /// Regions of 2 MiB of QEMU's memory that are known not to be huge pages.
+    pub split: HashSet<u64>,
+    /// Pages that QEMU has discarded, as the library counts.
+    pub discarded: u64,
+    /// Whether our table of mappings may name too much.
+    pub maps_stale: bool,
+    pub last_full_sync: Instant,
+    /// Shortest time between two looks at the kernel's tables, from what the last one cost.
+    pub sync_cost: Duration,
     pub stack: HintStack,
     pub files: HashMap<FileNumber, FileState>,
     pub active: bool,
@@ -278,7 +287,9 @@ impl Engine {
             .values()
             .filter(|vm| vm.stats.problem.is_none())
             .flat_map(|vm| {
-                let sync = vm.active.then(|| vm.last_sync + settings.sync_interval);
+                let sync = vm
+                    .active
+                    .then(|| vm.last_sync + settings.sync_interval.max(vm.sync_cost));
                 let pause = (!vm.wait_for_pause.is_empty())
                     .then(|| vm.last_pause + settings.pause_interval);
                 [vm.stack.due(now), sync, pause, vm.zero.due()]
@@ -393,6 +404,11 @@ impl Engine {
                 ..VmStats::default()
             },
             live: false,
+            split: HashSet::new(),
+            discarded: 0,
+            maps_stale: true,
+            last_full_sync: now,
+            sync_cost: Duration::ZERO,
             guest,
             domain,
         };
@@ -542,6 +558,8 @@ impl Engine {
             }
         }
         vm.table = VmTable::new(layout);
+        vm.split.clear();
+        vm.maps_stale = true;
         self.sync(id);
     }
 }

@@ -1,13 +1,12 @@
 //! Folding again in a VM with direct I/O: while it is stopped, vCPUs and I/O are at rest.
 
-use std::collections::VecDeque;
 use std::time::Instant;
 
 use memfold_wire::library::Freeze;
 
 use super::content::Member;
 use super::engine::{Engine, VmState};
-use super::runs::Run;
+use super::runs::{Run, group};
 use super::stack::Hint;
 use super::work::usable;
 use super::{GuestError, VmId};
@@ -36,12 +35,14 @@ impl Engine {
         };
         vm.last_pause = now;
         let hints = std::mem::take(&mut vm.wait_for_pause);
-        let mut runs: Vec<Run> = hints
+        let runs: Vec<Run> = hints
             .iter()
             .flat_map(|hint| self.runs_for_pause(id, hint))
             .collect();
-        runs.sort_by_key(|run| std::cmp::Reverse(run.pages));
-        let mut queue: VecDeque<Run> = runs.into();
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return Ok(());
+        };
+        let mut queue = group(runs, &vm.table);
         if queue.is_empty() {
             return Ok(());
         }
@@ -57,7 +58,7 @@ impl Engine {
             let Some(order) = self.next_order(id, &mut queue) else {
                 break;
             };
-            result = self.execute(id, Freeze::Stopped, &order, &mut queue);
+            result = self.execute(id, Freeze::Stopped, order, &mut queue);
         }
         let Some(vm) = self.vms.get_mut(&id) else {
             return Ok(());
@@ -69,13 +70,14 @@ impl Engine {
             .pause_max_ms
             .max(u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX));
         // What the time did not suffice for waits for the next pause.
-        vm.wait_for_pause.extend(queue.iter().map(|run| Hint {
-            file: run.file,
-            page: run.page,
-            pages: run.pages,
-            at: run.at.unwrap_or(now),
-            tries: run.tries,
-        }));
+        vm.wait_for_pause
+            .extend(queue.iter().flatten().map(|run| Hint {
+                file: run.file,
+                page: run.page,
+                pages: run.pages,
+                at: run.at.unwrap_or(now),
+                tries: run.tries,
+            }));
         result
     }
 

@@ -9,25 +9,30 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use memfold_sys::pagemap::{Filter, Pagemap, category};
-use memfold_units::{Hva, StorePage};
+use memfold_units::StorePage;
 use memfold_wire::library::{Order, Reply};
 use tracing::{debug, warn};
 
-use super::engine::{Engine, VmState};
+use super::engine::{Domain, Engine, VmState};
 use super::stats::{DomainStats, EngineStats, VmStats};
-use super::table::{Index, Mapped, PIECE};
+use super::table::{Mapped, PIECE, VmTable};
 use super::{GuestError, VmId};
 use crate::store::mapped::{self, StoreMapping};
 
 /// Time between two reclaims of a domain.
 const RECLAIM_INTERVAL: Duration = Duration::from_secs(6);
 
+/// Longest time without reading a VM's mappings anew, as a check on our own tables.
+const FULL_SYNC_INTERVAL: Duration = Duration::from_secs(30);
+
 impl Engine {
     /// Syncs the VM that has waited longest. Returns whether one was due.
     pub(super) fn sync_due(&mut self, now: Instant) -> bool {
         let interval = self.settings.sync_interval;
         let due = |vm: &VmState| {
-            vm.active && vm.stats.problem.is_none() && now >= vm.last_sync + interval
+            vm.active
+                && vm.stats.problem.is_none()
+                && now >= vm.last_sync + interval.max(vm.sync_cost)
         };
         let Some(id) = self
             .vms
@@ -64,7 +69,16 @@ impl Engine {
     }
 
     /// Brings our view of one VM in step with the kernel's tables. Returns whether it could be read.
+    ///
+    /// Where the store is mapped changes by our orders and by discards, which the library counts; so `/proc/PID/maps`, which
+    /// is dear with thousands of mappings, is read only after discards, and otherwise once in [`FULL_SYNC_INTERVAL`]. Our
+    /// table names at least what is mapped: a discard only takes away.
     pub(super) fn sync(&mut self, id: VmId) -> bool {
+        let began = super::engine::thread_cpu_ns();
+        if let Err(error) = self.read_library_stats(id) {
+            self.lost(id, &error);
+            return false;
+        }
         let Some(vm) = self
             .vms
             .get_mut(&id)
@@ -75,79 +89,17 @@ impl Engine {
         let Some(domain) = self.domains.get_mut(&vm.domain) else {
             return false;
         };
-        let pid = vm.guest.pid();
-        let looked =
-            mapped::read(pid, domain.store.identity()).and_then(|m| Ok((m, Pagemap::open(pid)?)));
-        let (mappings, pagemap) = match looked {
-            Ok(looked) => looked,
-            Err(error) => {
-                // The VM is ending; its removal follows.
-                debug!(vm = vm.stats.name, error = %error, "mappings could not be read");
-                return false;
-            }
-        };
-        vm.mappings = mappings.total;
-        let mut truth: HashMap<Index, Mapped> = HashMap::with_capacity(mappings.store.len() * 8);
-        for mapping in &mappings.store {
-            for step in 0..mapping.pages {
-                let Ok(store_page) = u32::try_from(mapping.store_page.0 + step) else {
-                    break;
-                };
-                if let Some(at) = vm.table.index_at(mapping.hva.add_pages(step)) {
-                    truth.insert(
-                        at,
-                        Mapped {
-                            store_page,
-                            shared: true,
-                        },
-                    );
-                }
-            }
+        let full = vm.maps_stale || vm.last_full_sync.elapsed() > FULL_SYNC_INTERVAL;
+        let looked = look(vm, domain, full);
+        if let Err(error) = looked {
+            // The VM is ending; its removal follows.
+            debug!(vm = vm.stats.name, error = %error, "its page tables could not be read");
+            return false;
         }
-        for (start, end) in extents(&mappings.store) {
-            let filter = Filter {
-                any_of: category::PRESENT | category::SWAPPED,
-                none_of: category::FILE,
-                ..Filter::default()
-            };
-            let Ok(regions) = pagemap.scan(start, end, filter) else {
-                return false;
-            };
-            for region in regions.iter().filter(|r| r.is(category::PRESENT)) {
-                for step in 0..region.pages() {
-                    if let Some(mapped) = vm
-                        .table
-                        .index_at(region.start.add_pages(step))
-                        .and_then(|at| truth.get_mut(&at))
-                    {
-                        mapped.shared = false;
-                    }
-                }
-            }
-        }
-        let (mut mapped_pages, mut copied) = (0, 0);
-        for at in 0..vm.table.pages() {
-            let (before, now) = (vm.table.mapped(at), truth.get(&at).copied());
-            if let Some(now) = now {
-                mapped_pages += 1;
-                copied += u64::from(!now.shared);
-            }
-            if before == now {
-                continue;
-            }
-            if before.map(|m| m.store_page) != now.map(|m| m.store_page) {
-                if let Some(before) = before {
-                    domain.contents.count_reference(before.store_page, false);
-                }
-                if let Some(now) = now {
-                    domain.contents.count_reference(now.store_page, true);
-                }
-            }
-            vm.table.set_mapped(at, now);
-        }
-        vm.stats.mapped_pages = mapped_pages;
-        vm.stats.copied_pages = copied;
-        vm.stats.mappings = mappings.total as u64;
+        // A look may take a twentieth of the CPU budget.
+        let cost = Duration::from_nanos(super::engine::thread_cpu_ns() - began);
+        let share = (self.settings.cpu_share / 20.0).max(1e-4);
+        vm.sync_cost = Duration::from_secs_f64((cost.as_secs_f64() / share).min(60.0));
         true
     }
 
@@ -264,11 +216,6 @@ impl Engine {
     /// Figures of this moment. Call after [`Engine::sync_all`].
     pub(super) fn report(&mut self) -> EngineStats {
         let ids: Vec<VmId> = self.vms.keys().copied().collect();
-        for &id in &ids {
-            if let Err(error) = self.read_library_stats(id) {
-                self.lost(id, &error);
-            }
-        }
         let vms = ids.iter().filter_map(|id| self.vm_report(*id)).collect();
         let domains = self.domains.iter().map(|(name, domain)| DomainStats {
             domain: name.clone(),
@@ -359,20 +306,95 @@ impl Engine {
         if let Reply::Stats(library) = vm.guest.order(&Order::Stats, None)? {
             vm.stats.freeze_max_ns = library.freeze_max_ns;
             vm.stats.freeze_histogram = library.freeze_histogram.to_vec();
+            vm.maps_stale |= vm.discarded != library.discarded_pages;
+            vm.discarded = library.discarded_pages;
         }
         Ok(())
     }
 }
 
-/// Mappings joined where they touch, so that a scan of many small ones is one call.
-fn extents(mappings: &[StoreMapping]) -> Vec<(Hva, Hva)> {
-    let mut extents: Vec<(Hva, Hva)> = Vec::new();
-    for mapping in mappings {
-        let end = mapping.hva.add_pages(mapping.pages);
-        match extents.last_mut() {
-            Some((_, last)) if *last == mapping.hva => *last = end,
-            _ => extents.push((mapping.hva, end)),
+/// Reads the kernel's tables into ours: where the store is mapped (if `full`), and which pages were copied since.
+fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<()> {
+    let pid = vm.guest.pid();
+    let pages = vm.table.pages();
+    let mut truth: Vec<u32> = Vec::new();
+    if full {
+        let mappings = mapped::read(pid, domain.store.identity())?;
+        vm.mappings = mappings.total;
+        vm.stats.mappings = mappings.total as u64;
+        vm.last_full_sync = Instant::now();
+        vm.maps_stale = false;
+        truth.resize(pages as usize, 0);
+        for mapping in &mappings.store {
+            mark_mapping(&vm.table, mapping, &mut truth);
         }
     }
-    extents
+    let pagemap = Pagemap::open(pid)?;
+    // One bit a page: it is in memory, and not the store's. A page that was copied and swapped out counts as the store's:
+    // that errs on the side of keeping store pages.
+    let mut own = vec![0_u64; pages.div_ceil(64) as usize];
+    let filter = Filter {
+        all_of: category::PRESENT,
+        none_of: category::FILE,
+        ..Filter::default()
+    };
+    for slot in &vm.table.layout().slots {
+        for region in pagemap.scan(slot.hva, slot.hva.add_pages(slot.pages), filter)? {
+            let Some(first) = vm.table.index_at(region.start) else {
+                continue;
+            };
+            for at in first
+                ..first
+                    .saturating_add(u32::try_from(region.pages()).unwrap_or(0))
+                    .min(pages)
+            {
+                own[at as usize / 64] |= 1 << (at % 64);
+            }
+        }
+    }
+    let (mut mapped_pages, mut copied) = (0, 0);
+    for at in 0..pages {
+        let before = vm.table.mapped(at);
+        let store_page = if full {
+            truth[at as usize].checked_sub(1)
+        } else {
+            before.map(|m| m.store_page)
+        };
+        let shared = own[at as usize / 64] >> (at % 64) & 1 == 0;
+        let now = store_page.map(|store_page| Mapped { store_page, shared });
+        if let Some(now) = now {
+            mapped_pages += 1;
+            copied += u64::from(!now.shared);
+        }
+        if before == now {
+            continue;
+        }
+        if before.map(|m| m.store_page) != store_page {
+            if let Some(before) = before {
+                domain.contents.count_reference(before.store_page, false);
+            }
+            if let Some(now) = now {
+                domain.contents.count_reference(now.store_page, true);
+            }
+        }
+        vm.table.set_mapped(at, now);
+    }
+    vm.stats.mapped_pages = mapped_pages;
+    vm.stats.copied_pages = copied;
+    Ok(())
+}
+
+/// Marks the pages of a mapping with their store page plus one.
+fn mark_mapping(table: &VmTable, mapping: &StoreMapping, truth: &mut [u32]) {
+    for step in 0..mapping.pages {
+        let Ok(store_page) = u32::try_from(mapping.store_page.0 + step) else {
+            return;
+        };
+        if let Some(entry) = table
+            .index_at(mapping.hva.add_pages(step))
+            .and_then(|at| truth.get_mut(at as usize))
+        {
+            *entry = store_page + 1;
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! Runs to fold, and which of them are worth it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Instant;
 
 use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_SIZE};
@@ -56,15 +56,46 @@ impl Run {
     }
 }
 
+/// Runs that follow each other in guest memory and in the store: one run for the library, whatever files they are of.
+pub type Group = Vec<Run>;
+
+/// Pages in a group.
+pub fn length(group: &[Run]) -> u32 {
+    group.iter().map(|run| run.pages).sum()
+}
+
+/// Joins runs to groups of at most [`MAX_RUN_PAGES`] pages, the longest first.
+pub fn group(mut runs: Vec<Run>, table: &VmTable) -> VecDeque<Group> {
+    runs.sort_by_key(|run| run.index);
+    let mut groups: Vec<Group> = Vec::new();
+    for run in runs {
+        let joins = groups.last().is_some_and(|group| {
+            let last = group[group.len() - 1];
+            last.again == run.again
+                && last.store_page + last.pages == run.store_page
+                && table.adjacent(last.index + last.pages - 1, run.index)
+                && length(group) + run.pages <= MAX_RUN_PAGES
+        });
+        match groups.last_mut().filter(|_| joins) {
+            Some(group) => group.push(run),
+            None => groups.push(vec![run]),
+        }
+    }
+    groups.sort_by_key(|group| std::cmp::Reverse(length(group)));
+    groups.into()
+}
+
 /// Fewest pages of a huge page that must be foldable together before it is split: 1/8 of it. Below that, the TLB reach
 /// that the guest loses is dearer than the memory gained.
 pub const HUGE_SPLIT_PAGES: u32 = 64;
 
 /// Takes out the runs that would split a huge page for too little. `is_huge` tells whether the 2 MiB at an address are
-/// mapped by one huge page now. Returns the number of pages left alone.
+/// mapped by one huge page now; `split` remembers those that are not (a folded one never becomes huge again, because its
+/// mappings differ). Returns the number of pages left alone.
 pub fn spare_huge_pages(
     runs: &mut Vec<Run>,
     table: &VmTable,
+    split: &mut HashSet<u64>,
     mut is_huge: impl FnMut(Hva) -> bool,
 ) -> u64 {
     let region = |run: &Run| {
@@ -77,19 +108,18 @@ pub fn spare_huge_pages(
         *gain.entry(region(run)).or_default() += run.pages;
     }
     let mut kept = 0;
-    let mut known: HashMap<u64, bool> = HashMap::new();
     runs.retain(|run| {
         let at = region(run);
-        if run.again || gain.get(&at).is_none_or(|&pages| pages >= HUGE_SPLIT_PAGES) {
+        if run.again || split.contains(&at) {
             return true;
         }
-        let huge = *known
-            .entry(at)
-            .or_insert_with(|| is_huge(Hva(at * HUGE_PAGE_PAGES * PAGE_SIZE)));
-        if huge {
-            kept += u64::from(run.pages);
+        let worth = gain.get(&at).is_none_or(|&pages| pages >= HUGE_SPLIT_PAGES);
+        if worth || !is_huge(Hva(at * HUGE_PAGE_PAGES * PAGE_SIZE)) {
+            split.insert(at);
+            return true;
         }
-        !huge
+        kept += u64::from(run.pages);
+        false
     });
     kept
 }
@@ -142,11 +172,29 @@ mod tests {
     }
 
     #[test]
+    fn runs_of_several_files_join_where_memory_and_store_agree() {
+        let next = Run {
+            index: 20,
+            store_page: 110,
+            file: 2,
+            ..run(20, 5)
+        };
+        let elsewhere = Run {
+            store_page: 500,
+            ..run(25, 30)
+        };
+        let groups = group(vec![elsewhere, next, run(10, 10)], &table());
+        assert_eq!(groups, [vec![elsewhere], vec![run(10, 10), next]]);
+    }
+
+    #[test]
     fn a_huge_page_is_split_only_for_an_eighth_of_it() {
         let table = table();
         let mut runs = vec![run(0, 10), run(600, 40), run(700, 30), run(1030, 10)];
         // The first two huge pages are huge; the third is not.
-        let kept = spare_huge_pages(&mut runs, &table, |hva| hva < Hva(0x7000_0040_0000));
+        let kept = spare_huge_pages(&mut runs, &table, &mut HashSet::new(), |hva| {
+            hva < Hva(0x7000_0040_0000)
+        });
         assert_eq!(kept, 10);
         assert_eq!(
             runs.iter().map(|r| r.index).collect::<Vec<_>>(),

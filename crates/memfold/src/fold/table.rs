@@ -203,11 +203,13 @@ impl VmTable {
         }
         self.cached.set(at, Cached { file: stored, page });
         self.cached_pages += 1;
-        self.shared.set(at, false);
         self.dirty.set(at, false);
         self.refused.set(at, false);
-        if let Some(seen) = &mut self.seen {
-            seen.set(at, true);
+        match &mut self.seen {
+            // An inventory tells of pages that were there before: what the last look said of them holds.
+            Some(seen) => seen.set(at, true),
+            // Filled anew: whatever was folded here has been written over.
+            None => self.shared.set(at, false),
         }
         true
     }

@@ -10,7 +10,7 @@ use tracing::{debug, warn};
 
 use super::content::{ContentId, Member};
 use super::engine::{Domain, Engine, VmState, note_store_error};
-use super::runs::{Run, spare_huge_pages};
+use super::runs::{Group, Run, group, length, spare_huge_pages};
 use super::stack::Hint;
 use super::table::{Index, Mapped, PIECE};
 use super::{GuestError, VmId, budget};
@@ -123,6 +123,9 @@ impl Engine {
         {
             vm.live = vm.guest.refold_live();
         }
+        // In the order of guest memory, so that files which lie side by side there do so in the store: then their runs join.
+        let mut tasks: Vec<&Task> = tasks.iter().collect();
+        tasks.sort_by_cached_key(|task| (task.vm, self.first_place(task)));
         for task in tasks {
             self.fill(task);
             self.collect(task, &mut runs, &mut planned);
@@ -130,6 +133,13 @@ impl Engine {
         for (id, runs) in runs {
             self.fold_vm(id, runs);
         }
+    }
+
+    fn first_place(&self, task: &Task) -> Option<Index> {
+        self.vms
+            .get(&task.vm)?
+            .table
+            .place(task.hint.file, task.hint.page)
     }
 
     /// Members of a content whose VMs can be folded and whose file isn't given up.
@@ -303,11 +313,11 @@ impl Engine {
             return;
         };
         if let Ok(map) = Pagemap::open(vm.guest.pid()) {
+            let (table, split) = (&vm.table, &mut vm.split);
             self.stats.huge_kept_pages +=
-                spare_huge_pages(&mut runs, &vm.table, |hva| is_huge(&map, hva));
+                spare_huge_pages(&mut runs, table, split, |hva| is_huge(&map, hva));
         }
-        runs.sort_by_key(|run| std::cmp::Reverse(run.pages));
-        let mut queue: VecDeque<Run> = runs.into();
+        let mut queue = group(runs, &vm.table);
         let freeze = if vm.live {
             Freeze::WriteProtect
         } else {
@@ -317,44 +327,53 @@ impl Engine {
             let Some(order) = self.next_order(id, &mut queue) else {
                 return;
             };
-            if let Err(error) = self.execute(id, freeze, &order, &mut queue) {
+            if let Err(error) = self.execute(id, freeze, order, &mut queue) {
                 return self.lost(id, &error);
             }
         }
     }
 
-    /// Takes runs for one order off the queue, leaving out those that are not worth a mapping any more. `None` when
+    /// Takes groups for one order off the queue, leaving out those that are not worth a mapping any more. `None` when
     /// nothing is left.
-    pub(super) fn next_order(&mut self, id: VmId, queue: &mut VecDeque<Run>) -> Option<Vec<Run>> {
+    pub(super) fn next_order(
+        &mut self,
+        id: VmId,
+        queue: &mut VecDeque<Group>,
+    ) -> Option<Vec<Group>> {
         let vm = self.vms.get_mut(&id)?;
         let mut order = Vec::new();
         let mut pages = 0;
-        while let Some(&run) = queue.front() {
-            if order.len() == MAX_RUNS || pages + run.pages > ORDER_PAGES {
+        while let Some(group) = queue.pop_front() {
+            let length = length(&group);
+            if order.len() == MAX_RUNS || (pages > 0 && pages + length > ORDER_PAGES) {
+                queue.push_front(group);
                 break;
             }
-            queue.pop_front();
-            let new_mappings = if run.again { 1 } else { 2 };
             let worth = budget::shortest_run(vm.mappings, self.settings.max_mappings)
-                .is_some_and(|least| run.pages >= least);
+                .is_some_and(|least| length >= least);
             if !worth {
                 self.stats.mapping_budget_runs += 1;
                 continue;
             }
-            vm.mappings += new_mappings;
-            pages += run.pages;
-            order.push(run);
+            // A fold cuts a mapping in up to three; folding again one that is cut already adds at most one.
+            vm.mappings += if group.first().is_some_and(|run| run.again) {
+                1
+            } else {
+                2
+            };
+            pages += length;
+            order.push(group);
         }
         (!order.is_empty()).then_some(order)
     }
 
-    /// Sends one order and books its outcomes. What is left of runs that stopped in the middle goes back to the queue.
+    /// Sends one order and books its outcomes. What is left of groups that stopped in the middle goes back to the queue.
     pub(super) fn execute(
         &mut self,
         id: VmId,
         freeze: Freeze,
-        runs: &[Run],
-        queue: &mut VecDeque<Run>,
+        groups: Vec<Group>,
+        queue: &mut VecDeque<Group>,
     ) -> Result<(), GuestError> {
         let Some(vm) = self.vms.get_mut(&id) else {
             return Ok(());
@@ -363,41 +382,61 @@ impl Engine {
             return Ok(());
         };
         let store = domain.store_number();
-        let wire = |run: &Run| {
-            let hva = vm.table.hva(run.index)?.0;
+        let wire = |group: &Group| {
+            let first = group.first()?;
+            let hva = vm.table.hva(first.index)?.0;
             Some(FoldRun {
                 hva,
-                pages: run.pages,
+                pages: length(group),
                 store,
-                store_page: u64::from(run.store_page),
+                store_page: u64::from(first.store_page),
             })
         };
-        let Some(wire_runs) = runs.iter().map(wire).collect::<Option<Vec<_>>>() else {
+        let Some(runs) = groups.iter().map(wire).collect::<Option<Vec<_>>>() else {
             return Ok(());
         };
-        let reply = vm.guest.order(
-            &Order::Fold {
-                freeze,
-                runs: wire_runs,
-            },
-            None,
-        )?;
+        let asked: u32 = runs.iter().map(|run| run.pages).sum();
+        let reply = vm.guest.order(&Order::Fold { freeze, runs }, None)?;
         let Reply::Outcomes { outcomes, cpu_ns } = reply else {
             let what = format!("unexpected reply to a fold order: {reply:?}");
             return Err(GuestError::Library(std::io::Error::other(what)));
         };
         self.library_cpu_ns += cpu_ns;
-        let asked: u32 = runs.iter().map(|r| r.pages).sum();
         if let Some(rate) = &mut self.rate {
             rate.spend(f64::from(asked), Instant::now());
         }
-        for (&run, outcome) in runs.iter().zip(outcomes) {
-            self.book(id, run, outcome, queue);
+        for (group, outcome) in groups.into_iter().zip(outcomes) {
+            self.book_group(id, group, outcome, queue);
         }
         Ok(())
     }
 
-    fn book(&mut self, id: VmId, run: Run, outcome: Outcome, queue: &mut VecDeque<Run>) {
+    /// Books the outcome of a group, run by run: those before the stop are done, one is stopped in, the rest is tried anew.
+    fn book_group(
+        &mut self,
+        id: VmId,
+        group: Group,
+        outcome: Outcome,
+        queue: &mut VecDeque<Group>,
+    ) {
+        let mut done = outcome.pages_done(length(&group));
+        let mut runs = group.into_iter();
+        for run in runs.by_ref() {
+            if done >= run.pages {
+                done -= run.pages;
+                self.book(id, run, Outcome::Done, queue);
+                continue;
+            }
+            self.book(id, run, stopped_at(outcome, done), queue);
+            break;
+        }
+        let rest: Group = runs.collect();
+        if !rest.is_empty() && !matches!(outcome, Outcome::Refused | Outcome::Failed { .. }) {
+            queue.push_front(rest);
+        }
+    }
+
+    fn book(&mut self, id: VmId, run: Run, outcome: Outcome, queue: &mut VecDeque<Group>) {
         let Some(vm) = self.vms.get_mut(&id) else {
             return;
         };
@@ -482,6 +521,7 @@ impl Engine {
                 );
                 if let Some(vm) = self.vms.get_mut(&id) {
                     vm.active = true;
+                    vm.maps_stale = true;
                 }
                 self.sweep_wanted = true;
                 None
@@ -502,7 +542,7 @@ impl Engine {
             }
         };
         if let Some(rest) = rest {
-            queue.push_front(rest);
+            queue.push_front(vec![rest]);
         }
     }
 
@@ -643,4 +683,15 @@ fn is_huge(map: &Pagemap, hva: Hva) -> bool {
     };
     map.scan(hva, hva.add_pages(HUGE_PAGE_PAGES), filter)
         .is_ok_and(|regions| !regions.is_empty())
+}
+
+/// The same outcome, `folded` pages into a run.
+fn stopped_at(outcome: Outcome, folded: u32) -> Outcome {
+    match outcome {
+        Outcome::Done | Outcome::Refused => outcome,
+        Outcome::Differs { .. } => Outcome::Differs { folded },
+        Outcome::Busy { .. } => Outcome::Busy { folded },
+        Outcome::Hole { .. } => Outcome::Hole { folded },
+        Outcome::Failed { errno, .. } => Outcome::Failed { errno, folded },
+    }
 }
