@@ -38,14 +38,14 @@ pub(super) enum Arguments {
         #[arg(long)]
         domain: Option<String>,
     },
-    /// Run a shell command in a guest by its agent; exits with the command's code
+    /// Run a command in a guest by its agent; exits with the command's code
     Exec {
         /// Name of the VM
         name: String,
         /// Seconds that it may take
         #[arg(long, default_value_t = 600.0, value_name = "SECONDS")]
         timeout: f64,
-        /// The command
+        /// Shell text in one word ('cd /tmp && ls'), or a command and its arguments
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
@@ -139,14 +139,16 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             context.print(&vms, |vms| table(vms))?;
         }
         Arguments::Stop { names, timeout } => {
-            for name in names {
+            for name in &names {
                 client
                     .post::<_, ()>(
-                        &format!("/v1/vms/{}/stop", segment(&name)?),
+                        &format!("/v1/vms/{}/stop", segment(name)?),
                         &StopRequest { timeout_s: timeout },
                     )
                     .with_context(|| format!("cannot stop '{name}'"))?;
             }
+            let stopped = serde_json::json!({ "stopped": names });
+            context.print(&stopped, |_| format!("stopped {}", names.join(", ")))?;
         }
         Arguments::Attach { qmp, name, domain } => {
             let qmp = std::path::absolute(qmp)?;
@@ -168,8 +170,12 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 super::write_line(&serde_json::to_string_pretty(&result)?)?;
             } else {
                 use std::io::Write;
-                std::io::stdout().write_all(result.stdout.as_bytes())?;
-                std::io::stderr().write_all(result.stderr.as_bytes())?;
+                match std::io::stdout().write_all(result.stdout.as_bytes()) {
+                    Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+                        return Err(error.into());
+                    }
+                    _ => std::io::stderr().write_all(result.stderr.as_bytes())?,
+                }
             }
             return Ok(ExitCode::from(u8::try_from(result.code).unwrap_or(1)));
         }
