@@ -281,7 +281,7 @@ mod tests {
             .open(&path)
             .unwrap();
         std::fs::remove_file(&path).unwrap();
-        file.write_all(&[1; 8 * 4096]).unwrap();
+        file.write_all(&vec![1; 8 * 4096]).unwrap();
         file.set_len(64 * 4096).unwrap();
         let view = FileView::new(&file, 64).unwrap();
         let mut states = [0; 64];

@@ -11,9 +11,10 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
 use memfold::ledger::{
-    HostAccount, OwnCost, Report, StoreAccount, StoreIdentity, VmAccount, check_change, frames,
-    shared_frames, take,
+    HostAccount, OwnCost, Report, StoreAccount, VmAccount, check_change, frames, shared_frames,
+    take,
 };
+use memfold::store::StoreIdentity;
 use memfold::vm::{RamBlock, RamLayout, RamSlot};
 use memfold_sys::region::Mapping;
 use memfold_units::{ByteSize, Hva, PageCount, Pfn};

@@ -6,7 +6,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use axum::extract::{DefaultBodyLimit, Path as UrlPath, State};
+use axum::extract::rejection::JsonRejection;
+use axum::extract::{DefaultBodyLimit, FromRequest, Path as UrlPath, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -20,7 +21,7 @@ use super::types::{
 };
 use crate::daemon::{Daemon, DaemonError};
 use crate::fold::EngineStats;
-use crate::vm::VmSpec;
+use crate::vm::{LaunchError, VmSpec};
 
 /// Largest request body in bytes.
 const MAX_BODY: usize = 1 << 20;
@@ -104,8 +105,51 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/fold", get(fold).put(set_fold))
         .route("/openapi.json", get(|| async { Json(openapi()) }))
         .fallback(|| async { Failure(DaemonError::NoSuchPath) })
+        .method_not_allowed_fallback(|| async {
+            let error = "this path has no such method; GET /openapi.json lists them";
+            refusal(StatusCode::METHOD_NOT_ALLOWED, error.to_owned())
+        })
         .layer(DefaultBodyLimit::max(MAX_BODY))
         .with_state(daemon)
+}
+
+/// A request's JSON body; refusals are [`ErrorBody`]s like all others.
+#[derive(FromRequest)]
+#[from_request(via(Json), rejection(BadBody))]
+struct Asked<T>(T);
+
+struct BadBody(JsonRejection);
+
+impl From<JsonRejection> for BadBody {
+    fn from(rejection: JsonRejection) -> Self {
+        Self(rejection)
+    }
+}
+
+impl IntoResponse for BadBody {
+    fn into_response(self) -> Response {
+        // 413, 415, or 400: whether JSON itself or what it holds is wrong makes no difference to who sent it.
+        let status = match self.0.status() {
+            StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
+            status => status,
+        };
+        let text = match status {
+            StatusCode::PAYLOAD_TOO_LARGE => {
+                format!("the request's body is longer than {MAX_BODY} bytes")
+            }
+            _ => self.0.body_text(),
+        };
+        refusal(status, text)
+    }
+}
+
+fn refusal(status: StatusCode, error: String) -> Response {
+    let body = ErrorBody {
+        error,
+        hint: None,
+        impossible_here: false,
+    };
+    (status, Json(body)).into_response()
 }
 
 struct Failure(DaemonError);
@@ -114,15 +158,19 @@ impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let status = match &self.0 {
             DaemonError::NoSuchVm(_) | DaemonError::NoSuchPath => StatusCode::NOT_FOUND,
-            DaemonError::NameTaken(_) => StatusCode::CONFLICT,
-            DaemonError::BadRequest(_) => StatusCode::BAD_REQUEST,
-            DaemonError::ImpossibleHere(_) => StatusCode::NOT_IMPLEMENTED,
+            DaemonError::NameTaken(_) | DaemonError::Launch(LaunchError::NameTaken { .. }) => {
+                StatusCode::CONFLICT
+            }
+            DaemonError::BadRequest(_) | DaemonError::Launch(LaunchError::Spec(_)) => {
+                StatusCode::BAD_REQUEST
+            }
+            error if error.impossible_here() => StatusCode::NOT_IMPLEMENTED,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
         let body = ErrorBody {
             error: chain(&self.0),
             hint: self.0.hint(),
-            impossible_here: matches!(self.0, DaemonError::ImpossibleHere(_)),
+            impossible_here: self.0.impossible_here(),
         };
         (status, Json(body)).into_response()
     }
@@ -165,7 +213,7 @@ async fn list(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<VmInfo>>, Fa
 #[utoipa::path(post, path = "/v1/vms", request_body = Object, responses((status = 200, body = VmInfo), (status = 409, body = ErrorBody)))]
 async fn run(
     State(daemon): State<Arc<Daemon>>,
-    Json(spec): Json<VmSpec>,
+    Asked(spec): Asked<VmSpec>,
 ) -> Result<Json<VmInfo>, Failure> {
     blocking(daemon, |d| d.run_vm(spec)).await
 }
@@ -173,7 +221,7 @@ async fn run(
 #[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
 async fn attach(
     State(daemon): State<Arc<Daemon>>,
-    Json(request): Json<AttachRequest>,
+    Asked(request): Asked<AttachRequest>,
 ) -> Result<Json<VmInfo>, Failure> {
     blocking(daemon, move |d| d.attach(&request)).await
 }
@@ -182,7 +230,7 @@ async fn attach(
 async fn stop(
     State(daemon): State<Arc<Daemon>>,
     UrlPath(name): UrlPath<String>,
-    Json(request): Json<StopRequest>,
+    Asked(request): Asked<StopRequest>,
 ) -> Result<Json<()>, Failure> {
     blocking(daemon, move |d| {
         d.stop_vm(&name, seconds(request.timeout_s)?)
@@ -194,7 +242,7 @@ async fn stop(
 async fn exec(
     State(daemon): State<Arc<Daemon>>,
     UrlPath(name): UrlPath<String>,
-    Json(request): Json<ExecRequest>,
+    Asked(request): Asked<ExecRequest>,
 ) -> Result<Json<ExecResult>, Failure> {
     blocking(daemon, move |d| {
         let result = d.exec(&name, &request.script, seconds(request.timeout_s)?)?;
@@ -221,7 +269,7 @@ async fn fold(State(daemon): State<Arc<Daemon>>) -> Result<Json<EngineStats>, Fa
 #[utoipa::path(put, path = "/v1/fold", request_body = FoldRequest, responses((status = 200, body = EngineStats)))]
 async fn set_fold(
     State(daemon): State<Arc<Daemon>>,
-    Json(request): Json<FoldRequest>,
+    Asked(request): Asked<FoldRequest>,
 ) -> Result<Json<EngineStats>, Failure> {
     blocking(daemon, move |d| d.set_fold(&request)).await
 }

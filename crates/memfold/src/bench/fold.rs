@@ -80,15 +80,15 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             let sample = measure(&folder, length, options.pages.max(2048))?;
             samples.push(json!({
                 "run_pages": length,
-                "fold_us_per_page": sample.fold_us,
-                "compare_us_per_page": sample.compare_us,
-                "fold_wall_us_per_page": sample.wall_us,
+                "fold_us_per_page": sample.folding,
+                "compare_us_per_page": sample.comparing,
+                "fold_wall_us_per_page": sample.wall,
             }));
             if length == 64 {
-                compare.push(sample.compare_us);
-                ratios.push(sample.fold_us / sample.compare_us);
+                compare.push(sample.comparing);
+                ratios.push(sample.folding / sample.comparing);
             }
-            us.push(sample.fold_us);
+            us.push(sample.folding);
         }
         if length == 64 {
             fold_64 = median(&us);
@@ -112,10 +112,11 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     }))
 }
 
+/// Microseconds per page.
 struct Sample {
-    fold_us: f64,
-    compare_us: f64,
-    wall_us: f64,
+    folding: f64,
+    comparing: f64,
+    wall: f64,
 }
 
 /// Folds fresh memory in runs of `length` pages, after a bare compare of the same runs in the same order.
@@ -197,11 +198,11 @@ fn measure(folder: &Folder, length: u64, pages: u64) -> anyhow::Result<Sample> {
     expect_ok(folder.execute(&Order::RemoveRam { hva }, None))?;
     expect_ok(folder.execute(&Order::RemoveStore { store: number }, None))?;
     let (fold_ns, wall) = result?;
-    let folded = (runs * length) as f64;
+    let count = (runs * length) as f64;
     Ok(Sample {
-        fold_us: fold_ns as f64 / 1000.0 / folded,
-        compare_us: compare_ns as f64 / 1000.0 / folded,
-        wall_us: wall.as_secs_f64() * 1e6 / folded,
+        folding: fold_ns as f64 / 1000.0 / count,
+        comparing: compare_ns as f64 / 1000.0 / count,
+        wall: wall.as_secs_f64() * 1e6 / count,
     })
 }
 

@@ -51,7 +51,7 @@ impl Lab {
             exclude: Vec::new(),
             paused: true,
         };
-        let daemon = Daemon::start(options)?;
+        let daemon = Daemon::start(&options)?;
         *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) =
             Some((daemon.clone(), directory.path().to_owned()));
         clean_up_at_interrupt();

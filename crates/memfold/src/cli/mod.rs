@@ -90,12 +90,18 @@ impl Context {
     }
 }
 
-/// Writes to standard output. A reader that went away (`| head`) is no failure.
+/// Writes a line to standard output. A reader that went away (`| head`) is no failure.
 pub(crate) fn write_line(text: &str) -> anyhow::Result<()> {
+    write_on(text).map(drop)
+}
+
+/// Writes a line to standard output; `false` when nobody reads it any more.
+pub(crate) fn write_on(text: &str) -> anyhow::Result<bool> {
     use std::io::Write;
-    match writeln!(std::io::stdout(), "{text}") {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        result => Ok(result?),
+    let mut out = std::io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
+        result => Ok(result.map(|()| true)?),
     }
 }
 

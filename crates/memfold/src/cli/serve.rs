@@ -65,14 +65,13 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         .worker_threads(2)
         .enable_all()
         .build()?;
-    let daemon = Daemon::start(options)?;
+    let daemon = Daemon::start(&options)?;
     info!(socket = %context.socket.display(), state = %arguments.state.display(), "serving");
     runtime.block_on(api::serve(daemon.clone(), &context.socket, async {
-        let mut terminate =
-            match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
-                Ok(signal) => signal,
-                Err(_) => return std::future::pending().await,
-            };
+        let signal = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate());
+        let Ok(mut terminate) = signal else {
+            return std::future::pending().await;
+        };
         tokio::select! {
             _ = terminate.recv() => {}
             _ = tokio::signal::ctrl_c() => {}

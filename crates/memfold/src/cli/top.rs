@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{Context, write_line};
-use crate::api::FullReport;
+use super::{Context, write_on};
+use crate::api::{Client, FullReport};
 use crate::ledger::{Report, table};
 
 /// Time between two drawings.
@@ -18,8 +18,22 @@ const INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Args, Debug)]
 pub(super) struct Arguments {}
 
+/// `--json`: a report a line each second, until the reader goes away.
+fn json_lines(client: &Client) -> anyhow::Result<ExitCode> {
+    loop {
+        let report: FullReport = client.get("/v1/report")?;
+        if !write_on(&serde_json::to_string(&report)?)? {
+            return Ok(ExitCode::SUCCESS);
+        }
+        std::thread::sleep(INTERVAL);
+    }
+}
+
 pub(super) fn run(context: &Context, _arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
+    if context.json {
+        return json_lines(&client);
+    }
     live(|| Ok(client.get::<FullReport>("/v1/report")?.ledger))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -59,8 +73,8 @@ pub(crate) fn live(mut fetch: impl FnMut() -> anyhow::Result<Report>) -> anyhow:
         let text = table::render(&fetch()?);
         if terminal {
             put(&frame(&text))?;
-        } else {
-            write_line(&text)?;
+        } else if !write_on(&text)? {
+            return Ok(());
         }
         match stop.recv_timeout(INTERVAL) {
             Err(RecvTimeoutError::Timeout) => {}

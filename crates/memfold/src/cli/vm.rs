@@ -38,14 +38,14 @@ pub(super) enum Arguments {
         #[arg(long)]
         domain: Option<String>,
     },
-    /// Run a shell command in a guest by its agent; exits with the command's code
+    /// Run a command in a guest by its agent; exits with the command's code
     Exec {
         /// Name of the VM
         name: String,
         /// Seconds that it may take
         #[arg(long, default_value_t = 600.0, value_name = "SECONDS")]
         timeout: f64,
-        /// The command
+        /// Shell text in one word ('cd /tmp && ls'), or a command and its arguments
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
@@ -139,14 +139,16 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             context.print(&vms, |vms| table(vms))?;
         }
         Arguments::Stop { names, timeout } => {
-            for name in names {
+            for name in &names {
                 client
                     .post::<_, ()>(
-                        &format!("/v1/vms/{}/stop", segment(&name)?),
+                        &format!("/v1/vms/{}/stop", segment(name)?),
                         &StopRequest { timeout_s: timeout },
                     )
                     .with_context(|| format!("cannot stop '{name}'"))?;
             }
+            let stopped = serde_json::json!({ "stopped": names });
+            context.print(&stopped, |_| format!("stopped {}", names.join(", ")))?;
         }
         Arguments::Attach { qmp, name, domain } => {
             let qmp = std::path::absolute(qmp)?;
@@ -159,7 +161,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             command,
         } => {
             let request = ExecRequest {
-                script: command.join(" "),
+                script: script(&command),
                 timeout_s: timeout,
             };
             let result: ExecResult =
@@ -168,13 +170,40 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 super::write_line(&serde_json::to_string_pretty(&result)?)?;
             } else {
                 use std::io::Write;
-                std::io::stdout().write_all(result.stdout.as_bytes())?;
-                std::io::stderr().write_all(result.stderr.as_bytes())?;
+                match std::io::stdout().write_all(result.stdout.as_bytes()) {
+                    Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+                        return Err(error.into());
+                    }
+                    _ => std::io::stderr().write_all(result.stderr.as_bytes())?,
+                }
             }
             return Ok(ExitCode::from(u8::try_from(result.code).unwrap_or(1)));
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The shell text: one word is shell text already; several are a command and its arguments, each kept whole.
+fn script(words: &[String]) -> String {
+    match words {
+        [text] => text.clone(),
+        words => words
+            .iter()
+            .map(|w| quoted(w))
+            .collect::<Vec<_>>()
+            .join(" "),
+    }
+}
+
+/// A word as `/bin/sh` reads it back unchanged.
+fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:@%+,".contains(c);
+    // A word with '=' could be taken for an assignment where a command's name stands.
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
 }
 
 /// A VM's name as a segment of a path: names have no character that would need escaping.
@@ -184,22 +213,22 @@ fn segment(name: &str) -> anyhow::Result<&str> {
 }
 
 fn describe(what: &str, vm: &VmInfo) -> String {
-    let mut text = format!(
+    let mut lines = vec![format!(
         "{what} {} (pid {}, {} of RAM, QEMU {})",
         vm.name,
         vm.pid,
         ByteSize(vm.ram_bytes),
         vm.qemu
-    );
-    for problem in &vm.fold_problems {
-        text += &format!("\nnot folded: {problem}");
-    }
+    )];
+    let not_folded = |problem| format!("not folded: {problem}");
+    let at_pauses =
+        |problem| format!("folded pages are folded again only at short pauses: {problem}");
     if vm.fold_problems.is_empty() {
-        for problem in &vm.refold_problems {
-            text += &format!("\nfolded pages are folded again only at short pauses: {problem}");
-        }
+        lines.extend(vm.refold_problems.iter().map(at_pauses));
+    } else {
+        lines.extend(vm.fold_problems.iter().map(not_folded));
     }
-    text
+    lines.join("\n")
 }
 
 fn table(vms: &[VmInfo]) -> String {
@@ -232,4 +261,31 @@ fn table(vms: &[VmInfo]) -> String {
         }
     }
     table.trim_fmt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_word_is_shell_text_and_several_reach_the_command_unchanged() {
+        assert_eq!(
+            script(&["cd /tmp && ls | wc -l".into()]),
+            "cd /tmp && ls | wc -l"
+        );
+        let words = [
+            "printf", r"<%s>\n", "", "a b", "it's", "$HOME", "*", "a=b", "~", "x\ny", "\"\\", "-n",
+        ]
+        .map(str::to_owned);
+        let output = std::process::Command::new("/bin/sh")
+            .args(["-c", &script(&words)])
+            .output()
+            .unwrap();
+        let wanted: String = words[2..].iter().map(|w| format!("<{w}>\n")).collect();
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), wanted);
+        assert_eq!(
+            script(&["ls".into(), "-l".into(), "/usr".into()]),
+            "ls -l /usr"
+        );
+    }
 }

@@ -60,13 +60,37 @@ pub enum DaemonError {
 }
 
 impl DaemonError {
+    /// Whether it is this host that lacks something; `memfold doctor` tells what.
+    #[must_use]
+    pub const fn impossible_here(&self) -> bool {
+        matches!(
+            self,
+            Self::ImpossibleHere(_)
+                | Self::Launch(
+                    LaunchError::TooOld { .. }
+                        | LaunchError::Qemu(_)
+                        | LaunchError::Kvm { .. }
+                        | LaunchError::Library(_)
+                )
+        )
+    }
+
     /// What would change it, where the message itself doesn't say.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
-            Self::Launch(LaunchError::TooOld { .. } | LaunchError::Qemu(_)) => {
+            _ if self.impossible_here() => {
                 Some("'memfold doctor' says what this host lacks, and how to get it".into())
             }
+            Self::NameTaken(name) | Self::Launch(LaunchError::NameTaken { name }) => Some(format!(
+                "choose another --name, or end that one: memfold vm stop {name}"
+            )),
+            Self::Qmp(QmpError::Connect { .. }) => Some(
+                "give the path of the socket that QEMU was started with: -qmp unix:PATH,server=on,wait=off".into(),
+            ),
+            Self::Qmp(QmpError::NoGreeting { .. }) => Some(
+                "QEMU serves one client a socket at a time; start it with one more -qmp socket for memfold".into(),
+            ),
             Self::Agent(AgentError::NoSession(_)) => Some(
                 "the guest may still be booting, or memfold-agent is not installed in it; 'memfold vm list' shows its agent".into(),
             ),

@@ -30,6 +30,19 @@ struct Seen {
     conditions: VmConditions,
 }
 
+/// What the daemon makes of a VM that it takes on.
+#[derive(Debug)]
+pub(super) struct Role {
+    /// The engine's number for it.
+    pub id: VmId,
+    pub name: String,
+    pub domain: Option<String>,
+    /// QMP socket, if memfold did not start it.
+    pub attached: Option<PathBuf>,
+    /// File that says that the VM was paused by us.
+    pub pause_marker: PathBuf,
+}
+
 /// A VM that the daemon has taken on.
 #[derive(Debug)]
 pub(super) struct Machine {
@@ -49,18 +62,21 @@ pub(super) struct Machine {
 
 impl Machine {
     pub fn take_on(
-        id: VmId,
         vm: Vm,
-        name: &str,
-        domain: Option<String>,
-        attached: Option<PathBuf>,
+        role: Role,
         commands: &SyncSender<Command>,
         options: AgentOptions,
-        pause_marker: PathBuf,
     ) -> Result<Arc<Self>, DaemonError> {
+        let Role {
+            id,
+            name,
+            domain,
+            attached,
+            pause_marker,
+        } = role;
         let mut qmp = vm.daemon_qmp()?;
         let (major, minor, micro) = qmp.version();
-        resume_if_left_paused(name, &pause_marker, &mut qmp)?;
+        resume_if_left_paused(&name, &pause_marker, &mut qmp)?;
         let layout = vm.layout(&mut qmp)?;
         let conditions = vm.conditions(&mut qmp)?;
         let monitor = Arc::new(Monitor::new(qmp));
@@ -83,7 +99,7 @@ impl Machine {
         };
         let machine = Arc::new(Self {
             id,
-            name: name.to_owned(),
+            name,
             domain,
             attached,
             monitor,
@@ -102,7 +118,7 @@ impl Machine {
         let advice = machine.advice(&layout);
         machine.tell(Command::Add {
             id,
-            name: name.to_owned(),
+            name: machine.name.clone(),
             domain: machine.domain.clone(),
             problem: machine.problem(),
             layout,

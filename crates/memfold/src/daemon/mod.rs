@@ -24,7 +24,7 @@ use rustix::fs::FlockOperation;
 use tracing::{info, warn};
 
 pub use error::DaemonError;
-use machine::Machine;
+use machine::{Machine, Role};
 
 use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
 use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
@@ -63,7 +63,7 @@ pub struct Daemon {
 
 impl Daemon {
     /// Starts the engine and takes over the VMs that run under the state directory.
-    pub fn start(options: DaemonOptions) -> Result<Arc<Self>, DaemonError> {
+    pub fn start(options: &DaemonOptions) -> Result<Arc<Self>, DaemonError> {
         let state = &options.state;
         let files = |source| DaemonError::State {
             path: state.clone(),
@@ -148,16 +148,14 @@ impl Daemon {
             exclude: self.options.exclude.clone(),
             ..AgentOptions::default()
         };
-        let machine = Machine::take_on(
+        let role = Role {
             id,
-            vm,
-            name,
+            name: name.to_owned(),
             domain,
             attached,
-            &self.commands,
-            options,
-            self.options.state.join(format!("{name}.paused")),
-        )?;
+            pause_marker: self.options.state.join(format!("{name}.paused")),
+        };
+        let machine = Machine::take_on(vm, role, &self.commands, options)?;
         self.lock().insert(name.to_owned(), machine.clone());
         let (watched, daemon) = (machine.clone(), Arc::downgrade(self));
         let watch = move || {

@@ -246,7 +246,9 @@ mod tests {
     #[test]
     fn appended_pages_read_back_and_offsets_are_never_reused() {
         let mut store = Store::create("t1", ByteSize::mib(64)).unwrap();
-        let source: Vec<u8> = (0..PAGE_BYTES * 3).map(|i| (i / 7 % 251) as u8).collect();
+        let source: Vec<u8> = (0..PAGE_BYTES * 3)
+            .map(|i| u8::try_from(i / 7 % 251).unwrap())
+            .collect();
         let (first, copied) = store.append(me(), address(&source), 3).unwrap();
         assert_eq!((first, copied), (StorePage(0), PageCount(3)));
         let mut page = [0; PAGE_BYTES];
