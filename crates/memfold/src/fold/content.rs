@@ -19,6 +19,12 @@ pub type ContentId = u32;
 /// Most variants of one path and size: versions of a file that VMs of one domain may have side by side.
 const MAX_VARIANTS: usize = 4;
 
+/// Contents of the same name and size that a new one is compared with.
+const MAX_CANDIDATES: usize = 4;
+
+/// Contents of the same name and size that are remembered as such.
+const MAX_NAMESAKES: usize = 64;
+
 /// A file of one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Member {
@@ -143,9 +149,16 @@ impl Contents {
             return Vec::new();
         }
         let name = name_key(path, size);
-        let candidates = self.by_name.get(&name).cloned().unwrap_or_default();
+        let candidates = self
+            .by_name
+            .get(&name)
+            .map(|ids| ids.iter().copied().take(MAX_CANDIDATES).collect())
+            .unwrap_or_default();
         let id = self.begin(member, path, key);
-        self.by_name.entry(name).or_default().push(id);
+        let namesakes = self.by_name.entry(name).or_default();
+        if namesakes.len() < MAX_NAMESAKES {
+            namesakes.push(id);
+        }
         candidates
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use memfold_units::ByteSize;
 use memfold_wire::agent::{FileNumber, FromAgent};
 use memfold_wire::library::{Advice, Order, Reply};
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use super::budget::TokenBucket;
 use super::content::{ContentId, Contents};
@@ -145,6 +145,14 @@ pub(super) struct VmState {
     pub sync_cost: Duration,
     pub stack: HintStack,
     pub files: HashMap<FileNumber, FileState>,
+    /// Bytes of paths that the agent has told in this session.
+    pub path_bytes: usize,
+    /// Pages that the agent may speak of.
+    pub allowance: TokenBucket,
+    /// Whether the library knows RAM and store.
+    pub introduced: bool,
+    /// Advice of the RAM blocks.
+    pub advice: Vec<Advice>,
     pub active: bool,
     pub last_sync: Instant,
     pub last_pause: Instant,
@@ -327,18 +335,7 @@ impl Engine {
                 self.add(id, name, domain, layout, &advice, guest, problem);
             }
             Command::Remove(id) => self.remove(id),
-            Command::Problem(id, problem) => {
-                if let Some(vm) = self.vms.get_mut(&id) {
-                    if vm.stats.problem != problem {
-                        info!(
-                            vm = vm.stats.name,
-                            problem = problem.as_deref().unwrap_or("none"),
-                            "conditions for folding changed"
-                        );
-                        vm.stats.problem = problem;
-                    }
-                }
-            }
+            Command::Problem(id, problem) => self.set_problem(id, problem),
             Command::Layout { id, layout, advice } => self.set_layout(id, layout, &advice),
             Command::AgentSession(id) => self.agent_session(id),
             Command::Agent(id, message) => self.agent(id, message),
@@ -387,10 +384,16 @@ impl Engine {
             warn!(vm = name, problem, "this VM is not folded");
         }
         let now = Instant::now();
+        let allowance =
+            super::intake::allowance(u32::try_from(layout.pages()).unwrap_or(u32::MAX), now);
         let vm = VmState {
             table: VmTable::new(layout),
             stack: HintStack::new(self.settings.stack_limit, self.settings.settle),
             files: HashMap::new(),
+            path_bytes: 0,
+            allowance,
+            introduced: problem.is_none(),
+            advice: advice.to_vec(),
             active: true,
             last_sync: now,
             last_pause: now,
@@ -475,7 +478,7 @@ impl Engine {
         }
         let order = Order::AddStore {
             store: domain.store_number(),
-            max_pages: 1 << 30,
+            max_pages: crate::store::MAX_PAGES,
         };
         ask(&order, Some(domain.store.read_only()))?;
         Ok(())
@@ -505,11 +508,46 @@ impl Engine {
     /// The library of this VM no longer answers: it is not folded any more.
     pub(super) fn lost(&mut self, id: VmId, error: &GuestError) {
         if let Some(vm) = self.vms.get_mut(&id) {
-            warn!(vm = vm.stats.name, error = %error, "folding ends for this VM");
+            let gone =
+                !std::path::Path::new(&format!("/proc/{}/maps", vm.guest.pid().as_raw_nonzero()))
+                    .exists();
+            if gone {
+                debug!(vm = vm.stats.name, "its QEMU has ended");
+            } else {
+                warn!(
+                    vm = vm.stats.name,
+                    error = error as &dyn std::error::Error,
+                    "folding ends for this VM"
+                );
+            }
             vm.stats.problem = Some(error.to_string());
             vm.stack.clear();
             vm.wait_for_pause.clear();
         }
+    }
+
+    fn set_problem(&mut self, id: VmId, mut problem: Option<String>) {
+        let Some(mut vm) = self.vms.remove(&id) else {
+            return;
+        };
+        if problem.is_none() && !vm.introduced {
+            let layout = vm.table.layout().clone();
+            problem = self
+                .introduce(&vm.domain, &layout, &vm.advice, vm.guest.as_mut())
+                .err();
+            vm.introduced = problem.is_none();
+            vm.maps_stale = true;
+        }
+        if vm.stats.problem != problem {
+            info!(
+                vm = vm.stats.name,
+                problem = problem.as_deref().unwrap_or("none"),
+                "conditions for folding changed"
+            );
+            vm.stats.problem = problem;
+            self.sweep_wanted = true;
+        }
+        self.vms.insert(id, vm);
     }
 
     fn set_layout(&mut self, id: VmId, layout: RamLayout, advice: &[Advice]) {

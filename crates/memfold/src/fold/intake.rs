@@ -8,14 +8,30 @@ use memfold_wire::agent::{AgentCounters, FileFacts, FileRange, FromAgent, HintRu
 use tracing::debug;
 
 use super::VmId;
+use super::budget::TokenBucket;
 use super::content::Member;
 use super::engine::{AliasCandidate, Domain, Engine, FileState, VmState};
 use super::stack::Hint;
 use super::stats::VmStats;
 use super::table::PIECE;
 
-/// Files that one VM may introduce.
-const MAX_FILES: usize = 1 << 20;
+/// Files that any VM may introduce; larger ones one more for each page of RAM.
+const MIN_FILES: usize = 1 << 16;
+
+/// Bytes of paths of one VM's files, for each file that it may introduce.
+const PATH_BYTES: usize = 256;
+
+/// Pages that a VM's agent may speak of in a second, over time (256 MiB/s of page cache). Beyond, hints are dropped.
+const PAGES_PER_SECOND: f64 = 65_536.0;
+
+/// What an agent may say: two inventories of all RAM at once, and [`PAGES_PER_SECOND`].
+pub(super) fn allowance(ram_pages: u32, now: Instant) -> TokenBucket {
+    TokenBucket::new(
+        PAGES_PER_SECOND,
+        f64::from(ram_pages) * 2.0 + PAGES_PER_SECOND,
+        now,
+    )
+}
 
 impl Engine {
     pub(super) fn agent_session(&mut self, id: VmId) {
@@ -27,6 +43,7 @@ impl Engine {
         vm.stack.clear();
         vm.wait_for_pause.clear();
         vm.files.clear();
+        vm.path_bytes = 0;
         if let Some(domain) = self.domains.get_mut(&vm.domain) {
             domain.contents.leave_all(id);
         }
@@ -54,6 +71,9 @@ impl Engine {
             }
             FromAgent::Gone(runs) => {
                 for run in runs {
+                    if !allow(vm, run.pages) {
+                        break;
+                    }
                     for pfn in run.pfn..run.pfn.saturating_add(u64::from(run.pages)) {
                         let Some(at) = vm.table.index_of(Pfn(pfn)) else {
                             break;
@@ -101,9 +121,13 @@ fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFa
         vm: id,
         file: file.file,
     };
-    if vm.files.len() >= MAX_FILES && !vm.files.contains_key(&file.file) {
+    let most = MIN_FILES + vm.table.pages() as usize;
+    let known = vm.files.contains_key(&file.file);
+    if !known && (vm.files.len() >= most || vm.path_bytes + file.path.len() > most * PATH_BYTES) {
         return;
     }
+    // Counts a path that is told again once more: who renames without end is cut off, not who has many files.
+    vm.path_bytes += file.path.len();
     if file.path.is_empty() {
         // Its path may come later; its pages are remembered meanwhile.
         domain.contents.leave(member);
@@ -131,7 +155,7 @@ fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFa
         return;
     };
     let due = Instant::now() + Duration::from_secs(2);
-    for other in candidates.into_iter().take(4) {
+    for other in candidates {
         if domain.candidates.len() < 4096 {
             domain.candidates.push(AliasCandidate {
                 content,
@@ -146,6 +170,9 @@ fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFa
 fn take_hint(vm: &mut VmState, run: HintRun, now: Instant) {
     vm.stats.hint_runs += 1;
     vm.stats.hint_pages += u64::from(run.pages);
+    if !allow(vm, run.pages) {
+        return;
+    }
     let known = vm.files.contains_key(&run.file);
     let Some((page, _)) = file_pages(run.page, run.pages).filter(|_| known) else {
         vm.stats.bogus_pages += u64::from(run.pages);
@@ -176,6 +203,17 @@ fn take_hint(vm: &mut VmState, run: HintRun, now: Instant) {
             tries: 0,
         });
     }
+}
+
+/// Whether the VM's agent may speak of so many pages more now.
+fn allow(vm: &mut VmState, pages: u32) -> bool {
+    let now = Instant::now();
+    if vm.allowance.wait(now).is_some() {
+        vm.stats.over_limit_pages += u64::from(pages);
+        return false;
+    }
+    vm.allowance.spend(f64::from(pages), now);
+    true
 }
 
 /// A file range in 32-bit page numbers (files up to 16 TiB).

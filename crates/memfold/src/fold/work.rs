@@ -353,6 +353,10 @@ impl Engine {
                 .is_some_and(|least| length >= least);
             if !worth {
                 self.stats.mapping_budget_runs += 1;
+                // Our count only ever grows; the kernel's knows which mappings have joined. The sweep tries again.
+                vm.maps_stale = true;
+                vm.active = true;
+                self.sweep_wanted = true;
                 continue;
             }
             // A fold cuts a mapping in up to three; folding again one that is cut already adds at most one.

@@ -19,4 +19,4 @@
 mod file;
 pub mod mapped;
 
-pub use file::{Store, StoreError, StoreIdentity};
+pub use file::{MAX_PAGES, Store, StoreError, StoreIdentity};
