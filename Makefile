@@ -18,7 +18,8 @@ build: ## the program (target/release/memfold), the library for QEMU and the gue
 	@scripts/build
 
 demo: setup build ## boot three real VMs, fold them, show what was saved next to KSM
-	@$(TARGET_DIR)/release/memfold demo
+	@source scripts/lib/say.sh; source scripts/lib/user.sh; \
+	    MEMFOLD_CACHE=$$(memfold_cache) $(TARGET_DIR)/release/memfold demo
 
 test: setup build ## every test, real guests included
 	@scripts/test

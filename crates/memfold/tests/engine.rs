@@ -12,7 +12,7 @@ use memfold::fold::{
 use memfold::vm::{RamBlock, RamLayout, RamSlot};
 use memfold_qemu::Folder;
 use memfold_sys::pagemap::Pagemap;
-use memfold_units::{Hva, Pfn};
+use memfold_units::{ByteSize, Hva, Pfn};
 use memfold_wire::agent::{FileFacts, FromAgent, HintRun, PfnRun};
 use memfold_wire::library::{Advice, Order, Reply, VERSION};
 use rustix::process::Pid;
@@ -143,6 +143,10 @@ struct Running {
 
 impl Running {
     fn start() -> Self {
+        Self::start_with(EngineSettings::default())
+    }
+
+    fn start_with(settings: EngineSettings) -> Self {
         // Shows with --nocapture why the engine refuses something. Set once for all tests of the process.
         let _ = tracing_subscriber::fmt().with_test_writer().try_init();
         let settings = EngineSettings {
@@ -151,7 +155,7 @@ impl Running {
             sync_interval: Duration::from_millis(100),
             pause_interval: Duration::from_millis(100),
             drop_zero: false,
-            ..EngineSettings::default()
+            ..settings
         };
         let (commands, receiver) = sync_channel(256);
         let thread = std::thread::spawn(move || Engine::new(settings).run(&receiver));
@@ -520,4 +524,42 @@ fn an_idle_engine_uses_no_cpu() {
     let used = engine.stats().engine_cpu_s - before;
     // One look at the kernel's tables for the answer itself.
     assert!(used < 0.01, "{used} s of CPU in 2 s of nothing");
+}
+
+#[test]
+fn a_full_store_keeps_what_is_folded_and_takes_new_content_when_there_is_room() {
+    let domain = domain("full");
+    let (mut a, mut b) = (Ram::new(), Ram::new());
+    for ram in [&mut a, &mut b] {
+        ram.fill(0, 64, 20);
+        ram.fill(100, 64, 21);
+    }
+    let engine = Running::start_with(EngineSettings {
+        store_cap: ByteSize(64 * PAGE as u64),
+        ..EngineSettings::default()
+    });
+    engine.add(1, &domain, &a, true);
+    engine.add(2, &domain, &b, true);
+    for id in [1, 2] {
+        engine.cached(id, 1, "/first", 0, 64);
+    }
+    engine.wait("the first file folded", |s| folded(s, &[1, 2], 64));
+    for id in [1, 2] {
+        engine.cached(id, 2, "/second", 100, 64);
+    }
+    let stats = engine.wait("the store is full", |s| s.domains[0].store_full);
+    assert_eq!(stats.domains[0].store_bytes, 64 * PAGE as u64);
+    assert!(folded(&stats, &[1, 2], 64), "the first file stays folded");
+    // Both drop the first file and use its memory otherwise: its content goes, and there is room for the second.
+    for (id, ram, seed) in [(1, &mut a, 30), (2, &mut b, 31)] {
+        engine.say(id, FromAgent::Gone(vec![PfnRun { pfn: 0, pages: 64 }]));
+        ram.fill(0, 64, seed);
+    }
+    engine.wait("the second file folded", |s| {
+        engine.say(1, FromAgent::Gone(vec![]));
+        folded(s, &[1, 2], 64) && !s.domains[0].store_full
+    });
+    assert!(a.holds(0, 64, 30) && b.holds(0, 64, 31));
+    assert!(a.holds(100, 64, 21) && b.holds(100, 64, 21));
+    assert_eq!(a.frames(100, 64), b.frames(100, 64));
 }

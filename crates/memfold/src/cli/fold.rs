@@ -91,7 +91,9 @@ fn render(stats: &EngineStats) -> String {
     let store: u64 = stats.domains.iter().map(|d| d.store_bytes).sum();
     format!(
         "{}folding: {}; budget {:.1} % of a core{rate}; used {:.2} s engine + {:.2} s in QEMUs\n\
-         hint to fold: median {}, 95 % within {}; {} hints waiting; page store {}\n\n{}",
+         hint to fold: median {}, 95 % within {}; {} hints waiting; page store {}\n\
+         judged pages: same path {} equal, {} different; same name and size elsewhere {} equal, {} different\n\
+         longest freeze of a run {:.1} ms; longest pause {} ms\n\n{}",
         if stats.vms.is_empty() { "no VMs\n" } else { "" },
         if stats.paused { "paused" } else { "on" },
         stats.cpu_share * 100.0,
@@ -101,6 +103,23 @@ fn render(stats: &EngineStats) -> String {
         latency(stats.hint_to_fold_p95_s),
         stats.hints_waiting,
         memfold_units::ByteSize(store),
+        stats.case_same_path_same_content,
+        stats.case_same_path_different_content,
+        stats.case_different_path_same_content,
+        stats.case_different_path_different_content,
+        stats
+            .vms
+            .iter()
+            .map(|vm| vm.freeze_max_ns)
+            .max()
+            .unwrap_or(0) as f64
+            / 1e6,
+        stats
+            .vms
+            .iter()
+            .map(|vm| vm.pause_max_ms)
+            .max()
+            .unwrap_or(0),
         table.trim_fmt(),
     )
 }
