@@ -3,3 +3,4 @@
 
 pub mod fold;
 pub mod lab;
+pub mod selftest;

@@ -363,7 +363,7 @@ impl Machine {
     }
 }
 
-const NO_LIBRARY: &str = "memfold's library is not in this QEMU; start the VM with 'memfold vm run', or with the library preloaded";
+const NO_LIBRARY: &str = "memfold's library is not in this QEMU; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
 
 fn library_words(error: &LibraryError) -> String {
     format!("memfold's library in this QEMU cannot be reached: {error}")

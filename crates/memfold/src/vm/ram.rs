@@ -66,11 +66,23 @@ pub struct Backend {
 
 /// Asks QEMU for everything and puts it together.
 pub fn read(qmp: &mut Qmp) -> Result<RamLayout, RamError> {
-    let blocks = read_blocks(qmp)?;
-    let backends = read_backends(qmp)?;
+    let blocks = qmp.human("info ramblock")?;
+    let backends = qmp.query("query-memdev")?;
     let devices = qmp.query("query-memory-devices")?;
     let tree = qmp.human("info mtree -f")?;
-    assemble(&blocks, &system_ram(&backends, &devices), &tree)
+    parse(&blocks, &backends, &devices, &tree)
+}
+
+/// Puts QEMU's answers together: `info ramblock`, `query-memdev`, `query-memory-devices`, `info mtree -f`. Every slot of the
+/// layout lies inside its block, slots are in order and don't overlap; answers that would make it otherwise are errors.
+pub fn parse(
+    blocks: &str,
+    backends: &Value,
+    devices: &Value,
+    tree: &str,
+) -> Result<RamLayout, RamError> {
+    let system = system_ram(&parse_backends(backends)?, devices);
+    assemble(&parse_blocks(blocks)?, &system, tree)
 }
 
 /// QEMU's RAM blocks.

@@ -1,0 +1,216 @@
+//! What the agent reads from its kernel, and the daemon's globs. The real pages and texts are the agent's test fixtures.
+
+use memfold_agent::format::{EventFormat, PageFormat};
+use memfold_agent::glob;
+use memfold_agent::mounts::{Kind, Mounts, OVERLAY_DEVICE};
+use memfold_agent::trace::{EventDecoder, Round, decode_page};
+
+use crate::{Subject, parts};
+
+macro_rules! fixture {
+    ($kernel:literal, $file:literal) => {
+        include_str!(concat!(
+            "../../memfold-agent/tests/fixtures/",
+            $kernel,
+            "/",
+            $file
+        ))
+    };
+}
+
+pub const RING: Subject = Subject {
+    name: "ring",
+    run: ring,
+    seeds: || {
+        let pages = [
+            fixture!("6.1", "pages.base64"),
+            fixture!("6.12", "pages.base64"),
+        ];
+        let pages = pages.map(base64);
+        pages
+            .iter()
+            .flat_map(|p| p.chunks(4096))
+            .map(<[u8]>::to_vec)
+            .collect()
+    },
+};
+pub const FORMAT: Subject = Subject {
+    name: "format",
+    run: format,
+    seeds: || {
+        let texts = [
+            fixture!("6.1", "header_page"),
+            fixture!("6.1", "mm_filemap_add_to_page_cache"),
+            fixture!("6.12", "mm_filemap_add_to_page_cache"),
+            fixture!("6.12", "writeback_dirty_folio"),
+            fixture!("6.12", "writeback_single_inode"),
+        ];
+        let record = (0..96).collect::<Vec<u8>>();
+        texts
+            .iter()
+            .map(|t| [t.as_bytes(), &record].join(&0))
+            .collect()
+    },
+};
+pub const MOUNTINFO: Subject = Subject {
+    name: "mountinfo",
+    run: mountinfo,
+    seeds: || {
+        vec![
+            b"22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard\n\
+              23 22 0:21 / /proc rw - proc proc rw\n\
+              24 22 0:35 /sub /mnt\\040x rw - btrfs /dev/vdb rw,space_cache=v2,subvolid=256,subvol=/sub\n\
+              25 22 254:0 /var/lib /srv/lib rw - ext4 /dev/vda rw\n\
+              26 22 0:40 / /merged rw - overlay o rw,lowerdir=/a\n"
+                .to_vec(),
+            b"30 22 253:3 / /x rw master:7 propagate_from:2 - xfs /dev/dm-3 rw\n\
+              31 30 7:1 / /x/y\\134z ro - erofs /dev/loop1 ro\n"
+                .to_vec(),
+        ]
+    },
+};
+pub const GLOB: Subject = Subject {
+    name: "glob",
+    run: globs,
+    seeds: || {
+        let pairs = [
+            ("/usr/**", "/usr/lib/x86_64-linux-gnu/libc.so.6"),
+            ("/usr/*/[a-m]?b*/**/*.so*", "/usr/lib/libb/x/y/z.so.6"),
+            ("*a*a*a*a*a*b", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"),
+            ("/[!x]\\*", "/y*"),
+        ];
+        pairs
+            .iter()
+            .map(|(p, t)| [p.as_bytes(), t.as_bytes()].join(&0))
+            .collect()
+    },
+};
+
+fn decoder() -> EventDecoder {
+    let decoder = EventDecoder::new(|event| {
+        let text = match event.rsplit('/').next()? {
+            "mm_filemap_add_to_page_cache" => fixture!("6.12", "mm_filemap_add_to_page_cache"),
+            "mm_filemap_delete_from_page_cache" => {
+                fixture!("6.12", "mm_filemap_delete_from_page_cache")
+            }
+            "writeback_dirty_folio" => fixture!("6.12", "writeback_dirty_folio"),
+            "writeback_single_inode" => fixture!("6.12", "writeback_single_inode"),
+            _ => return None,
+        };
+        Some(text.to_owned())
+    });
+    decoder.expect("the fixtures are whole")
+}
+
+fn ring(data: &[u8]) -> u64 {
+    thread_local! {
+        static DECODER: EventDecoder = decoder();
+    }
+    let format = PageFormat::parse(fixture!("6.12", "header_page")).expect("the fixture is whole");
+    let mut round = Round::default();
+    DECODER.with(|decoder| {
+        for page in data.chunks(4096) {
+            decode_page(page, &format, decoder, &mut round);
+        }
+    });
+    // A record has four bytes at least.
+    assert!(round.records <= data.len() as u64 / 4);
+    assert!(round.events.len() as u64 <= round.records);
+    assert!(round.events.iter().all(|e| e.order <= 18));
+    let kinds = round
+        .events
+        .iter()
+        .fold(0, |set, e| set | 1 << (e.what as u64));
+    kinds << 8 | u64::from(round.lost > 0) << 7 | round.records.min(127)
+}
+
+fn format(data: &[u8]) -> u64 {
+    let [text, record] = parts(data);
+    let text = String::from_utf8_lossy(text);
+    let event = EventFormat::parse(&text);
+    let mut found = 0;
+    for (at, name) in [
+        "common_type",
+        "pfn",
+        "i_ino",
+        "index",
+        "s_dev",
+        "order",
+        "name",
+        "data",
+    ]
+    .iter()
+    .enumerate()
+    {
+        if let Some(field) = event.as_ref().and_then(|e| e.field(name)) {
+            let bytes = field.bytes(record);
+            assert!(bytes.is_none_or(|b| b.len() == field.size));
+            assert!(field.number(record).is_none() || matches!(field.size, 1 | 2 | 4 | 8));
+            assert!(field.text(record).is_none_or(|t| !t.contains(&0)));
+            found |= 1 << at;
+        }
+    }
+    if let Some(page) = PageFormat::parse(&text) {
+        // Whatever a kernel says of its pages, reading one is safe.
+        let decoder = decoder();
+        decode_page(record, &page, &decoder, &mut Round::default());
+        found |= 1 << 8;
+    }
+    found
+}
+
+fn mountinfo(data: &[u8]) -> u64 {
+    let mounts = Mounts::parse(data);
+    assert!(mounts.list.len() <= data.len());
+    let walked = mounts.to_walk();
+    assert!(walked.len() <= mounts.list.len());
+    assert!(mounts.list.is_empty() || !walked.is_empty());
+    for mount in &mounts.list {
+        assert!(mount.device >> 20 < 1 << 12);
+        let found = mounts.by_device(mount.device);
+        assert!(found.iter().any(|m| *m == mount));
+        if mount.kind != Kind::Overlay {
+            assert_eq!(mounts.hint_device(mount.device), Some(mount.device));
+        }
+        assert!(mount.kind != Kind::Overlay || mount.hint_device() == OVERLAY_DEVICE);
+    }
+    let kinds = mounts
+        .list
+        .iter()
+        .fold(0, |set, m| set | 1 << (m.kind as u64));
+    kinds << 8 | (mounts.list.len() as u64).min(15) << 4 | (walked.len() as u64).min(15)
+}
+
+fn globs(data: &[u8]) -> u64 {
+    let [pattern, path] = parts(data);
+    let (pattern, path) = (
+        &pattern[..pattern.len().min(256)],
+        &path[..path.len().min(4096)],
+    );
+    let matched = glob::matches(pattern, path);
+    if !pattern.iter().any(|b| b"*?[]\\{}!".contains(b)) {
+        assert_eq!(
+            matched,
+            pattern == path,
+            "a pattern without signs matches itself alone"
+        );
+    }
+    u64::from(matched) << 8 | (pattern.iter().filter(|b| **b == b'*').count() as u64).min(255)
+}
+
+fn base64(text: &str) -> Vec<u8> {
+    const DIGITS: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let (mut bytes, mut word, mut bits) = (Vec::new(), 0_u32, 0);
+    for digit in text
+        .bytes()
+        .filter_map(|b| DIGITS.iter().position(|d| *d == b))
+    {
+        word = (word << 6 | u32::try_from(digit).unwrap_or(0)) & 0xFFFF;
+        bits += 6;
+        if bits >= 8 {
+            bits -= 8;
+            bytes.push((word >> bits).to_le_bytes()[0]);
+        }
+    }
+    bytes
+}

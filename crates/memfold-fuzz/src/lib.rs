@@ -1,0 +1,55 @@
+//! What is fuzzed of memfold: every reader of bytes that somebody else wrote.
+//!
+//! ```text
+//!   guest  --FromAgent-->  daemon  --ToAgent-->  agent        kernel --ring pages, formats, mountinfo--> agent
+//!   daemon --Order--> library in QEMU --Reply--> daemon       QEMU --info ramblock, info mtree, JSON--> daemon
+//! ```
+//! A [`Subject`] runs a reader on any bytes. It must not panic, and what it accepts must keep the promises of its
+//! documentation; both are asserted here, once, for the two ways of fuzzing: `fuzz/` (cargo-fuzz, nightly) and
+//! `tests/mutate.rs` (stable, always there).
+
+mod frames;
+mod guest_kernel;
+mod layout;
+pub mod mutate;
+
+/// A reader under test.
+#[derive(Clone, Copy, Debug)]
+pub struct Subject {
+    /// Its name; `fuzz/fuzz_targets` has one file for each.
+    pub name: &'static str,
+    /// Reads the bytes and asserts what must be so. Gives a number that tells sorts of results apart, so that inputs that led
+    /// somewhere new can be kept.
+    pub run: fn(&[u8]) -> u64,
+    /// Valid inputs.
+    pub seeds: fn() -> Vec<Vec<u8>>,
+}
+
+/// All of them.
+pub const SUBJECTS: [Subject; 9] = [
+    frames::FROM_AGENT,
+    frames::TO_AGENT,
+    frames::ORDER,
+    frames::REPLY,
+    guest_kernel::RING,
+    guest_kernel::FORMAT,
+    guest_kernel::MOUNTINFO,
+    guest_kernel::GLOB,
+    layout::LAYOUT,
+];
+
+/// The subject of this name.
+///
+/// # Panics
+/// If there is none: a fuzz target without its subject.
+#[must_use]
+pub fn subject(name: &str) -> Subject {
+    let found = SUBJECTS.into_iter().find(|s| s.name == name);
+    found.unwrap_or_else(|| panic!("no subject '{name}'"))
+}
+
+/// `data` cut at its NUL bytes into `N` parts; parts that are missing are empty, the last takes the rest.
+fn parts<const N: usize>(data: &[u8]) -> [&[u8]; N] {
+    let mut pieces = data.splitn(N, |b| *b == 0);
+    std::array::from_fn(|_| pieces.next().unwrap_or_default())
+}

@@ -1,0 +1,136 @@
+//! Fuzzing without a compiler's help: valid inputs, changed at random; those that led somewhere new are changed further.
+
+use std::time::{Duration, Instant};
+
+use crate::Subject;
+
+/// Most inputs kept.
+const POOL: usize = 2048;
+/// Longest input.
+const MAX_BYTES: usize = 16 << 10;
+
+/// What a run did.
+#[derive(Clone, Copy, Debug)]
+pub struct Fuzzed {
+    /// Inputs tried.
+    pub inputs: u64,
+    /// Sorts of results seen.
+    pub results: usize,
+}
+
+/// xorshift64
+#[derive(Debug)]
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 >> 3
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        usize::try_from(self.next() % (end.max(1) as u64)).unwrap_or(0)
+    }
+
+    fn byte(&mut self) -> u8 {
+        self.next().to_le_bytes()[0]
+    }
+}
+
+/// Runs `subject` on changed inputs for `time`. Calls `before` with each input before it is tried, so that the caller knows
+/// the one that made it panic.
+pub fn fuzz(subject: Subject, time: Duration, seed: u64, mut before: impl FnMut(&[u8])) -> Fuzzed {
+    let mut random = Random(seed | 1);
+    let mut pool = (subject.seeds)();
+    let mut seen = std::collections::BTreeSet::new();
+    for input in &pool {
+        before(input);
+        seen.insert((subject.run)(input));
+    }
+    let end = Instant::now() + time;
+    let mut inputs = pool.len() as u64;
+    while Instant::now() < end {
+        let mut input = pool[random.below(pool.len())].clone();
+        let other = random.below(pool.len());
+        for _ in 0..=random.below(4) {
+            change(&mut input, &pool[other], &mut random);
+        }
+        input.truncate(MAX_BYTES);
+        if random.below(4) > 0 {
+            repair_frame(&mut input);
+        }
+        before(&input);
+        inputs += 1;
+        if seen.insert((subject.run)(&input)) && pool.len() < POOL {
+            pool.push(input);
+        }
+    }
+    Fuzzed {
+        inputs,
+        results: seen.len(),
+    }
+}
+
+/// One change: what wrong programs, wrong lengths and wrong copies do.
+fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
+    const EDGES: [u8; 12] = [0, 1, 4, 31, 127, 128, 129, 254, 255, b'0', b' ', b'\n'];
+    let at = random.below(input.len());
+    let length = 1 + random.below((input.len() - at).clamp(1, 64));
+    let end = (at + length).min(input.len());
+    match random.below(9) {
+        0 if !input.is_empty() => input[at] ^= 1 << random.below(8),
+        1 if !input.is_empty() => input[at] = EDGES[random.below(EDGES.len())],
+        2 => {
+            input.drain(at..end);
+        }
+        3 => {
+            let copy = input[at..end].to_vec();
+            input.splice(at..at, copy);
+        }
+        4 => {
+            let more: Vec<u8> = (0..length).map(|_| random.byte()).collect();
+            input.splice(at..at, more);
+        }
+        5 => input.truncate(at),
+        // A number in eight bytes, at one of the edges of its range.
+        6 => {
+            let edges = [
+                0,
+                1,
+                u64::from(u32::MAX),
+                1 << 31,
+                1 << 52,
+                u64::MAX,
+                u64::MAX - 4095,
+            ];
+            let bytes = edges[random.below(edges.len())].to_le_bytes();
+            let end = (at + bytes.len()).min(input.len());
+            input.splice(at..end, bytes);
+        }
+        // The same, as postcard and texts write it.
+        7 => {
+            let more: &[u8] = match random.below(4) {
+                0 => &[0xFF, 0xFF, 0xFF, 0xFF, 0x0F],
+                1 => &[0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x01],
+                2 => b"18446744073709551615",
+                _ => b"ffffffffffffffff",
+            };
+            input.splice(at..at, more.iter().copied());
+        }
+        _ => {
+            let from = random.below(other.len());
+            input.splice(at..end, other[from..].iter().copied().take(256));
+        }
+    }
+}
+
+/// Makes the header of a frame right again; without it most changed frames would end at their header.
+fn repair_frame(input: &mut [u8]) {
+    if let Some((header, body)) = input.split_first_chunk_mut::<4>() {
+        if let (Ok(length), true) = (u32::try_from(body.len()), header[2] == 0 && header[3] == 0) {
+            *header = length.to_le_bytes();
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Every reader of foreign bytes, on changed valid inputs, for `MEMFOLD_FUZZ_SECONDS` (2) each. What made one panic is
+//! printed in hexadecimal. `MEMFOLD_FUZZ_SEEDS` names a directory to write the valid inputs to, for cargo-fuzz.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::time::Duration;
+
+use memfold_fuzz::{SUBJECTS, Subject, mutate, subject};
+
+fn fuzz(subject: Subject) {
+    let seconds = std::env::var("MEMFOLD_FUZZ_SECONDS").map_or(2, |text| {
+        text.parse().expect("MEMFOLD_FUZZ_SECONDS is a number")
+    });
+    let mut last = Vec::new();
+    // Another seed each day finds other inputs; it is printed, and a failure's input is printed whole.
+    let seed = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(1, |d| d.as_secs() / 86_400);
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        mutate::fuzz(subject, Duration::from_secs(seconds), seed, |input| {
+            last.clear();
+            last.extend_from_slice(input);
+        })
+    }));
+    let name = subject.name;
+    match result {
+        Ok(done) => {
+            println!(
+                "{name}: {} inputs, {} sorts of results, seed {seed}",
+                done.inputs, done.results
+            );
+            assert!(done.inputs > 100 && done.results > 1, "{name}: {done:?}");
+        }
+        Err(_) => {
+            let hex: String = last.iter().map(|b| format!("{b:02x}")).collect();
+            panic!("{name} panicked on (hexadecimal) {hex}");
+        }
+    }
+}
+
+macro_rules! tests {
+    ($($name:ident)*) => {
+        $(#[test] fn $name() { fuzz(subject(stringify!($name))); })*
+
+        #[test]
+        fn every_subject_has_a_test_and_a_fuzz_target() {
+            let tested = [$(stringify!($name)),*];
+            let targets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/fuzz_targets");
+            for subject in SUBJECTS {
+                assert!(tested.contains(&subject.name), "{}", subject.name);
+                assert!(targets.join(format!("{}.rs", subject.name)).is_file(), "{}", subject.name);
+            }
+        }
+    };
+}
+
+tests! { from_agent to_agent order reply ring format mountinfo glob layout }
+
+#[test]
+fn seeds_are_valid_and_written_where_asked() {
+    let directory = std::env::var_os("MEMFOLD_FUZZ_SEEDS");
+    for subject in SUBJECTS {
+        let seeds = (subject.seeds)();
+        assert!(seeds.len() > 1, "{}", subject.name);
+        // None of them is refused altogether.
+        assert!(
+            seeds.iter().all(|s| (subject.run)(s) > 0),
+            "{}",
+            subject.name
+        );
+        if let Some(directory) = &directory {
+            let directory = Path::new(directory).join(subject.name);
+            std::fs::create_dir_all(&directory).unwrap();
+            for (at, seed) in seeds.iter().enumerate() {
+                std::fs::write(directory.join(format!("seed-{at}")), seed).unwrap();
+            }
+        }
+    }
+}

@@ -1,0 +1,397 @@
+//! The self-test: what a user runs on hardware that nobody has tried before, to see that memfold may be trusted there.
+//!
+//! ```text
+//!   library    pages of this process folded and refolded while threads count in them          no count lost
+//!   guests     two boot; /usr hashed  |  hashed while folding, beside a program that writes    all hashes equal,
+//!              before folding         |  and checks files  |  hashed again, read from disk      no page wrong
+//!   kernel     physical page frames of both compared                                          some are the same
+//! ```
+
+mod library;
+
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use memfold_units::{ByteSize, PageCount};
+use serde::Serialize;
+
+pub use library::LibraryProof;
+
+use super::lab::{DiskMode, Lab};
+use crate::fold::{EngineSettings, EngineStats};
+use crate::ledger;
+use crate::vm::Vm;
+
+/// Name and image of the two guests: built separately, as users' VMs are.
+const GUESTS: [(&str, &str); 2] = [("self-test-a", "trixie-a"), ("self-test-b", "trixie-b")];
+const MEMORY: ByteSize = ByteSize::mib(384);
+const LIBRARY_TIME: Duration = Duration::from_secs(5);
+const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
+const WORK_TIMEOUT: Duration = Duration::from_secs(300);
+/// Fewer pages than this of what a Debian's `/usr` has in common prove nothing.
+const FEWEST_PAGES: u64 = 2048;
+/// How long the guests write and check.
+const CHURN_SECONDS: u64 = 45;
+
+/// Part of what a system has in `/usr`, about 60 MB: the same files in every Debian of one version.
+const HASH: &str = "find /usr/bin /usr/sbin /usr/lib/x86_64-linux-gnu -xdev -type f -size -4M -print0 | sort -z | \
+    head -z -n 900 | xargs -0 sha256sum | sha256sum";
+const HASH_FROM_DISK: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; ";
+const CHURN: &str = include_str!("selftest/churn.pl");
+
+/// What was proved, and what not.
+#[derive(Clone, Debug, Serialize)]
+pub struct SelfTest {
+    /// Whether all of it was.
+    pub passed: bool,
+    /// The accelerator that QEMU says it uses: `kvm` or `tcg`.
+    pub accelerator: String,
+    /// The claims.
+    pub claims: Vec<Claim>,
+    /// The stress of the library in this process.
+    pub library: LibraryProof,
+    /// Figures of the guests.
+    pub guests: GuestFigures,
+    /// How long all of it took.
+    pub seconds: f64,
+}
+
+/// One thing that has to be so.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Claim {
+    /// What.
+    pub what: &'static str,
+    /// Whether it is.
+    pub holds: bool,
+    /// What was seen.
+    pub seen: String,
+}
+
+/// Figures of both guests together.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct GuestFigures {
+    /// Pages mapped to the page store when most was folded.
+    pub folded_pages: u64,
+    /// Pages folded again.
+    pub refolded_pages: u64,
+    /// Folded pages that the guests wrote since: the kernel copied them.
+    pub written_pages: u64,
+    /// Pages whose bytes were found to differ, and that were left alone.
+    pub differing_pages: u64,
+    /// Physical pages that both guests map.
+    pub shared_frames: u64,
+    /// Saved by folding, memfold's own memory not yet taken off.
+    pub saved_bytes: i64,
+    /// Pages written by the guests' programs.
+    pub churn_writes: u64,
+    /// Pages that they checked.
+    pub churn_checks: u64,
+    /// Pages that held other bytes than they had written.
+    pub churn_errors: u64,
+    /// Longest time that a page was frozen.
+    pub freeze_max_us: f64,
+    /// Half of the freezes were shorter than this.
+    pub freeze_median_us: f64,
+    /// CPU time of the engine.
+    pub engine_cpu_s: f64,
+    /// CPU time of the library in both QEMUs.
+    pub library_cpu_s: f64,
+}
+
+/// Runs all of it. `progress` is told what begins.
+pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
+    let began = Instant::now();
+    progress("folding memory of this process while threads write to it");
+    let library = library::stress(LIBRARY_TIME).context("the fold protocol does not work here")?;
+
+    let lab = Lab::new(EngineSettings::default())?;
+    let names: Vec<&str> = GUESTS.iter().map(|(name, _)| *name).collect();
+    progress("booting two Debian guests");
+    for (name, image) in GUESTS {
+        lab.start(Lab::spec(name, image, MEMORY, DiskMode::Buffered)?)?;
+    }
+    for name in &names {
+        lab.wait_ready(name, BOOT_TIMEOUT)?;
+    }
+    let accelerator = accelerator(&lab)?;
+    progress(&format!(
+        "hashing files in both, before folding ({accelerator})"
+    ));
+    let before = lab.exec_all(&names, HASH, WORK_TIMEOUT)?;
+    progress("hashing again while folding, beside a program that writes");
+    let (during, churn) = fold_under_writes(&lab, &names)?;
+    let stats = most_folded(&lab)?;
+    let frames = shared_frames(&lab)?;
+    let report = lab.report()?;
+    progress("hashing once more, what is cached and then from disk");
+    let after = lab.exec_all(&names, HASH, WORK_TIMEOUT)?;
+    let from_disk = lab.exec_all(&names, &format!("{HASH_FROM_DISK}{HASH}"), WORK_TIMEOUT)?;
+    let last = lab.stats()?;
+
+    let guests = figures(
+        &stats,
+        &last,
+        &churn,
+        frames,
+        report.ledger.host.saved_by_folding_bytes,
+    );
+    let mut claims = library_claims(&library);
+    let equal = |sums: &[String]| sums == before;
+    claims.push(claim(
+        "guests read the same bytes before, during and after folding, and from disk",
+        equal(&during) && equal(&after) && equal(&from_disk),
+        format!(
+            "hashes during {}, after {}, from disk {}",
+            word(equal(&during)),
+            word(equal(&after)),
+            word(equal(&from_disk))
+        ),
+    ));
+    claims.extend(guest_claims(&guests));
+    let disagreements: Vec<_> = report
+        .ledger
+        .disagreements
+        .iter()
+        .map(|d| &*d.what)
+        .collect();
+    claims.push(claim(
+        "the ledger's sums agree with the kernel's within 2 %",
+        disagreements.is_empty(),
+        if disagreements.is_empty() {
+            "all".to_owned()
+        } else {
+            disagreements.join("; ")
+        },
+    ));
+    Ok(SelfTest {
+        passed: claims.iter().all(|c| c.holds),
+        accelerator,
+        claims,
+        library,
+        guests,
+        seconds: began.elapsed().as_secs_f64(),
+    })
+}
+
+fn claim(what: &'static str, holds: bool, seen: impl Into<String>) -> Claim {
+    Claim {
+        what,
+        holds,
+        seen: seen.into(),
+    }
+}
+
+const fn word(equal: bool) -> &'static str {
+    if equal { "equal" } else { "DIFFERENT" }
+}
+
+fn size(pages: u64) -> String {
+    PageCount(pages).bytes().to_string()
+}
+
+/// What QEMU itself says that it runs on.
+fn accelerator(lab: &Lab) -> anyhow::Result<String> {
+    let vm = Vm::find(lab.directory(), GUESTS[0].0)?;
+    let answer = vm.qmp()?.query("query-kvm")?;
+    let kvm = answer["enabled"].as_bool().unwrap_or(false);
+    Ok(if kvm { "kvm" } else { "tcg" }.to_owned())
+}
+
+/// Begins to fold, while both guests hash and write; their hashes, and what the writers say.
+fn fold_under_writes(lab: &Lab, names: &[&str]) -> anyhow::Result<(Vec<String>, Vec<String>)> {
+    std::thread::scope(|scope| {
+        let writers: Vec<_> = (1..)
+            .zip(names)
+            .map(|(seed, name)| {
+                let script = format!(
+                    "perl - /var/tmp/memfold-self-test {CHURN_SECONDS} {seed} <<'MEMFOLD_CHURN'\n{CHURN}\nMEMFOLD_CHURN\n"
+                );
+                scope.spawn(move || lab.exec(name, &script, WORK_TIMEOUT))
+            })
+            .collect();
+        lab.fold(true)?;
+        let during = lab.exec_all(names, HASH, WORK_TIMEOUT)?;
+        let churn = writers
+            .into_iter()
+            .map(|w| {
+                w.join()
+                    .unwrap_or_else(|_| anyhow::bail!("a thread ended unexpectedly"))
+            })
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        Ok((during, churn))
+    })
+}
+
+/// Waits until no more is folded, a minute at most.
+fn most_folded(lab: &Lab) -> anyhow::Result<EngineStats> {
+    let began = Instant::now();
+    let mut best = 0;
+    let mut grew = began;
+    loop {
+        let stats = lab.stats()?;
+        let folded: u64 = stats.vms.iter().map(|vm| vm.mapped_pages).sum();
+        if folded > best + best / 200 {
+            best = folded;
+            grew = Instant::now();
+        }
+        if grew.elapsed() > Duration::from_secs(5) || began.elapsed() > Duration::from_secs(60) {
+            return Ok(stats);
+        }
+        std::thread::sleep(Duration::from_millis(500));
+    }
+}
+
+/// Physical page frames that both guests map, by the kernel's page map.
+fn shared_frames(lab: &Lab) -> anyhow::Result<u64> {
+    let read = |name: &str| {
+        let vm = Vm::find(lab.directory(), name)?;
+        let layout = vm.layout(&mut vm.qmp()?)?;
+        anyhow::Ok((vm.pid().as_raw_nonzero().get(), layout))
+    };
+    let (a, b) = (read(GUESTS[0].0)?, read(GUESTS[1].0)?);
+    Ok(ledger::shared_frames((a.0, &a.1), (b.0, &b.1))?)
+}
+
+fn figures(
+    stats: &EngineStats,
+    last: &EngineStats,
+    churn: &[String],
+    shared_frames: u64,
+    saved_bytes: i64,
+) -> GuestFigures {
+    let mut figures = GuestFigures {
+        shared_frames,
+        saved_bytes,
+        engine_cpu_s: last.engine_cpu_s,
+        library_cpu_s: last.library_cpu_s,
+        ..GuestFigures::default()
+    };
+    for vm in &stats.vms {
+        figures.folded_pages += vm.mapped_pages;
+        figures.written_pages += vm.copied_pages;
+    }
+    let mut freezes: Vec<u64> = Vec::new();
+    for vm in &last.vms {
+        figures.refolded_pages += vm.refolded_pages;
+        figures.differing_pages += vm.differing_pages;
+        figures.freeze_max_us = figures.freeze_max_us.max(vm.freeze_max_ns as f64 / 1000.0);
+        freezes.resize(freezes.len().max(vm.freeze_histogram.len()), 0);
+        for (all, one) in freezes.iter_mut().zip(&vm.freeze_histogram) {
+            *all += one;
+        }
+    }
+    figures.freeze_median_us = median_us(&freezes);
+    for line in churn {
+        let mut numbers = line.split_ascii_whitespace().map(str::parse::<u64>);
+        match [numbers.next(), numbers.next(), numbers.next()] {
+            [Some(Ok(writes)), Some(Ok(checks)), Some(Ok(errors))] => {
+                figures.churn_writes += writes;
+                figures.churn_checks += checks;
+                figures.churn_errors += errors;
+            }
+            // A writer that says nothing has proved nothing.
+            _ => figures.churn_errors += 1,
+        }
+    }
+    figures
+}
+
+/// Upper end of the bucket that the middle freeze lies in; bucket i holds times of 2^i to 2^(i+1) ns.
+fn median_us(buckets: &[u64]) -> f64 {
+    let half = buckets.iter().sum::<u64>().div_ceil(2);
+    let mut sum = 0;
+    let middle = (1..).zip(buckets).find(|(_, n)| {
+        sum += **n;
+        sum >= half && half > 0
+    });
+    middle.map_or(0.0, |(end, _)| f64::exp2(f64::from(end)) / 1000.0)
+}
+
+fn library_claims(proof: &LibraryProof) -> Vec<Claim> {
+    vec![
+        claim(
+            "no write is lost while pages of this process are folded",
+            proof.wrong_pages == 0 && proof.writes > 0,
+            format!(
+                "{} writes in {:.0} s, {} pages wrong",
+                proof.writes, proof.seconds, proof.wrong_pages
+            ),
+        ),
+        claim(
+            "the kernel folds, and folds again",
+            proof.folded_pages > 0 && proof.refolded_pages > 0,
+            format!(
+                "{} pages folded, {} again, {} runs changed meanwhile and left alone",
+                proof.folded_pages, proof.refolded_pages, proof.changed_runs
+            ),
+        ),
+    ]
+}
+
+fn guest_claims(guests: &GuestFigures) -> Vec<Claim> {
+    vec![
+        claim(
+            "guests' pages were folded",
+            guests.folded_pages >= FEWEST_PAGES,
+            format!(
+                "{}, {} again",
+                size(guests.folded_pages),
+                size(guests.refolded_pages)
+            ),
+        ),
+        claim(
+            "both guests map the same physical pages",
+            guests.shared_frames >= FEWEST_PAGES / 2,
+            format!(
+                "{} ({} page frames)",
+                size(guests.shared_frames),
+                guests.shared_frames
+            ),
+        ),
+        claim(
+            "programs in the guests find what they wrote, beside folding",
+            guests.churn_errors == 0 && guests.churn_writes > 0 && guests.churn_checks > 0,
+            format!(
+                "{} pages written, {} checked, {} wrong",
+                guests.churn_writes, guests.churn_checks, guests.churn_errors
+            ),
+        ),
+        claim(
+            "folded pages that were written have copies of their own",
+            guests.written_pages > 0,
+            size(guests.written_pages),
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_writer_s_words_are_added_up_and_silence_is_an_error() {
+        let stats = EngineStats::default();
+        let churn = ["10 20 0\n".to_owned(), "1 2 3".to_owned(), String::new()];
+        let figures = figures(&stats, &stats, &churn, 5, -1);
+        assert_eq!(
+            (
+                figures.churn_writes,
+                figures.churn_checks,
+                figures.churn_errors
+            ),
+            (11, 22, 4)
+        );
+        let failed: Vec<_> = guest_claims(&figures)
+            .into_iter()
+            .filter(|c| !c.holds)
+            .collect();
+        assert_eq!(failed.len(), 4, "{failed:?}");
+    }
+
+    #[test]
+    fn the_median_freeze_is_the_end_of_its_bucket() {
+        assert!(median_us(&[]).abs() < f64::EPSILON);
+        // 2^11 ns
+        assert!((median_us(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 3, 1]) - 2.048).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,244 @@
+//! The fold protocol on memory of this process, while threads write to it: what a kernel without UFFDIO_MOVE's guarantees,
+//! or a library that loses a write, would show first.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, ensure};
+use memfold_qemu::Folder;
+use memfold_sys::memory;
+use memfold_sys::region::{Area, Mapping};
+use memfold_units::{ByteSize, PAGE_BYTES, PAGE_SIZE};
+use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range, Reply, VERSION};
+use serde::Serialize;
+
+const PAGES: u64 = 1024;
+const WRITERS: u64 = 2;
+/// A store is left for a new one at this length; it goes when nothing of it is mapped any more.
+const STORE_PAGES: u64 = 1 << 15;
+
+/// What the stress did.
+#[derive(Clone, Debug, Serialize)]
+pub struct LibraryProof {
+    /// How long.
+    pub seconds: f64,
+    /// Pages folded from anonymous memory.
+    pub folded_pages: u64,
+    /// Pages folded again over a folded range.
+    pub refolded_pages: u64,
+    /// Runs that a write changed between copy and compare, and that were therefore left alone.
+    pub changed_runs: u64,
+    /// Writes by the threads.
+    pub writes: u64,
+    /// Pages that do not hold what was written last; anything but 0 is a failure.
+    pub wrong_pages: u64,
+    /// Longest time that a page was frozen.
+    pub freeze_max_us: f64,
+}
+
+/// xorshift64: the same pages in the same order each time.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 3) % end
+    }
+}
+
+/// Folds random runs for `time` while threads count in every page, then looks for lost counts.
+pub fn stress(time: Duration) -> anyhow::Result<LibraryProof> {
+    // As QEMU's library does: the folder and its userfaultfd live as long as the process.
+    let folder: &'static Folder = Box::leak(Box::new(Folder::new(None)));
+    match folder.execute(&Order::Hello { version: VERSION }, None) {
+        Reply::Hello { problem: None, .. } => {}
+        Reply::Hello { problem, .. } => bail!(problem.unwrap_or_default()),
+        other => bail!("unexpected answer {other:?}"),
+    }
+    let ram = Mapping::anonymous(PAGES, true)?;
+    let area = ram.area();
+    for page in 0..PAGES {
+        area.part(page, 1).write(&body(page, 0));
+    }
+    expect_ok(
+        folder,
+        &Order::AddRam {
+            hva: area.start().0,
+            pages: PAGES,
+            advice: Advice {
+                dontfork: true,
+                noreserve: true,
+                ..Advice::default()
+            },
+        },
+        None,
+    )?;
+    let stop = AtomicBool::new(false);
+    let began = Instant::now();
+    let (result, counts) = std::thread::scope(|scope| {
+        let stop = &stop;
+        let writers: Vec<_> = (0..WRITERS)
+            .map(|me| scope.spawn(move || count(area, me, stop)))
+            .collect();
+        let result = fold_for(folder, area, time);
+        stop.store(true, Ordering::Relaxed);
+        let counts: Vec<_> = writers
+            .into_iter()
+            .map(std::thread::ScopedJoinHandle::join)
+            .collect();
+        (result, counts)
+    });
+    let changed_runs = result?;
+    let mut expected = vec![0; usize::try_from(PAGES)?];
+    for counts in counts {
+        let Ok(counts) = counts else {
+            bail!("a thread that writes ended unexpectedly");
+        };
+        for (all, one) in expected.iter_mut().zip(counts) {
+            *all += one;
+        }
+    }
+    let mut wrong_pages = 0;
+    for (page, &count) in (0..PAGES).zip(&expected) {
+        let wanted: Vec<u8> = body(page, count)
+            .iter()
+            .flat_map(|w| w.to_ne_bytes())
+            .collect();
+        wrong_pages += u64::from(read(area.part(page, 1))? != wanted);
+    }
+    let stats = match folder.execute(&Order::Stats, None) {
+        Reply::Stats(stats) => stats,
+        other => bail!("unexpected answer {other:?}"),
+    };
+    Ok(LibraryProof {
+        seconds: began.elapsed().as_secs_f64(),
+        folded_pages: stats.folded_pages,
+        refolded_pages: stats.refolded_pages,
+        changed_runs,
+        writes: expected.iter().sum(),
+        wrong_pages,
+        freeze_max_us: stats.freeze_max_ns as f64 / 1000.0,
+    })
+}
+
+/// A page's words after `count` writes: the count, then what never changes.
+fn body(page: u64, count: u64) -> Vec<u64> {
+    let fixed = |word: u64| (page << 10 | word).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    std::iter::once(count).chain((1..512).map(fixed)).collect()
+}
+
+/// Counts in the pages that are this thread's; the counts of all pages, 0 for those of others.
+fn count(area: Area, me: u64, stop: &AtomicBool) -> Vec<u64> {
+    let mut counts = vec![0; usize::try_from(PAGES).unwrap_or(0)];
+    let mut random = Random(0x5EED + me);
+    while !stop.load(Ordering::Relaxed) {
+        let page = random.below(PAGES / WRITERS) * WRITERS + me;
+        if let Some(count) = usize::try_from(page).ok().and_then(|i| counts.get_mut(i)) {
+            *count += 1;
+            area.part(page, 1).write(&[*count]);
+        }
+    }
+    counts
+}
+
+fn read(area: Area) -> anyhow::Result<Vec<u8>> {
+    let mut bytes = vec![0; usize::try_from(area.pages())? * PAGE_BYTES];
+    let got = memory::read(rustix::process::getpid(), area.start(), &mut bytes)?;
+    ensure!(got == bytes.len(), "memory of our own could not be read");
+    Ok(bytes)
+}
+
+/// Folds random runs until the time is over; the number of those that were changed meanwhile.
+fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> {
+    let mut random = Random(20_241_121);
+    let end = Instant::now() + time;
+    let mut changed = 0;
+    let mut number = 0;
+    while Instant::now() < end {
+        number += 1;
+        let store = new_store(folder, number)?;
+        let mut next = 0;
+        while next + 64 < STORE_PAGES && Instant::now() < end {
+            // Mostly short runs: a long one is nearly always changed before it is compared.
+            let most = if random.below(4) == 0 { 64 } else { 2 };
+            let first = random.below(PAGES);
+            let pages = 1 + random.below(most.min(PAGES - first));
+            let part = area.part(first, pages);
+            // What is folded goes back to anonymous memory now and then: pages are moved away from there alone.
+            if random.below(4) == 0 {
+                release(folder, part)?;
+            }
+            store.write_all_at(&read(part)?, next * PAGE_SIZE)?;
+            let run = FoldRun {
+                hva: part.start().0,
+                pages: u32::try_from(pages)?,
+                store: number,
+                store_page: next,
+            };
+            next += pages;
+            // Anonymous memory is moved away; what is folded already, or partly, is write-protected.
+            let mut outcome = fold(folder, Freeze::Move, run)?;
+            if matches!(outcome, Outcome::Refused | Outcome::Hole { .. }) {
+                outcome = fold(folder, Freeze::WriteProtect, run)?;
+            }
+            match outcome {
+                Outcome::Differs { .. } => changed += 1,
+                Outcome::Failed { errno, .. } => bail!("the kernel refused to fold: errno {errno}"),
+                _ => {}
+            }
+        }
+        expect_ok(folder, &Order::RemoveStore { store: number }, None)?;
+    }
+    Ok(changed)
+}
+
+fn fold(folder: &Folder, freeze: Freeze, run: FoldRun) -> anyhow::Result<Outcome> {
+    let order = Order::Fold {
+        freeze,
+        runs: vec![run],
+    };
+    match folder.execute(&order, None) {
+        Reply::Outcomes { outcomes, .. } if outcomes.len() == 1 => Ok(outcomes[0]),
+        other => bail!("unexpected answer {other:?}"),
+    }
+}
+
+fn release(folder: &Folder, part: Area) -> anyhow::Result<()> {
+    let order = Order::Release {
+        freeze: Freeze::WriteProtect,
+        ranges: vec![Range {
+            hva: part.start().0,
+            pages: part.pages(),
+        }],
+    };
+    match folder.execute(&order, None) {
+        Reply::Outcomes { .. } => Ok(()),
+        other => bail!("unexpected answer {other:?}"),
+    }
+}
+
+fn new_store(folder: &Folder, number: u32) -> anyhow::Result<File> {
+    let flags = rustix::fs::MemfdFlags::CLOEXEC;
+    let store = File::from(rustix::fs::memfd_create("memfold-self-test", flags)?);
+    store.set_len(ByteSize(STORE_PAGES * PAGE_SIZE).0)?;
+    let readable = File::open(format!("/proc/self/fd/{}", store.as_raw_fd()))?;
+    let order = Order::AddStore {
+        store: number,
+        max_pages: STORE_PAGES,
+    };
+    expect_ok(folder, &order, Some(readable.into()))?;
+    Ok(store)
+}
+
+fn expect_ok(folder: &Folder, order: &Order, descriptor: Option<OwnedFd>) -> anyhow::Result<()> {
+    match folder.execute(order, descriptor) {
+        Reply::Ok => Ok(()),
+        Reply::Error { reason } => bail!(reason),
+        other => bail!("unexpected answer {other:?}"),
+    }
+}

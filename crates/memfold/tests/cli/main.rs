@@ -1,0 +1,481 @@
+//! The command line and the daemon's interface, from outside: words, exit codes, JSON. VMs here are paused from the start.
+
+mod support;
+
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+
+use serde_json::{Value, json};
+use support::{Daemon, Foreign, code, err, out, program, refused, run};
+
+/// Every command, what its help has to speak of, and whether it needs a daemon (with arguments that are right).
+const COMMANDS: [(&[&str], &[&str], bool); 15] = [
+    (&["doctor"], &["works on this host", "--self-test"], false),
+    (&["demo"], &["real VMs", "KSM", "--memory"], false),
+    (
+        &["serve"],
+        &["daemon", "--state", "--cpu", "--store-cap"],
+        false,
+    ),
+    (
+        &["vm", "run"],
+        &["Start a VM", "--file", "--domain", "--disk"],
+        false,
+    ),
+    (&["vm", "list"], &["List VMs"], true),
+    (&["vm", "stop"], &["Shut a VM down", "--timeout"], false),
+    (&["vm", "attach"], &["QMP socket", "--domain"], false),
+    (
+        &["vm", "exec"],
+        &["in a guest", "exits with the command's code"],
+        false,
+    ),
+    (&["report"], &["ledger", "--vm"], true),
+    (&["top"], &["ledger, live"], true),
+    (&["fold", "status"], &["folding has done"], true),
+    (&["fold", "pause"], &["Stop folding"], true),
+    (&["fold", "resume"], &["Go on folding"], true),
+    (&["fold", "budget"], &["--cpu", "--pages-per-second"], true),
+    (&["bench"], &["studies", "--quick"], false),
+];
+
+#[test]
+fn every_command_says_what_it_does_and_takes_json() {
+    let whole = out(&run(&["--help"]));
+    for (command, words, _) in COMMANDS {
+        assert!(whole.contains(command[0]), "{}: {whole}", command[0]);
+        let mut arguments = command.to_vec();
+        arguments.push("--help");
+        let output = run(&arguments);
+        let help = out(&output);
+        assert_eq!(code(&output), 0, "{command:?}");
+        for word in words
+            .iter()
+            .chain(&["--json", "--socket", "Usage: memfold"])
+        {
+            assert!(help.contains(word), "{command:?}: no '{word}' in: {help}");
+        }
+    }
+}
+
+#[test]
+fn no_command_is_missing_in_this_test() {
+    let listed = |arguments: &[&str]| -> Vec<String> {
+        out(&run(arguments))
+            .lines()
+            .skip_while(|l| *l != "Commands:")
+            .skip(1)
+            .take_while(|l| !l.is_empty())
+            .filter(|l| l.starts_with("  ") && !l.starts_with("   "))
+            .filter_map(|l| l.split_whitespace().next().map(str::to_owned))
+            .filter(|name| name != "help")
+            .collect()
+    };
+    for name in listed(&["--help"]) {
+        let below = listed(&[&name, "--help"]);
+        let known = |word: &str| COMMANDS.iter().any(|(c, ..)| c.contains(&word));
+        assert!(known(&name), "'memfold {name}' is not tested");
+        assert!(below.iter().all(|b| known(b)), "of {name}: {below:?}");
+    }
+}
+
+#[test]
+fn wrong_usage_is_exit_code_2() {
+    for arguments in [
+        &["no-such-command"][..],
+        &[],
+        &["vm", "run"],
+        &["vm", "run", "--name", "a", "--memory", "many"],
+        &["vm", "exec", "a"],
+        &["bench", "no-such-study"],
+        &["serve", "--store-cap", "-1"],
+    ] {
+        let output = run(arguments);
+        assert_eq!(code(&output), 2, "{arguments:?}: {}", err(&output));
+    }
+    refused(
+        &run(&["vm", "run", "--name", "a", "--memory", "many"]),
+        2,
+        &["--memory", "many"],
+    );
+}
+
+#[test]
+fn without_a_daemon_every_client_says_how_to_start_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    for (command, _, asks) in COMMANDS {
+        if asks {
+            let arguments = [&["--socket", socket.to_str().unwrap()], command].concat();
+            refused(
+                &run(&arguments),
+                1,
+                &["memfold serve", socket.to_str().unwrap()],
+            );
+        }
+    }
+}
+
+#[test]
+fn a_host_that_lacks_something_gets_doctor_s_words_and_exit_code_3() {
+    let empty = tempfile::tempdir().unwrap();
+    for command in [&["doctor"][..], &["doctor", "--self-test"], &["demo"]] {
+        let state = tempfile::tempdir().unwrap();
+        let output = program()
+            .args(command)
+            .env("MEMFOLD_CACHE", empty.path())
+            .env("MEMFOLD_STATE", state.path())
+            .output()
+            .unwrap();
+        let text = out(&output);
+        assert_eq!(code(&output), 3, "{command:?}: {text}{}", err(&output));
+        for word in ["FAIL", "guest images", "make setup", "cannot run here"] {
+            assert!(text.contains(word), "{command:?}: no '{word}' in: {text}");
+        }
+        let output = program()
+            .args(command)
+            .arg("--json")
+            .env("MEMFOLD_QEMU", empty.path().join("no-qemu"))
+            .env("MEMFOLD_STATE", state.path())
+            .output()
+            .unwrap();
+        assert_eq!(code(&output), 3, "{command:?}: {}", err(&output));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(report["can_run"], false);
+        let checks = report["checks"].as_array().unwrap();
+        let qemu = checks.iter().find(|c| c["name"] == "QEMU").unwrap();
+        assert_eq!(qemu["status"], "fail");
+        assert!(qemu["fix"].as_str().unwrap().contains("qemu-system-x86"));
+    }
+}
+
+#[test]
+fn json_of_every_client_parses_and_a_vm_s_life_is_in_it() {
+    let daemon = Daemon::start();
+    assert_eq!(daemon.json(&["vm", "list"]), json!([]));
+    let started = daemon.paused_vm("one", &["--domain", "d"]);
+    assert_eq!(started["name"], "one");
+    assert_eq!(started["domain"], "d");
+    assert_eq!(started["origin"], "started");
+    assert_eq!(daemon.json(&["vm", "list"]), json!([started]));
+    let report = daemon.json(&["report", "--vm", "one"]);
+    assert_eq!(report["ledger"]["vms"][0]["ram_bytes"], 64 << 20);
+    assert_eq!(daemon.json(&["fold", "status"])["paused"], false);
+    assert_eq!(daemon.json(&["fold", "pause"])["paused"], true);
+    assert_eq!(daemon.json(&["fold", "resume"])["paused"], false);
+    let budget = ["fold", "budget", "--cpu", "7", "--pages-per-second", "9"];
+    let stats = daemon.json(&budget);
+    assert_eq!(stats["cpu_share"], 0.07);
+    assert_eq!(stats["pages_per_second"], 9);
+
+    for text in [&["vm", "list"][..], &["report"], &["fold", "status"]] {
+        let output = daemon.run(text);
+        assert_eq!(code(&output), 0);
+        assert!(out(&output).contains("one"), "{}", out(&output));
+    }
+    let stopped = daemon.json(&["vm", "stop", "one", "--timeout", "0"]);
+    assert_eq!(stopped["stopped"], json!(["one"]));
+    assert_eq!(daemon.json(&["vm", "list"]), json!([]));
+    let text = out(&daemon.run(&["vm", "list"]));
+    assert!(text.contains("memfold vm run"), "{text}");
+}
+
+#[test]
+fn top_in_a_pipe_gives_a_report_a_line_and_ends_with_its_reader() {
+    let daemon = Daemon::start();
+    for json in [true, false] {
+        let mut command = daemon.command(&["top"]);
+        if json {
+            command.arg("--json");
+        }
+        let mut top = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut reader = BufReader::new(top.stdout.take().unwrap());
+        let mut line = String::new();
+        reader.read_line(&mut line).unwrap();
+        if json {
+            let report: Value = serde_json::from_str(&line).unwrap();
+            assert!(report["ledger"]["host"]["mem_total_bytes"].as_u64() > Some(0));
+        }
+        drop(reader);
+        assert_eq!(top.wait().unwrap().code(), Some(0), "json: {json}");
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let daemon = Daemon::start();
+    for command in [
+        &["report"][..],
+        &["fold", "status"],
+        &["vm", "list", "--json"],
+    ] {
+        let mut child = daemon
+            .command(command)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(
+            (code(&output), err(&output).as_str()),
+            (0, ""),
+            "{command:?}"
+        );
+    }
+}
+
+#[test]
+fn refusals_name_the_condition_and_the_fix() {
+    let daemon = Daemon::start();
+    let file = daemon.directory.path().join("vm.toml");
+    let file = file.to_str().unwrap();
+    for command in [
+        &["vm", "stop", "ghost"][..],
+        &["vm", "exec", "ghost", "--", "true"],
+        &["report", "--vm", "ghost"],
+    ] {
+        refused(&daemon.run(command), 1, &["ghost", "memfold vm list"]);
+    }
+    refused(
+        &daemon.run(&["vm", "stop", "../x"]),
+        1,
+        &["'../x'", "1 to 64 characters"],
+    );
+    refused(
+        &daemon.run(&["vm", "run", "--file", file]),
+        1,
+        &[file, "No such file"],
+    );
+    std::fs::write(file, "name = \"a\"\nmemory = \"512M\"\nvcpus = \"two\"\n").unwrap();
+    refused(
+        &daemon.run(&["vm", "run", "--file", file]),
+        1,
+        &[file, "line 3", "vcpus"],
+    );
+    std::fs::write(file, "name = \"a\"\nmemory = \"512M\"\nsise = 3\n").unwrap();
+    refused(
+        &daemon.run(&["vm", "run", "--file", file]),
+        1,
+        &[file, "line 3", "sise"],
+    );
+    let disk = [
+        "vm", "run", "--name", "a", "--memory", "64M", "--disk", "/no/disk",
+    ];
+    refused(&daemon.run(&disk), 1, &["/no/disk", "No such file"]);
+    let tiny = ["vm", "run", "--name", "a", "--memory", "4K"];
+    refused(&daemon.run(&tiny), 1, &["memory"]);
+
+    daemon.paused_vm("twin", &[]);
+    let again = ["vm", "run", "--name", "twin", "--memory", "64M"];
+    refused(
+        &daemon.run(&again),
+        1,
+        &["'twin' is running", "memfold vm stop twin"],
+    );
+    refused(
+        &daemon.run(&["vm", "exec", "twin", "--timeout", "1", "--", "true"]),
+        1,
+        &["no agent", "memfold-agent"],
+    );
+    refused(
+        &daemon.run(&["vm", "exec", "twin", "--timeout", "-1", "--", "true"]),
+        1,
+        &["timeout_s", "-1"],
+    );
+    refused(
+        &daemon.run(&["fold", "budget", "--cpu", "200"]),
+        1,
+        &["200", "0 to 100"],
+    );
+    // Nothing of it changed anything.
+    assert_eq!(daemon.json(&["vm", "list"]).as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn a_daemon_without_qemu_refuses_with_exit_code_3() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    let socket = socket.to_str().unwrap();
+    let mut daemon = program()
+        .args(["--socket", socket, "serve", "--state"])
+        .arg(directory.path().join("state"))
+        .env("MEMFOLD_QEMU", directory.path().join("no-qemu"))
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    support::wait("the daemon answers", || {
+        std::os::unix::net::UnixStream::connect(socket).is_ok()
+    });
+    let vm = [
+        "--socket", socket, "vm", "run", "--name", "a", "--memory", "64M",
+    ];
+    let output = run(&vm);
+    daemon.kill().unwrap();
+    daemon.wait().unwrap();
+    refused(&output, 3, &["no-qemu", "memfold doctor"]);
+}
+
+#[test]
+fn a_second_daemon_is_refused_and_a_stale_socket_is_not_in_the_way() {
+    let mut daemon = Daemon::start();
+    let serve = |state: &std::path::Path, socket: &std::path::Path| {
+        let mut command = program();
+        command
+            .arg("--socket")
+            .arg(socket)
+            .arg("serve")
+            .arg("--state")
+            .arg(state);
+        command.output().unwrap()
+    };
+    let other = daemon.directory.path().join("other");
+    refused(
+        &serve(&other, &daemon.socket()),
+        1,
+        &["--socket", "stop it"],
+    );
+    refused(
+        &serve(&daemon.state(), &daemon.directory.path().join("s2")),
+        1,
+        &["another memfold daemon", "--state"],
+    );
+    // The first one never noticed; killed, it leaves its socket behind.
+    assert_eq!(daemon.json(&["vm", "list"]), json!([]));
+    daemon.child.kill().unwrap();
+    daemon.child.wait().unwrap();
+    assert!(daemon.socket().exists());
+    daemon.start_again();
+    assert_eq!(daemon.json(&["vm", "list"]), json!([]));
+}
+
+#[test]
+fn sigterm_ends_the_daemon_and_not_its_vms() {
+    let mut daemon = Daemon::start();
+    let before = daemon.paused_vm("survivor", &[]);
+    daemon.terminate();
+    assert!(!daemon.socket().exists(), "the socket is left behind");
+    let pid = before["pid"].as_u64().unwrap();
+    let alive = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+    assert!(alive.contains("qemu"), "{alive}");
+    daemon.start_again();
+    let after = daemon.json(&["vm", "list"]);
+    assert_eq!(
+        (&after[0]["pid"], &after[0]["name"]),
+        (&before["pid"], &before["name"])
+    );
+    daemon.json(&["vm", "stop", "survivor", "--timeout", "0"]);
+    // A process that has ended has no command line, even if nobody has waited for it yet.
+    let gone = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    assert_eq!(gone, "");
+}
+
+#[test]
+fn a_qemu_started_by_hand_is_attached_and_what_it_lacks_is_said() {
+    let mut daemon = Daemon::start();
+    let plain = Foreign::start(&[]);
+    let attach = ["vm", "attach", &plain.qmp(), "--name", "plain"];
+    let output = daemon.run(&attach);
+    assert_eq!(code(&output), 0, "{}", err(&output));
+    assert!(out(&output).contains("not folded: "), "{}", out(&output));
+    assert!(out(&output).contains("LD_PRELOAD"), "{}", out(&output));
+    let vms = daemon.json(&["vm", "list"]);
+    assert_eq!(vms[0]["origin"], "attached");
+    assert_eq!(vms[0]["pid"], plain.pid());
+
+    let library = memfold::host::library().expect("the library beside the program");
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("library");
+    let folded = Foreign::start(&[("LD_PRELOAD", &library), ("MEMFOLD_QEMU_SOCKET", &socket)]);
+    let vm = daemon.json(&[
+        "vm",
+        "attach",
+        &folded.qmp(),
+        "--name",
+        "folded",
+        "--domain",
+        "d",
+    ]);
+    assert_eq!(vm["fold_problems"], json!([]), "{vm}");
+
+    let twice = ["vm", "attach", &plain.qmp(), "--name", "again"];
+    assert_eq!(code(&daemon.run(&twice)), 1);
+    let ghost = ["vm", "attach", "/no/socket", "--name", "ghost"];
+    refused(&daemon.run(&ghost), 1, &["/no/socket", "-qmp unix:"]);
+    let taken = ["vm", "attach", &plain.qmp(), "--name", "folded"];
+    refused(&daemon.run(&taken), 1, &["'folded' is running"]);
+    refused(
+        &daemon.run(&["vm", "stop", "plain", "--timeout", "0"]),
+        1,
+        &["not started by memfold"],
+    );
+    // A new daemon knows them; one that has ended is forgotten.
+    daemon.terminate();
+    drop(folded);
+    daemon.start_again();
+    support::wait("only the living is attached", || {
+        let vms = daemon.json(&["vm", "list"]);
+        vms.as_array().unwrap().len() == 1 && vms[0]["name"] == "plain"
+    });
+}
+
+#[test]
+fn the_interface_describes_itself_and_refuses_in_json() {
+    let daemon = Daemon::start();
+    let (status, body) = daemon.http("GET", "/openapi.json", b"");
+    let description: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(status, 200);
+    let paths = description["paths"].as_object().unwrap();
+    for (path, method) in [
+        ("/v1/version", "get"),
+        ("/v1/vms", "get"),
+        ("/v1/vms", "post"),
+        ("/v1/attach", "post"),
+        ("/v1/vms/{name}/stop", "post"),
+        ("/v1/vms/{name}/exec", "post"),
+        ("/v1/report", "get"),
+        ("/v1/fold", "get"),
+        ("/v1/fold", "put"),
+    ] {
+        assert!(!paths[path][method].is_null(), "{method} {path}");
+    }
+    // All that it describes is there: no path answers "no such path", nor "no such method".
+    for (path, methods) in paths {
+        let path = path.replace("{name}", "ghost");
+        for method in methods.as_object().unwrap().keys() {
+            let (status, body) = daemon.http(&method.to_uppercase(), &path, b"");
+            assert!(
+                status != 405 && !body.contains("no such path"),
+                "{method} {path}"
+            );
+        }
+    }
+
+    let long = vec![b' '; (1 << 20) + 1];
+    for (method, path, body, wanted) in [
+        ("GET", "/v1/nothing", &b""[..], 404),
+        ("GET", "/", b"", 404),
+        ("DELETE", "/v1/vms", b"", 405),
+        ("POST", "/v1/vms", b"{", 400),
+        ("POST", "/v1/vms", b"{\"name\": \"a\"}", 400),
+        ("POST", "/v1/vms", b"\xff\xfe", 400),
+        ("PUT", "/v1/fold", b"{\"cpu_percent\": -1}", 400),
+        ("PUT", "/v1/fold", &long, 413),
+        ("POST", "/v1/vms/ghost/stop", b"{\"timeout_s\": 1}", 404),
+        (
+            "POST",
+            "/v1/vms/ghost/exec",
+            b"{\"script\": \"x\", \"timeout_s\": -1}",
+            400,
+        ),
+    ] {
+        let (status, answer) = daemon.http(method, path, body);
+        assert_eq!(status, wanted, "{method} {path}: {answer}");
+        let answer: Value = serde_json::from_str(&answer).unwrap();
+        assert!(
+            !answer["error"].as_str().unwrap().is_empty(),
+            "{method} {path}"
+        );
+    }
+    assert_eq!(daemon.http("GET", "/v1/version", b"").0, 200);
+}

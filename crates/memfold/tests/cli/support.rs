@@ -1,0 +1,218 @@
+//! The program, a daemon of a test's own, and HTTP by hand.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold::vm::Qmp;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// The program, with nothing of the caller's settings for memfold.
+pub fn program() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
+    for name in ["MEMFOLD_SOCKET", "MEMFOLD_STATE", "MEMFOLD_LOG"] {
+        command.env_remove(name);
+    }
+    command.stdin(Stdio::null());
+    command
+}
+
+pub fn run(arguments: &[&str]) -> Output {
+    program().args(arguments).output().unwrap()
+}
+
+pub fn out(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+pub fn err(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+pub fn code(output: &Output) -> i32 {
+    output.status.code().expect("ended by a signal")
+}
+
+/// Asserts that a command failed with `code` and that its words hold all of `words`.
+#[track_caller]
+pub fn refused(output: &Output, wanted: i32, words: &[&str]) {
+    let text = err(output);
+    assert_eq!(code(output), wanted, "{text}{}", out(output));
+    for word in words {
+        assert!(text.contains(word), "no '{word}' in: {text}");
+    }
+}
+
+pub fn wait(what: &str, mut ready: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !ready() {
+        assert!(Instant::now() < end, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// `memfold serve` in a directory of its own; VMs and daemon end with it.
+pub struct Daemon {
+    pub child: Child,
+    pub directory: TempDir,
+}
+
+impl Daemon {
+    pub fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let child = spawn_in(directory.path());
+        let daemon = Self { child, directory };
+        daemon.wait_serving();
+        daemon
+    }
+
+    pub fn wait_serving(&self) {
+        wait("the daemon answers", || {
+            UnixStream::connect(self.socket()).is_ok()
+        });
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.directory.path().join("s")
+    }
+
+    pub fn state(&self) -> PathBuf {
+        self.directory.path().join("state")
+    }
+
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = program();
+        command.arg("--socket").arg(self.socket()).args(arguments);
+        command
+    }
+
+    pub fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    /// Runs a command that has to succeed; its output, which has to be JSON.
+    #[track_caller]
+    pub fn json(&self, arguments: &[&str]) -> Value {
+        let output = self.command(arguments).arg("--json").output().unwrap();
+        assert_eq!(code(&output), 0, "{arguments:?}: {}", err(&output));
+        serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|e| panic!("{arguments:?}: {e}: {}", out(&output)))
+    }
+
+    /// Starts a VM that never runs, which costs nothing.
+    pub fn paused_vm(&self, name: &str, more: &[&str]) -> Value {
+        let mut arguments = vec!["vm", "run", "--name", name, "--memory", "64M", "--json"];
+        arguments.extend(more);
+        arguments.extend(["--", "-S"]);
+        let output = self.run(&arguments);
+        assert_eq!(code(&output), 0, "{}", err(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// Ends the daemon as systemd does.
+    pub fn terminate(&mut self) {
+        kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
+        let status = self.child.wait().unwrap();
+        assert_eq!(status.code(), Some(0));
+    }
+
+    pub fn start_again(&mut self) {
+        self.child = spawn_in(self.directory.path());
+        self.wait_serving();
+    }
+
+    /// Status and body of a request.
+    pub fn http(&self, method: &str, path: &str, body: &[u8]) -> (u16, String) {
+        let mut stream = UnixStream::connect(self.socket()).unwrap();
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nhost: memfold\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).unwrap();
+        // The server may refuse a long body before it has come whole.
+        let _ = stream.write_all(body);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        let answer = String::from_utf8(answer).unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        (status, body.to_owned())
+    }
+}
+
+fn spawn_in(directory: &Path) -> Child {
+    program()
+        .arg("--socket")
+        .arg(directory.join("s"))
+        .arg("serve")
+        .arg("--state")
+        .arg(directory.join("state"))
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Ok(vms) = memfold::vm::Vm::discover(&self.state()) {
+            for vm in vms {
+                let _ = vm.stop(Duration::ZERO);
+            }
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A QEMU started by hand, paused.
+pub struct Foreign {
+    child: Child,
+    directory: TempDir,
+}
+
+impl Foreign {
+    pub fn start(environment: &[(&str, &Path)]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = |name: &str| {
+            format!(
+                "unix:{},server=on,wait=off",
+                directory.path().join(name).display()
+            )
+        };
+        let child = Command::new("qemu-system-x86_64")
+            .args(["-S", "-nodefaults", "-display", "none", "-accel", "tcg"])
+            .args(["-m", "64", "-qmp", &socket("q"), "-qmp", &socket("spare")])
+            .envs(environment.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let foreign = Self { child, directory };
+        wait("QEMU's monitor answers", || {
+            Qmp::connect(
+                &foreign.directory.path().join("spare"),
+                Duration::from_secs(2),
+            )
+            .is_ok()
+        });
+        foreign
+    }
+
+    pub fn qmp(&self) -> String {
+        self.directory.path().join("q").display().to_string()
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,195 @@
+//! The ledger on real guests: booted, worked, folded, gone. Every sum agrees with the kernel's at each of these moments.
+//!
+//! Without guest images it is skipped; with `MEMFOLD_REAL` set (as `make test` does) that is a failure.
+
+use std::fs::File;
+use std::time::{Duration, Instant};
+
+use memfold::api::FullReport;
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::EngineSettings;
+use memfold::ledger::{Report, check_change, shared_frames};
+use memfold::vm::Vm;
+use memfold_units::{ByteSize, PageCount};
+use rustix::fs::FlockOperation;
+
+const GUESTS: [(&str, &str); 2] = [("ledger-a", "trixie-a"), ("ledger-b", "trixie-b")];
+const TIMEOUT: Duration = Duration::from_secs(240);
+const WORK: &str = "find /usr/bin /usr/sbin /usr/lib/x86_64-linux-gnu -xdev -type f -size -4M -print0 | sort -z | \
+    head -z -n 1500 | xargs -0 cat | sha256sum";
+
+/// Why real guests can't be booted here.
+fn missing() -> Option<String> {
+    if !rustix::process::getuid().is_root() {
+        return Some("not root".into());
+    }
+    if let Err(error) = memfold::host::library() {
+        return Some(error.to_string());
+    }
+    match memfold::host::guest_images() {
+        Err(error) => Some(error.to_string()),
+        Ok(images) => {
+            let lacks = GUESTS
+                .iter()
+                .find(|(_, image)| !images.contains_key(*image));
+            lacks.map(|(_, image)| format!("no guest image {image}"))
+        }
+    }
+}
+
+/// Who measures memory takes turns with whoever else boots guests on this machine.
+fn turn() -> File {
+    let lock = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(std::env::temp_dir().join("memfold-guests.lock"))
+        .unwrap();
+    rustix::fs::flock(&lock, FlockOperation::LockExclusive).unwrap();
+    lock
+}
+
+/// What in a report, and in its difference to `before`, doesn't agree.
+fn wrong(before: &Report, after: &Report) -> Vec<String> {
+    let mut wrong: Vec<String> = after
+        .disagreements
+        .iter()
+        .map(|d| format!("{d:?}"))
+        .collect();
+    wrong.extend(check_change(before, after).map(|d| format!("{d:?}")));
+    for vm in &after.vms {
+        // Exact: no page is forgotten, none counted twice.
+        if vm.sum_of_parts() != vm.ram_bytes {
+            wrong.push(format!(
+                "{}: parts {} of {}",
+                vm.name,
+                vm.sum_of_parts(),
+                vm.ram_bytes
+            ));
+        }
+    }
+    wrong
+}
+
+/// Takes reports until one agrees with the kernel and with the change since `before`: guests run on while pages are counted,
+/// and so does the rest of the machine.
+fn agreeing(lab: &Lab, before: &Report, moment: &str) -> FullReport {
+    let mut last = Vec::new();
+    for _ in 0..8 {
+        let report = lab.report().unwrap();
+        last = wrong(before, &report.ledger);
+        let (was, is) = (&before.host, &report.ledger.host);
+        println!(
+            "{moment}: MemAvailable {} -> {}, the ledger's sum {} -> {}, saved {}; {} disagree",
+            was.mem_available_bytes,
+            is.mem_available_bytes,
+            was.unreclaimable_bytes,
+            is.unreclaimable_bytes,
+            ByteSize(is.saved_by_folding_bytes.unsigned_abs()),
+            last.len()
+        );
+        if last.is_empty() {
+            return report;
+        }
+        std::thread::sleep(Duration::from_secs(2));
+    }
+    panic!("{moment}: never agreed: {last:#?}");
+}
+
+fn wait_folded(lab: &Lab) {
+    let began = Instant::now();
+    let (mut best, mut grew) = (0, began);
+    while grew.elapsed() < Duration::from_secs(6) && began.elapsed() < Duration::from_secs(60) {
+        let stats = lab.stats().unwrap();
+        let folded: u64 = stats.vms.iter().map(|vm| vm.matched_folded_pages).sum();
+        if folded > best + best / 200 {
+            (best, grew) = (folded, Instant::now());
+        }
+        std::thread::sleep(Duration::from_millis(500));
+    }
+}
+
+#[test]
+fn the_sums_of_two_real_guests_agree_with_the_kernel_before_and_after_folding() {
+    if let Some(why) = missing() {
+        assert!(
+            std::env::var_os("MEMFOLD_REAL").is_none(),
+            "MEMFOLD_REAL is set, and {why}"
+        );
+        eprintln!("skipped: {why}");
+        return;
+    }
+    let _turn = turn();
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let empty = lab.report().unwrap().ledger;
+    for (name, image) in GUESTS {
+        let spec = Lab::spec(name, image, ByteSize::mib(512), DiskMode::Buffered).unwrap();
+        lab.start(spec).unwrap();
+    }
+    let names = GUESTS.map(|(name, _)| name);
+    for name in names {
+        lab.wait_ready(name, TIMEOUT).unwrap();
+    }
+    let sums = lab.exec_all(&names, WORK, TIMEOUT).unwrap();
+    let booted = agreeing(&lab, &empty, "booted");
+    assert!(
+        booted
+            .ledger
+            .vms
+            .iter()
+            .all(|vm| vm.folded_bytes == ByteSize(0))
+    );
+    assert!(
+        booted
+            .ledger
+            .vms
+            .iter()
+            .all(|vm| vm.private_bytes > ByteSize::mib(128))
+    );
+
+    lab.fold(true).unwrap();
+    wait_folded(&lab);
+    // Reading it again brings folded pages into the page tables: now they are shared page frames, and count by parts.
+    assert_eq!(lab.exec_all(&names, WORK, TIMEOUT).unwrap(), sums);
+    let folded = agreeing(&lab, &empty, "folded");
+    let (vms, host) = (&folded.ledger.vms, &folded.ledger.host);
+    for vm in vms {
+        assert!(vm.folded_bytes > ByteSize::mib(40), "{vm:?}");
+        assert!(
+            vm.pss_bytes < vm.ram_rss_bytes + vm.qemu_pss_bytes,
+            "{vm:?}"
+        );
+        // The engine's own figures, from other reads at another moment, tell the same.
+        let stats = folded.fold.vms.iter().find(|s| s.name == vm.name).unwrap();
+        let engine = PageCount(stats.mapped_pages).bytes();
+        let ledger = vm.folded_bytes + vm.unfolded_bytes;
+        let off = engine.0.abs_diff(ledger.0) as f64 / ledger.0 as f64;
+        assert!(off < 0.1, "engine {engine}, ledger {ledger}");
+    }
+    assert!(host.saved_by_folding_bytes > 40 << 20, "{host:?}");
+    let layout = |name: &str| {
+        let vm = Vm::find(lab.directory(), name).unwrap();
+        let layout = vm.layout(&mut vm.qmp().unwrap()).unwrap();
+        (vm.pid().as_raw_nonzero().get(), layout)
+    };
+    let (a, b) = (layout(names[0]), layout(names[1]));
+    let frames = shared_frames((a.0, &a.1), (b.0, &b.1)).unwrap();
+    println!(
+        "{} of page frames are mapped by both",
+        PageCount(frames).bytes()
+    );
+    assert!(
+        PageCount(frames).bytes() > ByteSize::mib(20),
+        "{frames} frames"
+    );
+    // What is in both page tables can't exceed what either has there.
+    assert!(
+        vms.iter()
+            .all(|vm| PageCount(frames).bytes() <= vm.folded_resident_bytes + ByteSize::mib(8))
+    );
+
+    for name in names {
+        lab.stop(name).unwrap();
+    }
+    agreeing(&lab, &folded.ledger, "ended");
+}
