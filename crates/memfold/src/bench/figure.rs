@@ -64,7 +64,12 @@ pub struct Series {
 /// Draws `series` over common axes, with a legend at the right.
 #[must_use]
 pub fn lines(title: &str, x: &Axis, y: &Axis, series: &[Series]) -> String {
-    let points = || series.iter().flat_map(|s| &s.points).filter(|p| finite(**p));
+    let points = || {
+        series
+            .iter()
+            .flat_map(|s| &s.points)
+            .filter(|p| finite(**p))
+    };
     let across = Range::of(x.scale, points().map(|p| p.0));
     let up = Range::of(y.scale, points().map(|p| p.1));
     let at_x = |v: f64| LEFT + across.part(v) * (WIDTH - LEFT - RIGHT);
@@ -83,16 +88,28 @@ pub fn lines(title: &str, x: &Axis, y: &Axis, series: &[Series]) -> String {
     };
     for tick in up.ticks() {
         let height = at_y(tick);
-        add(format!("<line x1=\"{LEFT}\" y1=\"{height:.1}\" x2=\"{right}\" y2=\"{height:.1}\" stroke=\"#dddddd\"/>"));
+        add(format!(
+            "<line x1=\"{LEFT}\" y1=\"{height:.1}\" x2=\"{right}\" y2=\"{height:.1}\" stroke=\"#dddddd\"/>"
+        ));
         add(text(LEFT - 8.0, height + 4.0, "end", &number(tick)));
     }
     for tick in across.ticks() {
         let place = at_x(tick);
-        add(format!("<line x1=\"{place:.1}\" y1=\"{floor}\" x2=\"{place:.1}\" y2=\"{:.1}\" stroke=\"#333333\"/>", floor + 5.0));
+        add(format!(
+            "<line x1=\"{place:.1}\" y1=\"{floor}\" x2=\"{place:.1}\" y2=\"{:.1}\" stroke=\"#333333\"/>",
+            floor + 5.0
+        ));
         add(text(place, floor + 20.0, "middle", &number(tick)));
     }
-    add(format!("<path d=\"M{LEFT} {TOP}V{floor}H{right}\" fill=\"none\" stroke=\"#333333\"/>"));
-    add(text(f64::midpoint(LEFT, right), HEIGHT - 12.0, "middle", &x.label));
+    add(format!(
+        "<path d=\"M{LEFT} {TOP}V{floor}H{right}\" fill=\"none\" stroke=\"#333333\"/>"
+    ));
+    add(text(
+        f64::midpoint(LEFT, right),
+        HEIGHT - 12.0,
+        "middle",
+        &x.label,
+    ));
     let middle = f64::midpoint(TOP, floor);
     add(format!(
         "<text x=\"18\" y=\"{middle:.1}\" text-anchor=\"middle\" transform=\"rotate(-90 18 {middle:.1})\">{}</text>",
@@ -100,16 +117,26 @@ pub fn lines(title: &str, x: &Axis, y: &Axis, series: &[Series]) -> String {
     ));
     for (at, line) in series.iter().enumerate() {
         let colour = COLOURS[at % COLOURS.len()];
-        let dash = if line.dashed { " stroke-dasharray=\"6 4\"" } else { "" };
+        let dash = if line.dashed {
+            " stroke-dasharray=\"6 4\""
+        } else {
+            ""
+        };
         let mut path = String::new();
         for &(x, y) in line.points.iter().filter(|p| finite(**p)) {
             let step = if path.is_empty() { 'M' } else { 'L' };
             // Writing to a string can't fail.
             let _ = write!(path, "{step}{:.1} {:.1}", at_x(x), at_y(y));
         }
-        add(format!("<path d=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"{dash}/>"));
+        add(format!(
+            "<path d=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"{dash}/>"
+        ));
         let height = TOP + 10.0 + at as f64 * 20.0;
-        add(format!("<line x1=\"{:.1}\" y1=\"{height}\" x2=\"{:.1}\" y2=\"{height}\" stroke=\"{colour}\" stroke-width=\"2\"{dash}/>", right + 14.0, right + 42.0));
+        add(format!(
+            "<line x1=\"{:.1}\" y1=\"{height}\" x2=\"{:.1}\" y2=\"{height}\" stroke=\"{colour}\" stroke-width=\"2\"{dash}/>",
+            right + 14.0,
+            right + 42.0
+        ));
         add(text(right + 48.0, height + 4.0, "start", &line.name));
     }
     svg.push_str("</svg>\n");
@@ -121,11 +148,17 @@ fn finite((x, y): (f64, f64)) -> bool {
 }
 
 fn text(x: f64, y: f64, anchor: &str, words: &str) -> String {
-    format!("<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{}</text>", escape(words))
+    format!(
+        "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{}</text>",
+        escape(words)
+    )
 }
 
 fn escape(words: &str) -> String {
-    words.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+    words
+        .replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
 }
 
 /// A figure of a tick, as short as it can be.
@@ -155,7 +188,11 @@ impl Range {
                 high: if high > 0.0 { high } else { 1.0 },
             },
             Scale::Log => {
-                let low = if low > 0.0 && low.is_finite() { low } else { 1.0 };
+                let low = if low > 0.0 && low.is_finite() {
+                    low
+                } else {
+                    1.0
+                };
                 let high = if high > low { high } else { low * 10.0 };
                 Self { scale, low, high }
             }
@@ -166,7 +203,9 @@ impl Range {
     fn part(&self, value: f64) -> f64 {
         match self.scale {
             Scale::Linear => (value - self.low) / (self.high - self.low),
-            Scale::Log => (value.max(f64::MIN_POSITIVE) / self.low).ln() / (self.high / self.low).ln(),
+            Scale::Log => {
+                (value.max(f64::MIN_POSITIVE) / self.low).ln() / (self.high / self.low).ln()
+            }
         }
         .clamp(0.0, 1.0)
     }
@@ -192,11 +231,20 @@ impl Range {
             }
             Scale::Log => {
                 let decades = (self.high / self.low).log10();
-                let steps: &[f64] = if decades > 3.0 { &[1.0] } else { &[1.0, 2.0, 5.0] };
+                let steps: &[f64] = if decades > 3.0 {
+                    &[1.0]
+                } else {
+                    &[1.0, 2.0, 5.0]
+                };
                 let mut ticks = Vec::new();
                 let mut power = 10f64.powf(self.low.log10().floor());
                 while power <= self.high {
-                    ticks.extend(steps.iter().map(|n| n * power).filter(|t| *t >= self.low && *t <= self.high));
+                    ticks.extend(
+                        steps
+                            .iter()
+                            .map(|n| n * power)
+                            .filter(|t| *t >= self.low && *t <= self.high),
+                    );
                     power *= 10.0;
                 }
                 ticks
@@ -216,7 +264,12 @@ mod tests {
             points: vec![(0.0, 1.0), (10.0, f64::NAN), (20.0, 3.0)],
             dashed,
         });
-        let svg = lines("Title", &Axis::linear("time (s)"), &Axis::linear("MB"), &series);
+        let svg = lines(
+            "Title",
+            &Axis::linear("time (s)"),
+            &Axis::linear("MB"),
+            &series,
+        );
         assert_eq!(svg.matches("stroke-width=\"2\"/>").count(), 2);
         assert_eq!(svg.matches("stroke-dasharray").count(), 2);
         assert!(svg.contains("one &amp; two") && !svg.contains("NaN"));

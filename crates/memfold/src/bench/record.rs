@@ -66,8 +66,14 @@ mod tests {
 
     #[test]
     fn an_envelope_has_every_key_of_the_contract_and_no_path_of_this_machine() {
-        let value = envelope("fold", true, json!({"results": {"a_us": 1}, "samples": [1]}));
-        for key in ["study", "version", "git", "host", "vms", "samples", "results"] {
+        let value = envelope(
+            "fold",
+            true,
+            json!({"results": {"a_us": 1}, "samples": [1]}),
+        );
+        for key in [
+            "study", "version", "git", "host", "vms", "samples", "results",
+        ] {
             assert!(!value[key].is_null(), "{key}");
         }
         assert_eq!(value["results"]["a_us"], 1);
