@@ -18,6 +18,7 @@ use memfold_wire::library::{Advice, FoldRun, Freeze, MAX_RUNS, Order, Outcome, R
 use rustix::mm::Advice as Madvise;
 use serde_json::{Value, json};
 
+use super::figure::{self, Axis, Series};
 use crate::ksm::{Controls, Ksmd, Run, Settings, Status};
 use crate::store::Store;
 
@@ -119,6 +120,44 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     }))
 }
 
+/// The study's figure, by name: CPU for each page over the length of runs.
+#[must_use]
+pub fn figures(study: &Value) -> Vec<(String, String)> {
+    let results = &study["results"];
+    let level = |name: &str, value: &Value| Series {
+        name: name.into(),
+        points: value
+            .as_f64()
+            .map(|us| LENGTHS.map(|length| (length as f64, us)).to_vec())
+            .unwrap_or_default(),
+        dashed: true,
+    };
+    let fold = LENGTHS.map(|length| {
+        let us = &results["fold_us_per_page"][length.to_string()]["median"];
+        (length as f64, us.as_f64().unwrap_or(f64::NAN))
+    });
+    let series = [
+        Series {
+            name: "fold".into(),
+            points: fold.to_vec(),
+            dashed: false,
+        },
+        level("ksmd, a merged page", &results["ksm_us_per_merged_page"]),
+        level(
+            "bare compare, runs of 64",
+            &results["compare_us_per_page"]["median"],
+        ),
+    ];
+    let svg = figure::lines(
+        "CPU for each shared page",
+        &Axis::log("pages in a run"),
+        &Axis::log("µs of CPU a page"),
+        &series,
+    );
+    vec![("fold-cost".into(), svg)]
+}
+
+/// Microseconds per page.
 struct Sample {
     append_us: f64,
     fold_us: f64,

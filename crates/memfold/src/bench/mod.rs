@@ -1,6 +1,9 @@
 //! The studies: one file each, JSON out, figures out. They share the laboratory ([`lab`]): VMs of their own in a daemon of
 //! their own.
 
+pub mod figure;
 pub mod fold;
+pub mod hints;
 pub mod lab;
+pub mod record;
 pub mod selftest;

@@ -1,19 +1,23 @@
 //! `memfold bench`: the studies.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use serde_json::Value;
 
-use super::Context;
-use crate::bench;
+use super::{Context, doctor};
+use crate::api::DEFAULT_STATE;
+use crate::bench::{self, record};
+use crate::host::{HostFacts, examine};
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Study {
     /// Cost of folding by run length, next to a bare compare and to ksmd
     Fold,
+    /// Two VMs compile: what folding by hints shares and costs, next to KSM at its defaults and at equal CPU
+    Hints,
 }
 
 #[derive(Args, Debug)]
@@ -22,37 +26,94 @@ pub(super) struct Arguments {
     /// Smaller and shorter
     #[arg(long)]
     quick: bool,
-    /// Write the results here as JSON
-    #[arg(long = "output", value_name = "FILE")]
-    output: Option<PathBuf>,
+    /// Write the study's figures here, as SVG
+    #[arg(long, value_name = "DIR")]
+    figures: Option<PathBuf>,
+    /// Write the results to FILE as JSON; without FILE or with '-', print them instead of text
+    // The same id as the flag of all commands, so that this one takes its place.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    json: Option<String>,
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let result = match arguments.study {
+    let (name, quick) = (study_name(arguments.study), arguments.quick);
+    let (measured, draw): (Value, fn(&Value) -> Vec<(String, String)>) = match arguments.study {
         Study::Fold => {
-            let options = if arguments.quick {
+            let options = if quick {
                 bench::fold::Options::quick()
             } else {
                 bench::fold::Options::default()
             };
-            bench::fold::run(&options)?
+            (bench::fold::run(&options)?, bench::fold::figures)
+        }
+        Study::Hints => {
+            let host = examine(HostFacts::probe(DEFAULT_STATE.as_ref()));
+            if !host.can_run {
+                context.print(&host, doctor::text)?;
+                return Ok(doctor::exit_code(&host));
+            }
+            let options = if quick {
+                bench::hints::Options::quick()
+            } else {
+                bench::hints::Options::full()?
+            };
+            (bench::hints::run(&options)?, bench::hints::figures)
         }
     };
-    if let Some(path) = &arguments.output {
-        std::fs::write(path, serde_json::to_vec_pretty(&result)?)
-            .with_context(|| format!("cannot write {}", path.display()))?;
+    let result = record::envelope(name, quick, measured);
+    if let Some(directory) = &arguments.figures {
+        write_figures(directory, &draw(&result))?;
     }
     context.print(&result, summary)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// The results, a line each.
+fn study_name(study: Study) -> &'static str {
+    match study {
+        Study::Fold => "fold",
+        Study::Hints => "hints",
+    }
+}
+
+fn write_figures(directory: &Path, figures: &[(String, String)]) -> anyhow::Result<()> {
+    std::fs::create_dir_all(directory)
+        .with_context(|| format!("cannot make {}", directory.display()))?;
+    for (name, svg) in figures {
+        let path = directory.join(format!("{name}.svg"));
+        std::fs::write(&path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// The results, a line each; those within others by their whole name.
 fn summary(study: &Value) -> String {
-    let results = study["results"].as_object().cloned().unwrap_or_default();
-    let width = results.keys().map(String::len).max().unwrap_or(0);
-    let line = |(key, value): (&String, &Value)| match value.as_f64() {
-        Some(number) if !value.is_i64() && !value.is_u64() => format!("{key:width$}  {number:.3}"),
-        _ => format!("{key:width$}  {value}"),
-    };
-    results.iter().map(line).collect::<Vec<_>>().join("\n")
+    let mut lines = Vec::new();
+    flatten("", &study["results"], &mut lines);
+    let width = lines.iter().map(|(key, _)| key.len()).max().unwrap_or(0);
+    let line = |(key, value): &(String, String)| format!("{key:width$}  {value}");
+    lines.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+fn flatten(name: &str, value: &Value, lines: &mut Vec<(String, String)>) {
+    match value {
+        Value::Object(parts) => {
+            for (key, part) in parts {
+                let name = if name.is_empty() {
+                    key.clone()
+                } else {
+                    format!("{name}.{key}")
+                };
+                flatten(&name, part, lines);
+            }
+        }
+        // Lists are for programs: --json.
+        Value::Array(_) => {}
+        Value::Number(number) if number.is_f64() => {
+            lines.push((
+                name.into(),
+                format!("{:.3}", number.as_f64().unwrap_or(f64::NAN)),
+            ));
+        }
+        other => lines.push((name.into(), other.to_string())),
+    }
 }

@@ -14,6 +14,7 @@ mod vm;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 
 use crate::api::{Client, ClientError, DEFAULT_SOCKET};
@@ -34,9 +35,9 @@ struct Cli {
     /// Socket of the daemon
     #[arg(long, global = true, env = "MEMFOLD_SOCKET", default_value = DEFAULT_SOCKET, value_name = "PATH")]
     socket: PathBuf,
-    /// Print JSON instead of text
-    #[arg(long, global = true)]
-    json: bool,
+    /// Print JSON instead of text, or write it to FILE beside the text
+    #[arg(long, global = true, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
+    json: Option<String>,
     #[command(subcommand)]
     command: Command,
 }
@@ -67,7 +68,10 @@ enum Command {
 #[derive(Debug)]
 pub(crate) struct Context {
     socket: PathBuf,
+    /// Print JSON instead of text.
     json: bool,
+    /// Write JSON here.
+    json_file: Option<PathBuf>,
 }
 
 impl Context {
@@ -75,12 +79,18 @@ impl Context {
         Client::new(&self.socket)
     }
 
-    /// Prints `value` as JSON if that was asked for, else what `text` makes of it.
+    /// Prints `value` as JSON if that was asked for, else what `text` makes of it; writes the file that was asked for.
     fn print<T: serde::Serialize>(
         &self,
         value: &T,
         text: impl FnOnce(&T) -> String,
     ) -> anyhow::Result<()> {
+        if let Some(path) = &self.json_file {
+            let mut text = serde_json::to_vec_pretty(value)?;
+            text.push(b'\n');
+            std::fs::write(path, text)
+                .with_context(|| format!("cannot write {}", path.display()))?;
+        }
         let text = if self.json {
             serde_json::to_string_pretty(value)?
         } else {
@@ -123,7 +133,8 @@ pub fn main() -> ExitCode {
         .init();
     let context = Context {
         socket: cli.socket,
-        json: cli.json,
+        json: cli.json.as_deref() == Some("-"),
+        json_file: cli.json.filter(|file| file != "-").map(PathBuf::from),
     };
     let result = match cli.command {
         Command::Doctor(arguments) => doctor::run(&context, &arguments),
@@ -150,4 +161,51 @@ fn fail(error: &anyhow::Error) -> ExitCode {
         }
     }
     ExitCode::FAILURE
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    fn json(line: &str) -> Option<String> {
+        Cli::try_parse_from(line.split(' ')).unwrap().json
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn studies_take_a_file_behind_json_and_other_commands_only_with_an_equals_sign() {
+        assert_eq!(json("memfold report"), None);
+        for line in [
+            "report --json",
+            "--json report",
+            "vm list --json",
+            "bench fold --json",
+            "bench fold --json -",
+            "bench fold --json --quick",
+            "--json bench fold",
+        ] {
+            assert_eq!(
+                json(&format!("memfold {line}")).as_deref(),
+                Some("-"),
+                "{line}"
+            );
+        }
+        for line in [
+            "report --json=f.json",
+            "bench fold --json f.json",
+            "bench fold --quick --json=f.json",
+        ] {
+            assert_eq!(
+                json(&format!("memfold {line}")).as_deref(),
+                Some("f.json"),
+                "{line}"
+            );
+        }
+    }
 }

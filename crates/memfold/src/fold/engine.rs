@@ -209,10 +209,13 @@ pub struct Engine {
     pub(super) cpu: TokenBucket,
     pub(super) rate: Option<TokenBucket>,
     pub(super) paused: bool,
+    /// When folding went on after the last pause by the operator.
+    pub(super) resumed: Instant,
     pub(super) sweep_wanted: bool,
     pub(super) last_sweep: Instant,
     pub(super) last_turn: VmId,
     charged_ns: u64,
+    reports_ns: u64,
 }
 
 impl Engine {
@@ -229,10 +232,12 @@ impl Engine {
             cpu: TokenBucket::new(0.0, 0.0, now),
             rate: None,
             paused: false,
+            resumed: now,
             sweep_wanted: false,
             last_sweep: now,
             last_turn: 0,
             charged_ns: 0,
+            reports_ns: 0,
             settings,
         };
         engine.set_budget(engine.settings.cpu_share, engine.settings.pages_per_second);
@@ -348,6 +353,9 @@ impl Engine {
                 }
             }
             Command::SetPaused(paused) => {
+                if self.paused && !paused {
+                    self.resumed = Instant::now();
+                }
                 self.paused = paused;
                 self.sweep_wanted = true;
             }
@@ -357,9 +365,14 @@ impl Engine {
             } => self.set_budget(cpu_share, pages_per_second),
             Command::Stats(answer) => {
                 self.sync_all();
+                let began_ns = thread_cpu_ns();
+                let mut report = self.report();
+                // Reporting is not folding: who watches often must not slow it down, nor see its own cost as folding's.
+                report.engine_cpu_s = began_ns.saturating_sub(self.reports_ns) as f64 / 1e9;
+                self.reports_ns += thread_cpu_ns() - began_ns;
+                report.report_cpu_s = self.reports_ns as f64 / 1e9;
                 // The asker may have gone away meanwhile.
-                let _ = answer.send(self.report());
-                // Reporting is not folding: who watches often must not slow it down.
+                let _ = answer.send(report);
                 self.charged_ns = thread_cpu_ns() + self.library_cpu_ns;
             }
             Command::Stop => {}

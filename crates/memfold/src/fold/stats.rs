@@ -130,17 +130,19 @@ pub struct DomainStats {
 pub struct EngineStats {
     /// Whether folding is paused by the operator.
     pub paused: bool,
-    /// CPU time of the engine's thread, in seconds.
+    /// CPU time of the engine's thread, in seconds, without that of reports like this.
     pub engine_cpu_s: f64,
+    /// CPU time of the engine's thread for reports, in seconds.
+    pub report_cpu_s: f64,
     /// CPU time of the library threads for our orders, in seconds.
     pub library_cpu_s: f64,
     /// CPU budget as a share of one core, 0 to 1.
     pub cpu_share: f64,
     /// Limit of pages looked at in a second, if one is set.
     pub pages_per_second: Option<u64>,
-    /// Half of the pages were folded within this many seconds of their hint.
+    /// Of the pages hinted while folding was on, half were folded within this many seconds of their hint.
     pub hint_to_fold_p50_s: Option<f64>,
-    /// 95 % of the pages were folded within this many seconds of their hint.
+    /// Of the pages hinted while folding was on, 95 % were folded within this many seconds of their hint.
     pub hint_to_fold_p95_s: Option<f64>,
     /// Same path, same bytes.
     pub case_same_path_same_content: u64,

@@ -482,7 +482,8 @@ impl Engine {
             } else {
                 &mut stats.case_same_path_same_content
             }) += u64::from(done);
-            if let Some(at) = run.at {
+            // What came while folding was paused would tell how long the pause was.
+            if let Some(at) = run.at.filter(|at| *at >= self.resumed) {
                 self.latencies
                     .count(at.elapsed().as_millis(), u64::from(done));
             }

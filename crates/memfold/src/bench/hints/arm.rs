@@ -1,0 +1,508 @@
+//! One arm of the study: fresh VMs, one mechanism, one compile.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use memfold_units::PAGE_SIZE;
+use serde_json::{Value, json};
+
+use super::{VMS, Work};
+use crate::bench::lab::Lab;
+use crate::fold::{EngineSettings, EngineStats};
+use crate::ksm;
+use crate::vm::VmSpec;
+
+const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+const HASH_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Time between two samples.
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Hashes what a system has in `/usr`, about 165 MB: every file with its name, so that it can be checked later.
+const HASH: &str = "find /usr/bin /usr/sbin /usr/lib -xdev -type f -size -8M -print0 | sort -z | head -z -n 4000 | \
+    xargs -0 md5sum > /var/tmp/before.md5 && sync && wc -l < /var/tmp/before.md5";
+
+/// Reads all of it again; prints the number of files that differ or can't be read.
+const CHECK: &str = "md5sum --check --quiet /var/tmp/before.md5 2>/dev/null | wc -l";
+
+/// What shares memory in an arm.
+#[derive(Clone, Debug)]
+pub(super) enum Mechanism {
+    None,
+    Fold {
+        pages_per_second: u64,
+    },
+    KsmDefault,
+    KsmEqualCpu {
+        /// The folding arm that it is held to.
+        pages_per_second: u64,
+        /// CPU seconds that folding had used, over seconds since time 0.
+        cpu: Vec<(f64, f64)>,
+    },
+}
+
+impl PartialEq for Mechanism {
+    /// Whether it is the same arm.
+    fn eq(&self, other: &Self) -> bool {
+        self.name() == other.name()
+    }
+}
+
+impl Mechanism {
+    pub fn name(&self) -> String {
+        match self {
+            Self::None => "none".into(),
+            Self::Fold { pages_per_second } => format!("fold_{pages_per_second}"),
+            Self::KsmDefault => "ksm_default".into(),
+            Self::KsmEqualCpu {
+                pages_per_second, ..
+            } => format!("ksm_equal_cpu_{pages_per_second}"),
+        }
+    }
+}
+
+/// One look at everything.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sample {
+    /// Seconds since time 0.
+    pub t_s: f64,
+    /// Memory saved, in pages.
+    pub shared_pages: u64,
+    /// CPU of engine and library, or of ksmd, in seconds.
+    pub scanner_cpu_s: f64,
+    /// CPU of both guests' agents since boot, as they last said, in seconds.
+    pub agent_cpu_s: f64,
+    pub matched_pages: u64,
+    pub matched_folded_pages: u64,
+    pub zero_pages: u64,
+    pub hints_waiting: u64,
+}
+
+/// How one VM got on with its work.
+#[derive(Clone, Debug)]
+pub(super) struct VmWork {
+    /// Wall time.
+    pub wall_s: f64,
+    /// Of it, time that the vCPU was ready and something else had the core.
+    pub delay_s: f64,
+    /// CPU time of its vCPU.
+    pub vcpu_s: f64,
+    /// CPU time of the agent in the guest.
+    pub agent_s: f64,
+    /// Hash of what it built.
+    pub output: String,
+}
+
+/// What an arm gave.
+#[derive(Clone, Debug)]
+pub(super) struct ArmRun {
+    pub mechanism: Mechanism,
+    pub repeat: usize,
+    pub samples: Vec<Sample>,
+    pub work: Vec<VmWork>,
+    pub checked_files: u64,
+    pub differing_files: u64,
+    /// Of the host's CPU time, what neither VMs nor memfold nor ksmd used, in percent of all cores.
+    pub other_load_percent: f64,
+    /// What folding said at the end.
+    pub fold: EngineStats,
+}
+
+/// Boots, works, checks.
+pub(super) fn run(
+    specs: Vec<VmSpec>,
+    work: &Work,
+    mechanism: Mechanism,
+    repeat: usize,
+) -> anyhow::Result<ArmRun> {
+    let controls = ksm::Controls::default();
+    ensure!(
+        controls.number::<u64>("run")? != Some(1),
+        "KSM runs on this host and would share in every arm; stop it first (echo 0 > /sys/kernel/mm/ksm/run)"
+    );
+    let pages_per_second = match mechanism {
+        Mechanism::Fold { pages_per_second } => Some(pages_per_second),
+        _ => None,
+    };
+    let lab = Lab::new(EngineSettings {
+        pages_per_second,
+        ..EngineSettings::default()
+    })?;
+    for spec in specs {
+        lab.start(spec)?;
+    }
+    let names = VMS.map(|(name, _)| name);
+    for name in names {
+        lab.wait_ready(name, BOOT_TIMEOUT)?;
+    }
+    let hashed = lab.exec_all(&names, HASH, HASH_TIMEOUT)?;
+    let checked_files = hashed
+        .iter()
+        .filter_map(|n| n.trim().parse::<u64>().ok())
+        .sum();
+    ensure!(checked_files > 0, "the guests hashed no file");
+
+    let load = Load::now(&lab)?;
+    let (samples, work) = share_and_work(&lab, &names, work, &mechanism)?;
+    let other_load_percent = Load::now(&lab)?.other_percent_since(&load);
+    // The mechanism's pages are what the guests read now: folding is still on, KSM's pages are merged until the guard goes.
+    let differing_files = lab
+        .exec_all(&names, CHECK, HASH_TIMEOUT)?
+        .iter()
+        .map(|n| n.trim().parse::<u64>().unwrap_or(u64::MAX))
+        .fold(0, u64::saturating_add);
+    let fold = lab.stats()?;
+    Ok(ArmRun {
+        mechanism,
+        repeat,
+        samples,
+        work,
+        checked_files,
+        differing_files,
+        other_load_percent,
+        fold,
+    })
+}
+
+/// Lets the guests work while the mechanism shares, and looks on.
+fn share_and_work(
+    lab: &Lab,
+    names: &[&str],
+    work: &Work,
+    mechanism: &Mechanism,
+) -> anyhow::Result<(Vec<Sample>, Vec<VmWork>)> {
+    let mut scanner = Scanner::start(lab, mechanism)?;
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        let running: Vec<_> = names
+            .iter()
+            .map(|name| scope.spawn(move || work_in(lab, name, work)))
+            .collect();
+        let mut samples = vec![scanner.sample(lab, began)?];
+        let mut next = began + SAMPLE_INTERVAL;
+        // A guest that is done before the other goes on holding its memory.
+        while running.iter().any(|thread| !thread.is_finished()) {
+            std::thread::sleep(Duration::from_millis(200));
+            scanner.pace(began)?;
+            if Instant::now() >= next {
+                samples.push(scanner.sample(lab, began)?);
+                next += SAMPLE_INTERVAL;
+            }
+        }
+        samples.push(scanner.sample(lab, began)?);
+        let work = running
+            .into_iter()
+            .map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|_| anyhow::bail!("a thread ended unexpectedly"))
+            })
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        scanner.stop()?;
+        Ok((samples, work))
+    })
+}
+
+fn work_in(lab: &Lab, name: &str, work: &Work) -> anyhow::Result<VmWork> {
+    let ticks = "awk '{print $14+$15}' /proc/$(pgrep -x memfold-agent)/stat";
+    let before = vcpu_times(lab, name)?;
+    let began = Instant::now();
+    let script = format!(
+        "{ticks}; ({}) >/var/tmp/build.log 2>&1 || {{ tail -n 5 /var/tmp/build.log >&2; exit 1; }}; {ticks}; {}",
+        work.build, work.output
+    );
+    let text = lab.exec(name, &script, work.timeout)?;
+    let wall_s = began.elapsed().as_secs_f64();
+    let after = vcpu_times(lab, name)?;
+    let lines: Vec<&str> = text.lines().collect();
+    let [first, second, output] = lines[..] else {
+        anyhow::bail!("unexpected words from '{name}': {text}");
+    };
+    // In the guest's ticks, of which Linux shows 100 a second (USER_HZ).
+    let agent_s = (second.parse::<f64>()? - first.parse::<f64>()?) / 100.0;
+    Ok(VmWork {
+        wall_s,
+        delay_s: after.1 - before.1,
+        vcpu_s: after.0 - before.0,
+        agent_s,
+        output: output.to_owned(),
+    })
+}
+
+fn pid_of(lab: &Lab, name: &str) -> anyhow::Result<i32> {
+    let vms = lab.daemon().list();
+    let vm = vms.iter().find(|vm| vm.name == name);
+    Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
+}
+
+/// Seconds on a core and seconds of waiting for one, of the vCPU threads (`/proc/PID/task/TID/schedstat`).
+fn vcpu_times(lab: &Lab, name: &str) -> anyhow::Result<(f64, f64)> {
+    let tasks = format!("/proc/{}/task", pid_of(lab, name)?);
+    let (mut on, mut waiting) = (0.0, 0.0);
+    for task in std::fs::read_dir(tasks)? {
+        let task = task?.path();
+        if !std::fs::read_to_string(task.join("comm"))?.starts_with("CPU ") {
+            continue;
+        }
+        let text = std::fs::read_to_string(task.join("schedstat"))?;
+        let mut fields = text
+            .split_ascii_whitespace()
+            .map(|n| n.parse::<f64>().unwrap_or(0.0) / 1e9);
+        on += fields.next().unwrap_or(0.0);
+        waiting += fields.next().unwrap_or(0.0);
+    }
+    Ok((on, waiting))
+}
+
+/// The running mechanism.
+enum Scanner {
+    Engine,
+    Ksm {
+        run: ksm::Run,
+        ksmd: ksm::Ksmd,
+        at_start: Duration,
+        budget: Option<Budget>,
+    },
+}
+
+/// What ksmd is held to.
+struct Budget {
+    hold: ksm::EqualCpu,
+    /// CPU seconds over seconds.
+    allowed: Vec<(f64, f64)>,
+    next: Instant,
+}
+
+impl Scanner {
+    fn start(lab: &Lab, mechanism: &Mechanism) -> anyhow::Result<Self> {
+        let allowed = match mechanism {
+            Mechanism::None => return Ok(Self::Engine),
+            Mechanism::Fold { .. } => {
+                lab.fold(true)?;
+                return Ok(Self::Engine);
+            }
+            Mechanism::KsmDefault => None,
+            Mechanism::KsmEqualCpu { cpu, .. } => Some(cpu.clone()),
+        };
+        let run = ksm::Run::start(
+            &ksm::Controls::default(),
+            lab.directory(),
+            &ksm::Settings::kernel_default(),
+        )?;
+        // Also takes what ended VMs had merged out of the counters.
+        run.controls().unmerge(1)?;
+        let ksmd = ksm::Ksmd::find().context("no ksmd to measure")?;
+        let budget = match allowed {
+            Some(allowed) => Some(Budget {
+                hold: ksm::EqualCpu::new(&run)?,
+                allowed,
+                next: Instant::now(),
+            }),
+            None => None,
+        };
+        Ok(Self::Ksm {
+            at_start: ksmd.cpu_time()?,
+            run,
+            ksmd,
+            budget,
+        })
+    }
+
+    /// Sets ksmd's rate anew once a second, if it has a budget.
+    fn pace(&mut self, began: Instant) -> anyhow::Result<()> {
+        if let Self::Ksm {
+            budget: Some(budget),
+            ..
+        } = self
+        {
+            if Instant::now() >= budget.next {
+                let t = began.elapsed().as_secs_f64();
+                let allowed = value_at(&budget.allowed, t);
+                budget.hold.step(Duration::from_secs_f64(allowed))?;
+                budget.next = Instant::now() + Duration::from_secs(1);
+            }
+        }
+        Ok(())
+    }
+
+    fn sample(&self, lab: &Lab, began: Instant) -> anyhow::Result<Sample> {
+        let stats = lab.stats()?;
+        let sum = |of: fn(&crate::fold::VmStats) -> u64| stats.vms.iter().map(of).sum::<u64>();
+        let store: u64 = stats.domains.iter().map(|d| d.store_bytes).sum();
+        let mut sample = Sample {
+            t_s: began.elapsed().as_secs_f64(),
+            shared_pages: sum(|vm| vm.mapped_pages.saturating_sub(vm.copied_pages))
+                .saturating_sub(store / PAGE_SIZE),
+            scanner_cpu_s: stats.engine_cpu_s + stats.library_cpu_s,
+            agent_cpu_s: sum(|vm| vm.agent_cpu_us) as f64 / 1e6,
+            matched_pages: sum(|vm| vm.matched_pages),
+            matched_folded_pages: sum(|vm| vm.matched_folded_pages),
+            zero_pages: sum(|vm| vm.zero_pages),
+            hints_waiting: stats.hints_waiting,
+        };
+        if let Self::Ksm {
+            run,
+            ksmd,
+            at_start,
+            ..
+        } = self
+        {
+            sample.scanner_cpu_s = ksmd.cpu_time()?.saturating_sub(*at_start).as_secs_f64();
+            sample.shared_pages = ksm::Status::read(run.controls())?
+                .pages_sharing
+                .unwrap_or(0);
+        }
+        Ok(sample)
+    }
+
+    fn stop(self) -> anyhow::Result<()> {
+        match self {
+            Self::Engine => Ok(()),
+            Self::Ksm { run, .. } => Ok(run.stop(true)?),
+        }
+    }
+}
+
+/// The value of a curve at `t`, between its points by a straight line, after the last as there.
+fn value_at(curve: &[(f64, f64)], t: f64) -> f64 {
+    let after = curve.partition_point(|point| point.0 <= t);
+    match (after.checked_sub(1).map(|at| curve[at]), curve.get(after)) {
+        (Some((t0, v0)), Some(&(t1, v1))) => v0 + (v1 - v0) * (t - t0) / (t1 - t0),
+        (Some((_, v)), None) | (None, Some(&(_, v))) => v,
+        (None, None) => 0.0,
+    }
+}
+
+/// CPU seconds of the whole host and of what belongs to the study.
+struct Load {
+    at: Instant,
+    busy_s: f64,
+    ours_s: f64,
+}
+
+impl Load {
+    fn now(lab: &Lab) -> anyhow::Result<Self> {
+        let ticks = rustix::param::clock_ticks_per_second() as f64;
+        let stat = std::fs::read_to_string("/proc/stat")?;
+        let fields: Vec<f64> = stat
+            .lines()
+            .next()
+            .unwrap_or("")
+            .split_ascii_whitespace()
+            .skip(1)
+            .filter_map(|n| n.parse().ok())
+            .collect();
+        // proc_stat(5): user nice system idle iowait irq softirq steal.
+        let busy: f64 = [0, 1, 2, 5, 6]
+            .iter()
+            .filter_map(|&at| fields.get(at))
+            .sum();
+        let mut ours_s = ksm::Ksmd::find().map_or(0.0, |ksmd| {
+            ksmd.cpu_time().map_or(0.0, |time| time.as_secs_f64())
+        });
+        let own = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+        ours_s += own.tv_sec as f64 + own.tv_nsec as f64 / 1e9;
+        for (name, _) in VMS {
+            ours_s += lab.vm_cpu_s(name)?;
+        }
+        Ok(Self {
+            at: Instant::now(),
+            busy_s: busy / ticks,
+            ours_s,
+        })
+    }
+
+    fn other_percent_since(&self, before: &Self) -> f64 {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from) as f64;
+        let seconds = (self.at - before.at).as_secs_f64().max(1e-3);
+        let other = (self.busy_s - before.busy_s) - (self.ours_s - before.ours_s);
+        (other / seconds / cores * 100.0).max(0.0)
+    }
+}
+
+impl ArmRun {
+    /// CPU seconds of the mechanism over seconds since time 0.
+    pub fn scanner_cpu(&self) -> Vec<(f64, f64)> {
+        self.samples
+            .iter()
+            .map(|s| (s.t_s, s.scanner_cpu_s))
+            .collect()
+    }
+
+    /// The last sample.
+    pub fn end(&self) -> Sample {
+        self.samples.last().cloned().unwrap_or_default()
+    }
+
+    /// Pages shared, over time on average.
+    pub fn mean_shared(&self) -> f64 {
+        let (mut area, mut time) = (0.0, 0.0);
+        for pair in self.samples.windows(2) {
+            let step = pair[1].t_s - pair[0].t_s;
+            area += step * f64::midpoint(pair[0].shared_pages as f64, pair[1].shared_pages as f64);
+            time += step;
+        }
+        if time > 0.0 { area / time } else { 0.0 }
+    }
+
+    /// CPU of the mechanism from time 0 to the end of the work, in seconds.
+    pub fn scanner_cpu_s(&self) -> f64 {
+        let first = self.samples.first().map_or(0.0, |s| s.scanner_cpu_s);
+        self.end().scanner_cpu_s - first
+    }
+
+    pub fn samples_json(&self) -> Vec<Value> {
+        let json = |s: &Sample| {
+            json!({
+                "arm": self.mechanism.name(),
+                "repeat": self.repeat,
+                "t_s": s.t_s,
+                "shared_pages": s.shared_pages,
+                "scanner_cpu_s": s.scanner_cpu_s,
+                "agent_cpu_s": s.agent_cpu_s,
+                "matched_pages": s.matched_pages,
+                "matched_folded_pages": s.matched_folded_pages,
+                "zero_pages": s.zero_pages,
+                "hints_waiting": s.hints_waiting,
+            })
+        };
+        self.samples.iter().map(json).collect()
+    }
+
+    /// A line for who waits.
+    pub fn in_short(&self) -> String {
+        let walls: Vec<String> = self
+            .work
+            .iter()
+            .map(|w| format!("{:.0}", w.wall_s))
+            .collect();
+        format!(
+            "{:.0} MiB shared at the end, {:.0} on average, {:.2} s of CPU; work took {} s ({:.0} % of the host was busy with other things)",
+            self.end().shared_pages as f64 / 256.0,
+            self.mean_shared() / 256.0,
+            self.scanner_cpu_s(),
+            walls.join(" and "),
+            self.other_load_percent,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_curve_is_straight_between_its_points_and_flat_behind_them() {
+        let curve = [(1.0, 10.0), (3.0, 20.0)];
+        for (t, value) in [
+            (0.0, 10.0),
+            (1.0, 10.0),
+            (2.0, 15.0),
+            (3.0, 20.0),
+            (9.0, 20.0),
+        ] {
+            assert!((value_at(&curve, t) - value).abs() < 1e-9, "{t}");
+        }
+        assert!(value_at(&[], 1.0).abs() < 1e-9);
+    }
+}

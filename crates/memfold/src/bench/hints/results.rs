@@ -1,0 +1,352 @@
+//! From the arms to the study's figures.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use super::BUDGETS;
+use super::arm::{ArmRun, Mechanism, VmWork};
+use crate::bench::figure::{self, Axis, Series};
+
+/// Pages in a MiB.
+const PAGES_PER_MIB: f64 = 256.0;
+
+/// `results`: medians of the repeats; the first of [`BUDGETS`] is the one that the headline figures are of.
+pub(super) fn of(runs: &[ArmRun]) -> Value {
+    let mut results = Map::new();
+    let headline = BUDGETS[0];
+    let fold = arm(runs, &fold_name(headline));
+    let ksm = arm(runs, "ksm_default");
+    let equal = arm(runs, &format!("ksm_equal_cpu_{headline}"));
+    let mut put = |key: &str, value: Value| {
+        results.insert(key.into(), value);
+    };
+    put(
+        "ratio_over_ksm_default",
+        ratio(&fold, &ksm, end_pages).into(),
+    );
+    put(
+        "ratio_over_ksm_equal_cpu",
+        ratio(&fold, &equal, ArmRun::mean_shared).into(),
+    );
+    put(
+        "ratio_over_ksm_default_mean",
+        ratio(&fold, &ksm, ArmRun::mean_shared).into(),
+    );
+    put(
+        "share_of_matched_folded_percent",
+        median(&fold, matched_folded_percent).into(),
+    );
+    put(
+        "p95_hint_to_fold_s",
+        median(&fold, |r| r.fold.hint_to_fold_p95_s.unwrap_or(f64::NAN)).into(),
+    );
+    put(
+        "p50_hint_to_fold_s",
+        median(&fold, |r| r.fold.hint_to_fold_p50_s.unwrap_or(f64::NAN)).into(),
+    );
+
+    let none = arm(runs, "none");
+    let slowdowns = slowdown(&none, &fold, own_time);
+    put("guest_slowdown_percent", middle(&slowdowns).into());
+    put(
+        "guest_slowdown_min_percent",
+        slowdowns.first().copied().into(),
+    );
+    put(
+        "guest_slowdown_max_percent",
+        slowdowns.last().copied().into(),
+    );
+    let walls = slowdown(&none, &fold, |_, w| w.wall_s);
+    put("guest_slowdown_wall_percent", middle(&walls).into());
+    put(
+        "guest_checksum_errors",
+        runs.iter().map(|r| r.differing_files).sum::<u64>().into(),
+    );
+    put(
+        "guest_files_checked",
+        runs.iter().map(|r| r.checked_files).sum::<u64>().into(),
+    );
+    put("guest_build_errors", build_errors(runs).into());
+    put("fold_cpu_s", median(&fold, ArmRun::scanner_cpu_s).into());
+    put(
+        "ksm_default_cpu_s",
+        median(&ksm, ArmRun::scanner_cpu_s).into(),
+    );
+    put(
+        "ksm_equal_cpu_s",
+        median(&equal, ArmRun::scanner_cpu_s).into(),
+    );
+    put("agent_cpu_percent", median(&fold, agent_percent).into());
+
+    let names: BTreeMap<String, ()> = runs.iter().map(|r| (r.mechanism.name(), ())).collect();
+    let arms: Map<String, Value> = names
+        .into_keys()
+        .map(|name| (name.clone(), arm_figures(&none, &arm(runs, &name))))
+        .collect();
+    put("arms", arms.into());
+    Value::Object(results)
+}
+
+fn arm_figures(none: &[&ArmRun], runs: &[&ArmRun]) -> Value {
+    let spread = |of: fn(&ArmRun) -> f64| {
+        let mut values: Vec<f64> = runs.iter().map(|r| of(r)).collect();
+        values.sort_by(f64::total_cmp);
+        json!({"min": values.first(), "median": middle(&values), "max": values.last()})
+    };
+    let slowdowns = slowdown(none, runs, own_time);
+    let fold = runs
+        .last()
+        .filter(|r| matches!(r.mechanism, Mechanism::Fold { .. }));
+    json!({
+        "shared_at_end_mib": spread(|r| end_pages(r) / PAGES_PER_MIB),
+        "shared_mean_mib": spread(|r| r.mean_shared() / PAGES_PER_MIB),
+        "scanner_cpu_s": spread(ArmRun::scanner_cpu_s),
+        "scanner_cpu_percent": spread(|r| r.scanner_cpu_s() / r.end().t_s.max(1e-3) * 100.0),
+        "agent_cpu_percent": spread(agent_percent),
+        "work_wall_s": spread(|r| mean(r.work.iter().map(|w| w.wall_s))),
+        "work_vcpu_s": spread(|r| mean(r.work.iter().map(|w| w.vcpu_s))),
+        "work_delayed_s": spread(|r| mean(r.work.iter().map(|w| w.delay_s))),
+        "slowdown_percent": {"min": slowdowns.first(), "median": middle(&slowdowns), "max": slowdowns.last()},
+        "other_load_percent": spread(|r| r.other_load_percent),
+        "fold": fold.map(|r| json!({
+            "share_of_matched_folded_percent": matched_folded_percent(r),
+            "p95_hint_to_fold_s": r.fold.hint_to_fold_p95_s,
+            "engine_cpu_s": r.fold.engine_cpu_s,
+            "library_cpu_s": r.fold.library_cpu_s,
+            "report_cpu_s": r.fold.report_cpu_s,
+            "vms": r.fold.vms,
+        })),
+    })
+}
+
+fn fold_name(pages_per_second: u64) -> String {
+    Mechanism::Fold { pages_per_second }.name()
+}
+
+fn arm<'a>(runs: &'a [ArmRun], name: &str) -> Vec<&'a ArmRun> {
+    runs.iter().filter(|r| r.mechanism.name() == name).collect()
+}
+
+fn end_pages(run: &ArmRun) -> f64 {
+    run.end().shared_pages as f64
+}
+
+/// Of the pages that could be folded at the end of the work, those that were.
+fn matched_folded_percent(run: &ArmRun) -> f64 {
+    let end = run.end();
+    end.matched_folded_pages as f64 / (end.matched_pages as f64).max(1.0) * 100.0
+}
+
+/// CPU of the agents in percent of a guest's vCPU.
+fn agent_percent(run: &ArmRun) -> f64 {
+    mean(
+        run.work
+            .iter()
+            .map(|w| w.agent_s / w.wall_s.max(1e-3) * 100.0),
+    )
+}
+
+/// Time that the work of a VM took by itself: without waiting for a core that others had. What the mechanism used of the cores is
+/// counted in full, in equal parts; in the arm without one, the agent counts for nothing.
+fn own_time(run: &ArmRun, work: &VmWork) -> f64 {
+    let time = work.wall_s - work.delay_s;
+    match run.mechanism {
+        Mechanism::None => time - work.agent_s,
+        _ => time + run.scanner_cpu_s() / run.work.len() as f64,
+    }
+}
+
+/// For each VM and repeat, in percent, sorted.
+fn slowdown(none: &[&ArmRun], other: &[&ArmRun], time: fn(&ArmRun, &VmWork) -> f64) -> Vec<f64> {
+    let mut all = Vec::new();
+    for run in other {
+        let Some(base) = none.iter().find(|n| n.repeat == run.repeat) else {
+            continue;
+        };
+        for (before, after) in base.work.iter().zip(&run.work) {
+            all.push((time(run, after) / time(base, before) - 1.0) * 100.0);
+        }
+    }
+    all.sort_by(f64::total_cmp);
+    all
+}
+
+/// Guests whose compiler made something else than most.
+fn build_errors(runs: &[ArmRun]) -> usize {
+    let outputs = || runs.iter().flat_map(|r| &r.work).map(|w| &w.output);
+    let mut counts: BTreeMap<&String, usize> = BTreeMap::new();
+    for output in outputs() {
+        *counts.entry(output).or_default() += 1;
+    }
+    outputs().count() - counts.values().max().copied().unwrap_or(0)
+}
+
+/// Of each repeat; the median. An arm that shared nothing counts as one page.
+fn ratio(one: &[&ArmRun], other: &[&ArmRun], of: fn(&ArmRun) -> f64) -> f64 {
+    let mut ratios: Vec<f64> = one
+        .iter()
+        .zip(other)
+        .map(|(a, b)| of(a) / of(b).max(1.0))
+        .collect();
+    ratios.sort_by(f64::total_cmp);
+    middle(&ratios)
+}
+
+fn median(runs: &[&ArmRun], of: fn(&ArmRun) -> f64) -> f64 {
+    let mut values: Vec<f64> = runs.iter().map(|r| of(r)).collect();
+    values.sort_by(f64::total_cmp);
+    middle(&values)
+}
+
+/// The median of sorted values.
+fn middle(values: &[f64]) -> f64 {
+    match values.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => values[n / 2],
+        n => f64::midpoint(values[n / 2 - 1], values[n / 2]),
+    }
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0.0), |(s, n), v| (s + v, n + 1.0));
+    sum / count
+}
+
+/// The study's figures, by name: memory shared and CPU used over time, of the first repeat.
+#[must_use]
+pub fn figures(study: &Value) -> Vec<(String, String)> {
+    let empty = Vec::new();
+    let samples = study["samples"].as_array().unwrap_or(&empty);
+    let mut names: Vec<&str> = Vec::new();
+    for name in samples.iter().filter_map(|s| s["arm"].as_str()) {
+        if !names.contains(&name) && name != "none" {
+            names.push(name);
+        }
+    }
+    let series = |value: fn(&Value) -> f64| {
+        let line = |name: &&str| Series {
+            name: words(name),
+            points: samples
+                .iter()
+                .filter(|s| s["arm"] == **name && s["repeat"] == 0)
+                .map(|s| (s["t_s"].as_f64().unwrap_or(f64::NAN), value(s)))
+                .collect(),
+            dashed: name.starts_with("ksm"),
+        };
+        names.iter().map(line).collect::<Vec<_>>()
+    };
+    let time = Axis::linear("seconds since the compilers began");
+    let shared = figure::lines(
+        "Memory saved while two VMs compile",
+        &time,
+        &Axis::linear("MiB"),
+        &series(|s| s["shared_pages"].as_f64().unwrap_or(f64::NAN) / PAGES_PER_MIB),
+    );
+    let cpu = figure::lines(
+        "CPU of what shares it (engine and library, or ksmd)",
+        &time,
+        &Axis::linear("CPU seconds"),
+        &series(|s| s["scanner_cpu_s"].as_f64().unwrap_or(f64::NAN)),
+    );
+    vec![("hints-shared".into(), shared), ("hints-cpu".into(), cpu)]
+}
+
+/// An arm's name as people read it.
+fn words(name: &str) -> String {
+    match name.rsplit_once('_') {
+        Some(("fold", rate)) => format!("folding, {rate} pages/s"),
+        Some(("ksm_equal_cpu", rate)) => format!("KSM, CPU of folding {rate}/s"),
+        _ => "KSM, kernel default".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::hints::arm::Sample;
+    use crate::fold::EngineStats;
+
+    fn run(mechanism: Mechanism, shared_pages: u64, wall_s: f64) -> ArmRun {
+        let work = VmWork {
+            wall_s,
+            delay_s: 10.0,
+            vcpu_s: wall_s - 10.0,
+            agent_s: 1.0,
+            output: "same".into(),
+        };
+        let sample = |t_s, shared_pages| Sample {
+            t_s,
+            shared_pages,
+            scanner_cpu_s: t_s / 50.0,
+            matched_pages: 200,
+            matched_folded_pages: 190,
+            ..Sample::default()
+        };
+        ArmRun {
+            mechanism,
+            repeat: 0,
+            samples: vec![sample(0.0, 0), sample(100.0, shared_pages)],
+            work: vec![work.clone(), work],
+            checked_files: 10,
+            differing_files: 0,
+            other_load_percent: 0.0,
+            fold: EngineStats::default(),
+        }
+    }
+
+    fn runs() -> Vec<ArmRun> {
+        let fold = Mechanism::Fold {
+            pages_per_second: BUDGETS[0],
+        };
+        let equal = Mechanism::KsmEqualCpu {
+            pages_per_second: BUDGETS[0],
+            cpu: Vec::new(),
+        };
+        vec![
+            run(Mechanism::None, 0, 111.0),
+            run(fold, 6000, 113.0),
+            run(Mechanism::KsmDefault, 500, 112.0),
+            run(equal, 0, 112.0),
+        ]
+    }
+
+    fn near(value: &Value, wanted: f64) -> bool {
+        value.as_f64().is_some_and(|v| (v - wanted).abs() < 1e-6)
+    }
+
+    #[test]
+    fn headline_figures_follow_from_the_arms() {
+        let results = of(&runs());
+        assert!(near(&results["ratio_over_ksm_default"], 12.0));
+        // Nothing shared counts as one page; the mean of 0 and 6000.
+        assert!(near(&results["ratio_over_ksm_equal_cpu"], 3000.0));
+        assert!(near(&results["share_of_matched_folded_percent"], 95.0));
+        // (113 - 10 + 2 / 2) against (111 - 10 - 1).
+        assert!(near(&results["guest_slowdown_percent"], 4.0));
+        assert_eq!(results["guest_checksum_errors"], 0);
+        assert_eq!(results["guest_build_errors"], 0);
+        assert!(near(
+            &results["arms"]["fold_5000"]["shared_at_end_mib"]["median"],
+            6000.0 / 256.0
+        ));
+    }
+
+    #[test]
+    fn a_guest_that_built_something_else_is_an_error() {
+        let mut runs = runs();
+        runs[2].work[1].output = "other".into();
+        assert_eq!(of(&runs)["guest_build_errors"], 1);
+    }
+
+    #[test]
+    fn figures_show_every_arm_that_shares() {
+        let runs = runs();
+        let samples: Vec<Value> = runs.iter().flat_map(ArmRun::samples_json).collect();
+        let drawn = figures(&json!({ "samples": samples }));
+        assert_eq!(drawn.len(), 2);
+        for (_, svg) in drawn {
+            assert!(svg.contains("folding, 5000 pages/s") && svg.contains("KSM, kernel default"));
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! What every study writes: its results with all that is needed to judge them.
+
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use crate::api::DEFAULT_STATE;
+use crate::host::{HostFacts, guest_images};
+
+/// `{"study", "version", "git", "quick", "host", "vms", "samples", "results"}` around what a study measured: an object with
+/// `results`, `samples` and, if it had VMs, `vms`. Units are in the keys' names.
+#[must_use]
+pub fn envelope(study: &str, quick: bool, mut measured: Value) -> Value {
+    let mut take = |key: &str, otherwise: Value| match measured[key].take() {
+        Value::Null => otherwise,
+        value => value,
+    };
+    json!({
+        "study": study,
+        "version": env!("CARGO_PKG_VERSION"),
+        "git": env!("MEMFOLD_GIT"),
+        "quick": quick,
+        "host": host(),
+        "vms": take("vms", json!([])),
+        "samples": take("samples", json!([])),
+        "results": take("results", Value::Object(Map::new())),
+    })
+}
+
+/// The host, without names and paths: results are shown to others.
+fn host() -> Value {
+    let facts = HostFacts::probe(DEFAULT_STATE.as_ref());
+    let qemu = facts.qemu.facts.as_ref().map(|q| {
+        let (major, minor, micro) = q.version;
+        format!("{major}.{minor}.{micro}")
+    });
+    let images: Map<String, Value> = guest_images()
+        .unwrap_or_default()
+        .into_iter()
+        .map(|(name, image)| (name, image.kernel_version.into()))
+        .collect();
+    json!({
+        "kernel": facts.kernel,
+        "cpu": field(Path::new("/proc/cpuinfo"), "model name"),
+        "cpus": std::thread::available_parallelism().map_or(0, usize::from),
+        "memory_kib": field(Path::new("/proc/meminfo"), "MemTotal")
+            .and_then(|text| text.trim_end_matches(" kB").parse::<u64>().ok()),
+        "qemu": qemu,
+        "accelerator": if facts.kvm.is_usable() { "kvm" } else { "tcg" },
+        "transparent_hugepage": facts.transparent_hugepage,
+        "max_map_count": facts.max_map_count,
+        "guest_kernels": images,
+    })
+}
+
+/// The value of the first line `name : value` of a file in `/proc`.
+fn field(path: &Path, name: &str) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let line = text.lines().find(|line| line.starts_with(name))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_envelope_has_every_key_of_the_contract_and_no_path_of_this_machine() {
+        let value = envelope(
+            "fold",
+            true,
+            json!({"results": {"a_us": 1}, "samples": [1]}),
+        );
+        for key in [
+            "study", "version", "git", "host", "vms", "samples", "results",
+        ] {
+            assert!(!value[key].is_null(), "{key}");
+        }
+        assert_eq!(value["results"]["a_us"], 1);
+        assert_eq!(value["vms"], json!([]));
+        assert!(value["host"]["memory_kib"].as_u64().unwrap() > 1 << 16);
+        let text = value["host"].to_string();
+        assert!(!text.contains('/') || !text.contains("/usr"), "{text}");
+    }
+}
