@@ -24,11 +24,11 @@ pub fn nothing_is_shared_across_them(lab: &Lab) {
     // What the engine does at the moment it ends with the answer; then no VM may move a page while two are compared.
     lab.fold(false).unwrap();
     lab.stats().unwrap();
+    let ram = VMS.map(|name| support::ram(lab.directory(), name));
     let mut monitors = VMS.map(|name| support::qmp(lab.directory(), name));
     for qmp in &mut monitors {
         qmp.query("stop").unwrap();
     }
-    let ram = VMS.map(|name| support::ram(lab.directory(), name));
     let shared =
         |a: usize, b: usize| shared_frames((ram[a].0, &ram[a].1), (ram[b].0, &ram[b].1)).unwrap();
     let (same, across, across_too) = (shared(0, 1), shared(0, 2), shared(1, 2));
