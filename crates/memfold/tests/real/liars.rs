@@ -32,7 +32,7 @@ fn agents_that_lie_change_no_byte_and_others_fold_on() {
     let lies = lab.directory().join("lies.img");
     std::fs::File::create(&lies)
         .unwrap()
-        .set_len(64 << 20)
+        .set_len(DISK_BYTES as u64)
         .unwrap();
     for (name, image) in [
         (NAMES[0], "trixie-a"),
@@ -67,7 +67,7 @@ fn agents_that_lie_change_no_byte_and_others_fold_on() {
     lab.fold(true).unwrap();
 
     let lie = format!(
-        "cat > /root/lie.py <<'END'\n{}\nEND\nsystemd-run -q --unit=lie sh -c 'systemctl stop memfold-agent; python3 /root/lie.py 45; systemctl start memfold-agent'",
+        "cat > /root/lie.py <<'END'\n{}\nEND\nsystemd-run -q --unit=lie sh -c 'systemctl stop memfold-agent; python3 /root/lie.py 45 2> /run/lies; systemctl start memfold-agent'",
         include_str!("guest/lie.py")
     );
     // The agent is stopped before it can tell how this ended.
@@ -126,6 +126,7 @@ fn agents_that_lie_change_no_byte_and_others_fold_on() {
     }
 }
 
+const DISK_BYTES: usize = 64 << 20;
 const LATE: u64 = 8;
 const LATE_BYTES: u64 = 4 << 20;
 
@@ -301,7 +302,7 @@ fn cases(files: &[(u64, Vec<u8>)]) -> Vec<Vec<u8>> {
         ));
     }
     let mut many = vec![hello()];
-    many.extend((0..300).map(|n| {
+    many.extend((0..80).map(|n| {
         let named = |at: u32| FileFacts {
             file: n * 60 + at,
             path: [
@@ -366,5 +367,6 @@ fn write_cases(disk: &Path, cases: &[Vec<u8>]) {
     }
     bytes.extend_from_slice(&0_u64.to_le_bytes());
     let mut file = std::fs::File::options().write(true).open(disk).unwrap();
+    assert!(bytes.len() < DISK_BYTES, "the disk is too small");
     file.write_all(&bytes).unwrap();
 }

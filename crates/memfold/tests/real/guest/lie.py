@@ -20,7 +20,11 @@ with open("/dev/vdb", "rb") as disk:
 played = written = 0
 while time.monotonic() < end:
     for case in cases:
-        fd = os.open(PORT, os.O_RDWR | os.O_NONBLOCK)
+        try:
+            fd = os.open(PORT, os.O_RDWR | os.O_NONBLOCK)
+        except OSError:
+            time.sleep(0.2)
+            continue
         at, last = 0, time.monotonic()
         # Four seconds without progress: the host has closed its side, or won't read any more. Then the next lie.
         while at < len(case) and time.monotonic() < last + 4:
