@@ -266,23 +266,31 @@ impl VmTable {
         Some((file.checked_sub(1)?, page))
     }
 
-    /// Marks a cached file range dirty or clean.
+    /// Marks the cached pages of a file range dirty or clean. Costs what is cached of it, however long it is.
     pub fn set_dirty(&mut self, file: FileNumber, pages: Range<u32>, dirty: bool) {
-        let mut page = pages.start;
-        while page < pages.end {
-            if !self.has_piece(file, page / PIECE) {
-                // Nothing of this piece is cached; a lying agent's huge range costs one step for each 64 pages.
-                page = (page / PIECE + 1).saturating_mul(PIECE).max(page + 1);
-                continue;
-            }
-            if let Some(at) = self.place(file, page) {
-                self.dirty.set(at, dirty);
-                if !dirty {
-                    self.refused.set(at, false);
+        for piece in self.pieces_in(file, pages.clone()) {
+            let first = piece * PIECE;
+            for page in first.max(pages.start)..first.saturating_add(PIECE).min(pages.end) {
+                if let Some(at) = self.place(file, page) {
+                    self.dirty.set(at, dirty);
+                    if !dirty {
+                        self.refused.set(at, false);
+                    }
                 }
             }
-            page += 1;
         }
+    }
+
+    /// Pieces of a file range with cached pages, ascending.
+    #[must_use]
+    pub fn pieces_in(&self, file: FileNumber, pages: Range<u32>) -> Vec<u32> {
+        if pages.is_empty() {
+            return Vec::new();
+        }
+        self.places
+            .range((file, pages.start / PIECE)..=(file, (pages.end - 1) / PIECE))
+            .map(|(&(_, piece), _)| piece)
+            .collect()
     }
 
     /// Whether the page is being written.

@@ -43,6 +43,8 @@ pub struct AgentOptions {
     pub exclude: Vec<String>,
     /// Bytes a second that are read at most; beyond, the guest waits.
     pub max_bytes_per_s: u32,
+    /// Pages a second that the guest may speak of; beyond, it waits. A message that has tables thrown away counts as many.
+    pub max_pages_per_s: u32,
 }
 
 impl Default for AgentOptions {
@@ -51,6 +53,8 @@ impl Default for AgentOptions {
             include: Vec::new(),
             exclude: Vec::new(),
             max_bytes_per_s: 16 << 20,
+            // A gigabyte of page cache a second.
+            max_pages_per_s: 1 << 18,
         }
     }
 }
@@ -453,6 +457,7 @@ impl Shared {
         let mut decoder = Decoder::new();
         let mut chunk = vec![0; 64 << 10];
         let mut budget = Budget::new(self.options.max_bytes_per_s);
+        let mut pages = Budget::new(self.options.max_pages_per_s);
         loop {
             let n = match stream.read(&mut chunk) {
                 Ok(0) => return "QEMU closed the agent's port".into(),
@@ -466,7 +471,14 @@ impl Shared {
                 match decoder.next::<FromAgent>() {
                     Ok(Some(message)) => {
                         self.count(Counter::Messages, 1);
+                        let weight = weight(&message);
                         self.handle(message, sink);
+                        if let Some(wait) = pages.spend(weight) {
+                            self.count(Counter::Throttled, 1);
+                            if self.pause(wait) {
+                                return "the link ends".into();
+                            }
+                        }
                     }
                     Ok(None) => break,
                     Err(e) => {
@@ -551,7 +563,29 @@ impl Shared {
     }
 }
 
-/// Bytes that may be read, refilled with time; holds one second's worth.
+/// What a message costs whoever takes it in, in pages. A few bytes can speak of many pages, or have tables thrown away and made
+/// anew; a guest that does so all the time waits, and nobody else does.
+fn weight(message: &FromAgent) -> usize {
+    /// More is nonsense, and a longer wait would only keep the guest's next boot out.
+    const MOST: u64 = 1 << 22;
+    const WHOLE_TABLE: u64 = 1 << 16;
+    let sum = |pages: &mut dyn Iterator<Item = u32>| pages.map(u64::from).sum::<u64>();
+    let pages = match message {
+        FromAgent::Hello { .. } | FromAgent::InventoryBegin | FromAgent::InventoryEnd { .. } => {
+            WHOLE_TABLE
+        }
+        FromAgent::Files(files) => 4 * files.len() as u64,
+        FromAgent::Hints(runs) => sum(&mut runs.iter().map(|r| r.pages)),
+        FromAgent::Gone(runs) => sum(&mut runs.iter().map(|r| r.pages)),
+        FromAgent::Dirty(ranges) | FromAgent::Clean(ranges) => {
+            sum(&mut ranges.iter().map(|r| r.pages))
+        }
+        FromAgent::Counters(_) | FromAgent::Output { .. } | FromAgent::Exited { .. } => 16,
+    };
+    usize::try_from(pages.clamp(16, MOST)).unwrap_or(usize::MAX)
+}
+
+/// Bytes or pages that may come, refilled with time; holds one second's worth.
 struct Budget {
     per_s: f64,
     left: f64,

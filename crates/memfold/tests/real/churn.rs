@@ -1,0 +1,201 @@
+//! Page caches that turn over all the time: guests read files of three times their memory round and round.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::EngineSettings;
+use memfold::vm::{Aio, CacheMode, DiskSpec};
+use memfold_units::ByteSize;
+
+use super::support::{self, BOOT};
+
+const MEMORY: ByteSize = ByteSize::mib(256);
+const FILES: u64 = 150;
+const FILE_BYTES: u64 = 4 << 20;
+/// How much larger the median of the last third may be than that of the middle third.
+const TOLERANCE: f64 = 1.15;
+const STEP: Duration = Duration::from_secs(10);
+
+/// VM, image, disk mode, least share of matched pages that is folded, in percent.
+const VMS: [(&str, &str, DiskMode, f64); 2] = [
+    ("writeback", "trixie-a", DiskMode::Buffered, 80.0),
+    ("none", "trixie-b", DiskMode::Direct, 60.0),
+];
+
+/// Reads all files round and round in an order of its own, and checks every byte. Ends by itself when told.
+const READ: &str = "mount -o ro,noatime /dev/vdb /mnt || exit 1; cd /mnt; errors=0; rounds=0; \
+    while [ ! -e /run/enough ]; do md5sum --quiet -c sums >/run/differing 2>&1 || errors=$((errors + $(wc -l </run/differing))); \
+    rounds=$((rounds + 1)); done; echo errors $errors rounds $rounds";
+
+/// One look at everything that must not grow.
+#[derive(Debug)]
+struct Sample {
+    folded_percent: Vec<f64>,
+    mappings: f64,
+    store_bytes: f64,
+    daemon_bytes: f64,
+}
+
+#[test]
+fn most_of_a_churning_page_cache_is_folded_at_any_moment_and_nothing_grows() {
+    let Some(_turn) = support::turn() else { return };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let disk = lab.directory().join("churn.img");
+    make_disk(lab.directory(), &disk);
+    for (name, image, mode, _) in VMS {
+        let mut spec = Lab::spec(name, image, MEMORY, mode).unwrap();
+        let mut data = DiskSpec::new(&disk);
+        data.read_only = true;
+        if mode == DiskMode::Direct {
+            data.cache = CacheMode::None;
+            data.aio = Aio::IoUring;
+        }
+        spec.disks.push(data);
+        lab.start(spec).unwrap();
+    }
+    let names = VMS.map(|(name, ..)| name);
+    for name in names {
+        lab.wait_ready(name, BOOT).unwrap();
+    }
+    lab.fold(true).unwrap();
+    let time = support::seconds("MEMFOLD_CHURN_SECONDS", 90);
+    let over = AtomicBool::new(false);
+    let (samples, printed) = std::thread::scope(|scope| {
+        let sampling = scope.spawn(|| sample(&lab, &names, &over));
+        let enough = scope.spawn(|| {
+            std::thread::sleep(time);
+            over.store(true, Ordering::SeqCst);
+            lab.exec_all(&names, "touch /run/enough", Duration::from_secs(60))
+                .unwrap();
+        });
+        let printed = lab.exec_all(&names, READ, time + Duration::from_secs(240));
+        enough.join().unwrap();
+        (sampling.join().unwrap(), printed.unwrap())
+    });
+    let stats = lab.stats().unwrap();
+    for (name, printed) in names.iter().zip(&printed) {
+        println!(
+            "{name}: {}{}",
+            printed,
+            support::line(support::vm(&stats, name))
+        );
+        assert!(printed.starts_with("errors 0 rounds "), "{name}: {printed}");
+    }
+    println!(
+        "engine {:.2} s of CPU, library {:.2} s; p50 {:?} s, p95 {:?} s from hint to fold; huge kept {}, given up {}",
+        stats.engine_cpu_s,
+        stats.library_cpu_s,
+        stats.hint_to_fold_p50_s,
+        stats.hint_to_fold_p95_s,
+        stats.huge_kept_pages,
+        stats.files_given_up
+    );
+    judge(&samples);
+}
+
+/// A file system of pseudo-random files with their sums, made without mounting anything.
+fn make_disk(directory: &Path, disk: &Path) {
+    let root = directory.join("churn");
+    std::fs::create_dir(&root).unwrap();
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    for file in 0..FILES {
+        let bytes: Vec<u8> = (0..FILE_BYTES / 8)
+            .flat_map(|_| {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                state.to_le_bytes()
+            })
+            .collect();
+        std::fs::write(root.join(format!("file{file}")), bytes).unwrap();
+    }
+    let script = format!(
+        "cd '{}' && md5sum file* > sums && mke2fs -q -F -t ext4 -d . '{}' {}M",
+        root.display(),
+        disk.display(),
+        (FILES * FILE_BYTES >> 20) * 11 / 10 + 32
+    );
+    let done = Command::new("sh").args(["-c", &script]).status().unwrap();
+    assert!(done.success());
+    std::fs::remove_dir_all(root).unwrap();
+}
+
+fn sample(lab: &Lab, names: &[&str], over: &AtomicBool) -> Vec<Sample> {
+    let began = Instant::now();
+    let mut samples = Vec::new();
+    while !over.load(Ordering::SeqCst) {
+        std::thread::sleep(STEP);
+        let stats = lab.stats().unwrap();
+        let vms: Vec<_> = names.iter().map(|name| support::vm(&stats, name)).collect();
+        let sample = Sample {
+            folded_percent: vms.iter().map(|vm| support::folded_percent(vm)).collect(),
+            mappings: vms.iter().map(|vm| vm.mappings as f64).sum(),
+            store_bytes: stats.domains.iter().map(|d| d.store_bytes as f64).sum(),
+            daemon_bytes: own_anonymous_bytes(),
+        };
+        println!(
+            "{:4.0} s: folded {:.1?} % of {:?} matched of {:?} cached; mappings {}, store {:.1} MB, daemon {:.1} MB, waiting {}, CPU {:.1} s",
+            began.elapsed().as_secs_f64(),
+            sample.folded_percent,
+            vms.iter().map(|vm| vm.matched_pages).collect::<Vec<_>>(),
+            vms.iter().map(|vm| vm.cached_pages).collect::<Vec<_>>(),
+            sample.mappings,
+            sample.store_bytes / 1e6,
+            sample.daemon_bytes / 1e6,
+            stats.hints_waiting,
+            stats.engine_cpu_s + stats.library_cpu_s,
+        );
+        samples.push(sample);
+    }
+    samples
+}
+
+/// Anonymous memory of this process, which is the daemon here.
+fn own_anonymous_bytes() -> f64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status
+        .lines()
+        .find_map(|l| l.strip_prefix("RssAnon:"))
+        .unwrap();
+    line.trim().trim_end_matches(" kB").parse::<f64>().unwrap() * 1024.0
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn judge(samples: &[Sample]) {
+    let third = samples.len() / 3;
+    assert!(third > 1, "too short to judge: {} samples", samples.len());
+    let (middle, last) = (&samples[third..2 * third], &samples[2 * third..]);
+    for (at, (name, .., least)) in VMS.iter().enumerate() {
+        let share = median(
+            samples[third..]
+                .iter()
+                .map(|s| s.folded_percent[at])
+                .collect(),
+        );
+        println!("{name}: median {share:.1} % of matched pages folded, {least} wanted");
+        assert!(share >= *least, "{name}: {share:.1} %");
+    }
+    let grown: [(&str, fn(&Sample) -> f64); 3] = [
+        ("mappings", |s| s.mappings),
+        ("page store bytes", |s| s.store_bytes),
+        ("daemon bytes", |s| s.daemon_bytes),
+    ];
+    for (what, of) in grown {
+        let (middle, last) = (
+            median(middle.iter().map(of).collect()),
+            median(last.iter().map(of).collect()),
+        );
+        println!("{what}: median {middle:.0} in the middle third, {last:.0} in the last");
+        assert!(
+            last <= middle * TOLERANCE,
+            "{what} grew from {middle} to {last}"
+        );
+    }
+}

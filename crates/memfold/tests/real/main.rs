@@ -1,0 +1,19 @@
+//! Real guests under attack: what folding must never do, whoever misbehaves.
+//!
+//! | test | holds |
+//! |---|---|
+//! | [`integrity`] | every byte of `/usr` and of files that are rewritten, truncated and appended to, while memory is short, caches are dropped and the balloon moves |
+//! | [`domains`], [`vm_killed`] | on the same VMs: no physical page crosses trust domains; a VM that dies is noticed by nobody |
+//! | [`daemon_killed`] | twenty daemons die, VMs go on, the next daemon folds on |
+//! | [`liars`] | agents that lie about every field |
+//! | [`churn`] | files of three times the memory: what is folded at any moment, and that nothing grows |
+//!
+//! Each boots its VMs once; they take turns. Without guest images or QEMU they say so and pass, unless `MEMFOLD_REAL=1`.
+
+mod churn;
+mod daemon_killed;
+mod domains;
+mod integrity;
+mod liars;
+mod support;
+mod vm_killed;

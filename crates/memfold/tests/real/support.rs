@@ -1,0 +1,170 @@
+//! Turns, links to VMs, and what guests run.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use memfold::bench::lab::Lab;
+use memfold::fold::{EngineStats, VmStats};
+use memfold::host::{QemuFacts, guest_images};
+use memfold::vm::{Qmp, RamLayout, Vm, VmDirectory};
+use memfold_units::ByteSize;
+
+pub const BOOT: Duration = Duration::from_secs(180);
+pub const MEMORY: ByteSize = ByteSize::mib(512);
+
+/// Sums of every file of `/usr`, to file `$1`.
+pub const SUMS: &str =
+    "sums() { find /usr -xdev -type f -print0 | LC_ALL=C sort -z | xargs -0 md5sum > $1; }";
+
+/// The whole attack from inside a guest; see the script.
+pub const ATTACK: &str = include_str!("guest/attack.sh");
+/// Files whose every page is known; see the program.
+pub const REWRITE: &str = include_str!("guest/rewrite.py");
+/// Memory pressure; see the program.
+pub const PRESSURE: &str = include_str!("guest/pressure.py");
+
+static TURN: Mutex<()> = Mutex::new(());
+
+/// Who holds it may boot guests: no other test of this process, and no other process that asks the same file.
+pub struct Turn {
+    _process: MutexGuard<'static, ()>,
+    _host: File,
+}
+
+/// Waits for the turn; `None` (and why) if guests can't be booted here.
+pub fn turn() -> Option<Turn> {
+    if let Err(why) = able() {
+        assert!(
+            std::env::var_os("MEMFOLD_REAL").is_none(),
+            "MEMFOLD_REAL is set and real guests can't be booted: {why}"
+        );
+        println!("skipped: {why}");
+        return None;
+    }
+    // Shows why the daemon refuses something. Set once for all tests of the process.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(
+            std::env::var("MEMFOLD_LOG").unwrap_or_else(|_| "warn,memfold::daemon=info".into()),
+        )
+        .with_test_writer()
+        .try_init();
+    let process = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let host = File::create(std::env::temp_dir().join("memfold-guests.lock")).unwrap();
+    rustix::fs::flock(&host, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    Some(Turn {
+        _process: process,
+        _host: host,
+    })
+}
+
+fn able() -> Result<(), String> {
+    if !rustix::process::getuid().is_root() {
+        return Err("userfaultfd and page frame numbers need root".into());
+    }
+    let qemu = QemuFacts::probe().map_err(|e| e.to_string())?;
+    if !qemu.is_supported() {
+        return Err("QEMU is older than 10.0".into());
+    }
+    let images = guest_images().map_err(|e| format!("no guest images ({e}); run 'make setup'"))?;
+    for name in ["trixie-a", "trixie-b"] {
+        if !images.contains_key(name) {
+            return Err(format!("no guest image '{name}'; run 'make setup'"));
+        }
+    }
+    memfold::host::library().map_err(|e| e.to_string())?;
+    Ok(())
+}
+
+/// Seconds that a variable of the environment says, or `default`.
+pub fn seconds(variable: &str, default: u64) -> Duration {
+    let set = std::env::var(variable).ok();
+    Duration::from_secs(set.map_or(default, |text| text.parse().unwrap()))
+}
+
+/// A VM's monitor, beside the daemon's own.
+pub fn qmp(state: &Path, name: &str) -> Qmp {
+    Qmp::connect(&VmDirectory::of(state, name).qmp(), Duration::from_secs(10)).unwrap()
+}
+
+/// QEMU's process and where guest RAM lies in it.
+pub fn ram(state: &Path, name: &str) -> (i32, RamLayout) {
+    let vm = Vm::find(state, name).unwrap();
+    let layout = vm.layout(&mut qmp(state, name)).unwrap();
+    (vm.pid().as_raw_nonzero().get(), layout)
+}
+
+pub fn vm<'a>(stats: &'a EngineStats, name: &str) -> &'a VmStats {
+    let found = stats.vms.iter().find(|vm| vm.name == name);
+    found.unwrap_or_else(|| panic!("the engine doesn't know '{name}'"))
+}
+
+/// Matched pages that are folded, in percent; 100 if nothing is matched.
+pub fn folded_percent(vm: &VmStats) -> f64 {
+    if vm.matched_pages == 0 {
+        return 100.0;
+    }
+    vm.matched_folded_pages as f64 * 100.0 / vm.matched_pages as f64
+}
+
+/// One line of a VM's figures.
+pub fn line(vm: &VmStats) -> String {
+    format!(
+        "{}: folded {} again {} differing {} busy {} | matched {} of these folded {:.1} % | mapped {} copied {} mappings {} | pauses {} longest {} ms, longest freeze {} us, bogus {} over limit {}",
+        vm.name,
+        vm.folded_pages,
+        vm.refolded_pages,
+        vm.differing_pages,
+        vm.busy_pages,
+        vm.matched_pages,
+        folded_percent(vm),
+        vm.mapped_pages,
+        vm.copied_pages,
+        vm.mappings,
+        vm.pauses,
+        vm.pause_max_ms,
+        vm.freeze_max_ns / 1000,
+        vm.bogus_pages,
+        vm.over_limit_pages,
+    )
+}
+
+/// Waits until `done` of the figures, or fails with them.
+pub fn wait_stats(
+    what: &str,
+    timeout: Duration,
+    mut stats: impl FnMut() -> EngineStats,
+    done: impl Fn(&EngineStats) -> bool,
+) -> EngineStats {
+    let end = Instant::now() + timeout;
+    loop {
+        let now = stats();
+        if done(&now) {
+            return now;
+        }
+        if Instant::now() > end {
+            let lines: Vec<_> = now.vms.iter().map(line).collect();
+            panic!("{what}: not after {timeout:?}:\n{}", lines.join("\n"));
+        }
+        std::thread::sleep(Duration::from_millis(500));
+    }
+}
+
+/// The shell text that puts the attack's programs into a guest.
+pub fn install() -> String {
+    let file = |name: &str, text: &str| {
+        format!("cat > /root/{name} <<'END-OF-FILE'\n{text}\nEND-OF-FILE\nchmod +x /root/{name}\n")
+    };
+    file("attack.sh", ATTACK) + &file("rewrite.py", REWRITE) + &file("pressure.py", PRESSURE)
+}
+
+/// Puts the attack's programs into guests and takes the sums of `/usr` as they are before.
+pub fn prepare(lab: &Lab, names: &[&str]) -> Vec<String> {
+    let script = format!(
+        "{}\n{SUMS}\nsums /run/sums.before && md5sum < /run/sums.before",
+        install()
+    );
+    lab.exec_all(names, &script, Duration::from_secs(300))
+        .unwrap()
+}
