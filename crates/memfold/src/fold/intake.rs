@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use memfold_units::Pfn;
-use memfold_wire::agent::{AgentCounters, FileFacts, FileRange, FromAgent, HintRun};
+use memfold_wire::agent::{AgentCounters, FileFacts, FileNumber, FileRange, FromAgent, HintRun};
 use tracing::debug;
 
 use super::VmId;
@@ -20,6 +20,9 @@ const MIN_FILES: usize = 1 << 16;
 
 /// Bytes of paths of one VM's files, for each file that it may introduce.
 const PATH_BYTES: usize = 256;
+
+/// Pages in one hint at most, so that one VM's hint is not the work of many turns.
+const HINT_PAGES: u32 = 2048;
 
 /// Pages that a VM's agent may speak of in a second, over time (256 MiB/s of page cache). Beyond, hints are dropped.
 const PAGES_PER_SECOND: f64 = 65_536.0;
@@ -85,22 +88,20 @@ impl Engine {
             }
             FromAgent::Dirty(ranges) => {
                 for range in ranges {
+                    if !allow(vm, range.pages) {
+                        break;
+                    }
                     set_dirty(vm, range, true);
                 }
             }
             FromAgent::Clean(ranges) => {
                 let now = Instant::now();
                 for range in ranges {
-                    set_dirty(vm, range, false);
-                    if let Some((page, pages)) = file_pages(range.page, range.pages) {
-                        vm.stack.push(Hint {
-                            file: range.file,
-                            page,
-                            pages,
-                            at: now,
-                            tries: 0,
-                        });
+                    if !allow(vm, range.pages) {
+                        break;
                     }
+                    set_dirty(vm, range, false);
+                    offer_again(vm, range, now);
                 }
             }
             FromAgent::InventoryBegin => vm.table.inventory_begin(),
@@ -194,14 +195,35 @@ fn take_hint(vm: &mut VmState, run: HintRun, now: Instant) {
         }
         taken += 1;
     }
-    if taken > 0 {
+    offer(vm, run.file, page, taken, now);
+}
+
+/// Puts file pages on the stack, in hints of bounded length.
+fn offer(vm: &mut VmState, file: FileNumber, page: u32, pages: u32, at: Instant) {
+    let mut done = 0;
+    while done < pages {
+        let length = (pages - done).min(HINT_PAGES);
         vm.stack.push(Hint {
-            file: run.file,
-            page,
-            pages: taken,
-            at: now,
+            file,
+            page: page + done,
+            pages: length,
+            at,
             tries: 0,
         });
+        done += length;
+    }
+}
+
+/// A file range has been written back: what is cached of it may be folded again.
+fn offer_again(vm: &mut VmState, range: FileRange, now: Instant) {
+    let Some((page, pages)) = file_pages(range.page, range.pages) else {
+        return;
+    };
+    let end = page + pages;
+    for piece in vm.table.pieces_in(range.file, page..end) {
+        let first = page.max(piece * PIECE);
+        let last = end.min((piece * PIECE).saturating_add(PIECE));
+        offer(vm, range.file, first, last - first, now);
     }
 }
 

@@ -200,7 +200,7 @@ fn twenty_daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
         .map(|vm| vm.pid)
         .collect();
     // The work must not be the agent's: it ends what it runs when its daemon is gone.
-    let seconds = 150;
+    let seconds = 100;
     let work = format!(
         "{}\n{}\nsums /run/sums.before; systemd-run -q --unit=attack --property=StandardOutput=file:/run/attack.out --property=StandardError=file:/run/attack.err /root/attack.sh {seconds} 150",
         support::install(),
