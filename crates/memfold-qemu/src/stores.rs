@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::library::MAX_BLOCKS;
+use rustix::mm::Advice;
 
 /// Most pages of one store: 16 TiB, an eighth of the address space.
 const MAX_STORE_PAGES: u64 = 1 << 32;
@@ -71,6 +72,9 @@ impl Stores {
         }
         let window = Mapping::window(&descriptor, max_pages)
             .map_err(|errno| format!("cannot map page store {number}: {errno}"))?;
+        // Else khugepaged, which looks at what processes map, would fill the store's punched holes to make huge pages of it. A
+        // kernel without huge pages refuses.
+        let _ = window.area().advise(Advice::LinuxNoHugepage);
         let store = Store {
             number,
             descriptor,

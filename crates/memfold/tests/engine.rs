@@ -269,7 +269,8 @@ fn two_vms_that_cache_the_same_file_share_its_pages() {
     engine.cached(1, 5, "/usr/bin/x", 100, 300);
     engine.cached(2, 9, "/usr/bin/x", 700, 300);
     let stats = engine.wait("both folded", |s| folded(s, &[1, 2], 300));
-    assert_eq!(stats.domains[0].store_bytes, 300 * PAGE as u64);
+    // The store's last huge page is there before all of its bytes are.
+    assert!((300 * PAGE as u64..=2 << 20).contains(&stats.domains[0].store_bytes));
     assert_eq!(stats.case_same_path_same_content, 600);
     assert!(a.holds(100, 300, 1) && b.holds(700, 300, 1));
     let frames = a.frames(100, 300);

@@ -1,13 +1,10 @@
 //! Study: what folding costs, by run length, next to a bare compare of the same bytes and to ksmd on the same data.
 //!
 //! Folding runs in this process, by the code that runs in QEMU. Figures are CPU time of the thread that works (ksmd's from
-//! `/proc/PID/schedstat`), so other load on the machine matters little. Runs are one page apart, in RAM and in the store, so
-//! that their mappings don't merge: a guest's runs don't either.
+//! `/proc/PID/schedstat`), so other load on the machine matters little. Runs are one page apart in RAM, so that their
+//! mappings don't merge: a guest's runs don't either. The page store is the daemon's, filled as the daemon fills it. The compare
+//! has both sides mapped beforehand, which folding has not: it is the limit, not what any program gets.
 
-use std::fs;
-use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -16,10 +13,13 @@ use anyhow::{Context, bail, ensure};
 use memfold_qemu::Folder;
 use memfold_qemu::folder::thread_cpu_ns;
 use memfold_sys::region::{Area, Mapping};
-use memfold_units::{PAGE_BYTES, PAGE_SIZE};
+use memfold_units::{ByteSize, PAGE_BYTES};
 use memfold_wire::library::{Advice, FoldRun, Freeze, MAX_RUNS, Order, Outcome, Reply, VERSION};
 use rustix::mm::Advice as Madvise;
 use serde_json::{Value, json};
+
+use crate::ksm::{Controls, Ksmd, Run, Settings, Status};
+use crate::store::Store;
 
 /// Run lengths in pages.
 const LENGTHS: [u64; 5] = [1, 4, 16, 64, 512];
@@ -73,27 +73,33 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let mut fold_64 = 0.0;
     let mut compare = Vec::new();
     let mut ratios = Vec::new();
+    let mut appends = serde_json::Map::new();
+    let mut number = 0;
     for length in LENGTHS {
-        let mut us = Vec::new();
+        let (mut us, mut append_us) = (Vec::new(), Vec::new());
         for _ in 0..options.repeats.max(1) {
             ensure!(!stop.load(Ordering::Relaxed), "interrupted");
-            let sample = measure(&folder, length, options.pages.max(2048))?;
+            number += 1;
+            let sample = measure(&folder, number, length, options.pages.max(2048))?;
             samples.push(json!({
                 "run_pages": length,
                 "fold_us_per_page": sample.folding,
                 "compare_us_per_page": sample.comparing,
                 "fold_wall_us_per_page": sample.wall,
+                "append_us_per_page": sample.appending,
             }));
             if length == 64 {
                 compare.push(sample.comparing);
                 ratios.push(sample.folding / sample.comparing);
             }
             us.push(sample.folding);
+            append_us.push(sample.appending);
         }
         if length == 64 {
             fold_64 = median(&us);
         }
         by_length.insert(length.to_string(), spread(&us));
+        appends.insert(length.to_string(), spread(&append_us));
     }
     let ksm_us = if options.ksm_pages > 0 {
         Some(ksm_us_per_page(options.ksm_pages, &stop)?)
@@ -103,6 +109,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     Ok(json!({
         "results": {
             "fold_us_per_page": by_length,
+            "append_us_per_page": appends,
             "compare_us_per_page": spread(&compare),
             "ratio_fold_over_compare": median(&ratios),
             "ksm_us_per_merged_page": ksm_us,
@@ -114,29 +121,33 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 
 /// Microseconds per page.
 struct Sample {
+    appending: f64,
     folding: f64,
     comparing: f64,
     wall: f64,
 }
 
-/// Folds fresh memory in runs of `length` pages, after a bare compare of the same runs in the same order.
-fn measure(folder: &Folder, length: u64, pages: u64) -> anyhow::Result<Sample> {
+/// Folds fresh memory in runs of `length` pages, after a bare compare of the same runs in the same order. `number`: a number for
+/// the page store that no measurement had before.
+fn measure(folder: &Folder, number: u32, length: u64, pages: u64) -> anyhow::Result<Sample> {
     let pages = if length < 16 { pages / 4 } else { pages };
     let runs = pages / (length + 1);
-    let total = runs * (length + 1);
-    let ram = Mapping::anonymous(total, true)?;
+    let ram = Mapping::anonymous(runs * (length + 1), true)?;
     let area = ram.area();
     area.advise(Madvise::LinuxNoHugepage)?;
-    let store = fill(area)?;
-    let window = Mapping::window(&store, total)?;
-    window.area().advise(Madvise::LinuxPopulateRead)?;
+    let mut words = Words::default();
+    for page in 0..area.pages() {
+        area.part(page, 1).write(&words.page());
+    }
+    let (store, places, append_ns) = fill(number, area, length)?;
 
+    // The limit: both sides mapped before the clock starts.
+    let total = runs * length;
+    let window = Mapping::window(store.read_only(), total)?;
+    window.area().advise(Madvise::LinuxPopulateRead)?;
     let began = thread_cpu_ns();
-    for run in 0..runs {
-        let first = run * (length + 1);
-        let equal = area
-            .part(first, length)
-            .equal_pages(window.area().part(first, length));
+    for (from, first) in &places {
+        let equal = from.equal_pages(window.area().part(*first, length));
         ensure!(equal == length, "memory differs from what was written");
     }
     let compare_ns = thread_cpu_ns() - began;
@@ -146,7 +157,7 @@ fn measure(folder: &Folder, length: u64, pages: u64) -> anyhow::Result<Sample> {
     expect_ok(folder.execute(
         &Order::AddRam {
             hva,
-            pages: total,
+            pages: area.pages(),
             advice: Advice {
                 nohugepage: true,
                 dontfork: true,
@@ -156,54 +167,79 @@ fn measure(folder: &Folder, length: u64, pages: u64) -> anyhow::Result<Sample> {
         },
         None,
     ))?;
-    // Each measurement has a store of its own; numbers are never used for another file.
-    let number = u32::try_from(rustix::fs::fstat(&store)?.st_ino & 0xFFFF_FFFF)?;
-    let result = (|| {
-        expect_ok(folder.execute(
-            &Order::AddStore {
-                store: number,
-                max_pages: total,
-            },
-            Some(store.try_clone()?),
-        ))?;
-        let orders: Vec<Order> = (0..runs)
-            .map(|run| FoldRun {
-                hva: hva + run * (length + 1) * PAGE_SIZE,
-                pages: u32::try_from(length).unwrap_or(1),
-                store: number,
-                store_page: run * (length + 1),
-            })
-            .collect::<Vec<_>>()
-            .chunks(MAX_RUNS)
-            .map(|runs| Order::Fold {
-                freeze: Freeze::Move,
-                runs: runs.to_vec(),
-            })
-            .collect();
-        let wall = Instant::now();
-        let mut fold_ns = 0;
-        for order in &orders {
-            match folder.execute(order, None) {
-                Reply::Outcomes { outcomes, cpu_ns } => {
-                    if let Some(other) = outcomes.iter().find(|o| **o != Outcome::Done) {
-                        bail!("a run was not folded: {other:?}");
-                    }
-                    fold_ns += cpu_ns;
-                }
-                other => bail!("unexpected answer {other:?}"),
-            }
-        }
-        Ok((fold_ns, wall.elapsed()))
-    })();
+    let result = fold_all(folder, number, &store, &places);
     expect_ok(folder.execute(&Order::RemoveRam { hva }, None))?;
     expect_ok(folder.execute(&Order::RemoveStore { store: number }, None))?;
     let (fold_ns, wall) = result?;
-    let count = (runs * length) as f64;
+    let us = |nanoseconds: u64| nanoseconds as f64 / 1000.0 / total as f64;
     Ok(Sample {
-        folding: fold_ns as f64 / 1000.0 / count,
-        comparing: compare_ns as f64 / 1000.0 / count,
-        wall: wall.as_secs_f64() * 1e6 / count,
+        appending: us(append_ns),
+        folding: us(fold_ns),
+        comparing: us(compare_ns),
+        wall: wall.as_secs_f64() * 1e6 / total as f64,
     })
+}
+
+/// A page store with a copy of each run of `area`, appended as the daemon does, a piece for each run; where each lies in both; and
+/// nanoseconds of CPU.
+fn fill(number: u32, area: Area, length: u64) -> anyhow::Result<(Store, Vec<(Area, u64)>, u64)> {
+    let cap = ByteSize(2 * area.bytes() + ByteSize::mib(2).0);
+    let mut store = Store::create(&format!("bench-{}-{number}", std::process::id()), cap)?;
+    let mut places = Vec::new();
+    let began = thread_cpu_ns();
+    for run in 0..area.pages() / (length + 1) {
+        let from = area.part(run * (length + 1), length);
+        let (first, copied) = store.append(rustix::process::getpid(), from.start(), length)?;
+        ensure!(copied.0 == length, "memory of this process ends early");
+        places.push((from, first.0));
+    }
+    Ok((store, places, thread_cpu_ns() - began))
+}
+
+/// Folds every place onto the page of the store beside it: nanoseconds of CPU, and the time on the wall.
+fn fold_all(
+    folder: &Folder,
+    number: u32,
+    store: &Store,
+    places: &[(Area, u64)],
+) -> anyhow::Result<(u64, Duration)> {
+    expect_ok(folder.execute(
+        &Order::AddStore {
+            store: number,
+            max_pages: store.frontier().0,
+        },
+        Some(store.read_only().try_clone_to_owned()?),
+    ))?;
+    let runs: Vec<FoldRun> = places
+        .iter()
+        .map(|(from, first)| FoldRun {
+            hva: from.start().0,
+            pages: u32::try_from(from.pages()).unwrap_or(1),
+            store: number,
+            store_page: *first,
+        })
+        .collect();
+    let orders: Vec<Order> = runs
+        .chunks(MAX_RUNS)
+        .map(|runs| Order::Fold {
+            freeze: Freeze::Move,
+            runs: runs.to_vec(),
+        })
+        .collect();
+    let wall = Instant::now();
+    let mut fold_ns = 0;
+    for order in &orders {
+        match folder.execute(order, None) {
+            Reply::Outcomes { outcomes, cpu_ns } => {
+                if let Some(other) = outcomes.iter().find(|o| **o != Outcome::Done) {
+                    bail!("a run was not folded: {other:?}");
+                }
+                fold_ns += cpu_ns;
+            }
+            other => bail!("unexpected answer {other:?}"),
+        }
+    }
+    Ok((fold_ns, wall.elapsed()))
 }
 
 fn expect_ok(reply: Reply) -> anyhow::Result<()> {
@@ -212,21 +248,6 @@ fn expect_ok(reply: Reply) -> anyhow::Result<()> {
         Reply::Error { reason } => bail!(reason),
         other => bail!("unexpected answer {other:?}"),
     }
-}
-
-/// Fills `area` with words that no other page has, and gives a memfd with the same bytes.
-fn fill(area: Area) -> anyhow::Result<OwnedFd> {
-    let file = fs::File::from(rustix::fs::memfd_create(
-        "memfold-bench",
-        rustix::fs::MemfdFlags::CLOEXEC,
-    )?);
-    let mut words = Words::default();
-    for page in 0..area.pages() {
-        let (numbers, bytes) = words.page();
-        area.part(page, 1).write(&numbers);
-        file.write_all_at(&bytes, page * PAGE_SIZE)?;
-    }
-    Ok(file.into())
 }
 
 /// xorshift64: the same pages in every run.
@@ -239,7 +260,7 @@ impl Default for Words {
 }
 
 impl Words {
-    fn page(&mut self) -> ([u64; PAGE_BYTES / 8], Vec<u8>) {
+    fn page(&mut self) -> [u64; PAGE_BYTES / 8] {
         let mut numbers = [0; PAGE_BYTES / 8];
         for number in &mut numbers {
             self.0 ^= self.0 << 13;
@@ -247,8 +268,7 @@ impl Words {
             self.0 ^= self.0 << 17;
             *number = self.0;
         }
-        let bytes = numbers.iter().flat_map(|n| n.to_ne_bytes()).collect();
-        (numbers, bytes)
+        numbers
     }
 }
 
@@ -268,7 +288,12 @@ fn spread(values: &[f64]) -> Value {
 
 /// CPU time of ksmd for each page that it merges of two regions with the same bytes.
 fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
-    let settings = KsmSettings::save(Path::new("/sys/kernel/mm/ksm"))?;
+    let controls = Controls::default();
+    ensure!(
+        controls.settings()?.run != Some(1),
+        "KSM runs on this host, and its work on other memory would count; stop it to measure (memfold ksm status)"
+    );
+    let ksmd = Ksmd::find().context("no ksmd: the kernel has no KSM")?;
     let regions = [
         Mapping::anonymous(pages, true)?,
         Mapping::anonymous(pages, true)?,
@@ -277,20 +302,25 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
         region.area().advise(Madvise::LinuxNoHugepage)?;
         let mut words = Words::default();
         for page in 0..pages {
-            region.area().part(page, 1).write(&words.page().0);
+            region.area().part(page, 1).write(&words.page());
         }
         region
             .area()
             .advise(Madvise::LinuxMergeable)
             .context("the kernel has no KSM")?;
     }
-    let ksmd = ksmd_schedstat()?;
-    let merged_before = settings.counter("pages_sharing")?;
-    let cpu_before = cpu_ns(&ksmd)?;
+    let sharing = || anyhow::Ok(Status::read(&controls)?.pages_sharing.unwrap_or(0));
+    let (merged_before, cpu_before) = (sharing()?, ksmd.cpu_time()?);
     // In big steps, so that waking up counts little; the work for each page is the same at any rate.
-    settings.write("pages_to_scan", "2000")?;
-    settings.write("sleep_millisecs", "1")?;
-    settings.write("run", "1")?;
+    let settings = Settings {
+        pages_to_scan: Some(2000),
+        sleep_millisecs: Some(1),
+        ..Settings::kernel_default()
+    };
+    let directory = tempfile::Builder::new()
+        .prefix("memfold-bench-")
+        .tempdir()?;
+    let run = Run::start(&controls, directory.path(), &settings)?;
     let deadline = Instant::now() + Duration::from_secs(30);
     let mut merged = 0;
     while merged < pages * 98 / 100 {
@@ -300,75 +330,12 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
             "ksmd merged {merged} of {pages} pages in 30 s: does something else change KSM's settings?"
         );
         std::thread::sleep(Duration::from_millis(2));
-        merged = settings
-            .counter("pages_sharing")?
-            .saturating_sub(merged_before);
+        merged = sharing()?.saturating_sub(merged_before);
     }
-    let cpu = cpu_ns(&ksmd)? - cpu_before;
-    Ok(cpu as f64 / 1000.0 / merged as f64)
-}
-
-/// The kernel's own merging as it was; put back on drop.
-struct KsmSettings {
-    folder: PathBuf,
-    saved: Vec<(&'static str, String)>,
-}
-
-impl KsmSettings {
-    fn save(folder: &Path) -> anyhow::Result<Self> {
-        let mut saved = Vec::new();
-        for name in ["pages_to_scan", "sleep_millisecs", "run"] {
-            let path = folder.join(name);
-            let value = fs::read_to_string(&path)
-                .with_context(|| format!("cannot read {}", path.display()))?;
-            saved.push((name, value.trim().to_owned()));
-        }
-        Ok(Self {
-            folder: folder.to_owned(),
-            saved,
-        })
-    }
-
-    fn write(&self, name: &str, value: &str) -> anyhow::Result<()> {
-        let path = self.folder.join(name);
-        fs::write(&path, value).with_context(|| format!("cannot write {}", path.display()))
-    }
-
-    fn counter(&self, name: &str) -> anyhow::Result<u64> {
-        let path = self.folder.join(name);
-        let text =
-            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        Ok(text.trim().parse()?)
-    }
-}
-
-impl Drop for KsmSettings {
-    fn drop(&mut self) {
-        for (name, value) in &self.saved {
-            if let Err(error) = self.write(name, value) {
-                tracing::error!("KSM keeps a setting of this measurement: {error:#}");
-            }
-        }
-    }
-}
-
-fn ksmd_schedstat() -> anyhow::Result<PathBuf> {
-    for entry in fs::read_dir("/proc")? {
-        let path = entry?.path();
-        let name = fs::read_to_string(path.join("comm")).unwrap_or_default();
-        if name.trim() == "ksmd" {
-            return Ok(path.join("schedstat"));
-        }
-    }
-    bail!("no ksmd: the kernel has no KSM")
-}
-
-/// First field of `/proc/PID/schedstat`: time on the CPU in nanoseconds (`Documentation/scheduler/sched-stats.rst`).
-fn cpu_ns(schedstat: &Path) -> anyhow::Result<u64> {
-    let text = fs::read_to_string(schedstat)
-        .with_context(|| format!("cannot read {}", schedstat.display()))?;
-    let first = text.split_ascii_whitespace().next().unwrap_or_default();
-    Ok(first.parse()?)
+    let cpu = ksmd.cpu_time()?.saturating_sub(cpu_before);
+    drop(regions);
+    run.stop(false)?;
+    Ok(cpu.as_secs_f64() * 1e6 / merged as f64)
 }
 
 /// A flag that Ctrl-C and SIGTERM set instead of ending the process, so that KSM's settings go back.
@@ -407,31 +374,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_go_back_when_a_measurement_fails() {
-        let folder = tempfile::tempdir().unwrap();
-        for (name, value) in [
-            ("pages_to_scan", "100"),
-            ("sleep_millisecs", "20"),
-            ("run", "0"),
-        ] {
-            fs::write(folder.path().join(name), value).unwrap();
-        }
-        let path = folder.path().to_owned();
-        let panicked = std::panic::catch_unwind(move || {
-            let settings = KsmSettings::save(&path).unwrap();
-            settings.write("run", "1").unwrap();
-            settings.write("pages_to_scan", "2000").unwrap();
-            panic!("the measurement fails");
-        });
-        assert!(panicked.is_err());
-        let read = |name| fs::read_to_string(folder.path().join(name)).unwrap();
-        assert_eq!(
-            (read("run").as_str(), read("pages_to_scan").as_str()),
-            ("0", "100")
-        );
-    }
-
-    #[test]
     fn folding_is_measured_at_every_length() {
         // KSM belongs to the whole machine: the study measures it, not the unit tests.
         let options = Options {
@@ -451,5 +393,26 @@ mod tests {
         };
         assert!(us("1") > us("16") && us("16") > us("512") && us("512") > 0.0);
         assert!(report["results"]["ratio_ksm_over_fold"].is_null());
+    }
+
+    #[test]
+    fn ksmd_is_measured_and_its_settings_go_back() {
+        // One at a time on the whole machine: tests/ksm_real.rs takes the same lock.
+        let lock = std::fs::File::create(std::env::temp_dir().join("memfold-ksm.lock")).unwrap();
+        rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+        let controls = Controls::default();
+        let before = match controls.settings() {
+            Ok(before) if before.run == Some(0) && rustix::process::getuid().is_root() => before,
+            other => {
+                println!("skipped: KSM is in use or not ours to set: {other:?}");
+                return;
+            }
+        };
+        let us = ksm_us_per_page(4096, &AtomicBool::new(false)).unwrap();
+        assert!((0.1..1000.0).contains(&us), "{us} µs");
+        assert_eq!(controls.settings().unwrap(), before);
+        let interrupted = ksm_us_per_page(4096, &AtomicBool::new(true));
+        assert!(interrupted.is_err());
+        assert_eq!(controls.settings().unwrap(), before);
     }
 }

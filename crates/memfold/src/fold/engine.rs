@@ -188,10 +188,13 @@ pub(super) struct Domain {
 impl Domain {
     /// Number that fold orders name the store by: the same for every daemon that uses the file.
     pub fn store_number(&self) -> u32 {
+        // Stores in a tmpfs of their own all have the same inode number and differ in the device; memfds the other way round.
+        let identity = self.store.identity();
+        let minor = rustix::fs::minor(identity.dev);
         #[allow(clippy::cast_possible_truncation)]
-        // memfd inode numbers are small; the library checks that it is the same file
-        let number = self.store.identity().ino as u32;
-        number
+        // Numbers are small; should two meet, the library refuses the other file.
+        let inode = identity.ino as u32;
+        inode ^ minor.rotate_right(12)
     }
 }
 

@@ -35,7 +35,6 @@ pub fn read(pid: Pid, store: StoreIdentity) -> io::Result<Mappings> {
 
 /// Every process but this one that maps any part of the store, in whatever way.
 pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
-    let inode = format!(" {} ", store.ino);
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")?.flatten() {
         let Some(pid) = entry
@@ -50,9 +49,7 @@ pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
         let Ok(text) = std::fs::read_to_string(entry.path().join("maps")) else {
             continue;
         };
-        let maps = text
-            .lines()
-            .any(|line| line.contains(&inode) && line.contains("/memfd:memfold:"));
+        let maps = lines_of(&text, store).next().is_some();
         if maps && pid != rustix::process::getpid() {
             found.push(pid);
         }
@@ -61,20 +58,24 @@ pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
 }
 
 fn parse(text: &str, store: StoreIdentity) -> Mappings {
-    let mut found = Mappings::default();
-    // Comparing the inode's text first keeps the other thousands of lines cheap.
-    let inode = format!(" {} ", store.ino);
-    for line in text.lines() {
-        found.total += 1;
-        if line.contains(&inode) {
-            found.store.extend(parse_line(line, store));
-        }
+    Mappings {
+        store: lines_of(text, store).flatten().collect(),
+        total: text.lines().count(),
     }
-    found
+}
+
+/// A value for each line about the store: its mapping if that is a private one.
+fn lines_of(text: &str, store: StoreIdentity) -> impl Iterator<Item = Option<StoreMapping>> {
+    // Comparing texts first keeps the other thousands of lines cheap.
+    let (major, minor) = (rustix::fs::major(store.dev), rustix::fs::minor(store.dev));
+    let file = format!(" {major:02x}:{minor:02x} {} ", store.ino);
+    text.lines()
+        .filter(move |line| line.contains(&file))
+        .map(private_mapping)
 }
 
 /// `start-end perms offset major:minor inode path` (`proc_pid_maps(5)`).
-fn parse_line(line: &str, store: StoreIdentity) -> Option<StoreMapping> {
+fn private_mapping(line: &str) -> Option<StoreMapping> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
     let (start, end) = (
@@ -83,13 +84,7 @@ fn parse_line(line: &str, store: StoreIdentity) -> Option<StoreMapping> {
     );
     let private = fields.next()?.ends_with('p');
     let offset = u64::from_str_radix(fields.next()?, 16).ok()?;
-    let (major, minor) = fields.next()?.split_once(':')?;
-    let dev = rustix::fs::makedev(
-        u32::from_str_radix(major, 16).ok()?,
-        u32::from_str_radix(minor, 16).ok()?,
-    );
-    let inode: u64 = fields.next()?.parse().ok()?;
-    (private && inode == store.ino && dev == store.dev).then_some(StoreMapping {
+    private.then_some(StoreMapping {
         hva: Hva(start),
         pages: (end - start) / PAGE_SIZE,
         store_page: StorePage(offset / PAGE_SIZE),
