@@ -26,6 +26,7 @@ mod guest;
 mod intake;
 mod pause;
 mod reclaim;
+mod report;
 mod runs;
 mod stack;
 pub mod stats;

@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_units::StorePage;
 use memfold_wire::library::{Order, Reply};
+use rustix::process::Pid;
 use tracing::{debug, warn};
 
+use super::content::{Member, StorePageFacts};
 use super::engine::{Domain, Engine, VmState};
-use super::stats::{DomainStats, EngineStats, VmStats};
 use super::table::{Mapped, PIECE, VmTable};
 use super::{GuestError, VmId};
 use crate::store::mapped::{self, StoreMapping};
@@ -103,198 +104,6 @@ impl Engine {
         true
     }
 
-    /// Punches out of a domain's store what no VM can need.
-    pub(super) fn reclaim(&mut self, name: &str) {
-        // Every VM of the domain must have been read just now; if one can't be, nothing is punched.
-        let ids: Vec<VmId> = self
-            .vms
-            .iter()
-            .filter(|(_, vm)| vm.domain == name)
-            .map(|(&id, _)| id)
-            .collect();
-        if !ids.iter().all(|&id| self.sync(id)) {
-            return;
-        }
-        let known_pids: Vec<_> = ids
-            .iter()
-            .filter_map(|id| self.vms.get(id))
-            .map(|vm| vm.guest.pid())
-            .collect();
-        let Some(domain) = self.domains.get_mut(name) else {
-            return;
-        };
-        domain.guardians.retain(|pid| {
-            !known_pids.contains(pid)
-                && std::path::Path::new(&format!("/proc/{}/maps", pid.as_raw_nonzero())).exists()
-        });
-        if let Some(pid) = domain.guardians.first() {
-            debug!(
-                domain = name,
-                pid = pid.as_raw_nonzero(),
-                "nothing is reclaimed: a process that this daemon doesn't know maps the store"
-            );
-            return;
-        }
-        let mut needed: HashMap<u32, u64> = HashMap::new();
-        for vm in ids.iter().filter_map(|id| self.vms.get(id)) {
-            for at in 0..vm.table.pages() {
-                if let Some(mapped) = vm.table.mapped(at).filter(|m| m.shared) {
-                    *needed.entry(mapped.store_page / PIECE).or_default() |=
-                        1 << (mapped.store_page % PIECE);
-                }
-            }
-        }
-        let Some(domain) = self.domains.get_mut(name) else {
-            return;
-        };
-        domain.last_reclaim = Instant::now();
-        let is_needed = |page: u32| {
-            needed
-                .get(&(page / PIECE))
-                .is_some_and(|word| word >> (page % PIECE) & 1 == 1)
-        };
-        let wanted = |page: u32, facts: super::content::StorePageFacts| {
-            // Filled and not yet mapped, while two VMs still cache it: about to be folded.
-            facts.references == 0
-                && facts
-                    .holds
-                    .and_then(|(content, at)| Some((domain.contents.get(content)?, at)))
-                    .is_some_and(|(content, at)| {
-                        let cached = |m: &&super::content::Member| {
-                            self.vms
-                                .get(&m.vm)
-                                .and_then(|vm| vm.table.place(m.file, at))
-                                .is_some_and(|i| {
-                                    self.vms
-                                        .get(&m.vm)
-                                        .is_some_and(|vm| !vm.table.is_refused(i))
-                                })
-                        };
-                        page < u32::MAX && content.members.iter().filter(cached).count() > 1
-                    })
-        };
-        let unknown = (0..u32::try_from(domain.inherited).unwrap_or(u32::MAX)).filter(|&page| {
-            domain.contents.facts(page) == super::content::StorePageFacts::default()
-        });
-        let mut garbage: Vec<u32> = domain
-            .contents
-            .known_store_pages()
-            .filter(|&(page, facts)| {
-                let known = facts.references > 0 || facts.holds.is_some();
-                known && !facts.punched && !is_needed(page) && !wanted(page, facts)
-            })
-            .map(|(page, _)| page)
-            .chain(unknown)
-            .collect();
-        domain.inherited = 0;
-        garbage.sort_unstable();
-        for run in garbage.chunk_by(|a, b| a + 1 == *b) {
-            for &page in run {
-                domain.contents.unindex_store_page(page);
-                domain.contents.set_punched(page);
-            }
-            match domain
-                .store
-                .punch(StorePage(u64::from(run[0])), run.len() as u64)
-            {
-                Ok(()) => domain.punched += run.len() as u64,
-                Err(error) => {
-                    warn!(domain = name, error = %error, "store pages could not be given back")
-                }
-            }
-        }
-        if !garbage.is_empty() {
-            domain.full = false;
-            debug!(
-                domain = name,
-                pages = garbage.len(),
-                "gave back store pages that no VM needs"
-            );
-        }
-    }
-
-    /// Figures of this moment. Call after [`Engine::sync_all`].
-    pub(super) fn report(&mut self) -> EngineStats {
-        let ids: Vec<VmId> = self.vms.keys().copied().collect();
-        let vms = ids.iter().filter_map(|id| self.vm_report(*id)).collect();
-        let domains = self.domains.iter().map(|(name, domain)| DomainStats {
-            domain: name.clone(),
-            store_dev: domain.store.identity().dev,
-            store_ino: domain.store.identity().ino,
-            store_bytes: domain.store.held().map_or(0, |b| b.0),
-            store_cap_bytes: domain.store.cap().0,
-            store_full: domain.full,
-            appended_pages: domain.appended,
-            punched_pages: domain.punched,
-        });
-        let tables: u64 = self.vms.values().map(|vm| vm.table.own_bytes()).sum();
-        EngineStats {
-            paused: self.paused,
-            engine_cpu_s: super::engine::thread_cpu_ns() as f64 / 1e9,
-            library_cpu_s: self.library_cpu_ns as f64 / 1e9,
-            cpu_share: self.settings.cpu_share,
-            pages_per_second: self.settings.pages_per_second,
-            hint_to_fold_p50_s: self.latencies.percentile_s(50),
-            hint_to_fold_p95_s: self.latencies.percentile_s(95),
-            hints_waiting: self
-                .vms
-                .values()
-                .map(|vm| (vm.stack.len() + vm.wait_for_pause.len()) as u64)
-                .sum(),
-            own_bytes: tables
-                + self
-                    .domains
-                    .values()
-                    .map(|d| d.contents.own_bytes())
-                    .sum::<u64>(),
-            vms,
-            domains: domains.collect(),
-            ..self.stats.clone()
-        }
-    }
-
-    fn vm_report(&self, id: VmId) -> Option<VmStats> {
-        let vm = self.vms.get(&id)?;
-        let domain = self.domains.get(&vm.domain)?;
-        let mut stats = VmStats {
-            cached_pages: vm.table.cached_pages(),
-            hints_dropped: vm.stack.dropped(),
-            ..vm.stats.clone()
-        };
-        for at in 0..vm.table.pages() {
-            let Some((file, page)) = vm.table.cached(at) else {
-                continue;
-            };
-            let member = super::content::Member { vm: id, file };
-            let Some(content) = domain
-                .contents
-                .of(member)
-                .and_then(|c| domain.contents.get(c))
-            else {
-                continue;
-            };
-            let stored = content.store_page(page);
-            let elsewhere = || {
-                content.members.iter().any(|m| {
-                    *m != member
-                        && self
-                            .vms
-                            .get(&m.vm)
-                            .is_some_and(|o| o.table.place(m.file, page).is_some())
-                })
-            };
-            if stored.is_some() || elsewhere() {
-                stats.matched_pages += 1;
-                let folded = vm
-                    .table
-                    .mapped(at)
-                    .is_some_and(|m| m.shared && Some(m.store_page) == stored);
-                stats.matched_folded_pages += u64::from(folded);
-            }
-        }
-        Some(stats)
-    }
-
     fn read_library_stats(&mut self, id: VmId) -> Result<(), GuestError> {
         let Some(vm) = self
             .vms
@@ -310,6 +119,87 @@ impl Engine {
             vm.discarded = library.discarded_pages;
         }
         Ok(())
+    }
+
+    /// Punches out of a domain's store what no VM can need.
+    pub(super) fn reclaim(&mut self, name: &str) {
+        // Every VM of the domain must have been read just now; if one can't be, nothing is punched.
+        let members = self.vms.iter().filter(|(_, vm)| vm.domain == name);
+        let ids: Vec<VmId> = members.map(|(&id, _)| id).collect();
+        if !ids.iter().all(|&id| self.sync(id)) || self.is_guarded(name, &ids) {
+            return;
+        }
+        let Some(domain) = self.domains.get(name) else { return };
+        let needed = needed_pages(ids.iter().filter_map(|id| self.vms.get(id)));
+        let is_needed = |page: u32| needed.get(&(page / PIECE)).is_some_and(|word| word >> (page % PIECE) & 1 == 1);
+        let inherited = (0..u32::try_from(domain.inherited).unwrap_or(u32::MAX))
+            .filter(|&page| domain.contents.facts(page) == StorePageFacts::default());
+        let known = domain.contents.known_store_pages().filter(|&(page, facts)| {
+            let known = facts.references > 0 || facts.holds.is_some();
+            known && !facts.punched && !is_needed(page) && !self.is_wanted(domain, facts)
+        });
+        let mut garbage: Vec<u32> = known.map(|(page, _)| page).chain(inherited).collect();
+        garbage.sort_unstable();
+        if let Some(domain) = self.domains.get_mut(name) {
+            domain.last_reclaim = Instant::now();
+            domain.inherited = 0;
+            punch(name, domain, &garbage);
+        }
+    }
+
+    /// Whether a process lives that mapped the store when it was taken over, and that this engine doesn't know.
+    fn is_guarded(&mut self, name: &str, ids: &[VmId]) -> bool {
+        let known: Vec<_> = ids.iter().filter_map(|id| self.vms.get(id)).map(|vm| vm.guest.pid()).collect();
+        let Some(domain) = self.domains.get_mut(name) else { return true };
+        let lives = |pid: &Pid| std::path::Path::new(&format!("/proc/{}/maps", pid.as_raw_nonzero())).exists();
+        domain.guardians.retain(|pid| !known.contains(pid) && lives(pid));
+        if let Some(pid) = domain.guardians.first() {
+            let pid = pid.as_raw_nonzero();
+            debug!(domain = name, pid, "nothing is reclaimed: a process that this daemon doesn't know maps the store");
+        }
+        !domain.guardians.is_empty()
+    }
+
+    /// Whether a store page is filled and not yet mapped, while two VMs still cache what it holds: about to be folded.
+    fn is_wanted(&self, domain: &Domain, facts: StorePageFacts) -> bool {
+        let Some((content, page)) = facts.holds.filter(|_| facts.references == 0) else { return false };
+        let Some(content) = domain.contents.get(content) else { return false };
+        let cached = |m: &&Member| {
+            let Some(vm) = self.vms.get(&m.vm) else { return false };
+            vm.table.place(m.file, page).is_some_and(|at| !vm.table.is_refused(at))
+        };
+        content.members.iter().filter(cached).count() > 1
+    }
+}
+
+/// Store pages that a VM page maps and holds no copy of, as a bit each in words of [`PIECE`] pages.
+fn needed_pages<'a>(vms: impl Iterator<Item = &'a VmState>) -> HashMap<u32, u64> {
+    let mut needed: HashMap<u32, u64> = HashMap::new();
+    for vm in vms {
+        for at in 0..vm.table.pages() {
+            if let Some(mapped) = vm.table.mapped(at).filter(|m| m.shared) {
+                *needed.entry(mapped.store_page / PIECE).or_default() |= 1 << (mapped.store_page % PIECE);
+            }
+        }
+    }
+    needed
+}
+
+/// Gives pages back, ascending.
+fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
+    for run in garbage.chunk_by(|a, b| a + 1 == *b) {
+        for &page in run {
+            domain.contents.unindex_store_page(page);
+            domain.contents.set_punched(page);
+        }
+        match domain.store.punch(StorePage(u64::from(run[0])), run.len() as u64) {
+            Ok(()) => domain.punched += run.len() as u64,
+            Err(error) => warn!(domain = name, error = &error as &dyn std::error::Error, "store pages could not be given back"),
+        }
+    }
+    if !garbage.is_empty() {
+        domain.full = false;
+        debug!(domain = name, pages = garbage.len(), "gave back store pages that no VM needs");
     }
 }
 

@@ -1,0 +1,90 @@
+//! The engine's figures of a moment.
+
+use super::VmId;
+use super::content::Member;
+use super::engine::Engine;
+use super::stats::{DomainStats, EngineStats, VmStats};
+
+impl Engine {
+    /// Figures of this moment. Call after [`Engine::sync_all`].
+    pub(super) fn report(&mut self) -> EngineStats {
+        let ids: Vec<VmId> = self.vms.keys().copied().collect();
+        let vms = ids.iter().filter_map(|id| self.vm_report(*id)).collect();
+        let domains = self.domains.iter().map(|(name, domain)| DomainStats {
+            domain: name.clone(),
+            store_dev: domain.store.identity().dev,
+            store_ino: domain.store.identity().ino,
+            store_bytes: domain.store.held().map_or(0, |b| b.0),
+            store_cap_bytes: domain.store.cap().0,
+            store_full: domain.full,
+            appended_pages: domain.appended,
+            punched_pages: domain.punched,
+        });
+        let tables: u64 = self.vms.values().map(|vm| vm.table.own_bytes()).sum();
+        EngineStats {
+            paused: self.paused,
+            engine_cpu_s: super::engine::thread_cpu_ns() as f64 / 1e9,
+            library_cpu_s: self.library_cpu_ns as f64 / 1e9,
+            cpu_share: self.settings.cpu_share,
+            pages_per_second: self.settings.pages_per_second,
+            hint_to_fold_p50_s: self.latencies.percentile_s(50),
+            hint_to_fold_p95_s: self.latencies.percentile_s(95),
+            hints_waiting: self
+                .vms
+                .values()
+                .map(|vm| (vm.stack.len() + vm.wait_for_pause.len()) as u64)
+                .sum(),
+            own_bytes: tables
+                + self
+                    .domains
+                    .values()
+                    .map(|d| d.contents.own_bytes())
+                    .sum::<u64>(),
+            vms,
+            domains: domains.collect(),
+            ..self.stats.clone()
+        }
+    }
+
+    fn vm_report(&self, id: VmId) -> Option<VmStats> {
+        let vm = self.vms.get(&id)?;
+        let domain = self.domains.get(&vm.domain)?;
+        let mut stats = VmStats {
+            cached_pages: vm.table.cached_pages(),
+            hints_dropped: vm.stack.dropped(),
+            ..vm.stats.clone()
+        };
+        for at in 0..vm.table.pages() {
+            let Some((file, page)) = vm.table.cached(at) else {
+                continue;
+            };
+            let member = Member { vm: id, file };
+            let Some(content) = domain
+                .contents
+                .of(member)
+                .and_then(|c| domain.contents.get(c))
+            else {
+                continue;
+            };
+            let stored = content.store_page(page);
+            let elsewhere = || {
+                content.members.iter().any(|m| {
+                    *m != member
+                        && self
+                            .vms
+                            .get(&m.vm)
+                            .is_some_and(|o| o.table.place(m.file, page).is_some())
+                })
+            };
+            if stored.is_some() || elsewhere() {
+                stats.matched_pages += 1;
+                let folded = vm
+                    .table
+                    .mapped(at)
+                    .is_some_and(|m| m.shared && Some(m.store_page) == stored);
+                stats.matched_folded_pages += u64::from(folded);
+            }
+        }
+        Some(stats)
+    }
+}
