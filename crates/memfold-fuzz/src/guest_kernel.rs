@@ -183,15 +183,18 @@ fn mountinfo(data: &[u8]) -> u64 {
 
 fn globs(data: &[u8]) -> u64 {
     let [pattern, path] = parts(data);
+    // Patterns are the operator's, paths the guest's: two kinds of stars cost the square of the path's length.
     let (pattern, path) = (
         &pattern[..pattern.len().min(256)],
-        &path[..path.len().min(4096)],
+        &path[..path.len().min(256)],
     );
     let matched = glob::matches(pattern, path);
-    if !pattern.iter().any(|b| b"*?[]\\{}!".contains(b)) {
+    if !pattern.iter().any(|b| b"*?[\\".contains(b)) {
+        let name = path.rsplit(|b| *b == b'/').next().unwrap_or(path);
+        let against = if pattern.contains(&b'/') { path } else { name };
         assert_eq!(
             matched,
-            pattern == path,
+            pattern == against,
             "a pattern without signs matches itself alone"
         );
     }
