@@ -128,6 +128,7 @@ pub(super) struct FileState {
     pub skip_until: Option<Instant>,
 }
 
+#[allow(clippy::struct_excessive_bools)] // independent facts, each asked by name
 pub(super) struct VmState {
     pub domain: String,
     pub guest: Box<dyn Guest>,

@@ -24,6 +24,7 @@ mod content;
 mod engine;
 mod guest;
 mod intake;
+mod outcome;
 mod pause;
 mod reclaim;
 mod report;

@@ -129,15 +129,24 @@ impl Engine {
         if !ids.iter().all(|&id| self.sync(id)) || self.is_guarded(name, &ids) {
             return;
         }
-        let Some(domain) = self.domains.get(name) else { return };
+        let Some(domain) = self.domains.get(name) else {
+            return;
+        };
         let needed = needed_pages(ids.iter().filter_map(|id| self.vms.get(id)));
-        let is_needed = |page: u32| needed.get(&(page / PIECE)).is_some_and(|word| word >> (page % PIECE) & 1 == 1);
+        let is_needed = |page: u32| {
+            needed
+                .get(&(page / PIECE))
+                .is_some_and(|word| word >> (page % PIECE) & 1 == 1)
+        };
         let inherited = (0..u32::try_from(domain.inherited).unwrap_or(u32::MAX))
             .filter(|&page| domain.contents.facts(page) == StorePageFacts::default());
-        let known = domain.contents.known_store_pages().filter(|&(page, facts)| {
-            let known = facts.references > 0 || facts.holds.is_some();
-            known && !facts.punched && !is_needed(page) && !self.is_wanted(domain, facts)
-        });
+        let known = domain
+            .contents
+            .known_store_pages()
+            .filter(|&(page, facts)| {
+                let known = facts.references > 0 || facts.holds.is_some();
+                known && !facts.punched && !is_needed(page) && !self.is_wanted(domain, facts)
+            });
         let mut garbage: Vec<u32> = known.map(|(page, _)| page).chain(inherited).collect();
         garbage.sort_unstable();
         if let Some(domain) = self.domains.get_mut(name) {
@@ -149,24 +158,45 @@ impl Engine {
 
     /// Whether a process lives that mapped the store when it was taken over, and that this engine doesn't know.
     fn is_guarded(&mut self, name: &str, ids: &[VmId]) -> bool {
-        let known: Vec<_> = ids.iter().filter_map(|id| self.vms.get(id)).map(|vm| vm.guest.pid()).collect();
-        let Some(domain) = self.domains.get_mut(name) else { return true };
-        let lives = |pid: &Pid| std::path::Path::new(&format!("/proc/{}/maps", pid.as_raw_nonzero())).exists();
-        domain.guardians.retain(|pid| !known.contains(pid) && lives(pid));
+        let known: Vec<_> = ids
+            .iter()
+            .filter_map(|id| self.vms.get(id))
+            .map(|vm| vm.guest.pid())
+            .collect();
+        let Some(domain) = self.domains.get_mut(name) else {
+            return true;
+        };
+        let lives = |pid: &Pid| {
+            std::path::Path::new(&format!("/proc/{}/maps", pid.as_raw_nonzero())).exists()
+        };
+        domain
+            .guardians
+            .retain(|pid| !known.contains(pid) && lives(pid));
         if let Some(pid) = domain.guardians.first() {
             let pid = pid.as_raw_nonzero();
-            debug!(domain = name, pid, "nothing is reclaimed: a process that this daemon doesn't know maps the store");
+            debug!(
+                domain = name,
+                pid, "nothing is reclaimed: a process that this daemon doesn't know maps the store"
+            );
         }
         !domain.guardians.is_empty()
     }
 
     /// Whether a store page is filled and not yet mapped, while two VMs still cache what it holds: about to be folded.
     fn is_wanted(&self, domain: &Domain, facts: StorePageFacts) -> bool {
-        let Some((content, page)) = facts.holds.filter(|_| facts.references == 0) else { return false };
-        let Some(content) = domain.contents.get(content) else { return false };
+        let Some((content, page)) = facts.holds.filter(|_| facts.references == 0) else {
+            return false;
+        };
+        let Some(content) = domain.contents.get(content) else {
+            return false;
+        };
         let cached = |m: &&Member| {
-            let Some(vm) = self.vms.get(&m.vm) else { return false };
-            vm.table.place(m.file, page).is_some_and(|at| !vm.table.is_refused(at))
+            let Some(vm) = self.vms.get(&m.vm) else {
+                return false;
+            };
+            vm.table
+                .place(m.file, page)
+                .is_some_and(|at| !vm.table.is_refused(at))
         };
         content.members.iter().filter(cached).count() > 1
     }
@@ -178,7 +208,8 @@ fn needed_pages<'a>(vms: impl Iterator<Item = &'a VmState>) -> HashMap<u32, u64>
     for vm in vms {
         for at in 0..vm.table.pages() {
             if let Some(mapped) = vm.table.mapped(at).filter(|m| m.shared) {
-                *needed.entry(mapped.store_page / PIECE).or_default() |= 1 << (mapped.store_page % PIECE);
+                *needed.entry(mapped.store_page / PIECE).or_default() |=
+                    1 << (mapped.store_page % PIECE);
             }
         }
     }
@@ -192,14 +223,25 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
             domain.contents.unindex_store_page(page);
             domain.contents.set_punched(page);
         }
-        match domain.store.punch(StorePage(u64::from(run[0])), run.len() as u64) {
+        match domain
+            .store
+            .punch(StorePage(u64::from(run[0])), run.len() as u64)
+        {
             Ok(()) => domain.punched += run.len() as u64,
-            Err(error) => warn!(domain = name, error = &error as &dyn std::error::Error, "store pages could not be given back"),
+            Err(error) => warn!(
+                domain = name,
+                error = &error as &dyn std::error::Error,
+                "store pages could not be given back"
+            ),
         }
     }
     if !garbage.is_empty() {
         domain.full = false;
-        debug!(domain = name, pages = garbage.len(), "gave back store pages that no VM needs");
+        debug!(
+            domain = name,
+            pages = garbage.len(),
+            "gave back store pages that no VM needs"
+        );
     }
 }
 

@@ -5,14 +5,13 @@ use std::time::{Duration, Instant};
 
 use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_units::{HUGE_PAGE_PAGES, Hva};
-use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Outcome, Reply};
-use tracing::{debug, warn};
+use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Reply};
 
 use super::content::{ContentId, Member};
 use super::engine::{Domain, Engine, VmState, note_store_error};
 use super::runs::{Group, Run, group, length, spare_huge_pages};
 use super::stack::Hint;
-use super::table::{Index, Mapped, PIECE};
+use super::table::{Index, PIECE};
 use super::{GuestError, VmId, budget};
 use crate::store::StoreError;
 
@@ -24,15 +23,6 @@ const ORDER_PAGES: u32 = 2048;
 
 /// Time between two sweeps over everything that is matched and not folded.
 pub(super) const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
-
-/// Differing pages after which a file is judged.
-const JUDGE_AFTER: u32 = 4;
-
-/// How long a file is left alone the first time that it is given up; doubles each time, up to an hour.
-const GIVE_UP: Duration = Duration::from_secs(30);
-
-/// How often a busy page is tried again.
-const MAX_TRIES: u8 = 4;
 
 /// A range of one content to bring into order in all VMs.
 struct Task {
@@ -415,200 +405,6 @@ impl Engine {
         Ok(())
     }
 
-    /// Books the outcome of a group, run by run: those before the stop are done, one is stopped in, the rest is tried anew.
-    fn book_group(
-        &mut self,
-        id: VmId,
-        group: Group,
-        outcome: Outcome,
-        queue: &mut VecDeque<Group>,
-    ) {
-        let mut done = outcome.pages_done(length(&group));
-        let mut runs = group.into_iter();
-        for run in runs.by_ref() {
-            if done >= run.pages {
-                done -= run.pages;
-                self.book(id, run, Outcome::Done, queue);
-                continue;
-            }
-            self.book(id, run, stopped_at(outcome, done), queue);
-            break;
-        }
-        let rest: Group = runs.collect();
-        if !rest.is_empty() && !matches!(outcome, Outcome::Refused | Outcome::Failed { .. }) {
-            queue.push_front(rest);
-        }
-    }
-
-    fn book(&mut self, id: VmId, run: Run, outcome: Outcome, queue: &mut VecDeque<Group>) {
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return;
-        };
-        let Some(domain) = self.domains.get_mut(&vm.domain) else {
-            return;
-        };
-        let done = outcome.pages_done(run.pages);
-        for step in 0..done {
-            let at = run.index + step;
-            if let Some(before) = vm.table.mapped(at) {
-                domain.contents.count_reference(before.store_page, false);
-            }
-            let store_page = run.store_page + step;
-            domain.contents.count_reference(store_page, true);
-            vm.table.set_mapped(
-                at,
-                Some(Mapped {
-                    store_page,
-                    shared: true,
-                }),
-            );
-        }
-        if done > 0 {
-            vm.active = true;
-            *(if run.again {
-                &mut vm.stats.refolded_pages
-            } else {
-                &mut vm.stats.folded_pages
-            }) += u64::from(done);
-            let mut alias = false;
-            if let Some(file) = vm.files.get_mut(&run.file) {
-                file.equal = file.equal.saturating_add(done);
-                file.given_up = 0;
-                alias = file.alias;
-            }
-            let stats = &mut self.stats;
-            *(if alias {
-                &mut stats.case_different_path_same_content
-            } else {
-                &mut stats.case_same_path_same_content
-            }) += u64::from(done);
-            // What came while folding was paused would tell how long the pause was.
-            if let Some(at) = run.at.filter(|at| *at >= self.resumed) {
-                self.latencies
-                    .count(at.elapsed().as_millis(), u64::from(done));
-            }
-        }
-        let rest = match outcome {
-            Outcome::Done => None,
-            Outcome::Differs { .. } => {
-                if self.differs(id, &run, done) {
-                    run.rest(done + 1)
-                } else {
-                    None
-                }
-            }
-            Outcome::Busy { .. } => {
-                if let Some(vm) = self.vms.get_mut(&id) {
-                    vm.stats.busy_pages += 1;
-                    let again = Hint {
-                        file: run.file,
-                        page: run.page + done,
-                        pages: 1,
-                        at: Instant::now(),
-                        tries: run.tries + 1,
-                    };
-                    if run.tries < MAX_TRIES {
-                        vm.stack.push(again);
-                    }
-                }
-                run.rest(done + 1)
-            }
-            Outcome::Hole { .. } => {
-                if let Some(vm) = self.vms.get_mut(&id) {
-                    vm.table.refuse(run.index + done);
-                }
-                run.rest(done + 1)
-            }
-            Outcome::Refused => {
-                debug!(
-                    ?run,
-                    "order refused: our view of this VM's mappings is out of date"
-                );
-                if let Some(vm) = self.vms.get_mut(&id) {
-                    vm.active = true;
-                    vm.maps_stale = true;
-                }
-                self.sweep_wanted = true;
-                None
-            }
-            Outcome::Failed { errno, .. } => {
-                if let Some(vm) = self.vms.get_mut(&id) {
-                    warn!(
-                        vm = vm.stats.name,
-                        errno,
-                        pages = run.pages,
-                        "a fold failed; the run was left as it was"
-                    );
-                    if errno == rustix::io::Errno::NOMEM.raw_os_error() {
-                        vm.mappings = self.settings.max_mappings;
-                    }
-                }
-                None
-            }
-        };
-        if let Some(rest) = rest {
-            queue.push_front(vec![rest]);
-        }
-    }
-
-    /// The page `offset` pages into `run` is not what the store holds. Returns whether the rest of the run is worth trying.
-    fn differs(&mut self, id: VmId, run: &Run, offset: u32) -> bool {
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return false;
-        };
-        let Some(domain) = self.domains.get_mut(&vm.domain) else {
-            return false;
-        };
-        vm.stats.differing_pages += 1;
-        vm.table.refuse(run.index + offset);
-        let store_page = run.store_page + offset;
-        if domain.contents.facts(store_page).references == 0 {
-            // Nobody vouches for the copy: it may have been taken before the page was read from disk.
-            domain.contents.unindex_store_page(store_page);
-        }
-        let Some(file) = vm.files.get_mut(&run.file) else {
-            return false;
-        };
-        file.differing += 1;
-        let stats = &mut self.stats;
-        *(if file.alias {
-            &mut stats.case_different_path_different_content
-        } else {
-            &mut stats.case_same_path_different_content
-        }) += 1;
-        if file.differing < JUDGE_AFTER || file.differing <= file.equal * 2 {
-            return true;
-        }
-        let member = Member {
-            vm: id,
-            file: run.file,
-        };
-        file.equal = 0;
-        file.differing = 0;
-        if domain.contents.try_variant(member) {
-            let pieces: Vec<u32> = vm.table.pieces(run.file).collect();
-            for piece in pieces {
-                let first = piece * PIECE;
-                vm.table.set_dirty(run.file, first..first + PIECE, false);
-                vm.stack.push(Hint {
-                    file: run.file,
-                    page: first,
-                    pages: PIECE,
-                    at: Instant::now(),
-                    tries: 0,
-                });
-            }
-        } else {
-            let pause = GIVE_UP
-                .saturating_mul(1 << file.given_up.min(7))
-                .min(Duration::from_secs(3600));
-            file.given_up += 1;
-            file.skip_until = Some(Instant::now() + pause);
-            self.stats.files_given_up += 1;
-        }
-        false
-    }
-
     /// Goes through all contents for what is matched and not folded: hints that were dropped, pages that were refused by a
     /// budget, VMs that came late.
     fn sweep(&mut self) {
@@ -688,15 +484,4 @@ fn is_huge(map: &Pagemap, hva: Hva) -> bool {
     };
     map.scan(hva, hva.add_pages(HUGE_PAGE_PAGES), filter)
         .is_ok_and(|regions| !regions.is_empty())
-}
-
-/// The same outcome, `folded` pages into a run.
-fn stopped_at(outcome: Outcome, folded: u32) -> Outcome {
-    match outcome {
-        Outcome::Done | Outcome::Refused => outcome,
-        Outcome::Differs { .. } => Outcome::Differs { folded },
-        Outcome::Busy { .. } => Outcome::Busy { folded },
-        Outcome::Hole { .. } => Outcome::Hole { folded },
-        Outcome::Failed { errno, .. } => Outcome::Failed { errno, folded },
-    }
 }
