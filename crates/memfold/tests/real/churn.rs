@@ -39,6 +39,8 @@ struct Sample {
     daemon_bytes: f64,
 }
 
+type Figure = fn(&Sample) -> f64;
+
 #[test]
 fn most_of_a_churning_page_cache_is_folded_at_any_moment_and_nothing_grows() {
     let Some(_turn) = support::turn() else { return };
@@ -116,7 +118,7 @@ fn make_disk(directory: &Path, disk: &Path) {
         "cd '{}' && md5sum file* > sums && mke2fs -q -F -t ext4 -d . '{}' {}M",
         root.display(),
         disk.display(),
-        (FILES * FILE_BYTES >> 20) * 11 / 10 + 32
+        ((FILES * FILE_BYTES) >> 20) * 11 / 10 + 32
     );
     let done = Command::new("sh").args(["-c", &script]).status().unwrap();
     assert!(done.success());
@@ -182,7 +184,7 @@ fn judge(samples: &[Sample]) {
         println!("{name}: median {share:.1} % of matched pages folded, {least} wanted");
         assert!(share >= *least, "{name}: {share:.1} %");
     }
-    let grown: [(&str, fn(&Sample) -> f64); 3] = [
+    let grown: [(&str, Figure); 3] = [
         ("mappings", |s| s.mappings),
         ("page store bytes", |s| s.store_bytes),
         ("daemon bytes", |s| s.daemon_bytes),

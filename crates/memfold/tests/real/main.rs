@@ -10,6 +10,9 @@
 //!
 //! Each boots its VMs once; they take turns. Without guest images or QEMU they say so and pass, unless `MEMFOLD_REAL=1`.
 
+// A test here is one story of VMs that are dear to boot, and it speaks of states, stats and status.
+#![allow(clippy::similar_names, clippy::too_many_lines)]
+
 mod churn;
 mod daemon_killed;
 mod domains;
