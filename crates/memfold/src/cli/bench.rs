@@ -12,6 +12,9 @@ use crate::api::DEFAULT_STATE;
 use crate::bench::{self, record};
 use crate::host::{HostFacts, examine};
 
+/// Makes a study's figures of its result: names and SVG.
+type Draw = fn(&Value) -> Vec<(String, String)>;
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Study {
     /// Cost of folding by run length, next to a bare compare and to ksmd
@@ -37,7 +40,7 @@ pub(super) struct Arguments {
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (name, quick) = (study_name(arguments.study), arguments.quick);
-    let (measured, draw): (Value, fn(&Value) -> Vec<(String, String)>) = match arguments.study {
+    let (measured, draw): (Value, Draw) = match arguments.study {
         Study::Fold => {
             let options = if quick {
                 bench::fold::Options::quick()

@@ -76,6 +76,8 @@ pub(super) struct Sample {
     pub matched_folded_pages: u64,
     pub zero_pages: u64,
     pub hints_waiting: u64,
+    /// Pages that ksmd scanned since time 0: it may get less of the cores than its rate needs.
+    pub ksm_scanned_pages: Option<u64>,
 }
 
 /// How one VM got on with its work.
@@ -257,12 +259,15 @@ fn vcpu_times(lab: &Lab, name: &str) -> anyhow::Result<(f64, f64)> {
 /// The running mechanism.
 enum Scanner {
     Engine,
-    Ksm {
-        run: ksm::Run,
-        ksmd: ksm::Ksmd,
-        at_start: Duration,
-        budget: Option<Budget>,
-    },
+    Ksm(Box<KsmRun>),
+}
+
+struct KsmRun {
+    run: ksm::Run,
+    ksmd: ksm::Ksmd,
+    cpu_at_start: Duration,
+    scanned_at_start: Option<u64>,
+    budget: Option<Budget>,
 }
 
 /// What ksmd is held to.
@@ -300,21 +305,21 @@ impl Scanner {
             }),
             None => None,
         };
-        Ok(Self::Ksm {
-            at_start: ksmd.cpu_time()?,
+        Ok(Self::Ksm(Box::new(KsmRun {
+            cpu_at_start: ksmd.cpu_time()?,
+            scanned_at_start: ksm::Status::read(run.controls())?.pages_scanned,
             run,
             ksmd,
             budget,
-        })
+        })))
     }
 
     /// Sets ksmd's rate anew once a second, if it has a budget.
     fn pace(&mut self, began: Instant) -> anyhow::Result<()> {
-        if let Self::Ksm {
-            budget: Some(budget),
-            ..
-        } = self
-        {
+        let Self::Ksm(ksm) = self else {
+            return Ok(());
+        };
+        if let Some(budget) = &mut ksm.budget {
             if Instant::now() >= budget.next {
                 let t = began.elapsed().as_secs_f64();
                 let allowed = value_at(&budget.allowed, t);
@@ -339,18 +344,17 @@ impl Scanner {
             matched_folded_pages: sum(|vm| vm.matched_folded_pages),
             zero_pages: sum(|vm| vm.zero_pages),
             hints_waiting: stats.hints_waiting,
+            ksm_scanned_pages: None,
         };
-        if let Self::Ksm {
-            run,
-            ksmd,
-            at_start,
-            ..
-        } = self
-        {
-            sample.scanner_cpu_s = ksmd.cpu_time()?.saturating_sub(*at_start).as_secs_f64();
-            sample.shared_pages = ksm::Status::read(run.controls())?
-                .pages_sharing
-                .unwrap_or(0);
+        if let Self::Ksm(ksm) = self {
+            let used = ksm.ksmd.cpu_time()?.saturating_sub(ksm.cpu_at_start);
+            sample.scanner_cpu_s = used.as_secs_f64();
+            let counters = ksm::Status::read(ksm.run.controls())?;
+            sample.shared_pages = counters.pages_sharing.unwrap_or(0);
+            sample.ksm_scanned_pages = counters
+                .pages_scanned
+                .zip(ksm.scanned_at_start)
+                .map(|(now, then)| now.saturating_sub(then));
         }
         Ok(sample)
     }
@@ -358,7 +362,7 @@ impl Scanner {
     fn stop(self) -> anyhow::Result<()> {
         match self {
             Self::Engine => Ok(()),
-            Self::Ksm { run, .. } => Ok(run.stop(true)?),
+            Self::Ksm(ksm) => Ok(ksm.run.stop(true)?),
         }
     }
 }
@@ -464,6 +468,7 @@ impl ArmRun {
                 "matched_folded_pages": s.matched_folded_pages,
                 "zero_pages": s.zero_pages,
                 "hints_waiting": s.hints_waiting,
+                "ksm_scanned_pages": s.ksm_scanned_pages,
             })
         };
         self.samples.iter().map(json).collect()

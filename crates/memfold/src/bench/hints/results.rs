@@ -1,6 +1,6 @@
 //! From the arms to the study's figures.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
@@ -79,9 +79,9 @@ pub(super) fn of(runs: &[ArmRun]) -> Value {
     );
     put("agent_cpu_percent", median(&fold, agent_percent).into());
 
-    let names: BTreeMap<String, ()> = runs.iter().map(|r| (r.mechanism.name(), ())).collect();
+    let names: BTreeSet<String> = runs.iter().map(|r| r.mechanism.name()).collect();
     let arms: Map<String, Value> = names
-        .into_keys()
+        .into_iter()
         .map(|name| (name.clone(), arm_figures(&none, &arm(runs, &name))))
         .collect();
     put("arms", arms.into());
@@ -108,6 +108,9 @@ fn arm_figures(none: &[&ArmRun], runs: &[&ArmRun]) -> Value {
         "work_vcpu_s": spread(|r| mean(r.work.iter().map(|w| w.vcpu_s))),
         "work_delayed_s": spread(|r| mean(r.work.iter().map(|w| w.delay_s))),
         "slowdown_percent": {"min": slowdowns.first(), "median": middle(&slowdowns), "max": slowdowns.last()},
+        "ksm_scanned_pages_per_s": runs
+            .last()
+            .and_then(|r| Some(r.end().ksm_scanned_pages? as f64 / r.end().t_s)),
         "other_load_percent": spread(|r| r.other_load_percent),
         "fold": fold.map(|r| json!({
             "share_of_matched_folded_percent": matched_folded_percent(r),
