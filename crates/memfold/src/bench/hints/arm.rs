@@ -258,10 +258,10 @@ fn vcpu_times(lab: &Lab, name: &str) -> anyhow::Result<(f64, f64)> {
 enum Scanner {
     Engine,
     Ksm {
-        run: ksm::Run,
+        run: Box<ksm::Run>,
         ksmd: ksm::Ksmd,
         at_start: Duration,
-        budget: Option<Budget>,
+        budget: Option<Box<Budget>>,
     },
 }
 
@@ -293,16 +293,16 @@ impl Scanner {
         run.controls().unmerge(1)?;
         let ksmd = ksm::Ksmd::find().context("no ksmd to measure")?;
         let budget = match allowed {
-            Some(allowed) => Some(Budget {
+            Some(allowed) => Some(Box::new(Budget {
                 hold: ksm::EqualCpu::new(&run)?,
                 allowed,
                 next: Instant::now(),
-            }),
+            })),
             None => None,
         };
         Ok(Self::Ksm {
             at_start: ksmd.cpu_time()?,
-            run,
+            run: Box::new(run),
             ksmd,
             budget,
         })

@@ -1,6 +1,6 @@
 //! From the arms to the study's figures.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
@@ -79,9 +79,9 @@ pub(super) fn of(runs: &[ArmRun]) -> Value {
     );
     put("agent_cpu_percent", median(&fold, agent_percent).into());
 
-    let names: BTreeMap<String, ()> = runs.iter().map(|r| (r.mechanism.name(), ())).collect();
+    let names: BTreeSet<String> = runs.iter().map(|r| r.mechanism.name()).collect();
     let arms: Map<String, Value> = names
-        .into_keys()
+        .into_iter()
         .map(|name| (name.clone(), arm_figures(&none, &arm(runs, &name))))
         .collect();
     put("arms", arms.into());
