@@ -88,8 +88,8 @@ trait Limited {
     fn assert_limits(&self);
 }
 
-fn agent_run(pages: u32) {
-    assert!((1..=agent::MAX_RUN_PAGES).contains(&pages));
+fn agent_run(pages: u32) -> bool {
+    (1..=agent::MAX_RUN_PAGES).contains(&pages)
 }
 
 impl Limited for FromAgent {
@@ -97,15 +97,15 @@ impl Limited for FromAgent {
         match self {
             Self::Hints(list) => {
                 assert!(list.len() <= agent::MAX_RUNS);
-                list.iter().for_each(|r| agent_run(r.pages));
+                assert!(list.iter().all(|r| agent_run(r.pages)));
             }
             Self::Gone(list) => {
                 assert!(list.len() <= agent::MAX_RUNS);
-                list.iter().for_each(|r| agent_run(r.pages));
+                assert!(list.iter().all(|r| agent_run(r.pages)));
             }
             Self::Dirty(list) | Self::Clean(list) => {
                 assert!(list.len() <= agent::MAX_RUNS);
-                list.iter().for_each(|r| agent_run(r.pages));
+                assert!(list.iter().all(|r| agent_run(r.pages)));
             }
             Self::Files(list) => {
                 assert!(list.len() <= agent::MAX_RUNS);

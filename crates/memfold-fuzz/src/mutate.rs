@@ -44,10 +44,10 @@ impl Random {
 pub fn fuzz(subject: Subject, time: Duration, seed: u64, mut before: impl FnMut(&[u8])) -> Fuzzed {
     let mut random = Random(seed | 1);
     let mut pool = (subject.seeds)();
-    let mut seen = std::collections::BTreeSet::new();
+    let mut results = std::collections::BTreeSet::new();
     for input in &pool {
         before(input);
-        seen.insert((subject.run)(input));
+        results.insert((subject.run)(input));
     }
     let end = Instant::now() + time;
     let mut inputs = pool.len() as u64;
@@ -63,13 +63,13 @@ pub fn fuzz(subject: Subject, time: Duration, seed: u64, mut before: impl FnMut(
         }
         before(&input);
         inputs += 1;
-        if seen.insert((subject.run)(&input)) && pool.len() < POOL {
+        if results.insert((subject.run)(&input)) && pool.len() < POOL {
             pool.push(input);
         }
     }
     Fuzzed {
         inputs,
-        results: seen.len(),
+        results: results.len(),
     }
 }
 

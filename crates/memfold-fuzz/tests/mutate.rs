@@ -23,19 +23,14 @@ fn fuzz(subject: Subject) {
         })
     }));
     let name = subject.name;
-    match result {
-        Ok(done) => {
-            println!(
-                "{name}: {} inputs, {} sorts of results, seed {seed}",
-                done.inputs, done.results
-            );
-            assert!(done.inputs > 100 && done.results > 1, "{name}: {done:?}");
-        }
-        Err(_) => {
-            let hex: String = last.iter().map(|b| format!("{b:02x}")).collect();
-            panic!("{name} panicked on (hexadecimal) {hex}");
-        }
-    }
+    let Ok(done) = result else {
+        panic!("{name} panicked on {last:02x?}");
+    };
+    println!(
+        "{name}: {} inputs, {} sorts of results, seed {seed}",
+        done.inputs, done.results
+    );
+    assert!(done.inputs > 100 && done.results > 1, "{name}: {done:?}");
 }
 
 macro_rules! tests {

@@ -84,17 +84,17 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             let sample = measure(&folder, number, length, options.pages.max(2048))?;
             samples.push(json!({
                 "run_pages": length,
-                "fold_us_per_page": sample.fold_us,
-                "compare_us_per_page": sample.compare_us,
-                "fold_wall_us_per_page": sample.wall_us,
-                "append_us_per_page": sample.append_us,
+                "fold_us_per_page": sample.fold,
+                "compare_us_per_page": sample.compare,
+                "fold_wall_us_per_page": sample.wall,
+                "append_us_per_page": sample.append,
             }));
             if length == 64 {
-                compare.push(sample.compare_us);
-                ratios.push(sample.fold_us / sample.compare_us);
+                compare.push(sample.compare);
+                ratios.push(sample.fold / sample.compare);
             }
-            us.push(sample.fold_us);
-            append_us.push(sample.append_us);
+            us.push(sample.fold);
+            append_us.push(sample.append);
         }
         if length == 64 {
             fold_64 = median(&us);
@@ -157,12 +157,15 @@ pub fn figures(study: &Value) -> Vec<(String, String)> {
     vec![("fold-cost".into(), svg)]
 }
 
+/// A run of memory, and the first page of its copy in the store.
+type Place = (Area, u64);
+
 /// Microseconds per page.
 struct Sample {
-    append_us: f64,
-    fold_us: f64,
-    compare_us: f64,
-    wall_us: f64,
+    append: f64,
+    fold: f64,
+    compare: f64,
+    wall: f64,
 }
 
 /// Folds fresh memory in runs of `length` pages, after a bare compare of the same runs in the same order. `number`: a number for
@@ -211,16 +214,16 @@ fn measure(folder: &Folder, number: u32, length: u64, pages: u64) -> anyhow::Res
     let (fold_ns, wall) = result?;
     let us = |nanoseconds: u64| nanoseconds as f64 / 1000.0 / total as f64;
     Ok(Sample {
-        append_us: us(append_ns),
-        fold_us: us(fold_ns),
-        compare_us: us(compare_ns),
-        wall_us: wall.as_secs_f64() * 1e6 / total as f64,
+        append: us(append_ns),
+        fold: us(fold_ns),
+        compare: us(compare_ns),
+        wall: wall.as_secs_f64() * 1e6 / total as f64,
     })
 }
 
 /// A page store with a copy of each run of `area`, appended as the daemon does, a piece for each run; where each lies in both; and
 /// nanoseconds of CPU.
-fn fill(number: u32, area: Area, length: u64) -> anyhow::Result<(Store, Vec<(Area, u64)>, u64)> {
+fn fill(number: u32, area: Area, length: u64) -> anyhow::Result<(Store, Vec<Place>, u64)> {
     let cap = ByteSize(2 * area.bytes() + ByteSize::mib(2).0);
     let mut store = Store::create(&format!("bench-{}-{number}", std::process::id()), cap)?;
     let mut places = Vec::new();
@@ -239,7 +242,7 @@ fn fold_all(
     folder: &Folder,
     number: u32,
     store: &Store,
-    places: &[(Area, u64)],
+    places: &[Place],
 ) -> anyhow::Result<(u64, Duration)> {
     expect_ok(folder.execute(
         &Order::AddStore {

@@ -281,7 +281,7 @@ mod tests {
             .args(["-c", &script(&words)])
             .output()
             .unwrap();
-        let wanted: String = words[2..].iter().map(|w| format!("<{w}>\n")).collect();
+        let wanted = format!("<{}>\n", words[2..].join(">\n<"));
         assert_eq!(String::from_utf8(output.stdout).unwrap(), wanted);
         assert_eq!(
             script(&["ls".into(), "-l".into(), "/usr".into()]),

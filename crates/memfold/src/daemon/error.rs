@@ -85,10 +85,12 @@ impl DaemonError {
             Self::NameTaken(name) | Self::Launch(LaunchError::NameTaken { name }) => Some(format!(
                 "choose another --name, or end that one: memfold vm stop {name}"
             )),
-            Self::Qmp(QmpError::Connect { .. }) => Some(
+            Self::Qmp(QmpError::Connect { .. })
+            | Self::Machine(MachineError::Qmp(QmpError::Connect { .. })) => Some(
                 "give the path of the socket that QEMU was started with: -qmp unix:PATH,server=on,wait=off".into(),
             ),
-            Self::Qmp(QmpError::NoGreeting { .. }) => Some(
+            Self::Qmp(QmpError::NoGreeting { .. })
+            | Self::Machine(MachineError::Qmp(QmpError::NoGreeting { .. })) => Some(
                 "QEMU serves one client a socket at a time; start it with one more -qmp socket for memfold".into(),
             ),
             Self::Agent(AgentError::NoSession(_)) => Some(

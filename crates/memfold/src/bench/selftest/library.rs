@@ -1,4 +1,4 @@
-//! The fold protocol on memory of this process, while threads write to it: what a kernel without UFFDIO_MOVE's guarantees,
+//! The fold protocol on memory of this process, while threads write to it: what a kernel that moves pages otherwise than it says,
 //! or a library that loses a write, would show first.
 
 use std::fs::File;
