@@ -38,9 +38,6 @@ pub(super) struct Arguments {
     json: Option<String>,
 }
 
-/// Makes figures (name, SVG) of a study's results.
-type Draw = fn(&Value) -> Vec<(String, String)>;
-
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (name, quick) = (study_name(arguments.study), arguments.quick);
     let (measured, draw): (Value, Draw) = match arguments.study {
