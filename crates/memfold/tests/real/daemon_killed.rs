@@ -119,7 +119,7 @@ fn wait_ready(client: &Client) {
                 .iter()
                 .any(|vm| vm.name == **name && vm.agent_ready)
         };
-        if NAMES.iter().all(|name| ready(name)) {
+        if NAMES.iter().all(ready) {
             return;
         }
         assert!(
