@@ -365,8 +365,9 @@ impl Engine {
                 pages_per_second,
             } => self.set_budget(cpu_share, pages_per_second),
             Command::Stats(answer) => {
-                self.sync_all();
                 let began_ns = thread_cpu_ns();
+                // The engine's own looks at the kernel's tables go on at their own times.
+                self.sync_all();
                 let mut report = self.report();
                 // Reporting is not folding: who watches often must not slow it down, nor see its own cost as folding's.
                 report.engine_cpu_s = began_ns.saturating_sub(self.reports_ns) as f64 / 1e9;
