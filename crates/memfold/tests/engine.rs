@@ -143,10 +143,10 @@ struct Running {
 
 impl Running {
     fn start() -> Self {
-        Self::start_with(EngineSettings::default())
+        Self::start_with(&EngineSettings::default())
     }
 
-    fn start_with(settings: EngineSettings) -> Self {
+    fn start_with(settings: &EngineSettings) -> Self {
         // Shows with --nocapture why the engine refuses something. Set once for all tests of the process.
         let _ = tracing_subscriber::fmt().with_test_writer().try_init();
         let settings = EngineSettings {
@@ -155,7 +155,7 @@ impl Running {
             sync_interval: Duration::from_millis(100),
             pause_interval: Duration::from_millis(100),
             drop_zero: false,
-            ..settings
+            ..settings.clone()
         };
         let (commands, receiver) = sync_channel(256);
         let thread = std::thread::spawn(move || Engine::new(settings).run(&receiver));
@@ -535,7 +535,7 @@ fn a_full_store_keeps_what_is_folded_and_takes_new_content_when_there_is_room() 
         ram.fill(0, 64, 20);
         ram.fill(100, 64, 21);
     }
-    let engine = Running::start_with(EngineSettings {
+    let engine = Running::start_with(&EngineSettings {
         store_cap: ByteSize(64 * PAGE as u64),
         ..EngineSettings::default()
     });
