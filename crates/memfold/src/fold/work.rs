@@ -304,8 +304,12 @@ impl Engine {
         };
         if let Ok(map) = Pagemap::open(vm.guest.pid()) {
             let (table, split) = (&vm.table, &mut vm.split);
-            self.stats.huge_kept_pages +=
-                spare_huge_pages(&mut runs, table, split, |hva| is_huge(&map, hva));
+            let kept = spare_huge_pages(&mut runs, table, split, |hva| is_huge(&map, hva));
+            for run in kept {
+                self.stats.huge_kept_pages += u64::from(run.pages);
+                // Not to be tried, nor its content kept for it, until the guest tells of these pages anew.
+                (run.index..run.index + run.pages).for_each(|page| vm.table.refuse(page));
+            }
         }
         let mut queue = group(runs, &vm.table);
         let freeze = if vm.live {
