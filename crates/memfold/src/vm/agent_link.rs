@@ -8,7 +8,7 @@
 //! guest waits, so a guest that talks too much costs bounded memory. What comes is decoded and checked for limits
 //! ([`memfold_wire`]) and otherwise untrusted.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -31,6 +31,9 @@ const GOOD_CONNECTION: Duration = Duration::from_secs(10);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pieces of command output (64 KiB each) that wait for their reader.
 const OUTPUT_PIECES: usize = 64;
+/// Greetings in so much time that one connection may bring. More are a flood, and behind it waits what the next agent has to say: the
+/// connection ends, and QEMU throws away what was on its way. (A unit that restarts its agent every second says hello ten times.)
+const GREETINGS: (usize, Duration) = (16, Duration::from_secs(10));
 /// Most output that [`AgentLink::run`] keeps, in bytes, both streams together.
 const MAX_OUTPUT: usize = 64 << 20;
 
@@ -458,6 +461,7 @@ impl Shared {
         let mut chunk = vec![0; 64 << 10];
         let mut budget = Budget::new(self.options.max_bytes_per_s);
         let mut pages = Budget::new(self.options.max_pages_per_s);
+        let mut greetings = VecDeque::new();
         loop {
             let n = match stream.read(&mut chunk) {
                 Ok(0) => return "QEMU closed the agent's port".into(),
@@ -471,6 +475,15 @@ impl Shared {
                 match decoder.next::<FromAgent>() {
                     Ok(Some(message)) => {
                         self.count(Counter::Messages, 1);
+                        if matches!(message, FromAgent::Hello { .. }) {
+                            let now = Instant::now();
+                            greetings.push_back(now);
+                            greetings.retain(|&at| now.duration_since(at) < GREETINGS.1);
+                            if greetings.len() > GREETINGS.0 {
+                                self.count(Counter::ProtocolErrors, 1);
+                                return "the agent says hello without end".into();
+                            }
+                        }
                         let weight = weight(&message);
                         self.handle(message, sink);
                         if let Some(wait) = pages.spend(weight) {

@@ -261,3 +261,22 @@ fn dropping_the_link_ends_its_thread_at_once() {
     drop(link);
     assert!(began.elapsed() < Duration::from_secs(1));
 }
+
+#[test]
+fn greetings_without_end_cost_the_connection_and_the_next_one_works() {
+    let (_dir, listener, link, events) = link(AgentOptions::default());
+    let drain = std::thread::spawn(move || events.iter().count());
+    let mut guest = Guest::accept(&listener);
+    let flood = encode(&hello(VERSION, "flood")).unwrap().repeat(1000);
+    // The link closes in the middle of it.
+    let _ = guest.stream.write_all(&flood);
+    let mut guest = Guest::accept(&listener);
+    guest.greet("one");
+    let stats = link.stats();
+    assert!(
+        stats.protocol_errors == 1 && stats.sessions < 20,
+        "{stats:?}"
+    );
+    drop(link);
+    drain.join().unwrap();
+}
