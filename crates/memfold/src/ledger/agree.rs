@@ -162,7 +162,9 @@ fn not_available(report: &Report) -> ByteSize {
 #[must_use]
 pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
     let taken = |report: &Report| report.host.mem_total_bytes - report.host.mem_available_bytes;
-    let signed = |a: ByteSize, b: ByteSize| b.0.cast_signed().wrapping_sub(a.0.cast_signed());
+    // Memory sizes are far below 2^63.
+    let size = |bytes: ByteSize| i64::try_from(bytes.0).unwrap_or(i64::MAX);
+    let signed = |a: ByteSize, b: ByteSize| size(b) - size(a);
     let ledger = signed(not_available(before), not_available(after));
     let kernel = signed(taken(before), taken(after));
     let vms = signed(

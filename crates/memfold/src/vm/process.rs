@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn a_reused_pid_is_another_process() {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
-        let pid = Pid::from_raw(child.id().cast_signed()).unwrap();
+        let pid = Pid::from_child(&child);
         let identity = Identity::of(pid).unwrap();
         let other = Identity {
             start_ticks: identity.start_ticks + 1,

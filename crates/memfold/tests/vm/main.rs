@@ -229,7 +229,7 @@ fn attached_vms_say_what_is_possible_and_why_not_the_rest() {
         assert_eq!(vm.name(), "other");
         assert_eq!(
             vm.pid().as_raw_nonzero().get(),
-            foreign.child.id().cast_signed()
+            i32::try_from(foreign.child.id()).unwrap()
         );
         let mut qmp = vm.qmp().unwrap();
         let conditions = vm.conditions(&mut qmp).unwrap();
@@ -366,7 +366,7 @@ fn a_vm_outlives_who_started_it_and_is_taken_over() {
     let directory = VmDirectory::of(state.path(), "stranger");
     directory.create().unwrap();
     let mut record = vm.0.record().unwrap().clone();
-    record.process.pid = std::process::id().cast_signed();
+    record.process.pid = i32::try_from(std::process::id()).unwrap();
     directory.write_json(&directory.record(), &record).unwrap();
     assert!(Vm::discover(state.path()).unwrap().is_empty());
     assert!(!directory.path().exists());
