@@ -20,6 +20,10 @@ static CURRENT: Mutex<Option<(Arc<Daemon>, PathBuf)>> = Mutex::new(None);
 /// Kernel command line of laboratory guests: quiet and quick.
 const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 quiet mitigations=off";
 
+/// Where KSM's settings are noted while a study changes them: one place for all runs on this host, so that the next run
+/// restores what a killed one left.
+pub const KSM_NOTES: &str = crate::api::DEFAULT_STATE;
+
 /// A daemon with its VMs.
 #[derive(Debug)]
 pub struct Lab {
@@ -40,6 +44,10 @@ pub enum DiskMode {
 impl Lab {
     /// A laboratory with folding paused.
     pub fn new(settings: EngineSettings) -> anyhow::Result<Self> {
+        std::fs::create_dir_all(KSM_NOTES).with_context(|| format!("cannot make {KSM_NOTES}"))?;
+        if crate::ksm::restore_leftover(Path::new(KSM_NOTES)).unwrap_or(false) {
+            eprintln!("memfold: put KSM's settings back that a killed run had left");
+        }
         let directory = tempfile::Builder::new()
             .prefix("memfold-lab.")
             .tempdir()
@@ -64,7 +72,7 @@ impl Lab {
         &self.daemon
     }
 
-    /// The laboratory's directory; KSM settings to restore are noted there.
+    /// The laboratory's directory.
     #[must_use]
     pub fn directory(&self) -> &Path {
         self.directory.path()
@@ -257,7 +265,7 @@ fn clean_up_at_interrupt() {
                     .take()
                 {
                     stop_all(&daemon);
-                    if let Err(error) = crate::ksm::restore_leftover(&directory) {
+                    if let Err(error) = crate::ksm::restore_own(Path::new(KSM_NOTES)) {
                         eprintln!("memfold: KSM's settings could not be restored: {error}");
                     }
                     // What is left there is of no use to anybody.

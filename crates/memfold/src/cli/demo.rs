@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::{Context, doctor};
 use crate::api::{DEFAULT_STATE, FullReport};
-use crate::bench::lab::{DiskMode, Lab};
+use crate::bench::lab::{DiskMode, KSM_NOTES, Lab};
 use crate::fold::EngineSettings;
 use crate::host::{HostFacts, examine};
 use crate::ksm;
@@ -109,7 +109,11 @@ fn show(arguments: &Arguments) -> anyhow::Result<Outcome> {
     let ksm_cpu_s;
     {
         let controls = ksm::Controls::default();
-        let run = ksm::Run::start(&controls, lab.directory(), &ksm::Settings::kernel_default())?;
+        let run = ksm::Run::start(
+            &controls,
+            KSM_NOTES.as_ref(),
+            &ksm::Settings::kernel_default(),
+        )?;
         let ksmd = ksm::Ksmd::find();
         let cpu = || {
             ksmd.as_ref()

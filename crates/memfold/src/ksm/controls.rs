@@ -342,6 +342,11 @@ pub fn restore_leftover(state_dir: &Path) -> Result<bool, KsmError> {
     restore_note(state_dir)
 }
 
+/// The same for the process that holds the guard itself, when it ends without unwinding (Ctrl-C).
+pub fn restore_own(state_dir: &Path) -> Result<bool, KsmError> {
+    restore_note(state_dir)
+}
+
 fn restore_note(state_dir: &Path) -> Result<bool, KsmError> {
     let path = note_path(state_dir);
     let failed = |source| KsmError::Note {

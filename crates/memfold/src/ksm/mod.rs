@@ -10,6 +10,6 @@ pub mod controls;
 pub mod run;
 pub mod status;
 
-pub use controls::{Controls, Guard, KsmError, Settings, restore_leftover};
+pub use controls::{Controls, Guard, KsmError, Settings, restore_leftover, restore_own};
 pub use run::{EqualCpu, Run, Step};
 pub use status::{Ksmd, ProcessStatus, Status, merging_pages};
