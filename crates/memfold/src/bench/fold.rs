@@ -19,6 +19,7 @@ use rustix::mm::Advice as Madvise;
 use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
+use super::lab::KSM_NOTES;
 use crate::ksm::{Controls, Ksmd, Run, Settings, Status};
 use crate::store::Store;
 
@@ -358,10 +359,8 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
         sleep_millisecs: Some(1),
         ..Settings::kernel_default()
     };
-    let directory = tempfile::Builder::new()
-        .prefix("memfold-bench-")
-        .tempdir()?;
-    let run = Run::start(&controls, directory.path(), &settings)?;
+    std::fs::create_dir_all(KSM_NOTES)?;
+    let run = Run::start(&controls, KSM_NOTES.as_ref(), &settings)?;
     let deadline = Instant::now() + Duration::from_secs(30);
     let mut merged = 0;
     while merged < pages * 98 / 100 {
