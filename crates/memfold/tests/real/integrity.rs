@@ -38,12 +38,7 @@ fn no_byte_changes_under_attack_and_nothing_crosses_domains_and_a_killed_vm_is_n
     assert_eq!(sums[0], sums[2], "copies of one image hold the same files");
     lab.fold(true).unwrap();
     domains::nothing_is_shared_across_them(&lab);
-    lab.exec(
-        VMS[2],
-        "systemctl poweroff --no-block",
-        Duration::from_secs(10),
-    )
-    .unwrap();
+    lab.stop(VMS[2]).unwrap();
     under_attack(&lab, &VMS[..2]);
     vm_killed::the_other_does_not_notice(&lab, VMS[1], VMS[0]);
 }
