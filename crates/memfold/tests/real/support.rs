@@ -83,6 +83,12 @@ pub fn seconds(variable: &str, default: u64) -> Duration {
     Duration::from_secs(set.map_or(default, |text| text.parse().unwrap()))
 }
 
+/// Milliseconds that a variable of the environment says, or `default`.
+pub fn milliseconds(variable: &str, default: u64) -> Duration {
+    let set = std::env::var(variable).ok();
+    Duration::from_millis(set.map_or(default, |text| text.parse().unwrap()))
+}
+
 /// A VM's monitor, beside the daemon's own.
 pub fn qmp(state: &Path, name: &str) -> Qmp {
     Qmp::connect(&VmDirectory::of(state, name).qmp(), Duration::from_secs(10)).unwrap()
