@@ -291,7 +291,8 @@ fn the_store_is_one(state: &Path, stats: &memfold::fold::EngineStats) {
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
         inodes.extend(
             maps.lines()
-                .filter(|l| l.contains("/memfd:memfold:"))
+                // In a tmpfs, or a memfd where that can't be had.
+                .filter(|l| l.contains("/memfold:") || l.contains("/memfd:memfold:"))
                 .filter_map(|l| {
                     let inode = l.split_whitespace().nth(4)?;
                     Some(inode.to_owned())
@@ -309,7 +310,8 @@ fn the_store_is_one(state: &Path, stats: &memfold::fold::EngineStats) {
         "stores mapped: {inodes:?}; pages mapped {mapped}, in the store {stored}; frames shared {shared}"
     );
     assert_eq!(inodes.len(), 1);
-    assert!(shared > 5000, "{shared} frames shared");
+    // Only pages that both guests have touched since they were mapped are in both page tables.
+    assert!(shared > 500, "{shared} frames shared");
     assert!(
         mapped * 10 > stored * 13,
         "{stored} store pages for {mapped} mapped ones"
