@@ -52,12 +52,12 @@ impl Engine {
         vm.last_sync = now;
         vm.zero.consider(now, vm.guest.pid());
         let domain = vm.domain.clone();
-        if self
-            .domains
-            .get(&domain)
-            .is_some_and(|d| now >= d.last_reclaim + RECLAIM_INTERVAL)
-        {
+        let reclaim = |d: &Domain| now >= d.last_reclaim + RECLAIM_INTERVAL;
+        if self.domains.get(&domain).is_some_and(reclaim) {
             self.reclaim(&domain);
+        } else if let Some(vm) = self.vms.get_mut(&id) {
+            // What this look has found is not given back yet, and it may be the last activity for long.
+            vm.active = true;
         }
         true
     }

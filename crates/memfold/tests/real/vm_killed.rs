@@ -53,7 +53,7 @@ pub fn the_other_does_not_notice(lab: &Lab, victim: &str, other: &str) {
     // Only what the other VM maps is still needed.
     let stats = support::wait_stats(
         "store pages of the dead VM are given back",
-        Duration::from_secs(30),
+        Duration::from_secs(90),
         || lab.stats().unwrap(),
         |stats| {
             let vm = support::vm(stats, other);
