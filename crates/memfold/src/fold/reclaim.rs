@@ -52,12 +52,12 @@ impl Engine {
         vm.last_sync = now;
         vm.zero.consider(now, vm.guest.pid());
         let domain = vm.domain.clone();
-        if self
-            .domains
-            .get(&domain)
-            .is_some_and(|d| now >= d.last_reclaim + RECLAIM_INTERVAL)
-        {
+        let reclaim = |d: &Domain| now >= d.last_reclaim + RECLAIM_INTERVAL;
+        if self.domains.get(&domain).is_some_and(reclaim) {
             self.reclaim(&domain);
+        } else if let Some(vm) = self.vms.get_mut(&id) {
+            // What this look has found is not given back yet, and it may be the last activity for long.
+            vm.active = true;
         }
         true
     }
@@ -97,9 +97,9 @@ impl Engine {
             debug!(vm = vm.stats.name, error = %error, "its page tables could not be read");
             return false;
         }
-        // A look may take a twentieth of the CPU budget.
+        // Looks may take a fifth of the CPU budget.
         let cost = Duration::from_nanos(super::engine::thread_cpu_ns() - began);
-        let share = (self.settings.cpu_share / 20.0).max(1e-4);
+        let share = (self.settings.cpu_share / 5.0).max(1e-4);
         vm.sync_cost = Duration::from_secs_f64((cost.as_secs_f64() / share).min(60.0));
         true
     }

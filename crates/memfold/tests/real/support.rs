@@ -151,7 +151,11 @@ pub fn wait_stats(
         }
         if Instant::now() > end {
             let lines: Vec<_> = now.vms.iter().map(line).collect();
-            panic!("{what}: not after {timeout:?}:\n{}", lines.join("\n"));
+            panic!(
+                "{what}: not after {timeout:?}:\n{}\n{:?}",
+                lines.join("\n"),
+                now.domains
+            );
         }
         std::thread::sleep(Duration::from_millis(500));
     }
