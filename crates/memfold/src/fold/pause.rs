@@ -1,5 +1,6 @@
 //! Folding again in a VM with direct I/O: while it is stopped, vCPUs and I/O are at rest.
 
+use std::collections::HashSet;
 use std::time::Instant;
 
 use memfold_wire::library::Freeze;
@@ -8,6 +9,7 @@ use super::content::Member;
 use super::engine::{Engine, VmState};
 use super::runs::{Run, group};
 use super::stack::Hint;
+use super::table::Index;
 use super::work::usable;
 use super::{GuestError, VmId};
 
@@ -35,10 +37,12 @@ impl Engine {
         };
         vm.last_pause = now;
         let hints = std::mem::take(&mut vm.wait_for_pause);
-        let runs: Vec<Run> = hints
-            .iter()
-            .flat_map(|hint| self.runs_for_pause(id, hint))
-            .collect();
+        // The newest first, and each page once: what was hinted again while it waited must not cost the pause twice.
+        let mut planned = HashSet::new();
+        let mut runs: Vec<Run> = Vec::new();
+        for hint in hints.iter().rev() {
+            runs.extend(self.runs_for_pause(id, hint, &mut planned));
+        }
         let Some(vm) = self.vms.get_mut(&id) else {
             return Ok(());
         };
@@ -70,8 +74,9 @@ impl Engine {
             .pause_max_ms
             .max(u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX));
         // What the time did not suffice for waits for the next pause.
+        let left = queue.iter().flatten();
         vm.wait_for_pause
-            .extend(queue.iter().flatten().map(|run| Hint {
+            .extend(left.take(self.settings.stack_limit / 2).map(|run| Hint {
                 file: run.file,
                 page: run.page,
                 pages: run.pages,
@@ -81,7 +86,7 @@ impl Engine {
         result
     }
 
-    fn runs_for_pause(&self, id: VmId, hint: &Hint) -> Vec<Run> {
+    fn runs_for_pause(&self, id: VmId, hint: &Hint, planned: &mut HashSet<Index>) -> Vec<Run> {
         let mut runs: Vec<Run> = Vec::new();
         let Some(vm) = self.vms.get(&id) else {
             return runs;
@@ -104,7 +109,8 @@ impl Engine {
                 continue;
             };
             let mapped = vm.table.mapped(index);
-            if mapped.is_some_and(|m| m.shared && m.store_page == store_page) {
+            let folded = mapped.is_some_and(|m| m.shared && m.store_page == store_page);
+            if folded || !planned.insert(index) {
                 continue;
             }
             let again = mapped.is_some();
