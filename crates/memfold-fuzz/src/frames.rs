@@ -295,7 +295,7 @@ fn orders() -> Vec<Order> {
         },
         fold(Freeze::Move),
         fold(Freeze::WriteProtect),
-        fold(Freeze::Stopped),
+        fold(Freeze::Stopped { limit_us: 5000 }),
         Order::Release {
             freeze: Freeze::WriteProtect,
             ranges: ranges.clone(),
@@ -319,6 +319,7 @@ fn replies() -> Vec<Reply> {
             library: "0.1.0".into(),
             can_move: true,
             can_write_protect: false,
+            can_stop: true,
             problem: Some("no userfaultfd".into()),
         },
         Reply::Ok,
@@ -328,6 +329,7 @@ fn replies() -> Vec<Reply> {
                 Outcome::Differs { folded: 3 },
                 Outcome::Busy { folded: u32::MAX },
                 Outcome::Hole { folded: 0 },
+                Outcome::Late,
                 Outcome::Refused,
                 Outcome::Failed {
                     errno: 22,
@@ -335,6 +337,7 @@ fn replies() -> Vec<Reply> {
                 },
             ],
             cpu_ns: 12_345,
+            stopped_ns: 5_000_000,
         },
         Reply::Zero {
             scanned: 262_144,

@@ -89,7 +89,7 @@ impl State {
             let first = run.store_page + folded;
             let bytes = window.part(folded, part.pages());
             let step = match (freeze, kind, uffd, staging.as_mut()) {
-                (Freeze::Stopped, ..) => {
+                (Freeze::Stopped { .. }, ..) => {
                     let back = kind == Kind::Template && block.shows(part, store.identity(), first);
                     at_rest(part, bytes, store, first, back)
                 }

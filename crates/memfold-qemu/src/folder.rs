@@ -11,12 +11,13 @@ use memfold_sys::userfaultfd::Userfaultfd;
 use memfold_units::PAGE_SIZE;
 use memfold_wire::frame::Validate;
 use memfold_wire::library::{
-    Freeze, HISTOGRAM_BUCKETS, Order, Outcome, Range, Reply, Stats, VERSION,
+    Freeze, HISTOGRAM_BUCKETS, MONITOR_VARIABLE, Order, Outcome, Range, Reply, Stats, VERSION,
 };
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::freeze::Staging;
+use crate::monitor::Monitor;
 use crate::ram::{Kind, Ram, TemplateMap};
 use crate::stores::{Stores, identity};
 use crate::zero::CHUNK_PAGES;
@@ -35,6 +36,10 @@ pub(crate) struct State {
 pub struct Folder {
     uffd: Result<Userfaultfd, String>,
     state: Mutex<State>,
+    /// Held while an order stops the VM; never together with `state`'s lock for more than a run, because QEMU's main loop may
+    /// want that one to stop.
+    monitor: Mutex<Option<Monitor>>,
+    can_stop: bool,
     /// Threads that want the lock for a discard. The order's thread lets them go first: QEMU's main loop may be among them.
     waiting: AtomicUsize,
     /// Lowest RAM address and end of the highest, so that other memory's `madvise` needs no lock.
@@ -44,9 +49,9 @@ pub struct Folder {
 
 impl Folder {
     /// Opens a userfaultfd (`device`: an open `/dev/userfaultfd` that was passed in). Without one the folder answers, and says
-    /// in `Hello` what is missing.
+    /// in `Hello` what is missing. `monitor`: for orders that stop the VM.
     #[must_use]
-    pub fn new(device: Option<RawFd>) -> Self {
+    pub fn new(device: Option<RawFd>, monitor: Option<Monitor>) -> Self {
         let mut state = State::default();
         let uffd = Userfaultfd::open(device).map_err(|error| {
             format!(
@@ -67,6 +72,8 @@ impl Folder {
         Self {
             uffd,
             state: Mutex::new(state),
+            can_stop: monitor.is_some(),
+            monitor: Mutex::new(monitor),
             waiting: AtomicUsize::new(0),
             low: AtomicU64::new(u64::MAX),
             high: AtomicU64::new(0),
@@ -118,7 +125,7 @@ impl Folder {
                 Some(file) => self.map(*hva, *pages, *file_page, &file),
                 None => Err("the file's descriptor did not come with the order".to_owned()),
             },
-            Order::Fold { freeze, runs } => Ok(timed(|| {
+            Order::Fold { freeze, runs } => {
                 {
                     let mut state = self.lock();
                     let mut last = None;
@@ -129,22 +136,16 @@ impl Folder {
                         state.stores.refresh(run.store);
                     }
                 }
-                let outcomes = runs
-                    .iter()
-                    .map(|run| self.lock_in_turn().fold(self.uffd(), *freeze, run))
-                    .collect();
+                let reply = self.each(*freeze, runs, |run| {
+                    self.lock_in_turn().fold(self.uffd(), *freeze, run)
+                });
                 self.settle();
-                outcomes
-            })),
-            Order::Release { freeze, ranges } => Ok(timed(|| {
-                ranges
-                    .iter()
-                    .map(|range| match freeze {
-                        Freeze::Move => Outcome::Refused,
-                        _ => self.lock_in_turn().release(self.uffd(), *freeze, range),
-                    })
-                    .collect()
-            })),
+                reply
+            }
+            Order::Release { freeze, ranges } => self.each(*freeze, ranges, |range| match freeze {
+                Freeze::Move => Outcome::Refused,
+                _ => self.lock_in_turn().release(self.uffd(), *freeze, range),
+            }),
             Order::DropZero { ranges } => self.drop_zero(ranges),
             Order::Stats => {
                 let mut stats = self.lock().stats.clone();
@@ -153,6 +154,60 @@ impl Folder {
             }
         };
         result.unwrap_or_else(refuse)
+    }
+
+    /// Does `work` for each run or range, while the VM stands still if `freeze` says so.
+    fn each<T>(
+        &self,
+        freeze: Freeze,
+        items: &[T],
+        work: impl Fn(&T) -> Outcome,
+    ) -> Result<Reply, String> {
+        let began = thread_cpu_ns();
+        let (outcomes, stopped) = match freeze {
+            Freeze::Move | Freeze::WriteProtect => (items.iter().map(work).collect(), None),
+            Freeze::Stopped { limit_us } => self.each_stopped(limit_us, items, work)?,
+        };
+        Ok(Reply::Outcomes {
+            outcomes,
+            cpu_ns: thread_cpu_ns() - began,
+            stopped_ns: stopped.map_or(0, |time: Duration| {
+                u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+            }),
+        })
+    }
+
+    fn each_stopped<T>(
+        &self,
+        limit_us: u32,
+        items: &[T],
+        work: impl Fn(&T) -> Outcome,
+    ) -> Result<(Vec<Outcome>, Option<Duration>), String> {
+        let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
+        let monitor = monitor.as_mut().ok_or_else(|| {
+            format!(
+                "the library has no QMP socket of its own: start QEMU with {MONITOR_VARIABLE}=PATH and \
+                 -qmp unix:PATH,server=on,wait=off"
+            )
+        })?;
+        let stopped = monitor
+            .stop()
+            .map_err(|error| format!("QEMU did not stop the VM: {error}"))?;
+        let Some(stopped) = stopped else {
+            return Ok((vec![Outcome::Late; items.len()], None));
+        };
+        let limit = Duration::from_micros(limit_us.into());
+        let outcomes = items
+            .iter()
+            .map(|item| {
+                if stopped.since() < limit {
+                    work(item)
+                } else {
+                    Outcome::Late
+                }
+            })
+            .collect();
+        Ok((outcomes, Some(stopped.go_on())))
     }
 
     /// What `madvise(MADV_DONTNEED or MADV_FREE)` has to do on RAM: folded pages become fresh anonymous memory, because falling
@@ -200,6 +255,7 @@ impl Folder {
             library: env!("CARGO_PKG_VERSION").to_owned(),
             can_move: self.uffd().is_some_and(Userfaultfd::can_move),
             can_write_protect: self.uffd().is_some_and(Userfaultfd::can_write_protect),
+            can_stop: self.can_stop,
             problem,
         }
     }
@@ -341,15 +397,6 @@ impl State {
         };
         // SAFETY: QEMU owns the range and asked for this very call.
         Some(unsafe { region::madvise(address, length, libc::MADV_DONTNEED) })
-    }
-}
-
-fn timed(work: impl FnOnce() -> Vec<Outcome>) -> Reply {
-    let began = thread_cpu_ns();
-    let outcomes = work();
-    Reply::Outcomes {
-        outcomes,
-        cpu_ns: thread_cpu_ns() - began,
     }
 }
 

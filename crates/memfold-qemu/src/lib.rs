@@ -27,6 +27,7 @@ pub mod bitmap;
 pub mod fold;
 pub mod folder;
 pub mod freeze;
+pub mod monitor;
 pub mod preload;
 pub mod ram;
 pub mod release;
@@ -35,3 +36,4 @@ pub mod stores;
 pub mod zero;
 
 pub use folder::Folder;
+pub use monitor::Monitor;

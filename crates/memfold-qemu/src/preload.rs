@@ -4,15 +4,15 @@ use std::env;
 use std::ffi::{CString, OsString, c_int, c_void};
 use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
 use memfold_sys::{region, signals};
-use memfold_wire::library::SOCKET_VARIABLE;
+use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 use rustix::io::Errno;
 
-use crate::{Folder, serve};
+use crate::{Folder, Monitor, serve};
 
 /// Environment variable with the number of an open `/dev/userfaultfd`, for a QEMU that may not open it itself.
 pub const DEVICE_VARIABLE: &str = "MEMFOLD_UFFD";
@@ -20,6 +20,7 @@ pub const DEVICE_VARIABLE: &str = "MEMFOLD_UFFD";
 /// What the constructor found in the environment.
 struct Start {
     socket: OsString,
+    monitor: Option<PathBuf>,
     device: Option<RawFd>,
 }
 
@@ -46,14 +47,19 @@ extern "C" fn constructor() {
             return;
         }
         let device = env::var(DEVICE_VARIABLE).ok().and_then(|n| n.parse().ok());
-        for name in [SOCKET_VARIABLE, DEVICE_VARIABLE] {
+        let monitor = env::var_os(MONITOR_VARIABLE).map(PathBuf::from);
+        for name in [SOCKET_VARIABLE, MONITOR_VARIABLE, DEVICE_VARIABLE] {
             if let Ok(name) = CString::new(name) {
                 // SAFETY: constructors run before `main`, in a process of one thread. The strings that /proc/PID/environ
                 // shows stay where they are, so the daemon can read the path there.
                 unsafe { libc::unsetenv(name.as_ptr()) };
             }
         }
-        let _ = START.set(Start { socket, device });
+        let _ = START.set(Start {
+            socket,
+            monitor,
+            device,
+        });
         start_thread();
     });
 }
@@ -78,7 +84,10 @@ fn start_thread() {
         return;
     }
     // After `fork(2)` (QEMU's -daemonize) the old userfaultfd is the parent's, and so is the folder.
-    let folder: &'static Folder = Box::leak(Box::new(Folder::new(start.device)));
+    let folder: &'static Folder = Box::leak(Box::new(Folder::new(
+        start.device,
+        start.monitor.clone().map(Monitor::new),
+    )));
     install(folder);
     let spawned = signals::with_all_blocked(|| {
         std::thread::Builder::new()

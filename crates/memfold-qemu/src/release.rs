@@ -21,7 +21,7 @@ impl State {
             return Outcome::Refused;
         };
         let protect = match (freeze, uffd) {
-            (Freeze::Stopped, _) => None,
+            (Freeze::Stopped { .. }, _) => None,
             (Freeze::WriteProtect, Some(uffd)) if uffd.can_write_protect() => Some(uffd),
             _ => return Outcome::Refused,
         };

@@ -109,6 +109,7 @@ impl Vm {
         let process = Command::new("qemu-system-x86_64")
             .env("LD_PRELOAD", library())
             .env("MEMFOLD_QEMU_SOCKET", folder.path().join("library"))
+            .env("MEMFOLD_QEMU_MONITOR", folder.path().join("monitor"))
             .args([
                 "-accel",
                 accel,
@@ -126,13 +127,11 @@ impl Vm {
                 "-boot", "a", "-display", "none", "-nic", "none", "-serial", "none", "-monitor",
                 "none",
             ])
-            .args([
-                "-qmp",
-                &format!(
-                    "unix:{},server=on,wait=off",
-                    folder.path().join("qmp").display()
-                ),
-            ])
+            .args(["qmp", "monitor"].iter().flat_map(|name| {
+                let path = folder.path().join(name);
+                let socket = format!("unix:{},server=on,wait=off", path.display());
+                ["-qmp".to_owned(), socket]
+            }))
             .args(extra)
             .stdin(Stdio::null())
             .spawn()
@@ -204,14 +203,47 @@ impl Vm {
         }
     }
 
-    fn stop(&self) {
+    fn qmp(&self) -> Qmp {
         let stream = UnixStream::connect(self.folder.path().join("qmp")).unwrap();
-        let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
-        lines.next().unwrap().unwrap();
-        for command in ["qmp_capabilities", "stop"] {
-            writeln!(&stream, "{{\"execute\":\"{command}\"}}").unwrap();
-            while !lines.next().unwrap().unwrap().contains("\"return\"") {}
+        stream
+            .set_read_timeout(Some(Duration::from_secs(30)))
+            .unwrap();
+        let mut qmp = Qmp {
+            lines: BufReader::new(stream),
+        };
+        qmp.line();
+        qmp.ask("qmp_capabilities");
+        qmp
+    }
+
+    fn stop(&self) {
+        self.qmp().ask("stop");
+    }
+}
+
+struct Qmp {
+    lines: BufReader<UnixStream>,
+}
+
+impl Qmp {
+    fn line(&mut self) -> serde_json::Value {
+        let mut line = String::new();
+        assert!(self.lines.read_line(&mut line).unwrap() > 0);
+        serde_json::from_str(&line).unwrap()
+    }
+
+    fn ask(&mut self, command: &str) -> serde_json::Value {
+        writeln!(self.lines.get_mut(), "{{\"execute\":\"{command}\"}}").unwrap();
+        loop {
+            let line = self.line();
+            if let Some(answer) = line.get("return") {
+                return answer.clone();
+            }
         }
+    }
+
+    fn event(&mut self) -> String {
+        self.line()["event"].as_str().unwrap_or("").to_owned()
     }
 }
 
@@ -269,6 +301,46 @@ impl Client {
             ),
             Reply::Ok
         );
+    }
+}
+
+#[test]
+fn a_daemon_that_dies_while_the_vm_is_stopped_leaves_it_running() {
+    let Some(vm) = Vm::start("tcg", &[]) else {
+        return;
+    };
+    let store =
+        File::from(rustix::fs::memfd_create("store", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    store.set_len(1 << 20).unwrap();
+    let mut qmp = vm.qmp();
+    for death in 0..30_u64 {
+        let before = vm.words(TABLE, 64);
+        let mut client = vm.connect();
+        client.greet(&vm, &store);
+        let run = FoldRun {
+            hva: vm.ram + PAGES,
+            pages: 64,
+            store: 1,
+            store_page: 0,
+        };
+        let order = Order::Fold {
+            freeze: Freeze::Stopped { limit_us: 20_000 },
+            runs: vec![run; 64],
+        };
+        (&client.stream)
+            .write_all(&encode(&order).unwrap())
+            .unwrap();
+        std::thread::sleep(Duration::from_micros(death * 200));
+        drop(client);
+        while qmp.event() != "STOP" {}
+        while qmp.event() != "RESUME" {}
+        // The library serves the next daemon when the order has ended.
+        vm.connect().greet(&vm, &store);
+        assert_eq!(qmp.ask("query-status")["status"], "running");
+        let end = Instant::now() + Duration::from_secs(10);
+        while vm.words(TABLE, 64) == before {
+            assert!(Instant::now() < end, "the guest counts no more");
+        }
     }
 }
 

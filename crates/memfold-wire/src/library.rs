@@ -10,10 +10,14 @@ use serde::{Deserialize, Serialize};
 use crate::frame::{FrameError, Validate};
 
 /// Version of this protocol.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// Environment variable of QEMU that names the socket's path. The library does nothing without it.
 pub const SOCKET_VARIABLE: &str = "MEMFOLD_QEMU_SOCKET";
+
+/// Environment variable of QEMU that names a QMP socket of its own for the library, by which it stops the VM for
+/// [`Freeze::Stopped`]. Without it such orders are refused.
+pub const MONITOR_VARIABLE: &str = "MEMFOLD_QEMU_MONITOR";
 
 /// Most runs in one order.
 pub const MAX_RUNS: usize = 1024;
@@ -23,6 +27,9 @@ pub const MAX_RUN_PAGES: u32 = 512;
 
 /// Most RAM blocks and most stores a VM may have.
 pub const MAX_BLOCKS: usize = 64;
+
+/// Longest time that an order may hold the VM, in microseconds.
+pub const MAX_STOP_US: u32 = 1_000_000;
 
 /// `madvise` advice that QEMU gave a RAM block and that a mapping put in its place must have too
 /// (from `VmFlags` in `/proc/PID/smaps`).
@@ -50,8 +57,19 @@ pub enum Freeze {
     Move,
     /// `UFFDIO_WRITEPROTECT`. For ranges folded before. Only when no block node of the VM uses direct I/O.
     WriteProtect,
-    /// No freeze: the daemon has stopped the VM, vCPUs and I/O are at rest.
-    Stopped,
+    /// No freeze: the library stops the VM for this order, by QMP, so that vCPUs and I/O are at rest, and lets it go on
+    /// whatever becomes of the daemon. A VM that does not run is left alone.
+    Stopped {
+        /// When to begin no further run, in microseconds from the stop, at most [`MAX_STOP_US`]. QEMU's own time for stopping
+        /// (it drains I/O) and going on comes on top.
+        limit_us: u32,
+    },
+}
+
+impl Freeze {
+    const fn is_short(self) -> bool {
+        !matches!(self, Self::Stopped { limit_us } if limit_us > MAX_STOP_US)
+    }
 }
 
 /// One run to fold.
@@ -164,6 +182,8 @@ pub enum Outcome {
         /// Pages folded, from the start of the run.
         folded: u32,
     },
+    /// Not begun: the time of [`Freeze::Stopped`] was over, or the VM did not run.
+    Late,
     /// The order itself is wrong (outside RAM, unaligned, unknown store, beyond the store's end, wrong freeze for the kind of mapping). Nothing was touched.
     Refused,
     /// A system call failed; the run was left as it was.
@@ -181,7 +201,7 @@ impl Outcome {
     pub fn pages_done(self, asked: u32) -> u32 {
         match self {
             Self::Done => asked,
-            Self::Refused => 0,
+            Self::Refused | Self::Late => 0,
             Self::Differs { folded }
             | Self::Busy { folded }
             | Self::Hole { folded }
@@ -231,6 +251,8 @@ pub enum Reply {
         can_move: bool,
         /// Whether `WriteProtect` works here.
         can_write_protect: bool,
+        /// Whether `Stopped` works here: the library has a QMP socket of its own.
+        can_stop: bool,
         /// Why folding can't work, if it can't: the condition and what would change it.
         problem: Option<String>,
     },
@@ -242,6 +264,8 @@ pub enum Reply {
         outcomes: Vec<Outcome>,
         /// CPU time of the library's thread for this order, in nanoseconds.
         cpu_ns: u64,
+        /// How long the VM stood still for this order, in nanoseconds; 0 if it was not stopped.
+        stopped_ns: u64,
     },
     /// To `DropZero`.
     Zero {
@@ -272,14 +296,16 @@ fn limit(ok: bool, what: &'static str) -> Result<(), FrameError> {
 impl Validate for Order {
     fn validate(&self) -> Result<(), FrameError> {
         match self {
-            Self::Fold { runs, .. } => {
+            Self::Fold { freeze, runs } => {
+                limit(freeze.is_short(), "a stop of more than a second")?;
                 limit(runs.len() <= MAX_RUNS, "more than 1024 runs in an order")?;
                 limit(
                     runs.iter().all(|r| (1..=MAX_RUN_PAGES).contains(&r.pages)),
                     "a run of zero or more than 512 pages",
                 )
             }
-            Self::Release { ranges, .. } => {
+            Self::Release { freeze, ranges } => {
+                limit(freeze.is_short(), "a stop of more than a second")?;
                 limit(
                     ranges.len() <= MAX_RUNS,
                     "more than 1024 ranges in an order",

@@ -14,7 +14,7 @@ use memfold_qemu::Folder;
 use memfold_sys::pagemap::Pagemap;
 use memfold_units::{ByteSize, Hva, Pfn};
 use memfold_wire::agent::{FileFacts, FromAgent, HintRun, PfnRun};
-use memfold_wire::library::{Advice, Order, Reply, VERSION};
+use memfold_wire::library::{Advice, Freeze, Order, Reply, VERSION};
 use rustix::process::Pid;
 
 const PAGE: usize = 4096;
@@ -38,20 +38,33 @@ impl Guest for InProcess {
     ) -> Result<Reply, GuestError> {
         let descriptor: Option<OwnedFd> =
             descriptor.map(|fd| fd.as_fd().try_clone_to_owned().unwrap());
-        Ok(self.folder.execute(order, descriptor))
+        // Nobody runs in this VM between two tests' steps, so any freeze will do for one at rest.
+        let Order::Fold {
+            freeze: Freeze::Stopped { limit_us },
+            runs,
+        } = order
+        else {
+            return Ok(self.folder.execute(order, descriptor));
+        };
+        assert!(*limit_us > 0);
+        self.pauses.fetch_add(1, Ordering::SeqCst);
+        let order = Order::Fold {
+            freeze: Freeze::WriteProtect,
+            runs: runs.clone(),
+        };
+        let mut reply = self.folder.execute(&order, descriptor);
+        if let Reply::Outcomes { stopped_ns, .. } = &mut reply {
+            *stopped_ns = 1;
+        }
+        Ok(reply)
     }
 
     fn refold_live(&mut self) -> bool {
         self.live
     }
 
-    fn pause(&mut self) -> Result<bool, GuestError> {
-        self.pauses.fetch_add(1, Ordering::SeqCst);
-        Ok(true)
-    }
-
-    fn resume(&mut self) -> Result<(), GuestError> {
-        Ok(())
+    fn can_stop(&self) -> bool {
+        true
     }
 }
 
@@ -68,7 +81,7 @@ impl Ram {
     fn new() -> Self {
         let buffer = vec![0; (RAM_PAGES + 1) * PAGE].leak();
         let skip = buffer.as_ptr().align_offset(PAGE);
-        let folder = Arc::new(Folder::new(None));
+        let folder = Arc::new(Folder::new(None, None));
         assert!(matches!(
             folder.execute(&Order::Hello { version: VERSION }, None),
             Reply::Hello { problem: None, .. }

@@ -198,6 +198,27 @@ impl Guest {
         false
     }
 
+    /// Frames and file pages of the files of this path and size.
+    pub fn pages_of(&self, path: &[u8], size: usize) -> Vec<(u64, u64)> {
+        let named = |file: &u32| {
+            let facts = self.files.get(file);
+            facts.is_some_and(|f| f.0 == path && f.1 == size as u64)
+        };
+        let frames = self.frames.iter().filter(|(_, page)| named(&page.0));
+        frames.map(|(&frame, page)| (frame, page.1)).collect()
+    }
+
+    /// Prints the files whose path is not known, or begins so, with how many pages are known of each.
+    pub fn print_files(&self, begin: &[u8]) {
+        for (number, (path, size)) in &self.files {
+            if path.is_empty() || path.starts_with(begin) {
+                let pages = self.frames.values().filter(|f| f.0 == *number).count();
+                let path = String::from_utf8_lossy(path);
+                println!("file {number} {path:?} {size}: {pages} pages");
+            }
+        }
+    }
+
     fn note(&mut self, message: &FromAgent) {
         match message {
             FromAgent::Files(list) => {

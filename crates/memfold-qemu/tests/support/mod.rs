@@ -2,8 +2,13 @@
 #![allow(dead_code)]
 
 use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use memfold_qemu::Folder;
@@ -84,7 +89,7 @@ impl Bench {
     }
 
     pub fn new(pages: u64) -> Option<Self> {
-        Self::with(Box::leak(Box::new(Folder::new(None))), pages, 1)
+        Self::with(Box::leak(Box::new(Folder::new(None, None))), pages, 1)
     }
 
     pub fn hva(&self, page: u64) -> u64 {
@@ -195,6 +200,11 @@ impl Bench {
             .collect()
     }
 
+    pub fn assert_holds(&self, seed: u64, first: u64, count: u64) {
+        let wrong = self.wrong(seed, first, count);
+        assert!(wrong.is_empty(), "wrong pages: {wrong:?}");
+    }
+
     pub fn area(&self, page: u64, pages: u64) -> Area {
         self.ram.area().part(page, pages)
     }
@@ -205,6 +215,63 @@ fn new_store() -> File {
     let store = File::from(fd);
     store.set_len(1 << 34).unwrap();
     store
+}
+
+/// A QMP server that plays a VM: what it was told, and whether it runs.
+pub struct FakeQemu {
+    pub path: PathBuf,
+    pub commands: Arc<Mutex<Vec<String>>>,
+    pub running: Arc<AtomicBool>,
+    /// Connections that end instead of answering the next `cont`.
+    pub hang_ups: Arc<AtomicU32>,
+    _directory: tempfile::TempDir,
+}
+
+impl FakeQemu {
+    pub fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let fake = Self {
+            path: directory.path().join("qmp"),
+            commands: Arc::default(),
+            running: Arc::new(true.into()),
+            hang_ups: Arc::default(),
+            _directory: directory,
+        };
+        let listener = UnixListener::bind(&fake.path).unwrap();
+        let (commands, running) = (fake.commands.clone(), fake.running.clone());
+        let hang_ups = fake.hang_ups.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                writeln!(stream, r#"{{"QMP": {{"version": {{}}}}}}"#).unwrap();
+                for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+                    let command: serde_json::Value = serde_json::from_str(&line.unwrap()).unwrap();
+                    let command = command["execute"].as_str().unwrap().to_owned();
+                    commands.lock().unwrap().push(command.clone());
+                    let left = hang_ups.load(Ordering::SeqCst);
+                    if command == "cont" && left > 0 {
+                        hang_ups.store(left - 1, Ordering::SeqCst);
+                        break;
+                    }
+                    let answer = match command.as_str() {
+                        "query-status" if running.load(Ordering::SeqCst) => {
+                            r#"{"status": "running"}"#
+                        }
+                        "query-status" => r#"{"status": "paused"}"#,
+                        _ => "{}",
+                    };
+                    match command.as_str() {
+                        "stop" => running.store(false, Ordering::SeqCst),
+                        "cont" => running.store(true, Ordering::SeqCst),
+                        _ => {}
+                    }
+                    writeln!(stream, r#"{{"event": "SOMETHING", "data": {{}}}}"#).unwrap();
+                    writeln!(stream, r#"{{"return": {answer}}}"#).unwrap();
+                }
+            }
+        });
+        fake
+    }
 }
 
 pub fn pattern(seed: u64, page: u64) -> Vec<u64> {

@@ -61,7 +61,7 @@ impl Options {
 /// Runs the study: `{"results": {...}, "samples": [...]}`, times in µs of CPU.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let stop = stop_flag()?;
-    let folder = Folder::new(None);
+    let folder = Folder::new(None, None);
     match folder.execute(&Order::Hello { version: VERSION }, None) {
         Reply::Hello { problem: None, .. } => {}
         Reply::Hello {
@@ -272,7 +272,9 @@ fn fold_all(
     let mut fold_ns = 0;
     for order in &orders {
         match folder.execute(order, None) {
-            Reply::Outcomes { outcomes, cpu_ns } => {
+            Reply::Outcomes {
+                outcomes, cpu_ns, ..
+            } => {
                 if let Some(other) = outcomes.iter().find(|o| **o != Outcome::Done) {
                     bail!("a run was not folded: {other:?}");
                 }

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -10,7 +9,7 @@ use memfold_wire::library::{Order, Reply};
 use rustix::process::Pid;
 
 use crate::fold::{Guest, GuestError};
-use crate::vm::{LibraryError, LibraryLink, Qmp, QmpError, VmConditions};
+use crate::vm::{LibraryError, LibraryLink, Qmp, VmConditions};
 
 /// How long an answer about block nodes holds. A device that is plugged meanwhile is not in use by its guest that soon.
 const CONDITIONS_HOLD: Duration = Duration::from_secs(1);
@@ -36,8 +35,6 @@ pub(super) struct QemuGuest {
     library: LibraryLink,
     monitor: Arc<Monitor>,
     live: (Instant, bool),
-    /// Exists while the VM is paused by us: whoever takes over after our death lets it go on.
-    pause_marker: PathBuf,
 }
 
 impl QemuGuest {
@@ -46,7 +43,6 @@ impl QemuGuest {
         library: LibraryLink,
         monitor: Arc<Monitor>,
         conditions: &VmConditions,
-        pause_marker: PathBuf,
     ) -> Self {
         let live = library.facts().can_write_protect && conditions.may_refold_live();
         Self {
@@ -54,16 +50,7 @@ impl QemuGuest {
             library,
             monitor,
             live: (Instant::now(), live),
-            pause_marker,
         }
-    }
-
-    fn monitor(&self, action: &'static str) -> Result<(), GuestError> {
-        let failed = |source: QmpError| GuestError::Pause {
-            action,
-            source: io::Error::other(source),
-        };
-        self.monitor.lock().query(action).map(drop).map_err(failed)
     }
 }
 
@@ -93,31 +80,7 @@ impl Guest for QemuGuest {
         self.live.1
     }
 
-    fn pause(&mut self) -> Result<bool, GuestError> {
-        let status = self
-            .monitor
-            .lock()
-            .query("query-status")
-            .map_err(|source| GuestError::Pause {
-                action: "query-status",
-                source: io::Error::other(source),
-            })?;
-        if status["status"] != "running" {
-            return Ok(false);
-        }
-        let marked = std::fs::write(&self.pause_marker, "");
-        marked.map_err(|source| GuestError::Pause {
-            action: "mark before its stop",
-            source,
-        })?;
-        self.monitor("stop")?;
-        Ok(true)
-    }
-
-    fn resume(&mut self) -> Result<(), GuestError> {
-        self.monitor("cont")?;
-        // A marker that stays lets a later daemon say "cont" once too often, which QEMU ignores.
-        let _ = std::fs::remove_file(&self.pause_marker);
-        Ok(())
+    fn can_stop(&self) -> bool {
+        self.library.facts().can_stop
     }
 }

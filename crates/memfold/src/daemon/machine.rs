@@ -16,8 +16,8 @@ use crate::fold::{Command, Guest, GuestError, VmId};
 use crate::ledger::VmAccount;
 use crate::store::StoreIdentity;
 use crate::vm::{
-    AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, QmpError, RamLayout,
-    StopKind, Vm, VmConditions,
+    AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, RamLayout, StopKind, Vm,
+    VmConditions,
 };
 
 /// Time between two looks at a VM's conditions and layout.
@@ -39,8 +39,6 @@ pub(super) struct Role {
     pub domain: Option<String>,
     /// QMP socket, if memfold did not start it.
     pub attached: Option<PathBuf>,
-    /// File that says that the VM was paused by us.
-    pub pause_marker: PathBuf,
 }
 
 /// A VM that the daemon has taken on.
@@ -55,6 +53,7 @@ pub(super) struct Machine {
     seen: Mutex<Seen>,
     /// Why the library can't fold, whatever the conditions.
     library_problem: Option<String>,
+    can_stop: bool,
     agent: Mutex<Option<Arc<AgentLink>>>,
     commands: SyncSender<Command>,
     qemu: String,
@@ -72,11 +71,9 @@ impl Machine {
             name,
             domain,
             attached,
-            pause_marker,
         } = role;
         let mut qmp = vm.daemon_qmp()?;
         let (major, minor, micro) = qmp.version();
-        resume_if_left_paused(&name, &pause_marker, &mut qmp)?;
         let layout = vm.layout(&mut qmp)?;
         let conditions = vm.conditions(&mut qmp)?;
         let monitor = Arc::new(Monitor::new(qmp));
@@ -86,18 +83,13 @@ impl Machine {
             Some(Ok(link)) => {
                 let problem = link.facts().problem.clone();
                 (
-                    Some(QemuGuest::new(
-                        vm.pid(),
-                        link,
-                        monitor.clone(),
-                        &conditions,
-                        pause_marker,
-                    )),
+                    Some(QemuGuest::new(vm.pid(), link, monitor.clone(), &conditions)),
                     problem,
                 )
             }
         };
         let machine = Arc::new(Self {
+            can_stop: guest.as_ref().is_some_and(Guest::can_stop),
             id,
             name,
             domain,
@@ -316,12 +308,7 @@ impl Machine {
                 .unwrap_or_default(),
             agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
             fold_problems,
-            refold_problems: seen
-                .conditions
-                .refold_live
-                .iter()
-                .map(ToString::to_string)
-                .collect(),
+            refold_problems: refold_problems(&seen.conditions, self.can_stop),
         }
     }
 
@@ -365,26 +352,17 @@ impl Machine {
 
 const NO_LIBRARY: &str = "memfold's library is not in this QEMU; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
 
-fn library_words(error: &LibraryError) -> String {
-    format!("memfold's library in this QEMU cannot be reached: {error}")
+const NO_MONITOR: &str = "and not at pauses either: the library has no QMP socket of its own; start QEMU with -qmp unix:PATH,server=on,wait=off and MEMFOLD_QEMU_MONITOR=PATH in its environment";
+
+/// Why what is folded is not folded again at once, or not at all.
+fn refold_problems(conditions: &VmConditions, can_stop: bool) -> Vec<String> {
+    let reasons = conditions.refold_live.iter().map(ToString::to_string);
+    let no_stop = (!conditions.refold_live.is_empty() && !can_stop).then(|| NO_MONITOR.to_owned());
+    reasons.chain(no_stop).collect()
 }
 
-/// A daemon that was killed while it folded at a pause leaves the VM stopped. Only such a pause leaves the marker.
-fn resume_if_left_paused(
-    name: &str,
-    marker: &std::path::Path,
-    qmp: &mut crate::vm::Qmp,
-) -> Result<(), QmpError> {
-    if marker.exists() {
-        qmp.query("cont")?;
-        warn!(
-            vm = name,
-            "was left paused by a daemon that died; it goes on"
-        );
-        // The next pause makes it anew.
-        let _ = std::fs::remove_file(marker);
-    }
-    Ok(())
+fn library_words(error: &LibraryError) -> String {
+    format!("memfold's library in this QEMU cannot be reached: {error}")
 }
 
 /// Stands for a VM without the library: the engine lists it and gives it no order.
@@ -407,11 +385,7 @@ impl Guest for Unfolded {
         false
     }
 
-    fn pause(&mut self) -> Result<bool, GuestError> {
-        Ok(false)
-    }
-
-    fn resume(&mut self) -> Result<(), GuestError> {
-        Ok(())
+    fn can_stop(&self) -> bool {
+        false
     }
 }

@@ -153,7 +153,6 @@ impl Daemon {
             name: name.to_owned(),
             domain,
             attached,
-            pause_marker: self.options.state.join(format!("{name}.paused")),
         };
         let machine = Machine::take_on(vm, role, &self.commands, options)?;
         self.lock().insert(name.to_owned(), machine.clone());

@@ -5,13 +5,14 @@
 //! whose bytes keep differing leaves it for a variant of its own, so that VMs with the same other version share with each
 //! other. All of it is guesswork that the compare at folding judges.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
+use foldhash::HashMap;
 use memfold_wire::agent::FileNumber;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use super::VmId;
-use super::table::PIECE;
+use super::table::{PIECE, Piece};
 
 /// Number of a content in its domain; never used twice.
 pub type ContentId = u32;
@@ -44,7 +45,7 @@ pub struct Content {
     /// Whether members have different paths.
     pub aliased: bool,
     key: PathKey,
-    store: BTreeMap<u32, Box<[u32; PIECE as usize]>>,
+    store: BTreeMap<u32, Box<Piece>>,
 }
 
 impl Content {
@@ -52,6 +53,12 @@ impl Content {
     #[must_use]
     pub fn store_page(&self, page: u32) -> Option<u32> {
         self.store.get(&(page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
+    }
+
+    /// Store pages (plus one) that hold the pages of a piece.
+    #[must_use]
+    pub fn store_pages(&self, piece: u32) -> Piece {
+        self.store.get(&piece).map_or([0; PIECE as usize], |p| **p)
     }
 
     fn set_store_page(&mut self, page: u32, store_page: Option<u32>) {
@@ -307,6 +314,22 @@ impl Contents {
             .is_some_and(|p| p.iter().all(|f| *f == StorePageFacts::default()))
         {
             self.pages.remove(&key);
+        }
+    }
+
+    /// One more VM page maps each of these store pages.
+    pub fn add_references(&mut self, mut first: u32, mut pages: u32) {
+        while pages > 0 {
+            let within = first % PIECE;
+            let step = pages.min(PIECE - within);
+            self.facts_mut(first);
+            if let Some(piece) = self.pages.get_mut(&(first / PIECE)) {
+                for facts in &mut piece[within as usize..(within + step) as usize] {
+                    facts.references += 1;
+                }
+            }
+            first += step;
+            pages -= step;
         }
     }
 

@@ -1,9 +1,11 @@
 //! The engine: its state, its messages, its loop.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
 
+use foldhash::{HashMap, HashMapExt};
+use memfold_sys::pagemap::Pagemap;
 use memfold_units::ByteSize;
 use memfold_wire::agent::{FileNumber, FromAgent};
 use memfold_wire::library::{Advice, Order, Reply};
@@ -11,9 +13,11 @@ use tracing::{debug, info, warn};
 
 use super::budget::TokenBucket;
 use super::content::{ContentId, Contents};
+use super::huge::HugePages;
 use super::stack::{Hint, HintStack};
 use super::stats::{EngineStats, Latencies, VmStats};
 use super::table::VmTable;
+use super::work::Task;
 use super::{Guest, GuestError, VmId};
 use crate::store::{Store, StoreError};
 use crate::vm::RamLayout;
@@ -135,8 +139,9 @@ pub(super) struct VmState {
     /// Whether folded ranges may be folded again while the VM runs, as of this batch.
     pub live: bool,
     pub table: VmTable,
-    /// Regions of 2 MiB of QEMU's memory that are known not to be huge pages.
-    pub split: HashSet<u64>,
+    pub huge: HugePages,
+    /// Open for the time of a batch.
+    pub pagemap: Option<Pagemap>,
     /// Pages that QEMU has discarded, as the library counts.
     pub discarded: u64,
     /// Whether our table of mappings may name too much.
@@ -214,6 +219,8 @@ pub struct Engine {
     pub(super) resumed: Instant,
     pub(super) sweep_wanted: bool,
     pub(super) last_sweep: Instant,
+    /// What a sweep has found and no batch has taken yet.
+    pub(super) swept: VecDeque<Task>,
     pub(super) last_turn: VmId,
     charged_ns: u64,
     reports_ns: u64,
@@ -236,6 +243,7 @@ impl Engine {
             resumed: now,
             sweep_wanted: false,
             last_sweep: now,
+            swept: VecDeque::new(),
             last_turn: 0,
             charged_ns: 0,
             reports_ns: 0,
@@ -304,9 +312,7 @@ impl Engine {
             .values()
             .filter(|vm| vm.stats.problem.is_none())
             .flat_map(|vm| {
-                let sync = vm
-                    .active
-                    .then(|| vm.last_sync + settings.sync_interval.max(vm.sync_cost));
+                let sync = vm.look_due(settings.sync_interval);
                 let pause = (!vm.wait_for_pause.is_empty())
                     .then(|| vm.last_pause + settings.pause_interval);
                 [vm.stack.due(now), sync, pause, vm.zero.due()]
@@ -319,7 +325,8 @@ impl Engine {
         let sweep = self
             .sweep_wanted
             .then(|| self.last_sweep + super::work::SWEEP_INTERVAL);
-        let due = work.chain(aliases).chain(sweep).min()?;
+        let swept = (!self.swept.is_empty()).then_some(now);
+        let due = work.chain(aliases).chain(sweep).chain(swept).min()?;
         let budget = [
             self.cpu.wait(now),
             self.rate.as_mut().and_then(|r| r.wait(now)),
@@ -425,7 +432,8 @@ impl Engine {
                 ..VmStats::default()
             },
             live: false,
-            split: HashSet::new(),
+            huge: HugePages::default(),
+            pagemap: None,
             discarded: 0,
             maps_stale: true,
             last_full_sync: now,
@@ -614,7 +622,7 @@ impl Engine {
             }
         }
         vm.table = VmTable::new(layout);
-        vm.split.clear();
+        vm.huge.clear();
         vm.maps_stale = true;
         self.sync(id);
     }

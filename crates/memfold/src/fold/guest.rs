@@ -12,15 +12,6 @@ pub enum GuestError {
     /// The library's socket failed or timed out, or its answer made no sense.
     #[error("memfold's library in this VM's QEMU does not answer")]
     Library(#[source] io::Error),
-    /// QEMU did not stop or go on.
-    #[error("QEMU did not {action} the VM")]
-    Pause {
-        /// `stop` or `cont`.
-        action: &'static str,
-        /// What it said.
-        #[source]
-        source: io::Error,
-    },
 }
 
 /// A VM as the engine sees it. Real ones are QEMU processes; in tests the engine folds its own process's memory.
@@ -38,9 +29,6 @@ pub trait Guest: Send {
     /// Whether folded ranges may be frozen by write protection while the VM runs: no block node uses direct I/O. Asked once a batch.
     fn refold_live(&mut self) -> bool;
 
-    /// Stops vCPUs and drains I/O. `Ok(false)` if the VM was not running (then [`Guest::resume`] is not to be called).
-    fn pause(&mut self) -> Result<bool, GuestError>;
-
-    /// Lets the VM go on.
-    fn resume(&mut self) -> Result<(), GuestError>;
+    /// Whether orders may stop the VM for a moment ([`memfold_wire::library::Freeze::Stopped`]).
+    fn can_stop(&self) -> bool;
 }

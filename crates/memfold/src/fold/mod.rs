@@ -23,6 +23,7 @@ pub mod budget;
 mod content;
 mod engine;
 mod guest;
+mod huge;
 mod intake;
 mod outcome;
 mod pause;

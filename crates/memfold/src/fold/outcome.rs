@@ -76,6 +76,8 @@ impl Engine {
                 }
                 run.rest(done + 1)
             }
+            // Not its fault: it goes on at the next pause.
+            Outcome::Late => Some(run),
             Outcome::Hole { .. } => {
                 if let Some(vm) = self.vms.get_mut(&id) {
                     vm.table.refuse(run.index + done);
@@ -122,13 +124,13 @@ impl Engine {
         let Some(domain) = self.domains.get_mut(&vm.domain) else {
             return;
         };
+        domain.contents.add_references(run.store_page, done);
         for step in 0..done {
             let at = run.index + step;
             if let Some(before) = vm.table.mapped(at) {
                 domain.contents.count_reference(before.store_page, false);
             }
             let store_page = run.store_page + step;
-            domain.contents.count_reference(store_page, true);
             vm.table.set_mapped(
                 at,
                 Some(Mapped {
@@ -226,7 +228,7 @@ impl Engine {
 /// The same outcome, `folded` pages into a run.
 fn stopped_at(outcome: Outcome, folded: u32) -> Outcome {
     match outcome {
-        Outcome::Done | Outcome::Refused => outcome,
+        Outcome::Done | Outcome::Refused | Outcome::Late => outcome,
         Outcome::Differs { .. } => Outcome::Differs { folded },
         Outcome::Busy { .. } => Outcome::Busy { folded },
         Outcome::Hole { .. } => Outcome::Hole { folded },

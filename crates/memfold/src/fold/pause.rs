@@ -1,9 +1,9 @@
-//! Folding again in a VM with direct I/O: while it is stopped, vCPUs and I/O are at rest.
+//! Folding again in a VM with direct I/O: the library stops it for one order, and vCPUs and I/O are at rest.
 
 use std::collections::HashSet;
 use std::time::Instant;
 
-use memfold_wire::library::Freeze;
+use memfold_wire::library::{Freeze, MAX_STOP_US};
 
 use super::content::Member;
 use super::engine::{Engine, VmState};
@@ -50,29 +50,17 @@ impl Engine {
         if queue.is_empty() {
             return Ok(());
         }
+        let Some(order) = self.next_order(id, &mut queue) else {
+            return Ok(());
+        };
+        let limit = self.settings.pause_length.as_micros();
+        let freeze = Freeze::Stopped {
+            limit_us: u32::try_from(limit).unwrap_or(MAX_STOP_US).min(MAX_STOP_US),
+        };
+        self.execute(id, freeze, order, &mut queue)?;
         let Some(vm) = self.vms.get_mut(&id) else {
             return Ok(());
         };
-        if !vm.guest.pause()? {
-            return Ok(());
-        }
-        let began = Instant::now();
-        let mut result = Ok(());
-        while began.elapsed() < self.settings.pause_length && result.is_ok() {
-            let Some(order) = self.next_order(id, &mut queue) else {
-                break;
-            };
-            result = self.execute(id, Freeze::Stopped, order, &mut queue);
-        }
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return Ok(());
-        };
-        vm.guest.resume()?;
-        vm.stats.pauses += 1;
-        vm.stats.pause_max_ms = vm
-            .stats
-            .pause_max_ms
-            .max(u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX));
         // What the time did not suffice for waits for the next pause.
         let left = queue.iter().flatten();
         vm.wait_for_pause
@@ -83,7 +71,7 @@ impl Engine {
                 at: run.at.unwrap_or(now),
                 tries: run.tries,
             }));
-        result
+        Ok(())
     }
 
     fn runs_for_pause(&self, id: VmId, hint: &Hint, planned: &mut HashSet<Index>) -> Vec<Run> {

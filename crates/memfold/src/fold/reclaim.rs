@@ -16,12 +16,16 @@ use tracing::{debug, warn};
 
 use super::content::{Member, StorePageFacts};
 use super::engine::{Domain, Engine, VmState};
+use super::stack::Hint;
 use super::table::{Mapped, PIECE, VmTable};
 use super::{GuestError, VmId};
 use crate::store::mapped::{self, StoreMapping};
 
 /// Time between two reclaims of a domain.
 const RECLAIM_INTERVAL: Duration = Duration::from_secs(6);
+
+/// Time between two looks at a VM of which nothing is heard. Guests write to folded pages without telling.
+const QUIET_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Longest time without reading a VM's mappings anew, as a check on our own tables.
 const FULL_SYNC_INTERVAL: Duration = Duration::from_secs(30);
@@ -31,9 +35,7 @@ impl Engine {
     pub(super) fn sync_due(&mut self, now: Instant) -> bool {
         let interval = self.settings.sync_interval;
         let due = |vm: &VmState| {
-            vm.active
-                && vm.stats.problem.is_none()
-                && now >= vm.last_sync + interval.max(vm.sync_cost)
+            vm.stats.problem.is_none() && vm.look_due(interval).is_some_and(|due| now >= due)
         };
         let Some(id) = self
             .vms
@@ -50,6 +52,16 @@ impl Engine {
         };
         vm.active = false;
         vm.last_sync = now;
+        let hint = |file, page| Hint {
+            file,
+            page,
+            pages: 1,
+            at: now,
+            tries: 0,
+        };
+        for hint in vm.huge.worth_it_now(&vm.table, hint) {
+            vm.stack.push(hint);
+        }
         vm.zero.consider(now, vm.guest.pid());
         let domain = vm.domain.clone();
         let reclaim = |d: &Domain| now >= d.last_reclaim + RECLAIM_INTERVAL;
@@ -202,6 +214,20 @@ impl Engine {
     }
 }
 
+impl VmState {
+    /// When the kernel's tables are to be looked at again; never for a VM that maps nothing and is silent.
+    pub(super) fn look_due(&self, interval: Duration) -> Option<Instant> {
+        let interval = if self.active {
+            interval
+        } else if self.stats.mapped_pages > 0 {
+            QUIET_INTERVAL
+        } else {
+            return None;
+        };
+        Some(self.last_sync + interval.max(self.sync_cost))
+    }
+}
+
 /// Store pages that a VM page maps and holds no copy of, as a bit each in words of [`PIECE`] pages.
 fn needed_pages<'a>(vms: impl Iterator<Item = &'a VmState>) -> HashMap<u32, u64> {
     let mut needed: HashMap<u32, u64> = HashMap::new();
@@ -311,6 +337,8 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<()
         }
         vm.table.set_mapped(at, now);
     }
+    // Copies leave store pages behind, which are to be given back.
+    vm.active |= copied > vm.stats.copied_pages;
     vm.stats.mapped_pages = mapped_pages;
     vm.stats.copied_pages = copied;
     Ok(())

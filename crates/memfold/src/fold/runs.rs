@@ -1,9 +1,8 @@
 //! Runs to fold, and which of them are worth it.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::time::Instant;
 
-use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_SIZE};
 use memfold_wire::agent::FileNumber;
 use memfold_wire::library::MAX_RUN_PAGES;
 
@@ -85,50 +84,11 @@ pub fn group(mut runs: Vec<Run>, table: &VmTable) -> VecDeque<Group> {
     groups.into()
 }
 
-/// Fewest pages of a huge page that must cache files before it is split: 1/8 of it. Below that, the TLB reach that the
-/// guest loses is dearer than the memory gained.
-pub const HUGE_SPLIT_PAGES: usize = 64;
-
-/// Takes out the runs that would split a huge page for too little, and returns them. Judged by what the whole huge page
-/// caches, not by these runs: with a small budget they come a few at a time. `is_huge` tells whether the 2 MiB at an
-/// address are mapped by one huge page now; `split` remembers those that are not (a folded one never becomes huge again,
-/// because its mappings differ).
-pub fn spare_huge_pages(
-    runs: &mut Vec<Run>,
-    table: &VmTable,
-    split: &mut HashSet<u64>,
-    mut is_huge: impl FnMut(Hva) -> bool,
-) -> Vec<Run> {
-    let mut kept = Vec::new();
-    let mut gain: HashMap<u64, usize> = HashMap::new();
-    runs.retain(|run| {
-        let at = table
-            .hva(run.index)
-            .map_or(0, |h| h.0 / (HUGE_PAGE_PAGES * PAGE_SIZE));
-        if run.again || split.contains(&at) {
-            return true;
-        }
-        let start = Hva(at * HUGE_PAGE_PAGES * PAGE_SIZE);
-        let gain = *gain.entry(at).or_insert_with(|| {
-            let pages =
-                (0..HUGE_PAGE_PAGES).filter_map(|step| table.index_at(start.add_pages(step)));
-            pages.filter(|&page| table.cached(page).is_some()).count()
-        });
-        if gain >= HUGE_SPLIT_PAGES || !is_huge(start) {
-            split.insert(at);
-            return true;
-        }
-        kept.push(*run);
-        false
-    });
-    kept
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::vm::{RamBlock, RamLayout, RamSlot};
-    use memfold_units::Pfn;
+    use memfold_units::{Hva, Pfn};
 
     fn table() -> VmTable {
         let hva = Hva(0x7000_0000_0000);
@@ -185,23 +145,5 @@ mod tests {
         };
         let groups = group(vec![elsewhere, next, run(10, 10)], &table());
         assert_eq!(groups, [vec![elsewhere], vec![run(10, 10), next]]);
-    }
-
-    #[test]
-    fn a_huge_page_is_split_only_for_an_eighth_of_it() {
-        let mut table = table();
-        for index in (0..10).chain(600..670).chain(1030..1040) {
-            assert!(table.cache(index, 1, index));
-        }
-        let mut runs = vec![run(0, 10), run(600, 4), run(700, 30), run(1030, 10)];
-        // The first two huge pages are huge; the third is not.
-        let kept = spare_huge_pages(&mut runs, &table, &mut HashSet::new(), |hva| {
-            hva < Hva(0x7000_0040_0000)
-        });
-        assert_eq!(kept, [run(0, 10)]);
-        assert_eq!(
-            runs.iter().map(|r| r.index).collect::<Vec<_>>(),
-            [600, 700, 1030]
-        );
     }
 }

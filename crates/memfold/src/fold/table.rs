@@ -18,6 +18,9 @@ pub type Index = u32;
 /// Pages in one piece of a file's table; one word of a bit set.
 pub const PIECE: u32 = 64;
 
+/// A number plus one for each page of a piece; 0 for none.
+pub type Piece = [u32; PIECE as usize];
+
 /// A dense table cut into pieces of 512 entries. Entries that were never set are `T::default()`.
 #[derive(Debug)]
 struct Sparse<T> {
@@ -96,12 +99,13 @@ pub struct VmTable {
     starts: Vec<u32>,
     cached: Sparse<Cached>,
     /// (file, piece) -> guest page plus one for each page.
-    places: BTreeMap<(FileNumber, u32), Box<[u32; PIECE as usize]>>,
+    places: BTreeMap<(FileNumber, u32), Box<Piece>>,
     cached_pages: u64,
     mapped: Sparse<u32>,
     shared: Bits,
     dirty: Bits,
     refused: Bits,
+    planned: Bits,
     seen: Option<Bits>,
 }
 
@@ -125,6 +129,7 @@ impl VmTable {
             shared: Bits::new(total),
             dirty: Bits::new(total),
             refused: Bits::new(total),
+            planned: Bits::new(total),
             seen: None,
         }
     }
@@ -240,6 +245,22 @@ impl VmTable {
         self.places.get(&(file, page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
     }
 
+    /// Guest pages (plus one) that cache pages `range` of a piece of `file`, without those that are being written or were found
+    /// to differ. `None` if there is none.
+    #[must_use]
+    pub fn usable(&self, file: FileNumber, piece: u32, range: &Range<usize>) -> Option<Piece> {
+        let places = self.places.get(&(file, piece))?;
+        let mut usable = [0; PIECE as usize];
+        let mut any = 0;
+        for (to, &place) in usable[range.clone()].iter_mut().zip(&places[range.clone()]) {
+            let is_usable =
+                place != 0 && !self.dirty.has(place - 1) && !self.refused.has(place - 1);
+            *to = if is_usable { place } else { 0 };
+            any |= *to;
+        }
+        (any != 0).then_some(usable)
+    }
+
     /// Whether any of the 64 pages of a piece of `file` is cached.
     #[must_use]
     pub fn has_piece(&self, file: FileNumber, piece: u32) -> bool {
@@ -304,6 +325,30 @@ impl VmTable {
         self.refused.set(at, true);
     }
 
+    /// Cached pages of a file range have settled since they were refused: they may be tried again.
+    pub fn settle(&mut self, file: FileNumber, pages: Range<u32>) {
+        for piece in self.pieces_in(file, pages.clone()) {
+            let first = piece * PIECE;
+            for page in first.max(pages.start)..first.saturating_add(PIECE).min(pages.end) {
+                if let Some(at) = self.place(file, page) {
+                    self.refused.set(at, false);
+                }
+            }
+        }
+    }
+
+    /// Marks a page as being in a batch. `false` if it was already.
+    pub fn plan(&mut self, at: Index) -> bool {
+        let new = !self.planned.has(at);
+        self.planned.set(at, true);
+        new
+    }
+
+    /// The page is in no batch any more.
+    pub fn unplan(&mut self, at: Index) {
+        self.planned.set(at, false);
+    }
+
     /// Whether the page was found to differ.
     #[must_use]
     pub fn is_refused(&self, at: Index) -> bool {
@@ -361,7 +406,7 @@ impl VmTable {
         fn pieces<T>(s: &Sparse<T>) -> usize {
             s.pieces.len() * 8 + s.pieces.iter().flatten().count() * size_of::<[T; 512]>()
         }
-        let bits = self.shared.0.len() * 8 * 3;
+        let bits = self.shared.0.len() * 8 * 4;
         (pieces(&self.cached)
             + pieces(&self.mapped)
             + bits

@@ -1,19 +1,18 @@
 //! One turn of the engine: from the newest hints to orders and their outcomes.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use memfold_sys::pagemap::{Filter, Pagemap, category};
-use memfold_units::{HUGE_PAGE_PAGES, Hva};
+use memfold_sys::pagemap::Pagemap;
 use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Reply};
 
 use super::content::{ContentId, Member};
-use super::engine::{Domain, Engine, VmState, note_store_error};
-use super::runs::{Group, Run, group, length, spare_huge_pages};
+use super::engine::{Domain, Engine, FileState, VmState, note_store_error};
+use super::runs::{Group, Run, group, length};
 use super::stack::Hint;
-use super::table::{Index, PIECE};
-use super::{GuestError, VmId, budget};
-use crate::store::StoreError;
+use super::table::{Index, PIECE, Piece};
+use super::{GuestError, VmId, budget, huge};
 
 /// Pages taken from the stacks for one batch.
 const BATCH_PAGES: u32 = 2048;
@@ -25,12 +24,18 @@ const ORDER_PAGES: u32 = 2048;
 pub(super) const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A range of one content to bring into order in all VMs.
-struct Task {
+pub(super) struct Task {
     domain: String,
     content: ContentId,
     vm: VmId,
     hint: Hint,
     swept: bool,
+}
+
+/// Where a member has the pages of a piece.
+struct Holder {
+    member: Member,
+    pages: Piece,
 }
 
 impl Engine {
@@ -43,7 +48,7 @@ impl Engine {
         if self.sync_due(now) || self.pause_due(now) || self.sample_due(now) || self.zero_due(now) {
             return;
         }
-        if self.sweep_wanted && now >= self.last_sweep + SWEEP_INTERVAL {
+        if self.sweep_wanted && self.swept.is_empty() && now >= self.last_sweep + SWEEP_INTERVAL {
             self.sweep();
         }
     }
@@ -88,6 +93,9 @@ impl Engine {
                 {
                     continue;
                 }
+                // What was refused before it had been read from disk counts anew.
+                vm.table
+                    .settle(hint.file, hint.page..hint.page + hint.pages);
                 pages += hint.pages;
                 tasks.push(Task {
                     domain: vm.domain.clone(),
@@ -98,6 +106,13 @@ impl Engine {
                 });
             }
         }
+        while pages < limit {
+            let Some(task) = self.swept.pop_front() else {
+                break;
+            };
+            pages += task.hint.pages;
+            tasks.push(task);
+        }
         tasks
     }
 
@@ -105,20 +120,31 @@ impl Engine {
     /// cached page of them that isn't folded.
     fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
-        let mut planned = HashSet::new();
         for vm in self
             .vms
             .values_mut()
             .filter(|vm| vm.stats.problem.is_none())
         {
             vm.live = vm.guest.refold_live();
+            vm.pagemap = Pagemap::open(vm.guest.pid()).ok();
         }
         // In the order of guest memory, so that files which lie side by side there do so in the store: then their runs join.
         let mut tasks: Vec<&Task> = tasks.iter().collect();
         tasks.sort_by_cached_key(|task| (task.vm, self.first_place(task)));
         for task in tasks {
-            self.fill(task);
-            self.collect(task, &mut runs, &mut planned);
+            let end = task.hint.page + task.hint.pages;
+            for piece in task.hint.page / PIECE..end.div_ceil(PIECE) {
+                let first = piece * PIECE;
+                let from = task.hint.page.max(first) - first;
+                let range = from as usize..(end.min(first + PIECE) - first) as usize;
+                let holders = self.holders(task, piece, &range);
+                self.fill(task, piece, &range, &holders);
+                self.collect(task, piece, &range, &holders, &mut runs);
+            }
+        }
+        for vm in self.vms.values_mut() {
+            self.stats.huge_kept_pages += vm.huge.end_batch();
+            vm.pagemap = None;
         }
         for (id, runs) in runs {
             self.fold_vm(id, runs);
@@ -132,8 +158,9 @@ impl Engine {
             .place(task.hint.file, task.hint.page)
     }
 
-    /// Members of a content whose VMs can be folded and whose file isn't given up.
-    fn members(&self, task: &Task) -> Vec<Member> {
+    /// Where the members of a task's content have a piece of it: those whose VMs can be folded, whose file isn't given up, and
+    /// pages that no huge page keeps. The VM of the hint goes first: its page was read last.
+    fn holders(&mut self, task: &Task, piece: u32, range: &Range<usize>) -> Vec<Holder> {
         let now = Instant::now();
         let Some(content) = self
             .domains
@@ -142,140 +169,164 @@ impl Engine {
         else {
             return Vec::new();
         };
-        content
-            .members
-            .iter()
-            .filter(|m| {
-                self.vms.get(&m.vm).is_some_and(|vm| {
-                    let given_up = vm
-                        .files
-                        .get(&m.file)
-                        .and_then(|f| f.skip_until)
-                        .is_some_and(|until| now < until);
-                    vm.stats.problem.is_none() && !given_up
-                })
-            })
-            .copied()
-            .collect()
+        let mut holders = Vec::new();
+        for &member in &content.members {
+            let Some(vm) = self
+                .vms
+                .get_mut(&member.vm)
+                .filter(|vm| vm.stats.problem.is_none())
+            else {
+                continue;
+            };
+            let skipped = |file: &FileState| file.skip_until.is_some_and(|until| now < until);
+            if vm.files.get(&member.file).is_some_and(skipped) {
+                continue;
+            }
+            let Some(mut pages) = vm.table.usable(member.file, piece, range) else {
+                continue;
+            };
+            for place in &mut pages[range.clone()] {
+                let kept = place.checked_sub(1).is_some_and(|at| {
+                    let is_huge = |hva| {
+                        let map = vm.pagemap.as_ref();
+                        map.is_some_and(|map| huge::is_huge(map, hva))
+                    };
+                    vm.table.mapped(at).is_none() && vm.huge.spares(&vm.table, at, is_huge)
+                });
+                if kept {
+                    *place = 0;
+                }
+            }
+            let holder = Holder { member, pages };
+            if member.vm == task.vm {
+                holders.insert(0, holder);
+            } else {
+                holders.push(holder);
+            }
+        }
+        holders
     }
 
     /// Appends to the store what at least two guest pages cache and it lacks.
-    fn fill(&mut self, task: &Task) {
-        let mut members = self.members(task);
-        // The VM of the hint goes first: its page was read last.
-        members.sort_by_key(|m| m.vm != task.vm);
+    fn fill(&mut self, task: &Task, piece: u32, range: &Range<usize>, holders: &[Holder]) {
         let Some(domain) = self.domains.get_mut(&task.domain) else {
             return;
         };
-        let end = task.hint.page + task.hint.pages;
-        let mut page = task.hint.page;
-        while page < end {
-            let lacks = |domain: &Domain, page| {
-                domain
-                    .contents
-                    .get(task.content)
-                    .is_some_and(|c| c.store_page(page).is_none())
-            };
-            if !lacks(domain, page) {
-                page += 1;
+        let Some(content) = domain.contents.get(task.content) else {
+            return;
+        };
+        let stored = content.store_pages(piece);
+        let lacks = |at: usize| {
+            stored[at] == 0 && holders.iter().filter(|h| h.pages[at] != 0).take(2).count() == 2
+        };
+        let page_of = |at: usize| piece * PIECE + u32::try_from(at).unwrap_or(0);
+        let mut at = range.start;
+        while at < range.end {
+            if !lacks(at) {
+                at += 1;
                 continue;
             }
-            let holders = holders(&self.vms, &members, page);
-            if let Some(stored) = adoptable(&self.vms, domain, &holders) {
-                domain.contents.index(task.content, page, stored);
-                page += 1;
+            if let Some(stored) = adoptable(&self.vms, domain, holders, at) {
+                domain.contents.index(task.content, page_of(at), stored);
+                at += 1;
                 continue;
             }
-            let [(source, first), _, ..] = holders[..] else {
-                page += 1;
-                continue;
-            };
-            let Some(vm) = self.vms.get(&source.vm) else {
+            let Some(source) = holders.iter().find(|h| h.pages[at] != 0) else {
                 return;
             };
+            let Some(vm) = self.vms.get(&source.member.vm) else {
+                return;
+            };
+            let first = source.pages[at] - 1;
             let mut length = 1;
-            while page + length < end
-                && lacks(domain, page + length)
-                && usable(vm, source.file, page + length) == Some(first + length)
-                && vm.table.adjacent(first + length - 1, first + length)
-                && self::holders(&self.vms, &members, page + length).len() > 1
+            while at + length < range.end
+                && lacks(at + length)
+                && source.pages[at + length] == source.pages[at + length - 1] + 1
+                && vm.table.adjacent(
+                    source.pages[at + length - 1] - 1,
+                    source.pages[at + length] - 1,
+                )
             {
                 length += 1;
             }
             let Some(hva) = vm.table.hva(first) else {
                 return;
             };
-            match domain.store.append(vm.guest.pid(), hva, u64::from(length)) {
+            match domain.store.append(vm.guest.pid(), hva, length as u64) {
                 Ok((stored, copied)) => {
                     domain.full = false;
                     domain.appended += copied.0;
-                    for step in 0..u32::try_from(copied.0).unwrap_or(0) {
-                        let Ok(stored) = u32::try_from(stored.0 + u64::from(step)) else {
+                    for step in 0..usize::try_from(copied.0).unwrap_or(0) {
+                        let Ok(stored) = u32::try_from(stored.0 + step as u64) else {
                             break;
                         };
-                        domain.contents.index(task.content, page + step, stored);
+                        domain
+                            .contents
+                            .index(task.content, page_of(at + step), stored);
                     }
                 }
-                Err(
-                    error @ (StoreError::Full { .. }
-                    | StoreError::Exhausted
-                    | StoreError::Io { .. }),
-                ) => {
+                Err(error) => {
                     note_store_error(&task.domain, domain, &error);
                     self.sweep_wanted = true;
                     return;
                 }
             }
-            page += length;
+            at += length;
         }
     }
 
-    /// Finds the runs of every VM in the task's range that are to be folded. `planned`: pages that an earlier task of the
-    /// batch has found already (two VMs read the same file at the same time).
+    /// Finds the runs of every holder that are to be folded.
     fn collect(
         &mut self,
         task: &Task,
+        piece: u32,
+        range: &Range<usize>,
+        holders: &[Holder],
         runs: &mut BTreeMap<VmId, Vec<Run>>,
-        planned: &mut HashSet<(VmId, Index)>,
     ) {
-        let members = self.members(task);
         let Some(domain) = self.domains.get(&task.domain) else {
             return;
         };
         let Some(content) = domain.contents.get(task.content) else {
             return;
         };
-        for member in members {
+        let stored = content.store_pages(piece);
+        for Holder { member, pages } in holders {
             let Some(vm) = self.vms.get_mut(&member.vm) else {
                 continue;
             };
             let list = runs.entry(member.vm).or_default();
-            let mut current: Option<Run> = None;
             let mut wait = false;
-            for page in task.hint.page..task.hint.page + task.hint.pages {
-                let place = usable(vm, member.file, page).zip(content.store_page(page));
-                let wanted = place.and_then(|(index, store_page)| match vm.table.mapped(index) {
-                    Some(mapped) if mapped.shared && mapped.store_page == store_page => None,
-                    Some(_) if !vm.live => {
-                        wait = true;
-                        None
-                    }
-                    mapped => Some((index, store_page, mapped.is_some())),
-                });
-                let wanted = wanted.filter(|&(index, ..)| planned.insert((member.vm, index)));
-                let Some((index, store_page, again)) = wanted else {
-                    list.extend(current.take());
+            for at in range.clone() {
+                let place = pages[at].checked_sub(1).zip(stored[at].checked_sub(1));
+                let Some((index, store_page)) = place else {
                     continue;
                 };
-                if let Some(run) = current
-                    .as_mut()
-                    .filter(|run| run.continues(&vm.table, index, store_page, again))
-                {
+                let mapped = vm.table.mapped(index);
+                if mapped.is_some_and(|m| m.shared && m.store_page == store_page) {
+                    continue;
+                }
+                let again = mapped.is_some();
+                if again && !vm.live {
+                    wait = vm.guest.can_stop();
+                    continue;
+                }
+                // Two VMs that read the same file at the same time: an earlier task of the batch may have found the page.
+                if !vm.table.plan(index) {
+                    continue;
+                }
+                let page = piece * PIECE + u32::try_from(at).unwrap_or(0);
+                let last = list.last_mut().filter(|run| {
+                    run.file == member.file
+                        && run.content == task.content
+                        && run.page + run.pages == page
+                        && run.continues(&vm.table, index, store_page, again)
+                });
+                if let Some(run) = last {
                     run.pages += 1;
                     continue;
                 }
-                list.extend(current.take());
-                current = Some(Run {
+                list.push(Run {
                     index,
                     pages: 1,
                     store_page,
@@ -287,10 +338,11 @@ impl Engine {
                     again,
                 });
             }
-            list.extend(current);
             if wait && vm.wait_for_pause.len() < self.settings.stack_limit {
                 vm.wait_for_pause.push(Hint {
                     file: member.file,
+                    page: piece * PIECE + u32::try_from(range.start).unwrap_or(0),
+                    pages: u32::try_from(range.len()).unwrap_or(0),
                     ..task.hint
                 });
             }
@@ -298,18 +350,12 @@ impl Engine {
     }
 
     /// Folds runs of one VM, the longest first, and deals with what comes of them.
-    fn fold_vm(&mut self, id: VmId, mut runs: Vec<Run>) {
+    fn fold_vm(&mut self, id: VmId, runs: Vec<Run>) {
         let Some(vm) = self.vms.get_mut(&id) else {
             return;
         };
-        if let Ok(map) = Pagemap::open(vm.guest.pid()) {
-            let (table, split) = (&vm.table, &mut vm.split);
-            let kept = spare_huge_pages(&mut runs, table, split, |hva| is_huge(&map, hva));
-            for run in kept {
-                self.stats.huge_kept_pages += u64::from(run.pages);
-                // Not to be tried, nor its content kept for it, until the guest tells of these pages anew.
-                (run.index..run.index + run.pages).for_each(|page| vm.table.refuse(page));
-            }
+        for run in &runs {
+            (run.index..run.index + run.pages).for_each(|at| vm.table.unplan(at));
         }
         let mut queue = group(runs, &vm.table);
         let freeze = if vm.live {
@@ -395,11 +441,20 @@ impl Engine {
         };
         let asked: u32 = runs.iter().map(|run| run.pages).sum();
         let reply = vm.guest.order(&Order::Fold { freeze, runs }, None)?;
-        let Reply::Outcomes { outcomes, cpu_ns } = reply else {
+        let Reply::Outcomes {
+            outcomes,
+            cpu_ns,
+            stopped_ns,
+        } = reply
+        else {
             let what = format!("unexpected reply to a fold order: {reply:?}");
             return Err(GuestError::Library(std::io::Error::other(what)));
         };
         self.library_cpu_ns += cpu_ns;
+        if stopped_ns > 0 {
+            vm.stats.pauses += 1;
+            vm.stats.pause_max_ms = vm.stats.pause_max_ms.max(stopped_ns.div_ceil(1_000_000));
+        }
         if let Some(rate) = &mut self.rate {
             rate.spend(f64::from(asked), Instant::now());
         }
@@ -447,9 +502,7 @@ impl Engine {
                 }));
             }
         }
-        for batch in tasks.chunks((BATCH_PAGES / PIECE) as usize) {
-            self.fold(batch);
-        }
+        self.swept = tasks.into();
     }
 }
 
@@ -460,32 +513,18 @@ pub(super) fn usable(vm: &VmState, file: u32, page: u32) -> Option<Index> {
         .filter(|&at| !vm.table.is_dirty(at) && !vm.table.is_refused(at))
 }
 
-fn holders(vms: &BTreeMap<VmId, VmState>, members: &[Member], page: u32) -> Vec<(Member, Index)> {
-    members
-        .iter()
-        .filter_map(|&m| Some((m, usable(vms.get(&m.vm)?, m.file, page)?)))
-        .collect()
-}
-
-/// A store page that a holder maps unchanged and that no index entry leads to: left by a former daemon, or by a content
-/// that ended. It holds what the guest page holds, so it can be offered again.
+/// A store page that a holder of page `at` of the piece maps unchanged and that no index entry leads to: left by a former daemon,
+/// or by a content that ended. It holds what the guest page holds, so it can be offered again.
 fn adoptable(
     vms: &BTreeMap<VmId, VmState>,
     domain: &Domain,
-    holders: &[(Member, Index)],
+    holders: &[Holder],
+    at: usize,
 ) -> Option<u32> {
-    holders.iter().find_map(|(member, at)| {
-        let mapped = vms.get(&member.vm)?.table.mapped(*at)?;
+    holders.iter().find_map(|holder| {
+        let place = holder.pages[at].checked_sub(1)?;
+        let mapped = vms.get(&holder.member.vm)?.table.mapped(place)?;
         let facts = domain.contents.facts(mapped.store_page);
         (mapped.shared && facts.holds.is_none() && !facts.punched).then_some(mapped.store_page)
     })
-}
-
-fn is_huge(map: &Pagemap, hva: Hva) -> bool {
-    let filter = Filter {
-        all_of: category::HUGE,
-        ..Filter::default()
-    };
-    map.scan(hva, hva.add_pages(HUGE_PAGE_PAGES), filter)
-        .is_ok_and(|regions| !regions.is_empty())
 }

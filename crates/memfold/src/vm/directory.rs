@@ -3,9 +3,10 @@
 //! ```text
 //!   spec.json      what was asked for                process.json   pid, start time, what was started
 //!   qmp.sock       QMP for people and commands       daemon.sock    QMP for the daemon
-//!   agent.sock     the guest agent's port            library.sock   the library in QEMU
-//!   console.sock   the serial console                console.log    all it ever said
-//!   qemu.log       QEMU's own output                 launch.lock    held while it is being started
+//!   monitor.sock   QMP for the library               library.sock   the library in QEMU
+//!   agent.sock     the guest agent's port            console.sock   the serial console
+//!   console.log    all it ever said                  qemu.log       QEMU's own output
+//!   launch.lock    held while it is being started
 //! ```
 
 use std::fs::{self, DirBuilder, File};
@@ -103,6 +104,8 @@ impl VmDirectory {
         qmp = "qmp.sock";
         /// QMP for the daemon.
         daemon_qmp = "daemon.sock";
+        /// QMP for the library.
+        library_qmp = "monitor.sock";
         /// The guest agent's port.
         agent = "agent.sock";
         /// The library's socket.

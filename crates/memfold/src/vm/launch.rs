@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use memfold_sys::session;
 use memfold_wire::agent::PORT_NAME;
-use memfold_wire::library::SOCKET_VARIABLE;
+use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 use rustix::process::Pid;
 
 use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
@@ -225,7 +225,8 @@ impl Attempt<'_> {
         if let Some(library) = &library {
             command
                 .env("LD_PRELOAD", preload(library))
-                .env(SOCKET_VARIABLE, directory.library());
+                .env(SOCKET_VARIABLE, directory.library())
+                .env(MONITOR_VARIABLE, directory.library_qmp());
         }
         let child = session::detach(&mut command).spawn().map_err(|source| {
             LaunchError::Qemu(QemuError::Run {
@@ -416,7 +417,11 @@ pub fn arguments(
 }
 
 fn monitors(line: &mut Line, directory: &VmDirectory) {
-    for socket in [directory.qmp(), directory.daemon_qmp()] {
+    for socket in [
+        directory.qmp(),
+        directory.daemon_qmp(),
+        directory.library_qmp(),
+    ] {
         line.with_path("-qmp", "unix:", &socket, ",server=on,wait=off");
     }
     line.with_path(

@@ -61,6 +61,8 @@ pub struct LibraryFacts {
     pub can_move: bool,
     /// Whether folded memory can be folded again while the VM runs.
     pub can_write_protect: bool,
+    /// Whether an order may stop the VM for a moment.
+    pub can_stop: bool,
     /// Why folding can't work, if it can't.
     pub problem: Option<String>,
 }
@@ -92,6 +94,7 @@ impl LibraryLink {
                 version: String::new(),
                 can_move: false,
                 can_write_protect: false,
+                can_stop: false,
                 problem: None,
             },
         };
@@ -103,6 +106,7 @@ impl LibraryLink {
                 library,
                 can_move,
                 can_write_protect,
+                can_stop,
                 problem,
                 ..
             } => {
@@ -110,6 +114,7 @@ impl LibraryLink {
                     version: library,
                     can_move,
                     can_write_protect,
+                    can_stop,
                     problem,
                 };
                 Ok(link)
@@ -194,7 +199,14 @@ fn fits(order: &Order, reply: &Reply) -> bool {
     match (order, reply) {
         (_, Reply::Error { .. })
         | (Order::Hello { .. }, Reply::Hello { .. })
-        | (Order::AddRam { .. } | Order::AddStore { .. } | Order::Map { .. }, Reply::Ok)
+        | (
+            Order::AddRam { .. }
+            | Order::RemoveRam { .. }
+            | Order::AddStore { .. }
+            | Order::RemoveStore { .. }
+            | Order::Map { .. },
+            Reply::Ok,
+        )
         | (Order::DropZero { .. }, Reply::Zero { .. })
         | (Order::Stats, Reply::Stats(_)) => true,
         (Order::Fold { runs, .. }, Reply::Outcomes { outcomes, .. }) => {
@@ -220,6 +232,7 @@ mod tests {
             library: "test".into(),
             can_move: true,
             can_write_protect: true,
+            can_stop: true,
             problem: None,
         }
     }
@@ -277,6 +290,7 @@ mod tests {
             Reply::Outcomes {
                 outcomes: vec![Outcome::Done; 3],
                 cpu_ns: 1,
+                stopped_ns: 0,
             },
             Reply::Error {
                 reason: "no such store".into(),
@@ -305,6 +319,7 @@ mod tests {
             Reply::Outcomes {
                 outcomes: vec![Outcome::Done; 2],
                 cpu_ns: 1,
+                stopped_ns: 0,
             },
         ]);
         let mut link = LibraryLink::connect(&path, Duration::from_secs(5)).unwrap();

@@ -15,8 +15,8 @@ use super::support::{self, BOOT, MEMORY};
 
 const DEATHS: u32 = 20;
 const NAMES: [&str; 2] = ["buffered", "direct"];
-/// A VM whose daemon dies in the few milliseconds of a pause waits for the next one, which is asked for within 0.4 s here.
-const LONGEST_STOP: Duration = Duration::from_secs(3);
+/// A VM is stopped for milliseconds, by its own library; the rest is what a loaded machine adds.
+const LONGEST_STOP: Duration = Duration::from_millis(800);
 
 /// `memfold serve`, as an operator runs it.
 struct Served<'a> {
@@ -280,12 +280,27 @@ fn twenty_daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
         );
         exec(&client, name, &script);
     }
-    // Read again, folded pages are in the page tables.
-    the_store_is_one(state, &stats());
+    the_store_is_one(state, stats);
 }
 
-/// Both VMs map the store of the first daemon and no other, and share its frames.
-fn the_store_is_one(state: &Path, stats: &memfold::fold::EngineStats) {
+/// Both VMs map the store of the first daemon and no other, and share its frames. Pages that the sums have read in must be folded
+/// first, which a VM with direct I/O does pause by pause, and what the last daemons left over given back.
+fn the_store_is_one(state: &Path, stats: impl FnMut() -> memfold::fold::EngineStats) {
+    let in_use = |stats: &memfold::fold::EngineStats| -> (u64, u64) {
+        let mapped = |vm: &memfold::fold::VmStats| vm.mapped_pages - vm.copied_pages;
+        let stored = stats.domains[0].store_bytes / 4096;
+        (stats.vms.iter().map(mapped).sum(), stored)
+    };
+    let stats = support::wait_stats(
+        "a store page serves 1.3 VM pages",
+        Duration::from_secs(120),
+        stats,
+        |now| {
+            let (mapped, stored) = in_use(now);
+            mapped * 10 > stored * 13
+        },
+    );
+    let (mapped, stored) = in_use(&stats);
     let ram = NAMES.map(|name| support::ram(state, name));
     let mut inodes = std::collections::BTreeSet::new();
     for (pid, _) in &ram {
@@ -300,20 +315,10 @@ fn the_store_is_one(state: &Path, stats: &memfold::fold::EngineStats) {
         );
     }
     let shared = shared_frames((ram[0].0, &ram[0].1), (ram[1].0, &ram[1].1)).unwrap();
-    let mapped: u64 = stats
-        .vms
-        .iter()
-        .map(|vm| vm.mapped_pages - vm.copied_pages)
-        .sum();
-    let stored = stats.domains[0].store_bytes / 4096;
     println!(
         "stores mapped: {inodes:?}; pages mapped {mapped}, in the store {stored}; frames shared {shared}"
     );
     assert_eq!(inodes.len(), 1);
     // Only pages that both guests have touched since they were mapped are in both page tables.
     assert!(shared > 500, "{shared} frames shared");
-    assert!(
-        mapped * 10 > stored * 13,
-        "{stored} store pages for {mapped} mapped ones"
-    );
 }

@@ -54,7 +54,7 @@ impl Random {
 /// Folds random runs for `time` while threads count in every page, then looks for lost counts.
 pub fn stress(time: Duration) -> anyhow::Result<LibraryProof> {
     // As QEMU's library does: the folder and its userfaultfd live as long as the process.
-    let folder: &'static Folder = Box::leak(Box::new(Folder::new(None)));
+    let folder: &'static Folder = Box::leak(Box::new(Folder::new(None, None)));
     match folder.execute(&Order::Hello { version: VERSION }, None) {
         Reply::Hello { problem: None, .. } => {}
         Reply::Hello { problem, .. } => bail!(problem.unwrap_or_default()),

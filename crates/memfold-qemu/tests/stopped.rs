@@ -1,0 +1,115 @@
+//! Orders that stop the VM: it goes on, whatever happens.
+
+mod support;
+
+use std::sync::atomic::Ordering;
+
+use memfold_qemu::{Folder, Monitor};
+use memfold_wire::library::{Freeze, Order, Outcome, Reply};
+use support::{Bench, FakeQemu};
+
+const STOPPED: Freeze = Freeze::Stopped { limit_us: 100_000 };
+
+/// RAM with 64 pages folded and then written over with what lies at the page given.
+fn bench(monitor: Option<Monitor>) -> Option<(Bench, u64)> {
+    let mut bench = Bench::with(Box::leak(Box::new(Folder::new(None, monitor))), 64, 1)?;
+    bench.fill(1);
+    let at = bench.publish(0, 64);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 64, at)),
+        Outcome::Done
+    );
+    bench.fill(2);
+    let again = bench.publish(0, 64);
+    Some((bench, again))
+}
+
+#[test]
+fn a_vm_is_stopped_for_one_order_and_goes_on() {
+    let qemu = FakeQemu::start();
+    let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
+        return;
+    };
+    let order = Order::Fold {
+        freeze: STOPPED,
+        runs: vec![bench.run(0, 32, again), bench.run(32, 32, again + 32)],
+    };
+    match bench.folder.execute(&order, None) {
+        Reply::Outcomes {
+            outcomes,
+            stopped_ns,
+            ..
+        } => {
+            assert_eq!(outcomes, [Outcome::Done; 2]);
+            assert!(stopped_ns > 0);
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(bench.release(STOPPED, 32, 32), Outcome::Done);
+    bench.assert_holds(2, 0, 64);
+    let once = ["query-status", "stop", "cont"];
+    let commands = qemu.commands.lock().unwrap().clone();
+    assert_eq!(commands[0], "qmp_capabilities");
+    assert_eq!(commands[1..], [once, once].concat());
+}
+
+#[test]
+fn a_vm_that_does_not_run_is_left_as_it_is() {
+    let qemu = FakeQemu::start();
+    let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
+        return;
+    };
+    qemu.running.store(false, Ordering::SeqCst);
+    assert_eq!(bench.fold(STOPPED, bench.run(0, 64, again)), Outcome::Late);
+    assert!(!qemu.running.load(Ordering::SeqCst));
+    bench.assert_holds(2, 0, 64);
+}
+
+#[test]
+fn no_run_is_begun_after_the_limit() {
+    let qemu = FakeQemu::start();
+    let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
+        return;
+    };
+    let none = Freeze::Stopped { limit_us: 0 };
+    assert_eq!(bench.fold(none, bench.run(0, 64, again)), Outcome::Late);
+    assert!(qemu.running.load(Ordering::SeqCst));
+    let order = Order::Fold {
+        freeze: Freeze::Stopped {
+            limit_us: 1_000_001,
+        },
+        runs: vec![bench.run(0, 64, again)],
+    };
+    assert!(matches!(
+        bench.folder.execute(&order, None),
+        Reply::Error { .. }
+    ));
+}
+
+#[test]
+fn a_monitor_that_hangs_up_at_cont_is_asked_again() {
+    let qemu = FakeQemu::start();
+    let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
+        return;
+    };
+    qemu.hang_ups.store(3, Ordering::SeqCst);
+    assert_eq!(bench.fold(STOPPED, bench.run(0, 64, again)), Outcome::Done);
+    assert!(qemu.running.load(Ordering::SeqCst));
+    // And the next pause works.
+    assert_eq!(bench.fold(STOPPED, bench.run(0, 64, again)), Outcome::Done);
+}
+
+#[test]
+fn without_a_monitor_such_orders_are_refused() {
+    let Some((bench, again)) = bench(None) else {
+        return;
+    };
+    let order = Order::Fold {
+        freeze: STOPPED,
+        runs: vec![bench.run(0, 64, again)],
+    };
+    match bench.folder.execute(&order, None) {
+        Reply::Error { reason } => assert!(reason.contains("MEMFOLD_QEMU_MONITOR"), "{reason}"),
+        other => panic!("{other:?}"),
+    }
+}
