@@ -34,11 +34,13 @@ impl Monitor {
         }
         let began = Instant::now();
         // From here on the VM may be stopped, whatever the answer.
-        let stopped = Stopped {
+        let mut stopped = Stopped {
             monitor: self,
             began,
+            at_rest: began,
         };
         stopped.monitor.ask("stop")?;
+        stopped.at_rest = Instant::now();
         Ok(Some(stopped))
     }
 
@@ -59,16 +61,17 @@ impl Monitor {
 pub struct Stopped<'a> {
     monitor: &'a mut Monitor,
     began: Instant,
+    at_rest: Instant,
 }
 
 impl Stopped<'_> {
-    /// How long ago it was asked to stop.
+    /// How long it has stood still.
     #[must_use]
     pub fn since(&self) -> Duration {
-        self.began.elapsed()
+        self.at_rest.elapsed()
     }
 
-    /// Lets the VM go on, and says how long it stood still at most.
+    /// Lets the VM go on, and says how long that took from the asking.
     pub fn go_on(self) -> Duration {
         let began = self.began;
         drop(self);

@@ -32,6 +32,9 @@ pub struct TemplateMap {
     pub file_page: u64,
 }
 
+/// Areas that are nearer to each other than this many pages share a call of `madvise`.
+const ADVISE_GAP_PAGES: u64 = 128;
+
 /// One RAM block.
 #[derive(Debug)]
 pub struct Block {
@@ -40,8 +43,8 @@ pub struct Block {
     folded: Bitmap,
     template: Bitmap,
     templates: Vec<TemplateMap>,
-    /// Smallest range with all pages that were folded and not advised yet.
-    unadvised: Option<(u64, u64)>,
+    /// First page and end of what was folded and not advised yet.
+    unadvised: Vec<(u64, u64)>,
 }
 
 impl Block {
@@ -137,19 +140,29 @@ impl Block {
     /// Notes that `area` is to get the advice for files with [`Self::advise_now`].
     pub fn advise_later(&mut self, area: Area) {
         let first = self.index(area.start());
-        let end = first + area.pages();
-        self.unadvised = Some(match self.unadvised {
-            Some((low, high)) => (low.min(first), high.max(end)),
-            None => (first, end),
-        });
+        self.unadvised.push((first, first + area.pages()));
     }
 
-    /// Gives the advice to all that was folded since the last time, by one call for the whole range: what lies between has
-    /// the same advice already, and a call for each run would cost 5 % of folding it.
+    /// Gives the advice to all that was folded since the last time. Areas near each other share a call: what lies between has the
+    /// same advice already. One call for all of them would walk thousands of mappings for a few far apart.
     pub fn advise_now(&mut self) {
-        if let Some((first, end)) = self.unadvised.take() {
+        let mut areas = std::mem::take(&mut self.unadvised);
+        areas.sort_unstable();
+        let mut areas_left = areas.iter().copied();
+        let mut current = areas_left.next();
+        while let Some((first, mut end)) = current {
+            current = None;
+            for (low, high) in areas_left.by_ref() {
+                if low > end + ADVISE_GAP_PAGES {
+                    current = Some((low, high));
+                    break;
+                }
+                end = end.max(high);
+            }
             self.advise_file(self.area.part(first, end - first));
         }
+        areas.clear();
+        self.unadvised = areas;
     }
 
     /// Puts fresh anonymous memory (zeroes) over `area`.
@@ -207,7 +220,7 @@ impl Ram {
             folded: Bitmap::new(pages),
             template: Bitmap::new(pages),
             templates: Vec::new(),
-            unadvised: None,
+            unadvised: Vec::new(),
         };
         // Folded when the block was known before: UFFDIO_MOVE would answer EINVAL there.
         for part in file_mappings(area)? {

@@ -10,23 +10,36 @@ use rustix::process::Pid;
 ///
 /// Pages that were swapped out are read back in. Holes in anonymous memory read as zeroes and become backed by the zero page.
 pub fn read(pid: Pid, from: Hva, buffer: &mut [u8]) -> io::Result<usize> {
-    let address = usize::try_from(from.0).map_err(io::Error::other)?;
+    let length = buffer.len();
+    read_many(pid, &[(from, length)], buffer)
+}
+
+/// Copies ranges of a process's memory, each given by address and length in bytes, one after the other into `buffer`, which is at
+/// least as long as all of them; the number of bytes copied. It ends within the first range that can't be read whole. At most
+/// 1,024 ranges (`IOV_MAX`).
+pub fn read_many(pid: Pid, ranges: &[(Hva, usize)], buffer: &mut [u8]) -> io::Result<usize> {
     let local = libc::iovec {
         iov_base: buffer.as_mut_ptr().cast(),
         iov_len: buffer.len(),
     };
-    let remote = libc::iovec {
-        iov_base: std::ptr::with_exposed_provenance_mut(address),
-        iov_len: buffer.len(),
-    };
+    let remote = ranges.iter().map(|&(from, length)| {
+        Ok(libc::iovec {
+            iov_base: std::ptr::with_exposed_provenance_mut(
+                usize::try_from(from.0).map_err(io::Error::other)?,
+            ),
+            iov_len: length,
+        })
+    });
+    let remote = remote.collect::<io::Result<Vec<libc::iovec>>>()?;
+    let count = libc::c_ulong::try_from(remote.len()).map_err(io::Error::other)?;
     // SAFETY: `local` is `buffer`, valid for writes of its own length; `remote` is never dereferenced in this process.
     let copied = unsafe {
         libc::process_vm_readv(
             pid.as_raw_nonzero().get(),
             &raw const local,
             1,
-            &raw const remote,
-            1,
+            remote.as_ptr(),
+            count,
             0,
         )
     };

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use foldhash::{HashMap, HashMapExt};
 use memfold_sys::pagemap::Pagemap;
-use memfold_units::ByteSize;
+use memfold_units::{ByteSize, StorePage};
 use memfold_wire::agent::{FileNumber, FromAgent};
 use memfold_wire::library::{Advice, Order, Reply};
 use tracing::{debug, info, warn};
@@ -19,7 +19,7 @@ use super::stats::{EngineStats, Latencies, VmStats};
 use super::table::VmTable;
 use super::work::Task;
 use super::{Guest, GuestError, VmId};
-use crate::store::{Store, StoreError};
+use crate::store::{Source, Store, StoreError};
 use crate::vm::RamLayout;
 
 /// What an operator may set.
@@ -189,6 +189,8 @@ pub(super) struct Domain {
     pub appended: u64,
     pub punched: u64,
     pub last_reclaim: Instant,
+    /// Pages reserved in the store from the first on, to be filled before anything is folded.
+    pub reserved: Option<(StorePage, Vec<Source>)>,
 }
 
 impl Domain {
@@ -481,6 +483,7 @@ impl Engine {
                 appended: 0,
                 punched: 0,
                 last_reclaim: now,
+                reserved: None,
             };
             self.domains.insert(domain.to_owned(), new);
         }

@@ -50,7 +50,7 @@ impl Engine {
         if queue.is_empty() {
             return Ok(());
         }
-        let Some(order) = self.next_order(id, &mut queue) else {
+        let Some(order) = self.next_order(id, &mut queue, u32::MAX) else {
             return Ok(());
         };
         let limit = self.settings.pause_length.as_micros();

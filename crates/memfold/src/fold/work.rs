@@ -13,6 +13,7 @@ use super::runs::{Group, Run, group, length};
 use super::stack::Hint;
 use super::table::{Index, PIECE, Piece};
 use super::{GuestError, VmId, budget, huge};
+use crate::store::Source;
 
 /// Pages taken from the stacks for one batch.
 const BATCH_PAGES: u32 = 2048;
@@ -142,6 +143,7 @@ impl Engine {
                 self.collect(task, piece, &range, &holders, &mut runs);
             }
         }
+        self.fill_reserved();
         for vm in self.vms.values_mut() {
             self.stats.huge_kept_pages += vm.huge.end_batch();
             vm.pagemap = None;
@@ -207,7 +209,31 @@ impl Engine {
         holders
     }
 
-    /// Appends to the store what at least two guest pages cache and it lacks.
+    /// Copies into the stores what [`Engine::fill`] has reserved.
+    fn fill_reserved(&mut self) {
+        for (name, domain) in &mut self.domains {
+            let Some((first, sources)) = domain.reserved.take() else {
+                continue;
+            };
+            let filled = domain.store.fill(first, &sources);
+            domain.appended += sources.iter().map(|source| source.pages).sum::<u64>();
+            domain.full = false;
+            for missing in filled.missing {
+                domain.appended -= missing.end.0 - missing.start.0;
+                for page in missing.start.0..missing.end.0 {
+                    if let Ok(page) = u32::try_from(page) {
+                        domain.contents.unindex_store_page(page);
+                    }
+                }
+            }
+            if let Some(error) = filled.error {
+                note_store_error(name, domain, &error);
+                self.sweep_wanted = true;
+            }
+        }
+    }
+
+    /// Reserves store pages for what at least two guest pages cache and it lacks.
     fn fill(&mut self, task: &Task, piece: u32, range: &Range<usize>, holders: &[Holder]) {
         let Some(domain) = self.domains.get_mut(&task.domain) else {
             return;
@@ -252,11 +278,16 @@ impl Engine {
             let Some(hva) = vm.table.hva(first) else {
                 return;
             };
-            match domain.store.append(vm.guest.pid(), hva, length as u64) {
-                Ok((stored, copied)) => {
-                    domain.full = false;
-                    domain.appended += copied.0;
-                    for step in 0..usize::try_from(copied.0).unwrap_or(0) {
+            match domain.store.reserve(length as u64) {
+                Ok(stored) => {
+                    let source = Source {
+                        pid: vm.guest.pid(),
+                        from: hva,
+                        pages: length as u64,
+                    };
+                    let (_, sources) = domain.reserved.get_or_insert((stored, Vec::new()));
+                    sources.push(source);
+                    for step in 0..length {
                         let Ok(stored) = u32::try_from(stored.0 + step as u64) else {
                             break;
                         };
@@ -364,7 +395,7 @@ impl Engine {
             Freeze::Move
         };
         while !queue.is_empty() {
-            let Some(order) = self.next_order(id, &mut queue) else {
+            let Some(order) = self.next_order(id, &mut queue, ORDER_PAGES) else {
                 return;
             };
             if let Err(error) = self.execute(id, freeze, order, &mut queue) {
@@ -373,19 +404,20 @@ impl Engine {
         }
     }
 
-    /// Takes groups for one order off the queue, leaving out those that are not worth a mapping any more. `None` when
+    /// Takes groups for one order of at most `most_pages` off the queue, leaving out those that are not worth a mapping any more. `None` when
     /// nothing is left.
     pub(super) fn next_order(
         &mut self,
         id: VmId,
         queue: &mut VecDeque<Group>,
+        most_pages: u32,
     ) -> Option<Vec<Group>> {
         let vm = self.vms.get_mut(&id)?;
         let mut order = Vec::new();
         let mut pages = 0;
         while let Some(group) = queue.pop_front() {
             let length = length(&group);
-            if order.len() == MAX_RUNS || (pages > 0 && pages + length > ORDER_PAGES) {
+            if order.len() == MAX_RUNS || (pages > 0 && pages + length > most_pages) {
                 queue.push_front(group);
                 break;
             }

@@ -2,10 +2,12 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use memfold_units::{ByteSize, Hva, PAGE_BYTES, PAGE_SIZE, PageCount, StorePage};
+use memfold_sys::memory;
+use memfold_units::{ByteSize, HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE, PageCount, StorePage};
 use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount,
@@ -16,9 +18,6 @@ use serde::{Deserialize, Serialize};
 
 /// Pages that may ever be in one store file: page numbers fit in 32 bits (16 TiB).
 pub const MAX_PAGES: u64 = u32::MAX as u64 - 1;
-
-/// Pages copied at once while filling (2 MiB).
-const FILL_PAGES: usize = 512;
 
 /// Which file a store is, as `/proc/PID/maps` shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -60,6 +59,26 @@ fn io_error(what: &'static str) -> impl Fn(io::Error) -> StoreError {
     move |source| StoreError::Io { what, source }
 }
 
+/// Pages of a process to be copied into the store. A process's memory may end before them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// The process.
+    pub pid: Pid,
+    /// First page.
+    pub from: Hva,
+    /// How many.
+    pub pages: u64,
+}
+
+/// What a [`Store::fill`] has left out.
+#[derive(Debug, Default)]
+pub struct Filled {
+    /// Pages that could not be read or written. They read as zeroes.
+    pub missing: Vec<Range<StorePage>>,
+    /// Why nothing could be written from some page on.
+    pub error: Option<StoreError>,
+}
+
 /// A page store of one trust domain. The daemon alone holds it writable.
 #[derive(Debug)]
 pub struct Store {
@@ -68,6 +87,8 @@ pub struct Store {
     identity: StoreIdentity,
     frontier: StorePage,
     held_pages: u64,
+    /// Of these, reserved ones without bytes yet.
+    unfilled_pages: u64,
     cap: ByteSize,
     buffer: Vec<u8>,
 }
@@ -129,8 +150,9 @@ impl Store {
             held_pages: facts.blocks() * 512 / PAGE_SIZE,
             read_only,
             file,
+            unfilled_pages: 0,
             cap,
-            buffer: vec![0; FILL_PAGES * PAGE_BYTES],
+            buffer: vec![0; bytes_of(HUGE_PAGE_PAGES)],
         })
     }
 
@@ -152,8 +174,7 @@ impl Store {
         self.frontier
     }
 
-    /// Bytes the store holds in memory or swap, by the kernel's count: up to 2 MiB more than was appended, because the last
-    /// huge page is there before its bytes are.
+    /// Bytes the store holds in memory or swap, by the kernel's count.
     pub fn held(&self) -> Result<ByteSize, StoreError> {
         let facts = self.file.metadata().map_err(io_error("fstat"))?;
         Ok(ByteSize(facts.blocks() * 512))
@@ -170,18 +191,29 @@ impl Store {
         self.cap
     }
 
-    /// Appends a copy of `pages` pages at `from` in process `pid`. Returns the first new page and how many were copied, which
-    /// is fewer if the process's memory ends there. The copy may catch a page between two of the guest's writes; the compare
-    /// at folding decides.
+    /// Appends a copy of `pages` pages at `from` in process `pid`; the first new page. The copy may catch a page between two of
+    /// the guest's writes; the compare at folding decides.
     pub fn append(
         &mut self,
         pid: Pid,
         from: Hva,
         pages: u64,
     ) -> Result<(StorePage, PageCount), StoreError> {
+        let first = self.reserve(pages)?;
+        let filled = self.fill(first, &[Source { pid, from, pages }]);
+        if let Some(error) = filled.error {
+            return Err(error);
+        }
+        let missing: u64 = filled.missing.iter().map(|m| m.end.0 - m.start.0).sum();
+        Ok((first, PageCount(pages - missing)))
+    }
+
+    /// Gives the next `pages` page numbers away, to be filled by [`Store::fill`]. They read as zeroes until then.
+    pub fn reserve(&mut self, pages: u64) -> Result<StorePage, StoreError> {
         if self.held_pages.saturating_add(pages) > self.cap.pages().0 {
             let held = self.held()?;
-            self.held_pages = held.pages().0;
+            // What is reserved and not filled yet is not in the kernel's count.
+            self.held_pages = held.pages().0 + self.unfilled_pages;
             if self.held_pages.saturating_add(pages) > self.cap.pages().0 {
                 return Err(StoreError::Full {
                     held,
@@ -193,28 +225,71 @@ impl Store {
             return Err(StoreError::Exhausted);
         }
         let first = self.frontier;
-        let mut copied = 0;
-        while copied < pages {
-            let step = usize::try_from(pages - copied)
-                .unwrap_or(FILL_PAGES)
-                .min(FILL_PAGES);
-            let buffer = &mut self.buffer[..step * PAGE_BYTES];
-            let Ok(bytes) = memfold_sys::memory::read(pid, from.add_pages(copied), buffer) else {
-                break;
-            };
-            let whole = bytes / PAGE_BYTES;
-            let buffer = &buffer[..whole * PAGE_BYTES];
-            self.file
-                .write_all_at(buffer, self.frontier.offset())
-                .map_err(io_error("writing"))?;
-            self.frontier = self.frontier.add_pages(whole as u64);
-            self.held_pages += whole as u64;
-            copied += whole as u64;
-            if whole < step {
+        self.frontier = first.add_pages(pages);
+        self.held_pages += pages;
+        self.unfilled_pages += pages;
+        Ok(first)
+    }
+
+    /// Copies sources, one after the other, to the reserved pages from `first` on. Gathered so, a batch takes few system calls,
+    /// and what makes whole huge pages is written as such; anything less gets ordinary pages, because the kernel would clear
+    /// a huge page before it is written in part, which costs several times the copy.
+    pub fn fill(&mut self, first: StorePage, sources: &[Source]) -> Filled {
+        let mut filled = Filled::default();
+        let mut at = first;
+        let mut rest = sources.iter().copied();
+        let mut source = rest.next();
+        let mut buffer = std::mem::take(&mut self.buffer);
+        while source.is_some() {
+            let room = HUGE_PAGE_PAGES - at.0 % HUGE_PAGE_PAGES;
+            let mut chunk: Vec<Source> = Vec::new();
+            let mut pages = 0;
+            while let Some(next) = source.filter(|_| pages < room) {
+                let take = next.pages.min(room - pages);
+                chunk.push(Source {
+                    pages: take,
+                    ..next
+                });
+                pages += take;
+                source = if take < next.pages {
+                    Some(Source {
+                        from: next.from.add_pages(take),
+                        pages: next.pages - take,
+                        ..next
+                    })
+                } else {
+                    rest.next()
+                };
+            }
+            let bytes = bytes_of(pages);
+            read_chunk(&chunk, at, &mut buffer[..bytes], &mut filled.missing);
+            if let Err(error) = self.write_chunk(at, &buffer[..bytes]) {
+                let end = first.add_pages(sources.iter().map(|s| s.pages).sum());
+                filled.missing.retain(|missing| missing.start < at);
+                filled.missing.push(at..end);
+                filled.error = Some(error);
                 break;
             }
+            at = at.add_pages(pages);
         }
-        Ok((first, PageCount(copied)))
+        self.buffer = buffer;
+        let asked: u64 = sources.iter().map(|s| s.pages).sum();
+        self.unfilled_pages = self.unfilled_pages.saturating_sub(asked);
+        let missing: u64 = filled.missing.iter().map(|m| m.end.0 - m.start.0).sum();
+        self.held_pages = self.held_pages.saturating_sub(missing);
+        filled
+    }
+
+    fn write_chunk(&self, at: StorePage, bytes: &[u8]) -> Result<(), StoreError> {
+        let whole = bytes.len() == bytes_of(HUGE_PAGE_PAGES);
+        if whole {
+            // The tmpfs gives a huge page to what lies within the file's size (`huge=within_size`).
+            let end = at.add_pages(HUGE_PAGE_PAGES).offset();
+            self.file.set_len(end).map_err(io_error("growing"))?;
+        }
+        self.file
+            .write_all_at(bytes, at.offset())
+            .map_err(io_error("writing"))
     }
 
     /// Punches pages out. Only for pages that no VM can need (see [`crate::fold`]'s reclaim).
@@ -236,18 +311,68 @@ impl Store {
     }
 }
 
+/// Bytes of at most a huge page's pages.
+fn bytes_of(pages: u64) -> usize {
+    usize::try_from(pages).unwrap_or(0) * PAGE_BYTES
+}
+
+/// Reads sources, which lie at `at` in the store, one after the other into `buffer`; what can't be read is zeroes there, and
+/// noted in `missing`.
+fn read_chunk(
+    sources: &[Source],
+    at: StorePage,
+    buffer: &mut [u8],
+    missing: &mut Vec<Range<StorePage>>,
+) {
+    let mut at = at;
+    let mut rest = buffer;
+    for same in sources.chunk_by(|a, b| a.pid == b.pid) {
+        let mut left = same;
+        while let Some(pid) = left.first().map(|s| s.pid) {
+            let ranges: Vec<(Hva, usize)> =
+                left.iter().map(|s| (s.from, bytes_of(s.pages))).collect();
+            let total: usize = ranges.iter().map(|r| r.1).sum();
+            let mut whole =
+                memory::read_many(pid, &ranges, &mut rest[..total]).unwrap_or(0) / PAGE_BYTES;
+            // Sources read whole; the one behind them is where reading ended, if it did.
+            let read = left
+                .iter()
+                .take_while(|s| {
+                    let pages = bytes_of(s.pages) / PAGE_BYTES;
+                    let fits = pages <= whole;
+                    whole -= if fits { pages } else { 0 };
+                    fits
+                })
+                .count();
+            let done: u64 = left[..read].iter().map(|s| s.pages).sum();
+            at = at.add_pages(done);
+            rest = &mut rest[bytes_of(done)..];
+            left = &left[read..];
+            if let Some((broken, behind)) = left.split_first() {
+                rest[..bytes_of(broken.pages)][whole * PAGE_BYTES..].fill(0);
+                let end = at.add_pages(broken.pages);
+                missing.push(at.add_pages(whole as u64)..end);
+                at = end;
+                rest = &mut rest[bytes_of(broken.pages)..];
+                left = behind;
+            }
+        }
+    }
+}
+
 /// The name that `/proc/PID/fd` and `/proc/PID/maps` show, by which a new daemon finds the store.
 fn file_name(domain: &str) -> String {
     format!("memfold:{domain}")
 }
 
-/// A file without a name in a tmpfs of its own, which allocates huge pages and is mounted nowhere: it ends with the last
-/// descriptor and mapping of the file. Filling costs a quarter of a memfd's time and comparing half. Needs `CAP_SYS_ADMIN`.
+/// A file without a name in a tmpfs of its own, which allocates huge pages where the file's size covers them, and is mounted
+/// nowhere: it ends with the last descriptor and mapping of the file. Huge pages cost a quarter of a memfd's time to fill and half
+/// to compare. Needs `CAP_SYS_ADMIN`.
 /// tmpfs can't seal its files against shrinking (`memfd_file_seals_ptr` in `mm/memfd.c`); VMs can't anyhow with their descriptor.
 fn huge_file(domain: &str) -> io::Result<File> {
     let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     // `size`: without a limit, as a memfd; the cap is ours to hold.
-    for (key, value) in [("huge", "always"), ("size", "0"), ("mode", "0700")] {
+    for (key, value) in [("huge", "within_size"), ("size", "0"), ("mode", "0700")] {
         fsconfig_set_string(context.as_fd(), key, value)?;
     }
     fsconfig_create(context.as_fd())?;
@@ -317,6 +442,63 @@ mod tests {
                 store.append(me(), address(&source), 1).unwrap().0,
                 StorePage(3)
             );
+        }
+    }
+
+    #[test]
+    fn sources_of_any_length_are_gathered_and_what_cannot_be_read_is_told() {
+        for mut store in stores("t8", ByteSize::mib(64)) {
+            let source = pattern(700);
+            let at = |page: u64| address(&source).add_pages(page);
+            let mut sources = vec![Source {
+                pid: me(),
+                from: at(0),
+                pages: 3,
+            }];
+            let nowhere = Source {
+                pid: me(),
+                from: Hva(PAGE_SIZE),
+                pages: 5,
+            };
+            sources.push(nowhere);
+            sources.extend((3..10).map(|page| Source {
+                pid: me(),
+                from: at(page),
+                pages: 1,
+            }));
+            sources.push(Source {
+                pid: me(),
+                from: at(10),
+                pages: 690,
+            });
+            sources.push(nowhere);
+            // Somewhere in a huge page of the store.
+            store.append(me(), at(0), 100).unwrap();
+            let first = store.reserve(710).unwrap();
+            let filled = store.fill(first, &sources);
+            let missing = [
+                first.add_pages(3)..first.add_pages(8),
+                first.add_pages(705)..first.add_pages(710),
+            ];
+            assert!(filled.error.is_none());
+            assert_eq!(filled.missing, missing);
+            let mut page = [0; PAGE_BYTES];
+            for step in 0..710 {
+                store.read_page(first.add_pages(step), &mut page).unwrap();
+                let expected = match step {
+                    0..3 => Some(step),
+                    8..705 => Some(step - 5),
+                    _ => None,
+                };
+                match expected {
+                    Some(at) => {
+                        let at = usize::try_from(at).unwrap() * PAGE_BYTES;
+                        assert_eq!(page[..], source[at..][..PAGE_BYTES], "page {step}");
+                    }
+                    None => assert_eq!(page, [0; PAGE_BYTES], "page {step}"),
+                }
+            }
+            assert_eq!(store.frontier(), first.add_pages(710));
         }
     }
 

@@ -20,4 +20,4 @@
 mod file;
 pub mod mapped;
 
-pub use file::{MAX_PAGES, Store, StoreError, StoreIdentity};
+pub use file::{Filled, MAX_PAGES, Source, Store, StoreError, StoreIdentity};
