@@ -35,6 +35,8 @@ pub(crate) struct State {
 #[derive(Debug)]
 pub struct Folder {
     uffd: Result<Userfaultfd, String>,
+    /// Opened at the start: a QEMU that has given its privileges up (`-run-with user=`) may not any more.
+    pagemap: Result<Pagemap, String>,
     state: Mutex<State>,
     /// Held while an order stops the VM; never together with `state`'s lock for more than a run, because QEMU's main loop may
     /// want that one to stop.
@@ -71,6 +73,7 @@ impl Folder {
         });
         Self {
             uffd,
+            pagemap: Pagemap::open(rustix::process::getpid()).map_err(|error| error.to_string()),
             state: Mutex::new(state),
             can_stop: monitor.is_some(),
             monitor: Mutex::new(monitor),
@@ -303,7 +306,9 @@ impl Folder {
         if !uffd.can_move() {
             return Err("dropping zero pages needs UFFDIO_MOVE, Linux 6.8 or newer".to_owned());
         }
-        let pagemap = Pagemap::open(rustix::process::getpid())
+        let pagemap = self
+            .pagemap
+            .as_ref()
             .map_err(|error| format!("cannot open /proc/self/pagemap: {error}"))?;
         let began = thread_cpu_ns();
         let (mut scanned, mut dropped) = (0, 0);
@@ -322,7 +327,7 @@ impl Folder {
                 };
                 let (looked, gone) = self
                     .lock_in_turn()
-                    .drop_zero(uffd, &pagemap, &chunk)
+                    .drop_zero(uffd, pagemap, &chunk)
                     .ok_or_else(|| {
                         format!(
                             "{} pages at {hva:#x} are not inside one RAM block",

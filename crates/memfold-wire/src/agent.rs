@@ -1,10 +1,11 @@
 //! Daemon and guest agent.
 //!
-//! The agent speaks first, with [`FromAgent::Hello`], whenever the host side of its port opens; every Hello begins anew, forgets what was said before, and the daemon answers
-//! [`ToAgent::Welcome`] and asks for an inventory. From then on the agent reports changes of its page cache as they
-//! happen. An agent notices a host side that closes and opens again quickly late or, rarely, not at all, and may be in the middle of a frame then: a daemon
-//! that gets anything but a Hello first, or nothing for two seconds, closes its side for 1.5 s and opens it again. Everything in [`FromAgent`] is untrusted: the daemon checks it against the VM's RAM layout and budget, and the
-//! bytes themselves are compared before any page is shared.
+//! The agent speaks first, with [`FromAgent::Hello`], whenever the host side of its port opens. Every Hello begins anew and
+//! forgets what was said before; the daemon answers [`ToAgent::Welcome`] and asks for an inventory. From then on the agent
+//! reports changes of its page cache as they happen. An agent notices a host side that closes and opens again quickly late
+//! or, rarely, not at all, and may be in the middle of a frame then: a daemon that gets anything but a Hello first closes its
+//! side, waits a while and opens it again. Everything in [`FromAgent`] is untrusted: the daemon checks it against the VM's RAM
+//! layout and budget, and the bytes themselves are compared before any page is shared.
 //!
 //! File numbers ([`FileNumber`]) are the agent's own and live as long as the connection: it introduces each with
 //! [`FromAgent::Files`] before it uses it in a hint.

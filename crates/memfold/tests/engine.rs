@@ -179,6 +179,10 @@ impl Running {
     }
 
     fn add(&self, id: VmId, domain: &str, ram: &Ram, live: bool) {
+        self.add_with(id, domain, ram, live, ram.layout());
+    }
+
+    fn add_with(&self, id: VmId, domain: &str, ram: &Ram, live: bool, layout: RamLayout) {
         let guest = InProcess {
             folder: ram.folder.clone(),
             live,
@@ -189,8 +193,8 @@ impl Running {
                 id,
                 name: format!("vm{id}"),
                 domain: Some(domain.to_owned()),
-                layout: ram.layout(),
-                advice: vec![Advice::default()],
+                advice: vec![Advice::default(); layout.blocks.len()],
+                layout,
                 guest: Box::new(guest),
                 problem: None,
             })
@@ -456,6 +460,51 @@ fn a_new_engine_takes_the_store_over_and_goes_on() {
     assert!(c.holds(0, 100, 12));
     assert_eq!(frames, c.frames(0, 100));
     assert_eq!(frames, a.frames(0, 100));
+}
+
+#[test]
+fn an_unplugged_block_is_forgotten_by_the_library() {
+    let domain = domain("unplug");
+    let ram = Ram::new();
+    let engine = Running::start();
+    let whole = ram.layout();
+    let half = RAM_PAGES as u64 / 2;
+    let mut layout = whole.clone();
+    layout.blocks[0].pages = half;
+    layout.slots[0].pages = half;
+    let second = RamBlock {
+        name: "ram1".into(),
+        hva: whole.blocks[0].hva.add_pages(half),
+        pages: half,
+    };
+    let mut both = layout.clone();
+    both.slots.push(RamSlot {
+        pfn: Pfn(half),
+        pages: half,
+        hva: second.hva,
+        block: 1,
+    });
+    both.blocks.push(second.clone());
+    engine.add_with(1, &domain, &ram, true, both);
+    // Would overlap the block that it is part of.
+    let again = Order::AddRam {
+        hva: second.hva.add_pages(1).0,
+        pages: half - 1,
+        advice: Advice::default(),
+    };
+    engine.stats();
+    assert!(
+        matches!(ram.folder.execute(&again, None), Reply::Error { .. }),
+        "it is known"
+    );
+    let layout = Command::Layout {
+        id: 1,
+        layout,
+        advice: vec![Advice::default()],
+    };
+    engine.commands.send(layout).unwrap();
+    engine.stats();
+    assert_eq!(ram.folder.execute(&again, None), Reply::Ok);
 }
 
 #[test]

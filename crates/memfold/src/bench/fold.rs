@@ -13,7 +13,7 @@ use anyhow::{Context, bail, ensure};
 use memfold_qemu::Folder;
 use memfold_qemu::folder::thread_cpu_ns;
 use memfold_sys::region::{Area, Mapping};
-use memfold_units::{ByteSize, PAGE_BYTES};
+use memfold_units::{ByteSize, PAGE_BYTES, StorePage};
 use memfold_wire::library::{Advice, FoldRun, Freeze, MAX_RUNS, Order, Outcome, Reply, VERSION};
 use rustix::mm::Advice as Madvise;
 use serde_json::{Value, json};
@@ -21,10 +21,13 @@ use serde_json::{Value, json};
 use super::figure::{self, Axis, Series};
 use super::lab::KSM_NOTES;
 use crate::ksm::{Controls, Ksmd, Run, Settings, Status};
-use crate::store::Store;
+use crate::store::{Source, Store};
 
 /// Run lengths in pages.
 const LENGTHS: [u64; 5] = [1, 4, 16, 64, 512];
+
+/// Pages copied to the store together, as in a batch of the engine.
+const FILL_PAGES: u64 = 2048;
 
 /// What to measure.
 #[derive(Clone, Copy, Debug)]
@@ -222,17 +225,38 @@ fn measure(folder: &Folder, number: u32, length: u64, pages: u64) -> anyhow::Res
     })
 }
 
-/// A page store with a copy of each run of `area`, appended as the daemon does, a piece for each run; where each lies in both; and
-/// nanoseconds of CPU.
+/// A page store with a copy of each run of `area`, filled as the daemon does, by batches of [`FILL_PAGES`]; where each run lies in
+/// both; and nanoseconds of CPU.
 fn fill(number: u32, area: Area, length: u64) -> anyhow::Result<(Store, Vec<Place>, u64)> {
     let cap = ByteSize(2 * area.bytes() + ByteSize::mib(2).0);
     let mut store = Store::create(&format!("bench-{}-{number}", std::process::id()), cap)?;
     let mut places = Vec::new();
     let began = thread_cpu_ns();
-    for run in 0..area.pages() / (length + 1) {
+    let mut batch: Option<(StorePage, Vec<Source>)> = None;
+    let runs = area.pages() / (length + 1);
+    for run in 0..runs {
         let from = area.part(run * (length + 1), length);
-        let (first, copied) = store.append(rustix::process::getpid(), from.start(), length)?;
-        ensure!(copied.0 == length, "memory of this process ends early");
+        if batch.is_none() {
+            store.align();
+        }
+        let first = store.reserve(length)?;
+        let (start, sources) = batch.get_or_insert((first, Vec::new()));
+        sources.push(Source {
+            pid: rustix::process::getpid(),
+            from: from.start(),
+            pages: length,
+        });
+        if first.0 + length - start.0 >= FILL_PAGES || run + 1 == runs {
+            let filled = store.fill(*start, sources);
+            if let Some(error) = filled.error {
+                return Err(error.into());
+            }
+            ensure!(
+                filled.missing.is_empty(),
+                "memory of this process ends early"
+            );
+            batch = None;
+        }
         places.push((from, first.0));
     }
     Ok((store, places, thread_cpu_ns() - began))

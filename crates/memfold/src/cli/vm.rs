@@ -83,6 +83,9 @@ pub(super) struct RunArguments {
     /// Its command line
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     cmdline: Option<String>,
+    /// User that QEMU runs as once it has opened everything, so that a QEMU that is taken over by its guest has few rights
+    #[arg(long)]
+    user: Option<String>,
     /// Don't preload memfold's library: the VM's RAM won't be folded
     #[arg(long)]
     no_fold: bool,
@@ -119,6 +122,9 @@ impl RunArguments {
             spec.boot.kernel = self.kernel;
             spec.boot.initrd = self.initrd;
             spec.boot.cmdline = self.cmdline;
+        }
+        if self.user.is_some() {
+            spec.user = self.user;
         }
         spec.fold &= !self.no_fold;
         spec.qemu_args.extend(self.qemu_args);

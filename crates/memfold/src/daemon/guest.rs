@@ -73,7 +73,7 @@ impl Guest for QemuGuest {
 
     fn refold_live(&mut self) -> bool {
         if self.library.facts().can_write_protect && self.live.0.elapsed() > CONDITIONS_HOLD {
-            let now = crate::vm::conditions::read(&mut self.monitor.lock(), self.pid, true);
+            let now = crate::vm::conditions::read_refold_live(&mut self.monitor.lock());
             // QEMU that doesn't answer gets no benefit of the doubt.
             self.live = (Instant::now(), now.is_ok_and(|c| c.may_refold_live()));
         }

@@ -321,7 +321,7 @@ impl Daemon {
             .filter_map(|m| m.account(&identities))
             .collect();
         let own = ledger::take::own(ByteSize(fold.own_bytes), &identities)?;
-        let zero: u64 = fold.vms.iter().map(|vm| vm.zero_pages).sum();
+        let zero: u64 = fold.vms.iter().map(|vm| vm.zero_saved_pages).sum();
         let host = ledger::take::host(&vms, &stores, own, PageCount(zero).bytes())?;
         Ok(FullReport {
             ledger: ledger::Report::new(host, vms),

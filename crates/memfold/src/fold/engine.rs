@@ -11,8 +11,9 @@ use memfold_wire::agent::{FileNumber, FromAgent};
 use memfold_wire::library::{Advice, Order, Reply};
 use tracing::{debug, info, warn};
 
+use super::alias::Candidates;
 use super::budget::TokenBucket;
-use super::content::{ContentId, Contents};
+use super::content::Contents;
 use super::huge::HugePages;
 use super::stack::{Hint, HintStack};
 use super::stats::{EngineStats, Latencies, VmStats};
@@ -140,7 +141,7 @@ pub(super) struct VmState {
     pub live: bool,
     pub table: VmTable,
     pub huge: HugePages,
-    /// Open for the time of a batch.
+    /// Its process's page tables; `None` if they can't be read.
     pub pagemap: Option<Pagemap>,
     /// Pages that QEMU has discarded, as the library counts.
     pub discarded: u64,
@@ -168,18 +169,10 @@ pub(super) struct VmState {
     pub stats: VmStats,
 }
 
-/// Two contents whose names and sizes are equal, to be sampled.
-pub(super) struct AliasCandidate {
-    pub content: ContentId,
-    pub other: ContentId,
-    pub due: Instant,
-    pub tries: u8,
-}
-
 pub(super) struct Domain {
     pub store: Store,
     pub contents: Contents,
-    pub candidates: Vec<AliasCandidate>,
+    pub candidates: Candidates,
     pub full: bool,
     /// Processes that mapped the store when it was taken over from a former daemon. Nothing is punched while one of them
     /// lives that this engine doesn't know.
@@ -224,6 +217,8 @@ pub struct Engine {
     /// What a sweep has found and no batch has taken yet.
     pub(super) swept: VecDeque<Task>,
     pub(super) last_turn: VmId,
+    /// When hints were last worked on.
+    pub(super) last_batch: Instant,
     charged_ns: u64,
     reports_ns: u64,
 }
@@ -247,6 +242,7 @@ impl Engine {
             last_sweep: now,
             swept: VecDeque::new(),
             last_turn: 0,
+            last_batch: now,
             charged_ns: 0,
             reports_ns: 0,
             settings,
@@ -317,13 +313,10 @@ impl Engine {
                 let sync = vm.look_due(settings.sync_interval);
                 let pause = (!vm.wait_for_pause.is_empty())
                     .then(|| vm.last_pause + settings.pause_interval);
-                [vm.stack.due(now), sync, pause, vm.zero.due()]
+                [self.hints_due(vm, now), sync, pause, vm.zero.due()]
             })
             .flatten();
-        let aliases = self
-            .domains
-            .values()
-            .flat_map(|d| d.candidates.iter().map(|c| c.due));
+        let aliases = self.domains.values().filter_map(|d| d.candidates.due());
         let sweep = self
             .sweep_wanted
             .then(|| self.last_sweep + super::work::SWEEP_INTERVAL);
@@ -337,6 +330,17 @@ impl Engine {
         .flatten()
         .max();
         Some(due.max(now + budget.unwrap_or_default()))
+    }
+
+    /// When hints of a VM are to be worked on: gathered for a while, unless they are enough for a batch.
+    pub(super) fn hints_due(&self, vm: &VmState, now: Instant) -> Option<Instant> {
+        let due = vm.stack.due(now)?;
+        let enough = vm.stack.pages() >= u64::from(super::work::BATCH_PAGES);
+        Some(if enough {
+            due
+        } else {
+            due.max(self.last_batch + super::work::GATHER)
+        })
     }
 
     fn handle(&mut self, command: Command) {
@@ -435,7 +439,7 @@ impl Engine {
             },
             live: false,
             huge: HugePages::default(),
-            pagemap: None,
+            pagemap: Pagemap::open(guest.pid()).ok(),
             discarded: 0,
             maps_stale: true,
             last_full_sync: now,
@@ -478,7 +482,7 @@ impl Engine {
                 guardians,
                 store,
                 contents: Contents::default(),
-                candidates: Vec::new(),
+                candidates: Candidates::default(),
                 full: false,
                 appended: 0,
                 punched: 0,
@@ -593,6 +597,19 @@ impl Engine {
             "RAM is laid out anew"
         );
         let known = vm.table.layout().blocks.clone();
+        for gone in known.iter().filter(|b| !layout.blocks.contains(b)) {
+            let order = Order::RemoveRam { hva: gone.hva.0 };
+            match vm.guest.order(&order, None) {
+                Ok(Reply::Error { reason }) => debug!(
+                    vm = vm.stats.name,
+                    block = gone.name,
+                    reason,
+                    "a RAM block that is gone was not known"
+                ),
+                Ok(_) => {}
+                Err(error) => return self.lost(id, &error),
+            }
+        }
         if let Some(domain) = self.domains.get_mut(&vm.domain) {
             for at in 0..vm.table.pages() {
                 if let Some(mapped) = vm.table.mapped(at) {

@@ -10,7 +10,7 @@ use tracing::debug;
 use super::VmId;
 use super::budget::TokenBucket;
 use super::content::Member;
-use super::engine::{AliasCandidate, Domain, Engine, FileState, VmState};
+use super::engine::{Domain, Engine, FileState, VmState};
 use super::stack::Hint;
 use super::stats::VmStats;
 use super::table::PIECE;
@@ -157,14 +157,7 @@ fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFa
     };
     let due = Instant::now() + Duration::from_secs(2);
     for other in candidates {
-        if domain.candidates.len() < 4096 {
-            domain.candidates.push(AliasCandidate {
-                content,
-                other,
-                due,
-                tries: 0,
-            });
-        }
+        domain.candidates.add(content, other, due);
     }
 }
 

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::pagemap::{Filter, category};
 use memfold_units::StorePage;
 use memfold_wire::library::{Order, Reply};
 use rustix::process::Pid;
@@ -109,9 +109,9 @@ impl Engine {
             debug!(vm = vm.stats.name, error = %error, "its page tables could not be read");
             return false;
         }
-        // Looks may take a fifth of the CPU budget.
+        // Looks may take a tenth of the CPU budget.
         let cost = Duration::from_nanos(super::engine::thread_cpu_ns() - began);
-        let share = (self.settings.cpu_share / 5.0).max(1e-4);
+        let share = (self.settings.cpu_share / 10.0).max(1e-4);
         vm.sync_cost = Duration::from_secs_f64((cost.as_secs_f64() / share).min(60.0));
         true
     }
@@ -287,13 +287,13 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<()
             mark_mapping(&vm.table, mapping, &mut truth);
         }
     }
-    let pagemap = Pagemap::open(pid)?;
+    let pagemap = vm.pagemap.as_ref().ok_or(std::io::ErrorKind::NotFound)?;
     // One bit a page: it is in memory, and not the store's. A page that was copied and swapped out counts as the store's:
     // that errs on the side of keeping store pages.
     let mut own = vec![0_u64; pages.div_ceil(64) as usize];
     let filter = Filter {
         all_of: category::PRESENT,
-        none_of: category::FILE,
+        none_of: category::FILE | category::ZERO,
         ..Filter::default()
     };
     for slot in &vm.table.layout().slots {
@@ -310,6 +310,7 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<()
             }
         }
     }
+    vm.stats.zero_saved_pages = vm.table.keep_zero(&own);
     let (mut mapped_pages, mut copied) = (0, 0);
     for at in 0..pages {
         let before = vm.table.mapped(at);

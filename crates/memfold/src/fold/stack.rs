@@ -31,6 +31,7 @@ pub struct HintStack {
     ready: VecDeque<Hint>,
     settle: Duration,
     limit: usize,
+    pages: u64,
     dropped: u64,
 }
 
@@ -43,12 +44,14 @@ impl HintStack {
             ready: VecDeque::new(),
             settle,
             limit,
+            pages: 0,
             dropped: 0,
         }
     }
 
     /// Adds a new hint. Joins it to the one before where it continues it, so that a file read page by page is one run.
     pub fn push(&mut self, hint: Hint) {
+        self.pages += u64::from(hint.pages);
         if let Some(last) = self.settling.back_mut() {
             let continues = last.file == hint.file
                 && last.tries == hint.tries
@@ -61,8 +64,8 @@ impl HintStack {
             }
         }
         if self.settling.len() >= self.limit {
-            self.settling.pop_front();
-            self.dropped += 1;
+            let oldest = self.settling.pop_front();
+            self.drop_hint(oldest);
         }
         self.settling.push_back(hint);
     }
@@ -75,12 +78,25 @@ impl HintStack {
             }
             self.settling.pop_front();
             if self.ready.len() >= self.limit {
-                self.ready.pop_front();
-                self.dropped += 1;
+                let oldest = self.ready.pop_front();
+                self.drop_hint(oldest);
             }
             self.ready.push_back(hint);
         }
-        self.ready.pop_back()
+        let newest = self.ready.pop_back();
+        self.pages -= newest.map_or(0, |hint| u64::from(hint.pages));
+        newest
+    }
+
+    fn drop_hint(&mut self, hint: Option<Hint>) {
+        self.pages -= hint.map_or(0, |hint| u64::from(hint.pages));
+        self.dropped += 1;
+    }
+
+    /// Pages of all hints waiting or settling.
+    #[must_use]
+    pub const fn pages(&self) -> u64 {
+        self.pages
     }
 
     /// When the next hint will have settled; `now` if one has; `None` if there is none at all.
@@ -109,6 +125,7 @@ impl HintStack {
     pub fn clear(&mut self) {
         self.settling.clear();
         self.ready.clear();
+        self.pages = 0;
     }
 }
 

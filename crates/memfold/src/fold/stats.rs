@@ -92,6 +92,8 @@ pub struct VmStats {
     pub busy_pages: u64,
     /// Pages of zeroes given back to the host.
     pub zero_pages: u64,
+    /// Of these, pages that the guest has not written since, as of the last look at the kernel's tables.
+    pub zero_saved_pages: u64,
     /// Mappings of the QEMU process at the last look.
     pub mappings: u64,
     /// Pauses made to fold again in a VM with direct I/O.

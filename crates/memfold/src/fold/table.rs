@@ -106,6 +106,8 @@ pub struct VmTable {
     dirty: Bits,
     refused: Bits,
     planned: Bits,
+    /// Pages of zeroes that were given back and are not there since.
+    zero: Bits,
     seen: Option<Bits>,
 }
 
@@ -130,6 +132,7 @@ impl VmTable {
             dirty: Bits::new(total),
             refused: Bits::new(total),
             planned: Bits::new(total),
+            zero: Bits::new(total),
             seen: None,
         }
     }
@@ -371,6 +374,21 @@ impl VmTable {
         self.shared.set(at, mapped.is_some_and(|m| m.shared));
     }
 
+    /// The page was given back because it held only zeroes.
+    pub fn set_zero(&mut self, at: Index) {
+        self.zero.set(at, true);
+    }
+
+    /// Forgets the zero pages that are there again (`own`: a bit a page); how many are left.
+    pub fn keep_zero(&mut self, own: &[u64]) -> u64 {
+        let mut left = 0;
+        for (zero, own) in self.zero.0.iter_mut().zip(own) {
+            *zero &= !own;
+            left += u64::from(zero.count_ones());
+        }
+        left
+    }
+
     /// An inventory begins: what it doesn't repeat will be forgotten at its end.
     pub fn inventory_begin(&mut self) {
         self.seen = Some(Bits::new(self.pages()));
@@ -406,7 +424,7 @@ impl VmTable {
         fn pieces<T>(s: &Sparse<T>) -> usize {
             s.pieces.len() * 8 + s.pieces.iter().flatten().count() * size_of::<[T; 512]>()
         }
-        let bits = self.shared.0.len() * 8 * 4;
+        let bits = self.shared.0.len() * 8 * 5;
         (pieces(&self.cached)
             + pieces(&self.mapped)
             + bits

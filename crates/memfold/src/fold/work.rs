@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use memfold_sys::pagemap::Pagemap;
 use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Reply};
 
 use super::content::{ContentId, Member};
@@ -16,7 +15,11 @@ use super::{GuestError, VmId, budget, huge};
 use crate::store::Source;
 
 /// Pages taken from the stacks for one batch.
-const BATCH_PAGES: u32 = 2048;
+pub(super) const BATCH_PAGES: u32 = 2048;
+
+/// Shortest time between two batches of hints that are not many: pages that are read one after the other become one run, and
+/// an order costs about as much as ten pages.
+pub(super) const GATHER: Duration = Duration::from_millis(500);
 
 /// Pages in one order, so that the library answers within about a millisecond.
 const ORDER_PAGES: u32 = 2048;
@@ -42,9 +45,16 @@ struct Holder {
 impl Engine {
     /// Does the most useful thing that is due, once.
     pub(super) fn turn(&mut self, now: Instant) {
-        let tasks = self.take_tasks(now);
-        if !tasks.is_empty() {
-            return self.fold(&tasks);
+        let gathered = self
+            .vms
+            .values()
+            .any(|vm| self.hints_due(vm, now).is_some_and(|due| due <= now));
+        if gathered || !self.swept.is_empty() {
+            let tasks = self.take_tasks(now);
+            if !tasks.is_empty() {
+                self.last_batch = now;
+                return self.fold(&tasks);
+            }
         }
         if self.sync_due(now) || self.pause_due(now) || self.sample_due(now) || self.zero_due(now) {
             return;
@@ -127,7 +137,10 @@ impl Engine {
             .filter(|vm| vm.stats.problem.is_none())
         {
             vm.live = vm.guest.refold_live();
-            vm.pagemap = Pagemap::open(vm.guest.pid()).ok();
+        }
+        let asked: u32 = tasks.iter().map(|task| task.hint.pages).sum();
+        if asked >= BATCH_PAGES / 2 {
+            self.domains.values_mut().for_each(|d| d.store.align());
         }
         // In the order of guest memory, so that files which lie side by side there do so in the store: then their runs join.
         let mut tasks: Vec<&Task> = tasks.iter().collect();
@@ -146,7 +159,6 @@ impl Engine {
         self.fill_reserved();
         for vm in self.vms.values_mut() {
             self.stats.huge_kept_pages += vm.huge.end_batch();
-            vm.pagemap = None;
         }
         for (id, runs) in runs {
             self.fold_vm(id, runs);

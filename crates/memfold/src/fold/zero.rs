@@ -5,12 +5,13 @@
 
 use std::time::{Duration, Instant};
 
-use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::pagemap::{Filter, category};
+use memfold_units::Hva;
 use memfold_wire::library::{MAX_RUNS, Order, Range, Reply};
 use rustix::process::Pid;
 
 use super::VmId;
-use super::engine::Engine;
+use super::engine::{Engine, VmState};
 
 /// Time between the VM's coming and the first pass: it is to have booted.
 const FIRST: Duration = Duration::from_secs(30);
@@ -74,9 +75,8 @@ fn resident_pages(pid: Pid) -> u64 {
 impl Engine {
     /// Sends the next order of a pass. Returns whether one was due.
     pub(super) fn zero_due(&mut self, now: Instant) -> bool {
-        let due = |vm: &super::engine::VmState| {
-            vm.stats.problem.is_none() && vm.zero.due.is_some_and(|due| due <= now)
-        };
+        let due =
+            |vm: &VmState| vm.stats.problem.is_none() && vm.zero.due.is_some_and(|due| due <= now);
         let Some(id) = self.vms.iter().find(|(_, vm)| due(vm)).map(|(&id, _)| id) else {
             return false;
         };
@@ -89,7 +89,7 @@ impl Engine {
             return;
         };
         if vm.zero.rest.is_empty() {
-            vm.zero.rest = candidates(vm.guest.pid(), vm.table.layout());
+            vm.zero.rest = candidates(vm);
         }
         let mut ranges = Vec::new();
         let mut pages = 0;
@@ -101,11 +101,17 @@ impl Engine {
             }
         }
         if !ranges.is_empty() {
-            match vm.guest.order(&Order::DropZero { ranges }, None) {
+            let order = Order::DropZero {
+                ranges: ranges.clone(),
+            };
+            match vm.guest.order(&order, None) {
                 Ok(Reply::Zero {
                     dropped, cpu_ns, ..
                 }) => {
                     vm.stats.zero_pages += dropped;
+                    if dropped > 0 {
+                        mark_gone(vm, &ranges);
+                    }
                     self.library_cpu_ns += cpu_ns;
                 }
                 Ok(_) => {}
@@ -120,18 +126,42 @@ impl Engine {
     }
 }
 
+/// Marks the pages of ranges that are there no more.
+fn mark_gone(vm: &mut VmState, ranges: &[Range]) {
+    let filter = Filter {
+        all_of: category::PRESENT,
+        ..Filter::default()
+    };
+    for range in ranges {
+        let (start, end) = (Hva(range.hva), Hva(range.hva).add_pages(range.pages));
+        let scanned = vm.pagemap.as_ref().map(|map| map.scan(start, end, filter));
+        let Some(Ok(there)) = scanned else {
+            return;
+        };
+        let mut from = start;
+        for (gone, next) in there.iter().map(|r| (r.start, r.end)).chain([(end, end)]) {
+            let pages = gone.pages_since(from);
+            if let Some(first) = vm.table.index_at(from) {
+                let end = first.saturating_add(u32::try_from(pages).unwrap_or(0));
+                (first..end).for_each(|at| vm.table.set_zero(at));
+            }
+            from = next;
+        }
+    }
+}
+
 /// Anonymous pages that are in memory, in ranges of at most [`ORDER_PAGES`].
-fn candidates(pid: Pid, layout: &crate::vm::RamLayout) -> Vec<Range> {
+fn candidates(vm: &VmState) -> Vec<Range> {
     let filter = Filter {
         all_of: category::PRESENT,
         none_of: category::FILE | category::ZERO,
         ..Filter::default()
     };
-    let Ok(map) = Pagemap::open(pid) else {
+    let Some(map) = &vm.pagemap else {
         return Vec::new();
     };
     let mut ranges = Vec::new();
-    for slot in &layout.slots {
+    for slot in &vm.table.layout().slots {
         let Ok(regions) = map.scan(slot.hva, slot.hva.add_pages(slot.pages), filter) else {
             return Vec::new();
         };

@@ -114,7 +114,7 @@ pub struct OwnCost {
     pub pss_anon_bytes: ByteSize,
     /// Of it, memory files.
     pub pss_shmem_bytes: ByteSize,
-    /// Of it, shares of page-store pages (windows through which the store is filled).
+    /// Of it, shares of page-store pages that the daemon itself maps. It fills stores by `write(2)`, so 0 but in tests.
     pub store_pss_bytes: ByteSize,
     /// Page tables of the process.
     pub page_table_bytes: ByteSize,

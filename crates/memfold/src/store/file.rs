@@ -231,6 +231,12 @@ impl Store {
         Ok(first)
     }
 
+    /// Lets the next reserved page begin a huge page: worth it where much is reserved before the next fill. Skipped pages stay
+    /// holes, which cost nothing.
+    pub const fn align(&mut self) {
+        self.frontier = StorePage(self.frontier.0.next_multiple_of(HUGE_PAGE_PAGES));
+    }
+
     /// Copies sources, one after the other, to the reserved pages from `first` on. Gathered so, a batch takes few system calls,
     /// and what makes whole huge pages is written as such; anything less gets ordinary pages, because the kernel would clear
     /// a huge page before it is written in part, which costs several times the copy.
@@ -473,6 +479,9 @@ mod tests {
             });
             sources.push(nowhere);
             // Somewhere in a huge page of the store.
+            store.append(me(), at(0), 100).unwrap();
+            store.align();
+            assert_eq!(store.frontier(), StorePage(512));
             store.append(me(), at(0), 100).unwrap();
             let first = store.reserve(710).unwrap();
             let filled = store.fill(first, &sources);

@@ -74,6 +74,18 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
     Ok(found)
 }
 
+/// Reads what decides whether folded ranges may be folded again while the VM runs: devices and block nodes, which can be
+/// plugged at any time.
+pub fn read_refold_live(qmp: &mut Qmp) -> Result<VmConditions, RamError> {
+    let mut found = VmConditions::default();
+    devices(qmp, &mut found)?;
+    block_nodes(
+        &qmp.execute("query-named-block-nodes", json!({ "flat": true }))?,
+        &mut found,
+    );
+    Ok(found)
+}
+
 fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     let backends = ram::read_backends(qmp)?;
     let layout = ram::read(qmp)?;

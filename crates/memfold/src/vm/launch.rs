@@ -371,10 +371,7 @@ pub fn arguments(
         .flag("-no-user-config")
         .add("-display", "none")
         .add("-msg", "timestamp=on,guest-name=on")
-        .add(
-            "-sandbox",
-            "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
-        )
+        .add("-sandbox", sandbox(spec))
         .add(
             "-machine",
             format!("{machine},memory-backend=ram0,mem-merge=on,suppress-vmdesc=on"),
@@ -412,8 +409,21 @@ pub fn arguments(
         disk_arguments(&mut line, number, disk, overlay);
     }
     boot_arguments(&mut line, spec);
+    if let Some(user) = &spec.user {
+        line.add("-run-with", format!("user={user}"));
+    }
     line.0.extend(spec.qemu_args.iter().map(OsString::from));
     line.0
+}
+
+/// QEMU's own sandbox. `children` still lets QEMU itself give its privileges up.
+fn sandbox(spec: &VmSpec) -> String {
+    let privileges = if spec.user.is_some() {
+        "children"
+    } else {
+        "deny"
+    };
+    format!("on,obsolete=deny,elevateprivileges={privileges},spawn=deny,resourcecontrol=deny")
 }
 
 fn monitors(line: &mut Line, directory: &VmDirectory) {

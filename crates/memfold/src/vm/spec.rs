@@ -277,6 +277,9 @@ pub struct VmSpec {
     /// Preload memfold's library into QEMU, so that the VM's RAM can be folded.
     #[serde(default = "yes")]
     pub fold: bool,
+    /// User that QEMU runs as once it has opened everything (`-run-with user=`). Unset: the daemon's, root.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
     /// More QEMU arguments, as they are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
@@ -313,6 +316,7 @@ impl VmSpec {
             balloon: true,
             network: Network::default(),
             fold: true,
+            user: None,
             qemu_args: Vec::new(),
             boot: BootSpec::default(),
             disks: Vec::new(),
@@ -353,6 +357,9 @@ impl VmSpec {
         check_name("name", &self.name)?;
         if let Some(domain) = &self.domain {
             check_name("domain", domain)?;
+        }
+        if let Some(user) = &self.user {
+            check_name("user", user)?;
         }
         self.check_memory()?;
         if !(1..=MAX_VCPUS).contains(&self.vcpus) {

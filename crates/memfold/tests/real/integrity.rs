@@ -29,6 +29,8 @@ fn no_byte_changes_under_attack_and_nothing_crosses_domains_and_a_killed_vm_is_n
     ] {
         let mut spec = Lab::spec(name, image, MEMORY, disk).unwrap();
         spec.domain = Some(domain.into());
+        // One of each kind of QEMU: with the daemon's rights, and with next to none.
+        spec.user = (name == VMS[0]).then(|| "nobody".into());
         lab.start(spec).unwrap();
     }
     for name in VMS {

@@ -15,6 +15,7 @@ use memfold::vm::{
     VmSpec,
 };
 use memfold_units::{ByteSize, Gpa, PAGE_BYTES};
+use memfold_wire::library::{Order, Range, Reply};
 use serde_json::json;
 
 const MIB: u64 = 1 << 20;
@@ -398,7 +399,7 @@ fn doctor_finds_this_qemu_and_keeps_its_verdict_on_kvm() {
 }
 
 #[test]
-fn a_booted_guest_with_the_library_shuts_down_when_asked() {
+fn a_booted_guest_of_another_user_is_folded_and_shuts_down_when_asked() {
     let images = memfold::host::guest_images().unwrap_or_default();
     let (Some(image), Ok(_)) = (images.get("trixie-a"), memfold::host::library()) else {
         eprintln!("skipped: no guest image trixie-a, or the library is not built");
@@ -412,8 +413,15 @@ fn a_booted_guest_with_the_library_shuts_down_when_asked() {
     let mut disk = DiskSpec::new(&image.disk);
     disk.snapshot = true;
     spec.disks = vec![disk];
+    spec.user = Some("nobody".into());
     let vm = Running::start(state.path(), spec);
     assert!(vm.0.has_library());
+    let status = fs::read_to_string(format!("/proc/{}/status", vm.0.pid().as_raw_nonzero()));
+    let status = status.unwrap();
+    assert!(
+        status.contains("Uid:\t65534\t65534\t65534\t65534"),
+        "{status}"
+    );
     let log = vm.0.directory().unwrap().console_log();
     let deadline = Instant::now() + Duration::from_secs(120);
     while !String::from_utf8_lossy(&fs::read(&log).unwrap_or_default()).contains("root@") {
@@ -426,8 +434,23 @@ fn a_booted_guest_with_the_library_shuts_down_when_asked() {
     let conditions = vm.0.conditions(&mut qmp).unwrap();
     assert!(conditions.may_refold_live(), "{conditions:?}");
     drop(qmp);
-    let link = vm.0.library_link().unwrap().unwrap();
-    assert!(link.facts().can_move, "{:?}", link.facts());
+    let mut link = vm.0.library_link().unwrap().unwrap();
+    assert!(
+        link.facts().can_move && link.facts().can_stop,
+        "{:?}",
+        link.facts()
+    );
+    let block = &layout.blocks[0];
+    let advice = vm.0.advice(block).unwrap();
+    let (hva, pages) = (block.hva.0, block.pages);
+    let add = Order::AddRam { hva, pages, advice };
+    assert_eq!(link.order(&add, None).unwrap(), Reply::Ok);
+    // Dropped pages of zeroes: pagemap, userfaultfd and moves work with the rights given up.
+    let ranges = vec![Range { hva, pages }];
+    match link.order(&Order::DropZero { ranges }, None).unwrap() {
+        Reply::Zero { scanned, .. } => assert!(scanned > 1000, "{scanned}"),
+        other => panic!("{other:?}"),
+    }
     // acpid listens a moment after the first prompt.
     std::thread::sleep(Duration::from_secs(3));
     assert_eq!(

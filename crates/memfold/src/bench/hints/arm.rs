@@ -482,10 +482,19 @@ impl ArmRun {
             .map(|w| format!("{:.0}", w.wall_s))
             .collect();
         format!(
-            "{:.0} MiB shared at the end, {:.0} on average, {:.2} s of CPU; work took {} s ({:.0} % of the host was busy with other things)",
+            "{:.0} MiB shared at the end, {:.0} on average, {:.2} s of CPU{}; work took {} s ({:.0} % of the host was busy with other things)",
             self.end().shared_pages as f64 / 256.0,
             self.mean_shared() / 256.0,
             self.scanner_cpu_s(),
+            match self.mechanism {
+                Mechanism::Fold { .. } => {
+                    format!(
+                        " ({:.2} s of it in the VMs' libraries)",
+                        self.fold.library_cpu_s
+                    )
+                }
+                _ => String::new(),
+            },
             walls.join(" and "),
             self.other_load_percent,
         )
