@@ -267,7 +267,10 @@ impl Agent {
         }
         if let Some(at) = port_at {
             self.port_event(events[at]);
-            let quiet = !events[at].contains(PollFlags::IN) && self.heard.elapsed() > SIGNAL_SLACK;
+            // Data that came after the poll has its signal here already.
+            let quiet = !events[at].contains(PollFlags::IN)
+                && self.heard.elapsed() > SIGNAL_SLACK
+                && matches!(&self.sink, Sink::Port(port) if !port.has_input());
             // Neither data nor a host side that is gone: it went and came back, and waits for a Hello.
             if port_signal && quiet && !matches!(self.state, State::Absent(_)) {
                 self.lost_host();

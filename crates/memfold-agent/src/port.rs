@@ -71,6 +71,16 @@ impl Port {
             && !set[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
+    /// Is there something to read?
+    pub fn has_input(&self) -> bool {
+        let mut set = [PollFd::new(&self.file, PollFlags::IN)];
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        poll(&mut set, Some(&now)).is_ok() && set[0].revents().contains(PollFlags::IN)
+    }
+
     /// Forgets everything of an earlier connection, what the earlier host side had written included.
     pub fn begin(&mut self) {
         self.decoder = Decoder::new();

@@ -309,6 +309,8 @@ fn orders() -> Vec<Order> {
         Order::Stats,
         Order::RemoveRam { hva },
         Order::RemoveStore { store: u32::MAX },
+        Order::Stop,
+        Order::Continue,
     ]
 }
 

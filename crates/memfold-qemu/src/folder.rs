@@ -150,6 +150,18 @@ impl Folder {
                 _ => self.lock_in_turn().release(self.uffd(), *freeze, range),
             }),
             Order::DropZero { ranges } => self.drop_zero(ranges),
+            Order::Stop => self.with_monitor(|monitor| match monitor.hold() {
+                Ok(true) => Ok(Reply::Ok),
+                Ok(false) => Err("the VM does not run".to_owned()),
+                Err(error) => Err(format!("QEMU did not stop the VM: {error}")),
+            }),
+            Order::Continue => self.with_monitor(|monitor| {
+                if monitor.release() {
+                    Ok(Reply::Ok)
+                } else {
+                    Err("this connection has not stopped the VM".to_owned())
+                }
+            }),
             Order::Stats => {
                 let mut stats = self.lock().stats.clone();
                 stats.thread_cpu_ns = thread_cpu_ns();
@@ -186,31 +198,47 @@ impl Folder {
         items: &[T],
         work: impl Fn(&T) -> Outcome,
     ) -> Result<(Vec<Outcome>, Option<Duration>), String> {
+        self.with_monitor(|monitor| {
+            let stopped = monitor
+                .stop()
+                .map_err(|error| format!("QEMU did not stop the VM: {error}"))?;
+            let Some(stopped) = stopped else {
+                return Ok((vec![Outcome::Late; items.len()], None));
+            };
+            let limit = Duration::from_micros(limit_us.into());
+            let outcomes = items
+                .iter()
+                .map(|item| {
+                    if stopped.since() < limit {
+                        work(item)
+                    } else {
+                        Outcome::Late
+                    }
+                })
+                .collect();
+            Ok((outcomes, Some(stopped.go_on())))
+        })
+    }
+
+    fn with_monitor<T>(
+        &self,
+        work: impl FnOnce(&mut Monitor) -> Result<T, String>,
+    ) -> Result<T, String> {
         let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
-        let monitor = monitor.as_mut().ok_or_else(|| {
+        work(monitor.as_mut().ok_or_else(|| {
             format!(
                 "the library has no QMP socket of its own: start QEMU with {MONITOR_VARIABLE}=PATH and \
                  -qmp unix:PATH,server=on,wait=off"
             )
-        })?;
-        let stopped = monitor
-            .stop()
-            .map_err(|error| format!("QEMU did not stop the VM: {error}"))?;
-        let Some(stopped) = stopped else {
-            return Ok((vec![Outcome::Late; items.len()], None));
-        };
-        let limit = Duration::from_micros(limit_us.into());
-        let outcomes = items
-            .iter()
-            .map(|item| {
-                if stopped.since() < limit {
-                    work(item)
-                } else {
-                    Outcome::Late
-                }
-            })
-            .collect();
-        Ok((outcomes, Some(stopped.go_on())))
+        })?)
+    }
+
+    /// The daemon's connection has ended: nobody may be left standing still.
+    pub fn disconnected(&self) {
+        let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(monitor) = monitor.as_mut() {
+            monitor.release();
+        }
     }
 
     /// What `madvise(MADV_DONTNEED or MADV_FREE)` has to do on RAM: folded pages become fresh anonymous memory, because falling

@@ -17,13 +17,19 @@ const PATIENCE: Duration = Duration::from_secs(4);
 pub struct Monitor {
     path: PathBuf,
     link: Option<BufReader<UnixStream>>,
+    /// Whether the VM stands still because of [`Monitor::hold`].
+    held: bool,
 }
 
 impl Monitor {
     /// The QMP socket at `path`, which nobody else may use.
     #[must_use]
     pub const fn new(path: PathBuf) -> Self {
-        Self { path, link: None }
+        Self {
+            path,
+            link: None,
+            held: false,
+        }
     }
 
     /// Stops vCPUs and drains I/O. `None` if the VM was not running; then it is not ours to let go on.
@@ -42,6 +48,36 @@ impl Monitor {
         stopped.monitor.ask("stop")?;
         stopped.at_rest = Instant::now();
         Ok(Some(stopped))
+    }
+
+    /// Stops the VM until [`Monitor::release`]. `false` if it was not running.
+    pub fn hold(&mut self) -> io::Result<bool> {
+        let stopped = self.stop()?.map(std::mem::forget).is_some();
+        self.held |= stopped;
+        Ok(stopped)
+    }
+
+    /// Lets the VM go on if [`Monitor::hold`] has stopped it; whether it had.
+    pub fn release(&mut self) -> bool {
+        let held = std::mem::take(&mut self.held);
+        if held {
+            self.go_on();
+        }
+        held
+    }
+
+    fn go_on(&mut self) {
+        // QEMU carries commands out in their order, so this comes after a `stop` that is still unanswered.
+        for _ in 0..100 {
+            match self.ask("cont") {
+                Ok(_) => return,
+                Err(error) => eprintln!(
+                    "memfold: QEMU's monitor at {} does not take 'cont' ({error}); trying again",
+                    self.path.display()
+                ),
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
     }
 
     /// Runs a command without arguments. After an error the next one connects anew.
@@ -81,17 +117,7 @@ impl Stopped<'_> {
 
 impl Drop for Stopped<'_> {
     fn drop(&mut self) {
-        // QEMU carries commands out in their order, so this comes after a `stop` that is still unanswered.
-        for _ in 0..100 {
-            match self.monitor.ask("cont") {
-                Ok(_) => return,
-                Err(error) => eprintln!(
-                    "memfold: QEMU's monitor at {} does not take 'cont' ({error}); trying again",
-                    self.monitor.path.display()
-                ),
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        self.monitor.go_on();
     }
 }
 

@@ -42,6 +42,7 @@ pub fn serve(listener: &UnixListener, folder: &Folder) -> ! {
             Ok((stream, _)) => {
                 // A panic ends the connection; guards have put every page back on its way.
                 let _ = catch_unwind(AssertUnwindSafe(|| connection(&stream, folder)));
+                folder.disconnected();
             }
             // Out of descriptors, most likely. QEMU may close some.
             Err(_) => std::thread::sleep(Duration::from_secs(1)),

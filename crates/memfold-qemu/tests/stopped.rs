@@ -113,3 +113,29 @@ fn without_a_monitor_such_orders_are_refused() {
         other => panic!("{other:?}"),
     }
 }
+
+#[test]
+fn a_vm_that_is_held_goes_on_when_told_or_when_the_connection_ends() {
+    let qemu = FakeQemu::start();
+    let folder = Folder::new(None, Some(Monitor::new(qemu.path.clone())));
+    let runs = || qemu.running.load(Ordering::SeqCst);
+    assert!(matches!(
+        folder.execute(&Order::Continue, None),
+        Reply::Error { .. }
+    ));
+    assert_eq!(folder.execute(&Order::Stop, None), Reply::Ok);
+    assert!(!runs());
+    assert!(
+        matches!(folder.execute(&Order::Stop, None), Reply::Error { .. }),
+        "it does not run"
+    );
+    assert_eq!(folder.execute(&Order::Continue, None), Reply::Ok);
+    assert!(runs());
+    assert_eq!(folder.execute(&Order::Stop, None), Reply::Ok);
+    folder.disconnected();
+    assert!(runs());
+    // One that somebody else stopped is not ours to let go on.
+    qemu.running.store(false, Ordering::SeqCst);
+    folder.disconnected();
+    assert!(!runs());
+}

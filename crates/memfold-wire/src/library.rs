@@ -160,6 +160,11 @@ pub enum Order {
         /// Number of the store.
         store: u32,
     },
+    /// Stop the VM until [`Order::Continue`], or until this connection ends: whatever becomes of the daemon, the VM goes on.
+    /// Refused if it does not run.
+    Stop,
+    /// Let the VM go on that [`Order::Stop`] has stopped.
+    Continue,
 }
 
 /// What became of one run or range.
@@ -256,7 +261,7 @@ pub enum Reply {
         /// Why folding can't work, if it can't: the condition and what would change it.
         problem: Option<String>,
     },
-    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`.
+    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `Stop`, `Continue`.
     Ok,
     /// To `Fold`, `Release`: an outcome for each run, in order.
     Outcomes {
@@ -333,7 +338,9 @@ impl Validate for Order {
             | Self::Map { .. }
             | Self::Stats
             | Self::RemoveRam { .. }
-            | Self::RemoveStore { .. } => Ok(()),
+            | Self::RemoveStore { .. }
+            | Self::Stop
+            | Self::Continue => Ok(()),
         }
     }
 }

@@ -19,5 +19,6 @@ pub mod fold;
 pub mod host;
 pub mod ksm;
 pub mod ledger;
+pub mod snapshot;
 pub mod store;
 pub mod vm;

@@ -204,7 +204,9 @@ fn fits(order: &Order, reply: &Reply) -> bool {
             | Order::RemoveRam { .. }
             | Order::AddStore { .. }
             | Order::RemoveStore { .. }
-            | Order::Map { .. },
+            | Order::Map { .. }
+            | Order::Stop
+            | Order::Continue,
             Reply::Ok,
         )
         | (Order::DropZero { .. }, Reply::Zero { .. })

@@ -13,7 +13,7 @@ use memfold_units::ByteSize;
 use super::support::{self, BOOT};
 
 const MEMORY: ByteSize = ByteSize::mib(256);
-const FILES: u64 = 150;
+const FILES: u64 = 192;
 const FILE_BYTES: u64 = 4 << 20;
 /// How much larger the median of the last third may be than that of the middle third.
 const TOLERANCE: f64 = 1.15;

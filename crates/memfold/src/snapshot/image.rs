@@ -1,0 +1,382 @@
+//! The RAM image: a sparse file that can be mapped as it is.
+//!
+//! ```text
+//!   ram        | block 0: page 0, 1, 2 ...  | block 1 ...     each block at its offset, a whole number of chunks
+//!              |##..####....................|                 . = hole: reads as zeroes, takes no space
+//!   ram.sums   | chunk 0 | chunk 1 | ...                      XXH3-128 of each 2 MiB of `ram`, holes as zeroes
+//! ```
+//!
+//! What is saved is decided by the kernel's page tables of the QEMU process: pages in memory, *in swap*, and views of files (the
+//! page store, a template), whose pages may never have been touched through this process. Never touched and discarded pages,
+//! and those that are the kernel's zero page, are holes. So are pages that turn out to hold only zeroes.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use memfold_sys::memory;
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE};
+use rustix::process::Pid;
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_128;
+
+/// Pages that one checksum covers: a huge page.
+pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
+
+/// Bytes of a chunk.
+pub const CHUNK_BYTES: usize = 2 << 20;
+const _: () = assert!(CHUNK_BYTES as u64 == CHUNK_PAGES * PAGE_SIZE);
+
+/// Bytes of one checksum in `ram.sums`, little endian.
+pub const SUM_BYTES: usize = 16;
+
+/// One RAM block in an image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageBlock {
+    /// QEMU's name of it.
+    pub name: String,
+    /// Where it begins in `ram`, in pages; a multiple of [`CHUNK_PAGES`].
+    pub first_page: u64,
+    /// Its length in pages.
+    pub pages: u64,
+}
+
+/// A block of a running VM that is to be saved.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// QEMU's name of it.
+    pub name: String,
+    /// Address in the process.
+    pub hva: Hva,
+    /// Its length in pages.
+    pub pages: u64,
+}
+
+/// What became of the pages of an image.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageCounts {
+    /// Pages of all blocks.
+    pub pages: u64,
+    /// Pages that are in the file.
+    pub saved_pages: u64,
+    /// Pages that were there and held only zeroes.
+    pub zero_pages: u64,
+}
+
+/// Where blocks of these lengths lie in an image.
+#[must_use]
+pub fn place(blocks: &[Source]) -> Vec<ImageBlock> {
+    let mut first_page = 0;
+    let mut placed = Vec::new();
+    for block in blocks {
+        placed.push(ImageBlock {
+            name: block.name.clone(),
+            first_page,
+            pages: block.pages,
+        });
+        first_page += block.pages.next_multiple_of(CHUNK_PAGES);
+    }
+    placed
+}
+
+/// Pages of `block` that have to be saved, as ranges of page numbers in it, ascending.
+fn present(pid: Pid, block: &Source) -> io::Result<Vec<(u64, u64)>> {
+    let end = block.hva.add_pages(block.pages);
+    let filter = Filter {
+        any_of: category::PRESENT | category::SWAPPED,
+        none_of: category::ZERO,
+        ..Filter::default()
+    };
+    let inside = |start: Hva, stop: Hva| {
+        let first = start.max(block.hva).pages_since(block.hva);
+        let last = stop.min(end).pages_since(block.hva);
+        (first, last)
+    };
+    let mut ranges: Vec<(u64, u64)> = Pagemap::open(pid)?
+        .scan(block.hva, end, filter)?
+        .iter()
+        .map(|region| inside(region.start, region.end))
+        .collect();
+    // Pages of a mapped file need not be in this process's page tables.
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
+    for line in maps.lines() {
+        let mut fields = line.split_ascii_whitespace();
+        let range = fields.next().and_then(|range| range.split_once('-'));
+        let is_file = fields.nth(3).is_some_and(|inode| inode != "0");
+        let Some((from, to)) = range.filter(|_| is_file) else {
+            continue;
+        };
+        let (Ok(from), Ok(to)) = (u64::from_str_radix(from, 16), u64::from_str_radix(to, 16))
+        else {
+            continue;
+        };
+        if Hva(from) < end && Hva(to) > block.hva {
+            ranges.push(inside(Hva(from), Hva(to)));
+        }
+    }
+    ranges.sort_unstable();
+    let mut joined: Vec<(u64, u64)> = Vec::new();
+    for (first, last) in ranges {
+        match joined.last_mut() {
+            Some(before) if first <= before.1 => before.1 = before.1.max(last),
+            _ => joined.push((first, last)),
+        }
+    }
+    Ok(joined)
+}
+
+/// Copies the RAM of a process that stands still into `ram`, and its checksums into `sums`. `progress` is told bytes of RAM as
+/// they are dealt with.
+pub fn write(
+    pid: Pid,
+    blocks: &[Source],
+    ram: &File,
+    sums: &File,
+    mut progress: impl FnMut(u64),
+) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
+    let placed = place(blocks);
+    let mut counts = ImageCounts::default();
+    let chunks: u64 = blocks.iter().map(|b| b.pages.div_ceil(CHUNK_PAGES)).sum();
+    ram.set_len(chunks * CHUNK_PAGES * PAGE_SIZE)?;
+    let mut all_sums = Vec::with_capacity(usize::try_from(chunks).unwrap_or(0) * SUM_BYTES);
+    let mut buffer = vec![0; CHUNK_BYTES];
+    let empty = xxh3_128(&buffer);
+    for (block, place) in blocks.iter().zip(&placed) {
+        counts.pages += block.pages;
+        let ranges = present(pid, block)?;
+        let mut next = 0;
+        for chunk in 0..block.pages.div_ceil(CHUNK_PAGES) {
+            let (first, end) = (
+                chunk * CHUNK_PAGES,
+                ((chunk + 1) * CHUNK_PAGES).min(block.pages),
+            );
+            while ranges.get(next).is_some_and(|range| range.1 <= first) {
+                next += 1;
+            }
+            let here = ranges[next..]
+                .iter()
+                .take_while(|range| range.0 < end)
+                .map(|range| (range.0.max(first), range.1.min(end)));
+            let here: Vec<(u64, u64)> = here.collect();
+            if here.is_empty() {
+                all_sums.extend(empty.to_le_bytes());
+            } else {
+                buffer.fill(0);
+                read(pid, block, first, &here, &mut buffer)?;
+                let at = (place.first_page + first) * PAGE_SIZE;
+                save(&buffer, at, first, &here, ram, &mut counts)?;
+                all_sums.extend(xxh3_128(&buffer).to_le_bytes());
+            }
+            progress((end - first) * PAGE_SIZE);
+        }
+    }
+    sums.write_all_at(&all_sums, 0)?;
+    Ok((placed, counts))
+}
+
+/// Reads ranges of a chunk that begins at page `first` to their places in `buffer`.
+fn read(
+    pid: Pid,
+    block: &Source,
+    first: u64,
+    ranges: &[(u64, u64)],
+    buffer: &mut [u8],
+) -> io::Result<()> {
+    for &(from, to) in ranges {
+        let part = &mut buffer[bytes(from - first)..bytes(to - first)];
+        let length = part.len();
+        if memory::read(pid, block.hva.add_pages(from), part)? != length {
+            return Err(io::Error::other(format!(
+                "RAM block '{}' ends before its page {to}",
+                block.name
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Writes what isn't zero of the ranges of a chunk whose first byte belongs at `at`.
+fn save(
+    buffer: &[u8],
+    at: u64,
+    first: u64,
+    ranges: &[(u64, u64)],
+    ram: &File,
+    counts: &mut ImageCounts,
+) -> io::Result<()> {
+    for &(from, to) in ranges {
+        let mut start = None;
+        for page in from..=to {
+            let holds = page < to && !is_zero(&buffer[bytes(page - first)..][..PAGE_BYTES]);
+            match (holds, start) {
+                (true, None) => start = Some(page),
+                (false, Some(begun)) => {
+                    let part = &buffer[bytes(begun - first)..bytes(page - first)];
+                    ram.write_all_at(part, at + (begun - first) * PAGE_SIZE)?;
+                    counts.saved_pages += page - begun;
+                    start = None;
+                }
+                _ => {}
+            }
+            counts.zero_pages += u64::from(page < to && !holds);
+        }
+    }
+    Ok(())
+}
+
+/// Reads the whole image and compares its checksums; numbers of the chunks that differ.
+pub fn verify(ram: &File, sums: &File, mut progress: impl FnMut(u64)) -> io::Result<Vec<u64>> {
+    let length = ram.metadata()?.len();
+    let mut wrong = Vec::new();
+    let mut buffer = vec![0; CHUNK_BYTES];
+    let empty = xxh3_128(&buffer);
+    let mut expected = [0; SUM_BYTES];
+    let mut data = 0..0;
+    for chunk in 0..length.div_ceil(CHUNK_BYTES as u64) {
+        let start = chunk * CHUNK_BYTES as u64;
+        let end = start + CHUNK_BYTES as u64;
+        while data.end <= start && data.start < length {
+            data = next_data(ram, data.end.max(start), length)?;
+        }
+        let sum = if data.start >= end {
+            empty
+        } else {
+            ram.read_exact_at(&mut buffer, start)?;
+            xxh3_128(&buffer)
+        };
+        sums.read_exact_at(&mut expected, chunk * SUM_BYTES as u64)?;
+        if sum != u128::from_le_bytes(expected) {
+            wrong.push(chunk);
+        }
+        progress(CHUNK_BYTES as u64);
+    }
+    Ok(wrong)
+}
+
+/// The next part of the file at or behind `from` that is no hole; `length..length` if there is none.
+fn next_data(file: &File, from: u64, length: u64) -> io::Result<std::ops::Range<u64>> {
+    use rustix::fs::{SeekFrom, seek};
+    let start = match seek(file, SeekFrom::Data(from)) {
+        Ok(start) => start,
+        Err(rustix::io::Errno::NXIO) => return Ok(length..length),
+        Err(errno) => return Err(errno.into()),
+    };
+    Ok(start..seek(file, SeekFrom::Hole(start))?)
+}
+
+fn is_zero(page: &[u8]) -> bool {
+    const ZEROES: [u8; 256] = [0; 256];
+    page.chunks_exact(ZEROES.len()).all(|part| part == ZEROES)
+}
+
+fn bytes(pages: u64) -> usize {
+    usize::try_from(pages).unwrap_or(0) * PAGE_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_sys::region::Mapping;
+
+    fn me() -> Pid {
+        rustix::process::getpid()
+    }
+
+    fn file() -> File {
+        tempfile::tempfile().unwrap()
+    }
+
+    /// A block of this process with some pages of words, some of zeroes, and holes.
+    fn block(pages: u64) -> (Mapping, Source) {
+        let memory = Mapping::anonymous(pages, true).unwrap();
+        for page in (0..pages).filter(|page| page % 7 < 3) {
+            let words: Vec<u64> = (0..512).map(|word| page << 32 | word | 1 << 63).collect();
+            memory.area().part(page, 1).write(&words);
+        }
+        for page in (0..pages).filter(|page| page % 7 == 3) {
+            memory.area().part(page, 1).write(&[0; 512]);
+        }
+        let source = Source {
+            name: format!("block of {pages}"),
+            hva: memory.area().start(),
+            pages,
+        };
+        (memory, source)
+    }
+
+    fn is_saved(page: u64) -> bool {
+        page % 7 < 3
+    }
+
+    #[test]
+    fn what_is_there_is_saved_and_zeroes_take_no_space() {
+        let (a, b) = (block(700), block(10));
+        let (ram, sums) = (file(), file());
+        let mut told = 0;
+        let sources = [a.1, b.1];
+        let (placed, counts) = write(me(), &sources, &ram, &sums, |bytes| told += bytes).unwrap();
+        assert_eq!(told, 710 * PAGE_SIZE);
+        assert_eq!((placed[1].first_page, placed[1].pages), (1024, 10));
+        let saved = (0..700).chain(0..10).filter(|&page| is_saved(page)).count();
+        assert_eq!(counts.saved_pages, saved as u64);
+        assert_eq!(
+            counts.zero_pages,
+            (0..700).chain(0..10).filter(|page| page % 7 == 3).count() as u64
+        );
+        let on_disk = std::os::unix::fs::MetadataExt::blocks(&ram.metadata().unwrap()) * 512;
+        assert_eq!(on_disk, saved as u64 * PAGE_SIZE);
+        let mut page = [0; PAGE_BYTES];
+        for (place, source) in placed.iter().zip(&sources) {
+            for at in 0..place.pages {
+                ram.read_exact_at(&mut page, (place.first_page + at) * PAGE_SIZE)
+                    .unwrap();
+                let mut expected = [0; PAGE_BYTES];
+                memory::read(me(), source.hva.add_pages(at), &mut expected).unwrap();
+                assert!(page == expected, "page {at} of {}", place.name);
+            }
+        }
+        assert!(verify(&ram, &sums, |_| {}).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_flipped_bit_is_found_wherever_it_is() {
+        let (_memory, source) = block(2000);
+        let (ram, sums) = (file(), file());
+        write(me(), &[source], &ram, &sums, |_| {}).unwrap();
+        let mut byte = [0];
+        // In a page, in a hole, in the last page.
+        for at in [5, 100 * PAGE_SIZE + 7 * PAGE_SIZE / 2, 2000 * PAGE_SIZE - 1] {
+            ram.read_exact_at(&mut byte, at).unwrap();
+            ram.write_all_at(&[byte[0] ^ 1], at).unwrap();
+            let chunk = at / CHUNK_BYTES as u64;
+            assert_eq!(verify(&ram, &sums, |_| {}).unwrap(), [chunk]);
+            ram.write_all_at(&byte, at).unwrap();
+        }
+        assert!(verify(&ram, &sums, |_| {}).unwrap().is_empty());
+    }
+
+    #[test]
+    fn pages_of_a_mapped_file_are_saved_though_nobody_touched_them() {
+        let content = file();
+        let bytes: Vec<u8> = (1..=250).cycle().take(4 * PAGE_BYTES).collect();
+        content.write_all_at(&bytes, 0).unwrap();
+        let memory = Mapping::anonymous(16, true).unwrap();
+        memory
+            .area()
+            .part(3, 4)
+            .map_file(std::os::fd::AsFd::as_fd(&content), 0)
+            .unwrap();
+        let source = Source {
+            name: "ram0".into(),
+            hva: memory.area().start(),
+            pages: 16,
+        };
+        let (ram, sums) = (file(), file());
+        let (_, counts) = write(me(), &[source], &ram, &sums, |_| {}).unwrap();
+        assert_eq!(counts.saved_pages, 4);
+        let mut saved = vec![0; 4 * PAGE_BYTES];
+        ram.read_exact_at(&mut saved, 3 * PAGE_SIZE).unwrap();
+        assert!(saved == bytes);
+    }
+}

@@ -1,0 +1,124 @@
+//! What a snapshot says of itself: `manifest.json`.
+
+use std::path::PathBuf;
+
+use memfold_units::ByteSize;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::image::{ImageBlock, ImageCounts};
+use crate::vm::VmSpec;
+
+/// Version of the format; see `docs/snapshot-format.md`. Another one is refused.
+pub const FORMAT: u32 = 1;
+
+/// What is kept of what the guest can get again.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Keep {
+    /// Nothing: the guest drops its page cache and its caches of names and inodes first.
+    #[default]
+    None,
+    /// All, as it is.
+    All,
+}
+
+/// A file of the snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileFacts {
+    /// Length in bytes.
+    pub bytes: u64,
+    /// XXH3-128 of its bytes, as 32 hexadecimal digits.
+    pub xxh3_128: String,
+}
+
+/// A disk at the instant of the snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedDisk {
+    /// The file that holds the disk as it was: frozen, or read-only from the beginning. A path without a slash lies in the
+    /// snapshot's directory.
+    pub path: PathBuf,
+    /// Its format, as QEMU calls it.
+    pub format: String,
+    /// Whether the VM can't write it, so that clones need no overlay.
+    pub read_only: bool,
+    /// Length in bytes and time of the last change in nanoseconds since 1970, when it was frozen: a disk that was changed since
+    /// doesn't belong to the RAM any more.
+    pub bytes: u64,
+    /// See `bytes`.
+    pub modified_ns: i128,
+}
+
+/// A snapshot.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// [`FORMAT`].
+    pub format: u32,
+    /// Its name.
+    pub name: String,
+    /// Its trust domain: that of the VM.
+    pub domain: Option<String>,
+    /// The VM that was saved.
+    pub vm: String,
+    /// When, in seconds since 1970.
+    pub created_s: u64,
+    /// The memfold that saved it.
+    pub memfold: String,
+    /// What was kept.
+    pub keep: Keep,
+    /// The VM's description.
+    pub spec: VmSpec,
+    /// QEMU's version: major, minor, micro.
+    pub qemu: (u64, u64, u64),
+    /// QEMU's machine type, with its version.
+    pub machine: String,
+    /// What carried it out: `kvm` or `tcg`.
+    pub accel: String,
+    /// RAM blocks in `ram`.
+    pub blocks: Vec<ImageBlock>,
+    /// What of them is in the file.
+    pub counts: ImageCounts,
+    /// Length of `ram`, in bytes.
+    pub ram_bytes: u64,
+    /// `ram.sums`.
+    pub sums: FileFacts,
+    /// `devices`: QEMU's device state.
+    pub devices: FileFacts,
+    /// Disks, in the order of the description.
+    pub disks: Vec<SavedDisk>,
+    /// Time from the VM's stop to its going on, in milliseconds.
+    pub pause_ms: f64,
+    /// Time of the whole save, in milliseconds.
+    pub save_ms: f64,
+}
+
+/// A snapshot in short.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct SnapshotInfo {
+    /// Its name.
+    pub name: String,
+    /// Its trust domain.
+    pub domain: Option<String>,
+    /// The VM that was saved.
+    pub vm: String,
+    /// When, in seconds since 1970.
+    pub created_s: u64,
+    /// RAM of the VM, in bytes.
+    pub memory_bytes: u64,
+    /// Bytes that it takes on disk now.
+    pub disk_bytes: u64,
+    /// VMs that run from it.
+    pub users: Vec<String>,
+    /// Why it can't be used, if it can't.
+    pub problem: Option<String>,
+}
+
+impl Manifest {
+    /// RAM of the VM.
+    #[must_use]
+    pub const fn memory(&self) -> ByteSize {
+        self.spec.memory
+    }
+}

@@ -1,0 +1,50 @@
+//! Snapshots: a VM's memory, devices and disks at one instant, to be restored once or cloned often.
+//!
+//! ```text
+//!   save     guest drops caches -> stop -> device state, RAM image, disks frozen -> go on -> manifest     (save)
+//!   restore  QEMU -incoming, library maps the RAM image privately, device state -> cont                    (restore)
+//!   clone    the same, n times; what a clone writes is its own
+//! ```
+
+pub mod image;
+pub mod manifest;
+pub mod shelf;
+
+use std::io;
+use std::path::PathBuf;
+
+pub use manifest::{Keep, Manifest, SnapshotInfo};
+pub use shelf::{DEFAULT_SHELF, Shelf};
+
+/// Why something was not done with a snapshot. Nothing is half done then.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotError {
+    /// No such snapshot.
+    #[error("no snapshot named '{0}'; 'memfold snapshot list' shows all")]
+    Unknown(String),
+    /// There is one of this name, or one is being made.
+    #[error(
+        "a snapshot named '{0}' is there already, or is being saved; remove it first, or take another name"
+    )]
+    Taken(String),
+    /// The name can't be one.
+    #[error("{0}")]
+    Name(String),
+    /// Its files can't be read or written.
+    #[error("cannot use {path}")]
+    Files {
+        /// Which.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// It is not what was saved.
+    #[error("snapshot '{name}' can't be used: {why}")]
+    Broken {
+        /// Its name.
+        name: String,
+        /// What is wrong.
+        why: String,
+    },
+}

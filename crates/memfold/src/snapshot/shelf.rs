@@ -1,0 +1,399 @@
+//! Where snapshots lie: one directory each, whole or not there.
+//!
+//! ```text
+//!   SHELF/NAME/            0700
+//!     manifest.json        what it is; written last
+//!     manifest.sum         XXH3-128 of manifest.json, 32 hexadecimal digits and a line feed
+//!     ram, ram.sums        RAM image and its checksums
+//!     devices              QEMU's device state
+//!     disk0.qcow2 ...      frozen disks
+//!   SHELF/.NAME.draft/     a save that is under way (locked), or was cut off (removed by the next daemon)
+//! ```
+
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Read};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+use super::SnapshotError;
+use super::manifest::{FORMAT, FileFacts, Manifest};
+
+/// Where snapshots lie if nothing else is said.
+pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
+
+const MANIFEST: &str = "manifest.json";
+const MANIFEST_SUM: &str = "manifest.sum";
+/// RAM image.
+pub const RAM: &str = "ram";
+/// Its checksums.
+pub const SUMS: &str = "ram.sums";
+/// QEMU's device state.
+pub const DEVICES: &str = "devices";
+
+/// All snapshots of a host.
+#[derive(Clone, Debug)]
+pub struct Shelf(PathBuf);
+
+impl Shelf {
+    /// Snapshots in `root`, which need not be there yet. Drafts of daemons that died are removed.
+    pub fn open(root: &Path) -> Self {
+        let shelf = Self(root.into());
+        for entry in fs::read_dir(root).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let is_draft = name.to_string_lossy().starts_with('.')
+                && name.to_string_lossy().ends_with(".draft");
+            if !is_draft {
+                continue;
+            }
+            // A draft that another daemon works on is locked.
+            let unlocked = File::open(entry.path())
+                .is_ok_and(|dir| flock(&dir, FlockOperation::NonBlockingLockExclusive).is_ok());
+            if unlocked {
+                if let Err(error) = fs::remove_dir_all(entry.path()) {
+                    tracing::warn!(path = %entry.path().display(), %error, "a snapshot that was cut off cannot be removed");
+                }
+            }
+        }
+        shelf
+    }
+
+    /// The directory of a snapshot, there or not.
+    pub fn path(&self, name: &str) -> Result<PathBuf, SnapshotError> {
+        crate::vm::check_name("snapshot", name)
+            .map_err(|error| SnapshotError::Name(error.to_string()))?;
+        Ok(self.0.join(name))
+    }
+
+    /// Names of all snapshots, sorted.
+    pub fn names(&self) -> io::Result<Vec<String>> {
+        let entries = match fs::read_dir(&self.0) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other?,
+        };
+        let mut names: Vec<String> = entries
+            .flatten()
+            .filter_map(|entry| entry.file_name().into_string().ok())
+            .filter(|name| !name.starts_with('.'))
+            .collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// Begins a snapshot.
+    pub fn draft(&self, name: &str) -> Result<Draft, SnapshotError> {
+        let place = self.path(name)?;
+        if place.exists() {
+            return Err(SnapshotError::Taken(name.into()));
+        }
+        let path = self.0.join(format!(".{name}.draft"));
+        let failed = |source| SnapshotError::Files {
+            path: path.clone(),
+            source,
+        };
+        let mut builder = DirBuilder::new();
+        builder.mode(0o700);
+        builder.recursive(true).create(&self.0).map_err(failed)?;
+        match builder.recursive(false).create(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                return Err(SnapshotError::Taken(name.into()));
+            }
+            other => other.map_err(failed)?,
+        }
+        let lock = File::open(&path).map_err(failed)?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|errno| failed(errno.into()))?;
+        Ok(Draft {
+            path,
+            place,
+            done: false,
+            _lock: lock,
+        })
+    }
+
+    /// What a snapshot says of itself, its own checksum and the lengths of its files compared.
+    pub fn manifest(&self, name: &str) -> Result<Manifest, SnapshotError> {
+        let path = self.path(name)?;
+        let file = |part: &str| {
+            fs::read(path.join(part)).map_err(|source| {
+                if source.kind() == io::ErrorKind::NotFound && !path.exists() {
+                    SnapshotError::Unknown(name.into())
+                } else {
+                    SnapshotError::Files {
+                        path: path.join(part),
+                        source,
+                    }
+                }
+            })
+        };
+        let text = file(MANIFEST)?;
+        let sum = file(MANIFEST_SUM)?;
+        let bad = |why: String| SnapshotError::Broken {
+            name: name.into(),
+            why,
+        };
+        if sum.trim_ascii() != hex(xxh3_128(&text)).as_bytes() {
+            return Err(bad(format!("{MANIFEST} was changed since it was written")));
+        }
+        let version: serde_json::Value =
+            serde_json::from_slice(&text).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
+        if version["format"] != FORMAT {
+            return Err(bad(format!(
+                "it has format {}, this memfold reads {FORMAT}",
+                version["format"]
+            )));
+        }
+        let manifest: Manifest =
+            serde_json::from_value(version).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
+        for (part, bytes) in [
+            (RAM, manifest.ram_bytes),
+            (SUMS, manifest.sums.bytes),
+            (DEVICES, manifest.devices.bytes),
+        ] {
+            let length = fs::metadata(path.join(part)).map(|m| m.len());
+            match length {
+                Ok(length) if length == bytes => {}
+                Ok(length) => {
+                    return Err(bad(format!("{part} has {length} bytes instead of {bytes}")));
+                }
+                Err(error) => return Err(bad(format!("{part}: {error}"))),
+            }
+        }
+        Ok(manifest)
+    }
+
+    /// Opens a file of a snapshot for reading.
+    pub fn file(&self, name: &str, part: &str) -> Result<File, SnapshotError> {
+        let path = self.path(name)?.join(part);
+        File::open(&path).map_err(|source| SnapshotError::Files { path, source })
+    }
+
+    /// Bytes that the files of a snapshot take on disk.
+    pub fn disk_bytes(&self, name: &str) -> io::Result<u64> {
+        let mut bytes = 0;
+        for entry in fs::read_dir(self.0.join(name))?.flatten() {
+            bytes += entry.metadata()?.blocks() * 512;
+        }
+        Ok(bytes)
+    }
+
+    /// Removes a snapshot: first from the list, then its files.
+    pub fn remove(&self, name: &str) -> Result<(), SnapshotError> {
+        let path = self.path(name)?;
+        if !path.exists() {
+            return Err(SnapshotError::Unknown(name.into()));
+        }
+        let gone = self.0.join(format!(".{name}.draft"));
+        let failed = |source| SnapshotError::Files {
+            path: path.clone(),
+            source,
+        };
+        fs::rename(&path, &gone).map_err(failed)?;
+        fs::remove_dir_all(&gone).map_err(failed)
+    }
+}
+
+/// A snapshot that is being made. Dropping it removes it, unless it was committed.
+#[derive(Debug)]
+pub struct Draft {
+    path: PathBuf,
+    place: PathBuf,
+    done: bool,
+    _lock: File,
+}
+
+impl Draft {
+    /// A new file in it.
+    pub fn file(&self, part: &str) -> Result<File, SnapshotError> {
+        let path = self.path.join(part);
+        File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .map_err(|source| SnapshotError::Files { path, source })
+    }
+
+    /// Where it is now.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where it will be.
+    #[must_use]
+    pub fn place(&self) -> &Path {
+        &self.place
+    }
+
+    /// Makes it a snapshot: all files on disk, the manifest last, then the name.
+    pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
+        let failed = |source| SnapshotError::Files {
+            path: self.place.clone(),
+            source,
+        };
+        let text =
+            serde_json::to_vec_pretty(manifest).map_err(|error| failed(io::Error::other(error)))?;
+        fs::write(self.path.join(MANIFEST), &text).map_err(failed)?;
+        let sum = format!("{}\n", hex(xxh3_128(&text)));
+        fs::write(self.path.join(MANIFEST_SUM), sum).map_err(failed)?;
+        for entry in fs::read_dir(&self.path).map_err(failed)?.flatten() {
+            File::open(entry.path())
+                .and_then(|file| file.sync_all())
+                .map_err(failed)?;
+        }
+        File::open(&self.path)
+            .and_then(|dir| dir.sync_all())
+            .map_err(failed)?;
+        fs::rename(&self.path, &self.place).map_err(failed)?;
+        self.done = true;
+        // The name itself; a crash before it leaves a draft or the snapshot, both of which are right.
+        if let Some(parent) = self.place.parent() {
+            let _ = File::open(parent).and_then(|dir| dir.sync_all());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.done {
+            if let Err(error) = fs::remove_dir_all(&self.path) {
+                tracing::warn!(path = %self.path.display(), %error, "files of a snapshot that failed are left");
+            }
+        }
+    }
+}
+
+/// Length and checksum of a file.
+pub fn facts(mut file: File) -> io::Result<FileFacts> {
+    let mut hasher = Xxh3::new();
+    let mut buffer = vec![0; 1 << 20];
+    let mut bytes = 0;
+    io::Seek::rewind(&mut file)?;
+    loop {
+        let n = file.read(&mut buffer)?;
+        if n == 0 {
+            break;
+        }
+        hasher.update(&buffer[..n]);
+        bytes += n as u64;
+    }
+    Ok(FileFacts {
+        bytes,
+        xxh3_128: hex(hasher.digest128()),
+    })
+}
+
+fn hex(sum: u128) -> String {
+    format!("{sum:032x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::snapshot::image::ImageCounts;
+    use crate::snapshot::manifest::Keep;
+    use crate::vm::VmSpec;
+    use memfold_units::ByteSize;
+
+    fn shelf() -> (tempfile::TempDir, Shelf) {
+        let directory = tempfile::tempdir().unwrap();
+        let shelf = Shelf::open(&directory.path().join("shelf"));
+        (directory, shelf)
+    }
+
+    fn save(shelf: &Shelf, name: &str) -> Manifest {
+        let draft = shelf.draft(name).unwrap();
+        let file = |part: &str, text: &[u8]| {
+            let mut file = draft.file(part).unwrap();
+            file.write_all(text).unwrap();
+            facts(file).unwrap()
+        };
+        let ram = file(RAM, b"ram");
+        let manifest = Manifest {
+            format: FORMAT,
+            name: name.into(),
+            domain: Some("shop".into()),
+            vm: "web1".into(),
+            created_s: 1,
+            memfold: "0.1.0".into(),
+            keep: Keep::None,
+            spec: VmSpec::new("web1", ByteSize::mib(64)),
+            qemu: (10, 0, 2),
+            machine: "pc-q35-10.0".into(),
+            accel: "tcg".into(),
+            blocks: Vec::new(),
+            counts: ImageCounts::default(),
+            ram_bytes: ram.bytes,
+            sums: file(SUMS, b"sums"),
+            devices: file(DEVICES, b"devices"),
+            disks: Vec::new(),
+            pause_ms: 1.5,
+            save_ms: 2.0,
+        };
+        draft.commit(&manifest).unwrap();
+        manifest
+    }
+
+    #[test]
+    fn a_snapshot_is_listed_when_it_is_whole() {
+        let (_directory, shelf) = shelf();
+        assert!(shelf.names().unwrap().is_empty());
+        {
+            let draft = shelf.draft("a").unwrap();
+            draft.file(RAM).unwrap();
+            assert!(matches!(shelf.draft("a"), Err(SnapshotError::Taken(_))));
+            assert!(shelf.names().unwrap().is_empty());
+        }
+        let saved = save(&shelf, "a");
+        assert_eq!(shelf.names().unwrap(), ["a"]);
+        assert_eq!(shelf.manifest("a").unwrap(), saved);
+        assert!(matches!(shelf.draft("a"), Err(SnapshotError::Taken(_))));
+        shelf.remove("a").unwrap();
+        assert!(matches!(
+            shelf.manifest("a"),
+            Err(SnapshotError::Unknown(_))
+        ));
+        assert!(matches!(shelf.remove("a"), Err(SnapshotError::Unknown(_))));
+        assert!(matches!(shelf.draft("../a"), Err(SnapshotError::Name(_))));
+    }
+
+    #[test]
+    fn what_was_cut_off_goes_and_what_is_under_way_stays() {
+        let (_directory, shelf) = shelf();
+        save(&shelf, "whole");
+        let under_way = shelf.draft("under-way").unwrap();
+        fs::create_dir(shelf.0.join(".cut-off.draft")).unwrap();
+        let other = Shelf::open(&shelf.0);
+        assert!(under_way.path().exists());
+        assert!(!shelf.0.join(".cut-off.draft").exists());
+        assert_eq!(other.names().unwrap(), ["whole"]);
+    }
+
+    #[test]
+    fn a_changed_or_cut_file_is_told() {
+        let (_directory, shelf) = shelf();
+        save(&shelf, "a");
+        let why = || match shelf.manifest("a") {
+            Err(SnapshotError::Broken { why, .. }) => why,
+            other => panic!("{other:?}"),
+        };
+        let place = shelf.path("a").unwrap();
+        fs::write(place.join(RAM), b"r").unwrap();
+        assert_eq!(why(), "ram has 1 bytes instead of 3");
+        fs::remove_file(place.join(RAM)).unwrap();
+        assert!(why().starts_with("ram: "), "{}", why());
+        let text = fs::read_to_string(place.join(MANIFEST)).unwrap();
+        fs::write(place.join(MANIFEST), text.replace("web1", "web2")).unwrap();
+        assert!(why().contains("changed"), "{}", why());
+        let newer = text.replace("\"format\": 1", "\"format\": 2");
+        fs::write(place.join(MANIFEST), &newer).unwrap();
+        fs::write(place.join(MANIFEST_SUM), hex(xxh3_128(newer.as_bytes()))).unwrap();
+        assert!(why().contains("format 2"), "{}", why());
+    }
+}
