@@ -264,6 +264,7 @@ fn clean_up_at_interrupt() {
                     .unwrap_or_else(PoisonError::into_inner)
                     .take()
                 {
+                    daemon.close();
                     stop_all(&daemon);
                     if let Err(error) = crate::ksm::restore_own(Path::new(KSM_NOTES)) {
                         eprintln!("memfold: KSM's settings could not be restored: {error}");

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use memfold_units::{ByteSize, PageCount};
@@ -57,6 +57,8 @@ pub struct Daemon {
     commands: SyncSender<Command>,
     vms: Mutex<BTreeMap<String, Arc<Machine>>>,
     next: Mutex<VmId>,
+    /// Whether VMs may no longer be started. Read-locked while one is.
+    closed: RwLock<bool>,
     /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
     _lock: File,
 }
@@ -84,6 +86,7 @@ impl Daemon {
             commands,
             vms: Mutex::default(),
             next: Mutex::new(1),
+            closed: RwLock::new(false),
             _lock: lock,
             options: options.clone(),
         });
@@ -211,6 +214,10 @@ impl Daemon {
         if self.lock().contains_key(&spec.name) {
             return Err(DaemonError::NameTaken(spec.name));
         }
+        let closed = self.closed.read().unwrap_or_else(PoisonError::into_inner);
+        if *closed {
+            return Err(DaemonError::Internal("the daemon is ending"));
+        }
         let (name, domain) = (spec.name.clone(), spec.domain.clone());
         let vm = crate::vm::start(&self.options.state, spec)?;
         Ok(self.take_on(vm, &name, domain, None)?.info())
@@ -327,6 +334,11 @@ impl Daemon {
             ledger: ledger::Report::new(host, vms),
             fold,
         })
+    }
+
+    /// Starts no more VMs, and waits for those that are being started: from then on the list is whole.
+    pub fn close(&self) {
+        *self.closed.write().unwrap_or_else(PoisonError::into_inner) = true;
     }
 
     /// Ends the engine. VMs go on.
