@@ -538,21 +538,15 @@ impl Engine {
         }
     }
 
-    /// The library of this VM no longer answers: it is not folded any more.
+    /// The library of this VM no longer answers: it is not folded any more. Mostly because the VM is ending, which whoever watches
+    /// its process tells.
     pub(super) fn lost(&mut self, id: VmId, error: &GuestError) {
         if let Some(vm) = self.vms.get_mut(&id) {
-            let gone =
-                !std::path::Path::new(&format!("/proc/{}/maps", vm.guest.pid().as_raw_nonzero()))
-                    .exists();
-            if gone {
-                debug!(vm = vm.stats.name, "its QEMU has ended");
-            } else {
-                warn!(
-                    vm = vm.stats.name,
-                    error = error as &dyn std::error::Error,
-                    "folding ends for this VM"
-                );
-            }
+            info!(
+                vm = vm.stats.name,
+                error = error as &dyn std::error::Error,
+                "folding ends for this VM"
+            );
             vm.stats.problem = Some(error.to_string());
             vm.stack.clear();
             vm.wait_for_pause.clear();
