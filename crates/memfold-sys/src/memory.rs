@@ -46,6 +46,33 @@ pub fn read_many(pid: Pid, ranges: &[(Hva, usize)], buffer: &mut [u8]) -> io::Re
     usize::try_from(copied).map_err(|_| io::Error::last_os_error())
 }
 
+/// Writes `bytes` at `to` in process `pid`; the number of bytes written, which is less when a later page is not mapped or not
+/// writable.
+pub fn write(pid: Pid, to: Hva, bytes: &[u8]) -> io::Result<usize> {
+    let local = libc::iovec {
+        iov_base: bytes.as_ptr().cast_mut().cast(),
+        iov_len: bytes.len(),
+    };
+    let remote = libc::iovec {
+        iov_base: std::ptr::with_exposed_provenance_mut(
+            usize::try_from(to.0).map_err(io::Error::other)?,
+        ),
+        iov_len: bytes.len(),
+    };
+    // SAFETY: the kernel only reads `local`, which is `bytes`; `remote` is never dereferenced in this process.
+    let written = unsafe {
+        libc::process_vm_writev(
+            pid.as_raw_nonzero().get(),
+            &raw const local,
+            1,
+            &raw const remote,
+            1,
+            0,
+        )
+    };
+    usize::try_from(written).map_err(|_| io::Error::last_os_error())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

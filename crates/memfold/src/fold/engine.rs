@@ -103,6 +103,10 @@ pub enum Command {
     Agent(VmId, FromAgent),
     /// The agent's connection ended.
     AgentGone(VmId),
+    /// Stop a VM for a snapshot; nothing more is asked of it until [`Command::Release`]. It also goes on when this daemon dies.
+    Hold(VmId, SyncSender<Result<(), String>>),
+    /// The snapshot needs the VM no longer.
+    Release(VmId),
     /// Stop or go on folding; what is folded stays.
     SetPaused(bool),
     /// New budgets.
@@ -117,6 +121,9 @@ pub enum Command {
     /// End the thread.
     Stop,
 }
+
+/// Why a VM is not folded while a snapshot is made of it.
+const HELD: &str = "a snapshot of it is being made";
 
 /// What is remembered of a VM's file.
 #[derive(Debug, Default)]
@@ -366,6 +373,13 @@ impl Engine {
                     vm.stats.agent_ready = false;
                 }
             }
+            Command::Hold(id, answer) => {
+                // Who asked may have gone away meanwhile: then nobody would let the VM go on.
+                if answer.send(self.hold(id)).is_err() {
+                    self.release(id);
+                }
+            }
+            Command::Release(id) => self.release(id),
             Command::SetPaused(paused) => {
                 if self.paused && !paused {
                     self.resumed = Instant::now();
@@ -550,6 +564,37 @@ impl Engine {
             vm.stats.problem = Some(error.to_string());
             vm.stack.clear();
             vm.wait_for_pause.clear();
+        }
+    }
+
+    fn hold(&mut self, id: VmId) -> Result<(), String> {
+        let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
+        match vm.guest.order(&Order::Stop, None) {
+            Ok(Reply::Ok) => {
+                vm.stats.problem.get_or_insert_with(|| HELD.to_owned());
+                Ok(())
+            }
+            Ok(Reply::Error { reason }) => Err(reason),
+            Ok(other) => Err(format!("unexpected reply: {other:?}")),
+            Err(error) => {
+                self.lost(id, &error);
+                Err(error.to_string())
+            }
+        }
+    }
+
+    fn release(&mut self, id: VmId) {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
+        if vm.stats.problem.as_deref() == Some(HELD) {
+            vm.stats.problem = None;
+            self.sweep_wanted = true;
+        }
+        match vm.guest.order(&Order::Continue, None) {
+            Ok(Reply::Error { reason }) => debug!(vm = vm.stats.name, reason, "not let go on"),
+            Ok(_) => {}
+            Err(error) => self.lost(id, &error),
         }
     }
 

@@ -8,6 +8,8 @@
 
 pub mod image;
 pub mod manifest;
+pub mod restore;
+pub mod save;
 pub mod shelf;
 
 use std::io;
@@ -15,6 +17,8 @@ use std::path::PathBuf;
 
 pub use manifest::{Keep, Manifest, SnapshotInfo};
 pub use shelf::{DEFAULT_SHELF, Shelf};
+
+use crate::vm::{QmpError, RamError};
 
 /// Why something was not done with a snapshot. Nothing is half done then.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +42,29 @@ pub enum SnapshotError {
         /// From the kernel.
         #[source]
         source: io::Error,
+    },
+    /// This VM can't be saved or restored.
+    #[error("{0}")]
+    Impossible(String),
+    /// QEMU didn't do what was asked.
+    #[error("{0}")]
+    Qemu(String),
+    /// Its monitor failed.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Its RAM can't be found.
+    #[error(transparent)]
+    Ram(#[from] RamError),
+    /// The library in QEMU didn't do what was asked.
+    #[error("memfold's library in QEMU: {0}")]
+    Library(String),
+    /// VMs run from it.
+    #[error("snapshot '{name}' is mapped by running VMs (processes {pids}); end them first")]
+    InUse {
+        /// Its name.
+        name: String,
+        /// Their processes.
+        pids: String,
     },
     /// It is not what was saved.
     #[error("snapshot '{name}' can't be used: {why}")]

@@ -25,6 +25,14 @@ use crate::host::qemu::{QemuError, QemuFacts};
 /// How long QEMU may take until its monitor answers.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// A device state without RAM comes from a file; it says nothing about the command line.
+const INCOMING: [&str; 4] = [
+    "-incoming",
+    "defer",
+    "-global",
+    "migration.send-configuration=off",
+];
+
 /// Bytes of QEMU's output that an error repeats.
 const LOG_TAIL: usize = 4096;
 
@@ -90,6 +98,16 @@ pub enum LaunchError {
         /// What qemu-img said.
         why: String,
     },
+    /// A device state doesn't fit this host.
+    #[error("it was saved with {what} {then}, and here is {now}: the device state would not fit")]
+    Incoming {
+        /// What differs.
+        what: String,
+        /// What it was.
+        then: String,
+        /// What it is here.
+        now: String,
+    },
     /// QEMU ended, or never answered.
     #[error("QEMU did not start ({what}); it said:\n{output}")]
     Start {
@@ -102,6 +120,30 @@ pub enum LaunchError {
 
 /// Starts a VM whose files lie under `state`. Returns when QEMU's monitor answers; the guest may still be booting.
 pub fn start(state: &Path, spec: VmSpec) -> Result<Vm, LaunchError> {
+    start_as(state, spec, None)
+}
+
+/// What a VM has to be so that a device state fits it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Incoming {
+    /// QEMU's version when it was saved: major, minor, micro.
+    pub qemu: (u64, u64, u64),
+    /// Machine type, with its version.
+    pub machine: String,
+    /// What carried it out.
+    pub accel: String,
+}
+
+/// Starts a VM that waits for a device state instead of booting.
+pub fn start_incoming(state: &Path, spec: VmSpec, incoming: &Incoming) -> Result<Vm, LaunchError> {
+    start_as(state, spec, Some(incoming))
+}
+
+fn start_as(
+    state: &Path,
+    spec: VmSpec,
+    incoming: Option<&Incoming>,
+) -> Result<Vm, LaunchError> {
     let mut spec = spec;
     spec.validate()?;
     let qemu = QemuFacts::probe()?;
@@ -112,6 +154,9 @@ pub fn start(state: &Path, spec: VmSpec) -> Result<Vm, LaunchError> {
         });
     }
     let accel = choose_accel(&spec, &qemu, state)?;
+    if let Some(incoming) = incoming {
+        fits(incoming, &qemu, accel)?;
+    }
     let library = if spec.fold {
         Some(files::library().map_err(LaunchError::Library)?)
     } else {
@@ -131,11 +176,32 @@ pub fn start(state: &Path, spec: VmSpec) -> Result<Vm, LaunchError> {
         overlays: Vec::new(),
         child: None,
     };
-    let vm = attempt.run(&spec, &qemu, accel, library);
+    let vm = attempt.run(&spec, &qemu, accel, library, incoming);
     if vm.is_err() {
         attempt.undo();
     }
     vm
+}
+
+/// Whether a device state that was saved there can be read here.
+fn fits(incoming: &Incoming, qemu: &QemuFacts, accel: &str) -> Result<(), LaunchError> {
+    let other = |what: &str, then: String, now: String| LaunchError::Incoming {
+        what: what.to_owned(),
+        then,
+        now,
+    };
+    let text = |v: (u64, u64, u64)| format!("{}.{}.{}", v.0, v.1, v.2);
+    if qemu.version < incoming.qemu {
+        return Err(other(
+            "QEMU",
+            text(incoming.qemu),
+            text(qemu.version),
+        ));
+    }
+    if accel != incoming.accel {
+        return Err(other("accelerator", incoming.accel.clone(), accel.to_owned()));
+    }
+    Ok(())
 }
 
 fn choose_accel(
@@ -193,7 +259,9 @@ impl Attempt<'_> {
         qemu: &QemuFacts,
         accel: &str,
         library: Option<PathBuf>,
+        incoming: Option<&Incoming>,
     ) -> Result<Vm, LaunchError> {
+        let machine = incoming.map_or(&qemu.machine, |i| &i.machine);
         let directory = self.directory;
         let failed = |source| LaunchError::Files {
             path: directory.path().into(),
@@ -211,13 +279,8 @@ impl Attempt<'_> {
         let log = File::create(directory.qemu_log()).map_err(failed)?;
         let mut command = Command::new(&qemu.program);
         command
-            .args(arguments(
-                spec,
-                &qemu.machine,
-                accel,
-                directory,
-                &self.overlays,
-            ))
+            .args(arguments(spec, machine, accel, directory, &self.overlays))
+            .args(incoming.into_iter().flat_map(|_| INCOMING))
             .current_dir("/")
             .stdin(Stdio::null())
             .stdout(log.try_clone().map_err(failed)?)
@@ -243,7 +306,7 @@ impl Attempt<'_> {
             process: Identity::of(pid).map_err(failed)?,
             qemu: qemu.program.clone(),
             version: qemu.version,
-            machine: qemu.machine.clone(),
+            machine: machine.clone(),
             accel: accel.to_owned(),
             library,
             overlays: self.overlays.clone(),

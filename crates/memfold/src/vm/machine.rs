@@ -393,7 +393,10 @@ impl Vm {
                 name: self.name.clone(),
                 pid: self.pid().as_raw_nonzero().get(),
             })?;
-        directory.remove(&record.overlays).map_err(look)?;
+        // A snapshot may have put other overlays in their place since.
+        let overlays = VmDirectory::read_json::<Record>(&directory.record())
+            .map_or_else(|_| record.overlays.clone(), |record| record.overlays);
+        directory.remove(&overlays).map_err(look)?;
         Ok(kind)
     }
 

@@ -83,6 +83,20 @@ pub struct Qmp {
     events: VecDeque<Value>,
     greeting: Value,
     next_id: u64,
+    /// Goes with the next command.
+    pass: Option<OwnedFd>,
+}
+
+/// A descriptor that QEMU has under a path.
+#[derive(Debug)]
+pub struct Lent(u64);
+
+impl Lent {
+    /// Where QEMU finds it.
+    #[must_use]
+    pub fn path(&self) -> String {
+        format!("/dev/fdset/{}", self.0)
+    }
 }
 
 impl Qmp {
@@ -96,6 +110,7 @@ impl Qmp {
             events: VecDeque::new(),
             greeting: Value::Null,
             next_id: 1,
+            pass: None,
         };
         qmp.reconnect()?;
         Ok(qmp)
@@ -167,6 +182,30 @@ impl Qmp {
         self.execute(command, Value::Null)
     }
 
+    /// Gives QEMU a descriptor under a path that its file options understand (`/dev/fdset/N`).
+    pub fn lend(&mut self, descriptor: BorrowedFd<'_>) -> Result<Lent, QmpError> {
+        if self.stream.is_none() {
+            self.reconnect()?;
+        }
+        self.pass = descriptor
+            .try_clone_to_owned()
+            .map(Some)
+            .map_err(|source| self.lost("add-fd", source))?;
+        let answer = self.once("add-fd", &Value::Null);
+        self.pass = None;
+        let answer = answer?;
+        match answer["fdset-id"].as_u64() {
+            Some(set) => Ok(Lent(set)),
+            None => Err(self.unexpected("add-fd", &answer)),
+        }
+    }
+
+    /// QEMU needs the descriptor no more.
+    pub fn take_back(&mut self, lent: &Lent) -> Result<(), QmpError> {
+        self.execute("remove-fd", json!({ "fdset-id": lent.0 }))
+            .map(drop)
+    }
+
     /// Carries out a command of the human monitor and gives its text.
     pub fn human(&mut self, line: &str) -> Result<String, QmpError> {
         let answer = self.execute("human-monitor-command", json!({ "command-line": line }))?;
@@ -187,7 +226,12 @@ impl Qmp {
         line.push('\n');
         let deadline = Instant::now() + self.timeout;
         let sent = match self.stream.as_mut() {
-            Some(stream) => stream.write_all(line.as_bytes()),
+            Some(stream) => match self.pass.take() {
+                Some(descriptor) => {
+                    memfold_sys::descriptor::send(stream, line.as_bytes(), descriptor)
+                }
+                None => stream.write_all(line.as_bytes()),
+            },
             None => Err(ErrorKind::NotConnected.into()),
         };
         if let Err(source) = sent {

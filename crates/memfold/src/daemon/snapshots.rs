@@ -1,0 +1,223 @@
+//! Snapshots and clones of the daemon's VMs.
+
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use std::time::{Duration, Instant};
+
+use memfold_units::PAGE_SIZE;
+use tracing::info;
+
+use super::machine::Machine;
+use super::{Daemon, DaemonError};
+use crate::api::{SaveRequest, VerifyReport, VmInfo};
+use crate::fold::Command;
+use crate::snapshot::{Keep, Manifest, SnapshotError, SnapshotInfo, image, restore, save, shelf};
+use crate::vm::Incoming;
+
+/// How long a guest may take to drop its caches.
+const DROP_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// What a guest runs first: its caches go, what is dirty is written back before.
+const DROP: &str = "sync && echo 3 > /proc/sys/vm/drop_caches";
+
+impl Daemon {
+    /// Saves a VM. It goes on afterwards, also if this fails.
+    pub fn save_snapshot(&self, request: &SaveRequest) -> Result<Manifest, DaemonError> {
+        let began = Instant::now();
+        let machine = self.machine(&request.vm)?;
+        save::refuse(machine.vm())?;
+        // Fails early, and for a name that is taken before the guest drops anything.
+        if self.shelf.path(&request.name)?.exists() {
+            return Err(SnapshotError::Taken(request.name.clone()).into());
+        }
+        if request.keep == Keep::None {
+            let dropped = machine.run(DROP, DROP_TIMEOUT)?;
+            if dropped.code != 0 {
+                let words = String::from_utf8_lossy(&dropped.stderr).trim().to_owned();
+                return Err(DaemonError::BadRequest(format!(
+                    "the guest did not drop its caches ({words}); use --keep all"
+                )));
+            }
+        }
+        let held = Held::new(self, &machine)?;
+        let saving = save::Request {
+            name: request.name.clone(),
+            keep: request.keep,
+            domain: machine.domain().map(str::to_owned),
+            began,
+        };
+        let manifest = save::save(
+            machine.vm(),
+            &mut machine.monitor(),
+            &self.shelf,
+            &saving,
+            || drop(held),
+            |_| {},
+        )?;
+        info!(
+            vm = request.vm,
+            snapshot = request.name,
+            pause_ms = manifest.pause_ms,
+            saved_bytes = manifest.counts.saved_pages * PAGE_SIZE,
+            "saved"
+        );
+        Ok(manifest)
+    }
+
+    /// All snapshots.
+    pub fn snapshots(&self) -> Result<Vec<SnapshotInfo>, DaemonError> {
+        let names = self
+            .shelf
+            .names()
+            .map_err(|source| SnapshotError::Files {
+                path: self.options.shelf.clone(),
+                source,
+            })?;
+        Ok(names.iter().map(|name| self.snapshot_info(name)).collect())
+    }
+
+    fn snapshot_info(&self, name: &str) -> SnapshotInfo {
+        let manifest = self.shelf.manifest(name);
+        let pids = restore::users(&self.shelf, name).unwrap_or_default();
+        let users = self
+            .lock()
+            .values()
+            .filter(|m| pids.contains(&m.pid()))
+            .map(|m| m.name().to_owned())
+            .collect();
+        let disk_bytes = self.shelf.disk_bytes(name).unwrap_or(0);
+        match manifest {
+            Ok(manifest) => SnapshotInfo {
+                name: name.to_owned(),
+                domain: manifest.domain.clone(),
+                vm: manifest.vm.clone(),
+                created_s: manifest.created_s,
+                memory_bytes: manifest.memory().0,
+                disk_bytes,
+                users,
+                problem: None,
+            },
+            Err(error) => SnapshotInfo {
+                name: name.to_owned(),
+                domain: None,
+                vm: String::new(),
+                created_s: 0,
+                memory_bytes: 0,
+                disk_bytes,
+                users,
+                problem: Some(error.to_string()),
+            },
+        }
+    }
+
+    /// What a snapshot says of itself.
+    pub fn snapshot(&self, name: &str) -> Result<Manifest, DaemonError> {
+        Ok(self.shelf.manifest(name)?)
+    }
+
+    /// Reads a snapshot whole and compares its checksums.
+    pub fn verify_snapshot(&self, name: &str) -> Result<VerifyReport, DaemonError> {
+        let manifest = self.shelf.manifest(name)?;
+        let mut problems = Vec::new();
+        let files = |part: &str| {
+            let path = self.options.shelf.join(name).join(part);
+            move |source| SnapshotError::Files { path, source }
+        };
+        for (part, saved) in [
+            (shelf::SUMS, &manifest.sums),
+            (shelf::DEVICES, &manifest.devices),
+        ] {
+            let now = shelf::facts(self.shelf.file(name, part)?).map_err(files(part))?;
+            if now != *saved {
+                problems.push(format!("{part} was changed since it was saved"));
+            }
+        }
+        let (ram, sums) = (
+            self.shelf.file(name, shelf::RAM)?,
+            self.shelf.file(name, shelf::SUMS)?,
+        );
+        let wrong = image::verify(&ram, &sums, |_| {}).map_err(files(shelf::RAM))?;
+        problems.extend(
+            wrong
+                .iter()
+                .map(|chunk| format!("ram was changed since it was saved, in its chunk {chunk}")),
+        );
+        if let Err(error) = restore::spec(&self.shelf, &manifest, &manifest.vm) {
+            problems.push(error.to_string());
+        }
+        Ok(VerifyReport {
+            name: name.to_owned(),
+            problems,
+        })
+    }
+
+    /// Removes a snapshot that no VM runs from.
+    pub fn remove_snapshot(&self, name: &str) -> Result<(), DaemonError> {
+        let pids = match restore::users(&self.shelf, name) {
+            Ok(pids) => pids,
+            // One that is broken has no RAM that anybody could map.
+            Err(_) => Vec::new(),
+        };
+        if !pids.is_empty() {
+            let pids: Vec<String> = pids
+                .iter()
+                .map(|pid| pid.as_raw_nonzero().to_string())
+                .collect();
+            return Err(SnapshotError::InUse {
+                name: name.to_owned(),
+                pids: pids.join(", "),
+            }
+            .into());
+        }
+        Ok(self.shelf.remove(name)?)
+    }
+
+    /// Starts a VM from a snapshot.
+    pub fn restore(self: &Arc<Self>, snapshot: &str, name: &str) -> Result<VmInfo, DaemonError> {
+        let manifest = self.shelf.manifest(snapshot)?;
+        let spec = restore::spec(&self.shelf, &manifest, name)?;
+        let incoming = Incoming {
+            qemu: manifest.qemu,
+            machine: manifest.machine.clone(),
+            accel: manifest.accel.clone(),
+        };
+        self.start(spec, |state, spec| {
+            let vm = crate::vm::start_incoming(state, spec, &incoming)?;
+            let filled = vm
+                .daemon_qmp()
+                .map_err(SnapshotError::from)
+                .and_then(|mut qmp| restore::fill(&vm, &mut qmp, &self.shelf, &manifest));
+            if let Err(error) = filled {
+                // Nothing half restored stays.
+                let _ = vm.stop(Duration::ZERO);
+                return Err(error.into());
+            }
+            Ok(vm)
+        })
+    }
+}
+
+/// A VM that stands still until this is dropped.
+struct Held<'a> {
+    daemon: &'a Daemon,
+    machine: &'a Machine,
+}
+
+impl<'a> Held<'a> {
+    fn new(daemon: &'a Daemon, machine: &'a Machine) -> Result<Self, DaemonError> {
+        let (answer, answered) = sync_channel(1);
+        daemon.tell(Command::Hold(machine.id(), answer))?;
+        answered
+            .recv()
+            .map_err(|_| DaemonError::Internal("the fold engine has ended"))?
+            .map_err(|why| SnapshotError::Impossible(format!("the VM can't be stopped: {why}")))?;
+        Ok(Self { daemon, machine })
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        // The engine ends only when the daemon does, and then the library lets the VM go on.
+        let _ = self.daemon.tell(Command::Release(self.machine.id()));
+    }
+}

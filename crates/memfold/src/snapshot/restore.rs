@@ -1,0 +1,189 @@
+//! Bringing a snapshot back to life.
+//!
+//! QEMU starts with `-incoming defer` and plain anonymous RAM; the library maps the RAM image privately over it, so that QEMU believes
+//! it anonymous (balloon and free page reporting work) and untouched pages stay the page cache's, one for all clones; other RAM
+//! blocks (firmware, tables) are small and are copied; then QEMU reads the device state.
+
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use memfold_sys::memory;
+use memfold_units::{Hva, PAGE_SIZE};
+use memfold_wire::library::{Order, Reply};
+use rustix::process::Pid;
+use serde_json::json;
+
+use super::image::ImageBlock;
+use super::manifest::{Manifest, SavedDisk};
+use super::save::modified_ns;
+use super::shelf::{DEVICES, RAM};
+use super::{Shelf, SnapshotError};
+use crate::store::StoreIdentity;
+use crate::vm::{DiskFormat, DiskSpec, Qmp, Vm, VmSpec};
+
+/// How long QEMU may take to read the device state.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The description of a VM that is to run from a snapshot.
+pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, SnapshotError> {
+    let place = shelf.path(&manifest.name)?;
+    let mut spec = manifest.spec.clone();
+    spec.name = name.to_owned();
+    for (disk, saved) in spec.disks.iter_mut().zip(&manifest.disks) {
+        check_disk(&manifest.name, &place, saved)?;
+        if !saved.read_only {
+            let cache = disk.cache;
+            let aio = disk.aio;
+            *disk = DiskSpec::new(place.join(&saved.path));
+            disk.format = Some(DiskFormat::Qcow2);
+            (disk.cache, disk.aio, disk.snapshot) = (cache, aio, true);
+        }
+    }
+    Ok(spec)
+}
+
+fn check_disk(name: &str, place: &Path, saved: &SavedDisk) -> Result<(), SnapshotError> {
+    let path = place.join(&saved.path);
+    let facts = std::fs::metadata(&path).map_err(|source| SnapshotError::Files {
+        path: path.clone(),
+        source,
+    })?;
+    if facts.len() != saved.bytes || modified_ns(&facts) != saved.modified_ns {
+        return Err(SnapshotError::Broken {
+            name: name.into(),
+            why: format!(
+                "disk {} was changed since; the RAM would not fit it",
+                path.display()
+            ),
+        });
+    }
+    Ok(())
+}
+
+/// Fills a VM that was started with `-incoming defer`, and lets it run.
+pub fn fill(
+    vm: &Vm,
+    qmp: &mut Qmp,
+    shelf: &Shelf,
+    manifest: &Manifest,
+) -> Result<(), SnapshotError> {
+    let ram = shelf.file(&manifest.name, RAM)?;
+    let layout = vm.layout(qmp)?;
+    let mut link = vm
+        .library_link()
+        .ok_or_else(|| SnapshotError::Impossible("memfold's library is not in this QEMU".into()))?
+        .map_err(|error| SnapshotError::Library(error.to_string()))?;
+    let mut ask = |order: &Order, descriptor| match link.order(order, descriptor) {
+        Ok(Reply::Ok) => Ok(()),
+        Ok(other) => Err(SnapshotError::Library(format!("{other:?}"))),
+        Err(error) => Err(SnapshotError::Library(error.to_string())),
+    };
+    for block in crate::vm::ram::read_blocks(qmp)? {
+        let pages = block.used_bytes.div_ceil(PAGE_SIZE);
+        let saved = manifest.blocks.iter().find(|b| b.name == block.name);
+        let Some(saved) = saved.filter(|saved| saved.pages == pages) else {
+            if pages == 0 {
+                continue;
+            }
+            return Err(SnapshotError::Broken {
+                name: manifest.name.clone(),
+                why: format!(
+                    "this QEMU has a RAM block '{}' of {pages} pages that the snapshot hasn't",
+                    block.name
+                ),
+            });
+        };
+        let main = layout.blocks.iter().find(|b| b.name == block.name);
+        if let Some(main) = main {
+            let advice = vm
+                .advice(main)
+                .map_err(|error| SnapshotError::Library(error.to_string()))?;
+            let (hva, pages) = (main.hva.0, main.pages);
+            ask(&Order::AddRam { hva, pages, advice }, None)?;
+            let map = Order::Map {
+                hva,
+                pages,
+                file_page: saved.first_page,
+            };
+            ask(&map, Some(ram.as_fd()))?;
+        } else {
+            copy(vm.pid(), block.hva, saved, &ram).map_err(|source| SnapshotError::Files {
+                path: RAM.into(),
+                source,
+            })?;
+        }
+    }
+    drop(link);
+    load(qmp, shelf, manifest)
+}
+
+/// Copies a small block into a process.
+fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &std::fs::File) -> std::io::Result<()> {
+    use std::os::unix::fs::FileExt;
+    let mut buffer = vec![0; super::image::CHUNK_BYTES];
+    let mut done = 0;
+    while done < block.pages {
+        let pages = (block.pages - done).min(super::image::CHUNK_PAGES);
+        let length = usize::try_from(pages * PAGE_SIZE).unwrap_or(buffer.len());
+        let part = &mut buffer[..length];
+        ram.read_exact_at(part, (block.first_page + done) * PAGE_SIZE)?;
+        let mut now = vec![0; length];
+        // ROM that QEMU has loaded from the same files needs no copy of its own.
+        let same = memory::read(pid, hva.add_pages(done), &mut now)? == length && now == part;
+        if !same && memory::write(pid, hva.add_pages(done), part)? != length {
+            return Err(std::io::Error::other(format!(
+                "RAM block '{}' can't be written",
+                block.name
+            )));
+        }
+        done += pages;
+    }
+    Ok(())
+}
+
+fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), SnapshotError> {
+    let devices = shelf.file(&manifest.name, DEVICES)?;
+    let place = qmp.lend(devices.as_fd())?;
+    let begun = qmp.execute(
+        "migrate-incoming",
+        json!({ "uri": format!("file:{}", place.path()) }),
+    );
+    let loaded = begun.map_err(SnapshotError::from).and_then(|_| {
+        let end = Instant::now() + LOAD_TIMEOUT;
+        loop {
+            let status = qmp.query("query-status")?;
+            match status["status"].as_str() {
+                Some("inmigrate") if Instant::now() < end => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Some("paused" | "running" | "prelaunch" | "postmigrate" | "save-vm") => return Ok(()),
+                other => {
+                    return Err(SnapshotError::Qemu(format!(
+                        "QEMU did not take the device state (its state is {other:?}); its log says why"
+                    )));
+                }
+            }
+        }
+    });
+    qmp.take_back(&place)?;
+    loaded?;
+    qmp.query("cont")?;
+    Ok(())
+}
+
+/// Processes that map the RAM image of a snapshot.
+pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
+    let path = shelf.path(name)?.join(RAM);
+    let failed = |source| SnapshotError::Files {
+        path: path.clone(),
+        source,
+    };
+    let facts = std::fs::metadata(&path).map_err(failed)?;
+    let identity = StoreIdentity {
+        dev: facts.dev(),
+        ino: facts.ino(),
+    };
+    crate::store::mapped::processes(identity).map_err(failed)
+}

@@ -1,0 +1,361 @@
+//! Saving a VM that stands still.
+//!
+//! ```text
+//!   1. device state    QEMU writes it to a descriptor of ours (xen-save-devices-state: any machine, no RAM)
+//!   2. RAM image       from the page tables of QEMU's process
+//!   3. disks           each temporary overlay is frozen, a new one on top, all in one transaction
+//!   -- the VM goes on --
+//!   4. frozen overlays move into the snapshot; manifest
+//! ```
+//! Until step 3 nothing of the VM is changed. If anything fails behind it, the VM keeps the longer chain of overlays: nothing that
+//! it has written is lost.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant, SystemTime};
+
+use memfold_units::PAGE_SIZE;
+use serde_json::{Value, json};
+
+use super::image::{self, Source};
+use super::manifest::{FORMAT, FileFacts, Keep, Manifest, SavedDisk};
+use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
+use super::{Shelf, SnapshotError};
+use crate::vm::{Qmp, Record, Vm, VmDirectory, VmSpec};
+
+/// What is to be saved, and how.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Name of the snapshot.
+    pub name: String,
+    /// What the guest was told to keep, for the manifest.
+    pub keep: Keep,
+    /// Trust domain.
+    pub domain: Option<String>,
+    /// When the save began.
+    pub began: Instant,
+}
+
+/// Why a VM can't be saved, by what it is.
+pub fn refuse(vm: &Vm) -> Result<(&VmSpec, &Record, &VmDirectory), SnapshotError> {
+    let (Some(spec), Some(record), Some(directory)) = (vm.spec(), vm.record(), vm.directory())
+    else {
+        return Err(SnapshotError::Impossible(
+            "the VM was not started by memfold: its disks can't be frozen without changing its command line; start it with 'memfold vm run'".into(),
+        ));
+    };
+    for disk in &spec.disks {
+        if !disk.read_only && !disk.snapshot {
+            return Err(SnapshotError::Impossible(format!(
+                "disk {} is written in place: only read-only disks and those with snapshot = true can be frozen",
+                disk.path.display()
+            )));
+        }
+    }
+    if spec.user.is_some() {
+        return Err(SnapshotError::Impossible(
+            "its QEMU has given its rights up (user = ...) and can't open new overlays".into(),
+        ));
+    }
+    Ok((spec, record, directory))
+}
+
+/// Saves a VM that stands still. `go_on` lets it run again, and is called as soon as it may.
+pub fn save(
+    vm: &Vm,
+    qmp: &mut Qmp,
+    shelf: &Shelf,
+    request: &Request,
+    go_on: impl FnOnce(),
+    progress: impl FnMut(u64),
+) -> Result<Manifest, SnapshotError> {
+    let stopped = Instant::now();
+    let (spec, record, directory) = refuse(vm)?;
+    let draft = shelf.draft(&request.name)?;
+    let devices = device_state(qmp, &draft)?;
+    let sources = sources(qmp)?;
+    let (ram, sums) = (draft.file(RAM)?, draft.file(SUMS)?);
+    let failed = |part: &str, source| SnapshotError::Files {
+        path: draft.path().join(part),
+        source,
+    };
+    let (blocks, counts) = image::write(vm.pid(), &sources, &ram, &sums, progress)
+        .map_err(|source| failed(RAM, source))?;
+    let frozen = freeze(qmp, spec, &draft)?;
+    go_on();
+    let pause = stopped.elapsed();
+    let mut overlays = record_now(directory, record).overlays;
+    overlays.extend(frozen.iter().map(|f| f.overlay.clone()));
+    write_overlays(directory, record, &overlays)?;
+    let disks = take_over(spec, &frozen, &draft)?;
+    // The frozen ones are the snapshot's now.
+    overlays.retain(|path| path.exists());
+    write_overlays(directory, record, &overlays)?;
+    let manifest = Manifest {
+        format: FORMAT,
+        name: request.name.clone(),
+        domain: request.domain.clone(),
+        vm: vm.name().to_owned(),
+        created_s: SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .map_or(0, |time| time.as_secs()),
+        memfold: env!("CARGO_PKG_VERSION").to_owned(),
+        keep: request.keep,
+        spec: spec.clone(),
+        qemu: record.version,
+        machine: record.machine.clone(),
+        accel: record.accel.clone(),
+        blocks,
+        counts,
+        ram_bytes: ram.metadata().map_err(|source| failed(RAM, source))?.len(),
+        sums: facts(sums).map_err(|source| failed(SUMS, source))?,
+        devices,
+        disks,
+        pause_ms: milliseconds(pause),
+        save_ms: milliseconds(request.began.elapsed()),
+    };
+    draft.commit(&manifest)?;
+    Ok(manifest)
+}
+
+fn milliseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1000.0
+}
+
+/// Has QEMU write its device state into the draft.
+fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError> {
+    let file = draft.file(DEVICES)?;
+    let path = draft.path().join(DEVICES);
+    let failed = |source| SnapshotError::Files {
+        path: path.clone(),
+        source,
+    };
+    let writable = File::options().write(true).open(&path).map_err(failed)?;
+    let place = qmp.lend(writable.as_fd())?;
+    let done = qmp.execute(
+        "xen-save-devices-state",
+        json!({ "filename": place.path(), "live": false }),
+    );
+    qmp.take_back(&place)?;
+    done?;
+    let facts = facts(file).map_err(failed)?;
+    if facts.bytes == 0 {
+        return Err(failed(io::Error::other("QEMU wrote no device state")));
+    }
+    Ok(facts)
+}
+
+/// Every RAM block of QEMU.
+fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
+    let blocks = crate::vm::ram::read_blocks(qmp)?;
+    let sources = blocks.into_iter().map(|block| Source {
+        name: block.name,
+        hva: block.hva,
+        pages: block.used_bytes.div_ceil(PAGE_SIZE),
+    });
+    Ok(sources.filter(|source| source.pages > 0).collect())
+}
+
+/// A disk whose overlay was frozen.
+struct Frozen {
+    /// Its number in the description.
+    disk: usize,
+    /// The overlay that is frozen now.
+    path: PathBuf,
+    /// The one that the VM writes now.
+    overlay: PathBuf,
+}
+
+/// Puts a new overlay over each temporary one, all at one instant.
+fn freeze(qmp: &mut Qmp, spec: &VmSpec, draft: &Draft) -> Result<Vec<Frozen>, SnapshotError> {
+    let devices = qmp.query("query-block")?;
+    let mut actions = Vec::new();
+    let mut frozen: Vec<Frozen> = Vec::new();
+    let mut added: Vec<String> = Vec::new();
+    let mut prepare = || -> Result<(), SnapshotError> {
+        for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
+            let active = active(&devices, disk)
+                .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
+            let overlay = new_overlay(&active, &draft.place().join(disk_name(disk)))?;
+            let node = format!("{}-next", active.node);
+            let node = node.chars().rev().take(30).collect::<String>();
+            let node: String = node.chars().rev().collect();
+            let node = format!("{}{}", node.trim_start_matches('-'), frozen.len());
+            frozen.push(Frozen {
+                disk,
+                path: active.file.clone(),
+                overlay: overlay.clone(),
+            });
+            let cache = spec.disks[disk].cache;
+            let cache = json!({ "direct": cache.direct(), "no-flush": cache.no_flush() });
+            qmp.execute(
+                "blockdev-add",
+                json!({
+                    "driver": "qcow2", "node-name": node, "backing": null, "discard": "unmap", "cache": cache,
+                    "file": {
+                        "driver": "file", "filename": overlay, "discard": "unmap", "cache": cache,
+                        "aio": spec.disks[disk].aio.name(),
+                    },
+                }),
+            )?;
+            added.push(node.clone());
+            actions.push(json!({
+                "type": "blockdev-snapshot", "data": { "node": active.node, "overlay": node }
+            }));
+        }
+        Ok(())
+    };
+    let prepared = prepare();
+    let done = prepared.and_then(|()| {
+        if actions.is_empty() {
+            return Ok(());
+        }
+        qmp.execute("transaction", json!({ "actions": actions }))?;
+        Ok(())
+    });
+    if let Err(error) = done {
+        // The VM still writes where it wrote.
+        for node in added {
+            let _ = qmp.execute("blockdev-del", json!({ "node-name": node }));
+        }
+        for frozen in frozen {
+            let _ = fs::remove_file(frozen.overlay);
+        }
+        return Err(error);
+    }
+    Ok(frozen)
+}
+
+/// What a disk's device writes to.
+struct Active {
+    node: String,
+    file: PathBuf,
+    virtual_bytes: u64,
+}
+
+fn active(devices: &Value, disk: usize) -> Option<Active> {
+    let device = devices.as_array()?.iter().find(|device| {
+        let qdev = device["qdev"].as_str().unwrap_or_default();
+        qdev == format!("vd{disk}") || qdev.contains(&format!("/vd{disk}/"))
+    })?;
+    let inserted = &device["inserted"];
+    Some(Active {
+        node: inserted["node-name"].as_str()?.to_owned(),
+        file: inserted["file"].as_str()?.into(),
+        virtual_bytes: inserted["image"]["virtual-size"].as_u64()?,
+    })
+}
+
+/// An empty overlay beside the active one, over what that will be.
+fn new_overlay(active: &Active, backing: &Path) -> Result<PathBuf, SnapshotError> {
+    let directory = active.file.parent().unwrap_or(Path::new("/var/tmp"));
+    let failed = |source| SnapshotError::Files {
+        path: directory.into(),
+        source,
+    };
+    let path = tempfile::Builder::new()
+        .prefix("memfold-")
+        .suffix(".qcow2")
+        .tempfile_in(directory)
+        .map_err(failed)?
+        .into_temp_path();
+    // `-u`: the backing file is where it says only when the snapshot is whole; QEMU is given the running node instead.
+    let output = Command::new("qemu-img")
+        .args(["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-b"])
+        .arg(backing)
+        .arg(&path)
+        .arg(active.virtual_bytes.to_string())
+        .output()
+        .map_err(failed)?;
+    if !output.status.success() {
+        let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        return Err(SnapshotError::Qemu(format!("qemu-img: {words}")));
+    }
+    path.keep()
+        .map_err(|error| failed(io::Error::other(error)))
+}
+
+fn disk_name(disk: usize) -> String {
+    format!("disk{disk}.qcow2")
+}
+
+/// Moves frozen overlays into the draft, and says where every disk lies.
+fn take_over(
+    spec: &VmSpec,
+    frozen: &[Frozen],
+    draft: &Draft,
+) -> Result<Vec<SavedDisk>, SnapshotError> {
+    let mut disks = Vec::new();
+    for (number, disk) in spec.disks.iter().enumerate() {
+        let found = frozen.iter().find(|f| f.disk == number);
+        let (at, path) = match found {
+            Some(frozen) => {
+                let name = PathBuf::from(disk_name(number));
+                let to = draft.path().join(&name);
+                move_file(&frozen.path, &to).map_err(|source| SnapshotError::Files {
+                    path: frozen.path.clone(),
+                    source,
+                })?;
+                (to, name)
+            }
+            None => (disk.path.clone(), disk.path.clone()),
+        };
+        let facts = fs::metadata(&at).map_err(|source| SnapshotError::Files {
+            path: at.clone(),
+            source,
+        })?;
+        disks.push(SavedDisk {
+            path,
+            format: if found.is_some() {
+                "qcow2".to_owned()
+            } else {
+                disk.format().driver().to_owned()
+            },
+            read_only: found.is_none(),
+            bytes: facts.len(),
+            modified_ns: modified_ns(&facts),
+        });
+    }
+    Ok(disks)
+}
+
+/// Time of the last change of a file in nanoseconds since 1970.
+pub(super) fn modified_ns(facts: &fs::Metadata) -> i128 {
+    i128::from(facts.mtime()) * 1_000_000_000 + i128::from(facts.mtime_nsec())
+}
+
+/// Moves a file that QEMU has open. On the same file system it stays the file that QEMU has; else its copy is as good, because it is
+/// never written again.
+fn move_file(from: &Path, to: &Path) -> io::Result<()> {
+    match fs::rename(from, to) {
+        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => {
+            fs::copy(from, to)?;
+            fs::remove_file(from)
+        }
+        other => other,
+    }
+}
+
+fn record_now(directory: &VmDirectory, record: &Record) -> Record {
+    VmDirectory::read_json(&directory.record()).unwrap_or_else(|_| record.clone())
+}
+
+/// Notes which temporary files go with the VM.
+fn write_overlays(
+    directory: &VmDirectory,
+    record: &Record,
+    overlays: &[PathBuf],
+) -> Result<(), SnapshotError> {
+    let mut record = record_now(directory, record);
+    record.overlays = overlays.to_vec();
+    directory
+        .write_json(&directory.record(), &record)
+        .map_err(|source| SnapshotError::Files {
+            path: directory.record(),
+            source,
+        })
+}
