@@ -81,6 +81,11 @@ impl Client {
         self.request(Method::PUT, path, serde_json::to_vec(body)?.into())
     }
 
+    /// `DELETE path`.
+    pub fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        self.request(Method::DELETE, path, Bytes::new())
+    }
+
     fn request<T: DeserializeOwned>(
         &self,
         method: Method,

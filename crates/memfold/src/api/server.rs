@@ -16,11 +16,12 @@ use tokio::net::UnixListener;
 use utoipa::OpenApi;
 
 use super::types::{
-    AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, StopRequest,
-    VersionInfo, VmInfo,
+    AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, RestoreRequest,
+    SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
 };
 use crate::daemon::{Daemon, DaemonError};
 use crate::fold::EngineStats;
+use crate::snapshot::{Manifest, SnapshotError, SnapshotInfo};
 use crate::vm::{LaunchError, VmSpec};
 
 /// Largest request body in bytes.
@@ -53,7 +54,23 @@ pub enum ServeError {
         title = "memfold",
         description = "The memfold daemon, over a Unix socket"
     ),
-    paths(version, list, run, attach, stop, exec, report, fold, set_fold)
+    paths(
+        version,
+        list,
+        run,
+        attach,
+        stop,
+        exec,
+        report,
+        fold,
+        set_fold,
+        snapshots,
+        save_snapshot,
+        snapshot,
+        remove_snapshot,
+        verify_snapshot,
+        restore
+    )
 )]
 struct Description;
 
@@ -103,6 +120,13 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/exec", post(exec))
         .route("/v1/report", get(report))
         .route("/v1/fold", get(fold).put(set_fold))
+        .route("/v1/snapshots", get(snapshots).post(save_snapshot))
+        .route(
+            "/v1/snapshots/{name}",
+            get(snapshot).delete(remove_snapshot),
+        )
+        .route("/v1/snapshots/{name}/verify", post(verify_snapshot))
+        .route("/v1/snapshots/{name}/restore", post(restore))
         .route("/openapi.json", get(|| async { Json(openapi()) }))
         .fallback(|| async { Failure(DaemonError::NoSuchPath) })
         .method_not_allowed_fallback(|| async {
@@ -157,11 +181,17 @@ struct Failure(DaemonError);
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let status = match &self.0 {
-            DaemonError::NoSuchVm(_) | DaemonError::NoSuchPath => StatusCode::NOT_FOUND,
-            DaemonError::NameTaken(_) | DaemonError::Launch(LaunchError::NameTaken { .. }) => {
+            DaemonError::NoSuchVm(_)
+            | DaemonError::NoSuchPath
+            | DaemonError::Snapshot(SnapshotError::Unknown(_)) => StatusCode::NOT_FOUND,
+            DaemonError::NameTaken(_)
+            | DaemonError::Launch(LaunchError::NameTaken { .. })
+            | DaemonError::Snapshot(SnapshotError::Taken(_) | SnapshotError::InUse { .. }) => {
                 StatusCode::CONFLICT
             }
-            DaemonError::BadRequest(_) | DaemonError::Launch(LaunchError::Spec(_)) => {
+            DaemonError::BadRequest(_)
+            | DaemonError::Launch(LaunchError::Spec(_))
+            | DaemonError::Snapshot(SnapshotError::Name(_) | SnapshotError::Impossible(_)) => {
                 StatusCode::BAD_REQUEST
             }
             error if error.impossible_here() => StatusCode::NOT_IMPLEMENTED,
@@ -272,6 +302,52 @@ async fn set_fold(
     Asked(request): Asked<FoldRequest>,
 ) -> Result<Json<EngineStats>, Failure> {
     blocking(daemon, move |d| d.set_fold(&request)).await
+}
+
+#[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]
+async fn snapshots(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<SnapshotInfo>>, Failure> {
+    blocking(daemon, |d| d.snapshots()).await
+}
+
+#[utoipa::path(post, path = "/v1/snapshots", request_body = SaveRequest, responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
+async fn save_snapshot(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<SaveRequest>,
+) -> Result<Json<Manifest>, Failure> {
+    blocking(daemon, move |d| d.save_snapshot(&request)).await
+}
+
+#[utoipa::path(get, path = "/v1/snapshots/{name}", responses((status = 200, body = Object), (status = 404, body = ErrorBody)))]
+async fn snapshot(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<Manifest>, Failure> {
+    blocking(daemon, move |d| d.snapshot(&name)).await
+}
+
+#[utoipa::path(delete, path = "/v1/snapshots/{name}", responses((status = 200), (status = 409, body = ErrorBody)))]
+async fn remove_snapshot(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<()>, Failure> {
+    blocking(daemon, move |d| d.remove_snapshot(&name)).await
+}
+
+#[utoipa::path(post, path = "/v1/snapshots/{name}/verify", responses((status = 200, body = VerifyReport)))]
+async fn verify_snapshot(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<VerifyReport>, Failure> {
+    blocking(daemon, move |d| d.verify_snapshot(&name)).await
+}
+
+#[utoipa::path(post, path = "/v1/snapshots/{name}/restore", request_body = RestoreRequest, responses((status = 200, body = VmInfo)))]
+async fn restore(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Asked(request): Asked<RestoreRequest>,
+) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| d.restore(&name, &request.vm)).await
 }
 
 fn seconds(value: f64) -> Result<std::time::Duration, DaemonError> {

@@ -7,6 +7,7 @@ use utoipa::ToSchema;
 
 use crate::fold::EngineStats;
 use crate::ledger;
+use crate::snapshot::Keep;
 
 /// `GET /v1/version`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
@@ -116,4 +117,32 @@ pub struct ErrorBody {
     /// Whether this host can't do it at all (the command line exits with 3).
     #[serde(default)]
     pub impossible_here: bool,
+}
+
+/// `POST /v1/snapshots`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct SaveRequest {
+    /// The VM to save.
+    pub vm: String,
+    /// Name of the snapshot.
+    pub name: String,
+    /// What is kept of what the guest can get again.
+    #[serde(default)]
+    pub keep: Keep,
+}
+
+/// `POST /v1/snapshots/{name}/restore`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct RestoreRequest {
+    /// Name of the VM that is to run from it.
+    pub vm: String,
+}
+
+/// `POST /v1/snapshots/{name}/verify`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct VerifyReport {
+    /// The snapshot.
+    pub name: String,
+    /// What is wrong with it; empty: nothing.
+    pub problems: Vec<String>,
 }

@@ -58,6 +58,7 @@ impl Lab {
             include: Vec::new(),
             exclude: Vec::new(),
             paused: true,
+            shelf: directory.path().join("snapshots"),
         };
         let daemon = Daemon::start(&options)?;
         *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) =

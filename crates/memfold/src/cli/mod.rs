@@ -8,6 +8,7 @@ mod doctor;
 mod fold;
 mod report;
 mod serve;
+mod snapshot;
 mod top;
 mod vm;
 
@@ -60,6 +61,11 @@ enum Command {
     /// Folding: state, pause, budget
     #[command(subcommand)]
     Fold(fold::Arguments),
+    /// Snapshots: save a VM, restore it
+    #[command(subcommand)]
+    Snapshot(snapshot::Arguments),
+    /// Start VMs from one snapshot, in milliseconds
+    Clone(snapshot::CloneArguments),
     /// The studies
     Bench(bench::Arguments),
 }
@@ -144,6 +150,8 @@ pub fn main() -> ExitCode {
         Command::Report(arguments) => report::run(&context, &arguments),
         Command::Top(arguments) => top::run(&context, &arguments),
         Command::Fold(arguments) => fold::run(&context, &arguments),
+        Command::Snapshot(arguments) => snapshot::run(&context, arguments),
+        Command::Clone(arguments) => snapshot::clone(&context, &arguments),
         Command::Bench(arguments) => bench::run(&context, &arguments),
     };
     result.unwrap_or_else(|error| fail(&error))

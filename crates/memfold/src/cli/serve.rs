@@ -12,6 +12,7 @@ use super::Context;
 use crate::api::{self, DEFAULT_STATE};
 use crate::daemon::{Daemon, DaemonOptions};
 use crate::fold::EngineSettings;
+use crate::snapshot::DEFAULT_SHELF;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -39,6 +40,9 @@ pub(super) struct Arguments {
     /// Start with folding paused
     #[arg(long)]
     paused: bool,
+    /// Directory of snapshots
+    #[arg(long, env = "MEMFOLD_SNAPSHOTS", default_value = DEFAULT_SHELF, value_name = "DIR")]
+    snapshots: PathBuf,
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -60,6 +64,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         include: arguments.include.clone(),
         exclude: arguments.exclude.clone(),
         paused: arguments.paused,
+        shelf: arguments.snapshots.clone(),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

@@ -213,12 +213,12 @@ fn quoted(word: &str) -> String {
 }
 
 /// A VM's name as a segment of a path: names have no character that would need escaping.
-fn segment(name: &str) -> anyhow::Result<&str> {
+pub(super) fn segment(name: &str) -> anyhow::Result<&str> {
     crate::vm::check_name("name", name)?;
     Ok(name)
 }
 
-fn describe(what: &str, vm: &VmInfo) -> String {
+pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
     let mut lines = vec![format!(
         "{what} {} (pid {}, {} of RAM, QEMU {})",
         vm.name,

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::ledger::ReadError;
+use crate::snapshot::SnapshotError;
 use crate::vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
 
 /// Why the daemon did not do what was asked.
@@ -51,6 +52,9 @@ pub enum DaemonError {
     /// The agent failed.
     #[error(transparent)]
     Agent(#[from] AgentError),
+    /// A snapshot can't be saved or used.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
     /// The ledger can't be read.
     #[error("the ledger cannot be read from the kernel")]
     Ledger(#[from] ReadError),

@@ -16,7 +16,7 @@ use crate::fold::{Command, Guest, GuestError, VmId};
 use crate::ledger::VmAccount;
 use crate::store::StoreIdentity;
 use crate::vm::{
-    AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, RamLayout, StopKind, Vm,
+    AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, Qmp, RamLayout, StopKind, Vm,
     VmConditions,
 };
 
@@ -259,6 +259,19 @@ impl Machine {
                 warn!(vm = self.name, %error, "its files could not be removed");
             }
         }
+    }
+
+    pub const fn vm(&self) -> &Vm {
+        &self.vm
+    }
+
+    /// QEMU's monitor, for as long as the guard lives.
+    pub fn monitor(&self) -> MutexGuard<'_, Qmp> {
+        self.monitor.lock()
+    }
+
+    pub fn domain(&self) -> Option<&str> {
+        self.domain.as_deref()
     }
 
     pub const fn id(&self) -> VmId {

@@ -11,6 +11,7 @@
 mod error;
 mod guest;
 mod machine;
+mod snapshots;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -29,6 +30,7 @@ use machine::{Machine, Role};
 use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
 use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
 use crate::ledger::{self, StoreAccount};
+use crate::snapshot::Shelf;
 use crate::store::StoreIdentity;
 use crate::vm::{AgentOptions, CommandResult, Vm, VmSpec};
 
@@ -48,6 +50,8 @@ pub struct DaemonOptions {
     pub exclude: Vec<String>,
     /// Whether folding begins paused.
     pub paused: bool,
+    /// Directory of snapshots.
+    pub shelf: PathBuf,
 }
 
 /// The daemon.
@@ -55,6 +59,7 @@ pub struct DaemonOptions {
 pub struct Daemon {
     options: DaemonOptions,
     commands: SyncSender<Command>,
+    shelf: Shelf,
     vms: Mutex<BTreeMap<String, Arc<Machine>>>,
     next: Mutex<VmId>,
     /// Whether VMs may no longer be started. Read-locked while one is.
@@ -84,6 +89,7 @@ impl Daemon {
             .map_err(files)?;
         let daemon = Arc::new(Self {
             commands,
+            shelf: Shelf::open(&options.shelf),
             vms: Mutex::default(),
             next: Mutex::new(1),
             closed: RwLock::new(false),
@@ -211,6 +217,15 @@ impl Daemon {
 
     /// Starts a VM.
     pub fn run_vm(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
+        self.launch(spec, |state, spec| Ok(crate::vm::start(state, spec)?))
+    }
+
+    /// Starts a VM in the way given, and takes it on.
+    fn launch(
+        self: &Arc<Self>,
+        spec: VmSpec,
+        how: impl FnOnce(&Path, VmSpec) -> Result<Vm, DaemonError>,
+    ) -> Result<VmInfo, DaemonError> {
         if self.lock().contains_key(&spec.name) {
             return Err(DaemonError::NameTaken(spec.name));
         }
@@ -219,7 +234,7 @@ impl Daemon {
             return Err(DaemonError::Internal("the daemon is ending"));
         }
         let (name, domain) = (spec.name.clone(), spec.domain.clone());
-        let vm = crate::vm::start(&self.options.state, spec)?;
+        let vm = how(&self.options.state, spec)?;
         Ok(self.take_on(vm, &name, domain, None)?.info())
     }
 

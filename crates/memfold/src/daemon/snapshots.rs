@@ -66,13 +66,10 @@ impl Daemon {
 
     /// All snapshots.
     pub fn snapshots(&self) -> Result<Vec<SnapshotInfo>, DaemonError> {
-        let names = self
-            .shelf
-            .names()
-            .map_err(|source| SnapshotError::Files {
-                path: self.options.shelf.clone(),
-                source,
-            })?;
+        let names = self.shelf.names().map_err(|source| SnapshotError::Files {
+            path: self.options.shelf.clone(),
+            source,
+        })?;
         Ok(names.iter().map(|name| self.snapshot_info(name)).collect())
     }
 
@@ -153,11 +150,8 @@ impl Daemon {
 
     /// Removes a snapshot that no VM runs from.
     pub fn remove_snapshot(&self, name: &str) -> Result<(), DaemonError> {
-        let pids = match restore::users(&self.shelf, name) {
-            Ok(pids) => pids,
-            // One that is broken has no RAM that anybody could map.
-            Err(_) => Vec::new(),
-        };
+        // One that is broken has no RAM that anybody could map.
+        let pids = restore::users(&self.shelf, name).unwrap_or_default();
         if !pids.is_empty() {
             let pids: Vec<String> = pids
                 .iter()
@@ -181,7 +175,7 @@ impl Daemon {
             machine: manifest.machine.clone(),
             accel: manifest.accel.clone(),
         };
-        self.start(spec, |state, spec| {
+        self.launch(spec, |state, spec| {
             let vm = crate::vm::start_incoming(state, spec, &incoming)?;
             let filled = vm
                 .daemon_qmp()

@@ -30,7 +30,7 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
     let mut spec = manifest.spec.clone();
-    spec.name = name.to_owned();
+    name.clone_into(&mut spec.name);
     for (disk, saved) in spec.disks.iter_mut().zip(&manifest.disks) {
         check_disk(&manifest.name, &place, saved)?;
         if !saved.read_only {

@@ -5,7 +5,7 @@
 //!   2. RAM image       from the page tables of QEMU's process
 //!   3. disks           each temporary overlay is frozen, a new one on top, all in one transaction
 //!   -- the VM goes on --
-//!   4. frozen overlays move into the snapshot; manifest
+//!   4. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
 //! ```
 //! Until step 3 nothing of the VM is changed. If anything fails behind it, the VM keeps the longer chain of overlays: nothing that
 //! it has written is lost.
@@ -88,38 +88,60 @@ pub fn save(
     let frozen = freeze(qmp, spec, &draft)?;
     go_on();
     let pause = stopped.elapsed();
+    // From here on the VM's chain of overlays is longer by one. What fails leaves it so, and nothing of it is lost.
     let mut overlays = record_now(directory, record).overlays;
     overlays.extend(frozen.iter().map(|f| f.overlay.clone()));
     write_overlays(directory, record, &overlays)?;
-    let disks = take_over(spec, &frozen, &draft)?;
-    // The frozen ones are the snapshot's now.
-    overlays.retain(|path| path.exists());
-    write_overlays(directory, record, &overlays)?;
-    let manifest = Manifest {
-        format: FORMAT,
-        name: request.name.clone(),
-        domain: request.domain.clone(),
-        vm: vm.name().to_owned(),
-        created_s: SystemTime::now()
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .map_or(0, |time| time.as_secs()),
-        memfold: env!("CARGO_PKG_VERSION").to_owned(),
-        keep: request.keep,
-        spec: spec.clone(),
-        qemu: record.version,
-        machine: record.machine.clone(),
-        accel: record.accel.clone(),
-        blocks,
-        counts,
-        ram_bytes: ram.metadata().map_err(|source| failed(RAM, source))?.len(),
-        sums: facts(sums).map_err(|source| failed(SUMS, source))?,
-        devices,
-        disks,
-        pause_ms: milliseconds(pause),
-        save_ms: milliseconds(request.began.elapsed()),
+    let finish = || -> Result<Manifest, SnapshotError> {
+        let disks = take_over(spec, &frozen, &draft)?;
+        Ok(Manifest {
+            format: FORMAT,
+            name: request.name.clone(),
+            domain: request.domain.clone(),
+            vm: vm.name().to_owned(),
+            created_s: SystemTime::now()
+                .duration_since(SystemTime::UNIX_EPOCH)
+                .map_or(0, |time| time.as_secs()),
+            memfold: env!("CARGO_PKG_VERSION").to_owned(),
+            keep: request.keep,
+            spec: spec.clone(),
+            qemu: record.version,
+            machine: record.machine.clone(),
+            accel: record.accel.clone(),
+            blocks: blocks.clone(),
+            counts,
+            ram_bytes: ram.metadata().map_err(|source| failed(RAM, source))?.len(),
+            sums: facts(sums).map_err(|source| failed(SUMS, source))?,
+            devices: devices.clone(),
+            disks,
+            pause_ms: milliseconds(pause),
+            save_ms: milliseconds(request.began.elapsed()),
+        })
     };
-    draft.commit(&manifest)?;
-    Ok(manifest)
+    let made = finish().and_then(|manifest| draft.commit(&manifest).map(|()| manifest));
+    if made.is_ok() {
+        // The frozen ones are the snapshot's now.
+        overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
+        write_overlays(directory, record, &overlays)?;
+        for frozen in &frozen {
+            // A name that stays costs nothing: the file is the snapshot's.
+            let _ = fs::remove_file(&frozen.path);
+        }
+    } else {
+        for frozen in &frozen {
+            // The new overlay names the snapshot's file as its backing; now it is the old one for good.
+            let changed = qmp.execute(
+                "change-backing-file",
+                json!({
+                    "device": frozen.node, "image-node-name": frozen.node, "backing-file": frozen.path,
+                }),
+            );
+            if let Err(error) = changed {
+                tracing::warn!(vm = vm.name(), %error, "later snapshots of this VM will not be possible");
+            }
+        }
+    }
+    made
 }
 
 fn milliseconds(time: Duration) -> f64 {
@@ -168,27 +190,29 @@ struct Frozen {
     path: PathBuf,
     /// The one that the VM writes now.
     overlay: PathBuf,
+    /// Its block node.
+    node: String,
 }
 
 /// Puts a new overlay over each temporary one, all at one instant.
 fn freeze(qmp: &mut Qmp, spec: &VmSpec, draft: &Draft) -> Result<Vec<Frozen>, SnapshotError> {
     let devices = qmp.query("query-block")?;
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let mut actions = Vec::new();
     let mut frozen: Vec<Frozen> = Vec::new();
     let mut added: Vec<String> = Vec::new();
     let mut prepare = || -> Result<(), SnapshotError> {
         for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
-            let active = active(&devices, disk)
+            let active = active(&devices, &nodes, disk)
                 .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
             let overlay = new_overlay(&active, &draft.place().join(disk_name(disk)))?;
-            let node = format!("{}-next", active.node);
-            let node = node.chars().rev().take(30).collect::<String>();
-            let node: String = node.chars().rev().collect();
-            let node = format!("{}{}", node.trim_start_matches('-'), frozen.len());
+            // Node names have at most 31 bytes; the time makes them differ from save to save.
+            let node = format!("disk{disk}-{:x}", unique());
             frozen.push(Frozen {
                 disk,
                 path: active.file.clone(),
                 overlay: overlay.clone(),
+                node: node.clone(),
             });
             let cache = spec.disks[disk].cache;
             let cache = json!({ "direct": cache.direct(), "no-flush": cache.no_flush() });
@@ -197,7 +221,7 @@ fn freeze(qmp: &mut Qmp, spec: &VmSpec, draft: &Draft) -> Result<Vec<Frozen>, Sn
                 json!({
                     "driver": "qcow2", "node-name": node, "backing": null, "discard": "unmap", "cache": cache,
                     "file": {
-                        "driver": "file", "filename": overlay, "discard": "unmap", "cache": cache,
+                        "driver": "file", "node-name": file_node(&node), "filename": overlay, "discard": "unmap", "cache": cache,
                         "aio": spec.disks[disk].aio.name(),
                     },
                 }),
@@ -230,6 +254,16 @@ fn freeze(qmp: &mut Qmp, spec: &VmSpec, draft: &Draft) -> Result<Vec<Frozen>, Sn
     Ok(frozen)
 }
 
+fn file_node(node: &str) -> String {
+    format!("{node}-file")
+}
+
+/// Nanoseconds since 1970, in a width that a node's name has room for.
+fn unique() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(0))
+}
+
 /// What a disk's device writes to.
 struct Active {
     node: String,
@@ -237,15 +271,23 @@ struct Active {
     virtual_bytes: u64,
 }
 
-fn active(devices: &Value, disk: usize) -> Option<Active> {
+fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
     let device = devices.as_array()?.iter().find(|device| {
         let qdev = device["qdev"].as_str().unwrap_or_default();
         qdev == format!("vd{disk}") || qdev.contains(&format!("/vd{disk}/"))
     })?;
     let inserted = &device["inserted"];
+    let node = inserted["node-name"].as_str()?.to_owned();
+    // The file is a node of its own, which `vm run` names so, and we.
+    let file = if node == format!("disk{disk}") {
+        format!("overlay-file{disk}")
+    } else {
+        file_node(&node)
+    };
+    let file = nodes.as_array()?.iter().find(|n| n["node-name"] == file)?;
     Some(Active {
-        node: inserted["node-name"].as_str()?.to_owned(),
-        file: inserted["file"].as_str()?.into(),
+        node,
+        file: file["file"].as_str()?.into(),
         virtual_bytes: inserted["image"]["virtual-size"].as_u64()?,
     })
 }
@@ -275,8 +317,7 @@ fn new_overlay(active: &Active, backing: &Path) -> Result<PathBuf, SnapshotError
         let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         return Err(SnapshotError::Qemu(format!("qemu-img: {words}")));
     }
-    path.keep()
-        .map_err(|error| failed(io::Error::other(error)))
+    path.keep().map_err(|error| failed(io::Error::other(error)))
 }
 
 fn disk_name(disk: usize) -> String {
@@ -296,7 +337,7 @@ fn take_over(
             Some(frozen) => {
                 let name = PathBuf::from(disk_name(number));
                 let to = draft.path().join(&name);
-                move_file(&frozen.path, &to).map_err(|source| SnapshotError::Files {
+                keep_file(&frozen.path, &to).map_err(|source| SnapshotError::Files {
                     path: frozen.path.clone(),
                     source,
                 })?;
@@ -328,14 +369,10 @@ pub(super) fn modified_ns(facts: &fs::Metadata) -> i128 {
     i128::from(facts.mtime()) * 1_000_000_000 + i128::from(facts.mtime_nsec())
 }
 
-/// Moves a file that QEMU has open. On the same file system it stays the file that QEMU has; else its copy is as good, because it is
-/// never written again.
-fn move_file(from: &Path, to: &Path) -> io::Result<()> {
-    match fs::rename(from, to) {
-        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => {
-            fs::copy(from, to)?;
-            fs::remove_file(from)
-        }
+/// Gives a file that is never written again a second name; on another file system, a copy.
+fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
+    match fs::hard_link(from, to) {
+        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => fs::copy(from, to).map(drop),
         other => other,
     }
 }

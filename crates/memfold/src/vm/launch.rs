@@ -139,11 +139,7 @@ pub fn start_incoming(state: &Path, spec: VmSpec, incoming: &Incoming) -> Result
     start_as(state, spec, Some(incoming))
 }
 
-fn start_as(
-    state: &Path,
-    spec: VmSpec,
-    incoming: Option<&Incoming>,
-) -> Result<Vm, LaunchError> {
+fn start_as(state: &Path, spec: VmSpec, incoming: Option<&Incoming>) -> Result<Vm, LaunchError> {
     let mut spec = spec;
     spec.validate()?;
     let qemu = QemuFacts::probe()?;
@@ -192,14 +188,14 @@ fn fits(incoming: &Incoming, qemu: &QemuFacts, accel: &str) -> Result<(), Launch
     };
     let text = |v: (u64, u64, u64)| format!("{}.{}.{}", v.0, v.1, v.2);
     if qemu.version < incoming.qemu {
-        return Err(other(
-            "QEMU",
-            text(incoming.qemu),
-            text(qemu.version),
-        ));
+        return Err(other("QEMU", text(incoming.qemu), text(qemu.version)));
     }
     if accel != incoming.accel {
-        return Err(other("accelerator", incoming.accel.clone(), accel.to_owned()));
+        return Err(other(
+            "accelerator",
+            incoming.accel.clone(),
+            accel.to_owned(),
+        ));
     }
     Ok(())
 }

@@ -6,6 +6,7 @@
 //! | [`domains`], [`vm_killed`] | on the same VMs: no physical page crosses trust domains; a VM that dies is noticed by nobody |
 //! | [`daemon_killed`] | twenty daemons die, VMs go on, the next daemon folds on |
 //! | [`liars`] | agents that lie about every field |
+//! | [`snapshots`] | a VM is saved, goes on, and comes back as it was, memory and disk; clones run beside it |
 //! | [`churn`] | files of three times the memory: what is folded at any moment, and that nothing grows |
 //!
 //! Each boots its VMs once; they take turns. Without guest images or QEMU they say so and pass, unless `MEMFOLD_REAL=1`.
@@ -18,5 +19,6 @@ mod daemon_killed;
 mod domains;
 mod integrity;
 mod liars;
+mod snapshots;
 mod support;
 mod vm_killed;

@@ -1,0 +1,139 @@
+//! A VM is saved and comes back as it was at that instant, while it goes on itself.
+
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use memfold::api::SaveRequest;
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::daemon::DaemonError;
+use memfold::fold::EngineSettings;
+use memfold::snapshot::{Keep, SnapshotError};
+use memfold_units::ByteSize;
+
+use super::support::{self, BOOT};
+
+const MEMORY: ByteSize = ByteSize::mib(384);
+
+/// A process that holds memory that is nowhere else, and writes its checksum over and over.
+const HOLDER: &str = r#"cat > /run/holder.py <<'END'
+import hashlib, os, time
+held = bytearray(os.urandom(48 << 20))
+open("/run/before", "w").write(hashlib.sha256(held).hexdigest())
+while True:
+    open("/run/now.new", "w").write(hashlib.sha256(held).hexdigest() + " " + str(time.monotonic()))
+    os.rename("/run/now.new", "/run/now")
+END
+systemd-run -q --unit=holder python3 /run/holder.py
+while [ ! -s /run/now ]; do sleep 0.2; done
+head -c 32 /dev/urandom | sha256sum | cut -c1-32 | tee /run/nonce > /root/nonce
+echo before > /root/state; sync; cat /run/nonce"#;
+
+/// What a restored guest must show: the same memory, a process that goes on, the disk of that instant.
+const CHECK: &str = r#"set -e
+one=$(cat /run/now); sleep 3; two=$(cat /run/now)
+[ "$one" != "$two" ] || { echo the process stands still; exit 1; }
+[ "${two%% *}" = "$(cat /run/before)" ] || { echo memory differs; exit 1; }
+cmp /run/nonce /root/nonce
+cat /root/state /run/nonce"#;
+
+#[test]
+fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
+    let Some(_turn) = support::turn() else { return };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    lab.start(spec).unwrap();
+    lab.wait_ready("first", BOOT).unwrap();
+    lab.fold(true).unwrap();
+    let limit = Duration::from_secs(120);
+    let nonce = lab.exec("first", HOLDER, limit).unwrap();
+    let daemon = lab.daemon();
+    let save = |name: &str, keep| {
+        daemon.save_snapshot(&SaveRequest {
+            vm: "first".into(),
+            name: name.into(),
+            keep,
+        })
+    };
+    let saved = save("warm", Keep::None).unwrap();
+    println!(
+        "saved in {:.0} ms, stood still for {:.0} ms; {} of {} pages, {} zero",
+        saved.save_ms,
+        saved.pause_ms,
+        saved.counts.saved_pages,
+        saved.counts.pages,
+        saved.counts.zero_pages
+    );
+    // It goes on as it was, with its disk.
+    let state = |vm: &str| {
+        let status = support::qmp(lab.directory(), vm).query("query-status");
+        status.unwrap()["status"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(state("first"), "running");
+    let script = format!("{CHECK}; echo after > /root/state; echo gone > /root/nonce; sync");
+    let shown = lab.exec("first", &script, limit).unwrap();
+    assert_eq!(shown, format!("before\n{nonce}"));
+
+    assert!(matches!(
+        save("warm", Keep::All),
+        Err(DaemonError::Snapshot(SnapshotError::Taken(_)))
+    ));
+    // A second one of the same VM, whose disk has a longer chain by now.
+    lab.exec(
+        "first",
+        "cp /run/nonce /root/nonce; echo second > /root/state; sync",
+        limit,
+    )
+    .unwrap();
+    save("later", Keep::All).unwrap();
+
+    for (snapshot, vm, expected) in [
+        ("warm", "clone-1", "before"),
+        ("warm", "clone-2", "before"),
+        ("later", "clone-3", "second"),
+    ] {
+        let began = Instant::now();
+        daemon.restore(snapshot, vm).unwrap();
+        println!(
+            "{vm} runs after {:.0} ms",
+            began.elapsed().as_secs_f64() * 1000.0
+        );
+        daemon.wait_agent(vm, BOOT).unwrap();
+        let shown = lab.exec(vm, CHECK, limit).unwrap();
+        assert_eq!(shown, format!("{expected}\n{nonce}"), "{vm}");
+        // What one writes is its own.
+        lab.exec(
+            vm,
+            "echo mine > /root/state; echo mine > /run/nonce; sync",
+            limit,
+        )
+        .unwrap();
+    }
+    assert_eq!(
+        lab.exec("first", "cat /root/state", limit).unwrap(),
+        "second\n"
+    );
+    for name in ["warm", "later"] {
+        let report = daemon.verify_snapshot(name).unwrap();
+        assert!(report.problems.is_empty(), "{:?}", report.problems);
+        assert!(matches!(
+            daemon.remove_snapshot(name),
+            Err(DaemonError::Snapshot(SnapshotError::InUse { .. }))
+        ));
+    }
+    for vm in ["clone-1", "clone-2", "clone-3"] {
+        lab.stop(vm).unwrap();
+    }
+    let ram = lab.directory().join("snapshots/warm/ram");
+    let ram = std::fs::File::options().write(true).open(ram).unwrap();
+    ram.write_all_at(b"x", 5 << 20).unwrap();
+    let report = daemon.verify_snapshot("warm").unwrap();
+    assert_eq!(
+        report.problems,
+        ["ram was changed since it was saved, in its chunk 2"]
+    );
+    for name in ["warm", "later"] {
+        daemon.remove_snapshot(name).unwrap();
+    }
+    assert!(daemon.snapshots().unwrap().is_empty());
+    assert_eq!(state("first"), "running");
+}
