@@ -186,9 +186,11 @@ impl IntoResponse for Failure {
             | DaemonError::Snapshot(SnapshotError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
             | DaemonError::Launch(LaunchError::NameTaken { .. })
-            | DaemonError::Snapshot(SnapshotError::Taken(_) | SnapshotError::InUse { .. }) => {
-                StatusCode::CONFLICT
-            }
+            | DaemonError::Snapshot(
+                SnapshotError::Taken(_)
+                | SnapshotError::InUse { .. }
+                | SnapshotError::BuiltOn { .. },
+            ) => StatusCode::CONFLICT,
             DaemonError::BadRequest(_)
             | DaemonError::Launch(LaunchError::Spec(_))
             | DaemonError::Snapshot(SnapshotError::Name(_) | SnapshotError::Impossible(_)) => {

@@ -163,6 +163,14 @@ impl Daemon {
             }
             .into());
         }
+        let others = restore::built_on(&self.shelf, name)?;
+        if !others.is_empty() {
+            return Err(SnapshotError::BuiltOn {
+                name: name.to_owned(),
+                others: others.join(", "),
+            }
+            .into());
+        }
         Ok(self.shelf.remove(name)?)
     }
 

@@ -66,6 +66,14 @@ pub enum SnapshotError {
         /// Their processes.
         pids: String,
     },
+    /// Other snapshots need its disks.
+    #[error("snapshot '{name}' is what the disks of {others} are built on; remove these first")]
+    BuiltOn {
+        /// Its name.
+        name: String,
+        /// The others.
+        others: String,
+    },
     /// It is not what was saved.
     #[error("snapshot '{name}' can't be used: {why}")]
     Broken {

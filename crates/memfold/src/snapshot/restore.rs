@@ -173,6 +173,28 @@ fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), Snapsho
     Ok(())
 }
 
+/// Other snapshots whose disks are built on those of this one.
+pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
+    let place = shelf.path(name)?;
+    let mut found = Vec::new();
+    for other in shelf.names().unwrap_or_default() {
+        // One that is broken builds on nothing that could be used.
+        let Ok(manifest) = shelf.manifest(&other) else {
+            continue;
+        };
+        let own = shelf.path(&other)?;
+        let builds = |disk: &SavedDisk| {
+            !disk.read_only
+                && super::save::chain(&own.join(&disk.path))
+                    .is_ok_and(|files| files.iter().any(|file| file.starts_with(&place)))
+        };
+        if other != name && manifest.disks.iter().any(builds) {
+            found.push(other);
+        }
+    }
+    Ok(found)
+}
+
 /// Processes that map the RAM image of a snapshot.
 pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     let path = shelf.path(name)?.join(RAM);

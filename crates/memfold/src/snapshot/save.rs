@@ -205,6 +205,11 @@ fn freeze(qmp: &mut Qmp, spec: &VmSpec, draft: &Draft) -> Result<Vec<Frozen>, Sn
         for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
             let active = active(&devices, &nodes, disk)
                 .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
+            chain(&active.file).map_err(|error| {
+                SnapshotError::Impossible(format!(
+                    "disk {disk} builds on a snapshot that was removed; start the VM anew to save it again ({error})"
+                ))
+            })?;
             let overlay = new_overlay(&active, &draft.place().join(disk_name(disk)))?;
             // Node names have at most 31 bytes; the time makes them differ from save to save.
             let node = format!("disk{disk}-{:x}", unique());
@@ -290,6 +295,28 @@ fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
         file: file["file"].as_str()?.into(),
         virtual_bytes: inserted["image"]["virtual-size"].as_u64()?,
     })
+}
+
+/// Files that a qcow2 is built on, itself first. `-U`: a running VM may have it open.
+pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
+    let output = Command::new("qemu-img")
+        .args(["info", "-U", "--backing-chain", "--output=json"])
+        .arg(disk)
+        .output()
+        .map_err(|source| SnapshotError::Files {
+            path: disk.into(),
+            source,
+        })?;
+    if !output.status.success() {
+        let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        return Err(SnapshotError::Qemu(format!("qemu-img: {words}")));
+    }
+    let images: Value = serde_json::from_slice(&output.stdout)
+        .map_err(|error| SnapshotError::Qemu(format!("qemu-img: {error}")))?;
+    let files = images.as_array().into_iter().flatten();
+    Ok(files
+        .filter_map(|image| Some(image["filename"].as_str()?.into()))
+        .collect())
 }
 
 /// An empty overlay beside the active one, over what that will be.

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// Every command, what its help has to speak of, and whether it needs a daemon (with arguments that are right).
-const COMMANDS: [(&[&str], &[&str], bool); 15] = [
+const COMMANDS: [(&[&str], &[&str], bool); 22] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -36,6 +36,21 @@ const COMMANDS: [(&[&str], &[&str], bool); 15] = [
     (&["fold", "pause"], &["Stop folding"], true),
     (&["fold", "resume"], &["Go on folding"], true),
     (&["fold", "budget"], &["--cpu", "--pages-per-second"], true),
+    (
+        &["snapshot", "save"],
+        &["memory, devices and disks", "--keep"],
+        false,
+    ),
+    (
+        &["snapshot", "restore"],
+        &["from a snapshot", "--as"],
+        false,
+    ),
+    (&["snapshot", "list"], &["All snapshots"], true),
+    (&["snapshot", "inspect"], &["says of itself"], false),
+    (&["snapshot", "verify"], &["checksums"], false),
+    (&["snapshot", "remove"], &["no VM runs from"], false),
+    (&["clone"], &["from one snapshot", "--number"], false),
     (&["bench"], &["studies", "--quick"], false),
 ];
 
@@ -237,6 +252,33 @@ fn refusals_name_the_condition_and_the_fix() {
     ] {
         refused(&daemon.run(command), 1, &["ghost", "memfold vm list"]);
     }
+    for command in [
+        &["snapshot", "inspect", "ghost"][..],
+        &["snapshot", "verify", "ghost"],
+        &["snapshot", "remove", "ghost"],
+        &["snapshot", "restore", "ghost", "--as", "a"],
+        &["clone", "ghost"],
+    ] {
+        refused(&daemon.run(command), 1, &["ghost", "memfold snapshot list"]);
+    }
+    refused(
+        &daemon.run(&["snapshot", "save", "ghost", "x"]),
+        1,
+        &["ghost", "memfold vm list"],
+    );
+    daemon.paused_vm("still", &[]);
+    refused(
+        &daemon.run(&["snapshot", "save", "still", "x", "--keep", "all"]),
+        1,
+        &["can't be stopped"],
+    );
+    refused(
+        &daemon.run(&["snapshot", "save", "still", "../x"]),
+        1,
+        &["1 to 64 characters"],
+    );
+    assert_eq!(daemon.json(&["snapshot", "list"]), json!([]));
+    daemon.json(&["vm", "stop", "still", "--timeout", "0"]);
     refused(
         &daemon.run(&["vm", "stop", "../x"]),
         1,

@@ -151,6 +151,8 @@ fn spawn_in(directory: &Path) -> Child {
         .arg("serve")
         .arg("--state")
         .arg(directory.join("state"))
+        .arg("--snapshots")
+        .arg(directory.join("snapshots"))
         .stderr(Stdio::null())
         .spawn()
         .unwrap()

@@ -36,6 +36,8 @@ impl Served<'_> {
             .arg(self.state.join("s"))
             .args(["serve", "--cpu", "50", "--state"])
             .arg(self.state)
+            .arg("--snapshots")
+            .arg(self.state.join("snapshots"))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)

@@ -131,9 +131,15 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         report.problems,
         ["ram was changed since it was saved, in its chunk 2"]
     );
-    for name in ["warm", "later"] {
+    assert!(matches!(
+        daemon.remove_snapshot("warm"),
+        Err(DaemonError::Snapshot(SnapshotError::BuiltOn { .. }))
+    ));
+    for name in ["later", "warm"] {
         daemon.remove_snapshot(name).unwrap();
     }
+    let refused = save("again", Keep::All).unwrap_err();
+    assert!(refused.to_string().contains("was removed"), "{refused}");
     assert!(daemon.snapshots().unwrap().is_empty());
     assert_eq!(state("first"), "running");
 }
