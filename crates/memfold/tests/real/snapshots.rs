@@ -25,16 +25,16 @@ while True:
 END
 systemd-run -q --unit=holder python3 /run/holder.py
 while [ ! -s /run/now ]; do sleep 0.2; done
-head -c 32 /dev/urandom | sha256sum | cut -c1-32 | tee /run/nonce > /root/nonce
-echo before > /root/state; sync; cat /run/nonce"#;
+head -c 32 /dev/urandom | sha256sum | cut -c1-32 | tee /run/nonce > /var/tmp/nonce
+echo before > /var/tmp/state; sync; cat /run/nonce"#;
 
 /// What a restored guest must show: the same memory, a process that goes on, the disk of that instant.
 const CHECK: &str = r#"set -e
 one=$(cat /run/now); sleep 3; two=$(cat /run/now)
 [ "$one" != "$two" ] || { echo the process stands still; exit 1; }
 [ "${two%% *}" = "$(cat /run/before)" ] || { echo memory differs; exit 1; }
-cmp /run/nonce /root/nonce
-cat /root/state /run/nonce"#;
+cmp /run/nonce /var/tmp/nonce
+cat /var/tmp/state /run/nonce"#;
 
 #[test]
 fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
@@ -69,7 +69,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         status.unwrap()["status"].as_str().unwrap().to_owned()
     };
     assert_eq!(state("first"), "running");
-    let script = format!("{CHECK}; echo after > /root/state; echo gone > /root/nonce; sync");
+    let script = format!("{CHECK}; echo after > /var/tmp/state; echo gone > /var/tmp/nonce; sync");
     let shown = lab.exec("first", &script, limit).unwrap();
     assert_eq!(shown, format!("before\n{nonce}"));
 
@@ -80,7 +80,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     // A second one of the same VM, whose disk has a longer chain by now.
     lab.exec(
         "first",
-        "cp /run/nonce /root/nonce; echo second > /root/state; sync",
+        "cp /run/nonce /var/tmp/nonce; echo second > /var/tmp/state; sync",
         limit,
     )
     .unwrap();
@@ -103,13 +103,13 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         // What one writes is its own.
         lab.exec(
             vm,
-            "echo mine > /root/state; echo mine > /run/nonce; sync",
+            "echo mine > /var/tmp/state; echo mine > /run/nonce; sync",
             limit,
         )
         .unwrap();
     }
     assert_eq!(
-        lab.exec("first", "cat /root/state", limit).unwrap(),
+        lab.exec("first", "cat /var/tmp/state", limit).unwrap(),
         "second\n"
     );
     for name in ["warm", "later"] {
