@@ -340,6 +340,33 @@ fn another_version_of_a_file_is_found_out_and_meets_its_like() {
 }
 
 #[test]
+fn what_was_stored_for_an_earlier_session_is_given_back() {
+    let domain = domain("sessions");
+    let (mut a, mut b) = (Ram::new(), Ram::new());
+    let engine = Running::start();
+    engine.add(1, &domain, &a, true);
+    engine.add(2, &domain, &b, true);
+    for (session, pages) in [(0, 256), (1, 64)] {
+        for (id, ram) in [(1, &mut a), (2, &mut b)] {
+            engine.say(id, FromAgent::Gone(vec![PfnRun { pfn: 0, pages: 256 }]));
+            engine.commands.send(Command::AgentSession(id)).unwrap();
+            ram.fill(0, 256, 90 + session);
+        }
+        for id in [1, 2] {
+            engine.cached(id, 1, &format!("/f{session}"), 0, pages);
+        }
+        engine.wait("folded", |s| {
+            let refolded = |id| vm(s, id).refolded_pages == session * pages as u64;
+            folded(s, &[1, 2], pages as u64) && refolded(1) && refolded(2)
+        });
+    }
+    engine.wait("only what the second session folded is held", |s| {
+        s.domains[0].store_bytes == 64 * PAGE as u64
+    });
+    assert!(a.holds(0, 256, 91) && b.holds(0, 256, 91));
+}
+
+#[test]
 fn the_same_file_under_another_path_is_found_by_samples() {
     let domain = domain("alias");
     let (mut a, mut b) = (Ram::new(), Ram::new());

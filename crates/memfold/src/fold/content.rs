@@ -6,6 +6,7 @@
 //! other. All of it is guesswork that the compare at folding judges.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use foldhash::HashMap;
 use memfold_wire::agent::FileNumber;
@@ -115,6 +116,7 @@ pub struct Contents {
     by_name: HashMap<NameKey, Vec<ContentId>>,
     of: HashMap<Member, ContentId>,
     pages: HashMap<u32, Box<[StorePageFacts; PIECE as usize]>>,
+    orphans: Vec<Range<u32>>,
 }
 
 impl Contents {
@@ -213,7 +215,7 @@ impl Contents {
         for piece in content.store.values() {
             for stored in piece.iter().filter_map(|p| p.checked_sub(1)) {
                 self.facts_mut(stored).holds = None;
-                self.forget_facts(stored);
+                self.release_facts(stored);
             }
         }
         let remove = |ids: Option<&mut Vec<ContentId>>| {
@@ -365,7 +367,7 @@ impl Contents {
         };
         entry.set_store_page(page, None);
         self.facts_mut(stored).holds = None;
-        self.forget_facts(stored);
+        self.release_facts(stored);
     }
 
     /// Drops the index entry that leads to a store page.
@@ -381,13 +383,33 @@ impl Contents {
         self.release_facts(store_page);
     }
 
-    /// Forgets a punched page that nothing maps any more.
+    /// Forgets a page that nothing maps and no index entry leads to. If it still lies in the store, it is an orphan.
     fn release_facts(&mut self, store_page: u32) {
         let facts = self.facts_mut(store_page);
-        if facts.references == 0 && facts.holds.is_none() {
-            *facts = StorePageFacts::default();
-            self.forget_facts(store_page);
+        if facts.references > 0 || facts.holds.is_some() {
+            return;
         }
+        let punched = facts.punched;
+        *facts = StorePageFacts::default();
+        self.forget_facts(store_page);
+        if !punched {
+            self.add_orphans(store_page..store_page + 1);
+        }
+    }
+
+    /// These store pages hold bytes, and nothing here leads to them.
+    pub fn add_orphans(&mut self, pages: Range<u32>) {
+        match self.orphans.last_mut().filter(|last| last.end == pages.start) {
+            Some(last) => last.end = pages.end,
+            None => self.orphans.push(pages),
+        }
+    }
+
+    /// Store pages that became orphans since the last call and are not mapped or indexed again: nobody else will think of them.
+    pub fn take_orphans(&mut self) -> Vec<u32> {
+        let orphans = std::mem::take(&mut self.orphans);
+        let unknown = |&page: &u32| self.facts(page) == StorePageFacts::default();
+        orphans.into_iter().flatten().filter(unknown).collect()
     }
 
     /// Store pages that an index entry leads to or a VM maps, ascending by piece.
@@ -496,5 +518,31 @@ mod tests {
             contents.pages.is_empty(),
             "nothing is remembered of pages that nobody needs"
         );
+        assert_eq!(contents.take_orphans(), [2000, 1000]);
+        assert!(contents.take_orphans().is_empty());
+    }
+
+    #[test]
+    fn every_way_to_lose_a_store_page_makes_it_an_orphan_unless_it_was_punched() {
+        let mut contents = Contents::default();
+        contents.join(A, b"/f", 1);
+        let id = contents.of(A).unwrap();
+        // Filled and found to differ, replaced, punched.
+        for (page, stored) in [(0, 100), (1, 101), (1, 102), (2, 103)] {
+            contents.index(id, page, stored);
+        }
+        contents.unindex_store_page(100);
+        contents.count_reference(103, true);
+        contents.set_punched(103);
+        contents.unindex_store_page(103);
+        contents.count_reference(103, false);
+        assert_eq!(contents.take_orphans(), [101, 100]);
+        // Mapped again before anybody looked.
+        contents.unindex_store_page(102);
+        contents.count_reference(102, true);
+        assert!(contents.take_orphans().is_empty());
+        contents.count_reference(102, false);
+        assert_eq!(contents.take_orphans(), [102]);
+        assert!(contents.pages.is_empty());
     }
 }

@@ -184,8 +184,6 @@ pub(super) struct Domain {
     /// Processes that mapped the store when it was taken over from a former daemon. Nothing is punched while one of them
     /// lives that this engine doesn't know.
     pub guardians: Vec<rustix::process::Pid>,
-    /// Pages below this were a former daemon's: those that nobody maps are to be given back once.
-    pub inherited: u64,
     pub appended: u64,
     pub punched: u64,
     pub last_reclaim: Instant,
@@ -491,11 +489,16 @@ impl Engine {
                 .map_or_else(|| Store::create(domain, cap), Ok)
                 .map_err(|e| e.to_string())?;
             let now = Instant::now();
+            let mut contents = Contents::default();
+            // Of a former daemon's pages, those that nobody maps are to be given back.
+            for filled in store.filled().map_err(|e| e.to_string())? {
+                let page = |page: StorePage| u32::try_from(page.0).unwrap_or(u32::MAX);
+                contents.add_orphans(page(filled.start)..page(filled.end));
+            }
             let new = Domain {
-                inherited: store.frontier().0,
                 guardians,
                 store,
-                contents: Contents::default(),
+                contents,
                 candidates: Candidates::default(),
                 full: false,
                 appended: 0,

@@ -180,6 +180,8 @@ impl Engine {
         if domain.contents.facts(store_page).references == 0 {
             // Nobody vouches for the copy: it may have been taken before the page was read from disk.
             domain.contents.unindex_store_page(store_page);
+            // It is to be given back.
+            vm.active = true;
         }
         let Some(file) = vm.files.get_mut(&run.file) else {
             return false;

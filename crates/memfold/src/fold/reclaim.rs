@@ -141,6 +141,10 @@ impl Engine {
         if !ids.iter().all(|&id| self.sync(id)) || self.is_guarded(name, &ids) {
             return;
         }
+        let Some(domain) = self.domains.get_mut(name) else {
+            return;
+        };
+        let orphans = domain.contents.take_orphans();
         let Some(domain) = self.domains.get(name) else {
             return;
         };
@@ -150,8 +154,6 @@ impl Engine {
                 .get(&(page / PIECE))
                 .is_some_and(|word| word >> (page % PIECE) & 1 == 1)
         };
-        let inherited = (0..u32::try_from(domain.inherited).unwrap_or(u32::MAX))
-            .filter(|&page| domain.contents.facts(page) == StorePageFacts::default());
         let known = domain
             .contents
             .known_store_pages()
@@ -159,11 +161,11 @@ impl Engine {
                 let known = facts.references > 0 || facts.holds.is_some();
                 known && !facts.punched && !is_needed(page) && !self.is_wanted(domain, facts)
             });
-        let mut garbage: Vec<u32> = known.map(|(page, _)| page).chain(inherited).collect();
+        let mut garbage: Vec<u32> = known.map(|(page, _)| page).chain(orphans).collect();
         garbage.sort_unstable();
+        garbage.dedup();
         if let Some(domain) = self.domains.get_mut(name) {
             domain.last_reclaim = Instant::now();
-            domain.inherited = 0;
             punch(name, domain, &garbage);
         }
     }

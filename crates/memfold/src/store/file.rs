@@ -8,7 +8,8 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 
 use memfold_sys::memory;
 use memfold_units::{ByteSize, HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE, PageCount, StorePage};
-use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
+use rustix::io::Errno;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount,
     fsopen,
@@ -307,8 +308,26 @@ impl Store {
             pages * PAGE_SIZE,
         )
         .map_err(|e| io_error("punching")(e.into()))?;
-        self.held_pages = self.held_pages.saturating_sub(pages);
+        // Some of them may have been holes.
+        self.held_pages = self.held()?.pages().0 + self.unfilled_pages;
         Ok(())
+    }
+
+    /// Pages that hold bytes, ascending.
+    pub fn filled(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
+        let seek = |to: SeekFrom| match rustix::fs::seek(&self.file, to) {
+            Ok(offset) => Ok(Some(offset)),
+            Err(Errno::NXIO) => Ok(None), // nothing behind it
+            Err(error) => Err(io_error("looking for holes")(error.into())),
+        };
+        let mut filled = Vec::new();
+        let mut at = 0;
+        while let Some(data) = seek(SeekFrom::Data(at))? {
+            at = seek(SeekFrom::Hole(data))?.unwrap_or(self.frontier.offset());
+            let page = |offset: u64| StorePage(offset.div_ceil(PAGE_SIZE));
+            filled.push(page(data)..page(at));
+        }
+        Ok(filled)
     }
 
     /// Copies one page out, for samples and tests.
@@ -524,6 +543,9 @@ mod tests {
                 store.punch(StorePage(first), 9).unwrap();
             }
             assert_eq!(store.held().unwrap(), ByteSize(64 * 7 * PAGE_SIZE));
+            let left = (0..1024).step_by(16);
+            let left: Vec<_> = left.map(|p| StorePage(p + 9)..StorePage(p + 16)).collect();
+            assert_eq!(store.filled().unwrap(), left);
             let mut page = [0; PAGE_BYTES];
             for at in (0..1024).filter(|at| at % 16 >= 9) {
                 store.read_page(StorePage(at as u64), &mut page).unwrap();
