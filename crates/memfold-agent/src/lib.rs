@@ -15,6 +15,7 @@
 //! | [`files`], [`resolve`], [`mounts`], [`glob`] | file numbers, paths, file systems, rules |
 //! | [`batch`], [`port`] | messages, and the way out |
 //! | [`commands`] | commands for the daemon |
+//! | [`free_pages`] | what a snapshot can leave out |
 //! | [`wake`], [`backoff`] | waking the main loop, and what it does rarely |
 
 pub mod agent;
@@ -23,6 +24,7 @@ pub mod batch;
 pub mod commands;
 pub mod files;
 pub mod format;
+pub mod free_pages;
 pub mod glob;
 pub mod mounts;
 pub mod page_cache;

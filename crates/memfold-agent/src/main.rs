@@ -7,13 +7,14 @@ use memfold_agent::agent::Agent;
 const HELP: &str = "\
 memfold-agent: tells the memfold daemon which files this guest's page cache holds, and where.
 
-Usage: memfold-agent [--dump | --version | --help]
+Usage: memfold-agent [--dump | --free-pages | --version | --help]
 
 Without an option it serves the virtio-serial port org.memfold.agent.0 until SIGTERM.
 
-  --dump      write the messages to standard output as text, without a daemon
-  --version   the version
-  --help      this text
+  --dump        write the messages to standard output as text, without a daemon
+  --free-pages  write which page frames the kernel has free: first frame and number of frames, a line each
+  --version     the version
+  --help        this text
 ";
 
 fn main() -> ExitCode {
@@ -21,6 +22,9 @@ fn main() -> ExitCode {
     let text = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => false,
         ["--dump"] => true,
+        ["--free-pages"] => {
+            return ended(memfold_agent::free_pages::write(&mut std::io::stdout().lock()));
+        }
         ["--version" | "-V"] => {
             println!("memfold-agent {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;
@@ -34,7 +38,11 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    match Agent::new(text).and_then(Agent::run) {
+    ended(Agent::new(text).and_then(Agent::run))
+}
+
+fn ended(result: std::io::Result<()>) -> ExitCode {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) if e.kind() == std::io::ErrorKind::Interrupted => ExitCode::SUCCESS,
         Err(e) => {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use memfold_sys::pagemap::Pagemap;
 use memfold_sys::region;
-use memfold_sys::userfaultfd::Userfaultfd;
+use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::frame::Validate;
 use memfold_wire::library::{
@@ -35,6 +35,8 @@ pub(crate) struct State {
 #[derive(Debug)]
 pub struct Folder {
     uffd: Result<Userfaultfd, String>,
+    /// For [`Order::TrackWrites`].
+    tracker: Result<Userfaultfd, String>,
     /// Opened at the start: a QEMU that has given its privileges up (`-run-with user=`) may not any more.
     pagemap: Result<Pagemap, String>,
     state: Mutex<State>,
@@ -73,6 +75,9 @@ impl Folder {
         });
         Self {
             uffd,
+            tracker: Userfaultfd::open_async(device).map_err(|error| {
+                format!("writes can't be tracked here ({error}): that needs Linux 6.7 or newer")
+            }),
             pagemap: Pagemap::open(rustix::process::getpid()).map_err(|error| error.to_string()),
             state: Mutex::new(state),
             can_stop: monitor.is_some(),
@@ -162,6 +167,11 @@ impl Folder {
                     Err("this connection has not stopped the VM".to_owned())
                 }
             }),
+            Order::TrackWrites => self.track_writes().map(|()| Reply::Ok),
+            Order::UntrackWrites => {
+                self.untrack_writes();
+                Ok(Reply::Ok)
+            }
             Order::Stats => {
                 let mut stats = self.lock().stats.clone();
                 stats.thread_cpu_ns = thread_cpu_ns();
@@ -233,8 +243,32 @@ impl Folder {
         })?)
     }
 
-    /// The daemon's connection has ended: nobody may be left standing still.
+    fn track_writes(&self) -> Result<(), String> {
+        let tracker = self.tracker.as_ref().map_err(Clone::clone)?;
+        // One hold of the lock: no run is frozen on the other userfaultfd meanwhile, nor a mapping exchanged.
+        let mut state = self.lock();
+        let tracked = state.ram.blocks().iter().try_for_each(|block| {
+            tracker.register(block.area(), Mode::WriteProtect)?;
+            tracker.write_protect(block.area())
+        });
+        drop(state);
+        tracked.map_err(|errno| {
+            self.untrack_writes();
+            format!("writes can't be tracked: {errno}")
+        })
+    }
+
+    fn untrack_writes(&self) {
+        let Ok(tracker) = &self.tracker else { return };
+        for block in self.lock().ram.blocks() {
+            // A part that is not registered is left alone.
+            let _ = tracker.unregister(block.area());
+        }
+    }
+
+    /// The daemon's connection has ended: nobody may be left standing still, nor slowed down.
     pub fn disconnected(&self) {
+        self.untrack_writes();
         let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(monitor) = monitor.as_mut() {
             monitor.release();

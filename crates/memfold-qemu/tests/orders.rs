@@ -5,6 +5,7 @@ mod support;
 use std::sync::atomic::Ordering;
 
 use memfold_qemu::{Folder, Monitor};
+use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range, Reply};
@@ -248,6 +249,58 @@ fn discarded_pages_read_as_zeroes_folded_or_not() {
         bench.fold(Freeze::Move, bench.run(4, 16, at)),
         Outcome::Done
     );
+}
+
+#[test]
+fn writes_are_told_while_they_are_tracked_and_nothing_is_folded() {
+    let Some(mut bench) = Bench::new(1024) else {
+        return;
+    };
+    bench.fill(1);
+    let at = bench.publish(0, 64);
+    let run = |bench: &Bench| bench.run(0, 32, at);
+    assert_eq!(bench.fold(Freeze::Move, run(&bench)), Outcome::Done);
+    // Never touched, of the part that is.
+    let hole = bench.area(900, 10);
+    hole.advise(rustix::mm::Advice::LinuxDontNeed).unwrap();
+    let unwritten = |bench: &Bench| -> Vec<u64> {
+        let filter = Filter {
+            all_of: category::WRITES_TOLD,
+            none_of: category::WRITTEN,
+            ..Filter::default()
+        };
+        let map = Pagemap::open(rustix::process::getpid()).unwrap();
+        let all = bench.area(0, 1024);
+        let regions = map.scan(all.start(), all.end(), filter).unwrap();
+        let page = |at: memfold_units::Hva| at.pages_since(all.start());
+        regions.iter().flat_map(|r| page(r.start)..page(r.end)).collect()
+    };
+    assert!(unwritten(&bench).is_empty(), "nothing is told before");
+    assert_eq!(bench.folder.execute(&Order::TrackWrites, None), Reply::Ok);
+    assert_eq!(unwritten(&bench).len(), 1024);
+    // A folded page, one of its own, one that was never touched; and one through the kernel.
+    for page in [5, 600, 905] {
+        bench.area(page, 1).write(&[9]);
+    }
+    let me = rustix::process::getpid();
+    memfold_sys::memory::write(me, bench.area(700, 1).start(), &[1, 2, 3]).unwrap();
+    let written = [5, 600, 700, 905];
+    let left: Vec<u64> = (0..1024).filter(|page| !written.contains(page)).collect();
+    assert_eq!(unwritten(&bench), left);
+    assert!(!matches!(
+        bench.fold(Freeze::Move, bench.run(32, 32, at + 32)),
+        Outcome::Done
+    ));
+    assert_eq!(bench.folder.execute(&Order::UntrackWrites, None), Reply::Ok);
+    assert!(unwritten(&bench).is_empty());
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(32, 32, at + 32)),
+        Outcome::Done
+    );
+    // A daemon that dies leaves nothing tracked.
+    assert_eq!(bench.folder.execute(&Order::TrackWrites, None), Reply::Ok);
+    bench.folder.disconnected();
+    assert!(unwritten(&bench).is_empty());
 }
 
 #[test]

@@ -34,6 +34,10 @@ const _: () = assert!(size_of::<ScanArgument>() == 0x60);
 
 /// Categories of pages, as bits (`PAGE_IS_*`).
 pub mod category {
+    /// Lies where writes are told (`Userfaultfd::open_async`).
+    pub const WRITES_TOLD: u64 = 1 << 0;
+    /// Written since [`WRITES_TOLD`] holds and the page was protected. Only meaningful together with it.
+    pub const WRITTEN: u64 = 1 << 1;
     /// In memory, and mapped from a file or shared memory: for a private file mapping, a page not copied yet.
     pub const FILE: u64 = 1 << 2;
     /// In memory.

@@ -76,6 +76,7 @@ const _: () = assert!(USERFAULTFD_IOC_NEW == 0xAA00);
 const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
 const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
+const FEATURE_WP_ASYNC: u64 = 1 << 15;
 const FEATURE_MOVE: u64 = 1 << 16;
 const FEATURES_WP: u64 =
     FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED;
@@ -100,6 +101,20 @@ impl Userfaultfd {
     /// Opens one for this process, trying in turn `device` (an open `/dev/userfaultfd` that was passed in), the system call
     /// and `/dev/userfaultfd`. The error is that of the system call.
     pub fn open(device: Option<RawFd>) -> io::Result<Self> {
+        // The kernel refuses the handshake as a whole when it lacks one feature, and then allows another try.
+        Self::open_with(
+            device,
+            &[FEATURES_WP | FEATURE_MOVE, FEATURE_MOVE, FEATURES_WP, 0],
+        )
+    }
+
+    /// Opens one whose write protection stops nobody: the kernel lifts it from a page that is written to, and
+    /// `PAGEMAP_SCAN` tells which those are (Linux >= 6.7). Everything else is as in [`Self::open`].
+    pub fn open_async(device: Option<RawFd>) -> io::Result<Self> {
+        Self::open_with(device, &[FEATURES_WP | FEATURE_WP_ASYNC])
+    }
+
+    fn open_with(device: Option<RawFd>, features: &[u64]) -> io::Result<Self> {
         let from_device = |raw: RawFd| {
             // SAFETY: the request takes no pointer, and a wrong descriptor gives an error.
             descriptor(i64::from(unsafe {
@@ -123,9 +138,8 @@ impl Userfaultfd {
                     .map_err(|_| error)?,
             },
         };
-        // The kernel refuses the handshake as a whole when it lacks one feature, and then allows another try.
         let mut last = Errno::INVAL;
-        for features in [FEATURES_WP | FEATURE_MOVE, FEATURE_MOVE, FEATURES_WP, 0] {
+        for &features in features {
             let mut api = Api {
                 version: 0xAA,
                 features,

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::frame::{FrameError, Validate};
 
 /// Version of this protocol.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// Environment variable of QEMU that names the socket's path. The library does nothing without it.
 pub const SOCKET_VARIABLE: &str = "MEMFOLD_QEMU_SOCKET";
@@ -165,6 +165,11 @@ pub enum Order {
     Stop,
     /// Let the VM go on that [`Order::Stop`] has stopped.
     Continue,
+    /// From now on `PAGEMAP_SCAN` tells which pages of RAM are written to, until [`Order::UntrackWrites`], or until this
+    /// connection ends. Nothing is folded meanwhile. Refused before Linux 6.7.
+    TrackWrites,
+    /// The end of [`Order::TrackWrites`].
+    UntrackWrites,
 }
 
 /// What became of one run or range.
@@ -261,7 +266,7 @@ pub enum Reply {
         /// Why folding can't work, if it can't: the condition and what would change it.
         problem: Option<String>,
     },
-    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `Stop`, `Continue`.
+    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `Stop`, `Continue`, `TrackWrites`, `UntrackWrites`.
     Ok,
     /// To `Fold`, `Release`: an outcome for each run, in order.
     Outcomes {
@@ -340,7 +345,9 @@ impl Validate for Order {
             | Self::RemoveRam { .. }
             | Self::RemoveStore { .. }
             | Self::Stop
-            | Self::Continue => Ok(()),
+            | Self::Continue
+            | Self::TrackWrites
+            | Self::UntrackWrites => Ok(()),
         }
     }
 }

@@ -7,12 +7,16 @@
 //! |---|---|
 //! | `none` | none; the agents run all the same |
 //! | `fold_N` | folding, at most N pages a second |
+//! | `fold_N_beside_none` | the same, while two more VMs of the same images do the same work without memfold |
 //! | `ksm_default` | KSM as a freshly booted kernel has it: 100 pages each 20 ms |
 //! | `ksm_equal_cpu_N` | KSM with a rate that makes ksmd's CPU time follow that of folding in `fold_N` |
 //!
 //! Every arm has freshly booted VMs of its own; the arms are gone through in turn in each repeat. *Shared* is memory saved:
 //! guest pages that map a page of the store and were not copied since, less the pages of the store; KSM's `pages_sharing`.
 //! Pages of zeroes that folding gives back are not counted (KSM's are). Afterwards the guests hash all files again.
+//!
+//! How much folding slows guests down comes from the VMs that work side by side: a machine's own speed drifts by several times
+//! what is looked for, but for all four alike.
 
 mod arm;
 mod results;
@@ -20,7 +24,7 @@ mod results;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use memfold_units::ByteSize;
 use serde_json::{Value, json};
 
@@ -34,6 +38,9 @@ pub use self::results::figures;
 /// The VMs: name and image.
 const VMS: [(&str, &str); 2] = [("a", "trixie-a"), ("b", "trixie-b")];
 
+/// Those that take no part, in the same order.
+const BESIDE: [(&str, &str); 2] = [("plain-a", "trixie-a"), ("plain-b", "trixie-b")];
+
 /// RAM of each.
 const MEMORY: ByteSize = ByteSize::mib(512);
 
@@ -45,12 +52,14 @@ const BUDGETS: [u64; 3] = [5000, 1000, 500];
 pub struct Options {
     /// Times that every arm is run.
     repeats: usize,
-    /// Times that the arms without sharing and with folding at the first of [`BUDGETS`] are run.
-    pairs: usize,
+    /// Times that VMs work side by side, half of them folded at the first of [`BUDGETS`].
+    beside: usize,
     /// Of [`BUDGETS`], how many have an arm of KSM at equal CPU.
     equal_cpu: usize,
     /// What the guests compile.
     work: Work,
+    /// Arms to run; `None` for all.
+    only: Option<Vec<String>>,
 }
 
 #[derive(Clone, Debug)]
@@ -66,13 +75,13 @@ struct Work {
 }
 
 impl Options {
-    /// Lua, without optimization: a minute in an emulated guest; one repeat of all arms, three of those
-    /// that tell how much folding slows guests down.
+    /// Lua, without optimization: a minute in an emulated guest; one repeat of all arms, three of the one
+    /// that tells how much folding slows guests down.
     #[must_use]
     pub const fn quick() -> Self {
         Self {
             repeats: 1,
-            pairs: 3,
+            beside: 3,
             equal_cpu: 1,
             work: Work {
                 what: "Lua 5.4, make linux MYCFLAGS=-O0",
@@ -81,6 +90,7 @@ impl Options {
                 disk: None,
                 timeout: Duration::from_secs(600),
             },
+            only: None,
         }
     }
 
@@ -91,7 +101,7 @@ impl Options {
         )?;
         Ok(Self {
             repeats: 3,
-            pairs: 3,
+            beside: 3,
             equal_cpu: BUDGETS.len(),
             work: Work {
                 what: "linux-source of Debian, make tinyconfig vmlinux",
@@ -102,59 +112,87 @@ impl Options {
                 disk: Some(disk),
                 timeout: Duration::from_secs(4 * 3600),
             },
+            only: None,
         })
     }
 
-    fn specs(&self) -> anyhow::Result<Vec<VmSpec>> {
-        VMS.iter()
-            .map(|(name, image)| {
-                let mut spec = Lab::spec(name, image, MEMORY, DiskMode::Buffered)?;
-                if let Some(path) = &self.work.disk {
-                    let mut disk = crate::vm::DiskSpec::new(path);
-                    disk.snapshot = true;
-                    spec.disks.push(disk);
-                }
-                Ok(spec)
-            })
-            .collect()
+    /// Leaves out all arms but these. An arm of KSM at equal CPU takes the folding arm that it is held to along.
+    pub fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
+        let known: Vec<String> = self.arms().iter().map(Mechanism::name).collect();
+        if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
+            bail!("no arm '{unknown}': there are {}", known.join(", "));
+        }
+        let mut only = names.to_vec();
+        let held = names.iter().filter_map(|n| n.strip_prefix("ksm_equal_cpu_"));
+        only.extend(held.map(|rate| format!("fold_{rate}")));
+        self.only = Some(only);
+        Ok(())
     }
-}
 
-/// Runs the study: `results`, `samples` and `vms`. Takes about twelve minutes with [`Options::quick`] on two cores without
-/// hardware virtualization.
-pub fn run(options: &Options) -> anyhow::Result<Value> {
-    let mut runs: Vec<ArmRun> = Vec::new();
-    for repeat in 0..options.repeats {
+    /// Every arm there is.
+    fn arms(&self) -> Vec<Mechanism> {
         let mut arms = vec![Mechanism::None];
         arms.extend(BUDGETS.map(|pages_per_second| Mechanism::Fold { pages_per_second }));
         arms.push(Mechanism::KsmDefault);
-        for mechanism in arms {
-            runs.push(one(options, mechanism, repeat)?);
+        let equal = BUDGETS.into_iter().take(self.equal_cpu);
+        arms.extend(equal.map(|pages_per_second| Mechanism::KsmEqualCpu {
+            pages_per_second,
+            cpu: Vec::new(),
+        }));
+        arms.push(Mechanism::FoldBesideNone {
+            pages_per_second: BUDGETS[0],
+        });
+        arms
+    }
+
+    /// Those to run, in the order of one repeat.
+    fn arms_of(&self, repeat: usize) -> Vec<Mechanism> {
+        let wanted = |arm: &Mechanism| {
+            let repeats = match arm {
+                Mechanism::FoldBesideNone { .. } => self.beside,
+                _ => self.repeats,
+            };
+            let named = self.only.as_ref().is_none_or(|only| only.contains(&arm.name()));
+            named && repeat < repeats
+        };
+        self.arms().into_iter().filter(wanted).collect()
+    }
+
+    fn specs(&self, mechanism: &Mechanism) -> anyhow::Result<Vec<VmSpec>> {
+        let spec = |(name, image): (&str, &str), fold| {
+            let mut spec = Lab::spec(name, image, MEMORY, DiskMode::Buffered)?;
+            spec.fold = fold;
+            if let Some(path) = &self.work.disk {
+                let mut disk = crate::vm::DiskSpec::new(path);
+                disk.snapshot = true;
+                spec.disks.push(disk);
+            }
+            Ok(spec)
+        };
+        let mut vms: Vec<_> = VMS.into_iter().map(|vm| spec(vm, true)).collect();
+        if matches!(mechanism, Mechanism::FoldBesideNone { .. }) {
+            vms.extend(BESIDE.into_iter().map(|vm| spec(vm, false)));
         }
-        for pages_per_second in BUDGETS.into_iter().take(options.equal_cpu) {
-            let fold = Mechanism::Fold { pages_per_second };
-            let cpu = runs
-                .iter()
-                .rfind(|run| run.mechanism == fold)
-                .map(ArmRun::scanner_cpu)
-                .unwrap_or_default();
-            let equal = Mechanism::KsmEqualCpu {
+        vms.into_iter().collect()
+    }
+}
+
+/// Runs the study: `results`, `samples` and `vms`. Takes about a quarter of an hour with [`Options::quick`] on two cores without
+/// hardware virtualization.
+pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let mut runs: Vec<ArmRun> = Vec::new();
+    for repeat in 0..options.repeats.max(options.beside) {
+        for mut mechanism in options.arms_of(repeat) {
+            if let Mechanism::KsmEqualCpu {
                 pages_per_second,
                 cpu,
-            };
-            runs.push(one(options, equal, repeat)?);
-        }
-    }
-    // The machine's own speed drifts by more than the slowdown that is looked for, so each order comes first in turn.
-    for repeat in options.repeats..options.pairs {
-        let fold = Mechanism::Fold {
-            pages_per_second: BUDGETS[0],
-        };
-        let mut pair = [Mechanism::None, fold];
-        if repeat % 2 == 1 {
-            pair.reverse();
-        }
-        for mechanism in pair {
+            } = &mut mechanism
+            {
+                let pages_per_second = *pages_per_second;
+                let fold = Mechanism::Fold { pages_per_second };
+                let last = runs.iter().rfind(|run| run.mechanism == fold);
+                *cpu = last.map(ArmRun::scanner_cpu).unwrap_or_default();
+            }
             runs.push(one(options, mechanism, repeat)?);
         }
     }
@@ -170,8 +208,28 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 
 fn one(options: &Options, mechanism: Mechanism, repeat: usize) -> anyhow::Result<ArmRun> {
     let name = mechanism.name();
-    let run = arm::run(options.specs()?, &options.work, mechanism, repeat)
+    let run = arm::run(options.specs(&mechanism)?, &options.work, mechanism, repeat)
         .with_context(|| format!("arm {name}"))?;
     eprintln!("{name}: {}", run.in_short());
     Ok(run)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(options: &Options, repeat: usize) -> Vec<String> {
+        options.arms_of(repeat).iter().map(Mechanism::name).collect()
+    }
+
+    #[test]
+    fn arms_are_chosen_by_name_with_what_they_need() {
+        let mut options = Options::quick();
+        assert_eq!(names(&options, 0).len(), 7);
+        assert_eq!(names(&options, 1), ["fold_5000_beside_none"]);
+        assert!(options.keep_arms(&["fold_1".into()]).is_err());
+        options.keep_arms(&["ksm_equal_cpu_5000".into()]).unwrap();
+        assert_eq!(names(&options, 0), ["fold_5000", "ksm_equal_cpu_5000"]);
+        assert!(names(&options, 1).is_empty());
+    }
 }

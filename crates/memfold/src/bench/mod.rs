@@ -7,3 +7,4 @@ pub mod hints;
 pub mod lab;
 pub mod record;
 pub mod selftest;
+pub mod snapshots;

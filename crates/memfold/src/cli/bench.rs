@@ -21,6 +21,8 @@ enum Study {
     Fold,
     /// Two VMs compile: what folding by hints shares and costs, next to KSM at its defaults and at equal CPU
     Hints,
+    /// Saving and restoring a VM without its soft state, next to QEMU's mapped-ram with multifd
+    Snapshots,
 }
 
 #[derive(Args, Debug)]
@@ -29,6 +31,9 @@ pub(super) struct Arguments {
     /// Smaller and shorter
     #[arg(long)]
     quick: bool,
+    /// Only this arm of `hints`; may be given several times. A wrong name prints all
+    #[arg(long = "arm", value_name = "NAME")]
+    arms: Vec<String>,
     /// Write the study's figures here, as SVG
     #[arg(long, value_name = "DIR")]
     figures: Option<PathBuf>,
@@ -40,6 +45,10 @@ pub(super) struct Arguments {
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (name, quick) = (study_name(arguments.study), arguments.quick);
+    anyhow::ensure!(
+        arguments.arms.is_empty() || matches!(arguments.study, Study::Hints),
+        "the study '{name}' has no arms"
+    );
     let (measured, draw): (Value, Draw) = match arguments.study {
         Study::Fold => {
             let options = if quick {
@@ -55,12 +64,28 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
                 context.print(&host, doctor::text)?;
                 return Ok(doctor::exit_code(&host));
             }
-            let options = if quick {
+            let mut options = if quick {
                 bench::hints::Options::quick()
             } else {
                 bench::hints::Options::full()?
             };
+            if !arguments.arms.is_empty() {
+                options.keep_arms(&arguments.arms)?;
+            }
             (bench::hints::run(&options)?, bench::hints::figures)
+        }
+        Study::Snapshots => {
+            let host = examine(HostFacts::probe(DEFAULT_STATE.as_ref()));
+            if !host.can_run {
+                context.print(&host, doctor::text)?;
+                return Ok(doctor::exit_code(&host));
+            }
+            let options = if quick {
+                bench::snapshots::Options::quick()
+            } else {
+                bench::snapshots::Options::default()
+            };
+            (bench::snapshots::run(&options)?, bench::snapshots::figures)
         }
     };
     let result = record::envelope(name, quick, measured);
@@ -75,6 +100,7 @@ fn study_name(study: Study) -> &'static str {
     match study {
         Study::Fold => "fold",
         Study::Hints => "hints",
+        Study::Snapshots => "snapshots",
     }
 }
 

@@ -72,8 +72,11 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let manifest: Manifest =
                 client.post("/v1/snapshots", &SaveRequest { vm, name, keep })?;
             context.print(&manifest, |m| {
+                let free = m.free_kept.as_ref().map_or(String::new(), |why| {
+                    format!("\nwhat the guest had free was saved too: {why}")
+                });
                 format!(
-                    "saved {} as {} in {:.0} ms ({} of {}; the VM stood still for {:.0} ms)",
+                    "saved {} as {} in {:.0} ms ({} of {}; the VM stood still for {:.0} ms){free}",
                     m.vm,
                     m.name,
                     m.save_ms,

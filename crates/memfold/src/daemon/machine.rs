@@ -214,7 +214,8 @@ impl Machine {
     }
 
     /// Why the VM is not folded, in one line.
-    fn problem(&self) -> Option<String> {
+    /// Why it can't be folded, if so.
+    pub fn problem(&self) -> Option<String> {
         self.fold_problems().into_iter().next()
     }
 

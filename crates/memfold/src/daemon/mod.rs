@@ -220,8 +220,8 @@ impl Daemon {
         self.launch(spec, |state, spec| Ok(crate::vm::start(state, spec)?))
     }
 
-    /// Starts a VM in the way given, and takes it on.
-    fn launch(
+    /// Starts a VM in some way, and takes it on.
+    pub(crate) fn launch(
         self: &Arc<Self>,
         spec: VmSpec,
         how: impl FnOnce(&Path, VmSpec) -> Result<Vm, DaemonError>,

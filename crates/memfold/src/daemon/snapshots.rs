@@ -1,7 +1,7 @@
 //! Snapshots and clones of the daemon's VMs.
 
 use std::sync::Arc;
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use memfold_units::PAGE_SIZE;
@@ -10,7 +10,9 @@ use tracing::info;
 use super::machine::Machine;
 use super::{Daemon, DaemonError};
 use crate::api::{SaveRequest, VerifyReport, VmInfo};
-use crate::fold::Command;
+use crate::fold::{Command, VmId};
+use crate::snapshot::free::{self, Frames};
+use crate::snapshot::manifest::Steps;
 use crate::snapshot::{Keep, Manifest, SnapshotError, SnapshotInfo, image, restore, save, shelf};
 use crate::vm::Incoming;
 
@@ -19,6 +21,9 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What a guest runs first: its caches go, what is dirty is written back before.
 const DROP: &str = "sync && echo 3 > /proc/sys/vm/drop_caches";
+
+/// How long it may take to list what is free.
+const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Daemon {
     /// Saves a VM. It goes on afterwards, also if this fails.
@@ -39,12 +44,29 @@ impl Daemon {
                 )));
             }
         }
-        let held = Held::new(self, &machine)?;
+        let mut steps = Steps {
+            drop_ms: save::milliseconds(began.elapsed()),
+            ..Steps::default()
+        };
+        let listing = Instant::now();
+        let held = Held {
+            daemon: self,
+            machine: &machine,
+        };
+        let free = held.free_pages();
+        if let Err(why) = &free {
+            info!(vm = request.vm, why, "free pages are saved too");
+        }
+        steps.list_ms = save::milliseconds(listing.elapsed());
+        held.tell("stopped", Command::Hold)
+            .map_err(SnapshotError::Impossible)?;
         let saving = save::Request {
             name: request.name.clone(),
             keep: request.keep,
             domain: machine.domain().map(str::to_owned),
             began,
+            free,
+            steps,
         };
         let manifest = save::save(
             machine.vm(),
@@ -199,21 +221,44 @@ impl Daemon {
     }
 }
 
-/// A VM that stands still until this is dropped.
+/// A VM whose writes are tracked, or that stands still, until this is dropped.
 struct Held<'a> {
     daemon: &'a Daemon,
     machine: &'a Machine,
 }
 
-impl<'a> Held<'a> {
-    fn new(daemon: &'a Daemon, machine: &'a Machine) -> Result<Self, DaemonError> {
+impl Held<'_> {
+    /// Tracks the VM's writes, and then asks it what it has free; or says why that can't be used.
+    fn free_pages(&self) -> Result<Vec<Frames>, String> {
+        // Pinned memory, for one: devices write to it past the page tables.
+        if let Some(problem) = self.machine.problem() {
+            return Err(problem);
+        }
+        self.tell("tracked", Command::Track)?;
+        let listed = self.machine.run(free::LIST, LIST_TIMEOUT);
+        let listed = listed.map_err(|error| error.to_string())?;
+        if listed.code != 0 {
+            let words = String::from_utf8_lossy(&listed.stderr).trim().to_owned();
+            return Err(format!("the guest can't list them: {words}"));
+        }
+        free::parse(&listed.stdout)
+    }
+
+    /// Has the engine do something with the VM that [`Command::Release`] undoes.
+    fn tell(
+        &self,
+        what: &str,
+        command: fn(VmId, SyncSender<Result<(), String>>) -> Command,
+    ) -> Result<(), String> {
         let (answer, answered) = sync_channel(1);
-        daemon.tell(Command::Hold(machine.id(), answer))?;
+        let failed = |why: &str| format!("the VM can't be {what}: {why}");
+        self.daemon
+            .tell(command(self.machine.id(), answer))
+            .map_err(|error| failed(&error.to_string()))?;
         answered
             .recv()
-            .map_err(|_| DaemonError::Internal("the fold engine has ended"))?
-            .map_err(|why| SnapshotError::Impossible(format!("the VM can't be stopped: {why}")))?;
-        Ok(Self { daemon, machine })
+            .map_err(|_| failed("the fold engine has ended"))?
+            .map_err(|why| failed(&why))
     }
 }
 

@@ -103,6 +103,8 @@ pub enum Command {
     Agent(VmId, FromAgent),
     /// The agent's connection ended.
     AgentGone(VmId),
+    /// Have a VM's writes tracked before it is stopped for a snapshot; it is not folded until [`Command::Release`].
+    Track(VmId, SyncSender<Result<(), String>>),
     /// Stop a VM for a snapshot; nothing more is asked of it until [`Command::Release`]. It also goes on when this daemon dies.
     Hold(VmId, SyncSender<Result<(), String>>),
     /// The snapshot needs the VM no longer.
@@ -371,9 +373,14 @@ impl Engine {
                     vm.stats.agent_ready = false;
                 }
             }
+            // Who asked may have gone away meanwhile: then nobody would let the VM go on.
+            Command::Track(id, answer) => {
+                if answer.send(self.hold(id, &Order::TrackWrites)).is_err() {
+                    self.release(id);
+                }
+            }
             Command::Hold(id, answer) => {
-                // Who asked may have gone away meanwhile: then nobody would let the VM go on.
-                if answer.send(self.hold(id)).is_err() {
+                if answer.send(self.hold(id, &Order::Stop)).is_err() {
                     self.release(id);
                 }
             }
@@ -570,9 +577,10 @@ impl Engine {
         }
     }
 
-    fn hold(&mut self, id: VmId) -> Result<(), String> {
+    /// Tracks or stops a VM, and leaves it alone until [`Engine::release`].
+    fn hold(&mut self, id: VmId, order: &Order) -> Result<(), String> {
         let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
-        match vm.guest.order(&Order::Stop, None) {
+        match vm.guest.order(order, None) {
             Ok(Reply::Ok) => {
                 vm.stats.problem.get_or_insert_with(|| HELD.to_owned());
                 Ok(())
@@ -594,10 +602,12 @@ impl Engine {
             vm.stats.problem = None;
             self.sweep_wanted = true;
         }
-        match vm.guest.order(&Order::Continue, None) {
-            Ok(Reply::Error { reason }) => debug!(vm = vm.stats.name, reason, "not let go on"),
-            Ok(_) => {}
-            Err(error) => self.lost(id, &error),
+        for order in [Order::Continue, Order::UntrackWrites] {
+            match vm.guest.order(&order, None) {
+                Ok(Reply::Error { reason }) => debug!(vm = vm.stats.name, reason, "not let go on"),
+                Ok(_) => {}
+                Err(error) => return self.lost(id, &error),
+            }
         }
     }
 

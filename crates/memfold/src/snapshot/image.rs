@@ -12,6 +12,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use memfold_sys::memory;
@@ -62,6 +63,9 @@ pub struct ImageCounts {
     pub saved_pages: u64,
     /// Pages that were there and held only zeroes.
     pub zero_pages: u64,
+    /// Pages that were there, and that the guest had free: they read as zeroes.
+    #[serde(default)]
+    pub free_pages: u64,
 }
 
 /// Where blocks of these lengths lie in an image.
@@ -126,11 +130,34 @@ fn present(pid: Pid, block: &Source) -> io::Result<Vec<(u64, u64)>> {
     Ok(joined)
 }
 
-/// Copies the RAM of a process that stands still into `ram`, and its checksums into `sums`. `progress` is told bytes of RAM as
-/// they are dealt with.
+/// Parts of `ranges`, which are page numbers in `block`, that are not in `out`, which are addresses. Both ascend.
+fn without(block: &Source, ranges: &[(u64, u64)], out: &[Range<Hva>]) -> Vec<(u64, u64)> {
+    let page = |hva: Hva| hva.max(block.hva).pages_since(block.hva);
+    let mut left = Vec::new();
+    let mut next = 0;
+    for &(mut first, last) in ranges {
+        while out.get(next).is_some_and(|range| page(range.end) <= first) {
+            next += 1;
+        }
+        for range in out[next..].iter().take_while(|range| page(range.start) < last) {
+            if first < page(range.start) {
+                left.push((first, page(range.start)));
+            }
+            first = first.max(page(range.end));
+        }
+        if first < last {
+            left.push((first, last));
+        }
+    }
+    left
+}
+
+/// Copies the RAM of a process that stands still into `ram`, and its checksums into `sums`; what is in `free` (ascending) becomes holes.
+/// `progress` is told bytes of RAM as they are dealt with.
 pub fn write(
     pid: Pid,
     blocks: &[Source],
+    free: &[Range<Hva>],
     ram: &File,
     sums: &File,
     mut progress: impl FnMut(u64),
@@ -144,7 +171,10 @@ pub fn write(
     let empty = xxh3_128(&buffer);
     for (block, place) in blocks.iter().zip(&placed) {
         counts.pages += block.pages;
-        let ranges = present(pid, block)?;
+        let all = present(pid, block)?;
+        let ranges = without(block, &all, free);
+        let pages = |ranges: &[(u64, u64)]| ranges.iter().map(|(a, b)| b - a).sum::<u64>();
+        counts.free_pages += pages(&all) - pages(&ranges);
         let mut next = 0;
         for chunk in 0..block.pages.div_ceil(CHUNK_PAGES) {
             let (first, end) = (
@@ -315,7 +345,7 @@ mod tests {
         let (ram, sums) = (file(), file());
         let mut told = 0;
         let sources = [a.1, b.1];
-        let (placed, counts) = write(me(), &sources, &ram, &sums, |bytes| told += bytes).unwrap();
+        let (placed, counts) = write(me(), &sources, &[], &ram, &sums, |bytes| told += bytes).unwrap();
         assert_eq!(told, 710 * PAGE_SIZE);
         assert_eq!((placed[1].first_page, placed[1].pages), (1024, 10));
         let saved = (0..700).chain(0..10).filter(|&page| is_saved(page)).count();
@@ -340,10 +370,36 @@ mod tests {
     }
 
     #[test]
+    fn what_is_free_becomes_holes_and_the_rest_stays() {
+        let (_memory, source) = block(700);
+        let at = |from, to| source.hva.add_pages(from)..source.hva.add_pages(to);
+        // Within a chunk, across two, before the block and behind it.
+        let free = [
+            Hva(0)..source.hva.add_pages(2),
+            at(7, 9),
+            at(500, 530),
+            at(690, 900),
+        ];
+        let is_free = |page| free.iter().any(|f| f.contains(&source.hva.add_pages(page)));
+        let (ram, sums) = (file(), file());
+        let (_, counts) = write(me(), &[source.clone()], &free, &ram, &sums, |_| {}).unwrap();
+        let saved = (0..700).filter(|&p| is_saved(p) && !is_free(p)).count();
+        assert_eq!(counts.saved_pages, saved as u64);
+        let there = (0..700).filter(|&p| p % 7 < 4 && is_free(p)).count();
+        assert_eq!(counts.free_pages, there as u64);
+        let mut page = [0; PAGE_BYTES];
+        for at in 0..700 {
+            ram.read_exact_at(&mut page, at * PAGE_SIZE).unwrap();
+            assert_eq!(is_zero(&page), !is_saved(at) || is_free(at), "page {at}");
+        }
+        assert!(verify(&ram, &sums, |_| {}).unwrap().is_empty());
+    }
+
+    #[test]
     fn a_flipped_bit_is_found_wherever_it_is() {
         let (_memory, source) = block(2000);
         let (ram, sums) = (file(), file());
-        write(me(), &[source], &ram, &sums, |_| {}).unwrap();
+        write(me(), &[source], &[], &ram, &sums, |_| {}).unwrap();
         let mut byte = [0];
         // In a page, in a hole, in the last page.
         for at in [5, 100 * PAGE_SIZE + 7 * PAGE_SIZE / 2, 2000 * PAGE_SIZE - 1] {
@@ -373,7 +429,7 @@ mod tests {
             pages: 16,
         };
         let (ram, sums) = (file(), file());
-        let (_, counts) = write(me(), &[source], &ram, &sums, |_| {}).unwrap();
+        let (_, counts) = write(me(), &[source], &[], &ram, &sums, |_| {}).unwrap();
         assert_eq!(counts.saved_pages, 4);
         let mut saved = vec![0; 4 * PAGE_BYTES];
         ram.read_exact_at(&mut saved, 3 * PAGE_SIZE).unwrap();

@@ -80,6 +80,9 @@ pub struct Manifest {
     pub blocks: Vec<ImageBlock>,
     /// What of them is in the file.
     pub counts: ImageCounts,
+    /// Why pages that the guest had free were saved like others, if they were.
+    #[serde(default)]
+    pub free_kept: Option<String>,
     /// Length of `ram`, in bytes.
     pub ram_bytes: u64,
     /// `ram.sums`.
@@ -92,6 +95,24 @@ pub struct Manifest {
     pub pause_ms: f64,
     /// Time of the whole save, in milliseconds.
     pub save_ms: f64,
+    /// Its steps.
+    #[serde(default)]
+    pub steps: Steps,
+}
+
+/// Times of a save's steps, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Steps {
+    /// The guest drops its caches.
+    pub drop_ms: f64,
+    /// The guest lists what is free.
+    pub list_ms: f64,
+    /// QEMU's device state.
+    pub devices_ms: f64,
+    /// The RAM image.
+    pub ram_ms: f64,
+    /// Disks frozen.
+    pub disks_ms: f64,
 }
 
 /// A snapshot in short.

@@ -1,11 +1,12 @@
 //! Snapshots: a VM's memory, devices and disks at one instant, to be restored once or cloned often.
 //!
 //! ```text
-//!   save     guest drops caches -> stop -> device state, RAM image, disks frozen -> go on -> manifest     (save)
+//!   save     guest drops caches, lists free pages -> stop -> device state, RAM image, disks frozen -> go on -> manifest     (save)
 //!   restore  QEMU -incoming, library maps the RAM image privately, device state -> cont                    (restore)
 //!   clone    the same, n times; what a clone writes is its own
 //! ```
 
+pub mod free;
 pub mod image;
 pub mod manifest;
 pub mod restore;

@@ -21,8 +21,9 @@ use std::time::{Duration, Instant, SystemTime};
 use memfold_units::PAGE_SIZE;
 use serde_json::{Value, json};
 
+use super::free::{self, Frames};
 use super::image::{self, Source};
-use super::manifest::{FORMAT, FileFacts, Keep, Manifest, SavedDisk};
+use super::manifest::{FORMAT, FileFacts, Keep, Manifest, SavedDisk, Steps};
 use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
 use super::{Shelf, SnapshotError};
 use crate::vm::{Qmp, Record, Vm, VmDirectory, VmSpec};
@@ -38,6 +39,10 @@ pub struct Request {
     pub domain: Option<String>,
     /// When the save began.
     pub began: Instant,
+    /// Frames that the guest had free while its writes were tracked; or why that isn't known.
+    pub free: Result<Vec<Frames>, String>,
+    /// The steps that were before.
+    pub steps: Steps,
 }
 
 /// Why a VM can't be saved, by what it is.
@@ -75,17 +80,31 @@ pub fn save(
 ) -> Result<Manifest, SnapshotError> {
     let stopped = Instant::now();
     let (spec, record, directory) = refuse(vm)?;
+    let mut steps = request.steps;
     let draft = shelf.draft(&request.name)?;
     let devices = device_state(qmp, &draft)?;
+    steps.devices_ms = milliseconds(stopped.elapsed());
+    let began = Instant::now();
     let sources = sources(qmp)?;
+    let free = match &request.free {
+        Ok(frames) => {
+            let layout = vm.layout(qmp)?;
+            let found = free::unwritten(vm.pid(), &layout, frames);
+            found.map_err(|error| format!("their writes can't be read: {error}"))
+        }
+        Err(why) => Err(why.clone()),
+    };
     let (ram, sums) = (draft.file(RAM)?, draft.file(SUMS)?);
     let failed = |part: &str, source| SnapshotError::Files {
         path: draft.path().join(part),
         source,
     };
-    let (blocks, counts) = image::write(vm.pid(), &sources, &ram, &sums, progress)
+    let (blocks, counts) = image::write(vm.pid(), &sources, free.as_deref().unwrap_or_default(), &ram, &sums, progress)
         .map_err(|source| failed(RAM, source))?;
+    steps.ram_ms = milliseconds(began.elapsed());
+    let began = Instant::now();
     let frozen = freeze(qmp, spec, &draft)?;
+    steps.disks_ms = milliseconds(began.elapsed());
     go_on();
     let pause = stopped.elapsed();
     // From here on the VM's chain of overlays is longer by one. What fails leaves it so, and nothing of it is lost.
@@ -110,12 +129,14 @@ pub fn save(
             accel: record.accel.clone(),
             blocks: blocks.clone(),
             counts,
+            free_kept: free.as_ref().err().cloned(),
             ram_bytes: ram.metadata().map_err(|source| failed(RAM, source))?.len(),
             sums: facts(sums).map_err(|source| failed(SUMS, source))?,
             devices: devices.clone(),
             disks,
             pause_ms: milliseconds(pause),
             save_ms: milliseconds(request.began.elapsed()),
+            steps,
         })
     };
     let made = finish().and_then(|manifest| draft.commit(&manifest).map(|()| manifest));
@@ -144,7 +165,8 @@ pub fn save(
     made
 }
 
-fn milliseconds(time: Duration) -> f64 {
+/// A time in milliseconds.
+pub fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1000.0
 }
 

@@ -335,6 +335,8 @@ mod tests {
             disks: Vec::new(),
             pause_ms: 1.5,
             save_ms: 2.0,
+            free_kept: None,
+            steps: crate::snapshot::manifest::Steps::default(),
         };
         draft.commit(&manifest).unwrap();
         manifest

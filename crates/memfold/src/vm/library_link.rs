@@ -206,7 +206,9 @@ fn fits(order: &Order, reply: &Reply) -> bool {
             | Order::RemoveStore { .. }
             | Order::Map { .. }
             | Order::Stop
-            | Order::Continue,
+            | Order::Continue
+            | Order::TrackWrites
+            | Order::UntrackWrites,
             Reply::Ok,
         )
         | (Order::DropZero { .. }, Reply::Zero { .. })

@@ -56,13 +56,17 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     };
     let saved = save("warm", Keep::None).unwrap();
     println!(
-        "saved in {:.0} ms, stood still for {:.0} ms; {} of {} pages, {} zero",
+        "saved in {:.0} ms, stood still for {:.0} ms; {} of {} pages, {} zero, {} free; {:?}",
         saved.save_ms,
         saved.pause_ms,
         saved.counts.saved_pages,
         saved.counts.pages,
-        saved.counts.zero_pages
+        saved.counts.zero_pages,
+        saved.counts.free_pages,
+        saved.steps
     );
+    assert_eq!(saved.free_kept, None);
+    assert!(saved.counts.free_pages > 0, "{:?}", saved.counts);
     // It goes on as it was, with its disk.
     let state = |vm: &str| {
         let status = support::qmp(lab.directory(), vm).query("query-status");

@@ -6,7 +6,7 @@ use anyhow::{Context as _, ensure};
 use memfold_units::PAGE_SIZE;
 use serde_json::{Value, json};
 
-use super::{VMS, Work};
+use super::Work;
 use crate::bench::lab::{KSM_NOTES, Lab};
 use crate::fold::{EngineSettings, EngineStats};
 use crate::ksm;
@@ -22,6 +22,9 @@ const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
 const HASH: &str = "find /usr/bin /usr/sbin /usr/lib -xdev -type f -size -8M -print0 | sort -z | head -z -n 4000 | \
     xargs -0 md5sum > /var/tmp/before.md5 && sync && wc -l < /var/tmp/before.md5";
 
+/// Ends the agent's events: what is left of it only runs commands.
+const SILENCE: &str = "echo 0 > /sys/kernel/tracing/instances/memfold/events/enable && cat /sys/kernel/tracing/instances/memfold/events/enable";
+
 /// Reads all of it again; prints the number of files that differ or can't be read.
 const CHECK: &str = "md5sum --check --quiet /var/tmp/before.md5 2>/dev/null | wc -l";
 
@@ -30,6 +33,10 @@ const CHECK: &str = "md5sum --check --quiet /var/tmp/before.md5 2>/dev/null | wc
 pub(super) enum Mechanism {
     None,
     Fold {
+        pages_per_second: u64,
+    },
+    /// Folding, and beside it the same number of VMs that take no part.
+    FoldBesideNone {
         pages_per_second: u64,
     },
     KsmDefault,
@@ -53,6 +60,9 @@ impl Mechanism {
         match self {
             Self::None => "none".into(),
             Self::Fold { pages_per_second } => format!("fold_{pages_per_second}"),
+            Self::FoldBesideNone { pages_per_second } => {
+                format!("fold_{pages_per_second}_beside_none")
+            }
             Self::KsmDefault => "ksm_default".into(),
             Self::KsmEqualCpu {
                 pages_per_second, ..
@@ -89,6 +99,10 @@ pub(super) struct VmWork {
     pub delay_s: f64,
     /// CPU time of its vCPU.
     pub vcpu_s: f64,
+    /// Of it, time in the host's kernel: page faults, and what other cores ask of it.
+    pub system_s: f64,
+    /// Page faults of its vCPU.
+    pub faults: f64,
     /// CPU time of the agent in the guest.
     pub agent_s: f64,
     /// Hash of what it built.
@@ -123,18 +137,21 @@ pub(super) fn run(
         "KSM runs on this host and would share in every arm; stop it first (echo 0 > /sys/kernel/mm/ksm/run)"
     );
     let pages_per_second = match mechanism {
-        Mechanism::Fold { pages_per_second } => Some(pages_per_second),
+        Mechanism::Fold { pages_per_second } | Mechanism::FoldBesideNone { pages_per_second } => {
+            Some(pages_per_second)
+        }
         _ => None,
     };
     let lab = Lab::new(EngineSettings {
         pages_per_second,
         ..EngineSettings::default()
     })?;
+    let names: Vec<String> = specs.iter().map(|spec| spec.name.clone()).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
     for spec in specs {
         lab.start(spec)?;
     }
-    let names = VMS.map(|(name, _)| name);
-    for name in names {
+    for name in &names {
         lab.wait_ready(name, BOOT_TIMEOUT)?;
     }
     let hashed = lab.exec_all(&names, HASH, HASH_TIMEOUT)?;
@@ -144,6 +161,12 @@ pub(super) fn run(
         .sum();
     ensure!(checked_files > 0, "the guests hashed no file");
 
+    if matches!(mechanism, Mechanism::FoldBesideNone { .. }) {
+        let plain = &names[names.len() / 2..];
+        for state in lab.exec_all(plain, SILENCE, HASH_TIMEOUT)? {
+            ensure!(state.trim() == "0", "an agent beside is not silent: {state}");
+        }
+    }
     let load = Load::now(&lab)?;
     let (samples, work) = share_and_work(&lab, &names, work, &mechanism)?;
     let other_load_percent = Load::now(&lab)?.other_percent_since(&load);
@@ -206,11 +229,11 @@ fn share_and_work(
 }
 
 fn work_in(lab: &Lab, name: &str, work: &Work) -> anyhow::Result<VmWork> {
-    let ticks = "awk '{print $14+$15}' /proc/$(pgrep -x memfold-agent)/stat";
+    let ticks = "awk '{print $14+$15}' /proc/$(pgrep -o -x memfold-agent)/stat";
     let before = vcpu_times(lab, name)?;
     let began = Instant::now();
     let script = format!(
-        "{ticks}; ({}) >/var/tmp/build.log 2>&1 || {{ tail -n 5 /var/tmp/build.log >&2; exit 1; }}; {ticks}; {}",
+        "rm -rf /var/tmp/work; {ticks}; ({}) >/var/tmp/build.log 2>&1 || {{ tail -n 5 /var/tmp/build.log >&2; exit 1; }}; {ticks}; {}",
         work.build, work.output
     );
     let text = lab.exec(name, &script, work.timeout)?;
@@ -224,8 +247,10 @@ fn work_in(lab: &Lab, name: &str, work: &Work) -> anyhow::Result<VmWork> {
     let agent_s = (second.parse::<f64>()? - first.parse::<f64>()?) / 100.0;
     Ok(VmWork {
         wall_s,
-        delay_s: after.1 - before.1,
-        vcpu_s: after.0 - before.0,
+        delay_s: after.delay_s - before.delay_s,
+        vcpu_s: after.on_s - before.on_s,
+        system_s: after.system_s - before.system_s,
+        faults: after.faults - before.faults,
         agent_s,
         output: output.to_owned(),
     })
@@ -237,23 +262,41 @@ fn pid_of(lab: &Lab, name: &str) -> anyhow::Result<i32> {
     Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
 }
 
-/// Seconds on a core and seconds of waiting for one, of the vCPU threads (`/proc/PID/task/TID/schedstat`).
-fn vcpu_times(lab: &Lab, name: &str) -> anyhow::Result<(f64, f64)> {
+/// What the vCPU threads of a VM have used, in seconds.
+#[derive(Default)]
+struct VcpuTimes {
+    on_s: f64,
+    delay_s: f64,
+    system_s: f64,
+    faults: f64,
+}
+
+/// From `schedstat` and `stat` of the threads, `proc_pid_stat(5)`.
+fn vcpu_times(lab: &Lab, name: &str) -> anyhow::Result<VcpuTimes> {
     let tasks = format!("/proc/{}/task", pid_of(lab, name)?);
-    let (mut on, mut waiting) = (0.0, 0.0);
+    let ticks = rustix::param::clock_ticks_per_second() as f64;
+    let mut sum = VcpuTimes::default();
     for task in std::fs::read_dir(tasks)? {
         let task = task?.path();
         if !std::fs::read_to_string(task.join("comm"))?.starts_with("CPU ") {
             continue;
         }
-        let text = std::fs::read_to_string(task.join("schedstat"))?;
-        let mut fields = text
-            .split_ascii_whitespace()
-            .map(|n| n.parse::<f64>().unwrap_or(0.0) / 1e9);
-        on += fields.next().unwrap_or(0.0);
-        waiting += fields.next().unwrap_or(0.0);
+        let numbers = |text: &str| -> Vec<f64> {
+            let fields = text.split_ascii_whitespace();
+            fields.map(|n| n.parse().unwrap_or(0.0)).collect()
+        };
+        if let [on, waiting, ..] = numbers(&std::fs::read_to_string(task.join("schedstat"))?)[..] {
+            sum.on_s += on / 1e9;
+            sum.delay_s += waiting / 1e9;
+        }
+        // Behind the name, which may hold anything, field 3 comes first.
+        let text = std::fs::read_to_string(task.join("stat"))?;
+        let fields = numbers(text.rsplit(')').next().unwrap_or(""));
+        let field = |number: usize| fields.get(number - 3).copied().unwrap_or(0.0);
+        sum.faults += field(10) + field(12);
+        sum.system_s += field(15) / ticks;
     }
-    Ok((on, waiting))
+    Ok(sum)
 }
 
 /// The running mechanism.
@@ -282,7 +325,7 @@ impl Scanner {
     fn start(lab: &Lab, mechanism: &Mechanism) -> anyhow::Result<Self> {
         let allowed = match mechanism {
             Mechanism::None => return Ok(Self::Engine),
-            Mechanism::Fold { .. } => {
+            Mechanism::Fold { .. } | Mechanism::FoldBesideNone { .. } => {
                 lab.fold(true)?;
                 return Ok(Self::Engine);
             }
@@ -406,8 +449,8 @@ impl Load {
         });
         let own = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
         ours_s += own.tv_sec as f64 + own.tv_nsec as f64 / 1e9;
-        for (name, _) in VMS {
-            ours_s += lab.vm_cpu_s(name)?;
+        for vm in lab.daemon().list() {
+            ours_s += lab.vm_cpu_s(&vm.name)?;
         }
         Ok(Self {
             at: Instant::now(),
@@ -479,15 +522,16 @@ impl ArmRun {
         let walls: Vec<String> = self
             .work
             .iter()
-            .map(|w| format!("{:.0}", w.wall_s))
+            .map(|w| format!("{:.1}", w.wall_s))
             .collect();
+        let sum = |of: fn(&VmWork) -> f64| self.work.iter().map(of).sum::<f64>();
         format!(
-            "{:.0} MiB shared at the end, {:.0} on average, {:.2} s of CPU{}; work took {} s ({:.0} % of the host was busy with other things)",
+            "{:.0} MiB shared at the end, {:.0} on average, {:.2} s of CPU{}; work took {} s, {:.1} s of vCPU ({:.1} s in the kernel, {:.0} faults), {:.2} s of agents ({:.0} % of the host was busy with other things)",
             self.end().shared_pages as f64 / 256.0,
             self.mean_shared() / 256.0,
             self.scanner_cpu_s(),
             match self.mechanism {
-                Mechanism::Fold { .. } => {
+                Mechanism::Fold { .. } | Mechanism::FoldBesideNone { .. } => {
                     format!(
                         " ({:.2} s of it in the VMs' libraries)",
                         self.fold.library_cpu_s
@@ -495,7 +539,11 @@ impl ArmRun {
                 }
                 _ => String::new(),
             },
-            walls.join(" and "),
+            walls.join(", "),
+            sum(|w| w.vcpu_s),
+            sum(|w| w.system_s),
+            sum(|w| w.faults),
+            sum(|w| w.agent_s),
             self.other_load_percent,
         )
     }

@@ -46,8 +46,7 @@ pub(super) fn of(runs: &[ArmRun]) -> Value {
         median(&fold, |r| r.fold.hint_to_fold_p50_s.unwrap_or(f64::NAN)).into(),
     );
 
-    let none = arm(runs, "none");
-    let slowdowns = slowdown(&none, &fold, own_time);
+    let slowdowns = slowdowns(runs);
     put("guest_slowdown_percent", middle(&slowdowns).into());
     put(
         "guest_slowdown_min_percent",
@@ -57,8 +56,8 @@ pub(super) fn of(runs: &[ArmRun]) -> Value {
         "guest_slowdown_max_percent",
         slowdowns.last().copied().into(),
     );
-    let walls = slowdown(&none, &fold, |_, w| w.wall_s);
-    put("guest_slowdown_wall_percent", middle(&walls).into());
+    let beside = arm(runs, &beside_name(headline));
+    put("guest_slowdown_parts_percent", slowdown_parts(&beside));
     put(
         "guest_checksum_errors",
         runs.iter().map(|r| r.differing_files).sum::<u64>().into(),
@@ -82,22 +81,25 @@ pub(super) fn of(runs: &[ArmRun]) -> Value {
     let names: BTreeSet<String> = runs.iter().map(|r| r.mechanism.name()).collect();
     let arms: Map<String, Value> = names
         .into_iter()
-        .map(|name| (name.clone(), arm_figures(&none, &arm(runs, &name))))
+        .map(|name| (name.clone(), arm_figures(&arm(runs, &name))))
         .collect();
     put("arms", arms.into());
     Value::Object(results)
 }
 
-fn arm_figures(none: &[&ArmRun], runs: &[&ArmRun]) -> Value {
+fn arm_figures(runs: &[&ArmRun]) -> Value {
     let spread = |of: fn(&ArmRun) -> f64| {
         let mut values: Vec<f64> = runs.iter().map(|r| of(r)).collect();
         values.sort_by(f64::total_cmp);
         json!({"min": values.first(), "median": middle(&values), "max": values.last()})
     };
-    let slowdowns = slowdown(none, runs, own_time);
-    let fold = runs
-        .last()
-        .filter(|r| matches!(r.mechanism, Mechanism::Fold { .. }));
+    let folds = |r: &&&ArmRun| {
+        matches!(
+            r.mechanism,
+            Mechanism::Fold { .. } | Mechanism::FoldBesideNone { .. }
+        )
+    };
+    let fold = runs.last().filter(folds);
     json!({
         "shared_at_end_mib": spread(|r| end_pages(r) / PAGES_PER_MIB),
         "shared_mean_mib": spread(|r| r.mean_shared() / PAGES_PER_MIB),
@@ -106,8 +108,9 @@ fn arm_figures(none: &[&ArmRun], runs: &[&ArmRun]) -> Value {
         "agent_cpu_percent": spread(agent_percent),
         "work_wall_s": spread(|r| mean(r.work.iter().map(|w| w.wall_s))),
         "work_vcpu_s": spread(|r| mean(r.work.iter().map(|w| w.vcpu_s))),
+        "work_system_s": spread(|r| mean(r.work.iter().map(|w| w.system_s))),
+        "work_faults": spread(|r| mean(r.work.iter().map(|w| w.faults))),
         "work_delayed_s": spread(|r| mean(r.work.iter().map(|w| w.delay_s))),
-        "slowdown_percent": {"min": slowdowns.first(), "median": middle(&slowdowns), "max": slowdowns.last()},
         "ksm_scanned_pages_per_s": runs
             .last()
             .and_then(|r| Some(r.end().ksm_scanned_pages? as f64 / r.end().t_s)),
@@ -127,6 +130,10 @@ fn fold_name(pages_per_second: u64) -> String {
     Mechanism::Fold { pages_per_second }.name()
 }
 
+fn beside_name(pages_per_second: u64) -> String {
+    Mechanism::FoldBesideNone { pages_per_second }.name()
+}
+
 fn arm<'a>(runs: &'a [ArmRun], name: &str) -> Vec<&'a ArmRun> {
     runs.iter().filter(|r| r.mechanism.name() == name).collect()
 }
@@ -143,36 +150,71 @@ fn matched_folded_percent(run: &ArmRun) -> f64 {
 
 /// CPU of the agents in percent of a guest's vCPU.
 fn agent_percent(run: &ArmRun) -> f64 {
+    let with_agent = match run.mechanism {
+        Mechanism::FoldBesideNone { .. } => run.work.len() / 2,
+        _ => run.work.len(),
+    };
+    let work = &run.work[..with_agent];
     mean(
-        run.work
-            .iter()
+        work.iter()
             .map(|w| w.agent_s / w.wall_s.max(1e-3) * 100.0),
     )
 }
 
-/// Time that the work of a VM took by itself: without waiting for a core that others had. What the mechanism used of the cores is
-/// counted in full, in equal parts; in the arm without one, the agent counts for nothing.
-fn own_time(run: &ArmRun, work: &VmWork) -> f64 {
-    let time = work.wall_s - work.delay_s;
-    match run.mechanism {
-        Mechanism::None => time - work.agent_s,
-        _ => time + run.scanner_cpu_s() / run.work.len() as f64,
-    }
+/// The VMs of a run that were folded, each with the one of the same image that was not.
+fn pairs(run: &ArmRun) -> impl Iterator<Item = (&VmWork, &VmWork)> {
+    let (folded, plain) = run.work.split_at(run.work.len() / 2);
+    folded.iter().zip(plain)
 }
 
-/// For each VM and repeat, in percent, sorted.
-fn slowdown(none: &[&ArmRun], other: &[&ArmRun], time: fn(&ArmRun, &VmWork) -> f64) -> Vec<f64> {
+/// Time that the work of a VM took by itself: without waiting for a core that others had.
+fn own_time(work: &VmWork) -> f64 {
+    work.wall_s - work.delay_s
+}
+
+/// CPU time of a guest's agent. The guest takes all time for its own, also while its vCPU waits for a core.
+fn agent_time(work: &VmWork) -> f64 {
+    work.agent_s * work.vcpu_s / work.wall_s.max(1e-3)
+}
+
+/// CPU time of the mechanism for each VM that it dealt with.
+fn scanner_each(run: &ArmRun) -> f64 {
+    run.scanner_cpu_s() / pairs(run).count().max(1) as f64
+}
+
+/// By how much longer folded guests worked than those beside them, in percent, sorted. What the mechanism used of the cores is
+/// counted in full, in equal parts.
+fn slowdowns(runs: &[ArmRun]) -> Vec<f64> {
     let mut all = Vec::new();
-    for run in other {
-        let Some(base) = none.iter().find(|n| n.repeat == run.repeat) else {
-            continue;
-        };
-        for (before, after) in base.work.iter().zip(&run.work) {
-            all.push((time(run, after) / time(base, before) - 1.0) * 100.0);
-        }
+    for run in arm(runs, &beside_name(BUDGETS[0])) {
+        let percent = pairs(run).map(|(folded, plain)| {
+            let with = own_time(folded) + scanner_each(run);
+            (with / own_time(plain) - 1.0) * 100.0
+        });
+        all.extend(percent);
     }
     all.sort_by(f64::total_cmp);
     all
+}
+
+/// Of what the slowdown is made, on average.
+fn slowdown_parts(runs: &[&ArmRun]) -> Value {
+    let part = |of: fn(&ArmRun, &VmWork, &VmWork) -> f64| {
+        let of_run = |run: &&ArmRun| -> Vec<f64> {
+            let percent = pairs(run)
+                .map(|(folded, plain)| of(run, folded, plain) / own_time(plain) * 100.0);
+            percent.collect()
+        };
+        mean(runs.iter().flat_map(of_run))
+    };
+    json!({
+        "scanner": part(|run, _, _| scanner_each(run)),
+        "agent": part(|_, folded, plain| agent_time(folded) - agent_time(plain)),
+        "rest_of_vcpu": part(|_, folded, plain| {
+            folded.vcpu_s - agent_time(folded) - plain.vcpu_s + agent_time(plain)
+        }),
+        "waiting": part(|_, folded, plain| own_time(folded) - folded.vcpu_s - own_time(plain) + plain.vcpu_s),
+    })
 }
 
 /// Guests whose compiler made something else than most.
@@ -223,7 +265,7 @@ pub fn figures(study: &Value) -> Vec<(String, String)> {
     let samples = study["samples"].as_array().unwrap_or(&empty);
     let mut names: Vec<&str> = Vec::new();
     for name in samples.iter().filter_map(|s| s["arm"].as_str()) {
-        if !names.contains(&name) && name != "none" {
+        if !names.contains(&name) && !name.ends_with("none") {
             names.push(name);
         }
     }
@@ -275,6 +317,8 @@ mod tests {
             wall_s,
             delay_s: 10.0,
             vcpu_s: wall_s - 10.0,
+            system_s: 0.0,
+            faults: 0.0,
             agent_s: 1.0,
             output: "same".into(),
         };
@@ -306,7 +350,15 @@ mod tests {
             pages_per_second: BUDGETS[0],
             cpu: Vec::new(),
         };
+        let beside = Mechanism::FoldBesideNone {
+            pages_per_second: BUDGETS[0],
+        };
+        let mut beside = run(beside, 6000, 113.0);
+        beside.work[1].wall_s = 110.0;
+        beside.work[1].vcpu_s = 100.0;
+        beside.work[1].agent_s = 0.0;
         vec![
+            beside,
             run(Mechanism::None, 0, 111.0),
             run(fold, 6000, 113.0),
             run(Mechanism::KsmDefault, 500, 112.0),
@@ -325,8 +377,18 @@ mod tests {
         // Nothing shared counts as one page; the mean of 0 and 6000.
         assert!(near(&results["ratio_over_ksm_equal_cpu"], 3000.0));
         assert!(near(&results["share_of_matched_folded_percent"], 95.0));
-        // (113 - 10 + 2 / 2) against (111 - 10 - 1).
-        assert!(near(&results["guest_slowdown_percent"], 4.0));
+        // (113 - 10 + 2) against (110 - 10).
+        assert!(near(&results["guest_slowdown_percent"], 5.0));
+        let parts = &results["guest_slowdown_parts_percent"];
+        let agent = 103.0 / 113.0;
+        for (part, percent) in [
+            ("scanner", 2.0),
+            ("agent", agent),
+            ("rest_of_vcpu", 3.0 - agent),
+            ("waiting", 0.0),
+        ] {
+            assert!(near(&parts[part], percent), "{part}: {parts}");
+        }
         assert_eq!(results["guest_checksum_errors"], 0);
         assert_eq!(results["guest_build_errors"], 0);
         assert!(near(
@@ -338,7 +400,7 @@ mod tests {
     #[test]
     fn a_guest_that_built_something_else_is_an_error() {
         let mut runs = runs();
-        runs[2].work[1].output = "other".into();
+        runs[3].work[1].output = "other".into();
         assert_eq!(of(&runs)["guest_build_errors"], 1);
     }
 

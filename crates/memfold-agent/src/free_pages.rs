@@ -1,0 +1,136 @@
+//! Which page frames the guest's kernel has free, for a snapshot that leaves them out.
+//!
+//! Source: `/proc/kpageflags`, `Documentation/admin-guide/mm/pagemap.rst`. The host tracks writes from before this list is made, so a
+//! page that is used later is seen by what is written to it.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+/// `KPF_BUDDY`: the page lies in a free block of the page allocator. The kernel finds that without a lock, and could see a page
+/// that is part of a block taken at this moment; what is in use in any other way has another flag, or neighbours that are not free.
+const FREE: u64 = 1 << 10;
+
+/// Frames that are told only together, all free: larger than what the kernel takes in one piece without marking each page of it.
+const TOGETHER: u64 = 16;
+
+/// Frames read at once.
+const CHUNK: u64 = 64 << 10;
+
+/// Bytes of a flag word in `/proc/kpageflags`.
+const WORD: u64 = 8;
+
+/// Conditions of the kernel's command line under which free pages must keep their bytes.
+const CHECKED: [&str; 3] = ["page_poison", "debug_pagealloc", "slub_debug"];
+
+/// Writes all of them.
+pub fn write(out: &mut impl Write) -> io::Result<()> {
+    let line = std::fs::read_to_string("/proc/cmdline")?;
+    if let Some(option) = checks_free_pages(&line) {
+        return Err(io::Error::other(format!(
+            "this kernel checks the bytes of free pages ({option} on its command line)"
+        )));
+    }
+    let flags = File::open("/proc/kpageflags")?;
+    let mut out = BufWriter::new(out);
+    for ram in ram(&std::fs::read_to_string("/proc/iomem")?) {
+        let mut last: Option<Range<u64>> = None;
+        let mut at = ram.start;
+        while at < ram.end {
+            let end = ram.end.min(at + CHUNK);
+            for run in free_runs(at, &read(&flags, at..end)?) {
+                last = match last {
+                    Some(before) if before.end == run.start => Some(before.start..run.end),
+                    before => {
+                        put(&mut out, before)?;
+                        Some(run)
+                    }
+                };
+            }
+            at = end;
+        }
+        put(&mut out, last)?;
+    }
+    out.flush()
+}
+
+fn put(out: &mut impl Write, run: Option<Range<u64>>) -> io::Result<()> {
+    run.map_or(Ok(()), |run| {
+        writeln!(out, "{} {}", run.start, run.end - run.start)
+    })
+}
+
+fn read(flags: &File, frames: Range<u64>) -> io::Result<Vec<u64>> {
+    let length = usize::try_from((frames.end - frames.start) * WORD).unwrap_or(0);
+    let mut bytes = vec![0; length];
+    flags.read_exact_at(&mut bytes, frames.start * WORD)?;
+    let word = |word: &[u8]| u64::from_ne_bytes(word.try_into().unwrap_or_default());
+    Ok(bytes.chunks_exact(8).map(word).collect())
+}
+
+/// Runs of whole groups that are free, of the frames from `first` on, which is a multiple of [`TOGETHER`].
+fn free_runs(first: u64, flags: &[u64]) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    let groups = flags.chunks_exact(usize::try_from(TOGETHER).unwrap_or(1));
+    for (start, group) in (first..).step_by(TOGETHER as usize).zip(groups) {
+        if group.iter().any(|&flags| flags != FREE) {
+            continue;
+        }
+        match runs.last_mut().filter(|run| run.end == start) {
+            Some(run) => run.end += TOGETHER,
+            None => runs.push(start..start + TOGETHER),
+        }
+    }
+    runs
+}
+
+/// The frames of the lines "System RAM" of `/proc/iomem`, to whole groups.
+fn ram(iomem: &str) -> Vec<Range<u64>> {
+    const GROUP: u64 = TOGETHER * 4096;
+    let range = |line: &str| {
+        let (range, what) = line.split_once(" : ")?;
+        let (first, last) = range.split_once('-')?;
+        let first = u64::from_str_radix(first, 16).ok()?;
+        let end = u64::from_str_radix(last, 16).ok()?.checked_add(1)?;
+        let frames = first.div_ceil(GROUP) * TOGETHER..end / GROUP * TOGETHER;
+        (what == "System RAM" && end > 1 && frames.start < frames.end).then_some(frames)
+    };
+    iomem.lines().filter_map(range).collect()
+}
+
+/// The option of the kernel's command line that makes it check free pages.
+fn checks_free_pages(line: &str) -> Option<&str> {
+    line.split_ascii_whitespace().find(|option| {
+        let name = option.split('=').next().unwrap_or_default();
+        CHECKED.contains(&name)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_whole_groups_of_free_pages_are_told() {
+        let mut flags = vec![FREE; 100];
+        // A page in use, and one that a racing look took for free though it is part of a larger page (KPF_COMPOUND_TAIL).
+        flags[20] = 0;
+        flags[50] = FREE | 1 << 16;
+        assert_eq!(free_runs(1600, &flags), [1600..1616, 1632..1648, 1664..1696]);
+    }
+
+    #[test]
+    fn ram_is_found_among_other_memory() {
+        let text = "00000000-00000fff : Reserved\n00001000-0009fbff : System RAM\n00100000-1ffdefff : System RAM\n  \
+            01000000-01ffffff : Kernel code\nfeffc000-feffffff : Reserved\n100000000-17fffffff : System RAM\n";
+        assert_eq!(ram(text), [16..144, 256..130_992, 1_048_576..1_572_864]);
+        assert!(ram("00000000-00000000 : System RAM\n").is_empty(), "as others than root see it");
+    }
+
+    #[test]
+    fn a_kernel_that_checks_free_pages_is_known_by_its_command_line() {
+        assert_eq!(checks_free_pages("root=/dev/vda page_poison=1 quiet"), Some("page_poison=1"));
+        assert_eq!(checks_free_pages("root=/dev/vda init_on_free=1"), None);
+    }
+}

@@ -1,0 +1,483 @@
+//! Study E: how long it takes to save and restore a VM without its soft state, and how large that is, next to QEMU's own way.
+//!
+//! A VM's programs use 200 MB; everything else of its memory is filled with page cache, read from a disk of random bytes. Then the
+//! same VM is saved twice, one after the other, and both are restored:
+//!
+//! | way | what it does |
+//! |---|---|
+//! | `qemu` | VM stopped, `migrate file:` with mapped-ram and multifd (2 channels), VM goes on |
+//! | `memfold` | `snapshot save --keep none`: cache dropped, free pages listed, VM stopped, RAM image, VM goes on |
+//!
+//! Times are from the command to its end, dropping included, and to `running` in a new QEMU process. What a VM's program holds in
+//! memory has a checksum, taken again in every restored VM. Files are left in the host's page cache as the save left them.
+
+use std::fs::File;
+use std::io::{BufWriter, Write as _};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use memfold_units::{ByteSize, PAGE_SIZE};
+use serde_json::{Value, json};
+
+use super::figure::{self, Axis, Series};
+use super::lab::{DiskMode, Lab};
+use crate::api::SaveRequest;
+use crate::daemon::DaemonError;
+use crate::fold::EngineSettings;
+use crate::snapshot::{Keep, Manifest, SnapshotError};
+use crate::vm::{Aio, CacheMode, DiskFormat, DiskSpec, Incoming, Qmp, Vm, VmDirectory, VmSpec};
+
+const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Time for one thing that a guest does, or QEMU.
+const LIMIT: Duration = Duration::from_secs(900);
+
+const VM: &str = "saved";
+
+/// Holds `USED` MiB and writes their checksum to `/run/held`, again at SIGUSR1.
+const HOLD: &str = r#"cat > /run/hold.py <<'END'
+import hashlib, os, signal
+held = bytearray(os.urandom(1 << 20) * USED)
+for page in range(0, len(held), 4096):
+    held[page:page + 8] = (page + 1).to_bytes(8, "little")
+def tell(*_):
+    open("/run/held.new", "w").write(hashlib.sha256(held).hexdigest())
+    os.rename("/run/held.new", "/run/held")
+signal.signal(signal.SIGUSR1, tell)
+tell()
+while True:
+    signal.pause()
+END
+systemd-run -q --unit=hold python3 /run/hold.py
+while [ ! -s /run/held ]; do sleep 0.2; done; cat /run/held"#;
+
+/// Reads all of the second disk; prints the KiB of cache that the guest has then.
+const FILL: &str = "cat /dev/vdb > /dev/null; sync; awk '/^(Buffers|Cached):/ { sum += $2 } END { print sum }' /proc/meminfo";
+
+const CHECK: &str = "rm -f /run/held; systemctl kill -s USR1 hold; while [ ! -s /run/held ]; do sleep 0.1; done; cat /run/held";
+
+/// One VM to save.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Case {
+    memory: ByteSize,
+    /// MiB that a program holds.
+    used_mib: u64,
+}
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Memory sizes in MiB, with 200 MB used.
+    sizes_mib: Vec<u64>,
+    /// MiB used, at 2 GiB.
+    used_mib: Vec<u64>,
+}
+
+impl Options {
+    /// 1 and 2 GiB.
+    #[must_use]
+    pub fn quick() -> Self {
+        Self {
+            sizes_mib: vec![1024, 2048],
+            used_mib: Vec::new(),
+        }
+    }
+
+    fn cases(&self) -> Vec<Case> {
+        let case = |memory_mib, used_mib| Case {
+            memory: ByteSize::mib(memory_mib),
+            used_mib,
+        };
+        let sizes = self.sizes_mib.iter().map(|&size| case(size, 200));
+        let used = self.used_mib.iter().map(|&used| case(2048, used));
+        sizes.chain(used).collect()
+    }
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            sizes_mib: vec![512, 1024, 2048, 4096, 8192],
+            used_mib: vec![50, 400, 800],
+        }
+    }
+}
+
+/// One way to save and restore, measured.
+#[derive(Clone, Copy, Debug, Default)]
+struct Way {
+    save_s: f64,
+    pause_s: f64,
+    restore_s: f64,
+    bytes: u64,
+}
+
+struct Measured {
+    case: Case,
+    cached_kib: u64,
+    qemu: Way,
+    ours: Way,
+    manifest: Manifest,
+    /// Restored VMs whose program's memory was not what it had been.
+    wrong: u64,
+}
+
+/// Runs the study: `results` and `samples`.
+pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let mut all = Vec::new();
+    for case in options.cases() {
+        let measured = measure(case).with_context(|| {
+            format!("VM of {}, {} MiB used", case.memory, case.used_mib)
+        })?;
+        eprintln!("{}", in_short(&measured));
+        all.push(measured);
+    }
+    Ok(json!({
+        "samples": all.iter().map(sample).collect::<Vec<_>>(),
+        "results": results(&all),
+    }))
+}
+
+fn measure(case: Case) -> anyhow::Result<Measured> {
+    let lab = Lab::new(EngineSettings::default())?;
+    let place = tempfile::Builder::new()
+        .prefix("memfold-study.")
+        .tempdir()
+        .context("no directory for the study")?;
+    let data = place.path().join("data.img");
+    write_random(&data, case.memory).with_context(|| format!("cannot fill {}", data.display()))?;
+    let mut spec = Lab::spec(VM, "trixie-a", case.memory, DiskMode::Buffered)?;
+    let mut disk = DiskSpec::new(&data);
+    // The host has no use for a second copy of it.
+    (disk.read_only, disk.cache, disk.aio) = (true, CacheMode::None, Aio::IoUring);
+    spec.disks.push(disk);
+    lab.start(spec.clone())?;
+    lab.wait_ready(VM, BOOT_TIMEOUT)?;
+    let held = lab.exec(VM, &HOLD.replace("USED", &case.used_mib.to_string()), LIMIT)?;
+    let cached = lab.exec(VM, FILL, LIMIT)?;
+    let cached_kib = cached.trim().parse().context("the guest's cache")?;
+
+    let image = place.path().join("qemu.img");
+    let disk = place.path().join("disk.qcow2");
+    let mut qemu = save_by_qemu(&lab, &image, &disk)?;
+    let began = Instant::now();
+    let manifest = lab.daemon().save_snapshot(&SaveRequest {
+        vm: VM.into(),
+        name: VM.into(),
+        keep: Keep::None,
+    })?;
+    let save_s = began.elapsed().as_secs_f64();
+    let shelf = lab.daemon().snapshots()?;
+    let bytes = shelf.first().context("no snapshot")?.disk_bytes;
+    let mut wrong = u64::from(lab.exec(VM, CHECK, LIMIT)? != held);
+    lab.stop(VM)?;
+
+    let began = Instant::now();
+    lab.daemon().restore(VM, "restored")?;
+    let ours = Way {
+        save_s,
+        pause_s: manifest.pause_ms / 1000.0,
+        restore_s: began.elapsed().as_secs_f64(),
+        bytes,
+    };
+    wrong += u64::from(check(&lab, "restored")? != held);
+    qemu.restore_s = restore_by_qemu(&lab, &spec, &manifest, &image, &disk)?;
+    wrong += u64::from(check(&lab, "plain")? != held);
+    Ok(Measured {
+        case,
+        cached_kib,
+        qemu,
+        ours,
+        manifest,
+        wrong,
+    })
+}
+
+fn check(lab: &Lab, name: &str) -> anyhow::Result<String> {
+    lab.daemon().wait_agent(name, BOOT_TIMEOUT)?;
+    let held = lab.exec(name, CHECK, LIMIT)?;
+    lab.stop(name)?;
+    Ok(held)
+}
+
+/// Bytes that no page repeats and nothing compresses.
+fn write_random(path: &Path, size: ByteSize) -> std::io::Result<()> {
+    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
+    let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
+    for _ in 0..size.0 / 8 {
+        // Xorshift, by Marsaglia.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        file.write_all(&state.to_ne_bytes())?;
+    }
+    file.flush()?;
+    file.get_ref().sync_all()
+}
+
+fn monitor(lab: &Lab) -> anyhow::Result<Qmp> {
+    let socket = VmDirectory::of(lab.directory(), VM).qmp();
+    Ok(Qmp::connect(&socket, Duration::from_secs(10))?)
+}
+
+fn prepare_migration(qmp: &mut Qmp) -> anyhow::Result<()> {
+    let on = |name| json!({ "capability": name, "state": true });
+    qmp.execute(
+        "migrate-set-capabilities",
+        json!({ "capabilities": [on("mapped-ram"), on("multifd")] }),
+    )?;
+    qmp.execute("migrate-set-parameters", json!({ "multifd-channels": 2 }))?;
+    Ok(())
+}
+
+/// Also keeps the disk as it is at that instant.
+fn save_by_qemu(lab: &Lab, image: &Path, disk: &Path) -> anyhow::Result<Way> {
+    let mut qmp = monitor(lab)?;
+    prepare_migration(&mut qmp)?;
+    let began = Instant::now();
+    qmp.query("stop")?;
+    qmp.execute("migrate", json!({ "uri": format!("file:{}", image.display()) }))?;
+    wait_migrated(&mut qmp, "query-migrate", &["completed"])?;
+    let save_s = began.elapsed().as_secs_f64();
+    let overlay = overlay(&mut qmp)?;
+    std::fs::copy(&overlay, disk).with_context(|| format!("cannot copy {}", overlay.display()))?;
+    qmp.query("cont")?;
+    Ok(Way {
+        save_s,
+        pause_s: save_s,
+        restore_s: 0.0,
+        bytes: std::fs::metadata(image)?.blocks() * 512,
+    })
+}
+
+fn wait_migrated(qmp: &mut Qmp, query: &str, wanted: &[&str]) -> anyhow::Result<()> {
+    let end = Instant::now() + LIMIT;
+    loop {
+        let answer = qmp.query(query)?;
+        match answer["status"].as_str() {
+            Some(status) if wanted.contains(&status) => return Ok(()),
+            Some("failed" | "cancelled") => bail!("QEMU: {answer}"),
+            _ if Instant::now() > end => bail!("QEMU: {answer}"),
+            _ => std::thread::sleep(Duration::from_millis(2)),
+        }
+    }
+}
+
+/// The file that the VM's first disk writes to.
+fn overlay(qmp: &mut Qmp) -> anyhow::Result<PathBuf> {
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let file = nodes
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|node| node["node-name"] == "overlay-file0")
+        .and_then(|node| node["file"].as_str());
+    Ok(file.context("QEMU doesn't tell the VM's overlay")?.into())
+}
+
+/// Restores as `plain`; seconds until it runs.
+fn restore_by_qemu(
+    lab: &Lab,
+    spec: &VmSpec,
+    saved: &Manifest,
+    image: &Path,
+    disk: &Path,
+) -> anyhow::Result<f64> {
+    let mut spec = spec.clone();
+    spec.name = "plain".into();
+    // Ours leaves that section of the stream out.
+    let configuration = ["-global", "migration.send-configuration=on"];
+    spec.qemu_args.extend(configuration.map(String::from));
+    let cache = spec.disks[0].cache;
+    spec.disks[0] = DiskSpec::new(disk);
+    (spec.disks[0].format, spec.disks[0].cache) = (Some(DiskFormat::Qcow2), cache);
+    let incoming = Incoming {
+        qemu: saved.qemu,
+        machine: saved.machine.clone(),
+        accel: saved.accel.clone(),
+    };
+    let began = Instant::now();
+    let mut ran = 0.0;
+    lab.daemon().launch(spec, |state, spec| {
+        let vm = crate::vm::start_incoming(state, spec, &incoming)?;
+        let loaded = load(&vm, image).map(|()| ran = began.elapsed().as_secs_f64());
+        if let Err(error) = loaded {
+            let _ = vm.stop(Duration::ZERO);
+            return Err(DaemonError::from(SnapshotError::Qemu(format!("{error:#}"))));
+        }
+        Ok(vm)
+    })?;
+    ensure!(ran > 0.0, "no time was taken");
+    Ok(ran)
+}
+
+fn load(vm: &Vm, image: &Path) -> anyhow::Result<()> {
+    let mut qmp = vm.daemon_qmp()?;
+    prepare_migration(&mut qmp)?;
+    qmp.execute(
+        "migrate-incoming",
+        json!({ "uri": format!("file:{}", image.display()) }),
+    )?;
+    wait_migrated(&mut qmp, "query-status", &["paused", "running", "prelaunch"])?;
+    qmp.query("cont")?;
+    Ok(())
+}
+
+/// By how many percent `ours` is less.
+fn reduction(ours: f64, theirs: f64) -> f64 {
+    (1.0 - ours / theirs) * 100.0
+}
+
+fn reductions(m: &Measured) -> [(&'static str, f64); 3] {
+    [
+        ("save_reduction_percent", reduction(m.ours.save_s, m.qemu.save_s)),
+        ("restore_reduction_percent", reduction(m.ours.restore_s, m.qemu.restore_s)),
+        ("size_reduction_percent", reduction(m.ours.bytes as f64, m.qemu.bytes as f64)),
+    ]
+}
+
+/// The headline is that of the largest VM.
+fn results(all: &[Measured]) -> Value {
+    let mut results = serde_json::Map::new();
+    let sized = |m: &&Measured| m.case.used_mib == 200;
+    let largest = all.iter().filter(sized).max_by_key(|m| m.case.memory.0);
+    let base = all.iter().find(|m| sized(m) && m.case.memory == ByteSize::mib(1024));
+    if let Some(m) = largest {
+        results.insert("memory_mib".into(), (m.case.memory.0 >> 20).into());
+        for (key, percent) in reductions(m) {
+            results.insert(key.into(), percent.into());
+        }
+        if let Some(base) = base {
+            let mut ratio = |key: &str, of: fn(&Way) -> f64| {
+                results.insert(key.into(), (of(&m.ours) / of(&base.ours)).into());
+            };
+            ratio("save_ratio_over_1_gib", |way| way.save_s);
+            ratio("restore_ratio_over_1_gib", |way| way.restore_s);
+        }
+        results.insert("pause_ms".into(), m.manifest.pause_ms.into());
+    }
+    let wrong: u64 = all.iter().map(|m| m.wrong).sum();
+    results.insert("memory_errors".into(), wrong.into());
+    results.insert("memory_checks".into(), (all.len() * 3).into());
+    Value::Object(results)
+}
+
+fn sample(m: &Measured) -> Value {
+    let way = |way: &Way| {
+        json!({
+            "save_s": way.save_s, "pause_s": way.pause_s, "restore_s": way.restore_s, "bytes": way.bytes,
+        })
+    };
+    json!({
+        "memory_mib": m.case.memory.0 >> 20,
+        "used_mib": m.case.used_mib,
+        "cached_mib": m.cached_kib >> 10,
+        "qemu": way(&m.qemu),
+        "memfold": way(&m.ours),
+        "pages": m.manifest.counts,
+        "free_kept": m.manifest.free_kept,
+        "steps": m.manifest.steps,
+        "reductions": reductions(m).into_iter().collect::<std::collections::BTreeMap<_, _>>(),
+    })
+}
+
+fn in_short(m: &Measured) -> String {
+    let way = |way: &Way| {
+        format!("{:.2} s to save, {:.2} s to restore, {}", way.save_s, way.restore_s, ByteSize(way.bytes))
+    };
+    let counts = &m.manifest.counts;
+    let s = &m.manifest.steps;
+    let steps = format!(
+        "drop {:.0} ms, list {:.0}, devices {:.0}, RAM {:.0}, disks {:.0}",
+        s.drop_ms, s.list_ms, s.devices_ms, s.ram_ms, s.disks_ms
+    );
+    format!(
+        "VM of {}, {} MiB used, {} MiB cached\n  qemu     {}\n  memfold  {} (saved {}, free {}; {}){}",
+        m.case.memory,
+        m.case.used_mib,
+        m.cached_kib >> 10,
+        way(&m.qemu),
+        way(&m.ours),
+        ByteSize(counts.saved_pages * PAGE_SIZE),
+        ByteSize(counts.free_pages * PAGE_SIZE),
+        steps,
+        if m.wrong > 0 { "; MEMORY DIFFERS" } else { "" },
+    )
+}
+
+/// The study's figures, by name.
+#[must_use]
+pub fn figures(study: &Value) -> Vec<(String, String)> {
+    let empty = Vec::new();
+    let samples = study["samples"].as_array().unwrap_or(&empty);
+    let series = |x: &str, way: &str, key: &str, step: &str, divisor: f64| {
+        let of_sweep = samples.iter().filter(|s| match x {
+            "memory_mib" => s["used_mib"] == 200,
+            _ => s["memory_mib"] == 2048,
+        });
+        let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
+        let mut points: Vec<(f64, f64)> = of_sweep
+            .map(|s| (number(&s[x]), number(&s[way][key]) / divisor))
+            .collect();
+        points.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let who = if way == "qemu" { "QEMU" } else { "memfold" };
+        Series {
+            name: format!("{who}: {step}"),
+            points,
+            dashed: way == "qemu",
+        }
+    };
+    let times = |x| {
+        vec![
+            series(x, "qemu", "save_s", "save", 1.0),
+            series(x, "qemu", "restore_s", "restore", 1.0),
+            series(x, "memfold", "save_s", "save", 1.0),
+            series(x, "memfold", "restore_s", "restore", 1.0),
+        ]
+    };
+    let sizes = |x| {
+        let mib = f64::from(1 << 20);
+        vec![
+            series(x, "qemu", "bytes", "size", mib),
+            series(x, "memfold", "bytes", "size", mib),
+        ]
+    };
+    let memory = Axis::log("MiB of memory, 200 used by programs");
+    let used = Axis::linear("MiB used by programs, of 2048");
+    let seconds = Axis::log("seconds");
+    let mib = Axis::log("MiB");
+    let mut figures = vec![
+        ("snapshots-time", figure::lines("Saving and restoring by memory size", &memory, &seconds, &times("memory_mib"))),
+        ("snapshots-size", figure::lines("Size of a snapshot by memory size", &memory, &mib, &sizes("memory_mib"))),
+    ];
+    if samples.iter().any(|s| s["used_mib"] != 200) {
+        figures.push(("snapshots-used-time", figure::lines("Saving and restoring by used memory", &used, &seconds, &times("used_mib"))));
+        figures.push(("snapshots-used-size", figure::lines("Size of a snapshot by used memory", &used, &mib, &sizes("used_mib"))));
+    }
+    let named = figures.into_iter();
+    named.map(|(name, svg)| (name.to_owned(), svg)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_takes_a_tenth_is_less_by_ninety_percent() {
+        assert!((reduction(1.0, 10.0) - 90.0).abs() < 1e-9);
+        assert!((reduction(3.0, 2.0) + 50.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn figures_show_both_ways() {
+        let way = |save: f64| json!({ "save_s": save, "pause_s": save, "restore_s": save, "bytes": 1_000_000 });
+        let sample = |memory| json!({ "memory_mib": memory, "used_mib": 200, "qemu": way(9.0), "memfold": way(1.0) });
+        let drawn = figures(&json!({ "samples": [sample(1024), sample(2048)] }));
+        assert_eq!(drawn.len(), 2);
+        for (_, svg) in drawn {
+            assert!(svg.contains("QEMU: ") && svg.contains("memfold: "));
+        }
+    }
+}
