@@ -61,20 +61,25 @@ fn put(out: &mut impl Write, run: Option<Range<u64>>) -> io::Result<()> {
     })
 }
 
-fn read(flags: &File, frames: Range<u64>) -> io::Result<Vec<u64>> {
+/// The flag words of these frames, as they lie in the file.
+fn read(flags: &File, frames: Range<u64>) -> io::Result<Vec<u8>> {
     let length = usize::try_from((frames.end - frames.start) * WORD).unwrap_or(0);
-    let mut bytes = vec![0; length];
-    flags.read_exact_at(&mut bytes, frames.start * WORD)?;
-    let word = |word: &[u8]| u64::from_ne_bytes(word.try_into().unwrap_or_default());
-    Ok(bytes.chunks_exact(8).map(word).collect())
+    let mut words = vec![0; length];
+    flags.read_exact_at(&mut words, frames.start * WORD)?;
+    Ok(words)
 }
 
 /// Runs of whole groups that are free, of the frames from `first` on, which is a multiple of [`TOGETHER`].
-fn free_runs(first: u64, flags: &[u64]) -> Vec<Range<u64>> {
+fn free_runs(first: u64, words: &[u8]) -> Vec<Range<u64>> {
+    let mut free_group = [0; (TOGETHER * WORD) as usize];
+    for word in free_group.chunks_exact_mut(WORD as usize) {
+        word.copy_from_slice(&FREE.to_ne_bytes());
+    }
     let mut runs: Vec<Range<u64>> = Vec::new();
-    let groups = flags.chunks_exact(usize::try_from(TOGETHER).unwrap_or(1));
+    let groups = words.chunks_exact(free_group.len());
     for (start, group) in (first..).step_by(TOGETHER as usize).zip(groups) {
-        if group.iter().any(|&flags| flags != FREE) {
+        // As bytes: in an emulated guest this is what counts.
+        if group != free_group {
             continue;
         }
         match runs.last_mut().filter(|run| run.end == start) {
@@ -117,14 +122,15 @@ mod tests {
         // A page in use, and one that a racing look took for free though it is part of a larger page (KPF_COMPOUND_TAIL).
         flags[20] = 0;
         flags[50] = FREE | 1 << 16;
-        assert_eq!(free_runs(1600, &flags), [1600..1616, 1632..1648, 1664..1696]);
+        let words: Vec<u8> = flags.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        assert_eq!(free_runs(1600, &words), [1600..1616, 1632..1648, 1664..1696]);
     }
 
     #[test]
     fn ram_is_found_among_other_memory() {
         let text = "00000000-00000fff : Reserved\n00001000-0009fbff : System RAM\n00100000-1ffdefff : System RAM\n  \
             01000000-01ffffff : Kernel code\nfeffc000-feffffff : Reserved\n100000000-17fffffff : System RAM\n";
-        assert_eq!(ram(text), [16..144, 256..130_992, 1_048_576..1_572_864]);
+        assert_eq!(ram(text), [16..144, 256..131_024, 1_048_576..1_572_864]);
         assert!(ram("00000000-00000000 : System RAM\n").is_empty(), "as others than root see it");
     }
 

@@ -158,7 +158,7 @@ impl Machine {
     }
 
     /// Reads layout and conditions anew and tells the engine what has changed.
-    fn look_again(&self) {
+    pub fn look_again(&self) {
         let looked = {
             let mut qmp = self.monitor.lock();
             self.vm
@@ -214,7 +214,6 @@ impl Machine {
     }
 
     /// Why the VM is not folded, in one line.
-    /// Why it can't be folded, if so.
     pub fn problem(&self) -> Option<String> {
         self.fold_problems().into_iter().next()
     }
@@ -357,6 +356,10 @@ impl Machine {
         timeout: Duration,
     ) -> Result<CommandResult, crate::vm::AgentError> {
         self.agent_or_error()?.run(script, timeout)
+    }
+
+    pub fn take_inventory(&self) -> Result<(), crate::vm::AgentError> {
+        self.agent_or_error()?.take_inventory()
     }
 
     pub fn wait_agent(&self, timeout: Duration) -> Result<(), crate::vm::AgentError> {

@@ -175,6 +175,8 @@ pub(super) struct VmState {
     pub wait_for_pause: Vec<Hint>,
     pub zero: super::zero::ZeroPass,
     pub mappings: usize,
+    /// While a snapshot is made: the problem that it has afterwards.
+    pub held: Option<Option<String>>,
     pub stats: VmStats,
 }
 
@@ -450,6 +452,7 @@ impl Engine {
             wait_for_pause: Vec::new(),
             zero: super::zero::ZeroPass::new(self.settings.drop_zero.then_some(now)),
             mappings: 0,
+            held: None,
             stats: VmStats {
                 name,
                 domain: domain.clone(),
@@ -582,7 +585,8 @@ impl Engine {
         let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
         match vm.guest.order(order, None) {
             Ok(Reply::Ok) => {
-                vm.stats.problem.get_or_insert_with(|| HELD.to_owned());
+                let before = vm.stats.problem.replace(HELD.to_owned());
+                vm.held.get_or_insert(before);
                 Ok(())
             }
             Ok(Reply::Error { reason }) => Err(reason),
@@ -598,10 +602,7 @@ impl Engine {
         let Some(vm) = self.vms.get_mut(&id) else {
             return;
         };
-        if vm.stats.problem.as_deref() == Some(HELD) {
-            vm.stats.problem = None;
-            self.sweep_wanted = true;
-        }
+        let after = vm.held.take();
         for order in [Order::Continue, Order::UntrackWrites] {
             match vm.guest.order(&order, None) {
                 Ok(Reply::Error { reason }) => debug!(vm = vm.stats.name, reason, "not let go on"),
@@ -609,9 +610,17 @@ impl Engine {
                 Err(error) => return self.lost(id, &error),
             }
         }
+        if let Some(problem) = after {
+            self.set_problem(id, problem);
+        }
     }
 
     fn set_problem(&mut self, id: VmId, mut problem: Option<String>) {
+        if let Some(after) = self.vms.get_mut(&id).and_then(|vm| vm.held.as_mut()) {
+            // A page that is being folded is in no place where the snapshot looks for it.
+            *after = problem;
+            return;
+        }
         let Some(mut vm) = self.vms.remove(&id) else {
             return;
         };

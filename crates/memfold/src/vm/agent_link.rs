@@ -25,6 +25,9 @@ use serde::Serialize;
 
 /// First and longest wait before connecting again.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// First and longest time that an agent is given for its Hello. An agent may not notice that the host side went and came back,
+/// in a restored VM above all: it sees both at once, and then waits like us. The next connection is another chance.
+const SILENCE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(16));
 /// A connection that held this long was a good one: the next wait is short again.
 const GOOD_CONNECTION: Duration = Duration::from_secs(10);
 /// Longest time that a write to the guest may take.
@@ -267,6 +270,14 @@ impl AgentLink {
         self.shared.send(message)
     }
 
+    /// Asks for an inventory: what was told before and isn't told again counts no more.
+    pub fn take_inventory(&self) -> Result<(), AgentError> {
+        if self.shared.lock().session.is_none() {
+            return Err(AgentError::NoSession(self.shared.lock().last_error.clone()));
+        }
+        self.shared.send(&ToAgent::Inventory)
+    }
+
     /// Runs `/bin/sh -c script` in the guest and collects what it prints.
     pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         let mut result = CommandResult::default();
@@ -402,24 +413,35 @@ impl Shared {
 
     fn serve(&self, mut sink: impl FnMut(AgentEvent)) {
         let mut back_off = BACK_OFF.0;
+        let mut silence = SILENCE.0;
         loop {
             let began = Instant::now();
             let mut connected = false;
-            let reason = match self.connect() {
+            let ended = match self.connect() {
                 Ok(stream) => {
                     connected = true;
-                    self.converse(stream, &mut sink)
+                    self.converse(stream, silence, &mut sink)
                 }
-                Err(e) => format!("cannot connect to {}: {e}", self.path.display()),
+                Err(e) => Some(format!("cannot connect to {}: {e}", self.path.display())),
             };
             let mut state = self.lock();
             state.stream = None;
             state.end_session();
-            state.last_error.clone_from(&reason);
+            if let Some(reason) = &ended {
+                state.last_error.clone_from(reason);
+            }
             if state.stop {
                 return;
             }
             drop(state);
+            let Some(reason) = ended else {
+                silence = (silence * 2).min(SILENCE.1);
+                if self.pause(BACK_OFF.0) {
+                    return;
+                }
+                continue;
+            };
+            silence = SILENCE.0;
             if connected {
                 sink(AgentEvent::Lost { reason });
             }
@@ -455,8 +477,14 @@ impl Shared {
         state.stop
     }
 
-    /// Reads until the connection ends; why it did.
-    fn converse(&self, mut stream: UnixStream, sink: &mut impl FnMut(AgentEvent)) -> String {
+    /// Reads until the connection ends; why it did. `None`: nobody said anything for as long as `silence`.
+    fn converse(
+        &self,
+        mut stream: UnixStream,
+        silence: Duration,
+        sink: &mut impl FnMut(AgentEvent),
+    ) -> Option<String> {
+        let mut silent = stream.set_read_timeout(Some(silence)).is_ok();
         let mut decoder = Decoder::new();
         let mut chunk = vec![0; 64 << 10];
         let mut budget = Budget::new(self.options.max_bytes_per_s);
@@ -464,11 +492,17 @@ impl Shared {
         let mut greetings = VecDeque::new();
         loop {
             let n = match stream.read(&mut chunk) {
-                Ok(0) => return "QEMU closed the agent's port".into(),
+                Ok(0) => return Some("QEMU closed the agent's port".into()),
                 Ok(n) => n,
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-                Err(e) => return format!("cannot read the agent's port: {e}"),
+                Err(e) if silent && e.kind() == ErrorKind::WouldBlock => return None,
+                Err(e) => return Some(format!("cannot read the agent's port: {e}")),
             };
+            if std::mem::take(&mut silent) {
+                if let Err(e) = stream.set_read_timeout(None) {
+                    return Some(format!("cannot wait for the agent's port: {e}"));
+                }
+            }
             self.count(Counter::Bytes, n as u64);
             decoder.push(&chunk[..n]);
             loop {
@@ -481,7 +515,7 @@ impl Shared {
                             greetings.retain(|&at| now.duration_since(at) < GREETINGS.1);
                             if greetings.len() > GREETINGS.0 {
                                 self.count(Counter::ProtocolErrors, 1);
-                                return "the agent says hello without end".into();
+                                return Some("the agent says hello without end".into());
                             }
                         }
                         let weight = weight(&message);
@@ -489,21 +523,21 @@ impl Shared {
                         if let Some(wait) = pages.spend(weight) {
                             self.count(Counter::Throttled, 1);
                             if self.pause(wait) {
-                                return "the link ends".into();
+                                return Some("the link ends".into());
                             }
                         }
                     }
                     Ok(None) => break,
                     Err(e) => {
                         self.count(Counter::ProtocolErrors, 1);
-                        return format!("the agent broke the protocol: {e}");
+                        return Some(format!("the agent broke the protocol: {e}"));
                     }
                 }
             }
             if let Some(wait) = budget.spend(n) {
                 self.count(Counter::Throttled, 1);
                 if self.pause(wait) {
-                    return "the link ends".into();
+                    return Some("the link ends".into());
                 }
             }
         }

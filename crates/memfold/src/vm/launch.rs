@@ -275,8 +275,8 @@ impl Attempt<'_> {
         let log = File::create(directory.qemu_log()).map_err(failed)?;
         let mut command = Command::new(&qemu.program);
         command
-            .args(arguments(spec, machine, accel, directory, &self.overlays))
             .args(incoming.into_iter().flat_map(|_| INCOMING))
+            .args(arguments(spec, machine, accel, directory, &self.overlays))
             .current_dir("/")
             .stdin(Stdio::null())
             .stdout(log.try_clone().map_err(failed)?)

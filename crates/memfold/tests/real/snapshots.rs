@@ -36,6 +36,62 @@ one=$(cat /run/now); sleep 3; two=$(cat /run/now)
 cmp /run/nonce /var/tmp/nonce
 cat /var/tmp/state /run/nonce"#;
 
+const REWRITER: &str = include_str!("guest/rewriter.py");
+
+/// Has the rewriter check all that it holds; what it says.
+const VERIFY: &str = r#"set -e
+systemctl is-active -q rewriter || { systemctl status rewriter; exit 1; }
+rm -f /run/verified; touch /run/verify
+while [ -e /run/verify ]; do sleep 0.1; done
+cat /run/verified"#;
+
+/// Saves of one VM before a new one is started: each makes its disk's chain longer.
+const SAVES: u64 = 10;
+
+#[test]
+fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_moment() {
+    let Some(_turn) = support::turn() else { return };
+    let rounds = support::seconds("MEMFOLD_SNAPSHOT_ROUNDS", 4).as_secs();
+    let limit = Duration::from_secs(120);
+    let (mut free, mut stood) = (Vec::new(), Vec::new());
+    for first in (0..rounds).step_by(usize::try_from(SAVES).unwrap()) {
+        let lab = Lab::new(EngineSettings::default()).unwrap();
+        let spec = Lab::spec("rewriting", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+        lab.start(spec).unwrap();
+        lab.wait_ready("rewriting", BOOT).unwrap();
+        lab.fold(true).unwrap();
+        let script = format!(
+            "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
+             systemd-run -q --unit=rewriter python3 /run/rewriter.py 30000 /var/tmp/rewritten\n\
+             while [ ! -s /run/rewriter ]; do sleep 0.2; done"
+        );
+        lab.exec("rewriting", &script, limit).unwrap();
+        for round in first..rounds.min(first + SAVES) {
+            // Nothing tells the two apart but the time.
+            let wait = xxhash_rust::xxh3::xxh3_64(&round.to_le_bytes()) % 900;
+            std::thread::sleep(Duration::from_millis(wait));
+            let request = SaveRequest {
+                vm: "rewriting".into(),
+                name: format!("moment-{round}"),
+                keep: Keep::None,
+            };
+            let saved = lab.daemon().save_snapshot(&request).unwrap();
+            assert_eq!(saved.free_kept, None);
+            free.push(saved.counts.free_pages);
+            stood.push(saved.pause_ms);
+            lab.daemon().restore(&request.name, "copy").unwrap();
+            lab.daemon().wait_agent("copy", BOOT).unwrap();
+            for vm in ["copy", "rewriting"] {
+                let said = lab.exec(vm, VERIFY, limit).unwrap();
+                assert!(said.starts_with("errors 0 rounds "), "{vm}, moment {round}: {said}");
+            }
+            lab.stop("copy").unwrap();
+        }
+    }
+    println!("free pages left out {free:?}, stood still for {stood:.0?} ms");
+    assert!(free.iter().all(|&pages| pages > 0));
+}
+
 #[test]
 fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     let Some(_turn) = support::turn() else { return };
