@@ -80,7 +80,7 @@ impl Options {
     #[must_use]
     pub fn quick() -> Self {
         Self {
-            sizes_mib: vec![2048],
+            sizes_mib: vec![1024, 2048],
             used_mib: Vec::new(),
         }
     }
@@ -99,8 +99,8 @@ impl Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            sizes_mib: vec![512, 1024, 2048, 4096, 8192],
-            used_mib: vec![50, 400, 800],
+            sizes_mib: vec![1024, 2048, 4096, 8192],
+            used_mib: vec![50, 800],
         }
     }
 }

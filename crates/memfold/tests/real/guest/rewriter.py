@@ -8,25 +8,28 @@ import random
 import sys
 
 PAGE = 4096
-SIZES = [1, 3, 16, 64, 300, 1024]
+SIZES = [1, 16, 300, 2000, 4000]
 limit, path = int(sys.argv[1]), sys.argv[2]
 blocks = []
 errors = rounds = held = 0
 
 
-def content(number, page):
-    return (b"%016d%016d" % (number, page)) * (PAGE // 32)
+def content(number, pages):
+    # The same in all pages of a block: as fast as memory goes, so that much is taken between any two moments.
+    return (b"%032d" % number) * (PAGE // 32) * pages
 
 
 def check(block):
     number, memory = block
-    pages = range(len(memory) // PAGE)
-    return sum(memory[page * PAGE:(page + 1) * PAGE] != content(number, page) for page in pages)
+    if memory[:] == content(number, len(memory) // PAGE):
+        return 0
+    one = content(number, 1)
+    return sum(memory[at:at + PAGE] != one for at in range(0, len(memory), PAGE))
 
 
 def check_file():
     with open(path, "rb") as file:
-        return sum(file.read(PAGE) != content(0, page) for page in range(256))
+        return sum(file.read(PAGE) != content(page, 1) for page in range(256))
 
 
 def tell(where):
@@ -37,13 +40,12 @@ def tell(where):
 
 with open(path, "wb") as out:
     for page in range(256):
-        out.write(content(0, page))
+        out.write(content(page, 1))
     os.fsync(out.fileno())
 while True:
     rounds += 1
     memory = mmap.mmap(-1, random.choice(SIZES) * PAGE)
-    for page in range(len(memory) // PAGE):
-        memory[page * PAGE:(page + 1) * PAGE] = content(rounds, page)
+    memory[:] = content(rounds, len(memory) // PAGE)
     blocks.append((rounds, memory))
     held += len(memory) // PAGE
     while held > limit:
