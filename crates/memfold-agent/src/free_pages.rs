@@ -123,7 +123,10 @@ mod tests {
         flags[20] = 0;
         flags[50] = FREE | 1 << 16;
         let words: Vec<u8> = flags.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        assert_eq!(free_runs(1600, &words), [1600..1616, 1632..1648, 1664..1696]);
+        assert_eq!(
+            free_runs(1600, &words),
+            [1600..1616, 1632..1648, 1664..1696]
+        );
     }
 
     #[test]
@@ -131,12 +134,18 @@ mod tests {
         let text = "00000000-00000fff : Reserved\n00001000-0009fbff : System RAM\n00100000-1ffdefff : System RAM\n  \
             01000000-01ffffff : Kernel code\nfeffc000-feffffff : Reserved\n100000000-17fffffff : System RAM\n";
         assert_eq!(ram(text), [16..144, 256..131_024, 1_048_576..1_572_864]);
-        assert!(ram("00000000-00000000 : System RAM\n").is_empty(), "as others than root see it");
+        assert!(
+            ram("00000000-00000000 : System RAM\n").is_empty(),
+            "as others than root see it"
+        );
     }
 
     #[test]
     fn a_kernel_that_checks_free_pages_is_known_by_its_command_line() {
-        assert_eq!(checks_free_pages("root=/dev/vda page_poison=1 quiet"), Some("page_poison=1"));
+        assert_eq!(
+            checks_free_pages("root=/dev/vda page_poison=1 quiet"),
+            Some("page_poison=1")
+        );
         assert_eq!(checks_free_pages("root=/dev/vda init_on_free=1"), None);
     }
 }

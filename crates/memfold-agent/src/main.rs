@@ -23,7 +23,9 @@ fn main() -> ExitCode {
         [] => false,
         ["--dump"] => true,
         ["--free-pages"] => {
-            return ended(memfold_agent::free_pages::write(&mut std::io::stdout().lock()));
+            return ended(memfold_agent::free_pages::write(
+                &mut std::io::stdout().lock(),
+            ));
         }
         ["--version" | "-V"] => {
             println!("memfold-agent {}", env!("CARGO_PKG_VERSION"));

@@ -12,6 +12,7 @@ mod frames;
 mod guest_kernel;
 mod layout;
 pub mod mutate;
+mod snapshot;
 
 /// A reader under test.
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +27,7 @@ pub struct Subject {
 }
 
 /// All of them.
-pub const SUBJECTS: [Subject; 9] = [
+pub const SUBJECTS: [Subject; 10] = [
     frames::FROM_AGENT,
     frames::TO_AGENT,
     frames::ORDER,
@@ -36,6 +37,7 @@ pub const SUBJECTS: [Subject; 9] = [
     guest_kernel::MOUNTINFO,
     guest_kernel::GLOB,
     layout::LAYOUT,
+    snapshot::FREE_PAGES,
 ];
 
 /// The subject of this name.

@@ -72,6 +72,7 @@ impl State {
             stores,
             staging,
             stats,
+            ..
         } = self;
         let Some((block, area)) = ram.find(run.hva, pages) else {
             return Outcome::Refused;

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use memfold_sys::pagemap::Pagemap;
-use memfold_sys::region;
+use memfold_sys::region::{self, Area};
 use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::frame::Validate;
@@ -18,7 +18,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::freeze::Staging;
 use crate::monitor::Monitor;
-use crate::ram::{Kind, Ram, TemplateMap};
+use crate::ram::{Block, Kind, Ram, TemplateMap};
 use crate::stores::{Stores, identity};
 use crate::zero::CHUNK_PAGES;
 
@@ -29,6 +29,8 @@ pub(crate) struct State {
     pub(crate) stores: Stores,
     pub(crate) staging: Option<Staging>,
     pub(crate) stats: Stats,
+    /// Areas whose writes are tracked.
+    pub(crate) tracked: Vec<Area>,
 }
 
 /// The library's whole state in one process.
@@ -247,9 +249,13 @@ impl Folder {
         let tracker = self.tracker.as_ref().map_err(Clone::clone)?;
         // One hold of the lock: no run is frozen on the other userfaultfd meanwhile, nor a mapping exchanged.
         let mut state = self.lock();
-        let tracked = state.ram.blocks().iter().try_for_each(|block| {
-            tracker.register(block.area(), Mode::WriteProtect)?;
-            tracker.write_protect(block.area())
+        if !state.tracked.is_empty() {
+            return Err("writes are tracked already".to_owned());
+        }
+        state.tracked = state.ram.blocks().iter().map(Block::area).collect();
+        let tracked = state.tracked.iter().try_for_each(|&area| {
+            tracker.register(area, Mode::WriteProtect)?;
+            tracker.write_protect(area)
         });
         drop(state);
         tracked.map_err(|errno| {
@@ -260,9 +266,10 @@ impl Folder {
 
     fn untrack_writes(&self) {
         let Ok(tracker) = &self.tracker else { return };
-        for block in self.lock().ram.blocks() {
-            // A part that is not registered is left alone.
-            let _ = tracker.unregister(block.area());
+        let mut state = self.lock();
+        // Only what we registered: QEMU may have a userfaultfd of its own.
+        for area in std::mem::take(&mut state.tracked) {
+            let _ = tracker.unregister(area);
         }
     }
 

@@ -273,7 +273,10 @@ fn writes_are_told_while_they_are_tracked_and_nothing_is_folded() {
         let all = bench.area(0, 1024);
         let regions = map.scan(all.start(), all.end(), filter).unwrap();
         let page = |at: memfold_units::Hva| at.pages_since(all.start());
-        regions.iter().flat_map(|r| page(r.start)..page(r.end)).collect()
+        regions
+            .iter()
+            .flat_map(|r| page(r.start)..page(r.end))
+            .collect()
     };
     assert!(unwritten(&bench).is_empty(), "nothing is told before");
     assert_eq!(bench.folder.execute(&Order::TrackWrites, None), Reply::Ok);

@@ -601,6 +601,36 @@ fn a_lying_agent_spends_only_its_own_budget() {
 }
 
 #[test]
+fn a_vm_that_is_held_for_a_snapshot_is_left_alone_whatever_its_conditions_say() {
+    let domain = domain("held");
+    let (mut a, mut b) = (Ram::new(), Ram::new());
+    a.fill(0, 64, 15);
+    b.fill(0, 64, 15);
+    let engine = Running::start();
+    engine.add(1, &domain, &a, true);
+    engine.add(2, &domain, &b, true);
+    let (answer, answered) = sync_channel(1);
+    engine.commands.send(Command::Track(1, answer)).unwrap();
+    answered.recv().unwrap().unwrap();
+    // A migration ends, say.
+    engine.commands.send(Command::Problem(1, None)).unwrap();
+    engine.cached(1, 1, "/f", 0, 64);
+    engine.cached(2, 1, "/f", 0, 64);
+    std::thread::sleep(Duration::from_secs(2));
+    let stats = engine.stats();
+    assert_eq!(vm(&stats, 1).folded_pages, 0);
+    assert!(
+        vm(&stats, 1)
+            .problem
+            .as_ref()
+            .is_some_and(|p| p.contains("snapshot"))
+    );
+    engine.commands.send(Command::Release(1)).unwrap();
+    let stats = engine.wait("folded when it is over", |s| folded(s, &[1, 2], 64));
+    assert_eq!(vm(&stats, 1).problem, None);
+}
+
+#[test]
 fn an_idle_engine_uses_no_cpu() {
     let domain = domain("idle");
     let mut a = Ram::new();

@@ -123,7 +123,9 @@ impl Options {
             bail!("no arm '{unknown}': there are {}", known.join(", "));
         }
         let mut only = names.to_vec();
-        let held = names.iter().filter_map(|n| n.strip_prefix("ksm_equal_cpu_"));
+        let held = names
+            .iter()
+            .filter_map(|n| n.strip_prefix("ksm_equal_cpu_"));
         only.extend(held.map(|rate| format!("fold_{rate}")));
         self.only = Some(only);
         Ok(())
@@ -152,7 +154,10 @@ impl Options {
                 Mechanism::FoldBesideNone { .. } => self.beside,
                 _ => self.repeats,
             };
-            let named = self.only.as_ref().is_none_or(|only| only.contains(&arm.name()));
+            let named = self
+                .only
+                .as_ref()
+                .is_none_or(|only| only.contains(&arm.name()));
             named && repeat < repeats
         };
         self.arms().into_iter().filter(wanted).collect()
@@ -219,7 +224,11 @@ mod tests {
     use super::*;
 
     fn names(options: &Options, repeat: usize) -> Vec<String> {
-        options.arms_of(repeat).iter().map(Mechanism::name).collect()
+        options
+            .arms_of(repeat)
+            .iter()
+            .map(Mechanism::name)
+            .collect()
     }
 
     #[test]

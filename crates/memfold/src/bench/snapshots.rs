@@ -128,9 +128,8 @@ struct Measured {
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let mut all = Vec::new();
     for case in options.cases() {
-        let measured = measure(case).with_context(|| {
-            format!("VM of {}, {} MiB used", case.memory, case.used_mib)
-        })?;
+        let measured = measure(case)
+            .with_context(|| format!("VM of {}, {} MiB used", case.memory, case.used_mib))?;
         eprintln!("{}", in_short(&measured));
         all.push(measured);
     }
@@ -238,7 +237,10 @@ fn save_by_qemu(lab: &Lab, image: &Path, disk: &Path) -> anyhow::Result<Way> {
     prepare_migration(&mut qmp)?;
     let began = Instant::now();
     qmp.query("stop")?;
-    qmp.execute("migrate", json!({ "uri": format!("file:{}", image.display()) }))?;
+    qmp.execute(
+        "migrate",
+        json!({ "uri": format!("file:{}", image.display()) }),
+    )?;
     wait_migrated(&mut qmp, "query-migrate", &["completed"])?;
     let save_s = began.elapsed().as_secs_f64();
     // Not counted, and no burden for the next save.
@@ -322,7 +324,11 @@ fn load(vm: &Vm, image: &Path) -> anyhow::Result<()> {
         "migrate-incoming",
         json!({ "uri": format!("file:{}", image.display()) }),
     )?;
-    wait_migrated(&mut qmp, "query-status", &["paused", "running", "prelaunch"])?;
+    wait_migrated(
+        &mut qmp,
+        "query-status",
+        &["paused", "running", "prelaunch"],
+    )?;
     qmp.query("cont")?;
     Ok(())
 }
@@ -334,9 +340,18 @@ fn reduction(ours: f64, theirs: f64) -> f64 {
 
 fn reductions(m: &Measured) -> [(&'static str, f64); 3] {
     [
-        ("save_reduction_percent", reduction(m.ours.save_s, m.qemu.save_s)),
-        ("restore_reduction_percent", reduction(m.ours.restore_s, m.qemu.restore_s)),
-        ("size_reduction_percent", reduction(m.ours.bytes as f64, m.qemu.bytes as f64)),
+        (
+            "save_reduction_percent",
+            reduction(m.ours.save_s, m.qemu.save_s),
+        ),
+        (
+            "restore_reduction_percent",
+            reduction(m.ours.restore_s, m.qemu.restore_s),
+        ),
+        (
+            "size_reduction_percent",
+            reduction(m.ours.bytes as f64, m.qemu.bytes as f64),
+        ),
     ]
 }
 
@@ -345,7 +360,9 @@ fn results(all: &[Measured]) -> Value {
     let mut results = serde_json::Map::new();
     let sized = |m: &&Measured| m.case.used_mib == 200;
     let largest = all.iter().filter(sized).max_by_key(|m| m.case.memory.0);
-    let base = all.iter().find(|m| sized(m) && m.case.memory == ByteSize::mib(1024));
+    let base = all
+        .iter()
+        .find(|m| sized(m) && m.case.memory == ByteSize::mib(1024));
     if let Some(m) = largest {
         results.insert("memory_mib".into(), (m.case.memory.0 >> 20).into());
         for (key, percent) in reductions(m) {
@@ -387,7 +404,12 @@ fn sample(m: &Measured) -> Value {
 
 fn in_short(m: &Measured) -> String {
     let way = |way: &Way| {
-        format!("{:.2} s to save, {:.2} s to restore, {}", way.save_s, way.restore_s, ByteSize(way.bytes))
+        format!(
+            "{:.2} s to save, {:.2} s to restore, {}",
+            way.save_s,
+            way.restore_s,
+            ByteSize(way.bytes)
+        )
     };
     let counts = &m.manifest.counts;
     let s = &m.manifest.steps;
@@ -451,12 +473,44 @@ pub fn figures(study: &Value) -> Vec<(String, String)> {
     let seconds = Axis::log("seconds");
     let mib = Axis::log("MiB");
     let mut figures = vec![
-        ("snapshots-time", figure::lines("Saving and restoring by memory size", &memory, &seconds, &times("memory_mib"))),
-        ("snapshots-size", figure::lines("Size of a snapshot by memory size", &memory, &mib, &sizes("memory_mib"))),
+        (
+            "snapshots-time",
+            figure::lines(
+                "Saving and restoring by memory size",
+                &memory,
+                &seconds,
+                &times("memory_mib"),
+            ),
+        ),
+        (
+            "snapshots-size",
+            figure::lines(
+                "Size of a snapshot by memory size",
+                &memory,
+                &mib,
+                &sizes("memory_mib"),
+            ),
+        ),
     ];
     if samples.iter().any(|s| s["used_mib"] != 200) {
-        figures.push(("snapshots-used-time", figure::lines("Saving and restoring by used memory", &used, &seconds, &times("used_mib"))));
-        figures.push(("snapshots-used-size", figure::lines("Size of a snapshot by used memory", &used, &mib, &sizes("used_mib"))));
+        figures.push((
+            "snapshots-used-time",
+            figure::lines(
+                "Saving and restoring by used memory",
+                &used,
+                &seconds,
+                &times("used_mib"),
+            ),
+        ));
+        figures.push((
+            "snapshots-used-size",
+            figure::lines(
+                "Size of a snapshot by used memory",
+                &used,
+                &mib,
+                &sizes("used_mib"),
+            ),
+        ));
     }
     let named = figures.into_iter();
     named.map(|(name, svg)| (name.to_owned(), svg)).collect()

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use memfold_wire::library::Advice;
@@ -53,6 +53,7 @@ pub(super) struct Machine {
     seen: Mutex<Seen>,
     /// Why the library can't fold, whatever the conditions.
     library_problem: Option<String>,
+    saving: Mutex<()>,
     can_stop: bool,
     agent: Mutex<Option<Arc<AgentLink>>>,
     commands: SyncSender<Command>,
@@ -97,6 +98,7 @@ impl Machine {
             monitor,
             seen: Mutex::new(Seen { layout, conditions }),
             library_problem,
+            saving: Mutex::default(),
             agent: Mutex::default(),
             commands: commands.clone(),
             qemu: format!("{major}.{minor}.{micro}"),
@@ -356,6 +358,20 @@ impl Machine {
         timeout: Duration,
     ) -> Result<CommandResult, crate::vm::AgentError> {
         self.agent_or_error()?.run(script, timeout)
+    }
+
+    /// The right to save it, which one at a time has.
+    pub fn try_save(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.saving.try_lock() {
+            Ok(right) => Some(right),
+            Err(TryLockError::Poisoned(right)) => Some(right.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Pages of its RAM.
+    pub fn ram_pages(&self) -> u64 {
+        self.seen().layout.pages()
     }
 
     pub fn take_inventory(&self) -> Result<(), crate::vm::AgentError> {

@@ -21,9 +21,11 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What a guest runs first: its caches go, what is dirty is written back before. The agent's events are off meanwhile: telling each
 /// page that goes would take most of half the time.
-const DROP: &str = "sync && cd /sys/kernel/tracing/instances/memfold 2>/dev/null && on=$(cat set_event) && \
-    trap 'echo \"$on\" > set_event' EXIT && echo > set_event
+const DROP: &str = "sync && cd /sys/kernel/tracing/instances/memfold 2>/dev/null && trap 'echo 1 > tracing_on' EXIT && echo 0 > tracing_on
     echo 3 > /proc/sys/vm/drop_caches";
+
+/// Afterwards, whatever became of the drop.
+const TRACE: &str = "echo 1 > /sys/kernel/tracing/instances/memfold/tracing_on";
 
 /// How long it may take to list what is free.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
@@ -34,25 +36,27 @@ impl Daemon {
         let began = Instant::now();
         let machine = self.machine(&request.vm)?;
         save::refuse(machine.vm())?;
+        let Some(_saving) = machine.try_save() else {
+            return Err(SnapshotError::Impossible(
+                "a snapshot of this VM is being made; wait until it is done".into(),
+            )
+            .into());
+        };
         // Fails early, and for a name that is taken before the guest drops anything.
         if self.shelf.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
-        if request.keep == Keep::None {
-            let dropped = machine.run(DROP, DROP_TIMEOUT)?;
-            if dropped.code != 0 {
-                let words = String::from_utf8_lossy(&dropped.stderr).trim().to_owned();
-                return Err(DaemonError::BadRequest(format!(
-                    "the guest did not drop its caches ({words}); use --keep all"
-                )));
-            }
+        if request.keep == Keep::All {
+            return self.save_dropped(&machine, request, began);
         }
-        let saved = self.save_dropped(&machine, request, began);
-        if request.keep == Keep::None {
-            // Of what went while events were off.
-            if let Err(error) = machine.take_inventory() {
-                info!(vm = request.vm, %error, "no inventory after the save");
-            }
+        let saved =
+            drop_caches(&machine).and_then(|()| self.save_dropped(&machine, request, began));
+        // Of what went while events were off.
+        let told = machine
+            .run(TRACE, LIST_TIMEOUT)
+            .and_then(|_| machine.take_inventory());
+        if let Err(error) = told {
+            info!(vm = request.vm, %error, "no inventory after the save");
         }
         saved
     }
@@ -219,6 +223,7 @@ impl Daemon {
     pub fn restore(self: &Arc<Self>, snapshot: &str, name: &str) -> Result<VmInfo, DaemonError> {
         let manifest = self.shelf.manifest(snapshot)?;
         let spec = restore::spec(&self.shelf, &manifest, name)?;
+        let ram = self.shelf.checked_ram(&manifest)?;
         let incoming = Incoming {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
@@ -229,7 +234,7 @@ impl Daemon {
             let filled = vm
                 .daemon_qmp()
                 .map_err(SnapshotError::from)
-                .and_then(|mut qmp| restore::fill(&vm, &mut qmp, &self.shelf, &manifest));
+                .and_then(|mut qmp| restore::fill(&vm, &mut qmp, &self.shelf, &manifest, &ram));
             if let Err(error) = filled {
                 // Nothing half restored stays.
                 let _ = vm.stop(Duration::ZERO);
@@ -238,6 +243,17 @@ impl Daemon {
             Ok(vm)
         })
     }
+}
+
+fn drop_caches(machine: &Machine) -> Result<(), DaemonError> {
+    let dropped = machine.run(DROP, DROP_TIMEOUT)?;
+    if dropped.code != 0 {
+        let words = String::from_utf8_lossy(&dropped.stderr).trim().to_owned();
+        return Err(DaemonError::BadRequest(format!(
+            "the guest did not drop its caches ({words}); use --keep all"
+        )));
+    }
+    Ok(())
 }
 
 /// A VM whose writes are tracked, or that stands still, until this is dropped.
@@ -261,7 +277,7 @@ impl Held<'_> {
             let words = String::from_utf8_lossy(&listed.stderr).trim().to_owned();
             return Err(format!("the guest can't list them: {words}"));
         }
-        free::parse(&listed.stdout)
+        free::parse(&listed.stdout, self.machine.ram_pages())
     }
 
     /// Has the engine do something with the VM that [`Command::Release`] undoes.

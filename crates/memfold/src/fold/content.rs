@@ -399,7 +399,11 @@ impl Contents {
 
     /// These store pages hold bytes, and nothing here leads to them.
     pub fn add_orphans(&mut self, pages: Range<u32>) {
-        match self.orphans.last_mut().filter(|last| last.end == pages.start) {
+        match self
+            .orphans
+            .last_mut()
+            .filter(|last| last.end == pages.start)
+        {
             Some(last) => last.end = pages.end,
             None => self.orphans.push(pages),
         }

@@ -22,8 +22,11 @@ pub const LIST: &str = "exec /proc/$PPID/exe --free-pages";
 /// Consecutive page frames of a guest.
 pub type Frames = Range<u64>;
 
-/// Reads the list that an agent wrote: first frame and number of frames, a line each.
-pub fn parse(text: &[u8]) -> Result<Vec<Frames>, String> {
+/// Runs of free frames in so many frames: the agent tells groups of 16, and runs don't touch.
+const FRAMES_A_RUN: u64 = 32;
+
+/// Reads the list that an agent of a VM with `pages` pages of RAM wrote: first frame and number of frames, a line each.
+pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     let text = std::str::from_utf8(text).map_err(|_| "the list is no text".to_owned())?;
     let run = |line: &str| -> Option<Frames> {
         let (first, count) = line.split_once(' ')?;
@@ -35,10 +38,23 @@ pub fn parse(text: &[u8]) -> Result<Vec<Frames>, String> {
         let shown: String = line.chars().take(40).collect();
         format!("not a line of the list: '{shown}'")
     };
-    let lines = text.lines();
-    lines
-        .map(|line| run(line).ok_or_else(|| wrong(line)))
-        .collect()
+    // A hostile guest may write what it likes.
+    let most = usize::try_from(pages / FRAMES_A_RUN + 64).unwrap_or(usize::MAX);
+    if text.lines().nth(most).is_some() {
+        return Err(format!("the list has more than {most} lines"));
+    }
+    let mut runs: Vec<Frames> = Vec::new();
+    for line in text.lines() {
+        let run = run(line)
+            .filter(|run| !run.is_empty())
+            .ok_or_else(|| wrong(line))?;
+        // Ascending, as the agent writes them: overlapping ones would make us go through its memory once for each.
+        if runs.last().is_some_and(|last| last.end > run.start) {
+            return Err(wrong(line));
+        }
+        runs.push(run);
+    }
+    Ok(runs)
 }
 
 /// Addresses in `pid` of what of `free` was not written to since writes are tracked, ascending. Of a VM that stands still.
@@ -124,17 +140,33 @@ mod tests {
     fn frames_become_addresses_and_what_is_no_ram_is_left_out() {
         let base = Hva(0x10_0000);
         let at = |from, to| base.add_pages(from)..base.add_pages(to);
-        assert_eq!(addresses(&layout(), &(90..1010)), [at(90, 100), at(100, 110)]);
+        assert_eq!(
+            addresses(&layout(), &(90..1010)),
+            [at(90, 100), at(100, 110)]
+        );
         assert!(addresses(&layout(), &(100..1000)).is_empty());
         assert!(addresses(&layout(), &(5000..u64::MAX)).is_empty());
     }
 
     #[test]
     fn lists_are_read_and_nonsense_is_refused() {
-        assert_eq!(parse(b"16 32\n1000 1\n").unwrap(), [16..48, 1000..1001]);
-        assert_eq!(parse(b"").unwrap(), []);
-        for nonsense in ["16\n", "16 x\n", "-1 5\n", "18446744073709551615 1\n", "\n", "1 2 3\n"] {
-            assert!(parse(nonsense.as_bytes()).is_err(), "{nonsense}");
+        assert_eq!(parse(b"16 32\n1000 1\n", 0).unwrap(), [16..48, 1000..1001]);
+        assert_eq!(parse(b"", 0).unwrap(), []);
+        let list = |lines: u64| (0..lines).map(|n| format!("{n} 1\n")).collect::<String>();
+        assert!(parse(list(96).as_bytes(), 1024).is_ok());
+        assert!(parse(list(97).as_bytes(), 1024).is_err());
+        for nonsense in [
+            "16\n",
+            "16 x\n",
+            "-1 5\n",
+            "18446744073709551615 1\n",
+            "\n",
+            "1 2 3\n",
+            "5 0\n",
+            "5 3\n7 1\n",
+            "5 3\n5 3\n",
+        ] {
+            assert!(parse(nonsense.as_bytes(), 1024).is_err(), "{nonsense}");
         }
     }
 
@@ -172,7 +204,7 @@ mod tests {
 
         #[test]
         fn garbage_never_panics(text in proptest::collection::vec(any::<u8>(), 0..200)) {
-            if let Ok(frames) = parse(&text) {
+            if let Ok(frames) = parse(&text, 1024) {
                 for run in frames {
                     addresses(&layout(), &run);
                 }

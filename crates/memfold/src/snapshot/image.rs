@@ -139,7 +139,10 @@ fn without(block: &Source, ranges: &[(u64, u64)], out: &[Range<Hva>]) -> Vec<(u6
         while out.get(next).is_some_and(|range| page(range.end) <= first) {
             next += 1;
         }
-        for range in out[next..].iter().take_while(|range| page(range.start) < last) {
+        for range in out[next..]
+            .iter()
+            .take_while(|range| page(range.start) < last)
+        {
             if first < page(range.start) {
                 left.push((first, page(range.start)));
             }
@@ -345,7 +348,8 @@ mod tests {
         let (ram, sums) = (file(), file());
         let mut told = 0;
         let sources = [a.1, b.1];
-        let (placed, counts) = write(me(), &sources, &[], &ram, &sums, |bytes| told += bytes).unwrap();
+        let (placed, counts) =
+            write(me(), &sources, &[], &ram, &sums, |bytes| told += bytes).unwrap();
         assert_eq!(told, 710 * PAGE_SIZE);
         assert_eq!((placed[1].first_page, placed[1].pages), (1024, 10));
         let saved = (0..700).chain(0..10).filter(|&page| is_saved(page)).count();

@@ -4,6 +4,7 @@
 //! it anonymous (balloon and free page reporting work) and untouched pages stay the page cache's, one for all clones; other RAM
 //! blocks (firmware, tables) are small and are copied; then QEMU reads the device state.
 
+use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -62,14 +63,14 @@ fn check_disk(name: &str, place: &Path, saved: &SavedDisk) -> Result<(), Snapsho
     Ok(())
 }
 
-/// Fills a VM that was started with `-incoming defer`, and lets it run.
+/// Fills a VM that was started with `-incoming defer` from `ram`, the image ([`Shelf::checked_ram`]), and lets it run.
 pub fn fill(
     vm: &Vm,
     qmp: &mut Qmp,
     shelf: &Shelf,
     manifest: &Manifest,
+    ram: &File,
 ) -> Result<(), SnapshotError> {
-    let ram = shelf.file(&manifest.name, RAM)?;
     let layout = vm.layout(qmp)?;
     let mut link = vm
         .library_link()
@@ -109,7 +110,7 @@ pub fn fill(
             };
             ask(&map, Some(ram.as_fd()))?;
         } else {
-            copy(vm.pid(), block.hva, saved, &ram).map_err(|source| SnapshotError::Files {
+            copy(vm.pid(), block.hva, saved, ram).map_err(|source| SnapshotError::Files {
                 path: RAM.into(),
                 source,
             })?;
@@ -120,7 +121,7 @@ pub fn fill(
 }
 
 /// Copies a small block into a process.
-fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &std::fs::File) -> std::io::Result<()> {
+fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &File) -> std::io::Result<()> {
     use std::os::unix::fs::FileExt;
     let mut buffer = vec![0; super::image::CHUNK_BYTES];
     let mut done = 0;

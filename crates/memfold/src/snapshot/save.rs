@@ -26,7 +26,7 @@ use super::image::{self, Source};
 use super::manifest::{FORMAT, FileFacts, Keep, Manifest, SavedDisk, Steps};
 use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
 use super::{Shelf, SnapshotError};
-use crate::vm::{Qmp, Record, Vm, VmDirectory, VmSpec};
+use crate::vm::{Qmp, QmpError, Record, Vm, VmDirectory, VmSpec};
 
 /// What is to be saved, and how.
 #[derive(Clone, Debug)]
@@ -99,18 +99,28 @@ pub fn save(
         path: draft.path().join(part),
         source,
     };
-    let (blocks, counts) = image::write(vm.pid(), &sources, free.as_deref().unwrap_or_default(), &ram, &sums, progress)
-        .map_err(|source| failed(RAM, source))?;
+    let (blocks, counts) = image::write(
+        vm.pid(),
+        &sources,
+        free.as_deref().unwrap_or_default(),
+        &ram,
+        &sums,
+        progress,
+    )
+    .map_err(|source| failed(RAM, source))?;
     steps.ram_ms = milliseconds(began.elapsed());
     let began = Instant::now();
-    let frozen = freeze(qmp, spec, &draft)?;
+    let before = record_now(directory, record).overlays;
+    let note = |new: &[PathBuf]| {
+        let all: Vec<PathBuf> = before.iter().chain(new).cloned().collect();
+        write_overlays(directory, record, &all)
+    };
+    let frozen = freeze(qmp, spec, &draft, note)?;
     steps.disks_ms = milliseconds(began.elapsed());
     go_on();
     let pause = stopped.elapsed();
     // From here on the VM's chain of overlays is longer by one. What fails leaves it so, and nothing of it is lost.
     let mut overlays = record_now(directory, record).overlays;
-    overlays.extend(frozen.iter().map(|f| f.overlay.clone()));
-    write_overlays(directory, record, &overlays)?;
     let finish = || -> Result<Manifest, SnapshotError> {
         let disks = take_over(spec, &frozen, &draft)?;
         Ok(Manifest {
@@ -143,7 +153,10 @@ pub fn save(
     if made.is_ok() {
         // The frozen ones are the snapshot's now.
         overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
-        write_overlays(directory, record, &overlays)?;
+        // The snapshot is made, also if the VM has died meanwhile.
+        if let Err(error) = write_overlays(directory, record, &overlays) {
+            tracing::warn!(vm = vm.name(), %error, "its record names overlays that belong to a snapshot now");
+        }
         for frozen in &frozen {
             // A name that stays costs nothing: the file is the snapshot's.
             let _ = fs::remove_file(&frozen.path);
@@ -151,14 +164,8 @@ pub fn save(
     } else {
         for frozen in &frozen {
             // The new overlay names the snapshot's file as its backing; now it is the old one for good.
-            let changed = qmp.execute(
-                "change-backing-file",
-                json!({
-                    "device": frozen.node, "image-node-name": frozen.node, "backing-file": frozen.path,
-                }),
-            );
-            if let Err(error) = changed {
-                tracing::warn!(vm = vm.name(), %error, "later snapshots of this VM will not be possible");
+            if let Err(error) = name_backing(qmp, &frozen.node, &frozen.path) {
+                tracing::warn!(vm = vm.name(), %error, "the header of a disk's overlay names a file that isn't there");
             }
         }
     }
@@ -216,66 +223,88 @@ struct Frozen {
     node: String,
 }
 
-/// Puts a new overlay over each temporary one, all at one instant.
-fn freeze(qmp: &mut Qmp, spec: &VmSpec, draft: &Draft) -> Result<Vec<Frozen>, SnapshotError> {
+/// Puts a new overlay over each temporary one, all at one instant. `note` keeps which new overlays there are, before the VM writes to
+/// any: this daemon may die at any moment.
+fn freeze(
+    qmp: &mut Qmp,
+    spec: &VmSpec,
+    draft: &Draft,
+    note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
+) -> Result<Vec<Frozen>, SnapshotError> {
     let devices = qmp.query("query-block")?;
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    let mut actions = Vec::new();
     let mut frozen: Vec<Frozen> = Vec::new();
+    let mut actives: Vec<Active> = Vec::new();
+    for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
+        let active = active(&devices, &nodes, disk)
+            .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
+        check_chain(qmp, disk, &active)?;
+        // Node names have at most 31 bytes; the time makes them differ from save to save.
+        let node = format!("disk{disk}-{:x}", unique());
+        let place = active.file.parent().unwrap_or(Path::new("/var/tmp"));
+        frozen.push(Frozen {
+            disk,
+            path: active.file.clone(),
+            overlay: place.join(format!("memfold-{}-{node}.qcow2", spec.name)),
+            node,
+        });
+        actives.push(active);
+    }
+    if frozen.is_empty() {
+        return Ok(frozen);
+    }
+    let overlays: Vec<PathBuf> = frozen.iter().map(|f| f.overlay.clone()).collect();
+    note(&overlays)?;
     let mut added: Vec<String> = Vec::new();
-    let mut prepare = || -> Result<(), SnapshotError> {
-        for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
-            let active = active(&devices, &nodes, disk)
-                .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
-            chain(&active.file).map_err(|error| {
-                SnapshotError::Impossible(format!(
-                    "disk {disk} builds on a snapshot that was removed; start the VM anew to save it again ({error})"
-                ))
-            })?;
-            let overlay = new_overlay(&active, &draft.place().join(disk_name(disk)))?;
-            // Node names have at most 31 bytes; the time makes them differ from save to save.
-            let node = format!("disk{disk}-{:x}", unique());
-            frozen.push(Frozen {
-                disk,
-                path: active.file.clone(),
-                overlay: overlay.clone(),
-                node: node.clone(),
-            });
-            let cache = spec.disks[disk].cache;
-            let cache = json!({ "direct": cache.direct(), "no-flush": cache.no_flush() });
+    let mut switch = || -> Result<(), SnapshotError> {
+        let mut actions = Vec::new();
+        for (new, active) in frozen.iter().zip(&actives) {
+            new_overlay(
+                active,
+                &new.overlay,
+                &draft.place().join(disk_name(new.disk)),
+            )?;
+            let (node, disk) = (&new.node, &spec.disks[new.disk]);
+            let cache = json!({ "direct": disk.cache.direct(), "no-flush": disk.cache.no_flush() });
+            added.push(node.clone());
             qmp.execute(
                 "blockdev-add",
                 json!({
                     "driver": "qcow2", "node-name": node, "backing": null, "discard": "unmap", "cache": cache,
                     "file": {
-                        "driver": "file", "node-name": file_node(&node), "filename": overlay, "discard": "unmap", "cache": cache,
-                        "aio": spec.disks[disk].aio.name(),
+                        "driver": "file", "node-name": file_node(node), "filename": new.overlay, "discard": "unmap",
+                        "cache": cache, "aio": disk.aio.name(),
                     },
                 }),
             )?;
-            added.push(node.clone());
             actions.push(json!({
                 "type": "blockdev-snapshot", "data": { "node": active.node, "overlay": node }
             }));
         }
-        Ok(())
-    };
-    let prepared = prepare();
-    let done = prepared.and_then(|()| {
-        if actions.is_empty() {
-            return Ok(());
-        }
         qmp.execute("transaction", json!({ "actions": actions }))?;
         Ok(())
-    });
-    if let Err(error) = done {
-        // The VM still writes where it wrote.
-        for node in added {
-            let _ = qmp.execute("blockdev-del", json!({ "node-name": node }));
+    };
+    if let Err(error) = switch() {
+        // What QEMU doesn't let go of, it may be writing to: an answer that comes too late is no refusal.
+        let mut in_use = |f: &&Frozen| {
+            added.contains(&f.node)
+                && match qmp.execute("blockdev-del", json!({ "node-name": f.node })) {
+                    Ok(_) => false,
+                    // It was not added.
+                    Err(QmpError::Refused { description, .. }) => !description.contains("find"),
+                    Err(_) => true,
+                }
+        };
+        let in_use: Vec<PathBuf> = frozen
+            .iter()
+            .filter(|f| in_use(f))
+            .map(|f| f.overlay.clone())
+            .collect();
+        for path in overlays.iter().filter(|path| !in_use.contains(path)) {
+            let _ = fs::remove_file(path);
         }
-        for frozen in frozen {
-            let _ = fs::remove_file(frozen.overlay);
-        }
+        // If it can't be written now, it names files that are gone, which does no harm.
+        let _ = note(&in_use);
         return Err(error);
     }
     Ok(frozen)
@@ -296,6 +325,8 @@ struct Active {
     node: String,
     file: PathBuf,
     virtual_bytes: u64,
+    /// What QEMU has below it, whatever its header says.
+    backing: Option<PathBuf>,
 }
 
 fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
@@ -305,18 +336,80 @@ fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
     })?;
     let inserted = &device["inserted"];
     let node = inserted["node-name"].as_str()?.to_owned();
-    // The file is a node of its own, which `vm run` names so, and we.
-    let file = if node == format!("disk{disk}") {
+    Some(Active {
+        file: file_of(nodes, disk, &node)?,
+        virtual_bytes: inserted["image"]["virtual-size"].as_u64()?,
+        backing: below(nodes, disk, &node),
+        node,
+    })
+}
+
+/// The file of a node of a disk's chain. It is a node of its own, which `vm run` names so, and we.
+fn file_of(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
+    let name = if node == format!("disk{disk}") {
         format!("overlay-file{disk}")
     } else {
-        file_node(&node)
+        file_node(node)
     };
-    let file = nodes.as_array()?.iter().find(|n| n["node-name"] == file)?;
-    Some(Active {
-        node,
-        file: file["file"].as_str()?.into(),
-        virtual_bytes: inserted["image"]["virtual-size"].as_u64()?,
+    let file = nodes.as_array()?.iter().find(|n| n["node-name"] == name)?;
+    Some(file["file"].as_str()?.into())
+}
+
+/// The file of the overlay right below `node`, as QEMU opened it: the youngest of the older ones.
+fn below(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
+    let first = format!("disk{disk}");
+    let age = |name: &str| -> Option<u64> {
+        let rest = name.strip_prefix(&first)?;
+        if rest.is_empty() {
+            return Some(0);
+        }
+        u64::from_str_radix(rest.strip_prefix('-')?, 16).ok()
+    };
+    let own = age(node)?;
+    let names = nodes
+        .as_array()?
+        .iter()
+        .filter_map(|n| n["node-name"].as_str());
+    let older = names.filter_map(|name| Some((age(name)?, name)));
+    let (_, name) = older.filter(|(time, _)| *time < own).max()?;
+    file_of(nodes, disk, name)
+}
+
+/// Whether the files that a disk is built on are where the headers say. A header is put right that names a snapshot which never
+/// became one, because the daemon that made it was killed.
+fn check_chain(qmp: &mut Qmp, disk: usize, active: &Active) -> Result<(), SnapshotError> {
+    let same = |a: &Path, b: &Path| {
+        let inode = |path| {
+            fs::metadata(path)
+                .map(|facts| (facts.dev(), facts.ino()))
+                .ok()
+        };
+        inode(a).is_some() && inode(a) == inode(b)
+    };
+    // The overlay below is still at its first place until it belongs to a snapshot.
+    if let Some(backing) = active.backing.as_ref().filter(|file| file.exists()) {
+        let named = chain(&active.file)
+            .ok()
+            .and_then(|files| files.get(1).cloned());
+        // Another VM's snapshot may have got the name that this header was meant for.
+        if !named.is_some_and(|named| same(&named, backing)) {
+            name_backing(qmp, &active.node, backing)?;
+        }
+    }
+    chain(&active.file).map(drop).map_err(|error| {
+        SnapshotError::Impossible(format!(
+            "disk {disk} builds on a snapshot that was removed; start the VM anew to save it again ({error})"
+        ))
     })
+}
+
+/// Writes into the header of a node's file what it is built on.
+fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<(), SnapshotError> {
+    qmp.execute(
+        "change-backing-file",
+        json!({ "device": node, "image-node-name": node, "backing-file": backing }),
+    )?;
+    Ok(())
 }
 
 /// Files that a qcow2 is built on, itself first. `-U`: a running VM may have it open.
@@ -341,32 +434,24 @@ pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
         .collect())
 }
 
-/// An empty overlay beside the active one, over what that will be.
-fn new_overlay(active: &Active, backing: &Path) -> Result<PathBuf, SnapshotError> {
-    let directory = active.file.parent().unwrap_or(Path::new("/var/tmp"));
-    let failed = |source| SnapshotError::Files {
-        path: directory.into(),
-        source,
-    };
-    let path = tempfile::Builder::new()
-        .prefix("memfold-")
-        .suffix(".qcow2")
-        .tempfile_in(directory)
-        .map_err(failed)?
-        .into_temp_path();
+/// An empty overlay at `path`, over what `active` will be called.
+fn new_overlay(active: &Active, path: &Path, backing: &Path) -> Result<(), SnapshotError> {
     // `-u`: the backing file is where it says only when the snapshot is whole; QEMU is given the running node instead.
     let output = Command::new("qemu-img")
         .args(["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-b"])
         .arg(backing)
-        .arg(&path)
+        .arg(path)
         .arg(active.virtual_bytes.to_string())
         .output()
-        .map_err(failed)?;
+        .map_err(|source| SnapshotError::Files {
+            path: path.into(),
+            source,
+        })?;
     if !output.status.success() {
         let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         return Err(SnapshotError::Qemu(format!("qemu-img: {words}")));
     }
-    path.keep().map_err(|error| failed(io::Error::other(error)))
+    Ok(())
 }
 
 fn disk_name(disk: usize) -> String {

@@ -10,10 +10,12 @@
 //!   SHELF/.NAME.draft/     a save that is under way (locked), or was cut off (removed by the next daemon)
 //! ```
 
+use std::collections::HashMap;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{FlockOperation, flock};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
@@ -35,12 +37,43 @@ pub const DEVICES: &str = "devices";
 
 /// All snapshots of a host.
 #[derive(Clone, Debug)]
-pub struct Shelf(PathBuf);
+pub struct Shelf {
+    root: PathBuf,
+    /// RAM images whose bytes were right when they had this stamp.
+    right: Arc<Mutex<HashMap<String, Stamp>>>,
+}
+
+/// What differs as soon as a file was written to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stamp {
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    modified_ns: i128,
+    /// Nobody can set this one, but by setting the clock.
+    changed_ns: i128,
+}
+
+impl Stamp {
+    fn of(file: &File) -> io::Result<Self> {
+        let facts = file.metadata()?;
+        Ok(Self {
+            device: facts.dev(),
+            inode: facts.ino(),
+            bytes: facts.len(),
+            modified_ns: super::save::modified_ns(&facts),
+            changed_ns: i128::from(facts.ctime()) * 1_000_000_000 + i128::from(facts.ctime_nsec()),
+        })
+    }
+}
 
 impl Shelf {
     /// Snapshots in `root`, which need not be there yet. Drafts of daemons that died are removed.
     pub fn open(root: &Path) -> Self {
-        let shelf = Self(root.into());
+        let shelf = Self {
+            root: root.into(),
+            right: Arc::default(),
+        };
         for entry in fs::read_dir(root).into_iter().flatten().flatten() {
             let name = entry.file_name();
             let is_draft = name.to_string_lossy().starts_with('.')
@@ -64,12 +97,12 @@ impl Shelf {
     pub fn path(&self, name: &str) -> Result<PathBuf, SnapshotError> {
         crate::vm::check_name("snapshot", name)
             .map_err(|error| SnapshotError::Name(error.to_string()))?;
-        Ok(self.0.join(name))
+        Ok(self.root.join(name))
     }
 
     /// Names of all snapshots, sorted.
     pub fn names(&self) -> io::Result<Vec<String>> {
-        let entries = match fs::read_dir(&self.0) {
+        let entries = match fs::read_dir(&self.root) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             other => other?,
         };
@@ -88,14 +121,14 @@ impl Shelf {
         if place.exists() {
             return Err(SnapshotError::Taken(name.into()));
         }
-        let path = self.0.join(format!(".{name}.draft"));
+        let path = self.root.join(format!(".{name}.draft"));
         let failed = |source| SnapshotError::Files {
             path: path.clone(),
             source,
         };
         let mut builder = DirBuilder::new();
         builder.mode(0o700);
-        builder.recursive(true).create(&self.0).map_err(failed)?;
+        builder.recursive(true).create(&self.root).map_err(failed)?;
         match builder.recursive(false).create(&path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 return Err(SnapshotError::Taken(name.into()));
@@ -164,6 +197,42 @@ impl Shelf {
         Ok(manifest)
     }
 
+    /// The RAM image of a snapshot, to be mapped: its bytes and those of all other files are what was saved. The image is read
+    /// whole the first time, and when its inode says that it was touched since.
+    pub fn checked_ram(&self, manifest: &Manifest) -> Result<File, SnapshotError> {
+        let name = &manifest.name;
+        let failed = |part: &str| {
+            let path = self.root.join(name).join(part);
+            move |source| SnapshotError::Files { path, source }
+        };
+        let changed = |what: String| SnapshotError::Broken {
+            name: name.clone(),
+            why: format!("{what} was changed since it was saved"),
+        };
+        for (part, saved) in [(SUMS, &manifest.sums), (DEVICES, &manifest.devices)] {
+            if facts(self.file(name, part)?).map_err(failed(part))? != *saved {
+                return Err(changed(part.into()));
+            }
+        }
+        let ram = self.file(name, RAM)?;
+        // Before it is read: what is written meanwhile makes it another.
+        let stamp = Stamp::of(&ram).map_err(failed(RAM))?;
+        if self.right().get(name) != Some(&stamp) {
+            let sums = self.file(name, SUMS)?;
+            let wrong = super::image::verify(&ram, &sums, |_| {}).map_err(failed(RAM))?;
+            if !wrong.is_empty() {
+                let part = format!("{RAM}, in {} of its chunks of 2 MiB,", wrong.len());
+                return Err(changed(part));
+            }
+            self.right().insert(name.clone(), stamp);
+        }
+        Ok(ram)
+    }
+
+    fn right(&self) -> MutexGuard<'_, HashMap<String, Stamp>> {
+        self.right.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Opens a file of a snapshot for reading.
     pub fn file(&self, name: &str, part: &str) -> Result<File, SnapshotError> {
         let path = self.path(name)?.join(part);
@@ -173,7 +242,7 @@ impl Shelf {
     /// Bytes that the files of a snapshot take on disk.
     pub fn disk_bytes(&self, name: &str) -> io::Result<u64> {
         let mut bytes = 0;
-        for entry in fs::read_dir(self.0.join(name))?.flatten() {
+        for entry in fs::read_dir(self.root.join(name))?.flatten() {
             bytes += entry.metadata()?.blocks() * 512;
         }
         Ok(bytes)
@@ -185,7 +254,7 @@ impl Shelf {
         if !path.exists() {
             return Err(SnapshotError::Unknown(name.into()));
         }
-        let gone = self.0.join(format!(".{name}.draft"));
+        let gone = self.root.join(format!(".{name}.draft"));
         let failed = |source| SnapshotError::Files {
             path: path.clone(),
             source,

@@ -477,32 +477,38 @@ impl Shared {
         state.stop
     }
 
-    /// Reads until the connection ends; why it did. `None`: nobody said anything for as long as `silence`.
+    /// Reads until the connection ends; why it did. `None`: nobody said hello for as long as `silence`.
     fn converse(
         &self,
         mut stream: UnixStream,
         silence: Duration,
         sink: &mut impl FnMut(AgentEvent),
     ) -> Option<String> {
-        let mut silent = stream.set_read_timeout(Some(silence)).is_ok();
+        // Until its Hello; a session that the other side believes in may go on talking.
+        let mut patience = Some(Instant::now() + silence);
         let mut decoder = Decoder::new();
         let mut chunk = vec![0; 64 << 10];
         let mut budget = Budget::new(self.options.max_bytes_per_s);
         let mut pages = Budget::new(self.options.max_pages_per_s);
         let mut greetings = VecDeque::new();
         loop {
+            if patience.is_some() && self.lock().session.is_some() {
+                patience = None;
+            }
+            let left = patience.map(|until| until.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return None;
+            }
+            if let Err(e) = stream.set_read_timeout(left) {
+                return Some(format!("cannot wait for the agent's port: {e}"));
+            }
             let n = match stream.read(&mut chunk) {
                 Ok(0) => return Some("QEMU closed the agent's port".into()),
                 Ok(n) => n,
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-                Err(e) if silent && e.kind() == ErrorKind::WouldBlock => return None,
+                Err(e) if patience.is_some() && e.kind() == ErrorKind::WouldBlock => return None,
                 Err(e) => return Some(format!("cannot read the agent's port: {e}")),
             };
-            if std::mem::take(&mut silent) {
-                if let Err(e) = stream.set_read_timeout(None) {
-                    return Some(format!("cannot wait for the agent's port: {e}"));
-                }
-            }
             self.count(Counter::Bytes, n as u64);
             decoder.push(&chunk[..n]);
             loop {

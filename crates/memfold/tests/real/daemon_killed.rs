@@ -1,113 +1,20 @@
 //! Twenty daemons are killed at random instants, while guests read and rewrite. VMs go on; the next daemon takes them over.
 
-use std::fs::File;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold::api::{Client, ExecRequest, ExecResult, FullReport, VersionInfo, VmInfo};
+use memfold::api::{Client, FullReport, VmInfo};
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::ledger::shared_frames;
-use memfold::vm::Vm;
 
+use super::served::{Random, Served, exec};
 use super::support::{self, BOOT, MEMORY};
 
 const DEATHS: u32 = 20;
 const NAMES: [&str; 2] = ["buffered", "direct"];
 /// A VM is stopped for milliseconds, by its own library; the rest is what a loaded machine adds.
 const LONGEST_STOP: Duration = Duration::from_millis(800);
-
-/// `memfold serve`, as an operator runs it.
-struct Served<'a> {
-    state: &'a Path,
-    daemon: Option<Child>,
-}
-
-impl Served<'_> {
-    fn start(&mut self) {
-        let log = File::options()
-            .create(true)
-            .append(true)
-            .open(self.state.join("daemon.log"))
-            .unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_memfold"))
-            .arg("--socket")
-            .arg(self.state.join("s"))
-            .args(["serve", "--cpu", "50", "--state"])
-            .arg(self.state)
-            .arg("--snapshots")
-            .arg(self.state.join("snapshots"))
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .unwrap();
-        self.daemon = Some(child);
-    }
-
-    /// Waits until the daemon of this moment answers.
-    fn answers(&mut self) -> Client {
-        let client = Client::new(&self.state.join("s")).unwrap();
-        let end = Instant::now() + Duration::from_secs(30);
-        let daemon = self.daemon.as_mut().unwrap();
-        let pid = i32::try_from(daemon.id()).unwrap();
-        loop {
-            if client
-                .get("/v1/version")
-                .is_ok_and(|v: VersionInfo| v.pid == pid)
-            {
-                return client;
-            }
-            let ended = daemon.try_wait().unwrap();
-            assert!(
-                ended.is_none() && Instant::now() < end,
-                "no daemon: {ended:?}\n{}",
-                self.log()
-            );
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
-
-    fn kill(&mut self) {
-        if let Some(mut daemon) = self.daemon.take() {
-            daemon.kill().unwrap();
-            daemon.wait().unwrap();
-        }
-    }
-
-    fn log(&self) -> String {
-        let text = std::fs::read_to_string(self.state.join("daemon.log")).unwrap_or_default();
-        let lines: Vec<&str> = text.lines().collect();
-        lines[lines.len().saturating_sub(40)..].join("\n")
-    }
-}
-
-impl Drop for Served<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            eprintln!("the daemons' last words:\n{}", self.log());
-        }
-        self.kill();
-        for name in NAMES {
-            if let Ok(vm) = Vm::find(self.state, name) {
-                let _ = vm.stop(Duration::ZERO);
-            }
-        }
-    }
-}
-
-fn exec(client: &Client, name: &str, script: &str) -> ExecResult {
-    let request = ExecRequest {
-        script: script.to_owned(),
-        timeout_s: 300.0,
-    };
-    let result: ExecResult = client
-        .post(&format!("/v1/vms/{name}/exec"), &request)
-        .unwrap();
-    assert_eq!(result.code, 0, "{name}: {script}: {}", result.stderr);
-    result
-}
 
 /// Waits until the agents of both VMs have made their inventory.
 fn wait_ready(client: &Client) {
@@ -152,18 +59,6 @@ fn watch(state: &Path, name: &str, over: &AtomicBool) -> (Duration, u32) {
     (longest, times)
 }
 
-/// A small generator, so that a failure can be run again: the seed is printed.
-struct Random(u64);
-
-impl Random {
-    fn below_ms(&mut self, limit: u64) -> Duration {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        Duration::from_millis(self.0 % limit)
-    }
-}
-
 #[test]
 fn twenty_daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
     let Some(_turn) = support::turn() else { return };
@@ -172,27 +67,14 @@ fn twenty_daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
         .tempdir()
         .unwrap();
     let state = directory.path();
-    let mut served = Served {
-        state,
-        daemon: None,
-    };
+    let mut served = Served::new(state, &NAMES);
     served.start();
     let client = served.answers();
     for (name, image, disk) in [
         (NAMES[0], "trixie-a", DiskMode::Buffered),
         (NAMES[1], "trixie-b", DiskMode::Direct),
     ] {
-        let spec = Lab::spec(name, image, MEMORY, disk).unwrap();
-        let file = state.join(format!("{name}.toml"));
-        std::fs::write(&file, toml::to_string(&spec).unwrap()).unwrap();
-        let done = Command::new(env!("CARGO_BIN_EXE_memfold"))
-            .arg("--socket")
-            .arg(state.join("s"))
-            .args(["vm", "run", "--file"])
-            .arg(&file)
-            .status()
-            .unwrap();
-        assert!(done.success());
+        served.run(&Lab::spec(name, image, MEMORY, disk).unwrap());
     }
     wait_ready(&client);
     let pids: Vec<i32> = client

@@ -7,6 +7,7 @@
 //! | [`daemon_killed`] | twenty daemons die, VMs go on, the next daemon folds on |
 //! | [`liars`] | agents that lie about every field |
 //! | [`snapshots`] | a VM is saved, goes on, and comes back as it was, memory and disk; clones run beside it |
+//! | [`snapshots_killed`] | daemons and VMs die while they save |
 //! | [`churn`] | files of three times the memory: what is folded at any moment, and that nothing grows |
 //!
 //! Each boots its VMs once; they take turns. Without guest images or QEMU they say so and pass, unless `MEMFOLD_REAL=1`.
@@ -19,6 +20,8 @@ mod daemon_killed;
 mod domains;
 mod integrity;
 mod liars;
+mod served;
 mod snapshots;
+mod snapshots_killed;
 mod support;
 mod vm_killed;

@@ -36,10 +36,11 @@ one=$(cat /run/now); sleep 3; two=$(cat /run/now)
 cmp /run/nonce /var/tmp/nonce
 cat /var/tmp/state /run/nonce"#;
 
-const REWRITER: &str = include_str!("guest/rewriter.py");
+/// Takes, writes, checks and frees memory.
+pub const REWRITER: &str = include_str!("guest/rewriter.py");
 
 /// Has the rewriter check all that it holds; what it says.
-const VERIFY: &str = r#"set -e
+pub const VERIFY: &str = r#"set -e
 systemctl is-active -q rewriter || { systemctl status rewriter; exit 1; }
 rm -f /run/verified; touch /run/verify
 while [ -e /run/verify ]; do sleep 0.1; done
@@ -85,7 +86,10 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
             lab.daemon().wait_agent("copy", BOOT).unwrap();
             for vm in ["copy", "rewriting"] {
                 let said = lab.exec(vm, VERIFY, limit).unwrap();
-                assert!(said.starts_with("errors 0 rounds "), "{vm}, moment {round}: {said}");
+                assert!(
+                    said.starts_with("errors 0 rounds "),
+                    "{vm}, moment {round}: {said}"
+                );
             }
             lab.stop("copy").unwrap();
         }
@@ -193,6 +197,10 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         report.problems,
         ["ram was changed since it was saved, in its chunk 2"]
     );
+    // Though its bytes were right when clones were started from it.
+    let refused = daemon.restore("warm", "broken").unwrap_err().to_string();
+    assert!(refused.contains("in 1 of its chunks"), "{refused}");
+    assert!(daemon.list().iter().all(|vm| vm.name != "broken"));
     assert!(matches!(
         daemon.remove_snapshot("warm"),
         Err(DaemonError::Snapshot(SnapshotError::BuiltOn { .. }))

@@ -148,7 +148,12 @@ pub(super) fn run(
     })?;
     let names: Vec<String> = specs.iter().map(|spec| spec.name.clone()).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    for spec in specs {
+    let mut starts = specs;
+    if repeat % 2 == 1 {
+        // Who boots first gets the better memory; each half in turn.
+        starts.reverse();
+    }
+    for spec in starts {
         lab.start(spec)?;
     }
     for name in &names {
@@ -164,7 +169,10 @@ pub(super) fn run(
     if matches!(mechanism, Mechanism::FoldBesideNone { .. }) {
         let plain = &names[names.len() / 2..];
         for state in lab.exec_all(plain, SILENCE, HASH_TIMEOUT)? {
-            ensure!(state.trim() == "0", "an agent beside is not silent: {state}");
+            ensure!(
+                state.trim() == "0",
+                "an agent beside is not silent: {state}"
+            );
         }
     }
     let load = Load::now(&lab)?;

@@ -155,10 +155,7 @@ fn agent_percent(run: &ArmRun) -> f64 {
         _ => run.work.len(),
     };
     let work = &run.work[..with_agent];
-    mean(
-        work.iter()
-            .map(|w| w.agent_s / w.wall_s.max(1e-3) * 100.0),
-    )
+    mean(work.iter().map(|w| w.agent_s / w.wall_s.max(1e-3) * 100.0))
 }
 
 /// The VMs of a run that were folded, each with the one of the same image that was not.
@@ -201,8 +198,8 @@ fn slowdowns(runs: &[ArmRun]) -> Vec<f64> {
 fn slowdown_parts(runs: &[&ArmRun]) -> Value {
     let part = |of: fn(&ArmRun, &VmWork, &VmWork) -> f64| {
         let of_run = |run: &&ArmRun| -> Vec<f64> {
-            let percent = pairs(run)
-                .map(|(folded, plain)| of(run, folded, plain) / own_time(plain) * 100.0);
+            let percent =
+                pairs(run).map(|(folded, plain)| of(run, folded, plain) / own_time(plain) * 100.0);
             percent.collect()
         };
         mean(runs.iter().flat_map(of_run))

@@ -1,0 +1,134 @@
+//! Daemons that are processes of their own, to be killed.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold::api::{Client, ExecRequest, ExecResult, VersionInfo};
+use memfold::vm::{Vm, VmSpec};
+
+/// `memfold serve`, as an operator runs it.
+pub struct Served<'a> {
+    state: &'a Path,
+    vms: &'a [&'a str],
+    daemon: Option<Child>,
+}
+
+impl<'a> Served<'a> {
+    /// One that isn't started yet. `vms` are ended with it.
+    pub fn new(state: &'a Path, vms: &'a [&'a str]) -> Self {
+        let daemon = None;
+        Self { state, vms, daemon }
+    }
+
+    pub fn start(&mut self) {
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(self.state.join("daemon.log"))
+            .unwrap();
+        let child = Command::new(env!("CARGO_BIN_EXE_memfold"))
+            .arg("--socket")
+            .arg(self.state.join("s"))
+            .args(["serve", "--cpu", "50", "--state"])
+            .arg(self.state)
+            .arg("--snapshots")
+            .arg(self.state.join("snapshots"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        self.daemon = Some(child);
+    }
+
+    /// Waits until the daemon of this moment answers.
+    pub fn answers(&mut self) -> Client {
+        let client = Client::new(&self.state.join("s")).unwrap();
+        let end = Instant::now() + Duration::from_secs(30);
+        let daemon = self.daemon.as_mut().unwrap();
+        let pid = i32::try_from(daemon.id()).unwrap();
+        loop {
+            if client
+                .get("/v1/version")
+                .is_ok_and(|v: VersionInfo| v.pid == pid)
+            {
+                return client;
+            }
+            let ended = daemon.try_wait().unwrap();
+            assert!(
+                ended.is_none() && Instant::now() < end,
+                "no daemon: {ended:?}\n{}",
+                self.log()
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    pub fn kill(&mut self) {
+        if let Some(mut daemon) = self.daemon.take() {
+            daemon.kill().unwrap();
+            daemon.wait().unwrap();
+        }
+    }
+
+    /// Starts a VM, by the command line.
+    pub fn run(&self, spec: &VmSpec) {
+        let file = self.state.join(format!("{}.toml", spec.name));
+        std::fs::write(&file, toml::to_string(spec).unwrap()).unwrap();
+        let done = Command::new(env!("CARGO_BIN_EXE_memfold"))
+            .arg("--socket")
+            .arg(self.state.join("s"))
+            .args(["vm", "run", "--file"])
+            .arg(&file)
+            .status()
+            .unwrap();
+        assert!(done.success());
+    }
+
+    fn log(&self) -> String {
+        let text = std::fs::read_to_string(self.state.join("daemon.log")).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(40)..].join("\n")
+    }
+}
+
+impl Drop for Served<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("the daemons' last words:\n{}", self.log());
+        }
+        self.kill();
+        for name in self.vms {
+            if let Ok(vm) = Vm::find(self.state, name) {
+                let _ = vm.stop(Duration::ZERO);
+            }
+        }
+    }
+}
+
+/// Runs a command in a guest, which must end well.
+pub fn exec(client: &Client, name: &str, script: &str) -> ExecResult {
+    let request = ExecRequest {
+        script: script.to_owned(),
+        timeout_s: 300.0,
+    };
+    let result: ExecResult = client
+        .post(&format!("/v1/vms/{name}/exec"), &request)
+        .unwrap();
+    assert_eq!(result.code, 0, "{name}: {script}: {}", result.stderr);
+    result
+}
+
+/// A small generator, so that a failure can be run again: the seed is printed.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below_ms(&mut self, limit: u64) -> Duration {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        Duration::from_millis(self.0 % limit)
+    }
+}

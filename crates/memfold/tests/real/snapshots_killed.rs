@@ -1,0 +1,194 @@
+//! Daemons and VMs are killed while a snapshot is made: the VM goes on as it was, and nothing half made is listed.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use memfold::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::snapshot::{Keep, Manifest, SnapshotInfo};
+use memfold_units::ByteSize;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use super::served::{Random, Served, exec};
+use super::snapshots::{REWRITER, VERIFY};
+use super::support::{self, BOOT};
+
+const DEATHS: u64 = 8;
+const VM: &str = "saved";
+
+fn save(client: &Client, name: &str) -> Result<Manifest, String> {
+    let request = SaveRequest {
+        vm: VM.into(),
+        name: name.into(),
+        keep: Keep::None,
+    };
+    let saved = client.post("/v1/snapshots", &request);
+    saved.map_err(|error| format!("{error:#}"))
+}
+
+/// Waits until a guest answers, and has the rewriter check all it holds.
+fn verify(client: &Client, vm: &str) {
+    let end = Instant::now() + BOOT;
+    let connected = || {
+        let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+        list.iter()
+            .any(|info| info.name == vm && info.agent.is_some())
+    };
+    while !connected() {
+        assert!(Instant::now() < end, "the agent of '{vm}' is not back");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let said = exec(client, vm, VERIFY).stdout;
+    assert!(said.starts_with("errors 0 rounds "), "{vm}: {said}");
+}
+
+/// Overlays in the directory for temporary files.
+fn overlays() -> BTreeSet<PathBuf> {
+    let entries = std::fs::read_dir("/var/tmp").unwrap().flatten();
+    let files = entries.map(|entry| entry.path());
+    files
+        .filter(|file| {
+            file.to_string_lossy().contains("/memfold-")
+                && file.extension().is_some_and(|e| e == "qcow2")
+        })
+        .collect()
+}
+
+/// What is listed is whole, and nothing else is there.
+fn shelf_is_clean(client: &Client, state: &Path) -> Vec<String> {
+    let list: Vec<SnapshotInfo> = client.get("/v1/snapshots").unwrap();
+    for info in &list {
+        assert_eq!(info.problem, None, "{}", info.name);
+        let report: VerifyReport = client
+            .post(&format!("/v1/snapshots/{}/verify", info.name), &())
+            .unwrap();
+        assert!(report.problems.is_empty(), "{report:?}");
+    }
+    let names: Vec<String> = list.into_iter().map(|info| info.name).collect();
+    let there: BTreeSet<String> = std::fs::read_dir(state.join("snapshots"))
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.file_name().into_string().unwrap())
+        .collect();
+    assert_eq!(there, names.iter().cloned().collect());
+    names
+}
+
+fn wait_for(done: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(30);
+    while !done() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
+    let Some(_turn) = support::turn() else { return };
+    let directory = tempfile::Builder::new()
+        .prefix("memfold-killed.")
+        .tempdir()
+        .unwrap();
+    let state = directory.path();
+    let before = overlays();
+    let vms = [VM, "copy"];
+    let mut served = Served::new(state, &vms);
+    served.start();
+    let client = served.answers();
+    let memory = ByteSize::mib(320);
+    served.run(&Lab::spec(VM, "trixie-a", memory, DiskMode::Buffered).unwrap());
+    let end = Instant::now() + BOOT;
+    while client.get::<Vec<VmInfo>>("/v1/vms").unwrap()[0]
+        .agent
+        .is_none()
+    {
+        assert!(Instant::now() < end);
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let script = format!(
+        "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
+         systemd-run -q --unit=rewriter python3 /run/rewriter.py 20000 /var/tmp/rewritten\n\
+         while [ ! -s /run/rewriter ]; do sleep 0.2; done"
+    );
+    exec(&client, VM, &script);
+    // How long a save takes here, undisturbed.
+    let began = Instant::now();
+    save(&client, "whole").unwrap();
+    let span = u64::try_from(began.elapsed().as_millis()).unwrap();
+    let seed = u64::from(std::process::id()) << 20 | 1;
+    println!("seed {seed}, a save takes {span} ms");
+    let mut random = Random(seed);
+    let (mut kept, mut late) = (0, 0);
+    for death in 0..DEATHS {
+        let name = format!("cut-{death}");
+        let draft = state.join(format!("snapshots/.{name}.draft/disk0.qcow2"));
+        let known = overlays();
+        std::thread::scope(|scope| {
+            let client = &client;
+            let saving = scope.spawn(|| save(client, &name));
+            match death % 3 {
+                // Anywhere; every part of the save has its turn.
+                0 => {
+                    let first = Duration::from_millis(span * death / DEATHS);
+                    std::thread::sleep(first + random.below_ms(span / DEATHS + 1));
+                }
+                // When the new overlay is there, around the transaction.
+                1 => {
+                    wait_for(|| overlays() != known);
+                    std::thread::sleep(random.below_ms(40));
+                }
+                // When the disks are frozen and get their names.
+                _ => wait_for(|| draft.exists()),
+            }
+            served.kill();
+            late += u32::from(saving.join().unwrap().is_err() && overlays() != known);
+        });
+        served.start();
+        served.answers();
+        verify(&client, VM);
+        let status = support::qmp(state, VM).query("query-status").unwrap();
+        assert_eq!(status["status"], "running");
+        kept = shelf_is_clean(&client, state).len();
+    }
+    println!(
+        "{} of {DEATHS} cut saves were whole, {late} were cut with new overlays",
+        kept - 1
+    );
+    assert!(late > 0);
+    // It can be saved again, and what comes of it is right.
+    save(&client, "last").unwrap();
+    let restore = RestoreRequest { vm: "copy".into() };
+    client
+        .post::<_, Value>("/v1/snapshots/last/restore", &restore)
+        .unwrap();
+    verify(&client, "copy");
+
+    // The VM itself dies in the middle.
+    let pid = |name: &str| {
+        let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+        let vm = list.iter().find(|vm| vm.name == name);
+        Pid::from_raw(vm.unwrap().pid).unwrap()
+    };
+    let victim = pid(VM);
+    let saved = std::thread::scope(|scope| {
+        let client = &client;
+        let saving = scope.spawn(|| save(client, "dead"));
+        std::thread::sleep(Duration::from_millis(span / 3));
+        kill_process(victim, Signal::KILL).unwrap();
+        saving.join().unwrap()
+    });
+    println!("a VM that died: {:?}", saved.as_ref().map(|m| m.save_ms));
+    verify(&client, "copy");
+    // What is said is so.
+    let listed = shelf_is_clean(&client, state).contains(&"dead".to_owned());
+    assert_eq!(listed, saved.is_ok());
+    client
+        .post::<_, Value>(
+            "/v1/vms/copy/stop",
+            &serde_json::json!({ "timeout_s": 0.0 }),
+        )
+        .unwrap();
+    assert_eq!(overlays(), before, "overlays are left, or others are gone");
+}
