@@ -13,13 +13,13 @@ use std::os::unix::fs::FileExt;
 const FREE: u64 = 1 << 10;
 
 /// Frames that are told only together, all free: larger than what the kernel takes in one piece without marking each page of it.
-const TOGETHER: u64 = 16;
+const TOGETHER: usize = 16;
 
 /// Frames read at once.
 const CHUNK: u64 = 64 << 10;
 
 /// Bytes of a flag word in `/proc/kpageflags`.
-const WORD: u64 = 8;
+const WORD: usize = 8;
 
 /// Conditions of the kernel's command line under which free pages must keep their bytes.
 const CHECKED: [&str; 3] = ["page_poison", "debug_pagealloc", "slub_debug"];
@@ -63,28 +63,29 @@ fn put(out: &mut impl Write, run: Option<Range<u64>>) -> io::Result<()> {
 
 /// The flag words of these frames, as they lie in the file.
 fn read(flags: &File, frames: Range<u64>) -> io::Result<Vec<u8>> {
-    let length = usize::try_from((frames.end - frames.start) * WORD).unwrap_or(0);
-    let mut words = vec![0; length];
-    flags.read_exact_at(&mut words, frames.start * WORD)?;
+    let count = usize::try_from(frames.end - frames.start).unwrap_or(0);
+    let mut words = vec![0; count * WORD];
+    flags.read_exact_at(&mut words, frames.start * WORD as u64)?;
     Ok(words)
 }
 
 /// Runs of whole groups that are free, of the frames from `first` on, which is a multiple of [`TOGETHER`].
 fn free_runs(first: u64, words: &[u8]) -> Vec<Range<u64>> {
-    let mut free_group = [0; (TOGETHER * WORD) as usize];
-    for word in free_group.chunks_exact_mut(WORD as usize) {
+    let mut free_group = [0; TOGETHER * WORD];
+    for word in free_group.chunks_exact_mut(WORD) {
         word.copy_from_slice(&FREE.to_ne_bytes());
     }
+    let together = TOGETHER as u64;
     let mut runs: Vec<Range<u64>> = Vec::new();
     let groups = words.chunks_exact(free_group.len());
-    for (start, group) in (first..).step_by(TOGETHER as usize).zip(groups) {
+    for (start, group) in (first..).step_by(TOGETHER).zip(groups) {
         // As bytes: in an emulated guest this is what counts.
         if group != free_group {
             continue;
         }
         match runs.last_mut().filter(|run| run.end == start) {
-            Some(run) => run.end += TOGETHER,
-            None => runs.push(start..start + TOGETHER),
+            Some(run) => run.end += together,
+            None => runs.push(start..start + together),
         }
     }
     runs
@@ -92,13 +93,14 @@ fn free_runs(first: u64, words: &[u8]) -> Vec<Range<u64>> {
 
 /// The frames of the lines "System RAM" of `/proc/iomem`, to whole groups.
 fn ram(iomem: &str) -> Vec<Range<u64>> {
-    const GROUP: u64 = TOGETHER * 4096;
+    const FRAMES: u64 = TOGETHER as u64;
+    const GROUP: u64 = FRAMES * 4096;
     let range = |line: &str| {
         let (range, what) = line.split_once(" : ")?;
         let (first, last) = range.split_once('-')?;
         let first = u64::from_str_radix(first, 16).ok()?;
         let end = u64::from_str_radix(last, 16).ok()?.checked_add(1)?;
-        let frames = first.div_ceil(GROUP) * TOGETHER..end / GROUP * TOGETHER;
+        let frames = first.div_ceil(GROUP) * FRAMES..end / GROUP * FRAMES;
         (what == "System RAM" && end > 1 && frames.start < frames.end).then_some(frames)
     };
     iomem.lines().filter_map(range).collect()

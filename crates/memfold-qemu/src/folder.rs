@@ -253,12 +253,12 @@ impl Folder {
             return Err("writes are tracked already".to_owned());
         }
         state.tracked = state.ram.blocks().iter().map(Block::area).collect();
-        let tracked = state.tracked.iter().try_for_each(|&area| {
+        let outcome = state.tracked.iter().try_for_each(|&area| {
             tracker.register(area, Mode::WriteProtect)?;
             tracker.write_protect(area)
         });
         drop(state);
-        tracked.map_err(|errno| {
+        outcome.map_err(|errno| {
             self.untrack_writes();
             format!("writes can't be tracked: {errno}")
         })

@@ -142,6 +142,12 @@ pub(super) struct FileState {
     pub skip_until: Option<Instant>,
 }
 
+/// A VM that is held for a snapshot.
+pub(super) struct Held {
+    /// The problem that it has afterwards.
+    after: Option<String>,
+}
+
 #[allow(clippy::struct_excessive_bools)] // independent facts, each asked by name
 pub(super) struct VmState {
     pub domain: String,
@@ -175,8 +181,8 @@ pub(super) struct VmState {
     pub wait_for_pause: Vec<Hint>,
     pub zero: super::zero::ZeroPass,
     pub mappings: usize,
-    /// While a snapshot is made: the problem that it has afterwards.
-    pub held: Option<Option<String>>,
+    /// While a snapshot is made of it.
+    pub held: Option<Held>,
     pub stats: VmStats,
 }
 
@@ -586,7 +592,7 @@ impl Engine {
         match vm.guest.order(order, None) {
             Ok(Reply::Ok) => {
                 let before = vm.stats.problem.replace(HELD.to_owned());
-                vm.held.get_or_insert(before);
+                vm.held.get_or_insert(Held { after: before });
                 Ok(())
             }
             Ok(Reply::Error { reason }) => Err(reason),
@@ -610,15 +616,15 @@ impl Engine {
                 Err(error) => return self.lost(id, &error),
             }
         }
-        if let Some(problem) = after {
-            self.set_problem(id, problem);
+        if let Some(held) = after {
+            self.set_problem(id, held.after);
         }
     }
 
     fn set_problem(&mut self, id: VmId, mut problem: Option<String>) {
-        if let Some(after) = self.vms.get_mut(&id).and_then(|vm| vm.held.as_mut()) {
+        if let Some(held) = self.vms.get_mut(&id).and_then(|vm| vm.held.as_mut()) {
             // A page that is being folded is in no place where the snapshot looks for it.
-            *after = problem;
+            held.after = problem;
             return;
         }
         let Some(mut vm) = self.vms.remove(&id) else {

@@ -152,7 +152,10 @@ mod tests {
     fn lists_are_read_and_nonsense_is_refused() {
         assert_eq!(parse(b"16 32\n1000 1\n", 0).unwrap(), [16..48, 1000..1001]);
         assert_eq!(parse(b"", 0).unwrap(), []);
-        let list = |lines: u64| (0..lines).map(|n| format!("{n} 1\n")).collect::<String>();
+        let list = |lines: u64| {
+            let lines: Vec<String> = (0..lines).map(|n| format!("{n} 1")).collect();
+            lines.join("\n")
+        };
         assert!(parse(list(96).as_bytes(), 1024).is_ok());
         assert!(parse(list(97).as_bytes(), 1024).is_err());
         for nonsense in [

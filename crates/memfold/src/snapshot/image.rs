@@ -386,7 +386,15 @@ mod tests {
         ];
         let is_free = |page| free.iter().any(|f| f.contains(&source.hva.add_pages(page)));
         let (ram, sums) = (file(), file());
-        let (_, counts) = write(me(), &[source.clone()], &free, &ram, &sums, |_| {}).unwrap();
+        let (_, counts) = write(
+            me(),
+            std::slice::from_ref(&source),
+            &free,
+            &ram,
+            &sums,
+            |_| {},
+        )
+        .unwrap();
         let saved = (0..700).filter(|&p| is_saved(p) && !is_free(p)).count();
         assert_eq!(counts.saved_pages, saved as u64);
         let there = (0..700).filter(|&p| p % 7 < 4 && is_free(p)).count();

@@ -439,10 +439,10 @@ mod tests {
         let (_directory, shelf) = shelf();
         save(&shelf, "whole");
         let under_way = shelf.draft("under-way").unwrap();
-        fs::create_dir(shelf.0.join(".cut-off.draft")).unwrap();
-        let other = Shelf::open(&shelf.0);
+        fs::create_dir(shelf.root.join(".cut-off.draft")).unwrap();
+        let other = Shelf::open(&shelf.root);
         assert!(under_way.path().exists());
-        assert!(!shelf.0.join(".cut-off.draft").exists());
+        assert!(!shelf.root.join(".cut-off.draft").exists());
         assert_eq!(other.names().unwrap(), ["whole"]);
     }
 

@@ -40,11 +40,11 @@ cat /var/tmp/state /run/nonce"#;
 pub const REWRITER: &str = include_str!("guest/rewriter.py");
 
 /// Has the rewriter check all that it holds; what it says.
-pub const VERIFY: &str = r#"set -e
+pub const VERIFY: &str = r"set -e
 systemctl is-active -q rewriter || { systemctl status rewriter; exit 1; }
 rm -f /run/verified; touch /run/verify
 while [ -e /run/verify ]; do sleep 0.1; done
-cat /run/verified"#;
+cat /run/verified";
 
 /// Saves of one VM before a new one is started: each makes its disk's chain longer.
 const SAVES: u64 = 10;
@@ -52,7 +52,7 @@ const SAVES: u64 = 10;
 #[test]
 fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_moment() {
     let Some(_turn) = support::turn() else { return };
-    let rounds = support::seconds("MEMFOLD_SNAPSHOT_ROUNDS", 4).as_secs();
+    let rounds = support::seconds("MEMFOLD_SNAPSHOT_ROUNDS", 3).as_secs();
     let limit = Duration::from_secs(120);
     let (mut free, mut stood) = (Vec::new(), Vec::new());
     for first in (0..rounds).step_by(usize::try_from(SAVES).unwrap()) {
