@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fs;
 
+use memfold_units::PAGE_SIZE;
 use memfold_wire::agent::{
     AgentCounters, FileFacts, FileRange, HintRun, MAX_PATH, MAX_RUN_PAGES, PfnRun,
 };
@@ -18,6 +19,9 @@ use crate::worker::{Finding, overlay_inode};
 
 /// Files waiting for a walk to find their paths.
 const MAX_WANTED: usize = 4096;
+
+/// Files looked at again in a round because they have grown.
+const MAX_GROWN: usize = 64;
 
 /// Walks that look for a file in vain before it is given up.
 const WALKS: u8 = 4;
@@ -35,6 +39,8 @@ pub struct PageCache {
     disks: HashMap<u32, Vec<u32>>,
     rules: Rules,
     wanted: HashSet<Inode>,
+    /// Files with pages behind the end that was told.
+    grown: HashSet<Inode>,
     resolver: Resolver,
     last: Option<Last>,
     last_device: Option<(u32, Option<u32>)>,
@@ -47,6 +53,8 @@ struct Last {
     number: u32,
     allowed: bool,
     order: u8,
+    /// Pages up to the end that was told.
+    known_pages: u64,
 }
 
 impl PageCache {
@@ -55,6 +63,7 @@ impl PageCache {
         self.batch = Batch::default();
         self.files.reset();
         self.wanted = HashSet::new();
+        self.grown = HashSet::new();
         self.rules = rules;
         self.last = None;
     }
@@ -125,6 +134,14 @@ impl PageCache {
 
     /// To be called after the events of a round: keeps no file system busy.
     pub fn end_round(&mut self) {
+        // Files that were looked at while they were being written, and whose writeback did not show them whole. Once a round: one that
+        // grows now has a page behind its known end with every event.
+        for inode in std::mem::take(&mut self.grown) {
+            match self.resolver.by_handle(&self.mounts, inode.0, inode.1) {
+                Found::Unknown => self.want(inode, 1),
+                found => self.news(inode, found),
+            }
+        }
         self.resolver.close();
     }
 
@@ -150,6 +167,9 @@ impl PageCache {
         };
         self.last = Some(file);
         let pages = 1_u32 << event.order;
+        if event.page >= file.known_pages && self.grown.len() < MAX_GROWN {
+            self.grown.insert(inode);
+        }
         if file.allowed {
             self.batch.hint(HintRun {
                 file: file.number,
@@ -182,6 +202,10 @@ impl PageCache {
             number: entry.number,
             allowed: entry.allowed,
             order: entry.order,
+            known_pages: match entry.path_hash {
+                0 => u64::MAX,
+                _ => entry.size.div_ceil(PAGE_SIZE),
+            },
         }
     }
 

@@ -13,7 +13,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
@@ -436,6 +436,17 @@ pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
 
 /// An empty overlay at `path`, over what `active` will be called.
 fn new_overlay(active: &Active, path: &Path, backing: &Path) -> Result<(), SnapshotError> {
+    let failed = |source| SnapshotError::Files {
+        path: path.into(),
+        source,
+    };
+    // In a directory that others may write to: a new file, and for nobody else to read. `qemu-img` writes into what is there.
+    File::options()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(failed)?;
     // `-u`: the backing file is where it says only when the snapshot is whole; QEMU is given the running node instead.
     let output = Command::new("qemu-img")
         .args(["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-b"])
@@ -443,10 +454,7 @@ fn new_overlay(active: &Active, path: &Path, backing: &Path) -> Result<(), Snaps
         .arg(path)
         .arg(active.virtual_bytes.to_string())
         .output()
-        .map_err(|source| SnapshotError::Files {
-            path: path.into(),
-            source,
-        })?;
+        .map_err(failed)?;
     if !output.status.success() {
         let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         return Err(SnapshotError::Qemu(format!("qemu-img: {words}")));

@@ -161,6 +161,15 @@ impl VmDirectory {
         for overlay in overlays {
             missing_is_fine(fs::remove_file(overlay))?;
         }
+        // Who else looks whether the VM is gone makes the lock's file anew, between our last file and the directory.
+        for _ in 0..20 {
+            match fs::remove_dir_all(&self.0) {
+                Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {
+                    std::thread::sleep(std::time::Duration::from_millis(5));
+                }
+                other => return missing_is_fine(other),
+            }
+        }
         missing_is_fine(fs::remove_dir_all(&self.0))
     }
 }

@@ -1,6 +1,7 @@
 //! Daemons and VMs are killed while a snapshot is made: the VM goes on as it was, and nothing half made is listed.
 
 use std::collections::BTreeSet;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -157,6 +158,10 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
         kept - 1
     );
     assert!(late > 0);
+    for overlay in overlays().difference(&before) {
+        let mode = std::fs::metadata(overlay).unwrap().permissions().mode();
+        assert_eq!(mode & 0o77, 0, "others can read {}", overlay.display());
+    }
     // It can be saved again, and what comes of it is right.
     save(&client, "last").unwrap();
     let restore = RestoreRequest { vm: "copy".into() };
