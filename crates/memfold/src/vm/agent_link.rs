@@ -272,9 +272,11 @@ impl AgentLink {
 
     /// Asks for an inventory: what was told before and isn't told again counts no more.
     pub fn take_inventory(&self) -> Result<(), AgentError> {
-        if self.shared.lock().session.is_none() {
-            return Err(AgentError::NoSession(self.shared.lock().last_error.clone()));
+        let state = self.shared.lock();
+        if state.session.is_none() {
+            return Err(AgentError::NoSession(state.last_error.clone()));
         }
+        drop(state);
         self.shared.send(&ToAgent::Inventory)
     }
 
@@ -492,15 +494,16 @@ impl Shared {
         let mut pages = Budget::new(self.options.max_pages_per_s);
         let mut greetings = VecDeque::new();
         loop {
-            if patience.is_some() && self.lock().session.is_some() {
-                patience = None;
-            }
-            let left = patience.map(|until| until.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) {
-                return None;
-            }
-            if let Err(e) = stream.set_read_timeout(left) {
-                return Some(format!("cannot wait for the agent's port: {e}"));
+            if let Some(until) = patience {
+                let left = until.saturating_duration_since(Instant::now());
+                let greeted = !greetings.is_empty();
+                if !greeted && left.is_zero() {
+                    return None;
+                }
+                if let Err(e) = stream.set_read_timeout((!greeted).then_some(left)) {
+                    return Some(format!("cannot wait for the agent's port: {e}"));
+                }
+                patience = patience.filter(|_| !greeted);
             }
             let n = match stream.read(&mut chunk) {
                 Ok(0) => return Some("QEMU closed the agent's port".into()),

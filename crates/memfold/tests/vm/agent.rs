@@ -159,6 +159,37 @@ fn another_version_is_refused_in_words_and_its_hints_go_nowhere() {
 }
 
 #[test]
+fn an_agent_that_missed_the_new_connection_is_connected_to_again_and_one_that_greeted_is_not() {
+    let (_dir, listener, link, events) = link(AgentOptions::default());
+    // It was restored with its VM: it believes in its session, and goes on telling of it.
+    let mut guest = Guest::accept(&listener);
+    let began = Instant::now();
+    let mut end = [0];
+    while began.elapsed() < SECONDS_5 {
+        if guest.stream.write_all(&encode(&hints(1)).unwrap()).is_err() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert!(
+        began.elapsed() < SECONDS_5,
+        "talk without a hello is listened to"
+    );
+    assert!(!matches!(guest.stream.read(&mut end), Ok(n) if n > 0));
+    let mut guest = Guest::accept(&listener);
+    guest.greet("again");
+    assert_eq!(session(&events), "again");
+    // Longer than the second connection's patience, which is two seconds.
+    std::thread::sleep(Duration::from_secs(3));
+    guest.say(&hints(1));
+    assert!(matches!(
+        events.recv_timeout(SECONDS_5).unwrap(),
+        AgentEvent::Message(FromAgent::Hints(_))
+    ));
+    assert!(link.session().is_some());
+}
+
+#[test]
 fn commands_collect_their_output_and_code() {
     let (_dir, listener, link, _events) = link(AgentOptions::default());
     assert!(matches!(
