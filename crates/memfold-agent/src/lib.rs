@@ -29,6 +29,7 @@ pub mod glob;
 pub mod mounts;
 pub mod page_cache;
 pub mod port;
+pub mod reseed;
 pub mod residency;
 pub mod resolve;
 pub mod ring;

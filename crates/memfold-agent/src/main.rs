@@ -7,12 +7,13 @@ use memfold_agent::agent::Agent;
 const HELP: &str = "\
 memfold-agent: tells the memfold daemon which files this guest's page cache holds, and where.
 
-Usage: memfold-agent [--dump | --free-pages | --version | --help]
+Usage: memfold-agent [--dump | --free-pages | --reseed | --version | --help]
 
 Without an option it serves the virtio-serial port org.memfold.agent.0 until SIGTERM.
 
   --dump        write the messages to standard output as text, without a daemon
   --free-pages  write which page frames the kernel has free: first frame and number of frames, a line each
+  --reseed      mix standard input into the kernel's random numbers and begin them anew: for a guest that was restored or cloned
   --version     the version
   --help        this text
 ";
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
                 &mut std::io::stdout().lock(),
             ));
         }
+        ["--reseed"] => return ended(memfold_agent::reseed::reseed(&mut std::io::stdin().lock())),
         ["--version" | "-V"] => {
             println!("memfold-agent {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;

@@ -1,6 +1,6 @@
-//! What the guest agent needs: file handles, page-cache residency, signals as a descriptor.
+//! What the guest agent needs: file handles, page-cache residency, signals as a descriptor, new random numbers.
 //!
-//! Sources: `open_by_handle_at(2)`, `cachestat(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`, `fcntl(2)`.
+//! Sources: `open_by_handle_at(2)`, `cachestat(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`, `fcntl(2)`, `random(4)`.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -52,6 +52,18 @@ fn descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
         // SAFETY: a descriptor that the system call just made for us.
         Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Has the kernel's generator of random numbers begin anew from its pool (`RNDRESEEDCRNG`, `random(4)`). Needs `CAP_SYS_ADMIN`.
+pub fn reseed_random(urandom: impl AsFd) -> io::Result<()> {
+    const RNDRESEEDCRNG: libc::Ioctl = 0x5207;
+    // SAFETY: this request has no argument.
+    let result = unsafe { libc::ioctl(urandom.as_fd().as_raw_fd(), RNDRESEEDCRNG) };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
     }
 }
 

@@ -490,6 +490,54 @@ fn a_new_engine_takes_the_store_over_and_goes_on() {
 }
 
 #[test]
+fn a_store_at_the_end_of_its_file_goes_on_in_holes_that_nobody_maps() {
+    let domain = domain("end");
+    let (mut a, mut b) = (Ram::new(), Ram::new());
+    for ram in [&mut a, &mut b] {
+        ram.fill(0, 100, 13);
+        ram.fill(1000, 100, 14);
+    }
+    let first = Running::start();
+    first.add(1, &domain, &a, true);
+    first.add(2, &domain, &b, true);
+    for id in 1..=2 {
+        first.cached(id, 1, "/f", 0, 100);
+    }
+    first.wait("both folded", |s| folded(s, &[1, 2], 100));
+    drop(first);
+    // As if it had appended 16 TiB: the next daemon goes on behind the file's end.
+    let name = format!("/memfold:{domain} (deleted)");
+    let memfd = format!("/memfd:memfold:{domain} (deleted)");
+    let stores = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let stores = stores.filter(|fd| {
+        let target = std::fs::read_link(fd.path()).unwrap_or_default();
+        target.as_os_str() == name.as_str() || target.as_os_str() == memfd.as_str()
+    });
+    let path = stores
+        .last()
+        .expect("the library has the store open")
+        .path();
+    let store = std::fs::File::options().write(true).open(path).unwrap();
+    let size = (memfold::store::MAX_PAGES - 10) * PAGE as u64;
+    store.set_len(size).unwrap();
+    let second = Running::start();
+    second.add(1, &domain, &a, true);
+    second.add(2, &domain, &b, true);
+    for id in 1..=2 {
+        second.cached(id, 1, "/f", 0, 100);
+        second.cached(id, 2, "/g", 1000, 100);
+    }
+    let after = second.wait("more folded", |s| folded(s, &[1, 2], 200));
+    assert_eq!(after.domains[0].appended_pages, 100);
+    for ram in [&mut a, &mut b] {
+        assert!(ram.holds(0, 100, 13) && ram.holds(1000, 100, 14));
+    }
+    assert_eq!(a.frames(1000, 100), b.frames(1000, 100));
+    assert_ne!(a.frames(0, 100), a.frames(1000, 100));
+    assert_eq!(store.metadata().unwrap().len(), size, "within the file");
+}
+
+#[test]
 fn an_unplugged_block_is_forgotten_by_the_library() {
     let domain = domain("unplug");
     let ram = Ram::new();

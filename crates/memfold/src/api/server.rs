@@ -188,6 +188,7 @@ impl IntoResponse for Failure {
             | DaemonError::Launch(LaunchError::NameTaken { .. })
             | DaemonError::Snapshot(
                 SnapshotError::Taken(_)
+                | SnapshotError::Twin { .. }
                 | SnapshotError::InUse { .. }
                 | SnapshotError::BuiltOn { .. },
             ) => StatusCode::CONFLICT,
@@ -349,7 +350,7 @@ async fn restore(
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<RestoreRequest>,
 ) -> Result<Json<VmInfo>, Failure> {
-    blocking(daemon, move |d| d.restore(&name, &request.vm)).await
+    blocking(daemon, move |d| d.restore(&name, &request)).await
 }
 
 fn seconds(value: f64) -> Result<std::time::Duration, DaemonError> {

@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 
 use crate::fold::EngineStats;
 use crate::ledger;
-use crate::snapshot::Keep;
+use crate::snapshot::{Keep, Renew, Renewal};
 
 /// `GET /v1/version`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
@@ -44,6 +44,9 @@ pub struct VmInfo {
     pub fold_problems: Vec<String>,
     /// Why folded pages can be folded again only at a pause; empty: they can any time.
     pub refold_problems: Vec<String>,
+    /// What it got anew when it was restored, if this daemon saw to that.
+    #[serde(default)]
+    pub renewal: Option<Renewal>,
 }
 
 /// `POST /v1/attach`
@@ -136,6 +139,24 @@ pub struct SaveRequest {
 pub struct RestoreRequest {
     /// Name of the VM that is to run from it.
     pub vm: String,
+    /// What it gets anew.
+    #[serde(default)]
+    pub renew: Renew,
+    /// Start it though nothing would set it apart from another VM that runs from the same memory.
+    #[serde(default)]
+    pub force: bool,
+}
+
+impl RestoreRequest {
+    /// To go on as the VM that was saved.
+    #[must_use]
+    pub fn new(vm: impl Into<String>) -> Self {
+        Self {
+            vm: vm.into(),
+            renew: Renew::default(),
+            force: false,
+        }
+    }
 }
 
 /// `POST /v1/snapshots/{name}/verify`

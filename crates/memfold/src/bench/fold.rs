@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::lab::KSM_NOTES;
+use super::record::{median, spread};
 use crate::ksm::{Controls, Ksmd, Run, Settings, Status};
 use crate::store::{Source, Store};
 
@@ -338,20 +339,6 @@ impl Words {
         }
         numbers
     }
-}
-
-fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
-fn spread(values: &[f64]) -> Value {
-    json!({
-        "min": values.iter().copied().fold(f64::INFINITY, f64::min),
-        "median": median(values),
-        "max": values.iter().copied().fold(0.0, f64::max),
-    })
 }
 
 /// CPU time of ksmd for each page that it merges of two regions with the same bytes.

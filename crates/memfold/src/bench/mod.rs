@@ -1,6 +1,7 @@
 //! The studies: one file each, JSON out, figures out. They share the laboratory ([`lab`]): VMs of their own in a daemon of
 //! their own.
 
+pub mod clones;
 pub mod figure;
 pub mod fold;
 pub mod hints;

@@ -60,6 +60,22 @@ fn field(path: &Path, name: &str) -> Option<String> {
     Some(line.split_once(':')?.1.trim().to_owned())
 }
 
+/// The middle one of some values.
+pub(super) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Least, median and greatest of some values.
+pub(super) fn spread(values: &[f64]) -> Value {
+    json!({
+        "min": values.iter().copied().fold(f64::INFINITY, f64::min),
+        "median": median(values),
+        "max": values.iter().copied().fold(0.0, f64::max),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

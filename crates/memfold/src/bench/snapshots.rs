@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::lab::{DiskMode, Lab};
-use crate::api::SaveRequest;
+use crate::api::{RestoreRequest, SaveRequest};
 use crate::daemon::DaemonError;
 use crate::fold::EngineSettings;
 use crate::snapshot::{Keep, Manifest, SnapshotError};
@@ -174,7 +174,7 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
     lab.stop(VM)?;
 
     let began = Instant::now();
-    lab.daemon().restore(VM, "restored")?;
+    lab.daemon().restore(VM, &RestoreRequest::new("restored"))?;
     let ours = Way {
         save_s,
         pause_s: manifest.pause_ms / 1000.0,

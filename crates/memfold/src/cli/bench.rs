@@ -23,6 +23,8 @@ enum Study {
     Hints,
     /// Saving and restoring a VM without its soft state, next to QEMU's mapped-ram with multifd
     Snapshots,
+    /// Clones of one warm VM: time until each runs, and its memory
+    Clones,
 }
 
 #[derive(Args, Debug)]
@@ -87,6 +89,19 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             };
             (bench::snapshots::run(&options)?, bench::snapshots::figures)
         }
+        Study::Clones => {
+            let host = examine(HostFacts::probe(DEFAULT_STATE.as_ref()));
+            if !host.can_run {
+                context.print(&host, doctor::text)?;
+                return Ok(doctor::exit_code(&host));
+            }
+            let options = if quick {
+                bench::clones::Options::quick()
+            } else {
+                bench::clones::Options::default()
+            };
+            (bench::clones::run(&options)?, bench::clones::figures)
+        }
     };
     let result = record::envelope(name, quick, measured);
     if let Some(directory) = &arguments.figures {
@@ -101,6 +116,7 @@ fn study_name(study: Study) -> &'static str {
         Study::Fold => "fold",
         Study::Hints => "hints",
         Study::Snapshots => "snapshots",
+        Study::Clones => "clones",
     }
 }
 

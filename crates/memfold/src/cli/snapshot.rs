@@ -1,16 +1,18 @@
 //! `memfold snapshot` and `memfold clone`.
 
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
 use memfold_units::{ByteSize, PAGE_SIZE};
+use serde::Serialize;
 
 use super::Context;
 use super::vm::segment;
 use crate::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
-use crate::snapshot::{Keep, Manifest, SnapshotInfo};
+use crate::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -31,6 +33,9 @@ pub(super) enum Arguments {
         /// Name of the VM; the saved one's by default
         #[arg(long = "as", value_name = "NAME")]
         vm: Option<String>,
+        /// Start it though another VM runs from the same memory and nothing would set the two apart
+        #[arg(long)]
+        force: bool,
     },
     /// All snapshots
     List,
@@ -63,7 +68,19 @@ pub(super) struct CloneArguments {
     /// Names begin so, and end with a number; the snapshot's name by default
     #[arg(long)]
     prefix: Option<String>,
+    /// Give each a host name, a machine ID and SSH host keys of its own; random numbers and MAC addresses they get anyhow
+    #[arg(long)]
+    identity: bool,
+    /// Don't wait until the agents in them have done that
+    #[arg(long)]
+    no_wait: bool,
+    /// Start them though nothing would set them apart: without agent, and without a driver for VM generation IDs in the guest
+    #[arg(long)]
+    force: bool,
 }
+
+/// How long `clone` waits for the agents.
+const RENEW_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
@@ -86,12 +103,19 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 )
             })?;
         }
-        Arguments::Restore { name, vm } => {
+        Arguments::Restore { name, vm, force } => {
             let vm = match vm {
                 Some(vm) => vm,
                 None => client.get::<Manifest>(&path(&name)?)?.vm,
             };
-            let info = restore(&client, &name, vm)?;
+            let info = restore(
+                &client,
+                &name,
+                &RestoreRequest {
+                    force,
+                    ..RestoreRequest::new(vm)
+                },
+            )?;
             context.print(&info, |vm| super::vm::describe("restored", vm))?;
         }
         Arguments::List => {
@@ -129,35 +153,113 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
+/// A VM that was started from a snapshot.
+#[derive(Debug, Serialize)]
+struct Clone {
+    /// From the command to guest code running, in milliseconds.
+    ms: f64,
+    vm: VmInfo,
+}
+
 pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
-    let prefix = arguments.prefix.as_ref().unwrap_or(&arguments.snapshot);
+    let snapshot = &arguments.snapshot;
+    let manifest: Manifest = client.get(&path(snapshot)?)?;
+    if arguments.number > 1 && !manifest.tells_twins_apart() && !arguments.force {
+        bail!(
+            "the guest in snapshot '{snapshot}' has neither a driver for VM generation IDs nor memfold's agent: its clones \
+             would draw the same random numbers and keys; start one, or all with --force"
+        );
+    }
+    let prefix = arguments.prefix.as_ref().unwrap_or(snapshot);
     let mut clones = Vec::new();
     for number in 1..=arguments.number {
-        let name = format!("{prefix}-{number}");
-        let info = restore(&client, &arguments.snapshot, name.clone())
-            .with_context(|| format!("clone '{name}' did not start; {} run", clones.len()))?;
-        clones.push(info);
+        let request = RestoreRequest {
+            vm: format!("{prefix}-{number}"),
+            renew: if arguments.identity {
+                Renew::Identity
+            } else {
+                Renew::Network
+            },
+            force: arguments.force,
+        };
+        let began = Instant::now();
+        let vm = restore(&client, snapshot, &request).with_context(|| {
+            format!("clone '{}' did not start; {} run", request.vm, clones.len())
+        })?;
+        let ms = began.elapsed().as_secs_f64() * 1000.0;
+        if !context.json {
+            super::write_line(&format!(
+                "{:.0} ms: {}",
+                ms,
+                super::vm::describe("cloned", &vm)
+            ))?;
+        }
+        clones.push(Clone { ms, vm });
     }
+    if arguments.no_wait {
+        context.print(&clones, |_| {
+            "their agents set them apart when they answer".into()
+        })?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    wait_renewed(&client, &mut clones)?;
+    let left = left_as_it_was(&clones);
     context.print(&clones, |clones| {
-        let lines: Vec<String> = clones
-            .iter()
-            .map(|vm| super::vm::describe("cloned", vm))
-            .collect();
-        lines.join("\n")
+        if left.is_empty() {
+            format!("{} set apart from each other", clones.len())
+        } else {
+            left.join("\n")
+        }
     })?;
-    Ok(ExitCode::SUCCESS)
+    Ok(ExitCode::from(u8::from(!left.is_empty())))
+}
+
+/// Waits until every clone is set apart from the others, for a minute at most.
+fn wait_renewed(client: &Client, clones: &mut [Clone]) -> anyhow::Result<()> {
+    let end = Instant::now() + RENEW_TIMEOUT;
+    loop {
+        let now: Vec<VmInfo> = client.get("/v1/vms")?;
+        for clone in clones.iter_mut() {
+            if let Some(vm) = now.iter().find(|vm| vm.name == clone.vm.name) {
+                clone.vm = vm.clone();
+            }
+        }
+        let pending = |clone: &Clone| clone.vm.renewal.as_ref().is_some_and(|r| r.pending);
+        if !clones.iter().any(pending) || Instant::now() > end {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// What clones still have in common with the others, a line each.
+fn left_as_it_was(clones: &[Clone]) -> Vec<String> {
+    let mut lines = Vec::new();
+    for Clone { vm, .. } in clones {
+        let Some(renewal) = &vm.renewal else { continue };
+        if renewal.pending {
+            lines.push(format!(
+                "{}: its agent has not answered yet; it is set apart from the others as soon as it does",
+                vm.name
+            ));
+        }
+        lines.extend(
+            renewal
+                .left
+                .iter()
+                .map(|left| format!("{}: as in the snapshot: {left}", vm.name)),
+        );
+    }
+    lines
 }
 
 fn path(name: &str) -> anyhow::Result<String> {
     Ok(format!("/v1/snapshots/{}", segment(name)?))
 }
 
-fn restore(client: &Client, snapshot: &str, vm: String) -> anyhow::Result<VmInfo> {
-    Ok(client.post(
-        &format!("{}/restore", path(snapshot)?),
-        &RestoreRequest { vm },
-    )?)
+fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> anyhow::Result<VmInfo> {
+    Ok(client.post(&format!("{}/restore", path(snapshot)?), request)?)
 }
 
 fn table(list: &[SnapshotInfo]) -> String {

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use memfold_wire::library::{Order, Reply};
@@ -26,6 +26,15 @@ impl Monitor {
     /// The monitor, for as long as the guard lives.
     pub fn lock(&self) -> MutexGuard<'_, Qmp> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same if nobody has it.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, Qmp>> {
+        match self.0.try_lock() {
+            Ok(qmp) => Some(qmp),
+            Err(TryLockError::Poisoned(qmp)) => Some(qmp.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 }
 
@@ -73,7 +82,11 @@ impl Guest for QemuGuest {
 
     fn refold_live(&mut self) -> bool {
         if self.library.facts().can_write_protect && self.live.0.elapsed() > CONDITIONS_HOLD {
-            let now = crate::vm::conditions::read_refold_live(&mut self.monitor.lock());
+            // A save may hold the monitor for long, and other VMs wait for this thread. What isn't known is not allowed.
+            let Some(mut monitor) = self.monitor.try_lock() else {
+                return false;
+            };
+            let now = crate::vm::conditions::read_refold_live(&mut monitor);
             // QEMU that doesn't answer gets no benefit of the doubt.
             self.live = (Instant::now(), now.is_ok_and(|c| c.may_refold_live()));
         }

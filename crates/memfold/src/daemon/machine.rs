@@ -14,14 +14,19 @@ use super::guest::{Monitor, QemuGuest};
 use crate::api::{AttachRequest, VmInfo};
 use crate::fold::{Command, Guest, GuestError, VmId};
 use crate::ledger::VmAccount;
+use crate::snapshot::Renewal;
+use crate::snapshot::identity::Plan;
 use crate::store::StoreIdentity;
 use crate::vm::{
-    AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, Qmp, RamLayout, StopKind, Vm,
-    VmConditions,
+    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, Qmp, RamLayout,
+    StopKind, Vm, VmConditions,
 };
 
 /// Time between two looks at a VM's conditions and layout.
 const WATCH_INTERVAL: Duration = Duration::from_secs(10);
+
+/// How long a guest may take to be set apart from others: keys are made.
+const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What is known of the VM and changes.
 #[derive(Debug)]
@@ -54,6 +59,7 @@ pub(super) struct Machine {
     /// Why the library can't fold, whatever the conditions.
     library_problem: Option<String>,
     saving: Mutex<()>,
+    renewal: Mutex<Option<Renewal>>,
     can_stop: bool,
     agent: Mutex<Option<Arc<AgentLink>>>,
     commands: SyncSender<Command>,
@@ -99,6 +105,7 @@ impl Machine {
             seen: Mutex::new(Seen { layout, conditions }),
             library_problem,
             saving: Mutex::default(),
+            renewal: Mutex::default(),
             agent: Mutex::default(),
             commands: commands.clone(),
             qemu: format!("{major}.{minor}.{micro}"),
@@ -126,7 +133,59 @@ impl Machine {
             }
         });
         *machine.agent.lock().unwrap_or_else(PoisonError::into_inner) = link.map(Arc::new);
+        machine.renew();
         Ok(machine)
+    }
+
+    /// Sees to it that a restored VM is set apart from others, as soon as its agent answers.
+    fn renew(self: &Arc<Self>) {
+        let plan = self.vm.directory().map_or(Ok(None), Plan::read);
+        let plan = match plan {
+            Ok(Some(plan)) => plan,
+            Ok(None) => return,
+            Err(error) => {
+                self.set_renewal(Renewal::failed(&error.to_string()));
+                return;
+            }
+        };
+        self.set_renewal(Renewal::pending());
+        let weak = Arc::downgrade(self);
+        let work = move || {
+            // Not kept alive by a guest that never answers.
+            while let Some((machine, agent)) = weak.upgrade().and_then(|m| {
+                let agent = m.agent()?;
+                Some((m, agent))
+            }) {
+                // What is begun and cut off is done again: that does no harm.
+                if agent.wait_session(Duration::from_secs(1)).is_ok() && machine.carry_out(&plan) {
+                    return;
+                }
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("renew".into()).spawn(work) {
+            self.set_renewal(Renewal::failed(&error.to_string()));
+        }
+    }
+
+    /// Returns whether it is settled, for better or worse.
+    fn carry_out(&self, plan: &Plan) -> bool {
+        let renewal = match self.run(&plan.script(), RENEW_TIMEOUT) {
+            Ok(done) => Renewal::read(&String::from_utf8_lossy(&done.stdout)),
+            Err(AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_)) => {
+                return false;
+            }
+            Err(error) => Renewal::failed(&error.to_string()),
+        };
+        info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "set apart from others of its snapshot");
+        if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
+            warn!(vm = self.name, %error, "the next daemon will give this VM its identity again");
+        }
+        self.set_renewal(renewal);
+        true
+    }
+
+    fn set_renewal(&self, renewal: Renewal) {
+        *self.renewal.lock().unwrap_or_else(PoisonError::into_inner) = Some(renewal);
     }
 
     fn seen(&self) -> MutexGuard<'_, Seen> {
@@ -324,6 +383,11 @@ impl Machine {
             agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
             fold_problems,
             refold_problems: refold_problems(&seen.conditions, self.can_stop),
+            renewal: self
+                .renewal
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone(),
         }
     }
 
@@ -347,16 +411,12 @@ impl Machine {
             .clone()
     }
 
-    fn agent_or_error(&self) -> Result<Arc<AgentLink>, crate::vm::AgentError> {
+    fn agent_or_error(&self) -> Result<Arc<AgentLink>, AgentError> {
         self.agent()
-            .ok_or_else(|| crate::vm::AgentError::NoSession("the VM has no port for it".into()))
+            .ok_or_else(|| AgentError::NoSession("the VM has no port for it".into()))
     }
 
-    pub fn run(
-        &self,
-        script: &str,
-        timeout: Duration,
-    ) -> Result<CommandResult, crate::vm::AgentError> {
+    pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         self.agent_or_error()?.run(script, timeout)
     }
 
@@ -374,11 +434,11 @@ impl Machine {
         self.seen().layout.pages()
     }
 
-    pub fn take_inventory(&self) -> Result<(), crate::vm::AgentError> {
+    pub fn take_inventory(&self) -> Result<(), AgentError> {
         self.agent_or_error()?.take_inventory()
     }
 
-    pub fn wait_agent(&self, timeout: Duration) -> Result<(), crate::vm::AgentError> {
+    pub fn wait_agent(&self, timeout: Duration) -> Result<(), AgentError> {
         self.agent_or_error()?.wait_session(timeout).map(drop)
     }
 }

@@ -9,9 +9,10 @@ use tracing::info;
 
 use super::machine::Machine;
 use super::{Daemon, DaemonError};
-use crate::api::{SaveRequest, VerifyReport, VmInfo};
+use crate::api::{RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use crate::fold::{Command, VmId};
 use crate::snapshot::free::{self, Frames};
+use crate::snapshot::identity::{HAS_GENERATION_ID, Plan};
 use crate::snapshot::manifest::Steps;
 use crate::snapshot::{Keep, Manifest, SnapshotError, SnapshotInfo, image, restore, save, shelf};
 use crate::vm::Incoming;
@@ -19,13 +20,23 @@ use crate::vm::Incoming;
 /// How long a guest may take to drop its caches.
 const DROP_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What a guest runs first: its caches go, what is dirty is written back before. The agent's events are off meanwhile: telling each
-/// page that goes would take most of half the time.
-const DROP: &str = "sync && cd /sys/kernel/tracing/instances/memfold 2>/dev/null && trap 'echo 1 > tracing_on' EXIT && echo 0 > tracing_on
-    echo 3 > /proc/sys/vm/drop_caches";
+/// What a guest runs first: its caches go, what is dirty is written back before. The agent's events are off meanwhile (`set_event`,
+/// `Documentation/trace/events.rst`): telling each page that goes would take most of half the time.
+const DROP: &str = r"saved=/run/memfold-events
+on() { [ ! -s $saved ] || { cat $saved > set_event && rm $saved; }; }
+if sync && cd /sys/kernel/tracing/instances/memfold 2> /dev/null; then
+    on
+    trap on EXIT
+    cat set_event > $saved && : > set_event
+fi
+echo 3 > /proc/sys/vm/drop_caches";
 
 /// Afterwards, whatever became of the drop.
-const TRACE: &str = "echo 1 > /sys/kernel/tracing/instances/memfold/tracing_on";
+const TRACE: &str = "saved=/run/memfold-events
+    [ ! -s $saved ] || { cat $saved > /sys/kernel/tracing/instances/memfold/set_event && rm $saved; }";
+
+/// How long it may take to say what it has.
+const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long it may take to list what is free.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
@@ -71,6 +82,8 @@ impl Daemon {
             drop_ms: save::milliseconds(began.elapsed()),
             ..Steps::default()
         };
+        let asked = machine.run(HAS_GENERATION_ID, ASK_TIMEOUT).ok();
+        let generation_id = asked.map(|answer| answer.code == 0);
         let listing = Instant::now();
         let held = Held {
             daemon: self,
@@ -84,6 +97,8 @@ impl Daemon {
         held.tell("stopped", Command::Hold)
             .map_err(SnapshotError::Impossible)?;
         let saving = save::Request {
+            agent: generation_id.is_some(),
+            generation_id: generation_id == Some(true),
             name: request.name.clone(),
             keep: request.keep,
             domain: machine.domain().map(str::to_owned),
@@ -219,10 +234,31 @@ impl Daemon {
         Ok(self.shelf.remove(name)?)
     }
 
+    /// A VM that runs from this snapshot's memory: restored from it, or the one that was saved and went on.
+    fn twin(&self, manifest: &Manifest) -> Result<Option<String>, DaemonError> {
+        let pids = restore::users(&self.shelf, &manifest.name)?;
+        let vms = self.lock();
+        let twin = vms
+            .values()
+            .find(|m| pids.contains(&m.pid()) || m.name() == manifest.vm);
+        Ok(twin.map(|m| m.name().to_owned()))
+    }
+
     /// Starts a VM from a snapshot.
-    pub fn restore(self: &Arc<Self>, snapshot: &str, name: &str) -> Result<VmInfo, DaemonError> {
+    pub fn restore(
+        self: &Arc<Self>,
+        snapshot: &str,
+        request: &RestoreRequest,
+    ) -> Result<VmInfo, DaemonError> {
         let manifest = self.shelf.manifest(snapshot)?;
-        let spec = restore::spec(&self.shelf, &manifest, name)?;
+        if !manifest.tells_twins_apart() && !request.force {
+            if let Some(other) = self.twin(&manifest)? {
+                let name = snapshot.to_owned();
+                return Err(SnapshotError::Twin { name, other }.into());
+            }
+        }
+        let spec = restore::spec(&self.shelf, &manifest, &request.vm)?;
+        let plan = Plan::new(request.renew, &request.vm).map_err(|error| no_plan(&error))?;
         let ram = self.shelf.checked_ram(&manifest)?;
         let incoming = Incoming {
             qemu: manifest.qemu,
@@ -231,9 +267,10 @@ impl Daemon {
         };
         self.launch(spec, |state, spec| {
             let vm = crate::vm::start_incoming(state, spec, &incoming)?;
-            let filled = vm
-                .daemon_qmp()
-                .map_err(SnapshotError::from)
+            let noted = vm.directory().map_or(Ok(()), |place| plan.write(place));
+            let filled = noted
+                .map_err(|error| no_plan(&error))
+                .and_then(|()| Ok(vm.daemon_qmp()?))
                 .and_then(|mut qmp| restore::fill(&vm, &mut qmp, &self.shelf, &manifest, &ram));
             if let Err(error) = filled {
                 // Nothing half restored stays.
@@ -243,6 +280,12 @@ impl Daemon {
             Ok(vm)
         })
     }
+}
+
+fn no_plan(error: &std::io::Error) -> SnapshotError {
+    SnapshotError::Impossible(format!(
+        "the VM can't be given an identity of its own: {error}"
+    ))
 }
 
 fn drop_caches(machine: &Machine) -> Result<(), DaemonError> {

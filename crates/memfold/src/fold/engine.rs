@@ -199,6 +199,8 @@ pub(super) struct Domain {
     pub last_reclaim: Instant,
     /// Pages reserved in the store from the first on, to be filled before anything is folded.
     pub reserved: Option<(StorePage, Vec<Source>)>,
+    /// When its holes may be searched again for room.
+    pub next_search: Option<Instant>,
 }
 
 impl Domain {
@@ -521,6 +523,7 @@ impl Engine {
                 punched: 0,
                 last_reclaim: now,
                 reserved: None,
+                next_search: None,
             };
             self.domains.insert(domain.to_owned(), new);
         }

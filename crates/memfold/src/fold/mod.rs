@@ -29,6 +29,7 @@ mod outcome;
 mod pause;
 mod reclaim;
 mod report;
+mod reuse;
 mod runs;
 mod stack;
 pub mod stats;

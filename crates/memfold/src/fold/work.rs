@@ -138,6 +138,7 @@ impl Engine {
         {
             vm.live = vm.guest.refold_live();
         }
+        self.make_room();
         let asked: u32 = tasks.iter().map(|task| task.hint.pages).sum();
         if asked >= BATCH_PAGES / 2 {
             self.domains.values_mut().for_each(|d| d.store.align());

@@ -1,8 +1,10 @@
 //! The QEMU program: where it is, its version, what it can do.
 
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;
 
@@ -54,6 +56,27 @@ pub struct QemuFacts {
     pub accelerators: Vec<String>,
 }
 
+/// What differs as soon as another program is installed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Stamp {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+    changed: (i64, i64),
+}
+
+impl Stamp {
+    fn of(program: &Path) -> Option<Self> {
+        let facts = std::fs::metadata(program).ok()?;
+        Some(Self {
+            path: program.into(),
+            device: facts.dev(),
+            inode: facts.ino(),
+            changed: (facts.ctime(), facts.ctime_nsec()),
+        })
+    }
+}
+
 impl QemuFacts {
     /// Asks the QEMU that `MEMFOLD_QEMU` names, else the one in `PATH`.
     pub fn probe() -> Result<Self, QemuError> {
@@ -62,8 +85,23 @@ impl QemuFacts {
         Self::of(&program.unwrap_or_else(|| PROGRAM.into()))
     }
 
-    /// Asks `program`.
+    /// Asks `program`, or remembers what it said: three starts of QEMU take longer than a clone's.
     pub fn of(program: &Path) -> Result<Self, QemuError> {
+        static KNOWN: Mutex<Option<(Stamp, QemuFacts)>> = Mutex::new(None);
+        let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let stamp = Stamp::of(program);
+        let earlier = known().clone();
+        if let Some((_, facts)) = earlier.filter(|(then, _)| Some(then) == stamp.as_ref()) {
+            return Ok(facts);
+        }
+        let facts = Self::ask(program)?;
+        if let Some(stamp) = stamp {
+            *known() = Some((stamp, facts.clone()));
+        }
+        Ok(facts)
+    }
+
+    fn ask(program: &Path) -> Result<Self, QemuError> {
         let ask = |argument: &'static str, more: &[&str]| {
             let text = output(program, argument, more)?;
             Ok::<_, QemuError>((argument, text))

@@ -83,6 +83,12 @@ pub struct Manifest {
     /// Why pages that the guest had free were saved like others, if they were.
     #[serde(default)]
     pub free_kept: Option<String>,
+    /// Whether memfold's agent ran in the guest.
+    #[serde(default)]
+    pub agent: bool,
+    /// Whether the guest's kernel knew its VM generation ID (`snapshot::identity`).
+    #[serde(default)]
+    pub generation_id: bool,
     /// Length of `ram`, in bytes.
     pub ram_bytes: u64,
     /// `ram.sums`.
@@ -141,5 +147,11 @@ impl Manifest {
     #[must_use]
     pub const fn memory(&self) -> ByteSize {
         self.spec.memory
+    }
+
+    /// Whether VMs that run from it can be told to be different from each other.
+    #[must_use]
+    pub const fn tells_twins_apart(&self) -> bool {
+        self.agent || self.generation_id
     }
 }

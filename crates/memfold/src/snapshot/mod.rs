@@ -3,10 +3,11 @@
 //! ```text
 //!   save     guest drops caches, lists free pages -> stop -> device state, RAM image, disks frozen -> go on -> manifest     (save)
 //!   restore  QEMU -incoming, library maps the RAM image privately, device state -> cont                    (restore)
-//!   clone    the same, n times; what a clone writes is its own
+//!   clone    the same, n times; what a clone writes is its own, and the agent sets it apart from the others (identity)
 //! ```
 
 pub mod free;
+pub mod identity;
 pub mod image;
 pub mod manifest;
 pub mod restore;
@@ -16,6 +17,7 @@ pub mod shelf;
 use std::io;
 use std::path::PathBuf;
 
+pub use identity::{Renew, Renewal};
 pub use manifest::{Keep, Manifest, SnapshotInfo};
 pub use shelf::{DEFAULT_SHELF, Shelf};
 
@@ -74,6 +76,16 @@ pub enum SnapshotError {
         name: String,
         /// The others.
         others: String,
+    },
+    /// Another VM runs from the same memory, and nothing would set the two apart.
+    #[error(
+        "VM '{other}' runs from snapshot '{name}' or from what was saved in it, and its guest has neither a driver for VM generation IDs nor memfold's agent: both would draw the same random numbers and keys; --force starts it all the same"
+    )]
+    Twin {
+        /// Its name.
+        name: String,
+        /// Who runs.
+        other: String,
     },
     /// It is not what was saved.
     #[error("snapshot '{name}' can't be used: {why}")]

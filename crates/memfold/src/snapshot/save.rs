@@ -43,6 +43,10 @@ pub struct Request {
     pub free: Result<Vec<Frames>, String>,
     /// The steps that were before.
     pub steps: Steps,
+    /// Whether memfold's agent runs in the guest.
+    pub agent: bool,
+    /// Whether the guest's kernel knows its VM generation ID.
+    pub generation_id: bool,
 }
 
 /// Why a VM can't be saved, by what it is.
@@ -140,6 +144,8 @@ pub fn save(
             blocks: blocks.clone(),
             counts,
             free_kept: free.as_ref().err().cloned(),
+            agent: request.agent,
+            generation_id: request.generation_id,
             ram_bytes: ram.metadata().map_err(|source| failed(RAM, source))?.len(),
             sums: facts(sums).map_err(|source| failed(SUMS, source))?,
             devices: devices.clone(),

@@ -404,6 +404,8 @@ mod tests {
             disks: Vec::new(),
             pause_ms: 1.5,
             save_ms: 2.0,
+            agent: true,
+            generation_id: true,
             free_kept: None,
             steps: crate::snapshot::manifest::Steps::default(),
         };

@@ -17,7 +17,7 @@ use rustix::mount::{
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
-/// Pages that may ever be in one store file: page numbers fit in 32 bits (16 TiB).
+/// Pages of the longest store file: page numbers fit in 32 bits (16 TiB).
 pub const MAX_PAGES: u64 = u32::MAX as u64 - 1;
 
 /// Which file a store is, as `/proc/PID/maps` shows it.
@@ -42,8 +42,8 @@ pub enum StoreError {
         /// The cap.
         cap: ByteSize,
     },
-    /// No page numbers are left.
-    #[error("page store has used all its {MAX_PAGES} page numbers")]
+    /// No page numbers are left: nearly every 2 MiB of the file are in use.
+    #[error("page store has no room at all between the pages it holds in its {MAX_PAGES} places")]
     Exhausted,
     /// Creating, growing, filling or punching failed.
     #[error("page store: {what}")]
@@ -87,6 +87,11 @@ pub struct Store {
     read_only: OwnedFd,
     identity: StoreIdentity,
     frontier: StorePage,
+    /// Where the room behind the frontier ends.
+    limit: StorePage,
+    /// Room to go on in then, the nearest last.
+    gaps: Vec<Range<StorePage>>,
+    file_bytes: u64,
     held_pages: u64,
     /// Of these, reserved ones without bytes yet.
     unfilled_pages: u64,
@@ -148,6 +153,9 @@ impl Store {
                 ino: facts.ino(),
             },
             frontier: StorePage(facts.size().div_ceil(PAGE_SIZE)),
+            limit: StorePage(MAX_PAGES),
+            gaps: Vec::new(),
+            file_bytes: facts.size(),
             held_pages: facts.blocks() * 512 / PAGE_SIZE,
             read_only,
             file,
@@ -222,7 +230,7 @@ impl Store {
                 });
             }
         }
-        if self.frontier.0 + pages > MAX_PAGES {
+        if self.room() < pages {
             return Err(StoreError::Exhausted);
         }
         let first = self.frontier;
@@ -236,6 +244,43 @@ impl Store {
     /// holes, which cost nothing.
     pub const fn align(&mut self) {
         self.frontier = StorePage(self.frontier.0.next_multiple_of(HUGE_PAGE_PAGES));
+    }
+
+    /// Pages that can be reserved one behind the other.
+    #[must_use]
+    pub const fn room(&self) -> u64 {
+        self.limit.0.saturating_sub(self.frontier.0)
+    }
+
+    /// Goes on in the next gap that [`Store::reuse`] was given, if there is one. Only while nothing is reserved and not filled.
+    pub fn next_gap(&mut self) -> bool {
+        let Some(gap) = self.gaps.pop().filter(|_| self.unfilled_pages == 0) else {
+            return false;
+        };
+        (self.frontier, self.limit) = (gap.start, gap.end);
+        true
+    }
+
+    /// Holes of whole huge pages, ascending. Other pages of the file are gone for good with what is beside them.
+    pub fn holes(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
+        let mut holes = Vec::new();
+        let mut from = StorePage(0);
+        let end = StorePage(MAX_PAGES);
+        for data in self.filled()?.into_iter().chain([end..end]) {
+            let whole = StorePage(from.0.next_multiple_of(HUGE_PAGE_PAGES))
+                ..StorePage(data.start.0 / HUGE_PAGE_PAGES * HUGE_PAGE_PAGES);
+            if whole.start < whole.end {
+                holes.push(whole);
+            }
+            from = data.end;
+        }
+        Ok(holes)
+    }
+
+    /// Gaps to go on in when there is no more room: holes that no process maps, ascending.
+    pub fn reuse(&mut self, mut gaps: Vec<Range<StorePage>>) {
+        gaps.reverse();
+        self.gaps = gaps;
     }
 
     /// Copies sources, one after the other, to the reserved pages from `first` on. Gathered so, a batch takes few system calls,
@@ -287,13 +332,15 @@ impl Store {
         filled
     }
 
-    fn write_chunk(&self, at: StorePage, bytes: &[u8]) -> Result<(), StoreError> {
+    fn write_chunk(&mut self, at: StorePage, bytes: &[u8]) -> Result<(), StoreError> {
+        let end = at.offset() + bytes.len() as u64;
         let whole = bytes.len() == bytes_of(HUGE_PAGE_PAGES);
-        if whole {
+        // In a gap it lies within the file, which must never shrink.
+        if whole && end > self.file_bytes {
             // The tmpfs gives a huge page to what lies within the file's size (`huge=within_size`).
-            let end = at.add_pages(HUGE_PAGE_PAGES).offset();
             self.file.set_len(end).map_err(io_error("growing"))?;
         }
+        self.file_bytes = self.file_bytes.max(end);
         self.file
             .write_all_at(bytes, at.offset())
             .map_err(io_error("writing"))
@@ -423,6 +470,14 @@ fn memfd(domain: &str) -> Result<File, StoreError> {
 }
 
 #[cfg(test)]
+impl Store {
+    /// As if so many pages more had been used.
+    pub fn skip(&mut self, pages: u64) {
+        self.frontier = self.frontier.add_pages(pages);
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -452,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn appended_pages_read_back_and_offsets_are_never_reused() {
+    fn appended_pages_read_back_and_what_was_punched_is_not_used_next() {
         for mut store in stores("t1", ByteSize::mib(64)) {
             let source = pattern(3);
             let (first, copied) = store.append(me(), address(&source), 3).unwrap();
@@ -467,6 +522,52 @@ mod tests {
                 store.append(me(), address(&source), 1).unwrap().0,
                 StorePage(3)
             );
+        }
+    }
+
+    #[test]
+    fn a_store_at_its_end_goes_on_in_gaps_and_its_file_never_shrinks() {
+        for mut store in stores("t9", ByteSize::mib(64)) {
+            let source = pattern(1024);
+            store.append(me(), address(&source), 1024).unwrap();
+            store.append(me(), address(&source), 1024).unwrap();
+            store.punch(StorePage(500), 1024).unwrap();
+            store.skip(MAX_PAGES - 2048 - 3);
+            assert_eq!(store.room(), 3);
+            store.append(me(), address(&source), 2).unwrap();
+            assert!(matches!(
+                store.append(me(), address(&source), 2),
+                Err(StoreError::Exhausted)
+            ));
+            assert!(!store.next_gap());
+            let size = store.file.metadata().unwrap().len();
+            let holes = store.holes().unwrap();
+            let ends = [
+                StorePage(512)..StorePage(1024),
+                StorePage(2048)..StorePage((MAX_PAGES - 3) / 512 * 512),
+            ];
+            assert_eq!(holes, ends);
+            store.reuse(holes);
+            assert!(store.next_gap());
+            assert_eq!((store.frontier(), store.room()), (StorePage(512), 512));
+            store.append(me(), address(&source), 512).unwrap();
+            assert_eq!(store.file.metadata().unwrap().len(), size);
+            let mut page = [0; PAGE_BYTES];
+            for at in (0..500).chain(512..1024).chain(1524..2048) {
+                store.read_page(StorePage(at as u64), &mut page).unwrap();
+                let expected = match at {
+                    0..500 => at,
+                    500..1024 => at - 512,
+                    _ => at - 1024,
+                };
+                assert_eq!(
+                    page[..],
+                    source[expected * PAGE_BYTES..][..PAGE_BYTES],
+                    "page {at}"
+                );
+            }
+            assert!(store.next_gap());
+            assert_eq!(store.frontier(), StorePage(2048));
         }
     }
 

@@ -1,7 +1,7 @@
 //! The page store: immutable pages that many VMs of one trust domain map.
 //!
 //! ```text
-//!   file "memfold:DOMAIN"       grows at its end only; a page's offset is never used twice
+//!   file "memfold:DOMAIN"       grows at its end; at 16 TiB it goes on in holes that no process maps
 //!   +------+------+------+------+------+------+
 //!   | page | page | hole | page | page | page |<- frontier = file size
 //!   +------+------+------+------+------+------+
@@ -11,10 +11,10 @@
 //! ```
 //!
 //! Invariants:
-//! 1. A page below the frontier is never written again. It can only be punched out, when no mapping can need it.
+//! 1. A page that any process maps is never written again. It can only be punched out, when no mapping can need it.
 //! 2. The file never shrinks, so a mapping of pages below the frontier can't fault with `SIGBUS`: the daemon alone has it writable,
 //!    and a memfd (where no tmpfs can be mounted) is sealed besides.
-//! 3. The frontier is the file's size: it is in the kernel, so a new daemon that adopts the store goes on behind it.
+//! 3. The file's size is in the kernel, so a new daemon that adopts the store goes on behind it.
 //! 4. The file has no name and lives as long as a VM or the daemon has it open: nothing is left over.
 
 mod file;

@@ -1,13 +1,15 @@
 //! A VM is saved and comes back as it was at that instant, while it goes on itself.
 
+use std::collections::HashSet;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use memfold::api::SaveRequest;
+use memfold::api::{RestoreRequest, SaveRequest};
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::daemon::DaemonError;
 use memfold::fold::EngineSettings;
-use memfold::snapshot::{Keep, SnapshotError};
+use memfold::snapshot::{Keep, Renew, Renewal, SnapshotError};
+use memfold::vm::Network;
 use memfold_units::ByteSize;
 
 use super::support::{self, BOOT};
@@ -82,7 +84,8 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
             assert_eq!(saved.free_kept, None);
             free.push(saved.counts.free_pages);
             stood.push(saved.pause_ms);
-            lab.daemon().restore(&request.name, "copy").unwrap();
+            let copy = RestoreRequest::new("copy");
+            lab.daemon().restore(&request.name, &copy).unwrap();
             lab.daemon().wait_agent("copy", BOOT).unwrap();
             for vm in ["copy", "rewriting"] {
                 let said = lab.exec(vm, VERIFY, limit).unwrap();
@@ -98,15 +101,61 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
     assert!(free.iter().all(|&pages| pages > 0));
 }
 
+/// What a VM is known by, a line each.
+const WHO: &str = "hostname; cat /etc/machine-id; cat /sys/class/net/e*/address";
+
+fn set_apart(lab: &Lab, vm: &str) -> Renewal {
+    let end = Instant::now() + BOOT;
+    loop {
+        let vms = lab.daemon().list();
+        let found = vms.iter().find(|info| info.name == vm).unwrap();
+        let renewal = found.renewal.clone().expect("it was restored");
+        if !renewal.pending {
+            return renewal;
+        }
+        assert!(Instant::now() < end, "{vm} is not set apart");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// As if the guest in a snapshot of `first`, which runs, had neither agent nor driver.
+fn refuses_twins(lab: &Lab, name: &str) {
+    let place = lab.directory().join("snapshots").join(name);
+    let text = std::fs::read_to_string(place.join("manifest.json")).unwrap();
+    let sum = std::fs::read(place.join("manifest.sum")).unwrap();
+    let mut manifest: serde_json::Value = serde_json::from_str(&text).unwrap();
+    manifest["agent"] = false.into();
+    manifest["generation_id"] = false.into();
+    let other = serde_json::to_string(&manifest).unwrap();
+    std::fs::write(place.join("manifest.json"), &other).unwrap();
+    let digest = xxhash_rust::xxh3::xxh3_128(other.as_bytes());
+    std::fs::write(place.join("manifest.sum"), format!("{digest:032x}\n")).unwrap();
+    let mut request = RestoreRequest::new("twin");
+    let refused = lab.daemon().restore(name, &request).unwrap_err();
+    assert!(matches!(
+        refused,
+        DaemonError::Snapshot(SnapshotError::Twin { ref other, .. }) if other == "first"
+    ));
+    request.force = true;
+    lab.daemon().restore(name, &request).unwrap();
+    lab.stop("twin").unwrap();
+    std::fs::write(place.join("manifest.json"), text).unwrap();
+    std::fs::write(place.join("manifest.sum"), sum).unwrap();
+}
+
 #[test]
 fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     let Some(_turn) = support::turn() else { return };
     let lab = Lab::new(EngineSettings::default()).unwrap();
-    let spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    let mut spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    spec.network = Network::User;
     lab.start(spec).unwrap();
     lab.wait_ready("first", BOOT).unwrap();
     lab.fold(true).unwrap();
     let limit = Duration::from_secs(120);
+    let who = lab.exec("first", WHO, limit).unwrap();
+    let mut known: HashSet<String> = who.lines().map(str::to_owned).collect();
+    assert_eq!(known.len(), 3, "{who}");
     let nonce = lab.exec("first", HOLDER, limit).unwrap();
     let daemon = lab.daemon();
     let save = |name: &str, keep| {
@@ -129,6 +178,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     );
     assert_eq!(saved.free_kept, None);
     assert!(saved.counts.free_pages > 0, "{:?}", saved.counts);
+    assert!(saved.agent && saved.generation_id);
     // It goes on as it was, with its disk.
     let state = |vm: &str| {
         let status = support::qmp(lab.directory(), vm).query("query-status");
@@ -158,7 +208,11 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         ("later", "clone-3", "second"),
     ] {
         let began = Instant::now();
-        daemon.restore(snapshot, vm).unwrap();
+        let request = RestoreRequest {
+            renew: Renew::Identity,
+            ..RestoreRequest::new(vm)
+        };
+        daemon.restore(snapshot, &request).unwrap();
         println!(
             "{vm} runs after {:.0} ms",
             began.elapsed().as_secs_f64() * 1000.0
@@ -166,6 +220,22 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         daemon.wait_agent(vm, BOOT).unwrap();
         let shown = lab.exec(vm, CHECK, limit).unwrap();
         assert_eq!(shown, format!("{expected}\n{nonce}"), "{vm}");
+        let renewal = set_apart(&lab, vm);
+        assert!(renewal.left.is_empty(), "{vm}: {renewal:?}");
+        let who = lab.exec(vm, WHO, limit).unwrap();
+        assert!(who.contains(vm), "{who}");
+        for line in who.lines() {
+            assert!(known.insert(line.to_owned()), "{vm} has {line} of another");
+            let told = renewal.done.iter().any(|done| done.ends_with(line));
+            assert!(told, "{line}: {renewal:?}");
+        }
+        // Its kernel began its random numbers anew before anybody asked the agent.
+        lab.exec(
+            vm,
+            "dmesg | grep 'crng reseeded due to virtual machine fork'",
+            limit,
+        )
+        .unwrap();
         // What one writes is its own.
         lab.exec(
             vm,
@@ -189,6 +259,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     for vm in ["clone-1", "clone-2", "clone-3"] {
         lab.stop(vm).unwrap();
     }
+    refuses_twins(&lab, "warm");
     let ram = lab.directory().join("snapshots/warm/ram");
     let ram = std::fs::File::options().write(true).open(ram).unwrap();
     ram.write_all_at(b"x", 5 << 20).unwrap();
@@ -198,7 +269,8 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         ["ram was changed since it was saved, in its chunk 2"]
     );
     // Though its bytes were right when clones were started from it.
-    let refused = daemon.restore("warm", "broken").unwrap_err().to_string();
+    let broken = RestoreRequest::new("broken");
+    let refused = daemon.restore("warm", &broken).unwrap_err().to_string();
     assert!(refused.contains("in 1 of its chunks"), "{refused}");
     assert!(daemon.list().iter().all(|vm| vm.name != "broken"));
     assert!(matches!(

@@ -164,7 +164,7 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     }
     // It can be saved again, and what comes of it is right.
     save(&client, "last").unwrap();
-    let restore = RestoreRequest { vm: "copy".into() };
+    let restore = RestoreRequest::new("copy");
     client
         .post::<_, Value>("/v1/snapshots/last/restore", &restore)
         .unwrap();

@@ -1,0 +1,297 @@
+//! Clones of one warm VM: how long each takes to run, and how much memory it is.
+//!
+//! A Debian VM boots, a program in it takes random bytes that are nowhere else, and it is saved without its page cache. Then clones are
+//! started one after the other, all to run at once:
+//!
+//! | key | what |
+//! |---|---|
+//! | `p50_ms`, `p95_ms`, `max_ms` | from the command to the first byte that guest code wrote to the clone's serial console, and the command's end |
+//! | `clones_ok` | clones that hold the program's random bytes in memory (restored, not rebooted) and have a machine ID, a MAC address, a host name and random numbers of their own |
+//! | `pss_percent_of_booted` | proportional set size (`smaps_rollup`) of a clone's QEMU, on average, over that of the booted VM's |
+//! | `freed_back_percent` | of the private memory (`RssAnon`) that a clone took by reading files, what the host had again 6 s after the clone dropped its caches |
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use memfold_units::ByteSize;
+use serde_json::{Value, json};
+
+use super::figure::{self, Axis, Series};
+use super::lab::{DiskMode, Lab};
+use super::record::spread;
+use crate::api::{RestoreRequest, SaveRequest, VmInfo};
+use crate::fold::EngineSettings;
+use crate::ledger::read::Proc;
+use crate::snapshot::{Keep, Renew};
+use crate::vm::{Network, VmDirectory};
+
+const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Time for one thing that guests do.
+const LIMIT: Duration = Duration::from_secs(300);
+
+const MEMORY: ByteSize = ByteSize::mib(512);
+
+const TEMPLATE: &str = "template";
+
+/// Time after which freed memory is to be back at the host.
+const BACK: Duration = Duration::from_secs(6);
+
+/// A program with a secret in its memory, told at SIGUSR1; another that writes to the console all the time.
+const HOLD: &str = r#"cat > /run/hold.py <<'END'
+import hashlib, os, signal
+held = os.urandom(32 << 20)
+def tell(*_):
+    open("/run/held.new", "w").write(hashlib.sha256(held).hexdigest())
+    os.rename("/run/held.new", "/run/held")
+signal.signal(signal.SIGUSR1, tell)
+tell()
+while True:
+    signal.pause()
+END
+systemd-run -q --unit=hold python3 /run/hold.py
+systemd-run -q --unit=tick sh -c 'while sleep 0.02; do echo tick > /dev/ttyS0; done'
+while [ ! -s /run/held ]; do sleep 0.2; done; cat /run/held"#;
+
+const CHECK: &str = "systemctl stop tick
+rm -f /run/held; systemctl kill -s USR1 hold; while [ ! -s /run/held ]; do sleep 0.1; done
+cat /run/held; echo; cat /etc/machine-id; hostname; cat /sys/class/net/e*/address; head -c 16 /dev/urandom | md5sum";
+
+const READ: &str = "find /usr -xdev -type f | xargs cat > /dev/null";
+
+const DROP: &str = "sync; echo 3 > /proc/sys/vm/drop_caches";
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Options {
+    clones: u32,
+}
+
+impl Options {
+    /// Ten clones.
+    #[must_use]
+    pub const fn quick() -> Self {
+        Self { clones: 10 }
+    }
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { clones: 30 }
+    }
+}
+
+struct Clone {
+    name: String,
+    pid: i32,
+    ms: f64,
+}
+
+/// Runs the study: `results` and `samples`.
+pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let lab = Lab::new(EngineSettings::default())?;
+    let mut spec = Lab::spec(TEMPLATE, "trixie-a", MEMORY, DiskMode::Buffered)?;
+    spec.network = Network::User;
+    lab.start(spec)?;
+    lab.wait_ready(TEMPLATE, BOOT_TIMEOUT)?;
+    let held = lab.exec(TEMPLATE, HOLD, LIMIT)?;
+    let booted = pss(pid(&lab, TEMPLATE)?)?;
+    let saved = lab.daemon().save_snapshot(&SaveRequest {
+        vm: TEMPLATE.into(),
+        name: TEMPLATE.into(),
+        keep: Keep::None,
+    })?;
+    lab.stop(TEMPLATE)?;
+
+    let began = Instant::now();
+    let mut clones = Vec::new();
+    for number in 1..=options.clones {
+        let clone = start(&lab, format!("clone-{number}"))?;
+        eprintln!("{} runs after {:.0} ms", clone.name, clone.ms);
+        clones.push(clone);
+    }
+    let started_s = began.elapsed().as_secs_f64();
+    wait_renewed(&lab)?;
+    let renewed_s = began.elapsed().as_secs_f64();
+    let idle = clones
+        .iter()
+        .map(|clone| Ok(pss(clone.pid)? as f64))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    let names: Vec<&str> = clones.iter().map(|clone| clone.name.as_str()).collect();
+    let said = lab.exec_all(&names, CHECK, LIMIT)?;
+    let ok = different(&held, &said);
+    let back = free(&lab, &clones[0])?;
+    let times: Vec<f64> = clones.iter().map(|clone| clone.ms).collect();
+    let mean = idle.iter().sum::<f64>() / idle.len() as f64;
+    Ok(json!({
+        "samples": {
+            "start_ms": times,
+            "pss_bytes": idle,
+            "booted_pss_bytes": booted,
+            "snapshot_pages": saved.counts,
+            "freed": back,
+        },
+        "results": {
+            "clones": options.clones,
+            "clones_ok": ok,
+            "p50_ms": percentile(&times, 50.0),
+            "p95_ms": percentile(&times, 95.0),
+            "max_ms": percentile(&times, 100.0),
+            "all_started_s": started_s,
+            "all_set_apart_s": renewed_s,
+            "pss_mib": spread(&idle.iter().map(|bytes| bytes / f64::from(1 << 20)).collect::<Vec<_>>()),
+            "pss_percent_of_booted": mean * 100.0 / booted as f64,
+            "freed_back_percent": back["back_percent"],
+        },
+    }))
+}
+
+fn start(lab: &Lab, name: String) -> anyhow::Result<Clone> {
+    let request = RestoreRequest {
+        renew: Renew::Identity,
+        ..RestoreRequest::new(&name)
+    };
+    let console = VmDirectory::of(lab.directory(), &name).console_log();
+    let began = Instant::now();
+    let vm = lab.daemon().restore(TEMPLATE, &request)?;
+    wait_written(&console).with_context(|| format!("'{name}' says nothing"))?;
+    Ok(Clone {
+        ms: began.elapsed().as_secs_f64() * 1000.0,
+        pid: vm.pid,
+        name,
+    })
+}
+
+fn wait_written(log: &Path) -> anyhow::Result<()> {
+    let end = Instant::now() + LIMIT;
+    while std::fs::metadata(log).map_or(0, |facts| facts.len()) == 0 {
+        if Instant::now() > end {
+            bail!("nothing on the serial console");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+fn wait_renewed(lab: &Lab) -> anyhow::Result<()> {
+    let end = Instant::now() + LIMIT;
+    loop {
+        let vms = lab.daemon().list();
+        let renewal = |vm: &VmInfo| vm.renewal.clone().unwrap_or_default();
+        if let Some((vm, left)) = vms
+            .iter()
+            .find_map(|vm| Some((vm, renewal(vm).left.pop()?)))
+        {
+            bail!("'{}' is still as in the snapshot: {left}", vm.name);
+        }
+        if !vms.iter().any(|vm| renewal(vm).pending) {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            bail!("agents did not answer");
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Guests that hold the same bytes in memory and are different in every other line.
+fn different(held: &str, said: &[String]) -> usize {
+    let mut seen = HashSet::new();
+    let mut ok = 0;
+    for said in said {
+        let (first, others) = said.split_once('\n').unwrap_or_default();
+        // A line that repeats spoils the later guest.
+        let own = others.lines().enumerate().filter(|line| seen.insert(*line));
+        ok += usize::from(own.count() == 4 && first == held.trim());
+    }
+    ok
+}
+
+/// Has a clone take private memory and give it back.
+fn free(lab: &Lab, clone: &Clone) -> anyhow::Result<Value> {
+    let private = || anyhow::Ok(Proc::default().rss_anon(clone.pid)?.0);
+    lab.exec(&clone.name, DROP, LIMIT)?;
+    std::thread::sleep(BACK);
+    let before = private()?;
+    lab.exec(&clone.name, READ, LIMIT)?;
+    let full = private()?;
+    lab.exec(&clone.name, DROP, LIMIT)?;
+    std::thread::sleep(BACK);
+    let after = private()?;
+    let taken = full.saturating_sub(before);
+    let back = full.saturating_sub(after);
+    Ok(json!({
+        "before_bytes": before, "full_bytes": full, "after_bytes": after,
+        "back_percent": back as f64 * 100.0 / taken.max(1) as f64,
+    }))
+}
+
+fn pid(lab: &Lab, name: &str) -> anyhow::Result<i32> {
+    let vms = lab.daemon().list();
+    let vm = vms.iter().find(|vm| vm.name == name);
+    Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
+}
+
+/// Proportional set size of a process.
+fn pss(pid: i32) -> anyhow::Result<u64> {
+    let rollup = Proc::default().rollup(pid)?.context("a VM has ended")?;
+    Ok(rollup.pss_bytes.0)
+}
+
+/// By nearest rank.
+fn percentile(values: &[f64], percent: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let rank = (percent / 100.0 * sorted.len() as f64).ceil().max(1.0);
+    let at = (1..=sorted.len()).find(|&at| at as f64 >= rank);
+    at.map_or(f64::NAN, |at| sorted[at - 1])
+}
+
+/// The study's figure, by name.
+#[must_use]
+pub fn figures(study: &Value) -> Vec<(String, String)> {
+    let times = study["samples"]["start_ms"].as_array();
+    let times = times.into_iter().flatten().filter_map(Value::as_f64);
+    let series = Series {
+        name: "from the command to guest code".into(),
+        points: times
+            .enumerate()
+            .map(|(at, ms)| ((at + 1) as f64, ms))
+            .collect(),
+        dashed: false,
+    };
+    let drawn = figure::lines(
+        "Time until a clone runs, by how many run already",
+        &Axis::linear("clone"),
+        &Axis::linear("milliseconds"),
+        &[series],
+    );
+    vec![("clones-start".into(), drawn)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_values_that_were_measured() {
+        let values: Vec<f64> = (1..=30).rev().map(f64::from).collect();
+        assert!((percentile(&values, 95.0) - 29.0).abs() < 1e-9);
+        assert!((percentile(&values, 50.0) - 15.0).abs() < 1e-9);
+        assert!((percentile(&values, 100.0) - 30.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_clone_counts_only_if_its_memory_is_right_and_all_else_its_own() {
+        let guest =
+            |held: &str, own: &str| format!("{held}\nid{own}\nhost{own}\nmac{own}\nrandom{own}\n");
+        let mut said = vec![guest("h", "1"), guest("h", "2"), guest("x", "3")];
+        assert_eq!(different("h", &said), 2);
+        said.push(guest("h", "4").replace("mac4", "mac2"));
+        assert_eq!(different("h", &said), 2);
+        said.push("h\nid5\n".into());
+        assert_eq!(different("h", &said), 2);
+    }
+}
