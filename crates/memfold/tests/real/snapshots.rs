@@ -102,7 +102,7 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
 }
 
 /// What a VM is known by, a line each.
-const WHO: &str = "hostname; cat /etc/machine-id; cat /sys/class/net/e*/address";
+const WHO: &str = "until [ -e /sys/class/net/e*/address ]; do sleep 0.1; done; hostname; cat /etc/machine-id; cat /sys/class/net/e*/address";
 
 fn set_apart(lab: &Lab, vm: &str) -> Renewal {
     let end = Instant::now() + BOOT;
