@@ -51,9 +51,17 @@ tell()
 while True:
     signal.pause()
 END
+cat > /run/tick.py <<'END'
+import os, time
+console = os.open("/dev/ttyS0", os.O_WRONLY)
+while True:
+    os.write(console, b"tick\n")
+    time.sleep(0.02)
+END
+systemctl is-system-running --wait
 systemd-run -q --unit=hold python3 /run/hold.py
-systemd-run -q --unit=tick sh -c 'while sleep 0.02; do echo tick > /dev/ttyS0; done'
-while [ ! -s /run/held ]; do sleep 0.2; done; cat /run/held"#;
+systemd-run -q --unit=tick python3 /run/tick.py
+while [ ! -s /run/held ]; do sleep 0.2; done; sleep 3; cat /run/held"#;
 
 const CHECK: &str = "systemctl stop tick
 rm -f /run/held; systemctl kill -s USR1 hold; while [ ! -s /run/held ]; do sleep 0.1; done
@@ -97,6 +105,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     lab.start(spec)?;
     lab.wait_ready(TEMPLATE, BOOT_TIMEOUT)?;
     let held = lab.exec(TEMPLATE, HOLD, LIMIT)?;
+    let held = held.lines().last().unwrap_or_default().to_owned();
     let booted = pss(pid(&lab, TEMPLATE)?)?;
     let saved = lab.daemon().save_snapshot(&SaveRequest {
         vm: TEMPLATE.into(),
@@ -115,6 +124,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let started_s = began.elapsed().as_secs_f64();
     wait_renewed(&lab)?;
     let renewed_s = began.elapsed().as_secs_f64();
+    eprintln!("{}", serde_json::to_string_pretty(&lab.report()?.ledger.vms[0])?);
     let idle = clones
         .iter()
         .map(|clone| Ok(pss(clone.pid)? as f64))
