@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::Duration;
 
 use memfold_wire::library::Advice;
@@ -11,6 +11,7 @@ use tracing::{info, warn};
 
 use super::DaemonError;
 use super::guest::{Monitor, QemuGuest};
+use super::turns::Turns;
 use crate::api::{AttachRequest, VmInfo};
 use crate::fold::{Command, Guest, GuestError, VmId};
 use crate::ledger::VmAccount;
@@ -27,6 +28,13 @@ const WATCH_INTERVAL: Duration = Duration::from_secs(10);
 
 /// How long a guest may take to be set apart from others: keys are made.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Turns of those that are being set apart: half of the host's CPUs.
+static RENEWING: OnceLock<Turns> = OnceLock::new();
+
+fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
 
 /// What is known of the VM and changes.
 #[derive(Debug)]
@@ -156,8 +164,15 @@ impl Machine {
                 let agent = m.agent()?;
                 Some((m, agent))
             }) {
+                if agent.wait_session(Duration::from_secs(1)).is_err() {
+                    continue;
+                }
+                // Dozens of guests at work would keep the next clone from starting.
+                let _turn = RENEWING
+                    .get_or_init(|| Turns::new(cpus().div_ceil(2)))
+                    .take();
                 // What is begun and cut off is done again: that does no harm.
-                if agent.wait_session(Duration::from_secs(1)).is_ok() && machine.carry_out(&plan) {
+                if machine.carry_out(&plan) {
                     return;
                 }
             }

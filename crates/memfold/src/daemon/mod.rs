@@ -12,6 +12,7 @@ mod error;
 mod guest;
 mod machine;
 mod snapshots;
+mod turns;
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -433,7 +433,8 @@ pub fn arguments(
         .add("-sandbox", sandbox(spec))
         .add(
             "-machine",
-            format!("{machine},memory-backend=ram0,mem-merge=on,suppress-vmdesc=on"),
+            // The HPET ticks on 250 times a second in guests that have long turned to another timer, each time through QEMU's main loop.
+            format!("{machine},memory-backend=ram0,mem-merge=on,suppress-vmdesc=on,hpet=off"),
         )
         .add(
             "-object",
@@ -640,7 +641,9 @@ mod tests {
         spec.memory_max = Some(ByteSize(1 << 30));
         let line = text(&spec, &[]);
         assert!(line.contains("-object\nmemory-backend-ram,id=ram0,size=536870912\n"));
-        assert!(line.contains("pc-q35-10.0,memory-backend=ram0,mem-merge=on"));
+        assert!(line.contains(
+            "pc-q35-10.0,memory-backend=ram0,mem-merge=on,suppress-vmdesc=on,hpet=off\n"
+        ));
         assert!(line.contains("-m\nsize=536870912b,slots=4,maxmem=1073741824b\n"));
         assert!(line.contains("free-page-reporting=on"));
         assert!(!line.contains("netdev"));
