@@ -9,10 +9,10 @@
 //! | `p50_ms`, `p95_ms`, `max_ms` | from the command to the first byte that guest code wrote to the clone's serial console, and the command's end |
 //! | `burst` | the same, without a wait between |
 //! | `clones_ok` | clones that hold the program's random bytes in memory (restored, not rebooted) and have a machine ID, a MAC address, a host name and random numbers of their own |
-//! | `pss_percent_of_booted` | proportional set size (`smaps_rollup`) of a clone's QEMU, on average, over that of the booted VM's |
+//! | `pss_percent_of_booted` | proportional set size (`smaps_rollup`) of a clone's QEMU, on average, over that of the booted VM's; without what the emulator translated (nothing under KVM) too |
 //! | `freed_back_percent` | of the private memory (`RssAnon`) that a clone took by reading files, what the host had again 6 s after the clone dropped its caches |
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -107,7 +107,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     lab.wait_ready(TEMPLATE, BOOT_TIMEOUT)?;
     let held = lab.exec(TEMPLATE, HOLD, LIMIT)?;
     let held = held.lines().last().unwrap_or_default().to_owned();
-    let booted = pss(pid(&lab, TEMPLATE)?)?;
+    let booted = sizes(&lab)?.remove(TEMPLATE).context("no template")?;
     let saved = lab.daemon().save_snapshot(&SaveRequest {
         vm: TEMPLATE.into(),
         name: TEMPLATE.into(),
@@ -125,19 +125,15 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         clones.push(clone);
     }
     let all_s = began.elapsed().as_secs_f64();
-    let idle = clones
+    let sizes = sizes(&lab)?;
+    let idle: Vec<Size> = clones
         .iter()
-        .map(|clone| Ok(pss(clone.pid)? as f64))
-        .collect::<anyhow::Result<Vec<_>>>()?;
+        .filter_map(|clone| sizes.get(&clone.name).copied())
+        .collect();
     let names: Vec<&str> = clones.iter().map(|clone| clone.name.as_str()).collect();
     let said = lab.exec_all(&names, CHECK, LIMIT)?;
     let ok = different(&held, &said);
     let back = free(&lab, &clones[0])?;
-    let emulator = lab.report()?.ledger.vms;
-    let code: Vec<f64> = emulator
-        .iter()
-        .map(|vm| vm.tcg_pss_bytes.0 as f64)
-        .collect();
     for clone in &clones {
         lab.stop(&clone.name)?;
     }
@@ -155,8 +151,8 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         "samples": {
             "start_ms": times,
             "burst_start_ms": burst,
-            "pss_bytes": idle,
-            "booted_pss_bytes": booted,
+            "pss_mib": of(|size| size.pss),
+            "emulated_code_mib": of(|size| size.emulated_code),
             "snapshot_pages": saved.counts,
             "freed": back,
         },
@@ -172,11 +168,12 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
                 "p95_ms": percentile(&burst, 95.0),
                 "max_ms": percentile(&burst, 100.0),
             },
-            "pss_mib": mib(&idle),
-            // None under KVM.
-            "of_it_emulated_code_mib": mib(&code),
-            "booted_pss_mib": booted as f64 / f64::from(1 << 20),
-            "pss_percent_of_booted": mean(&idle) * 100.0 / booted as f64,
+            "pss_mib": spread(&of(|size| size.pss)),
+            "booted_pss_mib": booted.pss,
+            "pss_percent_of_booted": percent(|size| size.pss),
+            "emulated_code_mib": spread(&of(|size| size.emulated_code)),
+            "booted_emulated_code_mib": booted.emulated_code,
+            "pss_percent_of_booted_without_emulated_code": percent(|size| size.pss - size.emulated_code),
             "freed_back_percent": back["back_percent"],
         },
     }))
@@ -269,16 +266,26 @@ fn free(lab: &Lab, clone: &Clone) -> anyhow::Result<Value> {
     }))
 }
 
-fn pid(lab: &Lab, name: &str) -> anyhow::Result<i32> {
-    let vms = lab.daemon().list();
-    let vm = vms.iter().find(|vm| vm.name == name);
-    Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
+/// What a VM's QEMU takes, in MiB.
+#[derive(Clone, Copy, Debug)]
+struct Size {
+    /// Proportional set size.
+    pss: f64,
+    /// Of it, code that the emulator has translated: none under KVM.
+    emulated_code: f64,
 }
 
-/// Proportional set size of a process.
-fn pss(pid: i32) -> anyhow::Result<u64> {
-    let rollup = Proc::default().rollup(pid)?.context("a VM has ended")?;
-    Ok(rollup.pss_bytes.0)
+fn sizes(lab: &Lab) -> anyhow::Result<BTreeMap<String, Size>> {
+    let mib = |bytes: ByteSize| bytes.0 as f64 / f64::from(1 << 20);
+    let vms = lab.report()?.ledger.vms.into_iter();
+    let named = vms.map(|vm| {
+        let size = Size {
+            pss: mib(vm.pss_bytes),
+            emulated_code: mib(vm.tcg_pss_bytes),
+        };
+        (vm.name, size)
+    });
+    Ok(named.collect())
 }
 
 /// By nearest rank.
