@@ -139,13 +139,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     }
     let burst = burst(&lab, options.clones)?;
     let times: Vec<f64> = clones.iter().map(|clone| clone.ms).collect();
-    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
-    let mib = |values: &[f64]| {
-        let mib: Vec<f64> = values
-            .iter()
-            .map(|bytes| bytes / f64::from(1 << 20))
-            .collect();
-        spread(&mib)
+    let of = |part: fn(&Size) -> f64| idle.iter().map(part).collect::<Vec<f64>>();
+    let percent = |part: fn(&Size) -> f64| {
+        of(part).iter().sum::<f64>() / idle.len() as f64 * 100.0 / part(&booted)
     };
     Ok(json!({
         "samples": {

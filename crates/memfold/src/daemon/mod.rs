@@ -102,6 +102,17 @@ impl Daemon {
         }
         for vm in Vm::discover(state).map_err(files)? {
             let (name, domain) = (vm.name().to_owned(), vm.domain().map(str::to_owned));
+            if vm.is_half_restored() {
+                warn!(vm = name, "was being restored when the daemon died; ended");
+                if let Err(error) = vm.stop(Duration::ZERO) {
+                    warn!(
+                        vm = name,
+                        error = &error as &dyn std::error::Error,
+                        "cannot be ended"
+                    );
+                }
+                continue;
+            }
             info!(vm = name, pid = vm.pid().as_raw_nonzero(), "taken over");
             if let Err(error) = daemon.take_on(vm, &name, domain, None) {
                 warn!(
@@ -236,6 +247,9 @@ impl Daemon {
         }
         let (name, domain) = (spec.name.clone(), spec.domain.clone());
         let vm = how(&self.options.state, spec)?;
+        if let Err(error) = vm.came_in() {
+            warn!(vm = name, %error, "the next daemon will take its restore for a broken one");
+        }
         Ok(self.take_on(vm, &name, domain, None)?.info())
     }
 

@@ -424,6 +424,73 @@ mod tests {
         assert!(verify(&ram, &sums, |_| {}).unwrap().is_empty());
     }
 
+    /// Swap of this host's, as long as it lives.
+    struct Swap(tempfile::NamedTempFile);
+
+    impl Swap {
+        fn on() -> Result<Self, String> {
+            // Not on tmpfs, and without holes.
+            let file = tempfile::NamedTempFile::new_in("/var/tmp").map_err(|e| e.to_string())?;
+            let bytes = vec![0; 16 << 20];
+            file.as_file().write_all_at(&bytes, 0).unwrap();
+            for program in ["mkswap", "swapon"] {
+                let said = std::process::Command::new(program)
+                    .arg(file.path())
+                    .output();
+                let said = said.map_err(|error| format!("{program}: {error}"))?;
+                if !said.status.success() {
+                    return Err(String::from_utf8_lossy(&said.stderr).into_owned());
+                }
+            }
+            Ok(Self(file))
+        }
+    }
+
+    impl Drop for Swap {
+        fn drop(&mut self) {
+            let off = std::process::Command::new("swapoff")
+                .arg(self.0.path())
+                .status();
+            assert!(off.unwrap().success());
+        }
+    }
+
+    #[test]
+    fn pages_in_swap_are_saved() {
+        let _swap = match Swap::on() {
+            Ok(swap) => swap,
+            Err(why) => return println!("skipped: no swap: {why}"),
+        };
+        let (memory, source) = block(700);
+        memory
+            .area()
+            .advise(rustix::mm::Advice::LinuxPageOut)
+            .unwrap();
+        let pagemap = memfold_sys::pagemap::Pagemap::open(me()).unwrap();
+        let filter = Filter {
+            all_of: category::SWAPPED,
+            ..Filter::default()
+        };
+        let end = source.hva.add_pages(700);
+        let swapped = pagemap.scan(source.hva, end, filter).unwrap();
+        let swapped: u64 = swapped
+            .iter()
+            .map(memfold_sys::pagemap::Region::pages)
+            .sum();
+        assert!(swapped > 200, "{swapped} of 300 pages are in swap");
+        let (ram, sums) = (file(), file());
+        let (_, counts) = write(me(), &[source], &[], &ram, &sums, |_| {}).unwrap();
+        let saved = (0..700).filter(|&page| is_saved(page)).count();
+        assert_eq!(counts.saved_pages, saved as u64);
+        let mut page = [0; PAGE_BYTES];
+        for at in 0..700 {
+            ram.read_exact_at(&mut page, at * PAGE_SIZE).unwrap();
+            let first = u64::from_ne_bytes(page[..8].try_into().unwrap());
+            let expected = if is_saved(at) { at << 32 | 1 << 63 } else { 0 };
+            assert_eq!(first, expected, "page {at}");
+        }
+    }
+
     #[test]
     fn pages_of_a_mapped_file_are_saved_though_nobody_touched_them() {
         let content = file();

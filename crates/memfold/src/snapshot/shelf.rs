@@ -461,6 +461,28 @@ mod tests {
         assert_eq!(why(), "ram has 1 bytes instead of 3");
         fs::remove_file(place.join(RAM)).unwrap();
         assert!(why().starts_with("ram: "), "{}", why());
+        fs::write(place.join(RAM), b"ram").unwrap();
+        for (part, whole) in [(SUMS, "sums"), (DEVICES, "devices")] {
+            for length in 0..whole.len() {
+                fs::write(place.join(part), &whole[..length]).unwrap();
+                let expected = format!("{part} has {length} bytes instead of {}", whole.len());
+                assert_eq!(why(), expected);
+            }
+            fs::write(place.join(part), whole).unwrap();
+        }
+        for part in [MANIFEST, MANIFEST_SUM] {
+            let whole = fs::read(place.join(part)).unwrap();
+            for length in 0..whole.len() - 1 {
+                fs::write(place.join(part), &whole[..length]).unwrap();
+                assert!(
+                    why().contains("changed"),
+                    "{part} of {length} bytes: {}",
+                    why()
+                );
+            }
+            fs::write(place.join(part), whole).unwrap();
+        }
+        assert!(shelf.manifest("a").is_ok());
         let text = fs::read_to_string(place.join(MANIFEST)).unwrap();
         fs::write(place.join(MANIFEST), text.replace("web1", "web2")).unwrap();
         assert!(why().contains("changed"), "{}", why());

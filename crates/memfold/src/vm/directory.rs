@@ -6,7 +6,8 @@
 //!   monitor.sock   QMP for the library               library.sock   the library in QEMU
 //!   agent.sock     the guest agent's port            console.sock   the serial console
 //!   console.log    all it ever said                  qemu.log       QEMU's own output
-//!   launch.lock    held while it is being started
+//!   launch.lock    held while it is being started   overlays.json  temporary overlays of one that is being started
+//!   incoming       there while it is being restored renewal.json   what a restored one is still to get anew
 //! ```
 
 use std::fs::{self, DirBuilder, File};
@@ -116,6 +117,10 @@ impl VmDirectory {
         console_log = "console.log";
         /// QEMU's output.
         qemu_log = "qemu.log";
+        /// Temporary overlays, until the [`Record`] names them.
+        overlays = "overlays.json";
+        /// There as long as the VM waits for what it is restored from.
+        incoming = "incoming";
         /// Locked while the VM is being started or removed.
         lock_file = "launch.lock";
     }

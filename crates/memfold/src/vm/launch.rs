@@ -267,10 +267,19 @@ impl Attempt<'_> {
         directory
             .write_json(&directory.spec(), spec)
             .map_err(failed)?;
-        for disk in &spec.disks {
-            if disk.snapshot {
-                self.overlays.push(make_overlay(disk, &spec.name)?);
-            }
+        for disk in spec.disks.iter().filter(|disk| disk.snapshot) {
+            self.overlays.push(overlay_file(disk, &spec.name)?);
+            // Whoever starts it may die at any moment, and nobody else knows of them.
+            directory
+                .write_json(&directory.overlays(), &self.overlays)
+                .map_err(failed)?;
+        }
+        let disks = spec.disks.iter().filter(|disk| disk.snapshot);
+        for (disk, overlay) in disks.zip(&self.overlays) {
+            make_overlay(disk, overlay)?;
+        }
+        if incoming.is_some() {
+            File::create(directory.incoming()).map_err(failed)?;
         }
         let log = File::create(directory.qemu_log()).map_err(failed)?;
         let mut command = Command::new(&qemu.program);
@@ -379,31 +388,32 @@ fn log_tail(directory: &VmDirectory) -> String {
     String::from_utf8_lossy(tail).trim().to_owned()
 }
 
-/// A temporary qcow2 over the disk, in `TMPDIR` or `/var/tmp`: not in the state directory, which is RAM.
-fn make_overlay(disk: &DiskSpec, name: &str) -> Result<PathBuf, LaunchError> {
+/// An empty file for a temporary overlay, in `TMPDIR` or `/var/tmp`: not in the state directory, which is RAM.
+fn overlay_file(disk: &DiskSpec, name: &str) -> Result<PathBuf, LaunchError> {
+    let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+    let failed = |error: io::Error| LaunchError::Overlay {
+        disk: disk.path.clone(),
+        why: format!("{}: {error}", place.display()),
+    };
+    let file = tempfile::Builder::new()
+        .prefix(&format!("memfold-{name}-"))
+        .suffix(".qcow2")
+        .tempfile_in(place.canonicalize().map_err(failed)?)
+        .map_err(failed)?;
+    let (_, path) = file.keep().map_err(|error| failed(error.error))?;
+    Ok(path)
+}
+
+/// Makes the file a qcow2 over the disk.
+fn make_overlay(disk: &DiskSpec, overlay: &Path) -> Result<(), LaunchError> {
     let failed = |why: String| LaunchError::Overlay {
         disk: disk.path.clone(),
         why,
     };
-    let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
-    let overlay = tempfile::Builder::new()
-        .prefix(&format!("memfold-{name}-"))
-        .suffix(".qcow2")
-        .tempfile_in(&place)
-        .map_err(|e| failed(format!("{}: {e}", place.display())))?
-        .into_temp_path();
+    let format = disk.format().driver();
     let output = Command::new("qemu-img")
-        .args([
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-F",
-            disk.format().driver(),
-            "-b",
-        ])
-        .arg(&disk.path)
-        .arg(&overlay)
+        .args(["create", "-q", "-f", "qcow2", "-F", format, "-b"])
+        .args([&disk.path, overlay])
         .output()
         .map_err(|e| failed(format!("qemu-img: {e}")))?;
     if !output.status.success() {
@@ -411,8 +421,7 @@ fn make_overlay(disk: &DiskSpec, name: &str) -> Result<PathBuf, LaunchError> {
             String::from_utf8_lossy(&output.stderr).trim().to_owned(),
         ));
     }
-    let path = overlay.keep().map_err(|e| failed(e.to_string()))?;
-    path.canonicalize().map_err(|e| failed(e.to_string()))
+    Ok(())
 }
 
 /// QEMU's whole command line. `overlays`: one for each disk with `snapshot`, in order.
@@ -489,7 +498,7 @@ fn monitors(line: &mut Line, directory: &VmDirectory) {
         directory.daemon_qmp(),
         directory.library_qmp(),
     ] {
-        line.with_path("-qmp", "unix:", &socket, ",server=on,wait=off");
+        line.add("-qmp", monitor_argument(&socket));
     }
     line.with_path(
         "-chardev",
@@ -508,6 +517,14 @@ fn monitors(line: &mut Line, directory: &VmDirectory) {
     console.push(escape(directory.console_log().as_os_str()));
     line.add("-chardev", console)
         .add("-serial", "chardev:console");
+}
+
+/// What `-qmp` is given for a socket.
+pub(super) fn monitor_argument(socket: &Path) -> OsString {
+    let mut argument = OsString::from("unix:");
+    argument.push(escape(socket.as_os_str()));
+    argument.push(",server=on,wait=off");
+    argument
 }
 
 fn disk_arguments(line: &mut Line, number: usize, disk: &DiskSpec, overlay: Option<&PathBuf>) {

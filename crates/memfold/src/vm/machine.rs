@@ -1,6 +1,7 @@
 //! A running VM: ours, found again after a daemon's death, or attached to.
 
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -187,16 +188,37 @@ impl Vm {
                 }
                 Some(record)
             }
-            // Whoever started it died between the start and the record; QEMU may live.
-            Err(_) if std::os::unix::net::UnixStream::connect(directory.qmp()).is_ok() => {
-                return Err(io::Error::other(
-                    "QEMU answers there, and there is no record of it; end it by its qmp.sock",
-                ));
+            // Whoever started it died between the start and the record.
+            Err(_) => {
+                for process in unrecorded(directory)? {
+                    process.kill()?;
+                    process.wait_exit(QUIT_TIMEOUT)?;
+                }
+                None
             }
-            Err(_) => None,
         };
-        directory.remove(&record.map(|r| r.overlays).unwrap_or_default())?;
+        let noted = || VmDirectory::read_json(&directory.overlays()).unwrap_or_default();
+        directory.remove(&record.map_or_else(noted, |record| record.overlays))?;
         Ok(true)
+    }
+
+    /// Whether it was being restored, by a daemon that died before that was done.
+    #[must_use]
+    pub fn is_half_restored(&self) -> bool {
+        let directory = self.directory.as_ref();
+        directory.is_some_and(|directory| directory.incoming().exists())
+    }
+
+    /// Its restore is done.
+    pub fn came_in(&self) -> io::Result<()> {
+        match self
+            .directory
+            .as_ref()
+            .map(|d| std::fs::remove_file(d.incoming()))
+        {
+            Some(Err(error)) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// An already running QEMU, by its QMP socket. Nothing of it is changed.
@@ -440,4 +462,28 @@ impl Vm {
         self.process
             .wait_exit(deadline.saturating_duration_since(Instant::now()))
     }
+}
+/// QEMU processes that were started for a VM's directory, by the monitor's socket on their command lines.
+fn unrecorded(directory: &VmDirectory) -> io::Result<Vec<Process>> {
+    let socket = super::launch::monitor_argument(&directory.qmp());
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc")?.flatten() {
+        let Some(pid) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok())
+            .and_then(Pid::from_raw)
+        else {
+            continue;
+        };
+        // One that ends while we look is none.
+        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        if line
+            .split(|byte| *byte == 0)
+            .any(|word| word == socket.as_bytes())
+        {
+            found.extend(Identity::of(pid).and_then(Process::open));
+        }
+    }
+    Ok(found)
 }

@@ -2,6 +2,8 @@
 
 use std::collections::HashSet;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use memfold::api::{RestoreRequest, SaveRequest};
@@ -101,6 +103,35 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
     assert!(free.iter().all(|&pages| pages > 0));
 }
 
+/// A file system of 40 MiB, mounted on a directory as long as it lives.
+struct Small<'a>(&'a Path);
+
+impl<'a> Small<'a> {
+    fn mount(place: &'a Path) -> Self {
+        std::fs::create_dir_all(place).unwrap();
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=40m", "memfold-test"])
+            .arg(place)
+            .status();
+        assert!(mounted.unwrap().success());
+        Self(place)
+    }
+}
+
+impl Drop for Small<'_> {
+    fn drop(&mut self) {
+        let left = std::fs::read_dir(self.0).unwrap().count();
+        assert!(
+            Command::new("umount")
+                .arg(self.0)
+                .status()
+                .unwrap()
+                .success()
+        );
+        assert_eq!(left, 0, "files of a save that failed");
+    }
+}
+
 /// What a VM is known by, a line each.
 const WHO: &str = "until [ -e /sys/class/net/e*/address ]; do sleep 0.1; done; hostname; cat /etc/machine-id; cat /sys/class/net/e*/address";
 
@@ -165,6 +196,14 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
             keep,
         })
     };
+    {
+        let shelf = lab.directory().join("snapshots");
+        let _full = Small::mount(&shelf);
+        let failed = save("warm", Keep::None).unwrap_err();
+        let words = format!("{:#}", anyhow::Error::from(failed));
+        assert!(words.contains("No space left on device"), "{words}");
+        assert!(daemon.snapshots().unwrap().is_empty());
+    }
     let saved = save("warm", Keep::None).unwrap();
     println!(
         "saved in {:.0} ms, stood still for {:.0} ms; {} of {} pages, {} zero, {} free; {:?}",

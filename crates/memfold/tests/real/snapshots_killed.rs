@@ -85,6 +85,55 @@ fn wait_for(done: impl Fn() -> bool) {
     }
 }
 
+/// Daemons are killed while they restore `copy`. Each next one finds a VM that is right, or nothing of it.
+fn restores_killed(served: &mut Served, client: &Client, seed: u64) -> u64 {
+    let running = || {
+        let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+        list.iter().any(|vm| vm.name == "copy")
+    };
+    let processes = || {
+        let all = std::fs::read_dir("/proc").unwrap().flatten();
+        let lines = all.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
+        let copy = |line: &Vec<u8>| {
+            let mut words = line.split(|byte| *byte == 0);
+            words.any(|word| word.starts_with(b"guest=copy,"))
+        };
+        lines.filter(copy).count()
+    };
+    let before = overlays();
+    let request = RestoreRequest::new("copy");
+    let restore = || client.post::<_, Value>("/v1/snapshots/last/restore", &request);
+    let began = Instant::now();
+    restore().unwrap();
+    let span = u64::try_from(began.elapsed().as_millis()).unwrap();
+    let stop = || {
+        let now = serde_json::json!({ "timeout_s": 0.0 });
+        client.post::<_, Value>("/v1/vms/copy/stop", &now).unwrap()
+    };
+    stop();
+    let mut random = Random(seed | 2);
+    let mut came = 0;
+    for death in 0..DEATHS {
+        std::thread::scope(|scope| {
+            let restoring = scope.spawn(restore);
+            let first = Duration::from_millis(span * death / DEATHS);
+            std::thread::sleep(first + random.below_ms(span / DEATHS + 1));
+            served.kill();
+            drop(restoring.join().unwrap());
+        });
+        served.start();
+        served.answers();
+        if running() {
+            came += 1;
+            verify(client, "copy");
+            stop();
+        }
+        assert_eq!(processes(), 0, "a half restored VM is left");
+        assert_eq!(overlays(), before, "its overlay is left");
+    }
+    came
+}
+
 #[test]
 fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     let Some(_turn) = support::turn() else { return };
@@ -170,6 +219,18 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
         .unwrap();
     verify(&client, "copy");
 
+    let stop_copy = || {
+        let now = serde_json::json!({ "timeout_s": 0.0 });
+        client.post::<_, Value>("/v1/vms/copy/stop", &now).unwrap()
+    };
+    stop_copy();
+    let came = restores_killed(&mut served, &client, seed);
+    println!("{came} of {DEATHS} cut restores were done");
+    client
+        .post::<_, Value>("/v1/snapshots/last/restore", &restore)
+        .unwrap();
+    verify(&client, "copy");
+
     // The VM itself dies in the middle.
     let pid = |name: &str| {
         let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
@@ -189,11 +250,6 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     // What is said is so.
     let listed = shelf_is_clean(&client, state).contains(&"dead".to_owned());
     assert_eq!(listed, saved.is_ok());
-    client
-        .post::<_, Value>(
-            "/v1/vms/copy/stop",
-            &serde_json::json!({ "timeout_s": 0.0 }),
-        )
-        .unwrap();
+    stop_copy();
     assert_eq!(overlays(), before, "overlays are left, or others are gone");
 }
