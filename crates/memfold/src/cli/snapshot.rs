@@ -79,8 +79,9 @@ pub(super) struct CloneArguments {
     force: bool,
 }
 
-/// How long `clone` waits for the agents.
+/// How long `clone` waits for the agents, and for each of them besides: they have turns.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(60);
+const RENEW_TIMEOUT_EACH: Duration = Duration::from_secs(10);
 
 pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
@@ -215,9 +216,10 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
     Ok(ExitCode::from(u8::from(!left.is_empty())))
 }
 
-/// Waits until every clone is set apart from the others, for a minute at most.
+/// Waits until every clone is set apart from the others.
 fn wait_renewed(client: &Client, clones: &mut [Clone]) -> anyhow::Result<()> {
-    let end = Instant::now() + RENEW_TIMEOUT;
+    let number = u32::try_from(clones.len()).unwrap_or(u32::MAX);
+    let end = Instant::now() + RENEW_TIMEOUT + RENEW_TIMEOUT_EACH * number;
     loop {
         let now: Vec<VmInfo> = client.get("/v1/vms")?;
         for clone in clones.iter_mut() {
@@ -240,7 +242,7 @@ fn left_as_it_was(clones: &[Clone]) -> Vec<String> {
         let Some(renewal) = &vm.renewal else { continue };
         if renewal.pending {
             lines.push(format!(
-                "{}: its agent has not answered yet; it is set apart from the others as soon as it does",
+                "{}: not set apart yet; that is done as soon as its agent answers and has its turn",
                 vm.name
             ));
         }

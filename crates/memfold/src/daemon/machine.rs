@@ -29,6 +29,9 @@ const WATCH_INTERVAL: Duration = Duration::from_secs(10);
 /// How long a guest may take to be set apart from others: keys are made.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// How long one waits for its turn before it goes without.
+const TURN_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Turns of those that are being set apart: half of the host's CPUs.
 static RENEWING: OnceLock<Turns> = OnceLock::new();
 
@@ -167,10 +170,10 @@ impl Machine {
                 if agent.wait_session(Duration::from_secs(1)).is_err() {
                     continue;
                 }
-                // Dozens of guests at work would keep the next clone from starting.
+                // Dozens of guests at work would keep the next clone from starting. But none may keep others waiting for long.
                 let _turn = RENEWING
                     .get_or_init(|| Turns::new(cpus().div_ceil(2)))
-                    .take();
+                    .take(TURN_TIMEOUT);
                 // What is begun and cut off is done again: that does no harm.
                 if machine.carry_out(&plan) {
                     return;
@@ -182,20 +185,32 @@ impl Machine {
         }
     }
 
-    /// Returns whether it is settled, for better or worse.
+    /// Returns whether that is all this daemon can do.
     fn carry_out(&self, plan: &Plan) -> bool {
         let renewal = match self.run(&plan.script(), RENEW_TIMEOUT) {
             Ok(done) => Renewal::read(&String::from_utf8_lossy(&done.stdout)),
             Err(AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_)) => {
                 return false;
             }
-            Err(error) => Renewal::failed(&error.to_string()),
+            Err(error) => Err(error.to_string()),
         };
-        info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "set apart from others of its snapshot");
-        if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
-            warn!(vm = self.name, %error, "the next daemon will give this VM its identity again");
+        match renewal {
+            Ok(renewal) => {
+                info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "set apart from others of its snapshot");
+                if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
+                    warn!(vm = self.name, %error, "the next daemon will give this VM its identity again");
+                }
+                self.set_renewal(renewal);
+            }
+            // The plan stays for the next daemon.
+            Err(why) => {
+                warn!(
+                    vm = self.name,
+                    why, "not set apart from others of its snapshot"
+                );
+                self.set_renewal(Renewal::failed(&why));
+            }
         }
-        self.set_renewal(renewal);
         true
     }
 

@@ -65,6 +65,8 @@ pub struct Daemon {
     next: Mutex<VmId>,
     /// Whether VMs may no longer be started. Read-locked while one is.
     closed: RwLock<bool>,
+    /// Held while a VM is restored that nothing sets apart from others of its snapshot.
+    twins: Mutex<()>,
     /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
     _lock: File,
 }
@@ -94,6 +96,7 @@ impl Daemon {
             vms: Mutex::default(),
             next: Mutex::new(1),
             closed: RwLock::new(false),
+            twins: Mutex::default(),
             _lock: lock,
             options: options.clone(),
         });
@@ -247,10 +250,23 @@ impl Daemon {
         }
         let (name, domain) = (spec.name.clone(), spec.domain.clone());
         let vm = how(&self.options.state, spec)?;
-        if let Err(error) = vm.came_in() {
-            warn!(vm = name, %error, "the next daemon will take its restore for a broken one");
+        let came = vm.came_in().map_err(|source| DaemonError::State {
+            path: self.options.state.clone(),
+            source,
+        });
+        let machine = came.and_then(|()| self.take_on(vm, &name, domain, None));
+        if machine.is_err() {
+            // Nobody would know of it.
+            let ended = Vm::find(&self.options.state, &name).and_then(|vm| vm.stop(Duration::ZERO));
+            if let Err(error) = ended {
+                warn!(
+                    vm = name,
+                    error = &error as &dyn std::error::Error,
+                    "runs, and could not be taken on"
+                );
+            }
         }
-        Ok(self.take_on(vm, &name, domain, None)?.info())
+        Ok(machine?.info())
     }
 
     /// Takes on a QEMU that is running already.

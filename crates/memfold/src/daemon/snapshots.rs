@@ -1,10 +1,11 @@
 //! Snapshots and clones of the daemon's VMs.
 
-use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_units::PAGE_SIZE;
+use rustix::process::Pid;
 use tracing::info;
 
 use super::machine::Machine;
@@ -31,7 +32,7 @@ if sync && cd /sys/kernel/tracing/instances/memfold 2> /dev/null; then
 fi
 echo 3 > /proc/sys/vm/drop_caches";
 
-/// Afterwards, whatever became of the drop.
+/// After a drop that was cut off.
 const TRACE: &str = "saved=/run/memfold-events
     [ ! -s $saved ] || { cat $saved > /sys/kernel/tracing/instances/memfold/set_event && rm $saved; }";
 
@@ -60,13 +61,14 @@ impl Daemon {
         if request.keep == Keep::All {
             return self.save_dropped(&machine, request, began);
         }
-        let saved =
-            drop_caches(&machine).and_then(|()| self.save_dropped(&machine, request, began));
+        let dropped = drop_caches(&machine);
+        let events = match &dropped {
+            Ok(()) => Ok(()),
+            Err(_) => machine.run(TRACE, LIST_TIMEOUT).map(drop),
+        };
+        let saved = dropped.and_then(|()| self.save_dropped(&machine, request, began));
         // Of what went while events were off.
-        let told = machine
-            .run(TRACE, LIST_TIMEOUT)
-            .and_then(|_| machine.take_inventory());
-        if let Err(error) = told {
+        if let Err(error) = events.and_then(|()| machine.take_inventory()) {
             info!(vm = request.vm, %error, "no inventory after the save");
         }
         saved
@@ -238,10 +240,15 @@ impl Daemon {
     fn twin(&self, manifest: &Manifest) -> Result<Option<String>, DaemonError> {
         let pids = restore::users(&self.shelf, &manifest.name)?;
         let vms = self.lock();
-        let twin = vms
-            .values()
-            .find(|m| pids.contains(&m.pid()) || m.name() == manifest.vm);
-        Ok(twin.map(|m| m.name().to_owned()))
+        let named = |pid: &Pid| {
+            let vm = vms.values().find(|m| m.pid() == *pid);
+            vm.map_or_else(
+                || format!("of process {}", pid.as_raw_nonzero()),
+                |m| m.name().to_owned(),
+            )
+        };
+        let restored = pids.first().map(named);
+        Ok(restored.or_else(|| vms.contains_key(&manifest.vm).then(|| manifest.vm.clone())))
     }
 
     /// Starts a VM from a snapshot.
@@ -251,6 +258,9 @@ impl Daemon {
         request: &RestoreRequest,
     ) -> Result<VmInfo, DaemonError> {
         let manifest = self.shelf.manifest(snapshot)?;
+        // One at a time, so that none misses the other.
+        let _alone = (!manifest.tells_twins_apart())
+            .then(|| self.twins.lock().unwrap_or_else(PoisonError::into_inner));
         if !manifest.tells_twins_apart() && !request.force {
             if let Some(other) = self.twin(&manifest)? {
                 let name = snapshot.to_owned();

@@ -1,6 +1,7 @@
 //! How many may do something at once.
 
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 /// Turns that are taken and given back.
 #[derive(Debug)]
@@ -24,15 +25,18 @@ impl Turns {
         }
     }
 
-    /// Waits for one.
-    pub fn take(&self) -> Turn<'_> {
+    /// Waits for one; `None` when the time is over.
+    pub fn take(&self, timeout: Duration) -> Option<Turn<'_>> {
         let taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut taken = self
+        let (mut taken, waited) = self
             .returned
-            .wait_while(taken, |taken| *taken >= self.limit)
+            .wait_timeout_while(taken, timeout, |taken| *taken >= self.limit)
             .unwrap_or_else(PoisonError::into_inner);
+        if waited.timed_out() {
+            return None;
+        }
         *taken += 1;
-        Turn(self)
+        Some(Turn(self))
     }
 }
 
@@ -60,9 +64,10 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let _turn = turns.take();
+                    let turn = turns.take(Duration::from_secs(60));
+                    assert!(turn.is_some());
                     most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-                    std::thread::sleep(std::time::Duration::from_millis(5));
+                    std::thread::sleep(Duration::from_millis(5));
                     now.fetch_sub(1, Ordering::SeqCst);
                     all.fetch_add(1, Ordering::SeqCst);
                 });
@@ -70,5 +75,8 @@ mod tests {
         });
         assert_eq!(most.into_inner(), 2);
         assert_eq!(all.into_inner(), 8);
+        let held = [(); 2].map(|()| turns.take(Duration::ZERO));
+        assert!(held.iter().all(Option::is_some));
+        assert!(turns.take(Duration::from_millis(5)).is_none());
     }
 }

@@ -125,12 +125,18 @@ impl Plan {
             let (name, id) = (&self.host_name, &self.machine_id);
             parts.push(format!("name={name}\nid={id}\n{IDENTITY}"));
         }
+        parts.push(format!("echo {END}\n"));
         parts.concat()
     }
 }
 
+/// The script's last line.
+const END: &str = "end";
+
 /// `report WHAT COMMAND...`: runs it, and says what became of it.
-const REPORT: &str = r#"report() {
+/// Only one at a time, if a former daemon's is still at work.
+const REPORT: &str = r#"exec 9> /run/memfold-renewal.lock && flock 9 2> /dev/null
+report() {
     what=$1; shift
     if said=$("$@" 2>&1); then echo "done $what"; else echo "left $what: $(echo "$said" | tail -n 1)"; fi
 }
@@ -172,8 +178,8 @@ machine() {
 }
 next_seed() { head -c 512 /dev/urandom > /var/lib/systemd/random-seed; }
 keys() {
-    rm -f /etc/ssh/ssh_host_*_key /etc/ssh/ssh_host_*_key.pub
-    ssh-keygen -A || return
+    new=$(mktemp -d /etc/ssh/memfold.XXXXXX) && mkdir -p "$new/etc/ssh" && ssh-keygen -A -f "$new" || return
+    mv "$new"/etc/ssh/ssh_host_* /etc/ssh/ && rm -r "$new" || return
     for unit in ssh sshd; do systemctl try-restart "$unit" 2> /dev/null; done
     return 0
 }
@@ -193,20 +199,22 @@ impl Renewal {
         }
     }
 
-    /// From what the script said.
-    #[must_use]
-    pub fn read(said: &str) -> Self {
+    /// From what the script said; an error if it did not come to its end.
+    pub fn read(said: &str) -> Result<Self, String> {
         let told = |prefix: &str| {
             let lines = said.lines();
             lines
                 .filter_map(|line| Some(line.strip_prefix(prefix)?.trim().to_owned()))
                 .collect::<Vec<_>>()
         };
-        Self {
+        if said.lines().last() != Some(END) {
+            return Err("the guest did not carry it out to the end".into());
+        }
+        Ok(Self {
             pending: false,
             done: told("done "),
             left: told("left "),
-        }
+        })
     }
 
     /// The script could not be run.
@@ -261,13 +269,17 @@ mod tests {
     fn what_the_guest_says_is_read() {
         let steps = "report one true; report two sh -c 'echo not here >&2; false'";
         let said = std::process::Command::new("/bin/sh")
-            .args(["-c", &format!("{REPORT}{steps}")])
+            .args(["-c", &format!("{REPORT}{steps}; echo {END}")])
             .output()
             .unwrap();
-        let renewal = Renewal::read(&String::from_utf8(said.stdout).unwrap());
+        let said = String::from_utf8(said.stdout).unwrap();
+        let renewal = Renewal::read(&said).unwrap();
         assert_eq!(renewal.done, ["one"]);
         assert_eq!(renewal.left, ["two: not here"]);
         assert!(!renewal.pending);
+        for cut in 0..said.len() - 1 {
+            assert!(Renewal::read(&said[..cut]).is_err(), "{}", &said[..cut]);
+        }
     }
 
     #[test]

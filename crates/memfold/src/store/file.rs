@@ -42,8 +42,10 @@ pub enum StoreError {
         /// The cap.
         cap: ByteSize,
     },
-    /// No page numbers are left: nearly every 2 MiB of the file are in use.
-    #[error("page store has no room at all between the pages it holds in its {MAX_PAGES} places")]
+    /// No page numbers are left, and no hole is large enough.
+    #[error(
+        "page store has used its {MAX_PAGES} page numbers, and what it holds leaves no hole of some MiB in one piece"
+    )]
     Exhausted,
     /// Creating, growing, filling or punching failed.
     #[error("page store: {what}")]

@@ -35,7 +35,7 @@ pub struct Record {
     pub qemu: PathBuf,
     /// Its version.
     pub version: (u64, u64, u64),
-    /// Versioned machine type.
+    /// Versioned machine type, and options that device states depend on.
     pub machine: String,
     /// `kvm` or `tcg`.
     pub accel: String,

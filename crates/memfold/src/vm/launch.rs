@@ -257,7 +257,12 @@ impl Attempt<'_> {
         library: Option<PathBuf>,
         incoming: Option<&Incoming>,
     ) -> Result<Vm, LaunchError> {
-        let machine = incoming.map_or(&qemu.machine, |i| &i.machine);
+        // The HPET ticks on 250 times a second in guests that have long turned to another timer, each time through QEMU's main loop.
+        // It has device state: a VM that is restored is as it was.
+        let machine = incoming.map_or_else(
+            || format!("{},hpet=off", qemu.machine),
+            |i| i.machine.clone(),
+        );
         let directory = self.directory;
         let failed = |source| LaunchError::Files {
             path: directory.path().into(),
@@ -285,7 +290,7 @@ impl Attempt<'_> {
         let mut command = Command::new(&qemu.program);
         command
             .args(incoming.into_iter().flat_map(|_| INCOMING))
-            .args(arguments(spec, machine, accel, directory, &self.overlays))
+            .args(arguments(spec, &machine, accel, directory, &self.overlays))
             .current_dir("/")
             .stdin(Stdio::null())
             .stdout(log.try_clone().map_err(failed)?)
@@ -311,7 +316,7 @@ impl Attempt<'_> {
             process: Identity::of(pid).map_err(failed)?,
             qemu: qemu.program.clone(),
             version: qemu.version,
-            machine: machine.clone(),
+            machine,
             accel: accel.to_owned(),
             library,
             overlays: self.overlays.clone(),
@@ -442,8 +447,7 @@ pub fn arguments(
         .add("-sandbox", sandbox(spec))
         .add(
             "-machine",
-            // The HPET ticks on 250 times a second in guests that have long turned to another timer, each time through QEMU's main loop.
-            format!("{machine},memory-backend=ram0,mem-merge=on,suppress-vmdesc=on,hpet=off"),
+            format!("{machine},memory-backend=ram0,mem-merge=on,suppress-vmdesc=on"),
         )
         .add(
             "-object",
@@ -658,9 +662,7 @@ mod tests {
         spec.memory_max = Some(ByteSize(1 << 30));
         let line = text(&spec, &[]);
         assert!(line.contains("-object\nmemory-backend-ram,id=ram0,size=536870912\n"));
-        assert!(line.contains(
-            "pc-q35-10.0,memory-backend=ram0,mem-merge=on,suppress-vmdesc=on,hpet=off\n"
-        ));
+        assert!(line.contains("pc-q35-10.0,memory-backend=ram0,mem-merge=on,suppress-vmdesc=on\n"));
         assert!(line.contains("-m\nsize=536870912b,slots=4,maxmem=1073741824b\n"));
         assert!(line.contains("free-page-reporting=on"));
         assert!(!line.contains("netdev"));

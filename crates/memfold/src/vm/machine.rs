@@ -189,13 +189,17 @@ impl Vm {
                 Some(record)
             }
             // Whoever started it died between the start and the record.
-            Err(_) => {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 for process in unrecorded(directory)? {
                     process.kill()?;
-                    process.wait_exit(QUIT_TIMEOUT)?;
+                    if !process.wait_exit(QUIT_TIMEOUT)? {
+                        return Err(io::Error::other("a QEMU that was killed does not end"));
+                    }
                 }
                 None
             }
+            // It may run well, whatever is wrong with its record.
+            Err(error) => return Err(error),
         };
         let noted = || VmDirectory::read_json(&directory.overlays()).unwrap_or_default();
         directory.remove(&record.map_or_else(noted, |record| record.overlays))?;
