@@ -268,7 +268,7 @@ impl Daemon {
             }
         }
         let spec = restore::spec(&self.shelf, &manifest, &request.vm)?;
-        let plan = Plan::new(request.renew, &request.vm).map_err(|error| no_plan(&error))?;
+        let plan = Plan::new(request.renew, &spec).map_err(|error| no_plan(&error))?;
         let ram = self.shelf.checked_ram(&manifest)?;
         let incoming = Incoming {
             qemu: manifest.qemu,

@@ -12,7 +12,7 @@ use std::io::{self, Read};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::vm::VmDirectory;
+use crate::vm::{Network, VmDirectory, VmSpec};
 
 /// File in a VM's directory: a [`Plan`] that is still to be carried out.
 const FILE: &str = "renewal.json";
@@ -60,11 +60,13 @@ pub struct Plan {
     machine_id: String,
     /// The last three bytes of the first MAC address, counted on for the next; the first three are QEMU's own.
     mac: u32,
+    /// Network cards that the VM has.
+    cards: usize,
 }
 
 impl Plan {
-    /// A new one for VM `name`.
-    pub fn new(renew: Renew, name: &str) -> io::Result<Self> {
+    /// A new one for a VM.
+    pub fn new(renew: Renew, spec: &VmSpec) -> io::Result<Self> {
         let mut random = File::open("/dev/urandom")?;
         let mut word = || {
             let mut bytes = [0; 8];
@@ -78,7 +80,7 @@ impl Plan {
         let mac = (word()? & 0xff_ffff) as u32;
         Ok(Self {
             renew,
-            host_name: host_name(name),
+            host_name: host_name(&spec.name),
             seed: format!(
                 "{:016x}{:016x}{:016x}{:016x}",
                 word()?,
@@ -88,6 +90,7 @@ impl Plan {
             ),
             machine_id: format!("{high:016x}{low:016x}"),
             mac,
+            cards: usize::from(spec.network != Network::None),
         })
     }
 
@@ -119,7 +122,10 @@ impl Plan {
             format!("seed={}\n{RANDOM}{SMALL_REPORTS}", self.seed),
         ];
         if self.renew >= Renew::Network {
-            parts.push(format!("mac={}\n{ADDRESSES}", self.mac));
+            parts.push(format!(
+                "mac={} cards={}\n{ADDRESSES}",
+                self.mac, self.cards
+            ));
         }
         if self.renew >= Renew::Identity {
             let (name, id) = (&self.host_name, &self.machine_id);
@@ -154,13 +160,24 @@ const SMALL_REPORTS: &str = "order=/sys/module/page_reporting/parameters/page_re
 [ ! -w $order ] || echo 4 > $order
 ";
 
-const ADDRESSES: &str = r#"for nic in /sys/class/net/*; do
-    [ -e "$nic/device" ] && [ "$(cat "$nic/type")" = 1 ] || continue
-    nic=${nic##*/}
+/// A guest that was saved while it booted finds its network cards later.
+const ADDRESSES: &str = r#"ethernet() {
+    for nic in /sys/class/net/*; do
+        [ -e "$nic/device" ] && [ "$(cat "$nic/type")" = 1 ] && echo "${nic##*/}"
+    done
+}
+for second in 1 2 3 4 5 6 7 8 9 10; do
+    [ "$(ethernet | wc -l)" -ge "$cards" ] && break
+    sleep 1
+done
+# They get their names.
+udevadm settle --timeout=10 2> /dev/null
+for nic in $(ethernet); do
     address=$(printf '52:54:00:%02x:%02x:%02x' $((mac >> 16 & 255)) $((mac >> 8 & 255)) $((mac & 255)))
     report "MAC address of $nic: $address" ip link set dev "$nic" address "$address"
-    mac=$((mac + 1 & 0xffffff))
+    mac=$((mac + 1 & 0xffffff)) cards=$((cards - 1))
 done
+[ "$cards" -le 0 ] || echo "left MAC addresses: the guest lacks a driver for $cards of its network cards"
 "#;
 
 const IDENTITY: &str = r#"host() {
@@ -247,11 +264,17 @@ fn is_shell(script: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use memfold_units::ByteSize;
+
+    fn plan(renew: Renew) -> Plan {
+        let mut spec = VmSpec::new("web_1.", ByteSize::mib(64));
+        spec.network = Network::User;
+        Plan::new(renew, &spec).unwrap()
+    }
 
     #[test]
     fn each_plan_is_another_and_asks_for_no_more_than_was_wanted() {
-        let plans = [Renew::Random, Renew::Network, Renew::Identity]
-            .map(|renew| Plan::new(renew, "web_1.").unwrap());
+        let plans = [Renew::Random, Renew::Network, Renew::Identity].map(plan);
         let scripts = plans.clone().map(|plan| plan.script());
         assert!(scripts.iter().all(|script| is_shell(script)));
         let asks = |word: &str| scripts.clone().map(|script| script.contains(word));
@@ -288,7 +311,7 @@ mod tests {
         let directory = VmDirectory::of(state.path(), "a");
         directory.create().unwrap();
         assert_eq!(Plan::read(&directory).unwrap(), None);
-        let plan = Plan::new(Renew::Identity, "a").unwrap();
+        let plan = plan(Renew::Identity);
         plan.write(&directory).unwrap();
         assert_eq!(Plan::read(&directory).unwrap(), Some(plan));
         Plan::remove(&directory).unwrap();
