@@ -370,7 +370,7 @@ fn counts_stay_right(accel: &str, extra: &[&str]) {
     let mut random = Random(4242);
     let mut next = 0u64;
     let mut tally = std::collections::BTreeMap::new();
-    let end = Instant::now() + stress_time();
+    let end = Instant::now() + stress_time(10);
     while Instant::now() < end && next < 1 << 20 {
         let first = random.below(64);
         let pages = 1 + random.below(64 - first);

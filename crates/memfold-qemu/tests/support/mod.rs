@@ -280,12 +280,12 @@ pub fn pattern(seed: u64, page: u64) -> Vec<u64> {
         .collect()
 }
 
-/// How long a stress lasts: `MEMFOLD_STRESS_SECONDS`, or 10 s.
-pub fn stress_time() -> Duration {
+/// How long a stress lasts: `MEMFOLD_STRESS_SECONDS`, or so many seconds.
+pub fn stress_time(default: u64) -> Duration {
     let seconds = std::env::var("MEMFOLD_STRESS_SECONDS")
         .ok()
         .and_then(|s| s.parse().ok())
-        .unwrap_or(10);
+        .unwrap_or(default);
     Duration::from_secs(seconds)
 }
 
