@@ -51,6 +51,14 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         arguments.arms.is_empty() || matches!(arguments.study, Study::Hints),
         "the study '{name}' has no arms"
     );
+    // All but this one boot VMs.
+    if !matches!(arguments.study, Study::Fold) {
+        let host = examine(HostFacts::probe(DEFAULT_STATE.as_ref()));
+        if !host.can_run {
+            context.print(&host, doctor::text)?;
+            return Ok(doctor::exit_code(&host));
+        }
+    }
     let (measured, draw): (Value, Draw) = match arguments.study {
         Study::Fold => {
             let options = if quick {
@@ -61,11 +69,6 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             (bench::fold::run(&options)?, bench::fold::figures)
         }
         Study::Hints => {
-            let host = examine(HostFacts::probe(DEFAULT_STATE.as_ref()));
-            if !host.can_run {
-                context.print(&host, doctor::text)?;
-                return Ok(doctor::exit_code(&host));
-            }
             let mut options = if quick {
                 bench::hints::Options::quick()
             } else {
@@ -77,11 +80,6 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             (bench::hints::run(&options)?, bench::hints::figures)
         }
         Study::Snapshots => {
-            let host = examine(HostFacts::probe(DEFAULT_STATE.as_ref()));
-            if !host.can_run {
-                context.print(&host, doctor::text)?;
-                return Ok(doctor::exit_code(&host));
-            }
             let options = if quick {
                 bench::snapshots::Options::quick()
             } else {
@@ -90,11 +88,6 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             (bench::snapshots::run(&options)?, bench::snapshots::figures)
         }
         Study::Clones => {
-            let host = examine(HostFacts::probe(DEFAULT_STATE.as_ref()));
-            if !host.can_run {
-                context.print(&host, doctor::text)?;
-                return Ok(doctor::exit_code(&host));
-            }
             let options = if quick {
                 bench::clones::Options::quick()
             } else {
