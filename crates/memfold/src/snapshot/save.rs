@@ -237,6 +237,7 @@ fn freeze(
     draft: &Draft,
     note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
 ) -> Result<Vec<Frozen>, SnapshotError> {
+    drop_unused(qmp, spec)?;
     let devices = qmp.query("query-block")?;
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let mut frozen: Vec<Frozen> = Vec::new();
@@ -361,16 +362,43 @@ fn file_of(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
     Some(file["file"].as_str()?.into())
 }
 
-/// The file of the overlay right below `node`, as QEMU opened it: the youngest of the older ones.
-fn below(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
-    let first = format!("disk{disk}");
-    let age = |name: &str| -> Option<u64> {
-        let rest = name.strip_prefix(&first)?;
-        if rest.is_empty() {
-            return Some(0);
+/// When a node of a disk's chain was added; 0 for the first.
+fn age(disk: usize, name: &str) -> Option<u64> {
+    let rest = name.strip_prefix(&format!("disk{disk}"))?;
+    if rest.is_empty() {
+        return Some(0);
+    }
+    u64::from_str_radix(rest.strip_prefix('-')?, 16).ok()
+}
+
+/// Has QEMU let go of overlays that a daemon added and was killed before they became part of a disk's chain. QEMU refuses that for
+/// those that are.
+fn drop_unused(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    for disk in 0..spec.disks.len() {
+        for name in nodes.as_array().into_iter().flatten() {
+            let name = name["node-name"].as_str().unwrap_or_default();
+            if age(disk, name).is_none_or(|added| added == 0) {
+                continue;
+            }
+            match qmp.execute("blockdev-del", json!({ "node-name": name })) {
+                Ok(_) => {
+                    tracing::info!(node = name, "an overlay that a killed save left is removed");
+                    if let Some(file) = file_of(&nodes, disk, name) {
+                        let _ = fs::remove_file(file);
+                    }
+                }
+                Err(QmpError::Refused { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
         }
-        u64::from_str_radix(rest.strip_prefix('-')?, 16).ok()
-    };
+    }
+    Ok(())
+}
+
+/// The file of the overlay right below `node`, as QEMU opened it: the youngest of the older ones, all of which are in the chain.
+fn below(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
+    let age = |name: &str| age(disk, name);
     let own = age(node)?;
     let names = nodes
         .as_array()?

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -101,6 +101,27 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
     }
     println!("free pages left out {free:?}, stood still for {stood:.0?} ms");
     assert!(free.iter().all(|&pages| pages > 0));
+}
+
+/// Adds a node to the VM's first disk as a save does, over a snapshot that never came to be; the file.
+fn add_unused_overlay(state: &Path, vm: &str) -> PathBuf {
+    let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos();
+    let node = format!("disk0-{now:x}");
+    let file = state.join("unused.qcow2");
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2"])
+        .args(["-b", "/nowhere/cut/disk0.qcow2"])
+        .arg(&file)
+        .arg("1G")
+        .status();
+    assert!(made.unwrap().success());
+    let arguments = serde_json::json!({
+        "driver": "qcow2", "node-name": node, "backing": null,
+        "file": { "driver": "file", "node-name": format!("{node}-file"), "filename": file },
+    });
+    let mut qmp = support::qmp(state, vm);
+    qmp.execute("blockdev-add", arguments).unwrap();
+    file
 }
 
 /// A file system of 40 MiB, mounted on a directory as long as it lives.
@@ -242,12 +263,16 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         limit,
     )
     .unwrap();
+    // What a daemon leaves that is killed between adding an overlay and using it.
+    let unused = add_unused_overlay(lab.directory(), "first");
     save("later", Keep::All).unwrap();
+    assert!(!unused.exists());
+    save("latest", Keep::All).unwrap();
 
     for (snapshot, vm, expected) in [
         ("warm", "clone-1", "before"),
         ("warm", "clone-2", "before"),
-        ("later", "clone-3", "second"),
+        ("latest", "clone-3", "second"),
     ] {
         let began = Instant::now();
         let request = RestoreRequest {
@@ -290,7 +315,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         lab.exec("first", "cat /var/tmp/state", limit).unwrap(),
         "second\n"
     );
-    for name in ["warm", "later"] {
+    for name in ["warm", "latest"] {
         let report = daemon.verify_snapshot(name).unwrap();
         assert!(report.problems.is_empty(), "{:?}", report.problems);
         assert!(matches!(
@@ -319,7 +344,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         daemon.remove_snapshot("warm"),
         Err(DaemonError::Snapshot(SnapshotError::BuiltOn { .. }))
     ));
-    for name in ["later", "warm"] {
+    for name in ["latest", "later", "warm"] {
         daemon.remove_snapshot(name).unwrap();
     }
     let refused = save("again", Keep::All).unwrap_err();
