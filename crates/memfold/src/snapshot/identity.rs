@@ -195,8 +195,11 @@ machine() {
 }
 next_seed() { head -c 512 /dev/urandom > /var/lib/systemd/random-seed; }
 keys() {
-    new=$(mktemp -d /etc/ssh/memfold.XXXXXX) && mkdir -p "$new/etc/ssh" && ssh-keygen -A -f "$new" || return
-    mv "$new"/etc/ssh/ssh_host_* /etc/ssh/ && rm -r "$new" || return
+    new=/etc/ssh/memfold-new
+    rm -rf $new && mkdir -p -m 700 $new/etc/ssh || return
+    # The old ones stay until the new ones are there: none is ever without.
+    ssh-keygen -A -f $new && mv $new/etc/ssh/ssh_host_* /etc/ssh/ || { rm -rf $new; return 1; }
+    rm -rf $new
     for unit in ssh sshd; do systemctl try-restart "$unit" 2> /dev/null; done
     return 0
 }
