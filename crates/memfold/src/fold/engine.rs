@@ -56,7 +56,7 @@ impl Default for EngineSettings {
             settle: Duration::from_secs(1),
             store_cap: ByteSize::mib(16 << 10),
             stack_limit: 16_384,
-            pause_interval: Duration::from_secs(2),
+            pause_interval: Duration::from_secs(1),
             pause_length: Duration::from_millis(5),
             sync_interval: Duration::from_secs(3),
             max_mappings: 65_530,

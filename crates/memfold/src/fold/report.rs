@@ -58,6 +58,8 @@ impl Engine {
             let Some((file, page)) = vm.table.cached(at) else {
                 continue;
             };
+            let before = at.checked_sub(1).and_then(|before| vm.table.cached(before));
+            stats.cached_runs += u64::from(before != page.checked_sub(1).map(|page| (file, page)));
             let member = Member { vm: id, file };
             let Some(content) = domain
                 .contents

@@ -74,7 +74,9 @@ pub struct VmStats {
     pub agent_rss_bytes: u64,
     /// Pages whose file is known now.
     pub cached_pages: u64,
-    /// Of these, pages that another VM of the domain caches too, or that the store holds.
+    /// Runs of them that are consecutive in guest memory and in their file. To fold all of them takes about as many mappings.
+    pub cached_runs: u64,
+    /// Of the cached, pages that another VM of the domain caches too, or that the store holds.
     pub matched_pages: u64,
     /// Of the matched, pages that are folded and not copied since, as of the last look at the kernel's tables.
     pub matched_folded_pages: u64,
