@@ -300,7 +300,11 @@ fn orders() -> Vec<Order> {
             freeze: Freeze::WriteProtect,
             ranges: ranges.clone(),
         },
-        Order::DropZero { ranges },
+        Order::DropZero {
+            ranges: ranges.clone(),
+        },
+        Order::KeepPast { ranges },
+        Order::ForgetPast,
         Order::Map {
             hva,
             pages: 3,

@@ -2,7 +2,7 @@
 
 use std::os::fd::{OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use memfold_sys::pagemap::Pagemap;
@@ -18,6 +18,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::freeze::Staging;
 use crate::monitor::Monitor;
+use crate::past::Past;
 use crate::ram::{Block, Kind, Ram, TemplateMap};
 use crate::stores::{Stores, identity};
 use crate::zero::CHUNK_PAGES;
@@ -31,12 +32,13 @@ pub(crate) struct State {
     pub(crate) stats: Stats,
     /// Areas whose writes are tracked.
     pub(crate) tracked: Vec<Area>,
+    pub(crate) past: Option<Past>,
 }
 
 /// The library's whole state in one process.
 #[derive(Debug)]
 pub struct Folder {
-    uffd: Result<Userfaultfd, String>,
+    uffd: Result<Arc<Userfaultfd>, String>,
     /// For [`Order::TrackWrites`].
     tracker: Result<Userfaultfd, String>,
     /// Opened at the start: a QEMU that has given its privileges up (`-run-with user=`) may not any more.
@@ -73,7 +75,7 @@ impl Folder {
                         .map_err(|errno| format!("cannot make the staging area: {errno}"))?,
                 );
             }
-            Ok(uffd)
+            Ok(Arc::new(uffd))
         });
         Self {
             uffd,
@@ -111,6 +113,9 @@ impl Folder {
     pub fn execute(&self, order: &Order, descriptor: Option<OwnedFd>) -> Reply {
         if let Err(error) = order.validate() {
             return refuse(error.to_string());
+        }
+        if changes_mappings(order) && self.lock().past.is_some() {
+            return refuse("the VM's memory is kept as it was".to_owned());
         }
         let result = match order {
             Order::Hello { version } => Ok(self.hello(*version)),
@@ -172,6 +177,14 @@ impl Folder {
             Order::TrackWrites => self.track_writes().map(|()| Reply::Ok),
             Order::UntrackWrites => {
                 self.untrack_writes();
+                Ok(Reply::Ok)
+            }
+            Order::KeepPast { ranges } => match descriptor {
+                Some(file) => self.keep_past(ranges, file).map(|()| Reply::Ok),
+                None => Err("the file's descriptor did not come with the order".to_owned()),
+            },
+            Order::ForgetPast => {
+                self.forget_past();
                 Ok(Reply::Ok)
             }
             Order::Stats => {
@@ -273,9 +286,40 @@ impl Folder {
         }
     }
 
+    fn keep_past(&self, ranges: &[Range], file: OwnedFd) -> Result<(), String> {
+        let uffd = self.uffd.as_ref().map_err(Clone::clone)?;
+        self.untrack_writes();
+        let mut state = self.lock();
+        if state.past.is_some() {
+            return Err("the VM's memory is kept as it was already".to_owned());
+        }
+        let mut areas = Vec::new();
+        let mut blocks: Vec<Area> = Vec::new();
+        for range in ranges {
+            let (block, area) = state.ram.find(range.hva, range.pages).ok_or_else(|| {
+                let Range { hva, pages } = range;
+                format!("{pages} pages at {hva:#x} are not inside one RAM block")
+            })?;
+            areas.push(area);
+            if !blocks.contains(&block.area()) {
+                blocks.push(block.area());
+            }
+        }
+        state.past = Some(Past::start(uffd, &blocks, &areas, file)?);
+        Ok(())
+    }
+
+    fn forget_past(&self) {
+        let past = self.lock().past.take();
+        if let Some(past) = past {
+            past.end();
+        }
+    }
+
     /// The daemon's connection has ended: nobody may be left standing still, nor slowed down.
     pub fn disconnected(&self) {
         self.untrack_writes();
+        self.forget_past();
         let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(monitor) = monitor.as_mut() {
             monitor.release();
@@ -303,7 +347,7 @@ impl Folder {
     }
 
     fn uffd(&self) -> Option<&Userfaultfd> {
-        self.uffd.as_ref().ok()
+        self.uffd.as_deref().ok()
     }
 
     fn hello(&self, version: u16) -> Reply {
@@ -431,6 +475,9 @@ impl Folder {
 impl State {
     /// Under one hold of the lock: a run folded between the exchange and the system call would fall back to the store.
     fn discard(&mut self, start: u64, end: u64) -> Option<Result<(), Errno>> {
+        if let Some(past) = &self.past {
+            past.keep(start, end);
+        }
         let mut met = false;
         for block in self.ram.blocks() {
             let area = block.area();
@@ -472,6 +519,18 @@ impl State {
         // SAFETY: QEMU owns the range and asked for this very call.
         Some(unsafe { region::madvise(address, length, libc::MADV_DONTNEED) })
     }
+}
+
+/// Whether an order may put another mapping in the place of guest memory.
+const fn changes_mappings(order: &Order) -> bool {
+    matches!(
+        order,
+        Order::Fold { .. }
+            | Order::Release { .. }
+            | Order::DropZero { .. }
+            | Order::Map { .. }
+            | Order::TrackWrites
+    )
 }
 
 fn refuse(mut reason: String) -> Reply {

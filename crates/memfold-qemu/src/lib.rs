@@ -9,6 +9,7 @@
 //!                 replies     |            +-- ram      blocks, what of them is folded      |
 //!                             |            +-- stores   read-only windows on page stores    |
 //!                             |            +-- staging  where frozen pages wait             |
+//!                             |            +-- past     copies before writes, for snapshots |
 //!                             | madvise (interposed) -> discard                             |
 //!                             +------------------------------------------------------------+
 //! ```
@@ -20,6 +21,7 @@
 //! 3. Between freeze and thaw there is no allocation, no lock, no socket and no panic path ([`fold`], [`release`], [`zero`]).
 //! 4. No page is replaced before its frozen bytes were compared with the store, within the store's size ([`fold`], [`stores`]).
 //! 5. What QEMU discards reads as zeroes afterwards, folded or not ([`folder`]).
+//! 6. What is kept of the past is copied before the write that waits for it goes on, or nothing is kept any more (`past`).
 //!
 //! The same [`Folder`] works in any process on memory of its own: the stress tests and `memfold bench fold` use it so.
 
@@ -28,6 +30,7 @@ pub mod fold;
 pub mod folder;
 pub mod freeze;
 pub mod monitor;
+mod past;
 pub mod preload;
 pub mod ram;
 pub mod release;

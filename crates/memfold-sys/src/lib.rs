@@ -9,6 +9,7 @@
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
 //! | [`region`] | ranges of our own address space whose mappings are exchanged |
 //! | [`userfaultfd`] | catching faults, moving pages, `userfaultfd(2)` |
+//! | [`shared`] | words of a file that several processes change |
 //! | [`signals`] | signal masks of threads |
 
 pub mod descriptor;
@@ -17,5 +18,6 @@ pub mod memory;
 pub mod pagemap;
 pub mod region;
 pub mod session;
+pub mod shared;
 pub mod signals;
 pub mod userfaultfd;

@@ -4,7 +4,7 @@
 //! mappings and pages in it are replaced. What is done with it later needs no further promise. Every system call here goes
 //! past the C library: `memfold-qemu` interposes the library's `madvise`.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr;
 
 use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE};
@@ -93,7 +93,7 @@ impl Area {
         self.part(pages, self.pages)
     }
 
-    fn pointer(self) -> *mut libc::c_void {
+    pub(crate) fn pointer(self) -> *mut libc::c_void {
         ptr::with_exposed_provenance_mut(usize::try_from(self.start).unwrap_or(0))
     }
 
@@ -202,6 +202,32 @@ impl Area {
         }
     }
 
+    /// Writes the area's bytes to `file` from byte `offset`. They are those of one moment only if nobody writes them meanwhile.
+    pub fn save(self, file: impl AsFd, offset: u64) -> Result<(), Errno> {
+        let mut done = 0;
+        while done < self.length() {
+            let at = i64::try_from(offset + done as u64).map_err(|_| Errno::OVERFLOW)?;
+            // SAFETY: the kernel reads at most what is left of the area, and answers EFAULT where nothing is mapped.
+            let written = unsafe {
+                libc::pwrite(
+                    file.as_fd().as_raw_fd(),
+                    self.pointer().byte_add(done),
+                    self.length() - done,
+                    at,
+                )
+            };
+            match usize::try_from(written) {
+                Ok(0) => return Err(Errno::NOSPC),
+                Ok(written) => done += written,
+                Err(_) => match Errno::from_io_error(&std::io::Error::last_os_error()) {
+                    Some(Errno::INTR) => {}
+                    errno => return Err(errno.unwrap_or(Errno::IO)),
+                },
+            }
+        }
+        Ok(())
+    }
+
     /// Copies `words` into the area from its start. For tests and measurements on memory of their own.
     pub fn write(self, words: &[u64]) {
         let count = words.len().min(self.length() / 8);
@@ -280,6 +306,23 @@ impl Mapping {
                 bytes(pages)?,
                 ProtFlags::READ,
                 MapFlags::SHARED | MapFlags::NORESERVE,
+                file,
+                0,
+            )
+        }?;
+        let area = new_area(start, pages)?;
+        Ok(Self { whole: area, area })
+    }
+
+    /// A shared, writable view of the first `pages` pages of `file`, all of which are read in now.
+    pub(crate) fn shared(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
+        // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
+        let start = unsafe {
+            rustix::mm::mmap(
+                ptr::null_mut(),
+                bytes(pages)?,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::POPULATE,
                 file,
                 0,
             )

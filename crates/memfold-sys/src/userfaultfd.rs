@@ -2,12 +2,13 @@
 //!
 //! Sources: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`, `mm/userfaultfd.c`.
 //!
-//! Nobody reads events from the descriptor: who touches a frozen page sleeps in the kernel until [`Userfaultfd::wake`], and then
-//! faults again.
+//! While pages are frozen for folding, nobody reads events from the descriptor: who touches one sleeps in the kernel until
+//! [`Userfaultfd::wake`], and then faults again. Only who keeps memory's past reads them ([`Userfaultfd::next_fault`]).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
+use memfold_units::{Hva, PAGE_SIZE};
 use rustix::io::Errno;
 
 use crate::region::Area;
@@ -41,6 +42,19 @@ struct Transfer {
     mode: u64,
     done: i64,
 }
+
+/// `struct uffd_msg`, as it is for `UFFD_EVENT_PAGEFAULT`.
+#[repr(C)]
+#[derive(Default)]
+struct Message {
+    event: u8,
+    reserved: [u8; 7],
+    flags: u64,
+    address: u64,
+    thread: u64,
+}
+const EVENT_PAGEFAULT: u8 = 0x12;
+const _: () = assert!(size_of::<Message>() == 32);
 
 #[repr(C)]
 struct WriteProtect {
@@ -95,6 +109,8 @@ pub enum Mode {
 pub struct Userfaultfd {
     fd: OwnedFd,
     features: u64,
+    /// Whether KSM may merge all memory of this process (`PR_SET_MEMORY_MERGE`, systemd's `MemoryKSM=`).
+    merged: bool,
 }
 
 impl Userfaultfd {
@@ -146,7 +162,13 @@ impl Userfaultfd {
                 ioctls: 0,
             };
             match ioctl(fd.as_fd(), UFFDIO_API, &mut api) {
-                Ok(()) => return Ok(Self { fd, features }),
+                Ok(()) => {
+                    return Ok(Self {
+                        fd,
+                        features,
+                        merged: is_merged(),
+                    });
+                }
                 Err(errno) => last = errno,
             }
         }
@@ -159,10 +181,11 @@ impl Userfaultfd {
         self.features & FEATURE_MOVE != 0
     }
 
-    /// Whether [`Self::write_protect`] works on anonymous and shmem mappings (Linux >= 6.4).
+    /// Whether [`Self::write_protect`] works on anonymous and shmem mappings (Linux >= 6.4), and lasts where nobody asks for merging: KSM puts
+    /// an unprotected page in the place of a protected one (`replace_page` in `mm/ksm.c`), and in some processes it may do so anywhere.
     #[must_use]
     pub const fn can_write_protect(&self) -> bool {
-        self.features & FEATURES_WP == FEATURES_WP
+        self.features & FEATURES_WP == FEATURES_WP && !self.merged
     }
 
     /// Starts to catch faults of `mode` in `area`. `EBUSY`: another userfaultfd is there. `EINVAL`: a mapping that can't be
@@ -210,7 +233,7 @@ impl Userfaultfd {
         match ioctl(self.fd.as_fd(), UFFDIO_MOVE, &mut argument) {
             Ok(()) => (pages, None),
             Err(errno) => (
-                u64::try_from(argument.done).unwrap_or(0) / memfold_units::PAGE_SIZE,
+                u64::try_from(argument.done).unwrap_or(0) / PAGE_SIZE,
                 Some(errno),
             ),
         }
@@ -228,6 +251,36 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_COPY, &mut argument)
     }
 
+    /// Lifts the protection of `area` and wakes who waits for that.
+    pub fn lift(&self, area: Area) -> Result<(), Errno> {
+        let mut argument = WriteProtect {
+            range: range(area),
+            mode: 0,
+        };
+        ioctl(self.fd.as_fd(), UFFDIO_WRITEPROTECT, &mut argument)
+    }
+
+    /// The page that somebody touched and waits for, of those that were not told yet; `None` if nobody waits.
+    pub fn next_fault(&self) -> Result<Option<Hva>, Errno> {
+        let mut message = Message::default();
+        // SAFETY: the kernel writes at most the message's own size to it.
+        let read = unsafe {
+            libc::read(
+                self.fd.as_raw_fd(),
+                (&raw mut message).cast(),
+                size_of::<Message>(),
+            )
+        };
+        if read < 0 {
+            return match Errno::from_io_error(&io::Error::last_os_error()) {
+                Some(Errno::AGAIN) => Ok(None),
+                errno => Err(errno.unwrap_or(Errno::IO)),
+            };
+        }
+        let page = message.address - message.address % PAGE_SIZE;
+        Ok((message.event == EVENT_PAGEFAULT).then_some(Hva(page)))
+    }
+
     /// Protects every page of `area` (registered for [`Mode::WriteProtect`]) against writes, pages not there yet included.
     pub fn write_protect(&self, area: Area) -> Result<(), Errno> {
         let mut argument = WriteProtect {
@@ -236,6 +289,18 @@ impl Userfaultfd {
         };
         ioctl(self.fd.as_fd(), UFFDIO_WRITEPROTECT, &mut argument)
     }
+}
+
+impl AsFd for Userfaultfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Whether KSM may merge all memory of this process. A kernel that doesn't know of that (before 6.4) doesn't do it.
+fn is_merged() -> bool {
+    // SAFETY: takes no pointer.
+    unsafe { libc::prctl(libc::PR_GET_MEMORY_MERGE, 0, 0, 0, 0) == 1 }
 }
 
 fn range(area: Area) -> Range {

@@ -16,5 +16,6 @@
 pub mod agent;
 pub mod frame;
 pub mod library;
+pub mod past;
 
 pub use frame::{Decoder, FrameError, encode};

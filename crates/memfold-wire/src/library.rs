@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::frame::{FrameError, Validate};
 
 /// Version of this protocol.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 
 /// Environment variable of QEMU that names the socket's path. The library does nothing without it.
 pub const SOCKET_VARIABLE: &str = "MEMFOLD_QEMU_SOCKET";
@@ -170,6 +170,15 @@ pub enum Order {
     TrackWrites,
     /// The end of [`Order::TrackWrites`].
     UntrackWrites,
+    /// From now on, before the VM writes to a page of these ranges or gives it away, its bytes are copied into the file that comes with the
+    /// order ([`crate::past`]), until [`Order::ForgetPast`], or until this connection ends. Writes are tracked no more; nothing is folded
+    /// meanwhile. What holds now is kept whether the VM runs or not; it is of one moment only if it stands still.
+    KeepPast {
+        /// The ranges, 1 to [`MAX_RUNS`], ascending.
+        ranges: Vec<Range>,
+    },
+    /// The end of [`Order::KeepPast`].
+    ForgetPast,
 }
 
 /// What became of one run or range.
@@ -266,7 +275,8 @@ pub enum Reply {
         /// Why folding can't work, if it can't: the condition and what would change it.
         problem: Option<String>,
     },
-    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `Stop`, `Continue`, `TrackWrites`, `UntrackWrites`.
+    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `Stop`, `Continue`, `TrackWrites`, `UntrackWrites`, `KeepPast`,
+    /// `ForgetPast`.
     Ok,
     /// To `Fold`, `Release`: an outcome for each run, in order.
     Outcomes {
@@ -337,6 +347,16 @@ impl Validate for Order {
                     "a range of zero or more than 2^18 pages",
                 )
             }
+            Self::KeepPast { ranges } => {
+                limit(
+                    (1..=MAX_RUNS).contains(&ranges.len()),
+                    "no range or more than 1024 in an order",
+                )?;
+                limit(
+                    ranges.iter().all(|r| (1..=1 << 40).contains(&r.pages)),
+                    "a range of zero or more than 2^40 pages",
+                )
+            }
             Self::Hello { .. }
             | Self::AddRam { .. }
             | Self::AddStore { .. }
@@ -347,7 +367,8 @@ impl Validate for Order {
             | Self::Stop
             | Self::Continue
             | Self::TrackWrites
-            | Self::UntrackWrites => Ok(()),
+            | Self::UntrackWrites
+            | Self::ForgetPast => Ok(()),
         }
     }
 }

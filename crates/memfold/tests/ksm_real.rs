@@ -9,9 +9,11 @@ use memfold::ksm::{
     Controls, EqualCpu, Ksmd, ProcessStatus, Run, Settings, Status, merging_pages, restore_leftover,
 };
 use memfold::ledger::take;
+use memfold::snapshot::past::Past;
 use memfold::vm::{RamBlock, RamLayout};
 use memfold_sys::region::Mapping;
 use memfold_units::PageCount;
+use memfold_wire::library::{Order, Reply, VERSION};
 use rustix::mm::Advice;
 
 const ROLE: &str = "MEMFOLD_TEST_KSM_CHILD";
@@ -54,6 +56,58 @@ fn fast() -> Settings {
         smart_scan: Some(0),
         ..Settings::kernel_default()
     }
+}
+
+/// A page that KSM merges loses its protection, so that nobody sees what is written to it: it must not be believed.
+#[test]
+fn a_page_that_was_merged_while_its_past_was_kept_is_not_believed() {
+    let _alone = alone();
+    let Some(controls) = controls() else { return };
+    let me = rustix::process::getpid();
+    let memory = Mapping::anonymous(64, true).unwrap();
+    let area = memory.area();
+    area.write(&vec![7; 64 * 512]);
+    area.advise(Advice::LinuxMergeable).unwrap();
+    let folder = memfold_qemu::Folder::new(None, None);
+    folder.execute(&Order::Hello { version: VERSION }, None);
+    let (hva, pages) = (area.start().0, area.pages());
+    let advice = memfold_wire::library::Advice {
+        mergeable: true,
+        noreserve: true,
+        ..memfold_wire::library::Advice::default()
+    };
+    let added = folder.execute(&Order::AddRam { hva, pages, advice }, None);
+    assert_eq!(added, Reply::Ok);
+    let whole = area.start()..area.end();
+    let past = Past::new(
+        me,
+        std::slice::from_ref(&whole),
+        std::slice::from_ref(&whole),
+    );
+    let past = past.unwrap().unwrap();
+    let order = Order::KeepPast {
+        ranges: past.ranges(),
+    };
+    let kept = folder.execute(&order, Some(past.descriptor().unwrap()));
+    assert_eq!(kept, Reply::Ok);
+    let state = tempfile::tempdir().unwrap();
+    let run = Run::start(&controls, state.path(), &fast()).unwrap();
+    let merged = || {
+        let status = ProcessStatus::read(Path::new("/proc"), own()).unwrap();
+        status.ksm_merging_pages.unwrap_or(0)
+    };
+    let end = Instant::now() + Duration::from_secs(60);
+    while merged() < 32 {
+        assert!(Instant::now() < end, "KSM merges nothing");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // Nobody waits for this write, nor keeps what was there.
+    area.write(&[9; 512]);
+    let mut bytes = vec![0; 4096];
+    memfold_sys::memory::read(me, area.start(), &mut bytes).unwrap();
+    let error = past.settle(area.start(), &mut bytes).unwrap_err();
+    assert!(error.to_string().contains("KSM"), "{error}");
+    run.stop(true).unwrap();
 }
 
 fn own() -> i32 {

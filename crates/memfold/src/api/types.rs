@@ -132,6 +132,21 @@ pub struct SaveRequest {
     /// What is kept of what the guest can get again.
     #[serde(default)]
     pub keep: Keep,
+    /// Whether the VM goes on while its RAM is copied. The snapshot is of one instant all the same.
+    #[serde(default)]
+    pub live: bool,
+}
+
+impl SaveRequest {
+    /// A save that keeps nothing of what the guest can get again, of a VM that stands still meanwhile.
+    pub fn new(vm: impl Into<String>, name: impl Into<String>) -> Self {
+        Self {
+            vm: vm.into(),
+            name: name.into(),
+            keep: Keep::None,
+            live: false,
+        }
+    }
 }
 
 /// `POST /v1/snapshots/{name}/restore`

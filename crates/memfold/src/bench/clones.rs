@@ -26,7 +26,7 @@ use super::record::spread;
 use crate::api::{RestoreRequest, SaveRequest, VmInfo};
 use crate::fold::EngineSettings;
 use crate::ledger::read::Proc;
-use crate::snapshot::{Keep, Renew};
+use crate::snapshot::Renew;
 use crate::vm::{Network, VmDirectory};
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
@@ -110,11 +110,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let held = held.lines().last().unwrap_or_default().to_owned();
     let template = lab.exec(TEMPLATE, CHECK, LIMIT)?;
     let booted = sizes(&lab)?.remove(TEMPLATE).context("no template")?;
-    let saved = lab.daemon().save_snapshot(&SaveRequest {
-        vm: TEMPLATE.into(),
-        name: TEMPLATE.into(),
-        keep: Keep::None,
-    })?;
+    let saved = lab
+        .daemon()
+        .save_snapshot(&SaveRequest::new(TEMPLATE, TEMPLATE))?;
     lab.stop(TEMPLATE)?;
 
     let began = Instant::now();

@@ -19,9 +19,8 @@ use rustix::mm::Advice as Madvise;
 use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
-use super::lab::KSM_NOTES;
 use super::record::{median, spread};
-use crate::ksm::{Controls, Ksmd, Run, Settings, Status};
+use crate::ksm::{self, Controls, Ksmd, Run, Settings, Status};
 use crate::store::{Source, Store};
 
 /// Run lengths in pages.
@@ -372,8 +371,8 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
         sleep_millisecs: Some(1),
         ..Settings::kernel_default()
     };
-    std::fs::create_dir_all(KSM_NOTES)?;
-    let run = Run::start(&controls, KSM_NOTES.as_ref(), &settings)?;
+    std::fs::create_dir_all(ksm::NOTES)?;
+    let run = Run::start(&controls, ksm::NOTES.as_ref(), &settings)?;
     let deadline = Instant::now() + Duration::from_secs(30);
     let mut merged = 0;
     while merged < pages * 98 / 100 {

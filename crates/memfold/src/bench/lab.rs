@@ -12,6 +12,7 @@ use crate::api::{FoldRequest, FullReport};
 use crate::daemon::{Daemon, DaemonOptions};
 use crate::fold::{EngineSettings, EngineStats};
 use crate::host::{GuestImage, guest_images};
+use crate::ksm;
 use crate::vm::{Aio, BootSpec, CacheMode, DiskSpec, VmSpec};
 
 /// What an interrupt has to clean up.
@@ -19,10 +20,6 @@ static CURRENT: Mutex<Option<(Arc<Daemon>, PathBuf)>> = Mutex::new(None);
 
 /// Kernel command line of laboratory guests: quiet and quick.
 const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 quiet mitigations=off";
-
-/// Where KSM's settings are noted while a study changes them: one place for all runs on this host, so that the next run
-/// restores what a killed one left.
-pub const KSM_NOTES: &str = crate::api::DEFAULT_STATE;
 
 /// A daemon with its VMs.
 #[derive(Debug)]
@@ -44,8 +41,9 @@ pub enum DiskMode {
 impl Lab {
     /// A laboratory with folding paused.
     pub fn new(settings: EngineSettings) -> anyhow::Result<Self> {
-        std::fs::create_dir_all(KSM_NOTES).with_context(|| format!("cannot make {KSM_NOTES}"))?;
-        if crate::ksm::restore_leftover(Path::new(KSM_NOTES)).unwrap_or(false) {
+        std::fs::create_dir_all(ksm::NOTES)
+            .with_context(|| format!("cannot make {}", ksm::NOTES))?;
+        if ksm::restore_leftover(Path::new(ksm::NOTES)).unwrap_or(false) {
             eprintln!("memfold: put KSM's settings back that a killed run had left");
         }
         let directory = tempfile::Builder::new()
@@ -267,7 +265,7 @@ fn clean_up_at_interrupt() {
                 {
                     daemon.close();
                     stop_all(&daemon);
-                    if let Err(error) = crate::ksm::restore_own(Path::new(KSM_NOTES)) {
+                    if let Err(error) = ksm::restore_own(Path::new(ksm::NOTES)) {
                         eprintln!("memfold: KSM's settings could not be restored: {error}");
                     }
                     // What is left there is of no use to anybody.

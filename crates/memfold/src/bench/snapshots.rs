@@ -7,6 +7,7 @@
 //! |---|---|
 //! | `qemu` | VM stopped, `migrate file:` with mapped-ram and multifd (2 channels), VM goes on |
 //! | `memfold` | `snapshot save --keep none`: cache dropped, free pages listed, VM stopped, RAM image, VM goes on |
+//! | `live` | the same with `--live`, five times, while a program writes to memory: how long the VM stands still |
 //!
 //! Times are from the command to its end, dropping included, and to `running` in a new QEMU process. What a VM's program holds in
 //! memory has a checksum, taken again in every restored VM. Files are left in the host's page cache as the save left them.
@@ -23,10 +24,11 @@ use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::lab::{DiskMode, Lab};
+use super::record::median;
 use crate::api::{RestoreRequest, SaveRequest};
 use crate::daemon::DaemonError;
 use crate::fold::EngineSettings;
-use crate::snapshot::{Keep, Manifest, SnapshotError};
+use crate::snapshot::{Manifest, SnapshotError};
 use crate::vm::{Aio, CacheMode, DiskFormat, DiskSpec, Incoming, Qmp, Vm, VmDirectory, VmSpec};
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
@@ -55,6 +57,16 @@ while [ ! -s /run/held ]; do sleep 0.2; done; cat /run/held"#;
 
 /// Reads all of the second disk; prints the KiB of cache that the guest has then. A disk that nobody has open is not cached.
 const FILL: &str = "systemd-run -q --unit=open sh -c 'exec sleep infinity < /dev/vdb'; cat /dev/vdb > /dev/null; sync; awk '/^(Buffers|Cached):/ { sum += $2 } END { print sum }' /proc/meminfo";
+
+/// The same again: the file is open.
+const FILL_AGAIN: &str = "cat /dev/vdb > /dev/null; sync";
+
+/// Writes to memory without end.
+const WRITE: &str = "systemd-run -q --unit=write sh -c 'while :; do dd if=/dev/urandom of=/dev/shm/written bs=1M count=32 2> /dev/null; done'; while [ ! -s /dev/shm/written ]; do sleep 0.1; done";
+
+/// The snapshot that is saved live, and how often.
+const LIVE: &str = "live";
+const LIVE_SAVES: u32 = 5;
 
 const CHECK: &str = "rm -f /run/held; systemctl kill -s USR1 hold; while [ ! -s /run/held ]; do sleep 0.1; done; cat /run/held";
 
@@ -120,6 +132,8 @@ struct Measured {
     qemu: Way,
     ours: Way,
     manifest: Manifest,
+    /// Live saves of the same VM, while a program of it writes to memory.
+    live: Vec<Manifest>,
     /// Restored VMs whose program's memory was not what it had been.
     wrong: u64,
 }
@@ -162,16 +176,15 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
     let disk = place.path().join("disk.qcow2");
     let mut qemu = save_by_qemu(&lab, &image, &disk)?;
     let began = Instant::now();
-    let manifest = lab.daemon().save_snapshot(&SaveRequest {
-        vm: VM.into(),
-        name: VM.into(),
-        keep: Keep::None,
-    })?;
+    let manifest = lab.daemon().save_snapshot(&SaveRequest::new(VM, VM))?;
     let save_s = began.elapsed().as_secs_f64();
     let shelf = lab.daemon().snapshots()?;
     let bytes = shelf.first().context("no snapshot")?.disk_bytes;
     let mut wrong = u64::from(lab.exec(VM, CHECK, LIMIT)? != held);
+    let live = save_live(&lab)?;
     lab.stop(VM)?;
+    lab.daemon().restore(LIVE, &RestoreRequest::new("live"))?;
+    wrong += u64::from(check(&lab, "live")? != held);
 
     let began = Instant::now();
     lab.daemon().restore(VM, &RestoreRequest::new("restored"))?;
@@ -190,8 +203,30 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
         qemu,
         ours,
         manifest,
+        live,
         wrong,
     })
+}
+
+/// Saves the VM while it runs and writes, the first time with its cache full again; the last snapshot stays, as [`LIVE`].
+fn save_live(lab: &Lab) -> anyhow::Result<Vec<Manifest>> {
+    lab.exec(VM, FILL_AGAIN, LIMIT)?;
+    lab.exec(VM, WRITE, LIMIT)?;
+    let mut saved = Vec::new();
+    for round in 1..=LIVE_SAVES {
+        let name = if round == LIVE_SAVES {
+            LIVE.to_owned()
+        } else {
+            format!("{LIVE}-{round}")
+        };
+        let request = SaveRequest {
+            live: true,
+            ..SaveRequest::new(VM, name)
+        };
+        saved.push(lab.daemon().save_snapshot(&request)?);
+    }
+    lab.exec(VM, "systemctl stop write", LIMIT)?;
+    Ok(saved)
 }
 
 fn check(lab: &Lab, name: &str) -> anyhow::Result<String> {
@@ -377,9 +412,15 @@ fn results(all: &[Measured]) -> Value {
         }
         results.insert("pause_ms".into(), m.manifest.pause_ms.into());
     }
+    if let Some(base) = base {
+        let mut pauses: Vec<f64> = base.live.iter().map(|saved| saved.pause_ms).collect();
+        pauses.sort_by(f64::total_cmp);
+        results.insert("pause_ms_live".into(), median(&pauses).into());
+        results.insert("pauses_ms_live".into(), pauses.into());
+    }
     let wrong: u64 = all.iter().map(|m| m.wrong).sum();
     results.insert("memory_errors".into(), wrong.into());
-    results.insert("memory_checks".into(), (all.len() * 3).into());
+    results.insert("memory_checks".into(), (all.len() * 4).into());
     Value::Object(results)
 }
 
@@ -398,6 +439,9 @@ fn sample(m: &Measured) -> Value {
         "pages": m.manifest.counts,
         "free_kept": m.manifest.free_kept,
         "steps": m.manifest.steps,
+        "live": m.live.iter().map(|saved| json!({
+            "pause_ms": saved.pause_ms, "save_ms": saved.save_ms, "kept_pages": saved.kept_pages, "steps": saved.steps,
+        })).collect::<Vec<_>>(),
         "reductions": reductions(m).into_iter().collect::<std::collections::BTreeMap<_, _>>(),
     })
 }
@@ -413,12 +457,17 @@ fn in_short(m: &Measured) -> String {
     };
     let counts = &m.manifest.counts;
     let s = &m.manifest.steps;
+    let live: Vec<String> = m
+        .live
+        .iter()
+        .map(|saved| format!("{:.0}", saved.pause_ms))
+        .collect();
     let steps = format!(
         "drop {:.0} ms, list {:.0}, devices {:.0}, RAM {:.0}, disks {:.0}",
         s.drop_ms, s.list_ms, s.devices_ms, s.ram_ms, s.disks_ms
     );
     format!(
-        "VM of {}, {} MiB used, {} MiB cached\n  qemu     {}\n  memfold  {} (saved {}, free {}; {}){}",
+        "VM of {}, {} MiB used, {} MiB cached\n  qemu     {}\n  memfold  {} (saved {}, free {}; {}){}\n  live     stood still for {} ms",
         m.case.memory,
         m.case.used_mib,
         m.cached_kib >> 10,
@@ -428,6 +477,7 @@ fn in_short(m: &Measured) -> String {
         ByteSize(counts.free_pages * PAGE_SIZE),
         steps,
         if m.wrong > 0 { "; MEMORY DIFFERS" } else { "" },
+        live.join(", "),
     )
 }
 

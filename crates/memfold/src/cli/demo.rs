@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::{Context, doctor};
 use crate::api::{DEFAULT_STATE, FullReport};
-use crate::bench::lab::{DiskMode, KSM_NOTES, Lab};
+use crate::bench::lab::{DiskMode, Lab};
 use crate::fold::EngineSettings;
 use crate::host::{HostFacts, examine};
 use crate::ksm;
@@ -111,7 +111,7 @@ fn show(arguments: &Arguments) -> anyhow::Result<Outcome> {
         let controls = ksm::Controls::default();
         let run = ksm::Run::start(
             &controls,
-            KSM_NOTES.as_ref(),
+            ksm::NOTES.as_ref(),
             &ksm::Settings::kernel_default(),
         )?;
         let ksmd = ksm::Ksmd::find();

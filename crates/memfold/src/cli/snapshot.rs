@@ -25,6 +25,9 @@ pub(super) enum Arguments {
         /// What to keep of what the guest can get again
         #[arg(long, value_enum, default_value_t)]
         keep: Keep,
+        /// Let the VM go on while its RAM is copied; the snapshot is of the instant before
+        #[arg(long)]
+        live: bool,
     },
     /// Start a VM from a snapshot
     Restore {
@@ -86,9 +89,19 @@ const RENEW_TIMEOUT_EACH: Duration = Duration::from_secs(10);
 pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
     match arguments {
-        Arguments::Save { vm, name, keep } => {
-            let manifest: Manifest =
-                client.post("/v1/snapshots", &SaveRequest { vm, name, keep })?;
+        Arguments::Save {
+            vm,
+            name,
+            keep,
+            live,
+        } => {
+            let request = SaveRequest {
+                vm,
+                name,
+                keep,
+                live,
+            };
+            let manifest: Manifest = client.post("/v1/snapshots", &request)?;
             context.print(&manifest, |m| {
                 let free = m.free_kept.as_ref().map_or(String::new(), |why| {
                     format!("\nwhat the guest had free was saved too: {why}")

@@ -30,6 +30,7 @@ use machine::{Machine, Role};
 
 use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
 use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
+use crate::ksm;
 use crate::ledger::{self, StoreAccount};
 use crate::snapshot::Shelf;
 use crate::store::StoreIdentity;
@@ -67,6 +68,8 @@ pub struct Daemon {
     closed: RwLock<bool>,
     /// Held while a VM is restored that nothing sets apart from others of its snapshot.
     twins: Mutex<()>,
+    /// Held while KSM stands still for a live save.
+    merging: Mutex<()>,
     /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
     _lock: File,
 }
@@ -83,6 +86,11 @@ impl Daemon {
         let lock = File::create(state.join("daemon.lock")).map_err(files)?;
         rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .map_err(|_| DaemonError::StateTaken(state.clone()))?;
+        match ksm::restore_leftover(ksm::NOTES.as_ref()) {
+            Ok(false) => {}
+            Ok(true) => info!("KSM runs again: a daemon died while it saved a VM live"),
+            Err(error) => warn!(%error, "KSM's settings were left changed"),
+        }
         let mut settings = options.settings.clone();
         settings.max_mappings = max_map_count().unwrap_or(settings.max_mappings);
         let (commands, receiver) = sync_channel(MAILBOX);
@@ -97,6 +105,7 @@ impl Daemon {
             next: Mutex::new(1),
             closed: RwLock::new(false),
             twins: Mutex::default(),
+            merging: Mutex::default(),
             _lock: lock,
             options: options.clone(),
         });

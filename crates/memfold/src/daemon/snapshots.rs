@@ -1,10 +1,13 @@
 //! Snapshots and clones of the daemon's VMs.
 
+use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_units::PAGE_SIZE;
+use memfold_wire::library::Range;
 use rustix::process::Pid;
 use tracing::info;
 
@@ -12,6 +15,7 @@ use super::machine::Machine;
 use super::{Daemon, DaemonError};
 use crate::api::{RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use crate::fold::{Command, VmId};
+use crate::ksm;
 use crate::snapshot::free::{self, Frames};
 use crate::snapshot::identity::{HAS_GENERATION_ID, Plan};
 use crate::snapshot::manifest::Steps;
@@ -96,13 +100,17 @@ impl Daemon {
             info!(vm = request.vm, why, "free pages are saved too");
         }
         steps.list_ms = save::milliseconds(listing.elapsed());
-        held.tell("stopped", Command::Hold)
-            .map_err(SnapshotError::Impossible)?;
+        let _merging_stops = if request.live {
+            Some(self.stop_merging()?)
+        } else {
+            None
+        };
         let saving = save::Request {
             agent: generation_id.is_some(),
             generation_id: generation_id == Some(true),
             name: request.name.clone(),
             keep: request.keep,
+            live: request.live,
             domain: machine.domain().map(str::to_owned),
             began,
             free,
@@ -113,9 +121,10 @@ impl Daemon {
             &mut machine.monitor(),
             &self.shelf,
             &saving,
-            || drop(held),
-            |_| {},
+            &held,
+            &mut |_| {},
         )?;
+        drop(held);
         info!(
             vm = request.vm,
             snapshot = request.name,
@@ -124,6 +133,27 @@ impl Daemon {
             "saved"
         );
         Ok(manifest)
+    }
+
+    /// Has KSM stand still, as long as this is kept: a page that it merges is not protected any more (`snapshot::past`).
+    fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
+        let alone = self.merging.lock().unwrap_or_else(PoisonError::into_inner);
+        let notes = Path::new(ksm::NOTES);
+        let stopped = std::fs::create_dir_all(notes)
+            .map_err(|source| ksm::KsmError::Note {
+                path: notes.into(),
+                source,
+            })
+            .and_then(|()| ksm::pause(&ksm::Controls::default(), notes));
+        let guard = stopped.map_err(|error| {
+            SnapshotError::Impossible(format!(
+                "KSM can't be stopped for a live snapshot ({error}); save it without --live"
+            ))
+        })?;
+        Ok(MergingStops {
+            _guard: guard,
+            _alone: alone,
+        })
     }
 
     /// All snapshots.
@@ -309,6 +339,13 @@ fn drop_caches(machine: &Machine) -> Result<(), DaemonError> {
     Ok(())
 }
 
+/// KSM stands still.
+struct MergingStops<'a> {
+    _guard: Option<ksm::Guard>,
+    /// One live save at a time: the first to end would let KSM run under the others.
+    _alone: MutexGuard<'a, ()>,
+}
+
 /// A VM whose writes are tracked, or that stands still, until this is dropped.
 struct Held<'a> {
     daemon: &'a Daemon,
@@ -337,7 +374,7 @@ impl Held<'_> {
     fn tell(
         &self,
         what: &str,
-        command: fn(VmId, SyncSender<Result<(), String>>) -> Command,
+        command: impl FnOnce(VmId, SyncSender<Result<(), String>>) -> Command,
     ) -> Result<(), String> {
         let (answer, answered) = sync_channel(1);
         let failed = |why: &str| format!("the VM can't be {what}: {why}");
@@ -348,6 +385,23 @@ impl Held<'_> {
             .recv()
             .map_err(|_| failed("the fold engine has ended"))?
             .map_err(|why| failed(&why))
+    }
+}
+
+impl save::Hold for Held<'_> {
+    fn stop(&self) -> Result<(), String> {
+        self.tell("stopped", Command::Hold)
+    }
+
+    fn keep_past(&self, ranges: Vec<Range>, file: OwnedFd) -> Result<(), String> {
+        self.tell("kept as it was while it goes on", |id, answer| {
+            Command::KeepPast(id, ranges, file, answer)
+        })
+    }
+
+    fn go_on(&self) {
+        // As in drop.
+        let _ = self.daemon.tell(Command::GoOn(self.machine.id()));
     }
 }
 

@@ -1,6 +1,7 @@
 //! The engine: its state, its messages, its loop.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use foldhash::{HashMap, HashMapExt};
 use memfold_sys::pagemap::Pagemap;
 use memfold_units::{ByteSize, StorePage};
 use memfold_wire::agent::{FileNumber, FromAgent};
-use memfold_wire::library::{Advice, Order, Reply};
+use memfold_wire::library::{Advice, Order, Range, Reply};
 use tracing::{debug, info, warn};
 
 use super::alias::Candidates;
@@ -105,6 +106,10 @@ pub enum Command {
     AgentGone(VmId),
     /// Have a VM's writes tracked before it is stopped for a snapshot; it is not folded until [`Command::Release`].
     Track(VmId, SyncSender<Result<(), String>>),
+    /// Keep what ranges of a stopped VM's memory hold, in this file ([`Order::KeepPast`]).
+    KeepPast(VmId, Vec<Range>, OwnedFd, SyncSender<Result<(), String>>),
+    /// Let a VM go on that was stopped, still held for the rest of its snapshot.
+    GoOn(VmId),
     /// Stop a VM for a snapshot; nothing more is asked of it until [`Command::Release`]. It also goes on when this daemon dies.
     Hold(VmId, SyncSender<Result<(), String>>),
     /// The snapshot needs the VM no longer.
@@ -385,12 +390,27 @@ impl Engine {
             }
             // Who asked may have gone away meanwhile: then nobody would let the VM go on.
             Command::Track(id, answer) => {
-                if answer.send(self.hold(id, &Order::TrackWrites)).is_err() {
+                if answer
+                    .send(self.hold(id, &Order::TrackWrites, None))
+                    .is_err()
+                {
                     self.release(id);
                 }
             }
+            Command::KeepPast(id, ranges, file, answer) => {
+                let order = Order::KeepPast { ranges };
+                if answer
+                    .send(self.hold(id, &order, Some(file.as_fd())))
+                    .is_err()
+                {
+                    self.release(id);
+                }
+            }
+            Command::GoOn(id) => {
+                self.tell(id, &Order::Continue);
+            }
             Command::Hold(id, answer) => {
-                if answer.send(self.hold(id, &Order::Stop)).is_err() {
+                if answer.send(self.hold(id, &Order::Stop, None)).is_err() {
                     self.release(id);
                 }
             }
@@ -589,10 +609,15 @@ impl Engine {
         }
     }
 
-    /// Tracks or stops a VM, and leaves it alone until [`Engine::release`].
-    fn hold(&mut self, id: VmId, order: &Order) -> Result<(), String> {
+    /// Tracks or stops a VM, or keeps its past, and leaves it alone until [`Engine::release`].
+    fn hold(
+        &mut self,
+        id: VmId,
+        order: &Order,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<(), String> {
         let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
-        match vm.guest.order(order, None) {
+        match vm.guest.order(order, descriptor) {
             Ok(Reply::Ok) => {
                 let before = vm.stats.problem.replace(HELD.to_owned());
                 vm.held.get_or_insert(Held { after: before });
@@ -612,16 +637,29 @@ impl Engine {
             return;
         };
         let after = vm.held.take();
-        for order in [Order::Continue, Order::UntrackWrites] {
-            match vm.guest.order(&order, None) {
-                Ok(Reply::Error { reason }) => debug!(vm = vm.stats.name, reason, "not let go on"),
-                Ok(_) => {}
-                Err(error) => return self.lost(id, &error),
-            }
+        let undo = [Order::Continue, Order::UntrackWrites, Order::ForgetPast];
+        if !undo.iter().all(|order| self.tell(id, order)) {
+            return;
         }
         if let Some(held) = after {
             self.set_problem(id, held.after);
         }
+    }
+
+    /// An order that is in vain where there is nothing to undo. Whether the VM answers.
+    fn tell(&mut self, id: VmId, order: &Order) -> bool {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return false;
+        };
+        match vm.guest.order(order, None) {
+            Ok(Reply::Error { reason }) => debug!(vm = vm.stats.name, reason, "nothing to undo"),
+            Ok(_) => {}
+            Err(error) => {
+                self.lost(id, &error);
+                return false;
+            }
+        }
+        true
     }
 
     fn set_problem(&mut self, id: VmId, mut problem: Option<String>) {

@@ -86,6 +86,24 @@ fn settings_come_back_on_drop_and_when_panicking() {
 }
 
 #[test]
+fn ksm_is_stopped_only_where_it_runs_and_goes_on_afterwards() {
+    let (tree, state) = (tree(), tempfile::tempdir().unwrap());
+    let controls = Controls::new(tree.path());
+    assert!(
+        crate::ksm::pause(&controls, state.path())
+            .unwrap()
+            .is_none()
+    );
+    controls.write("run", &1).unwrap();
+    let paused = crate::ksm::pause(&controls, state.path()).unwrap();
+    assert_eq!(controls.text("run").unwrap().as_deref(), Some("0"));
+    drop(paused);
+    assert_eq!(controls.text("run").unwrap().as_deref(), Some("1"));
+    let missing = Controls::new(tree.path().join("nowhere"));
+    assert!(crate::ksm::pause(&missing, state.path()).unwrap().is_none());
+}
+
+#[test]
 fn a_killed_holder_leaves_a_note_that_the_next_puts_back() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());

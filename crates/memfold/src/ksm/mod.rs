@@ -6,10 +6,13 @@
 //! KSM merges everything on the host that was advised mergeable and knows no trust domains: run it only while the mergeable
 //! memory is of one domain.
 
+/// Where memfold notes the settings that it changes, for whoever comes after a kill: one place, so that one at a time changes them.
+pub const NOTES: &str = crate::vm::DEFAULT_STATE;
+
 pub mod controls;
 pub mod run;
 pub mod status;
 
 pub use controls::{Controls, Guard, KsmError, Settings, restore_leftover, restore_own};
-pub use run::{EqualCpu, Run, Step};
+pub use run::{EqualCpu, Run, Step, pause};
 pub use status::{Ksmd, ProcessStatus, Status, merging_pages};

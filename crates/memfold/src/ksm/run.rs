@@ -60,6 +60,17 @@ impl Run {
     }
 }
 
+/// Stops KSM where it runs, until the guard is dropped; what is merged stays merged. `None` if it doesn't run, or this kernel has none.
+/// When this returns, ksmd is not at work any more (`run_store` in `mm/ksm.c` waits for it).
+pub fn pause(controls: &Controls, state_dir: &Path) -> Result<Option<Guard>, KsmError> {
+    if controls.text("run")?.as_deref() != Some("1") {
+        return Ok(None);
+    }
+    let guard = Guard::take(controls, state_dir)?;
+    controls.write("run", &0)?;
+    Ok(Some(guard))
+}
+
 /// What [`EqualCpu::step`] found and set.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {

@@ -22,6 +22,8 @@ use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::past::Past;
+
 /// Pages that one checksum covers: a huge page.
 pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
 
@@ -84,8 +86,21 @@ pub fn place(blocks: &[Source]) -> Vec<ImageBlock> {
     placed
 }
 
+/// Where a process maps files: their pages need not be in its page tables.
+fn mapped_files(pid: Pid) -> io::Result<Vec<Range<Hva>>> {
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
+    let file = |line: &str| {
+        let mut fields = line.split_ascii_whitespace();
+        let (from, to) = fields.next()?.split_once('-')?;
+        let is_file = fields.nth(3)? != "0";
+        let at = |text| u64::from_str_radix(text, 16).ok().map(Hva);
+        is_file.then_some(at(from)?..at(to)?)
+    };
+    Ok(maps.lines().filter_map(file).collect())
+}
+
 /// Pages of `block` that have to be saved, as ranges of page numbers in it, ascending.
-fn present(pid: Pid, block: &Source) -> io::Result<Vec<(u64, u64)>> {
+fn present(pagemap: &Pagemap, files: &[Range<Hva>], block: &Source) -> io::Result<Vec<(u64, u64)>> {
     let end = block.hva.add_pages(block.pages);
     let filter = Filter {
         any_of: category::PRESENT | category::SWAPPED,
@@ -97,28 +112,17 @@ fn present(pid: Pid, block: &Source) -> io::Result<Vec<(u64, u64)>> {
         let last = stop.min(end).pages_since(block.hva);
         (first, last)
     };
-    let mut ranges: Vec<(u64, u64)> = Pagemap::open(pid)?
+    let mut ranges: Vec<(u64, u64)> = pagemap
         .scan(block.hva, end, filter)?
         .iter()
         .map(|region| inside(region.start, region.end))
         .collect();
-    // Pages of a mapped file need not be in this process's page tables.
-    let maps = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
-    for line in maps.lines() {
-        let mut fields = line.split_ascii_whitespace();
-        let range = fields.next().and_then(|range| range.split_once('-'));
-        let is_file = fields.nth(3).is_some_and(|inode| inode != "0");
-        let Some((from, to)) = range.filter(|_| is_file) else {
-            continue;
-        };
-        let (Ok(from), Ok(to)) = (u64::from_str_radix(from, 16), u64::from_str_radix(to, 16))
-        else {
-            continue;
-        };
-        if Hva(from) < end && Hva(to) > block.hva {
-            ranges.push(inside(Hva(from), Hva(to)));
-        }
-    }
+    ranges.extend(
+        files
+            .iter()
+            .filter(|file| file.start < end && file.end > block.hva)
+            .map(|file| inside(file.start, file.end)),
+    );
     ranges.sort_unstable();
     let mut joined: Vec<(u64, u64)> = Vec::new();
     for (first, last) in ranges {
@@ -155,35 +159,95 @@ fn without(block: &Source, ranges: &[(u64, u64)], out: &[Range<Hva>]) -> Vec<(u6
     left
 }
 
-/// Copies the RAM of a process that stands still into `ram`, and its checksums into `sums`; what is in `free` (ascending) becomes holes.
-/// `progress` is told bytes of RAM as they are dealt with.
-pub fn write(
+/// What of a process's memory is to be saved, as its page tables say at one instant.
+#[derive(Debug)]
+pub struct Plan {
     pid: Pid,
-    blocks: &[Source],
-    free: &[Range<Hva>],
-    ram: &File,
-    sums: &File,
-    mut progress: impl FnMut(u64),
-) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
-    let placed = place(blocks);
-    let mut counts = ImageCounts::default();
-    let chunks: u64 = blocks.iter().map(|b| b.pages.div_ceil(CHUNK_PAGES)).sum();
-    ram.set_len(chunks * CHUNK_PAGES * PAGE_SIZE)?;
-    let mut all_sums = Vec::with_capacity(usize::try_from(chunks).unwrap_or(0) * SUM_BYTES);
-    let mut buffer = vec![0; CHUNK_BYTES];
-    let empty = xxh3_128(&buffer);
-    for (block, place) in blocks.iter().zip(&placed) {
-        counts.pages += block.pages;
-        let all = present(pid, block)?;
-        let ranges = without(block, &all, free);
+    blocks: Vec<Source>,
+    /// Of each block, page numbers in it, ascending.
+    ranges: Vec<Vec<(u64, u64)>>,
+    counts: ImageCounts,
+}
+
+impl Plan {
+    /// Looks at a process that stands still. What is in `free` (ascending) becomes holes.
+    pub fn new(pid: Pid, blocks: Vec<Source>, free: &[Range<Hva>]) -> io::Result<Self> {
+        let mut plan = Self {
+            pid,
+            blocks,
+            ranges: Vec::new(),
+            counts: ImageCounts::default(),
+        };
         let pages = |ranges: &[(u64, u64)]| ranges.iter().map(|(a, b)| b - a).sum::<u64>();
-        counts.free_pages += pages(&all) - pages(&ranges);
+        let (pagemap, files) = (Pagemap::open(pid)?, mapped_files(pid)?);
+        for block in &plan.blocks {
+            let all = present(&pagemap, &files, block)?;
+            let ranges = without(block, &all, free);
+            plan.counts.pages += block.pages;
+            plan.counts.free_pages += pages(&all) - pages(&ranges);
+            plan.ranges.push(ranges);
+        }
+        Ok(plan)
+    }
+
+    /// The blocks, numbered from 0.
+    #[must_use]
+    pub fn blocks(&self) -> &[Source] {
+        &self.blocks
+    }
+
+    /// What is to be saved of block `number`.
+    pub fn wanted(&self, number: usize) -> impl Iterator<Item = Range<Hva>> + '_ {
+        let block = self.blocks.get(number).zip(self.ranges.get(number));
+        block.into_iter().flat_map(|(block, ranges)| {
+            let at = |page| block.hva.add_pages(page);
+            ranges.iter().map(move |&(from, to)| at(from)..at(to))
+        })
+    }
+}
+
+/// An image that is being written, block by block.
+#[derive(Debug)]
+pub struct Writer<'a> {
+    ram: &'a File,
+    placed: Vec<ImageBlock>,
+    sums: Vec<u8>,
+    buffer: Vec<u8>,
+    counts: ImageCounts,
+}
+
+impl<'a> Writer<'a> {
+    /// Begins an image in `ram`, which is empty.
+    pub fn new(plan: &Plan, ram: &'a File) -> io::Result<Self> {
+        let chunks = plan.blocks.iter().map(|b| b.pages.div_ceil(CHUNK_PAGES));
+        let chunks: u64 = chunks.sum();
+        ram.set_len(chunks * CHUNK_PAGES * PAGE_SIZE)?;
+        let buffer = vec![0; CHUNK_BYTES];
+        let empty = xxh3_128(&buffer).to_le_bytes();
+        Ok(Self {
+            ram,
+            placed: place(&plan.blocks),
+            sums: empty.repeat(usize::try_from(chunks).map_err(io::Error::other)?),
+            buffer,
+            counts: plan.counts,
+        })
+    }
+
+    /// Copies block `number` of the plan, of a process that stands still, or whose `past` is kept. `progress` is told bytes of RAM as they
+    /// are dealt with.
+    pub fn block(
+        &mut self,
+        plan: &Plan,
+        number: usize,
+        past: Option<&Past>,
+        progress: &mut dyn FnMut(u64),
+    ) -> io::Result<()> {
+        let (block, ranges) = (&plan.blocks[number], &plan.ranges[number]);
+        let place = self.placed[number].first_page;
         let mut next = 0;
         for chunk in 0..block.pages.div_ceil(CHUNK_PAGES) {
-            let (first, end) = (
-                chunk * CHUNK_PAGES,
-                ((chunk + 1) * CHUNK_PAGES).min(block.pages),
-            );
+            let first = chunk * CHUNK_PAGES;
+            let end = (first + CHUNK_PAGES).min(block.pages);
             while ranges.get(next).is_some_and(|range| range.1 <= first) {
                 next += 1;
             }
@@ -192,20 +256,37 @@ pub fn write(
                 .take_while(|range| range.0 < end)
                 .map(|range| (range.0.max(first), range.1.min(end)));
             let here: Vec<(u64, u64)> = here.collect();
-            if here.is_empty() {
-                all_sums.extend(empty.to_le_bytes());
-            } else {
-                buffer.fill(0);
-                read(pid, block, first, &here, &mut buffer)?;
-                let at = (place.first_page + first) * PAGE_SIZE;
-                save(&buffer, at, first, &here, ram, &mut counts)?;
-                all_sums.extend(xxh3_128(&buffer).to_le_bytes());
+            if !here.is_empty() {
+                self.buffer.fill(0);
+                read(plan.pid, block, first, &here, &mut self.buffer)?;
+                if let Some(past) = past {
+                    for &(from, to) in &here {
+                        let part = &mut self.buffer[bytes(from - first)..bytes(to - first)];
+                        past.settle(block.hva.add_pages(from), part)?;
+                    }
+                }
+                self.chunk(place, first, &here)?;
             }
             progress((end - first) * PAGE_SIZE);
         }
+        Ok(())
     }
-    sums.write_all_at(&all_sums, 0)?;
-    Ok((placed, counts))
+
+    /// Writes what is in the buffer: `ranges` of the chunk that begins at page `first` of the block at `place`.
+    fn chunk(&mut self, place: u64, first: u64, ranges: &[(u64, u64)]) -> io::Result<()> {
+        let at = (place + first) * PAGE_SIZE;
+        save(&self.buffer, at, first, ranges, self.ram, &mut self.counts)?;
+        let sum = xxh3_128(&self.buffer).to_le_bytes();
+        let number = usize::try_from((place + first) / CHUNK_PAGES).map_err(io::Error::other)?;
+        self.sums[number * SUM_BYTES..][..SUM_BYTES].copy_from_slice(&sum);
+        Ok(())
+    }
+
+    /// Ends the image with its checksums.
+    pub fn finish(self, sums: &File) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
+        sums.write_all_at(&self.sums, 0)?;
+        Ok((self.placed, self.counts))
+    }
 }
 
 /// Reads ranges of a chunk that begins at page `first` to their places in `buffer`.
@@ -311,6 +392,23 @@ fn bytes(pages: u64) -> usize {
 mod tests {
     use super::*;
     use memfold_sys::region::Mapping;
+
+    /// All blocks of a process that stands still.
+    fn write(
+        pid: Pid,
+        blocks: &[Source],
+        free: &[Range<Hva>],
+        ram: &File,
+        sums: &File,
+        mut progress: impl FnMut(u64),
+    ) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
+        let plan = Plan::new(pid, blocks.to_vec(), free)?;
+        let mut writer = Writer::new(&plan, ram)?;
+        for number in 0..blocks.len() {
+            writer.block(&plan, number, None, &mut progress)?;
+        }
+        writer.finish(sums)
+    }
 
     fn me() -> Pid {
         rustix::process::getpid()

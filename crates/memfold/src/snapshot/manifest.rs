@@ -80,6 +80,12 @@ pub struct Manifest {
     pub blocks: Vec<ImageBlock>,
     /// What of them is in the file.
     pub counts: ImageCounts,
+    /// Whether the VM went on while its RAM was copied.
+    #[serde(default)]
+    pub live: bool,
+    /// Pages that it wrote to before they had been copied, so that they were kept for that.
+    #[serde(default)]
+    pub kept_pages: u64,
     /// Why pages that the guest had free were saved like others, if they were.
     #[serde(default)]
     pub free_kept: Option<String>,
@@ -115,8 +121,11 @@ pub struct Steps {
     pub list_ms: f64,
     /// QEMU's device state.
     pub devices_ms: f64,
-    /// The RAM image.
+    /// The RAM image; of a live save, what was looked at and protected while the VM stood still.
     pub ram_ms: f64,
+    /// Of a live save: the RAM image, while the VM runs.
+    #[serde(default)]
+    pub copy_ms: f64,
     /// Disks frozen.
     pub disks_ms: f64,
 }

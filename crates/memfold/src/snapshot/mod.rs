@@ -7,9 +7,11 @@
 //! ```
 
 pub mod free;
+mod freeze;
 pub mod identity;
 pub mod image;
 pub mod manifest;
+pub mod past;
 pub mod restore;
 pub mod save;
 pub mod shelf;

@@ -186,7 +186,7 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
         let own = shelf.path(&other)?;
         let builds = |disk: &SavedDisk| {
             !disk.read_only
-                && super::save::chain(&own.join(&disk.path))
+                && super::freeze::chain(&own.join(&disk.path))
                     .is_ok_and(|files| files.iter().any(|file| file.starts_with(&place)))
         };
         if other != name && manifest.disks.iter().any(builds) {

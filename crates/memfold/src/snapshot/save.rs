@@ -1,32 +1,37 @@
-//! Saving a VM that stands still.
+//! Saving a VM at one instant.
 //!
 //! ```text
-//!   1. device state    QEMU writes it to a descriptor of ours (xen-save-devices-state: any machine, no RAM)
-//!   2. RAM image       from the page tables of QEMU's process
-//!   3. disks           each temporary overlay is frozen, a new one on top, all in one transaction
+//!   1. overlays        a new one for each temporary overlay, added to QEMU, not used yet
+//!   -- the VM stands still --
+//!   2. device state    QEMU writes it to a descriptor of ours (xen-save-devices-state: any machine, no RAM)
+//!   3. RAM image       from the page tables of QEMU's process; live: RAM is looked at and protected, small blocks are copied
+//!   4. disks           the temporary overlays are frozen under the new ones, all in one transaction
 //!   -- the VM goes on --
-//!   4. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
+//!   5. live: the RAM image, of what the library keeps too (past)
+//!   6. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
 //! ```
-//! Until step 3 nothing of the VM is changed. If anything fails behind it, the VM keeps the longer chain of overlays: nothing that
+//! Until step 4 nothing of the VM is changed. If anything fails behind it, the VM keeps the longer chain of overlays: nothing that
 //! it has written is lost.
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::AsFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
 use memfold_units::PAGE_SIZE;
-use serde_json::{Value, json};
+use memfold_wire::library::Range;
+use serde_json::json;
 
 use super::free::{self, Frames};
-use super::image::{self, Source};
+use super::freeze::{self, Frozen, disk_name};
+use super::image::{Plan, Source, Writer};
 use super::manifest::{FORMAT, FileFacts, Keep, Manifest, SavedDisk, Steps};
+use super::past::Past;
 use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
 use super::{Shelf, SnapshotError};
-use crate::vm::{Qmp, QmpError, Record, Vm, VmDirectory, VmSpec};
+use crate::vm::{Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
 
 /// What is to be saved, and how.
 #[derive(Clone, Debug)]
@@ -37,6 +42,8 @@ pub struct Request {
     pub keep: Keep,
     /// Trust domain.
     pub domain: Option<String>,
+    /// Whether the VM goes on while its RAM is copied.
+    pub live: bool,
     /// When the save began.
     pub began: Instant,
     /// Frames that the guest had free while its writes were tracked; or why that isn't known.
@@ -73,59 +80,72 @@ pub fn refuse(vm: &Vm) -> Result<(&VmSpec, &Record, &VmDirectory), SnapshotError
     Ok((spec, record, directory))
 }
 
-/// Saves a VM that stands still. `go_on` lets it run again, and is called as soon as it may.
+/// How a VM is stopped for its snapshot. What is dropped lets it go on, and folds it again.
+pub trait Hold {
+    /// Stops the VM.
+    fn stop(&self) -> Result<(), String>;
+
+    /// Has the library keep what these ranges hold, in this file.
+    fn keep_past(&self, ranges: Vec<Range>, file: OwnedFd) -> Result<(), String>;
+
+    /// Lets the VM go on.
+    fn go_on(&self);
+}
+
+/// Saves a VM.
 pub fn save(
     vm: &Vm,
     qmp: &mut Qmp,
     shelf: &Shelf,
     request: &Request,
-    go_on: impl FnOnce(),
-    progress: impl FnMut(u64),
+    hold: &impl Hold,
+    progress: &mut dyn FnMut(u64),
 ) -> Result<Manifest, SnapshotError> {
-    let stopped = Instant::now();
     let (spec, record, directory) = refuse(vm)?;
-    let mut steps = request.steps;
     let draft = shelf.draft(&request.name)?;
-    let devices = device_state(qmp, &draft)?;
-    steps.devices_ms = milliseconds(stopped.elapsed());
-    let began = Instant::now();
-    let sources = sources(qmp)?;
-    let free = match &request.free {
-        Ok(frames) => {
-            let layout = vm.layout(qmp)?;
-            let found = free::unwritten(vm.pid(), &layout, frames);
-            found.map_err(|error| format!("their writes can't be read: {error}"))
-        }
-        Err(why) => Err(why.clone()),
-    };
     let (ram, sums) = (draft.file(RAM)?, draft.file(SUMS)?);
     let failed = |part: &str, source| SnapshotError::Files {
         path: draft.path().join(part),
         source,
     };
-    let (blocks, counts) = image::write(
-        vm.pid(),
-        &sources,
-        free.as_deref().unwrap_or_default(),
-        &ram,
-        &sums,
-        progress,
-    )
-    .map_err(|source| failed(RAM, source))?;
-    steps.ram_ms = milliseconds(began.elapsed());
-    let began = Instant::now();
     let before = record_now(directory, record).overlays;
     let note = |new: &[PathBuf]| {
         let all: Vec<PathBuf> = before.iter().chain(new).cloned().collect();
         write_overlays(directory, record, &all)
     };
-    let frozen = freeze(qmp, spec, &draft, note)?;
-    steps.disks_ms = milliseconds(began.elapsed());
-    go_on();
-    let pause = stopped.elapsed();
+    let frozen = freeze::prepare(qmp, spec, &draft, note)?;
+    let stood = stand_still(vm, qmp, &draft, &ram, &frozen, request, hold, progress);
+    let Still {
+        mut steps,
+        devices,
+        free_kept,
+        plan,
+        past,
+        mut writer,
+        pause,
+    } = match stood {
+        Ok(still) => still,
+        Err(error) => {
+            freeze::undo(qmp, &frozen, note);
+            return Err(error);
+        }
+    };
     // From here on the VM's chain of overlays is longer by one. What fails leaves it so, and nothing of it is lost.
     let mut overlays = record_now(directory, record).overlays;
     let finish = || -> Result<Manifest, SnapshotError> {
+        let began = Instant::now();
+        let kept_pages = if let Some((past, live)) = &past {
+            for &number in live {
+                writer
+                    .block(&plan, number, Some(past), progress)
+                    .map_err(|source| failed(RAM, source))?;
+            }
+            past.kept_pages()
+        } else {
+            0
+        };
+        let (blocks, counts) = writer.finish(&sums).map_err(|e| failed(SUMS, e))?;
+        steps.copy_ms = milliseconds(began.elapsed());
         let disks = take_over(spec, &frozen, &draft)?;
         Ok(Manifest {
             format: FORMAT,
@@ -137,18 +157,20 @@ pub fn save(
                 .map_or(0, |time| time.as_secs()),
             memfold: env!("CARGO_PKG_VERSION").to_owned(),
             keep: request.keep,
+            live: past.is_some(),
+            kept_pages,
             spec: spec.clone(),
             qemu: record.version,
             machine: record.machine.clone(),
             accel: record.accel.clone(),
-            blocks: blocks.clone(),
+            blocks,
             counts,
-            free_kept: free.as_ref().err().cloned(),
+            free_kept,
             agent: request.agent,
             generation_id: request.generation_id,
             ram_bytes: ram.metadata().map_err(|source| failed(RAM, source))?.len(),
             sums: facts(sums).map_err(|source| failed(SUMS, source))?,
-            devices: devices.clone(),
+            devices,
             disks,
             pause_ms: milliseconds(pause),
             save_ms: milliseconds(request.began.elapsed()),
@@ -170,12 +192,120 @@ pub fn save(
     } else {
         for frozen in &frozen {
             // The new overlay names the snapshot's file as its backing; now it is the old one for good.
-            if let Err(error) = name_backing(qmp, &frozen.node, &frozen.path) {
+            if let Err(error) = freeze::name_backing(qmp, &frozen.node, &frozen.path) {
                 tracing::warn!(vm = vm.name(), %error, "the header of a disk's overlay names a file that isn't there");
             }
         }
     }
     made
+}
+
+/// What was saved while the VM stood still.
+struct Still<'a> {
+    steps: Steps,
+    devices: FileFacts,
+    free_kept: Option<String>,
+    plan: Plan,
+    /// Blocks that are to be copied yet, and what they held.
+    past: Option<(Past, Vec<usize>)>,
+    writer: Writer<'a>,
+    pause: Duration,
+}
+
+/// Stops the VM, does what has to be of one instant, and lets it go on. If that fails, its disks are as they were.
+#[allow(clippy::too_many_arguments)] // parts of one save
+fn stand_still<'a>(
+    vm: &Vm,
+    qmp: &mut Qmp,
+    draft: &Draft,
+    ram: &'a File,
+    frozen: &[Frozen],
+    request: &Request,
+    hold: &impl Hold,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Still<'a>, SnapshotError> {
+    let failed = |source| SnapshotError::Files {
+        path: draft.path().join(RAM),
+        source,
+    };
+    hold.stop().map_err(SnapshotError::Impossible)?;
+    let stopped = Instant::now();
+    let mut steps = request.steps;
+    let devices = device_state(qmp, draft)?;
+    steps.devices_ms = milliseconds(stopped.elapsed());
+    let began = Instant::now();
+    let layout = vm.layout(qmp)?;
+    let free = request.free.clone().and_then(|frames| {
+        free::unwritten(vm.pid(), &layout, &frames)
+            .map_err(|error| format!("their writes can't be read: {error}"))
+    });
+    let given = free.as_deref().unwrap_or_default();
+    let plan = Plan::new(vm.pid(), sources(qmp)?, given).map_err(failed)?;
+    let past = if request.live {
+        keep_past(vm, &layout, &plan, hold)?
+    } else {
+        None
+    };
+    let mut writer = Writer::new(&plan, ram).map_err(failed)?;
+    for number in 0..plan.blocks().len() {
+        if past
+            .as_ref()
+            .is_none_or(|(_, live)| !live.contains(&number))
+        {
+            writer
+                .block(&plan, number, None, progress)
+                .map_err(failed)?;
+        }
+    }
+    steps.ram_ms = milliseconds(began.elapsed());
+    let began = Instant::now();
+    freeze::switch(qmp, frozen)?;
+    steps.disks_ms = milliseconds(began.elapsed());
+    hold.go_on();
+    Ok(Still {
+        steps,
+        devices,
+        free_kept: free.err(),
+        plan,
+        past,
+        writer,
+        pause: stopped.elapsed(),
+    })
+}
+
+/// Has the library keep what the VM's RAM holds, and says which blocks that are.
+fn keep_past(
+    vm: &Vm,
+    layout: &RamLayout,
+    plan: &Plan,
+    hold: &impl Hold,
+) -> Result<Option<(Past, Vec<usize>)>, SnapshotError> {
+    let failed = |error: io::Error| {
+        SnapshotError::Impossible(format!("no place for what the VM writes to: {error}"))
+    };
+    let is_ram = |source: &Source| layout.blocks.iter().any(|block| block.hva == source.hva);
+    let mut live: Vec<usize> = (0..plan.blocks().len())
+        .filter(|&number| is_ram(&plan.blocks()[number]))
+        .collect();
+    live.sort_by_key(|&number| plan.blocks()[number].hva);
+    let blocks: Vec<_> = live
+        .iter()
+        .map(|&number| {
+            let block = &plan.blocks()[number];
+            block.hva..block.hva.add_pages(block.pages)
+        })
+        .collect();
+    let wanted: Vec<_> = live
+        .iter()
+        .flat_map(|&number| plan.wanted(number))
+        .collect();
+    let Some(past) = Past::new(vm.pid(), &blocks, &wanted).map_err(failed)? else {
+        return Ok(None);
+    };
+    let file = past.descriptor().map_err(failed)?;
+    hold.keep_past(past.ranges(), file)
+        .map_err(SnapshotError::Impossible)?;
+    Ok(Some((past, live)))
 }
 
 /// A time in milliseconds.
@@ -215,289 +345,6 @@ fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
         pages: block.used_bytes.div_ceil(PAGE_SIZE),
     });
     Ok(sources.filter(|source| source.pages > 0).collect())
-}
-
-/// A disk whose overlay was frozen.
-struct Frozen {
-    /// Its number in the description.
-    disk: usize,
-    /// The overlay that is frozen now.
-    path: PathBuf,
-    /// The one that the VM writes now.
-    overlay: PathBuf,
-    /// Its block node.
-    node: String,
-}
-
-/// Puts a new overlay over each temporary one, all at one instant. `note` keeps which new overlays there are, before the VM writes to
-/// any: this daemon may die at any moment.
-fn freeze(
-    qmp: &mut Qmp,
-    spec: &VmSpec,
-    draft: &Draft,
-    note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
-) -> Result<Vec<Frozen>, SnapshotError> {
-    drop_unused(qmp, spec)?;
-    let devices = qmp.query("query-block")?;
-    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    let mut frozen: Vec<Frozen> = Vec::new();
-    let mut actives: Vec<Active> = Vec::new();
-    for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
-        let active = active(&devices, &nodes, disk)
-            .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
-        check_chain(qmp, disk, &active)?;
-        // Node names have at most 31 bytes; the time makes them differ from save to save.
-        let node = format!("disk{disk}-{:x}", unique());
-        let place = active.file.parent().unwrap_or(Path::new("/var/tmp"));
-        frozen.push(Frozen {
-            disk,
-            path: active.file.clone(),
-            overlay: place.join(format!("memfold-{}-{node}.qcow2", spec.name)),
-            node,
-        });
-        actives.push(active);
-    }
-    if frozen.is_empty() {
-        return Ok(frozen);
-    }
-    let overlays: Vec<PathBuf> = frozen.iter().map(|f| f.overlay.clone()).collect();
-    note(&overlays)?;
-    let mut added: Vec<String> = Vec::new();
-    let mut switch = || -> Result<(), SnapshotError> {
-        let mut actions = Vec::new();
-        for (new, active) in frozen.iter().zip(&actives) {
-            new_overlay(
-                active,
-                &new.overlay,
-                &draft.place().join(disk_name(new.disk)),
-            )?;
-            let (node, disk) = (&new.node, &spec.disks[new.disk]);
-            let cache = json!({ "direct": disk.cache.direct(), "no-flush": disk.cache.no_flush() });
-            added.push(node.clone());
-            qmp.execute(
-                "blockdev-add",
-                json!({
-                    "driver": "qcow2", "node-name": node, "backing": null, "discard": "unmap", "cache": cache,
-                    "file": {
-                        "driver": "file", "node-name": file_node(node), "filename": new.overlay, "discard": "unmap",
-                        "cache": cache, "aio": disk.aio.name(),
-                    },
-                }),
-            )?;
-            actions.push(json!({
-                "type": "blockdev-snapshot", "data": { "node": active.node, "overlay": node }
-            }));
-        }
-        qmp.execute("transaction", json!({ "actions": actions }))?;
-        Ok(())
-    };
-    if let Err(error) = switch() {
-        // What QEMU doesn't let go of, it may be writing to: an answer that comes too late is no refusal.
-        let mut in_use = |f: &&Frozen| {
-            added.contains(&f.node)
-                && match qmp.execute("blockdev-del", json!({ "node-name": f.node })) {
-                    Ok(_) => false,
-                    // It was not added.
-                    Err(QmpError::Refused { description, .. }) => !description.contains("find"),
-                    Err(_) => true,
-                }
-        };
-        let in_use: Vec<PathBuf> = frozen
-            .iter()
-            .filter(|f| in_use(f))
-            .map(|f| f.overlay.clone())
-            .collect();
-        for path in overlays.iter().filter(|path| !in_use.contains(path)) {
-            let _ = fs::remove_file(path);
-        }
-        // If it can't be written now, it names files that are gone, which does no harm.
-        let _ = note(&in_use);
-        return Err(error);
-    }
-    Ok(frozen)
-}
-
-fn file_node(node: &str) -> String {
-    format!("{node}-file")
-}
-
-/// Nanoseconds since 1970, in a width that a node's name has room for.
-fn unique() -> u64 {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    now.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(0))
-}
-
-/// What a disk's device writes to.
-struct Active {
-    node: String,
-    file: PathBuf,
-    virtual_bytes: u64,
-    /// What QEMU has below it, whatever its header says.
-    backing: Option<PathBuf>,
-}
-
-fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
-    let device = devices.as_array()?.iter().find(|device| {
-        let qdev = device["qdev"].as_str().unwrap_or_default();
-        qdev == format!("vd{disk}") || qdev.contains(&format!("/vd{disk}/"))
-    })?;
-    let inserted = &device["inserted"];
-    let node = inserted["node-name"].as_str()?.to_owned();
-    Some(Active {
-        file: file_of(nodes, disk, &node)?,
-        virtual_bytes: inserted["image"]["virtual-size"].as_u64()?,
-        backing: below(nodes, disk, &node),
-        node,
-    })
-}
-
-/// The file of a node of a disk's chain. It is a node of its own, which `vm run` names so, and we.
-fn file_of(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
-    let name = if node == format!("disk{disk}") {
-        format!("overlay-file{disk}")
-    } else {
-        file_node(node)
-    };
-    let file = nodes.as_array()?.iter().find(|n| n["node-name"] == name)?;
-    Some(file["file"].as_str()?.into())
-}
-
-/// When a node of a disk's chain was added; 0 for the first.
-fn age(disk: usize, name: &str) -> Option<u64> {
-    let rest = name.strip_prefix(&format!("disk{disk}"))?;
-    if rest.is_empty() {
-        return Some(0);
-    }
-    u64::from_str_radix(rest.strip_prefix('-')?, 16).ok()
-}
-
-/// Has QEMU let go of overlays that a daemon added and was killed before they became part of a disk's chain. QEMU refuses that for
-/// those that are.
-fn drop_unused(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
-    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    for disk in 0..spec.disks.len() {
-        for name in nodes.as_array().into_iter().flatten() {
-            let name = name["node-name"].as_str().unwrap_or_default();
-            if age(disk, name).is_none_or(|added| added == 0) {
-                continue;
-            }
-            match qmp.execute("blockdev-del", json!({ "node-name": name })) {
-                Ok(_) => {
-                    tracing::info!(node = name, "an overlay that a killed save left is removed");
-                    if let Some(file) = file_of(&nodes, disk, name) {
-                        let _ = fs::remove_file(file);
-                    }
-                }
-                Err(QmpError::Refused { .. }) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-    }
-    Ok(())
-}
-
-/// The file of the overlay right below `node`, as QEMU opened it: the youngest of the older ones, all of which are in the chain.
-fn below(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
-    let age = |name: &str| age(disk, name);
-    let own = age(node)?;
-    let names = nodes
-        .as_array()?
-        .iter()
-        .filter_map(|n| n["node-name"].as_str());
-    let older = names.filter_map(|name| Some((age(name)?, name)));
-    let (_, name) = older.filter(|(time, _)| *time < own).max()?;
-    file_of(nodes, disk, name)
-}
-
-/// Whether the files that a disk is built on are where the headers say. A header is put right that names a snapshot which never
-/// became one, because the daemon that made it was killed.
-fn check_chain(qmp: &mut Qmp, disk: usize, active: &Active) -> Result<(), SnapshotError> {
-    let same = |a: &Path, b: &Path| {
-        let inode = |path| {
-            fs::metadata(path)
-                .map(|facts| (facts.dev(), facts.ino()))
-                .ok()
-        };
-        inode(a).is_some() && inode(a) == inode(b)
-    };
-    // The overlay below is still at its first place until it belongs to a snapshot.
-    if let Some(backing) = active.backing.as_ref().filter(|file| file.exists()) {
-        let named = chain(&active.file)
-            .ok()
-            .and_then(|files| files.get(1).cloned());
-        // Another VM's snapshot may have got the name that this header was meant for.
-        if !named.is_some_and(|named| same(&named, backing)) {
-            name_backing(qmp, &active.node, backing)?;
-        }
-    }
-    chain(&active.file).map(drop).map_err(|error| {
-        SnapshotError::Impossible(format!(
-            "disk {disk} builds on a snapshot that was removed; start the VM anew to save it again ({error})"
-        ))
-    })
-}
-
-/// Writes into the header of a node's file what it is built on.
-fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<(), SnapshotError> {
-    qmp.execute(
-        "change-backing-file",
-        json!({ "device": node, "image-node-name": node, "backing-file": backing }),
-    )?;
-    Ok(())
-}
-
-/// Files that a qcow2 is built on, itself first. `-U`: a running VM may have it open.
-pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
-    let output = Command::new("qemu-img")
-        .args(["info", "-U", "--backing-chain", "--output=json"])
-        .arg(disk)
-        .output()
-        .map_err(|source| SnapshotError::Files {
-            path: disk.into(),
-            source,
-        })?;
-    if !output.status.success() {
-        let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-        return Err(SnapshotError::Qemu(format!("qemu-img: {words}")));
-    }
-    let images: Value = serde_json::from_slice(&output.stdout)
-        .map_err(|error| SnapshotError::Qemu(format!("qemu-img: {error}")))?;
-    let files = images.as_array().into_iter().flatten();
-    Ok(files
-        .filter_map(|image| Some(image["filename"].as_str()?.into()))
-        .collect())
-}
-
-/// An empty overlay at `path`, over what `active` will be called.
-fn new_overlay(active: &Active, path: &Path, backing: &Path) -> Result<(), SnapshotError> {
-    let failed = |source| SnapshotError::Files {
-        path: path.into(),
-        source,
-    };
-    // In a directory that others may write to: a new file, and for nobody else to read. `qemu-img` writes into what is there.
-    File::options()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
-        .map_err(failed)?;
-    // `-u`: the backing file is where it says only when the snapshot is whole; QEMU is given the running node instead.
-    let output = Command::new("qemu-img")
-        .args(["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-b"])
-        .arg(backing)
-        .arg(path)
-        .arg(active.virtual_bytes.to_string())
-        .output()
-        .map_err(failed)?;
-    if !output.status.success() {
-        let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-        return Err(SnapshotError::Qemu(format!("qemu-img: {words}")));
-    }
-    Ok(())
-}
-
-fn disk_name(disk: usize) -> String {
-    format!("disk{disk}.qcow2")
 }
 
 /// Moves frozen overlays into the draft, and says where every disk lies.

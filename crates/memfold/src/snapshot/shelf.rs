@@ -406,6 +406,8 @@ mod tests {
             save_ms: 2.0,
             agent: true,
             generation_id: true,
+            live: false,
+            kept_pages: 0,
             free_kept: None,
             steps: crate::snapshot::manifest::Steps::default(),
         };

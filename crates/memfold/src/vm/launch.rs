@@ -15,6 +15,7 @@ use rustix::process::Pid;
 
 use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
 use super::machine::Vm;
+use super::overlay::{self, Backing};
 use super::process::Identity;
 use super::qmp::Qmp;
 use super::spec::{AccelChoice, DiskSpec, Network, SpecError, VmSpec};
@@ -272,16 +273,18 @@ impl Attempt<'_> {
         directory
             .write_json(&directory.spec(), spec)
             .map_err(failed)?;
-        for disk in spec.disks.iter().filter(|disk| disk.snapshot) {
-            self.overlays.push(overlay_file(disk, &spec.name)?);
-            // Whoever starts it may die at any moment, and nobody else knows of them.
-            directory
-                .write_json(&directory.overlays(), &self.overlays)
-                .map_err(failed)?;
-        }
-        let disks = spec.disks.iter().filter(|disk| disk.snapshot);
-        for (disk, overlay) in disks.zip(&self.overlays) {
-            make_overlay(disk, overlay)?;
+        let disks = || spec.disks.iter().filter(|disk| disk.snapshot);
+        let places: Vec<PathBuf> = disks()
+            .enumerate()
+            .map(|(number, disk)| overlay_place(disk, number, &spec.name))
+            .collect::<Result<_, _>>()?;
+        // Whoever starts it may die at any moment, and nobody else knows of them.
+        directory
+            .write_json(&directory.overlays(), &places)
+            .map_err(failed)?;
+        for (disk, overlay) in disks().zip(places) {
+            make_overlay(disk, &overlay)?;
+            self.overlays.push(overlay);
         }
         if incoming.is_some() {
             File::create(directory.incoming()).map_err(failed)?;
@@ -393,40 +396,30 @@ fn log_tail(directory: &VmDirectory) -> String {
     String::from_utf8_lossy(tail).trim().to_owned()
 }
 
-/// An empty file for a temporary overlay, in `TMPDIR` or `/var/tmp`: not in the state directory, which is RAM.
-fn overlay_file(disk: &DiskSpec, name: &str) -> Result<PathBuf, LaunchError> {
+/// Where a temporary overlay will be, in `TMPDIR` or `/var/tmp`: not in the state directory, which is RAM.
+fn overlay_place(disk: &DiskSpec, number: usize, name: &str) -> Result<PathBuf, LaunchError> {
     let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
-    let failed = |error: io::Error| LaunchError::Overlay {
+    let place = place.canonicalize().map_err(|error| LaunchError::Overlay {
         disk: disk.path.clone(),
         why: format!("{}: {error}", place.display()),
-    };
-    let file = tempfile::Builder::new()
-        .prefix(&format!("memfold-{name}-"))
-        .suffix(".qcow2")
-        .tempfile_in(place.canonicalize().map_err(failed)?)
-        .map_err(failed)?;
-    let (_, path) = file.keep().map_err(|error| failed(error.error))?;
-    Ok(path)
+    })?;
+    Ok(place.join(format!(
+        "memfold-{name}-{number}-{:x}.qcow2",
+        overlay::unique()
+    )))
 }
 
-/// Makes the file a qcow2 over the disk.
+/// Makes the overlay over the disk.
 fn make_overlay(disk: &DiskSpec, overlay: &Path) -> Result<(), LaunchError> {
-    let failed = |why: String| LaunchError::Overlay {
-        disk: disk.path.clone(),
-        why,
+    let backing = Backing {
+        file: &disk.path,
+        format: disk.format().driver(),
+        virtual_bytes: None,
     };
-    let format = disk.format().driver();
-    let output = Command::new("qemu-img")
-        .args(["create", "-q", "-f", "qcow2", "-F", format, "-b"])
-        .args([&disk.path, overlay])
-        .output()
-        .map_err(|e| failed(format!("qemu-img: {e}")))?;
-    if !output.status.success() {
-        return Err(failed(
-            String::from_utf8_lossy(&output.stderr).trim().to_owned(),
-        ));
-    }
-    Ok(())
+    overlay::create(overlay, &backing).map_err(|error| LaunchError::Overlay {
+        disk: disk.path.clone(),
+        why: format!("{}: {error}", overlay.display()),
+    })
 }
 
 /// QEMU's whole command line. `overlays`: one for each disk with `snapshot`, in order.

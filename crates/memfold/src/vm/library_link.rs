@@ -208,7 +208,9 @@ fn fits(order: &Order, reply: &Reply) -> bool {
             | Order::Stop
             | Order::Continue
             | Order::TrackWrites
-            | Order::UntrackWrites,
+            | Order::UntrackWrites
+            | Order::KeepPast { .. }
+            | Order::ForgetPast,
             Reply::Ok,
         )
         | (Order::DropZero { .. }, Reply::Zero { .. })

@@ -17,6 +17,7 @@ pub mod launch;
 pub mod layout;
 pub mod library_link;
 pub mod machine;
+pub mod overlay;
 pub mod process;
 pub mod qmp;
 pub mod ram;

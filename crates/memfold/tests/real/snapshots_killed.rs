@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use memfold::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use memfold::bench::lab::{DiskMode, Lab};
-use memfold::snapshot::{Keep, Manifest, SnapshotInfo};
+use memfold::snapshot::{Manifest, SnapshotInfo};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -19,11 +19,10 @@ use super::support::{self, BOOT};
 const DEATHS: u64 = 8;
 const VM: &str = "saved";
 
-fn save(client: &Client, name: &str) -> Result<Manifest, String> {
+fn save(client: &Client, name: &str, live: bool) -> Result<Manifest, String> {
     let request = SaveRequest {
-        vm: VM.into(),
-        name: name.into(),
-        keep: Keep::None,
+        live,
+        ..SaveRequest::new(VM, name)
     };
     let saved = client.post("/v1/snapshots", &request);
     saved.map_err(|error| format!("{error:#}"))
@@ -171,7 +170,7 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     exec(&client, VM, &script);
     // How long a save takes here, undisturbed.
     let began = Instant::now();
-    save(&client, "whole").unwrap();
+    save(&client, "whole", false).unwrap();
     let span = u64::try_from(began.elapsed().as_millis()).unwrap();
     let seed = u64::from(std::process::id()) << 20 | 1;
     println!("seed {seed}, a save takes {span} ms");
@@ -183,8 +182,8 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
         let known = overlays();
         std::thread::scope(|scope| {
             let client = &client;
-            let saving = scope.spawn(|| save(client, &name));
-            match death % 3 {
+            let saving = scope.spawn(|| save(client, &name, [1, 3, 4].contains(&(death % 8))));
+            match death % 4 {
                 // Anywhere; every part of the save has its turn.
                 0 => {
                     let first = Duration::from_millis(span * death / DEATHS);
@@ -196,7 +195,12 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
                     std::thread::sleep(random.below_ms(40));
                 }
                 // When the disks are frozen and get their names.
-                _ => wait_for(|| draft.exists()),
+                2 => wait_for(|| draft.exists()),
+                // While the VM goes on and its RAM is copied.
+                _ => {
+                    wait_for(|| overlays() != known);
+                    std::thread::sleep(Duration::from_millis(40) + random.below_ms(200));
+                }
             }
             served.kill();
             late += u32::from(saving.join().unwrap().is_err() && overlays() != known);
@@ -218,7 +222,7 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
         assert_eq!(mode & 0o77, 0, "others can read {}", overlay.display());
     }
     // It can be saved again, and what comes of it is right.
-    save(&client, "last").unwrap();
+    save(&client, "last", true).unwrap();
     let restore = RestoreRequest::new("copy");
     client
         .post::<_, Value>("/v1/snapshots/last/restore", &restore)
@@ -245,7 +249,7 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     let victim = pid(VM);
     let saved = std::thread::scope(|scope| {
         let client = &client;
-        let saving = scope.spawn(|| save(client, "dead"));
+        let saving = scope.spawn(|| save(client, "dead", true));
         std::thread::sleep(Duration::from_millis(span / 3));
         kill_process(victim, Signal::KILL).unwrap();
         saving.join().unwrap()

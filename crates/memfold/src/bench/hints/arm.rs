@@ -7,7 +7,7 @@ use memfold_units::PAGE_SIZE;
 use serde_json::{Value, json};
 
 use super::Work;
-use crate::bench::lab::{KSM_NOTES, Lab};
+use crate::bench::lab::Lab;
 use crate::fold::{EngineSettings, EngineStats};
 use crate::ksm;
 use crate::vm::VmSpec;
@@ -342,7 +342,7 @@ impl Scanner {
         };
         let run = ksm::Run::start(
             &ksm::Controls::default(),
-            KSM_NOTES.as_ref(),
+            ksm::NOTES.as_ref(),
             &ksm::Settings::kernel_default(),
         )?;
         // Also takes what ended VMs had merged out of the counters.

@@ -1,0 +1,283 @@
+//! Keeping what memory holds now, while the VM goes on: each page's bytes are copied before the VM writes to it.
+//!
+//! ```text
+//!   vCPU, device --write--> protected page: sleeps
+//!                                  |  event
+//!   this thread             page -> slot, entry = slot, protection lifted, writer goes on
+//!   daemon                  reads all pages at leisure, marks each done (memfold_wire::past)
+//! ```
+//! The thread takes no lock but that of copying, so that nobody who holds another one can keep a writer waiting. If a page can't be kept,
+//! nothing is any more: the VM goes on, and the daemon finds the reason.
+
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use memfold_sys::region::Area;
+use memfold_sys::shared::SharedWords;
+use memfold_sys::signals;
+use memfold_sys::userfaultfd::{Mode, Userfaultfd};
+use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_SIZE};
+use memfold_wire::past::{ERRNO_WORD, Layout, USED_WORD};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::pipe::{PipeFlags, pipe_with};
+
+/// Memory whose past is kept, until [`Past::end`].
+#[derive(Debug)]
+pub(crate) struct Past {
+    keeper: Arc<Keeper>,
+    /// Closing it ends the thread.
+    end: OwnedFd,
+    thread: JoinHandle<()>,
+}
+
+#[derive(Debug)]
+struct Keeper {
+    uffd: Arc<Userfaultfd>,
+    file: OwnedFd,
+    words: SharedWords,
+    layout: Layout,
+    /// Ascending, each with the index of its first page.
+    ranges: Vec<(Area, u64)>,
+    /// One page is copied at a time.
+    copying: Mutex<()>,
+    /// What is registered: QEMU may have a userfaultfd of its own elsewhere.
+    registered: Mutex<Vec<Area>>,
+}
+
+impl Past {
+    /// Keeps the past of `ranges` (ascending), which lie in `blocks`, in `file`.
+    pub(crate) fn start(
+        uffd: &Arc<Userfaultfd>,
+        blocks: &[Area],
+        ranges: &[Area],
+        file: OwnedFd,
+    ) -> Result<Self, String> {
+        if !uffd.can_write_protect() {
+            return Err(
+                "that needs Linux 6.4 or newer, and a QEMU whose memory is not all merged by KSM (systemd: MemoryKSM=no)"
+                    .to_owned(),
+            );
+        }
+        let keeper = Keeper::new(Arc::clone(uffd), ranges, file)?;
+        let (ended, end) = pipe_with(PipeFlags::CLOEXEC)
+            .map_err(|errno| format!("cannot make a pipe: {errno}"))?;
+        let keeper = Arc::new(keeper);
+        let watching = Arc::clone(&keeper);
+        // Before the first page is protected: nobody may wait for a thread that could not be started.
+        let thread = signals::with_all_blocked(|| {
+            std::thread::Builder::new()
+                .name("memfold-past".to_owned())
+                .spawn(move || {
+                    let watched = AssertUnwindSafe(|| watching.watch(&ended));
+                    if catch_unwind(watched).is_err() {
+                        watching.fail(Errno::IO);
+                    }
+                })
+        })
+        .map_err(|error| format!("cannot start a thread: {error}"))?;
+        let past = Self {
+            keeper,
+            end,
+            thread,
+        };
+        match past.protect(blocks) {
+            Ok(()) => Ok(past),
+            Err(errno) => {
+                past.end();
+                Err(if errno == Errno::INVAL {
+                    "part of this VM's RAM is a view of a snapshot's image, which the kernel can't protect".to_owned()
+                } else {
+                    format!("the VM's RAM can't be protected: {errno}")
+                })
+            }
+        }
+    }
+
+    fn protect(&self, blocks: &[Area]) -> Result<(), Errno> {
+        let uffd = &self.keeper.uffd;
+        for &block in blocks {
+            uffd.register(block, Mode::WriteProtect)?;
+            self.keeper.registered().push(block);
+        }
+        for &(area, _) in &self.keeper.ranges {
+            loop {
+                match uffd.write_protect(area) {
+                    Ok(()) => break,
+                    Err(Errno::AGAIN) => std::thread::yield_now(),
+                    Err(errno) => return Err(errno),
+                }
+            }
+        }
+        // The thread may have failed already, and not know of what was registered since.
+        self.keeper.problem().map_or(Ok(()), Err)
+    }
+
+    /// Keeps what lies between two addresses, which is about to be given away.
+    pub(crate) fn keep(&self, start: u64, end: u64) {
+        for &(area, first) in &self.keeper.ranges {
+            let from = start.max(area.start().0);
+            let to = end.min(area.end().0);
+            if from >= to {
+                continue;
+            }
+            let skip = (from - area.start().0) / PAGE_SIZE;
+            for page in skip..skip + (to - from) / PAGE_SIZE {
+                self.keeper.keep(area.part(page, 1), first + page);
+            }
+        }
+    }
+
+    /// Lifts all protection.
+    pub(crate) fn end(self) {
+        self.keeper.release();
+        drop(self.end);
+        let _ = self.thread.join();
+    }
+}
+
+impl Keeper {
+    fn new(uffd: Arc<Userfaultfd>, ranges: &[Area], file: OwnedFd) -> Result<Self, String> {
+        let mut next = 0;
+        let numbered = ranges.iter().map(|&area| {
+            let first = next;
+            next += area.pages();
+            (area, first)
+        });
+        let ranges: Vec<(Area, u64)> = numbered.collect();
+        if ranges
+            .windows(2)
+            .any(|two| two[0].0.end() > two[1].0.start())
+        {
+            return Err("the ranges don't ascend".to_owned());
+        }
+        let layout = Layout::new(next).ok_or("too many pages to number")?;
+        let words = SharedWords::map(&file, layout.front_pages())
+            .map_err(|errno| format!("the file for the past can't be used: {errno}"))?;
+        Ok(Self {
+            uffd,
+            file,
+            words,
+            layout,
+            ranges,
+            copying: Mutex::default(),
+            registered: Mutex::default(),
+        })
+    }
+
+    /// Serves who waits, until the other end of `ended` is closed.
+    fn watch(&self, ended: &OwnedFd) {
+        loop {
+            let mut ready = [
+                PollFd::new(&*self.uffd, PollFlags::IN),
+                PollFd::new(ended, PollFlags::IN),
+            ];
+            match poll(&mut ready, None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return self.fail(errno),
+            }
+            if !ready[1].revents().is_empty() {
+                return;
+            }
+            loop {
+                match self.uffd.next_fault() {
+                    Ok(Some(page)) => self.serve(page),
+                    Ok(None) => break,
+                    Err(errno) => return self.fail(errno),
+                }
+            }
+        }
+    }
+
+    /// Keeps a page that somebody wants to write to, and lets them.
+    fn serve(&self, page: Hva) {
+        let at = self.ranges.partition_point(|(area, _)| area.end() <= page);
+        let found = self.ranges.get(at).filter(|(area, _)| area.start() <= page);
+        let Some(&(area, first)) = found else {
+            // Not protected by us, or no more.
+            return;
+        };
+        let at = page.pages_since(area.start());
+        self.keep(area.part(at, 1), first + at);
+        // With it whatever around it needs no protection any more: one event for many pages.
+        let free = |page: u64| {
+            let entry = self.words.get(self.layout.entry_word(first + page));
+            entry.is_some_and(|entry| entry.load(Ordering::Acquire) != 0)
+        };
+        let chunk = at - at % HUGE_PAGE_PAGES;
+        let last = (chunk + HUGE_PAGE_PAGES).min(area.pages());
+        let from = (chunk..at).rev().take_while(|&page| free(page)).last();
+        let from = from.unwrap_or(at);
+        let to = (at + 1..last).find(|&page| !free(page)).unwrap_or(last);
+        self.lift(area.part(from, to - from), area.part(at, 1));
+    }
+
+    /// Lifts the protection of `area`, at least that of `page` in it, and wakes who waits for that one.
+    fn lift(&self, area: Area, page: Area) {
+        for area in [area, page] {
+            loop {
+                match self.uffd.lift(area) {
+                    Ok(()) => return,
+                    Err(Errno::AGAIN) => std::thread::yield_now(),
+                    // Part of it is another mapping by now, after a discard. The kernel has woken nobody then.
+                    Err(_) => break,
+                }
+            }
+        }
+        let _ = self.uffd.wake(page);
+    }
+
+    fn registered(&self) -> MutexGuard<'_, Vec<Area>> {
+        self.registered
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lifts all protection.
+    fn release(&self) {
+        for block in std::mem::take(&mut *self.registered()) {
+            // It may be gone: then nobody waits there.
+            let _ = self.uffd.unregister(block);
+            let _ = self.uffd.wake(block);
+        }
+    }
+
+    /// Why nothing is kept any more.
+    fn problem(&self) -> Option<Errno> {
+        let number = self.words.get(ERRNO_WORD)?.load(Ordering::Acquire);
+        (number != 0).then(|| Errno::from_raw_os_error(i32::try_from(number).unwrap_or(libc::EIO)))
+    }
+
+    /// Copies a page that lies at index `index`, unless that was done or nobody needs it.
+    fn keep(&self, page: Area, index: u64) {
+        let _one = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        let word = |at| self.words.get(at);
+        let (Some(entry), Some(used)) = (word(self.layout.entry_word(index)), word(USED_WORD))
+        else {
+            return;
+        };
+        if entry.load(Ordering::Acquire) != 0 {
+            return;
+        }
+        let slot = used.load(Ordering::Relaxed);
+        if let Err(errno) = page.save(&self.file, self.layout.slot_page(slot) * PAGE_SIZE) {
+            return self.fail(errno);
+        }
+        let kept = entry.compare_exchange(0, slot + 1, Ordering::AcqRel, Ordering::Acquire);
+        if kept.is_ok() {
+            used.store(slot + 1, Ordering::Release);
+        }
+    }
+
+    /// Keeps nothing any more, and says why.
+    fn fail(&self, errno: Errno) {
+        if let Some(word) = self.words.get(ERRNO_WORD) {
+            let number = u32::try_from(errno.raw_os_error()).unwrap_or(1);
+            word.store(number, Ordering::Release);
+        }
+        self.release();
+    }
+}

@@ -1,0 +1,23 @@
+//! A process of its own: what it asks of the kernel holds for all of its memory.
+
+use memfold_sys::userfaultfd::Userfaultfd;
+
+#[test]
+fn protection_is_not_relied_on_where_ksm_may_merge_everything() {
+    let Ok(before) = Userfaultfd::open(None) else {
+        return println!("skipped: no userfaultfd");
+    };
+    let merge = |on: libc::c_ulong| {
+        let none: libc::c_ulong = 0;
+        // SAFETY: takes no pointer.
+        unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, on, none, none, none) }
+    };
+    if !before.can_write_protect() || merge(1) != 0 {
+        return println!(
+            "skipped: this kernel can't merge all memory of a process, or not protect it"
+        );
+    }
+    assert!(!Userfaultfd::open(None).unwrap().can_write_protect());
+    assert_eq!(merge(0), 0);
+    assert!(Userfaultfd::open(None).unwrap().can_write_protect());
+}

@@ -1,0 +1,288 @@
+//! Disks at one instant: a new overlay is put over each temporary one, which is frozen by that.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+use super::SnapshotError;
+use super::shelf::Draft;
+use crate::vm::overlay::{self, Backing};
+use crate::vm::{Qmp, QmpError, VmSpec};
+
+/// A disk whose overlay is frozen, or is to be.
+#[derive(Debug)]
+pub(super) struct Frozen {
+    /// Its number in the description.
+    pub(super) disk: usize,
+    /// The overlay that is frozen.
+    pub(super) path: PathBuf,
+    /// The one that the VM writes then.
+    overlay: PathBuf,
+    /// Its block node.
+    pub(super) node: String,
+    /// What the VM writes before.
+    active: String,
+}
+
+/// Adds an overlay for each temporary one, which the VM does not use before [`switch`]. `note` keeps which there are before there are any:
+/// this daemon may die at any moment.
+pub(super) fn prepare(
+    qmp: &mut Qmp,
+    spec: &VmSpec,
+    draft: &Draft,
+    note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
+) -> Result<Vec<Frozen>, SnapshotError> {
+    drop_unused(qmp, spec)?;
+    let devices = qmp.query("query-block")?;
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let mut frozen: Vec<Frozen> = Vec::new();
+    let mut sizes: Vec<u64> = Vec::new();
+    for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
+        let active = active(&devices, &nodes, disk)
+            .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
+        check_chain(qmp, disk, &active)?;
+        // Node names have at most 31 bytes; the time makes them differ from save to save.
+        let node = format!("disk{disk}-{:x}", overlay::unique());
+        let place = active.file.parent().unwrap_or(Path::new("/var/tmp"));
+        sizes.push(active.virtual_bytes);
+        frozen.push(Frozen {
+            disk,
+            overlay: place.join(format!("memfold-{}-{node}.qcow2", spec.name)),
+            path: active.file,
+            node,
+            active: active.node,
+        });
+    }
+    if frozen.is_empty() {
+        return Ok(frozen);
+    }
+    let overlays: Vec<PathBuf> = frozen.iter().map(|f| f.overlay.clone()).collect();
+    note(&overlays)?;
+    let mut added = frozen
+        .iter()
+        .zip(sizes)
+        .map(|(new, bytes)| add(qmp, spec, draft, new, bytes));
+    if let Err(error) = added.try_for_each(|added| added) {
+        undo(qmp, &frozen, note);
+        return Err(error);
+    }
+    Ok(frozen)
+}
+
+/// Makes an overlay, over what the frozen one will be called when the snapshot is whole, and has QEMU open it.
+fn add(
+    qmp: &mut Qmp,
+    spec: &VmSpec,
+    draft: &Draft,
+    new: &Frozen,
+    virtual_bytes: u64,
+) -> Result<(), SnapshotError> {
+    let backing = Backing {
+        file: &draft.place().join(disk_name(new.disk)),
+        format: "qcow2",
+        virtual_bytes: Some(virtual_bytes),
+    };
+    overlay::create(&new.overlay, &backing).map_err(|source| SnapshotError::Files {
+        path: new.overlay.clone(),
+        source,
+    })?;
+    let disk = &spec.disks[new.disk];
+    let cache = json!({ "direct": disk.cache.direct(), "no-flush": disk.cache.no_flush() });
+    qmp.execute(
+        "blockdev-add",
+        json!({
+            "driver": "qcow2", "node-name": new.node, "backing": null, "discard": "unmap", "cache": cache,
+            "file": {
+                "driver": "file", "node-name": file_node(&new.node), "filename": new.overlay, "discard": "unmap",
+                "cache": cache, "aio": disk.aio.name(),
+            },
+        }),
+    )?;
+    Ok(())
+}
+
+/// Puts all overlays over those that the VM writes, at one instant.
+pub(super) fn switch(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotError> {
+    let action = |new: &Frozen| json!({ "type": "blockdev-snapshot", "data": { "node": new.active, "overlay": new.node } });
+    if !frozen.is_empty() {
+        let actions: Vec<Value> = frozen.iter().map(action).collect();
+        qmp.execute("transaction", json!({ "actions": actions }))?;
+    }
+    Ok(())
+}
+
+/// Has QEMU let go of overlays that are not used.
+pub(super) fn undo(
+    qmp: &mut Qmp,
+    frozen: &[Frozen],
+    note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
+) {
+    // What QEMU doesn't let go of, it may be writing to: an answer that comes too late is no refusal.
+    let mut in_use = |f: &&Frozen| match qmp.execute("blockdev-del", json!({ "node-name": f.node }))
+    {
+        Ok(_) => false,
+        // It was not added.
+        Err(QmpError::Refused { description, .. }) => !description.contains("find"),
+        Err(_) => true,
+    };
+    let (used, unused): (Vec<&Frozen>, Vec<&Frozen>) = frozen.iter().partition(|f| in_use(f));
+    for frozen in unused {
+        let _ = fs::remove_file(&frozen.overlay);
+    }
+    let used: Vec<PathBuf> = used.iter().map(|f| f.overlay.clone()).collect();
+    // If it can't be written now, it names files that are gone, which does no harm.
+    let _ = note(&used);
+}
+
+/// Name of a frozen disk in a snapshot.
+pub(super) fn disk_name(disk: usize) -> String {
+    format!("disk{disk}.qcow2")
+}
+
+fn file_node(node: &str) -> String {
+    format!("{node}-file")
+}
+
+/// What a disk's device writes to.
+struct Active {
+    node: String,
+    file: PathBuf,
+    virtual_bytes: u64,
+    /// What QEMU has below it, whatever its header says.
+    backing: Option<PathBuf>,
+}
+
+fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
+    let device = devices.as_array()?.iter().find(|device| {
+        let qdev = device["qdev"].as_str().unwrap_or_default();
+        qdev == format!("vd{disk}") || qdev.contains(&format!("/vd{disk}/"))
+    })?;
+    let inserted = &device["inserted"];
+    let node = inserted["node-name"].as_str()?.to_owned();
+    Some(Active {
+        file: file_of(nodes, disk, &node)?,
+        virtual_bytes: inserted["image"]["virtual-size"].as_u64()?,
+        backing: below(nodes, disk, &node),
+        node,
+    })
+}
+
+/// The file of a node of a disk's chain. It is a node of its own, which `vm run` names so, and we.
+fn file_of(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
+    let name = if node == format!("disk{disk}") {
+        format!("overlay-file{disk}")
+    } else {
+        file_node(node)
+    };
+    let file = nodes.as_array()?.iter().find(|n| n["node-name"] == name)?;
+    Some(file["file"].as_str()?.into())
+}
+
+/// When a node of a disk's chain was added; 0 for the first.
+fn age(disk: usize, name: &str) -> Option<u64> {
+    let rest = name.strip_prefix(&format!("disk{disk}"))?;
+    if rest.is_empty() {
+        return Some(0);
+    }
+    u64::from_str_radix(rest.strip_prefix('-')?, 16).ok()
+}
+
+/// Has QEMU let go of overlays that a daemon added and was killed before they became part of a disk's chain. QEMU refuses that for
+/// those that are.
+fn drop_unused(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    for disk in 0..spec.disks.len() {
+        for name in nodes.as_array().into_iter().flatten() {
+            let name = name["node-name"].as_str().unwrap_or_default();
+            if age(disk, name).is_none_or(|added| added == 0) {
+                continue;
+            }
+            match qmp.execute("blockdev-del", json!({ "node-name": name })) {
+                Ok(_) => {
+                    tracing::info!(node = name, "an overlay that a killed save left is removed");
+                    if let Some(file) = file_of(&nodes, disk, name) {
+                        let _ = fs::remove_file(file);
+                    }
+                }
+                Err(QmpError::Refused { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The file of the overlay right below `node`, as QEMU opened it: the youngest of the older ones, all of which are in the chain.
+fn below(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
+    let age = |name: &str| age(disk, name);
+    let own = age(node)?;
+    let names = nodes
+        .as_array()?
+        .iter()
+        .filter_map(|n| n["node-name"].as_str());
+    let older = names.filter_map(|name| Some((age(name)?, name)));
+    let (_, name) = older.filter(|(time, _)| *time < own).max()?;
+    file_of(nodes, disk, name)
+}
+
+/// Whether the files that a disk is built on are where the headers say. A header is put right that names a snapshot which never
+/// became one, because the daemon that made it was killed.
+fn check_chain(qmp: &mut Qmp, disk: usize, active: &Active) -> Result<(), SnapshotError> {
+    let same = |a: &Path, b: &Path| {
+        let inode = |path| {
+            fs::metadata(path)
+                .map(|facts| (facts.dev(), facts.ino()))
+                .ok()
+        };
+        inode(a).is_some() && inode(a) == inode(b)
+    };
+    // The overlay below is still at its first place until it belongs to a snapshot.
+    if let Some(backing) = active.backing.as_ref().filter(|file| file.exists()) {
+        let named = chain(&active.file)
+            .ok()
+            .and_then(|files| files.get(1).cloned());
+        // Another VM's snapshot may have got the name that this header was meant for.
+        if !named.is_some_and(|named| same(&named, backing)) {
+            name_backing(qmp, &active.node, backing)?;
+        }
+    }
+    chain(&active.file).map(drop).map_err(|error| {
+        SnapshotError::Impossible(format!(
+            "disk {disk} builds on a snapshot that was removed; start the VM anew to save it again ({error})"
+        ))
+    })
+}
+
+/// Writes into the header of a node's file what it is built on.
+pub(super) fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<(), SnapshotError> {
+    qmp.execute(
+        "change-backing-file",
+        json!({ "device": node, "image-node-name": node, "backing-file": backing }),
+    )?;
+    Ok(())
+}
+
+/// Files that a qcow2 is built on, itself first. `-U`: a running VM may have it open.
+pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
+    let output = Command::new("qemu-img")
+        .args(["info", "-U", "--backing-chain", "--output=json"])
+        .arg(disk)
+        .output()
+        .map_err(|source| SnapshotError::Files {
+            path: disk.into(),
+            source,
+        })?;
+    if !output.status.success() {
+        let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        return Err(SnapshotError::Qemu(format!("qemu-img: {words}")));
+    }
+    let images: Value = serde_json::from_slice(&output.stdout)
+        .map_err(|error| SnapshotError::Qemu(format!("qemu-img: {error}")))?;
+    let files = images.as_array().into_iter().flatten();
+    Ok(files
+        .filter_map(|image| Some(image["filename"].as_str()?.into()))
+        .collect())
+}

@@ -1,0 +1,314 @@
+//! Reading what memory held at the instant when a VM stood still, while it goes on.
+//!
+//! ```text
+//!   VM stands still   what is wanted is listed, the library protects it (KeepPast)
+//!   VM goes on        we read a chunk, then settle each of its pages:
+//!                       its entry goes from 0 to DONE, and it is protected still: it was read as it was
+//!                       its entry names a slot: the bytes of then are there
+//!                       neither: nobody knows what we have read, and the snapshot fails
+//! ```
+//! The third is no theory: KSM replaces a protected page by a merged one that is not protected (`replace_page` in `mm/ksm.c` makes the new
+//! page table entry without the mark of userfaultfd). So KSM stands still meanwhile, and what is not protected any more is not believed.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering;
+
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::shared::SharedWords;
+use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE};
+use memfold_wire::library::{MAX_RUNS, Range};
+use memfold_wire::past::{DONE, ERRNO_WORD, Layout, USED_WORD};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::process::Pid;
+
+/// Pages of a running VM that are wanted as they were.
+#[derive(Debug)]
+pub struct Past {
+    pagemap: Pagemap,
+    file: File,
+    words: SharedWords,
+    layout: Layout,
+    /// Ascending, each with the index of its first page.
+    ranges: Vec<(Range, u64)>,
+}
+
+impl Past {
+    /// Makes the file for the pages of `wanted`, which are ranges of addresses, ascending, none of them across two of `blocks`. `None` if no
+    /// page is wanted.
+    pub fn new(
+        pid: Pid,
+        blocks: &[std::ops::Range<Hva>],
+        wanted: &[std::ops::Range<Hva>],
+    ) -> io::Result<Option<Self>> {
+        let mut pages = 0;
+        let numbered = chunks(blocks, wanted, MAX_RUNS).into_iter().map(|range| {
+            let first = pages;
+            pages += range.pages;
+            (range, first)
+        });
+        let ranges: Vec<(Range, u64)> = numbered.collect();
+        let Some(layout) = Layout::new(pages) else {
+            return Ok(None);
+        };
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = File::from(rustix::fs::memfd_create("memfold-past", flags)?);
+        file.set_len(layout.file_pages() * PAGE_SIZE)?;
+        // Neither process may find the host out of memory when it touches the table.
+        let front = layout.front_pages() * PAGE_SIZE;
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, front)?;
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
+        let past = Self {
+            pagemap: Pagemap::open(pid)?,
+            words: SharedWords::map(&file, layout.front_pages())?,
+            file,
+            layout,
+            ranges,
+        };
+        for index in 0..pages {
+            past.entry(index)?.store(DONE, Ordering::Relaxed);
+        }
+        for range in wanted {
+            let first = past.index(range.start)?;
+            for index in first..first + range.end.pages_since(range.start) {
+                past.entry(index)?.store(0, Ordering::Release);
+            }
+        }
+        Ok(Some(past))
+    }
+
+    /// What the library is told.
+    #[must_use]
+    pub fn ranges(&self) -> Vec<Range> {
+        self.ranges.iter().map(|&(range, _)| range).collect()
+    }
+
+    /// The file, for the library.
+    pub fn descriptor(&self) -> io::Result<OwnedFd> {
+        self.file.as_fd().try_clone_to_owned()
+    }
+
+    /// Pages that the VM has written to before they were read, as far.
+    #[must_use]
+    pub fn kept_pages(&self) -> u64 {
+        self.word(USED_WORD)
+            .map_or(0, |word| word.load(Ordering::Acquire).into())
+    }
+
+    fn word(&self, at: u64) -> io::Result<&std::sync::atomic::AtomicU32> {
+        self.words.get(at).ok_or_else(|| other("no such word"))
+    }
+
+    fn entry(&self, index: u64) -> io::Result<&std::sync::atomic::AtomicU32> {
+        self.word(self.layout.entry_word(index))
+    }
+
+    fn index(&self, page: Hva) -> io::Result<u64> {
+        let end = |range: &Range| Hva(range.hva).add_pages(range.pages);
+        let at = self.ranges.partition_point(|(range, _)| end(range) <= page);
+        let found = self
+            .ranges
+            .get(at)
+            .filter(|(range, _)| Hva(range.hva) <= page);
+        let (range, first) = found.ok_or_else(|| other("a page that is not kept"))?;
+        Ok(first + page.pages_since(Hva(range.hva)))
+    }
+
+    /// Makes of `bytes`, which were just read from wanted pages at `start`, what these pages held then.
+    pub fn settle(&self, start: Hva, bytes: &mut [u8]) -> io::Result<()> {
+        let pages = (bytes.len() / PAGE_BYTES) as u64;
+        let filter = Filter {
+            any_of: category::PRESENT | category::SWAPPED,
+            none_of: category::WRITTEN,
+            ..Filter::default()
+        };
+        let protected = self.pagemap.scan(start, start.add_pages(pages), filter)?;
+        let mut protected = protected.iter().peekable();
+        for (number, page) in bytes.chunks_exact_mut(PAGE_BYTES).enumerate() {
+            let at = start.add_pages(number as u64);
+            while protected.next_if(|region| region.end <= at).is_some() {}
+            let was_read = protected.peek().is_some_and(|region| region.start <= at);
+            let entry = self.entry(self.index(at)?)?;
+            match entry.compare_exchange(0, DONE, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) if was_read => {}
+                Ok(_) => {
+                    self.check()?;
+                    return Err(other(
+                        "a page was not protected any more, though nobody has written to it: \
+                         does another program merge the VM's pages (KSM)?",
+                    ));
+                }
+                Err(DONE) => return Err(other("a page was read twice")),
+                Err(slot) => {
+                    let place = self.layout.slot_page(slot - 1) * PAGE_SIZE;
+                    self.file.read_exact_at(page, place)?;
+                }
+            }
+        }
+        self.check()
+    }
+
+    /// Whether everything has been kept as far.
+    fn check(&self) -> io::Result<()> {
+        match i32::try_from(self.word(ERRNO_WORD)?.load(Ordering::Acquire)) {
+            Ok(0) => Ok(()),
+            errno => {
+                let why = io::Error::from_raw_os_error(errno.unwrap_or(Errno::IO.raw_os_error()));
+                Err(io::Error::new(
+                    why.kind(),
+                    format!("what the VM was about to write to could not be kept: {why}"),
+                ))
+            }
+        }
+    }
+}
+
+impl AsFd for Past {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+fn other(why: &str) -> io::Error {
+    io::Error::other(why)
+}
+
+/// The huge pages in which something is wanted, as at most `most` ranges. Where there would be more, what lies between those that are
+/// nearest to each other is taken in too.
+fn chunks(
+    blocks: &[std::ops::Range<Hva>],
+    wanted: &[std::ops::Range<Hva>],
+    most: usize,
+) -> Vec<Range> {
+    let mut found: Vec<std::ops::Range<Hva>> = Vec::new();
+    for range in wanted {
+        let Some(block) = blocks
+            .iter()
+            .find(|block| block.start <= range.start && range.end <= block.end)
+        else {
+            continue;
+        };
+        let unit = HUGE_PAGE_PAGES * PAGE_SIZE;
+        let start = Hva(range.start.0 - range.start.0 % unit).max(block.start);
+        let end = Hva(range.end.0.next_multiple_of(unit)).min(block.end);
+        match found.last_mut() {
+            Some(last) if start <= last.end && last.start >= block.start => {
+                last.end = last.end.max(end);
+            }
+            _ => found.push(start..end),
+        }
+    }
+    let same_block = |a: Hva, b: Hva| {
+        blocks
+            .iter()
+            .any(|block| block.start <= a && b <= block.end)
+    };
+    let mut gaps: Vec<(u64, usize)> = found
+        .windows(2)
+        .enumerate()
+        .filter(|(_, two)| same_block(two[0].start, two[1].end))
+        .map(|(at, two)| (two[1].start.pages_since(two[0].end), at))
+        .collect();
+    gaps.sort_unstable();
+    let closed: std::collections::BTreeSet<usize> = gaps
+        .iter()
+        .take(found.len().saturating_sub(most))
+        .map(|&(_, at)| at)
+        .collect();
+    let mut ranges: Vec<std::ops::Range<Hva>> = Vec::new();
+    for (at, range) in found.into_iter().enumerate() {
+        match ranges.last_mut() {
+            Some(last) if at > 0 && closed.contains(&(at - 1)) => last.end = range.end,
+            _ => ranges.push(range),
+        }
+    }
+    ranges
+        .iter()
+        .map(|range| Range {
+            hva: range.start.0,
+            pages: range.end.pages_since(range.start),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UNIT: u64 = HUGE_PAGE_PAGES;
+
+    fn pages(from: u64, to: u64) -> std::ops::Range<Hva> {
+        let base = Hva(0x7000_0000_0000);
+        base.add_pages(from)..base.add_pages(to)
+    }
+
+    fn range(from: u64, to: u64) -> Range {
+        Range {
+            hva: pages(from, to).start.0,
+            pages: to - from,
+        }
+    }
+
+    #[test]
+    fn ranges_are_whole_huge_pages_inside_their_blocks() {
+        let blocks = [pages(100, 10 * UNIT), pages(10 * UNIT, 20 * UNIT)];
+        let wanted = [
+            pages(101, 102),
+            pages(UNIT - 1, UNIT + 1),
+            pages(5 * UNIT, 5 * UNIT + 1),
+            pages(10 * UNIT - 1, 10 * UNIT),
+            pages(10 * UNIT, 10 * UNIT + 1),
+        ];
+        assert_eq!(
+            chunks(&blocks, &wanted, 100),
+            [
+                range(100, 2 * UNIT),
+                range(5 * UNIT, 6 * UNIT),
+                range(9 * UNIT, 10 * UNIT),
+                range(10 * UNIT, 11 * UNIT)
+            ]
+        );
+        assert_eq!(
+            chunks(&blocks, &wanted, 2),
+            [range(100, 10 * UNIT), range(10 * UNIT, 11 * UNIT)]
+        );
+        assert_eq!(chunks(&blocks, &[], 2), []);
+    }
+
+    #[test]
+    fn slots_and_read_pages_are_told_apart() {
+        let me = rustix::process::getpid();
+        let memory = memfold_sys::region::Mapping::anonymous(UNIT, true).unwrap();
+        memory.area().write(&vec![7; 512 * 8]);
+        let area = memory.area();
+        let block = area.start()..area.end();
+        let wanted = [area.start()..area.start().add_pages(2)];
+        assert!(
+            Past::new(me, std::slice::from_ref(&block), &[])
+                .unwrap()
+                .is_none()
+        );
+        let past = Past::new(me, std::slice::from_ref(&block), &wanted)
+            .unwrap()
+            .unwrap();
+        assert_eq!(past.kept_pages(), 0);
+        // Nobody has protected anything here, so that a page that was only read is not believed.
+        let mut bytes = vec![1; PAGE_BYTES];
+        let error = past.settle(area.start(), &mut bytes).unwrap_err();
+        assert!(error.to_string().contains("KSM"), "{error}");
+        // One that was kept is taken from its slot.
+        let place = past.layout.slot_page(0) * PAGE_SIZE;
+        past.file.write_all_at(&[9; PAGE_BYTES], place).unwrap();
+        let second = area.start().add_pages(1);
+        past.entry(1).unwrap().store(1, Ordering::Release);
+        past.settle(second, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|&byte| byte == 9));
+        // What could not be kept fails all.
+        past.word(ERRNO_WORD).unwrap().store(28, Ordering::Release);
+        let error = past.settle(second, &mut bytes).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull, "{error}");
+    }
+}
