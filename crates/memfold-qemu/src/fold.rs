@@ -98,7 +98,7 @@ impl State {
                 (_, Kind::Anonymous, Some(uffd), Some(staging)) => {
                     by_move(uffd, staging, part, bytes, store, first)
                 }
-                (Freeze::WriteProtect, _, Some(uffd), _) if uffd.can_write_protect() => {
+                (Freeze::WriteProtect, _, Some(uffd), _) if uffd.protection_lasts() => {
                     let back = kind == Kind::Template && block.shows(part, store.identity(), first);
                     by_write_protection(uffd, part, bytes, store, first, back)
                 }

@@ -42,7 +42,7 @@ pub struct Folder {
     /// For [`Order::TrackWrites`].
     tracker: Result<Userfaultfd, String>,
     /// Opened at the start: a QEMU that has given its privileges up (`-run-with user=`) may not any more.
-    pagemap: Result<Pagemap, String>,
+    pagemap: Result<Arc<Pagemap>, String>,
     state: Mutex<State>,
     /// Held while an order stops the VM; never together with `state`'s lock for more than a run, because QEMU's main loop may
     /// want that one to stop.
@@ -82,7 +82,9 @@ impl Folder {
             tracker: Userfaultfd::open_async(device).map_err(|error| {
                 format!("writes can't be tracked here ({error}): that needs Linux 6.7 or newer")
             }),
-            pagemap: Pagemap::open(rustix::process::getpid()).map_err(|error| error.to_string()),
+            pagemap: Pagemap::open(rustix::process::getpid())
+                .map(Arc::new)
+                .map_err(|error| error.to_string()),
             state: Mutex::new(state),
             can_stop: monitor.is_some(),
             monitor: Mutex::new(monitor),
@@ -288,6 +290,10 @@ impl Folder {
 
     fn keep_past(&self, ranges: &[Range], file: OwnedFd) -> Result<(), String> {
         let uffd = self.uffd.as_ref().map_err(Clone::clone)?;
+        let pagemap = self
+            .pagemap
+            .as_ref()
+            .map_err(|error| format!("cannot open /proc/self/pagemap: {error}"))?;
         self.untrack_writes();
         let mut state = self.lock();
         if state.past.is_some() {
@@ -305,7 +311,13 @@ impl Folder {
                 blocks.push(block.area());
             }
         }
-        state.past = Some(Past::start(uffd, &blocks, &areas, file)?);
+        state.past = Some(Past::start(
+            uffd,
+            &blocks,
+            &areas,
+            Arc::clone(pagemap),
+            file,
+        )?);
         Ok(())
     }
 
@@ -370,7 +382,7 @@ impl Folder {
             version: VERSION,
             library: env!("CARGO_PKG_VERSION").to_owned(),
             can_move: self.uffd().is_some_and(Userfaultfd::can_move),
-            can_write_protect: self.uffd().is_some_and(Userfaultfd::can_write_protect),
+            can_write_protect: self.uffd().is_some_and(Userfaultfd::protection_lasts),
             can_stop: self.can_stop,
             problem,
         }

@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use memfold_sys::pagemap::{Filter, Pagemap};
 use memfold_sys::region::Area;
 use memfold_sys::shared::SharedWords;
 use memfold_sys::signals;
@@ -24,6 +25,9 @@ use memfold_wire::past::{ERRNO_WORD, Layout, USED_WORD};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
+
+/// Pages whose protection is lifted at once.
+const LIFT_PAGES: usize = 4096;
 
 /// Memory whose past is kept, until [`Past::end`].
 #[derive(Debug)]
@@ -39,6 +43,7 @@ struct Keeper {
     uffd: Arc<Userfaultfd>,
     file: OwnedFd,
     words: SharedWords,
+    pagemap: Arc<Pagemap>,
     layout: Layout,
     /// Ascending, each with the index of its first page.
     ranges: Vec<(Area, u64)>,
@@ -54,15 +59,16 @@ impl Past {
         uffd: &Arc<Userfaultfd>,
         blocks: &[Area],
         ranges: &[Area],
+        pagemap: Arc<Pagemap>,
         file: OwnedFd,
     ) -> Result<Self, String> {
-        if !uffd.can_write_protect() {
+        if !uffd.protection_lasts() {
             return Err(
                 "that needs Linux 6.4 or newer, and a QEMU whose memory is not all merged by KSM (systemd: MemoryKSM=no)"
                     .to_owned(),
             );
         }
-        let keeper = Keeper::new(Arc::clone(uffd), ranges, file)?;
+        let keeper = Keeper::new(Arc::clone(uffd), ranges, pagemap, file)?;
         let (ended, end) = pipe_with(PipeFlags::CLOEXEC)
             .map_err(|errno| format!("cannot make a pipe: {errno}"))?;
         let keeper = Arc::new(keeper);
@@ -133,6 +139,8 @@ impl Past {
 
     /// Lifts all protection.
     pub(crate) fn end(self) {
+        // A daemon that isn't done must not believe what it reads from now on.
+        self.keeper.note(Errno::CANCELED);
         self.keeper.release();
         drop(self.end);
         let _ = self.thread.join();
@@ -140,7 +148,12 @@ impl Past {
 }
 
 impl Keeper {
-    fn new(uffd: Arc<Userfaultfd>, ranges: &[Area], file: OwnedFd) -> Result<Self, String> {
+    fn new(
+        uffd: Arc<Userfaultfd>,
+        ranges: &[Area],
+        pagemap: Arc<Pagemap>,
+        file: OwnedFd,
+    ) -> Result<Self, String> {
         let mut next = 0;
         let numbered = ranges.iter().map(|&area| {
             let first = next;
@@ -161,6 +174,7 @@ impl Keeper {
             uffd,
             file,
             words,
+            pagemap,
             layout,
             ranges,
             copying: Mutex::default(),
@@ -238,6 +252,12 @@ impl Keeper {
 
     /// Lifts all protection.
     fn release(&self) {
+        // Piece by piece first, under the lock that faults share: unregistering takes the whole address space.
+        for &(area, _) in &self.ranges {
+            for piece in (0..area.pages()).step_by(LIFT_PAGES) {
+                let _ = self.uffd.lift(area.part(piece, LIFT_PAGES as u64));
+            }
+        }
         for block in std::mem::take(&mut *self.registered()) {
             // It may be gone: then nobody waits there.
             let _ = self.uffd.unregister(block);
@@ -266,18 +286,31 @@ impl Keeper {
         if let Err(errno) = page.save(&self.file, self.layout.slot_page(slot) * PAGE_SIZE) {
             return self.fail(errno);
         }
+        // Nobody lifts it while we copy, and nobody protects it again: if it is protected now, it was all the time. KSM, for one, puts an
+        // unprotected page in its place, and then those may be other bytes.
+        let protected = self
+            .pagemap
+            .all_pass(page.start(), page.end(), Filter::PROTECTED);
+        if !protected.is_ok_and(|protected| protected) {
+            return self.fail(Errno::STALE);
+        }
         let kept = entry.compare_exchange(0, slot + 1, Ordering::AcqRel, Ordering::Acquire);
         if kept.is_ok() {
             used.store(slot + 1, Ordering::Release);
         }
     }
 
-    /// Keeps nothing any more, and says why.
-    fn fail(&self, errno: Errno) {
+    /// Notes the first reason why nothing is kept any more.
+    fn note(&self, errno: Errno) {
         if let Some(word) = self.words.get(ERRNO_WORD) {
             let number = u32::try_from(errno.raw_os_error()).unwrap_or(1);
-            word.store(number, Ordering::Release);
+            let _ = word.compare_exchange(0, number, Ordering::AcqRel, Ordering::Acquire);
         }
+    }
+
+    /// Keeps nothing any more, and says why.
+    fn fail(&self, errno: Errno) {
+        self.note(errno);
         self.release();
     }
 }

@@ -22,7 +22,7 @@ impl State {
         };
         let protect = match (freeze, uffd) {
             (Freeze::Stopped { .. }, _) => None,
-            (Freeze::WriteProtect, Some(uffd)) if uffd.can_write_protect() => Some(uffd),
+            (Freeze::WriteProtect, Some(uffd)) if uffd.protection_lasts() => Some(uffd),
             _ => return Outcome::Refused,
         };
         let mut done = 0;

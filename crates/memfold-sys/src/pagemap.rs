@@ -36,7 +36,7 @@ const _: () = assert!(size_of::<ScanArgument>() == 0x60);
 pub mod category {
     /// Lies where writes are told (`Userfaultfd::open_async`).
     pub const WRITES_TOLD: u64 = 1 << 0;
-    /// Written since [`WRITES_TOLD`] holds and the page was protected. Only meaningful together with it.
+    /// Not protected by a userfaultfd; where [`WRITES_TOLD`] holds: written to since it was.
     pub const WRITTEN: u64 = 1 << 1;
     /// In memory, and mapped from a file or shared memory: for a private file mapping, a page not copied yet.
     pub const FILE: u64 = 1 << 2;
@@ -62,6 +62,15 @@ pub struct Region {
     pub categories: u64,
 }
 const _: () = assert!(size_of::<Region>() == 24);
+
+impl Filter {
+    /// Pages that were protected by a userfaultfd and still are: in memory, in swap, or only marked.
+    pub const PROTECTED: Self = Self {
+        all_of: 0,
+        any_of: category::PRESENT | category::SWAPPED,
+        none_of: category::WRITTEN,
+    };
+}
 
 impl Region {
     /// Length in pages.
@@ -104,33 +113,59 @@ impl Pagemap {
         let mut buffer = [Region::default(); 512];
         let mut next = start;
         while next < end {
-            let mut argument = ScanArgument {
-                size: size_of::<ScanArgument>() as u64,
-                start: next.0,
-                end: end.0,
-                vec: buffer.as_mut_ptr().expose_provenance() as u64,
-                vec_len: buffer.len() as u64,
-                category_inverted: filter.none_of,
-                category_mask: filter.all_of | filter.none_of,
-                category_anyof_mask: filter.any_of,
-                return_mask: category::FILE
-                    | category::PRESENT
-                    | category::SWAPPED
-                    | category::ZERO
-                    | category::HUGE,
-                ..ScanArgument::default()
-            };
-            // SAFETY: the argument has the layout that the kernel expects and its `vec` points to `vec_len` regions that
-            // live through the call.
-            let n = unsafe { libc::ioctl(self.0.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
-            let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
+            let (n, walked) = self.scan_into(next, end, filter, &mut buffer)?;
             found.extend_from_slice(&buffer[..n]);
-            if argument.walk_end <= next.0 {
-                return Err(io::Error::other("PAGEMAP_SCAN made no progress"));
-            }
-            next = Hva(argument.walk_end);
+            next = walked;
         }
         Ok(found)
+    }
+
+    /// Whether all of `[start, end)` passes `filter`. Allocates nothing.
+    pub fn all_pass(&self, start: Hva, end: Hva, filter: Filter) -> io::Result<bool> {
+        let mut next = start;
+        while next < end {
+            let mut found = [Region::default()];
+            let (count, walked) = self.scan_into(next, end, filter, &mut found)?;
+            if count == 0 || found[0].start != next {
+                return Ok(false);
+            }
+            next = found[0].end.min(walked);
+        }
+        Ok(true)
+    }
+
+    /// Fills `found` from `start`; how many, and how far it has looked.
+    fn scan_into(
+        &self,
+        start: Hva,
+        end: Hva,
+        filter: Filter,
+        found: &mut [Region],
+    ) -> io::Result<(usize, Hva)> {
+        let mut argument = ScanArgument {
+            size: size_of::<ScanArgument>() as u64,
+            start: start.0,
+            end: end.0,
+            vec: found.as_mut_ptr().expose_provenance() as u64,
+            vec_len: found.len() as u64,
+            category_inverted: filter.none_of,
+            category_mask: filter.all_of | filter.none_of,
+            category_anyof_mask: filter.any_of,
+            return_mask: category::FILE
+                | category::PRESENT
+                | category::SWAPPED
+                | category::ZERO
+                | category::HUGE,
+            ..ScanArgument::default()
+        };
+        // SAFETY: the argument has the layout that the kernel expects and its `vec` points to `vec_len` regions that
+        // live through the call.
+        let n = unsafe { libc::ioctl(self.0.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
+        let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
+        if argument.walk_end <= start.0 {
+            return Err(io::Error::other("PAGEMAP_SCAN made no progress"));
+        }
+        Ok((n, Hva(argument.walk_end)))
     }
 
     /// Raw entries of `count` pages from `start` (`pagemap.rst`: bits 0-54 frame number, 61 file, 62 swapped, 63 present).

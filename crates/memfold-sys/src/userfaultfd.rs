@@ -181,11 +181,17 @@ impl Userfaultfd {
         self.features & FEATURE_MOVE != 0
     }
 
-    /// Whether [`Self::write_protect`] works on anonymous and shmem mappings (Linux >= 6.4), and lasts where nobody asks for merging: KSM puts
-    /// an unprotected page in the place of a protected one (`replace_page` in `mm/ksm.c`), and in some processes it may do so anywhere.
+    /// Whether [`Self::write_protect`] works on anonymous and shmem mappings (Linux >= 6.4).
     #[must_use]
     pub const fn can_write_protect(&self) -> bool {
-        self.features & FEATURES_WP == FEATURES_WP && !self.merged
+        self.features & FEATURES_WP == FEATURES_WP
+    }
+
+    /// Whether it works, and lasts where nobody asks for merging: KSM puts an unprotected page in the place of a protected one
+    /// (`replace_page` in `mm/ksm.c`), and in some processes it may do so anywhere.
+    #[must_use]
+    pub const fn protection_lasts(&self) -> bool {
+        self.can_write_protect() && !self.merged
     }
 
     /// Starts to catch faults of `mode` in `area`. `EBUSY`: another userfaultfd is there. `EINVAL`: a mapping that can't be

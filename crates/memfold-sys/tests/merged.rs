@@ -12,12 +12,12 @@ fn protection_is_not_relied_on_where_ksm_may_merge_everything() {
         // SAFETY: takes no pointer.
         unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, on, none, none, none) }
     };
-    if !before.can_write_protect() || merge(1) != 0 {
+    if !before.protection_lasts() || merge(1) != 0 {
         return println!(
             "skipped: this kernel can't merge all memory of a process, or not protect it"
         );
     }
-    assert!(!Userfaultfd::open(None).unwrap().can_write_protect());
+    assert!(!Userfaultfd::open(None).unwrap().protection_lasts());
     assert_eq!(merge(0), 0);
-    assert!(Userfaultfd::open(None).unwrap().can_write_protect());
+    assert!(Userfaultfd::open(None).unwrap().protection_lasts());
 }

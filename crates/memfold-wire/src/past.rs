@@ -24,7 +24,7 @@ pub const DONE: u32 = u32::MAX;
 /// Word of the file that counts used slots.
 pub const USED_WORD: u64 = 0;
 
-/// Word of the file with the `errno` that ended it.
+/// Word of the file with the `errno` that ended it: `ESTALE` a page was not protected any more, `ECANCELED` the order or its connection ended.
 pub const ERRNO_WORD: u64 = 1;
 
 /// Words in a page.

@@ -11,7 +11,8 @@ use memfold::ksm::{
 use memfold::ledger::take;
 use memfold::snapshot::past::Past;
 use memfold::vm::{RamBlock, RamLayout};
-use memfold_sys::region::Mapping;
+use memfold_sys::pagemap::{Filter, Pagemap};
+use memfold_sys::region::{Area, Mapping};
 use memfold_units::PageCount;
 use memfold_wire::library::{Order, Reply, VERSION};
 use rustix::mm::Advice;
@@ -83,6 +84,7 @@ fn a_page_that_was_merged_while_its_past_was_kept_is_not_believed() {
         me,
         std::slice::from_ref(&whole),
         std::slice::from_ref(&whole),
+        64,
     );
     let past = past.unwrap().unwrap();
     let order = Order::KeepPast {
@@ -92,6 +94,11 @@ fn a_page_that_was_merged_while_its_past_was_kept_is_not_believed() {
     assert_eq!(kept, Reply::Ok);
     let state = tempfile::tempdir().unwrap();
     let run = Run::start(&controls, state.path(), &fast()).unwrap();
+    let pagemap = Pagemap::open(me).unwrap();
+    let is_protected = |page: &Area| {
+        let passes = pagemap.all_pass(page.start(), page.end(), Filter::PROTECTED);
+        passes.unwrap()
+    };
     let merged = || {
         let status = ProcessStatus::read(Path::new("/proc"), own()).unwrap();
         status.ksm_merging_pages.unwrap_or(0)
@@ -101,11 +108,23 @@ fn a_page_that_was_merged_while_its_past_was_kept_is_not_believed() {
         assert!(Instant::now() < end, "KSM merges nothing");
         std::thread::sleep(Duration::from_millis(20));
     }
+    let pages = (0..64).map(|page| area.part(page, 1));
+    let lost: Vec<Area> = pages.filter(|page| !is_protected(page)).collect();
+    let [first, second, ..] = lost[..] else {
+        panic!("KSM keeps protection in this kernel")
+    };
     // Nobody waits for this write, nor keeps what was there.
-    area.write(&[9; 512]);
+    first.write(&[9; 512]);
     let mut bytes = vec![0; 4096];
-    memfold_sys::memory::read(me, area.start(), &mut bytes).unwrap();
-    let error = past.settle(area.start(), &mut bytes).unwrap_err();
+    memfold_sys::memory::read(me, first.start(), &mut bytes).unwrap();
+    let error = past.settle(first.start(), &mut bytes).unwrap_err();
+    assert!(error.to_string().contains("KSM"), "{error}");
+    // Nor is what is copied before a page is given away.
+    second.write(&[9; 512]);
+    let address = usize::try_from(second.start().0).unwrap();
+    folder.discard(address, 4096).unwrap().unwrap();
+    assert_eq!(past.kept_pages(), 0);
+    let error = past.settle(second.start(), &mut bytes).unwrap_err();
     assert!(error.to_string().contains("KSM"), "{error}");
     run.stop(true).unwrap();
 }

@@ -116,15 +116,19 @@ impl Ram {
         Plan::new(me(), vec![source], &[]).unwrap()
     }
 
-    /// Keeps what is there now.
-    fn keep(&self, plan: &Plan) -> Past {
+    /// Keeps what is there now, and up to `room` pages of it that are written to.
+    fn keep_some(&self, plan: &Plan, room: u64) -> Past {
         let whole = self.area().start()..self.area().end();
         let wanted: Vec<_> = plan.wanted(0).collect();
-        let past = Past::new(me(), &[whole], &wanted).unwrap().unwrap();
+        let past = Past::new(me(), &[whole], &wanted, room).unwrap().unwrap();
         let ranges = past.ranges();
         let file = past.descriptor().unwrap();
         self.ok(&Order::KeepPast { ranges }, Some(file));
         past
+    }
+
+    fn keep(&self, plan: &Plan) -> Past {
+        self.keep_some(plan, PAGES)
     }
 
     /// Changes something, as a vCPU, the kernel or a balloon would.
@@ -279,7 +283,7 @@ fn a_file_that_has_no_room_for_the_past_ends_it_and_the_writers_go_on() {
     let plan = ram.plan();
     let whole = ram.area().start()..ram.area().end();
     let wanted: Vec<_> = plan.wanted(0).collect();
-    let past = Past::new(me(), &[whole], &wanted).unwrap().unwrap();
+    let past = Past::new(me(), &[whole], &wanted, PAGES).unwrap().unwrap();
     // As if the host had no memory left: what is opened so can't be written.
     let path = {
         use std::os::fd::AsRawFd;
@@ -310,12 +314,42 @@ fn a_file_that_has_no_room_for_the_past_ends_it_and_the_writers_go_on() {
 }
 
 #[test]
+fn more_than_there_is_room_for_ends_it() {
+    let ram = Ram::new();
+    let past = ram.keep_some(&ram.plan(), 1);
+    let settled = |page| {
+        let mut buffer = vec![0; PAGE_BYTES];
+        let at = ram.area().part(page, 1).start();
+        memory::read(me(), at, &mut buffer).unwrap();
+        past.settle(at, &mut buffer).map(|()| buffer)
+    };
+    ram.write(3, 77);
+    assert!(settled(3).unwrap() == bytes(3));
+    assert!(settled(5).unwrap() == bytes(5));
+    ram.write(4, 77);
+    let error = settled(6).unwrap_err().to_string();
+    assert!(error.contains("room"), "{error}");
+    ram.ok(&Order::ForgetPast, None);
+}
+
+#[test]
+fn a_connection_that_ends_meanwhile_is_told() {
+    let ram = Ram::new();
+    let past = ram.keep(&ram.plan());
+    ram.folder.disconnected();
+    let mut buffer = vec![0; PAGE_BYTES];
+    let at = ram.area().part(2, 1).start();
+    let error = past.settle(at, &mut buffer).unwrap_err().to_string();
+    assert!(error.contains("connection"), "{error}");
+}
+
+#[test]
 fn ranges_that_are_no_ram_are_refused() {
     let ram = Ram::new();
     let plan = ram.plan();
     let whole = ram.area().start()..ram.area().end();
     let wanted: Vec<_> = plan.wanted(0).collect();
-    let past = Past::new(me(), &[whole], &wanted).unwrap().unwrap();
+    let past = Past::new(me(), &[whole], &wanted, PAGES).unwrap().unwrap();
     let file = || Some(past.descriptor().unwrap());
     let mut beyond = past.ranges();
     beyond.last_mut().unwrap().pages += 1;

@@ -9,8 +9,8 @@ mod types;
 pub use client::{Client, ClientError};
 pub use server::{ServeError, openapi, serve};
 pub use types::{
-    AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, RestoreRequest,
-    SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
+    AttachRequest, BootSnapshot, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport,
+    RebootRequest, RestoreRequest, SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
 };
 
 /// Where the daemon listens if nothing else is said.

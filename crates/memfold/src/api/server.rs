@@ -16,8 +16,8 @@ use tokio::net::UnixListener;
 use utoipa::OpenApi;
 
 use super::types::{
-    AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, RestoreRequest,
-    SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
+    AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, RebootRequest,
+    RestoreRequest, SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
 };
 use crate::daemon::{Daemon, DaemonError};
 use crate::fold::EngineStats;
@@ -60,6 +60,7 @@ pub enum ServeError {
         run,
         attach,
         stop,
+        reboot,
         exec,
         report,
         fold,
@@ -117,6 +118,7 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms", get(list).post(run))
         .route("/v1/attach", post(attach))
         .route("/v1/vms/{name}/stop", post(stop))
+        .route("/v1/vms/{name}/reboot", post(reboot))
         .route("/v1/vms/{name}/exec", post(exec))
         .route("/v1/report", get(report))
         .route("/v1/fold", get(fold).put(set_fold))
@@ -267,6 +269,18 @@ async fn stop(
 ) -> Result<Json<()>, Failure> {
     blocking(daemon, move |d| {
         d.stop_vm(&name, seconds(request.timeout_s)?)
+    })
+    .await
+}
+
+#[utoipa::path(post, path = "/v1/vms/{name}/reboot", request_body = RebootRequest, responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody)))]
+async fn reboot(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Asked(request): Asked<RebootRequest>,
+) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| {
+        d.reboot(&name, &request, seconds(request.timeout_s)?)
     })
     .await
 }

@@ -47,6 +47,31 @@ pub struct VmInfo {
     /// What it got anew when it was restored, if this daemon saw to that.
     #[serde(default)]
     pub renewal: Option<Renewal>,
+    /// The snapshot to which it can go back, if it was started with `boot_snapshot`.
+    #[serde(default)]
+    pub boot_snapshot: Option<BootSnapshot>,
+}
+
+/// The snapshot of a VM right after its boot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum BootSnapshot {
+    /// The guest boots.
+    Pending,
+    /// It is there.
+    Ready,
+    /// There is none, and why.
+    Failed(String),
+}
+
+/// `POST /v1/vms/{name}/reboot`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct RebootRequest {
+    /// Go back to what the VM was right after its boot, disks included, instead of having the guest reboot.
+    #[serde(default)]
+    pub from_boot_snapshot: bool,
+    /// Seconds that the guest has until its agent answers again.
+    pub timeout_s: f64,
 }
 
 /// `POST /v1/attach`

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
@@ -9,7 +10,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use memfold_units::ByteSize;
 
 use super::Context;
-use crate::api::{AttachRequest, ExecRequest, ExecResult, StopRequest, VmInfo};
+use crate::api::{AttachRequest, ExecRequest, ExecResult, RebootRequest, StopRequest, VmInfo};
 use crate::vm::{DiskSpec, VmSpec};
 
 #[derive(Subcommand, Debug)]
@@ -25,6 +26,17 @@ pub(super) enum Arguments {
         names: Vec<String>,
         /// Seconds that the guest has to shut down by itself
         #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
+        timeout: f64,
+    },
+    /// Reboot a VM: its guest does it, or the VM goes back to what it was right after its boot
+    Reboot {
+        /// Name of the VM
+        name: String,
+        /// Restore what it was right after its boot, in well under a second: what it has written since, to memory and disks, is gone
+        #[arg(long)]
+        from_boot_snapshot: bool,
+        /// Seconds that the guest has until its agent answers again
+        #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
         timeout: f64,
     },
     /// Take on a QEMU that is already running, by its QMP socket
@@ -86,6 +98,9 @@ pub(super) struct RunArguments {
     /// User that QEMU runs as once it has opened everything, so that a QEMU that is taken over by its guest has few rights
     #[arg(long)]
     user: Option<String>,
+    /// Save the VM as NAME-boot as soon as it is up, for 'vm reboot --from-boot-snapshot'
+    #[arg(long)]
+    boot_snapshot: bool,
     /// Don't preload memfold's library: the VM's RAM won't be folded
     #[arg(long)]
     no_fold: bool,
@@ -127,6 +142,7 @@ impl RunArguments {
             spec.user = self.user;
         }
         spec.fold &= !self.no_fold;
+        spec.boot_snapshot |= self.boot_snapshot;
         spec.qemu_args.extend(self.qemu_args);
         spec.validate()?;
         Ok(spec)
@@ -155,6 +171,23 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             }
             let stopped = serde_json::json!({ "stopped": names });
             context.print(&stopped, |_| format!("stopped {}", names.join(", ")))?;
+        }
+        Arguments::Reboot {
+            name,
+            from_boot_snapshot,
+            timeout,
+        } => {
+            let request = RebootRequest {
+                from_boot_snapshot,
+                timeout_s: timeout,
+            };
+            let began = Instant::now();
+            let info: VmInfo =
+                client.post(&format!("/v1/vms/{}/reboot", segment(&name)?), &request)?;
+            let took = began.elapsed().as_secs_f64();
+            context.print(&info, |vm| {
+                describe(&format!("rebooted in {took:.2} s:"), vm)
+            })?;
         }
         Arguments::Attach { qmp, name, domain } => {
             let qmp = std::path::absolute(qmp)?;

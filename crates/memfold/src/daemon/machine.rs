@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use super::DaemonError;
 use super::guest::{Monitor, QemuGuest};
 use super::turns::Turns;
-use crate::api::{AttachRequest, VmInfo};
+use crate::api::{AttachRequest, BootSnapshot, VmInfo};
 use crate::fold::{Command, Guest, GuestError, VmId};
 use crate::ledger::VmAccount;
 use crate::snapshot::Renewal;
@@ -71,6 +71,7 @@ pub(super) struct Machine {
     library_problem: Option<String>,
     saving: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
+    boot_snapshot: Mutex<Option<BootSnapshot>>,
     can_stop: bool,
     agent: Mutex<Option<Arc<AgentLink>>>,
     commands: SyncSender<Command>,
@@ -117,6 +118,7 @@ impl Machine {
             library_problem,
             saving: Mutex::default(),
             renewal: Mutex::default(),
+            boot_snapshot: Mutex::default(),
             agent: Mutex::default(),
             commands: commands.clone(),
             qemu: format!("{major}.{minor}.{micro}"),
@@ -418,7 +420,19 @@ impl Machine {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .clone(),
+            boot_snapshot: self
+                .boot_snapshot
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone(),
         }
+    }
+
+    pub fn set_boot_snapshot(&self, now: BootSnapshot) {
+        *self
+            .boot_snapshot
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(now);
     }
 
     pub fn account(&self, stores: &[StoreIdentity]) -> Option<VmAccount> {
@@ -434,7 +448,7 @@ impl Machine {
     }
 
     /// A handle of its own, so that a long command doesn't keep others out.
-    fn agent(&self) -> Option<Arc<AgentLink>> {
+    pub fn agent(&self) -> Option<Arc<AgentLink>> {
         self.agent
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

@@ -11,6 +11,7 @@
 mod error;
 mod guest;
 mod machine;
+mod reboot;
 mod snapshots;
 mod turns;
 
@@ -126,12 +127,13 @@ impl Daemon {
                 continue;
             }
             info!(vm = name, pid = vm.pid().as_raw_nonzero(), "taken over");
-            if let Err(error) = daemon.take_on(vm, &name, domain, None) {
-                warn!(
+            match daemon.take_on(vm, &name, domain, None) {
+                Ok(machine) => daemon.find_boot_snapshot(&machine),
+                Err(error) => warn!(
                     vm = name,
                     error = &error as &dyn std::error::Error,
                     "could not be taken over"
-                );
+                ),
             }
         }
         for request in daemon.read_attached() {
@@ -241,7 +243,14 @@ impl Daemon {
 
     /// Starts a VM.
     pub fn run_vm(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
-        self.launch(spec, |state, spec| Ok(crate::vm::start(state, spec)?))
+        let boots = spec.boot_snapshot.then(|| spec.name.clone());
+        let info = self.launch(spec, |state, spec| Ok(crate::vm::start(state, spec)?))?;
+        let Some(name) = boots else {
+            return Ok(info);
+        };
+        let machine = self.machine(&name)?;
+        self.save_when_booted(&machine);
+        Ok(machine.info())
     }
 
     /// Starts a VM in some way, and takes it on.

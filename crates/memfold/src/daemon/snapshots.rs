@@ -1,5 +1,6 @@
 //! Snapshots and clones of the daemon's VMs.
 
+use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -20,7 +21,7 @@ use crate::snapshot::free::{self, Frames};
 use crate::snapshot::identity::{HAS_GENERATION_ID, Plan};
 use crate::snapshot::manifest::Steps;
 use crate::snapshot::{Keep, Manifest, SnapshotError, SnapshotInfo, image, restore, save, shelf};
-use crate::vm::Incoming;
+use crate::vm::{AgentLink, Incoming};
 
 /// How long a guest may take to drop its caches.
 const DROP_TIMEOUT: Duration = Duration::from_secs(120);
@@ -91,20 +92,27 @@ impl Daemon {
         let asked = machine.run(HAS_GENERATION_ID, ASK_TIMEOUT).ok();
         let generation_id = asked.map(|answer| answer.code == 0);
         let listing = Instant::now();
+        let merging = request.live.then(|| self.stop_merging()).transpose()?;
+        let agent = machine.agent();
         let held = Held {
             daemon: self,
             machine,
+            agent: agent.as_deref(),
+            quiet: RefCell::default(),
+            merging: RefCell::new(merging),
         };
         let free = held.free_pages();
+        // Devices that write past the page tables: nobody would keep what they write to.
+        if let Some(problem) = machine.problem().filter(|_| request.live) {
+            return Err(SnapshotError::Impossible(format!(
+                "the VM can't be saved live: {problem}"
+            ))
+            .into());
+        }
         if let Err(why) = &free {
             info!(vm = request.vm, why, "free pages are saved too");
         }
         steps.list_ms = save::milliseconds(listing.elapsed());
-        let _merging_stops = if request.live {
-            Some(self.stop_merging()?)
-        } else {
-            None
-        };
         let saving = save::Request {
             agent: generation_id.is_some(),
             generation_id: generation_id == Some(true),
@@ -118,13 +126,12 @@ impl Daemon {
         };
         let manifest = save::save(
             machine.vm(),
-            &mut machine.monitor(),
+            || machine.monitor(),
             &self.shelf,
             &saving,
             &held,
             &mut |_| {},
         )?;
-        drop(held);
         info!(
             vm = request.vm,
             snapshot = request.name,
@@ -305,7 +312,7 @@ impl Daemon {
             machine: manifest.machine.clone(),
             accel: manifest.accel.clone(),
         };
-        self.launch(spec, |state, spec| {
+        let info = self.launch(spec, |state, spec| {
             let vm = crate::vm::start_incoming(state, spec, &incoming)?;
             let noted = vm.directory().map_or(Ok(()), |place| plan.write(place));
             let filled = noted
@@ -318,7 +325,13 @@ impl Daemon {
                 return Err(error.into());
             }
             Ok(vm)
-        })
+        })?;
+        let Ok(machine) = self.machine(&request.vm) else {
+            // It has ended already.
+            return Ok(info);
+        };
+        self.find_boot_snapshot(&machine);
+        Ok(machine.info())
     }
 }
 
@@ -350,6 +363,10 @@ struct MergingStops<'a> {
 struct Held<'a> {
     daemon: &'a Daemon,
     machine: &'a Machine,
+    agent: Option<&'a AgentLink>,
+    /// While the VM stands still.
+    quiet: RefCell<Option<MutexGuard<'a, ()>>>,
+    merging: RefCell<Option<MergingStops<'a>>>,
 }
 
 impl Held<'_> {
@@ -390,7 +407,12 @@ impl Held<'_> {
 
 impl save::Hold for Held<'_> {
     fn stop(&self) -> Result<(), String> {
+        self.quiet.replace(self.agent.map(AgentLink::quiet));
         self.tell("stopped", Command::Hold)
+    }
+
+    fn untrack(&self) -> Result<(), String> {
+        self.tell("left untracked", Command::Untrack)
     }
 
     fn keep_past(&self, ranges: Vec<Range>, file: OwnedFd) -> Result<(), String> {
@@ -399,15 +421,22 @@ impl save::Hold for Held<'_> {
         })
     }
 
-    fn go_on(&self) {
-        // As in drop.
-        let _ = self.daemon.tell(Command::GoOn(self.machine.id()));
+    fn go_on(&self) -> Result<(), String> {
+        let done = self.tell("let go on", Command::GoOn);
+        self.quiet.take();
+        done
+    }
+
+    fn let_go(&self) {
+        // The engine ends only when the daemon does, and then the library lets the VM go on.
+        let _ = self.daemon.tell(Command::Release(self.machine.id()));
+        self.quiet.take();
+        self.merging.take();
     }
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        // The engine ends only when the daemon does, and then the library lets the VM go on.
-        let _ = self.daemon.tell(Command::Release(self.machine.id()));
+        save::Hold::let_go(self);
     }
 }

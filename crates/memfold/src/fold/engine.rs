@@ -108,9 +108,11 @@ pub enum Command {
     Track(VmId, SyncSender<Result<(), String>>),
     /// Keep what ranges of a stopped VM's memory hold, in this file ([`Order::KeepPast`]).
     KeepPast(VmId, Vec<Range>, OwnedFd, SyncSender<Result<(), String>>),
+    /// Track a held VM's writes no more.
+    Untrack(VmId, SyncSender<Result<(), String>>),
     /// Let a VM go on that was stopped, still held for the rest of its snapshot.
-    GoOn(VmId),
-    /// Stop a VM for a snapshot; nothing more is asked of it until [`Command::Release`]. It also goes on when this daemon dies.
+    GoOn(VmId, SyncSender<Result<(), String>>),
+    /// Stop a VM for a snapshot; nothing else is done with it until [`Command::Release`]. It also goes on when this daemon dies.
     Hold(VmId, SyncSender<Result<(), String>>),
     /// The snapshot needs the VM no longer.
     Release(VmId),
@@ -406,8 +408,18 @@ impl Engine {
                     self.release(id);
                 }
             }
-            Command::GoOn(id) => {
-                self.tell(id, &Order::Continue);
+            Command::Untrack(id, answer) => {
+                if answer
+                    .send(self.hold(id, &Order::UntrackWrites, None))
+                    .is_err()
+                {
+                    self.release(id);
+                }
+            }
+            Command::GoOn(id, answer) => {
+                if answer.send(self.hold(id, &Order::Continue, None)).is_err() {
+                    self.release(id);
+                }
             }
             Command::Hold(id, answer) => {
                 if answer.send(self.hold(id, &Order::Stop, None)).is_err() {

@@ -60,14 +60,17 @@ impl Run {
     }
 }
 
-/// Stops KSM where it runs, until the guard is dropped; what is merged stays merged. `None` if it doesn't run, or this kernel has none.
-/// When this returns, ksmd is not at work any more (`run_store` in `mm/ksm.c` waits for it).
+/// Keeps KSM from merging until the guard is dropped; what is merged stays merged. `None` if this kernel has no KSM.
+/// When this returns, ksmd is not at work any more (`run_store` in `mm/ksm.c` waits for it). No other memfold starts it meanwhile.
 pub fn pause(controls: &Controls, state_dir: &Path) -> Result<Option<Guard>, KsmError> {
-    if controls.text("run")?.as_deref() != Some("1") {
-        return Ok(None);
-    }
+    let run = match controls.text("run") {
+        Err(KsmError::Missing(_)) | Ok(None) => return Ok(None),
+        run => run?,
+    };
     let guard = Guard::take(controls, state_dir)?;
-    controls.write("run", &0)?;
+    if run.as_deref() == Some("1") {
+        controls.write("run", &0)?;
+    }
     Ok(Some(guard))
 }
 

@@ -132,6 +132,10 @@ pub(super) fn undo(
     for frozen in unused {
         let _ = fs::remove_file(&frozen.overlay);
     }
+    for frozen in &used {
+        // If it was put over the old one all the same, its header names a snapshot that will never be.
+        let _ = name_backing(qmp, &frozen.node, &frozen.path);
+    }
     let used: Vec<PathBuf> = used.iter().map(|f| f.overlay.clone()).collect();
     // If it can't be written now, it names files that are gone, which does no harm.
     let _ = note(&used);

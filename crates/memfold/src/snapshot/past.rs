@@ -16,7 +16,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 
-use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::pagemap::{Filter, Pagemap};
 use memfold_sys::shared::SharedWords;
 use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_wire::library::{MAX_RUNS, Range};
@@ -24,6 +24,10 @@ use memfold_wire::past::{DONE, ERRNO_WORD, Layout, USED_WORD};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::process::Pid;
+
+/// What a page that can't be believed is called.
+const UNPROTECTED: &str = "a page of the VM was not protected any more, though nobody was seen to write to it: the kernel has put another in its \
+                           place (KSM does, if something starts it meanwhile); save it again, or without --live";
 
 /// Pages of a running VM that are wanted as they were.
 #[derive(Debug)]
@@ -38,11 +42,12 @@ pub struct Past {
 
 impl Past {
     /// Makes the file for the pages of `wanted`, which are ranges of addresses, ascending, none of them across two of `blocks`. `None` if no
-    /// page is wanted.
+    /// page is wanted. `room`: pages that may be kept; if the VM writes to more before they are read, nothing is kept any more.
     pub fn new(
         pid: Pid,
         blocks: &[std::ops::Range<Hva>],
         wanted: &[std::ops::Range<Hva>],
+        room: u64,
     ) -> io::Result<Option<Self>> {
         let mut pages = 0;
         let numbered = chunks(blocks, wanted, MAX_RUNS).into_iter().map(|range| {
@@ -56,7 +61,8 @@ impl Past {
         };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(rustix::fs::memfd_create("memfold-past", flags)?);
-        file.set_len(layout.file_pages() * PAGE_SIZE)?;
+        let length = layout.file_pages().min(layout.front_pages() + room);
+        file.set_len(length * PAGE_SIZE)?;
         // Neither process may find the host out of memory when it touches the table.
         let front = layout.front_pages() * PAGE_SIZE;
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, front)?;
@@ -120,12 +126,8 @@ impl Past {
     /// Makes of `bytes`, which were just read from wanted pages at `start`, what these pages held then.
     pub fn settle(&self, start: Hva, bytes: &mut [u8]) -> io::Result<()> {
         let pages = (bytes.len() / PAGE_BYTES) as u64;
-        let filter = Filter {
-            any_of: category::PRESENT | category::SWAPPED,
-            none_of: category::WRITTEN,
-            ..Filter::default()
-        };
-        let protected = self.pagemap.scan(start, start.add_pages(pages), filter)?;
+        let end = start.add_pages(pages);
+        let protected = self.pagemap.scan(start, end, Filter::PROTECTED)?;
         let mut protected = protected.iter().peekable();
         for (number, page) in bytes.chunks_exact_mut(PAGE_BYTES).enumerate() {
             let at = start.add_pages(number as u64);
@@ -136,10 +138,7 @@ impl Past {
                 Ok(_) if was_read => {}
                 Ok(_) => {
                     self.check()?;
-                    return Err(other(
-                        "a page was not protected any more, though nobody has written to it: \
-                         does another program merge the VM's pages (KSM)?",
-                    ));
+                    return Err(other(UNPROTECTED));
                 }
                 Err(DONE) => return Err(other("a page was read twice")),
                 Err(slot) => {
@@ -155,6 +154,14 @@ impl Past {
     fn check(&self) -> io::Result<()> {
         match i32::try_from(self.word(ERRNO_WORD)?.load(Ordering::Acquire)) {
             Ok(0) => Ok(()),
+            Ok(errno) if errno == Errno::STALE.raw_os_error() => Err(other(UNPROTECTED)),
+            Ok(errno) if errno == Errno::CANCELED.raw_os_error() => Err(other(
+                "the library in QEMU stopped to keep what the VM writes to: the connection to it has ended",
+            )),
+            // Beyond the file's end.
+            Ok(errno) if errno == Errno::PERM.raw_os_error() => Err(other(
+                "the VM writes to more pages than there is room for, half of the host's available memory; save it without --live",
+            )),
             errno => {
                 let why = io::Error::from_raw_os_error(errno.unwrap_or(Errno::IO.raw_os_error()));
                 Err(io::Error::new(
@@ -287,11 +294,11 @@ mod tests {
         let block = area.start()..area.end();
         let wanted = [area.start()..area.start().add_pages(2)];
         assert!(
-            Past::new(me, std::slice::from_ref(&block), &[])
+            Past::new(me, std::slice::from_ref(&block), &[], 9)
                 .unwrap()
                 .is_none()
         );
-        let past = Past::new(me, std::slice::from_ref(&block), &wanted)
+        let past = Past::new(me, std::slice::from_ref(&block), &wanted, 9)
             .unwrap()
             .unwrap();
         assert_eq!(past.kept_pages(), 0);

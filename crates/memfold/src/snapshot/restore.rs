@@ -31,6 +31,8 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
     let mut spec = manifest.spec.clone();
+    // Clones go back to nothing: it is the saved one that was booted.
+    spec.boot_snapshot &= name == manifest.vm;
     name.clone_into(&mut spec.name);
     for (disk, saved) in spec.disks.iter_mut().zip(&manifest.disks) {
         check_disk(&manifest.name, &place, saved)?;

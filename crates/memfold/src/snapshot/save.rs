@@ -15,6 +15,7 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::ops::DerefMut;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -88,14 +89,20 @@ pub trait Hold {
     /// Has the library keep what these ranges hold, in this file.
     fn keep_past(&self, ranges: Vec<Range>, file: OwnedFd) -> Result<(), String>;
 
+    /// Tracks the VM's writes no more.
+    fn untrack(&self) -> Result<(), String>;
+
     /// Lets the VM go on.
-    fn go_on(&self);
+    fn go_on(&self) -> Result<(), String>;
+
+    /// Nothing more is needed of the VM.
+    fn let_go(&self);
 }
 
-/// Saves a VM.
-pub fn save(
+/// Saves a VM. `monitor` gives its monitor, which others may use while RAM is copied.
+pub fn save<M: DerefMut<Target = Qmp>>(
     vm: &Vm,
-    qmp: &mut Qmp,
+    monitor: impl Fn() -> M,
     shelf: &Shelf,
     request: &Request,
     hold: &impl Hold,
@@ -113,8 +120,9 @@ pub fn save(
         let all: Vec<PathBuf> = before.iter().chain(new).cloned().collect();
         write_overlays(directory, record, &all)
     };
-    let frozen = freeze::prepare(qmp, spec, &draft, note)?;
-    let stood = stand_still(vm, qmp, &draft, &ram, &frozen, request, hold, progress);
+    let mut qmp = monitor();
+    let frozen = freeze::prepare(&mut qmp, spec, &draft, note)?;
+    let stood = stand_still(vm, &mut qmp, &draft, &ram, &frozen, request, hold, progress);
     let Still {
         mut steps,
         devices,
@@ -126,10 +134,13 @@ pub fn save(
     } = match stood {
         Ok(still) => still,
         Err(error) => {
-            freeze::undo(qmp, &frozen, note);
+            // First of all: what follows may wait for QEMU.
+            hold.let_go();
+            freeze::undo(&mut qmp, &frozen, note);
             return Err(error);
         }
     };
+    drop(qmp);
     // From here on the VM's chain of overlays is longer by one. What fails leaves it so, and nothing of it is lost.
     let mut overlays = record_now(directory, record).overlays;
     let finish = || -> Result<Manifest, SnapshotError> {
@@ -144,6 +155,7 @@ pub fn save(
         } else {
             0
         };
+        hold.let_go();
         let (blocks, counts) = writer.finish(&sums).map_err(|e| failed(SUMS, e))?;
         steps.copy_ms = milliseconds(began.elapsed());
         let disks = take_over(spec, &frozen, &draft)?;
@@ -190,9 +202,10 @@ pub fn save(
             let _ = fs::remove_file(&frozen.path);
         }
     } else {
+        let mut qmp = monitor();
         for frozen in &frozen {
             // The new overlay names the snapshot's file as its backing; now it is the old one for good.
-            if let Err(error) = freeze::name_backing(qmp, &frozen.node, &frozen.path) {
+            if let Err(error) = freeze::name_backing(&mut qmp, &frozen.node, &frozen.path) {
                 tracing::warn!(vm = vm.name(), %error, "the header of a disk's overlay names a file that isn't there");
             }
         }
@@ -212,7 +225,7 @@ struct Still<'a> {
     pause: Duration,
 }
 
-/// Stops the VM, does what has to be of one instant, and lets it go on. If that fails, its disks are as they were.
+/// Stops the VM, does what has to be of one instant, and lets it go on.
 #[allow(clippy::too_many_arguments)] // parts of one save
 fn stand_still<'a>(
     vm: &Vm,
@@ -239,6 +252,8 @@ fn stand_still<'a>(
         free::unwritten(vm.pid(), &layout, &frames)
             .map_err(|error| format!("their writes can't be read: {error}"))
     });
+    // Of a page that was never touched, tracking leaves a mark that looks like a page in swap.
+    hold.untrack().map_err(SnapshotError::Impossible)?;
     let given = free.as_deref().unwrap_or_default();
     let plan = Plan::new(vm.pid(), sources(qmp)?, given).map_err(failed)?;
     let past = if request.live {
@@ -261,7 +276,10 @@ fn stand_still<'a>(
     let began = Instant::now();
     freeze::switch(qmp, frozen)?;
     steps.disks_ms = milliseconds(began.elapsed());
-    hold.go_on();
+    // The library lets it go on in any case, at the latest when its connection ends.
+    if let Err(error) = hold.go_on() {
+        tracing::warn!(vm = vm.name(), error, "the VM was not let go on");
+    }
     Ok(Still {
         steps,
         devices,
@@ -299,7 +317,9 @@ fn keep_past(
         .iter()
         .flat_map(|&number| plan.wanted(number))
         .collect();
-    let Some(past) = Past::new(vm.pid(), &blocks, &wanted).map_err(failed)? else {
+    // The rest is for the guests.
+    let room = host_available_pages().map_err(failed)? / 2;
+    let Some(past) = Past::new(vm.pid(), &blocks, &wanted, room).map_err(failed)? else {
         return Ok(None);
     };
     let file = past.descriptor().map_err(failed)?;
@@ -400,8 +420,22 @@ fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
+/// `MemAvailable` of `/proc/meminfo`.
+fn host_available_pages() -> io::Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    kib.map(|kib| kib * 1024 / PAGE_SIZE)
+        .ok_or_else(|| io::Error::other("/proc/meminfo has no MemAvailable"))
+}
+
 fn record_now(directory: &VmDirectory, record: &Record) -> Record {
-    VmDirectory::read_json(&directory.record()).unwrap_or_else(|_| record.clone())
+    VmDirectory::read_json(&directory.record())
+        .ok()
+        .filter(|now: &Record| now.process == record.process)
+        .unwrap_or_else(|| record.clone())
 }
 
 /// Notes which temporary files go with the VM.
@@ -410,6 +444,11 @@ fn write_overlays(
     record: &Record,
     overlays: &[PathBuf],
 ) -> Result<(), SnapshotError> {
+    // The VM may have ended meanwhile, and another may have got its name.
+    let is_other = |now: Record| now.process != record.process;
+    if VmDirectory::read_json(&directory.record()).is_ok_and(is_other) {
+        return Ok(());
+    }
     let mut record = record_now(directory, record);
     record.overlays = overlays.to_vec();
     directory

@@ -280,6 +280,9 @@ pub struct VmSpec {
     /// User that QEMU runs as once it has opened everything (`-run-with user=`). Unset: the daemon's, root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
+    /// Take a snapshot `NAME-boot` as soon as the guest is up, for `vm reboot --from-boot-snapshot`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub boot_snapshot: bool,
     /// More QEMU arguments, as they are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
@@ -317,6 +320,7 @@ impl VmSpec {
             network: Network::default(),
             fold: true,
             user: None,
+            boot_snapshot: false,
             qemu_args: Vec::new(),
             boot: BootSpec::default(),
             disks: Vec::new(),
@@ -384,6 +388,9 @@ impl VmSpec {
                 ));
             }
         }
+        if self.boot_snapshot {
+            self.check_boot_snapshot()?;
+        }
         for (field, path) in self.files_mut() {
             let file = |source| SpecError::File {
                 field,
@@ -398,6 +405,23 @@ impl VmSpec {
             *path = absolute;
         }
         Ok(())
+    }
+
+    /// What is known to keep a VM from being saved, before it starts.
+    fn check_boot_snapshot(&self) -> Result<(), SpecError> {
+        let why = if self.user.is_some() {
+            "can't be saved with user = ..."
+        } else if !self.fold {
+            "needs memfold's library (fold = true)"
+        } else if self.disks.iter().any(|d| !d.read_only && !d.snapshot) {
+            "goes back in time, and so must its disks: set snapshot = true or read_only = true on each"
+        } else {
+            return Ok(());
+        };
+        Err(value(
+            "boot_snapshot",
+            format!("a VM that reboots so {why}"),
+        ))
     }
 
     fn check_memory(&self) -> Result<(), SpecError> {
@@ -568,7 +592,7 @@ mod tests {
     #[test]
     fn contradictions_are_named() {
         type Damage = fn(&mut VmSpec);
-        let broken: [(&str, Damage); 7] = [
+        let broken: [(&str, Damage); 9] = [
             ("memory", |s| s.memory = ByteSize::mib(1)),
             ("memory_max", |s| s.memory_max = Some(ByteSize::mib(64))),
             ("vcpus", |s| s.vcpus = 0),
@@ -579,6 +603,13 @@ mod tests {
                 let mut disk = DiskSpec::new("/dev/null");
                 disk.aio = Aio::Native;
                 s.disks = vec![disk];
+            }),
+            ("boot_snapshot", |s| {
+                s.boot_snapshot = true;
+                s.disks = vec![DiskSpec::new("/dev/null")];
+            }),
+            ("boot_snapshot", |s| {
+                (s.boot_snapshot, s.fold) = (true, false);
             }),
         ];
         for (field, damage) in broken {

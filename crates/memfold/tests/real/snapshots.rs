@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memfold::api::{RestoreRequest, SaveRequest};
+use memfold::api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest};
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::daemon::DaemonError;
 use memfold::fold::EngineSettings;
@@ -201,6 +201,64 @@ fn refuses_twins(lab: &Lab, name: &str) {
     lab.stop("twin").unwrap();
     std::fs::write(place.join("manifest.json"), text).unwrap();
     std::fs::write(place.join("manifest.sum"), sum).unwrap();
+}
+
+#[test]
+fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
+    let Some(_turn) = support::turn() else { return };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let mut spec = Lab::spec("booted", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    spec.boot_snapshot = true;
+    lab.start(spec.clone()).unwrap();
+    let daemon = lab.daemon();
+    let limit = Duration::from_secs(120);
+    let reboot = |from_boot_snapshot| {
+        let request = RebootRequest {
+            from_boot_snapshot,
+            timeout_s: 0.0,
+        };
+        daemon.reboot("booted", &request, limit)
+    };
+    let error = reboot(true).unwrap_err().to_string();
+    assert!(error.contains("no snapshot of 'booted'"), "{error}");
+    let snapshot = || daemon.list()[0].boot_snapshot.clone();
+    let end = Instant::now() + BOOT;
+    while snapshot() == Some(BootSnapshot::Pending) {
+        assert!(Instant::now() < end, "it is never up");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    assert_eq!(snapshot(), Some(BootSnapshot::Ready));
+    let boot_id = || {
+        let script = "cat /proc/sys/kernel/random/boot_id";
+        lab.exec("booted", script, limit).unwrap()
+    };
+    let first = boot_id();
+    // Twice: the second time it is one that was restored itself.
+    for _ in 0..2 {
+        let mark = "echo since > /run/since; echo since > /var/tmp/since; sync";
+        lab.exec("booted", mark, limit).unwrap();
+        let began = Instant::now();
+        let info = reboot(true).unwrap();
+        println!("back after {:.0} ms", began.elapsed().as_secs_f64() * 1e3);
+        assert_eq!(info.boot_snapshot, Some(BootSnapshot::Ready));
+        daemon.wait_agent("booted", BOOT).unwrap();
+        let gone = "! ls /run/since /var/tmp/since 2> /dev/null";
+        lab.exec("booted", gone, limit).unwrap();
+        assert_eq!(boot_id(), first, "it was booted anew");
+    }
+    // By its guest.
+    let began = Instant::now();
+    reboot(false).unwrap();
+    println!("booted anew in {:.1} s", began.elapsed().as_secs_f64());
+    assert_ne!(boot_id(), first);
+    // A later VM of this name.
+    lab.stop("booted").unwrap();
+    spec.boot_snapshot = false;
+    std::thread::sleep(Duration::from_secs(1));
+    lab.start(spec).unwrap();
+    let error = reboot(true).unwrap_err().to_string();
+    assert!(error.contains("an earlier one of this name"), "{error}");
+    assert_eq!(snapshot(), None);
 }
 
 #[test]
