@@ -6,7 +6,7 @@
 //!   this thread             page -> slot, entry = slot, protection lifted, writer goes on
 //!   daemon                  reads all pages at leisure, marks each done (memfold_wire::past)
 //! ```
-//! The thread takes no lock but that of copying, so that nobody who holds another one can keep a writer waiting. If a page can't be kept,
+//! Of ours the thread takes no lock but that of copying, so that nobody who holds another one can keep a writer waiting. If a page can't be kept,
 //! nothing is any more: the VM goes on, and the daemon finds the reason.
 
 use std::os::fd::OwnedFd;
@@ -64,7 +64,7 @@ impl Past {
     ) -> Result<Self, String> {
         if !uffd.protection_lasts() {
             return Err(
-                "that needs Linux 6.4 or newer, and a QEMU whose memory is not all merged by KSM (systemd: MemoryKSM=no)"
+                "that needs Linux 6.7 or newer, and a QEMU whose memory is not all merged by KSM (systemd: MemoryKSM=no)"
                     .to_owned(),
             );
         }
@@ -286,13 +286,17 @@ impl Keeper {
         if let Err(errno) = page.save(&self.file, self.layout.slot_page(slot) * PAGE_SIZE) {
             return self.fail(errno);
         }
-        // Nobody lifts it while we copy, and nobody protects it again: if it is protected now, it was all the time. KSM, for one, puts an
+        // As long as its entry is 0 nobody lifts it, and nobody protects it again: if it is protected now, it was all the time. KSM, for one, puts an
         // unprotected page in its place, and then those may be other bytes.
         let protected = self
             .pagemap
             .all_pass(page.start(), page.end(), Filter::PROTECTED);
         if !protected.is_ok_and(|protected| protected) {
-            return self.fail(Errno::STALE);
+            // Unless the daemon has read it meanwhile, and somebody has lifted it.
+            if entry.load(Ordering::Acquire) == 0 {
+                self.fail(Errno::STALE);
+            }
+            return;
         }
         let kept = entry.compare_exchange(0, slot + 1, Ordering::AcqRel, Ordering::Acquire);
         if kept.is_ok() {

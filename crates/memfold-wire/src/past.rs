@@ -5,8 +5,8 @@
 //!   from page 1       table: a u32 for each page of the order's ranges, one range behind the other
 //!   from the next     slots: a page each
 //! ```
-//! All in the host's byte order. The daemon makes the file (a memfd, sealed against shrinking) with all of its length and the pages of its
-//! table allocated; both processes map the front and change table entries by compare-and-exchange:
+//! All in the host's byte order. The daemon makes the file (a memfd, sealed against shrinking), with the pages of its table allocated and as many slots as it
+//! allows; both processes map the front and change table entries by compare-and-exchange:
 //!
 //! | entry | means | who sets it |
 //! |---|---|---|
@@ -64,7 +64,7 @@ impl Layout {
         self.front_pages() + slot as u64
     }
 
-    /// Length of the file in pages: there is a slot for every page.
+    /// Length of the file in pages if there is a slot for every page. It may be shorter: then keeping ends with the last slot.
     #[must_use]
     pub const fn file_pages(self) -> u64 {
         self.front_pages() + self.pages

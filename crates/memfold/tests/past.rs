@@ -307,7 +307,7 @@ fn a_file_that_has_no_room_for_the_past_ends_it_and_the_writers_go_on() {
     let at = ram.area().part(2, 1).start();
     memory::read(me(), at, &mut buffer).unwrap();
     let error = past.settle(at, &mut buffer).unwrap_err();
-    assert!(error.to_string().contains("could not be kept"), "{error}");
+    assert!(error.to_string().contains("room"), "{error}");
     let ((), writes) = while_written(&ram, 5, || std::thread::sleep(Duration::from_millis(50)));
     assert!(writes > 0);
     ram.ok(&Order::ForgetPast, None);

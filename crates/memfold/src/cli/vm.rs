@@ -32,10 +32,10 @@ pub(super) enum Arguments {
     Reboot {
         /// Name of the VM
         name: String,
-        /// Restore what it was right after its boot, in well under a second: what it has written since, to memory and disks, is gone
+        /// Restore what it was right after its boot, without booting: what it has written since, to memory and disks, is gone
         #[arg(long)]
         from_boot_snapshot: bool,
-        /// Seconds that the guest has until its agent answers again
+        /// Seconds that a guest which reboots has until its agent answers again
         #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
         timeout: f64,
     },

@@ -5,7 +5,6 @@
 //!   vm reboot --from-boot-snapshot   VM ended, NAME-boot restored under its name: no firmware, no kernel, no services
 //! ```
 
-use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,18 +14,21 @@ use super::machine::Machine;
 use super::{Daemon, DaemonError};
 use crate::api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest, VmInfo};
 use crate::snapshot::{Manifest, restore};
+use crate::vm::AgentError;
+use crate::vm::process::{Identity, boot_id};
 
 /// How long a guest may take to start all that it starts, once its agent runs.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// What a guest runs to say that all is started. A unit that failed is no reason to wait, nor is an init that isn't systemd.
-const BOOTED: &str = "timeout 280 systemctl is-system-running --wait > /dev/null 2>&1 || true";
+/// What a guest runs to say that all is started. A unit that failed is no reason to wait.
+const BOOTED: &str = "state=$(timeout 280 systemctl is-system-running --wait); echo $state; [ \"$state\" = running ] || [ \"$state\" = degraded ]";
 
 /// What differs from boot to boot.
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
 /// The guest reboots when it has answered.
-const REBOOT: &str = "(sleep 0.3; systemctl reboot) > /dev/null 2>&1 &";
+const REBOOT: &str =
+    "command -v systemctl > /dev/null && { (sleep 0.3; systemctl reboot) > /dev/null 2>&1 & }";
 
 /// How long a guest may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -48,6 +50,13 @@ impl Daemon {
                     continue;
                 }
                 let saved = daemon.save_booted(&machine);
+                // It has rebooted, most likely.
+                if let Err(DaemonError::Agent(
+                    AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_),
+                )) = saved
+                {
+                    continue;
+                }
                 if let Err(error) = &saved {
                     warn!(
                         vm = machine.name(),
@@ -71,13 +80,21 @@ impl Daemon {
     }
 
     fn save_booted(&self, machine: &Machine) -> Result<(), DaemonError> {
-        machine.run(BOOTED, BOOT_TIMEOUT)?;
+        let booted = machine.run(BOOTED, BOOT_TIMEOUT)?;
+        if booted.code != 0 {
+            let state = String::from_utf8_lossy(&booted.stdout).trim().to_owned();
+            return Err(DaemonError::BadRequest(format!(
+                "the guest did not start everything: systemd says '{state}'"
+            )));
+        }
         let name = snapshot_of(machine.name());
-        // Of an earlier VM of this name.
-        if self.shelf.path(&name)?.exists() {
+        // Of an earlier VM of this name, and of no use to anybody; one that somebody else has made stays.
+        let is_old =
+            |manifest: Manifest| manifest.vm == machine.name() && manifest.of_boot.is_some();
+        if self.shelf.manifest(&name).is_ok_and(is_old) {
             self.remove_snapshot(&name)?;
         }
-        self.save_snapshot(&SaveRequest::new(machine.name(), name))?;
+        self.save_marked(&SaveRequest::new(machine.name(), name), mark(machine))?;
         Ok(())
     }
 
@@ -107,14 +124,9 @@ impl Daemon {
         }
         let manifest = self.shelf.manifest(&name)?;
         let restored = restore::users(&self.shelf, &name)?.contains(&machine.pid());
-        // The record is written when QEMU starts, and again when a snapshot freezes disks; the description only then.
-        let started_s = machine
-            .vm()
-            .directory()
-            .and_then(|directory| std::fs::metadata(directory.spec()).ok())
-            .and_then(|facts| u64::try_from(facts.mtime()).ok());
-        let is_ours = started_s.is_some_and(|started_s| started_s <= manifest.created_s);
-        if manifest.vm != machine.name() || !(restored || is_ours) {
+        let is_ours = manifest.of_boot.is_some() && manifest.of_boot == mark(machine);
+        let is_its = manifest.of_boot.is_some() && manifest.vm == machine.name();
+        if !is_its || !(restored || is_ours) {
             return Err(none(&format!(
                 "'{name}' is of another VM, or of an earlier one of this name"
             )));
@@ -141,32 +153,76 @@ impl Daemon {
     fn go_back(self: &Arc<Self>, machine: &Machine) -> Result<VmInfo, DaemonError> {
         let manifest = self.boot_snapshot(machine)?;
         let name = machine.name();
-        // All that can be known to fail, before anything ends.
+        let Some(_saving) = machine.try_save() else {
+            return Err(DaemonError::BadRequest(format!(
+                "a snapshot of '{name}' is being made; wait until it is done"
+            )));
+        };
+        // What can be known of the snapshot, before anything ends.
         restore::spec(&self.shelf, &manifest, name)?;
         self.shelf.checked_ram(&manifest)?;
-        self.stop_vm(name, Duration::ZERO)?;
+        // Not by its name, which another VM may have by now.
+        machine.stop(Duration::ZERO)?;
+        let end = Instant::now() + ANSWER_TIMEOUT;
+        let is_listed = || self.machine(name).is_ok_and(|now| now.id() == machine.id());
+        while is_listed() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(5));
+        }
         let request = RestoreRequest {
             // Who else runs from it did so before.
             force: true,
             ..RestoreRequest::new(name)
         };
-        let info = self.restore(&manifest.name, &request)?;
+        let info = self.restore(&manifest.name, &request).map_err(|error| {
+            DaemonError::BadRequest(format!(
+                "'{name}' was ended, and could not be restored: {}; 'memfold snapshot restore {} --as {name}' tries it again",
+                chain(&error),
+                manifest.name
+            ))
+        })?;
         info!(vm = name, "as it was right after its boot");
         Ok(info)
     }
 }
 
+/// Which process a VM is, of all boots of this host.
+fn mark(machine: &Machine) -> Option<String> {
+    let process = machine.vm().record()?.process;
+    let Identity { pid, start_ticks } = process;
+    Some(format!("{} {pid} {start_ticks}", boot_id()))
+}
+
+/// An error with its causes.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(": ")
+}
+
 /// Has the guest reboot, and waits until its agent is back.
 fn reboot_guest(machine: &Machine, timeout: Duration) -> Result<(), DaemonError> {
     let end = Instant::now() + timeout;
-    let boot_id = |limit| machine.run(BOOT_ID, limit).map(|answer| answer.stdout);
-    let before = boot_id(ANSWER_TIMEOUT)?;
-    machine.run(REBOOT, ANSWER_TIMEOUT)?;
+    let boot = |limit| {
+        let answer = machine.run(BOOT_ID, limit)?;
+        let whole = answer.code == 0 && !answer.stdout.is_empty();
+        Ok::<_, AgentError>(whole.then_some(answer.stdout))
+    };
+    let before = boot(ANSWER_TIMEOUT)?;
+    if machine.run(REBOOT, ANSWER_TIMEOUT)?.code != 0 {
+        return Err(DaemonError::BadRequest(format!(
+            "the guest of '{}' has no systemctl to reboot with",
+            machine.name()
+        )));
+    }
     loop {
         std::thread::sleep(Duration::from_millis(500));
         // No answer: it is on its way.
-        if boot_id(Duration::from_secs(2)).is_ok_and(|now| now != before) {
-            return Ok(());
+        if let Ok(Some(now)) = boot(Duration::from_secs(2)) {
+            if before.as_ref() != Some(&now) {
+                return Ok(());
+            }
         }
         if Instant::now() > end {
             return Err(DaemonError::BadRequest(format!(

@@ -50,6 +50,15 @@ const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 impl Daemon {
     /// Saves a VM. It goes on afterwards, also if this fails.
     pub fn save_snapshot(&self, request: &SaveRequest) -> Result<Manifest, DaemonError> {
+        self.save_marked(request, None)
+    }
+
+    /// The same; `of_boot` is for the manifest.
+    pub(super) fn save_marked(
+        &self,
+        request: &SaveRequest,
+        of_boot: Option<String>,
+    ) -> Result<Manifest, DaemonError> {
         let began = Instant::now();
         let machine = self.machine(&request.vm)?;
         save::refuse(machine.vm())?;
@@ -64,14 +73,14 @@ impl Daemon {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
         if request.keep == Keep::All {
-            return self.save_dropped(&machine, request, began);
+            return self.save_dropped(&machine, request, of_boot, began);
         }
         let dropped = drop_caches(&machine);
         let events = match &dropped {
             Ok(()) => Ok(()),
             Err(_) => machine.run(TRACE, LIST_TIMEOUT).map(drop),
         };
-        let saved = dropped.and_then(|()| self.save_dropped(&machine, request, began));
+        let saved = dropped.and_then(|()| self.save_dropped(&machine, request, of_boot, began));
         // Of what went while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
             info!(vm = request.vm, %error, "no inventory after the save");
@@ -83,6 +92,7 @@ impl Daemon {
         &self,
         machine: &Machine,
         request: &SaveRequest,
+        of_boot: Option<String>,
         began: Instant,
     ) -> Result<Manifest, DaemonError> {
         let mut steps = Steps {
@@ -118,6 +128,7 @@ impl Daemon {
             generation_id: generation_id == Some(true),
             name: request.name.clone(),
             keep: request.keep,
+            of_boot,
             live: request.live,
             domain: machine.domain().map(str::to_owned),
             began,
@@ -152,13 +163,13 @@ impl Daemon {
                 source,
             })
             .and_then(|()| ksm::pause(&ksm::Controls::default(), notes));
-        let guard = stopped.map_err(|error| {
+        let paused = stopped.map_err(|error| {
             SnapshotError::Impossible(format!(
                 "KSM can't be stopped for a live snapshot ({error}); save it without --live"
             ))
         })?;
         Ok(MergingStops {
-            _guard: guard,
+            _paused: paused,
             _alone: alone,
         })
     }
@@ -354,7 +365,7 @@ fn drop_caches(machine: &Machine) -> Result<(), DaemonError> {
 
 /// KSM stands still.
 struct MergingStops<'a> {
-    _guard: Option<ksm::Guard>,
+    _paused: ksm::Paused,
     /// One live save at a time: the first to end would let KSM run under the others.
     _alone: MutexGuard<'a, ()>,
 }

@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
+use crate::vm::process::boot_id;
+
 /// Why KSM could not be read or set.
 #[derive(Debug, thiserror::Error)]
 pub enum KsmError {
@@ -280,6 +282,7 @@ impl Guard {
                 Some(pages) => pages > 0,
                 None => controls.number::<u64>("pages_shared")?.unwrap_or(0) > 0,
             },
+            // Empty where the kernel doesn't tell: then notes are always of this boot, which is the careful side.
             boot_id: boot_id(),
         };
         let note_path = note_path(state_dir);
@@ -373,7 +376,7 @@ fn note_path(state_dir: &Path) -> PathBuf {
     state_dir.join("ksm-settings.json")
 }
 
-fn lock(state_dir: &Path) -> Result<File, KsmError> {
+pub(super) fn lock(state_dir: &Path) -> Result<File, KsmError> {
     let path = state_dir.join("ksm.lock");
     let file = File::options()
         .create(true)
@@ -392,13 +395,6 @@ fn lock(state_dir: &Path) -> Result<File, KsmError> {
             source: e.into(),
         }),
     }
-}
-
-/// Empty where the kernel doesn't tell: then notes are always of this boot, which is the careful side.
-fn boot_id() -> String {
-    fs::read_to_string("/proc/sys/kernel/random/boot_id")
-        .map(|id| id.trim().to_owned())
-        .unwrap_or_default()
 }
 
 #[cfg(test)]

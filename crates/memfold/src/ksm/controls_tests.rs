@@ -1,4 +1,5 @@
 use super::*;
+use crate::ksm::pause;
 
 /// A tree as Linux 6.18 shows it, with `run` = 0.
 fn tree() -> tempfile::TempDir {
@@ -89,15 +90,30 @@ fn settings_come_back_on_drop_and_when_panicking() {
 fn ksm_is_stopped_where_it_runs_and_goes_on_afterwards() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());
-    drop(crate::ksm::pause(&controls, state.path()).unwrap().unwrap());
-    assert_eq!(controls.text("run").unwrap().as_deref(), Some("0"));
+    let run = || controls.text("run").unwrap().unwrap();
+    let written = || {
+        fs::metadata(tree.path().join("run"))
+            .unwrap()
+            .modified()
+            .unwrap()
+    };
+    // Where it doesn't run, somebody else may start it meanwhile: that stays so. But no memfold does.
+    let before = written();
+    let paused = pause(&controls, state.path()).unwrap();
+    assert_eq!(written(), before);
+    assert!(matches!(
+        pause(&controls, state.path()),
+        Err(KsmError::Busy(_))
+    ));
     controls.write("run", &1).unwrap();
-    let paused = crate::ksm::pause(&controls, state.path()).unwrap();
-    assert_eq!(controls.text("run").unwrap().as_deref(), Some("0"));
     drop(paused);
-    assert_eq!(controls.text("run").unwrap().as_deref(), Some("1"));
+    assert_eq!(run(), "1");
+    let paused = pause(&controls, state.path()).unwrap();
+    assert_eq!(run(), "0");
+    drop(paused);
+    assert_eq!(run(), "1");
     let missing = Controls::new(tree.path().join("nowhere"));
-    assert!(crate::ksm::pause(&missing, state.path()).unwrap().is_none());
+    drop(pause(&missing, state.path()).unwrap());
 }
 
 #[test]

@@ -14,5 +14,5 @@ pub mod run;
 pub mod status;
 
 pub use controls::{Controls, Guard, KsmError, Settings, restore_leftover, restore_own};
-pub use run::{EqualCpu, Run, Step, pause};
+pub use run::{EqualCpu, Paused, Run, Step, pause};
 pub use status::{Ksmd, ProcessStatus, Status, merging_pages};

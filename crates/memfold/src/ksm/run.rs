@@ -1,9 +1,10 @@
 //! A run of KSM: at the kernel's defaults, or held to a CPU budget.
 
+use std::fs::File;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::controls::{Controls, Guard, KsmError, Settings};
+use super::controls::{Controls, Guard, KsmError, Settings, lock};
 use super::status::{Ksmd, Status};
 
 /// KSM running under memfold; the settings of before come back when this is dropped.
@@ -60,18 +61,32 @@ impl Run {
     }
 }
 
-/// Keeps KSM from merging until the guard is dropped; what is merged stays merged. `None` if this kernel has no KSM.
-/// When this returns, ksmd is not at work any more (`run_store` in `mm/ksm.c` waits for it). No other memfold starts it meanwhile.
-pub fn pause(controls: &Controls, state_dir: &Path) -> Result<Option<Guard>, KsmError> {
+/// KSM stands still, and no other memfold starts it, until this is dropped; then it is as it was.
+#[derive(Debug)]
+pub struct Paused {
+    _settings: Option<Guard>,
+    _lock: Option<File>,
+}
+
+/// Keeps KSM from merging; what is merged stays merged. When this returns, ksmd is not at work any more (`run_store` in `mm/ksm.c`
+/// waits for it). Where KSM doesn't run, nothing is written.
+pub fn pause(controls: &Controls, state_dir: &Path) -> Result<Paused, KsmError> {
     let run = match controls.text("run") {
-        Err(KsmError::Missing(_)) | Ok(None) => return Ok(None),
+        Err(KsmError::Missing(_)) => None,
         run => run?,
     };
-    let guard = Guard::take(controls, state_dir)?;
-    if run.as_deref() == Some("1") {
-        controls.write("run", &0)?;
+    if run.as_deref() != Some("1") {
+        return Ok(Paused {
+            _settings: None,
+            _lock: Some(lock(state_dir)?),
+        });
     }
-    Ok(Some(guard))
+    let settings = Guard::take(controls, state_dir)?;
+    controls.write("run", &0)?;
+    Ok(Paused {
+        _settings: Some(settings),
+        _lock: None,
+    })
 }
 
 /// What [`EqualCpu::step`] found and set.

@@ -80,6 +80,9 @@ pub struct Manifest {
     pub blocks: Vec<ImageBlock>,
     /// What of them is in the file.
     pub counts: ImageCounts,
+    /// Set if it was taken right after a boot, for `vm reboot`: which process the VM was (`daemon::reboot`).
+    #[serde(default)]
+    pub of_boot: Option<String>,
     /// Whether the VM went on while its RAM was copied.
     #[serde(default)]
     pub live: bool,

@@ -43,6 +43,8 @@ pub struct Request {
     pub keep: Keep,
     /// Trust domain.
     pub domain: Option<String>,
+    /// For the manifest.
+    pub of_boot: Option<String>,
     /// Whether the VM goes on while its RAM is copied.
     pub live: bool,
     /// When the save began.
@@ -169,6 +171,7 @@ pub fn save<M: DerefMut<Target = Qmp>>(
                 .map_or(0, |time| time.as_secs()),
             memfold: env!("CARGO_PKG_VERSION").to_owned(),
             keep: request.keep,
+            of_boot: request.of_boot.clone(),
             live: past.is_some(),
             kept_pages,
             spec: spec.clone(),

@@ -406,6 +406,7 @@ mod tests {
             save_ms: 2.0,
             agent: true,
             generation_id: true,
+            of_boot: None,
             live: false,
             kept_pages: 0,
             free_kept: None,

@@ -419,9 +419,13 @@ impl Vm {
                 name: self.name.clone(),
                 pid: self.pid().as_raw_nonzero().get(),
             })?;
+        let now = VmDirectory::read_json::<Record>(&directory.record());
+        // Its files may be removed already, and another VM have got its name.
+        if now.as_ref().is_ok_and(|now| now.process != record.process) {
+            return Ok(kind);
+        }
         // A snapshot may have put other overlays in their place since.
-        let overlays = VmDirectory::read_json::<Record>(&directory.record())
-            .map_or_else(|_| record.overlays.clone(), |record| record.overlays);
+        let overlays = now.map_or_else(|_| record.overlays.clone(), |record| record.overlays);
         directory.remove(&overlays).map_err(look)?;
         Ok(kind)
     }

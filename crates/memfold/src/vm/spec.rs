@@ -409,6 +409,7 @@ impl VmSpec {
 
     /// What is known to keep a VM from being saved, before it starts.
     fn check_boot_snapshot(&self) -> Result<(), SpecError> {
+        check_name("boot_snapshot", &format!("{}-boot", self.name))?;
         let why = if self.user.is_some() {
             "can't be saved with user = ..."
         } else if !self.fold {

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// Every command, what its help has to speak of, and whether it needs a daemon (with arguments that are right).
-const COMMANDS: [(&[&str], &[&str], bool); 22] = [
+const COMMANDS: [(&[&str], &[&str], bool); 23] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -24,6 +24,11 @@ const COMMANDS: [(&[&str], &[&str], bool); 22] = [
     ),
     (&["vm", "list"], &["List VMs"], true),
     (&["vm", "stop"], &["Shut a VM down", "--timeout"], false),
+    (
+        &["vm", "reboot"],
+        &["--from-boot-snapshot", "--timeout"],
+        false,
+    ),
     (&["vm", "attach"], &["QMP socket", "--domain"], false),
     (
         &["vm", "exec"],
