@@ -208,6 +208,8 @@ impl Daemon {
     /// The VM's process has ended.
     fn forget(&self, machine: &Machine) {
         info!(vm = machine.name(), "ended");
+        // Its name is free only when its files are gone: they would be taken for those of the next VM.
+        machine.clean_up();
         {
             let mut vms = self.lock();
             if vms
@@ -219,7 +221,6 @@ impl Daemon {
         }
         // The engine may have ended before us.
         let _ = self.tell(Command::Remove(machine.id()));
-        machine.clean_up();
         if machine.is_attached() {
             self.write_attached();
         }
