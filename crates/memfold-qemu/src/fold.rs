@@ -148,7 +148,7 @@ fn by_move(
     // The compare faults the window in, 16 pages at a time. Measured on a memfd, µs of CPU a page in runs of 64: 1.03-1.09 so;
     // 1.16-1.28 with MADV_POPULATE_READ before the freeze; 1.6 with the store's bytes read into a buffer instead of mapped.
     // What a store in huge pages makes of it: docs/decisions/0011-store-in-tmpfs.md.
-    let (staged, stop) = match Staged::freeze(uffd, run, slot) {
+    let (staged, stop) = match Staged::freeze(uffd, staging.pagemap(), run, slot) {
         Ok(frozen) => frozen,
         Err(errno) => return Step::nothing(Stop::Failed(errno)),
     };

@@ -12,6 +12,7 @@
 
 use std::time::{Duration, Instant};
 
+use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_sys::region::{Area, Mapping};
 use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use rustix::io::Errno;
@@ -29,6 +30,7 @@ const PATIENCE: u32 = 64;
 pub struct Staging {
     mapping: Mapping,
     used: u64,
+    pagemap: Pagemap,
 }
 
 impl Staging {
@@ -49,7 +51,13 @@ impl Staging {
             Mode::Missing
         };
         uffd.register(area, mode)?;
-        Ok(Self { mapping, used: 0 })
+        let pagemap = Pagemap::open(rustix::process::getpid())
+            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        Ok(Self {
+            mapping,
+            used: 0,
+            pagemap,
+        })
     }
 
     /// An empty place for `run`. Aligned like the run where that is a whole huge page, which then moves in one piece.
@@ -70,6 +78,11 @@ impl Staging {
         self.mapping.area().part(first, run.pages())
     }
 
+    /// This process's page map.
+    pub(crate) const fn pagemap(&self) -> &Pagemap {
+        &self.pagemap
+    }
+
     /// Frees the duplicates.
     pub fn free(&mut self) {
         if self.used > 0 {
@@ -88,6 +101,7 @@ impl Staging {
 #[derive(Debug)]
 pub struct Staged<'a> {
     uffd: &'a Userfaultfd,
+    pagemap: &'a Pagemap,
     run: Area,
     slot: Area,
     pages: u64,
@@ -102,6 +116,7 @@ impl<'a> Staged<'a> {
     /// Freezes as much of `run` as can be moved to `slot`, from the start; and why not all of it. An error: nothing is frozen.
     pub fn freeze(
         uffd: &'a Userfaultfd,
+        pagemap: &'a Pagemap,
         run: Area,
         slot: Area,
     ) -> Result<(Self, Option<Errno>), Errno> {
@@ -109,6 +124,7 @@ impl<'a> Staged<'a> {
         uffd.register(run, Mode::Missing)?;
         let mut staged = Self {
             uffd,
+            pagemap,
             run,
             slot,
             pages: 0,
@@ -116,7 +132,7 @@ impl<'a> Staged<'a> {
             replaced: 0,
             began,
         };
-        let (pages, stop) = transfer(uffd, run, slot);
+        let (pages, stop) = transfer(uffd, pagemap, run, slot);
         staged.pages = pages;
         Ok((staged, stop))
     }
@@ -142,6 +158,7 @@ impl Drop for Staged<'_> {
     fn drop(&mut self) {
         put_back(
             self.uffd,
+            self.pagemap,
             self.slot.part(self.gone, self.pages - self.gone),
             self.run.part(self.gone, self.pages - self.gone),
         );
@@ -195,7 +212,11 @@ impl Drop for Protected<'_> {
 }
 
 /// Moves pages until one can't be moved; how many, and why it stopped.
-fn transfer(uffd: &Userfaultfd, from: Area, to: Area) -> (u64, Option<Errno>) {
+///
+/// The kernel's own count can be too small: Linux 6.18 moves several pages in one step, and when a page migrates meanwhile (compaction), it
+/// says EAGAIN without those that it has moved already. The next try then finds them at their target (EEXIST). A page that is taken for not
+/// moved would be lost in staging.
+fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64, Option<Errno>) {
     let mut done = 0;
     let mut chunk = from.pages();
     let mut tries = 0;
@@ -207,6 +228,13 @@ fn transfer(uffd: &Userfaultfd, from: Area, to: Area) -> (u64, Option<Errno>) {
         }
         match error {
             None => chunk = from.pages() - done,
+            Some(Errno::EXIST | Errno::NOENT)
+                if is_moved(pagemap, from.part(done, 1), to.part(done, 1)) =>
+            {
+                done += 1;
+                tries = 0;
+                chunk = from.pages() - done;
+            }
             Some(Errno::AGAIN) => {
                 if moved == 0 {
                     tries += 1;
@@ -224,13 +252,26 @@ fn transfer(uffd: &Userfaultfd, from: Area, to: Area) -> (u64, Option<Errno>) {
     (done, None)
 }
 
+/// Whether a page is at its target and no more where it came from.
+fn is_moved(pagemap: &Pagemap, from: Area, to: Area) -> bool {
+    let is_there = |page: Area| {
+        let there = Filter {
+            any_of: category::PRESENT | category::SWAPPED,
+            ..Filter::default()
+        };
+        pagemap.all_pass(page.start(), page.end(), there)
+    };
+    // A page map that can't be read tells nothing: then the page counts as not moved.
+    !from.is_empty() && matches!((is_there(from), is_there(to)), (Ok(false), Ok(true)))
+}
+
 /// Moves pages back. It must succeed, and nothing stands against it: the target is empty and registered (nobody can fill it),
 /// its page tables exist, and no one else knows the staged pages. A reclaimer or migration that holds one lets it go.
-fn put_back(uffd: &Userfaultfd, from: Area, to: Area) {
+fn put_back(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) {
     let mut done = 0;
     let mut tries = 0u32;
     while done < from.pages() {
-        let (moved, stop) = transfer(uffd, from.after(done), to.after(done));
+        let (moved, stop) = transfer(uffd, pagemap, from.after(done), to.after(done));
         done += moved;
         tries = if moved > 0 { 0 } else { tries + 1 };
         match stop {

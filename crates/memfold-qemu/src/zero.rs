@@ -81,7 +81,7 @@ impl State {
             return 0;
         }
         let slot = staging.slot(run);
-        let Ok((staged, _)) = Staged::freeze(uffd, run, slot) else {
+        let Ok((staged, _)) = Staged::freeze(uffd, staging.pagemap(), run, slot) else {
             return 0;
         };
         let zeroes = staged.contents().zero_pages();

@@ -112,6 +112,17 @@ fn discard(guest: Guest, stop: &AtomicBool) -> u64 {
     rounds
 }
 
+/// Has the kernel move page frames about, as it does by itself when memory gets scarce.
+fn compact(stop: &AtomicBool) {
+    while !stop.load(Ordering::Relaxed) {
+        // Only root may.
+        if std::fs::write("/proc/sys/vm/compact_memory", "1").is_err() {
+            return println!("skipped: nothing compacts memory meanwhile");
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+}
+
 #[test]
 fn no_count_is_lost_while_pages_are_exchanged() {
     let Some(mut bench) = Bench::new(COUNTERS + DISCARDED) else {
@@ -132,6 +143,7 @@ fn no_count_is_lost_while_pages_are_exchanged() {
         let two = scope.spawn(move || count(guest, 2, stop));
         let kernel = scope.spawn(move || count_in_kernel_mode(guest, stop));
         let discards = scope.spawn(move || discard(guest, stop));
+        scope.spawn(move || compact(stop));
         let end = Instant::now() + stress_time(60);
         let mut random = Random(12345);
         while Instant::now() < end {

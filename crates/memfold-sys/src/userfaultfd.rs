@@ -224,7 +224,8 @@ impl Userfaultfd {
     ///
     /// Gives the number of pages moved, from the start, and why it stopped before the end: `ENOENT` a hole, `EBUSY` a page
     /// that is pinned (DMA), shared after `fork(2)` or merged by KSM, `EAGAIN` try again (also after *any* stop behind the first
-    /// page: the next call then tells why), `EINVAL` not one anonymous mapping each.
+    /// page: the next call then tells why), `EINVAL` not one anonymous mapping each. In Linux 6.18 the number may be too small: pages that the next
+    /// call finds at their target (`EEXIST`) may have been moved by this one.
     pub fn move_pages(&self, from: Area, to: Area) -> (u64, Option<Errno>) {
         /// `UFFDIO_MOVE_MODE_DONTWAKE`
         const DONTWAKE: u64 = 1;

@@ -594,9 +594,10 @@ impl Shared {
                 });
                 // The sink knows of the session before anything of it can come.
                 sink(AgentEvent::Session(facts.clone()));
+                // First of all that is asked of it.
+                self.answer(&ToAgent::Inventory);
                 self.lock().session = Some(facts);
                 self.changed.notify_all();
-                self.answer(&ToAgent::Inventory);
             }
             FromAgent::Output {
                 command,
