@@ -72,7 +72,7 @@ impl Foreign {
             .spawn()
             .unwrap();
         let foreign = Self { child, dir };
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while Qmp::connect(&foreign.qmp(), Duration::from_secs(2)).is_err() {
             assert!(Instant::now() < deadline, "QEMU did not start");
             std::thread::sleep(Duration::from_millis(20));
