@@ -214,8 +214,7 @@ impl Drop for Protected<'_> {
 /// Moves pages until one can't be moved; how many, and why it stopped.
 ///
 /// The kernel's own count can be too small: Linux 6.18 moves several pages in one step, and when a page migrates meanwhile (compaction), it
-/// says EAGAIN without those that it has moved already. The next try then finds them at their target (EEXIST). A page that is taken for not
-/// moved would be lost in staging.
+/// says EAGAIN without those that it has moved already. A page that is taken for not moved would be lost in staging.
 fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64, Option<Errno>) {
     let mut done = 0;
     let mut chunk = from.pages();
@@ -228,9 +227,8 @@ fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64
         }
         match error {
             None => chunk = from.pages() - done,
-            Some(Errno::EXIST | Errno::NOENT)
-                if is_moved(pagemap, from.part(done, 1), to.part(done, 1)) =>
-            {
+            // Asked whatever the error is: it may be the last that is looked at.
+            Some(_) if is_moved(pagemap, from.part(done, 1), to.part(done, 1)) => {
                 done += 1;
                 tries = 0;
                 chunk = from.pages() - done;

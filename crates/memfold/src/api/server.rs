@@ -19,7 +19,7 @@ use super::types::{
     AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, RebootRequest,
     RestoreRequest, SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
 };
-use crate::daemon::{Daemon, DaemonError};
+use crate::daemon::{Daemon, DaemonError, chain};
 use crate::fold::EngineStats;
 use crate::snapshot::{Manifest, SnapshotError, SnapshotInfo};
 use crate::vm::{LaunchError, VmSpec};
@@ -209,17 +209,6 @@ impl IntoResponse for Failure {
         };
         (status, Json(body)).into_response()
     }
-}
-
-/// An error and its sources in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text = format!("{text}: {error}");
-        source = error.source();
-    }
-    text
 }
 
 /// Runs a blocking method of the daemon off the async threads.

@@ -63,6 +63,13 @@ pub enum DaemonError {
     Internal(&'static str),
 }
 
+/// An error with its causes, in one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    let words: Vec<String> = causes.map(ToString::to_string).collect();
+    words.join(": ")
+}
+
 impl DaemonError {
     /// Whether it is this host that lacks something; `memfold doctor` tells what.
     #[must_use]

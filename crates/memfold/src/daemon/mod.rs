@@ -27,6 +27,7 @@ use rustix::fs::FlockOperation;
 use tracing::{info, warn};
 
 pub use error::DaemonError;
+pub(crate) use error::chain;
 use machine::{Machine, Role};
 
 use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
 use super::machine::Machine;
-use super::{Daemon, DaemonError};
+use super::{Daemon, DaemonError, chain};
 use crate::api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest, VmInfo};
 use crate::snapshot::{Manifest, restore};
 use crate::vm::AgentError;
@@ -190,15 +190,6 @@ fn mark(machine: &Machine) -> Option<String> {
     let process = machine.vm().record()?.process;
     let Identity { pid, start_ticks } = process;
     Some(format!("{} {pid} {start_ticks}", boot_id()))
-}
-
-/// An error with its causes.
-fn chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes
-        .map(ToString::to_string)
-        .collect::<Vec<_>>()
-        .join(": ")
 }
 
 /// Has the guest reboot, and waits until its agent is back.
