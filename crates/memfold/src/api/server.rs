@@ -21,7 +21,7 @@ use super::types::{
 };
 use crate::daemon::{Daemon, DaemonError, chain};
 use crate::fold::EngineStats;
-use crate::snapshot::{Manifest, SnapshotError, SnapshotInfo};
+use crate::snapshot::{Manifest, SnapshotError, SnapshotInfo, Step};
 use crate::vm::{LaunchError, VmSpec};
 
 /// Largest request body in bytes.
@@ -70,6 +70,7 @@ pub enum ServeError {
         snapshot,
         remove_snapshot,
         verify_snapshot,
+        snapshot_progress,
         restore
     )
 )]
@@ -128,6 +129,7 @@ fn router(daemon: Arc<Daemon>) -> Router {
             get(snapshot).delete(remove_snapshot),
         )
         .route("/v1/snapshots/{name}/verify", post(verify_snapshot))
+        .route("/v1/snapshots/{name}/progress", get(snapshot_progress))
         .route("/v1/snapshots/{name}/restore", post(restore))
         .route("/openapi.json", get(|| async { Json(openapi()) }))
         .fallback(|| async { Failure(DaemonError::NoSuchPath) })
@@ -345,6 +347,15 @@ async fn verify_snapshot(
     UrlPath(name): UrlPath<String>,
 ) -> Result<Json<VerifyReport>, Failure> {
     blocking(daemon, move |d| d.verify_snapshot(&name)).await
+}
+
+/// How far what is done with a snapshot has come; null: nothing is.
+#[utoipa::path(get, path = "/v1/snapshots/{name}/progress", responses((status = 200, body = Option<Step>)))]
+async fn snapshot_progress(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Json<Option<Step>> {
+    Json(daemon.snapshot_progress(&name))
 }
 
 #[utoipa::path(post, path = "/v1/snapshots/{name}/restore", request_body = RestoreRequest, responses((status = 200, body = VmInfo)))]

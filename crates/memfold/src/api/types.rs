@@ -160,6 +160,9 @@ pub struct SaveRequest {
     /// Whether the VM goes on while its RAM is copied. The snapshot is of one instant all the same.
     #[serde(default)]
     pub live: bool,
+    /// Whether the RAM image is compressed.
+    #[serde(default)]
+    pub compress: bool,
 }
 
 impl SaveRequest {
@@ -170,6 +173,7 @@ impl SaveRequest {
             name: name.into(),
             keep: Keep::None,
             live: false,
+            compress: false,
         }
     }
 }
@@ -185,6 +189,9 @@ pub struct RestoreRequest {
     /// Start it though nothing would set it apart from another VM that runs from the same memory.
     #[serde(default)]
     pub force: bool,
+    /// Have its memory at hand that a VM used first of all, instead of one page at a time as it asks for them.
+    #[serde(default)]
+    pub prefetch: bool,
 }
 
 impl RestoreRequest {
@@ -195,6 +202,7 @@ impl RestoreRequest {
             vm: vm.into(),
             renew: Renew::default(),
             force: false,
+            prefetch: false,
         }
     }
 }

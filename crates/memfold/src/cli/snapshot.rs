@@ -1,18 +1,20 @@
 //! `memfold snapshot` and `memfold clone`.
 
 use std::process::ExitCode;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
+use indicatif::{ProgressBar, ProgressStyle};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde::Serialize;
 
 use super::Context;
 use super::vm::segment;
 use crate::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
-use crate::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
+use crate::snapshot::{Keep, Manifest, Renew, SnapshotInfo, Step};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -28,6 +30,9 @@ pub(super) enum Arguments {
         /// Let the VM go on while its RAM is copied; the snapshot is of the instant before
         #[arg(long)]
         live: bool,
+        /// Compress the RAM image: smaller on disk, and laid out in memory before the first VM runs from it
+        #[arg(long)]
+        compress: bool,
     },
     /// Start a VM from a snapshot
     Restore {
@@ -39,6 +44,9 @@ pub(super) enum Arguments {
         /// Start it though another VM runs from the same memory and nothing would set the two apart
         #[arg(long)]
         force: bool,
+        /// Fetch what a VM used first when the snapshot was restored before, instead of page by page as it asks for it
+        #[arg(long)]
+        prefetch: bool,
     },
     /// All snapshots
     List,
@@ -77,6 +85,9 @@ pub(super) struct CloneArguments {
     /// Don't wait until the agents in them have done that
     #[arg(long)]
     no_wait: bool,
+    /// Fetch what a VM used first when the snapshot was restored before, instead of page by page as it asks for it
+    #[arg(long)]
+    prefetch: bool,
     /// Start them though nothing would set them apart: without agent, and without a driver for VM generation IDs in the guest
     #[arg(long)]
     force: bool,
@@ -86,6 +97,9 @@ pub(super) struct CloneArguments {
 const RENEW_TIMEOUT: Duration = Duration::from_secs(60);
 const RENEW_TIMEOUT_EACH: Duration = Duration::from_secs(10);
 
+/// How often the daemon is asked how far it is.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
 pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
     match arguments {
@@ -94,42 +108,48 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             name,
             keep,
             live,
+            compress,
         } => {
             let request = SaveRequest {
                 vm,
                 name,
                 keep,
                 live,
+                compress,
             };
-            let manifest: Manifest = client.post("/v1/snapshots", &request)?;
+            let manifest: Manifest = watched(context, &request.name, || {
+                Ok(client.post("/v1/snapshots", &request)?)
+            })?;
             context.print(&manifest, |m| {
                 let free = m.free_kept.as_ref().map_or(String::new(), |why| {
                     format!("\nwhat the guest had free was saved too: {why}")
                 });
                 format!(
-                    "saved {} as {} in {:.0} ms ({} of {}; the VM stood still for {:.0} ms){free}",
+                    "saved {} as {} in {:.0} ms ({}; the VM stood still for {:.0} ms){free}",
                     m.vm,
                     m.name,
                     m.save_ms,
-                    ByteSize(m.counts.saved_pages * PAGE_SIZE),
-                    ByteSize(m.counts.pages * PAGE_SIZE),
+                    held(m),
                     m.pause_ms
                 )
             })?;
         }
-        Arguments::Restore { name, vm, force } => {
+        Arguments::Restore {
+            name,
+            vm,
+            force,
+            prefetch,
+        } => {
             let vm = match vm {
                 Some(vm) => vm,
                 None => client.get::<Manifest>(&path(&name)?)?.vm,
             };
-            let info = restore(
-                &client,
-                &name,
-                &RestoreRequest {
-                    force,
-                    ..RestoreRequest::new(vm)
-                },
-            )?;
+            let request = RestoreRequest {
+                force,
+                prefetch,
+                ..RestoreRequest::new(vm)
+            };
+            let info = watched(context, &name, || restore(&client, &name, &request))?;
             context.print(&info, |vm| super::vm::describe("restored", vm))?;
         }
         Arguments::List => {
@@ -143,7 +163,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             })?;
         }
         Arguments::Verify { name } => {
-            let report: VerifyReport = client.post(&format!("{}/verify", path(&name)?), &())?;
+            let place = format!("{}/verify", path(&name)?);
+            let report: VerifyReport = watched(context, &name, || Ok(client.post(&place, &())?))?;
             let right = report.problems.is_empty();
             context.print(&report, |report| {
                 if right {
@@ -196,9 +217,11 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
                 Renew::Network
             },
             force: arguments.force,
+            prefetch: arguments.prefetch,
         };
         let began = Instant::now();
-        let vm = restore(&client, snapshot, &request).with_context(|| {
+        let started = watched(context, snapshot, || restore(&client, snapshot, &request));
+        let vm = started.with_context(|| {
             format!("clone '{}' did not start; {} run", request.vm, clones.len())
         })?;
         let ms = began.elapsed().as_secs_f64() * 1000.0;
@@ -275,6 +298,72 @@ fn path(name: &str) -> anyhow::Result<String> {
 
 fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> anyhow::Result<VmInfo> {
     Ok(client.post(&format!("{}/restore", path(snapshot)?), request)?)
+}
+
+/// What a snapshot's image is made of.
+fn held(manifest: &Manifest) -> String {
+    let saved = manifest.counts.saved_pages * PAGE_SIZE;
+    let mut words = format!(
+        "{} of {}",
+        ByteSize(saved),
+        ByteSize(manifest.counts.pages * PAGE_SIZE)
+    );
+    let referred = manifest.references.as_ref().map_or(0, |r| r.pages) * PAGE_SIZE;
+    if referred > 0 {
+        words += &format!(", of it {} on its disks", ByteSize(referred));
+    }
+    if let Some(packed) = &manifest.packed {
+        words += &format!(
+            ", {} compressed to {}",
+            ByteSize(saved - referred),
+            ByteSize(packed.bytes)
+        );
+    }
+    words
+}
+
+/// Does something that may take long with a snapshot; shows on a terminal how far it is.
+fn watched<T>(
+    context: &Context,
+    snapshot: &str,
+    work: impl FnOnce() -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    let bar = ProgressBar::new(0).with_style(ProgressStyle::with_template("{spinner} {msg}")?);
+    let (end, ended) = std::sync::mpsc::channel::<()>();
+    let place = format!("{}/progress", path(snapshot)?);
+    let watcher = context.client()?;
+    let shown = bar.clone();
+    let thread = (!bar.is_hidden()).then(|| {
+        std::thread::spawn(move || {
+            while let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(LOOK_EVERY) {
+                // Nothing to show is no failure.
+                if let Ok(Some(step)) = watcher.get::<Option<Step>>(&place) {
+                    shown.set_message(describe(&step));
+                    shown.tick();
+                }
+            }
+        })
+    });
+    let result = work();
+    drop(end);
+    if let Some(thread) = thread {
+        // It only draws.
+        let _ = thread.join();
+    }
+    bar.finish_and_clear();
+    result
+}
+
+fn describe(step: &Step) -> String {
+    if step.total_bytes == 0 {
+        return step.step.clone();
+    }
+    format!(
+        "{}: {} of {}",
+        step.step,
+        ByteSize(step.done_bytes),
+        ByteSize(step.total_bytes)
+    )
 }
 
 fn table(list: &[SnapshotInfo]) -> String {

@@ -128,7 +128,7 @@ impl Machine {
             Some(guest) => Box::new(guest),
             None => Box::new(Unfolded(machine.pid())),
         };
-        let layout = machine.seen().layout.clone();
+        let layout = machine.layout();
         let advice = machine.advice(&layout);
         machine.tell(Command::Add {
             id,
@@ -248,6 +248,11 @@ impl Machine {
                 self.tell(Command::AgentGone(self.id));
             }
         }
+    }
+
+    /// Where its RAM lies.
+    pub(super) fn layout(&self) -> RamLayout {
+        self.seen().layout.clone()
     }
 
     /// Reads layout and conditions anew and tells the engine what has changed.
@@ -436,7 +441,7 @@ impl Machine {
     }
 
     pub fn account(&self, stores: &[StoreIdentity]) -> Option<VmAccount> {
-        let layout = self.seen().layout.clone();
+        let layout = self.layout();
         let pid = self.pid().as_raw_nonzero().get();
         crate::ledger::take::vm(pid, &self.name, self.domain.as_deref(), &layout, stores)
             .inspect_err(|error| warn!(vm = self.name, %error, "left out of the ledger"))

@@ -15,7 +15,7 @@ mod reboot;
 mod snapshots;
 mod turns;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -34,7 +34,7 @@ use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
 use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
 use crate::ksm;
 use crate::ledger::{self, StoreAccount};
-use crate::snapshot::Shelf;
+use crate::snapshot::{Progress, Shelf};
 use crate::store::StoreIdentity;
 use crate::vm::{AgentOptions, CommandResult, Vm, VmSpec};
 
@@ -72,6 +72,8 @@ pub struct Daemon {
     twins: Mutex<()>,
     /// Held while KSM stands still for a live save.
     merging: Mutex<()>,
+    /// What is done with snapshots now.
+    progress: Mutex<HashMap<String, Arc<Progress>>>,
     /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
     _lock: File,
 }
@@ -108,6 +110,7 @@ impl Daemon {
             closed: RwLock::new(false),
             twins: Mutex::default(),
             merging: Mutex::default(),
+            progress: Mutex::default(),
             _lock: lock,
             options: options.clone(),
         });
@@ -222,6 +225,7 @@ impl Daemon {
         }
         // The engine may have ended before us.
         let _ = self.tell(Command::Remove(machine.id()));
+        self.shelf.let_go();
         if machine.is_attached() {
             self.write_attached();
         }

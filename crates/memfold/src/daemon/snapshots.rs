@@ -1,6 +1,7 @@
 //! Snapshots and clones of the daemon's VMs.
 
 use std::cell::RefCell;
+use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::library::Range;
 use rustix::process::Pid;
-use tracing::info;
+use tracing::{debug, info};
 
 use super::machine::Machine;
 use super::{Daemon, DaemonError};
@@ -20,7 +21,10 @@ use crate::ksm;
 use crate::snapshot::free::{self, Frames};
 use crate::snapshot::identity::{HAS_GENERATION_ID, Plan};
 use crate::snapshot::manifest::Steps;
-use crate::snapshot::{Keep, Manifest, SnapshotError, SnapshotInfo, image, restore, save, shelf};
+use crate::snapshot::working_set::{self, WorkingSet};
+use crate::snapshot::{
+    Keep, Manifest, Progress, SnapshotError, SnapshotInfo, Step, restore, save, shelf,
+};
 use crate::vm::{AgentLink, Incoming};
 
 /// How long a guest may take to drop its caches.
@@ -72,15 +76,24 @@ impl Daemon {
         if self.shelf.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
-        if request.keep == Keep::All {
-            return self.save_dropped(&machine, request, of_boot, began);
+        let progress = self.under_way(&request.name);
+        match request.keep {
+            Keep::None => {}
+            Keep::All => return self.save_dropped(&machine, request, of_boot, began, &progress),
+            Keep::Hot => {
+                progress.begin("the guest writes back what is dirty", 0);
+                write_back(&machine)?;
+                return self.save_dropped(&machine, request, of_boot, began, &progress);
+            }
         }
+        progress.begin("the guest drops its caches", 0);
         let dropped = drop_caches(&machine);
         let events = match &dropped {
             Ok(()) => Ok(()),
             Err(_) => machine.run(TRACE, LIST_TIMEOUT).map(drop),
         };
-        let saved = dropped.and_then(|()| self.save_dropped(&machine, request, of_boot, began));
+        let saved =
+            dropped.and_then(|()| self.save_dropped(&machine, request, of_boot, began, &progress));
         // Of what went while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
             info!(vm = request.vm, %error, "no inventory after the save");
@@ -94,6 +107,7 @@ impl Daemon {
         request: &SaveRequest,
         of_boot: Option<String>,
         began: Instant,
+        progress: &Progress,
     ) -> Result<Manifest, DaemonError> {
         let mut steps = Steps {
             drop_ms: save::milliseconds(began.elapsed()),
@@ -101,6 +115,7 @@ impl Daemon {
         };
         let asked = machine.run(HAS_GENERATION_ID, ASK_TIMEOUT).ok();
         let generation_id = asked.map(|answer| answer.code == 0);
+        progress.begin("the guest lists what is free", 0);
         let listing = Instant::now();
         let merging = request.live.then(|| self.stop_merging()).transpose()?;
         let agent = machine.agent();
@@ -130,6 +145,7 @@ impl Daemon {
             keep: request.keep,
             of_boot,
             live: request.live,
+            compress: request.compress,
             domain: machine.domain().map(str::to_owned),
             began,
             free,
@@ -141,7 +157,7 @@ impl Daemon {
             &self.shelf,
             &saving,
             &held,
-            &mut |_| {},
+            progress,
         )?;
         info!(
             vm = request.vm,
@@ -172,6 +188,24 @@ impl Daemon {
             _paused: paused,
             _alone: alone,
         })
+    }
+
+    /// Something long begins with a snapshot.
+    pub(super) fn under_way(&self, name: &str) -> UnderWay<'_> {
+        let progress = Arc::<Progress>::default();
+        let mut all = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        all.insert(name.to_owned(), progress.clone());
+        UnderWay {
+            daemon: self,
+            name: name.to_owned(),
+            progress,
+        }
+    }
+
+    /// How far what is done with a snapshot has come, if anything is.
+    pub fn snapshot_progress(&self, name: &str) -> Option<Step> {
+        let all = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        all.get(name).map(|progress| progress.now())
     }
 
     /// All snapshots.
@@ -225,30 +259,26 @@ impl Daemon {
     /// Reads a snapshot whole and compares its checksums.
     pub fn verify_snapshot(&self, name: &str) -> Result<VerifyReport, DaemonError> {
         let manifest = self.shelf.manifest(name)?;
-        let mut problems = Vec::new();
-        let files = |part: &str| {
-            let path = self.options.shelf.join(name).join(part);
-            move |source| SnapshotError::Files { path, source }
-        };
-        for (part, saved) in [
-            (shelf::SUMS, &manifest.sums),
-            (shelf::DEVICES, &manifest.devices),
-        ] {
-            let now = shelf::facts(self.shelf.file(name, part)?).map_err(files(part))?;
-            if now != *saved {
-                problems.push(format!("{part} was changed since it was saved"));
-            }
+        let changed = self.shelf.changed_parts(&manifest)?;
+        let mut problems: Vec<String> = changed
+            .iter()
+            .map(|part| format!("{part} was changed since it was saved"))
+            .collect();
+        let progress = self.under_way(name);
+        // Tables that were changed lead nowhere.
+        if changed.is_empty() {
+            let stored = self.shelf.stored(&manifest)?;
+            progress.begin("checksums compared", stored.bytes);
+            let path = self.options.shelf.join(name).join(shelf::RAM);
+            let wrong = stored
+                .verify(&progress)
+                .map_err(|source| SnapshotError::Files { path, source })?;
+            problems.extend(
+                wrong.iter().map(|chunk| {
+                    format!("ram was changed since it was saved, in its chunk {chunk}")
+                }),
+            );
         }
-        let (ram, sums) = (
-            self.shelf.file(name, shelf::RAM)?,
-            self.shelf.file(name, shelf::SUMS)?,
-        );
-        let wrong = image::verify(&ram, &sums, |_| {}).map_err(files(shelf::RAM))?;
-        problems.extend(
-            wrong
-                .iter()
-                .map(|chunk| format!("ram was changed since it was saved, in its chunk {chunk}")),
-        );
         if let Err(error) = restore::spec(&self.shelf, &manifest, &manifest.vm) {
             problems.push(error.to_string());
         }
@@ -317,13 +347,14 @@ impl Daemon {
         }
         let spec = restore::spec(&self.shelf, &manifest, &request.vm)?;
         let plan = Plan::new(request.renew, &spec).map_err(|error| no_plan(&error))?;
-        let ram = self.shelf.checked_ram(&manifest)?;
+        let progress = self.under_way(snapshot);
+        let ram = self.shelf.checked_ram(&manifest, &progress)?;
         let incoming = Incoming {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
             accel: manifest.accel.clone(),
         };
-        let info = self.launch(spec, |state, spec| {
+        let launched = self.launch(spec, |state, spec| {
             let vm = crate::vm::start_incoming(state, spec, &incoming)?;
             let noted = vm.directory().map_or(Ok(()), |place| plan.write(place));
             let filled = noted
@@ -336,13 +367,99 @@ impl Daemon {
                 return Err(error.into());
             }
             Ok(vm)
-        })?;
+        });
+        drop(ram);
+        if launched.is_err() {
+            self.shelf.let_go();
+        }
+        let info = launched?;
         let Ok(machine) = self.machine(&request.vm) else {
             // It has ended already.
             return Ok(info);
         };
         self.find_boot_snapshot(&machine);
+        self.mind_working_set(machine.clone(), manifest, request.prefetch);
         Ok(machine.info())
+    }
+
+    /// Has what VMs of this snapshot use first at hand for this one, or finds out what that is. Beside the VM, which runs.
+    fn mind_working_set(
+        self: &Arc<Self>,
+        machine: Arc<Machine>,
+        manifest: Manifest,
+        prefetch: bool,
+    ) {
+        let Ok(place) = self.shelf.path(&manifest.name) else {
+            return;
+        };
+        let known = WorkingSet::read(&place, &manifest);
+        if known.is_some() && !prefetch {
+            return;
+        }
+        let daemon = Arc::downgrade(self);
+        let work = move || match known {
+            Some(set) => match set.prefetch(machine.pid(), &manifest, &machine.layout()) {
+                Ok(pages) => info!(vm = machine.name(), pages, "fetched"),
+                Err(error) => debug!(vm = machine.name(), %error, "not all was fetched"),
+            },
+            None => {
+                let (id, name) = (machine.id(), machine.name().to_owned());
+                // Who waits keeps nobody alive.
+                drop(machine);
+                std::thread::sleep(working_set::TIME);
+                let machine = daemon.upgrade().and_then(|d| d.machine(&name).ok());
+                let Some(machine) = machine.filter(|machine| machine.id() == id) else {
+                    return;
+                };
+                let found = WorkingSet::of(machine.pid(), &manifest, &machine.layout());
+                match found.and_then(|set| set.write(&place).map(|()| set)) {
+                    Ok(set) => info!(
+                        vm = name,
+                        snapshot = manifest.name,
+                        bytes = set.bytes(),
+                        "used first"
+                    ),
+                    Err(error) => debug!(vm = name, %error, "what it used first is not recorded"),
+                }
+            }
+        };
+        if let Err(error) = std::thread::Builder::new()
+            .name("working-set".into())
+            .spawn(work)
+        {
+            debug!(%error, "no thread for the working set");
+        }
+    }
+}
+
+/// Something long that is done with a snapshot, as long as this is kept.
+pub(super) struct UnderWay<'a> {
+    daemon: &'a Daemon,
+    name: String,
+    progress: Arc<Progress>,
+}
+
+impl Deref for UnderWay<'_> {
+    type Target = Progress;
+
+    fn deref(&self) -> &Progress {
+        &self.progress
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        let mut all = self
+            .daemon
+            .progress
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if all
+            .get(&self.name)
+            .is_some_and(|now| Arc::ptr_eq(now, &self.progress))
+        {
+            all.remove(&self.name);
+        }
     }
 }
 
@@ -350,6 +467,18 @@ fn no_plan(error: &std::io::Error) -> SnapshotError {
     SnapshotError::Impossible(format!(
         "the VM can't be given an identity of its own: {error}"
     ))
+}
+
+/// Has the guest write what is dirty to its disks, which are to hold what it has cached.
+fn write_back(machine: &Machine) -> Result<(), DaemonError> {
+    let wrote = machine.run("sync", DROP_TIMEOUT)?;
+    if wrote.code != 0 {
+        let words = String::from_utf8_lossy(&wrote.stderr).trim().to_owned();
+        return Err(DaemonError::BadRequest(format!(
+            "the guest did not write back what is dirty ({words}); use --keep all"
+        )));
+    }
+    Ok(())
 }
 
 fn drop_caches(machine: &Machine) -> Result<(), DaemonError> {

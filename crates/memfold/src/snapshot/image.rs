@@ -14,6 +14,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use memfold_sys::memory;
 use memfold_sys::pagemap::{Filter, Pagemap, category};
@@ -23,6 +24,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::past::Past;
+use super::progress::Progress;
 
 /// Pages that one checksum covers: a huge page.
 pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
@@ -33,6 +35,9 @@ const _: () = assert!(CHUNK_BYTES as u64 == CHUNK_PAGES * PAGE_SIZE);
 
 /// Bytes of one checksum in `ram.sums`, little endian.
 pub const SUM_BYTES: usize = 16;
+
+/// More threads than this only compete for the host's memory.
+const MAX_THREADS: usize = 8;
 
 /// One RAM block in an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -233,14 +238,13 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Copies block `number` of the plan, of a process that stands still, or whose `past` is kept. `progress` is told bytes of RAM as they
-    /// are dealt with.
+    /// Copies block `number` of the plan, of a process that stands still, or whose `past` is kept.
     pub fn block(
         &mut self,
         plan: &Plan,
         number: usize,
         past: Option<&Past>,
-        progress: &mut dyn FnMut(u64),
+        progress: &Progress,
     ) -> io::Result<()> {
         let (block, ranges) = (&plan.blocks[number], &plan.ranges[number]);
         let place = self.placed[number].first_page;
@@ -267,7 +271,7 @@ impl<'a> Writer<'a> {
                 }
                 self.chunk(place, first, &here)?;
             }
-            progress((end - first) * PAGE_SIZE);
+            progress.add((end - first) * PAGE_SIZE);
         }
         Ok(())
     }
@@ -320,66 +324,116 @@ fn save(
     counts: &mut ImageCounts,
 ) -> io::Result<()> {
     for &(from, to) in ranges {
-        let mut start = None;
-        for page in from..=to {
-            let holds = page < to && !is_zero(&buffer[bytes(page - first)..][..PAGE_BYTES]);
-            match (holds, start) {
-                (true, None) => start = Some(page),
-                (false, Some(begun)) => {
-                    let part = &buffer[bytes(begun - first)..bytes(page - first)];
-                    ram.write_all_at(part, at + (begun - first) * PAGE_SIZE)?;
-                    counts.saved_pages += page - begun;
-                    start = None;
-                }
-                _ => {}
-            }
-            counts.zero_pages += u64::from(page < to && !holds);
-        }
+        let start = bytes(from - first);
+        let part = &buffer[start..bytes(to - first)];
+        let written = write_nonzero(part, ram, at + start as u64)?;
+        counts.saved_pages += written;
+        counts.zero_pages += to - from - written;
     }
     Ok(())
 }
 
-/// Reads the whole image and compares its checksums; numbers of the chunks that differ.
-pub fn verify(ram: &File, sums: &File, mut progress: impl FnMut(u64)) -> io::Result<Vec<u64>> {
-    let length = ram.metadata()?.len();
-    let mut wrong = Vec::new();
-    let mut buffer = vec![0; CHUNK_BYTES];
-    let empty = xxh3_128(&buffer);
-    let mut expected = [0; SUM_BYTES];
-    let mut data = 0..0;
-    for chunk in 0..length.div_ceil(CHUNK_BYTES as u64) {
-        let start = chunk * CHUNK_BYTES as u64;
-        let end = start + CHUNK_BYTES as u64;
-        while data.end <= start && data.start < length {
-            data = next_data(ram, data.end.max(start), length)?;
+/// Writes the pages of `buffer` that aren't zero to their places behind byte `at` of a file; how many.
+pub(super) fn write_nonzero(buffer: &[u8], file: &File, at: u64) -> io::Result<u64> {
+    let mut written = 0;
+    let mut start = None;
+    let ends = buffer.len() / PAGE_BYTES;
+    for page in 0..=ends {
+        let holds = page < ends && !is_zero(&buffer[page * PAGE_BYTES..][..PAGE_BYTES]);
+        match (holds, start) {
+            (true, None) => start = Some(page),
+            (false, Some(begun)) => {
+                let from = begun * PAGE_BYTES;
+                file.write_all_at(&buffer[from..page * PAGE_BYTES], at + from as u64)?;
+                written += (page - begun) as u64;
+                start = None;
+            }
+            _ => {}
         }
-        let sum = if data.start >= end {
-            empty
-        } else {
-            ram.read_exact_at(&mut buffer, start)?;
-            xxh3_128(&buffer)
-        };
-        sums.read_exact_at(&mut expected, chunk * SUM_BYTES as u64)?;
-        if sum != u128::from_le_bytes(expected) {
-            wrong.push(chunk);
-        }
-        progress(CHUNK_BYTES as u64);
     }
-    Ok(wrong)
+    Ok(written)
 }
 
-/// The next part of the file at or behind `from` that is no hole; `length..length` if there is none.
-fn next_data(file: &File, from: u64, length: u64) -> io::Result<std::ops::Range<u64>> {
-    use rustix::fs::{SeekFrom, seek};
-    let start = match seek(file, SeekFrom::Data(from)) {
-        Ok(start) => start,
-        Err(rustix::io::Errno::NXIO) => return Ok(length..length),
-        Err(errno) => return Err(errno.into()),
+/// Parts of a file that are no holes, ascending.
+pub(super) struct Data<'a> {
+    file: &'a File,
+    next: u64,
+    length: u64,
+}
+
+impl<'a> Data<'a> {
+    pub(super) fn of(file: &'a File) -> io::Result<impl Iterator<Item = Range<u64>> + 'a> {
+        let length = file.metadata()?.len();
+        let parts: io::Result<Vec<_>> = Data {
+            file,
+            next: 0,
+            length,
+        }
+        .collect();
+        Ok(parts?.into_iter())
+    }
+}
+
+impl Iterator for Data<'_> {
+    type Item = io::Result<Range<u64>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        use rustix::fs::{SeekFrom, seek};
+        if self.next >= self.length {
+            return None;
+        }
+        let start = match seek(self.file, SeekFrom::Data(self.next)) {
+            Err(rustix::io::Errno::NXIO) => return None,
+            other => other,
+        };
+        let part = start.and_then(|start| Ok(start..seek(self.file, SeekFrom::Hole(start))?));
+        self.next = part.as_ref().map_or(self.length, |part| part.end);
+        Some(part.map_err(io::Error::from))
+    }
+}
+
+/// Makes a hole.
+pub(super) fn punch(file: &File, at: u64, length: u64) -> io::Result<()> {
+    use rustix::fs::{FallocateFlags, fallocate};
+    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    Ok(fallocate(file, hole, at, length)?)
+}
+
+/// Does something for each chunk of so many, on as many cores as are worth it, each with a buffer of a chunk.
+pub(super) fn each_chunk(
+    chunks: u64,
+    work: impl Fn(u64, &mut [u8]) -> io::Result<()> + Sync,
+) -> io::Result<()> {
+    let next = AtomicU64::new(0);
+    let run = || {
+        let mut buffer = vec![0; CHUNK_BYTES];
+        loop {
+            let chunk = next.fetch_add(1, Ordering::Relaxed);
+            if chunk >= chunks {
+                return Ok(());
+            }
+            if let Err(error) = work(chunk, &mut buffer) {
+                // The others need not go on.
+                next.store(chunks, Ordering::Relaxed);
+                return Err(error);
+            }
+        }
     };
-    Ok(start..seek(file, SeekFrom::Hole(start))?)
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads.min(MAX_THREADS))
+            .map(|_| scope.spawn(run))
+            .collect();
+        let mine = run();
+        let ended = |thread: std::thread::ScopedJoinHandle<'_, io::Result<()>>| {
+            let panicked = |_| Err(io::Error::other("a thread panicked"));
+            thread.join().unwrap_or_else(panicked)
+        };
+        others.into_iter().map(ended).fold(mine, Result::and)
+    })
 }
 
-fn is_zero(page: &[u8]) -> bool {
+pub(super) fn is_zero(page: &[u8]) -> bool {
     const ZEROES: [u8; 256] = [0; 256];
     page.chunks_exact(ZEROES.len()).all(|part| part == ZEROES)
 }
@@ -391,6 +445,7 @@ fn bytes(pages: u64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::snapshot::stored::{Pages, Stored};
     use memfold_sys::region::Mapping;
 
     /// All blocks of a process that stands still.
@@ -400,14 +455,29 @@ mod tests {
         free: &[Range<Hva>],
         ram: &File,
         sums: &File,
-        mut progress: impl FnMut(u64),
+        progress: &Progress,
     ) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
         let plan = Plan::new(pid, blocks.to_vec(), free)?;
         let mut writer = Writer::new(&plan, ram)?;
         for number in 0..blocks.len() {
-            writer.block(&plan, number, None, &mut progress)?;
+            writer.block(&plan, number, None, progress)?;
         }
         writer.finish(sums)
+    }
+
+    /// Chunks that differ.
+    fn verify(ram: &File, sums: &File) -> Vec<u64> {
+        let bytes = ram.metadata().unwrap().len();
+        let mut all = vec![0; usize::try_from(sums.metadata().unwrap().len()).unwrap()];
+        sums.read_exact_at(&mut all, 0).unwrap();
+        let stored = Stored {
+            bytes,
+            sums: all,
+            pages: Pages::plain(ram.try_clone().unwrap()).unwrap(),
+            references: Vec::new(),
+            sources: Vec::new(),
+        };
+        stored.verify(&Progress::default()).unwrap()
     }
 
     fn me() -> Pid {
@@ -444,11 +514,11 @@ mod tests {
     fn what_is_there_is_saved_and_zeroes_take_no_space() {
         let (a, b) = (block(700), block(10));
         let (ram, sums) = (file(), file());
-        let mut told = 0;
+        let told = Progress::default();
+        told.begin("test", 1000 * PAGE_SIZE);
         let sources = [a.1, b.1];
-        let (placed, counts) =
-            write(me(), &sources, &[], &ram, &sums, |bytes| told += bytes).unwrap();
-        assert_eq!(told, 710 * PAGE_SIZE);
+        let (placed, counts) = write(me(), &sources, &[], &ram, &sums, &told).unwrap();
+        assert_eq!(told.now().done_bytes, 710 * PAGE_SIZE);
         assert_eq!((placed[1].first_page, placed[1].pages), (1024, 10));
         let saved = (0..700).chain(0..10).filter(|&page| is_saved(page)).count();
         assert_eq!(counts.saved_pages, saved as u64);
@@ -468,7 +538,7 @@ mod tests {
                 assert!(page == expected, "page {at} of {}", place.name);
             }
         }
-        assert!(verify(&ram, &sums, |_| {}).unwrap().is_empty());
+        assert!(verify(&ram, &sums).is_empty());
     }
 
     #[test]
@@ -490,7 +560,7 @@ mod tests {
             &free,
             &ram,
             &sums,
-            |_| {},
+            &Progress::default(),
         )
         .unwrap();
         let saved = (0..700).filter(|&p| is_saved(p) && !is_free(p)).count();
@@ -502,24 +572,24 @@ mod tests {
             ram.read_exact_at(&mut page, at * PAGE_SIZE).unwrap();
             assert_eq!(is_zero(&page), !is_saved(at) || is_free(at), "page {at}");
         }
-        assert!(verify(&ram, &sums, |_| {}).unwrap().is_empty());
+        assert!(verify(&ram, &sums).is_empty());
     }
 
     #[test]
     fn a_flipped_bit_is_found_wherever_it_is() {
         let (_memory, source) = block(2000);
         let (ram, sums) = (file(), file());
-        write(me(), &[source], &[], &ram, &sums, |_| {}).unwrap();
+        write(me(), &[source], &[], &ram, &sums, &Progress::default()).unwrap();
         let mut byte = [0];
         // In a page, in a hole, in the last page.
         for at in [5, 100 * PAGE_SIZE + 7 * PAGE_SIZE / 2, 2000 * PAGE_SIZE - 1] {
             ram.read_exact_at(&mut byte, at).unwrap();
             ram.write_all_at(&[byte[0] ^ 1], at).unwrap();
             let chunk = at / CHUNK_BYTES as u64;
-            assert_eq!(verify(&ram, &sums, |_| {}).unwrap(), [chunk]);
+            assert_eq!(verify(&ram, &sums), [chunk]);
             ram.write_all_at(&byte, at).unwrap();
         }
-        assert!(verify(&ram, &sums, |_| {}).unwrap().is_empty());
+        assert!(verify(&ram, &sums).is_empty());
     }
 
     /// Swap of this host's, as long as it lives.
@@ -577,7 +647,7 @@ mod tests {
             .sum();
         assert!(swapped > 0, "no page is in swap");
         let (ram, sums) = (file(), file());
-        let (_, counts) = write(me(), &[source], &[], &ram, &sums, |_| {}).unwrap();
+        let (_, counts) = write(me(), &[source], &[], &ram, &sums, &Progress::default()).unwrap();
         let saved = (0..700).filter(|&page| is_saved(page)).count();
         assert_eq!(counts.saved_pages, saved as u64);
         let mut page = [0; PAGE_BYTES];
@@ -606,7 +676,7 @@ mod tests {
             pages: 16,
         };
         let (ram, sums) = (file(), file());
-        let (_, counts) = write(me(), &[source], &[], &ram, &sums, |_| {}).unwrap();
+        let (_, counts) = write(me(), &[source], &[], &ram, &sums, &Progress::default()).unwrap();
         assert_eq!(counts.saved_pages, 4);
         let mut saved = vec![0; 4 * PAGE_BYTES];
         ram.read_exact_at(&mut saved, 3 * PAGE_SIZE).unwrap();

@@ -7,10 +7,14 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::image::{ImageBlock, ImageCounts};
+use super::shelf::{DEVICES, INDEX, PACKED, RAM, REFERENCES, SUMS};
 use crate::vm::VmSpec;
 
-/// Version of the format; see `docs/snapshot-format.md`. Another one is refused.
+/// Version of the format of an image that lies in `ram` alone; see `docs/snapshot-format.md`.
 pub const FORMAT: u32 = 1;
+
+/// Version of the format of one that is compressed or refers to disks. Newer ones are refused.
+pub const FORMAT_IN_PARTS: u32 = 2;
 
 /// What is kept of what the guest can get again.
 #[derive(
@@ -21,6 +25,8 @@ pub enum Keep {
     /// Nothing: the guest drops its page cache and its caches of names and inodes first.
     #[default]
     None,
+    /// The page cache, by reference: what the disks hold is not saved a second time.
+    Hot,
     /// All, as it is.
     All,
 }
@@ -32,6 +38,26 @@ pub struct FileFacts {
     pub bytes: u64,
     /// XXH3-128 of its bytes, as 32 hexadecimal digits.
     pub xxh3_128: String,
+}
+
+/// A compressed image: `ram.zst` and `ram.index` instead of `ram`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Packed {
+    /// Length of `ram.zst`, in bytes. What it unpacks to has checksums of its own.
+    pub bytes: u64,
+    /// `ram.index`.
+    pub index: FileFacts,
+}
+
+/// Pages that are kept by reference.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct References {
+    /// `ram.refs`.
+    pub table: FileFacts,
+    /// Files that it refers to, in the order of their numbers. A path without a slash lies in the snapshot's directory.
+    pub sources: Vec<PathBuf>,
+    /// How many pages.
+    pub pages: u64,
 }
 
 /// A disk at the instant of the snapshot.
@@ -48,6 +74,20 @@ pub struct SavedDisk {
     /// doesn't belong to the RAM any more.
     pub bytes: u64,
     /// See `bytes`.
+    pub modified_ns: i128,
+    /// Files that it is built on, nearest first.
+    #[serde(default)]
+    pub backing: Vec<BackingFile>,
+}
+
+/// A file that a disk is built on, as it was when the disk was frozen.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BackingFile {
+    /// Where it lies.
+    pub path: PathBuf,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Time of its last change, in nanoseconds since 1970.
     pub modified_ns: i128,
 }
 
@@ -98,8 +138,14 @@ pub struct Manifest {
     /// Whether the guest's kernel knew its VM generation ID (`snapshot::identity`).
     #[serde(default)]
     pub generation_id: bool,
-    /// Length of `ram`, in bytes.
+    /// Length of `ram`, in bytes; of a compressed image, what it would be.
     pub ram_bytes: u64,
+    /// Set if it is compressed.
+    #[serde(default)]
+    pub packed: Option<Packed>,
+    /// Set if pages of it are kept by reference.
+    #[serde(default)]
+    pub references: Option<References>,
     /// `ram.sums`.
     pub sums: FileFacts,
     /// `devices`: QEMU's device state.
@@ -129,6 +175,12 @@ pub struct Steps {
     /// Of a live save: the RAM image, while the VM runs.
     #[serde(default)]
     pub copy_ms: f64,
+    /// What the disks hold is found and taken out, while the VM runs.
+    #[serde(default)]
+    pub refer_ms: f64,
+    /// The rest is compressed, while the VM runs.
+    #[serde(default)]
+    pub pack_ms: f64,
     /// Disks frozen.
     pub disks_ms: f64,
 }
@@ -159,6 +211,36 @@ impl Manifest {
     #[must_use]
     pub const fn memory(&self) -> ByteSize {
         self.spec.memory
+    }
+
+    /// Whether its RAM image can be mapped as it lies there.
+    #[must_use]
+    pub const fn is_mappable(&self) -> bool {
+        self.packed.is_none() && self.references.is_none()
+    }
+
+    /// Its files next to `manifest.json` and the disks: names, lengths in bytes, and checksums of those that have one.
+    #[must_use]
+    pub fn parts(&self) -> Vec<(&'static str, u64, Option<&FileFacts>)> {
+        fn whole<'a>(
+            part: &'static str,
+            facts: &'a FileFacts,
+        ) -> (&'static str, u64, Option<&'a FileFacts>) {
+            (part, facts.bytes, Some(facts))
+        }
+        let mut parts = vec![whole(SUMS, &self.sums), whole(DEVICES, &self.devices)];
+        if let Some(packed) = &self.packed {
+            parts.push((PACKED, packed.bytes, None));
+            parts.push(whole(INDEX, &packed.index));
+        } else {
+            parts.push((RAM, self.ram_bytes, None));
+        }
+        parts.extend(
+            self.references
+                .iter()
+                .map(|refs| whole(REFERENCES, &refs.table)),
+        );
+        parts
     }
 
     /// Whether VMs that run from it can be told to be different from each other.

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   save     guest drops caches, lists free pages -> stop -> device state, RAM image, disks frozen -> go on -> manifest     (save)
+//!            --keep hot: what the disks hold is taken out of the image (refer); --compress (pack)
 //!   restore  QEMU -incoming, library maps the RAM image privately, device state -> cont                    (restore)
 //!   clone    the same, n times; what a clone writes is its own, and the agent sets it apart from the others (identity)
 //! ```
@@ -11,16 +12,22 @@ mod freeze;
 pub mod identity;
 pub mod image;
 pub mod manifest;
+pub mod pack;
 pub mod past;
+pub mod progress;
+pub mod refer;
 pub mod restore;
 pub mod save;
 pub mod shelf;
+pub mod stored;
+pub mod working_set;
 
 use std::io;
 use std::path::PathBuf;
 
 pub use identity::{Renew, Renewal};
 pub use manifest::{Keep, Manifest, SnapshotInfo};
+pub use progress::{Progress, Step};
 pub use shelf::{DEFAULT_SHELF, Shelf};
 
 use crate::vm::{QmpError, RamError};

@@ -48,19 +48,26 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
 }
 
 fn check_disk(name: &str, place: &Path, saved: &SavedDisk) -> Result<(), SnapshotError> {
-    let path = place.join(&saved.path);
-    let facts = std::fs::metadata(&path).map_err(|source| SnapshotError::Files {
-        path: path.clone(),
-        source,
-    })?;
-    if facts.len() != saved.bytes || modified_ns(&facts) != saved.modified_ns {
-        return Err(SnapshotError::Broken {
-            name: name.into(),
-            why: format!(
-                "disk {} was changed since; the RAM would not fit it",
-                path.display()
-            ),
-        });
+    let own = (&saved.path, saved.bytes, saved.modified_ns);
+    let backing = saved
+        .backing
+        .iter()
+        .map(|file| (&file.path, file.bytes, file.modified_ns));
+    for (path, bytes, changed_ns) in std::iter::once(own).chain(backing) {
+        let path = place.join(path);
+        let facts = std::fs::metadata(&path).map_err(|source| SnapshotError::Files {
+            path: path.clone(),
+            source,
+        })?;
+        if facts.len() != bytes || modified_ns(&facts) != changed_ns {
+            return Err(SnapshotError::Broken {
+                name: name.into(),
+                why: format!(
+                    "disk {} was changed since; the RAM would not fit it",
+                    path.display()
+                ),
+            });
+        }
     }
     Ok(())
 }
@@ -198,17 +205,26 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
     Ok(found)
 }
 
-/// Processes that map the RAM image of a snapshot.
+/// Processes that map the RAM image of a snapshot, or what was laid out of it.
 pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     let path = shelf.path(name)?.join(RAM);
     let failed = |source| SnapshotError::Files {
         path: path.clone(),
         source,
     };
-    let facts = std::fs::metadata(&path).map_err(failed)?;
-    let identity = StoreIdentity {
-        dev: facts.dev(),
-        ino: facts.ino(),
+    let found = match std::fs::metadata(&path) {
+        Ok(facts) => {
+            let identity = StoreIdentity {
+                dev: facts.dev(),
+                ino: facts.ino(),
+            };
+            crate::store::mapped::processes(identity)
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error),
     };
-    crate::store::mapped::processes(identity).map_err(failed)
+    let mut found = found.map_err(failed)?;
+    let laid_out = format!("/memfd:{} ", shelf.laid_out_name(name)?);
+    found.extend(crate::store::mapped::processes_with(&laid_out).map_err(failed)?);
+    Ok(found)
 }

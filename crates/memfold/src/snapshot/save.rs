@@ -8,13 +8,14 @@
 //!   4. disks           the temporary overlays are frozen under the new ones, all in one transaction
 //!   -- the VM goes on --
 //!   5. live: the RAM image, of what the library keeps too (past)
-//!   6. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
+//!   6. --keep hot: what the disks hold is taken out of the image (refer); --compress: the rest is compressed (pack)
+//!   7. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
 //! ```
 //! Until step 4 nothing of the VM is changed. If anything fails behind it, the VM keeps the longer chain of overlays: nothing that
 //! it has written is lost.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write as _};
 use std::ops::DerefMut;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -28,11 +29,16 @@ use serde_json::json;
 use super::free::{self, Frames};
 use super::freeze::{self, Frozen, disk_name};
 use super::image::{Plan, Source, Writer};
-use super::manifest::{FORMAT, FileFacts, Keep, Manifest, SavedDisk, Steps};
+use super::manifest::{
+    BackingFile, FORMAT, FORMAT_IN_PARTS, FileFacts, Keep, Manifest, Packed, References, SavedDisk,
+    Steps,
+};
 use super::past::Past;
-use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
-use super::{Shelf, SnapshotError};
-use crate::vm::{Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
+use super::progress::Progress;
+use super::refer::{self, DiskBlocks};
+use super::shelf::{DEVICES, Draft, INDEX, PACKED, RAM, REFERENCES, SUMS, facts};
+use super::{Shelf, SnapshotError, pack};
+use crate::vm::{DiskFormat, Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
 
 /// What is to be saved, and how.
 #[derive(Clone, Debug)]
@@ -47,6 +53,8 @@ pub struct Request {
     pub of_boot: Option<String>,
     /// Whether the VM goes on while its RAM is copied.
     pub live: bool,
+    /// Whether the image is compressed.
+    pub compress: bool,
     /// When the save began.
     pub began: Instant,
     /// Frames that the guest had free while its writes were tracked; or why that isn't known.
@@ -108,7 +116,7 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     shelf: &Shelf,
     request: &Request,
     hold: &impl Hold,
-    progress: &mut dyn FnMut(u64),
+    progress: &Progress,
 ) -> Result<Manifest, SnapshotError> {
     let (spec, record, directory) = refuse(vm)?;
     let draft = shelf.draft(&request.name)?;
@@ -148,6 +156,8 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     let finish = || -> Result<Manifest, SnapshotError> {
         let began = Instant::now();
         let kept_pages = if let Some((past, live)) = &past {
+            let copied = live.iter().map(|&number| plan.blocks()[number].pages);
+            progress.begin("RAM copied", copied.sum::<u64>() * PAGE_SIZE);
             for &number in live {
                 writer
                     .block(&plan, number, Some(past), progress)
@@ -161,8 +171,24 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         let (blocks, counts) = writer.finish(&sums).map_err(|e| failed(SUMS, e))?;
         steps.copy_ms = milliseconds(began.elapsed());
         let disks = take_over(spec, &frozen, &draft)?;
+        let ram_bytes = ram.metadata().map_err(|e| failed(RAM, e))?.len();
+        let began = Instant::now();
+        let references = if request.keep == Keep::Hot {
+            Some(refer_to_disks(&draft, &ram, &disks, progress)?)
+        } else {
+            None
+        };
+        steps.refer_ms = milliseconds(began.elapsed());
+        let began = Instant::now();
+        let packed = if request.compress {
+            Some(compress(&draft, &ram, progress)?)
+        } else {
+            None
+        };
+        steps.pack_ms = milliseconds(began.elapsed());
+        let is_in_parts = references.is_some() || packed.is_some();
         Ok(Manifest {
-            format: FORMAT,
+            format: if is_in_parts { FORMAT_IN_PARTS } else { FORMAT },
             name: request.name.clone(),
             domain: request.domain.clone(),
             vm: vm.name().to_owned(),
@@ -183,7 +209,9 @@ pub fn save<M: DerefMut<Target = Qmp>>(
             free_kept,
             agent: request.agent,
             generation_id: request.generation_id,
-            ram_bytes: ram.metadata().map_err(|source| failed(RAM, source))?.len(),
+            ram_bytes,
+            packed,
+            references,
             sums: facts(sums).map_err(|source| failed(SUMS, source))?,
             devices,
             disks,
@@ -238,7 +266,7 @@ fn stand_still<'a>(
     frozen: &[Frozen],
     request: &Request,
     hold: &impl Hold,
-    progress: &mut dyn FnMut(u64),
+    progress: &Progress,
 ) -> Result<Still<'a>, SnapshotError> {
     let failed = |source| SnapshotError::Files {
         path: draft.path().join(RAM),
@@ -265,6 +293,8 @@ fn stand_still<'a>(
         None
     };
     let mut writer = Writer::new(&plan, ram).map_err(failed)?;
+    let pages = plan.blocks().iter().map(|block| block.pages);
+    progress.begin("RAM saved", pages.sum::<u64>() * PAGE_SIZE);
     for number in 0..plan.blocks().len() {
         if past
             .as_ref()
@@ -370,6 +400,77 @@ fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
     Ok(sources.filter(|source| source.pages > 0).collect())
 }
 
+/// Takes out of the image what the disks of this snapshot hold, and writes down where.
+fn refer_to_disks(
+    draft: &Draft,
+    ram: &File,
+    disks: &[SavedDisk],
+    progress: &Progress,
+) -> Result<References, SnapshotError> {
+    let mut sources: Vec<PathBuf> = Vec::new();
+    let mut files = Vec::new();
+    let mut left = refer::MOST_DISK_BYTES;
+    let all = disks.iter().flat_map(|disk| {
+        let backing = disk.backing.iter().map(|file| &file.path);
+        std::iter::once(&disk.path).chain(backing)
+    });
+    for path in all {
+        let place = draft.path().join(path);
+        let failed = |source| SnapshotError::Files {
+            path: place.clone(),
+            source,
+        };
+        let file = File::open(&place).map_err(failed)?;
+        let held = file.metadata().map_err(failed)?.blocks() * 512;
+        if sources.contains(path) {
+            continue;
+        }
+        let Some(rest) = left.checked_sub(held) else {
+            tracing::info!(path = %place.display(), "too large to be looked through for what a guest has cached of it");
+            continue;
+        };
+        left = rest;
+        sources.push(path.clone());
+        files.push(file);
+    }
+    let failed = |part: &str| {
+        let path = draft.path().join(part);
+        move |source| SnapshotError::Files { path, source }
+    };
+    progress.begin("disks looked through", refer::MOST_DISK_BYTES - left);
+    let blocks = DiskBlocks::read(files, progress).map_err(failed("disks"))?;
+    let saved = ram.metadata().map_err(failed(RAM))?.blocks() * 512;
+    progress.begin("pages of disks taken out", saved);
+    let references = refer::refer(ram, &blocks, progress).map_err(failed(RAM))?;
+    let mut table = draft.file(REFERENCES)?;
+    table
+        .write_all(&refer::encode(&references))
+        .map_err(failed(REFERENCES))?;
+    Ok(References {
+        table: facts(table).map_err(failed(REFERENCES))?,
+        sources,
+        pages: references.iter().map(|r| u64::from(r.pages)).sum(),
+    })
+}
+
+/// Puts a compressed image in the place of `ram`.
+fn compress(draft: &Draft, ram: &File, progress: &Progress) -> Result<Packed, SnapshotError> {
+    let failed = |part: &str| {
+        let path = draft.path().join(part);
+        move |source| SnapshotError::Files { path, source }
+    };
+    let (packed, mut index) = (draft.file(PACKED)?, draft.file(INDEX)?);
+    let saved = ram.metadata().map_err(failed(RAM))?.blocks() * 512;
+    progress.begin("RAM compressed", saved);
+    let places = pack::pack(ram, &packed, progress).map_err(failed(PACKED))?;
+    index.write_all(&places).map_err(failed(INDEX))?;
+    fs::remove_file(draft.path().join(RAM)).map_err(failed(RAM))?;
+    Ok(Packed {
+        bytes: packed.metadata().map_err(failed(PACKED))?.len(),
+        index: facts(index).map_err(failed(INDEX))?,
+    })
+}
+
 /// Moves frozen overlays into the draft, and says where every disk lies.
 fn take_over(
     spec: &VmSpec,
@@ -391,10 +492,24 @@ fn take_over(
             }
             None => (disk.path.clone(), disk.path.clone()),
         };
-        let facts = fs::metadata(&at).map_err(|source| SnapshotError::Files {
-            path: at.clone(),
-            source,
-        })?;
+        let facts = facts_of(&at)?;
+        let is_qcow2 = found.is_some() || disk.format() == DiskFormat::Qcow2;
+        // What a raw disk holds is the guest's: it may look like a header that names files of the host.
+        let files = if is_qcow2 {
+            freeze::chain(&at)?
+        } else {
+            Vec::new()
+        };
+        let mut backing = Vec::new();
+        // The first is the disk itself.
+        for path in files.into_iter().skip(1) {
+            let facts = facts_of(&path)?;
+            backing.push(BackingFile {
+                bytes: facts.len(),
+                modified_ns: modified_ns(&facts),
+                path,
+            });
+        }
         disks.push(SavedDisk {
             path,
             format: if found.is_some() {
@@ -405,9 +520,17 @@ fn take_over(
             read_only: found.is_none(),
             bytes: facts.len(),
             modified_ns: modified_ns(&facts),
+            backing,
         });
     }
     Ok(disks)
+}
+
+fn facts_of(path: &Path) -> Result<fs::Metadata, SnapshotError> {
+    fs::metadata(path).map_err(|source| SnapshotError::Files {
+        path: path.into(),
+        source,
+    })
 }
 
 /// Time of the last change of a file in nanoseconds since 1970.
@@ -424,7 +547,7 @@ fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
 }
 
 /// `MemAvailable` of `/proc/meminfo`.
-fn host_available_pages() -> io::Result<u64> {
+pub(super) fn host_available_pages() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let line = text
         .lines()

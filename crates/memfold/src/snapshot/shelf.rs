@@ -5,6 +5,9 @@
 //!     manifest.json        what it is; written last
 //!     manifest.sum         XXH3-128 of manifest.json, 32 hexadecimal digits and a line feed
 //!     ram, ram.sums        RAM image and its checksums
+//!     ram.zst, ram.index   a compressed image, instead of ram
+//!     ram.refs             pages of it that disks hold
+//!     working-set          pages that a VM used first (not a part of what was saved)
 //!     devices              QEMU's device state
 //!     disk0.qcow2 ...      frozen disks
 //!   SHELF/.NAME.draft/     a save that is under way (locked), or was cut off (removed by the next daemon)
@@ -17,11 +20,17 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use memfold_units::{ByteSize, PAGE_SIZE};
 use rustix::fs::{FlockOperation, flock};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
-use super::SnapshotError;
-use super::manifest::{FORMAT, FileFacts, Manifest};
+use super::image::CHUNK_BYTES;
+use super::manifest::{FORMAT, FORMAT_IN_PARTS, FileFacts, Manifest};
+use super::progress::Progress;
+use super::save::host_available_pages;
+use super::stored::{Pages, Stored};
+use super::{SnapshotError, pack, refer};
+use crate::store::StoreIdentity;
 
 /// Where snapshots lie if nothing else is said.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
@@ -32,6 +41,12 @@ const MANIFEST_SUM: &str = "manifest.sum";
 pub const RAM: &str = "ram";
 /// Its checksums.
 pub const SUMS: &str = "ram.sums";
+/// A compressed one.
+pub const PACKED: &str = "ram.zst";
+/// Where its chunks lie.
+pub const INDEX: &str = "ram.index";
+/// Pages that disks hold.
+pub const REFERENCES: &str = "ram.refs";
 /// QEMU's device state.
 pub const DEVICES: &str = "devices";
 
@@ -41,6 +56,8 @@ pub struct Shelf {
     root: PathBuf,
     /// RAM images whose bytes were right when they had this stamp.
     right: Arc<Mutex<HashMap<String, Stamp>>>,
+    /// Images that lie in memory, with the checksum of their checksums.
+    laid_out: Arc<Mutex<HashMap<String, (String, Arc<File>)>>>,
 }
 
 /// What differs as soon as a file was written to.
@@ -73,6 +90,7 @@ impl Shelf {
         let shelf = Self {
             root: root.into(),
             right: Arc::default(),
+            laid_out: Arc::default(),
         };
         for entry in fs::read_dir(root).into_iter().flatten().flatten() {
             let name = entry.file_name();
@@ -172,19 +190,15 @@ impl Shelf {
         }
         let version: serde_json::Value =
             serde_json::from_slice(&text).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
-        if version["format"] != FORMAT {
+        if version["format"] != FORMAT && version["format"] != FORMAT_IN_PARTS {
             return Err(bad(format!(
-                "it has format {}, this memfold reads {FORMAT}",
+                "it has format {}, this memfold reads {FORMAT} and {FORMAT_IN_PARTS}",
                 version["format"]
             )));
         }
         let manifest: Manifest =
             serde_json::from_value(version).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
-        for (part, bytes) in [
-            (RAM, manifest.ram_bytes),
-            (SUMS, manifest.sums.bytes),
-            (DEVICES, manifest.devices.bytes),
-        ] {
+        for (part, bytes, _) in manifest.parts() {
             let length = fs::metadata(path.join(part)).map(|m| m.len());
             match length {
                 Ok(length) if length == bytes => {}
@@ -199,34 +213,156 @@ impl Shelf {
 
     /// The RAM image of a snapshot, to be mapped: its bytes and those of all other files are what was saved. The image is read
     /// whole the first time, and when its inode says that it was touched since.
-    pub fn checked_ram(&self, manifest: &Manifest) -> Result<File, SnapshotError> {
+    pub fn checked_ram(
+        &self,
+        manifest: &Manifest,
+        progress: &Progress,
+    ) -> Result<Arc<File>, SnapshotError> {
         let name = &manifest.name;
-        let failed = |part: &str| {
-            let path = self.root.join(name).join(part);
-            move |source| SnapshotError::Files { path, source }
-        };
-        let changed = |what: String| SnapshotError::Broken {
-            name: name.clone(),
-            why: format!("{what} was changed since it was saved"),
-        };
-        for (part, saved) in [(SUMS, &manifest.sums), (DEVICES, &manifest.devices)] {
-            if facts(self.file(name, part)?).map_err(failed(part))? != *saved {
-                return Err(changed(part.into()));
-            }
+        if let Some(part) = self.changed_parts(manifest)?.first() {
+            return Err(SnapshotError::Broken {
+                name: name.clone(),
+                why: format!("{part} was changed since it was saved"),
+            });
+        }
+        if !manifest.is_mappable() {
+            return self.lay_out(manifest, progress);
         }
         let ram = self.file(name, RAM)?;
         // Before it is read: what is written meanwhile makes it another.
-        let stamp = Stamp::of(&ram).map_err(failed(RAM))?;
+        let stamp = Stamp::of(&ram).map_err(self.failed(name, RAM))?;
         if self.right().get(name) != Some(&stamp) {
-            let sums = self.file(name, SUMS)?;
-            let wrong = super::image::verify(&ram, &sums, |_| {}).map_err(failed(RAM))?;
+            let stored = self.stored(manifest)?;
+            progress.begin("checksums compared", stored.bytes);
+            let wrong = stored.verify(progress).map_err(self.failed(name, RAM))?;
             if !wrong.is_empty() {
-                let part = format!("{RAM}, in {} of its chunks of 2 MiB,", wrong.len());
-                return Err(changed(part));
+                return Err(Self::wrong(manifest, &wrong));
             }
             self.right().insert(name.clone(), stamp);
         }
+        Ok(Arc::new(ram))
+    }
+
+    /// Files with a checksum of their own that aren't what was saved.
+    pub fn changed_parts(&self, manifest: &Manifest) -> Result<Vec<&'static str>, SnapshotError> {
+        let mut changed = Vec::new();
+        for (part, _, saved) in manifest.parts() {
+            let Some(saved) = saved else { continue };
+            let file = self.file(&manifest.name, part)?;
+            if facts(file).map_err(self.failed(&manifest.name, part))? != *saved {
+                changed.push(part);
+            }
+        }
+        Ok(changed)
+    }
+
+    /// The image of a snapshot, to be read.
+    pub fn stored(&self, manifest: &Manifest) -> Result<Stored, SnapshotError> {
+        let name = &manifest.name;
+        let bad = |part: &str, why: String| SnapshotError::Broken {
+            name: name.clone(),
+            why: format!("{part}: {why}"),
+        };
+        let read = |part: &str| {
+            let mut bytes = Vec::new();
+            let mut file = self.file(name, part)?;
+            file.read_to_end(&mut bytes)
+                .map_err(self.failed(name, part))?;
+            Ok::<_, SnapshotError>(bytes)
+        };
+        let pages = if manifest.packed.is_some() {
+            let chunks = manifest.ram_bytes.div_ceil(CHUNK_BYTES as u64);
+            let frames = pack::frames(&read(INDEX)?, chunks).map_err(|why| bad(INDEX, why))?;
+            Pages::Packed(self.file(name, PACKED)?, frames)
+        } else {
+            Pages::plain(self.file(name, RAM)?).map_err(self.failed(name, RAM))?
+        };
+        let mut references = Vec::new();
+        let mut sources = Vec::new();
+        if let Some(saved) = &manifest.references {
+            let pages = manifest.ram_bytes / PAGE_SIZE;
+            references = refer::decode(&read(REFERENCES)?, pages, saved.sources.len())
+                .map_err(|why| bad(REFERENCES, why))?;
+            for source in &saved.sources {
+                let path = self.root.join(name).join(source);
+                let file = File::open(&path);
+                sources.push(file.map_err(|source| SnapshotError::Files { path, source })?);
+            }
+        }
+        Ok(Stored {
+            bytes: manifest.ram_bytes,
+            sums: read(SUMS)?,
+            pages,
+            references,
+            sources,
+        })
+    }
+
+    /// The image of a snapshot in memory, one for all VMs that run from it.
+    fn lay_out(
+        &self,
+        manifest: &Manifest,
+        progress: &Progress,
+    ) -> Result<Arc<File>, SnapshotError> {
+        let name = &manifest.name;
+        // Locked meanwhile: another that wants the same one waits for it.
+        let mut laid_out = self.laid_out.lock().unwrap_or_else(PoisonError::into_inner);
+        let sum = &manifest.sums.xxh3_128;
+        if let Some((_, ram)) = laid_out.get(name).filter(|(of, _)| of == sum) {
+            return Ok(ram.clone());
+        }
+        let needed = (manifest.counts.saved_pages) * PAGE_SIZE;
+        let available = host_available_pages().map_err(self.failed(name, RAM))? * PAGE_SIZE;
+        if needed > available {
+            return Err(SnapshotError::Impossible(format!(
+                "the memory of snapshot '{name}' takes {} when it is laid out, and this host has {} available",
+                ByteSize(needed),
+                ByteSize(available)
+            )));
+        }
+        let stored = self.stored(manifest)?;
+        let place = self.laid_out_name(name)?;
+        progress.begin("memory laid out", stored.bytes);
+        let laid = stored.lay_out(&place, progress);
+        let ram = match laid.map_err(self.failed(name, RAM))? {
+            Ok(ram) => Arc::new(ram),
+            Err(wrong) => return Err(Self::wrong(manifest, &wrong)),
+        };
+        laid_out.insert(name.clone(), (sum.clone(), ram.clone()));
         Ok(ram)
+    }
+
+    /// What the memory of a laid out image is called in `/proc/PID/maps`, also when the daemon that made it is gone.
+    pub fn laid_out_name(&self, name: &str) -> Result<String, SnapshotError> {
+        let file = self.file(name, SUMS)?;
+        let facts = file.metadata().map_err(self.failed(name, SUMS))?;
+        Ok(format!("memfold-image:{:x}:{}", facts.dev(), facts.ino()))
+    }
+
+    /// Lets images go that no VM runs from, and that nobody is about to start one from.
+    pub fn let_go(&self) {
+        let mut laid_out = self.laid_out.lock().unwrap_or_else(PoisonError::into_inner);
+        laid_out.retain(|_, (_, ram)| Arc::strong_count(ram) > 1 || is_mapped(ram));
+    }
+
+    fn wrong(manifest: &Manifest, chunks: &[u64]) -> SnapshotError {
+        let what = match &manifest.references {
+            Some(_) => "its RAM image, or a disk that it refers to,",
+            None if manifest.packed.is_some() => PACKED,
+            None => RAM,
+        };
+        SnapshotError::Broken {
+            name: manifest.name.clone(),
+            why: format!(
+                "{what} was changed since it was saved, in {} of its chunks of 2 MiB",
+                chunks.len()
+            ),
+        }
+    }
+
+    fn failed(&self, name: &str, part: &str) -> impl FnOnce(io::Error) -> SnapshotError + use<> {
+        let path = self.root.join(name).join(part);
+        move |source| SnapshotError::Files { path, source }
     }
 
     fn right(&self) -> MutexGuard<'_, HashMap<String, Stamp>> {
@@ -336,6 +472,17 @@ impl Drop for Draft {
     }
 }
 
+/// Whether any process but this one maps a file.
+fn is_mapped(file: &File) -> bool {
+    let identity = file.metadata().map(|facts| StoreIdentity {
+        dev: facts.dev(),
+        ino: facts.ino(),
+    });
+    let pids = identity.and_then(crate::store::mapped::processes);
+    // Not known: it stays.
+    pids.map_or(true, |pids| !pids.is_empty())
+}
+
 /// Length and checksum of a file.
 pub fn facts(mut file: File) -> io::Result<FileFacts> {
     let mut hasher = Xxh3::new();
@@ -409,6 +556,8 @@ mod tests {
             of_boot: None,
             live: false,
             kept_pages: 0,
+            packed: None,
+            references: None,
             free_kept: None,
             steps: crate::snapshot::manifest::Steps::default(),
         };
@@ -489,9 +638,9 @@ mod tests {
         let text = fs::read_to_string(place.join(MANIFEST)).unwrap();
         fs::write(place.join(MANIFEST), text.replace("web1", "web2")).unwrap();
         assert!(why().contains("changed"), "{}", why());
-        let newer = text.replace("\"format\": 1", "\"format\": 2");
+        let newer = text.replace("\"format\": 1", "\"format\": 3");
         fs::write(place.join(MANIFEST), &newer).unwrap();
         fs::write(place.join(MANIFEST_SUM), hex(xxh3_128(newer.as_bytes()))).unwrap();
-        assert!(why().contains("format 2"), "{}", why());
+        assert!(why().contains("format 3"), "{}", why());
     }
 }

@@ -35,6 +35,15 @@ pub fn read(pid: Pid, store: StoreIdentity) -> io::Result<Mappings> {
 
 /// Every process but this one that maps any part of the store, in whatever way.
 pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
+    processes_that(|maps| lines_of(maps, store).next().is_some())
+}
+
+/// Every process but this one with a mapping whose line in `maps` holds `text`.
+pub fn processes_with(text: &str) -> io::Result<Vec<Pid>> {
+    processes_that(|maps| maps.contains(text))
+}
+
+fn processes_that(map: impl Fn(&str) -> bool) -> io::Result<Vec<Pid>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")?.flatten() {
         let Some(pid) = entry
@@ -49,8 +58,7 @@ pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
         let Ok(text) = std::fs::read_to_string(entry.path().join("maps")) else {
             continue;
         };
-        let maps = lines_of(&text, store).next().is_some();
-        if maps && pid != rustix::process::getpid() {
+        if map(&text) && pid != rustix::process::getpid() {
             found.push(pid);
         }
     }

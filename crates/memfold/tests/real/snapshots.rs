@@ -79,6 +79,9 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
             std::thread::sleep(Duration::from_millis(wait));
             let request = SaveRequest {
                 live: round % 3 < 2,
+                keep: [Keep::None, Keep::Hot, Keep::Hot, Keep::All]
+                    [usize::try_from(round % 4).unwrap()],
+                compress: round % 2 == 0,
                 ..SaveRequest::new("rewriting", format!("moment-{round}"))
             };
             let saved = lab.daemon().save_snapshot(&request).unwrap();
@@ -86,8 +89,15 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
             free.push(saved.counts.free_pages);
             assert_eq!(saved.live, request.live);
             println!(
-                "moment {round}: live {}, stood still for {:.0} ms, {} pages kept, {:?}",
-                saved.live, saved.pause_ms, saved.kept_pages, saved.steps
+                "moment {round}: live {}, keep {:?}, stood still for {:.0} ms, {} pages kept, {} of {} on disks, packed {:?}, {:?}",
+                saved.live,
+                saved.keep,
+                saved.pause_ms,
+                saved.kept_pages,
+                saved.references.as_ref().map_or(0, |r| r.pages),
+                saved.counts.saved_pages,
+                saved.packed.as_ref().map(|packed| packed.bytes),
+                saved.steps
             );
             kept += saved.kept_pages;
             let copy = RestoreRequest::new("copy");
@@ -412,4 +422,139 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     assert!(refused.to_string().contains("was removed"), "{refused}");
     assert!(daemon.snapshots().unwrap().is_empty());
     assert_eq!(state("first"), "running");
+}
+
+/// Reads files of the disk, and one that was just written; keeps their checksums in memory.
+const READ_FILES: &str = "set -e
+head -c 8M /dev/urandom > /var/tmp/new; sync
+{ find /usr/bin /usr/lib -type f -size +15k | sort | head -n 1500; echo /var/tmp/new; } > /run/list
+xargs -a /run/list sha256sum > /run/sums
+awk '/^Cached:/ { print $2 * 1024 }' /proc/meminfo";
+
+/// Reads them again; bytes that came from the disk for that.
+const READ_AGAIN: &str = "set -e
+sectors() { awk '$3 == \"vda\" { print $6 }' /proc/diskstats; }
+before=$(sectors)
+sha256sum --quiet -c /run/sums
+echo $((($(sectors) - before) * 512))";
+
+/// Images that this process has laid out in memory.
+fn laid_out() -> usize {
+    let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    links
+        .filter_map(|entry| std::fs::read_link(entry.path()).ok())
+        .filter(|path| path.to_string_lossy().contains("memfold-image:"))
+        .count()
+}
+
+/// Changes a byte of a file, which looks as before.
+fn flip(path: &Path, at: u64) {
+    let file = std::fs::File::options().read(true).write(true).open(path);
+    let file = file.unwrap();
+    let modified = file.metadata().unwrap().modified().unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    file.set_modified(modified).unwrap();
+}
+
+#[test]
+fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
+    let Some(_turn) = support::turn() else { return };
+    let limit = Duration::from_secs(120);
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let daemon = lab.daemon();
+    let spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    lab.start(spec).unwrap();
+    lab.wait_ready("first", BOOT).unwrap();
+    let cached = lab.exec("first", READ_FILES, limit).unwrap();
+    let cached: u64 = cached.trim().parse().unwrap();
+    let save = |name: &str, keep, live, compress| {
+        let request = SaveRequest {
+            keep,
+            live,
+            compress,
+            ..SaveRequest::new("first", name)
+        };
+        let saved = daemon.save_snapshot(&request).unwrap();
+        let list = daemon.snapshots().unwrap();
+        let info = list.iter().find(|info| info.name == name).unwrap();
+        let referred = saved.references.as_ref().map_or(0, |r| r.pages) * 4096;
+        println!(
+            "{name}: {} on disk, {} by reference of {} cached; {:?}",
+            ByteSize(info.disk_bytes),
+            ByteSize(referred),
+            ByteSize(cached),
+            saved.steps
+        );
+        (saved, info.disk_bytes, referred)
+    };
+    let (hot, hot_bytes, referred) = save("hot", Keep::Hot, true, false);
+    let (_, packed_bytes, _) = save("packed", Keep::Hot, false, true);
+    let (_, cold_bytes, _) = save("cold", Keep::None, false, false);
+    // Of all that is cached, shared memory and what was never written to disk among it.
+    assert!(referred * 10 > cached * 7, "{referred} of {cached}");
+    assert!(
+        hot_bytes * 10 <= cold_bytes * 13,
+        "{hot_bytes}, {cold_bytes}"
+    );
+    assert!(packed_bytes * 2 < hot_bytes, "{packed_bytes}, {hot_bytes}");
+
+    let mut read = Vec::new();
+    for (snapshot, vm) in [("hot", "warm"), ("packed", "warm-2"), ("cold", "cool")] {
+        let began = Instant::now();
+        daemon.restore(snapshot, &RestoreRequest::new(vm)).unwrap();
+        let ran = began.elapsed();
+        daemon.wait_agent(vm, BOOT).unwrap();
+        let from_disk = lab.exec(vm, READ_AGAIN, limit).unwrap();
+        let from_disk: u64 = from_disk.trim().parse().unwrap();
+        println!(
+            "{vm} ran after {ran:?}, read {} from its disk",
+            ByteSize(from_disk)
+        );
+        read.push(from_disk);
+    }
+    assert!(read[0] * 20 < read[2] && read[1] * 20 < read[2], "{read:?}");
+    assert_eq!(laid_out(), 2);
+    // Also for a daemon that doesn't know what an earlier one has laid out.
+    let shelf = memfold::snapshot::Shelf::open(&lab.directory().join("snapshots"));
+    for (name, users) in [("hot", 1), ("packed", 1), ("cold", 1)] {
+        let found = memfold::snapshot::restore::users(&shelf, name).unwrap();
+        assert_eq!(found.len(), users, "{name}");
+    }
+    assert!(matches!(
+        daemon.remove_snapshot("hot"),
+        Err(DaemonError::Snapshot(SnapshotError::InUse { .. }))
+    ));
+    for vm in ["warm", "warm-2", "cool", "first"] {
+        lab.stop(vm).unwrap();
+    }
+    let end = Instant::now() + Duration::from_secs(10);
+    while laid_out() > 0 && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(laid_out(), 0, "memory that nobody needs");
+
+    // A block of the disk that the image refers to; then a frame.
+    let place = lab.directory().join("snapshots");
+    let references = hot.references.unwrap();
+    let table = std::fs::read(place.join("hot/ram.refs")).unwrap();
+    let all = memfold::snapshot::refer::decode(&table, u64::MAX, references.sources.len());
+    let own = references.sources.iter().position(|s| s.is_relative());
+    let found = all.unwrap().into_iter();
+    let mut found = found.filter(|r| own.is_some_and(|own| own == r.file as usize));
+    let block = found.next().unwrap().block;
+    flip(&place.join("hot/disk0.qcow2"), block * 4096 + 5);
+    flip(&place.join("packed/ram.zst"), 70_000);
+    for (snapshot, words) in [
+        ("hot", "or a disk that it refers to, was changed"),
+        ("packed", "was changed since it was saved"),
+    ] {
+        let report = daemon.verify_snapshot(snapshot).unwrap();
+        assert_eq!(report.problems.len(), 1, "{:?}", report.problems);
+        let refused = daemon.restore(snapshot, &RestoreRequest::new("broken"));
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains(words), "{refused}");
+    }
+    assert_eq!(laid_out(), 0);
 }
