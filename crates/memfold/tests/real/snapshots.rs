@@ -551,7 +551,8 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
         ("packed", "was changed since it was saved"),
     ] {
         let report = daemon.verify_snapshot(snapshot).unwrap();
-        assert_eq!(report.problems.len(), 1, "{:?}", report.problems);
+        // Several chunks may refer to one block.
+        assert!(!report.problems.is_empty());
         let refused = daemon.restore(snapshot, &RestoreRequest::new("broken"));
         let refused = refused.unwrap_err().to_string();
         assert!(refused.contains(words), "{refused}");
