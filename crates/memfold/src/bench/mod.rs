@@ -9,3 +9,4 @@ pub mod lab;
 pub mod record;
 pub mod selftest;
 pub mod snapshots;
+mod warmth;

@@ -9,6 +9,8 @@
 //! | `memfold` | `snapshot save --keep none`: cache dropped, free pages listed, VM stopped, RAM image, VM goes on |
 //! | `live` | the same with `--live`, five times, while a program writes to memory: how long the VM stands still |
 //!
+//! How warm a restored VM is, is measured with another one ([`warmth`](super::warmth)).
+//!
 //! Times are from the command to its end, dropping included, and to `running` in a new QEMU process. What a VM's program holds in
 //! memory has a checksum, taken again in every restored VM. Files are left in the host's page cache as the save left them.
 
@@ -85,6 +87,8 @@ pub struct Options {
     sizes_mib: Vec<u64>,
     /// MiB used, at 2 GiB.
     used_mib: Vec<u64>,
+    /// How often the throughput behind a restore is measured.
+    rounds: usize,
 }
 
 impl Options {
@@ -94,6 +98,7 @@ impl Options {
         Self {
             sizes_mib: vec![1024, 2048],
             used_mib: Vec::new(),
+            rounds: 1,
         }
     }
 
@@ -113,6 +118,7 @@ impl Default for Options {
         Self {
             sizes_mib: vec![1024, 2048, 4096, 8192],
             used_mib: vec![50, 800],
+            rounds: 3,
         }
     }
 }
@@ -147,9 +153,13 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         eprintln!("{}", in_short(&measured));
         all.push(measured);
     }
+    let (throughput, warmth) = super::warmth::run(options.rounds)?;
+    let mut results = results(&all);
+    results.extend(throughput);
     Ok(json!({
         "samples": all.iter().map(sample).collect::<Vec<_>>(),
-        "results": results(&all),
+        "warmth": warmth,
+        "results": results,
     }))
 }
 
@@ -391,7 +401,7 @@ fn reductions(m: &Measured) -> [(&'static str, f64); 3] {
 }
 
 /// The headline is that of the largest VM.
-fn results(all: &[Measured]) -> Value {
+fn results(all: &[Measured]) -> serde_json::Map<String, Value> {
     let mut results = serde_json::Map::new();
     let sized = |m: &&Measured| m.case.used_mib == 200;
     let largest = all.iter().filter(sized).max_by_key(|m| m.case.memory.0);
@@ -421,7 +431,7 @@ fn results(all: &[Measured]) -> Value {
     let wrong: u64 = all.iter().map(|m| m.wrong).sum();
     results.insert("memory_errors".into(), wrong.into());
     results.insert("memory_checks".into(), (all.len() * 4).into());
-    Value::Object(results)
+    results
 }
 
 fn sample(m: &Measured) -> Value {

@@ -392,16 +392,19 @@ impl Daemon {
         let Ok(place) = self.shelf.path(&manifest.name) else {
             return;
         };
-        let known = WorkingSet::read(&place, &manifest);
+        let known = WorkingSet::read(&place, &manifest.sums.xxh3_128);
         if known.is_some() && !prefetch {
             return;
         }
         let daemon = Arc::downgrade(self);
         let work = move || match known {
-            Some(set) => match set.prefetch(machine.pid(), &manifest, &machine.layout()) {
-                Ok(pages) => info!(vm = machine.name(), pages, "fetched"),
-                Err(error) => debug!(vm = machine.name(), %error, "not all was fetched"),
-            },
+            Some(set) => {
+                let places = working_set::places(&manifest, &machine.layout());
+                match set.prefetch(machine.pid(), &places) {
+                    Ok(pages) => info!(vm = machine.name(), pages, "fetched"),
+                    Err(error) => debug!(vm = machine.name(), %error, "not all was fetched"),
+                }
+            }
             None => {
                 let (id, name) = (machine.id(), machine.name().to_owned());
                 // Who waits keeps nobody alive.
@@ -411,7 +414,8 @@ impl Daemon {
                 let Some(machine) = machine.filter(|machine| machine.id() == id) else {
                     return;
                 };
-                let found = WorkingSet::of(machine.pid(), &manifest, &machine.layout());
+                let places = working_set::places(&manifest, &machine.layout());
+                let found = WorkingSet::of(machine.pid(), &manifest.sums.xxh3_128, &places);
                 match found.and_then(|set| set.write(&place).map(|()| set)) {
                     Ok(set) => info!(
                         vm = name,

@@ -132,6 +132,7 @@ impl Stored {
                     if matches!(
                         error.kind(),
                         io::ErrorKind::UnexpectedEof
+                            | io::ErrorKind::InvalidInput
                             | io::ErrorKind::InvalidData
                             | io::ErrorKind::Other
                     ) =>
@@ -176,5 +177,147 @@ impl Stored {
         let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         fcntl_add_seals(&laid, seals)?;
         Ok(Ok(laid))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::snapshot::image::SUM_BYTES;
+    use crate::snapshot::refer::{self, DiskBlocks};
+
+    const CHUNKS: u64 = 5;
+
+    fn random(state: &mut u64, bytes: &mut [u8]) {
+        for word in bytes.chunks_exact_mut(8) {
+            *state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            word.copy_from_slice(&(*state | 1).to_le_bytes());
+        }
+    }
+
+    /// An image with all kinds of chunks: pages of a disk and others, only such of a disk, nothing, full, one page at its end.
+    fn image() -> (Vec<u8>, File) {
+        let mut state = 7;
+        let mut disk = vec![0; 256 << 10];
+        random(&mut state, &mut disk);
+        let mut ram = vec![0; CHUNK_BYTES * usize::try_from(CHUNKS).unwrap()];
+        random(&mut state, &mut ram[100 << 12..200 << 12]);
+        ram[300 << 12..310 << 12].copy_from_slice(&disk[4 << 12..14 << 12]);
+        ram[600 << 12..664 << 12].copy_from_slice(&disk);
+        random(&mut state, &mut ram[3 * CHUNK_BYTES..4 * CHUNK_BYTES]);
+        let end = ram.len() - 4096;
+        random(&mut state, &mut ram[end..]);
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&disk, 0).unwrap();
+        (ram, file)
+    }
+
+    fn stored(ram: &[u8], disk: File, packed: bool) -> Stored {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(ram.len() as u64).unwrap();
+        write_nonzero(ram, &file, 0).unwrap();
+        let progress = Progress::default();
+        let disks = DiskBlocks::read(vec![disk.try_clone().unwrap()], &progress).unwrap();
+        let references = refer::refer(&file, &disks, &progress).unwrap();
+        assert_eq!(references.len(), 2);
+        let sums = ram.chunks_exact(CHUNK_BYTES);
+        let sums: Vec<u8> = sums.flat_map(|c| xxh3_128(c).to_le_bytes()).collect();
+        assert_eq!(sums.len(), SUM_BYTES * usize::try_from(CHUNKS).unwrap());
+        let pages = if packed {
+            let frames = tempfile::tempfile().unwrap();
+            let index = pack::pack(&file, &frames, &progress).unwrap();
+            Pages::Packed(frames, pack::frames(&index, CHUNKS).unwrap())
+        } else {
+            Pages::plain(file).unwrap()
+        };
+        Stored {
+            bytes: ram.len() as u64,
+            sums,
+            pages,
+            references,
+            sources: vec![disk],
+        }
+    }
+
+    fn laid_out(stored: &Stored) -> Result<File, Vec<u64>> {
+        stored.lay_out("test", &Progress::default()).unwrap()
+    }
+
+    #[test]
+    fn what_was_taken_apart_comes_together_again_and_cannot_be_changed() {
+        for packed in [false, true] {
+            let (ram, disk) = image();
+            let stored = stored(&ram, disk, packed);
+            assert!(stored.verify(&Progress::default()).unwrap().is_empty());
+            let laid = laid_out(&stored).unwrap();
+            let mut whole = vec![1; ram.len()];
+            laid.read_exact_at(&mut whole, 0).unwrap();
+            assert!(whole == ram, "packed {packed}");
+            let taken = std::os::unix::fs::MetadataExt::blocks(&laid.metadata().unwrap()) * 512;
+            assert_eq!(taken, (100 + 10 + 64 + 512 + 1) * PAGE_SIZE);
+            assert!(laid.write_at(&[1], 0).is_err());
+            assert!(laid.set_len(0).is_err());
+        }
+    }
+
+    #[test]
+    fn a_changed_or_cut_source_is_told_with_its_chunks() {
+        let (ram, disk) = image();
+        let stored = stored(&ram, disk.try_clone().unwrap(), false);
+        disk.write_all_at(&[0x55], 5 << 12).unwrap();
+        assert_eq!(laid_out(&stored).unwrap_err(), [0, 1]);
+        disk.set_len(20 << 12).unwrap();
+        assert_eq!(laid_out(&stored).unwrap_err(), [0, 1]);
+        disk.set_len(0).unwrap();
+        assert_eq!(stored.verify(&Progress::default()).unwrap(), [0, 1]);
+    }
+
+    #[test]
+    fn a_changed_or_cut_frame_is_told_with_its_chunk() {
+        let (ram, disk) = image();
+        let mut stored = stored(&ram, disk, true);
+        let Pages::Packed(packed, frames) = &stored.pages else {
+            panic!("it is packed")
+        };
+        let (packed, frames) = (packed.try_clone().unwrap(), frames.clone());
+        let length = packed.metadata().unwrap().len();
+        let (mut byte, mut unharmed) = ([0], 0);
+        for (chunk, &(at, bytes)) in frames.iter().enumerate().filter(|(_, f)| f.1 > 0) {
+            for at in [at, at + 5, at + bytes / 2, at + bytes - 1] {
+                packed.read_exact_at(&mut byte, at).unwrap();
+                packed.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+                // Some bits of a frame's header say nothing of its bytes.
+                match laid_out(&stored) {
+                    Err(wrong) => assert_eq!(wrong, [chunk as u64], "byte {at}"),
+                    Ok(laid) => {
+                        let mut whole = vec![1; ram.len()];
+                        laid.read_exact_at(&mut whole, 0).unwrap();
+                        assert!(whole == ram, "byte {at}");
+                        unharmed += 1;
+                    }
+                }
+                packed.write_all_at(&byte, at).unwrap();
+            }
+        }
+        assert!(unharmed < 4, "{unharmed}");
+        // Frames that lead anywhere.
+        if let Pages::Packed(_, frames) = &mut stored.pages {
+            frames[0].0 = u64::MAX - 3;
+            frames[3] = (0, 0);
+            frames.pop();
+        }
+        let wrong = laid_out(&stored).unwrap_err();
+        assert_eq!(wrong, [0, 3, 4]);
+        packed.set_len(length / 2).unwrap();
+        assert!(!laid_out(&stored).unwrap_err().is_empty());
+    }
+
+    #[test]
+    fn an_index_that_is_none_is_refused() {
+        assert!(pack::frames(&[0; 80], 5).is_ok());
+        assert!(pack::frames(&[0; 79], 5).is_err());
+        assert!(pack::frames(&[0xff; 80], 5).is_err(), "frames without end");
     }
 }

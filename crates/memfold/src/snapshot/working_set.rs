@@ -41,20 +41,31 @@ pub struct WorkingSet {
     runs: Vec<(u64, u64)>,
 }
 
-/// Blocks of an image and where a VM has them.
-fn blocks<'a>(
-    manifest: &'a Manifest,
-    layout: &'a RamLayout,
-) -> impl Iterator<Item = (&'a ImageBlock, Hva)> {
-    manifest.blocks.iter().filter_map(|saved| {
+/// Where a VM has a block of an image.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    first_page: u64,
+    hva: Hva,
+    pages: u64,
+}
+
+/// Where a VM has the blocks of an image.
+#[must_use]
+pub fn places(manifest: &Manifest, layout: &RamLayout) -> Vec<Place> {
+    let place = |saved: &ImageBlock| {
         let here = layout.blocks.iter().find(|b| b.name == saved.name)?;
-        (here.pages == saved.pages).then_some((saved, here.hva))
-    })
+        (here.pages == saved.pages).then_some(Place {
+            first_page: saved.first_page,
+            hva: here.hva,
+            pages: saved.pages,
+        })
+    };
+    manifest.blocks.iter().filter_map(place).collect()
 }
 
 impl WorkingSet {
-    /// What a VM that was restored from a snapshot has touched since.
-    pub fn of(pid: Pid, manifest: &Manifest, layout: &RamLayout) -> io::Result<Self> {
+    /// What a VM that was restored from an image (checksum of its checksums) has touched since.
+    pub fn of(pid: Pid, image: &str, places: &[Place]) -> io::Result<Self> {
         let pagemap = Pagemap::open(pid)?;
         let filter = Filter {
             any_of: category::PRESENT | category::SWAPPED,
@@ -62,9 +73,10 @@ impl WorkingSet {
             ..Filter::default()
         };
         let mut runs: Vec<(u64, u64)> = Vec::new();
-        for (saved, hva) in blocks(manifest, layout) {
-            for region in pagemap.scan(hva, hva.add_pages(saved.pages), filter)? {
-                let first = saved.first_page + region.start.pages_since(hva);
+        for place in places {
+            let end = place.hva.add_pages(place.pages);
+            for region in pagemap.scan(place.hva, end, filter)? {
+                let first = place.first_page + region.start.pages_since(place.hva);
                 let end = first + region.end.pages_since(region.start);
                 match runs.last_mut() {
                     Some((from, pages)) if *from + *pages + GAP >= first => *pages = end - *from,
@@ -73,23 +85,23 @@ impl WorkingSet {
             }
         }
         Ok(Self {
-            image: manifest.sums.xxh3_128.clone(),
+            image: image.to_owned(),
             runs,
         })
     }
 
-    /// How many pages.
+    /// Bytes of it.
     #[must_use]
-    pub fn pages(&self) -> u64 {
-        self.runs.iter().map(|run| run.1).sum()
+    pub fn bytes(&self) -> u64 {
+        self.runs.iter().map(|run| run.1).sum::<u64>() * PAGE_SIZE
     }
 
-    /// That of a snapshot in this directory, if there is one of its image.
+    /// That of a snapshot in this directory, if there is one of this image.
     #[must_use]
-    pub fn read(place: &Path, manifest: &Manifest) -> Option<Self> {
+    pub fn read(place: &Path, image: &str) -> Option<Self> {
         let text = fs::read(place.join(FILE)).ok()?;
         let set: Self = serde_json::from_slice(&text).ok()?;
-        (set.image == manifest.sums.xxh3_128).then_some(set)
+        (set.image == image).then_some(set)
     }
 
     /// Keeps it in a snapshot's directory.
@@ -107,8 +119,8 @@ impl WorkingSet {
         written
     }
 
-    /// Has these pages in the page tables of a VM that was restored from the snapshot; how many are there.
-    pub fn prefetch(&self, pid: Pid, manifest: &Manifest, layout: &RamLayout) -> io::Result<u64> {
+    /// Has these pages in the page tables of a VM that was restored from the image; how many are there.
+    pub fn prefetch(&self, pid: Pid, places: &[Place]) -> io::Result<u64> {
         let mut done = 0;
         let mut bytes = [0; BATCH];
         let mut batch: Vec<(Hva, usize)> = Vec::with_capacity(BATCH);
@@ -118,12 +130,12 @@ impl WorkingSet {
             batch.clear();
             read.map(|read| done += read as u64)
         };
-        for (saved, hva) in blocks(manifest, layout) {
-            let end = saved.first_page + saved.pages;
+        for place in places {
+            let end = place.first_page + place.pages;
             for &(first, pages) in &self.runs {
                 let to = first.saturating_add(pages).min(end);
-                for page in first.max(saved.first_page)..to {
-                    batch.push((hva.add_pages(page - saved.first_page), 1));
+                for page in first.max(place.first_page)..to {
+                    batch.push((place.hva.add_pages(page - place.first_page), 1));
                     if batch.len() == BATCH {
                         fetch(&mut batch)?;
                     }
@@ -135,10 +147,84 @@ impl WorkingSet {
         }
         Ok(done)
     }
+}
 
-    /// Bytes of it.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        self.pages() * PAGE_SIZE
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::FileExt;
+
+    use memfold_sys::region::Mapping;
+
+    use super::*;
+
+    const PAGES: u64 = 2048;
+
+    /// An image that is mapped privately, as a restored VM has it. The second half lies elsewhere in the image.
+    fn vm(image: &File) -> (Mapping, [Place; 2]) {
+        let memory = Mapping::anonymous(PAGES, true).unwrap();
+        memory.area().map_file(image.as_fd(), 0).unwrap();
+        let place = |first: u64, first_page| Place {
+            first_page,
+            hva: memory.area().start().add_pages(first),
+            pages: PAGES / 2,
+        };
+        let places = [place(0, 0), place(PAGES / 2, 10 * PAGES)];
+        (memory, places)
+    }
+
+    fn present(places: &[Place]) -> Vec<(u64, u64)> {
+        let me = rustix::process::getpid();
+        WorkingSet::of(me, "", places).unwrap().runs
+    }
+
+    #[test]
+    fn what_one_touched_is_in_the_page_tables_of_the_next() {
+        let me = rustix::process::getpid();
+        let image = tempfile::tempfile().unwrap();
+        image
+            .write_all_at(&vec![1; 4096 * usize::try_from(PAGES).unwrap()], 0)
+            .unwrap();
+        let (first, places) = vm(&image);
+        assert!(present(&places).is_empty());
+        for page in [100, 700, PAGES - 1] {
+            first.area().part(page, 1).write(&[7; 512]);
+        }
+        let set = WorkingSet::of(me, "sum", &places).unwrap();
+        let touched = |page| set.runs.iter().any(|&(a, n)| (a..a + n).contains(&page));
+        assert!(
+            touched(100) && touched(700) && touched(11 * PAGES - PAGES / 2 - 1),
+            "{set:?}"
+        );
+        assert!(
+            !touched(400) && set.bytes() < PAGES * PAGE_SIZE / 8,
+            "{set:?}"
+        );
+
+        let place = tempfile::tempdir().unwrap();
+        assert_eq!(WorkingSet::read(place.path(), "sum"), None);
+        set.write(place.path()).unwrap();
+        assert_eq!(WorkingSet::read(place.path(), "other"), None);
+        let known = WorkingSet::read(place.path(), "sum").unwrap();
+        assert_eq!(known, set);
+
+        let (_second, places) = vm(&image);
+        let fetched = known.prefetch(me, &places).unwrap();
+        assert_eq!(fetched * PAGE_SIZE, set.bytes());
+        let now = WorkingSet::of(me, "sum", &places).unwrap();
+        for (from, pages) in set.runs {
+            for page in from..from + pages {
+                let there = now.runs.iter().any(|&(a, n)| (a..a + n).contains(&page));
+                assert!(there, "page {page}");
+            }
+        }
+        // One that speaks of what isn't there does no harm.
+        let wild = WorkingSet {
+            image: String::new(),
+            runs: vec![(PAGES / 2 - 1, u64::MAX), (u64::MAX, 1), (30 * PAGES, 5)],
+        };
+        assert_eq!(wild.prefetch(me, &places[..1]).unwrap(), 1);
+        fs::write(place.path().join(FILE), "{").unwrap();
+        assert_eq!(WorkingSet::read(place.path(), "sum"), None);
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use memfold::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use memfold::bench::lab::{DiskMode, Lab};
-use memfold::snapshot::{Manifest, SnapshotInfo};
+use memfold::snapshot::{Keep, Manifest, SnapshotInfo};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -19,9 +19,12 @@ use super::support::{self, BOOT};
 const DEATHS: u64 = 8;
 const VM: &str = "saved";
 
-fn save(client: &Client, name: &str, live: bool) -> Result<Manifest, String> {
+/// As it is, or hot and compressed: then the image is worked on longer, and laid out before anything runs from it.
+fn save(client: &Client, name: &str, live: bool, hot: bool) -> Result<Manifest, String> {
     let request = SaveRequest {
         live,
+        keep: if hot { Keep::Hot } else { Keep::None },
+        compress: hot,
         ..SaveRequest::new(VM, name)
     };
     let saved = client.post("/v1/snapshots", &request);
@@ -170,7 +173,7 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     exec(&client, VM, &script);
     // How long a save takes here, undisturbed.
     let began = Instant::now();
-    save(&client, "whole", false).unwrap();
+    save(&client, "whole", false, false).unwrap();
     let span = u64::try_from(began.elapsed().as_millis()).unwrap();
     let seed = u64::from(std::process::id()) << 20 | 1;
     println!("seed {seed}, a save takes {span} ms");
@@ -181,8 +184,9 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
         let draft = state.join(format!("snapshots/.{name}.draft/disk0.qcow2"));
         let known = overlays();
         std::thread::scope(|scope| {
-            let client = &client;
-            let saving = scope.spawn(|| save(client, &name, [1, 3, 4, 7].contains(&(death % 8))));
+            let (client, name) = (&client, &name);
+            let live = [1, 3, 4, 7].contains(&(death % 8));
+            let saving = scope.spawn(move || save(client, name, live, death % 4 > 1));
             match death % 4 {
                 // Anywhere; every part of the save has its turn.
                 0 => {
@@ -222,7 +226,7 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
         assert_eq!(mode & 0o77, 0, "others can read {}", overlay.display());
     }
     // It can be saved again, and what comes of it is right.
-    save(&client, "last", true).unwrap();
+    save(&client, "last", true, true).unwrap();
     let restore = RestoreRequest::new("copy");
     client
         .post::<_, Value>("/v1/snapshots/last/restore", &restore)
@@ -249,7 +253,7 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     let victim = pid(VM);
     let saved = std::thread::scope(|scope| {
         let client = &client;
-        let saving = scope.spawn(|| save(client, "dead", true));
+        let saving = scope.spawn(|| save(client, "dead", true, false));
         std::thread::sleep(Duration::from_millis(span / 3));
         kill_process(victim, Signal::KILL).unwrap();
         saving.join().unwrap()
