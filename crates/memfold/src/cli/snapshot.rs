@@ -70,6 +70,7 @@ pub(super) enum Arguments {
 
 /// Start VMs from one snapshot: what they write is their own, the rest they share
 #[derive(Args, Debug)]
+#[allow(clippy::struct_excessive_bools)] // flags
 pub(super) struct CloneArguments {
     /// The snapshot
     snapshot: String,
@@ -303,23 +304,17 @@ fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> anyhow:
 /// What a snapshot's image is made of.
 fn held(manifest: &Manifest) -> String {
     let saved = manifest.counts.saved_pages * PAGE_SIZE;
-    let mut words = format!(
-        "{} of {}",
-        ByteSize(saved),
-        ByteSize(manifest.counts.pages * PAGE_SIZE)
-    );
+    let all = manifest.counts.pages * PAGE_SIZE;
     let referred = manifest.references.as_ref().map_or(0, |r| r.pages) * PAGE_SIZE;
+    let mut parts = vec![format!("{} of {}", ByteSize(saved), ByteSize(all))];
     if referred > 0 {
-        words += &format!(", of it {} on its disks", ByteSize(referred));
+        parts.push(format!("of it {} on its disks", ByteSize(referred)));
     }
     if let Some(packed) = &manifest.packed {
-        words += &format!(
-            ", {} compressed to {}",
-            ByteSize(saved - referred),
-            ByteSize(packed.bytes)
-        );
+        let rest = ByteSize(saved - referred);
+        parts.push(format!("{rest} compressed to {}", ByteSize(packed.bytes)));
     }
-    words
+    parts.join(", ")
 }
 
 /// Does something that may take long with a snapshot; shows on a terminal how far it is.

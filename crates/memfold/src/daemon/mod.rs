@@ -399,7 +399,8 @@ impl Daemon {
             .collect();
         let own = ledger::take::own(ByteSize(fold.own_bytes), &identities)?;
         let zero: u64 = fold.vms.iter().map(|vm| vm.zero_saved_pages).sum();
-        let host = ledger::take::host(&vms, &stores, own, PageCount(zero).bytes())?;
+        let mut host = ledger::take::host(&vms, &stores, own, PageCount(zero).bytes())?;
+        host.images_bytes = self.shelf.laid_out_bytes();
         Ok(FullReport {
             ledger: ledger::Report::new(host, vms),
             fold,

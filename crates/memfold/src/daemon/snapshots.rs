@@ -397,34 +397,33 @@ impl Daemon {
             return;
         }
         let daemon = Arc::downgrade(self);
-        let work = move || match known {
-            Some(set) => {
+        let work = move || {
+            if let Some(set) = known {
                 let places = working_set::places(&manifest, &machine.layout());
                 match set.prefetch(machine.pid(), &places) {
                     Ok(pages) => info!(vm = machine.name(), pages, "fetched"),
                     Err(error) => debug!(vm = machine.name(), %error, "not all was fetched"),
                 }
+                return;
             }
-            None => {
-                let (id, name) = (machine.id(), machine.name().to_owned());
-                // Who waits keeps nobody alive.
-                drop(machine);
-                std::thread::sleep(working_set::TIME);
-                let machine = daemon.upgrade().and_then(|d| d.machine(&name).ok());
-                let Some(machine) = machine.filter(|machine| machine.id() == id) else {
-                    return;
-                };
-                let places = working_set::places(&manifest, &machine.layout());
-                let found = WorkingSet::of(machine.pid(), &manifest.sums.xxh3_128, &places);
-                match found.and_then(|set| set.write(&place).map(|()| set)) {
-                    Ok(set) => info!(
-                        vm = name,
-                        snapshot = manifest.name,
-                        bytes = set.bytes(),
-                        "used first"
-                    ),
-                    Err(error) => debug!(vm = name, %error, "what it used first is not recorded"),
-                }
+            let (id, name) = (machine.id(), machine.name().to_owned());
+            // Who waits keeps nobody alive.
+            drop(machine);
+            std::thread::sleep(working_set::TIME);
+            let machine = daemon.upgrade().and_then(|d| d.machine(&name).ok());
+            let Some(machine) = machine.filter(|machine| machine.id() == id) else {
+                return;
+            };
+            let places = working_set::places(&manifest, &machine.layout());
+            let found = WorkingSet::of(machine.pid(), &manifest.sums.xxh3_128, &places);
+            match found.and_then(|set| set.write(&place).map(|()| set)) {
+                Ok(set) => info!(
+                    vm = name,
+                    snapshot = manifest.name,
+                    bytes = set.bytes(),
+                    "used first"
+                ),
+                Err(error) => debug!(vm = name, %error, "what it used first is not recorded"),
             }
         };
         if let Err(error) = std::thread::Builder::new()

@@ -165,6 +165,9 @@ pub struct HostAccount {
     pub stores: Vec<StoreAccount>,
     /// What they allocate together.
     pub stores_bytes: ByteSize,
+    /// Memory of snapshots' images that are laid out for the VMs that run from them, whoever has touched it (`st_blocks`).
+    #[serde(default)]
+    pub images_bytes: ByteSize,
     /// KSM, where the kernel has it.
     pub ksm: Option<KsmAccount>,
     /// memfold.

@@ -134,6 +134,9 @@ fn host(host: &HostAccount) -> Table {
         "  memfold itself",
         size(host.own.pss_bytes - host.own.store_pss_bytes + host.own.page_table_bytes),
     );
+    if host.images_bytes.0 > 0 {
+        line("snapshots laid out in memory", size(host.images_bytes));
+    }
     if let Some(ksm) = host.ksm {
         let state = if ksm.run == 1 { "running" } else { "stopped" };
         line(

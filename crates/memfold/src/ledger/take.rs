@@ -202,6 +202,8 @@ fn host_from(
         max_map_count: proc.max_map_count()?,
         stores: stores.to_vec(),
         stores_bytes,
+        // Whoever has laid them out knows.
+        images_bytes: ByteSize(0),
         ksm,
         own,
         vms_pss_bytes: vms.iter().map(|v| v.pss_bytes).sum(),

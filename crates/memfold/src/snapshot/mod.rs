@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   save     guest drops caches, lists free pages -> stop -> device state, RAM image, disks frozen -> go on -> manifest     (save)
-//!            --keep hot: what the disks hold is taken out of the image (refer); --compress (pack)
+//!            --keep hot: what the disks hold is taken out of the image (refer); --compress: the rest is packed (pack)
 //!   restore  QEMU -incoming, library maps the RAM image privately, device state -> cont                    (restore)
 //!   clone    the same, n times; what a clone writes is its own, and the agent sets it apart from the others (identity)
 //! ```
@@ -13,6 +13,7 @@ pub mod identity;
 pub mod image;
 pub mod manifest;
 pub mod pack;
+mod parts;
 pub mod past;
 pub mod progress;
 pub mod refer;

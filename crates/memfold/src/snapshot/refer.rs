@@ -18,8 +18,8 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, is_zero, punch};
 use super::progress::Progress;
 
-/// Bytes of disk files that are looked through for one snapshot: 16 bytes of memory for each 4 KiB, for as long as that takes.
-pub const MOST_DISK_BYTES: u64 = 64 << 30;
+/// Bytes of disk files that are looked through for one snapshot: 24 bytes of memory for each 4 KiB, for as long as that takes.
+pub const MOST_DISK_BYTES: u64 = 32 << 30;
 
 /// Consecutive pages of an image that a file of a disk holds. They lie in one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

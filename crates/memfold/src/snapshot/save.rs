@@ -15,7 +15,7 @@
 //! it has written is lost.
 
 use std::fs::{self, File};
-use std::io::{self, Write as _};
+use std::io;
 use std::ops::DerefMut;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -30,17 +30,16 @@ use super::free::{self, Frames};
 use super::freeze::{self, Frozen, disk_name};
 use super::image::{Plan, Source, Writer};
 use super::manifest::{
-    BackingFile, FORMAT, FORMAT_IN_PARTS, FileFacts, Keep, Manifest, Packed, References, SavedDisk,
-    Steps,
+    BackingFile, FORMAT, FORMAT_IN_PARTS, FileFacts, Keep, Manifest, SavedDisk, Steps,
 };
 use super::past::Past;
 use super::progress::Progress;
-use super::refer::{self, DiskBlocks};
-use super::shelf::{DEVICES, Draft, INDEX, PACKED, RAM, REFERENCES, SUMS, facts};
-use super::{Shelf, SnapshotError, pack};
+use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
+use super::{Shelf, SnapshotError, parts};
 use crate::vm::{DiskFormat, Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
 
 /// What is to be saved, and how.
+#[allow(clippy::struct_excessive_bools)] // what was asked for, and what the guest has
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Name of the snapshot.
@@ -152,7 +151,6 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     };
     drop(qmp);
     // From here on the VM's chain of overlays is longer by one. What fails leaves it so, and nothing of it is lost.
-    let mut overlays = record_now(directory, record).overlays;
     let finish = || -> Result<Manifest, SnapshotError> {
         let began = Instant::now();
         let kept_pages = if let Some((past, live)) = &past {
@@ -172,20 +170,8 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         steps.copy_ms = milliseconds(began.elapsed());
         let disks = take_over(spec, &frozen, &draft)?;
         let ram_bytes = ram.metadata().map_err(|e| failed(RAM, e))?.len();
-        let began = Instant::now();
-        let references = if request.keep == Keep::Hot {
-            Some(refer_to_disks(&draft, &ram, &disks, progress)?)
-        } else {
-            None
-        };
-        steps.refer_ms = milliseconds(began.elapsed());
-        let began = Instant::now();
-        let packed = if request.compress {
-            Some(compress(&draft, &ram, progress)?)
-        } else {
-            None
-        };
-        steps.pack_ms = milliseconds(began.elapsed());
+        let (references, packed) =
+            parts::take_apart(&draft, &ram, &disks, request, &mut steps, progress)?;
         let is_in_parts = references.is_some() || packed.is_some();
         Ok(Manifest {
             format: if is_in_parts { FORMAT_IN_PARTS } else { FORMAT },
@@ -222,16 +208,7 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     };
     let made = finish().and_then(|manifest| draft.commit(&manifest).map(|()| manifest));
     if made.is_ok() {
-        // The frozen ones are the snapshot's now.
-        overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
-        // The snapshot is made, also if the VM has died meanwhile.
-        if let Err(error) = write_overlays(directory, record, &overlays) {
-            tracing::warn!(vm = vm.name(), %error, "its record names overlays that belong to a snapshot now");
-        }
-        for frozen in &frozen {
-            // A name that stays costs nothing: the file is the snapshot's.
-            let _ = fs::remove_file(&frozen.path);
-        }
+        hand_over(vm, directory, record, &frozen);
     } else {
         let mut qmp = monitor();
         for frozen in &frozen {
@@ -242,6 +219,19 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         }
     }
     made
+}
+
+/// The snapshot is made, also if the VM has died meanwhile: the frozen overlays are the snapshot's now.
+fn hand_over(vm: &Vm, directory: &VmDirectory, record: &Record, frozen: &[Frozen]) {
+    let mut overlays = record_now(directory, record).overlays;
+    overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
+    if let Err(error) = write_overlays(directory, record, &overlays) {
+        tracing::warn!(vm = vm.name(), %error, "its record names overlays that belong to a snapshot now");
+    }
+    for frozen in frozen {
+        // A name that stays costs nothing: the file is the snapshot's.
+        let _ = fs::remove_file(&frozen.path);
+    }
 }
 
 /// What was saved while the VM stood still.
@@ -398,77 +388,6 @@ fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
         pages: block.used_bytes.div_ceil(PAGE_SIZE),
     });
     Ok(sources.filter(|source| source.pages > 0).collect())
-}
-
-/// Takes out of the image what the disks of this snapshot hold, and writes down where.
-fn refer_to_disks(
-    draft: &Draft,
-    ram: &File,
-    disks: &[SavedDisk],
-    progress: &Progress,
-) -> Result<References, SnapshotError> {
-    let mut sources: Vec<PathBuf> = Vec::new();
-    let mut files = Vec::new();
-    let mut left = refer::MOST_DISK_BYTES;
-    let all = disks.iter().flat_map(|disk| {
-        let backing = disk.backing.iter().map(|file| &file.path);
-        std::iter::once(&disk.path).chain(backing)
-    });
-    for path in all {
-        let place = draft.path().join(path);
-        let failed = |source| SnapshotError::Files {
-            path: place.clone(),
-            source,
-        };
-        let file = File::open(&place).map_err(failed)?;
-        let held = file.metadata().map_err(failed)?.blocks() * 512;
-        if sources.contains(path) {
-            continue;
-        }
-        let Some(rest) = left.checked_sub(held) else {
-            tracing::info!(path = %place.display(), "too large to be looked through for what a guest has cached of it");
-            continue;
-        };
-        left = rest;
-        sources.push(path.clone());
-        files.push(file);
-    }
-    let failed = |part: &str| {
-        let path = draft.path().join(part);
-        move |source| SnapshotError::Files { path, source }
-    };
-    progress.begin("disks looked through", refer::MOST_DISK_BYTES - left);
-    let blocks = DiskBlocks::read(files, progress).map_err(failed("disks"))?;
-    let saved = ram.metadata().map_err(failed(RAM))?.blocks() * 512;
-    progress.begin("pages of disks taken out", saved);
-    let references = refer::refer(ram, &blocks, progress).map_err(failed(RAM))?;
-    let mut table = draft.file(REFERENCES)?;
-    table
-        .write_all(&refer::encode(&references))
-        .map_err(failed(REFERENCES))?;
-    Ok(References {
-        table: facts(table).map_err(failed(REFERENCES))?,
-        sources,
-        pages: references.iter().map(|r| u64::from(r.pages)).sum(),
-    })
-}
-
-/// Puts a compressed image in the place of `ram`.
-fn compress(draft: &Draft, ram: &File, progress: &Progress) -> Result<Packed, SnapshotError> {
-    let failed = |part: &str| {
-        let path = draft.path().join(part);
-        move |source| SnapshotError::Files { path, source }
-    };
-    let (packed, mut index) = (draft.file(PACKED)?, draft.file(INDEX)?);
-    let saved = ram.metadata().map_err(failed(RAM))?.blocks() * 512;
-    progress.begin("RAM compressed", saved);
-    let places = pack::pack(ram, &packed, progress).map_err(failed(PACKED))?;
-    index.write_all(&places).map_err(failed(INDEX))?;
-    fs::remove_file(draft.path().join(RAM)).map_err(failed(RAM))?;
-    Ok(Packed {
-        bytes: packed.metadata().map_err(failed(PACKED))?.len(),
-        index: facts(index).map_err(failed(INDEX))?,
-    })
 }
 
 /// Moves frozen overlays into the draft, and says where every disk lies.

@@ -56,9 +56,12 @@ pub struct Shelf {
     root: PathBuf,
     /// RAM images whose bytes were right when they had this stamp.
     right: Arc<Mutex<HashMap<String, Stamp>>>,
-    /// Images that lie in memory, with the checksum of their checksums.
-    laid_out: Arc<Mutex<HashMap<String, (String, Arc<File>)>>>,
+    /// Images that lie in memory.
+    laid_out: Arc<Mutex<HashMap<String, LaidOut>>>,
 }
+
+/// The checksum of an image's checksums, and its memory.
+type LaidOut = (String, Arc<File>);
 
 /// What differs as soon as a file was written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -337,6 +340,17 @@ impl Shelf {
         let file = self.file(name, SUMS)?;
         let facts = file.metadata().map_err(self.failed(name, SUMS))?;
         Ok(format!("memfold-image:{:x}:{}", facts.dev(), facts.ino()))
+    }
+
+    /// Memory that laid out images take.
+    #[must_use]
+    pub fn laid_out_bytes(&self) -> ByteSize {
+        // One is being laid out: it is not there yet, and nobody waits for it here.
+        let Ok(laid_out) = self.laid_out.try_lock() else {
+            return ByteSize(0);
+        };
+        let blocks = |ram: &File| ram.metadata().map_or(0, |facts| facts.blocks());
+        ByteSize(laid_out.values().map(|(_, ram)| blocks(ram) * 512).sum())
     }
 
     /// Lets images go that no VM runs from, and that nobody is about to start one from.

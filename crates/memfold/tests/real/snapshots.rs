@@ -516,6 +516,23 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     }
     assert!(read[0] * 20 < read[2] && read[1] * 20 < read[2], "{read:?}");
     assert_eq!(laid_out(), 2);
+    let report = lab.daemon().report().unwrap();
+    let images = report.ledger.host.images_bytes;
+    assert!(images.0 > referred, "{images} of memory are accounted for");
+    // Its RAM is a view of memory, which can be protected as the saved one's could.
+    let again = SaveRequest {
+        live: true,
+        keep: Keep::Hot,
+        ..SaveRequest::new("warm", "again")
+    };
+    let saved = daemon.save_snapshot(&again).unwrap();
+    println!("saved again, stood still for {:.0} ms", saved.pause_ms);
+    daemon
+        .restore("again", &RestoreRequest::new("heir"))
+        .unwrap();
+    daemon.wait_agent("heir", BOOT).unwrap();
+    lab.exec("heir", READ_AGAIN, limit).unwrap();
+    lab.stop("heir").unwrap();
     // Also for a daemon that doesn't know what an earlier one has laid out.
     let shelf = memfold::snapshot::Shelf::open(&lab.directory().join("snapshots"));
     for (name, users) in [("hot", 1), ("packed", 1), ("cold", 1)] {

@@ -1,0 +1,180 @@
+//! How warm a VM is when it comes back: a program's throughput in its first 30 seconds, a part of `bench snapshots`.
+//!
+//! A program reads files of the disk, drawn by chance, all the time: while the VM is saved, and on and on in every VM that is restored.
+//! How many files it read in 30 s is compared with the 30 s before the first save.
+//!
+//! | arm | snapshot | how it is restored |
+//! |---|---|---|
+//! | `cold` | `--keep none` | as it is |
+//! | `cold_prefetch` | `--keep none` | `--prefetch` |
+//! | `hot` | `--keep hot` | as it is |
+//! | `hot_prefetch` | `--keep hot` | `--prefetch` |
+//!
+//! What a cold VM reads comes from the host's page cache: a disk would be slower.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use memfold_units::{ByteSize, PAGE_SIZE};
+use serde_json::{Value, json};
+
+use super::lab::{DiskMode, Lab};
+use super::record::spread;
+use crate::api::{RestoreRequest, SaveRequest};
+use crate::fold::EngineSettings;
+use crate::snapshot::Keep;
+
+const MEMORY: ByteSize = ByteSize::mib(1024);
+
+const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Time for one command in the guest.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// What is looked at.
+const SPAN_S: f64 = 30.0;
+
+const VM: &str = "reader";
+
+/// Reads files without end, and logs every tenth of a second when it is and how many it has read.
+const READ: &str = r#"cat > /run/read.py <<'END'
+import random, subprocess, time
+files = subprocess.run("find /usr -type f -size +15k -size -4096k | sort", shell=True, capture_output=True, text=True).stdout.split()
+random.seed(7)
+done, last = 0, 0
+with open("/dev/shm/log", "w", buffering=1) as log:
+    while True:
+        with open(random.choice(files), "rb") as file:
+            file.read()
+        done += 1
+        now = time.monotonic()
+        if now - last >= 0.1:
+            log.write(f"{now:.2f} {done}\n")
+            last = now
+END
+systemd-run -q --unit=reader python3 /run/read.py
+while [ ! -s /dev/shm/log ]; do sleep 0.2; done"#;
+
+/// The guest's clock, as the program reads it.
+const CLOCK: &str = "python3 -c 'import time; print(time.monotonic())'";
+
+const ARMS: [(&str, &str, bool); 4] = [
+    ("cold", "none", false),
+    ("hot", "hot", false),
+    ("cold_prefetch", "none", true),
+    ("hot_prefetch", "hot", true),
+];
+
+/// Measures each arm `rounds` times: what goes to `results`, and samples.
+pub fn run(rounds: usize) -> anyhow::Result<(serde_json::Map<String, Value>, Value)> {
+    let lab = Lab::new(EngineSettings::default())?;
+    lab.start(Lab::spec(VM, "trixie-a", MEMORY, DiskMode::Buffered)?)?;
+    lab.wait_ready(VM, BOOT_TIMEOUT)?;
+    lab.exec(VM, READ, LIMIT)?;
+    // Until all is cached; then what is compared with.
+    std::thread::sleep(Duration::from_secs(60));
+    let since = clock(&lab, VM)?;
+    std::thread::sleep(Duration::from_secs_f64(SPAN_S + 1.0));
+    let before = read_since(&lab, VM, since)?;
+    let mut sizes = Vec::new();
+    for keep in [Keep::Hot, Keep::None] {
+        let name = if keep == Keep::Hot { "hot" } else { "none" };
+        let request = SaveRequest {
+            keep,
+            live: true,
+            ..SaveRequest::new(VM, name)
+        };
+        let saved = lab.daemon().save_snapshot(&request)?;
+        let referred = saved.references.as_ref().map_or(0, |r| r.pages) * PAGE_SIZE;
+        let list = lab.daemon().snapshots()?;
+        let bytes = list.iter().find(|info| info.name == name);
+        let bytes = bytes.context("no snapshot")?.disk_bytes;
+        eprintln!(
+            "--keep {name}: {} on disk, {} by reference",
+            ByteSize(bytes),
+            ByteSize(referred)
+        );
+        sizes.push((bytes, referred, saved));
+    }
+    lab.stop(VM)?;
+    let mut percents = vec![Vec::new(); ARMS.len()];
+    let mut samples = Vec::new();
+    for _ in 0..rounds {
+        for ((arm, snapshot, prefetch), percents) in ARMS.iter().zip(&mut percents) {
+            let read = restored(&lab, snapshot, *prefetch)?;
+            let percent = read as f64 / before as f64 * 100.0;
+            eprintln!("{arm}: {read} files in {SPAN_S} s, {percent:.1} % of {before}");
+            percents.push(percent);
+            samples.push(json!({ "arm": arm, "files": read }));
+        }
+    }
+    let (hot, cold) = (&sizes[0], &sizes[1]);
+    let mut results = serde_json::Map::new();
+    for ((arm, ..), percents) in ARMS.iter().zip(&percents) {
+        results.insert(format!("{arm}_throughput_percent"), spread(percents));
+    }
+    let ratio = hot.0 as f64 / cold.0 as f64;
+    results.insert("hot_size_over_cold".into(), ratio.into());
+    let samples = json!({
+        "memory_mib": MEMORY.0 >> 20,
+        "files_before": before,
+        "restored": samples,
+        "hot": { "bytes": hot.0, "referred_bytes": hot.1, "steps": hot.2.steps, "pause_ms": hot.2.pause_ms },
+        "cold": { "bytes": cold.0, "steps": cold.2.steps, "pause_ms": cold.2.pause_ms },
+    });
+    Ok((results, samples))
+}
+
+/// Restores a snapshot; how many files the program read in its first 30 s.
+fn restored(lab: &Lab, snapshot: &str, prefetch: bool) -> anyhow::Result<u64> {
+    const NAME: &str = "again";
+    let request = RestoreRequest {
+        prefetch,
+        ..RestoreRequest::new(NAME)
+    };
+    lab.daemon().restore(snapshot, &request)?;
+    let ran = Instant::now();
+    lab.daemon().wait_agent(NAME, BOOT_TIMEOUT)?;
+    let asked = clock(lab, NAME)?;
+    let since = asked - ran.elapsed().as_secs_f64();
+    let left = Duration::from_secs_f64(SPAN_S + 1.0).saturating_sub(ran.elapsed());
+    std::thread::sleep(left);
+    let read = read_since(lab, NAME, since)?;
+    lab.stop(NAME)?;
+    Ok(read)
+}
+
+fn clock(lab: &Lab, vm: &str) -> anyhow::Result<f64> {
+    let said = lab.exec(vm, CLOCK, LIMIT)?;
+    said.trim().parse().context("the guest's clock")
+}
+
+/// Files that the program read in the 30 s since the guest's clock showed `since`.
+fn read_since(lab: &Lab, vm: &str, since: f64) -> anyhow::Result<u64> {
+    let log = lab.exec(vm, "cat /dev/shm/log", LIMIT)?;
+    between(&log, since, since + SPAN_S).context("the program's log")
+}
+
+fn between(log: &str, since: f64, until: f64) -> Option<u64> {
+    let line = |line: &str| {
+        let (time, done) = line.split_once(' ')?;
+        Some((time.parse::<f64>().ok()?, done.parse::<u64>().ok()?))
+    };
+    let lines: Vec<(f64, u64)> = log.lines().filter_map(line).collect();
+    let at = |time: f64| lines.iter().rev().find(|line| line.0 <= time);
+    // One that stops early has read little; one that has no lines at all was not read.
+    Some(at(until)?.1 - at(since)?.1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_counted_between_two_times() {
+        let log = "9.95 10\n10.05 20\n20.00 520\n39.99 1500\n40.10 1510\n";
+        assert_eq!(between(log, 10.0, 40.0), Some(1490));
+        assert_eq!(between(log, 15.0, 15.0), Some(0));
+        assert_eq!(between(log, 1.0, 40.0), None, "nothing is known of then");
+    }
+}
