@@ -89,16 +89,21 @@ fn start_thread() {
         start.monitor.clone().map(Monitor::new),
     )));
     install(folder);
+    // Before the thread, and so before QEMU's own sockets: whoever has reached those expects this one.
+    let listener = match serve::listen(Path::new(&start.socket)) {
+        Ok(listener) => listener,
+        Err(error) => {
+            eprintln!(
+                "memfold: cannot listen at {}: {error}; this VM can't be folded",
+                Path::new(&start.socket).display()
+            );
+            return;
+        }
+    };
     let spawned = signals::with_all_blocked(|| {
         std::thread::Builder::new()
             .name("memfold".to_owned())
-            .spawn(move || match serve::listen(Path::new(&start.socket)) {
-                Ok(listener) => serve::serve(&listener, folder),
-                Err(error) => eprintln!(
-                    "memfold: cannot listen at {}: {error}; this VM can't be folded",
-                    Path::new(&start.socket).display()
-                ),
-            })
+            .spawn(move || serve::serve(&listener, folder))
     });
     if let Err(error) = spawned {
         eprintln!("memfold: cannot start a thread: {error}; this VM can't be folded");
