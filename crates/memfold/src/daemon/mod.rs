@@ -73,7 +73,7 @@ pub struct Daemon {
     /// Held while KSM stands still for a live save.
     merging: Mutex<()>,
     /// What is done with snapshots now.
-    progress: Mutex<HashMap<String, Arc<Progress>>>,
+    progress: Mutex<HashMap<String, Vec<Arc<Progress>>>>,
     /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
     _lock: File,
 }

@@ -161,8 +161,7 @@ impl Daemon {
         // What can be known of the snapshot, before anything ends.
         restore::spec(&self.shelf, &manifest, name)?;
         let progress = self.under_way(&manifest.name);
-        // Kept until it runs again: it would be let go with the VM.
-        let _ram = self.shelf.checked_ram(&manifest, &progress)?;
+        self.shelf.checked_ram(&manifest, &progress)?;
         // Not by its name, which another VM may have by now.
         machine.stop(Duration::ZERO)?;
         let end = Instant::now() + ANSWER_TIMEOUT;

@@ -23,7 +23,7 @@ use crate::snapshot::identity::{HAS_GENERATION_ID, Plan};
 use crate::snapshot::manifest::Steps;
 use crate::snapshot::working_set::{self, WorkingSet};
 use crate::snapshot::{
-    Keep, Manifest, Progress, SnapshotError, SnapshotInfo, Step, restore, save, shelf,
+    Keep, Manifest, Progress, Shelf, SnapshotError, SnapshotInfo, Step, restore, save, shelf,
 };
 use crate::vm::{AgentLink, Incoming};
 
@@ -194,7 +194,9 @@ impl Daemon {
     pub(super) fn under_way(&self, name: &str) -> UnderWay<'_> {
         let progress = Arc::<Progress>::default();
         let mut all = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
-        all.insert(name.to_owned(), progress.clone());
+        all.entry(name.to_owned())
+            .or_default()
+            .push(progress.clone());
         UnderWay {
             daemon: self,
             name: name.to_owned(),
@@ -205,7 +207,7 @@ impl Daemon {
     /// How far what is done with a snapshot has come, if anything is.
     pub fn snapshot_progress(&self, name: &str) -> Option<Step> {
         let all = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
-        all.get(name).map(|progress| progress.now())
+        Some(all.get(name)?.last()?.now())
     }
 
     /// All snapshots.
@@ -258,26 +260,25 @@ impl Daemon {
 
     /// Reads a snapshot whole and compares its checksums.
     pub fn verify_snapshot(&self, name: &str) -> Result<VerifyReport, DaemonError> {
+        let progress = self.under_way(name);
         let manifest = self.shelf.manifest(name)?;
         let changed = self.shelf.changed_parts(&manifest)?;
         let mut problems: Vec<String> = changed
             .iter()
             .map(|part| format!("{part} was changed since it was saved"))
             .collect();
-        let progress = self.under_way(name);
         // Tables that were changed lead nowhere.
-        if changed.is_empty() {
+        if changed.iter().all(|part| *part == shelf::DEVICES) {
             let stored = self.shelf.stored(&manifest)?;
             progress.begin("checksums compared", stored.bytes);
             let path = self.options.shelf.join(name).join(shelf::RAM);
             let wrong = stored
                 .verify(&progress)
                 .map_err(|source| SnapshotError::Files { path, source })?;
-            problems.extend(
-                wrong.iter().map(|chunk| {
-                    format!("ram was changed since it was saved, in its chunk {chunk}")
-                }),
-            );
+            let image = Shelf::image_of(&manifest);
+            problems.extend(wrong.iter().map(|chunk| {
+                format!("{image} was changed since it was saved, in its chunk {chunk}")
+            }));
         }
         if let Err(error) = restore::spec(&self.shelf, &manifest, &manifest.vm) {
             problems.push(error.to_string());
@@ -290,8 +291,15 @@ impl Daemon {
 
     /// Removes a snapshot that no VM runs from.
     pub fn remove_snapshot(&self, name: &str) -> Result<(), DaemonError> {
-        // One that is broken has no RAM that anybody could map.
-        let pids = restore::users(&self.shelf, name).unwrap_or_default();
+        // Locked until it is gone: nobody begins anything with it meanwhile.
+        let under_way = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        if under_way.contains_key(name) {
+            return Err(SnapshotError::Impossible(format!(
+                "snapshot '{name}' is being saved, verified or restored; wait until that is done"
+            ))
+            .into());
+        }
+        let pids = restore::users(&self.shelf, name)?;
         if !pids.is_empty() {
             let pids: Vec<String> = pids
                 .iter()
@@ -335,6 +343,8 @@ impl Daemon {
         snapshot: &str,
         request: &RestoreRequest,
     ) -> Result<VmInfo, DaemonError> {
+        // It isn't removed meanwhile, so that all its files are those of one save.
+        let progress = self.under_way(snapshot);
         let manifest = self.shelf.manifest(snapshot)?;
         // One at a time, so that none misses the other.
         let _alone = (!manifest.tells_twins_apart())
@@ -347,7 +357,6 @@ impl Daemon {
         }
         let spec = restore::spec(&self.shelf, &manifest, &request.vm)?;
         let plan = Plan::new(request.renew, &spec).map_err(|error| no_plan(&error))?;
-        let progress = self.under_way(snapshot);
         let ram = self.shelf.checked_ram(&manifest, &progress)?;
         let incoming = Incoming {
             qemu: manifest.qemu,
@@ -374,7 +383,8 @@ impl Daemon {
         }
         let info = launched?;
         let Ok(machine) = self.machine(&request.vm) else {
-            // It has ended already.
+            // It has ended already, perhaps before we had done with its memory.
+            self.shelf.let_go();
             return Ok(info);
         };
         self.find_boot_snapshot(&machine);
@@ -457,11 +467,11 @@ impl Drop for UnderWay<'_> {
             .progress
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        if all
-            .get(&self.name)
-            .is_some_and(|now| Arc::ptr_eq(now, &self.progress))
-        {
-            all.remove(&self.name);
+        if let Some(here) = all.get_mut(&self.name) {
+            here.retain(|other| !Arc::ptr_eq(other, &self.progress));
+            if here.is_empty() {
+                all.remove(&self.name);
+            }
         }
     }
 }

@@ -1,10 +1,12 @@
 //! Disks at one instant: a new overlay is put over each temporary one, which is frozen by that.
 
+use std::collections::HashSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use rustix::process::Pid;
 use serde_json::{Value, json};
 
 use super::SnapshotError;
@@ -151,15 +153,21 @@ fn file_node(node: &str) -> String {
 }
 
 /// What a disk's device writes to.
-struct Active {
-    node: String,
-    file: PathBuf,
+pub(super) struct Active {
+    pub(super) node: String,
+    pub(super) file: PathBuf,
     virtual_bytes: u64,
     /// What QEMU has below it, whatever its header says.
-    backing: Option<PathBuf>,
+    pub(super) below: Option<Below>,
 }
 
-fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
+/// An overlay below another one.
+pub(super) struct Below {
+    pub(super) node: String,
+    pub(super) file: PathBuf,
+}
+
+pub(super) fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
     let device = devices.as_array()?.iter().find(|device| {
         let qdev = device["qdev"].as_str().unwrap_or_default();
         qdev == format!("vd{disk}") || qdev.contains(&format!("/vd{disk}/"))
@@ -169,7 +177,7 @@ fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
     Some(Active {
         file: file_of(nodes, disk, &node)?,
         virtual_bytes: inserted["image"]["virtual-size"].as_u64()?,
-        backing: below(nodes, disk, &node),
+        below: below(nodes, disk, &node),
         node,
     })
 }
@@ -219,8 +227,8 @@ fn drop_unused(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
     Ok(())
 }
 
-/// The file of the overlay right below `node`, as QEMU opened it: the youngest of the older ones, all of which are in the chain.
-fn below(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
+/// The overlay right below `node`, as QEMU opened it: the youngest of the older ones, all of which are in the chain.
+fn below(nodes: &Value, disk: usize, node: &str) -> Option<Below> {
     let age = |name: &str| age(disk, name);
     let own = age(node)?;
     let names = nodes
@@ -229,7 +237,10 @@ fn below(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
         .filter_map(|n| n["node-name"].as_str());
     let older = names.filter_map(|name| Some((age(name)?, name)));
     let (_, name) = older.filter(|(time, _)| *time < own).max()?;
-    file_of(nodes, disk, name)
+    Some(Below {
+        node: name.to_owned(),
+        file: file_of(nodes, disk, name)?,
+    })
 }
 
 /// Whether the files that a disk is built on are where the headers say. A header is put right that names a snapshot which never
@@ -244,7 +255,8 @@ fn check_chain(qmp: &mut Qmp, disk: usize, active: &Active) -> Result<(), Snapsh
         inode(a).is_some() && inode(a) == inode(b)
     };
     // The overlay below is still at its first place until it belongs to a snapshot.
-    if let Some(backing) = active.backing.as_ref().filter(|file| file.exists()) {
+    let below = active.below.as_ref().map(|below| &below.file);
+    if let Some(backing) = below.filter(|file| file.exists()) {
         let named = chain(&active.file)
             .ok()
             .and_then(|files| files.get(1).cloned());
@@ -258,6 +270,48 @@ fn check_chain(qmp: &mut Qmp, disk: usize, active: &Active) -> Result<(), Snapsh
             "disk {disk} builds on a snapshot that was removed; start the VM anew to save it again ({error})"
         ))
     })
+}
+
+/// Whether the files that a VM's disks are built on, by their names, are those that QEMU has open. What lies among the snapshots is not
+/// looked at: it may be a copy.
+pub(super) fn check_files(
+    pid: Pid,
+    qmp: &mut Qmp,
+    spec: &VmSpec,
+    draft: &Draft,
+) -> Result<(), SnapshotError> {
+    let place = PathBuf::from(format!("/proc/{}/fd", pid.as_raw_nonzero()));
+    let identity = |path: &Path| fs::metadata(path).map(|facts| (facts.dev(), facts.ino()));
+    let entries = fs::read_dir(&place).map_err(|source| SnapshotError::Files {
+        path: place,
+        source,
+    })?;
+    let open: HashSet<(u64, u64)> = entries
+        .flatten()
+        .filter_map(|entry| identity(&entry.path()).ok())
+        .collect();
+    let devices = qmp.query("query-block")?;
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    for (number, disk) in spec.disks.iter().enumerate() {
+        let files = match active(&devices, &nodes, number) {
+            Some(active) if disk.snapshot => chain(&active.file)?.into_iter().skip(1).collect(),
+            _ => vec![disk.path.clone()],
+        };
+        for file in files {
+            let ours = draft
+                .place()
+                .parent()
+                .is_some_and(|shelf| file.starts_with(shelf));
+            // A name that is none of a file can't have been replaced.
+            if !ours && identity(&file).is_ok_and(|now| !open.contains(&now)) {
+                return Err(SnapshotError::Impossible(format!(
+                    "{} was replaced since the VM was started: its memory would not fit what is there now; start the VM anew to save it",
+                    file.display()
+                )));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Writes into the header of a node's file what it is built on.

@@ -20,6 +20,7 @@ pub mod refer;
 pub mod restore;
 pub mod save;
 pub mod shelf;
+mod shorten;
 pub mod stored;
 pub mod working_set;
 

@@ -69,12 +69,8 @@ pub fn frames(index: &[u8], chunks: u64) -> Result<Vec<Frame>, String> {
 /// Zstandard makes what it can't compress a little longer (`ZSTD_COMPRESSBOUND`).
 const LARGEST_FRAME: u64 = CHUNK_BYTES as u64 + (64 << 10);
 
-/// Unpacks a chunk to `buffer`.
+/// Unpacks the frame of a chunk to `buffer`.
 pub fn unpack(packed: &File, (at, length): Frame, buffer: &mut [u8]) -> io::Result<()> {
-    if length == 0 {
-        buffer.fill(0);
-        return Ok(());
-    }
     let mut frame = vec![0; usize::try_from(length).map_err(io::Error::other)?];
     packed.read_exact_at(&mut frame, at)?;
     let bytes = zstd::bulk::decompress_to_buffer(&frame, buffer)?;

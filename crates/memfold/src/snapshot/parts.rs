@@ -25,7 +25,7 @@ pub(super) fn take_apart(
     let mut parts = (None, None);
     if request.keep == Keep::Hot {
         let began = Instant::now();
-        parts.0 = Some(refer_to_disks(draft, ram, disks, progress)?);
+        parts.0 = refer_to_disks(draft, ram, disks, progress)?;
         steps.refer_ms = milliseconds(began.elapsed());
     }
     if request.compress {
@@ -42,7 +42,7 @@ fn refer_to_disks(
     ram: &File,
     disks: &[SavedDisk],
     progress: &Progress,
-) -> Result<References, SnapshotError> {
+) -> Result<Option<References>, SnapshotError> {
     let mut sources: Vec<PathBuf> = Vec::new();
     let mut files = Vec::new();
     let mut left = refer::MOST_DISK_BYTES;
@@ -78,15 +78,19 @@ fn refer_to_disks(
     let saved = ram.metadata().map_err(failed(RAM))?.blocks() * 512;
     progress.begin("pages of disks taken out", saved);
     let references = refer::refer(ram, &blocks, progress).map_err(failed(RAM))?;
+    // As it is, it can be mapped.
+    if references.is_empty() {
+        return Ok(None);
+    }
     let mut table = draft.file(REFERENCES)?;
     table
         .write_all(&refer::encode(&references))
         .map_err(failed(REFERENCES))?;
-    Ok(References {
+    Ok(Some(References {
         table: facts(table).map_err(failed(REFERENCES))?,
         sources,
         pages: references.iter().map(|r| u64::from(r.pages)).sum(),
-    })
+    }))
 }
 
 /// Puts a compressed image in the place of `ram`.

@@ -11,9 +11,9 @@ use utoipa::ToSchema;
 pub struct Step {
     /// What is being done.
     pub step: String,
-    /// Bytes of RAM that it is done for.
+    /// Bytes that it is done for: of RAM, or of disks.
     pub done_bytes: u64,
-    /// Bytes of RAM that it is to be done for; 0: that is not known.
+    /// Bytes that it is to be done for; 0: that is not known.
     pub total_bytes: u64,
 }
 
@@ -25,7 +25,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Begins a step of so many bytes of RAM; 0: nobody knows how many.
+    /// Begins a step of so many bytes; 0: nobody knows how many.
     pub fn begin(&self, step: &'static str, total_bytes: u64) {
         let mut now = self.step.lock().unwrap_or_else(PoisonError::into_inner);
         self.done.store(0, Ordering::Relaxed);

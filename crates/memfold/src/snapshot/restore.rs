@@ -16,7 +16,7 @@ use memfold_wire::library::{Order, Reply};
 use rustix::process::Pid;
 use serde_json::json;
 
-use super::image::ImageBlock;
+use super::image::{CHUNK_PAGES, Data, ImageBlock};
 use super::manifest::{Manifest, SavedDisk};
 use super::save::modified_ns;
 use super::shelf::{DEVICES, RAM};
@@ -112,12 +112,18 @@ pub fn fill(
                 .map_err(|error| SnapshotError::Library(error.to_string()))?;
             let (hva, pages) = (main.hva.0, main.pages);
             ask(&Order::AddRam { hva, pages, advice }, None)?;
-            let map = Order::Map {
-                hva,
-                pages,
-                file_page: saved.first_page,
-            };
-            ask(&map, Some(ram.as_fd()))?;
+            let views = views(manifest, saved, ram);
+            for (page, pages) in views.map_err(|source| SnapshotError::Files {
+                path: RAM.into(),
+                source,
+            })? {
+                let map = Order::Map {
+                    hva: main.hva.add_pages(page).0,
+                    pages,
+                    file_page: saved.first_page + page,
+                };
+                ask(&map, Some(ram.as_fd()))?;
+            }
         } else {
             copy(vm.pid(), block.hva, saved, ram).map_err(|source| SnapshotError::Files {
                 path: RAM.into(),
@@ -127,6 +133,28 @@ pub fn fill(
     }
     drop(link);
     load(qmp, shelf, manifest)
+}
+
+/// Which parts of a block are to be views of the image: first page and number of pages. Of an ordinary file, all of it. Of one that is laid out in
+/// memory, what it holds: touching a hole of it would give it a page, which nobody could reclaim. Holes of less than a chunk stay, for
+/// the number of mappings' sake.
+fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result<Vec<(u64, u64)>> {
+    if manifest.is_mappable() {
+        return Ok(vec![(0, block.pages)]);
+    }
+    let mut views: Vec<(u64, u64)> = Vec::new();
+    for data in Data::of(ram)? {
+        let page = |byte: u64| (byte / PAGE_SIZE).saturating_sub(block.first_page);
+        let (first, end) = (page(data.start), page(data.end).min(block.pages));
+        if first >= end {
+            continue;
+        }
+        match views.last_mut() {
+            Some(before) if before.0 + before.1 + CHUNK_PAGES > first => before.1 = end - before.0,
+            _ => views.push((first, end - first)),
+        }
+    }
+    Ok(views)
 }
 
 /// Copies a small block into a process.
@@ -224,7 +252,15 @@ pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
         Err(error) => Err(error),
     };
     let mut found = found.map_err(failed)?;
-    let laid_out = format!("/memfd:{} ", shelf.laid_out_name(name)?);
-    found.extend(crate::store::mapped::processes_with(&laid_out).map_err(failed)?);
+    match shelf.laid_out_name(name) {
+        Ok(laid_out) => {
+            let line = format!("/memfd:{laid_out} ");
+            found.extend(crate::store::mapped::processes_with(&line).map_err(failed)?);
+        }
+        // Without its checksums nothing was laid out of it.
+        Err(SnapshotError::Files { source, .. })
+            if source.kind() == std::io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error),
+    }
     Ok(found)
 }

@@ -11,8 +11,8 @@
 //!   6. --keep hot: what the disks hold is taken out of the image (refer); --compress: the rest is compressed (pack)
 //!   7. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
 //! ```
-//! Until step 4 nothing of the VM is changed. If anything fails behind it, the VM keeps the longer chain of overlays: nothing that
-//! it has written is lost.
+//! Until step 4 nothing of the VM is changed. If anything fails behind it, the VM goes back to its older overlays (shorten), or keeps the
+//! longer chain until the next save: nothing that it has written is lost.
 
 use std::fs::{self, File};
 use std::io;
@@ -35,6 +35,7 @@ use super::manifest::{
 use super::past::Past;
 use super::progress::Progress;
 use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
+use super::shorten::shorten;
 use super::{Shelf, SnapshotError, parts};
 use crate::vm::{DiskFormat, Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
 
@@ -124,13 +125,20 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         path: draft.path().join(part),
         source,
     };
-    let before = record_now(directory, record).overlays;
+    // Of an earlier save that was cut off.
+    shorten(&monitor, spec, &record_now(directory, record).overlays)?;
+    let mut before = record_now(directory, record).overlays;
+    before.retain(|overlay| overlay.exists());
     let note = |new: &[PathBuf]| {
         let all: Vec<PathBuf> = before.iter().chain(new).cloned().collect();
         write_overlays(directory, record, &all)
     };
     let mut qmp = monitor();
     let frozen = freeze::prepare(&mut qmp, spec, &draft, note)?;
+    if let Err(error) = freeze::check_files(vm.pid(), &mut qmp, spec, &draft) {
+        freeze::undo(&mut qmp, &frozen, note);
+        return Err(error);
+    }
     let stood = stand_still(vm, &mut qmp, &draft, &ram, &frozen, request, hold, progress);
     let Still {
         mut steps,
@@ -150,21 +158,12 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         }
     };
     drop(qmp);
-    // From here on the VM's chain of overlays is longer by one. What fails leaves it so, and nothing of it is lost.
+    // From here on the VM's chain of overlays is longer by one.
+    let is_live = past.is_some();
     let finish = || -> Result<Manifest, SnapshotError> {
         let began = Instant::now();
-        let kept_pages = if let Some((past, live)) = &past {
-            let copied = live.iter().map(|&number| plan.blocks()[number].pages);
-            progress.begin("RAM copied", copied.sum::<u64>() * PAGE_SIZE);
-            for &number in live {
-                writer
-                    .block(&plan, number, Some(past), progress)
-                    .map_err(|source| failed(RAM, source))?;
-            }
-            past.kept_pages()
-        } else {
-            0
-        };
+        let copied = past.map_or(Ok(0), |past| copy(past, &mut writer, &plan, progress));
+        let kept_pages = copied.map_err(|source| failed(RAM, source))?;
         hold.let_go();
         let (blocks, counts) = writer.finish(&sums).map_err(|e| failed(SUMS, e))?;
         steps.copy_ms = milliseconds(began.elapsed());
@@ -184,7 +183,7 @@ pub fn save<M: DerefMut<Target = Qmp>>(
             memfold: env!("CARGO_PKG_VERSION").to_owned(),
             keep: request.keep,
             of_boot: request.of_boot.clone(),
-            live: past.is_some(),
+            live: is_live,
             kept_pages,
             spec: spec.clone(),
             qemu: record.version,
@@ -206,19 +205,53 @@ pub fn save<M: DerefMut<Target = Qmp>>(
             steps,
         })
     };
-    let made = finish().and_then(|manifest| draft.commit(&manifest).map(|()| manifest));
+    let made = match finish() {
+        Ok(manifest) => draft.commit(&manifest).map(|()| manifest),
+        // Its names of the frozen overlays go: they are the VM's alone again.
+        Err(error) => {
+            drop(draft);
+            Err(error)
+        }
+    };
     if made.is_ok() {
         hand_over(vm, directory, record, &frozen);
-    } else {
-        let mut qmp = monitor();
-        for frozen in &frozen {
-            // The new overlay names the snapshot's file as its backing; now it is the old one for good.
-            if let Err(error) = freeze::name_backing(&mut qmp, &frozen.node, &frozen.path) {
-                tracing::warn!(vm = vm.name(), %error, "the header of a disk's overlay names a file that isn't there");
-            }
-        }
+    } else if let Err(error) = go_back(&monitor, spec, directory, record, &frozen) {
+        tracing::warn!(vm = vm.name(), %error, "its disks have an overlay more; the next save, or its end, removes that");
     }
     made
+}
+
+/// Copies what was kept for a VM that has gone on; how many pages it wrote to before. What that takes is freed.
+fn copy(
+    (past, blocks): (Past, Vec<usize>),
+    writer: &mut Writer<'_>,
+    plan: &Plan,
+    progress: &Progress,
+) -> io::Result<u64> {
+    let copied = blocks.iter().map(|&number| plan.blocks()[number].pages);
+    progress.begin("RAM copied", copied.sum::<u64>() * PAGE_SIZE);
+    for number in blocks {
+        writer.block(plan, number, Some(&past), progress)?;
+    }
+    Ok(past.kept_pages())
+}
+
+/// Has the VM write to the overlays again that were frozen for a snapshot which will never be.
+fn go_back<M: DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+    spec: &VmSpec,
+    directory: &VmDirectory,
+    record: &Record,
+    frozen: &[Frozen],
+) -> Result<(), SnapshotError> {
+    for frozen in frozen {
+        // The newer one's header names the snapshot's file, until it goes too.
+        freeze::name_backing(&mut monitor(), &frozen.node, &frozen.path)?;
+    }
+    shorten(monitor, spec, &record_now(directory, record).overlays)?;
+    let mut left = record_now(directory, record).overlays;
+    left.retain(|overlay| overlay.exists());
+    write_overlays(directory, record, &left)
 }
 
 /// The snapshot is made, also if the VM has died meanwhile: the frozen overlays are the snapshot's now.
@@ -411,7 +444,10 @@ fn take_over(
             }
             None => (disk.path.clone(), disk.path.clone()),
         };
-        let facts = facts_of(&at)?;
+        let facts = fs::metadata(&at).map_err(|source| SnapshotError::Files {
+            path: at.clone(),
+            source,
+        })?;
         let is_qcow2 = found.is_some() || disk.format() == DiskFormat::Qcow2;
         // What a raw disk holds is the guest's: it may look like a header that names files of the host.
         let files = if is_qcow2 {
@@ -422,7 +458,10 @@ fn take_over(
         let mut backing = Vec::new();
         // The first is the disk itself.
         for path in files.into_iter().skip(1) {
-            let facts = facts_of(&path)?;
+            // What is no file can't be compared.
+            let Ok(facts) = fs::metadata(&path) else {
+                continue;
+            };
             backing.push(BackingFile {
                 bytes: facts.len(),
                 modified_ns: modified_ns(&facts),
@@ -443,13 +482,6 @@ fn take_over(
         });
     }
     Ok(disks)
-}
-
-fn facts_of(path: &Path) -> Result<fs::Metadata, SnapshotError> {
-    fs::metadata(path).map_err(|source| SnapshotError::Files {
-        path: path.into(),
-        source,
-    })
 }
 
 /// Time of the last change of a file in nanoseconds since 1970.

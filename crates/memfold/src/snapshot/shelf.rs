@@ -56,12 +56,15 @@ pub struct Shelf {
     root: PathBuf,
     /// RAM images whose bytes were right when they had this stamp.
     right: Arc<Mutex<HashMap<String, Stamp>>>,
-    /// Images that lie in memory.
+    /// Images that lie in memory, or are being laid out: then their place is locked.
     laid_out: Arc<Mutex<HashMap<String, LaidOut>>>,
 }
 
 /// The checksum of an image's checksums, and its memory.
-type LaidOut = (String, Arc<File>);
+type LaidOut = Arc<Mutex<Option<(String, Arc<File>)>>>;
+
+/// Of the memory that a host has available, what images may be laid out in, in percent.
+const LAID_OUT_PERCENT: u64 = 90;
 
 /// What differs as soon as a file was written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -308,15 +311,16 @@ impl Shelf {
         progress: &Progress,
     ) -> Result<Arc<File>, SnapshotError> {
         let name = &manifest.name;
+        let place = self.places().entry(name.clone()).or_default().clone();
         // Locked meanwhile: another that wants the same one waits for it.
-        let mut laid_out = self.laid_out.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut laid_out = place.lock().unwrap_or_else(PoisonError::into_inner);
         let sum = &manifest.sums.xxh3_128;
-        if let Some((_, ram)) = laid_out.get(name).filter(|(of, _)| of == sum) {
+        if let Some((_, ram)) = laid_out.as_ref().filter(|(of, _)| of == sum) {
             return Ok(ram.clone());
         }
         let needed = (manifest.counts.saved_pages) * PAGE_SIZE;
         let available = host_available_pages().map_err(self.failed(name, RAM))? * PAGE_SIZE;
-        if needed > available {
+        if needed > available / 100 * LAID_OUT_PERCENT {
             return Err(SnapshotError::Impossible(format!(
                 "the memory of snapshot '{name}' takes {} when it is laid out, and this host has {} available",
                 ByteSize(needed),
@@ -324,15 +328,19 @@ impl Shelf {
             )));
         }
         let stored = self.stored(manifest)?;
-        let place = self.laid_out_name(name)?;
+        let called = self.laid_out_name(name)?;
         progress.begin("memory laid out", stored.bytes);
-        let laid = stored.lay_out(&place, progress);
+        let laid = stored.lay_out(&called, progress);
         let ram = match laid.map_err(self.failed(name, RAM))? {
             Ok(ram) => Arc::new(ram),
             Err(wrong) => return Err(Self::wrong(manifest, &wrong)),
         };
-        laid_out.insert(name.clone(), (sum.clone(), ram.clone()));
+        *laid_out = Some((sum.clone(), ram.clone()));
         Ok(ram)
+    }
+
+    fn places(&self) -> MutexGuard<'_, HashMap<String, LaidOut>> {
+        self.laid_out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What the memory of a laid out image is called in `/proc/PID/maps`, also when the daemon that made it is gone.
@@ -342,33 +350,58 @@ impl Shelf {
         Ok(format!("memfold-image:{:x}:{}", facts.dev(), facts.ino()))
     }
 
-    /// Memory that laid out images take.
+    /// Memory that laid out images take, but for those that are being laid out now.
     #[must_use]
     pub fn laid_out_bytes(&self) -> ByteSize {
-        // One is being laid out: it is not there yet, and nobody waits for it here.
-        let Ok(laid_out) = self.laid_out.try_lock() else {
-            return ByteSize(0);
+        let bytes = |place: &LaidOut| {
+            let laid_out = place.try_lock().ok()?;
+            let (_, ram) = laid_out.as_ref()?;
+            Some(ram.metadata().ok()?.blocks() * 512)
         };
-        let blocks = |ram: &File| ram.metadata().map_or(0, |facts| facts.blocks());
-        ByteSize(laid_out.values().map(|(_, ram)| blocks(ram) * 512).sum())
+        ByteSize(self.places().values().filter_map(bytes).sum())
     }
 
     /// Lets images go that no VM runs from, and that nobody is about to start one from.
     pub fn let_go(&self) {
-        let mut laid_out = self.laid_out.lock().unwrap_or_else(PoisonError::into_inner);
-        laid_out.retain(|_, (_, ram)| Arc::strong_count(ram) > 1 || is_mapped(ram));
+        let places: Vec<LaidOut> = self.places().values().cloned().collect();
+        for place in places {
+            // One that is locked is being laid out, for somebody who wants it.
+            let Ok(mut laid_out) = place.try_lock() else {
+                continue;
+            };
+            let is_wanted =
+                |(_, ram): &(_, Arc<File>)| Arc::strong_count(ram) > 1 || is_mapped(ram);
+            if !laid_out.as_ref().is_some_and(is_wanted) {
+                *laid_out = None;
+            }
+        }
+        // Places of the map alone that hold nothing.
+        self.places().retain(|_, place| {
+            Arc::strong_count(place) > 1 || place.try_lock().map_or(true, |l| l.is_some())
+        });
+    }
+
+    /// What holds the bytes of a snapshot's image.
+    #[must_use]
+    pub const fn image_of(manifest: &Manifest) -> &'static str {
+        match manifest {
+            Manifest {
+                references: Some(_),
+                ..
+            } => "its RAM image, or a disk that it refers to,",
+            Manifest {
+                packed: Some(_), ..
+            } => PACKED,
+            _ => RAM,
+        }
     }
 
     fn wrong(manifest: &Manifest, chunks: &[u64]) -> SnapshotError {
-        let what = match &manifest.references {
-            Some(_) => "its RAM image, or a disk that it refers to,",
-            None if manifest.packed.is_some() => PACKED,
-            None => RAM,
-        };
         SnapshotError::Broken {
             name: manifest.name.clone(),
             why: format!(
-                "{what} was changed since it was saved, in {} of its chunks of 2 MiB",
+                "{} was changed since it was saved, in {} of its chunks of 2 MiB",
+                Self::image_of(manifest),
                 chunks.len()
             ),
         }
@@ -410,6 +443,8 @@ impl Shelf {
             source,
         };
         fs::rename(&path, &gone).map_err(failed)?;
+        self.right().remove(name);
+        self.let_go();
         fs::remove_dir_all(&gone).map_err(failed)
     }
 }

@@ -139,6 +139,18 @@ fn add_unused_overlay(state: &Path, vm: &str) -> PathBuf {
     file
 }
 
+/// Nodes of the overlays of a VM's first disk.
+fn disk_nodes(state: &Path, vm: &str) -> Vec<String> {
+    let flat = serde_json::json!({ "flat": true });
+    let mut qmp = support::qmp(state, vm);
+    let nodes = qmp.execute("query-named-block-nodes", flat).unwrap();
+    let names = nodes.as_array().unwrap().iter();
+    names
+        .filter_map(|node| Some(node["node-name"].as_str()?.to_owned()))
+        .filter(|name| name.starts_with("disk0") && !name.ends_with("-file"))
+        .collect()
+}
+
 /// A file system of 40 MiB, mounted on a directory as long as it lives.
 struct Small<'a>(&'a Path);
 
@@ -298,6 +310,18 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         let words = format!("{:#}", anyhow::Error::from(failed));
         assert!(words.contains("No space left on device"), "{words}");
         assert!(daemon.snapshots().unwrap().is_empty());
+        // Behind the switch of disks: it writes to the older overlay again, and the newer is gone.
+        let live = SaveRequest {
+            live: true,
+            keep: Keep::Hot,
+            ..SaveRequest::new("first", "warm")
+        };
+        let failed = daemon.save_snapshot(&live).unwrap_err();
+        let words = format!("{:#}", anyhow::Error::from(failed));
+        assert!(words.contains("No space left on device"), "{words}");
+        assert_eq!(disk_nodes(lab.directory(), "first"), ["disk0"]);
+        let shown = lab.exec("first", CHECK, limit).unwrap();
+        assert_eq!(shown, format!("before\n{nonce}"));
     }
     let saved = save("warm", Keep::None).unwrap();
     println!(
@@ -503,7 +527,12 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     let mut read = Vec::new();
     for (snapshot, vm) in [("hot", "warm"), ("packed", "warm-2"), ("cold", "cool")] {
         let began = Instant::now();
-        daemon.restore(snapshot, &RestoreRequest::new(vm)).unwrap();
+        let request = RestoreRequest {
+            // Nobody knows yet what it will use.
+            prefetch: true,
+            ..RestoreRequest::new(vm)
+        };
+        daemon.restore(snapshot, &request).unwrap();
         let ran = began.elapsed();
         daemon.wait_agent(vm, BOOT).unwrap();
         let from_disk = lab.exec(vm, READ_AGAIN, limit).unwrap();
@@ -533,6 +562,25 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     daemon.wait_agent("heir", BOOT).unwrap();
     lab.exec("heir", READ_AGAIN, limit).unwrap();
     lab.stop("heir").unwrap();
+    // What the first one used is fetched for the next.
+    let set = lab.directory().join("snapshots/hot/working-set");
+    let end = Instant::now() + Duration::from_secs(30);
+    while !set.exists() {
+        assert!(Instant::now() < end, "nobody noted what was used first");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let prefetch = RestoreRequest {
+        prefetch: true,
+        ..RestoreRequest::new("fetched")
+    };
+    daemon.restore("hot", &prefetch).unwrap();
+    daemon.wait_agent("fetched", BOOT).unwrap();
+    let from_disk = lab.exec("fetched", READ_AGAIN, limit).unwrap();
+    assert!(from_disk.trim().parse::<u64>().unwrap() * 20 < read[2]);
+    let report = daemon.report().unwrap();
+    let fetched = report.ledger.vms.iter().find(|vm| vm.name == "fetched");
+    println!("fetched: {:?}", fetched.map(|vm| vm.file_resident_bytes));
+    lab.stop("fetched").unwrap();
     // Also for a daemon that doesn't know what an earlier one has laid out.
     let shelf = memfold::snapshot::Shelf::open(&lab.directory().join("snapshots"));
     for (name, users) in [("hot", 1), ("packed", 1), ("cold", 1)] {
@@ -563,6 +611,15 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     let block = found.next().unwrap().block;
     flip(&place.join("hot/disk0.qcow2"), block * 4096 + 5);
     flip(&place.join("packed/ram.zst"), 70_000);
+    let base = references.sources.iter().find(|s| s.is_absolute()).unwrap();
+    let base = std::fs::File::open(base).unwrap();
+    let modified = base.metadata().unwrap().modified().unwrap();
+    base.set_modified(modified + Duration::from_secs(1))
+        .unwrap();
+    let refused = daemon.restore("cold", &RestoreRequest::new("broken"));
+    base.set_modified(modified).unwrap();
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("was changed since; the RAM"), "{refused}");
     for (snapshot, words) in [
         ("hot", "or a disk that it refers to, was changed"),
         ("packed", "was changed since it was saved"),
