@@ -11,7 +11,7 @@ use memfold::bench::lab::{DiskMode, Lab};
 use memfold::daemon::DaemonError;
 use memfold::fold::EngineSettings;
 use memfold::snapshot::{Keep, Renew, Renewal, SnapshotError};
-use memfold::vm::Network;
+use memfold::vm::{DiskFormat, DiskSpec, Network};
 use memfold_units::ByteSize;
 
 use super::support::{self, BOOT};
@@ -462,6 +462,26 @@ before=$(sectors)
 sha256sum --quiet -c /run/sums
 echo $((($(sectors) - before) * 512))";
 
+/// A disk whose bytes are those of a qcow2 over a file of the host.
+fn forge(path: &Path) {
+    let made = Command::new("qemu-img")
+        .args([
+            "create",
+            "-q",
+            "-u",
+            "-f",
+            "qcow2",
+            "-F",
+            "raw",
+            "-b",
+            "/etc/passwd",
+        ])
+        .arg(path)
+        .arg("1M")
+        .status();
+    assert!(made.unwrap().success());
+}
+
 /// Images that this process has laid out in memory.
 fn laid_out() -> usize {
     let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
@@ -488,7 +508,12 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     let limit = Duration::from_secs(120);
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let daemon = lab.daemon();
-    let spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    let mut spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    let forged = lab.directory().join("forged.img");
+    forge(&forged);
+    let mut extra = DiskSpec::new(&forged);
+    (extra.read_only, extra.format) = (true, Some(DiskFormat::Raw));
+    spec.disks.push(extra);
     lab.start(spec).unwrap();
     lab.wait_ready("first", BOOT).unwrap();
     let cached = lab.exec("first", READ_FILES, limit).unwrap();
@@ -513,7 +538,19 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
         );
         (saved, info.disk_bytes, referred)
     };
+    // Another file of the same name is not what the VM has open.
+    let aside = forged.with_extension("aside");
+    std::fs::rename(&forged, &aside).unwrap();
+    std::fs::copy(&aside, &forged).unwrap();
+    let refused = daemon.save_snapshot(&SaveRequest::new("first", "hot"));
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("was replaced since"), "{refused}");
+    std::fs::rename(&aside, &forged).unwrap();
+    lab.exec("first", READ_FILES, limit).unwrap();
+
     let (hot, hot_bytes, referred) = save("hot", Keep::Hot, true, false);
+    // What a raw disk holds is the guest's, also if it looks like an image over a file of the host.
+    assert!(hot.disks[1].backing.is_empty(), "{:?}", hot.disks[1]);
     let (_, packed_bytes, _) = save("packed", Keep::Hot, false, true);
     let (_, cold_bytes, _) = save("cold", Keep::None, false, false);
     // Of all that is cached, shared memory and what was never written to disk among it.

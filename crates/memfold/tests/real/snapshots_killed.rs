@@ -221,6 +221,10 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
         kept - 1
     );
     assert!(late > 0);
+    let log = std::fs::read_to_string(state.join("daemon.log")).unwrap();
+    let merged = log.matches("merged with the older one").count();
+    println!("{merged} overlays of cut saves were merged with the older ones");
+    assert!(merged > 0);
     for overlay in overlays().difference(&before) {
         let mode = std::fs::metadata(overlay).unwrap().permissions().mode();
         assert_eq!(mode & 0o77, 0, "others can read {}", overlay.display());
