@@ -354,8 +354,8 @@ async fn verify_snapshot(
 async fn snapshot_progress(
     State(daemon): State<Arc<Daemon>>,
     UrlPath(name): UrlPath<String>,
-) -> Json<Option<Step>> {
-    Json(daemon.snapshot_progress(&name))
+) -> Result<Json<Option<Step>>, Failure> {
+    blocking(daemon, move |d| Ok(d.snapshot_progress(&name))).await
 }
 
 #[utoipa::path(post, path = "/v1/snapshots/{name}/restore", request_body = RestoreRequest, responses((status = 200, body = VmInfo)))]

@@ -14,8 +14,9 @@ mod machine;
 mod reboot;
 mod snapshots;
 mod turns;
+mod uses;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -29,12 +30,13 @@ use tracing::{info, warn};
 pub use error::DaemonError;
 pub(crate) use error::chain;
 use machine::{Machine, Role};
+use uses::Uses;
 
 use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
 use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
 use crate::ksm;
 use crate::ledger::{self, StoreAccount};
-use crate::snapshot::{Progress, Shelf};
+use crate::snapshot::Shelf;
 use crate::store::StoreIdentity;
 use crate::vm::{AgentOptions, CommandResult, Vm, VmSpec};
 
@@ -73,7 +75,7 @@ pub struct Daemon {
     /// Held while KSM stands still for a live save.
     merging: Mutex<()>,
     /// What is done with snapshots now.
-    progress: Mutex<HashMap<String, Vec<Arc<Progress>>>>,
+    uses: Uses,
     /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
     _lock: File,
 }
@@ -110,7 +112,7 @@ impl Daemon {
             closed: RwLock::new(false),
             twins: Mutex::default(),
             merging: Mutex::default(),
-            progress: Mutex::default(),
+            uses: Uses::default(),
             _lock: lock,
             options: options.clone(),
         });

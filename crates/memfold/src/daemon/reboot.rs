@@ -160,7 +160,7 @@ impl Daemon {
         };
         // What can be known of the snapshot, before anything ends.
         restore::spec(&self.shelf, &manifest, name)?;
-        let progress = self.under_way(&manifest.name);
+        let progress = self.uses.begin(&manifest.name)?;
         self.shelf.checked_ram(&manifest, &progress)?;
         // Not by its name, which another VM may have by now.
         machine.stop(Duration::ZERO)?;

@@ -1,7 +1,6 @@
 //! Snapshots and clones of the daemon's VMs.
 
 use std::cell::RefCell;
-use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -72,11 +71,12 @@ impl Daemon {
             )
             .into());
         };
+        save::mend(machine.vm(), || machine.monitor())?;
         // Fails early, and for a name that is taken before the guest drops anything.
         if self.shelf.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
-        let progress = self.under_way(&request.name);
+        let progress = self.uses.begin(&request.name)?;
         match request.keep {
             Keep::None => {}
             Keep::All => return self.save_dropped(&machine, request, of_boot, began, &progress),
@@ -190,24 +190,9 @@ impl Daemon {
         })
     }
 
-    /// Something long begins with a snapshot.
-    pub(super) fn under_way(&self, name: &str) -> UnderWay<'_> {
-        let progress = Arc::<Progress>::default();
-        let mut all = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
-        all.entry(name.to_owned())
-            .or_default()
-            .push(progress.clone());
-        UnderWay {
-            daemon: self,
-            name: name.to_owned(),
-            progress,
-        }
-    }
-
     /// How far what is done with a snapshot has come, if anything is.
     pub fn snapshot_progress(&self, name: &str) -> Option<Step> {
-        let all = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(all.get(name)?.last()?.now())
+        self.uses.now(name)
     }
 
     /// All snapshots.
@@ -260,7 +245,7 @@ impl Daemon {
 
     /// Reads a snapshot whole and compares its checksums.
     pub fn verify_snapshot(&self, name: &str) -> Result<VerifyReport, DaemonError> {
-        let progress = self.under_way(name);
+        let progress = self.uses.begin(name)?;
         let manifest = self.shelf.manifest(name)?;
         let changed = self.shelf.changed_parts(&manifest)?;
         let mut problems: Vec<String> = changed
@@ -291,14 +276,7 @@ impl Daemon {
 
     /// Removes a snapshot that no VM runs from.
     pub fn remove_snapshot(&self, name: &str) -> Result<(), DaemonError> {
-        // Locked until it is gone: nobody begins anything with it meanwhile.
-        let under_way = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
-        if under_way.contains_key(name) {
-            return Err(SnapshotError::Impossible(format!(
-                "snapshot '{name}' is being saved, verified or restored; wait until that is done"
-            ))
-            .into());
-        }
+        let _removal = self.uses.remove(name)?;
         let pids = restore::users(&self.shelf, name)?;
         if !pids.is_empty() {
             let pids: Vec<String> = pids
@@ -344,7 +322,7 @@ impl Daemon {
         request: &RestoreRequest,
     ) -> Result<VmInfo, DaemonError> {
         // It isn't removed meanwhile, so that all its files are those of one save.
-        let progress = self.under_way(snapshot);
+        let progress = self.uses.begin(snapshot)?;
         let manifest = self.shelf.manifest(snapshot)?;
         // One at a time, so that none misses the other.
         let _alone = (!manifest.tells_twins_apart())
@@ -419,13 +397,19 @@ impl Daemon {
             let (id, name) = (machine.id(), machine.name().to_owned());
             // Who waits keeps nobody alive.
             drop(machine);
-            std::thread::sleep(working_set::TIME);
-            let machine = daemon.upgrade().and_then(|d| d.machine(&name).ok());
-            let Some(machine) = machine.filter(|machine| machine.id() == id) else {
-                return;
+            let found = loop {
+                std::thread::sleep(working_set::TIME);
+                let machine = daemon.upgrade().and_then(|d| d.machine(&name).ok());
+                let Some(machine) = machine.filter(|machine| machine.id() == id) else {
+                    return;
+                };
+                // While it is saved, all of its pages may look touched.
+                let Some(_saving) = machine.try_save() else {
+                    continue;
+                };
+                let places = working_set::places(&manifest, &machine.layout());
+                break WorkingSet::of(machine.pid(), &manifest.sums.xxh3_128, &places);
             };
-            let places = working_set::places(&manifest, &machine.layout());
-            let found = WorkingSet::of(machine.pid(), &manifest.sums.xxh3_128, &places);
             match found.and_then(|set| set.write(&place).map(|()| set)) {
                 Ok(set) => info!(
                     vm = name,
@@ -441,37 +425,6 @@ impl Daemon {
             .spawn(work)
         {
             debug!(%error, "no thread for the working set");
-        }
-    }
-}
-
-/// Something long that is done with a snapshot, as long as this is kept.
-pub(super) struct UnderWay<'a> {
-    daemon: &'a Daemon,
-    name: String,
-    progress: Arc<Progress>,
-}
-
-impl Deref for UnderWay<'_> {
-    type Target = Progress;
-
-    fn deref(&self) -> &Progress {
-        &self.progress
-    }
-}
-
-impl Drop for UnderWay<'_> {
-    fn drop(&mut self) {
-        let mut all = self
-            .daemon
-            .progress
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if let Some(here) = all.get_mut(&self.name) {
-            here.retain(|other| !Arc::ptr_eq(other, &self.progress));
-            if here.is_empty() {
-                all.remove(&self.name);
-            }
         }
     }
 }

@@ -10,7 +10,7 @@ use rustix::process::Pid;
 use serde_json::{Value, json};
 
 use super::SnapshotError;
-use super::shelf::Draft;
+use super::shelf::{Draft, MANIFEST};
 use crate::vm::overlay::{self, Backing};
 use crate::vm::{Qmp, QmpError, VmSpec};
 
@@ -45,7 +45,7 @@ pub(super) fn prepare(
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
         let active = active(&devices, &nodes, disk)
             .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
-        check_chain(qmp, disk, &active)?;
+        check_chain(disk, &active)?;
         // Node names have at most 31 bytes; the time makes them differ from save to save.
         let node = format!("disk{disk}-{:x}", overlay::unique());
         let place = active.file.parent().unwrap_or(Path::new("/var/tmp"));
@@ -243,9 +243,8 @@ fn below(nodes: &Value, disk: usize, node: &str) -> Option<Below> {
     })
 }
 
-/// Whether the files that a disk is built on are where the headers say. A header is put right that names a snapshot which never
-/// became one, because the daemon that made it was killed.
-fn check_chain(qmp: &mut Qmp, disk: usize, active: &Active) -> Result<(), SnapshotError> {
+/// Whether the files that a disk is built on are where the headers say.
+fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotError> {
     let same = |a: &Path, b: &Path| {
         let inode = |path| {
             fs::metadata(path)
@@ -260,9 +259,12 @@ fn check_chain(qmp: &mut Qmp, disk: usize, active: &Active) -> Result<(), Snapsh
         let named = chain(&active.file)
             .ok()
             .and_then(|files| files.get(1).cloned());
-        // Another VM's snapshot may have got the name that this header was meant for.
-        if !named.is_some_and(|named| same(&named, backing)) {
-            name_backing(qmp, &active.node, backing)?;
+        // It is a snapshot's, or it would have been merged. A snapshot over one that goes with the VM would go with it too.
+        if !named.is_some_and(|named| named != *backing && same(&named, backing)) {
+            return Err(SnapshotError::Impossible(format!(
+                "disk {disk} builds on {}, an overlay of a save that failed, which has a second name and so can't be merged: remove drafts of that save ('.NAME.draft') from other directories of snapshots, or start the VM anew",
+                backing.display()
+            )));
         }
     }
     chain(&active.file).map(drop).map_err(|error| {
@@ -274,12 +276,7 @@ fn check_chain(qmp: &mut Qmp, disk: usize, active: &Active) -> Result<(), Snapsh
 
 /// Whether the files that a VM's disks are built on, by their names, are those that QEMU has open. What lies among the snapshots is not
 /// looked at: it may be a copy.
-pub(super) fn check_files(
-    pid: Pid,
-    qmp: &mut Qmp,
-    spec: &VmSpec,
-    draft: &Draft,
-) -> Result<(), SnapshotError> {
+pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
     let place = PathBuf::from(format!("/proc/{}/fd", pid.as_raw_nonzero()));
     let identity = |path: &Path| fs::metadata(path).map(|facts| (facts.dev(), facts.ino()));
     let entries = fs::read_dir(&place).map_err(|source| SnapshotError::Files {
@@ -298,10 +295,7 @@ pub(super) fn check_files(
             _ => vec![disk.path.clone()],
         };
         for file in files {
-            let ours = draft
-                .place()
-                .parent()
-                .is_some_and(|shelf| file.starts_with(shelf));
+            let ours = file.with_file_name(MANIFEST).exists();
             // A name that is none of a file can't have been replaced.
             if !ours && identity(&file).is_ok_and(|now| !open.contains(&now)) {
                 return Err(SnapshotError::Impossible(format!(

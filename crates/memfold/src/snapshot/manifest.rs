@@ -249,3 +249,46 @@ impl Manifest {
         self.agent || self.generation_id
     }
 }
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// A manifest of nothing.
+    pub fn manifest(name: &str, memory: ByteSize) -> Manifest {
+        let none = FileFacts {
+            bytes: 0,
+            xxh3_128: String::new(),
+        };
+        Manifest {
+            format: FORMAT,
+            name: name.into(),
+            domain: None,
+            vm: "web1".into(),
+            created_s: 1,
+            memfold: "0.1.0".into(),
+            keep: Keep::None,
+            spec: VmSpec::new("web1", memory),
+            qemu: (10, 0, 2),
+            machine: "pc-q35-10.0".into(),
+            accel: "tcg".into(),
+            blocks: Vec::new(),
+            counts: ImageCounts::default(),
+            of_boot: None,
+            live: false,
+            kept_pages: 0,
+            free_kept: None,
+            agent: true,
+            generation_id: true,
+            ram_bytes: 0,
+            packed: None,
+            references: None,
+            sums: none.clone(),
+            devices: none,
+            disks: Vec::new(),
+            pause_ms: 1.5,
+            save_ms: 2.0,
+            steps: Steps::default(),
+        }
+    }
+}

@@ -24,6 +24,9 @@ use super::{Shelf, SnapshotError};
 use crate::store::StoreIdentity;
 use crate::vm::{DiskFormat, DiskSpec, Qmp, Vm, VmSpec};
 
+/// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a process may have 65,530 for everything.
+const MOST_VIEWS: usize = 4096;
+
 /// How long QEMU may take to read the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -136,25 +139,31 @@ pub fn fill(
 }
 
 /// Which parts of a block are to be views of the image: first page and number of pages. Of an ordinary file, all of it. Of one that is laid out in
-/// memory, what it holds: touching a hole of it would give it a page, which nobody could reclaim. Holes of less than a chunk stay, for
+/// memory, what it holds: touching a hole of it would give it a page, which nobody could reclaim. Small holes, of less than a chunk or more, stay for
 /// the number of mappings' sake.
 fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result<Vec<(u64, u64)>> {
     if manifest.is_mappable() {
         return Ok(vec![(0, block.pages)]);
     }
-    let mut views: Vec<(u64, u64)> = Vec::new();
-    for data in Data::of(ram)? {
-        let page = |byte: u64| (byte / PAGE_SIZE).saturating_sub(block.first_page);
-        let (first, end) = (page(data.start), page(data.end).min(block.pages));
-        if first >= end {
-            continue;
+    let page = |byte: u64| (byte / PAGE_SIZE).saturating_sub(block.first_page);
+    let parts: Vec<(u64, u64)> = Data::of(ram)?
+        .map(|data| (page(data.start), page(data.end).min(block.pages)))
+        .filter(|(first, end)| first < end)
+        .collect();
+    let mut gap = CHUNK_PAGES;
+    loop {
+        let mut views: Vec<(u64, u64)> = Vec::new();
+        for &(first, end) in &parts {
+            match views.last_mut() {
+                Some(before) if before.0 + before.1 + gap > first => before.1 = end - before.0,
+                _ => views.push((first, end - first)),
+            }
         }
-        match views.last_mut() {
-            Some(before) if before.0 + before.1 + CHUNK_PAGES > first => before.1 = end - before.0,
-            _ => views.push((first, end - first)),
+        if views.len() <= MOST_VIEWS {
+            return Ok(views);
         }
+        gap *= 2;
     }
-    Ok(views)
 }
 
 /// Copies a small block into a process.
@@ -263,4 +272,56 @@ pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
         Err(error) => return Err(error),
     }
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use memfold_units::ByteSize;
+
+    use super::super::manifest::{Packed, tests::manifest};
+    use super::*;
+
+    #[test]
+    fn views_hold_all_data_and_leave_large_holes_out() {
+        let mut of = manifest("a", ByteSize::mib(1024));
+        let pages = 12 << 18;
+        let block = ImageBlock {
+            name: "pc.ram".into(),
+            first_page: 1024,
+            pages,
+        };
+        let ram = tempfile::tempfile().unwrap();
+        ram.set_len((1024 + pages + 512) * PAGE_SIZE).unwrap();
+        let mut data = Vec::new();
+        let mut put = |page: u64| {
+            ram.write_all_at(&[1], page * PAGE_SIZE).unwrap();
+            data.push(page);
+        };
+        // Of blocks before and behind, at both ends, near to each other, and far.
+        let last = 1024 + pages - 1;
+        for page in [0, 1023, 1024, last, last + 1, 2000, 2400, 4000] {
+            put(page);
+        }
+        assert_eq!(views(&of, &block, &ram).unwrap(), [(0, pages)]);
+        of.packed = Some(Packed {
+            bytes: 0,
+            index: of.sums.clone(),
+        });
+        let found = views(&of, &block, &ram).unwrap();
+        assert_eq!(found, [(0, 1), (976, 401), (2976, 1), (pages - 1, 1)]);
+        // More parts than there may be views.
+        for number in 8..pages / 600 {
+            put(number * 600);
+        }
+        let found = views(&of, &block, &ram).unwrap();
+        assert!(found.len() <= MOST_VIEWS);
+        let inside = |page: &u64| (1024..=last).contains(page);
+        for page in data.into_iter().filter(inside) {
+            let here =
+                |&(first, pages): &(u64, u64)| (first..first + pages).contains(&(page - 1024));
+            assert!(found.iter().any(here), "page {page}");
+        }
+    }
 }

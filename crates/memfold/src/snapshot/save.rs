@@ -109,6 +109,15 @@ pub trait Hold {
     fn let_go(&self);
 }
 
+/// Puts right what an earlier save has left that was cut off. The VM runs meanwhile.
+pub fn mend<M: DerefMut<Target = Qmp>>(
+    vm: &Vm,
+    monitor: impl Fn() -> M,
+) -> Result<(), SnapshotError> {
+    let (spec, record, directory) = refuse(vm)?;
+    shorten(&monitor, spec, &record_now(directory, record).overlays)
+}
+
 /// Saves a VM. `monitor` gives its monitor, which others may use while RAM is copied.
 pub fn save<M: DerefMut<Target = Qmp>>(
     vm: &Vm,
@@ -125,8 +134,6 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         path: draft.path().join(part),
         source,
     };
-    // Of an earlier save that was cut off.
-    shorten(&monitor, spec, &record_now(directory, record).overlays)?;
     let mut before = record_now(directory, record).overlays;
     before.retain(|overlay| overlay.exists());
     let note = |new: &[PathBuf]| {
@@ -135,7 +142,7 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     };
     let mut qmp = monitor();
     let frozen = freeze::prepare(&mut qmp, spec, &draft, note)?;
-    if let Err(error) = freeze::check_files(vm.pid(), &mut qmp, spec, &draft) {
+    if let Err(error) = freeze::check_files(vm.pid(), &mut qmp, spec) {
         freeze::undo(&mut qmp, &frozen, note);
         return Err(error);
     }
@@ -163,8 +170,9 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     let finish = || -> Result<Manifest, SnapshotError> {
         let began = Instant::now();
         let copied = past.map_or(Ok(0), |past| copy(past, &mut writer, &plan, progress));
-        let kept_pages = copied.map_err(|source| failed(RAM, source))?;
+        // First of all: what follows a failure may wait for QEMU.
         hold.let_go();
+        let kept_pages = copied.map_err(|source| failed(RAM, source))?;
         let (blocks, counts) = writer.finish(&sums).map_err(|e| failed(SUMS, e))?;
         steps.copy_ms = milliseconds(began.elapsed());
         let disks = take_over(spec, &frozen, &draft)?;

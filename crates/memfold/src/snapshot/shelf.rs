@@ -35,7 +35,8 @@ use crate::store::StoreIdentity;
 /// Where snapshots lie if nothing else is said.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
 
-const MANIFEST: &str = "manifest.json";
+/// What it says of itself.
+pub const MANIFEST: &str = "manifest.json";
 const MANIFEST_SUM: &str = "manifest.sum";
 /// RAM image.
 pub const RAM: &str = "ram";
@@ -58,6 +59,8 @@ pub struct Shelf {
     right: Arc<Mutex<HashMap<String, Stamp>>>,
     /// Images that lie in memory, or are being laid out: then their place is locked.
     laid_out: Arc<Mutex<HashMap<String, LaidOut>>>,
+    /// Held while somebody looks which of these are still wanted.
+    letting_go: Arc<Mutex<()>>,
 }
 
 /// The checksum of an image's checksums, and its memory.
@@ -94,9 +97,11 @@ impl Shelf {
     /// Snapshots in `root`, which need not be there yet. Drafts of daemons that died are removed.
     pub fn open(root: &Path) -> Self {
         let shelf = Self {
-            root: root.into(),
+            // It gets into headers of disks, and into what QEMU is told.
+            root: std::path::absolute(root).unwrap_or_else(|_| root.into()),
             right: Arc::default(),
             laid_out: Arc::default(),
+            letting_go: Arc::default(),
         };
         for entry in fs::read_dir(root).into_iter().flatten().flatten() {
             let name = entry.file_name();
@@ -363,6 +368,11 @@ impl Shelf {
 
     /// Lets images go that no VM runs from, and that nobody is about to start one from.
     pub fn let_go(&self) {
+        // One after the other: who comes later knows of more VMs that have ended.
+        let _turn = self
+            .letting_go
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let places: Vec<LaidOut> = self.places().values().cloned().collect();
         for place in places {
             // One that is locked is being laid out, for somebody who wants it.
@@ -561,10 +571,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use crate::snapshot::image::ImageCounts;
-    use crate::snapshot::manifest::Keep;
-    use crate::vm::VmSpec;
-    use memfold_units::ByteSize;
+    use crate::snapshot::manifest::tests::manifest;
 
     fn shelf() -> (tempfile::TempDir, Shelf) {
         let directory = tempfile::tempdir().unwrap();
@@ -581,34 +588,11 @@ mod tests {
         };
         let ram = file(RAM, b"ram");
         let manifest = Manifest {
-            format: FORMAT,
-            name: name.into(),
             domain: Some("shop".into()),
-            vm: "web1".into(),
-            created_s: 1,
-            memfold: "0.1.0".into(),
-            keep: Keep::None,
-            spec: VmSpec::new("web1", ByteSize::mib(64)),
-            qemu: (10, 0, 2),
-            machine: "pc-q35-10.0".into(),
-            accel: "tcg".into(),
-            blocks: Vec::new(),
-            counts: ImageCounts::default(),
             ram_bytes: ram.bytes,
             sums: file(SUMS, b"sums"),
             devices: file(DEVICES, b"devices"),
-            disks: Vec::new(),
-            pause_ms: 1.5,
-            save_ms: 2.0,
-            agent: true,
-            generation_id: true,
-            of_boot: None,
-            live: false,
-            kept_pages: 0,
-            packed: None,
-            references: None,
-            free_kept: None,
-            steps: crate::snapshot::manifest::Steps::default(),
+            ..manifest(name, ByteSize::mib(64))
         };
         draft.commit(&manifest).unwrap();
         manifest

@@ -86,8 +86,17 @@ fn commit<M: DerefMut<Target = Qmp>>(
         let found = jobs.as_array().into_iter().flatten();
         Ok(found.into_iter().find(|job| job["id"] == *id).cloned())
     };
+    let mut begun = job()?;
+    if begun
+        .as_ref()
+        .is_some_and(|job| job["status"] == "concluded")
+    {
+        // Nobody has looked at it, and it says nothing of now.
+        tell("job-dismiss", json!({ "id": id }))?;
+        begun = None;
+    }
     // One that an earlier daemon began goes on.
-    if job()?.is_none() {
+    if begun.is_none() {
         tell(
             "block-commit",
             json!({ "job-id": id, "device": top, "base-node": below.node, "auto-dismiss": false }),
@@ -95,20 +104,20 @@ fn commit<M: DerefMut<Target = Qmp>>(
     }
     let end = Instant::now() + TIMEOUT;
     loop {
-        let Some(job) = job()? else { return Ok(()) };
-        match job["status"].as_str().unwrap_or_default() {
-            "ready" => {
-                tell("job-complete", json!({ "id": id }))?;
-            }
-            "concluded" => {
-                tell("job-dismiss", json!({ "id": id }))?;
-                return job["error"].as_str().map_or(Ok(()), |why| Err(why.into()));
-            }
-            _ if Instant::now() > end => {
-                tell("job-cancel", json!({ "id": id }))?;
-                return Err(format!("not in {} s", TIMEOUT.as_secs()));
-            }
-            _ => {}
+        let job = job()?.ok_or("its job is gone")?;
+        if job["status"] == "concluded" {
+            tell("job-dismiss", json!({ "id": id }))?;
+            return job["error"].as_str().map_or(Ok(()), |why| Err(why.into()));
+        }
+        if Instant::now() > end {
+            return Err(format!(
+                "it is not done in {} s, and goes on; try again later",
+                TIMEOUT.as_secs()
+            ));
+        }
+        if job["status"] == "ready" {
+            // Refused if it has ended meanwhile; the next look tells how.
+            let _ = tell("job-complete", json!({ "id": id }));
         }
         std::thread::sleep(LOOK_EVERY);
     }
