@@ -266,7 +266,7 @@ pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
             let line = format!("/memfd:{laid_out} ");
             found.extend(crate::store::mapped::processes_with(&line).map_err(failed)?);
         }
-        // Without its checksums nothing was laid out of it.
+        // Without its checksums nothing can be laid out of it. Who runs from what was laid out before needs none of its files but its disks.
         Err(SnapshotError::Files { source, .. })
             if source.kind() == std::io::ErrorKind::NotFound => {}
         Err(error) => return Err(error),
