@@ -3,7 +3,7 @@
 use std::os::fd::{OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use memfold_sys::pagemap::Pagemap;
 use memfold_sys::region::{self, Area};
@@ -11,7 +11,8 @@ use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::frame::Validate;
 use memfold_wire::library::{
-    Freeze, HISTOGRAM_BUCKETS, MONITOR_VARIABLE, Order, Outcome, Range, Reply, Stats, VERSION,
+    Freeze, HISTOGRAM_BUCKETS, MONITOR_VARIABLE, ORDER_TIME, Order, Outcome, Range, Reply, Stats,
+    VERSION,
 };
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
@@ -207,7 +208,7 @@ impl Folder {
     ) -> Result<Reply, String> {
         let began = thread_cpu_ns();
         let (outcomes, stopped) = match freeze {
-            Freeze::Move | Freeze::WriteProtect => (items.iter().map(work).collect(), None),
+            Freeze::Move | Freeze::WriteProtect => (in_time(ORDER_TIME, items, work), None),
             Freeze::Stopped { limit_us } => self.each_stopped(limit_us, items, work)?,
         };
         Ok(Reply::Outcomes {
@@ -233,16 +234,7 @@ impl Folder {
                 return Ok((vec![Outcome::Late; items.len()], None));
             };
             let limit = Duration::from_micros(limit_us.into());
-            let outcomes = items
-                .iter()
-                .map(|item| {
-                    if stopped.since() < limit {
-                        work(item)
-                    } else {
-                        Outcome::Late
-                    }
-                })
-                .collect();
+            let outcomes = in_time(limit.saturating_sub(stopped.since()), items, work);
             Ok((outcomes, Some(stopped.go_on())))
         })
     }
@@ -435,11 +427,11 @@ impl Folder {
             .pagemap
             .as_ref()
             .map_err(|error| format!("cannot open /proc/self/pagemap: {error}"))?;
-        let began = thread_cpu_ns();
+        let (began, began_ns) = (Instant::now(), thread_cpu_ns());
         let (mut scanned, mut dropped) = (0, 0);
         for range in ranges {
             let mut done = 0;
-            while done < range.pages {
+            while done < range.pages && began.elapsed() < ORDER_TIME {
                 let Some(hva) = done
                     .checked_mul(PAGE_SIZE)
                     .and_then(|o| range.hva.checked_add(o))
@@ -468,7 +460,7 @@ impl Folder {
         Ok(Reply::Zero {
             scanned,
             dropped,
-            cpu_ns: thread_cpu_ns() - began,
+            cpu_ns: thread_cpu_ns() - began_ns,
         })
     }
 
@@ -533,6 +525,19 @@ impl State {
     }
 }
 
+/// Does `work` for each item; those that `limit` is over for are late.
+fn in_time<T>(limit: Duration, items: &[T], work: impl Fn(&T) -> Outcome) -> Vec<Outcome> {
+    let began = Instant::now();
+    let in_time = |item| {
+        if began.elapsed() < limit {
+            work(item)
+        } else {
+            Outcome::Late
+        }
+    };
+    items.iter().map(in_time).collect()
+}
+
 /// Whether an order may put another mapping in the place of guest memory.
 const fn changes_mappings(order: &Order) -> bool {
     matches!(
@@ -570,4 +575,21 @@ pub(crate) fn record_freeze(stats: &mut Stats, frozen: Duration) {
         .min(HISTOGRAM_BUCKETS - 1);
     stats.freeze_histogram[bucket] += 1;
     stats.freeze_max_ns = stats.freeze_max_ns.max(ns);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_time_does_not_suffice_for_is_late() {
+        let slow = |_: &u32| {
+            std::thread::sleep(Duration::from_millis(20));
+            Outcome::Done
+        };
+        let outcomes = in_time(Duration::from_millis(10), &[1, 2, 3], slow);
+        assert_eq!(outcomes, [Outcome::Done, Outcome::Late, Outcome::Late]);
+        let never = |_: &u32| Outcome::Done;
+        assert_eq!(in_time(Duration::ZERO, &[1], never), [Outcome::Late]);
+    }
 }

@@ -5,6 +5,8 @@
 //! them, by `SCM_RIGHTS`. The library keeps no decision of its own: what is mapped where is in the kernel
 //! (`/proc/PID/maps`), so a new daemon reads it there.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use crate::frame::{FrameError, Validate};
@@ -30,6 +32,10 @@ pub const MAX_BLOCKS: usize = 64;
 
 /// Longest time that an order may hold the VM, in microseconds.
 pub const MAX_STOP_US: u32 = 1_000_000;
+
+/// Time after which the library begins no further run of an order: on a host without a core to spare a run takes
+/// milliseconds, and the daemon waits only so long for a reply.
+pub const ORDER_TIME: Duration = Duration::from_secs(1);
 
 /// `madvise` advice that QEMU gave a RAM block and that a mapping put in its place must have too
 /// (from `VmFlags` in `/proc/PID/smaps`).
@@ -133,7 +139,7 @@ pub enum Order {
         /// The ranges, at most [`MAX_RUNS`], each at most [`MAX_RUN_PAGES`] pages.
         ranges: Vec<Range>,
     },
-    /// Give back anonymous pages that hold only zeroes. At most [`MAX_RUNS`] ranges of at most 2^18 pages each.
+    /// Give back anonymous pages that hold only zeroes, for [`ORDER_TIME`] at most. At most [`MAX_RUNS`] ranges of at most 2^18 pages each.
     DropZero {
         /// Where to look.
         ranges: Vec<Range>,
@@ -201,7 +207,7 @@ pub enum Outcome {
         /// Pages folded, from the start of the run.
         folded: u32,
     },
-    /// Not begun: the time of [`Freeze::Stopped`] was over, or the VM did not run.
+    /// Not begun: the time of [`Freeze::Stopped`] or [`ORDER_TIME`] was over, or the VM did not run.
     Late,
     /// The order itself is wrong (outside RAM, unaligned, unknown store, beyond the store's end, wrong freeze for the kind of mapping). Nothing was touched.
     Refused,

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -44,14 +45,17 @@ pub(super) struct QemuGuest {
     library: LibraryLink,
     monitor: Arc<Monitor>,
     live: (Instant, bool),
+    lost: Arc<AtomicBool>,
 }
 
 impl QemuGuest {
+    /// `lost` is set when the library does not answer in time or nonsense: this connection is of no use any more.
     pub fn new(
         pid: Pid,
         library: LibraryLink,
         monitor: Arc<Monitor>,
         conditions: &VmConditions,
+        lost: Arc<AtomicBool>,
     ) -> Self {
         let live = library.facts().can_write_protect && conditions.may_refold_live();
         Self {
@@ -59,6 +63,7 @@ impl QemuGuest {
             library,
             monitor,
             live: (Instant::now(), live),
+            lost,
         }
     }
 }
@@ -76,7 +81,10 @@ impl Guest for QemuGuest {
         match self.library.order(order, descriptor) {
             Ok(reply) => Ok(reply),
             Err(LibraryError::Refused(reason)) => Ok(Reply::Error { reason }),
-            Err(error) => Err(GuestError::Library(io::Error::other(error))),
+            Err(error) => {
+                self.lost.store(true, Ordering::Release);
+                Err(GuestError::Library(io::Error::other(error)))
+            }
         }
     }
 

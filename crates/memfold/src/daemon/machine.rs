@@ -1,13 +1,14 @@
 //! One VM of the daemon: its links, its watch, its account.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::Duration;
 
 use memfold_wire::library::Advice;
 use rustix::process::Pid;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use super::DaemonError;
 use super::guest::{Monitor, QemuGuest};
@@ -69,6 +70,8 @@ pub(super) struct Machine {
     seen: Mutex<Seen>,
     /// Why the library can't fold, whatever the conditions.
     library_problem: Option<String>,
+    /// The engine's connection to the library has failed.
+    library_lost: Arc<AtomicBool>,
     saving: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
     boot_snapshot: Mutex<Option<BootSnapshot>>,
@@ -96,15 +99,15 @@ impl Machine {
         let layout = vm.layout(&mut qmp)?;
         let conditions = vm.conditions(&mut qmp)?;
         let monitor = Arc::new(Monitor::new(qmp));
+        let library_lost = Arc::new(AtomicBool::new(false));
         let (guest, library_problem) = match vm.library_link() {
             None => (None, Some(NO_LIBRARY.to_owned())),
             Some(Err(error)) => (None, Some(library_words(&error))),
             Some(Ok(link)) => {
                 let problem = link.facts().problem.clone();
-                (
-                    Some(QemuGuest::new(vm.pid(), link, monitor.clone(), &conditions)),
-                    problem,
-                )
+                let (monitor, lost) = (monitor.clone(), library_lost.clone());
+                let guest = QemuGuest::new(vm.pid(), link, monitor, &conditions, lost);
+                (Some(guest), problem)
             }
         };
         let machine = Arc::new(Self {
@@ -116,6 +119,7 @@ impl Machine {
             monitor,
             seen: Mutex::new(Seen { layout, conditions }),
             library_problem,
+            library_lost,
             saving: Mutex::default(),
             renewal: Mutex::default(),
             boot_snapshot: Mutex::default(),
@@ -335,7 +339,10 @@ impl Machine {
     pub fn watch(&self) {
         loop {
             match self.vm.process().wait_exit(WATCH_INTERVAL) {
-                Ok(false) => self.look_again(),
+                Ok(false) => {
+                    self.look_again();
+                    self.reach_library_again();
+                }
                 Ok(true) => return,
                 Err(error) => {
                     warn!(vm = self.name, %error, "its process cannot be watched");
@@ -343,6 +350,33 @@ impl Machine {
                 }
             }
         }
+    }
+
+    /// Connects to the library anew if it did not answer the engine: QEMU may have stood still (a stopped process, a host that
+    /// swaps), or its library's thread got no core.
+    fn reach_library_again(&self) {
+        if !self.library_lost.load(Ordering::Acquire) {
+            return;
+        }
+        let link = match self.vm.library_link() {
+            Some(Ok(link)) => link,
+            // Tried again at the next look. Most VMs whose library is lost are ending.
+            Some(Err(error)) => return debug!(vm = self.name, %error, "its library is not reached"),
+            None => return,
+        };
+        warn!(
+            vm = self.name,
+            "its library had not answered in time; folding goes on"
+        );
+        self.library_lost.store(false, Ordering::Release);
+        let conditions = self.seen().conditions.clone();
+        let (monitor, lost) = (self.monitor.clone(), self.library_lost.clone());
+        let guest = QemuGuest::new(self.pid(), link, monitor, &conditions, lost);
+        self.tell(Command::Reached {
+            id: self.id,
+            guest: Box::new(guest),
+            problem: self.problem(),
+        });
     }
 
     /// Removes what the VM's end left over.

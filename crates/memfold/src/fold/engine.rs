@@ -98,6 +98,15 @@ pub enum Command {
     Remove(VmId),
     /// Conditions have changed: why the VM must not be folded now, if so.
     Problem(VmId, Option<String>),
+    /// A new connection to the library of a VM whose old one failed.
+    Reached {
+        /// Its number.
+        id: VmId,
+        /// The VM by the new connection.
+        guest: Box<dyn Guest>,
+        /// Why it must not be folded, if so.
+        problem: Option<String>,
+    },
     /// The agent of a VM begins a session: its file numbers and hints start anew.
     AgentSession(VmId),
     /// The agent of a VM says something.
@@ -383,6 +392,14 @@ impl Engine {
             Command::Remove(id) => self.remove(id),
             Command::Problem(id, problem) => self.set_problem(id, problem),
             Command::Layout { id, layout, advice } => self.set_layout(id, layout, &advice),
+            Command::Reached { id, guest, problem } => {
+                if let Some(vm) = self.vms.get_mut(&id) {
+                    vm.guest = guest;
+                    // What the last orders have done is not known.
+                    vm.introduced = false;
+                    self.set_problem(id, problem);
+                }
+            }
             Command::AgentSession(id) => self.agent_session(id),
             Command::Agent(id, message) => self.agent(id, message),
             Command::AgentGone(id) => {
@@ -606,8 +623,8 @@ impl Engine {
         }
     }
 
-    /// The library of this VM no longer answers: it is not folded any more. Mostly because the VM is ending, which whoever watches
-    /// its process tells.
+    /// The library of this VM no longer answers: it is not folded until [`Command::Reached`]. Mostly because the VM is ending, which
+    /// whoever watches its process tells.
     pub(super) fn lost(&mut self, id: VmId, error: &GuestError) {
         if let Some(vm) = self.vms.get_mut(&id) {
             info!(

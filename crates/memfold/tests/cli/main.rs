@@ -5,6 +5,7 @@ mod support;
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
@@ -415,6 +416,23 @@ fn sigterm_ends_the_daemon_and_not_its_vms() {
     // A process that has ended has no command line, even if nobody has waited for it yet.
     let gone = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     assert_eq!(gone, "");
+}
+
+#[test]
+fn a_vm_whose_library_did_not_answer_in_time_is_folded_again_when_it_does() {
+    let daemon = Daemon::start();
+    let vm = daemon.paused_vm("frozen", &[]);
+    let pid = Pid::from_raw(vm["pid"].as_i64().unwrap().try_into().unwrap()).unwrap();
+    let problem = || daemon.json(&["fold", "status"])["vms"][0]["problem"].clone();
+    assert_eq!(problem(), Value::Null);
+    // As a host does that swaps QEMU out.
+    kill_process(pid, Signal::STOP).unwrap();
+    let words = problem();
+    kill_process(pid, Signal::CONT).unwrap();
+    let words = words.as_str().unwrap_or_default();
+    assert!(words.contains("does not answer"), "{words}");
+    support::wait("it is folded again", || problem() == Value::Null);
+    daemon.json(&["vm", "stop", "frozen", "--timeout", "0"]);
 }
 
 #[test]

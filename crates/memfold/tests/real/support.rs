@@ -46,7 +46,8 @@ pub fn turn() -> Option<Turn> {
     // Shows why the daemon refuses something. Set once for all tests of the process.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(
-            std::env::var("MEMFOLD_LOG").unwrap_or_else(|_| "warn,memfold::daemon=info".into()),
+            std::env::var("MEMFOLD_LOG")
+                .unwrap_or_else(|_| "warn,memfold::daemon=info,memfold::fold=info".into()),
         )
         .with_test_writer()
         .try_init();
@@ -117,7 +118,7 @@ pub fn folded_percent(vm: &VmStats) -> f64 {
 /// One line of a VM's figures.
 pub fn line(vm: &VmStats) -> String {
     format!(
-        "{}: folded {} again {} differing {} busy {} | matched {} of these folded {:.1} % | mapped {} copied {} mappings {} | pauses {} longest {} ms, longest freeze {} us, bogus {} over limit {}",
+        "{}: folded {} again {} differing {} busy {} | matched {} of these folded {:.1} % | mapped {} copied {} mappings {} | pauses {} longest {} ms, longest freeze {} us, bogus {} over limit {} problem {}",
         vm.name,
         vm.folded_pages,
         vm.refolded_pages,
@@ -133,6 +134,7 @@ pub fn line(vm: &VmStats) -> String {
         vm.freeze_max_ns / 1000,
         vm.bogus_pages,
         vm.over_limit_pages,
+        vm.problem.as_deref().unwrap_or("none"),
     )
 }
 
