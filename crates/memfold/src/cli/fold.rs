@@ -62,7 +62,8 @@ fn render(stats: &EngineStats) -> String {
     let size = |pages: u64| PageCount(pages).bytes().to_string();
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_header([
-        "VM", "CACHED", "MATCHED", "FOLDED", "AGAIN", "COPIED", "DIFFER", "ZERO", "MAPPINGS", "",
+        "VM", "CACHED", "MATCHED", "FOLDED", "AGAIN", "COPIED", "DIFFER", "ZERO", "BACK",
+        "MAPPINGS", "",
     ]);
     for vm in &stats.vms {
         table.add_row([
@@ -74,11 +75,12 @@ fn render(stats: &EngineStats) -> String {
             size(vm.copied_pages),
             size(vm.differing_pages),
             size(vm.zero_pages),
+            size(vm.folded_back_pages),
             vm.mappings.to_string(),
             vm.problem.clone().unwrap_or_default(),
         ]);
     }
-    for at in 1..9 {
+    for at in 1..10 {
         if let Some(column) = table.column_mut(at) {
             column.set_cell_alignment(CellAlignment::Right);
         }

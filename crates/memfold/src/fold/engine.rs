@@ -47,6 +47,8 @@ pub struct EngineSettings {
     pub max_mappings: usize,
     /// Whether pages of zeroes are given back to the host.
     pub drop_zero: bool,
+    /// Shortest time between two passes that look for pages that are again as in the snapshot that their VM runs from.
+    pub fold_back_interval: Duration,
 }
 
 impl Default for EngineSettings {
@@ -62,6 +64,7 @@ impl Default for EngineSettings {
             sync_interval: Duration::from_secs(3),
             max_mappings: 65_530,
             drop_zero: true,
+            fold_back_interval: Duration::from_secs(60),
         }
     }
 }
@@ -196,6 +199,7 @@ pub(super) struct VmState {
     pub last_pause: Instant,
     pub wait_for_pause: Vec<Hint>,
     pub zero: super::zero::ZeroPass,
+    pub back: super::back::BackPass,
     pub mappings: usize,
     /// While a snapshot is made of it.
     pub held: Option<Held>,
@@ -346,7 +350,8 @@ impl Engine {
                 let sync = vm.look_due(settings.sync_interval);
                 let pause = (!vm.wait_for_pause.is_empty())
                     .then(|| vm.last_pause + settings.pause_interval);
-                [self.hints_due(vm, now), sync, pause, vm.zero.due()]
+                let back = vm.back_due(settings.pause_interval);
+                [self.hints_due(vm, now), sync, pause, vm.zero.due(), back]
             })
             .flatten();
         let aliases = self.domains.values().filter_map(|d| d.candidates.due());
@@ -508,6 +513,7 @@ impl Engine {
             last_pause: now,
             wait_for_pause: Vec::new(),
             zero: super::zero::ZeroPass::new(self.settings.drop_zero.then_some(now)),
+            back: super::back::BackPass::new(now, self.settings.fold_back_interval),
             mappings: 0,
             held: None,
             stats: VmStats {

@@ -19,6 +19,7 @@
 //! page (rule 2). Everything here may be wrong about a guest and costs only time.
 
 mod alias;
+mod back;
 pub mod budget;
 mod content;
 mod engine;

@@ -97,11 +97,12 @@ impl Engine {
                 continue;
             };
             let mapped = vm.table.mapped(index);
-            let folded = mapped.is_some_and(|m| m.shared && m.store_page == store_page);
+            let folded = mapped.is_some_and(|m| m.shared && m.store_page == store_page)
+                || vm.table.is_template(index);
             if folded || !planned.insert(index) {
                 continue;
             }
-            let again = mapped.is_some();
+            let again = mapped.is_some() || vm.table.is_in_view(index);
             if let Some(run) = runs.last_mut() {
                 if run.page + run.pages == page
                     && run.continues(&vm.table, index, store_page, again)

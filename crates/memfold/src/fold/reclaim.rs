@@ -92,6 +92,7 @@ impl Engine {
             self.lost(id, &error);
             return false;
         }
+        self.note_company(id);
         let Some(vm) = self
             .vms
             .get_mut(&id)
@@ -288,6 +289,7 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<()
         for mapping in &mappings.store {
             mark_mapping(&vm.table, mapping, &mut truth);
         }
+        super::back::note_views(vm, &mappings.others);
     }
     let pagemap = vm.pagemap.as_ref().ok_or(std::io::ErrorKind::NotFound)?;
     // One bit a page: it is in memory, and not the store's. A page that was copied and swapped out counts as the store's:
@@ -313,6 +315,9 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<()
         }
     }
     vm.stats.zero_saved_pages = vm.table.keep_zero(&own);
+    let mut foldable = own.clone();
+    super::back::touched(vm, &mut foldable)?;
+    (vm.stats.template_copied_pages, vm.stats.template_pages) = vm.table.set_own(&own, &foldable);
     let (mut mapped_pages, mut copied) = (0, 0);
     for at in 0..pages {
         let before = vm.table.mapped(at);

@@ -83,7 +83,8 @@ impl Engine {
                 let folded = vm
                     .table
                     .mapped(at)
-                    .is_some_and(|m| m.shared && Some(m.store_page) == stored);
+                    .is_some_and(|m| m.shared && Some(m.store_page) == stored)
+                    || vm.table.is_template(at);
                 stats.matched_folded_pages += u64::from(folded);
             }
         }

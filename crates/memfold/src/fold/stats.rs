@@ -78,7 +78,7 @@ pub struct VmStats {
     pub cached_runs: u64,
     /// Of the cached, pages that another VM of the domain caches too, or that the store holds.
     pub matched_pages: u64,
-    /// Of the matched, pages that are folded and not copied since, as of the last look at the kernel's tables.
+    /// Of the matched, pages that are folded and not copied since, or a snapshot's, as of the last look at the kernel's tables.
     pub matched_folded_pages: u64,
     /// Pages where the page store is mapped.
     pub mapped_pages: u64,
@@ -96,6 +96,12 @@ pub struct VmStats {
     pub zero_pages: u64,
     /// Of these, pages that the guest has not written since, as of the last look at the kernel's tables.
     pub zero_saved_pages: u64,
+    /// Pages that lie in views of the image of the snapshot that the VM runs from.
+    pub template_pages: u64,
+    /// Of these, pages that the guest wrote since (private copies).
+    pub template_copied_pages: u64,
+    /// Private copies that held again what the image holds, and were given back.
+    pub folded_back_pages: u64,
     /// Mappings of the QEMU process at the last look.
     pub mappings: u64,
     /// Pauses made to fold again in a VM with direct I/O.

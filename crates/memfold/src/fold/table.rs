@@ -108,6 +108,10 @@ pub struct VmTable {
     planned: Bits,
     /// Pages of zeroes that were given back and are not there since.
     zero: Bits,
+    /// Pages that lie in a view of a snapshot's image.
+    view: Bits,
+    /// Pages that need not be left to the image: the guest has written them since, or nobody else has the image in memory.
+    foldable: Bits,
     seen: Option<Bits>,
 }
 
@@ -133,6 +137,8 @@ impl VmTable {
             refused: Bits::new(total),
             planned: Bits::new(total),
             zero: Bits::new(total),
+            view: Bits::new(total),
+            foldable: Bits::new(total),
             seen: None,
         }
     }
@@ -217,7 +223,10 @@ impl VmTable {
             // An inventory tells of pages that were there before: what the last look said of them holds.
             Some(seen) => seen.set(at, true),
             // Filled anew: whatever was folded here has been written over.
-            None => self.shared.set(at, false),
+            None => {
+                self.shared.set(at, false);
+                self.foldable.set(at, true);
+            }
         }
         true
     }
@@ -372,6 +381,40 @@ impl VmTable {
     pub fn set_mapped(&mut self, at: Index, mapped: Option<Mapped>) {
         self.mapped.set(at, mapped.map_or(0, |m| m.store_page + 1));
         self.shared.set(at, mapped.is_some_and(|m| m.shared));
+        if mapped.is_some() {
+            self.view.set(at, false);
+        }
+    }
+
+    /// Where an image of a snapshot is mapped, from now on.
+    pub fn set_views(&mut self, views: impl Iterator<Item = Range<Index>>) {
+        self.view = Bits::new(self.pages());
+        for at in views.flatten() {
+            self.view.set(at, true);
+        }
+    }
+
+    /// Which pages the guest has written (`own`: a bit a page) and which may be folded; how many of those in views were written, and
+    /// how many there are in views.
+    pub fn set_own(&mut self, own: &[u64], foldable: &[u64]) -> (u64, u64) {
+        self.foldable.0.copy_from_slice(foldable);
+        let words = own.iter().zip(&self.view.0);
+        words.fold((0, 0), |(written, all), (own, view)| {
+            let count = |bits: u64| u64::from(bits.count_ones());
+            (written + count(own & view), all + count(*view))
+        })
+    }
+
+    /// Whether the page lies in a view of a snapshot's image: it can be frozen by write protection or a pause alone.
+    #[must_use]
+    pub fn is_in_view(&self, at: Index) -> bool {
+        self.view.has(at)
+    }
+
+    /// Whether the page is the snapshot's: in memory once for all VMs that run from it, or not at all.
+    #[must_use]
+    pub fn is_template(&self, at: Index) -> bool {
+        self.view.has(at) && !self.foldable.has(at)
     }
 
     /// The page was given back because it held only zeroes.

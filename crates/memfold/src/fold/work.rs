@@ -56,7 +56,12 @@ impl Engine {
                 return self.fold(&tasks);
             }
         }
-        if self.sync_due(now) || self.pause_due(now) || self.sample_due(now) || self.zero_due(now) {
+        if self.sync_due(now)
+            || self.pause_due(now)
+            || self.sample_due(now)
+            || self.zero_due(now)
+            || self.fold_back_due(now)
+        {
             return;
         }
         if self.sweep_wanted && self.swept.is_empty() && now >= self.last_sweep + SWEEP_INTERVAL {
@@ -202,6 +207,10 @@ impl Engine {
             };
             for place in &mut pages[range.clone()] {
                 let kept = place.checked_sub(1).is_some_and(|at| {
+                    // In memory once already, for all VMs that run from this snapshot.
+                    if vm.table.is_template(at) {
+                        return true;
+                    }
                     let is_huge = |hva| {
                         let map = vm.pagemap.as_ref();
                         map.is_some_and(|map| huge::is_huge(map, hva))
@@ -350,8 +359,8 @@ impl Engine {
                 if mapped.is_some_and(|m| m.shared && m.store_page == store_page) {
                     continue;
                 }
-                let again = mapped.is_some();
-                if again && !vm.live {
+                let again = mapped.is_some() || vm.table.is_in_view(index);
+                if again && !vm.may_refold_live(index) {
                     wait = vm.guest.can_stop();
                     continue;
                 }
@@ -496,10 +505,7 @@ impl Engine {
             return Err(GuestError::Library(std::io::Error::other(what)));
         };
         self.library_cpu_ns += cpu_ns;
-        if stopped_ns > 0 {
-            vm.stats.pauses += 1;
-            vm.stats.pause_max_ms = vm.stats.pause_max_ms.max(stopped_ns.div_ceil(1_000_000));
-        }
+        vm.note_pause(stopped_ns);
         if let Some(rate) = &mut self.rate {
             rate.spend(f64::from(asked), Instant::now());
         }

@@ -1,5 +1,6 @@
 //! Which parts of a process map a page store, from `/proc/PID/maps`: the kernel's truth, which outlives every daemon.
 
+use std::fs::File;
 use std::io;
 
 use memfold_units::{Hva, PAGE_SIZE, StorePage};
@@ -18,11 +19,37 @@ pub struct StoreMapping {
     pub store_page: StorePage,
 }
 
+/// A private mapping of consecutive pages of another file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileMapping {
+    /// Device and inode of the file, as `/proc/PID/maps` shows them.
+    pub file: (u32, u32, u64),
+    /// Where it starts in the process.
+    pub hva: Hva,
+    /// Length in pages.
+    pub pages: u64,
+    /// First page in the file.
+    pub file_page: u64,
+}
+
+impl FileMapping {
+    /// Its file, for reading, whether or not it has a name any more. Needs `CAP_CHECKPOINT_RESTORE` (root).
+    pub fn open(&self, pid: Pid) -> io::Result<File> {
+        let (start, end) = (self.hva.0, self.hva.add_pages(self.pages).0);
+        File::open(format!(
+            "/proc/{}/map_files/{start:x}-{end:x}",
+            pid.as_raw_nonzero()
+        ))
+    }
+}
+
 /// What a process maps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mappings {
     /// Private mappings of the store, in order of address. Shared (read-only) windows that only compare are not in it.
     pub store: Vec<StoreMapping>,
+    /// Private mappings of other files, in order of address.
+    pub others: Vec<FileMapping>,
     /// Number of mappings of all kinds, which `vm.max_map_count` limits.
     pub total: usize,
 }
@@ -35,7 +62,7 @@ pub fn read(pid: Pid, store: StoreIdentity) -> io::Result<Mappings> {
 
 /// Every process but this one that maps any part of the store, in whatever way.
 pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
-    processes_that(|maps| lines_of(maps, store).next().is_some())
+    processes_with(&identity_text(store))
 }
 
 /// Every process but this one with a mapping whose line in `maps` holds `text`.
@@ -66,24 +93,34 @@ fn processes_that(map: impl Fn(&str) -> bool) -> io::Result<Vec<Pid>> {
 }
 
 fn parse(text: &str, store: StoreIdentity) -> Mappings {
-    Mappings {
-        store: lines_of(text, store).flatten().collect(),
-        total: text.lines().count(),
+    let store = identity_text(store);
+    let mut mappings = Mappings::default();
+    for line in text.lines() {
+        mappings.total += 1;
+        // Comparing texts first keeps thousands of lines cheap.
+        if line.contains(&store) {
+            mappings
+                .store
+                .extend(private_mapping(line).map(|found| StoreMapping {
+                    hva: found.hva,
+                    pages: found.pages,
+                    store_page: StorePage(found.file_page),
+                }));
+        } else if !line.contains(" 00:00 0 ") {
+            mappings.others.extend(private_mapping(line));
+        }
     }
+    mappings
 }
 
-/// A value for each line about the store: its mapping if that is a private one.
-fn lines_of(text: &str, store: StoreIdentity) -> impl Iterator<Item = Option<StoreMapping>> {
-    // Comparing texts first keeps the other thousands of lines cheap.
-    let (major, minor) = (rustix::fs::major(store.dev), rustix::fs::minor(store.dev));
-    let file = format!(" {major:02x}:{minor:02x} {} ", store.ino);
-    text.lines()
-        .filter(move |line| line.contains(&file))
-        .map(private_mapping)
+/// How a line of `maps` names a file.
+fn identity_text(file: StoreIdentity) -> String {
+    let (major, minor) = (rustix::fs::major(file.dev), rustix::fs::minor(file.dev));
+    format!(" {major:02x}:{minor:02x} {} ", file.ino)
 }
 
 /// `start-end perms offset major:minor inode path` (`proc_pid_maps(5)`).
-fn private_mapping(line: &str) -> Option<StoreMapping> {
+fn private_mapping(line: &str) -> Option<FileMapping> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
     let (start, end) = (
@@ -92,10 +129,13 @@ fn private_mapping(line: &str) -> Option<StoreMapping> {
     );
     let private = fields.next()?.ends_with('p');
     let offset = u64::from_str_radix(fields.next()?, 16).ok()?;
-    private.then_some(StoreMapping {
+    let (major, minor) = fields.next()?.split_once(':')?;
+    let device = |text| u32::from_str_radix(text, 16).ok();
+    private.then_some(FileMapping {
+        file: (device(major)?, device(minor)?, fields.next()?.parse().ok()?),
         hva: Hva(start),
-        pages: (end - start) / PAGE_SIZE,
-        store_page: StorePage(offset / PAGE_SIZE),
+        pages: end.checked_sub(start)? / PAGE_SIZE,
+        file_page: offset / PAGE_SIZE,
     })
 }
 
@@ -119,6 +159,13 @@ mod tests {
         };
         let mappings = parse(MAPS, store);
         assert_eq!(mappings.total, 5);
+        let other = FileMapping {
+            file: (0, 2, 1043),
+            hva: Hva(0x7f00_0000_6000),
+            pages: 1,
+            file_page: 0x10,
+        };
+        assert_eq!(mappings.others, [other]);
         assert_eq!(
             mappings.store,
             [StoreMapping {
@@ -132,6 +179,10 @@ mod tests {
     #[test]
     fn broken_lines_are_passed_over() {
         let store = StoreIdentity { dev: 1, ino: 7 };
-        assert_eq!(parse("x 7 y\n-  7 \n zz-zz rw-p 7 7 7 \n", store).store, []);
+        let broken = parse(
+            "x 7 y\n-  7 \n zz-zz rw-p 7 7 7 \n2-1 rw-p 0 0:1 7 x\n",
+            store,
+        );
+        assert_eq!((broken.store, broken.others), (vec![], vec![]));
     }
 }

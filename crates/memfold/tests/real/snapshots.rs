@@ -455,6 +455,17 @@ head -c 8M /dev/urandom > /var/tmp/new; sync
 xargs -a /run/list sha256sum > /run/sums
 awk '/^Cached:/ { print $2 * 1024 }' /proc/meminfo";
 
+/// Writes pages by turns ([`STOP_TURNS`] ends it).
+const TURNS: &str = include_str!("guest/turns.py");
+
+const START_TURNS: &str = "setsid /root/turns.py > /run/turns.log 2>&1 < /dev/null &
+sleep 3; test -s /dev/shm/turns";
+
+/// What that has found.
+const STOP_TURNS: &str = "touch /run/turns.stop
+for _ in $(seq 300); do [ -e /run/turns.done ] && break; sleep 0.2; done
+cat /run/turns.done || cat /run/turns.log";
+
 /// Reads them again; bytes that came from the disk for that.
 const READ_AGAIN: &str = "set -e
 sectors() { awk '$3 == \"vda\" { print $6 }' /proc/diskstats; }
@@ -506,7 +517,11 @@ fn flip(path: &Path, at: u64) {
 fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     let Some(_turn) = support::turn() else { return };
     let limit = Duration::from_secs(120);
-    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let settings = EngineSettings {
+        fold_back_interval: Duration::from_secs(5),
+        ..EngineSettings::default()
+    };
+    let lab = Lab::new(settings).unwrap();
     let daemon = lab.daemon();
     let mut spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
     let forged = lab.directory().join("forged.img");
@@ -548,6 +563,8 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     std::fs::rename(&aside, &forged).unwrap();
     lab.exec("first", READ_FILES, limit).unwrap();
 
+    let turns = support::file("turns.py", TURNS) + START_TURNS;
+    lab.exec("first", &turns, limit).unwrap();
     let (hot, hot_bytes, referred) = save("hot", Keep::Hot, true, false);
     // What a raw disk holds is the guest's, also if it looks like an image over a file of the host.
     assert!(hot.disks[1].backing.is_empty(), "{:?}", hot.disks[1]);
@@ -628,7 +645,31 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
         daemon.remove_snapshot("hot"),
         Err(DaemonError::Snapshot(SnapshotError::InUse { .. }))
     ));
-    for vm in ["warm", "warm-2", "cool", "first"] {
+    // While they run (their RAM is a view of memory), and at pauses (of a file).
+    let clones = ["warm", "warm-2", "cool"];
+    let stats = support::wait_stats(
+        "pages return to the snapshot",
+        Duration::from_secs(60),
+        || lab.stats().unwrap(),
+        |stats| {
+            let back = |name: &&str| support::vm(stats, name).folded_back_pages;
+            clones.iter().all(|name| back(name) > 2000)
+        },
+    );
+    for vm in clones {
+        let written = lab.exec(vm, STOP_TURNS, limit).unwrap();
+        let stats = support::vm(&stats, vm);
+        println!(
+            "{vm}: {} of {} pages written, {} folded back, {} pauses; {written}",
+            stats.template_copied_pages,
+            stats.template_pages,
+            stats.folded_back_pages,
+            stats.pauses
+        );
+        assert!(written.starts_with("errors 0 "), "{vm}: {written}");
+        assert!(vm == "cool" || stats.pauses == 0, "{stats:?}");
+    }
+    for vm in clones.iter().chain(&["first"]) {
         lab.stop(vm).unwrap();
     }
     let end = Instant::now() + Duration::from_secs(10);

@@ -163,11 +163,13 @@ pub fn wait_stats(
     }
 }
 
+/// The shell text that puts a program into a guest's `/root`.
+pub fn file(name: &str, text: &str) -> String {
+    format!("cat > /root/{name} <<'END-OF-FILE'\n{text}\nEND-OF-FILE\nchmod +x /root/{name}\n")
+}
+
 /// The shell text that puts the attack's programs into a guest.
 pub fn install() -> String {
-    let file = |name: &str, text: &str| {
-        format!("cat > /root/{name} <<'END-OF-FILE'\n{text}\nEND-OF-FILE\nchmod +x /root/{name}\n")
-    };
     file("attack.sh", ATTACK) + &file("rewrite.py", REWRITE) + &file("pressure.py", PRESSURE)
 }
 
