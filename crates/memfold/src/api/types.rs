@@ -192,6 +192,11 @@ pub struct RestoreRequest {
     /// Have its memory at hand that a VM used first of all, instead of one page at a time as it asks for them.
     #[serde(default)]
     pub prefetch: bool,
+    /// A directory that gets the disks which the VM writes, as files of its own (`VM-diskN.qcow2`) that stay when it ends. Unset: its
+    /// writes go to temporary overlays.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub disks: Option<PathBuf>,
 }
 
 impl RestoreRequest {
@@ -203,6 +208,7 @@ impl RestoreRequest {
             renew: Renew::default(),
             force: false,
             prefetch: false,
+            disks: None,
         }
     }
 }

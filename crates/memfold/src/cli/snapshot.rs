@@ -1,5 +1,6 @@
 //! `memfold snapshot` and `memfold clone`.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
@@ -47,6 +48,9 @@ pub(super) enum Arguments {
         /// Fetch what a VM used first when the snapshot was restored before, instead of page by page as it asks for it
         #[arg(long)]
         prefetch: bool,
+        /// Give it disks of its own in DIR, which stay when it ends; by default what it writes is temporary
+        #[arg(long, value_name = "DIR")]
+        disks: Option<PathBuf>,
     },
     /// All snapshots
     List,
@@ -140,6 +144,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             vm,
             force,
             prefetch,
+            disks,
         } => {
             let vm = match vm {
                 Some(vm) => vm,
@@ -148,6 +153,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let request = RestoreRequest {
                 force,
                 prefetch,
+                // The daemon's directory is another.
+                disks: disks.map(std::path::absolute).transpose()?,
                 ..RestoreRequest::new(vm)
             };
             let info = watched(context, &name, || restore(&client, &name, &request))?;
@@ -219,6 +226,7 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
             },
             force: arguments.force,
             prefetch: arguments.prefetch,
+            disks: None,
         };
         let began = Instant::now();
         let started = watched(context, snapshot, || restore(&client, snapshot, &request));

@@ -333,9 +333,13 @@ impl Daemon {
                 return Err(SnapshotError::Twin { name, other }.into());
             }
         }
-        let spec = restore::spec(&self.shelf, &manifest, &request.vm)?;
+        let mut spec = restore::spec(&self.shelf, &manifest, &request.vm)?;
         let plan = Plan::new(request.renew, &spec).map_err(|error| no_plan(&error))?;
         let ram = self.shelf.checked_ram(&manifest, &progress)?;
+        let own_disks = match &request.disks {
+            Some(place) => restore::own_disks(&mut spec, place, &progress)?,
+            None => Vec::new(),
+        };
         let incoming = Incoming {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
@@ -358,6 +362,7 @@ impl Daemon {
         drop(ram);
         if launched.is_err() {
             self.shelf.let_go();
+            restore::drop_disks(&own_disks);
         }
         let info = launched?;
         let Ok(machine) = self.machine(&request.vm) else {

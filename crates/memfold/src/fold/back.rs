@@ -25,8 +25,8 @@ use super::table::Index;
 use super::{GuestError, VmId};
 use crate::store::mapped::FileMapping;
 
-/// Pages compared in one step: some milliseconds.
-const STEP_PAGES: u64 = 2048;
+/// Pages compared in one step, each of which may be a run of its own: some milliseconds.
+const STEP_PAGES: u64 = MAX_RUNS as u64;
 
 /// Pages read at once.
 const READ_PAGES: u64 = 64;
@@ -261,7 +261,7 @@ impl Engine {
         }
         let mut runs = Vec::new();
         let mut looked = 0;
-        while looked < STEP_PAGES && runs.len() + READ_PAGES as usize <= MAX_RUNS {
+        while looked + READ_PAGES <= STEP_PAGES {
             let Some(part) = vm.back.rest.pop() else {
                 break;
             };

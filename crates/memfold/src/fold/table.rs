@@ -219,14 +219,13 @@ impl VmTable {
         self.cached_pages += 1;
         self.dirty.set(at, false);
         self.refused.set(at, false);
-        match &mut self.seen {
+        if let Some(seen) = &mut self.seen {
             // An inventory tells of pages that were there before: what the last look said of them holds.
-            Some(seen) => seen.set(at, true),
+            seen.set(at, true);
+        } else {
             // Filled anew: whatever was folded here has been written over.
-            None => {
-                self.shared.set(at, false);
-                self.foldable.set(at, true);
-            }
+            self.shared.set(at, false);
+            self.foldable.set(at, true);
         }
         true
     }

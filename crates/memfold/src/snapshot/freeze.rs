@@ -167,11 +167,16 @@ pub(super) struct Below {
     pub(super) file: PathBuf,
 }
 
+/// The device of a disk, as `query-block` tells of it.
+pub(super) fn device(devices: &Value, disk: usize) -> Option<&Value> {
+    devices.as_array()?.iter().find(|device| {
+        let path = device["qdev"].as_str().unwrap_or_default();
+        path == format!("vd{disk}") || path.contains(&format!("/vd{disk}/"))
+    })
+}
+
 pub(super) fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
-    let device = devices.as_array()?.iter().find(|device| {
-        let qdev = device["qdev"].as_str().unwrap_or_default();
-        qdev == format!("vd{disk}") || qdev.contains(&format!("/vd{disk}/"))
-    })?;
+    let device = device(devices, disk)?;
     let inserted = &device["inserted"];
     let node = inserted["node-name"].as_str()?.to_owned();
     Some(Active {

@@ -183,6 +183,9 @@ pub struct Steps {
     pub pack_ms: f64,
     /// Disks frozen.
     pub disks_ms: f64,
+    /// Disks that the VM writes in place are copied, while it runs.
+    #[serde(default)]
+    pub disks_copy_ms: f64,
 }
 
 /// A snapshot in short.

@@ -7,10 +7,12 @@
 //!   clone    the same, n times; what a clone writes is its own, and the agent sets it apart from the others (identity)
 //! ```
 
+mod copy;
 pub mod free;
 mod freeze;
 pub mod identity;
 pub mod image;
+mod job;
 pub mod manifest;
 pub mod pack;
 mod parts;

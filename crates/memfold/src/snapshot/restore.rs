@@ -5,9 +5,10 @@
 //! blocks (firmware, tables) are small and are copied; then QEMU reads the device state.
 
 use std::fs::File;
+use std::io::{ErrorKind, Read};
 use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use memfold_sys::memory;
@@ -20,12 +21,15 @@ use super::image::{CHUNK_PAGES, Data, ImageBlock};
 use super::manifest::{Manifest, SavedDisk};
 use super::save::modified_ns;
 use super::shelf::{DEVICES, RAM};
-use super::{Shelf, SnapshotError};
+use super::{Progress, Shelf, SnapshotError};
 use crate::store::StoreIdentity;
 use crate::vm::{DiskFormat, DiskSpec, Qmp, Vm, VmSpec};
 
 /// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a process may have 65,530 for everything.
 const MOST_VIEWS: usize = 4096;
+
+/// Bytes of a disk that are copied at once.
+const COPY_BYTES: u64 = 64 << 20;
 
 /// How long QEMU may take to read the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -73,6 +77,61 @@ fn check_disk(name: &str, place: &Path, saved: &SavedDisk) -> Result<(), Snapsho
         }
     }
     Ok(())
+}
+
+/// Gives a VM that is to run from a snapshot disks of its own in `place`, instead of temporary overlays; the files. If it fails, there
+/// are none.
+pub fn own_disks(
+    spec: &mut VmSpec,
+    place: &Path,
+    progress: &Progress,
+) -> Result<Vec<PathBuf>, SnapshotError> {
+    let written = spec.disks.iter().filter(|disk| disk.snapshot);
+    let bytes = written.map(|disk| std::fs::metadata(&disk.path).map_or(0, |facts| facts.len()));
+    progress.begin("disks copied", bytes.sum());
+    let mut files = Vec::new();
+    for (number, disk) in spec.disks.iter_mut().enumerate() {
+        if !disk.snapshot {
+            continue;
+        }
+        let file = place.join(format!("{}-disk{number}.qcow2", spec.name));
+        if let Err(source) = copy_disk(&disk.path, &file, progress) {
+            // One that was there before stays.
+            if source.kind() != ErrorKind::AlreadyExists {
+                files.push(file.clone());
+            }
+            drop_disks(&files);
+            return Err(SnapshotError::Files { path: file, source });
+        }
+        disk.path.clone_from(&file);
+        disk.snapshot = false;
+        files.push(file);
+    }
+    Ok(files)
+}
+
+/// Removes what [`own_disks`] has made.
+pub fn drop_disks(files: &[PathBuf]) {
+    for file in files {
+        let _ = std::fs::remove_file(file);
+    }
+}
+
+/// Copies a file to a new one, by sharing its blocks where the file system can (`copy_file_range`).
+fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> std::io::Result<()> {
+    let from = File::open(from)?;
+    let mut to = File::options()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(to)?;
+    loop {
+        let copied = std::io::copy(&mut (&from).take(COPY_BYTES), &mut to)?;
+        if copied == 0 {
+            return to.sync_all();
+        }
+        progress.add(copied);
+    }
 }
 
 /// Fills a VM that was started with `-incoming defer` from `ram`, the image ([`Shelf::checked_ram`]), and lets it run.

@@ -1,13 +1,14 @@
 //! Saving a VM at one instant.
 //!
 //! ```text
-//!   1. overlays        a new one for each temporary overlay, added to QEMU, not used yet
+//!   1. overlays        a new one for each temporary overlay, added to QEMU, not used yet; files for copies of other disks
 //!   -- the VM stands still --
 //!   2. device state    QEMU writes it to a descriptor of ours (xen-save-devices-state: any machine, no RAM)
 //!   3. RAM image       from the page tables of QEMU's process; live: RAM is looked at and protected, small blocks are copied
-//!   4. disks           the temporary overlays are frozen under the new ones, all in one transaction
+//!   4. disks           what is written in place is put aside from now on before it is written over (copy);
+//!                      the temporary overlays are frozen under the new ones, all in one transaction
 //!   -- the VM goes on --
-//!   5. live: the RAM image, of what the library keeps too (past)
+//!   5. live: the RAM image, of what the library keeps too (past); disks that are written in place are copied
 //!   6. --keep hot: what the disks hold is taken out of the image (refer); --compress: the rest is compressed (pack)
 //!   7. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
 //! ```
@@ -26,6 +27,7 @@ use memfold_units::PAGE_SIZE;
 use memfold_wire::library::Range;
 use serde_json::json;
 
+use super::copy::{self, Copied};
 use super::free::{self, Frames};
 use super::freeze::{self, Frozen, disk_name};
 use super::image::{Plan, Source, Writer};
@@ -75,14 +77,6 @@ pub fn refuse(vm: &Vm) -> Result<(&VmSpec, &Record, &VmDirectory), SnapshotError
             "the VM was not started by memfold: its disks can't be frozen without changing its command line; start it with 'memfold vm run'".into(),
         ));
     };
-    for disk in &spec.disks {
-        if !disk.read_only && !disk.snapshot {
-            return Err(SnapshotError::Impossible(format!(
-                "disk {} is written in place: only read-only disks and those with snapshot = true can be frozen",
-                disk.path.display()
-            )));
-        }
-    }
     if spec.user.is_some() {
         return Err(SnapshotError::Impossible(
             "its QEMU has given its rights up (user = ...) and can't open new overlays".into(),
@@ -115,6 +109,7 @@ pub fn mend<M: DerefMut<Target = Qmp>>(
     monitor: impl Fn() -> M,
 ) -> Result<(), SnapshotError> {
     let (spec, record, directory) = refuse(vm)?;
+    copy::remove(&monitor, spec)?;
     shorten(&monitor, spec, &record_now(directory, record).overlays)
 }
 
@@ -142,11 +137,25 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     };
     let mut qmp = monitor();
     let frozen = freeze::prepare(&mut qmp, spec, &draft, note)?;
-    if let Err(error) = freeze::check_files(vm.pid(), &mut qmp, spec) {
-        freeze::undo(&mut qmp, &frozen, note);
-        return Err(error);
-    }
-    let stood = stand_still(vm, &mut qmp, &draft, &ram, &frozen, request, hold, progress);
+    let stood = freeze::check_files(vm.pid(), &mut qmp, spec)
+        .and_then(|()| copy::prepare(&mut qmp, spec, &draft))
+        .and_then(|copies| {
+            let disks = (frozen.as_slice(), copies.as_slice());
+            let still = stand_still(vm, &mut qmp, &draft, &ram, disks, request, hold, progress)?;
+            Ok((still, copies))
+        });
+    let (still, copies) = match stood {
+        Ok(still) => still,
+        Err(error) => {
+            // First of all: what follows may wait for QEMU.
+            hold.let_go();
+            freeze::undo(&mut qmp, &frozen, note);
+            drop(qmp);
+            let_go_of_disks(vm, &monitor, spec);
+            return Err(error);
+        }
+    };
+    drop(qmp);
     let Still {
         mut steps,
         devices,
@@ -155,27 +164,21 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         past,
         mut writer,
         pause,
-    } = match stood {
-        Ok(still) => still,
-        Err(error) => {
-            // First of all: what follows may wait for QEMU.
-            hold.let_go();
-            freeze::undo(&mut qmp, &frozen, note);
-            return Err(error);
-        }
-    };
-    drop(qmp);
+    } = still;
     // From here on the VM's chain of overlays is longer by one.
     let is_live = past.is_some();
     let finish = || -> Result<Manifest, SnapshotError> {
         let began = Instant::now();
-        let copied = past.map_or(Ok(0), |past| copy(past, &mut writer, &plan, progress));
+        let copied = past.map_or(Ok(0), |past| copy_ram(past, &mut writer, &plan, progress));
         // First of all: what follows a failure may wait for QEMU.
         hold.let_go();
         let kept_pages = copied.map_err(|source| failed(RAM, source))?;
         let (blocks, counts) = writer.finish(&sums).map_err(|e| failed(SUMS, e))?;
         steps.copy_ms = milliseconds(began.elapsed());
-        let disks = take_over(spec, &frozen, &draft)?;
+        let began = Instant::now();
+        copy::finish(&monitor, &copies, spec, progress)?;
+        steps.disks_copy_ms = milliseconds(began.elapsed());
+        let disks = take_over(spec, &frozen, &copies, &draft)?;
         let ram_bytes = ram.metadata().map_err(|e| failed(RAM, e))?.len();
         let (references, packed) =
             parts::take_apart(&draft, &ram, &disks, request, &mut steps, progress)?;
@@ -217,6 +220,7 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         Ok(manifest) => draft.commit(&manifest).map(|()| manifest),
         // Its names of the frozen overlays go: they are the VM's alone again.
         Err(error) => {
+            let_go_of_disks(vm, &monitor, spec);
             drop(draft);
             Err(error)
         }
@@ -229,8 +233,15 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     made
 }
 
+/// Has a VM whose save has failed use its disks as before.
+fn let_go_of_disks<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M, spec: &VmSpec) {
+    if let Err(error) = copy::remove(monitor, spec) {
+        tracing::warn!(vm = vm.name(), %error, "what it writes over is still put aside; the next save, or its end, ends that");
+    }
+}
+
 /// Copies what was kept for a VM that has gone on; how many pages it wrote to before. What that takes is freed.
-fn copy(
+fn copy_ram(
     (past, blocks): (Past, Vec<usize>),
     writer: &mut Writer<'_>,
     plan: &Plan,
@@ -294,7 +305,7 @@ fn stand_still<'a>(
     qmp: &mut Qmp,
     draft: &Draft,
     ram: &'a File,
-    frozen: &[Frozen],
+    (frozen, copies): (&[Frozen], &[Copied]),
     request: &Request,
     hold: &impl Hold,
     progress: &Progress,
@@ -338,6 +349,7 @@ fn stand_still<'a>(
     }
     steps.ram_ms = milliseconds(began.elapsed());
     let began = Instant::now();
+    copy::begin(qmp, copies)?;
     freeze::switch(qmp, frozen)?;
     steps.disks_ms = milliseconds(began.elapsed());
     // The library lets it go on in any case, at the latest when its connection ends.
@@ -431,32 +443,34 @@ fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
     Ok(sources.filter(|source| source.pages > 0).collect())
 }
 
-/// Moves frozen overlays into the draft, and says where every disk lies.
+/// Gives frozen overlays a name in the draft, and says where every disk lies.
 fn take_over(
     spec: &VmSpec,
     frozen: &[Frozen],
+    copies: &[Copied],
     draft: &Draft,
 ) -> Result<Vec<SavedDisk>, SnapshotError> {
     let mut disks = Vec::new();
     for (number, disk) in spec.disks.iter().enumerate() {
+        let own = draft.path().join(disk_name(number));
         let found = frozen.iter().find(|f| f.disk == number);
-        let (at, path) = match found {
-            Some(frozen) => {
-                let name = PathBuf::from(disk_name(number));
-                let to = draft.path().join(&name);
-                keep_file(&frozen.path, &to).map_err(|source| SnapshotError::Files {
-                    path: frozen.path.clone(),
-                    source,
-                })?;
-                (to, name)
-            }
-            None => (disk.path.clone(), disk.path.clone()),
+        if let Some(frozen) = found {
+            keep_file(&frozen.path, &own).map_err(|source| SnapshotError::Files {
+                path: frozen.path.clone(),
+                source,
+            })?;
+        }
+        let is_ours = found.is_some() || copies.iter().any(|copy| copy.disk == number);
+        let (at, path) = if is_ours {
+            (own, PathBuf::from(disk_name(number)))
+        } else {
+            (disk.path.clone(), disk.path.clone())
         };
         let facts = fs::metadata(&at).map_err(|source| SnapshotError::Files {
             path: at.clone(),
             source,
         })?;
-        let is_qcow2 = found.is_some() || disk.format() == DiskFormat::Qcow2;
+        let is_qcow2 = is_ours || disk.format() == DiskFormat::Qcow2;
         // What a raw disk holds is the guest's: it may look like a header that names files of the host.
         let files = if is_qcow2 {
             freeze::chain(&at)?
@@ -478,12 +492,12 @@ fn take_over(
         }
         disks.push(SavedDisk {
             path,
-            format: if found.is_some() {
+            format: if is_ours {
                 "qcow2".to_owned()
             } else {
                 disk.format().driver().to_owned()
             },
-            read_only: found.is_none(),
+            read_only: !is_ours,
             bytes: facts.len(),
             modified_ns: modified_ns(&facts),
             backing,

@@ -11,19 +11,16 @@ use std::fs;
 use std::ops::DerefMut;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::SnapshotError;
 use super::freeze::{Below, active};
+use super::{SnapshotError, job};
 use crate::vm::{Qmp, VmSpec};
 
 /// How long QEMU may write what the newer overlay holds.
 const TIMEOUT: Duration = Duration::from_secs(600);
-
-/// Time between two looks at what QEMU does.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// Has QEMU write to the older of `overlays` again, which are all temporary ones of the VM, and removes the newer.
 pub(super) fn shorten<M: DerefMut<Target = Qmp>>(
@@ -77,48 +74,21 @@ fn commit<M: DerefMut<Target = Qmp>>(
     below: &Below,
 ) -> Result<(), String> {
     let id = format!("memfold-disk{disk}");
-    let tell = |command: &str, arguments: Value| {
-        let done = monitor().execute(command, arguments);
-        done.map_err(|error| error.to_string())
-    };
-    let job = || -> Result<Option<Value>, String> {
-        let jobs = tell("query-jobs", json!({}))?;
-        let found = jobs.as_array().into_iter().flatten();
-        Ok(found.into_iter().find(|job| job["id"] == *id).cloned())
-    };
-    let mut begun = job()?;
+    let mut begun = job::find(monitor, &id)?;
     if begun
         .as_ref()
         .is_some_and(|job| job["status"] == "concluded")
     {
         // Nobody has looked at it, and it says nothing of now.
-        tell("job-dismiss", json!({ "id": id }))?;
+        job::dismiss(monitor, &id)?;
         begun = None;
     }
     // One that an earlier daemon began goes on.
     if begun.is_none() {
-        tell(
-            "block-commit",
-            json!({ "job-id": id, "device": top, "base-node": below.node, "auto-dismiss": false }),
-        )?;
+        let commit =
+            json!({ "job-id": id, "device": top, "base-node": below.node, "auto-dismiss": false });
+        let done = monitor().execute("block-commit", commit);
+        done.map_err(|error| error.to_string())?;
     }
-    let end = Instant::now() + TIMEOUT;
-    loop {
-        let job = job()?.ok_or("its job is gone")?;
-        if job["status"] == "concluded" {
-            tell("job-dismiss", json!({ "id": id }))?;
-            return job["error"].as_str().map_or(Ok(()), |why| Err(why.into()));
-        }
-        if Instant::now() > end {
-            return Err(format!(
-                "it is not done in {} s, and goes on; try again later",
-                TIMEOUT.as_secs()
-            ));
-        }
-        if job["status"] == "ready" {
-            // Refused if it has ended meanwhile; the next look tells how.
-            let _ = tell("job-complete", json!({ "id": id }));
-        }
-        std::thread::sleep(LOOK_EVERY);
-    }
+    job::finish(monitor, &id, TIMEOUT, None)
 }

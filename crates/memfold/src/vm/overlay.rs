@@ -20,27 +20,54 @@ pub struct Backing<'a> {
 /// Makes an empty overlay, readable for its owner only, in a directory that others may write to; `AlreadyExists` if there is a file.
 /// If it fails, there is none.
 pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)?;
+    let file = new_file(path)?;
     format(file, backing).inspect_err(|_| {
         let _ = std::fs::remove_file(path);
     })
 }
 
+/// Makes an empty disk, readable for its owner only. If it fails, there is none.
+pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
+    let file = new_file(path)?;
+    let mut command = create_command();
+    command
+        .arg("/proc/self/fd/0")
+        .arg(virtual_bytes.to_string());
+    run(&mut command, file).inspect_err(|_| {
+        let _ = std::fs::remove_file(path);
+    })
+}
+
+fn new_file(path: &Path) -> io::Result<File> {
+    File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+}
+
+fn create_command() -> Command {
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", "qcow2"]);
+    command
+}
+
 /// `qemu-img` gets the open file and not its name: it may outlive us, and would make the file anew once someone has removed it.
 fn format(file: File, backing: &Backing) -> io::Result<()> {
-    let mut command = Command::new("qemu-img");
-    command.args(["create", "-q", "-f", "qcow2", "-F", backing.format, "-b"]);
+    let mut command = create_command();
+    command.args(["-F", backing.format, "-b"]);
     command.arg(backing.file);
     if backing.virtual_bytes.is_some() {
         command.arg("-u");
     }
     command.arg("/proc/self/fd/0");
     command.args(backing.virtual_bytes.map(|bytes| bytes.to_string()));
+    run(&mut command, file)
+}
+
+/// Runs `qemu-img` with an open file as its standard input.
+fn run(command: &mut Command, file: File) -> io::Result<()> {
     let output = command
         .stdin(Stdio::from(file))
         .output()

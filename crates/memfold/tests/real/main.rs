@@ -7,6 +7,7 @@
 //! | [`daemon_killed`] | twenty daemons die, VMs go on, the next daemon folds on |
 //! | [`liars`] | agents that lie about every field |
 //! | [`snapshots`] | a VM is saved, goes on, and comes back as it was, memory and disk; clones run beside it |
+//! | [`disks`] | the same of disks that a VM writes in place, which stay its own |
 //! | [`snapshots_killed`] | daemons and VMs die while they save |
 //! | [`churn`] | files of three times the memory: what is folded at any moment, and that nothing grows |
 //!
@@ -17,6 +18,7 @@
 
 mod churn;
 mod daemon_killed;
+mod disks;
 mod domains;
 mod integrity;
 mod liars;

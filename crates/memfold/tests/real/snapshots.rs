@@ -152,10 +152,10 @@ fn disk_nodes(state: &Path, vm: &str) -> Vec<String> {
 }
 
 /// A file system of 40 MiB, mounted on a directory as long as it lives.
-struct Small<'a>(&'a Path);
+pub struct Small<'a>(&'a Path);
 
 impl<'a> Small<'a> {
-    fn mount(place: &'a Path) -> Self {
+    pub fn mount(place: &'a Path) -> Self {
         std::fs::create_dir_all(place).unwrap();
         let mounted = Command::new("mount")
             .args(["-t", "tmpfs", "-o", "size=40m", "memfold-test"])
