@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use memfold_wire::library::Advice;
 use rustix::process::Pid;
@@ -26,6 +26,9 @@ use crate::vm::{
 
 /// Time between two looks at a VM's conditions and layout.
 const WATCH_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Longest time until a library that fails again and again is connected to again.
+const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 
 /// How long a guest may take to be set apart from others: keys are made.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
@@ -70,8 +73,7 @@ pub(super) struct Machine {
     seen: Mutex<Seen>,
     /// Why the library can't fold, whatever the conditions.
     library_problem: Option<String>,
-    /// The engine's connection to the library has failed.
-    library_lost: Arc<AtomicBool>,
+    library_watch: Mutex<LibraryWatch>,
     saving: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
     boot_snapshot: Mutex<Option<BootSnapshot>>,
@@ -79,6 +81,16 @@ pub(super) struct Machine {
     agent: Mutex<Option<Arc<AgentLink>>>,
     commands: SyncSender<Command>,
     qemu: String,
+}
+
+/// The engine's connection to the library.
+#[derive(Debug)]
+struct LibraryWatch {
+    /// It has failed.
+    lost: Arc<AtomicBool>,
+    connected: Instant,
+    /// How long it has to be left alone from then on.
+    pause: Duration,
 }
 
 impl Machine {
@@ -119,7 +131,11 @@ impl Machine {
             monitor,
             seen: Mutex::new(Seen { layout, conditions }),
             library_problem,
-            library_lost,
+            library_watch: Mutex::new(LibraryWatch {
+                lost: library_lost,
+                connected: Instant::now(),
+                pause: WATCH_INTERVAL,
+            }),
             saving: Mutex::default(),
             renewal: Mutex::default(),
             boot_snapshot: Mutex::default(),
@@ -353,9 +369,14 @@ impl Machine {
     }
 
     /// Connects to the library anew if it did not answer the engine: QEMU may have stood still (a stopped process, a host that
-    /// swaps), or its library's thread got no core.
+    /// swaps), or its library's thread got no core. A library that keeps failing is tried less and less often, because the engine
+    /// waits for it each time.
     fn reach_library_again(&self) {
-        if !self.library_lost.load(Ordering::Acquire) {
+        let mut watch = self
+            .library_watch
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if !watch.lost.load(Ordering::Acquire) || watch.connected.elapsed() < watch.pause {
             return;
         }
         let link = match self.vm.library_link() {
@@ -368,9 +389,17 @@ impl Machine {
             vm = self.name,
             "its library had not answered in time; folding goes on"
         );
-        self.library_lost.store(false, Ordering::Release);
+        watch.pause = if watch.connected.elapsed() > LONGEST_PAUSE {
+            WATCH_INTERVAL
+        } else {
+            (watch.pause * 2).min(LONGEST_PAUSE)
+        };
+        watch.connected = Instant::now();
+        // An order that is under way may yet find out that the old one is lost.
+        watch.lost = Arc::default();
+        self.look_again();
         let conditions = self.seen().conditions.clone();
-        let (monitor, lost) = (self.monitor.clone(), self.library_lost.clone());
+        let (monitor, lost) = (self.monitor.clone(), watch.lost.clone());
         let guest = QemuGuest::new(self.pid(), link, monitor, &conditions, lost);
         self.tell(Command::Reached {
             id: self.id,

@@ -36,7 +36,7 @@ use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
 use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
 use crate::ksm;
 use crate::ledger::{self, StoreAccount};
-use crate::snapshot::Shelf;
+use crate::snapshot::{Shelf, save};
 use crate::store::StoreIdentity;
 use crate::vm::{AgentOptions, CommandResult, Vm, VmSpec};
 
@@ -134,7 +134,10 @@ impl Daemon {
             }
             info!(vm = name, pid = vm.pid().as_raw_nonzero(), "taken over");
             match daemon.take_on(vm, &name, domain, None) {
-                Ok(machine) => daemon.find_boot_snapshot(&machine),
+                Ok(machine) => {
+                    daemon.find_boot_snapshot(&machine);
+                    save::let_go_of_disks(machine.vm(), &|| machine.monitor());
+                }
                 Err(error) => warn!(
                     vm = name,
                     error = &error as &dyn std::error::Error,

@@ -21,7 +21,7 @@ use rustix::process::Pid;
 use tracing::debug;
 
 use super::engine::{Engine, VmState};
-use super::table::Index;
+use super::table::{Index, VmTable};
 use super::{GuestError, VmId};
 use crate::store::mapped::FileMapping;
 
@@ -36,6 +36,19 @@ const WORTH: u64 = 50;
 
 /// Longest time between two passes, in the shortest.
 const LONGEST: u32 = 16;
+
+/// How often QEMU may fail to say whether its VM may be protected, before that is taken for a no.
+const PATIENCE: u32 = 3;
+
+/// When a step is tried again that could not be done.
+const LATER: Duration = Duration::from_secs(1);
+
+/// Pages that a process has copies of: in memory, and of no file.
+const COPIES: Filter = Filter {
+    all_of: category::PRESENT,
+    none_of: category::FILE | category::ZERO,
+    any_of: 0,
+};
 
 /// `TMPFS_MAGIC` of `linux/magic.h`, also of memfds.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -75,6 +88,10 @@ pub(super) struct BackPass {
     rest: Vec<Part>,
     looked: u64,
     found: u64,
+    /// CPU time of the pass, in nanoseconds.
+    cost_ns: u64,
+    /// How often in a row QEMU didn't say that its VM may be protected against writes.
+    unsaid: u32,
 }
 
 impl BackPass {
@@ -90,30 +107,38 @@ impl BackPass {
             rest: Vec::new(),
             looked: 0,
             found: 0,
+            cost_ns: 0,
+            unsaid: 0,
         }
     }
 
-    fn end(&mut self, now: Instant) {
+    /// What was known is not so any more.
+    pub fn forget(&mut self) {
+        self.rest.clear();
+        self.views.clear();
+        self.image = None;
+    }
+
+    /// Ends a pass. Passes may take a tenth of the CPU budget.
+    fn end(&mut self, now: Instant, cpu_share: f64) {
         self.rest.clear();
         self.interval = if self.found * WORTH >= self.looked.max(1) {
             self.shortest
         } else {
             (self.interval * 2).min(self.shortest * LONGEST)
         };
-        self.due = now + self.interval;
-        (self.looked, self.found) = (0, 0);
+        let share = (cpu_share / 10.0).max(1e-4);
+        let least = Duration::from_secs_f64((self.cost_ns as f64 / 1e9 / share).min(3600.0));
+        self.due = now + self.interval.max(least);
+        (self.looked, self.found, self.cost_ns) = (0, 0, 0);
     }
 }
 
 impl VmState {
     /// When the next step of a pass is due; never for a VM that runs from no snapshot.
-    pub(super) fn back_due(&self, pause_interval: Duration) -> Option<Instant> {
+    pub(super) fn back_due(&self) -> Option<Instant> {
         let image = self.back.image.as_ref()?;
-        if image.protectable && self.live {
-            return Some(self.back.due);
-        }
-        let pause = self.last_pause + pause_interval;
-        self.guest.can_stop().then(|| self.back.due.max(pause))
+        (image.protectable || self.guest.can_stop()).then_some(self.back.due)
     }
 
     /// Whether page `at`, where a file is mapped, may be frozen by write protection, as of this batch.
@@ -126,37 +151,50 @@ impl VmState {
 /// Takes in which mappings of files other than the page store a VM has. Those in its RAM are views of one image: memfold folds no
 /// RAM that QEMU itself has made of a file.
 pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
-    let in_ram: Vec<(Index, &FileMapping)> = mappings
+    let in_ram: Vec<(&FileMapping, Vec<(Index, Part)>)> = mappings
         .iter()
-        .filter_map(|mapping| Some((vm.table.index_at(mapping.hva)?, mapping)))
+        .map(|mapping| (mapping, parts_in_ram(&vm.table, mapping)))
+        .filter(|(_, parts)| !parts.is_empty())
         .collect();
-    let file = in_ram.first().map(|(_, first)| first.file);
+    let first = in_ram.first().map(|(mapping, _)| *mapping);
+    let file = first.map(|mapping| mapping.file);
     if vm.back.image.as_ref().map(|image| image.identity) != file {
-        let opened = in_ram
-            .first()
-            .map(|(_, first)| Image::open(vm.guest.pid(), first));
-        vm.back.image = match opened.transpose() {
-            Ok(image) => image,
-            Err(error) => {
-                debug!(vm = vm.stats.name, %error, "the image that it runs from can't be read");
-                None
-            }
-        };
+        vm.back.forget();
+        let opened = first.map(|mapping| Image::open(vm.guest.pid(), mapping));
+        vm.back.image = opened.transpose().unwrap_or_else(|error| {
+            debug!(vm = vm.stats.name, %error, "the image that it runs from can't be read");
+            None
+        });
     }
-    let of_image = in_ram.iter().filter(|(_, m)| Some(m.file) == file);
+    let of_image = in_ram.iter().filter(|(m, _)| Some(m.file) == file);
     vm.back.views = of_image
-        .map(|(_, mapping)| Part {
-            hva: mapping.hva,
-            pages: mapping.pages,
-            file_page: mapping.file_page,
-        })
+        .flat_map(|(_, parts)| parts.iter().map(|(_, part)| *part))
         .collect();
-    let pages = vm.table.pages();
-    let ranges = in_ram.iter().map(|&(first, mapping)| {
-        let length = u32::try_from(mapping.pages).unwrap_or(u32::MAX);
-        first..first.saturating_add(length).min(pages)
+    let all = in_ram.iter().flat_map(|(_, parts)| parts);
+    vm.table.set_views(all.map(|(first, part)| {
+        let length = u32::try_from(part.pages).unwrap_or(u32::MAX);
+        *first..first.saturating_add(length)
+    }));
+}
+
+/// Parts of a mapping that are guest RAM, with the number of their first page. Between a guest's slots, a block may have pages that
+/// are none of its RAM.
+fn parts_in_ram(table: &VmTable, mapping: &FileMapping) -> Vec<(Index, Part)> {
+    let end = mapping.hva.add_pages(mapping.pages);
+    let slots = table.layout().slots.iter();
+    let part = slots.filter_map(|slot| {
+        let hva = slot.hva.max(mapping.hva);
+        let end = slot.hva.add_pages(slot.pages).min(end);
+        let pages = (hva < end).then(|| end.pages_since(hva))?;
+        let file_page = mapping.file_page + hva.pages_since(mapping.hva);
+        let part = Part {
+            hva,
+            pages,
+            file_page,
+        };
+        Some((table.index_at(hva)?, part))
     });
-    vm.table.set_views(ranges);
+    part.collect()
 }
 
 impl Image {
@@ -164,6 +202,9 @@ impl Image {
         use std::os::unix::fs::MetadataExt;
         let file = view.open(pid)?;
         let facts = file.metadata()?;
+        if facts.ino() != view.file.2 {
+            return Err(std::io::Error::other("another file is mapped there by now"));
+        }
         #[allow(clippy::cast_possible_truncation)]
         // Should two numbers meet, the library refuses the second file.
         let inode = facts.ino() as u32;
@@ -182,8 +223,10 @@ impl Image {
         let parts = &mut [IoSliceMut::new(buffer)];
         match rustix::io::preadv2(&self.file, parts, offset, ReadWriteFlags::NOWAIT) {
             Ok(n) => (n == buffer.len()).then_some(()),
-            // Memory files know no such reading, and need none.
-            Err(Errno::OPNOTSUPP) => self.file.read_exact_at(buffer, offset).ok(),
+            // Memory files know no such reading, and need none. Other file systems that don't might wait for a network.
+            Err(Errno::OPNOTSUPP) if self.protectable => {
+                self.file.read_exact_at(buffer, offset).ok()
+            }
             Err(_) => None,
         }
     }
@@ -225,22 +268,37 @@ impl Engine {
         }
     }
 
-    /// Does the next step of a pass. Returns whether one was due.
-    pub(super) fn fold_back_due(&mut self, now: Instant) -> bool {
-        let interval = self.settings.pause_interval;
-        let due = |vm: &VmState| {
-            vm.stats.problem.is_none() && vm.back_due(interval).is_some_and(|due| due <= now)
+    /// Does the next step of the pass that has waited longest, if one is due.
+    pub(super) fn fold_back_due(&mut self, now: Instant) {
+        let due = |vm: &VmState| vm.back_due().filter(|_| vm.stats.problem.is_none());
+        let waiting = self.vms.iter().filter_map(|(&id, vm)| Some((due(vm)?, id)));
+        let Some((_, id)) = waiting.filter(|(due, _)| *due <= now).min() else {
+            return;
         };
-        let Some(id) = self.vms.iter().find(|(_, vm)| due(vm)).map(|(&id, _)| id) else {
-            return false;
-        };
+        let began = super::engine::thread_cpu_ns();
+        let library_ns = self.library_cpu_ns;
         if let Err(error) = self.fold_back(id, now) {
-            self.lost(id, &error);
+            return self.lost(id, &error);
         }
-        true
+        let library_ns = self.library_cpu_ns - library_ns;
+        let cost_ns = super::engine::thread_cpu_ns() - began + library_ns;
+        let cpu_share = self.settings.cpu_share;
+        if let Some(vm) = self.vms.get_mut(&id) {
+            vm.back.cost_ns += cost_ns;
+            if vm.back.rest.is_empty() {
+                vm.back.end(Instant::now(), cpu_share);
+            }
+        }
     }
 
     fn fold_back(&mut self, id: VmId, now: Instant) -> Result<(), GuestError> {
+        if let Some(vm) = self.vms.get_mut(&id).filter(|vm| vm.back.rest.is_empty()) {
+            // Views that are none any more would be taken for such.
+            vm.maps_stale = true;
+            if !self.sync(id) {
+                return Ok(());
+            }
+        }
         let Some(vm) = self.vms.get_mut(&id) else {
             return Ok(());
         };
@@ -248,7 +306,6 @@ impl Engine {
             return Ok(());
         };
         if vm.back.rest.is_empty() {
-            vm.back.rest = written(vm);
             let order = Order::AddStore {
                 store: image.number,
                 max_pages: image.pages,
@@ -256,49 +313,72 @@ impl Engine {
             let known = vm.guest.order(&order, Some(image.file.as_fd()))?;
             if let Reply::Error { reason } = known {
                 debug!(vm = vm.stats.name, reason, "nothing is folded back");
-                vm.back.rest.clear();
+                return Ok(());
             }
+            vm.back.rest = written(vm);
         }
-        let mut runs = Vec::new();
-        let mut looked = 0;
-        while looked + READ_PAGES <= STEP_PAGES {
-            let Some(part) = vm.back.rest.pop() else {
-                break;
-            };
-            let first = Part {
-                pages: part.pages.min(READ_PAGES),
-                ..part
-            };
-            vm.back.rest.extend(part.after(first.pages));
-            looked += first.pages;
-            equal_runs(vm.guest.pid(), image, first, &mut runs);
-        }
-        vm.back.looked += looked;
         vm.live = vm.guest.refold_live();
-        let freeze = if vm.live && image.protectable {
-            Some(Freeze::WriteProtect)
-        } else {
+        let freeze = if image.protectable && vm.live {
+            Freeze::WriteProtect
+        } else if image.protectable && vm.back.unsaid < PATIENCE {
+            // QEMU's monitor may just be busy: no reason to stop the VM.
+            vm.back.unsaid += 1;
+            vm.back.due = now + LATER;
+            return Ok(());
+        } else if vm.guest.can_stop() {
+            vm.back.due = now + self.settings.pause_interval;
             let limit = self.settings.pause_length.as_micros();
-            vm.guest.can_stop().then(|| Freeze::Stopped {
+            Freeze::Stopped {
                 limit_us: u32::try_from(limit).unwrap_or(MAX_STOP_US).min(MAX_STOP_US),
-            })
-        };
-        if let Some(freeze) = freeze.filter(|_| !runs.is_empty()) {
-            if let Freeze::Stopped { .. } = freeze {
-                vm.last_pause = now;
             }
-            let order = Order::Fold { freeze, runs };
-            let reply = vm.guest.order(&order, None)?;
-            self.library_cpu_ns += vm.book_back(&order, &reply);
-        }
-        let Some(vm) = self.vms.get_mut(&id) else {
+        } else {
+            vm.back.rest.clear();
             return Ok(());
         };
-        if vm.back.rest.is_empty() {
-            vm.back.end(Instant::now());
+        vm.back.unsaid = 0;
+        let (runs, looked) = next_runs(vm);
+        vm.back.looked += looked;
+        if let Some(rate) = &mut self.rate {
+            rate.spend(looked as f64, now);
         }
+        if runs.is_empty() {
+            return Ok(());
+        }
+        let order = Order::Fold { freeze, runs };
+        let reply = vm.guest.order(&order, None)?;
+        self.library_cpu_ns += vm.book_back(&order, &reply);
         Ok(())
     }
+}
+
+/// Takes the next parts of a pass, and finds the runs in them that hold what the image holds; also how many pages were looked at.
+fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
+    let (mut runs, mut looked) = (Vec::new(), 0);
+    let (Some(image), Some(map)) = (&vm.back.image, &vm.pagemap) else {
+        vm.back.rest.clear();
+        return (runs, 0);
+    };
+    while looked + READ_PAGES <= STEP_PAGES {
+        let Some(part) = vm.back.rest.pop() else {
+            break;
+        };
+        let pages = part.pages.min(READ_PAGES);
+        vm.back.rest.extend(part.after(pages));
+        looked += pages;
+        // What was given back or swapped out since would come back by being read.
+        let Ok(there) = map.scan(part.hva, part.hva.add_pages(pages), COPIES) else {
+            continue;
+        };
+        for region in there {
+            let part = Part {
+                hva: region.start,
+                pages: region.pages(),
+                file_page: part.file_page + region.start.pages_since(part.hva),
+            };
+            equal_runs(vm, image, part, &mut runs);
+        }
+    }
+    (runs, looked)
 }
 
 impl Part {
@@ -315,21 +395,26 @@ impl Part {
 impl VmState {
     /// Counts what an order has given back; runs that it had no time for are tried again. Returns what it cost the library.
     fn book_back(&mut self, order: &Order, reply: &Reply) -> u64 {
-        let (Order::Fold { runs, .. }, Reply::Outcomes { outcomes, .. }) = (order, reply) else {
+        let (
+            Order::Fold { runs, .. },
+            Reply::Outcomes {
+                outcomes,
+                cpu_ns,
+                stopped_ns,
+            },
+        ) = (order, reply)
+        else {
             // Refused as a whole: the pass ends.
             self.back.rest.clear();
             return 0;
         };
-        // Not one was begun: the VM does not run.
-        if outcomes.iter().all(|outcome| *outcome == Outcome::Late) {
-            self.back.rest.clear();
-            return 0;
-        }
         for (run, outcome) in runs.iter().zip(outcomes) {
             let done = u64::from(outcome.pages_done(run.pages));
             self.back.found += done;
             self.stats.folded_back_pages += done;
-            if *outcome == Outcome::Late {
+            // Not one was begun if the VM does not run.
+            if *outcome == Outcome::Late && *stopped_ns > 0 {
+                self.back.looked -= u64::from(run.pages).min(self.back.looked);
                 self.back.rest.push(Part {
                     hva: Hva(run.hva),
                     pages: run.pages.into(),
@@ -337,12 +422,6 @@ impl VmState {
                 });
             }
         }
-        let Reply::Outcomes {
-            cpu_ns, stopped_ns, ..
-        } = reply
-        else {
-            return 0;
-        };
         self.note_pause(*stopped_ns);
         *cpu_ns
     }
@@ -358,17 +437,12 @@ impl VmState {
 
 /// Private copies in the views of a VM's image.
 fn written(vm: &VmState) -> Vec<Part> {
-    let filter = Filter {
-        all_of: category::PRESENT,
-        none_of: category::FILE | category::ZERO,
-        ..Filter::default()
-    };
     let Some(map) = &vm.pagemap else {
         return Vec::new();
     };
     let mut parts = Vec::new();
     for view in &vm.back.views {
-        let Ok(regions) = map.scan(view.hva, view.hva.add_pages(view.pages), filter) else {
+        let Ok(regions) = map.scan(view.hva, view.hva.add_pages(view.pages), COPIES) else {
             return Vec::new();
         };
         parts.extend(regions.iter().map(|region| Part {
@@ -381,11 +455,11 @@ fn written(vm: &VmState) -> Vec<Part> {
 }
 
 /// Finds the runs of `part`, at most [`READ_PAGES`] long, that hold what the image holds.
-fn equal_runs(pid: Pid, image: &Image, part: Part, runs: &mut Vec<FoldRun>) {
+fn equal_runs(vm: &VmState, image: &Image, part: Part, runs: &mut Vec<FoldRun>) {
     let length = usize::try_from(part.pages * PAGE_SIZE).unwrap_or(0);
     let (mut ours, mut theirs) = (vec![0; length], vec![0; length]);
     // A VM that ends, or memory that is given back meanwhile.
-    if !memory::read(pid, part.hva, &mut ours).is_ok_and(|n| n == length) {
+    if !memory::read(vm.guest.pid(), part.hva, &mut ours).is_ok_and(|n| n == length) {
         return;
     }
     if image.read(part.file_page, &mut theirs).is_none() {
@@ -393,7 +467,16 @@ fn equal_runs(pid: Pid, image: &Image, part: Part, runs: &mut Vec<FoldRun>) {
     }
     let pages = ours.chunks(PAGE_BYTES).zip(theirs.chunks(PAGE_BYTES));
     for (step, _) in (0..).zip(pages).filter(|(_, (a, b))| a == b) {
-        let (hva, page) = (part.hva.add_pages(step).0, part.file_page + step);
+        let (hva, page) = (part.hva.add_pages(step), part.file_page + step);
+        // Folded onto the page store since the pass began.
+        if !vm
+            .table
+            .index_at(hva)
+            .is_some_and(|at| vm.table.is_in_view(at))
+        {
+            continue;
+        }
+        let hva = hva.0;
         let last = runs.last_mut().filter(|run| {
             let pages = u64::from(run.pages);
             run.hva + pages * PAGE_SIZE == hva

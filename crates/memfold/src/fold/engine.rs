@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use foldhash::{HashMap, HashMapExt};
 use memfold_sys::pagemap::Pagemap;
-use memfold_units::{ByteSize, StorePage};
+use memfold_units::{ByteSize, Hva, StorePage};
 use memfold_wire::agent::{FileNumber, FromAgent};
 use memfold_wire::library::{Advice, Order, Range, Reply};
 use tracing::{debug, info, warn};
@@ -22,7 +22,7 @@ use super::table::VmTable;
 use super::work::Task;
 use super::{Guest, GuestError, VmId};
 use crate::store::{Source, Store, StoreError};
-use crate::vm::RamLayout;
+use crate::vm::{RamBlock, RamLayout};
 
 /// What an operator may set.
 #[derive(Clone, Debug, PartialEq)]
@@ -194,6 +194,8 @@ pub(super) struct VmState {
     pub introduced: bool,
     /// Advice of the RAM blocks.
     pub advice: Vec<Advice>,
+    /// Blocks that are gone and of which the library was not told yet.
+    pub gone_blocks: Vec<Hva>,
     pub active: bool,
     pub last_sync: Instant,
     pub last_pause: Instant,
@@ -350,7 +352,7 @@ impl Engine {
                 let sync = vm.look_due(settings.sync_interval);
                 let pause = (!vm.wait_for_pause.is_empty())
                     .then(|| vm.last_pause + settings.pause_interval);
-                let back = vm.back_due(settings.pause_interval);
+                let back = vm.back_due();
                 [self.hints_due(vm, now), sync, pause, vm.zero.due(), back]
             })
             .flatten();
@@ -508,6 +510,7 @@ impl Engine {
             allowance,
             introduced: problem.is_none(),
             advice: advice.to_vec(),
+            gone_blocks: Vec::new(),
             active: true,
             last_sync: now,
             last_pause: now,
@@ -641,6 +644,7 @@ impl Engine {
             vm.stats.problem = Some(error.to_string());
             vm.stack.clear();
             vm.wait_for_pause.clear();
+            vm.back.forget();
         }
     }
 
@@ -708,8 +712,10 @@ impl Engine {
         };
         if problem.is_none() && !vm.introduced {
             let layout = vm.table.layout().clone();
-            problem = self
-                .introduce(&vm.domain, &layout, &vm.advice, vm.guest.as_mut())
+            problem = vm
+                .forget_blocks()
+                .map_err(|error| error.to_string())
+                .and_then(|()| self.introduce(&vm.domain, &layout, &vm.advice, vm.guest.as_mut()))
                 .err();
             vm.introduced = problem.is_none();
             vm.maps_stale = true;
@@ -740,19 +746,8 @@ impl Engine {
             "RAM is laid out anew"
         );
         let known = vm.table.layout().blocks.clone();
-        for gone in known.iter().filter(|b| !layout.blocks.contains(b)) {
-            let order = Order::RemoveRam { hva: gone.hva.0 };
-            match vm.guest.order(&order, None) {
-                Ok(Reply::Error { reason }) => debug!(
-                    vm = vm.stats.name,
-                    block = gone.name,
-                    reason,
-                    "a RAM block that is gone was not known"
-                ),
-                Ok(_) => {}
-                Err(error) => return self.lost(id, &error),
-            }
-        }
+        let gone = known.iter().filter(|b| !layout.blocks.contains(b));
+        vm.gone_blocks.extend(gone.map(|block| block.hva));
         if let Some(domain) = self.domains.get_mut(&vm.domain) {
             for at in 0..vm.table.pages() {
                 if let Some(mapped) = vm.table.mapped(at) {
@@ -760,34 +755,57 @@ impl Engine {
                 }
             }
         }
+        // Whatever the library answers: nobody tells of it a second time.
+        vm.table = VmTable::new(layout.clone());
+        vm.advice = advice.to_vec();
         vm.stack.clear();
         vm.wait_for_pause.clear();
-        for (block, &advice) in layout
-            .blocks
-            .iter()
-            .zip(advice)
-            .filter(|(b, _)| !known.contains(b))
-        {
+        vm.huge.clear();
+        vm.back.forget();
+        vm.maps_stale = true;
+        if vm.stats.problem.is_some() && !vm.introduced {
+            return;
+        }
+        if let Err(error) = vm.tell_layout(&layout, &known) {
+            return self.lost(id, &error);
+        }
+        self.sync(id);
+    }
+}
+
+impl VmState {
+    /// Has the library forget blocks that are gone, before something else lies there.
+    fn forget_blocks(&mut self) -> Result<(), GuestError> {
+        while let Some(hva) = self.gone_blocks.last() {
+            let order = Order::RemoveRam { hva: hva.0 };
+            if let Reply::Error { reason } = self.guest.order(&order, None)? {
+                debug!(vm = self.stats.name, %hva, reason, "a RAM block that is gone was not known");
+            }
+            self.gone_blocks.pop();
+        }
+        Ok(())
+    }
+
+    /// Tells the library which blocks are gone and which are new.
+    fn tell_layout(&mut self, layout: &RamLayout, known: &[RamBlock]) -> Result<(), GuestError> {
+        self.forget_blocks()?;
+        let new = layout.blocks.iter().zip(&self.advice);
+        for (block, &advice) in new.filter(|(block, _)| !known.contains(block)) {
             let order = Order::AddRam {
                 hva: block.hva.0,
                 pages: block.pages,
                 advice,
             };
-            match vm.guest.order(&order, None) {
-                Ok(Reply::Error { reason }) => warn!(
-                    vm = vm.stats.name,
+            if let Reply::Error { reason } = self.guest.order(&order, None)? {
+                warn!(
+                    vm = self.stats.name,
                     block = block.name,
                     reason,
                     "a RAM block is not folded"
-                ),
-                Ok(_) => {}
-                Err(error) => return self.lost(id, &error),
+                );
             }
         }
-        vm.table = VmTable::new(layout);
-        vm.huge.clear();
-        vm.maps_stale = true;
-        self.sync(id);
+        Ok(())
     }
 }
 

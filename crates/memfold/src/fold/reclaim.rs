@@ -104,11 +104,14 @@ impl Engine {
             return false;
         };
         let full = vm.maps_stale || vm.last_full_sync.elapsed() > FULL_SYNC_INTERVAL;
-        let looked = look(vm, domain, full);
-        if let Err(error) = looked {
-            // The VM is ending; its removal follows.
-            debug!(vm = vm.stats.name, error = %error, "its page tables could not be read");
-            return false;
+        match look(vm, domain, full) {
+            // What was hinted when it was the snapshot's and is the guest's own by now.
+            Ok(more) => self.sweep_wanted |= more,
+            Err(error) => {
+                // The VM is ending; its removal follows.
+                debug!(vm = vm.stats.name, error = %error, "its page tables could not be read");
+                return false;
+            }
         }
         // Looks may take a tenth of the CPU budget.
         let cost = Duration::from_nanos(super::engine::thread_cpu_ns() - began);
@@ -211,7 +214,7 @@ impl Engine {
             };
             vm.table
                 .place(m.file, page)
-                .is_some_and(|at| !vm.table.is_refused(at))
+                .is_some_and(|at| !vm.table.is_refused(at) && !vm.table.is_template(at))
         };
         content.members.iter().filter(cached).count() > 1
     }
@@ -275,7 +278,8 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
 }
 
 /// Reads the kernel's tables into ours: where the store is mapped (if `full`), and which pages were copied since.
-fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<()> {
+/// Returns whether page cache may be folded now that might not before.
+fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bool> {
     let pid = vm.guest.pid();
     let pages = vm.table.pages();
     let mut truth: Vec<u32> = Vec::new();
@@ -317,7 +321,8 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<()
     vm.stats.zero_saved_pages = vm.table.keep_zero(&own);
     let mut foldable = own.clone();
     super::back::touched(vm, &mut foldable)?;
-    (vm.stats.template_copied_pages, vm.stats.template_pages) = vm.table.set_own(&own, &foldable);
+    (vm.stats.template_pages, vm.stats.template_copied_pages) = vm.table.count_views(&own);
+    let more = vm.table.set_foldable(&foldable);
     let (mut mapped_pages, mut copied) = (0, 0);
     for at in 0..pages {
         let before = vm.table.mapped(at);
@@ -349,7 +354,7 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<()
     vm.active |= copied > vm.stats.copied_pages;
     vm.stats.mapped_pages = mapped_pages;
     vm.stats.copied_pages = copied;
-    Ok(())
+    Ok(more)
 }
 
 /// Marks the pages of a mapping with their store page plus one.

@@ -305,7 +305,9 @@ impl VmTable {
             for page in first.max(pages.start)..first.saturating_add(PIECE).min(pages.end) {
                 if let Some(at) = self.place(file, page) {
                     self.dirty.set(at, dirty);
-                    if !dirty {
+                    if dirty {
+                        self.foldable.set(at, true);
+                    } else {
                         self.refused.set(at, false);
                     }
                 }
@@ -393,14 +395,29 @@ impl VmTable {
         }
     }
 
-    /// Which pages the guest has written (`own`: a bit a page) and which may be folded; how many of those in views were written, and
-    /// how many there are in views.
-    pub fn set_own(&mut self, own: &[u64], foldable: &[u64]) -> (u64, u64) {
-        self.foldable.0.copy_from_slice(foldable);
+    /// Sets which pages may be folded (a bit a page). Returns whether one that caches a file and lies in a view may be now, and might
+    /// not before.
+    pub fn set_foldable(&mut self, bits: &[u64]) -> bool {
+        let mut any = false;
+        for (number, &now) in (0..).step_by(64).zip(bits) {
+            let word = number as usize / 64;
+            let mut new = now & !self.foldable.0[word] & self.view.0[word];
+            while new != 0 && !any {
+                any = self.cached(number + new.trailing_zeros()).is_some();
+                new &= new - 1;
+            }
+            self.foldable.0[word] = now;
+        }
+        any
+    }
+
+    /// How many pages lie in views, and how many of them are among `own` (a bit a page).
+    #[must_use]
+    pub fn count_views(&self, own: &[u64]) -> (u64, u64) {
         let words = own.iter().zip(&self.view.0);
-        words.fold((0, 0), |(written, all), (own, view)| {
+        words.fold((0, 0), |(all, written), (own, view)| {
             let count = |bits: u64| u64::from(bits.count_ones());
-            (written + count(own & view), all + count(*view))
+            (all + count(*view), written + count(own & view))
         })
     }
 
@@ -466,7 +483,7 @@ impl VmTable {
         fn pieces<T>(s: &Sparse<T>) -> usize {
             s.pieces.len() * 8 + s.pieces.iter().flatten().count() * size_of::<[T; 512]>()
         }
-        let bits = self.shared.0.len() * 8 * 5;
+        let bits = self.shared.0.len() * 8 * 7;
         (pieces(&self.cached)
             + pieces(&self.mapped)
             + bits

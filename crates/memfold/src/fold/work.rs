@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Reply};
+use tracing::debug;
 
 use super::content::{ContentId, Member};
 use super::engine::{Domain, Engine, FileState, VmState, note_store_error};
@@ -56,17 +57,13 @@ impl Engine {
                 return self.fold(&tasks);
             }
         }
-        if self.sync_due(now)
-            || self.pause_due(now)
-            || self.sample_due(now)
-            || self.zero_due(now)
-            || self.fold_back_due(now)
-        {
+        if self.sync_due(now) || self.pause_due(now) || self.sample_due(now) || self.zero_due(now) {
             return;
         }
         if self.sweep_wanted && self.swept.is_empty() && now >= self.last_sweep + SWEEP_INTERVAL {
-            self.sweep();
+            return self.sweep();
         }
+        self.fold_back_due(now);
     }
 
     /// The newest settled hints, VM by VM in turn, until they make a batch.
@@ -495,6 +492,18 @@ impl Engine {
         };
         let asked: u32 = runs.iter().map(|run| run.pages).sum();
         let reply = vm.guest.order(&Order::Fold { freeze, runs }, None)?;
+        if let Reply::Error { reason } = reply {
+            // Not now: QEMU did not stop the VM in time, say.
+            debug!(vm = vm.stats.name, reason, "a fold order was refused");
+            if let Freeze::Stopped { .. } = freeze {
+                queue.extend(groups);
+            } else {
+                vm.maps_stale = true;
+                vm.active = true;
+                self.sweep_wanted = true;
+            }
+            return Ok(());
+        }
         let Reply::Outcomes {
             outcomes,
             cpu_ns,

@@ -151,7 +151,7 @@ pub fn save<M: DerefMut<Target = Qmp>>(
             hold.let_go();
             freeze::undo(&mut qmp, &frozen, note);
             drop(qmp);
-            let_go_of_disks(vm, &monitor, spec);
+            let_go_of_disks(vm, &monitor);
             return Err(error);
         }
     };
@@ -220,7 +220,7 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         Ok(manifest) => draft.commit(&manifest).map(|()| manifest),
         // Its names of the frozen overlays go: they are the VM's alone again.
         Err(error) => {
-            let_go_of_disks(vm, &monitor, spec);
+            let_go_of_disks(vm, &monitor);
             drop(draft);
             Err(error)
         }
@@ -233,8 +233,11 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     made
 }
 
-/// Has a VM whose save has failed use its disks as before.
-fn let_go_of_disks<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M, spec: &VmSpec) {
+/// Has a VM use the disks that it writes in place as before a save that has failed, or was cut off with its daemon.
+pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M) {
+    let Ok((spec, ..)) = refuse(vm) else {
+        return;
+    };
     if let Err(error) = copy::remove(monitor, spec) {
         tracing::warn!(vm = vm.name(), %error, "what it writes over is still put aside; the next save, or its end, ends that");
     }

@@ -151,14 +151,14 @@ fn disk_nodes(state: &Path, vm: &str) -> Vec<String> {
         .collect()
 }
 
-/// A file system of 40 MiB, mounted on a directory as long as it lives.
+/// A small file system, mounted on a directory as long as it lives.
 pub struct Small<'a>(&'a Path);
 
 impl<'a> Small<'a> {
-    pub fn mount(place: &'a Path) -> Self {
+    pub fn mount(place: &'a Path, mib: u64) -> Self {
         std::fs::create_dir_all(place).unwrap();
         let mounted = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", "size=40m", "memfold-test"])
+            .args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "memfold-test"])
             .arg(place)
             .status();
         assert!(mounted.unwrap().success());
@@ -305,7 +305,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     };
     {
         let shelf = lab.directory().join("snapshots");
-        let _full = Small::mount(&shelf);
+        let _full = Small::mount(&shelf, 40);
         let failed = save("warm", Keep::None).unwrap_err();
         let words = format!("{:#}", anyhow::Error::from(failed));
         assert!(words.contains("No space left on device"), "{words}");
@@ -493,13 +493,14 @@ fn forge(path: &Path) {
     assert!(made.unwrap().success());
 }
 
-/// Images that this process has laid out in memory.
+/// Images laid out in memory that this process has open, as often as it may.
 fn laid_out() -> usize {
     let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
     links
         .filter_map(|entry| std::fs::read_link(entry.path()).ok())
         .filter(|path| path.to_string_lossy().contains("memfold-image:"))
-        .count()
+        .collect::<HashSet<_>>()
+        .len()
 }
 
 /// Changes a byte of a file, which looks as before.

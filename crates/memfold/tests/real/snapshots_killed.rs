@@ -12,11 +12,12 @@ use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
+use super::disks::{self, CHECK_DISKS};
 use super::served::{Random, Served, exec};
 use super::snapshots::{REWRITER, VERIFY};
 use super::support::{self, BOOT};
 
-const DEATHS: u64 = 8;
+const DEATHS: u64 = 10;
 const VM: &str = "saved";
 
 /// As it is, or hot and compressed: then the image is worked on longer, and laid out before anything runs from it.
@@ -45,6 +46,8 @@ fn verify(client: &Client, vm: &str) {
     }
     let said = exec(client, vm, VERIFY).stdout;
     assert!(said.starts_with("errors 0 rounds "), "{vm}: {said}");
+    let said = exec(client, vm, CHECK_DISKS).stdout;
+    assert!(said.starts_with("errors 0 operations "), "{vm}: {said}");
 }
 
 /// Overlays in the directory for temporary files.
@@ -156,7 +159,9 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     served.start();
     let client = served.answers();
     let memory = ByteSize::mib(320);
-    served.run(&Lab::spec(VM, "trixie-a", memory, DiskMode::Buffered).unwrap());
+    let mut spec = Lab::spec(VM, "trixie-a", memory, DiskMode::Buffered).unwrap();
+    spec.disks.extend(disks::two_disks(state));
+    served.run(&spec);
     let end = Instant::now() + BOOT;
     while client.get::<Vec<VmInfo>>("/v1/vms").unwrap()[0]
         .agent
@@ -171,6 +176,7 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
          while [ ! -s /run/rewriter ]; do sleep 0.2; done"
     );
     exec(&client, VM, &script);
+    exec(&client, VM, &disks::write_to("/dev/vdb /dev/vdc"));
     // How long a save takes here, undisturbed.
     let began = Instant::now();
     save(&client, "whole", false, false).unwrap();
@@ -181,15 +187,15 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     let (mut kept, mut late) = (0, 0);
     for death in 0..DEATHS {
         let name = format!("cut-{death}");
-        let draft = state.join(format!("snapshots/.{name}.draft/disk0.qcow2"));
+        let draft = state.join(format!("snapshots/.{name}.draft"));
         let known = overlays();
         std::thread::scope(|scope| {
             let (client, name) = (&client, &name);
-            let live = [1, 3, 4, 7].contains(&(death % 8));
-            let saving = scope.spawn(move || save(client, name, live, death % 4 > 1));
+            let live = [1, 3, 4, 9].contains(&death);
+            let saving = scope.spawn(move || save(client, name, live, death % 5 > 1));
             // Overlays of an earlier death go meanwhile.
             let is_new = || overlays().difference(&known).next().is_some();
-            match death % 4 {
+            match death % 5 {
                 // Anywhere; every part of the save has its turn.
                 0 => {
                     let first = Duration::from_millis(span * death / DEATHS);
@@ -201,7 +207,15 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
                     std::thread::sleep(random.below_ms(40));
                 }
                 // When the disks are frozen and get their names.
-                2 => wait_for(|| draft.exists()),
+                2 => wait_for(|| draft.join("disk0.qcow2").exists()),
+                // When disks that are written in place are copied.
+                3 => {
+                    wait_for(|| {
+                        let copied = std::fs::metadata(draft.join("disk1.qcow2"));
+                        copied.is_ok_and(|facts| facts.len() > 1 << 20)
+                    });
+                    std::thread::sleep(random.below_ms(20));
+                }
                 // While the VM goes on and its RAM is copied.
                 _ => {
                     wait_for(is_new);
@@ -216,6 +230,7 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
         verify(&client, VM);
         let status = support::qmp(state, VM).query("query-status").unwrap();
         assert_eq!(status["status"], "running");
+        assert_eq!(disks::left_nodes(state, VM), Vec::<String>::new());
         kept = shelf_is_clean(&client, state).len();
     }
     println!(
