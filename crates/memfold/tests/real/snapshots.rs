@@ -648,6 +648,7 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     ));
     // While they run (their RAM is a view of memory), and at pauses (of a file).
     let clones = ["warm", "warm-2", "cool"];
+    lab.fold(true).unwrap();
     let stats = support::wait_stats(
         "pages return to the snapshot",
         Duration::from_secs(60),
