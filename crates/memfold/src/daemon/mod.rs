@@ -136,7 +136,7 @@ impl Daemon {
             match daemon.take_on(vm, &name, domain, None) {
                 Ok(machine) => {
                     daemon.find_boot_snapshot(&machine);
-                    save::let_go_of_disks(machine.vm(), &|| machine.monitor());
+                    let_go_of_disks(machine);
                 }
                 Err(error) => warn!(
                     vm = name,
@@ -460,4 +460,16 @@ fn max_map_count() -> Option<usize> {
         .trim()
         .parse()
         .ok()
+}
+/// Has a VM that was taken over use its disks as before a save that was cut off with its daemon. QEMU may take a while to stop copying.
+fn let_go_of_disks(machine: Arc<Machine>) {
+    let work = move || {
+        if let Some(_saving) = machine.try_save() {
+            save::let_go_of_disks(machine.vm(), &|| machine.monitor());
+        }
+    };
+    let spawned = std::thread::Builder::new().name("disks".into()).spawn(work);
+    if let Err(error) = spawned {
+        warn!(%error, "disks of a save that was cut off are let go of by the next save");
+    }
 }

@@ -20,11 +20,12 @@ use crate::ksm;
 use crate::snapshot::free::{self, Frames};
 use crate::snapshot::identity::{HAS_GENERATION_ID, Plan};
 use crate::snapshot::manifest::Steps;
+use crate::snapshot::restore::OwnDisks;
 use crate::snapshot::working_set::{self, WorkingSet};
 use crate::snapshot::{
     Keep, Manifest, Progress, Shelf, SnapshotError, SnapshotInfo, Step, restore, save, shelf,
 };
-use crate::vm::{AgentLink, Incoming};
+use crate::vm::{AgentLink, Incoming, LaunchError};
 
 /// How long a guest may take to drop its caches.
 const DROP_TIMEOUT: Duration = Duration::from_secs(120);
@@ -324,6 +325,16 @@ impl Daemon {
         // It isn't removed meanwhile, so that all its files are those of one save.
         let progress = self.uses.begin(snapshot)?;
         let manifest = self.shelf.manifest(snapshot)?;
+        let mut spec = restore::spec(&self.shelf, &manifest, &request.vm)?;
+        // Known here already: disks are long to copy.
+        crate::vm::check_name("name", &request.vm).map_err(LaunchError::from)?;
+        if self.lock().contains_key(&request.vm) {
+            return Err(DaemonError::NameTaken(request.vm.clone()));
+        }
+        let own_disks = match &request.disks {
+            Some(place) => OwnDisks::make(&mut spec, place, &progress)?,
+            None => OwnDisks::default(),
+        };
         // One at a time, so that none misses the other.
         let _alone = (!manifest.tells_twins_apart())
             .then(|| self.twins.lock().unwrap_or_else(PoisonError::into_inner));
@@ -333,13 +344,8 @@ impl Daemon {
                 return Err(SnapshotError::Twin { name, other }.into());
             }
         }
-        let mut spec = restore::spec(&self.shelf, &manifest, &request.vm)?;
         let plan = Plan::new(request.renew, &spec).map_err(|error| no_plan(&error))?;
         let ram = self.shelf.checked_ram(&manifest, &progress)?;
-        let own_disks = match &request.disks {
-            Some(place) => restore::own_disks(&mut spec, place, &progress)?,
-            None => Vec::new(),
-        };
         let incoming = Incoming {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
@@ -362,9 +368,9 @@ impl Daemon {
         drop(ram);
         if launched.is_err() {
             self.shelf.let_go();
-            restore::drop_disks(&own_disks);
         }
         let info = launched?;
+        own_disks.keep();
         let Ok(machine) = self.machine(&request.vm) else {
             // It has ended already, perhaps before we had done with its memory.
             self.shelf.let_go();

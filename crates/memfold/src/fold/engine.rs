@@ -398,7 +398,7 @@ impl Engine {
             }
             Command::Remove(id) => self.remove(id),
             Command::Problem(id, problem) => self.set_problem(id, problem),
-            Command::Layout { id, layout, advice } => self.set_layout(id, layout, &advice),
+            Command::Layout { id, layout, advice } => self.set_layout(id, &layout, advice),
             Command::Reached { id, guest, problem } => {
                 if let Some(vm) = self.vms.get_mut(&id) {
                     vm.guest = guest;
@@ -732,11 +732,11 @@ impl Engine {
         self.vms.insert(id, vm);
     }
 
-    fn set_layout(&mut self, id: VmId, layout: RamLayout, advice: &[Advice]) {
+    fn set_layout(&mut self, id: VmId, layout: &RamLayout, advice: Vec<Advice>) {
         let Some(vm) = self
             .vms
             .get_mut(&id)
-            .filter(|vm| *vm.table.layout() != layout)
+            .filter(|vm| vm.table.layout() != layout)
         else {
             return;
         };
@@ -757,7 +757,7 @@ impl Engine {
         }
         // Whatever the library answers: nobody tells of it a second time.
         vm.table = VmTable::new(layout.clone());
-        vm.advice = advice.to_vec();
+        vm.advice = advice;
         vm.stack.clear();
         vm.wait_for_pause.clear();
         vm.huge.clear();
@@ -766,7 +766,7 @@ impl Engine {
         if vm.stats.problem.is_some() && !vm.introduced {
             return;
         }
-        if let Err(error) = vm.tell_layout(&layout, &known) {
+        if let Err(error) = vm.tell_layout(layout, &known) {
             return self.lost(id, &error);
         }
         self.sync(id);

@@ -11,10 +11,13 @@
 //! The VM's disk is its own file all the time: whatever fails, here or in the daemon, costs the snapshot and no write of the VM. A filter
 //! that can't put something aside breaks the snapshot (`on-cbw-error`), not the VM.
 
+use std::fs::File;
 use std::ops::DerefMut;
-use std::path::PathBuf;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
 
+use memfold_units::ByteSize;
 use serde_json::json;
 
 use super::freeze::{device, disk_name};
@@ -27,6 +30,9 @@ const ASIDE_TIMEOUT_S: u32 = 30;
 
 /// Longest time that a disk may take to be copied.
 const COPY_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+
+/// Most room that is left on the file system of the snapshots; of a small one, a twentieth.
+const MOST_RESERVE: u64 = 1 << 30;
 
 /// How long a job may take to end that is not wanted any more.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -80,6 +86,18 @@ pub(super) fn prepare(
     draft: &Draft,
 ) -> Result<Vec<Copied>, SnapshotError> {
     let devices = qmp.query("query-block")?;
+    let held = |disk| {
+        let device = device(&devices, disk)?;
+        device["inserted"]["image"]["actual-size"].as_u64()
+    };
+    let bytes = in_place(spec).filter_map(held).sum();
+    if in_place(spec).next().is_some() {
+        enough_room(draft.path(), bytes).map_err(|why| {
+            SnapshotError::Impossible(format!(
+                "the disks that the VM writes in place can't be copied ({why}): make room among the snapshots"
+            ))
+        })?;
+    }
     let mut copies = Vec::new();
     for disk in in_place(spec) {
         let names = Names::of(disk);
@@ -101,13 +119,19 @@ pub(super) fn prepare(
                 source,
             };
             overlay::create_empty(file, copy.bytes).map_err(failed)?;
+            // Nothing waits for these on a disk: QEMU would stand still for it, and guests' writes. The snapshot's files are synced at its end.
+            let cache = json!({ "direct": false, "no-flush": true });
             qmp.execute(
                 "blockdev-add",
                 json!({
-                    "driver": "qcow2", "node-name": node, "discard": "unmap",
-                    "file": { "driver": "file", "filename": file, "discard": "unmap" },
+                    "driver": "qcow2", "node-name": node, "discard": "unmap", "cache": cache,
+                    "file": { "driver": "file", "filename": file, "discard": "unmap", "cache": cache },
                 }),
             )?;
+        }
+        // What the host has not written yet, QEMU would wait for in the pause.
+        if let Ok(file) = File::open(&spec.disks[disk].path) {
+            let _ = file.sync_data();
         }
         copies.push(copy);
     }
@@ -122,7 +146,7 @@ pub(super) fn begin(qmp: &mut Qmp, copies: &[Copied]) -> Result<(), SnapshotErro
             "blockdev-add",
             json!({
                 "driver": "copy-before-write", "node-name": names.before, "file": names.disk, "target": names.old,
-                "on-cbw-error": "break-snapshot", "cbw-timeout": ASIDE_TIMEOUT_S,
+                "on-cbw-error": "break-snapshot", "cbw-timeout": ASIDE_TIMEOUT_S, "discard": "unmap",
             }),
         )?;
         set_drive(qmp, &copy.device, &names.before)?;
@@ -130,42 +154,95 @@ pub(super) fn begin(qmp: &mut Qmp, copies: &[Copied]) -> Result<(), SnapshotErro
     Ok(())
 }
 
-/// Copies the disks as they were, while the VM runs, and lets go of them.
+/// Copies the disks as they were, while the VM runs, and lets go of them; how long that took.
 pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     copies: &[Copied],
     spec: &VmSpec,
+    draft: &Draft,
     progress: &Progress,
-) -> Result<(), SnapshotError> {
+) -> Result<Duration, SnapshotError> {
+    let began = Instant::now();
     let bytes = copies.iter().map(|copy| copy.bytes).sum();
     progress.begin("disks copied", bytes);
     for copy in copies {
         let names = Names::of(copy.disk);
         monitor().execute(
             "blockdev-add",
-            json!({ "driver": "snapshot-access", "node-name": names.access, "file": names.before }),
+            json!({ "driver": "snapshot-access", "node-name": names.access, "file": names.before, "discard": "unmap" }),
         )?;
         monitor().execute(
             "blockdev-backup",
             json!({
                 "job-id": names.job, "device": names.access, "target": names.new, "sync": "full", "auto-dismiss": false,
+                // What is copied needs not be put aside any more.
+                "discard-source": true,
             }),
         )?;
-        job::finish(monitor, &names.job, COPY_TIMEOUT, Some(progress)).map_err(|why| {
-            SnapshotError::Impossible(format!(
-                "disk {} can't be copied ({why}); is there room for it among the snapshots?",
-                copy.disk
-            ))
-        })?;
+    }
+    // All of them go on side by side: what is put aside for a disk grows until it is copied.
+    for copy in copies {
+        let names = Names::of(copy.disk);
+        let enough = || enough_room(draft.path(), 0);
+        job::finish(monitor, &names.job, COPY_TIMEOUT, Some(progress), enough)
+            .map_err(|why| SnapshotError::Impossible(words(copy.disk, &why)))?;
     }
     remove(monitor, spec)?;
     for copy in copies {
+        check(copy.disk, &draft.path().join(disk_name(copy.disk)))?;
         std::fs::remove_file(&copy.old).map_err(|source| SnapshotError::Files {
             path: copy.old.clone(),
             source,
         })?;
     }
+    Ok(began.elapsed())
+}
+
+/// Why a disk was not copied.
+fn words(disk: usize, why: &str) -> String {
+    let cause = if why.contains("Permission denied") {
+        // What QEMU says of a filter that has given up.
+        "what the VM writes over could not be put aside, or took longer than 30 s: is there room for it among the snapshots, and is their disk quick enough?"
+    } else if why.contains("No space left") {
+        "there is no room for it among the snapshots"
+    } else {
+        "the VM goes on without"
+    };
+    format!("disk {disk} can't be copied ({why}): {cause}")
+}
+
+/// Whether the file system of `place` has room for so many bytes, and a reserve: a disk of the VM may lie there too, and a VM whose disk
+/// has no room stands still.
+fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
+    let room = rustix::fs::statvfs(place).map_err(|error| error.to_string())?;
+    let reserve = MOST_RESERVE.min(room.f_blocks * room.f_frsize / 20);
+    let free = room.f_bavail * room.f_frsize;
+    if free < bytes + reserve {
+        return Err(format!(
+            "No space left: {} free, {} needed and {} to be left",
+            ByteSize(free),
+            ByteSize(bytes),
+            ByteSize(reserve)
+        ));
+    }
     Ok(())
+}
+
+/// Whether a copy is whole: QEMU doesn't say how closing it went.
+fn check(disk: usize, copy: &Path) -> Result<(), SnapshotError> {
+    let output = Command::new("qemu-img")
+        .args(["check", "-q", "-f", "qcow2"])
+        .arg(copy)
+        .output()
+        .map_err(|source| SnapshotError::Files {
+            path: copy.into(),
+            source,
+        })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(SnapshotError::Impossible(words(disk, said.trim())))
 }
 
 /// Lets go of the VM's disks, whatever was begun with them, by this daemon or by one that was killed.
@@ -173,21 +250,28 @@ pub(super) fn remove<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     spec: &VmSpec,
 ) -> Result<(), SnapshotError> {
-    for disk in in_place(spec) {
-        let names = Names::of(disk);
-        cancel(monitor, &names.job).map_err(SnapshotError::Qemu)?;
-        let mut qmp = monitor();
-        delete(&mut qmp, &names.access)?;
-        let devices = qmp.query("query-block")?;
-        if let Some(device) = device(&devices, disk) {
-            if device["inserted"]["node-name"] == *names.before {
-                let path = device["qdev"].as_str().unwrap_or_default();
-                set_drive(&mut qmp, path, &names.disk)?;
-            }
+    // One that can't be let go of is no reason to keep the others.
+    let all = in_place(spec).map(|disk| remove_one(monitor, disk));
+    all.fold(Ok(()), Result::and)
+}
+
+fn remove_one<M: DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+    disk: usize,
+) -> Result<(), SnapshotError> {
+    let names = Names::of(disk);
+    cancel(monitor, &names.job).map_err(SnapshotError::Qemu)?;
+    let mut qmp = monitor();
+    delete(&mut qmp, &names.access)?;
+    let devices = qmp.query("query-block")?;
+    if let Some(device) = device(&devices, disk) {
+        if device["inserted"]["node-name"] == *names.before {
+            let path = device["qdev"].as_str().unwrap_or_default();
+            set_drive(&mut qmp, path, &names.disk)?;
         }
-        for node in [&names.before, &names.old, &names.new] {
-            delete(&mut qmp, node)?;
-        }
+    }
+    for node in [&names.before, &names.old, &names.new] {
+        delete(&mut qmp, node)?;
     }
     Ok(())
 }
@@ -201,7 +285,7 @@ fn cancel<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M, id: &str) -> Resu
         let _ = monitor().execute("job-cancel", json!({ "id": id }));
     }
     // That it was cancelled is no failure.
-    let _ = job::finish(monitor, id, CANCEL_TIMEOUT, None);
+    let _ = job::finish(monitor, id, CANCEL_TIMEOUT, None, || Ok(()));
     Ok(())
 }
 

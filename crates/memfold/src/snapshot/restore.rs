@@ -79,59 +79,88 @@ fn check_disk(name: &str, place: &Path, saved: &SavedDisk) -> Result<(), Snapsho
     Ok(())
 }
 
-/// Gives a VM that is to run from a snapshot disks of its own in `place`, instead of temporary overlays; the files. If it fails, there
-/// are none.
-pub fn own_disks(
-    spec: &mut VmSpec,
-    place: &Path,
-    progress: &Progress,
-) -> Result<Vec<PathBuf>, SnapshotError> {
-    let written = spec.disks.iter().filter(|disk| disk.snapshot);
-    let bytes = written.map(|disk| std::fs::metadata(&disk.path).map_or(0, |facts| facts.len()));
-    progress.begin("disks copied", bytes.sum());
-    let mut files = Vec::new();
-    for (number, disk) in spec.disks.iter_mut().enumerate() {
-        if !disk.snapshot {
-            continue;
-        }
-        let file = place.join(format!("{}-disk{number}.qcow2", spec.name));
-        if let Err(source) = copy_disk(&disk.path, &file, progress) {
-            // One that was there before stays.
-            if source.kind() != ErrorKind::AlreadyExists {
-                files.push(file.clone());
+/// Disks of a VM's own. They go again unless they are kept.
+#[derive(Debug, Default)]
+pub struct OwnDisks(Vec<PathBuf>);
+
+impl OwnDisks {
+    /// Gives a VM that is to run from a snapshot disks of its own in `place`, instead of temporary overlays. Files that are there stay as
+    /// they are.
+    pub fn make(
+        spec: &mut VmSpec,
+        place: &Path,
+        progress: &Progress,
+    ) -> Result<Self, SnapshotError> {
+        let written = spec.disks.iter().filter(|disk| disk.snapshot);
+        let bytes =
+            written.map(|disk| std::fs::metadata(&disk.path).map_or(0, |facts| facts.len()));
+        progress.begin("disks copied", bytes.sum());
+        let mut made = Self::default();
+        for (number, disk) in spec.disks.iter_mut().enumerate() {
+            if !disk.snapshot {
+                continue;
             }
-            drop_disks(&files);
-            return Err(SnapshotError::Files { path: file, source });
+            let file = place.join(format!("{}-disk{number}.qcow2", spec.name));
+            copy_disk(&disk.path, &file, progress).map_err(|source| SnapshotError::Files {
+                path: file.clone(),
+                source,
+            })?;
+            made.0.push(file.clone());
+            disk.path = file;
+            disk.snapshot = false;
         }
-        disk.path.clone_from(&file);
-        disk.snapshot = false;
-        files.push(file);
+        // It would go back in time without them.
+        spec.boot_snapshot &= made.0.is_empty();
+        Ok(made)
     }
-    Ok(files)
-}
 
-/// Removes what [`own_disks`] has made.
-pub fn drop_disks(files: &[PathBuf]) {
-    for file in files {
-        let _ = std::fs::remove_file(file);
+    /// The VM has them.
+    pub fn keep(mut self) {
+        self.0.clear();
     }
 }
 
-/// Copies a file to a new one, by sharing its blocks where the file system can (`copy_file_range`).
+impl Drop for OwnDisks {
+    fn drop(&mut self) {
+        for file in &self.0 {
+            let _ = std::fs::remove_file(file);
+        }
+    }
+}
+
+/// Copies a file to a new one, by sharing its blocks where the file system can (`copy_file_range`). It gets its name when it is whole: what
+/// a daemon that was killed has left ends in `.part`, and is no disk.
 fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> std::io::Result<()> {
+    if to.exists() {
+        return Err(ErrorKind::AlreadyExists.into());
+    }
+    let part = to.with_extension("qcow2.part");
     let from = File::open(from)?;
-    let mut to = File::options()
+    let copied = write_new(&part).and_then(|mut file| {
+        loop {
+            let copied = std::io::copy(&mut (&from).take(COPY_BYTES), &mut file)?;
+            if copied == 0 {
+                return file.sync_all();
+            }
+            progress.add(copied);
+        }
+    });
+    // Without writing over what came there meanwhile.
+    let named = copied.and_then(|()| std::fs::hard_link(&part, to));
+    let _ = std::fs::remove_file(&part);
+    named?;
+    let place = to.parent().unwrap_or(Path::new("/"));
+    File::open(place)?.sync_all()
+}
+
+/// A file for its owner alone, in place of what may be there.
+fn write_new(path: &Path) -> std::io::Result<File> {
+    let _ = std::fs::remove_file(path);
+    File::options()
         .write(true)
         .create_new(true)
         .mode(0o600)
-        .open(to)?;
-    loop {
-        let copied = std::io::copy(&mut (&from).take(COPY_BYTES), &mut to)?;
-        if copied == 0 {
-            return to.sync_all();
-        }
-        progress.add(copied);
-    }
+        .open(path)
 }
 
 /// Fills a VM that was started with `-incoming defer` from `ram`, the image ([`Shelf::checked_ram`]), and lets it run.

@@ -122,6 +122,22 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     hold: &impl Hold,
     progress: &Progress,
 ) -> Result<Manifest, SnapshotError> {
+    let made = attempt(vm, &monitor, shelf, request, hold, progress);
+    if made.is_err() {
+        let_go_of_disks(vm, &monitor);
+        go_on_with_room(vm, &monitor);
+    }
+    made
+}
+
+fn attempt<M: DerefMut<Target = Qmp>>(
+    vm: &Vm,
+    monitor: &impl Fn() -> M,
+    shelf: &Shelf,
+    request: &Request,
+    hold: &impl Hold,
+    progress: &Progress,
+) -> Result<Manifest, SnapshotError> {
     let (spec, record, directory) = refuse(vm)?;
     let draft = shelf.draft(&request.name)?;
     let (ram, sums) = (draft.file(RAM)?, draft.file(SUMS)?);
@@ -150,8 +166,6 @@ pub fn save<M: DerefMut<Target = Qmp>>(
             // First of all: what follows may wait for QEMU.
             hold.let_go();
             freeze::undo(&mut qmp, &frozen, note);
-            drop(qmp);
-            let_go_of_disks(vm, &monitor);
             return Err(error);
         }
     };
@@ -175,9 +189,7 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         let kept_pages = copied.map_err(|source| failed(RAM, source))?;
         let (blocks, counts) = writer.finish(&sums).map_err(|e| failed(SUMS, e))?;
         steps.copy_ms = milliseconds(began.elapsed());
-        let began = Instant::now();
-        copy::finish(&monitor, &copies, spec, progress)?;
-        steps.disks_copy_ms = milliseconds(began.elapsed());
+        steps.disks_copy_ms = milliseconds(copy::finish(monitor, &copies, spec, &draft, progress)?);
         let disks = take_over(spec, &frozen, &copies, &draft)?;
         let ram_bytes = ram.metadata().map_err(|e| failed(RAM, e))?.len();
         let (references, packed) =
@@ -220,17 +232,30 @@ pub fn save<M: DerefMut<Target = Qmp>>(
         Ok(manifest) => draft.commit(&manifest).map(|()| manifest),
         // Its names of the frozen overlays go: they are the VM's alone again.
         Err(error) => {
-            let_go_of_disks(vm, &monitor);
             drop(draft);
             Err(error)
         }
     };
     if made.is_ok() {
         hand_over(vm, directory, record, &frozen);
-    } else if let Err(error) = go_back(&monitor, spec, directory, record, &frozen) {
+    } else if let Err(error) = go_back(monitor, spec, directory, record, &frozen) {
         tracing::warn!(vm = vm.name(), %error, "its disks have an overlay more; the next save, or its end, removes that");
     }
     made
+}
+
+/// Lets a VM go on that stands still because a write to its disk has failed during a save: it ran before, and what had used up the room
+/// of its disk, on the same file system, is gone. The write is tried again.
+fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M) {
+    let status = monitor().query("query-status");
+    if status.is_ok_and(|now| now["status"] == "io-error") {
+        let on = monitor().execute("cont", json!({}));
+        tracing::warn!(
+            vm = vm.name(),
+            went_on = on.is_ok(),
+            "a write to its disk failed while it was saved"
+        );
+    }
 }
 
 /// Has a VM use the disks that it writes in place as before a save that has failed, or was cut off with its daemon.

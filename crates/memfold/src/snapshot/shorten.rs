@@ -90,5 +90,5 @@ fn commit<M: DerefMut<Target = Qmp>>(
         let done = monitor().execute("block-commit", commit);
         done.map_err(|error| error.to_string())?;
     }
-    job::finish(monitor, &id, TIMEOUT, None)
+    job::finish(monitor, &id, TIMEOUT, None, || Ok(()))
 }

@@ -202,7 +202,7 @@ fn device_kind(kind: &str, found: &mut VmConditions) {
 }
 
 /// Drivers that go through the kernel's page cache or copy by system calls unless `cache.direct` is on.
-const BUFFERED_DRIVERS: [&str; 26] = [
+const BUFFERED_DRIVERS: [&str; 27] = [
     "file",
     "host_device",
     "host_cdrom",
@@ -222,6 +222,7 @@ const BUFFERED_DRIVERS: [&str; 26] = [
     "throttle",
     "copy-on-read",
     "copy-before-write",
+    "snapshot-access",
     "mirror_top",
     "commit_top",
     "blkdebug",

@@ -8,7 +8,7 @@ use memfold::api::{RestoreRequest, SaveRequest};
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::fold::EngineSettings;
 use memfold::snapshot::Keep;
-use memfold::vm::{DiskFormat, DiskSpec};
+use memfold::vm::{Aio, CacheMode, DiskFormat, DiskSpec};
 
 use super::snapshots::Small;
 use super::support::{self, BOOT, MEMORY};
@@ -31,22 +31,23 @@ pub fn write_to(disks: &str) -> String {
 
 /// Disks of 64 MiB that are written in place: a raw one past the host's page cache, and a qcow2.
 pub fn two_disks(place: &Path) -> Vec<DiskSpec> {
-    let make = |name: &str, format, text: &str| {
+    let make = |name: &str, format, text: &str, bytes: u64| {
         let path = place.join(name);
         let made = Command::new("qemu-img")
             .args(["create", "-q", "-f", text])
             .arg(&path)
-            .arg("64M")
+            .arg(bytes.to_string())
             .status();
         assert!(made.unwrap().success());
         let mut disk = DiskSpec::new(path);
         disk.format = Some(format);
         disk
     };
-    vec![
-        make("plain.raw", DiskFormat::Raw, "raw"),
-        make("plain.qcow2", DiskFormat::Qcow2, "qcow2"),
-    ]
+    // No whole number of clusters.
+    let mut direct = make("plain.raw", DiskFormat::Raw, "raw", (64 << 20) + 4096);
+    (direct.cache, direct.aio) = (CacheMode::None, Aio::IoUring);
+    let buffered = make("plain.qcow2", DiskFormat::Qcow2, "qcow2", 64 << 20);
+    vec![direct, buffered]
 }
 
 /// Nodes of QEMU that a save has added.
