@@ -76,6 +76,9 @@ pub struct VmAccount {
     /// Of the process's PSS, its shares of page-store pages. Never too large; too small by at most what KSM merged inside
     /// page-store mappings.
     pub store_pss_bytes: ByteSize,
+    /// Of `ram_pss_bytes`, its shares of other files' pages: those of the image that it runs from.
+    #[serde(default)]
+    pub file_pss_bytes: ByteSize,
 
     /// Mappings of the process; the kernel refuses more than `vm.max_map_count`.
     pub mappings: u64,
@@ -182,11 +185,15 @@ pub struct HostAccount {
 
     /// Pages of VMs mapped to a store and not copied, less the store's pages.
     pub saved_by_folding_bytes: i64,
+    /// Pages of snapshots' images that VMs have in their page tables, less their shares of them: what VMs that run from one image have in
+    /// common is in memory once.
+    #[serde(default)]
+    pub saved_by_clones_bytes: i64,
     /// KSM's `general_profit`, but never more than the pages merged in live processes.
     pub saved_by_ksm_bytes: i64,
     /// Zero pages given back, as the engine counts them.
     pub saved_by_zero_drop_bytes: ByteSize,
-    /// All three less memfold's own PSS (without its shares of the store) and page tables.
+    /// All four less memfold's own PSS (without its shares of the store) and page tables.
     pub saved_net_bytes: i64,
 }
 

@@ -149,6 +149,9 @@ fn host(host: &HostAccount) -> Table {
         );
     }
     line("saved by folding", signed(host.saved_by_folding_bytes));
+    if host.saved_by_clones_bytes != 0 {
+        line("saved by clones", signed(host.saved_by_clones_bytes));
+    }
     line("saved by KSM", signed(host.saved_by_ksm_bytes));
     line("saved by zero pages", size(host.saved_by_zero_drop_bytes));
     line("saved, less memfold itself", signed(host.saved_net_bytes));

@@ -98,6 +98,7 @@ pub fn vm(
         pss_anon_bytes: rollup.pss_anon_bytes,
         pss_shmem_bytes: rollup.pss_shmem_bytes,
         store_pss_bytes: shares.store_pss,
+        file_pss_bytes: shares.file_pss,
         mappings,
         store_mappings,
     })
@@ -179,6 +180,9 @@ fn host_from(
 
     let folded: ByteSize = vms.iter().map(|v| v.folded_bytes).sum();
     let saved_by_folding_bytes = signed(folded) - signed(stores_bytes);
+    let images = |bytes: fn(&VmAccount) -> ByteSize| signed(vms.iter().map(bytes).sum());
+    let saved_by_clones_bytes =
+        images(|vm| vm.file_resident_bytes) - images(|vm| vm.file_pss_bytes);
     let saved_by_ksm_bytes = ksm.map_or(0, |k| k.saved_bytes());
     let cost = signed(own.pss_bytes - own.store_pss_bytes + own.page_table_bytes);
     Ok(HostAccount {
@@ -210,9 +214,13 @@ fn host_from(
         physical_bytes: physical,
         unreclaimable_bytes: unreclaimable,
         saved_by_folding_bytes,
+        saved_by_clones_bytes,
         saved_by_ksm_bytes,
         saved_by_zero_drop_bytes: zero_dropped_bytes,
-        saved_net_bytes: saved_by_folding_bytes + saved_by_ksm_bytes + signed(zero_dropped_bytes)
+        saved_net_bytes: saved_by_folding_bytes
+            + saved_by_clones_bytes
+            + saved_by_ksm_bytes
+            + signed(zero_dropped_bytes)
             - cost,
     })
 }
@@ -314,6 +322,8 @@ struct Shares {
     other_pss: ByteSize,
     tcg_pss: ByteSize,
     store_pss: ByteSize,
+    /// Inside RAM, of files that are no page stores.
+    file_pss: ByteSize,
 }
 
 /// The process's PSS, inside guest RAM and outside.
@@ -328,8 +338,10 @@ fn shares(
     let mut sum = Shares::default();
     for smap in smaps {
         let vma = &smap.vma;
-        if vma.file.is_some_and(|f| stores.contains(&f)) {
-            sum.store_pss += smap.pss_bytes - smap.anonymous_bytes;
+        let of_file = smap.pss_bytes - smap.anonymous_bytes;
+        let is_store = vma.file.is_some_and(|f| stores.contains(&f));
+        if is_store {
+            sum.store_pss += of_file;
         }
         let parts: Vec<(Hva, Hva)> = ram
             .iter()
@@ -356,6 +368,9 @@ fn shares(
         let pss_inside = part(smap.pss_bytes);
         sum.ram_rss += part(smap.rss_bytes);
         sum.ram_pss += pss_inside;
+        if vma.file.is_some() && !is_store {
+            sum.file_pss += part(of_file);
+        }
         if let Some(ksm) = smap.ksm_bytes {
             *sum.ram_ksm.get_or_insert_default() += part(ksm);
         }

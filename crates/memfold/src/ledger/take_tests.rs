@@ -25,6 +25,11 @@ fn pss_is_split_into_ram_and_the_rest_of_qemu() {
     code.vma.execute = true;
     // A mapping that the kernel joined over the end of RAM: a quarter of its pages is RAM.
     let joined = smap(0x30_0000, 0x70_0000, 400);
+    // Half of what it has of an image another process has too.
+    let mut image = smap(0x10_0000, 0x18_0000, 90);
+    image.vma.file = Some(StoreIdentity { dev: 1, ino: 8 });
+    image.rss_bytes = ByteSize::kib(110);
+    image.anonymous_bytes = ByteSize::kib(50);
     let window = Smap {
         vma: Vma {
             file: Some(STORE),
@@ -35,12 +40,16 @@ fn pss_is_split_into_ram_and_the_rest_of_qemu() {
         ..Smap::default()
     };
     let sum = shares(
-        &[folded, joined, code, window],
-        &[(Hva(0x20_0000), Hva(0x40_0000))],
+        &[folded, joined, image, code, window],
+        &[
+            (Hva(0x10_0000), Hva(0x18_0000)),
+            (Hva(0x20_0000), Hva(0x40_0000)),
+        ],
         &[STORE],
         |start, end| (end.0 - start.0) / 0x1000,
     );
-    assert_eq!(sum.ram_pss, ByteSize::kib(300 + 100));
+    assert_eq!(sum.ram_pss, ByteSize::kib(300 + 100 + 90));
+    assert_eq!(sum.file_pss, ByteSize::kib(40));
     assert_eq!(sum.other_pss, ByteSize::kib(300 + 50 + 7));
     assert_eq!(sum.tcg_pss, ByteSize::kib(50));
     assert_eq!(sum.store_pss, ByteSize::kib(100 + 7));
@@ -63,6 +72,8 @@ fn a_store_page_counts_once_on_the_host_however_many_map_it() {
         pss_shmem_bytes: ByteSize::mib(25),
         store_pss_bytes: ByteSize::mib(25),
         folded_bytes: ByteSize::mib(50),
+        file_resident_bytes: ByteSize::mib(8),
+        file_pss_bytes: ByteSize::mib(5),
         ..VmAccount::default()
     };
     let store = StoreAccount {
@@ -88,7 +99,8 @@ fn a_store_page_counts_once_on_the_host_however_many_map_it() {
     assert_eq!(host.physical_bytes, ByteSize::mib(2 * 100 + 50 + 10));
     assert_eq!(host.unreclaimable_bytes, ByteSize::mib(2 * 90 + 50));
     assert_eq!(host.saved_by_folding_bytes, 50 << 20);
-    assert_eq!(host.saved_net_bytes, (50 + 3 - 10) << 20);
+    assert_eq!(host.saved_by_clones_bytes, 2 * 3 << 20);
+    assert_eq!(host.saved_net_bytes, (50 + 6 + 3 - 10) << 20);
     assert_eq!(host.kernel_bytes, ByteSize::kib(100));
 }
 

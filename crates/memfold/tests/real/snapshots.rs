@@ -635,6 +635,10 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     let report = daemon.report().unwrap();
     let fetched = report.ledger.vms.iter().find(|vm| vm.name == "fetched");
     println!("fetched: {:?}", fetched.map(|vm| vm.file_resident_bytes));
+    // "warm" has them too, and they are in memory once.
+    let saved = report.ledger.host.saved_by_clones_bytes;
+    println!("clones save {} MiB", saved >> 20);
+    assert!(saved > 50 << 20 && saved < 400 << 20, "{saved}");
     lab.stop("fetched").unwrap();
     // Also for a daemon that doesn't know what an earlier one has laid out.
     let shelf = memfold::snapshot::Shelf::open(&lab.directory().join("snapshots"));
