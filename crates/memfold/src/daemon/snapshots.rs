@@ -202,12 +202,18 @@ impl Daemon {
             path: self.options.shelf.clone(),
             source,
         })?;
-        Ok(names.iter().map(|name| self.snapshot_info(name)).collect())
+        let in_maps = names
+            .iter()
+            .map(|name| restore::in_maps(&self.shelf, name).unwrap_or_default());
+        let users = restore::users_of_each(&in_maps.collect::<Vec<_>>())?;
+        let infos = names.iter().zip(&users);
+        Ok(infos
+            .map(|(name, pids)| self.snapshot_info(name, pids))
+            .collect())
     }
 
-    fn snapshot_info(&self, name: &str) -> SnapshotInfo {
+    fn snapshot_info(&self, name: &str, pids: &[Pid]) -> SnapshotInfo {
         let manifest = self.shelf.manifest(name);
-        let pids = restore::users(&self.shelf, name).unwrap_or_default();
         let users = self
             .lock()
             .values()

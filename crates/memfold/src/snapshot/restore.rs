@@ -22,7 +22,7 @@ use super::manifest::{Manifest, SavedDisk};
 use super::save::modified_ns;
 use super::shelf::{DEVICES, RAM};
 use super::{Progress, Shelf, SnapshotError};
-use crate::store::StoreIdentity;
+use crate::store::{StoreIdentity, mapped};
 use crate::vm::{DiskFormat, DiskSpec, Qmp, Vm, VmSpec};
 
 /// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a process may have 65,530 for everything.
@@ -332,34 +332,37 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
 
 /// Processes that map the RAM image of a snapshot, or what was laid out of it.
 pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
-    let path = shelf.path(name)?.join(RAM);
-    let failed = |source| SnapshotError::Files {
-        path: path.clone(),
+    let found = users_of_each(&[in_maps(shelf, name)?])?;
+    Ok(found.into_iter().flatten().collect())
+}
+
+/// The same of each of several snapshots, given as [`in_maps`] names them.
+pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, SnapshotError> {
+    mapped::processes_with(snapshots).map_err(|source| SnapshotError::Files {
+        path: "/proc".into(),
         source,
-    };
-    let found = match std::fs::metadata(&path) {
-        Ok(facts) => {
-            let identity = StoreIdentity {
-                dev: facts.dev(),
-                ino: facts.ino(),
-            };
-            crate::store::mapped::processes(identity)
-        }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(error),
-    };
-    let mut found = found.map_err(failed)?;
+    })
+}
+
+/// How lines of `/proc/PID/maps` name the RAM image of a snapshot and what was laid out of it.
+pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
+    let path = shelf.path(name)?.join(RAM);
+    let mut texts = Vec::new();
+    match std::fs::metadata(&path) {
+        Ok(facts) => texts.push(mapped::identity_text(StoreIdentity {
+            dev: facts.dev(),
+            ino: facts.ino(),
+        })),
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(source) => return Err(SnapshotError::Files { path, source }),
+    }
     match shelf.laid_out_name(name) {
-        Ok(laid_out) => {
-            let line = format!("/memfd:{laid_out} ");
-            found.extend(crate::store::mapped::processes_with(&line).map_err(failed)?);
-        }
+        Ok(laid_out) => texts.push(format!("/memfd:{laid_out} ")),
         // Without its checksums nothing can be laid out of it. Who runs from what was laid out before needs none of its files but its disks.
-        Err(SnapshotError::Files { source, .. })
-            if source.kind() == std::io::ErrorKind::NotFound => {}
+        Err(SnapshotError::Files { source, .. }) if source.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(error),
     }
-    Ok(found)
+    Ok(texts)
 }
 
 #[cfg(test)]

@@ -62,31 +62,32 @@ pub fn read(pid: Pid, store: StoreIdentity) -> io::Result<Mappings> {
 
 /// Every process but this one that maps any part of the store, in whatever way.
 pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
-    processes_with(&identity_text(store))
+    let found = processes_with(&[vec![identity_text(store)]])?;
+    Ok(found.into_iter().flatten().collect())
 }
 
-/// Every process but this one with a mapping whose line in `maps` holds `text`.
-pub fn processes_with(text: &str) -> io::Result<Vec<Pid>> {
-    processes_that(|maps| maps.contains(text))
-}
-
-fn processes_that(map: impl Fn(&str) -> bool) -> io::Result<Vec<Pid>> {
-    let mut found = Vec::new();
+/// For each group of texts, every process but this one with a mapping whose line in `maps` holds one of them. Each process is read once,
+/// which takes milliseconds of one with thousands of mappings.
+pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
+    let mut found = vec![Vec::new(); groups.len()];
     for entry in std::fs::read_dir("/proc")?.flatten() {
         let Some(pid) = entry
             .file_name()
             .to_str()
             .and_then(|n| n.parse().ok())
             .and_then(Pid::from_raw)
+            .filter(|pid| *pid != rustix::process::getpid())
         else {
             continue;
         };
         // A process that ends while we look maps nothing any more.
-        let Ok(text) = std::fs::read_to_string(entry.path().join("maps")) else {
+        let Ok(maps) = std::fs::read_to_string(entry.path().join("maps")) else {
             continue;
         };
-        if map(&text) && pid != rustix::process::getpid() {
-            found.push(pid);
+        for (group, found) in groups.iter().zip(&mut found) {
+            if group.iter().any(|text| maps.contains(text)) {
+                found.push(pid);
+            }
         }
     }
     Ok(found)
@@ -114,7 +115,8 @@ fn parse(text: &str, store: StoreIdentity) -> Mappings {
 }
 
 /// How a line of `maps` names a file.
-fn identity_text(file: StoreIdentity) -> String {
+#[must_use]
+pub fn identity_text(file: StoreIdentity) -> String {
     let (major, minor) = (rustix::fs::major(file.dev), rustix::fs::minor(file.dev));
     format!(" {major:02x}:{minor:02x} {} ", file.ino)
 }

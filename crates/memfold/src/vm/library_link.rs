@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use memfold_wire::library::{Order, Reply, VERSION};
 use memfold_wire::{Decoder, FrameError, encode};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 /// Why an order was not carried out, or nobody knows whether it was.
 #[derive(Debug, thiserror::Error)]
@@ -80,7 +81,7 @@ impl LibraryLink {
     /// Connects and says hello. `timeout` is also the time that each later reply may take. The library serves one daemon at
     /// a time, so a second connection times out here.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, LibraryError> {
-        let stream = UnixStream::connect(path)
+        let stream = connect_now(path)
             .and_then(|s| s.set_write_timeout(Some(timeout)).map(|()| s))
             .map_err(|source| LibraryError::Connect {
                 path: path.into(),
@@ -192,6 +193,20 @@ impl LibraryLink {
             }
         }
     }
+}
+
+/// Connects without waiting: a library that stands still accepts nobody, and its queue is short.
+fn connect_now(path: &Path) -> std::io::Result<UnixStream> {
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 /// Whether `reply` can be the answer to `order`.
