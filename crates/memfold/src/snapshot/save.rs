@@ -74,12 +74,12 @@ pub fn refuse(vm: &Vm) -> Result<(&VmSpec, &Record, &VmDirectory), SnapshotError
     let (Some(spec), Some(record), Some(directory)) = (vm.spec(), vm.record(), vm.directory())
     else {
         return Err(SnapshotError::Impossible(
-            "the VM was not started by memfold: its disks can't be frozen without changing its command line; start it with 'memfold vm run'".into(),
+            "the VM was not started by memfold, which can't start a QEMU with the same devices for its snapshot; start it with 'memfold vm run'".into(),
         ));
     };
     if spec.user.is_some() {
         return Err(SnapshotError::Impossible(
-            "its QEMU has given its rights up (user = ...) and can't open new overlays".into(),
+            "its QEMU has given its rights up (user = ...): it can't open new overlays, and memfold's library in it can't reach the monitor to stop it".into(),
         ));
     }
     Ok((spec, record, directory))
