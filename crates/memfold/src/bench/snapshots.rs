@@ -165,11 +165,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 
 fn measure(case: Case) -> anyhow::Result<Measured> {
     let lab = Lab::new(EngineSettings::default())?;
-    let place = tempfile::Builder::new()
-        .prefix("memfold-study.")
-        .tempdir()
-        .context("no directory for the study")?;
-    let data = place.path().join("data.img");
+    // It goes with the laboratory, also when that is interrupted.
+    let place = lab.directory();
+    let data = place.join("data.img");
     write_random(&data, case.memory).with_context(|| format!("cannot fill {}", data.display()))?;
     let mut spec = Lab::spec(VM, "trixie-a", case.memory, DiskMode::Buffered)?;
     let mut disk = DiskSpec::new(&data);
@@ -182,8 +180,8 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
     let cached = lab.exec(VM, FILL, LIMIT)?;
     let cached_kib = cached.trim().parse().context("the guest's cache")?;
 
-    let image = place.path().join("qemu.img");
-    let disk = place.path().join("disk.qcow2");
+    let image = place.join("qemu.img");
+    let disk = place.join("disk.qcow2");
     let mut qemu = save_by_qemu(&lab, &image, &disk)?;
     let began = Instant::now();
     let manifest = lab.daemon().save_snapshot(&SaveRequest::new(VM, VM))?;
