@@ -35,6 +35,7 @@ mod runs;
 mod stack;
 pub mod stats;
 mod table;
+mod vms;
 mod work;
 mod zero;
 

@@ -86,7 +86,7 @@ fn twenty_daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
     // The work must not be the agent's: it ends what it runs when its daemon is gone.
     let seconds = 100;
     let work = format!(
-        "{}\n{}\nsums /run/sums.before; systemd-run -q --unit=attack --property=StandardOutput=file:/run/attack.out --property=StandardError=file:/run/attack.err /root/attack.sh {seconds} 150",
+        "{}\n{}\nsums /run/sums.before; systemd-run -q --unit=attack --property=StandardOutput=file:/run/attack.out --property=StandardError=file:/run/attack.err /opt/attack.sh {seconds} 150",
         support::install(),
         support::SUMS
     );

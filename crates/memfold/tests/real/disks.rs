@@ -26,7 +26,7 @@ cat /run/disk.checked";
 /// The shell text that starts the writer on disks.
 pub fn write_to(disks: &str) -> String {
     support::file("disk.py", WRITER)
-        + &format!("systemd-run -q --unit=writer python3 /root/disk.py {disks}; sleep 2")
+        + &format!("systemd-run -q --unit=writer python3 /opt/disk.py {disks}; sleep 2")
 }
 
 /// Disks of 64 MiB that are written in place: a raw one past the host's page cache, and a qcow2.

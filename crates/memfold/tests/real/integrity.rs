@@ -48,7 +48,7 @@ fn no_byte_changes_under_attack_and_nothing_crosses_domains_and_a_killed_vm_is_n
 fn under_attack(lab: &Lab, names: &[&str]) {
     let time = support::seconds("MEMFOLD_ATTACK_SECONDS", 75);
     let over = AtomicBool::new(false);
-    let script = format!("/root/attack.sh {} 200", time.as_secs());
+    let script = format!("/opt/attack.sh {} 200", time.as_secs());
     let (printed, moves) = std::thread::scope(|scope| {
         let balloons = scope.spawn(|| move_balloons(lab, names, &over));
         let printed = lab.exec_all(names, &script, time + Duration::from_secs(300));

@@ -458,7 +458,7 @@ awk '/^Cached:/ { print $2 * 1024 }' /proc/meminfo";
 /// Writes pages by turns ([`STOP_TURNS`] ends it).
 const TURNS: &str = include_str!("guest/turns.py");
 
-const START_TURNS: &str = "setsid /root/turns.py > /run/turns.log 2>&1 < /dev/null &
+const START_TURNS: &str = "setsid /opt/turns.py > /run/turns.log 2>&1 < /dev/null &
 sleep 3; test -s /dev/shm/turns";
 
 /// What that has found.

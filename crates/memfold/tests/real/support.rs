@@ -163,9 +163,9 @@ pub fn wait_stats(
     }
 }
 
-/// The shell text that puts a program into a guest's `/root`.
+/// The shell text that puts a program into a guest's `/opt`.
 pub fn file(name: &str, text: &str) -> String {
-    format!("cat > /root/{name} <<'END-OF-FILE'\n{text}\nEND-OF-FILE\nchmod +x /root/{name}\n")
+    format!("cat > /opt/{name} <<'END-OF-FILE'\n{text}\nEND-OF-FILE\nchmod +x /opt/{name}\n")
 }
 
 /// The shell text that puts the attack's programs into a guest.

@@ -2,7 +2,7 @@
 # Everything at once, for $1 seconds, with $2 MB of anonymous memory: all of /usr is hashed again and again, files are rewritten,
 # memory runs short, O_DIRECT reads are in flight, caches are dropped. Needs /run/sums.before. Prints a line a part, each with
 # "errors N", and ends with "all errors N".
-cd /root || exit 1
+cd /opt || exit 1
 end=$((SECONDS + $1))
 out=$(mktemp -d)
 
