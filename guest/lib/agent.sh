@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The image that VMs boot: the base image with the memfold agent and its unit. Written with debugfs, so no mount and no
+# The image that VMs boot: the base image with the memfold agent and its two units. Written with debugfs, so no mount and no
 # root is needed, and a new agent costs seconds.
 
 agent_binary=
@@ -17,7 +17,7 @@ build_agent() {
 
 # final_key_of BASE-KEY
 final_key_of() {
-    { printf '%s\n' "$1" && cat ${agent_binary:+"$agent_binary"} "$guest/memfold-agent.service" "$guest/lib/agent.sh"; } |
+    { printf '%s\n' "$1" && cat ${agent_binary:+"$agent_binary"} "$guest"/memfold-{agent,segments}.service "$guest/lib/agent.sh"; } |
         sha256sum | cut -c1-16
 }
 
@@ -43,6 +43,11 @@ sif /etc/systemd/system/memfold-agent.service mode 0100644
 sif /etc/systemd/system/memfold-agent.service uid 0
 sif /etc/systemd/system/memfold-agent.service gid 0
 symlink /etc/systemd/system/sysinit.target.wants/memfold-agent.service /etc/systemd/system/memfold-agent.service
+write $guest/memfold-segments.service /etc/systemd/system/memfold-segments.service
+sif /etc/systemd/system/memfold-segments.service mode 0100644
+sif /etc/systemd/system/memfold-segments.service uid 0
+sif /etc/systemd/system/memfold-segments.service gid 0
+symlink /etc/systemd/system/sysinit.target.wants/memfold-segments.service /etc/systemd/system/memfold-segments.service
 END
         )
         # debugfs exits 0 whatever happens: ask the file system itself.

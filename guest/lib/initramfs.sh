@@ -3,7 +3,8 @@
 # by QEMU, and unpacking takes an emulated CPU longer than reading.
 
 # Loaded in this order, dependencies first. The rest is for the root file systems of tests and segments.
-initramfs_modules=(virtio_pci virtio_blk virtio_pmem ext4 erofs overlay)
+# virtio_pmem finds the device, nd_pmem makes /dev/pmemN of it.
+initramfs_modules=(virtio_pci virtio_blk virtio_pmem nd_pmem ext4 erofs overlay)
 
 # make_initramfs ROOT KERNEL WORK OUT
 make_initramfs() {

@@ -7,7 +7,7 @@ host_packages=(
     # guest images
     mmdebstrap debian-archive-keyring e2fsprogs cpio xz-utils zstd util-linux
     # data disks and segments of the tests and studies
-    xfsprogs btrfs-progs erofs-utils
+    xfsprogs btrfs-progs erofs-utils bubblewrap
     # the tests' own needs
     curl procps
 )

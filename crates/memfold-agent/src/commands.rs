@@ -174,6 +174,10 @@ impl Task {
         if std::env::var_os("HOME").is_none() {
             command.env("HOME", "/root");
         }
+        // So that a script finds the agent's options for segments wherever the guest keeps the agent.
+        if let Ok(agent) = std::env::current_exe() {
+            command.env("MEMFOLD_AGENT", agent);
+        }
         match command.spawn() {
             Ok(mut child) => {
                 let code = self.follow(&mut child);
@@ -281,6 +285,16 @@ mod tests {
         assert_eq!(out.len(), 1_288_895 + 4);
         assert_eq!(codes, [(1, 3)]);
         assert!(lock(&commands.running).is_empty());
+    }
+
+    #[test]
+    fn commands_know_where_the_agent_is() {
+        let commands = Commands::new().unwrap();
+        commands.run(1, "echo \"$MEMFOLD_AGENT\"".into());
+        let (out, codes) = finish(&commands, 1);
+        assert_eq!(codes, [(1, 0)]);
+        let own = std::env::current_exe().unwrap();
+        assert_eq!(String::from_utf8_lossy(&out).trim(), own.to_str().unwrap());
     }
 
     #[test]

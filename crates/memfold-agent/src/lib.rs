@@ -16,6 +16,7 @@
 //! | [`batch`], [`port`] | messages, and the way out |
 //! | [`commands`] | commands for the daemon |
 //! | [`free_pages`] | what a snapshot can leave out |
+//! | [`segment`] | read-only images shared with other VMs, laid over the guest's own directories; not part of the main loop |
 //! | [`wake`], [`backoff`] | waking the main loop, and what it does rarely |
 
 pub mod agent;
@@ -33,6 +34,7 @@ pub mod reseed;
 pub mod residency;
 pub mod resolve;
 pub mod ring;
+pub mod segment;
 pub mod throttle;
 pub mod trace;
 pub mod wake;

@@ -1,13 +1,15 @@
 //! The agent's program; see the library for everything.
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use memfold_agent::agent::Agent;
+use memfold_agent::segment::command;
 
 const HELP: &str = "\
 memfold-agent: tells the memfold daemon which files this guest's page cache holds, and where.
 
-Usage: memfold-agent [--dump | --free-pages | --reseed | --version | --help]
+Usage: memfold-agent [--dump | --free-pages | --reseed | --segment-... | --version | --help]
 
 Without an option it serves the virtio-serial port org.memfold.agent.0 until SIGTERM.
 
@@ -19,7 +21,14 @@ Without an option it serves the virtio-serial port org.memfold.agent.0 until SIG
 ";
 
 fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
+    if let Some(code) = command::run(&arguments) {
+        return code;
+    }
+    let arguments: Vec<String> = arguments
+        .iter()
+        .map(|a| a.to_string_lossy().into_owned())
+        .collect();
     let text = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => false,
         ["--dump"] => true,
@@ -34,11 +43,11 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         ["--help" | "-h"] => {
-            print!("{HELP}");
+            print!("{HELP}\n{}", command::HELP);
             return ExitCode::SUCCESS;
         }
         _ => {
-            eprint!("{HELP}");
+            eprint!("{HELP}\n{}", command::HELP);
             return ExitCode::from(2);
         }
     };

@@ -153,7 +153,7 @@ fn number(text: &[u8]) -> Option<u64> {
 }
 
 /// Space, tab, newline and backslash come as three octal digits.
-fn unescape(text: &[u8]) -> Vec<u8> {
+pub(crate) fn unescape(text: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(text.len());
     let mut rest = text;
     while let Some((&byte, tail)) = rest.split_first() {

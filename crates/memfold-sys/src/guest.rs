@@ -67,6 +67,21 @@ pub fn reseed_random(urandom: impl AsFd) -> io::Result<()> {
     }
 }
 
+/// Has anybody this regular file open for writing, or mapped so? A read lease is refused then (`F_SETLEASE`, `fcntl(2)`); it ends
+/// with `file`, at once. SIGIO has to be blocked: who opens the file in that moment has it sent to us. Needs `CAP_LEASE` for other
+/// users' files, and `file` open for reading only.
+pub fn is_open_for_writing(file: OwnedFd) -> io::Result<bool> {
+    // SAFETY: the argument of this request is a number.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) };
+    let error = io::Error::last_os_error();
+    drop(file);
+    match error.raw_os_error() {
+        _ if result == 0 => Ok(false),
+        Some(libc::EAGAIN) => Ok(true),
+        _ => Err(error),
+    }
+}
+
 /// `struct cachestat`: page-cache pages of a file.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -90,10 +105,25 @@ struct CacheStatRange {
     length: u64,
 }
 
-/// How much of a file is cached (Linux >= 6.5, else `ENOSYS`).
+/// How much of a file is cached (Linux >= 6.5, else `ENOSYS`). Of a file that is read in place (DAX), nothing.
+///
+/// Such a file is never given to the kernel: it takes the entries of DAX in the file's table for those of evicted pages, and dereferences a
+/// null pointer (`filemap_cachestat`, seen in Linux 6.12.117).
 pub fn cachestat(file: impl AsFd) -> io::Result<CacheStat> {
     /// The same number on every architecture (added after the tables were unified); libc doesn't name it everywhere.
     const SYS_CACHESTAT: libc::c_long = 451;
+    let facts = rustix::fs::statx(
+        &file,
+        "",
+        rustix::fs::AtFlags::EMPTY_PATH,
+        rustix::fs::StatxFlags::empty(),
+    )?;
+    if facts
+        .stx_attributes
+        .contains(rustix::fs::StatxAttributes::DAX)
+    {
+        return Ok(CacheStat::default());
+    }
     let range = CacheStatRange {
         offset: 0,
         length: 0,
@@ -315,6 +345,17 @@ mod tests {
         if let Ok(stat) = cachestat(&file) {
             assert_eq!(stat.nr_cache, 8);
         }
+    }
+
+    #[test]
+    fn a_writer_is_noticed() {
+        let path = std::env::temp_dir().join(format!("memfold-writer-{}", std::process::id()));
+        let writer = std::fs::File::create(&path).unwrap();
+        let ask = || is_open_for_writing(std::fs::File::open(&path).unwrap().into()).unwrap();
+        assert!(ask());
+        drop(writer);
+        assert!(!ask());
+        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]

@@ -7,9 +7,9 @@
 //! | top | [`cli`], [`bench`], [`api`] |
 //! | | [`daemon`]: the running whole |
 //! | | [`ledger`]: what is where, in bytes |
-//! | mechanisms | [`fold`], [`ksm`] |
+//! | mechanisms | [`fold`], [`ksm`], [`snapshot`], [`segment`] |
 //! | | [`vm`]: QEMU processes and the links to them |
-//! | ground | [`store`], [`host`] |
+//! | ground | [`store`], [`host`], [`progress`] |
 
 pub mod api;
 pub mod bench;
@@ -19,6 +19,8 @@ pub mod fold;
 pub mod host;
 pub mod ksm;
 pub mod ledger;
+pub mod progress;
+pub mod segment;
 pub mod snapshot;
 pub mod store;
 pub mod vm;

@@ -1,6 +1,7 @@
 //! KSM on real memory of this process. Settings are restored after each test.
 
 use std::io::{BufRead, BufReader};
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -8,12 +9,13 @@ use std::time::{Duration, Instant};
 use memfold::ksm::{
     Controls, EqualCpu, Ksmd, ProcessStatus, Run, Settings, Status, merging_pages, restore_leftover,
 };
-use memfold::ledger::take;
+use memfold::ledger::{StoreAccount, take};
 use memfold::snapshot::past::Past;
-use memfold::vm::{RamBlock, RamLayout};
+use memfold::store::StoreIdentity;
+use memfold::vm::{RamBlock, RamLayout, RamSlot};
 use memfold_sys::pagemap::{Filter, Pagemap};
 use memfold_sys::region::{Area, Mapping};
-use memfold_units::PageCount;
+use memfold_units::{ByteSize, PageCount, Pfn};
 use memfold_wire::library::{Order, Reply, VERSION};
 use rustix::mm::Advice;
 
@@ -188,7 +190,7 @@ fn equal_regions_merge_are_counted_and_a_panic_leaves_ksm_as_it_was() {
         assert!(status.pages_sharing.unwrap() >= PAGES, "{status:?}");
         assert!(status.pages_shared.unwrap() >= PAGES);
         assert!(ksmd.cpu_time().unwrap() > cpu);
-        let account = take::vm(own(), "self", None, &layout, &[]).unwrap();
+        let account = take::vm(own(), "self", None, &layout, &[], &[]).unwrap();
         assert_eq!(account.ksm_merged_bytes, Some(PageCount(2 * PAGES).bytes()));
         // Two mappings a page: PSS is half.
         assert_eq!(account.ram_pss_bytes, PageCount(PAGES).bytes());
@@ -205,6 +207,75 @@ fn equal_regions_merge_are_counted_and_a_panic_leaves_ksm_as_it_was() {
     assert_eq!(merging(), 0);
     let untouched = mergeable(PAGES, FIRST);
     assert_eq!(regions[0].area().equal_pages(untouched.area()), PAGES);
+}
+
+/// What is folded is a view of a file: ksmd looks at no page of it, not even at copies that were written since, and each page is
+/// in one place of the ledger.
+#[test]
+fn folded_ranges_are_not_scanned_and_each_page_is_counted_once() {
+    const PAGES: u64 = 1024;
+    const FIRST: u64 = 0x666f_6c64_0000_0000;
+    let _alone = alone();
+    let Some(controls) = controls() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let store = rustix::fs::memfd_create("store", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let mut store = std::fs::File::from(store);
+    for page in 0..PAGES {
+        let words = (FIRST + page).to_ne_bytes().repeat(512);
+        std::io::Write::write_all(&mut store, &words).unwrap();
+    }
+    let (ram, other) = (mergeable(2 * PAGES, FIRST), mergeable(PAGES, FIRST));
+    let folded = ram.area().part(PAGES, PAGES);
+    folded.map_file(store.as_fd(), 0).unwrap();
+    assert_eq!(folded.zero_pages(), 0);
+    for page in 0..PAGES {
+        assert!(!folded.part(page, 1).is_zero());
+    }
+    // As the guest would: a copy in the folded range, with a content that is in the others too.
+    for page in 0..16 {
+        folded.part(page, 1).write(&[FIRST + page]);
+    }
+    let layout = RamLayout {
+        blocks: vec![RamBlock {
+            name: "ram".into(),
+            hva: ram.area().start(),
+            pages: 2 * PAGES,
+        }],
+        slots: vec![RamSlot {
+            pfn: Pfn(0),
+            pages: 2 * PAGES,
+            hva: ram.area().start(),
+            block: 0,
+        }],
+    };
+    let run = Run::start(&controls, state.path(), &fast()).unwrap();
+    wait_for("merging", || merging() == 2 * PAGES);
+    let scans = || Status::read(&controls).unwrap().full_scans.unwrap();
+    let then = scans();
+    wait_for("three more passes", || scans() >= then + 3);
+    let part = ProcessStatus::read(Path::new("/proc"), own()).unwrap();
+    assert_eq!(part.ksm_merging_pages, Some(2 * PAGES));
+    assert_eq!(part.ksm_rmap_items, Some(2 * PAGES), "{part:?}");
+    let id = StoreIdentity::of(&store).unwrap();
+    let account = take::vm(own(), "self", Some("d"), &layout, &[id], &[]).unwrap();
+    let bytes = |pages: u64| PageCount(pages).bytes();
+    assert_eq!(account.sum_of_parts(), account.ram_bytes);
+    assert_eq!(account.private_bytes, bytes(PAGES));
+    assert_eq!(account.folded_resident_bytes, bytes(PAGES - 16));
+    assert_eq!(account.unfolded_bytes, bytes(16));
+    assert_eq!(account.ksm_merged_bytes, Some(bytes(PAGES)));
+    // The merged are shared by two, the store's pages have this view alone.
+    assert_eq!(account.ram_pss_bytes, bytes(PAGES / 2 + PAGES));
+    let store = StoreAccount::of("d", &store).unwrap();
+    let own_cost = take::own(ByteSize(0), &[id]).unwrap();
+    let host = take::host(&[account], &[store], own_cost, ByteSize(0)).unwrap();
+    // What KSM saved is of the anonymous pages alone: two of them became one.
+    let saved = host.saved_by_ksm_bytes;
+    let most = i64::try_from(bytes(PAGES).0).unwrap();
+    assert!(saved <= most && saved > most / 2, "{saved} of {most}");
+    assert_eq!(host.saved_by_folding_bytes, -16 * 4096);
+    run.stop(true).unwrap();
+    drop((ram, other));
 }
 
 #[test]

@@ -136,7 +136,7 @@ impl Actor {
     }
 
     fn account(&self, name: &str, stores: &[StoreIdentity]) -> VmAccount {
-        take::vm(self.pid(), name, Some("d"), &self.layout, stores).unwrap()
+        take::vm(self.pid(), name, Some("d"), &self.layout, stores, &[]).unwrap()
     }
 }
 
@@ -298,7 +298,7 @@ fn a_vm_that_ended_is_an_error() {
     let actor = Actor::start(&store, 1, 16, 0);
     let (pid, layout) = (actor.pid(), actor.layout.clone());
     drop(actor);
-    assert!(take::vm(pid, "gone", None, &layout, &[]).is_err());
+    assert!(take::vm(pid, "gone", None, &layout, &[], &[]).is_err());
 }
 
 /// QEMU without a guest: its firmware runs under TCG and ends in "no bootable device".
@@ -342,7 +342,7 @@ fn a_real_qemu_s_sums_agree_and_its_translated_code_is_told_apart() {
     };
     let result = std::panic::catch_unwind(|| {
         in_a_quiet_moment(|| {
-            let vms = vec![take::vm(pid, "qemu", None, &layout, &[]).unwrap()];
+            let vms = vec![take::vm(pid, "qemu", None, &layout, &[], &[]).unwrap()];
             let report = Report::new(host(&vms, &[]), vms);
             let vm = &report.vms[0];
             println!("{}", memfold::ledger::table::render(&report));

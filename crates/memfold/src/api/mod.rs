@@ -9,8 +9,10 @@ mod types;
 pub use client::{Client, ClientError};
 pub use server::{ServeError, openapi, serve};
 pub use types::{
-    AttachRequest, BootSnapshot, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport,
-    RebootRequest, RestoreRequest, SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
+    AttachRequest, AttachSegmentRequest, AttachedSegment, BootSnapshot, BuildRequest, BuildResult,
+    ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
+    RankRequest, RebootRequest, RestoreRequest, SaveRequest, SegmentState, StopRequest,
+    VerifyReport, VersionInfo, VmInfo, VmSegment,
 };
 
 /// Where the daemon listens if nothing else is said.

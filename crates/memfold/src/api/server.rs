@@ -10,17 +10,20 @@ use axum::extract::rejection::JsonRejection;
 use axum::extract::{DefaultBodyLimit, FromRequest, Path as UrlPath, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{delete, get, post};
 use axum::{Json, Router};
 use tokio::net::UnixListener;
 use utoipa::OpenApi;
 
 use super::types::{
-    AttachRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, RebootRequest,
-    RestoreRequest, SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
+    AttachRequest, AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, ErrorBody,
+    ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest, RankRequest,
+    RebootRequest, RestoreRequest, SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
 };
 use crate::daemon::{Daemon, DaemonError, chain};
 use crate::fold::EngineStats;
+use crate::ksm::{Explanation, KsmError, Overview};
+use crate::segment::{Ranked, SegmentError, SegmentInfo};
 use crate::snapshot::{Manifest, SnapshotError, SnapshotInfo, Step};
 use crate::vm::{LaunchError, VmSpec};
 
@@ -65,13 +68,25 @@ pub enum ServeError {
         report,
         fold,
         set_fold,
+        ksm,
+        start_ksm,
+        stop_ksm,
+        explain_ksm,
         snapshots,
         save_snapshot,
         snapshot,
         remove_snapshot,
         verify_snapshot,
         snapshot_progress,
-        restore
+        restore,
+        segments,
+        build_segment,
+        rank_segments,
+        remove_segment,
+        verify_segment,
+        segment_progress,
+        attach_segment,
+        detach_segment
     )
 )]
 struct Description;
@@ -123,6 +138,10 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/exec", post(exec))
         .route("/v1/report", get(report))
         .route("/v1/fold", get(fold).put(set_fold))
+        .route("/v1/ksm", get(ksm))
+        .route("/v1/ksm/start", post(start_ksm))
+        .route("/v1/ksm/stop", post(stop_ksm))
+        .route("/v1/ksm/explain/{name}", get(explain_ksm))
         .route("/v1/snapshots", get(snapshots).post(save_snapshot))
         .route(
             "/v1/snapshots/{name}",
@@ -131,6 +150,13 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/snapshots/{name}/verify", post(verify_snapshot))
         .route("/v1/snapshots/{name}/progress", get(snapshot_progress))
         .route("/v1/snapshots/{name}/restore", post(restore))
+        .route("/v1/segments", get(segments).post(build_segment))
+        .route("/v1/segments/rank", post(rank_segments))
+        .route("/v1/segments/{name}", delete(remove_segment))
+        .route("/v1/segments/{name}/verify", post(verify_segment))
+        .route("/v1/segments/{name}/progress", get(segment_progress))
+        .route("/v1/vms/{name}/segments", post(attach_segment))
+        .route("/v1/vms/{name}/segments/{segment}", delete(detach_segment))
         .route("/openapi.json", get(|| async { Json(openapi()) }))
         .fallback(|| async { Failure(DaemonError::NoSuchPath) })
         .method_not_allowed_fallback(|| async {
@@ -187,20 +213,28 @@ impl IntoResponse for Failure {
         let status = match &self.0 {
             DaemonError::NoSuchVm(_)
             | DaemonError::NoSuchPath
-            | DaemonError::Snapshot(SnapshotError::Unknown(_)) => StatusCode::NOT_FOUND,
+            | DaemonError::Snapshot(SnapshotError::Unknown(_))
+            | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
+            | DaemonError::Merging { .. }
+            | DaemonError::Ksm(KsmError::Busy(_))
             | DaemonError::Launch(LaunchError::NameTaken { .. })
             | DaemonError::Snapshot(
                 SnapshotError::Taken(_)
                 | SnapshotError::Twin { .. }
                 | SnapshotError::InUse { .. }
                 | SnapshotError::BuiltOn { .. },
-            ) => StatusCode::CONFLICT,
+            )
+            | DaemonError::Segment(SegmentError::InUse { .. }) => StatusCode::CONFLICT,
             DaemonError::BadRequest(_)
             | DaemonError::Launch(LaunchError::Spec(_))
-            | DaemonError::Snapshot(SnapshotError::Name(_) | SnapshotError::Impossible(_)) => {
-                StatusCode::BAD_REQUEST
-            }
+            | DaemonError::Snapshot(SnapshotError::Name(_) | SnapshotError::Impossible(_))
+            | DaemonError::Segment(
+                SegmentError::Name(_)
+                | SegmentError::Source { .. }
+                | SegmentError::Foreign { .. }
+                | SegmentError::Impossible(_),
+            ) => StatusCode::BAD_REQUEST,
             error if error.impossible_here() => StatusCode::NOT_IMPLEMENTED,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
@@ -312,6 +346,39 @@ async fn set_fold(
     blocking(daemon, move |d| d.set_fold(&request)).await
 }
 
+/// KSM on this host, and how the daemon steers it.
+#[utoipa::path(get, path = "/v1/ksm", responses((status = 200, body = Overview)))]
+async fn ksm(State(daemon): State<Arc<Daemon>>) -> Result<Json<Overview>, Failure> {
+    blocking(daemon, |d| d.ksm()).await
+}
+
+/// Steers KSM from now on.
+#[utoipa::path(post, path = "/v1/ksm/start", request_body = KsmStartRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
+async fn start_ksm(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<KsmStartRequest>,
+) -> Result<Json<Overview>, Failure> {
+    blocking(daemon, move |d| d.start_ksm(&request)).await
+}
+
+/// Steers KSM no more; its settings are as before.
+#[utoipa::path(post, path = "/v1/ksm/stop", request_body = KsmStopRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
+async fn stop_ksm(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<KsmStopRequest>,
+) -> Result<Json<Overview>, Failure> {
+    blocking(daemon, move |d| d.stop_ksm(&request)).await
+}
+
+/// Why a VM's memory merges, or doesn't.
+#[utoipa::path(get, path = "/v1/ksm/explain/{name}", responses((status = 200, body = Explanation), (status = 404, body = ErrorBody)))]
+async fn explain_ksm(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<Explanation>, Failure> {
+    blocking(daemon, move |d| d.explain_ksm(&name)).await
+}
+
 #[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]
 async fn snapshots(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<SnapshotInfo>>, Failure> {
     blocking(daemon, |d| d.snapshots()).await
@@ -365,6 +432,72 @@ async fn restore(
     Asked(request): Asked<RestoreRequest>,
 ) -> Result<Json<VmInfo>, Failure> {
     blocking(daemon, move |d| d.restore(&name, &request)).await
+}
+
+#[utoipa::path(get, path = "/v1/segments", responses((status = 200, body = Vec<SegmentInfo>)))]
+async fn segments(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<SegmentInfo>>, Failure> {
+    blocking(daemon, |d| d.list_segments()).await
+}
+
+#[utoipa::path(post, path = "/v1/segments", request_body = BuildRequest, responses((status = 200, body = BuildResult), (status = 400, body = ErrorBody)))]
+async fn build_segment(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<BuildRequest>,
+) -> Result<Json<BuildResult>, Failure> {
+    blocking(daemon, move |d| d.build_segment(&request)).await
+}
+
+/// Files by what they would bring in a segment, best first.
+#[utoipa::path(post, path = "/v1/segments/rank", request_body = RankRequest, responses((status = 200, body = Vec<Ranked>)))]
+async fn rank_segments(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<RankRequest>,
+) -> Result<Json<Vec<Ranked>>, Failure> {
+    blocking(daemon, move |d| d.rank_files(&request)).await
+}
+
+/// Which generations were removed.
+#[utoipa::path(delete, path = "/v1/segments/{name}", responses((status = 200, body = Vec<String>), (status = 409, body = ErrorBody)))]
+async fn remove_segment(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<Vec<String>>, Failure> {
+    blocking(daemon, move |d| d.remove_segment(&name)).await
+}
+
+/// What is wrong with a segment; null: nothing.
+#[utoipa::path(post, path = "/v1/segments/{name}/verify", responses((status = 200, body = Option<String>)))]
+async fn verify_segment(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<Option<String>>, Failure> {
+    blocking(daemon, move |d| d.verify_segment(&name)).await
+}
+
+/// How far a build has come; null: none is under way.
+#[utoipa::path(get, path = "/v1/segments/{name}/progress", responses((status = 200, body = Option<Step>)))]
+async fn segment_progress(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<Option<Step>>, Failure> {
+    blocking(daemon, move |d| Ok(d.segment_progress(&name))).await
+}
+
+#[utoipa::path(post, path = "/v1/vms/{name}/segments", request_body = AttachSegmentRequest, responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
+async fn attach_segment(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Asked(request): Asked<AttachSegmentRequest>,
+) -> Result<Json<AttachedSegment>, Failure> {
+    blocking(daemon, move |d| d.attach_segment(&name, &request)).await
+}
+
+#[utoipa::path(delete, path = "/v1/vms/{name}/segments/{segment}", responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
+async fn detach_segment(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath((name, segment)): UrlPath<(String, String)>,
+) -> Result<Json<AttachedSegment>, Failure> {
+    blocking(daemon, move |d| d.detach_segment(&name, &segment)).await
 }
 
 fn seconds(value: f64) -> Result<std::time::Duration, DaemonError> {

@@ -44,12 +44,121 @@ pub struct VmInfo {
     pub fold_problems: Vec<String>,
     /// Why folded pages can be folded again only at a pause; empty: they can any time.
     pub refold_problems: Vec<String>,
+    /// Segments that it maps, in the order of their slots.
+    #[serde(default)]
+    pub segments: Vec<VmSegment>,
     /// What it got anew when it was restored, if this daemon saw to that.
     #[serde(default)]
     pub renewal: Option<Renewal>,
     /// The snapshot to which it can go back, if it was started with `boot_snapshot`.
     #[serde(default)]
     pub boot_snapshot: Option<BootSnapshot>,
+}
+
+/// A segment that a VM maps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct VmSegment {
+    /// `NAME@GENERATION`.
+    pub segment: String,
+    /// What the guest does with it.
+    pub state: SegmentState,
+}
+
+/// What a guest does with a segment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SegmentState {
+    /// It sees the device; nothing is known of more.
+    Attached,
+    /// It is the guest's root.
+    Root,
+    /// It lies over the guest's own files.
+    Laid,
+    /// It was taken off again; the device stays until the VM ends.
+    TakenOff,
+    /// It could not be laid over the guest's own files, and why.
+    Failed(String),
+}
+
+/// `POST /v1/segments`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BuildRequest {
+    /// Name of the segment.
+    pub name: String,
+    /// Its trust domain.
+    pub domain: String,
+    /// One directory or disk image of the daemon's host, or packages (`.deb` files, `package:NAME`).
+    pub from: Vec<String>,
+    /// Globs of paths, beginning with a slash; none: `/usr/**` and `/opt/**`, or everything with `root`.
+    #[serde(default)]
+    pub include: Vec<String>,
+    /// Globs of paths to leave out.
+    #[serde(default)]
+    pub exclude: Vec<String>,
+    /// Take only the best files for the domain's VMs, by what they cache now, in so many bytes.
+    #[serde(default)]
+    pub top_files_bytes: Option<u64>,
+    /// How many VMs are to map it, for that choice; unset: those that run.
+    #[serde(default)]
+    pub for_vms: Option<u64>,
+    /// Build a whole root file system.
+    #[serde(default)]
+    pub root: bool,
+    /// Hold it in memory.
+    #[serde(default)]
+    pub pinned: bool,
+}
+
+/// What a build made.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct BuildResult {
+    /// The newest generation.
+    pub segment: crate::segment::Manifest,
+    /// Whether it is new; `false`: the newest one held the same files already.
+    pub is_new: bool,
+}
+
+/// `POST /v1/segments/rank`
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RankRequest {
+    /// VMs whose files are ranked; none: all of the domain.
+    #[serde(default)]
+    pub vms: Vec<String>,
+    /// Trust domain; unset: all.
+    #[serde(default)]
+    pub domain: Option<String>,
+    /// How many VMs are to map the segment; unset: as many as cache a file now.
+    #[serde(default)]
+    pub for_vms: Option<u64>,
+    /// Only files of which one of these globs is true; none: `/usr/**` and `/opt/**`.
+    #[serde(default)]
+    pub include: Vec<String>,
+}
+
+/// `POST /v1/vms/{name}/segments`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AttachSegmentRequest {
+    /// `NAME` or `NAME@GENERATION`.
+    pub segment: String,
+    /// Only attach the device; don't have the guest lay it over its files.
+    #[serde(default)]
+    pub no_lay: bool,
+    /// Have the guest compare all bytes with its own files first, not only names, sizes and times.
+    #[serde(default)]
+    pub content: bool,
+}
+
+/// What a guest has done with a segment.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct AttachedSegment {
+    /// The segment.
+    pub segment: VmSegment,
+    /// What the agent said of it, if it did something.
+    #[schema(value_type = Option<Object>)]
+    pub report: Option<serde_json::Value>,
 }
 
 /// The snapshot of a VM right after its boot.
@@ -123,6 +232,31 @@ pub struct FoldRequest {
     pub cpu_percent: Option<f64>,
     /// Pages looked at in a second at most; 0 for no limit.
     pub pages_per_second: Option<u64>,
+}
+
+/// `POST /v1/ksm/start`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct KsmStartRequest {
+    /// For the VMs of this trust domain; null: the only one whose VMs have mergeable memory.
+    #[serde(default)]
+    pub domain: Option<String>,
+    /// CPU that ksmd may use, in percent of one (above 0, to 95).
+    pub cpu_percent: f64,
+    /// Time that a full scan is to take, in seconds (1 or more).
+    pub target_s: f64,
+    /// Have the kernel's advisor set `pages_to_scan` (Linux 6.8).
+    #[serde(default)]
+    pub advisor: bool,
+}
+
+/// `POST /v1/ksm/stop`
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct KsmStopRequest {
+    /// Give each merged page its own copy again, which takes as much memory at once as merging saves.
+    #[serde(default)]
+    pub unmerge: bool,
 }
 
 /// `GET /v1/report`

@@ -57,6 +57,7 @@ impl Lab {
             exclude: Vec::new(),
             paused: true,
             shelf: directory.path().join("snapshots"),
+            segments: directory.path().join("segments"),
         };
         let daemon = Daemon::start(&options)?;
         *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) =
@@ -223,6 +224,7 @@ impl Drop for Lab {
     fn drop(&mut self) {
         *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) = None;
         stop_all(&self.daemon);
+        self.daemon.unprotect_segments();
         self.daemon.shut_down();
     }
 }
@@ -265,6 +267,7 @@ fn clean_up_at_interrupt() {
                 {
                     daemon.close();
                     stop_all(&daemon);
+                    daemon.unprotect_segments();
                     if let Err(error) = ksm::restore_own(Path::new(ksm::NOTES)) {
                         eprintln!("memfold: KSM's settings could not be restored: {error}");
                     }

@@ -16,26 +16,25 @@
 
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::Context as _;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::lab::{DiskMode, Lab};
+use super::qemu_way::{self, Way};
 use super::record::median;
 use crate::api::{RestoreRequest, SaveRequest};
-use crate::daemon::DaemonError;
 use crate::fold::EngineSettings;
-use crate::snapshot::{Manifest, SnapshotError};
-use crate::vm::{Aio, CacheMode, DiskFormat, DiskSpec, Incoming, Qmp, Vm, VmDirectory, VmSpec};
+use crate::snapshot::Manifest;
+use crate::vm::{Aio, CacheMode, DiskSpec};
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Time for one thing that a guest does, or QEMU.
+/// Time for one thing that a guest does.
 const LIMIT: Duration = Duration::from_secs(900);
 
 const VM: &str = "saved";
@@ -123,15 +122,6 @@ impl Default for Options {
     }
 }
 
-/// One way to save and restore, measured.
-#[derive(Clone, Copy, Debug, Default)]
-struct Way {
-    save_s: f64,
-    pause_s: f64,
-    restore_s: f64,
-    bytes: u64,
-}
-
 struct Measured {
     case: Case,
     cached_kib: u64,
@@ -182,7 +172,7 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
 
     let image = place.join("qemu.img");
     let disk = place.join("disk.qcow2");
-    let mut qemu = save_by_qemu(&lab, &image, &disk)?;
+    let mut qemu = qemu_way::save(&lab, VM, &image, &disk)?;
     let began = Instant::now();
     let manifest = lab.daemon().save_snapshot(&SaveRequest::new(VM, VM))?;
     let save_s = began.elapsed().as_secs_f64();
@@ -203,7 +193,8 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
         bytes,
     };
     wrong += u64::from(check(&lab, "restored")? != held);
-    qemu.restore_s = restore_by_qemu(&lab, &spec, &manifest, &image, &disk)?;
+    spec.name = "plain".into();
+    qemu.restore_s = qemu_way::restore(&lab, spec, &manifest, &image, &disk)?;
     wrong += u64::from(check(&lab, "plain")? != held);
     Ok(Measured {
         case,
@@ -257,123 +248,6 @@ fn write_random(path: &Path, size: ByteSize) -> std::io::Result<()> {
     }
     file.flush()?;
     file.get_ref().sync_all()
-}
-
-fn monitor(lab: &Lab) -> anyhow::Result<Qmp> {
-    let socket = VmDirectory::of(lab.directory(), VM).qmp();
-    Ok(Qmp::connect(&socket, Duration::from_secs(10))?)
-}
-
-fn prepare_migration(qmp: &mut Qmp) -> anyhow::Result<()> {
-    let on = |name| json!({ "capability": name, "state": true });
-    qmp.execute(
-        "migrate-set-capabilities",
-        json!({ "capabilities": [on("mapped-ram"), on("multifd")] }),
-    )?;
-    qmp.execute("migrate-set-parameters", json!({ "multifd-channels": 2 }))?;
-    Ok(())
-}
-
-/// Also keeps the disk as it is at that instant.
-fn save_by_qemu(lab: &Lab, image: &Path, disk: &Path) -> anyhow::Result<Way> {
-    let mut qmp = monitor(lab)?;
-    prepare_migration(&mut qmp)?;
-    let began = Instant::now();
-    qmp.query("stop")?;
-    qmp.execute(
-        "migrate",
-        json!({ "uri": format!("file:{}", image.display()) }),
-    )?;
-    wait_migrated(&mut qmp, "query-migrate", &["completed"])?;
-    let save_s = began.elapsed().as_secs_f64();
-    // Not counted, and no burden for the next save.
-    File::open(image)?.sync_all()?;
-    let overlay = overlay(&mut qmp)?;
-    std::fs::copy(&overlay, disk).with_context(|| format!("cannot copy {}", overlay.display()))?;
-    qmp.query("cont")?;
-    Ok(Way {
-        save_s,
-        pause_s: save_s,
-        restore_s: 0.0,
-        bytes: std::fs::metadata(image)?.blocks() * 512,
-    })
-}
-
-fn wait_migrated(qmp: &mut Qmp, query: &str, wanted: &[&str]) -> anyhow::Result<()> {
-    let end = Instant::now() + LIMIT;
-    loop {
-        let answer = qmp.query(query)?;
-        match answer["status"].as_str() {
-            Some(status) if wanted.contains(&status) => return Ok(()),
-            Some("failed" | "cancelled") => bail!("QEMU: {answer}"),
-            _ if Instant::now() > end => bail!("QEMU: {answer}"),
-            _ => std::thread::sleep(Duration::from_millis(2)),
-        }
-    }
-}
-
-/// The file that the VM's first disk writes to.
-fn overlay(qmp: &mut Qmp) -> anyhow::Result<PathBuf> {
-    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    let file = nodes
-        .as_array()
-        .into_iter()
-        .flatten()
-        .find(|node| node["node-name"] == "overlay-file0")
-        .and_then(|node| node["file"].as_str());
-    Ok(file.context("QEMU doesn't tell the VM's overlay")?.into())
-}
-
-/// Restores as `plain`; seconds until it runs.
-fn restore_by_qemu(
-    lab: &Lab,
-    spec: &VmSpec,
-    saved: &Manifest,
-    image: &Path,
-    disk: &Path,
-) -> anyhow::Result<f64> {
-    let mut spec = spec.clone();
-    spec.name = "plain".into();
-    // Ours leaves that section of the stream out.
-    let configuration = ["-global", "migration.send-configuration=on"];
-    spec.qemu_args.extend(configuration.map(String::from));
-    let cache = spec.disks[0].cache;
-    spec.disks[0] = DiskSpec::new(disk);
-    (spec.disks[0].format, spec.disks[0].cache) = (Some(DiskFormat::Qcow2), cache);
-    let incoming = Incoming {
-        qemu: saved.qemu,
-        machine: saved.machine.clone(),
-        accel: saved.accel.clone(),
-    };
-    let began = Instant::now();
-    let mut ran = 0.0;
-    lab.daemon().launch(spec, |state, spec| {
-        let vm = crate::vm::start_incoming(state, spec, &incoming)?;
-        let loaded = load(&vm, image).map(|()| ran = began.elapsed().as_secs_f64());
-        if let Err(error) = loaded {
-            let _ = vm.stop(Duration::ZERO);
-            return Err(DaemonError::from(SnapshotError::Qemu(format!("{error:#}"))));
-        }
-        Ok(vm)
-    })?;
-    ensure!(ran > 0.0, "no time was taken");
-    Ok(ran)
-}
-
-fn load(vm: &Vm, image: &Path) -> anyhow::Result<()> {
-    let mut qmp = vm.daemon_qmp()?;
-    prepare_migration(&mut qmp)?;
-    qmp.execute(
-        "migrate-incoming",
-        json!({ "uri": format!("file:{}", image.display()) }),
-    )?;
-    wait_migrated(
-        &mut qmp,
-        "query-status",
-        &["paused", "running", "prelaunch"],
-    )?;
-    qmp.query("cont")?;
-    Ok(())
 }
 
 /// By how many percent `ours` is less.

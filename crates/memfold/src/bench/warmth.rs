@@ -5,6 +5,7 @@
 //!
 //! | arm | snapshot | how it is restored |
 //! |---|---|---|
+//! | `qemu` | all of RAM, by QEMU itself | read before it runs: what an emulator's new process costs, whatever memory holds |
 //! | `cold` | `--keep none` | as it is |
 //! | `cold_prefetch` | `--keep none` | `--prefetch` |
 //! | `hot` | `--keep hot` | as it is |
@@ -21,6 +22,7 @@ use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::{Value, json};
 
 use super::lab::{DiskMode, Lab};
+use super::qemu_way;
 use super::record::spread;
 use crate::api::{RestoreRequest, SaveRequest};
 use crate::fold::EngineSettings;
@@ -37,6 +39,9 @@ const LIMIT: Duration = Duration::from_secs(300);
 const SPAN_S: f64 = 30.0;
 
 const VM: &str = "reader";
+
+/// The restored one.
+const AGAIN: &str = "again";
 
 /// Reads all files once, then without end, and logs every tenth of a second when it is and how many it has read.
 const READ: &str = r#"cat > /run/read.py <<'END'
@@ -62,23 +67,29 @@ while [ ! -s /dev/shm/log ]; do sleep 0.2; done"#;
 /// The guest's clock, as the program reads it.
 const CLOCK: &str = "python3 -c 'import time; print(time.monotonic())'";
 
-const ARMS: [(&str, &str, bool); 4] = [
-    ("cold", "none", false),
-    ("hot", "hot", false),
-    ("cold_prefetch", "none", true),
-    ("hot_prefetch", "hot", true),
+/// Name, and of what memfold restores: the snapshot, and whether it fetches ahead.
+const ARMS: [(&str, Option<(&str, bool)>); 5] = [
+    ("qemu", None),
+    ("cold", Some(("none", false))),
+    ("hot", Some(("hot", false))),
+    ("cold_prefetch", Some(("none", true))),
+    ("hot_prefetch", Some(("hot", true))),
 ];
 
 /// Measures each arm `rounds` times: what goes to `results`, and samples.
 pub fn run(rounds: usize) -> anyhow::Result<(serde_json::Map<String, Value>, Value)> {
     let lab = Lab::new(EngineSettings::default())?;
-    lab.start(Lab::spec(VM, "trixie-a", MEMORY, DiskMode::Buffered)?)?;
+    let spec = Lab::spec(VM, "trixie-a", MEMORY, DiskMode::Buffered)?;
+    lab.start(spec.clone())?;
     lab.wait_ready(VM, BOOT_TIMEOUT)?;
     lab.exec(VM, READ, LIMIT)?;
     // What is compared with: all is cached.
     let since = clock(&lab, VM)?;
     std::thread::sleep(Duration::from_secs_f64(SPAN_S + 1.0));
     let before = read_since(&lab, VM, since)?;
+    let image = lab.directory().join("qemu.img");
+    let disk = lab.directory().join("disk.qcow2");
+    qemu_way::save(&lab, VM, &image, &disk)?;
     let mut sizes = Vec::new();
     for keep in [Keep::Hot, Keep::None] {
         let name = if keep == Keep::Hot { "hot" } else { "none" };
@@ -101,8 +112,19 @@ pub fn run(rounds: usize) -> anyhow::Result<(serde_json::Map<String, Value>, Val
     let mut percents = vec![Vec::new(); ARMS.len()];
     let mut samples = Vec::new();
     for _ in 0..rounds {
-        for ((arm, snapshot, prefetch), percents) in ARMS.iter().zip(&mut percents) {
-            let read = restored(&lab, snapshot, *prefetch)?;
+        for ((arm, ours), percents) in ARMS.iter().zip(&mut percents) {
+            if let Some((snapshot, prefetch)) = *ours {
+                let request = RestoreRequest {
+                    prefetch,
+                    ..RestoreRequest::new(AGAIN)
+                };
+                lab.daemon().restore(snapshot, &request)?;
+            } else {
+                let mut spec = spec.clone();
+                spec.name = AGAIN.into();
+                qemu_way::restore(&lab, spec, &sizes[0].2, &image, &disk)?;
+            }
+            let read = read_after_restore(&lab)?;
             let percent = read as f64 / before as f64 * 100.0;
             eprintln!("{arm}: {read} files in {SPAN_S} s, {percent:.1} % of {before}");
             percents.push(percent);
@@ -116,6 +138,13 @@ pub fn run(rounds: usize) -> anyhow::Result<(serde_json::Map<String, Value>, Val
     }
     let ratio = hot.0 as f64 / cold.0 as f64;
     results.insert("hot_size_over_cold".into(), ratio.into());
+    // Side by side in each round: what is left of a loss is not the emulator's.
+    let over: Vec<f64> = percents[2]
+        .iter()
+        .zip(&percents[0])
+        .map(|(hot, qemu)| hot / qemu * 100.0)
+        .collect();
+    results.insert("hot_over_qemu_percent".into(), spread(&over));
     let samples = json!({
         "memory_mib": MEMORY.0 >> 20,
         "files_before": before,
@@ -138,22 +167,16 @@ fn image_bytes(place: &Path) -> anyhow::Result<u64> {
     Ok(bytes)
 }
 
-/// Restores a snapshot; how many files the program read in its first 30 s.
-fn restored(lab: &Lab, snapshot: &str, prefetch: bool) -> anyhow::Result<u64> {
-    const NAME: &str = "again";
-    let request = RestoreRequest {
-        prefetch,
-        ..RestoreRequest::new(NAME)
-    };
-    lab.daemon().restore(snapshot, &request)?;
+/// How many files the program read in the first 30 s of the VM that was just restored, which ends then.
+fn read_after_restore(lab: &Lab) -> anyhow::Result<u64> {
     let ran = Instant::now();
-    lab.daemon().wait_agent(NAME, BOOT_TIMEOUT)?;
-    let asked = clock(lab, NAME)?;
+    lab.daemon().wait_agent(AGAIN, BOOT_TIMEOUT)?;
+    let asked = clock(lab, AGAIN)?;
     let since = asked - ran.elapsed().as_secs_f64();
     let left = Duration::from_secs_f64(SPAN_S + 1.0).saturating_sub(ran.elapsed());
     std::thread::sleep(left);
-    let read = read_since(lab, NAME, since)?;
-    lab.stop(NAME)?;
+    let read = read_since(lab, AGAIN, since)?;
+    lab.stop(AGAIN)?;
     Ok(read)
 }
 

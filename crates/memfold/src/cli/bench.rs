@@ -25,6 +25,8 @@ enum Study {
     Snapshots,
     /// Clones of one warm VM: time until each runs, and its memory
     Clones,
+    /// Memory of VMs that execute files in place from one image, next to VMs with disks and to clones
+    Segments,
 }
 
 #[derive(Args, Debug)]
@@ -95,6 +97,14 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             };
             (bench::clones::run(&options)?, bench::clones::figures)
         }
+        Study::Segments => {
+            let options = if quick {
+                bench::segments::Options::quick()
+            } else {
+                bench::segments::Options::default()
+            };
+            (bench::segments::run(&options)?, bench::segments::figures)
+        }
     };
     let result = record::envelope(name, quick, measured);
     if let Some(directory) = &arguments.figures {
@@ -110,6 +120,7 @@ fn study_name(study: Study) -> &'static str {
         Study::Hints => "hints",
         Study::Snapshots => "snapshots",
         Study::Clones => "clones",
+        Study::Segments => "segments",
     }
 }
 

@@ -6,11 +6,14 @@ mod bench;
 mod demo;
 mod doctor;
 mod fold;
+mod ksm;
 mod report;
+mod segment;
 mod serve;
 mod snapshot;
 mod top;
 mod vm;
+mod watch;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -61,11 +64,17 @@ enum Command {
     /// Folding: state, pause, budget
     #[command(subcommand)]
     Fold(fold::Arguments),
+    /// The kernel's own merging: shown, steered, explained
+    #[command(subcommand)]
+    Ksm(ksm::Arguments),
     /// Snapshots: save a VM, restore it
     #[command(subcommand)]
     Snapshot(snapshot::Arguments),
     /// Start VMs from one snapshot, in milliseconds
     Clone(snapshot::CloneArguments),
+    /// Segments: files that VMs execute in place from one copy
+    #[command(subcommand)]
+    Segment(segment::Arguments),
     /// The studies
     Bench(bench::Arguments),
 }
@@ -150,8 +159,10 @@ pub fn main() -> ExitCode {
         Command::Report(arguments) => report::run(&context, &arguments),
         Command::Top(arguments) => top::run(&context, &arguments),
         Command::Fold(arguments) => fold::run(&context, &arguments),
+        Command::Ksm(arguments) => ksm::run(&context, arguments),
         Command::Snapshot(arguments) => snapshot::run(&context, arguments),
         Command::Clone(arguments) => snapshot::clone(&context, &arguments),
+        Command::Segment(arguments) => segment::run(&context, arguments),
         Command::Bench(arguments) => bench::run(&context, &arguments),
     };
     result.unwrap_or_else(|error| fail(&error))

@@ -43,6 +43,9 @@ pub(super) struct Arguments {
     /// Directory of snapshots
     #[arg(long, env = "MEMFOLD_SNAPSHOTS", default_value = DEFAULT_SHELF, value_name = "DIR")]
     snapshots: PathBuf,
+    /// Directory of segments
+    #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = crate::segment::DEFAULT_SHELF, value_name = "DIR")]
+    segments: PathBuf,
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -65,6 +68,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         exclude: arguments.exclude.clone(),
         paused: arguments.paused,
         shelf: arguments.snapshots.clone(),
+        segments: arguments.segments.clone(),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

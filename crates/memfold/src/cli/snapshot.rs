@@ -2,20 +2,18 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
-use indicatif::{ProgressBar, ProgressStyle};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde::Serialize;
 
 use super::Context;
 use super::vm::segment;
 use crate::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
-use crate::snapshot::{Keep, Manifest, Renew, SnapshotInfo, Step};
+use crate::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -101,9 +99,6 @@ pub(super) struct CloneArguments {
 /// How long `clone` waits for the agents, and for each of them besides: they have turns.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(60);
 const RENEW_TIMEOUT_EACH: Duration = Duration::from_secs(10);
-
-/// How often the daemon is asked how far it is.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
@@ -331,42 +326,7 @@ fn watched<T>(
     snapshot: &str,
     work: impl FnOnce() -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
-    let bar = ProgressBar::new(0).with_style(ProgressStyle::with_template("{spinner} {msg}")?);
-    let (end, ended) = std::sync::mpsc::channel::<()>();
-    let place = format!("{}/progress", path(snapshot)?);
-    let watcher = context.client()?;
-    let shown = bar.clone();
-    let thread = (!bar.is_hidden()).then(|| {
-        std::thread::spawn(move || {
-            while let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(LOOK_EVERY) {
-                // Nothing to show is no failure.
-                if let Ok(Some(step)) = watcher.get::<Option<Step>>(&place) {
-                    shown.set_message(describe(&step));
-                    shown.tick();
-                }
-            }
-        })
-    });
-    let result = work();
-    drop(end);
-    if let Some(thread) = thread {
-        // It only draws.
-        let _ = thread.join();
-    }
-    bar.finish_and_clear();
-    result
-}
-
-fn describe(step: &Step) -> String {
-    if step.total_bytes == 0 {
-        return step.step.clone();
-    }
-    format!(
-        "{}: {} of {}",
-        step.step,
-        ByteSize(step.done_bytes),
-        ByteSize(step.total_bytes)
-    )
+    super::watch::watched(context, format!("{}/progress", path(snapshot)?), work)
 }
 
 fn table(list: &[SnapshotInfo]) -> String {

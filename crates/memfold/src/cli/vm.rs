@@ -11,7 +11,7 @@ use memfold_units::ByteSize;
 
 use super::Context;
 use crate::api::{AttachRequest, ExecRequest, ExecResult, RebootRequest, StopRequest, VmInfo};
-use crate::vm::{DiskSpec, VmSpec};
+use crate::vm::{DiskSpec, MergeChoice, SegmentSpec, VmSpec};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -101,6 +101,18 @@ pub(super) struct RunArguments {
     /// Save the VM as NAME-boot as soon as it is up, for 'vm reboot --from-boot-snapshot'
     #[arg(long)]
     boot_snapshot: bool,
+    /// Segment to map, and to lay over the guest's own files when it boots; several in order
+    #[arg(long = "segment", value_name = "NAME[@GENERATION]")]
+    segments: Vec<String>,
+    /// Segment to boot from as the root file system; writes go to the first disk that is not read-only, or to memory
+    #[arg(long, value_name = "NAME[@GENERATION]", requires = "kernel")]
+    root_segment: Option<String>,
+    /// Slots for segments, those above included: as many can be mapped in all while it runs
+    #[arg(long, value_name = "NUMBER")]
+    segment_slots: Option<u32>,
+    /// Whether KSM, where it runs, may merge the VM's memory: if it has a trust domain (domain), or never
+    #[arg(long, value_enum, value_name = "WHEN")]
+    merge: Option<MergeChoice>,
     /// Don't preload memfold's library: the VM's RAM won't be folded
     #[arg(long)]
     no_fold: bool,
@@ -140,6 +152,17 @@ impl RunArguments {
         }
         if self.user.is_some() {
             spec.user = self.user;
+        }
+        if let Some(name) = self.root_segment {
+            let mut root = SegmentSpec::new(name);
+            root.root = true;
+            spec.segments.insert(0, root);
+        }
+        spec.segments
+            .extend(self.segments.into_iter().map(SegmentSpec::new));
+        spec.segment_slots = self.segment_slots.unwrap_or(spec.segment_slots);
+        if let Some(merge) = self.merge {
+            spec.merge = merge;
         }
         spec.fold &= !self.no_fold;
         spec.boot_snapshot |= self.boot_snapshot;

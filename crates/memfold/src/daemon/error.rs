@@ -3,7 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::ksm::KsmError;
 use crate::ledger::ReadError;
+use crate::segment::SegmentError;
 use crate::snapshot::SnapshotError;
 use crate::vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
 
@@ -55,9 +57,23 @@ pub enum DaemonError {
     /// A snapshot can't be saved or used.
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
+    /// A segment can't be built or used.
+    #[error(transparent)]
+    Segment(#[from] SegmentError),
     /// The ledger can't be read.
     #[error("the ledger cannot be read from the kernel")]
     Ledger(#[from] ReadError),
+    /// KSM can't be read or set.
+    #[error(transparent)]
+    Ksm(#[from] KsmError),
+    /// KSM may not be steered now.
+    #[error("KSM can't be steered: {why}")]
+    Merging {
+        /// The condition.
+        why: String,
+        /// What would change it.
+        fix: String,
+    },
     /// A part of the daemon failed.
     #[error("{0}")]
     Internal(&'static str),
@@ -77,6 +93,8 @@ impl DaemonError {
         matches!(
             self,
             Self::ImpossibleHere(_)
+                | Self::Segment(SegmentError::Missing { .. })
+                | Self::Ksm(KsmError::Missing(_))
                 | Self::Launch(
                     LaunchError::TooOld { .. }
                         | LaunchError::Qemu(_)
@@ -93,6 +111,7 @@ impl DaemonError {
             _ if self.impossible_here() => {
                 Some("'memfold doctor' says what this host lacks, and how to get it".into())
             }
+            Self::Merging { fix, .. } => Some(fix.clone()),
             Self::NameTaken(name) | Self::Launch(LaunchError::NameTaken { name }) => Some(format!(
                 "choose another --name, or end that one: memfold vm stop {name}"
             )),

@@ -1,5 +1,6 @@
 //! One VM of the daemon: its links, its watch, its account.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -13,7 +14,7 @@ use tracing::{debug, info, warn};
 use super::DaemonError;
 use super::guest::{Monitor, QemuGuest};
 use super::turns::Turns;
-use crate::api::{AttachRequest, BootSnapshot, VmInfo};
+use crate::api::{AttachRequest, BootSnapshot, SegmentState, VmInfo, VmSegment};
 use crate::fold::{Command, Guest, GuestError, VmId};
 use crate::ledger::VmAccount;
 use crate::snapshot::Renewal;
@@ -21,7 +22,7 @@ use crate::snapshot::identity::Plan;
 use crate::store::StoreIdentity;
 use crate::vm::{
     AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, Qmp, RamLayout,
-    StopKind, Vm, VmConditions,
+    SegmentSpec, StopKind, Vm, VmConditions,
 };
 
 /// Time between two looks at a VM's conditions and layout.
@@ -77,6 +78,8 @@ pub(super) struct Machine {
     saving: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
     boot_snapshot: Mutex<Option<BootSnapshot>>,
+    /// What the guest has done with its segments, by name.
+    segments: Mutex<BTreeMap<String, SegmentState>>,
     can_stop: bool,
     agent: Mutex<Option<Arc<AgentLink>>>,
     commands: SyncSender<Command>,
@@ -139,6 +142,7 @@ impl Machine {
             saving: Mutex::default(),
             renewal: Mutex::default(),
             boot_snapshot: Mutex::default(),
+            segments: Mutex::default(),
             agent: Mutex::default(),
             commands: commands.clone(),
             qemu: format!("{major}.{minor}.{micro}"),
@@ -483,6 +487,7 @@ impl Machine {
             agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
             fold_problems,
             refold_problems: refold_problems(&seen.conditions, self.can_stop),
+            segments: self.segments(),
             renewal: self
                 .renewal
                 .lock()
@@ -496,6 +501,32 @@ impl Machine {
         }
     }
 
+    fn segments(&self) -> Vec<VmSegment> {
+        let state = |segment: SegmentSpec| {
+            let known = self.segment_state(&segment.name);
+            let state = if segment.root {
+                SegmentState::Root
+            } else {
+                known.unwrap_or(SegmentState::Attached)
+            };
+            VmSegment {
+                segment: segment.name,
+                state,
+            }
+        };
+        self.vm.segments().into_iter().map(state).collect()
+    }
+
+    pub fn segment_state(&self, name: &str) -> Option<SegmentState> {
+        let states = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+        states.get(name).cloned()
+    }
+
+    pub fn set_segment_state(&self, name: &str, state: SegmentState) {
+        let mut states = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+        states.insert(name.to_owned(), state);
+    }
+
     pub fn set_boot_snapshot(&self, now: BootSnapshot) {
         *self
             .boot_snapshot
@@ -506,7 +537,15 @@ impl Machine {
     pub fn account(&self, stores: &[StoreIdentity]) -> Option<VmAccount> {
         let layout = self.layout();
         let pid = self.pid().as_raw_nonzero().get();
-        crate::ledger::take::vm(pid, &self.name, self.domain.as_deref(), &layout, stores)
+        let segments: Vec<StoreIdentity> = self
+            .vm
+            .segments()
+            .iter()
+            .filter_map(|segment| std::fs::File::open(segment.image.as_ref()?).ok())
+            .filter_map(|file| StoreIdentity::of(file).ok())
+            .collect();
+        let domain = self.domain.as_deref();
+        crate::ledger::take::vm(pid, &self.name, domain, &layout, stores, &segments)
             .inspect_err(|error| warn!(vm = self.name, %error, "left out of the ledger"))
             .ok()
     }
@@ -530,6 +569,11 @@ impl Machine {
 
     pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         self.agent_or_error()?.run(script, timeout)
+    }
+
+    /// The right to save it or to change what it maps, as soon as nobody else has it.
+    pub fn save_right(&self) -> MutexGuard<'_, ()> {
+        self.saving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The right to save it, which one at a time has.

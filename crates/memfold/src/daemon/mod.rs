@@ -10,8 +10,10 @@
 
 mod error;
 mod guest;
+mod ksm;
 mod machine;
 mod reboot;
+mod segments;
 mod snapshots;
 mod turns;
 mod uses;
@@ -29,13 +31,14 @@ use tracing::{info, warn};
 
 pub use error::DaemonError;
 pub(crate) use error::chain;
+use ksm::SteeredKsm;
 use machine::{Machine, Role};
 use uses::Uses;
 
 use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
 use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
-use crate::ksm;
 use crate::ledger::{self, StoreAccount};
+use crate::segment;
 use crate::snapshot::{Shelf, save};
 use crate::store::StoreIdentity;
 use crate::vm::{AgentOptions, CommandResult, Vm, VmSpec};
@@ -58,6 +61,8 @@ pub struct DaemonOptions {
     pub paused: bool,
     /// Directory of snapshots.
     pub shelf: PathBuf,
+    /// Directory of segments.
+    pub segments: PathBuf,
 }
 
 /// The daemon.
@@ -66,14 +71,19 @@ pub struct Daemon {
     options: DaemonOptions,
     commands: SyncSender<Command>,
     shelf: Shelf,
+    segments: segment::Shelf,
+    /// Write-locked while segments are removed; read-locked from the moment one is looked up until it is mapped.
+    removing: RwLock<()>,
     vms: Mutex<BTreeMap<String, Arc<Machine>>>,
     next: Mutex<VmId>,
     /// Whether VMs may no longer be started. Read-locked while one is.
     closed: RwLock<bool>,
     /// Held while a VM is restored that nothing sets apart from others of its snapshot.
     twins: Mutex<()>,
-    /// Held while KSM stands still for a live save.
+    /// Held while KSM stands still for a live save, and while steering it begins or ends.
     merging: Mutex<()>,
+    /// KSM, while the daemon steers it.
+    ksm: Mutex<Option<SteeredKsm>>,
     /// What is done with snapshots now.
     uses: Uses,
     /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
@@ -92,11 +102,7 @@ impl Daemon {
         let lock = File::create(state.join("daemon.lock")).map_err(files)?;
         rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .map_err(|_| DaemonError::StateTaken(state.clone()))?;
-        match ksm::restore_leftover(ksm::NOTES.as_ref()) {
-            Ok(false) => {}
-            Ok(true) => info!("KSM runs again: a daemon died while it saved a VM live"),
-            Err(error) => warn!(%error, "KSM's settings were left changed"),
-        }
+        ksm::restore();
         let mut settings = options.settings.clone();
         settings.max_mappings = max_map_count().unwrap_or(settings.max_mappings);
         let (commands, receiver) = sync_channel(MAILBOX);
@@ -107,11 +113,14 @@ impl Daemon {
         let daemon = Arc::new(Self {
             commands,
             shelf: Shelf::open(&options.shelf),
+            segments: segment::Shelf::open(&options.segments, &state.join("pinned")),
+            removing: RwLock::default(),
             vms: Mutex::default(),
             next: Mutex::new(1),
             closed: RwLock::new(false),
             twins: Mutex::default(),
             merging: Mutex::default(),
+            ksm: Mutex::default(),
             uses: Uses::default(),
             _lock: lock,
             options: options.clone(),
@@ -217,6 +226,7 @@ impl Daemon {
     /// The VM's process has ended.
     fn forget(&self, machine: &Machine) {
         info!(vm = machine.name(), "ended");
+        let segments = machine.vm().segments();
         // Its name is free only when its files are gone: they would be taken for those of the next VM.
         machine.clean_up();
         {
@@ -231,6 +241,7 @@ impl Daemon {
         // The engine may have ended before us.
         let _ = self.tell(Command::Remove(machine.id()));
         self.shelf.let_go();
+        self.left_segments(&segments);
         if machine.is_attached() {
             self.write_attached();
         }
@@ -254,20 +265,30 @@ impl Daemon {
 
     /// Starts a VM.
     pub fn run_vm(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
-        let boots = spec.boot_snapshot.then(|| spec.name.clone());
+        if let Some(name) = crate::vm::segments::twice(&spec) {
+            return Err(DaemonError::BadRequest(format!(
+                "segments: '{name}' is named twice"
+            )));
+        }
+        let boots = spec.boot_snapshot;
+        let name = spec.name.clone();
         let info = self.launch(spec, |state, spec| Ok(crate::vm::start(state, spec)?))?;
-        let Some(name) = boots else {
+        // It may have ended already.
+        let Ok(machine) = self.machine(&name) else {
             return Ok(info);
         };
-        let machine = self.machine(&name)?;
-        self.save_when_booted(&machine);
+        if boots {
+            self.save_when_booted(&machine);
+        } else {
+            segments::lay_when_booted(&machine);
+        }
         Ok(machine.info())
     }
 
     /// Starts a VM in some way, and takes it on.
     pub(crate) fn launch(
         self: &Arc<Self>,
-        spec: VmSpec,
+        mut spec: VmSpec,
         how: impl FnOnce(&Path, VmSpec) -> Result<Vm, DaemonError>,
     ) -> Result<VmInfo, DaemonError> {
         if self.lock().contains_key(&spec.name) {
@@ -278,6 +299,9 @@ impl Daemon {
             return Err(DaemonError::Internal("the daemon is ending"));
         }
         let (name, domain) = (spec.name.clone(), spec.domain.clone());
+        let _kept = self.removing.read().unwrap_or_else(PoisonError::into_inner);
+        self.find_segments(&mut spec)?;
+        self.keep_from_merging(&mut spec);
         let vm = how(&self.options.state, spec)?;
         let came = vm.came_in().map_err(|source| DaemonError::State {
             path: self.options.state.clone(),
@@ -417,8 +441,9 @@ impl Daemon {
         *self.closed.write().unwrap_or_else(PoisonError::into_inner) = true;
     }
 
-    /// Ends the engine. VMs go on.
+    /// Ends the engine and steering KSM. VMs go on.
     pub fn shut_down(&self) {
+        self.end_steering();
         // It may have ended already.
         let _ = self.tell(Command::Stop);
     }

@@ -87,6 +87,8 @@ impl Daemon {
                 "the guest did not start everything: systemd says '{state}'"
             )));
         }
+        // What could not be laid is said where VMs are listed.
+        super::segments::lay_all(machine);
         let name = snapshot_of(machine.name());
         // Of an earlier VM of this name, and of no use to anybody; one that somebody else has made stays.
         let is_old =

@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
-use std::path::Path;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,11 +11,11 @@ use memfold_wire::library::Range;
 use rustix::process::Pid;
 use tracing::{debug, info};
 
+use super::ksm::Still;
 use super::machine::Machine;
 use super::{Daemon, DaemonError};
 use crate::api::{RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use crate::fold::{Command, VmId};
-use crate::ksm;
 use crate::snapshot::free::{self, Frames};
 use crate::snapshot::identity::{HAS_GENERATION_ID, Plan};
 use crate::snapshot::manifest::Steps;
@@ -173,20 +172,13 @@ impl Daemon {
     /// Has KSM stand still, as long as this is kept: a page that it merges is not protected any more (`snapshot::past`).
     fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
         let alone = self.merging.lock().unwrap_or_else(PoisonError::into_inner);
-        let notes = Path::new(ksm::NOTES);
-        let stopped = std::fs::create_dir_all(notes)
-            .map_err(|source| ksm::KsmError::Note {
-                path: notes.into(),
-                source,
-            })
-            .and_then(|()| ksm::pause(&ksm::Controls::default(), notes));
-        let paused = stopped.map_err(|error| {
+        let still = self.still().map_err(|error| {
             SnapshotError::Impossible(format!(
                 "KSM can't be stopped for a live snapshot ({error}); save it without --live"
             ))
         })?;
         Ok(MergingStops {
-            _paused: paused,
+            _still: still,
             _alone: alone,
         })
     }
@@ -477,7 +469,7 @@ fn drop_caches(machine: &Machine) -> Result<(), DaemonError> {
 
 /// KSM stands still.
 struct MergingStops<'a> {
-    _paused: ksm::Paused,
+    _still: Still<'a>,
     /// One live save at a time: the first to end would let KSM run under the others.
     _alone: MutexGuard<'a, ()>,
 }

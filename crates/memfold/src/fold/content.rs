@@ -50,6 +50,12 @@ pub struct Content {
 }
 
 impl Content {
+    /// Length of these files in bytes.
+    #[must_use]
+    pub const fn size(&self) -> u64 {
+        self.key.size
+    }
+
     /// The store page that holds page `page` of the file.
     #[must_use]
     pub fn store_page(&self, page: u32) -> Option<u32> {

@@ -19,6 +19,7 @@ use super::huge::HugePages;
 use super::stack::{Hint, HintStack};
 use super::stats::{EngineStats, Latencies, VmStats};
 use super::table::VmTable;
+use super::uses::FileUse;
 use super::work::Task;
 use super::{Guest, VmId};
 use crate::store::{Source, Store, StoreError};
@@ -139,6 +140,8 @@ pub enum Command {
     },
     /// Look at the kernel's tables and answer with figures.
     Stats(SyncSender<EngineStats>),
+    /// Which files VMs cache.
+    FileUses(SyncSender<Vec<FileUse>>),
     /// End the thread.
     Stop,
 }
@@ -459,6 +462,10 @@ impl Engine {
                 cpu_share,
                 pages_per_second,
             } => self.set_budget(cpu_share, pages_per_second),
+            Command::FileUses(answer) => {
+                // Who asked may have gone away.
+                let _ = answer.send(self.file_uses());
+            }
             Command::Stats(answer) => {
                 let began_ns = thread_cpu_ns();
                 // The engine's own looks at the kernel's tables go on at their own times.

@@ -35,6 +35,7 @@ mod runs;
 mod stack;
 pub mod stats;
 mod table;
+mod uses;
 mod vms;
 mod work;
 mod zero;
@@ -42,6 +43,7 @@ mod zero;
 pub use engine::{Command, Engine, EngineSettings};
 pub use guest::{Guest, GuestError};
 pub use stats::{DomainStats, EngineStats, VmStats};
+pub use uses::FileUse;
 
 /// The daemon's number for a VM; never used twice while a daemon lives.
 pub type VmId = u32;

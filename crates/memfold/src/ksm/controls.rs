@@ -6,6 +6,7 @@ use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
@@ -38,7 +39,9 @@ pub enum KsmError {
         source: io::Error,
     },
     /// Another memfold holds KSM.
-    #[error("another memfold uses KSM (it holds {0}); wait until it is done")]
+    #[error(
+        "another memfold uses KSM (it holds {0}); wait until it is done, or end it: 'memfold ksm stop' where a daemon steers"
+    )]
     Busy(PathBuf),
     /// The note with the settings to put back could not be kept.
     #[error("cannot keep the old settings in {path}")]
@@ -129,6 +132,18 @@ impl Controls {
             }
             Err(source) => Err(KsmError::Read { path, source }),
         }
+    }
+
+    /// Names of all files there, sorted.
+    #[must_use]
+    pub fn names(&self) -> Vec<String> {
+        let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
+        let mut names: Vec<String> = entries
+            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()))
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
     }
 
     /// The number in one control or counter; `None` where the kernel lacks it.
@@ -237,6 +252,15 @@ impl Controls {
     }
 }
 
+/// What becomes of pages that were merged while the settings were others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Merged {
+    /// Each gets its own copy again, if none was merged before.
+    AsBefore,
+    /// They stay merged: giving each its own copy takes as much memory at once as merging has saved.
+    Stay,
+}
+
 /// What the note on disk holds.
 #[derive(Debug, Serialize, Deserialize)]
 struct Note {
@@ -258,6 +282,9 @@ impl Note {
     }
 }
 
+/// Guards that this process holds.
+static HELD: AtomicUsize = AtomicUsize::new(0);
+
 /// The settings as they were, put back on drop (also when unwinding), and by [`restore_leftover`] after a kill.
 #[derive(Debug)]
 pub struct Guard {
@@ -272,6 +299,15 @@ impl Guard {
     /// Keeps the settings of `controls`, in memory and in a note in `state_dir`, which must exist. One holder at a time.
     /// Puts back first what a killed holder left.
     pub fn take(controls: &Controls, state_dir: &Path) -> Result<Self, KsmError> {
+        Self::take_as(controls, state_dir, Merged::AsBefore)
+    }
+
+    /// The same, with a word on the pages that are merged by then.
+    pub fn take_as(
+        controls: &Controls,
+        state_dir: &Path,
+        merged: Merged,
+    ) -> Result<Self, KsmError> {
         let lock = lock(state_dir)?;
         restore_note(state_dir)?;
         let note = Note {
@@ -279,6 +315,7 @@ impl Guard {
             settings: controls.settings()?,
             // The counters may be of processes that are gone: ask the live ones, where the kernel tells.
             merged_before: match super::merging_pages(Path::new("/proc")) {
+                _ if merged == Merged::Stay => true,
                 Some(pages) => pages > 0,
                 None => controls.number::<u64>("pages_shared")?.unwrap_or(0) > 0,
             },
@@ -296,6 +333,7 @@ impl Guard {
                 path: note_path.clone(),
                 source,
             })?;
+        HELD.fetch_add(1, Ordering::AcqRel);
         Ok(Self {
             note,
             note_path,
@@ -321,10 +359,14 @@ impl Guard {
         }
         self.note.restore()?;
         self.restored = true;
-        fs::remove_file(&self.note_path).map_err(|source| KsmError::Note {
-            path: self.note_path.clone(),
-            source,
-        })
+        HELD.fetch_sub(1, Ordering::AcqRel);
+        match fs::remove_file(&self.note_path) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => Err(KsmError::Note {
+                path: self.note_path.clone(),
+                source,
+            }),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -345,8 +387,12 @@ pub fn restore_leftover(state_dir: &Path) -> Result<bool, KsmError> {
     restore_note(state_dir)
 }
 
-/// The same for the process that holds the guard itself, when it ends without unwinding (Ctrl-C).
+/// The same for the process that holds the guard itself, when it ends without unwinding (Ctrl-C). Another process's note is left to it: a
+/// daemon may be steering.
 pub fn restore_own(state_dir: &Path) -> Result<bool, KsmError> {
+    if HELD.load(Ordering::Acquire) == 0 {
+        return Ok(false);
+    }
     restore_note(state_dir)
 }
 

@@ -221,7 +221,7 @@ impl EqualCpu {
 
 /// Pages a batch and pause in ms that make ksmd use `rate` CPU seconds a second at `cost` seconds a page; `None`: stand still.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // clamped before
-fn pace(rate: f64, cost: f64) -> Option<(u64, u64)> {
+pub(super) fn pace(rate: f64, cost: f64) -> Option<(u64, u64)> {
     // The shortest: the kernel's default.
     const PAUSE_MS: f64 = 20.0;
     const MOST_PAGES: f64 = 1e6;

@@ -64,6 +64,12 @@ pub struct VmAccount {
     pub qemu_pss_bytes: ByteSize,
     /// Of `qemu_pss_bytes`, TCG's buffer of translated code (writable and executable anonymous memory); zero under KVM.
     pub tcg_pss_bytes: ByteSize,
+    /// Of `qemu_pss_bytes`, its shares of segments' pages.
+    #[serde(default)]
+    pub segment_pss_bytes: ByteSize,
+    /// Pages of segments in this process's page tables.
+    #[serde(default)]
+    pub segment_resident_bytes: ByteSize,
     /// Page tables of the process (`VmPTE`); no part of any PSS.
     pub page_table_bytes: ByteSize,
 
@@ -87,10 +93,10 @@ pub struct VmAccount {
 }
 
 impl VmAccount {
-    /// What the VM's QEMU costs beside guest RAM: PSS of the rest of the process, and its page tables.
+    /// What the VM's QEMU costs beside guest RAM and segments: PSS of the rest of the process, and its page tables.
     #[must_use]
     pub fn overhead_bytes(&self) -> ByteSize {
-        self.qemu_pss_bytes + self.page_table_bytes
+        self.qemu_pss_bytes - self.segment_pss_bytes + self.page_table_bytes
     }
 
     /// The sum of all places that a guest page can be in; equals `ram_bytes`.
@@ -138,6 +144,10 @@ pub struct KsmAccount {
     pub general_profit_bytes: i64,
     /// Pages merged in live processes (Linux >= 6.1).
     pub merging_pages: Option<u64>,
+    /// Pages of zeroes that `use_zero_pages` has mapped to the kernel's zero page, in live processes; not in `merging_pages`
+    /// (Linux >= 6.6).
+    #[serde(default)]
+    pub zero_pages: Option<u64>,
     /// CPU time of ksmd since boot, seconds.
     pub ksmd_cpu_s: f64,
 }
@@ -189,6 +199,9 @@ pub struct HostAccount {
     /// common is in memory once.
     #[serde(default)]
     pub saved_by_clones_bytes: i64,
+    /// Pages of segments that VMs have in their page tables, less their shares of them.
+    #[serde(default)]
+    pub saved_by_segments_bytes: i64,
     /// KSM's `general_profit`, but never more than the pages merged in live processes.
     pub saved_by_ksm_bytes: i64,
     /// Zero pages given back, as the engine counts them.

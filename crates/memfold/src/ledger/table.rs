@@ -102,6 +102,7 @@ fn total(vms: &[VmAccount]) -> VmAccount {
         sum.huge_bytes += vm.huge_bytes;
         sum.pss_bytes += vm.pss_bytes;
         sum.qemu_pss_bytes += vm.qemu_pss_bytes;
+        sum.segment_pss_bytes += vm.segment_pss_bytes;
         sum.page_table_bytes += vm.page_table_bytes;
         sum.swapped_bytes += vm.swapped_bytes;
         sum.mappings += vm.mappings;
@@ -152,6 +153,9 @@ fn host(host: &HostAccount) -> Table {
     if host.saved_by_clones_bytes != 0 {
         line("saved by clones", signed(host.saved_by_clones_bytes));
     }
+    if host.saved_by_segments_bytes != 0 {
+        line("saved by segments", signed(host.saved_by_segments_bytes));
+    }
     line("saved by KSM", signed(host.saved_by_ksm_bytes));
     line("saved by zero pages", size(host.saved_by_zero_drop_bytes));
     line("saved, less memfold itself", signed(host.saved_net_bytes));
@@ -162,7 +166,8 @@ fn size(bytes: ByteSize) -> String {
     bytes.to_string()
 }
 
-fn signed(bytes: i64) -> String {
+/// Bytes, in words that may be negative.
+pub(crate) fn signed(bytes: i64) -> String {
     let sign = if bytes < 0 { "-" } else { "" };
     format!("{sign}{}", ByteSize(bytes.unsigned_abs()))
 }

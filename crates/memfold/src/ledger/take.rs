@@ -54,6 +54,7 @@ pub fn vm(
     domain: Option<&str>,
     layout: &RamLayout,
     stores: &[StoreIdentity],
+    segments: &[StoreIdentity],
 ) -> Result<VmAccount, ReadError> {
     let proc = Proc::default();
     let ram = ram_ranges(layout);
@@ -93,6 +94,8 @@ pub fn vm(
         ram_pss_bytes: shares.ram_pss,
         qemu_pss_bytes: shares.other_pss,
         tcg_pss_bytes: shares.tcg_pss,
+        segment_pss_bytes: of_segments(&smaps, segments, |smap| smap.pss_bytes),
+        segment_resident_bytes: of_segments(&smaps, segments, |smap| smap.rss_bytes),
         page_table_bytes: proc.page_tables(pid)?,
         pss_bytes: rollup.pss_bytes,
         pss_anon_bytes: rollup.pss_anon_bytes,
@@ -102,6 +105,16 @@ pub fn vm(
         mappings,
         store_mappings,
     })
+}
+
+/// Of mappings of segments: they lie outside RAM.
+fn of_segments(
+    smaps: &[Smap],
+    segments: &[StoreIdentity],
+    bytes: impl Fn(&Smap) -> ByteSize,
+) -> ByteSize {
+    let of_one = |smap: &&Smap| smap.vma.file.is_some_and(|file| segments.contains(&file));
+    smaps.iter().filter(of_one).map(bytes).sum()
 }
 
 /// What memfold's own process costs; `metadata_bytes` as its engine counts them.
@@ -183,6 +196,8 @@ fn host_from(
     let images = |bytes: fn(&VmAccount) -> ByteSize| signed(vms.iter().map(bytes).sum());
     let saved_by_clones_bytes =
         images(|vm| vm.file_resident_bytes) - images(|vm| vm.file_pss_bytes);
+    let saved_by_segments_bytes =
+        images(|vm| vm.segment_resident_bytes) - images(|vm| vm.segment_pss_bytes);
     let saved_by_ksm_bytes = ksm.map_or(0, |k| k.saved_bytes());
     let cost = signed(own.pss_bytes - own.store_pss_bytes + own.page_table_bytes);
     Ok(HostAccount {
@@ -215,10 +230,12 @@ fn host_from(
         unreclaimable_bytes: unreclaimable,
         saved_by_folding_bytes,
         saved_by_clones_bytes,
+        saved_by_segments_bytes,
         saved_by_ksm_bytes,
         saved_by_zero_drop_bytes: zero_dropped_bytes,
         saved_net_bytes: saved_by_folding_bytes
             + saved_by_clones_bytes
+            + saved_by_segments_bytes
             + saved_by_ksm_bytes
             + signed(zero_dropped_bytes)
             - cost,
@@ -239,6 +256,7 @@ impl KsmAccount {
             pages_sharing: status.pages_sharing?,
             general_profit_bytes: status.general_profit.unwrap_or(0),
             merging_pages: ksm::merging_pages(std::path::Path::new("/proc")),
+            zero_pages: status.ksm_zero_pages,
             ksmd_cpu_s: cpu.map_or(0.0, |t| t.as_millis() as f64 / 1e3),
         })
     }
@@ -250,7 +268,8 @@ impl KsmAccount {
     pub fn saved_bytes(&self) -> i64 {
         let most = self
             .merging_pages
-            .map_or(i64::MAX, |pages| signed(PageCount(pages).bytes()));
+            .map(|pages| PageCount(pages + self.zero_pages.unwrap_or(0)).bytes())
+            .map_or(i64::MAX, signed);
         self.general_profit_bytes.min(most)
     }
 }

@@ -112,6 +112,9 @@ fn what_ended_processes_had_merged_is_not_saved() {
         ..KsmAccount::default()
     };
     assert_eq!(ksm.saved_bytes(), 0);
+    // Zeroes are saved too, and are in no other count.
+    ksm.zero_pages = Some(2 << 8);
+    assert_eq!(ksm.saved_bytes(), 2 << 20);
     ksm.merging_pages = Some(20_000);
     assert_eq!(ksm.saved_bytes(), 50 << 20);
     ksm.merging_pages = None;

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::past::Past;
-use super::progress::Progress;
+use crate::progress::Progress;
 
 /// Pages that one checksum covers: a huge page.
 pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;

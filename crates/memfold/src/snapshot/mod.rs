@@ -17,7 +17,6 @@ pub mod manifest;
 pub mod pack;
 mod parts;
 pub mod past;
-pub mod progress;
 pub mod refer;
 pub mod restore;
 pub mod save;
@@ -29,9 +28,9 @@ pub mod working_set;
 use std::io;
 use std::path::PathBuf;
 
+pub use crate::progress::{Progress, Step};
 pub use identity::{Renew, Renewal};
 pub use manifest::{Keep, Manifest, SnapshotInfo};
-pub use progress::{Progress, Step};
 pub use shelf::{DEFAULT_SHELF, Shelf};
 
 use crate::vm::{QmpError, RamError};

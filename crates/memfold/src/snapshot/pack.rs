@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::image::{CHUNK_BYTES, Data, each_chunk};
-use super::progress::Progress;
+use crate::progress::Progress;
 
 /// Zstandard's fastest of the usual levels: higher ones take twice the time for a tenth of the bytes.
 const LEVEL: i32 = 1;

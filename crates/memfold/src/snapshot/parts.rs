@@ -7,11 +7,11 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use super::manifest::{Keep, Packed, References, SavedDisk, Steps};
-use super::progress::Progress;
 use super::refer::{self, DiskBlocks};
 use super::save::{Request, milliseconds};
 use super::shelf::{Draft, INDEX, PACKED, RAM, REFERENCES, facts};
 use super::{SnapshotError, pack};
+use crate::progress::Progress;
 
 /// Takes an image apart as far as it was asked for.
 pub(super) fn take_apart(

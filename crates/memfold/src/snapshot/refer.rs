@@ -16,7 +16,7 @@ use memfold_units::{PAGE_BYTES, PAGE_SIZE};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, is_zero, punch};
-use super::progress::Progress;
+use crate::progress::Progress;
 
 /// Bytes of disk files that are looked through for one snapshot: 24 bytes of memory for each 4 KiB, for as long as that takes.
 pub const MOST_DISK_BYTES: u64 = 32 << 30;

@@ -182,6 +182,10 @@ pub fn fill(
         Err(error) => Err(SnapshotError::Library(error.to_string())),
     };
     for block in crate::vm::ram::read_blocks(qmp)? {
+        // Segments: files that it maps already.
+        if block.name.is_empty() {
+            continue;
+        }
         let pages = block.used_bytes.div_ceil(PAGE_SIZE);
         let saved = manifest.blocks.iter().find(|b| b.name == block.name);
         let Some(saved) = saved.filter(|saved| saved.pages == pages) else {

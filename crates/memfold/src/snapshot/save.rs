@@ -35,10 +35,10 @@ use super::manifest::{
     BackingFile, FORMAT, FORMAT_IN_PARTS, FileFacts, Keep, Manifest, SavedDisk, Steps,
 };
 use super::past::Past;
-use super::progress::Progress;
 use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
 use super::shorten::shorten;
 use super::{Shelf, SnapshotError, parts};
+use crate::progress::Progress;
 use crate::vm::{DiskFormat, Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
 
 /// What is to be saved, and how.
@@ -152,6 +152,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         write_overlays(directory, record, &all)
     };
     let mut qmp = monitor();
+    let spec_now = spec_now(vm, spec, &mut qmp)?;
     let frozen = freeze::prepare(&mut qmp, spec, &draft, note)?;
     let stood = freeze::check_files(vm.pid(), &mut qmp, spec)
         .and_then(|()| copy::prepare(&mut qmp, spec, &draft))
@@ -200,15 +201,13 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             name: request.name.clone(),
             domain: request.domain.clone(),
             vm: vm.name().to_owned(),
-            created_s: SystemTime::now()
-                .duration_since(SystemTime::UNIX_EPOCH)
-                .map_or(0, |time| time.as_secs()),
+            created_s: seconds_now(),
             memfold: env!("CARGO_PKG_VERSION").to_owned(),
             keep: request.keep,
             of_boot: request.of_boot.clone(),
             live: is_live,
             kept_pages,
-            spec: spec.clone(),
+            spec: spec_now.clone(),
             qemu: record.version,
             machine: record.machine.clone(),
             accel: record.accel.clone(),
@@ -432,6 +431,12 @@ fn keep_past(
     Ok(Some((past, live)))
 }
 
+/// Seconds since 1970.
+fn seconds_now() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.map_or(0, |time| time.as_secs())
+}
+
 /// A time in milliseconds.
 pub fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1000.0
@@ -460,7 +465,7 @@ fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError
     Ok(facts)
 }
 
-/// Every RAM block of QEMU.
+/// Every RAM block of QEMU that goes with the VM: those without a name are files that it maps (segments), which no migration would take either.
 fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
     let blocks = crate::vm::ram::read_blocks(qmp)?;
     let sources = blocks.into_iter().map(|block| Source {
@@ -468,7 +473,34 @@ fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
         hva: block.hva,
         pages: block.used_bytes.div_ceil(PAGE_SIZE),
     });
-    Ok(sources.filter(|source| source.pages > 0).collect())
+    Ok(sources
+        .filter(|source| source.pages > 0 && !source.name.is_empty())
+        .collect())
+}
+
+/// The VM's description with the segments that it maps now, and where it sees them.
+fn spec_now(vm: &Vm, spec: &VmSpec, qmp: &mut Qmp) -> Result<VmSpec, SnapshotError> {
+    let mut now = spec.clone();
+    now.segments = vm.segments();
+    for (slot, segment) in now.segments.iter_mut().enumerate() {
+        segment.address = crate::vm::segments::address(qmp, slot)?;
+        if segment.address.is_none() {
+            return Err(SnapshotError::Impossible(format!(
+                "segment '{}' is noted and QEMU has no such device: an attach was cut off; attach it again",
+                segment.name
+            )));
+        }
+    }
+    let blocks = crate::vm::ram::read_blocks(qmp)?;
+    let unnamed = blocks
+        .iter()
+        .filter(|b| b.name.is_empty() && b.used_bytes > 0);
+    if unnamed.count() > now.segments.len() {
+        return Err(SnapshotError::Impossible(
+            "it maps device memory that is no segment of memfold's, which QEMU itself would not save either".into(),
+        ));
+    }
+    Ok(now)
 }
 
 /// Gives frozen overlays a name in the draft, and says where every disk lies.

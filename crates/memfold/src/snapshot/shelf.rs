@@ -26,10 +26,10 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use super::image::CHUNK_BYTES;
 use super::manifest::{FORMAT, FORMAT_IN_PARTS, FileFacts, Manifest};
-use super::progress::Progress;
 use super::save::host_available_pages;
 use super::stored::{Pages, Stored};
 use super::{SnapshotError, pack, refer};
+use crate::progress::Progress;
 use crate::store::StoreIdentity;
 
 /// Where snapshots lie if nothing else is said.

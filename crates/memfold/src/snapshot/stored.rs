@@ -19,8 +19,8 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, SUM_BYTES, each_chunk, write_nonzero};
 use super::pack::{self, Frame};
-use super::progress::Progress;
 use super::refer::Reference;
+use crate::progress::Progress;
 
 /// An image.
 #[derive(Debug)]

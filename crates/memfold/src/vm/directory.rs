@@ -8,6 +8,7 @@
 //!   console.log    all it ever said                  qemu.log       QEMU's own output
 //!   launch.lock    held while it is being started   overlays.json  temporary overlays of one that is being started
 //!   incoming       there while it is being restored renewal.json   what a restored one is still to get anew
+//!   segments.json  what it maps now
 //! ```
 
 use std::fs::{self, DirBuilder, File};
@@ -117,6 +118,8 @@ impl VmDirectory {
         console_log = "console.log";
         /// QEMU's output.
         qemu_log = "qemu.log";
+        /// Segments that it maps, in the order of their slots: those of the description and those that were attached since.
+        segments = "segments.json";
         /// Temporary overlays, until the [`Record`] names them.
         overlays = "overlays.json";
         /// There as long as the VM waits for what it is restored from.

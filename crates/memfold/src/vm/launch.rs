@@ -18,6 +18,7 @@ use super::machine::Vm;
 use super::overlay::{self, Backing};
 use super::process::Identity;
 use super::qmp::Qmp;
+use super::segments;
 use super::spec::{AccelChoice, DiskSpec, Network, SpecError, VmSpec};
 use crate::host::files;
 use crate::host::kvm;
@@ -272,6 +273,7 @@ impl Attempt<'_> {
         let _lock = directory.lock().map_err(failed)?;
         directory
             .write_json(&directory.spec(), spec)
+            .and_then(|()| directory.write_json(&directory.segments(), &spec.segments))
             .map_err(failed)?;
         let disks = || spec.disks.iter().filter(|disk| disk.snapshot);
         let places: Vec<PathBuf> = disks()
@@ -432,6 +434,7 @@ pub fn arguments(
     overlays: &[PathBuf],
 ) -> Vec<OsString> {
     let mut line = Line::default();
+    let merge = if spec.merges() { "on" } else { "off" };
     line.add("-name", format!("guest={},debug-threads=on", spec.name))
         .flag("-nodefaults")
         .flag("-no-user-config")
@@ -440,14 +443,16 @@ pub fn arguments(
         .add("-sandbox", sandbox(spec))
         .add(
             "-machine",
-            format!("{machine},memory-backend=ram0,mem-merge=on,suppress-vmdesc=on"),
+            format!("{machine},memory-backend=ram0,mem-merge={merge},suppress-vmdesc=on"),
         )
         .add(
             "-object",
             format!("memory-backend-ram,id=ram0,size={}", spec.memory.0),
         );
-    let plugs = spec.memory_max.map_or_else(String::new, |max| {
-        format!(",slots={},maxmem={}b", spec.memory_slots, max.0)
+    let plugs = segments::max_memory(spec).map_or_else(String::new, |max| {
+        // Slots are for DIMMs; without them the guest is told of no memory that might come.
+        let slots = spec.memory_max.map_or(0, |_| spec.memory_slots);
+        format!(",slots={slots},maxmem={}b", max.0)
     });
     let memory = format!("size={}b{plugs}", spec.memory.0);
     line.add("-m", memory).add("-smp", spec.vcpus.to_string());
@@ -474,6 +479,7 @@ pub fn arguments(
         let overlay = if disk.snapshot { overlays.next() } else { None };
         disk_arguments(&mut line, number, disk, overlay);
     }
+    segments::arguments(&mut line, spec);
     boot_arguments(&mut line, spec);
     if let Some(user) = &spec.user {
         line.add("-run-with", format!("user={user}"));
@@ -593,13 +599,13 @@ fn boot_arguments(line: &mut Line, spec: &VmSpec) {
             line.add(option, path);
         }
     }
-    if let Some(cmdline) = &boot.cmdline {
+    if let Some(cmdline) = segments::cmdline(spec) {
         line.add("-append", cmdline);
     }
 }
 
 #[derive(Default)]
-struct Line(Vec<OsString>);
+pub(super) struct Line(Vec<OsString>);
 
 impl Line {
     fn flag(&mut self, option: &str) -> &mut Self {
@@ -607,7 +613,7 @@ impl Line {
         self
     }
 
-    fn add(&mut self, option: &str, value: impl Into<OsString>) -> &mut Self {
+    pub(super) fn add(&mut self, option: &str, value: impl Into<OsString>) -> &mut Self {
         self.0.push(option.into());
         self.0.push(value.into());
         self
@@ -622,7 +628,7 @@ impl Line {
 }
 
 /// QEMU's option syntax: a comma in a value is written twice.
-fn escape(value: &OsStr) -> OsString {
+pub(super) fn escape(value: &OsStr) -> OsString {
     let mut bytes = Vec::with_capacity(value.len());
     for byte in value.as_bytes() {
         bytes.push(*byte);
@@ -636,7 +642,7 @@ fn escape(value: &OsStr) -> OsString {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vm::spec::{Aio, CacheMode};
+    use crate::vm::spec::{Aio, CacheMode, MergeChoice};
     use memfold_units::ByteSize;
 
     fn text(spec: &VmSpec, overlays: &[PathBuf]) -> String {
@@ -655,10 +661,22 @@ mod tests {
         spec.memory_max = Some(ByteSize(1 << 30));
         let line = text(&spec, &[]);
         assert!(line.contains("-object\nmemory-backend-ram,id=ram0,size=536870912\n"));
-        assert!(line.contains("pc-q35-10.0,memory-backend=ram0,mem-merge=on,suppress-vmdesc=on\n"));
+        assert!(
+            line.contains("pc-q35-10.0,memory-backend=ram0,mem-merge=off,suppress-vmdesc=on\n")
+        );
         assert!(line.contains("-m\nsize=536870912b,slots=4,maxmem=1073741824b\n"));
         assert!(line.contains("free-page-reporting=on"));
         assert!(!line.contains("netdev"));
+    }
+
+    #[test]
+    fn only_a_vm_with_a_trust_domain_is_offered_to_ksm() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        assert!(text(&spec, &[]).contains(",mem-merge=off,"));
+        spec.domain = Some("d".into());
+        assert!(text(&spec, &[]).contains(",mem-merge=on,"));
+        spec.merge = MergeChoice::Never;
+        assert!(text(&spec, &[]).contains(",mem-merge=off,"));
     }
 
     #[test]

@@ -18,6 +18,7 @@ use super::library_link::{LibraryError, LibraryLink};
 use super::process::{Identity, Process};
 use super::qmp::{Qmp, QmpError};
 use super::ram::{self, RamError};
+use super::segments::SegmentSpec;
 use super::spec::VmSpec;
 
 /// Time that QEMU's monitor and library have for an answer.
@@ -284,6 +285,15 @@ impl Vm {
     #[must_use]
     pub const fn spec(&self) -> Option<&VmSpec> {
         self.spec.as_ref()
+    }
+
+    /// Segments that it maps now, in the order of their slots.
+    #[must_use]
+    pub fn segments(&self) -> Vec<SegmentSpec> {
+        let now = self.directory.as_ref();
+        now.and_then(|place| VmDirectory::read_json(&place.segments()).ok())
+            .or_else(|| Some(self.spec.as_ref()?.segments.clone()))
+            .unwrap_or_default()
     }
 
     /// What was started; `None` for an attached VM.

@@ -21,6 +21,7 @@ pub mod overlay;
 pub mod process;
 pub mod qmp;
 pub mod ram;
+pub mod segments;
 pub mod spec;
 
 pub use agent_link::{
@@ -35,7 +36,8 @@ pub use machine::{Ability, MachineError, StopKind, Vm};
 pub use process::{Identity, Process};
 pub use qmp::{Qmp, QmpError};
 pub use ram::RamError;
+pub use segments::SegmentSpec;
 pub use spec::{
-    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, Network, SpecError, VmSpec,
-    check_name,
+    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MergeChoice, Network, SpecError,
+    VmSpec, check_name,
 };

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use super::segments::SegmentSpec;
+
 /// Longest VM or domain name in bytes.
 const MAX_NAME: usize = 64;
 /// Least memory of a VM; below it no Linux kernel boots.
@@ -240,6 +242,25 @@ pub enum Network {
     User,
 }
 
+/// Whether KSM may merge a VM's memory with others'. Where it may, it does only while KSM runs on the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum MergeChoice {
+    /// If the VM has a trust domain.
+    #[default]
+    Domain,
+    /// It may not.
+    Never,
+}
+
+impl MergeChoice {
+    // Serde asks with a reference.
+    #[allow(clippy::trivially_copy_pass_by_ref)]
+    const fn is_default(&self) -> bool {
+        matches!(self, Self::Domain)
+    }
+}
+
 /// A VM's description.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -277,6 +298,9 @@ pub struct VmSpec {
     /// Preload memfold's library into QEMU, so that the VM's RAM can be folded.
     #[serde(default = "yes")]
     pub fold: bool,
+    /// Whether KSM may merge its memory.
+    #[serde(default, skip_serializing_if = "MergeChoice::is_default")]
+    pub merge: MergeChoice,
     /// User that QEMU runs as once it has opened everything (`-run-with user=`). Unset: the daemon's, root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
@@ -286,6 +310,12 @@ pub struct VmSpec {
     /// More QEMU arguments, as they are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
+    /// Slots for segments: those below, and more that can be attached while it runs. Unset: as many as are below.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub segment_slots: u32,
+    /// Segments that it maps, in the order of their slots.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub segments: Vec<SegmentSpec>,
     /// Kernel or firmware.
     #[serde(default)]
     pub boot: BootSpec,
@@ -303,6 +333,10 @@ const fn four() -> u32 {
 const fn yes() -> bool {
     true
 }
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
+const fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
 
 impl VmSpec {
     /// A VM with default settings and no disk.
@@ -319,12 +353,28 @@ impl VmSpec {
             balloon: true,
             network: Network::default(),
             fold: true,
+            merge: MergeChoice::Domain,
             user: None,
             boot_snapshot: false,
             qemu_args: Vec::new(),
+            segment_slots: 0,
+            segments: Vec::new(),
             boot: BootSpec::default(),
             disks: Vec::new(),
         }
+    }
+
+    /// Slots for segments.
+    #[must_use]
+    pub fn slots(&self) -> u32 {
+        let used = u32::try_from(self.segments.len()).unwrap_or(u32::MAX);
+        self.segment_slots.max(used)
+    }
+
+    /// Whether its memory is offered to KSM: one without a trust domain shares with nobody.
+    #[must_use]
+    pub fn merges(&self) -> bool {
+        self.merge == MergeChoice::Domain && self.domain.is_some()
     }
 
     /// Reads a TOML description. Relative paths in it are taken from its own directory. Not validated yet.
@@ -391,6 +441,7 @@ impl VmSpec {
         if self.boot_snapshot {
             self.check_boot_snapshot()?;
         }
+        super::segments::check(self)?;
         for (field, path) in self.files_mut() {
             let file = |source| SpecError::File {
                 field,
@@ -473,7 +524,7 @@ impl VmSpec {
     }
 }
 
-fn value(field: &'static str, why: String) -> SpecError {
+pub(super) fn value(field: &'static str, why: String) -> SpecError {
     SpecError::Value { field, why }
 }
 

@@ -9,6 +9,8 @@
 //! | [`snapshots`] | a VM is saved, goes on, and comes back as it was, memory and disk; clones run beside it |
 //! | [`disks`] | the same of disks that a VM writes in place, which stay its own |
 //! | [`snapshots_killed`] | daemons and VMs die while they save |
+//! | [`segments`] | VMs execute files of one image in place; what they write is theirs; who attacks it harms nobody else |
+//! | [`ksm`], [`ksm_explain`] | KSM for one trust domain, and its settings as before; every cause of `memfold ksm explain` |
 //! | [`churn`] | files of three times the memory: what is folded at any moment, and that nothing grows |
 //!
 //! Each boots its VMs once; they take turns. Without guest images or QEMU they say so and pass, unless `MEMFOLD_REAL=1`.
@@ -21,7 +23,10 @@ mod daemon_killed;
 mod disks;
 mod domains;
 mod integrity;
+mod ksm;
+mod ksm_explain;
 mod liars;
+mod segments;
 mod served;
 mod snapshots;
 mod snapshots_killed;

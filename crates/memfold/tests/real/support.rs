@@ -118,10 +118,11 @@ pub fn folded_percent(vm: &VmStats) -> f64 {
 /// One line of a VM's figures.
 pub fn line(vm: &VmStats) -> String {
     format!(
-        "{}: folded {} again {} differing {} busy {} | matched {} of these folded {:.1} % | mapped {} copied {} mappings {} | pauses {} longest {} ms, longest freeze {} us, bogus {} over limit {} problem {}",
+        "{}: folded {} again {} back {} differing {} busy {} | matched {} of these folded {:.1} % | mapped {} copied {} mappings {} | pauses {} longest {} ms, longest freeze {} us, bogus {} over limit {} problem {}",
         vm.name,
         vm.folded_pages,
         vm.refolded_pages,
+        vm.folded_back_pages,
         vm.differing_pages,
         vm.busy_pages,
         vm.matched_pages,

@@ -124,7 +124,10 @@ fn prove(vm: &Vm, qmp: &mut Qmp, layout: &RamLayout, gpa: u64) {
 #[test]
 fn the_layout_of_small_ram_is_true() {
     let state = tempfile::tempdir().unwrap();
-    let vm = Running::start(state.path(), paused("small", ByteSize::mib(512)));
+    let mut spec = paused("small", ByteSize::mib(512));
+    // Without a trust domain its memory is not offered to KSM.
+    spec.domain = Some("d".into());
+    let vm = Running::start(state.path(), spec);
     let mut qmp = vm.0.qmp().unwrap();
     let layout = vm.0.layout(&mut qmp).unwrap();
     for gpa in [0x1000, 0x9_f000, MIB, 300 * MIB, 512 * MIB - 4096] {

@@ -1,0 +1,177 @@
+//! The agent's options for segments.
+//!
+//! The report goes to standard output as one line of JSON; so does a failure, as `{"error": ..., "hint": ...}`, which standard error has in words.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::process::ExitCode;
+
+use super::error::{Error, Result};
+use super::json::Object;
+use super::state::Places;
+use super::{device, lay, list, manifest, parse_reference, settle, take_off};
+
+/// Of `--help`.
+pub const HELP: &str = "\
+Segments (read-only images of /dev/pmemN, shared with other VMs); each prints a line of JSON:
+  --segment-list                which there are, where they are laid, and what was written since
+  --segment-lay NAME@GENERATION [--content] [--only DIR]... [--max-differing PERCENT]
+                                mounts it and lays its directories over the guest's own. Files that differ stay the guest's own;
+                                --content compares bytes, too, not only sizes and times; more than PERCENT (25) is a refusal
+  --segment-take-off NAME       takes it off, brings back what was written meanwhile, and unmounts it
+  --segment-settle              at boot: brings back what was left, then lays what was laid; always exits 0
+  --segment-shutdown            before the guest goes down: takes everything off, to be laid again at the next boot
+";
+
+/// Runs the option, if it is one of these. Exit codes: 0 done, 1 failed or refused, 2 wrong usage.
+pub fn run(arguments: &[OsString]) -> Option<ExitCode> {
+    let (first, rest) = arguments.split_first()?;
+    let places = Places::default();
+    let result = match first.to_str()? {
+        "--segment-list" => none(rest).and_then(|()| {
+            device::load_modules(&places);
+            list::list(&places)
+        }),
+        "--segment-lay" => request(rest).and_then(|request| {
+            device::load_modules(&places);
+            lay::lay(&places, &request)
+        }),
+        "--segment-take-off" => name(rest).and_then(|name| take_off::take_off(&places, &name)),
+        "--segment-shutdown" => none(rest).and_then(|()| take_off::take_off_all(&places)),
+        "--segment-settle" => none(rest).map(|()| {
+            let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
+            let settled = settle::settle(&places, &command_line);
+            for problem in &settled.problems {
+                eprintln!("memfold-agent: {problem}");
+            }
+            if settled.merged > 0 {
+                settle::tell_systemd(&command_line);
+            }
+            settled.report()
+        }),
+        _ => return None,
+    };
+    Some(match result {
+        Ok(report) => {
+            println!("{report}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("memfold-agent: {error}");
+            let report = match &error {
+                Error::Refused { why, hint } => Object::new().text("error", why).text("hint", hint),
+                other => Object::new()
+                    .text("error", other.to_string())
+                    .raw("hint", "null"),
+            };
+            println!("{}", report.end());
+            ExitCode::from(error.exit_code())
+        }
+    })
+}
+
+fn none(rest: &[OsString]) -> Result<()> {
+    match rest.first() {
+        None => Ok(()),
+        Some(word) => Err(unexpected(word)),
+    }
+}
+
+fn unexpected(word: &OsString) -> Error {
+    Error::Usage(format!(
+        "unexpected: {}",
+        super::json::escaped(word.as_bytes())
+    ))
+}
+
+fn name(rest: &[OsString]) -> Result<String> {
+    match rest {
+        [name] => manifest::check_name(name.as_bytes()).map_err(|e| usage(&e)),
+        _ => Err(Error::Usage("--segment-take-off takes one NAME".into())),
+    }
+}
+
+fn usage(error: &Error) -> Error {
+    Error::Usage(error.to_string())
+}
+
+fn request(rest: &[OsString]) -> Result<lay::Request> {
+    let mut words = rest.iter();
+    let reference = words.next().and_then(|w| w.to_str());
+    let reference =
+        reference.ok_or_else(|| Error::Usage("--segment-lay takes NAME@GENERATION".into()))?;
+    let (name, generation) = parse_reference(reference).map_err(|e| usage(&e))?;
+    let mut request = lay::Request::new(name, generation);
+    while let Some(word) = words.next() {
+        let mut value = || {
+            words
+                .next()
+                .ok_or_else(|| Error::Usage("the last option takes a value".into()))
+        };
+        match word.to_str() {
+            Some("--content") => request.content = true,
+            Some("--only") => {
+                let directory = value()?.clone().into_vec();
+                manifest::check_directory(&directory).map_err(|e| usage(&e))?;
+                request.only.push(directory);
+            }
+            Some("--max-differing") => {
+                let text = value()?.to_str().unwrap_or_default();
+                let percent = text.parse().ok().filter(|p| *p <= 100);
+                request.max_differing =
+                    percent.ok_or_else(|| Error::Usage(format!("{text:?} is no percentage")))?;
+            }
+            _ => return Err(unexpected(word)),
+        }
+    }
+    manifest::check_apart(&request.only).map_err(|e| usage(&e))?;
+    Ok(request)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(words: &[&str]) -> Result<lay::Request> {
+        let words: Vec<OsString> = words.iter().map(OsString::from).collect();
+        request(&words)
+    }
+
+    #[test]
+    fn a_request_to_lay_is_read_from_the_command_line() {
+        let words = [
+            "web@3",
+            "--content",
+            "--only",
+            "/usr",
+            "--max-differing",
+            "7",
+            "--only",
+            "/opt",
+        ];
+        let request = parsed(&words).unwrap();
+        assert_eq!((&*request.name, request.generation), ("web", 3));
+        assert!(request.content);
+        assert_eq!(request.only, [b"/usr".to_vec(), b"/opt".to_vec()]);
+        assert_eq!(request.max_differing, 7);
+    }
+
+    #[test]
+    fn wrong_usage_is_told_from_refusals() {
+        for words in [
+            &[][..],
+            &["web"],
+            &["web@"],
+            &["web@x"],
+            &["web@+1"],
+            &["../web@1"],
+            &["web@1", "--only"],
+            &["web@1", "--only", "/var"],
+            &["web@1", "--max-differing", "101"],
+            &["web@1", "x"],
+            &["web@1", "--only", "/usr", "--only", "/usr/lib"],
+        ] {
+            assert_eq!(parsed(words).unwrap_err().exit_code(), 2, "{words:?}");
+        }
+    }
+}

@@ -1,0 +1,459 @@
+//! Which files of a segment are the guest's own, bit for bit, as far as their facts tell.
+//!
+//! Same type, mode, owner, group, extended attributes; regular files: size and modification time, with `content` also their bytes;
+//! symbolic links: the target; devices: the number. Whatever differs gets hidden, so a wrong "different" costs memory only.
+
+use std::collections::BTreeSet;
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::fs::{Advice, FileType, OFlags, Statx, StatxAttributes};
+
+use super::error::{During, Error, Result, shown};
+use super::tree;
+
+/// Deeper trees are refused: levels.
+const MAX_DEPTH: usize = 200;
+/// Of the differing paths that a report names.
+const MAX_NAMED: usize = 10;
+/// Bytes compared at once.
+const PIECE: usize = 128 << 10;
+
+/// How an entry of the segment is hidden.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    /// By a hard link to the guest's own file.
+    Link,
+    /// The guest has no such name: by a whiteout.
+    Whiteout,
+}
+
+/// An entry to hide.
+#[derive(Debug)]
+pub struct Hidden {
+    /// Below the laid directory.
+    pub path: Vec<u8>,
+    /// How.
+    pub how: How,
+    /// The own file's facts, if there is one.
+    pub own: Option<Facts>,
+}
+
+/// An entry that the segment may stand for.
+#[derive(Debug)]
+pub struct Same {
+    /// Below the laid directory.
+    pub path: Vec<u8>,
+    /// The guest's own.
+    pub own: Facts,
+}
+
+/// What there is to do before a segment's directory can be laid over the guest's.
+#[derive(Debug, Default)]
+pub struct Plan {
+    /// Files in the segment's directory (all that is no directory).
+    pub files: u64,
+    /// Bytes of its regular files.
+    pub bytes: u64,
+    /// Files that differ, or that the guest lacks.
+    pub differing: u64,
+    /// Regular files that the kernel would map with DAX.
+    pub dax_files: u64,
+    /// Regular files.
+    pub regular_files: u64,
+    /// The first of the differing, and why.
+    pub first_differing: Vec<(Vec<u8>, &'static str)>,
+    /// What the segment may not show.
+    pub hidden: Vec<Hidden>,
+    /// Directories whose facts are taken from the guest's own.
+    pub masked: Vec<Vec<u8>>,
+    /// What it may show, directories included.
+    pub same: Vec<Same>,
+}
+
+/// The facts of a file that programs can see, and those that tell whether it changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Facts {
+    /// Type and permissions.
+    pub mode: u16,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Bytes; 0 for directories, whose size is the file system's matter.
+    pub size: u64,
+    /// Modification time: seconds, nanoseconds.
+    pub mtime: (i64, u32),
+    /// Device number.
+    pub rdev: (u32, u32),
+    /// Change time: seconds, nanoseconds.
+    pub ctime: (i64, u32),
+    /// Inode number.
+    pub ino: u64,
+}
+
+impl Facts {
+    /// Of a file.
+    pub fn of(stat: &Statx) -> Self {
+        let directory = tree::kind(stat) == FileType::Directory;
+        Self {
+            mode: stat.stx_mode,
+            uid: stat.stx_uid,
+            gid: stat.stx_gid,
+            size: if directory { 0 } else { stat.stx_size },
+            mtime: (stat.stx_mtime.tv_sec, stat.stx_mtime.tv_nsec),
+            rdev: (stat.stx_rdev_major, stat.stx_rdev_minor),
+            ctime: (stat.stx_ctime.tv_sec, stat.stx_ctime.tv_nsec),
+            ino: stat.stx_ino,
+        }
+    }
+
+    /// Type.
+    pub const fn kind(&self) -> FileType {
+        FileType::from_raw_mode(self.mode as u32)
+    }
+
+    /// Equal to a program that looks, change time and inode number apart.
+    pub fn looks_like(&self, other: &Self) -> bool {
+        self.why_different(other, false).is_none()
+    }
+
+    /// Image builders that keep whole seconds only are common: nanoseconds count when both have them, or when `strict`.
+    fn why_different(&self, other: &Self, strict: bool) -> Option<&'static str> {
+        let nanoseconds = strict || (self.mtime.1 != 0 && other.mtime.1 != 0);
+        if self.kind() != other.kind() {
+            Some("type")
+        } else if self.mode != other.mode {
+            Some("mode")
+        } else if (self.uid, self.gid) != (other.uid, other.gid) {
+            Some("owner")
+        } else if self.size != other.size {
+            Some("size")
+        } else if self.rdev != other.rdev {
+            Some("device number")
+        } else if self.mtime.0 != other.mtime.0 || nanoseconds && self.mtime.1 != other.mtime.1 {
+            Some("modification time")
+        } else {
+            None
+        }
+    }
+}
+
+/// Compares the segment's directory with the guest's own. Paths in `hide` count as different.
+pub fn compare(
+    segment: &OwnedFd,
+    own: &OwnedFd,
+    content: bool,
+    hide: &BTreeSet<Vec<u8>>,
+) -> Result<Plan> {
+    let mut walk = Walk {
+        segment,
+        own,
+        content,
+        hide,
+        plan: Plan::default(),
+        pending: vec![(Vec::new(), 0, true)],
+    };
+    while let Some((path, depth, present)) = walk.pending.pop() {
+        if depth > MAX_DEPTH {
+            return Err(Error::refused(
+                format!("the segment's directory {} is too deep", shown(&path)),
+                "leave it out of the segment",
+            ));
+        }
+        walk.directory(&path, depth, present)?;
+    }
+    Ok(walk.plan)
+}
+
+struct Walk<'a> {
+    segment: &'a OwnedFd,
+    own: &'a OwnedFd,
+    content: bool,
+    hide: &'a BTreeSet<Vec<u8>>,
+    plan: Plan,
+    /// Path, depth, whether the guest has this directory, too.
+    pending: Vec<(Vec<u8>, usize, bool)>,
+}
+
+/// The two directories that an entry is in.
+struct Pair {
+    segment: OwnedFd,
+    own: OwnedFd,
+}
+
+impl Walk<'_> {
+    fn directory(&mut self, path: &[u8], depth: usize, present: bool) -> Result<()> {
+        let segment = tree::directory_below(self.segment, path)
+            .during(|| format!("opening the segment's {}", shown(path)))?;
+        let pair = if present {
+            let own = tree::directory_below(self.own, path)
+                .during(|| format!("opening the guest's {}", shown(path)))?;
+            Some(Pair {
+                segment: dup(&segment)?,
+                own,
+            })
+        } else {
+            None
+        };
+        if let (Some(pair), true) = (&pair, path.is_empty()) {
+            // For its refusal; the top's facts come from the upper layer.
+            same_xattrs(pair, path, &[c"."])?;
+        }
+        for entry in entries(&segment, pair.as_ref(), path)? {
+            let is_directory = tree::kind(&entry.theirs) == FileType::Directory;
+            if !is_directory {
+                self.count(&entry.theirs);
+            }
+            let present = match &pair {
+                Some(pair) => self.entry(pair, &entry)?,
+                None => false,
+            };
+            if is_directory {
+                self.pending.push((entry.path, depth + 1, present));
+            } else if pair.is_none() {
+                self.differs(&entry.path, "the guest lacks its directory");
+            }
+        }
+        Ok(())
+    }
+
+    fn count(&mut self, stat: &Statx) {
+        self.plan.files += 1;
+        if tree::kind(stat) == FileType::RegularFile {
+            self.plan.bytes += stat.stx_size;
+            self.plan.regular_files += 1;
+            self.plan.dax_files += u64::from(stat.stx_attributes.contains(StatxAttributes::DAX));
+        }
+    }
+
+    fn differs(&mut self, path: &[u8], why: &'static str) {
+        self.plan.differing += 1;
+        if self.plan.first_differing.len() < MAX_NAMED {
+            self.plan.first_differing.push((path.to_vec(), why));
+        }
+    }
+
+    /// One entry of a directory that both have. True for a directory that the guest has, too.
+    fn entry(&mut self, pair: &Pair, entry: &Entry) -> Result<bool> {
+        let path = &entry.path[..];
+        let theirs = Facts::of(&entry.theirs);
+        let is_directory = theirs.kind() == FileType::Directory;
+        let Some(own) = &entry.own else {
+            self.hide(path, How::Whiteout, None);
+            if !is_directory {
+                self.differs(path, "the guest has none");
+            }
+            return Ok(false);
+        };
+        let facts = Facts::of(own);
+        if is_directory && facts.kind() == FileType::Directory {
+            if !entry.same_xattrs || facts.why_different(&theirs, true).is_some() {
+                self.plan.masked.push(path.to_vec());
+            }
+            self.keep(path, facts);
+            return Ok(true);
+        }
+        if facts.kind() == FileType::Directory {
+            return Err(Error::refused(
+                format!(
+                    "{} is a directory in the guest and something else in the segment",
+                    shown(path)
+                ),
+                "build the segment from a guest of this kind",
+            ));
+        }
+        let why = if self.hide.contains(path) {
+            Some("open for writing")
+        } else {
+            self.why_different(pair, entry, &facts, &theirs)?
+        };
+        match why {
+            None => self.keep(path, facts),
+            Some(why) => {
+                self.hide(path, How::Link, Some(facts));
+                if !is_directory {
+                    self.differs(path, why);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    fn keep(&mut self, path: &[u8], own: Facts) {
+        self.plan.same.push(Same {
+            path: path.to_vec(),
+            own,
+        });
+    }
+
+    fn hide(&mut self, path: &[u8], how: How, own: Option<Facts>) {
+        self.plan.hidden.push(Hidden {
+            path: path.to_vec(),
+            how,
+            own,
+        });
+    }
+
+    /// For two entries of which neither is a directory, or that have different types.
+    fn why_different(
+        &self,
+        pair: &Pair,
+        entry: &Entry,
+        own: &Facts,
+        theirs: &Facts,
+    ) -> Result<Option<&'static str>> {
+        if let Some(why) = own.why_different(theirs, false) {
+            return Ok(Some(why));
+        }
+        if !entry.same_xattrs {
+            return Ok(Some("extended attributes"));
+        }
+        let name = &entry.name;
+        let what = || format!("comparing {}", shown(&entry.path));
+        Ok(match own.kind() {
+            FileType::Symlink => {
+                let target = |directory: &OwnedFd| {
+                    rustix::fs::readlinkat(directory, name, Vec::new()).during(what)
+                };
+                (target(&pair.own)? != target(&pair.segment)?).then_some("target")
+            }
+            FileType::RegularFile if self.content => {
+                (!same_bytes(pair, name).during(what)?).then_some("content")
+            }
+            _ => None,
+        })
+    }
+}
+
+/// One name of a segment's directory.
+struct Entry {
+    name: CString,
+    /// Below the laid directory.
+    path: Vec<u8>,
+    theirs: Statx,
+    own: Option<Statx>,
+    /// Asked only if both are of one type.
+    same_xattrs: bool,
+}
+
+/// What a segment's directory holds, with what the guest has under the same names.
+fn entries(segment: &OwnedFd, pair: Option<&Pair>, path: &[u8]) -> Result<Vec<Entry>> {
+    let names = tree::names(segment).during(|| format!("reading the segment's {}", shown(path)))?;
+    let mut entries = Vec::with_capacity(names.len());
+    for name in names {
+        let path = join(path, &name);
+        let theirs = tree::stat(segment, &name)
+            .during(|| format!("looking at the segment's {}", shown(&path)))?;
+        let own = pair.map_or(Ok(None), |pair| {
+            tree::find(&pair.own, &name)
+                .during(|| format!("looking at the guest's {}", shown(&path)))
+        })?;
+        entries.push(Entry {
+            name,
+            path,
+            theirs,
+            own,
+            same_xattrs: true,
+        });
+    }
+    if let Some(pair) = pair {
+        let of_one_type = |e: &&mut Entry| {
+            let own = e.own.as_ref().map(tree::kind);
+            own == Some(tree::kind(&e.theirs))
+        };
+        let mut asked: Vec<&mut Entry> = entries.iter_mut().filter(of_one_type).collect();
+        let names: Vec<&CStr> = asked.iter().map(|e| e.name.as_c_str()).collect();
+        let same = same_xattrs(pair, path, &names)?;
+        for (entry, same) in asked.iter_mut().zip(same) {
+            entry.same_xattrs = same;
+        }
+    }
+    Ok(entries)
+}
+
+/// Overlayfs' own attributes are refused in a segment: one could make a directory hide the guest's, or a file borrow another's bytes.
+fn same_xattrs(pair: &Pair, path: &[u8], names: &[&CStr]) -> Result<Vec<bool>> {
+    let of = |directory: &OwnedFd| {
+        tree::xattrs_of(directory, names.iter().copied())
+            .during(|| format!("reading attributes in {}", shown(path)))
+    };
+    let (theirs, own) = (of(&pair.segment)?, of(&pair.own)?);
+    for (name, xattrs) in names.iter().zip(&theirs) {
+        if let Some(key) = xattrs.keys().find(|k| k.starts_with(tree::OVERLAY_XATTRS)) {
+            return Err(Error::refused(
+                format!(
+                    "the segment's {} has the attribute {}",
+                    shown(&join(path, name)),
+                    shown(key)
+                ),
+                "build the segment from files, not from a layer of an overlay",
+            ));
+        }
+    }
+    let own = own.into_iter().map(tree::without_overlay);
+    Ok(own
+        .zip(&theirs)
+        .map(|(own, theirs)| own == *theirs)
+        .collect())
+}
+
+/// Reads both files. The guest's own leaves the page cache again: from now on the segment stands for it.
+fn same_bytes(pair: &Pair, name: &CStr) -> io::Result<bool> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME;
+    let own = tree::open_below(&pair.own, name.to_bytes(), flags)?;
+    let segment = tree::open_below(&pair.segment, name.to_bytes(), flags)?;
+    let (mut a, mut b) = (vec![0; PIECE], vec![0; PIECE]);
+    let same = loop {
+        let n = fill(&own, &mut a)?;
+        if n != fill(&segment, &mut b)? || a[..n] != b[..n] {
+            break false;
+        }
+        if n < PIECE {
+            break true;
+        }
+    };
+    for file in [&own, &segment] {
+        let _ = rustix::fs::fadvise(file, 0, None, Advice::DontNeed);
+    }
+    Ok(same)
+}
+
+fn fill(file: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        match rustix::io::read(file, &mut buffer[filled..]) {
+            Ok(0) => break,
+            Ok(n) => filled += n,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(filled)
+}
+
+fn dup(file: &OwnedFd) -> Result<OwnedFd> {
+    file.as_fd()
+        .try_clone_to_owned()
+        .during(|| "duplicating a descriptor".into())
+}
+
+/// `directory/name`, without a slash at its beginning.
+pub fn join(directory: &[u8], name: &CStr) -> Vec<u8> {
+    let mut path = directory.to_vec();
+    if !path.is_empty() {
+        path.push(b'/');
+    }
+    path.extend(name.to_bytes());
+    path
+}
+
+/// `a/b/c` as `a/b` and `c`.
+pub fn split(path: &[u8]) -> (&[u8], CString) {
+    let (parent, name) = match path.iter().rposition(|b| *b == b'/') {
+        Some(at) => (&path[..at], &path[at + 1..]),
+        None => (&path[..0], path),
+    };
+    (parent, CString::new(name).unwrap_or_default())
+}

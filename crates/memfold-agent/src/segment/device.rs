@@ -1,0 +1,383 @@
+//! The images: virtio-pmem devices with an EROFS file system and a manifest in it.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FileType, OFlags, StatxAttributes};
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags, fsconfig_create,
+    fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, move_mount, unmount,
+};
+
+use super::error::{During, Error, Result};
+use super::manifest::{self, MAX_BYTES, Manifest};
+use super::mount_table::MountTable;
+use super::state::Places;
+use super::tree;
+
+/// `EROFS_SUPER_MAGIC_V1` at `EROFS_SUPER_OFFSET` (`fs/erofs/erofs_fs.h`), little-endian.
+const MAGIC: u32 = 0xe0f5_e1e2;
+const MAGIC_AT: u64 = 1024;
+/// `VIRTIO_ID_PMEM` (`include/uapi/linux/virtio_ids.h`) as sysfs writes it.
+const VIRTIO_PMEM: &str = "0x001b";
+/// A device that was just plugged in appears within this time.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Regular files that are asked whether DAX is on.
+const DAX_SAMPLES: u32 = 64;
+
+/// An image, mounted nowhere yet.
+pub struct Image {
+    /// The root of the file system. The mount ends with it, unless it was attached.
+    pub root: OwnedFd,
+    /// Why the kernel would not mount it with DAX.
+    pub no_dax: Option<String>,
+}
+
+/// A segment, mounted in its place.
+#[derive(Debug)]
+pub struct Segment {
+    /// What it says of itself.
+    pub manifest: Manifest,
+    /// Where it is mounted.
+    pub mounted: PathBuf,
+    /// Its device, as the mount table names it.
+    pub device: PathBuf,
+    /// Are its files mapped with DAX? `None` if it has no file to tell by.
+    pub dax: Option<bool>,
+    /// Why not, as far as the kernel says.
+    pub dax_reason: Option<String>,
+    /// It was not mounted before.
+    pub is_new: bool,
+}
+
+/// Number of virtio-pmem devices that the machine has.
+fn pmem_devices() -> usize {
+    let Ok(entries) = fs::read_dir("/sys/bus/virtio/devices") else {
+        return 0;
+    };
+    entries
+        .flatten()
+        .filter(|e| {
+            fs::read_to_string(e.path().join("device")).is_ok_and(|t| t.trim() == VIRTIO_PMEM)
+        })
+        .count()
+}
+
+/// Loads the drivers if the machine has such a device, and waits for its name in /dev. Built-in drivers and systems without
+/// modprobe are no error: what is missing shows when it is used.
+pub fn load_modules(places: &Places) {
+    if pmem_devices() == 0 {
+        return;
+    }
+    // One by one: without -a the other words would be options, and with -a one that is unknown may end it.
+    for module in ["virtio_pmem", "nd_pmem", "erofs", "overlay"] {
+        let _ = Command::new("modprobe")
+            .args(["-q", module])
+            .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+    }
+    let start = Instant::now();
+    while devices(places).len() < pmem_devices() && start.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// All `/dev/pmemN`.
+pub fn devices(places: &Places) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(&places.dev) else {
+        return Vec::new();
+    };
+    let number = |path: &PathBuf| {
+        let name = path.file_name()?.to_str()?;
+        let digits = name.strip_prefix("pmem")?;
+        digits
+            .bytes()
+            .all(|b| b.is_ascii_digit())
+            .then(|| digits.parse::<u32>().ok())?
+    };
+    let mut found: Vec<PathBuf> = entries
+        .flatten()
+        .map(|e| e.path())
+        .filter(|p| number(p).is_some())
+        .collect();
+    found.sort_by_key(number);
+    found
+}
+
+/// Opens the image on a device, and reads its manifest.
+pub fn open(device: &Path) -> Result<(Image, Manifest)> {
+    let what = || format!("reading {}", device.display());
+    let mut magic = [0; 4];
+    let file = File::open(device).during(what)?;
+    let read = file.read_exact_at(&mut magic, MAGIC_AT);
+    if read.is_err() || u32::from_le_bytes(magic) != MAGIC {
+        read.during(what)?;
+        return Err(Error::refused(
+            format!("{} holds no EROFS file system", device.display()),
+            "segments are made by memfold segment build",
+        ));
+    }
+    drop(file);
+    let image = match mount_image(device, true) {
+        Ok(image) => image,
+        Err(reason) => Image {
+            no_dax: Some(reason.to_string()),
+            ..mount_image(device, false).during(|| format!("mounting {}", device.display()))?
+        },
+    };
+    let manifest = read_manifest(&image.root)?;
+    Ok((image, manifest))
+}
+
+/// A mount that has no place yet: so the name can be read before a place is chosen, and nothing is left behind if it is not wanted.
+/// No `nosuid`: the files stand for the guest's own, setuid programs among them.
+fn mount_image(device: &Path, dax: bool) -> io::Result<Image> {
+    let context = fsopen("erofs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    let done = (|| {
+        fsconfig_set_string(&context, "source", device)?;
+        fsconfig_set_flag(&context, "ro")?;
+        if dax {
+            fsconfig_set_string(&context, "dax", "always")?;
+        }
+        fsconfig_create(&context)?;
+        fsmount(
+            &context,
+            FsMountFlags::FSMOUNT_CLOEXEC,
+            MountAttrFlags::MOUNT_ATTR_RDONLY,
+        )
+    })();
+    let said = said_by_kernel(&context);
+    match done {
+        Ok(root) => Ok(Image {
+            root,
+            no_dax: said.filter(|_| dax),
+        }),
+        Err(e) => {
+            let e = io::Error::from(e);
+            Err(match said {
+                Some(said) => io::Error::new(e.kind(), format!("{e} ({said})")),
+                None => e,
+            })
+        }
+    }
+}
+
+/// A file system's context keeps the kernel's messages: one a read, "e text" or "w text".
+fn said_by_kernel(context: &OwnedFd) -> Option<String> {
+    let mut said: Vec<String> = Vec::new();
+    let mut buffer = [0_u8; 512];
+    while let Ok(n @ 1..) = rustix::io::read(context, &mut buffer[..]) {
+        let text = String::from_utf8_lossy(&buffer[..n]);
+        said.push(text.trim().chars().skip(2).collect());
+        if said.len() == 8 {
+            break;
+        }
+    }
+    (!said.is_empty()).then(|| said.join("; "))
+}
+
+fn read_manifest(root: &OwnedFd) -> Result<Manifest> {
+    let what = || "reading /.memfold-segment of the image".to_string();
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK;
+    let file = match tree::open_below(root, manifest::FILE.as_bytes(), flags) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return Err(Error::refused(
+                "the image has no /.memfold-segment",
+                "segments are made by memfold segment build",
+            ));
+        }
+        other => other.during(what)?,
+    };
+    let stat = tree::stat_of(&file).during(what)?;
+    let mut text = Vec::new();
+    if tree::kind(&stat) == FileType::RegularFile {
+        let most = u64::try_from(MAX_BYTES).unwrap_or(u64::MAX) + 1;
+        File::from(file)
+            .take(most)
+            .read_to_end(&mut text)
+            .during(what)?;
+    }
+    Manifest::parse(&text)
+}
+
+impl Segment {
+    /// The segment `name@generation`, mounted now if it was not.
+    pub fn mount(places: &Places, name: &str, generation: u64) -> Result<Self> {
+        let mounted = places.mounted(name, generation);
+        if let Some(mount) = MountTable::read()?.at(&mounted) {
+            let device = PathBuf::from(OsStr::from_bytes(&mount.source));
+            let root = tree::open(&mounted).during(|| format!("opening {}", mounted.display()))?;
+            let manifest = read_manifest(&root)?;
+            return Self::new(&root, manifest, (name, generation), mounted, device, None);
+        }
+        let mut problems = Vec::new();
+        for device in devices(places) {
+            match open(&device) {
+                Ok((image, manifest))
+                    if manifest.name == name && manifest.generation == generation =>
+                {
+                    return Self::attach(places, image, manifest, mounted, &device);
+                }
+                Ok((_, other)) => problems.push(format!(
+                    "{} is {}@{}",
+                    device.display(),
+                    other.name,
+                    other.generation
+                )),
+                Err(e) => problems.push(format!("{}: {e}", device.display())),
+            }
+        }
+        let found = if problems.is_empty() {
+            "there is no /dev/pmem device".into()
+        } else {
+            problems.join("; ")
+        };
+        Err(Error::refused(
+            format!("no device holds the segment {name}@{generation}: {found}"),
+            "attach it on the host: memfold segment attach",
+        ))
+    }
+
+    fn attach(
+        places: &Places,
+        image: Image,
+        manifest: Manifest,
+        mounted: PathBuf,
+        device: &Path,
+    ) -> Result<Self> {
+        let what = || format!("mounting {} on {}", device.display(), mounted.display());
+        places.steps.step().during(what)?;
+        match fs::create_dir(&mounted) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e).during(what),
+            _ => {}
+        }
+        move_mount(
+            &image.root,
+            c"",
+            rustix::fs::CWD,
+            &mounted,
+            MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH,
+        )
+        .during(what)?;
+        let wanted = (manifest.name.clone(), manifest.generation);
+        let segment = Self::new(
+            &image.root,
+            manifest,
+            (&wanted.0, wanted.1),
+            mounted,
+            device.to_path_buf(),
+            image.no_dax,
+        )?;
+        Ok(Self {
+            is_new: true,
+            ..segment
+        })
+    }
+
+    fn new(
+        root: &OwnedFd,
+        manifest: Manifest,
+        wanted: (&str, u64),
+        mounted: PathBuf,
+        device: PathBuf,
+        no_dax: Option<String>,
+    ) -> Result<Self> {
+        if (manifest.name.as_str(), manifest.generation) != wanted {
+            return Err(Error::refused(
+                format!(
+                    "{} holds {}@{}",
+                    mounted.display(),
+                    manifest.name,
+                    manifest.generation
+                ),
+                "unmount it",
+            ));
+        }
+        let dax = dax(root);
+        Ok(Self {
+            manifest,
+            mounted,
+            device,
+            dax,
+            dax_reason: (dax != Some(true)).then_some(no_dax).flatten(),
+            is_new: false,
+        })
+    }
+
+    /// Unmounts it.
+    pub fn unmount(&self) -> Result<bool> {
+        unmount_at(&self.mounted)
+    }
+}
+
+/// Unmounts an image and removes its place. True if it is still in use, by programs that run from it or by an overlay that they keep:
+/// then it is only out of sight, and the device must stay.
+pub fn unmount_at(mounted: &Path) -> Result<bool> {
+    let what = || format!("unmounting {}", mounted.display());
+    let table = MountTable::read()?;
+    let device = table
+        .at(mounted)
+        .map(|m| PathBuf::from(OsStr::from_bytes(&m.source)));
+    let busy = match unmount(mounted, UnmountFlags::NOFOLLOW) {
+        Ok(()) => false,
+        Err(rustix::io::Errno::BUSY) => {
+            unmount(mounted, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW).during(what)?;
+            true
+        }
+        Err(e) => return Err(e).during(what),
+    };
+    fs::remove_dir(mounted).during(what)?;
+    Ok(busy || device.is_some_and(|d| is_claimed(&d)))
+}
+
+/// A mounted file system holds its device for itself: opening it so, too, is refused, `open(2)`, `O_EXCL` without `O_CREAT`.
+fn is_claimed(device: &Path) -> bool {
+    let flags = i32::try_from((OFlags::EXCL | OFlags::NONBLOCK).bits()).unwrap_or(0);
+    let opened = fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(device);
+    device.as_os_str().as_bytes().starts_with(b"/dev/pmem")
+        && opened.is_err_and(|e| e.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error()))
+}
+
+/// Looks at some regular files that are not empty. One with an inlined tail has no DAX whatever the mount says, so one file with it is
+/// enough.
+fn dax(root: &OwnedFd) -> Option<bool> {
+    let mut looked = 0;
+    let mut pending = vec![Vec::new()];
+    while let Some(path) = pending.pop() {
+        let Ok(directory) = tree::directory_below(root, &path) else {
+            continue;
+        };
+        for name in tree::names(&directory).unwrap_or_default() {
+            let Ok(stat) = tree::stat(&directory, &name) else {
+                continue;
+            };
+            match tree::kind(&stat) {
+                FileType::Directory => pending.push(super::compare::join(&path, &name)),
+                FileType::RegularFile if stat.stx_size > 0 => {
+                    if stat.stx_attributes.contains(StatxAttributes::DAX) {
+                        return Some(true);
+                    }
+                    looked += 1;
+                }
+                _ => {}
+            }
+            if looked >= DAX_SAMPLES {
+                return Some(false);
+            }
+        }
+    }
+    (looked > 0).then_some(false)
+}

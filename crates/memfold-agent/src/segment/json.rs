@@ -1,0 +1,136 @@
+//! JSON, as little of it as the reports need.
+//!
+//! A JSON string is Unicode and a path is bytes: a byte that is no UTF-8 is written as the four characters `\xNN` (so `\\xNN` in
+//! the JSON text). That is for people; no program gets a path back from a report to act on it.
+
+use std::fmt::Write;
+
+/// An object under construction.
+#[derive(Debug)]
+pub struct Object(String);
+
+impl Default for Object {
+    fn default() -> Self {
+        Self("{".into())
+    }
+}
+
+impl Object {
+    /// An empty one.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A member that is JSON already.
+    #[must_use]
+    pub fn raw(mut self, key: &str, value: &str) -> Self {
+        if self.0.len() > 1 {
+            self.0.push(',');
+        }
+        let _ = write!(self.0, "{}:{value}", string(key.as_bytes()));
+        self
+    }
+
+    /// A string.
+    #[must_use]
+    pub fn text(self, key: &str, value: impl AsRef<[u8]>) -> Self {
+        self.raw(key, &string(value.as_ref()))
+    }
+
+    /// A string or null.
+    #[must_use]
+    pub fn maybe(self, key: &str, value: Option<impl AsRef<[u8]>>) -> Self {
+        match value {
+            Some(value) => self.text(key, value),
+            None => self.raw(key, "null"),
+        }
+    }
+
+    /// A number.
+    #[must_use]
+    pub fn number(self, key: &str, value: u64) -> Self {
+        self.raw(key, &value.to_string())
+    }
+
+    /// True or false.
+    #[must_use]
+    pub fn flag(self, key: &str, value: bool) -> Self {
+        self.raw(key, if value { "true" } else { "false" })
+    }
+
+    /// A list of what is JSON already.
+    #[must_use]
+    pub fn list(self, key: &str, items: impl IntoIterator<Item = String>) -> Self {
+        let text = array(items);
+        self.raw(key, &text)
+    }
+
+    /// The text.
+    pub fn end(mut self) -> String {
+        self.0.push('}');
+        self.0
+    }
+}
+
+/// A list of what is JSON already.
+pub fn array(items: impl IntoIterator<Item = String>) -> String {
+    let items: Vec<String> = items.into_iter().collect();
+    format!("[{}]", items.join(","))
+}
+
+/// A JSON string.
+pub fn string(bytes: &[u8]) -> String {
+    let mut out = String::from('"');
+    for c in escaped(bytes).chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            c if c < ' ' || c == '\u{7f}' => {
+                let _ = write!(out, "\\u{:04x}", u32::from(c));
+            }
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+    out
+}
+
+/// Text with bytes that are no UTF-8 as `\xNN`.
+pub fn escaped(bytes: &[u8]) -> String {
+    let mut out = String::new();
+    for chunk in bytes.utf8_chunks() {
+        out.push_str(chunk.valid());
+        for byte in chunk.invalid() {
+            let _ = write!(out, "\\x{byte:02x}");
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn an_object_has_commas_where_they_belong() {
+        let text = Object::new()
+            .text("a", "x\"\\\n")
+            .number("b", 7)
+            .maybe("c", None::<&str>)
+            .list("d", [string(b"\xff"), Object::new().flag("e", true).end()])
+            .end();
+        assert_eq!(
+            text,
+            r#"{"a":"x\"\\\u000a","b":7,"c":null,"d":["\\xff",{"e":true}]}"#
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_string_to_other_parsers(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
+            let parsed: String = serde_json::from_str(&string(&bytes)).unwrap();
+            prop_assert_eq!(parsed, escaped(&bytes));
+        }
+    }
+}

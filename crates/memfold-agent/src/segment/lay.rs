@@ -1,0 +1,354 @@
+//! `--segment-lay`: lays directories of a segment over the guest's own.
+
+use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use super::compare::{Plan, compare};
+use super::device::Segment;
+use super::error::{During, Error, Result, shown};
+use super::json::{Object, string};
+use super::layers::{self, Layer};
+use super::manifest::{check_apart, check_directory};
+use super::mount_table::MountTable;
+use super::state::{Places, Record};
+use super::tree;
+use super::verify::Verdict;
+
+/// A directory is compared so often while it changes under us.
+const ATTEMPTS: u32 = 3;
+
+/// What is asked for.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// The segment.
+    pub name: String,
+    /// Which edition.
+    pub generation: u64,
+    /// Compare bytes, too.
+    pub content: bool,
+    /// These directories in place of those that the image names.
+    pub only: Vec<Vec<u8>>,
+    /// More differing files than this is a refusal: percent of the segment's.
+    pub max_differing: u8,
+}
+
+impl Request {
+    /// With the defaults.
+    pub fn new(name: impl Into<String>, generation: u64) -> Self {
+        Self {
+            name: name.into(),
+            generation,
+            content: false,
+            only: Vec::new(),
+            max_differing: 25,
+        }
+    }
+}
+
+/// One laid directory, for the report.
+struct Done {
+    directory: Vec<u8>,
+    plan: Plan,
+    took_ms: u64,
+}
+
+/// Lays it, and returns the report. Whatever fails leaves the guest as it was.
+pub fn lay(places: &Places, request: &Request) -> Result<String> {
+    let _lock = places.lock()?;
+    lay_locked(places, request)
+}
+
+/// The same for who has the lock.
+pub fn lay_locked(places: &Places, request: &Request) -> Result<String> {
+    let start = Instant::now();
+    for directory in &request.only {
+        check_directory(directory)?;
+    }
+    check_apart(&request.only)?;
+    refuse_other_generation(&request.name, request.generation)?;
+    let segment = Segment::mount(places, &request.name, request.generation)?;
+    let mut run = Run {
+        places,
+        request,
+        segment: &segment,
+        done: Vec::new(),
+        already: Vec::new(),
+        skipped: Vec::new(),
+    };
+    match run.lay() {
+        Ok(()) => Ok(run.report(start)),
+        Err(error) => Err(run.undo(error)),
+    }
+}
+
+/// One generation at a time: the layers on disk have no number.
+fn refuse_other_generation(name: &str, generation: u64) -> Result<()> {
+    let table = MountTable::read()?;
+    let mut laid = table.0.iter().filter_map(|m| layers::generation(m, name));
+    match laid.find(|g| *g != generation) {
+        None => Ok(()),
+        Some(other) => Err(Error::refused(
+            format!("generation {other} of {name} is laid"),
+            format!("take it off first: memfold-agent --segment-take-off {name}"),
+        )),
+    }
+}
+
+struct Run<'a> {
+    places: &'a Places,
+    request: &'a Request,
+    segment: &'a Segment,
+    done: Vec<Done>,
+    already: Vec<Vec<u8>>,
+    skipped: Vec<(Vec<u8>, &'static str)>,
+}
+
+impl Run<'_> {
+    fn lay(&mut self) -> Result<()> {
+        let wanted = if self.request.only.is_empty() {
+            &self.segment.manifest.lay
+        } else {
+            &self.request.only
+        };
+        if wanted.is_empty() {
+            return Err(Error::refused(
+                "the image names no directory to lay",
+                "name some: --only /usr",
+            ));
+        }
+        let table = MountTable::read()?;
+        let image = tree::open(&self.segment.mounted)
+            .during(|| format!("opening {}", self.segment.mounted.display()))?;
+        let mut compared = Vec::new();
+        for directory in wanted {
+            let layer = self.layer(directory);
+            if layer.laid(&table).is_some() {
+                self.already.push(directory.clone());
+                continue;
+            }
+            let Some(own) = layer.open_own()? else {
+                self.skipped.push((directory.clone(), "the guest has none"));
+                continue;
+            };
+            let inner = directory.strip_prefix(b"/").unwrap_or(directory);
+            let theirs = match tree::directory_below(&image, inner) {
+                Ok(theirs) => theirs,
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                    self.skipped
+                        .push((directory.clone(), "the segment has none"));
+                    continue;
+                }
+                Err(e) => {
+                    return Err(e).during(|| format!("opening the segment's {}", shown(directory)));
+                }
+            };
+            let start = Instant::now();
+            layer.settle()?;
+            layer.prepare(&own, &table)?;
+            let plan = compare(&theirs, &own, self.request.content, &BTreeSet::new())?;
+            compared.push((directory.clone(), own, theirs, plan, start));
+        }
+        self.refuse_too_different(compared.iter().map(|c| (&c.0[..], &c.3)))?;
+        for (directory, own, theirs, plan, start) in compared {
+            let plan = self.lay_one(&directory, &own, &theirs, plan)?;
+            self.done.push(Done {
+                directory,
+                plan,
+                took_ms: millis(start),
+            });
+        }
+        self.write_record()
+    }
+
+    fn layer<'b>(&'b self, directory: &'b [u8]) -> Layer<'b> {
+        Layer::new(self.places, &self.request.name, directory)
+    }
+
+    fn refuse_too_different<'b>(
+        &self,
+        plans: impl Iterator<Item = (&'b [u8], &'b Plan)> + Clone,
+    ) -> Result<()> {
+        let files: u64 = plans.clone().map(|p| p.1.files).sum();
+        let differing: u64 = plans.clone().map(|p| p.1.differing).sum();
+        if differing * 100 <= files * u64::from(self.request.max_differing) {
+            return Ok(());
+        }
+        let first: Vec<String> = plans
+            .flat_map(|(directory, plan)| {
+                let below = plan.first_differing.iter();
+                below
+                    .map(move |(path, why)| format!("{}/{} ({why})", shown(directory), shown(path)))
+            })
+            .take(10)
+            .collect();
+        Err(Error::refused(
+            format!(
+                "{differing} of the segment's {files} files differ from the guest's, more than {} %: {}",
+                self.request.max_differing,
+                first.join(", ")
+            ),
+            "build the segment from a guest with the same packages, or allow more with --max-differing PERCENT",
+        ))
+    }
+
+    /// Files that turn out to be open for writing are hidden in the next attempt.
+    fn lay_one(
+        &self,
+        directory: &[u8],
+        own: &OwnedFd,
+        theirs: &OwnedFd,
+        mut plan: Plan,
+    ) -> Result<Plan> {
+        let layer = self.layer(directory);
+        let mut hide = BTreeSet::new();
+        for attempt in 1.. {
+            let laid = layer
+                .build(&plan, own)
+                .and_then(|()| layer.mount(&self.segment.mounted, self.request.generation, own))
+                .and_then(|()| layer.verify(&plan, own));
+            let verdict = match laid {
+                Ok(Verdict::Unchanged) => return Ok(plan),
+                Ok(verdict) => verdict,
+                Err(error) => return Err(undone(&layer, error)),
+            };
+            layer.take_off()?;
+            let path = match verdict {
+                Verdict::Changed(path) => path,
+                Verdict::Writers(paths) => {
+                    let first = paths.first().cloned().unwrap_or_default();
+                    hide.extend(paths);
+                    first
+                }
+                Verdict::Unchanged => break,
+            };
+            if attempt == ATTEMPTS {
+                return Err(Error::refused(
+                    format!(
+                        "{}/{} changed while it was compared",
+                        shown(directory),
+                        shown(&path)
+                    ),
+                    "try again when no packages are being installed",
+                ));
+            }
+            layer.prepare(own, &MountTable::read()?)?;
+            plan = compare(theirs, own, self.request.content, &hide)?;
+        }
+        Ok(plan)
+    }
+
+    fn write_record(&self) -> Result<()> {
+        if self.done.is_empty() {
+            return Ok(());
+        }
+        let mut lay = self.already.clone();
+        lay.extend(self.done.iter().map(|d| d.directory.clone()));
+        if let Some(before) = self.places.record(&self.request.name) {
+            lay.extend(before.lay);
+        }
+        lay.sort();
+        lay.dedup();
+        // Directories that are in the record and are not laid any more would come back at the next boot.
+        let table = MountTable::read()?;
+        lay.retain(|directory| self.layer(directory).laid(&table).is_some());
+        let record = Record {
+            generation: self.request.generation,
+            content: self.request.content,
+            max_differing: self.request.max_differing,
+            lay,
+        };
+        self.places.write_record(&self.request.name, &record)
+    }
+
+    /// Takes off what this run laid.
+    fn undo(&self, error: Error) -> Error {
+        let mut error = error;
+        for done in &self.done {
+            error = undone(&self.layer(&done.directory), error);
+        }
+        // Directories that were prepared and not laid.
+        for directory in self
+            .places
+            .layer_directories(&self.request.name)
+            .unwrap_or_default()
+        {
+            let layer = self.layer(&directory);
+            if MountTable::read().is_ok_and(|t| layer.laid(&t).is_none()) {
+                error = undone(&layer, error);
+            }
+        }
+        self.places.forget_if_empty(&self.request.name);
+        if self.segment.is_new {
+            if let Err(e) = self.segment.unmount() {
+                error = also(&error, &e);
+            }
+        }
+        error
+    }
+
+    fn report(&self, start: Instant) -> String {
+        let segment = self.segment;
+        let dirs = self.done.iter().map(|done| {
+            let plan = &done.plan;
+            let first = plan
+                .first_differing
+                .iter()
+                .map(|(path, why)| Object::new().text("path", path).text("why", why).end());
+            Object::new()
+                .text("dir", &done.directory)
+                .number("files", plan.files)
+                .number("bytes", plan.bytes)
+                .number("same", plan.files - plan.differing)
+                .number("differing", plan.differing)
+                .number("hidden", plan.hidden.len() as u64)
+                .number("masked_dirs", plan.masked.len() as u64)
+                .number("regular_files", plan.regular_files)
+                .number("dax_files", plan.dax_files)
+                .list("first_differing", first)
+                .number("took_ms", done.took_ms)
+                .end()
+        });
+        let skipped = self
+            .skipped
+            .iter()
+            .map(|(directory, why)| Object::new().text("dir", directory).text("why", why).end());
+        let mut report = Object::new()
+            .text("name", &segment.manifest.name)
+            .number("generation", segment.manifest.generation)
+            .text("device", segment.device.as_os_str().as_encoded_bytes())
+            .text("mounted", segment.mounted.as_os_str().as_encoded_bytes());
+        report = match segment.dax {
+            Some(dax) => report.flag("dax", dax),
+            None => report.raw("dax", "null"),
+        };
+        report
+            .maybe("dax_reason", segment.dax_reason.as_ref())
+            .flag("content", self.request.content)
+            .list("dirs", dirs)
+            .list("already", self.already.iter().map(|d| string(d)))
+            .list("skipped", skipped)
+            .number("took_ms", millis(start))
+            .end()
+    }
+}
+
+/// Takes a layer off again, and adds to the error if that fails, too.
+fn undone(layer: &Layer<'_>, error: Error) -> Error {
+    match layer.take_off() {
+        Ok(_) => error,
+        Err(e) => also(&error, &e),
+    }
+}
+
+fn also(error: &Error, second: &Error) -> Error {
+    Error::refused(
+        format!("{error}; and undoing it failed: {second}"),
+        "run --segment-settle, or reboot: it goes on from here",
+    )
+}
+
+/// Milliseconds since.
+pub fn millis(start: Instant) -> u64 {
+    u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX)
+}

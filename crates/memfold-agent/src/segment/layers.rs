@@ -1,0 +1,347 @@
+//! One laid directory: its preparation, the overlay on it, and taking it off again.
+
+use std::ffi::CString;
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{OFlags, StatVfsMountFlags, open};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+
+use super::compare::Plan;
+use super::error::{During, Error, Result, shown};
+use super::mask;
+use super::merge::{Merged, merge};
+use super::mount_table::{Mount, MountTable};
+use super::state::Places;
+use super::tree;
+use super::verify;
+
+/// `OVERLAYFS_SUPER_MAGIC` (include/uapi/linux/magic.h).
+const OVERLAY_MAGIC: u32 = 0x794c_7630;
+/// Fixed, whatever the kernel's defaults: a directory's files are found by its path only, and a file of the upper layer is whole. That is what
+/// merging relies on.
+const OPTIONS: &str = "redirect_dir=nofollow,metacopy=off,index=off,xino=auto";
+/// `mount(2)` takes one page of options.
+const MAX_OPTIONS: usize = 4095;
+
+/// A directory of the guest, in its relation to a segment.
+pub struct Layer<'a> {
+    places: &'a Places,
+    name: &'a str,
+    /// As the guest knows it.
+    pub directory: &'a [u8],
+    /// Where it is.
+    pub point: PathBuf,
+    /// mask, upper and work.
+    disk: PathBuf,
+}
+
+impl<'a> Layer<'a> {
+    /// Nothing is touched.
+    pub fn new(places: &'a Places, name: &'a str, directory: &'a [u8]) -> Self {
+        Self {
+            places,
+            name,
+            directory,
+            point: places.own(directory),
+            disk: places.layer(name, directory),
+        }
+    }
+
+    /// The generation of this segment whose overlay is the topmost mount on the directory.
+    pub fn laid(&self, table: &MountTable) -> Option<u64> {
+        generation(table.at(&self.point)?, self.name)
+    }
+
+    /// Opens the guest's own directory. `None`: there is none.
+    pub fn open_own(&self) -> Result<Option<OwnedFd>> {
+        let root = tree::open(&self.places.root).during(|| "opening the guest's root".into())?;
+        let inner = self.directory.strip_prefix(b"/").unwrap_or(self.directory);
+        match tree::directory_on_any_mount(&root, inner) {
+            Ok(own) => Ok(Some(own)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) if e.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) => {
+                Err(Error::refused(
+                    format!("{} goes through a symbolic link", shown(self.directory)),
+                    "lay the directory that it leads to",
+                ))
+            }
+            Err(e) => Err(e).during(|| format!("opening {}", self.point.display())),
+        }
+    }
+
+    /// Makes the directories, and checks that writes can be brought back by renaming: the layers and the guest's tree on one mount.
+    pub fn prepare(&self, own: &OwnedFd, table: &MountTable) -> Result<()> {
+        let what = || format!("making {}", self.disk.display());
+        self.places.steps.step().during(what)?;
+        let make = |mode: u32, path: &Path| {
+            DirBuilder::new()
+                .recursive(true)
+                .mode(mode)
+                .create(path)
+                .during(what)
+        };
+        if let Some(parent) = self.places.state.parent() {
+            make(0o755, parent)?;
+        }
+        make(0o700, &self.disk)?;
+        let disk = tree::open(&self.disk).during(what)?;
+        let magic = rustix::fs::fstatfs(&disk).during(what)?.f_type;
+        if u32::try_from(magic) == Ok(OVERLAY_MAGIC) {
+            return Err(Error::refused(
+                format!(
+                    "{} lies on an overlay, which can't be the upper layer of another",
+                    self.disk.display()
+                ),
+                "boot this guest from a disk of its own; one whose root is a segment needs no laying",
+            ));
+        }
+        let (ours, theirs) = (
+            tree::stat_of(&disk).during(what)?,
+            tree::stat_of(own).during(what)?,
+        );
+        if ours.stx_mnt_id != theirs.stx_mnt_id {
+            return Err(Error::refused(
+                format!(
+                    "{} and {} are not on the same mount, so writes could not be brought back by renaming",
+                    shown(self.directory),
+                    self.places.state.display()
+                ),
+                "take off what is mounted on the directory, or lay another one",
+            ));
+        }
+        if let Some(below) = table.below(&self.point) {
+            return Err(Error::refused(
+                format!(
+                    "a file system is mounted on {}, below {}",
+                    shown(&below.point),
+                    shown(self.directory)
+                ),
+                "unmount it, or lay the directories beside it with --only",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Makes the three directories of the layer; the upper one appears last and with the own directory's facts, so that it is
+    /// right to merge it whenever it is there.
+    pub fn build(&self, plan: &Plan, own: &OwnedFd) -> Result<()> {
+        let make = |name: &str, mode: u32| {
+            let path = self.disk.join(name);
+            let what = || format!("making {}", path.display());
+            self.places.steps.step().during(what)?;
+            DirBuilder::new().mode(mode).create(&path).during(what)?;
+            Ok(path)
+        };
+        let mask = make("mask", 0o700)?;
+        mask::build(plan, own, &mask, &self.places.steps)?;
+        make("work", 0o700)?;
+        let new = make("upper.new", 0o700)?;
+        let what = || format!("preparing {}", new.display());
+        let upper = tree::open(&new).during(what)?;
+        tree::copy_directory_facts(own, &upper, None).during(what)?;
+        self.places.steps.step().during(what)?;
+        fs::rename(&new, self.disk.join("upper")).during(what)
+    }
+
+    /// Mounts the overlay.
+    pub fn mount(&self, segment: &Path, generation: u64, own: &OwnedFd) -> Result<()> {
+        let what = || format!("mounting the overlay on {}", self.point.display());
+        let inner = self.directory.strip_prefix(b"/").unwrap_or(self.directory);
+        let segment = segment.join(std::ffi::OsStr::from_bytes(inner));
+        let [mask, upper, work] = ["mask", "upper", "work"].map(|n| self.disk.join(n));
+        for path in [&mask, &segment, &self.point] {
+            if path
+                .as_os_str()
+                .as_bytes()
+                .iter()
+                .any(|b| b":,\\\"".contains(b))
+            {
+                return Err(Error::refused(
+                    format!(
+                        "{} has a character that separates overlayfs' options",
+                        path.display()
+                    ),
+                    "lay a directory without : , \\ and \" in its path",
+                ));
+            }
+        }
+        let mut data = b"lowerdir=".to_vec();
+        for (path, after) in [
+            (&mask, &b":"[..]),
+            (&segment, b":"),
+            (&self.point, b",upperdir="),
+            (&upper, b",workdir="),
+            (&work, b","),
+        ] {
+            data.extend(path.as_os_str().as_bytes());
+            data.extend(after);
+        }
+        data.extend(OPTIONS.as_bytes());
+        if data.len() > MAX_OPTIONS {
+            return Err(Error::refused(
+                "the layers' paths are too long",
+                "lay a directory of a shorter path",
+            ));
+        }
+        let data = CString::new(data).map_err(io::Error::from).during(what)?;
+        // What the mount forbids that the directory is on, the overlay forbids, too.
+        let below = rustix::fs::fstatvfs(own).during(what)?.f_flag;
+        let mut flags = MountFlags::empty();
+        flags.set(
+            MountFlags::NOSUID,
+            below.contains(StatVfsMountFlags::NOSUID),
+        );
+        flags.set(MountFlags::NODEV, below.contains(StatVfsMountFlags::NODEV));
+        flags.set(
+            MountFlags::NOEXEC,
+            below.contains(StatVfsMountFlags::NOEXEC),
+        );
+        self.places.steps.step().during(what)?;
+        let source = format!("memfold:{}@{generation}", self.name);
+        mount(source, &self.point, "overlay", flags, &*data).during(what)
+    }
+
+    /// Through the mount: does the guest see what it saw before? And is what was compared still so?
+    pub fn verify(&self, plan: &Plan, own: &OwnedFd) -> Result<verify::Verdict> {
+        let what = || format!("checking {}", self.point.display());
+        self.places.steps.step().during(what)?;
+        let merged = tree::open(&self.point).during(what)?;
+        verify::merged(plan, &merged, own)?;
+        verify::unchanged(plan, own)
+    }
+
+    /// Could it be taken off now?
+    pub fn check_take_off(&self, table: &MountTable) -> Result<()> {
+        if self.laid(table).is_none() {
+            let covered = |m: &Mount| {
+                m.point == self.point.as_os_str().as_bytes() && generation(m, self.name).is_some()
+            };
+            if table.0.iter().any(covered) {
+                return Err(Error::refused(
+                    format!(
+                        "something else is mounted over the overlay on {}",
+                        shown(self.directory)
+                    ),
+                    "unmount that first",
+                ));
+            }
+        } else if let Some(below) = table.below(&self.point) {
+            return Err(Error::refused(
+                format!(
+                    "a file system is mounted on {}, inside of what is to be taken off",
+                    shown(&below.point)
+                ),
+                "unmount it first",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Takes the overlay off if it is on, merges what was written, and removes the layer.
+    pub fn take_off(&self) -> Result<Merged> {
+        loop {
+            let table = MountTable::read()?;
+            self.check_take_off(&table)?;
+            if self.laid(&table).is_none() {
+                return self.settle();
+            }
+            // Programs that run from it keep their files; only the name is given back.
+            unmount(&self.point, UnmountFlags::DETACH)
+                .during(|| format!("unmounting {}", self.point.display()))?;
+        }
+    }
+
+    /// Merges what a layer that is not mounted holds, and removes it. Nothing there is no error.
+    pub fn settle(&self) -> Result<Merged> {
+        let upper = self.disk.join("upper");
+        let mut merged = Merged::default();
+        match open(
+            &upper,
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+            rustix::fs::Mode::empty(),
+        ) {
+            Err(rustix::io::Errno::NOENT) => {}
+            Err(e) => return Err(e).during(|| format!("opening {}", upper.display())),
+            Ok(upper) => {
+                let own = self.own_for_merging()?;
+                merged = merge(&upper, &own, &self.places.steps).during(|| {
+                    format!(
+                        "merging what was written to {} (it stays in {}, and the next run goes on from here)",
+                        shown(self.directory),
+                        self.disk.display()
+                    )
+                })?;
+            }
+        }
+        self.remove()?;
+        Ok(merged)
+    }
+
+    fn own_for_merging(&self) -> Result<OwnedFd> {
+        let Some(own) = self.open_own()? else {
+            return Err(Error::refused(
+                format!(
+                    "{} is gone, and {} holds what was written to it",
+                    shown(self.directory),
+                    self.disk.display()
+                ),
+                "make the directory again",
+            ));
+        };
+        let what = || format!("looking at {}", self.point.display());
+        let disk = tree::open(&self.disk).during(what)?;
+        let same = tree::stat_of(&disk).during(what)?.stx_mnt_id
+            == tree::stat_of(&own).during(what)?.stx_mnt_id;
+        if !same {
+            return Err(Error::refused(
+                format!(
+                    "another file system is mounted on {}, so what was written can't be brought back",
+                    shown(self.directory)
+                ),
+                "unmount it",
+            ));
+        }
+        Ok(own)
+    }
+
+    /// Removes the layer's directories, the upper one only if it is empty.
+    fn remove(&self) -> Result<()> {
+        let what = || format!("removing {}", self.disk.display());
+        let disk = match tree::open(&self.disk) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            other => other.during(what)?,
+        };
+        for name in [c"mask", c"work", c"upper.new"] {
+            self.places.steps.step().during(what)?;
+            tree::remove(&disk, name).during(what)?;
+        }
+        self.places.steps.step().during(what)?;
+        for path in [self.disk.join("upper"), self.disk.clone()] {
+            match fs::remove_dir(&path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e).during(what),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes on disk of what was written.
+    pub fn upper_bytes(&self) -> u64 {
+        tree::open(&self.disk.join("upper")).map_or(0, |upper| tree::bytes_below(&upper))
+    }
+}
+
+/// The generation of the segment `name` that an overlay of ours shows: its source in the mount table is `memfold:NAME@GENERATION`.
+pub fn generation(mount: &Mount, name: &str) -> Option<u64> {
+    let source = std::str::from_utf8(&mount.source).ok()?;
+    let (of, generation) = source.strip_prefix("memfold:")?.split_once('@')?;
+    if mount.kind != b"overlay" || of != name {
+        return None;
+    }
+    generation.parse().ok()
+}

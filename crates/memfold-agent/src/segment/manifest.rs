@@ -1,0 +1,242 @@
+//! `/.memfold-segment`: what an image says of itself. Whoever built the image wrote it, so it is parsed as hostile text.
+//!
+//! ```text
+//!   format 1
+//!   name web
+//!   generation 3
+//!   lay /usr          any number up to 64
+//! ```
+
+use super::error::{Error, Result, shown};
+
+/// Its place in the image's root.
+pub const FILE: &str = ".memfold-segment";
+/// A larger file is no manifest: bytes.
+pub const MAX_BYTES: usize = 64 << 10;
+/// Directories that an image may want to be laid.
+const MAX_LAY: usize = 64;
+/// Longest path of such a directory; its escaped form, at most three times as long, has to be a file name. Bytes.
+const MAX_DIRECTORY: usize = 85;
+/// Nothing is laid on these or below them: they are the kernel's, or hold what changes, or us.
+const NEVER: [&[u8]; 7] = [
+    b"/proc", b"/sys", b"/dev", b"/run", b"/tmp", b"/boot", b"/var",
+];
+
+/// What the image says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Manifest {
+    /// The segment's name.
+    pub name: String,
+    /// Which edition of it.
+    pub generation: u64,
+    /// Top directories meant to be laid over the guest's own.
+    pub lay: Vec<Vec<u8>>,
+}
+
+impl Manifest {
+    /// Reads the text. Keys that this version doesn't know are an error: they might be conditions.
+    pub fn parse(text: &[u8]) -> Result<Self> {
+        if text.len() > MAX_BYTES {
+            return Err(bad("it is longer than 64 KiB"));
+        }
+        let (mut format, mut name, mut generation, mut lay) = (None, None, None, Vec::new());
+        for line in text.split(|b| *b == b'\n').filter(|l| !l.is_empty()) {
+            let space = line.iter().position(|b| *b == b' ');
+            let (key, value) = line.split_at(space.ok_or_else(|| bad("a line without a value"))?);
+            let value = &value[1..];
+            match key {
+                b"format" => once(&mut format, number(value)?)?,
+                b"generation" => once(&mut generation, number(value)?)?,
+                b"name" => once(&mut name, check_name(value)?)?,
+                b"lay" => {
+                    check_directory(value)?;
+                    if lay.len() == MAX_LAY {
+                        return Err(bad("more than 64 directories to lay"));
+                    }
+                    lay.push(value.to_vec());
+                }
+                _ => return Err(bad(&format!("unknown key {}", shown(key)))),
+            }
+        }
+        if format != Some(1) {
+            return Err(bad("its format is not 1"));
+        }
+        check_apart(&lay)?;
+        Ok(Self {
+            name: name.ok_or_else(|| bad("it has no name"))?,
+            generation: generation.ok_or_else(|| bad("it has no generation"))?,
+            lay,
+        })
+    }
+}
+
+/// 1 to 64 of `a-z 0-9 . _ -`, beginning with a letter or digit.
+pub fn check_name(name: &[u8]) -> Result<String> {
+    let allowed = |b: &u8| matches!(b, b'a'..=b'z' | b'0'..=b'9' | b'.' | b'_' | b'-');
+    let starts = name.first().is_some_and(u8::is_ascii_alphanumeric);
+    if !starts || name.len() > 64 || !name.iter().all(allowed) {
+        return Err(Error::refused(
+            format!("{:?} is no segment name", shown(name)),
+            "1 to 64 of a-z 0-9 . _ -, beginning with a letter or digit",
+        ));
+    }
+    Ok(String::from_utf8_lossy(name).into_owned())
+}
+
+/// Absolute, normalised, outside of what is never laid, and without the characters that separate overlayfs' options.
+pub fn check_directory(path: &[u8]) -> Result<()> {
+    let refuse = |why: &str, hint: &str| {
+        let why = format!("{:?} can't be laid: {why}", shown(path));
+        Err(Error::refused(why, hint))
+    };
+    let Some(inner) = path.strip_prefix(b"/") else {
+        return refuse("it is not absolute", "begin it with /");
+    };
+    if path.len() > MAX_DIRECTORY {
+        return refuse("longer than 85 bytes", "lay a directory above it");
+    }
+    let parts = || inner.split(|b| *b == b'/');
+    if parts().any(|p| matches!(p, b"" | b"." | b"..")) {
+        return refuse("not normalised", "no empty parts, no . and no ..");
+    }
+    if path
+        .iter()
+        .any(|b| matches!(b, b':' | b',' | b'\\' | b'"' | 0..=b' ' | 0x7f))
+    {
+        return refuse(
+            "overlayfs takes no such name as a layer",
+            "lay a directory above it, whose name has no : , \\ \" or blank",
+        );
+    }
+    if NEVER.iter().any(|never| is_in(path, never)) {
+        return refuse(
+            "it belongs to the kernel or to changing state",
+            "lay /usr, /opt or the like",
+        );
+    }
+    Ok(())
+}
+
+/// One inside of another would be laid twice.
+pub fn check_apart(lay: &[Vec<u8>]) -> Result<()> {
+    for (i, a) in lay.iter().enumerate() {
+        if let Some(b) = lay.iter().skip(i + 1).find(|b| is_in(a, b) || is_in(b, a)) {
+            return Err(Error::refused(
+                format!("{} and {} overlap", shown(a), shown(b)),
+                "lay the upper one only",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Is `path` the directory `top`, or below it?
+pub fn is_in(path: &[u8], top: &[u8]) -> bool {
+    path.strip_prefix(top)
+        .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+}
+
+fn once<T>(slot: &mut Option<T>, value: T) -> Result<()> {
+    match slot.replace(value) {
+        None => Ok(()),
+        Some(_) => Err(bad("a key that may come once comes twice")),
+    }
+}
+
+/// Digits only: `u64::from_str` would take a sign.
+fn number(text: &[u8]) -> Result<u64> {
+    std::str::from_utf8(text)
+        .ok()
+        .filter(|t| !t.is_empty() && t.bytes().all(|b| b.is_ascii_digit()))
+        .and_then(|t| t.parse().ok())
+        .ok_or_else(|| bad(&format!("{:?} is no number", shown(text))))
+}
+
+fn bad(why: &str) -> Error {
+    Error::refused(
+        format!("/.memfold-segment is not understood: {why}"),
+        "build the segment anew with a memfold of this agent's version",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_manifest_says_its_name_generation_and_directories() {
+        let text = b"format 1\nname web\ngeneration 3\nlay /usr\nlay /opt/x-1\n";
+        let manifest = Manifest::parse(text).unwrap();
+        assert_eq!(manifest.name, "web");
+        assert_eq!(manifest.generation, 3);
+        assert_eq!(manifest.lay, [b"/usr".to_vec(), b"/opt/x-1".to_vec()]);
+    }
+
+    #[test]
+    fn hostile_manifests_are_refused() {
+        let base = "format 1\nname web\ngeneration 3\n";
+        let many = "lay /usr/".to_string() + &"x".repeat(200);
+        for line in [
+            "lay /",
+            "lay /proc",
+            "lay /var/lib",
+            "lay /usr/../etc",
+            "lay usr",
+            "lay /usr/",
+            "lay //usr",
+            "lay /a:b",
+            "lay /a,b",
+            "lay /a\\b",
+            "lay /a b",
+            "lay /run",
+            "lay /usr\nlay /usr/lib",
+            "name x",
+            "format 1",
+            "shell x",
+            "lay",
+            "\u{0}",
+            "generation -1",
+            &many,
+        ] {
+            let text = format!("{base}{line}\n");
+            assert!(Manifest::parse(text.as_bytes()).is_err(), "{line}");
+        }
+        for text in [
+            "",
+            "name web\ngeneration 3\n",
+            "format 1\nname web\n",
+            "format 2\nname web\ngeneration 3\n",
+            "format 1\nname ../x\ngeneration 3\n",
+            "format 1\nname .x\ngeneration 3\n",
+            "format 1\nname \ngeneration 3\n",
+            "format 1\nname web\ngeneration 99999999999999999999\n",
+            "format 1\nname web\ngeneration +1\n",
+            "format 1\nname Web\ngeneration 1\n",
+            "format 1\r\nname web\r\ngeneration 1\r\n",
+        ] {
+            assert!(Manifest::parse(text.as_bytes()).is_err(), "{text:?}");
+        }
+        let long = format!("{base}{}", "\n".repeat(MAX_BYTES));
+        assert!(Manifest::parse(long.as_bytes()).is_err());
+        let many: Vec<String> = (0..65).map(|i| format!("lay /opt/{i}\n")).collect();
+        assert!(Manifest::parse(format!("{base}{}", many.concat()).as_bytes()).is_err());
+        assert!(Manifest::parse(format!("{base}lay /usr\nlay /usrx\n").as_bytes()).is_ok());
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics(text in "((format|name|generation|lay) ?[/a-z0-9.: ]{0,12}\n?){0,6}") {
+            let _ = Manifest::parse(text.as_bytes());
+        }
+
+        #[test]
+        fn what_is_accepted_stays_below_the_root(path in "[/a.]{0,12}") {
+            if check_directory(path.as_bytes()).is_ok() {
+                let parts: Vec<_> = std::path::Path::new(&path).components().collect();
+                prop_assert!(parts.len() >= 2);
+                prop_assert!(parts.iter().all(|c| !matches!(c, std::path::Component::ParentDir)));
+            }
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! The topmost lower layer: it hides what the segment may not show.
+//!
+//! It lies on the guest's own file system, so the guest's own file is there as a hard link: what was open before goes on writing
+//! to the file that everyone sees.
+
+use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use rustix::fs::{AtFlags, FileType, Mode};
+
+use super::compare::{How, Plan, split};
+use super::error::{During, Result, shown};
+use super::state::Steps;
+use super::tree;
+
+/// The directories that the mask needs. Sorted, so a directory comes before what is in it.
+fn directories(plan: &Plan) -> BTreeSet<&[u8]> {
+    let mut found = BTreeSet::new();
+    let hidden = plan.hidden.iter().filter_map(|h| parent(&h.path));
+    for path in plan.masked.iter().map(Vec::as_slice).chain(hidden) {
+        let mut next = Some(path);
+        while let Some(path) = next.filter(|p| found.insert(*p)) {
+            next = parent(path);
+        }
+    }
+    found
+}
+
+fn parent(path: &[u8]) -> Option<&[u8]> {
+    let at = path.iter().rposition(|b| *b == b'/')?;
+    Some(&path[..at])
+}
+
+/// Fills the empty directory `mask` by the plan.
+pub fn build(plan: &Plan, own: &OwnedFd, mask: &Path, steps: &Steps) -> Result<()> {
+    let mask = tree::open(mask).during(|| format!("opening {}", mask.display()))?;
+    let directories = directories(plan);
+    for path in &directories {
+        let what = || format!("making the mask's directory {}", shown(path));
+        steps.step().during(what)?;
+        rustix::fs::mkdirat(&mask, *path, Mode::RWXU).during(what)?;
+    }
+    for hidden in &plan.hidden {
+        let what = || format!("hiding {}", shown(&hidden.path));
+        steps.step().during(what)?;
+        let (parent, name) = split(&hidden.path);
+        match hidden.how {
+            How::Link => {
+                let parent = tree::directory_below(own, parent).during(what)?;
+                rustix::fs::linkat(&parent, &name, &mask, &hidden.path[..], AtFlags::empty())
+                    .during(what)?;
+            }
+            How::Whiteout => {
+                let kind = FileType::CharacterDevice;
+                rustix::fs::mknodat(&mask, &hidden.path[..], kind, Mode::empty(), 0)
+                    .during(what)?;
+            }
+        }
+    }
+    // Last and from below, so that the times stay.
+    for path in directories.iter().rev() {
+        let what = || format!("copying the facts of {}", shown(path));
+        let from = tree::directory_below(own, path).during(what)?;
+        let to = tree::directory_below(&mask, path).during(what)?;
+        tree::copy_directory_facts(&from, &to, None).during(what)?;
+    }
+    Ok(())
+}

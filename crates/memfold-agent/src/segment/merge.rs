@@ -1,0 +1,204 @@
+//! Brings what was written while a directory was laid back into the guest's own tree.
+//!
+//! ```text
+//!   upper (what was written)              own (what was there)
+//!   file, symlink, device    --rename-->  replaces the name
+//!   character device 0/0     --delete-->  the name goes, then the mark
+//!   directory                --merge--->  entry by entry, then its owner, mode, times, attributes
+//!   opaque directory         --rename-->  replaces the directory as a whole
+//! ```
+//! Each step is one atomic change, and the upper layer only shrinks: whatever is left of it after a crash is still exactly what
+//! has to be merged, so the same run again ends it. Files are renamed and not copied: whoever has one open for writing goes on
+//! writing to the file that is in the tree now.
+
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::OwnedFd;
+
+use rustix::fs::{AtFlags, FileType, Statx};
+use rustix::io::Errno;
+
+use super::state::Steps;
+use super::tree;
+
+/// A process whose working directory lies in the detached overlay may add files while we empty a directory; so often we look again.
+const ROUNDS: u32 = 100;
+
+/// What a merge did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Merged {
+    /// Names put into the own tree; a directory renamed as a whole is one.
+    pub moved: u64,
+    /// Names removed from it.
+    pub removed: u64,
+}
+
+/// Merges the directory `upper` into `own`; afterwards it is empty.
+pub fn merge(upper: &OwnedFd, own: &OwnedFd, steps: &Steps) -> io::Result<Merged> {
+    let mut merge = Merge {
+        steps,
+        merged: Merged::default(),
+    };
+    merge.directory(upper, own)?;
+    rustix::fs::syncfs(own)?;
+    Ok(merge.merged)
+}
+
+struct Merge<'a> {
+    steps: &'a Steps,
+    merged: Merged,
+}
+
+impl Merge<'_> {
+    fn directory(&mut self, upper: &OwnedFd, own: &OwnedFd) -> io::Result<()> {
+        self.steps.step()?;
+        let times = tree::note_times(upper)?;
+        for name in tree::names(upper)? {
+            self.entry(upper, own, &name)
+                .map_err(|e| named(&name, &e))?;
+        }
+        self.steps.step()?;
+        tree::copy_directory_facts(upper, own, Some(times))
+    }
+
+    fn entry(&mut self, upper: &OwnedFd, own: &OwnedFd, name: &CStr) -> io::Result<()> {
+        let Some(stat) = tree::find(upper, name)? else {
+            return Ok(());
+        };
+        if tree::is_whiteout(&stat) {
+            self.steps.step()?;
+            tree::remove(own, name)?;
+            self.steps.step()?;
+            tree::remove(upper, name)?;
+            self.merged.removed += 1;
+            return Ok(());
+        }
+        let there = tree::find(own, name)?;
+        if tree::kind(&stat) == FileType::Directory {
+            let inner = tree::open_in(upper, name)?;
+            let merges = there
+                .as_ref()
+                .is_some_and(|s| tree::kind(s) == FileType::Directory)
+                && !tree::is_opaque(&inner);
+            if merges {
+                return self.both(upper, own, name, &inner);
+            }
+            return self.whole(upper, own, name, &inner, there.is_some());
+        }
+        self.file(upper, own, name, &stat, there.as_ref())
+    }
+
+    /// A directory that both have.
+    fn both(
+        &mut self,
+        upper: &OwnedFd,
+        own: &OwnedFd,
+        name: &CStr,
+        inner: &OwnedFd,
+    ) -> io::Result<()> {
+        let target = tree::open_in(own, name)?;
+        for _ in 0..ROUNDS {
+            self.directory(inner, &target)?;
+            self.steps.step()?;
+            match rustix::fs::unlinkat(upper, name, AtFlags::REMOVEDIR) {
+                Ok(()) | Err(Errno::NOENT) => return Ok(()),
+                Err(Errno::NOTEMPTY) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        Err(io::Error::other("files keep being added to it"))
+    }
+
+    /// A directory that replaces what is there. Its mark of being opaque goes after that: else a crash between would merge it.
+    fn whole(
+        &mut self,
+        upper: &OwnedFd,
+        own: &OwnedFd,
+        name: &CStr,
+        inner: &OwnedFd,
+        there: bool,
+    ) -> io::Result<()> {
+        if there {
+            self.steps.step()?;
+            tree::remove(own, name)?;
+        }
+        clean(inner)?;
+        self.steps.step()?;
+        tree::strip(upper, name)?;
+        self.steps.step()?;
+        rustix::fs::renameat(upper, name, own, name)?;
+        self.merged.moved += 1;
+        Ok(())
+    }
+
+    fn file(
+        &mut self,
+        upper: &OwnedFd,
+        own: &OwnedFd,
+        name: &CStr,
+        stat: &Statx,
+        there: Option<&Statx>,
+    ) -> io::Result<()> {
+        let flags = tree::protection(upper, name, stat);
+        if there.is_some_and(|s| tree::kind(s) == FileType::Directory) {
+            self.steps.step()?;
+            tree::remove(own, name)?;
+        }
+        self.steps.step()?;
+        tree::strip(upper, name)?;
+        self.steps.step()?;
+        match rustix::fs::renameat(upper, name, own, name) {
+            Err(Errno::PERM) if tree::unprotect(own, name) => {
+                rustix::fs::renameat(upper, name, own, name)?;
+            }
+            other => other?,
+        }
+        if there.is_some_and(|s| s.stx_ino == stat.stx_ino) {
+            // Renaming one name of a file onto another of the same file does nothing, rename(2).
+            tree::remove(upper, name)?;
+        }
+        tree::protect(own, name, flags)?;
+        self.merged.moved += 1;
+        Ok(())
+    }
+}
+
+/// Takes overlayfs' own marks off everything in a directory that is to be renamed as a whole. What can't be reached by a path is left as it is:
+/// the marks mean nothing outside of an upper layer.
+fn clean(directory: &OwnedFd) -> io::Result<()> {
+    let times = tree::times_of(&tree::stat_of(directory)?);
+    let mut removed = false;
+    for name in tree::names(directory)? {
+        let Some(stat) = tree::find(directory, &name)? else {
+            continue;
+        };
+        if tree::is_whiteout(&stat) {
+            tree::remove(directory, &name)?;
+            removed = true;
+            continue;
+        }
+        tree::strip(directory, &name)?;
+        if tree::kind(&stat) == FileType::Directory {
+            clean(&tree::open_in(directory, &name)?)?;
+        }
+    }
+    if removed {
+        rustix::fs::futimens(directory, &times)?;
+    }
+    Ok(())
+}
+
+/// The name in front of the reason, so a deep failure says its path.
+fn named(name: &CStr, error: &io::Error) -> io::Error {
+    let name = super::error::shown(name.to_bytes());
+    let text = error.to_string();
+    // The path grows from below: "a/b: reason".
+    let text = match text.strip_prefix(MARK) {
+        Some(rest) => format!("{MARK}{name}/{rest}"),
+        None => format!("{MARK}{name}: {text}"),
+    };
+    io::Error::new(error.kind(), text)
+}
+
+/// Begins the text of an error that has a path already.
+const MARK: &str = "at ";

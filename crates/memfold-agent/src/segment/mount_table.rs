@@ -1,0 +1,83 @@
+//! What is mounted where: `/proc/thread-self/mountinfo`, all file systems (the hints' table, [`crate::mounts`], knows only disks).
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use super::error::{During, Result};
+use crate::mounts::unescape;
+
+/// One mount.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mount {
+    /// Where.
+    pub point: Vec<u8>,
+    /// File system type.
+    pub kind: Vec<u8>,
+    /// Device, or what was given in its place.
+    pub source: Vec<u8>,
+}
+
+/// All mounts, the newest last.
+#[derive(Debug)]
+pub struct MountTable(pub Vec<Mount>);
+
+impl MountTable {
+    /// The table of this thread's mount namespace.
+    pub fn read() -> Result<Self> {
+        let path = "/proc/thread-self/mountinfo";
+        Ok(Self::parse(
+            &fs::read(path).during(|| format!("reading {path}"))?,
+        ))
+    }
+
+    fn parse(text: &[u8]) -> Self {
+        Self(text.split(|b| *b == b'\n').filter_map(line).collect())
+    }
+
+    /// The topmost mount at exactly this path.
+    pub fn at(&self, path: &Path) -> Option<&Mount> {
+        let path = path.as_os_str().as_bytes();
+        self.0.iter().rev().find(|m| m.point == path)
+    }
+
+    /// A mount below this path (not at it).
+    pub fn below(&self, path: &Path) -> Option<&Mount> {
+        let mut prefix = path.as_os_str().as_bytes().to_vec();
+        prefix.push(b'/');
+        self.0.iter().find(|m| m.point.starts_with(&prefix))
+    }
+}
+
+/// See `proc_pid_mountinfo(5)`.
+fn line(line: &[u8]) -> Option<Mount> {
+    let mut fields = line.split(|b| *b == b' ');
+    let point = unescape(fields.nth(4)?);
+    let mut fields = fields.skip_while(|f| *f != b"-").skip(1);
+    Some(Mount {
+        point,
+        kind: fields.next()?.to_vec(),
+        source: unescape(fields.next()?),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_mount_at_a_path_is_the_one_that_counts() {
+        let table = MountTable::parse(
+            b"22 1 254:0 / / rw shared:1 - ext4 /dev/vda rw\n\
+              23 22 0:40 / /usr rw - overlay memfold:web rw\n\
+              24 22 0:41 / /usr/a\\040b rw master:1 - tmpfs x rw\n\
+              25 23 0:42 / /usr rw - overlay other rw\n",
+        );
+        assert_eq!(table.at(Path::new("/usr")).unwrap().source, b"other");
+        assert_eq!(
+            table.below(Path::new("/usr")).unwrap().point,
+            b"/usr/a b".to_vec()
+        );
+        assert!(table.below(Path::new("/us")).is_none());
+    }
+}

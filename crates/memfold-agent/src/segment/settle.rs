@@ -1,0 +1,206 @@
+//! `--segment-settle`: what has to happen when the guest boots.
+//!
+//! First what was written while a segment was laid, and was not brought back before the guest went down, is merged: until then the own
+//! tree is old. Then what was laid is laid again. Nothing here may keep a guest from booting: what fails is said and passed over.
+
+use std::collections::HashSet;
+use std::fs;
+use std::process::{Command, Stdio};
+
+use super::device::{Segment, devices, load_modules, open};
+use super::error::Result;
+use super::json::{Object, array, string};
+use super::lay::{Request, lay_locked};
+use super::layers::Layer;
+use super::manifest::Manifest;
+use super::mount_table::MountTable;
+use super::state::Places;
+use super::take_off::in_short;
+
+/// What was done.
+#[derive(Debug, Default)]
+pub struct Settled {
+    /// Names that were put into the own tree or removed from it.
+    pub merged: u64,
+    /// Reports of what was laid.
+    pub laid: Vec<String>,
+    /// What failed.
+    pub problems: Vec<String>,
+}
+
+impl Settled {
+    /// The report.
+    pub fn report(self) -> String {
+        Object::new()
+            .number("merged", self.merged)
+            .raw("laid", &array(self.laid))
+            .list(
+                "problems",
+                self.problems.iter().map(|p| string(p.as_bytes())),
+            )
+            .end()
+    }
+}
+
+/// Settles. `command_line` is the kernel's.
+pub fn settle(places: &Places, command_line: &str) -> Settled {
+    let mut settled = Settled::default();
+    if let Err(e) = try_settle(places, command_line, &mut settled) {
+        settled.problems.push(in_short(&e));
+    }
+    settled
+}
+
+fn try_settle(places: &Places, command_line: &str, settled: &mut Settled) -> Result<()> {
+    let known = places.known()?;
+    let wanted = Wanted::parse(command_line);
+    if known.is_empty() && wanted.is_nothing() {
+        return Ok(());
+    }
+    let _lock = places.lock()?;
+    let mut failed = HashSet::new();
+    for name in &known {
+        if let Err(e) = merge_left_over(places, name, settled) {
+            settled.problems.push(format!("{name}: {}", in_short(&e)));
+            failed.insert(name.clone());
+        }
+    }
+    let mut requests: Vec<Request> = Vec::new();
+    let images = images(places, &mut settled.problems);
+    for name in known.iter().filter(|n| !failed.contains(*n)) {
+        let Some(record) = places.record(name) else {
+            continue;
+        };
+        // The same generation, else the newest.
+        let of_name = images.iter().filter(|i| i.name == *name);
+        let best = of_name.max_by_key(|i| (i.generation == record.generation, i.generation));
+        if let Some(image) = best {
+            requests.push(Request {
+                content: record.content,
+                only: record.lay,
+                max_differing: record.max_differing,
+                ..Request::new(name.clone(), image.generation)
+            });
+        }
+    }
+    for image in &images {
+        let has = |r: &Request| r.name == image.name;
+        let asked = wanted.has(&image.name) && !image.lay.is_empty();
+        if asked && !failed.contains(&image.name) && !requests.iter().any(has) {
+            requests.push(Request::new(image.name.clone(), image.generation));
+        }
+    }
+    for request in requests {
+        match lay_locked(places, &request) {
+            Ok(report) => settled.laid.push(report),
+            Err(e) => {
+                let text = format!("{}@{}: {}", request.name, request.generation, in_short(&e));
+                settled.problems.push(text);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn merge_left_over(places: &Places, name: &str, settled: &mut Settled) -> Result<()> {
+    let table = MountTable::read()?;
+    for directory in places.layer_directories(name)? {
+        let layer = Layer::new(places, name, &directory);
+        if layer.laid(&table).is_none() {
+            let merged = layer.take_off()?;
+            settled.merged += merged.moved + merged.removed;
+        }
+    }
+    places.forget_if_empty(name);
+    Ok(())
+}
+
+/// The segments that are there: mounted ones, then those of devices, the newest generation first.
+fn images(places: &Places, problems: &mut Vec<String>) -> Vec<Manifest> {
+    let mut found: Vec<Manifest> = mounted(places).into_iter().map(|s| s.manifest).collect();
+    load_modules(places);
+    for device in devices(places) {
+        match open(&device) {
+            Ok((_, manifest)) => found.push(manifest),
+            Err(e) => problems.push(format!("{}: {}", device.display(), in_short(&e))),
+        }
+    }
+    found.sort_by(|a, b| (&a.name, b.generation).cmp(&(&b.name, a.generation)));
+    found.dedup();
+    found
+}
+
+/// The segments that are mounted in their places.
+pub fn mounted(places: &Places) -> Vec<Segment> {
+    let entries = fs::read_dir(places.segments());
+    let names = entries.into_iter().flatten().flatten();
+    names
+        .filter_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let (name, generation) = super::parse_reference(&name).ok()?;
+            let table = MountTable::read().ok()?;
+            table.at(&entry.path())?;
+            Segment::mount(places, &name, generation).ok()
+        })
+        .collect()
+}
+
+/// `memfold.lay=web,db` or `memfold.lay=*` of the kernel's command line.
+struct Wanted<'a>(Vec<&'a str>);
+
+impl<'a> Wanted<'a> {
+    fn parse(command_line: &'a str) -> Self {
+        let words = command_line.split_ascii_whitespace();
+        let lists = words.filter_map(|w| w.strip_prefix("memfold.lay="));
+        Self(
+            lists
+                .flat_map(|l| l.split(','))
+                .filter(|n| !n.is_empty())
+                .collect(),
+        )
+    }
+
+    fn is_nothing(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.iter().any(|w| *w == "*" || *w == name)
+    }
+}
+
+/// Has systemd look at its units again, and start what only now has one: it read them before the merge. Both calls only queue jobs, so a
+/// unit that runs before ordinary services may make them. Not if the command line chose what to boot into: a rescue shell stays one.
+pub fn tell_systemd(command_line: &str) {
+    let chosen = |word: &str| {
+        word.starts_with("systemd.unit=")
+            || matches!(word, "rescue" | "emergency" | "single" | "s" | "S" | "1")
+    };
+    if command_line.split_ascii_whitespace().any(chosen) {
+        return;
+    }
+    for arguments in [
+        &["--no-block", "daemon-reload"][..],
+        &["--no-block", "start", "default.target"],
+    ] {
+        let _ = Command::new("systemctl")
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_names_segments_or_all() {
+        let wanted = Wanted::parse("quiet memfold.lay=web,db x.memfold.lay=no");
+        assert!(wanted.has("web") && wanted.has("db") && !wanted.has("no"));
+        assert!(Wanted::parse("memfold.lay=*").has("anything"));
+        assert!(Wanted::parse("quiet").is_nothing());
+    }
+}

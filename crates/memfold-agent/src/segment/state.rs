@@ -1,0 +1,322 @@
+//! What lies where in the guest, and the lock.
+//!
+//! ```text
+//!   /run/memfold/segments.lock              held by whoever changes anything here
+//!   /run/memfold/segments/NAME@GEN/         the image, mounted (mode 0700 above: old setuid programs stay out of reach)
+//!   /var/lib/memfold/segments/NAME/laid     how to lay it again after a reboot: "generation 3", "content 0", "max-differing 25", "lay /usr"
+//!   /var/lib/memfold/segments/NAME/layers/ESCAPED-DIR/{mask,upper,work}
+//! ```
+
+use std::cell::Cell;
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+
+use super::error::{During, Error, Result};
+use super::manifest::{check_directory, check_name};
+
+/// Another run may be laying; after that long it hangs.
+const LOCK_PATIENCE: Duration = Duration::from_secs(120);
+
+/// The directories; other ones in tests.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// The guest's root.
+    pub root: PathBuf,
+    /// `/run/memfold`.
+    pub run: PathBuf,
+    /// `/var/lib/memfold/segments`.
+    pub state: PathBuf,
+    /// `/dev`.
+    pub dev: PathBuf,
+    /// Counts what changes a disk, and stops a test there.
+    pub steps: Steps,
+}
+
+impl Default for Places {
+    fn default() -> Self {
+        Self {
+            root: "/".into(),
+            run: "/run/memfold".into(),
+            state: "/var/lib/memfold/segments".into(),
+            dev: "/dev".into(),
+            steps: Steps::default(),
+        }
+    }
+}
+
+/// Fails once after a number of steps, as a power cut would end them; never outside of tests.
+#[derive(Clone, Debug, Default)]
+pub struct Steps(Cell<Option<u64>>);
+
+impl Steps {
+    /// Fails in place of step `number` (from 0).
+    pub const fn ending_at(number: u64) -> Self {
+        Self(Cell::new(Some(number)))
+    }
+
+    /// Before each change.
+    pub fn step(&self) -> io::Result<()> {
+        match self.0.get() {
+            None => Ok(()),
+            Some(0) => {
+                self.0.set(None);
+                Err(io::Error::other("this is where the test ends it"))
+            }
+            Some(left) => {
+                self.0.set(Some(left - 1));
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Places {
+    /// Where a directory of the guest is.
+    pub fn own(&self, directory: &[u8]) -> PathBuf {
+        let inner = directory.strip_prefix(b"/").unwrap_or(directory);
+        self.root
+            .join(Path::new(std::ffi::OsStr::from_bytes(inner)))
+    }
+
+    /// Where the images are mounted.
+    pub fn segments(&self) -> PathBuf {
+        self.run.join("segments")
+    }
+
+    /// Where this one is mounted.
+    pub fn mounted(&self, name: &str, generation: u64) -> PathBuf {
+        self.segments().join(format!("{name}@{generation}"))
+    }
+
+    /// All layers of a segment.
+    pub fn layers(&self, name: &str) -> PathBuf {
+        self.state.join(name).join("layers")
+    }
+
+    /// The layer of one directory.
+    pub fn layer(&self, name: &str, directory: &[u8]) -> PathBuf {
+        let escaped = std::ffi::OsString::from_vec(escape(directory));
+        self.layers(name).join(escaped)
+    }
+
+    /// Directories that have a layer on disk, laid or left over.
+    pub fn layer_directories(&self, name: &str) -> Result<Vec<Vec<u8>>> {
+        let mut found: Vec<Vec<u8>> = file_names(&self.layers(name))?
+            .iter()
+            .filter_map(|n| unescape(n))
+            .filter(|d| check_directory(d).is_ok())
+            .collect();
+        found.sort();
+        Ok(found)
+    }
+
+    /// Segments with anything on disk.
+    pub fn known(&self) -> Result<Vec<String>> {
+        let mut names: Vec<String> = file_names(&self.state)?
+            .iter()
+            .filter_map(|n| check_name(n).ok())
+            .collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// Makes the directories and takes the lock. It ends with the value.
+    pub fn lock(&self) -> Result<File> {
+        let make = |path: &Path, mode| {
+            DirBuilder::new()
+                .recursive(true)
+                .mode(mode)
+                .create(path)
+                .during(|| format!("making {}", path.display()))
+        };
+        make(&self.run, 0o755)?;
+        make(&self.segments(), 0o700)?;
+        let path = self.run.join("segments.lock");
+        let what = || format!("locking {}", path.display());
+        let file = File::create(&path).during(what)?;
+        let start = Instant::now();
+        while let Err(e) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            if e != rustix::io::Errno::WOULDBLOCK {
+                return Err(e).during(what);
+            }
+            if start.elapsed() > LOCK_PATIENCE {
+                return Err(Error::refused(
+                    format!("another run has held {} for two minutes", path.display()),
+                    "see what it is doing, or end it",
+                ));
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(file)
+    }
+
+    /// Notes that this is to be laid again after a reboot.
+    pub fn write_record(&self, name: &str, record: &Record) -> Result<()> {
+        let path = self.state.join(name).join("laid");
+        let what = || format!("writing {}", path.display());
+        let mut text = format!(
+            "generation {}\ncontent {}\nmax-differing {}\n",
+            record.generation,
+            u8::from(record.content),
+            record.max_differing
+        )
+        .into_bytes();
+        for directory in &record.lay {
+            text.extend(b"lay ");
+            text.extend(directory);
+            text.push(b'\n');
+        }
+        self.steps.step().during(what)?;
+        let temporary = path.with_extension("new");
+        let mut file = File::create(&temporary).during(what)?;
+        file.write_all(&text).during(what)?;
+        file.sync_all().during(what)?;
+        fs::rename(&temporary, &path).during(what)
+    }
+
+    /// What was noted.
+    pub fn record(&self, name: &str) -> Option<Record> {
+        let text = fs::read(self.state.join(name).join("laid")).ok()?;
+        let mut record = Record::default();
+        let number = |text: &[u8]| std::str::from_utf8(text).ok()?.parse::<u64>().ok();
+        for line in text.split(|b| *b == b'\n') {
+            if let Some(directory) = line.strip_prefix(b"lay ") {
+                check_directory(directory).ok()?;
+                record.lay.push(directory.to_vec());
+            } else if let Some(text) = line.strip_prefix(b"generation ") {
+                record.generation = number(text)?;
+            } else if let Some(text) = line.strip_prefix(b"content ") {
+                record.content = number(text)? != 0;
+            } else if let Some(text) = line.strip_prefix(b"max-differing ") {
+                record.max_differing = number(text)?.try_into().ok()?;
+            }
+        }
+        (!record.lay.is_empty()).then_some(record)
+    }
+
+    /// Removes the note.
+    pub fn remove_record(&self, name: &str) -> Result<()> {
+        let path = self.state.join(name).join("laid");
+        self.steps
+            .step()
+            .during(|| format!("removing {}", path.display()))?;
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                Err(e).during(|| format!("removing {}", path.display()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes a segment's directories once they are empty.
+    pub fn forget_if_empty(&self, name: &str) {
+        let _ = fs::remove_dir(self.layers(name));
+        let _ = fs::remove_dir(self.state.join(name));
+    }
+}
+
+/// The file `laid`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Record {
+    /// Which generation was laid.
+    pub generation: u64,
+    /// Bytes were compared.
+    pub content: bool,
+    /// Percent of the segment's files that may differ.
+    pub max_differing: u8,
+    /// Over which directories.
+    pub lay: Vec<Vec<u8>>,
+}
+
+fn file_names(directory: &Path) -> Result<Vec<Vec<u8>>> {
+    let what = || format!("reading {}", directory.display());
+    match fs::read_dir(directory) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        entries => entries
+            .during(what)?
+            .map(|entry| Ok(entry.during(what)?.file_name().into_vec()))
+            .collect(),
+    }
+}
+
+/// `/usr/my-lib` as `usr-my%2dlib`: a file name without `:` and `,`, which separate overlayfs' options.
+fn escape(directory: &[u8]) -> Vec<u8> {
+    let inner = directory.strip_prefix(b"/").unwrap_or(directory);
+    let mut out = Vec::new();
+    for byte in inner {
+        match byte {
+            b'/' => out.push(b'-'),
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'_' => out.push(*byte),
+            // Not at the beginning only: "." and ".." as a whole are no file names.
+            _ => out.extend(format!("%{byte:02x}").bytes()),
+        }
+    }
+    out
+}
+
+fn unescape(name: &[u8]) -> Option<Vec<u8>> {
+    let mut out = vec![b'/'];
+    let mut rest = name;
+    while let Some((byte, tail)) = rest.split_first() {
+        rest = tail;
+        out.push(match byte {
+            b'-' => b'/',
+            b'%' => {
+                let digits = std::str::from_utf8(tail.get(..2)?).ok()?;
+                rest = &tail[2..];
+                u8::from_str_radix(digits, 16).ok()?
+            }
+            other => *other,
+        });
+    }
+    (escape(&out) == name).then_some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_directory_comes_back_from_its_file_name(path in proptest::collection::vec(any::<u8>(), 1..66)) {
+            let mut directory = vec![b'/'];
+            directory.extend(&path);
+            let name = escape(&directory);
+            prop_assert!(name.len() < 256 && !name.contains(&b'/') && !name.contains(&b':') && !name.contains(&b','));
+            prop_assert_eq!(unescape(&name), Some(directory));
+        }
+
+        #[test]
+        fn garbage_never_panics(name in proptest::collection::vec(any::<u8>(), 0..20)) {
+            unescape(&name);
+        }
+    }
+
+    #[test]
+    fn a_record_is_read_as_it_was_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let places = Places {
+            state: directory.path().into(),
+            ..Places::default()
+        };
+        fs::create_dir(directory.path().join("web")).unwrap();
+        let record = Record {
+            generation: 3,
+            content: true,
+            max_differing: 40,
+            lay: vec![b"/usr".to_vec(), b"/opt".to_vec()],
+        };
+        places.write_record("web", &record).unwrap();
+        assert_eq!(places.record("web"), Some(record));
+        assert_eq!(places.known().unwrap(), ["web"]);
+        places.remove_record("web").unwrap();
+        assert_eq!(places.record("web"), None);
+    }
+}

@@ -1,0 +1,362 @@
+//! Directories by descriptor, so that no name in a path can be exchanged for a symbolic link between looking and acting: a
+//! laid directory may hold directories of ordinary users.
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{
+    AtFlags, FileType, Gid, IFlags, Mode, OFlags, ResolveFlags, Statx, StatxFlags, Timespec,
+    Timestamps, UTIME_OMIT, Uid, XattrFlags,
+};
+use rustix::io::Errno;
+
+/// Extended attributes by name.
+pub type Xattrs = BTreeMap<Vec<u8>, Vec<u8>>;
+
+/// Attributes of overlayfs itself: they are about a layer, not about the file.
+pub const OVERLAY_XATTRS: &[u8] = b"trusted.overlay.";
+/// A directory of the upper layer that hides what lies below it.
+pub const OPAQUE: &CStr = c"trusted.overlay.opaque";
+/// Mode bits of permission, with setuid, setgid and sticky.
+const PERMISSIONS: u32 = 0o7777;
+
+/// Opens a directory by path.
+pub fn open(path: &std::path::Path) -> io::Result<OwnedFd> {
+    Ok(rustix::fs::open(path, DIRECTORY, Mode::empty())?)
+}
+
+const DIRECTORY: OFlags = OFlags::RDONLY
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::NOATIME)
+    .union(OFlags::CLOEXEC);
+
+/// Opens the directory `name` in `directory`.
+pub fn open_in(directory: impl AsFd, name: &CStr) -> io::Result<OwnedFd> {
+    directory_below(directory, name.to_bytes())
+}
+
+/// Opens what lies at the relative path `path` (empty: `top` itself) on the same mount, through directories only.
+pub fn open_below(top: impl AsFd, path: &[u8], flags: OFlags) -> io::Result<OwnedFd> {
+    let path = if path.is_empty() { b"." } else { path };
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+    let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    // EAGAIN: something was renamed meanwhile, openat2(2).
+    for _ in 0..16 {
+        match rustix::fs::openat2(top.as_fd(), path, flags, Mode::empty(), resolve) {
+            Err(Errno::AGAIN) => {}
+            other => return Ok(other?),
+        }
+    }
+    Err(Errno::AGAIN.into())
+}
+
+/// Opens the directory at a relative path that may cross mounts, but no symbolic link.
+pub fn directory_on_any_mount(top: impl AsFd, path: &[u8]) -> io::Result<OwnedFd> {
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    // With O_NOFOLLOW a link at the end would be ENOTDIR, as a file is.
+    let flags = DIRECTORY.difference(OFlags::NOFOLLOW);
+    Ok(rustix::fs::openat2(
+        top.as_fd(),
+        path,
+        flags,
+        Mode::empty(),
+        resolve,
+    )?)
+}
+
+/// Opens the directory at a relative path.
+pub fn directory_below(top: impl AsFd, path: &[u8]) -> io::Result<OwnedFd> {
+    open_below(top, path, DIRECTORY)
+}
+
+/// The names in a directory, without `.` and `..`.
+pub fn names(directory: impl AsFd) -> io::Result<Vec<CString>> {
+    let mut names = Vec::new();
+    for entry in rustix::fs::Dir::read_from(directory)? {
+        let entry = entry?;
+        if !matches!(entry.file_name().to_bytes(), b"." | b"..") {
+            names.push(entry.file_name().to_owned());
+        }
+    }
+    Ok(names)
+}
+
+/// What `statx` says of a name, not following a symbolic link.
+pub fn stat(directory: impl AsFd, name: &CStr) -> io::Result<Statx> {
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    Ok(rustix::fs::statx(directory, name, flags, STAT)?)
+}
+
+/// The same of a descriptor.
+pub fn stat_of(file: impl AsFd) -> io::Result<Statx> {
+    Ok(rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, STAT)?)
+}
+
+/// `STATX_MNT_ID` (include/uapi/linux/stat.h).
+const STAT: StatxFlags = StatxFlags::BASIC_STATS.union(StatxFlags::from_bits_retain(0x1000));
+
+/// The same, `None` if there is no such name.
+pub fn find(directory: impl AsFd, name: &CStr) -> io::Result<Option<Statx>> {
+    match stat(directory, name) {
+        Ok(stat) => Ok(Some(stat)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// Which sort of file.
+pub fn kind(stat: &Statx) -> FileType {
+    FileType::from_raw_mode(stat.stx_mode.into())
+}
+
+/// What overlayfs leaves where a name of a lower layer is hidden: a character device 0/0.
+pub fn is_whiteout(stat: &Statx) -> bool {
+    kind(stat) == FileType::CharacterDevice && stat.stx_rdev_major == 0 && stat.stx_rdev_minor == 0
+}
+
+/// Calls with `directory` as the working directory, so that `l...xattr` reaches a name in it: there are no such calls for a directory's
+/// descriptor before Linux 6.13, and a path through `/proc/self/fd` costs several times the call itself. The working directory is the
+/// process's: the agent's options for segments run in a process with one thread.
+fn inside<T>(directory: BorrowedFd<'_>, call: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    rustix::process::fchdir(directory)?;
+    let result = call();
+    // Never left there: it would keep the file system busy.
+    rustix::process::chdir(c"/")?;
+    result
+}
+
+/// All extended attributes of a name.
+pub fn xattrs(directory: impl AsFd, name: &CStr) -> io::Result<Xattrs> {
+    inside(directory.as_fd(), || xattrs_here(name))
+}
+
+/// Those of several names.
+pub fn xattrs_of<'a>(
+    directory: impl AsFd,
+    names: impl Iterator<Item = &'a CStr>,
+) -> io::Result<Vec<Xattrs>> {
+    inside(directory.as_fd(), || names.map(xattrs_here).collect())
+}
+
+fn xattrs_here(name: &CStr) -> io::Result<Xattrs> {
+    let list = all(|buffer| rustix::fs::llistxattr(name, buffer))?;
+    let mut found = Xattrs::new();
+    for key in list.split(|b| *b == 0).filter(|k| !k.is_empty()) {
+        match all(|buffer| rustix::fs::lgetxattr(name, key, buffer)) {
+            Ok(value) => found.insert(key.to_vec(), value),
+            Err(e) if e.raw_os_error() == Some(Errno::NODATA.raw_os_error()) => None,
+            Err(e) => return Err(e),
+        };
+    }
+    Ok(found)
+}
+
+/// Calls until the buffer is large enough. File systems without extended attributes have none.
+fn all(call: impl Fn(&mut [u8]) -> rustix::io::Result<usize>) -> io::Result<Vec<u8>> {
+    let mut buffer = vec![0; 256];
+    loop {
+        match call(&mut buffer) {
+            Ok(n) => {
+                buffer.truncate(n);
+                return Ok(buffer);
+            }
+            // XATTR_SIZE_MAX and XATTR_LIST_MAX are 64 KiB (include/uapi/linux/limits.h).
+            Err(Errno::RANGE) if buffer.len() < 64 << 10 => buffer.resize(64 << 10, 0),
+            Err(Errno::OPNOTSUPP) => return Ok(Vec::new()),
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// Without those of overlayfs.
+pub fn without_overlay(mut xattrs: Xattrs) -> Xattrs {
+    xattrs.retain(|key, _| !key.starts_with(OVERLAY_XATTRS) && key != TIMES.to_bytes());
+    xattrs
+}
+
+/// Removes overlayfs' own attributes (and ours) from a name. They would mislead a later overlay.
+pub fn strip(directory: impl AsFd, name: &CStr) -> io::Result<()> {
+    inside(directory.as_fd(), || {
+        let list = all(|buffer| rustix::fs::llistxattr(name, buffer))?;
+        for key in list.split(|b| *b == 0) {
+            if key.starts_with(OVERLAY_XATTRS) || key == TIMES.to_bytes() {
+                match rustix::fs::lremovexattr(name, key) {
+                    Ok(()) | Err(Errno::NODATA) => {}
+                    Err(e) => return Err(e.into()),
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Gives the directory `to` the owner, attributes, mode and times of `from`; `times` if they are not to be those of `from`.
+pub fn copy_directory_facts(
+    from: &OwnedFd,
+    to: &OwnedFd,
+    times: Option<Timestamps>,
+) -> io::Result<()> {
+    let stat = stat_of(from)?;
+    let (uid, gid) = (Uid::from_raw(stat.stx_uid), Gid::from_raw(stat.stx_gid));
+    let now = stat_of(to)?;
+    if (now.stx_uid, now.stx_gid) != (stat.stx_uid, stat.stx_gid) {
+        rustix::fs::fchown(to, Some(uid), Some(gid))?;
+    }
+    let wanted = without_overlay(xattrs(from, c".")?);
+    let present = without_overlay(xattrs(to, c".")?);
+    for key in present.keys().filter(|k| !wanted.contains_key(*k)) {
+        rustix::fs::fremovexattr(to, &key[..])?;
+    }
+    for (key, value) in &wanted {
+        if present.get(key) != Some(value) {
+            rustix::fs::fsetxattr(to, &key[..], value, XattrFlags::empty())?;
+        }
+    }
+    // Also after an ACL was set, which changes the mode.
+    rustix::fs::fchmod(
+        to,
+        Mode::from_raw_mode(u32::from(stat.stx_mode) & PERMISSIONS),
+    )?;
+    let times = times.unwrap_or(times_of(&stat));
+    Ok(rustix::fs::futimens(to, &times)?)
+}
+
+/// The modification time, with the access time left as it is.
+pub fn times_of(stat: &Statx) -> Timestamps {
+    Timestamps {
+        last_access: Timespec {
+            tv_sec: 0,
+            tv_nsec: UTIME_OMIT,
+        },
+        last_modification: Timespec {
+            tv_sec: stat.stx_mtime.tv_sec,
+            tv_nsec: stat.stx_mtime.tv_nsec.into(),
+        },
+    }
+}
+
+/// Holds the modification time that a directory of the upper layer had before we began to empty it: seconds and nanoseconds in
+/// decimal, with a dot between.
+const TIMES: &CStr = c"trusted.memfold.mtime";
+
+/// Notes a directory's modification time on it, unless one is there already from a run that did not end.
+pub fn note_times(directory: &OwnedFd) -> io::Result<Timestamps> {
+    let mut buffer = [0_u8; 64];
+    if let Ok(n) = rustix::fs::fgetxattr(directory, TIMES, &mut buffer[..]) {
+        let noted = std::str::from_utf8(&buffer[..n]).ok().and_then(|text| {
+            let (seconds, nanoseconds) = text.split_once('.')?;
+            Some((seconds.parse().ok()?, nanoseconds.parse().ok()?))
+        });
+        if let Some((tv_sec, tv_nsec)) = noted {
+            let mut times = times_of(&stat_of(directory)?);
+            times.last_modification = Timespec { tv_sec, tv_nsec };
+            return Ok(times);
+        }
+    }
+    let times = times_of(&stat_of(directory)?);
+    let Timespec { tv_sec, tv_nsec } = times.last_modification;
+    let text = format!("{tv_sec}.{tv_nsec}");
+    rustix::fs::fsetxattr(directory, TIMES, text.as_bytes(), XattrFlags::empty())?;
+    Ok(times)
+}
+
+/// Is this directory of the upper layer opaque?
+pub fn is_opaque(directory: &OwnedFd) -> bool {
+    let mut buffer = [0_u8; 8];
+    rustix::fs::fgetxattr(directory, OPAQUE, &mut buffer[..]).is_ok_and(|n| &buffer[..n] == b"y")
+}
+
+/// Removes a name and all below it, on one file system. Nothing there is no error.
+pub fn remove(directory: impl AsFd, name: &CStr) -> io::Result<()> {
+    let directory = directory.as_fd();
+    match rustix::fs::unlinkat(directory, name, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => return Ok(()),
+        Err(Errno::PERM) if unprotect(directory, name) => return remove(directory, name),
+        Err(Errno::ISDIR | Errno::PERM) => {}
+        Err(e) => return Err(e.into()),
+    }
+    let inner = match open_in(directory, name) {
+        // No directory: then the first error was a real one (an immutable file).
+        Err(e) if e.kind() == io::ErrorKind::NotADirectory => return Err(Errno::PERM.into()),
+        other => other?,
+    };
+    for child in names(&inner)? {
+        remove(&inner, &child)?;
+    }
+    match rustix::fs::unlinkat(directory, name, AtFlags::REMOVEDIR) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Bytes on disk of all regular files below a directory; what can't be read counts nothing.
+pub fn bytes_below(directory: &OwnedFd) -> u64 {
+    let mut bytes = 0;
+    for name in names(directory).unwrap_or_default() {
+        let Ok(stat) = stat(directory, &name) else {
+            continue;
+        };
+        match kind(&stat) {
+            FileType::RegularFile => bytes += stat.stx_blocks * 512,
+            FileType::Directory => {
+                bytes += open_in(directory, &name).map_or(0, |inner| bytes_below(&inner));
+            }
+            _ => {}
+        }
+    }
+    bytes
+}
+
+/// The letters `a` and `i` of a file whose append-only and immutable flags overlayfs keeps in an attribute of its upper layer
+/// (`ovl_set_protattr` in fs/overlayfs/inode.c).
+pub fn protection(directory: impl AsFd, name: &CStr, stat: &Statx) -> IFlags {
+    let mut flags = IFlags::empty();
+    if kind(stat) == FileType::RegularFile {
+        let mut buffer = [0_u8; 8];
+        let key = c"trusted.overlay.protattr";
+        let length = inside(directory.as_fd(), || {
+            Ok(rustix::fs::lgetxattr(name, key, &mut buffer[..])?)
+        });
+        let letters = &buffer[..length.unwrap_or(0)];
+        flags.set(IFlags::APPEND, letters.contains(&b'a'));
+        flags.set(IFlags::IMMUTABLE, letters.contains(&b'i'));
+    }
+    flags
+}
+
+/// Sets these flags on a file.
+pub fn protect(directory: impl AsFd, name: &CStr, flags: IFlags) -> io::Result<()> {
+    if flags.is_empty() {
+        return Ok(());
+    }
+    let file = open_below(
+        directory,
+        name.to_bytes(),
+        OFlags::RDONLY | OFlags::NONBLOCK,
+    )?;
+    let now = rustix::fs::ioctl_getflags(&file)?;
+    Ok(rustix::fs::ioctl_setflags(&file, now | flags)?)
+}
+
+/// Takes the immutable and append-only flags off a regular file. True if there were any.
+pub fn unprotect(directory: impl AsFd, name: &CStr) -> bool {
+    let directory = directory.as_fd();
+    let regular = stat(directory, name).is_ok_and(|s| kind(&s) == FileType::RegularFile);
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK;
+    let Some(file) = regular
+        .then(|| open_below(directory, name.to_bytes(), flags).ok())
+        .flatten()
+    else {
+        return false;
+    };
+    let both = IFlags::APPEND | IFlags::IMMUTABLE;
+    match rustix::fs::ioctl_getflags(&file) {
+        Ok(now) if now.intersects(both) => {
+            rustix::fs::ioctl_setflags(&file, now.difference(both)).is_ok()
+        }
+        _ => false,
+    }
+}

@@ -1,0 +1,124 @@
+//! After mounting: looks through the overlay, and once more at what was compared.
+//!
+//! From the mount on, every path leads to the overlay. What can still change the own tree is what was open before: so a file that is
+//! open for writing, and anything that changed since it was compared, is found now and for good.
+
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::OwnedFd;
+
+use memfold_sys::guest::{self, signal};
+use rustix::fs::{FileType, OFlags};
+
+use super::compare::{Facts, How, Plan, split};
+use super::error::{During, Error, Result, shown};
+use super::tree;
+
+/// Paths looked at through the overlay, of each sort.
+const SAMPLES: usize = 64;
+
+/// Is what was compared still so?
+#[derive(Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Yes.
+    Unchanged,
+    /// These files are open for writing.
+    Writers(Vec<Vec<u8>>),
+    /// No: this one.
+    Changed(Vec<u8>),
+}
+
+/// Looks at some of the files through the overlay. The first difference is an error.
+pub fn merged(plan: &Plan, merged: &OwnedFd, own: &OwnedFd) -> Result<()> {
+    let top = [(&[][..], Facts::of(&stat(own, b"")?))];
+    let same = sampled(&plan.same).map(|s| (&s.path[..], s.own));
+    let links = sampled(&plan.hidden).filter_map(|h| Some((&h.path[..], h.own?)));
+    for (path, own) in top.into_iter().chain(same).chain(links) {
+        let seen = Facts::of(&stat(merged, path)?);
+        if !seen.looks_like(&own) {
+            return Err(wrong(path));
+        }
+    }
+    for hidden in sampled(&plan.hidden).filter(|h| h.how == How::Whiteout) {
+        if find(merged, &hidden.path)? {
+            return Err(wrong(&hidden.path));
+        }
+    }
+    Ok(())
+}
+
+/// Spread evenly.
+fn sampled<T>(list: &[T]) -> impl Iterator<Item = &T> {
+    list.iter().step_by(list.len().div_ceil(SAMPLES).max(1))
+}
+
+fn wrong(path: &[u8]) -> Error {
+    Error::refused(
+        format!("{} looks different through the overlay", shown(path)),
+        "this is a fault of memfold or of the kernel: please report it",
+    )
+}
+
+/// Compares the own tree's facts with those that the plan was made by, change times and inode numbers included.
+pub fn unchanged(plan: &Plan, own: &OwnedFd) -> Result<Verdict> {
+    // Somebody who wants to write while we hold a lease for a moment has SIGIO sent to us.
+    let _signal = guest::signal_descriptor(&[signal::IO]).during(|| "blocking SIGIO".into())?;
+    let mut writers = Vec::new();
+    // The plan has a directory's entries one after another: open it once for all of them.
+    let mut open: Option<(&[u8], OwnedFd)> = None;
+    for same in &plan.same {
+        let what = || format!("looking at {} again", shown(&same.path));
+        let (parent, name) = split(&same.path);
+        let directory = match open.take() {
+            Some((path, directory)) if path == parent => directory,
+            _ => tree::directory_below(own, parent).during(what)?,
+        };
+        let stat = tree::stat(&directory, &name).during(what)?;
+        if Facts::of(&stat) != same.own {
+            return Ok(Verdict::Changed(same.path.clone()));
+        }
+        if same.own.kind() == FileType::RegularFile
+            && is_open_for_writing(&directory, &name).during(what)?
+        {
+            writers.push(same.path.clone());
+        }
+        open = Some((parent, directory));
+    }
+    for hidden in &plan.hidden {
+        let as_before = match (hidden.how, hidden.own) {
+            (How::Whiteout, _) => !find(own, &hidden.path)?,
+            (How::Link, before) => {
+                find(own, &hidden.path)?
+                    && before.map(|b| b.ino) == Some(stat(own, &hidden.path)?.stx_ino)
+            }
+        };
+        if !as_before {
+            return Ok(Verdict::Changed(hidden.path.clone()));
+        }
+    }
+    Ok(if writers.is_empty() {
+        Verdict::Unchanged
+    } else {
+        Verdict::Writers(writers)
+    })
+}
+
+fn is_open_for_writing(directory: &OwnedFd, name: &CStr) -> io::Result<bool> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME;
+    guest::is_open_for_writing(tree::open_below(directory, name.to_bytes(), flags)?)
+}
+
+fn stat(top: &OwnedFd, path: &[u8]) -> Result<rustix::fs::Statx> {
+    let name = name(path);
+    tree::stat(top, &name).during(|| format!("looking at {} again", shown(path)))
+}
+
+fn find(top: &OwnedFd, path: &[u8]) -> Result<bool> {
+    let found = tree::find(top, &name(path)).during(|| format!("looking for {}", shown(path)))?;
+    Ok(found.is_some())
+}
+
+fn name(path: &[u8]) -> CString {
+    let path = if path.is_empty() { b"." } else { path };
+    CString::new(path).unwrap_or_default()
+}

@@ -1,0 +1,186 @@
+//! Failures, crashes and boots.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+
+use memfold_agent::segment::compare::compare;
+use memfold_agent::segment::layers::Layer;
+use memfold_agent::segment::mount_table::MountTable;
+use memfold_agent::segment::settle::settle;
+use memfold_agent::segment::state::Steps;
+use memfold_agent::segment::take_off::take_off_all;
+use memfold_agent::segment::tree;
+
+use crate::fixture::{Times, file, picture, private_mounts, set_time};
+use crate::usual;
+
+#[test]
+fn laying_that_fails_at_any_step_is_undone() {
+    if !private_mounts() {
+        return;
+    }
+    let mut guest = usual();
+    let before = picture(&guest.places.root, Times::All);
+    let mounts = guest.mounts();
+    for step in 0.. {
+        guest.places.steps = Steps::ending_at(step);
+        if guest.lay().is_ok() {
+            assert!(step > 10);
+            break;
+        }
+        assert_eq!(guest.mounts(), mounts, "step {step}");
+        assert!(guest.is_clean(), "step {step}");
+        assert_eq!(
+            picture(&guest.places.root, Times::All),
+            before,
+            "step {step}"
+        );
+    }
+}
+
+#[test]
+fn a_crash_while_laying_is_settled() {
+    if !private_mounts() {
+        return;
+    }
+    let mut guest = usual();
+    let before = picture(&guest.places.root, Times::All);
+    for step in 0.. {
+        guest.places.steps = Steps::ending_at(step);
+        let layer = Layer::new(&guest.places, "web", b"/opt");
+        let own = layer.open_own().unwrap().unwrap();
+        let image = tree::open(&guest.image().join("opt")).unwrap();
+        let plan = compare(&image, &own, false, &BTreeSet::default()).unwrap();
+        let laid = layer
+            .prepare(&own, &MountTable::read().unwrap())
+            .and_then(|()| layer.build(&plan, &own));
+        guest.places.steps = Steps::default();
+        let settled = settle(&guest.places, "");
+        assert!(settled.problems.is_empty(), "{:?}", settled.problems);
+        assert_eq!(settled.merged, 0);
+        assert!(guest.is_clean(), "step {step}");
+        assert_eq!(
+            picture(&guest.places.root, Times::All),
+            before,
+            "step {step}"
+        );
+        if laid.is_ok() {
+            assert!(step > 5);
+            break;
+        }
+    }
+}
+
+/// Something of every sort.
+fn write_to(opt: &Path) {
+    fs::write(opt.join("a"), "rewritten").unwrap();
+    fs::remove_file(opt.join("b")).unwrap();
+    fs::remove_dir_all(opt.join("d/e")).unwrap();
+    fs::create_dir(opt.join("d/e")).unwrap();
+    file(&opt.join("d/e/x/y"), "below an opaque directory", 5);
+    fs::remove_dir_all(opt.join("f/g")).unwrap();
+    fs::write(opt.join("f/g"), "a file where a directory was").unwrap();
+    fs::hard_link(opt.join("f/g"), opt.join("f/linked")).unwrap();
+    fs::remove_file(opt.join("only-own")).unwrap();
+    file(&opt.join("only-own/now"), "a directory where a file was", 6);
+    symlink("nowhere", opt.join("link")).unwrap();
+    fs::set_permissions(opt.join("d"), fs::Permissions::from_mode(0o700)).unwrap();
+    rustix::fs::lremovexattr(opt.join("d"), "trusted.test1").unwrap();
+    set_time(&opt.join("d"), 77);
+}
+
+#[test]
+fn a_crash_at_any_step_of_a_merge_is_settled() {
+    if !private_mounts() {
+        return;
+    }
+    for step in 0.. {
+        let mut guest = usual();
+        guest.lay().unwrap();
+        write_to(&guest.opt());
+        let seen = picture(&guest.opt(), Times::All);
+        guest.places.steps = Steps::ending_at(step);
+        let done = guest.take_off().is_ok();
+        guest.cut_power();
+        // The boots after it crash as well.
+        for again in [1, 4] {
+            guest.places.steps = Steps::ending_at(again);
+            settle(&guest.places, "");
+            guest.cut_power();
+        }
+        guest.places.steps = Steps::default();
+        let settled = settle(&guest.places, "");
+        assert!(
+            settled.problems.is_empty(),
+            "step {step}: {:?}",
+            settled.problems
+        );
+        assert_eq!(picture(&guest.opt(), Times::All), seen, "step {step}");
+        let linked = fs::metadata(guest.opt().join("f/linked")).unwrap();
+        assert_eq!(
+            linked.ino(),
+            fs::metadata(guest.opt().join("f/g")).unwrap().ino()
+        );
+        assert!(step == 0 || guest.is_clean(), "step {step}");
+        if done {
+            assert!(step > 30, "{step}");
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_reboot_merges_and_lays_again() {
+    if !private_mounts() {
+        return;
+    }
+    let guest = usual();
+    guest.lay().unwrap();
+    write_to(&guest.opt());
+    let seen = picture(&guest.opt(), Times::All);
+    guest.cut_power();
+    assert_ne!(picture(&guest.opt(), Times::All), seen);
+    guest.plug_in();
+    let settled = settle(&guest.places, "quiet");
+    assert!(settled.problems.is_empty(), "{:?}", settled.problems);
+    assert!(settled.merged > 5 && settled.laid.len() == 1);
+    assert!(guest.is_laid());
+    assert_eq!(picture(&guest.opt(), Times::All), seen);
+    let report: serde_json::Value = serde_json::from_str(&settled.report()).unwrap();
+    assert_eq!(report["laid"][0]["name"], "web");
+    // On a running system it does nothing.
+    let settled = settle(&guest.places, "quiet");
+    assert_eq!((settled.merged, settled.problems.len()), (0, 0));
+    assert!(guest.is_laid());
+
+    take_off_all(&guest.places).unwrap();
+    assert!(guest.mounts().is_empty());
+    assert!(guest.places.record("web").is_some());
+    assert_eq!(picture(&guest.opt(), Times::All), seen);
+    // Without the segment the guest boots as well.
+    let settled = settle(&guest.places, "memfold.lay=*");
+    assert!(settled.problems.is_empty() && settled.laid.is_empty());
+    guest.take_off().unwrap();
+    assert!(guest.is_clean());
+}
+
+#[test]
+fn the_kernels_command_line_has_a_segment_laid() {
+    if !private_mounts() {
+        return;
+    }
+    let guest = usual();
+    assert!(settle(&guest.places, "memfold.lay=other").laid.is_empty());
+    assert!(!guest.is_laid());
+    // 2 of 9 files differ.
+    let settled = settle(&guest.places, "memfold.lay=db,web");
+    assert_eq!(
+        (settled.laid.len(), settled.problems.len()),
+        (1, 0),
+        "{:?}",
+        settled.problems
+    );
+    assert!(guest.is_laid());
+}

@@ -1,0 +1,628 @@
+//! Study A: memory of VMs whose files are executed in place from one image, next to VMs that read them from disks.
+//!
+//! | arm | the VMs | study A's row |
+//! |---|---|---|
+//! | `none` | boot from disks of their own | no sharing |
+//! | `segment` | boot from one segment, writes go to their disks | DCSS |
+//! | `clone` | run from one snapshot of such a VM as `none`'s | NSS, and more: all of memory, not the kernel alone |
+//! | `both` | run from one snapshot of such a VM as `segment`'s | both |
+//!
+//! Several VMs run at once in each arm, nothing else. A VM's *attributable memory* is its RAM that is backed (shared pages by its share of
+//! them) and its share of segments' pages; what describes segments (`struct page`) and buffers for I/O lie in its RAM. It is taken
+//! when the VMs are idle, then with apache2 serving pages in all; and a program's cold start (its files not cached in the guest) is timed, side by
+//! side in VMs of both kinds.
+//!
+//! Also: how much of the saving the best files bring (`--top-files`), and (not in `--quick`) one directory at a time, and a browser and an
+//! office suite in VMs with a desktop's programs.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use memfold_units::ByteSize;
+use serde_json::{Map, Value, json};
+
+use super::figure::{self, Axis, Series};
+use super::lab::{DiskMode, Lab};
+use super::record::{median, spread};
+use crate::api::{BuildRequest, RankRequest, RestoreRequest, SaveRequest};
+use crate::fold::EngineSettings;
+use crate::host::guest_images;
+use crate::snapshot::{Keep, Renew};
+use crate::vm::SegmentSpec;
+
+const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Time for one thing that guests do.
+const LIMIT: Duration = Duration::from_secs(900);
+
+const MEMORY: ByteSize = ByteSize::mib(512);
+
+const IMAGE: &str = "trixie-a";
+
+/// The segments' trust domain: that of laboratory VMs.
+const DOMAIN: &str = "lab";
+
+/// Until guests give back what they have freed, and nothing happens any more.
+const REST: Duration = Duration::from_secs(15);
+
+/// Serves pages, as many as a small site.
+const APACHE: &str = r"set -e
+systemctl start apache2
+for n in $(seq 100); do curl -fs http://127.0.0.1/ > /dev/null; done";
+
+/// Milliseconds of a cold start of apache2, until it has served a page.
+const COLD_APACHE: &str = r"set -e
+systemctl stop apache2
+sync; echo 3 > /proc/sys/vm/drop_caches; sleep 1
+began=$(date +%s%N)
+systemctl start apache2
+until curl -fs http://127.0.0.1/ > /dev/null; do :; done
+echo $(( ($(date +%s%N) - began) / 1000000 ))";
+
+/// Where a guest's memory is.
+const GUEST: &str = r"awk '/^(MemTotal|MemFree|Cached|Buffers|AnonPages|Mapped|Shmem|Slab|KernelStack|PageTables):/ { print $1, $2 }' /proc/meminfo
+dmesg | sed -n 's/.*software IO TLB: mapped.*(\([0-9]*\)MB).*/SwiotlbMiB: \1/p'";
+
+/// A desktop's program under a display of its own: the shell text that starts it and waits until it shows a window.
+const PROGRAMS: [(&str, &str); 2] = [
+    (
+        "browser",
+        "firefox-esr --no-remote --profile /opt/profile file:///usr/share/doc/",
+    ),
+    ("office", "soffice --norestore --nologo --impress"),
+];
+
+const DESKTOP: &str = "trixie-desktop";
+const DESKTOP_MEMORY: ByteSize = ByteSize::mib(1536);
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// VMs at once in each arm.
+    vms: usize,
+    /// Cold starts that are timed.
+    starts: usize,
+    /// Directories that are shared alone, one after the other.
+    directories: Vec<&'static str>,
+    /// Most VMs with a desktop's program at once; 0: none.
+    desktops: usize,
+}
+
+impl Options {
+    /// Without directories and desktops.
+    #[must_use]
+    pub const fn quick() -> Self {
+        Self {
+            vms: 3,
+            starts: 3,
+            directories: Vec::new(),
+            desktops: 0,
+        }
+    }
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            vms: 3,
+            starts: 5,
+            directories: vec![
+                "/usr/bin",
+                "/usr/sbin",
+                "/usr/lib",
+                "/usr/lib/x86_64-linux-gnu",
+                "/usr/share",
+            ],
+            desktops: 4,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Arm {
+    name: &'static str,
+    segment: bool,
+    clone: bool,
+}
+
+const ARMS: [Arm; 4] = [
+    Arm {
+        name: "none",
+        segment: false,
+        clone: false,
+    },
+    Arm {
+        name: "segment",
+        segment: true,
+        clone: false,
+    },
+    Arm {
+        name: "clone",
+        segment: false,
+        clone: true,
+    },
+    Arm {
+        name: "both",
+        segment: true,
+        clone: true,
+    },
+];
+
+/// Attributable memory of a VM, in bytes, on average over those that run.
+#[derive(Clone, Copy, Debug, Default)]
+struct Memory {
+    ram: f64,
+    segments: f64,
+}
+
+impl Memory {
+    fn all(self) -> f64 {
+        self.ram + self.segments
+    }
+}
+
+/// Runs the study: `results` and `samples`.
+pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let mut results = Map::new();
+    let mut samples = Vec::new();
+    let mut idle = Vec::new();
+    for arm in ARMS {
+        let measured = measure(arm, options).with_context(|| format!("arm '{}'", arm.name))?;
+        eprintln!(
+            "{}: idle {:.0} MiB, of it {:.0} of segments; with apache2 {:.0} MiB more",
+            arm.name,
+            mib(measured.idle.all()),
+            mib(measured.idle.segments),
+            mib(measured.apache.all() - measured.idle.all()),
+        );
+        samples.push(sample(arm, &measured));
+        idle.push((arm, measured));
+    }
+    let none = &idle[0].1;
+    for (arm, measured) in &idle {
+        let name = arm.name;
+        results.insert(format!("idle_mib_{name}"), mib(measured.idle.all()).into());
+        let apache = |m: &Measured| m.apache.all() - m.idle.all();
+        results.insert(format!("apache_mib_{name}"), mib(apache(measured)).into());
+        if name != "none" {
+            let saving = |with: f64, without: f64| (1.0 - with / without) * 100.0;
+            results.insert(
+                format!("idle_saving_percent_{name}"),
+                saving(measured.idle.all(), none.idle.all()).into(),
+            );
+            results.insert(
+                format!("apache_saving_percent_{name}"),
+                saving(apache(measured), apache(none)).into(),
+            );
+        }
+    }
+    let headline = |key: &str, of: &str| (key.to_owned(), results[of].clone());
+    let both = headline("idle_saving_percent", "idle_saving_percent_both");
+    let apache = headline("apache_saving_percent", "apache_saving_percent_segment");
+    results.extend([both, apache]);
+    let starts = cold_starts(options.starts)?;
+    results.extend(starts.0);
+    samples.push(starts.1);
+    let top = top_files(options.vms)?;
+    results.extend(top.0);
+    samples.push(top.1);
+    for directory in &options.directories {
+        let found = one_directory(directory, none.idle)?;
+        eprintln!("{directory} alone: {found}");
+        samples.push(found);
+    }
+    if options.desktops > 0 {
+        for (program, start) in PROGRAMS {
+            let found = desktop(program, start, options.desktops)?;
+            results.extend(found.0);
+            samples.extend(found.1);
+        }
+    }
+    Ok(json!({ "samples": samples, "results": results }))
+}
+
+struct Measured {
+    idle: Memory,
+    apache: Memory,
+    /// `/proc/meminfo` of one guest when idle, in KiB.
+    guest: Map<String, Value>,
+    image_bytes: u64,
+}
+
+fn mib(bytes: f64) -> f64 {
+    bytes / f64::from(1 << 20)
+}
+
+fn sample(arm: Arm, measured: &Measured) -> Value {
+    let memory = |m: Memory| json!({ "ram_mib": mib(m.ram), "segments_mib": mib(m.segments) });
+    json!({
+        "arm": arm.name,
+        "idle": memory(measured.idle),
+        "with_apache": memory(measured.apache),
+        "guest_kib": measured.guest,
+        "image_bytes": measured.image_bytes,
+        "struct_page_bytes": measured.image_bytes / 64,
+    })
+}
+
+/// A segment of a whole system.
+fn build_root(lab: &Lab, image: &str) -> anyhow::Result<crate::segment::Manifest> {
+    let images = guest_images().context("no guest images; run 'make setup'")?;
+    let image = images
+        .get(image)
+        .with_context(|| format!("no guest image '{image}'; see guest/README.md"))?;
+    let built = lab.daemon().build_segment(&BuildRequest {
+        name: "root".into(),
+        domain: DOMAIN.into(),
+        from: vec![image.disk.display().to_string()],
+        include: Vec::new(),
+        exclude: Vec::new(),
+        top_files_bytes: None,
+        for_vms: None,
+        root: true,
+        pinned: false,
+    })?;
+    Ok(built.segment)
+}
+
+fn start(
+    lab: &Lab,
+    name: &str,
+    image: &str,
+    memory: ByteSize,
+    segment: bool,
+) -> anyhow::Result<()> {
+    let mut spec = Lab::spec(name, image, memory, DiskMode::Buffered)?;
+    if segment {
+        let mut root = SegmentSpec::new("root");
+        root.root = true;
+        spec.segments.push(root);
+    }
+    lab.start(spec)
+}
+
+/// VMs of an arm, idle and then with apache2.
+fn measure(arm: Arm, options: &Options) -> anyhow::Result<Measured> {
+    let lab = Lab::new(EngineSettings::default())?;
+    let image_bytes = if arm.segment {
+        build_root(&lab, IMAGE)?.image_bytes
+    } else {
+        0
+    };
+    let names: Vec<String> = (1..=options.vms).map(|n| format!("vm{n}")).collect();
+    if arm.clone {
+        start(&lab, "template", IMAGE, MEMORY, arm.segment)?;
+        lab.wait_ready("template", BOOT_TIMEOUT)?;
+        std::thread::sleep(REST);
+        let request = SaveRequest {
+            keep: Keep::None,
+            ..SaveRequest::new("template", "template")
+        };
+        lab.daemon().save_snapshot(&request)?;
+        lab.stop("template")?;
+        for name in &names {
+            let request = RestoreRequest {
+                renew: Renew::Identity,
+                ..RestoreRequest::new(name.as_str())
+            };
+            lab.daemon().restore("template", &request)?;
+            lab.daemon().wait_agent(name, BOOT_TIMEOUT)?;
+        }
+    } else {
+        for name in &names {
+            start(&lab, name, IMAGE, MEMORY, arm.segment)?;
+        }
+        for name in &names {
+            lab.wait_ready(name, BOOT_TIMEOUT)?;
+        }
+    }
+    let idle = memory(&lab)?;
+    let guest = guest(&lab, &names[0])?;
+    for name in &names {
+        lab.exec(name, APACHE, LIMIT)?;
+    }
+    let apache = memory(&lab)?;
+    Ok(Measured {
+        idle,
+        apache,
+        guest,
+        image_bytes,
+    })
+}
+
+/// Attributable memory of the laboratory's VMs when nothing happens any more.
+fn memory(lab: &Lab) -> anyhow::Result<Memory> {
+    std::thread::sleep(REST);
+    let report = lab.report()?;
+    let vms = &report.ledger.vms;
+    ensure!(!vms.is_empty(), "no VM runs");
+    let mean = |of: fn(&crate::ledger::VmAccount) -> ByteSize| {
+        vms.iter().map(|vm| of(vm).0 as f64).sum::<f64>() / vms.len() as f64
+    };
+    Ok(Memory {
+        ram: mean(|vm| vm.ram_pss_bytes),
+        segments: mean(|vm| vm.segment_pss_bytes),
+    })
+}
+
+fn guest(lab: &Lab, name: &str) -> anyhow::Result<Map<String, Value>> {
+    let said = lab.exec(name, GUEST, LIMIT)?;
+    let mut facts = Map::new();
+    for line in said.lines() {
+        if let Some((key, value)) = line.split_once(": ") {
+            facts.insert(key.to_owned(), value.trim().parse::<u64>()?.into());
+        }
+    }
+    Ok(facts)
+}
+
+/// apache2 with its files in no guest's cache, in a VM of each kind by turns.
+fn cold_starts(rounds: usize) -> anyhow::Result<(Map<String, Value>, Value)> {
+    let lab = Lab::new(EngineSettings::default())?;
+    build_root(&lab, IMAGE)?;
+    let vms = [("disk", false), ("place", true)];
+    for (name, segment) in vms {
+        start(&lab, name, IMAGE, MEMORY, segment)?;
+    }
+    for (name, _) in vms {
+        lab.wait_ready(name, BOOT_TIMEOUT)?;
+        lab.exec(name, APACHE, LIMIT)?;
+    }
+    let mut times = [Vec::new(), Vec::new()];
+    for _ in 0..rounds {
+        for ((name, _), times) in vms.iter().zip(&mut times) {
+            let said = lab.exec(name, COLD_APACHE, LIMIT)?;
+            times.push(said.trim().parse::<f64>().context("the guest's clock")?);
+        }
+    }
+    let ratios: Vec<f64> = times[0]
+        .iter()
+        .zip(&times[1])
+        .map(|(disk, place)| disk / place)
+        .collect();
+    eprintln!(
+        "cold start of apache2: {:.0} ms from a disk, {:.0} ms from a segment",
+        median(&times[0]),
+        median(&times[1])
+    );
+    let mut results = Map::new();
+    results.insert("apache_cold_start_ratio".into(), spread(&ratios));
+    let sample = json!({ "cold_start_ms": { "disk": times[0], "segment": times[1] } });
+    Ok((results, sample))
+}
+
+/// VMs that serve pages, with all programs and libraries laid over their own, and with the best files alone.
+fn top_files(number: usize) -> anyhow::Result<(Map<String, Value>, Value)> {
+    let lab = Lab::new(EngineSettings::default())?;
+    let images = guest_images().context("no guest images; run 'make setup'")?;
+    let disk = &images.get(IMAGE).context("no guest image")?.disk;
+    let names: Vec<String> = (1..=number).map(|n| format!("vm{n}")).collect();
+    let run = |segment: Option<&str>| -> anyhow::Result<Memory> {
+        for name in &names {
+            let mut spec = Lab::spec(name, IMAGE, MEMORY, DiskMode::Buffered)?;
+            spec.segments.extend(segment.map(SegmentSpec::new));
+            lab.start(spec)?;
+        }
+        for name in &names {
+            lab.wait_ready(name, BOOT_TIMEOUT)?;
+        }
+        for name in &names {
+            lab.exec(name, APACHE, LIMIT)?;
+        }
+        let memory = memory(&lab);
+        if segment.is_none() {
+            return memory;
+        }
+        for name in &names {
+            lab.stop(name)?;
+        }
+        memory
+    };
+    let none = run(None)?;
+    // By what these cache.
+    let build = |name: &str, top: Option<u64>| {
+        lab.daemon().build_segment(&BuildRequest {
+            name: name.into(),
+            domain: DOMAIN.into(),
+            from: vec![disk.display().to_string()],
+            include: Vec::new(),
+            exclude: Vec::new(),
+            top_files_bytes: top,
+            for_vms: Some(number as u64),
+            root: false,
+            pinned: false,
+        })
+    };
+    let all = build("all", None)?.segment;
+    let budget = all.content_bytes / 4;
+    let top = build("top", Some(budget))?.segment;
+    let ranked = lab.daemon().rank_files(&RankRequest {
+        domain: Some(DOMAIN.into()),
+        for_vms: Some(number as u64),
+        ..RankRequest::default()
+    })?;
+    for name in &names {
+        lab.stop(name)?;
+    }
+    let with_all = run(Some("all"))?;
+    let with_top = run(Some("top"))?;
+    let saving = |with: Memory| none.all() - with.all();
+    let share = saving(with_top) / saving(with_all) * 100.0;
+    let bytes = top.image_bytes as f64 / all.image_bytes as f64 * 100.0;
+    eprintln!(
+        "laid over: all files save {:.0} MiB a VM, the best {:.0} MiB ({share:.0} %) in {bytes:.0} % of the bytes",
+        mib(saving(with_all)),
+        mib(saving(with_top)),
+    );
+    let mut results = Map::new();
+    results.insert("top_files_saving_percent".into(), share.into());
+    results.insert("top_files_bytes_percent".into(), bytes.into());
+    results.insert("laid_over_saving_mib".into(), mib(saving(with_all)).into());
+    let sample = json!({
+        "laid_over": { "none_mib": mib(none.all()), "all_mib": mib(with_all.all()), "top_mib": mib(with_top.all()) },
+        "all": { "files": all.files, "image_bytes": all.image_bytes },
+        "top": { "files": top.files, "image_bytes": top.image_bytes },
+        "ranked_files": ranked.len(),
+    });
+    Ok((results, sample))
+}
+
+/// Two idle VMs with one directory laid over their own: study A's table 2.
+fn one_directory(directory: &str, none: Memory) -> anyhow::Result<Value> {
+    let lab = Lab::new(EngineSettings::default())?;
+    let images = guest_images().context("no guest images; run 'make setup'")?;
+    let disk = &images.get(IMAGE).context("no guest image")?.disk;
+    let built = lab.daemon().build_segment(&BuildRequest {
+        name: "one".into(),
+        domain: DOMAIN.into(),
+        from: vec![disk.display().to_string()],
+        include: vec![format!("{directory}/**")],
+        exclude: Vec::new(),
+        top_files_bytes: None,
+        for_vms: None,
+        root: false,
+        pinned: false,
+    })?;
+    for name in ["vm1", "vm2"] {
+        let mut spec = Lab::spec(name, IMAGE, MEMORY, DiskMode::Buffered)?;
+        spec.segments.push(SegmentSpec::new("one"));
+        lab.start(spec)?;
+    }
+    for name in ["vm1", "vm2"] {
+        lab.wait_ready(name, BOOT_TIMEOUT)?;
+    }
+    let with = memory(&lab)?;
+    let saved = none.all() - with.all();
+    Ok(json!({
+        "directory": directory,
+        "saved_mib": mib(saved),
+        "percent_of_its_size": saved / built.segment.content_bytes as f64 * 100.0,
+        "content_mib": mib(built.segment.content_bytes as f64),
+    }))
+}
+
+/// VMs with a desktop's program, one more at a time, booted from disks and from a segment: study A's figure 3.
+fn desktop(
+    program: &str,
+    start_it: &str,
+    most: usize,
+) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
+    let mut samples = Vec::new();
+    let mut slopes = Vec::new();
+    let mut starts = Vec::new();
+    for segment in [false, true] {
+        let lab = Lab::new(EngineSettings::default())?;
+        if segment {
+            build_root(&lab, DESKTOP)?;
+        }
+        let mut totals = Vec::new();
+        let mut times = Vec::new();
+        for number in 1..=most {
+            let name = format!("vm{number}");
+            start(&lab, &name, DESKTOP, DESKTOP_MEMORY, segment)?;
+            lab.wait_ready(&name, BOOT_TIMEOUT)?;
+            let before = memory(&lab)?.all() * number as f64;
+            let began = Instant::now();
+            lab.exec(&name, &shown(start_it), LIMIT)?;
+            times.push(began.elapsed().as_secs_f64());
+            let with = memory(&lab)?.all() * number as f64;
+            totals.push(with - before);
+            eprintln!(
+                "{program}, VM {number}, segment {segment}: {:.0} MiB, shown after {:.1} s",
+                mib(with - before),
+                times[number - 1]
+            );
+        }
+        samples.push(json!({
+            "program": program, "segment": segment, "start_s": times,
+            "added_mib": totals.iter().map(|bytes| mib(*bytes)).collect::<Vec<_>>(),
+        }));
+        // The first one pays for what all share.
+        slopes.push(median(&totals[1.min(totals.len() - 1)..]));
+        starts.push(median(&times));
+    }
+    let mut results = Map::new();
+    results.insert(
+        format!("{program}_saving_percent"),
+        ((1.0 - slopes[1] / slopes[0]) * 100.0).into(),
+    );
+    results.insert(format!("{program}_mib"), mib(slopes[0]).into());
+    results.insert(format!("{program}_mib_segment"), mib(slopes[1]).into());
+    results.insert(
+        format!("{program}_start_ratio"),
+        (starts[0] / starts[1]).into(),
+    );
+    Ok((results, samples))
+}
+
+/// Starts a program on a display of its own, and waits until it shows a window.
+fn shown(start_it: &str) -> String {
+    format!(
+        r"set -e
+export HOME=/root DISPLAY=:7
+systemd-run -q --unit=display Xvfb :7 -screen 0 1280x800x24
+until [ -e /tmp/.X11-unix/X7 ]; do sleep 0.1; done
+systemd-run -q --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
+timeout 600 xdotool search --sync --onlyvisible --class '(?i)firefox|libreoffice|soffice' > /dev/null
+systemctl is-active -q program"
+    )
+}
+
+/// The study's figures, by name.
+#[must_use]
+pub fn figures(study: &Value) -> Vec<(String, String)> {
+    let empty = Vec::new();
+    let samples = study["samples"].as_array().unwrap_or(&empty);
+    let mut figures = Vec::new();
+    for (program, _) in PROGRAMS {
+        let mut lines = Vec::new();
+        for sample in samples.iter().filter(|s| s["program"] == program) {
+            let added = sample["added_mib"].as_array().unwrap_or(&empty);
+            let mut sum = 0.0;
+            let mut points = vec![(0.0, 0.0)];
+            for (number, mib) in added.iter().enumerate() {
+                sum += mib.as_f64().unwrap_or(f64::NAN);
+                points.push((number as f64 + 1.0, sum));
+            }
+            let in_place = sample["segment"] == true;
+            lines.push(Series {
+                name: if in_place {
+                    "from a segment"
+                } else {
+                    "from disks"
+                }
+                .into(),
+                points,
+                dashed: !in_place,
+            });
+        }
+        if !lines.is_empty() {
+            figures.push((
+                format!("segments-{program}"),
+                figure::lines(
+                    &format!("Memory of VMs with a program ({program})"),
+                    &Axis::linear("VMs"),
+                    &Axis::linear("MiB that the program adds, all VMs"),
+                    &lines,
+                ),
+            ));
+        }
+    }
+    figures
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_figure_adds_up_vm_by_vm() {
+        let sample = |segment, added: [f64; 2]| json!({ "program": "office", "segment": segment, "added_mib": added });
+        let drawn = figures(
+            &json!({ "samples": [sample(false, [250.0, 240.0]), sample(true, [180.0, 120.0])] }),
+        );
+        assert_eq!(drawn.len(), 1);
+        assert!(drawn[0].0 == "segments-office" && drawn[0].1.contains("from a segment"));
+        assert!(figures(&json!({ "samples": [] })).is_empty());
+    }
+}

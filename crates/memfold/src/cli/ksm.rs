@@ -1,0 +1,330 @@
+//! `memfold ksm`: KSM shown, steered, explained.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::bail;
+use clap::Subcommand;
+use comfy_table::{CellAlignment, Table, presets};
+use memfold_units::{ByteSize, PAGE_SIZE, PageCount};
+use rustix::process::Pid;
+
+use super::{Context, IMPOSSIBLE_HERE};
+use crate::api::{ClientError, KsmStartRequest, KsmStopRequest};
+use crate::ksm::files::Role;
+use crate::ksm::overview::{Overview, Part, Steering};
+use crate::ksm::{self, Controls, Explanation, Facts, processes};
+use crate::ledger::table::signed;
+use crate::vm::endpoints;
+
+#[derive(Subcommand, Debug)]
+pub(super) enum Arguments {
+    /// Every control and counter of KSM, ksmd's CPU, and each VM's part; works without a daemon
+    Status,
+    /// Have the daemon steer ksmd for the VMs of one trust domain: faster after a VM starts, slower while tasks wait or nothing merges
+    Start {
+        /// Trust domain whose VMs are merged (by default the only one whose VMs have mergeable memory)
+        #[arg(long)]
+        domain: Option<String>,
+        /// CPU that ksmd may use, in percent of one core
+        #[arg(long, default_value_t = 20.0, value_name = "PERCENT")]
+        cpu: f64,
+        /// Time that a full scan of the mergeable memory is to take
+        #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
+        target: f64,
+        /// Have the kernel's advisor set ksmd's speed (Linux 6.8 or newer)
+        #[arg(long)]
+        advisor: bool,
+    },
+    /// Steer KSM no more: its settings are as before; what is merged stays merged
+    Stop {
+        /// Give each merged page its own copy again, which takes as much memory at once as merging saves
+        #[arg(long)]
+        unmerge: bool,
+    },
+    /// Why a VM's memory merges or doesn't, and what would change it
+    Explain {
+        /// Name of the VM; without a daemon also the process number of a QEMU
+        vm: String,
+    },
+}
+
+pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
+    match arguments {
+        Arguments::Status => {
+            let overview = match context.client()?.get("/v1/ksm") {
+                Err(ClientError::NoDaemon { .. }) => Overview::now(None)?,
+                answer => answer?,
+            };
+            context.print(&overview, render)?;
+            let code = if overview.available {
+                0
+            } else {
+                IMPOSSIBLE_HERE
+            };
+            return Ok(ExitCode::from(code));
+        }
+        Arguments::Start {
+            domain,
+            cpu,
+            target,
+            advisor,
+        } => {
+            let request = KsmStartRequest {
+                domain,
+                cpu_percent: cpu,
+                target_s: target,
+                advisor,
+            };
+            let overview: Overview = context.client()?.post("/v1/ksm/start", &request)?;
+            context.print(&overview, |overview| {
+                overview
+                    .steering
+                    .as_ref()
+                    .map_or_else(String::new, steering)
+            })?;
+        }
+        Arguments::Stop { unmerge } => {
+            let request = KsmStopRequest { unmerge };
+            let overview: Overview = context.client()?.post("/v1/ksm/stop", &request)?;
+            context.print(&overview, |overview| {
+                let left = match overview.totals.ksm_merging_pages {
+                    0 => "nothing is merged".to_owned(),
+                    pages => format!(
+                        "{} of memory are merged and stay so until they are written",
+                        PageCount(pages).bytes()
+                    ),
+                };
+                format!("KSM's settings are as before; {left}")
+            })?;
+        }
+        Arguments::Explain { vm } => {
+            let path = format!("/v1/ksm/explain/{}", super::vm::segment(&vm)?);
+            let explanation = match context.client()?.get(&path) {
+                Err(ClientError::NoDaemon { .. }) => explain_alone(&vm)?,
+                answer => answer?,
+            };
+            context.print(&explanation, explain)?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Without a daemon: a QEMU by the name that it was given, or its process number.
+fn explain_alone(vm: &str) -> anyhow::Result<Explanation> {
+    let proc_root = Path::new("/proc");
+    let number: Option<i32> = vm.parse().ok();
+    let is_named = |pid: i32| {
+        let words = Pid::from_raw(pid).and_then(|pid| endpoints::command_line(pid).ok());
+        words.is_some_and(|words| endpoints::guest_name(&words).as_deref() == Some(vm))
+    };
+    let found: Vec<i32> = processes::all(proc_root)
+        .into_iter()
+        .filter(|process| process.qemu && (number == Some(process.pid) || is_named(process.pid)))
+        .map(|process| process.pid)
+        .collect();
+    match found[..] {
+        [pid] => {
+            let facts = Facts::read(&Controls::default(), proc_root, pid, None, None)?;
+            Ok(ksm::weigh(&facts))
+        }
+        [] => bail!(
+            "no QEMU process has the name or number '{vm}', and no memfold daemon answers; 'memfold ksm status' shows those with mergeable memory"
+        ),
+        _ => bail!("several QEMUs are named '{vm}': give one of their process numbers, {found:?}"),
+    }
+}
+
+fn table(header: &[&str], right: &[usize]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(header);
+    for &at in right {
+        if let Some(column) = table.column_mut(at) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
+}
+
+fn render(overview: &Overview) -> String {
+    if !overview.available {
+        return "this kernel has no KSM: /sys/kernel/mm/ksm is missing (CONFIG_KSM)".to_owned();
+    }
+    let mut text = String::new();
+    for role in [Role::Control, Role::Counter] {
+        let name = match role {
+            Role::Control => "CONTROL",
+            Role::Counter => "COUNTER",
+        };
+        let mut table = table(&[name, "VALUE", "UNIT", "MEANING"], &[1]);
+        for file in overview.files.iter().filter(|file| file.role == role) {
+            let absent = || format!("absent (Linux {})", file.since);
+            let value = file.value.as_ref().map_or_else(absent, ToString::to_string);
+            table.add_row([&file.name, &value, &file.unit, &file.meaning]);
+        }
+        let _ = writeln!(text, "{}\n", table.trim_fmt());
+    }
+    let seconds =
+        |value: Option<f64>| value.map_or_else(|| "?".to_owned(), |s| format!("{s:.1} s"));
+    let percent =
+        |value: Option<f64>| value.map_or_else(|| "?".to_owned(), |p| format!("{p:.1} %"));
+    let _ = writeln!(
+        text,
+        "ksmd's CPU since boot {}; mergeable memory {}, a full scan of it at these settings {}\n\
+         tasks wait for CPU {}, for memory {} of the time (some avg10)",
+        seconds(overview.ksmd_cpu_s),
+        ByteSize(overview.mergeable_bytes),
+        seconds(overview.pass_s),
+        percent(overview.pressure.cpu_some_avg10),
+        percent(overview.pressure.memory_some_avg10),
+    );
+    let steered = match (&overview.steering, overview.daemon) {
+        (Some(now), _) => steering(now),
+        (None, true) => "not steered; 'memfold ksm start' begins".to_owned(),
+        (None, false) => {
+            "no memfold daemon answers: VMs have no names and trust domains here".to_owned()
+        }
+    };
+    let _ = writeln!(text, "{steered}");
+    if overview.vms.is_empty() && overview.others.is_empty() {
+        text.push_str("\nno process has mergeable memory");
+        return text;
+    }
+    let _ = write!(text, "\n{}", parts(overview).trim_fmt());
+    text
+}
+
+fn parts(overview: &Overview) -> Table {
+    let mut table = table(
+        &[
+            "VM",
+            "DOMAIN",
+            "PID",
+            "MERGEABLE",
+            "MERGED",
+            "ZERO",
+            "LOOKED AT",
+            "METADATA",
+            "PROFIT",
+        ],
+        &[2, 4, 5, 6, 7, 8],
+    );
+    let size = |pages: Option<u64>| {
+        pages.map_or_else(
+            || "?".to_owned(),
+            |pages| PageCount(pages).bytes().to_string(),
+        )
+    };
+    let row = |part: &Part, vm: bool| {
+        let name = if vm {
+            part.name.clone()
+        } else {
+            format!("({})", part.name)
+        };
+        [
+            name,
+            part.domain.clone().unwrap_or_else(|| "-".to_owned()),
+            part.pid.to_string(),
+            if part.mergeable { "yes" } else { "no" }.to_owned(),
+            size(part.ksm_merging_pages),
+            size(part.ksm_zero_pages),
+            size(part.ksm_rmap_items),
+            part.rmap_overhead_bytes
+                .map_or_else(|| "?".to_owned(), |bytes| ByteSize(bytes).to_string()),
+            part.ksm_process_profit
+                .map_or_else(|| "?".to_owned(), signed),
+        ]
+    };
+    for (list, vm) in [(&overview.vms, true), (&overview.others, false)] {
+        for part in list {
+            table.add_row(row(part, vm));
+        }
+    }
+    let totals = &overview.totals;
+    table.add_row([
+        "all".to_owned(),
+        String::new(),
+        String::new(),
+        String::new(),
+        size(Some(totals.ksm_merging_pages)),
+        size(Some(totals.ksm_zero_pages)),
+        size(Some(totals.ksm_rmap_items)),
+        ByteSize(totals.rmap_overhead_bytes).to_string(),
+        signed(totals.ksm_process_profit),
+    ]);
+    table
+}
+
+fn steering(now: &Steering) -> String {
+    let mode = match now.mode {
+        None => "stands still".to_owned(),
+        Some(mode) => format!("{mode:?}").to_lowercase(),
+    };
+    let by = if now.advisor {
+        ", by the kernel's advisor"
+    } else {
+        ""
+    };
+    let out = match now.kept_out.as_slice() {
+        [] => String::new(),
+        names => format!("\nkept out (other trust domains): {}", names.join(", ")),
+    };
+    format!(
+        "steered for trust domain '{}': at most {} % of a CPU, a full scan each {} s{by}\n\
+         now {mode}: {}\n\
+         ksmd {:.1} % of a CPU, {:.1} us a page; pages_to_scan {}, sleep_millisecs {}; {} full scans and {:.1} s of CPU in {:.0} s{out}",
+        now.domain,
+        now.cpu_percent,
+        now.target_s,
+        now.why,
+        now.ksmd_cpu_percent,
+        now.cost_us_per_page,
+        now.pages_to_scan,
+        now.sleep_millisecs,
+        now.full_scans,
+        now.ksmd_cpu_s,
+        now.running_s,
+    )
+}
+
+fn explain(explanation: &Explanation) -> String {
+    let domain = explanation.domain.as_deref();
+    let mut text = format!(
+        "{} (process {}, trust domain {}): {}\n\
+         guest memory {}, mergeable {}, of it in memory {}, merged {}; profit {}, metadata {}\n",
+        explanation.vm,
+        explanation.pid,
+        domain.unwrap_or("-"),
+        explanation.verdict,
+        ByteSize(explanation.guest_bytes),
+        ByteSize(explanation.mergeable_bytes),
+        ByteSize(explanation.present_bytes),
+        ByteSize(explanation.merged_bytes),
+        explanation
+            .profit_bytes
+            .map_or_else(|| "?".to_owned(), signed),
+        explanation
+            .rmap_overhead_bytes
+            .map_or_else(|| "?".to_owned(), |bytes| ByteSize(bytes).to_string()),
+    );
+    if let Some(seconds) = explanation.first_merge_s {
+        let _ = writeln!(
+            text,
+            "first merge, if something is equal: in {seconds:.0} s at most, at this rate"
+        );
+    }
+    for finding in &explanation.causes {
+        let mark = if finding.blocks { "!" } else { "-" };
+        let size = match finding.pages {
+            0 => String::new(),
+            pages => format!("{}: ", ByteSize(pages * PAGE_SIZE)),
+        };
+        let _ = write!(
+            text,
+            "\n{mark} {size}{}\n    {}",
+            finding.words, finding.fix
+        );
+    }
+    text
+}

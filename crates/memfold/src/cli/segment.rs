@@ -1,0 +1,337 @@
+//! `memfold segment`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::{Args, Subcommand};
+use comfy_table::{CellAlignment, Table, presets};
+use memfold_units::ByteSize;
+
+use super::Context;
+use super::vm::segment as name_of_vm;
+use super::watch::watched;
+use crate::api::{AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, RankRequest};
+use crate::segment::{Ranked, Reference, SegmentInfo, rank};
+
+#[derive(Subcommand, Debug)]
+pub(super) enum Arguments {
+    /// Build a segment, or its next generation: a read-only image of files that VMs map in place
+    Build(BuildArguments),
+    /// Rank files by the memory they would save in a segment, by what running VMs cache
+    Rank(RankArguments),
+    /// Attach a segment to a running VM, and have its guest lay it over its own files
+    Attach {
+        /// The VM; it needs a free slot (vm run --segment-slots)
+        vm: String,
+        /// NAME for the newest generation, or NAME@GENERATION
+        segment: String,
+        /// Only attach the device; the guest mounts it itself
+        #[arg(long)]
+        no_lay: bool,
+        /// Compare all bytes with the guest's own files first, not only sizes, times, owners and modes
+        #[arg(long)]
+        content: bool,
+    },
+    /// Have a guest take a segment off its files; what it has written there stays
+    Detach {
+        /// The VM
+        vm: String,
+        /// NAME or NAME@GENERATION
+        segment: String,
+    },
+    /// All segments, who maps them, and what they cost
+    List,
+    /// What a segment says of itself
+    Inspect {
+        /// NAME or NAME@GENERATION
+        segment: String,
+    },
+    /// Read a segment whole and compare its checksum
+    Verify {
+        /// NAME or NAME@GENERATION
+        segment: String,
+    },
+    /// Remove segments, all generations or one, that no VM and no snapshot needs
+    Remove {
+        /// NAME or NAME@GENERATION
+        #[arg(required = true)]
+        segments: Vec<String>,
+    },
+}
+
+#[derive(Args, Debug)]
+pub(super) struct BuildArguments {
+    /// Name of the segment
+    name: String,
+    /// Trust domain: only its VMs may map the segment
+    #[arg(long)]
+    domain: String,
+    /// A directory that stands for the guests' root, a disk image with an ext4 or EROFS file system, .deb files, or package:NAME
+    #[arg(long, required = true, num_args = 1.., value_name = "SOURCE")]
+    from: Vec<String>,
+    /// Take only paths that match; several allowed ('/usr/**' and '/opt/**' by default)
+    #[arg(long, value_name = "GLOB")]
+    include: Vec<String>,
+    /// Leave out paths that match; stronger than --include
+    #[arg(long, value_name = "GLOB")]
+    exclude: Vec<String>,
+    /// Take only the best files by what the domain's running VMs cache, in at most so many bytes
+    #[arg(long, value_name = "BUDGET")]
+    top_files: Option<ByteSize>,
+    /// How many VMs are to map it, for that choice; those that run by default
+    #[arg(long, value_name = "NUMBER", requires = "top_files")]
+    for_vms: Option<u64>,
+    /// Build a root file system that VMs boot from (vm run --root-segment)
+    #[arg(long)]
+    root: bool,
+    /// Hold it in memory while VMs use it: the host can't reclaim it, and no disk is read
+    #[arg(long)]
+    pinned: bool,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct RankArguments {
+    /// VMs whose files are ranked; all by default
+    #[arg(long = "vm", value_name = "VM")]
+    vms: Vec<String>,
+    /// Only VMs of this trust domain
+    #[arg(long)]
+    domain: Option<String>,
+    /// How many VMs are to map the segment; as many as cache a file now by default
+    #[arg(long, value_name = "NUMBER")]
+    for_vms: Option<u64>,
+    /// Only paths that match ('/usr/**' and '/opt/**' by default)
+    #[arg(long, value_name = "GLOB")]
+    include: Vec<String>,
+    /// Lines to show
+    #[arg(short = 'n', long, default_value_t = 25)]
+    lines: usize,
+}
+
+pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
+    let client = context.client()?;
+    match arguments {
+        Arguments::Build(arguments) => return build(context, arguments),
+        Arguments::Rank(arguments) => {
+            let lines = arguments.lines;
+            let request = RankRequest {
+                vms: arguments.vms,
+                domain: arguments.domain,
+                for_vms: arguments.for_vms,
+                include: arguments.include,
+            };
+            let ranked: Vec<Ranked> = client.post("/v1/segments/rank", &request)?;
+            context.print(&ranked, |ranked| ranking(ranked, lines))?;
+        }
+        Arguments::Attach {
+            vm,
+            segment,
+            no_lay,
+            content,
+        } => {
+            let request = AttachSegmentRequest {
+                segment,
+                no_lay,
+                content,
+            };
+            let place = format!("/v1/vms/{}/segments", name_of_vm(&vm)?);
+            let done: AttachedSegment = client.post(&place, &request)?;
+            context.print(&done, |done| describe("attached", &vm, done))?;
+        }
+        Arguments::Detach { vm, segment } => {
+            let place = format!(
+                "/v1/vms/{}/segments/{}",
+                name_of_vm(&vm)?,
+                Reference::parse(&segment)?
+            );
+            let done: AttachedSegment = client.delete(&place)?;
+            context.print(&done, |done| describe("taken off", &vm, done))?;
+        }
+        Arguments::List => {
+            let list: Vec<SegmentInfo> = client.get("/v1/segments")?;
+            context.print(&list, |list| table(list))?;
+        }
+        Arguments::Inspect { segment } => {
+            let reference = Reference::parse(&segment)?;
+            let list: Vec<SegmentInfo> = client.get("/v1/segments")?;
+            let is_it = |info: &&SegmentInfo| {
+                info.segment.name == reference.name
+                    && reference
+                        .generation
+                        .is_none_or(|g| g == info.segment.generation)
+            };
+            // In order of generations.
+            let info = list.iter().rfind(is_it).with_context(|| {
+                format!("no segment '{segment}'; 'memfold segment list' shows all")
+            })?;
+            context.print(info, |info| {
+                serde_json::to_string_pretty(info).unwrap_or_default()
+            })?;
+        }
+        Arguments::Verify { segment } => {
+            let place = format!("/v1/segments/{}/verify", Reference::parse(&segment)?);
+            let problem: Option<String> = client.post(&place, &())?;
+            let is_right = problem.is_none();
+            let said = serde_json::json!({ "segment": segment, "problem": problem });
+            context.print(&said, |_| {
+                problem.unwrap_or_else(|| format!("{segment}: as it was built"))
+            })?;
+            return Ok(ExitCode::from(u8::from(!is_right)));
+        }
+        Arguments::Remove { segments } => {
+            let mut removed = Vec::new();
+            for segment in &segments {
+                let place = format!("/v1/segments/{}", Reference::parse(segment)?);
+                let gone: Vec<String> = client
+                    .delete(&place)
+                    .with_context(|| format!("cannot remove '{segment}'"))?;
+                removed.extend(gone);
+            }
+            let said = serde_json::json!({ "removed": removed });
+            context.print(&said, |_| format!("removed {}", removed.join(", ")))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn build(context: &Context, arguments: BuildArguments) -> anyhow::Result<ExitCode> {
+    let client = context.client()?;
+    let from = arguments
+        .from
+        .into_iter()
+        .map(absolute)
+        .collect::<Result<_, _>>()?;
+    let request = BuildRequest {
+        name: arguments.name,
+        domain: arguments.domain,
+        from,
+        include: arguments.include,
+        exclude: arguments.exclude,
+        top_files_bytes: arguments.top_files.map(|size| size.0),
+        for_vms: arguments.for_vms,
+        root: arguments.root,
+        pinned: arguments.pinned,
+    };
+    let place = format!("/v1/segments/{}/progress", Reference::parse(&request.name)?);
+    let result: BuildResult =
+        watched(
+            context,
+            place,
+            || Ok(client.post("/v1/segments", &request)?),
+        )?;
+    context.print(&result, |result| {
+        let segment = &result.segment;
+        if !result.is_new {
+            return format!("{} holds the same files already", segment.reference());
+        }
+        format!(
+            "built {}: {} files, {} in an image of {}; describing it takes {} of each guest's RAM",
+            segment.reference(),
+            segment.files,
+            ByteSize(segment.content_bytes),
+            ByteSize(segment.image_bytes),
+            segment.struct_page_bytes()
+        )
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The daemon's directory is another.
+fn absolute(source: String) -> std::io::Result<String> {
+    if source.starts_with("package:") {
+        return Ok(source);
+    }
+    let path = std::path::absolute(PathBuf::from(&source))?;
+    // Not UTF-8 can't be told in JSON; the daemon says that it isn't there.
+    Ok(path.to_str().map_or(source, str::to_owned))
+}
+
+fn describe(what: &str, vm: &str, done: &AttachedSegment) -> String {
+    let mut parts = vec![format!("{what}: {} ({vm})", done.segment.segment)];
+    let count = |key: &str| {
+        let dirs = done.report.as_ref()?.get("dirs")?.as_array()?;
+        let counts = dirs.iter().filter_map(|dir| dir.get(key)?.as_u64());
+        Some(counts.sum::<u64>())
+    };
+    if let (Some(same), Some(differing)) = (count("same"), count("differing")) {
+        parts.push(format!("{same} files as the guest's own"));
+        if differing > 0 {
+            parts.push(format!("{differing} differ and stay the guest's"));
+        }
+    }
+    parts.join("; ")
+}
+
+fn ranking(ranked: &[Ranked], lines: usize) -> String {
+    if ranked.is_empty() {
+        return "nothing to rank: no VM with memfold's agent caches files".into();
+    }
+    let mut table = Table::new();
+    table
+        .load_preset(presets::NOTHING)
+        .set_header(["SAVES", "SIZE", "TOUCHED", "VMS", "FILE"]);
+    for file in ranked.iter().take(lines) {
+        let saves = ByteSize(file.net_bytes.unsigned_abs()).to_string();
+        table.add_row([
+            if file.net_bytes < 0 {
+                format!("-{saves}")
+            } else {
+                saves
+            },
+            ByteSize(file.file_bytes).to_string(),
+            ByteSize(file.touched_bytes).to_string(),
+            file.vms.to_string(),
+            file.path.clone(),
+        ]);
+    }
+    right(&mut table, 0..4);
+    let (bytes, net) = rank::sums(ranked);
+    let gaining = ranked.iter().filter(|file| file.net_bytes > 0).count();
+    format!(
+        "{}\n\n{gaining} of {} files would save memory: {} in all, in an image of {bytes}",
+        table.trim_fmt(),
+        ranked.len(),
+        ByteSize(net.unsigned_abs())
+    )
+}
+
+fn table(list: &[SegmentInfo]) -> String {
+    if list.is_empty() {
+        return "no segments; 'memfold segment build' makes one".into();
+    }
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header([
+        "SEGMENT",
+        "DOMAIN",
+        "IMAGE",
+        "IN MEMORY",
+        "COST/VM",
+        "FILES",
+        "MAPPED BY",
+        "PROBLEM",
+    ]);
+    for info in list {
+        let segment = &info.segment;
+        table.add_row([
+            segment.reference(),
+            segment.domain.clone(),
+            ByteSize(segment.image_bytes).to_string(),
+            ByteSize(info.resident_bytes).to_string(),
+            ByteSize(info.struct_page_bytes).to_string(),
+            segment.files.to_string(),
+            info.users.join(", "),
+            info.problem.clone().unwrap_or_default(),
+        ]);
+    }
+    right(&mut table, 2..6);
+    table.trim_fmt()
+}
+
+fn right(table: &mut Table, columns: std::ops::Range<usize>) {
+    for column in columns {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! KSM on this host at a moment: controls, counters, ksmd, and each process's part.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use memfold_units::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::controls::{Controls, KsmError};
+use super::explain::{HostSide, pass_s};
+use super::files::{Entry, entries};
+use super::pressure::Pressure;
+use super::processes::{self, Process};
+use super::steer::Mode;
+
+/// A VM's part, or another process's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[allow(missing_docs)] // the kernel's names, explained in ksm.rst
+pub struct Part {
+    /// The VM's name; of a QEMU that no daemon knows and of other processes, the process's.
+    pub name: String,
+    /// Its trust domain, if a daemon knows the VM.
+    pub domain: Option<String>,
+    /// Process number.
+    pub pid: i32,
+    /// Whether KSM may merge some of its memory.
+    pub mergeable: bool,
+    pub ksm_merging_pages: Option<u64>,
+    pub ksm_zero_pages: Option<u64>,
+    pub ksm_rmap_items: Option<u64>,
+    pub ksm_process_profit: Option<i64>,
+    pub ksm_merge_any: Option<bool>,
+    /// ksmd's metadata about this process: `ksm_merging_pages` and `ksm_zero_pages` in bytes less `ksm_process_profit`.
+    pub rmap_overhead_bytes: Option<u64>,
+}
+
+impl Part {
+    fn of(process: &Process, known: &Names) -> Self {
+        let status = &process.status;
+        let vm = known.get(&process.pid);
+        let saved = process.merged_pages() * PAGE_SIZE;
+        Self {
+            name: vm.map_or_else(|| process.comm.clone(), |(name, _)| name.clone()),
+            domain: vm.and_then(|(_, domain)| domain.clone()),
+            pid: process.pid,
+            mergeable: process.mergeable,
+            ksm_merging_pages: status.ksm_merging_pages,
+            ksm_zero_pages: status.ksm_zero_pages,
+            ksm_rmap_items: status.ksm_rmap_items,
+            ksm_process_profit: status.ksm_process_profit,
+            ksm_merge_any: status.ksm_merge_any,
+            rmap_overhead_bytes: status
+                .ksm_process_profit
+                .map(|profit| saved.saturating_add_signed(profit.saturating_neg())),
+        }
+    }
+}
+
+/// Sums over the processes shown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[allow(missing_docs)] // the kernel's names, explained in ksm.rst
+pub struct Totals {
+    pub ksm_merging_pages: u64,
+    pub ksm_zero_pages: u64,
+    pub ksm_rmap_items: u64,
+    pub ksm_process_profit: i64,
+    /// ksmd's metadata.
+    pub rmap_overhead_bytes: u64,
+}
+
+/// How a daemon steers KSM.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Steering {
+    /// For this trust domain.
+    pub domain: String,
+    /// CPU of ksmd at most, percent of one.
+    pub cpu_percent: f64,
+    /// Time for a full scan, seconds.
+    pub target_s: f64,
+    /// By the kernel's advisor.
+    pub advisor: bool,
+    /// How it scans; null while KSM stands still.
+    pub mode: Option<Mode>,
+    /// Why, in words.
+    pub why: String,
+    /// Why KSM stands still; null: it runs.
+    pub held: Option<String>,
+    /// Set now.
+    pub pages_to_scan: u64,
+    /// Set now.
+    pub sleep_millisecs: u64,
+    /// ksmd's CPU over the last seconds, percent of one.
+    pub ksmd_cpu_percent: f64,
+    /// ksmd's CPU per page that it looks at, microseconds.
+    pub cost_us_per_page: f64,
+    /// Full scans since it began.
+    pub full_scans: u64,
+    /// Seconds since it began.
+    pub running_s: f64,
+    /// CPU of ksmd since it began, seconds.
+    pub ksmd_cpu_s: f64,
+    /// VMs of other trust domains that were started with `mem-merge=off` meanwhile.
+    pub kept_out: Vec<String>,
+}
+
+/// All of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Overview {
+    /// Whether the kernel has KSM.
+    pub available: bool,
+    /// Every file of `/sys/kernel/mm/ksm`.
+    pub files: Vec<Entry>,
+    /// CPU time of ksmd since boot, seconds; null where it can't be seen.
+    pub ksmd_cpu_s: Option<f64>,
+    /// Anonymous memory of the processes with mergeable memory: what a full scan looks at, and a little of QEMU's own.
+    pub mergeable_bytes: u64,
+    /// A full scan at the present settings, seconds.
+    pub pass_s: Option<f64>,
+    /// What waits on this host.
+    pub pressure: Pressure,
+    /// Whether a daemon was asked: then VMs have names and trust domains.
+    pub daemon: bool,
+    /// How that daemon steers KSM; null: it doesn't.
+    pub steering: Option<Steering>,
+    /// VMs: the daemon's, and every QEMU with mergeable memory.
+    pub vms: Vec<Part>,
+    /// Other processes with mergeable memory.
+    pub others: Vec<Part>,
+    /// Their sum.
+    pub totals: Totals,
+}
+
+/// VMs that a daemon knows, by process: name and trust domain.
+pub type Names = BTreeMap<i32, (String, Option<String>)>;
+
+impl Overview {
+    /// Of this host, now. `known`: the daemon's VMs; `None`: no daemon was asked.
+    pub fn now(known: Option<&Names>) -> Result<Self, KsmError> {
+        Self::read(&Controls::default(), Path::new("/proc"), known)
+    }
+
+    fn read(
+        controls: &Controls,
+        proc_root: &Path,
+        known: Option<&Names>,
+    ) -> Result<Self, KsmError> {
+        let host = HostSide::read(controls, proc_root)?;
+        let files = match &host {
+            Some(_) => entries(controls)?,
+            None => Vec::new(),
+        };
+        let none = Names::new();
+        let names = known.unwrap_or(&none);
+        let shown: Vec<Process> = processes::all(proc_root)
+            .into_iter()
+            .filter(|process| process.mergeable || names.contains_key(&process.pid))
+            .collect();
+        let is_vm = |process: &Process| process.qemu || names.contains_key(&process.pid);
+        let (vms, others): (Vec<&Process>, Vec<&Process>) = shown.iter().partition(|p| is_vm(p));
+        let parts = |list: Vec<&Process>| -> Vec<Part> {
+            list.into_iter().map(|p| Part::of(p, names)).collect()
+        };
+        let (vms, others) = (parts(vms), parts(others));
+        let mut totals = Totals::default();
+        for part in vms.iter().chain(&others) {
+            totals.ksm_merging_pages += part.ksm_merging_pages.unwrap_or(0);
+            totals.ksm_zero_pages += part.ksm_zero_pages.unwrap_or(0);
+            totals.ksm_rmap_items += part.ksm_rmap_items.unwrap_or(0);
+            totals.ksm_process_profit += part.ksm_process_profit.unwrap_or(0);
+            totals.rmap_overhead_bytes += part.rmap_overhead_bytes.unwrap_or(0);
+        }
+        Ok(Self {
+            available: host.is_some(),
+            files,
+            ksmd_cpu_s: host.as_ref().and_then(|host| host.ksmd_cpu_s),
+            mergeable_bytes: host.as_ref().map_or(0, |h| h.mergeable_pages) * PAGE_SIZE,
+            pass_s: host.as_ref().and_then(pass_s),
+            pressure: Pressure::now(),
+            daemon: known.is_some(),
+            steering: None,
+            vms,
+            others,
+            totals,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vms_have_the_daemons_names_and_sums_are_of_all() {
+        let tree = tempfile::tempdir().unwrap();
+        let root = tree.path();
+        std::fs::create_dir(root.join("ksm")).unwrap();
+        std::fs::write(root.join("ksm/run"), "1\n").unwrap();
+        for (pid, comm, merging) in [(5, "qemu-system-x86", 100), (6, "java", 10)] {
+            let directory = root.join(pid.to_string());
+            std::fs::create_dir(&directory).unwrap();
+            std::fs::write(directory.join("comm"), comm).unwrap();
+            std::fs::write(directory.join("statm"), "900 500 100 1 0 1 0").unwrap();
+            let profit = merging * 4096 - 64 * 200;
+            let stat = format!(
+                "ksm_rmap_items 200\nksm_zero_pages 0\nksm_merging_pages {merging}\nksm_process_profit {profit}\nksm_mergeable: yes\n"
+            );
+            std::fs::write(directory.join("ksm_stat"), stat).unwrap();
+        }
+        let controls = Controls::new(root.join("ksm"));
+        let names = Names::from([(5, ("web".to_owned(), Some("d".to_owned())))]);
+        let seen = Overview::read(&controls, root, Some(&names)).unwrap();
+        assert_eq!(
+            (seen.vms[0].name.as_str(), seen.vms[0].domain.as_deref()),
+            ("web", Some("d"))
+        );
+        assert_eq!(seen.others[0].name, "java");
+        assert_eq!(seen.vms[0].rmap_overhead_bytes, Some(64 * 200));
+        assert_eq!(seen.totals.ksm_merging_pages, 110);
+        assert_eq!(seen.totals.ksm_process_profit, 110 * 4096 - 2 * 64 * 200);
+        assert_eq!(seen.mergeable_bytes, 800 * 4096);
+        let alone = Overview::read(&controls, root, None).unwrap();
+        assert_eq!(alone.vms[0].name, "qemu-system-x86");
+        assert!(!alone.daemon && alone.available);
+        let without = Overview::read(&Controls::new(root.join("none")), root, None).unwrap();
+        assert!(!without.available && without.files.is_empty());
+    }
+}

@@ -1,0 +1,59 @@
+//! How much of the time something waited for CPU or memory on this host.
+//!
+//! Source: `Documentation/accounting/psi.rst`.
+
+use std::fs;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Of the last ten seconds, the share in percent in which at least one task waited (`some avg10`). `None`: the kernel doesn't tell
+/// (no `CONFIG_PSI`, or `psi=0`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Pressure {
+    /// For a CPU.
+    pub cpu_some_avg10: Option<f64>,
+    /// For memory.
+    pub memory_some_avg10: Option<f64>,
+}
+
+impl Pressure {
+    /// Now.
+    #[must_use]
+    pub fn now() -> Self {
+        Self::read(Path::new("/proc/pressure"))
+    }
+
+    /// In the directory `root`.
+    #[must_use]
+    pub fn read(root: &Path) -> Self {
+        let some = |name: &str| some_avg10(&fs::read_to_string(root.join(name)).ok()?);
+        Self {
+            cpu_some_avg10: some("cpu"),
+            memory_some_avg10: some("memory"),
+        }
+    }
+}
+
+/// `some avg10=1.17 avg60=4.06 avg300=4.69 total=106052673` -> 1.17
+fn some_avg10(text: &str) -> Option<f64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("some "))?;
+    let word = line.split(' ').find_map(|w| w.strip_prefix("avg10="))?;
+    word.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ten_seconds_average_of_some_is_read() {
+        let tree = tempfile::tempdir().unwrap();
+        let text = "some avg10=1.17 avg60=4.06 avg300=4.69 total=9\nfull avg10=0.50 avg60=0.00 avg300=0.00 total=0\n";
+        fs::write(tree.path().join("cpu"), text).unwrap();
+        let pressure = Pressure::read(tree.path());
+        assert_eq!(pressure.cpu_some_avg10, Some(1.17));
+        assert_eq!(pressure.memory_some_avg10, None);
+    }
+}

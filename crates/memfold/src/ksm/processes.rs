@@ -1,0 +1,202 @@
+//! Processes whose memory KSM may merge, and which of them are QEMUs.
+
+use std::fs;
+use std::path::Path;
+
+use memfold_units::PAGE_SIZE;
+
+use super::status::ProcessStatus;
+
+/// A process with mergeable memory, or a QEMU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Process {
+    /// Its number.
+    pub pid: i32,
+    /// Its name, `/proc/PID/comm`.
+    pub comm: String,
+    /// Whether its program is a QEMU.
+    pub qemu: bool,
+    /// Whether KSM may merge some of its memory.
+    pub mergeable: bool,
+    /// KSM's figures of it.
+    pub status: ProcessStatus,
+    /// Anonymous pages that it has in memory.
+    pub anonymous_pages: u64,
+}
+
+impl Process {
+    /// Process `pid`; `None` if it has ended, or is a kernel thread.
+    #[must_use]
+    pub fn read(proc_root: &Path, pid: i32) -> Option<Self> {
+        Self::look(proc_root, pid, Wanted::Any)
+    }
+
+    fn look(proc_root: &Path, pid: i32, wanted: Wanted) -> Option<Self> {
+        let directory = proc_root.join(pid.to_string());
+        let status = ProcessStatus::read(proc_root, pid).ok()?;
+        let told = match (status.ksm_mergeable, status.ksm_merge_any) {
+            (_, Some(true)) => Some(true),
+            (told, _) => told,
+        };
+        if wanted == Wanted::Mergeable && told == Some(false) {
+            return None;
+        }
+        // The kernel cuts names at 15 bytes, wherever a character ends; and they can be anything.
+        let comm = fs::read(directory.join("comm")).ok()?;
+        let comm = String::from_utf8_lossy(&comm).trim_end().to_owned();
+        let named_qemu = comm.starts_with("qemu-system") || comm == "qemu-kvm";
+        // Told since Linux 6.13 or so. Before, a QEMU's mappings tell, and of others what was merged or looked at.
+        let mergeable = told.unwrap_or_else(|| {
+            let visited = |pages: Option<u64>| pages.is_some_and(|pages| pages > 0);
+            visited(status.ksm_merging_pages)
+                || visited(status.ksm_rmap_items)
+                || (named_qemu && has_mergeable_mapping(&directory))
+        });
+        let is_wanted = match wanted {
+            Wanted::Any => true,
+            Wanted::MergeableOrQemu => mergeable || named_qemu,
+            Wanted::Mergeable => mergeable,
+        };
+        if !is_wanted {
+            return None;
+        }
+        let anonymous_pages = anonymous_pages(&directory)?;
+        Some(Self {
+            pid,
+            comm,
+            qemu: named_qemu || runs_qemu(&directory),
+            mergeable,
+            status,
+            anonymous_pages,
+        })
+    }
+
+    /// Pages merged, those of zeroes included.
+    #[must_use]
+    pub fn merged_pages(&self) -> u64 {
+        self.status.ksm_merging_pages.unwrap_or(0) + self.status.ksm_zero_pages.unwrap_or(0)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    Any,
+    MergeableOrQemu,
+    Mergeable,
+}
+
+/// All processes with mergeable memory, and all QEMUs, by number.
+#[must_use]
+pub fn all(proc_root: &Path) -> Vec<Process> {
+    find(proc_root, Wanted::MergeableOrQemu)
+}
+
+/// All processes with mergeable memory, by number. On new kernels one small file is read of each other process.
+#[must_use]
+pub fn mergeable(proc_root: &Path) -> Vec<Process> {
+    find(proc_root, Wanted::Mergeable)
+}
+
+fn find(proc_root: &Path, wanted: Wanted) -> Vec<Process> {
+    let entries = fs::read_dir(proc_root).into_iter().flatten().flatten();
+    let mut found: Vec<Process> = entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter_map(|pid| Process::look(proc_root, pid, wanted))
+        .collect();
+    found.sort_by_key(|process| process.pid);
+    found
+}
+
+/// Resident less shared of `/proc/PID/statm` (`proc_pid_statm(5)`); `None` for kernel threads, which have no memory.
+fn anonymous_pages(directory: &Path) -> Option<u64> {
+    let text = fs::read_to_string(directory.join("statm")).ok()?;
+    let mut fields = text.split_ascii_whitespace();
+    let size: u64 = fields.next()?.parse().ok()?;
+    let resident: u64 = fields.next()?.parse().ok()?;
+    let shared: u64 = fields.next()?.parse().ok()?;
+    let pages = resident.saturating_sub(shared);
+    (size > 0).then_some(pages * (page_bytes() / PAGE_SIZE))
+}
+
+fn page_bytes() -> u64 {
+    u64::try_from(rustix::param::page_size()).unwrap_or(PAGE_SIZE)
+}
+
+/// Whatever it is named (`-name process=`).
+fn runs_qemu(directory: &Path) -> bool {
+    fs::read_link(directory.join("exe")).is_ok_and(|program| {
+        let name = program.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with("qemu-system") || name.starts_with("qemu-kvm")
+    })
+}
+
+fn has_mergeable_mapping(directory: &Path) -> bool {
+    fs::read(directory.join("smaps")).is_ok_and(|smaps| {
+        let smaps = String::from_utf8_lossy(&smaps);
+        let mut flags = smaps.lines().filter_map(|l| l.strip_prefix("VmFlags:"));
+        flags.any(|flags| flags.split_ascii_whitespace().any(|flag| flag == "mg"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(root: &Path, pid: i32, files: &[(&str, &str)]) {
+        let directory = root.join(pid.to_string());
+        fs::create_dir_all(&directory).unwrap();
+        for (name, text) in files {
+            fs::write(directory.join(name), text).unwrap();
+        }
+    }
+
+    #[test]
+    fn mergeable_processes_and_qemus_are_found_on_new_and_old_kernels() {
+        let tree = tempfile::tempdir().unwrap();
+        let root = tree.path();
+        let statm = "100 60 20 1 0 50 0";
+        let mergeable =
+            "ksm_rmap_items 9\nksm_zero_pages 2\nksm_merging_pages 8\nksm_mergeable: yes\n";
+        process(
+            root,
+            5,
+            &[
+                ("comm", "java\n"),
+                ("statm", statm),
+                ("ksm_stat", mergeable),
+            ],
+        );
+        let not = "ksm_rmap_items 0\nksm_merging_pages 0\nksm_mergeable: no\n";
+        process(
+            root,
+            6,
+            &[("comm", "bash\n"), ("statm", statm), ("ksm_stat", not)],
+        );
+        process(
+            root,
+            7,
+            &[
+                ("comm", "qemu-system-x86\n"),
+                ("statm", statm),
+                ("ksm_stat", not),
+            ],
+        );
+        let old = "7f00-7f01 rw-p 0 0:0 0\nVmFlags: rd wr mg\n";
+        process(
+            root,
+            8,
+            &[
+                ("comm", "qemu-system-x86\n"),
+                ("statm", statm),
+                ("smaps", old),
+            ],
+        );
+        process(root, 9, &[("comm", "ksmd\n"), ("statm", "0 0 0 0 0 0 0")]);
+        let all = all(root);
+        let found: Vec<_> = all.iter().map(|p| (p.pid, p.qemu, p.mergeable)).collect();
+        assert_eq!(found, [(5, false, true), (7, true, false), (8, true, true)]);
+        let pids: Vec<i32> = super::mergeable(root).iter().map(|p| p.pid).collect();
+        assert_eq!(pids, [5, 8]);
+        assert_eq!((all[0].merged_pages(), all[0].anonymous_pages), (10, 40));
+    }
+}

@@ -1,0 +1,217 @@
+//! Where the guest RAM of a QEMU lies and what KSM makes of each part of it, from `/proc/PID/smaps`.
+//!
+//! Source: `fs/proc/task_mmu.c` (`show_smap_vma_flags`), `mm/ksm.c` (`vma_ksm_compatible`).
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use memfold_units::PAGE_SIZE;
+
+/// Mappings without a gap of at least this length together are taken for guest memory: QEMU's own are smaller, or executable.
+const GUEST_BYTES: u64 = 16 << 20;
+
+/// A mapping.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mapping {
+    /// First byte.
+    pub start: u64,
+    /// Byte after the last.
+    pub end: u64,
+    /// `rwxp` or `rwxs`.
+    pub permissions: String,
+    /// The file; empty: anonymous.
+    pub path: String,
+    /// `VmFlags`.
+    pub flags: Vec<String>,
+    /// `Rss`, pages.
+    pub resident_pages: u64,
+    /// `Anonymous`, pages.
+    pub anonymous_pages: u64,
+    /// `AnonHugePages`, pages of 4 KiB.
+    pub huge_pages: u64,
+    /// `Swap`, pages.
+    pub swapped_pages: u64,
+    /// `KSM`, pages; `None` before Linux 6.6.
+    pub merged_pages: Option<u64>,
+}
+
+impl Mapping {
+    /// Length in pages.
+    #[must_use]
+    pub const fn pages(&self) -> u64 {
+        (self.end - self.start) / PAGE_SIZE
+    }
+
+    /// Whether the kernel shows flag `name`.
+    #[must_use]
+    pub fn has(&self, name: &str) -> bool {
+        self.flags.iter().any(|flag| flag == name)
+    }
+
+    /// Whether KSM may merge in it.
+    #[must_use]
+    pub fn is_mergeable(&self) -> bool {
+        self.has("mg")
+    }
+
+    /// Private anonymous memory that nobody offered.
+    fn is_unadvised(&self) -> bool {
+        let anonymous = self.path.is_empty() && !self.permissions.ends_with('s');
+        anonymous && !self.is_mergeable() && !self.has("ht")
+    }
+
+    fn may_be_guest(&self) -> bool {
+        let may = |at: usize, letter: u8| self.permissions.as_bytes().get(at) == Some(&letter);
+        // Libraries and the heap are QEMU's own, and so is what TCG translates.
+        let own = self.path.starts_with('[') || !(may(1, b'w') || may(3, b's'));
+        // And the page store, through which memfold's library compares.
+        let own = own || (may(3, b's') && self.path.contains("memfold:"));
+        may(0, b'r') && !may(2, b'x') && !own
+    }
+}
+
+/// The mappings that hold guest memory, by address. Those of `ram` (first byte, byte after the last) where that is known, and all
+/// large ones else.
+pub fn guest(proc_root: &Path, pid: i32, ram: &[(u64, u64)]) -> io::Result<Vec<Mapping>> {
+    let text = fs::read_to_string(proc_root.join(pid.to_string()).join("smaps"))?;
+    Ok(guest_of(parse(&text), ram))
+}
+
+fn guest_of(mappings: Vec<Mapping>, ram: &[(u64, u64)]) -> Vec<Mapping> {
+    let mut found = Vec::new();
+    let mut span: Vec<Mapping> = Vec::new();
+    let mut close = |span: &mut Vec<Mapping>| {
+        let bytes: u64 = span.iter().map(|m| m.end - m.start).sum();
+        if bytes >= GUEST_BYTES {
+            found.append(span);
+        } else {
+            found.extend(span.drain(..).filter(|m| is_known(ram, m)));
+        }
+    };
+    for mapping in mappings {
+        let next = span.last().is_some_and(|last| last.end == mapping.start);
+        if !next || !mapping.may_be_guest() {
+            close(&mut span);
+        }
+        if mapping.may_be_guest() {
+            span.push(mapping);
+        }
+    }
+    close(&mut span);
+    // Large buffers of QEMU's own are anonymous, and nobody offers them. So isn't RAM that may not merge: told by where it lies, or by
+    // there being nothing else.
+    let offered = found.iter().any(Mapping::is_mergeable);
+    found.retain(|m| !m.is_unadvised() || is_known(ram, m) || (ram.is_empty() && !offered));
+    found
+}
+
+fn is_known(ram: &[(u64, u64)], mapping: &Mapping) -> bool {
+    ram.iter()
+        .any(|(start, end)| mapping.start < *end && *start < mapping.end)
+}
+
+/// Reads the text of `smaps`. Lines that are not as expected are left out.
+#[must_use]
+pub fn parse(text: &str) -> Vec<Mapping> {
+    let mut all: Vec<Mapping> = Vec::new();
+    for line in text.lines() {
+        if !line.starts_with(|c: char| c.is_ascii_uppercase()) {
+            all.extend(first_line(line));
+            continue;
+        }
+        let (Some(mapping), Some((key, value))) = (all.last_mut(), line.split_once(':')) else {
+            continue;
+        };
+        let pages = || {
+            let kib = value.trim().strip_suffix(" kB")?.trim();
+            Some(kib.parse::<u64>().ok()? * 1024 / PAGE_SIZE)
+        };
+        match key {
+            "Rss" => mapping.resident_pages = pages().unwrap_or(0),
+            "Anonymous" => mapping.anonymous_pages = pages().unwrap_or(0),
+            "AnonHugePages" => mapping.huge_pages = pages().unwrap_or(0),
+            "Swap" => mapping.swapped_pages = pages().unwrap_or(0),
+            "KSM" => mapping.merged_pages = pages(),
+            "VmFlags" => {
+                mapping.flags = value.split_whitespace().map(str::to_owned).collect();
+            }
+            _ => {}
+        }
+    }
+    all
+}
+
+/// `start-end perms offset dev inode path` (`proc_pid_maps(5)`).
+fn first_line(line: &str) -> Option<Mapping> {
+    let (range, rest) = line.split_once(' ')?;
+    let (start, end) = range.split_once('-')?;
+    let mut fields = rest.splitn(5, ' ');
+    let permissions = fields.next()?.to_owned();
+    Some(Mapping {
+        start: u64::from_str_radix(start, 16).ok()?,
+        end: u64::from_str_radix(end, 16).ok()?,
+        permissions,
+        path: fields.nth(3).unwrap_or("").trim().to_owned(),
+        ..Mapping::default()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMAPS: &str = "\
+55d000000000-55d000800000 rw-p 00000000 00:00 0                          [heap]
+Rss:                4096 kB
+VmFlags: rd wr mr mw me ac
+7f0000000000-7f0001000000 rw-p 00000000 00:00 0
+Rss:               16384 kB
+Anonymous:         16384 kB
+KSM:                  12 kB
+AnonHugePages:     4096 kB
+Swap:                 8 kB
+VmFlags: rd wr mr mw me ac dd hg mg
+7f0001000000-7f0001001000 rw-p 00000000 00:01 77                         /memfd:memfold:lab (deleted)
+Rss:                   4 kB
+VmFlags: rd wr mr mw me ac dd
+7f0001001000-7f0001002000 ---p 00000000 00:00 0
+VmFlags: mr mw me
+7f1000000000-7f1002000000 rwxp 00000000 00:00 0
+Rss:               32768 kB
+VmFlags: rd wr ex mr mw me ac
+";
+
+    #[test]
+    fn ram_is_found_with_what_is_mapped_into_it() {
+        let found = guest_of(parse(SMAPS), &[]);
+        assert_eq!(found.len(), 2, "{found:?}");
+        let ram = &found[0];
+        assert!(ram.is_mergeable() && ram.has("hg") && !ram.has("ht"));
+        assert_eq!(
+            (
+                ram.pages(),
+                ram.huge_pages,
+                ram.merged_pages,
+                ram.swapped_pages
+            ),
+            (4096, 1024, Some(3), 2)
+        );
+        assert_eq!(found[1].path, "/memfd:memfold:lab (deleted)");
+        assert_eq!((found[1].pages(), found[1].merged_pages), (1, None));
+    }
+
+    #[test]
+    fn small_ram_is_found_where_it_is_known() {
+        let ram = [(0x55d0_0000_0000, 0x55d0_0000_1000)];
+        let smaps = SMAPS.replace("[heap]", "");
+        assert_eq!(guest_of(parse(&smaps), &ram).len(), 3);
+        let buffer =
+            "7e0000000000-7e0004000000 rw-p 00000000 00:00 0\nVmFlags: rd wr mr mw me ac\n";
+        assert_eq!(guest_of(parse(&(smaps.clone() + buffer)), &[]).len(), 2);
+        assert_eq!(guest_of(parse(buffer), &[]).len(), 1);
+        let store = "6fd648000000-7fd647ffe000 r--s 00000000 00:28 2                /memfold:lab (deleted)\n";
+        assert_eq!(guest_of(parse(store), &[]), []);
+        assert_eq!(guest_of(parse(&smaps), &[]).len(), 2);
+    }
+}

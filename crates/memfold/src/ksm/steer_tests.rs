@@ -1,0 +1,264 @@
+use super::*;
+
+/// ksmd as `mm/ksm.c` has it: batches, pauses, passes that end a batch early; in simulated time.
+struct Ksmd {
+    at: f64,
+    cpu: f64,
+    scanned: u64,
+    full_scans: u64,
+    cursor: u64,
+    pages: u64,
+    /// Pages of these that have a like, and how many of them are merged; those at the front of the list.
+    alike: u64,
+    visited_twice: u64,
+    merged: u64,
+    cost: f64,
+    arrivals: u64,
+    pressure: Pressure,
+}
+
+impl Ksmd {
+    fn new(pages: u64, alike: u64) -> Self {
+        Self {
+            at: 0.0,
+            cpu: 0.0,
+            scanned: 0,
+            full_scans: 0,
+            cursor: 0,
+            pages,
+            alike,
+            visited_twice: 0,
+            merged: 0,
+            cost: 4e-6,
+            arrivals: 1,
+            pressure: Pressure::default(),
+        }
+    }
+
+    fn sample(&self) -> Sample {
+        Sample {
+            at: Duration::from_secs_f64(self.at),
+            cpu: Duration::from_secs_f64(self.cpu),
+            scanned: Some(self.scanned),
+            full_scans: self.full_scans,
+            merged_pages: self.merged,
+            mergeable_pages: self.pages,
+            arrivals: self.arrivals,
+            pressure: self.pressure,
+        }
+    }
+
+    fn run(&mut self, decision: &Decision, seconds: f64) {
+        let end = self.at + seconds;
+        while self.at < end {
+            let batch = decision.pages_to_scan.min(self.pages - self.cursor);
+            self.cursor += batch;
+            self.scanned += batch;
+            let took = batch as f64 * self.cost;
+            self.cpu += took;
+            self.at += took + decision.sleep_millisecs as f64 / 1e3;
+            // A page merges when it is seen for the second time.
+            if self.full_scans >= self.visited_twice {
+                self.merged = self.merged.max(self.cursor.min(self.alike));
+            }
+            if self.cursor == self.pages {
+                self.cursor = 0;
+                self.full_scans += 1;
+            }
+        }
+    }
+
+    /// Steers for some time, a step a second; the decisions.
+    fn steer(&mut self, steer: &mut Steer, seconds: u64) -> Vec<Decision> {
+        (0..seconds)
+            .map(|_| {
+                let decision = steer.step(&self.sample());
+                self.run(&decision, 1.0);
+                decision
+            })
+            .collect()
+    }
+}
+
+fn goal(cpu_percent: f64, target_s: u64) -> Goal {
+    Goal {
+        cpu_share: cpu_percent / 100.0,
+        target: Duration::from_secs(target_s),
+    }
+}
+
+const GIB_PAGES: u64 = 1 << 18;
+
+#[test]
+fn a_boost_takes_the_budget_and_no_more_until_two_full_scans_have_passed() {
+    let mut ksmd = Ksmd::new(GIB_PAGES, GIB_PAGES / 2);
+    ksmd.visited_twice = 1;
+    let mut steer = Steer::new(goal(20.0, 600));
+    // 262,144 pages at 4 µs and 20 % of a CPU: 5.2 s a pass.
+    let begun = ksmd.steer(&mut steer, 9);
+    assert!(begun.iter().all(|d| d.mode == Mode::Boost), "{begun:?}");
+    let share = ksmd.cpu / ksmd.at;
+    assert!((0.17..0.21).contains(&share), "{share}");
+    ksmd.steer(&mut steer, 6);
+    assert_eq!(ksmd.merged, GIB_PAGES / 2);
+    let after = ksmd.steer(&mut steer, 1);
+    assert_eq!(after[0].mode, Mode::Steady, "{}", after[0].why);
+    assert!(after[0].why.contains("each 600 s"), "{}", after[0].why);
+}
+
+#[test]
+fn a_full_scan_takes_the_target_where_the_budget_suffices() {
+    let mut ksmd = Ksmd::new(GIB_PAGES, 0);
+    let mut steer = Steer::new(goal(20.0, 60));
+    ksmd.steer(&mut steer, 20);
+    // Kept from idling: something merges, and is lost, in each pass.
+    let before = (ksmd.full_scans, ksmd.at);
+    while ksmd.full_scans < before.0 + 3 {
+        ksmd.merged = if ksmd.full_scans.is_multiple_of(2) {
+            0
+        } else {
+            4096
+        };
+        ksmd.steer(&mut steer, 1);
+    }
+    let pass = (ksmd.at - before.1) / 3.0;
+    assert!((50.0..70.0).contains(&pass), "{pass} s a pass");
+}
+
+#[test]
+fn a_target_beyond_the_budget_is_given_up_in_words() {
+    let mut ksmd = Ksmd::new(64 * GIB_PAGES, 0);
+    let mut steer = Steer::new(goal(5.0, 10));
+    let decisions = ksmd.steer(&mut steer, 60);
+    // 16.8 million pages at 4 µs and 5 %: 1342 s a pass.
+    assert_eq!(decisions[59].mode, Mode::Boost);
+    let share = ksmd.cpu / ksmd.at;
+    assert!((0.04..0.0525).contains(&share), "{share}");
+    steer.boost_until = None;
+    let why = steer.step(&ksmd.sample()).why;
+    assert!(why.contains("suffices for a full scan each 13"), "{why}");
+}
+
+#[test]
+fn two_passes_that_bring_nothing_make_it_idle_and_a_vm_wakes_it() {
+    let mut ksmd = Ksmd::new(GIB_PAGES, 0);
+    let mut steer = Steer::new(goal(20.0, 20));
+    let decisions = ksmd.steer(&mut steer, 90);
+    let modes: Vec<Mode> = decisions.iter().map(|d| d.mode).collect();
+    assert_eq!(modes[0], Mode::Boost);
+    assert!(modes.contains(&Mode::Steady), "{modes:?}");
+    assert_eq!(modes[89], Mode::Idle);
+    let (idle, steady) = (decisions[89].pages_per_second, GIB_PAGES as f64 / 20.0);
+    assert!((idle / steady - 0.1).abs() < 0.01, "{idle} of {steady}");
+    ksmd.arrivals += 1;
+    ksmd.pages += GIB_PAGES;
+    assert_eq!(ksmd.steer(&mut steer, 1)[0].mode, Mode::Boost);
+}
+
+#[test]
+fn what_merges_or_is_lost_ends_idling() {
+    for merged in [0, 20_000] {
+        let mut ksmd = Ksmd::new(GIB_PAGES, 0);
+        ksmd.merged = 10_000;
+        let mut steer = Steer::new(goal(20.0, 20));
+        assert_eq!(ksmd.steer(&mut steer, 90)[89].mode, Mode::Idle);
+        ksmd.merged = merged;
+        assert_eq!(ksmd.steer(&mut steer, 1)[0].mode, Mode::Steady, "{merged}");
+    }
+}
+
+#[test]
+fn memory_that_grows_begins_a_boost() {
+    let mut ksmd = Ksmd::new(GIB_PAGES, 0);
+    let mut steer = Steer::new(goal(20.0, 20));
+    assert_eq!(ksmd.steer(&mut steer, 90)[89].mode, Mode::Idle);
+    ksmd.pages += GIB_PAGES / 20;
+    assert_eq!(ksmd.steer(&mut steer, 1)[0].mode, Mode::Idle);
+    ksmd.pages += GIB_PAGES / 10;
+    assert_eq!(ksmd.steer(&mut steer, 1)[0].mode, Mode::Boost);
+}
+
+#[test]
+fn pressure_slows_down_to_a_tenth_and_its_end_is_noticed() {
+    let mut ksmd = Ksmd::new(GIB_PAGES, 0);
+    let mut steer = Steer::new(goal(20.0, 20));
+    let free = ksmd.steer(&mut steer, 3)[2].pages_per_second;
+    for (cpu, memory, left, word) in [
+        (Some(50.0), Some(10.0), 1.0, ""),
+        (Some(99.0), None, 0.1, "/proc/pressure/cpu is 99 %"),
+        (None, Some(25.0), 0.55, "/proc/pressure/memory is 25 %"),
+        (Some(60.0), Some(80.0), 0.1, "/proc/pressure/memory is 80 %"),
+    ] {
+        ksmd.pressure = Pressure {
+            cpu_some_avg10: cpu,
+            memory_some_avg10: memory,
+        };
+        let decision = ksmd.steer(&mut steer, 1).remove(0);
+        let ratio = decision.pages_per_second / free;
+        assert!((ratio - left).abs() < 0.05, "{cpu:?} {memory:?}: {ratio}");
+        assert!(decision.why.contains(word), "{}", decision.why);
+        assert_eq!(decision.mode, Mode::Boost);
+    }
+    ksmd.pressure = Pressure::default();
+    let decision = ksmd.steer(&mut steer, 1).remove(0);
+    assert!((decision.pages_per_second / free - 1.0).abs() < 0.05);
+}
+
+#[test]
+fn a_page_that_gets_dearer_keeps_to_the_budget_within_a_second() {
+    let mut ksmd = Ksmd::new(4 * GIB_PAGES, 0);
+    let mut steer = Steer::new(goal(10.0, 1));
+    ksmd.cost = 1e-6;
+    ksmd.steer(&mut steer, 10);
+    ksmd.cost = 10e-6;
+    ksmd.steer(&mut steer, 1);
+    let before = (ksmd.cpu, ksmd.at);
+    ksmd.steer(&mut steer, 10);
+    let share = (ksmd.cpu - before.0) / (ksmd.at - before.1);
+    assert!(share < 0.105, "{share}");
+    assert!((0.08..0.15).contains(&steer.used_share()));
+    assert!((steer.cost_s() - 10e-6).abs() < 1e-6);
+}
+
+#[test]
+fn a_kernel_that_does_not_count_scanned_pages_is_steered_by_what_was_asked() {
+    let mut ksmd = Ksmd::new(4 * GIB_PAGES, 0);
+    let mut steer = Steer::new(goal(20.0, 600));
+    for _ in 0..30 {
+        let sample = Sample {
+            scanned: None,
+            ..ksmd.sample()
+        };
+        let decision = steer.step(&sample);
+        ksmd.run(&decision, 1.0);
+    }
+    let share = ksmd.cpu / ksmd.at;
+    assert!((0.1..0.22).contains(&share), "{share}");
+}
+
+#[test]
+fn no_memory_to_merge_costs_next_to_nothing() {
+    let ksmd = Ksmd::new(0, 0);
+    let mut steer = Steer::new(goal(20.0, 60));
+    steer.step(&ksmd.sample());
+    steer.boost_until = None;
+    let decision = steer.step(&ksmd.sample());
+    assert_eq!(
+        (decision.pages_to_scan, decision.sleep_millisecs),
+        (1, 10_000)
+    );
+}
+
+#[test]
+fn scans_that_are_counted_from_0_again_begin_anew() {
+    let mut ksmd = Ksmd::new(GIB_PAGES, 0);
+    ksmd.full_scans = 1000;
+    let mut steer = Steer::new(goal(20.0, 20));
+    ksmd.steer(&mut steer, 3);
+    // Somebody wrote 2 to `run`, then 1.
+    ksmd.full_scans = 0;
+    assert_eq!(ksmd.steer(&mut steer, 1)[0].mode, Mode::Boost);
+    let modes: Vec<Mode> = ksmd.steer(&mut steer, 60).iter().map(|d| d.mode).collect();
+    assert!(modes.contains(&Mode::Steady), "{modes:?}");
+    assert_eq!(modes[59], Mode::Idle);
+}
