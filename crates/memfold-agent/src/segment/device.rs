@@ -114,20 +114,27 @@ pub fn devices(places: &Places) -> Vec<PathBuf> {
     found
 }
 
+/// Makes a device with an image read-only for everybody in this guest: the host maps it so, and what a guest wrote would be lost without a
+/// word. Best effort, as the file system is mounted read-only in any case. False: it holds no image.
+pub fn protect(device: &Path) -> io::Result<bool> {
+    let mut magic = [0; 4];
+    let file = File::open(device)?;
+    file.read_exact_at(&mut magic, MAGIC_AT)?;
+    let is_image = u32::from_le_bytes(magic) == MAGIC;
+    if is_image {
+        let _ = memfold_sys::guest::set_read_only(&file);
+    }
+    Ok(is_image)
+}
+
 /// Opens the image on a device, and reads its manifest.
 pub fn open(device: &Path) -> Result<(Image, Manifest)> {
-    let what = || format!("reading {}", device.display());
-    let mut magic = [0; 4];
-    let file = File::open(device).during(what)?;
-    let read = file.read_exact_at(&mut magic, MAGIC_AT);
-    if read.is_err() || u32::from_le_bytes(magic) != MAGIC {
-        read.during(what)?;
+    if !protect(device).during(|| format!("reading {}", device.display()))? {
         return Err(Error::refused(
             format!("{} holds no EROFS file system", device.display()),
             "segments are made by memfold segment build",
         ));
     }
-    drop(file);
     let image = match mount_image(device, true) {
         Ok(image) => image,
         Err(reason) => Image {

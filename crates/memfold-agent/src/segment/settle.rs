@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use std::fs;
 use std::process::{Command, Stdio};
 
-use super::device::{Segment, devices, load_modules, open};
+use super::device::{Segment, devices, load_modules, open, protect};
 use super::error::Result;
 use super::json::{Object, array, string};
 use super::lay::{Request, lay_locked};
@@ -52,6 +52,10 @@ pub fn settle(places: &Places, command_line: &str) -> Settled {
 }
 
 fn try_settle(places: &Places, command_line: &str, settled: &mut Settled) -> Result<()> {
+    // Also one that is the root file system, and is not laid over anything.
+    for device in devices(places) {
+        let _ = protect(&device);
+    }
     let known = places.known()?;
     let wanted = Wanted::parse(command_line);
     if known.is_empty() && wanted.is_nothing() {

@@ -10,6 +10,7 @@
 //! VMs, which the host may reclaim; `--pinned` keeps a copy in memory instead.
 
 mod build;
+mod ext;
 mod manifest;
 mod name;
 pub mod rank;

@@ -2,11 +2,9 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-
-use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, utimensat};
 
 use super::SegmentError;
 use crate::host::files::program;
@@ -92,7 +90,7 @@ impl Source {
     pub fn open(&self, room: &Path) -> Result<PathBuf, SegmentError> {
         match self {
             Self::Directory(path) => return Ok(path.clone()),
-            Self::Ext(image) => unpack_ext(image, room)?,
+            Self::Ext(image) => super::ext::unpack(image, room)?,
             Self::Erofs(image) => {
                 let fsck = tool("fsck.erofs", "reads EROFS images", "erofs-utils")?;
                 let into = format!("--extract={}", room.display());
@@ -129,128 +127,6 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> SegmentError {
         path: path.into(),
         source,
     }
-}
-
-/// By debugfs of e2fsprogs: it needs neither a loop device nor a mount.
-fn unpack_ext(image: &Path, room: &Path) -> Result<(), SegmentError> {
-    let debugfs = tool("debugfs", "reads ext4 images", "e2fsprogs")?;
-    for path in [image, room] {
-        // Its language has no way to write these.
-        if path.to_string_lossy().contains(['"', '\n', '\\']) {
-            return Err(SegmentError::Source {
-                from: path.display().to_string(),
-                why: "its path has a quotation mark, a backslash or a line feed".into(),
-            });
-        }
-    }
-    let request = format!("rdump / \"{}\"", room.display());
-    let said = run(
-        "debugfs",
-        confined(&debugfs, room)?.args(["-R", &request]).arg(image),
-    )?;
-    // It ends well whatever happens; what it prints beside its version are errors.
-    let errors: Vec<&str> = said
-        .lines()
-        .filter(|line| !line.starts_with("debugfs ") && !line.contains("lost+found"))
-        .collect();
-    if let Some(first) = errors.first() {
-        return Err(SegmentError::Tool {
-            program: "debugfs",
-            why: format!("{first} ({} lines)", errors.len()),
-        });
-    }
-    restore_facts(&debugfs, image, room)
-}
-
-/// Gives symbolic links their times and programs their set-user-ID bits, which debugfs loses: a build has to give the same image every time,
-/// and one whose programs work.
-fn restore_facts(debugfs: &Path, image: &Path, room: &Path) -> Result<(), SegmentError> {
-    let mut found = Vec::new();
-    find_all(room, &mut found).map_err(failed(room))?;
-    // Its language has no way to write these.
-    let is_plain = |path: &PathBuf| {
-        let text = path.to_str();
-        text.is_some_and(|text| !text.contains(['"', '\n', '\r', '\\']))
-    };
-    found.retain(is_plain);
-    let requests = room.with_extension("requests");
-    let mut text = String::new();
-    for path in &found {
-        let path = path.strip_prefix(room).unwrap_or(path);
-        text.push_str("stat \"/");
-        text.push_str(&path.to_string_lossy());
-        text.push_str("\"\n");
-    }
-    fs::write(&requests, text).map_err(failed(&requests))?;
-    let said = Command::new(debugfs)
-        .arg("-f")
-        .arg(&requests)
-        .arg(image)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(failed(image))?;
-    fs::remove_file(&requests).map_err(failed(&requests))?;
-    let said = String::from_utf8_lossy(&said.stdout);
-    let modes: Vec<u32> = said.lines().filter_map(mode).collect();
-    let times: Vec<(i64, i64)> = said.lines().filter_map(modified).collect();
-    if (modes.len(), times.len()) != (found.len(), found.len()) {
-        return Err(SegmentError::Tool {
-            program: "debugfs",
-            why: format!("it told of {} of {} files", times.len(), found.len()),
-        });
-    }
-    for ((path, mode), time) in found.iter().zip(modes).zip(times) {
-        restore(path, mode, time).map_err(failed(path))?;
-    }
-    Ok(())
-}
-
-fn restore(path: &Path, mode: u32, (tv_sec, tv_nsec): (i64, i64)) -> io::Result<()> {
-    let facts = fs::symlink_metadata(path)?;
-    if facts.is_symlink() {
-        let time = Timespec { tv_sec, tv_nsec };
-        let times = Timestamps {
-            last_access: time,
-            last_modification: time,
-        };
-        utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW)?;
-    } else if facts.permissions().mode() & 0o7777 != mode {
-        fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
-    }
-    Ok(())
-}
-
-/// Links and regular files.
-fn find_all(place: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
-    for entry in fs::read_dir(place)? {
-        let entry = entry?;
-        let kind = entry.file_type()?;
-        if kind.is_dir() {
-            find_all(&entry.path(), found)?;
-        } else if kind.is_symlink() || kind.is_file() {
-            found.push(entry.path());
-        }
-    }
-    Ok(())
-}
-
-/// Reads `Inode: 12   Type: regular    Mode:  04755   Flags: 0x80000`.
-fn mode(line: &str) -> Option<u32> {
-    let (_, rest) = line.strip_prefix("Inode: ")?.split_once("Mode:")?;
-    u32::from_str_radix(rest.split_ascii_whitespace().next()?, 8).ok()
-}
-
-/// Reads ` mtime: 0x68f3b2a1:5f5e1000 -- Sat Oct 18 ...`: seconds since 1970, and behind the colon their upper two bits and nanoseconds
-/// (`ext4_decode_extra_time`).
-fn modified(line: &str) -> Option<(i64, i64)> {
-    let time = line.trim_start().strip_prefix("mtime: 0x")?;
-    let time = time.split(' ').next()?;
-    let (low, extra) = time.split_once(':').unwrap_or((time, "0"));
-    // From 2038 on the lower half looks negative, and the upper bits make up for it.
-    let low = i64::from_str_radix(low, 16).ok()?;
-    let low = if low >= 1 << 31 { low - (1 << 32) } else { low };
-    let extra = i64::from_str_radix(extra, 16).ok()?;
-    Some((low + ((extra & 3) << 32), extra >> 2))
 }
 
 fn unpack_package(file: &Path, room: &Path) -> Result<(), SegmentError> {
@@ -296,7 +172,7 @@ fn unpack_package(file: &Path, room: &Path) -> Result<(), SegmentError> {
 
 /// A program that reads what others have made, guests among them, as root: names in an image or a package may lead anywhere. It sees the host
 /// read-only and without its devices and network, and can write to `room` alone.
-fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
+pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
     let bwrap = tool(
         "bwrap",
         "keeps programs that unpack images and packages from writing anywhere else",
@@ -418,28 +294,6 @@ mod tests {
             Source::find(place.path().to_str().unwrap()).unwrap(),
             Source::Directory(place.path().canonicalize().unwrap())
         );
-    }
-
-    #[test]
-    fn times_and_modes_are_read_as_debugfs_tells_them() {
-        assert_eq!(
-            modified(" mtime: 0x68f3b2a1:5f5e1000 -- Sat Oct 18 15:30:09 2025"),
-            Some((0x68f3_b2a1, 400_000_000))
-        );
-        assert_eq!(
-            modified(" mtime: 0x00000005 -- Thu Jan  1 00:00:05 1970"),
-            Some((5, 0))
-        );
-        assert_eq!(
-            modified(" mtime: 0xf4865700:00000001 -- 2100"),
-            Some((4_102_444_800, 0))
-        );
-        let line = "Inode: 12   Type: regular    Mode:  04755   Flags: 0x80000";
-        assert_eq!(
-            (mode(line), mode("Generation: 7    Version: 0")),
-            (Some(0o4755), None)
-        );
-        assert_eq!(modified(" ctime: 0x68f3b2a1:5f5e1000 -- Sat"), None);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use super::SegmentError;
 use crate::progress::Progress;
 
 /// Extended attributes that are carried over: what the kernel acts on when a file is used.
-const ATTRIBUTES: [&str; 3] = [
+pub const ATTRIBUTES: [&str; 3] = [
     "security.capability",
     "system.posix_acl_access",
     "system.posix_acl_default",
