@@ -3,17 +3,18 @@
 //! | arm | the VMs | study A's row |
 //! |---|---|---|
 //! | `none` | boot from disks of their own | no sharing |
-//! | `segment` | boot from one segment, writes go to their disks | DCSS |
+//! | `tree` | the same, with all of `/usr` and `/opt` laid over as one segment | DCSS |
+//! | `segment` | the same, with the best files alone, by what the first arm's VMs cached (`--top-files`) | what it leaves open |
+//! | `root` | boot from a segment of the whole system, writes go to their disks | DCSS |
 //! | `clone` | run from one snapshot of such a VM as `none`'s | NSS, and more: all of memory, not the kernel alone |
 //! | `both` | run from one snapshot of such a VM as `segment`'s | both |
 //!
 //! Several VMs run at once in each arm, nothing else. A VM's *attributable memory* is its RAM that is backed (shared pages by its share of
 //! them) and its share of segments' pages; what describes segments (`struct page`) and buffers for I/O lie in its RAM. It is taken
 //! when the VMs are idle, then with apache2 serving pages in all; and a program's cold start (its files not cached in the guest) is timed, side by
-//! side in VMs of both kinds.
+//! side in VMs of both kinds. Guests give back what they free in pieces of 64 KiB, in every arm.
 //!
-//! Also: how much of the saving the best files bring (`--top-files`), and (not in `--quick`) one directory at a time, and a browser and an
-//! office suite in VMs with a desktop's programs.
+//! Also (not in `--quick`): one directory at a time, and a browser and an office suite in VMs with a desktop's programs.
 
 use std::time::{Duration, Instant};
 
@@ -24,11 +25,13 @@ use serde_json::{Map, Value, json};
 use super::figure::{self, Axis, Series};
 use super::lab::{DiskMode, Lab};
 use super::record::{median, spread};
-use crate::api::{BuildRequest, RankRequest, RestoreRequest, SaveRequest};
+use crate::api::{BuildRequest, RestoreRequest, SaveRequest};
 use crate::fold::EngineSettings;
 use crate::host::guest_images;
+use crate::segment::Manifest;
 use crate::snapshot::{Keep, Renew};
 use crate::vm::SegmentSpec;
+use crate::vm::segments::SMALL_REPORTS;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -93,7 +96,7 @@ impl Options {
     #[must_use]
     pub const fn quick() -> Self {
         Self {
-            vms: 3,
+            vms: 4,
             starts: 3,
             directories: Vec::new(),
             desktops: 0,
@@ -104,48 +107,52 @@ impl Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            vms: 3,
+            vms: 6,
             starts: 5,
             directories: vec![
                 "/usr/bin",
                 "/usr/sbin",
-                "/usr/lib",
                 "/usr/lib/x86_64-linux-gnu",
+                "/usr/lib/systemd",
                 "/usr/share",
             ],
-            desktops: 4,
+            desktops: 3,
         }
     }
+}
+
+/// Where VMs have their files from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Files {
+    Disk,
+    Laid(&'static str),
+    Root,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Arm {
     name: &'static str,
-    segment: bool,
+    files: Files,
     clone: bool,
 }
 
-const ARMS: [Arm; 4] = [
-    Arm {
-        name: "none",
-        segment: false,
-        clone: false,
-    },
-    Arm {
-        name: "segment",
-        segment: true,
-        clone: false,
-    },
-    Arm {
-        name: "clone",
-        segment: false,
-        clone: true,
-    },
-    Arm {
-        name: "both",
-        segment: true,
-        clone: true,
-    },
+/// Names of segments: all that can be laid over, the best of it, a whole system.
+const TREE: &str = "tree";
+const BEST: &str = "best";
+const ROOT: &str = "root";
+
+const fn arm(name: &'static str, files: Files, clone: bool) -> Arm {
+    Arm { name, files, clone }
+}
+
+/// The first is what the others are compared with.
+const ARMS: [Arm; 6] = [
+    arm("none", Files::Disk, false),
+    arm("tree", Files::Laid(TREE), false),
+    arm("segment", Files::Laid(BEST), false),
+    arm("root", Files::Root, false),
+    arm("clone", Files::Disk, true),
+    arm("both", Files::Laid(BEST), true),
 ];
 
 /// Attributable memory of a VM, in bytes, on average over those that run.
@@ -161,56 +168,78 @@ impl Memory {
     }
 }
 
+/// An arm's figures.
+struct Measured {
+    arm: Arm,
+    idle: Memory,
+    apache: Memory,
+    /// `/proc/meminfo` of one guest when idle, in KiB.
+    guest: Map<String, Value>,
+}
+
+impl Measured {
+    fn added_by_apache(&self) -> f64 {
+        self.apache.all() - self.idle.all()
+    }
+
+    fn sample(&self) -> Value {
+        let memory = |m: Memory| json!({ "ram_mib": mib(m.ram), "segments_mib": mib(m.segments) });
+        json!({
+            "arm": self.arm.name,
+            "idle": memory(self.idle),
+            "with_apache": memory(self.apache),
+            "guest_kib": self.guest,
+        })
+    }
+}
+
+fn mib(bytes: f64) -> f64 {
+    bytes / f64::from(1 << 20)
+}
+
+fn saving_percent(with: f64, without: f64) -> f64 {
+    (1.0 - with / without) * 100.0
+}
+
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
-    let mut results = Map::new();
+    let lab = Lab::new(EngineSettings::default())?;
     let mut samples = Vec::new();
-    let mut idle = Vec::new();
+    let mut arms = Vec::new();
+    let mut built = None;
     for arm in ARMS {
-        let measured = measure(arm, options).with_context(|| format!("arm '{}'", arm.name))?;
+        let names =
+            bring_up(&lab, arm, options.vms).with_context(|| format!("arm '{}'", arm.name))?;
+        let measured = measure(&lab, arm, &names).with_context(|| format!("arm '{}'", arm.name))?;
         eprintln!(
-            "{}: idle {:.0} MiB, of it {:.0} of segments; with apache2 {:.0} MiB more",
+            "{:8} idle {:4.0} MiB a VM, of it {:3.0} of segments; apache2 adds {:3.0} MiB",
             arm.name,
             mib(measured.idle.all()),
             mib(measured.idle.segments),
-            mib(measured.apache.all() - measured.idle.all()),
+            mib(measured.added_by_apache()),
         );
-        samples.push(sample(arm, &measured));
-        idle.push((arm, measured));
-    }
-    let none = &idle[0].1;
-    for (arm, measured) in &idle {
-        let name = arm.name;
-        results.insert(format!("idle_mib_{name}"), mib(measured.idle.all()).into());
-        let apache = |m: &Measured| m.apache.all() - m.idle.all();
-        results.insert(format!("apache_mib_{name}"), mib(apache(measured)).into());
-        if name != "none" {
-            let saving = |with: f64, without: f64| (1.0 - with / without) * 100.0;
-            results.insert(
-                format!("idle_saving_percent_{name}"),
-                saving(measured.idle.all(), none.idle.all()).into(),
-            );
-            results.insert(
-                format!("apache_saving_percent_{name}"),
-                saving(apache(measured), apache(none)).into(),
-            );
+        samples.push(measured.sample());
+        arms.push(measured);
+        if built.is_none() {
+            // Ranked by what these VMs cache.
+            built = Some(build_all(&lab, options.vms)?);
+        }
+        for name in &names {
+            lab.stop(name)?;
         }
     }
-    let headline = |key: &str, of: &str| (key.to_owned(), results[of].clone());
-    let both = headline("idle_saving_percent", "idle_saving_percent_both");
-    let apache = headline("apache_saving_percent", "apache_saving_percent_segment");
-    results.extend([both, apache]);
-    let starts = cold_starts(options.starts)?;
+    let [all, best] = built.context("no arm was measured")?;
+    samples.push(json!({ "segments": [&all, &best] }));
+    let mut results = savings(&arms, &all, &best)?;
+    let starts = cold_starts(&lab, options.starts)?;
     results.extend(starts.0);
     samples.push(starts.1);
-    let top = top_files(options.vms)?;
-    results.extend(top.0);
-    samples.push(top.1);
     for directory in &options.directories {
-        let found = one_directory(directory, none.idle)?;
+        let found = one_directory(&lab, directory, arms[0].idle)?;
         eprintln!("{directory} alone: {found}");
         samples.push(found);
     }
+    drop(lab);
     if options.desktops > 0 {
         for (program, start) in PROGRAMS {
             let found = desktop(program, start, options.desktops)?;
@@ -221,112 +250,152 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     Ok(json!({ "samples": samples, "results": results }))
 }
 
-struct Measured {
-    idle: Memory,
-    apache: Memory,
-    /// `/proc/meminfo` of one guest when idle, in KiB.
-    guest: Map<String, Value>,
-    image_bytes: u64,
+fn savings(
+    arms: &[Measured],
+    all: &Manifest,
+    best: &Manifest,
+) -> anyhow::Result<Map<String, Value>> {
+    let named = |name: &str| {
+        let found = arms.iter().find(|measured| measured.arm.name == name);
+        found.with_context(|| format!("no arm '{name}'"))
+    };
+    let none = named("none")?;
+    let idle = |m: &Measured| saving_percent(m.idle.all(), none.idle.all());
+    let apache = |m: &Measured| saving_percent(m.added_by_apache(), none.added_by_apache());
+    let mut results = Map::new();
+    for measured in arms {
+        let name = measured.arm.name;
+        results.insert(format!("idle_mib_{name}"), mib(measured.idle.all()).into());
+        let added = mib(measured.added_by_apache());
+        results.insert(format!("apache_mib_{name}"), added.into());
+        if name != "none" {
+            results.insert(format!("idle_saving_percent_{name}"), idle(measured).into());
+            let saving = apache(measured).into();
+            results.insert(format!("apache_saving_percent_{name}"), saving);
+        }
+    }
+    // What study A compares with.
+    results.insert("idle_saving_percent".into(), idle(named("both")?).into());
+    let saving = apache(named("segment")?).into();
+    results.insert("apache_saving_percent".into(), saving);
+    let saved = |m: &Measured| none.apache.all() - m.apache.all();
+    let (tree, segment) = (saved(named("tree")?), saved(named("segment")?));
+    results.insert("tree_saving_mib".into(), mib(tree).into());
+    results.insert("top_files_saving_mib".into(), mib(segment).into());
+    let share = segment / tree * 100.0;
+    results.insert("top_files_saving_percent".into(), share.into());
+    let bytes = best.image_bytes as f64 / all.image_bytes as f64 * 100.0;
+    results.insert("top_files_bytes_percent".into(), bytes.into());
+    Ok(results)
 }
 
-fn mib(bytes: f64) -> f64 {
-    bytes / f64::from(1 << 20)
-}
-
-fn sample(arm: Arm, measured: &Measured) -> Value {
-    let memory = |m: Memory| json!({ "ram_mib": mib(m.ram), "segments_mib": mib(m.segments) });
-    json!({
-        "arm": arm.name,
-        "idle": memory(measured.idle),
-        "with_apache": memory(measured.apache),
-        "guest_kib": measured.guest,
-        "image_bytes": measured.image_bytes,
-        "struct_page_bytes": measured.image_bytes / 64,
-    })
-}
-
-/// A segment of a whole system.
-fn build_root(lab: &Lab, image: &str) -> anyhow::Result<crate::segment::Manifest> {
+/// Builds a segment of an image's files.
+fn build(
+    lab: &Lab,
+    (name, image): (&str, &str),
+    change: impl FnOnce(&mut BuildRequest),
+) -> anyhow::Result<Manifest> {
     let images = guest_images().context("no guest images; run 'make setup'")?;
     let image = images
         .get(image)
         .with_context(|| format!("no guest image '{image}'; see guest/README.md"))?;
-    let built = lab.daemon().build_segment(&BuildRequest {
-        name: "root".into(),
+    let mut request = BuildRequest {
+        name: name.into(),
         domain: DOMAIN.into(),
         from: vec![image.disk.display().to_string()],
         include: Vec::new(),
         exclude: Vec::new(),
         top_files_bytes: None,
         for_vms: None,
-        root: true,
+        root: false,
         pinned: false,
+    };
+    change(&mut request);
+    Ok(lab.daemon().build_segment(&request)?.segment)
+}
+
+/// The segments of all arms; of all files and of the best of them, in a quarter of its bytes at most.
+fn build_all(lab: &Lab, vms: usize) -> anyhow::Result<[Manifest; 2]> {
+    let all = build(lab, (TREE, IMAGE), |_| ())?;
+    let best = build(lab, (BEST, IMAGE), |request| {
+        request.top_files_bytes = Some(all.content_bytes / 4);
+        request.for_vms = Some(vms as u64);
     })?;
-    Ok(built.segment)
+    build(lab, (ROOT, IMAGE), |request| request.root = true)?;
+    Ok([all, best])
 }
 
 fn start(
     lab: &Lab,
     name: &str,
-    image: &str,
-    memory: ByteSize,
-    segment: bool,
+    (image, memory): (&str, ByteSize),
+    files: Files,
 ) -> anyhow::Result<()> {
     let mut spec = Lab::spec(name, image, memory, DiskMode::Buffered)?;
-    if segment {
-        let mut root = SegmentSpec::new("root");
-        root.root = true;
-        spec.segments.push(root);
+    // What memfold says to guests with segments, to all.
+    if let Some(cmdline) = &mut spec.boot.cmdline {
+        cmdline.push(' ');
+        cmdline.push_str(SMALL_REPORTS);
+    }
+    match files {
+        Files::Disk => {}
+        Files::Laid(segment) => spec.segments.push(SegmentSpec::new(segment)),
+        Files::Root => {
+            let mut root = SegmentSpec::new(ROOT);
+            root.root = true;
+            spec.segments.push(root);
+        }
     }
     lab.start(spec)
 }
 
-/// VMs of an arm, idle and then with apache2.
-fn measure(arm: Arm, options: &Options) -> anyhow::Result<Measured> {
-    let lab = Lab::new(EngineSettings::default())?;
-    let image_bytes = if arm.segment {
-        build_root(&lab, IMAGE)?.image_bytes
-    } else {
-        0
-    };
-    let names: Vec<String> = (1..=options.vms).map(|n| format!("vm{n}")).collect();
-    if arm.clone {
-        start(&lab, "template", IMAGE, MEMORY, arm.segment)?;
-        lab.wait_ready("template", BOOT_TIMEOUT)?;
-        std::thread::sleep(REST);
-        let request = SaveRequest {
-            keep: Keep::None,
-            ..SaveRequest::new("template", "template")
-        };
-        lab.daemon().save_snapshot(&request)?;
-        lab.stop("template")?;
+/// VMs of an arm, up and idle; their names.
+fn bring_up(lab: &Lab, arm: Arm, number: usize) -> anyhow::Result<Vec<String>> {
+    let names: Vec<String> = (1..=number).map(|n| format!("vm{n}")).collect();
+    let trixie = (IMAGE, MEMORY);
+    if !arm.clone {
         for name in &names {
-            let request = RestoreRequest {
-                renew: Renew::Identity,
-                ..RestoreRequest::new(name.as_str())
-            };
-            lab.daemon().restore("template", &request)?;
-            lab.daemon().wait_agent(name, BOOT_TIMEOUT)?;
-        }
-    } else {
-        for name in &names {
-            start(&lab, name, IMAGE, MEMORY, arm.segment)?;
+            start(lab, name, trixie, arm.files)?;
         }
         for name in &names {
             lab.wait_ready(name, BOOT_TIMEOUT)?;
         }
+        return Ok(names);
     }
-    let idle = memory(&lab)?;
-    let guest = guest(&lab, &names[0])?;
+    start(lab, "template", trixie, arm.files)?;
+    lab.wait_ready("template", BOOT_TIMEOUT)?;
+    std::thread::sleep(REST);
+    let snapshot = format!("template-{}", arm.name);
+    let request = SaveRequest {
+        keep: Keep::None,
+        ..SaveRequest::new("template", &snapshot)
+    };
+    lab.daemon().save_snapshot(&request)?;
+    lab.stop("template")?;
     for name in &names {
+        let request = RestoreRequest {
+            renew: Renew::Identity,
+            ..RestoreRequest::new(name.as_str())
+        };
+        lab.daemon().restore(&snapshot, &request)?;
+        lab.daemon().wait_agent(name, BOOT_TIMEOUT)?;
+    }
+    Ok(names)
+}
+
+fn measure(lab: &Lab, arm: Arm, names: &[String]) -> anyhow::Result<Measured> {
+    let idle = memory(lab)?;
+    let first = names.first().context("no VM")?;
+    let guest = guest(lab, first)?;
+    for name in names {
         lab.exec(name, APACHE, LIMIT)?;
     }
-    let apache = memory(&lab)?;
+    let apache = memory(lab)?;
     Ok(Measured {
+        arm,
         idle,
         apache,
         guest,
-        image_bytes,
     })
 }
 
@@ -357,12 +426,10 @@ fn guest(lab: &Lab, name: &str) -> anyhow::Result<Map<String, Value>> {
 }
 
 /// apache2 with its files in no guest's cache, in a VM of each kind by turns.
-fn cold_starts(rounds: usize) -> anyhow::Result<(Map<String, Value>, Value)> {
-    let lab = Lab::new(EngineSettings::default())?;
-    build_root(&lab, IMAGE)?;
-    let vms = [("disk", false), ("place", true)];
-    for (name, segment) in vms {
-        start(&lab, name, IMAGE, MEMORY, segment)?;
+fn cold_starts(lab: &Lab, rounds: usize) -> anyhow::Result<(Map<String, Value>, Value)> {
+    let vms = [("disk", Files::Disk), ("place", Files::Root)];
+    for (name, files) in vms {
+        start(lab, name, (IMAGE, MEMORY), files)?;
     }
     for (name, _) in vms {
         lab.wait_ready(name, BOOT_TIMEOUT)?;
@@ -374,6 +441,9 @@ fn cold_starts(rounds: usize) -> anyhow::Result<(Map<String, Value>, Value)> {
             let said = lab.exec(name, COLD_APACHE, LIMIT)?;
             times.push(said.trim().parse::<f64>().context("the guest's clock")?);
         }
+    }
+    for (name, _) in vms {
+        lab.stop(name)?;
     }
     let ratios: Vec<f64> = times[0]
         .iter()
@@ -391,113 +461,23 @@ fn cold_starts(rounds: usize) -> anyhow::Result<(Map<String, Value>, Value)> {
     Ok((results, sample))
 }
 
-/// VMs that serve pages, with all programs and libraries laid over their own, and with the best files alone.
-fn top_files(number: usize) -> anyhow::Result<(Map<String, Value>, Value)> {
-    let lab = Lab::new(EngineSettings::default())?;
-    let images = guest_images().context("no guest images; run 'make setup'")?;
-    let disk = &images.get(IMAGE).context("no guest image")?.disk;
-    let names: Vec<String> = (1..=number).map(|n| format!("vm{n}")).collect();
-    let run = |segment: Option<&str>| -> anyhow::Result<Memory> {
-        for name in &names {
-            let mut spec = Lab::spec(name, IMAGE, MEMORY, DiskMode::Buffered)?;
-            spec.segments.extend(segment.map(SegmentSpec::new));
-            lab.start(spec)?;
-        }
-        for name in &names {
-            lab.wait_ready(name, BOOT_TIMEOUT)?;
-        }
-        for name in &names {
-            lab.exec(name, APACHE, LIMIT)?;
-        }
-        let memory = memory(&lab);
-        if segment.is_none() {
-            return memory;
-        }
-        for name in &names {
-            lab.stop(name)?;
-        }
-        memory
-    };
-    let none = run(None)?;
-    // By what these cache.
-    let build = |name: &str, top: Option<u64>| {
-        lab.daemon().build_segment(&BuildRequest {
-            name: name.into(),
-            domain: DOMAIN.into(),
-            from: vec![disk.display().to_string()],
-            include: Vec::new(),
-            exclude: Vec::new(),
-            top_files_bytes: top,
-            for_vms: Some(number as u64),
-            root: false,
-            pinned: false,
-        })
-    };
-    let all = build("all", None)?.segment;
-    let budget = all.content_bytes / 4;
-    let top = build("top", Some(budget))?.segment;
-    let ranked = lab.daemon().rank_files(&RankRequest {
-        domain: Some(DOMAIN.into()),
-        for_vms: Some(number as u64),
-        ..RankRequest::default()
+/// Two idle VMs with one directory laid over their own: study A's table 2.
+fn one_directory(lab: &Lab, directory: &str, none: Memory) -> anyhow::Result<Value> {
+    const ONE: &str = "one";
+    let built = build(lab, (ONE, IMAGE), |request| {
+        request.include = vec![format!("{directory}/**")];
     })?;
+    let names = bring_up(lab, arm(ONE, Files::Laid(ONE), false), 2)?;
+    let with = memory(lab)?;
     for name in &names {
         lab.stop(name)?;
     }
-    let with_all = run(Some("all"))?;
-    let with_top = run(Some("top"))?;
-    let saving = |with: Memory| none.all() - with.all();
-    let share = saving(with_top) / saving(with_all) * 100.0;
-    let bytes = top.image_bytes as f64 / all.image_bytes as f64 * 100.0;
-    eprintln!(
-        "laid over: all files save {:.0} MiB a VM, the best {:.0} MiB ({share:.0} %) in {bytes:.0} % of the bytes",
-        mib(saving(with_all)),
-        mib(saving(with_top)),
-    );
-    let mut results = Map::new();
-    results.insert("top_files_saving_percent".into(), share.into());
-    results.insert("top_files_bytes_percent".into(), bytes.into());
-    results.insert("laid_over_saving_mib".into(), mib(saving(with_all)).into());
-    let sample = json!({
-        "laid_over": { "none_mib": mib(none.all()), "all_mib": mib(with_all.all()), "top_mib": mib(with_top.all()) },
-        "all": { "files": all.files, "image_bytes": all.image_bytes },
-        "top": { "files": top.files, "image_bytes": top.image_bytes },
-        "ranked_files": ranked.len(),
-    });
-    Ok((results, sample))
-}
-
-/// Two idle VMs with one directory laid over their own: study A's table 2.
-fn one_directory(directory: &str, none: Memory) -> anyhow::Result<Value> {
-    let lab = Lab::new(EngineSettings::default())?;
-    let images = guest_images().context("no guest images; run 'make setup'")?;
-    let disk = &images.get(IMAGE).context("no guest image")?.disk;
-    let built = lab.daemon().build_segment(&BuildRequest {
-        name: "one".into(),
-        domain: DOMAIN.into(),
-        from: vec![disk.display().to_string()],
-        include: vec![format!("{directory}/**")],
-        exclude: Vec::new(),
-        top_files_bytes: None,
-        for_vms: None,
-        root: false,
-        pinned: false,
-    })?;
-    for name in ["vm1", "vm2"] {
-        let mut spec = Lab::spec(name, IMAGE, MEMORY, DiskMode::Buffered)?;
-        spec.segments.push(SegmentSpec::new("one"));
-        lab.start(spec)?;
-    }
-    for name in ["vm1", "vm2"] {
-        lab.wait_ready(name, BOOT_TIMEOUT)?;
-    }
-    let with = memory(&lab)?;
     let saved = none.all() - with.all();
     Ok(json!({
         "directory": directory,
         "saved_mib": mib(saved),
-        "percent_of_its_size": saved / built.segment.content_bytes as f64 * 100.0,
-        "content_mib": mib(built.segment.content_bytes as f64),
+        "percent_of_its_size": saved / built.content_bytes as f64 * 100.0,
+        "content_mib": mib(built.content_bytes as f64),
     }))
 }
 
@@ -512,14 +492,16 @@ fn desktop(
     let mut starts = Vec::new();
     for segment in [false, true] {
         let lab = Lab::new(EngineSettings::default())?;
+        let mut files = Files::Disk;
         if segment {
-            build_root(&lab, DESKTOP)?;
+            build(&lab, (ROOT, DESKTOP), |request| request.root = true)?;
+            files = Files::Root;
         }
         let mut totals = Vec::new();
         let mut times = Vec::new();
         for number in 1..=most {
             let name = format!("vm{number}");
-            start(&lab, &name, DESKTOP, DESKTOP_MEMORY, segment)?;
+            start(&lab, &name, (DESKTOP, DESKTOP_MEMORY), files)?;
             lab.wait_ready(&name, BOOT_TIMEOUT)?;
             let before = memory(&lab)?.all() * number as f64;
             let began = Instant::now();

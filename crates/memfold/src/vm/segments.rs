@@ -25,6 +25,10 @@ pub const SLOT_ROOM: ByteSize = ByteSize(8 << 30);
 /// With more RAM than this, q35 puts the rest above 4 GiB (`pc_q35_init`).
 const LOW_MEMORY: ByteSize = ByteSize(0xb000_0000);
 
+/// Has a guest give back what it frees in pieces of 64 KiB (`mm/page_reporting.c`): what it caches little of is scattered, and whole huge
+/// pages are seldom free.
+pub const SMALL_REPORTS: &str = "page_reporting.page_reporting_order=4";
+
 /// A segment that a VM maps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -157,8 +161,9 @@ pub(super) fn max_memory(spec: &VmSpec) -> Option<ByteSize> {
     }
 }
 
-/// The kernel's command line with what segments need: which one is the root, which ones the guest lays over its own files when it boots; and
-/// no memory for bouncing I/O, which a kernel puts aside as soon as it sees device memory above 4 GiB, where all RAM is below that.
+/// The kernel's command line with what segments need: which one is the root, which ones the guest lays over its own files when it boots; no
+/// memory for bouncing I/O, which a kernel puts aside as soon as it sees device memory above 4 GiB, where all RAM is below that; and that
+/// small pieces of free memory are given back.
 #[must_use]
 pub fn cmdline(spec: &VmSpec) -> Option<String> {
     let given = spec.boot.cmdline.as_deref();
@@ -204,6 +209,12 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
         && !words.iter().any(|word| word.starts_with("swiotlb="))
     {
         words.push("swiotlb=noforce".into());
+    }
+    if !words
+        .iter()
+        .any(|word| word.starts_with("page_reporting.page_reporting_order="))
+    {
+        words.push(SMALL_REPORTS.into());
     }
     Some(words.join(" "))
 }
@@ -272,14 +283,17 @@ mod tests {
         assert_eq!(cmdline(&with(&[])).unwrap(), "root=/dev/vda rw quiet");
         assert_eq!(
             cmdline(&with(&["web@3", "office"])).unwrap(),
-            "root=/dev/vda rw quiet memfold.lay=web,office swiotlb=noforce"
+            format!(
+                "root=/dev/vda rw quiet memfold.lay=web,office swiotlb=noforce {SMALL_REPORTS}"
+            )
         );
         let mut large = with(&["web"]);
         large.memory = ByteSize(4 << 30);
         assert!(!cmdline(&large).unwrap().contains("swiotlb"));
         let mut asked = with(&["web"]);
-        asked.boot.cmdline = Some("swiotlb=4096".into());
-        assert_eq!(cmdline(&asked).unwrap(), "swiotlb=4096 memfold.lay=web");
+        let own = "swiotlb=4096 page_reporting.page_reporting_order=9";
+        asked.boot.cmdline = Some(own.into());
+        assert_eq!(cmdline(&asked).unwrap(), format!("{own} memfold.lay=web"));
     }
 
     #[test]
@@ -289,7 +303,7 @@ mod tests {
         let root = "root=/dev/pmem0 rootfstype=erofs rootflags=dax=always";
         assert_eq!(
             cmdline(&spec).unwrap(),
-            format!("rw quiet {root} memfold.upper=tmpfs swiotlb=noforce")
+            format!("rw quiet {root} memfold.upper=tmpfs swiotlb=noforce {SMALL_REPORTS}")
         );
         let mut read_only = DiskSpec::new("/dev/null");
         read_only.read_only = true;
