@@ -2,6 +2,7 @@
 //! their own.
 
 pub mod clones;
+pub mod desktops;
 pub mod figure;
 pub mod fold;
 pub mod hints;

@@ -14,15 +14,14 @@
 //! when the VMs are idle, then with apache2 serving pages in all; and a program's cold start (its files not cached in the guest) is timed, side by
 //! side in VMs of both kinds. Guests give back what they free in pieces of 64 KiB, in every arm.
 //!
-//! Also (not in `--quick`): one directory at a time, and a browser and an office suite in VMs with a desktop's programs.
+//! Also (not in `--quick`): one directory at a time.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
 
-use super::figure::{self, Axis, Series};
 use super::lab::{DiskMode, Lab};
 use super::record::{median, spread};
 use crate::api::{BuildRequest, RestoreRequest, SaveRequest};
@@ -36,7 +35,7 @@ use crate::vm::segments::SMALL_REPORTS;
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Time for one thing that guests do.
-const LIMIT: Duration = Duration::from_secs(900);
+pub(super) const LIMIT: Duration = Duration::from_secs(900);
 
 const MEMORY: ByteSize = ByteSize::mib(512);
 
@@ -45,8 +44,14 @@ const IMAGE: &str = "trixie-a";
 /// The segments' trust domain: that of laboratory VMs.
 const DOMAIN: &str = "lab";
 
-/// Until guests give back what they have freed, and nothing happens any more.
+/// Time between two looks at whether anything still happens: guests give back what they have freed seconds later.
 const REST: Duration = Duration::from_secs(15);
+
+/// When it is measured all the same.
+const LONGEST_REST: Duration = Duration::from_secs(180);
+
+/// Less than this part of the memory has changed: nothing happens any more.
+const SAME: f64 = 0.005;
 
 /// Serves pages, as many as a small site.
 const APACHE: &str = r"set -e
@@ -66,18 +71,6 @@ echo $(( ($(date +%s%N) - began) / 1000000 ))";
 const GUEST: &str = r"awk '/^(MemTotal|MemFree|Cached|Buffers|AnonPages|Mapped|Shmem|Slab|KernelStack|PageTables):/ { print $1, $2 }' /proc/meminfo
 dmesg | sed -n 's/.*software IO TLB: mapped.*(\([0-9]*\)MB).*/SwiotlbMiB: \1/p'";
 
-/// A desktop's program under a display of its own: the shell text that starts it and waits until it shows a window.
-const PROGRAMS: [(&str, &str); 2] = [
-    (
-        "browser",
-        "firefox-esr --no-remote --profile /opt/profile file:///usr/share/doc/",
-    ),
-    ("office", "soffice --norestore --nologo --impress"),
-];
-
-const DESKTOP: &str = "trixie-desktop";
-const DESKTOP_MEMORY: ByteSize = ByteSize::mib(1536);
-
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -87,19 +80,16 @@ pub struct Options {
     starts: usize,
     /// Directories that are shared alone, one after the other.
     directories: Vec<&'static str>,
-    /// Most VMs with a desktop's program at once; 0: none.
-    desktops: usize,
 }
 
 impl Options {
-    /// Without directories and desktops.
+    /// Without directories.
     #[must_use]
     pub const fn quick() -> Self {
         Self {
             vms: 4,
             starts: 3,
             directories: Vec::new(),
-            desktops: 0,
         }
     }
 }
@@ -116,14 +106,13 @@ impl Default for Options {
                 "/usr/lib/systemd",
                 "/usr/share",
             ],
-            desktops: 3,
         }
     }
 }
 
 /// Where VMs have their files from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Files {
+pub(super) enum Files {
     Disk,
     Laid(&'static str),
     Root,
@@ -139,7 +128,7 @@ struct Arm {
 /// Names of segments: all that can be laid over, the best of it, a whole system.
 const TREE: &str = "tree";
 const BEST: &str = "best";
-const ROOT: &str = "root";
+pub(super) const ROOT: &str = "root";
 
 const fn arm(name: &'static str, files: Files, clone: bool) -> Arm {
     Arm { name, files, clone }
@@ -157,13 +146,13 @@ const ARMS: [Arm; 6] = [
 
 /// Attributable memory of a VM, in bytes, on average over those that run.
 #[derive(Clone, Copy, Debug, Default)]
-struct Memory {
+pub(super) struct Memory {
     ram: f64,
     segments: f64,
 }
 
 impl Memory {
-    fn all(self) -> f64 {
+    pub(super) fn all(self) -> f64 {
         self.ram + self.segments
     }
 }
@@ -193,11 +182,11 @@ impl Measured {
     }
 }
 
-fn mib(bytes: f64) -> f64 {
+pub(super) fn mib(bytes: f64) -> f64 {
     bytes / f64::from(1 << 20)
 }
 
-fn saving_percent(with: f64, without: f64) -> f64 {
+pub(super) fn saving_percent(with: f64, without: f64) -> f64 {
     (1.0 - with / without) * 100.0
 }
 
@@ -238,14 +227,6 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         let found = one_directory(&lab, directory, arms[0].idle)?;
         eprintln!("{directory} alone: {found}");
         samples.push(found);
-    }
-    drop(lab);
-    if options.desktops > 0 {
-        for (program, start) in PROGRAMS {
-            let found = desktop(program, start, options.desktops)?;
-            results.extend(found.0);
-            samples.extend(found.1);
-        }
     }
     Ok(json!({ "samples": samples, "results": results }))
 }
@@ -290,7 +271,7 @@ fn savings(
 }
 
 /// Builds a segment of an image's files.
-fn build(
+pub(super) fn build(
     lab: &Lab,
     (name, image): (&str, &str),
     change: impl FnOnce(&mut BuildRequest),
@@ -325,7 +306,7 @@ fn build_all(lab: &Lab, vms: usize) -> anyhow::Result<[Manifest; 2]> {
     Ok([all, best])
 }
 
-fn start(
+pub(super) fn start(
     lab: &Lab,
     name: &str,
     (image, memory): (&str, ByteSize),
@@ -358,12 +339,12 @@ fn bring_up(lab: &Lab, arm: Arm, number: usize) -> anyhow::Result<Vec<String>> {
             start(lab, name, trixie, arm.files)?;
         }
         for name in &names {
-            lab.wait_ready(name, BOOT_TIMEOUT)?;
+            booted(lab, name)?;
         }
         return Ok(names);
     }
     start(lab, "template", trixie, arm.files)?;
-    lab.wait_ready("template", BOOT_TIMEOUT)?;
+    booted(lab, "template")?;
     std::thread::sleep(REST);
     let snapshot = format!("template-{}", arm.name);
     let request = SaveRequest {
@@ -383,6 +364,15 @@ fn bring_up(lab: &Lab, arm: Arm, number: usize) -> anyhow::Result<Vec<String>> {
     Ok(names)
 }
 
+/// Waits until a guest has started everything. The agent is there long before.
+pub(super) fn booted(lab: &Lab, name: &str) -> anyhow::Result<()> {
+    lab.wait_ready(name, BOOT_TIMEOUT)?;
+    // Its exit code says whether every service runs, which is not the question.
+    let wait = "systemctl is-system-running --wait > /dev/null; true";
+    lab.exec(name, wait, LIMIT)?;
+    Ok(())
+}
+
 fn measure(lab: &Lab, arm: Arm, names: &[String]) -> anyhow::Result<Measured> {
     let idle = memory(lab)?;
     let first = names.first().context("no VM")?;
@@ -399,9 +389,22 @@ fn measure(lab: &Lab, arm: Arm, names: &[String]) -> anyhow::Result<Measured> {
     })
 }
 
-/// Attributable memory of the laboratory's VMs when nothing happens any more.
-fn memory(lab: &Lab) -> anyhow::Result<Memory> {
-    std::thread::sleep(REST);
+/// Attributable memory of the laboratory's VMs when nothing happens any more: it stays the same.
+pub(super) fn memory(lab: &Lab) -> anyhow::Result<Memory> {
+    let mut before = memory_now(lab)?;
+    for _ in 0..LONGEST_REST.as_secs() / REST.as_secs() {
+        std::thread::sleep(REST);
+        let now = memory_now(lab)?;
+        if (now.all() - before.all()).abs() < before.all() * SAME {
+            return Ok(now);
+        }
+        before = now;
+    }
+    eprintln!("memory still changes after {} s", LONGEST_REST.as_secs());
+    Ok(before)
+}
+
+fn memory_now(lab: &Lab) -> anyhow::Result<Memory> {
     let report = lab.report()?;
     let vms = &report.ledger.vms;
     ensure!(!vms.is_empty(), "no VM runs");
@@ -432,7 +435,7 @@ fn cold_starts(lab: &Lab, rounds: usize) -> anyhow::Result<(Map<String, Value>, 
         start(lab, name, (IMAGE, MEMORY), files)?;
     }
     for (name, _) in vms {
-        lab.wait_ready(name, BOOT_TIMEOUT)?;
+        booted(lab, name)?;
         lab.exec(name, APACHE, LIMIT)?;
     }
     let mut times = [Vec::new(), Vec::new()];
@@ -479,132 +482,4 @@ fn one_directory(lab: &Lab, directory: &str, none: Memory) -> anyhow::Result<Val
         "percent_of_its_size": saved / built.content_bytes as f64 * 100.0,
         "content_mib": mib(built.content_bytes as f64),
     }))
-}
-
-/// VMs with a desktop's program, one more at a time, booted from disks and from a segment: study A's figure 3.
-fn desktop(
-    program: &str,
-    start_it: &str,
-    most: usize,
-) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
-    let mut samples = Vec::new();
-    let mut slopes = Vec::new();
-    let mut starts = Vec::new();
-    for segment in [false, true] {
-        let lab = Lab::new(EngineSettings::default())?;
-        let mut files = Files::Disk;
-        if segment {
-            build(&lab, (ROOT, DESKTOP), |request| request.root = true)?;
-            files = Files::Root;
-        }
-        let mut totals = Vec::new();
-        let mut times = Vec::new();
-        for number in 1..=most {
-            let name = format!("vm{number}");
-            start(&lab, &name, (DESKTOP, DESKTOP_MEMORY), files)?;
-            lab.wait_ready(&name, BOOT_TIMEOUT)?;
-            let before = memory(&lab)?.all() * number as f64;
-            let began = Instant::now();
-            lab.exec(&name, &shown(start_it), LIMIT)?;
-            times.push(began.elapsed().as_secs_f64());
-            let with = memory(&lab)?.all() * number as f64;
-            totals.push(with - before);
-            eprintln!(
-                "{program}, VM {number}, segment {segment}: {:.0} MiB, shown after {:.1} s",
-                mib(with - before),
-                times[number - 1]
-            );
-        }
-        samples.push(json!({
-            "program": program, "segment": segment, "start_s": times,
-            "added_mib": totals.iter().map(|bytes| mib(*bytes)).collect::<Vec<_>>(),
-        }));
-        // The first one pays for what all share.
-        slopes.push(median(&totals[1.min(totals.len() - 1)..]));
-        starts.push(median(&times));
-    }
-    let mut results = Map::new();
-    results.insert(
-        format!("{program}_saving_percent"),
-        ((1.0 - slopes[1] / slopes[0]) * 100.0).into(),
-    );
-    results.insert(format!("{program}_mib"), mib(slopes[0]).into());
-    results.insert(format!("{program}_mib_segment"), mib(slopes[1]).into());
-    results.insert(
-        format!("{program}_start_ratio"),
-        (starts[0] / starts[1]).into(),
-    );
-    Ok((results, samples))
-}
-
-/// Starts a program on a display of its own, and waits until it shows a window.
-fn shown(start_it: &str) -> String {
-    format!(
-        r"set -e
-export HOME=/root DISPLAY=:7
-systemd-run -q --unit=display Xvfb :7 -screen 0 1280x800x24
-until [ -e /tmp/.X11-unix/X7 ]; do sleep 0.1; done
-systemd-run -q --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
-timeout 600 xdotool search --sync --onlyvisible --class '(?i)firefox|libreoffice|soffice' > /dev/null
-systemctl is-active -q program"
-    )
-}
-
-/// The study's figures, by name.
-#[must_use]
-pub fn figures(study: &Value) -> Vec<(String, String)> {
-    let empty = Vec::new();
-    let samples = study["samples"].as_array().unwrap_or(&empty);
-    let mut figures = Vec::new();
-    for (program, _) in PROGRAMS {
-        let mut lines = Vec::new();
-        for sample in samples.iter().filter(|s| s["program"] == program) {
-            let added = sample["added_mib"].as_array().unwrap_or(&empty);
-            let mut sum = 0.0;
-            let mut points = vec![(0.0, 0.0)];
-            for (number, mib) in added.iter().enumerate() {
-                sum += mib.as_f64().unwrap_or(f64::NAN);
-                points.push((number as f64 + 1.0, sum));
-            }
-            let in_place = sample["segment"] == true;
-            lines.push(Series {
-                name: if in_place {
-                    "from a segment"
-                } else {
-                    "from disks"
-                }
-                .into(),
-                points,
-                dashed: !in_place,
-            });
-        }
-        if !lines.is_empty() {
-            figures.push((
-                format!("segments-{program}"),
-                figure::lines(
-                    &format!("Memory of VMs with a program ({program})"),
-                    &Axis::linear("VMs"),
-                    &Axis::linear("MiB that the program adds, all VMs"),
-                    &lines,
-                ),
-            ));
-        }
-    }
-    figures
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_figure_adds_up_vm_by_vm() {
-        let sample = |segment, added: [f64; 2]| json!({ "program": "office", "segment": segment, "added_mib": added });
-        let drawn = figures(
-            &json!({ "samples": [sample(false, [250.0, 240.0]), sample(true, [180.0, 120.0])] }),
-        );
-        assert_eq!(drawn.len(), 1);
-        assert!(drawn[0].0 == "segments-office" && drawn[0].1.contains("from a segment"));
-        assert!(figures(&json!({ "samples": [] })).is_empty());
-    }
 }

@@ -27,6 +27,8 @@ enum Study {
     Clones,
     /// Memory of VMs that execute files in place from one image, next to VMs with disks and to clones
     Segments,
+    /// Memory that a browser and an office suite add to VMs that execute them from one image, next to VMs with disks
+    Desktops,
 }
 
 #[derive(Args, Debug)]
@@ -103,7 +105,15 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             } else {
                 bench::segments::Options::default()
             };
-            (bench::segments::run(&options)?, bench::segments::figures)
+            (bench::segments::run(&options)?, |_| Vec::new())
+        }
+        Study::Desktops => {
+            let options = if quick {
+                bench::desktops::Options::quick()
+            } else {
+                bench::desktops::Options::default()
+            };
+            (bench::desktops::run(&options)?, bench::desktops::figures)
         }
     };
     let result = record::envelope(name, quick, measured);
@@ -121,6 +131,7 @@ fn study_name(study: Study) -> &'static str {
         Study::Snapshots => "snapshots",
         Study::Clones => "clones",
         Study::Segments => "segments",
+        Study::Desktops => "desktops",
     }
 }
 

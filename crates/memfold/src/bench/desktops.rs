@@ -1,0 +1,189 @@
+//! Study A's figure 3: memory that a browser and an office suite add, VM by VM, with their files on disks and executed in place from one
+//! segment; and how long they take to show a window.
+//!
+//! VMs boot from disks, or from a segment of the whole system. One after the other starts the program; what it adds to the memory of all
+//! VMs is measured when nothing happens any more. Needs the image `trixie-desktop` (`guest/build trixie-desktop`).
+
+use std::time::Instant;
+
+use memfold_units::ByteSize;
+use serde_json::{Map, Value, json};
+
+use super::figure::{self, Axis, Series};
+use super::lab::Lab;
+use super::record::median;
+use super::segments::{Files, LIMIT, ROOT, booted, build, memory, mib, saving_percent, start};
+use crate::fold::EngineSettings;
+
+/// Programs, and the commands that start them.
+const PROGRAMS: [(&str, &str); 2] = [
+    (
+        "browser",
+        "firefox-esr --no-remote --profile /opt/profile file:///usr/share/doc/",
+    ),
+    ("office", "soffice --norestore --nologo --impress"),
+];
+
+const IMAGE: &str = "trixie-desktop";
+const MEMORY: ByteSize = ByteSize::mib(1536);
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Most VMs at once. The first pays for what all share, so two at least.
+    vms: usize,
+}
+
+impl Options {
+    /// Two VMs.
+    #[must_use]
+    pub const fn quick() -> Self {
+        Self { vms: 2 }
+    }
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { vms: 4 }
+    }
+}
+
+/// Runs the study: `results` and `samples`.
+pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let mut results = Map::new();
+    let mut samples = Vec::new();
+    for (program, start_it) in PROGRAMS {
+        let found = measure(program, start_it, options.vms)?;
+        results.extend(found.0);
+        samples.extend(found.1);
+    }
+    Ok(json!({ "samples": samples, "results": results }))
+}
+
+/// VMs with one program, one more at a time, booted from disks and from a segment.
+fn measure(
+    program: &str,
+    start_it: &str,
+    most: usize,
+) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
+    let mut samples = Vec::new();
+    let mut slopes = Vec::new();
+    let mut starts = Vec::new();
+    for segment in [false, true] {
+        let lab = Lab::new(EngineSettings::default())?;
+        let mut files = Files::Disk;
+        if segment {
+            build(&lab, (ROOT, IMAGE), |request| request.root = true)?;
+            files = Files::Root;
+        }
+        let mut totals = Vec::new();
+        let mut times = Vec::new();
+        for number in 1..=most {
+            let name = format!("vm{number}");
+            start(&lab, &name, (IMAGE, MEMORY), files)?;
+            booted(&lab, &name)?;
+            let before = memory(&lab)?.all() * number as f64;
+            let began = Instant::now();
+            lab.exec(&name, &shown(start_it), LIMIT)?;
+            times.push(began.elapsed().as_secs_f64());
+            let with = memory(&lab)?.all() * number as f64;
+            totals.push(with - before);
+            eprintln!(
+                "{program}, VM {number}, segment {segment}: {:.0} MiB, shown after {:.1} s",
+                mib(with - before),
+                times[number - 1]
+            );
+        }
+        samples.push(json!({
+            "program": program, "segment": segment, "start_s": times,
+            "added_mib": totals.iter().map(|bytes| mib(*bytes)).collect::<Vec<_>>(),
+        }));
+        // The first one pays for what all share.
+        slopes.push(median(&totals[1.min(totals.len() - 1)..]));
+        starts.push(median(&times));
+    }
+    let mut results = Map::new();
+    results.insert(
+        format!("{program}_saving_percent"),
+        saving_percent(slopes[1], slopes[0]).into(),
+    );
+    results.insert(format!("{program}_mib"), mib(slopes[0]).into());
+    results.insert(format!("{program}_mib_segment"), mib(slopes[1]).into());
+    results.insert(
+        format!("{program}_start_ratio"),
+        (starts[0] / starts[1]).into(),
+    );
+    Ok((results, samples))
+}
+
+/// Starts a program on a display of its own, and waits until it shows a window.
+fn shown(start_it: &str) -> String {
+    format!(
+        r"set -e
+export HOME=/root DISPLAY=:7
+systemd-run -q --unit=display Xvfb :7 -screen 0 1280x800x24
+until [ -e /tmp/.X11-unix/X7 ]; do sleep 0.1; done
+systemd-run -q --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
+timeout 600 xdotool search --sync --onlyvisible --class '(?i)firefox|libreoffice|soffice' > /dev/null
+systemctl is-active -q program"
+    )
+}
+
+/// The study's figures, by name.
+#[must_use]
+pub fn figures(study: &Value) -> Vec<(String, String)> {
+    let empty = Vec::new();
+    let samples = study["samples"].as_array().unwrap_or(&empty);
+    let mut figures = Vec::new();
+    for (program, _) in PROGRAMS {
+        let mut lines = Vec::new();
+        for sample in samples.iter().filter(|s| s["program"] == program) {
+            let added = sample["added_mib"].as_array().unwrap_or(&empty);
+            let mut sum = 0.0;
+            let mut points = vec![(0.0, 0.0)];
+            for (number, mib) in added.iter().enumerate() {
+                sum += mib.as_f64().unwrap_or(f64::NAN);
+                points.push((number as f64 + 1.0, sum));
+            }
+            let in_place = sample["segment"] == true;
+            lines.push(Series {
+                name: if in_place {
+                    "from a segment"
+                } else {
+                    "from disks"
+                }
+                .into(),
+                points,
+                dashed: !in_place,
+            });
+        }
+        if !lines.is_empty() {
+            figures.push((
+                format!("desktops-{program}"),
+                figure::lines(
+                    &format!("Memory of VMs with a program ({program})"),
+                    &Axis::linear("VMs"),
+                    &Axis::linear("MiB that the program adds, all VMs"),
+                    &lines,
+                ),
+            ));
+        }
+    }
+    figures
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_figure_adds_up_vm_by_vm() {
+        let sample = |segment, added: [f64; 2]| json!({ "program": "office", "segment": segment, "added_mib": added });
+        let drawn = figures(
+            &json!({ "samples": [sample(false, [250.0, 240.0]), sample(true, [180.0, 120.0])] }),
+        );
+        assert_eq!(drawn.len(), 1);
+        assert!(drawn[0].0 == "desktops-office" && drawn[0].1.contains("from a segment"));
+        assert!(figures(&json!({ "samples": [] })).is_empty());
+    }
+}
