@@ -124,7 +124,7 @@ export HOME=/root DISPLAY=:7
 systemd-run -q --unit=display Xvfb :7 -screen 0 1280x800x24
 until [ -e /tmp/.X11-unix/X7 ]; do sleep 0.1; done
 systemd-run -q --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
-timeout 600 xdotool search --sync --onlyvisible --class '(?i)firefox|libreoffice|soffice' > /dev/null
+timeout 600 xdotool search --sync --onlyvisible --class 'firefox|libreoffice|soffice' > /dev/null
 systemctl is-active -q program"
     )
 }
