@@ -225,7 +225,9 @@ impl IntoResponse for Failure {
                 | SnapshotError::InUse { .. }
                 | SnapshotError::BuiltOn { .. },
             )
-            | DaemonError::Segment(SegmentError::InUse { .. }) => StatusCode::CONFLICT,
+            | DaemonError::Segment(SegmentError::InUse { .. } | SegmentError::Written { .. }) => {
+                StatusCode::CONFLICT
+            }
             DaemonError::BadRequest(_)
             | DaemonError::Launch(LaunchError::Spec(_))
             | DaemonError::Snapshot(SnapshotError::Name(_) | SnapshotError::Impossible(_))

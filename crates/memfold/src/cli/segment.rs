@@ -32,6 +32,9 @@ pub(super) enum Arguments {
         /// Compare all bytes with the guest's own files first, not only sizes, times, owners and modes
         #[arg(long)]
         content: bool,
+        /// Let this VM alone map it, to write what 'segment build --from vm:VM' makes the next generation of
+        #[arg(long, conflicts_with = "no_lay")]
+        writer: bool,
     },
     /// Have a guest take a segment off its files; what it has written there stays
     Detach {
@@ -67,7 +70,8 @@ pub(super) struct BuildArguments {
     /// Trust domain: only its VMs may map the segment
     #[arg(long)]
     domain: String,
-    /// A directory that stands for the guests' root, a disk image with an ext4 or EROFS file system, .deb files, or package:NAME
+    /// A directory that stands for the guests' root, a disk image with an ext4 or EROFS file system, .deb files, package:NAME, or vm:NAME for what a
+    /// running VM sees
     #[arg(long, required = true, num_args = 1.., value_name = "SOURCE")]
     from: Vec<String>,
     /// Take only paths that match; several allowed ('/usr/**' and '/opt/**' by default)
@@ -129,11 +133,13 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             segment,
             no_lay,
             content,
+            writer,
         } => {
             let request = AttachSegmentRequest {
                 segment,
                 no_lay,
                 content,
+                writer,
             };
             let place = format!("/v1/vms/{}/segments", name_of_vm(&vm)?);
             let done: AttachedSegment = client.post(&place, &request)?;
@@ -239,7 +245,7 @@ fn build(context: &Context, arguments: BuildArguments) -> anyhow::Result<ExitCod
 
 /// The daemon's directory is another.
 fn absolute(source: String) -> std::io::Result<String> {
-    if source.starts_with("package:") {
+    if source.starts_with("package:") || source.starts_with("vm:") {
         return Ok(source);
     }
     let path = std::path::absolute(PathBuf::from(&source))?;
@@ -320,7 +326,14 @@ fn table(list: &[SegmentInfo]) -> String {
             ByteSize(info.resident_bytes).to_string(),
             ByteSize(info.struct_page_bytes).to_string(),
             segment.files.to_string(),
-            info.users.join(", "),
+            info.users
+                .iter()
+                .map(|user| match &info.writer {
+                    Some(writer) if writer == user => format!("{user} (writes)"),
+                    _ => user.clone(),
+                })
+                .collect::<Vec<_>>()
+                .join(", "),
             info.problem.clone().unwrap_or_default(),
         ]);
     }

@@ -8,6 +8,7 @@
 //! The daemon holds nothing that a new one couldn't find: VMs are in the state directory, mappings and the page store in the
 //! kernel. It may be killed at any instant.
 
+mod copy_out;
 mod error;
 mod guest;
 mod ksm;

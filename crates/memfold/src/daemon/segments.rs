@@ -39,6 +39,17 @@ impl Daemon {
     /// Builds a new generation of a segment.
     pub fn build_segment(&self, request: &BuildRequest) -> Result<BuildResult, DaemonError> {
         let progress = self.uses.begin(&format!("segment {}", request.name))?;
+        let vm = match request.from.as_slice() {
+            [from] => from.strip_prefix("vm:"),
+            _ => None,
+        };
+        if let Some(writer) = self.writer(&request.name).filter(|w| vm != Some(w)) {
+            return Err(SegmentError::Written {
+                name: request.name.clone(),
+                writer,
+            }
+            .into());
+        }
         let top = match request.top_files_bytes {
             None => None,
             Some(bytes) => {
@@ -51,10 +62,17 @@ impl Daemon {
                 Some((memfold_units::ByteSize(bytes), ranked))
             }
         };
+        let copy = vm
+            .map(|vm| self.copy_out(vm, request, &progress))
+            .transpose()?;
         let request = Request {
             name: request.name.clone(),
             domain: request.domain.clone(),
-            from: request.from.clone(),
+            from: copy.as_ref().map_or_else(
+                || request.from.clone(),
+                |copy| vec![copy.image().display().to_string()],
+            ),
+            origin: copy.is_some().then(|| request.from.join(" ")),
             include: request.include.clone(),
             exclude: request.exclude.clone(),
             top,
@@ -106,6 +124,7 @@ impl Daemon {
             .into_iter()
             .zip(users)
             .map(|(segment, users)| SegmentInfo {
+                writer: self.writer(&segment.name),
                 users: users.into_iter().map(named).collect(),
                 resident_bytes: self.segments.resident_bytes(&segment),
                 struct_page_bytes: segment.struct_page_bytes().0,
@@ -193,6 +212,36 @@ impl Daemon {
             }
         }
         Ok(users.into_iter().collect())
+    }
+
+    /// The VM that writes a segment's next generation. One that has ended, or taken the segment off, doesn't any more.
+    fn writer(&self, name: &str) -> Option<String> {
+        let vm = self.segments.writer(name)?;
+        let machine = self.machine(&vm).ok();
+        let has_it = |machine: &Arc<Machine>| {
+            let segments = machine.vm().segments();
+            segments.iter().any(|s| s.base_name() == name)
+        };
+        machine.is_some_and(|m| has_it(&m)).then_some(vm)
+    }
+
+    /// Whether no other VM maps any generation of a segment, so that this one may be its writer.
+    fn check_alone(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
+        let me = format!("VM {vm}");
+        let mut others = BTreeSet::new();
+        for manifest in self.segments.all()?.iter().filter(|m| m.name == name) {
+            others.extend(self.segment_users(manifest)?);
+        }
+        // Snapshots keep the generation that they were taken with.
+        others.retain(|user| *user != me && !user.starts_with("snapshot "));
+        if others.is_empty() {
+            return Ok(());
+        }
+        Err(SegmentError::InUse {
+            name: name.to_owned(),
+            users: others.into_iter().collect::<Vec<_>>().join(", "),
+        }
+        .into())
     }
 
     /// Removes generations that are not the newest and that nobody uses any more.
@@ -312,6 +361,13 @@ impl Daemon {
             }
             .into());
         }
+        if let Some(writer) = self.writer(&manifest.name).filter(|writer| writer != vm) {
+            return Err(SegmentError::Written {
+                name: manifest.name,
+                writer,
+            }
+            .into());
+        }
         // Of the same generation, whatever is built meanwhile.
         let reference = Reference::parse(&manifest.reference())?;
         Ok(self.segments.image(&reference)?)
@@ -329,10 +385,24 @@ impl Daemon {
         // One at a time: two would take the same slot, and a snapshot would be of something half done. Before the other lock, which is held
         // only until QEMU maps the image: guests take their time.
         let _alone = machine.save_right();
-        let kept = self.removing.read().unwrap_or_else(PoisonError::into_inner);
+        let shared = || self.removing.read().unwrap_or_else(PoisonError::into_inner);
+        let exclusive = || {
+            self.removing
+                .write()
+                .unwrap_or_else(PoisonError::into_inner)
+        };
+        // A writer's check holds until it is noted.
+        let kept = if request.writer {
+            (None, Some(exclusive()))
+        } else {
+            (Some(shared()), None)
+        };
         let mut now = noted(&machine, directory)?;
         let (manifest, image) = self.find_segment(&request.segment, vm, machine.domain())?;
         let name = manifest.reference();
+        if request.writer {
+            self.check_alone(&manifest.name, vm)?;
+        }
         if !now.iter().any(|segment| segment.name == name) {
             let slot = u32::try_from(now.len()).unwrap_or(MAX_SLOTS);
             if slot >= slots {
@@ -357,6 +427,10 @@ impl Daemon {
                 return Err(error.into());
             }
             info!(vm, segment = name, "attached");
+        }
+        if request.writer {
+            self.segments.set_writer(&manifest.name, Some(vm))?;
+            info!(vm, segment = manifest.name, "writes the next generation");
         }
         drop(kept);
         let report = if request.no_lay {
@@ -405,6 +479,9 @@ impl Daemon {
             .into());
         }
         let report = take_off(&machine, segment.base_name())?;
+        if self.segments.writer(segment.base_name()).as_deref() == Some(vm) {
+            self.segments.set_writer(segment.base_name(), None)?;
+        }
         Ok(AttachedSegment {
             segment: VmSegment {
                 segment: segment.name.clone(),
@@ -496,7 +573,10 @@ fn lay_instead(
 }
 
 /// The VM's segments as QEMU has them: what a daemon that died had noted and not plugged is forgotten.
-fn noted(machine: &Machine, directory: &VmDirectory) -> Result<Vec<SegmentSpec>, DaemonError> {
+pub(super) fn noted(
+    machine: &Machine,
+    directory: &VmDirectory,
+) -> Result<Vec<SegmentSpec>, DaemonError> {
     let mut now = machine.vm().segments();
     let mut qmp = machine.monitor();
     let before = now.len();
@@ -521,7 +601,7 @@ fn note(directory: &VmDirectory, now: &[SegmentSpec]) -> Result<(), DaemonError>
         .map_err(|source| SegmentError::Files { path, source }.into())
 }
 
-fn directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
+pub(super) fn directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
     machine.vm().directory().ok_or_else(|| {
         SegmentError::Impossible(format!(
             "VM '{}' was not started by memfold, so it has no slots for segments; start it with 'memfold vm run'",
@@ -581,7 +661,7 @@ fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Value, DaemonEr
     Ok(answer)
 }
 
-fn says(result: &CommandResult) -> String {
+pub(super) fn says(result: &CommandResult) -> String {
     String::from_utf8_lossy(&result.stderr).trim().to_owned()
 }
 

@@ -56,6 +56,8 @@ pub struct Request {
     pub domain: String,
     /// What to build it from: one directory or image, or packages.
     pub from: Vec<String>,
+    /// What the manifest says of that instead, of a copy that was made for this build.
+    pub origin: Option<String>,
     /// Globs of paths, beginning with a slash; none: programs and libraries (`/usr`, `/opt`), or everything of a root.
     pub include: Vec<String>,
     /// Globs of paths to leave out.
@@ -144,7 +146,10 @@ pub fn build(
         lay,
         root: request.root,
         pinned: request.pinned,
-        from: request.from.clone(),
+        from: request
+            .origin
+            .clone()
+            .map_or_else(|| request.from.clone(), |origin| vec![origin]),
         created_s: SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
             .map_or(0, |time| time.as_secs()),
@@ -331,6 +336,7 @@ mod tests {
             name: "web".into(),
             domain: "blue".into(),
             from: vec![from.display().to_string()],
+            origin: None,
             include: Vec::new(),
             exclude: Vec::new(),
             top: None,

@@ -143,8 +143,9 @@ fn facts(said: &str) -> Result<Vec<Facts>, String> {
             file.modified = time;
         }
         for name in ATTRIBUTES {
-            if let Some(value) = attribute(line, name) {
-                let value = value.ok_or_else(|| format!("it told '{}' of a file", line.trim()))?;
+            if let Some((length, value)) = attribute(line, name) {
+                let value = decode(name, length, value)
+                    .ok_or_else(|| format!("it told '{}' of a file", line.trim()))?;
                 file.attributes.push((name, value));
             }
         }
@@ -171,27 +172,26 @@ fn modified(line: &str) -> Option<(i64, i64)> {
     Some((low + ((extra & 3) << 32), extra >> 2))
 }
 
-/// Reads `  security.capability (20) = 01 00 00 02 ...`. The inner `None`: it can't be read.
-fn attribute(line: &str, name: &str) -> Option<Option<Vec<u8>>> {
-    let (length, value) = line
-        .trim_start()
+/// Reads `  security.capability (20) = 01 00 00 02 ...`: length and value.
+fn attribute<'a>(line: &'a str, name: &str) -> Option<(&'a str, &'a str)> {
+    line.trim_start()
         .strip_prefix(name)?
         .strip_prefix(" (")?
-        .split_once(") = ")?;
-    let read = || {
-        let bytes = value.split_ascii_whitespace();
-        let bytes = bytes.map(|hex| u8::from_str_radix(hex, 16).ok());
-        let bytes: Vec<u8> = bytes.collect::<Option<_>>()?;
-        if length.parse() != Ok(bytes.len()) {
-            return None;
-        }
-        if name.starts_with("system.posix_acl") {
-            access_list(&bytes)
-        } else {
-            Some(bytes)
-        }
-    };
-    Some(read())
+        .split_once(") = ")
+}
+
+fn decode(name: &str, length: &str, value: &str) -> Option<Vec<u8>> {
+    let bytes = value.split_ascii_whitespace();
+    let bytes = bytes.map(|hex| u8::from_str_radix(hex, 16).ok());
+    let bytes: Vec<u8> = bytes.collect::<Option<_>>()?;
+    if length.parse() != Ok(bytes.len()) {
+        return None;
+    }
+    if name.starts_with("system.posix_acl") {
+        access_list(&bytes)
+    } else {
+        Some(bytes)
+    }
 }
 
 /// An access list as the kernel takes it, of one as it lies on the disk: there, only entries for named users and groups have a number.

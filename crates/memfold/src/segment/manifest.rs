@@ -63,6 +63,8 @@ pub struct SegmentInfo {
     pub segment: Manifest,
     /// Names of VMs that map it; `process N` for those that this daemon doesn't know.
     pub users: Vec<String>,
+    /// The VM that writes its next generation, so that no other may map it.
+    pub writer: Option<String>,
     /// Its pages that are in the host's memory now, in bytes.
     pub resident_bytes: u64,
     /// Guest RAM that each VM spends on describing it, in bytes.

@@ -21,11 +21,12 @@ mod tree;
 use std::io;
 use std::path::PathBuf;
 
-pub use build::{Request, build};
+pub use build::{PROGRAMS, Request, build};
 pub use manifest::{Manifest, SegmentInfo};
 pub use name::Reference;
 pub use rank::Ranked;
-pub use shelf::{DEFAULT_SHELF, Shelf};
+pub use shelf::{DEFAULT_SHELF, Draft, Shelf};
+pub use source::{run as run_tool, tool};
 
 /// Why something was not done with a segment. Nothing is half done then.
 #[derive(Debug, thiserror::Error)]
@@ -92,6 +93,16 @@ pub enum SegmentError {
         name: String,
         /// By whom.
         users: String,
+    },
+    /// A VM writes it, and no other may have it meanwhile.
+    #[error(
+        "segment '{name}' is written by VM '{writer}': build the next generation from there (--from vm:{writer}), or take it off there (memfold segment detach {writer} {name})"
+    )]
+    Written {
+        /// Its name.
+        name: String,
+        /// The VM.
+        writer: String,
     },
     /// It is not what was built.
     #[error("segment '{name}' can't be used: {why}; build it anew")]

@@ -3,6 +3,7 @@
 //! ```text
 //!   SHELF/NAME/GENERATION/    image            what VMs map, read-only and (where the file system can) immutable
 //!                             manifest.json    what it is
+//!   SHELF/NAME/writer         name of the VM that writes the next generation, if one does
 //!   SHELF/.NAME.draft/        a build that is under way (locked), or was cut off (removed by the next daemon)
 //!   RUNTIME/NAME@GENERATION   a pinned segment's copy in memory (tmpfs), while VMs use it
 //! ```
@@ -29,6 +30,7 @@ pub const DEFAULT_SHELF: &str = "/var/lib/memfold/segments";
 /// What VMs map.
 pub const IMAGE: &str = "image";
 const MANIFEST: &str = "manifest.json";
+const WRITER: &str = "writer";
 
 /// All segments of a host.
 #[derive(Clone, Debug)]
@@ -341,6 +343,27 @@ impl Shelf {
         mapped::processes_with(&texts).map_err(failed(Path::new("/proc")))
     }
 
+    /// The VM that writes a segment's next generation, as it was noted; it may have ended since.
+    #[must_use]
+    pub fn writer(&self, name: &str) -> Option<String> {
+        fs::read_to_string(self.root.join(name).join(WRITER)).ok()
+    }
+
+    /// Notes which VM writes the next generation of a segment that is there, or that none does any more.
+    pub fn set_writer(&self, name: &str, vm: Option<&str>) -> Result<(), SegmentError> {
+        let place = self.root.join(name).join(WRITER);
+        let Some(vm) = vm else {
+            return match fs::remove_file(&place) {
+                Err(error) if error.kind() != ErrorKind::NotFound => Err(failed(&place)(error)),
+                _ => Ok(()),
+            };
+        };
+        // Whole or not there.
+        let part = place.with_extension("part");
+        fs::write(&part, vm).map_err(failed(&part))?;
+        fs::rename(&part, &place).map_err(failed(&place))
+    }
+
     /// Begins a build.
     pub fn draft(&self, name: &str) -> Result<Draft, SegmentError> {
         let path = self.root.join(format!(".{name}.draft"));
@@ -413,6 +436,9 @@ impl Shelf {
         fs::rename(&place, &gone).map_err(failed(&place))?;
         fs::remove_dir_all(&gone).map_err(failed(&gone))?;
         // Of the last generation.
+        if self.generations(&manifest.name)?.is_empty() {
+            self.set_writer(&manifest.name, None)?;
+        }
         let _ = fs::remove_dir(self.root.join(&manifest.name));
         self.right
             .lock()
