@@ -6,7 +6,7 @@
 //! |---|---|
 //! | top | [`cli`], [`bench`], [`api`] |
 //! | | [`daemon`]: the running whole |
-//! | | [`ledger`]: what is where, in bytes |
+//! | | [`ledger`]: what is where, in bytes; [`estimate`]: what could be saved |
 //! | mechanisms | [`fold`], [`ksm`], [`snapshot`], [`segment`] |
 //! | | [`vm`]: QEMU processes and the links to them |
 //! | ground | [`store`], [`host`], [`progress`] |
@@ -15,6 +15,7 @@ pub mod api;
 pub mod bench;
 pub mod cli;
 pub mod daemon;
+pub mod estimate;
 pub mod fold;
 pub mod host;
 pub mod ksm;

@@ -21,6 +21,7 @@ use super::types::{
     RebootRequest, RestoreRequest, SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
 };
 use crate::daemon::{Daemon, DaemonError, chain};
+use crate::estimate::VmFacts;
 use crate::fold::EngineStats;
 use crate::ksm::{Explanation, KsmError, Overview};
 use crate::segment::{Ranked, SegmentError, SegmentInfo};
@@ -72,6 +73,7 @@ pub enum ServeError {
         start_ksm,
         stop_ksm,
         explain_ksm,
+        estimate_facts,
         snapshots,
         save_snapshot,
         snapshot,
@@ -142,6 +144,7 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/ksm/start", post(start_ksm))
         .route("/v1/ksm/stop", post(stop_ksm))
         .route("/v1/ksm/explain/{name}", get(explain_ksm))
+        .route("/v1/estimate", get(estimate_facts))
         .route("/v1/snapshots", get(snapshots).post(save_snapshot))
         .route(
             "/v1/snapshots/{name}",
@@ -379,6 +382,12 @@ async fn explain_ksm(
     UrlPath(name): UrlPath<String>,
 ) -> Result<Json<Explanation>, Failure> {
     blocking(daemon, move |d| d.explain_ksm(&name)).await
+}
+
+/// What the daemon knows for an estimate: whoever asks looks at memory by itself.
+#[utoipa::path(get, path = "/v1/estimate", responses((status = 200, body = VmFacts)))]
+async fn estimate_facts(State(daemon): State<Arc<Daemon>>) -> Result<Json<VmFacts>, Failure> {
+    blocking(daemon, |d| d.estimate_facts()).await
 }
 
 #[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]

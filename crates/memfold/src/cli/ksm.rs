@@ -136,7 +136,8 @@ fn explain_alone(vm: &str) -> anyhow::Result<Explanation> {
     }
 }
 
-fn table(header: &[&str], right: &[usize]) -> Table {
+/// A table without lines; columns `right` hold numbers.
+pub(super) fn table(header: &[&str], right: &[usize]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_header(header);
     for &at in right {

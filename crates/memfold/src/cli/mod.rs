@@ -5,6 +5,7 @@
 mod bench;
 mod demo;
 mod doctor;
+mod estimate;
 mod fold;
 mod ksm;
 mod report;
@@ -61,6 +62,8 @@ enum Command {
     Report(report::Arguments),
     /// The ledger, live
     Top(top::Arguments),
+    /// What could be saved, before anything is changed: zeroes, copies within and between VMs, by file, by mechanism
+    Estimate(estimate::Arguments),
     /// Folding: state, pause, budget
     #[command(subcommand)]
     Fold(fold::Arguments),
@@ -158,6 +161,7 @@ pub fn main() -> ExitCode {
         Command::Vm(arguments) => vm::run(&context, arguments),
         Command::Report(arguments) => report::run(&context, &arguments),
         Command::Top(arguments) => top::run(&context, &arguments),
+        Command::Estimate(arguments) => estimate::run(&context, &arguments),
         Command::Fold(arguments) => fold::run(&context, &arguments),
         Command::Ksm(arguments) => ksm::run(&context, arguments),
         Command::Snapshot(arguments) => snapshot::run(&context, arguments),

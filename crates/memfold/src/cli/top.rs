@@ -85,7 +85,7 @@ pub(crate) fn live(mut fetch: impl FnMut() -> anyhow::Result<Report>) -> anyhow:
 }
 
 /// Receives once, at Ctrl-C, which from now on doesn't end the process by itself.
-fn interrupts() -> io::Result<mpsc::Receiver<io::Result<()>>> {
+pub(super) fn interrupts() -> io::Result<mpsc::Receiver<io::Result<()>>> {
     let (send, receive) = mpsc::channel();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()

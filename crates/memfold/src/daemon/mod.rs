@@ -10,6 +10,7 @@
 
 mod copy_out;
 mod error;
+mod estimate;
 mod guest;
 mod ksm;
 mod machine;

@@ -19,7 +19,7 @@ use super::huge::HugePages;
 use super::stack::{Hint, HintStack};
 use super::stats::{EngineStats, Latencies, VmStats};
 use super::table::VmTable;
-use super::uses::FileUse;
+use super::uses::{CachedFiles, FileUse};
 use super::work::Task;
 use super::{Guest, VmId};
 use crate::store::{Source, Store, StoreError};
@@ -142,6 +142,8 @@ pub enum Command {
     Stats(SyncSender<EngineStats>),
     /// Which files VMs cache.
     FileUses(SyncSender<Vec<FileUse>>),
+    /// Where they lie in their memory.
+    CachedFiles(SyncSender<CachedFiles>),
     /// End the thread.
     Stop,
 }
@@ -465,6 +467,9 @@ impl Engine {
             Command::FileUses(answer) => {
                 // Who asked may have gone away.
                 let _ = answer.send(self.file_uses());
+            }
+            Command::CachedFiles(answer) => {
+                let _ = answer.send(self.cached_files());
             }
             Command::Stats(answer) => {
                 let began_ns = thread_cpu_ns();

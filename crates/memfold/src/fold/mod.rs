@@ -43,7 +43,7 @@ mod zero;
 pub use engine::{Command, Engine, EngineSettings};
 pub use guest::{Guest, GuestError};
 pub use stats::{DomainStats, EngineStats, VmStats};
-pub use uses::FileUse;
+pub use uses::{CachedFiles, CachedRun, FileUse};
 
 /// The daemon's number for a VM; never used twice while a daemon lives.
 pub type VmId = u32;

@@ -1,10 +1,13 @@
-//! Which files VMs cache, by what their agents say: for whoever chooses files (`memfold segment rank`).
+//! Which files VMs cache, by what their agents say: for whoever chooses files (`memfold segment rank`), and where they lie in memory
+//! (`memfold estimate`).
 
 use foldhash::{HashMap, HashMapExt};
+use memfold_units::Hva;
 use memfold_wire::agent::FileNumber;
 
-use super::content::Member;
+use super::content::{ContentId, Member};
 use super::engine::Engine;
+use super::table::Index;
 
 /// What one VM caches of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,7 +24,76 @@ pub struct FileUse {
     pub cached_pages: u64,
 }
 
+/// Pages that follow one another in QEMU's memory and in the file that they cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CachedRun {
+    /// Address of the first in QEMU.
+    pub hva: Hva,
+    /// How many.
+    pub pages: u32,
+    /// The file: its place in [`CachedFiles::files`].
+    pub file: u32,
+    /// The first one's number in the file.
+    pub page: u32,
+}
+
+/// Which files lie where in the memory of VMs whose agents say so.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CachedFiles {
+    /// Path and length in bytes. Files of a domain that are thought to hold the same bytes are one.
+    pub files: Vec<(Vec<u8>, u64)>,
+    /// By VM name.
+    pub vms: Vec<(String, Vec<CachedRun>)>,
+}
+
 impl Engine {
+    /// Where every VM caches which file. Files whose path isn't known are left out.
+    pub(super) fn cached_files(&self) -> CachedFiles {
+        let mut all = CachedFiles::default();
+        let mut numbers: HashMap<(&str, ContentId), u32> = HashMap::new();
+        for (&id, vm) in &self.vms {
+            let (Some(domain), true) = (self.domains.get(&vm.domain), vm.stats.agent_ready) else {
+                continue;
+            };
+            let mut runs: Vec<CachedRun> = Vec::new();
+            let mut last: Option<(Index, FileNumber, u32)> = None;
+            for at in 0..vm.table.pages() {
+                let Some((file, page)) = vm.table.cached(at) else {
+                    continue;
+                };
+                let follows = last.is_some_and(|(before, of, in_file)| {
+                    vm.table.adjacent(before, at)
+                        && of == file
+                        && in_file.checked_add(1) == Some(page)
+                });
+                last = Some((at, file, page));
+                if let (true, Some(run)) = (follows, runs.last_mut()) {
+                    run.pages += 1;
+                    continue;
+                }
+                let content = domain.contents.of(Member { vm: id, file });
+                let known = content.and_then(|id| Some((id, domain.contents.get(id)?)));
+                let (Some((content, known)), Some(hva)) = (known, vm.table.hva(at)) else {
+                    // The next page is not to join the run before.
+                    last = None;
+                    continue;
+                };
+                let file = *numbers.entry((&vm.domain, content)).or_insert_with(|| {
+                    all.files.push((known.path.to_vec(), known.size()));
+                    u32::try_from(all.files.len() - 1).unwrap_or(u32::MAX)
+                });
+                runs.push(CachedRun {
+                    hva,
+                    pages: 1,
+                    file,
+                    page,
+                });
+            }
+            all.vms.push((vm.stats.name.clone(), runs));
+        }
+        all
+    }
+
     /// What every VM caches, by file. A file whose path isn't known is left out.
     pub(super) fn file_uses(&self) -> Vec<FileUse> {
         let mut uses = Vec::new();

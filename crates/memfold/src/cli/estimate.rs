@@ -1,0 +1,217 @@
+//! `memfold estimate`: what could be saved, before anything is changed.
+
+use std::io;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use memfold_units::ByteSize;
+
+use super::{Context, IMPOSSIBLE_HERE, top};
+use crate::api::ClientError;
+use crate::estimate::program::{self, Kind, ProgramReport};
+use crate::estimate::{
+    Domains, EstimateError, EstimateReport, Options, Pace, VmFacts, estimate, table, targets,
+};
+
+/// Exit code of a program that was interrupted: 128 + SIGINT, as shells have it.
+const INTERRUPTED: u8 = 130;
+
+/// Longest `--seconds`: a day.
+const LONGEST_S: f64 = 86_400.0;
+
+/// What could be saved, before anything is changed.
+///
+/// Looks at the memory of QEMU processes from outside: no VM needs memfold's library or agent, and nothing is written. Reads each
+/// private page, and a sample of them again a second later. Splits what could be saved into pages of zeroes, copies within a VM, copies
+/// between VMs of a trust domain, and, where agents in the guests say so, by file. Copies between trust domains are shown and never
+/// counted. Needs root.
+///
+/// A memfold daemon tells names, trust domains and files. Without one, and for QEMUs that it doesn't know, each QEMU is its own trust
+/// domain unless --domain-of or --one-domain say otherwise.
+#[derive(Args, Debug)]
+pub(super) struct Arguments {
+    /// Look at these VMs alone, by name or by QEMU's process number
+    #[arg(value_name = "VM|PID")]
+    vms: Vec<String>,
+    /// CPU that it may use, in percent of one core
+    #[arg(long, default_value_t = 10.0, value_name = "PERCENT", value_parser = percent)]
+    cpu: f64,
+    /// End after this time, with what was found by then; by default all memory is looked at (10 % of a core read about 0.3 GiB a second)
+    #[arg(long, value_name = "N", value_parser = seconds)]
+    seconds: Option<Duration>,
+    /// A QEMU is of this trust domain (may be given several times)
+    #[arg(long, value_name = "PID=DOMAIN", value_parser = domain_of)]
+    domain_of: Vec<(i32, String)>,
+    /// As if all VMs were of one trust domain
+    #[arg(long, conflicts_with = "domain_of")]
+    one_domain: bool,
+    /// Instead: how much of a running program VMs could share, by mapping mode (all processes of that name, or one)
+    #[arg(long, value_name = "PID|NAME", conflicts_with_all = ["vms", "cpu", "seconds", "domain_of", "one_domain"])]
+    program: Option<String>,
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(percent) if percent > 0.0 && percent <= 100.0 => Ok(percent),
+        _ => Err("give more than 0, and 100 at most".to_owned()),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    match text.parse() {
+        Ok(seconds) if (1.0..=LONGEST_S).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err(format!("give 1 to {LONGEST_S}")),
+    }
+}
+
+fn domain_of(text: &str) -> Result<(i32, String), String> {
+    let (pid, domain) = text
+        .split_once('=')
+        .ok_or("give a process number, '=', and a trust domain")?;
+    let pid = pid
+        .parse()
+        .map_err(|_| format!("'{pid}' is no process number"))?;
+    crate::vm::check_name("domain", domain).map_err(|error| error.to_string())?;
+    Ok((pid, domain.to_owned()))
+}
+
+/// Set by Ctrl-C.
+static STOP: AtomicBool = AtomicBool::new(false);
+
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    if let Some(program) = &arguments.program {
+        return of_program(context, program);
+    }
+    // From here on: what a daemon says has to be read, too.
+    let pace = Pace::new(arguments.cpu / 100.0, &STOP);
+    stop_at_interrupt()?;
+    let (facts, daemon): (VmFacts, bool) = match context.client()?.get("/v1/estimate") {
+        Err(ClientError::NoDaemon { .. }) => (VmFacts::default(), false),
+        answer => (answer?, true),
+    };
+    let domains = Domains {
+        one: arguments.one_domain,
+        of: arguments.domain_of.clone(),
+    };
+    let options = Options {
+        limit: arguments.seconds,
+        ..Options::here()
+    };
+    let bar = ProgressBar::new(0).with_style(ProgressStyle::with_template(
+        "{msg} {wide_bar} {percent} %, {eta} left",
+    )?);
+    let mut shown = "";
+    let mut told = |step: &'static str, done: u64, total: u64| {
+        if step != shown {
+            shown = step;
+            bar.reset();
+            bar.set_message(step);
+            bar.set_length(total);
+        }
+        bar.set_position(done);
+    };
+    let found = targets::find(Path::new("/proc"), &arguments.vms, &domains, &facts)
+        .and_then(|targets| estimate(targets, &facts.files, &options, &pace, &mut told));
+    bar.finish_and_clear();
+    let report = match found {
+        Ok(report) => EstimateReport { daemon, ..report },
+        Err(error @ (EstimateError::Interrupted | EstimateError::NoScan)) => {
+            eprintln!("memfold: {error}");
+            let code = match error {
+                EstimateError::NoScan => IMPOSSIBLE_HERE,
+                _ => INTERRUPTED,
+            };
+            return Ok(ExitCode::from(code));
+        }
+        Err(error) => return Err(error.into()),
+    };
+    context.print(&report, table::render)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn stop_at_interrupt() -> io::Result<()> {
+    let interrupts = top::interrupts()?;
+    std::thread::Builder::new()
+        .name("stop".to_owned())
+        .spawn(move || {
+            if interrupts.recv().is_ok() {
+                STOP.store(true, Ordering::Relaxed);
+            }
+        })?;
+    Ok(())
+}
+
+fn of_program(context: &Context, program: &str) -> anyhow::Result<ExitCode> {
+    let proc_root = Path::new("/proc");
+    let pids = program::find(proc_root, program).context("cannot list processes")?;
+    if pids.is_empty() {
+        bail!("no process has the name or number '{program}'; 'ps -e' shows those that run");
+    }
+    let report = program::read(proc_root, program, &pids)
+        .with_context(|| format!("cannot read the mappings of '{program}'; run this as root"))?;
+    if report.pids.is_empty() {
+        bail!("'{program}' has ended");
+    }
+    context.print(&report, render_program)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn render_program(report: &ProgramReport) -> String {
+    let header = ["MAPPING", "MODE", "RESIDENT", "THE FILE'S OWN PAGES"];
+    let mut table = super::ksm::table(&header, &[2, 3]);
+    for mode in &report.modes {
+        let kind = match mode.kind {
+            Kind::Text => "file, text",
+            Kind::ReadOnly => "file, read-only data",
+            Kind::PrivateFile => "file, private and writable",
+            Kind::Shared => "shared memory or file",
+            Kind::Anonymous => "anonymous",
+        };
+        table.add_row([
+            kind,
+            &mode.permissions,
+            &ByteSize(mode.resident_bytes).to_string(),
+            &ByteSize(mode.file_bytes).to_string(),
+        ]);
+    }
+    let size = ByteSize;
+    format!(
+        "{}: {} processes, {} resident\n\n{}\n\n\
+         mapped without write permission: {} ({:.1} %)\n\
+         shareable between VMs, as pages of private mappings that nobody has written: {} ({:.1} %)",
+        report.program,
+        report.pids.len(),
+        size(report.resident_bytes),
+        table.trim_fmt(),
+        size(report.not_writable_bytes),
+        report.not_writable_percent,
+        size(report.shareable_bytes),
+        report.shareable_percent,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_that_make_no_sense_are_refused_with_their_range() {
+        assert_eq!(percent("10"), Ok(10.0));
+        for text in ["0", "-1", "101", "NaN", "much"] {
+            assert!(percent(text).unwrap_err().contains("100 at most"));
+        }
+        assert_eq!(seconds("2.5"), Ok(Duration::from_millis(2500)));
+        for text in ["0", "1e9", "NaN", "inf"] {
+            assert!(seconds(text).unwrap_err().contains("1 to 86400"));
+        }
+        assert_eq!(domain_of("7=web"), Ok((7, "web".to_owned())));
+        assert!(domain_of("7").unwrap_err().contains("process number"));
+        assert!(domain_of("x=web").unwrap_err().contains("'x'"));
+        assert!(domain_of("7=a/b").is_err());
+    }
+}

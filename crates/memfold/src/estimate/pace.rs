@@ -1,0 +1,132 @@
+//! A CPU budget: who looks sleeps as long as it has used more than its share.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+use super::EstimateError;
+
+/// Of the budget, the part that reading and hashing may use. The rest is for what comes after, which doesn't sleep: scanning page
+/// tables, and grouping the sample.
+const FOR_READING: f64 = 0.85;
+
+/// Debts shorter than this are not slept off: waking up costs some 10 us.
+const LEAST_SLEEP: Duration = Duration::from_millis(3);
+
+/// Longest sleep before looking whether somebody wants an end.
+const LONGEST_SLEEP: Duration = Duration::from_millis(100);
+
+/// The budget of the calling thread, from its making on.
+#[derive(Debug)]
+pub struct Pace<'a> {
+    share: f64,
+    began: Instant,
+    cpu_before: Duration,
+    stop: &'a AtomicBool,
+}
+
+impl<'a> Pace<'a> {
+    /// `share` of one core; ends when `stop` is set.
+    #[must_use]
+    pub fn new(share: f64, stop: &'a AtomicBool) -> Self {
+        Self {
+            share,
+            began: Instant::now(),
+            cpu_before: thread_cpu(),
+            stop,
+        }
+    }
+
+    /// Share of one core that was allowed.
+    #[must_use]
+    pub const fn share(&self) -> f64 {
+        self.share
+    }
+
+    /// CPU time used since [`Pace::new`].
+    #[must_use]
+    pub fn cpu(&self) -> Duration {
+        thread_cpu().saturating_sub(self.cpu_before)
+    }
+
+    /// Time since [`Pace::new`].
+    #[must_use]
+    pub fn elapsed(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// CPU time that may be used until `at` (since [`Pace::new`]), beyond what is used already.
+    #[must_use]
+    pub fn left(&self, at: Duration) -> Duration {
+        at.mul_f64(self.share * FOR_READING)
+            .saturating_sub(self.cpu())
+    }
+
+    /// Sleeps off what was used beyond the budget.
+    pub fn keep(&self) -> Result<(), EstimateError> {
+        loop {
+            if self.stop.load(Ordering::Relaxed) {
+                return Err(EstimateError::Interrupted);
+            }
+            let due = self.cpu().div_f64(self.share * FOR_READING);
+            let debt = due.saturating_sub(self.elapsed());
+            if debt < LEAST_SLEEP {
+                return Ok(());
+            }
+            std::thread::sleep(debt.min(LONGEST_SLEEP));
+        }
+    }
+
+    /// Sleeps until `at` (since [`Pace::new`]).
+    pub fn wait_until(&self, at: Duration) -> Result<(), EstimateError> {
+        loop {
+            if self.stop.load(Ordering::Relaxed) {
+                return Err(EstimateError::Interrupted);
+            }
+            let rest = at.saturating_sub(self.elapsed());
+            if rest.is_zero() {
+                return Ok(());
+            }
+            std::thread::sleep(rest.min(LONGEST_SLEEP));
+        }
+    }
+}
+
+fn thread_cpu() -> Duration {
+    let now = clock_gettime(ClockId::ThreadCPUTime);
+    // Never negative: it counts from the thread's start.
+    Duration::new(
+        u64::try_from(now.tv_sec).unwrap_or(0),
+        u32::try_from(now.tv_nsec).unwrap_or(0),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_that_never_ends_keeps_to_its_share() {
+        let stop = AtomicBool::new(false);
+        let pace = Pace::new(0.2, &stop);
+        let mut sum = 0_u64;
+        while pace.elapsed() < Duration::from_millis(800) {
+            for n in 0..200_000_u64 {
+                sum = std::hint::black_box(sum.wrapping_mul(31).wrapping_add(n));
+            }
+            pace.keep().unwrap();
+        }
+        let share = pace.cpu().as_secs_f64() / pace.elapsed().as_secs_f64();
+        assert!((0.1..=0.2).contains(&share), "{share}");
+    }
+
+    #[test]
+    fn who_is_told_to_stop_stops_also_while_it_sleeps() {
+        let stop = AtomicBool::new(true);
+        let pace = Pace::new(1.0, &stop);
+        assert!(matches!(pace.keep(), Err(EstimateError::Interrupted)));
+        let late = pace.wait_until(Duration::from_secs(3600));
+        assert!(matches!(late, Err(EstimateError::Interrupted)));
+    }
+}

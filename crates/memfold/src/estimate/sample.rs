@@ -1,0 +1,327 @@
+//! A sample by content: of a content either all copies are in it, or none.
+//!
+//! Pages drawn by their place would miss most twins: of a content with two copies, a tenth of all pages shows both with a chance of 1
+//! in 100. Drawn by the hash of their content (Gibbons, "Distinct Sampling for Highly-Accurate Answers to Distinct Values Queries and
+//! Event Reports", VLDB 2001), all copies come together, and whatever is summed over contents is right on average when it is
+//! multiplied by 2^level. So every page is read and hashed; what is bounded is what has to be remembered, and read a second time.
+//!
+//! ```text
+//!   level 0:  all contents        level 1: hash begins with 0        level 2: with 00        ...
+//!             room is used up -->           half of it is dropped -->
+//! ```
+//! Contents with very many copies would make the sum depend on whether they are drawn. They leave the sample before it is halved for
+//! the first time, and are counted apart from then on ([`Frequent`]); pages of zeroes always are.
+
+use foldhash::{HashMap, HashSet};
+
+/// What the second look found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Again {
+    /// Nobody looked.
+    #[default]
+    NotLooked,
+    /// The same bytes.
+    Same,
+    /// Other bytes, or nothing.
+    Changed,
+}
+
+/// A page as it was seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// Of its bytes.
+    pub hash: u64,
+    /// Its address in QEMU over 4096.
+    pub page: u64,
+    /// Host frame number; 0: we may not know.
+    pub frame: u64,
+    /// Number of the VM.
+    pub vm: u32,
+    /// Mapped by a huge page.
+    pub huge: bool,
+    /// KSM has merged it.
+    pub merged: bool,
+    /// The second look.
+    pub again: Again,
+}
+
+impl Seen {
+    /// The huge page that it may lie in: VM and address over 2 MiB.
+    #[must_use]
+    pub const fn huge_page(&self) -> (u32, u64) {
+        (self.vm, self.page >> 9)
+    }
+
+    /// A number by chance that depends on its place alone.
+    fn place(&self) -> u64 {
+        // SplitMix64's finalizer (Steele, Lea, Flood 2014).
+        let mut z = (self.page ^ u64::from(self.vm) << 52).wrapping_add(0x9E37_79B9_7F4A_7C15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+}
+
+/// A content with many copies: all are counted, of some the places are kept.
+#[derive(Clone, Debug, Default)]
+pub struct Frequent {
+    /// Contents that this one stands for: 1, unless it was drawn before it was found to be frequent.
+    pub weight: f64,
+    /// Pages of each VM.
+    pub pages: Vec<u64>,
+    /// Huge pages that hold some.
+    pub huge: HashSet<(u32, u64)>,
+    /// Pages drawn by their place.
+    pub kept: Vec<Seen>,
+    level: u32,
+    room: usize,
+}
+
+impl Frequent {
+    /// Keeps `room` places.
+    #[must_use]
+    pub fn new(weight: f64, room: usize) -> Self {
+        Self {
+            weight,
+            room,
+            ..Self::default()
+        }
+    }
+
+    /// Another copy.
+    pub fn add(&mut self, seen: Seen) {
+        let vm = seen.vm as usize;
+        if self.pages.len() <= vm {
+            self.pages.resize(vm + 1, 0);
+        }
+        self.pages[vm] += 1;
+        if seen.huge {
+            self.huge.insert(seen.huge_page());
+        }
+        if seen.place().leading_zeros() >= self.level {
+            self.kept.push(seen);
+        }
+        while self.kept.len() > self.room {
+            self.halve();
+        }
+    }
+
+    /// Keeps half of the places.
+    pub fn halve(&mut self) {
+        self.level += 1;
+        let level = self.level;
+        self.kept.retain(|s| s.place().leading_zeros() >= level);
+    }
+
+    /// Whether the place of every copy is kept.
+    #[must_use]
+    pub const fn is_whole(&self) -> bool {
+        self.level == 0
+    }
+
+    /// Copies in a VM.
+    #[must_use]
+    pub fn of(&self, vm: usize) -> u64 {
+        self.pages.get(vm).copied().unwrap_or(0)
+    }
+}
+
+/// The sample, and what is counted apart.
+#[derive(Debug)]
+pub struct Sample {
+    room: usize,
+    level: u32,
+    /// Pages of the contents drawn.
+    pub pages: Vec<Seen>,
+    /// Pages of zeroes.
+    pub zero: Frequent,
+    /// Other contents with many copies, by hash.
+    pub frequent: HashMap<u64, Frequent>,
+}
+
+/// Contents that are counted apart at most.
+const MOST_FREQUENT: usize = 1024;
+
+impl Sample {
+    /// Remembers about `room` pages, and as many places of zeroes over 16.
+    #[must_use]
+    pub fn new(room: usize) -> Self {
+        Self {
+            room: room.max(MOST_FREQUENT),
+            level: 0,
+            pages: Vec::new(),
+            zero: Frequent::new(1.0, (room / 16).max(MOST_FREQUENT)),
+            frequent: HashMap::default(),
+        }
+    }
+
+    /// A page that is not of zeroes.
+    pub fn add(&mut self, seen: Seen) {
+        if let Some(frequent) = self.frequent.get_mut(&seen.hash) {
+            frequent.add(seen);
+        } else if seen.hash.leading_zeros() >= self.level {
+            self.pages.push(seen);
+            while self.pages.len() > self.room {
+                self.halve();
+            }
+        }
+    }
+
+    /// Draws half of the contents; those with many copies are counted apart from now on.
+    pub fn halve(&mut self) {
+        self.pages.sort_unstable_by_key(|seen| seen.hash);
+        let many = (self.room / MOST_FREQUENT).max(8);
+        let weight = self.weight();
+        let mut left = Vec::with_capacity(self.pages.len());
+        for group in self.pages.chunk_by(|a, b| a.hash == b.hash) {
+            if group.len() < many || self.frequent.len() >= MOST_FREQUENT {
+                left.extend_from_slice(group);
+                continue;
+            }
+            let frequent = self
+                .frequent
+                .entry(group[0].hash)
+                .or_insert_with(|| Frequent::new(weight, 4096));
+            for &seen in group {
+                frequent.add(seen);
+            }
+        }
+        self.level += 1;
+        let level = self.level;
+        left.retain(|seen| seen.hash.leading_zeros() >= level);
+        self.pages = left;
+    }
+
+    /// Contents that each one drawn stands for.
+    #[must_use]
+    pub fn weight(&self) -> f64 {
+        f64::from(self.level).exp2()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::statistics::Sum;
+    use super::*;
+
+    /// A population: for each content how many copies it has in VMs 0 and 1.
+    fn population() -> Vec<(u64, u64)> {
+        let mut contents = vec![(1, 0); 3000];
+        contents.extend(vec![(1, 1); 2000]);
+        contents.extend(vec![(3, 2); 300]);
+        contents.extend(vec![(40, 10); 20]);
+        // One that would decide everything, if it were drawn or not.
+        contents.push((6000, 4000));
+        contents
+    }
+
+    /// What merging all would save.
+    fn truth() -> f64 {
+        let saved = population().into_iter().map(|(a, b)| a + b - 1);
+        saved.sum::<u64>() as f64
+    }
+
+    /// Looks at the population in an order by chance, and estimates.
+    fn estimated(room: usize, seed: u64) -> (f64, f64, Sample) {
+        let mut random = seed;
+        let mut next = || {
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            random ^ random >> 29
+        };
+        let mut pages = Vec::new();
+        for (content, (a, b)) in (0_u64..).zip(population()) {
+            let hash = xxhash_rust::xxh3::xxh3_64_with_seed(&content.to_ne_bytes(), seed);
+            for copy in 0..a + b {
+                pages.push(Seen {
+                    hash,
+                    page: content << 20 | copy,
+                    vm: u32::from(copy >= a),
+                    ..Seen::default()
+                });
+            }
+        }
+        for at in (1..pages.len()).rev() {
+            let other = usize::try_from(next() >> 1).unwrap() % (at + 1);
+            pages.swap(at, other);
+        }
+        let mut sample = Sample::new(room);
+        for seen in pages {
+            sample.add(seen);
+        }
+        sample.pages.sort_unstable_by_key(|seen| seen.hash);
+        let mut sum = Sum::default();
+        for group in sample.pages.chunk_by(|a, b| a.hash == b.hash) {
+            sum.add(group.len() as f64 - 1.0, sample.weight());
+        }
+        for frequent in sample.frequent.values() {
+            let pages = frequent.pages.iter().sum::<u64>() as f64;
+            sum.add(pages - 1.0, frequent.weight);
+        }
+        (sum.total(), sum.plus_minus(), sample)
+    }
+
+    #[test]
+    fn with_room_for_all_the_sum_is_exact() {
+        let (sum, plus_minus, sample) = estimated(1 << 20, 7);
+        assert_eq!((sum, plus_minus), (truth(), 0.0));
+        assert!(sample.frequent.is_empty());
+    }
+
+    /// Unbiased, and the interval holds the truth as often as it says: checks that a wrong weight, a lost copy or a content that is
+    /// drawn too often would fail.
+    #[test]
+    fn sums_are_right_on_average_and_error_bars_hold_what_they_say() {
+        const SEEDS: u32 = 400;
+        let truth = truth();
+        let (mut sum, mut squares, mut inside) = (0.0, 0.0, 0);
+        for seed in 1..=SEEDS {
+            let (estimate, plus_minus, sample) = estimated(2048, u64::from(seed) * 7919);
+            assert!(sample.weight() >= 2.0 && sample.pages.len() <= 2048);
+            sum += estimate;
+            squares += (estimate - truth).powi(2);
+            inside += u32::from((estimate - truth).abs() <= plus_minus);
+        }
+        let mean = sum / f64::from(SEEDS);
+        let deviation = (squares / f64::from(SEEDS)).sqrt();
+        let allowed = 3.5 * deviation / f64::from(SEEDS).sqrt();
+        assert!(
+            (mean - truth).abs() < allowed,
+            "{mean}, and it is {truth} (allowed {allowed})"
+        );
+        assert!(deviation < truth * 0.05, "{deviation} of {truth}");
+        let inside = f64::from(inside) / f64::from(SEEDS);
+        assert!(
+            (0.91..=0.99).contains(&inside),
+            "{inside} of the intervals hold the truth"
+        );
+    }
+
+    #[test]
+    fn the_content_with_most_copies_is_counted_whole() {
+        let (.., sample) = estimated(2048, 3);
+        let most = sample
+            .frequent
+            .values()
+            .max_by_key(|f| f.pages.iter().sum::<u64>());
+        let most = most.unwrap();
+        assert_eq!((most.of(0), most.of(1), most.of(2)), (6000, 4000, 0));
+        assert!(most.kept.len() <= 4096 && !most.is_whole());
+        // Kept by their place: as many of each VM as it has.
+        let first = most.kept.iter().filter(|seen| seen.vm == 0).count() as f64;
+        let share = first / most.kept.len() as f64;
+        assert!((0.55..0.65).contains(&share), "{share}");
+    }
+
+    #[test]
+    fn of_a_content_all_copies_are_drawn_or_none() {
+        let (.., sample) = estimated(2048, 11);
+        let population = population();
+        for group in sample.pages.chunk_by(|a, b| a.hash == b.hash) {
+            let content = usize::try_from(group[0].page >> 20).unwrap();
+            let (a, b) = population[content];
+            assert_eq!(group.len() as u64, a + b);
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Sums over a sample, with error bars.
+
+use memfold_units::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Standard deviations on each side that hold 95 % of a normal distribution.
+const CONFIDENCE: f64 = 1.96;
+
+/// A sum over a population of which each member was drawn with a known probability (Horvitz and Thompson 1952).
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sum {
+    total: f64,
+    variance: f64,
+}
+
+impl Sum {
+    /// A member with value `x`, drawn with probability `1 / weight`. An estimate of its part of the variance is
+    /// `x^2 (1 - p) / p^2`.
+    pub fn add(&mut self, x: f64, weight: f64) {
+        self.total += x * weight;
+        self.variance += x * x * weight * (weight - 1.0);
+    }
+
+    /// A sum that doesn't depend on this one.
+    pub fn join(&mut self, other: Self) {
+        self.total += other.total;
+        self.variance += other.variance;
+    }
+
+    /// So many members of a population were found to be of a kind, among `looked` that were drawn from `population`.
+    #[must_use]
+    pub fn of_share(found: u64, looked: u64, population: u64) -> Self {
+        if looked == 0 {
+            return Self::default();
+        }
+        let (found, looked, population) = (found as f64, looked as f64, population as f64);
+        // As if one more of each kind had been seen: what was never found in a small sample isn't certain not to be there.
+        let likely = (found + 1.0) / (looked + 2.0);
+        let rest = (1.0 - looked / population).max(0.0);
+        Self {
+            total: population * found / looked,
+            variance: population * population * likely * (1.0 - likely) / looked * rest,
+        }
+    }
+
+    /// Multiplied by a number that is known.
+    #[must_use]
+    pub fn times(self, factor: f64) -> Self {
+        Self {
+            total: self.total * factor,
+            variance: self.variance * factor * factor,
+        }
+    }
+
+    /// The sum, in what was added.
+    #[must_use]
+    pub const fn total(&self) -> f64 {
+        self.total
+    }
+
+    /// Half the width of its 95 % confidence interval.
+    #[must_use]
+    pub fn plus_minus(&self) -> f64 {
+        CONFIDENCE * self.variance.sqrt()
+    }
+
+    /// A sum of pages, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> Estimate {
+        Estimate {
+            bytes: whole(self.total) * PAGE_SIZE,
+            plus_minus_bytes: whole(self.plus_minus().ceil()) * PAGE_SIZE,
+        }
+    }
+}
+
+/// The nearest whole number that is not negative.
+// Saturates, and pages of one host are far below 2^52.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+#[must_use]
+pub fn whole(x: f64) -> u64 {
+    x.round().max(0.0) as u64
+}
+
+/// An amount of memory with its error bar.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Estimate {
+    /// The estimate.
+    pub bytes: u64,
+    /// Half of its 95 % confidence interval; 0: every page was looked at.
+    pub plus_minus_bytes: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_looked_at_whole_has_no_error_bar() {
+        let mut sum = Sum::default();
+        sum.add(5.0, 1.0);
+        sum.join(Sum::of_share(3, 10, 10));
+        assert_eq!((sum.total(), sum.plus_minus()), (8.0, 0.0));
+        let bytes = sum.times(2.0).bytes();
+        assert_eq!((bytes.bytes, bytes.plus_minus_bytes), (16 * 4096, 0));
+    }
+
+    #[test]
+    fn a_share_that_was_never_found_is_not_certain() {
+        let sum = Sum::of_share(0, 100, 10_000);
+        assert_eq!(sum.bytes().bytes, 0);
+        // 3 in 100 would have been missed with a chance of 1 in 20.
+        assert!((100.0..400.0).contains(&sum.plus_minus()), "{sum:?}");
+        assert_eq!(Sum::of_share(0, 0, 10_000), Sum::default());
+    }
+}

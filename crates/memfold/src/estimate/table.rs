@@ -1,0 +1,281 @@
+//! An estimate for people.
+
+use std::fmt::Write as _;
+
+use comfy_table::{CellAlignment, Table, presets};
+use memfold_units::ByteSize;
+
+use super::mechanisms::{Mechanism, Way};
+use super::report::{EstimateReport, How, VmEstimate};
+use super::statistics::Estimate;
+
+/// Files shown.
+const FILES: usize = 15;
+
+const LEGEND: &str = "\
+PRIVATE: in memory and of the VM's own. FILE: shared by file already (folded, of an image, of a segment).
+ZERO, WITHIN, BETWEEN could be saved: zeroes; copies within the VM; its part of what the domain's VMs have in common.
+MERGED: by KSM already. VOLATILE: changed between the two looks. HUGE: of the private, by huge pages.";
+
+/// The whole.
+#[must_use]
+pub fn render(report: &EstimateReport) -> String {
+    let mut text = format!("{}\n{LEGEND}\n", vms(report).trim_fmt());
+    let _ = writeln!(text, "\n{}", domains(report).trim_fmt());
+    if report.across_domains.bytes > 0 {
+        let _ = writeln!(
+            text,
+            "between trust domains: {}, not allowed to be shared and in no sum",
+            amount(report.across_domains)
+        );
+    }
+    let huge = match (report.broken_huge_pages, report.plus_minus_huge_pages) {
+        (0, _) => "no huge page would be broken".to_owned(),
+        (n, 0) => format!("{n} huge pages would be broken"),
+        (n, bar) => format!("{n} ± {bar} huge pages would be broken"),
+    };
+    let _ = writeln!(text, "could be saved: {}; {huge}", amount(report.saved));
+    let _ = writeln!(text, "\n{}", mechanisms(&report.mechanisms).trim_fmt());
+    if !report.files.is_empty() {
+        let _ = writeln!(text, "\n{}", files(report).trim_fmt());
+    }
+    let _ = write!(text, "\n{}", how(&report.how));
+    if !report.daemon {
+        text.push_str(
+            "\nno memfold daemon answers: each QEMU is its own trust domain unless --domain-of or --one-domain say otherwise, and nobody \
+             says what is a file's",
+        );
+    }
+    text
+}
+
+fn table(header: &[&str], right: std::ops::Range<usize>) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(header);
+    for at in right {
+        if let Some(column) = table.column_mut(at) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
+}
+
+fn size(bytes: u64) -> String {
+    ByteSize(bytes).to_string()
+}
+
+/// With its error bar, where it has one.
+pub(super) fn amount(estimate: Estimate) -> String {
+    match estimate.plus_minus_bytes {
+        0 => size(estimate.bytes),
+        bar => format!("{} ± {}", size(estimate.bytes), size(bar)),
+    }
+}
+
+fn vms(report: &EstimateReport) -> Table {
+    let header = [
+        "VM", "DOMAIN", "PID", "MEMORY", "PRIVATE", "FILE", "ZERO", "WITHIN", "BETWEEN", "MERGED",
+        "VOLATILE", "REST", "HUGE",
+    ];
+    let mut table = table(&header, 2..header.len());
+    for vm in &report.vms {
+        table.add_row(row(vm, &vm.name, &vm.pid.to_string()));
+    }
+    if report.vms.len() > 1 {
+        table.add_row(row(&sum(&report.vms), "all", ""));
+    }
+    table
+}
+
+fn row(vm: &VmEstimate, name: &str, pid: &str) -> [String; 13] {
+    let domain = match (&vm.domain, pid) {
+        (Some(domain), _) => domain.as_str(),
+        (None, "") => "",
+        (None, _) => "-",
+    };
+    [
+        name.to_owned(),
+        domain.to_owned(),
+        pid.to_owned(),
+        size(vm.memory_bytes),
+        size(vm.private_bytes),
+        size(vm.file_bytes),
+        amount(vm.zero),
+        amount(vm.within),
+        amount(vm.between),
+        amount(vm.merged),
+        amount(vm.volatile),
+        size(vm.rest_bytes),
+        size(vm.huge_bytes),
+    ]
+}
+
+/// Of the columns shown. Errors are added as if they were one: those of a content that several VMs have are.
+fn sum(vms: &[VmEstimate]) -> VmEstimate {
+    let mut sum = VmEstimate::default();
+    for vm in vms {
+        sum.memory_bytes += vm.memory_bytes;
+        sum.private_bytes += vm.private_bytes;
+        sum.file_bytes += vm.file_bytes;
+        sum.rest_bytes += vm.rest_bytes;
+        sum.huge_bytes += vm.huge_bytes;
+        for (all, one) in [
+            (&mut sum.zero, vm.zero),
+            (&mut sum.within, vm.within),
+            (&mut sum.between, vm.between),
+            (&mut sum.merged, vm.merged),
+            (&mut sum.volatile, vm.volatile),
+        ] {
+            all.bytes += one.bytes;
+            all.plus_minus_bytes += one.plus_minus_bytes;
+        }
+    }
+    sum
+}
+
+fn domains(report: &EstimateReport) -> Table {
+    let header = [
+        "DOMAIN",
+        "VMS",
+        "COULD BE SAVED",
+        "ZERO",
+        "WITHIN",
+        "BETWEEN",
+        "OF THESE TWO: FILES",
+    ];
+    let mut table = table(&header, 1..header.len());
+    for domain in &report.domains {
+        let name = match &domain.domain {
+            Some(name) => name.clone(),
+            None => format!("- ({})", domain.vms.join(", ")),
+        };
+        table.add_row([
+            name,
+            domain.vms.len().to_string(),
+            amount(domain.saved),
+            amount(domain.zero),
+            amount(domain.within),
+            amount(domain.between),
+            domain.of_files.map_or_else(|| "?".to_owned(), amount),
+        ]);
+    }
+    table
+}
+
+fn mechanisms(all: &[Mechanism]) -> Table {
+    let mut table = table(&["BY", "WOULD SAVE", "CPU", ""], 1..3);
+    for one in all {
+        let name = match one.way {
+            Way::Segment => "segment",
+            Way::Clone => "clone",
+            Way::Fold => "fold",
+            Way::Zero => "zero pages",
+            Way::Ksm => "KSM",
+            Way::KsmIfOffered => "KSM, all VMs",
+            Way::FreePageReporting => "free page reporting",
+        };
+        let most = one.at_most_bytes.map(size);
+        let saved = match (one.saved, most) {
+            (Some(saved), Some(most)) => format!("{} to {most}", amount(saved)),
+            (Some(saved), None) => amount(saved),
+            (None, Some(most)) => format!("up to {most}"),
+            (None, None) => "?".to_owned(),
+        };
+        let cpu = match one.cpu_seconds {
+            None => "?".to_owned(),
+            Some(0.0) => "none".to_owned(),
+            Some(seconds) => format!("{seconds:.1} s"),
+        };
+        table.add_row([name, &saved, &cpu, &one.words]);
+    }
+    table
+}
+
+fn files(report: &EstimateReport) -> Table {
+    let mut table = table(&["FILE", "DOMAIN", "CACHED", "COULD BE SAVED"], 2..4);
+    for file in report.files.iter().take(FILES) {
+        table.add_row([
+            file.path.clone(),
+            file.domain.clone().unwrap_or_else(|| "-".to_owned()),
+            size(file.cached_bytes),
+            amount(file.saved),
+        ]);
+    }
+    if let Some(more) = report.files.len().checked_sub(FILES).filter(|n| *n > 0) {
+        table.add_row([format!("and {more} more (--json)")]);
+    }
+    table
+}
+
+fn how(how: &How) -> String {
+    let mut text = format!(
+        "read {} in {:.1} s with {:.2} s of CPU ({:.1} % of one core, {:.0} allowed), {} of it twice",
+        size(how.read_bytes),
+        how.seconds,
+        how.cpu_seconds,
+        how.cpu_percent,
+        how.cpu_limit_percent,
+        size(how.read_again_bytes),
+    );
+    if how.one_in > 1.0 {
+        let _ = write!(text, "; one content in {} remembered", how.one_in);
+    }
+    if how.read_percent < 100.0 {
+        let _ = write!(
+            text,
+            "\nonly {:.1} % of the memory could be read in the time given: copies in the rest weren't found, and WITHIN and BETWEEN \
+             are at least what is shown; give more --seconds or --cpu",
+            how.read_percent
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_stand_under_each_other_and_unknown_ones_are_not_zero() {
+        let mib = |n: u64, bar: u64| Estimate {
+            bytes: n << 20,
+            plus_minus_bytes: bar << 20,
+        };
+        let vm = |name: &str, zero| VmEstimate {
+            name: name.to_owned(),
+            pid: 7,
+            zero,
+            ..VmEstimate::default()
+        };
+        let mut report = EstimateReport {
+            vms: vec![vm("web", mib(512, 3)), vm("database", mib(2, 0))],
+            saved: mib(514, 3),
+            across_domains: mib(9, 0),
+            ..EstimateReport::default()
+        };
+        report.mechanisms.push(Mechanism {
+            way: Way::FreePageReporting,
+            saved: None,
+            at_most_bytes: None,
+            cpu_seconds: None,
+            words: "needs agents".to_owned(),
+        });
+        report.how.read_percent = 50.0;
+        let text = render(&report);
+        let line = |needle: &str| text.lines().find(|line| line.contains(needle)).unwrap();
+        let end = |needle: &str, word: &str| {
+            let line = line(needle);
+            line[..line.find(word).unwrap() + word.len()]
+                .chars()
+                .count()
+        };
+        assert_eq!(end("web ", "± 3.00 MiB"), end("database ", "2.00 MiB"));
+        assert!(line("all ").contains("514 MiB ± 3.00 MiB"), "{text}");
+        assert!(line("free page reporting").contains('?'), "{text}");
+        assert!(line("between trust domains").contains("9.00 MiB, not allowed"));
+        assert!(
+            text.contains("only 50.0 %") && text.contains("no huge page"),
+            "{text}"
+        );
+    }
+}
