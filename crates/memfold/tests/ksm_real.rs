@@ -4,8 +4,10 @@ use std::io::{BufRead, BufReader};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+use memfold::estimate::{Options, Pace, Range, Target, estimate};
 use memfold::ksm::{
     Controls, EqualCpu, Ksmd, ProcessStatus, Run, Settings, Status, merging_pages, restore_leftover,
 };
@@ -351,4 +353,75 @@ fn settings_of_a_killed_run_are_put_back_by_the_next() {
     assert!(restore_leftover(state.path()).unwrap());
     assert_eq!(controls.settings().unwrap(), before);
     assert!(!restore_leftover(state.path()).unwrap());
+}
+
+/// What an estimate says that KSM would save is what it saves; and what is saved is not promised again.
+#[test]
+fn an_estimate_says_what_ksm_then_merges_and_not_a_second_time() {
+    const PAGES: u64 = 4096;
+    const FIRST: u64 = 0x6573_7469_0000_0000;
+    let _alone = alone();
+    let Some(controls) = controls() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let regions: Vec<_> = (0..3).map(|_| mergeable(PAGES, FIRST)).collect();
+    // One content with more copies than one merged page stands for, and zeroes.
+    let same = mergeable(2000, FIRST);
+    for page in 0..2000 {
+        same.area()
+            .part(page, 1)
+            .write(&[if page < 1000 { FIRST } else { 0 }]);
+    }
+    let range = |region: &Mapping| Range {
+        start: region.area().start().0,
+        end: region.area().end().0,
+        mergeable: true,
+        hugetlb: false,
+    };
+    let mut ranges: Vec<Range> = regions.iter().chain([&same]).map(range).collect();
+    ranges.sort_unstable_by_key(|range| range.start);
+    let stop = AtomicBool::new(false);
+    let look = || {
+        let target = Target {
+            name: "self".to_owned(),
+            pid: own(),
+            ranges: ranges.clone(),
+            ..Target::default()
+        };
+        let pace = Pace::new(1.0, None, &stop);
+        let options = Options::here();
+        estimate(vec![target], &[], &options, &pace, &mut |_, _, _| ()).unwrap()
+    };
+    let before = look();
+    let promised = before.domains[0].ksm.bytes / 4096;
+    let run = Run::start(&controls, state.path(), &fast()).unwrap();
+    wait_for("merging", || merging() == 3 * PAGES + 2000);
+    let scans = || Status::read(&controls).unwrap().full_scans.unwrap();
+    let then = scans();
+    wait_for("two more passes", || scans() >= then + 2);
+    controls.write("run", &0).unwrap();
+    // Ours: other processes of this host may have merged, too.
+    let pagemap = Pagemap::open(rustix::process::getpid()).unwrap();
+    let areas = regions.iter().chain([&same]).map(Mapping::area);
+    let frames: Vec<u64> = areas
+        .flat_map(|area| {
+            let count = usize::try_from(area.pages()).unwrap();
+            pagemap.frames(area.start(), count).unwrap()
+        })
+        .flatten()
+        .collect();
+    let distinct: std::collections::BTreeSet<u64> = frames.iter().copied().collect();
+    let sharing = (frames.len() - distinct.len()) as u64;
+    println!("promised {promised}, merged {sharing}");
+    assert!(
+        promised.abs_diff(sharing) * 100 <= sharing,
+        "{promised} and {sharing}"
+    );
+    let after = look();
+    println!("{}", memfold::estimate::table::render(&after));
+    let vm = &after.vms[0];
+    assert!(vm.merged.bytes / 4096 >= sharing - 16, "{vm:?}");
+    assert!(after.domains[0].ksm.bytes / 4096 <= 16, "{after:?}");
+    // Merged pages of zeroes, and of a content that lies in several frames, are a few more.
+    assert!(after.saved.bytes / 4096 <= 32, "{:?}", after.saved);
+    run.stop(true).unwrap();
 }

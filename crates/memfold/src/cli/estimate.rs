@@ -88,7 +88,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         return of_program(context, program);
     }
     // From here on: what a daemon says has to be read, too.
-    let pace = Pace::new(arguments.cpu / 100.0, &STOP);
+    let pace = Pace::new(arguments.cpu / 100.0, arguments.seconds, &STOP);
     stop_at_interrupt()?;
     let (facts, daemon): (VmFacts, bool) = match context.client()?.get("/v1/estimate") {
         Err(ClientError::NoDaemon { .. }) => (VmFacts::default(), false),
@@ -98,10 +98,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         one: arguments.one_domain,
         of: arguments.domain_of.clone(),
     };
-    let options = Options {
-        limit: arguments.seconds,
-        ..Options::here()
-    };
+    let options = Options::here();
     let bar = ProgressBar::new(0).with_style(ProgressStyle::with_template(
         "{msg} {wide_bar} {percent} %, {eta} left",
     )?);

@@ -9,23 +9,20 @@
 //! Reading 64 bytes of each page instead of all costs three quarters as much (0.55 against 0.74 us a page): finding the page is the dear
 //! part. So pages are read whole, and chosen by all of their bytes.
 
-use std::fs::File;
 use std::io;
 use std::ops::Range as Span;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::time::Duration;
 
+use foldhash::HashMap;
 use memfold_sys::memory;
 use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
 use memfold_units::{Hva, PAGE_SIZE};
 use rustix::process::Pid;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::sample::{Again, Sample, Seen};
+use super::sample::{Again, Frequent, Sample, Seen};
 use super::targets::{Range, Target};
 use super::{EstimateError, Options, Pace, Told};
-use crate::ksm::ProcessStatus;
 
 /// Pages read by one system call: what a core's cache holds until they are hashed.
 const BATCH: usize = 128;
@@ -38,9 +35,6 @@ const FIRST_LOOK: f64 = 0.75;
 
 /// One in so many pages without a twin is looked at again.
 const LONERS: u64 = 8;
-
-/// Bit of `/proc/kpageflags` (`include/uapi/linux/kernel-page-flags.h`).
-const KPF_KSM: u32 = 21;
 
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
@@ -120,7 +114,7 @@ pub fn look(
         open.push(pagemap);
         kept.push(target);
         vms.push(pages);
-        pace.keep()?;
+        pace.keep(first_end(pace))?;
     }
     if kept.is_empty() {
         return Err(EstimateError::NoVms);
@@ -136,8 +130,14 @@ pub fn look(
     first(&mut looked, &open, &pieces, &batches, options, pace, told)?;
     second(&mut looked, options, pace, told)?;
     looked.sample.pages.sort_unstable_by_key(|seen| seen.hash);
-    mark_merged(&mut looked);
+    mark_merged(&mut looked.sample.zero);
+    looked.sample.frequent.values_mut().for_each(mark_merged);
     Ok(looked)
+}
+
+/// When the first look is to end, if the time is limited.
+fn first_end(pace: &Pace<'_>) -> Option<Duration> {
+    pace.limit().map(|limit| limit.mul_f64(FIRST_LOOK))
 }
 
 fn pid(target: &Target) -> io::Result<Pid> {
@@ -249,12 +249,10 @@ fn count(pages: &mut Pages, range: &Range, region: &Region) -> bool {
     false
 }
 
-/// Fisher and Yates, with SplitMix64's sequence.
+/// In an order by chance (Fisher and Yates).
 fn shuffle<T>(all: &mut [T], seed: u64) {
-    let mut state = seed;
     for at in (1..all.len()).rev() {
-        state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let chance = xxh3_64_with_seed(&state.to_ne_bytes(), seed);
+        let chance = xxh3_64_with_seed(&at.to_ne_bytes(), seed);
         let other = chance % (at as u64 + 1);
         all.swap(at, usize::try_from(other).unwrap_or(at));
     }
@@ -270,17 +268,12 @@ fn first(
     pace: &Pace<'_>,
     told: Told<'_>,
 ) -> Result<(), EstimateError> {
-    let end = options.limit.map(|limit| limit.mul_f64(FIRST_LOOK));
     let total: u64 = looked.vms.iter().map(|pages| pages.private).sum();
     let zero = xxh3_64_with_seed(&[0; PAGE], options.seed);
     let mut reader = Reader::new(options.seed);
     let (mut numbers, mut seen) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
     let mut done = 0;
     for batch in batches {
-        if end.is_some_and(|end| pace.elapsed() >= end) {
-            looked.complete = false;
-            break;
-        }
         numbers.clear();
         seen.clear();
         for piece in &pieces[batch.pieces.clone()] {
@@ -317,7 +310,10 @@ fn first(
         })?;
         done += numbers.len() as u64;
         told("first look", done, total);
-        pace.keep()?;
+        if !pace.keep(first_end(pace))? && done < total {
+            looked.complete = false;
+            break;
+        }
     }
     Ok(())
 }
@@ -333,11 +329,11 @@ fn second(
     // Single pages take longer than whole stretches.
     let cost = pace.cpu().mul_f64(1.5 / read.max(1) as f64);
     let from = pace.elapsed() + BETWEEN_LOOKS;
-    let from = options.limit.map_or(from, |limit| from.min(limit));
+    let from = pace.limit().map_or(from, |limit| from.min(limit));
     let sample = &mut looked.sample;
     sample.pages.sort_unstable_by_key(|seen| seen.hash);
     // Less of a sample, if there is no time to look at all of it again.
-    if let Some(limit) = options.limit {
+    if let Some(limit) = pace.limit() {
         while sample.pages.len() > 1024 && cost.mul_f64(wanted(sample) as f64) > pace.left(limit) {
             sample.halve();
             sample.zero.halve();
@@ -365,7 +361,10 @@ fn second(
             })?;
             looked.again_pages += numbers.len() as u64;
             told("second look", looked.again_pages, total);
-            pace.keep()?;
+            if !pace.keep(pace.limit())? {
+                // What nobody looked at again is taken for the same.
+                return Ok(());
+            }
         }
     }
     Ok(())
@@ -389,28 +388,22 @@ pub const fn loners() -> f64 {
     LONERS as f64
 }
 
-/// Marks which pages of frequent contents KSM has merged: their frames are known of some copies only, and say nothing.
-fn mark_merged(looked: &mut Looked) {
-    let merges = |target: &Target| {
-        let status = ProcessStatus::read(Path::new("/proc"), target.pid);
-        status.is_ok_and(|status| status.ksm_merging_pages.unwrap_or(0) > 0)
-    };
-    if !looked.targets.iter().any(merges) {
-        return;
-    }
-    let Ok(flags) = File::open("/proc/kpageflags") else {
-        return;
-    };
-    let is_merged = |frame: u64| {
-        let mut word = [0; 8];
-        let read = flags.read_exact_at(&mut word, frame * 8);
-        read.is_ok() && u64::from_ne_bytes(word) >> KPF_KSM & 1 == 1
-    };
-    let sample = &mut looked.sample;
-    let frequent = sample.frequent.values_mut();
-    let frequent = frequent.flat_map(|frequent| frequent.kept.iter_mut());
-    for seen in sample.zero.kept.iter_mut().chain(frequent) {
-        seen.merged = seen.frame != 0 && is_merged(seen.frame);
+/// Marks which copies of a frequent content lie in a frame with others: KSM has merged them. Where the place of every copy is known,
+/// one of each frame isn't marked; where only some are, a frame that shows two of them holds many more.
+fn mark_merged(frequent: &mut Frequent) {
+    let whole = frequent.is_whole();
+    let mut first: HashMap<u64, usize> = HashMap::default();
+    for at in 0..frequent.kept.len() {
+        let frame = frequent.kept[at].frame;
+        if frame == 0 {
+            continue;
+        }
+        if let Some(&before) = first.get(&frame) {
+            frequent.kept[at].merged = true;
+            frequent.kept[before].merged |= !whole;
+        } else {
+            first.insert(frame, at);
+        }
     }
 }
 

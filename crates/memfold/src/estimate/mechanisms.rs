@@ -146,7 +146,7 @@ fn clone(looked: &Looked, split: &Split) -> Mechanism {
         saved: Some(between.bytes()),
         at_most_bytes: Some(most * PAGE_SIZE),
         cpu_seconds: Some(0.0),
-        words: "if these VMs were clones of one snapshot: what they have alike now, and at most all but one VM's memory as long as they write little"
+        words: "as clones of one snapshot: what VMs have alike now, to all but one's memory while they write little"
             .to_owned(),
     }
 }
@@ -218,16 +218,19 @@ fn ksm(way: Way, split: &Split, saving: impl Fn(&DomainSplit) -> Sum) -> Mechani
         Some(name) => format!("; for trust domain '{name}' alone, as KSM knows no domains"),
         None => "; for one VM alone, as KSM knows no domains".to_owned(),
     };
-    let what = match way {
-        Way::KsmIfOffered => "if all VMs offered their memory (mem-merge=on)",
-        _ => "of memory that is offered to it",
+    let words = match way {
+        Way::KsmIfOffered => format!("if all VMs offered their memory (mem-merge=on){alone}"),
+        _ if saved.total() < 1.0 => {
+            "nothing that is offered to it (mem-merge=on) merges".to_owned()
+        }
+        _ => format!("of the memory that is offered to it; scanning goes on afterwards{alone}"),
     };
     Mechanism {
         way,
         saved: Some(saved.bytes()),
         at_most_bytes: None,
         cpu_seconds: Some(saved.total() * KSM_US / 1e6),
-        words: format!("{what}; CPU for scanning goes on afterwards{alone}"),
+        words,
     }
 }
 
@@ -238,9 +241,9 @@ fn free_page_reporting(looked: &Looked) -> Mechanism {
         .collect();
     let most = known.iter().sum::<u64>() * PAGE_SIZE;
     let words = match known.len() {
-        0 => "needs a memfold daemon and agents in the guests, which say what is free".to_owned(),
+        0 => "known where agents in guests say what is free".to_owned(),
         n => format!(
-            "what {n} guests have free and the host still backs; reported in blocks of 2 MiB by default, so less"
+            "what {n} guests have free and the host still backs; less, as only whole blocks (2 MiB by default) are reported"
         ),
     };
     Mechanism {

@@ -38,7 +38,6 @@ pub mod table;
 pub mod targets;
 
 use std::io;
-use std::time::Duration;
 
 pub use facts::{FileRun, KnownFile, KnownVm, VmFacts};
 pub use pace::Pace;
@@ -100,8 +99,6 @@ pub enum EstimateError {
 /// How to look.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Longest time; `None`: until every page has been looked at.
-    pub limit: Option<Duration>,
     /// Pages of the sample at most.
     pub sample_pages: usize,
     /// Chooses the sample. By chance, so that no guest can keep contents out of it.
@@ -121,7 +118,6 @@ impl Options {
             .settings()
             .unwrap_or_default();
         Self {
-            limit: None,
             sample_pages: SAMPLE_PAGES,
             seed: std::collections::hash_map::RandomState::new()
                 .build_hasher()

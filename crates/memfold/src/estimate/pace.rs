@@ -21,17 +21,19 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct Pace<'a> {
     share: f64,
+    limit: Option<Duration>,
     began: Instant,
     cpu_before: Duration,
     stop: &'a AtomicBool,
 }
 
 impl<'a> Pace<'a> {
-    /// `share` of one core; ends when `stop` is set.
+    /// `share` of one core, for `limit` at most; ends when `stop` is set.
     #[must_use]
-    pub fn new(share: f64, stop: &'a AtomicBool) -> Self {
+    pub fn new(share: f64, limit: Option<Duration>, stop: &'a AtomicBool) -> Self {
         Self {
             share,
+            limit,
             began: Instant::now(),
             cpu_before: thread_cpu(),
             stop,
@@ -42,6 +44,12 @@ impl<'a> Pace<'a> {
     #[must_use]
     pub const fn share(&self) -> f64 {
         self.share
+    }
+
+    /// Longest time.
+    #[must_use]
+    pub const fn limit(&self) -> Option<Duration> {
+        self.limit
     }
 
     /// CPU time used since [`Pace::new`].
@@ -63,19 +71,15 @@ impl<'a> Pace<'a> {
             .saturating_sub(self.cpu())
     }
 
-    /// Sleeps off what was used beyond the budget.
-    pub fn keep(&self) -> Result<(), EstimateError> {
-        loop {
-            if self.stop.load(Ordering::Relaxed) {
-                return Err(EstimateError::Interrupted);
-            }
-            let due = self.cpu().div_f64(self.share * FOR_READING);
-            let debt = due.saturating_sub(self.elapsed());
-            if debt < LEAST_SLEEP {
-                return Ok(());
-            }
-            std::thread::sleep(debt.min(LONGEST_SLEEP));
+    /// Sleeps off what was used beyond the budget, but not beyond `end` (since [`Pace::new`]). Whether there is time left.
+    pub fn keep(&self, end: Option<Duration>) -> Result<bool, EstimateError> {
+        let due = self.cpu().div_f64(self.share * FOR_READING);
+        if due.saturating_sub(self.elapsed()) < LEAST_SLEEP {
+            self.wait_until(Duration::ZERO)?;
+        } else {
+            self.wait_until(end.map_or(due, |end| due.min(end)))?;
         }
+        Ok(end.is_none_or(|end| self.elapsed() < end))
     }
 
     /// Sleeps until `at` (since [`Pace::new`]).
@@ -109,23 +113,33 @@ mod tests {
     #[test]
     fn work_that_never_ends_keeps_to_its_share() {
         let stop = AtomicBool::new(false);
-        let pace = Pace::new(0.2, &stop);
+        let pace = Pace::new(0.2, None, &stop);
         let mut sum = 0_u64;
         while pace.elapsed() < Duration::from_millis(800) {
             for n in 0..200_000_u64 {
                 sum = std::hint::black_box(sum.wrapping_mul(31).wrapping_add(n));
             }
-            pace.keep().unwrap();
+            assert!(pace.keep(None).unwrap());
         }
         let share = pace.cpu().as_secs_f64() / pace.elapsed().as_secs_f64();
         assert!((0.1..=0.2).contains(&share), "{share}");
     }
 
     #[test]
+    fn debts_are_not_slept_off_beyond_the_end() {
+        let stop = AtomicBool::new(false);
+        let pace = Pace::new(1e-9, None, &stop);
+        let end = Duration::from_millis(30);
+        assert!(!pace.keep(Some(end)).unwrap());
+        assert!(pace.elapsed() < Duration::from_secs(10));
+    }
+
+    #[test]
     fn who_is_told_to_stop_stops_also_while_it_sleeps() {
         let stop = AtomicBool::new(true);
-        let pace = Pace::new(1.0, &stop);
-        assert!(matches!(pace.keep(), Err(EstimateError::Interrupted)));
+        let pace = Pace::new(1.0, None, &stop);
+        let kept = pace.keep(None);
+        assert!(matches!(kept, Err(EstimateError::Interrupted)));
         let late = pace.wait_until(Duration::from_secs(3600));
         assert!(matches!(late, Err(EstimateError::Interrupted)));
     }

@@ -217,7 +217,7 @@ impl<'a> Splitter<'a> {
         let folded = self.folded(&own);
         let offered = |seen: &&Seen| self.targets[seen.vm as usize].is_mergeable(seen.page);
         let offered_pages = copies.iter().filter(offered).count();
-        let offered_own = own.iter().filter(|seen| offered(*seen)).count();
+        let offered_own = own.iter().filter(|seen| offered(seen)).count();
         let ksm = self.merged(offered_pages as f64, offered_own as f64);
         let if_offered = self.merged(copies.len() as f64, own.len() as f64);
         let domain = &mut self.split.domains[number];

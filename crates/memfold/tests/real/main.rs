@@ -11,6 +11,7 @@
 //! | [`snapshots_killed`] | daemons and VMs die while they save |
 //! | [`segments`] | VMs execute files of one image in place; what they write is theirs; who attacks it harms nobody else |
 //! | [`ksm`], [`ksm_explain`] | KSM for one trust domain, and its settings as before; every cause of `memfold ksm explain` |
+//! | [`estimate`] | what `memfold estimate` promises is what KSM and folding then save |
 //! | [`churn`] | files of three times the memory: what is folded at any moment, and that nothing grows |
 //!
 //! Each boots its VMs once; they take turns. Without guest images or QEMU they say so and pass, unless `MEMFOLD_REAL=1`.
@@ -22,6 +23,7 @@ mod churn;
 mod daemon_killed;
 mod disks;
 mod domains;
+mod estimate;
 mod integrity;
 mod ksm;
 mod ksm_explain;

@@ -1,0 +1,277 @@
+//! `memfold estimate` on real guests: what it promises is what KSM at full speed, and folding, then save.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use memfold::api::{Client, FoldRequest, FullReport, VmInfo};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::estimate::mechanisms::Way;
+use memfold::estimate::{Domains, EstimateReport, VmFacts, targets};
+use memfold::ksm::{Controls, NOTES, Settings, Status, merging_pages, restore_leftover};
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_units::{ByteSize, Hva};
+use rustix::process::Pid;
+use serde_json::Value;
+
+use super::ksm_explain::take;
+use super::served::{Served, exec};
+use super::support;
+
+const MEMORY: ByteSize = ByteSize::mib(384);
+const NAMES: [&str; 3] = ["one", "two", "three"];
+const IMAGES: [&str; 3] = ["trixie-a", "trixie-b", "trixie-a"];
+
+/// Programs and libraries in page cache, some memory that is the same in all, and some that is twice in each.
+const WORK: &str = r#"cat /usr/bin/* /usr/lib/*-linux-gnu/*.so* > /dev/null
+cat > /run/hold.py <<'END'
+import os, time
+same = b"".join(b"%015d\n" % page * 256 for page in range(16 << 8))
+own = os.urandom(8 << 20)
+twice = [bytes(own), bytearray(own)]
+open("/run/held", "w").close()
+time.sleep(3600)
+END
+systemd-run -q --unit=hold python3 /run/hold.py
+while [ ! -e /run/held ]; do sleep 0.2; done"#;
+
+/// Puts back what a failing test leaves.
+struct Restore;
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        let _ = restore_leftover(Path::new(NOTES));
+    }
+}
+
+fn folding(client: &Client, on: bool) {
+    let request = FoldRequest {
+        paused: Some(!on),
+        ..FoldRequest::default()
+    };
+    client.put::<_, Value>("/v1/fold", &request).unwrap();
+}
+
+/// Three guests that run the same, and a daemon that doesn't fold.
+fn guests<'a>(state: &'a Path, names: &'a [&'a str]) -> (Served<'a>, Client) {
+    let mut served = Served::new(state, names);
+    served.start();
+    let client = served.answers();
+    folding(&client, false);
+    for (name, image) in NAMES.iter().zip(IMAGES) {
+        served.run(&Lab::spec(name, image, MEMORY, DiskMode::Buffered).unwrap());
+    }
+    let end = Instant::now() + support::BOOT;
+    loop {
+        let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+        if vms.iter().all(|vm| vm.agent.is_some()) {
+            break;
+        }
+        assert!(Instant::now() < end, "agents don't answer: {vms:?}");
+        std::thread::sleep(Duration::from_millis(250));
+    }
+    std::thread::scope(|scope| {
+        for name in NAMES {
+            scope.spawn(move || exec(&Client::new(&state.join("s")).unwrap(), name, WORK));
+        }
+    });
+    // What they do after the boot comes to an end, and agents have told of what is cached.
+    std::thread::sleep(Duration::from_secs(8));
+    (served, client)
+}
+
+/// CPU of children that were waited for, in seconds (fields 16 and 17 of `proc_pid_stat(5)`).
+fn children_cpu_s() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let fields: Vec<&str> = stat
+        .rsplit(')')
+        .next()
+        .unwrap()
+        .split_whitespace()
+        .collect();
+    let ticks: u64 = fields[13..15]
+        .iter()
+        .map(|f| f.parse::<u64>().unwrap())
+        .sum();
+    ticks as f64 / rustix::param::clock_ticks_per_second() as f64
+}
+
+/// As an operator runs it. Whoever the socket belongs to says what it knows, if anybody.
+fn look(socket: &Path, arguments: &[&str]) -> EstimateReport {
+    let before = children_cpu_s();
+    let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
+        .arg("--socket")
+        .arg(socket)
+        .args(["estimate", "--json"])
+        .args(arguments)
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let cpu = children_cpu_s() - before;
+    let report: EstimateReport = serde_json::from_slice(&output.stdout).unwrap();
+    let how = report.how;
+    println!("{how:?}, {cpu:.2} s of CPU by the kernel's count");
+    assert!((how.read_percent - 100.0).abs() < 1e-9);
+    // The promise: 10 % of a core, and 20 s for 2 GiB; these have at most 1.2.
+    assert!(how.cpu_percent <= 10.0, "{how:?}");
+    assert!(how.seconds <= 20.0 * 1152.0 / 2048.0, "{how:?}");
+    // Ticks of 10 ms, and the start of the program.
+    assert!(
+        cpu <= how.seconds * 0.10 + 0.08,
+        "{cpu} s in {} s",
+        how.seconds
+    );
+    report
+}
+
+/// Private pages of these processes beyond their page frames: what sharing saves, by the page tables alone.
+fn shared_pages(pids: &[i32]) -> u64 {
+    let selected: Vec<String> = pids.iter().map(ToString::to_string).collect();
+    let domains = Domains::default();
+    let found = targets::find(Path::new("/proc"), &selected, &domains, &VmFacts::default());
+    let (mut pages, mut frames) = (0, BTreeSet::new());
+    let private = Filter {
+        all_of: category::PRESENT,
+        none_of: category::FILE | category::ZERO,
+        ..Filter::default()
+    };
+    for target in found.unwrap() {
+        let pagemap = Pagemap::open(Pid::from_raw(target.pid).unwrap()).unwrap();
+        for range in target.ranges {
+            let regions = pagemap.scan(Hva(range.start), Hva(range.end), private);
+            for region in regions.unwrap() {
+                let count = usize::try_from(region.pages()).unwrap();
+                let of_region = pagemap.frames(region.start, count).unwrap();
+                for frame in of_region.into_iter().flatten() {
+                    pages += 1;
+                    frames.insert(frame);
+                }
+            }
+        }
+    }
+    pages - frames.len() as u64
+}
+
+/// KSM at full speed until it brings nothing any more; pages that it saved of these processes, and ksmd's passes.
+fn converge(pids: &[i32]) -> u64 {
+    let controls = Controls::default();
+    let settings = Settings {
+        run: Some(1),
+        pages_to_scan: Some(50_000),
+        sleep_millisecs: Some(1),
+        smart_scan: Some(0),
+        ..Settings::default()
+    };
+    controls.apply(&settings).unwrap();
+    let scans = || Status::read(&controls).unwrap().full_scans.unwrap_or(0);
+    let (end, mut last, mut then) = (Instant::now() + Duration::from_secs(120), 0, scans());
+    loop {
+        assert!(Instant::now() < end, "KSM doesn't converge: {last}");
+        std::thread::sleep(Duration::from_millis(250));
+        if scans() < then + 2 {
+            continue;
+        }
+        then = scans();
+        let now = shared_pages(pids);
+        if now.abs_diff(last) * 200 <= now {
+            break;
+        }
+        last = now;
+    }
+    controls.write("run", &0).unwrap();
+    let status = Status::read(&controls).unwrap();
+    println!(
+        "after {} full scans: {status:?}, merging {:?}",
+        status.full_scans.unwrap_or(0),
+        merging_pages(Path::new("/proc"))
+    );
+    shared_pages(pids)
+}
+
+#[track_caller]
+fn within_percent(what: &str, estimated: u64, found: u64, percent: u64) {
+    let off = (estimated as f64 - found as f64) * 100.0 / found as f64;
+    println!(
+        "{what}: estimated {} MiB, found {} MiB: {off:+.1} %",
+        estimated >> 20,
+        found >> 20
+    );
+    assert!(
+        estimated.abs_diff(found) * 100 <= found * percent,
+        "{what}: {off:+.1} %"
+    );
+}
+
+fn saving(report: &EstimateReport, way: Way) -> u64 {
+    let found = report.mechanisms.iter().find(|m| m.way == way);
+    found.and_then(|m| m.saved).map_or(0, |saved| saved.bytes)
+}
+
+#[test]
+fn an_estimate_is_within_ten_percent_of_what_ksm_and_folding_then_save() {
+    let Some(_turn) = support::turn() else { return };
+    let directory = tempfile::Builder::new()
+        .prefix("memfold-estimate.")
+        .tempdir()
+        .unwrap();
+    let state = directory.path();
+    let _restore = Restore;
+    let (_served, client) = guests(state, &NAMES);
+    let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+    let pids: Vec<i32> = vms.iter().map(|vm| vm.pid).collect();
+
+    let report = look(&state.join("s"), &NAMES);
+    println!("{}", memfold::estimate::table::render(&report));
+    assert_eq!(report.domains.len(), 1);
+    assert_eq!(report.domains[0].domain.as_deref(), Some("lab"));
+    let numbers: Vec<String> = pids.iter().map(ToString::to_string).collect();
+    let numbers: Vec<&str> = numbers.iter().map(String::as_str).collect();
+    // Nobody knows them: each is alone, and shares with nobody.
+    let alone = look(&state.join("nobody"), &numbers);
+    assert_eq!((alone.domains.len(), alone.daemon), (3, false));
+    let apart: u64 = alone
+        .domains
+        .iter()
+        .map(|domain| domain.between.bytes)
+        .sum();
+    assert_eq!(apart, 0);
+    assert!(
+        alone.across_domains.bytes > 16 << 20,
+        "{:?}",
+        alone.across_domains
+    );
+
+    if let Some(ksm) = take() {
+        let merged = converge(&pids) << 12;
+        within_percent("KSM", saving(&report, Way::Ksm), merged, 10);
+        // Once it is saved, it can't be saved again.
+        let after = look(&state.join("s"), &NAMES);
+        println!("{}", memfold::estimate::table::render(&after));
+        assert!(after.saved.bytes < merged / 10, "{:?}", after.saved);
+        Controls::default().unmerge(0).unwrap();
+        drop(ksm);
+    }
+
+    folding(&client, true);
+    let promised = saving(&look(&state.join("s"), &NAMES), Way::Fold);
+    let (end, mut last) = (Instant::now() + Duration::from_secs(90), 0);
+    let folded = loop {
+        std::thread::sleep(Duration::from_secs(5));
+        let report: FullReport = client.get("/v1/report").unwrap();
+        let now = report.ledger.host.saved_by_folding_bytes;
+        if now > 0 && (now - last).abs() * 100 <= now {
+            break u64::try_from(now).unwrap();
+        }
+        assert!(
+            Instant::now() < end,
+            "folding doesn't come to an end: {last} {now}"
+        );
+        last = now;
+    };
+    within_percent("folding", promised, folded, 10);
+}
