@@ -9,7 +9,7 @@ use super::EstimateError;
 
 /// Of the budget, the part that reading and hashing may use. The rest is for what comes after, which doesn't sleep: scanning page
 /// tables, and grouping the sample.
-const FOR_READING: f64 = 0.85;
+const FOR_READING: f64 = 0.9;
 
 /// Debts shorter than this are not slept off: waking up costs some 10 us.
 const LEAST_SLEEP: Duration = Duration::from_millis(3);

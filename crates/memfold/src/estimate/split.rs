@@ -344,7 +344,11 @@ impl<'a> Splitter<'a> {
                 _ => (
                     share(looked - changed - merged),
                     share(changed),
-                    share(merged),
+                    if merged > 0 {
+                        share(merged)
+                    } else {
+                        Sum::default()
+                    },
                 ),
             };
             let offered = own.times(offered_share(pages));

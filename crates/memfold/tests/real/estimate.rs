@@ -117,9 +117,7 @@ fn look(socket: &Path, arguments: &[&str]) -> EstimateReport {
     let how = report.how;
     println!("{how:?}, {cpu:.2} s of CPU by the kernel's count");
     assert!((how.read_percent - 100.0).abs() < 1e-9);
-    // The promise: 10 % of a core, and 20 s for 2 GiB; these have at most 1.2.
     assert!(how.cpu_percent <= 10.0, "{how:?}");
-    assert!(how.seconds <= 20.0 * 1152.0 / 2048.0, "{how:?}");
     // Ticks of 10 ms, and the start of the program.
     assert!(
         cpu <= how.seconds * 0.10 + 0.08,
@@ -129,12 +127,12 @@ fn look(socket: &Path, arguments: &[&str]) -> EstimateReport {
     report
 }
 
-/// Private pages of these processes beyond their page frames: what sharing saves, by the page tables alone.
-fn shared_pages(pids: &[i32]) -> u64 {
+/// Page frames that private pages of these processes lie in, by the page tables alone.
+fn frames(pids: &[i32]) -> u64 {
     let selected: Vec<String> = pids.iter().map(ToString::to_string).collect();
     let domains = Domains::default();
     let found = targets::find(Path::new("/proc"), &selected, &domains, &VmFacts::default());
-    let (mut pages, mut frames) = (0, BTreeSet::new());
+    let mut frames = BTreeSet::new();
     let private = Filter {
         all_of: category::PRESENT,
         none_of: category::FILE | category::ZERO,
@@ -147,17 +145,15 @@ fn shared_pages(pids: &[i32]) -> u64 {
             for region in regions.unwrap() {
                 let count = usize::try_from(region.pages()).unwrap();
                 let of_region = pagemap.frames(region.start, count).unwrap();
-                for frame in of_region.into_iter().flatten() {
-                    pages += 1;
-                    frames.insert(frame);
-                }
+                frames.extend(of_region.into_iter().flatten());
             }
         }
     }
-    pages - frames.len() as u64
+    frames.len() as u64
 }
 
-/// KSM at full speed until it brings nothing any more; pages that it saved of these processes, and ksmd's passes.
+/// KSM at full speed until it brings nothing any more; the page frames that it saved of these processes. Not `pages_sharing`: a huge
+/// page that ksmd splits gives its pages of zeroes back to the kernel's zero page at once (Linux 6.12), and these are counted nowhere.
 fn converge(pids: &[i32]) -> u64 {
     let controls = Controls::default();
     let settings = Settings {
@@ -169,7 +165,8 @@ fn converge(pids: &[i32]) -> u64 {
     };
     controls.apply(&settings).unwrap();
     let scans = || Status::read(&controls).unwrap().full_scans.unwrap_or(0);
-    let (end, mut last, mut then) = (Instant::now() + Duration::from_secs(120), 0, scans());
+    let (before, mut then) = (frames(pids), scans());
+    let (end, mut last) = (Instant::now() + Duration::from_secs(120), 0);
     loop {
         assert!(Instant::now() < end, "KSM doesn't converge: {last}");
         std::thread::sleep(Duration::from_millis(250));
@@ -177,7 +174,7 @@ fn converge(pids: &[i32]) -> u64 {
             continue;
         }
         then = scans();
-        let now = shared_pages(pids);
+        let now = before.saturating_sub(frames(pids));
         if now.abs_diff(last) * 200 <= now {
             break;
         }
@@ -190,7 +187,7 @@ fn converge(pids: &[i32]) -> u64 {
         status.full_scans.unwrap_or(0),
         merging_pages(Path::new("/proc"))
     );
-    shared_pages(pids)
+    before.saturating_sub(frames(pids))
 }
 
 #[track_caller]
@@ -227,6 +224,8 @@ fn an_estimate_is_within_ten_percent_of_what_ksm_and_folding_then_save() {
 
     let report = look(&state.join("s"), &NAMES);
     println!("{}", memfold::estimate::table::render(&report));
+    // The promise is 20 s for 2 GiB; these have at most 1.2.
+    assert!(report.how.seconds <= 20.0 * 1152.0 / 2048.0);
     assert_eq!(report.domains.len(), 1);
     assert_eq!(report.domains[0].domain.as_deref(), Some("lab"));
     let numbers: Vec<String> = pids.iter().map(ToString::to_string).collect();
