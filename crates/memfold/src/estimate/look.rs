@@ -269,8 +269,7 @@ fn shuffle<T>(all: &mut [T], seed: u64) {
     }
 }
 
-/// Frame numbers of all pages of these pieces; 0 where there is none, nothing at all for whoever may not know. One read where the
-/// pieces lie close together.
+/// Frame numbers of all pages of these pieces; 0 where there is none, or we may not know. One read where the pieces lie close together.
 fn frames(pagemap: &Pagemap, pieces: &[Piece]) -> Vec<u64> {
     let end = |piece: &Piece| piece.first + u64::from(piece.pages);
     let near = |from: &Piece, to: &Piece| end(to) - from.first <= 8 * BATCH as u64;
@@ -289,8 +288,8 @@ fn frames(pagemap: &Pagemap, pieces: &[Piece]) -> Vec<u64> {
         let all = all.unwrap_or_default();
         for piece in together {
             let from = usize::try_from(piece.first - first.first).unwrap_or(usize::MAX);
-            let of_piece = all.iter().skip(from).take(piece.pages as usize);
-            found.extend(of_piece.map(|frame| frame.unwrap_or(0)));
+            let frame = |at| all.get(from.saturating_add(at)).copied().flatten();
+            found.extend((0..piece.pages as usize).map(|at| frame(at).unwrap_or(0)));
         }
         rest = behind;
     }
@@ -319,7 +318,7 @@ fn first(
         let frames = frames(&pagemaps[batch.vm as usize], of_batch);
         for piece in of_batch {
             for page in piece.first..piece.first + u64::from(piece.pages) {
-                let frame = frames.get(seen.len()).copied().unwrap_or(0);
+                let frame = frames[seen.len()];
                 numbers.push(page);
                 seen.push(Seen {
                     page,

@@ -195,14 +195,14 @@ fn fold_us(pages: f64) -> f64 {
 fn zero(split: &Split) -> Mechanism {
     let mut zero = Sum::default();
     for vm in &split.vms {
-        zero.join(vm.zero);
+        zero.join(vm.zero_given_back);
     }
     Mechanism {
         way: Way::Zero,
         saved: Some(zero.bytes()),
         at_most_bytes: None,
         cpu_seconds: None,
-        words: "pages of zeroes given back by memfold's library, with folding".to_owned(),
+        words: "given back by memfold's library, with folding; not from huge pages of which more is used".to_owned(),
     }
 }
 

@@ -12,7 +12,7 @@
 //! Contents with very many copies would make the sum depend on whether they are drawn. They leave the sample before it is halved for
 //! the first time, and are counted apart from then on ([`Frequent`]); pages of zeroes always are.
 
-use foldhash::{HashMap, HashSet};
+use foldhash::HashMap;
 
 /// What the second look found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,8 +69,8 @@ pub struct Frequent {
     pub weight: f64,
     /// Pages of each VM.
     pub pages: Vec<u64>,
-    /// Huge pages that hold some.
-    pub huge: HashSet<(u32, u64)>,
+    /// Huge pages that hold some, and how many.
+    pub huge: HashMap<(u32, u64), u32>,
     /// Pages drawn by their place.
     pub kept: Vec<Seen>,
     level: u32,
@@ -96,7 +96,7 @@ impl Frequent {
         }
         self.pages[vm] += 1;
         if seen.huge {
-            self.huge.insert(seen.huge_page());
+            *self.huge.entry(seen.huge_page()).or_default() += 1;
         }
         if seen.place().leading_zeros() >= self.level {
             self.kept.push(seen);

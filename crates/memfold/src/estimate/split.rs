@@ -19,12 +19,18 @@ use super::look::{Looked, Pages, loners};
 use super::sample::{Again, Frequent, Seen};
 use super::statistics::Sum;
 use super::targets::Target;
+use crate::fold::HUGE_SPLIT_PAGES;
+
+/// Pages of a huge page.
+const WHOLE: u32 = 512;
 
 /// A VM's part, in pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VmSplit {
     /// Of zeroes.
     pub zero: Sum,
+    /// Of these: what memfold's library gives back. Huge pages are left whole unless all of one is zero, or folding splits it.
+    pub zero_given_back: Sum,
     /// Copies within the VM beyond the first.
     pub within: Sum,
     /// Its part of what VMs of its domain have in common.
@@ -119,6 +125,8 @@ struct Splitter<'a> {
     /// Pages that would be shared, of each huge page.
     shared_in_huge: HashMap<(u32, u64), u32>,
     broken: HashSet<(u32, u64)>,
+    /// Regions of 2 MiB of which files cache so many pages that folding splits a huge page there.
+    splittable: HashSet<(u32, u64)>,
 }
 
 impl<'a> Splitter<'a> {
@@ -152,6 +160,7 @@ impl<'a> Splitter<'a> {
             files: HashMap::default(),
             shared_in_huge: HashMap::default(),
             broken: HashSet::default(),
+            splittable: splittable(targets),
         }
     }
 
@@ -258,8 +267,10 @@ impl<'a> Splitter<'a> {
 
     /// Of pages that cache the same page of the same file in several VMs: all but one.
     fn folded(&self, own: &[&Seen]) -> f64 {
+        let folds = |s: &&&Seen| !s.huge || self.splittable.contains(&s.huge_page());
         let mut places: Vec<((u32, u32), u32)> = own
             .iter()
+            .filter(folds)
             .filter_map(|seen| Some((self.targets[seen.vm as usize].file_at(seen.page)?, seen.vm)))
             .collect();
         places.sort_unstable();
@@ -319,7 +330,7 @@ impl<'a> Splitter<'a> {
             let across = f64::from(domains) - 1.0;
             self.split.across.add(across, frequent.weight);
         }
-        self.broken.extend(&frequent.huge);
+        self.broken.extend(frequent.huge.keys());
     }
 
     fn zero(&mut self, zero: &Frequent) {
@@ -352,8 +363,15 @@ impl<'a> Splitter<'a> {
                 ),
             };
             let offered = own.times(offered_share(pages));
+            let in_whole_pages = zero.huge.iter().filter(|(place, pages)| {
+                let whole = **pages == WHOLE || self.splittable.contains(*place);
+                place.0 as usize == vm && !whole
+            });
+            let left_whole: u32 = in_whole_pages.map(|(_, pages)| pages).sum();
+            let given = 1.0 - f64::from(left_whole) / population.max(1) as f64;
             let split = &mut self.split.vms[vm];
             split.zero = own;
+            split.zero_given_back = own.times(given.max(0.0));
             split.volatile.join(volatile);
             split.merged.join(merged);
             // One page stays for each so many, unless the kernel's zero page takes their place.
@@ -368,7 +386,7 @@ impl<'a> Splitter<'a> {
             domain.ksm.join(offered.times(left));
             domain.ksm_if_offered.join(own.times(left));
         }
-        self.broken.extend(&zero.huge);
+        self.broken.extend(zero.huge.keys());
     }
 
     fn end(mut self, known: &[KnownFile]) -> Split {
@@ -412,6 +430,24 @@ impl<'a> Splitter<'a> {
         self.split.files.sort_unstable_by(order);
         self.split
     }
+}
+
+fn splittable(targets: &[Target]) -> HashSet<(u32, u64)> {
+    let mut cached: HashMap<(u32, u64), u64> = HashMap::default();
+    for (vm, target) in (0..).zip(targets) {
+        for run in target.runs.iter().flatten() {
+            let (mut page, end) = (run.hva >> 12, (run.hva >> 12) + u64::from(run.pages));
+            while page < end {
+                let border = ((page >> 9) + 1) << 9;
+                *cached.entry((vm, page >> 9)).or_default() += border.min(end) - page;
+                page = border;
+            }
+        }
+    }
+    let enough = cached
+        .into_iter()
+        .filter(|(_, pages)| *pages >= u64::from(HUGE_SPLIT_PAGES));
+    enough.map(|(place, _)| place).collect()
 }
 
 /// Of a VM's private pages, the part that is offered to KSM.

@@ -42,6 +42,7 @@ mod zero;
 
 pub use engine::{Command, Engine, EngineSettings};
 pub use guest::{Guest, GuestError};
+pub use huge::HUGE_SPLIT_PAGES;
 pub use stats::{DomainStats, EngineStats, VmStats};
 pub use uses::{CachedFiles, CachedRun, FileUse};
 
