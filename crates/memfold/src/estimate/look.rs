@@ -515,6 +515,32 @@ mod tests {
     }
 
     #[test]
+    fn copies_in_one_frame_are_merged_but_for_the_first_if_all_are_known() {
+        let merged = |room: usize| {
+            let mut frequent = Frequent::new(1.0, room);
+            for page in 0..1000 {
+                // Half of them lie in frames of 50, half alone.
+                let frame = if page < 500 {
+                    1 + page / 50
+                } else {
+                    1000 + page
+                };
+                frequent.add(Seen {
+                    page,
+                    frame,
+                    ..Seen::default()
+                });
+            }
+            mark_merged(&mut frequent);
+            let merged = frequent.kept.iter().filter(|seen| seen.merged).count();
+            (merged as f64, frequent.kept.len() as f64)
+        };
+        assert_eq!(merged(1000), (490.0, 1000.0));
+        let (found, kept) = merged(500);
+        assert!((0.4..0.6).contains(&(found / kept)), "{found} of {kept}");
+    }
+
+    #[test]
     fn pages_that_are_not_there_are_told_and_the_others_read() {
         let mapping = memfold_sys::region::Mapping::anonymous(4, true).unwrap();
         mapping.area().write(&[7; 4 * 512]);

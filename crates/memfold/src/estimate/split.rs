@@ -37,7 +37,7 @@ pub struct VmSplit {
     pub between: Sum,
     /// Changed between the looks.
     pub volatile: Sum,
-    /// Shared already with other pages that were looked at (KSM).
+    /// Shared already with other pages that were looked at (KSM): of a frame that k pages lie in, (k - 1) / k for each.
     pub merged: Sum,
     /// Huge pages that sharing would break.
     pub broken_huge_pages: Sum,
@@ -197,6 +197,14 @@ impl<'a> Splitter<'a> {
     /// Copies of one content in VMs of one domain, sorted by VM.
     fn in_domain(&mut self, copies: &[Seen], weight: f64) {
         let number = self.domain[copies[0].vm as usize];
+        let mut in_frame: HashMap<u64, u32> = HashMap::default();
+        for seen in copies.iter().filter(|seen| seen.frame != 0) {
+            *in_frame.entry(seen.frame).or_default() += 1;
+        }
+        let merged = |seen: &Seen| {
+            let together = in_frame.get(&seen.frame).copied().unwrap_or(1);
+            1.0 - 1.0 / f64::from(together)
+        };
         let mut frames = HashSet::default();
         let (mut having, mut within, mut own) = (Vec::new(), 0.0, Vec::new());
         for of_vm in copies.chunk_by(|a, b| a.vm == b.vm) {
@@ -209,7 +217,7 @@ impl<'a> Splitter<'a> {
             let new = own.len() - before;
             let vm = of_vm[0].vm as usize;
             let split = &mut self.split.vms[vm];
-            split.merged.add((of_vm.len() - new) as f64, weight);
+            split.merged.add(of_vm.iter().map(merged).sum(), weight);
             if new > 0 {
                 having.push(vm);
                 within += new as f64 - 1.0;
@@ -453,4 +461,203 @@ fn splittable(targets: &[Target]) -> HashSet<(u32, u64)> {
 /// Of a VM's private pages, the part that is offered to KSM.
 fn offered_share(pages: &Pages) -> f64 {
     pages.mergeable as f64 / pages.private.max(1) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample::Sample;
+    use super::super::targets::Range;
+    use super::*;
+
+    const OPTIONS: Options = Options {
+        sample_pages: 1 << 20,
+        seed: 0,
+        max_page_sharing: 256,
+        use_zero_pages: false,
+    };
+
+    /// Two VMs of a domain and one of another, all of whose memory is offered to KSM; nothing was seen yet.
+    fn looked() -> Looked {
+        let target = |pid: i32, domain: &str| Target {
+            pid,
+            domain: Some(domain.to_owned()),
+            ranges: vec![Range {
+                start: 0,
+                end: 1 << 40,
+                mergeable: true,
+                hugetlb: false,
+            }],
+            ..Target::default()
+        };
+        let pages = Pages {
+            private: 100_000,
+            mergeable: 100_000,
+            read: 100_000,
+            ..Pages::default()
+        };
+        Looked {
+            targets: vec![target(1, "d"), target(2, "d"), target(3, "e")],
+            vms: vec![pages; 3],
+            sample: Sample::new(1 << 20),
+            complete: true,
+            again_pages: 0,
+        }
+    }
+
+    fn seen(hash: u64, vm: u32, page: u64, frame: u64) -> Seen {
+        Seen {
+            hash,
+            page,
+            frame,
+            vm,
+            again: Again::Same,
+            ..Seen::default()
+        }
+    }
+
+    #[track_caller]
+    fn is(sum: Sum, total: f64) {
+        assert!((sum.total() - total).abs() < 1e-6, "{sum:?}, not {total}");
+    }
+
+    #[test]
+    fn frames_that_are_shared_already_count_once() {
+        let mut looked = looked();
+        looked.sample.pages = vec![
+            // Three pages in two frames, one of which the other VM maps, too.
+            seen(7, 0, 1, 50),
+            seen(7, 0, 2, 51),
+            seen(7, 0, 3, 51),
+            seen(7, 1, 1, 51),
+            seen(7, 1, 9, 52),
+            // In another domain.
+            seen(7, 2, 1, 60),
+            seen(7, 2, 2, 61),
+        ];
+        let split = split(&looked, &[], &OPTIONS);
+        let d = &split.domains[0];
+        is(d.saved, 2.0);
+        is(d.within, 1.0);
+        is(d.between, 1.0);
+        is(d.ksm, 2.0);
+        // Three pages lie in one frame: each is credited with two thirds.
+        is(split.vms[0].merged, 4.0 / 3.0);
+        is(split.vms[1].merged, 2.0 / 3.0);
+        is(split.vms[0].between, 0.5);
+        is(split.domains[1].saved, 1.0);
+        is(split.across, 1.0);
+    }
+
+    #[test]
+    fn what_changed_between_the_looks_is_volatile_and_no_copy_of_anything() {
+        let mut looked = looked();
+        let changed = |seen| Seen {
+            again: Again::Changed,
+            ..seen
+        };
+        looked.sample.pages = vec![
+            seen(7, 0, 1, 50),
+            changed(seen(7, 1, 1, 51)),
+            // One in eight of those without a twin is looked at again.
+            changed(seen(8, 0, 2, 52)),
+        ];
+        let split = split(&looked, &[], &OPTIONS);
+        is(split.domains[0].saved, 0.0);
+        is(split.vms[1].volatile, 1.0);
+        is(split.vms[0].volatile, 8.0);
+    }
+
+    #[test]
+    fn a_content_with_many_copies_is_counted_by_number_and_ksm_keeps_a_page_of_each_256() {
+        let mut looked = looked();
+        let mut frequent = Frequent::new(1.0, 64);
+        for (vm, copies) in [(0, 10_000), (1, 5000), (2, 10)] {
+            for page in 0..copies {
+                frequent.add(seen(7, vm, page, u64::from(vm) << 32 | (page + 1)));
+            }
+        }
+        assert!(!frequent.is_whole());
+        looked.sample.frequent.insert(7, frequent);
+        let all = split(&looked, &[], &OPTIONS);
+        let d = &all.domains[0];
+        is(d.saved, 14_999.0);
+        is(d.within, 14_998.0);
+        is(d.between, 1.0);
+        is(d.ksm, 15_000.0 - 59.0);
+        is(all.across, 1.0);
+        // A tenth of those whose place is known was merged, a fifth changes.
+        let frequent = looked.sample.frequent.get_mut(&7).unwrap();
+        let (kept, n) = (&mut frequent.kept, frequent.pages[0] as f64);
+        for (at, seen) in kept.iter_mut().enumerate() {
+            seen.merged = at % 10 == 0;
+            if at % 5 == 1 {
+                seen.again = Again::Changed;
+            }
+        }
+        let looked_at = kept.len() as f64;
+        let of = |wanted: fn(&Seen) -> bool| {
+            let found = kept.iter().filter(|seen| wanted(seen));
+            found.count() as f64 / looked_at
+        };
+        let (merged, changed) = (of(|s| s.merged), of(|s| s.again == Again::Changed));
+        let all = split(&looked, &[], &OPTIONS);
+        is(all.vms[0].volatile, n * changed);
+        is(all.vms[0].merged, n * merged);
+        is(
+            all.domains[0].saved,
+            15_000.0 * (1.0 - merged - changed) - 1.0,
+        );
+    }
+
+    #[test]
+    fn zeroes_need_no_copy_but_ksm_keeps_one_unless_it_uses_the_kernels() {
+        let mut looked = looked();
+        for page in 0..2048 {
+            let huge = page >= 1024;
+            let zero = seen(0, 0, page, page + 1);
+            looked.sample.zero.add(Seen { huge, ..zero });
+        }
+        // Of the second huge page a part only.
+        for page in 2048..2148 {
+            let zero = seen(0, 0, page, page + 1);
+            looked.sample.zero.add(Seen { huge: true, ..zero });
+        }
+        let all = split(&looked, &[], &OPTIONS);
+        is(all.domains[0].zero, 2148.0);
+        is(all.domains[0].ksm, 2148.0 * 255.0 / 256.0);
+        is(all.vms[0].zero_given_back, 2048.0);
+        is(all.vms[0].broken_huge_pages, 3.0);
+        let options = Options {
+            use_zero_pages: true,
+            ..OPTIONS
+        };
+        is(split(&looked, &[], &options).domains[0].ksm, 2148.0);
+    }
+
+    #[test]
+    fn folding_leaves_huge_pages_whole_that_cache_little() {
+        use super::super::facts::FileRun;
+        let mut looked = looked();
+        // In each VM 63 pages of a file in one huge page, and 64 in the next.
+        let run = |hva: u64, pages, page| FileRun {
+            hva: hva << 12,
+            pages,
+            file: 0,
+            page,
+        };
+        for vm in 0..2 {
+            looked.targets[vm as usize].runs = Some(vec![run(512, 63, 0), run(1024, 64, 63)]);
+            for (at, page) in (512..575).chain(1024..1088).enumerate() {
+                let copy = seen(at as u64, vm, page, page << 1 | u64::from(vm));
+                looked.sample.pages.push(Seen { huge: true, ..copy });
+            }
+        }
+        looked.sample.pages.sort_unstable_by_key(|seen| seen.hash);
+        let split = split(&looked, &[KnownFile::default()], &OPTIONS);
+        is(split.domains[0].between, 127.0);
+        is(split.domains[0].of_files, 127.0);
+        is(split.domains[0].folded, 64.0);
+        is(split.files[0].saved, 127.0);
+        assert_eq!(split.files[0].cached_pages, 254);
+    }
 }

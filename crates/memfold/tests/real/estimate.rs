@@ -256,8 +256,8 @@ fn an_estimate_is_within_ten_percent_of_what_ksm_and_folding_then_save() {
         drop(ksm);
     }
 
-    folding(&client, true);
     let promised = saving(&look(&state.join("s"), &NAMES), Way::Fold);
+    folding(&client, true);
     let (end, mut last) = (Instant::now() + Duration::from_secs(90), 0);
     let folded = loop {
         std::thread::sleep(Duration::from_secs(5));
