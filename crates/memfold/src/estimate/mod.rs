@@ -52,9 +52,12 @@ pub const SAMPLE_PAGES: usize = 1 << 20;
 pub enum EstimateError {
     /// No QEMU runs here.
     #[error(
-        "no QEMU process runs on this host; start VMs ('memfold vm run'), or name a process by its number"
+        "no QEMU process with memory of its own runs on this host; start VMs ('memfold vm run')"
     )]
     NoVms,
+    /// No QEMU can be seen, and we aren't root.
+    #[error("other users' processes and their memory can't be seen: run this as root")]
+    NotRoot,
     /// A VM that was asked for is not there.
     #[error(
         "no QEMU has the name or number '{0}'; 'memfold ksm status' and 'memfold vm list' show those that run"

@@ -102,6 +102,9 @@ pub fn find(
         .filter(|process| process.qemu)
         .map(|process| process.pid);
     let mut found: Vec<(i32, String)> = pids.map(|pid| (pid, name_of(pid, facts))).collect();
+    if found.is_empty() && !rustix::process::geteuid().is_root() {
+        return Err(EstimateError::NotRoot);
+    }
     for pid in domains.of.iter().map(|(pid, _)| *pid) {
         if !found.iter().any(|(found, _)| *found == pid) {
             return Err(EstimateError::NoSuchVm(pid.to_string()));
