@@ -41,7 +41,7 @@ pub(super) struct Arguments {
     /// CPU that it may use, in percent of one core
     #[arg(long, default_value_t = 10.0, value_name = "PERCENT", value_parser = percent)]
     cpu: f64,
-    /// End after this time, with what was found by then; by default all memory is looked at (10 % of a core read about 0.3 GiB a second)
+    /// End after this time, with what was found by then; by default all memory is looked at (10 % of a core read 0.2 to 0.3 GiB a second)
     #[arg(long, value_name = "N", value_parser = seconds)]
     seconds: Option<Duration>,
     /// A QEMU is of this trust domain (may be given several times)
