@@ -1,11 +1,12 @@
 //! Study A's figure 3: memory that a browser and an office suite add, VM by VM, with their files on disks and executed in place from one
 //! segment; and how long they take to show a window.
 //!
-//! VMs boot from disks, or from a segment of the whole system. One after the other starts the program; what it adds to the memory of all
-//! VMs is measured when nothing happens any more. Needs the image `trixie-desktop` (`guest/build trixie-desktop`).
+//! VMs boot from disks, or from a segment of the whole system. One after the other starts the program; what it adds to the VM's own memory
+//! and to that of the segment is measured when nothing happens any more. Needs the image `trixie-desktop` (`guest/build trixie-desktop`).
 
 use std::time::Instant;
 
+use anyhow::Context as _;
 use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
 
@@ -82,11 +83,11 @@ fn measure(
             let name = format!("vm{number}");
             start(&lab, &name, (IMAGE, MEMORY), files)?;
             booted(&lab, &name)?;
-            let before = memory(&lab)?.all() * number as f64;
+            let before = of_vm(&lab, &name)?;
             let began = Instant::now();
             lab.exec(&name, &shown(start_it), LIMIT)?;
             times.push(began.elapsed().as_secs_f64());
-            let with = memory(&lab)?.all() * number as f64;
+            let with = of_vm(&lab, &name)?;
             totals.push(with - before);
             eprintln!(
                 "{program}, VM {number}, segment {segment}: {:.0} MiB, shown after {:.1} s",
@@ -114,6 +115,17 @@ fn measure(
         (starts[0] / starts[1]).into(),
     );
     Ok((results, samples))
+}
+
+/// A VM's own memory and what segments take for all VMs, in bytes, when nothing happens any more. The RAM of other VMs has nothing to do with
+/// it, and they may still give some back.
+fn of_vm(lab: &Lab, name: &str) -> anyhow::Result<f64> {
+    memory(lab)?;
+    let vms = lab.report()?.ledger.vms;
+    let own = vms.iter().find(|vm| vm.name == name);
+    let own = own.with_context(|| format!("'{name}' is in no ledger"))?;
+    let segments: u64 = vms.iter().map(|vm| vm.segment_pss_bytes.0).sum();
+    Ok((own.ram_pss_bytes.0 + segments) as f64)
 }
 
 /// Starts a program on a display of its own, and waits until it shows a window.

@@ -52,7 +52,17 @@ done
 place=/run/memfold/copy-out
 mkdir -p $place
 mount -t ext4 -o nosuid,nodev,noexec "/dev/${disk##*/}" $place
-trap 'cd /; umount $place; rmdir $place' EXIT
+# The agent, among others, may be looking at a file there.
+leave() {
+    tries=0
+    until umount $place 2> /dev/null; do
+        tries=$((tries + 1))
+        [ $tries -lt 100 ] || { umount $place; exit 1; }
+        sleep 0.2
+    done
+    rmdir $place
+}
+trap leave EXIT
 cd /
 for top in "$@"; do
     [ -e "./$top" ] || continue
