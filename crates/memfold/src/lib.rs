@@ -7,7 +7,7 @@
 //! | top | [`cli`], [`bench`], [`api`] |
 //! | | [`daemon`]: the running whole |
 //! | | [`ledger`]: what is where, in bytes; [`estimate`]: what could be saved |
-//! | mechanisms | [`fold`], [`ksm`], [`snapshot`], [`segment`] |
+//! | mechanisms | [`fold`], [`ksm`], [`snapshot`], [`segment`], [`lend`] |
 //! | | [`vm`]: QEMU processes and the links to them |
 //! | ground | [`store`], [`host`], [`progress`] |
 
@@ -20,6 +20,7 @@ pub mod fold;
 pub mod host;
 pub mod ksm;
 pub mod ledger;
+pub mod lend;
 pub mod progress;
 pub mod segment;
 pub mod snapshot;

@@ -1,0 +1,241 @@
+//! A registry that another daemon keeps: each method as a message and its answer, whatever carries them.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::registry::{
+    Endpoint, Lease, LeaseId, LenderId, MAX_TTL, Offer, Picture, Registry, RegistryError, Want,
+};
+
+/// One method and its arguments. Times in milliseconds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[allow(missing_docs)] // the methods' own words
+pub enum Call {
+    Offer {
+        offer: Offer,
+        ttl_ms: u64,
+    },
+    Withdraw {
+        lender: LenderId,
+    },
+    Take {
+        want: Want,
+        ttl_ms: u64,
+    },
+    Publish {
+        id: LeaseId,
+        lender: LenderId,
+        endpoint: Endpoint,
+    },
+    Endpoint {
+        id: LeaseId,
+        borrower: String,
+    },
+    Renew {
+        id: LeaseId,
+        borrower: String,
+        ttl_ms: u64,
+    },
+    Recall {
+        id: LeaseId,
+        lender: LenderId,
+        within_ms: u64,
+    },
+    Release {
+        id: LeaseId,
+        borrower: String,
+    },
+    Ended {
+        id: LeaseId,
+        lender: LenderId,
+    },
+    Picture {},
+}
+
+/// What a method gave.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[allow(missing_docs)] // the methods' own words
+pub enum Answer {
+    Done,
+    Lease(Lease),
+    Endpoint(Option<Endpoint>),
+    Picture(Picture),
+    Refused(RegistryError),
+}
+
+/// Carries a call out.
+pub fn answer(registry: &dyn Registry, call: &Call) -> Answer {
+    // What is too long is refused by the registry, not here.
+    let time = |ms: &u64| Duration::from_millis(*ms).min(MAX_TTL + Duration::from_secs(1));
+    let done = match call {
+        Call::Offer { offer, ttl_ms } => registry.offer(offer, time(ttl_ms)).map(done),
+        Call::Withdraw { lender } => registry.withdraw(lender).map(done),
+        Call::Take { want, ttl_ms } => registry.take(want, time(ttl_ms)).map(Answer::Lease),
+        Call::Publish {
+            id,
+            lender,
+            endpoint,
+        } => registry.publish(*id, lender, endpoint).map(done),
+        Call::Endpoint { id, borrower } => registry.endpoint(*id, borrower).map(Answer::Endpoint),
+        Call::Renew {
+            id,
+            borrower,
+            ttl_ms,
+        } => registry
+            .renew(*id, borrower, time(ttl_ms))
+            .map(Answer::Lease),
+        Call::Recall {
+            id,
+            lender,
+            within_ms,
+        } => registry.recall(*id, lender, time(within_ms)).map(done),
+        Call::Release { id, borrower } => registry.release(*id, borrower).map(done),
+        Call::Ended { id, lender } => registry.ended(*id, lender).map(done),
+        Call::Picture {} => registry.picture().map(Answer::Picture),
+    };
+    done.unwrap_or_else(Answer::Refused)
+}
+
+fn done((): ()) -> Answer {
+    Answer::Done
+}
+
+/// A registry elsewhere. `T` brings a call there and its answer back.
+#[derive(Debug)]
+pub struct CallRegistry<T> {
+    place: String,
+    transport: T,
+}
+
+impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
+    /// `place` is what people are told of it.
+    pub const fn new(place: String, transport: T) -> Self {
+        Self { place, transport }
+    }
+
+    fn call(&self, call: &Call) -> Result<Answer, RegistryError> {
+        match (self.transport)(call) {
+            Ok(Answer::Refused(error)) => Err(error),
+            Ok(answer) => Ok(answer),
+            Err(why) => Err(self.unusable(why)),
+        }
+    }
+
+    fn unusable(&self, why: impl Into<String>) -> RegistryError {
+        RegistryError::Unusable {
+            place: self.place.clone(),
+            why: why.into(),
+        }
+    }
+
+    fn done(&self, call: &Call) -> Result<(), RegistryError> {
+        match self.call(call)? {
+            Answer::Done => Ok(()),
+            _ => Err(self.foreign()),
+        }
+    }
+
+    fn lease(&self, call: &Call) -> Result<Lease, RegistryError> {
+        match self.call(call)? {
+            Answer::Lease(lease) => Ok(lease),
+            _ => Err(self.foreign()),
+        }
+    }
+
+    fn foreign(&self) -> RegistryError {
+        self.unusable("its answer belongs to another question; is it of another version?")
+    }
+}
+
+fn ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegistry<T> {
+    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError> {
+        self.done(&Call::Offer {
+            offer: offer.clone(),
+            ttl_ms: ms(ttl),
+        })
+    }
+
+    fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError> {
+        self.done(&Call::Withdraw {
+            lender: lender.clone(),
+        })
+    }
+
+    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
+        self.lease(&Call::Take {
+            want: want.clone(),
+            ttl_ms: ms(ttl),
+        })
+    }
+
+    fn publish(
+        &self,
+        id: LeaseId,
+        lender: &LenderId,
+        endpoint: &Endpoint,
+    ) -> Result<(), RegistryError> {
+        self.done(&Call::Publish {
+            id,
+            lender: lender.clone(),
+            endpoint: endpoint.clone(),
+        })
+    }
+
+    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
+        let borrower = borrower.to_owned();
+        match self.call(&Call::Endpoint { id, borrower })? {
+            Answer::Endpoint(endpoint) => {
+                if let Some(endpoint) = &endpoint {
+                    endpoint.check()?;
+                }
+                Ok(endpoint)
+            }
+            _ => Err(self.foreign()),
+        }
+    }
+
+    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
+        self.lease(&Call::Renew {
+            id,
+            borrower: borrower.to_owned(),
+            ttl_ms: ms(ttl),
+        })
+    }
+
+    fn recall(
+        &self,
+        id: LeaseId,
+        lender: &LenderId,
+        within: Duration,
+    ) -> Result<(), RegistryError> {
+        self.done(&Call::Recall {
+            id,
+            lender: lender.clone(),
+            within_ms: ms(within),
+        })
+    }
+
+    fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
+        let borrower = borrower.to_owned();
+        self.done(&Call::Release { id, borrower })
+    }
+
+    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError> {
+        let lender = lender.clone();
+        self.done(&Call::Ended { id, lender })
+    }
+
+    fn picture(&self) -> Result<Picture, RegistryError> {
+        match self.call(&Call::Picture {})? {
+            Answer::Picture(picture) => Ok(picture),
+            _ => Err(self.foreign()),
+        }
+    }
+}

@@ -1,0 +1,486 @@
+//! What every registry has to keep: one suite, run over each implementation.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::calls::{CallRegistry, answer};
+use super::registry::{
+    Address, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, Offer, Picture, Registry,
+    RegistryError, Want,
+};
+use super::sqlite::SqliteRegistry;
+
+const TTL: Duration = Duration::from_secs(10);
+
+/// A registry with nothing in it, and a way to let time pass there.
+struct Fixture {
+    registry: Arc<dyn Registry>,
+    advance: Box<dyn Fn(Duration)>,
+}
+
+fn lender(host: &str, incarnation: u64) -> LenderId {
+    LenderId {
+        host: host.into(),
+        incarnation: Incarnation(incarnation),
+    }
+}
+
+fn offer(registry: &dyn Registry, host: &str, incarnation: u64, bytes: u64) {
+    let offer = Offer {
+        lender: lender(host, incarnation),
+        bytes,
+    };
+    registry.offer(&offer, TTL).unwrap();
+}
+
+fn want(vm: &str, bytes: u64) -> Want {
+    Want {
+        borrower: "borrower".into(),
+        vm: vm.into(),
+        bytes,
+        apart_from: Vec::new(),
+    }
+}
+
+fn take(registry: &dyn Registry, bytes: u64) -> Result<Lease, RegistryError> {
+    registry.take(&want("vm", bytes), TTL)
+}
+
+fn endpoint(path: &str) -> Endpoint {
+    Endpoint {
+        address: Address::Unix(path.into()),
+        key: None,
+    }
+}
+
+fn largest(refused: Result<Lease, RegistryError>) -> (u64, usize) {
+    match refused {
+        Err(RegistryError::NothingToSpare {
+            largest, lenders, ..
+        }) => (largest, lenders),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// No lender has lent more than it offered.
+fn check(picture: &Picture) {
+    for lender in &picture.lenders {
+        let of_it = |lease: &&Lease| lease.lender.host == lender.lender.host;
+        let lent: u64 = picture.leases.iter().filter(of_it).map(|l| l.bytes).sum();
+        assert_eq!(lent, lender.lent_bytes);
+        assert!(lent <= lender.offered_bytes, "{picture:?}");
+    }
+}
+
+/// Runs everything over registries that `make` makes.
+fn suite(make: &dyn Fn() -> Fixture) {
+    bytes_are_lent_once_and_come_back_by_their_lender_alone(&make());
+    deadlines(&make());
+    incarnations(&make());
+    an_export_is_for_its_borrower(&make());
+    choices(&make());
+    nonsense_is_refused(&make());
+    takers_at_once(&make());
+}
+
+fn bytes_are_lent_once_and_come_back_by_their_lender_alone(fixture: &Fixture) {
+    let registry = &*fixture.registry;
+    assert_eq!(largest(take(registry, 1)), (0, 0));
+    offer(registry, "a", 1, 100);
+    let first = take(registry, 60).unwrap();
+    assert_eq!(first.state, LeaseState::Taken);
+    assert_eq!(largest(take(registry, 60)), (40, 1));
+    // The lender offers less than it has lent, and more again.
+    offer(registry, "a", 1, 50);
+    assert_eq!(largest(take(registry, 1)), (0, 1));
+    offer(registry, "a", 1, 100);
+    registry.release(first.id, "borrower").unwrap();
+    assert_eq!(largest(take(registry, 60)), (40, 1));
+    // Neither the borrower nor another lender can say that it has ended.
+    registry.ended(first.id, &lender("b", 1)).unwrap();
+    registry.ended(first.id, &lender("a", 2)).unwrap();
+    assert_eq!(largest(take(registry, 60)), (40, 1));
+    registry.ended(first.id, &lender("a", 1)).unwrap();
+    registry.ended(first.id, &lender("a", 1)).unwrap();
+    registry.release(first.id, "borrower").unwrap();
+    let second = take(registry, 100).unwrap();
+    assert!(second.id > first.id);
+    check(&registry.picture().unwrap());
+}
+
+fn deadlines(fixture: &Fixture) {
+    let registry = &*fixture.registry;
+    offer(registry, "a", 1, 100);
+    let lease = take(registry, 60).unwrap();
+    assert!(lease.left_ms > 0 && lease.left_ms <= 10_000 && lease.recall_ms.is_none());
+    (fixture.advance)(TTL);
+    // Over, but its bytes are nobody else's before the lender has said so.
+    offer(registry, "a", 1, 100);
+    assert_eq!(registry.picture().unwrap().leases[0].left_ms, 0);
+    assert_eq!(largest(take(registry, 60)), (40, 1));
+    assert!(registry.renew(lease.id, "borrower", TTL).unwrap().left_ms > 0);
+    let long = Duration::from_secs(60);
+    registry.recall(lease.id, &lender("a", 1), long).unwrap();
+    registry.recall(lease.id, &lender("a", 1), TTL).unwrap();
+    registry.recall(lease.id, &lender("a", 1), long).unwrap();
+    let recalled = registry.renew(lease.id, "borrower", long).unwrap();
+    assert!(recalled.recall_ms.unwrap() <= 10_000, "{recalled:?}");
+    assert!(matches!(
+        registry.recall(lease.id, &lender("b", 1), TTL),
+        Err(RegistryError::NoLease { .. })
+    ));
+    // A lender that isn't heard of any more.
+    (fixture.advance)(TTL);
+    let picture = registry.picture().unwrap();
+    assert!(picture.lenders[0].silent_ms >= 10_000 && picture.lenders[0].left_ms == 0);
+    assert_eq!(largest(take(registry, 1)), (0, 0));
+}
+
+fn incarnations(fixture: &Fixture) {
+    let registry = &*fixture.registry;
+    offer(registry, "a", 1, 100);
+    offer(registry, "b", 7, 10);
+    let lease = take(registry, 60).unwrap();
+    // It ends with the daemon that exported it, and that one can't come back.
+    offer(registry, "a", 2, 100);
+    assert!(registry.picture().unwrap().leases.is_empty());
+    let old = Offer {
+        lender: lender("a", 1),
+        bytes: 1000,
+    };
+    assert!(matches!(
+        registry.offer(&old, TTL),
+        Err(RegistryError::Superseded { .. })
+    ));
+    assert!(matches!(
+        registry.renew(lease.id, "borrower", TTL),
+        Err(RegistryError::NoLease { .. })
+    ));
+    let lease = take(registry, 100).unwrap();
+    registry.withdraw(&lender("a", 1)).unwrap();
+    registry.ended(lease.id, &lender("a", 1)).unwrap();
+    assert_eq!(registry.picture().unwrap().leases, vec![lease]);
+    registry.withdraw(&lender("a", 2)).unwrap();
+    assert_eq!(largest(take(registry, 50)), (10, 1));
+    assert_eq!(registry.picture().unwrap().leases.len(), 1);
+}
+
+fn an_export_is_for_its_borrower(fixture: &Fixture) {
+    let registry = &*fixture.registry;
+    offer(registry, "a", 1, 100);
+    let id = take(registry, 60).unwrap().id;
+    let (ours, place) = (lender("a", 1), endpoint("/run/x"));
+    assert_eq!(registry.endpoint(id, "borrower").unwrap(), None);
+    for foreign in [lender("a", 2), lender("b", 1)] {
+        assert!(registry.publish(id, &foreign, &place).is_err());
+    }
+    registry.publish(id, &ours, &place).unwrap();
+    assert!(matches!(
+        registry.publish(id, &ours, &place),
+        Err(RegistryError::State { .. })
+    ));
+    assert_eq!(registry.endpoint(id, "borrower").unwrap(), Some(place));
+    for unwelcome in [
+        registry.endpoint(id, "other").map(drop),
+        registry.renew(id, "other", TTL).map(drop),
+        registry.endpoint(LeaseId(id.0 + 1), "borrower").map(drop),
+    ] {
+        assert!(matches!(unwelcome, Err(RegistryError::NoLease { .. })));
+    }
+    // Of no effect.
+    registry.release(id, "other").unwrap();
+    let now = registry.renew(id, "borrower", TTL).unwrap();
+    assert_eq!(now.state, LeaseState::Exported);
+    registry.release(id, "borrower").unwrap();
+    assert_eq!(registry.endpoint(id, "borrower").unwrap(), None);
+    assert!(registry.renew(id, "borrower", TTL).is_err());
+    assert!(registry.publish(id, &ours, &endpoint("/run/y")).is_err());
+}
+
+fn choices(fixture: &Fixture) {
+    let registry = &*fixture.registry;
+    offer(registry, "a", 1, 100);
+    offer(registry, "b", 1, 90);
+    offer(registry, "borrower", 1, 1000);
+    let of = |apart: &[&str]| {
+        let mut want = want("vm", 50);
+        want.apart_from = apart.iter().map(|s| (*s).to_owned()).collect();
+        registry.take(&want, TTL).map(|l| l.lender.host)
+    };
+    // The one with the most free, and never the borrower itself.
+    assert_eq!(of(&[]).unwrap(), "a");
+    assert_eq!(of(&[]).unwrap(), "b");
+    assert_eq!(of(&["a"]).unwrap_err(), of(&["a"]).unwrap_err());
+    assert_eq!(of(&[]).unwrap(), "a");
+    assert!(of(&[]).is_err());
+}
+
+fn nonsense_is_refused(fixture: &Fixture) {
+    let registry = &*fixture.registry;
+    let is_value = |r: Result<(), RegistryError>| matches!(r, Err(RegistryError::Value { .. }));
+    let bad = |host: &str, bytes| Offer {
+        lender: lender(host, 1),
+        bytes,
+    };
+    assert!(is_value(registry.offer(&bad("a/b", 1), TTL)));
+    assert!(is_value(registry.offer(&bad("a", u64::MAX), TTL)));
+    assert!(is_value(registry.offer(&bad("a", 1), Duration::MAX)));
+    offer(registry, "a", 1, 100);
+    assert!(is_value(take(registry, 0).map(drop)));
+    assert!(is_value(take(registry, u64::MAX).map(drop)));
+    assert!(is_value(registry.take(&want("../vm", 1), TTL).map(drop)));
+    let id = take(registry, 1).unwrap().id;
+    let relative = endpoint("x");
+    assert!(is_value(registry.publish(id, &lender("a", 1), &relative)));
+    check(&registry.picture().unwrap());
+}
+
+/// Many take, renew, release and end at once; another looks on.
+fn takers_at_once(fixture: &Fixture) {
+    const TAKERS: u64 = 4;
+    const TURNS: u64 = 40;
+    let registry = &fixture.registry;
+    offer(&**registry, "a", 1, 1000);
+    offer(&**registry, "b", 1, 500);
+    let (taken, refused) = (Mutex::new(HashSet::new()), AtomicU64::new(0));
+    let running = AtomicU64::new(TAKERS);
+    std::thread::scope(|scope| {
+        for taker in 0..TAKERS {
+            let (taken, refused, running) = (&taken, &refused, &running);
+            scope.spawn(move || {
+                let mut held: Vec<Lease> = Vec::new();
+                for turn in 0..TURNS {
+                    match take(&**registry, 100 + taker * 37 + turn) {
+                        Ok(lease) => {
+                            assert!(taken.lock().unwrap().insert(lease.id), "given out twice");
+                            held.push(lease);
+                        }
+                        Err(_) => _ = refused.fetch_add(1, Ordering::Relaxed),
+                    }
+                    if turn % 3 == taker % 3 {
+                        if let Some(lease) = held.pop() {
+                            registry.release(lease.id, "borrower").unwrap();
+                            registry.ended(lease.id, &lease.lender).unwrap();
+                        }
+                    }
+                }
+                running.fetch_sub(1, Ordering::Relaxed);
+            });
+        }
+        scope.spawn(|| {
+            while running.load(Ordering::Relaxed) > 0 {
+                check(&registry.picture().unwrap());
+            }
+        });
+    });
+    check(&registry.picture().unwrap());
+    // Else nothing was tested.
+    assert!(refused.load(Ordering::Relaxed) > 0 && taken.lock().unwrap().len() > 20);
+}
+
+fn sqlite_in(directory: &std::path::Path, clock: &Arc<AtomicI64>) -> SqliteRegistry {
+    let clock = clock.clone();
+    let now = move || clock.load(Ordering::Relaxed);
+    SqliteRegistry::open_at(&directory.join("registry.db"), Arc::new(now)).unwrap()
+}
+
+fn advance(clock: Arc<AtomicI64>, kept: tempfile::TempDir) -> Box<dyn Fn(Duration)> {
+    Box::new(move |by| {
+        let _ = kept.path();
+        clock.fetch_add(i64::try_from(by.as_millis()).unwrap(), Ordering::Relaxed);
+    })
+}
+
+#[test]
+fn the_database_keeps_leases() {
+    suite(&|| {
+        let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
+        Fixture {
+            registry: Arc::new(sqlite_in(directory.path(), &clock)),
+            advance: advance(clock, directory),
+        }
+    });
+}
+
+#[test]
+fn a_registry_behind_messages_keeps_leases() {
+    suite(&|| {
+        let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
+        let behind = sqlite_in(directory.path(), &clock);
+        // As text, as it goes over the wire.
+        let transport = move |call: &_| {
+            let call = serde_json::to_string(call).unwrap();
+            let said = answer(&behind, &serde_json::from_str(&call).unwrap());
+            serde_json::from_str(&serde_json::to_string(&said).unwrap()).map_err(|e| e.to_string())
+        };
+        Fixture {
+            registry: Arc::new(CallRegistry::new("elsewhere".into(), transport)),
+            advance: advance(clock, directory),
+        }
+    });
+}
+
+/// A registry that picks one of several at each call.
+struct Several(Vec<SqliteRegistry>, AtomicU64);
+
+impl Several {
+    fn one(&self) -> &SqliteRegistry {
+        let turn = self.1.fetch_add(1, Ordering::Relaxed);
+        &self.0[usize::try_from(turn).unwrap() % self.0.len()]
+    }
+}
+
+impl Registry for Several {
+    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError> {
+        self.one().offer(offer, ttl)
+    }
+    fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError> {
+        self.one().withdraw(lender)
+    }
+    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
+        self.one().take(want, ttl)
+    }
+    fn publish(&self, id: LeaseId, l: &LenderId, e: &Endpoint) -> Result<(), RegistryError> {
+        self.one().publish(id, l, e)
+    }
+    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
+        self.one().endpoint(id, borrower)
+    }
+    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
+        self.one().renew(id, borrower, ttl)
+    }
+    fn recall(&self, id: LeaseId, l: &LenderId, within: Duration) -> Result<(), RegistryError> {
+        self.one().recall(id, l, within)
+    }
+    fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
+        self.one().release(id, borrower)
+    }
+    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError> {
+        self.one().ended(id, lender)
+    }
+    fn picture(&self) -> Result<Picture, RegistryError> {
+        self.one().picture()
+    }
+}
+
+/// Two managers on one database never hand the same bytes out twice.
+#[test]
+fn several_connections_to_one_database_keep_leases() {
+    suite(&|| {
+        let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
+        let all = (0..3)
+            .map(|_| sqlite_in(directory.path(), &clock))
+            .collect();
+        Fixture {
+            registry: Arc::new(Several(all, AtomicU64::new(0))),
+            advance: advance(clock, directory),
+        }
+    });
+}
+
+#[test]
+fn leases_outlive_the_daemon_that_serves_them_and_keys_are_its_owners() {
+    use std::os::unix::fs::PermissionsExt;
+    let directory = tempfile::tempdir().unwrap();
+    let clock = Arc::new(AtomicI64::new(1));
+    let lease = {
+        let registry = sqlite_in(directory.path(), &clock);
+        offer(&registry, "a", 1, 100);
+        take(&registry, 60).unwrap()
+    };
+    let registry = sqlite_in(directory.path(), &clock);
+    assert_eq!(registry.picture().unwrap().leases, vec![lease]);
+    for entry in std::fs::read_dir(directory.path()).unwrap() {
+        let entry = entry.unwrap();
+        let mode = entry.metadata().unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode, 0o600, "{:?}", entry.path());
+    }
+}
+
+#[test]
+fn a_database_of_another_version_is_left_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("registry.db");
+    drop(SqliteRegistry::open(&path).unwrap());
+    let by_hand = rusqlite::Connection::open(&path).unwrap();
+    by_hand.pragma_update(None, "user_version", 99).unwrap();
+    drop(by_hand);
+    let error = SqliteRegistry::open(&path).unwrap_err().to_string();
+    assert!(error.contains("version 99"), "{error}");
+    let garbage = directory.path().join("garbage");
+    std::fs::write(&garbage, "this is no database, it is a text of some length").unwrap();
+    assert!(SqliteRegistry::open(&garbage).is_err());
+}
+
+/// What may be asked of a registry, in any order.
+#[derive(Clone, Debug)]
+enum Step {
+    Offer(u8, u64),
+    Restart(u8),
+    Take(u64),
+    Release(u8),
+    Ended(u8),
+    Pass(u64),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        (0_u8..3, 0_u64..1000).prop_map(|(l, b)| Step::Offer(l, b)),
+        (0_u8..3).prop_map(Step::Restart),
+        (1_u64..400).prop_map(Step::Take),
+        (1_u64..400).prop_map(Step::Take),
+        any::<u8>().prop_map(Step::Release),
+        any::<u8>().prop_map(Step::Ended),
+        (0_u64..6000).prop_map(Step::Pass),
+    ];
+    proptest::collection::vec(step, 1..40)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Whatever is done: a lease is only given where the lender's offer of that moment has room for it beside all that haven't ended.
+    #[test]
+    fn a_lease_always_fits_beside_all_that_have_not_ended(steps in steps()) {
+        let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
+        let registry = sqlite_in(directory.path(), &clock);
+        let mut runs = [1_u64; 3];
+        let mut held: Vec<Lease> = Vec::new();
+        for step in steps {
+            match step {
+                Step::Offer(host, bytes) => {
+                    offer(&registry, &format!("h{host}"), runs[usize::from(host)], bytes);
+                }
+                Step::Restart(host) => {
+                    runs[usize::from(host)] += 1;
+                    offer(&registry, &format!("h{host}"), runs[usize::from(host)], 500);
+                    held.retain(|l| l.lender.host != format!("h{host}"));
+                }
+                Step::Take(bytes) => if let Ok(lease) = take(&registry, bytes) {
+                    let picture = registry.picture().unwrap();
+                    let of = picture.lenders.iter().find(|l| l.lender == lease.lender).unwrap();
+                    prop_assert!(of.left_ms > 0 && of.lent_bytes <= of.offered_bytes);
+                    held.push(lease);
+                },
+                Step::Release(n) if !held.is_empty() => {
+                    registry.release(held[usize::from(n) % held.len()].id, "borrower").unwrap();
+                }
+                Step::Ended(n) if !held.is_empty() => {
+                    let lease = held.remove(usize::from(n) % held.len());
+                    registry.ended(lease.id, &lease.lender).unwrap();
+                }
+                Step::Pass(ms) => _ = clock.fetch_add(i64::try_from(ms).unwrap(), Ordering::Relaxed),
+                Step::Release(_) | Step::Ended(_) => {}
+            }
+            let mut known: Vec<LeaseId> = registry.picture().unwrap().leases.iter().map(|l| l.id).collect();
+            let mut ours: Vec<LeaseId> = held.iter().map(|l| l.id).collect();
+            known.sort();
+            ours.sort();
+            prop_assert_eq!(known, ours);
+        }
+    }
+}
