@@ -101,6 +101,9 @@ pub(super) struct RunArguments {
     /// Save the VM as NAME-boot as soon as it is up, for 'vm reboot --from-boot-snapshot'
     #[arg(long)]
     boot_snapshot: bool,
+    /// Size of a swap disk that is made with the VM and that its guest uses; 'memfold borrow' switches it to lent RAM
+    #[arg(long, value_name = "SIZE")]
+    swap: Option<ByteSize>,
     /// Segment to map, and to lay over the guest's own files when it boots; several in order
     #[arg(long = "segment", value_name = "NAME[@GENERATION]")]
     segments: Vec<String>,
@@ -149,6 +152,9 @@ impl RunArguments {
             spec.boot.kernel = self.kernel;
             spec.boot.initrd = self.initrd;
             spec.boot.cmdline = self.cmdline;
+        }
+        if self.swap.is_some() {
+            spec.swap = self.swap;
         }
         if self.user.is_some() {
             spec.user = self.user;

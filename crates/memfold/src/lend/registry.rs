@@ -145,9 +145,56 @@ pub struct Want {
     pub vm: String,
     /// Bytes, of one lender.
     pub bytes: u64,
+    /// What keeps them if the lender dies.
+    #[serde(default)]
+    pub durability: Durability,
     /// Lenders that it must not be of: those that hold the other copy.
     #[serde(default)]
     pub apart_from: Vec<String>,
+}
+
+/// What keeps the bytes of a swap disk on lent RAM if its lender dies.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    clap::ValueEnum,
+    utoipa::ToSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Durability {
+    /// A copy on the borrower's disk, written with each write; reads come from lent RAM.
+    #[default]
+    Disk,
+    /// A copy in the RAM of another lender.
+    Replica,
+    /// Nothing: what lies there is lost, and with it programs of the guest.
+    None,
+}
+
+impl Durability {
+    /// In one word.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Disk => "disk",
+            Self::Replica => "replica",
+            Self::None => "none",
+        }
+    }
+
+    /// The one of that name.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        [Self::Disk, Self::Replica, Self::None]
+            .into_iter()
+            .find(|durability| durability.name() == name)
+    }
 }
 
 /// What a lease is.
@@ -201,6 +248,8 @@ pub struct Lease {
     pub vm: String,
     /// Bytes.
     pub bytes: u64,
+    /// What keeps them if the lender dies.
+    pub durability: Durability,
     /// What it is.
     pub state: LeaseState,
     /// Time left until the lender ends it, unless the borrower renews it; 0: it is over.

@@ -9,8 +9,8 @@ use proptest::prelude::*;
 
 use super::calls::{CallRegistry, answer};
 use super::registry::{
-    Address, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, Offer, Picture, Registry,
-    RegistryError, Want,
+    Address, Durability, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, Offer,
+    Picture, Registry, RegistryError, Want,
 };
 use super::sqlite::SqliteRegistry;
 
@@ -42,6 +42,7 @@ fn want(vm: &str, bytes: u64) -> Want {
         borrower: "borrower".into(),
         vm: vm.into(),
         bytes,
+        durability: Durability::Disk,
         apart_from: Vec::new(),
     }
 }

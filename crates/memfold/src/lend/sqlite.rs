@@ -13,8 +13,8 @@ use std::time::{Duration, SystemTime};
 use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, params};
 
 use super::registry::{
-    Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Offer, Picture,
-    Registry, RegistryError, Want, check_bytes, check_name, check_ttl,
+    Durability, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Offer,
+    Picture, Registry, RegistryError, Want, check_bytes, check_name, check_ttl,
 };
 use memfold_units::ByteSize;
 
@@ -39,6 +39,7 @@ CREATE TABLE leases (
     borrower TEXT NOT NULL,
     vm TEXT NOT NULL,
     bytes INTEGER NOT NULL,
+    durability TEXT NOT NULL,
     state TEXT NOT NULL,
     expires_ms INTEGER NOT NULL,
     recall_ms INTEGER,
@@ -48,8 +49,7 @@ CREATE INDEX leases_of ON leases (host);
 PRAGMA user_version = 1;
 ";
 
-const LEASE: &str =
-    "SELECT id, host, incarnation, borrower, vm, bytes, state, expires_ms, recall_ms FROM leases";
+const LEASE: &str = "SELECT id, host, incarnation, borrower, vm, bytes, state, expires_ms, recall_ms, durability FROM leases";
 
 type Clock = Arc<dyn Fn() -> i64 + Send + Sync>;
 
@@ -183,7 +183,10 @@ fn left(until: i64, now: i64) -> u64 {
 fn read_lease(row: &Row<'_>, now: i64) -> rusqlite::Result<Lease> {
     let state: String = row.get(6)?;
     let state = LeaseState::parse(&state).ok_or(rusqlite::Error::InvalidQuery)?;
+    let durability: String = row.get(9)?;
+    let durability = Durability::parse(&durability).ok_or(rusqlite::Error::InvalidQuery)?;
     Ok(Lease {
+        durability,
         id: LeaseId(number(row, 0)?),
         lender: LenderId {
             host: row.get(1)?,
@@ -321,7 +324,7 @@ impl Registry for SqliteRegistry {
                 return Err(refused(free));
             }
             transaction.execute(
-                "INSERT INTO leases (host, incarnation, borrower, vm, bytes, state, expires_ms) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
+                "INSERT INTO leases (host, incarnation, borrower, vm, bytes, state, expires_ms, durability) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
                 params![
                     lender.host,
                     stored(lender.incarnation.0),
@@ -329,7 +332,8 @@ impl Registry for SqliteRegistry {
                     want.vm,
                     stored(want.bytes),
                     LeaseState::Taken.name(),
-                    now.saturating_add(stored(ttl))
+                    now.saturating_add(stored(ttl)),
+                    want.durability.name()
                 ],
             )?;
             let id = u64::try_from(transaction.last_insert_rowid()).unwrap_or(0);

@@ -82,6 +82,11 @@ pub fn refuse(vm: &Vm) -> Result<(&VmSpec, &Record, &VmDirectory), SnapshotError
             "its QEMU has given its rights up (user = ...): it can't open new overlays, and memfold's library in it can't reach the monitor to stop it".into(),
         ));
     }
+    if spec.swap.is_some() {
+        return Err(SnapshotError::Impossible(
+            "it has a swap disk (swap = ...), and a snapshot would lack what lies in it; start it without one".into(),
+        ));
+    }
     Ok((spec, record, directory))
 }
 

@@ -9,6 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_sys::session;
+use memfold_units::ByteSize;
 use memfold_wire::agent::PORT_NAME;
 use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 use rustix::process::Pid;
@@ -20,6 +21,7 @@ use super::process::Identity;
 use super::qmp::Qmp;
 use super::segments;
 use super::spec::{AccelChoice, DiskSpec, Network, SpecError, VmSpec};
+use super::swap;
 use crate::host::files;
 use crate::host::kvm;
 use crate::host::qemu::{QemuError, QemuFacts};
@@ -99,6 +101,19 @@ pub enum LaunchError {
         disk: PathBuf,
         /// What qemu-img said.
         why: String,
+    },
+    /// The swap disk can't be made.
+    #[error(
+        "cannot make a swap disk of {size} in {path}; its room is taken from the disk at once: free some there, choose another TMPDIR, or a smaller --swap"
+    )]
+    Swap {
+        /// Its size.
+        size: ByteSize,
+        /// Its file.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
     },
     /// A device state doesn't fit this host.
     #[error("it was saved with {what} {then}, and here is {now}: the device state would not fit")]
@@ -280,13 +295,26 @@ impl Attempt<'_> {
             .enumerate()
             .map(|(number, disk)| overlay_place(disk, number, &spec.name))
             .collect::<Result<_, _>>()?;
+        let swap = match spec.swap {
+            Some(size) => Some((swap::place(&spec.name).map_err(failed)?, size)),
+            None => None,
+        };
+        let all: Vec<&PathBuf> = places.iter().chain(swap.iter().map(|(p, _)| p)).collect();
         // Whoever starts it may die at any moment, and nobody else knows of them.
         directory
-            .write_json(&directory.overlays(), &places)
+            .write_json(&directory.overlays(), &all)
             .map_err(failed)?;
         for (disk, overlay) in disks().zip(places) {
             make_overlay(disk, &overlay)?;
             self.overlays.push(overlay);
+        }
+        if let Some((path, size)) = swap {
+            swap::create(&path, size.0, true).map_err(|source| LaunchError::Swap {
+                size,
+                path: path.clone(),
+                source,
+            })?;
+            self.overlays.push(path);
         }
         if incoming.is_some() {
             File::create(directory.incoming()).map_err(failed)?;
@@ -424,7 +452,7 @@ fn make_overlay(disk: &DiskSpec, overlay: &Path) -> Result<(), LaunchError> {
     })
 }
 
-/// QEMU's whole command line. `overlays`: one for each disk with `snapshot`, in order.
+/// QEMU's whole command line. `overlays`: one for each disk with `snapshot`, in order, and the swap disk's file, if it has one.
 #[must_use]
 pub fn arguments(
     spec: &VmSpec,
@@ -478,6 +506,9 @@ pub fn arguments(
     for (number, disk) in spec.disks.iter().enumerate() {
         let overlay = if disk.snapshot { overlays.next() } else { None };
         disk_arguments(&mut line, number, disk, overlay);
+    }
+    if spec.swap.is_some() {
+        swap_arguments(&mut line, overlays.next());
     }
     segments::arguments(&mut line, spec);
     boot_arguments(&mut line, spec);
@@ -583,6 +614,32 @@ fn disk_arguments(line: &mut Line, number: usize, disk: &DiskSpec, overlay: Opti
     );
 }
 
+/// Through the page cache and never flushed: a host that crashes takes the VM with it, and its swap is worth nothing then.
+fn swap_arguments(line: &mut Line, file: Option<&PathBuf>) {
+    let Some(file) = file else { return };
+    let cache = "cache.direct=off,cache.no-flush=on";
+    let (node, file_node) = (swap::node(0), swap::file_node(0));
+    line.with_path(
+        "-blockdev",
+        &format!("driver=file,node-name={file_node},{cache},filename="),
+        file,
+        "",
+    )
+    .add(
+        "-blockdev",
+        format!("driver=raw,node-name={node},file={file_node},{cache}"),
+    )
+    // What is discarded would have to be allocated again, here or at a lender, at a moment when there may be no room.
+    .add(
+        "-device",
+        format!(
+            "virtio-blk-pci,id={},drive={node},serial={},write-cache=on,discard=off,write-zeroes=off",
+            swap::DEVICE,
+            swap::SERIAL
+        ),
+    );
+}
+
 fn is_block_device(path: &Path) -> bool {
     use std::os::unix::fs::FileTypeExt;
     fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
@@ -643,7 +700,6 @@ pub(super) fn escape(value: &OsStr) -> OsString {
 mod tests {
     use super::*;
     use crate::vm::spec::{Aio, CacheMode, MergeChoice};
-    use memfold_units::ByteSize;
 
     fn text(spec: &VmSpec, overlays: &[PathBuf]) -> String {
         let directory = VmDirectory::of(Path::new("/run/x,y"), &spec.name);
@@ -686,6 +742,26 @@ mod tests {
             line.contains("unix:/run/x,,y/vms/a/qmp.sock,server=on"),
             "{line}"
         );
+    }
+
+    #[test]
+    fn a_swap_disk_comes_behind_all_others_and_takes_the_last_file() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        let mut disk = DiskSpec::new("/img/d.raw");
+        disk.snapshot = true;
+        spec.disks = vec![disk];
+        spec.swap = Some(ByteSize::mib(64));
+        let line = text(&spec, &["/var/tmp/o".into(), "/var/tmp/s".into()]);
+        assert!(
+            line.contains(
+                "node-name=swap-file0,cache.direct=off,cache.no-flush=on,filename=/var/tmp/s"
+            ),
+            "{line}"
+        );
+        let swap = line
+            .find("id=swap,drive=swap0,serial=memfold-swap")
+            .unwrap();
+        assert!(swap > line.find("id=vd0").unwrap());
     }
 
     #[test]

@@ -23,6 +23,7 @@ pub mod qmp;
 pub mod ram;
 pub mod segments;
 pub mod spec;
+pub mod swap;
 
 pub use agent_link::{
     AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,

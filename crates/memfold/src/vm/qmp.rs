@@ -273,6 +273,14 @@ impl Qmp {
         self.events.drain(..).collect()
     }
 
+    /// Events of this name received so far, oldest first; they are forgotten here, and others stay for those who wait for them.
+    pub fn take_events_named(&mut self, name: &str) -> Vec<Value> {
+        let (named, others) = self.events.drain(..).partition(|e| e["event"] == *name);
+        self.events = others;
+        let named: VecDeque<Value> = named;
+        named.into()
+    }
+
     /// Waits until an event with one of these names comes or is already there; gives it, and drops those before it.
     /// `Ok(None)` when the time is over.
     pub fn wait_event(

@@ -307,6 +307,13 @@ pub struct VmSpec {
     /// Take a snapshot `NAME-boot` as soon as the guest is up, for `vm reboot --from-boot-snapshot`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub boot_snapshot: bool,
+    /// Size of a swap disk, made with the VM and removed with it, which can be switched to lent RAM. Unset: it has none.
+    #[serde(
+        default,
+        with = "optional_size_text",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub swap: Option<ByteSize>,
     /// More QEMU arguments, as they are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
@@ -356,6 +363,7 @@ impl VmSpec {
             merge: MergeChoice::Domain,
             user: None,
             boot_snapshot: false,
+            swap: None,
             qemu_args: Vec::new(),
             segment_slots: 0,
             segments: Vec::new(),
@@ -441,6 +449,7 @@ impl VmSpec {
         if self.boot_snapshot {
             self.check_boot_snapshot()?;
         }
+        super::swap::check(self)?;
         super::segments::check(self)?;
         for (field, path) in self.files_mut() {
             let file = |source| SpecError::File {
@@ -644,10 +653,11 @@ mod tests {
     #[test]
     fn contradictions_are_named() {
         type Damage = fn(&mut VmSpec);
-        let broken: [(&str, Damage); 9] = [
+        let broken: [(&str, Damage); 10] = [
             ("memory", |s| s.memory = ByteSize::mib(1)),
             ("memory_max", |s| s.memory_max = Some(ByteSize::mib(64))),
             ("vcpus", |s| s.vcpus = 0),
+            ("swap", |s| s.swap = Some(ByteSize(1))),
             ("boot", |s| s.boot.initrd = Some("/dev/null".into())),
             ("boot.kernel", |s| s.boot.kernel = Some("/nowhere/k".into())),
             ("disks.path", |s| s.disks = vec![DiskSpec::new("/")]),

@@ -1,0 +1,124 @@
+//! The blast radius: what a lender's death would do.
+
+use serde::{Deserialize, Serialize};
+
+use super::registry::{Durability, Picture};
+
+/// What the death of one lender would do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Blast {
+    /// The lender.
+    pub lender: String,
+    /// VMs that hold memory of it.
+    pub vms: Vec<HurtVm>,
+}
+
+/// What it would do to one VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HurtVm {
+    /// Its host.
+    pub host: String,
+    /// Its name.
+    pub vm: String,
+    /// Bytes of it in that lender's RAM.
+    pub bytes: u64,
+    /// Whether bytes of the guest would be lost.
+    pub loses_bytes: bool,
+    /// In words.
+    pub effect: String,
+}
+
+/// Of each lender that has lent something.
+#[must_use]
+pub fn blast(picture: &Picture) -> Vec<Blast> {
+    let mut all: Vec<Blast> = Vec::new();
+    for lease in &picture.leases {
+        let of_vm =
+            |other: &&super::Lease| other.borrower == lease.borrower && other.vm == lease.vm;
+        // The other copy of a replica may be gone already.
+        let copies = picture.leases.iter().filter(of_vm);
+        let elsewhere = copies
+            .filter(|l| l.lender.host != lease.lender.host)
+            .count();
+        let (loses_bytes, effect) = match (lease.durability, elsewhere) {
+            (Durability::Disk, _) => (false, "goes on, on its disk's copy"),
+            (Durability::Replica, 1..) => (false, "goes on, on the other lender's copy"),
+            (Durability::Replica, 0) => (true, "loses its swap: the other copy is gone already"),
+            (Durability::None, _) => (true, "loses its swap, and programs with it"),
+        };
+        let hurt = HurtVm {
+            host: lease.borrower.clone(),
+            vm: lease.vm.clone(),
+            bytes: lease.bytes,
+            loses_bytes,
+            effect: effect.to_owned(),
+        };
+        match all.iter_mut().find(|b| b.lender == lease.lender.host) {
+            Some(blast) => blast.vms.push(hurt),
+            None => all.push(Blast {
+                lender: lease.lender.host.clone(),
+                vms: vec![hurt],
+            }),
+        }
+    }
+    all.sort_by(|a, b| a.lender.cmp(&b.lender));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::registry::{Incarnation, Lease, LeaseId, LeaseState, LenderId};
+    use super::*;
+
+    fn lease(id: u64, lender: &str, vm: &str, durability: Durability) -> Lease {
+        Lease {
+            id: LeaseId(id),
+            lender: LenderId {
+                host: lender.into(),
+                incarnation: Incarnation(1),
+            },
+            borrower: "host".into(),
+            vm: vm.into(),
+            bytes: 1,
+            durability,
+            state: LeaseState::Exported,
+            left_ms: 1,
+            recall_ms: None,
+        }
+    }
+
+    #[test]
+    fn each_lender_s_death_names_the_vms_that_it_hurts_and_how() {
+        let picture = Picture {
+            lenders: Vec::new(),
+            leases: vec![
+                lease(1, "b", "x", Durability::Disk),
+                lease(2, "a", "y", Durability::None),
+                lease(3, "a", "z", Durability::Replica),
+                lease(4, "b", "z", Durability::Replica),
+                lease(5, "b", "w", Durability::Replica),
+            ],
+        };
+        let all = blast(&picture);
+        let words: Vec<(String, Vec<(String, bool)>)> = all
+            .into_iter()
+            .map(|b| {
+                (
+                    b.lender,
+                    b.vms.into_iter().map(|v| (v.vm, v.loses_bytes)).collect(),
+                )
+            })
+            .collect();
+        let of = |list: &[(&str, bool)]| list.iter().map(|(v, l)| ((*v).to_owned(), *l)).collect();
+        assert_eq!(
+            words,
+            vec![
+                ("a".to_owned(), of(&[("y", true), ("z", false)])),
+                (
+                    "b".to_owned(),
+                    of(&[("x", false), ("z", false), ("w", true)])
+                ),
+            ]
+        );
+    }
+}

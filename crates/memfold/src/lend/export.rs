@@ -1,0 +1,489 @@
+//! One lease's export: an nbdkit process that holds its bytes.
+//!
+//! Why a process a lease, nbdkit's `data` plugin and these filters:
+//! - its memory is its own: no other tenant's server can reach it, nothing of it lies in a file system, and when it ends the kernel has the
+//!   pages back, which it never hands out without clearing them;
+//! - `allocator=malloc,mlock=true` and a byte written at the very end have all of it allocated and locked before the first client comes: a
+//!   lender that is short of memory fails to start an export, and a write to one never fails for want of memory, nor is it swapped;
+//! - `limit` and `exitlast` (in this order of closing: see [`FILTERS`]) serve one connection and no second: QEMU's client reconnects by
+//!   itself, and what it had written meanwhile to the other copy alone would be missing here. An export that was left is gone;
+//! - `nozero`: zeroes are written like other bytes, so that no page is given back to be allocated again later.
+
+use std::fs::{File, Permissions};
+use std::io::{self, Read};
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use super::registry::{Address, Endpoint, Key, LeaseId};
+
+/// How long nbdkit may take to allocate and lock its memory, for each GiB and at least.
+const START_PER_GIB: Duration = Duration::from_secs(5);
+const START_LEAST: Duration = Duration::from_secs(10);
+
+/// Bytes of nbdkit's output that an error repeats.
+const LOG_TAIL: usize = 2048;
+
+/// From the client inwards. When the client goes, the outermost hears of it first: `exitlast` has the whole server end before `limit`
+/// would let another one in.
+const FILTERS: [&str; 3] = ["exitlast", "limit", "nozero"];
+
+/// Why a lease could not be exported. Nothing is left of it then.
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    /// nbdkit isn't there.
+    #[error("nbdkit cannot be started: {0}; install it (apt install nbdkit, or make setup)")]
+    Missing(#[source] io::Error),
+    /// Files or sockets can't be made.
+    #[error("cannot use {path}")]
+    Files {
+        /// Which.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// nbdkit ended, or took too long.
+    #[error("nbdkit did not export {bytes} bytes ({what}); it said: {output}")]
+    Start {
+        /// How many it was to export.
+        bytes: u64,
+        /// What happened.
+        what: String,
+        /// The end of its output.
+        output: String,
+    },
+}
+
+/// Where exports listen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Listen {
+    /// On Unix sockets: for borrowers on this host.
+    Unix,
+    /// On a port each of this address, with TLS and a key each.
+    Tcp(IpAddr),
+}
+
+/// A running export. It ends when this is dropped, and with the *thread* that started it (`PR_SET_PDEATHSIG`, which nbdkit's
+/// `--exit-with-parent` sets, means the thread).
+#[derive(Debug)]
+pub struct Export {
+    child: Child,
+    files: Vec<PathBuf>,
+    endpoint: Endpoint,
+    bytes: u64,
+    log: PathBuf,
+    /// When it has to be ready.
+    deadline: Instant,
+    stopped_looks: u32,
+}
+
+/// What an export does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// It serves, or waits to.
+    Serving,
+    /// It has ended: its client has gone, or somebody killed it.
+    Ended,
+    /// It stands still (`SIGSTOP`, a debugger), so that its client waits.
+    Stopped,
+}
+
+impl Export {
+    /// Begins to export `bytes` of new, locked memory: [`is_ready`](Self::is_ready) tells when. Its files are in `directory`.
+    pub fn start(
+        directory: &Path,
+        listen: Listen,
+        id: LeaseId,
+        bytes: u64,
+    ) -> Result<Self, ExportError> {
+        let mut files = Vec::new();
+        let started = start(directory, listen, id, bytes, &mut files);
+        if started.is_err() {
+            remove(&files);
+        }
+        let (child, endpoint, log) = started?;
+        let gib = u32::try_from(bytes >> 30).unwrap_or(u32::MAX);
+        let patience = START_PER_GIB.saturating_mul(gib).max(START_LEAST);
+        Ok(Self {
+            child,
+            files,
+            endpoint,
+            bytes,
+            log,
+            deadline: Instant::now() + patience,
+            stopped_looks: 0,
+        })
+    }
+
+    /// Whether all its memory is allocated and locked, which is so before it answers at all: `VmLck` tells without taking the one
+    /// connection that it serves. An error: it never will; drop it.
+    pub fn is_ready(&mut self) -> Result<bool, ExportError> {
+        let locked = locked_bytes(self.child.id());
+        let what = match self.child.try_wait() {
+            Ok(Some(status)) => status.to_string(),
+            Err(error) => error.to_string(),
+            Ok(None) if locked >= self.bytes => return Ok(true),
+            Ok(None) if Instant::now() < self.deadline => return Ok(false),
+            Ok(None) => format!("{locked} of them locked in time"),
+        };
+        Err(ExportError::Start {
+            bytes: self.bytes,
+            what,
+            output: tail(&self.log),
+        })
+    }
+
+    /// How it is reached.
+    #[must_use]
+    pub const fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub const fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it does now.
+    pub fn health(&mut self) -> Health {
+        if !matches!(self.child.try_wait(), Ok(None)) {
+            return Health::Ended;
+        }
+        // One look may catch a debugger's blink.
+        self.stopped_looks = if is_stopped(self.child.id()) {
+            self.stopped_looks + 1
+        } else {
+            0
+        };
+        if self.stopped_looks >= 2 {
+            Health::Stopped
+        } else {
+            Health::Serving
+        }
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        // Fails only for a child that has ended; and SIGKILL ends one that stands still too.
+        let _ = self.child.kill();
+        // Until it is waited for its memory may be there yet.
+        let _ = self.child.wait();
+        remove(&self.files);
+    }
+}
+
+fn remove(files: &[PathBuf]) {
+    for file in files {
+        if let Err(error) = std::fs::remove_file(file) {
+            if error.kind() != io::ErrorKind::NotFound {
+                tracing::warn!(file = %file.display(), %error, "left over from an export");
+            }
+        }
+    }
+}
+
+fn start(
+    directory: &Path,
+    listen: Listen,
+    id: LeaseId,
+    bytes: u64,
+    files: &mut Vec<PathBuf>,
+) -> Result<(Child, Endpoint, PathBuf), ExportError> {
+    let mut place = |name: &str| {
+        let path = directory.join(format!("{id}.{name}"));
+        files.push(path.clone());
+        path
+    };
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |source| ExportError::Files { path, source }
+    };
+    let (log_path, socket_path, keys_path) = (place("log"), place("sock"), place("psk"));
+    remove(std::slice::from_ref(&socket_path));
+    let log = File::create(&log_path).map_err(failed(&log_path))?;
+    let mut tls = Vec::new();
+    let (socket, endpoint): (OwnedFd, _) = match listen {
+        Listen::Unix => {
+            let socket = UnixListener::bind(&socket_path).map_err(failed(&socket_path))?;
+            std::fs::set_permissions(&socket_path, Permissions::from_mode(0o600))
+                .map_err(failed(&socket_path))?;
+            let endpoint = Endpoint {
+                address: Address::Unix(socket_path),
+                key: None,
+            };
+            (socket.into(), endpoint)
+        }
+        Listen::Tcp(ip) => {
+            let named = PathBuf::from(ip.to_string());
+            let socket = TcpListener::bind(SocketAddr::new(ip, 0)).map_err(failed(&named))?;
+            let port = socket.local_addr().map_err(failed(&named))?.port();
+            let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
+            write_key(&keys_path, &key).map_err(failed(&keys_path))?;
+            tls.push("--tls=require".to_owned());
+            tls.push(format!("--tls-psk={}", keys_path.display()));
+            let endpoint = Endpoint {
+                address: Address::Tcp { ip, port },
+                key: Some(key),
+            };
+            (socket.into(), endpoint)
+        }
+    };
+    // nbdkit takes a socket that listens already (systemd's protocol: descriptor 3, and who it is for). The shell moves it there.
+    let mut command = Command::new("/bin/sh");
+    command
+        .arg("-c")
+        .arg("exec 3<&0 </dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit \"$@\"")
+        .arg("nbdkit")
+        .args(["--foreground", "--exit-with-parent", "--log=stderr"])
+        .args(FILTERS.map(|filter| format!("--filter={filter}")))
+        .args(tls)
+        .arg("data")
+        .arg(format!("data=@{} 0", bytes.saturating_sub(1)))
+        .arg(format!("size={bytes}"))
+        .args(["allocator=malloc,mlock=true", "limit=1"])
+        .current_dir("/")
+        .stdin(socket)
+        .stdout(log.try_clone().map_err(failed(&log_path))?)
+        .stderr(log);
+    let child = command.spawn().map_err(ExportError::Missing)?;
+    Ok((child, endpoint, log_path))
+}
+
+fn new_key(id: LeaseId) -> io::Result<Key> {
+    use std::fmt::Write as _;
+    let mut bytes = [0; 32];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    let mut hex = String::new();
+    for byte in bytes {
+        // Writing to a String can't fail.
+        let _ = write!(hex, "{byte:02x}");
+    }
+    Ok(Key {
+        identity: format!("lease-{id}"),
+        hex,
+    })
+}
+
+/// Writes a key as GnuTLS reads it, for its owner alone.
+pub fn write_key(path: &Path, key: &Key) -> io::Result<()> {
+    use std::io::Write as _;
+    remove(&[path.to_owned()]);
+    let mut file = File::options()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)?;
+    writeln!(file, "{}:{}", key.identity, key.hex)
+}
+
+fn tail(log: &Path) -> String {
+    let log = std::fs::read(log).unwrap_or_default();
+    let tail = &log[log.len().saturating_sub(LOG_TAIL)..];
+    String::from_utf8_lossy(tail).trim().to_owned()
+}
+
+/// `VmLck` of a process, 0 if it can't be read.
+fn locked_bytes(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmLck:"));
+    let kib = line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or(0) << 10
+}
+
+/// Whether a process stands still: state `T` or `t` (`proc_pid_stat(5)`).
+fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(')').map(|(_, rest)| rest.trim_start());
+    state.is_some_and(|state| state.starts_with(['T', 't']))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::TcpStream;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn there() -> bool {
+        let there = Command::new("nbdkit").arg("--version").output().is_ok();
+        if !there {
+            println!("skipped: nbdkit is not installed");
+        }
+        there
+    }
+
+    /// The server's greeting, or what came of it. Sixteen bytes: NBDMAGIC, IHAVEOPT (doc/proto.md of NBD).
+    fn greet(stream: &mut (impl Read + Write)) -> Option<[u8; 18]> {
+        let mut greeting = [0; 18];
+        stream.read_exact(&mut greeting).ok()?;
+        Some(greeting)
+    }
+
+    /// Goes through the handshake by the old way that still is in the protocol: NBD_OPT_EXPORT_NAME.
+    fn enter(stream: &mut UnixStream) -> Option<u64> {
+        let greeting = greet(stream)?;
+        assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
+        let mut ask = 3_u32.to_be_bytes().to_vec();
+        ask.extend(b"IHAVEOPT");
+        ask.extend(1_u32.to_be_bytes());
+        ask.extend(0_u32.to_be_bytes());
+        stream.write_all(&ask).ok()?;
+        let mut answer = [0; 10];
+        stream.read_exact(&mut answer).ok()?;
+        Some(u64::from_be_bytes(answer[..8].try_into().unwrap()))
+    }
+
+    fn ready(place: &Path, listen: Listen, id: u64, bytes: u64) -> Export {
+        let mut export = Export::start(place, listen, LeaseId(id), bytes).unwrap();
+        wait("it is ready", || export.is_ready().unwrap());
+        export
+    }
+
+    fn wait(what: &str, mut ready: impl FnMut() -> bool) {
+        let end = Instant::now() + Duration::from_secs(20);
+        while !ready() {
+            assert!(Instant::now() < end, "waited in vain: {what}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[test]
+    fn an_export_is_locked_memory_for_one_client_and_nothing_stays_of_it() {
+        if !there() {
+            return;
+        }
+        let place = tempfile::tempdir().unwrap();
+        let mut export = ready(place.path(), Listen::Unix, 7, 8 * MIB);
+        assert!(locked_bytes(export.pid()) >= 8 * MIB);
+        let Address::Unix(path) = export.endpoint().address.clone() else {
+            panic!("{export:?}");
+        };
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        let mut first = UnixStream::connect(&path).unwrap();
+        assert_eq!(enter(&mut first), Some(8 * MIB));
+        // Nobody else gets in beside it, nor after it.
+        let mut second = UnixStream::connect(&path).unwrap();
+        second
+            .set_read_timeout(Some(Duration::from_secs(5)))
+            .unwrap();
+        assert_eq!(enter(&mut second), None);
+        assert_eq!(export.health(), Health::Serving);
+        drop((first, second));
+        wait("its end", || export.health() == Health::Ended);
+        assert!(UnixStream::connect(&path).is_err());
+        drop(export);
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn over_tcp_a_key_is_needed_that_is_in_a_file_of_its_own() {
+        if !there() {
+            return;
+        }
+        let place = tempfile::tempdir().unwrap();
+        let listen = Listen::Tcp([127, 0, 0, 1].into());
+        let mut export = ready(place.path(), listen, 8, MIB);
+        export.endpoint().check().unwrap();
+        let Address::Tcp { ip, port } = export.endpoint().address.clone() else {
+            panic!("{export:?}");
+        };
+        let mut stream = TcpStream::connect((ip, port)).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_secs(5)))
+            .unwrap();
+        greet(&mut stream).unwrap();
+        // Without TLS: NBD_OPT_GO is answered by NBD_REP_ERR_TLS_REQD.
+        let mut ask = 3_u32.to_be_bytes().to_vec();
+        ask.extend(b"IHAVEOPT");
+        ask.extend(7_u32.to_be_bytes());
+        ask.extend(6_u32.to_be_bytes());
+        ask.extend([0; 6]);
+        stream.write_all(&ask).unwrap();
+        let mut answer = [0; 20];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(answer[12..16], (0x8000_0005_u32).to_be_bytes());
+        drop(stream);
+        assert_eq!(export.health(), Health::Serving, "a stranger ended it");
+        let line = std::fs::read(format!("/proc/{}/cmdline", export.pid())).unwrap();
+        let key = export.endpoint().key.clone().unwrap();
+        assert!(!String::from_utf8_lossy(&line).contains(&key.hex));
+        let file = place.path().join("8.psk");
+        let mode = std::fs::metadata(&file).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        drop(export);
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn one_that_stands_still_is_seen_and_ends() {
+        if !there() {
+            return;
+        }
+        use rustix::process::{Pid, Signal, kill_process};
+        let place = tempfile::tempdir().unwrap();
+        let mut export = ready(place.path(), Listen::Unix, 9, MIB);
+        let pid = Pid::from_raw(i32::try_from(export.pid()).unwrap()).unwrap();
+        kill_process(pid, Signal::STOP).unwrap();
+        wait("it is seen", || export.health() == Health::Stopped);
+        drop(export);
+        assert!(Pid::as_raw(Some(pid)) > 0);
+        assert!(!Path::new(&format!("/proc/{}", pid.as_raw_nonzero())).exists());
+    }
+
+    #[test]
+    fn one_that_cannot_have_its_memory_leaves_nothing() {
+        if !there() {
+            return;
+        }
+        let place = tempfile::tempdir().unwrap();
+        let mut export = Export::start(place.path(), Listen::Unix, LeaseId(1), 1 << 49).unwrap();
+        let mut error = None;
+        wait("it fails", || {
+            error = export.is_ready().err();
+            error.is_some()
+        });
+        let error = error.unwrap();
+        drop(export);
+        assert!(matches!(error, ExportError::Start { .. }), "{error}");
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn an_export_ends_with_the_thread_that_started_it() {
+        if !there() {
+            return;
+        }
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().to_owned();
+        let started = std::thread::spawn(move || {
+            // As if this process were killed: nothing is dropped.
+            let export = ready(&path, Listen::Unix, 2, MIB);
+            let pid = export.pid();
+            std::mem::forget(export);
+            pid
+        });
+        let pid = started.join().unwrap();
+        let ended = || {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            stat.is_empty() || stat.contains(") Z ")
+        };
+        wait("its end", ended);
+    }
+}

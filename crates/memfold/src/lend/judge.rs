@@ -1,0 +1,282 @@
+//! How much a host can lend: conservative, and slow to change its mind upwards.
+//!
+//! ```text
+//!   MemAvailable
+//!   |---------------------- surplus: offered, once it has been there for CALM and nothing waits for memory
+//!   reserve  - - - - - - -
+//!   |                       nothing more is offered, nothing is taken back
+//!   low mark - - - - - - -
+//!   |                       what is lent is taken back, until the reserve is whole again
+//! ```
+//! Memory that is lent is locked, so that it isn't in `MemAvailable` any more: what may be lent in all is what is lent and the surplus.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::pressure::Sample;
+
+/// For so long the surplus must have been there before it is offered.
+const CALM: Duration = Duration::from_secs(10);
+
+/// Least reserve.
+const LEAST_RESERVE: u64 = 256 << 20;
+
+/// Reserve: this part of the host's RAM.
+const RESERVE_PART: u64 = 16;
+
+/// A host whose tasks wait so many percent of the time (`some`) has nothing to spare.
+const BUSY_SOME: f64 = 1.0;
+
+/// Where all tasks wait so many percent of the time (`full`), what is lent is taken back.
+const BAD_FULL: f64 = 5.0;
+
+/// Refaults a second that go with ordinary reading of files (4 MiB/s); more, and page cache is short.
+const BUSY_REFAULTS: f64 = 1024.0;
+
+/// Sizes are rounded down to this: small changes aren't worth telling.
+const GRAIN: u64 = 16 << 20;
+
+/// What follows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Verdict {
+    /// Bytes that may be lent in all, those that are lent included.
+    pub offer_bytes: u64,
+    /// Bytes that must come back.
+    pub recall_bytes: u64,
+    /// Why no more is offered, in words.
+    pub why: String,
+}
+
+/// Looks at the host and says what it can lend.
+#[derive(Clone, Debug)]
+pub struct Judge {
+    max_bytes: u64,
+    looked: VecDeque<Sample>,
+    /// Looks in a row that found too little.
+    short: u32,
+}
+
+impl Judge {
+    /// `max_bytes` is the most that may ever be lent.
+    #[must_use]
+    pub const fn new(max_bytes: u64) -> Self {
+        Self {
+            max_bytes,
+            looked: VecDeque::new(),
+            short: 0,
+        }
+    }
+
+    /// What the host keeps for itself, of so much RAM.
+    #[must_use]
+    pub const fn reserve(total_bytes: u64) -> u64 {
+        let part = total_bytes / RESERVE_PART;
+        if part > LEAST_RESERVE {
+            part
+        } else {
+            LEAST_RESERVE
+        }
+    }
+
+    /// Judges by a new look, `lent_bytes` being lent (and locked) now.
+    pub fn judge(&mut self, now: Sample, lent_bytes: u64) -> Verdict {
+        let before = self.looked.back().copied();
+        self.looked.push_back(now);
+        while self
+            .looked
+            .front()
+            .is_some_and(|first| now.at.saturating_sub(first.at) > CALM)
+        {
+            self.looked.pop_front();
+        }
+        let reserve = Self::reserve(now.total_bytes);
+        let recall_bytes = self.recall(&now, reserve, lent_bytes);
+        // The least of the last while: what came and went again is no surplus.
+        let available = self.looked.iter().map(|s| s.available_bytes).min();
+        let surplus = available.unwrap_or(0).saturating_sub(reserve);
+        let busy = before
+            .and_then(|before| waits(&before, &now))
+            .or_else(|| waited(&now));
+        let (more, why) = match busy {
+            Some(why) => (0, why),
+            None if surplus < GRAIN => (
+                0,
+                format!(
+                    "{} MiB are available, and {} MiB are kept for this host",
+                    available.unwrap_or(0) >> 20,
+                    reserve >> 20
+                ),
+            ),
+            None if lent_bytes + surplus >= self.max_bytes => {
+                (surplus, "as much as 'memfold lend --max' allows".into())
+            }
+            None => (surplus, "all that this host can spare".into()),
+        };
+        let all = lent_bytes.saturating_sub(recall_bytes) + if recall_bytes > 0 { 0 } else { more };
+        Verdict {
+            offer_bytes: all.min(self.max_bytes) / GRAIN * GRAIN,
+            recall_bytes,
+            why,
+        }
+    }
+
+    fn recall(&mut self, now: &Sample, reserve: u64, lent_bytes: u64) -> u64 {
+        let too_little = now.available_bytes < reserve / 2;
+        let all_wait = now.full_avg10.is_some_and(|percent| percent > BAD_FULL);
+        self.short = if too_little || all_wait {
+            self.short + 1
+        } else {
+            0
+        };
+        // Once may be a program that allocates and frees.
+        if self.short < 2 {
+            return 0;
+        }
+        let missing = reserve.saturating_sub(now.available_bytes);
+        missing.max(GRAIN).min(lent_bytes)
+    }
+}
+
+/// Whether tasks of this host have waited for memory, by the kernel's own averages.
+fn waited(now: &Sample) -> Option<String> {
+    let some = now.some_avg10?.max(now.some_avg60?);
+    (some > BUSY_SOME).then(|| format!("this host's tasks wait for memory ({some} % of the time)"))
+}
+
+/// Whether this host lacks memory, by what has happened between two looks.
+fn waits(before: &Sample, now: &Sample) -> Option<String> {
+    let seconds = now.at.saturating_sub(before.at).as_secs_f64();
+    if seconds <= 0.0 {
+        return None;
+    }
+    let refaults = now.refaults.saturating_sub(before.refaults) as f64 / seconds;
+    if now.swap_ins > before.swap_ins {
+        return Some("this host reads its own swap".into());
+    }
+    (refaults > BUSY_REFAULTS).then(|| {
+        format!("this host reads pages again that it had dropped ({refaults:.0} a second)")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::pressure::tests::recorded;
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn calm(seconds: u64, available: u64) -> Sample {
+        Sample {
+            at: Duration::from_secs(seconds),
+            total_bytes: 16 * GIB,
+            available_bytes: available,
+            some_avg10: Some(0.0),
+            some_avg60: Some(0.0),
+            full_avg10: Some(0.0),
+            ..Sample::default()
+        }
+    }
+
+    #[test]
+    fn a_calm_host_offers_what_it_has_above_its_reserve_up_to_the_limit() {
+        let verdict = Judge::new(64 * GIB).judge(calm(0, 8 * GIB), 0);
+        assert_eq!(verdict.offer_bytes, 7 * GIB);
+        assert_eq!(verdict.recall_bytes, 0);
+        assert_eq!(
+            Judge::new(2 * GIB).judge(calm(0, 8 * GIB), 0).offer_bytes,
+            2 * GIB
+        );
+        // Lent memory is gone from what is available, and counts all the same.
+        let verdict = Judge::new(64 * GIB).judge(calm(0, 5 * GIB), 3 * GIB);
+        assert_eq!(verdict.offer_bytes, 7 * GIB);
+        let verdict = Judge::new(64 * GIB).judge(calm(0, GIB), 0);
+        assert_eq!(verdict.offer_bytes, 0);
+        assert!(verdict.why.contains("1024 MiB are kept"), "{}", verdict.why);
+    }
+
+    #[test]
+    fn what_comes_is_offered_late_and_what_goes_is_withdrawn_at_once() {
+        let mut judge = Judge::new(64 * GIB);
+        judge.judge(calm(0, 4 * GIB), 0);
+        for second in 1..=10 {
+            assert_eq!(judge.judge(calm(second, 8 * GIB), 0).offer_bytes, 3 * GIB);
+        }
+        assert_eq!(judge.judge(calm(11, 8 * GIB), 0).offer_bytes, 7 * GIB);
+        assert_eq!(judge.judge(calm(12, 2 * GIB), 0).offer_bytes, GIB);
+    }
+
+    #[test]
+    fn a_host_that_waits_or_swaps_offers_nothing_more_than_it_has_lent() {
+        let busy: [(&str, fn(&mut Sample)); 4] = [
+            ("wait for memory", |s| s.some_avg10 = Some(3.0)),
+            ("wait for memory", |s| s.some_avg60 = Some(3.0)),
+            ("its own swap", |s| s.swap_ins = 1),
+            ("dropped", |s| s.refaults = 5000),
+        ];
+        for (word, change) in busy {
+            let mut judge = Judge::new(64 * GIB);
+            judge.judge(calm(0, 8 * GIB), GIB);
+            let mut now = calm(1, 8 * GIB);
+            change(&mut now);
+            let verdict = judge.judge(now, GIB);
+            assert_eq!(verdict.offer_bytes, GIB, "{word}");
+            assert!(verdict.why.contains(word), "{}", verdict.why);
+            assert_eq!(verdict.recall_bytes, 0);
+        }
+    }
+
+    #[test]
+    fn what_is_lent_comes_back_when_the_host_is_short_twice_in_a_row() {
+        let mut judge = Judge::new(64 * GIB);
+        // Between the marks nothing is offered and nothing taken back.
+        for second in 0..20 {
+            let verdict = judge.judge(calm(second, 700 << 20), 3 * GIB);
+            assert_eq!((verdict.offer_bytes, verdict.recall_bytes), (3 * GIB, 0));
+        }
+        assert_eq!(judge.judge(calm(20, 300 << 20), 3 * GIB).recall_bytes, 0);
+        let verdict = judge.judge(calm(21, 300 << 20), 3 * GIB);
+        assert_eq!(verdict.recall_bytes, 724 << 20);
+        assert!(verdict.offer_bytes <= 3 * GIB - (724 << 20));
+        assert_eq!(
+            judge.judge(calm(22, 300 << 20), 100 << 20).recall_bytes,
+            100 << 20
+        );
+        assert_eq!(judge.judge(calm(23, 2 * GIB), 3 * GIB).recall_bytes, 0);
+        // All tasks wait: whatever is available.
+        let mut stuck = calm(24, 8 * GIB);
+        stuck.full_avg10 = Some(20.0);
+        judge.judge(stuck, GIB);
+        assert!(judge.judge(stuck, GIB).recall_bytes > 0);
+    }
+
+    /// The recorded host, as if it had lent almost all that the program leaves before that came.
+    #[test]
+    fn a_recorded_allocation_of_11_gib_takes_back_what_was_lent_and_no_more() {
+        let samples = recorded();
+        let mut judge = Judge::new(64 * GIB);
+        let reserve = Judge::reserve(samples[0].total_bytes);
+        let least = samples.iter().map(|s| s.available_bytes).min().unwrap();
+        let begun = least - reserve / 4;
+        let (mut lent, mut recalled, mut offered) = (begun, 0, Vec::new());
+        for sample in &samples {
+            let mut now = *sample;
+            now.available_bytes = now.available_bytes.saturating_sub(lent);
+            let verdict = judge.judge(now, lent);
+            offered.push(verdict.offer_bytes);
+            // Given back at the next look.
+            lent -= verdict.recall_bytes;
+            recalled += verdict.recall_bytes;
+        }
+        assert!(recalled > 0 && recalled <= reserve + GIB, "{recalled}");
+        let least = offered.iter().min().unwrap();
+        assert!(offered[0] > 19 * GIB && *least < begun, "{offered:?}");
+        assert!(*offered.last().unwrap() > 19 * GIB, "{offered:?}");
+        // Up again only after the calm: the program held its memory for 10 s and ended at about 55 s.
+        let up = offered.iter().rposition(|o| *o < 12 * GIB).unwrap();
+        let back = samples
+            .iter()
+            .rposition(|s| s.available_bytes < 13 * GIB)
+            .unwrap();
+        assert!(up >= back + 9, "{up} {back}");
+    }
+}

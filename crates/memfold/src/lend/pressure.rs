@@ -1,0 +1,121 @@
+//! What the kernel says of a host's memory, as far as lending asks.
+//!
+//! Sources: `Documentation/filesystems/proc.rst` (meminfo), `Documentation/accounting/psi.rst`, `mm/vmstat.c` (refaults are counted in
+//! `mm/workingset.c`: pages that were reclaimed and were needed again).
+
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+/// One look at the host's memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sample {
+    /// When, since some instant.
+    pub at: Duration,
+    /// `MemTotal`.
+    pub total_bytes: u64,
+    /// `MemAvailable`: what can be had without swapping.
+    pub available_bytes: u64,
+    /// Of the last 10 s, percent in which a task waited for memory. `None`: the kernel doesn't tell.
+    pub some_avg10: Option<f64>,
+    /// Of the last 60 s.
+    pub some_avg60: Option<f64>,
+    /// Of the last 10 s, percent in which all tasks waited.
+    pub full_avg10: Option<f64>,
+    /// Pages that were reclaimed and needed again, since boot.
+    pub refaults: u64,
+    /// Pages read from swap, since boot.
+    pub swap_ins: u64,
+}
+
+impl Sample {
+    /// Now; `proc` is `/proc` but in tests.
+    pub fn read(proc: &Path, at: Duration) -> io::Result<Self> {
+        let text = |name: &str| std::fs::read_to_string(proc.join(name));
+        let (meminfo, vmstat) = (text("meminfo")?, text("vmstat")?);
+        // A kernel without PSI has no such file.
+        let pressure = text("pressure/memory").unwrap_or_default();
+        Self::parse(&format!("{meminfo}\n{vmstat}\n{pressure}"), at)
+            .ok_or_else(|| io::Error::other("/proc/meminfo has no MemAvailable"))
+    }
+
+    /// From the lines of the three files.
+    fn parse(text: &str, at: Duration) -> Option<Self> {
+        let mut sample = Self {
+            at,
+            ..Self::default()
+        };
+        let mut available = None;
+        for line in text.lines() {
+            let mut words = line.split_whitespace();
+            let name = words.next().unwrap_or_default();
+            let number = || words.clone().next().and_then(|w| w.parse::<u64>().ok());
+            let average = |of: &str| {
+                let mut values = words.clone();
+                values.find_map(|word| word.strip_prefix(of)?.parse::<f64>().ok())
+            };
+            match name {
+                "MemTotal:" => sample.total_bytes = number()?.checked_mul(1024)?,
+                "MemAvailable:" => available = number()?.checked_mul(1024),
+                "workingset_refault_anon" | "workingset_refault_file" => {
+                    sample.refaults = sample.refaults.saturating_add(number()?);
+                }
+                "pswpin" => sample.swap_ins = number()?,
+                "some" => {
+                    sample.some_avg10 = average("avg10=");
+                    sample.some_avg60 = average("avg60=");
+                }
+                "full" => sample.full_avg10 = average("avg10="),
+                _ => {}
+            }
+        }
+        sample.available_bytes = available?;
+        Some(sample)
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// A host with 23.5 GiB, looked at each second: nothing, then a program that fills 11 GiB, holds them for 10 s and ends.
+    pub fn recorded() -> Vec<Sample> {
+        include_str!("fixtures/allocation.txt")
+            .split("@ ")
+            .filter(|look| !look.trim().is_empty())
+            .map(|look| {
+                let (ms, rest) = look.split_once('\n').unwrap();
+                Sample::parse(rest, Duration::from_millis(ms.parse().unwrap())).unwrap()
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_recorded_series_is_read() {
+        let samples = recorded();
+        assert_eq!(samples.len(), 75);
+        let first = samples[0];
+        assert_eq!(first.total_bytes, 24_684_096 << 10);
+        assert_eq!(first.available_bytes, 22_845_204 << 10);
+        assert_eq!((first.refaults, first.swap_ins), (525_313, 0));
+        assert_eq!(first.some_avg60, Some(0.0));
+        assert!(samples.iter().any(|s| s.available_bytes < 13 << 30));
+    }
+
+    #[test]
+    fn this_host_is_read_and_one_without_psi() {
+        let here = Sample::read(Path::new("/proc"), Duration::ZERO).unwrap();
+        assert!(here.available_bytes > 0 && here.available_bytes <= here.total_bytes);
+        let tree = tempfile::tempdir().unwrap();
+        assert!(Sample::read(tree.path(), Duration::ZERO).is_err());
+        std::fs::write(
+            tree.path().join("meminfo"),
+            "MemTotal: 8 kB\nMemAvailable: 4 kB\n",
+        )
+        .unwrap();
+        std::fs::write(tree.path().join("vmstat"), "pswpin 7\n").unwrap();
+        let sample = Sample::read(tree.path(), Duration::ZERO).unwrap();
+        assert_eq!((sample.available_bytes, sample.swap_ins), (4096, 7));
+        assert_eq!(sample.some_avg10, None);
+    }
+}

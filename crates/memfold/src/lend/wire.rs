@@ -1,0 +1,194 @@
+//! The socket between a VM's QEMU and a lender's nbdkit, held by a second descriptor (`pidfd_getfd(2)`).
+//!
+//! QEMU's NBD client waits for an answer as long as the connection stands, and while it waits its main loop may stand still too. So who
+//! watches needs neither QEMU nor the lender: it sees the connection's end at once, has the kernel end it when the other host doesn't answer
+//! any more, and can cut it itself.
+
+use std::ffi::OsStr;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{Shutdown, SocketAddrUnix, getpeername, shutdown, sockopt};
+use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
+
+use super::registry::Address;
+use crate::vm::Process;
+
+/// Seconds without an answer until the kernel begins to ask whether the other host is there, between two questions, and how many go
+/// unanswered: 3 s in all.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(1);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);
+const KEEPALIVE_COUNT: u32 = 2;
+
+/// How long sent bytes may stay unacknowledged (tcp(7), `TCP_USER_TIMEOUT`).
+const UNACKNOWLEDGED_MS: u32 = 3000;
+
+/// A second descriptor of a process's socket.
+#[derive(Debug)]
+pub struct Wire(OwnedFd);
+
+impl Wire {
+    /// The socket of `process` that is connected to `address`; `None` if it has none.
+    pub fn find(process: &Process, address: &Address) -> io::Result<Option<Self>> {
+        let directory = format!("/proc/{}/fd", process.pid().as_raw_nonzero());
+        for entry in std::fs::read_dir(directory)? {
+            let entry = entry?;
+            // It may close one while we look.
+            let is_socket = std::fs::read_link(entry.path())
+                .is_ok_and(|to| to.as_os_str().as_bytes().starts_with(b"socket:"));
+            let number = entry.file_name().to_str().and_then(|n| n.parse().ok());
+            let (true, Some(number)) = (is_socket, number) else {
+                continue;
+            };
+            let Ok(socket) = pidfd_getfd(process.pidfd(), number, PidfdGetfdFlags::empty()) else {
+                continue;
+            };
+            if is_connected_to(&socket, address) {
+                return Ok(Some(Self(socket)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Has the kernel end the connection when the other host is not heard of for 3 s. A Unix socket's other end is this host.
+    pub fn keep_alive(&self) -> io::Result<()> {
+        let is_tcp = sockopt::socket_domain(&self.0)? != rustix::net::AddressFamily::UNIX;
+        if is_tcp {
+            sockopt::set_socket_keepalive(&self.0, true)?;
+            sockopt::set_tcp_keepidle(&self.0, KEEPALIVE_IDLE)?;
+            sockopt::set_tcp_keepintvl(&self.0, KEEPALIVE_INTERVAL)?;
+            sockopt::set_tcp_keepcnt(&self.0, KEEPALIVE_COUNT)?;
+            sockopt::set_tcp_user_timeout(&self.0, UNACKNOWLEDGED_MS)?;
+        }
+        Ok(())
+    }
+
+    /// Ends the connection: whoever waits for an answer gets an error at once.
+    pub fn cut(&self) {
+        // Fails only if it has ended already.
+        let _ = shutdown(&self.0, Shutdown::Both);
+    }
+
+    /// Whether the connection has ended.
+    #[must_use]
+    pub fn is_cut(&self) -> bool {
+        let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
+        let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
+        match poll(&mut fds, Some(&Timespec::default())) {
+            Ok(_) => fds[0].revents().intersects(ended),
+            Err(_) => false,
+        }
+    }
+}
+
+fn is_connected_to(socket: &OwnedFd, address: &Address) -> bool {
+    let Ok(Some(peer)) = getpeername(socket) else {
+        return false;
+    };
+    match address {
+        Address::Unix(path) => SocketAddrUnix::try_from(peer)
+            .is_ok_and(|peer| peer.path_bytes().map(OsStr::from_bytes) == Some(path.as_os_str())),
+        Address::Tcp { ip, port } => {
+            SocketAddr::try_from(peer).is_ok_and(|peer| peer == SocketAddr::new(*ip, *port))
+        }
+    }
+}
+
+/// Does something that makes `process` connect to `address` and that may wait for an answer from there; after `patience` the connection
+/// is cut, so that it fails.
+pub fn within<T>(
+    process: &Process,
+    address: &Address,
+    patience: Duration,
+    work: impl FnOnce() -> T,
+) -> T {
+    let (done, is_done) = channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut left = patience;
+            while is_done.recv_timeout(left) == Err(RecvTimeoutError::Timeout) {
+                if let Ok(Some(wire)) = Wire::find(process, address) {
+                    wire.cut();
+                }
+                // It may not have connected yet.
+                left = Duration::from_millis(200);
+            }
+        });
+        let result = work();
+        drop(done);
+        result
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::time::Instant;
+
+    use super::*;
+    use crate::vm::Identity;
+
+    fn myself() -> Process {
+        Process::open(Identity::of(rustix::process::getpid()).unwrap()).unwrap()
+    }
+
+    fn tcp() -> (TcpListener, Address) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = Address::Tcp {
+            ip: [127, 0, 0, 1].into(),
+            port: listener.local_addr().unwrap().port(),
+        };
+        (listener, address)
+    }
+
+    #[test]
+    fn a_connection_s_end_is_seen_and_made_from_outside() {
+        let process = myself();
+        let (listener, address) = tcp();
+        assert!(Wire::find(&process, &address).unwrap().is_none());
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (server, _) = listener.accept().unwrap();
+        let wire = Wire::find(&process, &address).unwrap().unwrap();
+        wire.keep_alive().unwrap();
+        assert_eq!(
+            sockopt::tcp_user_timeout(&client).unwrap(),
+            UNACKNOWLEDGED_MS
+        );
+        assert!(!wire.is_cut());
+        wire.cut();
+        assert_eq!(client.read(&mut [0]).unwrap(), 0);
+        assert!(wire.is_cut());
+        drop((client, server));
+
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        let client = UnixStream::connect(&path).unwrap();
+        let (server, _) = listener.accept().unwrap();
+        let wire = Wire::find(&process, &Address::Unix(path)).unwrap().unwrap();
+        wire.keep_alive().unwrap();
+        assert!(!wire.is_cut());
+        drop(server);
+        assert!(wire.is_cut());
+        drop(client);
+    }
+
+    #[test]
+    fn who_waits_for_a_silent_peer_waits_no_longer_than_it_may() {
+        let (listener, address) = tcp();
+        let begun = Instant::now();
+        let got = within(&myself(), &address, Duration::from_millis(300), || {
+            let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            client.read(&mut [0]).unwrap()
+        });
+        assert_eq!(got, 0);
+        assert!(begun.elapsed() < Duration::from_secs(5));
+    }
+}

@@ -1,0 +1,173 @@
+//! A VM's swap disk: a virtio-blk disk of its own, whose contents are worth nothing once the VM has ended.
+//!
+//! ```text
+//!   virtio-blk "swap", serial memfold-swap
+//!        |
+//!      swap0  (raw)            another generation, swap1, swap2, ..., after each switch (lend)
+//!        |
+//!   swap-file0  a temporary file beside overlays, with room for all of it, removed with the VM
+//! ```
+//! The file has a swap header from the start, so that the guest needs no mkswap: `swapon -L memfold-swap`.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use memfold_units::ByteSize;
+use rustix::fs::FallocateFlags;
+
+use super::spec::{SpecError, VmSpec, value};
+
+/// Serial number of the disk, and label of the swap space in it.
+pub const SERIAL: &str = "memfold-swap";
+
+/// Name of the device in QEMU.
+pub const DEVICE: &str = "swap";
+
+/// Least size of a swap disk.
+const LEAST: ByteSize = ByteSize::mib(1);
+
+/// Page size of the guests that there are (x86-64).
+const PAGE: u64 = 4096;
+
+/// Name of the node that the device uses in generation `n`, as long as it is on a disk alone.
+#[must_use]
+pub fn node(generation: u64) -> String {
+    format!("swap{generation}")
+}
+
+/// Name of the node of its file.
+#[must_use]
+pub fn file_node(generation: u64) -> String {
+    format!("swap-file{generation}")
+}
+
+pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
+    let Some(size) = spec.swap else {
+        return Ok(());
+    };
+    if size < LEAST || size.0 % LEAST.0 != 0 {
+        return Err(value(
+            "swap",
+            format!("{} bytes are not whole MiB, 1 at least", size.0),
+        ));
+    }
+    if spec.boot_snapshot {
+        return Err(value(
+            "swap",
+            "a VM with a swap disk can't be saved, and so not with boot_snapshot; leave one of the two away".into(),
+        ));
+    }
+    Ok(())
+}
+
+/// Makes a file of `bytes`, readable for its owner only, that has all its room on the disk: a guest whose swap disk gets full later
+/// loses programs. With a swap header if `fresh`. If it fails there is none.
+pub fn create(path: &Path, bytes: u64, fresh: bool) -> io::Result<()> {
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)?;
+    fill(&file, bytes, fresh).inspect_err(|_| {
+        // The other error says what matters.
+        let _ = std::fs::remove_file(path);
+    })
+}
+
+fn fill(file: &File, bytes: u64, fresh: bool) -> io::Result<()> {
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
+        Ok(()) => {}
+        // Such a file system gives room when it is written to.
+        Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(bytes)?,
+        Err(error) => return Err(error.into()),
+    }
+    if fresh {
+        file.write_all_at(&header(bytes)?, 0)?;
+    }
+    Ok(())
+}
+
+/// The first page of a swap space (`union swap_header` in `include/linux/swap.h`).
+fn header(bytes: u64) -> io::Result<Vec<u8>> {
+    let last = u32::try_from(bytes / PAGE - 1)
+        .map_err(|_| io::Error::other("swap disks end at 16 TiB"))?;
+    let mut page = vec![0; usize::try_from(PAGE).unwrap_or(4096)];
+    page[1024..1028].copy_from_slice(&1_u32.to_le_bytes());
+    page[1028..1032].copy_from_slice(&last.to_le_bytes());
+    let mut uuid = [0; 16];
+    File::open("/dev/urandom")?.read_exact(&mut uuid)?;
+    page[1036..1052].copy_from_slice(&uuid);
+    page[1052..1052 + SERIAL.len()].copy_from_slice(SERIAL.as_bytes());
+    page[4086..].copy_from_slice(b"SWAPSPACE2");
+    Ok(page)
+}
+
+/// Where the swap disk of a VM lies, or a copy of it: beside temporary overlays, on a disk and not in RAM.
+pub fn place(name: &str) -> io::Result<PathBuf> {
+    let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+    let unique = super::overlay::unique();
+    Ok(place
+        .canonicalize()?
+        .join(format!("memfold-{name}-swap-{unique:x}.raw")))
+}
+
+/// What the guest runs to use its swap disk; does nothing if it uses it.
+#[must_use]
+pub fn swap_on() -> String {
+    format!(
+        "for disk in /sys/block/vd*; do \
+           [ \"$(cat \"$disk/serial\")\" = {SERIAL} ] || continue; \
+           device=/dev/${{disk##*/}}; \
+           grep -q \"^$device \" /proc/swaps && exit 0; \
+           exec swapon \"$device\"; \
+         done; echo 'the guest sees no swap disk' >&2; exit 1"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    use std::process::Command;
+
+    #[test]
+    fn a_swap_disk_has_its_room_and_a_header_that_others_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        create(&path, 8 << 20, true).unwrap();
+        let facts = std::fs::metadata(&path).unwrap();
+        assert_eq!(facts.len(), 8 << 20);
+        assert!(facts.blocks() * 512 >= 8 << 20);
+        assert_eq!(facts.permissions().mode() & 0o777, 0o600);
+        assert!(create(&path, 8 << 20, true).is_err());
+        // util-linux, where it is.
+        if let Ok(said) = Command::new("blkid")
+            .args(["-p", "-o", "export"])
+            .arg(&path)
+            .output()
+        {
+            let said = String::from_utf8(said.stdout).unwrap();
+            assert!(
+                said.contains("TYPE=swap") && said.contains("LABEL=memfold-swap"),
+                "{said}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(128));
+        spec.swap = Some(ByteSize::mib(64));
+        check(&spec).unwrap();
+        spec.boot_snapshot = true;
+        assert!(check(&spec).is_err());
+        spec.boot_snapshot = false;
+        for bad in [0, 4096, (1 << 20) + 1] {
+            spec.swap = Some(ByteSize(bad));
+            assert!(check(&spec).is_err(), "{bad}");
+        }
+    }
+}
