@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
@@ -33,6 +34,14 @@ pub enum ClientError {
     /// The answer is no JSON of the expected kind.
     #[error("the daemon's answer makes no sense; is it of another version?")]
     Answer(#[from] serde_json::Error),
+    /// The daemon took too long.
+    #[error("the daemon at {path} did not answer within {seconds} s")]
+    Slow {
+        /// The socket.
+        path: PathBuf,
+        /// How long it had.
+        seconds: u64,
+    },
     /// The runtime could not be made.
     #[error("cannot start the client")]
     Runtime(#[source] io::Error),
@@ -42,6 +51,7 @@ pub enum ClientError {
 #[derive(Debug)]
 pub struct Client {
     socket: PathBuf,
+    patience: Option<Duration>,
     runtime: tokio::runtime::Runtime,
 }
 
@@ -54,8 +64,16 @@ impl Client {
             .map_err(ClientError::Runtime)?;
         Ok(Self {
             socket: socket.into(),
+            patience: None,
             runtime,
         })
+    }
+
+    /// The same, that waits no longer than so for each answer.
+    #[must_use]
+    pub fn within(mut self, patience: Duration) -> Self {
+        self.patience = Some(patience);
+        self
     }
 
     /// `GET path`.
@@ -92,7 +110,7 @@ impl Client {
         path: &str,
         body: Bytes,
     ) -> Result<T, ClientError> {
-        self.runtime.block_on(async {
+        let asked = async {
             let stream = tokio::net::UnixStream::connect(&self.socket)
                 .await
                 .map_err(|source| ClientError::NoDaemon {
@@ -125,6 +143,17 @@ impl Client {
                 impossible_here: false,
             });
             Err(ClientError::Refused(refused))
+        };
+        let Some(patience) = self.patience else {
+            return self.runtime.block_on(asked);
+        };
+        // The timer belongs to the runtime.
+        let limited = async { tokio::time::timeout(patience, asked).await };
+        self.runtime.block_on(limited).unwrap_or_else(|_| {
+            Err(ClientError::Slow {
+                path: self.socket.clone(),
+                seconds: patience.as_secs(),
+            })
         })
     }
 }

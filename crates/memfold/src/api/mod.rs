@@ -3,10 +3,12 @@
 //! `GET /openapi.json` describes it. The command line is a client like any other.
 
 mod client;
+mod lending;
 mod server;
 mod types;
 
 pub use client::{Client, ClientError};
+pub use lending::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace, remote_registry};
 pub use server::{ServeError, openapi, serve};
 pub use types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BootSnapshot, BuildRequest, BuildResult,

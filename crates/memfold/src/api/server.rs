@@ -15,6 +15,7 @@ use axum::{Json, Router};
 use tokio::net::UnixListener;
 use utoipa::OpenApi;
 
+use super::lending;
 use super::types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, ErrorBody,
     ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest, RankRequest,
@@ -24,6 +25,8 @@ use crate::daemon::{Daemon, DaemonError, chain};
 use crate::estimate::VmFacts;
 use crate::fold::EngineStats;
 use crate::ksm::{Explanation, KsmError, Overview};
+use crate::lend::RegistryError;
+use crate::lend::graph::GraphError;
 use crate::segment::{Ranked, SegmentError, SegmentInfo};
 use crate::snapshot::{Manifest, SnapshotError, SnapshotInfo, Step};
 use crate::vm::{LaunchError, VmSpec};
@@ -88,7 +91,14 @@ pub enum ServeError {
         verify_segment,
         segment_progress,
         attach_segment,
-        detach_segment
+        detach_segment,
+        lending::lending,
+        lending::lend,
+        lending::lend_no_more,
+        lending::borrow,
+        lending::give_back,
+        lending::leases,
+        lending::registry
     )
 )]
 struct Description;
@@ -160,6 +170,7 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/segments/{name}/progress", get(segment_progress))
         .route("/v1/vms/{name}/segments", post(attach_segment))
         .route("/v1/vms/{name}/segments/{segment}", delete(detach_segment))
+        .merge(lending::routes())
         .route("/openapi.json", get(|| async { Json(openapi()) }))
         .fallback(|| async { Failure(DaemonError::NoSuchPath) })
         .method_not_allowed_fallback(|| async {
@@ -173,9 +184,9 @@ fn router(daemon: Arc<Daemon>) -> Router {
 /// A request's JSON body; refusals are [`ErrorBody`]s like all others.
 #[derive(FromRequest)]
 #[from_request(via(Json), rejection(BadBody))]
-struct Asked<T>(T);
+pub(super) struct Asked<T>(pub(super) T);
 
-struct BadBody(JsonRejection);
+pub(super) struct BadBody(JsonRejection);
 
 impl From<JsonRejection> for BadBody {
     fn from(rejection: JsonRejection) -> Self {
@@ -209,7 +220,7 @@ fn refusal(status: StatusCode, error: String) -> Response {
     (status, Json(body)).into_response()
 }
 
-struct Failure(DaemonError);
+pub(super) struct Failure(DaemonError);
 
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
@@ -219,6 +230,12 @@ impl IntoResponse for Failure {
             | DaemonError::Snapshot(SnapshotError::Unknown(_))
             | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
+            | DaemonError::Lending { .. }
+            | DaemonError::Registry(
+                RegistryError::NothingToSpare { .. }
+                | RegistryError::State { .. }
+                | RegistryError::Superseded { .. },
+            )
             | DaemonError::Merging { .. }
             | DaemonError::Ksm(KsmError::Busy(_))
             | DaemonError::Launch(LaunchError::NameTaken { .. })
@@ -233,6 +250,8 @@ impl IntoResponse for Failure {
             }
             DaemonError::BadRequest(_)
             | DaemonError::Launch(LaunchError::Spec(_))
+            | DaemonError::Graph(GraphError::NoSwapDisk(_))
+            | DaemonError::Registry(RegistryError::Value { .. })
             | DaemonError::Snapshot(SnapshotError::Name(_) | SnapshotError::Impossible(_))
             | DaemonError::Segment(
                 SegmentError::Name(_)
@@ -253,7 +272,7 @@ impl IntoResponse for Failure {
 }
 
 /// Runs a blocking method of the daemon off the async threads.
-async fn blocking<T: Send + 'static>(
+pub(super) async fn blocking<T: Send + 'static>(
     daemon: Arc<Daemon>,
     work: impl FnOnce(&Arc<Daemon>) -> Result<T, DaemonError> + Send + 'static,
 ) -> Result<Json<T>, Failure> {

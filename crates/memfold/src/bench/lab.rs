@@ -58,6 +58,8 @@ impl Lab {
             paused: true,
             shelf: directory.path().join("snapshots"),
             segments: directory.path().join("segments"),
+            host: None,
+            registry: None,
         };
         let daemon = Daemon::start(&options)?;
         *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) =

@@ -8,6 +8,7 @@ mod doctor;
 mod estimate;
 mod fold;
 mod ksm;
+mod lend;
 mod report;
 mod segment;
 mod serve;
@@ -78,6 +79,14 @@ enum Command {
     /// Segments: files that VMs execute in place from one copy
     #[command(subcommand)]
     Segment(segment::Arguments),
+    /// Lend this host's spare RAM to VMs of others
+    Lend(lend::LendArguments),
+    /// Switch a VM's swap disk to RAM that another host lends, while it runs
+    Borrow(lend::BorrowArguments),
+    /// Switch a VM's swap disk back to this host's disk
+    Return(lend::ReturnArguments),
+    /// Who lends what to whom, and which VMs are hurt if a lender dies
+    Leases,
     /// The studies
     Bench(bench::Arguments),
 }
@@ -167,6 +176,10 @@ pub fn main() -> ExitCode {
         Command::Snapshot(arguments) => snapshot::run(&context, arguments),
         Command::Clone(arguments) => snapshot::clone(&context, &arguments),
         Command::Segment(arguments) => segment::run(&context, arguments),
+        Command::Lend(arguments) => lend::lend(&context, &arguments),
+        Command::Borrow(arguments) => lend::borrow(&context, &arguments),
+        Command::Return(arguments) => lend::give_back(&context, &arguments),
+        Command::Leases => lend::leases(&context),
         Command::Bench(arguments) => bench::run(&context, &arguments),
     };
     result.unwrap_or_else(|error| fail(&error))

@@ -46,6 +46,12 @@ pub(super) struct Arguments {
     /// Directory of segments
     #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = crate::segment::DEFAULT_SHELF, value_name = "DIR")]
     segments: PathBuf,
+    /// Name of this host among those that lend and borrow memory (the kernel's host name by default)
+    #[arg(long, value_name = "NAME")]
+    host: Option<String>,
+    /// Socket of the daemon that serves the registry of leases; this daemon serves its own by default
+    #[arg(long, value_name = "PATH")]
+    registry: Option<PathBuf>,
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -69,6 +75,8 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         paused: arguments.paused,
         shelf: arguments.snapshots.clone(),
         segments: arguments.segments.clone(),
+        host: arguments.host.clone(),
+        registry: arguments.registry.clone(),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

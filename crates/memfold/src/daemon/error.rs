@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use crate::ksm::KsmError;
 use crate::ledger::ReadError;
+use crate::lend::RegistryError;
+use crate::lend::graph::GraphError;
 use crate::segment::SegmentError;
 use crate::snapshot::SnapshotError;
 use crate::vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
@@ -74,6 +76,20 @@ pub enum DaemonError {
         /// What would change it.
         fix: String,
     },
+    /// The registry of leases refused, or can't be used.
+    #[error(transparent)]
+    Registry(#[from] RegistryError),
+    /// A swap disk can't be switched.
+    #[error(transparent)]
+    Graph(#[from] GraphError),
+    /// Memory can't be lent, borrowed or given back now.
+    #[error("{why}")]
+    Lending {
+        /// The condition.
+        why: String,
+        /// What would change it.
+        fix: String,
+    },
     /// A part of the daemon failed.
     #[error("{0}")]
     Internal(&'static str),
@@ -111,7 +127,7 @@ impl DaemonError {
             _ if self.impossible_here() => {
                 Some("'memfold doctor' says what this host lacks, and how to get it".into())
             }
-            Self::Merging { fix, .. } => Some(fix.clone()),
+            Self::Merging { fix, .. } | Self::Lending { fix, .. } => Some(fix.clone()),
             Self::NameTaken(name) | Self::Launch(LaunchError::NameTaken { name }) => Some(format!(
                 "choose another --name, or end that one: memfold vm stop {name}"
             )),

@@ -8,11 +8,13 @@
 //! The daemon holds nothing that a new one couldn't find: VMs are in the state directory, mappings and the page store in the
 //! kernel. It may be killed at any instant.
 
+mod borrowing;
 mod copy_out;
 mod error;
 mod estimate;
 mod guest;
 mod ksm;
+mod lending;
 mod machine;
 mod reboot;
 mod segments;
@@ -34,6 +36,7 @@ use tracing::{info, warn};
 pub use error::DaemonError;
 pub(crate) use error::chain;
 use ksm::SteeredKsm;
+use lending::Lending;
 use machine::{Machine, Role};
 use uses::Uses;
 
@@ -65,6 +68,10 @@ pub struct DaemonOptions {
     pub shelf: PathBuf,
     /// Directory of segments.
     pub segments: PathBuf,
+    /// Name of this host among those that lend and borrow; unset: the kernel's.
+    pub host: Option<String>,
+    /// Socket of the daemon that serves the registry of leases; unset: this one does.
+    pub registry: Option<PathBuf>,
 }
 
 /// The daemon.
@@ -88,6 +95,8 @@ pub struct Daemon {
     ksm: Mutex<Option<SteeredKsm>>,
     /// What is done with snapshots now.
     uses: Uses,
+    /// Memory that is lent and borrowed.
+    lending: Lending,
     /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
     _lock: File,
 }
@@ -124,6 +133,7 @@ impl Daemon {
             merging: Mutex::default(),
             ksm: Mutex::default(),
             uses: Uses::default(),
+            lending: Lending::open(options)?,
             _lock: lock,
             options: options.clone(),
         });
@@ -147,6 +157,7 @@ impl Daemon {
             match daemon.take_on(vm, &name, domain, None) {
                 Ok(machine) => {
                     daemon.find_boot_snapshot(&machine);
+                    daemon.resume_borrowing(&machine);
                     let_go_of_disks(machine);
                 }
                 Err(error) => warn!(
@@ -156,6 +167,7 @@ impl Daemon {
                 ),
             }
         }
+        daemon.lend_again();
         for request in daemon.read_attached() {
             if let Err(error) = daemon.attach(&request) {
                 info!(
@@ -243,6 +255,7 @@ impl Daemon {
         // The engine may have ended before us.
         let _ = self.tell(Command::Remove(machine.id()));
         self.shelf.let_go();
+        self.forget_borrowing(machine);
         self.left_segments(&segments);
         if machine.is_attached() {
             self.write_attached();
@@ -279,6 +292,7 @@ impl Daemon {
         let Ok(machine) = self.machine(&name) else {
             return Ok(info);
         };
+        borrowing::swap_on_when_booted(&machine);
         if boots {
             self.save_when_booted(&machine);
         } else {
@@ -446,6 +460,7 @@ impl Daemon {
     /// Ends the engine and steering KSM. VMs go on.
     pub fn shut_down(&self) {
         self.end_steering();
+        self.lending.shut_down();
         // It may have ended already.
         let _ = self.tell(Command::Stop);
     }

@@ -204,12 +204,6 @@ struct Work {
     ending: Arc<AtomicBool>,
 }
 
-impl std::fmt::Debug for dyn Registry {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("a registry")
-    }
-}
-
 impl Work {
     /// One look. Whether all is done: only when it is ending.
     fn tick(&mut self) -> bool {

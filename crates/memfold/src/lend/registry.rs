@@ -367,6 +367,12 @@ pub trait Registry: Send + Sync {
     fn picture(&self) -> Result<Picture, RegistryError>;
 }
 
+impl fmt::Debug for dyn Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a registry")
+    }
+}
+
 fn value(field: &str, why: impl Into<String>) -> RegistryError {
     RegistryError::Value {
         field: field.into(),

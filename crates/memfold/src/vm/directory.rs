@@ -8,7 +8,7 @@
 //!   console.log    all it ever said                  qemu.log       QEMU's own output
 //!   launch.lock    held while it is being started   overlays.json  temporary overlays of one that is being started
 //!   incoming       there while it is being restored renewal.json   what a restored one is still to get anew
-//!   segments.json  what it maps now
+//!   segments.json  what it maps now              borrowed.json  lent RAM under its swap disk
 //! ```
 
 use std::fs::{self, DirBuilder, File};
@@ -122,6 +122,8 @@ impl VmDirectory {
         segments = "segments.json";
         /// Temporary overlays, until the [`Record`] names them.
         overlays = "overlays.json";
+        /// Lent RAM under its swap disk, or to be.
+        borrowed = "borrowed.json";
         /// There as long as the VM waits for what it is restored from.
         incoming = "incoming";
         /// Locked while the VM is being started or removed.

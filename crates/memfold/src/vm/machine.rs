@@ -226,6 +226,20 @@ impl Vm {
         }
     }
 
+    /// Changes which temporary files go with the VM.
+    pub fn change_temporary(&self, change: impl FnOnce(&mut Vec<PathBuf>)) -> io::Result<()> {
+        let (Some(directory), Some(record)) = (&self.directory, &self.record) else {
+            return Err(io::ErrorKind::Unsupported.into());
+        };
+        let mut now: Record = VmDirectory::read_json(&directory.record())?;
+        // It may have ended meanwhile, and another have got its name.
+        if now.process != record.process {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        change(&mut now.overlays);
+        directory.write_json(&directory.record(), &now)
+    }
+
     /// An already running QEMU, by its QMP socket. Nothing of it is changed.
     pub fn attach(qmp_socket: &Path) -> Result<Self, MachineError> {
         let mut qmp = Qmp::connect(qmp_socket, ANSWER_TIMEOUT)?;

@@ -1,0 +1,792 @@
+//! Swap disks of this host's VMs on lent RAM: borrowed, watched, given back.
+//!
+//! Everything here can be cut off at any instant. What QEMU's device uses is the truth; `borrowed.json` names leases, and is written before
+//! the first of them is used. [`Daemon::tidy`] removes what nothing uses. So a new daemon ends or undoes what the one before began.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use memfold_units::ByteSize;
+use tracing::{error, info, warn};
+
+use super::machine::Machine;
+use super::{Daemon, DaemonError, chain};
+use crate::api::{BorrowRequest, Borrowed, SwapPlace};
+use crate::lend::export::write_key;
+use crate::lend::graph::{self, Borrowing, Failed, Part, Phase, Top};
+use crate::lend::wire::{Wire, within};
+use crate::lend::{Durability, Endpoint, Lease, LeaseId, RegistryError, Want};
+use crate::vm::{VmDirectory, swap};
+
+/// How long a lease holds without being renewed: so long may a borrower's daemon be away.
+const LEASE_TTL: Duration = Duration::from_secs(60);
+
+/// Time between two looks at connections, and between two at leases.
+const WATCH: Duration = Duration::from_millis(100);
+const RENEW: Duration = Duration::from_secs(1);
+
+/// A lender that isn't heard of for so long is given up: its host may stand still, and VMs wait for it.
+const SILENT: Duration = Duration::from_secs(3);
+
+/// How long QEMU may take to connect to an export.
+const CONNECT: Duration = Duration::from_secs(3);
+
+/// How long a lender may take to export: at least, and for each GiB that it has to allocate.
+const EXPORT_LEAST: Duration = Duration::from_secs(10);
+const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
+
+/// How long a guest that boots has until its agent answers.
+const BOOT_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// How long a guest may take to use its swap disk.
+const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Watches what a VM has borrowed.
+#[derive(Debug)]
+pub(super) struct Guard {
+    vm: String,
+    stop: AtomicBool,
+    state: Mutex<Watched>,
+}
+
+#[derive(Debug)]
+struct Watched {
+    borrowing: Borrowing,
+    /// By the number of the part.
+    wires: Vec<Option<Wire>>,
+}
+
+impl Guard {
+    fn new(vm: &str, borrowing: Borrowing, wires: Vec<Option<Wire>>) -> Arc<Self> {
+        Arc::new(Self {
+            vm: vm.to_owned(),
+            stop: AtomicBool::new(false),
+            state: Mutex::new(Watched { borrowing, wires }),
+        })
+    }
+
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    fn state(&self) -> MutexGuard<'_, Watched> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn borrowing(&self) -> Borrowing {
+        self.state().borrowing.clone()
+    }
+
+    /// Cuts the connection to a part: QEMU goes on without it at once.
+    fn cut(&self, part: usize) {
+        if let Some(Some(wire)) = self.state().wires.get(part) {
+            wire.cut();
+        }
+    }
+
+    /// Parts whose connection has ended.
+    fn ended(&self) -> Vec<usize> {
+        let state = self.state();
+        let parts = state.borrowing.reached();
+        let has_ended = |part: &usize| state.wires[*part].as_ref().is_none_or(Wire::is_cut);
+        parts.map(|(part, _)| part).filter(has_ended).collect()
+    }
+
+    pub fn borrowed(&self) -> Borrowed {
+        let borrowing = self.borrowing();
+        let reached: Vec<String> = borrowing.reached().map(|(_, p)| p.lender.clone()).collect();
+        let place = match (reached.len(), borrowing.durability) {
+            (0, Durability::Disk) => SwapPlace::OnCopy,
+            (0, _) => SwapPlace::Lost,
+            (n, _) if n < borrowing.parts.len() || borrowing.copy_failed => SwapPlace::Degraded,
+            _ => SwapPlace::Lent,
+        };
+        Borrowed {
+            vm: self.vm.clone(),
+            place,
+            bytes: borrowing.bytes,
+            durability: Some(borrowing.durability),
+            lenders: reached,
+            changed: false,
+            took_ms: 0,
+        }
+    }
+}
+
+/// What a borrowing that fails has to undo.
+#[derive(Default)]
+struct Begun {
+    leases: Vec<Lease>,
+    wires: Vec<Option<Wire>>,
+}
+
+fn lending(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
+    DaemonError::Lending {
+        why: why.into(),
+        fix: fix.into(),
+    }
+}
+
+fn ms(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+impl Daemon {
+    /// Switches a VM's swap disk to lent RAM.
+    pub fn borrow_memory(
+        self: &Arc<Self>,
+        vm: &str,
+        request: &BorrowRequest,
+    ) -> Result<Borrowed, DaemonError> {
+        let began = Instant::now();
+        let machine = self.machine(vm)?;
+        let directory = swap_directory(&machine)?;
+        super::lending::check_host(&self.lending.host)?;
+        let _alone = machine.save_right();
+        let top = graph::top(&mut machine.monitor(), vm)?;
+        if let Some(bytes) = request.bytes.filter(|bytes| *bytes < top.bytes) {
+            return Err(lending(
+                format!(
+                    "the swap disk of VM '{vm}' has {}, and {} of lent RAM can't hold it",
+                    ByteSize(top.bytes),
+                    ByteSize(bytes)
+                ),
+                format!(
+                    "borrow all of it (memfold borrow {vm}), or start the VM with a smaller --swap"
+                ),
+            ));
+        }
+        let guard = self.lending.guards().get(vm).cloned();
+        if let Some(guard) = guard {
+            let now = guard.borrowed();
+            if now.place == SwapPlace::Lent && now.durability == Some(request.durability) {
+                return Ok(now);
+            }
+            if now.place != SwapPlace::OnCopy {
+                return Err(lending(
+                    format!("VM '{vm}' has borrowed already, with other durability or copies"),
+                    format!("give that back first: memfold return {vm}"),
+                ));
+            }
+            // On its disk, whatever the note says.
+            self.drop_note(&machine, directory);
+        }
+        let mut begun = Begun::default();
+        let done = self.switch_to_lent(&machine, directory, &top, request.durability, &mut begun);
+        match done {
+            Ok(borrowing) => {
+                self.tidy(&machine);
+                info!(vm, lenders = ?borrowing.parts.iter().map(|p| &p.lender).collect::<Vec<_>>(), "its swap disk is on lent RAM");
+                let guard = Guard::new(vm, borrowing, begun.wires);
+                self.watch(&machine, &guard);
+                Ok(Borrowed {
+                    changed: true,
+                    took_ms: ms(began),
+                    ..guard.borrowed()
+                })
+            }
+            Err(error) => {
+                warn!(vm, error = chain(&error), "its swap disk stays where it is");
+                self.tidy(&machine);
+                self.release(begun.leases.iter().map(|lease| lease.id));
+                remove_note(directory);
+                Err(error)
+            }
+        }
+    }
+
+    fn switch_to_lent(
+        &self,
+        machine: &Machine,
+        directory: &VmDirectory,
+        top: &Top,
+        durability: Durability,
+        begun: &mut Begun,
+    ) -> Result<Borrowing, DaemonError> {
+        let copies = if durability == Durability::Replica {
+            2
+        } else {
+            1
+        };
+        for _ in 0..copies {
+            let want = Want {
+                borrower: self.lending.host.clone(),
+                vm: machine.name().to_owned(),
+                bytes: top.bytes,
+                durability,
+                apart_from: begun.leases.iter().map(|l| l.lender.host.clone()).collect(),
+            };
+            begun
+                .leases
+                .push(self.lending.registry.take(&want, LEASE_TTL)?);
+        }
+        let mut endpoints = Vec::new();
+        for lease in &begun.leases {
+            endpoints.push(self.wait_exported(lease)?);
+        }
+        let place = |source| DaemonError::State {
+            path: directory.path().to_owned(),
+            source,
+        };
+        let copy = match durability {
+            Durability::Disk => Some(swap::place(machine.name()).map_err(place)?),
+            Durability::Replica | Durability::None => None,
+        };
+        let part = |(lease, endpoint): (&Lease, &Endpoint)| Part {
+            lease: lease.id,
+            lender: lease.lender.host.clone(),
+            address: endpoint.address.clone(),
+            lost: false,
+        };
+        let mut borrowing = Borrowing {
+            generation: graph::free_generation(&mut machine.monitor())?,
+            durability,
+            bytes: top.bytes,
+            parts: begun.leases.iter().zip(&endpoints).map(part).collect(),
+            copy,
+            copy_failed: false,
+            phase: Phase::Switching,
+        };
+        write_note(directory, &borrowing).map_err(place)?;
+        if let Some(copy) = &borrowing.copy {
+            let add = |files: &mut Vec<PathBuf>| files.push(copy.clone());
+            machine.vm().change_temporary(add).map_err(place)?;
+        }
+        for (number, endpoint) in endpoints.iter().enumerate() {
+            begun
+                .wires
+                .push(connect(machine, directory, &borrowing, number, endpoint)?);
+        }
+        graph::build(&mut machine.monitor(), &borrowing)?;
+        let cut = || {
+            let is_cut = |wire: &Option<Wire>| wire.as_ref().is_none_or(Wire::is_cut);
+            let gone = begun.wires.iter().position(is_cut)?;
+            Some(format!(
+                "the connection to lender '{}' has ended",
+                borrowing.parts[gone].lender
+            ))
+        };
+        // Its lender may hang meanwhile.
+        let silent = || cut().or_else(|| self.silent_lender(&borrowing));
+        graph::switch(&|| machine.monitor(), &top.node, &borrowing.top(), &silent)?;
+        borrowing.phase = Phase::Lent;
+        if let Err(error) = write_note(directory, &borrowing) {
+            // The next daemon sees by the device itself that it went over.
+            warn!(vm = machine.name(), %error, "its note can't be written");
+        }
+        Ok(borrowing)
+    }
+
+    fn wait_exported(&self, lease: &Lease) -> Result<Endpoint, DaemonError> {
+        let gib = u32::try_from(lease.bytes >> 30).unwrap_or(u32::MAX);
+        let patience = EXPORT_PER_GIB.saturating_mul(gib).max(EXPORT_LEAST);
+        let end = Instant::now() + patience;
+        loop {
+            let failed = |why: &str| {
+                lending(
+                    format!("lender '{}' {why}", lease.lender.host),
+                    "its daemon's log says why; 'memfold leases' shows what others offer",
+                )
+            };
+            match self.lending.registry.endpoint(lease.id, &lease.borrower) {
+                Ok(Some(endpoint)) => {
+                    endpoint.check()?;
+                    return Ok(endpoint);
+                }
+                Ok(None) if Instant::now() < end => std::thread::sleep(Duration::from_millis(50)),
+                Ok(None) => return Err(failed("has not exported what it offered in time")),
+                Err(RegistryError::NoLease { .. }) => {
+                    return Err(failed("could not export what it offered"));
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Switches a VM's swap disk back to this host's disk.
+    pub fn return_memory(&self, vm: &str) -> Result<Borrowed, DaemonError> {
+        let began = Instant::now();
+        let machine = self.machine(vm)?;
+        let directory = swap_directory(&machine)?;
+        let _alone = machine.save_right();
+        let top = graph::top(&mut machine.monitor(), vm)?;
+        let guard = self.lending.guards().get(vm).cloned();
+        let mut changed = false;
+        if let Some(guard) = guard {
+            let before = guard.borrowed();
+            if before.place == SwapPlace::Lost {
+                return Err(lending(
+                    format!("the swap disk of VM '{vm}' is lost with its lender (durability none)"),
+                    format!("end the VM: memfold vm stop {vm}"),
+                ));
+            }
+            self.give_back(&machine, directory, &guard)?;
+            changed = before.place != SwapPlace::OnCopy;
+        }
+        Ok(Borrowed {
+            vm: vm.to_owned(),
+            place: SwapPlace::OnDisk,
+            bytes: top.bytes,
+            durability: None,
+            lenders: Vec::new(),
+            changed,
+            took_ms: ms(began),
+        })
+    }
+
+    /// `_alone` is held by the caller.
+    fn give_back(
+        &self,
+        machine: &Machine,
+        directory: &VmDirectory,
+        guard: &Guard,
+    ) -> Result<(), DaemonError> {
+        let borrowing = guard.borrowing();
+        if borrowing.durability == Durability::Disk && !borrowing.copy_failed {
+            // The copy is whole: every write has gone there too.
+            for (part, _) in borrowing.reached() {
+                graph::take_out(&mut machine.monitor(), &borrowing, part)?;
+                guard.state().borrowing.parts[part].lost = true;
+            }
+        } else {
+            self.move_to_disk(machine, directory, &borrowing)?;
+        }
+        self.drop_note(machine, directory);
+        self.tidy(machine);
+        info!(vm = machine.name(), "its swap disk is on this host's disk");
+        Ok(())
+    }
+
+    /// Copies what is lent to a new file.
+    fn move_to_disk(
+        &self,
+        machine: &Machine,
+        directory: &VmDirectory,
+        borrowing: &Borrowing,
+    ) -> Result<(), DaemonError> {
+        let place = |source| DaemonError::State {
+            path: directory.path().to_owned(),
+            source,
+        };
+        let file = swap::place(machine.name()).map_err(place)?;
+        let add = |files: &mut Vec<PathBuf>| files.push(file.clone());
+        machine.vm().change_temporary(add).map_err(place)?;
+        let moved = (|| {
+            let mut qmp = machine.monitor();
+            let generation = graph::free_generation(&mut qmp)?;
+            let to = graph::build_on_disk(&mut qmp, generation, &file, borrowing.bytes)?;
+            drop(qmp);
+            graph::switch(&|| machine.monitor(), &borrowing.top(), &to, &|| None)
+        })();
+        if moved.is_err() {
+            self.tidy(machine);
+        }
+        Ok(moved?)
+    }
+
+    fn release(&self, leases: impl Iterator<Item = LeaseId>) {
+        for id in leases {
+            if let Err(error) = self.lending.registry.release(id, &self.lending.host) {
+                warn!(lease = id.0, %error, "not released; its lender takes it back when it is over");
+            }
+        }
+    }
+
+    /// Nothing is borrowed any more: watches no longer, releases the leases, and forgets.
+    fn drop_note(&self, machine: &Machine, directory: &VmDirectory) {
+        let guard = self.lending.guards().remove(machine.name());
+        remove_note(directory);
+        if let Some(guard) = guard {
+            guard.stop();
+            self.release(guard.borrowing().parts.iter().map(|part| part.lease));
+        }
+    }
+
+    /// The VM has ended, and its files are gone.
+    pub(super) fn forget_borrowing(&self, machine: &Machine) {
+        let guard = self.lending.guards().remove(machine.name());
+        if let Some(guard) = guard {
+            guard.stop();
+            self.release(guard.borrowing().parts.iter().map(|part| part.lease));
+        }
+    }
+
+    /// Removes nodes and files of the swap disk that its device doesn't use: after a switch those of before, after a failure the new ones.
+    #[allow(clippy::unused_self)] // the daemon's affair
+    fn tidy(&self, machine: &Machine) {
+        let tidied = (|| -> Result<(), DaemonError> {
+            graph::cancel(&|| machine.monitor())?;
+            let mut qmp = machine.monitor();
+            let top = graph::top(&mut qmp, machine.name())?;
+            for generation in 0..graph::free_generation(&mut qmp)? {
+                if generation != top.generation {
+                    graph::remove_generation(&mut qmp, generation)?;
+                }
+            }
+            drop(qmp);
+            let mut left = Vec::new();
+            let keep = |path: &PathBuf| !is_swap_file(path) || Some(path) == top.file.as_ref();
+            let change = |files: &mut Vec<PathBuf>| {
+                left = files.iter().filter(|path| !keep(path)).cloned().collect();
+            };
+            let noted = |source| DaemonError::State {
+                path: machine
+                    .vm()
+                    .directory()
+                    .map_or_else(PathBuf::new, |d| d.path().to_owned()),
+                source,
+            };
+            machine.vm().change_temporary(change).map_err(noted)?;
+            for file in &left {
+                match std::fs::remove_file(file) {
+                    Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                        return Err(noted(error));
+                    }
+                    _ => {}
+                }
+            }
+            // Forgotten only when they are gone.
+            machine
+                .vm()
+                .change_temporary(|files| files.retain(|file| !left.contains(file)))
+                .map_err(noted)
+        })();
+        if let Err(error) = tidied {
+            warn!(
+                vm = machine.name(),
+                error = chain(&error),
+                "parts of its swap disk that nothing uses are left"
+            );
+        }
+    }
+
+    /// A lender of these that isn't heard of any more, in words.
+    fn silent_lender(&self, borrowing: &Borrowing) -> Option<String> {
+        // Unknown isn't silent.
+        let picture = self.lending.registry.picture().ok()?;
+        let is_silent = |part: &Part| {
+            picture.lenders.iter().any(|lender| {
+                lender.lender.host == part.lender
+                    && u128::from(lender.silent_ms) > SILENT.as_millis()
+            })
+        };
+        let (_, part) = borrowing.reached().find(|(_, part)| is_silent(part))?;
+        Some(format!("lender '{}' isn't heard of", part.lender))
+    }
+
+    fn watch(self: &Arc<Self>, machine: &Arc<Machine>, guard: &Arc<Guard>) {
+        self.lending
+            .guards()
+            .insert(machine.name().to_owned(), guard.clone());
+        let (daemon, machine) = (Arc::downgrade(self), Arc::downgrade(machine));
+        let guard = guard.clone();
+        let spawned = std::thread::Builder::new()
+            .name("borrowed".into())
+            .spawn(move || keep_watch(&daemon, &machine, &guard));
+        if let Err(error) = spawned {
+            warn!(%error, "no thread to watch what is borrowed: it ends with its lease");
+        }
+    }
+
+    /// A part can't be reached any more: QEMU goes on without it already. Takes it out, and sees that there is a copy again.
+    fn heal(&self, machine: &Machine, guard: &Guard, part: usize) -> Result<(), DaemonError> {
+        let began = Instant::now();
+        let directory = swap_directory(machine)?;
+        let _alone = machine.save_right();
+        let borrowing = guard.borrowing();
+        if guard.is_stopped() || borrowing.parts[part].lost {
+            return Ok(());
+        }
+        guard.cut(part);
+        let lost = &borrowing.parts[part];
+        if borrowing.durability == Durability::None {
+            error!(
+                vm = machine.name(),
+                lender = lost.lender,
+                "its swap disk is lost with its lender (durability none); programs of the guest end"
+            );
+        } else {
+            graph::take_out(&mut machine.monitor(), &borrowing, part)?;
+        }
+        let now = {
+            let mut state = guard.state();
+            state.borrowing.parts[part].lost = true;
+            state.wires[part] = None;
+            state.borrowing.clone()
+        };
+        if let Err(error) = write_note(directory, &now) {
+            warn!(vm = machine.name(), %error, "its note can't be written");
+        }
+        self.release(std::iter::once(lost.lease));
+        warn!(
+            vm = machine.name(),
+            lender = lost.lender,
+            healed_ms = ms(began),
+            "the connection to its lender has ended; its swap disk goes on, on the other copy"
+        );
+        if borrowing.durability == Durability::Replica && now.reached().count() == 1 {
+            // The one that is left may die too.
+            self.give_back(machine, directory, guard)?;
+        }
+        Ok(())
+    }
+
+    /// Asks for more time for what is borrowed, and hears what the lender wants.
+    fn renew(&self, machine: &Machine, guard: &Guard) -> Result<(), DaemonError> {
+        let borrowing = guard.borrowing();
+        let mut wanted = false;
+        for (number, part) in borrowing.reached() {
+            match self
+                .lending
+                .registry
+                .renew(part.lease, &self.lending.host, LEASE_TTL)
+            {
+                Ok(lease) => wanted |= lease.recall_ms.is_some(),
+                Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. })) => {
+                    warn!(vm = machine.name(), %error, "given up");
+                    guard.cut(number);
+                }
+                // It holds for a while yet.
+                Err(_) => {}
+            }
+        }
+        if let Some(why) = self.silent_lender(&borrowing) {
+            warn!(vm = machine.name(), why, "given up");
+            for (number, part) in borrowing.reached() {
+                if why.contains(&format!("'{}'", part.lender)) {
+                    guard.cut(number);
+                }
+            }
+        }
+        if wanted && !guard.is_stopped() {
+            info!(vm = machine.name(), "its lender needs the memory back");
+            self.return_memory(machine.name())?;
+        }
+        Ok(())
+    }
+
+    /// Goes on with what the daemon before had borrowed for a VM, or had begun to.
+    pub(super) fn resume_borrowing(self: &Arc<Self>, machine: &Arc<Machine>) {
+        let Some(directory) = machine.vm().directory() else {
+            return;
+        };
+        let Ok(mut borrowing) = VmDirectory::read_json::<Borrowing>(&directory.borrowed()) else {
+            return;
+        };
+        let _alone = machine.save_right();
+        // Of a switch that was under way, the device tells how it ended.
+        self.tidy(machine);
+        let top = graph::top(&mut machine.monitor(), machine.name());
+        if top.is_ok_and(|top| top.node != borrowing.top()) {
+            remove_note(directory);
+            self.release(borrowing.parts.iter().map(|part| part.lease));
+            return;
+        }
+        borrowing.phase = Phase::Lent;
+        let find = |part: &Part| {
+            let wire = Wire::find(machine.vm().process(), &part.address).ok()?;
+            wire.filter(|_| !part.lost)
+        };
+        let wires = borrowing.parts.iter().map(find).collect();
+        info!(vm = machine.name(), "what it has borrowed is watched again");
+        let guard = Guard::new(machine.name(), borrowing, wires);
+        self.watch(machine, &guard);
+    }
+}
+
+fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
+    let mut renewed = Instant::now();
+    while !guard.is_stopped() {
+        std::thread::sleep(WATCH);
+        let (Some(daemon), Some(machine)) = (daemon.upgrade(), machine.upgrade()) else {
+            return;
+        };
+        for part in guard.ended() {
+            if let Err(error) = daemon.heal(&machine, guard, part) {
+                // Tried again at the next look. A VM that ends takes its monitor with it.
+                warn!(
+                    vm = guard.vm,
+                    error = chain(&error),
+                    "a lender is lost, and its node can't be taken out"
+                );
+                std::thread::sleep(RENEW);
+            }
+        }
+        hear(&machine, guard);
+        if renewed.elapsed() >= RENEW {
+            renewed = Instant::now();
+            if let Err(error) = daemon.renew(&machine, guard) {
+                warn!(
+                    vm = guard.vm,
+                    error = chain(&error),
+                    "what it has borrowed can't be given back"
+                );
+            }
+        }
+    }
+}
+
+/// Hears from QEMU which requests have failed.
+fn hear(machine: &Machine, guard: &Guard) {
+    let events = {
+        let mut qmp = machine.monitor();
+        // Events come with answers.
+        if qmp.query("query-status").is_err() {
+            return;
+        }
+        qmp.take_events_named("QUORUM_REPORT_BAD")
+    };
+    let borrowing = guard.borrowing();
+    for event in events {
+        match graph::failed(&event, &borrowing) {
+            // Even if the connection stands: it lacks that write.
+            Some(Failed::Lent(part)) => guard.cut(part),
+            Some(Failed::Copy) if !borrowing.copy_failed => {
+                error!(
+                    vm = guard.vm,
+                    "a write to the copy of its swap disk has failed: it is lost if its lender dies now; 'memfold return' moves it to a new file"
+                );
+                guard.state().borrowing.copy_failed = true;
+            }
+            Some(Failed::Copy) | None => {}
+        }
+    }
+}
+
+/// Connects QEMU to a lent piece, and holds the connection.
+fn connect(
+    machine: &Machine,
+    directory: &VmDirectory,
+    borrowing: &Borrowing,
+    number: usize,
+    endpoint: &Endpoint,
+) -> Result<Option<Wire>, DaemonError> {
+    let failed = |source| DaemonError::State {
+        path: directory.path().to_owned(),
+        source,
+    };
+    let process = machine.vm().process();
+    let keys = directory.path().join("swap-keys");
+    if let Some(key) = &endpoint.key {
+        std::fs::create_dir_all(&keys).map_err(failed)?;
+        write_key(&keys.join("keys.psk"), key).map_err(failed)?;
+    }
+    let secret = endpoint.key.as_ref().map(|key| (&*keys, &*key.identity));
+    // Its lender may accept a connection and say nothing, and QEMU's main loop waits.
+    let connected = within(process, &endpoint.address, CONNECT, || {
+        graph::connect(&mut machine.monitor(), borrowing, number, secret)
+    });
+    // QEMU has read it.
+    remove_keys(&keys);
+    connected?;
+    let wire = Wire::find(process, &endpoint.address).map_err(failed)?;
+    let Some(wire) = wire else {
+        return Err(lending(
+            format!(
+                "the connection to lender '{}' has ended right after it began",
+                borrowing.parts[number].lender
+            ),
+            "try again; its daemon's log says why",
+        ));
+    };
+    wire.keep_alive().map_err(failed)?;
+    Ok(Some(wire))
+}
+
+fn remove_keys(directory: &Path) {
+    match std::fs::remove_dir_all(directory) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            warn!(directory = %directory.display(), %error, "a key is left there");
+        }
+        _ => {}
+    }
+}
+
+fn write_note(directory: &VmDirectory, borrowing: &Borrowing) -> std::io::Result<()> {
+    directory.write_json(&directory.borrowed(), borrowing)
+}
+
+fn remove_note(directory: &VmDirectory) {
+    // There may be none; one that stays is found wrong by the next daemon.
+    let _ = std::fs::remove_file(directory.borrowed());
+}
+
+/// Made by [`swap::place`].
+fn is_swap_file(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| {
+        name.starts_with("memfold-") && name.contains("-swap-") && name.ends_with(".raw")
+    })
+}
+
+/// The directory of a VM whose swap disk can be switched.
+fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
+    let (Some(directory), Some(spec)) = (machine.vm().directory(), machine.vm().spec()) else {
+        return Err(graph::GraphError::NoSwapDisk(machine.name().to_owned()).into());
+    };
+    if spec.swap.is_none() {
+        return Err(graph::GraphError::NoSwapDisk(machine.name().to_owned()).into());
+    }
+    if spec.user.is_some() {
+        return Err(lending(
+            format!(
+                "QEMU of VM '{}' has given its rights up (user = ...): it can't open a lender's socket or a new file",
+                machine.name()
+            ),
+            "start the VM without --user",
+        ));
+    }
+    Ok(directory)
+}
+
+/// Has a guest use its swap disk as soon as its agent answers.
+pub(super) fn swap_on_when_booted(machine: &Arc<Machine>) {
+    if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
+        return;
+    }
+    let weak = Arc::downgrade(machine);
+    let work = move || {
+        let end = Instant::now() + BOOT_TIMEOUT;
+        while Instant::now() < end {
+            // Not kept alive by a guest that never answers.
+            let Some(machine) = weak.upgrade() else {
+                return;
+            };
+            if machine.wait_agent(Duration::from_secs(1)).is_err() {
+                continue;
+            }
+            match machine.run(&swap::swap_on(), SWAP_ON_TIMEOUT) {
+                Ok(done) if done.code == 0 => {
+                    info!(vm = machine.name(), "its guest uses its swap disk")
+                }
+                Ok(done) => {
+                    let said = String::from_utf8_lossy(&done.stderr).trim().to_owned();
+                    warn!(
+                        vm = machine.name(),
+                        said, "its guest does not use its swap disk"
+                    );
+                }
+                Err(error) => {
+                    warn!(
+                        vm = machine.name(),
+                        error = chain(&error),
+                        "its guest does not use its swap disk"
+                    );
+                }
+            }
+            return;
+        }
+    };
+    if let Err(error) = std::thread::Builder::new()
+        .name("swap-on".into())
+        .spawn(work)
+    {
+        warn!(%error, "no thread to have a guest use its swap disk");
+    }
+}
