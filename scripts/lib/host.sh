@@ -8,6 +8,8 @@ host_packages=(
     mmdebstrap debian-archive-keyring e2fsprogs cpio xz-utils zstd util-linux
     # data disks and segments of the tests and studies
     xfsprogs btrfs-progs erofs-utils bubblewrap
+    # lent memory
+    nbdkit
     # the tests' own needs
     curl procps
 )

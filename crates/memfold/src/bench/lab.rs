@@ -41,6 +41,15 @@ pub enum DiskMode {
 impl Lab {
     /// A laboratory with folding paused.
     pub fn new(settings: EngineSettings) -> anyhow::Result<Self> {
+        Self::at(settings, None)
+    }
+
+    /// The same, as host `lab` at the registry of leases that the daemon at a socket serves.
+    pub fn with_registry(settings: EngineSettings, registry: &Path) -> anyhow::Result<Self> {
+        Self::at(settings, Some(registry.to_owned()))
+    }
+
+    fn at(settings: EngineSettings, registry: Option<PathBuf>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(ksm::NOTES)
             .with_context(|| format!("cannot make {}", ksm::NOTES))?;
         if ksm::restore_leftover(Path::new(ksm::NOTES)).unwrap_or(false) {
@@ -58,8 +67,8 @@ impl Lab {
             paused: true,
             shelf: directory.path().join("snapshots"),
             segments: directory.path().join("segments"),
-            host: None,
-            registry: None,
+            host: Some("lab".into()),
+            registry,
         };
         let daemon = Daemon::start(&options)?;
         *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) =

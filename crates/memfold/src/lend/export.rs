@@ -32,11 +32,17 @@ const LOG_TAIL: usize = 2048;
 /// would let another one in.
 const FILTERS: [&str; 3] = ["exitlast", "limit", "nozero"];
 
+/// Run under `setpriv --pdeathsig KILL`, so that it ends with us: nbdkit's own `--exit-with-parent` lets a client that is there stay as long
+/// as it is silent. Who has lost its parent before that was set ends here.
+const SHELL: &str = "[ \"$PPID\" = \"$1\" ] || exit 1; shift; exec 3<&0 </dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit \"$@\"";
+
 /// Why a lease could not be exported. Nothing is left of it then.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
     /// nbdkit isn't there.
-    #[error("nbdkit cannot be started: {0}; install it (apt install nbdkit, or make setup)")]
+    #[error(
+        "nbdkit cannot be started by setpriv: {0}; install both (apt install nbdkit util-linux, or make setup)"
+    )]
     Missing(#[source] io::Error),
     /// Files or sockets can't be made.
     #[error("cannot use {path}")]
@@ -68,8 +74,7 @@ pub enum Listen {
     Tcp(IpAddr),
 }
 
-/// A running export. It ends when this is dropped, and with the *thread* that started it (`PR_SET_PDEATHSIG`, which nbdkit's
-/// `--exit-with-parent` sets, means the thread).
+/// A running export. It ends when this is dropped, and with the *thread* that started it (`PR_SET_PDEATHSIG` means the thread).
 #[derive(Debug)]
 pub struct Export {
     child: Child,
@@ -242,12 +247,11 @@ fn start(
         }
     };
     // nbdkit takes a socket that listens already (systemd's protocol: descriptor 3, and who it is for). The shell moves it there.
-    let mut command = Command::new("/bin/sh");
+    let mut command = Command::new("setpriv");
     command
-        .arg("-c")
-        .arg("exec 3<&0 </dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit \"$@\"")
-        .arg("nbdkit")
-        .args(["--foreground", "--exit-with-parent", "--log=stderr"])
+        .args(["--pdeathsig", "KILL", "/bin/sh", "-c", SHELL, "nbdkit"])
+        .arg(std::process::id().to_string())
+        .args(["--foreground", "--log=stderr"])
         .args(FILTERS.map(|filter| format!("--filter={filter}")))
         .args(tls)
         .arg("data")
@@ -476,10 +480,13 @@ mod tests {
             // As if this process were killed: nothing is dropped.
             let export = ready(&path, Listen::Unix, 2, MIB);
             let pid = export.pid();
+            let mut client = UnixStream::connect(path.join("2.sock")).unwrap();
+            enter(&mut client).unwrap();
             std::mem::forget(export);
-            pid
+            (pid, client)
         });
-        let pid = started.join().unwrap();
+        // Its client is there, and silent.
+        let (pid, _client) = started.join().unwrap();
         let ended = || {
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
             stat.is_empty() || stat.contains(") Z ")

@@ -1,5 +1,6 @@
 //! The command line and the daemon's interface, from outside: words, exit codes, JSON. VMs here are paused from the start.
 
+mod lending;
 mod support;
 
 use std::io::{BufRead, BufReader};
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// Every command, what its help has to speak of, and whether it needs a daemon (with arguments that are right).
-const COMMANDS: [(&[&str], &[&str], bool); 36] = [
+const COMMANDS: [(&[&str], &[&str], bool); 40] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -85,6 +86,14 @@ const COMMANDS: [(&[&str], &[&str], bool); 36] = [
     (&["snapshot", "verify"], &["checksums"], false),
     (&["snapshot", "remove"], &["no VM runs from"], false),
     (&["clone"], &["from one snapshot", "--number"], false),
+    (
+        &["lend"],
+        &["spare RAM", "--max", "--listen", "--unix", "--stop"],
+        true,
+    ),
+    (&["borrow"], &["another host lends", "--durability"], false),
+    (&["return"], &["back to this host's disk"], false),
+    (&["leases"], &["if a lender dies"], true),
     (&["bench"], &["studies", "--quick"], false),
     (
         &["segment", "build"],

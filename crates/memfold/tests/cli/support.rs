@@ -59,13 +59,24 @@ pub fn wait(what: &str, mut ready: impl FnMut() -> bool) {
 pub struct Daemon {
     pub child: Child,
     pub directory: TempDir,
+    more: Vec<String>,
 }
 
 impl Daemon {
     pub fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// With more arguments for `serve`.
+    pub fn start_with(more: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let child = spawn_in(directory.path());
-        let daemon = Self { child, directory };
+        let more: Vec<String> = more.iter().map(|&word| word.to_owned()).collect();
+        let child = spawn_in(directory.path(), &more);
+        let daemon = Self {
+            child,
+            directory,
+            more,
+        };
         daemon.wait_serving();
         daemon
     }
@@ -121,7 +132,7 @@ impl Daemon {
     }
 
     pub fn start_again(&mut self) {
-        self.child = spawn_in(self.directory.path());
+        self.child = spawn_in(self.directory.path(), &self.more);
         self.wait_serving();
     }
 
@@ -144,7 +155,7 @@ impl Daemon {
     }
 }
 
-fn spawn_in(directory: &Path) -> Child {
+fn spawn_in(directory: &Path, more: &[String]) -> Child {
     program()
         .arg("--socket")
         .arg(directory.join("s"))
@@ -153,6 +164,7 @@ fn spawn_in(directory: &Path) -> Child {
         .arg(directory.join("state"))
         .arg("--snapshots")
         .arg(directory.join("snapshots"))
+        .args(more)
         .stderr(Stdio::null())
         .spawn()
         .unwrap()

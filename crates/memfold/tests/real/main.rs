@@ -12,6 +12,7 @@
 //! | [`segments`] | VMs execute files of one image in place; what they write is theirs; who attacks it harms nobody else |
 //! | [`ksm`], [`ksm_explain`] | KSM for one trust domain, and its settings as before; every cause of `memfold ksm explain` |
 //! | [`estimate`] | what `memfold estimate` promises is what KSM and folding then save |
+//! | [`lend`] | a guest swaps on lent RAM, and lenders die and hang under it |
 //! | [`churn`] | files of three times the memory: what is folded at any moment, and that nothing grows |
 //!
 //! Each boots its VMs once; they take turns. Without guest images or QEMU they say so and pass, unless `MEMFOLD_REAL=1`.
@@ -27,6 +28,7 @@ mod estimate;
 mod integrity;
 mod ksm;
 mod ksm_explain;
+mod lend;
 mod liars;
 mod segments;
 mod served;

@@ -1,0 +1,453 @@
+//! Two daemons on one host, one lends and one borrows. The VMs are paused: QEMU's own `qemu-io` writes and reads their swap disks.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use memfold::vm::Qmp;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::support::{Daemon, code, err, out, refused, wait};
+
+const MIB: u64 = 1 << 20;
+
+/// A daemon that lends, and has the registry; `None` where that can't be.
+fn lender(host: &str, more: &[&str], lend: &[&str]) -> Option<Daemon> {
+    let daemon = Daemon::start_with(&[&["--host", host], more].concat());
+    let output = daemon.run(&[&["lend", "--max", "256M"], lend].concat());
+    if code(&output) == 3 {
+        println!("skipped: {}", err(&output));
+        return None;
+    }
+    assert_eq!(code(&output), 0, "{}", err(&output));
+    let end = Instant::now() + Duration::from_secs(30);
+    while daemon.json(&["lend"])["offer_bytes"] != 256 * MIB {
+        if Instant::now() > end {
+            println!("skipped: nothing to spare here: {}", daemon.json(&["lend"]));
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Some(daemon)
+}
+
+fn borrower(registry: &Daemon) -> Daemon {
+    let socket = registry.socket();
+    Daemon::start_with(&["--host", "b", "--registry", socket.to_str().unwrap()])
+}
+
+/// A paused VM with a swap disk of 64 MiB.
+struct Swapping<'a> {
+    daemon: &'a Daemon,
+    name: &'a str,
+}
+
+impl<'a> Swapping<'a> {
+    fn start(daemon: &'a Daemon, name: &'a str) -> Self {
+        daemon.paused_vm(name, &["--no-fold", "--swap", "64M"]);
+        Self { daemon, name }
+    }
+
+    fn directory(&self) -> PathBuf {
+        self.daemon.state().join("vms").join(self.name)
+    }
+
+    fn qmp(&self) -> Qmp {
+        Qmp::connect(&self.directory().join("qmp.sock"), Duration::from_secs(20)).unwrap()
+    }
+
+    /// Has QEMU do something with the swap disk, as its guest would. QEMU says how it went in its own output.
+    #[track_caller]
+    fn io(&self, what: &str) {
+        let log = self.directory().join("qemu.log");
+        let before = std::fs::read_to_string(&log).unwrap().len();
+        let line = format!("qemu-io -d /machine/peripheral/swap/virtio-backend \"{what}\"");
+        let said = self.qmp().human(&line).unwrap();
+        assert_eq!(said, "", "{what}");
+        let said = std::fs::read_to_string(&log).unwrap().split_off(before);
+        let bad = ["failed", "rror", "cannot", "not found"];
+        let good = said.contains("bytes at offset") && !bad.iter().any(|b| said.contains(b));
+        assert!(good, "{what}: {said}");
+    }
+
+    fn write(&self, pattern: u8, at: u64) {
+        self.io(&format!("write -P {pattern} {at}M 4M"));
+    }
+
+    #[track_caller]
+    fn read(&self, pattern: u8, at: u64) {
+        self.io(&format!("read -P {pattern} {at}M 4M"));
+    }
+
+    /// Names of the nodes under the swap disk.
+    fn nodes(&self) -> Vec<String> {
+        let arguments = serde_json::json!({ "flat": true });
+        let nodes = self
+            .qmp()
+            .execute("query-named-block-nodes", arguments)
+            .unwrap();
+        let name = |node: &Value| node["node-name"].as_str().unwrap().to_owned();
+        let mut names: Vec<String> = nodes.as_array().unwrap().iter().map(name).collect();
+        names.retain(|name| name.starts_with("swap"));
+        names.sort();
+        names
+    }
+
+    /// Files of the swap disk that go with the VM; each is there.
+    fn files(&self) -> Vec<PathBuf> {
+        let record = std::fs::read(self.directory().join("process.json")).unwrap();
+        let record: Value = serde_json::from_slice(&record).unwrap();
+        let path = |path: &Value| PathBuf::from(path.as_str().unwrap());
+        let all: Vec<PathBuf> = record["overlays"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(path)
+            .collect();
+        assert!(all.iter().all(|path| path.exists()), "{all:?}");
+        all
+    }
+
+    fn borrow(&self, more: &[&str]) -> Value {
+        self.daemon.json(&[&["borrow", self.name], more].concat())
+    }
+
+    fn give_back(&self) -> Value {
+        self.daemon.json(&["return", self.name])
+    }
+
+    fn place(&self) -> String {
+        let leases = self.daemon.json(&["leases"]);
+        let of_it = |b: &&Value| b["vm"] == self.name;
+        let borrowed = leases["borrowed"].as_array().unwrap().iter().find(of_it);
+        borrowed.map_or("on_disk".into(), |b| b["place"].as_str().unwrap().into())
+    }
+
+    fn wait_place(&self, place: &str) {
+        wait(place, || self.place() == place);
+    }
+}
+
+/// The process that exports a lease of this lender.
+fn export(lender: &Daemon) -> Pid {
+    let place = lender.state().join("lend");
+    let is_log =
+        |path: &Path| path.starts_with(&place) && path.extension().is_some_and(|e| e == "log");
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        if std::fs::read_link(entry.path().join("fd/2")).is_ok_and(|to| is_log(&to)) {
+            let number = entry.file_name().to_str().unwrap().parse().unwrap();
+            return Pid::from_raw(number).unwrap();
+        }
+    }
+    panic!("nothing is exported");
+}
+
+fn leases(daemon: &Daemon) -> usize {
+    daemon.json(&["leases"])["leases"].as_array().unwrap().len()
+}
+
+fn wait_free(lender: &Daemon) {
+    wait("nothing is lent", || {
+        leases(lender) == 0 && lender.json(&["lend"])["lent_bytes"] == 0
+    });
+    let files = std::fs::read_dir(lender.state().join("lend")).unwrap();
+    assert_eq!(files.count(), 0);
+}
+
+#[test]
+fn a_swap_disk_goes_to_lent_memory_and_back_with_every_byte() {
+    for listen in [&["--unix"][..], &["--listen", "127.0.0.1"]] {
+        let Some(lender) = lender("a", &[], listen) else {
+            return;
+        };
+        let borrower = borrower(&lender);
+        let vm = Swapping::start(&borrower, "v");
+        let first = vm.files();
+        assert_eq!(first.len(), 1);
+        vm.write(1, 0);
+        vm.write(2, 60);
+        let done = vm.borrow(&["64M"]);
+        assert_eq!(
+            (&done["place"], &done["changed"]),
+            (&"lent".into(), &true.into())
+        );
+        assert_eq!(done["lenders"], serde_json::json!(["a"]));
+        assert_eq!(
+            vm.nodes(),
+            ["swap-copy1", "swap-file1", "swap-lent1-0", "swap1"]
+        );
+        // The disk of before is gone; the copy goes with the VM.
+        assert!(!first[0].exists());
+        assert_eq!(vm.files().len(), 1);
+        vm.read(1, 0);
+        vm.read(2, 60);
+        vm.write(3, 4);
+        let again = vm.borrow(&[]);
+        assert_eq!(
+            (&again["place"], &again["changed"]),
+            (&"lent".into(), &false.into())
+        );
+        let report = borrower.json(&["leases"]);
+        assert_eq!(report["lenders"][0]["lent_bytes"], 64 * MIB);
+        assert_eq!(report["leases"][0]["state"], "exported");
+        assert_eq!(report["blast"][0]["lender"], "a");
+        assert_eq!(report["blast"][0]["vms"][0]["vm"], "v");
+        assert_eq!(report["blast"][0]["vms"][0]["loses_bytes"], false);
+        let text = out(&borrower.run(&["leases"]));
+        for word in ["b/v", "if 'a' dies", "goes on, on its disk's copy"] {
+            assert!(text.contains(word), "no '{word}' in: {text}");
+        }
+        // No key is anywhere where it can be seen.
+        assert!(!vm.directory().join("swap-keys").exists());
+        let back = vm.give_back();
+        assert_eq!(
+            (&back["place"], &back["changed"]),
+            (&"on_disk".into(), &true.into())
+        );
+        assert_eq!(vm.nodes(), ["swap-copy1", "swap-file1", "swap1"]);
+        for (pattern, at) in [(1, 0), (2, 60), (3, 4), (0, 32)] {
+            vm.read(pattern, at);
+        }
+        wait_free(&lender);
+        assert_eq!(vm.give_back()["changed"], false);
+        // And once more, from what that left.
+        vm.borrow(&[]);
+        assert_eq!(
+            vm.nodes(),
+            ["swap-copy2", "swap-file2", "swap-lent2-0", "swap2"]
+        );
+        vm.read(3, 4);
+        let files = vm.files();
+        assert_eq!(
+            code(&borrower.run(&["vm", "stop", "v", "--timeout", "0"])),
+            0
+        );
+        assert!(!files[0].exists());
+        wait_free(&lender);
+    }
+}
+
+#[test]
+fn a_lender_that_dies_or_hangs_costs_no_byte() {
+    for (signal, listen) in [
+        (Signal::KILL, "--unix"),
+        (Signal::STOP, "--unix"),
+        (Signal::STOP, "--listen=127.0.0.1"),
+    ] {
+        let Some(lender) = lender("a", &[], &[listen]) else {
+            return;
+        };
+        let borrower = borrower(&lender);
+        let vm = Swapping::start(&borrower, "v");
+        vm.write(1, 0);
+        vm.borrow(&[]);
+        vm.write(2, 8);
+        kill_process(export(&lender), signal).unwrap();
+        let begun = Instant::now();
+        // Waits for the lender as the guest would.
+        vm.read(1, 0);
+        assert!(
+            begun.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            begun.elapsed()
+        );
+        println!(
+            "stalled {} ms by {signal:?}, {listen}",
+            begun.elapsed().as_millis()
+        );
+        vm.write(3, 8);
+        vm.wait_place("on_copy");
+        assert_eq!(vm.nodes(), ["swap-copy1", "swap-file1", "swap1"]);
+        vm.read(3, 8);
+        wait_free(&lender);
+        // Borrowed anew: from a copy that is whole.
+        assert_eq!(vm.borrow(&[])["changed"], true);
+        vm.read(1, 0);
+        vm.read(3, 8);
+        vm.give_back();
+        vm.read(3, 8);
+    }
+}
+
+#[test]
+fn daemons_that_are_killed_cost_no_byte_and_leave_no_export() {
+    let Some(mut lender) = lender("a", &[], &[]) else {
+        return;
+    };
+    let mut borrower = borrower(&lender);
+    let vm = Swapping::start(&borrower, "v");
+    vm.write(1, 0);
+    vm.borrow(&[]);
+    let exporting = export(&lender);
+    let borrowing = std::mem::replace(
+        &mut borrower.child,
+        std::process::Command::new("true").spawn().unwrap(),
+    );
+    kill(borrowing);
+    borrower.child.wait().unwrap();
+    borrower.start_again();
+    let vm = Swapping {
+        daemon: &borrower,
+        name: "v",
+    };
+    assert_eq!(vm.place(), "lent");
+    assert_eq!(export(&lender), exporting);
+    vm.read(1, 0);
+    // The lender's: its exports end with it, and what it lent before is nobody's when it lends again.
+    let lending = std::mem::replace(
+        &mut lender.child,
+        std::process::Command::new("true").spawn().unwrap(),
+    );
+    kill(lending);
+    lender.child.wait().unwrap();
+    wait("its export ends", || {
+        // Whoever adopts it may leave it a zombie, which holds no memory.
+        let stat = format!("/proc/{}/stat", exporting.as_raw_nonzero());
+        std::fs::read_to_string(stat).map_or(true, |stat| stat.contains(") Z "))
+    });
+    vm.read(1, 0);
+    vm.write(2, 0);
+    lender.start_again();
+    vm.wait_place("on_copy");
+    wait("it lends again", || {
+        lender.json(&["lend"])["offer_bytes"] == 256 * MIB
+    });
+    wait_free(&lender);
+    vm.borrow(&[]);
+    vm.read(2, 0);
+    vm.give_back();
+    vm.read(2, 0);
+}
+
+fn kill(mut child: std::process::Child) {
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn a_replica_goes_on_with_the_other_lender_and_then_on_disk() {
+    let Some(first) = lender("a", &[], &[]) else {
+        return;
+    };
+    let socket = first.socket();
+    let registry = ["--registry", socket.to_str().unwrap()];
+    let Some(second) = lender("c", &registry, &[]) else {
+        return;
+    };
+    let borrower = borrower(&first);
+    let vm = Swapping::start(&borrower, "v");
+    vm.write(1, 0);
+    let done = vm.borrow(&["--durability", "replica"]);
+    assert_eq!(done["lenders"].as_array().unwrap().len(), 2);
+    assert_eq!(vm.nodes(), ["swap-lent1-0", "swap-lent1-1", "swap1"]);
+    assert!(vm.files().is_empty());
+    vm.write(2, 8);
+    kill_process(export(&first), Signal::KILL).unwrap();
+    vm.read(2, 8);
+    vm.wait_place("on_disk");
+    assert_eq!(vm.nodes(), ["swap-file2", "swap2"]);
+    assert_eq!(vm.files().len(), 1);
+    vm.read(1, 0);
+    vm.read(2, 8);
+    wait_free(&second);
+}
+
+#[test]
+fn without_a_copy_memory_goes_there_and_back_too() {
+    let Some(lender) = lender("a", &[], &[]) else {
+        return;
+    };
+    let borrower = borrower(&lender);
+    let vm = Swapping::start(&borrower, "v");
+    vm.write(1, 0);
+    let done = vm.borrow(&["--durability", "none"]);
+    assert_eq!(done["place"], "lent");
+    assert_eq!(vm.nodes(), ["swap-lent1-0"]);
+    let report = borrower.json(&["leases"]);
+    assert_eq!(report["blast"][0]["vms"][0]["loses_bytes"], true);
+    vm.write(2, 8);
+    assert_eq!(vm.give_back()["changed"], true);
+    assert_eq!(vm.nodes(), ["swap-file2", "swap2"]);
+    vm.read(1, 0);
+    vm.read(2, 8);
+    wait_free(&lender);
+}
+
+#[test]
+fn a_lender_that_stops_gets_its_memory_back_from_running_vms() {
+    let Some(lender) = lender("a", &[], &[]) else {
+        return;
+    };
+    let borrower = borrower(&lender);
+    let vm = Swapping::start(&borrower, "v");
+    vm.write(1, 0);
+    vm.borrow(&[]);
+    let begun = Instant::now();
+    assert_eq!(lender.json(&["lend", "--stop"])["is_ending"], true);
+    wait("it is given back", || lender.json(&["lend"]).is_null());
+    println!("given back after {} ms", begun.elapsed().as_millis());
+    assert_eq!(leases(&lender), 0);
+    assert_eq!(vm.place(), "on_disk");
+    vm.read(1, 0);
+    refused(&borrower.run(&["borrow", "v"]), 1, &["no lender has 64"]);
+    vm.read(1, 0);
+}
+
+#[test]
+fn what_cannot_be_borrowed_is_refused_and_nothing_changes() {
+    let Some(lender) = lender("a", &[], &[]) else {
+        return;
+    };
+    let borrower = borrower(&lender);
+    borrower.paused_vm("plain", &["--no-fold"]);
+    refused(
+        &borrower.run(&["borrow", "plain"]),
+        1,
+        &["no swap disk", "--swap"],
+    );
+    refused(&borrower.run(&["borrow", "nobody"]), 1, &["no VM named"]);
+    let vm = Swapping::start(&borrower, "v");
+    vm.write(1, 0);
+    refused(
+        &borrower.run(&["borrow", "v", "1M"]),
+        1,
+        &["64", "can't hold it", "hint"],
+    );
+    refused(
+        &borrower.run(&["borrow", "v", "--durability", "replica"]),
+        1,
+        &["no lender has"],
+    );
+    borrower.paused_vm("large", &["--no-fold", "--swap", "512M"]);
+    refused(
+        &borrower.run(&["borrow", "large"]),
+        1,
+        &["no lender has 512", "256"],
+    );
+    refused(
+        &borrower.run(&["snapshot", "save", "v", "s"]),
+        1,
+        &["swap disk"],
+    );
+    refused(
+        &lender.run(&["lend", "--max", "1G"]),
+        1,
+        &["lends already", "--stop"],
+    );
+    assert_eq!(leases(&lender), 0);
+    assert_eq!(vm.nodes(), ["swap-file0", "swap0"]);
+    assert_eq!(vm.files().len(), 1);
+    vm.read(1, 0);
+    // A registry that isn't there.
+    let alone = Daemon::start_with(&["--host", "x", "--registry", "/nowhere/socket"]);
+    refused(
+        &alone.run(&["leases"]),
+        1,
+        &["/nowhere/socket", "cannot be used"],
+    );
+    refused(
+        &alone.run(&["lend", "--max", "64M"]),
+        1,
+        &["/nowhere/socket"],
+    );
+}

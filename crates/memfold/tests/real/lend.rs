@@ -1,0 +1,245 @@
+//! A guest swaps, its swap disk goes to lent RAM and back, and lenders die under it: no byte is lost.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold::api::{BorrowRequest, Client, LendRequest, SwapPlace};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::EngineSettings;
+use memfold::lend::{Durability, LenderStatus};
+use memfold_units::ByteSize;
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::support::{self, BOOT};
+
+/// Keeps more memory than the guest has, and checks every word of it; see the program.
+const SWAPPER: &str = include_str!("guest/swapper.c");
+
+const RAM: ByteSize = ByteSize::mib(320);
+const SWAP: ByteSize = ByteSize::mib(512);
+const ARRAY_MIB: u64 = 448;
+
+/// Longest time that the guest may wait for one page when a lender dies, in seconds: the promise.
+const LONGEST_STALL: f64 = 5.0;
+
+/// A daemon of its own that lends, and has the registry.
+struct Lender {
+    child: Child,
+    directory: tempfile::TempDir,
+    client: Client,
+}
+
+impl Lender {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
+        let child = Command::new(env!("CARGO_BIN_EXE_memfold"))
+            .arg("--socket")
+            .arg(&socket)
+            .args(["serve", "--host", "lender", "--state"])
+            .arg(directory.path().join("state"))
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let client = Client::new(&socket).unwrap();
+        let lender = Self {
+            child,
+            directory,
+            client,
+        };
+        wait("the lender's daemon answers", || {
+            lender
+                .client
+                .get::<serde_json::Value>("/v1/version")
+                .is_ok()
+        });
+        lender
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.path().join("s")
+    }
+
+    fn lend(&self, max: ByteSize) {
+        let request = LendRequest {
+            max_bytes: max.0,
+            listen: Some([127, 0, 0, 1].into()),
+        };
+        self.client
+            .post::<_, LenderStatus>("/v1/lend", &request)
+            .unwrap();
+        self.wait_free(max);
+    }
+
+    fn status(&self) -> LenderStatus {
+        let status: Option<LenderStatus> = self.client.get("/v1/lend").unwrap();
+        status.unwrap()
+    }
+
+    fn wait_free(&self, bytes: ByteSize) {
+        wait("it has so much to spare", || {
+            let status = self.status();
+            status.offer_bytes >= bytes.0 && status.lent_bytes == 0
+        });
+    }
+
+    /// The process that exports its only lease.
+    fn export(&self) -> Pid {
+        let place = self.directory.path().join("state/lend");
+        let is_log = |path: &Path| path.starts_with(&place);
+        let found = std::fs::read_dir("/proc").unwrap().flatten().find(|entry| {
+            std::fs::read_link(entry.path().join("fd/2")).is_ok_and(|to| is_log(&to))
+        });
+        let name = found.expect("nothing is exported").file_name();
+        Pid::from_raw(name.to_str().unwrap().parse().unwrap()).unwrap()
+    }
+}
+
+impl Drop for Lender {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn wait(what: &str, mut ready: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(90);
+    while !ready() {
+        assert!(Instant::now() < end, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// What the guest's program has said so far: pages checked, wrong words, longest access in seconds.
+fn heard(lab: &Lab) -> (u64, u64, f64) {
+    let said = lab
+        .exec("v", "cat /run/swapper", Duration::from_secs(60))
+        .unwrap();
+    let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
+    for line in said.lines() {
+        let mut words = line.split(' ').skip(1);
+        let mut next = || words.next().unwrap().parse::<u64>().unwrap();
+        (checked, wrong) = (next(), next());
+        longest = longest.max(next() as f64 / 1e6);
+    }
+    (checked, wrong, longest)
+}
+
+/// A number that differs from run to run.
+fn chance(below: u64) -> u64 {
+    memfold::vm::overlay::unique() / 1000 % below
+}
+
+#[test]
+fn a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
+    let Some(_turn) = support::turn() else { return };
+    let kills: u64 = std::env::var("MEMFOLD_LENDER_KILLS").map_or(5, |text| text.parse().unwrap());
+    let limit = Duration::from_secs(300);
+    let lender = Lender::start();
+    lender.lend(SWAP);
+    let lab = Lab::with_registry(EngineSettings::default(), &lender.socket()).unwrap();
+    let daemon = lab.daemon();
+    let mut spec = Lab::spec("v", "trixie-b", RAM, DiskMode::Buffered).unwrap();
+    spec.swap = Some(SWAP);
+    lab.start(spec).unwrap();
+    lab.wait_ready("v", BOOT).unwrap();
+    wait("the guest uses its swap disk", || {
+        let swaps = lab.exec("v", "cat /proc/swaps", limit).unwrap();
+        swaps.contains("/dev/vd")
+    });
+    let begin = format!(
+        "{}gcc -O2 -o /opt/swapper /opt/swapper.c && systemd-run -q --unit=swapper -p OOMScoreAdjust=-500 /opt/swapper {ARRAY_MIB} /run/swapper /run/swapper.stop",
+        support::file("swapper.c", SWAPPER)
+    );
+    lab.exec("v", &begin, limit).unwrap();
+    wait("it has begun to check", || {
+        let lines = lab
+            .exec("v", "wc -l < /run/swapper || echo 0", limit)
+            .unwrap();
+        lines.trim().parse::<u64>().unwrap_or(0) > 3
+    });
+    let (checked, _, on_disk) = heard(&lab);
+    let used = lab
+        .exec("v", "grep SwapFree /proc/meminfo; cat /proc/swaps", limit)
+        .unwrap();
+    println!(
+        "on disk: {checked} pages checked, longest access {on_disk:.3} s; {}",
+        used.replace('\n', "; ")
+    );
+    let request = BorrowRequest {
+        bytes: None,
+        durability: Durability::Disk,
+    };
+    let place = || {
+        let of_it = |b: &memfold::api::Borrowed| b.vm == "v";
+        let borrowed = daemon.leases().unwrap().borrowed;
+        borrowed
+            .into_iter()
+            .find(of_it)
+            .map_or(SwapPlace::OnDisk, |b| b.place)
+    };
+    for kill in 0..kills {
+        let done = daemon.borrow_memory("v", &request).unwrap();
+        assert_eq!(done.place, SwapPlace::Lent);
+        let after = Duration::from_millis(500 + chance(3000));
+        std::thread::sleep(after);
+        kill_process(lender.export(), Signal::KILL).unwrap();
+        let begun = Instant::now();
+        wait("it goes on, on its copy", || place() == SwapPlace::OnCopy);
+        println!(
+            "kill {kill}: switched in {} ms, killed after {after:?}, copy alone after {:?}",
+            done.took_ms,
+            begun.elapsed()
+        );
+        let (checked, wrong, _) = heard(&lab);
+        assert_eq!(wrong, 0, "after kill {kill}");
+        wait("it checks on", || heard(&lab).0 > checked);
+        lender.wait_free(SWAP);
+    }
+    let (.., with_kills) = heard(&lab);
+    // One that hangs instead.
+    daemon.borrow_memory("v", &request).unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    kill_process(lender.export(), Signal::STOP).unwrap();
+    wait("it goes on, on its copy", || place() == SwapPlace::OnCopy);
+    let (checked, ..) = heard(&lab);
+    wait("it checks on", || heard(&lab).0 > checked);
+    lender.wait_free(SWAP);
+    // Given back in use.
+    let done = daemon.borrow_memory("v", &request).unwrap();
+    let back = daemon.return_memory("v").unwrap();
+    println!(
+        "borrowed in {} ms, given back in {} ms",
+        done.took_ms, back.took_ms
+    );
+    assert!(back.changed && back.took_ms < 5000);
+    lender.wait_free(SWAP);
+    lab.exec("v", "touch /run/swapper.stop", limit).unwrap();
+    let mut said = String::new();
+    wait("all pages are checked", || {
+        said = lab
+            .exec("v", "grep ^end /run/swapper || true", limit)
+            .unwrap();
+        !said.is_empty()
+    });
+    assert_eq!(
+        said.trim(),
+        format!("end {} pages, 0 words wrong", ARRAY_MIB * 256)
+    );
+    lab.exec("v", "sed -i /^end/d /run/swapper", limit).unwrap();
+    let (checked, wrong, longest) = heard(&lab);
+    let log = lab
+        .exec(
+            "v",
+            "dmesg | grep -ciE 'I/O error|Write-error|Read-error' || true",
+            limit,
+        )
+        .unwrap();
+    println!(
+        "{kills} kills and a hang: {checked} pages checked, {wrong} words wrong, longest access {on_disk:.3} s on disk, {with_kills:.3} s with kills, {longest:.3} s in all"
+    );
+    assert_eq!(log.trim(), "0", "the guest has seen errors");
+    assert!(longest < LONGEST_STALL, "{longest} s");
+    lab.stop("v").unwrap();
+}
