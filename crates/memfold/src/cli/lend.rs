@@ -1,5 +1,7 @@
 //! `memfold lend`, `borrow`, `return`, `leases`.
 
+// Writing to a String can't fail.
+use std::fmt::Write as _;
 use std::net::IpAddr;
 use std::process::ExitCode;
 
@@ -77,12 +79,12 @@ fn lender(status: &LenderStatus) -> String {
         status.why
     );
     if status.is_ending {
-        text += "\ntakes everything back, and lends no more";
+        text.push_str("\ntakes everything back, and lends no more");
     } else if status.recalled_bytes > 0 {
-        text += &format!("\ntakes {} back", ByteSize(status.recalled_bytes));
+        let _ = write!(text, "\ntakes {} back", ByteSize(status.recalled_bytes));
     }
     if let Some(problem) = &status.problem {
-        text += &format!("\nproblem: {problem}");
+        let _ = write!(text, "\nproblem: {problem}");
     }
     text
 }
@@ -217,13 +219,14 @@ fn render(report: &LeaseReport) -> String {
             ),
         ),
     ] {
-        text += &format!("\n{title}\n{table}\n");
+        let _ = writeln!(text, "\n{title}\n{table}");
     }
     for blast in &report.blast {
-        text += &format!("\nif '{}' dies\n", blast.lender);
+        let _ = writeln!(text, "\nif '{}' dies", blast.lender);
         for vm in &blast.vms {
-            text += &format!(
-                "  {}/{} ({}) {}\n",
+            let _ = writeln!(
+                text,
+                "  {}/{} ({}) {}",
                 vm.host,
                 vm.vm,
                 size(vm.bytes),
@@ -233,7 +236,7 @@ fn render(report: &LeaseReport) -> String {
     }
     for borrowed in &report.borrowed {
         if borrowed.place != SwapPlace::Lent {
-            text += &format!("\n{}", self::borrowed(borrowed));
+            let _ = write!(text, "\n{}", self::borrowed(borrowed));
         }
     }
     text.trim_end().to_owned()

@@ -3,6 +3,7 @@
 //! Everything here can be cut off at any instant. What QEMU's device uses is the truth; `borrowed.json` names leases, and is written before
 //! the first of them is used. [`Daemon::tidy`] removes what nothing uses. So a new daemon ends or undoes what the one before began.
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -126,6 +127,12 @@ struct Begun {
     wires: Vec<Option<Wire>>,
 }
 
+impl Begun {
+    fn cut(&self) {
+        self.wires.iter().flatten().for_each(Wire::cut);
+    }
+}
+
 fn lending(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
     DaemonError::Lending {
         why: why.into(),
@@ -193,6 +200,7 @@ impl Daemon {
             }
             Err(error) => {
                 warn!(vm, error = chain(&error), "its swap disk stays where it is");
+                begun.cut();
                 self.tidy(&machine);
                 self.release(begun.leases.iter().map(|lease| lease.id));
                 remove_note(directory);
@@ -272,8 +280,20 @@ impl Daemon {
                 borrowing.parts[gone].lender
             ))
         };
-        // Its lender may hang meanwhile.
-        let silent = || cut().or_else(|| self.silent_lender(&borrowing));
+        // Its lender may hang meanwhile. QEMU can't give up what waits for an answer before the connection is cut.
+        let asked = Cell::new(Instant::now());
+        let silent = || {
+            if asked.get().elapsed() < RENEW {
+                return None;
+            }
+            asked.set(Instant::now());
+            let why = self.silent_lender(&borrowing);
+            if why.is_some() {
+                begun.cut();
+            }
+            why
+        };
+        let silent = || cut().or_else(silent);
         graph::switch(&|| machine.monitor(), &top.node, &borrowing.top(), &silent)?;
         borrowing.phase = Phase::Lent;
         if let Err(error) = write_note(directory, &borrowing) {
@@ -602,7 +622,8 @@ impl Daemon {
 
 fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
     let mut renewed = Instant::now();
-    while !guard.is_stopped() {
+    // Until nothing is left to watch.
+    while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
         std::thread::sleep(WATCH);
         let (Some(daemon), Some(machine)) = (daemon.upgrade(), machine.upgrade()) else {
             return;
@@ -720,9 +741,8 @@ fn remove_note(directory: &VmDirectory) {
 /// Made by [`swap::place`].
 fn is_swap_file(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
-    name.is_some_and(|name| {
-        name.starts_with("memfold-") && name.contains("-swap-") && name.ends_with(".raw")
-    })
+    let is_ours = |name: &str| name.starts_with("memfold-") && name.contains("-swap-");
+    name.is_some_and(is_ours) && path.extension().is_some_and(|end| end == "raw")
 }
 
 /// The directory of a VM whose swap disk can be switched.
@@ -763,7 +783,7 @@ pub(super) fn swap_on_when_booted(machine: &Arc<Machine>) {
             }
             match machine.run(&swap::swap_on(), SWAP_ON_TIMEOUT) {
                 Ok(done) if done.code == 0 => {
-                    info!(vm = machine.name(), "its guest uses its swap disk")
+                    info!(vm = machine.name(), "its guest uses its swap disk");
                 }
                 Ok(done) => {
                     let said = String::from_utf8_lossy(&done.stderr).trim().to_owned();

@@ -11,7 +11,7 @@ use super::borrowing::Guard;
 use super::{Daemon, DaemonError, DaemonOptions, write_json};
 use crate::api::{LeaseReport, LendRequest, remote_registry};
 use crate::lend::blast::blast;
-use crate::lend::calls::{Answer, Call, answer};
+use crate::lend::calls::{Answer, Call, CallRegistry, answer};
 use crate::lend::export::Listen;
 use crate::lend::registry::{check_bytes, check_name};
 use crate::lend::{Lender, LenderOptions, LenderStatus, Registry, SqliteRegistry};
@@ -46,13 +46,23 @@ impl Lending {
         if options.host.is_some() {
             check_host(&host)?;
         }
-        let (registry, place): (Arc<dyn Registry>, PathBuf) = match &options.registry {
-            Some(socket) => (remote_registry(socket), socket.clone()),
-            None => {
+        let (registry, place): (Arc<dyn Registry>, PathBuf) =
+            if let Some(socket) = &options.registry {
+                (remote_registry(socket), socket.clone())
+            } else {
                 let path = options.state.join("registry.db");
-                (Arc::new(SqliteRegistry::open(&path)?), path)
-            }
-        };
+                // VMs have to be served whatever this file holds.
+                let registry: Arc<dyn Registry> = match SqliteRegistry::open(&path) {
+                    Ok(registry) => Arc::new(registry),
+                    Err(error) => {
+                        warn!(%error, "memory can't be lent or borrowed here");
+                        let place = path.display().to_string();
+                        let why = error.to_string();
+                        Arc::new(CallRegistry::new(place, move |_: &Call| Err(why.clone())))
+                    }
+                };
+                (registry, path)
+            };
         Ok(Self {
             host,
             registry,

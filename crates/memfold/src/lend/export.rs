@@ -161,6 +161,20 @@ impl Export {
         self.child.id()
     }
 
+    /// Kills it, and waits for so long until its memory is free; whether it is.
+    pub fn kill(&mut self, patience: Duration) -> bool {
+        // Fails only for a child that has ended; and SIGKILL ends one that stands still too.
+        let _ = self.child.kill();
+        let end = Instant::now() + patience;
+        loop {
+            match self.child.try_wait() {
+                Ok(None) if Instant::now() < end => std::thread::sleep(Duration::from_millis(5)),
+                Ok(None) => return false,
+                _ => return true,
+            }
+        }
+    }
+
     /// What it does now.
     pub fn health(&mut self) -> Health {
         if !matches!(self.child.try_wait(), Ok(None)) {
@@ -281,7 +295,7 @@ fn new_key(id: LeaseId) -> io::Result<Key> {
     })
 }
 
-/// Writes a key as GnuTLS reads it, for its owner alone.
+/// Writes a key as `GnuTLS` reads it, for its owner alone.
 pub fn write_key(path: &Path, key: &Key) -> io::Result<()> {
     use std::io::Write as _;
     remove(&[path.to_owned()]);
@@ -320,6 +334,8 @@ mod tests {
     use std::net::TcpStream;
     use std::os::unix::net::UnixStream;
 
+    use rustix::process::{Pid, Signal, kill_process};
+
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -339,7 +355,7 @@ mod tests {
         Some(greeting)
     }
 
-    /// Goes through the handshake by the old way that still is in the protocol: NBD_OPT_EXPORT_NAME.
+    /// Goes through the handshake by the old way that still is in the protocol: `NBD_OPT_EXPORT_NAME`.
     fn enter(stream: &mut UnixStream) -> Option<u64> {
         let greeting = greet(stream)?;
         assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
@@ -440,7 +456,6 @@ mod tests {
         if !there() {
             return;
         }
-        use rustix::process::{Pid, Signal, kill_process};
         let place = tempfile::tempdir().unwrap();
         let mut export = ready(place.path(), Listen::Unix, 9, MIB);
         let pid = Pid::from_raw(i32::try_from(export.pid()).unwrap()).unwrap();

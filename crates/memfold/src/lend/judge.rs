@@ -30,8 +30,10 @@ const BUSY_SOME: f64 = 1.0;
 /// Where all tasks wait so many percent of the time (`full`), what is lent is taken back.
 const BAD_FULL: f64 = 5.0;
 
-/// Refaults a second that go with ordinary reading of files (4 MiB/s); more, and page cache is short.
+/// Refaults a second that go with ordinary reading of files (4 MiB/s); more, and page cache is short. A host that has more than this part of
+/// its RAM available doesn't drop pages for want of it: a control group's limit does, or proactive reclaim.
 const BUSY_REFAULTS: f64 = 1024.0;
+const PLENTY_PART: u64 = 4;
 
 /// Sizes are rounded down to this: small changes aren't worth telling.
 const GRAIN: u64 = 16 << 20;
@@ -153,7 +155,8 @@ fn waits(before: &Sample, now: &Sample) -> Option<String> {
     if now.swap_ins > before.swap_ins {
         return Some("this host reads its own swap".into());
     }
-    (refaults > BUSY_REFAULTS).then(|| {
+    let is_short = now.available_bytes < now.total_bytes / PLENTY_PART;
+    (is_short && refaults > BUSY_REFAULTS).then(|| {
         format!("this host reads pages again that it had dropped ({refaults:.0} a second)")
     })
 }
@@ -207,7 +210,8 @@ mod tests {
 
     #[test]
     fn a_host_that_waits_or_swaps_offers_nothing_more_than_it_has_lent() {
-        let busy: [(&str, fn(&mut Sample)); 4] = [
+        type Change = fn(&mut Sample);
+        let busy: [(&str, Change); 4] = [
             ("wait for memory", |s| s.some_avg10 = Some(3.0)),
             ("wait for memory", |s| s.some_avg60 = Some(3.0)),
             ("its own swap", |s| s.swap_ins = 1),
@@ -215,14 +219,20 @@ mod tests {
         ];
         for (word, change) in busy {
             let mut judge = Judge::new(64 * GIB);
-            judge.judge(calm(0, 8 * GIB), GIB);
-            let mut now = calm(1, 8 * GIB);
+            judge.judge(calm(0, 3 * GIB), GIB);
+            let mut now = calm(1, 3 * GIB);
             change(&mut now);
             let verdict = judge.judge(now, GIB);
             assert_eq!(verdict.offer_bytes, GIB, "{word}");
             assert!(verdict.why.contains(word), "{}", verdict.why);
             assert_eq!(verdict.recall_bytes, 0);
         }
+        // Not for want of memory.
+        let mut judge = Judge::new(64 * GIB);
+        judge.judge(calm(0, 8 * GIB), GIB);
+        let mut now = calm(1, 8 * GIB);
+        now.refaults = 5000;
+        assert_eq!(judge.judge(now, GIB).offer_bytes, 8 * GIB);
     }
 
     #[test]

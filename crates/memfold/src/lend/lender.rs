@@ -25,6 +25,9 @@ const TICK: Duration = Duration::from_millis(500);
 /// How long an offer holds without being said again.
 const OFFER_TTL: Duration = Duration::from_secs(10);
 
+/// Exports that end so fast are waited for.
+const AT_ONCE: Duration = Duration::from_millis(100);
+
 /// How long a borrower has to give memory back that this host needs.
 pub const GIVE_BACK: Duration = Duration::from_secs(10);
 
@@ -94,6 +97,7 @@ impl Lender {
             judge: Judge::new(options.max_bytes),
             begun: Instant::now(),
             exports: BTreeMap::new(),
+            dying: BTreeMap::new(),
             status: status.clone(),
             ending: ending.clone(),
             registry,
@@ -107,6 +111,7 @@ impl Lender {
                     std::thread::park_timeout(TICK);
                 }
                 work.exports.clear();
+                work.dying.clear();
                 if let Err(error) = work.registry.withdraw(&work.lender) {
                     warn!(%error, "the registry does not know yet that this host lends no more");
                 }
@@ -200,6 +205,8 @@ struct Work {
     judge: Judge,
     begun: Instant,
     exports: BTreeMap<LeaseId, Lent>,
+    /// Killed, and not gone yet: to free much memory takes a while, and others are to hear of this host meanwhile.
+    dying: BTreeMap<LeaseId, Export>,
     status: Arc<Mutex<LenderStatus>>,
     ending: Arc<AtomicBool>,
 }
@@ -237,7 +244,9 @@ impl Work {
     }
 
     fn lent_bytes(&self) -> u64 {
-        self.exports.values().map(|lent| lent.export.bytes()).sum()
+        let living = self.exports.values().map(|lent| lent.export.bytes());
+        let dying = self.dying.values().map(Export::bytes);
+        living.chain(dying).sum()
     }
 
     /// Ends exports that have ended by themselves or stand still.
@@ -248,6 +257,14 @@ impl Work {
             if health != Health::Serving {
                 dead.push((*id, health));
             }
+        }
+        let gone: Vec<LeaseId> = self
+            .dying
+            .iter_mut()
+            .filter_map(|(id, export)| (export.health() == Health::Ended).then_some(*id))
+            .collect();
+        for id in gone {
+            self.buried(id);
         }
         for (id, health) in dead {
             warn!(
@@ -287,7 +304,7 @@ impl Work {
             let recalled = leases.iter().filter(|lease| lease.recall_ms.is_some());
             status.recalled_bytes = recalled.map(|lease| lease.bytes).sum();
         });
-        Ok(ending && leases.is_empty() && self.exports.is_empty())
+        Ok(ending && leases.is_empty() && self.exports.is_empty() && self.dying.is_empty())
     }
 
     fn judge(&mut self) -> Verdict {
@@ -358,7 +375,8 @@ impl Work {
     }
 
     fn begin(&mut self, lease: &Lease) -> Result<(), RegistryError> {
-        if lease.state != LeaseState::Taken || lease.left_ms == 0 {
+        let is_dying = self.dying.contains_key(&lease.id);
+        if lease.state != LeaseState::Taken || lease.left_ms == 0 || is_dying {
             return Ok(());
         }
         if !self.exports.contains_key(&lease.id) {
@@ -404,13 +422,28 @@ impl Work {
         Ok(())
     }
 
-    /// Ends an export, if there is one, and then says so: not before its bytes are free.
+    /// Ends an export, if there is one, and says so as soon as its bytes are free.
     fn end_export(&mut self, id: LeaseId, failed: bool) {
-        let was = self.exports.remove(&id).is_some();
+        if self.dying.contains_key(&id) {
+            return;
+        }
+        let was = self.exports.remove(&id);
         self.set(|status| {
-            status.ended += u64::from(was);
-            status.failed += u64::from(was && failed);
+            status.ended += u64::from(was.is_some());
+            status.failed += u64::from(was.is_some() && failed);
         });
+        if let Some(Lent { mut export, .. }) = was {
+            if !export.kill(AT_ONCE) {
+                self.dying.insert(id, export);
+                return;
+            }
+        }
+        self.buried(id);
+    }
+
+    /// Its memory is free.
+    fn buried(&mut self, id: LeaseId) {
+        self.dying.remove(&id);
         // If it isn't heard, the next look finds the lease without an export.
         if let Err(error) = self.registry.ended(id, &self.lender) {
             warn!(lease = id.0, %error, "has ended, and the registry doesn't know yet");

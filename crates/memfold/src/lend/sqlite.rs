@@ -1,4 +1,4 @@
-//! The registry that one daemon serves: an SQLite database.
+//! The registry that one daemon serves: an `SQLite` database.
 //!
 //! Times are those of the daemon's clock alone, so that hosts needn't agree on theirs. `BEGIN IMMEDIATE` takes the database's only right to
 //! write before anything is read: what a transaction saw is still so when it changes it.
@@ -166,7 +166,7 @@ impl From<RegistryError> for Failure {
     }
 }
 
-/// SQLite's integers have a sign. What we put in was checked, and is below 2^63.
+/// `SQLite`'s integers have a sign. What we put in was checked, and is below 2^63.
 fn stored(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
