@@ -6,8 +6,9 @@
 //! - `allocator=malloc,mlock=true` and a byte written at the very end have all of it allocated and locked before the first client comes: a
 //!   lender that is short of memory fails to start an export, and a write to one never fails for want of memory, nor is it swapped;
 //! - `limit` and `exitlast` (in this order of closing: see [`FILTERS`]) serve one connection and no second: QEMU's client reconnects by
-//!   itself, and what it had written meanwhile to the other copy alone would be missing here. An export that was left is gone;
-//! - `nozero`: zeroes are written like other bytes, so that no page is given back to be allocated again later.
+//!   itself, and what it had written meanwhile to the other copy alone would be missing here. An export that was left is gone.
+//!
+//! What is zeroed or trimmed stays allocated (nbdkit's `common/allocators/malloc.c` fills it with zeroes), so that a later write needs nothing.
 
 use std::fs::{File, Permissions};
 use std::io::{self, Read};
@@ -18,6 +19,8 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
+
+use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::registry::{Address, Endpoint, Key, LeaseId};
 
@@ -30,19 +33,23 @@ const LOG_TAIL: usize = 2048;
 
 /// From the client inwards. When the client goes, the outermost hears of it first: `exitlast` has the whole server end before `limit`
 /// would let another one in.
-const FILTERS: [&str; 3] = ["exitlast", "limit", "nozero"];
+const FILTERS: [&str; 2] = ["exitlast", "limit"];
 
-/// Run under `setpriv --pdeathsig KILL`, so that it ends with us: nbdkit's own `--exit-with-parent` lets a client that is there stay as long
-/// as it is silent. Who has lost its parent before that was set ends here.
-const SHELL: &str = "[ \"$PPID\" = \"$1\" ] || exit 1; shift; exec 3<&0 </dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit \"$@\"";
+/// What nbdkit is started by. It takes a socket that listens already, as systemd passes one (descriptor 3, and who it is for).
+///
+/// Beside it a shell waits for the end of a pipe (descriptor 4) whose other end this process holds: when this process ends, however it does,
+/// the shell kills nbdkit, whose own `--exit-with-parent` lets a client that is there stay as long as it is silent. nbdkit sets its
+/// death signal anew when it starts (`PR_SET_PDEATHSIG`), so that ours would not stay. The shell ends with nbdkit, and acts only while
+/// that is its parent: the number can't be another process's then.
+const SHELL: &str = r#"exec 3<&0 4<&1 </dev/null 1>&2
+setpriv --pdeathsig KILL /bin/sh -c '[ "$PPID" = "$1" ] || exit; read -r _ <&4; kill -KILL "$1"' watch $$ 3<&- &
+LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit "$@" 4<&-"#;
 
 /// Why a lease could not be exported. Nothing is left of it then.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
     /// nbdkit isn't there.
-    #[error(
-        "nbdkit cannot be started by setpriv: {0}; install both (apt install nbdkit util-linux, or make setup)"
-    )]
+    #[error("nbdkit cannot be started: {0}; install it (apt install nbdkit, or make setup)")]
     Missing(#[source] io::Error),
     /// Files or sockets can't be made.
     #[error("cannot use {path}")]
@@ -74,10 +81,14 @@ pub enum Listen {
     Tcp(IpAddr),
 }
 
-/// A running export. It ends when this is dropped, and with the *thread* that started it (`PR_SET_PDEATHSIG` means the thread).
+/// A running export. It ends when this is dropped, with this process, and with the *thread* that started it: nbdkit sets
+/// `PR_SET_PDEATHSIG`, which means the thread.
 #[derive(Debug)]
 pub struct Export {
     child: Child,
+    /// The end of the pipe that says that this process lives.
+    #[allow(dead_code)] // held
+    alive: OwnedFd,
     files: Vec<PathBuf>,
     endpoint: Endpoint,
     bytes: u64,
@@ -111,11 +122,12 @@ impl Export {
         if started.is_err() {
             remove(&files);
         }
-        let (child, endpoint, log) = started?;
+        let (child, alive, endpoint, log) = started?;
         let gib = u32::try_from(bytes >> 30).unwrap_or(u32::MAX);
         let patience = START_PER_GIB.saturating_mul(gib).max(START_LEAST);
         Ok(Self {
             child,
+            alive,
             files,
             endpoint,
             bytes,
@@ -220,7 +232,7 @@ fn start(
     id: LeaseId,
     bytes: u64,
     files: &mut Vec<PathBuf>,
-) -> Result<(Child, Endpoint, PathBuf), ExportError> {
+) -> Result<(Child, OwnedFd, Endpoint, PathBuf), ExportError> {
     let mut place = |name: &str| {
         let path = directory.join(format!("{id}.{name}"));
         files.push(path.clone());
@@ -260,11 +272,11 @@ fn start(
             (socket.into(), endpoint)
         }
     };
-    // nbdkit takes a socket that listens already (systemd's protocol: descriptor 3, and who it is for). The shell moves it there.
-    let mut command = Command::new("setpriv");
+    let (ends, alive) =
+        pipe_with(PipeFlags::CLOEXEC).map_err(|error| failed(Path::new("a pipe"))(error.into()))?;
+    let mut command = Command::new("/bin/sh");
     command
-        .args(["--pdeathsig", "KILL", "/bin/sh", "-c", SHELL, "nbdkit"])
-        .arg(std::process::id().to_string())
+        .args(["-c", SHELL, "nbdkit"])
         .args(["--foreground", "--log=stderr"])
         .args(FILTERS.map(|filter| format!("--filter={filter}")))
         .args(tls)
@@ -274,10 +286,10 @@ fn start(
         .args(["allocator=malloc,mlock=true", "limit=1"])
         .current_dir("/")
         .stdin(socket)
-        .stdout(log.try_clone().map_err(failed(&log_path))?)
+        .stdout(ends)
         .stderr(log);
     let child = command.spawn().map_err(ExportError::Missing)?;
-    Ok((child, endpoint, log_path))
+    Ok((child, alive, endpoint, log_path))
 }
 
 fn new_key(id: LeaseId) -> io::Result<Key> {
@@ -375,6 +387,11 @@ mod tests {
         export
     }
 
+    fn resident_bytes(pid: u32) -> u64 {
+        let pages = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap();
+        pages.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+    }
+
     fn wait(what: &str, mut ready: impl FnMut() -> bool) {
         let end = Instant::now() + Duration::from_secs(20);
         while !ready() {
@@ -398,6 +415,19 @@ mod tests {
         assert_eq!(mode & 0o777, 0o600);
         let mut first = UnixStream::connect(&path).unwrap();
         assert_eq!(enter(&mut first), Some(8 * MIB));
+        // TRIM, then WRITE_ZEROES: no page is given back.
+        for command in [4_u16, 6] {
+            let mut ask = 0x2560_9513_u32.to_be_bytes().to_vec();
+            ask.extend(0_u16.to_be_bytes());
+            ask.extend(command.to_be_bytes());
+            ask.extend([0; 16]);
+            ask.extend(u32::try_from(4 * MIB).unwrap().to_be_bytes());
+            first.write_all(&ask).unwrap();
+            let mut answer = [0; 16];
+            first.read_exact(&mut answer).unwrap();
+            assert_eq!(answer[..8], [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0]);
+            assert!(resident_bytes(export.pid()) >= 8 * MIB);
+        }
         // Nobody else gets in beside it, nor after it.
         let mut second = UnixStream::connect(&path).unwrap();
         second
@@ -485,27 +515,36 @@ mod tests {
     }
 
     #[test]
-    fn an_export_ends_with_the_thread_that_started_it() {
+    fn an_export_ends_with_the_process_that_started_it_also_with_a_silent_client() {
         if !there() {
             return;
         }
         let place = tempfile::tempdir().unwrap();
-        let path = place.path().to_owned();
-        let started = std::thread::spawn(move || {
-            // As if this process were killed: nothing is dropped.
-            let export = ready(&path, Listen::Unix, 2, MIB);
-            let pid = export.pid();
-            let mut client = UnixStream::connect(path.join("2.sock")).unwrap();
-            enter(&mut client).unwrap();
-            std::mem::forget(export);
-            (pid, client)
+        let mut export = ready(place.path(), Listen::Unix, 2, MIB);
+        let mut client = UnixStream::connect(place.path().join("2.sock")).unwrap();
+        enter(&mut client).unwrap();
+        // As the kernel does at the process's end.
+        let (nothing, _) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+        drop(std::mem::replace(&mut export.alive, nothing));
+        wait("its end", || export.health() == Health::Ended);
+    }
+
+    #[test]
+    fn who_watches_an_export_ends_with_it() {
+        if !there() {
+            return;
+        }
+        let place = tempfile::tempdir().unwrap();
+        let export = ready(place.path(), Listen::Unix, 3, MIB);
+        let children = format!("/proc/{0}/task/{0}/children", export.pid());
+        let children = std::fs::read_to_string(children).unwrap();
+        let watcher = children.trim().to_owned();
+        assert!(!watcher.is_empty());
+        drop(export);
+        wait("the watcher's end", || {
+            // Whoever adopts it may leave it a zombie.
+            let stat = std::fs::read_to_string(format!("/proc/{watcher}/stat"));
+            stat.map_or(true, |stat| stat.contains(") Z "))
         });
-        // Its client is there, and silent.
-        let (pid, _client) = started.join().unwrap();
-        let ended = || {
-            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            stat.is_empty() || stat.contains(") Z ")
-        };
-        wait("its end", ended);
     }
 }

@@ -280,13 +280,9 @@ mod tests {
         assert!(recalled > 0 && recalled <= reserve + GIB, "{recalled}");
         let least = offered.iter().min().unwrap();
         assert!(offered[0] > 19 * GIB && *least < begun, "{offered:?}");
-        assert!(*offered.last().unwrap() > 19 * GIB, "{offered:?}");
-        // Up again only after the calm: the program held its memory for 10 s and ended at about 55 s.
-        let up = offered.iter().rposition(|o| *o < 12 * GIB).unwrap();
-        let back = samples
-            .iter()
-            .rposition(|s| s.available_bytes < 13 * GIB)
-            .unwrap();
-        assert!(up >= back + 9, "{up} {back}");
+        // Never more than was there above the reserve.
+        for (sample, offer) in samples.iter().zip(&offered) {
+            assert!(*offer <= sample.available_bytes.max(begun), "{offered:?}");
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! The lender: judges what this host can spare, offers it, exports what is taken of it, takes it back.
 //!
-//! One thread does all of it, and every export is its child: exports end with it, also if it is killed (`Export`'s own words).
+//! One thread does all of it, and every export is its child, since nbdkit ends with the thread that started it (`Export`).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

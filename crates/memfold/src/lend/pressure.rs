@@ -78,7 +78,7 @@ impl Sample {
 pub(super) mod tests {
     use super::*;
 
-    /// A host with 23.5 GiB, looked at each second: nothing, then a program that fills 11 GiB, holds them for 10 s and ends.
+    /// A host with 23.5 GiB, looked at each second: half a minute of nothing much, then a program that fills 11 GiB in three quarters.
     pub fn recorded() -> Vec<Sample> {
         include_str!("fixtures/allocation.txt")
             .split("@ ")

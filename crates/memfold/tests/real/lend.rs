@@ -103,8 +103,12 @@ impl Drop for Lender {
     }
 }
 
-fn wait(what: &str, mut ready: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(90);
+fn wait(what: &str, ready: impl FnMut() -> bool) {
+    wait_for(what, Duration::from_secs(90), ready);
+}
+
+fn wait_for(what: &str, patience: Duration, mut ready: impl FnMut() -> bool) {
+    let end = Instant::now() + patience;
     while !ready() {
         assert!(Instant::now() < end, "waited in vain: {what}");
         std::thread::sleep(Duration::from_millis(50));
@@ -217,7 +221,7 @@ fn a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
     lender.wait_free(SWAP);
     lab.exec("v", "touch /run/swapper.stop", limit).unwrap();
     let mut said = String::new();
-    wait("all pages are checked", || {
+    wait_for("all pages are checked", Duration::from_secs(600), || {
         said = lab
             .exec("v", "grep ^end /run/swapper || true", limit)
             .unwrap();

@@ -1,7 +1,7 @@
 /* Memory of more than there is, every word of it known: pages are checked and rewritten at random, through the guest's swap.
  *
  * swapper MIB STATUS STOP: writes a line to STATUS each second (seconds, pages checked, wrong words, longest access in that second in
- * microseconds); when STOP is there it checks all pages and says so in a last line. */
+ * microseconds); when STOP is there it checks all words and says so in a last line. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,9 +23,9 @@ static uint64_t word(uint64_t page, uint64_t version, uint64_t at) {
     return x * 0xBF58476D1CE4E5B9ull;
 }
 
-static uint64_t check(const uint64_t *p, uint64_t page, uint32_t version) {
+static uint64_t check(const uint64_t *p, uint64_t page, uint32_t version, uint64_t step) {
     uint64_t wrong = 0;
-    for (uint64_t i = 0; i < WORDS; i++)
+    for (uint64_t i = version % step; i < WORDS; i += step)
         wrong += p[i] != word(page, version, i);
     return wrong;
 }
@@ -55,7 +55,8 @@ int main(int count, char **words) {
         for (int turn = 0; turn < 64; turn++) {
             x ^= x << 13, x ^= x >> 7, x ^= x << 17;
             uint64_t page = x % pages, before = now_us();
-            wrong += check(memory + page * WORDS, page, versions[page]);
+            /* Each eighth word: to reckon all takes longer than to swap. */
+            wrong += check(memory + page * WORDS, page, versions[page], 8);
             if (x >> 63)
                 fill(memory + page * WORDS, page, ++versions[page]);
             uint64_t took = now_us() - before;
@@ -69,7 +70,7 @@ int main(int count, char **words) {
         }
     }
     for (uint64_t page = 0; page < pages; page++)
-        wrong += check(memory + page * WORDS, page, versions[page]);
+        wrong += check(memory + page * WORDS, page, versions[page], 1);
     fprintf(status, "end %lu pages, %lu words wrong\n", pages, wrong);
     return wrong != 0;
 }
