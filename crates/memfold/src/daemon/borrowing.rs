@@ -5,14 +5,14 @@
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use memfold_units::ByteSize;
 use tracing::{error, info, warn};
 
 use super::machine::Machine;
+use super::watched::Guard;
 use super::{Daemon, DaemonError, chain};
 use crate::api::{BorrowRequest, Borrowed, SwapPlace};
 use crate::lend::export::write_key;
@@ -43,82 +43,6 @@ const BOOT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// How long a guest may take to use its swap disk.
 const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// Watches what a VM has borrowed.
-#[derive(Debug)]
-pub(super) struct Guard {
-    vm: String,
-    stop: AtomicBool,
-    state: Mutex<Watched>,
-}
-
-#[derive(Debug)]
-struct Watched {
-    borrowing: Borrowing,
-    /// By the number of the part.
-    wires: Vec<Option<Wire>>,
-}
-
-impl Guard {
-    fn new(vm: &str, borrowing: Borrowing, wires: Vec<Option<Wire>>) -> Arc<Self> {
-        Arc::new(Self {
-            vm: vm.to_owned(),
-            stop: AtomicBool::new(false),
-            state: Mutex::new(Watched { borrowing, wires }),
-        })
-    }
-
-    pub fn stop(&self) {
-        self.stop.store(true, Ordering::Release);
-    }
-
-    fn is_stopped(&self) -> bool {
-        self.stop.load(Ordering::Acquire)
-    }
-
-    fn state(&self) -> MutexGuard<'_, Watched> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn borrowing(&self) -> Borrowing {
-        self.state().borrowing.clone()
-    }
-
-    /// Cuts the connection to a part: QEMU goes on without it at once.
-    fn cut(&self, part: usize) {
-        if let Some(Some(wire)) = self.state().wires.get(part) {
-            wire.cut();
-        }
-    }
-
-    /// Parts whose connection has ended.
-    fn ended(&self) -> Vec<usize> {
-        let state = self.state();
-        let parts = state.borrowing.reached();
-        let has_ended = |part: &usize| state.wires[*part].as_ref().is_none_or(Wire::is_cut);
-        parts.map(|(part, _)| part).filter(has_ended).collect()
-    }
-
-    pub fn borrowed(&self) -> Borrowed {
-        let borrowing = self.borrowing();
-        let reached: Vec<String> = borrowing.reached().map(|(_, p)| p.lender.clone()).collect();
-        let place = match (reached.len(), borrowing.durability) {
-            (0, Durability::Disk) => SwapPlace::OnCopy,
-            (0, _) => SwapPlace::Lost,
-            (n, _) if n < borrowing.parts.len() || borrowing.copy_failed => SwapPlace::Degraded,
-            _ => SwapPlace::Lent,
-        };
-        Borrowed {
-            vm: self.vm.clone(),
-            place,
-            bytes: borrowing.bytes,
-            durability: Some(borrowing.durability),
-            lenders: reached,
-            changed: false,
-            took_ms: 0,
-        }
-    }
-}
 
 /// What a borrowing that fails has to undo.
 #[derive(Default)]
@@ -259,6 +183,7 @@ impl Daemon {
             parts: begun.leases.iter().zip(&endpoints).map(part).collect(),
             copy,
             copy_failed: false,
+            copy_unwatched: false,
             phase: Phase::Switching,
         };
         write_note(directory, &borrowing).map_err(place)?;
@@ -367,9 +292,12 @@ impl Daemon {
         directory: &VmDirectory,
         guard: &Guard,
     ) -> Result<(), DaemonError> {
+        hear(machine, guard);
         let borrowing = guard.borrowing();
-        if borrowing.durability == Durability::Disk && !borrowing.copy_failed {
-            // The copy is whole: every write has gone there too.
+        let is_whole = !borrowing.copy_failed && !borrowing.copy_unwatched;
+        let is_last = borrowing.reached().next().is_none();
+        if borrowing.durability == Durability::Disk && (is_whole || is_last) {
+            // Every write has gone to the copy too, as far as is known; or there is nothing else.
             for (part, _) in borrowing.reached() {
                 graph::take_out(&mut machine.monitor(), &borrowing, part)?;
                 guard.state().borrowing.parts[part].lost = true;
@@ -609,6 +537,8 @@ impl Daemon {
             return;
         }
         borrowing.phase = Phase::Lent;
+        // Nobody heard of failures meanwhile.
+        borrowing.copy_unwatched = borrowing.copy.is_some();
         let find = |part: &Part| {
             let wire = Wire::find(machine.vm().process(), &part.address).ok()?;
             wire.filter(|_| !part.lost)
@@ -663,17 +593,21 @@ fn hear(machine: &Machine, guard: &Guard) {
         }
         qmp.take_events_named("QUORUM_REPORT_BAD")
     };
-    let borrowing = guard.borrowing();
     for event in events {
+        let borrowing = guard.borrowing();
         match graph::failed(&event, &borrowing) {
             // Even if the connection stands: it lacks that write.
             Some(Failed::Lent(part)) => guard.cut(part),
             Some(Failed::Copy) if !borrowing.copy_failed => {
                 error!(
                     vm = guard.vm,
-                    "a write to the copy of its swap disk has failed: it is lost if its lender dies now; 'memfold return' moves it to a new file"
+                    "a request to the copy of its swap disk has failed: it is lost if its lender dies now; 'memfold return' moves it to a new file"
                 );
                 guard.state().borrowing.copy_failed = true;
+                let directory = machine.vm().directory();
+                if let Some(Err(error)) = directory.map(|d| write_note(d, &guard.borrowing())) {
+                    warn!(vm = guard.vm, %error, "its note can't be written");
+                }
             }
             Some(Failed::Copy) | None => {}
         }

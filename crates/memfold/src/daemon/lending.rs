@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tracing::warn;
 
-use super::borrowing::Guard;
+use super::watched::Guard;
 use super::{Daemon, DaemonError, DaemonOptions, write_json};
 use crate::api::{LeaseReport, LendRequest, remote_registry};
 use crate::lend::blast::blast;

@@ -21,6 +21,7 @@ mod segments;
 mod snapshots;
 mod turns;
 mod uses;
+mod watched;
 
 use std::collections::BTreeMap;
 use std::fs::File;

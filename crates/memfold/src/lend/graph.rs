@@ -99,8 +99,10 @@ pub struct Borrowing {
     pub parts: Vec<Part>,
     /// File of the copy on disk.
     pub copy: Option<PathBuf>,
-    /// Whether a write to that file has failed, so that it isn't a copy any more.
+    /// Whether a request to that file has failed: it may not be a copy any more.
     pub copy_failed: bool,
+    /// Whether there was a time when nobody would have heard of that.
+    pub copy_unwatched: bool,
     /// How far it has come.
     pub phase: Phase,
 }
@@ -436,7 +438,7 @@ fn remove(qmp: &mut Qmp, names: &[String], keys: &[String]) -> Result<(), GraphE
 pub enum Failed {
     /// Of a lent piece: by number. It must not be read again.
     Lent(usize),
-    /// A write to the copy on disk.
+    /// Of the copy on disk. Whether it was a write isn't known for sure: of the reports of a second QEMU may tell the last one only.
     Copy,
 }
 
@@ -449,7 +451,7 @@ pub fn failed(event: &Value, borrowing: &Borrowing) -> Option<Failed> {
         return None;
     }
     if node == copy_node(borrowing.generation) {
-        return (data["type"] != "read").then_some(Failed::Copy);
+        return Some(Failed::Copy);
     }
     let is_it = |part: &usize| node == borrowing.lent(*part);
     (0..borrowing.parts.len()).find(is_it).map(Failed::Lent)
@@ -476,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_write_of_the_copy_and_any_failure_of_lent_memory_matter() {
+    fn failures_of_the_copy_and_of_lent_memory_are_told_from_others() {
         let part = Part {
             lease: LeaseId(1),
             lender: "a".into(),
@@ -490,6 +492,7 @@ mod tests {
             parts: vec![part],
             copy: Some("/c".into()),
             copy_failed: false,
+            copy_unwatched: false,
             phase: Phase::Lent,
         };
         let event = |name: &str, node: &str, kind: &str| json!({ "event": name, "data": { "node-name": node, "type": kind } });
@@ -504,7 +507,7 @@ mod tests {
             Some(Failed::Lent(0))
         );
         assert_eq!(said(event(bad, "swap-copy2", "write")), Some(Failed::Copy));
-        assert_eq!(said(event(bad, "swap-copy2", "read")), None);
+        assert_eq!(said(event(bad, "swap-copy2", "read")), Some(Failed::Copy));
         assert_eq!(said(event(bad, "swap-lent1-0", "write")), None);
         assert_eq!(said(event("STOP", "swap-lent2-0", "write")), None);
     }
