@@ -212,7 +212,13 @@ impl Daemon {
                 return None;
             }
             asked.set(Instant::now());
-            let why = self.silent_lender(&borrowing);
+            let ids = begun.leases.iter().map(|lease| lease.id);
+            let part = self.silent_part(&borrowing);
+            let silent = part.map(|part| {
+                let lender = &borrowing.parts[part].lender;
+                format!("lender '{lender}' isn't heard of")
+            });
+            let why = self.keep(ids).or(silent);
             if why.is_some() {
                 begun.cut();
             }
@@ -226,6 +232,25 @@ impl Daemon {
             warn!(vm = machine.name(), %error, "its note can't be written");
         }
         Ok(borrowing)
+    }
+
+    /// Renews leases while something is done that takes long; why it had better be given up, if it had.
+    fn keep(&self, leases: impl Iterator<Item = LeaseId>) -> Option<String> {
+        let mut why = None;
+        for id in leases {
+            let host = &self.lending.host;
+            match self.lending.registry.renew(id, host, LEASE_TTL) {
+                Ok(lease) if lease.recall_ms.is_some() => {
+                    why = Some(format!(
+                        "lender '{}' needs its memory itself",
+                        lease.lender.host
+                    ));
+                }
+                // Passing, or seen by the connection.
+                Ok(_) | Err(_) => {}
+            }
+        }
+        why
     }
 
     fn wait_exported(&self, lease: &Lease) -> Result<Endpoint, DaemonError> {
@@ -244,7 +269,10 @@ impl Daemon {
                     endpoint.check()?;
                     return Ok(endpoint);
                 }
-                Ok(None) if Instant::now() < end => std::thread::sleep(Duration::from_millis(50)),
+                Ok(None) if Instant::now() < end => {
+                    self.keep(std::iter::once(lease.id));
+                    std::thread::sleep(Duration::from_millis(50));
+                }
                 Ok(None) => return Err(failed("has not exported what it offered in time")),
                 Err(RegistryError::NoLease { .. }) => {
                     return Err(failed("could not export what it offered"));
@@ -330,7 +358,16 @@ impl Daemon {
             let generation = graph::free_generation(&mut qmp)?;
             let to = graph::build_on_disk(&mut qmp, generation, &file, borrowing.bytes)?;
             drop(qmp);
-            graph::switch(&|| machine.monitor(), &borrowing.top(), &to, &|| None)
+            // The thread that renews may be this one.
+            let kept = Cell::new(Instant::now());
+            let keep = || {
+                if kept.get().elapsed() >= RENEW {
+                    kept.set(Instant::now());
+                    self.keep(borrowing.reached().map(|(_, part)| part.lease));
+                }
+                None
+            };
+            graph::switch(&|| machine.monitor(), &borrowing.top(), &to, &keep)
         })();
         if moved.is_err() {
             self.tidy(machine);
@@ -414,8 +451,8 @@ impl Daemon {
         }
     }
 
-    /// A lender of these that isn't heard of any more, in words.
-    fn silent_lender(&self, borrowing: &Borrowing) -> Option<String> {
+    /// A part whose lender isn't heard of any more.
+    fn silent_part(&self, borrowing: &Borrowing) -> Option<usize> {
         // Unknown isn't silent.
         let picture = self.lending.registry.picture().ok()?;
         let is_silent = |part: &Part| {
@@ -424,8 +461,8 @@ impl Daemon {
                     && u128::from(lender.silent_ms) > SILENT.as_millis()
             })
         };
-        let (_, part) = borrowing.reached().find(|(_, part)| is_silent(part))?;
-        Some(format!("lender '{}' isn't heard of", part.lender))
+        let (part, _) = borrowing.reached().find(|(_, part)| is_silent(part))?;
+        Some(part)
     }
 
     fn watch(self: &Arc<Self>, machine: &Arc<Machine>, guard: &Arc<Guard>) {
@@ -504,13 +541,13 @@ impl Daemon {
                 Err(_) => {}
             }
         }
-        if let Some(why) = self.silent_lender(&borrowing) {
-            warn!(vm = machine.name(), why, "given up");
-            for (number, part) in borrowing.reached() {
-                if why.contains(&format!("'{}'", part.lender)) {
-                    guard.cut(number);
-                }
-            }
+        if let Some(part) = self.silent_part(&borrowing) {
+            let lender = &borrowing.parts[part].lender;
+            warn!(
+                vm = machine.name(),
+                lender, "given up: it isn't heard of any more"
+            );
+            guard.cut(part);
         }
         if wanted && !guard.is_stopped() {
             info!(vm = machine.name(), "its lender needs the memory back");

@@ -42,7 +42,7 @@ const FILTERS: [&str; 2] = ["exitlast", "limit"];
 /// death signal anew when it starts (`PR_SET_PDEATHSIG`), so that ours would not stay. The shell ends with nbdkit, and acts only while
 /// that is its parent: the number can't be another process's then.
 const SHELL: &str = r#"exec 3<&0 4<&1 </dev/null 1>&2
-setpriv --pdeathsig KILL /bin/sh -c '[ "$PPID" = "$1" ] || exit; read -r _ <&4; kill -KILL "$1"' watch $$ 3<&- &
+setpriv --pdeathsig KILL /bin/sh -c '[ "$PPID" = "$1" ] || exit; read -r _ <&4; kill -KILL "$1"' watch $$ 3<&- >/dev/null 2>&1 &
 LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit "$@" 4<&-"#;
 
 /// Why a lease could not be exported. Nothing is left of it then.
