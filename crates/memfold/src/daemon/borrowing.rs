@@ -333,8 +333,9 @@ impl Daemon {
         } else {
             self.move_to_disk(machine, directory, &borrowing)?;
         }
-        self.drop_note(machine, directory);
+        // Released when nothing uses it any more.
         self.tidy(machine);
+        self.drop_note(machine, directory);
         info!(vm = machine.name(), "its swap disk is on this host's disk");
         Ok(())
     }
