@@ -218,7 +218,13 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         }
     }
     let [all, best] = built.context("no arm was measured")?;
-    samples.push(json!({ "segments": [&all, &best] }));
+    // Without what they were built from: paths of this machine.
+    let facts = |m: &Manifest| {
+        json!({
+            "name": m.name, "files": m.files, "content_bytes": m.content_bytes, "image_bytes": m.image_bytes,
+        })
+    };
+    samples.push(json!({ "segments": [facts(&all), facts(&best)] }));
     let mut results = savings(&arms, &all, &best)?;
     let starts = cold_starts(&lab, options.starts)?;
     results.extend(starts.0);
