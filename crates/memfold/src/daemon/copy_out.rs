@@ -160,8 +160,10 @@ fn plug(qmp: &mut Qmp, slot: u32, image: &Path) -> Result<(), QmpError> {
             "file": { "driver": "file", "filename": image },
         }),
     )?;
+    // A full disk of the host is the copy's failure: by default QEMU would stop the VM.
     let device = json!({
         "driver": "virtio-blk-pci", "id": NODE, "drive": NODE, "serial": SERIAL, "bus": format!("segport{slot}"),
+        "werror": "report", "rerror": "report",
     });
     qmp.execute("device_add", device).map(drop)
 }

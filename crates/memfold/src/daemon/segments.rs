@@ -38,6 +38,8 @@ const USAGE: i32 = 2;
 impl Daemon {
     /// Builds a new generation of a segment.
     pub fn build_segment(&self, request: &BuildRequest) -> Result<BuildResult, DaemonError> {
+        // Before it is part of any path.
+        Reference::parse(&request.name)?;
         let progress = self.uses.begin(&format!("segment {}", request.name))?;
         let vm = match request.from.as_slice() {
             [from] => from.strip_prefix("vm:"),

@@ -432,6 +432,13 @@ fn renewed(lab: &Lab) {
     next.exclude = vec!["/usr/bin/perl*".into()];
     let why = refused(daemon.build_segment(&next));
     assert!(why.contains("written by VM 'late'"), "{why}");
+    let outside = BuildRequest {
+        name: "../outside".into(),
+        from: vec!["vm:late".into()],
+        ..next.clone()
+    };
+    let why = refused(daemon.build_segment(&outside));
+    assert!(why.contains("outside"), "{why}");
     let began = Instant::now();
     let from_guest = BuildRequest {
         from: vec!["vm:late".into()],
