@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, StatxFlags};
+use rustix::mount::OpenTreeFlags;
 
 use crate::mounts::Mount;
 
@@ -59,7 +60,8 @@ fn open(directory: BorrowedFd<'_>, name: &CStr, flags: OFlags) -> Option<OwnedFd
         | OFlags::CLOEXEC
         | OFlags::NOATIME
         | OFlags::NOCTTY;
-    let resolve = ResolveFlags::CACHED | ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS;
+    // Not NO_XDEV: with CACHED it refuses directories that something is mounted on, also where the mount isn't seen.
+    let resolve = ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS;
     // EAGAIN may also come from a rename at the same time; once more is enough to tell.
     for _ in 0..2 {
         match rustix::fs::openat2(directory, name, flags, Mode::empty(), resolve) {
@@ -71,8 +73,8 @@ fn open(directory: BorrowedFd<'_>, name: &CStr, flags: OFlags) -> Option<OwnedFd
     None
 }
 
-/// Calls `visit` for every regular file of `mount` in a cached directory, until it returns false. Not for files on mounts
-/// below it.
+/// Calls `visit` for every regular file of `mount` in a cached directory, until it returns false. Files on mounts below it are not
+/// visited; what these hide is.
 pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) -> io::Result<()> {
     let point = std::path::Path::new(std::ffi::OsStr::from_bytes(&mount.point));
     let top: OwnedFd = File::open(point)?.into();
@@ -86,6 +88,10 @@ pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) ->
     if stat.stx_mask & STATX_MNT_ID != 0 && stat.stx_mnt_id != mount.id {
         return Ok(());
     }
+    // A copy of the mount alone has nothing mounted below it: programs that use a segment read the guest's own files below its overlay.
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    let top =
+        rustix::mount::open_tree(&top, c"", flags | OpenTreeFlags::AT_EMPTY_PATH).unwrap_or(top);
     let mut buffer = vec![MaybeUninit::uninit(); 16 << 10];
     let mut pending: Vec<(Vec<u8>, usize)> = vec![(Vec::new(), 0)];
     while let Some((parent, depth)) = pending.pop() {
@@ -140,44 +146,84 @@ const STATX_MNT_ID: u32 = 0x1000;
 mod tests {
     use super::*;
     use crate::mounts::Kind;
+    use rustix::mount::MountPropagationFlags;
 
-    #[test]
-    fn files_just_written_are_met_with_their_paths() {
-        let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-        std::fs::create_dir(directory.path().join("sub")).unwrap();
-        std::fs::write(directory.path().join("a"), b"1").unwrap();
-        std::fs::write(directory.path().join("sub/b"), b"2").unwrap();
-        let id = rustix::fs::statx(
-            File::open(directory.path()).unwrap(),
-            c"",
+    fn paths_of(directory: &std::path::Path) -> Vec<String> {
+        let flags = (
             AtFlags::EMPTY_PATH,
             StatxFlags::from_bits_retain(STATX_MNT_ID),
-        )
-        .unwrap()
-        .stx_mnt_id;
+        );
+        let top = File::open(directory).unwrap();
         let mount = Mount {
-            id,
+            id: rustix::fs::statx(top, c"", flags.0, flags.1)
+                .unwrap()
+                .stx_mnt_id,
             device: 0,
             root: b"/".to_vec(),
-            point: directory.path().as_os_str().as_bytes().to_vec(),
+            point: directory.as_os_str().as_bytes().to_vec(),
             kind: Kind::Plain,
             subvolume: None,
+            laid: false,
         };
         let mut paths = Vec::new();
         cached_files(&mount, |e| {
             assert!(e.open().is_some());
-            paths.push(e.path(&mount));
+            let path = String::from_utf8(e.path(&mount)).unwrap();
+            let prefix = format!("{}/", directory.display());
+            paths.push(path.strip_prefix(&prefix).unwrap().to_owned());
             true
         })
         .unwrap();
         paths.sort();
-        let expected = ["a", "sub/b"].map(|n| {
-            directory
-                .path()
-                .join(n)
-                .into_os_string()
-                .into_encoded_bytes()
-        });
-        assert_eq!(paths, expected);
+        paths
+    }
+
+    /// A walk copies a mount.
+    fn may_mount() -> bool {
+        let root = rustix::process::geteuid().is_root();
+        if !root {
+            eprintln!("skipped: needs root");
+        }
+        root
+    }
+
+    #[test]
+    fn files_just_written_are_met_with_their_paths() {
+        if !may_mount() {
+            return;
+        }
+        let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        std::fs::create_dir(directory.path().join("sub")).unwrap();
+        std::fs::write(directory.path().join("a"), b"1").unwrap();
+        std::fs::write(directory.path().join("sub/b"), b"2").unwrap();
+        assert_eq!(paths_of(directory.path()), ["a", "sub/b"]);
+    }
+
+    #[test]
+    fn files_below_a_mount_are_met_and_those_on_it_are_not() {
+        if !may_mount() {
+            return;
+        }
+        let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let sub = directory.path().join("sub");
+        std::fs::create_dir(&sub).unwrap();
+        std::fs::write(sub.join("below"), b"1").unwrap();
+        // In a mount namespace of its own, which ends with the thread.
+        let own = || {
+            in_a_mount_namespace();
+            let none = rustix::mount::MountFlags::empty();
+            rustix::mount::mount("tmpfs", &sub, "tmpfs", none, None).unwrap();
+            std::fs::write(sub.join("above"), b"2").unwrap();
+            assert_eq!(paths_of(directory.path()), ["sub/below"]);
+        };
+        std::thread::scope(|scope| scope.spawn(own).join().unwrap());
+    }
+
+    // The safe function is deprecated because of what other flags can do; NEWNS only parts this thread's view of the mounts.
+    #[allow(deprecated)]
+    fn in_a_mount_namespace() {
+        rustix::thread::unshare(rustix::thread::UnshareFlags::NEWNS).unwrap();
+        let flags = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+        rustix::mount::mount_change("/", flags).unwrap();
     }
 }

@@ -19,6 +19,7 @@ use super::mount_table::{Mount, MountTable};
 use super::state::Places;
 use super::tree;
 use super::verify;
+use crate::mounts::LAID_SOURCE;
 
 /// `OVERLAYFS_SUPER_MAGIC` (include/uapi/linux/magic.h).
 const OVERLAY_MAGIC: u32 = 0x794c_7630;
@@ -202,7 +203,7 @@ impl<'a> Layer<'a> {
             below.contains(StatVfsMountFlags::NOEXEC),
         );
         self.places.steps.step().during(what)?;
-        let source = format!("memfold:{}@{generation}", self.name);
+        let source = format!("{LAID_SOURCE}{}@{generation}", self.name);
         mount(source, &self.point, "overlay", flags, &*data).during(what)
     }
 
@@ -339,7 +340,7 @@ impl<'a> Layer<'a> {
 /// The generation of the segment `name` that an overlay of ours shows: its source in the mount table is `memfold:NAME@GENERATION`.
 pub fn generation(mount: &Mount, name: &str) -> Option<u64> {
     let source = std::str::from_utf8(&mount.source).ok()?;
-    let (of, generation) = source.strip_prefix("memfold:")?.split_once('@')?;
+    let (of, generation) = source.strip_prefix(LAID_SOURCE)?.split_once('@')?;
     if mount.kind != b"overlay" || of != name {
         return None;
     }
