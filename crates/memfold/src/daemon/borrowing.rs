@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use memfold_units::ByteSize;
 use tracing::{error, info, warn};
 
+use super::booted::when_booted;
 use super::machine::Machine;
 use super::watched::Guard;
 use super::{Daemon, DaemonError, chain};
@@ -37,9 +38,6 @@ const CONNECT: Duration = Duration::from_secs(3);
 /// How long a lender may take to export: at least, and for each GiB that it has to allocate.
 const EXPORT_LEAST: Duration = Duration::from_secs(10);
 const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
-
-/// How long a guest that boots has until its agent answers.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// How long a guest may take to use its swap disk.
 const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
@@ -742,43 +740,16 @@ pub(super) fn swap_on_when_booted(machine: &Arc<Machine>) {
     if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
         return;
     }
-    let weak = Arc::downgrade(machine);
-    let work = move || {
-        let end = Instant::now() + BOOT_TIMEOUT;
-        while Instant::now() < end {
-            // Not kept alive by a guest that never answers.
-            let Some(machine) = weak.upgrade() else {
+    when_booted(machine, "swap-on", |machine| {
+        let vm = machine.name();
+        let said = match machine.run(&swap::swap_on(), SWAP_ON_TIMEOUT) {
+            Ok(done) if done.code == 0 => {
+                info!(vm, "its guest uses its swap disk");
                 return;
-            };
-            if machine.wait_agent(Duration::from_secs(1)).is_err() {
-                continue;
             }
-            match machine.run(&swap::swap_on(), SWAP_ON_TIMEOUT) {
-                Ok(done) if done.code == 0 => {
-                    info!(vm = machine.name(), "its guest uses its swap disk");
-                }
-                Ok(done) => {
-                    let said = String::from_utf8_lossy(&done.stderr).trim().to_owned();
-                    warn!(
-                        vm = machine.name(),
-                        said, "its guest does not use its swap disk"
-                    );
-                }
-                Err(error) => {
-                    warn!(
-                        vm = machine.name(),
-                        error = chain(&error),
-                        "its guest does not use its swap disk"
-                    );
-                }
-            }
-            return;
-        }
-    };
-    if let Err(error) = std::thread::Builder::new()
-        .name("swap-on".into())
-        .spawn(work)
-    {
-        warn!(%error, "no thread to have a guest use its swap disk");
-    }
+            Ok(done) => String::from_utf8_lossy(&done.stderr).trim().to_owned(),
+            Err(error) => chain(&error),
+        };
+        warn!(vm, said, "its guest does not use its swap disk");
+    });
 }

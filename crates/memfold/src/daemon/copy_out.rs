@@ -49,8 +49,9 @@ until find_disk; do
     [ $tries -lt 100 ] || { echo "the disk to copy to does not appear" >&2; exit 1; }
     sleep 0.2
 done
-place=/run/memfold/copy-out
-mkdir -p $place
+mkdir -p /run/memfold
+# Its own: what a daemon that died has begun may still be leaving another.
+place=$(mktemp -d /run/memfold/copy-out.XXXXXX)
 mount -t ext4 -o nosuid,nodev,noexec "/dev/${disk##*/}" $place
 # The agent, among others, may be looking at a file there.
 leave() {
@@ -68,6 +69,8 @@ for top in "$@"; do
     [ -e "./$top" ] || continue
     cp -a -x --parents "./$top" $place/
 done
+# What was only cached may fail to be written.
+sync -f $place
 "#;
 
 /// A guest's files on this host. Dropped, they are gone.
@@ -125,13 +128,22 @@ impl Daemon {
         progress.begin("guest's files copied", 0);
         // Of a daemon that died over this.
         unplug(&machine);
-        let copied = plug(&mut machine.monitor(), slot, &image)
-            .map_err(DaemonError::from)
-            .and_then(|()| run(&machine, &tops(&request.include)));
+        let copied = copy_to(&machine, slot, &image, request);
         unplug(&machine);
         copied?;
         Ok(copy)
     }
+}
+
+fn copy_to(
+    machine: &Machine,
+    slot: u32,
+    image: &Path,
+    request: &BuildRequest,
+) -> Result<(), DaemonError> {
+    plug(&mut machine.monitor(), slot, image)?;
+    run(machine, &tops(&request.include))?;
+    all_written(machine)
 }
 
 fn make(image: &Path) -> Result<(), DaemonError> {
@@ -168,8 +180,26 @@ fn plug(qmp: &mut Qmp, slot: u32, image: &Path) -> Result<(), QmpError> {
     qmp.execute("device_add", device).map(drop)
 }
 
+/// Whether everything that the guest wrote is there: it may not have minded errors, and files would lack bytes.
+fn all_written(machine: &Machine) -> Result<(), DaemonError> {
+    let stats = machine.monitor().execute("query-blockstats", json!({}))?;
+    let disks = stats.as_array().into_iter().flatten();
+    let mut ours = disks.filter(|disk| disk["node-name"] == NODE);
+    let failed = ours.next().and_then(|disk| {
+        let count = |name: &str| disk["stats"][name].as_u64();
+        Some(count("failed_wr_operations")? + count("failed_flush_operations")?)
+    });
+    match failed {
+        Some(0) => Ok(()),
+        _ => Err(SegmentError::Impossible(
+            "writes of the copy have failed on this host: look whether the file system of segments is full".into(),
+        )
+        .into()),
+    }
+}
+
 /// Takes the disk out again, as far as it is there.
-fn unplug(machine: &Machine) {
+pub(super) fn unplug(machine: &Machine) {
     let peripherals = json!({ "path": "/machine/peripheral" });
     let is_there = || {
         let list = machine.monitor().execute("qom-list", peripherals.clone());

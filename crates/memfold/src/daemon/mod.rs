@@ -8,6 +8,7 @@
 //! The daemon holds nothing that a new one couldn't find: VMs are in the state directory, mappings and the page store in the
 //! kernel. It may be killed at any instant.
 
+mod booted;
 mod borrowing;
 mod copy_out;
 mod error;
@@ -159,6 +160,7 @@ impl Daemon {
                 Ok(machine) => {
                     daemon.find_boot_snapshot(&machine);
                     daemon.resume_borrowing(&machine);
+                    segments::recall_segments(&machine);
                     let_go_of_disks(machine);
                 }
                 Err(error) => warn!(

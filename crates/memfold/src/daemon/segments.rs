@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
+use super::booted::when_booted;
+use super::copy_out;
 use super::machine::Machine;
 use super::{Daemon, DaemonError};
 use crate::api::{
@@ -29,8 +31,8 @@ const CONTENT_TIMEOUT: Duration = Duration::from_secs(3600);
 /// How long a guest may take to find a device that was plugged.
 const PLUG_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long a guest that boots has until its agent answers.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(600);
+/// How long a guest may take to say what lies over its files.
+const LIST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Exit code of an agent that doesn't know what it was asked.
 const USAGE: i32 = 2;
@@ -184,6 +186,9 @@ impl Daemon {
         let pids = self.segments.users(std::slice::from_ref(manifest))?;
         let machines: Vec<Arc<Machine>> = self.lock().values().cloned().collect();
         let mut users = BTreeSet::new();
+        if self.uses.now(&being_saved(&reference)).is_some() {
+            users.insert("a snapshot that is being made".to_owned());
+        }
         for pid in pids.into_iter().flatten() {
             let vm = machines.iter().find(|machine| machine.pid() == pid);
             users.insert(vm.map_or_else(
@@ -235,7 +240,7 @@ impl Daemon {
             others.extend(self.segment_users(manifest)?);
         }
         // Snapshots keep the generation that they were taken with.
-        others.retain(|user| *user != me && !user.starts_with("snapshot "));
+        others.retain(|user| *user != me && !user.contains("snapshot "));
         if others.is_empty() {
             return Ok(());
         }
@@ -494,31 +499,66 @@ impl Daemon {
     }
 }
 
+/// What snapshots that are being made of VMs with a segment are noted under, in [`super::uses::Uses`].
+pub(super) fn being_saved(reference: &str) -> String {
+    format!("saved with segment {reference}")
+}
+
 /// Has a guest that boots lay its segments over its files, unless it has done that by itself.
 pub(super) fn lay_when_booted(machine: &Arc<Machine>) {
-    if machine.vm().segments().iter().all(|segment| segment.root) {
+    if machine.vm().segments().iter().any(|segment| !segment.root) {
+        when_booted(machine, "segments", lay_all);
+    }
+}
+
+/// Asks a guest that this daemon hasn't booted what lies over its files, and takes out a disk that it was to copy files to: the daemon
+/// that plugged it is dead.
+pub(super) fn recall_segments(machine: &Arc<Machine>) {
+    if machine.vm().spec().is_none_or(|spec| spec.slots() == 0) {
         return;
     }
-    let weak = Arc::downgrade(machine);
-    let work = move || {
-        let end = Instant::now() + BOOT_TIMEOUT;
-        while Instant::now() < end {
-            // Not kept alive by a guest that never answers.
-            let Some(machine) = weak.upgrade() else {
-                return;
-            };
-            if machine.wait_agent(Duration::from_secs(1)).is_ok() {
-                lay_all(&machine);
-                return;
-            }
+    when_booted(machine, "segments", |machine| {
+        if let Err(error) = recall(machine) {
+            warn!(
+                vm = machine.name(),
+                error = &error as &dyn std::error::Error,
+                "its guest does not say which segments lie over its files"
+            );
         }
-    };
-    if let Err(error) = std::thread::Builder::new()
-        .name("segments".into())
-        .spawn(work)
-    {
-        warn!(%error, "no thread to have segments laid over the guest's files");
+    });
+}
+
+fn recall(machine: &Machine) -> Result<(), DaemonError> {
+    // Nothing is laid or taken off meanwhile.
+    let _alone = machine.save_right();
+    copy_out::unplug(machine);
+    if machine.vm().segments().iter().all(|segment| segment.root) {
+        return Ok(());
     }
+    let done = machine.run("exec \"$MEMFOLD_AGENT\" --segment-list", LIST_TIMEOUT)?;
+    let there = answer(machine, &done)?;
+    for segment in machine.vm().segments().iter().filter(|s| !s.root) {
+        let lies = |entry: &serde_json::Value| {
+            let name = format!(
+                "{}@{}",
+                entry["name"].as_str()?,
+                entry["generation"].as_u64()?
+            );
+            let layers = entry["layers"].as_array()?;
+            let is_mounted = entry["mounted"].is_string();
+            (name == segment.name && is_mounted && !layers.is_empty()).then_some(())
+        };
+        let is_laid = there
+            .as_array()
+            .into_iter()
+            .flatten()
+            .any(|e| lies(e).is_some());
+        // A guest that has just laid it was asked by this daemon.
+        if is_laid && machine.segment_state(&segment.name).is_none() {
+            machine.set_segment_state(&segment.name, SegmentState::Laid);
+        }
+    }
+    Ok(())
 }
 
 /// Has a guest that runs lay its segments over its files. What fails is said where VMs are listed, and in the log.

@@ -13,6 +13,7 @@ use tracing::{debug, info};
 
 use super::ksm::Still;
 use super::machine::Machine;
+use super::segments::{being_saved, recall_segments};
 use super::{Daemon, DaemonError};
 use crate::api::{RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use crate::fold::{Command, VmId};
@@ -24,7 +25,7 @@ use crate::snapshot::working_set::{self, WorkingSet};
 use crate::snapshot::{
     Keep, Manifest, Progress, Shelf, SnapshotError, SnapshotInfo, Step, restore, save, shelf,
 };
-use crate::vm::{AgentLink, Incoming, LaunchError};
+use crate::vm::{AgentLink, Incoming, LaunchError, SegmentSpec};
 
 /// How long a guest may take to drop its caches.
 const DROP_TIMEOUT: Duration = Duration::from_secs(120);
@@ -77,6 +78,10 @@ impl Daemon {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
         let progress = self.uses.begin(&request.name)?;
+        // The VM may end before its snapshot is whole.
+        let segments = machine.vm().segments();
+        let kept = |segment: &SegmentSpec| self.uses.begin(&being_saved(&segment.name));
+        let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
         match request.keep {
             Keep::None => {}
             Keep::All => return self.save_dropped(&machine, request, of_boot, began, &progress),
@@ -375,6 +380,7 @@ impl Daemon {
             return Ok(info);
         };
         self.find_boot_snapshot(&machine);
+        recall_segments(&machine);
         self.mind_working_set(machine.clone(), manifest, request.prefetch);
         Ok(machine.info())
     }

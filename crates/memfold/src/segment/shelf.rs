@@ -83,13 +83,18 @@ impl Shelf {
                 }
             }
         }
-        Self {
+        let shelf = Self {
             // It gets into what QEMU is told.
             root: std::path::absolute(root).unwrap_or_else(|_| root.into()),
             runtime: std::path::absolute(runtime).unwrap_or_else(|_| runtime.into()),
             right: Arc::default(),
             pinning: Arc::default(),
+        };
+        // A daemon that died between the image's last name and this, or while it removed one.
+        for manifest in shelf.all().unwrap_or_default() {
+            protect(&shelf.stored_image(&manifest), true);
         }
+        shelf
     }
 
     /// Generations of a segment, in order; none: there is no such segment.

@@ -10,6 +10,7 @@
 //! | [`disks`] | the same of disks that a VM writes in place, which stay its own |
 //! | [`snapshots_killed`] | daemons and VMs die while they save |
 //! | [`segments`] | VMs execute files of one image in place; what they write is theirs; who attacks it harms nobody else |
+//! | [`segments_killed`] | daemons die over segments, and disks are full |
 //! | [`ksm`], [`ksm_explain`] | KSM for one trust domain, and its settings as before; every cause of `memfold ksm explain` |
 //! | [`estimate`] | what `memfold estimate` promises is what KSM and folding then save |
 //! | [`lend`] | a guest swaps on lent RAM, and lenders die and hang under it |
@@ -31,6 +32,7 @@ mod ksm_explain;
 mod lend;
 mod liars;
 mod segments;
+mod segments_killed;
 mod served;
 mod snapshots;
 mod snapshots_killed;

@@ -18,12 +18,12 @@ const LIMIT: Duration = Duration::from_secs(300);
 const CHOSEN: [&str; 2] = ["/usr/bin/**", "/usr/lib/x86_64-linux-gnu/*.so*"];
 
 /// Sums of all files as the guest sees them, and of its own below the layers: the root file system again, without what is mounted on it.
-const BOTH_SUMS: &str = "set -e
+pub const BOTH_SUMS: &str = "set -e
 mkdir -p /mnt; mountpoint -q /mnt || mount --bind / /mnt
 sums() { (cd $1; find usr/bin usr/lib/x86_64-linux-gnu -maxdepth 1 -type f -print0 | LC_ALL=C sort -z | xargs -0 md5sum | md5sum); }
 sums /; sums /mnt";
 
-fn request(name: &str, include: &[&str]) -> BuildRequest {
+pub fn request(name: &str, include: &[&str]) -> BuildRequest {
     let images = guest_images().unwrap();
     BuildRequest {
         name: name.into(),
@@ -398,6 +398,7 @@ fn cloned(lab: &Lab) {
         .restore("warm", &RestoreRequest::new("late"))
         .unwrap();
     daemon.wait_agent("late", BOOT).unwrap();
+    wait_laid(lab, "late");
     let look = "cat /usr/bin/own; md5sum /usr/bin/python3* | head -1";
     let again = lab.exec("late", look, LIMIT).unwrap();
     assert!(again.starts_with("mine\n"), "{again}");

@@ -35,6 +35,8 @@ impl<'a> Served<'a> {
             .arg(self.state)
             .arg("--snapshots")
             .arg(self.state.join("snapshots"))
+            .arg("--segments")
+            .arg(self.state.join("segments"))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
