@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::io::IoSliceMut;
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
@@ -16,6 +17,7 @@ use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_wire::library::{
     FoldRun, Freeze, MAX_RUN_PAGES, MAX_RUNS, MAX_STOP_US, Order, Outcome, Reply,
 };
+use rustix::fs::SeekFrom;
 use rustix::io::{Errno, ReadWriteFlags};
 use rustix::process::Pid;
 use tracing::debug;
@@ -165,6 +167,7 @@ pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
             debug!(vm = vm.stats.name, %error, "the image that it runs from can't be read");
             None
         });
+        note_image_data(vm, &in_ram);
     }
     let of_image = in_ram.iter().filter(|(m, _)| Some(m.file) == file);
     vm.back.views = of_image
@@ -175,6 +178,35 @@ pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
         let length = u32::try_from(part.pages).unwrap_or(u32::MAX);
         *first..first.saturating_add(length)
     }));
+}
+
+/// Notes which pages of RAM the image holds something for. A file system's image is mapped whole, holes too.
+fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>)]) {
+    let Some(image) = &vm.back.image else {
+        return vm.table.set_image_data(std::iter::empty());
+    };
+    let end = image.pages;
+    let data = image.data().unwrap_or_else(|error| {
+        // Too much is counted as shared then, not too little.
+        debug!(vm = vm.stats.name, %error, "holes of its image can't be found");
+        std::iter::once(0..end).collect()
+    });
+    let mut filled = Vec::new();
+    let of_image = in_ram.iter().filter(|(m, _)| m.file == image.identity);
+    for (first, part) in of_image.flat_map(|(_, parts)| parts) {
+        let pages = part.file_page..part.file_page + part.pages;
+        for data in &data {
+            let (from, to) = (data.start.max(pages.start), data.end.min(pages.end));
+            let at = |page: u64| {
+                let step = u32::try_from(page - pages.start).unwrap_or(u32::MAX);
+                first.saturating_add(step)
+            };
+            if from < to {
+                filled.push(at(from)..at(to));
+            }
+        }
+    }
+    vm.table.set_image_data(filled.into_iter());
 }
 
 /// Parts of a mapping that are guest RAM, with the number of their first page. Between a guest's slots, a block may have pages that
@@ -215,6 +247,22 @@ impl Image {
             protectable: rustix::fs::fstatfs(&file)?.f_type == TMPFS_MAGIC,
             file,
         })
+    }
+
+    /// Pages that hold something, ascending.
+    fn data(&self) -> std::io::Result<Vec<Range<u64>>> {
+        let seek = |to| match rustix::fs::seek(&self.file, to) {
+            Ok(offset) => Ok(Some(offset)),
+            Err(Errno::NXIO) => Ok(None), // nothing behind it
+            Err(error) => Err(std::io::Error::from(error)),
+        };
+        let mut data = Vec::new();
+        let mut at = 0;
+        while let Some(start) = seek(SeekFrom::Data(at))? {
+            at = seek(SeekFrom::Hole(start))?.unwrap_or(self.pages * PAGE_SIZE);
+            data.push(start / PAGE_SIZE..at.div_ceil(PAGE_SIZE));
+        }
+        Ok(data)
     }
 
     /// Reads pages that are in memory. `None`: some are not, and reading them from a disk would cost more than they give.

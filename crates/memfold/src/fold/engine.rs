@@ -15,6 +15,7 @@ use tracing::warn;
 use super::alias::Candidates;
 use super::budget::TokenBucket;
 use super::content::Contents;
+use super::debt::Owed;
 use super::huge::HugePages;
 use super::stack::{Hint, HintStack};
 use super::stats::{EngineStats, Latencies, VmStats};
@@ -131,6 +132,17 @@ pub enum Command {
     Release(VmId),
     /// Stop or go on folding; what is folded stays.
     SetPaused(bool),
+    /// Why nothing more may be shared from now on; `None`: it may again. What is folded stays.
+    SetBraked(Option<String>),
+    /// How much guests could call in, as of the last looks at the kernel's tables.
+    Owed {
+        /// Look at them first.
+        look: bool,
+        /// And give back store pages that no VM needs any more.
+        give_back: bool,
+        /// For the answer.
+        answer: SyncSender<Owed>,
+    },
     /// New budgets.
     SetBudget {
         /// Share of one core.
@@ -251,6 +263,8 @@ pub struct Engine {
     pub(super) cpu: TokenBucket,
     pub(super) rate: Option<TokenBucket>,
     pub(super) paused: bool,
+    /// Why nothing more may be shared, while that is so.
+    pub(super) braked: Option<String>,
     /// When folding went on after the last pause by the operator.
     pub(super) resumed: Instant,
     pub(super) sweep_wanted: bool,
@@ -260,8 +274,8 @@ pub struct Engine {
     pub(super) last_turn: VmId,
     /// When hints were last worked on.
     pub(super) last_batch: Instant,
-    charged_ns: u64,
-    reports_ns: u64,
+    pub(super) charged_ns: u64,
+    pub(super) reports_ns: u64,
 }
 
 impl Engine {
@@ -278,6 +292,7 @@ impl Engine {
             cpu: TokenBucket::new(0.0, 0.0, now),
             rate: None,
             paused: false,
+            braked: None,
             resumed: now,
             sweep_wanted: false,
             last_sweep: now,
@@ -344,6 +359,9 @@ impl Engine {
     fn next_due(&mut self, now: Instant) -> Option<Instant> {
         if self.paused {
             return None;
+        }
+        if self.braked.is_some() {
+            return self.look_again_due(now);
         }
         let settings = &self.settings;
         let work = self
@@ -460,6 +478,12 @@ impl Engine {
                 self.paused = paused;
                 self.sweep_wanted = true;
             }
+            Command::SetBraked(why) => self.set_braked(why),
+            Command::Owed {
+                look,
+                give_back,
+                answer,
+            } => self.tell_owed(look, give_back, &answer),
             Command::SetBudget {
                 cpu_share,
                 pages_per_second,

@@ -22,6 +22,7 @@ mod alias;
 mod back;
 pub mod budget;
 mod content;
+mod debt;
 mod engine;
 mod guest;
 mod huge;
@@ -40,6 +41,7 @@ mod vms;
 mod work;
 mod zero;
 
+pub use debt::{Owed, VmOwed};
 pub use engine::{Command, Engine, EngineSettings};
 pub use guest::{Guest, GuestError};
 pub use huge::HUGE_SPLIT_PAGES;

@@ -322,6 +322,7 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
     let mut foldable = own.clone();
     super::back::touched(vm, &mut foldable)?;
     (vm.stats.template_pages, vm.stats.template_copied_pages) = vm.table.count_views(&own);
+    vm.stats.template_shared_pages = vm.table.count_shared_views(&own);
     let more = vm.table.set_foldable(&foldable);
     let (mut mapped_pages, mut copied) = (0, 0);
     for at in 0..pages {

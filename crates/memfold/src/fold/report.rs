@@ -23,6 +23,7 @@ impl Engine {
         let tables: u64 = self.vms.values().map(|vm| vm.table.own_bytes()).sum();
         EngineStats {
             paused: self.paused,
+            braked: self.braked.clone(),
             engine_cpu_s: super::engine::thread_cpu_ns() as f64 / 1e9,
             library_cpu_s: self.library_cpu_ns as f64 / 1e9,
             cpu_share: self.settings.cpu_share,

@@ -100,6 +100,9 @@ pub struct VmStats {
     pub template_pages: u64,
     /// Of these, pages that the guest wrote since (private copies).
     pub template_copied_pages: u64,
+    /// Pages in such views that hold something in the image and that the guest has not written since.
+    #[serde(default)]
+    pub template_shared_pages: u64,
     /// Private copies that held again what the image holds, and were given back.
     pub folded_back_pages: u64,
     /// Mappings of the QEMU process at the last look.
@@ -140,6 +143,9 @@ pub struct DomainStats {
 pub struct EngineStats {
     /// Whether folding is paused by the operator.
     pub paused: bool,
+    /// Why the daemon keeps the engine from sharing more, while it does.
+    #[serde(default)]
+    pub braked: Option<String>,
     /// CPU time of the engine's thread, in seconds, without that of reports like this.
     pub engine_cpu_s: f64,
     /// CPU time of the engine's thread for reports, in seconds.

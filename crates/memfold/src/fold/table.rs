@@ -110,6 +110,8 @@ pub struct VmTable {
     zero: Bits,
     /// Pages that lie in a view of a snapshot's image.
     view: Bits,
+    /// Pages where the image holds something; its holes are nobody's memory yet.
+    image_data: Bits,
     /// Pages that need not be left to the image: the guest has written them since, or nobody else has the image in memory.
     foldable: Bits,
     seen: Option<Bits>,
@@ -138,6 +140,7 @@ impl VmTable {
             planned: Bits::new(total),
             zero: Bits::new(total),
             view: Bits::new(total),
+            image_data: Bits::new(total),
             foldable: Bits::new(total),
             seen: None,
         }
@@ -395,6 +398,24 @@ impl VmTable {
         }
     }
 
+    /// Where the image holds something, from now on.
+    pub fn set_image_data(&mut self, data: impl Iterator<Item = Range<Index>>) {
+        self.image_data = Bits::new(self.pages());
+        for at in data.flatten() {
+            self.image_data.set(at, true);
+        }
+    }
+
+    /// How many pages are still the image's, and hold something there: not among `own` (a bit a page).
+    #[must_use]
+    pub fn count_shared_views(&self, own: &[u64]) -> u64 {
+        let views = self.view.0.iter().zip(&self.image_data.0);
+        own.iter()
+            .zip(views)
+            .map(|(own, (view, data))| u64::from((view & data & !own).count_ones()))
+            .sum()
+    }
+
     /// Sets which pages may be folded (a bit a page). Returns whether one that caches a file and lies in a view may be now, and might
     /// not before.
     pub fn set_foldable(&mut self, bits: &[u64]) -> bool {
@@ -483,7 +504,7 @@ impl VmTable {
         fn pieces<T>(s: &Sparse<T>) -> usize {
             s.pieces.len() * 8 + s.pieces.iter().flatten().count() * size_of::<[T; 512]>()
         }
-        let bits = self.shared.0.len() * 8 * 7;
+        let bits = self.shared.0.len() * 8 * 8;
         (pieces(&self.cached)
             + pieces(&self.mapped)
             + bits

@@ -46,6 +46,10 @@ struct Holder {
 impl Engine {
     /// Does the most useful thing that is due, once.
     pub(super) fn turn(&mut self, now: Instant) {
+        if self.braked.is_some() {
+            self.sync_due(now);
+            return;
+        }
         let gathered = self
             .vms
             .values()

@@ -1,0 +1,93 @@
+//! What guests could call in: pages that are in memory once for several, or not at all, and that a write gives a copy each.
+
+use std::sync::mpsc::SyncSender;
+use std::time::Instant;
+
+use super::engine::{Engine, thread_cpu_ns};
+
+/// What one VM could call in, in pages, each counted in one place.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VmOwed {
+    /// The VM's name.
+    pub name: String,
+    /// Mapped to the page store and not written since.
+    pub folded_pages: u64,
+    /// Views of the image that it runs from, where that holds something and the VM hasn't written.
+    pub snapshot_pages: u64,
+    /// Given back because they held only zeroes, and not written since.
+    pub zero_pages: u64,
+    /// Of its page cache, what its agent has told of.
+    pub cached_pages: u64,
+}
+
+/// What all VMs could call in.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Owed {
+    /// VM by VM.
+    pub vms: Vec<VmOwed>,
+    /// Memory of page stores, which comes back when everything folded has been written.
+    pub store_bytes: u64,
+    /// Pages of stores that were given back for this answer.
+    pub given_back_pages: u64,
+}
+
+impl Engine {
+    /// Shares nothing more from now on, with the reason, or may again.
+    pub(super) fn set_braked(&mut self, why: Option<String>) {
+        if self.braked.is_some() && why.is_none() {
+            self.resumed = Instant::now();
+        }
+        self.braked = why;
+        self.sweep_wanted = true;
+    }
+
+    pub(super) fn tell_owed(&mut self, look: bool, give_back: bool, answer: &SyncSender<Owed>) {
+        let began_ns = thread_cpu_ns();
+        let owed = self.owed(look, give_back);
+        // This is no more folding than a report is.
+        self.reports_ns += thread_cpu_ns() - began_ns;
+        // The asker may have gone away meanwhile.
+        let _ = answer.send(owed);
+        self.charged_ns = thread_cpu_ns() + self.library_cpu_ns;
+    }
+
+    /// What guests could call in now. Without `look` that is a sum of counters, as of the last looks at the kernel's tables: pages that
+    /// were written since count still, so that it is rather too much than too little.
+    fn owed(&mut self, look: bool, give_back: bool) -> Owed {
+        let punched = |engine: &Self| engine.domains.values().map(|d| d.punched).sum::<u64>();
+        let before = punched(self);
+        if give_back {
+            // Each looks at its VMs first.
+            for name in self.domains.keys().cloned().collect::<Vec<_>>() {
+                self.reclaim(&name);
+            }
+        } else if look {
+            self.sync_all();
+        }
+        let vms = self.vms.values().map(|vm| VmOwed {
+            name: vm.stats.name.clone(),
+            folded_pages: vm.stats.mapped_pages.saturating_sub(vm.stats.copied_pages),
+            snapshot_pages: vm.stats.template_shared_pages,
+            zero_pages: vm.stats.zero_saved_pages,
+            cached_pages: vm.table.cached_pages(),
+        });
+        Owed {
+            vms: vms.collect(),
+            store_bytes: self
+                .domains
+                .values()
+                .map(|d| d.store.held().map_or(0, |held| held.0))
+                .sum(),
+            given_back_pages: punched(self) - before,
+        }
+    }
+
+    /// When the kernel's tables are to be looked at again, while nothing else is done.
+    pub(super) fn look_again_due(&mut self, now: Instant) -> Option<Instant> {
+        let interval = self.settings.sync_interval;
+        let foldable = self.vms.values().filter(|vm| vm.stats.problem.is_none());
+        let due = foldable.filter_map(|vm| vm.look_due(interval)).min()?;
+        let budget = self.cpu.wait(now).unwrap_or_default();
+        Some(due.max(now + budget))
+    }
+}
