@@ -219,6 +219,9 @@ pub struct Report {
     pub host: HostAccount,
     /// The VMs.
     pub vms: Vec<VmAccount>,
+    /// What guests could call in by writing; where no daemon has taken the report: nothing is known of it.
+    #[serde(default)]
+    pub debt: Option<super::DebtReport>,
     /// Sums that don't agree within 2 %; empty is right.
     #[serde(default)]
     pub disagreements: Vec<super::Disagreement>,
@@ -235,6 +238,7 @@ impl Report {
             taken_unix_s,
             host,
             vms,
+            debt: None,
             disagreements: Vec::new(),
         };
         report.disagreements = super::check(&report);

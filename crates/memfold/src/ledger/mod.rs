@@ -14,10 +14,13 @@
 //! nowhere. QEMU's shared libraries count by PSS.
 //!
 //! [`read`] reads the kernel's files, [`take`] makes the accounts of [`account`] from them, [`agree`] holds the accounts
-//! against what the kernel says elsewhere, [`table`] prints them, [`frames`] proves who shares which physical page.
+//! against what the kernel says elsewhere, [`table`] prints them, [`frames`] proves who shares which physical page. [`debt`] is what guests could call
+//! in by writing, and [`brake`] says when that is too much.
 
 pub mod account;
 pub mod agree;
+pub mod brake;
+pub mod debt;
 pub mod frames;
 pub mod memory;
 pub mod read;
@@ -26,5 +29,7 @@ pub mod take;
 
 pub use account::{HostAccount, KsmAccount, OwnCost, Report, StoreAccount, VmAccount};
 pub use agree::{Disagreement, check, check_change};
+pub use brake::{Brake, BrakePolicy, Level, Look, Reserve};
+pub use debt::{BrakeEvent, DebtReport, VmDebt};
 pub use frames::{frames, shared_frames};
 pub use read::ReadError;

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 use memfold_units::ByteSize;
 
-use super::account::{HostAccount, Report, VmAccount};
+use super::account::{Report, VmAccount};
 
 const LEGEND: &str = "\
 backed = private + unfolded + folded pages in its page table + template or shared files.  folded: mapped to the page store, not
@@ -21,7 +21,7 @@ pub fn render(report: &Report) -> String {
     } else {
         let _ = writeln!(text, "{}\n{LEGEND}", vms(&report.vms));
     }
-    let _ = writeln!(text, "\n{}", host(&report.host));
+    let _ = writeln!(text, "\n{}", host(report));
     for disagreement in &report.disagreements {
         let _ = writeln!(text, "does not agree: {disagreement}");
     }
@@ -113,7 +113,8 @@ fn total(vms: &[VmAccount]) -> VmAccount {
     sum
 }
 
-fn host(host: &HostAccount) -> Table {
+fn host(report: &Report) -> Table {
+    let host = &report.host;
     let mut table = table(&["host", ""]);
     let mut line = |name: &str, value: String| {
         table.add_row([name.to_owned(), value]);
@@ -159,6 +160,13 @@ fn host(host: &HostAccount) -> Table {
     line("saved by KSM", signed(host.saved_by_ksm_bytes));
     line("saved by zero pages", size(host.saved_by_zero_drop_bytes));
     line("saved, less memfold itself", signed(host.saved_net_bytes));
+    if let Some(debt) = &report.debt {
+        let bytes = |bytes| size(ByteSize(bytes));
+        line("shared, and owed when written to", bytes(debt.debt_bytes));
+        line("  of it to be there", bytes(debt.needed_bytes));
+        line("  could be had", bytes(debt.absorbable_bytes));
+        line("  brake", debt.level.to_string());
+    }
     table
 }
 

@@ -1,0 +1,386 @@
+//! When memory that is shared has become more than the host could give back at once.
+//!
+//! ```text
+//!   needed    = debt x cover                        what guests are taken to call in at once
+//!   available = MemAvailable - reserve              what could be had for it; free swap is shown, not counted
+//!
+//!   needed / available   0 ........ 70 % ..... 80 % ..... 90 % ..... 100 % ......
+//!   rising                   ok     |   ok      | warning  | warning   | braked
+//!   falling, for 10 s        ok     | warning   | warning  | braked    | braked
+//! ```
+//! A level rises at once and falls only when things have been better for a while, so that it doesn't flap.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use memfold_units::ByteSize;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// For so long things must have been better before a level falls.
+pub const CALM: Duration = Duration::from_secs(10);
+
+/// Above these parts of what is available, a level is reached.
+const WARNING: f64 = 0.8;
+const BRAKED: f64 = 1.0;
+
+/// A level is left a tenth of what is available below where it was reached.
+const HYSTERESIS: f64 = 0.1;
+
+/// How far it has come.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Level {
+    /// What could be called in could be had.
+    #[default]
+    Ok,
+    /// Not much more may be shared.
+    Warning,
+    /// Nothing more is shared, and no VM is started.
+    Braked,
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Braked => "BRAKED",
+        })
+    }
+}
+
+/// What a host keeps for itself.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Reserve {
+    /// So many bytes.
+    Bytes(ByteSize),
+    /// This part of its RAM, in percent (0 to 100).
+    Percent(f64),
+}
+
+impl Reserve {
+    /// Of so much RAM.
+    #[must_use]
+    // Percent of a number are below it.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    pub fn of(self, total_bytes: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes.0,
+            Self::Percent(percent) => (total_bytes as f64 * percent / 100.0) as u64,
+        }
+    }
+}
+
+impl fmt::Display for Reserve {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(bytes) => bytes.fmt(f),
+            Self::Percent(percent) => write!(f, "{percent} %"),
+        }
+    }
+}
+
+impl FromStr for Reserve {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let Some(percent) = text.strip_suffix('%') else {
+            return text
+                .parse()
+                .map(Self::Bytes)
+                .map_err(|error| format!("{error}, or a part of this host's RAM, such as 5%"));
+        };
+        match percent.trim().parse::<f64>() {
+            Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(Self::Percent(percent)),
+            _ => Err(format!(
+                "'{text}' is no part of this host's RAM; give 0% to 100%"
+            )),
+        }
+    }
+}
+
+/// What an operator may set.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BrakePolicy {
+    /// What the host keeps for itself.
+    pub reserve: Reserve,
+    /// How much of the debt must be there for guests that call it in at once, in percent (0 to 100; 0: no brake).
+    pub cover_percent: f64,
+}
+
+impl Default for BrakePolicy {
+    fn default() -> Self {
+        Self {
+            // A sixteenth, as lending keeps.
+            reserve: Reserve::Percent(6.25),
+            cover_percent: 50.0,
+        }
+    }
+}
+
+/// One look at a host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Look {
+    /// When, since some instant.
+    pub at: Duration,
+    /// What guests could call in.
+    pub debt_bytes: u64,
+    /// `MemTotal`.
+    pub total_bytes: u64,
+    /// `MemAvailable`.
+    pub available_bytes: u64,
+}
+
+impl BrakePolicy {
+    /// What guests are taken to call in at once.
+    #[must_use]
+    // Percent of a number are below it.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    pub fn needed_bytes(&self, debt_bytes: u64) -> u64 {
+        (debt_bytes as f64 * self.cover_percent / 100.0) as u64
+    }
+
+    /// What could be had for it.
+    #[must_use]
+    pub fn absorbable_bytes(&self, look: &Look) -> u64 {
+        look.available_bytes
+            .saturating_sub(self.reserve.of(look.total_bytes))
+    }
+
+    /// Needed over available: 0 where nothing is needed, infinite where nothing is left for it.
+    #[must_use]
+    pub fn strain(&self, look: &Look) -> f64 {
+        let needed = self.needed_bytes(look.debt_bytes);
+        if needed == 0 {
+            return 0.0;
+        }
+        needed as f64 / self.absorbable_bytes(look) as f64
+    }
+}
+
+/// The level, and its memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Brake {
+    level: Level,
+    /// Since when a lower level would do, and the highest that was seen since.
+    better: Option<(Duration, Level)>,
+}
+
+impl Brake {
+    /// The level.
+    #[must_use]
+    pub const fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Judges by a new look.
+    pub fn judge(&mut self, policy: &BrakePolicy, look: &Look) -> Level {
+        let strain = policy.strain(look);
+        let reached = |warning: f64, braked: f64| {
+            if strain > braked {
+                Level::Braked
+            } else if strain > warning {
+                Level::Warning
+            } else {
+                Level::Ok
+            }
+        };
+        let up = reached(WARNING, BRAKED);
+        let down = reached(WARNING - HYSTERESIS, BRAKED - HYSTERESIS);
+        if up >= self.level {
+            self.better = None;
+            self.level = up;
+        } else if down >= self.level {
+            self.better = None;
+        } else {
+            let (since, highest) = self.better.unwrap_or((look.at, down));
+            let highest = highest.max(down);
+            self.better = Some((since, highest));
+            if look.at.saturating_sub(since) >= CALM {
+                self.level = highest;
+                self.better = None;
+            }
+        }
+        self.level
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn look(second: u64, debt: u64, available: u64) -> Look {
+        Look {
+            at: Duration::from_secs(second),
+            debt_bytes: debt,
+            total_bytes: 16 * GIB,
+            available_bytes: available,
+        }
+    }
+
+    /// Reserve 1 GiB; all of the debt must be there.
+    fn whole() -> BrakePolicy {
+        BrakePolicy {
+            reserve: Reserve::Percent(6.25),
+            cover_percent: 100.0,
+        }
+    }
+
+    #[test]
+    fn levels_rise_at_once_with_what_could_be_called_in() {
+        let mut brake = Brake::default();
+        // Ten GiB above the reserve.
+        for (debt, level) in [
+            (0, Level::Ok),
+            (7 * GIB, Level::Ok),
+            (9 * GIB, Level::Warning),
+            (10 * GIB, Level::Warning),
+            (10 * GIB + 1, Level::Braked),
+        ] {
+            assert_eq!(brake.judge(&whole(), &look(0, debt, 11 * GIB)), level);
+        }
+        let mut brake = Brake::default();
+        assert_eq!(
+            brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB)),
+            Level::Braked
+        );
+    }
+
+    #[test]
+    fn half_the_cover_lets_twice_as_much_be_shared() {
+        let half = BrakePolicy {
+            cover_percent: 50.0,
+            ..whole()
+        };
+        let mut brake = Brake::default();
+        assert_eq!(brake.judge(&half, &look(0, 15 * GIB, 11 * GIB)), Level::Ok);
+        assert_eq!(
+            brake.judge(&half, &look(1, 21 * GIB, 11 * GIB)),
+            Level::Braked
+        );
+        let none = BrakePolicy {
+            cover_percent: 0.0,
+            ..whole()
+        };
+        assert_eq!(
+            Brake::default().judge(&none, &look(0, 99 * GIB, 0)),
+            Level::Ok
+        );
+    }
+
+    #[test]
+    fn below_the_reserve_any_debt_brakes_and_none_does_not() {
+        assert_eq!(
+            Brake::default().judge(&whole(), &look(0, 1, GIB)),
+            Level::Braked
+        );
+        assert_eq!(Brake::default().judge(&whole(), &look(0, 0, 0)), Level::Ok);
+        assert!(whole().strain(&look(0, 1, 0)).is_infinite());
+    }
+
+    #[test]
+    fn a_level_falls_when_things_have_been_better_for_a_while_and_not_before() {
+        let mut brake = Brake::default();
+        brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
+        // Not enough better, for however long.
+        for second in 1..60 {
+            let level = brake.judge(&whole(), &look(second, 9 * GIB + GIB / 2, 11 * GIB));
+            assert_eq!(level, Level::Braked);
+        }
+        for second in 60..70 {
+            assert_eq!(
+                brake.judge(&whole(), &look(second, GIB, 11 * GIB)),
+                Level::Braked
+            );
+        }
+        assert_eq!(brake.judge(&whole(), &look(70, GIB, 11 * GIB)), Level::Ok);
+    }
+
+    #[test]
+    fn what_comes_and_goes_does_not_flap() {
+        let mut brake = Brake::default();
+        brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
+        let mut changes = 0;
+        for second in 1..300 {
+            // Eight seconds of relief, two of trouble, over and over.
+            let debt = if second % 10 < 8 { GIB } else { 11 * GIB };
+            let before = brake.level();
+            changes += u32::from(brake.judge(&whole(), &look(second, debt, 11 * GIB)) != before);
+        }
+        assert_eq!((changes, brake.level()), (0, Level::Braked));
+    }
+
+    #[test]
+    fn a_level_falls_to_the_highest_that_was_seen_meanwhile() {
+        let mut brake = Brake::default();
+        brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
+        for second in 1..=10 {
+            let debt = if second == 5 { 8 * GIB } else { GIB };
+            assert_eq!(
+                brake.judge(&whole(), &look(second, debt, 11 * GIB)),
+                Level::Braked
+            );
+        }
+        assert_eq!(
+            brake.judge(&whole(), &look(11, GIB, 11 * GIB)),
+            Level::Warning
+        );
+        for second in 12..=21 {
+            assert_eq!(
+                brake.judge(&whole(), &look(second, GIB, 11 * GIB)),
+                Level::Warning
+            );
+        }
+        assert_eq!(brake.judge(&whole(), &look(22, GIB, 11 * GIB)), Level::Ok);
+    }
+
+    /// Guests rewrite all they share, as fast as they can; each page rewritten is a page less available, and owed no more.
+    #[test]
+    fn in_a_storm_the_brake_comes_while_the_reserve_is_whole() {
+        let policy = BrakePolicy {
+            cover_percent: 50.0,
+            ..whole()
+        };
+        for first in [9, 10, 12, 15] {
+            let (mut brake, mut debt, mut available) = (Brake::default(), 16 * GIB, first * GIB);
+            let mut at_brake = None;
+            for second in 0..160 {
+                if brake.judge(&policy, &look(second, debt, available)) == Level::Braked {
+                    at_brake.get_or_insert(available);
+                }
+                debt -= GIB / 10;
+                available = available.saturating_sub(GIB / 10);
+            }
+            let at_brake = at_brake.unwrap();
+            assert!(
+                at_brake > GIB,
+                "{first} GiB available: braked at {at_brake}"
+            );
+        }
+        // With enough for all of it the brake never comes: nothing is at risk.
+        let (mut brake, mut debt, mut available) = (Brake::default(), 8 * GIB, 12 * GIB);
+        for second in 0..80 {
+            assert!(brake.judge(&whole(), &look(second, debt, available)) < Level::Braked);
+            debt -= GIB / 10;
+            available -= GIB / 10;
+        }
+    }
+
+    #[test]
+    fn reserves_are_sizes_or_parts() {
+        assert_eq!("2G".parse(), Ok(Reserve::Bytes(ByteSize(2 * GIB))));
+        assert_eq!("10%".parse(), Ok(Reserve::Percent(10.0)));
+        assert_eq!(Reserve::Percent(10.0).of(50), 5);
+        for wrong in ["", "%", "101%", "-1%", "nan%", "many"] {
+            let error = wrong.parse::<Reserve>().unwrap_err();
+            assert!(error.contains('%'), "{error}");
+        }
+        assert_eq!(Reserve::Percent(5.0).to_string(), "5 %");
+    }
+}
