@@ -12,9 +12,9 @@ pub use lending::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace, 
 pub use server::{ServeError, openapi, serve};
 pub use types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BootSnapshot, BuildRequest, BuildResult,
-    ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
-    RankRequest, RebootRequest, RestoreRequest, SaveRequest, SegmentState, StopRequest,
-    VerifyReport, VersionInfo, VmInfo, VmSegment,
+    DebtRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest,
+    KsmStopRequest, RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest,
+    SegmentState, StopRequest, VerifyReport, VersionInfo, VmInfo, VmSegment,
 };
 
 /// Where the daemon listens if nothing else is said.

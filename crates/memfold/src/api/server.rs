@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use axum::extract::rejection::JsonRejection;
-use axum::extract::{DefaultBodyLimit, FromRequest, Path as UrlPath, State};
+use axum::extract::{DefaultBodyLimit, FromRequest, Path as UrlPath, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
@@ -17,14 +17,16 @@ use utoipa::OpenApi;
 
 use super::lending;
 use super::types::{
-    AttachRequest, AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, ErrorBody,
-    ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest, RankRequest,
-    RebootRequest, RestoreRequest, SaveRequest, StopRequest, VerifyReport, VersionInfo, VmInfo,
+    AttachRequest, AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, DebtRequest,
+    ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
+    RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest, StopRequest, VerifyReport,
+    VersionInfo, VmInfo,
 };
 use crate::daemon::{Daemon, DaemonError, chain};
 use crate::estimate::VmFacts;
 use crate::fold::EngineStats;
 use crate::ksm::{Explanation, KsmError, Overview};
+use crate::ledger::DebtReport;
 use crate::lend::RegistryError;
 use crate::lend::graph::GraphError;
 use crate::segment::{Ranked, SegmentError, SegmentInfo};
@@ -72,6 +74,8 @@ pub enum ServeError {
         report,
         fold,
         set_fold,
+        debt,
+        set_debt,
         ksm,
         start_ksm,
         stop_ksm,
@@ -150,6 +154,7 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/exec", post(exec))
         .route("/v1/report", get(report))
         .route("/v1/fold", get(fold).put(set_fold))
+        .route("/v1/debt", get(debt).put(set_debt))
         .route("/v1/ksm", get(ksm))
         .route("/v1/ksm/start", post(start_ksm))
         .route("/v1/ksm/stop", post(stop_ksm))
@@ -237,6 +242,7 @@ impl IntoResponse for Failure {
                 | RegistryError::Superseded { .. },
             )
             | DaemonError::Merging { .. }
+            | DaemonError::Braked { .. }
             | DaemonError::Ksm(KsmError::Busy(_))
             | DaemonError::Launch(LaunchError::NameTaken { .. })
             | DaemonError::Snapshot(
@@ -294,12 +300,20 @@ async fn list(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<VmInfo>>, Fa
     blocking(daemon, |d| Ok(d.list())).await
 }
 
-#[utoipa::path(post, path = "/v1/vms", request_body = Object, responses((status = 200, body = VmInfo), (status = 409, body = ErrorBody)))]
+#[utoipa::path(post, path = "/v1/vms", params(RunOptions), request_body = Object, responses((status = 200, body = VmInfo), (status = 409, body = ErrorBody)))]
 async fn run(
     State(daemon): State<Arc<Daemon>>,
+    Query(options): Query<RunOptions>,
     Asked(spec): Asked<VmSpec>,
 ) -> Result<Json<VmInfo>, Failure> {
-    blocking(daemon, |d| d.run_vm(spec)).await
+    blocking(daemon, move |d| {
+        if options.despite_brake {
+            d.run_vm_despite_brake(spec)
+        } else {
+            d.run_vm(spec)
+        }
+    })
+    .await
 }
 
 #[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
@@ -354,7 +368,7 @@ async fn exec(
 
 #[utoipa::path(get, path = "/v1/report", responses((status = 200, body = FullReport)))]
 async fn report(State(daemon): State<Arc<Daemon>>) -> Result<Json<FullReport>, Failure> {
-    blocking(daemon, |d| d.report()).await
+    blocking(daemon, Daemon::report).await
 }
 
 #[utoipa::path(get, path = "/v1/fold", responses((status = 200, body = EngineStats)))]
@@ -368,6 +382,21 @@ async fn set_fold(
     Asked(request): Asked<FoldRequest>,
 ) -> Result<Json<EngineStats>, Failure> {
     blocking(daemon, move |d| d.set_fold(&request)).await
+}
+
+/// What guests could call in by writing, what there is for it, and what the brake does.
+#[utoipa::path(get, path = "/v1/debt", responses((status = 200, body = DebtReport)))]
+async fn debt(State(daemon): State<Arc<Daemon>>) -> Result<Json<DebtReport>, Failure> {
+    blocking(daemon, Daemon::debt).await
+}
+
+/// Changes the brake's limits, until the daemon ends.
+#[utoipa::path(put, path = "/v1/debt", request_body = DebtRequest, responses((status = 200, body = DebtReport), (status = 400, body = ErrorBody)))]
+async fn set_debt(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<DebtRequest>,
+) -> Result<Json<DebtReport>, Failure> {
+    blocking(daemon, move |d| d.set_debt(&request)).await
 }
 
 /// KSM on this host, and how the daemon steers it.

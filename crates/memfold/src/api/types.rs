@@ -238,6 +238,25 @@ pub struct FoldRequest {
     pub pages_per_second: Option<u64>,
 }
 
+/// `PUT /v1/debt`: fields that are absent stay as they are.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DebtRequest {
+    /// What the host keeps for itself: a size (`2G`), or a part of its RAM (`5%`).
+    pub reserve: Option<String>,
+    /// How much of the debt must be there for guests that call it in at once, in percent (0 to 100; 0: no brake).
+    pub cover_percent: Option<f64>,
+}
+
+/// `POST /v1/vms`, beside the VM's description.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, ToSchema, utoipa::IntoParams)]
+#[serde(deny_unknown_fields)]
+pub struct RunOptions {
+    /// Start it though the brake is on.
+    #[serde(default)]
+    pub despite_brake: bool,
+}
+
 /// `POST /v1/ksm/start`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -327,6 +346,9 @@ pub struct RestoreRequest {
     /// Start it though nothing would set it apart from another VM that runs from the same memory.
     #[serde(default)]
     pub force: bool,
+    /// Start it though the brake is on, or would be with it.
+    #[serde(default)]
+    pub despite_brake: bool,
     /// Have its memory at hand that a VM used first of all, instead of one page at a time as it asks for them.
     #[serde(default)]
     pub prefetch: bool,
@@ -345,6 +367,7 @@ impl RestoreRequest {
             vm: vm.into(),
             renew: Renew::default(),
             force: false,
+            despite_brake: false,
             prefetch: false,
             disks: None,
         }

@@ -13,6 +13,7 @@ use crate::daemon::{Daemon, DaemonOptions};
 use crate::fold::{EngineSettings, EngineStats};
 use crate::host::{GuestImage, guest_images};
 use crate::ksm;
+use crate::ledger::BrakePolicy;
 use crate::vm::{Aio, BootSpec, CacheMode, DiskSpec, VmSpec};
 
 /// What an interrupt has to clean up.
@@ -65,6 +66,7 @@ impl Lab {
             include: Vec::new(),
             exclude: Vec::new(),
             paused: true,
+            brake: BrakePolicy::default(),
             shelf: directory.path().join("snapshots"),
             segments: directory.path().join("segments"),
             host: Some("lab".into()),

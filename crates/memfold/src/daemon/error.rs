@@ -76,6 +76,14 @@ pub enum DaemonError {
         /// What would change it.
         fix: String,
     },
+    /// Guests could call in more than the host could give.
+    #[error("{what}: the brake is on: {why}")]
+    Braked {
+        /// What was refused.
+        what: String,
+        /// The figures.
+        why: String,
+    },
     /// The registry of leases refused, or can't be used.
     #[error(transparent)]
     Registry(#[from] RegistryError),
@@ -128,6 +136,9 @@ impl DaemonError {
                 Some("'memfold doctor' says what this host lacks, and how to get it".into())
             }
             Self::Merging { fix, .. } | Self::Lending { fix, .. } => Some(fix.clone()),
+            Self::Braked { .. } => Some(
+                "end VMs, or free memory on this host; 'memfold debt' shows who could call in how much, its --reserve and --cover change the limits, and --despite-brake starts a VM all the same".into(),
+            ),
             Self::NameTaken(name) | Self::Launch(LaunchError::NameTaken { name }) => Some(format!(
                 "choose another --name, or end that one: memfold vm stop {name}"
             )),

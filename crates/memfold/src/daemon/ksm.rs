@@ -44,6 +44,8 @@ enum Held {
     Others(String),
     /// Somebody else wrote `run`.
     Overruled(u64),
+    /// The brake is on.
+    Braked(String),
 }
 
 impl std::fmt::Display for Held {
@@ -52,6 +54,10 @@ impl std::fmt::Display for Held {
             Self::Others(who) => write!(
                 f,
                 "{who}; what is merged stays merged, and KSM goes on when that memory is gone"
+            ),
+            Self::Braked(why) => write!(
+                f,
+                "the brake is on ({why}); what is merged stays merged, and KSM goes on when there is enough again"
             ),
             Self::Overruled(run) => write!(
                 f,
@@ -81,6 +87,8 @@ pub(super) struct SteeredKsm {
     members: BTreeSet<i32>,
     arrivals: u64,
     held: Option<Held>,
+    /// Why nothing more may be shared, while that is so.
+    braked: Option<String>,
     /// A VM is being saved live.
     saving: bool,
     /// `run` is 0 because this wrote it.
@@ -155,6 +163,7 @@ impl SteeredKsm {
             members: members.clone(),
             arrivals: 0,
             held: None,
+            braked: None,
             saving: false,
             stopped: false,
             decision: None,
@@ -204,6 +213,11 @@ impl SteeredKsm {
                 self.stop()?;
             }
             self.hold(Held::Others(who));
+        } else if let Some(why) = self.braked.clone() {
+            if run == 1 {
+                self.stop()?;
+            }
+            self.hold(Held::Braked(why));
         } else if run != 1 && !self.stopped {
             self.hold(Held::Overruled(run));
         } else {
@@ -417,6 +431,12 @@ impl Daemon {
         // Nobody starts a VM between the look at whose memory may merge, and ksmd's start.
         let _none_starts = self.closed.write().unwrap_or_else(PoisonError::into_inner);
         let domain = self.only_domain(request.domain.as_deref())?;
+        if let Some(why) = self.braked()? {
+            return Err(DaemonError::Braked {
+                what: "KSM is not steered".into(),
+                why,
+            });
+        }
         let has_advisor = Controls::default().text("advisor_mode")?.is_some();
         if request.advisor && !has_advisor {
             return Err(refused(
@@ -584,6 +604,13 @@ impl Daemon {
             );
             spec.merge = MergeChoice::Never;
             steered.kept_out.insert(spec.name.clone());
+        }
+    }
+
+    /// Has KSM merge nothing more, with the reason, or go on.
+    pub(super) fn brake_ksm(&self, why: Option<String>) {
+        if let Some(steered) = &mut *self.steered() {
+            steered.braked = why;
         }
     }
 

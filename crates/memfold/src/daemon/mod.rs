@@ -10,6 +10,7 @@
 
 mod booted;
 mod borrowing;
+mod brake;
 mod copy_out;
 mod error;
 mod estimate;
@@ -35,6 +36,7 @@ use memfold_units::{ByteSize, PageCount};
 use rustix::fs::FlockOperation;
 use tracing::{info, warn};
 
+use brake::DebtWatch;
 pub use error::DaemonError;
 pub(crate) use error::chain;
 use ksm::SteeredKsm;
@@ -44,7 +46,7 @@ use uses::Uses;
 
 use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
 use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
-use crate::ledger::{self, StoreAccount};
+use crate::ledger::{self, BrakePolicy, StoreAccount};
 use crate::segment;
 use crate::snapshot::{Shelf, save};
 use crate::store::StoreIdentity;
@@ -66,6 +68,8 @@ pub struct DaemonOptions {
     pub exclude: Vec<String>,
     /// Whether folding begins paused.
     pub paused: bool,
+    /// When too much is shared.
+    pub brake: BrakePolicy,
     /// Directory of snapshots.
     pub shelf: PathBuf,
     /// Directory of segments.
@@ -95,6 +99,8 @@ pub struct Daemon {
     merging: Mutex<()>,
     /// KSM, while the daemon steers it.
     ksm: Mutex<Option<SteeredKsm>>,
+    /// What guests could call in.
+    owing: DebtWatch,
     /// What is done with snapshots now.
     uses: Uses,
     /// Memory that is lent and borrowed.
@@ -134,6 +140,7 @@ impl Daemon {
             twins: Mutex::default(),
             merging: Mutex::default(),
             ksm: Mutex::default(),
+            owing: DebtWatch::new(options.brake),
             uses: Uses::default(),
             lending: Lending::open(options)?,
             _lock: lock,
@@ -180,6 +187,11 @@ impl Daemon {
                 );
             }
         }
+        let watched = Arc::downgrade(&daemon);
+        std::thread::Builder::new()
+            .name("debt".into())
+            .spawn(move || brake::watch(&watched))
+            .map_err(files)?;
         Ok(daemon)
     }
 
@@ -281,8 +293,14 @@ impl Daemon {
         self.lock().values().map(|m| m.info()).collect()
     }
 
-    /// Starts a VM.
+    /// Starts a VM, unless the brake is on.
     pub fn run_vm(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
+        self.admit(&spec.name, 0, false)?.started();
+        self.run_vm_despite_brake(spec)
+    }
+
+    /// Starts a VM, however much guests could call in.
+    pub fn run_vm_despite_brake(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
         if let Some(name) = crate::vm::segments::twice(&spec) {
             return Err(DaemonError::BadRequest(format!(
                 "segments: '{name}' is named twice"
@@ -424,7 +442,7 @@ impl Daemon {
     }
 
     /// The ledger of this moment.
-    pub fn report(&self) -> Result<FullReport, DaemonError> {
+    pub fn report(self: &Arc<Self>) -> Result<FullReport, DaemonError> {
         let fold = self.fold_stats()?;
         let stores: Vec<StoreAccount> = fold
             .domains
@@ -449,10 +467,9 @@ impl Daemon {
         let zero: u64 = fold.vms.iter().map(|vm| vm.zero_saved_pages).sum();
         let mut host = ledger::take::host(&vms, &stores, own, PageCount(zero).bytes())?;
         host.images_bytes = self.shelf.laid_out_bytes();
-        Ok(FullReport {
-            ledger: ledger::Report::new(host, vms),
-            fold,
-        })
+        let mut ledger = ledger::Report::new(host, vms);
+        ledger.debt = Some(self.debt()?);
+        Ok(FullReport { ledger, fold })
     }
 
     /// Starts no more VMs, and waits for those that are being started: from then on the list is whole.

@@ -174,6 +174,8 @@ impl Daemon {
         let request = RestoreRequest {
             // Who else runs from it did so before.
             force: true,
+            // It was there before, and would be gone.
+            despite_brake: true,
             ..RestoreRequest::new(name)
         };
         let info = self.restore(&manifest.name, &request).map_err(|error| {

@@ -334,6 +334,8 @@ impl Daemon {
         if self.lock().contains_key(&request.vm) {
             return Err(DaemonError::NameTaken(request.vm.clone()));
         }
+        let held = manifest.counts.saved_pages * PAGE_SIZE;
+        let admitted = self.admit(&request.vm, held, request.despite_brake)?;
         let own_disks = match &request.disks {
             Some(place) => OwnDisks::make(&mut spec, place, &progress)?,
             None => OwnDisks::default(),
@@ -373,6 +375,7 @@ impl Daemon {
             self.shelf.let_go();
         }
         let info = launched?;
+        admitted.started();
         own_disks.keep();
         let Ok(machine) = self.machine(&request.vm) else {
             // It has ended already, perhaps before we had done with its memory.
