@@ -97,7 +97,11 @@ fn render(stats: &EngineStats) -> String {
          judged pages: same path {} equal, {} different; same name and size elsewhere {} equal, {} different\n\
          longest freeze of a run {:.1} ms; longest pause {} ms\n\n{}",
         if stats.vms.is_empty() { "no VMs\n" } else { "" },
-        if stats.paused { "paused" } else { "on" },
+        match &stats.braked {
+            _ if stats.paused => "paused".to_owned(),
+            Some(why) => format!("braked, what is folded stays folded: {why}"),
+            None => "on".to_owned(),
+        },
         stats.cpu_share * 100.0,
         stats.engine_cpu_s,
         stats.library_cpu_s,

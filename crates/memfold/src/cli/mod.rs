@@ -3,6 +3,7 @@
 //! Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host.
 
 mod bench;
+mod debt;
 mod demo;
 mod doctor;
 mod estimate;
@@ -65,6 +66,8 @@ enum Command {
     Top(top::Arguments),
     /// What could be saved, before anything is changed: zeroes, copies within and between VMs, by file, by mechanism
     Estimate(estimate::Arguments),
+    /// What guests could call in by writing to what they share, what there is for it, and the brake
+    Debt(debt::Arguments),
     /// Folding: state, pause, budget
     #[command(subcommand)]
     Fold(fold::Arguments),
@@ -171,6 +174,7 @@ pub fn main() -> ExitCode {
         Command::Report(arguments) => report::run(&context, &arguments),
         Command::Top(arguments) => top::run(&context, &arguments),
         Command::Estimate(arguments) => estimate::run(&context, &arguments),
+        Command::Debt(arguments) => debt::run(&context, &arguments),
         Command::Fold(arguments) => fold::run(&context, &arguments),
         Command::Ksm(arguments) => ksm::run(&context, arguments),
         Command::Snapshot(arguments) => snapshot::run(&context, arguments),

@@ -9,9 +9,11 @@ use memfold_units::ByteSize;
 use tracing::info;
 
 use super::Context;
+use super::debt::cover;
 use crate::api::{self, DEFAULT_STATE};
 use crate::daemon::{Daemon, DaemonOptions};
 use crate::fold::EngineSettings;
+use crate::ledger::{BrakePolicy, Reserve};
 use crate::snapshot::DEFAULT_SHELF;
 
 #[derive(Args, Debug)]
@@ -37,6 +39,13 @@ pub(super) struct Arguments {
     /// Leave out files whose path in the guest matches; stronger than --include
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
+    /// Memory that this host keeps for itself: a size, or a part of its RAM in percent (6.25% by default)
+    #[arg(long, value_name = "SIZE|PERCENT%")]
+    reserve: Option<Reserve>,
+    /// How much of what guests share must be there for them in case they write to it, in percent: above that nothing more is shared and
+    /// no VM is started; 0: whatever happens
+    #[arg(long, value_name = "PERCENT", value_parser = cover)]
+    cover: Option<f64>,
     /// Start with folding paused
     #[arg(long)]
     paused: bool,
@@ -73,6 +82,12 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         include: arguments.include.clone(),
         exclude: arguments.exclude.clone(),
         paused: arguments.paused,
+        brake: BrakePolicy {
+            reserve: arguments.reserve.unwrap_or(BrakePolicy::default().reserve),
+            cover_percent: arguments
+                .cover
+                .unwrap_or(BrakePolicy::default().cover_percent),
+        },
         shelf: arguments.snapshots.clone(),
         segments: arguments.segments.clone(),
         host: arguments.host.clone(),

@@ -43,6 +43,9 @@ pub(super) enum Arguments {
         /// Start it though another VM runs from the same memory and nothing would set the two apart
         #[arg(long)]
         force: bool,
+        /// Start it though the brake is on: guests could call in more than this host could give (see 'memfold debt')
+        #[arg(long)]
+        despite_brake: bool,
         /// Fetch what a VM used first when the snapshot was restored before, instead of page by page as it asks for it
         #[arg(long)]
         prefetch: bool,
@@ -94,6 +97,9 @@ pub(super) struct CloneArguments {
     /// Start them though nothing would set them apart: without agent, and without a driver for VM generation IDs in the guest
     #[arg(long)]
     force: bool,
+    /// Start them though the brake is on: guests could call in more than this host could give (see 'memfold debt')
+    #[arg(long)]
+    despite_brake: bool,
 }
 
 /// How long `clone` waits for the agents, and for each of them besides: they have turns.
@@ -138,6 +144,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             name,
             vm,
             force,
+            despite_brake,
             prefetch,
             disks,
         } => {
@@ -147,6 +154,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             };
             let request = RestoreRequest {
                 force,
+                despite_brake,
                 prefetch,
                 // The daemon's directory is another.
                 disks: disks.map(std::path::absolute).transpose()?,
@@ -220,6 +228,7 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
                 Renew::Network
             },
             force: arguments.force,
+            despite_brake: arguments.despite_brake,
             prefetch: arguments.prefetch,
             disks: None,
         };

@@ -64,6 +64,7 @@ pub(super) enum Arguments {
 }
 
 #[derive(Args, Debug)]
+#[allow(clippy::struct_excessive_bools)] // flags
 pub(super) struct RunArguments {
     /// Description in TOML; flags change what it says
     #[arg(long, value_name = "FILE")]
@@ -116,6 +117,9 @@ pub(super) struct RunArguments {
     /// Whether KSM, where it runs, may merge the VM's memory: if it has a trust domain (domain), or never
     #[arg(long, value_enum, value_name = "WHEN")]
     merge: Option<MergeChoice>,
+    /// Start it though the brake is on: guests could call in more than this host could give (see 'memfold debt')
+    #[arg(long)]
+    despite_brake: bool,
     /// Don't preload memfold's library: the VM's RAM won't be folded
     #[arg(long)]
     no_fold: bool,
@@ -182,7 +186,12 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     let client = context.client()?;
     match arguments {
         Arguments::Run(arguments) => {
-            let info: VmInfo = client.post("/v1/vms", &arguments.spec()?)?;
+            let place = if arguments.despite_brake {
+                "/v1/vms?despite_brake=true"
+            } else {
+                "/v1/vms"
+            };
+            let info: VmInfo = client.post(place, &arguments.spec()?)?;
             context.print(&info, |vm| describe("started", vm))?;
         }
         Arguments::List => {

@@ -1,5 +1,6 @@
 //! The command line and the daemon's interface, from outside: words, exit codes, JSON. VMs here are paused from the start.
 
+mod debt;
 mod lending;
 mod support;
 
@@ -11,7 +12,7 @@ use serde_json::{Value, json};
 use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// Every command, what its help has to speak of, and whether it needs a daemon (with arguments that are right).
-const COMMANDS: [(&[&str], &[&str], bool); 40] = [
+const COMMANDS: [(&[&str], &[&str], bool); 41] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -50,6 +51,11 @@ const COMMANDS: [(&[&str], &[&str], bool); 40] = [
             "--program",
         ],
         false,
+    ),
+    (
+        &["debt"],
+        &["what they share", "--reserve", "--cover"],
+        true,
     ),
     (&["fold", "status"], &["folding has done"], true),
     (&["fold", "pause"], &["Stop folding"], true),

@@ -1,0 +1,170 @@
+//! `memfold debt`: what guests could call in, and the brake.
+
+use std::process::ExitCode;
+
+use clap::Args;
+use comfy_table::{CellAlignment, Table, presets};
+use memfold_units::ByteSize;
+
+use super::Context;
+use crate::api::DebtRequest;
+use crate::ledger::{BrakeEvent, DebtReport, Reserve};
+
+#[derive(Args, Debug)]
+pub(super) struct Arguments {
+    /// Keep so much memory for this host, until the daemon ends: a size, or a part of its RAM in percent
+    #[arg(long, value_name = "SIZE|PERCENT%", value_parser = reserve)]
+    reserve: Option<String>,
+    /// How much of what guests share must be there for them in case they write to it, in percent, until the daemon ends
+    #[arg(long, value_name = "PERCENT", value_parser = cover)]
+    cover: Option<f64>,
+}
+
+/// As it was written, if it can be read: the daemon reads it again.
+fn reserve(text: &str) -> Result<String, String> {
+    text.parse::<Reserve>().map(|_| text.to_owned())
+}
+
+/// Percent.
+pub(super) fn cover(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
+        _ => Err(format!("'{text}' is no percentage; give 0 to 100")),
+    }
+}
+
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let client = context.client()?;
+    let report: DebtReport = if arguments.reserve.is_some() || arguments.cover.is_some() {
+        let request = DebtRequest {
+            reserve: arguments.reserve.clone(),
+            cover_percent: arguments.cover,
+        };
+        client.put("/v1/debt", &request)?
+    } else {
+        client.get("/v1/debt")?
+    };
+    context.print(&report, render)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn render(report: &DebtReport) -> String {
+    let size = |bytes: u64| ByteSize(bytes).to_string();
+    let mut sums = Table::new();
+    sums.load_preset(presets::NOTHING);
+    let mut line = |name: &str, bytes: u64| {
+        sums.add_row([name.to_owned(), size(bytes)]);
+    };
+    line("shared, and owed when written to", report.debt_bytes);
+    line("  folded", report.folded_bytes);
+    line("  of snapshots' images", report.snapshot_bytes);
+    line("  zero pages given back", report.zero_bytes);
+    line("  merged by KSM", report.ksm_bytes);
+    if report.starting_bytes > 0 {
+        line("  of VMs that are just starting", report.starting_bytes);
+    }
+    let percent = report.cover_percent;
+    line(
+        &format!("of it to be there ({percent} %)"),
+        report.needed_bytes,
+    );
+    line("could be had", report.absorbable_bytes);
+    line("  available", report.mem_available_bytes);
+    line("  less the reserve", report.reserve_bytes);
+    line("free swap, not counted", report.swap_free_bytes);
+    line("page stores, back once all is written", report.store_bytes);
+    let mut parts = vec![format!("brake: {}\n{}", report.level, right(sums, 1))];
+    if report.vms.iter().any(|vm| vm.total_bytes() > 0) {
+        let mut vms = Table::new();
+        vms.load_preset(presets::NOTHING)
+            .set_header(["VM", "OWED", "FOLDED", "SNAPSHOT", "ZERO"]);
+        for vm in &report.vms {
+            vms.add_row([
+                vm.name.clone(),
+                size(vm.total_bytes()),
+                size(vm.folded_bytes),
+                size(vm.snapshot_bytes),
+                size(vm.zero_bytes),
+            ]);
+        }
+        parts.push(right(vms, 4));
+    }
+    if !report.events.is_empty() {
+        let events: Vec<String> = report.events.iter().map(event).collect();
+        parts.push(events.join("\n"));
+    }
+    parts.join("\n\n")
+}
+
+/// With numbers under each other in the columns from the second to `last`.
+fn right(mut table: Table, last: usize) -> String {
+    for at in 1..=last {
+        if let Some(column) = table.column_mut(at) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.trim_fmt()
+}
+
+fn event(event: &BrakeEvent) -> String {
+    let now = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0.0, |now| now.as_secs_f64());
+    format!(
+        "{:.0} s ago: {}",
+        (now - event.at_unix_s).max(0.0),
+        event.what
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::{Level, VmDebt};
+
+    #[test]
+    fn level_figures_and_events_are_shown() {
+        let report = DebtReport {
+            level: Level::Braked,
+            debt_bytes: 3 << 30,
+            cover_percent: 50.0,
+            vms: vec![VmDebt {
+                name: "web".into(),
+                snapshot_bytes: 3 << 30,
+                ..VmDebt::default()
+            }],
+            events: vec![BrakeEvent {
+                at_unix_s: 0.0,
+                level: Level::Braked,
+                mem_available_bytes: 0,
+                debt_bytes: 0,
+                what: "ok -> BRAKED".into(),
+            }],
+            ..DebtReport::default()
+        };
+        let text = render(&report);
+        for word in [
+            "brake: BRAKED",
+            "3.00 GiB",
+            "(50 %)",
+            "web",
+            "s ago: ok -> BRAKED",
+        ] {
+            assert!(text.contains(word), "no '{word}' in\n{text}");
+        }
+        let empty = render(&DebtReport::default());
+        assert!(
+            empty.contains("brake: ok") && !empty.contains("VM "),
+            "{empty}"
+        );
+    }
+
+    #[test]
+    fn limits_that_make_no_sense_are_refused() {
+        assert!(reserve("5%").is_ok() && reserve("2G").is_ok() && cover("0").is_ok());
+        for wrong in ["", "101", "-1", "nan", "x"] {
+            assert!(cover(wrong).is_err(), "{wrong}");
+            assert!(reserve(&format!("{wrong}%")).is_err(), "{wrong}");
+        }
+    }
+}
