@@ -12,6 +12,7 @@
 //! | [`segments`] | VMs execute files of one image in place; what they write is theirs; who attacks it harms nobody else |
 //! | [`segments_killed`] | daemons die over segments, and disks are full |
 //! | [`ksm`], [`ksm_explain`] | KSM for one trust domain, and its settings as before; every cause of `memfold ksm explain` |
+//! | [`debt`] | clones rewrite all they share: braked in time, no byte and no VM lost |
 //! | [`estimate`] | what `memfold estimate` promises is what KSM and folding then save |
 //! | [`lend`] | a guest swaps on lent RAM, and lenders die and hang under it |
 //! | [`churn`] | files of three times the memory: what is folded at any moment, and that nothing grows |
@@ -23,6 +24,7 @@
 
 mod churn;
 mod daemon_killed;
+mod debt;
 mod disks;
 mod domains;
 mod estimate;

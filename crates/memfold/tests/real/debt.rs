@@ -1,0 +1,220 @@
+//! The storm: clones of one snapshot rewrite what they share, all at once, on a host whose reserve is nearly all that it has.
+//!
+//! A control group's limit is not `MemAvailable`, and a test must not take a whole host's memory. So the reserve is set where the host would
+//! be short after a few hundred MiB: everything but the OOM killer is as on a host that has no more.
+
+use std::time::{Duration, Instant};
+
+use memfold::api::{DebtRequest, RestoreRequest, SaveRequest};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::daemon::DaemonError;
+use memfold::fold::EngineSettings;
+use memfold::ledger::{DebtReport, Level};
+use memfold_units::ByteSize;
+
+use super::support::{self, BOOT};
+
+const MEMORY: ByteSize = ByteSize::mib(512);
+/// What each clone holds, and how fast it rewrites that, in MiB.
+const HELD: u64 = 200;
+const RATE: u64 = 20;
+/// What may be called in before the brake is to come. It is noise that others on this host must not make.
+const MARGIN: u64 = 160 << 20;
+
+const STORM: &str = include_str!("guest/storm.py");
+const CLONES: [&str; 3] = ["held-1", "held-2", "held-3"];
+
+/// Clean page cache of each clone's own.
+const OWN: &str = "head -c 60M /dev/urandom > /var/tmp/own && sync && md5sum < /var/tmp/own";
+/// Page cache that all have: 100 MiB.
+const READ: &str = "find /usr/lib /usr/share -xdev -type f -size +32k -print0 | LC_ALL=C sort -z | xargs -0 cat | head -c 100M | md5sum";
+
+fn mib(bytes: u64) -> u64 {
+    bytes >> 20
+}
+
+fn show(when: &str, debt: &DebtReport) {
+    println!(
+        "{when}: {} debt {} MiB (folded {}, snapshot {}, zero {}, KSM {}), needed {} of {} MiB; available {} MiB, reserve {} MiB; given back {} MiB",
+        debt.level,
+        mib(debt.debt_bytes),
+        mib(debt.folded_bytes),
+        mib(debt.snapshot_bytes),
+        mib(debt.zero_bytes),
+        mib(debt.ksm_bytes),
+        mib(debt.needed_bytes),
+        mib(debt.absorbable_bytes),
+        mib(debt.mem_available_bytes),
+        mib(debt.reserve_bytes),
+        mib(debt.given_back_bytes),
+    );
+}
+
+fn wait(lab: &Lab, what: &str, limit: Duration, done: impl Fn(&DebtReport) -> bool) -> DebtReport {
+    let end = Instant::now() + limit;
+    loop {
+        let debt = lab.daemon().debt().unwrap();
+        if done(&debt) {
+            show(what, &debt);
+            return debt;
+        }
+        assert!(Instant::now() < end, "never came: {what}\n{debt:#?}");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+fn set_reserve(lab: &Lab, bytes: u64) -> DebtReport {
+    let request = DebtRequest {
+        reserve: Some(format!("{}K", bytes >> 10)),
+        cover_percent: Some(50.0),
+    };
+    lab.daemon().set_debt(&request).unwrap()
+}
+
+fn oom_kills() -> u64 {
+    let text = std::fs::read_to_string("/proc/vmstat").unwrap();
+    let line = text.lines().find_map(|l| l.strip_prefix("oom_kill "));
+    line.unwrap().parse().unwrap()
+}
+
+fn refused(error: &DaemonError) {
+    assert!(
+        matches!(error, DaemonError::Braked { why, .. } if why.contains("can be had")),
+        "{error}"
+    );
+    assert!(error.hint().unwrap().contains("memfold debt"));
+}
+
+#[test]
+fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
+    let Some(_turn) = support::turn() else { return };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let limit = Duration::from_secs(120);
+    let killed = oom_kills();
+    let spec = Lab::spec("source", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    lab.start(spec.clone()).unwrap();
+    lab.wait_ready("source", BOOT).unwrap();
+    let hold = format!(
+        "{}systemd-run -q --unit=storm python3 /opt/storm.py {HELD} {RATE}\n\
+         while [ ! -e /run/held ]; do sleep 0.2; done",
+        support::file("storm.py", STORM)
+    );
+    lab.exec("source", &hold, limit).unwrap();
+    let saved = SaveRequest::new("source", "held");
+    let saved = lab.daemon().save_snapshot(&saved).unwrap();
+    let image = saved.counts.saved_pages * 4096;
+    lab.stop("source").unwrap();
+
+    set_reserve(&lab, 1 << 20);
+    for name in CLONES {
+        let request = RestoreRequest::new(name);
+        lab.daemon().restore("held", &request).unwrap();
+    }
+    // Before any look: what was just started is owed already.
+    let debt = lab.daemon().debt().unwrap();
+    assert!(debt.debt_bytes >= 3 * (HELD << 20), "{debt:#?}");
+    lab.fold(true).unwrap();
+    for name in CLONES {
+        lab.wait_ready(name, BOOT).unwrap();
+    }
+    let sums = lab.exec_all(&CLONES, READ, limit).unwrap();
+    let own = lab.exec_all(&CLONES, OWN, limit).unwrap();
+    let folded = |vm: &memfold::fold::VmStats| {
+        vm.matched_pages > 10_000 && support::folded_percent(vm) > 80.0
+    };
+    let stats = || lab.stats().unwrap();
+    support::wait_stats("their page cache is folded", limit, stats, |s| {
+        CLONES.iter().all(|name| folded(support::vm(s, name)))
+    });
+    let debt = wait(&lab, "before the storm", limit, |debt| {
+        debt.starting_bytes == 0 && debt.vms.iter().all(|vm| vm.snapshot_bytes > HELD << 20)
+    });
+    assert_eq!(debt.level, Level::Ok);
+    assert!(
+        debt.snapshot_bytes <= 3 * image,
+        "more than the image holds"
+    );
+    assert!(debt.folded_bytes > 3 * 10_000 * 4096 * 8 / 10);
+    // What the ledger has of it, by page maps and PSS: mapped to the store and not copied.
+    let ledger = lab.report().unwrap().ledger;
+    let mapped: u64 = ledger.vms.iter().map(|vm| vm.folded_bytes.0).sum();
+    let off = mapped.abs_diff(ledger.debt.unwrap().folded_bytes) as f64 / mapped as f64;
+    assert!(off < 0.05, "{off}");
+
+    // Of this very moment: others are at work on this host.
+    let debt = lab.daemon().debt().unwrap();
+    let debt = set_reserve(
+        &lab,
+        debt.mem_available_bytes - debt.debt_bytes / 2 - MARGIN,
+    );
+    show("the reserve is set", &debt);
+    assert!(debt.level < Level::Braked, "{debt:#?}");
+    let reserve = debt.reserve_bytes;
+    let rewrite =
+        "touch /run/rewrite; while [ ! -e /run/rewritten ]; do sleep 0.2; done; cat /run/rewritten";
+    let said = std::thread::scope(|scope| {
+        let storm = scope.spawn(|| lab.exec_all(&CLONES, rewrite, limit).unwrap());
+        let debt = wait(&lab, "braked", limit, |debt| debt.level == Level::Braked);
+        assert!(
+            !storm.is_finished(),
+            "all was rewritten before the brake came"
+        );
+        let event = debt
+            .events
+            .iter()
+            .rev()
+            .find(|event| event.what.contains("-> BRAKED"))
+            .unwrap();
+        println!("{}", event.what);
+        assert!(
+            event.mem_available_bytes > reserve,
+            "the reserve was touched: {event:?}"
+        );
+        // New VMs, of either kind.
+        let request = RestoreRequest::new("late");
+        refused(&lab.daemon().restore("held", &request).unwrap_err());
+        let mut late = spec.clone();
+        late.name = "late".into();
+        refused(&lab.daemon().run_vm(late).unwrap_err());
+        assert_eq!(lab.daemon().list().len(), CLONES.len());
+        assert!(lab.stats().unwrap().braked.is_some());
+        storm.join().unwrap()
+    });
+    for (name, said) in CLONES.iter().zip(&said) {
+        println!("{name}: {said}");
+        assert!(said.starts_with("wrong 0 of "), "{name}: {said}");
+    }
+
+    // Less than the reserve is left: guests drop page cache, until it is whole.
+    let before = lab.daemon().debt().unwrap();
+    assert_eq!(before.level, Level::Braked);
+    let reserve = before.mem_available_bytes + (120 << 20);
+    show("a higher reserve", &set_reserve(&lab, reserve));
+    let whole = wait(&lab, "the reserve is whole", limit, |debt| {
+        debt.mem_available_bytes >= reserve
+    });
+    let dropped = |debt: &DebtReport| {
+        let events = debt.events.iter();
+        let dropped = events.filter(|event| event.what.contains("dropped its clean page cache"));
+        dropped.map(|event| event.what.clone()).collect::<Vec<_>>()
+    };
+    println!("{:#?}", dropped(&whole));
+    assert!(!dropped(&whole).is_empty(), "{whole:#?}");
+    assert!(whole.folded_bytes < before.folded_bytes, "{whole:#?}");
+    assert_eq!(whole.level, Level::Braked, "not at once");
+
+    // Nobody lost a VM, or a byte of what it reads.
+    assert_eq!(lab.exec_all(&CLONES, READ, limit).unwrap(), sums);
+    let again = "md5sum < /var/tmp/own";
+    assert_eq!(lab.exec_all(&CLONES, again, limit).unwrap(), own);
+    assert_eq!(oom_kills(), killed, "the OOM killer came");
+
+    // Enough again.
+    for name in &CLONES[1..] {
+        lab.stop(name).unwrap();
+    }
+    wait(&lab, "ok again", limit, |debt| debt.level == Level::Ok);
+    assert_eq!(lab.stats().unwrap().braked, None);
+    let request = RestoreRequest::new("late");
+    lab.daemon().restore("held", &request).unwrap();
+}
