@@ -73,7 +73,12 @@ fn render(report: &DebtReport) -> String {
     line("  less the reserve", report.reserve_bytes);
     line("free swap, not counted", report.swap_free_bytes);
     line("page stores, back once all is written", report.store_bytes);
-    let mut parts = vec![format!("brake: {}\n{}", report.level, right(sums, 1))];
+    let held = if report.sharing_held {
+        "; folding and KSM make no more debt until it is ok"
+    } else {
+        ""
+    };
+    let mut parts = vec![format!("brake: {}{held}\n{}", report.level, right(sums, 1))];
     if report.vms.iter().any(|vm| vm.total_bytes() > 0) {
         let mut vms = Table::new();
         vms.load_preset(presets::NOTHING)
@@ -125,7 +130,8 @@ mod tests {
     #[test]
     fn level_figures_and_events_are_shown() {
         let report = DebtReport {
-            level: Level::Braked,
+            level: Level::Warning,
+            sharing_held: true,
             debt_bytes: 3 << 30,
             cover_percent: 50.0,
             vms: vec![VmDebt {
@@ -144,7 +150,7 @@ mod tests {
         };
         let text = render(&report);
         for word in [
-            "brake: BRAKED",
+            "brake: warning; folding and KSM make no more debt",
             "3.00 GiB",
             "(50 %)",
             "web",

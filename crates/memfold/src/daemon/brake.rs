@@ -4,7 +4,7 @@
 //!   each second:  MemAvailable, counters of engine and KSM  ->  level
 //!     when MemAvailable fell, VMs came or went, or it is long ago: the engine looks at the kernel's tables first
 //!     warning:  said, and store pages that nobody needs are given back at once, not every six seconds
-//!     braked:   folding and KSM make no more debt (what is shared stays shared), and no VM is started
+//!     braked:   no VM is started, and until the level is ok again folding and KSM make no more debt (what is shared stays shared)
 //!     braked, and less than the reserve is left: guests are asked to drop clean page cache, one after the other, until it is there again
 //! ```
 //! No page map is walked for the look of each second.
@@ -63,6 +63,8 @@ pub(super) struct DebtWatch(Mutex<State>);
 struct State {
     policy: BrakePolicy,
     brake: Brake,
+    /// Folding and KSM make no more debt: from `Braked` until `Ok`. At `Warning` already, what they share would soon be too much again.
+    held: bool,
     began: Instant,
     owed: Owed,
     ksm_pages: u64,
@@ -82,6 +84,7 @@ impl DebtWatch {
         Self(Mutex::new(State {
             policy,
             brake: Brake::default(),
+            held: false,
             began: Instant::now(),
             owed: Owed::default(),
             ksm_pages: 0,
@@ -174,6 +177,7 @@ impl State {
         report.needed_bytes = self.policy.needed_bytes(report.debt_bytes);
         report.absorbable_bytes = self.policy.absorbable_bytes(&look);
         report.level = self.brake.level();
+        report.sharing_held = self.held;
         report.why = words(&report);
         report
     }
@@ -239,7 +243,7 @@ fn words(report: &DebtReport) -> String {
 
 /// Why nothing more may be shared, if so.
 fn why(report: &DebtReport) -> Option<String> {
-    (report.level == Level::Braked).then(|| report.why.clone())
+    report.sharing_held.then(|| report.why.clone())
 }
 
 /// Pages that KSM saves: those that would each need a place of their own. While it stands still, its counter keeps what ended processes
@@ -402,11 +406,16 @@ impl Daemon {
         if level == before {
             return Ok(report);
         }
+        let was_held = state.held;
+        state.held = level == Level::Braked || was_held && level != Level::Ok;
         let follows = match level {
             Level::Braked => {
                 "; folding and KSM make no more debt, and no VM is started; what is shared stays shared"
             }
-            _ if before == Level::Braked => "; folding and KSM go on, and VMs may be started",
+            Level::Warning if was_held => {
+                "; VMs may be started, folding and KSM wait until it is ok"
+            }
+            Level::Ok if was_held => "; folding and KSM go on, and VMs may be started",
             _ => "",
         };
         let what = format!("{before} -> {level}: {}{follows}", report.why);
@@ -417,8 +426,10 @@ impl Daemon {
         }
         state.note(&report, what);
         let report = state.report(memory);
-        // Still locked, so that two changes reach the engine in their order; it doesn't ask for this lock.
-        self.tell(Command::SetBraked(why(&report)))?;
+        if state.held != was_held {
+            // Still locked, so that two changes reach the engine in their order; it doesn't ask for this lock.
+            self.tell(Command::SetBraked(why(&report)))?;
+        }
         Ok(report)
     }
 
@@ -483,11 +494,10 @@ impl Daemon {
             std::thread::sleep(REPORTED);
             let after = Memory::now()?;
             let what = format!(
-                "less than the reserve was left: the guest of '{}' dropped its clean page cache ({} known of); MemAvailable went from {} to {} in {:.0} s",
+                "less than the reserve was left: the guest of '{}' dropped its clean page cache ({} known of); MemAvailable changed by {:+} MiB in {:.0} s, by whatever else went on, too",
                 vm.name,
                 ByteSize(vm.cached_pages * PAGE_SIZE),
-                ByteSize(memory.available),
-                ByteSize(after.available),
+                (i128::from(after.available) - i128::from(memory.available)) / (1 << 20),
                 now.elapsed().as_secs_f64(),
             );
             warn!("debt: {what}");

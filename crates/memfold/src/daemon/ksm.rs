@@ -430,13 +430,13 @@ impl Daemon {
         let _alone = self.alone()?;
         // Nobody starts a VM between the look at whose memory may merge, and ksmd's start.
         let _none_starts = self.closed.write().unwrap_or_else(PoisonError::into_inner);
-        let domain = self.only_domain(request.domain.as_deref())?;
         if let Some(why) = self.braked()? {
             return Err(DaemonError::Braked {
                 what: "KSM is not steered".into(),
                 why,
             });
         }
+        let domain = self.only_domain(request.domain.as_deref())?;
         let has_advisor = Controls::default().text("advisor_mode")?.is_some();
         if request.advisor && !has_advisor {
             return Err(refused(

@@ -55,6 +55,8 @@ pub struct BrakeEvent {
 pub struct DebtReport {
     /// How far it has come.
     pub level: Level,
+    /// Whether folding and KSM make no more debt: since the level was `braked`, until it is `ok`.
+    pub sharing_held: bool,
     /// Why, in words.
     pub why: String,
     /// All that guests could call in: the sum of the five that follow.
