@@ -610,7 +610,10 @@ impl Daemon {
     /// Has KSM merge nothing more, with the reason, or go on.
     pub(super) fn brake_ksm(&self, why: Option<String>) {
         if let Some(steered) = &mut *self.steered() {
-            steered.braked = why;
+            // With the figures of when it came: each second's would be said anew.
+            if steered.braked.is_some() != why.is_some() {
+                steered.braked = why;
+            }
         }
     }
 
