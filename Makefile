@@ -6,7 +6,7 @@ SHELL := bash
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 # setup comes before build, whatever -j says.
 .NOTPARALLEL:
-.PHONY: help setup build demo test bench lint
+.PHONY: help setup build demo test deb bench lint
 
 help: ## what can be asked for
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,7 +22,12 @@ demo: setup build ## boot three real VMs, fold them, show what was saved next to
 	    MEMFOLD_CACHE=$$(memfold_cache) $(TARGET_DIR)/release/memfold demo
 
 test: setup build ## every test, real guests included
+	@scripts/setup tests
 	@scripts/test
+
+deb: setup build ## Debian packages: program, library for QEMU, agent for guests
+	@scripts/setup tests
+	@scripts/deb
 
 bench: setup build ## the studies, quick ones: results in results/
 	@scripts/bench

@@ -4,6 +4,7 @@
 
 mod client;
 mod lending;
+mod metrics;
 mod server;
 mod types;
 

@@ -16,6 +16,7 @@ use tokio::net::UnixListener;
 use utoipa::OpenApi;
 
 use super::lending;
+use super::metrics;
 use super::types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, DebtRequest,
     ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
@@ -102,7 +103,8 @@ pub enum ServeError {
         lending::borrow,
         lending::give_back,
         lending::leases,
-        lending::registry
+        lending::registry,
+        metrics::metrics
     )
 )]
 struct Description;
@@ -176,6 +178,7 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/segments", post(attach_segment))
         .route("/v1/vms/{name}/segments/{segment}", delete(detach_segment))
         .merge(lending::routes())
+        .route("/metrics", get(metrics::metrics))
         .route("/openapi.json", get(|| async { Json(openapi()) }))
         .fallback(|| async { Failure(DaemonError::NoSuchPath) })
         .method_not_allowed_fallback(|| async {

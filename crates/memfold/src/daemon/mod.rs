@@ -14,6 +14,7 @@ mod brake;
 mod copy_out;
 mod error;
 mod estimate;
+mod figures;
 mod guest;
 mod ksm;
 mod lending;
@@ -39,6 +40,7 @@ use tracing::{info, warn};
 use brake::DebtWatch;
 pub use error::DaemonError;
 pub(crate) use error::chain;
+pub use figures::{Figures, LEAST_AGE, OnShelf};
 use ksm::SteeredKsm;
 use lending::Lending;
 use machine::{Machine, Role};
@@ -105,6 +107,8 @@ pub struct Daemon {
     uses: Uses,
     /// Memory that is lent and borrowed.
     lending: Lending,
+    /// Figures for scrapes, taken not long ago.
+    kept: figures::Kept,
     /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
     _lock: File,
 }
@@ -143,6 +147,7 @@ impl Daemon {
             owing: DebtWatch::new(options.brake),
             uses: Uses::default(),
             lending: Lending::open(options)?,
+            kept: figures::Kept::default(),
             _lock: lock,
             options: options.clone(),
         });
@@ -407,6 +412,14 @@ impl Daemon {
     /// Waits until a guest's agent has connected.
     pub fn wait_agent(&self, name: &str, timeout: Duration) -> Result<(), DaemonError> {
         Ok(self.machine(name)?.wait_agent(timeout)?)
+    }
+
+    /// Whether the daemon works: waits until nobody holds the table of VMs and the engine answers. `false`: the engine has ended.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        drop(self.lock());
+        let (answer, answered) = sync_channel(1);
+        self.tell(Command::Answer(answer)).is_ok() && answered.recv().is_ok()
     }
 
     /// What folding has done.

@@ -150,6 +150,8 @@ pub enum Command {
         /// Pages per second.
         pages_per_second: Option<u64>,
     },
+    /// Answer: who asks wants to know that commands are carried out.
+    Answer(SyncSender<()>),
     /// Look at the kernel's tables and answer with figures.
     Stats(SyncSender<EngineStats>),
     /// Which files VMs cache.
@@ -488,6 +490,9 @@ impl Engine {
                 cpu_share,
                 pages_per_second,
             } => self.set_budget(cpu_share, pages_per_second),
+            Command::Answer(answer) => {
+                let _ = answer.send(());
+            }
             Command::FileUses(answer) => {
                 // Who asked may have gone away.
                 let _ = answer.send(self.file_uses());

@@ -2,6 +2,7 @@
 
 mod debt;
 mod lending;
+mod metrics;
 mod support;
 
 use std::io::{BufRead, BufReader};

@@ -17,6 +17,8 @@ pub fn program() -> Command {
     for name in ["MEMFOLD_SOCKET", "MEMFOLD_STATE", "MEMFOLD_LOG"] {
         command.env_remove(name);
     }
+    // Not that of this host, either.
+    command.env("MEMFOLD_CONFIG", "/dev/null");
     command.stdin(Stdio::null());
     command
 }
@@ -134,6 +136,20 @@ impl Daemon {
     pub fn start_again(&mut self) {
         self.child = spawn_in(self.directory.path(), &self.more);
         self.wait_serving();
+    }
+
+    /// Head and body of what a GET brings for who accepts something.
+    pub fn get(&self, path: &str, accept: &str) -> (String, String) {
+        let mut stream = UnixStream::connect(self.socket()).unwrap();
+        let request = format!(
+            "GET {path} HTTP/1.1\r\nhost: memfold\r\nconnection: close\r\naccept: {accept}\r\n\r\n"
+        );
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+        (head.to_lowercase(), body.to_owned())
     }
 
     /// Status and body of a request.

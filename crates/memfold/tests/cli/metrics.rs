@@ -1,0 +1,300 @@
+//! `GET /metrics`: read by hand, linted by promtool, scraped by a real Prometheus that knows the alerts.
+
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use serde_json::Value;
+
+use super::support::{Daemon, wait};
+
+const OPEN_METRICS: &str = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5";
+
+fn deploy(file: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../deploy")
+        .join(file)
+}
+
+/// A program of Prometheus: of `scripts/setup tests`, or in `PATH`. `None`, with the reason, only where tests may be left out.
+fn tool(name: &str) -> Option<PathBuf> {
+    let cached = std::env::var_os("MEMFOLD_CACHE")
+        .map(PathBuf::from)
+        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/memfold")))
+        .map(|cache| cache.join("prometheus").join(name))
+        .filter(|path| path.exists());
+    let there = |path: &PathBuf| {
+        let run = Command::new(path).arg("--version").output();
+        run.is_ok_and(|output| output.status.success())
+    };
+    let found = cached.or_else(|| Some(name.into())).filter(there);
+    assert!(
+        found.is_some() || std::env::var_os("MEMFOLD_REAL").is_none(),
+        "no {name}: scripts/setup tests"
+    );
+    if found.is_none() {
+        println!("skipped: no {name}; scripts/setup tests");
+    }
+    found
+}
+
+fn value(text: &str, sample: &str) -> f64 {
+    let line = text
+        .lines()
+        .find_map(|l| l.strip_prefix(sample)?.strip_prefix(' '));
+    let value = line.unwrap_or_else(|| panic!("no {sample} in:\n{text}"));
+    value.parse().unwrap()
+}
+
+#[test]
+fn a_scrape_is_what_report_says_in_either_format_and_is_kept_for_ten_seconds() {
+    let daemon = Daemon::start();
+    daemon.paused_vm("alone", &[]);
+    let (head, plain) = daemon.get("/metrics", "*/*");
+    assert!(
+        head.contains("content-type: text/plain; version=0.0.4; charset=utf-8"),
+        "{head}"
+    );
+    let sample = r#"memfold_vm_ram_bytes{vm="alone",domain="vm/alone"}"#;
+    let report = daemon.json(&["report"]);
+    let host = &report["ledger"]["host"];
+    let ram = report["ledger"]["vms"][0]["ram_bytes"].as_f64().unwrap();
+    assert!(ram >= f64::from(64 << 20));
+    assert_eq!(value(&plain, sample).to_bits(), ram.to_bits());
+    assert_eq!(
+        value(&plain, "memfold_host_memory_bytes").to_bits(),
+        host["mem_total_bytes"].as_f64().unwrap().to_bits()
+    );
+    assert!(value(&plain, "process_resident_memory_bytes") > 1e6);
+
+    // A VM that came meanwhile isn't seen before the figures are taken anew, and they say how old they are.
+    daemon.paused_vm("later", &[]);
+    let (head, open) = daemon.get("/metrics", OPEN_METRICS);
+    assert!(
+        head.contains("content-type: application/openmetrics-text; version=1.0.0; charset=utf-8"),
+        "{head}"
+    );
+    assert!(open.ends_with("# EOF\n"));
+    assert_eq!(value(&open, "memfold_vms").to_bits(), 1f64.to_bits());
+    let age = value(&open, "memfold_figures_age_seconds");
+    assert!(age > 0.0 && age < 10.0, "{age}");
+    wait("the figures are taken anew", || {
+        let (_, text) = daemon.get("/metrics", OPEN_METRICS);
+        value(&text, "memfold_vms").to_bits() == 2f64.to_bits()
+    });
+}
+
+#[test]
+fn promtool_finds_nothing_to_say_about_metrics_and_rules() {
+    let Some(promtool) = tool("promtool") else {
+        return;
+    };
+    let daemon = Daemon::start();
+    daemon.paused_vm("web1", &["--domain", "shop"]);
+    let (_, text) = daemon.get("/metrics", "text/plain");
+    let mut check = Command::new(&promtool)
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    check
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(text.as_bytes())
+        .unwrap();
+    let output = check.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.is_empty(), "{said}");
+
+    for (arguments, file) in [
+        (["check", "rules"], "prometheus/memfold.rules.yml"),
+        (["test", "rules"], "prometheus/memfold.rules.test.yml"),
+    ] {
+        let output = Command::new(&promtool)
+            .args(arguments)
+            .arg(deploy(file))
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success(),
+            "{said}{}",
+            String::from_utf8_lossy(&output.stdout)
+        );
+    }
+}
+
+/// Names of metrics in some text.
+fn names(text: &str) -> BTreeSet<String> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words
+        .filter(|word| word.starts_with("memfold_") || word.starts_with("process_"))
+        .map(str::to_owned)
+        .collect()
+}
+
+#[test]
+fn the_board_and_the_alerts_ask_for_metrics_that_are_there() {
+    let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/metrics.md");
+    let document = std::fs::read_to_string(document).unwrap();
+    // That this table is what is exported is tested beside the code.
+    let rows = document.lines().filter(|line| line.starts_with("| `"));
+    let there: BTreeSet<String> = rows.flat_map(names).collect();
+    let mut asked = BTreeSet::new();
+    let board = std::fs::read_to_string(deploy("grafana/memfold.json")).unwrap();
+    let board: Value = serde_json::from_str(&board).unwrap();
+    let panels = board["panels"].as_array().unwrap();
+    for panel in panels.iter().filter(|panel| panel["type"] != "row") {
+        let targets = panel["targets"].as_array().unwrap();
+        assert!(!targets.is_empty(), "{}", panel["title"]);
+        for target in targets {
+            asked.extend(names(target["expr"].as_str().unwrap()));
+        }
+    }
+    assert!(asked.len() > 30, "{asked:?}");
+    let rules = std::fs::read_to_string(deploy("prometheus/memfold.rules.yml")).unwrap();
+    let exprs = rules
+        .lines()
+        .filter_map(|l| l.trim().strip_prefix("expr: "));
+    asked.extend(exprs.flat_map(names));
+    assert_eq!(asked.difference(&there).collect::<Vec<_>>(), [""; 0]);
+}
+
+/// Listens on a port of the loopback and hands every connection on to a Unix socket, as long as the test's process lives.
+fn proxy(socket: PathBuf) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for outside in listener.incoming() {
+            let (outside, inside) = (outside.unwrap(), UnixStream::connect(&socket).unwrap());
+            let (mut from, mut to) = (outside.try_clone().unwrap(), inside.try_clone().unwrap());
+            std::thread::spawn(move || {
+                // Either may hang up at any time.
+                let _ = std::io::copy(&mut from, &mut to);
+                let _ = to.shutdown(std::net::Shutdown::Write);
+            });
+            let (mut from, mut to) = (inside, outside);
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut from, &mut to);
+                let _ = to.shutdown(std::net::Shutdown::Both);
+            });
+        }
+    });
+    port
+}
+
+/// A Prometheus of the test's own; it ends with it.
+struct Prometheus {
+    child: Child,
+    port: u16,
+}
+
+impl Drop for Prometheus {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Prometheus {
+    fn start(program: &Path, directory: &Path, target: u16) -> Self {
+        let free = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = free.local_addr().unwrap().port();
+        drop(free);
+        let rules = deploy("prometheus/memfold.rules.yml");
+        let rules = rules.canonicalize().unwrap();
+        let config = format!(
+            "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n\
+             rule_files: ['{}']\n\
+             scrape_configs: [{{job_name: memfold, static_configs: [{{targets: ['127.0.0.1:{target}']}}]}}]\n",
+            rules.display()
+        );
+        let file = directory.join("prometheus.yml");
+        std::fs::write(&file, config).unwrap();
+        let child = Command::new(program)
+            .arg(format!("--config.file={}", file.display()))
+            .arg(format!(
+                "--storage.tsdb.path={}",
+                directory.join("tsdb").display()
+            ))
+            .arg(format!("--web.listen-address=127.0.0.1:{port}"))
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(directory.join("prometheus.log")).unwrap())
+            .spawn()
+            .unwrap();
+        Self { child, port }
+    }
+
+    /// `data` of an answer; `None` while it doesn't answer.
+    fn data(&self, path: &str) -> Option<Value> {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
+        write!(
+            stream,
+            "GET /api/v1/{path} HTTP/1.0\r\nhost: localhost\r\n\r\n"
+        )
+        .ok()?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).ok()?;
+        let (_, body) = answer.split_once("\r\n\r\n")?;
+        let answer: Value = serde_json::from_str(body).ok()?;
+        (answer["status"] == "success").then(|| answer["data"].clone())
+    }
+
+    /// The only value of a metric; `None`: it isn't there yet.
+    fn value(&self, name: &str) -> Option<f64> {
+        let data = self.data(&format!("query?query={name}"))?;
+        let result = data["result"].as_array()?;
+        result.first()?["value"][1].as_str()?.parse().ok()
+    }
+}
+
+#[test]
+fn a_real_prometheus_scrapes_the_daemon_and_sees_that_folding_is_paused() {
+    let Some(prometheus) = tool("prometheus") else {
+        return;
+    };
+    let daemon = Daemon::start();
+    daemon.paused_vm("web1", &["--domain", "shop"]);
+    daemon.json(&["fold", "pause"]);
+    let directory = tempfile::tempdir().unwrap();
+    let prometheus = Prometheus::start(&prometheus, directory.path(), proxy(daemon.socket()));
+    wait("Prometheus has scraped", || {
+        prometheus.value("memfold_vm_ram_bytes").is_some()
+    });
+    let report = daemon.json(&["report"]);
+    let ram = report["ledger"]["vms"][0]["ram_bytes"].as_f64().unwrap();
+    let seen = prometheus.value("memfold_vm_ram_bytes").unwrap();
+    assert_eq!(seen.to_bits(), ram.to_bits());
+    // It asks for OpenMetrics, and takes type, meaning and unit from it.
+    let metadata = prometheus
+        .data("targets/metadata?metric=memfold_vm_ram_bytes")
+        .unwrap();
+    assert_eq!(metadata[0]["type"], "gauge");
+    assert_eq!(metadata[0]["unit"], "bytes");
+    let targets = prometheus.data("targets").unwrap();
+    assert_eq!(targets["activeTargets"][0]["health"], "up", "{targets}");
+    assert_eq!(targets["activeTargets"][0]["lastError"], "");
+
+    wait("the alert is pending", || {
+        let Some(alerts) = prometheus.data("alerts") else {
+            return false;
+        };
+        let alerts = alerts["alerts"].as_array().unwrap();
+        let is = |alert: &&Value| alert["labels"]["alertname"] == "MemfoldFoldingPaused";
+        alerts
+            .iter()
+            .find(is)
+            .is_some_and(|a| a["state"] == "pending")
+    });
+    let rules = prometheus.data("rules").unwrap();
+    for rule in rules["groups"][0]["rules"].as_array().unwrap() {
+        assert_eq!(rule["health"], "ok", "{rule}");
+    }
+}
