@@ -4,16 +4,20 @@
 
 mod bench;
 mod debt;
+mod config;
 mod demo;
 mod doctor;
 mod estimate;
 mod fold;
+mod generate;
 mod ksm;
 mod lend;
+mod log;
 mod report;
 mod segment;
 mod serve;
 mod snapshot;
+mod systemd;
 mod top;
 mod vm;
 mod watch;
@@ -23,6 +27,8 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
+use log::LogFormat;
+use tracing_subscriber::EnvFilter;
 
 use crate::api::{Client, ClientError, DEFAULT_SOCKET};
 
@@ -90,8 +96,14 @@ enum Command {
     Return(lend::ReturnArguments),
     /// Who lends what to whom, and which VMs are hurt if a lender dies
     Leases,
+    /// The configuration file of 'memfold serve'
+    #[command(subcommand)]
+    Config(config::Arguments),
     /// The studies
     Bench(bench::Arguments),
+    /// Manual pages and completions, for packages
+    #[command(hide = true)]
+    Generate(generate::Arguments),
 }
 
 /// What commands need beside their own arguments.
@@ -147,20 +159,16 @@ pub(crate) fn write_on(text: &str) -> anyhow::Result<bool> {
 
 /// Parses the command line and carries it out.
 pub fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let level = if matches!(cli.command, Command::Serve(_)) {
-        "info"
-    } else {
-        "warn"
+    let cli = match config::command_line() {
+        Ok(cli) => cli,
+        Err(error) => return fail(&error),
     };
-    let filter =
-        tracing_subscriber::EnvFilter::try_from_env("MEMFOLD_LOG").unwrap_or_else(|_| level.into());
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .with_target(false)
-        .init();
+    if let Command::Serve(arguments) = &cli.command {
+        log::begin(arguments.log_filter(), arguments.log_format);
+    } else {
+        let filter = EnvFilter::try_from_env("MEMFOLD_LOG");
+        log::begin(filter.unwrap_or_else(|_| "warn".into()), LogFormat::Text);
+    }
     let context = Context {
         socket: cli.socket,
         json: cli.json.as_deref() == Some("-"),
@@ -184,7 +192,9 @@ pub fn main() -> ExitCode {
         Command::Borrow(arguments) => lend::borrow(&context, &arguments),
         Command::Return(arguments) => lend::give_back(&context, &arguments),
         Command::Leases => lend::leases(&context),
+        Command::Config(arguments) => config::run(&context, &arguments),
         Command::Bench(arguments) => bench::run(&context, &arguments),
+        Command::Generate(arguments) => generate::run(&arguments),
     };
     result.unwrap_or_else(|error| fail(&error))
 }

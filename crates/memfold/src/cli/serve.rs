@@ -7,9 +7,12 @@ use std::time::Duration;
 use clap::Args;
 use memfold_units::ByteSize;
 use tracing::info;
+use tracing_subscriber::EnvFilter;
 
 use super::Context;
 use super::debt::cover;
+use super::log::LogFormat;
+use super::{Context, systemd};
 use crate::api::{self, DEFAULT_STATE};
 use crate::daemon::{Daemon, DaemonOptions};
 use crate::fold::EngineSettings;
@@ -18,18 +21,27 @@ use crate::snapshot::DEFAULT_SHELF;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
+    /// File with more of these options, by their names; those given here win (/etc/memfold/memfold.toml, if it is there)
+    #[arg(long, env = "MEMFOLD_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// What to log: error, warn, info, debug or trace, also by room (`info,memfold::fold=debug`)
+    #[arg(long, env = "MEMFOLD_LOG", default_value = "info", value_name = "FILTER", value_parser = log_filter)]
+    log: String,
+    /// How to log it
+    #[arg(long, value_enum, default_value_t, value_name = "FORMAT")]
+    pub(super) log_format: LogFormat,
     /// Directory of VMs and their sockets
     #[arg(long, env = "MEMFOLD_STATE", default_value = DEFAULT_STATE, value_name = "DIR")]
     state: PathBuf,
     /// CPU that folding may use over time, in percent of one core
-    #[arg(long, default_value_t = 5.0, value_name = "PERCENT")]
+    #[arg(long, default_value_t = 5.0, value_name = "PERCENT", value_parser = percent)]
     cpu: f64,
     /// Pages that folding may look at in a second (no limit by default)
     #[arg(long, value_name = "PAGES")]
     pages_per_second: Option<u64>,
     /// Seconds that a hint waits for its page to be read from disk
-    #[arg(long, default_value_t = 1.0, value_name = "SECONDS")]
-    settle: f64,
+    #[arg(long, default_value = "1", value_name = "SECONDS", value_parser = seconds)]
+    settle: Duration,
     /// Most memory in the page store of a trust domain
     #[arg(long, default_value = "16G", value_name = "SIZE")]
     store_cap: ByteSize,
@@ -63,19 +75,41 @@ pub(super) struct Arguments {
     registry: Option<PathBuf>,
 }
 
+fn percent(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
+        _ => Err("give 0 to 100".to_owned()),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().map(Duration::try_from_secs_f64);
+    match seconds {
+        Some(Ok(time)) => Ok(time),
+        _ => Err("give a number of seconds from 0 on".to_owned()),
+    }
+}
+
+fn log_filter(text: &str) -> Result<String, String> {
+    EnvFilter::try_new(text)
+        .map(|_| text.to_owned())
+        .map_err(|error| error.to_string())
+}
+
+impl Arguments {
+    /// What is logged.
+    pub(super) fn log_filter(&self) -> EnvFilter {
+        EnvFilter::new(&self.log)
+    }
+}
+
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    anyhow::ensure!(
-        (0.0..=100.0).contains(&arguments.cpu),
-        "--cpu is {}; give 0 to 100",
-        arguments.cpu
-    );
-    let settle = Duration::try_from_secs_f64(arguments.settle)?;
     let options = DaemonOptions {
         state: arguments.state.clone(),
         settings: EngineSettings {
             cpu_share: arguments.cpu / 100.0,
             pages_per_second: arguments.pages_per_second.filter(|&n| n > 0),
-            settle,
+            settle: arguments.settle,
             store_cap: arguments.store_cap,
             ..EngineSettings::default()
         },
@@ -99,7 +133,11 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         .build()?;
     let daemon = Daemon::start(&options)?;
     info!(socket = %context.socket.display(), state = %arguments.state.display(), "serving");
-    runtime.block_on(api::serve(daemon.clone(), &context.socket, async {
+    runtime.spawn(systemd::watch(daemon.clone()));
+    let served = daemon.clone();
+    runtime.block_on(api::serve(daemon.clone(), &context.socket, async move {
+        // Asked for first when the socket listens.
+        systemd::ready(&served);
         let signal = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate());
         let Ok(mut terminate) = signal else {
             return std::future::pending().await;
@@ -108,6 +146,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             _ = terminate.recv() => {}
             _ = tokio::signal::ctrl_c() => {}
         }
+        systemd::stopping();
     }))?;
     info!("ending; VMs go on, and folded pages stay folded");
     daemon.shut_down();

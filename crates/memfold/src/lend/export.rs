@@ -285,6 +285,10 @@ fn start(
         .arg(format!("size={bytes}"))
         .args(["allocator=malloc,mlock=true", "limit=1"])
         .current_dir("/")
+        // The daemon's, not an export's (sd_notify(3)).
+        .env_remove("NOTIFY_SOCKET")
+        .env_remove("WATCHDOG_USEC")
+        .env_remove("WATCHDOG_PID")
         .stdin(socket)
         .stdout(ends)
         .stderr(log);

@@ -325,6 +325,10 @@ impl Attempt<'_> {
             .args(incoming.into_iter().flat_map(|_| INCOMING))
             .args(arguments(spec, &machine, accel, directory, &self.overlays))
             .current_dir("/")
+            // The daemon's, not a VM's (sd_notify(3)).
+            .env_remove("NOTIFY_SOCKET")
+            .env_remove("WATCHDOG_USEC")
+            .env_remove("WATCHDOG_PID")
             .stdin(Stdio::null())
             .stdout(log.try_clone().map_err(failed)?)
             .stderr(log);

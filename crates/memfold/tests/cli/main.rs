@@ -3,6 +3,7 @@
 mod debt;
 mod lending;
 mod metrics;
+mod service;
 mod support;
 
 use std::io::{BufRead, BufReader};
@@ -118,6 +119,7 @@ const COMMANDS: [(&[&str], &[&str], bool); 41] = [
     (&["segment", "inspect"], &["says of itself"], false),
     (&["segment", "verify"], &["compare its checksum"], false),
     (&["segment", "remove"], &["Remove segments"], false),
+    (&["config", "check"], &["each wrong field"], false),
 ];
 
 #[test]

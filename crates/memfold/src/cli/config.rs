@@ -1,0 +1,372 @@
+//! The configuration file of `memfold serve`: its keys are the names of that command's options, so there is nothing that one can say and
+//! the other can't. Options on the command line and in the environment win.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::error::ErrorKind;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, CommandFactory as _, FromArgMatches as _};
+use serde::Serialize;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::{Cli, Context};
+
+/// Read if no other file is named, and if it is there.
+pub(super) const DEFAULT_FILE: &str = "/etc/memfold/memfold.toml";
+
+/// Largest file that is read, bytes.
+const LARGEST: u64 = 1 << 20;
+
+#[derive(clap::Subcommand, Debug)]
+pub(super) enum Arguments {
+    /// Whether a configuration file of 'memfold serve' is right; names each wrong field and its line
+    Check(CheckArguments),
+}
+
+#[derive(Args, Debug)]
+pub(super) struct CheckArguments {
+    /// The file
+    #[arg(env = "MEMFOLD_CONFIG", default_value = DEFAULT_FILE)]
+    file: PathBuf,
+}
+
+/// What is wrong in a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Problem {
+    /// Its line, from 1; `None`: of the whole file.
+    line: Option<usize>,
+    field: Option<String>,
+    what: String,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(line) = self.line {
+            write!(f, "{line}: ")?;
+        }
+        if let Some(field) = &self.field {
+            write!(f, "{field}: ")?;
+        }
+        f.write_str(&self.what)
+    }
+}
+
+/// A file that is right: each field with the arguments that say the same.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Config(Vec<(String, Vec<String>)>);
+
+impl Config {
+    /// Arguments for the fields that `given` doesn't hold already, by command line or environment.
+    fn arguments(&self, given: &ArgMatches) -> Vec<OsString> {
+        let is_given = |field: &str| {
+            let source = given.value_source(field);
+            source.is_some_and(|source| source != ValueSource::DefaultValue)
+        };
+        let fields = self.0.iter().filter(|(field, _)| !is_given(field));
+        fields
+            .flat_map(|(_, arguments)| arguments)
+            .map(Into::into)
+            .collect()
+    }
+}
+
+/// Reads the text of a file; all that is wrong with it, by line.
+fn parse(text: &str) -> Result<Config, Vec<Problem>> {
+    let line_of = |at: usize| text[..at.min(text.len())].matches('\n').count() + 1;
+    let (table, errors) = DeTable::parse_recoverable(text);
+    let mut problems: Vec<Problem> = errors
+        .iter()
+        .map(|error| Problem {
+            line: error.span().map(|span| line_of(span.start)),
+            field: None,
+            what: error.message().to_owned(),
+        })
+        .collect();
+    let serve = serve_command();
+    let mut config = Config::default();
+    // What stands behind a wrong line may have been understood wrongly.
+    let fields = problems.is_empty().then(|| table.get_ref().iter());
+    for (key, value) in fields.into_iter().flatten() {
+        let field = key.get_ref().to_string();
+        match arguments_of(&serve, &field, value) {
+            Ok(arguments) => config.0.push((field, arguments)),
+            Err(problem) => problems.push(Problem {
+                line: Some(line_of(key.span().start)),
+                field: Some(field),
+                what: problem,
+            }),
+        }
+    }
+    if problems.is_empty() {
+        let all = config.0.iter().flat_map(|(_, arguments)| arguments);
+        if let Err(error) = serve.try_get_matches_from(all) {
+            problems.push(Problem {
+                line: None,
+                field: None,
+                what: in_a_line(&error),
+            });
+        }
+    }
+    problems.sort_by_key(|problem| problem.line);
+    if problems.is_empty() {
+        Ok(config)
+    } else {
+        Err(problems)
+    }
+}
+
+/// `memfold serve`, to be asked without its own name.
+fn serve_command() -> Command {
+    let serve = Cli::command().find_subcommand("serve").cloned();
+    serve.unwrap_or_default().no_binary_name(true)
+}
+
+/// Whether an option can be said in a file: not which file to read.
+fn is_field(argument: &Arg) -> bool {
+    argument.get_long().is_some() && argument.get_id() != "config"
+}
+
+/// What says the same on the command line as `field = value` in a file; else what is wrong.
+fn arguments_of(
+    serve: &Command,
+    field: &str,
+    value: &Spanned<DeValue<'_>>,
+) -> Result<Vec<String>, String> {
+    let mut options = serve.get_arguments().filter(|a| is_field(a));
+    let Some(option) = options.find(|option| option.get_id() == field) else {
+        let known = serve.get_arguments().filter(|a| is_field(a));
+        let mut known: Vec<&str> = known.map(|option| option.get_id().as_str()).collect();
+        known.sort_unstable();
+        return Err(format!("no such field; there are {}", known.join(", ")));
+    };
+    let long = option.get_long().unwrap_or_default();
+    let arguments = match (option.get_action(), value.get_ref()) {
+        (ArgAction::SetTrue, DeValue::Boolean(true)) => vec![format!("--{long}")],
+        (ArgAction::SetTrue, DeValue::Boolean(false)) => Vec::new(),
+        (ArgAction::SetTrue, _) => return Err("is true or false".to_owned()),
+        (ArgAction::Append, DeValue::Array(values)) => {
+            let texts = values.iter().map(|value| text_of(value.get_ref()));
+            let texts: Option<Vec<String>> = texts.collect();
+            let texts = texts.ok_or("is a list of strings or numbers")?;
+            texts.iter().map(|t| format!("--{long}={t}")).collect()
+        }
+        (ArgAction::Append, _) => return Err("is a list: [\"...\", \"...\"]".to_owned()),
+        (_, value) => {
+            let text = text_of(value).ok_or("is a string or a number")?;
+            vec![format!("--{long}={text}")]
+        }
+    };
+    match serve.clone().try_get_matches_from(&arguments) {
+        // What it needs beside it may stand in another line.
+        Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => Err(in_a_line(&error)),
+        _ => Ok(arguments),
+    }
+}
+
+fn text_of(value: &DeValue<'_>) -> Option<String> {
+    match value {
+        DeValue::String(text) => Some(text.to_string()),
+        DeValue::Integer(number) => Some(number.to_string()),
+        DeValue::Float(number) => Some(number.to_string()),
+        _ => None,
+    }
+}
+
+/// Clap's words without its advice on how to call the program.
+fn in_a_line(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let first = text.split("\n\n").next().unwrap_or_default();
+    let words: Vec<&str> = first.split_whitespace().collect();
+    let line = words.join(" ");
+    line.strip_prefix("error: ").unwrap_or(&line).to_owned()
+}
+
+fn read(file: &Path) -> anyhow::Result<String> {
+    use std::io::Read as _;
+    let open = || -> std::io::Result<String> {
+        let mut text = String::new();
+        let file = std::fs::File::open(file)?;
+        file.take(LARGEST + 1).read_to_string(&mut text)?;
+        Ok(text)
+    };
+    let text = open().with_context(|| format!("cannot read {}", file.display()))?;
+    anyhow::ensure!(
+        text.len() as u64 <= LARGEST,
+        "{} is longer than {LARGEST} bytes; that is no configuration of memfold",
+        file.display()
+    );
+    Ok(text)
+}
+
+/// The command line as it was typed, with what the configuration file adds to `serve`. Wrong usage ends the program, as clap does.
+pub(super) fn command_line() -> anyhow::Result<Cli> {
+    let typed = Cli::command().get_matches();
+    let matches = match typed.subcommand() {
+        Some(("serve", serve)) => with_file(&typed, serve)?,
+        _ => typed,
+    };
+    Cli::from_arg_matches(&matches).map_err(|error| error.exit())
+}
+
+fn with_file(typed: &ArgMatches, serve: &ArgMatches) -> anyhow::Result<ArgMatches> {
+    let named = serve.get_one::<PathBuf>("config");
+    let file = named.map_or(Path::new(DEFAULT_FILE), PathBuf::as_path);
+    if named.is_none() && !file.exists() {
+        return Ok(typed.clone());
+    }
+    let config = parse(&read(file)?).map_err(|problems| {
+        let lines: Vec<String> = problems.iter().map(|p| format!("  {p}")).collect();
+        anyhow::anyhow!(
+            "{} can't be used (line: field: problem)\n{}",
+            file.display(),
+            lines.join("\n")
+        )
+    })?;
+    let more = config.arguments(serve);
+    let all = std::env::args_os().chain(more);
+    // Fields are right by themselves; they may not go with what was typed.
+    Cli::command()
+        .try_get_matches_from(all)
+        .map_err(|error| anyhow::anyhow!("with {}: {}", file.display(), in_a_line(&error)))
+}
+
+#[derive(Serialize)]
+struct Checked<'a> {
+    file: &'a Path,
+    problems: Vec<Problem>,
+}
+
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let Arguments::Check(CheckArguments { file }) = arguments;
+    let problems = parse(&read(file)?).err().unwrap_or_default();
+    let checked = Checked { file, problems };
+    context.print(&checked, |checked| {
+        let at = checked.file.display();
+        if checked.problems.is_empty() {
+            return format!("{at}: right");
+        }
+        let problems = checked.problems.iter();
+        let lines: Vec<String> = problems.map(|p| format!("{at}:{p}")).collect();
+        lines.join("\n")
+    })?;
+    Ok(if checked.problems.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wrong(text: &str) -> Vec<(Option<usize>, String)> {
+        let problems = parse(text).unwrap_err();
+        let said = |p: Problem| {
+            let field = p.field.map(|f| format!("{f}: ")).unwrap_or_default();
+            (p.line, field + &p.what)
+        };
+        problems.into_iter().map(said).collect()
+    }
+
+    fn given(arguments: &[&str]) -> ArgMatches {
+        serve_command().try_get_matches_from(arguments).unwrap()
+    }
+
+    fn added(text: &str, typed: &[&str]) -> Vec<OsString> {
+        parse(text).unwrap().arguments(&given(typed))
+    }
+
+    const FILE: &str = r#"
+# all of it
+cpu = 7.5
+store_cap = "8G"
+paused = true
+include = ["/usr/**", "/opt/**"]
+pages_per_second = 10_000
+"#;
+
+    #[test]
+    fn every_field_is_an_option_and_says_the_same() {
+        let mut all = added(FILE, &[]);
+        all.sort();
+        assert_eq!(
+            all,
+            [
+                "--cpu=7.5",
+                "--include=/opt/**",
+                "--include=/usr/**",
+                "--pages-per-second=10000",
+                "--paused",
+                "--store-cap=8G"
+            ]
+        );
+        assert_eq!(added("paused = false", &[]), [""; 0]);
+    }
+
+    #[test]
+    fn options_that_were_typed_win_lists_too() {
+        let mut rest = added(FILE, &["--cpu=1", "--include=/srv/**", "--paused"]);
+        rest.sort();
+        assert_eq!(rest, ["--pages-per-second=10000", "--store-cap=8G"]);
+    }
+
+    #[test]
+    fn each_wrong_field_is_named_with_its_line() {
+        let text = "cpu = 500\n\nstore_cap = \"much\"\ncolour = \"red\"\npaused = \"yes\"\ninclude = \"/usr\"\nsettle = -1\nconfig = \"x\"\ncpu_share = [1]\n";
+        let problems = wrong(text);
+        let lines: Vec<_> = problems.iter().map(|(line, _)| line.unwrap()).collect();
+        assert_eq!(lines, [1, 3, 4, 5, 6, 7, 8, 9]);
+        for (number, words) in [
+            (0, "cpu: invalid value '500' for '--cpu <PERCENT>'"),
+            (1, "store_cap: invalid value 'much'"),
+            (2, "colour: no such field; there are cpu, "),
+            (3, "paused: is true or false"),
+            (4, "include: is a list"),
+            (5, "settle: invalid value '-1'"),
+            (6, "config: no such field"),
+        ] {
+            let said = &problems[number].1;
+            assert!(said.starts_with(words), "'{said}', not '{words}'");
+        }
+    }
+
+    #[test]
+    fn what_is_no_toml_is_named_with_its_line_and_nothing_else_is_guessed() {
+        let problems = wrong("cpu = 5\nstore_cap = = 3\ncolour = 1\n");
+        assert!(!problems.is_empty());
+        assert!(
+            problems.iter().all(|(line, _)| *line == Some(2)),
+            "{problems:?}"
+        );
+        assert_eq!(wrong("cpu = 5\ncpu = 6\n")[0].0, Some(2));
+        assert_eq!(wrong("[serve]\ncpu = 5\n")[0].0, Some(1));
+    }
+
+    #[test]
+    fn the_file_that_is_installed_is_right_and_speaks_of_every_field() {
+        let text = include_str!("../../../../deploy/memfold.toml");
+        assert_eq!(parse(text), Ok(Config::default()));
+        // Without the comment signs before fields, which stand directly before their names.
+        let active: String = text
+            .lines()
+            .map(|line| match line.strip_prefix('#') {
+                Some(rest) if !rest.starts_with([' ', '#']) => format!("{rest}\n"),
+                _ => format!("{line}\n"),
+            })
+            .collect();
+        let config = parse(&active).unwrap();
+        let mut spoken_of: Vec<&str> = config.0.iter().map(|(field, _)| field.as_str()).collect();
+        let serve = serve_command();
+        let fields = serve.get_arguments().filter(|a| is_field(a));
+        let mut fields: Vec<&str> = fields.map(|a| a.get_id().as_str()).collect();
+        fields.sort_unstable();
+        spoken_of.sort_unstable();
+        assert_eq!(spoken_of, fields);
+    }
+}

@@ -1,0 +1,49 @@
+//! `memfold generate`, for packages: manual pages and completions of shells, from the command line's own description.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::{Args, CommandFactory as _};
+use clap_complete::Shell;
+
+use super::Cli;
+
+#[derive(Args, Debug)]
+pub(super) struct Arguments {
+    /// Directory for the manual pages, one a command
+    #[arg(long, value_name = "DIR")]
+    man: Option<PathBuf>,
+    /// Directory for completions of bash, zsh and fish, by the names that they look for
+    #[arg(long, value_name = "DIR")]
+    completions: Option<PathBuf>,
+}
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    if let Some(directory) = &arguments.man {
+        std::fs::create_dir_all(directory)
+            .and_then(|()| clap_mangen::generate_to(Cli::command(), directory))
+            .with_context(|| format!("cannot write into {}", directory.display()))?;
+    }
+    if let Some(directory) = &arguments.completions {
+        for (shell, name) in [
+            (Shell::Bash, "memfold"),
+            (Shell::Zsh, "_memfold"),
+            (Shell::Fish, "memfold.fish"),
+        ] {
+            complete(shell, &directory.join(name))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn complete(shell: Shell, path: &Path) -> anyhow::Result<()> {
+    let failed = || format!("cannot write {}", path.display());
+    if let Some(directory) = path.parent() {
+        std::fs::create_dir_all(directory).with_context(failed)?;
+    }
+    let mut file = File::create(path).with_context(failed)?;
+    clap_complete::generate(shell, &mut Cli::command(), "memfold", &mut file);
+    Ok(())
+}

@@ -1,0 +1,189 @@
+//! The log: on standard error, as text or a JSON object a line, and by systemd's journal with its own levels.
+
+use std::fmt;
+use std::io::{self, Stderr, Write};
+use std::os::unix::fs::MetadataExt;
+
+use clap::ValueEnum;
+use serde_json::{Map, Value};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Metadata, Subscriber};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter};
+use tracing_subscriber::registry::LookupSpan;
+
+use crate::daemon::chain;
+
+/// How lines of the log look.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum LogFormat {
+    /// For people; in systemd's journal without time and with the journal's level
+    #[default]
+    Text,
+    /// A JSON object a line: time, level, message, and the event's fields
+    Json,
+}
+
+/// Begins to log. `filter`: as in `MEMFOLD_LOG`.
+pub(super) fn begin(filter: EnvFilter, format: LogFormat) {
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_target(false);
+    match format {
+        LogFormat::Json => log.with_writer(io::stderr).event_format(JsonLines).init(),
+        LogFormat::Text if in_journal() => log
+            .with_writer(Journal)
+            .with_ansi(false)
+            .without_time()
+            .with_level(false)
+            .init(),
+        LogFormat::Text => log
+            .with_writer(io::stderr)
+            .with_ansi(io::IsTerminal::is_terminal(&io::stderr()))
+            .init(),
+    }
+}
+
+/// Whether standard error is systemd's journal (`systemd.exec(5)`, `$JOURNAL_STREAM`).
+fn in_journal() -> bool {
+    let Ok(stream) = std::env::var("JOURNAL_STREAM") else {
+        return false;
+    };
+    let stderr = std::fs::metadata("/proc/self/fd/2");
+    stderr.is_ok_and(|stderr| stream == format!("{}:{}", stderr.dev(), stderr.ino()))
+}
+
+/// Puts the level before each line, as `sd-daemon(3)` has it.
+struct Journal;
+
+/// A line of the journal.
+struct Line {
+    prefix: &'static [u8],
+    stderr: Stderr,
+}
+
+const fn prefix(level: Level) -> &'static [u8] {
+    match level {
+        Level::ERROR => b"<3>",
+        Level::WARN => b"<4>",
+        Level::INFO => b"<6>",
+        _ => b"<7>",
+    }
+}
+
+impl<'a> MakeWriter<'a> for Journal {
+    type Writer = Line;
+
+    fn make_writer(&'a self) -> Line {
+        Line {
+            prefix: prefix(Level::INFO),
+            stderr: io::stderr(),
+        }
+    }
+
+    fn make_writer_for(&'a self, metadata: &Metadata<'_>) -> Line {
+        Line {
+            prefix: prefix(*metadata.level()),
+            stderr: io::stderr(),
+        }
+    }
+}
+
+impl Write for Line {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        // An event is written at once. It may hold several lines.
+        let mut marked = Vec::with_capacity(text.len() + 8);
+        for line in text.split_inclusive(|&byte| byte == b'\n') {
+            marked.extend(self.prefix);
+            marked.extend(line);
+        }
+        self.stderr.write_all(&marked)?;
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.stderr.flush()
+    }
+}
+
+/// One JSON object a line.
+struct JsonLines;
+
+impl<S, N> FormatEvent<S, N> for JsonLines
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(
+        &self,
+        _: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        let mut time = String::new();
+        SystemTime.format_time(&mut Writer::new(&mut time))?;
+        let mut fields = Fields(Map::new());
+        event.record(&mut fields);
+        let mut line = Map::new();
+        line.insert("time".into(), time.into());
+        let level = event.metadata().level().as_str().to_lowercase();
+        line.insert("level".into(), level.into());
+        line.extend(fields.0);
+        writeln!(writer, "{}", Value::Object(line))
+    }
+}
+
+/// The fields of an event, with the causes of errors.
+struct Fields(Map<String, Value>);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.0
+            .insert(field.name().to_owned(), format!("{value:?}").into());
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_f64(&mut self, field: &Field, value: f64) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_error(&mut self, field: &Field, value: &(dyn std::error::Error + 'static)) {
+        self.0.insert(field.name().to_owned(), chain(value).into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_are_those_of_the_journal() {
+        // syslog(3): 3 error, 4 warning, 6 informational, 7 debug.
+        let all = [
+            Level::ERROR,
+            Level::WARN,
+            Level::INFO,
+            Level::DEBUG,
+            Level::TRACE,
+        ];
+        let prefixes = all.map(|level| std::str::from_utf8(prefix(level)).unwrap());
+        assert_eq!(prefixes, ["<3>", "<4>", "<6>", "<7>", "<7>"]);
+    }
+}

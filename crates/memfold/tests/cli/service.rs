@@ -1,0 +1,371 @@
+//! The daemon as a service: configuration file, what it tells systemd, its log, its unit, and the manual pages.
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+use super::COMMANDS;
+use super::support::{Daemon, code, err, out, program, refused, run, wait};
+
+fn unit(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../deploy/systemd")
+        .join(name)
+}
+
+fn write(directory: &Path, text: &str) -> String {
+    let file = directory.join("memfold.toml");
+    std::fs::write(&file, text).unwrap();
+    file.to_str().unwrap().to_owned()
+}
+
+#[test]
+fn config_check_names_each_wrong_field_and_its_line() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = write(
+        directory.path(),
+        "cpu = 500\nstore_cap = \"8G\"\ncolour = \"red\"\n",
+    );
+    let output = run(&["config", "check", &file]);
+    assert_eq!(code(&output), 1);
+    let lines: Vec<String> = out(&output).lines().map(str::to_owned).collect();
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    assert!(lines[0].starts_with(&format!("{file}:1: cpu: invalid value '500'")));
+    assert!(lines[1].starts_with(&format!("{file}:3: colour: no such field")));
+    let output = run(&["config", "check", &file, "--json"]);
+    let checked: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(checked["problems"][1]["line"], 3);
+    assert_eq!(checked["problems"][1]["field"], "colour");
+
+    let file = write(directory.path(), "cpu = 7\n");
+    let output = run(&["config", "check", &file]);
+    assert_eq!(code(&output), 0, "{}", err(&output));
+    assert_eq!(out(&output), format!("{file}: right\n"));
+    refused(
+        &run(&["config", "check", "/nowhere"]),
+        1,
+        &["cannot read /nowhere"],
+    );
+}
+
+#[test]
+fn the_daemon_takes_its_options_from_the_file_and_the_command_line_wins() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = write(
+        directory.path(),
+        "cpu = 7\npaused = true\npages_per_second = 1000\n",
+    );
+    let daemon = Daemon::start_with(&["--config", &file, "--pages-per-second", "2000"]);
+    let status = daemon.json(&["fold", "status"]);
+    assert_eq!(status["cpu_share"], 0.07);
+    assert_eq!(status["paused"], true);
+    assert_eq!(status["pages_per_second"], 2000);
+
+    let file = write(directory.path(), "cpu = 7\n\nsettle = \"soon\"\n");
+    let state = directory.path().join("state");
+    let socket = directory.path().join("s");
+    let serve = |file: &str| {
+        let mut command = program();
+        command.arg("--socket").arg(&socket);
+        command.args(["serve", "--config", file, "--state"]);
+        command.arg(&state).output().unwrap()
+    };
+    refused(&serve(&file), 1, &["3: settle: invalid value 'soon'"]);
+    refused(&serve("/nowhere"), 1, &["cannot read /nowhere"]);
+    assert!(!state.exists(), "nothing was begun");
+}
+
+/// What a daemon tells its service manager.
+struct Manager {
+    socket: UnixDatagram,
+    heard: Vec<String>,
+}
+
+impl Manager {
+    fn new(path: &Path) -> Self {
+        let socket = UnixDatagram::bind(path).unwrap();
+        socket
+            .set_read_timeout(Some(Duration::from_secs(60)))
+            .unwrap();
+        Self {
+            socket,
+            heard: Vec::new(),
+        }
+    }
+
+    /// Waits until it is told `word`.
+    fn hear(&mut self, word: &str) {
+        loop {
+            let mut message = [0; 4096];
+            let length = self.socket.recv(&mut message);
+            let length = length.unwrap_or_else(|e| panic!("no {word} after {:?}: {e}", self.heard));
+            let text = String::from_utf8(message[..length].to_vec()).unwrap();
+            self.heard.extend(text.lines().map(str::to_owned));
+            if text.lines().any(|line| line == word) {
+                return;
+            }
+        }
+    }
+
+    fn times(&self, word: &str) -> usize {
+        self.heard.iter().filter(|heard| *heard == word).count()
+    }
+}
+
+/// A daemon as systemd starts it, with a watchdog of 300 ms; it ends with its test.
+struct Served(Child);
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Served {
+    fn start(directory: &Path, manager: &Path) -> Self {
+        let mut command = Command::new("sh");
+        command
+            // The watchdog is for the process that systemd starts.
+            .args(["-c", "WATCHDOG_PID=$$ exec \"$@\"", "sh"])
+            .arg(program().get_program())
+            .arg("--socket")
+            .arg(directory.join("s"))
+            .args(["serve", "--config", "/dev/null", "--state"])
+            .arg(directory.join("state"))
+            .env("NOTIFY_SOCKET", manager)
+            .env("WATCHDOG_USEC", "300000")
+            .env_remove("MEMFOLD_LOG")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        Self(command.spawn().unwrap())
+    }
+
+    fn terminate(&mut self) {
+        kill_process(Pid::from_child(&self.0), Signal::TERM).unwrap();
+    }
+}
+
+#[test]
+fn systemd_is_told_when_the_daemon_serves_works_and_ends_and_a_restart_keeps_its_vms() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    let notify = directory.path().join("notify");
+    let mut manager = Manager::new(&notify);
+    let mut first = Served::start(directory.path(), &notify);
+    manager.hear("READY=1");
+    // It answers from then on.
+    std::os::unix::net::UnixStream::connect(&socket).unwrap();
+    for _ in 0..3 {
+        manager.hear("WATCHDOG=1");
+    }
+
+    let mut command = program();
+    command.arg("--socket").arg(&socket);
+    command.args(["vm", "run", "--name", "a", "--memory", "64M", "--json"]);
+    let vm = command.args(["--", "-S"]).output().unwrap();
+    assert_eq!(code(&vm), 0, "{}", err(&vm));
+    let vm: Value = serde_json::from_slice(&vm.stdout).unwrap();
+    let pid = Pid::from_raw(i32::try_from(vm["pid"].as_i64().unwrap()).unwrap()).unwrap();
+    // The service manager is the daemon's: a VM can't speak for it.
+    let environment = std::fs::read(format!("/proc/{}/environ", pid.as_raw_nonzero())).unwrap();
+    let environment = String::from_utf8_lossy(&environment);
+    assert!(!environment.contains("NOTIFY_SOCKET") && !environment.contains("WATCHDOG"));
+
+    assert_eq!(manager.times("STOPPING=1"), 0);
+    first.terminate();
+    manager.hear("STOPPING=1");
+    assert_eq!(first.0.wait().unwrap().code(), Some(0));
+    rustix::process::test_kill_process(pid).expect("the VM goes on");
+
+    let _second = Served::start(directory.path(), &notify);
+    manager.hear("READY=1");
+    assert_eq!(manager.times("STATUS=serving; 1 VMs were taken over"), 1);
+    let list = program()
+        .arg("--socket")
+        .arg(&socket)
+        .args(["vm", "list", "--json"])
+        .output()
+        .unwrap();
+    let list: Value = serde_json::from_slice(&list.stdout).unwrap();
+    assert_eq!(list[0]["pid"], vm["pid"]);
+    kill_process(pid, Signal::KILL).unwrap();
+    wait("the VM is forgotten", || {
+        !directory.path().join("state/vms/a").exists()
+    });
+}
+
+/// What a daemon logs that begins, can't attach anything, and ends.
+fn logged(more: &[&str], journal: bool) -> String {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(directory.path().join("state")).unwrap();
+    let log = directory.path().join("log");
+    let file = std::fs::File::create(&log).unwrap();
+    let request = json!([{"name": "gone", "qmp": "/nowhere/qmp", "domain": null}]);
+    std::fs::write(
+        directory.path().join("state/attached.json"),
+        request.to_string(),
+    )
+    .unwrap();
+    let mut command = program();
+    if journal {
+        let it = file.metadata().unwrap();
+        command.env("JOURNAL_STREAM", format!("{}:{}", it.dev(), it.ino()));
+    }
+    let mut child = command
+        .arg("--socket")
+        .arg(directory.path().join("s"))
+        .args(["serve", "--state"])
+        .arg(directory.path().join("state"))
+        .args(more)
+        .stderr(file)
+        .spawn()
+        .unwrap();
+    wait("it has logged", || {
+        let connected = std::os::unix::net::UnixStream::connect(directory.path().join("s"));
+        connected.is_ok()
+    });
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    child.wait().unwrap();
+    let mut text = String::new();
+    std::fs::File::open(&log)
+        .unwrap()
+        .read_to_string(&mut text)
+        .unwrap();
+    text
+}
+
+#[test]
+fn the_log_is_json_if_that_is_asked_for_with_the_causes_of_errors() {
+    let text = logged(&["--log-format", "json"], false);
+    let lines: Vec<Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}")))
+        .collect();
+    for line in &lines {
+        assert!(line["time"].as_str().unwrap().ends_with('Z'), "{line}");
+        assert!(line["level"].is_string() && line["message"].is_string());
+    }
+    let gone = lines.iter().find(|line| line["vm"] == "gone").unwrap();
+    assert_eq!(gone["level"], "info");
+    let error = gone["error"].as_str().unwrap();
+    assert!(error.contains("No such file or directory"), "{error}");
+}
+
+#[test]
+fn in_the_journal_each_line_has_its_level_and_no_time() {
+    let text = logged(&[], true);
+    assert!(text.lines().count() >= 3, "{text}");
+    for line in text.lines() {
+        assert!(line.starts_with("<6>"), "{line}");
+        assert!(!line.contains('\u{1b}') && !line.contains("20"), "{line}");
+    }
+    assert!(logged(&[], false).starts_with("20"), "elsewhere with time");
+    assert_eq!(logged(&["--log", "warn"], true), "");
+}
+
+#[test]
+fn each_command_has_its_manual_page_and_completions_are_made() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let output = run(&[
+        "generate",
+        "--man",
+        &at("man"),
+        "--completions",
+        &at("completions"),
+    ]);
+    assert_eq!(code(&output), 0, "{}", err(&output));
+    let pages = std::fs::read_dir(at("man")).unwrap();
+    let pages: BTreeSet<String> = pages
+        .map(|page| page.unwrap().file_name().into_string().unwrap())
+        .collect();
+    // All commands (no_command_is_missing_in_this_test), and those that have others below them.
+    let mut wanted = BTreeSet::from(["memfold.1".to_owned()]);
+    for (command, words, _) in COMMANDS {
+        for depth in 1..=command.len() {
+            wanted.insert(format!("memfold-{}.1", command[..depth].join("-")));
+        }
+        let name = format!("memfold-{}.1", command.join("-"));
+        let page = std::fs::read_to_string(directory.path().join("man").join(name)).unwrap();
+        assert!(page.contains(".SH NAME") && page.contains(".SH SYNOPSIS"));
+        // Apostrophes are \*(Aq there, and hyphens \-.
+        let page = page.replace("\\*(Aq", "'").replace('\\', "");
+        for word in words {
+            assert!(
+                page.contains(word),
+                "no '{word}' in the page of {command:?}"
+            );
+        }
+    }
+    assert_eq!(pages, wanted);
+    for (file, word) in [
+        ("memfold", "complete -F _memfold"),
+        ("_memfold", "#compdef memfold"),
+        ("memfold.fish", "complete -c memfold"),
+    ] {
+        let text = std::fs::read_to_string(directory.path().join("completions").join(file));
+        assert!(text.unwrap().contains(word), "{file}");
+    }
+    let bash = directory.path().join("completions/memfold");
+    let parsed = Command::new("bash").arg("-n").arg(bash).status().unwrap();
+    assert!(parsed.success());
+}
+
+#[test]
+fn the_unit_is_right_and_keeps_what_it_promises() {
+    let text = std::fs::read_to_string(unit("memfold.service")).unwrap();
+    // VMs outlive a restart, and the next daemon finds them.
+    for setting in [
+        "Type=notify",
+        "KillMode=process",
+        "OOMPolicy=continue",
+        "RuntimeDirectoryPreserve=yes",
+    ] {
+        assert!(text.lines().any(|line| line == setting), "{setting}");
+    }
+    for setting in ["PrivateTmp=", "MemoryMax=", "ProtectKernelTunables="] {
+        assert!(
+            !text.lines().any(|line| line.starts_with(setting)),
+            "{setting}"
+        );
+    }
+    let Ok(version) = Command::new("systemd-analyze").arg("--version").output() else {
+        println!("skipped: no systemd-analyze");
+        return;
+    };
+    assert!(version.status.success());
+    let directory = tempfile::tempdir().unwrap();
+    let copy = directory.path().join("memfold.service");
+    let here = text
+        .replace("/usr/bin/memfold", env!("CARGO_BIN_EXE_memfold"))
+        .lines()
+        .filter(|line| !line.starts_with("Documentation="))
+        .collect::<Vec<_>>()
+        .join("\n");
+    std::fs::write(&copy, here).unwrap();
+    let verify = Command::new("systemd-analyze")
+        .arg("verify")
+        .arg(&copy)
+        .output()
+        .unwrap();
+    // It speaks of other units of this host, too.
+    let said = err(&verify);
+    assert!(!said.contains("memfold.service"), "{said}");
+    // Exposure in tenths, 100 the most; what is open is what the unit's comment names.
+    let security = Command::new("systemd-analyze")
+        .args(["security", "--offline=true", "--threshold=65"])
+        .arg(&copy)
+        .output()
+        .unwrap();
+    assert!(security.status.success(), "{}", out(&security));
+}
