@@ -1,0 +1,50 @@
+//! The Debian packages in clean roots of Debian 12 and 13, and the unit under a systemd: `scripts/test-deb` and `scripts/test-unit`, which say what
+//! they check.
+
+use std::path::Path;
+use std::process::Command;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_memfold");
+
+fn script(name: &str) -> Command {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts");
+    Command::new(directory.join(name))
+}
+
+/// What a script says that did its work; `None` where this host lacks something.
+fn said(command: &mut Command, may_be_left_out: bool) -> Option<String> {
+    let output = command.output().unwrap();
+    let wrong = String::from_utf8_lossy(&output.stderr);
+    if output.status.code() == Some(3) && may_be_left_out {
+        println!("skipped: {wrong}");
+        return None;
+    }
+    let done = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{done}{wrong}");
+    Some(done.into_owned())
+}
+
+#[test]
+fn packages_are_installed_upgraded_and_purged_in_clean_roots_of_debian_12_and_13() {
+    let target = Path::new(PROGRAM).parent().and_then(Path::parent).unwrap();
+    let mut test = script("test-deb");
+    test.args(["bookworm", "trixie"])
+        .env("CARGO_TARGET_DIR", target);
+    let Some(done) = said(&mut test, std::env::var_os("MEMFOLD_REAL").is_none()) else {
+        return;
+    };
+    for suite in ["bookworm", "trixie"] {
+        let words = format!("packages on {suite}: installed, upgraded, purged");
+        assert!(done.contains(&words), "{done}");
+    }
+}
+
+#[test]
+fn under_systemd_the_hardened_daemon_is_restarted_and_killed_and_its_vms_go_on() {
+    let library = Path::new(PROGRAM).with_file_name("libmemfold_qemu.so");
+    // A host may be a container that can't have another one in it.
+    let Some(done) = said(script("test-unit").arg(PROGRAM).arg(library), true) else {
+        return;
+    };
+    assert!(done.contains("its VMs went on"), "{done}");
+}
