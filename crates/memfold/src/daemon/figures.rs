@@ -1,12 +1,14 @@
 //! Figures for a metrics scrape, taken at most so often that they stay cheap however often somebody asks.
 //!
 //! Most of them are of a [`FullReport`], which reads the page maps of all VMs and the sums of all processes. So they are taken together and
-//! kept: for [`LEAST_AGE`], and for so long that taking them takes at most a hundredth of a core.
+//! kept: for [`LEAST_AGE`], and for so long that taking them takes at most a hundredth of a core. That goes by CPU time: on a busy host it takes
+//! long, but costs no more.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_units::ByteSize;
+use rustix::time::{ClockId, clock_gettime};
 
 use super::{Daemon, DaemonError};
 use crate::api::{Borrowed, FullReport, VmInfo};
@@ -15,7 +17,7 @@ use crate::lend::{Lease, LenderStatus};
 /// Figures that are not older are not taken again.
 pub const LEAST_AGE: Duration = Duration::from_secs(10);
 
-/// Figures are kept for this many times as long as it took to take them.
+/// Figures are kept for this many times the CPU time that it took to take them.
 const KEPT_FOR: u32 = 100;
 
 /// But no longer.
@@ -39,6 +41,8 @@ pub struct Figures {
     pub taken: Instant,
     /// How long that took.
     pub took: Duration,
+    /// CPU time that it took.
+    pub cpu: Duration,
     /// The ledger and folding.
     pub report: FullReport,
     /// VMs.
@@ -62,12 +66,12 @@ pub struct Figures {
 impl Figures {
     /// Whether they may be shown again.
     fn is_fresh(&self) -> bool {
-        self.taken.elapsed() < keep_for(self.took)
+        self.taken.elapsed() < keep_for(self.cpu)
     }
 }
 
-fn keep_for(took: Duration) -> Duration {
-    took.saturating_mul(KEPT_FOR).clamp(LEAST_AGE, GREATEST_AGE)
+fn keep_for(cpu: Duration) -> Duration {
+    cpu.saturating_mul(KEPT_FOR).clamp(LEAST_AGE, GREATEST_AGE)
 }
 
 /// The figures taken last.
@@ -111,6 +115,13 @@ impl Kept {
     }
 }
 
+/// CPU time of the calling thread.
+fn thread_cpu() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    // It is never negative.
+    Duration::try_from(time).unwrap_or_default()
+}
+
 impl Daemon {
     /// Figures for a scrape; [`Figures::taken`] says of when.
     pub fn figures(&self) -> Result<Arc<Figures>, DaemonError> {
@@ -119,10 +130,16 @@ impl Daemon {
 
     fn take_figures(&self) -> Result<Figures, DaemonError> {
         let taken = Instant::now();
+        let engine_before = self.reports_cpu()?;
+        let thread_before = thread_cpu();
         let guards: Vec<_> = self.lending.guards().values().cloned().collect();
-        Ok(Figures {
+        let report = self.report()?;
+        // Who has asked for a report meanwhile is counted, too.
+        let engine = Duration::from_secs_f64(report.fold.report_cpu_s.max(0.0));
+        let engine = engine.saturating_sub(engine_before);
+        let mut figures = Figures {
             taken,
-            report: self.report()?,
+            report,
             vms: self.list(),
             steers_ksm: self
                 .ksm
@@ -135,8 +152,12 @@ impl Daemon {
             lending: self.lender_status(),
             borrowed: guards.iter().map(|guard| guard.borrowed()).collect(),
             leases: self.lending.registry.picture().ok().map(|p| p.leases),
-            took: taken.elapsed(),
-        })
+            took: Duration::ZERO,
+            cpu: Duration::ZERO,
+        };
+        figures.cpu = engine + thread_cpu().saturating_sub(thread_before);
+        figures.took = taken.elapsed();
+        Ok(figures)
     }
 
     fn snapshots_in_short(&self) -> Option<OnShelf> {
@@ -167,10 +188,11 @@ mod tests {
 
     use super::*;
 
-    fn figures(taken: Instant, took: Duration) -> Figures {
+    fn figures(taken: Instant, cpu: Duration) -> Figures {
         Figures {
             taken,
-            took,
+            took: Duration::ZERO,
+            cpu,
             report: FullReport {
                 ledger: crate::ledger::Report::default(),
                 fold: crate::fold::EngineStats::default(),

@@ -418,8 +418,17 @@ impl Daemon {
     #[must_use]
     pub fn is_alive(&self) -> bool {
         drop(self.lock());
+        self.reports_cpu().is_ok()
+    }
+
+    /// CPU time of the engine for [`Daemon::fold_stats`] so far.
+    fn reports_cpu(&self) -> Result<Duration, DaemonError> {
         let (answer, answered) = sync_channel(1);
-        self.tell(Command::Answer(answer)).is_ok() && answered.recv().is_ok()
+        self.tell(Command::ReportsCpu(answer))?;
+        answered
+            .recv()
+            .map(Duration::from_nanos)
+            .map_err(|_| DaemonError::Internal("the fold engine has ended"))
     }
 
     /// What folding has done.

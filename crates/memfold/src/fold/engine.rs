@@ -150,8 +150,8 @@ pub enum Command {
         /// Pages per second.
         pages_per_second: Option<u64>,
     },
-    /// Answer: who asks wants to know that commands are carried out.
-    Answer(SyncSender<()>),
+    /// Answer at once with the CPU time of [`Command::Stats`] so far, in nanoseconds; also for who wants to know that commands are carried out.
+    ReportsCpu(SyncSender<u64>),
     /// Look at the kernel's tables and answer with figures.
     Stats(SyncSender<EngineStats>),
     /// Which files VMs cache.
@@ -490,8 +490,8 @@ impl Engine {
                 cpu_share,
                 pages_per_second,
             } => self.set_budget(cpu_share, pages_per_second),
-            Command::Answer(answer) => {
-                let _ = answer.send(());
+            Command::ReportsCpu(answer) => {
+                let _ = answer.send(self.reports_ns);
             }
             Command::FileUses(answer) => {
                 // Who asked may have gone away.

@@ -31,6 +31,12 @@ pub(super) static FAMILIES: &[Family] = &[
         "How long it took to take them",
         |s, out| out.one(s.figures.took.as_secs_f64()),
     ),
+    gauge(
+        "memfold_figures_cpu",
+        Seconds,
+        "CPU time that it took: they are kept for a hundred times as long, at least ten seconds",
+        |s, out| out.one(s.figures.cpu.as_secs_f64()),
+    ),
     gauge("memfold_host_memory", Bytes, "MemTotal", |s, out| {
         out.one(s.figures.report.ledger.host.mem_total_bytes.0 as f64)
     }),

@@ -24,7 +24,7 @@ use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
 
 use super::server::{Failure, blocking};
-use crate::daemon::{Daemon, Figures};
+use crate::daemon::{Daemon, DaemonError, Figures};
 use families::Family;
 use host::Process;
 
@@ -76,7 +76,9 @@ pub(super) async fn metrics(
             figures: daemon.figures()?,
             process: Process::now(),
         };
-        Ok(scrape.text().unwrap_or_default())
+        scrape
+            .text()
+            .map_err(|_| DaemonError::Internal("a figure can't be written"))
     });
     let text = text.await?.0;
     let (content_type, body) = if open {

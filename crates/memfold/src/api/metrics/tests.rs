@@ -50,6 +50,7 @@ fn everything() -> Figures {
     Figures {
         taken: Instant::now(),
         took: Duration::from_millis(20),
+        cpu: Duration::from_millis(10),
         report: FullReport { ledger, fold },
         vms: Vec::<VmInfo>::new(),
         steers_ksm: true,
@@ -166,6 +167,7 @@ fn values_keep_their_sign_unit_and_labels() {
         r#"memfold_borrowed_vms{place="lent"} 0.0"#,
         r#"memfold_borrowed_bytes{place="lost"} 1048576.0"#,
         "memfold_figures_took_seconds 0.02",
+        "memfold_figures_cpu_seconds 0.01",
         "# UNIT memfold_fold_engine_cpu_seconds seconds",
         "# TYPE memfold_fold_engine_cpu_seconds counter",
     ] {
