@@ -136,12 +136,12 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     runtime.spawn(systemd::watch(daemon.clone()));
     let served = daemon.clone();
     runtime.block_on(api::serve(daemon.clone(), &context.socket, async move {
-        // Asked for first when the socket listens.
-        systemd::ready(&served);
         let signal = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate());
         let Ok(mut terminate) = signal else {
             return std::future::pending().await;
         };
+        // Asked for first when the socket listens.
+        systemd::ready(&served);
         tokio::select! {
             _ = terminate.recv() => {}
             _ = tokio::signal::ctrl_c() => {}
