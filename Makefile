@@ -25,8 +25,11 @@ test: setup build ## every test, real guests included
 	@scripts/setup tests
 	@scripts/test
 
-deb: setup build ## Debian packages: program, library for QEMU, agent for guests
+deb: ## Debian packages: program, library for QEMU, agent for guests
+	@scripts/setup host
+	@scripts/setup rust
 	@scripts/setup tests
+	@scripts/build
 	@scripts/deb
 
 bench: setup build ## the studies, quick ones: results in results/
