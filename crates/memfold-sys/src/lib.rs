@@ -7,6 +7,7 @@
 //! | [`session`] | children that outlive us, `setsid(2)` |
 //! | [`guest`] | what the guest agent needs: file handles, residency of files, signals |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
+//! | [`peer`] | who is at the other end of a socket, `SO_PEERGROUPS` |
 //! | [`region`] | ranges of our own address space whose mappings are exchanged |
 //! | [`userfaultfd`] | catching faults, moving pages, `userfaultfd(2)` |
 //! | [`shared`] | words of a file that several processes change |
@@ -16,6 +17,7 @@ pub mod descriptor;
 pub mod guest;
 pub mod memory;
 pub mod pagemap;
+pub mod peer;
 pub mod region;
 pub mod session;
 pub mod shared;

@@ -17,6 +17,7 @@ pub mod cli;
 pub mod daemon;
 pub mod estimate;
 pub mod fold;
+pub mod history;
 pub mod host;
 pub mod ksm;
 pub mod ledger;

@@ -2,27 +2,33 @@
 
 use std::fs::Permissions;
 use std::io;
+use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use axum::extract::rejection::JsonRejection;
-use axum::extract::{DefaultBodyLimit, FromRequest, Path as UrlPath, Query, State};
+use axum::extract::{DefaultBodyLimit, Extension, FromRequest, Path as UrlPath, Query, State};
 use axum::http::StatusCode;
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
 use axum::{Json, Router};
+use hyper_util::server::graceful::GracefulShutdown;
 use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tracing::info;
 use utoipa::OpenApi;
 
-use super::lending;
-use super::metrics;
+use super::access::{Access, Doors, Keys, Told, accept_tcp, accept_unix, guard};
 use super::types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, DebtRequest,
     ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
     RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest, StopRequest, VerifyReport,
     VersionInfo, VmInfo,
 };
+use super::{lending, live, metrics, session, web};
 use crate::daemon::{Daemon, DaemonError, chain};
 use crate::estimate::VmFacts;
 use crate::fold::EngineStats;
@@ -35,7 +41,7 @@ use crate::snapshot::{Manifest, SnapshotError, SnapshotInfo, Step};
 use crate::vm::{LaunchError, VmSpec};
 
 /// Largest request body in bytes.
-const MAX_BODY: usize = 1 << 20;
+pub(super) const MAX_BODY: usize = 1 << 20;
 
 /// Why the server could not start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -52,9 +58,18 @@ pub enum ServeError {
         #[source]
         source: io::Error,
     },
-    /// Serving failed.
-    #[error("the interface failed")]
-    Serve(#[source] io::Error),
+    /// The TCP address can't be served.
+    #[error("cannot listen on {address}")]
+    ListenTcp {
+        /// The address.
+        address: SocketAddr,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The tokens can't be read or made.
+    #[error("cannot use the tokens")]
+    Tokens(#[source] io::Error),
 }
 
 /// The interface's description.
@@ -62,7 +77,7 @@ pub enum ServeError {
 #[openapi(
     info(
         title = "memfold",
-        description = "The memfold daemon, over a Unix socket"
+        description = "The memfold daemon, over a Unix socket, and over TCP where that is asked for"
     ),
     paths(
         version,
@@ -104,7 +119,21 @@ pub enum ServeError {
         lending::give_back,
         lending::leases,
         lending::registry,
-        metrics::metrics
+        metrics::metrics,
+        live::live,
+        live::history,
+        live::trends,
+        live::vm_history,
+        live::events,
+        live::memory_map,
+        live::sharing,
+        live::doctor,
+        live::estimate,
+        session::session,
+        session::log_in,
+        session::log_out,
+        session::new_code,
+        session::audit
     )
 )]
 struct Description;
@@ -115,12 +144,53 @@ pub fn openapi() -> serde_json::Value {
     serde_json::to_value(Description::openapi()).unwrap_or_default()
 }
 
-/// Serves until `end` is ready. The socket is for its owner alone, and is removed at the end.
+/// Serves until `end` is ready. The socket is for root alone, unless groups are let in, and is removed at the end.
 pub async fn serve(
     daemon: Arc<Daemon>,
-    socket: &Path,
+    doors: &Doors,
     end: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), ServeError> {
+    let socket = doors.socket.as_path();
+    let listener = listen_unix(doors)?;
+    let (ended, ending) = watch::channel(false);
+    let mut tcp = doors.tcp.clone();
+    let (mut keys, mut tcp_listener) = (Keys::default(), None);
+    if let Some(door) = &mut tcp {
+        let address = door.address();
+        keys = Keys::with_tokens(&doors.tokens).map_err(ServeError::Tokens)?;
+        let listened = door.listen().await;
+        let listened = listened.map_err(|source| ServeError::ListenTcp { address, source })?;
+        info!(address = %door.address(), tls = door.has_tls(), "serving browsers");
+        tcp_listener = Some(listened);
+    }
+    let access = Access::new(keys, doors.records.clone(), tcp.as_ref(), ending);
+    let router = router(daemon.clone(), access);
+    let graceful = Arc::new(GracefulShutdown::new());
+    let mut accepting = JoinSet::new();
+    accepting.spawn(accept_unix(
+        listener,
+        doors.groups,
+        router.clone(),
+        graceful.clone(),
+    ));
+    if let (Some(listener), Some(door)) = (tcp_listener, tcp) {
+        accepting.spawn(accept_tcp(listener, door, router, graceful.clone()));
+    }
+    end.await;
+    // Gone already if somebody cleaned up.
+    let _ = std::fs::remove_file(socket);
+    accepting.shutdown().await;
+    // Streams end by themselves now, and whoever has asked for something gets the answer.
+    let _ = ended.send(true);
+    daemon.end_views();
+    if let Some(graceful) = Arc::into_inner(graceful) {
+        graceful.shutdown().await;
+    }
+    Ok(())
+}
+
+fn listen_unix(doors: &Doors) -> Result<UnixListener, ServeError> {
+    let socket = doors.socket.as_path();
     let listen = |source| ServeError::Listen {
         path: socket.into(),
         source,
@@ -136,17 +206,13 @@ pub async fn serve(
         std::fs::create_dir_all(directory).map_err(listen)?;
     }
     let listener = UnixListener::bind(socket).map_err(listen)?;
-    std::fs::set_permissions(socket, Permissions::from_mode(0o600)).map_err(listen)?;
-    let result = axum::serve(listener, router(daemon))
-        .with_graceful_shutdown(end)
-        .await
-        .map_err(ServeError::Serve);
-    // Gone already if somebody cleaned up.
-    let _ = std::fs::remove_file(socket);
-    result
+    // Whoever connects is asked of the kernel who they are; a mode can let only one group in, and there are two.
+    let mode = if doors.groups.any() { 0o666 } else { 0o600 };
+    std::fs::set_permissions(socket, Permissions::from_mode(mode)).map_err(listen)?;
+    Ok(listener)
 }
 
-fn router(daemon: Arc<Daemon>) -> Router {
+fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
     Router::new()
         .route("/v1/version", get(version))
         .route("/v1/vms", get(list).post(run))
@@ -161,7 +227,7 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/ksm/start", post(start_ksm))
         .route("/v1/ksm/stop", post(stop_ksm))
         .route("/v1/ksm/explain/{name}", get(explain_ksm))
-        .route("/v1/estimate", get(estimate_facts))
+        .route("/v1/estimate", get(estimate_facts).post(live::estimate))
         .route("/v1/snapshots", get(snapshots).post(save_snapshot))
         .route(
             "/v1/snapshots/{name}",
@@ -179,13 +245,18 @@ fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/segments/{segment}", delete(detach_segment))
         .merge(lending::routes())
         .route("/metrics", get(metrics::metrics))
+        .merge(live::routes())
+        .merge(session::routes())
+        .merge(web::routes())
         .route("/openapi.json", get(|| async { Json(openapi()) }))
         .fallback(|| async { Failure(DaemonError::NoSuchPath) })
         .method_not_allowed_fallback(|| async {
             let error = "this path has no such method; GET /openapi.json lists them";
-            refusal(StatusCode::METHOD_NOT_ALLOWED, error.to_owned())
+            refusal(StatusCode::METHOD_NOT_ALLOWED, error)
         })
         .layer(DefaultBodyLimit::max(MAX_BODY))
+        .layer(Extension(access.clone()))
+        .layer(from_fn_with_state(access, guard))
         .with_state(daemon)
 }
 
@@ -215,17 +286,32 @@ impl IntoResponse for BadBody {
             }
             _ => self.0.body_text(),
         };
-        refusal(status, text)
+        refusal(status, &text)
     }
 }
 
-fn refusal(status: StatusCode, error: String) -> Response {
+pub(super) fn refusal(status: StatusCode, error: &str) -> Response {
+    refused(status, error, None, false)
+}
+
+pub(super) fn refusal_with_hint(status: StatusCode, error: &str, hint: &str) -> Response {
+    refused(status, error, Some(hint.to_owned()), false)
+}
+
+fn refused(
+    status: StatusCode,
+    error: &str,
+    hint: Option<String>,
+    impossible_here: bool,
+) -> Response {
     let body = ErrorBody {
-        error,
-        hint: None,
-        impossible_here: false,
+        error: error.to_owned(),
+        hint,
+        impossible_here,
     };
-    (status, Json(body)).into_response()
+    let mut response = (status, Json(body)).into_response();
+    response.extensions_mut().insert(Told(error.to_owned()));
+    response
 }
 
 pub(super) struct Failure(DaemonError);
@@ -235,10 +321,12 @@ impl IntoResponse for Failure {
         let status = match &self.0 {
             DaemonError::NoSuchVm(_)
             | DaemonError::NoSuchPath
+            | DaemonError::NoHistory
             | DaemonError::Snapshot(SnapshotError::Unknown(_))
             | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
             | DaemonError::Lending { .. }
+            | DaemonError::Busy { .. }
             | DaemonError::Registry(
                 RegistryError::NothingToSpare { .. }
                 | RegistryError::State { .. }
@@ -271,12 +359,8 @@ impl IntoResponse for Failure {
             error if error.impossible_here() => StatusCode::NOT_IMPLEMENTED,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
-        let body = ErrorBody {
-            error: chain(&self.0),
-            hint: self.0.hint(),
-            impossible_here: self.0.impossible_here(),
-        };
-        (status, Json(body)).into_response()
+        let (hint, impossible) = (self.0.hint(), self.0.impossible_here());
+        refused(status, &chain(&self.0), hint, impossible)
     }
 }
 

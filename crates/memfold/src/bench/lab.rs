@@ -71,6 +71,7 @@ impl Lab {
             segments: directory.path().join("segments"),
             host: Some("lab".into()),
             registry,
+            history: None,
         };
         let daemon = Daemon::start(&options)?;
         *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) =

@@ -3,8 +3,9 @@
 //! Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host.
 
 mod bench;
-mod debt;
 mod config;
+mod dashboard;
+mod debt;
 mod demo;
 mod doctor;
 mod estimate;
@@ -62,7 +63,9 @@ enum Command {
     /// The main job: boot real VMs, fold them, show what was saved next to KSM
     Demo(demo::Arguments),
     /// The daemon
-    Serve(serve::Arguments),
+    Serve(Box<serve::Arguments>),
+    /// An address that logs a browser in to the dashboard, once
+    Dashboard(dashboard::Arguments),
     /// Virtual machines
     #[command(subcommand)]
     Vm(vm::Arguments),
@@ -178,6 +181,7 @@ pub fn main() -> ExitCode {
         Command::Doctor(arguments) => doctor::run(&context, &arguments),
         Command::Demo(arguments) => demo::run(&context, &arguments),
         Command::Serve(arguments) => serve::run(&context, &arguments),
+        Command::Dashboard(arguments) => dashboard::run(&context, &arguments),
         Command::Vm(arguments) => vm::run(&context, arguments),
         Command::Report(arguments) => report::run(&context, &arguments),
         Command::Top(arguments) => top::run(&context, &arguments),

@@ -1,6 +1,7 @@
 //! `memfold serve`: the daemon.
 
-use std::path::PathBuf;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -9,11 +10,10 @@ use memfold_units::ByteSize;
 use tracing::info;
 use tracing_subscriber::EnvFilter;
 
-use super::Context;
 use super::debt::cover;
 use super::log::LogFormat;
 use super::{Context, systemd};
-use crate::api::{self, DEFAULT_STATE};
+use crate::api::{self, DEFAULT_RECORDS, DEFAULT_STATE, Doors, Groups, TcpDoor, TlsFiles};
 use crate::daemon::{Daemon, DaemonOptions};
 use crate::fold::EngineSettings;
 use crate::ledger::{BrakePolicy, Reserve};
@@ -73,6 +73,70 @@ pub(super) struct Arguments {
     /// Socket of the daemon that serves the registry of leases; this daemon serves its own by default
     #[arg(long, value_name = "PATH")]
     registry: Option<PathBuf>,
+    /// Serve the dashboard, and all else, over TCP too, to those who have a token or a login of 'memfold dashboard'
+    #[arg(long, value_name = "ADDRESS:PORT", help_heading = "Access")]
+    listen: Option<SocketAddr>,
+    /// Certificate for TLS (PEM), without which nobody but this host is served
+    #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"], help_heading = "Access")]
+    tls_cert: Option<PathBuf>,
+    /// Its key (PEM)
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "tls_cert",
+        help_heading = "Access"
+    )]
+    tls_key: Option<PathBuf>,
+    /// Name by which browsers call this host, beside its addresses and 'localhost'; several allowed
+    #[arg(
+        long,
+        value_name = "NAME",
+        requires = "listen",
+        help_heading = "Access"
+    )]
+    allow_host: Vec<String>,
+    /// Group whose members may read what memfold shows, over the socket ('memfold-read', if there is one)
+    #[arg(long, value_name = "GROUP", help_heading = "Access")]
+    read_group: Option<String>,
+    /// Group whose members may do everything, which makes them root ('memfold-operate', if there is one)
+    #[arg(long, value_name = "GROUP", help_heading = "Access")]
+    operate_group: Option<String>,
+    /// Directory of the history and the audit log (/var/lib/memfold; beside another --state: that directory)
+    #[arg(long, value_name = "DIR")]
+    records: Option<PathBuf>,
+}
+
+impl Arguments {
+    fn records(&self) -> PathBuf {
+        self.records.clone().unwrap_or_else(|| {
+            if self.state == Path::new(DEFAULT_STATE) {
+                DEFAULT_RECORDS.into()
+            } else {
+                self.state.clone()
+            }
+        })
+    }
+
+    fn doors(&self, socket: &Path) -> anyhow::Result<Doors> {
+        let tls = match (&self.tls_cert, &self.tls_key) {
+            (Some(certificate), Some(key)) => Some(TlsFiles {
+                certificate: certificate.clone(),
+                key: key.clone(),
+            }),
+            _ => None,
+        };
+        let tcp = self
+            .listen
+            .map(|address| TcpDoor::new(address, self.allow_host.clone(), tls.as_ref()))
+            .transpose()?;
+        Ok(Doors {
+            socket: socket.to_owned(),
+            groups: Groups::find(self.read_group.as_deref(), self.operate_group.as_deref())?,
+            tcp,
+            tokens: self.state.join("access"),
+            records: self.records(),
+        })
+    }
 }
 
 fn percent(text: &str) -> Result<f64, String> {
@@ -104,6 +168,7 @@ impl Arguments {
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let doors = arguments.doors(&context.socket)?;
     let options = DaemonOptions {
         state: arguments.state.clone(),
         settings: EngineSettings {
@@ -126,6 +191,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         segments: arguments.segments.clone(),
         host: arguments.host.clone(),
         registry: arguments.registry.clone(),
+        history: Some(arguments.records().join("history.sqlite")),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -135,7 +201,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     info!(socket = %context.socket.display(), state = %arguments.state.display(), "serving");
     runtime.spawn(systemd::watch(daemon.clone()));
     let served = daemon.clone();
-    runtime.block_on(api::serve(daemon.clone(), &context.socket, async move {
+    runtime.block_on(api::serve(daemon.clone(), &doors, async move {
         let signal = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate());
         let Ok(mut terminate) = signal else {
             return std::future::pending().await;

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::estimate::EstimateError;
+use crate::history::HistoryError;
 use crate::ksm::KsmError;
 use crate::ledger::ReadError;
 use crate::lend::RegistryError;
@@ -98,6 +100,23 @@ pub enum DaemonError {
         /// What would change it.
         fix: String,
     },
+    /// Something of which there is one at a time is under way.
+    #[error("{why}")]
+    Busy {
+        /// What.
+        why: String,
+        /// What would change it.
+        fix: String,
+    },
+    /// The daemon keeps no history.
+    #[error("no history is kept here; the daemon's log says why")]
+    NoHistory,
+    /// The history failed.
+    #[error(transparent)]
+    History(#[from] HistoryError),
+    /// An estimate failed.
+    #[error(transparent)]
+    Estimate(#[from] EstimateError),
     /// A part of the daemon failed.
     #[error("{0}")]
     Internal(&'static str),
@@ -135,7 +154,9 @@ impl DaemonError {
             _ if self.impossible_here() => {
                 Some("'memfold doctor' says what this host lacks, and how to get it".into())
             }
-            Self::Merging { fix, .. } | Self::Lending { fix, .. } => Some(fix.clone()),
+            Self::Merging { fix, .. } | Self::Lending { fix, .. } | Self::Busy { fix, .. } => {
+                Some(fix.clone())
+            }
             Self::Braked { .. } => Some(
                 "end VMs, or free memory on this host; 'memfold debt' shows who could call in how much, its --reserve and --cover change the limits, and --despite-brake starts a VM all the same".into(),
             ),

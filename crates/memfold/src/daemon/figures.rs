@@ -124,11 +124,11 @@ fn thread_cpu() -> Duration {
 
 impl Daemon {
     /// Figures for a scrape; [`Figures::taken`] says of when.
-    pub fn figures(&self) -> Result<Arc<Figures>, DaemonError> {
+    pub fn figures(self: &Arc<Self>) -> Result<Arc<Figures>, DaemonError> {
         self.kept.get(|| self.take_figures())
     }
 
-    fn take_figures(&self) -> Result<Figures, DaemonError> {
+    fn take_figures(self: &Arc<Self>) -> Result<Figures, DaemonError> {
         let taken = Instant::now();
         let engine_before = self.reports_cpu()?;
         let thread_before = thread_cpu();

@@ -537,17 +537,25 @@ impl Machine {
     pub fn account(&self, stores: &[StoreIdentity]) -> Option<VmAccount> {
         let layout = self.layout();
         let pid = self.pid().as_raw_nonzero().get();
-        let segments: Vec<StoreIdentity> = self
-            .vm
-            .segments()
-            .iter()
-            .filter_map(|segment| std::fs::File::open(segment.image.as_ref()?).ok())
-            .filter_map(|file| StoreIdentity::of(file).ok())
-            .collect();
+        let segments = self.segment_identities().into_iter();
+        let segments: Vec<StoreIdentity> = segments.map(|(_, identity)| identity).collect();
         let domain = self.domain.as_deref();
         crate::ledger::take::vm(pid, &self.name, domain, &layout, stores, &segments)
             .inspect_err(|error| warn!(vm = self.name, %error, "left out of the ledger"))
             .ok()
+    }
+
+    /// The images of the segments that it maps, with their names.
+    pub fn segment_identities(&self) -> Vec<(String, StoreIdentity)> {
+        let identity = |segment: SegmentSpec| {
+            let file = std::fs::File::open(segment.image.as_ref()?).ok()?;
+            Some((segment.name, StoreIdentity::of(file).ok()?))
+        };
+        self.vm
+            .segments()
+            .into_iter()
+            .filter_map(identity)
+            .collect()
     }
 
     pub fn stop(&self, timeout: Duration) -> Result<StopKind, DaemonError> {

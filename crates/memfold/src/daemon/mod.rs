@@ -11,6 +11,7 @@
 mod booted;
 mod borrowing;
 mod brake;
+mod changes;
 mod copy_out;
 mod error;
 mod estimate;
@@ -20,10 +21,12 @@ mod ksm;
 mod lending;
 mod machine;
 mod reboot;
+mod sampling;
 mod segments;
 mod snapshots;
 mod turns;
 mod uses;
+mod views;
 mod watched;
 
 use std::collections::BTreeMap;
@@ -44,7 +47,11 @@ pub use figures::{Figures, LEAST_AGE, OnShelf};
 use ksm::SteeredKsm;
 use lending::Lending;
 use machine::{Machine, Role};
+pub use sampling::Live;
+use sampling::Sampling;
 use uses::Uses;
+pub use views::EstimateOrder;
+use views::Views;
 
 use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
 use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
@@ -80,6 +87,8 @@ pub struct DaemonOptions {
     pub host: Option<String>,
     /// Socket of the daemon that serves the registry of leases; unset: this one does.
     pub registry: Option<PathBuf>,
+    /// The file of the history; unset: there is none.
+    pub history: Option<PathBuf>,
 }
 
 /// The daemon.
@@ -109,6 +118,10 @@ pub struct Daemon {
     lending: Lending,
     /// Figures for scrapes, taken not long ago.
     kept: figures::Kept,
+    /// Samples, of which the history is made.
+    sampling: Arc<Sampling>,
+    /// What is shown of memory, for some seconds.
+    views: Views,
     /// Locked as long as the daemon lives: two daemons on one state directory would fold against each other.
     _lock: File,
 }
@@ -148,6 +161,8 @@ impl Daemon {
             uses: Uses::default(),
             lending: Lending::open(options)?,
             kept: figures::Kept::default(),
+            sampling: Arc::new(Sampling::new(options.history.as_deref())),
+            views: Views::default(),
             _lock: lock,
             options: options.clone(),
         });
@@ -183,6 +198,7 @@ impl Daemon {
             }
         }
         daemon.lend_again();
+        daemon.begin_sampling()?;
         for request in daemon.read_attached() {
             if let Err(error) = daemon.attach(&request) {
                 info!(
@@ -501,6 +517,7 @@ impl Daemon {
 
     /// Ends the engine and steering KSM. VMs go on.
     pub fn shut_down(&self) {
+        self.end_sampling();
         self.end_steering();
         self.lending.shut_down();
         // It may have ended already.

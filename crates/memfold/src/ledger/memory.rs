@@ -113,19 +113,55 @@ pub fn stretches(vmas: &[Vma], start: Hva, end: Hva, stores: &[StoreIdentity]) -
     found
 }
 
-/// Puts every page of `stretches` in its place. `regions` are the present or swapped pages there, in order.
-#[must_use]
-pub fn sort_pages(stretches: &[Stretch], regions: &[Region]) -> Places {
-    let mut places = Places::default();
+/// Where a page is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Anonymous, present, outside stores.
+    Private,
+    /// A private copy inside a store mapping.
+    Unfolded,
+    /// A store page in the page table.
+    FoldedResident,
+    /// A store page not in the page table.
+    FoldedUntouched,
+    /// Another file's page in the page table.
+    FileResident,
+    /// Another file's page not in the page table.
+    FileUntouched,
+    /// The zero page.
+    Zero,
+    /// Swapped out.
+    Swapped,
+    /// Nothing there.
+    Free,
+}
+
+/// Tells of every page of `stretches` where it is, in order, as runs `[start, end)`. `regions` are the present or swapped pages there, in
+/// order. The last argument: mapped by huge pages of its own.
+pub fn each_run(
+    stretches: &[Stretch],
+    regions: &[Region],
+    mut told: impl FnMut(Place, Hva, Hva, bool),
+) {
     let mut regions = regions.iter().peekable();
     for stretch in stretches {
-        let mut there = 0;
+        let absent = match stretch.kind {
+            Kind::Anonymous => Place::Free,
+            Kind::Store => Place::FoldedUntouched,
+            Kind::File => Place::FileUntouched,
+        };
+        let mut at = stretch.start;
         while let Some(region) = regions.peek() {
             let (from, to) = (region.start.max(stretch.start), region.end.min(stretch.end));
             if from < to {
-                let pages = (to.0 - from.0) / PAGE_SIZE;
-                there += pages;
-                count(&mut places, stretch.kind, region, pages);
+                if at < from {
+                    told(absent, at, from, false);
+                }
+                // The huge zero page costs as little as the small one.
+                let huge =
+                    region.is(category::HUGE | category::PRESENT) && !region.is(category::ZERO);
+                told(place(stretch.kind, region), from, to, huge);
+                at = to;
             }
             // The kernel joins pages of equal categories over the borders of mappings, so a region may go on.
             if region.end > stretch.end {
@@ -133,37 +169,52 @@ pub fn sort_pages(stretches: &[Stretch], regions: &[Region]) -> Places {
             }
             regions.next();
         }
-        let absent = (stretch.end.0 - stretch.start.0) / PAGE_SIZE - there;
-        match stretch.kind {
-            Kind::Anonymous => places.free += absent,
-            Kind::Store => places.folded_untouched += absent,
-            Kind::File => places.file_untouched += absent,
+        if at < stretch.end {
+            told(absent, at, stretch.end, false);
         }
     }
-    places
 }
 
-fn count(places: &mut Places, kind: Kind, region: &Region, pages: u64) {
-    let place = if !region.is(category::PRESENT) {
-        &mut places.swapped
+fn place(kind: Kind, region: &Region) -> Place {
+    if !region.is(category::PRESENT) {
+        Place::Swapped
     } else if region.is(category::ZERO) {
-        &mut places.zero
+        Place::Zero
     } else if region.is(category::FILE) {
         match kind {
-            Kind::Store => &mut places.folded_resident,
+            Kind::Store => Place::FoldedResident,
             // Anonymous here: a mapping that came between reading the mappings and the page map.
-            Kind::File | Kind::Anonymous => &mut places.file_resident,
+            Kind::File | Kind::Anonymous => Place::FileResident,
         }
     } else if kind == Kind::Store {
-        &mut places.unfolded
+        Place::Unfolded
     } else {
-        &mut places.private
-    };
-    *place += pages;
-    // The huge zero page costs as little as the small one.
-    if region.is(category::HUGE | category::PRESENT) && !region.is(category::ZERO) {
-        places.huge += pages;
+        Place::Private
     }
+}
+
+/// Puts every page of `stretches` in its place. `regions` are the present or swapped pages there, in order.
+#[must_use]
+pub fn sort_pages(stretches: &[Stretch], regions: &[Region]) -> Places {
+    let mut places = Places::default();
+    each_run(stretches, regions, |place, from, to, huge| {
+        let pages = (to.0 - from.0) / PAGE_SIZE;
+        *match place {
+            Place::Private => &mut places.private,
+            Place::Unfolded => &mut places.unfolded,
+            Place::FoldedResident => &mut places.folded_resident,
+            Place::FoldedUntouched => &mut places.folded_untouched,
+            Place::FileResident => &mut places.file_resident,
+            Place::FileUntouched => &mut places.file_untouched,
+            Place::Zero => &mut places.zero,
+            Place::Swapped => &mut places.swapped,
+            Place::Free => &mut places.free,
+        } += pages;
+        if huge {
+            places.huge += pages;
+        }
+    });
+    places
 }
 
 #[cfg(test)]

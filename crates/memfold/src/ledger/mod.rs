@@ -15,7 +15,8 @@
 //!
 //! [`read`] reads the kernel's files, [`take`] makes the accounts of [`account`] from them, [`agree`] holds the accounts
 //! against what the kernel says elsewhere, [`table`] prints them, [`frames`] proves who shares which physical page. [`debt`] is what guests could call
-//! in by writing, and [`brake`] says when that is too much.
+//! in by writing, and [`brake`] says when that is too much. [`memory_map`] and [`sharing`] are views of it for persons: one VM's RAM from end to end, and
+//! who has pages in common with whom.
 
 pub mod account;
 pub mod agree;
@@ -23,7 +24,9 @@ pub mod brake;
 pub mod debt;
 pub mod frames;
 pub mod memory;
+pub mod memory_map;
 pub mod read;
+pub mod sharing;
 pub mod table;
 pub mod take;
 

@@ -2,12 +2,12 @@
 
 use std::os::fd::AsFd;
 
-use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
 use memfold_units::{ByteSize, Hva, PageCount};
 use rustix::process::Pid;
 
 use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, VmAccount};
-use super::memory::{Kind, Places, ram_ranges, sort_pages, stretches};
+use super::memory::{Kind, Places, Stretch, ram_ranges, sort_pages, stretches};
 use super::read::{Proc, ReadError, Smap, Vma};
 use crate::ksm;
 use crate::store::StoreIdentity;
@@ -286,6 +286,31 @@ fn scan(
     ram: &[(Hva, Hva)],
     stores: &[StoreIdentity],
 ) -> Result<(Places, u64, u64), ReadError> {
+    let looked = look(proc, pid, pagemap, ram, stores)?;
+    let folded = looked.stretches.iter().filter(|s| s.kind == Kind::Store);
+    let folded = folded.count() as u64;
+    let places = sort_pages(&looked.stretches, &looked.regions);
+    Ok((places, looked.mappings.len() as u64, folded))
+}
+
+/// What a process's memory looks like at one moment.
+pub(super) struct Looked {
+    /// What `ram` is mapped to, in the order of its ranges.
+    pub stretches: Vec<Stretch>,
+    /// Its pages that are present or swapped.
+    pub regions: Vec<Region>,
+    /// All mappings of the process.
+    pub mappings: Vec<Vma>,
+}
+
+/// Reads mappings and page map of `ram`; again, when the mappings have changed meanwhile.
+pub(super) fn look(
+    proc: &Proc,
+    pid: i32,
+    pagemap: &Pagemap,
+    ram: &[(Hva, Hva)],
+    stores: &[StoreIdentity],
+) -> Result<Looked, ReadError> {
     let failed = |source| ReadError::Pagemap { pid, source };
     let there = Filter {
         any_of: category::PRESENT | category::SWAPPED,
@@ -302,8 +327,11 @@ fn scan(
         }
         let after = proc.maps(pid)?;
         if attempt == ATTEMPTS || same_in(ram, &before, &after) {
-            let folded = all.iter().filter(|s| s.kind == Kind::Store).count() as u64;
-            return Ok((sort_pages(&all, &regions), before.len() as u64, folded));
+            return Ok(Looked {
+                stretches: all,
+                regions,
+                mappings: before,
+            });
         }
         before = after;
         attempt += 1;

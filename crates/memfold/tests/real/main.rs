@@ -5,6 +5,7 @@
 //! | [`integrity`] | every byte of `/usr` and of files that are rewritten, truncated and appended to, while memory is short, caches are dropped and the balloon moves |
 //! | [`domains`], [`vm_killed`] | on the same VMs: no physical page crosses trust domains; a VM that dies is noticed by nobody |
 //! | [`daemon_killed`] | twenty daemons die, VMs go on, the next daemon folds on |
+//! | [`dashboard`] | Chromium walks the dashboard of real VMs |
 //! | [`liars`] | agents that lie about every field |
 //! | [`snapshots`] | a VM is saved, goes on, and comes back as it was, memory and disk; clones run beside it |
 //! | [`disks`] | the same of disks that a VM writes in place, which stay its own |
@@ -24,6 +25,7 @@
 
 mod churn;
 mod daemon_killed;
+mod dashboard;
 mod debt;
 mod disks;
 mod domains;

@@ -12,14 +12,25 @@ use memfold::vm::{Vm, VmSpec};
 pub struct Served<'a> {
     state: &'a Path,
     vms: &'a [&'a str],
+    more: &'a [&'a str],
     daemon: Option<Child>,
 }
 
 impl<'a> Served<'a> {
     /// One that isn't started yet. `vms` are ended with it.
     pub fn new(state: &'a Path, vms: &'a [&'a str]) -> Self {
-        let daemon = None;
-        Self { state, vms, daemon }
+        Self {
+            state,
+            vms,
+            more: &[],
+            daemon: None,
+        }
+    }
+
+    /// With more arguments for `serve`.
+    pub fn with(mut self, more: &'a [&'a str]) -> Self {
+        self.more = more;
+        self
     }
 
     pub fn start(&mut self) {
@@ -37,6 +48,7 @@ impl<'a> Served<'a> {
             .arg(self.state.join("snapshots"))
             .arg("--segments")
             .arg(self.state.join("segments"))
+            .args(self.more)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)

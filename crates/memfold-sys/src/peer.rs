@@ -1,0 +1,107 @@
+//! Who is at the other end of a Unix socket, and which groups that are.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// Most groups that the kernel gives a process (`NGROUPS_MAX`, limits.h).
+const MOST_GROUPS: usize = 65_536;
+
+/// Largest entry of the group database that is read, in bytes.
+const MOST_BYTES: usize = 1 << 20;
+
+/// Supplementary groups that the peer of a Unix stream socket had when it connected (`SO_PEERGROUPS`, Linux >= 4.13). Unlike those in
+/// `/proc/PID/status` they can't be another process's that got the number since.
+pub fn groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
+    let fd = socket.as_fd().as_raw_fd();
+    let mut groups = vec![0u32; 64];
+    loop {
+        let mut bytes = socklen(groups.len() * size_of::<u32>())?;
+        // SAFETY: the buffer has `bytes` bytes, and any bytes are valid u32s.
+        let result = unsafe {
+            libc::getsockopt(
+                fd,
+                libc::SOL_SOCKET,
+                libc::SO_PEERGROUPS,
+                groups.as_mut_ptr().cast(),
+                &raw mut bytes,
+            )
+        };
+        let wanted = bytes as usize / size_of::<u32>();
+        if result == 0 {
+            groups.truncate(wanted);
+            return Ok(groups);
+        }
+        let error = io::Error::last_os_error();
+        // ERANGE: `bytes` now says how many it would take.
+        if error.raw_os_error() != Some(libc::ERANGE)
+            || wanted <= groups.len()
+            || wanted > MOST_GROUPS
+        {
+            return Err(error);
+        }
+        groups.resize(wanted, 0);
+    }
+}
+
+fn socklen(bytes: usize) -> io::Result<libc::socklen_t> {
+    libc::socklen_t::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput.into())
+}
+
+/// The number of the group of this name, from whatever the host asks for groups (`getgrnam_r(3)`); `None`: there is no such group.
+pub fn group_id(name: &str) -> io::Result<Option<u32>> {
+    let name = CString::new(name)?;
+    let mut buffer = vec![0u8; 4096];
+    loop {
+        let mut entry = std::mem::MaybeUninit::<libc::group>::uninit();
+        let mut found: *mut libc::group = std::ptr::null_mut();
+        // SAFETY: name is a C string; entry and buffer live until the call is over, and buffer's length is its own.
+        let error = unsafe {
+            libc::getgrnam_r(
+                name.as_ptr(),
+                entry.as_mut_ptr(),
+                buffer.as_mut_ptr().cast(),
+                buffer.len(),
+                &raw mut found,
+            )
+        };
+        match error {
+            0 if found.is_null() => return Ok(None),
+            // SAFETY: the call succeeded and found one, so `found` points to `entry`, which it has filled.
+            0 => return Ok(Some(unsafe { (*found).gr_gid })),
+            libc::ERANGE if buffer.len() < MOST_BYTES => buffer.resize(buffer.len() * 4, 0),
+            // Some sources say that there is none in these words (getgrnam_r(3)).
+            libc::ENOENT | libc::ESRCH => return Ok(None),
+            error => return Err(io::Error::from_raw_os_error(error)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn the_groups_of_a_peer_are_those_of_its_process() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|l| l.strip_prefix("Groups:"));
+        let mut wanted: Vec<u32> = line
+            .unwrap()
+            .split_whitespace()
+            .map(|word| word.parse().unwrap())
+            .collect();
+        let mut found = groups(&ours).unwrap();
+        wanted.sort_unstable();
+        found.sort_unstable();
+        assert_eq!(found, wanted);
+    }
+
+    #[test]
+    fn groups_are_found_by_name_and_unknown_ones_are_none() {
+        assert_eq!(group_id("root").unwrap(), Some(0));
+        assert_eq!(group_id("no-such-group-here").unwrap(), None);
+        assert!(group_id("a\0b").is_err());
+    }
+}

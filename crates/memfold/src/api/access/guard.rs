@@ -1,0 +1,348 @@
+//! What every request passes: is it from where it says, who sends it, and may they?
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
+use axum::http::header::{
+    AUTHORIZATION, CACHE_CONTROL, CONTENT_SECURITY_POLICY, COOKIE, REFERRER_POLICY, RETRY_AFTER,
+    WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS,
+};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
+use axum::middleware::Next;
+use axum::response::Response;
+
+use super::origin::{OWN_HEADER, host_is_ours, is_same_origin};
+use super::{Access, Peer, Role, Told};
+use crate::api::server::{MAX_BODY, refusal, refusal_with_hint};
+use crate::api::{session, web};
+
+/// How long a request's body may take.
+const BODY_TIME: Duration = Duration::from_secs(30);
+
+/// Scripts, styles and data from here alone; no inline script, no frame around us, nothing sent elsewhere.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
+     base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+/// Who sends a request that was let in.
+#[derive(Clone, Debug)]
+pub(in crate::api) struct Visitor {
+    /// What they may.
+    pub role: Role,
+    /// Who, for the audit log.
+    pub who: String,
+    /// The session's cookie, if they came with one.
+    pub cookie: Option<String>,
+    /// By what way: `socket` or `tcp`.
+    pub via: &'static str,
+}
+
+/// Lets a request in or refuses it, and notes every change and every refusal.
+pub(in crate::api) async fn guard(
+    State(access): State<Arc<Access>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let began = Instant::now();
+    let Some(peer) = request.extensions_mut().remove::<Peer>() else {
+        return refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "no peer: this is a mistake in memfold",
+        );
+    };
+    let path = request.uri().path().to_owned();
+    let method = request.method().clone();
+    let mut response = match admit(&access, &peer, &request) {
+        Err(refused) => {
+            let who = match &peer {
+                Peer::Unix { who, .. } => who.clone(),
+                Peer::Tcp { address, .. } => address.ip().to_string(),
+            };
+            access
+                .audit()
+                .refused(&who, &method, &path, &refused, began.elapsed());
+            *refused
+        }
+        Ok(visitor) if is_change(&method) => {
+            let who = visitor
+                .as_ref()
+                .map_or_else(|| login_name(&peer), |v| v.who.clone());
+            let role = visitor.as_ref().map(|v| v.role);
+            match whole(request).await {
+                Err(refused) => *refused,
+                Ok((mut request, body)) => {
+                    if let Some(visitor) = visitor {
+                        request.extensions_mut().insert(visitor);
+                    }
+                    let _turn = match turn(&access, &peer) {
+                        Ok(turn) => turn,
+                        Err(busy) => return with_headers(*busy, &path),
+                    };
+                    let response = next.run(request).await;
+                    let took = began.elapsed();
+                    access
+                        .audit()
+                        .changed((&who, role), &method, &path, &body, &response, took);
+                    response
+                }
+            }
+        }
+        Ok(visitor) => {
+            let _turn = match turn(&access, &peer) {
+                Ok(turn) => turn,
+                Err(busy) => return with_headers(*busy, &path),
+            };
+            if let Some(visitor) = visitor {
+                request.extensions_mut().insert(visitor);
+            }
+            next.run(request).await
+        }
+    };
+    response.extensions_mut().remove::<Told>();
+    with_headers(response, &path)
+}
+
+fn login_name(peer: &Peer) -> String {
+    match peer {
+        Peer::Unix { who, .. } => who.clone(),
+        Peer::Tcp { address, .. } => address.ip().to_string(),
+    }
+}
+
+/// Whether a request may change something.
+fn is_change(method: &Method) -> bool {
+    !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
+}
+
+/// The role that a request needs; `None`: anybody may send it.
+fn needed(method: &Method, path: &str) -> Option<Role> {
+    if path == session::PATH {
+        return (*method != Method::POST).then_some(Role::Read);
+    }
+    if !is_change(method) {
+        if web::is_page(path) {
+            return None;
+        }
+        let secret = path == super::audit::PATH;
+        return Some(if secret { Role::Operate } else { Role::Read });
+    }
+    // Its handler gives nobody more than they have.
+    let own = path == session::CODES_PATH;
+    Some(if own { Role::Read } else { Role::Operate })
+}
+
+/// Who sends it, if they may; `None`: nobody has to say who they are for this.
+fn admit(
+    access: &Access,
+    peer: &Peer,
+    request: &Request,
+) -> Result<Option<Visitor>, Box<Response>> {
+    let (method, path) = (request.method(), request.uri().path());
+    let needed = needed(method, path);
+    let visitor = match peer {
+        Peer::Unix { who, role } => {
+            let Some(role) = role else {
+                return Err(Box::new(refusal_with_hint(
+                    StatusCode::FORBIDDEN,
+                    &format!("{who} may not use this daemon"),
+                    "run this as root, or have yourself added to a group that may: memfold-read or memfold-operate, or as given to \
+                     'memfold serve'",
+                )));
+            };
+            Some(Visitor {
+                role: *role,
+                who: who.clone(),
+                cookie: None,
+                via: "socket",
+            })
+        }
+        Peer::Tcp { address, tls } => {
+            let headers = request.headers();
+            from_our_page(access, headers, method, *tls)?;
+            let visitor = recognize(access, headers, &address.ip().to_string());
+            if visitor.is_none() && needed.is_some() {
+                let mut response = refusal_with_hint(
+                    StatusCode::UNAUTHORIZED,
+                    "nobody is logged in",
+                    "run 'memfold dashboard' on the host, and open the address that it prints",
+                );
+                let scheme = HeaderValue::from_static("Bearer");
+                response.headers_mut().insert(WWW_AUTHENTICATE, scheme);
+                return Err(Box::new(response));
+            }
+            if let Some(visitor) = &visitor {
+                if is_change(method)
+                    && visitor.cookie.is_some()
+                    && !headers.contains_key(OWN_HEADER)
+                {
+                    return Err(Box::new(refusal(
+                        StatusCode::FORBIDDEN,
+                        "a change by a session needs the header 'x-memfold', which pages of other sites can't send",
+                    )));
+                }
+            }
+            visitor
+        }
+    };
+    match (&visitor, needed) {
+        (Some(visitor), Some(needed)) if visitor.role < needed => Err(Box::new(refusal_with_hint(
+            StatusCode::FORBIDDEN,
+            &format!(
+                "{} may read, and this needs the role to operate",
+                visitor.who
+            ),
+            "log in with the operate token, or as a member of the group that may operate",
+        ))),
+        _ => Ok(visitor),
+    }
+}
+
+fn from_our_page(
+    access: &Access,
+    headers: &HeaderMap,
+    method: &Method,
+    tls: bool,
+) -> Result<(), Box<Response>> {
+    if !host_is_ours(headers, &access.names) {
+        return Err(Box::new(refusal_with_hint(
+            StatusCode::MISDIRECTED_REQUEST,
+            "this daemon is not called by that name",
+            "use an address or 'localhost', or start it with --allow-host NAME",
+        )));
+    }
+    if is_change(method) && !is_same_origin(headers, tls) {
+        return Err(Box::new(refusal(
+            StatusCode::FORBIDDEN,
+            "a page of another site sent this",
+        )));
+    }
+    Ok(())
+}
+
+/// By `Authorization: Bearer TOKEN`, or by the session's cookie.
+fn recognize(access: &Access, headers: &HeaderMap, from: &str) -> Option<Visitor> {
+    if let Some(value) = headers.get(AUTHORIZATION) {
+        let token = value.to_str().ok()?.strip_prefix("Bearer ")?;
+        let role = access.keys().role_of_token(token)?;
+        return Some(Visitor {
+            role,
+            who: format!("{} token from {from}", role.name()),
+            cookie: None,
+            via: "tcp",
+        });
+    }
+    let cookie = cookie(headers, &access.cookie_name)?;
+    let (role, label) = access.keys().session(&cookie, Instant::now())?;
+    Some(Visitor {
+        role,
+        who: format!("{label} from {from}"),
+        cookie: Some(cookie),
+        via: "tcp",
+    })
+}
+
+fn cookie(headers: &HeaderMap, name: &str) -> Option<String> {
+    headers
+        .get_all(COOKIE)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(';'))
+        .find_map(|pair| {
+            let (key, value) = pair.trim().split_once('=')?;
+            (key == name).then(|| value.to_owned())
+        })
+}
+
+/// A turn among those who came by TCP; over the Unix socket nobody waits for strangers.
+fn turn<'a>(
+    access: &'a Access,
+    peer: &Peer,
+) -> Result<Option<tokio::sync::SemaphorePermit<'a>>, Box<Response>> {
+    if matches!(peer, Peer::Unix { .. }) {
+        return Ok(None);
+    }
+    access.turns.try_acquire().map(Some).map_err(|_| {
+        let mut busy = refusal(StatusCode::SERVICE_UNAVAILABLE, "too many requests at once");
+        let header = busy.headers_mut();
+        header.insert(RETRY_AFTER, HeaderValue::from_static("1"));
+        Box::new(busy)
+    })
+}
+
+/// The request with its body in memory: bounded in length and time before anything is done.
+async fn whole(request: Request) -> Result<(Request, Bytes), Box<Response>> {
+    let too_long = || {
+        let text = format!("the request's body is longer than {MAX_BODY} bytes");
+        Box::new(refusal(StatusCode::PAYLOAD_TOO_LARGE, &text))
+    };
+    let (parts, body) = request.into_parts();
+    let declared = parts.headers.get(axum::http::header::CONTENT_LENGTH);
+    let declared = declared.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
+    if declared.is_some_and(|length| length > MAX_BODY as u64) {
+        return Err(too_long());
+    }
+    let read = tokio::time::timeout(BODY_TIME, axum::body::to_bytes(body, MAX_BODY)).await;
+    match read {
+        Ok(Ok(bytes)) => Ok((Request::from_parts(parts, Body::from(bytes.clone())), bytes)),
+        // Only the limit is left as a cause when nothing was declared; else the peer broke off, and hears nothing anyhow.
+        Ok(Err(_)) => Err(too_long()),
+        Err(_) => Err(Box::new(refusal(
+            StatusCode::REQUEST_TIMEOUT,
+            "the request's body did not come in time",
+        ))),
+    }
+}
+
+fn with_headers(mut response: Response, path: &str) -> Response {
+    const OPENER: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
+    const RESOURCE: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_SECURITY_POLICY, HeaderValue::from_static(POLICY));
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+    headers.insert(OPENER, HeaderValue::from_static("same-origin"));
+    headers.insert(RESOURCE, HeaderValue::from_static("same-origin"));
+    if !web::is_page(path) {
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    }
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whatever_changes_something_needs_the_role_to_operate() {
+        for path in ["/v1/vms", "/v1/fold", "/v1/new-one", "/openapi.json", "/x"] {
+            for method in [Method::POST, Method::PUT, Method::DELETE, Method::PATCH] {
+                assert_eq!(
+                    needed(&method, path),
+                    Some(Role::Operate),
+                    "{method} {path}"
+                );
+            }
+            assert_eq!(needed(&Method::GET, path), Some(Role::Read), "{path}");
+        }
+        assert_eq!(needed(&Method::GET, "/v1/audit"), Some(Role::Operate));
+    }
+
+    #[test]
+    fn only_the_page_and_logging_in_need_no_role() {
+        assert_eq!(needed(&Method::GET, "/"), None);
+        assert_eq!(needed(&Method::POST, "/"), Some(Role::Operate));
+        assert_eq!(needed(&Method::POST, "/v1/session"), None);
+        assert_eq!(needed(&Method::GET, "/v1/session"), Some(Role::Read));
+        assert_eq!(needed(&Method::POST, "/v1/session/codes"), Some(Role::Read));
+    }
+
+    #[test]
+    fn a_cookie_is_found_by_its_whole_name() {
+        let mut headers = HeaderMap::new();
+        let value = HeaderValue::from_static("x-memfold=1; memfold=2; memfolds=3");
+        headers.append(COOKIE, value);
+        assert_eq!(cookie(&headers, "memfold").as_deref(), Some("2"));
+        assert_eq!(cookie(&headers, "fold"), None);
+    }
+}

@@ -1,0 +1,31 @@
+//! `memfold dashboard`: an address that logs a browser in.
+
+use std::process::ExitCode;
+
+use clap::Args;
+
+use super::Context;
+use crate::api::{CodeRequest, LoginCode, Role};
+
+#[derive(Args, Debug)]
+pub(super) struct Arguments {
+    /// What the browser may do
+    #[arg(long, value_enum, default_value_t = Role::Operate)]
+    role: Role,
+}
+
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let request = CodeRequest {
+        role: arguments.role,
+    };
+    let code: LoginCode = context.client()?.post("/v1/session/codes", &request)?;
+    context.print(&code, |code| {
+        format!(
+            "{}\n\nOne of them logs one browser in, once and within {} s; it may {}. From another machine: forward the port by ssh.",
+            code.urls.join("\n"),
+            code.valid_s,
+            code.role.name()
+        )
+    })?;
+    Ok(ExitCode::SUCCESS)
+}

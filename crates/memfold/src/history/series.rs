@@ -1,0 +1,89 @@
+//! What is kept of a report.
+
+use memfold_units::ByteSize;
+
+use crate::fold::EngineStats;
+use crate::ledger::{HostAccount, VmAccount};
+
+/// Figures of the host. The first seven are where every byte of `MemTotal` is.
+pub const HOST_SERIES: [&str; 16] = [
+    "vms_bytes",
+    "stores_bytes",
+    "memfold_bytes",
+    "others_bytes",
+    "kernel_bytes",
+    "available_bytes",
+    "mem_total_bytes",
+    "saved_by_folding_bytes",
+    "saved_by_clones_bytes",
+    "saved_by_segments_bytes",
+    "saved_by_ksm_bytes",
+    "saved_by_zero_drop_bytes",
+    "saved_net_bytes",
+    "engine_cpu_ms",
+    "library_cpu_ms",
+    "ksmd_cpu_ms",
+];
+
+/// Figures of a VM.
+pub const VM_SERIES: [&str; 8] = [
+    "private_bytes",
+    "unfolded_bytes",
+    "folded_bytes",
+    "template_bytes",
+    "zero_bytes",
+    "swapped_bytes",
+    "free_bytes",
+    "pss_bytes",
+];
+
+fn whole(bytes: ByteSize) -> i64 {
+    i64::try_from(bytes.0).unwrap_or(i64::MAX)
+}
+
+fn milliseconds(seconds: f64) -> i64 {
+    // CPU seconds since boot: far below 2^53 milliseconds.
+    #[allow(clippy::cast_possible_truncation)]
+    let ms = (seconds * 1e3) as i64;
+    ms
+}
+
+/// In the order of [`HOST_SERIES`]. CPU times are totals.
+#[must_use]
+pub fn host_values(host: &HostAccount, fold: &EngineStats) -> [i64; HOST_SERIES.len()] {
+    let memfold = host.own.pss_bytes - host.own.store_pss_bytes + host.own.page_table_bytes;
+    let vms = host.physical_bytes - host.stores_bytes - memfold;
+    [
+        whole(vms),
+        whole(host.stores_bytes),
+        whole(memfold),
+        whole(host.others_anon_bytes),
+        whole(host.kernel_bytes),
+        whole(host.mem_available_bytes),
+        whole(host.mem_total_bytes),
+        host.saved_by_folding_bytes,
+        host.saved_by_clones_bytes,
+        host.saved_by_segments_bytes,
+        host.saved_by_ksm_bytes,
+        whole(host.saved_by_zero_drop_bytes),
+        host.saved_net_bytes,
+        milliseconds(fold.engine_cpu_s),
+        milliseconds(fold.library_cpu_s),
+        milliseconds(host.ksm.map_or(0.0, |ksm| ksm.ksmd_cpu_s)),
+    ]
+}
+
+/// In the order of [`VM_SERIES`].
+#[must_use]
+pub fn vm_values(vm: &VmAccount) -> [i64; VM_SERIES.len()] {
+    [
+        whole(vm.private_bytes),
+        whole(vm.unfolded_bytes),
+        whole(vm.folded_bytes),
+        whole(vm.file_resident_bytes + vm.file_untouched_bytes),
+        whole(vm.zero_bytes),
+        whole(vm.swapped_bytes),
+        whole(vm.free_bytes),
+        whole(vm.pss_bytes),
+    ]
+}

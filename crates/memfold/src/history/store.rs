@@ -1,0 +1,498 @@
+//! The database of samples.
+
+use std::fs::{File, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use rusqlite::{Connection, ToSql, params, params_from_iter};
+
+use super::{Event, HOST_SERIES, Series, Trend, Trends, VM_SERIES};
+
+/// How long fine samples are kept, in seconds.
+pub const KEEP_FINE_S: i64 = 24 * 3600;
+/// How long coarse ones are kept.
+pub const KEEP_COARSE_S: i64 = 90 * 24 * 3600;
+/// Seconds of a coarse sample.
+const COARSE_STEP_S: i64 = 1800;
+/// Most samples of VMs, fine and coarse: about 70 bytes each. 100 VMs have 720,000 in all.
+const MOST_VM_ROWS: i64 = 1_000_000;
+/// Most events.
+const MOST_EVENTS: i64 = 5000;
+/// The file never grows beyond so many pages of 4,096 bytes: 256 MiB.
+const MOST_PAGES: i64 = 65_536;
+/// `user_version` of the database that this code understands.
+const VERSION: i64 = 1;
+
+/// Why the history can't be written or read.
+#[derive(Debug, thiserror::Error)]
+pub enum HistoryError {
+    /// The file can't be made.
+    #[error("cannot use {path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The database failed.
+    #[error("the history at {path} cannot be used")]
+    Database {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: rusqlite::Error,
+    },
+    /// Another version of memfold made it.
+    #[error(
+        "the history at {path} is of version {version}, and this memfold knows {VERSION}; move it away"
+    )]
+    Version {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        version: i64,
+    },
+}
+
+/// The history.
+#[derive(Debug)]
+pub struct History {
+    path: PathBuf,
+    connection: Connection,
+    /// Beginning of the coarse step that fine samples are gathered for.
+    gathering: Option<i64>,
+}
+
+fn columns(names: &[&str]) -> String {
+    let column = |name: &&str| format!("{name} INTEGER");
+    names.iter().map(column).collect::<Vec<_>>().join(", ")
+}
+
+fn schema() -> String {
+    // Fine samples have step 0: they may come at any interval.
+    format!(
+        "CREATE TABLE host (step INTEGER NOT NULL, t INTEGER NOT NULL, {}, PRIMARY KEY (step, t)) STRICT, WITHOUT ROWID;
+         CREATE TABLE vm_names (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL) STRICT;
+         CREATE TABLE vms (step INTEGER NOT NULL, vm INTEGER NOT NULL, t INTEGER NOT NULL, {}, PRIMARY KEY (step, vm, t)) STRICT, WITHOUT ROWID;
+         CREATE INDEX vms_by_time ON vms (step, t);
+         CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, t INTEGER NOT NULL, kind TEXT NOT NULL, warning INTEGER NOT NULL,
+             vm TEXT, text TEXT NOT NULL) STRICT;
+         PRAGMA user_version = {VERSION};",
+        columns(&HOST_SERIES),
+        columns(&VM_SERIES),
+    )
+}
+
+fn means(names: &[&str]) -> String {
+    let mean = |name: &&str| format!("CAST(ROUND(AVG({name})) AS INTEGER)");
+    names.iter().map(mean).collect::<Vec<_>>().join(", ")
+}
+
+impl History {
+    /// Opens the history, and makes it if there is none; for its owner alone.
+    pub fn open(path: &Path) -> Result<Self, HistoryError> {
+        let file = |source| HistoryError::File {
+            path: path.to_owned(),
+            source,
+        };
+        if let Some(directory) = path.parent() {
+            std::fs::create_dir_all(directory).map_err(file)?;
+        }
+        File::options()
+            .create(true)
+            .append(true)
+            .open(path)
+            .and_then(|made| made.set_permissions(Permissions::from_mode(0o600)))
+            .map_err(file)?;
+        let open = || -> rusqlite::Result<(Connection, i64)> {
+            let connection = Connection::open(path)?;
+            connection.busy_timeout(std::time::Duration::from_secs(5))?;
+            connection.pragma_update(None, "journal_mode", "WAL")?;
+            // What the last seconds before a power failure were is no loss.
+            connection.pragma_update(None, "synchronous", "NORMAL")?;
+            connection.pragma_update(None, "max_page_count", MOST_PAGES)?;
+            connection.pragma_update(None, "journal_size_limit", 4 << 20)?;
+            let version: i64 = connection.query_row("PRAGMA user_version", [], |r| r.get(0))?;
+            if version == 0 {
+                connection.execute_batch(&format!("BEGIN IMMEDIATE; {} COMMIT;", schema()))?;
+                return Ok((connection, VERSION));
+            }
+            Ok((connection, version))
+        };
+        let (connection, version) = open().map_err(|source| HistoryError::Database {
+            path: path.to_owned(),
+            source,
+        })?;
+        if version != VERSION {
+            return Err(HistoryError::Version {
+                path: path.to_owned(),
+                version,
+            });
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            connection,
+            gathering: None,
+        })
+    }
+
+    fn failed(&self, source: rusqlite::Error) -> HistoryError {
+        HistoryError::Database {
+            path: self.path.clone(),
+            source,
+        }
+    }
+
+    /// Adds a sample and what changed, and lets go of what is too old or too much.
+    pub fn add(
+        &mut self,
+        at_unix_s: i64,
+        host: &[i64; HOST_SERIES.len()],
+        vms: &[(String, [i64; VM_SERIES.len()])],
+        events: &[Event],
+    ) -> Result<(), HistoryError> {
+        let step = at_unix_s - at_unix_s.rem_euclid(COARSE_STEP_S);
+        let over = self.gathering.replace(step).filter(|&old| old != step);
+        let added = self.add_rows(at_unix_s, host, vms, events);
+        added
+            .and_then(|()| match over {
+                Some(_) => self.make_coarse(step),
+                None => Ok(()),
+            })
+            .map_err(|source| self.failed(source))
+    }
+
+    fn add_rows(
+        &mut self,
+        at: i64,
+        host: &[i64; HOST_SERIES.len()],
+        vms: &[(String, [i64; VM_SERIES.len()])],
+        events: &[Event],
+    ) -> rusqlite::Result<()> {
+        let transaction = self.connection.transaction()?;
+        {
+            let marks = |n: usize| vec!["?"; n].join(", ");
+            // Two samples of one second: the later one.
+            let mut add = transaction.prepare_cached(&format!(
+                "INSERT OR REPLACE INTO host VALUES ({})",
+                marks(HOST_SERIES.len() + 2)
+            ))?;
+            add.execute(params_from_iter([0, at].iter().chain(host)))?;
+            let mut name = transaction
+                .prepare_cached("INSERT INTO vm_names (name) VALUES (?) ON CONFLICT DO NOTHING")?;
+            let mut number =
+                transaction.prepare_cached("SELECT id FROM vm_names WHERE name = ?")?;
+            let mut add = transaction.prepare_cached(&format!(
+                "INSERT OR REPLACE INTO vms VALUES ({})",
+                marks(VM_SERIES.len() + 3)
+            ))?;
+            for (vm, values) in vms {
+                name.execute([vm])?;
+                let id: i64 = number.query_row([vm], |r| r.get(0))?;
+                add.execute(params_from_iter([0, id, at].iter().chain(values)))?;
+            }
+            let mut add = transaction.prepare_cached(
+                "INSERT INTO events (t, kind, warning, vm, text) VALUES (?, ?, ?, ?, ?)",
+            )?;
+            for event in events {
+                add.execute(params![at, event.kind, event.warning, event.vm, event.text])?;
+            }
+        }
+        transaction.commit()
+    }
+
+    /// Means of all whole steps before `now_step` that have none yet, and the end of what is too old.
+    fn make_coarse(&mut self, now_step: i64) -> rusqlite::Result<()> {
+        let transaction = self.connection.transaction()?;
+        let bucket = format!("t - t % {COARSE_STEP_S}");
+        transaction.execute(
+            &format!(
+                "INSERT OR IGNORE INTO host SELECT {COARSE_STEP_S}, {bucket} AS bucket, {} FROM host
+                 WHERE step = 0 AND t < ?1 AND {bucket} > (SELECT IFNULL(MAX(t), 0) FROM host WHERE step = {COARSE_STEP_S}) GROUP BY bucket",
+                means(&HOST_SERIES)
+            ),
+            [now_step],
+        )?;
+        transaction.execute(
+            &format!(
+                "INSERT OR IGNORE INTO vms SELECT {COARSE_STEP_S}, vm, {bucket} AS bucket, {} FROM vms
+                 WHERE step = 0 AND t < ?1 AND {bucket} > (SELECT IFNULL(MAX(t), 0) FROM vms WHERE step = {COARSE_STEP_S})
+                 GROUP BY vm, bucket",
+                means(&VM_SERIES)
+            ),
+            [now_step],
+        )?;
+        for table in ["host", "vms"] {
+            for (step, keep) in [(0, KEEP_FINE_S), (COARSE_STEP_S, KEEP_COARSE_S)] {
+                transaction.execute(
+                    &format!("DELETE FROM {table} WHERE step = ? AND t < ?"),
+                    [step, now_step - keep],
+                )?;
+            }
+        }
+        let rows: i64 = transaction.query_row("SELECT COUNT(*) FROM vms", [], |r| r.get(0))?;
+        if rows > MOST_VM_ROWS {
+            transaction.execute(
+                "DELETE FROM vms WHERE (step, vm, t) IN (SELECT step, vm, t FROM vms ORDER BY t LIMIT ?)",
+                [rows - MOST_VM_ROWS],
+            )?;
+        }
+        transaction.execute(
+            "DELETE FROM vm_names WHERE id NOT IN (SELECT DISTINCT vm FROM vms)",
+            [],
+        )?;
+        transaction.execute(
+            "DELETE FROM events WHERE id <= (SELECT MAX(id) FROM events) - ?",
+            [MOST_EVENTS],
+        )?;
+        transaction.commit()
+    }
+
+    /// The host since `from`, in `points` points at most: fine where fine samples are kept that long, else coarse.
+    pub fn host(&self, now: i64, from: i64, points: i64) -> Result<Series, HistoryError> {
+        self.series("host", "", &[], &HOST_SERIES, (now, from), points)
+            .map_err(|source| self.failed(source))
+    }
+
+    /// A VM since `from`. One that was never seen has no points.
+    pub fn vm(&self, name: &str, now: i64, from: i64, points: i64) -> Result<Series, HistoryError> {
+        let condition = "AND vm = (SELECT id FROM vm_names WHERE name = ?4)";
+        self.series("vms", condition, &[&name], &VM_SERIES, (now, from), points)
+            .map_err(|source| self.failed(source))
+    }
+
+    fn series(
+        &self,
+        table: &str,
+        condition: &str,
+        more: &[&dyn ToSql],
+        names: &[&str],
+        (now, from): (i64, i64),
+        points: i64,
+    ) -> rusqlite::Result<Series> {
+        let step = if now - from <= KEEP_FINE_S {
+            0
+        } else {
+            COARSE_STEP_S
+        };
+        let bucket = ((now - from) / points.max(1)).max(1).max(step);
+        let mut select = self.connection.prepare_cached(&format!(
+            "SELECT t - t % ?1 AS bucket, {} FROM {table} WHERE step = ?2 AND t >= ?3 {condition} GROUP BY bucket ORDER BY bucket",
+            means(names)
+        ))?;
+        let mut found = Series {
+            step_s: bucket,
+            names: names.iter().map(|&name| name.to_owned()).collect(),
+            values: vec![Vec::new(); names.len()],
+            ..Series::default()
+        };
+        let values: [&dyn ToSql; 3] = [&bucket, &step, &from];
+        let mut rows = select.query(params_from_iter(values.iter().chain(more)))?;
+        while let Some(row) = rows.next()? {
+            found.t.push(row.get(0)?);
+            for (at, values) in found.values.iter_mut().enumerate() {
+                values.push(row.get(at + 1)?);
+            }
+        }
+        Ok(found)
+    }
+
+    /// PSS of all VMs since `from`, in `points` points at most.
+    pub fn trends(&self, now: i64, from: i64, points: i64) -> Result<Trends, HistoryError> {
+        let bucket = ((now - from) / points.max(1)).max(1);
+        let read = || -> rusqlite::Result<Trends> {
+            let mut select = self.connection.prepare_cached(
+                "SELECT name, CAST(ROUND(AVG(pss_bytes)) AS INTEGER) FROM vms JOIN vm_names ON vms.vm = vm_names.id
+                 WHERE step = 0 AND t >= ?2 GROUP BY name, t / ?1 ORDER BY name, t / ?1",
+            )?;
+            let mut rows = select.query([bucket, from])?;
+            let mut vms: Vec<Trend> = Vec::new();
+            while let Some(row) = rows.next()? {
+                let (name, value): (String, i64) = (row.get(0)?, row.get(1)?);
+                match vms.last_mut() {
+                    Some(last) if last.name == name => last.pss_bytes.push(value),
+                    _ => vms.push(Trend {
+                        name,
+                        pss_bytes: vec![value],
+                    }),
+                }
+            }
+            Ok(Trends {
+                step_s: bucket,
+                vms,
+            })
+        };
+        read().map_err(|source| self.failed(source))
+    }
+
+    /// The last events, newest first.
+    pub fn events(&self, count: i64) -> Result<Vec<Event>, HistoryError> {
+        let read = || -> rusqlite::Result<Vec<Event>> {
+            let mut select = self.connection.prepare_cached(
+                "SELECT t, kind, warning, vm, text FROM events ORDER BY id DESC LIMIT ?",
+            )?;
+            let rows = select.query_map([count], |row| {
+                Ok(Event {
+                    at_unix_s: row.get(0)?,
+                    kind: row.get(1)?,
+                    warning: row.get(2)?,
+                    vm: row.get(3)?,
+                    text: row.get(4)?,
+                })
+            })?;
+            rows.collect()
+        };
+        read().map_err(|source| self.failed(source))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DAY: i64 = 24 * 3600;
+    /// A multiple of the coarse step.
+    const BEGIN: i64 = 1_800_000_000;
+
+    fn open() -> (tempfile::TempDir, History) {
+        let directory = tempfile::tempdir().unwrap();
+        let history = History::open(&directory.path().join("records/history.sqlite")).unwrap();
+        (directory, history)
+    }
+
+    fn host(value: i64) -> [i64; HOST_SERIES.len()] {
+        let mut values = [0; HOST_SERIES.len()];
+        values[0] = value;
+        values
+    }
+
+    fn vm(name: &str, value: i64) -> (String, [i64; VM_SERIES.len()]) {
+        let mut values = [0; VM_SERIES.len()];
+        values[2] = value;
+        (name.to_owned(), values)
+    }
+
+    fn count(history: &History, sql: &str) -> i64 {
+        let connection = &history.connection;
+        connection.query_row(sql, [], |r| r.get(0)).unwrap()
+    }
+
+    #[test]
+    fn samples_come_back_as_they_were_and_means_where_points_are_few() {
+        let (_directory, mut history) = open();
+        for n in 0..60 {
+            let at = BEGIN + n * 30;
+            history
+                .add(at, &host(-n), &[vm("web", n), vm("db", 7)], &[])
+                .unwrap();
+        }
+        let now = BEGIN + 1800;
+        let all = history.host(now, BEGIN, 10_000).unwrap();
+        assert_eq!(
+            (all.t.len(), all.t[0], all.t[59]),
+            (60, BEGIN, BEGIN + 1770)
+        );
+        assert_eq!(all.names[0], "vms_bytes");
+        assert_eq!(all.values[0][59], Some(-59));
+        let few = history.vm("web", now, BEGIN, 6).unwrap();
+        assert_eq!((few.step_s, few.t.len()), (300, 6));
+        assert_eq!(few.names[2], "folded_bytes");
+        let last = few.values[2][5].unwrap();
+        assert!((54..=55).contains(&last), "mean of 50 to 59: {last}");
+        assert!(history.vm("ghost", now, BEGIN, 6).unwrap().t.is_empty());
+    }
+
+    #[test]
+    fn trends_are_of_all_vms_in_few_points() {
+        let (_directory, mut history) = open();
+        for n in 0..60 {
+            let mut of = vm("web", 0);
+            of.1[VM_SERIES.len() - 1] = n;
+            let all = [of, vm("db", 0)];
+            history.add(BEGIN + n * 30, &host(0), &all, &[]).unwrap();
+        }
+        let found = history.trends(BEGIN + 1800, BEGIN, 6).unwrap();
+        let names: Vec<&str> = found.vms.iter().map(|v| v.name.as_str()).collect();
+        assert_eq!(names, ["db", "web"]);
+        assert_eq!(found.vms[0].pss_bytes, [0; 6]);
+        assert_eq!(found.vms[1].pss_bytes.len(), 6);
+        assert!(found.vms[1].pss_bytes.is_sorted());
+    }
+
+    #[test]
+    fn fine_samples_end_after_a_day_and_coarse_ones_after_ninety() {
+        let (_directory, mut history) = open();
+        let every = 600;
+        for n in 0..(100 * DAY / every) {
+            history
+                .add(BEGIN + n * every, &host(5), &[vm("web", 9)], &[])
+                .unwrap();
+        }
+        let now = BEGIN + 100 * DAY;
+        let fine = count(&history, "SELECT COUNT(*) FROM vms WHERE step = 0");
+        assert!((144..=150).contains(&fine), "{fine}");
+        let coarse = count(&history, "SELECT COUNT(*) FROM vms WHERE step > 0");
+        assert!((4310..=4325).contains(&coarse), "{coarse}");
+        let long = history.vm("web", now, now - 90 * DAY, 2000).unwrap();
+        assert!(
+            long.t.len() > 1000 && long.t.len() <= 2001,
+            "{}",
+            long.t.len()
+        );
+        assert!(long.values[2].iter().all(|&value| value == Some(9)));
+        assert!(long.t[0] < now - 89 * DAY);
+    }
+
+    #[test]
+    fn a_daemon_that_was_away_goes_on_where_the_last_one_ended() {
+        let (directory, mut history) = open();
+        history.add(BEGIN, &host(1), &[], &[]).unwrap();
+        drop(history);
+        let path = directory.path().join("records/history.sqlite");
+        let mut history = History::open(&path).unwrap();
+        history.add(BEGIN + 4000, &host(3), &[], &[]).unwrap();
+        history.add(BEGIN + 6000, &host(3), &[], &[]).unwrap();
+        let coarse = count(&history, "SELECT COUNT(*) FROM host WHERE step > 0");
+        assert_eq!(coarse, 2);
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+
+    #[test]
+    fn events_are_bounded_and_newest_come_first() {
+        let (_directory, mut history) = open();
+        let event = |n: i64| Event {
+            at_unix_s: 0,
+            kind: "vm".into(),
+            warning: n % 2 == 0,
+            vm: None,
+            text: n.to_string(),
+        };
+        for n in 0..6000 {
+            history.add(BEGIN + n, &host(0), &[], &[event(n)]).unwrap();
+        }
+        let last = history.events(2).unwrap();
+        assert_eq!(
+            (last[0].text.as_str(), last[0].at_unix_s),
+            ("5999", BEGIN + 5999)
+        );
+        assert!(!last[0].warning && last[1].warning);
+        let all = count(&history, "SELECT COUNT(*) FROM events");
+        assert!(all <= MOST_EVENTS + 1800, "{all}");
+    }
+
+    #[test]
+    fn a_history_of_another_version_is_left_alone() {
+        let (directory, history) = open();
+        history
+            .connection
+            .pragma_update(None, "user_version", 9)
+            .unwrap();
+        drop(history);
+        let path = directory.path().join("records/history.sqlite");
+        let error = History::open(&path).unwrap_err().to_string();
+        assert!(error.contains("version 9"), "{error}");
+    }
+}

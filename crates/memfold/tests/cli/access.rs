@@ -1,0 +1,595 @@
+//! Who may ask the daemon for what: roles behind the Unix socket, and everything that the TCP door refuses.
+
+use std::fmt::Write as _;
+use std::fs::{Permissions, read_to_string, set_permissions};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::support::{Daemon, code, err, refused, run, wait};
+
+/// A daemon that serves browsers, and what its log says of it.
+struct Door {
+    daemon: Daemon,
+    /// `127.0.0.1:PORT`.
+    host: String,
+}
+
+struct Answer {
+    status: u16,
+    head: String,
+    body: String,
+}
+
+impl Answer {
+    fn header(&self, name: &str) -> Option<&str> {
+        let lines = self.head.lines().skip(1);
+        let mut fields = lines.filter_map(|line| line.split_once(": "));
+        fields
+            .find(|(key, _)| key.eq_ignore_ascii_case(name))
+            .map(|(_, value)| value)
+    }
+
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|e| panic!("{e}: {}", self.body))
+    }
+}
+
+impl Door {
+    fn open(more: &[&str]) -> Self {
+        let daemon = Daemon::start_with(&[&["--listen", "127.0.0.1:0"], more].concat());
+        let url = code_url(&daemon, "read");
+        let host = url.split('/').nth(2).unwrap().to_owned();
+        Self { daemon, host }
+    }
+
+    /// A request with these header fields beside `host`, unless they name one.
+    fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
+        let mut stream = TcpStream::connect(&self.host).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_secs(20)))
+            .unwrap();
+        let mut head = format!("{method} {path} HTTP/1.1\r\nconnection: close\r\n");
+        if !headers.iter().any(|(name, _)| *name == "host") {
+            let _ = write!(head, "host: {}\r\n", self.host);
+        }
+        if !body.is_empty() {
+            let _ = write!(
+                head,
+                "content-type: application/json\r\ncontent-length: {}\r\n",
+                body.len()
+            );
+        }
+        for (name, value) in headers {
+            let _ = write!(head, "{name}: {value}\r\n");
+        }
+        stream.write_all(format!("{head}\r\n").as_bytes()).unwrap();
+        // It may refuse before the body has come whole.
+        let _ = stream.write_all(body.as_bytes());
+        answer(&mut stream)
+    }
+
+    fn token(&self, role: &str) -> String {
+        read_to_string(self.token_file(role))
+            .unwrap()
+            .trim()
+            .to_owned()
+    }
+
+    fn token_file(&self, role: &str) -> PathBuf {
+        self.daemon
+            .state()
+            .join("access")
+            .join(format!("{role}.token"))
+    }
+
+    /// The cookie of a session that begins with a token.
+    fn session(&self, role: &str) -> String {
+        let body = json!({ "secret": self.token(role) }).to_string();
+        let answer = self.ask("POST", "/v1/session", &[], &body);
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        assert_eq!(answer.json(), role);
+        cookie(&answer)
+    }
+
+    fn audit(&self) -> Vec<Value> {
+        let (status, body) = self.daemon.http("GET", "/v1/audit", b"");
+        assert_eq!(status, 200, "{body}");
+        serde_json::from_str(&body).unwrap()
+    }
+}
+
+fn answer(stream: &mut TcpStream) -> Answer {
+    let mut bytes = Vec::new();
+    let _ = stream.read_to_end(&mut bytes);
+    let text = String::from_utf8(bytes).unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").expect("an answer");
+    Answer {
+        status: head.split(' ').nth(1).unwrap().parse().unwrap(),
+        head: head.to_owned(),
+        body: body.to_owned(),
+    }
+}
+
+fn cookie(answer: &Answer) -> String {
+    let set = answer.header("set-cookie").expect("a cookie");
+    set.split(';').next().unwrap().to_owned()
+}
+
+fn code_url(daemon: &Daemon, role: &str) -> String {
+    let body = json!({ "role": role }).to_string();
+    let (status, body) = daemon.http("POST", "/v1/session/codes", body.as_bytes());
+    assert_eq!(status, 200, "{body}");
+    let made: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(made["role"], role);
+    // Addresses come after names.
+    let urls = made["urls"].as_array().unwrap();
+    urls.last().unwrap().as_str().unwrap().to_owned()
+}
+
+#[test]
+fn without_login_tcp_shows_and_changes_nothing() {
+    let door = Door::open(&[]);
+    for path in [
+        "/v1/vms",
+        "/v1/report",
+        "/v1/session",
+        "/v1/audit",
+        "/openapi.json",
+        "/nothing",
+        "/../etc/passwd",
+        "/..%2f..%2fetc/passwd",
+        "//v1/report",
+    ] {
+        let answer = door.ask("GET", path, &[], "");
+        assert_eq!(answer.status, 401, "{path}: {}", answer.body);
+        assert!(
+            answer.json()["hint"]
+                .as_str()
+                .unwrap()
+                .contains("memfold dashboard")
+        );
+    }
+    for (method, path) in [("POST", "/v1/vms"), ("PUT", "/v1/fold"), ("PATCH", "/x")] {
+        assert_eq!(door.ask(method, path, &[], "{}").status, 401, "{path}");
+    }
+    for wrong in [
+        "Bearer x",
+        "Basic cm9vdDo=",
+        "Bearer ",
+        &format!("Bearer {}", "0".repeat(64)),
+    ] {
+        let answer = door.ask("GET", "/v1/vms", &[("authorization", wrong)], "");
+        assert_eq!(answer.status, 401, "{wrong}");
+    }
+    let answer = door.ask("GET", "/v1/vms", &[("cookie", "memfold-1=1")], "");
+    assert_eq!(answer.status, 401);
+    for wrong in [json!({"secret": ""}), json!({"secret": "0".repeat(64)})] {
+        let answer = door.ask("POST", "/v1/session", &[], &wrong.to_string());
+        assert_eq!(answer.status, 401, "{wrong}");
+        assert_eq!(answer.header("set-cookie"), None);
+    }
+}
+
+#[test]
+fn the_read_token_reads_and_the_operate_token_operates() {
+    let door = Door::open(&[]);
+    for role in ["read", "operate"] {
+        let mode = std::fs::metadata(door.token_file(role)).unwrap();
+        assert_eq!(mode.permissions().mode() & 0o777, 0o600);
+        let bearer = format!("Bearer {}", door.token(role));
+        let headers = [("authorization", bearer.as_str())];
+        assert_eq!(door.ask("GET", "/v1/vms", &headers, "").status, 200);
+        let may = role == "operate";
+        let change = door.ask("PUT", "/v1/fold", &headers, r#"{"paused":true}"#);
+        assert_eq!(
+            change.status,
+            if may { 200 } else { 403 },
+            "{}",
+            change.body
+        );
+        let audit = door.ask("GET", "/v1/audit", &headers, "");
+        assert_eq!(audit.status, if may { 200 } else { 403 });
+    }
+    let bearer = format!("Bearer {}", door.token("read"));
+    let more = door.ask(
+        "POST",
+        "/v1/session/codes",
+        &[("authorization", &bearer)],
+        r#"{"role":"operate"}"#,
+    );
+    assert_eq!(more.status, 403, "{}", more.body);
+}
+
+#[test]
+fn a_session_begins_by_token_or_code_and_ends_when_that_is_asked_for() {
+    let door = Door::open(&[]);
+    let url = code_url(&door.daemon, "operate");
+    let secret = url.split_once("#login=").unwrap().1;
+    let body = json!({ "secret": secret }).to_string();
+    let first = door.ask("POST", "/v1/session", &[], &body);
+    assert_eq!(first.status, 200, "{}", first.body);
+    let set = first.header("set-cookie").unwrap();
+    for word in ["HttpOnly", "SameSite=Strict", "Path=/", "Max-Age="] {
+        assert!(set.contains(word), "no {word} in {set}");
+    }
+    assert_eq!(door.ask("POST", "/v1/session", &[], &body).status, 401);
+    let cookie = cookie(&first);
+    let headers = [("cookie", cookie.as_str()), ("x-memfold", "1")];
+    let session = door.ask("GET", "/v1/session", &headers[..1], "");
+    assert_eq!(session.json()["role"], "operate");
+    assert_eq!(session.json()["via"], "tcp");
+    let paused = door.ask("PUT", "/v1/fold", &headers, r#"{"paused":true}"#);
+    assert_eq!(paused.json()["paused"], true);
+    assert_eq!(door.ask("DELETE", "/v1/session", &headers, "").status, 200);
+    assert_eq!(door.ask("GET", "/v1/vms", &headers, "").status, 401);
+}
+
+#[test]
+fn pages_of_other_sites_can_neither_read_nor_change() {
+    let door = Door::open(&["--allow-host", "vm1.example"]);
+    let cookie = door.session("operate");
+    let origin = format!("http://{}", door.host);
+    let pause = |headers: &[(&str, &str)]| {
+        let all = [&[("cookie", cookie.as_str())], headers].concat();
+        door.ask("PUT", "/v1/fold", &all, r#"{"paused":true}"#)
+            .status
+    };
+    let own = ("x-memfold", "1");
+    assert_eq!(pause(&[own]), 200);
+    assert_eq!(pause(&[own, ("origin", &origin)]), 200);
+    assert_eq!(pause(&[]), 403, "a form can't send the header");
+    assert_eq!(pause(&[own, ("origin", "http://attacker.example")]), 403);
+    assert_eq!(pause(&[own, ("origin", "null")]), 403);
+    assert_eq!(pause(&[own, ("sec-fetch-site", "cross-site")]), 403);
+    assert_eq!(pause(&[own, ("sec-fetch-site", "same-site")]), 403);
+    // A name of the attacker's that points here.
+    for host in ["attacker.example", "localhost.attacker.example:80"] {
+        let headers = [("cookie", cookie.as_str()), ("host", host), own];
+        let answer = door.ask("GET", "/v1/vms", &headers, "");
+        assert_eq!(answer.status, 421, "{host}");
+        assert!(answer.body.contains("--allow-host"), "{}", answer.body);
+        assert_eq!(pause(&[("host", host), own]), 421);
+    }
+    let named = [("cookie", cookie.as_str()), ("host", "vm1.example:1")];
+    assert_eq!(door.ask("GET", "/v1/vms", &named, "").status, 200);
+    // No other site is ever allowed to look at an answer, or to ask with the header.
+    let asked = [
+        ("origin", "http://attacker.example"),
+        ("access-control-request-method", "PUT"),
+        ("access-control-request-headers", "x-memfold"),
+    ];
+    let preflight = door.ask("OPTIONS", "/v1/fold", &asked, "");
+    assert_ne!(preflight.status, 200);
+    for answer in [preflight, door.ask("GET", "/v1/vms", &named, "")] {
+        assert_eq!(answer.header("access-control-allow-origin"), None);
+        let policy = answer.header("content-security-policy").unwrap();
+        for word in [
+            "default-src 'none'",
+            "script-src 'self'",
+            "frame-ancestors 'none'",
+        ] {
+            assert!(policy.contains(word), "{policy}");
+        }
+        assert!(!policy.contains("unsafe"), "{policy}");
+        assert_eq!(answer.header("x-content-type-options"), Some("nosniff"));
+        assert_eq!(answer.header("referrer-policy"), Some("no-referrer"));
+        assert_eq!(answer.header("cache-control"), Some("no-store"));
+    }
+}
+
+#[test]
+fn requests_are_bounded_in_length_time_and_number() {
+    let door = Door::open(&[]);
+    let bearer = format!("Bearer {}", door.token("operate"));
+    let headers = [("authorization", bearer.as_str())];
+    let long = format!(r#"{{"paused":{}true}}"#, " ".repeat(1 << 20));
+    assert_eq!(door.ask("PUT", "/v1/fold", &headers, &long).status, 413);
+    let wild = "x".repeat(64 << 10);
+    let answer = door.ask("GET", "/v1/vms", &[("x-long", &wild)], "");
+    assert_eq!(answer.status, 431);
+    for body in ["{", "[]", "nul", r#"{"paused":1}"#, "\u{0}"] {
+        assert_eq!(door.ask("PUT", "/v1/fold", &headers, body).status, 400);
+    }
+    // One that never says what it wants is let go.
+    let mut silent = TcpStream::connect(&door.host).unwrap();
+    silent
+        .set_read_timeout(Some(Duration::from_secs(30)))
+        .unwrap();
+    silent.write_all(b"GET /v1/vms HTTP/1.1\r\nhost:").unwrap();
+    let began = Instant::now();
+    let mut rest = Vec::new();
+    let _ = silent.read_to_end(&mut rest);
+    assert!(began.elapsed() < Duration::from_secs(25));
+    // More connections than there are places keep nobody of this host out.
+    let held: Vec<TcpStream> = (0..400)
+        .map_while(|_| TcpStream::connect(&door.host).ok())
+        .collect();
+    assert!(held.len() >= 256);
+    assert_eq!(door.daemon.http("GET", "/v1/vms", b"").0, 200);
+    drop(held);
+}
+
+#[test]
+fn a_flood_of_requests_costs_the_daemon_no_memory_and_keeps_nobody_of_the_host_out() {
+    const FLOOD: Duration = Duration::from_secs(5);
+    let door = Door::open(&[]);
+    let pid = door.daemon.child.id();
+    let resident_kib = || -> u64 {
+        let status = read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
+        let words = line.unwrap().trim().strip_suffix(" kB").unwrap();
+        words.parse().unwrap()
+    };
+    let before = resident_kib();
+    let request = format!("GET /v1/report HTTP/1.1\r\nhost: {}\r\n\r\n", door.host).repeat(64);
+    let end = Instant::now() + FLOOD;
+    let sent: u64 = std::thread::scope(|scope| {
+        let floods: Vec<_> = (0..4)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut stream = TcpStream::connect(&door.host).unwrap();
+                    let mut reader = stream.try_clone().unwrap();
+                    let drain = std::thread::spawn(move || {
+                        let mut sink = vec![0; 1 << 16];
+                        while reader.read(&mut sink).is_ok_and(|n| n > 0) {}
+                    });
+                    let mut sent = 0;
+                    while Instant::now() < end && stream.write_all(request.as_bytes()).is_ok() {
+                        sent += 64;
+                    }
+                    let _ = stream.shutdown(std::net::Shutdown::Both);
+                    drain.join().unwrap();
+                    sent
+                })
+            })
+            .collect();
+        while Instant::now() < end {
+            assert_eq!(door.daemon.http("GET", "/v1/vms", b"").0, 200);
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        floods.into_iter().map(|f| f.join().unwrap()).sum()
+    });
+    let grown = resident_kib().saturating_sub(before);
+    println!(
+        "{} requests/s sent for {FLOOD:?}; the daemon grew by {grown} KiB",
+        sent / FLOOD.as_secs()
+    );
+    assert!(grown < 32 << 10, "{grown} KiB more");
+    // The log is no longer for it.
+    let noted = door.audit().len();
+    assert!(noted <= 130, "{noted}");
+}
+
+/// Asks for the stream of samples, reads the head of the answer, and then nothing more.
+fn stream(door: &Door, bearer: &str) -> (TcpStream, u16) {
+    let mut stream = TcpStream::connect(&door.host).unwrap();
+    let limit = Some(Duration::from_secs(20));
+    stream.set_read_timeout(limit).unwrap();
+    let head = format!(
+        "GET /v1/live HTTP/1.1\r\nhost: {}\r\nauthorization: {bearer}\r\n\r\n",
+        door.host
+    );
+    stream.write_all(head.as_bytes()).unwrap();
+    let mut begin = [0; 12];
+    stream.read_exact(&mut begin).unwrap();
+    let status = std::str::from_utf8(&begin[9..]).unwrap().parse().unwrap();
+    (stream, status)
+}
+
+#[test]
+fn streams_that_nobody_reads_are_few_and_in_nobody_s_way() {
+    let mut door = Door::open(&[]);
+    let bearer = format!("Bearer {}", door.token("read"));
+    assert_eq!(stream(&door, "Bearer no").1, 401);
+    let held: Vec<_> = (0..16).map(|_| stream(&door, &bearer)).collect();
+    assert!(held.iter().all(|(_, status)| *status == 200));
+    assert_eq!(stream(&door, &bearer).1, 503);
+    assert_eq!(door.daemon.http("GET", "/v1/report", b"").0, 200);
+    drop(held);
+    wait("places are free again", || stream(&door, &bearer).1 == 200);
+    // Open streams don't keep the daemon from ending.
+    let (mut open, status) = stream(&door, &bearer);
+    assert_eq!(status, 200);
+    let mut text = String::new();
+    while !text.contains("event: sample") || !text.contains("\"ledger\"") {
+        let mut some = [0; 4096];
+        let read = open.read(&mut some).unwrap();
+        assert!(read > 0, "ended without a sample: {text}");
+        text += &String::from_utf8_lossy(&some[..read]);
+    }
+    let began = Instant::now();
+    door.daemon.terminate();
+    assert!(began.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn over_tls_the_session_s_cookie_is_for_this_host_and_tls_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    let (certificate, key) = (path("certificate.pem"), path("key.pem"));
+    let made = Command::new("openssl")
+        .args([
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+        ])
+        .args(["-nodes", "-days", "2", "-subj", "/CN=localhost"])
+        .args(["-addext", "subjectAltName=IP:127.0.0.1"])
+        .args(["-keyout", &key, "-out", &certificate])
+        .output();
+    if !made.as_ref().is_ok_and(|output| output.status.success()) {
+        println!("skipped: openssl can't make a certificate: {made:?}");
+        return;
+    }
+    let tls = ["--tls-cert", &certificate, "--tls-key", &key];
+    let door = Door::open(&tls);
+    let url = code_url(&door.daemon, "read");
+    assert!(url.starts_with("https://127.0.0.1:"), "{url}");
+    let (url, secret) = url.split_once("#login=").unwrap();
+    let body = json!({ "secret": secret }).to_string();
+    let output = Command::new("curl")
+        .args(["-sSi", "--cacert", &certificate, "--data", &body])
+        .args(["-H", "content-type: application/json"])
+        .arg(format!("{url}v1/session"))
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.starts_with("HTTP/1.1 200"), "{text}{}", err(&output));
+    let set = text.lines().find(|line| line.starts_with("set-cookie"));
+    let set = set.unwrap();
+    assert!(
+        set.contains("__Host-memfold-") && set.contains("; Secure"),
+        "{set}"
+    );
+    // Plain HTTP is no TLS.
+    let mut plain = TcpStream::connect(&door.host).unwrap();
+    plain
+        .write_all(b"GET /v1/vms HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        .unwrap();
+    let mut bytes = Vec::new();
+    let _ = plain.read_to_end(&mut bytes);
+    assert!(!bytes.starts_with(b"HTTP/"));
+}
+
+#[test]
+fn an_address_that_others_reach_is_refused_without_tls() {
+    let directory = tempfile::tempdir().unwrap();
+    let state = directory.path().join("state");
+    let socket = directory.path().join("s");
+    let arguments = |more: &[&str]| {
+        let mut all = vec!["--socket", socket.to_str().unwrap(), "serve", "--state"];
+        all.push(state.to_str().unwrap());
+        all.extend(more);
+        run(&all)
+    };
+    let open = arguments(&["--listen", "0.0.0.0:0"]);
+    refused(&open, 1, &["TLS", "--tls-cert", "127.0.0.1"]);
+    let missing = arguments(&[
+        "--listen",
+        "0.0.0.0:0",
+        "--tls-cert",
+        "/no/c",
+        "--tls-key",
+        "/no/k",
+    ]);
+    refused(&missing, 1, &["/no/c", "TLS"]);
+    let unknown = arguments(&["--read-group", "no-such-group-here"]);
+    refused(&unknown, 1, &["no-such-group-here", "groupadd"]);
+    assert_eq!(code(&arguments(&["--tls-cert", "c"])), 2);
+    assert_eq!(code(&arguments(&["--allow-host", "c"])), 2);
+    // A daemon without a TCP door logs nobody in.
+    let daemon = Daemon::start();
+    let (status, body) = daemon.http("POST", "/v1/session/codes", br#"{"role":"read"}"#);
+    assert_eq!(status, 409);
+    assert!(body.contains("--listen"), "{body}");
+    assert!(!daemon.state().join("access").exists());
+}
+
+/// As user 65534 with this group, over the socket: status and body.
+fn as_nobody(socket: &Path, group: &str, method: &str, path: &str) -> (u16, String) {
+    let output = Command::new("setpriv")
+        .args(["--reuid", "65534", "--regid", "65534", "--groups", group])
+        .args(["curl", "-sS", "-X", method, "-w", "\n%{http_code}"])
+        .args(["-H", "content-type: application/json", "--data", "{}"])
+        .arg("--unix-socket")
+        .arg(socket)
+        .arg(format!("http://memfold{path}"))
+        .output()
+        .unwrap();
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    let (body, status) = text
+        .rsplit_once('\n')
+        .unwrap_or_else(|| panic!("{}", err(&output)));
+    (status.parse().unwrap(), body.to_owned())
+}
+
+#[test]
+fn behind_the_socket_the_kernel_says_who_may_what() {
+    if !rustix::process::getuid().is_root() {
+        println!("skipped: only root can be somebody else");
+        return;
+    }
+    // Groups that every Debian has; nobody is a member of them here.
+    let daemon = Daemon::start_with(&["--read-group", "games", "--operate-group", "news"]);
+    let reachable = Permissions::from_mode(0o755);
+    set_permissions(daemon.directory.path(), reachable).unwrap();
+    let socket = daemon.socket();
+    let mode = std::fs::metadata(&socket).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o666);
+    let gid = |name: &str| memfold_sys_group(name).to_string();
+    let (games, news, users) = (gid("games"), gid("news"), gid("users"));
+    for (group, read, change) in [(&games, 200, 403), (&news, 200, 200), (&users, 403, 403)] {
+        let of = |method, path| as_nobody(&socket, group, method, path);
+        assert_eq!(of("GET", "/v1/vms").0, read, "{group}");
+        assert_eq!(of("PUT", "/v1/fold").0, change, "{group}");
+        assert_eq!(of("GET", "/v1/audit").0, change, "{group}");
+    }
+    let (_, body) = as_nobody(&socket, &users, "GET", "/v1/vms");
+    assert!(body.contains("memfold-operate"), "{body}");
+    // Nobody but root, if no group is let in.
+    let closed = Daemon::start();
+    let mode = std::fs::metadata(closed.socket())
+        .unwrap()
+        .permissions()
+        .mode();
+    if memfold::api::Groups::find(None, None).unwrap().any() {
+        println!("skipped in part: this host has the usual groups");
+    } else {
+        assert_eq!(mode & 0o777, 0o600);
+    }
+}
+
+fn memfold_sys_group(name: &str) -> u32 {
+    let groups = memfold::api::Groups::find(Some(name), None).unwrap();
+    groups.read.unwrap()
+}
+
+#[test]
+fn the_audit_log_says_who_did_what_with_which_outcome() {
+    let door = Door::open(&[]);
+    let cookie = door.session("operate");
+    let headers = [("cookie", cookie.as_str()), ("x-memfold", "1")];
+    let budget = door.ask("PUT", "/v1/fold", &headers, r#"{"cpu_percent":3.0}"#);
+    assert_eq!(budget.status, 200);
+    let missing = r#"{"timeout_s":1.0}"#;
+    assert_eq!(
+        door.ask("POST", "/v1/vms/ghost/stop", &headers, missing)
+            .status,
+        404
+    );
+    let exec = r#"{"script":"echo secret","timeout_s":1.0}"#;
+    door.ask("POST", "/v1/vms/ghost/exec", &headers, exec);
+    door.ask("GET", "/v1/vms", &[], "");
+    door.daemon.http("PUT", "/v1/fold", br#"{"paused":true}"#);
+    let log = door.audit();
+    let own = format!("process {}", std::process::id());
+    let entry = |at: usize| &log[at];
+    assert!(entry(0)["who"].as_str().unwrap().contains(&own), "{log:?}");
+    assert_eq!(entry(0)["details"], json!({"paused": true}));
+    assert_eq!(
+        (&entry(1)["status"], &entry(1)["role"]),
+        (&json!(401), &Value::Null)
+    );
+    assert_eq!(entry(2)["details"], json!({"timeout_s": 1.0}));
+    assert_eq!(entry(3)["status"], 404);
+    let error = entry(3)["error"].as_str().unwrap();
+    assert!(error.contains("no VM named 'ghost'"), "{error}");
+    assert_eq!(entry(4)["details"], json!({"cpu_percent": 3.0}));
+    assert_eq!(entry(4)["role"], "operate");
+    assert!(entry(4)["who"].as_str().unwrap().starts_with("session "));
+    assert_eq!(entry(5)["path"], "/v1/session");
+    let begun = json!({"begins": "session 1", "role": "operate"});
+    assert_eq!(entry(5)["details"], begun);
+    let file = read_to_string(door.daemon.state().join("audit.jsonl")).unwrap();
+    assert!(!file.contains("echo secret"));
+    assert!(!file.contains(&door.token("operate")));
+}

@@ -1,0 +1,442 @@
+//! A real Chromium walks the dashboard of a daemon with real VMs: what it shows is what `memfold report --json` says.
+//!
+//! The walk itself is `web/test/walk.mjs`. Screenshots are left in `results/dashboard` of the repository.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold::api::{
+    Borrowed, Client, CodeRequest, FullReport, LeaseReport, LoginCode, RestoreRequest, Role,
+    SaveRequest, SwapPlace, VersionInfo, VmInfo,
+};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::EngineStats;
+use memfold::ledger::shared_frames;
+use memfold::snapshot::Renew;
+use memfold_units::{ByteSize, PAGE_SIZE};
+use serde_json::Value;
+
+use super::served::Served;
+use super::support::{self, BOOT};
+
+const MEMORY: ByteSize = ByteSize::mib(320);
+const NAMES: [&str; 3] = ["web", "warm-1", "warm-2"];
+/// How long the daemon's CPU time is looked at; the walk leaves the dashboard open as long.
+const HOLD: Duration = Duration::from_secs(20);
+/// A VM that never runs, which costs nothing: its swap disk is lent.
+const BORROWER: &str = "borrower";
+const ALL: [&str; 4] = ["web", "warm-1", "warm-2", BORROWER];
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Chromium and the packages of the walk; or what is missing.
+fn browser() -> Result<PathBuf, String> {
+    if !repository()
+        .join("web/node_modules/playwright-core")
+        .exists()
+    {
+        return Err("no web/node_modules; run 'make setup'".into());
+    }
+    let find = |name: &str| {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        std::env::split_paths(&path)
+            .map(|directory| directory.join(name))
+            .find(|file| file.is_file())
+            .ok_or_else(|| format!("no {name}; run 'make setup'"))
+    };
+    find("node")?;
+    find("chromium")
+}
+
+/// The walk, and the lines that it says.
+struct Walk {
+    child: Child,
+    said: BufReader<std::process::ChildStdout>,
+}
+
+impl Walk {
+    fn begin(arguments: &[&str]) -> Self {
+        let mut child = Command::new("node")
+            .arg(repository().join("web/test/walk.mjs"))
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let said = BufReader::new(child.stdout.take().unwrap());
+        Self { child, said }
+    }
+
+    /// The next line, which has to be of this step.
+    #[track_caller]
+    fn step(&mut self, wanted: &str) -> Value {
+        let mut line = String::new();
+        self.said.read_line(&mut line).unwrap();
+        assert!(!line.is_empty(), "the walk ended before '{wanted}'");
+        let said: Value = serde_json::from_str(&line).unwrap();
+        assert_eq!(said["step"], wanted, "{line}");
+        said
+    }
+
+    /// Has it go on.
+    fn on(&mut self) {
+        let stdin = self.child.stdin.as_mut().unwrap();
+        stdin.write_all(b"on\n").unwrap();
+    }
+}
+
+impl Drop for Walk {
+    fn drop(&mut self) {
+        // It has ended when all went well.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// CPU that a process uses from now on for so long, in percent of one core.
+fn cpu_percent(pid: i32, time: Duration) -> f64 {
+    let (before, since) = (cpu_s(pid), Instant::now());
+    std::thread::sleep(time);
+    (cpu_s(pid) - before) / since.elapsed().as_secs_f64() * 100.0
+}
+
+/// CPU time that a process has used, in seconds (`proc_pid_stat(5)`: `utime` and `stime`).
+fn cpu_s(pid: i32) -> f64 {
+    let stat = procfs::process::Process::new(pid).unwrap().stat().unwrap();
+    (stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64
+}
+
+/// What a page shows of figures that have a name, and what they have to be, by `report --json`.
+fn wanted(report: &FullReport) -> BTreeMap<String, i128> {
+    let value = serde_json::to_value(&report.ledger).unwrap();
+    let mut all = BTreeMap::new();
+    for (key, figure) in value["host"].as_object().unwrap() {
+        if let Some(figure) = figure.as_i64() {
+            all.insert(format!("host.{key}"), figure.into());
+        }
+    }
+    for vm in value["vms"].as_array().unwrap() {
+        let name = vm["name"].as_str().unwrap();
+        for (key, figure) in vm.as_object().unwrap() {
+            if let Some(figure) = figure.as_i64() {
+                all.insert(format!("vm.{name}.{key}"), figure.into());
+            }
+        }
+        let template = vm["file_resident_bytes"].as_i64().unwrap()
+            + vm["file_untouched_bytes"].as_i64().unwrap();
+        all.insert(format!("vm.{name}.template_bytes"), template.into());
+    }
+    all
+}
+
+/// What stands still while VMs do. Other processes map QEMU's libraries, too, and the host has a life of its own.
+fn is_exact(figure: &str) -> bool {
+    figure.starts_with("vm.") && !figure.ends_with("pss_bytes")
+}
+
+/// A figure's text, as the command line writes it.
+fn words(value: i128) -> String {
+    let sign = if value < 0 { "-" } else { "" };
+    let size = ByteSize(u64::try_from(value.unsigned_abs()).unwrap());
+    format!("{sign}{size}")
+}
+
+/// Every figure that a page showed, by name.
+fn shown(said: &Value) -> BTreeMap<String, i128> {
+    let mut all = BTreeMap::new();
+    for figure in said["figures"].as_array().unwrap() {
+        let name = figure["figure"].as_str().unwrap();
+        let value: i128 = figure["value"].as_str().unwrap().parse().unwrap();
+        assert_eq!(figure["text"], words(value), "{name}");
+        all.insert(name.to_owned(), value);
+    }
+    all
+}
+
+/// Figures of a page against reports before and after: whatever has a name in them is there, and between them.
+fn compare(
+    page: &str,
+    shown: &BTreeMap<String, i128>,
+    before: &FullReport,
+    after: &FullReport,
+) -> (usize, usize) {
+    let (low, high) = (wanted(before), wanted(after));
+    let (mut compared, mut exact) = (0, 0);
+    for (name, &value) in shown {
+        let (Some(&a), Some(&b)) = (low.get(name), high.get(name)) else {
+            let of_ledger = name.starts_with("host.") || name.starts_with("vm.");
+            assert!(!of_ledger, "{page}: {name} is in no report");
+            continue;
+        };
+        compared += 1;
+        if is_exact(name) {
+            assert_eq!(a, b, "{name} moved though the VMs stand still");
+            assert_eq!(value, a, "{page}: {name}");
+            exact += 1;
+        } else {
+            // The host goes on: within what it moves in a walk.
+            let slack = (a.abs().max(b.abs()) / 20).max(64 << 20);
+            assert!(
+                value >= a.min(b) - slack && value <= a.max(b) + slack,
+                "{page}: {name} is {value}, before {a}, after {b}"
+            );
+        }
+    }
+    (compared, exact)
+}
+
+/// The command line, which has to do what is asked.
+fn memfold(state: &Path, arguments: &[&str]) {
+    let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
+        .arg("--socket")
+        .arg(state.join("s"))
+        .args(arguments)
+        .output()
+        .unwrap();
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {words}");
+}
+
+/// Another host's daemon lends, and a VM that never runs has its swap disk there.
+fn lend(state: &Path, other: &Path) {
+    memfold(other, &["lend", "--max", "256M"]);
+    let run = [
+        "vm", "run", "--name", BORROWER, "--memory", "64M", "--swap", "64M", "--", "-S",
+    ];
+    memfold(state, &run);
+    let client = Client::new(&state.join("s")).unwrap();
+    let end = Instant::now() + Duration::from_secs(30);
+    loop {
+        let leases: LeaseReport = client.get("/v1/leases").unwrap();
+        if leases.lenders.iter().any(|l| l.offered_bytes >= 64 << 20) {
+            break;
+        }
+        assert!(Instant::now() < end, "nobody offers: {leases:?}");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    memfold(state, &["borrow", BORROWER]);
+}
+
+fn report(state: &Path) -> FullReport {
+    let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
+        .arg("--socket")
+        .arg(state.join("s"))
+        .args(["report", "--json"])
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn login(client: &Client, role: Role) -> String {
+    let code: LoginCode = client
+        .post("/v1/session/codes", &CodeRequest { role })
+        .unwrap();
+    code.urls.last().unwrap().clone()
+}
+
+/// A booted VM and two clones of it, which all stand still.
+fn prepare(served: &Served<'_>, client: &Client, state: &Path) {
+    served.run(&Lab::spec(NAMES[0], "trixie-a", MEMORY, DiskMode::Buffered).unwrap());
+    support::wait_stats(
+        "the agent's inventory",
+        BOOT,
+        || client.get("/v1/fold").unwrap(),
+        |stats: &EngineStats| stats.vms.iter().any(|vm| vm.agent_ready),
+    );
+    let _: Value = client
+        .post("/v1/snapshots", &SaveRequest::new(NAMES[0], "warm"))
+        .unwrap();
+    for name in &NAMES[1..] {
+        let restore = RestoreRequest {
+            renew: Renew::Network,
+            ..RestoreRequest::new(*name)
+        };
+        let _: VmInfo = client.post("/v1/snapshots/warm/restore", &restore).unwrap();
+    }
+    support::wait_stats(
+        "the clones' agents",
+        BOOT,
+        || client.get("/v1/fold").unwrap(),
+        |stats| stats.vms.len() == NAMES.len() && stats.vms.iter().all(|vm| vm.agent_ready),
+    );
+    std::thread::sleep(Duration::from_secs(3));
+    for name in NAMES {
+        support::qmp(state, name)
+            .execute("stop", Value::Null)
+            .unwrap();
+    }
+    // What was ordered before is done.
+    std::thread::sleep(Duration::from_secs(2));
+}
+
+/// The matrix against page frame numbers, and the map against the ledger.
+fn check_views(said: &BTreeMap<&str, BTreeMap<String, i128>>, state: &Path, now: &FullReport) {
+    let (a, b) = (support::ram(state, NAMES[1]), support::ram(state, NAMES[2]));
+    let frames = shared_frames((a.0, &a.1), (b.0, &b.1)).unwrap();
+    let frames = i128::from(frames * PAGE_SIZE);
+    let pair = said["sharing"][&format!("pair.{}.{}", NAMES[1], NAMES[2])];
+    println!("clones have {pair} bytes in common, by page frames {frames}");
+    assert!(frames > 16 << 20, "clones of one image share");
+    // Store pages that neither has touched since are in no page table.
+    assert!(pair >= frames * 98 / 100, "{pair} {frames}");
+    let own = &said["vm"];
+    let vm = now
+        .ledger
+        .vms
+        .iter()
+        .find(|vm| vm.name == NAMES[2])
+        .unwrap();
+    for (state, bytes) in [
+        ("private", vm.private_bytes),
+        ("unfolded", vm.unfolded_bytes),
+        ("folded", vm.folded_bytes),
+        ("zero", vm.zero_bytes),
+        ("free", vm.free_bytes),
+    ] {
+        assert_eq!(own[&format!("map.{state}")], bytes.0.into(), "{state}");
+    }
+}
+
+#[test]
+fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
+    let Some(_turn) = support::turn() else { return };
+    let chromium = match browser() {
+        Ok(chromium) => chromium,
+        Err(why) => {
+            assert!(std::env::var_os("MEMFOLD_REAL").is_none(), "{why}");
+            println!("skipped: {why}");
+            return;
+        }
+    };
+    let began = Instant::now();
+    let directory = tempfile::Builder::new()
+        .prefix("memfold-web.")
+        .tempdir()
+        .unwrap();
+    let state = directory.path();
+    let other = tempfile::tempdir().unwrap();
+    let mut served = Served::new(state, &ALL).with(&["--listen", "127.0.0.1:0", "--host", "here"]);
+    served.start();
+    let client = served.answers();
+    let registry = state.join("s");
+    let more = [
+        "--host",
+        "neighbour",
+        "--registry",
+        registry.to_str().unwrap(),
+    ];
+    let mut lender = Served::new(other.path(), &[]).with(&more);
+    lender.start();
+    lender.answers();
+    prepare(&served, &client, state);
+    lend(state, other.path());
+    println!("VMs are there after {:.0?}", began.elapsed());
+
+    let pid = client.get::<VersionInfo>("/v1/version").unwrap().pid;
+    let alone = cpu_percent(pid, HOLD);
+
+    let results = repository().join("results/dashboard");
+    let walk = [
+        &login(&client, Role::Operate),
+        &login(&client, Role::Read),
+        results.to_str().unwrap(),
+        NAMES[2],
+        chromium.to_str().unwrap(),
+    ];
+    let mut walk = Walk::begin(&walk);
+    let load = walk.step("load");
+    println!("load: {load}");
+    let bytes = load["bytes"].as_u64().unwrap();
+    assert!(bytes <= 300_000, "the whole page has {bytes} bytes");
+    let address = load["address"].as_str().unwrap();
+    assert!(!address.contains("login"), "the code is not in the address");
+
+    walk.step("ready");
+    let before = report(state);
+    walk.on();
+    let mut said = BTreeMap::new();
+    let (mut compared, mut exact) = (0, 0);
+    let mut pages = Vec::new();
+    for page in [
+        "host",
+        "vms",
+        "vm",
+        "sharing",
+        "snapshots",
+        "segments",
+        "leases",
+        "estimate",
+        "doctor",
+        "events",
+    ] {
+        let figures = walk.step("figures");
+        assert_eq!(figures["page"], page);
+        pages.push((page, shown(&figures)));
+    }
+    walk.step("read");
+    let after = report(state);
+    for (page, figures) in pages {
+        let (all, of_them) = compare(page, &figures, &before, &after);
+        compared += all;
+        exact += of_them;
+        said.insert(page, figures);
+    }
+    println!("{compared} figures are the report's, {exact} of them to the byte");
+    assert!(exact >= 3 * 5 + 8, "{exact}");
+    check_views(&said, state, &after);
+    walk.on();
+    walk.step("looks");
+
+    let paused = |client: &Client| client.get::<EngineStats>("/v1/fold").unwrap().paused;
+    walk.step("cancelled");
+    assert!(!paused(&client));
+    walk.on();
+    walk.step("paused");
+    assert!(paused(&client));
+    walk.on();
+    let refusal = walk.step("refused");
+    assert!(
+        refusal["refusal"].as_str().unwrap().contains("warm"),
+        "{refusal}"
+    );
+    walk.step("returned");
+    let leases: LeaseReport = client.get("/v1/leases").unwrap();
+    let lent = |borrowed: &Borrowed| borrowed.place != SwapPlace::OnDisk;
+    assert!(!leases.borrowed.iter().any(lent), "{leases:?}");
+    walk.on();
+    walk.step("stopped");
+    let left: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+    let names: Vec<&str> = left.iter().map(|vm| vm.name.as_str()).collect();
+    assert_eq!(names, [BORROWER, NAMES[1], NAMES[0]]);
+    walk.on();
+
+    walk.step("hold begins");
+    walk.on();
+    let open = cpu_percent(pid, HOLD);
+    walk.step("hold ends");
+    println!("the daemon with one open dashboard: {open:.2} % of a core, without: {alone:.2} %");
+    assert!(open - alone <= 1.0, "{open} % - {alone} % of a core");
+    walk.on();
+
+    let reader = walk.step("reader");
+    assert_eq!(reader["buttons"], serde_json::json!([]), "{reader}");
+    assert_eq!(reader["forced"], 403);
+    println!("{}", walk.step("hundred"));
+    let end = walk.step("end");
+    assert_eq!(end["faults"], serde_json::json!([]));
+    let violations = end["violations"].as_array().unwrap();
+    let serious = |v: &&Value| v["impact"] == "serious" || v["impact"] == "critical";
+    let serious: Vec<&Value> = violations.iter().filter(serious).collect();
+    assert!(serious.is_empty(), "{serious:#?}");
+    println!(
+        "{} faults below serious; {:.0?} in all",
+        violations.len(),
+        began.elapsed()
+    );
+}

@@ -1,0 +1,134 @@
+// Talking to the daemon.
+
+import { useEffect, useState } from "../vendor/preact-hooks.js";
+
+/** What the daemon said instead of doing it. */
+export class Refused extends Error {
+  constructor(status, body) {
+    super(body.error);
+    this.status = status;
+    this.hint = body.hint;
+  }
+}
+
+/** Called when nobody is logged in any more. */
+let whenLoggedOut = () => {};
+export const onLoggedOut = (call) => (whenLoggedOut = call);
+
+async function request(method, path, body) {
+  let response;
+  try {
+    response = await fetch(path, {
+      method,
+      credentials: "same-origin",
+      headers: { "x-memfold": "1", ...(method === "GET" ? {} : { "content-type": "application/json" }) },
+      body: method === "GET" ? undefined : JSON.stringify(body ?? {}),
+    });
+  } catch {
+    throw new Refused(0, { error: "the daemon does not answer", hint: "it may be restarting; VMs go on without it" });
+  }
+  let answer = null;
+  try {
+    answer = await response.json();
+  } catch {
+    throw new Refused(response.status, { error: `the daemon answered ${response.status} without JSON` });
+  }
+  if (response.ok) return answer;
+  if (response.status === 401 && path !== "/v1/session") whenLoggedOut();
+  throw new Refused(response.status, answer);
+}
+
+export const get = (path) => request("GET", path);
+export const post = (path, body) => request("POST", path, body);
+export const put = (path, body) => request("PUT", path, body);
+export const del = (path) => request("DELETE", path);
+
+/** A name as a part of a path. */
+export const part = (name) => encodeURIComponent(name);
+
+// The live sample: one stream for the whole page, which ends while nobody sees the page.
+const listeners = new Set();
+const state = { sample: null, connected: false, recent: [] };
+let source = null;
+
+/** Samples that are kept for sparklines. */
+const RECENT = 120;
+
+function tell() {
+  for (const listener of listeners) listener();
+}
+
+function open() {
+  if (source || document.hidden) return;
+  source = new EventSource("/v1/live");
+  source.addEventListener("sample", (event) => {
+    state.sample = JSON.parse(event.data);
+    state.connected = true;
+    state.recent.push(state.sample);
+    if (state.recent.length > RECENT) state.recent.shift();
+    tell();
+  });
+  source.onerror = () => {
+    state.connected = false;
+    tell();
+    // The browser tries again by itself after a break, not after a refusal.
+    if (source && source.readyState === EventSource.CLOSED) {
+      close();
+      get("/v1/session").then(() => setTimeout(open, 3000), (error) => {
+        if (error.status === 401) whenLoggedOut();
+        else setTimeout(open, 3000);
+      });
+    }
+  };
+}
+
+function close() {
+  source?.close();
+  source = null;
+}
+
+export function beginLive() {
+  open();
+  document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
+}
+
+export function endLive() {
+  close();
+  state.sample = null;
+}
+
+/** The newest sample, and whether more come. */
+export function useLive() {
+  const [, again] = useState(0);
+  useEffect(() => {
+    const listener = () => again((n) => n + 1);
+    listeners.add(listener);
+    return () => listeners.delete(listener);
+  }, []);
+  return state;
+}
+
+/** What a path answers, asked again when `key` changes and every `everyMs`, if given. */
+export function useAnswer(path, key = "", everyMs = 0) {
+  const [answer, set] = useState({ value: null, error: null });
+  useEffect(() => {
+    let over = false;
+    let timer = null;
+    const ask = async () => {
+      try {
+        const value = await get(path);
+        if (!over) set({ value, error: null });
+      } catch (error) {
+        if (!over) set((old) => ({ value: old.value, error }));
+      }
+      if (!over && everyMs) timer = setTimeout(() => (document.hidden ? wait() : ask()), everyMs);
+    };
+    const wait = () => (timer = setTimeout(() => (document.hidden ? wait() : ask()), 1000));
+    ask();
+    return () => {
+      over = true;
+      clearTimeout(timer);
+    };
+  }, [path, key, everyMs]);
+  return answer;
+}

@@ -1,0 +1,96 @@
+// Lines and stacks over time, by uPlot; each with the same figures as a table.
+
+import { useEffect, useRef } from "../vendor/preact-hooks.js";
+import { bytes, tick, time } from "./format.js";
+import { html } from "./html.js";
+
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+const translucent = (hex, alpha) => `color-mix(in srgb, ${hex} ${alpha}%, transparent)`;
+
+/** Canvas knows no color-mix in older browsers: from "#rrggbb". */
+function withAlpha(hex, alpha) {
+  const match = /^#([0-9a-f]{2})([0-9a-f]{2})([0-9a-f]{2})$/i.exec(hex);
+  if (!match) return translucent(hex, alpha * 100);
+  const [r, g, b] = match.slice(1).map((part) => parseInt(part, 16));
+  return `rgba(${r}, ${g}, ${b}, ${alpha})`;
+}
+
+/** Round steps of an axis: binary for bytes. */
+const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power);
+
+/** Rows of a table of a chart: not more than a person reads. */
+const TABLE_ROWS = 24;
+
+/**
+ * `t`: seconds; `series`: {name, values, color, line: not a part of the stack}; `stacked`: parts lie on each other.
+ */
+export function Chart({ t, series, stacked, format = bytes, label, height = 220 }) {
+  const box = useRef(null);
+  const known = t.length > 1;
+  const theme = document.documentElement.dataset.theme ?? "";
+  useEffect(() => {
+    if (!known) return undefined;
+    const parts = series.filter((s) => stacked && !s.line);
+    const lines = series.filter((s) => !stacked || s.line);
+    // Each part lies on the sum of those before it; the highest is drawn first.
+    const sums = [];
+    let below = t.map(() => 0);
+    for (const part of parts) {
+      below = below.map((sum, i) => sum + Math.max(0, part.values[i] ?? 0));
+      sums.push(below);
+    }
+    const drawn = [...parts.map((part, i) => ({ ...part, drawn: sums[i], fill: true })).reverse(), ...lines.map((line) => ({ ...line, drawn: line.values }))];
+    const axis = { stroke: color("ink-soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1 }, font: "11px system-ui, sans-serif" };
+    const options = {
+      width: box.current.clientWidth,
+      height,
+      legend: { show: false },
+      cursor: { y: false, points: { show: false } },
+      scales: { x: { time: true }, y: { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.05 : 1] } },
+      axes: [
+        { ...axis, space: 80, values: (_, ticks) => ticks.map((at) => tick(at, t.at(-1) - t[0])) },
+        { ...axis, size: 76, ...(format === bytes ? { incrs: BINARY } : {}), values: (_, ticks) => ticks.map((value) => format(value)) },
+      ],
+      series: [{}, ...drawn.map((s) => ({
+        label: s.name,
+        stroke: color(s.color),
+        width: s.fill ? 1 : 2,
+        fill: s.fill ? withAlpha(color(s.color), 0.85) : undefined,
+        points: { show: false },
+      }))],
+      hooks: {
+        setCursor: [(plot) => {
+          const at = plot.cursor.idx;
+          const shown = at === null || at === undefined ? "" : `${time(t[at])}   ${series.map((s) => `${s.name} ${format(s.values[at])}`).join("   ")}`;
+          box.current.nextElementSibling.textContent = shown;
+        }],
+      },
+    };
+    const plot = new window.uPlot(options, [t, ...drawn.map((s) => s.drawn)], box.current);
+    const resize = new ResizeObserver(() => box.current && plot.setSize({ width: box.current.clientWidth, height }));
+    resize.observe(box.current);
+    return () => {
+      resize.disconnect();
+      plot.destroy();
+    };
+  }, [t, series, theme, height]);
+  if (!known) return html`<p class="empty">Too few samples yet: one is taken each half a minute.</p>`;
+  const every = Math.max(1, Math.ceil(t.length / TABLE_ROWS));
+  const rows = t.map((at, i) => ({ at, i })).filter(({ i }) => (t.length - 1 - i) % every === 0);
+  return html`<figure class="chart">
+    <div class="plot" ref=${box} role="img" aria-label=${`${label}; the table below has the figures`}></div>
+    <p class="cursor" aria-hidden="true"></p>
+    <figcaption class="key">${series.map((s) => html`<span><i class=${s.line || !stacked ? "line" : ""} style=${{ background: `var(--${s.color})` }}></i>${s.name}</span>`)}</figcaption>
+    <details><summary>As a table</summary>
+      <div class="table-box" tabindex="0" role="region" aria-label=${`${label}, as a table`}><table>
+        <caption class="hidden">${label}</caption>
+        <thead><tr><th scope="col">Time</th>${series.map((s) => html`<th scope="col" class="number">${s.name}</th>`)}</tr></thead>
+        <tbody>${rows.map(({ at, i }) => html`<tr><th scope="row">${time(at)}</th>${series.map((s) => html`<td class="number">${format(s.values[i])}</td>`)}</tr>`)}</tbody>
+      </table></div>
+    </details>
+  </figure>`;
+}
+
+/** One figure of a series by name. */
+export const values = (series, name) => series.values[series.names.indexOf(name)] ?? [];

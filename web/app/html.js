@@ -1,0 +1,4 @@
+import { h } from "../vendor/preact.js";
+import htm from "../vendor/htm.js";
+
+export const html = htm.bind(h);

@@ -1,0 +1,113 @@
+// Who lends memory to whom, and whom a lender's death would hurt.
+
+import { useState } from "../../vendor/preact-hooks.js";
+import { del, part, post, useAnswer } from "../api.js";
+import { bytes, duration, parseBytes, plural } from "../format.js";
+import { html } from "../html.js";
+import { Act, Badge, Bytes, Card, Empty, Failure, Stat, Table, Waiting } from "../ui.js";
+
+const ROW = 44;
+
+/** Lenders on the left, borrowing VMs on the right; a line is as thick as what is lent. */
+function Graph({ leases }) {
+  const lenders = [...new Set(leases.map((l) => l.lender.host))];
+  const borrowers = [...new Set(leases.map((l) => `${l.borrower} / ${l.vm}`))];
+  const height = Math.max(lenders.length, borrowers.length) * ROW;
+  const at = (list, item) => ((list.indexOf(item) + 0.5) * height) / list.length;
+  const most = Math.max(...leases.map((l) => l.bytes));
+  return html`<svg class="graph" viewBox=${`0 0 640 ${height}`} role="img" aria-label="Leases from lenders to VMs; the table below lists them">
+    ${leases.map((l) => {
+      const [y1, y2] = [at(lenders, l.lender.host), at(borrowers, `${l.borrower} / ${l.vm}`)];
+      return html`<path d=${`M 200 ${y1} C 320 ${y1}, 320 ${y2}, 440 ${y2}`} style=${{ strokeWidth: 1 + (l.bytes / most) * 7 }}><title>${`${l.lender.host} lends ${bytes(l.bytes)} to ${l.vm}`}</title></path>`;
+    })}
+    ${lenders.map((host) => html`<text x="192" y=${at(lenders, host) + 4} text-anchor="end">${host}</text>`)}
+    ${borrowers.map((vm) => html`<text x="448" y=${at(borrowers, vm) + 4}>${vm}</text>`)}
+  </svg>`;
+}
+
+export function Leases({ may }) {
+  const [again, setAgain] = useState(0);
+  const { value: report, error } = useAnswer("/v1/leases", again, 10000);
+  const changed = () => setAgain((n) => n + 1);
+  if (!report) return error ? html`<${Failure} error=${error} />` : html`<${Waiting} />`;
+  const give = (b) => ({
+    title: `Return what ${b.vm} has borrowed?`,
+    text: "Its swap disk is switched back to this host's disk while it runs.",
+    action: "Return it",
+    act: async () => {
+      const done = await post(`/v1/vms/${part(b.vm)}/return`);
+      changed();
+      return `Back on this host's disk after ${duration(done.took_ms)}.`;
+    },
+  });
+  const lend = {
+    title: "Lend memory",
+    text: "RAM that this host can spare, for VMs of daemons on this host. Over the network: memfold lend --listen.",
+    fields: [{ name: "max", label: "At most", value: "1G", required: true, hint: "512M, 8G" }],
+    action: "Lend",
+    act: async (v) => {
+      const max = parseBytes(v.max);
+      if (max === null) throw new Error(`'${v.max}' is no size; write 512M or 8G`);
+      await post("/v1/lend", { max_bytes: max });
+      changed();
+    },
+  };
+  const stop = {
+    title: "Lend no more?",
+    text: "What is lent is taken back; borrowers switch to their disks.",
+    action: "Lend no more",
+    danger: true,
+    act: async () => {
+      await del("/v1/lend");
+      changed();
+    },
+  };
+  const lending = report.lending;
+  const lent = report.borrowed.filter((b) => b.place === "lent" || b.place === "degraded");
+  return html`
+    <${Failure} error=${error} />
+    <div class="stats">
+      <${Stat} label="This host" note=${`registry: ${report.registry}`}>${report.host}<//>
+      <${Stat} label="It lends" note=${lending ? `of ${bytes(lending.max_bytes)} at most` : "nothing is offered"}>${lending ? html`<${Bytes} value=${lending.lent_bytes} figure="lending.lent_bytes" />` : "no"}<//>
+      <${Stat} label="Its VMs borrow" note=${plural(lent.length, "VM")}><${Bytes} value=${lent.reduce((sum, b) => sum + b.bytes, 0)} figure="borrowed" /><//>
+    </div>
+    <div class="grid">
+      <${Card} title="Leases" wide aside=${lending ? html`<${Act} may=${may} what=${stop} danger small>Lend no more …<//>` : html`<${Act} may=${may} what=${lend} small>Lend …<//>`}>
+        ${report.leases.length > 0 ? html`<${Graph} leases=${report.leases} />` : html`<${Empty}>Nobody lends anything to anybody. <code>memfold lend --max 8G</code> offers memory, <code>memfold borrow VM</code> takes it.<//>`}
+        ${report.leases.length > 0 && html`<${Table} label="Leases" rows=${report.leases} rowKey=${(l) => l.id} columns=${[
+          { key: "lender", name: "Lender", value: (l) => l.lender.host },
+          { key: "vm", name: "VM", value: (l) => `${l.borrower} / ${l.vm}` },
+          { key: "bytes", name: "Lent", number: true, value: (l) => l.bytes, cell: (l) => html`<${Bytes} value=${l.bytes} />` },
+          { key: "copy", name: "Copy", value: (l) => l.durability },
+          { key: "state", name: "State", value: (l) => l.state, cell: (l) => html`${l.state} ${l.recall_ms !== null && html`<${Badge} tone="warn">wanted back in ${duration(l.recall_ms)}<//>`}` },
+          { key: "left", name: "Ends unless renewed in", number: true, value: (l) => l.left_ms, cell: (l) => duration(l.left_ms) },
+        ]} />`}
+      <//>
+      <${Card} title="If a lender dies">
+        <${Table} label="Blast radius" rowKey=${(r) => `${r.lender} ${r.vm}`} rows=${report.blast.flatMap((b) => b.vms.map((vm) => ({ lender: b.lender, ...vm })))}
+          empty="Nobody is hurt: nothing is lent." columns=${[
+          { key: "lender", name: "Lender", value: (r) => r.lender },
+          { key: "vm", name: "VM", value: (r) => `${r.host} / ${r.vm}` },
+          { key: "bytes", name: "Holds", number: true, value: (r) => r.bytes, cell: (r) => bytes(r.bytes) },
+          { key: "effect", name: "Effect", class: "prose", cell: (r) => html`<${Badge} tone=${r.loses_bytes ? "bad" : "good"}>${r.loses_bytes ? "loses bytes" : "loses nothing"}<//> ${r.effect}` },
+        ]} />
+      <//>
+      <${Card} title="VMs that borrow">
+        <${Table} label="VMs of this host that borrow" rows=${report.borrowed} rowKey=${(b) => b.vm} empty="None of this host's VMs borrows." columns=${[
+          { key: "vm", name: "VM", value: (b) => b.vm },
+          { key: "place", name: "Swap disk", value: (b) => b.place.replace("_", " ") },
+          { key: "bytes", name: "Size", number: true, value: (b) => b.bytes, cell: (b) => bytes(b.bytes) },
+          { key: "lenders", name: "Lenders", cell: (b) => b.lenders.join(", ") },
+          { key: "act", name: "", cell: (b) => html`<${Act} may=${may && b.durability !== null} what=${give(b)} small>Return …<//>` },
+        ]} />
+      <//>
+      <${Card} title="Lenders" wide>
+        <${Table} label="Lenders" rows=${report.lenders} rowKey=${(l) => l.lender.host} empty="The registry knows no lender." columns=${[
+          { key: "host", name: "Host", value: (l) => l.lender.host },
+          { key: "offered", name: "Offered", number: true, value: (l) => l.offered_bytes, cell: (l) => bytes(l.offered_bytes) },
+          { key: "lent", name: "Lent", number: true, value: (l) => l.lent_bytes, cell: (l) => bytes(l.lent_bytes) },
+          { key: "heard", name: "Heard of", number: true, value: (l) => l.silent_ms, cell: (l) => `${duration(l.silent_ms)} ago` },
+        ]} />
+      <//>
+    </div>`;
+}

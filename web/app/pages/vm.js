@@ -1,0 +1,210 @@
+// One VM: its memory from end to end, its figures over time, and what can be done with it.
+
+import { useEffect, useMemo, useRef, useState } from "../../vendor/preact-hooks.js";
+import { del, part, post, useAnswer, useLive } from "../api.js";
+import { Chart, values } from "../charts.js";
+import { bytes } from "../format.js";
+import { html } from "../html.js";
+import { Act, Badge, Bytes, Card, Failure, Stack, Stat, Table, Waiting } from "../ui.js";
+import { spanPicker } from "./host.js";
+import { PLACES, problems, withTemplate } from "./vms.js";
+
+const COLORS = { private: "private", unfolded: "unfolded", folded: "folded", template: "template", zero: "zero", swapped: "swapped", free: "free" };
+const CELL = 8;
+const GAP = 1;
+
+/** Cells as small squares, from the first byte of RAM at the top left; each in the color of what most of it is. */
+function Cells({ map, theme }) {
+  const canvas = useRef(null);
+  const [at, setAt] = useState(null);
+  const [width, setWidth] = useState(0);
+  useEffect(() => {
+    const resize = new ResizeObserver(() => canvas.current && setWidth(canvas.current.parentElement.clientWidth));
+    resize.observe(canvas.current.parentElement);
+    return () => resize.disconnect();
+  }, []);
+  const columns = Math.max(16, Math.floor(width / (CELL + GAP)));
+  useEffect(() => {
+    if (!width) return;
+    const rows = Math.ceil(map.cells.length / columns);
+    const scale = devicePixelRatio || 1;
+    const box = canvas.current;
+    box.width = columns * (CELL + GAP) * scale;
+    box.height = rows * (CELL + GAP) * scale;
+    box.style.width = `${columns * (CELL + GAP)}px`;
+    box.style.height = `${rows * (CELL + GAP)}px`;
+    const style = getComputedStyle(document.documentElement);
+    const colors = map.states.map((state) => style.getPropertyValue(`--${COLORS[state]}`).trim());
+    const draw = box.getContext("2d");
+    draw.scale(scale, scale);
+    map.cells.forEach((cell, i) => {
+      const [x, y] = [(i % columns) * (CELL + GAP), Math.floor(i / columns) * (CELL + GAP)];
+      const pages = cell.reduce((sum, n) => sum + n, 0) || 1;
+      // From the bottom up, what is in the cell, in its order; so a mixed cell shows its mixture.
+      let top = CELL;
+      cell.forEach((n, state) => {
+        if (!n) return;
+        const high = (n / pages) * CELL;
+        top -= high;
+        draw.fillStyle = colors[state];
+        draw.fillRect(x, y + top, CELL, high + 0.02);
+      });
+    });
+  }, [map, columns, width, theme]);
+  const point = (event) => {
+    const box = event.target.getBoundingClientRect();
+    const i = Math.floor((event.clientY - box.top) / (CELL + GAP)) * columns + Math.floor((event.clientX - box.left) / (CELL + GAP));
+    setAt(map.cells[i] ? i : null);
+  };
+  const words = () => {
+    const parts = map.states.map((state, s) => [state, map.cells[at][s] * 4096]).filter(([, n]) => n > 0);
+    return `at ${bytes(at * map.cell_bytes)}: ${parts.map(([state, n]) => `${state} ${bytes(n)}`).join(", ")}`;
+  };
+  return html`<div class="map">
+    <canvas ref=${canvas} role="img" aria-label="Guest RAM from its first to its last byte; the table below has the sums" onMouseMove=${point} onMouseLeave=${() => setAt(null)}></canvas>
+    <p class="cursor" aria-hidden="true">${at === null ? `each square is ${bytes(map.cell_bytes)}` : words()}</p>
+  </div>`;
+}
+
+function MemoryMap({ name, theme }) {
+  const [again, setAgain] = useState(0);
+  const { value: map, error } = useAnswer(`/v1/vms/${part(name)}/memory-map?cells=4096`, again);
+  const sums = useMemo(() => map && map.states.map((state, s) => ({ state, bytes: map.cells.reduce((sum, cell) => sum + cell[s], 0) * 4096 })), [map]);
+  const refresh = html`<button class="small" onClick=${() => setAgain((n) => n + 1)}>Read again</button>`;
+  return html`<${Card} title="Memory map" aside=${refresh} wide>
+    <${Failure} error=${error} />
+    ${!map && !error && html`<${Waiting} />`}
+    ${map && html`<${Cells} map=${map} theme=${theme} />
+      <dl class="legend">${sums.map((row) => html`<div><dt><i style=${{ background: `var(--${COLORS[row.state]})` }}></i>${row.state}</dt><dd><${Bytes} value=${row.bytes} figure=${`map.${row.state}`} /></dd></div>`)}</dl>
+      ${map.segments.length > 0 && html`<h3>Segments beside RAM</h3>${map.segments.map((s) => html`
+        <div class="segment-strip"><span>${s.segment}</span><${Stack} legend=${false} label=${`Segment ${s.segment}`} parts=${[
+          { name: "in its page tables", color: "segment", value: s.resident_bytes },
+          { name: "not touched", color: "free", value: s.bytes - s.resident_bytes },
+        ]} /><span>${bytes(s.resident_bytes)} of ${bytes(s.bytes)}</span></div>`)}`}`}
+  <//>`;
+}
+
+function OverTime({ name, theme }) {
+  const [span, setSpan] = useState(3600);
+  const { value: series, error } = useAnswer(`/v1/vms/${part(name)}/history?seconds=${span}&points=300`, "", 30000);
+  const drawn = useMemo(() => {
+    if (!series) return null;
+    const places = PLACES.map(([label, key, color]) => ({ name: label, color, values: values(series, key) }));
+    return [...places, { name: "PSS", color: "ink", line: true, values: values(series, "pss_bytes") }];
+  }, [series, theme]);
+  return html`<${Card} title="Over time" aside=${spanPicker(span, setSpan, "How far back")} wide>
+    <${Failure} error=${error} />
+    ${drawn && html`<${Chart} t=${series.t} series=${drawn} stacked label=${`Where the RAM of ${name} is, over time`} />`}
+  <//>`;
+}
+
+/** A snapshot of a VM, asked for here and on the snapshots' page. */
+export const saveSnapshot = (vms, chosen, done) => ({
+  title: "Save a snapshot",
+  text: "Memory, devices and disks at one instant.",
+  fields: [
+    { name: "vm", label: "VM", type: "select", options: vms, value: chosen ?? vms[0] },
+    { name: "name", label: "Name", required: true, pattern: "[A-Za-z0-9][A-Za-z0-9._-]*" },
+    { name: "live", label: "The VM goes on while its memory is copied", type: "checkbox", value: true },
+    { name: "keep", label: "Page cache", type: "select", options: [
+      { value: "none", label: "dropped: smallest" }, { value: "hot", label: "kept, as references to its disks" }, { value: "all", label: "kept, and free pages too" } ] },
+    { name: "compress", label: "Compress the image", type: "checkbox" },
+  ],
+  action: "Save",
+  act: async (v) => {
+    await post("/v1/snapshots", { vm: v.vm, name: v.name, live: v.live, keep: v.keep, compress: v.compress });
+    done?.();
+    return `Saved as ${v.name}.`;
+  },
+});
+
+function Segments({ info, may }) {
+  const { value: segments } = useAnswer("/v1/segments");
+  const names = (segments ?? []).map((s) => `${s.segment.name}@${s.segment.generation}`);
+  const attach = {
+    title: `Attach a segment to ${info.name}`,
+    text: "The guest executes its files from one copy. It needs a free slot (vm run --segment-slots).",
+    fields: [
+      { name: "segment", label: "Segment", type: "select", options: names, value: names[0] },
+      { name: "no_lay", label: "Attach the device only; don't lay it over the guest's files", type: "checkbox" },
+    ],
+    action: "Attach",
+    act: async (v) => void (await post(`/v1/vms/${part(info.name)}/segments`, { segment: v.segment, no_lay: v.no_lay })),
+  };
+  const detach = (segment) => ({
+    title: `Take ${segment} off ${info.name}?`,
+    text: "The guest uses its own files again. The device stays until the VM ends.",
+    action: "Take it off",
+    danger: true,
+    act: async () => void (await del(`/v1/vms/${part(info.name)}/segments/${part(segment)}`)),
+  });
+  const state = (s) => (typeof s === "string" ? s.replace("_", " ") : `failed: ${s.failed}`);
+  return html`<${Card} title="Segments" aside=${names.length > 0 && html`<${Act} may=${may} what=${attach} small>Attach …<//>`}>
+    <${Table} label="Segments of this VM" rows=${info.segments} rowKey=${(s) => s.segment} empty="It maps none." columns=${[
+      { key: "segment", name: "Segment", value: (s) => s.segment },
+      { key: "state", name: "State", value: (s) => state(s.state) },
+      { key: "act", name: "", cell: (s) => html`<${Act} may=${may} what=${detach(s.segment)} danger small>Take off …<//>` },
+    ]} /><//>`;
+}
+
+export function Vm({ name, may, theme }) {
+  const { sample } = useLive();
+  if (!sample) return html`<${Waiting} />`;
+  const vm = sample.ledger.vms.find((v) => v.name === name);
+  const info = sample.vms.find((v) => v.name === name);
+  if (!vm || !info) return html`<p class="empty">No VM of this name runs. <a href="#/vms">All VMs</a></p>`;
+  const fold = sample.fold.vms.find((v) => v.name === name);
+  const parts = PLACES.map(([label, key, color]) => ({ name: label, color, value: withTemplate(vm)[key], figure: `vm.${name}.${key}` }));
+  const list = problems(info);
+  const stop = {
+    title: `Stop ${name}?`,
+    text: "The guest is asked to shut down, and switched off when its time is over.",
+    fields: [{ name: "timeout", label: "Seconds for the guest", type: "number", min: 0, value: 60, required: true }],
+    action: "Stop the VM",
+    danger: true,
+    act: async (v) => {
+      await post(`/v1/vms/${part(name)}/stop`, { timeout_s: Number(v.timeout) });
+      location.hash = "#/vms";
+    },
+  };
+  const reboot = {
+    title: `Reboot ${name}?`,
+    fields: [{ name: "boot", label: "Back to right after its boot, disks included", type: "checkbox" }],
+    action: "Reboot",
+    danger: true,
+    act: async (v) => void (await post(`/v1/vms/${part(name)}/reboot`, { from_boot_snapshot: v.boot, timeout_s: 120 })),
+  };
+  const fact = (label, value) => html`<div><dt>${label}</dt><dd>${value}</dd></div>`;
+  return html`
+    <div class="stats">
+      <${Stat} label="Backed" note=${`of ${bytes(vm.ram_bytes)} RAM`}><${Bytes} value=${vm.backed_bytes} figure=${`vm.${name}.backed_bytes`} /><//>
+      <${Stat} label="Folded" tone="main"><${Bytes} value=${vm.folded_bytes} figure=${`vm.${name}.folded_bytes`} /><//>
+      <${Stat} label="PSS of QEMU" note="each shared page in parts"><${Bytes} value=${vm.pss_bytes} figure=${`vm.${name}.pss_bytes`} /><//>
+      <${Stat} label="Mappings" note=${`of ${sample.ledger.host.max_map_count.toLocaleString("en")}`}>${vm.mappings.toLocaleString("en")}<//>
+    </div>
+    ${list.length > 0 && html`<ul class="problems">${list.map((text) => html`<li><${Badge} tone="warn">look<//> ${text}</li>`)}</ul>`}
+    <div class="grid">
+      <${Card} title="Where its RAM is" wide><${Stack} parts=${parts} label=${`RAM of ${name}`} /><//>
+      <${MemoryMap} name=${name} theme=${theme} />
+      <${Card} title="Facts">
+        <dl class="facts">
+          ${fact("Trust domain", info.domain ?? "none: it shares with nobody")}
+          ${fact("QEMU", `${info.qemu}, process ${info.pid}, ${info.origin}`)}
+          ${fact("Guest", info.agent ?? "no agent")}
+          ${fact("Folding again", info.refold_problems.length ? `at pauses only: ${info.refold_problems.join("; ")}` : "any time")}
+          ${fact("Merged by KSM", bytes(vm.ksm_merged_bytes))}
+          ${fact("In huge pages", bytes(vm.huge_bytes))}
+          ${fold && fact("Folded so far", bytes(fold.folded_pages * 4096))}
+          ${fold && fact("Folded again", bytes(fold.refolded_pages * 4096))}
+          ${fold && fact("Longest freeze", `${(fold.freeze_max_ns / 1e6).toFixed(2)} ms`)}
+        </dl>
+        <div class="buttons">
+          <${Act} may=${may && info.origin === "started"} what=${saveSnapshot([name], name)}>Save a snapshot …<//>
+          <${Act} may=${may} what=${reboot}>Reboot …<//>
+          <${Act} may=${may} what=${stop} danger>Stop …<//>
+        </div>
+      <//>
+      <${Segments} info=${info} may=${may} />
+      <${OverTime} name=${name} theme=${theme} />
+    </div>`;
+}

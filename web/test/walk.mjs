@@ -1,0 +1,235 @@
+// Walks every page of the dashboard in a real Chromium, as an operator does, and says what it saw, as JSON lines on standard output.
+//
+//   node walk.mjs OPERATE-URL READ-URL RESULTS-DIRECTORY VM-TO-STOP CHROMIUM
+//
+// It asserts nothing about figures: who started it knows what they have to be. It waits for a line on its standard input after each
+// line {"step": ..., "wait": true}.
+
+import { mkdirSync, readFileSync, writeFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { createInterface } from "node:readline";
+import { chromium } from "playwright-core";
+import { recorded } from "./recorded.mjs";
+
+const [operateUrl, readUrl, results, vmToStop, executablePath] = process.argv.slice(2);
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+/** How long the page is left open, to see what that costs the daemon. */
+const HOLD_MS = 20_000;
+const PATIENCE = { timeout: 60_000 };
+
+const lines = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
+const say = (line) => process.stdout.write(`${JSON.stringify(line)}\n`);
+const sayAndWait = async (line) => {
+  say({ ...line, wait: true });
+  await lines.next();
+};
+
+/** Each page, and what is on it when it is whole. */
+const PAGES = (vm) => [
+  ["host", "#/host", ".chart .plot canvas"],
+  ["vms", "#/vms", "tbody tr"],
+  ["vm", `#/vms/${vm}`, ".map canvas"],
+  ["sharing", "#/sharing", ".matrix td"],
+  ["snapshots", "#/snapshots", ".tree li"],
+  ["segments", "#/segments", ".card"],
+  ["leases", "#/leases", ".graph text"],
+  ["estimate", "#/estimate", "form"],
+  ["doctor", "#/doctor", ".checks li"],
+  ["events", "#/events", "tbody tr"],
+];
+
+mkdirSync(results, { recursive: true });
+const browser = await chromium.launch({
+  executablePath,
+  // Root has no sandbox; nothing here asks any other place than the daemon.
+  args: ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"],
+});
+const faults = [];
+
+async function open(options) {
+  const context = await browser.newContext({ viewport: { width: 1400, height: 900 }, colorScheme: "light", ...options });
+  const page = await context.newPage();
+  page.setDefaultTimeout(PATIENCE.timeout);
+  page.on("console", (message) => {
+    if (message.type() === "error" && !message.text().includes("401")) faults.push(`console: ${message.text()}`);
+  });
+  page.on("pageerror", (error) => faults.push(`script: ${error.stack}`));
+  const origin = new URL(operateUrl).origin;
+  page.on("request", (request) => {
+    const url = request.url();
+    if (!url.startsWith(`${origin}/`) && !url.startsWith("data:")) faults.push(`asked elsewhere: ${url}`);
+  });
+  return page;
+}
+
+/** Every figure on the page: its exact value and its text, and when the sample was taken. */
+const figures = (page) =>
+  page.$$eval("[data-figure]", (all) => all.map((e) => ({ figure: e.dataset.figure, value: e.getAttribute("value"), text: e.textContent })));
+
+async function axe(page, name) {
+  await page.evaluate(AXE);
+  const found = await page.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));
+  // Whoever has looked at nothing finds nothing.
+  if (found.passes.length < 5) faults.push(`${name}: axe looked at nothing`);
+  return found.violations.map((v) => ({ page: name, id: v.id, impact: v.impact, nodes: v.nodes.map((n) => n.html.slice(0, 160)).slice(0, 3) }));
+}
+
+const sideways = (page) => page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+
+async function go(page, hash, whole) {
+  await page.evaluate((to) => (location.hash = to), hash);
+  await page.waitForSelector(whole);
+  await page.waitForFunction(() => !document.querySelector("main .loading"));
+}
+
+// 1. The first load, with its login.
+const page = await open({});
+const loaded = [];
+page.on("response", (response) => loaded.push(response));
+const began = performance.now();
+await page.goto(operateUrl);
+await page.waitForSelector(".stats data[data-figure]");
+const usable = performance.now() - began;
+let bytes = 0;
+for (const response of loaded) {
+  const path = new URL(response.url()).pathname;
+  if (!path.startsWith("/v1/")) bytes += (await response.body()).length;
+}
+// The page again, with a session: what an operator waits for each time.
+const again = performance.now();
+await page.reload();
+await page.waitForSelector(".stats data[data-figure]");
+say({ step: "load", usable_ms: usable, again_ms: performance.now() - again, bytes, address: page.url() });
+
+// 2. Figures, while VMs stand still.
+await sayAndWait({ step: "ready" });
+await page.reload();
+const vm = vmToStop;
+await page.waitForSelector(".stats data[data-figure]");
+for (const [name, hash, whole] of PAGES(vm)) {
+  await go(page, hash, whole);
+  say({ step: "figures", page: name, figures: await figures(page) });
+}
+await sayAndWait({ step: "read" });
+
+// 3. Looks and accessibility: light, dark, phone.
+const violations = [];
+for (const [scheme, viewport] of [
+  ["light", { width: 1400, height: 900 }],
+  ["dark", { width: 1400, height: 900 }],
+  ["phone", { width: 390, height: 844 }],
+]) {
+  await page.setViewportSize(viewport);
+  await page.emulateMedia({ colorScheme: scheme === "dark" ? "dark" : "light" });
+  for (const [name, hash, whole] of PAGES(vm)) {
+    await go(page, hash, whole);
+    await page.waitForTimeout(120);
+    if (scheme !== "phone") violations.push(...(await axe(page, `${name} ${scheme}`)));
+    const over = await sideways(page);
+    if (over > 0) faults.push(`${name} ${scheme}: ${over} px wider than the window`);
+    await page.screenshot({ path: `${results}/${name}-${scheme}.png`, fullPage: true });
+  }
+}
+say({ step: "looks", violations });
+await page.setViewportSize({ width: 1400, height: 900 });
+await page.emulateMedia({ colorScheme: "light" });
+
+// 4. Actions: by keyboard, with confirmation; one that is cancelled, one that fails.
+await go(page, "#/host", ".stats");
+const pause = page.getByRole("button", { name: "Pause", exact: true });
+await pause.focus();
+await page.keyboard.press("Enter");
+await page.getByRole("dialog").waitFor();
+await page.keyboard.press("Escape");
+await page.getByRole("dialog").waitFor({ state: "hidden" });
+await sayAndWait({ step: "cancelled" });
+await pause.focus();
+await page.keyboard.press("Enter");
+violations.push(...(await axe(page, "dialog")));
+await page.getByRole("dialog").getByRole("button", { name: "Pause" }).focus();
+await page.keyboard.press("Enter");
+await page.getByText("paused", { exact: true }).waitFor();
+await sayAndWait({ step: "paused" });
+await go(page, "#/snapshots", ".tree li");
+await page.getByRole("button", { name: "Remove …" }).first().click();
+await page.getByRole("dialog").getByRole("button", { name: "Remove the snapshot" }).click();
+const refusal = await page.getByRole("dialog").getByRole("alert").textContent();
+say({ step: "refused", refusal });
+await page.getByRole("dialog").getByRole("button", { name: "Cancel" }).click();
+await go(page, "#/leases", ".graph text");
+await page.getByRole("button", { name: "Return …" }).click();
+await page.getByRole("dialog").getByRole("button", { name: "Return it" }).click();
+await page.getByRole("dialog").getByText("Back on this host's disk").waitFor();
+await sayAndWait({ step: "returned" });
+await page.getByRole("dialog").getByRole("button", { name: "Close" }).click();
+await go(page, `#/vms/${vm}`, ".map canvas");
+await page.getByRole("button", { name: "Stop …" }).click();
+await page.getByLabel("Seconds for the guest").fill("0");
+await page.screenshot({ path: `${results}/dialog.png` });
+await page.getByRole("dialog").getByRole("button", { name: "Stop the VM" }).click();
+await page.waitForURL("**/#/vms");
+await page.waitForFunction((name) => ![...document.querySelectorAll("tbody th")].some((th) => th.textContent === name), vm);
+await sayAndWait({ step: "stopped" });
+await go(page, "#/estimate", "form");
+await page.getByLabel("Seconds at most").fill("3");
+await page.getByRole("button", { name: "Estimate" }).click();
+await page.waitForSelector(".stat.main");
+await page.screenshot({ path: `${results}/estimated-light.png`, fullPage: true });
+violations.push(...(await axe(page, "estimated")));
+
+// 5. One dashboard is left open.
+await go(page, "#/host", ".stats");
+await page.waitForTimeout(3000);
+await sayAndWait({ step: "hold begins" });
+await page.waitForTimeout(HOLD_MS);
+await sayAndWait({ step: "hold ends" });
+
+// 6. Who may read changes nothing.
+const reader = await open({});
+await reader.goto(readUrl);
+await reader.waitForSelector(".stats data[data-figure]");
+const buttons = [];
+for (const [name, hash] of PAGES("none")) {
+  await reader.evaluate((to) => (location.hash = to), hash);
+  await reader.waitForTimeout(150);
+  buttons.push(...(await reader.$$eval("main button", (all) => all.map((b) => b.textContent))).filter((text) => text.includes("…")).map((text) => `${name}: ${text}`));
+}
+const forced = await reader.evaluate(async () => (await fetch("/v1/fold", { method: "PUT", headers: { "x-memfold": "1", "content-type": "application/json" }, body: '{"paused":false}' })).status);
+await reader.getByRole("button", { name: "Log out" }).click();
+await reader.getByLabel("Token or code").waitFor();
+violations.push(...(await axe(reader, "login")));
+await reader.screenshot({ path: `${results}/login.png` });
+say({ step: "reader", buttons, forced });
+await reader.context().close();
+
+// 7. A hundred VMs of recorded data.
+const many = await open({ storageState: await page.context().storageState() });
+const { live, trends } = recorded(100);
+await many.route("**/v1/live", (route) => route.fulfill({ contentType: "text/event-stream", body: `retry: 600000\nevent: sample\ndata: ${JSON.stringify(live)}\n\n` }));
+await many.route("**/v1/history/vms*", (route) => route.fulfill({ json: trends }));
+await many.goto(`${new URL(operateUrl).origin}/#/vms`);
+await many.waitForFunction(() => document.querySelectorAll("tbody tr").length === 100);
+await many.waitForTimeout(500);
+const frames = await many.evaluate(
+  () =>
+    new Promise((done) => {
+      const times = [];
+      let last = performance.now();
+      const end = last + 3000;
+      const step = (now) => {
+        times.push(now - last);
+        last = now;
+        scrollTo(0, (document.documentElement.scrollHeight - innerHeight) * (0.5 - 0.5 * Math.cos(now / 300)));
+        if (now < end) requestAnimationFrame(step);
+        else done(times.slice(1).sort((a, b) => a - b));
+      };
+      requestAnimationFrame(step);
+    }),
+);
+await many.screenshot({ path: `${results}/hundred-light.png` });
+say({ step: "hundred", frames: frames.length, median_ms: frames[frames.length >> 1], p95_ms: frames[Math.floor(frames.length * 0.95)] });
+
+say({ step: "end", violations, faults });
+writeFileSync(`${results}/accessibility.json`, JSON.stringify(violations, null, 2));
+await browser.close();
+process.exit(0);
