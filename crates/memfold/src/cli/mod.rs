@@ -14,6 +14,7 @@ mod generate;
 mod ksm;
 mod lend;
 mod log;
+mod plan;
 mod report;
 mod segment;
 mod serve;
@@ -102,6 +103,8 @@ enum Command {
     /// The configuration file of 'memfold serve'
     #[command(subcommand)]
     Config(config::Arguments),
+    /// How many VMs fit: what more of those that run would take, what they would share and owe
+    Plan(plan::Arguments),
     /// The studies
     Bench(bench::Arguments),
     /// Manual pages and completions, for packages
@@ -197,6 +200,7 @@ pub fn main() -> ExitCode {
         Command::Return(arguments) => lend::give_back(&context, &arguments),
         Command::Leases => lend::leases(&context),
         Command::Config(arguments) => config::run(&context, &arguments),
+        Command::Plan(arguments) => plan::run(&context, &arguments),
         Command::Bench(arguments) => bench::run(&context, &arguments),
         Command::Generate(arguments) => generate::run(&arguments),
     };

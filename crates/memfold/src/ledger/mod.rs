@@ -17,6 +17,7 @@
 //! against what the kernel says elsewhere, [`table`] prints them, [`frames`] proves who shares which physical page. [`debt`] is what guests could call
 //! in by writing, and [`brake`] says when that is too much. [`memory_map`] and [`sharing`] are views of it for persons: one VM's RAM from end to end, and
 //! who has pages in common with whom.
+//! in by writing, and [`brake`] says when that is too much. [`plan`] says what more VMs would take.
 
 pub mod account;
 pub mod agree;
@@ -25,6 +26,7 @@ pub mod debt;
 pub mod frames;
 pub mod memory;
 pub mod memory_map;
+pub mod plan;
 pub mod read;
 pub mod sharing;
 pub mod table;

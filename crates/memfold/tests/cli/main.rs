@@ -104,6 +104,11 @@ const COMMANDS: [(&[&str], &[&str], bool); 42] = [
     (&["borrow"], &["another host lends", "--durability"], false),
     (&["return"], &["back to this host's disk"], false),
     (&["leases"], &["if a lender dies"], true),
+    (
+        &["plan"],
+        &["How many VMs fit", "--kind", "--vms", "--memory"],
+        true,
+    ),
     (&["bench"], &["studies", "--quick"], false),
     (
         &["segment", "build"],
@@ -267,6 +272,53 @@ fn json_of_every_client_parses_and_a_vm_s_life_is_in_it() {
     assert_eq!(daemon.json(&["vm", "list"]), json!([]));
     let text = out(&daemon.run(&["vm", "list"]));
     assert!(text.contains("memfold vm run"), "{text}");
+}
+
+#[test]
+fn a_plan_is_made_of_vms_that_run_and_says_what_it_lacks() {
+    let daemon = Daemon::start();
+    refused(&daemon.run(&["plan"]), 1, &["no VM runs"]);
+    for name in ["one", "two"] {
+        daemon.paused_vm(name, &["--domain", "d"]);
+    }
+    daemon.paused_vm("alone", &[]);
+    let plan = daemon.json(&["plan", "--vms", "d=5"]);
+    let kinds: Vec<_> = plan["kinds"].as_array().unwrap().iter().collect();
+    assert_eq!(kinds.len(), 2, "{plan}");
+    assert_eq!(kinds[1]["vms"], json!(["one", "two"]));
+    let number = |of: &Value, name: &str| of[name].as_u64().unwrap();
+    let more = number(&plan, "predicted_bytes") - number(&plan, "used_bytes");
+    assert_eq!(more, 3 * number(kinds[1], "own_bytes"));
+    assert!(number(kinds[1], "own_bytes") > 1 << 20, "{plan}");
+    assert_eq!(kinds[0]["plus_minus_bytes"], Value::Null);
+    assert_eq!(plan["fits"], true);
+    // What is used now alone is more.
+    let small = daemon.json(&["plan", "--memory", "1M"]);
+    assert_eq!(
+        (&small["fits"], number(&small["kinds"][0], "more_fit")),
+        (&json!(false), 0)
+    );
+    let text = out(&daemon.run(&["plan", "--kind", "k=one,alone", "--vms", "k=9"]));
+    for word in ["MORE FIT", "with 9 of k", ": fits"] {
+        assert!(text.contains(word), "no '{word}' in {text}");
+    }
+    refused(
+        &daemon.run(&["plan", "--kind", "k=ghost"]),
+        1,
+        &["no VM 'ghost'", "memfold vm list"],
+    );
+    refused(
+        &daemon.run(&["plan", "--vms", "x=1"]),
+        1,
+        &["no kind 'x'", "'d'"],
+    );
+    for wrong in [
+        &["plan", "--kind", "k"][..],
+        &["plan", "--vms", "k=many"],
+        &["plan", "--memory", "x"],
+    ] {
+        assert_eq!(code(&run(wrong)), 2, "{wrong:?}");
+    }
 }
 
 #[test]

@@ -16,6 +16,7 @@
 //! | [`debt`] | clones rewrite all they share: braked in time, no byte and no VM lost |
 //! | [`estimate`] | what `memfold estimate` promises is what KSM and folding then save |
 //! | [`lend`] | a guest swaps on lent RAM, and lenders die and hang under it |
+//! | [`plan`] | as many VMs as a plan speaks of take what it says |
 //! | [`churn`] | files of three times the memory: what is folded at any moment, and that nothing grows |
 //!
 //! Each boots its VMs once; they take turns. Without guest images or QEMU they say so and pass, unless `MEMFOLD_REAL=1`.
@@ -35,6 +36,7 @@ mod ksm;
 mod ksm_explain;
 mod lend;
 mod liars;
+mod plan;
 mod segments;
 mod segments_killed;
 mod served;

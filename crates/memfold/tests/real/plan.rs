@@ -1,0 +1,112 @@
+//! A plan made of two guests, and then as many as it speaks of.
+
+use std::time::{Duration, Instant};
+
+use memfold::api::FullReport;
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::EngineSettings;
+use memfold::ledger::plan::{caches, kinds_by_domain, plan};
+use memfold_units::ByteSize;
+
+use super::support::{self, BOOT};
+
+const MEMORY: ByteSize = ByteSize::mib(512);
+/// How far the prediction may be off, percent.
+const OFF: f64 = 10.0;
+/// VMs that the plan is made of.
+const MEASURED: usize = 2;
+
+/// A web server that has served something.
+const WORK: &str = "systemctl start apache2 && \
+    for n in 1 2 3 4 5 6 7 8; do curl -sf http://127.0.0.1/ | wc -c; done | sort -u";
+
+fn mib(bytes: u64) -> u64 {
+    bytes >> 20
+}
+
+/// Starts VMs, has them work, and waits until what they share is folded and nothing moves any more.
+fn start(lab: &Lab, names: &[String]) -> FullReport {
+    for name in names {
+        let spec = Lab::spec(name, "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+        lab.start(spec).unwrap();
+    }
+    for name in names {
+        lab.wait_ready(name, BOOT).unwrap();
+    }
+    let limit = Duration::from_secs(180);
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    for said in lab.exec_all(&names, WORK, limit).unwrap() {
+        assert!(said.trim().parse::<u64>().unwrap() > 100, "served: {said}");
+    }
+    let stats = || lab.stats().unwrap();
+    support::wait_stats("folded", limit, stats, |stats| {
+        let folded = |vm| support::folded_percent(vm) > 85.0;
+        stats
+            .vms
+            .iter()
+            .all(|vm| vm.matched_pages > 10_000 && folded(vm))
+    });
+    let end = Instant::now() + limit;
+    let mut before = lab.report().unwrap();
+    loop {
+        std::thread::sleep(Duration::from_secs(4));
+        let now = lab.report().unwrap();
+        let bytes = |report: &FullReport| report.ledger.host.unreclaimable_bytes.0;
+        if bytes(&now).abs_diff(bytes(&before)) < 4 << 20 {
+            return now;
+        }
+        assert!(Instant::now() < end, "it never settles");
+        before = now;
+    }
+}
+
+#[test]
+fn a_plan_made_of_two_guests_is_right_within_ten_percent_when_there_are_more() {
+    let Some(_turn) = support::turn() else { return };
+    let all = support::seconds("MEMFOLD_PLAN_VMS", 4).as_secs();
+    let all = usize::try_from(all).unwrap();
+    let names: Vec<String> = (1..=all).map(|number| format!("web-{number}")).collect();
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    lab.fold(true).unwrap();
+    let first = start(&lab, &names[..MEASURED]);
+    let kinds = kinds_by_domain(&first.ledger);
+    assert_eq!(kinds.len(), 1);
+    let taken = first.ledger.host.unreclaimable_bytes.0;
+    // One more at a time beyond the two, so that each number has its figure; the plan is always that of the two.
+    for number in MEASURED + 1..=all {
+        let wanted = [(kinds[0].0.clone(), number as u64)];
+        let planned = plan(&first.ledger, &caches(&first.fold), &kinds, &wanted, None).unwrap();
+        let kind = &planned.kinds[0];
+        // What others on this host take meanwhile is no part of it: VMs, page stores and memfold, each page once (which is held against
+        // MemAvailable by the ledger's own tests).
+        let predicted = taken + planned.predicted_bytes - planned.used_bytes;
+        let now = start(&lab, &names[number - 1..number]);
+        let real = now.ledger.host.unreclaimable_bytes.0;
+        let off = (predicted as f64 - real as f64) * 100.0 / real as f64;
+        println!(
+            "{number} VMs: predicted {} MiB +- {}, really {} MiB: {off:+.1} %; one more takes {} MiB +- {} (page cache {}), shares {}, owes {}; {} more fit, {} by memory alone",
+            mib(predicted),
+            mib(planned.plus_minus_bytes.unwrap()),
+            mib(real),
+            mib(kind.own_bytes),
+            mib(kind.plus_minus_bytes.unwrap()),
+            mib(kind.page_cache_bytes),
+            mib(kind.shared_bytes),
+            mib(kind.owed_bytes),
+            kind.more_fit,
+            kind.more_fit_by_memory,
+        );
+        let used = |report: &FullReport| {
+            let host = &report.ledger.host;
+            mib((host.mem_total_bytes - host.mem_available_bytes).0)
+        };
+        println!(
+            "  the host: predicted {} MiB, really {} MiB used, with what others took",
+            mib(planned.predicted_bytes),
+            used(&now)
+        );
+        assert!(off.abs() <= OFF, "{number} VMs: {off:+.1} %");
+        // The VMs that were measured are not the whole of it.
+        assert!(kind.own_bytes > 32 << 20 && kind.shared_bytes > 32 << 20);
+    }
+}
