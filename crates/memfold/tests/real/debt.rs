@@ -189,23 +189,28 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
         assert!(said.starts_with("wrong 0 of "), "{name}: {said}");
     }
 
-    // Less than the reserve is left: guests drop page cache, until it is whole.
+    // Far less than the reserve is left, whatever others on this host do: each guest is asked to drop page cache.
     let before = lab.daemon().debt().unwrap();
     assert_eq!(before.level, Level::Braked);
-    let reserve = before.mem_available_bytes + (120 << 20);
+    let taken = || lab.report().unwrap().ledger.host.unreclaimable_bytes.0;
+    let taken_before = taken();
+    let reserve = before.mem_available_bytes + (2 << 30);
     show("a higher reserve", &set_reserve(&lab, reserve));
-    let whole = wait(&lab, "the reserve is whole", limit, |debt| {
-        debt.mem_available_bytes >= reserve
-    });
     let dropped = |debt: &DebtReport| {
         let events = debt.events.iter();
         let dropped = events.filter(|event| event.what.contains("dropped its clean page cache"));
         dropped.map(|event| event.what.clone()).collect::<Vec<_>>()
     };
-    println!("{:#?}", dropped(&whole));
-    assert!(!dropped(&whole).is_empty(), "{whole:#?}");
-    assert!(whole.folded_bytes < before.folded_bytes, "{whole:#?}");
-    assert_eq!(whole.level, Level::Braked, "not at once");
+    let after = wait(&lab, "all have dropped their page cache", limit, |debt| {
+        dropped(debt).len() == CLONES.len()
+    });
+    println!("{:#?}", dropped(&after));
+    assert!(after.folded_bytes < debt.folded_bytes / 2, "{after:#?}");
+    assert_eq!(after.level, Level::Braked);
+    let given_back = taken_before.saturating_sub(taken());
+    println!("given back to the host: {} MiB", mib(given_back));
+    // Some may have dropped theirs in the storm already: what the last had of its own, at least.
+    assert!(given_back > 48 << 20, "{given_back}");
 
     // Nobody lost a VM, or a byte of what it reads.
     assert_eq!(lab.exec_all(&CLONES, READ, limit).unwrap(), sums);
@@ -213,7 +218,8 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
     assert_eq!(lab.exec_all(&CLONES, again, limit).unwrap(), own);
     assert_eq!(oom_kills(), killed, "the OOM killer came");
 
-    // Enough again.
+    // Enough again: what two of them had is back, and the reserve is as before.
+    set_reserve(&lab, reserve - (3 << 30));
     for name in &CLONES[1..] {
         lab.stop(name).unwrap();
     }
