@@ -16,8 +16,7 @@
 //! [`read`] reads the kernel's files, [`take`] makes the accounts of [`account`] from them, [`agree`] holds the accounts
 //! against what the kernel says elsewhere, [`table`] prints them, [`frames`] proves who shares which physical page. [`debt`] is what guests could call
 //! in by writing, and [`brake`] says when that is too much. [`memory_map`] and [`sharing`] are views of it for persons: one VM's RAM from end to end, and
-//! who has pages in common with whom.
-//! in by writing, and [`brake`] says when that is too much. [`plan`] says what more VMs would take.
+//! who has pages in common with whom. [`plan`] says what more VMs would take.
 
 pub mod account;
 pub mod agree;
