@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// Every command, what its help has to speak of, and whether it needs a daemon (with arguments that are right).
-const COMMANDS: [(&[&str], &[&str], bool); 42] = [
+const COMMANDS: [(&[&str], &[&str], bool); 44] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
