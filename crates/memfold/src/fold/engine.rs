@@ -501,20 +501,24 @@ impl Engine {
                 let _ = answer.send(self.cached_files());
             }
             Command::Stats(answer) => {
-                let began_ns = thread_cpu_ns();
-                // The engine's own looks at the kernel's tables go on at their own times.
-                self.sync_all();
-                let mut report = self.report();
-                // Reporting is not folding: who watches often must not slow it down, nor see its own cost as folding's.
-                report.engine_cpu_s = began_ns.saturating_sub(self.reports_ns) as f64 / 1e9;
-                self.reports_ns += thread_cpu_ns() - began_ns;
-                report.report_cpu_s = self.reports_ns as f64 / 1e9;
                 // The asker may have gone away meanwhile.
-                let _ = answer.send(report);
+                let _ = answer.send(self.stats());
                 self.charged_ns = thread_cpu_ns() + self.library_cpu_ns;
             }
             Command::Stop => {}
         }
+    }
+
+    fn stats(&mut self) -> EngineStats {
+        let began_ns = thread_cpu_ns();
+        // The engine's own looks at the kernel's tables go on at their own times.
+        self.sync_all();
+        let mut report = self.report();
+        // Reporting is not folding: who watches often must not slow it down, nor see its own cost as folding's.
+        report.engine_cpu_s = began_ns.saturating_sub(self.reports_ns) as f64 / 1e9;
+        self.reports_ns += thread_cpu_ns() - began_ns;
+        report.report_cpu_s = self.reports_ns as f64 / 1e9;
+        report
     }
 }
 

@@ -132,6 +132,86 @@ pub(super) static FAMILIES: &[Family] = &[
         "Sums of the ledger that are more than 2 % off the kernel's; 0 is right",
         |s, out| out.one(s.figures.report.ledger.disagreements.len() as f64),
     ),
+    gauge(
+        "memfold_debt",
+        Bytes,
+        "Memory that guests could call in by writing to what they share, by what they share it through",
+        |s, out| {
+            let Some(debt) = &s.figures.report.ledger.debt else {
+                return Ok(());
+            };
+            for (through, bytes) in [
+                ("folding", debt.folded_bytes),
+                ("snapshots", debt.snapshot_bytes),
+                ("zero_drop", debt.zero_bytes),
+                ("ksm", debt.ksm_bytes),
+                ("starting", debt.starting_bytes),
+            ] {
+                out.with(&[("through", through)], bytes as f64)?;
+            }
+            Ok(())
+        },
+    ),
+    gauge(
+        "memfold_debt_needed",
+        Bytes,
+        "The part of it that has to be there for guests that call it in at once",
+        |s, out| {
+            out.maybe(
+                s.figures
+                    .report
+                    .ledger
+                    .debt
+                    .as_ref()
+                    .map(|d| d.needed_bytes as f64),
+            )
+        },
+    ),
+    gauge(
+        "memfold_debt_absorbable",
+        Bytes,
+        "What there is for it: MemAvailable less the host's reserve",
+        |s, out| {
+            out.maybe(
+                s.figures
+                    .report
+                    .ledger
+                    .debt
+                    .as_ref()
+                    .map(|d| d.absorbable_bytes as f64),
+            )
+        },
+    ),
+    gauge(
+        "memfold_debt_level",
+        Numbers,
+        "0 ok, 1 warning, 2 braked: VMs are not started",
+        |s, out| {
+            out.maybe(
+                s.figures
+                    .report
+                    .ledger
+                    .debt
+                    .as_ref()
+                    .map(|d| f64::from(d.level as u8)),
+            )
+        },
+    ),
+    gauge(
+        "memfold_debt_sharing_held",
+        Numbers,
+        "1: folding and KSM make no more debt, until the level is 0 again",
+        |s, out| {
+            out.maybe(
+                s.figures
+                    .report
+                    .ledger
+                    .debt
+                    .as_ref()
+                    .map(|d| f64::from(u8::from(d.sharing_held))),
+            )
+        },
+    ),
     gauge("memfold_own_pss", Bytes, "PSS of the daemon", |s, out| {
         out.one(s.figures.report.ledger.host.own.pss_bytes.0 as f64)
     }),

@@ -7,7 +7,7 @@ use super::*;
 use crate::api::{Borrowed, FullReport, SwapPlace, VmInfo};
 use crate::daemon::OnShelf;
 use crate::fold::{DomainStats, EngineStats, VmStats};
-use crate::ledger::{KsmAccount, Report, VmAccount};
+use crate::ledger::{DebtReport, KsmAccount, Level, Report, VmAccount};
 use crate::lend::LenderStatus;
 
 /// A host on which every figure is there.
@@ -15,6 +15,10 @@ fn everything() -> Figures {
     let mut ledger = Report::default();
     ledger.host.mem_total_bytes = ByteSize(24 << 30);
     ledger.host.saved_by_folding_bytes = -4096;
+    ledger.debt = Some(DebtReport {
+        level: Level::Braked,
+        ..DebtReport::default()
+    });
     ledger.host.ksm = Some(KsmAccount {
         zero_pages: Some(2),
         general_profit_bytes: -1,
