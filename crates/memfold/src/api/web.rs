@@ -100,7 +100,7 @@ mod tests {
             let name = format!("{prefix}/{}", entry.file_name().to_str().unwrap());
             if entry.file_type().unwrap().is_dir() {
                 below(&entry.path(), &name, found);
-            } else if !name.contains("LICENSE") && !name.ends_with(".md") {
+            } else if !name.contains("LICENSE") && !name.ends_with("README.md") {
                 found.insert(name);
             }
         }

@@ -325,7 +325,10 @@ pages_per_second = 10_000
         for (number, words) in [
             (0, "cpu: invalid value '500' for '--cpu <PERCENT>'"),
             (1, "store_cap: invalid value 'much'"),
-            (2, "colour: no such field; there are cpu, "),
+            (
+                2,
+                "colour: no such field; there are allow_host, cover, cpu, ",
+            ),
             (3, "paused: is true or false"),
             (4, "include: is a list"),
             (5, "settle: invalid value '-1'"),
