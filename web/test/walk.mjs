@@ -51,7 +51,9 @@ async function open(options) {
   const page = await context.newPage();
   page.setDefaultTimeout(PATIENCE.timeout);
   page.on("console", (message) => {
-    if (message.type() === "error" && !message.text().includes("401")) faults.push(`console: ${message.text()}`);
+    // Refusals that the walk asks for: not logged in, not allowed, in use. The browser's console notes each.
+    const refusal = /status of (401|403|409)/.test(message.text());
+    if (message.type() === "error" && !refusal) faults.push(`console: ${message.text()}`);
   });
   page.on("pageerror", (error) => faults.push(`script: ${error.stack}`));
   const origin = new URL(operateUrl).origin;

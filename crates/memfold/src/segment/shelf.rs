@@ -90,7 +90,7 @@ impl Shelf {
             right: Arc::default(),
             pinning: Arc::default(),
         };
-        // A daemon that died between the image's last name and this, or while it removed one.
+        // Of a daemon that died between the image's last name and this, or while it removed one.
         for manifest in shelf.all().unwrap_or_default() {
             protect(&shelf.stored_image(&manifest), true);
         }
@@ -436,15 +436,13 @@ impl Shelf {
             }
             _ => {}
         }
-        // At once; if the rest is cut off, the next daemon does it.
+        // At once, with the last generation all of the segment; if the rest is cut off, the next daemon does it.
         let gone = self.root.join(format!(".{}.draft", manifest.reference()));
-        fs::rename(&place, &gone).map_err(failed(&place))?;
+        let is_last = self.generations(&manifest.name)? == [manifest.generation];
+        let all = self.root.join(&manifest.name);
+        let whole = if is_last { &all } else { &place };
+        fs::rename(whole, &gone).map_err(failed(whole))?;
         fs::remove_dir_all(&gone).map_err(failed(&gone))?;
-        // Of the last generation.
-        if self.generations(&manifest.name)?.is_empty() {
-            self.set_writer(&manifest.name, None)?;
-        }
-        let _ = fs::remove_dir(self.root.join(&manifest.name));
         self.right
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
