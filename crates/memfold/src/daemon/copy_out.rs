@@ -52,11 +52,10 @@ done
 mkdir -p /run/memfold
 # Its own: what a daemon that died has begun may still be leaving another.
 place=$(mktemp -d /run/memfold/copy-out.XXXXXX)
-mount -t ext4 -o nosuid,nodev,noexec "/dev/${disk##*/}" $place
 # The agent, among others, may be looking at a file there.
 leave() {
     tries=0
-    until umount $place 2> /dev/null; do
+    while mountpoint -q $place && ! umount $place 2> /dev/null; do
         tries=$((tries + 1))
         [ $tries -lt 100 ] || { umount $place; exit 1; }
         sleep 0.2
@@ -64,6 +63,7 @@ leave() {
     rmdir $place
 }
 trap leave EXIT
+mount -t ext4 -o nosuid,nodev,noexec "/dev/${disk##*/}" $place
 cd /
 for top in "$@"; do
     [ -e "./$top" ] || continue
