@@ -40,7 +40,7 @@ export function Sharing() {
     const pair = found.get(`${a.vm}\n${b.vm}`);
     const value = pair ? of(pair, kind) : 0;
     const share = value / most;
-    return html`<td class=${value ? "heat" : "none"} style=${{ "--heat": `${Math.round(share * 70)}%` }} title=${`${a.vm} and ${b.vm}: ${bytes(value)}`}>${value ? html`<${Bytes} value=${value} figure=${`pair.${a.vm}.${b.vm}`} />` : "·"}</td>`;
+    return html`<td class=${value ? "heat" : "none"} style=${{ "--heat": `${Math.round(share * 45)}%` }} title=${`${a.vm} and ${b.vm}: ${bytes(value)}`}>${value ? html`<${Bytes} value=${value} figure=${`pair.${a.vm}.${b.vm}`} />` : "·"}</td>`;
   };
   return html`
     <${Card} title="Pages in common" aside=${picker} wide>
