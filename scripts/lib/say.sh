@@ -14,3 +14,11 @@ cannot() {
     printf '[memfold] not possible here: %s\n' "$*" >&2
     exit 3
 }
+
+# have PROGRAM...: all of them are there ('command -v' is content with one).
+have() {
+    local program
+    for program; do
+        command -v "$program" >/dev/null || return
+    done
+}

@@ -58,8 +58,11 @@ function tell() {
   for (const listener of listeners) listener();
 }
 
+// Whether samples are wanted: not after a logout.
+let live = false;
+
 function open() {
-  if (source || document.hidden) return;
+  if (!live || source || document.hidden) return;
   source = new EventSource("/v1/live");
   source.addEventListener("sample", (event) => {
     state.sample = JSON.parse(event.data);
@@ -87,14 +90,18 @@ function close() {
   source = null;
 }
 
+document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
+
 export function beginLive() {
+  live = true;
   open();
-  document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
 }
 
 export function endLive() {
+  live = false;
   close();
   state.sample = null;
+  state.recent = [];
 }
 
 /** The newest sample, and whether more come. */

@@ -29,9 +29,18 @@ const PAGES = [
   ["events", "Events", Events],
 ];
 
+// What was typed by hand may not be encoded right.
+const decoded = (text) => {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+};
+
 function place() {
   const [page, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
-  return { page: page || "host", name: rest.length ? decodeURIComponent(rest.join("/")) : null };
+  return { page: page || "host", name: rest.length ? decoded(rest.join("/")) : null };
 }
 
 function ThemeSwitch() {
@@ -121,6 +130,8 @@ function App() {
     };
     begin();
     const moved = () => {
+      // An address with a code, in a tab where the page is open already.
+      if (/^#login=/.test(location.hash)) return void begin();
       setAt(place());
       scrollTo(0, 0);
       // Whoever reads by ear hears the new page's title.

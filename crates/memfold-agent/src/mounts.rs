@@ -44,6 +44,8 @@ pub struct Mount {
     /// other layers where they lie. In the overlay it would have the kernel look up every name of every merged directory: 15 MiB of slab
     /// in an idle guest.
     pub laid: bool,
+    /// A segment is laid over a directory of it: what programs read there lies below the overlay.
+    pub is_laid_over: bool,
 }
 
 impl Mount {
@@ -71,9 +73,16 @@ impl Mounts {
 
     /// Reads the text of a `mountinfo` file; lines of other shapes or other file systems are passed over.
     pub fn parse(text: &[u8]) -> Self {
-        Self {
-            list: text.split(|b| *b == b'\n').filter_map(line).collect(),
+        let mut list: Vec<Mount> = text.split(|b| *b == b'\n').filter_map(line).collect();
+        let laid: Vec<Vec<u8>> = list
+            .iter()
+            .filter(|m| m.laid && m.kind == Kind::Overlay)
+            .map(|m| m.point.clone())
+            .collect();
+        for mount in &mut list {
+            mount.is_laid_over = !mount.laid && laid.iter().any(|point| under(point, &mount.point));
         }
+        Self { list }
     }
 
     /// Device that hints of an event's device go under: `None` for those that are no disk file system's (tmpfs, proc, block devices).
@@ -158,6 +167,7 @@ fn line(line: &[u8]) -> Option<Mount> {
             Kind::Packed => options.split(|b| *b == b',').any(|o| o == b"dax=always"),
             _ => false,
         },
+        is_laid_over: false,
     })
 }
 
@@ -231,6 +241,8 @@ mod tests {
             .map(|m| str::from_utf8(&m.point).unwrap())
             .collect();
         assert_eq!(points, ["/", "/merged", "/mnt/erofs"]);
+        let over: Vec<bool> = mounts.list.iter().map(|m| m.is_laid_over).collect();
+        assert_eq!(over, [true, false, false, false, false]);
         // Events of a layer still are the overlay's, if they are of no other mount.
         assert_eq!(mounts.hint_device(259 << 20), Some(259 << 20));
     }

@@ -30,12 +30,14 @@ pub struct Entry<'a> {
     pub inode: u64,
     /// Path of the directory below the mount, without slashes at its ends.
     pub parent: &'a [u8],
+    /// What keeps an open of it on its mount.
+    stay: ResolveFlags,
 }
 
 impl Entry<'_> {
     /// Opens the file for reading, `None` if its inode or dentry is not in memory or it may not be opened.
     pub fn open(&self) -> Option<OwnedFd> {
-        open(self.directory, self.name, OFlags::RDONLY)
+        open(self.directory, self.name, OFlags::RDONLY, self.stay)
     }
 
     /// Its path in the guest's root.
@@ -53,15 +55,19 @@ impl Entry<'_> {
     }
 }
 
-fn open(directory: BorrowedFd<'_>, name: &CStr, flags: OFlags) -> Option<OwnedFd> {
+fn open(
+    directory: BorrowedFd<'_>,
+    name: &CStr,
+    flags: OFlags,
+    stay: ResolveFlags,
+) -> Option<OwnedFd> {
     let flags = flags
         | OFlags::NOFOLLOW
         | OFlags::NONBLOCK
         | OFlags::CLOEXEC
         | OFlags::NOATIME
         | OFlags::NOCTTY;
-    // Not NO_XDEV: with CACHED it refuses directories that something is mounted on, also where the mount isn't seen.
-    let resolve = ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS;
+    let resolve = ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS | stay;
     // EAGAIN may also come from a rename at the same time; once more is enough to tell.
     for _ in 0..2 {
         match rustix::fs::openat2(directory, name, flags, Mode::empty(), resolve) {
@@ -74,7 +80,7 @@ fn open(directory: BorrowedFd<'_>, name: &CStr, flags: OFlags) -> Option<OwnedFd
 }
 
 /// Calls `visit` for every regular file of `mount` in a cached directory, until it returns false. Files on mounts below it are not
-/// visited; what these hide is.
+/// visited; what these hide is where a segment is laid over it.
 pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) -> io::Result<()> {
     let point = std::path::Path::new(std::ffi::OsStr::from_bytes(&mount.point));
     let top: OwnedFd = File::open(point)?.into();
@@ -88,10 +94,18 @@ pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) ->
     if stat.stx_mask & STATX_MNT_ID != 0 && stat.stx_mnt_id != mount.id {
         return Ok(());
     }
-    // A copy of the mount alone has nothing mounted below it: programs that use a segment read the guest's own files below its overlay.
-    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
-    let top =
-        rustix::mount::open_tree(&top, c"", flags | OpenTreeFlags::AT_EMPTY_PATH).unwrap_or(top);
+    // Programs that use a segment read the guest's own files below its overlay, and a copy of the mount has nothing mounted below it. Others
+    // are not copied: umount would succeed while the copy keeps the file system alive.
+    let (top, stay) = if mount.is_laid_over {
+        let flags = OpenTreeFlags::OPEN_TREE_CLONE
+            | OpenTreeFlags::OPEN_TREE_CLOEXEC
+            | OpenTreeFlags::AT_EMPTY_PATH;
+        // With CACHED, NO_XDEV refuses directories that something is mounted on, also where the mount isn't seen.
+        let copy = rustix::mount::open_tree(&top, c"", flags)?;
+        (copy, ResolveFlags::empty())
+    } else {
+        (top, ResolveFlags::NO_XDEV)
+    };
     let mut buffer = vec![MaybeUninit::uninit(); 16 << 10];
     let mut pending: Vec<(Vec<u8>, usize)> = vec![(Vec::new(), 0)];
     while let Some((parent, depth)) = pending.pop() {
@@ -103,7 +117,8 @@ pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) ->
         let Ok(path) = std::ffi::CString::new(path) else {
             continue;
         };
-        let Some(directory) = open(top.as_fd(), &path, OFlags::RDONLY | OFlags::DIRECTORY) else {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let Some(directory) = open(top.as_fd(), &path, flags, stay) else {
             continue;
         };
         let mut entries = RawDir::new(&directory, &mut buffer);
@@ -127,6 +142,7 @@ pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) ->
                         name,
                         inode: entry.ino(),
                         parent: &parent,
+                        stay,
                     };
                     if !visit(&entry) {
                         return Ok(());
@@ -148,7 +164,7 @@ mod tests {
     use crate::mounts::Kind;
     use rustix::mount::MountPropagationFlags;
 
-    fn paths_of(directory: &std::path::Path) -> Vec<String> {
+    fn paths_of(directory: &std::path::Path, is_laid_over: bool) -> Vec<String> {
         let flags = (
             AtFlags::EMPTY_PATH,
             StatxFlags::from_bits_retain(STATX_MNT_ID),
@@ -164,6 +180,7 @@ mod tests {
             kind: Kind::Plain,
             subvolume: None,
             laid: false,
+            is_laid_over,
         };
         let mut paths = Vec::new();
         cached_files(&mount, |e| {
@@ -196,7 +213,8 @@ mod tests {
         std::fs::create_dir(directory.path().join("sub")).unwrap();
         std::fs::write(directory.path().join("a"), b"1").unwrap();
         std::fs::write(directory.path().join("sub/b"), b"2").unwrap();
-        assert_eq!(paths_of(directory.path()), ["a", "sub/b"]);
+        assert_eq!(paths_of(directory.path(), false), ["a", "sub/b"]);
+        assert_eq!(paths_of(directory.path(), true), ["a", "sub/b"]);
     }
 
     #[test]
@@ -214,7 +232,8 @@ mod tests {
             let none = rustix::mount::MountFlags::empty();
             rustix::mount::mount("tmpfs", &sub, "tmpfs", none, None).unwrap();
             std::fs::write(sub.join("above"), b"2").unwrap();
-            assert_eq!(paths_of(directory.path()), ["sub/below"]);
+            assert_eq!(paths_of(directory.path(), true), ["sub/below"]);
+            assert_eq!(paths_of(directory.path(), false), [""; 0]);
         };
         std::thread::scope(|scope| scope.spawn(own).join().unwrap());
     }

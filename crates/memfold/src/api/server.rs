@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::rejection::JsonRejection;
 use axum::extract::{DefaultBodyLimit, Extension, FromRequest, Path as UrlPath, Query, State};
@@ -42,6 +43,9 @@ use crate::vm::{LaunchError, VmSpec};
 
 /// Largest request body in bytes.
 pub(super) const MAX_BODY: usize = 1 << 20;
+
+/// How long the daemon's end waits for answers that are under way.
+const LAST_ANSWERS: Duration = Duration::from_secs(30);
 
 /// Why the server could not start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -184,7 +188,8 @@ pub async fn serve(
     let _ = ended.send(true);
     daemon.end_views();
     if let Some(graceful) = Arc::into_inner(graceful) {
-        graceful.shutdown().await;
+        // Whoever doesn't read doesn't keep the daemon from ending.
+        let _ = tokio::time::timeout(LAST_ANSWERS, graceful.shutdown()).await;
     }
     Ok(())
 }

@@ -11,7 +11,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -71,12 +71,23 @@ struct State {
     given_back_pages: u64,
     /// When the engine looked last, how long that took, how much was available and which VMs ran then.
     looked: Option<(Instant, Duration, u64, Vec<String>)>,
+    /// What the engine was asked and has not answered yet.
+    pending: Option<Question>,
     /// VMs that are being started, and the images that they will run from.
     starting: BTreeMap<String, (u64, Instant)>,
     /// When guests were asked to drop page cache.
     asked: BTreeMap<String, Instant>,
     relieving: bool,
     events: VecDeque<BrakeEvent>,
+}
+
+/// What the engine was asked.
+#[derive(Debug)]
+struct Question {
+    answered: Receiver<Owed>,
+    asked: Instant,
+    /// If it looks: what was available and which VMs ran when it was asked.
+    looks: Option<(u64, Vec<String>)>,
 }
 
 impl DebtWatch {
@@ -90,6 +101,7 @@ impl DebtWatch {
             ksm_pages: 0,
             given_back_pages: 0,
             looked: None,
+            pending: None,
             starting: BTreeMap::new(),
             asked: BTreeMap::new(),
             relieving: false,
@@ -279,7 +291,8 @@ pub(super) fn watch(daemon: &Weak<Daemon>) {
 impl Daemon {
     /// What guests could call in, what there is for it, and what the brake does.
     pub fn debt(self: &Arc<Self>) -> Result<DebtReport, DaemonError> {
-        self.ask_owed(false, false);
+        let vms = self.lock().keys().cloned().collect();
+        self.ask_owed(false, false, (0, vms))?;
         self.judge(Memory::now()?)
     }
 
@@ -351,15 +364,9 @@ impl Daemon {
             let look = state.look_due(memory.available, &vms);
             (look, state.brake.level())
         };
-        if !vms.is_empty() || !self.owing.lock().owed.vms.is_empty() {
-            let asked = Instant::now();
-            let answered = self.ask_owed(look, look && level > Level::Ok);
-            if look && answered {
-                let looked = (Instant::now(), asked.elapsed(), memory.available, vms);
-                self.owing.lock().looked = Some(looked);
-            }
-        }
-        let ksm_pages = ksm_pages(look, self.owing.lock().ksm_pages);
+        self.ask_owed(look, look && level > Level::Ok, (memory.available, vms))?;
+        let before = self.owing.lock().ksm_pages;
+        let ksm_pages = ksm_pages(look, before);
         self.owing.lock().ksm_pages = ksm_pages;
         let report = self.judge(Memory::now()?)?;
         // Each time: steering may have begun meanwhile.
@@ -370,21 +377,45 @@ impl Daemon {
         Ok(())
     }
 
-    /// Has the engine say what guests could call in. Returns whether it did in time.
-    fn ask_owed(&self, look: bool, give_back: bool) -> bool {
-        let (answer, answered) = sync_channel(1);
-        let command = Command::Owed {
-            look,
-            give_back,
-            answer,
+    /// Has the engine say what guests could call in, and waits for it for a while. One question at a time: a look that takes long is waited for
+    /// at the next turn, not asked for again.
+    fn ask_owed(
+        &self,
+        look: bool,
+        give_back: bool,
+        (available, vms): (u64, Vec<String>),
+    ) -> Result<(), DaemonError> {
+        let (pending, is_due) = {
+            let mut state = self.owing.lock();
+            let known = !state.owed.vms.is_empty() || !state.starting.is_empty();
+            (state.pending.take(), !vms.is_empty() || known)
         };
-        let Some(owed) = self
-            .tell(command)
-            .ok()
-            .and_then(|()| answered.recv_timeout(ANSWER).ok())
-        else {
-            return false;
+        let question = match pending {
+            Some(question) => question,
+            None if is_due => {
+                let (answer, answered) = sync_channel(1);
+                self.tell(Command::Owed {
+                    look,
+                    give_back,
+                    answer,
+                })?;
+                Question {
+                    answered,
+                    asked: Instant::now(),
+                    looks: look.then_some((available, vms)),
+                }
+            }
+            None => return Ok(()),
         };
+        match question.answered.recv_timeout(ANSWER) {
+            Ok(owed) => self.note_owed(owed, question),
+            Err(RecvTimeoutError::Timeout) => self.owing.lock().pending = Some(question),
+            Err(RecvTimeoutError::Disconnected) => {}
+        }
+        Ok(())
+    }
+
+    fn note_owed(&self, owed: Owed, question: Question) {
         let mut state = self.owing.lock();
         state.given_back_pages += owed.given_back_pages;
         state.starting.retain(|name, (_, at)| {
@@ -392,7 +423,9 @@ impl Daemon {
             at.elapsed() < STARTING && !owed.vms.iter().any(seen)
         });
         state.owed = owed;
-        true
+        if let Some((available, vms)) = question.looks {
+            state.looked = Some((Instant::now(), question.asked.elapsed(), available, vms));
+        }
     }
 
     /// Finds the level, and does what follows when it is another.

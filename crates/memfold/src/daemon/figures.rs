@@ -4,7 +4,7 @@
 //! kept: for [`LEAST_AGE`], and for so long that taking them takes at most a hundredth of a core. That goes by CPU time: on a busy host it takes
 //! long, but costs no more.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use memfold_units::ByteSize;
@@ -100,10 +100,13 @@ impl Kept {
         if let Some(figures) = self.fresh() {
             return Ok(figures);
         }
-        let _taking = match (self.taking.try_lock(), self.last()) {
-            (Ok(taking), _) => taking,
-            (Err(_), Some(old)) => return Ok(old),
-            (Err(_), None) => self.taking.lock().unwrap_or_else(PoisonError::into_inner),
+        let _taking = match self.taking.try_lock() {
+            Ok(taking) => taking,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => match self.last() {
+                Some(old) => return Ok(old),
+                None => self.taking.lock().unwrap_or_else(PoisonError::into_inner),
+            },
         };
         // Somebody may have taken them while we waited.
         if let Some(figures) = self.fresh() {

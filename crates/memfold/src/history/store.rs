@@ -1,7 +1,7 @@
 //! The database of samples.
 
 use std::fs::{File, Permissions};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use rusqlite::{Connection, ToSql, params, params_from_iter};
@@ -103,6 +103,7 @@ impl History {
         File::options()
             .create(true)
             .append(true)
+            .mode(0o600)
             .open(path)
             .and_then(|made| made.set_permissions(Permissions::from_mode(0o600)))
             .map_err(file)?;
@@ -155,13 +156,10 @@ impl History {
     ) -> Result<(), HistoryError> {
         let step = at_unix_s - at_unix_s.rem_euclid(COARSE_STEP_S);
         let over = self.gathering.replace(step).filter(|&old| old != step);
+        // First: it makes room.
+        let tidied = over.map_or(Ok(()), |_| self.make_coarse(step));
         let added = self.add_rows(at_unix_s, host, vms, events);
-        added
-            .and_then(|()| match over {
-                Some(_) => self.make_coarse(step),
-                None => Ok(()),
-            })
-            .map_err(|source| self.failed(source))
+        tidied.and(added).map_err(|source| self.failed(source))
     }
 
     fn add_rows(

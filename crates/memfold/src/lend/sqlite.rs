@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -97,6 +97,7 @@ impl SqliteRegistry {
         let made = std::fs::File::options()
             .create(true)
             .append(true)
+            .mode(0o600)
             .open(path)
             .and_then(|file| file.set_permissions(Permissions::from_mode(0o600)));
         made.map_err(|error| unusable(error.to_string()))?;

@@ -42,6 +42,8 @@ pub struct Shelf {
     right: Arc<Mutex<HashMap<PathBuf, Stamp>>>,
     /// Held while a copy is put into memory: two would write the same file.
     pinning: Arc<Mutex<()>>,
+    /// Held while a generation gets its place or loses it.
+    naming: Arc<Mutex<()>>,
 }
 
 /// What differs as soon as a file was written to, or another one was put in its place.
@@ -89,6 +91,7 @@ impl Shelf {
             runtime: std::path::absolute(runtime).unwrap_or_else(|_| runtime.into()),
             right: Arc::default(),
             pinning: Arc::default(),
+            naming: Arc::default(),
         };
         // Of a daemon that died between the image's last name and this, or while it removed one.
         for manifest in shelf.all().unwrap_or_default() {
@@ -415,7 +418,9 @@ impl Shelf {
             fs::rename(&draft.path, &place)?;
             File::open(&parent)?.sync_all()
         };
+        let naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
         name().map_err(failed(&place))?;
+        drop(naming);
         let image = place.join(IMAGE);
         protect(&image, true);
         if let Ok(facts) = fs::metadata(&image) {
@@ -438,10 +443,12 @@ impl Shelf {
         }
         // At once, with the last generation all of the segment; if the rest is cut off, the next daemon does it.
         let gone = self.root.join(format!(".{}.draft", manifest.reference()));
+        let naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
         let is_last = self.generations(&manifest.name)? == [manifest.generation];
         let all = self.root.join(&manifest.name);
         let whole = if is_last { &all } else { &place };
         fs::rename(whole, &gone).map_err(failed(whole))?;
+        drop(naming);
         fs::remove_dir_all(&gone).map_err(failed(&gone))?;
         self.right
             .lock()

@@ -593,3 +593,51 @@ fn the_audit_log_says_who_did_what_with_which_outcome() {
     assert!(!file.contains("echo secret"));
     assert!(!file.contains(&door.token("operate")));
 }
+
+#[test]
+fn who_hangs_up_is_noted_and_who_may_only_read_does_not_fill_the_log() {
+    let door = Door::open(&[]);
+    door.daemon.paused_vm("web1", &[]);
+    let bearer = format!("authorization: Bearer {}", door.token("operate"));
+    // Its guest never shuts down, so the answer takes its time; nobody waits for it.
+    let body = r#"{"timeout_s":2.0}"#;
+    let mut stream = TcpStream::connect(&door.host).unwrap();
+    write!(
+        stream,
+        "POST /v1/vms/web1/stop HTTP/1.1\r\nhost: {}\r\n{bearer}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        door.host,
+        body.len()
+    )
+    .unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    drop(stream);
+    let noted = |path: &str| {
+        let log = door.audit();
+        log.iter().filter(|entry| entry["path"] == path).count()
+    };
+    wait("the stop is noted", || noted("/v1/vms/web1/stop") == 1);
+
+    let read = format!("Bearer {}", door.token("read"));
+    let headers = [("authorization", read.as_str())];
+    for _ in 0..100 {
+        door.ask("POST", "/v1/session/codes", &headers, r#"{"role":"read"}"#);
+    }
+    let codes = noted("/v1/session/codes");
+    assert!((1..=60).contains(&codes), "{codes}");
+    // What operators do is noted all the same.
+    let change = br#"{"paused":true}"#;
+    assert_eq!(door.daemon.http("PUT", "/v1/fold", change).0, 200);
+    assert_eq!(noted("/v1/fold"), 1);
+}
+
+#[test]
+fn browsers_are_not_served_over_the_socket() {
+    let daemon = Daemon::start();
+    let socket = daemon.socket();
+    let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
+    let request = "GET /v1/vms HTTP/1.1\r\nhost: localhost\r\nsec-fetch-site: cross-site\r\nconnection: close\r\n\r\n";
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut said = String::new();
+    stream.read_to_string(&mut said).unwrap();
+    assert!(said.starts_with("HTTP/1.1 403"), "{said}");
+}

@@ -144,9 +144,12 @@ impl Audit {
         response: &Response,
         took: Duration,
     ) {
-        // Whoever isn't known, and failed, could fill the log.
+        // Whoever may not operate could fill the log, and so push out what operators did.
+        let begun = response.extensions().get::<NewSession>();
+        let operates =
+            role == Some(Role::Operate) || begun.is_some_and(|begun| begun.1 == Role::Operate);
         let mut not_noted = 0;
-        if role.is_none() && !response.status().is_success() {
+        if !operates {
             match self.may_note() {
                 Some(count) => not_noted = count,
                 None => return,
@@ -199,9 +202,11 @@ impl Audit {
     }
 
     fn write(&self, entry: &AuditEntry) {
-        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        // A disk may be slow; others' requests go on meanwhile.
-        let appended = tokio::task::block_in_place(|| self.append(entry));
+        // A disk may be slow; others' requests go on meanwhile, also beside those that wait to write.
+        let appended = tokio::task::block_in_place(|| {
+            let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+            self.append(entry)
+        });
         if let Err(error) = appended {
             warn!(path = %self.file().display(), %error, "the audit log can't be written");
         }

@@ -208,6 +208,9 @@ pub(in crate::api) async fn accept_unix(
     }
 }
 
+/// How long a peer may leave unread what is sent to it.
+const UNREAD_TIME: Duration = Duration::from_secs(60);
+
 /// Takes what comes over TCP, until it is dropped.
 pub(in crate::api) async fn accept_tcp(
     listener: TcpListener,
@@ -228,6 +231,11 @@ pub(in crate::api) async fn accept_tcp(
                 continue;
             }
         };
+        // Also with a window that stays closed (`TCP_USER_TIMEOUT`, tcp(7)).
+        let unread = u32::try_from(UNREAD_TIME.as_millis()).unwrap_or(u32::MAX);
+        if rustix::net::sockopt::set_tcp_user_timeout(&stream, unread).is_err() {
+            continue;
+        }
         let (router, watcher, acceptor) = (router.clone(), graceful.watcher(), acceptor.clone());
         tokio::spawn(async move {
             let peer = Peer::Tcp {

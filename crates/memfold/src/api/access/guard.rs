@@ -75,32 +75,56 @@ pub(in crate::api) async fn guard(
                     if let Some(visitor) = visitor {
                         request.extensions_mut().insert(visitor);
                     }
-                    let _turn = match turn(&access, &peer) {
+                    let turn = match turn(&access, &peer) {
                         Ok(turn) => turn,
                         Err(busy) => return with_headers(*busy, &path),
                     };
-                    let response = next.run(request).await;
-                    let took = began.elapsed();
-                    access
-                        .audit()
-                        .changed((&who, role), &method, &path, &body, &response, took);
-                    response
+                    let (access, path) = (access.clone(), path.clone());
+                    to_the_end(async move {
+                        let _turn = turn;
+                        let response = next.run(request).await;
+                        let took = began.elapsed();
+                        access.audit().changed(
+                            (&who, role),
+                            &method,
+                            &path,
+                            &body,
+                            &response,
+                            took,
+                        );
+                        response
+                    })
+                    .await
                 }
             }
         }
         Ok(visitor) => {
-            let _turn = match turn(&access, &peer) {
+            let turn = match turn(&access, &peer) {
                 Ok(turn) => turn,
                 Err(busy) => return with_headers(*busy, &path),
             };
             if let Some(visitor) = visitor {
                 request.extensions_mut().insert(visitor);
             }
-            next.run(request).await
+            to_the_end(async move {
+                let _turn = turn;
+                next.run(request).await
+            })
+            .await
         }
     };
     response.extensions_mut().remove::<Told>();
     with_headers(response, &path)
+}
+
+/// Goes on when the peer hangs up: what it has begun goes on, too, so it is noted and keeps its turn.
+async fn to_the_end(work: impl Future<Output = Response> + Send + 'static) -> Response {
+    tokio::spawn(work).await.unwrap_or_else(|_| {
+        refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "a task of the daemon ended unexpectedly",
+        )
+    })
 }
 
 fn login_name(peer: &Peer) -> String {
@@ -150,6 +174,17 @@ fn admit(
                      'memfold serve'",
                 )));
             };
+            // No browser speaks to this socket: somebody has put a proxy before it, and any page could use that.
+            let headers = request.headers();
+            if headers.contains_key(axum::http::header::ORIGIN)
+                || headers.contains_key("sec-fetch-site")
+            {
+                return Err(Box::new(refusal_with_hint(
+                    StatusCode::FORBIDDEN,
+                    "browsers are not served over the socket",
+                    "start the daemon with --listen, and use the address that 'memfold dashboard' prints",
+                )));
+            }
             Some(Visitor {
                 role: *role,
                 who: who.clone(),
@@ -254,15 +289,22 @@ fn cookie(headers: &HeaderMap, name: &str) -> Option<String> {
         })
 }
 
-/// A turn among those who came by TCP; over the Unix socket nobody waits for strangers.
-fn turn<'a>(
-    access: &'a Access,
+/// A turn among those who came by TCP or may only read; who operates over the Unix socket doesn't wait for them.
+fn turn(
+    access: &Access,
     peer: &Peer,
-) -> Result<Option<tokio::sync::SemaphorePermit<'a>>, Box<Response>> {
-    if matches!(peer, Peer::Unix { .. }) {
+) -> Result<Option<tokio::sync::OwnedSemaphorePermit>, Box<Response>> {
+    if matches!(
+        peer,
+        Peer::Unix {
+            role: Some(Role::Operate),
+            ..
+        }
+    ) {
         return Ok(None);
     }
-    access.turns.try_acquire().map(Some).map_err(|_| {
+    let turn = access.turns.clone().try_acquire_owned();
+    turn.map(Some).map_err(|_| {
         let mut busy = refusal(StatusCode::SERVICE_UNAVAILABLE, "too many requests at once");
         let header = busy.headers_mut();
         header.insert(RETRY_AFTER, HeaderValue::from_static("1"));

@@ -116,7 +116,9 @@ impl Keys {
         let code = secret()?;
         self.codes.retain(|code| now < code.until);
         if self.codes.len() >= MOST_CODES {
-            self.codes.remove(0);
+            // Whoever may only read doesn't push out those who operate.
+            let oldest = self.codes.iter().position(|code| code.role == Role::Read);
+            self.codes.remove(oldest.unwrap_or(0));
         }
         self.codes.push(Code {
             hash: hash(&code),
@@ -145,7 +147,8 @@ impl Keys {
         let cookie = secret()?;
         self.drop_old(now);
         if self.sessions.len() >= MOST_SESSIONS {
-            let oldest = (0..self.sessions.len()).min_by_key(|&at| self.sessions[at].used);
+            let oldest = (0..self.sessions.len())
+                .min_by_key(|&at| (self.sessions[at].role, self.sessions[at].used));
             oldest.map(|at| self.sessions.remove(at));
         }
         self.made += 1;

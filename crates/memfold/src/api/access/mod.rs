@@ -81,7 +81,7 @@ pub(super) struct Access {
     /// Name of the cookie of sessions.
     cookie_name: String,
     /// Requests over TCP that are worked on at once.
-    turns: Semaphore,
+    turns: Arc<Semaphore>,
     /// Turns to `true` when the daemon ends: streams end then.
     pub(super) ending: watch::Receiver<bool>,
 }
@@ -100,7 +100,7 @@ impl Access {
             urls: tcp.map(TcpDoor::urls).unwrap_or_default(),
             names: tcp.map(|t| t.names.clone()).unwrap_or_default(),
             cookie_name: tcp.map(TcpDoor::cookie_name).unwrap_or_default(),
-            turns: Semaphore::new(TCP_REQUESTS),
+            turns: Arc::new(Semaphore::new(TCP_REQUESTS)),
             ending,
         })
     }
