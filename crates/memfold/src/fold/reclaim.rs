@@ -143,7 +143,10 @@ impl Engine {
         let members = self.vms.iter().filter(|(_, vm)| vm.domain == name);
         let ids: Vec<VmId> = members.map(|(&id, _)| id).collect();
         // All of them, also behind one that can't be read: what guests could call in is counted from these looks.
-        let is_read = ids.iter().fold(true, |all, &id| self.sync(id) && all);
+        let mut is_read = true;
+        for &id in &ids {
+            is_read &= self.sync(id);
+        }
         if !is_read || self.is_guarded(name, &ids) {
             return;
         }

@@ -619,11 +619,12 @@ fn who_hangs_up_is_noted_and_who_may_only_read_does_not_fill_the_log() {
 
     let read = format!("Bearer {}", door.token("read"));
     let headers = [("authorization", read.as_str())];
-    for _ in 0..100 {
+    for _ in 0..200 {
         door.ask("POST", "/v1/session/codes", &headers, r#"{"role":"read"}"#);
     }
     let codes = noted("/v1/session/codes");
-    assert!((1..=60).contains(&codes), "{codes}");
+    // Sixty a minute, and a minute may end meanwhile.
+    assert!((1..=130).contains(&codes), "{codes}");
     // What operators do is noted all the same.
     let change = br#"{"paused":true}"#;
     assert_eq!(door.daemon.http("PUT", "/v1/fold", change).0, 200);
