@@ -265,6 +265,7 @@ fn prepare(served: &Served<'_>, client: &Client, state: &Path) {
         || client.get("/v1/fold").unwrap(),
         |stats| stats.vms.len() == NAMES.len() && stats.vms.iter().all(|vm| vm.agent_ready),
     );
+    // Time for something to be folded; the figures are compared whatever it is.
     std::thread::sleep(Duration::from_secs(3));
     for name in NAMES {
         support::qmp(state, name)
