@@ -35,7 +35,7 @@ masked_generators=(
     bless-boot import factory-reset
 )
 # Installed, off at boot: tests and studies start them.
-disabled_units=(apache2.service postgresql.service apache-htcacheclean.service)
+disabled_units=(apache2.service postgresql.service apache-htcacheclean.service ssh.service ssh.socket)
 
 # base_key_of NAME: 16 hex digits of all that goes into the base image but Debian's packages.
 base_key_of() {
@@ -70,7 +70,7 @@ build_base() {
     local name=$1 out=$2
     [[ -d $out ]] && return
     need_root "building the guest image $name"
-    command -v mmdebstrap mke2fs cpio >/dev/null || cannot "mmdebstrap, e2fsprogs or cpio is missing. Run: make setup"
+    have mmdebstrap mke2fs cpio || cannot "mmdebstrap, e2fsprogs or cpio is missing. Run: make setup"
     local suite quick_source uuid scatter
     local -a packages late_packages mkfs_options
     # shellcheck source=/dev/null
@@ -145,6 +145,8 @@ set_up_guest() {
     mkdir -p "$root/etc/systemd/system-generators"
     for unit in "${masked_generators[@]}"; do ln -sfn /dev/null "$root/etc/systemd/system-generators/systemd-$unit-generator"; done
     for unit in "${disabled_units[@]}"; do rm -f "$root"/etc/systemd/system/*.wants/"$unit"; done
+    # Others take an emulated guest long to make anew.
+    rm -f "$root"/etc/ssh/ssh_host_{rsa,ecdsa}_key*
     rm -f "$root"/boot/initrd.img-* "$root"/var/cache/apt/*.bin "$root"/var/log/*.log "$root"/var/log/apt/*
     # Newer than /usr, so that no unit thinks the system was updated and needs its caches made again.
     touch "$root/etc/.updated" "$root/var/.updated"

@@ -5,7 +5,7 @@ suite=trixie
 packages=(
     "${base_packages[@]}"
     # programs that people run in VMs
-    apache2 postgresql python3-minimal curl fio stress-ng
+    apache2 postgresql python3-minimal curl fio stress-ng openssh-server
     # a compiler, and what Debian's kernel wants for a tinyconfig build
     gcc libc6-dev make bison flex bc libelf-dev libssl-dev xz-utils bzip2
     # data disks of the file-system tests

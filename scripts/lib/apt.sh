@@ -74,3 +74,18 @@ apt_install() {
         fi
     fi
 }
+
+# apt_install_unstarted PACKAGE...: the same, and services that packages bring are not started (invoke-rc.d(8)).
+apt_install_unstarted() {
+    local policy=/usr/sbin/policy-rc.d
+    if [[ -e $policy ]]; then
+        apt_install "$@"
+        return
+    fi
+    (
+        trap 'rm -f "$policy"' EXIT
+        printf '#!/bin/sh\nexit 101\n' >"$policy"
+        chmod +x "$policy"
+        apt_install "$@"
+    )
+}

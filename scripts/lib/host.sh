@@ -3,7 +3,7 @@
 
 host_packages=(
     # build and lint
-    gcc libc6-dev make pkg-config git ca-certificates binutils shellcheck
+    gcc libc6-dev make pkg-config libssl-dev git ca-certificates binutils shellcheck
     # guest images
     mmdebstrap debian-archive-keyring e2fsprogs cpio xz-utils zstd util-linux
     # data disks and segments of the tests and studies
@@ -11,7 +11,7 @@ host_packages=(
     # lent memory
     nbdkit
     # the tests' own needs
-    curl procps
+    curl procps openssl iproute2 python3
 )
 qemu_packages=(qemu-system-x86 qemu-utils qemu-block-extra)
 # Fold needs nothing newer, but device state, machine types and free page reporting are tested from here on.
@@ -47,7 +47,7 @@ setup_host() {
     codename=$(os_codename)
     major=$(qemu_major)
     if [[ -z $codename ]]; then
-        [[ $major -ge $qemu_oldest ]] && command -v gcc make mmdebstrap mkfs.ext4 >/dev/null && return
+        [[ $major -ge $qemu_oldest ]] && have gcc make mmdebstrap mkfs.ext4 && return
         cannot "packages are installed by this script on Debian 12 and 13 only. Install by hand:" \
             "QEMU >= $qemu_oldest, ${host_packages[*]}"
     fi

@@ -22,7 +22,8 @@ async function request(method, path, body) {
       method,
       credentials: "same-origin",
       headers: { "x-memfold": "1", ...(method === "GET" ? {} : { "content-type": "application/json" }) },
-      body: method === "GET" ? undefined : JSON.stringify(body ?? {}),
+      // What is JSON already is sent as it is.
+      body: method === "GET" ? undefined : typeof body === "string" ? body : JSON.stringify(body ?? {}),
     });
   } catch {
     throw new Refused(0, { error: "the daemon does not answer", hint: "it may be restarting; VMs go on without it" });

@@ -11,6 +11,7 @@ import { Estimate } from "./pages/estimate.js";
 import { Events } from "./pages/events.js";
 import { Host } from "./pages/host.js";
 import { Leases } from "./pages/leases.js";
+import { Plan } from "./pages/plan.js";
 import { Segments } from "./pages/segments.js";
 import { Sharing } from "./pages/sharing.js";
 import { Snapshots } from "./pages/snapshots.js";
@@ -25,6 +26,7 @@ const PAGES = [
   ["segments", "Segments", Segments],
   ["leases", "Leases", Leases],
   ["estimate", "Estimate", Estimate],
+  ["plan", "Plan", Plan],
   ["doctor", "Doctor", Doctor],
   ["events", "Events", Events],
 ];

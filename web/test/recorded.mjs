@@ -23,8 +23,14 @@ export function recorded(count) {
     own: { pss_bytes: 80 * MIB, store_pss_bytes: 0, page_table_bytes: MIB, metadata_bytes: 40 * MIB },
   };
   const fold = { paused: false, engine_cpu_s: 12, library_cpu_s: 8, cpu_share: 0.05, pages_per_second: null, hint_to_fold_p50_s: 1.2, hints_waiting: 0, vms: [], domains: [] };
+  const owed = names.map((name, n) => ({ name, folded_bytes: (90 + (n % 60)) * MIB, snapshot_bytes: 0, zero_bytes: (n % 9) * MIB }));
+  const debt = {
+    level: "braked", sharing_held: true, why: "", debt_bytes: 12000 * MIB, folded_bytes: 11600 * MIB, snapshot_bytes: 0, zero_bytes: 400 * MIB, ksm_bytes: 0, starting_bytes: 0,
+    store_bytes: 3000 * MIB, cover_percent: 50, needed_bytes: 6000 * MIB, mem_available_bytes: 9000 * MIB, reserve_bytes: 4096 * MIB, absorbable_bytes: 4904 * MIB, swap_free_bytes: 0,
+    given_back_bytes: 0, vms: owed, events: [{ at_unix_s: 1.8e9, level: "braked", mem_available_bytes: 9000 * MIB, debt_bytes: 12000 * MIB, what: "warning -> BRAKED: made up" }],
+  };
   return {
-    live: { ledger: { taken_unix_s: 1.8e9, host, vms: names.map(ledgerVm), disagreements: [] }, fold, vms: names.map(info), sample_cpu_ms: 20, interval_ms: 5000 },
+    live: { ledger: { taken_unix_s: 1.8e9, host, vms: names.map(ledgerVm), debt, disagreements: [] }, fold, vms: names.map(info), sample_cpu_ms: 20, interval_ms: 5000 },
     trends: { step_s: 90, vms: names.map((name, n) => ({ name, pss_bytes: Array.from({ length: 40 }, (_, i) => Math.round((180 + 20 * Math.sin((i + n) / 5)) * MIB)) })) },
   };
 }

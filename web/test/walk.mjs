@@ -1,6 +1,8 @@
 // Walks every page of the dashboard in a real Chromium, as an operator does, and says what it saw, as JSON lines on standard output.
 //
-//   node walk.mjs OPERATE-URL READ-URL RESULTS-DIRECTORY VM-TO-STOP CHROMIUM
+//   node walk.mjs OPERATE-URL READ-URL RESULTS-DIRECTORY VM-TO-STOP CHROMIUM BORROWER KIND FINGERPRINT FINGERPRINT
+//
+// BORROWER: a VM with a swap disk on lent memory. KIND: one of the plan. Screenshots that are named guide-* are those of docs/guide.
 //
 // It asserts nothing about figures: who started it knows what they have to be. It waits for a line on its standard input after each
 // line {"step": ..., "wait": true}.
@@ -11,7 +13,7 @@ import { createInterface } from "node:readline";
 import { chromium } from "playwright-core";
 import { recorded } from "./recorded.mjs";
 
-const [operateUrl, readUrl, results, vmToStop, executablePath] = process.argv.slice(2);
+const [operateUrl, readUrl, results, vmToStop, executablePath, borrower, kind, ...fingerprints] = process.argv.slice(2);
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 /** How long the page is left open, to see what that costs the daemon. */
 const HOLD_MS = 20_000;
@@ -29,11 +31,13 @@ const PAGES = (vm) => [
   ["host", "#/host", ".chart .plot canvas"],
   ["vms", "#/vms", "tbody tr"],
   ["vm", `#/vms/${vm}`, ".map canvas"],
+  ["swap", `#/vms/${borrower}`, ".segment-strip"],
   ["sharing", "#/sharing", ".matrix td"],
   ["snapshots", "#/snapshots", ".tree li"],
   ["segments", "#/segments", ".card"],
   ["leases", "#/leases", ".graph text"],
   ["estimate", "#/estimate", "form"],
+  ["plan", "#/plan", ".stats data[data-figure]"],
   ["doctor", "#/doctor", ".checks li"],
   ["events", "#/events", "tbody tr"],
 ];
@@ -67,6 +71,16 @@ async function open(options) {
 /** Every figure on the page: its exact value and its text, and when the sample was taken. */
 const figures = (page) =>
   page.$$eval("[data-figure]", (all) => all.map((e) => ({ figure: e.dataset.figure, value: e.getAttribute("value"), text: e.textContent })));
+
+/** Numbers that are no bytes. */
+const counts = (page) => page.$$eval("[data-count]", (all) => all.map((e) => ({ figure: e.dataset.count, value: e.getAttribute("value") })));
+
+/** How many are planned for, in all; the others as many as run. */
+async function plan(page, number) {
+  await page.getByLabel(`VMs of ${kind} in all`).fill(String(number));
+  await page.getByRole("button", { name: "Plan", exact: true }).click();
+  await page.getByText(`${number} of ${kind}`).waitFor();
+}
 
 async function axe(page, name) {
   await page.evaluate(AXE);
@@ -110,8 +124,18 @@ const vm = vmToStop;
 await page.waitForSelector(".stats data[data-figure]");
 for (const [name, hash, whole] of PAGES(vm)) {
   await go(page, hash, whole);
-  say({ step: "figures", page: name, figures: await figures(page) });
+  say({ step: "figures", page: name, figures: await figures(page), counts: await counts(page), text: await page.textContent("main") });
 }
+await go(page, "#/plan", ".stats data[data-figure]");
+await plan(page, 9);
+say({ step: "planned", figures: await figures(page), counts: await counts(page), fits: await page.getAttribute("[data-fits]", "data-fits") });
+await plan(page, 4_000_000);
+say({ step: "planned too many", fits: await page.getAttribute("[data-fits]", "data-fits"), text: await page.textContent(".stat.loss") });
+await page.getByLabel("Fingerprints").setInputFiles(fingerprints);
+await page.getByLabel("A move has to save").fill("1M");
+await page.getByRole("button", { name: "Propose" }).click();
+await page.waitForSelector(".moves");
+say({ step: "placed", figures: await figures(page), moves: await page.$$eval(".moves li", (all) => all.map((li) => li.textContent)) });
 await sayAndWait({ step: "read" });
 
 // 3. Looks and accessibility: light, dark, phone.
@@ -126,6 +150,7 @@ for (const [scheme, viewport] of [
   for (const [name, hash, whole] of PAGES(vm)) {
     await go(page, hash, whole);
     await page.waitForTimeout(120);
+    if (name === "plan") await plan(page, 9);
     if (scheme !== "phone") violations.push(...(await axe(page, `${name} ${scheme}`)));
     const over = await sideways(page);
     if (over > 0) faults.push(`${name} ${scheme}: ${over} px wider than the window`);
@@ -133,8 +158,23 @@ for (const [scheme, viewport] of [
   }
 }
 say({ step: "looks", violations });
-await page.setViewportSize({ width: 1400, height: 900 });
 await page.emulateMedia({ colorScheme: "light" });
+for (const [name, height] of [["host", 710], ["vm", 880], ["plan", 760]]) {
+  const [, hash, whole] = PAGES(vm).find(([of]) => of === name);
+  await page.setViewportSize({ width: 1160, height });
+  await go(page, hash, whole);
+  if (name === "plan") await plan(page, 9);
+  await page.waitForTimeout(300);
+  await page.screenshot({ path: `${results}/guide-${name}.png` });
+  if (name !== "host") continue;
+  // Two cards beside each other.
+  const cards = ["Copy-on-write debt", "Who could call it in"].map((title) => page.getByRole("region", { name: title, exact: true }));
+  await cards[0].scrollIntoViewIfNeeded();
+  const [left, right] = [await cards[0].boundingBox(), await cards[1].boundingBox()];
+  const clip = { x: left.x - 8, y: left.y - 8, width: right.x + right.width - left.x + 16, height: left.height + 16 };
+  await page.screenshot({ path: `${results}/guide-debt.png`, clip });
+}
+await page.setViewportSize({ width: 1400, height: 900 });
 
 // 4. Actions: by keyboard, with confirmation; one that is cancelled, one that fails.
 await go(page, "#/host", ".stats");
@@ -152,6 +192,12 @@ await page.getByRole("dialog").getByRole("button", { name: "Pause" }).focus();
 await page.keyboard.press("Enter");
 await page.getByText("paused", { exact: true }).waitFor();
 await sayAndWait({ step: "paused" });
+await page.getByRole("button", { name: "Limits …" }).click();
+await page.getByLabel("Of what is owed to be there, percent").fill("40");
+await page.getByRole("dialog").getByRole("button", { name: "Set the limits" }).click();
+await page.getByRole("dialog").waitFor({ state: "hidden" });
+await page.getByText("To be there (40 %)").waitFor();
+await sayAndWait({ step: "limited" });
 await go(page, "#/snapshots", ".tree li");
 await page.getByRole("button", { name: "Remove …" }).first().click();
 await page.getByRole("dialog").getByRole("button", { name: "Remove the snapshot" }).click();
@@ -229,6 +275,14 @@ const frames = await many.evaluate(
     }),
 );
 await many.screenshot({ path: `${results}/hundred-light.png` });
+// And what a host looks like whose brake is on.
+await many.goto(`${new URL(operateUrl).origin}/#/host`);
+await many.getByRole("status").getByText("brake: BRAKED").waitFor();
+const braked = await many.getByRole("region", { name: "Copy-on-write debt" }).textContent();
+const did = await many.getByRole("region", { name: "Who could call it in" }).textContent();
+violations.push(...(await axe(many, "braked")));
+await many.screenshot({ path: `${results}/braked-light.png`, fullPage: true });
+say({ step: "braked", braked, did });
 say({ step: "hundred", frames: frames.length, median_ms: frames[frames.length >> 1], p95_ms: frames[Math.floor(frames.length * 0.95)] });
 
 say({ step: "end", violations, faults });

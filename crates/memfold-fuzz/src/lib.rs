@@ -12,6 +12,7 @@ mod frames;
 mod guest_kernel;
 mod layout;
 pub mod mutate;
+mod nbd;
 mod snapshot;
 
 /// A reader under test.
@@ -27,7 +28,7 @@ pub struct Subject {
 }
 
 /// All of them.
-pub const SUBJECTS: [Subject; 10] = [
+pub const SUBJECTS: [Subject; 11] = [
     frames::FROM_AGENT,
     frames::TO_AGENT,
     frames::ORDER,
@@ -38,6 +39,7 @@ pub const SUBJECTS: [Subject; 10] = [
     guest_kernel::GLOB,
     layout::LAYOUT,
     snapshot::FREE_PAGES,
+    nbd::NBD,
 ];
 
 /// The subject of this name.

@@ -1,8 +1,8 @@
 //! Carries out orders.
 
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_sys::pagemap::Pagemap;
@@ -36,12 +36,21 @@ pub(crate) struct State {
     pub(crate) past: Option<Past>,
 }
 
+/// Why something could not be opened.
+#[derive(Debug, Default)]
+struct Missing {
+    uffd: Option<String>,
+    tracker: Option<String>,
+}
+
 /// The library's whole state in one process.
 #[derive(Debug)]
 pub struct Folder {
-    uffd: Result<Arc<Userfaultfd>, String>,
+    uffd: OnceLock<Arc<Userfaultfd>>,
     /// For [`Order::TrackWrites`].
-    tracker: Result<Userfaultfd, String>,
+    tracker: OnceLock<Userfaultfd>,
+    /// Why there was none of them, or no staging area, at the start.
+    missing: Missing,
     /// Opened at the start: a QEMU that has given its privileges up (`-run-with user=`) may not any more.
     pagemap: Result<Arc<Pagemap>, String>,
     state: Mutex<State>,
@@ -61,38 +70,61 @@ impl Folder {
     /// in `Hello` what is missing. `monitor`: for orders that stop the VM.
     #[must_use]
     pub fn new(device: Option<RawFd>, monitor: Option<Monitor>) -> Self {
-        let mut state = State::default();
-        let uffd = Userfaultfd::open(device).map_err(|error| {
-            format!(
-                "no userfaultfd that catches faults from kernel mode ({error}): run QEMU as root, or give it \
-                 access to /dev/userfaultfd, or pass that device in as an open descriptor with MEMFOLD_UFFD=N, \
-                 or set sysctl vm.unprivileged_userfaultfd=1"
-            )
-        });
-        let uffd = uffd.and_then(|uffd| {
-            if uffd.can_move() {
-                state.staging = Some(
-                    Staging::new(&uffd)
-                        .map_err(|errno| format!("cannot make the staging area: {errno}"))?,
-                );
-            }
-            Ok(Arc::new(uffd))
-        });
-        Self {
-            uffd,
-            tracker: Userfaultfd::open_async(device).map_err(|error| {
-                format!("writes can't be tracked here ({error}): that needs Linux 6.7 or newer")
-            }),
+        let mut folder = Self {
+            uffd: OnceLock::new(),
+            tracker: OnceLock::new(),
+            missing: Missing::default(),
             pagemap: Pagemap::open(rustix::process::getpid())
                 .map(Arc::new)
                 .map_err(|error| error.to_string()),
-            state: Mutex::new(state),
+            state: Mutex::default(),
             can_stop: monitor.is_some(),
             monitor: Mutex::new(monitor),
             waiting: AtomicUsize::new(0),
             low: AtomicU64::new(u64::MAX),
             high: AtomicU64::new(0),
+        };
+        folder.missing = folder.open(device);
+        folder
+    }
+
+    /// Opens what isn't open yet.
+    fn open(&self, device: Option<RawFd>) -> Missing {
+        Missing {
+            uffd: self.open_uffd(device).err(),
+            tracker: self.open_tracker(device).err(),
         }
+    }
+
+    fn open_uffd(&self, device: Option<RawFd>) -> Result<(), String> {
+        if self.uffd.get().is_some() {
+            return Ok(());
+        }
+        let uffd = Userfaultfd::open(device).map_err(|error| {
+            format!(
+                "no userfaultfd that catches faults from kernel mode ({error}): run QEMU as root, or give it \
+                 or memfold's daemon access to /dev/userfaultfd, or set sysctl vm.unprivileged_userfaultfd=1"
+            )
+        })?;
+        if uffd.can_move() {
+            let staging = Staging::new(&uffd)
+                .map_err(|errno| format!("cannot make the staging area: {errno}"))?;
+            self.lock().staging = Some(staging);
+        }
+        // One daemon at a time is served.
+        let _ = self.uffd.set(Arc::new(uffd));
+        Ok(())
+    }
+
+    fn open_tracker(&self, device: Option<RawFd>) -> Result<(), String> {
+        if self.tracker.get().is_some() {
+            return Ok(());
+        }
+        let tracker = Userfaultfd::open_async(device).map_err(|error| {
+            format!("writes can't be tracked here ({error}): that needs Linux 6.7 or newer")
+        })?;
+        let _ = self.tracker.set(tracker);
+        Ok(())
     }
 
     /// The lock, also after a panic under it: guards have put every page back, and the records are only ever changed by
@@ -121,7 +153,13 @@ impl Folder {
             return refuse("the VM's memory is kept as it was".to_owned());
         }
         let result = match order {
-            Order::Hello { version } => Ok(self.hello(*version)),
+            Order::Hello { version } => {
+                // A QEMU without root's rights may not open it: the daemon has done so.
+                if let Some(device) = descriptor {
+                    self.open(Some(device.as_raw_fd()));
+                }
+                Ok(self.hello(*version))
+            }
             Order::AddRam { hva, pages, advice } => {
                 self.change_ram(|ram| ram.add(*hva, *pages, *advice))
             }
@@ -246,14 +284,17 @@ impl Folder {
         let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
         work(monitor.as_mut().ok_or_else(|| {
             format!(
-                "the library has no QMP socket of its own: start QEMU with {MONITOR_VARIABLE}=PATH and \
+                "the library has no QMP connection of its own: start QEMU with {MONITOR_VARIABLE}=PATH and \
                  -qmp unix:PATH,server=on,wait=off"
             )
         })?)
     }
 
     fn track_writes(&self) -> Result<(), String> {
-        let tracker = self.tracker.as_ref().map_err(Clone::clone)?;
+        let tracker = self
+            .tracker
+            .get()
+            .ok_or_else(|| self.missing.tracker.clone().unwrap_or_default())?;
         // One hold of the lock: no run is frozen on the other userfaultfd meanwhile, nor a mapping exchanged.
         let mut state = self.lock();
         if !state.tracked.is_empty() {
@@ -272,7 +313,9 @@ impl Folder {
     }
 
     fn untrack_writes(&self) {
-        let Ok(tracker) = &self.tracker else { return };
+        let Some(tracker) = self.tracker.get() else {
+            return;
+        };
         let mut state = self.lock();
         // Only what we registered: QEMU may have a userfaultfd of its own.
         for area in std::mem::take(&mut state.tracked) {
@@ -281,7 +324,10 @@ impl Folder {
     }
 
     fn keep_past(&self, ranges: &[Range], file: OwnedFd) -> Result<(), String> {
-        let uffd = self.uffd.as_ref().map_err(Clone::clone)?;
+        let uffd = self
+            .uffd
+            .get()
+            .ok_or_else(|| self.missing.uffd.clone().unwrap_or_default())?;
         let pagemap = self
             .pagemap
             .as_ref()
@@ -351,18 +397,18 @@ impl Folder {
     }
 
     fn uffd(&self) -> Option<&Userfaultfd> {
-        self.uffd.as_deref().ok()
+        self.uffd.get().map(Arc::as_ref)
     }
 
     fn hello(&self, version: u16) -> Reply {
         let problem = if version == VERSION {
-            match &self.uffd {
-                Err(problem) => Some(problem.clone()),
-                Ok(uffd) if !uffd.can_move() => Some(
+            match self.uffd() {
+                None => Some(self.missing.uffd.clone().unwrap_or_default()),
+                Some(uffd) if !uffd.can_move() => Some(
                     "the host's kernel has no UFFDIO_MOVE: folding a running VM needs Linux 6.8 or newer"
                         .to_owned(),
                 ),
-                Ok(_) => None,
+                Some(_) => None,
             }
         } else {
             Some(format!(
@@ -419,7 +465,10 @@ impl Folder {
     }
 
     fn drop_zero(&self, ranges: &[Range]) -> Result<Reply, String> {
-        let uffd = self.uffd.as_ref().map_err(Clone::clone)?;
+        let uffd = self
+            .uffd
+            .get()
+            .ok_or_else(|| self.missing.uffd.clone().unwrap_or_default())?;
         if !uffd.can_move() {
             return Err("dropping zero pages needs UFFDIO_MOVE, Linux 6.8 or newer".to_owned());
         }

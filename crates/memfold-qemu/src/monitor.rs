@@ -1,4 +1,4 @@
-//! Stopping the VM for a moment, by a QMP socket of the library's own.
+//! Stopping the VM for a moment, by a QMP connection of the library's own.
 //!
 //! The library does it itself because it lives and dies with its VM: whatever becomes of the daemon meanwhile, the VM goes on.
 
@@ -12,11 +12,12 @@ use serde_json::{Value, json};
 /// Longest wait for one answer; less than the daemon waits for a reply. `stop` drains I/O first, so a slow disk makes it slow.
 const PATIENCE: Duration = Duration::from_secs(4);
 
-/// QEMU's monitor. Connects when it is first needed.
+/// QEMU's monitor.
 #[derive(Debug)]
 pub struct Monitor {
-    path: PathBuf,
-    link: Option<BufReader<UnixStream>>,
+    /// Where to connect, when it is first needed and after an error. None: there is this one connection, for good.
+    path: Option<PathBuf>,
+    link: Option<Link>,
     /// Whether the VM stands still because of [`Monitor::hold`].
     held: bool,
 }
@@ -26,10 +27,19 @@ impl Monitor {
     #[must_use]
     pub const fn new(path: PathBuf) -> Self {
         Self {
-            path,
+            path: Some(path),
             link: None,
             held: false,
         }
+    }
+
+    /// A connection that QEMU serves already. It needs no rights, which QEMU may have given up by then.
+    pub fn connected(stream: UnixStream) -> io::Result<Self> {
+        Ok(Self {
+            path: None,
+            link: Some(Link::new(stream)?),
+            held: false,
+        })
     }
 
     /// Stops vCPUs and drains I/O. `None` if the VM was not running; then it is not ours to let go on.
@@ -72,23 +82,25 @@ impl Monitor {
             match self.ask("cont") {
                 Ok(_) => return,
                 Err(error) => eprintln!(
-                    "memfold: QEMU's monitor at {} does not take 'cont' ({error}); trying again",
-                    self.path.display()
+                    "memfold: QEMU's monitor does not take 'cont' ({error}); trying again"
                 ),
             }
             std::thread::sleep(Duration::from_millis(100));
         }
     }
 
-    /// Runs a command without arguments. After an error the next one connects anew.
+    /// Runs a command without arguments. After an error the next one connects anew, if it can.
     fn ask(&mut self, command: &str) -> io::Result<Value> {
-        let mut link = match self.link.take() {
-            Some(link) => link,
-            None => connect(&self.path)?,
+        let mut link = match (self.link.take(), &self.path) {
+            (Some(link), _) => link,
+            (None, Some(path)) => Link::new(UnixStream::connect(path)?)?,
+            (None, None) => return Err(io::ErrorKind::NotConnected.into()),
         };
-        let answer = exchange(&mut link, command)?;
-        self.link = Some(link);
-        Ok(answer)
+        let answer = link.ask(command);
+        if answer.is_ok() || self.path.is_none() {
+            self.link = Some(link);
+        }
+        answer
     }
 }
 
@@ -121,37 +133,90 @@ impl Drop for Stopped<'_> {
     }
 }
 
-fn connect(path: &std::path::Path) -> io::Result<BufReader<UnixStream>> {
-    let stream = UnixStream::connect(path)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let mut link = BufReader::new(stream);
-    // The greeting.
-    read_line(&mut link)?;
-    exchange(&mut link, "qmp_capabilities")?;
-    Ok(link)
+/// One connection. An answer that did not come in time is told by its number from that of a later question.
+#[derive(Debug)]
+struct Link {
+    stream: BufReader<UnixStream>,
+    /// What has come of a line.
+    line: Vec<u8>,
+    is_greeted: bool,
+    last_id: u64,
 }
 
-fn exchange(link: &mut BufReader<UnixStream>, command: &str) -> io::Result<Value> {
-    let mut text = json!({ "execute": command }).to_string();
-    text.push('\n');
-    link.get_mut().write_all(text.as_bytes())?;
-    loop {
-        let mut answer = read_line(link)?;
-        if let Some(value) = answer.get_mut("return") {
-            return Ok(value.take());
+impl Link {
+    fn new(stream: UnixStream) -> io::Result<Self> {
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        Ok(Self {
+            stream: BufReader::new(stream),
+            line: Vec::new(),
+            is_greeted: false,
+            last_id: 0,
+        })
+    }
+
+    fn ask(&mut self, command: &str) -> io::Result<Value> {
+        if !self.is_greeted {
+            // Once only: QEMU carries it out also if its answer comes too late, and refuses a second one.
+            self.is_greeted = true;
+            self.exchange("qmp_capabilities")?;
         }
-        if let Some(error) = answer.get("error") {
-            return Err(io::Error::other(format!("{command}: {}", error["desc"])));
+        self.exchange(command)
+    }
+
+    fn exchange(&mut self, command: &str) -> io::Result<Value> {
+        self.last_id += 1;
+        let id = self.last_id;
+        let mut text = json!({ "execute": command, "id": id }).to_string();
+        text.push('\n');
+        self.stream.get_mut().write_all(text.as_bytes())?;
+        loop {
+            let mut answer = self.read_line()?;
+            // The greeting, events, and what comes too late.
+            if answer["id"] != id {
+                continue;
+            }
+            if let Some(error) = answer.get("error") {
+                return Err(io::Error::other(format!("{command}: {}", error["desc"])));
+            }
+            return Ok(answer["return"].take());
         }
-        // Events come in between.
+    }
+
+    fn read_line(&mut self) -> io::Result<Value> {
+        // After an error, what has come stays in `line`.
+        if self.stream.read_until(b'\n', &mut self.line)? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let read = serde_json::from_slice(&self.line);
+        self.line.clear();
+        Ok(read?)
     }
 }
 
-fn read_line(link: &mut BufReader<UnixStream>) -> io::Result<Value> {
-    let mut text = String::new();
-    if link.read_line(&mut text)? == 0 {
-        return Err(io::ErrorKind::UnexpectedEof.into());
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_late_answer_is_not_taken_for_the_next_one() {
+        let (ours, mut qemu) = UnixStream::pair().unwrap();
+        let mut monitor = Monitor::connected(ours).unwrap();
+        let soon = Duration::from_millis(50);
+        let link = monitor.link.as_mut().unwrap();
+        link.stream.get_mut().set_read_timeout(Some(soon)).unwrap();
+        let mut say = |text: &str| writeln!(qemu, "{text}").unwrap();
+        say(r#"{"QMP": {}}"#);
+        assert!(monitor.ask("query-status").is_err(), "not even greeted");
+        say(r#"{"id": 1, "return": {}}"#);
+        assert!(monitor.ask("query-status").is_err());
+        say(r#"{"id": 2, "return": "late"}"#);
+        say(r#"{"event": "RESUME"}"#);
+        say(r#"{"id": 3, "return": "right"}"#);
+        assert_eq!(monitor.ask("query-status").unwrap(), "right");
+        say(r#"{"id": 4, "error": {"desc": "no"}}"#);
+        assert!(monitor.ask("stop").unwrap_err().to_string().contains("no"));
+        drop(qemu);
+        assert!(monitor.ask("stop").is_err());
     }
-    Ok(serde_json::from_str(&text)?)
 }

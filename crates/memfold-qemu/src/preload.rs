@@ -1,10 +1,12 @@
 //! What makes the library start and see QEMU's discards: the constructor and the interposed `madvise`.
 
 use std::env;
-use std::ffi::{CString, OsString, c_int, c_void};
-use std::os::fd::RawFd;
+use std::ffi::{CString, OsStr, OsString, c_int, c_void};
+use std::io;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
@@ -20,7 +22,7 @@ pub const DEVICE_VARIABLE: &str = "MEMFOLD_UFFD";
 /// What the constructor found in the environment.
 struct Start {
     socket: OsString,
-    monitor: Option<PathBuf>,
+    monitor: Option<OsString>,
     device: Option<RawFd>,
 }
 
@@ -47,7 +49,7 @@ extern "C" fn constructor() {
             return;
         }
         let device = env::var(DEVICE_VARIABLE).ok().and_then(|n| n.parse().ok());
-        let monitor = env::var_os(MONITOR_VARIABLE).map(PathBuf::from);
+        let monitor = env::var_os(MONITOR_VARIABLE);
         for name in [SOCKET_VARIABLE, MONITOR_VARIABLE, DEVICE_VARIABLE] {
             if let Ok(name) = CString::new(name) {
                 // SAFETY: constructors run before `main`, in a process of one thread. The strings that /proc/PID/environ
@@ -77,6 +79,21 @@ fn is_qemu() -> bool {
     named || unsafe { !libc::dlsym(libc::RTLD_DEFAULT, c"qemu_ram_mmap".as_ptr()).is_null() }
 }
 
+/// The monitor that the variable names: by the number of a connected socket, or by a path.
+fn monitor(value: &OsStr) -> Option<Monitor> {
+    let Some(number) = value.to_str().and_then(|text| text.parse::<RawFd>().ok()) else {
+        return Some(Monitor::new(value.into()));
+    };
+    // SAFETY: it is ours by the variable, and is never closed.
+    let socket = unsafe { BorrowedFd::borrow_raw(number) };
+    let connected = rustix::io::fcntl_dupfd_cloexec(socket, 0)
+        .map_err(io::Error::from)
+        .and_then(|socket| Monitor::connected(UnixStream::from(socket)));
+    connected
+        .inspect_err(|error| eprintln!("memfold: no monitor at descriptor {number}: {error}"))
+        .ok()
+}
+
 fn start_thread() {
     let Some(start) = START.get() else { return };
     let process = std::process::id();
@@ -86,7 +103,7 @@ fn start_thread() {
     // After `fork(2)` (QEMU's -daemonize) the old userfaultfd is the parent's, and so is the folder.
     let folder: &'static Folder = Box::leak(Box::new(Folder::new(
         start.device,
-        start.monitor.clone().map(Monitor::new),
+        start.monitor.as_deref().and_then(monitor),
     )));
     install(folder);
     // Before the thread, and so before QEMU's own sockets: whoever has reached those expects this one.

@@ -74,7 +74,7 @@ pub fn connection(stream: &UnixStream, folder: &Folder) {
             };
             let reply = if let Order::Hello { version } = order {
                 greeted = version == VERSION;
-                folder.execute(&order, None)
+                folder.execute(&order, pending.take())
             } else if greeted {
                 folder.execute(&order, pending.take())
             } else {

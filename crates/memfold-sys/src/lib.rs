@@ -10,11 +10,13 @@
 //! | [`peer`] | who is at the other end of a socket, `SO_PEERGROUPS` |
 //! | [`region`] | ranges of our own address space whose mappings are exchanged |
 //! | [`userfaultfd`] | catching faults, moving pages, `userfaultfd(2)` |
+//! | [`locked`] | files without a name whose pages stay in RAM |
 //! | [`shared`] | words of a file that several processes change |
 //! | [`signals`] | signal masks of threads |
 
 pub mod descriptor;
 pub mod guest;
+pub mod locked;
 pub mod memory;
 pub mod pagemap;
 pub mod peer;

@@ -1,13 +1,14 @@
-//! Who is at the other end of a Unix socket, and which groups that are.
+//! Who is at the other end of a Unix socket, which groups that are, and the numbers of users and groups.
 
 use std::ffi::CString;
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
 
 /// Most groups that the kernel gives a process (`NGROUPS_MAX`, limits.h).
 const MOST_GROUPS: usize = 65_536;
 
-/// Largest entry of the group database that is read, in bytes.
+/// Largest entry of the databases of users and groups that is read, in bytes.
 const MOST_BYTES: usize = 1 << 20;
 
 /// Supplementary groups that the peer of a Unix stream socket had when it connected (`SO_PEERGROUPS`, Linux >= 4.13). Unlike those in
@@ -51,9 +52,8 @@ fn socklen(bytes: usize) -> io::Result<libc::socklen_t> {
 /// The number of the group of this name, from whatever the host asks for groups (`getgrnam_r(3)`); `None`: there is no such group.
 pub fn group_id(name: &str) -> io::Result<Option<u32>> {
     let name = CString::new(name)?;
-    let mut buffer = vec![0u8; 4096];
-    loop {
-        let mut entry = std::mem::MaybeUninit::<libc::group>::uninit();
+    look_up(|buffer| {
+        let mut entry = MaybeUninit::<libc::group>::uninit();
         let mut found: *mut libc::group = std::ptr::null_mut();
         // SAFETY: name is a C string; entry and buffer live until the call is over, and buffer's length is its own.
         let error = unsafe {
@@ -65,14 +65,43 @@ pub fn group_id(name: &str) -> io::Result<Option<u32>> {
                 &raw mut found,
             )
         };
-        match error {
-            0 if found.is_null() => return Ok(None),
-            // SAFETY: the call succeeded and found one, so `found` points to `entry`, which it has filled.
-            0 => return Ok(Some(unsafe { (*found).gr_gid })),
-            libc::ERANGE if buffer.len() < MOST_BYTES => buffer.resize(buffer.len() * 4, 0),
+        // SAFETY: null, or it points to `entry`, which the call has filled.
+        (error, unsafe { found.as_ref() }.map(|group| group.gr_gid))
+    })
+}
+
+/// The numbers of the user of this name and of its group, as [`group_id`] (`getpwnam_r(3)`).
+pub fn user_ids(name: &str) -> io::Result<Option<(u32, u32)>> {
+    let name = CString::new(name)?;
+    look_up(|buffer| {
+        let mut entry = MaybeUninit::<libc::passwd>::uninit();
+        let mut found: *mut libc::passwd = std::ptr::null_mut();
+        // SAFETY: as above.
+        let error = unsafe {
+            libc::getpwnam_r(
+                name.as_ptr(),
+                entry.as_mut_ptr(),
+                buffer.as_mut_ptr().cast(),
+                buffer.len(),
+                &raw mut found,
+            )
+        };
+        // SAFETY: as above.
+        let user = unsafe { found.as_ref() };
+        (error, user.map(|user| (user.pw_uid, user.pw_gid)))
+    })
+}
+
+/// Asks with as much room as the answer takes. `ask` gives an error number, 0 for none, and what it found.
+fn look_up<T>(mut ask: impl FnMut(&mut [u8]) -> (i32, Option<T>)) -> io::Result<Option<T>> {
+    let mut buffer = vec![0u8; 4096];
+    loop {
+        match ask(&mut buffer) {
+            (0, found) => return Ok(found),
+            (libc::ERANGE, _) if buffer.len() < MOST_BYTES => buffer.resize(buffer.len() * 4, 0),
             // Some sources say that there is none in these words (getgrnam_r(3)).
-            libc::ENOENT | libc::ESRCH => return Ok(None),
-            error => return Err(io::Error::from_raw_os_error(error)),
+            (libc::ENOENT | libc::ESRCH, _) => return Ok(None),
+            (error, _) => return Err(io::Error::from_raw_os_error(error)),
         }
     }
 }
@@ -99,9 +128,11 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_found_by_name_and_unknown_ones_are_none() {
+    fn users_and_groups_are_found_by_name_and_unknown_ones_are_none() {
         assert_eq!(group_id("root").unwrap(), Some(0));
         assert_eq!(group_id("no-such-group-here").unwrap(), None);
         assert!(group_id("a\0b").is_err());
+        assert_eq!(user_ids("root").unwrap(), Some((0, 0)));
+        assert_eq!(user_ids("no-such-user-here").unwrap(), None);
     }
 }

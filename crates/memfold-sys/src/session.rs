@@ -1,5 +1,6 @@
 //! Child processes that outlive us.
 
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -14,9 +15,37 @@ pub fn detach(command: &mut Command) -> &mut Command {
     }
 }
 
+/// Hands a descriptor to the child, under the same number, and to no other process that is started meanwhile.
+pub fn pass(command: &mut Command, descriptor: OwnedFd) -> RawFd {
+    let number = descriptor.as_raw_fd();
+    // SAFETY: between fork and exec only fcntl(2) is called, which is async-signal-safe and takes no lock.
+    unsafe {
+        command.pre_exec(move || {
+            // Not to be closed at exec (FD_CLOEXEC), in the child alone.
+            rustix::io::fcntl_setfd(&descriptor, rustix::io::FdFlags::empty())?;
+            Ok(())
+        });
+    }
+    number
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_child_has_what_it_was_passed_and_the_next_one_has_not() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let mut command = Command::new("sh");
+        let number = pass(&mut command, theirs.into());
+        let there = format!("[ -S /proc/self/fd/{number} ]");
+        assert!(command.args(["-c", &there]).status().unwrap().success());
+        let mut other = Command::new("sh");
+        assert!(!other.args(["-c", &there]).status().unwrap().success());
+        // With the command goes our own copy.
+        drop(command);
+        assert_eq!(std::io::Read::read(&mut &ours, &mut [0]).unwrap(), 0);
+    }
 
     #[test]
     fn a_detached_child_leads_its_own_session() {

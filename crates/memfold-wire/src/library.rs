@@ -17,8 +17,8 @@ pub const VERSION: u16 = 4;
 /// Environment variable of QEMU that names the socket's path. The library does nothing without it.
 pub const SOCKET_VARIABLE: &str = "MEMFOLD_QEMU_SOCKET";
 
-/// Environment variable of QEMU that names a QMP socket of its own for the library, by which it stops the VM for
-/// [`Freeze::Stopped`]. Without it such orders are refused.
+/// Environment variable of QEMU with a QMP connection of its own for the library, by which it stops the VM for [`Freeze::Stopped`]: a
+/// socket's path, or the number of a socket whose other end QEMU has for a monitor. Without it such orders are refused.
 pub const MONITOR_VARIABLE: &str = "MEMFOLD_QEMU_MONITOR";
 
 /// Most runs in one order.

@@ -9,6 +9,7 @@
 //! | | [`ledger`]: what is where, in bytes; [`estimate`]: what could be saved |
 //! | mechanisms | [`fold`], [`ksm`], [`snapshot`], [`segment`], [`lend`] |
 //! | | [`vm`]: QEMU processes and the links to them |
+//! | | [`libvirt`]: its domains, enabled and found |
 //! | ground | [`store`], [`host`], [`progress`] |
 
 pub mod api;
@@ -22,6 +23,7 @@ pub mod host;
 pub mod ksm;
 pub mod ledger;
 pub mod lend;
+pub mod libvirt;
 pub mod progress;
 pub mod segment;
 pub mod snapshot;

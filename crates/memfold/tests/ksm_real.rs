@@ -269,7 +269,7 @@ fn folded_ranges_are_not_scanned_and_each_page_is_counted_once() {
     // The merged are shared by two, the store's pages have this view alone.
     assert_eq!(account.ram_pss_bytes, bytes(PAGES / 2 + PAGES));
     let store = StoreAccount::of("d", &store).unwrap();
-    let own_cost = take::own(ByteSize(0), &[id]).unwrap();
+    let own_cost = take::own(ByteSize(0), &[id], &[]).unwrap();
     let host = take::host(&[account], &[store], own_cost, ByteSize(0)).unwrap();
     // What KSM saved is of the anonymous pages alone: two of them became one.
     let saved = host.saved_by_ksm_bytes;

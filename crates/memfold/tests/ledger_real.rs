@@ -157,7 +157,7 @@ fn host(vms: &[VmAccount], stores: &[&std::fs::File]) -> HostAccount {
         .map(|s| StoreAccount::of("d", s).unwrap())
         .collect();
     let identities: Vec<_> = stores.iter().map(|s| s.identity).collect();
-    let own = take::own(ByteSize(0), &identities).unwrap();
+    let own = take::own(ByteSize(0), &identities, &[]).unwrap();
     assert_ne!(own, OwnCost::default());
     take::host(vms, &stores, own, ByteSize(0)).unwrap()
 }

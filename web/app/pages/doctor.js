@@ -18,6 +18,6 @@ export function Doctor() {
       <${Badge} tone=${TONES[check.status]}>${check.status}<//>
       <div><strong>${check.name}</strong><p>${check.meaning}</p>${check.fix && html`<p class="fix"><code>${check.fix}</code></p>`}</div>
     </li>`)}</ul>
-    <p class="note">Looked at up to a minute ago. <code>memfold doctor --self-test</code> proves it, on memory of its own and on two small guests.</p>
+    <p class="note">Looked at up to a minute ago, the debt just now. <code>memfold doctor --self-test</code> proves it, on memory of its own and on two small guests.</p>
   <//>`;
 }

@@ -3,7 +3,7 @@
 import { useMemo, useState } from "../../vendor/preact-hooks.js";
 import { post, put, useAnswer, useLive } from "../api.js";
 import { Chart, values } from "../charts.js";
-import { bytes, percent, plural } from "../format.js";
+import { bytes, percent, plural, time } from "../format.js";
 import { html } from "../html.js";
 import { Act, Badge, Bytes, Card, Failure, Stack, Stat, Table, Waiting } from "../ui.js";
 
@@ -74,6 +74,65 @@ function OverTime({ theme }) {
     <//>
     <${Card} title="CPU that it cost">
       ${drawn && html`<${Chart} t=${series.t} series=${drawn.cost} label="CPU of folding and KSM over time, percent of one core" format=${(v) => percent(v, 2)} height=${180} />`}
+    <//>`;
+}
+
+const BRAKES = { ok: ["good", "brake: ok"], warning: ["warn", "brake: warning"], braked: ["bad", "brake: BRAKED"] };
+
+const total = (vm) => vm.folded_bytes + vm.snapshot_bytes + vm.zero_bytes;
+
+/** What guests could call in by writing to what they share, and what there is for it. */
+function Debt({ debt, may }) {
+  const [tone, state] = BRAKES[debt.level];
+  const limits = {
+    title: "Limits of the brake",
+    text: "Until the daemon ends. For good: memfold serve --reserve, --cover.",
+    fields: [
+      { name: "reserve", label: "Reserve of this host", hint: `2G, or 5% of its RAM; empty: as it is (${bytes(debt.reserve_bytes)})` },
+      { name: "cover", label: "Of what is owed to be there, percent", type: "number", min: 0, max: 100, value: debt.cover_percent, required: true, hint: "0: no brake" },
+    ],
+    action: "Set the limits",
+    act: async (v) => void (await put("/v1/debt", { reserve: v.reserve.trim() || null, cover_percent: Number(v.cover) })),
+  };
+  const fact = (label, key) => html`<div><dt>${label}</dt><dd><${Bytes} value=${debt[key]} figure=${`debt.${key}`} /></dd></div>`;
+  const spare = Math.max(0, debt.absorbable_bytes - debt.needed_bytes);
+  const parts = debt.needed_bytes > debt.absorbable_bytes
+    ? [{ name: "Could be had", color: "unfolded", value: debt.absorbable_bytes }, { name: "Missing", color: "swapped", value: debt.needed_bytes - debt.absorbable_bytes }]
+    : [{ name: "To be there for what is owed", color: "unfolded", value: debt.needed_bytes }, { name: "Could be had beside it", color: "free", value: spare }];
+  const owing = debt.vms.filter((vm) => total(vm) > 0).sort((a, b) => total(b) - total(a));
+  const most = owing.slice(0, 8);
+  const what = { ok: "What guests are taken to call in at once could be had.", warning: "Not much more can be shared.", braked: "No VM is started." }[debt.level];
+  return html`
+    <${Card} title="Copy-on-write debt" aside=${html`<span role="status"><${Badge} tone=${tone}>${state}<//></span>`}>
+      <p>${what}${debt.sharing_held ? " Folding and KSM make no more debt until the brake is off." : ""}</p>
+      <${Stack} parts=${parts} label="What is to be there, of what could be had" />
+      <dl class="facts">
+        ${fact("Shared, and owed when written to", "debt_bytes")}
+        ${fact("Folded", "folded_bytes")}
+        ${fact("Of snapshots' images", "snapshot_bytes")}
+        ${fact("Zero pages given back", "zero_bytes")}
+        ${fact("Merged by KSM", "ksm_bytes")}
+        ${debt.starting_bytes > 0 && fact("Of VMs that are just starting", "starting_bytes")}
+        ${fact(`To be there (${debt.cover_percent} %)`, "needed_bytes")}
+        ${fact("Could be had", "absorbable_bytes")}
+        ${fact("Reserve, not counted in that", "reserve_bytes")}
+        ${fact("Free swap, not counted either", "swap_free_bytes")}
+      </dl>
+      <div class="buttons"><${Act} may=${may} what=${limits}>Limits …<//></div>
+    <//>
+    <${Card} title="Who could call it in">
+      <${Table} label="What each VM owes" rows=${most} rowKey=${(vm) => vm.name} first=${{ key: "owed", down: true }} empty="Nobody: nothing is shared." columns=${[
+        { key: "name", name: "VM", value: (vm) => vm.name },
+        { key: "owed", name: "Owed", number: true, value: total, cell: (vm) => html`<${Bytes} value=${total(vm)} figure=${`debt.${vm.name}.owed`} />` },
+        { key: "folded", name: "Folded", number: true, value: (vm) => vm.folded_bytes, cell: (vm) => bytes(vm.folded_bytes) },
+        { key: "snapshot", name: "Snapshot", number: true, value: (vm) => vm.snapshot_bytes, cell: (vm) => bytes(vm.snapshot_bytes) },
+        { key: "zero", name: "Zero", number: true, value: (vm) => vm.zero_bytes, cell: (vm) => bytes(vm.zero_bytes) },
+      ]} />
+      ${owing.length > most.length && html`<p class="note">And ${plural(owing.length - most.length, "VM")} that owe less: <code>memfold debt</code> lists all.</p>`}
+      <h3>What the brake did last</h3>
+      ${debt.events.length
+        ? html`<ul class="words">${debt.events.slice(-5).reverse().map((event) => html`<li><${Badge} tone=${BRAKES[event.level][0]}>${time(event.at_unix_s)}<//> ${event.what}</li>`)}</ul>`
+        : html`<p class="empty">Nothing since the daemon began.</p>`}
     <//>`;
 }
 
@@ -153,7 +212,7 @@ function Ksm({ may, host }) {
 export function Host({ may, theme }) {
   const { sample } = useLive();
   if (!sample) return html`<${Waiting} />`;
-  const host = sample.ledger.host;
+  const { host, debt } = sample.ledger;
   const parts = hostParts(host);
   const bar = PLACES.map(([name, key, color]) => ({ name, color, value: parts[key], figure: `place.${key}` }));
   const rest = host.mem_total_bytes - bar.reduce((sum, part) => sum + part.value, 0);
@@ -165,6 +224,7 @@ export function Host({ may, theme }) {
       <${Stat} label="Available" note=${`of ${bytes(host.mem_total_bytes)}`}><${Bytes} value=${host.mem_available_bytes} figure="host.mem_available_bytes" /><//>
       <${Stat} label="VMs, stores and memfold" note=${plural(sample.vms.length, "VM")}><${Bytes} value=${host.physical_bytes} figure="host.physical_bytes" /><//>
       <${Stat} label="Page stores"><${Bytes} value=${host.stores_bytes} figure="host.stores_bytes" /><//>
+      ${debt && html`<${Stat} label="Owed when written to" tone=${debt.level === "ok" ? "" : "loss"} note=${`${BRAKES[debt.level][1]}; ${bytes(debt.absorbable_bytes)} could be had`}><${Bytes} value=${debt.debt_bytes} figure="debt.debt_bytes" /><//>`}
     </div>
     ${off.length > 0 && html`<p class="failure" role="alert"><strong>The ledger does not agree with the kernel.</strong> ${off.map((d) => html`<br />${d.vm ?? "host"}: ${d.what}: ledger ${bytes(d.ledger_bytes)}, kernel ${bytes(d.kernel_bytes)}`)}</p>`}
     <div class="grid">
@@ -179,6 +239,7 @@ export function Host({ may, theme }) {
       <//>
       <${Folding} fold=${sample.fold} may=${may} />
       <${Ksm} may=${may} host=${host} />
+      ${debt && html`<${Debt} debt=${debt} may=${may} />`}
       <${OverTime} theme=${theme} />
     </div>
     <p class="note">This dashboard costs the daemon ${sample.sample_cpu_ms.toFixed(1)} ms of CPU each ${(sample.interval_ms / 1000).toFixed(1)} s.</p>`;

@@ -62,6 +62,15 @@ export function Leases({ may }) {
       changed();
     },
   };
+  const trust = (lied) => ({
+    title: `Trust ${lied.lender} again?`,
+    text: `It served wrong bytes to ${lied.vm}: ${lied.what}. The VM was given none of them. Nothing is borrowed of this lender for an hour after that.`,
+    action: "Trust it",
+    act: async () => {
+      await del(`/v1/lenders/${part(lied.lender)}/distrust`);
+      changed();
+    },
+  });
   const lending = report.lending;
   const lent = report.borrowed.filter((b) => b.place === "lent" || b.place === "degraded");
   return html`
@@ -106,6 +115,11 @@ export function Leases({ may }) {
           { key: "host", name: "Host", value: (l) => l.lender.host },
           { key: "offered", name: "Offered", number: true, value: (l) => l.offered_bytes, cell: (l) => bytes(l.offered_bytes) },
           { key: "lent", name: "Lent", number: true, value: (l) => l.lent_bytes, cell: (l) => bytes(l.lent_bytes) },
+          { key: "believed", name: "Believed", cell: (l) => {
+            const lied = report.distrusted.find((d) => d.lender === l.lender.host);
+            if (!lied) return "yes";
+            return html`<${Badge} tone="bad">served wrong bytes<//> <${Act} may=${may} what=${trust(lied)} small>Trust again …<//>`;
+          } },
           { key: "heard", name: "Heard of", number: true, value: (l) => l.silent_ms, cell: (l) => `${duration(l.silent_ms)} ago` },
         ]} />
       <//>

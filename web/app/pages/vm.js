@@ -7,7 +7,7 @@ import { bytes } from "../format.js";
 import { html } from "../html.js";
 import { Act, Badge, Bytes, Card, Failure, Stack, Stat, Table, Waiting } from "../ui.js";
 import { spanPicker } from "./host.js";
-import { PLACES, problems, withTemplate } from "./vms.js";
+import { PLACES, problems, swapPlace, withTemplate } from "./vms.js";
 
 const COLORS = { private: "private", unfolded: "unfolded", folded: "folded", template: "template", zero: "zero", swapped: "swapped", free: "free" };
 const CELL = 8;
@@ -66,7 +66,23 @@ function Cells({ map, theme }) {
   </div>`;
 }
 
-function MemoryMap({ name, theme }) {
+/** The swap disk beneath the map: what lies on it is no part of RAM, and so in no square. */
+function Swap({ name, swap, again }) {
+  const { value: use, error } = useAnswer(`/v1/vms/${part(name)}/swap`, again);
+  const copies = [0, 1].map((copy) => swap.lent.filter((lent) => lent.copy === copy)).filter((lent) => lent.length);
+  const strip = (parts) => html`<div class="segment-strip"><span>${swapPlace(swap)}</span>
+    <${Stack} legend=${false} label="The swap disk by lender" parts=${parts} /><span><${Bytes} value=${swap.bytes} figure=${`swap.${name}`} /></span></div>`;
+  return html`<h3>Swap disk beside RAM</h3>
+    ${copies.length
+      ? copies.map((lent) => strip(lent.map((l) => ({ name: `lent by ${l.lender}`, color: "lent", value: l.bytes }))))
+      : strip([{ name: swapPlace(swap), color: swap.place === "lost" ? "swapped" : "kernel", value: swap.bytes }])}
+    <${Failure} error=${error} />
+    <p class="note">${swap.durability === "disk" && "A copy of all of it is on this host's disk. "}${use?.used_bytes !== null && use?.used_bytes !== undefined
+      ? html`Its guest says that <${Bytes} value=${use.used_bytes} figure=${`swap.${name}.used`} /> of it hold something.`
+      : use && `How much of it holds something only its guest knows: ${use.why_not}.`} What the guest has swapped out is in no square above: these show what its RAM holds now.</p>`;
+}
+
+function MemoryMap({ name, theme, swap }) {
   const [again, setAgain] = useState(0);
   const { value: map, error } = useAnswer(`/v1/vms/${part(name)}/memory-map?cells=4096`, again);
   const sums = useMemo(() => map && map.states.map((state, s) => ({ state, bytes: map.cells.reduce((sum, cell) => sum + cell[s], 0) * 4096 })), [map]);
@@ -81,6 +97,7 @@ function MemoryMap({ name, theme }) {
           { name: "in its page tables", color: "segment", value: s.resident_bytes },
           { name: "not touched", color: "free", value: s.bytes - s.resident_bytes },
         ]} /><span>${bytes(s.resident_bytes)} of ${bytes(s.bytes)}</span></div>`)}`}`}
+    ${swap && html`<${Swap} name=${name} swap=${swap} again=${again} />`}
   <//>`;
 }
 
@@ -185,7 +202,7 @@ export function Vm({ name, may, theme }) {
     ${list.length > 0 && html`<ul class="problems">${list.map((text) => html`<li><${Badge} tone="warn">look<//> ${text}</li>`)}</ul>`}
     <div class="grid">
       <${Card} title="Where its RAM is" wide><${Stack} parts=${parts} label=${`RAM of ${name}`} /><//>
-      <${MemoryMap} name=${name} theme=${theme} />
+      <${MemoryMap} name=${name} theme=${theme} swap=${info.swap} />
       <${Card} title="Facts">
         <dl class="facts">
           ${fact("Trust domain", info.domain ?? "none: it shares with nobody")}

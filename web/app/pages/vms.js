@@ -19,9 +19,20 @@ export const PLACES = [
 /** A VM's account with the sum that the charts call template. */
 export const withTemplate = (vm) => ({ ...vm, template_bytes: vm.file_resident_bytes + vm.file_untouched_bytes });
 
+/** What is to be known of a swap disk that isn't where it should be. */
+const SWAP_PROBLEMS = { degraded: "swap: a copy on lent memory is lost", on_copy: "swap: on this host's disk, it is lent no more", lost: "swap: lost with its lender" };
+
 export function problems(info) {
   if (!info) return [];
-  return [...(info.agent ? [] : ["no agent"]), ...info.agent_problems, ...info.fold_problems];
+  const swap = SWAP_PROBLEMS[info.swap?.place];
+  return [...(info.agent ? [] : ["no agent"]), ...(swap ? [swap] : []), ...info.agent_problems, ...info.fold_problems];
+}
+
+/** Where a swap disk is, in words. */
+export function swapPlace(swap) {
+  const lenders = [...new Set(swap.lent.map((part) => part.lender))];
+  if (swap.place === "lost") return "lost with its lender";
+  return lenders.length ? `lent by ${lenders.join(" and ")}` : "on this host's disk";
 }
 
 export function Vms() {
@@ -56,6 +67,10 @@ export function Vms() {
         figure("private_bytes", "Private"),
         figure("pss_bytes", "PSS"),
         { key: "trend", name: "PSS, 1 h", cell: (vm) => html`<${Sparkline} values=${trendOf(vm)} label=${`PSS of ${vm.name} over the last hour`} color="accent" />` },
+        { key: "swap", name: "Swap disk", value: (vm) => infos.get(vm.name)?.swap?.bytes ?? 0, cell: (vm) => {
+          const swap = infos.get(vm.name)?.swap;
+          return swap ? html`<${Bytes} value=${swap.bytes} figure=${`swap.${vm.name}`} /> <span class="soft">${swapPlace(swap)}</span>` : html`<span class="soft">none</span>`;
+        } },
         { key: "state", name: "State", value: (vm) => problems(infos.get(vm.name)).length, cell: (vm) => {
           const list = problems(infos.get(vm.name));
           return list.length ? html`<${Badge} tone="warn" title=${list.join("; ")}>${list[0]}<//>` : html`<${Badge} tone="good">folding<//>`;

@@ -246,6 +246,7 @@ impl FakeQemu {
                 writeln!(stream, r#"{{"QMP": {{"version": {{}}}}}}"#).unwrap();
                 for line in BufReader::new(stream.try_clone().unwrap()).lines() {
                     let command: serde_json::Value = serde_json::from_str(&line.unwrap()).unwrap();
+                    let id = command["id"].clone();
                     let command = command["execute"].as_str().unwrap().to_owned();
                     commands.lock().unwrap().push(command.clone());
                     let left = hang_ups.load(Ordering::SeqCst);
@@ -266,7 +267,7 @@ impl FakeQemu {
                         _ => {}
                     }
                     writeln!(stream, r#"{{"event": "SOMETHING", "data": {{}}}}"#).unwrap();
-                    writeln!(stream, r#"{{"return": {answer}}}"#).unwrap();
+                    writeln!(stream, r#"{{"return": {answer}, "id": {id}}}"#).unwrap();
                 }
             }
         });

@@ -16,9 +16,10 @@ use serde::Deserialize;
 use super::access::Access;
 use super::server::{Asked, Failure, blocking, refusal_with_hint};
 use super::types::ErrorBody;
-use crate::daemon::{Daemon, EstimateOrder, Live};
+use crate::daemon::{Daemon, EstimateOrder, Live, SwapUse};
 use crate::estimate::EstimateReport;
 use crate::history::{Event, KEEP_COARSE_S, KEEP_FINE_S, Series, Trends};
+use crate::host::Report;
 use crate::ledger::memory_map::MemoryMap;
 use crate::ledger::sharing::Sharing;
 
@@ -45,6 +46,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/vms/{name}/history", get(vm_history))
         .route("/v1/events", get(events))
         .route("/v1/vms/{name}/memory-map", get(memory_map))
+        .route("/v1/vms/{name}/swap", get(swap_use))
         .route("/v1/sharing", get(sharing))
         .route("/v1/doctor", get(doctor))
 }
@@ -182,12 +184,19 @@ pub(super) async fn sharing(State(daemon): State<Arc<Daemon>>) -> Result<Json<Sh
     blocking(daemon, |d| d.sharing()).await
 }
 
-/// What works on this host; as of up to a minute ago.
-#[utoipa::path(get, path = "/v1/doctor", responses((status = 200, body = Object)))]
-pub(super) async fn doctor(
+/// How much of a VM's swap disk its guest uses, as that says; asked at most each five seconds.
+#[utoipa::path(get, path = "/v1/vms/{name}/swap", responses((status = 200, body = SwapUse), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
+pub(super) async fn swap_use(
     State(daemon): State<Arc<Daemon>>,
-) -> Result<Json<serde_json::Value>, Failure> {
-    blocking(daemon, |d| d.doctor()).await
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<SwapUse>, Failure> {
+    blocking(daemon, move |d| d.swap_use(&name)).await
+}
+
+/// What works on this host, as of up to a minute ago, and what the brake does now.
+#[utoipa::path(get, path = "/v1/doctor", responses((status = 200, body = Object)))]
+pub(super) async fn doctor(State(daemon): State<Arc<Daemon>>) -> Result<Json<Report>, Failure> {
+    blocking(daemon, Daemon::doctor).await
 }
 
 /// What could be saved: looks at memory, which takes as long as is asked for.

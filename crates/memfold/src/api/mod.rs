@@ -4,9 +4,11 @@
 
 mod access;
 mod client;
+mod hosts;
 mod lending;
 mod live;
 mod metrics;
+mod planning;
 mod server;
 mod session;
 mod types;
@@ -14,14 +16,16 @@ mod web;
 
 pub use access::{AuditEntry, Doors, Groups, GroupsError, Role, TcpDoor, TcpDoorError, TlsFiles};
 pub use client::{Client, ClientError};
-pub use lending::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace, remote_registry};
+pub use hosts::{HostRequest, HostToken};
+pub use lending::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace, registry_at};
 pub use server::{ServeError, openapi, serve};
 pub use session::{CodeRequest, LoginCode, LoginRequest, SessionInfo};
 pub use types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BootSnapshot, BuildRequest, BuildResult,
     DebtRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest,
-    KsmStopRequest, RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest,
-    SegmentState, StopRequest, VerifyReport, VersionInfo, VmInfo, VmSegment,
+    KsmStopRequest, LentPart, LibvirtAttachRequest, RankRequest, RebootRequest, RestoreRequest,
+    RunOptions, SaveRequest, SegmentState, StopRequest, VerifyReport, VersionInfo, VmInfo,
+    VmSegment, VmSwap,
 };
 
 /// Where the daemon listens if nothing else is said.

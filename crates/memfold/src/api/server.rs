@@ -22,14 +22,14 @@ use tokio::task::JoinSet;
 use tracing::info;
 use utoipa::OpenApi;
 
-use super::access::{Access, Doors, Keys, Told, accept_tcp, accept_unix, guard};
+use super::access::{Access, Doors, Hosts, Keys, Told, accept_tcp, accept_unix, guard};
 use super::types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, DebtRequest,
     ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
-    RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest, StopRequest, VerifyReport,
-    VersionInfo, VmInfo,
+    LibvirtAttachRequest, RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest,
+    StopRequest, VerifyReport, VersionInfo, VmInfo,
 };
-use super::{lending, live, metrics, session, web};
+use super::{hosts, lending, live, metrics, planning, session, web};
 use crate::daemon::{Daemon, DaemonError, chain};
 use crate::estimate::VmFacts;
 use crate::fold::EngineStats;
@@ -37,6 +37,7 @@ use crate::ksm::{Explanation, KsmError, Overview};
 use crate::ledger::DebtReport;
 use crate::lend::RegistryError;
 use crate::lend::graph::GraphError;
+use crate::lend::lvm::LvmError;
 use crate::segment::{Ranked, SegmentError, SegmentInfo};
 use crate::snapshot::{Manifest, SnapshotError, SnapshotInfo, Step};
 use crate::vm::{LaunchError, VmSpec};
@@ -88,6 +89,7 @@ pub enum ServeError {
         list,
         run,
         attach,
+        attach_libvirt,
         stop,
         reboot,
         exec,
@@ -121,8 +123,14 @@ pub enum ServeError {
         lending::lend_no_more,
         lending::borrow,
         lending::give_back,
+        lending::borrow_for_volume,
+        lending::return_volume,
         lending::leases,
+        lending::trust,
         lending::registry,
+        hosts::hosts,
+        hosts::add,
+        hosts::remove,
         metrics::metrics,
         live::live,
         live::history,
@@ -133,6 +141,9 @@ pub enum ServeError {
         live::sharing,
         live::doctor,
         live::estimate,
+        live::swap_use,
+        planning::plan,
+        planning::place,
         session::session,
         session::log_in,
         session::log_out,
@@ -167,8 +178,9 @@ pub async fn serve(
         info!(address = %door.address(), tls = door.has_tls(), "serving browsers");
         tcp_listener = Some(listened);
     }
-    let access = Access::new(keys, doors.records.clone(), tcp.as_ref(), ending);
-    let router = router(daemon.clone(), access);
+    let hosts = Hosts::open(doors.records.join("hosts.json")).map_err(ServeError::Tokens)?;
+    let access = Access::new(keys, hosts, doors.records.clone(), tcp.as_ref(), ending);
+    let router = router(daemon.clone(), access.clone());
     let graceful = Arc::new(GracefulShutdown::new());
     let mut accepting = JoinSet::new();
     accepting.spawn(accept_unix(
@@ -178,7 +190,8 @@ pub async fn serve(
         graceful.clone(),
     ));
     if let (Some(listener), Some(door)) = (tcp_listener, tcp) {
-        accepting.spawn(accept_tcp(listener, door, router, graceful.clone()));
+        let serving = accept_tcp(listener, door, access, router, graceful.clone());
+        accepting.spawn(serving);
     }
     end.await;
     // Gone already if somebody cleaned up.
@@ -222,6 +235,7 @@ fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
         .route("/v1/version", get(version))
         .route("/v1/vms", get(list).post(run))
         .route("/v1/attach", post(attach))
+        .route("/v1/libvirt/attach", post(attach_libvirt))
         .route("/v1/vms/{name}/stop", post(stop))
         .route("/v1/vms/{name}/reboot", post(reboot))
         .route("/v1/vms/{name}/exec", post(exec))
@@ -249,6 +263,8 @@ fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
         .route("/v1/vms/{name}/segments", post(attach_segment))
         .route("/v1/vms/{name}/segments/{segment}", delete(detach_segment))
         .merge(lending::routes())
+        .merge(hosts::routes())
+        .merge(planning::routes())
         .route("/metrics", get(metrics::metrics))
         .merge(live::routes())
         .merge(session::routes())
@@ -327,10 +343,12 @@ impl IntoResponse for Failure {
             DaemonError::NoSuchVm(_)
             | DaemonError::NoSuchPath
             | DaemonError::NoHistory
+            | DaemonError::Lvm(LvmError::NoVolume(_))
             | DaemonError::Snapshot(SnapshotError::Unknown(_))
             | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
             | DaemonError::Lending { .. }
+            | DaemonError::Lvm(LvmError::Unfit { .. })
             | DaemonError::Busy { .. }
             | DaemonError::Registry(
                 RegistryError::NothingToSpare { .. }
@@ -414,6 +432,14 @@ async fn attach(
     Asked(request): Asked<AttachRequest>,
 ) -> Result<Json<VmInfo>, Failure> {
     blocking(daemon, move |d| d.attach(&request)).await
+}
+
+#[utoipa::path(post, path = "/v1/libvirt/attach", request_body = LibvirtAttachRequest, responses((status = 200, body = VmInfo)))]
+async fn attach_libvirt(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<LibvirtAttachRequest>,
+) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| d.attach_libvirt(&request.domain)).await
 }
 
 #[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200), (status = 404, body = ErrorBody)))]

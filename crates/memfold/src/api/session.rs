@@ -132,7 +132,14 @@ pub(super) async fn new_code(
     Extension(visitor): Extension<Visitor>,
     Asked(request): Asked<CodeRequest>,
 ) -> Response {
-    if visitor.role < request.role {
+    if request.role == Role::Host {
+        return refusal_with_hint(
+            StatusCode::BAD_REQUEST,
+            "hosts don't log in",
+            "give a host a token of its own: memfold host add NAME",
+        );
+    }
+    if !visitor.role.may(request.role) {
         return refusal(
             StatusCode::FORBIDDEN,
             &format!("{} may read, and can't let others operate", visitor.who),

@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use super::lending::SwapPlace;
 use crate::fold::EngineStats;
 use crate::ledger;
+use crate::lend::Durability;
 use crate::snapshot::{Keep, Renew, Renewal};
 
 /// `GET /v1/version`
@@ -34,6 +36,9 @@ pub struct VmInfo {
     pub ram_bytes: u64,
     /// `started` by memfold, or `attached`.
     pub origin: String,
+    /// Its name in libvirt, if that has started it.
+    #[serde(default)]
+    pub libvirt: Option<String>,
     /// QEMU's version.
     pub qemu: String,
     /// Whether the guest's agent is connected, with its kernel.
@@ -50,9 +55,36 @@ pub struct VmInfo {
     /// What it got anew when it was restored, if this daemon saw to that.
     #[serde(default)]
     pub renewal: Option<Renewal>,
+    /// Its swap disk, if memfold made one.
+    #[serde(default)]
+    pub swap: Option<VmSwap>,
     /// The snapshot to which it can go back, if it was started with `boot_snapshot`.
     #[serde(default)]
     pub boot_snapshot: Option<BootSnapshot>,
+}
+
+/// A VM's swap disk. What lies on it is no part of guest RAM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct VmSwap {
+    /// Bytes of the disk.
+    pub bytes: u64,
+    /// Where it is.
+    pub place: SwapPlace,
+    /// What keeps the bytes if a lender dies; null: nothing is lent.
+    pub durability: Option<Durability>,
+    /// What lies on lent memory, by lender: first all of one copy, then those of the next.
+    pub lent: Vec<LentPart>,
+}
+
+/// What one lender holds of a VM's swap disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LentPart {
+    /// Who lends.
+    pub lender: String,
+    /// So much of the disk; rounded up, if it is laid out over several lenders.
+    pub bytes: u64,
+    /// Which copy this is a part of: 0, or 1 where there are two.
+    pub copy: usize,
 }
 
 /// A segment that a VM maps.
@@ -197,6 +229,14 @@ pub struct AttachRequest {
     pub name: String,
     /// Trust domain.
     pub domain: Option<String>,
+}
+
+/// `POST /v1/libvirt/attach`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LibvirtAttachRequest {
+    /// Name of the domain in libvirt.
+    pub domain: String,
 }
 
 /// `POST /v1/vms/{name}/exec`

@@ -136,7 +136,12 @@ export HOME=/root DISPLAY=:7
 systemd-run -q --unit=display Xvfb :7 -screen 0 1280x800x24
 until [ -e /tmp/.X11-unix/X7 ]; do sleep 0.1; done
 systemd-run -q --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
-timeout 600 xdotool search --sync --onlyvisible --class 'firefox|libreoffice|soffice' > /dev/null
+# A window that goes while it looks (a splash screen) ends a search.
+end=$(( $(date +%s) + 600 ))
+until xdotool search --onlyvisible --class 'firefox|libreoffice|soffice' > /dev/null 2>&1; do
+    [ $(date +%s) -lt $end ]
+    sleep 0.2
+done
 systemctl is-active -q program"
     )
 }

@@ -9,15 +9,28 @@ use memfold_units::ByteSize;
 use tempfile::TempDir;
 
 use crate::api::{FoldRequest, FullReport};
-use crate::daemon::{Daemon, DaemonOptions};
+use crate::daemon::{BorrowWhen, Daemon, DaemonOptions};
 use crate::fold::{EngineSettings, EngineStats};
 use crate::host::{GuestImage, guest_images};
 use crate::ksm;
 use crate::ledger::BrakePolicy;
+use crate::lend::RegistryAt;
 use crate::vm::{Aio, BootSpec, CacheMode, DiskSpec, VmSpec};
 
 /// What an interrupt has to clean up.
 static CURRENT: Mutex<Option<(Arc<Daemon>, PathBuf)>> = Mutex::new(None);
+
+/// What studies have made besides, in the order they made it.
+static MADE: Mutex<Vec<Box<dyn FnOnce() + Send>>> = Mutex::new(Vec::new());
+
+/// Has an interrupt undo something that lies outside the laboratory, after VMs have ended; the last comes first. Undoing it once more must do
+/// no harm: a run that ends by itself drops it.
+pub(super) fn undo_at_interrupt(undo: impl FnOnce() + Send + 'static) {
+    MADE.lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .push(Box::new(undo));
+    clean_up_at_interrupt();
+}
 
 /// Kernel command line of laboratory guests: quiet and quick.
 const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 quiet mitigations=off";
@@ -47,10 +60,10 @@ impl Lab {
 
     /// The same, as host `lab` at the registry of leases that the daemon at a socket serves.
     pub fn with_registry(settings: EngineSettings, registry: &Path) -> anyhow::Result<Self> {
-        Self::at(settings, Some(registry.to_owned()))
+        Self::at(settings, Some(RegistryAt::Socket(registry.to_owned())))
     }
 
-    fn at(settings: EngineSettings, registry: Option<PathBuf>) -> anyhow::Result<Self> {
+    fn at(settings: EngineSettings, registry: Option<RegistryAt>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(ksm::NOTES)
             .with_context(|| format!("cannot make {}", ksm::NOTES))?;
         if ksm::restore_leftover(Path::new(ksm::NOTES)).unwrap_or(false) {
@@ -71,7 +84,10 @@ impl Lab {
             segments: directory.path().join("segments"),
             host: Some("lab".into()),
             registry,
+            borrow: BorrowWhen::Asked,
+            lend: None,
             history: None,
+            libvirt: None,
         };
         let daemon = Daemon::start(&options)?;
         *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) =
@@ -287,6 +303,11 @@ fn clean_up_at_interrupt() {
                     }
                     // What is left there is of no use to anybody.
                     let _ = std::fs::remove_dir_all(directory);
+                }
+                let made =
+                    std::mem::take(&mut *MADE.lock().unwrap_or_else(PoisonError::into_inner));
+                for undo in made.into_iter().rev() {
+                    undo();
                 }
                 // 128 + SIGINT, as shells have it.
                 std::process::exit(130);

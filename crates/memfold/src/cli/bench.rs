@@ -27,8 +27,12 @@ enum Study {
     Clones,
     /// Memory of VMs that execute files in place from one image, next to VMs with disks and to clones
     Segments,
+    /// The kernel's own merging: what it saves by what guests do, how soon and for how much CPU, and how much it slows them down
+    Ksm,
     /// Memory that a browser and an office suite add to VMs that execute them from one image, next to VMs with disks
     Desktops,
+    /// A VM that swaps, on this host's disk and on RAM that another host lends: throughput, lenders that die, a real sort
+    Remote,
 }
 
 #[derive(Args, Debug)]
@@ -40,6 +44,9 @@ pub(super) struct Arguments {
     /// Only this arm of `hints`; may be given several times. A wrong name prints all
     #[arg(long = "arm", value_name = "NAME")]
     arms: Vec<String>,
+    /// Most VMs at once, of `ksm` (4; with --quick 2)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
+    vms: Option<u8>,
     /// Write the study's figures here, as SVG
     #[arg(long, value_name = "DIR")]
     figures: Option<PathBuf>,
@@ -54,6 +61,10 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     anyhow::ensure!(
         arguments.arms.is_empty() || matches!(arguments.study, Study::Hints),
         "the study '{name}' has no arms"
+    );
+    anyhow::ensure!(
+        arguments.vms.is_none() || matches!(arguments.study, Study::Ksm),
+        "the study '{name}' has its number of VMs: --vms is for 'ksm'"
     );
     // All but this one boot VMs.
     if !matches!(arguments.study, Study::Fold) {
@@ -107,6 +118,17 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             };
             (bench::segments::run(&options)?, |_| Vec::new())
         }
+        Study::Ksm => {
+            let mut options = if quick {
+                bench::ksm::Options::quick()
+            } else {
+                bench::ksm::Options::default()
+            };
+            if let Some(vms) = arguments.vms {
+                options = options.with_vms(vms.into());
+            }
+            (bench::ksm::run(&options)?, bench::ksm::figures)
+        }
         Study::Desktops => {
             let options = if quick {
                 bench::desktops::Options::quick()
@@ -114,6 +136,14 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
                 bench::desktops::Options::default()
             };
             (bench::desktops::run(&options)?, bench::desktops::figures)
+        }
+        Study::Remote => {
+            let options = if quick {
+                bench::remote::Options::quick()
+            } else {
+                bench::remote::Options::default()
+            };
+            (bench::remote::run(&options)?, bench::remote::figures)
         }
     };
     let result = record::envelope(name, quick, measured);
@@ -131,7 +161,9 @@ fn study_name(study: Study) -> &'static str {
         Study::Snapshots => "snapshots",
         Study::Clones => "clones",
         Study::Segments => "segments",
+        Study::Ksm => "ksm",
         Study::Desktops => "desktops",
+        Study::Remote => "remote",
     }
 }
 

@@ -327,7 +327,7 @@ pages_per_second = 10_000
             (1, "store_cap: invalid value 'much'"),
             (
                 2,
-                "colour: no such field; there are allow_host, cover, cpu, ",
+                "colour: no such field; there are allow_host, borrow, cover, cpu, ",
             ),
             (3, "paused: is true or false"),
             (4, "include: is a list"),

@@ -69,7 +69,9 @@ fn render(report: &DebtReport) -> String {
         report.needed_bytes,
     );
     line("could be had", report.absorbable_bytes);
-    line("  available", report.mem_available_bytes);
+    let group = report.limited_by.as_ref();
+    let group = group.map_or_else(String::new, |path| format!(" in control group {path}"));
+    line(&format!("  available{group}"), report.mem_available_bytes);
     line("  less the reserve", report.reserve_bytes);
     line("free swap, not counted", report.swap_free_bytes);
     line("page stores, back once all is written", report.store_bytes);
@@ -134,6 +136,7 @@ mod tests {
             sharing_held: true,
             debt_bytes: 3 << 30,
             cover_percent: 50.0,
+            limited_by: Some("/sys/fs/cgroup/machine.slice".into()),
             vms: vec![VmDebt {
                 name: "web".into(),
                 snapshot_bytes: 3 << 30,
@@ -153,6 +156,7 @@ mod tests {
             "brake: warning; folding and KSM make no more debt",
             "3.00 GiB",
             "(50 %)",
+            "available in control group /sys/fs/cgroup/machine.slice",
             "web",
             "s ago: ok -> BRAKED",
         ] {

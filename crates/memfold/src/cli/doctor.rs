@@ -2,16 +2,20 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use comfy_table::{Cell, ContentArrangement, Table, presets};
 use serde::Serialize;
 
 use super::{Context, IMPOSSIBLE_HERE};
-use crate::api::DEFAULT_STATE;
+use crate::api::{ClientError, DEFAULT_STATE};
 use crate::bench::selftest::{self, SelfTest};
-use crate::host::{HostFacts, Report, Status, examine};
+use crate::host::{Check, HostFacts, Report, Status, examine};
+use crate::ledger::DebtReport;
+
+/// How long a daemon may take to say what it owes.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -32,7 +36,8 @@ struct Proved<'a> {
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let report = examine(HostFacts::probe(&arguments.state));
+    let mut report = examine(HostFacts::probe(&arguments.state));
+    report.checks.extend(debt(context)?);
     if !arguments.self_test || !report.can_run {
         context.print(&report, text)?;
         return Ok(exit_code(&report));
@@ -54,6 +59,24 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     } else {
         ExitCode::FAILURE
     })
+}
+
+/// What a daemon says of its debt, if one answers.
+fn debt(context: &Context) -> anyhow::Result<Option<Check>> {
+    match context.client()?.within(PATIENCE).get("/v1/debt") {
+        Ok(report) => Ok(Some(DebtReport::check(&report))),
+        Err(ClientError::NoDaemon { .. }) => Ok(None),
+        Err(error) => Ok(Some(Check {
+            name: "debt",
+            status: Status::Warn,
+            meaning: format!(
+                "a daemon serves {}, and doesn't say what guests could call in: {:#}",
+                context.socket.display(),
+                anyhow::Error::from(error)
+            ),
+            fix: Some("memfold debt; then look at the daemon's log. It may be started anew at any time, VMs go on".into()),
+        })),
+    }
 }
 
 /// What was proved, for people.

@@ -1,7 +1,7 @@
 //! `memfold estimate`: what could be saved, before anything is changed.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -10,13 +10,17 @@ use anyhow::{Context as _, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use memfold_units::ByteSize;
+use serde_json::json;
 
 use super::{Context, IMPOSSIBLE_HERE, top};
 use crate::api::ClientError;
+use crate::estimate::fingerprint::{self, HostMemory, Key};
+use crate::estimate::look::{self, Looked};
 use crate::estimate::program::{self, Kind, ProgramReport};
 use crate::estimate::{
-    Domains, EstimateError, EstimateReport, Options, Pace, VmFacts, estimate, table, targets,
+    Domains, EstimateError, EstimateReport, Options, Pace, Told, VmFacts, estimate, table, targets,
 };
+use crate::ledger::read::Proc;
 
 /// Exit code of a program that was interrupted: 128 + SIGINT, as shells have it.
 const INTERRUPTED: u8 = 130;
@@ -53,6 +57,16 @@ pub(super) struct Arguments {
     /// Instead: how much of a running program VMs could share, by mapping mode (all processes of that name, or one)
     #[arg(long, value_name = "PID|NAME", conflicts_with_all = ["vms", "cpu", "seconds", "domain_of", "one_domain"])]
     program: Option<String>,
+    /// Instead: write what the VMs hold to FILE, for 'memfold plan --place', in a form that can be compared with that of hosts that have the same key and tells
+    /// nothing without it
+    #[arg(long, value_name = "FILE", requires = "key", conflicts_with_all = ["program", "vms", "seconds"])]
+    fingerprint: Option<PathBuf>,
+    /// The key of the hosts that are compared; made if there is none in FILE. Copy it to the others
+    #[arg(long, value_name = "FILE", requires = "fingerprint")]
+    key: Option<PathBuf>,
+    /// This host's name in the fingerprint; by default the kernel's
+    #[arg(long, value_name = "NAME", requires = "fingerprint")]
+    host: Option<String>,
 }
 
 fn percent(text: &str) -> Result<f64, String> {
@@ -98,23 +112,29 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         one: arguments.one_domain,
         of: arguments.domain_of.clone(),
     };
+    if let (Some(file), Some(key)) = (&arguments.fingerprint, &arguments.key) {
+        let (key, is_new) = Key::open(key)?;
+        let host = match &arguments.host {
+            Some(host) => host.clone(),
+            None => rustix::system::uname()
+                .nodename()
+                .to_string_lossy()
+                .into_owned(),
+        };
+        let options = Options {
+            seed: key.seed(),
+            reads_files: true,
+            ..Options::here()
+        };
+        let targets = targets::find(Path::new("/proc"), &[], &domains, &facts)?;
+        let looked = watched(|told| look::look(targets, &options, &pace, told))?;
+        return write_fingerprint(context, &looked, (&key, is_new), &host, file);
+    }
     let options = Options::here();
-    let bar = ProgressBar::new(0).with_style(ProgressStyle::with_template(
-        "{msg} {wide_bar} {percent} %, {eta} left",
-    )?);
-    let mut shown = "";
-    let mut told = |step: &'static str, done: u64, total: u64| {
-        if step != shown {
-            shown = step;
-            bar.reset();
-            bar.set_message(step);
-            bar.set_length(total);
-        }
-        bar.set_position(done);
-    };
-    let found = targets::find(Path::new("/proc"), &arguments.vms, &domains, &facts)
-        .and_then(|targets| estimate(targets, &facts.files, &options, &pace, &mut told));
-    bar.finish_and_clear();
+    let found = watched(|told| {
+        targets::find(Path::new("/proc"), &arguments.vms, &domains, &facts)
+            .and_then(|targets| estimate(targets, &facts.files, &options, &pace, told))
+    });
     let report = match found {
         Ok(report) => EstimateReport { daemon, ..report },
         Err(error @ (EstimateError::Interrupted | EstimateError::NoScan)) => {
@@ -128,6 +148,70 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         Err(error) => return Err(error.into()),
     };
     context.print(&report, table::render)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Does something, with a bar that shows how far it is.
+fn watched<T>(work: impl FnOnce(Told<'_>) -> T) -> T {
+    // The text is right.
+    let style = ProgressStyle::with_template("{msg} {wide_bar} {percent} %, {eta} left");
+    let bar =
+        ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let mut shown = "";
+    let result = work(&mut |step: &'static str, done: u64, total: u64| {
+        if step != shown {
+            shown = step;
+            bar.reset();
+            bar.set_message(step);
+            bar.set_length(total);
+        }
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    result
+}
+
+fn write_fingerprint(
+    context: &Context,
+    looked: &Looked,
+    (key, is_new): (&Key, bool),
+    host: &str,
+    file: &Path,
+) -> anyhow::Result<ExitCode> {
+    let info = Proc::default().meminfo()?;
+    let field = |name: &str| info.get(name).map_or(0, |bytes| bytes.0);
+    let memory = HostMemory {
+        total_bytes: field("MemTotal"),
+        available_bytes: field("MemAvailable"),
+    };
+    let print = fingerprint::of(looked, key, host, memory)
+        .context("cannot read what QEMUs take beside their RAM; run this as root")?;
+    let text = serde_json::to_vec(&print)?;
+    // All of it or nothing.
+    let part = file.with_extension("part");
+    std::fs::write(&part, &text)
+        .and_then(|()| std::fs::rename(&part, file))
+        .with_context(|| format!("cannot write {}", file.display()))?;
+    let contents = print.vms.iter().map(|vm| vm.contents.len()).sum::<usize>();
+    let written = json!({
+        "host": print.host, "key": print.key, "key_is_new": is_new, "vms": print.vms.len(), "contents": contents, "level": print.level,
+    });
+    context.print(&written, |_| {
+        let made = if is_new {
+            format!(
+                "; key {} is new: copy its file to the other hosts",
+                print.key
+            )
+        } else {
+            String::new()
+        };
+        format!(
+            "{}: {} VMs of '{host}', {contents} contents, one of {} drawn{made}",
+            file.display(),
+            print.vms.len(),
+            1_u64 << print.level.min(63)
+        )
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -119,7 +119,7 @@ fn explain_alone(vm: &str) -> anyhow::Result<Explanation> {
         let words = Pid::from_raw(pid).and_then(|pid| endpoints::command_line(pid).ok());
         words.is_some_and(|words| endpoints::guest_name(&words).as_deref() == Some(vm))
     };
-    let found: Vec<i32> = processes::all(proc_root)
+    let found: Vec<i32> = processes::all(proc_root)?
         .into_iter()
         .filter(|process| process.qemu && (number == Some(process.pid) || is_named(process.pid)))
         .map(|process| process.pid)

@@ -4,7 +4,9 @@
 use std::fmt::Write as _;
 use std::net::IpAddr;
 use std::process::ExitCode;
+use std::time::SystemTime;
 
+use anyhow::{anyhow, bail};
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use memfold_units::ByteSize;
@@ -12,7 +14,8 @@ use memfold_units::ByteSize;
 use super::Context;
 use super::vm::segment as name_of_vm;
 use crate::api::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace};
-use crate::lend::{Durability, LenderStatus};
+use crate::lend::lvm::Volume;
+use crate::lend::{Durability, LenderStatus, Transport};
 
 #[derive(Args, Debug)]
 pub(super) struct LendArguments {
@@ -22,9 +25,27 @@ pub(super) struct LendArguments {
     /// Export on this IP address, each lease on a port of its own, with TLS and a key of its own
     #[arg(long, value_name = "ADDRESS", requires = "max")]
     listen: Option<IpAddr>,
+    /// Tell borrowers this address instead, where something forwards to that one
+    #[arg(long, value_name = "ADDRESS", requires = "listen")]
+    announce: Option<IpAddr>,
+    /// Take ports of exports from this range, for a firewall; any that is free by default
+    #[arg(long, value_name = "FIRST-LAST", requires = "listen", value_parser = ports)]
+    ports: Option<(u16, u16)>,
     /// Export on Unix sockets, to borrowers on this host (the default)
     #[arg(long, requires = "max", conflicts_with = "listen")]
     unix: bool,
+    /// What exports speak: NBD, encrypted between hosts, or iSCSI, which isn't. By iSCSI, exports are on 127.0.0.1 unless --listen is given
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHAT",
+        requires = "max",
+        default_value_t
+    )]
+    transport: Transport,
+    /// Agree that by iSCSI what guests have swapped out is sent in clear text
+    #[arg(long, requires = "max")]
+    cleartext: bool,
     /// Take everything back, and lend no more
     #[arg(long)]
     stop: bool,
@@ -33,19 +54,44 @@ pub(super) struct LendArguments {
 #[derive(Args, Debug)]
 pub(super) struct BorrowArguments {
     /// The VM; it needs a swap disk (vm run --swap)
-    vm: String,
+    #[arg(value_name = "VM", required_unless_present = "lvm")]
+    vm: Option<String>,
     /// How much: at least what the swap disk has, which is also the default
     size: Option<ByteSize>,
+    /// Put a swap volume of this host's LVM on lent RAM, instead of a VM's swap disk; the lender has to export by iSCSI
+    #[arg(long, value_name = "VG/LV")]
+    lvm: Option<Volume>,
     /// What keeps the bytes if the lender dies: a copy on this host's disk, one in another lender's RAM, or nothing (unsafe: programs of
     /// the guest die with the lender)
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = Durability::Disk)]
     durability: Durability,
+    /// Lay the disk out over so many lenders, 1 to 8; by default over as few as have room for it
+    #[arg(long, value_name = "N")]
+    stripes: Option<u8>,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct LeasesArguments {
+    /// Believe a lender again that has served wrong bytes
+    #[arg(long, value_name = "HOST")]
+    trust: Option<String>,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct ReturnArguments {
     /// The VM
-    vm: String,
+    #[arg(value_name = "VM", required_unless_present = "lvm")]
+    vm: Option<String>,
+    /// Take a swap volume of this host's LVM off lent RAM
+    #[arg(long, value_name = "VG/LV", conflicts_with = "vm")]
+    lvm: Option<Volume>,
+}
+
+pub(super) fn ports(text: &str) -> Result<(u16, u16), String> {
+    let parsed = text
+        .split_once('-')
+        .and_then(|(first, last)| Some((first.parse().ok()?, last.parse().ok()?)));
+    parsed.ok_or_else(|| "give the first and the last port, as 10900-10999".to_owned())
 }
 
 pub(super) fn lend(context: &Context, arguments: &LendArguments) -> anyhow::Result<ExitCode> {
@@ -55,6 +101,10 @@ pub(super) fn lend(context: &Context, arguments: &LendArguments) -> anyhow::Resu
             let request = LendRequest {
                 max_bytes: max.0,
                 listen: arguments.listen,
+                announce: arguments.announce,
+                ports: arguments.ports,
+                transport: arguments.transport,
+                cleartext: arguments.cleartext,
             };
             Some(client.post("/v1/lend", &request)?)
         }
@@ -71,9 +121,10 @@ pub(super) fn lend(context: &Context, arguments: &LendArguments) -> anyhow::Resu
 
 fn lender(status: &LenderStatus) -> String {
     let mut text = format!(
-        "'{}' lends up to {}: {} offered, {} of it lent ({})",
+        "'{}' lends up to {} on {}: {} offered, {} of it lent ({})",
         status.host,
         ByteSize(status.max_bytes),
+        status.listens,
         ByteSize(status.offer_bytes),
         ByteSize(status.lent_bytes),
         status.why
@@ -83,6 +134,13 @@ fn lender(status: &LenderStatus) -> String {
     } else if status.recalled_bytes > 0 {
         let _ = write!(text, "\ntakes {} back", ByteSize(status.recalled_bytes));
     }
+    if status.refused > 0 {
+        let _ = write!(
+            text,
+            "\n{} connections to exports broke off or were refused",
+            status.refused
+        );
+    }
     if let Some(problem) = &status.problem {
         let _ = write!(text, "\nproblem: {problem}");
     }
@@ -90,21 +148,56 @@ fn lender(status: &LenderStatus) -> String {
 }
 
 pub(super) fn borrow(context: &Context, arguments: &BorrowArguments) -> anyhow::Result<ExitCode> {
-    let request = BorrowRequest {
-        bytes: arguments.size.map(|size| size.0),
-        durability: arguments.durability,
+    let (place, size) = match (&arguments.lvm, &arguments.vm) {
+        // The only word that isn't an option is the size then.
+        (Some(volume), word) => {
+            let size = word.as_deref().map(size_alone).transpose()?;
+            if arguments.size.is_some() {
+                bail!(
+                    "--lvm {volume} is borrowed for, and a VM was named, too: do one after the other"
+                );
+            }
+            (format!("{}/borrow", of_volume(volume)), size)
+        }
+        (None, vm) => (
+            format!(
+                "/v1/vms/{}/borrow",
+                name_of_vm(vm.as_deref().unwrap_or(""))?
+            ),
+            arguments.size,
+        ),
     };
-    let place = format!("/v1/vms/{}/borrow", name_of_vm(&arguments.vm)?);
+    let request = BorrowRequest {
+        bytes: size.map(|size| size.0),
+        durability: arguments.durability,
+        stripes: arguments.stripes,
+    };
     let done: Borrowed = context.client()?.post(&place, &request)?;
     context.print(&done, borrowed)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Names of volumes have no character that would need escaping.
+fn of_volume(volume: &Volume) -> String {
+    format!("/v1/volumes/{}/{}", volume.group, volume.name)
+}
+
+fn size_alone(word: &str) -> anyhow::Result<ByteSize> {
+    word.parse()
+        .map_err(|error| anyhow!("'{word}': with --lvm, only a size may follow ({error})"))
 }
 
 pub(super) fn give_back(
     context: &Context,
     arguments: &ReturnArguments,
 ) -> anyhow::Result<ExitCode> {
-    let place = format!("/v1/vms/{}/return", name_of_vm(&arguments.vm)?);
+    let place = match &arguments.lvm {
+        Some(volume) => format!("{}/return", of_volume(volume)),
+        None => format!(
+            "/v1/vms/{}/return",
+            name_of_vm(arguments.vm.as_deref().unwrap_or(""))?
+        ),
+    };
     let done: Borrowed = context.client()?.post(&place, &())?;
     context.print(&done, borrowed)?;
     Ok(ExitCode::SUCCESS)
@@ -113,9 +206,13 @@ pub(super) fn give_back(
 fn borrowed(done: &Borrowed) -> String {
     let place = match done.place {
         SwapPlace::Lent => format!(
-            "{} of {} ({})",
+            "{} of {}{} ({})",
             ByteSize(done.bytes),
             done.lenders.join(" and "),
+            match done.stripes {
+                Some(2..) => ", in stripes",
+                _ => "",
+            },
             match done.durability {
                 Some(Durability::Disk) => "with a copy on this host's disk",
                 Some(Durability::Replica) => "one a copy of the other",
@@ -137,10 +234,29 @@ fn borrowed(done: &Borrowed) -> String {
     }
 }
 
-pub(super) fn leases(context: &Context) -> anyhow::Result<ExitCode> {
+pub(super) fn leases(context: &Context, arguments: &LeasesArguments) -> anyhow::Result<ExitCode> {
+    if let Some(lender) = &arguments.trust {
+        let place = format!("/v1/lenders/{}/distrust", name_of_vm(lender)?);
+        let was: bool = context.client()?.delete(&place)?;
+        context.print(&was, |was| {
+            if *was {
+                format!("'{lender}' is believed again")
+            } else {
+                format!("'{lender}' was not distrusted")
+            }
+        })?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let report: LeaseReport = context.client()?.get("/v1/leases")?;
     context.print(&report, render)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whole minutes, at least one.
+fn minutes_until(unix_s: u64) -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let left = unix_s.saturating_sub(now.map_or(0, |now| now.as_secs()));
+    left.div_ceil(60).max(1)
 }
 
 fn table(header: &[&str], right: &[usize], rows: Vec<Vec<String>>) -> String {
@@ -234,10 +350,30 @@ fn render(report: &LeaseReport) -> String {
             );
         }
     }
+    for one in &report.distrusted {
+        let _ = writeln!(
+            text,
+            "\nnothing is borrowed of '{}' for {} min: it served wrong bytes to VM '{}' ({}); believe it again with 'memfold leases --trust {}'",
+            one.lender,
+            minutes_until(one.until_unix_s),
+            one.vm,
+            one.what,
+            one.lender
+        );
+    }
     for borrowed in &report.borrowed {
         if borrowed.place != SwapPlace::Lent {
             let _ = write!(text, "\n{}", self::borrowed(borrowed));
         }
     }
     text.trim_end().to_owned()
+}
+
+/// Until its client leaves, or a lender fails. What it has to say is not for people.
+pub(super) fn relay() -> ExitCode {
+    if crate::lend::relay::main() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }

@@ -11,8 +11,11 @@ mod doctor;
 mod estimate;
 mod fold;
 mod generate;
+mod host;
+mod iscsi_process;
 mod ksm;
 mod lend;
+mod libvirt;
 mod log;
 mod plan;
 mod report;
@@ -99,7 +102,13 @@ enum Command {
     /// Switch a VM's swap disk back to this host's disk
     Return(lend::ReturnArguments),
     /// Who lends what to whom, and which VMs are hurt if a lender dies
-    Leases,
+    Leases(lend::LeasesArguments),
+    /// Other hosts that may ask this daemon's registry of leases
+    #[command(subcommand)]
+    Host(host::Arguments),
+    /// Domains of libvirt: start them with memfold, or no longer
+    #[command(subcommand)]
+    Libvirt(libvirt::Arguments),
     /// The configuration file of 'memfold serve'
     #[command(subcommand)]
     Config(config::Arguments),
@@ -107,9 +116,15 @@ enum Command {
     Plan(plan::Arguments),
     /// The studies
     Bench(bench::Arguments),
+    /// Between a VM and its lenders; started by the daemon
+    #[command(hide = true)]
+    Relay,
     /// Manual pages and completions, for packages
     #[command(hide = true)]
     Generate(generate::Arguments),
+    /// What stands beside servers and clients of iSCSI; started by the daemon
+    #[command(subcommand, hide = true)]
+    IscsiProcess(iscsi_process::Arguments),
 }
 
 /// What commands need beside their own arguments.
@@ -127,18 +142,24 @@ impl Context {
         Client::new(&self.socket)
     }
 
-    /// Prints `value` as JSON if that was asked for, else what `text` makes of it; writes the file that was asked for.
-    fn print<T: serde::Serialize>(
-        &self,
-        value: &T,
-        text: impl FnOnce(&T) -> String,
-    ) -> anyhow::Result<()> {
+    /// Writes the file that was asked for.
+    fn write_file<T: serde::Serialize>(&self, value: &T) -> anyhow::Result<()> {
         if let Some(path) = &self.json_file {
             let mut text = serde_json::to_vec_pretty(value)?;
             text.push(b'\n');
             std::fs::write(path, text)
                 .with_context(|| format!("cannot write {}", path.display()))?;
         }
+        Ok(())
+    }
+
+    /// Prints `value` as JSON if that was asked for, else what `text` makes of it; writes the file that was asked for.
+    fn print<T: serde::Serialize>(
+        &self,
+        value: &T,
+        text: impl FnOnce(&T) -> String,
+    ) -> anyhow::Result<()> {
+        self.write_file(value)?;
         let text = if self.json {
             serde_json::to_string_pretty(value)?
         } else {
@@ -198,11 +219,15 @@ pub fn main() -> ExitCode {
         Command::Lend(arguments) => lend::lend(&context, &arguments),
         Command::Borrow(arguments) => lend::borrow(&context, &arguments),
         Command::Return(arguments) => lend::give_back(&context, &arguments),
-        Command::Leases => lend::leases(&context),
+        Command::Leases(arguments) => lend::leases(&context, &arguments),
+        Command::Host(arguments) => host::run(&context, &arguments),
+        Command::Libvirt(arguments) => libvirt::run(&context, arguments),
         Command::Config(arguments) => config::run(&context, &arguments),
         Command::Plan(arguments) => plan::run(&context, &arguments),
         Command::Bench(arguments) => bench::run(&context, &arguments),
+        Command::Relay => Ok(lend::relay()),
         Command::Generate(arguments) => generate::run(&arguments),
+        Command::IscsiProcess(arguments) => iscsi_process::run(&arguments),
     };
     result.unwrap_or_else(|error| fail(&error))
 }

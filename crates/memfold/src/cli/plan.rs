@@ -1,61 +1,130 @@
 //! `memfold plan`: how many VMs fit.
 
+use std::fmt::Write as _;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use memfold_units::ByteSize;
 
 use super::Context;
 use crate::api::FullReport;
-use crate::ledger::plan::{Plan, caches, kinds_by_domain, plan};
+use crate::estimate::fingerprint::Fingerprint;
+use crate::estimate::place::{Proposal, propose};
+use crate::ledger::plan::{Order, Plan, parse_kind, parse_number};
+use crate::ledger::table::signed;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
     /// VMs that are alike, under a name; several kinds. By default the VMs of each trust domain are one
-    #[arg(long = "kind", value_name = "KIND=VM[,VM...]", value_parser = kind)]
+    #[arg(long = "kind", value_name = "KIND=VM[,VM...]", value_parser = parse_kind)]
     kinds: Vec<(String, Vec<String>)>,
     /// Predict the host's memory with so many VMs of a kind in all; several kinds. By default as many as run
-    #[arg(long, value_name = "KIND=NUMBER", value_parser = number)]
+    #[arg(long, value_name = "KIND=NUMBER", value_parser = parse_number)]
     vms: Vec<(String, u64)>,
     /// Plan for so much memory instead of this host's
     #[arg(long, value_name = "SIZE")]
     memory: Option<ByteSize>,
+    /// Instead: propose which VMs to place together, from the fingerprints of two hosts or more ('memfold estimate --fingerprint')
+    #[arg(long, value_name = "FILE", num_args = 2.., conflicts_with_all = ["kinds", "vms", "memory"])]
+    place: Vec<PathBuf>,
+    /// What a move has to save, with --place
+    #[arg(long, value_name = "SIZE", default_value = "64M", requires = "place")]
+    least: ByteSize,
+    /// What is to be left of each host's memory, in percent, with --place
+    #[arg(long, value_name = "PERCENT", default_value_t = 10.0, value_parser = reserve, requires = "place")]
+    leave: f64,
 }
 
-fn kind(text: &str) -> Result<(String, Vec<String>), String> {
-    let (name, vms) = text.split_once('=').unwrap_or((text, ""));
-    let vms: Vec<String> = vms.split(',').map(str::to_owned).collect();
-    if name.is_empty() || vms.iter().any(String::is_empty) {
-        return Err(format!(
-            "'{text}' is no kind; give its name and its VMs: web=web1,web2"
-        ));
+fn reserve(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(percent) if (0.0..100.0).contains(&percent) => Ok(percent),
+        _ => Err("give 0 to less than 100".to_owned()),
     }
-    Ok((name.to_owned(), vms))
 }
 
-fn number(text: &str) -> Result<(String, u64), String> {
-    let parts = text.split_once('=').filter(|(name, _)| !name.is_empty());
-    let parts = parts.and_then(|(name, number)| Some((name, number.parse::<u32>().ok()?)));
-    let (name, number) =
-        parts.ok_or_else(|| format!("'{text}' is no number of a kind; give both: web=20"))?;
-    Ok((name.to_owned(), u64::from(number)))
+/// Largest fingerprint that is read, in bytes: a thousand VMs.
+const MOST_BYTES: u64 = 1 << 29;
+
+fn fingerprint(path: &Path) -> anyhow::Result<Fingerprint> {
+    let read = || -> std::io::Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        std::fs::File::open(path)?
+            .take(MOST_BYTES)
+            .read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    let bytes = read().with_context(|| format!("cannot read {}", path.display()))?;
+    serde_json::from_slice(&bytes)
+        .with_context(|| format!("{} is no fingerprint of a host", path.display()))
+}
+
+fn placed(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let prints = arguments.place.iter().map(|path| fingerprint(path));
+    let prints = prints.collect::<anyhow::Result<Vec<_>>>()?;
+    let proposal = propose(&prints, arguments.least.0, arguments.leave)?;
+    context.print(&proposal, render_proposal)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn render_proposal(proposal: &Proposal) -> String {
+    let size = |bytes: u64| ByteSize(bytes).to_string();
+    let mut hosts = Table::new();
+    hosts
+        .load_preset(presets::NOTHING)
+        .set_header(["HOST", "MAY TAKE", "NOW", "THEN", "VMS THEN"]);
+    for host in &proposal.hosts {
+        hosts.add_row([
+            host.host.clone(),
+            size(host.limit_bytes),
+            size(host.now_bytes),
+            size(host.then_bytes),
+            host.vms.join(" "),
+        ]);
+    }
+    for at in 1..4 {
+        if let Some(column) = hosts.column_mut(at) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    let mut text = format!("{}\n\n", hosts.trim_fmt());
+    for step in &proposal.moves {
+        let (vm, from, to) = (&step.vm, &step.from, &step.to);
+        let _ = writeln!(
+            text,
+            "move {vm} from {from} to {to}: saves {}",
+            signed(step.saves_bytes)
+        );
+    }
+    let less = i64::try_from(proposal.now_bytes).unwrap_or(i64::MAX)
+        - i64::try_from(proposal.then_bytes).unwrap_or(i64::MAX);
+    if proposal.moves.is_empty() {
+        text.push_str("no move saves enough: leave them where they are");
+    } else {
+        let _ = write!(
+            text,
+            "all hosts together take {} less (+- {}), if all that VMs of a trust domain have in common is shared",
+            signed(less),
+            size(proposal.plus_minus_bytes)
+        );
+    }
+    text
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    if !arguments.place.is_empty() {
+        return placed(context, arguments);
+    }
     let report: FullReport = context.client()?.get("/v1/report")?;
-    let kinds = if arguments.kinds.is_empty() {
-        kinds_by_domain(&report.ledger)
-    } else {
-        arguments.kinds.clone()
+    let order = Order {
+        kinds: arguments.kinds.clone(),
+        vms: arguments.vms.clone(),
+        memory_bytes: arguments.memory.map(|bytes| bytes.0),
     };
-    let plan = plan(
-        &report.ledger,
-        &caches(&report.fold),
-        &kinds,
-        &arguments.vms,
-        arguments.memory.map(|bytes| bytes.0),
-    )?;
+    let plan = order.plan(&report.ledger, &report.fold)?;
     context.print(&plan, render)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -119,19 +188,6 @@ fn render(plan: &Plan) -> String {
 mod tests {
     use super::*;
     use crate::ledger::plan::Kind;
-
-    #[test]
-    fn kinds_and_numbers_are_read_and_others_refused() {
-        let web = ("web".to_owned(), vec!["a".to_owned(), "b".to_owned()]);
-        assert_eq!(kind("web=a,b"), Ok(web));
-        assert_eq!(number("web=20"), Ok(("web".to_owned(), 20)));
-        for wrong in ["", "web", "web=", "=a", "web=a,"] {
-            assert!(kind(wrong).is_err(), "{wrong}");
-        }
-        for wrong in ["", "web", "web=", "=3", "web=-1", "web=x"] {
-            assert!(number(wrong).is_err(), "{wrong}");
-        }
-    }
 
     #[test]
     fn what_is_not_known_is_shown_as_such() {

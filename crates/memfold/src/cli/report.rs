@@ -5,9 +5,9 @@ use std::process::ExitCode;
 use anyhow::bail;
 use clap::Args;
 
-use super::{Context, write_line};
+use super::Context;
 use crate::api::FullReport;
-use crate::ledger::{Report, table};
+use crate::ledger::table;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -25,19 +25,6 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             bail!("no VM '{name}'; 'memfold vm list' shows them");
         }
     }
-    if context.json {
-        write_line(&serde_json::to_string_pretty(&report)?)?;
-    } else {
-        print(&report.ledger, false)?;
-    }
+    context.print(&report, |report| table::render(&report.ledger))?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Prints a ledger taken without a daemon: a table for persons, or the whole of it as JSON.
-pub(crate) fn print(report: &Report, json: bool) -> anyhow::Result<()> {
-    write_line(&if json {
-        serde_json::to_string_pretty(report)?
-    } else {
-        table::render(report)
-    })
 }

@@ -1,6 +1,6 @@
 //! `memfold serve`: the daemon.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -11,12 +11,17 @@ use tracing::info;
 use tracing_subscriber::EnvFilter;
 
 use super::debt::cover;
+use super::lend::ports;
 use super::log::LogFormat;
 use super::{Context, systemd};
-use crate::api::{self, DEFAULT_RECORDS, DEFAULT_STATE, Doors, Groups, TcpDoor, TlsFiles};
-use crate::daemon::{Daemon, DaemonOptions};
+use crate::api::{
+    self, DEFAULT_RECORDS, DEFAULT_STATE, Doors, Groups, LendRequest, TcpDoor, TlsFiles,
+};
+use crate::daemon::{BorrowWhen, Daemon, DaemonOptions};
 use crate::fold::EngineSettings;
 use crate::ledger::{BrakePolicy, Reserve};
+use crate::lend::{RegistryAt, RegistryFiles, Transport};
+use crate::libvirt::DEFAULT_RUN;
 use crate::snapshot::DEFAULT_SHELF;
 
 #[derive(Args, Debug)]
@@ -68,11 +73,88 @@ pub(super) struct Arguments {
     #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = crate::segment::DEFAULT_SHELF, value_name = "DIR")]
     segments: PathBuf,
     /// Name of this host among those that lend and borrow memory (the kernel's host name by default)
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", help_heading = "Lending")]
     host: Option<String>,
-    /// Socket of the daemon that serves the registry of leases; this daemon serves its own by default
-    #[arg(long, value_name = "PATH")]
-    registry: Option<PathBuf>,
+    /// Who serves the registry of leases: the socket of another daemon on this host, https://HOST:PORT of one on another, or
+    /// etcd+https://HOST:PORT,... of an etcd; this daemon serves its own by default
+    #[arg(long, value_name = "PATH|URL", help_heading = "Lending")]
+    registry: Option<String>,
+    /// Certificates (PEM) of those who vouch for that server
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "registry",
+        help_heading = "Lending"
+    )]
+    registry_ca: Option<PathBuf>,
+    /// File with the token that 'memfold host add' gave there for this host
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "registry",
+        help_heading = "Lending"
+    )]
+    registry_token: Option<PathBuf>,
+    /// This host's certificate (PEM), for an etcd that asks for one
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["registry", "registry_key"],
+        help_heading = "Lending"
+    )]
+    registry_cert: Option<PathBuf>,
+    /// Its key (PEM)
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "registry_cert",
+        help_heading = "Lending"
+    )]
+    registry_key: Option<PathBuf>,
+    /// Whether VMs with a swap disk borrow only when somebody asks for it, or also by themselves as long as they swap (with a copy on disk)
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        value_name = "WHEN",
+        help_heading = "Lending"
+    )]
+    borrow: BorrowWhen,
+    /// Lend at most so much of this host's RAM from the start, as 'memfold lend --max' does; what that says by hand counts until the next boot
+    #[arg(long, value_name = "SIZE", help_heading = "Lending")]
+    lend: Option<ByteSize>,
+    /// Export on this IP address, with TLS; without it, on Unix sockets
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        requires = "lend",
+        help_heading = "Lending"
+    )]
+    lend_listen: Option<IpAddr>,
+    /// Tell borrowers this address instead
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        requires = "lend_listen",
+        help_heading = "Lending"
+    )]
+    lend_announce: Option<IpAddr>,
+    /// Take ports of exports from this range
+    #[arg(long, value_name = "FIRST-LAST", requires = "lend_listen", value_parser = ports, help_heading = "Lending")]
+    lend_ports: Option<(u16, u16)>,
+    /// What exports speak; by iSCSI, they are on 127.0.0.1 unless --lend-listen is given
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHAT",
+        requires = "lend",
+        default_value_t,
+        help_heading = "Lending"
+    )]
+    lend_transport: Transport,
+    /// Agree that by iSCSI what guests have swapped out is sent in clear text
+    #[arg(long, requires = "lend", help_heading = "Lending")]
+    lend_cleartext: bool,
     /// Serve the dashboard, and all else, over TCP too, to those who have a token or a login of 'memfold dashboard'
     #[arg(long, value_name = "ADDRESS:PORT", help_heading = "Access")]
     listen: Option<SocketAddr>,
@@ -101,6 +183,10 @@ pub(super) struct Arguments {
     /// Group whose members may do everything, which makes them root ('memfold-operate', if there is one)
     #[arg(long, value_name = "GROUP", help_heading = "Access")]
     operate_group: Option<String>,
+    /// Directory where libvirt notes its QEMUs, whose domains are taken on if they are enabled (/run/libvirt/qemu; beside another --state:
+    /// none)
+    #[arg(long, value_name = "DIR")]
+    libvirt: Option<PathBuf>,
     /// Directory of the history and the audit log (/var/lib/memfold; beside another --state: that directory)
     #[arg(long, value_name = "DIR")]
     records: Option<PathBuf>,
@@ -115,6 +201,42 @@ impl Arguments {
                 self.state.clone()
             }
         })
+    }
+
+    fn registry(&self) -> anyhow::Result<Option<RegistryAt>> {
+        let files = RegistryFiles {
+            ca: self.registry_ca.clone(),
+            token: self.registry_token.clone(),
+            certificate: self.registry_cert.clone(),
+            key: self.registry_key.clone(),
+        };
+        let at = self.registry.as_ref();
+        Ok(at.map(|said| RegistryAt::new(said, &files)).transpose()?)
+    }
+
+    /// What to lend from the start.
+    fn lend(&self) -> anyhow::Result<Option<LendRequest>> {
+        let Some(max) = self.lend else {
+            return Ok(None);
+        };
+        let request = LendRequest {
+            max_bytes: max.0,
+            listen: self.lend_listen,
+            announce: self.lend_announce,
+            ports: self.lend_ports,
+            transport: self.lend_transport,
+            cleartext: self.lend_cleartext,
+        };
+        request.listens().map_err(anyhow::Error::msg)?;
+        Ok(Some(request))
+    }
+
+    /// Two daemons would take the same domains from each other.
+    fn libvirt(&self) -> Option<PathBuf> {
+        let own = self.state == Path::new(DEFAULT_STATE);
+        self.libvirt
+            .clone()
+            .or_else(|| own.then(|| DEFAULT_RUN.into()))
     }
 
     fn doors(&self, socket: &Path) -> anyhow::Result<Doors> {
@@ -190,8 +312,12 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         shelf: arguments.snapshots.clone(),
         segments: arguments.segments.clone(),
         host: arguments.host.clone(),
-        registry: arguments.registry.clone(),
+        registry: arguments.registry()?,
+        borrow: arguments.borrow,
+        lend: arguments.lend()?,
+        // Also when a newer version has been installed over it meanwhile.
         history: Some(arguments.records().join("history.sqlite")),
+        libvirt: arguments.libvirt(),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

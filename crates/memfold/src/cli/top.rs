@@ -1,85 +1,184 @@
-//! `memfold top`: the ledger, drawn again each second.
+//! `memfold top`: the ledger, drawn again every few seconds; on a terminal with keys.
 
-use std::fmt::Write as _;
-use std::io::{self, IsTerminal, Write};
+mod draw;
+mod view;
+
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::Duration;
 
 use clap::Args;
+use crossterm::event::{self, Event};
 
+use self::view::{Asked, News, View};
 use super::{Context, write_on};
-use crate::api::{Client, FullReport};
+use crate::api::{Client, FullReport, VmInfo};
+use crate::ledger::memory_map::MemoryMap;
 use crate::ledger::{Report, table};
 
-/// Time between two drawings.
-const INTERVAL: Duration = Duration::from_secs(1);
+/// How soon a key and news are noticed.
+const TICK: Duration = Duration::from_millis(50);
 
 #[derive(Args, Debug)]
-pub(super) struct Arguments {}
+pub(super) struct Arguments {
+    /// Seconds between two looks, 0.5 to 3600. Each costs the daemon a look at every page table
+    #[arg(long, short = 'n', value_name = "SECONDS", default_value = "2", value_parser = interval)]
+    interval: Duration,
+}
 
-/// `--json`: a report a line each second, until the reader goes away.
-fn json_lines(client: &Client) -> anyhow::Result<ExitCode> {
+fn interval(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.5..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("give 0.5 to 3600 seconds".into()),
+    }
+}
+
+/// `--json`: a report a line, until the reader goes away.
+fn json_lines(client: &Client, interval: Duration) -> anyhow::Result<ExitCode> {
     loop {
         let report: FullReport = client.get("/v1/report")?;
         if !write_on(&serde_json::to_string(&report)?)? {
             return Ok(ExitCode::SUCCESS);
         }
-        std::thread::sleep(INTERVAL);
+        std::thread::sleep(interval);
     }
 }
 
-pub(super) fn run(context: &Context, _arguments: &Arguments) -> anyhow::Result<ExitCode> {
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
     if context.json {
-        return json_lines(&client);
+        return json_lines(&client, arguments.interval);
     }
-    live(|| Ok(client.get::<FullReport>("/v1/report")?.ledger))?;
+    if io::stdout().is_terminal() && io::stdin().is_terminal() {
+        // Said on the usual screen, if there is no daemon at all.
+        let first: FullReport = client.get("/v1/report")?;
+        on_terminal(client, first.ledger, arguments.interval)?;
+    } else {
+        in_pipe(arguments.interval, || {
+            Ok(client.get::<FullReport>("/v1/report")?.ledger)
+        })?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-/// The terminal's other screen, without cursor; left on drop, so that an error leaves the terminal as it was.
-struct Screen;
-
-impl Screen {
-    fn enter() -> io::Result<Self> {
-        put("\x1b[?1049h\x1b[?25l")?;
-        Ok(Self)
-    }
-}
-
-impl Drop for Screen {
-    fn drop(&mut self) {
-        // Nothing is left to do for a terminal that is gone.
-        let _ = put("\x1b[?25h\x1b[?1049l");
-    }
-}
-
-fn put(text: &str) -> io::Result<()> {
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.flush()
-}
-
-/// Fetches and draws a report each second until Ctrl-C, which ends it without error. In a pipe: one report after the other.
-///
-/// # Errors
-/// What `fetch` fails with, or the terminal.
-pub(crate) fn live(mut fetch: impl FnMut() -> anyhow::Result<Report>) -> anyhow::Result<()> {
+/// One report after the other, until Ctrl-C or until the reader goes away.
+fn in_pipe(
+    interval: Duration,
+    mut fetch: impl FnMut() -> anyhow::Result<Report>,
+) -> anyhow::Result<()> {
     let stop = interrupts()?;
-    let terminal = io::stdout().is_terminal();
-    let _screen = terminal.then(Screen::enter).transpose()?;
     loop {
-        let text = table::render(&fetch()?);
-        if terminal {
-            put(&frame(&text))?;
-        } else if !write_on(&text)? {
+        if !write_on(&table::render(&fetch()?))? {
             return Ok(());
         }
-        match stop.recv_timeout(INTERVAL) {
+        match stop.recv_timeout(interval) {
             Err(RecvTimeoutError::Timeout) => {}
             Ok(result) => return Ok(result?),
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+    }
+}
+
+/// What is to be fetched from now on: the map of this VM too, in so many cells.
+type Wish = Option<(String, u64)>;
+
+/// Fetches as often as is wished and every `interval`. A daemon that is slow or gone doesn't keep keys from working.
+fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Sender<News>) {
+    let mut wish = None;
+    let tell = |answer: Result<News, crate::api::ClientError>| {
+        news.send(answer.unwrap_or_else(|error| {
+            let error = anyhow::Error::from(error);
+            News::Failed(format!("{error:#}"))
+        }))
+    };
+    loop {
+        match wishes.recv_timeout(interval) {
+            Ok(new) => wish = new,
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+        // Of several, the last.
+        loop {
+            match wishes.try_recv() {
+                Ok(new) => wish = new,
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => return,
+            }
+        }
+        let report = client.get::<FullReport>("/v1/report");
+        let mut told = tell(report.map(|report| News::Report(Box::new(report.ledger))));
+        if let Some((vm, cells)) = &wish {
+            let path = format!("/v1/vms/{vm}/memory-map?cells={cells}");
+            // A VM that has just ended is no news: the report says so.
+            if let Ok(map) = client.get::<MemoryMap>(&path) {
+                told = told.and_then(|()| tell(Ok(News::Map(map))));
+            }
+            if let Ok(vms) = client.get::<Vec<VmInfo>>("/v1/vms") {
+                let found = vms.into_iter().find(|of| of.name == *vm);
+                let news = News::Swap(vm.clone(), found.and_then(|vm| vm.swap));
+                told = told.and_then(|()| tell(Ok(news)));
+            }
+        }
+        if told.is_err() {
+            return;
+        }
+    }
+}
+
+fn on_terminal(client: Client, first: Report, interval: Duration) -> anyhow::Result<()> {
+    let stop = interrupts()?;
+    let (wish, wishes) = mpsc::channel();
+    let (tell, news) = mpsc::channel();
+    std::thread::Builder::new()
+        .name("top-fetch".to_owned())
+        .spawn(move || fetch(&client, interval, &wishes, &tell))?;
+    let mut view = View::new(interval);
+    view.take(News::Report(Box::new(first)));
+    // The terminal is as it was also after a panic (ratatui::init).
+    let mut terminal = ratatui::try_init()?;
+    let result = keys(&mut terminal, &mut view, &wish, (&news, &stop));
+    ratatui::restore();
+    result
+}
+
+fn keys(
+    terminal: &mut ratatui::DefaultTerminal,
+    view: &mut View,
+    wish: &Sender<Wish>,
+    (news, stop): (&Receiver<News>, &Receiver<io::Result<()>>),
+) -> anyhow::Result<()> {
+    let mut cells = 0;
+    let mut is_stale = true;
+    loop {
+        if is_stale {
+            let before = cells;
+            terminal.draw(|frame| cells = draw::draw(frame, view))?;
+            // Another size of the terminal.
+            if cells != before && view.detail.is_some() {
+                let _ = wish.send(view.detail.clone().map(|vm| (vm, cells)));
+            }
+        }
+        is_stale = false;
+        if event::poll(TICK)? {
+            let asked = match event::read()? {
+                Event::Key(key) => view.key(key),
+                _ => Asked::Nothing,
+            };
+            match asked {
+                Asked::Quit => return Ok(()),
+                // A thread that is gone has said why.
+                Asked::Fetch => drop(wish.send(view.detail.clone().map(|vm| (vm, cells)))),
+                Asked::Nothing => {}
+            }
+            is_stale = true;
+        }
+        while let Ok(told) = news.try_recv() {
+            view.take(told);
+            is_stale = true;
+        }
+        if !matches!(stop.try_recv(), Err(TryRecvError::Empty)) {
+            return Ok(());
         }
     }
 }
@@ -99,28 +198,21 @@ pub(super) fn interrupts() -> io::Result<mpsc::Receiver<io::Result<()>>> {
     Ok(receive)
 }
 
-/// One drawing: from the top left, each line cleared behind its end, the rest of the screen cleared.
-fn frame(text: &str) -> String {
-    let mut frame = String::from("\x1b[H");
-    for line in text.lines() {
-        let _ = write!(frame, "{line}\x1b[K\r\n");
-    }
-    frame.push_str("\x1b[J");
-    frame
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_frame_overwrites_a_longer_one() {
-        assert_eq!(frame("a\nb\n"), "\x1b[Ha\x1b[K\r\nb\x1b[K\r\n\x1b[J");
+    fn an_error_of_fetch_ends_it() {
+        let error = in_pipe(TICK, || Err(anyhow::anyhow!("no daemon"))).unwrap_err();
+        assert_eq!(error.to_string(), "no daemon");
     }
 
     #[test]
-    fn an_error_of_fetch_ends_it() {
-        let error = live(|| Err(anyhow::anyhow!("no daemon"))).unwrap_err();
-        assert_eq!(error.to_string(), "no daemon");
+    fn intervals_are_half_a_second_to_an_hour() {
+        assert_eq!(interval("0.5"), Ok(Duration::from_millis(500)));
+        for wrong in ["0.4", "3601", "-1", "NaN", "inf", "soon"] {
+            assert!(interval(wrong).is_err(), "{wrong}");
+        }
     }
 }

@@ -4,13 +4,15 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 use comfy_table::{CellAlignment, Table, presets};
 use memfold_units::ByteSize;
 
 use super::Context;
-use crate::api::{AttachRequest, ExecRequest, ExecResult, RebootRequest, StopRequest, VmInfo};
+use crate::api::{
+    AttachRequest, Client, ExecRequest, ExecResult, RebootRequest, StopRequest, VmInfo,
+};
 use crate::vm::{DiskSpec, MergeChoice, SegmentSpec, VmSpec};
 
 #[derive(Subcommand, Debug)]
@@ -22,8 +24,11 @@ pub(super) enum Arguments {
     /// Shut a VM down; switch it off if it takes too long
     Stop {
         /// Names of VMs
-        #[arg(required = true)]
+        #[arg(required_unless_present = "all")]
         names: Vec<String>,
+        /// Every VM that memfold has started, all at once; those that were attached go on
+        #[arg(long, conflicts_with = "names")]
+        all: bool,
         /// Seconds that the guest has to shut down by itself
         #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
         timeout: f64,
@@ -198,17 +203,24 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let vms: Vec<VmInfo> = client.get("/v1/vms")?;
             context.print(&vms, |vms| table(vms))?;
         }
-        Arguments::Stop { names, timeout } => {
-            for name in &names {
-                client
-                    .post::<_, ()>(
-                        &format!("/v1/vms/{}/stop", segment(name)?),
-                        &StopRequest { timeout_s: timeout },
-                    )
-                    .with_context(|| format!("cannot stop '{name}'"))?;
-            }
+        Arguments::Stop {
+            names,
+            all,
+            timeout,
+        } => {
+            let names = if all {
+                stop_all(&client, timeout)?
+            } else {
+                for name in &names {
+                    stop(&client, name, timeout)?;
+                }
+                names
+            };
             let stopped = serde_json::json!({ "stopped": names });
-            context.print(&stopped, |_| format!("stopped {}", names.join(", ")))?;
+            context.print(&stopped, |_| match names.len() {
+                0 => "no VM that memfold has started runs".to_owned(),
+                _ => format!("stopped {}", names.join(", ")),
+            })?;
         }
         Arguments::Reboot {
             name,
@@ -243,6 +255,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             };
             let result: ExecResult =
                 client.post(&format!("/v1/vms/{}/exec", segment(&name)?), &request)?;
+            context.write_file(&result)?;
             if context.json {
                 super::write_line(&serde_json::to_string_pretty(&result)?)?;
             } else {
@@ -258,6 +271,34 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn stop(client: &Client, name: &str, timeout_s: f64) -> anyhow::Result<()> {
+    let path = format!("/v1/vms/{}/stop", segment(name)?);
+    client
+        .post::<_, ()>(&path, &StopRequest { timeout_s })
+        .with_context(|| format!("cannot stop '{name}'"))
+}
+
+/// All at once: a host that shuts down waits for the slowest, not for their sum. Those that were stopped, if none failed.
+fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<String>> {
+    let vms: Vec<VmInfo> = client.get("/v1/vms")?;
+    let own = vms.into_iter().filter(|vm| vm.origin == "started");
+    let names: Vec<String> = own.map(|vm| vm.name).collect();
+    let problems: Vec<anyhow::Error> = std::thread::scope(|scope| {
+        let stops: Vec<_> = names
+            .iter()
+            .map(|name| scope.spawn(move || stop(client, name, timeout_s)))
+            .collect();
+        let ends = stops.into_iter().map(std::thread::ScopedJoinHandle::join);
+        // One that panics has said so.
+        ends.filter_map(|end| end.ok()?.err()).collect()
+    });
+    if problems.is_empty() {
+        return Ok(names);
+    }
+    let words: Vec<String> = problems.iter().map(|why| format!("{why:#}")).collect();
+    bail!("{}", words.join("; "))
 }
 
 /// The shell text: one word is shell text already; several are a command and its arguments, each kept whole.

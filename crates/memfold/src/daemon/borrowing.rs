@@ -12,40 +12,35 @@ use memfold_units::ByteSize;
 use tracing::{error, info, warn};
 
 use super::booted::when_booted;
+use super::leasing::LEASE_TTL;
 use super::machine::Machine;
+use super::relays::{connect, is_relay_stopped};
 use super::watched::Guard;
 use super::{Daemon, DaemonError, chain};
 use crate::api::{BorrowRequest, Borrowed, SwapPlace};
-use crate::lend::export::write_key;
-use crate::lend::graph::{self, Borrowing, Failed, Part, Phase, Top};
-use crate::lend::wire::{Wire, within};
-use crate::lend::{Durability, Endpoint, Lease, LeaseId, RegistryError, Want};
+use crate::lend::graph::{self, Borrowing, Failed, Part, Phase, Stripe, Top};
+use crate::lend::iscsi::bridge;
+use crate::lend::relay::start::Running;
+use crate::lend::wire::Wire;
+use crate::lend::{Durability, Endpoint, Lease, RegistryError, Transport};
 use crate::vm::{VmDirectory, swap};
-
-/// How long a lease holds without being renewed: so long may a borrower's daemon be away.
-const LEASE_TTL: Duration = Duration::from_secs(60);
 
 /// Time between two looks at connections, and between two at leases.
 const WATCH: Duration = Duration::from_millis(100);
 const RENEW: Duration = Duration::from_secs(1);
 
-/// A lender that isn't heard of for so long is given up: its host may stand still, and VMs wait for it.
-const SILENT: Duration = Duration::from_secs(3);
-
-/// How long QEMU may take to connect to an export.
-const CONNECT: Duration = Duration::from_secs(3);
-
-/// How long a lender may take to export: at least, and for each GiB that it has to allocate.
-const EXPORT_LEAST: Duration = Duration::from_secs(10);
-const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
+/// Looks in a row that find a relay standing still, until it is given up: one may catch a debugger's blink.
+const STOPPED_LOOKS: u32 = 5;
 
 /// How long a guest may take to use its swap disk.
 const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What a borrowing that fails has to undo.
 #[derive(Default)]
-struct Begun {
-    leases: Vec<Lease>,
+pub(super) struct Begun {
+    pub leases: Vec<Lease>,
+    /// With the names of their lenders.
+    relays: Vec<(Running, Vec<String>)>,
     wires: Vec<Option<Wire>>,
 }
 
@@ -55,7 +50,7 @@ impl Begun {
     }
 }
 
-fn lending(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
+pub(super) fn lending(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
     DaemonError::Lending {
         why: why.into(),
         fix: fix.into(),
@@ -72,6 +67,16 @@ impl Daemon {
         self: &Arc<Self>,
         vm: &str,
         request: &BorrowRequest,
+    ) -> Result<Borrowed, DaemonError> {
+        self.borrow_as(vm, request, false)
+    }
+
+    /// The same; `by_itself`: nobody asked for it.
+    pub(super) fn borrow_as(
+        self: &Arc<Self>,
+        vm: &str,
+        request: &BorrowRequest,
+        by_itself: bool,
     ) -> Result<Borrowed, DaemonError> {
         let began = Instant::now();
         let machine = self.machine(vm)?;
@@ -94,12 +99,18 @@ impl Daemon {
         let guard = self.lending.guards().get(vm).cloned();
         if let Some(guard) = guard {
             let now = guard.borrowed();
-            if now.place == SwapPlace::Lent && now.durability == Some(request.durability) {
+            let laid_out = request.stripes.is_none_or(|n| now.stripes == Some(n));
+            if now.place == SwapPlace::Lent
+                && now.durability == Some(request.durability)
+                && laid_out
+            {
                 return Ok(now);
             }
             if now.place != SwapPlace::OnCopy {
                 return Err(lending(
-                    format!("VM '{vm}' has borrowed already, with other durability or copies"),
+                    format!(
+                        "VM '{vm}' has borrowed already, with other durability, copies or stripes"
+                    ),
                     format!("give that back first: memfold return {vm}"),
                 ));
             }
@@ -107,11 +118,11 @@ impl Daemon {
             self.drop_note(&machine, directory);
         }
         let mut begun = Begun::default();
-        let done = self.switch_to_lent(&machine, directory, &top, request.durability, &mut begun);
+        let done = self.switch_to_lent(&machine, directory, &top, request, by_itself, &mut begun);
         match done {
             Ok(borrowing) => {
                 self.tidy(&machine);
-                info!(vm, lenders = ?borrowing.parts.iter().map(|p| &p.lender).collect::<Vec<_>>(), "its swap disk is on lent RAM");
+                info!(vm, lenders = ?borrowing.parts.iter().map(Part::lenders).collect::<Vec<_>>(), "its swap disk is on lent RAM");
                 let guard = Guard::new(vm, borrowing, begun.wires);
                 self.watch(&machine, &guard);
                 Ok(Borrowed {
@@ -124,6 +135,9 @@ impl Daemon {
                 warn!(vm, error = chain(&error), "its swap disk stays where it is");
                 begun.cut();
                 self.tidy(&machine);
+                for (relay, lenders) in &begun.relays {
+                    self.hear_end(vm, relay, lenders);
+                }
                 self.release(begun.leases.iter().map(|lease| lease.id));
                 remove_note(directory);
                 Err(error)
@@ -136,71 +150,58 @@ impl Daemon {
         machine: &Machine,
         directory: &VmDirectory,
         top: &Top,
-        durability: Durability,
+        request: &BorrowRequest,
+        by_itself: bool,
         begun: &mut Begun,
     ) -> Result<Borrowing, DaemonError> {
-        let copies = if durability == Durability::Replica {
-            2
-        } else {
-            1
-        };
-        for _ in 0..copies {
-            let want = Want {
-                borrower: self.lending.host.clone(),
-                vm: machine.name().to_owned(),
-                bytes: top.bytes,
-                durability,
-                apart_from: begun.leases.iter().map(|l| l.lender.host.clone()).collect(),
-            };
-            begun
-                .leases
-                .push(self.lending.registry.take(&want, LEASE_TTL)?);
-        }
+        let stripes = self.take_leases(machine.name(), top.bytes, request, begun)?;
         let mut endpoints = Vec::new();
         for lease in &begun.leases {
-            endpoints.push(self.wait_exported(lease)?);
+            endpoints.push(reach(directory, lease, self.wait_exported(lease)?)?);
         }
         let place = |source| DaemonError::State {
             path: directory.path().to_owned(),
             source,
         };
+        let durability = request.durability;
         let copy = match durability {
             Durability::Disk => Some(swap::place(machine.name()).map_err(place)?),
             Durability::Replica | Durability::None => None,
-        };
-        let part = |(lease, endpoint): (&Lease, &Endpoint)| Part {
-            lease: lease.id,
-            lender: lease.lender.host.clone(),
-            address: endpoint.address.clone(),
-            lost: false,
         };
         let mut borrowing = Borrowing {
             generation: graph::free_generation(&mut machine.monitor())?,
             durability,
             bytes: top.bytes,
-            parts: begun.leases.iter().zip(&endpoints).map(part).collect(),
+            parts: parts(&begun.leases, &endpoints, usize::from(stripes)),
             copy,
             copy_failed: false,
             copy_unwatched: false,
             phase: Phase::Switching,
+            by_itself,
         };
         write_note(directory, &borrowing).map_err(place)?;
         if let Some(copy) = &borrowing.copy {
             let add = |files: &mut Vec<PathBuf>| files.push(copy.clone());
             machine.vm().change_temporary(add).map_err(place)?;
         }
-        for (number, endpoint) in endpoints.iter().enumerate() {
-            begun
-                .wires
-                .push(connect(machine, directory, &borrowing, number, endpoint)?);
+        for (number, endpoints) in endpoints.chunks(usize::from(stripes)).enumerate() {
+            let relay = connect(machine, directory, &borrowing, number, endpoints);
+            let relay = relay?;
+            let lenders = borrowing.parts[number].stripes();
+            let lenders = lenders.map(|stripe| stripe.lender.clone()).collect();
+            borrowing.parts[number].relay = Some(relay.running.clone());
+            begun.relays.push((relay.running, lenders));
+            begun.wires.push(Some(relay.wire));
         }
+        // A daemon that dies now leaves relays that the next one is to find.
+        write_note(directory, &borrowing).map_err(place)?;
         graph::build(&mut machine.monitor(), &borrowing)?;
         let cut = || {
             let is_cut = |wire: &Option<Wire>| wire.as_ref().is_none_or(Wire::is_cut);
             let gone = begun.wires.iter().position(is_cut)?;
             Some(format!(
-                "the connection to lender '{}' has ended",
-                borrowing.parts[gone].lender
+                "the connection to its lenders ({}) has ended",
+                borrowing.parts[gone].lenders()
             ))
         };
         // Its lender may hang meanwhile. QEMU can't give up what waits for an answer before the connection is cut.
@@ -213,8 +214,8 @@ impl Daemon {
             let ids = begun.leases.iter().map(|lease| lease.id);
             let part = self.silent_part(&borrowing);
             let silent = part.map(|part| {
-                let lender = &borrowing.parts[part].lender;
-                format!("lender '{lender}' isn't heard of")
+                let lenders = borrowing.parts[part].lenders();
+                format!("a lender isn't heard of ({lenders})")
             });
             let why = self.keep(ids).or(silent);
             if why.is_some() {
@@ -230,54 +231,6 @@ impl Daemon {
             warn!(vm = machine.name(), %error, "its note can't be written");
         }
         Ok(borrowing)
-    }
-
-    /// Renews leases while something is done that takes long; why it had better be given up, if it had.
-    fn keep(&self, leases: impl Iterator<Item = LeaseId>) -> Option<String> {
-        let mut why = None;
-        for id in leases {
-            let host = &self.lending.host;
-            match self.lending.registry.renew(id, host, LEASE_TTL) {
-                Ok(lease) if lease.recall_ms.is_some() => {
-                    why = Some(format!(
-                        "lender '{}' needs its memory itself",
-                        lease.lender.host
-                    ));
-                }
-                // Passing, or seen by the connection.
-                Ok(_) | Err(_) => {}
-            }
-        }
-        why
-    }
-
-    fn wait_exported(&self, lease: &Lease) -> Result<Endpoint, DaemonError> {
-        let gib = u32::try_from(lease.bytes >> 30).unwrap_or(u32::MAX);
-        let patience = EXPORT_PER_GIB.saturating_mul(gib).max(EXPORT_LEAST);
-        let end = Instant::now() + patience;
-        loop {
-            let failed = |why: &str| {
-                lending(
-                    format!("lender '{}' {why}", lease.lender.host),
-                    "its daemon's log says why; 'memfold leases' shows what others offer",
-                )
-            };
-            match self.lending.registry.endpoint(lease.id, &lease.borrower) {
-                Ok(Some(endpoint)) => {
-                    endpoint.check()?;
-                    return Ok(endpoint);
-                }
-                Ok(None) if Instant::now() < end => {
-                    self.keep(std::iter::once(lease.id));
-                    std::thread::sleep(Duration::from_millis(50));
-                }
-                Ok(None) => return Err(failed("has not exported what it offered in time")),
-                Err(RegistryError::NoLease { .. }) => {
-                    return Err(failed("could not export what it offered"));
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
     }
 
     /// Switches a VM's swap disk back to this host's disk.
@@ -306,6 +259,7 @@ impl Daemon {
             bytes: top.bytes,
             durability: None,
             lenders: Vec::new(),
+            stripes: None,
             changed,
             took_ms: ms(began),
         })
@@ -362,7 +316,8 @@ impl Daemon {
             let keep = || {
                 if kept.get().elapsed() >= RENEW {
                     kept.set(Instant::now());
-                    self.keep(borrowing.reached().map(|(_, part)| part.lease));
+                    let parts = borrowing.reached().flat_map(|(_, part)| part.stripes());
+                    self.keep(parts.map(|stripe| stripe.lease));
                 }
                 None
             };
@@ -374,21 +329,13 @@ impl Daemon {
         Ok(moved?)
     }
 
-    fn release(&self, leases: impl Iterator<Item = LeaseId>) {
-        for id in leases {
-            if let Err(error) = self.lending.registry.release(id, &self.lending.host) {
-                warn!(lease = id.0, %error, "not released; its lender takes it back when it is over");
-            }
-        }
-    }
-
     /// Nothing is borrowed any more: watches no longer, releases the leases, and forgets.
     fn drop_note(&self, machine: &Machine, directory: &VmDirectory) {
         let guard = self.lending.guards().remove(machine.name());
         remove_note(directory);
         if let Some(guard) = guard {
             guard.stop();
-            self.release(guard.borrowing().parts.iter().map(|part| part.lease));
+            self.let_go(&guard);
         }
     }
 
@@ -397,7 +344,7 @@ impl Daemon {
         let guard = self.lending.guards().remove(machine.name());
         if let Some(guard) = guard {
             guard.stop();
-            self.release(guard.borrowing().parts.iter().map(|part| part.lease));
+            self.let_go(&guard);
         }
     }
 
@@ -450,20 +397,6 @@ impl Daemon {
         }
     }
 
-    /// A part whose lender isn't heard of any more.
-    fn silent_part(&self, borrowing: &Borrowing) -> Option<usize> {
-        // Unknown isn't silent.
-        let picture = self.lending.registry.picture().ok()?;
-        let is_silent = |part: &Part| {
-            picture.lenders.iter().any(|lender| {
-                lender.lender.host == part.lender
-                    && u128::from(lender.silent_ms) > SILENT.as_millis()
-            })
-        };
-        let (part, _) = borrowing.reached().find(|(_, part)| is_silent(part))?;
-        Some(part)
-    }
-
     fn watch(self: &Arc<Self>, machine: &Arc<Machine>, guard: &Arc<Guard>) {
         self.lending
             .guards()
@@ -489,10 +422,12 @@ impl Daemon {
         }
         guard.cut(part);
         let lost = &borrowing.parts[part];
+        let lenders = lost.lenders();
+        let why = self.hear_end_of(machine.name(), lost);
         if borrowing.durability == Durability::None {
             error!(
                 vm = machine.name(),
-                lender = lost.lender,
+                lenders,
                 "its swap disk is lost with its lender (durability none); programs of the guest end"
             );
         } else {
@@ -507,12 +442,13 @@ impl Daemon {
         if let Err(error) = write_note(directory, &now) {
             warn!(vm = machine.name(), %error, "its note can't be written");
         }
-        self.release(std::iter::once(lost.lease));
+        self.release(lost.stripes().map(|stripe| stripe.lease));
         warn!(
             vm = machine.name(),
-            lender = lost.lender,
+            lenders,
+            why,
             healed_ms = ms(began),
-            "the connection to its lender has ended; its swap disk goes on, on the other copy"
+            "what it has borrowed is given up; its swap disk goes on, on the other copy"
         );
         if borrowing.durability == Durability::Replica && now.reached().count() == 1 {
             // The one that is left may die too.
@@ -526,25 +462,24 @@ impl Daemon {
         let borrowing = guard.borrowing();
         let mut wanted = false;
         for (number, part) in borrowing.reached() {
-            match self
-                .lending
-                .registry
-                .renew(part.lease, &self.lending.host, LEASE_TTL)
-            {
-                Ok(lease) => wanted |= lease.recall_ms.is_some(),
-                Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. })) => {
-                    warn!(vm = machine.name(), %error, "given up");
-                    guard.cut(number);
+            for stripe in part.stripes() {
+                let registry = &self.lending.registry;
+                match registry.renew(stripe.lease, &self.lending.host, LEASE_TTL) {
+                    Ok(lease) => wanted |= lease.recall_ms.is_some(),
+                    Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. })) => {
+                        warn!(vm = machine.name(), %error, "given up");
+                        guard.cut(number);
+                    }
+                    // It holds for a while yet.
+                    Err(_) => {}
                 }
-                // It holds for a while yet.
-                Err(_) => {}
             }
         }
         if let Some(part) = self.silent_part(&borrowing) {
-            let lender = &borrowing.parts[part].lender;
+            let lenders = borrowing.parts[part].lenders();
             warn!(
                 vm = machine.name(),
-                lender, "given up: it isn't heard of any more"
+                lenders, "given up: a lender isn't heard of any more"
             );
             guard.cut(part);
         }
@@ -569,14 +504,17 @@ impl Daemon {
         let top = graph::top(&mut machine.monitor(), machine.name());
         if top.is_ok_and(|top| top.node != borrowing.top()) {
             remove_note(directory);
-            self.release(borrowing.parts.iter().map(|part| part.lease));
+            for part in &borrowing.parts {
+                self.hear_end_of(machine.name(), part);
+            }
+            self.release(borrowing.leases());
             return;
         }
         borrowing.phase = Phase::Lent;
         // Nobody heard of failures meanwhile.
         borrowing.copy_unwatched = borrowing.copy.is_some();
         let find = |part: &Part| {
-            let wire = Wire::find(machine.vm().process(), &part.address).ok()?;
+            let wire = Wire::find(machine.vm().process(), &part.reached_at()).ok()?;
             wire.filter(|_| !part.lost)
         };
         let wires = borrowing.parts.iter().map(find).collect();
@@ -605,6 +543,12 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
                 std::thread::sleep(RENEW);
             }
         }
+        if stands_still(guard) {
+            warn!(vm = guard.vm, "its relay stands still, and is given up");
+            for (part, _) in guard.borrowing().reached() {
+                guard.cut(part);
+            }
+        }
         hear(&machine, guard);
         if renewed.elapsed() >= RENEW {
             renewed = Instant::now();
@@ -617,6 +561,16 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
             }
         }
     }
+}
+
+/// Whether a relay stands still for longer than a blink. QEMU isn't asked anything meanwhile: its monitor may wait for that relay.
+fn stands_still(guard: &Guard) -> bool {
+    (0..STOPPED_LOOKS).all(|look| {
+        if look > 0 {
+            std::thread::sleep(WATCH);
+        }
+        is_relay_stopped(guard)
+    })
 }
 
 /// Hears from QEMU which requests have failed.
@@ -650,53 +604,44 @@ fn hear(machine: &Machine, guard: &Guard) {
     }
 }
 
-/// Connects QEMU to a lent piece, and holds the connection.
-fn connect(
-    machine: &Machine,
+/// An export that a relay can connect to: that of a lender by iSCSI is on this host, in front of a session of its own.
+fn reach(
     directory: &VmDirectory,
-    borrowing: &Borrowing,
-    number: usize,
-    endpoint: &Endpoint,
-) -> Result<Option<Wire>, DaemonError> {
-    let failed = |source| DaemonError::State {
-        path: directory.path().to_owned(),
-        source,
-    };
-    let process = machine.vm().process();
-    let keys = directory.path().join("swap-keys");
-    if let Some(key) = &endpoint.key {
-        std::fs::create_dir_all(&keys).map_err(failed)?;
-        write_key(&keys.join("keys.psk"), key).map_err(failed)?;
+    lease: &Lease,
+    endpoint: Endpoint,
+) -> Result<Endpoint, DaemonError> {
+    if endpoint.transport == Transport::Nbd {
+        return Ok(endpoint);
     }
-    let secret = endpoint.key.as_ref().map(|key| (&*keys, &*key.identity));
-    // Its lender may accept a connection and say nothing, and QEMU's main loop waits.
-    let connected = within(process, &endpoint.address, CONNECT, || {
-        graph::connect(&mut machine.monitor(), borrowing, number, secret)
-    });
-    // QEMU has read it.
-    remove_keys(&keys);
-    connected?;
-    let wire = Wire::find(process, &endpoint.address).map_err(failed)?;
-    let Some(wire) = wire else {
-        return Err(lending(
+    bridge::begin(directory.path(), lease.id, &endpoint).map_err(|error| {
+        lending(
             format!(
-                "the connection to lender '{}' has ended right after it began",
-                borrowing.parts[number].lender
+                "lender '{}' exports by iSCSI, and is not reached ({error})",
+                lease.lender.host
             ),
-            "try again; its daemon's log says why",
-        ));
-    };
-    wire.keep_alive().map_err(failed)?;
-    Ok(Some(wire))
+            "look at the lender's log, and at what is between the hosts; or lend by NBD there (memfold lend --transport nbd)",
+        )
+    })
 }
 
-fn remove_keys(directory: &Path) {
-    match std::fs::remove_dir_all(directory) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            warn!(directory = %directory.display(), %error, "a key is left there");
-        }
-        _ => {}
+/// Copies of so many stripes each.
+fn parts(leases: &[Lease], endpoints: &[Endpoint], stripes: usize) -> Vec<Part> {
+    let stripe = |(lease, endpoint): (&Lease, &Endpoint)| Stripe {
+        lease: lease.id,
+        lender: lease.lender.host.clone(),
+        address: endpoint.address.clone(),
+    };
+    let mut all = leases.iter().zip(endpoints).map(stripe);
+    let mut parts = Vec::new();
+    while let Some(first) = all.next() {
+        parts.push(Part {
+            first,
+            others: all.by_ref().take(stripes.saturating_sub(1)).collect(),
+            relay: None,
+            lost: false,
+        });
     }
+    parts
 }
 
 fn write_note(directory: &VmDirectory, borrowing: &Borrowing) -> std::io::Result<()> {

@@ -1,7 +1,7 @@
 //! The copy-on-write debt, watched: what guests could call in, what there is for it, and the brake.
 //!
 //! ```text
-//!   each second:  MemAvailable, counters of engine and KSM  ->  level
+//!   each second:  MemAvailable (or what a control group of all VMs leaves), counters of engine and KSM  ->  level
 //!     when MemAvailable fell, VMs came or went, or it is long ago: the engine looks at the kernel's tables first
 //!     warning:  said, and store pages that nobody needs are given back at once, not every six seconds
 //!     braked:   no VM is started, and until the level is ok again folding and KSM make no more debt (what is shared stays shared)
@@ -11,6 +11,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime};
@@ -20,7 +21,8 @@ use tracing::{info, warn};
 
 use super::{Daemon, DaemonError};
 use crate::api::DebtRequest;
-use crate::fold::{Command, Owed};
+use crate::fold::{Command, Owed, VmOwed};
+use crate::host::Group;
 use crate::ksm;
 use crate::ledger::read::{Proc, ReadError};
 use crate::ledger::{Brake, BrakeEvent, BrakePolicy, DebtReport, Level, Look, VmDebt};
@@ -41,7 +43,7 @@ const LOOK_SHARE: u32 = 20;
 /// How long the engine may take to answer: it may wait for a library that doesn't.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// How long an image counts for a VM that is being started, if no look finds it.
+/// How long an image counts for a VM that has just been started, if no look finds it.
 const STARTING: Duration = Duration::from_secs(30);
 
 /// What is remembered of what was done.
@@ -62,6 +64,8 @@ pub(super) struct DebtWatch(Mutex<State>);
 #[derive(Debug)]
 struct State {
     policy: BrakePolicy,
+    /// Whose limits bind all VMs.
+    groups: Vec<Group>,
     brake: Brake,
     /// Folding and KSM make no more debt: from `Braked` until `Ok`. At `Warning` already, what they share would soon be too much again.
     held: bool,
@@ -73,8 +77,8 @@ struct State {
     looked: Option<(Instant, Duration, u64, Vec<String>)>,
     /// What the engine was asked and has not answered yet.
     pending: Option<Question>,
-    /// VMs that are being started, and the images that they will run from.
-    starting: BTreeMap<String, (u64, Instant)>,
+    /// VMs that are being started, the images that they will run from, and since when they run.
+    starting: BTreeMap<String, (u64, Option<Instant>)>,
     /// When guests were asked to drop page cache.
     asked: BTreeMap<String, Instant>,
     relieving: bool,
@@ -94,6 +98,7 @@ impl DebtWatch {
     pub fn new(policy: BrakePolicy) -> Self {
         Self(Mutex::new(State {
             policy,
+            groups: Group::of_vms(Vec::new()),
             brake: Brake::default(),
             held: false,
             began: Instant::now(),
@@ -114,23 +119,36 @@ impl DebtWatch {
     }
 }
 
-/// `/proc/meminfo`, as far as it matters here.
+/// What there is, as far as it matters here.
 #[derive(Clone, Copy, Debug)]
 struct Memory {
     total: u64,
     available: u64,
     swap_free: u64,
+    /// Which group says so.
+    limited_by: Option<usize>,
 }
 
 impl Memory {
-    fn now() -> Result<Self, ReadError> {
+    /// `/proc/meminfo`, and the narrowest limit of a group.
+    fn now(groups: &[Group]) -> Result<Self, ReadError> {
         let info = Proc::default().meminfo()?;
         let field = |name: &str| info.get(name).map_or(0, |bytes| bytes.0);
-        Ok(Self {
+        let mut memory = Self {
             total: field("MemTotal"),
             available: field("MemAvailable"),
             swap_free: field("SwapFree"),
-        })
+            limited_by: None,
+        };
+        for (number, group) in groups.iter().enumerate() {
+            let Some(room) = group.room() else { continue };
+            memory.total = memory.total.min(room.limit);
+            if room.available < memory.available {
+                memory.available = room.available;
+                memory.limited_by = Some(number);
+            }
+        }
+        Ok(memory)
     }
 }
 
@@ -173,6 +191,10 @@ impl State {
             store_bytes: self.owed.store_bytes,
             cover_percent: self.policy.cover_percent,
             mem_available_bytes: memory.available,
+            limited_by: memory
+                .limited_by
+                .and_then(|number| self.groups.get(number))
+                .map(|group| group.directory().display().to_string()),
             reserve_bytes: self.policy.reserve.of(memory.total),
             swap_free_bytes: memory.swap_free,
             given_back_bytes: bytes(self.given_back_pages),
@@ -203,6 +225,14 @@ impl State {
         }
     }
 
+    /// Forgets of VMs that were being started what a look has found, or should have.
+    fn keep_starting(&mut self, owed: &Owed) {
+        self.starting.retain(|name, (_, since)| {
+            let seen = |vm: &VmOwed| vm.name == *name && vm.snapshot_pages > 0;
+            since.is_none_or(|at| at.elapsed() < STARTING) && !owed.vms.iter().any(seen)
+        });
+    }
+
     fn note(&mut self, report: &DebtReport, what: String) {
         if self.events.len() == EVENTS {
             self.events.pop_front();
@@ -228,7 +258,11 @@ pub(super) struct Admitted<'a> {
 impl Admitted<'_> {
     /// It runs: what it brings is owed until a look finds it.
     pub fn started(mut self) {
-        self.noted = None;
+        if let Some(vm) = self.noted.take() {
+            if let Some((_, since)) = self.daemon.owing.lock().starting.get_mut(&vm) {
+                *since = Some(Instant::now());
+            }
+        }
     }
 }
 
@@ -242,8 +276,10 @@ impl Drop for Admitted<'_> {
 
 /// The figures that decide.
 fn words(report: &DebtReport) -> String {
+    let group = report.limited_by.as_ref();
+    let group = group.map_or_else(String::new, |path| format!(" in control group {path}"));
     format!(
-        "guests could call in {} that they share; {} % of it, {}, is to be there, and {} can be had ({} available less {} in reserve)",
+        "guests could call in {} that they share; {} % of it, {}, is to be there, and {} can be had ({} available{group} less {} in reserve)",
         ByteSize(report.debt_bytes),
         report.cover_percent,
         ByteSize(report.needed_bytes),
@@ -293,7 +329,7 @@ impl Daemon {
     pub fn debt(self: &Arc<Self>) -> Result<DebtReport, DaemonError> {
         let vms = self.lock().keys().cloned().collect();
         self.ask_owed(false, false, (0, vms))?;
-        self.judge(Memory::now()?)
+        self.judge(self.memory()?)
     }
 
     /// Changes reserve and cover, until this daemon ends.
@@ -323,17 +359,17 @@ impl Daemon {
         brings: u64,
         despite: bool,
     ) -> Result<Admitted<'_>, DaemonError> {
-        let memory = Memory::now()?;
+        let memory = self.memory()?;
         let mut state = self.owing.lock();
         let mut report = state.report(memory);
         report.debt_bytes += brings;
         report.needed_bytes = state.policy.needed_bytes(report.debt_bytes);
         let strain = state.policy.strain(&state.look(&report, memory));
         if despite || report.level < Level::Braked && strain <= 1.0 {
-            let start = (brings, Instant::now());
             let noted = (brings > 0).then(|| vm.to_owned());
             if let Some(vm) = &noted {
-                state.starting.insert(vm.clone(), start);
+                // A restore may take minutes: its time begins with its end.
+                state.starting.insert(vm.clone(), (brings, None));
             }
             return Ok(Admitted {
                 daemon: self,
@@ -353,11 +389,29 @@ impl Daemon {
 
     /// Why nothing more may be shared now, if so.
     pub(super) fn braked(&self) -> Result<Option<String>, DaemonError> {
-        Ok(why(&self.owing.lock().report(Memory::now()?)))
+        let memory = self.memory()?;
+        Ok(why(&self.owing.lock().report(memory)))
+    }
+
+    /// What there is for the VMs.
+    fn memory(&self) -> Result<Memory, ReadError> {
+        let groups = self.owing.lock().groups.clone();
+        Memory::now(&groups)
+    }
+
+    /// VMs come and go.
+    fn find_groups(&self) {
+        let vms = self.lock();
+        let pids = vms.values().map(|vm| vm.pid().as_raw_nonzero().get());
+        let pids = pids.collect();
+        drop(vms);
+        let groups = Group::of_vms(pids);
+        self.owing.lock().groups = groups;
     }
 
     fn look_at_debt(self: &Arc<Self>) -> Result<(), DaemonError> {
-        let memory = Memory::now()?;
+        self.find_groups();
+        let memory = self.memory()?;
         let vms: Vec<String> = self.lock().keys().cloned().collect();
         let (look, level) = {
             let state = self.owing.lock();
@@ -368,7 +422,7 @@ impl Daemon {
         let before = self.owing.lock().ksm_pages;
         let ksm_pages = ksm_pages(look, before);
         self.owing.lock().ksm_pages = ksm_pages;
-        let report = self.judge(Memory::now()?)?;
+        let report = self.judge(self.memory()?)?;
         // Each time: steering may have begun meanwhile.
         self.brake_ksm(why(&report));
         if report.level == Level::Braked && report.mem_available_bytes < report.reserve_bytes {
@@ -418,10 +472,7 @@ impl Daemon {
     fn note_owed(&self, owed: Owed, question: Question) {
         let mut state = self.owing.lock();
         state.given_back_pages += owed.given_back_pages;
-        state.starting.retain(|name, (_, at)| {
-            let seen = |vm: &crate::fold::VmOwed| vm.name == *name && vm.snapshot_pages > 0;
-            at.elapsed() < STARTING && !owed.vms.iter().any(seen)
-        });
+        state.keep_starting(&owed);
         state.owed = owed;
         if let Some((available, vms)) = question.looks {
             state.looked = Some((Instant::now(), question.asked.elapsed(), available, vms));
@@ -435,6 +486,8 @@ impl Daemon {
         let look = state.look(&state.report(memory), memory);
         let policy = state.policy;
         let level = state.brake.judge(&policy, &look);
+        let owed = policy.needed_bytes(look.debt_bytes);
+        self.lending.owed.store(owed, Ordering::Relaxed);
         let report = state.report(memory);
         if level == before {
             return Ok(report);
@@ -499,7 +552,7 @@ impl Daemon {
         let mut vms = self.owing.lock().owed.vms.clone();
         vms.sort_by_key(|vm| std::cmp::Reverse(vm.cached_pages));
         for vm in vms {
-            let memory = Memory::now()?;
+            let memory = self.memory()?;
             if memory.available >= self.owing.lock().policy.reserve.of(memory.total) {
                 break;
             }
@@ -525,9 +578,9 @@ impl Daemon {
                 continue;
             }
             std::thread::sleep(REPORTED);
-            let after = Memory::now()?;
+            let after = self.memory()?;
             let what = format!(
-                "less than the reserve was left: the guest of '{}' dropped its clean page cache ({} known of); MemAvailable changed by {:+} MiB in {:.0} s, by whatever else went on, too",
+                "less than the reserve was left: the guest of '{}' dropped its clean page cache ({} known of); what is available changed by {:+} MiB in {:.0} s, by whatever else went on, too",
                 vm.name,
                 ByteSize(vm.cached_pages * PAGE_SIZE),
                 (i128::from(after.available) - i128::from(memory.available)) / (1 << 20),
@@ -546,7 +599,6 @@ impl Daemon {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fold::VmOwed;
     use crate::ledger::Reserve;
 
     fn state() -> State {
@@ -576,12 +628,12 @@ mod tests {
         ];
         state.owed.store_bytes = 7;
         state.ksm_pages = 16;
-        let start = (32 * PAGE_SIZE, Instant::now());
-        state.starting.insert("c".into(), start);
+        state.starting.insert("c".into(), (32 * PAGE_SIZE, None));
         let report = state.report(Memory {
             total: 0,
             available: 300 << 20,
             swap_free: 5,
+            limited_by: None,
         });
         assert_eq!(report.debt_bytes, 63 * PAGE_SIZE);
         assert_eq!(report.needed_bytes, 63 * PAGE_SIZE / 2);
@@ -589,6 +641,31 @@ mod tests {
         assert_eq!((report.store_bytes, report.swap_free_bytes), (7, 5));
         assert_eq!(report.vms[0].total_bytes(), 7 * PAGE_SIZE);
         assert!(report.why.contains("200 MiB can be had"), "{}", report.why);
+    }
+
+    #[test]
+    fn what_a_start_brings_is_owed_until_a_look_finds_it_however_long_it_takes() {
+        let mut state = state();
+        let long_ago = Instant::now().checked_sub(STARTING);
+        assert!(long_ago.is_some(), "this host runs for less than that");
+        for (name, since) in [
+            ("slow", None),
+            ("new", Some(Instant::now())),
+            ("old", long_ago),
+            ("seen", None),
+        ] {
+            state.starting.insert(name.into(), (1, since));
+        }
+        let seen = VmOwed {
+            name: "seen".into(),
+            snapshot_pages: 1,
+            ..VmOwed::default()
+        };
+        state.keep_starting(&Owed {
+            vms: vec![seen],
+            ..Owed::default()
+        });
+        assert!(state.starting.keys().eq(["new", "slow"]));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::api::{FullReport, VmInfo};
 use crate::history::Event;
 use crate::ledger::Disagreement;
+use crate::lend::distrust::Distrusted;
 
 /// Most characters of an event.
 const TEXT_LIMIT: usize = 300;
@@ -24,12 +25,14 @@ pub(super) struct Seen {
     ksm_runs: bool,
     full_stores: BTreeSet<String>,
     disagreements: BTreeSet<String>,
+    /// Lenders that aren't believed: how often they lied, and how.
+    distrusted: BTreeMap<String, (u64, String)>,
 }
 
 impl Seen {
     /// Of this sample.
     #[must_use]
-    pub(super) fn of(report: &FullReport, vms: &[VmInfo]) -> Self {
+    pub(super) fn of(report: &FullReport, vms: &[VmInfo], distrusted: &[Distrusted]) -> Self {
         let vm = |vm: &VmInfo| {
             let problems = vm.agent_problems.iter().chain(&vm.fold_problems);
             let seen = SeenVm {
@@ -46,6 +49,13 @@ impl Seen {
             ksm_runs: report.ledger.host.ksm.is_some_and(|ksm| ksm.run == 1),
             full_stores: full.map(|d| d.domain.clone()).collect(),
             disagreements: report.ledger.disagreements.iter().map(sums).collect(),
+            distrusted: distrusted
+                .iter()
+                .map(|one| {
+                    let how = format!("to VM '{}': {}", one.vm, one.what);
+                    (one.lender.clone(), (one.lies, how))
+                })
+                .collect(),
         }
     }
 }
@@ -126,6 +136,18 @@ pub(super) fn changes(old: &Seen, new: &Seen) -> Vec<Event> {
             None,
             format!("agrees again: {what}"),
         ));
+    }
+    for (lender, (lies, how)) in &new.distrusted {
+        if old.distrusted.get(lender).is_none_or(|(old, _)| old < lies) {
+            let text = format!("lender '{lender}' served wrong bytes {how}");
+            events.push(event("lending", true, None, text));
+        }
+    }
+    for lender in old.distrusted.keys() {
+        if !new.distrusted.contains_key(lender) {
+            let text = format!("lender '{lender}' is believed again");
+            events.push(event("lending", false, None, text));
+        }
     }
     events
 }

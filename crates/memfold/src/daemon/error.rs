@@ -9,6 +9,7 @@ use crate::ksm::KsmError;
 use crate::ledger::ReadError;
 use crate::lend::RegistryError;
 use crate::lend::graph::GraphError;
+use crate::lend::lvm::LvmError;
 use crate::segment::SegmentError;
 use crate::snapshot::SnapshotError;
 use crate::vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
@@ -92,6 +93,9 @@ pub enum DaemonError {
     /// A swap disk can't be switched.
     #[error(transparent)]
     Graph(#[from] GraphError),
+    /// A volume can't be put on lent RAM, or taken off.
+    #[error(transparent)]
+    Lvm(#[from] LvmError),
     /// Memory can't be lent, borrowed or given back now.
     #[error("{why}")]
     Lending {
@@ -157,6 +161,7 @@ impl DaemonError {
             Self::Merging { fix, .. } | Self::Lending { fix, .. } | Self::Busy { fix, .. } => {
                 Some(fix.clone())
             }
+            Self::Lvm(error) => error.fix(),
             Self::Braked { .. } => Some(
                 "end VMs, or free memory on this host; 'memfold debt' shows who could call in how much, its --reserve and --cover change the limits, and --despite-brake starts a VM all the same".into(),
             ),

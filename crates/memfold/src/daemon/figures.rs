@@ -61,6 +61,10 @@ pub struct Figures {
     pub borrowed: Vec<Borrowed>,
     /// All leases; `None` if the registry doesn't answer.
     pub leases: Option<Vec<Lease>>,
+    /// Lenders that aren't believed.
+    pub distrusted: u64,
+    /// Wrong bytes that lenders have served since this daemon began.
+    pub lies: u64,
 }
 
 impl Figures {
@@ -135,11 +139,11 @@ impl Daemon {
         let taken = Instant::now();
         let engine_before = self.reports_cpu()?;
         let thread_before = thread_cpu();
-        let guards: Vec<_> = self.lending.guards().values().cloned().collect();
         let report = self.report()?;
         // Who has asked for a report meanwhile is counted, too.
         let engine = Duration::from_secs_f64(report.fold.report_cpu_s.max(0.0));
         let engine = engine.saturating_sub(engine_before);
+        let lies = self.lies();
         let mut figures = Figures {
             taken,
             report,
@@ -153,8 +157,10 @@ impl Daemon {
             segments: self.segments_in_short(),
             host: self.lending.host.clone(),
             lending: self.lender_status(),
-            borrowed: guards.iter().map(|guard| guard.borrowed()).collect(),
+            borrowed: self.lending.borrowed(),
             leases: self.lending.registry.picture().ok().map(|p| p.leases),
+            distrusted: lies.0.len() as u64,
+            lies: lies.1,
             took: Duration::ZERO,
             cpu: Duration::ZERO,
         };
@@ -208,6 +214,8 @@ mod tests {
             lending: None,
             borrowed: Vec::new(),
             leases: None,
+            distrusted: 0,
+            lies: 0,
         }
     }
 

@@ -46,6 +46,8 @@ enum Held {
     Overruled(u64),
     /// The brake is on.
     Braked(String),
+    /// Whose memory may merge can't be found out.
+    Blind(String),
 }
 
 impl std::fmt::Display for Held {
@@ -58,6 +60,10 @@ impl std::fmt::Display for Held {
             Self::Braked(why) => write!(
                 f,
                 "the brake is on ({why}); what is merged stays merged, and KSM goes on when there is enough again"
+            ),
+            Self::Blind(why) => write!(
+                f,
+                "{why}; what is merged stays merged, and KSM goes on when that process does"
             ),
             Self::Overruled(run) => write!(
                 f,
@@ -96,6 +102,8 @@ pub(super) struct SteeredKsm {
     decision: Option<Decision>,
     /// What was written last, by the control's name.
     written: BTreeMap<&'static str, u64>,
+    /// Controls that others have written meanwhile.
+    contested: BTreeSet<&'static str>,
     kept_out: BTreeSet<String>,
 }
 
@@ -168,6 +176,7 @@ impl SteeredKsm {
             stopped: false,
             decision: None,
             written: BTreeMap::new(),
+            contested: BTreeSet::new(),
             kept_out: BTreeSet::new(),
             controls: controls.clone(),
         };
@@ -177,7 +186,7 @@ impl SteeredKsm {
             advisor_mode: now.advisor_mode.map(|_| advisor_mode.to_owned()),
             ..Settings::default()
         })?;
-        let processes = processes::mergeable(Path::new("/proc"));
+        let processes = processes::mergeable(Path::new("/proc"))?;
         steered.scan(&processes)?;
         controls.write("run", &1)?;
         Ok(steered)
@@ -198,8 +207,17 @@ impl SteeredKsm {
             self.steer.interrupted();
             return Ok(());
         }
-        let processes = processes::mergeable(Path::new("/proc"));
         let run = self.controls.number("run")?.unwrap_or(0);
+        let processes = match processes::mergeable(Path::new("/proc")) {
+            Err(hung @ KsmError::Hung(_)) => {
+                if run == 1 {
+                    self.stop()?;
+                }
+                self.hold(Held::Blind(hung.to_string()));
+                return Ok(());
+            }
+            processes => processes?,
+        };
         // VMs that are being started are children of this daemon, and no members yet: of this domain, or without mergeable memory.
         let mut known = members.clone();
         known.extend(
@@ -277,6 +295,7 @@ impl SteeredKsm {
             pressure: Pressure::now(),
         };
         let decision = self.steer.step(&sample);
+        self.keep_advisor()?;
         if self.advisor {
             self.advise(&decision, sample.mergeable_pages)?;
         } else {
@@ -299,14 +318,42 @@ impl SteeredKsm {
     }
 
     fn set(&mut self, name: &'static str, value: u64) -> Result<(), KsmError> {
-        // Not for a change of a twentieth, which measurement alone makes.
-        let near = |old: u64| old.abs_diff(value) * 20 <= old;
-        if self.written.get(name).copied().is_some_and(near) {
-            return Ok(());
+        if let Some(&written) = self.written.get(name) {
+            let found = self.controls.number::<u64>(name)?;
+            if found != Some(written) {
+                self.contest(name, found.unwrap_or(0));
+            } else if written.abs_diff(value) * 20 <= written {
+                // A change of a twentieth, which measurement alone makes.
+                return Ok(());
+            }
         }
         self.controls.write(name, &value)?;
         self.written.insert(name, value);
         Ok(())
+    }
+
+    /// The kernel's advisor sets `pages_to_scan`, and refuses that others do (`mm/ksm.c`).
+    fn keep_advisor(&mut self) -> Result<(), KsmError> {
+        let Some(found) = self.controls.settings()?.advisor_mode else {
+            return Ok(());
+        };
+        let wanted = if self.advisor { "scan-time" } else { "none" };
+        if found != wanted {
+            self.contest("advisor_mode", &found);
+            self.controls.write("advisor_mode", &wanted)?;
+            // The kernel has changed these with it.
+            self.written.clear();
+        }
+        Ok(())
+    }
+
+    /// Somebody else has written a control: the budget is a promise, so what steering wants is written again.
+    fn contest(&mut self, name: &'static str, found: impl std::fmt::Display) {
+        if self.contested.insert(name) {
+            warn!(
+                "somebody else wrote {found} to /sys/kernel/mm/ksm/{name}: it is set back, from now on each time; is ksmtuned running?"
+            );
+        }
     }
 
     /// What `memfold ksm status` shows.
@@ -322,7 +369,7 @@ impl SteeredKsm {
             mode: decision.filter(|_| held.is_none()).map(|d| d.mode),
             why: match &held {
                 Some(held) => held.clone(),
-                None => decision.map_or_else(String::new, |d| d.why.clone()),
+                None => decision.map_or_else(String::new, |d| d.why.clone()) + &self.contests(),
             },
             held,
             pages_to_scan: number("pages_to_scan"),
@@ -334,6 +381,18 @@ impl SteeredKsm {
             ksmd_cpu_s: self.cpu.saturating_sub(self.at_start.0).as_secs_f64(),
             kept_out: self.kept_out.iter().cloned().collect(),
         }
+    }
+
+    /// Who writes the same controls, in words.
+    fn contests(&self) -> String {
+        if self.contested.is_empty() {
+            return String::new();
+        }
+        let names: Vec<&str> = self.contested.iter().copied().collect();
+        format!(
+            "; somebody else writes {}, too, and it is set back each time (systemctl disable --now ksmtuned, if it is that)",
+            names.join(" and ")
+        )
     }
 
     const fn scans(&self) -> u64 {
@@ -476,7 +535,7 @@ impl Daemon {
 
     /// The domain whose memory KSM is to merge; refused if memory of others may merge.
     fn only_domain(&self, asked: Option<&str>) -> Result<String, DaemonError> {
-        let mergeable = processes::mergeable(Path::new("/proc"));
+        let mergeable = processes::mergeable(Path::new("/proc"))?;
         let machines = self.machines();
         let vm = |process: &Process| {
             let mut vms = machines.iter();

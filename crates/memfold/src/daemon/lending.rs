@@ -3,21 +3,32 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use tracing::warn;
 
+use super::volumes::Volumes;
 use super::watched::Guard;
-use super::{Daemon, DaemonError, DaemonOptions, write_json};
-use crate::api::{LeaseReport, LendRequest, remote_registry};
+use super::{Daemon, DaemonError, DaemonOptions, chain, write_json};
+use crate::api::{Borrowed, LeaseReport, LendRequest, registry_at};
 use crate::lend::blast::blast;
 use crate::lend::calls::{Answer, Call, CallRegistry, answer};
-use crate::lend::export::Listen;
+use crate::lend::distrust::{Distrust, Distrusted};
+use crate::lend::graph::Part;
 use crate::lend::registry::{check_bytes, check_name};
-use crate::lend::{Lender, LenderOptions, LenderStatus, Registry, SqliteRegistry};
+use crate::lend::{
+    Lender, LenderOptions, LenderStatus, Picture, Registry, SqliteRegistry, Transport,
+};
+use crate::vm::boot_id;
 
 /// Least amount that is worth lending.
 const LEAST: u64 = 16 << 20;
+
+/// A registry that wasn't asked for so long may have been away.
+const GAP: Duration = Duration::from_secs(3);
 
 /// What the daemon has of lending.
 #[derive(Debug)]
@@ -29,8 +40,23 @@ pub(super) struct Lending {
     /// Whether this daemon serves it.
     own: bool,
     directory: PathBuf,
+    /// What this host's VMs may call in at once, in bytes: the brake says so, and it is not lent.
+    pub owed: Arc<AtomicU64>,
     lender: Mutex<Option<Lender>>,
+    /// When the registry began to answer without a gap, and when it did last.
+    heard: Mutex<Option<(Instant, Instant)>>,
     guards: Mutex<BTreeMap<String, Arc<Guard>>>,
+    /// Volumes of this host on lent RAM.
+    pub volumes: Volumes,
+    distrust: Mutex<Distrust>,
+}
+
+/// What somebody said by hand, which counts until the next boot.
+#[derive(Debug, Serialize, Deserialize)]
+struct ByHand {
+    boot: String,
+    /// Nothing, if unset.
+    lend: Option<LendRequest>,
 }
 
 impl Lending {
@@ -46,31 +72,36 @@ impl Lending {
         if options.host.is_some() {
             check_host(&host)?;
         }
-        let (registry, place): (Arc<dyn Registry>, PathBuf) =
-            if let Some(socket) = &options.registry {
-                (remote_registry(socket), socket.clone())
-            } else {
-                let path = options.state.join("registry.db");
-                // VMs have to be served whatever this file holds.
-                let registry: Arc<dyn Registry> = match SqliteRegistry::open(&path) {
-                    Ok(registry) => Arc::new(registry),
-                    Err(error) => {
-                        warn!(%error, "memory can't be lent or borrowed here");
-                        let place = path.display().to_string();
-                        let why = error.to_string();
-                        Arc::new(CallRegistry::new(place, move |_: &Call| Err(why.clone())))
-                    }
-                };
-                (registry, path)
+        let (registry, place): (Arc<dyn Registry>, String) = if let Some(at) = &options.registry {
+            (registry_at(at), at.to_string())
+        } else {
+            let path = options.state.join("registry.db");
+            let place = path.display().to_string();
+            // VMs have to be served whatever this file holds.
+            let registry: Arc<dyn Registry> = match SqliteRegistry::open(&path) {
+                Ok(registry) => Arc::new(registry),
+                Err(error) => {
+                    warn!(%error, "memory can't be lent or borrowed here");
+                    let why = error.to_string();
+                    Arc::new(CallRegistry::new(place.clone(), move |_: &Call| {
+                        Err(why.clone())
+                    }))
+                }
             };
+            (registry, place)
+        };
         Ok(Self {
             host,
             registry,
-            place: place.display().to_string(),
+            place,
             own: options.registry.is_none(),
             directory,
+            owed: Arc::default(),
             lender: Mutex::default(),
+            heard: Mutex::default(),
             guards: Mutex::default(),
+            volumes: Volumes::default(),
+            distrust: Mutex::new(Distrust::open(&options.state.join("distrusted.json"))),
         })
     }
 
@@ -78,8 +109,43 @@ impl Lending {
         self.lender.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Who lends what to whom, and for how long the registry has answered; `None`: it doesn't.
+    pub fn heard(&self) -> Option<(Picture, Duration)> {
+        let picture = self.registry.picture();
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok(picture) = picture else {
+            *heard = None;
+            return None;
+        };
+        let now = Instant::now();
+        let before = heard.filter(|(_, last)| now.duration_since(*last) < GAP);
+        let since = before.map_or(now, |(since, _)| since);
+        *heard = Some((since, now));
+        Some((picture, now.duration_since(since)))
+    }
+
     pub fn guards(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Guard>>> {
         self.guards.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn distrust(&self) -> MutexGuard<'_, Distrust> {
+        self.distrust.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Names of lenders that aren't believed.
+    pub fn distrusted(&self) -> Vec<String> {
+        let now = self.distrust().now();
+        now.into_iter().map(|one| one.lender).collect()
+    }
+
+    /// Processes between VMs and lenders.
+    pub fn relays(&self) -> Vec<i32> {
+        let guards: Vec<Arc<Guard>> = self.guards().values().cloned().collect();
+        let of = |part: &Part| Some(part.relay.as_ref()?.process.pid);
+        let parts = guards.iter().map(|guard| guard.borrowing());
+        parts
+            .flat_map(|b| b.reached().filter_map(|(_, p)| of(p)).collect::<Vec<_>>())
+            .collect()
     }
 
     /// Ends exports; borrowed memory stays until its leases are over, or the next daemon takes over.
@@ -88,6 +154,14 @@ impl Lending {
         for guard in self.guards().values() {
             guard.stop();
         }
+        self.volumes.stop();
+    }
+
+    /// What VMs and volumes of this host have borrowed.
+    pub fn borrowed(&self) -> Vec<Borrowed> {
+        let guards: Vec<Arc<Guard>> = self.guards().values().cloned().collect();
+        let of_vms = guards.iter().map(|guard| guard.borrowed());
+        of_vms.chain(self.volumes.borrowed()).collect()
     }
 }
 
@@ -119,6 +193,25 @@ fn check_nbdkit() -> Result<(), DaemonError> {
     ))
 }
 
+/// Whether what exports is there.
+fn check_server(transport: Transport) -> Result<(), DaemonError> {
+    match transport {
+        Transport::Nbd => check_nbdkit(),
+        Transport::Iscsi => check_tgt(),
+    }
+}
+
+/// Whether tgt is there.
+fn check_tgt() -> Result<(), DaemonError> {
+    let said = Command::new("tgtd").arg("--version").output();
+    if said.is_ok_and(|said| said.status.success()) {
+        return Ok(());
+    }
+    Err(DaemonError::ImpossibleHere(
+        "memory can't be lent by iSCSI: tgtd can't be run; install tgt (apt install tgt; its own service isn't needed), or lend by NBD (--transport nbd)".into(),
+    ))
+}
+
 impl Daemon {
     fn lend_file(&self) -> PathBuf {
         self.options.state.join("lend.json")
@@ -128,7 +221,7 @@ impl Daemon {
     pub fn lend(&self, request: &LendRequest) -> Result<LenderStatus, DaemonError> {
         check_host(&self.lending.host)?;
         check_bytes(request.max_bytes, LEAST)?;
-        check_nbdkit()?;
+        check_server(request.transport)?;
         let mut lender = self.lending.lender();
         if lender.as_ref().is_some_and(|old| !old.has_ended()) {
             return Err(DaemonError::Lending {
@@ -140,54 +233,93 @@ impl Daemon {
         let started = self.start_lender(request)?;
         let status = started.status();
         *lender = Some(started);
-        // For the next daemon.
-        if let Err(error) = write_json(&self.lend_file(), request) {
-            warn!(%error, "the next daemon won't lend by itself");
-        }
+        self.note_lending(Some(request));
         Ok(status)
     }
 
-    fn start_lender(&self, request: &LendRequest) -> Result<Lender, DaemonError> {
-        // Whether the registry can be used at all is better told now than in the log.
-        self.lending.registry.picture()?;
-        let options = LenderOptions {
+    /// For the next daemon.
+    fn note_lending(&self, request: Option<&LendRequest>) {
+        let by_hand = ByHand {
+            boot: boot_id(),
+            lend: request.cloned(),
+        };
+        if let Err(error) = write_json(&self.lend_file(), &by_hand) {
+            warn!(%error, "the next daemon won't know what this host is to lend");
+        }
+    }
+
+    /// What is to be lent when the daemon begins: what somebody said since the boot, else what the configuration says, else what somebody said
+    /// before.
+    fn to_lend(&self) -> Option<LendRequest> {
+        let configured = self.options.lend.clone();
+        let Ok(bytes) = std::fs::read(self.lend_file()) else {
+            return configured;
+        };
+        let Ok(said) = serde_json::from_slice::<ByHand>(&bytes)
+            // Of a daemon before this note had a boot.
+            .or_else(|_| {
+                serde_json::from_slice(&bytes).map(|request: LendRequest| ByHand {
+                    boot: boot_id(),
+                    lend: Some(request),
+                })
+            })
+        else {
+            warn!("what the daemon before has lent can't be read; it is not lent again");
+            return configured;
+        };
+        if said.boot == boot_id() {
+            return said.lend;
+        }
+        configured.or(said.lend)
+    }
+
+    fn lender_options(&self, request: &LendRequest) -> Result<LenderOptions, DaemonError> {
+        let listen = request.listens();
+        Ok(LenderOptions {
             host: self.lending.host.clone(),
             max_bytes: request.max_bytes,
-            listen: request.listen.map_or(Listen::Unix, Listen::Tcp),
+            listen: listen.map_err(|why| DaemonError::BadRequest(why.into()))?,
             directory: self.lending.directory.clone(),
-        };
+            owed: self.lending.owed.clone(),
+        })
+    }
+
+    fn start_lender(&self, request: &LendRequest) -> Result<Lender, DaemonError> {
+        let options = self.lender_options(request)?;
+        // Whether the registry can be used at all is better told now than in the log.
+        self.lending.registry.picture()?;
         Lender::start(options, self.lending.registry.clone()).map_err(|source| DaemonError::State {
             path: self.lending.directory.clone(),
             source,
         })
     }
 
-    /// Lends as the daemon before did.
+    /// Lends as the daemon before did, or as is configured.
     pub(super) fn lend_again(&self) {
-        let Ok(bytes) = std::fs::read(self.lend_file()) else {
+        let Some(request) = self.to_lend() else {
             return;
         };
-        let Ok(request) = serde_json::from_slice::<LendRequest>(&bytes) else {
-            warn!("what the daemon before has lent can't be read; it is not lent again");
+        if let Err(error) =
+            check_host(&self.lending.host).and_then(|()| check_server(request.transport))
+        {
+            warn!(error = chain(&error), "this host lends nothing");
             return;
-        };
+        }
         // The registry may not be there yet: its daemon may start after this one. The lender's thread goes on asking.
-        let options = LenderOptions {
-            host: self.lending.host.clone(),
-            max_bytes: request.max_bytes,
-            listen: request.listen.map_or(Listen::Unix, Listen::Tcp),
-            directory: self.lending.directory.clone(),
-        };
-        match Lender::start(options, self.lending.registry.clone()) {
+        let started = self.lender_options(&request).and_then(|options| {
+            let path = options.directory.clone();
+            Lender::start(options, self.lending.registry.clone())
+                .map_err(|source| DaemonError::State { path, source })
+        });
+        match started {
             Ok(lender) => *self.lending.lender() = Some(lender),
-            Err(error) => warn!(%error, "this host lends no more"),
+            Err(error) => warn!(error = chain(&error), "this host lends no more"),
         }
     }
 
     /// Takes everything back and lends no more; `None`: it doesn't lend.
     pub fn lend_no_more(&self) -> Option<LenderStatus> {
-        // Gone already if it never lent.
-        let _ = std::fs::remove_file(self.lend_file());
+        self.note_lending(None);
         let lender = self.lending.lender();
         let lender = lender.as_ref()?;
         lender.end();
@@ -207,6 +339,17 @@ impl Daemon {
         lender.as_ref().map(Lender::status)
     }
 
+    /// Believes a lender again that has served wrong bytes; whether it wasn't believed.
+    pub fn trust_lender(&self, lender: &str) -> bool {
+        self.lending.distrust().trust(lender)
+    }
+
+    /// Lenders that aren't believed now, and how often one has lied since this daemon began.
+    pub fn lies(&self) -> (Vec<Distrusted>, u64) {
+        let mut distrust = self.lending.distrust();
+        (distrust.now(), distrust.lies())
+    }
+
     /// Carries out what another daemon asks of the registry that this one serves.
     pub fn registry_call(&self, call: &Call) -> Result<Answer, DaemonError> {
         if !self.lending.own {
@@ -221,15 +364,17 @@ impl Daemon {
     /// Who lends what to whom.
     pub fn leases(&self) -> Result<LeaseReport, DaemonError> {
         let picture = self.lending.registry.picture()?;
-        let guards: Vec<Arc<Guard>> = self.lending.guards().values().cloned().collect();
+        let (distrusted, lies) = self.lies();
         Ok(LeaseReport {
             host: self.lending.host.clone(),
             registry: self.lending.place.clone(),
             lending: self.lender_status(),
-            borrowed: guards.iter().map(|guard| guard.borrowed()).collect(),
+            borrowed: self.lending.borrowed(),
             blast: blast(&picture),
             lenders: picture.lenders,
             leases: picture.leases,
+            distrusted,
+            lies,
         })
     }
 }

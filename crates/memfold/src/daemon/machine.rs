@@ -14,7 +14,7 @@ use tracing::{debug, info, warn};
 use super::DaemonError;
 use super::guest::{Monitor, QemuGuest};
 use super::turns::Turns;
-use crate::api::{AttachRequest, BootSnapshot, SegmentState, VmInfo, VmSegment};
+use crate::api::{AttachRequest, BootSnapshot, SegmentState, SwapPlace, VmInfo, VmSegment, VmSwap};
 use crate::fold::{Command, Guest, GuestError, VmId};
 use crate::ledger::VmAccount;
 use crate::snapshot::Renewal;
@@ -58,8 +58,18 @@ pub(super) struct Role {
     pub id: VmId,
     pub name: String,
     pub domain: Option<String>,
-    /// QMP socket, if memfold did not start it.
-    pub attached: Option<PathBuf>,
+    pub origin: Origin,
+}
+
+/// Who has started a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// memfold.
+    Started,
+    /// Somebody who has said where its QMP socket is.
+    Attached(PathBuf),
+    /// libvirt, by this name.
+    Libvirt(String),
 }
 
 /// A VM that the daemon has taken on.
@@ -69,7 +79,7 @@ pub(super) struct Machine {
     vm: Vm,
     name: String,
     domain: Option<String>,
-    attached: Option<PathBuf>,
+    origin: Origin,
     monitor: Arc<Monitor>,
     seen: Mutex<Seen>,
     /// Why the library can't fold, whatever the conditions.
@@ -107,7 +117,7 @@ impl Machine {
             id,
             name,
             domain,
-            attached,
+            origin,
         } = role;
         let mut qmp = vm.daemon_qmp()?;
         let (major, minor, micro) = qmp.version();
@@ -130,7 +140,7 @@ impl Machine {
             id,
             name,
             domain,
-            attached,
+            origin,
             monitor,
             seen: Mutex::new(Seen { layout, conditions }),
             library_problem,
@@ -451,14 +461,21 @@ impl Machine {
         self.vm.pid()
     }
 
-    pub const fn is_attached(&self) -> bool {
-        self.attached.is_some()
+    /// Its name in libvirt.
+    pub fn libvirt(&self) -> Option<&str> {
+        match &self.origin {
+            Origin::Libvirt(domain) => Some(domain),
+            Origin::Started | Origin::Attached(_) => None,
+        }
     }
 
+    /// What the next daemon has to be told of it. Domains of libvirt it finds by itself, and they may have another trust domain by then.
     pub fn attach_request(&self) -> Option<AttachRequest> {
-        let qmp = self.attached.clone()?;
+        let Origin::Attached(qmp) = &self.origin else {
+            return None;
+        };
         Some(AttachRequest {
-            qmp,
+            qmp: qmp.clone(),
             name: self.name.clone(),
             domain: self.domain.clone(),
         })
@@ -473,12 +490,12 @@ impl Machine {
             domain: self.domain.clone(),
             pid: self.pid().as_raw_nonzero().get(),
             ram_bytes: seen.layout.pages() * memfold_units::PAGE_SIZE,
-            origin: if self.is_attached() {
-                "attached"
-            } else {
-                "started"
+            origin: match &self.origin {
+                Origin::Started => "started",
+                Origin::Attached(_) | Origin::Libvirt(_) => "attached",
             }
             .into(),
+            libvirt: self.libvirt().map(str::to_owned),
             qemu: self.qemu.clone(),
             agent_problems: agent
                 .as_ref()
@@ -486,13 +503,28 @@ impl Machine {
                 .unwrap_or_default(),
             agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
             fold_problems,
-            refold_problems: refold_problems(&seen.conditions, self.can_stop),
+            refold_problems: refold_problems(
+                &seen.conditions,
+                self.can_stop,
+                self.libvirt().map_or(NO_MONITOR, |_| NOT_STOPPED),
+            ),
             segments: self.segments(),
             renewal: self
                 .renewal
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .clone(),
+            // Unless it is lent, which the daemon knows.
+            swap: self
+                .vm()
+                .spec()
+                .and_then(|spec| spec.swap)
+                .map(|size| VmSwap {
+                    bytes: size.0,
+                    place: SwapPlace::OnDisk,
+                    durability: None,
+                    lent: Vec::new(),
+                }),
             boot_snapshot: self
                 .boot_snapshot
                 .lock()
@@ -559,6 +591,12 @@ impl Machine {
     }
 
     pub fn stop(&self, timeout: Duration) -> Result<StopKind, DaemonError> {
+        if let Some(domain) = self.libvirt() {
+            return Err(DaemonError::BadRequest(format!(
+                "VM '{}' was not started by memfold: it is libvirt's domain '{domain}'; end it with virsh shutdown, or destroy",
+                self.name
+            )));
+        }
         Ok(self.vm.stop(timeout)?)
     }
 
@@ -577,6 +615,18 @@ impl Machine {
 
     pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         self.agent_or_error()?.run(script, timeout)
+    }
+
+    /// The same of a command that prints a line or two: more than [`SHORT`] bytes are not kept, and it is killed.
+    pub fn run_short(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
+        let mut result = CommandResult::default();
+        result.code = self
+            .agent_or_error()?
+            .run_streaming(script, timeout, |_, bytes| {
+                result.stdout.extend_from_slice(bytes);
+                result.stdout.len() <= SHORT
+            })?;
+        Ok(result)
     }
 
     /// The right to save it or to change what it maps, as soon as nobody else has it.
@@ -607,14 +657,20 @@ impl Machine {
     }
 }
 
+/// What a command that prints little may print, in bytes.
+const SHORT: usize = 4096;
+
 const NO_LIBRARY: &str = "memfold's library is not in this QEMU; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
 
 const NO_MONITOR: &str = "and not at pauses either: the library has no QMP socket of its own; start QEMU with -qmp unix:PATH,server=on,wait=off and MEMFOLD_QEMU_MONITOR=PATH in its environment";
 
-/// Why what is folded is not folded again at once, or not at all.
-fn refold_problems(conditions: &VmConditions, can_stop: bool) -> Vec<String> {
+const NOT_STOPPED: &str =
+    "and not at pauses either: only libvirt stops its domains and lets them go on";
+
+/// Why what is folded is not folded again at once, or not at all. `why`: it is not even when the VM stands still for a moment.
+fn refold_problems(conditions: &VmConditions, can_stop: bool, why: &str) -> Vec<String> {
     let reasons = conditions.refold_live.iter().map(ToString::to_string);
-    let no_stop = (!conditions.refold_live.is_empty() && !can_stop).then(|| NO_MONITOR.to_owned());
+    let no_stop = (!conditions.refold_live.is_empty() && !can_stop).then(|| why.to_owned());
     reasons.chain(no_stop).collect()
 }
 

@@ -8,6 +8,7 @@
 //! The daemon holds nothing that a new one couldn't find: VMs are in the state directory, mappings and the page store in the
 //! kernel. It may be killed at any instant.
 
+mod auto_borrow;
 mod booted;
 mod borrowing;
 mod brake;
@@ -18,15 +19,19 @@ mod estimate;
 mod figures;
 mod guest;
 mod ksm;
+mod leasing;
 mod lending;
+mod libvirt;
 mod machine;
 mod reboot;
+mod relays;
 mod sampling;
 mod segments;
 mod snapshots;
 mod turns;
 mod uses;
 mod views;
+mod volumes;
 mod watched;
 
 use std::collections::BTreeMap;
@@ -40,22 +45,27 @@ use memfold_units::{ByteSize, PageCount};
 use rustix::fs::FlockOperation;
 use tracing::{info, warn};
 
+pub use auto_borrow::BorrowWhen;
 use brake::DebtWatch;
 pub use error::DaemonError;
 pub(crate) use error::chain;
 pub use figures::{Figures, LEAST_AGE, OnShelf};
 use ksm::SteeredKsm;
 use lending::Lending;
-use machine::{Machine, Role};
+use machine::{Machine, Origin, Role};
 pub use sampling::Live;
 use sampling::Sampling;
 use uses::Uses;
-pub use views::EstimateOrder;
 use views::Views;
+pub use views::{EstimateOrder, PlaceOrder, SwapUse};
+use watched::Guard;
 
-use crate::api::{AttachRequest, FoldRequest, FullReport, VersionInfo, VmInfo};
+use crate::api::{
+    AttachRequest, FoldRequest, FullReport, LendRequest, VersionInfo, VmInfo, VmSwap,
+};
 use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
 use crate::ledger::{self, BrakePolicy, StoreAccount};
+use crate::lend::RegistryAt;
 use crate::segment;
 use crate::snapshot::{Shelf, save};
 use crate::store::StoreIdentity;
@@ -85,10 +95,16 @@ pub struct DaemonOptions {
     pub segments: PathBuf,
     /// Name of this host among those that lend and borrow; unset: the kernel's.
     pub host: Option<String>,
-    /// Socket of the daemon that serves the registry of leases; unset: this one does.
-    pub registry: Option<PathBuf>,
+    /// Who serves the registry of leases; unset: this daemon does.
+    pub registry: Option<RegistryAt>,
+    /// When VMs borrow.
+    pub borrow: BorrowWhen,
+    /// What this host lends after a boot; unset: nothing.
+    pub lend: Option<LendRequest>,
     /// The file of the history; unset: there is none.
     pub history: Option<PathBuf>,
+    /// Directory where libvirt notes its QEMUs; unset: its domains are left alone.
+    pub libvirt: Option<PathBuf>,
 }
 
 /// The daemon.
@@ -183,7 +199,7 @@ impl Daemon {
                 continue;
             }
             info!(vm = name, pid = vm.pid().as_raw_nonzero(), "taken over");
-            match daemon.take_on(vm, &name, domain, None) {
+            match daemon.take_on(vm, &name, domain, Origin::Started) {
                 Ok(machine) => {
                     daemon.find_boot_snapshot(&machine);
                     daemon.resume_borrowing(&machine);
@@ -197,6 +213,7 @@ impl Daemon {
                 ),
             }
         }
+        daemon.resume_volumes();
         daemon.lend_again();
         daemon.begin_sampling()?;
         for request in daemon.read_attached() {
@@ -213,6 +230,20 @@ impl Daemon {
             .name("debt".into())
             .spawn(move || brake::watch(&watched))
             .map_err(files)?;
+        if options.borrow == BorrowWhen::Auto {
+            let watched = Arc::downgrade(&daemon);
+            std::thread::Builder::new()
+                .name("borrow".into())
+                .spawn(move || auto_borrow::watch(&watched))
+                .map_err(files)?;
+        }
+        if let Some(run) = options.libvirt.clone() {
+            let watched = Arc::downgrade(&daemon);
+            std::thread::Builder::new()
+                .name("libvirt".into())
+                .spawn(move || libvirt::watch(&watched, &run))
+                .map_err(files)?;
+        }
         Ok(daemon)
     }
 
@@ -239,7 +270,7 @@ impl Daemon {
         vm: Vm,
         name: &str,
         domain: Option<String>,
-        attached: Option<PathBuf>,
+        origin: Origin,
     ) -> Result<Arc<Machine>, DaemonError> {
         let id = {
             let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
@@ -255,7 +286,7 @@ impl Daemon {
             id,
             name: name.to_owned(),
             domain,
-            attached,
+            origin,
         };
         let machine = Machine::take_on(vm, role, &self.commands, options)?;
         self.lock().insert(name.to_owned(), machine.clone());
@@ -293,7 +324,7 @@ impl Daemon {
         self.shelf.let_go();
         self.forget_borrowing(machine);
         self.left_segments(&segments);
-        if machine.is_attached() {
+        if machine.attach_request().is_some() {
             self.write_attached();
         }
     }
@@ -311,7 +342,19 @@ impl Daemon {
     /// All VMs, by name.
     #[must_use]
     pub fn list(&self) -> Vec<VmInfo> {
-        self.lock().values().map(|m| m.info()).collect()
+        // Not both locked at once.
+        let lent: BTreeMap<String, VmSwap> = {
+            let guards = self.lending.guards();
+            let swap = |(vm, guard): (&String, &Arc<Guard>)| (vm.clone(), guard.swap());
+            guards.iter().map(swap).collect()
+        };
+        let mut vms: Vec<VmInfo> = self.lock().values().map(|m| m.info()).collect();
+        for vm in &mut vms {
+            if let Some(swap) = lent.get(&vm.name) {
+                vm.swap = Some(swap.clone());
+            }
+        }
+        vms
     }
 
     /// Starts a VM, unless the brake is on.
@@ -365,7 +408,7 @@ impl Daemon {
             path: self.options.state.clone(),
             source,
         });
-        let machine = came.and_then(|()| self.take_on(vm, &name, domain, None));
+        let machine = came.and_then(|()| self.take_on(vm, &name, domain, Origin::Started));
         if machine.is_err() {
             // Nobody would know of it.
             let ended = Vm::find(&self.options.state, &name).and_then(|vm| vm.stop(Duration::ZERO));
@@ -382,6 +425,11 @@ impl Daemon {
 
     /// Takes on a QEMU that is running already.
     pub fn attach(self: &Arc<Self>, request: &AttachRequest) -> Result<VmInfo, DaemonError> {
+        self.check_free(request)?;
+        self.attach_as(Vm::attach(&request.qmp)?, request, None)
+    }
+
+    fn check_free(&self, request: &AttachRequest) -> Result<(), DaemonError> {
         let name = &request.name;
         for (field, text) in [("name", Some(name)), ("domain", request.domain.as_ref())] {
             if let Some(text) = text {
@@ -392,14 +440,29 @@ impl Daemon {
         if self.lock().contains_key(name) {
             return Err(DaemonError::NameTaken(name.clone()));
         }
-        let vm = Vm::attach(&request.qmp)?;
+        Ok(())
+    }
+
+    /// Takes on a QEMU that has been reached, libvirt's domain or not.
+    fn attach_as(
+        self: &Arc<Self>,
+        vm: Vm,
+        request: &AttachRequest,
+        libvirt: Option<String>,
+    ) -> Result<VmInfo, DaemonError> {
+        self.check_free(request)?;
+        let name = &request.name;
         if let Some(known) = self.lock().values().find(|m| m.pid() == vm.pid()) {
             return Err(DaemonError::BadRequest(format!(
                 "this QEMU is known already, as '{}'",
                 known.name()
             )));
         }
-        let machine = self.take_on(vm, name, request.domain.clone(), Some(request.qmp.clone()))?;
+        let origin = match libvirt {
+            Some(domain) => Origin::Libvirt(domain),
+            None => Origin::Attached(request.qmp.clone()),
+        };
+        let machine = self.take_on(vm, name, request.domain.clone(), origin)?;
         self.write_attached();
         Ok(machine.info())
     }
@@ -501,10 +564,15 @@ impl Daemon {
             .iter()
             .filter_map(|m| m.account(&identities))
             .collect();
-        let own = ledger::take::own(ByteSize(fold.own_bytes), &identities)?;
+        let own = ledger::take::own(
+            ByteSize(fold.own_bytes),
+            &identities,
+            &self.lending.relays(),
+        )?;
         let zero: u64 = fold.vms.iter().map(|vm| vm.zero_saved_pages).sum();
         let mut host = ledger::take::host(&vms, &stores, own, PageCount(zero).bytes())?;
         host.images_bytes = self.shelf.laid_out_bytes();
+        host.lent_bytes = ByteSize(self.lender_status().map_or(0, |status| status.lent_bytes));
         let mut ledger = ledger::Report::new(host, vms);
         ledger.debt = Some(self.debt()?);
         Ok(FullReport { ledger, fold })

@@ -201,7 +201,7 @@ impl Daemon {
         let before = thread_cpu();
         let report = self.report()?;
         let vms = self.list();
-        let seen = Seen::of(&report, &vms);
+        let seen = Seen::of(&report, &vms, &self.lies().0);
         let events = last.as_ref().map_or_else(
             || {
                 vec![Event {

@@ -3,19 +3,24 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::machine::Machine;
-use super::{Daemon, DaemonError};
+use super::{Daemon, DaemonError, chain};
+use crate::estimate::fingerprint::Fingerprint;
+use crate::estimate::place::{Proposal, propose};
 use crate::estimate::{Domains, EstimateReport, Options, Pace, estimate, targets};
-use crate::host::{HostFacts, examine};
+use crate::host::{HostFacts, Report, examine};
 use crate::ledger::memory_map::{MemoryMap, memory_map};
+use crate::ledger::plan::{Order, Plan};
 use crate::ledger::sharing::{Sharing, files_of, sharing};
+use crate::lend::graph::GraphError;
 use crate::store::StoreIdentity;
+use crate::vm::{AgentError, CommandResult, swap};
 
 /// How long maps of memory are good.
 const MEMORY_LIFE: Duration = Duration::from_secs(4);
@@ -25,6 +30,10 @@ const DOCTOR_LIFE: Duration = Duration::from_secs(60);
 const LONGEST_ESTIMATE_S: f64 = 300.0;
 /// Maps of VMs that are kept.
 const MOST_MAPS: usize = 64;
+/// What a move may be asked to save at most, in bytes: more than any host has.
+const MOST_LEAST: u64 = 1 << 50;
+/// How long a guest may take to say how much of its swap disk it uses, and for how long that is good.
+const SWAP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// `POST /v1/estimate`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
@@ -42,6 +51,45 @@ pub struct EstimateOrder {
     pub one_domain: bool,
 }
 
+/// `POST /v1/plan/place`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PlaceOrder {
+    /// Of two hosts or more, as `memfold estimate --fingerprint` writes them.
+    #[schema(value_type = Vec<Object>)]
+    pub fingerprints: Vec<Fingerprint>,
+    /// What a move has to save, in bytes.
+    pub least_bytes: u64,
+    /// What is to be left of each host's memory, in percent (0 to less than 100).
+    pub leave_percent: f64,
+}
+
+/// `GET /v1/vms/{name}/swap`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SwapUse {
+    /// Bytes of the swap disk that hold something, as the guest says; null: it doesn't.
+    pub used_bytes: Option<u64>,
+    /// Why not, in words.
+    pub why_not: Option<String>,
+}
+
+impl SwapUse {
+    /// From what the guest gave for [`swap::used`].
+    fn of(said: Result<CommandResult, AgentError>) -> Self {
+        let no_sense = || "the guest's answer makes no sense".to_owned();
+        let used = match said {
+            Ok(said) if said.code != 0 => Err("the guest doesn't use it".to_owned()),
+            Ok(said) => swap::parse_used(&said.stdout).ok_or_else(no_sense),
+            Err(AgentError::TooMuchOutput) => Err(no_sense()),
+            Err(error) => Err(chain(&error)),
+        };
+        Self {
+            why_not: used.as_ref().err().cloned(),
+            used_bytes: used.ok(),
+        }
+    }
+}
+
 /// Something that was made a while ago.
 type Kept<T> = Mutex<Option<(Instant, T)>>;
 
@@ -49,8 +97,9 @@ type Kept<T> = Mutex<Option<(Instant, T)>>;
 pub(super) struct Views {
     maps: Mutex<BTreeMap<(String, u64), (Instant, MemoryMap)>>,
     sharing: Kept<Sharing>,
-    doctor: Kept<serde_json::Value>,
-    /// Held while an estimate is made.
+    doctor: Kept<Report>,
+    swaps: Mutex<BTreeMap<String, (Instant, SwapUse)>>,
+    /// Held while an estimate or a proposal is made.
     estimating: Mutex<()>,
     ends: AtomicBool,
 }
@@ -128,11 +177,83 @@ impl Daemon {
     }
 
     /// What works on this host, as `memfold doctor --json` prints it.
-    pub fn doctor(&self) -> Result<serde_json::Value, DaemonError> {
-        fresh(&self.views.doctor, DOCTOR_LIFE, || {
-            serde_json::to_value(examine(HostFacts::probe(&self.options.state)))
-                .map_err(|_| DaemonError::Internal("doctor's report can't be written as JSON"))
-        })
+    pub fn doctor(self: &Arc<Self>) -> Result<Report, DaemonError> {
+        let mut report = fresh(&self.views.doctor, DOCTOR_LIFE, || {
+            Ok(examine(HostFacts::probe(&self.options.state)))
+        })?;
+        // Of now: a brake doesn't wait a minute.
+        report.checks.push(self.debt()?.check());
+        Ok(report)
+    }
+
+    /// How many VMs fit.
+    pub fn plan(self: &Arc<Self>, order: &Order) -> Result<Plan, DaemonError> {
+        let report = self.report()?;
+        let plan = order.plan(&report.ledger, &report.fold);
+        plan.map_err(|error| DaemonError::BadRequest(error.to_string()))
+    }
+
+    /// Which VMs of several hosts to place together. One proposal or estimate at a time.
+    pub fn place(&self, order: &PlaceOrder) -> Result<Proposal, DaemonError> {
+        let wrong = |text: String| Err(DaemonError::BadRequest(text));
+        if !(0.0..100.0).contains(&order.leave_percent) {
+            return wrong(format!(
+                "leave_percent is {}; give 0 to less than 100",
+                order.leave_percent
+            ));
+        }
+        if order.least_bytes > MOST_LEAST {
+            return wrong(format!(
+                "least_bytes is {}; give {MOST_LEAST} at most",
+                order.least_bytes
+            ));
+        }
+        let _turn = self.estimate_turn()?;
+        let proposal = propose(&order.fingerprints, order.least_bytes, order.leave_percent);
+        proposal.map_err(|error| DaemonError::BadRequest(error.to_string()))
+    }
+
+    /// The right to make an estimate, which one at a time has.
+    fn estimate_turn(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
+        match self.views.estimating.try_lock() {
+            Ok(turn) => Ok(turn),
+            Err(TryLockError::Poisoned(turn)) => Ok(turn.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(DaemonError::Busy {
+                why: "another estimate is being made".into(),
+                fix: "wait until it is done".into(),
+            }),
+        }
+    }
+
+    /// How much of its swap disk a VM's guest uses, by its own word.
+    pub fn swap_use(&self, name: &str) -> Result<SwapUse, DaemonError> {
+        let machine = self.machine(name)?;
+        let lock = || {
+            let swaps = self.views.swaps.lock();
+            swaps.unwrap_or_else(PoisonError::into_inner)
+        };
+        if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
+            return Err(GraphError::NoSwapDisk(name.to_owned()).into());
+        }
+        let keep = |said: &SwapUse| {
+            let kept = (Instant::now(), said.clone());
+            lock().insert(name.to_owned(), kept);
+        };
+        {
+            let mut swaps = lock();
+            swaps.retain(|_, (made, _)| made.elapsed() < SWAP_TIMEOUT);
+            if let Some((_, said)) = swaps.get(name) {
+                return Ok(said.clone());
+            }
+        }
+        // However many ask, one command at a time runs in the guest; nothing is locked meanwhile, as it may take its time.
+        keep(&SwapUse {
+            used_bytes: None,
+            why_not: Some("it is being asked".into()),
+        });
+        let said = SwapUse::of(machine.run_short(&swap::used(), SWAP_TIMEOUT));
+        keep(&said);
+        Ok(said)
     }
 
     /// What could be saved. One estimate at a time.
@@ -150,16 +271,7 @@ impl Daemon {
                 order.seconds
             ));
         }
-        let _turn = match self.views.estimating.try_lock() {
-            Ok(turn) => turn,
-            Err(TryLockError::Poisoned(turn)) => turn.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                return Err(DaemonError::Busy {
-                    why: "another estimate is being made".into(),
-                    fix: "wait until it is done".into(),
-                });
-            }
-        };
+        let _turn = self.estimate_turn()?;
         let facts = self.estimate_facts()?;
         let limit = Duration::from_secs_f64(order.seconds);
         let pace = Pace::new(order.cpu_percent / 100.0, Some(limit), &self.views.ends);
@@ -185,6 +297,37 @@ impl Daemon {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_guest_says_of_its_swap_disk_is_believed_if_it_makes_sense() {
+        let said = |stdout: &str, code| {
+            let stdout = stdout.as_bytes().to_vec();
+            SwapUse::of(Ok(CommandResult {
+                stdout,
+                code,
+                ..CommandResult::default()
+            }))
+        };
+        let line = "/dev/vdb                                partition\t65532\t\t1024\t\t-2\n";
+        assert_eq!(said(line, 0).used_bytes, Some(1 << 20));
+        assert_eq!(said(line, 0).why_not, None);
+        for (text, code, why) in [
+            ("", 1, "doesn't use it"),
+            ("/dev/vdb partition 65532 -1 -2", 0, "no sense"),
+            (
+                "/dev/vdb partition 65532 18446744073709551615 -2",
+                0,
+                "no sense",
+            ),
+            ("\u{1}", 0, "no sense"),
+        ] {
+            let said = said(text, code);
+            assert_eq!(said.used_bytes, None);
+            assert!(said.why_not.unwrap().contains(why), "{text}");
+        }
+        let gone = SwapUse::of(Err(AgentError::Lost));
+        assert!(gone.why_not.unwrap().contains("went away"));
+    }
 
     #[test]
     fn what_is_good_is_not_made_again_and_a_failure_is_not_kept() {

@@ -3,9 +3,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::api::{Borrowed, SwapPlace};
+use crate::api::{Borrowed, LentPart, SwapPlace, VmSwap};
 use crate::lend::Durability;
-use crate::lend::graph::Borrowing;
+use crate::lend::graph::{Borrowing, Part};
+use crate::lend::relay::stripes::Stripes;
 use crate::lend::wire::Wire;
 
 /// Watches what a VM has borrowed.
@@ -64,10 +65,39 @@ impl Guard {
         parts.map(|(part, _)| part).filter(has_ended).collect()
     }
 
+    /// The swap disk, and who has what of it.
+    pub fn swap(&self) -> VmSwap {
+        let Borrowed {
+            place,
+            bytes,
+            durability,
+            ..
+        } = self.borrowed();
+        let borrowing = self.borrowing();
+        let copies = borrowing.reached().enumerate();
+        let lent = copies.flat_map(|(copy, (_, part))| {
+            let count = part.stripes().count() as u64;
+            let of_each = Stripes { count, bytes }.of_each();
+            part.stripes().map(move |stripe| LentPart {
+                lender: stripe.lender.clone(),
+                bytes: of_each,
+                copy,
+            })
+        });
+        VmSwap {
+            bytes,
+            place,
+            durability,
+            lent: lent.collect(),
+        }
+    }
+
     pub fn borrowed(&self) -> Borrowed {
         let borrowing = self.borrowing();
-        let reached: Vec<String> = borrowing.reached().map(|(_, p)| p.lender.clone()).collect();
-        let place = match (reached.len(), borrowing.durability) {
+        let parts = || borrowing.reached().map(|(_, part)| part);
+        let lenders = parts().flat_map(Part::stripes).map(|s| s.lender.clone());
+        let stripes = parts().map(|part| part.stripes().count()).next();
+        let place = match (parts().count(), borrowing.durability) {
             (0, Durability::Disk) => SwapPlace::OnCopy,
             (0, _) => SwapPlace::Lost,
             (n, _) if n < borrowing.parts.len() || borrowing.copy_failed => SwapPlace::Degraded,
@@ -78,7 +108,8 @@ impl Guard {
             place,
             bytes: borrowing.bytes,
             durability: Some(borrowing.durability),
-            lenders: reached,
+            lenders: lenders.collect(),
+            stripes: stripes.and_then(|n| u8::try_from(n).ok()),
             changed: false,
             took_ms: 0,
         }

@@ -111,7 +111,14 @@ pub fn look(
             continue;
         };
         let vm = u32::try_from(kept.len()).unwrap_or(u32::MAX);
-        let Some(pages) = scan(&target, &pagemap, vm, &mut pieces, &mut batches)? else {
+        let Some(pages) = scan(
+            &target,
+            &pagemap,
+            (vm, options.reads_files),
+            &mut pieces,
+            &mut batches,
+        )?
+        else {
             continue;
         };
         open.push(pagemap);
@@ -187,7 +194,7 @@ fn failed(pid: i32, source: io::Error) -> EstimateError {
 fn scan(
     target: &Target,
     pagemap: &Pagemap,
-    vm: u32,
+    (vm, reads_files): (u32, bool),
     pieces: &mut Vec<Piece>,
     batches: &mut Vec<Batch>,
 ) -> Result<Option<Pages>, EstimateError> {
@@ -205,7 +212,7 @@ fn scan(
             Err(source) => return Err(failed(target.pid, source)),
         };
         for region in regions {
-            if !count(&mut pages, range, &region) {
+            if !count(&mut pages, range, &region, reads_files) {
                 continue;
             }
             let (mut at, mut left) = (region.start.0 / PAGE_SIZE, region.pages());
@@ -239,9 +246,13 @@ fn scan(
     Ok(Some(pages))
 }
 
-/// Counts a region; `true`: it is private, and to be read.
-fn count(pages: &mut Pages, range: &Range, region: &Region) -> bool {
+/// Counts a region; `true`: it is to be read.
+fn count(pages: &mut Pages, range: &Range, region: &Region, reads_files: bool) -> bool {
     let n = region.pages();
+    if reads_files && !range.hugetlb && region.is(category::FILE) && region.is(category::PRESENT) {
+        pages.file += n;
+        return true;
+    }
     let place = if range.hugetlb {
         &mut pages.hugetlb
     } else if !region.is(category::PRESENT) {

@@ -23,12 +23,15 @@
 //! | [`sample`], [`statistics`] | sampling by content, sums with error bars |
 //! | [`split`], [`mechanisms`] | the classes, and who would bring what |
 //! | [`report`], [`table`] | the result, and how people read it |
+//! | [`fingerprint`], [`place`] | what VMs hold, comparable between hosts; which to place together |
 //! | [`program`] | the shareable share of one program (study A's Table 4) |
 
 pub mod facts;
+pub mod fingerprint;
 pub mod look;
 pub mod mechanisms;
 pub mod pace;
+pub mod place;
 pub mod program;
 pub mod report;
 pub mod sample;
@@ -86,6 +89,9 @@ pub enum EstimateError {
         /// Why.
         source: io::Error,
     },
+    /// Who is a QEMU could not be found out.
+    #[error(transparent)]
+    Processes(#[from] crate::ksm::KsmError),
     /// A file of `/proc` could not be read.
     #[error("cannot read the page map or mappings of process {pid}")]
     Read {
@@ -110,6 +116,8 @@ pub struct Options {
     pub max_page_sharing: u64,
     /// And whether zeroes become the kernel's own zero page (`use_zero_pages`).
     pub use_zero_pages: bool,
+    /// Read pages of files too: what is folded, or of a snapshot's image, already.
+    pub reads_files: bool,
 }
 
 impl Options {
@@ -127,6 +135,7 @@ impl Options {
                 .finish(),
             max_page_sharing: settings.max_page_sharing.unwrap_or(256).max(2),
             use_zero_pages: settings.use_zero_pages == Some(1),
+            reads_files: false,
         }
     }
 }

@@ -192,6 +192,12 @@ impl Sample {
         self.pages = left;
     }
 
+    /// Zero bits that a drawn content's hash begins with.
+    #[must_use]
+    pub const fn level(&self) -> u32 {
+        self.level
+    }
+
     /// Contents that each one drawn stands for.
     #[must_use]
     pub fn weight(&self) -> f64 {

@@ -474,6 +474,7 @@ mod tests {
         seed: 0,
         max_page_sharing: 256,
         use_zero_pages: false,
+        reads_files: false,
     };
 
     /// Two VMs of a domain and one of another, all of whose memory is offered to KSM; nothing was seen yet.

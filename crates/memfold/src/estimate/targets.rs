@@ -97,7 +97,7 @@ pub fn find(
     domains: &Domains,
     facts: &VmFacts,
 ) -> Result<Vec<Target>, EstimateError> {
-    let pids = processes::all(proc_root)
+    let pids = processes::all(proc_root)?
         .into_iter()
         .filter(|process| process.qemu)
         .map(|process| process.pid);

@@ -201,14 +201,15 @@ impl History {
         transaction.commit()
     }
 
-    /// Means of all whole steps before `now_step` that have none yet, and the end of what is too old.
+    /// Means of all whole steps before `now_step` that have none yet, and the end of what is too old. What a clock that was ahead has left
+    /// stays where it is until its time comes, and is in nobody's way.
     fn make_coarse(&mut self, now_step: i64) -> rusqlite::Result<()> {
         let transaction = self.connection.transaction()?;
         let bucket = format!("t - t % {COARSE_STEP_S}");
         transaction.execute(
             &format!(
                 "INSERT OR IGNORE INTO host SELECT {COARSE_STEP_S}, {bucket} AS bucket, {} FROM host
-                 WHERE step = 0 AND t < ?1 AND {bucket} > (SELECT IFNULL(MAX(t), 0) FROM host WHERE step = {COARSE_STEP_S}) GROUP BY bucket",
+                 WHERE step = 0 AND t < ?1 AND {bucket} > (SELECT IFNULL(MAX(t), 0) FROM host WHERE step = {COARSE_STEP_S} AND t < ?1) GROUP BY bucket",
                 means(&HOST_SERIES)
             ),
             [now_step],
@@ -216,7 +217,7 @@ impl History {
         transaction.execute(
             &format!(
                 "INSERT OR IGNORE INTO vms SELECT {COARSE_STEP_S}, vm, {bucket} AS bucket, {} FROM vms
-                 WHERE step = 0 AND t < ?1 AND {bucket} > (SELECT IFNULL(MAX(t), 0) FROM vms WHERE step = {COARSE_STEP_S})
+                 WHERE step = 0 AND t < ?1 AND {bucket} > (SELECT IFNULL(MAX(t), 0) FROM vms WHERE step = {COARSE_STEP_S} AND t < ?1)
                  GROUP BY vm, bucket",
                 means(&VM_SERIES)
             ),
@@ -256,7 +257,7 @@ impl History {
 
     /// A VM since `from`. One that was never seen has no points.
     pub fn vm(&self, name: &str, now: i64, from: i64, points: i64) -> Result<Series, HistoryError> {
-        let condition = "AND vm = (SELECT id FROM vm_names WHERE name = ?4)";
+        let condition = "AND vm = (SELECT id FROM vm_names WHERE name = ?5)";
         self.series("vms", condition, &[&name], &VM_SERIES, (now, from), points)
             .map_err(|source| self.failed(source))
     }
@@ -277,7 +278,7 @@ impl History {
         };
         let bucket = ((now - from) / points.max(1)).max(1).max(step);
         let mut select = self.connection.prepare_cached(&format!(
-            "SELECT t - t % ?1 AS bucket, {} FROM {table} WHERE step = ?2 AND t >= ?3 {condition} GROUP BY bucket ORDER BY bucket",
+            "SELECT t - t % ?1 AS bucket, {} FROM {table} WHERE step = ?2 AND t >= ?3 AND t <= ?4 {condition} GROUP BY bucket ORDER BY bucket",
             means(names)
         ))?;
         let mut found = Series {
@@ -286,7 +287,7 @@ impl History {
             values: vec![Vec::new(); names.len()],
             ..Series::default()
         };
-        let values: [&dyn ToSql; 3] = [&bucket, &step, &from];
+        let values: [&dyn ToSql; 4] = [&bucket, &step, &from, &now];
         let mut rows = select.query(params_from_iter(values.iter().chain(more)))?;
         while let Some(row) = rows.next()? {
             found.t.push(row.get(0)?);
@@ -303,9 +304,9 @@ impl History {
         let read = || -> rusqlite::Result<Trends> {
             let mut select = self.connection.prepare_cached(
                 "SELECT name, CAST(ROUND(AVG(pss_bytes)) AS INTEGER) FROM vms JOIN vm_names ON vms.vm = vm_names.id
-                 WHERE step = 0 AND t >= ?2 GROUP BY name, t / ?1 ORDER BY name, t / ?1",
+                 WHERE step = 0 AND t >= ?2 AND t <= ?3 GROUP BY name, t / ?1 ORDER BY name, t / ?1",
             )?;
-            let mut rows = select.query([bucket, from])?;
+            let mut rows = select.query([bucket, from, now])?;
             let mut vms: Vec<Trend> = Vec::new();
             while let Some(row) = rows.next()? {
                 let (name, value): (String, i64) = (row.get(0)?, row.get(1)?);
@@ -441,6 +442,31 @@ mod tests {
         );
         assert!(long.values[2].iter().all(|&value| value == Some(9)));
         assert!(long.t[0] < now - 89 * DAY);
+    }
+
+    #[test]
+    fn what_a_clock_that_was_ahead_has_left_is_in_nobody_s_way() {
+        let (_directory, mut history) = open();
+        let add = |history: &mut History, at, value| {
+            let vms = [vm("web", value)];
+            history.add(at, &host(value), &vms, &[]).unwrap();
+        };
+        for n in 0..10 {
+            add(&mut history, BEGIN + DAY + n * 600, 7);
+        }
+        // It is set right.
+        for n in 0..10 {
+            add(&mut history, BEGIN + n * 600, 5);
+        }
+        let now = BEGIN + 9 * 600;
+        let fine = history.host(now, BEGIN, 100).unwrap();
+        assert_eq!(fine.t.len(), 10);
+        assert!(fine.values[0].iter().all(|&value| value == Some(5)));
+        let coarse = history.vm("web", now, now - 2 * DAY, 1000).unwrap();
+        assert_eq!(coarse.t.len(), 3);
+        assert!(coarse.values[2].iter().all(|&value| value == Some(5)));
+        let trends = history.trends(now, BEGIN, 10).unwrap();
+        assert_eq!(trends.vms[0].pss_bytes.len(), 10);
     }
 
     #[test]

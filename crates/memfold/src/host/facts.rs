@@ -240,8 +240,9 @@ fn qemu() -> Qemu {
 }
 
 fn tools() -> Vec<Tool> {
-    const TOOLS: [(&str, &str, &str); 4] = [
+    const TOOLS: [(&str, &str, &str); 5] = [
         ("qemu-img", "disks with snapshot = true", "qemu-utils"),
+        ("nbdkit", "lending memory", "nbdkit"),
         ("mmdebstrap", "building guest images", "mmdebstrap"),
         ("mkfs.ext4", "building guest images", "e2fsprogs"),
         ("cpio", "building guest images", "cpio"),

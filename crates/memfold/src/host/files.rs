@@ -126,6 +126,34 @@ pub fn program(name: &str) -> Option<PathBuf> {
         .find(|p| p.is_file())
 }
 
+/// The path by which this program is started again: its own, or in a test of it the one beside.
+///
+/// # Errors
+/// There is none: this is another program.
+pub fn own_program() -> io::Result<PathBuf> {
+    const NAME: &str = "memfold";
+    let own = std::env::current_exe()?;
+    let name = own.file_name().and_then(|name| name.to_str());
+    if name == Some(NAME) {
+        return Ok(own);
+    }
+    if name == Some("memfold (deleted)") {
+        // Another version has taken its place; this one is still there to be started.
+        return Ok("/proc/self/exe".into());
+    }
+    // target/release/deps, target/release
+    let beside = own.ancestors().skip(1).take(2).map(|d| d.join(NAME));
+    beside
+        .into_iter()
+        .find(|path| path.is_file())
+        .ok_or_else(|| {
+            io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("no program '{NAME}' beside {}", own.display()),
+            )
+        })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,11 +3,13 @@
 pub mod doctor;
 pub mod facts;
 pub mod files;
+pub mod groups;
 pub mod kvm;
 pub mod qemu;
 
 pub use doctor::{Check, Report, Status, examine};
 pub use facts::HostFacts;
-pub use files::{GuestImage, guest_images, library};
+pub use files::{GuestImage, guest_images, library, own_program};
+pub use groups::{Group, Room};
 pub use kvm::KvmVerdict;
 pub use qemu::{QemuError, QemuFacts};

@@ -20,6 +20,11 @@ pub enum KsmError {
     /// The kernel has no KSM.
     #[error("this kernel has no KSM: {0} is missing (CONFIG_KSM)")]
     Missing(PathBuf),
+    /// A process keeps its memory map locked; 0: it is not known which.
+    #[error(
+        "what may merge can't be found out: process {0} keeps its memory map locked and waits for something in the kernel (see 'ps -o pid,stat,wchan:30,args -p {0}')"
+    )]
+    Hung(i32),
     /// A control could not be read.
     #[error("cannot read {path}")]
     Read {

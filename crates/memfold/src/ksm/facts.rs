@@ -29,7 +29,7 @@ impl HostSide {
             Err(KsmError::Missing(_)) => return Ok(None),
             Err(error) => return Err(error),
         };
-        let processes = processes::mergeable(proc_root);
+        let processes = processes::mergeable(proc_root)?;
         Ok(Some(Self {
             settings,
             status: Status::read(controls)?,

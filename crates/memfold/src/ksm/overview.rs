@@ -152,7 +152,7 @@ impl Overview {
         };
         let none = Names::new();
         let names = known.unwrap_or(&none);
-        let shown: Vec<Process> = processes::all(proc_root)
+        let shown: Vec<Process> = processes::all(proc_root)?
             .into_iter()
             .filter(|process| process.mergeable || names.contains_key(&process.pid))
             .collect();

@@ -1,11 +1,26 @@
 //! Processes whose memory KSM may merge, and which of them are QEMUs.
+//!
+//! To say it, the kernel takes each process's `mmap` lock (`/proc/PID/ksm_stat`, `smaps`). A process that hangs while it holds that lock,
+//! on a file server that is gone say, is waited for as long as it hangs. So a look is made by a thread of its own, and given up after
+//! [`PATIENCE`]; while one hangs, no other is begun.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use memfold_units::PAGE_SIZE;
 
+use super::controls::KsmError;
 use super::status::ProcessStatus;
+
+/// A look at thousands of processes takes some milliseconds of CPU.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Looks that were given up and hang still.
+static HANGING: Mutex<Vec<Look>> = Mutex::new(Vec::new());
 
 /// A process with mergeable memory, or a QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,22 +101,77 @@ enum Wanted {
 }
 
 /// All processes with mergeable memory, and all QEMUs, by number.
-#[must_use]
-pub fn all(proc_root: &Path) -> Vec<Process> {
-    find(proc_root, Wanted::MergeableOrQemu)
+///
+/// # Errors
+/// [`KsmError::Hung`], after [`PATIENCE`] or at once if it is known already.
+pub fn all(proc_root: &Path) -> Result<Vec<Process>, KsmError> {
+    look(proc_root, Wanted::MergeableOrQemu)
 }
 
 /// All processes with mergeable memory, by number. On new kernels one small file is read of each other process.
-#[must_use]
-pub fn mergeable(proc_root: &Path) -> Vec<Process> {
-    find(proc_root, Wanted::Mergeable)
+///
+/// # Errors
+/// As [`all`].
+pub fn mergeable(proc_root: &Path) -> Result<Vec<Process>, KsmError> {
+    look(proc_root, Wanted::Mergeable)
 }
 
-fn find(proc_root: &Path, wanted: Wanted) -> Vec<Process> {
+/// A look at all processes, by a thread.
+struct Look {
+    proc_root: PathBuf,
+    /// The process that is looked at.
+    at: Arc<AtomicI32>,
+    found: Receiver<Vec<Process>>,
+}
+
+impl Look {
+    fn begin(proc_root: &Path, wanted: Wanted) -> Result<Self, KsmError> {
+        let at = Arc::new(AtomicI32::new(0));
+        let (done, found) = sync_channel(1);
+        let (root, pid) = (proc_root.to_owned(), at.clone());
+        std::thread::Builder::new()
+            .name("processes".into())
+            .spawn(move || drop(done.send(find(&root, wanted, &pid))))
+            .map_err(|source| KsmError::Read {
+                path: proc_root.into(),
+                source,
+            })?;
+        Ok(Self {
+            proc_root: proc_root.into(),
+            at,
+            found,
+        })
+    }
+
+    fn hung(&self) -> KsmError {
+        KsmError::Hung(self.at.load(Ordering::Relaxed))
+    }
+}
+
+fn look(proc_root: &Path, wanted: Wanted) -> Result<Vec<Process>, KsmError> {
+    // Locked for the whole look: others would hang at the same process, each with a thread.
+    let mut hanging = HANGING.lock().unwrap_or_else(PoisonError::into_inner);
+    hanging.retain(|look| matches!(look.found.try_recv(), Err(TryRecvError::Empty)));
+    if let Some(look) = hanging.iter().find(|look| look.proc_root == proc_root) {
+        return Err(look.hung());
+    }
+    let look = Look::begin(proc_root, wanted)?;
+    if let Ok(found) = look.found.recv_timeout(PATIENCE) {
+        return Ok(found);
+    }
+    let error = look.hung();
+    hanging.push(look);
+    Err(error)
+}
+
+fn find(proc_root: &Path, wanted: Wanted, at: &AtomicI32) -> Vec<Process> {
     let entries = fs::read_dir(proc_root).into_iter().flatten().flatten();
     let mut found: Vec<Process> = entries
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .filter_map(|pid| Process::look(proc_root, pid, wanted))
+        .filter_map(|pid| {
+            at.store(pid, Ordering::Relaxed);
+            Process::look(proc_root, pid, wanted)
+        })
         .collect();
     found.sort_by_key(|process| process.pid);
     found
@@ -192,11 +262,42 @@ mod tests {
             ],
         );
         process(root, 9, &[("comm", "ksmd\n"), ("statm", "0 0 0 0 0 0 0")]);
-        let all = all(root);
+        let all = all(root).unwrap();
         let found: Vec<_> = all.iter().map(|p| (p.pid, p.qemu, p.mergeable)).collect();
         assert_eq!(found, [(5, false, true), (7, true, false), (8, true, true)]);
-        let pids: Vec<i32> = super::mergeable(root).iter().map(|p| p.pid).collect();
+        let pids: Vec<i32> = super::mergeable(root)
+            .unwrap()
+            .iter()
+            .map(|p| p.pid)
+            .collect();
         assert_eq!(pids, [5, 8]);
         assert_eq!((all[0].merged_pages(), all[0].anonymous_pages), (10, 40));
+    }
+
+    #[test]
+    fn a_process_that_hangs_is_named_and_looked_at_again_when_it_goes_on() {
+        let tree = tempfile::tempdir().unwrap();
+        let root = tree.path();
+        let statm = "100 60 20 1 0 50 0";
+        process(root, 5, &[("comm", "java\n"), ("statm", statm)]);
+        // Whoever opens it waits for somebody who writes.
+        let stat = root.join("5/ksm_stat");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &stat, rustix::fs::Mode::RWXU).unwrap();
+        for _ in 0..2 {
+            assert!(matches!(mergeable(root), Err(KsmError::Hung(5))));
+        }
+        let others = tempfile::tempdir().unwrap();
+        assert_eq!(mergeable(others.path()).unwrap(), []);
+        fs::write(&stat, "ksm_mergeable: no\n").unwrap();
+        fs::remove_file(&stat).unwrap();
+        fs::write(&stat, "ksm_mergeable: yes\n").unwrap();
+        let end = std::time::Instant::now() + Duration::from_secs(60);
+        let found = loop {
+            match mergeable(root) {
+                Ok(found) => break found,
+                Err(error) => assert!(std::time::Instant::now() < end, "{error}"),
+            }
+        };
+        assert_eq!(found[0].pid, 5);
     }
 }

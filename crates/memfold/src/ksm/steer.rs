@@ -101,6 +101,9 @@ const GROWTH: f64 = 0.1;
 const CPU_PRESSURE: (f64, f64) = (50.0, 95.0);
 const MEMORY_PRESSURE: (f64, f64) = (10.0, 40.0);
 
+/// Pages that tell what one costs.
+const LEAST_PAGES: f64 = 50.0;
+
 /// The first guess of ksmd's CPU seconds per scanned page; replaced by measurement.
 const FIRST_COST_S: f64 = 3e-6;
 
@@ -110,8 +113,11 @@ pub struct Steer {
     goal: Goal,
     last: Option<Sample>,
     cost_s: f64,
-    /// What was asked of ksmd since the last step, in pages a second: stands in for `pages_scanned`.
+    /// Since when what a page costs is measured; `None`: from the next step on.
+    measured: Option<Sample>,
+    /// What was asked of ksmd since the last step, in pages a second, and in pages since `measured`: stands in for `pages_scanned`.
     rate: f64,
+    asked: f64,
     /// `full_scans` at which the boost ends.
     boost_until: Option<u64>,
     /// Mergeable pages when the last boost began.
@@ -133,7 +139,9 @@ impl Steer {
             goal,
             last: None,
             cost_s: FIRST_COST_S,
+            measured: None,
             rate: 0.0,
+            asked: 0.0,
             boost_until: None,
             boost_pages: 0,
             pass: (0, 0),
@@ -157,15 +165,17 @@ impl Steer {
 
     /// KSM stood still for another reason: what was used and scanned meanwhile says nothing.
     pub fn interrupted(&mut self) {
-        if let Some(last) = &mut self.last {
-            last.scanned = None;
-        }
+        self.measured = None;
         self.rate = 0.0;
     }
 
     /// Decides from what is now.
     pub fn step(&mut self, now: &Sample) -> Decision {
         self.measure(now);
+        if self.measured.is_none() {
+            self.measured = Some(*now);
+            self.asked = 0.0;
+        }
         self.count_passes(now);
         self.boost(now);
         self.last = Some(*now);
@@ -185,14 +195,20 @@ impl Steer {
         // About five seconds long, whatever the interval.
         let weight = 1.0 - (-seconds / 5.0).exp();
         self.used_share += (share - self.used_share) * weight;
-        let scanned = match (now.scanned, last.scanned) {
-            (Some(now), Some(last)) => now.saturating_sub(last) as f64,
+        self.asked += self.rate * seconds;
+        let Some(from) = self.measured else { return };
+        let used = now.cpu.saturating_sub(from.cpu).as_secs_f64();
+        let scanned = match (now.scanned, from.scanned) {
+            (Some(now), Some(from)) => now.saturating_sub(from) as f64,
             // Before Linux 6.6 nothing tells; at most this many.
-            _ => self.rate * seconds,
+            _ => self.asked,
         };
-        if scanned < 50.0 || used <= 0.0 {
+        // However long it takes until there are as many: a page that was found dear is scanned seldom, and has to be found cheap again.
+        if scanned < LEAST_PAGES || used <= 0.0 {
             return;
         }
+        self.measured = Some(*now);
+        self.asked = 0.0;
         let cost = used / scanned;
         // What gets dearer is believed at once, because the budget is a promise; what gets cheaper by and by.
         self.cost_s = if cost > self.cost_s {

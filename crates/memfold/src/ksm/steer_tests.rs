@@ -221,6 +221,20 @@ fn a_page_that_gets_dearer_keeps_to_the_budget_within_a_second() {
 }
 
 #[test]
+fn a_page_that_was_dear_once_is_found_cheap_again() {
+    let mut ksmd = Ksmd::new(4 * GIB_PAGES, 0);
+    let mut steer = Steer::new(goal(20.0, 600));
+    ksmd.steer(&mut steer, 5);
+    // A hiccup of the host: ten pages a second are all that the budget allows.
+    ksmd.cost = 20e-3;
+    ksmd.steer(&mut steer, 2);
+    assert!(steer.cost_s() > 15e-3, "{}", steer.cost_s());
+    ksmd.cost = 4e-6;
+    ksmd.steer(&mut steer, 120);
+    assert!(steer.cost_s() < 5e-6, "{}", steer.cost_s());
+}
+
+#[test]
 fn a_kernel_that_does_not_count_scanned_pages_is_steered_by_what_was_asked() {
     let mut ksmd = Ksmd::new(4 * GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 600));

@@ -171,6 +171,9 @@ pub struct HostAccount {
     pub per_cpu_free_bytes: ByteSize,
     /// Anonymous PSS of all processes that are neither a VM nor memfold.
     pub others_anon_bytes: ByteSize,
+    /// Of these, what this host lends to others: locked, and never swapped.
+    #[serde(default)]
+    pub lent_bytes: ByteSize,
     /// `vm.max_map_count`.
     pub max_map_count: u64,
 

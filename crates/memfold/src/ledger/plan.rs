@@ -114,6 +114,59 @@ pub fn caches(stats: &EngineStats) -> BTreeMap<String, (u64, u64)> {
     stats.vms.iter().map(of).collect()
 }
 
+/// What to plan.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Order {
+    /// Kinds: a name and its VMs. Empty: those of [`kinds_by_domain`].
+    pub kinds: Vec<(String, Vec<String>)>,
+    /// Kinds of which another number is wanted than runs, and that number.
+    pub vms: Vec<(String, u64)>,
+    /// Memory to plan for; none: the host's.
+    pub memory_bytes: Option<u64>,
+}
+
+impl Order {
+    /// The plan of what runs now.
+    ///
+    /// # Errors
+    /// If nothing runs, or a name is wrong.
+    pub fn plan(&self, report: &Report, stats: &EngineStats) -> Result<Plan, PlanError> {
+        let kinds = if self.kinds.is_empty() {
+            kinds_by_domain(report)
+        } else {
+            self.kinds.clone()
+        };
+        plan(report, &caches(stats), &kinds, &self.vms, self.memory_bytes)
+    }
+}
+
+/// A kind as operators write it: `KIND=VM,VM`.
+///
+/// # Errors
+/// If it isn't, in words.
+pub fn parse_kind(text: &str) -> Result<(String, Vec<String>), String> {
+    let (name, vms) = text.split_once('=').unwrap_or((text, ""));
+    let vms: Vec<String> = vms.split(',').map(str::to_owned).collect();
+    if name.is_empty() || vms.iter().any(String::is_empty) {
+        return Err(format!(
+            "'{text}' is no kind; give its name and its VMs: web=web1,web2"
+        ));
+    }
+    Ok((name.to_owned(), vms))
+}
+
+/// How many of a kind, as operators write it: `KIND=NUMBER`.
+///
+/// # Errors
+/// If it isn't, in words.
+pub fn parse_number(text: &str) -> Result<(String, u64), String> {
+    let parts = text.split_once('=').filter(|(name, _)| !name.is_empty());
+    let parts = parts.and_then(|(name, number)| Some((name, number.parse::<u32>().ok()?)));
+    let (name, number) =
+        parts.ok_or_else(|| format!("'{text}' is no number of a kind; give both: web=20"))?;
+    Ok((name.to_owned(), u64::from(number)))
+}
+
 /// Two-sided 95 % points of Student's t distribution for 1, 2, ... degrees of freedom; behind the last, the normal distribution's.
 const T: [f64; 10] = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23];
 
@@ -320,6 +373,19 @@ mod tests {
     use crate::ledger::account::KsmAccount;
 
     const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn kinds_and_numbers_are_read_and_others_refused() {
+        let web = ("web".to_owned(), vec!["a".to_owned(), "b".to_owned()]);
+        assert_eq!(parse_kind("web=a,b"), Ok(web));
+        assert_eq!(parse_number("web=20"), Ok(("web".to_owned(), 20)));
+        for wrong in ["", "web", "web=", "=a", "web=a,"] {
+            assert!(parse_kind(wrong).is_err(), "{wrong}");
+        }
+        for wrong in ["", "web", "web=", "=3", "web=-1", "web=x"] {
+            assert!(parse_number(wrong).is_err(), "{wrong}");
+        }
+    }
 
     fn vm(name: &str, own: u64) -> VmAccount {
         VmAccount {

@@ -139,6 +139,9 @@ fn host(report: &Report) -> Table {
     if host.images_bytes.0 > 0 {
         line("snapshots laid out in memory", size(host.images_bytes));
     }
+    if host.lent_bytes.0 > 0 {
+        line("lent to other hosts", size(host.lent_bytes));
+    }
     if let Some(ksm) = host.ksm {
         let state = if ksm.run == 1 { "running" } else { "stopped" };
         line(

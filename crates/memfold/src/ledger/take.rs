@@ -117,19 +117,33 @@ fn of_segments(
     smaps.iter().filter(of_one).map(bytes).sum()
 }
 
-/// What memfold's own process costs; `metadata_bytes` as its engine counts them.
-pub fn own(metadata_bytes: ByteSize, stores: &[StoreIdentity]) -> Result<OwnCost, ReadError> {
+/// What memfold's own process costs, and its relays to lenders; `metadata_bytes` as its engine counts them.
+///
+/// Relays' anonymous pages are left out of `pss_anon_bytes`: they are among those of other processes already.
+pub fn own(
+    metadata_bytes: ByteSize,
+    stores: &[StoreIdentity],
+    relays: &[i32],
+) -> Result<OwnCost, ReadError> {
     let proc = Proc::default();
     let pid = rustix::process::getpid().as_raw_nonzero().get();
     let rollup = proc.rollup(pid)?.unwrap_or_default();
-    Ok(OwnCost {
+    let mut own = OwnCost {
         pss_bytes: rollup.pss_bytes,
         pss_anon_bytes: rollup.pss_anon_bytes,
         pss_shmem_bytes: rollup.pss_shmem_bytes,
         store_pss_bytes: shares(&proc.smaps(pid)?, &[], stores, |_, _| 0).store_pss,
         page_table_bytes: proc.page_tables(pid)?,
         metadata_bytes,
-    })
+    };
+    for relay in relays {
+        // One that has ended meanwhile costs nothing.
+        if let Ok(Some(rollup)) = proc.rollup(*relay) {
+            own.pss_bytes += rollup.pss_bytes;
+            own.page_table_bytes += proc.page_tables(*relay).unwrap_or_default();
+        }
+    }
+    Ok(own)
 }
 
 /// The account of the host. `zero_dropped_bytes`: zero pages given back to the host and not written since, as the engine counts.
@@ -218,6 +232,7 @@ fn host_from(
         reserve_bytes,
         per_cpu_free_bytes: zones.per_cpu_free_bytes,
         others_anon_bytes,
+        lent_bytes: ByteSize(0),
         max_map_count: proc.max_map_count()?,
         stores: stores.to_vec(),
         stores_bytes,

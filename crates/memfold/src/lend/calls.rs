@@ -54,6 +54,25 @@ pub enum Call {
     Picture {},
 }
 
+impl Call {
+    /// The host that asks, as it names itself; `None`: whoever it is.
+    #[must_use]
+    pub fn speaks_for(&self) -> Option<&str> {
+        match self {
+            Self::Offer { offer, .. } => Some(&offer.lender.host),
+            Self::Take { want, .. } => Some(&want.borrower),
+            Self::Withdraw { lender }
+            | Self::Publish { lender, .. }
+            | Self::Recall { lender, .. }
+            | Self::Ended { lender, .. } => Some(&lender.host),
+            Self::Endpoint { borrower, .. }
+            | Self::Renew { borrower, .. }
+            | Self::Release { borrower, .. } => Some(borrower),
+            Self::Picture {} => None,
+        }
+    }
+}
+
 /// What a method gave.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -8,6 +8,11 @@
 //! - `limit` and `exitlast` (in this order of closing: see [`FILTERS`]) serve one connection and no second: QEMU's client reconnects by
 //!   itself, and what it had written meanwhile to the other copy alone would be missing here. An export that was left is gone.
 //!
+//! Over TCP: TLS with a key shared beforehand, which the registry tells the borrower alone (TLS-PSK: no certificate that could expire). An
+//! export listens on the address that the lender was given and announces that one, or another if there is a forwarder between.
+//!
+//! By iSCSI it is a tgtd instead, and [`iscsi`](super::iscsi) tells what does all that there.
+//!
 //! What is zeroed or trimmed stays allocated (nbdkit's `common/allocators/malloc.c` fills it with zeroes), so that a later write needs nothing.
 
 use std::fs::{File, Permissions};
@@ -17,12 +22,16 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use super::registry::{Address, Endpoint, Key, LeaseId};
+use super::is_stopped;
+use super::iscsi::target;
+use super::registry::{Address, Endpoint, Key, LeaseId, Transport};
+use super::wire;
+use crate::vm::Process;
 
 /// How long nbdkit may take to allocate and lock its memory, for each GiB and at least.
 const START_PER_GIB: Duration = Duration::from_secs(5);
@@ -30,6 +39,9 @@ const START_LEAST: Duration = Duration::from_secs(10);
 
 /// Bytes of nbdkit's output that an error repeats.
 const LOG_TAIL: usize = 2048;
+
+/// Most bytes of nbdkit's output that are kept: strangers could have it say something with each connection.
+const LOG_LIMIT: u64 = 128 << 10;
 
 /// From the client inwards. When the client goes, the outermost hears of it first: `exitlast` has the whole server end before `limit`
 /// would let another one in.
@@ -77,8 +89,71 @@ pub enum ExportError {
 pub enum Listen {
     /// On Unix sockets: for borrowers on this host.
     Unix,
-    /// On a port each of this address, with TLS and a key each.
-    Tcp(IpAddr),
+    /// On a port each, with TLS and a key each.
+    Tcp(TcpListen),
+    /// On a port each, by iSCSI, with a key each and without encryption.
+    Iscsi(TcpListen),
+}
+
+/// Where exports listen over TCP, and what borrowers are told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TcpListen {
+    /// The address.
+    pub ip: IpAddr,
+    /// What borrowers are told instead.
+    pub announce: Option<IpAddr>,
+    /// First and last port; `None`: any that the kernel has free.
+    pub ports: Option<(u16, u16)>,
+}
+
+impl TcpListen {
+    fn bind(&self) -> io::Result<TcpListener> {
+        let Some((first, last)) = self.ports else {
+            return TcpListener::bind(SocketAddr::new(self.ip, 0));
+        };
+        for port in first..=last {
+            match TcpListener::bind(SocketAddr::new(self.ip, port)) {
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+                bound => return bound,
+            }
+        }
+        Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            format!("all ports from {first} to {last} are in use; give more of them"),
+        ))
+    }
+}
+
+impl TcpListen {
+    fn endpoint(&self, port: u16, key: Key, transport: Transport) -> Endpoint {
+        Endpoint {
+            address: Address::Tcp {
+                ip: self.announce.unwrap_or(self.ip),
+                port,
+            },
+            key: Some(key),
+            transport,
+        }
+    }
+}
+
+impl std::fmt::Display for Listen {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Self::Tcp(tcp) | Self::Iscsi(tcp)) = self else {
+            return f.write_str("Unix sockets");
+        };
+        write!(f, "{}", tcp.ip)?;
+        if let Some((first, last)) = tcp.ports {
+            write!(f, ", ports {first} to {last}")?;
+        }
+        if let Some(announce) = tcp.announce {
+            write!(f, ", announced as {announce}")?;
+        }
+        if matches!(self, Self::Iscsi(_)) {
+            f.write_str(", by iSCSI, not encrypted")?;
+        }
+        Ok(())
+    }
 }
 
 /// A running export. It ends when this is dropped, with this process, and with the *thread* that started it: nbdkit sets
@@ -93,9 +168,13 @@ pub struct Export {
     endpoint: Endpoint,
     bytes: u64,
     log: PathBuf,
+    /// By iSCSI: what its process is told by, and tgtd as soon as it is ready.
+    iscsi: Option<(target::Files, Option<Process>)>,
     /// When it has to be ready.
     deadline: Instant,
     stopped_looks: u32,
+    /// How far its output has been read.
+    heard: u64,
 }
 
 /// What an export does.
@@ -122,7 +201,13 @@ impl Export {
         if started.is_err() {
             remove(&files);
         }
-        let (child, alive, endpoint, log) = started?;
+        let Started {
+            child,
+            alive,
+            endpoint,
+            log,
+            iscsi,
+        } = started?;
         let gib = u32::try_from(bytes >> 30).unwrap_or(u32::MAX);
         let patience = START_PER_GIB.saturating_mul(gib).max(START_LEAST);
         Ok(Self {
@@ -132,8 +217,10 @@ impl Export {
             endpoint,
             bytes,
             log,
+            iscsi: iscsi.map(|files| (files, None)),
             deadline: Instant::now() + patience,
             stopped_looks: 0,
+            heard: 0,
         })
     }
 
@@ -144,7 +231,7 @@ impl Export {
         let what = match self.child.try_wait() {
             Ok(Some(status)) => status.to_string(),
             Err(error) => error.to_string(),
-            Ok(None) if locked >= self.bytes => return Ok(true),
+            Ok(None) if locked >= self.bytes && self.is_served()? => return Ok(true),
             Ok(None) if Instant::now() < self.deadline => return Ok(false),
             Ok(None) => format!("{locked} of them locked in time"),
         };
@@ -153,6 +240,43 @@ impl Export {
             what,
             output: tail(&self.log),
         })
+    }
+
+    /// nbdkit answers as soon as its memory is locked; tgtd is told of it then.
+    fn is_served(&mut self) -> Result<bool, ExportError> {
+        let Some((files, server)) = &mut self.iscsi else {
+            return Ok(true);
+        };
+        if server.is_none() {
+            *server = target::ready(files).map_err(|error| ExportError::Start {
+                bytes: self.bytes,
+                what: error.to_string(),
+                output: tail(&self.log),
+            })?;
+        }
+        Ok(server.is_some())
+    }
+
+    /// How many connections have broken off or were refused since this was asked last.
+    pub fn refused(&mut self) -> u64 {
+        use std::io::{Seek, SeekFrom};
+
+        let Ok(mut log) = File::options().read(true).write(true).open(&self.log) else {
+            return 0;
+        };
+        let mut said = Vec::new();
+        // What can't be read is not counted.
+        let read = log.seek(SeekFrom::Start(self.heard)).and_then(|_| {
+            let mut log = (&log).take(LOG_LIMIT);
+            log.read_to_end(&mut said)
+        });
+        self.heard += read.unwrap_or(0) as u64;
+        if self.heard >= LOG_LIMIT && log.set_len(0).is_ok() {
+            self.heard = 0;
+        }
+        let lines = said.split(|byte| *byte == b'\n');
+        let is_error = |line: &&[u8]| line.windows(7).any(|word| word == b" error:");
+        lines.filter(is_error).count() as u64
     }
 
     /// How it is reached.
@@ -178,13 +302,23 @@ impl Export {
         // Fails only for a child that has ended; and SIGKILL ends one that stands still too.
         let _ = self.child.kill();
         let end = Instant::now() + patience;
-        loop {
-            match self.child.try_wait() {
-                Ok(None) if Instant::now() < end => std::thread::sleep(Duration::from_millis(5)),
-                Ok(None) => return false,
-                _ => return true,
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if Instant::now() >= end {
+                return false;
             }
+            std::thread::sleep(Duration::from_millis(5));
         }
+        self.end_server(end.saturating_duration_since(Instant::now()))
+    }
+
+    /// tgtd ends with the process beside it, which may take a moment; whether it has. It has the memory open.
+    fn end_server(&self, patience: Duration) -> bool {
+        let Some((_, Some(server))) = &self.iscsi else {
+            return true;
+        };
+        // What can't be asked for has gone.
+        let _ = server.kill();
+        server.wait_exit(patience).unwrap_or(true)
     }
 
     /// What it does now.
@@ -212,6 +346,7 @@ impl Drop for Export {
         let _ = self.child.kill();
         // Until it is waited for its memory may be there yet.
         let _ = self.child.wait();
+        self.end_server(START_LEAST);
         remove(&self.files);
     }
 }
@@ -226,25 +361,45 @@ fn remove(files: &[PathBuf]) {
     }
 }
 
+/// What has begun.
+struct Started {
+    child: Child,
+    alive: OwnedFd,
+    endpoint: Endpoint,
+    log: PathBuf,
+    iscsi: Option<target::Files>,
+}
+
 fn start(
     directory: &Path,
     listen: Listen,
     id: LeaseId,
     bytes: u64,
     files: &mut Vec<PathBuf>,
-) -> Result<(Child, OwnedFd, Endpoint, PathBuf), ExportError> {
+) -> Result<Started, ExportError> {
     let mut place = |name: &str| {
         let path = directory.join(format!("{id}.{name}"));
         files.push(path.clone());
         path
     };
-    let failed = |path: &Path| {
-        let path = path.to_owned();
-        move |source| ExportError::Files { path, source }
-    };
     let (log_path, socket_path, keys_path) = (place("log"), place("sock"), place("psk"));
     remove(std::slice::from_ref(&socket_path));
-    let log = File::create(&log_path).map_err(failed(&log_path))?;
+    remove(std::slice::from_ref(&log_path));
+    // Written to at its end, so that it can be emptied.
+    let log = File::options()
+        .append(true)
+        .create_new(true)
+        .open(&log_path)
+        .map_err(failed(&log_path))?;
+    if let Listen::Iscsi(tcp) = listen {
+        let iscsi = target::Files {
+            key: keys_path,
+            socket: directory.join(format!("{id}.tgt")),
+            ready: place("ready"),
+        };
+        files.extend(iscsi.all());
+        return start_iscsi(tcp, id, bytes, log, log_path, iscsi);
+    }
     let mut tls = Vec::new();
     let (socket, endpoint): (OwnedFd, _) = match listen {
         Listen::Unix => {
@@ -254,26 +409,25 @@ fn start(
             let endpoint = Endpoint {
                 address: Address::Unix(socket_path),
                 key: None,
+                transport: Transport::Nbd,
             };
             (socket.into(), endpoint)
         }
-        Listen::Tcp(ip) => {
-            let named = PathBuf::from(ip.to_string());
-            let socket = TcpListener::bind(SocketAddr::new(ip, 0)).map_err(failed(&named))?;
+        Listen::Tcp(tcp) | Listen::Iscsi(tcp) => {
+            let named = PathBuf::from(tcp.ip.to_string());
+            let socket = tcp.bind().map_err(failed(&named))?;
+            // The connection has it from the socket: a borrower that was cut off doesn't keep its export.
+            wire::keep_alive(&socket).map_err(failed(&named))?;
             let port = socket.local_addr().map_err(failed(&named))?.port();
             let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
             write_key(&keys_path, &key).map_err(failed(&keys_path))?;
             tls.push("--tls=require".to_owned());
             tls.push(format!("--tls-psk={}", keys_path.display()));
-            let endpoint = Endpoint {
-                address: Address::Tcp { ip, port },
-                key: Some(key),
-            };
+            let endpoint = tcp.endpoint(port, key, Transport::Nbd);
             (socket.into(), endpoint)
         }
     };
-    let (ends, alive) =
-        pipe_with(PipeFlags::CLOEXEC).map_err(|error| failed(Path::new("a pipe"))(error.into()))?;
+    let (ends, alive) = pipe()?;
     let mut command = Command::new("/bin/sh");
     command
         .args(["-c", SHELL, "nbdkit"])
@@ -293,7 +447,57 @@ fn start(
         .stdout(ends)
         .stderr(log);
     let child = command.spawn().map_err(ExportError::Missing)?;
-    Ok((child, alive, endpoint, log_path))
+    Ok(Started {
+        child,
+        alive,
+        endpoint,
+        log: log_path,
+        iscsi: None,
+    })
+}
+
+fn failed(path: &Path) -> impl FnOnce(io::Error) -> ExportError {
+    let path = path.to_owned();
+    move |source| ExportError::Files { path, source }
+}
+
+/// What a child hears of this process's end by, and the end to hold.
+fn pipe() -> Result<(OwnedFd, OwnedFd), ExportError> {
+    pipe_with(PipeFlags::CLOEXEC).map_err(|error| failed(Path::new("a pipe"))(error.into()))
+}
+
+fn start_iscsi(
+    tcp: TcpListen,
+    id: LeaseId,
+    bytes: u64,
+    log: File,
+    log_path: PathBuf,
+    files: target::Files,
+) -> Result<Started, ExportError> {
+    let named = PathBuf::from(tcp.ip.to_string());
+    remove(&files.all());
+    // tgtd binds it itself. If another takes it meanwhile, tgtd says so and ends.
+    let bound = tcp.bind().and_then(|socket| socket.local_addr());
+    let portal = bound.map_err(failed(&named))?;
+    let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
+    write_key(&files.key, &key).map_err(failed(&files.key))?;
+    let (ends, alive) = pipe()?;
+    let child = target::command(bytes, portal, &files)
+        .and_then(|mut command| {
+            command
+                .stdin(ends)
+                .stdout(Stdio::null())
+                .stderr(log)
+                .spawn()
+        })
+        .map_err(failed(Path::new("the program memfold itself")))?;
+    Ok(Started {
+        child,
+        alive,
+        endpoint: tcp.endpoint(portal.port(), key, Transport::Iscsi),
+        log: log_path,
+        iscsi: Some(files),
+    })
 }
 
 fn new_key(id: LeaseId) -> io::Result<Key> {
@@ -335,13 +539,6 @@ fn locked_bytes(pid: u32) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix("VmLck:"));
     let kib = line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
     kib.unwrap_or(0) << 10
-}
-
-/// Whether a process stands still: state `T` or `t` (`proc_pid_stat(5)`).
-fn is_stopped(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit_once(')').map(|(_, rest)| rest.trim_start());
-    state.is_some_and(|state| state.starts_with(['T', 't']))
 }
 
 #[cfg(test)]
@@ -452,7 +649,11 @@ mod tests {
             return;
         }
         let place = tempfile::tempdir().unwrap();
-        let listen = Listen::Tcp([127, 0, 0, 1].into());
+        let listen = Listen::Tcp(TcpListen {
+            ip: [127, 0, 0, 1].into(),
+            announce: None,
+            ports: None,
+        });
         let mut export = ready(place.path(), listen, 8, MIB);
         export.endpoint().check().unwrap();
         let Address::Tcp { ip, port } = export.endpoint().address.clone() else {
@@ -474,6 +675,18 @@ mod tests {
         stream.read_exact(&mut answer).unwrap();
         assert_eq!(answer[12..16], (0x8000_0005_u32).to_be_bytes());
         drop(stream);
+        // One that speaks something else is counted, however often it comes.
+        assert_eq!(export.refused(), 0);
+        for _ in 0..3 {
+            let mut stream = TcpStream::connect((ip, port)).unwrap();
+            stream.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        }
+        let mut refused = 0;
+        wait("strangers are counted", || {
+            refused += export.refused();
+            refused == 3
+        });
+        assert_eq!(export.refused(), 0);
         assert_eq!(export.health(), Health::Serving, "a stranger ended it");
         let line = std::fs::read(format!("/proc/{}/cmdline", export.pid())).unwrap();
         let key = export.endpoint().key.clone().unwrap();
@@ -483,6 +696,35 @@ mod tests {
         assert_eq!(mode & 0o777, 0o600);
         drop(export);
         assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn exports_keep_to_their_ports_and_announce_what_they_were_told() {
+        if !there() {
+            return;
+        }
+        let place = tempfile::tempdir().unwrap();
+        // A range of one port that was free a moment ago, and is taken then.
+        let ip = IpAddr::from([127, 0, 0, 1]);
+        let free = TcpListener::bind((ip, 0)).unwrap();
+        let port = free.local_addr().unwrap().port();
+        drop(free);
+        let listen = Listen::Tcp(TcpListen {
+            ip,
+            announce: Some([192, 0, 2, 7].into()),
+            ports: Some((port, port)),
+        });
+        let export = ready(place.path(), listen, 1, MIB);
+        let Address::Tcp { ip: told, port: at } = export.endpoint().address else {
+            panic!("{export:?}");
+        };
+        assert_eq!((told.to_string().as_str(), at), ("192.0.2.7", port));
+        TcpStream::connect((ip, port)).unwrap();
+        let error = Export::start(place.path(), listen, LeaseId(2), MIB).unwrap_err();
+        let text = super::super::lender::chain(&error);
+        assert!(text.contains("are in use"), "{text}");
+        let words = format!("127.0.0.1, ports {port} to {port}, announced as 192.0.2.7");
+        assert_eq!(listen.to_string(), words);
     }
 
     #[test]

@@ -15,6 +15,8 @@
 //! and then succeeds if one did. It reads from the first, and from the next if that fails (`block/quorum.c`). So every byte that the guest
 //! may rely on is in every child that has failed no request. One that has failed a write must never be read again: its connection has ended
 //! (an export serves one connection only, `export`), or is cut as soon as QEMU reports the failure.
+//!
+//! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)), which knows what was written and believes no lender.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -23,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::registry::{Address, Durability, LeaseId};
+use super::relay::start::Running;
 use crate::vm::swap::{self, DEVICE};
 use crate::vm::{Qmp, QmpError};
 
@@ -62,17 +65,54 @@ pub enum GraphError {
     Switch(String),
 }
 
-/// A piece of lent RAM under a swap disk.
+/// What one lender holds of a part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
+pub struct Stripe {
     /// Its lease.
     pub lease: LeaseId,
     /// Who lends.
     pub lender: String,
     /// Where it is.
     pub address: Address,
+}
+
+/// A copy of a swap disk on lent RAM, of one lender or of several.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// Of the first lender.
+    #[serde(flatten)]
+    pub first: Stripe,
+    /// Of the others.
+    #[serde(default)]
+    pub others: Vec<Stripe>,
+    /// What is between; `None`: a daemon before relays had QEMU connect to its one lender.
+    #[serde(default)]
+    pub relay: Option<Running>,
     /// Whether its node is gone.
     pub lost: bool,
+}
+
+impl Part {
+    /// What it is made of, in the order of the stripes.
+    pub fn stripes(&self) -> impl Iterator<Item = &Stripe> {
+        std::iter::once(&self.first).chain(&self.others)
+    }
+
+    /// Names of its lenders.
+    #[must_use]
+    pub fn lenders(&self) -> String {
+        let names: Vec<&str> = self.stripes().map(|stripe| &*stripe.lender).collect();
+        names.join(", ")
+    }
+
+    /// What QEMU is connected to.
+    #[must_use]
+    pub fn reached_at(&self) -> Address {
+        match &self.relay {
+            Some(relay) => Address::Unix(relay.socket.clone()),
+            None => self.first.address.clone(),
+        }
+    }
 }
 
 /// How far a switch to lent RAM has come.
@@ -95,7 +135,7 @@ pub struct Borrowing {
     pub durability: Durability,
     /// Bytes of the disk.
     pub bytes: u64,
-    /// Lent pieces: one, or two copies.
+    /// Copies on lent RAM: one or two.
     pub parts: Vec<Part>,
     /// File of the copy on disk.
     pub copy: Option<PathBuf>,
@@ -105,6 +145,9 @@ pub struct Borrowing {
     pub copy_unwatched: bool,
     /// How far it has come.
     pub phase: Phase,
+    /// Whether the daemon did it by itself (`serve --borrow auto`), and so is to give it back by itself.
+    #[serde(default)]
+    pub by_itself: bool,
 }
 
 /// What the swap device uses now.
@@ -136,7 +179,13 @@ impl Borrowing {
         lent_node(self.generation, part)
     }
 
-    /// Pieces that can be reached.
+    /// All leases.
+    pub fn leases(&self) -> impl Iterator<Item = LeaseId> {
+        let stripes = self.parts.iter().flat_map(Part::stripes);
+        stripes.map(|stripe| stripe.lease)
+    }
+
+    /// Parts that can be reached.
     pub fn reached(&self) -> impl Iterator<Item = (usize, &Part)> {
         self.parts.iter().enumerate().filter(|(_, part)| !part.lost)
     }
@@ -146,6 +195,7 @@ fn lent_node(generation: u64, part: usize) -> String {
     format!("swap-lent{generation}-{part}")
 }
 
+/// The key's object of a daemon before relays.
 fn tls(generation: u64, part: usize) -> String {
     format!("swap-tls{generation}-{part}")
 }
@@ -205,35 +255,13 @@ pub fn free_generation(qmp: &mut Qmp) -> Result<u64, QmpError> {
     Ok(known.max().map_or(0, |newest| newest + 1))
 }
 
-/// Connects QEMU to a lent piece. `keys` is a directory with a file `keys.psk` for it, over TCP.
-pub fn connect(
-    qmp: &mut Qmp,
-    borrowing: &Borrowing,
-    part: usize,
-    keys: Option<(&Path, &str)>,
-) -> Result<(), GraphError> {
-    let mut node = json!({
-        "driver": "nbd", "node-name": borrowing.lent(part), "export": "",
-        "server": match &borrowing.parts[part].address {
-            Address::Unix(path) => json!({ "type": "unix", "path": path }),
-            Address::Tcp { ip, port } => {
-                json!({ "type": "inet", "host": ip.to_string(), "port": port.to_string() })
-            }
-        },
+/// Connects QEMU to a relay.
+pub fn connect(qmp: &mut Qmp, node: &str, relay: &Path) -> Result<(), QmpError> {
+    let node = json!({
+        "driver": "nbd", "node-name": node, "export": "",
+        "server": { "type": "unix", "path": relay },
     });
-    if let Some((directory, identity)) = keys {
-        let id = tls(borrowing.generation, part);
-        qmp.execute(
-            "object-add",
-            json!({
-                "qom-type": "tls-creds-psk", "id": id, "endpoint": "client",
-                "dir": directory, "username": identity,
-            }),
-        )?;
-        node["tls-creds"] = id.into();
-    }
-    qmp.execute("blockdev-add", node)?;
-    Ok(())
+    qmp.execute("blockdev-add", node).map(drop)
 }
 
 /// Adds a file on disk: `name` on top of it. It is there already, for its bytes.
@@ -478,11 +506,32 @@ mod tests {
     }
 
     #[test]
+    fn the_note_of_a_daemon_before_relays_is_read() {
+        let note = r#"{"generation":1,"durability":"disk","bytes":4096,
+            "parts":[{"lease":7,"lender":"a","address":{"tcp":{"ip":"127.0.0.1","port":1}},"lost":false}],
+            "copy":"/c","copy_failed":false,"copy_unwatched":false,"phase":"lent"}"#;
+        let borrowing: Borrowing = serde_json::from_str(note).unwrap();
+        let part = &borrowing.parts[0];
+        assert_eq!((part.first.lease, &*part.lenders()), (LeaseId(7), "a"));
+        assert_eq!(part.reached_at(), part.first.address);
+        assert!(!borrowing.by_itself);
+        let again = serde_json::to_string(&borrowing).unwrap();
+        assert_eq!(
+            serde_json::from_str::<Borrowing>(&again).unwrap(),
+            borrowing
+        );
+    }
+
+    #[test]
     fn failures_of_the_copy_and_of_lent_memory_are_told_from_others() {
         let part = Part {
-            lease: LeaseId(1),
-            lender: "a".into(),
-            address: Address::Unix("/x".into()),
+            first: Stripe {
+                lease: LeaseId(1),
+                lender: "a".into(),
+                address: Address::Unix("/x".into()),
+            },
+            others: Vec::new(),
+            relay: None,
             lost: false,
         };
         let borrowing = Borrowing {
@@ -494,6 +543,7 @@ mod tests {
             copy_failed: false,
             copy_unwatched: false,
             phase: Phase::Lent,
+            by_itself: false,
         };
         let event = |name: &str, node: &str, kind: &str| json!({ "event": name, "data": { "node-name": node, "type": kind } });
         let bad = "QUORUM_REPORT_BAD";

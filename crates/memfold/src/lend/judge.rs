@@ -1,13 +1,19 @@
 //! How much a host can lend: conservative, and slow to change its mind upwards.
 //!
 //! ```text
-//!   MemAvailable
+//!   MemAvailable - owed
 //!   |---------------------- surplus: offered, once it has been there for CALM and nothing waits for memory
 //!   reserve  - - - - - - -
 //!   |                       nothing more is offered, nothing is taken back
 //!   low mark - - - - - - -
 //!   |                       what is lent is taken back, until the reserve is whole again
 //! ```
+//! To give back takes its time. So what goes steadily counts as gone: if at the pace of the last three seconds the low mark would be reached before
+//! anything could be back, it is taken back now.
+//!
+//! Owed is what this host's own VMs may call in at once by rewriting what they share (the brake's debt x cover): what is lent can't be there
+//! for them, and is taken back before the brake would come on.
+//!
 //! Memory that is lent is locked, so that it isn't in `MemAvailable` any more: what may be lent in all is what is lent and the surplus.
 
 use std::collections::VecDeque;
@@ -26,6 +32,13 @@ const RESERVE_PART: u64 = 16;
 
 /// A host whose tasks wait so many percent of the time (`some`) has nothing to spare.
 const BUSY_SOME: f64 = 1.0;
+
+/// Longest time that it takes until memory is back that is asked for: what lending promises.
+const GIVE_BACK: Duration = Duration::from_secs(5);
+
+/// A pace is that of the slowest of so many such times in a row: what is taken at a stroke doesn't go on.
+const STRETCH: Duration = Duration::from_secs(1);
+const STRETCHES: usize = 3;
 
 /// Where all tasks wait so many percent of the time (`full`), what is lent is taken back.
 const BAD_FULL: f64 = 5.0;
@@ -53,7 +66,8 @@ pub struct Verdict {
 #[derive(Clone, Debug)]
 pub struct Judge {
     max_bytes: u64,
-    looked: VecDeque<Sample>,
+    /// Looks, and what was lent then.
+    looked: VecDeque<(Sample, u64)>,
     /// Looks in a row that found too little.
     short: u32,
 }
@@ -82,19 +96,19 @@ impl Judge {
 
     /// Judges by a new look, `lent_bytes` being lent (and locked) now.
     pub fn judge(&mut self, now: Sample, lent_bytes: u64) -> Verdict {
-        let before = self.looked.back().copied();
-        self.looked.push_back(now);
+        let before = self.looked.back().map(|(before, _)| *before);
+        self.looked.push_back((now, lent_bytes));
         while self
             .looked
             .front()
-            .is_some_and(|first| now.at.saturating_sub(first.at) > CALM)
+            .is_some_and(|(first, _)| now.at.saturating_sub(first.at) > CALM)
         {
             self.looked.pop_front();
         }
         let reserve = Self::reserve(now.total_bytes);
         let recall_bytes = self.recall(&now, reserve, lent_bytes);
         // The least of the last while: what came and went again is no surplus.
-        let available = self.looked.iter().map(|s| s.available_bytes).min();
+        let available = self.looked.iter().map(|(look, _)| spare(look)).min();
         let surplus = available.unwrap_or(0).saturating_sub(reserve);
         let busy = before
             .and_then(|before| waits(&before, &now))
@@ -105,8 +119,8 @@ impl Judge {
                 0,
                 format!(
                     "{} MiB are available, and {} MiB are kept for this host",
-                    available.unwrap_or(0) >> 20,
-                    reserve >> 20
+                    (available.unwrap_or(0) + now.owed_bytes) >> 20,
+                    (reserve + now.owed_bytes) >> 20
                 ),
             ),
             None if lent_bytes + surplus >= self.max_bytes => {
@@ -123,20 +137,50 @@ impl Judge {
     }
 
     fn recall(&mut self, now: &Sample, reserve: u64, lent_bytes: u64) -> u64 {
-        let too_little = now.available_bytes < reserve / 2;
+        let going = self.going(now, lent_bytes);
+        let soon = spare(now).saturating_sub(going);
+        let too_little = spare(now) < reserve / 2;
         let all_wait = now.full_avg10.is_some_and(|percent| percent > BAD_FULL);
         self.short = if too_little || all_wait {
             self.short + 1
         } else {
             0
         };
-        // Once may be a program that allocates and frees.
-        if self.short < 2 {
+        // Once may be a program that allocates and frees. A pace is seen for longer.
+        let soon_too_little = going > 0 && soon < reserve / 2;
+        if self.short < 2 && !soon_too_little {
             return 0;
         }
-        let missing = reserve.saturating_sub(now.available_bytes);
+        let missing = (reserve + now.owed_bytes + going).saturating_sub(now.available_bytes);
         missing.max(GRAIN).min(lent_bytes)
     }
+
+    /// What will have gone when memory that is asked for now is back, if it goes on as it did.
+    // Below 2^63.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    fn going(&self, now: &Sample, lent_bytes: u64) -> u64 {
+        let mut slowest = f64::INFINITY;
+        let mut end = now;
+        for _ in 0..STRETCHES {
+            let is_earlier = |look: &&Sample| end.at.saturating_sub(look.at) >= STRETCH;
+            let steady = self.looked.iter().rev();
+            // Exports take memory when they begin, which is what they are for.
+            let mut steady =
+                steady.take_while(|(look, lent)| *lent == lent_bytes && !look.exports_begin);
+            let Some(begin) = steady.by_ref().map(|(look, _)| look).find(is_earlier) else {
+                return 0;
+            };
+            let gone = begin.available_bytes.saturating_sub(end.available_bytes) as f64;
+            slowest = slowest.min(gone / end.at.saturating_sub(begin.at).as_secs_f64());
+            end = begin;
+        }
+        (slowest * GIVE_BACK.as_secs_f64()) as u64
+    }
+}
+
+/// What is available and owed to nobody.
+const fn spare(sample: &Sample) -> u64 {
+    sample.available_bytes.saturating_sub(sample.owed_bytes)
 }
 
 /// Whether tasks of this host have waited for memory, by the kernel's own averages.
@@ -257,6 +301,80 @@ mod tests {
         stuck.full_avg10 = Some(20.0);
         judge.judge(stuck, GIB);
         assert!(judge.judge(stuck, GIB).recall_bytes > 0);
+    }
+
+    /// A host of 16 GiB, of which 4 are lent and `pace` goes each second from the 10th on, in looks twice a second: what is left when something is
+    /// taken back for the first time, and how much that is.
+    fn taken_back(mut pace: impl FnMut(u64) -> u64) -> Option<(u64, u64)> {
+        let mut judge = Judge::new(64 * GIB);
+        let mut available = 8 * GIB;
+        for half in 0..400 {
+            let mut now = calm(0, available);
+            now.at = Duration::from_millis(half * 500);
+            let verdict = judge.judge(now, 4 * GIB);
+            if verdict.recall_bytes > 0 {
+                return Some((available, verdict.recall_bytes));
+            }
+            if half >= 20 {
+                available = available.saturating_sub(pace(half) / 2);
+            }
+        }
+        None
+    }
+
+    #[test]
+    fn what_goes_steadily_is_taken_back_before_it_is_gone() {
+        for pace in [GIB / 10, GIB / 4, GIB / 2, GIB] {
+            let (left, recalled) = taken_back(|_| pace).unwrap();
+            // When it is back, after five seconds, the host still has something; and it wasn't asked for much earlier.
+            assert!(left >= 5 * pace, "{pace}: {left}");
+            assert!(left <= 6 * pace + GIB, "{pace}: {left}");
+            assert!(recalled >= (GIB / 2).min(5 * pace), "{pace}: {recalled}");
+        }
+    }
+
+    #[test]
+    fn what_is_taken_at_a_stroke_or_by_an_export_is_not_believed_to_go_on() {
+        // 5 GiB within a second, and then nothing more.
+        let stroke = |half| if half < 22 { 5 * GIB } else { 0 };
+        assert_eq!(taken_back(stroke), None);
+        // A new export of 3 GiB is being filled, for three seconds.
+        let mut judge = Judge::new(64 * GIB);
+        for second in 0..20 {
+            let filled = second.clamp(10, 13) - 10;
+            let mut now = calm(second, 6 * GIB - filled * GIB);
+            now.exports_begin = (10..=13).contains(&second);
+            let lent = if second >= 10 { 4 * GIB } else { GIB };
+            assert_eq!(judge.judge(now, lent).recall_bytes, 0, "{second}");
+        }
+    }
+
+    #[test]
+    fn what_vms_may_call_in_is_not_lent_and_is_taken_back() {
+        let owing = |second, available, owed_bytes| Sample {
+            owed_bytes,
+            ..calm(second, available)
+        };
+        let mut judge = Judge::new(64 * GIB);
+        assert_eq!(
+            judge.judge(owing(0, 8 * GIB, 3 * GIB), 0).offer_bytes,
+            4 * GIB
+        );
+        // The debt grows while all of that is lent: what is missing comes back, no more.
+        assert_eq!(
+            judge
+                .judge(owing(1, 4 * GIB, 5 * GIB), 4 * GIB)
+                .recall_bytes,
+            0
+        );
+        let verdict = judge.judge(owing(2, 4 * GIB, 5 * GIB), 4 * GIB);
+        assert_eq!(
+            (verdict.recall_bytes, verdict.offer_bytes),
+            (2 * GIB, 2 * GIB)
+        );
+        let verdict = judge.judge(owing(3, 6 * GIB, 5 * GIB), 2 * GIB);
+        assert_eq!(verdict.recall_bytes, 0);
+        assert!(verdict.why.contains("6144 MiB are kept"), "{}", verdict.why);
     }
 
     /// The recorded host, as if it had lent almost all that the program leaves before that came.

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
@@ -42,6 +42,8 @@ pub struct LenderOptions {
     pub listen: Listen,
     /// Directory for exports' files, this lender's alone.
     pub directory: PathBuf,
+    /// What this host's VMs may call in at once, in bytes; whoever knows keeps it up to date.
+    pub owed: Arc<AtomicU64>,
 }
 
 /// What a lender does now.
@@ -57,6 +59,9 @@ pub struct LenderStatus {
     pub lent_bytes: u64,
     /// Bytes that borrowers are to give back.
     pub recalled_bytes: u64,
+    /// Where exports listen, in words.
+    #[serde(default)]
+    pub listens: String,
     /// Why no more is offered.
     pub why: String,
     /// What is wrong, if anything is.
@@ -65,6 +70,9 @@ pub struct LenderStatus {
     pub ended: u64,
     /// Of these, those that had failed: their process ended or stood still.
     pub failed: u64,
+    /// Connections to exports that broke off or were refused: strangers, without the key.
+    #[serde(default)]
+    pub refused: u64,
     /// Whether it takes everything back and lends no more.
     pub is_ending: bool,
 }
@@ -85,6 +93,7 @@ impl Lender {
         let status = Arc::new(Mutex::new(LenderStatus {
             host: options.host.clone(),
             max_bytes: options.max_bytes,
+            listens: options.listen.to_string(),
             why: "it has just begun".into(),
             ..LenderStatus::default()
         }));
@@ -252,11 +261,23 @@ impl Work {
     /// Ends exports that have ended by themselves or stand still.
     fn bury(&mut self) {
         let mut dead = Vec::new();
+        let mut refused = 0;
         for (id, lent) in &mut self.exports {
+            let strangers = lent.export.refused();
+            if strangers > 0 {
+                refused += strangers;
+                warn!(
+                    lease = id.0,
+                    strangers, "connections to its export broke off or were refused"
+                );
+            }
             let health = lent.export.health();
             if health != Health::Serving {
                 dead.push((*id, health));
             }
+        }
+        if refused > 0 {
+            self.set(|status| status.refused += refused);
         }
         let gone: Vec<LeaseId> = self
             .dying
@@ -310,7 +331,11 @@ impl Work {
     fn judge(&mut self) -> Verdict {
         let lent = self.lent_bytes();
         match Sample::read(Path::new("/proc"), self.begun.elapsed()) {
-            Ok(sample) => self.judge.judge(sample, lent),
+            Ok(mut sample) => {
+                sample.owed_bytes = self.options.owed.load(Ordering::Relaxed);
+                sample.exports_begin = self.exports.values().any(|lent| !lent.published);
+                self.judge.judge(sample, lent)
+            }
             // Unknown is not spare.
             Err(error) => Verdict {
                 offer_bytes: lent,
@@ -474,7 +499,7 @@ impl Work {
     }
 }
 
-fn chain(error: &dyn std::error::Error) -> String {
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     let words: Vec<String> = causes.map(ToString::to_string).collect();
     words.join(": ")
@@ -512,6 +537,7 @@ mod tests {
             max_bytes,
             listen: Listen::Unix,
             directory: directory.path().join("exports"),
+            owed: Arc::default(),
         };
         let lender = Lender::start(options, registry.clone()).unwrap();
         let end = Instant::now() + Duration::from_secs(30);

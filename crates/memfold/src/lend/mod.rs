@@ -2,27 +2,48 @@
 //!
 //! ```text
 //!   lender's daemon --offer, publish, ended--> registry <--take, renew, release-- borrower's daemon
-//!         | supervises                    (one daemon serves it)                        | QMP
-//!       nbdkit, one a lease <-------------------- NBD ---------------------------- QEMU of the VM
+//!         | supervises             (one daemon serves it, or an etcd)                   | QMP
+//!       nbdkit, one a lease <------------ NBD ----------- relay <------- NBD ------- QEMU of the VM
+//!       or tgtd             <-- iSCSI --- see `iscsi` ----´
 //! ```
 
 pub mod blast;
 pub mod calls;
+pub mod distrust;
+pub mod etcd;
+mod etcd_api;
 pub mod export;
 pub mod graph;
+pub mod https;
+pub mod iscsi;
 pub mod judge;
 pub mod lender;
+pub mod lvm;
+pub mod nbd;
+pub mod place;
 pub mod pressure;
 pub mod registry;
+pub mod relay;
 pub mod sqlite;
 pub mod wire;
 
 #[cfg(test)]
+mod etcd_tests;
+#[cfg(test)]
 mod registry_tests;
 
+pub use etcd::EtcdRegistry;
 pub use lender::{Lender, LenderOptions, LenderStatus};
+pub use place::{RegistryAt, RegistryFiles};
 pub use registry::{
     Address, Durability, Endpoint, Incarnation, Key, Lease, LeaseId, LeaseState, LenderId,
-    LenderView, Offer, Picture, Registry, RegistryError, Want,
+    LenderView, Offer, Picture, Registry, RegistryError, Transport, Want,
 };
 pub use sqlite::SqliteRegistry;
+
+/// Whether a process stands still: state `T` or `t` (`proc_pid_stat(5)`).
+fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(')').map(|(_, rest)| rest.trim_start());
+    state.is_some_and(|state| state.starts_with(['T', 't']))
+}

@@ -26,6 +26,10 @@ pub struct Sample {
     pub refaults: u64,
     /// Pages read from swap, since boot.
     pub swap_ins: u64,
+    /// What this host's VMs are taken to call in at once of what they share (the brake's debt x cover): not the kernel's to know.
+    pub owed_bytes: u64,
+    /// Exports of this host are being allocated: what goes meanwhile doesn't go on.
+    pub exports_begin: bool,
 }
 
 impl Sample {
@@ -72,6 +76,11 @@ impl Sample {
         sample.available_bytes = available?;
         Some(sample)
     }
+}
+
+/// `MemAvailable` now.
+pub fn available_bytes(proc: &Path) -> io::Result<u64> {
+    Sample::read(proc, Duration::ZERO).map(|sample| sample.available_bytes)
 }
 
 #[cfg(test)]

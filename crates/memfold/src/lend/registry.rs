@@ -27,7 +27,7 @@ const MAX_BYTES: u64 = 1 << 50;
 pub const MAX_TTL: Duration = Duration::from_secs(3600);
 
 /// Longest name of a host.
-const MAX_NAME: usize = 64;
+pub(super) const MAX_NAME: usize = 64;
 
 /// Why a registry refuses.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
@@ -258,13 +258,45 @@ pub struct Lease {
     pub recall_ms: Option<u64>,
 }
 
-/// How a lease's bytes are reached: an NBD export of its own.
+/// What an export speaks.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    clap::ValueEnum,
+    utoipa::ToSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Transport {
+    /// NBD: encrypted over TCP.
+    #[default]
+    Nbd,
+    /// iSCSI: not encrypted.
+    Iscsi,
+}
+
+impl Transport {
+    #[allow(clippy::trivially_copy_pass_by_ref)] // serde's
+    fn is_nbd(&self) -> bool {
+        *self == Self::Nbd
+    }
+}
+
+/// How a lease's bytes are reached: an export of its own.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Endpoint {
     /// Where.
     pub address: Address,
     /// What proves that one may, over TCP.
     pub key: Option<Key>,
+    /// What is spoken there.
+    #[serde(default, skip_serializing_if = "Transport::is_nbd")]
+    pub transport: Transport,
 }
 
 // A key must not get into a log.
@@ -427,6 +459,9 @@ impl Endpoint {
     /// Checks what came from elsewhere: it gets into QEMU's options and into a file of keys.
     pub fn check(&self) -> Result<(), RegistryError> {
         match (&self.address, &self.key) {
+            (Address::Unix(_), _) if self.transport == Transport::Iscsi => {
+                return Err(value("address", "iSCSI needs an IP address"));
+            }
             (Address::Unix(path), _) => {
                 let length = path.as_os_str().len();
                 if !path.is_absolute()
@@ -471,6 +506,7 @@ mod tests {
                 port,
             },
             key,
+            transport: Transport::Nbd,
         };
         let key = |identity: &str, hex: String| {
             Some(Key {
@@ -491,8 +527,19 @@ mod tests {
         let unix = |path: &str| Endpoint {
             address: Address::Unix(path.into()),
             key: None,
+            transport: Transport::Nbd,
         };
         unix("/run/x").check().unwrap();
+        let mut iscsi = unix("/run/x");
+        iscsi.transport = Transport::Iscsi;
+        assert!(iscsi.check().is_err());
+        // What a daemon of before has written.
+        let text = serde_json::to_string(&unix("/run/x")).unwrap();
+        assert!(!text.contains("transport"), "{text}");
+        assert_eq!(
+            serde_json::from_str::<Endpoint>(&text).unwrap(),
+            unix("/run/x")
+        );
         assert!(unix("run/x").check().is_err());
         assert!(unix(&format!("/{}", "x".repeat(200))).check().is_err());
     }
@@ -506,6 +553,7 @@ mod tests {
         let endpoint = Endpoint {
             address: Address::Unix("/x".into()),
             key: Some(key.clone()),
+            transport: Transport::Nbd,
         };
         assert!(!format!("{endpoint:?} {key:?}").contains("0123"));
     }

@@ -14,22 +14,22 @@ use super::registry::{
 };
 use super::sqlite::SqliteRegistry;
 
-const TTL: Duration = Duration::from_secs(10);
+pub(super) const TTL: Duration = Duration::from_secs(10);
 
 /// A registry with nothing in it, and a way to let time pass there.
-struct Fixture {
-    registry: Arc<dyn Registry>,
-    advance: Box<dyn Fn(Duration)>,
+pub(super) struct Fixture {
+    pub registry: Arc<dyn Registry>,
+    pub advance: Box<dyn Fn(Duration)>,
 }
 
-fn lender(host: &str, incarnation: u64) -> LenderId {
+pub(super) fn lender(host: &str, incarnation: u64) -> LenderId {
     LenderId {
         host: host.into(),
         incarnation: Incarnation(incarnation),
     }
 }
 
-fn offer(registry: &dyn Registry, host: &str, incarnation: u64, bytes: u64) {
+pub(super) fn offer(registry: &dyn Registry, host: &str, incarnation: u64, bytes: u64) {
     let offer = Offer {
         lender: lender(host, incarnation),
         bytes,
@@ -37,7 +37,7 @@ fn offer(registry: &dyn Registry, host: &str, incarnation: u64, bytes: u64) {
     registry.offer(&offer, TTL).unwrap();
 }
 
-fn want(vm: &str, bytes: u64) -> Want {
+pub(super) fn want(vm: &str, bytes: u64) -> Want {
     Want {
         borrower: "borrower".into(),
         vm: vm.into(),
@@ -47,7 +47,7 @@ fn want(vm: &str, bytes: u64) -> Want {
     }
 }
 
-fn take(registry: &dyn Registry, bytes: u64) -> Result<Lease, RegistryError> {
+pub(super) fn take(registry: &dyn Registry, bytes: u64) -> Result<Lease, RegistryError> {
     registry.take(&want("vm", bytes), TTL)
 }
 
@@ -55,6 +55,7 @@ fn endpoint(path: &str) -> Endpoint {
     Endpoint {
         address: Address::Unix(path.into()),
         key: None,
+        transport: super::registry::Transport::Nbd,
     }
 }
 
@@ -68,7 +69,7 @@ fn largest(refused: Result<Lease, RegistryError>) -> (u64, usize) {
 }
 
 /// No lender has lent more than it offered.
-fn check(picture: &Picture) {
+pub(super) fn check(picture: &Picture) {
     for lender in &picture.lenders {
         let of_it = |lease: &&Lease| lease.lender.host == lender.lender.host;
         let lent: u64 = picture.leases.iter().filter(of_it).map(|l| l.bytes).sum();
@@ -78,7 +79,7 @@ fn check(picture: &Picture) {
 }
 
 /// Runs everything over registries that `make` makes.
-fn suite(make: &dyn Fn() -> Fixture) {
+pub(super) fn suite(make: &dyn Fn() -> Fixture) {
     bytes_are_lent_once_and_come_back_by_their_lender_alone(&make());
     deadlines(&make());
     incarnations(&make());
@@ -164,7 +165,12 @@ fn incarnations(fixture: &Fixture) {
     let lease = take(registry, 100).unwrap();
     registry.withdraw(&lender("a", 1)).unwrap();
     registry.ended(lease.id, &lender("a", 1)).unwrap();
-    assert_eq!(registry.picture().unwrap().leases, vec![lease]);
+    let mut left = registry.picture().unwrap().leases;
+    // Time may have passed.
+    for left in &mut left {
+        left.left_ms = lease.left_ms;
+    }
+    assert_eq!(left, vec![lease]);
     registry.withdraw(&lender("a", 2)).unwrap();
     assert_eq!(largest(take(registry, 50)), (10, 1));
     assert_eq!(registry.picture().unwrap().leases.len(), 1);
@@ -326,16 +332,20 @@ fn a_registry_behind_messages_keeps_leases() {
 }
 
 /// A registry that picks one of several at each call.
-struct Several(Vec<SqliteRegistry>, AtomicU64);
+pub(super) struct Several<R>(Vec<R>, AtomicU64);
 
-impl Several {
-    fn one(&self) -> &SqliteRegistry {
+impl<R> Several<R> {
+    pub fn new(all: Vec<R>) -> Self {
+        Self(all, AtomicU64::new(0))
+    }
+
+    fn one(&self) -> &R {
         let turn = self.1.fetch_add(1, Ordering::Relaxed);
         &self.0[usize::try_from(turn).unwrap() % self.0.len()]
     }
 }
 
-impl Registry for Several {
+impl<R: Registry> Registry for Several<R> {
     fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError> {
         self.one().offer(offer, ttl)
     }
@@ -377,7 +387,7 @@ fn several_connections_to_one_database_keep_leases() {
             .map(|_| sqlite_in(directory.path(), &clock))
             .collect();
         Fixture {
-            registry: Arc::new(Several(all, AtomicU64::new(0))),
+            registry: Arc::new(Several::new(all)),
             advance: advance(clock, directory),
         }
     });

@@ -7,13 +7,13 @@
 use std::ffi::OsStr;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{Shutdown, SocketAddrUnix, getpeername, shutdown, sockopt};
+use rustix::net::{Shutdown, SocketAddrUnix, getpeername, getsockname, shutdown, sockopt};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use super::registry::Address;
@@ -35,6 +35,21 @@ pub struct Wire(OwnedFd);
 impl Wire {
     /// The socket of `process` that is connected to `address`; `None` if it has none.
     pub fn find(process: &Process, address: &Address) -> io::Result<Option<Self>> {
+        Ok(Self::all(process, |socket| is_connected_to(socket, address))?.pop())
+    }
+
+    /// Connections that `process` has accepted at a portal.
+    pub fn served_by(process: &Process, portal: SocketAddr) -> io::Result<Vec<Self>> {
+        let is_there = |socket: &OwnedFd| {
+            getpeername(socket).is_ok_and(|peer| peer.is_some())
+                && getsockname(socket)
+                    .is_ok_and(|own| SocketAddr::try_from(own).is_ok_and(|own| own == portal))
+        };
+        Self::all(process, is_there)
+    }
+
+    fn all(process: &Process, wanted: impl Fn(&OwnedFd) -> bool) -> io::Result<Vec<Self>> {
+        let mut found = Vec::new();
         let directory = format!("/proc/{}/fd", process.pid().as_raw_nonzero());
         for entry in std::fs::read_dir(directory)? {
             let entry = entry?;
@@ -48,24 +63,17 @@ impl Wire {
             let Ok(socket) = pidfd_getfd(process.pidfd(), number, PidfdGetfdFlags::empty()) else {
                 continue;
             };
-            if is_connected_to(&socket, address) {
-                return Ok(Some(Self(socket)));
+            if wanted(&socket) {
+                found.push(Self(socket));
             }
         }
-        Ok(None)
+        Ok(found)
     }
 
     /// Has the kernel end the connection when the other host is not heard of for 3 s. A Unix socket's other end is this host.
     pub fn keep_alive(&self) -> io::Result<()> {
         let is_tcp = sockopt::socket_domain(&self.0)? != rustix::net::AddressFamily::UNIX;
-        if is_tcp {
-            sockopt::set_socket_keepalive(&self.0, true)?;
-            sockopt::set_tcp_keepidle(&self.0, KEEPALIVE_IDLE)?;
-            sockopt::set_tcp_keepintvl(&self.0, KEEPALIVE_INTERVAL)?;
-            sockopt::set_tcp_keepcnt(&self.0, KEEPALIVE_COUNT)?;
-            sockopt::set_tcp_user_timeout(&self.0, UNACKNOWLEDGED_MS)?;
-        }
-        Ok(())
+        if is_tcp { keep_alive(&self.0) } else { Ok(()) }
     }
 
     /// Ends the connection: whoever waits for an answer gets an error at once.
@@ -74,16 +82,32 @@ impl Wire {
         let _ = shutdown(&self.0, Shutdown::Both);
     }
 
+    /// For `poll(2)`: something is returned when the connection has ended.
+    #[must_use]
+    pub fn poll_end(&self) -> PollFd<'_> {
+        PollFd::new(&self.0, PollFlags::RDHUP)
+    }
+
     /// Whether the connection has ended.
     #[must_use]
     pub fn is_cut(&self) -> bool {
-        let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
+        let mut fds = [self.poll_end()];
         let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
         match poll(&mut fds, Some(&Timespec::default())) {
             Ok(_) => fds[0].revents().intersects(ended),
             Err(_) => false,
         }
     }
+}
+
+/// Has the kernel end a TCP connection when the other host is not heard of for 3 s. Set on a listening socket, it holds for all that it accepts.
+pub(super) fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
+    sockopt::set_socket_keepalive(socket, true)?;
+    sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepcnt(socket, KEEPALIVE_COUNT)?;
+    sockopt::set_tcp_user_timeout(socket, UNACKNOWLEDGED_MS)?;
+    Ok(())
 }
 
 fn is_connected_to(socket: &OwnedFd, address: &Address) -> bool {

@@ -13,6 +13,7 @@
 
 use std::fs::File;
 use std::ops::DerefMut;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -121,13 +122,19 @@ pub(super) fn prepare(
             overlay::create_empty(file, copy.bytes).map_err(failed)?;
             // Nothing waits for these on a disk: QEMU would stand still for it, and guests' writes. The snapshot's files are synced at its end.
             let cache = json!({ "direct": false, "no-flush": true });
-            qmp.execute(
+            // By descriptor: a QEMU that has given its rights up can't reach the draft.
+            let open = File::options().read(true).write(true).open(file);
+            let place = qmp.lend(open.map_err(failed)?.as_fd())?;
+            let added = qmp.execute(
                 "blockdev-add",
                 json!({
                     "driver": "qcow2", "node-name": node, "discard": "unmap", "cache": cache,
-                    "file": { "driver": "file", "filename": file, "discard": "unmap", "cache": cache },
+                    "file": { "driver": "file", "filename": place.path(), "discard": "unmap", "cache": cache },
                 }),
-            )?;
+            );
+            // It has a copy of its own for as long as the node is there.
+            qmp.take_back(&place)?;
+            added?;
         }
         // What the host has not written yet, QEMU would wait for in the pause.
         if let Ok(file) = File::open(&spec.disks[disk].path) {

@@ -35,9 +35,10 @@ pub(super) fn prepare(
     qmp: &mut Qmp,
     spec: &VmSpec,
     draft: &Draft,
+    overlays: &[PathBuf],
     note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
 ) -> Result<Vec<Frozen>, SnapshotError> {
-    drop_unused(qmp, spec)?;
+    drop_unused(qmp, spec, overlays)?;
     let devices = qmp.query("query-block")?;
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let mut frozen: Vec<Frozen> = Vec::new();
@@ -45,6 +46,16 @@ pub(super) fn prepare(
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
         let active = active(&devices, &nodes, disk)
             .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
+        // It may be in its guest's hands: what it names is no reason for root to touch a file that isn't the VM's.
+        if spec.user.is_some() && !overlays.contains(&active.file) {
+            return Err(SnapshotError::Impossible(format!(
+                "disk {disk} writes to {}, which is no overlay of this VM's",
+                active.file.display()
+            )));
+        }
+        if spec.user.is_some() {
+            check_header(&active.file, spec, disk, draft)?;
+        }
         check_chain(disk, &active)?;
         // Node names have at most 31 bytes; the time makes them differ from save to save.
         let node = format!("disk{disk}-{:x}", overlay::unique());
@@ -87,10 +98,12 @@ fn add(
         format: "qcow2",
         virtual_bytes: Some(virtual_bytes),
     };
-    overlay::create(&new.overlay, &backing).map_err(|source| SnapshotError::Files {
-        path: new.overlay.clone(),
-        source,
-    })?;
+    overlay::create(&new.overlay, &backing)
+        .and_then(|()| overlay::give(&new.overlay, spec))
+        .map_err(|source| SnapshotError::Files {
+            path: new.overlay.clone(),
+            source,
+        })?;
     let disk = &spec.disks[new.disk];
     let cache = json!({ "direct": disk.cache.direct(), "no-flush": disk.cache.no_flush() });
     qmp.execute(
@@ -114,6 +127,23 @@ pub(super) fn switch(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotErr
         qmp.execute("transaction", json!({ "actions": actions }))?;
     }
     Ok(())
+}
+
+/// Whether QEMU writes to none of the frozen overlays any more. It doesn't fail if it can't open one again for reading alone, as after it has given up its
+/// rights in a directory that is not open to its user; then it would write into the snapshot's disk when it lets go of it.
+pub(super) fn check_frozen(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotError> {
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let is_read_only = |name: &str| {
+        let mut nodes = nodes.as_array().into_iter().flatten();
+        nodes.any(|node| node["node-name"] == name && node["ro"] == true)
+    };
+    match frozen.iter().find(|new| !is_read_only(&new.active)) {
+        None => Ok(()),
+        Some(new) => Err(SnapshotError::Impossible(format!(
+            "QEMU can't open {} again for reading alone: let its user reach that directory",
+            new.path.display()
+        ))),
+    }
 }
 
 /// Has QEMU let go of overlays that are not used.
@@ -209,7 +239,7 @@ fn age(disk: usize, name: &str) -> Option<u64> {
 
 /// Has QEMU let go of overlays that a daemon added and was killed before they became part of a disk's chain. QEMU refuses that for
 /// those that are.
-fn drop_unused(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
+fn drop_unused(qmp: &mut Qmp, spec: &VmSpec, overlays: &[PathBuf]) -> Result<(), SnapshotError> {
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     for disk in 0..spec.disks.len() {
         for name in nodes.as_array().into_iter().flatten() {
@@ -220,7 +250,10 @@ fn drop_unused(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
             match qmp.execute("blockdev-del", json!({ "node-name": name })) {
                 Ok(_) => {
                     tracing::info!(node = name, "an overlay that a killed save left is removed");
-                    if let Some(file) = file_of(&nodes, disk, name) {
+                    let file = file_of(&nodes, disk, name);
+                    if let Some(file) =
+                        file.filter(|file| spec.user.is_none() || overlays.contains(file))
+                    {
                         let _ = fs::remove_file(file);
                     }
                 }
@@ -313,6 +346,79 @@ pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), 
     Ok(())
 }
 
+/// Whether an overlay that a QEMU without root's rights writes is built on what we said: its header is QEMU's to write, and who reads it later, as root,
+/// opens what it names. It has to be a plain file, and to name the disk's own file, or that of a snapshot of its trust domain.
+pub(super) fn check_header(
+    overlay: &Path,
+    spec: &VmSpec,
+    disk: usize,
+    draft: &Draft,
+) -> Result<(), SnapshotError> {
+    let refused = |why: String| {
+        SnapshotError::Impossible(format!(
+            "{} {why}: is the VM's QEMU in its guest's hands? It is not saved",
+            overlay.display()
+        ))
+    };
+    let facts = fs::symlink_metadata(overlay).map_err(|source| SnapshotError::Files {
+        path: overlay.into(),
+        source,
+    })?;
+    if !facts.is_file() {
+        return Err(refused("is no plain file".into()));
+    }
+    // Without '--backing-chain' nothing else is opened.
+    let output = Command::new("qemu-img")
+        .args(["info", "-U", "--output=json", "-f", "qcow2"])
+        .arg(overlay)
+        .output()
+        .map_err(|source| SnapshotError::Files {
+            path: overlay.into(),
+            source,
+        })?;
+    let image: Value = serde_json::from_slice(&output.stdout)
+        .map_err(|_| refused("has no header of a qcow2 image".into()))?;
+    let of_format = &image["format-specific"]["data"];
+    if !of_format["data-file"].is_null() || image["encrypted"] == true {
+        return Err(refused("names a file for its data, or is encrypted".into()));
+    }
+    let Some(backing) = image["backing-filename"].as_str().map(Path::new) else {
+        return Err(refused("is built on nothing".into()));
+    };
+    let own = spec.disks.get(disk).map(|disk| disk.path.as_path());
+    let format = image["backing-filename-format"].as_str();
+    let own_format = spec.disks.get(disk).map(|disk| disk.format().driver());
+    let is_own = own == Some(backing) && format == own_format;
+    if is_own || format == Some("qcow2") && is_of_its_domain(backing, spec, disk, draft) {
+        return Ok(());
+    }
+    Err(refused(format!(
+        "is built on {} ({})",
+        backing.display(),
+        format.unwrap_or("no format")
+    )))
+}
+
+/// Whether a file is this disk's part of a snapshot beside `draft`, of this VM or its trust domain: another's is none of its guest's business.
+fn is_of_its_domain(backing: &Path, spec: &VmSpec, disk: usize, draft: &Draft) -> bool {
+    let Some(name) = backing
+        .parent()
+        .and_then(Path::file_name)
+        .and_then(|name| name.to_str())
+    else {
+        return false;
+    };
+    let place = draft.place().with_file_name(name).join(disk_name(disk));
+    // Not `==`, for which `a/./b` is `a/b`.
+    if crate::vm::check_name("snapshot", name).is_err() || backing.as_os_str() != place.as_os_str()
+    {
+        return false;
+    }
+    draft
+        .beside(name)
+        .is_ok_and(|of| of.domain == spec.domain && (spec.domain.is_some() || of.vm == spec.name))
+}
+
 /// Writes into the header of a node's file what it is built on.
 pub(super) fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<(), SnapshotError> {
     qmp.execute(
@@ -342,4 +448,114 @@ pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
     Ok(files
         .filter_map(|image| Some(image["filename"].as_str()?.into()))
         .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use memfold_units::ByteSize;
+
+    use super::*;
+    use crate::snapshot::Manifest;
+    use crate::snapshot::manifest::tests::manifest;
+    use crate::snapshot::shelf::{DEVICES, RAM, SUMS, Shelf, facts};
+    use crate::vm::DiskSpec;
+
+    /// A snapshot of a VM with one disk.
+    fn save(shelf: &Shelf, name: &str, domain: Option<&str>) -> PathBuf {
+        let draft = shelf.draft(name).unwrap();
+        let file = |part: &str| {
+            let mut file = draft.file(part).unwrap();
+            file.write_all(b"x").unwrap();
+            facts(file).unwrap()
+        };
+        let ram = file(RAM);
+        let manifest = Manifest {
+            domain: domain.map(str::to_owned),
+            ram_bytes: ram.bytes,
+            sums: file(SUMS),
+            devices: file(DEVICES),
+            ..manifest(name, ByteSize::mib(64))
+        };
+        draft.file(&disk_name(0)).unwrap();
+        let disk = draft.place().join(disk_name(0));
+        draft.commit(&manifest).unwrap();
+        disk
+    }
+
+    /// An image with these options of `qemu-img create`.
+    fn image(path: &Path, options: &[&str]) {
+        let _ = fs::remove_file(path);
+        let output = Command::new("qemu-img")
+            .args(["create", "-q", "-u", "-f", "qcow2"])
+            .args(options)
+            .arg(path)
+            .arg("1M")
+            .output()
+            .unwrap();
+        let words = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{words}");
+    }
+
+    #[test]
+    fn what_a_vm_s_user_put_in_its_overlay_s_place_is_not_saved() {
+        let place = tempfile::tempdir().unwrap();
+        let path = |name: &str| place.path().join(name);
+        let shelf = Shelf::open(&path("shelf"));
+        let ours = save(&shelf, "ours", Some("shop"));
+        let others = save(&shelf, "others", Some("bank"));
+        let draft = shelf.draft("new").unwrap();
+        let mut spec = VmSpec::new("web1", ByteSize::mib(64));
+        spec.domain = Some("shop".into());
+        spec.user = Some("nobody".into());
+        let mut disk = DiskSpec::new(path("disk"));
+        disk.format = Some(crate::vm::DiskFormat::Raw);
+        spec.disks = vec![disk];
+        let overlay = path("overlay");
+        let check = |spec: &VmSpec| check_header(&overlay, spec, 0, &draft);
+        let on = |backing: &Path, format: &str| {
+            image(&overlay, &["-F", format, "-b", backing.to_str().unwrap()]);
+        };
+        on(&path("disk"), "raw");
+        check(&spec).unwrap();
+        on(&ours, "qcow2");
+        check(&spec).unwrap();
+        let refused = |spec: &VmSpec, word: &str| {
+            let why = check(spec).unwrap_err().to_string();
+            assert!(why.contains(word), "no '{word}' in: {why}");
+        };
+        // A VM without a domain shares with nobody.
+        let loner = VmSpec {
+            domain: None,
+            ..spec.clone()
+        };
+        refused(&loner, "is built on");
+        let root = path("shelf");
+        for (backing, format) in [
+            (others, "qcow2"),
+            (PathBuf::from("/etc/shadow"), "raw"),
+            // As the guest wrote it, it names files of the host.
+            (path("disk"), "qcow2"),
+            (ours.clone(), "raw"),
+            (ours.with_file_name(RAM), "qcow2"),
+            (root.join("ours/../others").join(disk_name(0)), "qcow2"),
+            (root.join("./ours").join(disk_name(0)), "qcow2"),
+            (root.join("ghost").join(disk_name(0)), "qcow2"),
+            (root.join(".new.draft").join(disk_name(0)), "qcow2"),
+        ] {
+            on(&backing, format);
+            refused(&spec, "is built on");
+        }
+        image(&overlay, &[]);
+        refused(&spec, "is built on nothing");
+        let data = format!("data_file={}", path("data").display());
+        image(&overlay, &["-o", &data]);
+        refused(&spec, "names a file for its data");
+        fs::write(&overlay, b"no header").unwrap();
+        refused(&spec, "no header of a qcow2 image");
+        fs::remove_file(&overlay).unwrap();
+        std::os::unix::fs::symlink(&ours, &overlay).unwrap();
+        refused(&spec, "no plain file");
+    }
 }

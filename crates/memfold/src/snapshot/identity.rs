@@ -196,9 +196,13 @@ machine() {
 next_seed() { head -c 512 /dev/urandom > /var/lib/systemd/random-seed; }
 keys() {
     new=/etc/ssh/memfold-new
-    rm -rf $new && mkdir -p -m 700 $new/etc/ssh || return
-    # The old ones stay until the new ones are there: none is ever without.
-    ssh-keygen -A -f $new && mv $new/etc/ssh/ssh_host_* /etc/ssh/ || { rm -rf $new; return 1; }
+    rm -rf $new && mkdir -m 700 $new || return
+    # Of the kinds that there are. The old ones stay until the new ones are there: none is ever without.
+    for key in /etc/ssh/ssh_host_*_key; do
+        kind=${key#/etc/ssh/ssh_host_}
+        ssh-keygen -q -t "${kind%_key}" -N '' -C "root@$name" -f "$new/${key##*/}" || { rm -rf $new; return 1; }
+    done
+    mv $new/ssh_host_* /etc/ssh/ || { rm -rf $new; return 1; }
     rm -rf $new
     for unit in ssh sshd; do systemctl try-restart "$unit" 2> /dev/null; done
     return 0

@@ -19,12 +19,13 @@ use std::fs::{self, File};
 use std::io;
 use std::ops::DerefMut;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use memfold_units::PAGE_SIZE;
 use memfold_wire::library::Range;
+use rustix::fs::{Mode, OFlags};
 use serde_json::json;
 
 use super::copy::{self, Copied};
@@ -77,11 +78,6 @@ pub fn refuse(vm: &Vm) -> Result<(&VmSpec, &Record, &VmDirectory), SnapshotError
             "the VM was not started by memfold, which can't start a QEMU with the same devices for its snapshot; start it with 'memfold vm run'".into(),
         ));
     };
-    if spec.user.is_some() {
-        return Err(SnapshotError::Impossible(
-            "its QEMU has given its rights up (user = ...): it can't open new overlays, and memfold's library in it can't reach the monitor to stop it".into(),
-        ));
-    }
     if spec.swap.is_some() {
         return Err(SnapshotError::Impossible(
             "it has a swap disk (swap = ...), and a snapshot would lack what lies in it; start it without one".into(),
@@ -158,7 +154,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
     };
     let mut qmp = monitor();
     let spec_now = spec_now(vm, spec, &mut qmp)?;
-    let frozen = freeze::prepare(&mut qmp, spec, &draft, note)?;
+    let frozen = freeze::prepare(&mut qmp, spec, &draft, &before, note)?;
     let stood = freeze::check_files(vm.pid(), &mut qmp, spec)
         .and_then(|()| copy::prepare(&mut qmp, spec, &draft))
         .and_then(|copies| {
@@ -192,6 +188,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         let copied = past.map_or(Ok(0), |past| copy_ram(past, &mut writer, &plan, progress));
         // First of all: what follows a failure may wait for QEMU.
         hold.let_go();
+        freeze::check_frozen(&mut monitor(), &frozen)?;
         let kept_pages = copied.map_err(|source| failed(RAM, source))?;
         let (blocks, counts) = writer.finish(&sums).map_err(|e| failed(SUMS, e))?;
         steps.copy_ms = milliseconds(began.elapsed());
@@ -520,10 +517,18 @@ fn take_over(
         let own = draft.path().join(disk_name(number));
         let found = frozen.iter().find(|f| f.disk == number);
         if let Some(frozen) = found {
-            keep_file(&frozen.path, &own).map_err(|source| SnapshotError::Files {
+            let kept = if spec.user.is_some() {
+                copy_own(&frozen.path, &own)
+            } else {
+                keep_file(&frozen.path, &own)
+            };
+            kept.map_err(|source| SnapshotError::Files {
                 path: frozen.path.clone(),
                 source,
             })?;
+            if spec.user.is_some() {
+                freeze::check_header(&own, spec, number, draft)?;
+            }
         }
         let is_ours = found.is_some() || copies.iter().any(|copy| copy.disk == number);
         let (at, path) = if is_ours {
@@ -582,6 +587,23 @@ fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::CrossesDevices => fs::copy(from, to).map(drop),
         other => other,
     }
+}
+
+/// Copies a file that belongs to a VM's user: that user has it open, and could go on writing to it, or put another in its place.
+fn copy_own(from: &Path, to: &Path) -> io::Result<()> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let mut from = File::from(rustix::fs::open(from, flags, Mode::empty())?);
+    if !from.metadata()?.is_file() {
+        return Err(io::Error::other("it is no plain file"));
+    }
+    let mut to = File::options()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(to)?;
+    // Shares blocks where the file system can.
+    io::copy(&mut from, &mut to)?;
+    to.sync_all()
 }
 
 /// `MemAvailable` of `/proc/meminfo`.

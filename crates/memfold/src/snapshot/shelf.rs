@@ -177,49 +177,7 @@ impl Shelf {
 
     /// What a snapshot says of itself, its own checksum and the lengths of its files compared.
     pub fn manifest(&self, name: &str) -> Result<Manifest, SnapshotError> {
-        let path = self.path(name)?;
-        let file = |part: &str| {
-            fs::read(path.join(part)).map_err(|source| {
-                if source.kind() == io::ErrorKind::NotFound && !path.exists() {
-                    SnapshotError::Unknown(name.into())
-                } else {
-                    SnapshotError::Files {
-                        path: path.join(part),
-                        source,
-                    }
-                }
-            })
-        };
-        let text = file(MANIFEST)?;
-        let sum = file(MANIFEST_SUM)?;
-        let bad = |why: String| SnapshotError::Broken {
-            name: name.into(),
-            why,
-        };
-        if sum.trim_ascii() != hex(xxh3_128(&text)).as_bytes() {
-            return Err(bad(format!("{MANIFEST} was changed since it was written")));
-        }
-        let version: serde_json::Value =
-            serde_json::from_slice(&text).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
-        if version["format"] != FORMAT && version["format"] != FORMAT_IN_PARTS {
-            return Err(bad(format!(
-                "it has format {}, this memfold reads {FORMAT} and {FORMAT_IN_PARTS}",
-                version["format"]
-            )));
-        }
-        let manifest: Manifest =
-            serde_json::from_value(version).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
-        for (part, bytes, _) in manifest.parts() {
-            let length = fs::metadata(path.join(part)).map(|m| m.len());
-            match length {
-                Ok(length) if length == bytes => {}
-                Ok(length) => {
-                    return Err(bad(format!("{part} has {length} bytes instead of {bytes}")));
-                }
-                Err(error) => return Err(bad(format!("{part}: {error}"))),
-            }
-        }
-        Ok(manifest)
+        read_manifest(&self.path(name)?, name)
     }
 
     /// The RAM image of a snapshot, to be mapped: its bytes and those of all other files are what was saved. The image is read
@@ -492,6 +450,11 @@ impl Draft {
         &self.place
     }
 
+    /// What another snapshot in the same place says of itself.
+    pub fn beside(&self, name: &str) -> Result<Manifest, SnapshotError> {
+        read_manifest(&self.place.with_file_name(name), name)
+    }
+
     /// Makes it a snapshot: all files on disk, the manifest last, then the name.
     pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let failed = |source| SnapshotError::Files {
@@ -529,6 +492,52 @@ impl Drop for Draft {
             }
         }
     }
+}
+
+/// What the snapshot `name` in a directory of its own says of itself.
+fn read_manifest(path: &Path, name: &str) -> Result<Manifest, SnapshotError> {
+    let file = |part: &str| {
+        fs::read(path.join(part)).map_err(|source| {
+            if source.kind() == io::ErrorKind::NotFound && !path.exists() {
+                SnapshotError::Unknown(name.into())
+            } else {
+                SnapshotError::Files {
+                    path: path.join(part),
+                    source,
+                }
+            }
+        })
+    };
+    let text = file(MANIFEST)?;
+    let sum = file(MANIFEST_SUM)?;
+    let bad = |why: String| SnapshotError::Broken {
+        name: name.into(),
+        why,
+    };
+    if sum.trim_ascii() != hex(xxh3_128(&text)).as_bytes() {
+        return Err(bad(format!("{MANIFEST} was changed since it was written")));
+    }
+    let version: serde_json::Value =
+        serde_json::from_slice(&text).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
+    if version["format"] != FORMAT && version["format"] != FORMAT_IN_PARTS {
+        return Err(bad(format!(
+            "it has format {}, this memfold reads {FORMAT} and {FORMAT_IN_PARTS}",
+            version["format"]
+        )));
+    }
+    let manifest: Manifest =
+        serde_json::from_value(version).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
+    for (part, bytes, _) in manifest.parts() {
+        let length = fs::metadata(path.join(part)).map(|m| m.len());
+        match length {
+            Ok(length) if length == bytes => {}
+            Ok(length) => {
+                return Err(bad(format!("{part} has {length} bytes instead of {bytes}")));
+            }
+            Err(error) => return Err(bad(format!("{part}: {error}"))),
+        }
+    }
+    Ok(manifest)
 }
 
 /// Whether any process but this one maps a file.

@@ -3,12 +3,13 @@
 //! ```text
 //!   spec.json      what was asked for                process.json   pid, start time, what was started
 //!   qmp.sock       QMP for people and commands       daemon.sock    QMP for the daemon
-//!   monitor.sock   QMP for the library               library.sock   the library in QEMU
-//!   agent.sock     the guest agent's port            console.sock   the serial console
+//!   library.sock   the library in QEMU               agent.sock     the guest agent's port
+//!   console.sock   the serial console
 //!   console.log    all it ever said                  qemu.log       QEMU's own output
 //!   launch.lock    held while it is being started   overlays.json  temporary overlays of one that is being started
 //!   incoming       there while it is being restored renewal.json   what a restored one is still to get anew
 //!   segments.json  what it maps now              borrowed.json  lent RAM under its swap disk
+//!   lentN-M        until a relay has its client  relay.log      what relays had to say
 //! ```
 
 use std::fs::{self, DirBuilder, File};
@@ -106,8 +107,6 @@ impl VmDirectory {
         qmp = "qmp.sock";
         /// QMP for the daemon.
         daemon_qmp = "daemon.sock";
-        /// QMP for the library.
-        library_qmp = "monitor.sock";
         /// The guest agent's port.
         agent = "agent.sock";
         /// The library's socket.
@@ -124,10 +123,18 @@ impl VmDirectory {
         overlays = "overlays.json";
         /// Lent RAM under its swap disk, or to be.
         borrowed = "borrowed.json";
+        /// What relays between its swap disk and lenders had to say.
+        relay_log = "relay.log";
         /// There as long as the VM waits for what it is restored from.
         incoming = "incoming";
         /// Locked while the VM is being started or removed.
         lock_file = "launch.lock";
+    }
+
+    /// Where the relay of a lent part of its swap disk listens.
+    #[must_use]
+    pub fn relay(&self, generation: u64, part: usize) -> PathBuf {
+        self.0.join(format!("lent{generation}-{part}"))
     }
 
     /// Makes the directory, readable for its owner only; `AlreadyExists` if there is one.

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 use memfold_sys::session;
 use memfold_units::ByteSize;
 use memfold_wire::agent::PORT_NAME;
-use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 use rustix::process::Pid;
 
 use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
 use super::machine::Vm;
 use super::overlay::{self, Backing};
+use super::preload;
 use super::process::Identity;
 use super::qmp::Qmp;
 use super::segments;
@@ -306,7 +306,11 @@ impl Attempt<'_> {
             .map_err(failed)?;
         for (disk, overlay) in disks().zip(places) {
             make_overlay(disk, &overlay)?;
-            self.overlays.push(overlay);
+            self.overlays.push(overlay.clone());
+            overlay::give(&overlay, spec).map_err(|source| LaunchError::Files {
+                path: overlay,
+                source,
+            })?;
         }
         if let Some((path, size)) = swap {
             swap::create(&path, size.0, true).map_err(|source| LaunchError::Swap {
@@ -333,10 +337,7 @@ impl Attempt<'_> {
             .stdout(log.try_clone().map_err(failed)?)
             .stderr(log);
         if let Some(library) = &library {
-            command
-                .env("LD_PRELOAD", preload(library))
-                .env(SOCKET_VARIABLE, directory.library())
-                .env(MONITOR_VARIABLE, directory.library_qmp());
+            preload::add(&mut command, library, directory).map_err(failed)?;
         }
         let child = session::detach(&mut command).spawn().map_err(|source| {
             LaunchError::Qemu(QemuError::Run {
@@ -392,15 +393,6 @@ fn reap(mut child: Child) {
     if let Err(error) = thread {
         tracing::warn!(%error, "no thread to wait for QEMU's end");
     }
-}
-
-fn preload(library: &Path) -> OsString {
-    let mut value = library.as_os_str().to_owned();
-    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|v| !v.is_empty()) {
-        value.push(":");
-        value.push(others);
-    }
-    value
 }
 
 fn wait_for_monitor(child: &mut Child, directory: &VmDirectory) -> Result<(), LaunchError> {
@@ -531,11 +523,7 @@ fn sandbox(spec: &VmSpec) -> String {
 }
 
 fn monitors(line: &mut Line, directory: &VmDirectory) {
-    for socket in [
-        directory.qmp(),
-        directory.daemon_qmp(),
-        directory.library_qmp(),
-    ] {
+    for socket in [directory.qmp(), directory.daemon_qmp()] {
         line.add("-qmp", monitor_argument(&socket));
     }
     line.with_path(

@@ -1,7 +1,8 @@
 //! The daemon's end of the connection to memfold's library in QEMU: one order, one reply.
 
+use std::fs::File;
 use std::io::{ErrorKind, Write};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -9,6 +10,10 @@ use std::time::{Duration, Instant};
 use memfold_wire::library::{Order, Reply, VERSION};
 use memfold_wire::{Decoder, FrameError, encode};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::Pid;
+
+/// Where a process gets userfaultfds that also catch the kernel's own faults.
+const DEVICE: &str = "/dev/userfaultfd";
 
 /// Why an order was not carried out, or nobody knows whether it was.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +50,14 @@ pub enum LibraryError {
     /// The reply doesn't belong to the order.
     #[error("the library in QEMU gave an answer that does not fit the order: {0}")]
     Mismatch(String),
+    /// Another process listens there.
+    #[error(
+        "another process than this QEMU listens at {path}, which the environment of QEMU names"
+    )]
+    Stranger {
+        /// The socket.
+        path: PathBuf,
+    },
     /// The library refused the order as a whole; nothing changed.
     #[error("the library in QEMU refused: {0}")]
     Refused(String),
@@ -79,8 +92,12 @@ pub struct LibraryLink {
 
 impl LibraryLink {
     /// Connects and says hello. `timeout` is also the time that each later reply may take. The library serves one daemon at
-    /// a time, so a second connection times out here.
-    pub fn connect(path: &Path, timeout: Duration) -> Result<Self, LibraryError> {
+    /// a time, so a second connection times out here. With `only`, nothing is said to another process.
+    pub fn connect(
+        path: &Path,
+        timeout: Duration,
+        only: Option<Pid>,
+    ) -> Result<Self, LibraryError> {
         let stream = connect_now(path)
             .and_then(|s| s.set_write_timeout(Some(timeout)).map(|()| s))
             .map_err(|source| LibraryError::Connect {
@@ -99,7 +116,22 @@ impl LibraryLink {
                 problem: None,
             },
         };
-        match link.order(&Order::Hello { version: VERSION }, None)? {
+        if only.is_some_and(|pid| link.peer_pid() != Some(pid)) {
+            return Err(LibraryError::Stranger { path: path.into() });
+        }
+        link.greet(None)?;
+        // What a QEMU without root's rights lacks, as a rule; the device is of use in the process that makes a userfaultfd of it alone.
+        if link.facts.problem.is_some() {
+            if let Ok(device) = File::options().read(true).write(true).open(DEVICE) {
+                link.greet(Some(device.as_fd()))?;
+            }
+        }
+        Ok(link)
+    }
+
+    /// Says hello, with `/dev/userfaultfd` for a library that can't open it.
+    fn greet(&mut self, device: Option<BorrowedFd<'_>>) -> Result<(), LibraryError> {
+        match self.order(&Order::Hello { version: VERSION }, device)? {
             Reply::Hello { version, .. } if version != VERSION => {
                 Err(LibraryError::Version { library: version })
             }
@@ -111,17 +143,26 @@ impl LibraryLink {
                 problem,
                 ..
             } => {
-                link.facts = LibraryFacts {
+                self.facts = LibraryFacts {
                     version: library,
                     can_move,
                     can_write_protect,
                     can_stop,
                     problem,
                 };
-                Ok(link)
+                Ok(())
             }
             other => Err(LibraryError::Mismatch(format!("{other:?} to Hello"))),
         }
+    }
+
+    /// The process that listens there, as the kernel knows it (`SO_PEERCRED`).
+    #[must_use]
+    pub fn peer_pid(&self) -> Option<Pid> {
+        let stream = self.stream.as_ref()?;
+        rustix::net::sockopt::socket_peercred(stream)
+            .ok()
+            .map(|peer| peer.pid)
     }
 
     /// What the library said of itself.
@@ -317,7 +358,7 @@ mod tests {
                 reason: "no such store".into(),
             },
         ]);
-        let mut link = LibraryLink::connect(&path, Duration::from_secs(5)).unwrap();
+        let mut link = LibraryLink::connect(&path, Duration::from_secs(5), None).unwrap();
         assert!(link.facts().can_move);
         let null = std::fs::File::open("/dev/null").unwrap();
         let add = Order::AddStore {
@@ -334,6 +375,36 @@ mod tests {
     }
 
     #[test]
+    fn a_library_that_lacks_a_userfaultfd_is_given_the_device() {
+        if File::options().read(true).write(true).open(DEVICE).is_err() {
+            println!("skipped: {DEVICE} can't be opened");
+            return;
+        }
+        let Reply::Hello {
+            version,
+            library: name,
+            ..
+        } = hello(VERSION)
+        else {
+            unreachable!()
+        };
+        let lacking = Reply::Hello {
+            version,
+            library: name,
+            can_move: false,
+            can_write_protect: false,
+            can_stop: false,
+            problem: Some("no userfaultfd".into()),
+        };
+        let (_dir, path, thread) = library(vec![lacking, hello(VERSION)]);
+        let link = LibraryLink::connect(&path, Duration::from_secs(5), None).unwrap();
+        assert_eq!(link.facts().problem, None);
+        assert_eq!(link.peer_pid(), Some(rustix::process::getpid()));
+        drop(link);
+        assert_eq!(thread.join().unwrap(), [false, true]);
+    }
+
+    #[test]
     fn a_reply_with_another_number_of_outcomes_closes_the_link() {
         let (_dir, path, _thread) = library(vec![
             hello(VERSION),
@@ -343,7 +414,7 @@ mod tests {
                 stopped_ns: 0,
             },
         ]);
-        let mut link = LibraryLink::connect(&path, Duration::from_secs(5)).unwrap();
+        let mut link = LibraryLink::connect(&path, Duration::from_secs(5), None).unwrap();
         assert!(matches!(
             link.order(&fold(3), None),
             Err(LibraryError::Mismatch(_))
@@ -357,12 +428,12 @@ mod tests {
     #[test]
     fn other_versions_and_silence_are_told_apart() {
         let (_dir, path, _thread) = library(vec![hello(VERSION + 1)]);
-        let error = LibraryLink::connect(&path, Duration::from_secs(5)).unwrap_err();
+        let error = LibraryLink::connect(&path, Duration::from_secs(5), None).unwrap_err();
         assert!(matches!(error, LibraryError::Version { .. }), "{error}");
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("l");
         let _silent = UnixListener::bind(&path).unwrap();
-        let error = LibraryLink::connect(&path, Duration::from_millis(30)).unwrap_err();
+        let error = LibraryLink::connect(&path, Duration::from_millis(30), None).unwrap_err();
         assert!(matches!(error, LibraryError::Timeout { .. }), "{error}");
     }
 }

@@ -255,7 +255,10 @@ impl Vm {
         let process = Process::open(identity).map_err(look)?;
         let words = endpoints::command_line(pid).map_err(look)?;
         let program = words.first().map_or("", String::as_str);
-        if !program.contains("qemu") {
+        // Where QEMU is called 'kvm' its file is not.
+        let file =
+            std::fs::read_link(format!("/proc/{}/exe", pid.as_raw_nonzero())).map_err(look)?;
+        if !program.contains("qemu") && !file.to_string_lossy().contains("qemu") {
             return Err(bad(format!(
                 "its socket was made by '{program}' (process {}), which is no QEMU; give QEMU a -qmp unix:PATH,server=on of its own",
                 pid.as_raw_nonzero()
@@ -348,13 +351,25 @@ impl Vm {
 
     /// A new connection to the monitor for people and commands. Close it soon: QEMU serves one client at a time.
     pub fn qmp(&self) -> Result<Qmp, QmpError> {
-        Qmp::connect(&self.qmp_socket, ANSWER_TIMEOUT)
+        self.own(Qmp::connect(&self.qmp_socket, ANSWER_TIMEOUT)?)
+    }
+
+    /// A connection to a QEMU that memfold didn't start has to be with that one: a guest that has taken it over may put another's socket in the place of its own.
+    fn own(&self, qmp: Qmp) -> Result<Qmp, QmpError> {
+        if self.spec.is_some() || qmp.peer_pid() == Some(self.pid()) {
+            return Ok(qmp);
+        }
+        Err(QmpError::Connect {
+            path: self.qmp_socket.clone(),
+            source: io::Error::other("another process than this QEMU listens there"),
+        })
     }
 
     /// A new connection to the daemon's own monitor (an attached VM's only one), to be kept.
     pub fn daemon_qmp(&self) -> Result<Qmp, QmpError> {
         let socket = self.directory.as_ref().map(VmDirectory::daemon_qmp);
-        Qmp::connect(socket.as_ref().unwrap_or(&self.qmp_socket), ANSWER_TIMEOUT)
+        let socket = socket.as_ref().unwrap_or(&self.qmp_socket);
+        self.own(Qmp::connect(socket, ANSWER_TIMEOUT)?)
     }
 
     /// Its RAM now. Read again after boot and after hot-plug: both change it.
@@ -375,7 +390,9 @@ impl Vm {
     /// Connects to the library; `None` if it isn't in QEMU.
     pub fn library_link(&self) -> Option<Result<LibraryLink, LibraryError>> {
         let socket = self.library_socket.as_ref()?;
-        Some(LibraryLink::connect(socket, ANSWER_TIMEOUT))
+        // A QEMU that memfold didn't start, and that its guest has taken over, may name the library of another one.
+        let only = self.spec.is_none().then(|| self.pid());
+        Some(LibraryLink::connect(socket, ANSWER_TIMEOUT, only))
     }
 
     /// Begins to connect to the agent; `None` if the VM has no port for it.

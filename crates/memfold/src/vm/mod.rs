@@ -18,6 +18,7 @@ pub mod layout;
 pub mod library_link;
 pub mod machine;
 pub mod overlay;
+mod preload;
 pub mod process;
 pub mod qmp;
 pub mod ram;
@@ -34,11 +35,11 @@ pub use launch::{Incoming, LaunchError, start, start_incoming};
 pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
 pub use machine::{Ability, MachineError, StopKind, Vm};
-pub use process::{Identity, Process};
+pub use process::{Identity, Process, boot_id};
 pub use qmp::{Qmp, QmpError};
 pub use ram::RamError;
 pub use segments::SegmentSpec;
 pub use spec::{
-    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MergeChoice, Network, SpecError,
-    VmSpec, check_name,
+    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MAX_NAME, MergeChoice, Network,
+    SpecError, VmSpec, check_name,
 };

@@ -7,6 +7,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::SystemTime;
 
+use super::VmSpec;
+
 /// What an overlay is built on.
 pub struct Backing<'a> {
     /// Absolute. It is written into the overlay's header.
@@ -36,6 +38,17 @@ pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
     run(&mut command, file).inspect_err(|_| {
         let _ = std::fs::remove_file(path);
     })
+}
+
+/// Gives a temporary file to the user that a VM's QEMU becomes: it opens the file again when a snapshot freezes it, and later ones without having been
+/// root.
+pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
+    let Some(name) = &spec.user else {
+        return Ok(());
+    };
+    let (uid, gid) = memfold_sys::peer::user_ids(name)?
+        .ok_or_else(|| io::Error::other(format!("there is no user '{name}' on this host")))?;
+    std::os::unix::fs::chown(path, Some(uid), Some(gid))
 }
 
 fn new_file(path: &Path) -> io::Result<File> {

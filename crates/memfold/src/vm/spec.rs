@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::segments::SegmentSpec;
 
 /// Longest VM or domain name in bytes.
-const MAX_NAME: usize = 64;
+pub const MAX_NAME: usize = 64;
 /// Least memory of a VM; below it no Linux kernel boots.
 const MIN_MEMORY: ByteSize = ByteSize::mib(16);
 /// QEMU's limit of vCPUs on q35.
@@ -470,9 +470,7 @@ impl VmSpec {
     /// What is known to keep a VM from being saved, before it starts.
     fn check_boot_snapshot(&self) -> Result<(), SpecError> {
         check_name("boot_snapshot", &format!("{}-boot", self.name))?;
-        let why = if self.user.is_some() {
-            "can't be saved with user = ..."
-        } else if !self.fold {
+        let why = if !self.fold {
             "needs memfold's library (fold = true)"
         } else if self.disks.iter().any(|d| !d.read_only && !d.snapshot) {
             "goes back in time, and so must its disks: set snapshot = true or read_only = true on each"

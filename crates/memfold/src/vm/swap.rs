@@ -127,6 +127,25 @@ pub fn swap_on() -> String {
     )
 }
 
+/// What the guest runs to say how much of its swap disk it uses: that disk's line of `/proc/swaps`, or exit code 1.
+#[must_use]
+pub fn used() -> String {
+    format!(
+        "for disk in /sys/block/vd*; do \
+           [ \"$(cat \"$disk/serial\")\" = {SERIAL} ] || continue; \
+           exec grep \"^/dev/${{disk##*/}}[[:space:]]\" /proc/swaps; \
+         done 2> /dev/null; exit 1"
+    )
+}
+
+/// Bytes, from what [`used`] printed (`proc_swaps(5)`: name, type, size, used in KiB, priority).
+#[must_use]
+pub fn parse_used(line: &[u8]) -> Option<u64> {
+    let text = std::str::from_utf8(line).ok()?;
+    let used: u64 = text.split_whitespace().nth(3)?.parse().ok()?;
+    used.checked_mul(1024)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -177,6 +177,75 @@ fn without_login_tcp_shows_and_changes_nothing() {
 }
 
 #[test]
+fn a_host_s_token_asks_the_registry_in_its_own_name_and_nothing_else() {
+    let door = Door::open(&[]);
+    let made = door.daemon.json(&["host", "add", "b"]);
+    let token = made["token"].as_str().unwrap().to_owned();
+    let bearer = format!("Bearer {token}");
+    let headers = [("authorization", bearer.as_str())];
+    let ask = |call: &Value| door.ask("POST", "/v1/registry", &headers, &call.to_string());
+    let offer = |host: &str| {
+        let lender = json!({"host": host, "incarnation": 1});
+        json!({"offer": {"offer": {"lender": lender, "bytes": 1 << 20}, "ttl_ms": 9000}})
+    };
+    assert_eq!(ask(&offer("b")).json(), "done");
+    let picture = ask(&json!({"picture": {}})).json();
+    assert_eq!(picture["picture"]["lenders"][0]["lender"]["host"], "b");
+    let lender = json!({"host": "a", "incarnation": 1});
+    let want = json!({"borrower": "a", "vm": "v", "bytes": 1});
+    for foreign in [
+        offer("a"),
+        json!({"withdraw": {"lender": lender}}),
+        json!({"take": {"want": want, "ttl_ms": 9000}}),
+        json!({"endpoint": {"id": 1, "borrower": "a"}}),
+        json!({"renew": {"id": 1, "borrower": "a", "ttl_ms": 9000}}),
+        json!({"recall": {"id": 1, "lender": lender, "within_ms": 1}}),
+        json!({"release": {"id": 1, "borrower": "a"}}),
+        json!({"ended": {"id": 1, "lender": lender}}),
+    ] {
+        let answer = ask(&foreign);
+        assert_eq!(answer.status, 403, "{foreign}: {}", answer.body);
+        assert!(answer.body.contains("host 'b'"), "{}", answer.body);
+    }
+    for (method, path) in [
+        ("GET", "/v1/vms"),
+        ("GET", "/v1/leases"),
+        ("GET", "/v1/hosts"),
+        ("POST", "/v1/hosts"),
+        ("POST", "/v1/vms"),
+        ("POST", "/v1/lend"),
+        ("GET", "/v1/audit"),
+        ("POST", "/v1/session/codes"),
+    ] {
+        let answer = door.ask(method, path, &headers, "{}");
+        assert_eq!(answer.status, 403, "{method} {path}: {}", answer.body);
+    }
+    // It begins no session, and readers don't ask the registry.
+    let login = json!({ "secret": token }).to_string();
+    assert_eq!(door.ask("POST", "/v1/session", &[], &login).status, 401);
+    let (status, _) = door
+        .daemon
+        .http("POST", "/v1/session/codes", br#"{"role": "host"}"#);
+    assert_eq!(status, 400);
+    let reader = format!("Bearer {}", door.token("read"));
+    let picture = json!({"picture": {}}).to_string();
+    let reader = [("authorization", reader.as_str())];
+    let answer = door.ask("POST", "/v1/registry", &reader, &picture);
+    assert_eq!(answer.status, 403, "{}", answer.body);
+    // Refusals are noted, and what is done several times a second isn't.
+    let audit = door.audit();
+    let asked = audit.iter().filter(|entry| entry["path"] == "/v1/registry");
+    assert!(asked.clone().count() >= 8);
+    assert!(asked.clone().all(|entry| entry["status"] == 403));
+    refused(&run(&["host", "add"]), 2, &["<HOST>"]);
+    let bad = door.daemon.run(&["host", "add", "a/b"]);
+    refused(&bad, 1, &["letters, digits"]);
+    // Without an address for other hosts a token would be of no use.
+    let closed = Daemon::start();
+    refused(&closed.run(&["host", "add", "b"]), 1, &["--listen"]);
+}
+
+#[test]
 fn the_read_token_reads_and_the_operate_token_operates() {
     let door = Door::open(&[]);
     for role in ["read", "operate"] {

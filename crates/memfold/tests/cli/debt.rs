@@ -10,6 +10,17 @@ fn level(daemon: &Daemon) -> Value {
     daemon.json(&["debt"])["level"].clone()
 }
 
+/// What doctor says of the debt: over the interface, and on the command line.
+fn doctor(daemon: &Daemon) -> (Value, String) {
+    let (status, body) = daemon.http("GET", "/v1/doctor", b"");
+    assert_eq!(status, 200, "{body}");
+    let report: Value = serde_json::from_str(&body).unwrap();
+    let checks = report["checks"].as_array().unwrap();
+    let debt = checks.iter().find(|check| check["name"] == "debt");
+    // It may lack something else.
+    (debt.unwrap().clone(), out(&daemon.run(&["doctor"])))
+}
+
 #[test]
 fn limits_are_shown_set_and_refused_when_they_make_no_sense() {
     let daemon = Daemon::start_with(&["--reserve", "3G", "--cover", "70"]);
@@ -38,6 +49,16 @@ fn limits_are_shown_set_and_refused_when_they_make_no_sense() {
     ] {
         assert!(text.contains(word), "no '{word}' in {text}");
     }
+    let (debt, words) = doctor(&daemon);
+    assert_eq!(
+        (&debt["status"], &debt["fix"]),
+        (&"ok".into(), &Value::Null)
+    );
+    assert!(words.contains("the brake is off"), "{words}");
+    // Without a daemon there is none.
+    let missing = daemon.directory.path().join("nobody");
+    let alone = run(&["--socket", missing.to_str().unwrap(), "doctor"]);
+    assert!(!out(&alone).contains("the brake"), "{}", out(&alone));
     // The ledger shows it, too.
     let report = daemon.json(&["report"]);
     assert_eq!(report["ledger"]["debt"]["reserve_bytes"], total / 2);
@@ -129,6 +150,20 @@ fn a_braked_host_starts_no_vm_says_why_and_goes_on_when_there_is_enough_again() 
 
     // Enough again: not at once, and then for everybody.
     let again = std::time::Instant::now();
+    let (debt, words) = doctor(&daemon);
+    assert_eq!(debt["status"], "warn", "{debt}");
+    let fix = debt["fix"].as_str().unwrap();
+    assert!(
+        fix.contains("memfold debt") && fix.contains("vm stop"),
+        "{debt}"
+    );
+    for words in [&words, debt["meaning"].as_str().unwrap()] {
+        assert!(words.contains("no VM is started"), "{words}");
+        assert!(
+            words.contains(" could be had beside the reserve"),
+            "{words}"
+        );
+    }
     assert_eq!(daemon.json(&["debt", "--reserve", "1M"])["level"], "braked");
     wait("the level falls", || level(&daemon) == "ok");
     assert!(again.elapsed() > Duration::from_secs(8));

@@ -91,3 +91,102 @@ fn a_program_is_split_by_how_it_is_mapped() {
         &["no-such-program", "ps -e"],
     );
 }
+
+#[test]
+fn fingerprints_of_two_hosts_are_made_with_one_key_and_compared() {
+    if !rustix::process::getuid().is_root() {
+        println!("skipped: other processes' memory needs root");
+        return;
+    }
+    let daemon = Daemon::start();
+    for name in ["one", "two"] {
+        daemon.paused_vm(name, &["--domain", "d"]);
+    }
+    let place = tempfile::tempdir().unwrap();
+    let path = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
+    let make = |host: &str, file: &str, key: &str| {
+        let (file, key) = (path(file), path(key));
+        let arguments = [
+            "estimate",
+            "--cpu",
+            "100",
+            "--fingerprint",
+            &file,
+            "--key",
+            &key,
+        ];
+        daemon.json(&[&arguments[..], &["--host", host]].concat())
+    };
+    let made = make("north", "north.json", "key");
+    assert_eq!(made["key_is_new"], true);
+    // Other tests' VMs may be there too.
+    assert!(made["vms"].as_u64() >= Some(2), "{made}");
+    assert_eq!(make("south", "south.json", "key")["key_is_new"], false);
+    make("west", "west.json", "other-key");
+    let plan = |files: &[&str]| {
+        let paths: Vec<String> = files.iter().map(|name| path(name)).collect();
+        let mut arguments = vec!["plan", "--json", "--least", "1K", "--place"];
+        arguments.extend(paths.iter().map(String::as_str));
+        run(&arguments)
+    };
+    let output = plan(&["north.json", "south.json"]);
+    assert_eq!(code(&output), 0, "{}", err(&output));
+    let proposal: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(proposal["hosts"][0]["host"], "north");
+    assert!(proposal["now_bytes"].as_u64() >= proposal["then_bytes"].as_u64());
+    std::fs::write(path("text"), "{}").unwrap();
+    for (files, words) in [
+        (["north.json", "west.json"], "two keys"),
+        (["north.json", "north.json"], "two fingerprints of 'north'"),
+        (["north.json", "text"], "is no fingerprint"),
+        (["north.json", "nowhere"], "cannot read"),
+    ] {
+        refused(&plan(&files), 1, &[words]);
+    }
+}
+
+#[test]
+fn a_proposal_over_the_interface_is_that_of_the_command_line() {
+    let daemon = Daemon::start();
+    let place = tempfile::tempdir().unwrap();
+    // Two hosts, of which each has a VM of the same contents; more than other requests may hold.
+    let print = |host: &str| {
+        let contents: Vec<u64> = (0..60_000).map(|n| (1 << 62) + n).collect();
+        let vm = json!({"name": format!("vm-{host}"), "domain": "d", "ram_bytes": 256 << 20, "beside_bytes": 0, "contents": contents});
+        json!({"format": 1, "host": host, "key": "k", "level": 0, "memory_bytes": 1_u64 << 33, "others_bytes": 0, "vms": [vm]})
+    };
+    let prints = ["north", "south"].map(print);
+    let paths = ["north", "south"].map(|host| place.path().join(host));
+    for (path, print) in paths.iter().zip(&prints) {
+        std::fs::write(path, print.to_string()).unwrap();
+    }
+    let [north, south] = paths.each_ref().map(|path| path.to_str().unwrap());
+    let arguments = ["plan", "--json", "--leave", "20", "--place", north, south];
+    let told: Value = serde_json::from_str(&out(&run(&arguments))).unwrap();
+    assert_eq!(told["moves"][0]["saves_bytes"], 60_000 * 4096);
+    let order = |prints: &[Value], least: u64, leave: f64| {
+        let order = json!({"fingerprints": prints, "least_bytes": least, "leave_percent": leave});
+        let (status, body) = daemon.http("POST", "/v1/plan/place", order.to_string().as_bytes());
+        (status, serde_json::from_str::<Value>(&body).unwrap())
+    };
+    assert_eq!(order(&prints, 64 << 20, 20.0), (200, told));
+    let mut other = print("west");
+    other["key"] = "other".into();
+    for (prints, leave, word) in [
+        (&prints[..1], 10.0, "two hosts at least"),
+        (
+            &[prints[0].clone(), prints[0].clone()],
+            10.0,
+            "two fingerprints",
+        ),
+        (&[prints[0].clone(), other], 10.0, "two keys"),
+        (&prints, 100.0, "leave_percent"),
+        (&[json!({}), json!({})], 10.0, "no fingerprints"),
+    ] {
+        let (status, refusal) = order(prints, 1, leave);
+        let words = refusal["error"].as_str().unwrap();
+        assert!(status == 400 && words.contains(word), "{refusal}");
+    }
+    let (status, _) = order(&prints, u64::MAX, 10.0);
+    assert_eq!(status, 400);
+}

@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 
 use memfold::vm::Qmp;
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::support::{Daemon, code, err, out, refused, wait};
 
 const MIB: u64 = 1 << 20;
 
 /// A daemon that lends, and has the registry; `None` where that can't be.
-fn lender(host: &str, more: &[&str], lend: &[&str]) -> Option<Daemon> {
+pub fn lender(host: &str, more: &[&str], lend: &[&str]) -> Option<Daemon> {
     let daemon = Daemon::start_with(&[&["--host", host], more].concat());
     let output = daemon.run(&[&["lend", "--max", "256M"], lend].concat());
     if code(&output) == 3 {
@@ -31,24 +31,24 @@ fn lender(host: &str, more: &[&str], lend: &[&str]) -> Option<Daemon> {
     Some(daemon)
 }
 
-fn borrower(registry: &Daemon) -> Daemon {
+pub fn borrower(registry: &Daemon) -> Daemon {
     let socket = registry.socket();
     Daemon::start_with(&["--host", "b", "--registry", socket.to_str().unwrap()])
 }
 
 /// A paused VM with a swap disk of 64 MiB.
-struct Swapping<'a> {
-    daemon: &'a Daemon,
-    name: &'a str,
+pub struct Swapping<'a> {
+    pub daemon: &'a Daemon,
+    pub name: &'a str,
 }
 
 impl<'a> Swapping<'a> {
-    fn start(daemon: &'a Daemon, name: &'a str) -> Self {
+    pub fn start(daemon: &'a Daemon, name: &'a str) -> Self {
         daemon.paused_vm(name, &["--no-fold", "--swap", "64M"]);
         Self { daemon, name }
     }
 
-    fn directory(&self) -> PathBuf {
+    pub fn directory(&self) -> PathBuf {
         self.daemon.state().join("vms").join(self.name)
     }
 
@@ -70,17 +70,17 @@ impl<'a> Swapping<'a> {
         assert!(good, "{what}: {said}");
     }
 
-    fn write(&self, pattern: u8, at: u64) {
+    pub fn write(&self, pattern: u8, at: u64) {
         self.io(&format!("write -P {pattern} {at}M 4M"));
     }
 
     #[track_caller]
-    fn read(&self, pattern: u8, at: u64) {
+    pub fn read(&self, pattern: u8, at: u64) {
         self.io(&format!("read -P {pattern} {at}M 4M"));
     }
 
     /// Names of the nodes under the swap disk.
-    fn nodes(&self) -> Vec<String> {
+    pub fn nodes(&self) -> Vec<String> {
         let arguments = serde_json::json!({ "flat": true });
         let nodes = self
             .qmp()
@@ -108,28 +108,41 @@ impl<'a> Swapping<'a> {
         all
     }
 
-    fn borrow(&self, more: &[&str]) -> Value {
+    pub fn borrow(&self, more: &[&str]) -> Value {
         self.daemon.json(&[&["borrow", self.name], more].concat())
     }
 
-    fn give_back(&self) -> Value {
+    pub fn give_back(&self) -> Value {
         self.daemon.json(&["return", self.name])
     }
 
-    fn place(&self) -> String {
+    pub fn place(&self) -> String {
         let leases = self.daemon.json(&["leases"]);
         let of_it = |b: &&Value| b["vm"] == self.name;
         let borrowed = leases["borrowed"].as_array().unwrap().iter().find(of_it);
         borrowed.map_or("on_disk".into(), |b| b["place"].as_str().unwrap().into())
     }
 
-    fn wait_place(&self, place: &str) {
+    /// Where the list of VMs says that it is: the place, and who holds how much of which copy.
+    fn listed(&self) -> (Value, Value) {
+        let vms = self.daemon.json(&["vm", "list"]);
+        let vm = vms
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|vm| vm["name"] == self.name);
+        let swap = &vm.unwrap()["swap"];
+        assert_eq!(swap["bytes"], 64 * MIB);
+        (swap["place"].clone(), swap["lent"].clone())
+    }
+
+    pub fn wait_place(&self, place: &str) {
         wait(place, || self.place() == place);
     }
 }
 
 /// The process that exports a lease of this lender.
-fn export(lender: &Daemon) -> Pid {
+pub fn export(lender: &Daemon) -> Pid {
     let place = lender.state().join("lend");
     let is_log =
         |path: &Path| path.starts_with(&place) && path.extension().is_some_and(|e| e == "log");
@@ -142,11 +155,11 @@ fn export(lender: &Daemon) -> Pid {
     panic!("nothing is exported");
 }
 
-fn leases(daemon: &Daemon) -> usize {
+pub fn leases(daemon: &Daemon) -> usize {
     daemon.json(&["leases"])["leases"].as_array().unwrap().len()
 }
 
-fn wait_free(lender: &Daemon) {
+pub fn wait_free(lender: &Daemon) {
     wait("nothing is lent", || {
         leases(lender) == 0 && lender.json(&["lend"])["lent_bytes"] == 0
     });
@@ -164,6 +177,8 @@ fn a_swap_disk_goes_to_lent_memory_and_back_with_every_byte() {
         let vm = Swapping::start(&borrower, "v");
         let first = vm.files();
         assert_eq!(first.len(), 1);
+        let on_disk = ("on_disk".into(), json!([]));
+        assert_eq!(vm.listed(), on_disk);
         vm.write(1, 0);
         vm.write(2, 60);
         let done = vm.borrow(&["64M"]);
@@ -171,7 +186,18 @@ fn a_swap_disk_goes_to_lent_memory_and_back_with_every_byte() {
             (&done["place"], &done["changed"]),
             (&"lent".into(), &true.into())
         );
-        assert_eq!(done["lenders"], serde_json::json!(["a"]));
+        assert_eq!(done["lenders"], json!(["a"]));
+        let lent = json!([{"lender": "a", "bytes": 64 * MIB, "copy": 0}]);
+        assert_eq!(vm.listed(), ("lent".into(), lent));
+        // No guest is there to ask.
+        let (status, said) = borrower.http("GET", "/v1/vms/v/swap", b"");
+        assert_eq!(status, 200, "{said}");
+        let said: Value = serde_json::from_str(&said).unwrap();
+        assert_eq!(said["used_bytes"], Value::Null);
+        assert!(
+            said["why_not"].as_str().unwrap().contains("no agent"),
+            "{said}"
+        );
         assert_eq!(
             vm.nodes(),
             ["swap-copy1", "swap-file1", "swap-lent1-0", "swap1"]
@@ -189,6 +215,11 @@ fn a_swap_disk_goes_to_lent_memory_and_back_with_every_byte() {
         );
         let report = borrower.json(&["leases"]);
         assert_eq!(report["lenders"][0]["lent_bytes"], 64 * MIB);
+        // It is in the lender's ledger, among what isn't its VMs'.
+        let ledger = &lender.json(&["report"])["ledger"]["host"];
+        assert_eq!(ledger["lent_bytes"], 64 * MIB);
+        assert!(ledger["others_anon_bytes"].as_u64() >= Some(64 * MIB));
+        assert!(out(&lender.run(&["report"])).contains("lent to other hosts"));
         assert_eq!(report["leases"][0]["state"], "exported");
         assert_eq!(report["blast"][0]["lender"], "a");
         assert_eq!(report["blast"][0]["vms"][0]["vm"], "v");
@@ -204,6 +235,7 @@ fn a_swap_disk_goes_to_lent_memory_and_back_with_every_byte() {
             (&back["place"], &back["changed"]),
             (&"on_disk".into(), &true.into())
         );
+        assert_eq!(vm.listed(), on_disk);
         assert_eq!(vm.nodes(), ["swap-copy1", "swap-file1", "swap1"]);
         for (pattern, at) in [(1, 0), (2, 60), (3, 4), (0, 32)] {
             vm.read(pattern, at);
@@ -339,6 +371,16 @@ fn a_replica_goes_on_with_the_other_lender_and_then_on_disk() {
     vm.write(1, 0);
     let done = vm.borrow(&["--durability", "replica"]);
     assert_eq!(done["lenders"].as_array().unwrap().len(), 2);
+    let (_, lent) = vm.listed();
+    let mut lenders = [0, 1].map(|copy| {
+        assert_eq!(
+            (&lent[copy]["copy"], &lent[copy]["bytes"]),
+            (&json!(copy), &json!(64 * MIB))
+        );
+        lent[copy]["lender"].as_str().unwrap().to_owned()
+    });
+    lenders.sort();
+    assert_eq!(lenders, ["a", "c"]);
     assert_eq!(vm.nodes(), ["swap-lent1-0", "swap-lent1-1", "swap1"]);
     assert!(vm.files().is_empty());
     vm.write(2, 8);
@@ -451,4 +493,51 @@ fn what_cannot_be_borrowed_is_refused_and_nothing_changes() {
         1,
         &["/nowhere/socket"],
     );
+}
+
+#[test]
+fn a_vm_that_goes_on_swapping_borrows_by_itself() {
+    let Some(lender) = lender("a", &[], &[]) else {
+        return;
+    };
+    let socket = lender.socket();
+    let registry = ["--registry", socket.to_str().unwrap()];
+    let more = [&["--host", "b", "--borrow", "auto"], registry.as_slice()];
+    let borrower = Daemon::start_with(&more.concat());
+    let vm = Swapping::start(&borrower, "v");
+    let idle = Swapping::start(&borrower, "idle");
+    vm.write(1, 60);
+    // As the guest would; these are counted as its own are.
+    let swap = |at: u64| {
+        let line = format!(
+            "qemu-io -d /machine/peripheral/swap/virtio-backend \"aio_write -P 2 {at}M 4M\""
+        );
+        vm.qmp().human(&line).unwrap();
+        std::thread::sleep(Duration::from_millis(300));
+    };
+    let begun = Instant::now();
+    let mut turn = 0;
+    wait("it borrows by itself", || {
+        turn += 1;
+        swap(turn % 8 * 4);
+        vm.place() == "lent"
+    });
+    let after = begun.elapsed();
+    println!("borrowed after {after:?}");
+    assert!(after >= Duration::from_secs(8), "{after:?}");
+    // For the next daemon, which is to give it back by itself.
+    let note = std::fs::read(vm.directory().join("borrowed.json")).unwrap();
+    let note: Value = serde_json::from_slice(&note).unwrap();
+    assert_eq!(note["by_itself"], true);
+    assert_eq!(idle.place(), "on_disk");
+    vm.read(1, 60);
+    // Somebody's decision stands, though it goes on swapping.
+    assert_eq!(vm.give_back()["changed"], true);
+    let returned = Instant::now();
+    while returned.elapsed() < Duration::from_secs(16) {
+        turn += 1;
+        swap(turn % 8 * 4);
+        assert_eq!(vm.place(), "on_disk");
+    }
+    vm.read(1, 60);
 }

@@ -1,15 +1,18 @@
 //! The command line and the daemon's interface, from outside: words, exit codes, JSON. VMs here are paused from the start.
 
 mod access;
+mod cluster;
 mod debt;
 mod estimate;
+mod iscsi;
 mod ksm;
 mod lending;
 mod metrics;
+mod relays;
 mod service;
 mod support;
+mod top;
 
-use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -17,7 +20,7 @@ use serde_json::{Value, json};
 use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// Every command, what its help has to speak of, and whether it needs a daemon (with arguments that are right).
-const COMMANDS: [(&[&str], &[&str], bool); 44] = [
+const COMMANDS: [(&[&str], &[&str], bool); 51] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -39,6 +42,14 @@ const COMMANDS: [(&[&str], &[&str], bool); 44] = [
         false,
     ),
     (&["vm", "attach"], &["QMP socket", "--domain"], false),
+    (
+        &["libvirt", "enable"],
+        &["start with memfold", "<emulator>", "--domain"],
+        false,
+    ),
+    (&["libvirt", "disable"], &["back to what it was"], false),
+    (&["libvirt", "status"], &["trust domain"], false),
+    (&["libvirt", "attach"], &["running domain"], false),
     (
         &["vm", "exec"],
         &["in a guest", "exits with the command's code"],
@@ -100,15 +111,30 @@ const COMMANDS: [(&[&str], &[&str], bool); 44] = [
     (&["clone"], &["from one snapshot", "--number"], false),
     (
         &["lend"],
-        &["spare RAM", "--max", "--listen", "--unix", "--stop"],
+        &[
+            "spare RAM",
+            "--max",
+            "--listen",
+            "--ports",
+            "--transport",
+            "--cleartext",
+            "--stop",
+        ],
         true,
     ),
-    (&["borrow"], &["another host lends", "--durability"], false),
-    (&["return"], &["back to this host's disk"], false),
+    (
+        &["borrow"],
+        &["another host lends", "--durability", "--lvm"],
+        false,
+    ),
+    (&["return"], &["back to this host's disk", "--lvm"], false),
     (&["leases"], &["if a lender dies"], true),
+    (&["host", "add"], &["prints a token", "is void"], false),
+    (&["host", "list"], &["have a token"], true),
+    (&["host", "remove"], &["token away"], false),
     (
         &["plan"],
-        &["How many VMs fit", "--kind", "--vms", "--memory"],
+        &["How many VMs fit", "--kind", "--vms", "--memory", "--place"],
         true,
     ),
     (&["bench"], &["studies", "--quick"], false),
@@ -185,6 +211,10 @@ fn wrong_usage_is_exit_code_2() {
         &["estimate", "--seconds", "0.5"],
         &["estimate", "--domain-of", "web"],
         &["estimate", "--program", "init", "--one-domain"],
+        &["estimate", "--fingerprint", "f"],
+        &["estimate", "--key", "k"],
+        &["plan", "--place", "one"],
+        &["plan", "--place", "one", "two", "--leave", "100"],
     ] {
         let output = run(arguments);
         assert_eq!(code(&output), 2, "{arguments:?}: {}", err(&output));
@@ -304,6 +334,27 @@ fn a_plan_is_made_of_vms_that_run_and_says_what_it_lacks() {
     for word in ["MORE FIT", "with 9 of k", ": fits"] {
         assert!(text.contains(word), "no '{word}' in {text}");
     }
+    // Whoever asks over the interface gets the same.
+    let get = |query: &str| daemon.http("GET", &format!("/v1/plan{query}"), b"");
+    let (status, body) = get("?vms=d=5&memory=64G");
+    assert_eq!(status, 200, "{body}");
+    let asked: Value = serde_json::from_str(&body).unwrap();
+    let told = daemon.json(&["plan", "--vms", "d=5", "--memory", "64G"]);
+    assert_eq!(asked["kinds"][1]["vms"], told["kinds"][1]["vms"]);
+    for name in ["shared_bytes", "owed_bytes", "wanted"] {
+        assert_eq!(asked["kinds"][1][name], told["kinds"][1][name], "{name}");
+    }
+    assert_eq!(asked["memory_bytes"], 64_u64 << 30);
+    for (query, word) in [
+        ("?vms=x=1", "no kind 'x'"),
+        ("?kind=d=ghost", "no VM 'ghost'"),
+        ("?vms=d=many", "'d=many'"),
+        ("?memory=much", "memory"),
+        ("?place=x", "'place'"),
+    ] {
+        let (status, body) = get(query);
+        assert!(status == 400 && body.contains(word), "{query}: {body}");
+    }
     refused(
         &daemon.run(&["plan", "--kind", "k=ghost"]),
         1,
@@ -324,23 +375,23 @@ fn a_plan_is_made_of_vms_that_run_and_says_what_it_lacks() {
 }
 
 #[test]
-fn top_in_a_pipe_gives_a_report_a_line_and_ends_with_its_reader() {
+fn json_goes_to_a_file_beside_the_text() {
     let daemon = Daemon::start();
-    for json in [true, false] {
-        let mut command = daemon.command(&["top"]);
-        if json {
-            command.arg("--json");
-        }
-        let mut top = command.stdout(Stdio::piped()).spawn().unwrap();
-        let mut reader = BufReader::new(top.stdout.take().unwrap());
-        let mut line = String::new();
-        reader.read_line(&mut line).unwrap();
-        if json {
-            let report: Value = serde_json::from_str(&line).unwrap();
-            assert!(report["ledger"]["host"]["mem_total_bytes"].as_u64() > Some(0));
-        }
-        drop(reader);
-        assert_eq!(top.wait().unwrap().code(), Some(0), "json: {json}");
+    let file = daemon.directory.path().join("out.json");
+    let option = format!("--json={}", file.display());
+    for (command, word) in [
+        (&["report"][..], "saved by folding"),
+        (&["fold", "status"], "page"),
+        (&["vm", "list"], "no VMs"),
+        (&["debt"], "reserve"),
+        (&["leases"], ""),
+    ] {
+        let output = daemon.run(&[command, &[&option]].concat());
+        assert_eq!(code(&output), 0, "{command:?}: {}", err(&output));
+        assert!(out(&output).contains(word), "{command:?}: {}", out(&output));
+        let text = std::fs::read(&file).unwrap_or_else(|e| panic!("{command:?}: {e}"));
+        let _: Value = serde_json::from_slice(&text).unwrap();
+        std::fs::remove_file(&file).unwrap();
     }
 }
 
@@ -595,6 +646,20 @@ fn a_qemu_started_by_hand_is_attached_and_what_it_lacks_is_said() {
         &daemon.run(&["vm", "stop", "plain", "--timeout", "0"]),
         1,
         &["not started by memfold"],
+    );
+    // When the host ends, that of those is another's affair.
+    for name in ["one", "two"] {
+        daemon.paused_vm(name, &[]);
+    }
+    let all = ["vm", "stop", "--all", "--timeout", "0"];
+    for stopped in [json!(["one", "two"]), json!([])] {
+        assert_eq!(daemon.json(&all), json!({ "stopped": stopped }));
+    }
+    assert_eq!(daemon.json(&["vm", "list"]).as_array().unwrap().len(), 2);
+    refused(
+        &daemon.run(&["vm", "stop", "--all", "plain"]),
+        2,
+        &["cannot be used with"],
     );
     // A new daemon knows them; one that has ended is forgotten.
     daemon.terminate();

@@ -28,6 +28,8 @@ const NAMES: [&str; 3] = ["web", "warm-1", "warm-2"];
 const HOLD: Duration = Duration::from_secs(20);
 /// A VM that never runs, which costs nothing: its swap disk is lent.
 const BORROWER: &str = "borrower";
+/// The trust domain of the others: a kind of the plan.
+const KIND: &str = "lab";
 const ALL: [&str; 4] = ["web", "warm-1", "warm-2", BORROWER];
 
 fn repository() -> PathBuf {
@@ -111,10 +113,57 @@ fn cpu_s(pid: i32) -> f64 {
     (stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64
 }
 
+/// Figures by the names that pages give them.
+type Figures = BTreeMap<String, i128>;
+
+/// Whole numbers among the fields of an object, under names that begin so.
+fn numbers(all: &mut Figures, prefix: &str, of: &Value) {
+    for (key, figure) in of.as_object().unwrap() {
+        if let Some(figure) = figure.as_i64() {
+            all.insert(format!("{prefix}.{key}"), figure.into());
+        }
+    }
+}
+
+/// The same of `plan --json`.
+fn wanted_of_plan(all: &mut Figures, plan: &Value) {
+    numbers(all, "plan", plan);
+    for kind in plan["kinds"].as_array().unwrap() {
+        numbers(
+            all,
+            &format!("plan.{}", kind["name"].as_str().unwrap()),
+            kind,
+        );
+    }
+}
+
+/// What the command line says now: `report`, `debt`, `plan` and `vm list`.
+fn told(state: &Path) -> Figures {
+    let mut all = wanted(&report(state));
+    let debt = json(state, &["debt"]);
+    numbers(&mut all, "debt", &debt);
+    for vm in debt["vms"].as_array().unwrap() {
+        let parts = ["folded_bytes", "snapshot_bytes", "zero_bytes"];
+        let owed: i64 = parts.iter().map(|part| vm[part].as_i64().unwrap()).sum();
+        let name = vm["name"].as_str().unwrap();
+        all.insert(format!("debt.{name}.owed"), owed.into());
+    }
+    wanted_of_plan(&mut all, &json(state, &["plan"]));
+    for vm in json(state, &["vm", "list"]).as_array().unwrap() {
+        if let Some(bytes) = vm["swap"]["bytes"].as_i64() {
+            all.insert(
+                format!("swap.{}", vm["name"].as_str().unwrap()),
+                bytes.into(),
+            );
+        }
+    }
+    all
+}
+
 /// What a page shows of figures that have a name, and what they have to be, by `report --json`.
-fn wanted(report: &FullReport) -> BTreeMap<String, i128> {
+fn wanted(report: &FullReport) -> Figures {
     let value = serde_json::to_value(&report.ledger).unwrap();
-    let mut all = BTreeMap::new();
+    let mut all = Figures::new();
     for (key, figure) in value["host"].as_object().unwrap() {
         if let Some(figure) = figure.as_i64() {
             all.insert(format!("host.{key}"), figure.into());
@@ -136,7 +185,18 @@ fn wanted(report: &FullReport) -> BTreeMap<String, i128> {
 
 /// What stands still while VMs do. Other processes map QEMU's libraries, too, and the host has a life of its own.
 fn is_exact(figure: &str) -> bool {
-    figure.starts_with("vm.") && !figure.ends_with("pss_bytes")
+    let of_vm = figure.starts_with("vm.") && !figure.ends_with("pss_bytes");
+    of_vm || figure.starts_with("swap.")
+}
+
+/// How far khugepaged may move a figure meanwhile: it fills what is free around memory of two MiB, also of a VM that stands still. Clones
+/// map a file, which it leaves alone.
+fn by_khugepaged(figure: &str) -> i128 {
+    let booted = figure
+        .strip_prefix("vm.")
+        .and_then(|rest| rest.strip_prefix(NAMES[0]))
+        .is_some_and(|rest| rest.starts_with('.'));
+    if booted { 16 << 20 } else { 0 }
 }
 
 /// A figure's text, as the command line writes it.
@@ -147,40 +207,62 @@ fn words(value: i128) -> String {
 }
 
 /// Every figure that a page showed, by name.
-fn shown(said: &Value) -> BTreeMap<String, i128> {
-    let mut all = BTreeMap::new();
+fn shown(said: &Value) -> Figures {
+    let mut all = Figures::new();
     for figure in said["figures"].as_array().unwrap() {
         let name = figure["figure"].as_str().unwrap();
         let value: i128 = figure["value"].as_str().unwrap().parse().unwrap();
         assert_eq!(figure["text"], words(value), "{name}");
         all.insert(name.to_owned(), value);
     }
+    for count in said["counts"].as_array().into_iter().flatten() {
+        let name = count["figure"].as_str().unwrap();
+        all.insert(
+            name.to_owned(),
+            count["value"].as_str().unwrap().parse().unwrap(),
+        );
+    }
     all
 }
 
-/// Figures of a page against reports before and after: whatever has a name in them is there, and between them.
-fn compare(
-    page: &str,
-    shown: &BTreeMap<String, i128>,
-    before: &FullReport,
-    after: &FullReport,
-) -> (usize, usize) {
-    let (low, high) = (wanted(before), wanted(after));
+/// Figures of a page against what the command line said before and after: whatever has a name in that is there, and between them.
+fn compare(page: &str, shown: &Figures, before: &Figures, after: &Figures) -> (usize, usize) {
     let (mut compared, mut exact) = (0, 0);
     for (name, &value) in shown {
-        let (Some(&a), Some(&b)) = (low.get(name), high.get(name)) else {
-            let of_ledger = name.starts_with("host.") || name.starts_with("vm.");
-            assert!(!of_ledger, "{page}: {name} is in no report");
+        let (Some(&a), Some(&b)) = (before.get(name), after.get(name)) else {
+            let known = ["host.", "vm.", "debt.", "plan.", "swap."];
+            let is_known = known.iter().any(|prefix| name.starts_with(prefix));
+            assert!(
+                !is_known,
+                "{page}: {name} is in no answer of the command line"
+            );
             continue;
         };
         compared += 1;
         if is_exact(name) {
-            assert_eq!(a, b, "{name} moved though the VMs stand still");
-            assert_eq!(value, a, "{page}: {name}");
-            exact += 1;
+            let moved = (a - b).abs();
+            assert!(
+                moved <= by_khugepaged(name),
+                "{name} moved from {a} to {b} though the VMs stand still"
+            );
+            assert!(
+                value >= a.min(b) && value <= a.max(b),
+                "{page}: {name} is {value}, before {a}, after {b}"
+            );
+            exact += usize::from(moved == 0);
         } else {
             // The host goes on: within what it moves in a walk.
-            let slack = (a.abs().max(b.abs()) / 20).max(64 << 20);
+            let least = match name.rsplit('.').next() {
+                Some(part) if part.starts_with("more_fit") => 4,
+                // All that is used of the host, whoever uses it: as much as what is available moves.
+                Some("used_bytes" | "predicted_bytes") => after["plan.memory_bytes"] / 20,
+                // The brake looks each half a minute.
+                Some("owed") => 4 << 20,
+                // Means of VMs that stand still, one of them up to what khugepaged does.
+                _ if name.starts_with(&format!("plan.{KIND}.")) => 8 << 20,
+                _ => 64 << 20,
+            };
+            let slack = (a.abs().max(b.abs()) / 20).max(least);
             assert!(
                 value >= a.min(b) - slack && value <= a.max(b) + slack,
                 "{page}: {name} is {value}, before {a}, after {b}"
@@ -222,15 +304,92 @@ fn lend(state: &Path, other: &Path) {
     memfold(state, &["borrow", BORROWER]);
 }
 
-fn report(state: &Path) -> FullReport {
+/// A command's JSON.
+fn json(state: &Path, arguments: &[&str]) -> Value {
     let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
         .arg("--socket")
         .arg(state.join("s"))
-        .args(["report", "--json"])
+        .args(arguments)
+        .arg("--json")
         .output()
         .unwrap();
-    assert!(output.status.success());
+    assert!(output.status.success(), "{arguments:?}");
     serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn report(state: &Path) -> FullReport {
+    serde_json::from_value(json(state, &["report"])).unwrap()
+}
+
+/// Fingerprints of two hosts, made up: two VMs that hold the same are not together. Contents have more digits than a script's numbers.
+fn fingerprints(directory: &Path) -> [PathBuf; 2] {
+    let host = |name: &str, vms: &[(&str, u64)]| {
+        let vms = vms.iter().map(|(vm, first)| {
+            let contents: Vec<u64> = (0..4000).map(|n| (1 << 62) + 2 * n + first).collect();
+            serde_json::json!({"name": vm, "domain": "d", "ram_bytes": 64 << 20, "beside_bytes": 8 << 20, "contents": contents})
+        });
+        let print = serde_json::json!({"format": 1, "host": name, "key": "k", "level": 0, "memory_bytes": 1_u64 << 33, "others_bytes": 1 << 30,
+            "vms": vms.collect::<Vec<_>>()});
+        let file = directory.join(format!("{name}.json"));
+        std::fs::write(&file, print.to_string()).unwrap();
+        file
+    };
+    // Odd contents and even ones, which are one to whoever rounds them.
+    [
+        host("north", &[("a", 0), ("odd", 1)]),
+        host("south", &[("b", 0)]),
+    ]
+}
+
+/// The plan's form and the proposal against the command line.
+fn check_plans(walk: &mut Walk, state: &Path, prints: &[PathBuf; 2]) {
+    let planned = walk.step("planned");
+    let mut told = Figures::new();
+    let asked = format!("{KIND}=9");
+    wanted_of_plan(&mut told, &json(state, &["plan", "--vms", &asked]));
+    let (compared, _) = compare("planned", &shown(&planned), &told, &told);
+    assert!(compared >= 3 + 2 * 7, "{compared}");
+    println!("{compared} figures are those of the plan");
+    // What nobody else on this host moves: what six more of them take.
+    let page = shown(&planned);
+    let more = |of: &Figures| of["plan.predicted_bytes"] - of["plan.used_bytes"];
+    let (said, wanted) = (more(&page), more(&told));
+    assert!((said - wanted).abs() < 48 << 20, "{said}, {wanted}");
+    assert_eq!(planned["fits"], told_fits(state, &asked).to_string());
+    let many = walk.step("planned too many");
+    assert_eq!(many["fits"], "false", "{many}");
+    assert!(
+        many["text"].as_str().unwrap().contains("too little"),
+        "{many}"
+    );
+    let placed = walk.step("placed");
+    let [north, south] = prints.each_ref().map(|file| file.to_str().unwrap());
+    let place = ["plan", "--least", "1M", "--place", north, south];
+    let proposal = json(state, &place);
+    let shown = shown(&placed);
+    for name in ["now_bytes", "then_bytes"] {
+        let told: i128 = proposal[name].as_i64().unwrap().into();
+        assert_eq!(shown[&format!("place.{name}")], told, "{proposal}");
+    }
+    let moves = proposal["moves"].as_array().unwrap();
+    assert_eq!(moves.len(), 1, "{proposal}");
+    let part = |name: &str| moves[0][name].as_str().unwrap().to_owned();
+    let told = format!(
+        "{} from {} to {}: saves ",
+        part("vm"),
+        part("from"),
+        part("to")
+    );
+    assert!(
+        placed["moves"][0].as_str().unwrap().starts_with(&told),
+        "{placed}"
+    );
+    // Half of what it holds: the other half only looks alike to whoever rounds.
+    assert_eq!(moves[0]["saves_bytes"], 4000 * 4096);
+}
+
+fn told_fits(state: &Path, asked: &str) -> bool {
+    json(state, &["plan", "--vms", asked])["fits"] == true
 }
 
 fn login(client: &Client, role: Role) -> String {
@@ -343,12 +502,17 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     let alone = cpu_percent(pid, HOLD);
 
     let results = repository().join("results/dashboard");
+    let prints = fingerprints(other.path());
     let walk = [
         &login(&client, Role::Operate),
         &login(&client, Role::Read),
         results.to_str().unwrap(),
         NAMES[2],
         chromium.to_str().unwrap(),
+        BORROWER,
+        KIND,
+        prints[0].to_str().unwrap(),
+        prints[1].to_str().unwrap(),
     ];
     let mut walk = Walk::begin(&walk);
     let load = walk.step("load");
@@ -359,7 +523,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     assert!(!address.contains("login"), "the code is not in the address");
 
     walk.step("ready");
-    let before = report(state);
+    let before = told(state);
     walk.on();
     let mut said = BTreeMap::new();
     let (mut compared, mut exact) = (0, 0);
@@ -368,20 +532,32 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
         "host",
         "vms",
         "vm",
+        "swap",
         "sharing",
         "snapshots",
         "segments",
         "leases",
         "estimate",
+        "plan",
         "doctor",
         "events",
     ] {
         let figures = walk.step("figures");
         assert_eq!(figures["page"], page);
         pages.push((page, shown(&figures)));
+        let text = figures["text"].as_str().unwrap();
+        for words in match page {
+            "swap" | "vms" => ["lent by neighbour", "64.0 MiB"],
+            "host" => ["Copy-on-write debt", "brake: ok"],
+            "doctor" => ["debt", "the brake is off"],
+            _ => continue,
+        } {
+            assert!(text.contains(words), "{page}: no '{words}' in {text}");
+        }
     }
+    check_plans(&mut walk, state, &prints);
     walk.step("read");
-    let after = report(state);
+    let after = told(state);
     for (page, figures) in pages {
         let (all, of_them) = compare(page, &figures, &before, &after);
         compared += all;
@@ -389,8 +565,9 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
         said.insert(page, figures);
     }
     println!("{compared} figures are the report's, {exact} of them to the byte");
-    assert!(exact >= 3 * 5 + 8, "{exact}");
-    check_views(&said, state, &after);
+    // Those of the clones at least.
+    assert!(exact >= 2 * 5 + 8, "{exact}");
+    check_views(&said, state, &report(state));
     walk.on();
     walk.step("looks");
 
@@ -400,6 +577,9 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     walk.on();
     walk.step("paused");
     assert!(paused(&client));
+    walk.on();
+    walk.step("limited");
+    assert_eq!(json(state, &["debt"])["cover_percent"], 40.0);
     walk.on();
     let refusal = walk.step("refused");
     assert!(
@@ -428,6 +608,16 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     let reader = walk.step("reader");
     assert_eq!(reader["buttons"], serde_json::json!([]), "{reader}");
     assert_eq!(reader["forced"], 403);
+    let braked = walk.step("braked");
+    for (card, words) in [
+        ("braked", "No VM is started."),
+        ("braked", "Missing"),
+        ("did", "warning -> BRAKED"),
+        ("did", "And 92 VMs that owe less"),
+    ] {
+        let text = braked[card].as_str().unwrap();
+        assert!(text.contains(words), "no '{words}' in {text}");
+    }
     println!("{}", walk.step("hundred"));
     let end = walk.step("end");
     assert_eq!(end["faults"], serde_json::json!([]));

@@ -1,18 +1,19 @@
 //! KSM steered by a daemon that is a process of its own, on two real guests that hold the same data.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold::api::{
-    Client, ClientError, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest, SaveRequest,
-    VmInfo,
+    Client, ClientError, DebtRequest, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
+    SaveRequest, VmInfo,
 };
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::ksm::{
     Cause, Controls, Explanation, NOTES, Overview, Settings, merging_pages, restore_leftover,
 };
+use memfold::ledger::DebtReport;
 use memfold::vm::VmSpec;
 use memfold_units::ByteSize;
 use serde_json::Value;
@@ -200,6 +201,9 @@ fn ksm_merges_what_guests_of_one_domain_have_in_common_and_is_as_before_afterwar
     merges(&client);
     others_stay_out(&client, &served);
     a_live_save_has_ksm_stand_still(&client);
+    it_stands_still_while_the_brake_is_on(&client);
+    it_stands_still_while_a_process_hangs(&client);
+    what_others_write_is_set_back(&client);
     beside_folding(&client);
 
     let overview: Overview = client
@@ -310,16 +314,7 @@ fn others_stay_out(client: &Client, served: &Served<'_>) {
     refused(ask(client, &request(Some("other"))), &["'lab'"]);
 
     let stranger = Stranger::start();
-    wait("a stranger stops KSM", || {
-        let steering = ksm(client).steering.unwrap();
-        let held = steering.held.as_deref().unwrap_or("");
-        let stopped = settings().run == Some(0) && held.contains("has mergeable memory");
-        if stopped {
-            Ok(())
-        } else {
-            Err(format!("{steering:?}"))
-        }
-    });
+    stands_still(client, "has mergeable memory");
     let held = explain(client, NAMES[0]);
     assert!(
         held.causes.iter().any(|f| f.cause == Cause::Held),
@@ -327,6 +322,18 @@ fn others_stay_out(client: &Client, served: &Served<'_>) {
     );
     drop(stranger);
     runs(client);
+}
+
+fn stands_still(client: &Client, why: &str) {
+    wait("KSM stands still", || {
+        let steering = ksm(client).steering.unwrap();
+        let held = steering.held.as_deref().unwrap_or("");
+        if settings().run == Some(0) && held.contains(why) {
+            Ok(())
+        } else {
+            Err(format!("{steering:?}"))
+        }
+    });
 }
 
 fn runs(client: &Client) {
@@ -349,6 +356,115 @@ fn a_live_save_has_ksm_stand_still(client: &Client) {
     let _: Value = client.post("/v1/snapshots", &request).unwrap();
     runs(client);
     let _: Value = client.delete("/v1/snapshots/live").unwrap();
+}
+
+fn it_stands_still_while_the_brake_is_on(client: &Client) {
+    let reserve = |reserve: &str| {
+        let request = DebtRequest {
+            reserve: Some(reserve.into()),
+            ..DebtRequest::default()
+        };
+        let report: DebtReport = client.put("/v1/debt", &request).unwrap();
+        println!("reserve {reserve}: {} ({})", report.level, report.why);
+    };
+    reserve("100%");
+    stands_still(client, "the brake is on");
+    let merged = merging_pages(Path::new("/proc"));
+    assert!(merged > Some(DATA_MIB << 8), "{merged:?}");
+    reserve("0");
+    runs(client);
+}
+
+/// A process that keeps its memory map locked: whoever asks what of it may merge waits, here for a pipe in the place of the kernel's file.
+struct Hung {
+    child: Child,
+    pipe: PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+impl Hung {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let pipe = directory.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        let child = Command::new("sleep").arg("3600").spawn().unwrap();
+        let hung = Self {
+            child,
+            pipe,
+            _directory: directory,
+        };
+        rustix::mount::mount_bind(&hung.pipe, hung.file()).unwrap();
+        hung
+    }
+
+    fn file(&self) -> PathBuf {
+        format!("/proc/{}/ksm_stat", self.child.id()).into()
+    }
+}
+
+impl Drop for Hung {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(self.file(), rustix::mount::UnmountFlags::DETACH);
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        // Fails if nobody waits.
+        let writer = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::NONBLOCK;
+        drop(rustix::fs::open(
+            &self.pipe,
+            writer,
+            rustix::fs::Mode::empty(),
+        ));
+    }
+}
+
+fn it_stands_still_while_a_process_hangs(client: &Client) {
+    let hung = Hung::start();
+    let number = format!("process {}", hung.child.id());
+    let stopped = |held: &str| held.contains(&number) && settings().run == Some(0);
+    // Whoever asks is told, and doesn't hang as well.
+    wait("a process that hangs stops KSM", || {
+        match client.get::<Overview>("/v1/ksm") {
+            Err(error) if stopped(&chain(&error)) => Ok(()),
+            answer => Err(format!("{answer:?}")),
+        }
+    });
+    drop(hung);
+    runs(client);
+}
+
+fn chain(error: &ClientError) -> String {
+    match error {
+        ClientError::Refused(body) => body.error.clone(),
+        error => error.to_string(),
+    }
+}
+
+fn what_others_write_is_set_back(client: &Client) {
+    let controls = Controls::default();
+    controls.write("pages_to_scan", &7_654_321).unwrap();
+    wait("pages_to_scan is steered again", || {
+        let steering = ksm(client).steering.unwrap();
+        let told = steering.why.contains("somebody else writes pages_to_scan");
+        if told && settings().pages_to_scan != Some(7_654_321) {
+            Ok(())
+        } else {
+            Err(format!("{steering:?}"))
+        }
+    });
+    if settings().advisor_mode.is_none() {
+        return;
+    }
+    controls.write("advisor_mode", &"scan-time").unwrap();
+    wait("the advisor is off again", || {
+        let now = settings();
+        let by_us = now.pages_to_scan == Some(ksm(client).steering.unwrap().pages_to_scan);
+        if now.advisor_mode.as_deref() == Some("none") && by_us {
+            Ok(())
+        } else {
+            Err(format!("{now:?}"))
+        }
+    });
+    runs(client);
 }
 
 /// What is folded is not ksmd's to look at, and no page is in two places of the ledger.

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use memfold::api::{BorrowRequest, Client, LendRequest, SwapPlace};
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::fold::EngineSettings;
-use memfold::lend::{Durability, LenderStatus};
+use memfold::lend::{Durability, LenderStatus, Transport};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::support::{self, BOOT};
 
 /// Keeps more memory than the guest has, and checks every word of it; see the program.
-const SWAPPER: &str = include_str!("guest/swapper.c");
+pub const SWAPPER: &str = include_str!("guest/swapper.c");
 
 const RAM: ByteSize = ByteSize::mib(320);
 const SWAP: ByteSize = ByteSize::mib(512);
@@ -32,13 +32,19 @@ struct Lender {
 
 impl Lender {
     fn start() -> Self {
+        Self::named("lender", None)
+    }
+
+    /// One that uses the registry of another.
+    fn named(host: &str, registry: Option<&Path>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("s");
         let child = Command::new(env!("CARGO_BIN_EXE_memfold"))
             .arg("--socket")
             .arg(&socket)
-            .args(["serve", "--host", "lender", "--state"])
+            .args(["serve", "--host", host, "--config", "/dev/null", "--state"])
             .arg(directory.path().join("state"))
+            .args(registry.iter().flat_map(|at| [Path::new("--registry"), at]))
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
@@ -61,10 +67,14 @@ impl Lender {
         self.directory.path().join("s")
     }
 
-    fn lend(&self, max: ByteSize) {
+    fn lend(&self, max: ByteSize, transport: Transport) {
         let request = LendRequest {
             max_bytes: max.0,
             listen: Some([127, 0, 0, 1].into()),
+            announce: None,
+            ports: None,
+            transport,
+            cleartext: false,
         };
         self.client
             .post::<_, LenderStatus>("/v1/lend", &request)
@@ -84,15 +94,9 @@ impl Lender {
         });
     }
 
-    /// The process that exports its only lease.
+    /// The server that exports its only lease.
     fn export(&self) -> Pid {
-        let place = self.directory.path().join("state/lend");
-        let is_log = |path: &Path| path.starts_with(&place);
-        let found = std::fs::read_dir("/proc").unwrap().flatten().find(|entry| {
-            std::fs::read_link(entry.path().join("fd/2")).is_ok_and(|to| is_log(&to))
-        });
-        let name = found.expect("nothing is exported").file_name();
-        Pid::from_raw(name.to_str().unwrap().parse().unwrap()).unwrap()
+        server_of(&self.directory.path().join("state/lend"))
     }
 }
 
@@ -103,11 +107,22 @@ impl Drop for Lender {
     }
 }
 
-fn wait(what: &str, ready: impl FnMut() -> bool) {
+/// The server that a daemon has in `place`, where it puts its exports' logs.
+pub fn server_of(place: &Path) -> Pid {
+    let is_server = |comm: String| ["nbdkit", "tgtd"].contains(&comm.trim());
+    let found = std::fs::read_dir("/proc").unwrap().flatten().find(|entry| {
+        std::fs::read_link(entry.path().join("fd/2")).is_ok_and(|to| to.starts_with(place))
+            && std::fs::read_to_string(entry.path().join("comm")).is_ok_and(is_server)
+    });
+    let name = found.expect("nothing is exported").file_name();
+    Pid::from_raw(name.to_str().unwrap().parse().unwrap()).unwrap()
+}
+
+pub fn wait(what: &str, ready: impl FnMut() -> bool) {
     wait_for(what, Duration::from_secs(90), ready);
 }
 
-fn wait_for(what: &str, patience: Duration, mut ready: impl FnMut() -> bool) {
+pub fn wait_for(what: &str, patience: Duration, mut ready: impl FnMut() -> bool) {
     let end = Instant::now() + patience;
     while !ready() {
         assert!(Instant::now() < end, "waited in vain: {what}");
@@ -116,7 +131,7 @@ fn wait_for(what: &str, patience: Duration, mut ready: impl FnMut() -> bool) {
 }
 
 /// What the guest's program has said so far: pages checked, wrong words, longest access in seconds.
-fn heard(lab: &Lab) -> (u64, u64, f64) {
+pub fn heard(lab: &Lab) -> (u64, u64, f64) {
     let said = lab
         .exec("v", "cat /run/swapper", Duration::from_secs(60))
         .unwrap();
@@ -130,22 +145,11 @@ fn heard(lab: &Lab) -> (u64, u64, f64) {
     (checked, wrong, longest)
 }
 
-/// A number that differs from run to run.
-fn chance(below: u64) -> u64 {
-    memfold::vm::overlay::unique() / 1000 % below
-}
-
-#[test]
-fn a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
-    let Some(_turn) = support::turn() else { return };
-    let kills: u64 = std::env::var("MEMFOLD_LENDER_KILLS").map_or(5, |text| text.parse().unwrap());
+/// Boots `v`, whose program has more memory than there is, and swaps.
+pub fn swapping(lab: &Lab, swap: ByteSize) {
     let limit = Duration::from_secs(300);
-    let lender = Lender::start();
-    lender.lend(SWAP);
-    let lab = Lab::with_registry(EngineSettings::default(), &lender.socket()).unwrap();
-    let daemon = lab.daemon();
     let mut spec = Lab::spec("v", "trixie-b", RAM, DiskMode::Buffered).unwrap();
-    spec.swap = Some(SWAP);
+    spec.swap = Some(swap);
     lab.start(spec).unwrap();
     lab.wait_ready("v", BOOT).unwrap();
     wait("the guest uses its swap disk", || {
@@ -163,6 +167,39 @@ fn a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
             .unwrap();
         lines.trim().parse::<u64>().unwrap_or(0) > 3
     });
+}
+
+/// A number that differs from run to run.
+fn chance(below: u64) -> u64 {
+    memfold::vm::overlay::unique() / 1000 % below
+}
+
+fn kills(by_default: u64) -> u64 {
+    std::env::var("MEMFOLD_LENDER_KILLS").map_or(by_default, |text| text.parse().unwrap())
+}
+
+#[test]
+fn a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
+    swap_while_lenders_die(Transport::Nbd, kills(5));
+}
+
+#[test]
+fn by_iscsi_a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
+    if Command::new("tgtd").arg("--version").output().is_err() {
+        println!("skipped: tgtd is not installed (scripts/setup tests)");
+        return;
+    }
+    swap_while_lenders_die(Transport::Iscsi, kills(2));
+}
+
+fn swap_while_lenders_die(transport: Transport, kills: u64) {
+    let Some(_turn) = support::turn() else { return };
+    let limit = Duration::from_secs(300);
+    let lender = Lender::start();
+    lender.lend(SWAP, transport);
+    let lab = Lab::with_registry(EngineSettings::default(), &lender.socket()).unwrap();
+    let daemon = lab.daemon();
+    swapping(&lab, SWAP);
     let (checked, _, on_disk) = heard(&lab);
     let used = lab
         .exec("v", "grep SwapFree /proc/meminfo; cat /proc/swaps", limit)
@@ -171,9 +208,13 @@ fn a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
         "on disk: {checked} pages checked, longest access {on_disk:.3} s; {}",
         used.replace('\n', "; ")
     );
+    // The same that the dashboard shows.
+    let said = daemon.swap_use("v").unwrap();
+    let is_some_of_it = |bytes: u64| bytes > (ARRAY_MIB << 20) - RAM.0 && bytes <= SWAP.0;
+    assert!(said.used_bytes.is_some_and(is_some_of_it), "{said:?}");
     let request = BorrowRequest {
-        bytes: None,
         durability: Durability::Disk,
+        ..BorrowRequest::default()
     };
     let place = || {
         let of_it = |b: &memfold::api::Borrowed| b.vm == "v";
@@ -242,6 +283,120 @@ fn a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
         "{kills} kills and a hang: {checked} pages checked, {wrong} words wrong, longest access {on_disk:.3} s on disk, {with_kills:.3} s with kills, {longest:.3} s in all"
     );
     assert_eq!(log.trim(), "0", "the guest has seen errors");
+    assert!(longest < LONGEST_STALL, "{longest} s");
+    lab.stop("v").unwrap();
+}
+
+/// Writes other bytes over the last word of most pages that an export holds; how many.
+fn garble(export: Pid) -> u64 {
+    use std::os::unix::fs::FileExt;
+    let pid = export.as_raw_nonzero();
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let memory = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(format!("/proc/{pid}/mem"))
+        .unwrap();
+    let mut changed = 0;
+    for line in maps.lines().filter(|line| line.contains("rw-p")) {
+        let (from, to) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
+        let [from, to] = [from, to].map(|n| u64::from_str_radix(n, 16).unwrap());
+        // What it has for others is large; what it needs itself stays.
+        if to - from < 16 << 20 {
+            continue;
+        }
+        let mut word = [0; 8];
+        for at in (from + 8192..to).step_by(4096) {
+            let is_used = memory.read_exact_at(&mut word, at - 8).is_ok() && word != [0; 8];
+            if is_used {
+                let other = word.map(|byte| byte ^ 0x55);
+                if memory.write_all_at(&other, at - 8).is_err() {
+                    // Found out meanwhile: the export has ended.
+                    assert!(changed > 0, "nothing could be changed");
+                    return changed;
+                }
+                changed += 1;
+            }
+        }
+    }
+    changed
+}
+
+#[test]
+fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
+    let Some(_turn) = support::turn() else { return };
+    let limit = Duration::from_secs(300);
+    let lender = Lender::start();
+    lender.lend(SWAP, Transport::Nbd);
+    let other = Lender::named("other", Some(&lender.socket()));
+    other.lend(SWAP, Transport::Nbd);
+    let lab = Lab::with_registry(EngineSettings::default(), &lender.socket()).unwrap();
+    let daemon = lab.daemon();
+    swapping(&lab, SWAP);
+    let place = || {
+        let borrowed = daemon.leases().unwrap().borrowed;
+        let of_it = borrowed.into_iter().find(|b| b.vm == "v");
+        of_it.map_or(SwapPlace::OnDisk, |b| b.place)
+    };
+    // The one that lends has its bytes changed; the next one is the other, by itself.
+    let request = BorrowRequest::default();
+    let mut liars = Vec::new();
+    for _ in 0..2 {
+        let done = daemon.borrow_memory("v", &request).unwrap();
+        let name = done.lenders[0].clone();
+        let lies = if name == "other" { &other } else { &lender };
+        let changed = garble(lies.export());
+        let begun = Instant::now();
+        wait("it goes on, on its copy", || place() == SwapPlace::OnCopy);
+        println!(
+            "'{name}': {changed} pages changed, found out after {:?}",
+            begun.elapsed()
+        );
+        let (checked, wrong, _) = heard(&lab);
+        assert_eq!(wrong, 0);
+        wait("it checks on", || heard(&lab).0 > checked);
+        lies.wait_free(SWAP);
+        liars.push(name);
+    }
+    liars.sort_unstable();
+    assert_eq!(liars, ["lender", "other"]);
+    let report = daemon.leases().unwrap();
+    assert_eq!((report.lies, report.distrusted.len()), (2, 2));
+    daemon.borrow_memory("v", &request).unwrap_err();
+    for name in &liars {
+        assert!(daemon.trust_lender(name));
+    }
+    // Over both, and one is killed.
+    let striped = BorrowRequest {
+        stripes: Some(2),
+        ..BorrowRequest::default()
+    };
+    for victim in [&lender, &other] {
+        let done = daemon.borrow_memory("v", &striped).unwrap();
+        assert_eq!((done.place, done.lenders.len()), (SwapPlace::Lent, 2));
+        std::thread::sleep(Duration::from_millis(500 + chance(3000)));
+        kill_process(victim.export(), Signal::KILL).unwrap();
+        wait("it goes on, on its copy", || place() == SwapPlace::OnCopy);
+        let (checked, wrong, _) = heard(&lab);
+        assert_eq!(wrong, 0);
+        wait("it checks on", || heard(&lab).0 > checked);
+        lender.wait_free(SWAP);
+        other.wait_free(SWAP);
+        println!("over two lenders in {} ms, one killed", done.took_ms);
+    }
+    lab.exec("v", "touch /run/swapper.stop", limit).unwrap();
+    let mut said = String::new();
+    wait_for("all pages are checked", Duration::from_secs(600), || {
+        said = lab.exec("v", "sed -n /^end/p /run/swapper", limit).unwrap();
+        !said.is_empty()
+    });
+    assert_eq!(
+        said.trim(),
+        format!("end {} pages, 0 words wrong", ARRAY_MIB * 256)
+    );
+    lab.exec("v", "sed -i /^end/d /run/swapper", limit).unwrap();
+    let (checked, wrong, longest) = heard(&lab);
+    println!("{checked} pages checked, {wrong} words wrong, longest access {longest:.3} s");
     assert!(longest < LONGEST_STALL, "{longest} s");
     lab.stop("v").unwrap();
 }

@@ -1,9 +1,14 @@
 //! A plan made of two guests, and then as many as it speaks of.
 
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use memfold::api::FullReport;
 use memfold::bench::lab::{DiskMode, Lab};
+use memfold::estimate::fingerprint::{self, Fingerprint, HostMemory, Key};
+use memfold::estimate::place::propose;
+use memfold::estimate::{Domains, Options, Pace, VmFacts, look, targets};
 use memfold::fold::EngineSettings;
 use memfold::ledger::plan::{caches, kinds_by_domain, plan};
 use memfold_units::ByteSize;
@@ -109,4 +114,55 @@ fn a_plan_made_of_two_guests_is_right_within_ten_percent_when_there_are_more() {
         // The VMs that were measured are not the whole of it.
         assert!(kind.own_bytes > 32 << 20 && kind.shared_bytes > 32 << 20);
     }
+    would_share(&names[..MEASURED], &lab);
+}
+
+/// As if two of the VMs were on two hosts: their fingerprints tell that they belong together, and about how much that saves.
+fn would_share(names: &[String], lab: &Lab) {
+    let place = tempfile::tempdir().unwrap();
+    let (key, _) = Key::open(&place.path().join("key")).unwrap();
+    let domains = Domains {
+        one: true,
+        ..Domains::default()
+    };
+    let targets = targets::find(Path::new("/proc"), names, &domains, &VmFacts::default()).unwrap();
+    let options = Options {
+        seed: key.seed(),
+        reads_files: true,
+        ..Options::here()
+    };
+    let stop = AtomicBool::new(false);
+    let pace = Pace::new(1.0, None, &stop);
+    let looked = look::look(targets, &options, &pace, &mut |_, _, _| {}).unwrap();
+    let host = HostMemory {
+        total_bytes: 16 << 30,
+        available_bytes: 16 << 30,
+    };
+    let both = fingerprint::of(&looked, &key, "both", host).unwrap();
+    let hosts = both.vms.iter().map(|vm| Fingerprint {
+        host: format!("of-{}", vm.name),
+        vms: vec![vm.clone()],
+        ..both.clone()
+    });
+    let hosts: Vec<Fingerprint> = hosts.collect();
+    assert_eq!(hosts.len(), names.len());
+    let proposal = propose(&hosts, 16 << 20, 10.0).unwrap();
+    let saves = proposal.now_bytes - proposal.then_bytes;
+    // What the two really share: a folded page of one whose page frame the other maps, too.
+    let report = lab.report().unwrap();
+    let folded = |name: &String| {
+        let vm = report.ledger.vms.iter().find(|vm| vm.name == *name);
+        vm.unwrap().folded_bytes.0
+    };
+    let folded = names.iter().map(folded).min().unwrap();
+    println!(
+        "together they would save {} MiB +- {}; {} MiB are folded",
+        mib(saves),
+        mib(proposal.plus_minus_bytes),
+        mib(folded)
+    );
+    assert_eq!(proposal.moves.len(), 1, "{proposal:?}");
+    // All that is folded is in both; kernels, zeroed structures and heaps have pages in common besides.
+    assert!(saves as f64 > folded as f64 * 0.85, "{saves} {folded}");
+    assert!(saves < both.vms[0].ram_bytes, "{saves}");
 }

@@ -13,6 +13,9 @@ pub struct Served<'a> {
     state: &'a Path,
     vms: &'a [&'a str],
     more: &'a [&'a str],
+    /// A process whose mount namespace it is to have.
+    inside: Option<u32>,
+    temporary: Option<&'a Path>,
     daemon: Option<Child>,
 }
 
@@ -23,6 +26,8 @@ impl<'a> Served<'a> {
             state,
             vms,
             more: &[],
+            inside: None,
+            temporary: None,
             daemon: None,
         }
     }
@@ -33,13 +38,40 @@ impl<'a> Served<'a> {
         self
     }
 
+    /// In the mount namespace of a process.
+    pub fn inside(mut self, process: u32) -> Self {
+        self.inside = Some(process);
+        self
+    }
+
+    /// With a directory of its own for temporary overlays: other tests' come and go in the common one.
+    pub const fn temporary(mut self, directory: &'a Path) -> Self {
+        self.temporary = Some(directory);
+        self
+    }
+
+    fn program(&self) -> Command {
+        let Some(process) = self.inside else {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
+            if let Some(directory) = self.temporary {
+                command.env("TMPDIR", directory);
+            }
+            return command;
+        };
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--mount=/proc/{process}/ns/mnt"));
+        command.arg("--").arg(env!("CARGO_BIN_EXE_memfold"));
+        command
+    }
+
     pub fn start(&mut self) {
         let log = File::options()
             .create(true)
             .append(true)
             .open(self.state.join("daemon.log"))
             .unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_memfold"))
+        let child = self
+            .program()
             .arg("--socket")
             .arg(self.state.join("s"))
             .args(["serve", "--cpu", "50", "--state"])

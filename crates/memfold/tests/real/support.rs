@@ -1,8 +1,8 @@
 //! Turns, links to VMs, and what guests run.
 
 use std::fs::File;
+use std::io::Write;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold::bench::lab::Lab;
@@ -10,6 +10,7 @@ use memfold::fold::{EngineStats, VmStats};
 use memfold::host::{QemuFacts, guest_images};
 use memfold::vm::{Qmp, RamLayout, Vm, VmDirectory};
 use memfold_units::ByteSize;
+use rustix::fs::{FlockOperation, flock};
 
 pub const BOOT: Duration = Duration::from_secs(180);
 pub const MEMORY: ByteSize = ByteSize::mib(512);
@@ -25,16 +26,58 @@ pub const REWRITE: &str = include_str!("guest/rewrite.py");
 /// Memory pressure; see the program.
 pub const PRESSURE: &str = include_str!("guest/pressure.py");
 
-static TURN: Mutex<()> = Mutex::new(());
+/// Tests that may boot guests at once, each with a lock on a file; whoever runs alone has them all.
+const TURNS: u32 = 2;
 
-/// Who holds it may boot guests: no other test of this process, and no other process that asks the same file.
+/// Who holds it may boot guests, in this process or another that asks for the same files.
 pub struct Turn {
-    _process: MutexGuard<'static, ()>,
-    _host: File,
+    _host: Vec<File>,
+    began: Instant,
 }
 
-/// Waits for the turn; `None` (and why) if guests can't be booted here.
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let thread = std::thread::current();
+        let (name, took) = (thread.name().unwrap_or("?"), self.began.elapsed());
+        // Past what keeps the words of tests that pass back: who waits half an hour wants to know for what.
+        let _ = writeln!(std::io::stderr(), "{:5.0} s  {name}", took.as_secs_f64());
+    }
+}
+
+/// Waits for a turn alone; `None` (and why) if guests can't be booted here.
 pub fn turn() -> Option<Turn> {
+    take_turn(|| (0..TURNS).map(|number| locked(turn_file(number))).collect())
+}
+
+/// Waits for a turn beside another test at most.
+pub fn turn_beside() -> Option<Turn> {
+    take_turn(|| {
+        loop {
+            for number in 0..TURNS {
+                let file = turn_file(number);
+                if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
+                    return vec![file];
+                }
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    })
+}
+
+fn turn_file(number: u32) -> File {
+    let name = match number {
+        0 => "memfold-guests.lock".to_owned(),
+        _ => format!("memfold-guests-{number}.lock"),
+    };
+    File::create(std::env::temp_dir().join(name)).unwrap()
+}
+
+fn locked(file: File) -> File {
+    flock(&file, FlockOperation::LockExclusive).unwrap();
+    file
+}
+
+fn take_turn(wait: impl FnOnce() -> Vec<File>) -> Option<Turn> {
     if let Err(why) = able() {
         assert!(
             std::env::var_os("MEMFOLD_REAL").is_none(),
@@ -51,12 +94,13 @@ pub fn turn() -> Option<Turn> {
         )
         .with_test_writer()
         .try_init();
-    let process = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let host = File::create(std::env::temp_dir().join("memfold-guests.lock")).unwrap();
-    rustix::fs::flock(&host, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    // First come, first served: two beside each other in turn would keep out whoever wants to be alone.
+    let door = locked(File::create(std::env::temp_dir().join("memfold-guests-door.lock")).unwrap());
+    let host = wait();
+    drop(door);
     Some(Turn {
-        _process: process,
         _host: host,
+        began: Instant::now(),
     })
 }
 

@@ -32,16 +32,19 @@ const TEXT_LIMIT: usize = 100;
 const REFUSALS_A_MINUTE: u32 = 60;
 
 /// What of a request's body is noted, if it is a number, a truth value or a short text.
-const DETAILS: [&str; 26] = [
+const DETAILS: [&str; 30] = [
     "advisor",
+    "announce",
     "bytes",
     "compress",
     "content",
+    "cover_percent",
     "cpu_percent",
     "domain",
     "durability",
     "force",
     "from_boot_snapshot",
+    "host",
     "keep",
     "listen",
     "live",
@@ -52,6 +55,7 @@ const DETAILS: [&str; 26] = [
     "pages_per_second",
     "paused",
     "pinned",
+    "reserve",
     "role",
     "segment",
     "target_s",
@@ -166,6 +170,13 @@ impl Audit {
             not_noted,
             ..entry(who, method, path, response, took)
         });
+    }
+
+    /// Logs that a connection came to nothing before there was any request, unless there are too many of these.
+    pub(super) fn failed_hello(&self, from: std::net::IpAddr, why: &str) {
+        if let Some(not_noted) = self.may_note() {
+            warn!(%from, why, not_noted, "a connection over TLS was refused");
+        }
     }
 
     /// Notes that somebody was not let in.

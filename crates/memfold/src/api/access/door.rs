@@ -23,7 +23,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tracing::{debug, warn};
 
-use super::{Groups, Peer};
+use super::{Access, Groups, Peer, Why};
 
 /// TCP connections at once; more wait in the kernel's queue.
 const TCP_CONNECTIONS: usize = 256;
@@ -215,6 +215,7 @@ const UNREAD_TIME: Duration = Duration::from_secs(60);
 pub(in crate::api) async fn accept_tcp(
     listener: TcpListener,
     door: TcpDoor,
+    access: Arc<Access>,
     router: Router,
     graceful: Arc<GracefulShutdown>,
 ) {
@@ -237,7 +238,9 @@ pub(in crate::api) async fn accept_tcp(
             continue;
         }
         let (router, watcher, acceptor) = (router.clone(), graceful.watcher(), acceptor.clone());
+        let access = access.clone();
         tokio::spawn(async move {
+            let _slot = slot;
             let peer = Peer::Tcp {
                 address,
                 tls: acceptor.is_some(),
@@ -246,12 +249,15 @@ pub(in crate::api) async fn accept_tcp(
                 None => serve(stream, peer, router, watcher).await,
                 Some(acceptor) => {
                     let hello = tokio::time::timeout(HEAD_TIME, acceptor.accept(stream));
-                    if let Ok(Ok(stream)) = hello.await {
-                        serve(stream, peer, router, watcher).await;
-                    }
+                    let why = match hello.await {
+                        Ok(Ok(stream)) => return serve(stream, peer, router, watcher).await,
+                        Ok(Err(error)) => error.to_string(),
+                        Err(_) => "it said nothing in time".to_owned(),
+                    };
+                    access.refused.add(Why::Tls);
+                    access.audit.failed_hello(address.ip(), &why);
                 }
             }
-            drop(slot);
         });
     }
 }

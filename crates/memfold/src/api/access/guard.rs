@@ -14,9 +14,9 @@ use axum::middleware::Next;
 use axum::response::Response;
 
 use super::origin::{OWN_HEADER, host_is_ours, is_same_origin};
-use super::{Access, Peer, Role, Told};
+use super::{Access, Peer, Role, Told, Why};
 use crate::api::server::{MAX_BODY, refusal, refusal_with_hint};
-use crate::api::{session, web};
+use crate::api::{lending, planning, session, web};
 
 /// How long a request's body may take.
 const BODY_TIME: Duration = Duration::from_secs(30);
@@ -36,6 +36,8 @@ pub(in crate::api) struct Visitor {
     pub cookie: Option<String>,
     /// By what way: `socket` or `tcp`.
     pub via: &'static str,
+    /// The host whose token they came with.
+    pub host: Option<String>,
 }
 
 /// Lets a request in or refuses it, and notes every change and every refusal.
@@ -59,6 +61,7 @@ pub(in crate::api) async fn guard(
                 Peer::Unix { who, .. } => who.clone(),
                 Peer::Tcp { address, .. } => address.ip().to_string(),
             };
+            access.refused.add(Why::of(refused.status()));
             access
                 .audit()
                 .refused(&who, &method, &path, &refused, began.elapsed());
@@ -69,29 +72,38 @@ pub(in crate::api) async fn guard(
                 .as_ref()
                 .map_or_else(|| login_name(&peer), |v| v.who.clone());
             let role = visitor.as_ref().map(|v| v.role);
-            match whole(request).await {
+            let most = match path.as_str() {
+                planning::PLACE_PATH => planning::MOST_FINGERPRINTS,
+                _ => MAX_BODY,
+            };
+            match whole(request, most).await {
                 Err(refused) => *refused,
                 Ok((mut request, body)) => {
-                    if let Some(visitor) = visitor {
-                        request.extensions_mut().insert(visitor);
-                    }
-                    let turn = match turn(&access, &peer) {
+                    let turn = match turn(&access, &peer, role) {
                         Ok(turn) => turn,
                         Err(busy) => return with_headers(*busy, &path),
                     };
+                    if let Some(visitor) = visitor {
+                        request.extensions_mut().insert(visitor);
+                    }
                     let (access, path) = (access.clone(), path.clone());
                     to_the_end(async move {
                         let _turn = turn;
                         let response = next.run(request).await;
+                        if path == lending::REGISTRY_PATH {
+                            asked_registry(&access, &who, &method, &response, began.elapsed());
+                            return response;
+                        }
                         let took = began.elapsed();
-                        access.audit().changed(
-                            (&who, role),
-                            &method,
-                            &path,
-                            &body,
-                            &response,
-                            took,
-                        );
+                        // What is longer is fingerprints, which have no details.
+                        let body = if body.len() > MAX_BODY {
+                            &[]
+                        } else {
+                            &body[..]
+                        };
+                        access
+                            .audit()
+                            .changed((&who, role), &method, &path, body, &response, took);
                         response
                     })
                     .await
@@ -99,7 +111,8 @@ pub(in crate::api) async fn guard(
             }
         }
         Ok(visitor) => {
-            let turn = match turn(&access, &peer) {
+            let role = visitor.as_ref().map(|v| v.role);
+            let turn = match turn(&access, &peer, role) {
                 Ok(turn) => turn,
                 Err(busy) => return with_headers(*busy, &path),
             };
@@ -115,6 +128,21 @@ pub(in crate::api) async fn guard(
     };
     response.extensions_mut().remove::<Told>();
     with_headers(response, &path)
+}
+
+/// Hosts ask the registry several times a second: what it did is told by `memfold leases`. Who speaks for another host is noted.
+fn asked_registry(
+    access: &Access,
+    who: &str,
+    method: &Method,
+    response: &Response,
+    took: Duration,
+) {
+    if response.status() == StatusCode::FORBIDDEN {
+        access.refused.add(Why::Rights);
+        let path = lending::REGISTRY_PATH;
+        access.audit().refused(who, method, path, response, took);
+    }
 }
 
 /// Goes on when the peer hangs up: what it has begun goes on, too, so it is noted and keeps its turn.
@@ -141,6 +169,9 @@ fn is_change(method: &Method) -> bool {
 
 /// The role that a request needs; `None`: anybody may send it.
 fn needed(method: &Method, path: &str) -> Option<Role> {
+    if path == lending::REGISTRY_PATH {
+        return Some(Role::Host);
+    }
     if path == session::PATH {
         return (*method != Method::POST).then_some(Role::Read);
     }
@@ -190,6 +221,7 @@ fn admit(
                 who: who.clone(),
                 cookie: None,
                 via: "socket",
+                host: None,
             })
         }
         Peer::Tcp { address, tls } => {
@@ -221,16 +253,30 @@ fn admit(
         }
     };
     match (&visitor, needed) {
-        (Some(visitor), Some(needed)) if visitor.role < needed => Err(Box::new(refusal_with_hint(
-            StatusCode::FORBIDDEN,
-            &format!(
-                "{} may read, and this needs the role to operate",
-                visitor.who
-            ),
-            "log in with the operate token, or as a member of the group that may operate",
-        ))),
+        (Some(visitor), Some(needed)) if !visitor.role.may(needed) => {
+            Err(Box::new(not_allowed(visitor, needed)))
+        }
         _ => Ok(visitor),
     }
+}
+
+fn not_allowed(visitor: &Visitor, needed: Role) -> Response {
+    let who = &visitor.who;
+    let (why, hint) = match (visitor.role, needed) {
+        (Role::Host, _) => (
+            format!("{who} may ask the registry of leases, and nothing else"),
+            "use the read or the operate token, or 'memfold dashboard' on the host",
+        ),
+        (_, Role::Host) => (
+            format!("{who} may read, and the registry is for hosts"),
+            "let the host in on this one: memfold host add NAME",
+        ),
+        _ => (
+            format!("{who} may read, and this needs the role to operate"),
+            "log in with the operate token, or as a member of the group that may operate",
+        ),
+    };
+    refusal_with_hint(StatusCode::FORBIDDEN, &why, hint)
 }
 
 fn from_our_page(
@@ -259,12 +305,19 @@ fn from_our_page(
 fn recognize(access: &Access, headers: &HeaderMap, from: &str) -> Option<Visitor> {
     if let Some(value) = headers.get(AUTHORIZATION) {
         let token = value.to_str().ok()?.strip_prefix("Bearer ")?;
-        let role = access.keys().role_of_token(token)?;
+        let role = access.keys().role_of_token(token);
+        let host = access.hosts().with_token(token).map(str::to_owned);
+        let (role, who) = match (role, &host) {
+            (Some(role), _) => (role, format!("{} token", role.name())),
+            (None, Some(host)) => (Role::Host, format!("host '{host}'")),
+            (None, None) => return None,
+        };
         return Some(Visitor {
             role,
-            who: format!("{} token from {from}", role.name()),
+            who: format!("{who} from {from}"),
             cookie: None,
             via: "tcp",
+            host,
         });
     }
     let cookie = cookie(headers, &access.cookie_name)?;
@@ -274,6 +327,7 @@ fn recognize(access: &Access, headers: &HeaderMap, from: &str) -> Option<Visitor
         who: format!("{label} from {from}"),
         cookie: Some(cookie),
         via: "tcp",
+        host: None,
     })
 }
 
@@ -293,6 +347,7 @@ fn cookie(headers: &HeaderMap, name: &str) -> Option<String> {
 fn turn(
     access: &Access,
     peer: &Peer,
+    role: Option<Role>,
 ) -> Result<Option<tokio::sync::OwnedSemaphorePermit>, Box<Response>> {
     if matches!(
         peer,
@@ -303,7 +358,12 @@ fn turn(
     ) {
         return Ok(None);
     }
-    let turn = access.turns.clone().try_acquire_owned();
+    let turns = if role == Some(Role::Host) {
+        &access.host_turns
+    } else {
+        &access.turns
+    };
+    let turn = turns.clone().try_acquire_owned();
     turn.map(Some).map_err(|_| {
         let mut busy = refusal(StatusCode::SERVICE_UNAVAILABLE, "too many requests at once");
         let header = busy.headers_mut();
@@ -313,18 +373,18 @@ fn turn(
 }
 
 /// The request with its body in memory: bounded in length and time before anything is done.
-async fn whole(request: Request) -> Result<(Request, Bytes), Box<Response>> {
+async fn whole(request: Request, most: usize) -> Result<(Request, Bytes), Box<Response>> {
     let too_long = || {
-        let text = format!("the request's body is longer than {MAX_BODY} bytes");
+        let text = format!("the request's body is longer than {most} bytes");
         Box::new(refusal(StatusCode::PAYLOAD_TOO_LARGE, &text))
     };
     let (parts, body) = request.into_parts();
     let declared = parts.headers.get(axum::http::header::CONTENT_LENGTH);
     let declared = declared.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
-    if declared.is_some_and(|length| length > MAX_BODY as u64) {
+    if declared.is_some_and(|length| length > most as u64) {
         return Err(too_long());
     }
-    let read = tokio::time::timeout(BODY_TIME, axum::body::to_bytes(body, MAX_BODY)).await;
+    let read = tokio::time::timeout(BODY_TIME, axum::body::to_bytes(body, most)).await;
     match read {
         Ok(Ok(bytes)) => Ok((Request::from_parts(parts, Body::from(bytes.clone())), bytes)),
         // Only the limit is left as a cause when nothing was declared; else the peer broke off, and hears nothing anyhow.
@@ -368,6 +428,17 @@ mod tests {
             assert_eq!(needed(&Method::GET, path), Some(Role::Read), "{path}");
         }
         assert_eq!(needed(&Method::GET, "/v1/audit"), Some(Role::Operate));
+    }
+
+    #[test]
+    fn hosts_ask_the_registry_and_nothing_else_and_readers_do_not() {
+        for method in [Method::GET, Method::POST, Method::PUT] {
+            assert_eq!(needed(&method, "/v1/registry"), Some(Role::Host));
+        }
+        assert!(Role::Host.may(Role::Host) && Role::Operate.may(Role::Host));
+        assert!(!Role::Read.may(Role::Host));
+        assert!(!Role::Host.may(Role::Read) && !Role::Host.may(Role::Operate));
+        assert!(!Role::Read.may(Role::Operate) && Role::Operate.may(Role::Read));
     }
 
     #[test]

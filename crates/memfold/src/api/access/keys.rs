@@ -65,13 +65,13 @@ pub(in crate::api) struct Keys {
 }
 
 /// 32 random bytes in hexadecimal.
-fn secret() -> io::Result<String> {
+pub(super) fn secret() -> io::Result<String> {
     let mut bytes = [0; TOKEN_LENGTH / 2];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(Hash::from_bytes(bytes).to_hex().to_string())
 }
 
-fn hash(text: &str) -> Hash {
+pub(super) fn hash(text: &str) -> Hash {
     blake3::hash(text.as_bytes())
 }
 

@@ -5,12 +5,15 @@
 //!                                                                                    |--> role --> guard --> routes
 //!   TCP [TLS] ----- Host header --- session cookie, or token --- Origin, own header -'               `--> audit log
 //! ```
-//! There are two roles: [`Role::Read`] sees everything that memfold shows, [`Role::Operate`] may change it. Whoever operates is root in the
-//! guests and may start any QEMU as root on the host.
+//! There are two roles of people: [`Role::Read`] sees everything that memfold shows, [`Role::Operate`] may change it. Whoever operates is root
+//! in the guests and may start any QEMU as root on the host. Other hosts have the role [`Role::Host`]: each by a token of its own, with which
+//! it may ask the registry of leases, in its own name, and nothing else.
 
 mod audit;
+mod counts;
 mod door;
 mod guard;
+mod hosts;
 mod keys;
 mod origin;
 mod peer;
@@ -26,15 +29,20 @@ use utoipa::ToSchema;
 use audit::Audit;
 pub use audit::AuditEntry;
 pub(super) use audit::{NewSession, Told};
+pub(super) use counts::RefusedCounts;
+use counts::{Refused, Why};
 pub use door::{Doors, TcpDoor, TcpDoorError, TlsFiles};
 pub(super) use door::{accept_tcp, accept_unix};
 pub(super) use guard::{Visitor, guard};
+pub(super) use hosts::Hosts;
 pub(super) use keys::{CODE_LIFE, Keys, SESSION_LIFE};
 pub(super) use peer::Peer;
 pub use peer::{Groups, GroupsError};
 
 /// Requests over TCP at once; more are refused. Each may hold a thread of the daemon.
 const TCP_REQUESTS: usize = 32;
+/// The same of hosts with a token of theirs, whom browsers so can't keep from the registry.
+const HOST_REQUESTS: usize = 64;
 
 /// What somebody may do.
 #[derive(
@@ -52,6 +60,9 @@ const TCP_REQUESTS: usize = 32;
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
+    /// Ask the registry of leases, in the name of one host.
+    #[value(skip)]
+    Host,
     /// See everything that memfold shows, but not the audit log.
     Read,
     /// Change everything, too.
@@ -63,8 +74,19 @@ impl Role {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Host => "host",
             Self::Read => "read",
             Self::Operate => "operate",
+        }
+    }
+
+    /// Whether it may do what needs `other`.
+    #[must_use]
+    pub const fn may(self, other: Self) -> bool {
+        match other {
+            Self::Host => matches!(self, Self::Host | Self::Operate),
+            Self::Read => matches!(self, Self::Read | Self::Operate),
+            Self::Operate => matches!(self, Self::Operate),
         }
     }
 }
@@ -73,7 +95,9 @@ impl Role {
 #[derive(Debug)]
 pub(super) struct Access {
     keys: Mutex<Keys>,
+    hosts: Mutex<Hosts>,
     audit: Audit,
+    refused: Refused,
     /// Addresses of the TCP door, as `memfold dashboard` prints them; none: there is no such door.
     pub(super) urls: Vec<String>,
     /// Names by which browsers may call the daemon, beside addresses and `localhost`.
@@ -82,6 +106,8 @@ pub(super) struct Access {
     cookie_name: String,
     /// Requests over TCP that are worked on at once.
     turns: Arc<Semaphore>,
+    /// The same of hosts.
+    host_turns: Arc<Semaphore>,
     /// Turns to `true` when the daemon ends: streams end then.
     pub(super) ending: watch::Receiver<bool>,
 }
@@ -90,23 +116,36 @@ impl Access {
     /// `records`: directory of the audit log.
     pub(super) fn new(
         keys: Keys,
+        hosts: Hosts,
         records: PathBuf,
         tcp: Option<&TcpDoor>,
         ending: watch::Receiver<bool>,
     ) -> Arc<Self> {
         Arc::new(Self {
             keys: Mutex::new(keys),
+            hosts: Mutex::new(hosts),
+            refused: Refused::default(),
             audit: Audit::new(records),
             urls: tcp.map(TcpDoor::urls).unwrap_or_default(),
             names: tcp.map(|t| t.names.clone()).unwrap_or_default(),
             cookie_name: tcp.map(TcpDoor::cookie_name).unwrap_or_default(),
             turns: Arc::new(Semaphore::new(TCP_REQUESTS)),
+            host_turns: Arc::new(Semaphore::new(HOST_REQUESTS)),
             ending,
         })
     }
 
     pub(super) fn keys(&self) -> MutexGuard<'_, Keys> {
         self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn hosts(&self) -> MutexGuard<'_, Hosts> {
+        self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Who was refused so far, by why.
+    pub(super) fn refused(&self) -> RefusedCounts {
+        self.refused.counts()
     }
 
     /// What a browser is to keep of a session, or to forget.

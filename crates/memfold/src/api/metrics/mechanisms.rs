@@ -241,10 +241,16 @@ pub(super) static FAMILIES: &[Family] = &[
         "Of them, those that had failed",
         |s, out| lending(s, out, |lender| lender.failed as f64),
     ),
+    counter(
+        "memfold_lend_refused",
+        Numbers,
+        "Connections to exports that broke off or were refused, such as those without the key",
+        |s, out| lending(s, out, |lender| lender.refused as f64),
+    ),
     gauge(
         "memfold_borrowed_vms",
         Numbers,
-        "VMs that asked for lent RAM, by where their swap disk is",
+        "VMs, and swap volumes of the host, that asked for lent RAM, by where their swap disk is",
         |s, out| borrowed(s, out, |_| 1),
     ),
     gauge(
@@ -252,6 +258,18 @@ pub(super) static FAMILIES: &[Family] = &[
         Bytes,
         "Their swap disks, by where they are",
         |s, out| borrowed(s, out, |one| one.bytes),
+    ),
+    counter(
+        "memfold_borrow_lies",
+        Numbers,
+        "Wrong bytes that lenders have served; no VM was given any, the lender was given up",
+        |s, out| out.one(s.figures.lies as f64),
+    ),
+    gauge(
+        "memfold_lenders_distrusted",
+        Numbers,
+        "Lenders of which nothing is borrowed for a while, because they served wrong bytes",
+        |s, out| out.one(s.figures.distrusted as f64),
     ),
     gauge(
         "memfold_registry_reachable",
@@ -264,6 +282,15 @@ pub(super) static FAMILIES: &[Family] = &[
         Numbers,
         "Leases of this host; absent while the registry does not answer",
         leases,
+    ),
+    counter(
+        "memfold_access_refused",
+        Numbers,
+        "Connections and requests over TCP and the socket that were refused",
+        |s, out| {
+            let mut all = s.refused.iter();
+            all.try_for_each(|(why, count)| out.with(&[("why", why)], *count as f64))
+        },
     ),
 ];
 

@@ -15,7 +15,7 @@ mod vms;
 use std::fmt;
 use std::sync::Arc;
 
-use axum::extract::State;
+use axum::extract::{Extension, State};
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use prometheus_client::collector::Collector;
@@ -23,6 +23,7 @@ use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
 
+use super::access::{Access, RefusedCounts};
 use super::server::{Failure, blocking};
 use crate::daemon::{Daemon, DaemonError, Figures};
 use families::Family;
@@ -44,6 +45,7 @@ fn all() -> impl Iterator<Item = &'static Family> {
 struct Scrape {
     figures: Arc<Figures>,
     process: Process,
+    refused: RefusedCounts,
 }
 
 impl Collector for Scrape {
@@ -67,14 +69,17 @@ impl Scrape {
 #[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "text/plain")))]
 pub(super) async fn metrics(
     State(daemon): State<Arc<Daemon>>,
+    Extension(access): Extension<Arc<Access>>,
     headers: HeaderMap,
 ) -> Result<Response, Failure> {
     let accepts = headers.get(header::ACCEPT).and_then(|a| a.to_str().ok());
     let open = accepts.is_some_and(|accepts| accepts.contains(OPEN_METRICS));
-    let text = blocking(daemon, |daemon| {
+    let refused = access.refused();
+    let text = blocking(daemon, move |daemon| {
         let scrape = Scrape {
             figures: daemon.figures()?,
             process: Process::now(),
+            refused,
         };
         scrape
             .text()

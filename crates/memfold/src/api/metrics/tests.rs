@@ -68,10 +68,13 @@ fn everything() -> Figures {
             bytes: 1 << 20,
             durability: None,
             lenders: Vec::new(),
+            stripes: None,
             changed: false,
             took_ms: 0,
         }],
         leases: Some(Vec::new()),
+        distrusted: 1,
+        lies: 2,
     }
 }
 
@@ -79,6 +82,7 @@ fn scraped(figures: Figures) -> String {
     let scrape = Scrape {
         figures: Arc::new(figures),
         process: Process::now(),
+        refused: [("tls", 1), ("credentials", 2), ("rights", 3), ("other", 4)],
     };
     scrape.text().unwrap()
 }

@@ -1,0 +1,99 @@
+//! Study B: what the kernel's own merging brings and costs.
+//!
+//! | part | |
+//! |---|---|
+//! | `foci` | 1 VM and more that are idle, that compute, that hold random data, that hold the same data: their RAM apart and merged; faults and time of reading and writing before and after |
+//! | `speed` | time and CPU until 90 % of what can be merged is: kernel's defaults, `memfold ksm start`, the kernel's advisor |
+//! | `slowdown` | a program that computes and one that writes to memory, by ksmd's speed (study C's figure 1) |
+//!
+//! KSM stands still before each measurement, with everything taken apart. It must not be in use.
+
+mod foci;
+mod guest;
+mod slowdown;
+mod speed;
+
+use anyhow::ensure;
+use memfold_units::ByteSize;
+use serde_json::{Value, json};
+
+use crate::ksm::{Controls, NOTES};
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Most VMs at once.
+    vms: usize,
+    /// RAM of each.
+    memory: ByteSize,
+    /// Data that a VM holds, where it holds data.
+    data_mib: u64,
+    /// Times that everything is measured that is a time.
+    rounds: usize,
+    /// How many of the speeds.
+    speeds: usize,
+}
+
+impl Options {
+    /// Two VMs of 384 MiB, once.
+    #[must_use]
+    pub const fn quick() -> Self {
+        Self {
+            vms: 2,
+            memory: ByteSize::mib(384),
+            data_mib: 64,
+            rounds: 1,
+            speeds: 3,
+        }
+    }
+
+    /// So many VMs at most.
+    #[must_use]
+    pub const fn with_vms(mut self, vms: usize) -> Self {
+        self.vms = vms;
+        self
+    }
+}
+
+impl Default for Options {
+    /// The study's: four VMs of 1 GiB.
+    fn default() -> Self {
+        Self {
+            vms: 4,
+            memory: ByteSize::mib(1024),
+            data_mib: 192,
+            rounds: 3,
+            speeds: slowdown::SPEEDS.len(),
+        }
+    }
+}
+
+/// Runs the study: `results` and `samples`.
+pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let controls = Controls::default();
+    // What a killed run has left is no use of KSM.
+    crate::ksm::restore_leftover(NOTES.as_ref())?;
+    ensure!(
+        controls.number::<u64>("run")? != Some(1),
+        "KSM runs on this host, and what it merges would be counted; stop it first (echo 0 > /sys/kernel/mm/ksm/run)"
+    );
+    let (mut results, mut samples) = speed::measure(options)?;
+    for part in [slowdown::measure, foci::measure] {
+        let (more, of) = part(options)?;
+        results.extend(more);
+        samples.extend(of);
+    }
+    let vm = json!({ "image": "trixie-a", "memory_mib": options.memory.0 >> 20, "data_mib": options.data_mib });
+    Ok(json!({ "vms": [vm], "samples": samples, "results": results }))
+}
+
+/// The study's figures, by name.
+#[must_use]
+pub fn figures(study: &Value) -> Vec<(String, String)> {
+    let empty = Vec::new();
+    let samples = study["samples"].as_array().unwrap_or(&empty);
+    let mut figures = foci::figures(samples);
+    figures.extend(speed::figure(samples));
+    figures.extend(slowdown::figure(samples));
+    figures
+}

@@ -1,0 +1,175 @@
+//! What the guests of the study do; see `guest.py`.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use memfold_units::ByteSize;
+
+use super::super::lab::{DiskMode, Lab};
+use super::super::segments::booted;
+use crate::ksm::{ProcessStatus, Status};
+
+const PROGRAM: &str = include_str!("guest.py");
+
+/// Longest time that a guest may take for anything, slowed down by ksmd and emulated.
+const LIMIT: Duration = Duration::from_secs(600);
+
+/// How long memory is to stay as it is before it is measured.
+const REST: Duration = Duration::from_secs(3);
+
+/// What a guest's memory holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Held {
+    /// Nothing: the program doesn't run.
+    Nothing,
+    /// Nothing: the program searches primes.
+    Busy,
+    /// Random bytes.
+    Random,
+    /// What all other VMs hold, no page of it twice.
+    Identical,
+}
+
+impl Held {
+    pub(super) const ALL: [Self; 4] = [Self::Nothing, Self::Busy, Self::Random, Self::Identical];
+
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Nothing => "idle",
+            Self::Busy => "busy",
+            Self::Random => "random",
+            Self::Identical => "identical",
+        }
+    }
+
+    /// Whether there is data to read and write.
+    pub(super) const fn is_data(self) -> bool {
+        matches!(self, Self::Random | Self::Identical)
+    }
+}
+
+/// What something in a guest took.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Took {
+    pub(super) seconds: f64,
+    /// Faults of the program, in its guest.
+    pub(super) minor: u64,
+    pub(super) major: u64,
+    /// Faults of its QEMU, on the host.
+    pub(super) host_minor: u64,
+    pub(super) host_major: u64,
+}
+
+/// Boots a VM and waits until it has nothing to do.
+pub(super) fn boot(lab: &Lab, name: &str, memory: ByteSize) -> anyhow::Result<()> {
+    lab.start(Lab::spec(name, "trixie-a", memory, DiskMode::Buffered)?)?;
+    booted(lab, name)
+}
+
+/// Has all guests hold so much.
+pub(super) fn hold(lab: &Lab, names: &[&str], held: Held, mib: u64) -> anyhow::Result<()> {
+    if held == Held::Nothing {
+        return Ok(());
+    }
+    let mib = if held.is_data() { mib } else { 0 };
+    let script = format!(
+        "cat > /run/work.py <<'END-OF-FILE'\n{PROGRAM}\nEND-OF-FILE\n\
+         systemd-run -q --unit=work python3 /run/work.py {} {mib}\n\
+         until [ -e /run/held ]; do systemctl is-active -q work || exit 1; sleep 0.2; done",
+        held.name()
+    );
+    lab.exec_all(names, &script, LIMIT)?;
+    Ok(())
+}
+
+/// Has all guests give it back.
+pub(super) fn let_go(lab: &Lab, names: &[&str], held: Held) -> anyhow::Result<()> {
+    if held != Held::Nothing {
+        let script = "systemctl stop work; rm -f /run/held /run/ask /run/answer";
+        lab.exec_all(names, script, LIMIT)?;
+    }
+    Ok(())
+}
+
+/// Has all guests do something so many times, at the same time.
+pub(super) fn ask(lab: &Lab, names: &[&str], what: &str, times: u32) -> anyhow::Result<Vec<Took>> {
+    let script = format!("echo {what} {times} > /run/ask; cat /run/answer");
+    let faults = || names.iter().map(|name| host_faults(lab, name));
+    let before: Vec<(u64, u64)> = faults().collect::<anyhow::Result<_>>()?;
+    let said = lab.exec_all(names, &script, LIMIT)?;
+    let after: Vec<(u64, u64)> = faults().collect::<anyhow::Result<_>>()?;
+    let all = said.iter().zip(before).zip(after);
+    all.map(|((said, before), after)| {
+        let words: Vec<&str> = said.split_ascii_whitespace().collect();
+        let [seconds, minor, major] = words[..] else {
+            anyhow::bail!("unexpected words from a guest: {said}");
+        };
+        Ok(Took {
+            seconds: seconds.parse()?,
+            minor: minor.parse()?,
+            major: major.parse()?,
+            host_minor: after.0 - before.0,
+            host_major: after.1 - before.1,
+        })
+    })
+    .collect()
+}
+
+fn pid(lab: &Lab, name: &str) -> anyhow::Result<i32> {
+    let vms = lab.daemon().list();
+    let vm = vms.iter().find(|vm| vm.name == name);
+    Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
+}
+
+/// Minor and major faults of a VM's QEMU (fields 10 and 12 of `proc_pid_stat(5)`, counted behind the command's name).
+fn host_faults(lab: &Lab, name: &str) -> anyhow::Result<(u64, u64)> {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid(lab, name)?))?;
+    let behind = stat.rsplit(')').next().unwrap_or_default();
+    let fields: Vec<&str> = behind.split_ascii_whitespace().collect();
+    ensure!(
+        fields.len() > 9,
+        "unexpected words in /proc/PID/stat: {stat}"
+    );
+    Ok((fields[7].parse()?, fields[9].parse()?))
+}
+
+/// Merged pages of these VMs, zero pages too.
+pub(super) fn merged_pages(lab: &Lab, names: &[&str]) -> anyhow::Result<u64> {
+    let mut sum = 0;
+    for name in names {
+        let status = ProcessStatus::read(Path::new("/proc"), pid(lab, name)?)?;
+        let merging = status.ksm_merging_pages;
+        sum += merging.context("this kernel doesn't count merged pages by process (Linux 6.1)")?;
+        sum += status.ksm_zero_pages.unwrap_or(0);
+    }
+    Ok(sum)
+}
+
+/// What the RAM of all VMs takes on the host, in bytes, when it doesn't change any more.
+pub(super) fn ram_bytes(lab: &Lab) -> anyhow::Result<f64> {
+    let now = || -> anyhow::Result<f64> {
+        let vms = lab.report()?.ledger.vms;
+        Ok(vms.iter().map(|vm| vm.ram_pss_bytes.0 as f64).sum())
+    };
+    let mut before = now()?;
+    for _ in 0..20 {
+        std::thread::sleep(REST);
+        let later = now()?;
+        if (later - before).abs() < before * 0.005 {
+            return Ok(later);
+        }
+        before = later;
+    }
+    Ok(before)
+}
+
+/// A counter of KSM that every kernel has.
+pub(super) fn counter(value: Option<u64>, name: &str) -> anyhow::Result<u64> {
+    value.with_context(|| format!("/sys/kernel/mm/ksm/{name} is missing"))
+}
+
+/// Full scans that ksmd has made.
+pub(super) fn full_scans(status: &Status) -> anyhow::Result<u64> {
+    counter(status.full_scans, "full_scans")
+}

@@ -1,0 +1,297 @@
+//! How long KSM takes to merge what there is to merge, and what that costs: at the kernel's defaults, steered by memfold, steered by the kernel.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use serde_json::{Map, Value, json};
+
+use super::super::figure::{self, Axis, Series};
+use super::super::lab::Lab;
+use super::super::record::{median, spread};
+use super::Options;
+use super::guest::{self, Held};
+use crate::api::{KsmStartRequest, KsmStopRequest};
+use crate::fold::EngineSettings;
+use crate::ksm::{Controls, Ksmd, NOTES, Run, Settings, Status};
+
+const VMS: [&str; 2] = ["a", "b"];
+
+/// Of all there is to merge.
+const ENOUGH_PERCENT: u64 = 90;
+
+/// Longest time that is waited for it.
+const LIMIT: Duration = Duration::from_secs(900);
+
+/// Time between two looks.
+const INTERVAL: Duration = Duration::from_millis(500);
+
+/// What `memfold ksm start` asks for if nothing is said.
+const CPU_PERCENT: f64 = 20.0;
+const TARGET_S: f64 = 120.0;
+
+/// As fast as ksmd can.
+pub(super) fn full_speed() -> Settings {
+    Settings {
+        pages_to_scan: Some(20_000),
+        sleep_millisecs: Some(1),
+        smart_scan: Some(0),
+        ..Settings::kernel_default()
+    }
+}
+
+/// Merges all that can be merged: until two full scans have found nothing more.
+pub(super) fn merge_all(lab: &Lab, names: &[&str], controls: &Controls) -> anyhow::Result<u64> {
+    let scans = || guest::full_scans(&Status::read(controls)?);
+    let (mut most, mut since) = (0, scans()?);
+    let end = Instant::now() + LIMIT;
+    loop {
+        std::thread::sleep(INTERVAL);
+        let now = guest::merged_pages(lab, names)?;
+        if now > most + most / 200 {
+            (most, since) = (now, scans()?);
+        }
+        if scans()? > since + 2 {
+            return Ok(most.max(now));
+        }
+        ensure!(
+            Instant::now() < end,
+            "KSM still merges after {} s at full speed",
+            LIMIT.as_secs()
+        );
+    }
+}
+
+/// Who says how fast ksmd is to scan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Arm {
+    Default,
+    Steered,
+    Advisor,
+}
+
+impl Arm {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::Steered => "steered",
+            Self::Advisor => "advisor",
+        }
+    }
+}
+
+/// KSM at work.
+enum Running {
+    Alone(Box<Run>),
+    Steered,
+}
+
+impl Running {
+    fn start(lab: &Lab, arm: Arm, controls: &Controls) -> anyhow::Result<Self> {
+        if arm == Arm::Default {
+            let settings = Settings::kernel_default();
+            let run = Run::start(controls, NOTES.as_ref(), &settings)?;
+            return Ok(Self::Alone(Box::new(run)));
+        }
+        lab.daemon().start_ksm(&KsmStartRequest {
+            domain: Some("lab".into()),
+            cpu_percent: CPU_PERCENT,
+            target_s: TARGET_S,
+            advisor: arm == Arm::Advisor,
+        })?;
+        Ok(Self::Steered)
+    }
+
+    fn stop(self, lab: &Lab) -> anyhow::Result<()> {
+        match self {
+            Self::Alone(run) => run.stop(true)?,
+            Self::Steered => {
+                lab.daemon().stop_ksm(&KsmStopRequest { unmerge: true })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One arm until enough is merged.
+#[derive(Clone, Debug)]
+struct Reached {
+    arm: Arm,
+    seconds: f64,
+    cpu_s: f64,
+    merged: u64,
+    scanned: u64,
+    /// Seconds, merged pages.
+    curve: Vec<(f64, f64)>,
+}
+
+impl Reached {
+    fn cpu_us_per_merged_page(&self) -> f64 {
+        self.cpu_s * 1e6 / self.merged.max(1) as f64
+    }
+
+    fn cpu_us_per_scanned_page(&self) -> f64 {
+        self.cpu_s * 1e6 / self.scanned.max(1) as f64
+    }
+
+    fn json(&self, round: usize) -> Value {
+        json!({
+            "part": "speed", "arm": self.arm.name(), "round": round, "seconds": self.seconds, "ksmd_cpu_s": self.cpu_s,
+            "merged_pages": self.merged, "scanned_pages": self.scanned, "curve": self.curve,
+        })
+    }
+}
+
+fn reach(lab: &Lab, arm: Arm, wanted: u64, controls: &Controls) -> anyhow::Result<Reached> {
+    let ksmd = Ksmd::find().context("no ksmd to measure")?;
+    let scanned = || guest::counter(Status::read(controls)?.pages_scanned, "pages_scanned");
+    let (cpu, before) = (ksmd.cpu_time()?, scanned()?);
+    let began = Instant::now();
+    let running = Running::start(lab, arm, controls)?;
+    let mut curve = Vec::new();
+    let merged = loop {
+        let merged = guest::merged_pages(lab, &VMS)?;
+        curve.push((began.elapsed().as_secs_f64(), merged as f64));
+        if merged >= wanted {
+            break merged;
+        }
+        ensure!(
+            began.elapsed() < LIMIT,
+            "{}: {merged} of {wanted} pages are merged after {} s; do other programs set KSM, or is the host under pressure?",
+            arm.name(),
+            LIMIT.as_secs()
+        );
+        std::thread::sleep(INTERVAL);
+    };
+    let reached = Reached {
+        arm,
+        seconds: began.elapsed().as_secs_f64(),
+        cpu_s: ksmd.cpu_time()?.saturating_sub(cpu).as_secs_f64(),
+        merged,
+        scanned: scanned()?.saturating_sub(before),
+        curve,
+    };
+    running.stop(lab)?;
+    eprintln!(
+        "{}: {merged} pages after {:.1} s, {:.1} us of ksmd's CPU each",
+        arm.name(),
+        reached.seconds,
+        reached.cpu_us_per_merged_page()
+    );
+    Ok(reached)
+}
+
+/// Two guests that hold the same, merged by each arm in turn.
+pub(super) fn measure(options: &Options) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
+    let controls = Controls::default();
+    let lab = Lab::new(EngineSettings::default())?;
+    for name in VMS {
+        guest::boot(&lab, name, options.memory)?;
+    }
+    guest::hold(&lab, &VMS, Held::Identical, options.data_mib)?;
+    let run = Run::start(&controls, NOTES.as_ref(), &full_speed())?;
+    let all = merge_all(&lab, &VMS, &controls)?;
+    run.stop(true)?;
+    eprintln!("{all} pages of {} VMs can be merged", VMS.len());
+    let mut arms = vec![Arm::Default, Arm::Steered];
+    if controls.text("advisor_mode")?.is_some() {
+        arms.push(Arm::Advisor);
+    }
+    let wanted = all * ENOUGH_PERCENT / 100;
+    let mut rounds: Vec<Vec<Reached>> = Vec::new();
+    for _ in 0..options.rounds {
+        let reached = arms.iter().map(|&arm| reach(&lab, arm, wanted, &controls));
+        rounds.push(reached.collect::<anyhow::Result<_>>()?);
+        // Who goes first has what the machine does just then.
+        arms.reverse();
+    }
+    let samples = rounds.iter().enumerate();
+    let samples = samples.flat_map(|(round, all)| all.iter().map(move |one| one.json(round)));
+    Ok((results(&rounds, &arms), samples.collect()))
+}
+
+fn results(rounds: &[Vec<Reached>], arms: &[Arm]) -> Map<String, Value> {
+    let each = |arm: Arm, of: &dyn Fn(&Reached) -> f64| -> Vec<f64> {
+        let all = rounds.iter().flatten().filter(|one| one.arm == arm);
+        all.map(of).collect()
+    };
+    let over_default = |arm: Arm, of: &dyn Fn(&Reached) -> f64| -> f64 {
+        let pairs = each(arm, of).into_iter().zip(each(Arm::Default, of));
+        median(&pairs.map(|(one, other)| one / other).collect::<Vec<_>>())
+    };
+    let mut results = Map::new();
+    for &arm in arms {
+        let name = arm.name();
+        let mut put = |key: &str, of: &dyn Fn(&Reached) -> f64| {
+            results.insert(format!("{name}_{key}"), spread(&each(arm, of)));
+            if arm != Arm::Default {
+                let ratio = over_default(arm, of);
+                results.insert(format!("{name}_vs_default_{key}"), ratio.into());
+            }
+        };
+        put("time_to_90_percent", &|one| one.seconds);
+        put("cpu_per_merged_page_us", &Reached::cpu_us_per_merged_page);
+        put("cpu_per_scanned_page_us", &Reached::cpu_us_per_scanned_page);
+    }
+    results
+}
+
+/// Merged memory over time, the first round.
+pub(super) fn figure(samples: &[Value]) -> Option<(String, String)> {
+    let first = samples
+        .iter()
+        .filter(|s| s["part"] == "speed" && s["round"] == 0);
+    let series: Vec<Series> = first
+        .map(|sample| {
+            let curve = sample["curve"].as_array().into_iter().flatten();
+            let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
+            Series {
+                name: sample["arm"].as_str().unwrap_or_default().to_owned(),
+                points: curve
+                    .map(|p| (number(&p[0]), number(&p[1]) / 256.0))
+                    .collect(),
+                dashed: sample["arm"] == "default",
+            }
+        })
+        .collect();
+    (!series.is_empty()).then(|| {
+        let svg = figure::lines(
+            "KSM: merged memory of two VMs, until 90 % of all that can be",
+            &Axis::linear("s"),
+            &Axis::linear("MiB merged"),
+            &series,
+        );
+        ("ksm-speed".to_owned(), svg)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ratios_are_of_the_same_round_and_the_middle_one_counts() {
+        let one = |arm, seconds| Reached {
+            arm,
+            seconds,
+            cpu_s: seconds / 10.0,
+            merged: 1000,
+            scanned: 2000,
+            curve: vec![(0.0, 0.0), (seconds, 1000.0)],
+        };
+        let round = |default, steered| vec![one(Arm::Default, default), one(Arm::Steered, steered)];
+        let rounds = [round(100.0, 10.0), round(50.0, 10.0), round(100.0, 30.0)];
+        let found = results(&rounds, &[Arm::Steered, Arm::Default]);
+        let near = |key: &str, value: f64| {
+            let is = found[key].as_f64().unwrap();
+            assert!((is - value).abs() < 1e-9, "{key}: {is}");
+        };
+        near("steered_vs_default_time_to_90_percent", 0.2);
+        near("steered_vs_default_cpu_per_merged_page_us", 0.2);
+        assert_eq!(found["default_time_to_90_percent"]["median"], 100.0);
+        assert_eq!(found["default_cpu_per_merged_page_us"]["min"], 5000.0);
+        assert!(!found.contains_key("default_vs_default_time_to_90_percent"));
+        let samples: Vec<Value> = rounds[0].iter().map(|one| one.json(0)).collect();
+        assert!(figure(&samples).unwrap().1.contains("steered"));
+        assert!(figure(&[]).is_none());
+    }
+}

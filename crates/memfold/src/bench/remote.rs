@@ -1,0 +1,357 @@
+//! Study D: a VM that swaps, on this host's disk and on RAM that another host lends over a link of 10 Gbit/s.
+//!
+//! | arm | the swap disk |
+//! |---|---|
+//! | `disk` | a file on this host's disk, through its page cache: RAM, as long as the host has some |
+//! | `hdd` | the same, shaped by QEMU's throttle to 150 requests and 120 MB a second |
+//! | `hdd_stream` | the same, to 120 MB a second alone: what a hard disk does if its head needn't move. Sequential accesses only |
+//! | `lent` | lent RAM, read from there, written there and to a copy on disk (not shaped: it goes through the page cache) |
+//! | `lent_alone` | lent RAM alone, as the study had it |
+//! | `lent_alone_iscsi` | the same by the study's transport, iSCSI, which is not encrypted |
+//!
+//! One VM, one program: an array of 0.5 to 4 times its RAM, every word of it known, is read and written in sequence and at random, in
+//! blocks; each arm in turn, several rounds, while the program keeps its array and the disk moves under it. Then lenders are killed at
+//! random instants while the array is read and written, and `PostgreSQL` sorts in too little RAM.
+//!
+//! Before that, what QEMU's own way to a lender costs without a guest (`block_path`).
+//!
+//! The link is a pair of virtual interfaces between two network namespaces, shaped by `tc`; what it takes for a round trip is measured, too.
+
+mod guest;
+mod lender;
+mod link;
+mod path;
+
+use anyhow::Context as _;
+use memfold_units::ByteSize;
+use serde_json::{Map, Value, json};
+
+use super::figure::{self, Axis, Series};
+use super::lab::Lab;
+use super::record::{median, spread};
+use crate::fold::EngineSettings;
+use guest::{Arm, Done, Guest, VM};
+use lender::Lender;
+use link::Link;
+
+const ARMS: [Arm; 6] = [
+    Arm::HardDisk,
+    Arm::Lent,
+    Arm::Disk,
+    Arm::LentAlone,
+    Arm::HardDiskStream,
+    Arm::Iscsi,
+];
+
+const PATTERNS: [&str; 4] = ["seqread", "randread", "seqwrite", "randwrite"];
+
+const PAGE: u64 = 4096;
+
+/// The array, in percent of the RAM, for which ratios are given: the middle of what the study had.
+const HEADLINE: u64 = 200;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Options {
+    ram: ByteSize,
+    /// Arrays, in percent of the RAM.
+    percents: Vec<u64>,
+    blocks: Vec<u64>,
+    rounds: usize,
+    /// Of each phase.
+    seconds: u32,
+    kills: usize,
+    /// That `PostgreSQL` sorts, in how much memory.
+    rows: u64,
+    memory: ByteSize,
+}
+
+impl Options {
+    /// One array, three rounds.
+    #[must_use]
+    pub fn quick() -> Self {
+        Self {
+            ram: ByteSize::mib(320),
+            percents: vec![HEADLINE],
+            blocks: vec![PAGE],
+            rounds: 3,
+            seconds: 5,
+            kills: 50,
+            rows: 250_000,
+            memory: ByteSize::mib(20),
+        }
+    }
+}
+
+impl Options {
+    /// Size of an array.
+    fn array(&self, percent: u64) -> ByteSize {
+        ByteSize::mib((self.ram.0 >> 20) * percent / 100)
+    }
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            ram: ByteSize::mib(512),
+            percents: vec![50, 100, HEADLINE, 400],
+            blocks: vec![PAGE, 64 << 10, 1 << 20],
+            rounds: 3,
+            seconds: 8,
+            kills: 50,
+            rows: 400_000,
+            memory: ByteSize::mib(32),
+        }
+    }
+}
+
+/// One phase.
+struct Sample {
+    percent: u64,
+    round: usize,
+    arm: Arm,
+    pattern: &'static str,
+    block: u64,
+    done: Done,
+}
+
+/// Runs the study: `results` and `samples`.
+pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let most = options.percents.iter().max().copied().unwrap_or(0);
+    let swap = options.array(most) + ByteSize::mib(128);
+    let link = Link::new().context("no link to a second host")?;
+    let round_trips = link.round_trips()?;
+    let lender = Lender::start(&link, swap)?;
+    let block_path = path::measure(&lender)?;
+    let lab = Lab::with_registry(EngineSettings::default(), &lender.socket())?;
+    let guest = Guest {
+        lab: &lab,
+        lender: &lender,
+        swap,
+    };
+    guest.boot(options.ram)?;
+    let mut samples = Vec::new();
+    let mut switches = Switches::default();
+    for &percent in &options.percents {
+        guest.fill(options.array(percent))?;
+        for round in 0..options.rounds {
+            each_arm(
+                options,
+                &guest,
+                (percent, round),
+                &mut samples,
+                &mut switches,
+            )?;
+        }
+        guest.end()?;
+    }
+    guest.fill(options.array(HEADLINE))?;
+    let kills = guest.kills(options.kills)?;
+    guest.end()?;
+    let sort = sort(options, &guest)?;
+    lab.stop(VM)?;
+    let wrong: u64 = samples.iter().map(|s| s.done.wrong_words).sum();
+    let mut results = ratios(&samples);
+    results.insert("round_trip".into(), round_trips);
+    results.insert("block_path".into(), block_path);
+    results.insert("wrong_words".into(), wrong.into());
+    results.insert("switch_ms".into(), spread(&switches.to_lent));
+    results.insert("give_back_ms".into(), spread(&switches.back));
+    let kills = kills.as_object().cloned().unwrap_or_default();
+    results.extend(kills);
+    results.insert("sort".into(), sort);
+    Ok(json!({
+        "vms": [{"name": VM, "ram_bytes": options.ram.0, "swap_bytes": swap.0}],
+        "samples": samples.iter().map(sample).collect::<Vec<_>>(),
+        "results": results,
+    }))
+}
+
+/// Milliseconds that the swap disk was on its way.
+#[derive(Default)]
+struct Switches {
+    to_lent: Vec<f64>,
+    back: Vec<f64>,
+}
+
+/// Each arm once, beginning with another one each round.
+fn each_arm(
+    options: &Options,
+    guest: &Guest<'_>,
+    (percent, round): (u64, usize),
+    samples: &mut Vec<Sample>,
+    switches: &mut Switches,
+) -> anyhow::Result<()> {
+    for turn in 0..ARMS.len() {
+        let arm = ARMS[(turn + round) % ARMS.len()];
+        let is_lent = arm.transport().is_some();
+        let switched = guest.switch(arm)?;
+        for pattern in PATTERNS {
+            if arm == Arm::HardDiskStream && pattern.starts_with("rand") {
+                continue;
+            }
+            for &block in &options.blocks {
+                let done = guest.order(&format!("{pattern} {block} {}", options.seconds))?;
+                eprintln!(
+                    "array of {percent} % of RAM, round {}, {}, {pattern} of {}: {:.2} MB/s",
+                    round + 1,
+                    arm.name(),
+                    ByteSize(block),
+                    done.mb_per_s()
+                );
+                samples.push(Sample {
+                    percent,
+                    round,
+                    arm,
+                    pattern,
+                    block,
+                    done,
+                });
+            }
+        }
+        let back = guest.back()?;
+        if is_lent {
+            switches.to_lent.push(switched as f64);
+            switches.back.push(back as f64);
+        }
+    }
+    Ok(())
+}
+
+/// `PostgreSQL`'s sort in each arm.
+fn sort(options: &Options, guest: &Guest<'_>) -> anyhow::Result<Value> {
+    let arms = [Arm::HardDisk, Arm::Lent, Arm::Disk];
+    let mut results = Map::new();
+    let mut all: Vec<Vec<f64>> = vec![Vec::new(); arms.len()];
+    let mut swapped = 0.0_f64;
+    // A first one, so that the program and its files are in memory for all.
+    guest.sort(1000, options.memory)?;
+    for _ in 0..options.rounds {
+        for (arm, times) in arms.iter().zip(&mut all) {
+            guest.switch(*arm)?;
+            let (took_ms, peak) = guest.sort(options.rows, options.memory)?;
+            eprintln!("{}: sorted in {:.1} s", arm.name(), took_ms / 1e3);
+            times.push(took_ms / 1e3);
+            swapped = swapped.max(peak);
+            guest.back()?;
+        }
+    }
+    for (arm, times) in arms.iter().zip(&all) {
+        results.insert(format!("{}_s", arm.name()), spread(times));
+    }
+    results.insert(
+        "hdd_over_lent".into(),
+        (median(&all[0]) / median(&all[1])).into(),
+    );
+    results.insert("rows".into(), options.rows.into());
+    results.insert("swapped_out_mib".into(), (swapped / 1_048_576.0).into());
+    Ok(json!(results))
+}
+
+fn sample(sample: &Sample) -> Value {
+    let mut value = sample.done.json();
+    value["array_percent_of_ram"] = sample.percent.into();
+    value["round"] = sample.round.into();
+    value["arm"] = sample.arm.name().into();
+    value["pattern"] = sample.pattern.into();
+    value["block_bytes"] = sample.block.into();
+    value
+}
+
+/// Throughput of an arm over that of another, round by round, for the middle array and single pages.
+fn ratio(samples: &[Sample], pattern: &str, arm: Arm, other: Arm) -> Vec<f64> {
+    let of = |arm: Arm, round: usize| {
+        samples
+            .iter()
+            .find(|s| {
+                s.arm == arm
+                    && s.round == round
+                    && s.pattern == pattern
+                    && s.block == PAGE
+                    && s.percent == HEADLINE
+            })
+            .map(|s| s.done.mb_per_s())
+    };
+    (0..)
+        .map_while(|round| Some(of(arm, round)? / of(other, round)?))
+        .collect()
+}
+
+fn ratios(samples: &[Sample]) -> Map<String, Value> {
+    let mut results = Map::new();
+    let mut add = |name: &str, values: &[f64]| {
+        results.insert(name.to_owned(), median(values).into());
+        results.insert(format!("{name}_spread"), spread(values));
+    };
+    for pattern in PATTERNS {
+        // Writes go to the copy, too, which isn't shaped: the arm without one is what can be compared.
+        let lent = if pattern.ends_with("write") {
+            Arm::LentAlone
+        } else {
+            Arm::Lent
+        };
+        let of = |other| ratio(samples, pattern, lent, other);
+        add(&format!("{pattern}_ratio"), &of(Arm::HardDisk));
+        add(&format!("{pattern}_ratio_to_disk_as_is"), &of(Arm::Disk));
+        let iscsi = ratio(samples, pattern, Arm::Iscsi, Arm::HardDisk);
+        add(&format!("{pattern}_ratio_iscsi"), &iscsi);
+        if pattern.starts_with("seq") {
+            add(
+                &format!("{pattern}_ratio_to_stream"),
+                &of(Arm::HardDiskStream),
+            );
+        }
+    }
+    let p50: Vec<f64> = samples
+        .iter()
+        .filter(|s| s.arm == Arm::Lent && s.pattern == "randread" && s.block == PAGE)
+        .map(|s| s.done.p50_ns as f64 / 1e3)
+        .collect();
+    add("randread_p50_us", &p50);
+    results
+}
+
+/// Throughput by size of the array, for each pattern: name and SVG.
+#[must_use]
+pub fn figures(study: &Value) -> Vec<(String, String)> {
+    let samples = study["samples"].as_array().cloned().unwrap_or_default();
+    let mut sizes: Vec<u64> = samples
+        .iter()
+        .filter_map(|s| s["array_percent_of_ram"].as_u64())
+        .collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    let point = |arm: Arm, pattern: &str, size: u64| {
+        let values: Vec<f64> = samples
+            .iter()
+            .filter(|s| {
+                s["arm"] == arm.name()
+                    && s["pattern"] == pattern
+                    && s["block_bytes"] == PAGE
+                    && s["array_percent_of_ram"] == size
+            })
+            .filter_map(|s| s["mb_per_s"].as_f64())
+            .collect();
+        (size as f64 / 100.0, median(&values))
+    };
+    PATTERNS
+        .iter()
+        .map(|pattern| {
+            let series: Vec<Series> = ARMS
+                .iter()
+                .map(|arm| Series {
+                    name: arm.name().to_owned(),
+                    points: sizes.iter().map(|s| point(*arm, pattern, *s)).collect(),
+                    dashed: arm.transport().is_none(),
+                })
+                .collect();
+            let svg = figure::lines(
+                &format!("{pattern}, one page at a time"),
+                &Axis::linear("array / the VM's RAM"),
+                &Axis::log("MB/s"),
+                &series,
+            );
+            (format!("remote-{pattern}"), svg)
+        })
+        .collect()
+}

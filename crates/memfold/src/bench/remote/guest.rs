@@ -1,0 +1,300 @@
+//! The VM that swaps, and what it runs.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use memfold_units::ByteSize;
+use serde_json::{Value, json};
+
+use super::lender::{Lender, wait};
+use crate::api::{BorrowRequest, SwapPlace};
+use crate::bench::lab::{DiskMode, Lab};
+use crate::lend::{Durability, Transport};
+
+use crate::vm::swap::DEVICE;
+use crate::vm::{Qmp, VmDirectory};
+
+/// The array; see the program.
+const ARRAY: &str = include_str!("array.c");
+
+pub const VM: &str = "swaps";
+
+const IMAGE: &str = "trixie-b";
+
+const LIMIT: Duration = Duration::from_secs(1800);
+
+/// Sorts rows in a `PostgreSQL` whose processes may have so much memory, and that swap for the rest. `ROWS` and `MEMORY` are put in.
+const SORT: &str = r#"set -e
+cd /
+version=$(ls /etc/postgresql)
+unit=postgresql@$version-main.service
+systemctl stop "$unit"
+systemctl set-property --runtime "$unit" MemoryMax=MEMORY
+echo "shared_buffers = 16MB" > /etc/postgresql/$version/main/conf.d/small.conf
+systemctl start "$unit"
+until runuser -u postgres -- psql -qAtc 'select 1' > /run/sort.ready; do sleep 0.2; done
+began=$(date +%s%N)
+rows=$(runuser -u postgres -- psql -qAt -c "set work_mem = '1GB'; set max_parallel_workers_per_gather = 0" \
+    -c 'select count(*) from (select md5(i::text) from generate_series(1, ROWS) i order by 1 offset 0) t')
+took=$(( ($(date +%s%N) - began) / 1000000 ))
+peak=$(cat /sys/fs/cgroup/system.slice/system-postgresql.slice/$unit/memory.swap.peak || echo 0)
+systemctl stop "$unit"
+[ "$rows" = ROWS ]
+echo "$took $peak""#;
+
+/// Where the swap disk is, and how it is shaped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arm {
+    /// A file on this host's disk, through its page cache.
+    Disk,
+    /// The same, shaped by QEMU's throttle to [`IOPS`] and [`BANDWIDTH`].
+    HardDisk,
+    /// The same, to [`BANDWIDTH`] alone: a head that needn't move.
+    HardDiskStream,
+    /// Lent RAM, and a copy on disk.
+    Lent,
+    /// Lent RAM alone (`--durability none`), as the study had it.
+    LentAlone,
+    /// The same by the study's transport, iSCSI, in the clear.
+    Iscsi,
+}
+
+/// Requests a second of a hard disk.
+pub const IOPS: u64 = 150;
+/// Bytes a second of one.
+pub const BANDWIDTH: u64 = 120_000_000;
+
+impl Arm {
+    /// Its name in results.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Disk => "disk",
+            Self::HardDisk => "hdd",
+            Self::HardDiskStream => "hdd_stream",
+            Self::Lent => "lent",
+            Self::LentAlone => "lent_alone",
+            Self::Iscsi => "lent_alone_iscsi",
+        }
+    }
+
+    /// How what is lent comes, if it is on lent RAM.
+    pub const fn transport(self) -> Option<Transport> {
+        match self {
+            Self::Disk | Self::HardDisk | Self::HardDiskStream => None,
+            Self::Lent | Self::LentAlone => Some(Transport::Nbd),
+            Self::Iscsi => Some(Transport::Iscsi),
+        }
+    }
+}
+
+/// What a phase of accesses gave.
+#[derive(Clone, Copy, Debug)]
+pub struct Done {
+    pub accesses: u64,
+    pub bytes: u64,
+    pub us: u64,
+    pub wrong_words: u64,
+    pub p50_ns: u64,
+    pub p99_ns: u64,
+    pub longest_ns: u64,
+}
+
+impl Done {
+    fn read(line: &str) -> anyhow::Result<Self> {
+        let numbers: Vec<u64> = line.split_whitespace().flat_map(str::parse).collect();
+        let [accesses, bytes, us, wrong_words, p50_ns, p99_ns, longest_ns] = numbers[..] else {
+            anyhow::bail!("the guest's program said '{line}'");
+        };
+        Ok(Self {
+            accesses,
+            bytes,
+            us,
+            wrong_words,
+            p50_ns,
+            p99_ns,
+            longest_ns,
+        })
+    }
+
+    /// Bytes a microsecond are megabytes a second.
+    pub fn mb_per_s(&self) -> f64 {
+        self.bytes as f64 / self.us.max(1) as f64
+    }
+
+    pub fn json(&self) -> Value {
+        json!({
+            "accesses": self.accesses, "mb_per_s": self.mb_per_s(),
+            "p50_us": self.p50_ns as f64 / 1e3, "p99_us": self.p99_ns as f64 / 1e3, "longest_us": self.longest_ns as f64 / 1e3,
+        })
+    }
+}
+
+/// A booted VM with a swap disk, and the host it can borrow from.
+#[derive(Debug)]
+pub struct Guest<'a> {
+    pub lab: &'a Lab,
+    pub lender: &'a Lender,
+    pub swap: ByteSize,
+}
+
+impl Guest<'_> {
+    /// Boots it, and builds its program.
+    pub fn boot(&self, ram: ByteSize) -> anyhow::Result<()> {
+        let mut spec = Lab::spec(VM, IMAGE, ram, DiskMode::Buffered)?;
+        spec.swap = Some(self.swap);
+        self.lab.start(spec)?;
+        self.lab.wait_ready(VM, Duration::from_secs(300))?;
+        wait("the guest uses its swap disk", || {
+            self.exec("cat /proc/swaps")
+                .is_ok_and(|swaps| swaps.contains("/dev/vd"))
+        })?;
+        let build = format!(
+            "cat > /opt/array.c <<'END'\n{ARRAY}\nEND\ngcc -O2 -o /opt/array /opt/array.c && mkfifo /run/array"
+        );
+        self.exec(&build)?;
+        Ok(())
+    }
+
+    pub fn exec(&self, script: &str) -> anyhow::Result<String> {
+        self.lab.exec(VM, script, LIMIT)
+    }
+
+    /// Starts the program with an array, and waits until it is filled.
+    pub fn fill(&self, array: ByteSize) -> anyhow::Result<()> {
+        let mib = array.0 >> 20;
+        self.exec(&format!(
+            "systemd-run -q --unit=array -p OOMScoreAdjust=-500 -p LimitMEMLOCK=infinity /opt/array {mib} /run/array /run/array.out"
+        ))?;
+        self.order("seqread 4096 0.1").map(|_| ())
+    }
+
+    /// Has it do something, and waits for the answer.
+    pub fn order(&self, order: &str) -> anyhow::Result<Done> {
+        self.begin(order)?;
+        self.answer()
+    }
+
+    /// Has it begin.
+    pub fn begin(&self, order: &str) -> anyhow::Result<()> {
+        self.exec(&format!(
+            "rm -f /run/array.out; systemctl is-active -q array; echo '{order}' > /run/array"
+        ))?;
+        Ok(())
+    }
+
+    /// Waits for its answer.
+    pub fn answer(&self) -> anyhow::Result<Done> {
+        let said = self.exec(
+            "while [ ! -e /run/array.out ]; do systemctl is-active -q array; sleep 0.05; done; cat /run/array.out",
+        )?;
+        Done::read(said.trim())
+    }
+
+    /// Ends it; its memory is free again.
+    pub fn end(&self) -> anyhow::Result<()> {
+        self.exec("echo end > /run/array; while systemctl is-active -q array; do sleep 0.1; done")?;
+        Ok(())
+    }
+
+    /// Milliseconds of a sort, and the most bytes that it had swapped out.
+    pub fn sort(&self, rows: u64, memory: ByteSize) -> anyhow::Result<(f64, f64)> {
+        let script = SORT
+            .replace("ROWS", &rows.to_string())
+            .replace("MEMORY", &memory.0.to_string());
+        let said = self.exec(&script)?;
+        let mut numbers = said.split_whitespace().flat_map(str::parse::<f64>);
+        numbers
+            .next()
+            .zip(numbers.next())
+            .with_context(|| format!("the guest said '{said}'"))
+    }
+
+    /// Puts the swap disk where an arm has it; how long the VM's swap took to get there, in milliseconds.
+    pub fn switch(&self, arm: Arm) -> anyhow::Result<u64> {
+        let (iops, bandwidth) = match arm {
+            Arm::HardDisk => (IOPS, BANDWIDTH),
+            Arm::HardDiskStream => (0, BANDWIDTH),
+            Arm::Disk | Arm::Lent | Arm::LentAlone | Arm::Iscsi => (0, 0),
+        };
+        self.throttle(iops, bandwidth)?;
+        let Some(transport) = arm.transport() else {
+            return Ok(0);
+        };
+        let durability = match arm {
+            Arm::Lent => Durability::Disk,
+            _ => Durability::None,
+        };
+        self.lender.lend(transport)?;
+        self.lender.wait_free(self.swap)?;
+        let request = BorrowRequest {
+            bytes: None,
+            durability,
+            stripes: Some(1),
+        };
+        let done = self.lab.daemon().borrow_memory(VM, &request)?;
+        anyhow::ensure!(done.place == SwapPlace::Lent, "it is {:?}", done.place);
+        Ok(done.took_ms)
+    }
+
+    /// Back on this host's disk; milliseconds that it took.
+    pub fn back(&self) -> anyhow::Result<u64> {
+        self.throttle(0, 0)?;
+        if self.place()? == SwapPlace::OnDisk {
+            return Ok(0);
+        }
+        Ok(self.lab.daemon().return_memory(VM)?.took_ms)
+    }
+
+    pub fn place(&self) -> anyhow::Result<SwapPlace> {
+        let borrowed = self.lab.daemon().leases()?.borrowed;
+        let found = borrowed.into_iter().find(|b| b.vm == VM);
+        Ok(found.map_or(SwapPlace::OnDisk, |b| b.place))
+    }
+
+    /// QEMU's throttle on the swap disk; zeroes: none.
+    fn throttle(&self, iops: u64, bytes_per_second: u64) -> anyhow::Result<()> {
+        let socket = VmDirectory::of(self.lab.directory(), VM).qmp();
+        let limits = json!({
+            "id": format!("/machine/peripheral/{DEVICE}/virtio-backend"), "bps": bytes_per_second, "bps_rd": 0, "bps_wr": 0, "iops": iops, "iops_rd": 0, "iops_wr": 0,
+        });
+        Qmp::connect(&socket, Duration::from_secs(30))?.execute("block_set_io_throttle", limits)?;
+        Ok(())
+    }
+
+    /// Lenders die at random instants while the array is read and written.
+    pub fn kills(&self, kills: usize) -> anyhow::Result<Value> {
+        self.exec("touch /run/mixed")?;
+        self.begin("mixed /run/mixed")?;
+        let (mut alone_ms, mut switched_ms) = (Vec::new(), Vec::new());
+        for kill in 1..=kills {
+            switched_ms.push(self.switch(Arm::Lent)? as f64);
+            let after = 200 + crate::vm::overlay::unique() / 1000 % 2300;
+            std::thread::sleep(Duration::from_millis(after));
+            self.lender.kill_export()?;
+            let began = Instant::now();
+            wait("the VM goes on, on its copy", || {
+                self.place().is_ok_and(|place| place == SwapPlace::OnCopy)
+            })?;
+            alone_ms.push(began.elapsed().as_secs_f64() * 1e3);
+            if kill % 10 == 0 {
+                eprintln!("{kill} lenders killed");
+            }
+        }
+        self.exec("rm /run/mixed")?;
+        let mixed = self.answer()?;
+        self.back()?;
+        let all = self.order("check")?;
+        let faults = self.exec(
+            "dmesg | awk '/I\\/O error|[Ww]rite-error|[Rr]ead-error/ { n++ } END { print n + 0 }'",
+        )?;
+        Ok(json!({
+            "kills": kills,
+            "bytes_lost_on_lender_kill": (mixed.wrong_words + all.wrong_words) * 8,
+            "errors_that_the_guest_saw": faults.trim().parse::<u64>()?,
+            "pages_accessed_meanwhile": mixed.accesses,
+            "longest_stall_s": mixed.longest_ns as f64 / 1e9,
+            "on_the_copy_after_ms": crate::bench::record::spread(&alone_ms),
+            "switch_ms": crate::bench::record::spread(&switched_ms),
+        }))
+    }
+}

@@ -1,0 +1,160 @@
+//! The host at the other end of the link, which lends, and has the registry.
+
+use std::cell::Cell;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use memfold_units::ByteSize;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use super::link::{Link, THERE};
+use crate::api::{Client, LendRequest};
+use crate::bench::lab::undo_at_interrupt;
+use crate::lend::{LenderStatus, Transport};
+
+/// Time for its daemon to answer, and to have so much to spare.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A daemon of its own.
+#[derive(Debug)]
+pub struct Lender {
+    child: Arc<Mutex<Child>>,
+    directory: tempfile::TempDir,
+    client: Client,
+    most: ByteSize,
+    /// How it lends just now.
+    by: Cell<Option<Transport>>,
+}
+
+impl Lender {
+    /// Starts it, and has it lend `most` by NBD.
+    pub fn start(link: &Link, most: ByteSize) -> anyhow::Result<Self> {
+        // Said before anything is measured.
+        let tgtd = Command::new("tgtd").arg("--version").output();
+        ensure!(
+            tgtd.is_ok_and(|said| said.status.success()),
+            "lending by iSCSI is measured too, and tgtd can't be run; install tgt (apt install tgt; its own service isn't needed)"
+        );
+        let directory = tempfile::Builder::new()
+            .prefix("memfold-lender.")
+            .tempdir()?;
+        let socket = directory.path().join("s");
+        let own = std::env::current_exe().context("no path of this program")?;
+        let child = link
+            .there(&own)
+            .arg("--socket")
+            .arg(&socket)
+            .args(["serve", "--paused", "--host", "lender", "--config"])
+            .args(["/dev/null", "--state"])
+            .arg(directory.path().join("state"))
+            .stderr(Stdio::null())
+            .stdin(Stdio::null())
+            .spawn()
+            .context("nsenter is needed (apt install util-linux)")?;
+        let child = Arc::new(Mutex::new(child));
+        let (process, place) = (child.clone(), directory.path().to_owned());
+        undo_at_interrupt(move || {
+            end(&process);
+            let _ = std::fs::remove_dir_all(place);
+        });
+        let lender = Self {
+            child,
+            client: Client::new(&socket)?,
+            directory,
+            most,
+            by: Cell::new(None),
+        };
+        wait("the lender's daemon answers", || {
+            lender.client.get::<Value>("/v1/version").is_ok()
+        })?;
+        lender.lend(Transport::Nbd)?;
+        Ok(lender)
+    }
+
+    /// From now on it lends so, and nothing that it lent before is left.
+    pub fn lend(&self, by: Transport) -> anyhow::Result<()> {
+        if self.by.get() == Some(by) {
+            return Ok(());
+        }
+        let _: Option<LenderStatus> = self.client.delete("/v1/lend")?;
+        let request = LendRequest {
+            max_bytes: self.most.0,
+            listen: Some(THERE.parse()?),
+            announce: None,
+            ports: None,
+            transport: by,
+            // By iSCSI there is nothing else.
+            cleartext: by == Transport::Iscsi,
+        };
+        // What it lent before may be under way back yet.
+        let mut last = String::new();
+        wait("the lender lends anew", || {
+            let lends = self.client.post::<_, LenderStatus>("/v1/lend", &request);
+            lends.map_err(|error| last = error.to_string()).is_ok()
+        })
+        .with_context(|| last)?;
+        self.by.set(Some(by));
+        self.wait_free(self.most)
+    }
+
+    /// Socket of its daemon, by which the registry is asked: not what is measured.
+    pub fn socket(&self) -> PathBuf {
+        self.directory.path().join("s")
+    }
+
+    /// Until all of it can be had.
+    pub fn wait_free(&self, bytes: ByteSize) -> anyhow::Result<()> {
+        let mut last = String::new();
+        wait("the lender has so much to spare", || {
+            match self.client.get::<Option<LenderStatus>>("/v1/lend") {
+                Ok(Some(status)) => {
+                    last = format!("offers {}: {}", ByteSize(status.offer_bytes), status.why);
+                    status.offer_bytes >= bytes.0 && status.lent_bytes == 0
+                }
+                _ => false,
+            }
+        })
+        .with_context(|| last)
+    }
+
+    /// Kills the process that exports its only lease.
+    pub fn kill_export(&self) -> anyhow::Result<()> {
+        let place = self.directory.path().join("state/lend");
+        let is_log = |path: &Path| path.starts_with(&place);
+        let found = std::fs::read_dir("/proc")?.flatten().find(|entry| {
+            std::fs::read_link(entry.path().join("fd/2")).is_ok_and(|to| is_log(&to))
+        });
+        let pid = found
+            .and_then(|entry| entry.file_name().to_str()?.parse().ok())
+            .and_then(Pid::from_raw)
+            .context("nothing is exported")?;
+        Ok(kill_process(pid, Signal::KILL)?)
+    }
+}
+
+impl Drop for Lender {
+    fn drop(&mut self) {
+        end(&self.child);
+    }
+}
+
+/// Its exports end with it.
+fn end(child: &Mutex<Child>) {
+    let mut child = child.lock().unwrap_or_else(PoisonError::into_inner);
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+/// Waits for something that happens soon.
+pub fn wait(what: &str, mut ready: impl FnMut() -> bool) -> anyhow::Result<()> {
+    let end = Instant::now() + PATIENCE;
+    while !ready() {
+        ensure!(Instant::now() < end, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}

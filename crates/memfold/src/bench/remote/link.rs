@@ -1,0 +1,153 @@
+//! A link of 10 Gbit/s to a second host on this one: a network namespace, joined by veth.
+
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context as _, bail, ensure};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use serde_json::{Value, json};
+
+use crate::bench::lab::undo_at_interrupt;
+use crate::bench::record::spread;
+
+/// Of RFC 2544's range for benchmarks: no host has these for anything else.
+const HERE: &str = "198.18.77.1";
+pub const THERE: &str = "198.18.77.2";
+
+/// What `tc` shapes each direction to.
+const BANDWIDTH: &str = "10gbit";
+
+/// A round trip's payload: as little as there can be, and a page back.
+const PAYLOADS: [usize; 2] = [1, 4096];
+
+const TRIPS: usize = 2000;
+
+/// Both ends; gone when it is dropped.
+#[derive(Debug)]
+pub struct Link {
+    space: String,
+}
+
+impl Link {
+    /// Makes it. Needs root, `ip` and `tc`.
+    pub fn new() -> anyhow::Result<Self> {
+        let space = format!("memfold-bench-{}", std::process::id());
+        let device = format!("mfb{}", std::process::id());
+        ip(&["netns", "add", &space])?;
+        // From here on what fails takes the namespace with it, and its end of the pair takes ours.
+        let link = Self {
+            space: space.clone(),
+        };
+        let made = space.clone();
+        undo_at_interrupt(move || {
+            let _ = ip(&["netns", "del", &made]);
+        });
+        let pair = [
+            "link", "add", &device, "type", "veth", "peer", "name", "eth0", "netns", &space,
+        ];
+        ip(&pair)?;
+        ip(&["addr", "add", &format!("{HERE}/30"), "dev", &device])?;
+        ip(&["link", "set", &device, "up"])?;
+        let inside = ["-n", &space];
+        let address = format!("{THERE}/30");
+        for arguments in [
+            &["addr", "add", &address, "dev", "eth0"][..],
+            &["link", "set", "eth0", "up"],
+            &["link", "set", "lo", "up"],
+        ] {
+            ip(&[&inside, arguments].concat())?;
+        }
+        let shape = format!("root tbf rate {BANDWIDTH} burst 2mb latency 20ms");
+        shell(&format!("tc qdisc add dev {device} {shape}"))?;
+        shell(&format!(
+            "nsenter --net=/run/netns/{space} tc qdisc add dev eth0 {shape}"
+        ))?;
+        Ok(link)
+    }
+
+    /// A command that runs at the other end.
+    pub fn there(&self, program: &std::path::Path) -> Command {
+        let mut command = Command::new("nsenter");
+        command
+            .arg(format!("--net=/run/netns/{}", self.space))
+            .arg(program);
+        command
+    }
+
+    /// Round trips over TCP, in microseconds: what no block that is fetched can be faster than.
+    pub fn round_trips(&self) -> anyhow::Result<Value> {
+        let space = File::open(format!("/run/netns/{}", self.space))?;
+        let (tell, told) = std::sync::mpsc::channel();
+        let echo = std::thread::spawn(move || -> anyhow::Result<()> {
+            move_into_link_name_space(
+                std::os::fd::AsFd::as_fd(&space),
+                Some(LinkNameSpaceType::Network),
+            )?;
+            let listener = TcpListener::bind((THERE, 0))?;
+            tell.send(listener.local_addr()?)?;
+            for payload in PAYLOADS {
+                let mut stream = listener.accept()?.0;
+                stream.set_nodelay(true)?;
+                let (mut asked, answer) = ([0; 1], vec![0; payload]);
+                // The other end closes when it has measured.
+                while stream.read_exact(&mut asked).is_ok() {
+                    stream.write_all(&answer)?;
+                }
+            }
+            Ok(())
+        });
+        let trips = told
+            .recv()
+            .context("the other end of the link does not listen")
+            .and_then(measure);
+        let end = echo.join();
+        ensure!(end.is_ok(), "the other end of the link has panicked");
+        trips
+    }
+}
+
+fn measure(address: SocketAddr) -> anyhow::Result<Value> {
+    let mut results = serde_json::Map::new();
+    for payload in PAYLOADS {
+        let mut stream = TcpStream::connect(address)?;
+        stream.set_nodelay(true)?;
+        let mut answer = vec![0; payload];
+        let mut times = Vec::new();
+        for _ in 0..TRIPS {
+            let began = Instant::now();
+            stream.write_all(&[1])?;
+            stream.read_exact(&mut answer)?;
+            times.push(began.elapsed().as_secs_f64() * 1e6);
+        }
+        results.insert(format!("{payload}_bytes_us"), spread(&times));
+    }
+    Ok(json!(results))
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        if let Err(error) = ip(&["netns", "del", &self.space]) {
+            eprintln!("memfold: {error:#}");
+        }
+    }
+}
+
+fn ip(arguments: &[&str]) -> anyhow::Result<()> {
+    shell(&format!("ip {}", arguments.join(" ")))
+}
+
+fn shell(line: &str) -> anyhow::Result<()> {
+    let mut words = line.split(' ');
+    let program = words.next().unwrap_or_default();
+    let output = Command::new(program)
+        .args(words)
+        .output()
+        .with_context(|| format!("{program} is needed (apt install iproute2)"))?;
+    if !output.status.success() {
+        bail!("{line}: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
+}

@@ -1,0 +1,271 @@
+//! What QEMU's own way to lent memory costs, without a guest: 4 KiB at a time from a lender at the other end of the link.
+//!
+//! ```text
+//!   bare     a client of NBD with TLS -----------------------------> nbdkit
+//!   blocks   qemu-io, quorum, nbd --Unix socket--> relay, with TLS -> nbdkit
+//!                            file (the copy)
+//! ```
+//! Both in turns, from a lease of their own each.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command as Program, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use rustix::event::{PollFd, PollFlags, poll};
+use serde_json::{Value, json};
+
+use super::lender::{Lender, wait};
+use crate::api::registry_at;
+use crate::bench::record::{median, spread};
+use crate::host::own_program;
+use crate::lend::nbd::{BLOCK, Command, REPLY_BYTES, Reply, Request};
+use crate::lend::relay::stream::Stream;
+use crate::lend::relay::{Orders, start};
+use crate::lend::{Durability, Endpoint, Lease, Registry, RegistryAt, Want};
+
+/// Of a lease.
+const BYTES: u64 = 64 << 20;
+
+const BLOCK_BYTES: u64 = BLOCK as u64;
+
+/// Accesses of each kind in a row, and how often.
+const ACCESSES: u64 = 500;
+const ROUNDS: usize = 7;
+
+/// Name of the borrower.
+const HERE: &str = "block-path";
+
+/// Longest that a lease lasts.
+const TTL: Duration = Duration::from_secs(300);
+
+/// Latencies in microseconds, and their ratios.
+pub fn measure(lender: &Lender) -> anyhow::Result<Value> {
+    let registry = registry_at(&RegistryAt::Socket(lender.socket()));
+    let directory = tempfile::Builder::new()
+        .prefix("memfold-path.")
+        .tempdir_in("/var/tmp")?;
+    let (bare, blocks) = (Taken::new(&registry)?, Taken::new(&registry)?);
+    let mut bare = Bare(Stream::open(&bare.endpoint()?, BYTES)?);
+    let mut blocks = Blocks::start(directory.path(), blocks.endpoint()?)?;
+    let data = vec![0xa5; BLOCK as usize];
+    for block in 0..BYTES / BLOCK_BYTES {
+        bare.write(block * BLOCK_BYTES, &data)?;
+    }
+    let mut all: [Vec<f64>; 4] = Default::default();
+    let mut medians: [Vec<f64>; 4] = Default::default();
+    for round in 0..ROUNDS as u64 {
+        let mut times: [Vec<f64>; 4] = Default::default();
+        for access in 0..ACCESSES {
+            // Each block is another one, far from the last.
+            let at = (round * ACCESSES + access) * 7919 % (BYTES / BLOCK_BYTES) * BLOCK_BYTES;
+            times[0].push(bare.read(at)?);
+            times[1].push(blocks.order(&format!("read -C {at} {BLOCK}"))?);
+            times[2].push(bare.write(at, &data)?);
+            times[3].push(blocks.order(&format!("write -C -P {} {at} {BLOCK}", 1 + access % 250))?);
+        }
+        for (number, times) in times.into_iter().enumerate() {
+            medians[number].push(median(&times));
+            all[number].extend(times);
+        }
+    }
+    blocks.end();
+    let [bare_read, blocks_read, bare_write, blocks_write] = medians;
+    let ratio =
+        |a: &[f64], b: &[f64]| -> Vec<f64> { a.iter().zip(b).map(|(a, b)| a / b).collect() };
+    let (read, write) = (
+        ratio(&blocks_read, &bare_read),
+        ratio(&blocks_write, &bare_write),
+    );
+    Ok(json!({
+        "bare_read_us": spread(&all[0]), "read_us": spread(&all[1]),
+        "bare_write_us": spread(&all[2]), "write_us": spread(&all[3]),
+        "added_read_us": median(&blocks_read) - median(&bare_read),
+        "read_ratio": median(&read), "read_ratio_spread": spread(&read),
+        "write_ratio": median(&write), "write_ratio_spread": spread(&write),
+    }))
+}
+
+/// A lease, given back when it is dropped.
+struct Taken<'a> {
+    registry: &'a Arc<dyn Registry>,
+    lease: Lease,
+}
+
+impl<'a> Taken<'a> {
+    fn new(registry: &'a Arc<dyn Registry>) -> anyhow::Result<Self> {
+        let want = Want {
+            borrower: HERE.into(),
+            vm: HERE.into(),
+            bytes: BYTES,
+            durability: Durability::None,
+            apart_from: Vec::new(),
+        };
+        let lease = registry.take(&want, TTL)?;
+        Ok(Self { registry, lease })
+    }
+
+    fn endpoint(&self) -> anyhow::Result<Endpoint> {
+        let mut found = None;
+        wait("the lender exports", || {
+            found = self.registry.endpoint(self.lease.id, HERE).ok().flatten();
+            found.is_some()
+        })?;
+        found.context("it is not exported")
+    }
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.registry.release(self.lease.id, HERE) {
+            eprintln!("memfold: {error}");
+        }
+    }
+}
+
+/// A client that does nothing but ask.
+struct Bare(Stream);
+
+impl Bare {
+    fn read(&mut self, at: u64) -> anyhow::Result<f64> {
+        let mut into = vec![0; BLOCK as usize];
+        self.exchange(Command::Read, at, &[], &mut into)
+    }
+
+    fn write(&mut self, at: u64, data: &[u8]) -> anyhow::Result<f64> {
+        self.exchange(Command::Write, at, data, &mut [])
+    }
+
+    fn exchange(
+        &mut self,
+        command: Command,
+        at: u64,
+        data: &[u8],
+        into: &mut [u8],
+    ) -> anyhow::Result<f64> {
+        let request = Request {
+            command,
+            cookie: at,
+            offset: at,
+            length: BLOCK,
+        };
+        let message = [&request.encode(), data].concat();
+        let began = Instant::now();
+        self.go(PollFlags::OUT, message.len(), |stream, done| {
+            stream.write(&message[done..])
+        })?;
+        let mut answer = vec![0; REPLY_BYTES + into.len()];
+        let length = answer.len();
+        self.go(PollFlags::IN, length, |stream, done| {
+            stream.read(&mut answer[done..])
+        })?;
+        let took = began.elapsed();
+        let (head, rest) = answer.split_at(REPLY_BYTES);
+        let reply = Reply::decode(head.try_into()?)
+            .map_err(|nonsense| io::Error::other(nonsense.to_string()))?;
+        ensure!(
+            reply.error == 0 && reply.cookie == at,
+            "the lender said {reply:?}"
+        );
+        into.copy_from_slice(rest);
+        Ok(took.as_secs_f64() * 1e6)
+    }
+
+    /// Until so many bytes have gone or come.
+    fn go(
+        &mut self,
+        wants: PollFlags,
+        bytes: usize,
+        mut step: impl FnMut(&mut Stream, usize) -> io::Result<usize>,
+    ) -> anyhow::Result<()> {
+        let mut done = 0;
+        while done < bytes {
+            match step(&mut self.0, done) {
+                Ok(0) => bail!("the lender has ended the connection"),
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    poll(&mut [PollFd::new(&self.0, wants)], None)?;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// QEMU's nodes as a VM has them, driven by `qemu-io`.
+struct Blocks {
+    child: Child,
+    orders: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Blocks {
+    fn start(directory: &Path, endpoint: Endpoint) -> anyhow::Result<Self> {
+        let (socket, copy) = (directory.join("relay"), directory.join("copy"));
+        std::fs::File::create(&copy)?.set_len(BYTES)?;
+        let log = std::fs::File::create(directory.join("log"))?;
+        let orders = Orders {
+            socket: socket.clone(),
+            bytes: BYTES,
+            lenders: vec![endpoint],
+        };
+        // It ends with its client.
+        start::start(&own_program()?, &orders, log)?;
+        let nodes = json!({
+            "driver": "quorum", "vote-threshold": 1, "read-pattern": "fifo",
+            "children": [
+                { "driver": "nbd", "export": "", "server": { "type": "unix", "path": socket } },
+                { "driver": "raw", "file": { "driver": "file", "filename": copy } },
+            ],
+        });
+        let mut child = Program::new("qemu-io")
+            // As the VM's swap disk: without it, each write is followed by a flush of the copy.
+            .args(["-t", "unsafe"])
+            .arg(format!("json:{nodes}"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("qemu-io is needed (apt install qemu-utils)")?;
+        let ends = child.stdin.take().zip(child.stdout.take());
+        let (orders, answers) = ends.context("no pipes")?;
+        let mut blocks = Self {
+            child,
+            orders,
+            answers: BufReader::new(answers),
+        };
+        blocks.order(&format!("write -C -P 165 0 {BYTES}"))?;
+        Ok(blocks)
+    }
+
+    /// Has it do one access; microseconds, as it measures them itself.
+    fn order(&mut self, order: &str) -> anyhow::Result<f64> {
+        writeln!(self.orders, "{order}")?;
+        self.orders.flush()?;
+        let mut line = String::new();
+        loop {
+            line.clear();
+            ensure!(
+                self.answers.read_line(&mut line)? > 0,
+                "qemu-io has ended at '{order}'"
+            );
+            // bytes,accesses,time,bytes a second,accesses a second
+            let last = line
+                .trim()
+                .rsplit_once(',')
+                .filter(|(rest, _)| rest.matches(',').count() == 3);
+            if let Some((_, rate)) = last {
+                return Ok(1e6 / rate.parse::<f64>()?);
+            }
+            ensure!(!line.contains("failed"), "{order}: {}", line.trim());
+        }
+    }
+
+    fn end(mut self) {
+        // Its end is what it waits for.
+        drop(self.orders);
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,64 @@
+//! `memfold host`: other hosts that may ask this daemon's registry of leases.
+
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand};
+
+use super::Context;
+use super::vm::segment as in_path;
+use crate::api::{HostRequest, HostToken};
+
+#[derive(Subcommand, Debug)]
+pub(super) enum Arguments {
+    /// Let a host ask this daemon's registry over TCP: prints a token for it, once; one that it had is void
+    Add(Name),
+    /// Hosts that have a token
+    List,
+    /// Take a host's token away
+    Remove(Name),
+}
+
+#[derive(Args, Debug)]
+pub(super) struct Name {
+    /// Its name among those that lend and borrow ('memfold serve --host' there)
+    host: String,
+}
+
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let client = context.client()?;
+    match arguments {
+        Arguments::Add(Name { host }) => {
+            let request = HostRequest { host: host.clone() };
+            let made: HostToken = client.post("/v1/hosts", &request)?;
+            // The token alone, so that it can go into a file.
+            context.print(&made, |made| made.token.clone())?;
+            if !context.json {
+                let url = made.urls.first().map_or("", String::as_str);
+                eprintln!(
+                    "put this into a file of '{host}' that nobody else may read, and start its daemon with: --host {host} --registry {url} --registry-token FILE --registry-ca FILE"
+                );
+            }
+        }
+        Arguments::List => {
+            let hosts: Vec<String> = client.get("/v1/hosts")?;
+            context.print(&hosts, |hosts| {
+                if hosts.is_empty() {
+                    "no host has a token; 'memfold host add NAME' gives it one".into()
+                } else {
+                    hosts.join("\n")
+                }
+            })?;
+        }
+        Arguments::Remove(Name { host }) => {
+            let was: bool = client.delete(&format!("/v1/hosts/{}", in_path(host)?))?;
+            context.print(&was, |was| {
+                if *was {
+                    format!("'{host}' has no token any more")
+                } else {
+                    format!("'{host}' had none")
+                }
+            })?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,195 @@
+//! `memfold libvirt`: enable, disable, status, attach.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::Subcommand;
+use comfy_table::{Table, presets};
+use serde::Serialize;
+
+use super::Context;
+use super::vm::describe;
+use crate::api::{ClientError, LibvirtAttachRequest, VmInfo};
+use crate::libvirt::{self, Change, DEFAULT_RUN, Mark, Running, virsh};
+
+#[derive(Subcommand, Debug)]
+pub(super) enum Arguments {
+    /// Have domains start with memfold: changes their XML's <emulator>, adds a channel for the agent and a mark with the trust domain
+    Enable {
+        /// Domains of libvirt, by name
+        #[arg(required = true, value_name = "DOMAIN")]
+        names: Vec<String>,
+        /// Trust domain: the VMs that may share with each other. Without one they share with nobody
+        #[arg(long)]
+        domain: Option<String>,
+    },
+    /// Put domains' XML back to what it was
+    Disable {
+        /// Domains of libvirt, by name
+        #[arg(required = true, value_name = "DOMAIN")]
+        names: Vec<String>,
+    },
+    /// Domains: which are enabled, in which trust domain, and what becomes of them
+    Status,
+    /// Take a running domain on now, or say why it can't be (the daemon does it by itself)
+    Attach {
+        /// Domain of libvirt, by name
+        #[arg(value_name = "DOMAIN")]
+        name: String,
+    },
+}
+
+/// A line of `status`.
+#[derive(Debug, Serialize)]
+struct Row {
+    domain: String,
+    running: bool,
+    /// What memfold has noted in its XML; `null`: it isn't enabled.
+    mark: Option<Mark>,
+    /// Whether it was started with memfold; `null`: it doesn't run.
+    started_with_memfold: Option<bool>,
+    /// Its name among memfold's VMs, if the daemon has it.
+    vm: Option<String>,
+    /// What there is to know or to do, in words.
+    folding: String,
+}
+
+pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
+    match arguments {
+        Arguments::Enable { names, domain } => {
+            let enable = |name: &String| libvirt::enable(name, domain.as_deref());
+            let changes = each(&names, enable, "cannot enable")?;
+            context.print(&changes, |list| words(list, "enabled"))?;
+        }
+        Arguments::Disable { names } => {
+            let changes = each(&names, |name| libvirt::disable(name), "cannot disable")?;
+            context.print(&changes, |list| words(list, "disabled"))?;
+        }
+        Arguments::Status => {
+            let rows = rows(context)?;
+            context.print(&rows, |rows| table(rows))?;
+        }
+        Arguments::Attach { name } => {
+            let request = LibvirtAttachRequest { domain: name };
+            let vm: VmInfo = context.client()?.post("/v1/libvirt/attach", &request)?;
+            context.print(&vm, |vm| describe("has", vm))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One after the other; what was done before an error is done.
+fn each(
+    names: &[String],
+    work: impl Fn(&String) -> Result<Change, libvirt::LibvirtError>,
+    failed: &str,
+) -> anyhow::Result<Vec<Change>> {
+    let one = |name| work(name).with_context(|| format!("{failed} '{name}'"));
+    names.iter().map(one).collect()
+}
+
+fn words(changes: &[Change], what: &str) -> String {
+    let line = |change: &Change| {
+        let already = if change.changed { "" } else { " already" };
+        let domain = match &change.trust_domain {
+            Some(domain) => format!(" in trust domain {domain}"),
+            None => String::new(),
+        };
+        let when = if !change.changed {
+            ""
+        } else if change.running {
+            "; it runs: that takes effect when it is shut down and started again (a reboot of its guest is not enough)"
+        } else if change.managed_save {
+            "; its saved memory is restored at its next start, as it was: that takes effect at the start after that, or after 'virsh managedsave-remove'"
+        } else {
+            ""
+        };
+        format!("{}: {what}{already}{domain}{when}", change.domain)
+    };
+    changes.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+fn rows(context: &Context) -> anyhow::Result<Vec<Row>> {
+    let vms: Result<Vec<VmInfo>, ClientError> = context.client()?.get("/v1/vms");
+    // Which domains are enabled is to be seen without a daemon as well.
+    let vms = match vms {
+        Err(ClientError::Refused(body)) => return Err(ClientError::Refused(body).into()),
+        vms => vms.ok(),
+    };
+    let running = Running::all(Path::new(DEFAULT_RUN)).unwrap_or_default();
+    let row = |domain: String| {
+        let now = running.iter().find(|r| r.domain == domain);
+        let mark = Mark::read(&virsh::inactive_xml(&domain)?)
+            .with_context(|| format!("domain '{domain}'"))?;
+        let with = now.map(|running| running.qmp().is_some());
+        let vm = vms.as_deref().and_then(|vms| vm_of(&domain, vms));
+        Ok(Row {
+            running: now.is_some(),
+            folding: folding(&domain, mark.as_ref(), with, vms.as_deref()),
+            started_with_memfold: with,
+            vm: vm.map(|vm| vm.name.clone()),
+            mark,
+            domain,
+        })
+    };
+    virsh::domains()?.into_iter().map(row).collect()
+}
+
+/// What becomes of a domain. `vms`: those of the daemon, if there is one.
+fn folding(
+    domain: &str,
+    mark: Option<&Mark>,
+    started_with: Option<bool>,
+    vms: Option<&[VmInfo]>,
+) -> String {
+    let Some(vms) = vms.filter(|_| started_with == Some(true)) else {
+        return match (mark, started_with) {
+            (None, None | Some(false)) => "no: not enabled",
+            (Some(_), None) => "when it is started",
+            (Some(_), Some(false)) => {
+                "no: enabled since it was started; shut it down and start it again"
+            }
+            (_, Some(true)) => "no: the daemon doesn't answer; start it with 'memfold serve'",
+        }
+        .into();
+    };
+    let Some(vm) = vm_of(domain, vms) else {
+        return format!("no: not taken on; 'memfold libvirt attach {domain}' says why");
+    };
+    match (vm.fold_problems.first(), vm.refold_problems.first()) {
+        (Some(problem), _) => format!("no: {problem}"),
+        (None, Some(_)) => "yes, but not again what its guest has rewritten (direct I/O)".into(),
+        (None, None) => "yes".into(),
+    }
+}
+
+fn vm_of<'a>(domain: &str, vms: &'a [VmInfo]) -> Option<&'a VmInfo> {
+    vms.iter().find(|vm| vm.libvirt.as_deref() == Some(domain))
+}
+
+fn table(rows: &[Row]) -> String {
+    if rows.is_empty() {
+        return "libvirt has no domains".into();
+    }
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header([
+        "DOMAIN",
+        "STATE",
+        "TRUST DOMAIN",
+        "VM",
+        "FOLDING",
+    ]);
+    for row in rows {
+        let none = || "-".to_owned();
+        let trust = row.mark.as_ref().and_then(|mark| mark.domain.clone());
+        table.add_row([
+            row.domain.clone(),
+            if row.running { "running" } else { "off" }.into(),
+            trust.unwrap_or_else(none),
+            row.vm.clone().unwrap_or_else(none),
+            row.folding.clone(),
+        ]);
+    }
+    table.trim_fmt()
+}

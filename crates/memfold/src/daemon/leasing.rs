@@ -1,0 +1,207 @@
+//! Leases of what this host's VMs borrow: of how many lenders, taken all or none, renewed, released.
+
+use std::time::{Duration, Instant};
+
+use tracing::warn;
+
+use super::borrowing::{Begun, lending};
+use super::{Daemon, DaemonError};
+use crate::api::BorrowRequest;
+use crate::lend::graph::{Borrowing, Stripe};
+use crate::lend::relay::stripes::{MOST, Stripes};
+use crate::lend::{Durability, Endpoint, Lease, LeaseId, RegistryError, Want};
+
+/// How long a lease holds without being renewed: so long may a borrower's daemon be away.
+pub(super) const LEASE_TTL: Duration = Duration::from_secs(60);
+
+/// A lender that isn't heard of for so long is given up: its host may stand still, and VMs wait for it.
+const SILENT: Duration = Duration::from_secs(3);
+
+/// How long a lender may take to export: at least, and for each GiB that it has to allocate.
+const EXPORT_LEAST: Duration = Duration::from_secs(10);
+const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
+
+/// Fewest lenders that have room for a disk between them, each the same; `free`: what each has.
+fn fewest(bytes: u64, mut free: Vec<u64>) -> Option<u64> {
+    free.sort_unstable_by(|a, b| b.cmp(a));
+    let counts = (1..).zip(free).take_while(|(count, _)| *count <= MOST);
+    let fits = |(count, least): &(u64, u64)| {
+        let stripes = Stripes {
+            count: *count,
+            bytes,
+        };
+        *least >= stripes.of_each()
+    };
+    counts.into_iter().find(fits).map(|(count, _)| count)
+}
+
+impl Daemon {
+    /// Takes leases for a disk of `bytes`, into `begun`: first all stripes of one copy, then those of the next. Gives how many stripes these are.
+    pub(super) fn take_leases(
+        &self,
+        vm: &str,
+        bytes: u64,
+        request: &BorrowRequest,
+        begun: &mut Begun,
+    ) -> Result<u8, DaemonError> {
+        let distrusted = self.lending.distrusted();
+        let count = self.stripes(bytes, request)?;
+        let stripes = Stripes {
+            count: u64::from(count),
+            bytes,
+        };
+        let copies = if request.durability == Durability::Replica {
+            2
+        } else {
+            1
+        };
+        for _ in 0..u64::from(count) * copies {
+            let ours = begun.leases.iter().map(|lease| lease.lender.host.clone());
+            let want = Want {
+                borrower: self.lending.host.clone(),
+                vm: vm.to_owned(),
+                bytes: stripes.of_each(),
+                durability: request.durability,
+                apart_from: ours.chain(distrusted.clone()).collect(),
+            };
+            let taken = self.lending.registry.take(&want, LEASE_TTL);
+            let lease = taken.map_err(|error| match error {
+                RegistryError::NothingToSpare { .. } if !distrusted.is_empty() => lending(
+                    format!("{error}; not asked: {}", distrusted.join(", ")),
+                    "they served wrong bytes: 'memfold leases' says which, 'memfold leases --trust HOST' believes one again",
+                ),
+                error => error.into(),
+            })?;
+            begun.leases.push(lease);
+        }
+        Ok(count)
+    }
+
+    /// Over how many lenders a disk is to be laid out.
+    fn stripes(&self, bytes: u64, request: &BorrowRequest) -> Result<u8, DaemonError> {
+        if let Some(count) = request.stripes {
+            if !(1..=MOST).contains(&u64::from(count)) {
+                return Err(DaemonError::BadRequest(format!(
+                    "{count} stripes are not 1 to {MOST}"
+                )));
+            }
+            if count > 1 && request.durability == Durability::Replica {
+                return Err(DaemonError::BadRequest(
+                    "a replica is of two whole lenders; give stripes a copy on disk (durability disk) instead".into(),
+                ));
+            }
+            return Ok(count);
+        }
+        // More lenders, more that can fail: only where the disk has all bytes anyway.
+        if request.durability != Durability::Disk {
+            return Ok(1);
+        }
+        let picture = self.lending.registry.picture()?;
+        let distrusted = self.lending.distrusted();
+        let others = picture.lenders.iter().filter(|lender| {
+            let host = &lender.lender.host;
+            lender.left_ms > 0 && *host != self.lending.host && !distrusted.contains(host)
+        });
+        let free = others.map(|lender| lender.offered_bytes.saturating_sub(lender.lent_bytes));
+        let fewest = fewest(bytes, free.collect());
+        // If there is nobody, the registry says it in better words.
+        Ok(fewest.and_then(|n| u8::try_from(n).ok()).unwrap_or(1))
+    }
+
+    /// Renews leases while something is done that takes long; why it had better be given up, if it had.
+    pub(super) fn keep(&self, leases: impl Iterator<Item = LeaseId>) -> Option<String> {
+        let mut why = None;
+        for id in leases {
+            let host = &self.lending.host;
+            match self.lending.registry.renew(id, host, LEASE_TTL) {
+                Ok(lease) if lease.recall_ms.is_some() => {
+                    why = Some(format!(
+                        "lender '{}' needs its memory itself",
+                        lease.lender.host
+                    ));
+                }
+                // Passing, or seen by the connection.
+                Ok(_) | Err(_) => {}
+            }
+        }
+        why
+    }
+
+    pub(super) fn wait_exported(&self, lease: &Lease) -> Result<Endpoint, DaemonError> {
+        let gib = u32::try_from(lease.bytes >> 30).unwrap_or(u32::MAX);
+        let patience = EXPORT_PER_GIB.saturating_mul(gib).max(EXPORT_LEAST);
+        let end = Instant::now() + patience;
+        loop {
+            let failed = |why: &str| {
+                lending(
+                    format!("lender '{}' {why}", lease.lender.host),
+                    "its daemon's log says why; 'memfold leases' shows what others offer",
+                )
+            };
+            match self.lending.registry.endpoint(lease.id, &lease.borrower) {
+                Ok(Some(endpoint)) => {
+                    endpoint.check()?;
+                    return Ok(endpoint);
+                }
+                Ok(None) if Instant::now() < end => {
+                    self.keep(std::iter::once(lease.id));
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                Ok(None) => return Err(failed("has not exported what it offered in time")),
+                Err(RegistryError::NoLease { .. }) => {
+                    return Err(failed("could not export what it offered"));
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    pub(super) fn release(&self, leases: impl Iterator<Item = LeaseId>) {
+        for id in leases {
+            if let Err(error) = self.lending.registry.release(id, &self.lending.host) {
+                warn!(lease = id.0, %error, "not released; its lender takes it back when it is over");
+            }
+        }
+    }
+
+    /// A part whose lender isn't heard of any more.
+    pub(super) fn silent_part(&self, borrowing: &Borrowing) -> Option<usize> {
+        // Unknown isn't silent; and after an outage of the registry all lenders were silent there.
+        let (picture, heard) = self.lending.heard()?;
+        if heard <= SILENT {
+            return None;
+        }
+        let is_silent = |stripe: &Stripe| {
+            picture.lenders.iter().any(|lender| {
+                lender.lender.host == stripe.lender
+                    && u128::from(lender.silent_ms) > SILENT.as_millis()
+            })
+        };
+        let mut reached = borrowing.reached();
+        let (part, _) = reached.find(|(_, part)| part.stripes().any(is_silent))?;
+        Some(part)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_is_laid_out_over_as_few_lenders_as_have_room() {
+        const MIB: u64 = 1 << 20;
+        for (bytes, free, count) in [
+            (64, vec![], None),
+            (64, vec![63], None),
+            (64, vec![1, 64], Some(1)),
+            (64, vec![40, 1, 40], Some(2)),
+            (64, vec![40, 31], None),
+            (64, vec![40, 31, 31, 22], Some(3)),
+            (64, vec![8; 8], Some(8)),
+            (64, vec![7; 20], None),
+        ] {
+            let free = free.into_iter().map(|mib: u64| mib * MIB).collect();
+            assert_eq!(fewest(bytes * MIB, free), count, "{bytes} {count:?}");
+        }
+    }
+}

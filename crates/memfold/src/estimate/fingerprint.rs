@@ -1,0 +1,418 @@
+//! What VMs hold, in a form that tells two hosts what their VMs have in common and nobody else what it is: `memfold estimate --fingerprint`.
+//!
+//! After Memory Buddies (Wood et al., VEE 2009), with a sample by content in place of a Bloom filter of all pages: of a content either all VMs that hold it have it in
+//! their fingerprints, or none, so what two have in common is counted, and multiplied by 2^level. Contents are hashed with a secret that the hosts share: a
+//! fingerprint by itself can't be searched for a page that somebody knows.
+//!
+//! ```text
+//!   a content, 64 bits:   6: how many zero bits its sampling hash begins with (more than so many count as so many)
+//!                        58: of the BLAKE3 hash, keyed, of its sampling hash, whose seed comes from the key as well
+//! ```
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::{self, Read, Write as _};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use memfold_units::PAGE_SIZE;
+use procfs::process::Process;
+use serde::{Deserialize, Serialize};
+
+use super::look::Looked;
+use super::sample::Again;
+use super::targets::Target;
+
+/// Of this form.
+pub const FORMAT: u32 = 1;
+
+/// Contents of a VM at most: what two have in common is right within about 1.5 % of either, at 95 %.
+const MOST_CONTENTS: usize = 1 << 14;
+
+/// Greatest level that a content's 64 bits can say.
+const MOST_LEVEL: u32 = 63;
+
+/// Why there is no key.
+#[derive(Debug, thiserror::Error)]
+pub enum KeyError {
+    /// The file can't be read or made.
+    #[error("cannot read or make the key {path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// It holds something else.
+    #[error("{0} holds no key: 64 hexadecimal digits in one line")]
+    Format(PathBuf),
+    /// Others may read it.
+    #[error("others than its owner may read the key {0}; chmod 600 it")]
+    Open(PathBuf),
+}
+
+/// What hosts that compare fingerprints share, and nobody else has.
+#[derive(Clone)]
+pub struct Key([u8; 32]);
+
+impl std::fmt::Debug for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Key").field(&self.id()).finish()
+    }
+}
+
+impl Key {
+    /// The key in a file; a new one, if there is no such file. `true`: it is new.
+    pub fn open(path: &Path) -> Result<(Self, bool), KeyError> {
+        let failed = |source| KeyError::File {
+            path: path.into(),
+            source,
+        };
+        match File::open(path) {
+            Ok(file) => Self::read(path, file).map(|key| (key, false)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let key = Self::make(path).map_err(failed)?;
+                Ok((key, true))
+            }
+            Err(source) => Err(failed(source)),
+        }
+    }
+
+    fn read(path: &Path, mut file: File) -> Result<Self, KeyError> {
+        let failed = |source| KeyError::File {
+            path: path.into(),
+            source,
+        };
+        if file.metadata().map_err(failed)?.mode() & 0o077 != 0 {
+            return Err(KeyError::Open(path.into()));
+        }
+        let mut text = String::new();
+        // No more than a key has, whatever it is that was named.
+        (&mut file)
+            .take(128)
+            .read_to_string(&mut text)
+            .map_err(failed)?;
+        let text = text.trim();
+        let wrong = || KeyError::Format(path.into());
+        if text.len() != 64 || !text.is_ascii() {
+            return Err(wrong());
+        }
+        let mut key = [0; 32];
+        for (at, byte) in key.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&text[2 * at..2 * at + 2], 16).map_err(|_| wrong())?;
+        }
+        Ok(Self(key))
+    }
+
+    fn make(path: &Path) -> io::Result<Self> {
+        let mut key = [0; 32];
+        File::open("/dev/urandom")?.read_exact(&mut key)?;
+        let mut text = hex(&key);
+        text.push('\n');
+        let mut file = File::options()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(path)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        Ok(Self(key))
+    }
+
+    fn hash(&self, what: &[u8]) -> [u8; 32] {
+        *blake3::keyed_hash(&self.0, what).as_bytes()
+    }
+
+    /// By which two files are known to be of one key.
+    #[must_use]
+    pub fn id(&self) -> String {
+        hex(&self.hash(b"memfold fingerprint: name of the key")[..8])
+    }
+
+    /// What the sample is drawn by.
+    #[must_use]
+    pub fn seed(&self) -> u64 {
+        first(&self.hash(b"memfold fingerprint: seed of the sample"))
+    }
+
+    fn content(&self, hash: u64) -> u64 {
+        let level = hash.leading_zeros().min(MOST_LEVEL);
+        u64::from(level) << 58 | first(&self.hash(&hash.to_le_bytes())) >> 6
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+fn first(hash: &[u8; 32]) -> u64 {
+    hash[..8]
+        .iter()
+        .fold(0, |value, byte| value << 8 | u64::from(*byte))
+}
+
+/// The level from which on a content is in samples.
+#[must_use]
+pub const fn level_of(content: u64) -> u32 {
+    (content >> 58) as u32
+}
+
+/// A VM's.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmPrint {
+    /// Its name.
+    pub name: String,
+    /// Its trust domain; null: it shares with nobody.
+    pub domain: Option<String>,
+    /// RAM in memory, shared or not.
+    pub ram_bytes: u64,
+    /// What its QEMU takes beside RAM.
+    pub beside_bytes: u64,
+    /// Contents that it holds, drawn, each once, sorted.
+    pub contents: Vec<u64>,
+}
+
+/// A host's.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Fingerprint {
+    /// [`FORMAT`].
+    pub format: u32,
+    /// The host's name.
+    pub host: String,
+    /// [`Key::id`].
+    pub key: String,
+    /// Of 2^level contents one is drawn.
+    pub level: u32,
+    /// `MemTotal`.
+    pub memory_bytes: u64,
+    /// What others than its VMs have taken of it.
+    pub others_bytes: u64,
+    /// Its VMs.
+    pub vms: Vec<VmPrint>,
+}
+
+/// What the host's memory is taken by.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostMemory {
+    /// `MemTotal`.
+    pub total_bytes: u64,
+    /// `MemAvailable`.
+    pub available_bytes: u64,
+}
+
+/// The fingerprint of what was looked at, with [`super::Options::reads_files`] and the key's seed.
+pub fn of(looked: &Looked, key: &Key, host: &str, memory: HostMemory) -> io::Result<Fingerprint> {
+    let mut contents: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
+    // What changes between two looks is nobody's twin for long.
+    let stays = looked
+        .sample
+        .pages
+        .iter()
+        .filter(|seen| seen.again != Again::Changed);
+    for seen in stays {
+        contents
+            .entry(seen.vm)
+            .or_default()
+            .push(key.content(seen.hash));
+    }
+    let mut level = looked.sample.level();
+    for (hash, frequent) in &looked.sample.frequent {
+        for vm in 0..looked.targets.len() {
+            let number = u32::try_from(vm).unwrap_or(u32::MAX);
+            if frequent.of(vm) > 0 {
+                contents.entry(number).or_default().push(key.content(*hash));
+            }
+        }
+    }
+    for of_vm in contents.values_mut() {
+        of_vm.sort_unstable();
+        of_vm.dedup();
+    }
+    // The same for all: a content is drawn everywhere or nowhere.
+    while contents
+        .values()
+        .any(|of_vm| of_vm.iter().filter(|&&c| level_of(c) >= level).count() > MOST_CONTENTS)
+    {
+        level += 1;
+    }
+    let (mut vms, mut taken) = (Vec::new(), 0);
+    for ((number, target), pages) in (0..).zip(&looked.targets).zip(&looked.vms) {
+        let mut of_vm = contents.remove(&number).unwrap_or_default();
+        of_vm.retain(|&content| level_of(content) >= level);
+        let (ram, beside) = match taken_by(target) {
+            Ok(taken) => taken,
+            // It has ended meanwhile.
+            Err(_) if !Path::new(&format!("/proc/{}", target.pid)).exists() => continue,
+            Err(error) => return Err(error),
+        };
+        taken += ram + beside;
+        vms.push(VmPrint {
+            name: target.name.clone(),
+            domain: target.domain.clone(),
+            ram_bytes: (pages.private + pages.file) * PAGE_SIZE,
+            beside_bytes: beside,
+            contents: of_vm,
+        });
+    }
+    let used = memory.total_bytes.saturating_sub(memory.available_bytes);
+    Ok(Fingerprint {
+        format: FORMAT,
+        host: host.to_owned(),
+        key: key.id(),
+        level,
+        memory_bytes: memory.total_bytes,
+        others_bytes: used.saturating_sub(taken),
+        vms,
+    })
+}
+
+/// PSS of a VM's RAM, and of the rest of its process.
+fn taken_by(target: &Target) -> io::Result<(u64, u64)> {
+    let maps = Process::new(target.pid).and_then(|process| process.smaps());
+    let maps = maps.map_err(io::Error::other)?;
+    let (mut ram, mut beside) = (0, 0);
+    for map in maps {
+        let pss = map.extension.map.get("Pss").copied().unwrap_or(0);
+        let (start, end) = map.address;
+        let is_ram = target
+            .ranges
+            .iter()
+            .any(|range| range.start < end && start < range.end);
+        *(if is_ram { &mut ram } else { &mut beside }) += pss;
+    }
+    Ok((ram, beside))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::super::look::Pages;
+    use super::super::sample::{Sample, Seen};
+    use super::*;
+
+    fn looked(contents: &[(u32, u64)], room: usize) -> Looked {
+        let mut sample = Sample::new(room);
+        for (page, &(vm, hash)) in contents.iter().enumerate() {
+            sample.add(Seen {
+                hash,
+                vm,
+                page: page as u64,
+                ..Seen::default()
+            });
+        }
+        let own = i32::try_from(std::process::id()).unwrap();
+        let target = |name: &str| Target {
+            name: name.into(),
+            pid: own,
+            domain: Some("d".into()),
+            ..Target::default()
+        };
+        Looked {
+            targets: vec![target("a"), target("b")],
+            vms: vec![
+                Pages {
+                    private: 3,
+                    file: 2,
+                    ..Pages::default()
+                };
+                2
+            ],
+            sample,
+            complete: true,
+            again_pages: 0,
+        }
+    }
+
+    fn key() -> Key {
+        Key([7; 32])
+    }
+
+    fn scrambled(number: u64) -> u64 {
+        xxhash_rust::xxh3::xxh3_64(&number.to_le_bytes())
+    }
+
+    #[test]
+    fn a_key_is_made_once_for_its_owner_and_read_again() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("key");
+        let (made, new) = Key::open(&path).unwrap();
+        assert!(new);
+        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        let (read, new) = Key::open(&path).unwrap();
+        assert!(!new);
+        assert_eq!((made.id(), made.seed()), (read.id(), read.seed()));
+        let (other, _) = Key::open(&place.path().join("other")).unwrap();
+        assert_ne!((made.id(), made.seed()), (other.id(), other.seed()));
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(!format!("{made:?}").contains(&text[..16]), "it is a secret");
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o640)).unwrap();
+        assert!(matches!(Key::open(&path), Err(KeyError::Open(_))));
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
+        for wrong in ["", "12", &"x".repeat(64), &"é".repeat(32)] {
+            std::fs::write(&path, wrong).unwrap();
+            assert!(
+                matches!(Key::open(&path), Err(KeyError::Format(_))),
+                "{wrong}"
+            );
+        }
+        std::fs::set_permissions(place.path(), PermissionsExt::from_mode(0o700)).unwrap();
+        assert!(matches!(
+            Key::open(place.path()),
+            Err(KeyError::File { .. })
+        ));
+    }
+
+    #[test]
+    fn what_two_vms_have_in_common_is_in_both_fingerprints_at_any_level() {
+        // 40,000 contents each, of which 30,000 are the same.
+        let contents: Vec<(u32, u64)> = (0..40_000)
+            .flat_map(|number| [(0, scrambled(number)), (1, scrambled(number + 10_000))])
+            .collect();
+        let host = HostMemory {
+            total_bytes: 1 << 40,
+            available_bytes: 0,
+        };
+        let print = of(&looked(&contents, 1 << 20), &key(), "h", host).unwrap();
+        assert!(print.level >= 2, "{}", print.level);
+        let [a, b] = &print.vms[..] else { panic!() };
+        assert!(a.contents.len() <= MOST_CONTENTS);
+        assert!(a.contents.is_sorted());
+        let common = a.contents.iter().filter(|c| b.contents.contains(c)).count();
+        let estimate = common as f64 * f64::from(print.level).exp2();
+        assert!((28_000.0..32_000.0).contains(&estimate), "{estimate}");
+        assert_eq!(a.ram_bytes, 5 * PAGE_SIZE);
+        // This process has no RAM of a VM: all of it is beside.
+        assert!(a.beside_bytes > 0);
+        assert!(print.others_bytes < 1 << 40);
+        // Another key draws others, and nothing of one is found in the other.
+        let other = of(&looked(&contents, 1 << 20), &Key([8; 32]), "h", host).unwrap();
+        assert_ne!(other.key, print.key);
+        let found = other.vms[0]
+            .contents
+            .iter()
+            .filter(|c| a.contents.contains(c));
+        assert!(found.count() <= 2);
+        let text = serde_json::to_string(&print).unwrap();
+        assert_eq!(serde_json::from_str::<Fingerprint>(&text).unwrap(), print);
+    }
+
+    #[test]
+    fn what_changes_is_left_out_and_what_is_frequent_is_there_once() {
+        let mut contents = vec![(0, u64::MAX); 9];
+        contents.push((1, 5));
+        let mut looked = looked(&contents, 1 << 10);
+        looked.sample.pages.last_mut().unwrap().again = Again::Changed;
+        let print = of(&looked, &key(), "h", HostMemory::default()).unwrap();
+        assert_eq!(print.vms[0].contents.len(), 1);
+        assert!(print.vms[1].contents.is_empty());
+        assert_eq!((print.level, print.others_bytes), (0, 0));
+    }
+}

@@ -1,0 +1,637 @@
+//! Which VMs to place together: from the fingerprints of hosts, moves that lower what all of them take.
+//!
+//! ```text
+//!   a host takes   others + sum over its VMs (RAM + beside) - contents that VMs of one trust domain hold more than once there
+//!
+//!   the best move of one VM, or exchange of two, again and again, as long as one saves enough; a host that has too little memory is
+//!   relieved first
+//! ```
+//! A model: it says what placing VMs together would let folding, KSM and clones save, not that they do. What VMs hold in common within
+//! themselves is left out: it moves with them.
+
+use std::collections::BTreeSet;
+
+use foldhash::HashMap;
+use memfold_units::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
+
+use super::fingerprint::{FORMAT, Fingerprint, VmPrint, level_of};
+
+/// A byte that a host lacks counts as so many that are taken.
+const LACK: u64 = 16;
+
+/// Moves at most: a bound, reached by nobody so far.
+const MOST_MOVES: usize = 10_000;
+
+/// Contents of all VMs that are gone through at most.
+const MOST_CONTENTS: usize = 1 << 18;
+
+/// Why nothing can be proposed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlaceError {
+    /// One host has nowhere to move VMs to.
+    #[error(
+        "give the fingerprints of two hosts at least ('memfold estimate --fingerprint FILE --key KEY' on each)"
+    )]
+    OneHost,
+    /// Of another memfold.
+    #[error("the fingerprint of '{host}' has format {format}; this memfold reads {FORMAT}")]
+    Format {
+        /// The host.
+        host: String,
+        /// Its format.
+        format: u32,
+    },
+    /// Nothing in them can be compared.
+    #[error(
+        "the fingerprints of '{0}' and '{1}' were made with two keys; copy the key of one host to the other and make them anew"
+    )]
+    Keys(String, String),
+    /// Twice the same.
+    #[error("there are two fingerprints of '{0}'; leave the older one out")]
+    Twice(String),
+}
+
+/// What is proposed.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Proposal {
+    /// The hosts, as they were given.
+    pub hosts: Vec<PlacedHost>,
+    /// What to do, in this order. An exchange is two moves.
+    pub moves: Vec<Move>,
+    /// What the hosts would take now if all that could be shared were shared.
+    pub now_bytes: u64,
+    /// And then.
+    pub then_bytes: u64,
+    /// The 95 % error bar of the difference, from sampling.
+    pub plus_minus_bytes: u64,
+}
+
+/// A host before and after.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PlacedHost {
+    /// Its name.
+    pub host: String,
+    /// What may be taken of it: its memory less the reserve.
+    pub limit_bytes: u64,
+    /// What it takes now, if all that could be shared were.
+    pub now_bytes: u64,
+    /// And then.
+    pub then_bytes: u64,
+    /// VMs that it has then.
+    pub vms: Vec<String>,
+}
+
+/// A VM that is to move.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Move {
+    /// The VM.
+    pub vm: String,
+    /// From this host.
+    pub from: String,
+    /// To that one.
+    pub to: String,
+    /// What it saves in all; of an exchange, its first move says what both save.
+    pub saves_bytes: i64,
+}
+
+/// What a VM holds: trust domains and contents, as numbers.
+struct Vm<'a> {
+    print: &'a VmPrint,
+    contents: Vec<u64>,
+    domain: u32,
+}
+
+impl Vm<'_> {
+    const fn bytes(&self) -> u64 {
+        self.print.ram_bytes + self.print.beside_bytes
+    }
+}
+
+struct Host {
+    others: u64,
+    limit: u64,
+    vms: BTreeSet<usize>,
+    /// How many of its VMs of a trust domain hold a content.
+    holders: HashMap<(u32, u64), u32>,
+    apart: u64,
+    /// Contents held more than once, each time but one.
+    common: u64,
+}
+
+struct Model<'a> {
+    vms: Vec<Vm<'a>>,
+    hosts: Vec<Host>,
+    bytes_a_content: u64,
+}
+
+impl Model<'_> {
+    fn taken(&self, host: usize) -> u64 {
+        let host = &self.hosts[host];
+        let all = host.others + host.apart;
+        all.saturating_sub(host.common * self.bytes_a_content)
+    }
+
+    fn put(&mut self, vm: usize, host: usize) {
+        let (vm_of, host) = (&self.vms[vm], &mut self.hosts[host]);
+        for &content in &vm_of.contents {
+            let holders = host.holders.entry((vm_of.domain, content)).or_default();
+            *holders += 1;
+            host.common += u64::from(*holders > 1);
+        }
+        host.apart += vm_of.bytes();
+        host.vms.insert(vm);
+    }
+
+    fn take(&mut self, vm: usize, host: usize) {
+        let (vm_of, host) = (&self.vms[vm], &mut self.hosts[host]);
+        for &content in &vm_of.contents {
+            if let Some(holders) = host.holders.get_mut(&(vm_of.domain, content)) {
+                host.common -= u64::from(*holders > 1);
+                *holders -= 1;
+            }
+        }
+        host.apart -= vm_of.bytes();
+        host.vms.remove(&vm);
+    }
+
+    /// What the two hosts of a step take and lack, before and after it.
+    fn weigh(&mut self, step: Step) -> (Weight, Weight) {
+        let before = self.weight(step);
+        self.apply(step);
+        let after = self.weight(step);
+        self.apply(step.back());
+        (before, after)
+    }
+
+    fn weight(&self, step: Step) -> Weight {
+        let (from, to) = step.hosts();
+        Weight {
+            taken: i128::from(self.taken(from)) + i128::from(self.taken(to)),
+            lacks: [self.lacks(from), self.lacks(to)],
+        }
+    }
+
+    fn lacks(&self, host: usize) -> u64 {
+        self.taken(host).saturating_sub(self.hosts[host].limit)
+    }
+
+    fn apply(&mut self, step: Step) {
+        match step {
+            Step::Move { vm, from, to } => {
+                self.take(vm, from);
+                self.put(vm, to);
+            }
+            Step::Exchange { a, b } => {
+                self.take(a.0, a.1);
+                self.take(b.0, b.1);
+                self.put(a.0, b.1);
+                self.put(b.0, a.1);
+            }
+        }
+    }
+
+    /// VMs with their hosts.
+    fn places(&self) -> Vec<(usize, usize)> {
+        (0..self.hosts.len())
+            .flat_map(|host| self.hosts[host].vms.iter().map(move |&vm| (vm, host)))
+            .collect()
+    }
+
+    fn moves(&self) -> Vec<Step> {
+        let mut steps = Vec::new();
+        for (vm, from) in self.places() {
+            let others = (0..self.hosts.len()).filter(|&to| to != from);
+            steps.extend(others.map(|to| Step::Move { vm, from, to }));
+        }
+        steps
+    }
+
+    fn exchanges(&self) -> Vec<Step> {
+        let places = self.places();
+        let mut steps = Vec::new();
+        for (at, &a) in places.iter().enumerate() {
+            let others = places[at + 1..].iter().filter(|b| b.1 != a.1);
+            steps.extend(others.map(|&b| Step::Exchange { a, b }));
+        }
+        steps
+    }
+
+    /// The step that saves most of those that save enough; of equals the first, so that the same fingerprints give the same proposal. None leaves a
+    /// host with less than it has to keep, or with less still; to give one what it lacks is worth [`LACK`] times as much as to save.
+    fn best(&mut self, steps: Vec<Step>, least_bytes: u64) -> Option<Step> {
+        let mut best: Option<(i128, Step)> = None;
+        for step in steps {
+            let (before, after) = self.weigh(step);
+            if (0..2).any(|host| after.lacks[host] > before.lacks[host]) {
+                continue;
+            }
+            let least = i128::from(least_bytes * step.moves());
+            let lack = |weight: &Weight| i128::from(weight.lacks[0]) + i128::from(weight.lacks[1]);
+            let relief = lack(&before) - lack(&after);
+            let relieves = relief > 0 && (relief >= least || lack(&after) == 0);
+            let saves = before.taken - after.taken;
+            let gain = saves + relief * i128::from(LACK);
+            let is_enough = relieves || saves >= least;
+            if gain > 0 && is_enough && best.is_none_or(|(most, _)| gain > most) {
+                best = Some((gain, step));
+            }
+        }
+        best.map(|(_, step)| step)
+    }
+}
+
+/// What two hosts take together, and what each lacks, in bytes.
+struct Weight {
+    taken: i128,
+    lacks: [u64; 2],
+}
+
+/// VMs and hosts by their numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Move {
+        vm: usize,
+        from: usize,
+        to: usize,
+    },
+    /// Two VMs, each with its host.
+    Exchange {
+        a: (usize, usize),
+        b: (usize, usize),
+    },
+}
+
+impl Step {
+    const fn hosts(self) -> (usize, usize) {
+        match self {
+            Self::Move { from, to, .. } => (from, to),
+            Self::Exchange { a, b } => (a.1, b.1),
+        }
+    }
+
+    const fn back(self) -> Self {
+        match self {
+            Self::Move { vm, from, to } => Self::Move {
+                vm,
+                from: to,
+                to: from,
+            },
+            Self::Exchange { a, b } => Self::Exchange {
+                a: (a.0, b.1),
+                b: (b.0, a.1),
+            },
+        }
+    }
+
+    const fn moves(self) -> u64 {
+        match self {
+            Self::Move { .. } => 1,
+            Self::Exchange { .. } => 2,
+        }
+    }
+}
+
+/// Proposes moves that save `least_bytes` each at least, and leave `reserve_percent` of each host's memory.
+pub fn propose(
+    prints: &[Fingerprint],
+    least_bytes: u64,
+    reserve_percent: f64,
+) -> Result<Proposal, PlaceError> {
+    check(prints)?;
+    let mut model = model(prints, reserve_percent);
+    let all = |model: &Model<'_>| {
+        (0..prints.len())
+            .map(|h| model.taken(h))
+            .collect::<Vec<_>>()
+    };
+    let now = all(&model);
+    let mut drawn = 0;
+    let mut moves = Vec::new();
+    while moves.len() < MOST_MOVES {
+        // There are many more exchanges than moves.
+        let moved = model.best(model.moves(), least_bytes);
+        let Some(step) = moved.or_else(|| model.best(model.exchanges(), least_bytes)) else {
+            break;
+        };
+        let before: u64 = all(&model).iter().sum();
+        let (from, to) = step.hosts();
+        let common = |model: &Model<'_>| [from, to].map(|host| model.hosts[host].common);
+        let had = common(&model);
+        model.apply(step);
+        let has = common(&model);
+        // What is lost here and won there was drawn twice.
+        drawn += had[0].abs_diff(has[0]) + had[1].abs_diff(has[1]);
+        let after: u64 = all(&model).iter().sum();
+        let saves = i64::try_from(i128::from(before) - i128::from(after)).unwrap_or(i64::MAX);
+        let told = |vm: usize, from: usize, to: usize, saves| Move {
+            vm: model.vms[vm].print.name.clone(),
+            from: prints[from].host.clone(),
+            to: prints[to].host.clone(),
+            saves_bytes: saves,
+        };
+        match step {
+            Step::Move { vm, from, to } => moves.push(told(vm, from, to, saves)),
+            Step::Exchange { a, b } => {
+                moves.push(told(a.0, a.1, b.1, saves));
+                moves.push(told(b.0, b.1, a.1, 0));
+            }
+        }
+    }
+    let then = all(&model);
+    // Drawn contents are counted like rare events: the deviation is the root of their number.
+    let plus_minus = 1.96 * (drawn as f64).sqrt() * model.bytes_a_content as f64;
+    let hosts = prints.iter().enumerate().map(|(number, print)| PlacedHost {
+        host: print.host.clone(),
+        limit_bytes: model.hosts[number].limit,
+        now_bytes: now[number],
+        then_bytes: then[number],
+        vms: model.hosts[number]
+            .vms
+            .iter()
+            .map(|&vm| model.vms[vm].print.name.clone())
+            .collect(),
+    });
+    Ok(Proposal {
+        hosts: hosts.collect(),
+        moves,
+        now_bytes: now.iter().sum(),
+        then_bytes: then.iter().sum(),
+        plus_minus_bytes: whole(plus_minus),
+    })
+}
+
+/// Bytes, rounded down.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // a cast of a float ends at the type's bounds
+const fn whole(bytes: f64) -> u64 {
+    bytes as u64
+}
+
+fn check(prints: &[Fingerprint]) -> Result<(), PlaceError> {
+    if let Some(other) = prints.iter().find(|print| print.format != FORMAT) {
+        return Err(PlaceError::Format {
+            host: other.host.clone(),
+            format: other.format,
+        });
+    }
+    let [first, rest @ ..] = prints else {
+        return Err(PlaceError::OneHost);
+    };
+    if rest.is_empty() {
+        return Err(PlaceError::OneHost);
+    }
+    if let Some(other) = rest.iter().find(|print| print.key != first.key) {
+        return Err(PlaceError::Keys(first.host.clone(), other.host.clone()));
+    }
+    let mut names = BTreeSet::new();
+    match prints.iter().find(|print| !names.insert(&print.host)) {
+        Some(twice) => Err(PlaceError::Twice(twice.host.clone())),
+        None => Ok(()),
+    }
+}
+
+fn model(prints: &[Fingerprint], reserve_percent: f64) -> Model<'_> {
+    // What is drawn on every host, and of many VMs no more than can be gone through for each pair of them.
+    let mut level = prints.iter().map(|print| print.level).max().unwrap_or(0);
+    let all = || {
+        prints
+            .iter()
+            .flat_map(|p| &p.vms)
+            .flat_map(|vm| &vm.contents)
+    };
+    while all().filter(|&&content| level_of(content) >= level).count() > MOST_CONTENTS {
+        level += 1;
+    }
+    let mut domains: HashMap<String, u32> = HashMap::default();
+    let mut model = Model {
+        vms: Vec::new(),
+        hosts: Vec::new(),
+        bytes_a_content: PAGE_SIZE << level.min(40),
+    };
+    for (number, print) in prints.iter().enumerate() {
+        let kept = print.memory_bytes as f64 * (1.0 - reserve_percent / 100.0);
+        model.hosts.push(Host {
+            others: print.others_bytes,
+            limit: whole(kept),
+            vms: BTreeSet::new(),
+            holders: HashMap::default(),
+            apart: 0,
+            common: 0,
+        });
+        for vm in &print.vms {
+            // Without a trust domain it is one of its own, wherever it goes.
+            let name = match &vm.domain {
+                Some(domain) => format!("domain/{domain}"),
+                None => format!("vm/{number}/{}", vm.name),
+            };
+            let next = u32::try_from(domains.len()).unwrap_or(u32::MAX);
+            let domain = *domains.entry(name).or_insert(next);
+            let drawn = vm.contents.iter().copied();
+            model.vms.push(Vm {
+                print: vm,
+                contents: drawn
+                    .filter(|&content| level_of(content) >= level)
+                    .collect(),
+                domain,
+            });
+            model.put(model.vms.len() - 1, number);
+        }
+    }
+    model
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A VM of so many MiB that holds contents of a kind: numbers from `kind * 1000` on, at level 0.
+    fn vm(name: &str, domain: Option<&str>, kind: u64, mib: u64) -> VmPrint {
+        VmPrint {
+            name: name.into(),
+            domain: domain.map(str::to_owned),
+            ram_bytes: mib * MIB,
+            beside_bytes: 0,
+            contents: (0..mib / 2 * 256).map(|page| kind << 32 | page).collect(),
+        }
+    }
+
+    fn host(name: &str, gib: u64, vms: Vec<VmPrint>) -> Fingerprint {
+        Fingerprint {
+            format: FORMAT,
+            host: name.into(),
+            key: "k".into(),
+            level: 0,
+            memory_bytes: gib << 30,
+            others_bytes: 100 * MIB,
+            vms,
+        }
+    }
+
+    fn web(name: &str) -> VmPrint {
+        vm(name, Some("shop"), 1, 100)
+    }
+
+    fn db(name: &str) -> VmPrint {
+        vm(name, Some("shop"), 2, 100)
+    }
+
+    fn names(proposal: &Proposal) -> Vec<Vec<&str>> {
+        let of = |host: &PlacedHost| -> Vec<String> {
+            let mut vms = host.vms.clone();
+            vms.sort();
+            vms
+        };
+        let all: Vec<Vec<String>> = proposal.hosts.iter().map(of).collect();
+        all.iter()
+            .map(|vms| {
+                vms.iter()
+                    .map(|name| &*Box::leak(name.clone().into_boxed_str()))
+                    .collect()
+            })
+            .collect()
+    }
+
+    #[test]
+    fn vms_that_are_alike_come_together() {
+        let prints = [
+            host("a", 8, vec![web("w1"), db("d1"), web("w2")]),
+            host("b", 8, vec![db("d2"), web("w3"), db("d3")]),
+        ];
+        let found = propose(&prints, MIB, 5.0).unwrap();
+        // All six on one host would save no more than each kind on its own; nobody moves for nothing.
+        assert_eq!(found.now_bytes - found.then_bytes, 2 * 50 * MIB);
+        let all: i64 = found.moves.iter().map(|m| m.saves_bytes).sum();
+        assert_eq!(all, 100 << 20);
+        for kind in ["w", "d"] {
+            let has = |vms: &Vec<&str>| vms.iter().any(|vm| vm.starts_with(kind));
+            assert_eq!(
+                names(&found).iter().filter(|vms| has(vms)).count(),
+                1,
+                "{found:?}"
+            );
+        }
+        assert!(found.plus_minus_bytes > 0);
+        assert_eq!(propose(&prints, MIB, 5.0).unwrap(), found, "the same again");
+        // What is worth less than asked for is left as it is.
+        let still = propose(&prints, 51 * MIB, 5.0).unwrap();
+        assert!(still.moves.is_empty());
+        assert_eq!(still.now_bytes, still.then_bytes);
+    }
+
+    #[test]
+    fn full_hosts_exchange_vms() {
+        // 100 for others, 100 + 100 for two VMs: 300 of 330.
+        let mut prints = [
+            host("a", 1, vec![web("w1"), db("d1")]),
+            host("b", 1, vec![web("w2"), db("d2")]),
+        ];
+        for print in &mut prints {
+            print.memory_bytes = 330 * MIB;
+        }
+        let found = propose(&prints, MIB, 0.0).unwrap();
+        assert_eq!(found.moves.len(), 2, "{found:?}");
+        assert_eq!(found.moves[0].saves_bytes, 100 << 20);
+        assert_eq!(found.moves[1].saves_bytes, 0);
+        let mut placed = names(&found);
+        placed.sort();
+        assert_eq!(placed, [["d1", "d2"], ["w1", "w2"]]);
+        assert!(
+            found
+                .hosts
+                .iter()
+                .all(|host| host.then_bytes <= host.limit_bytes)
+        );
+    }
+
+    #[test]
+    fn a_host_without_enough_memory_is_relieved_whatever_that_saves() {
+        let mut prints = [
+            host("a", 1, vec![web("w1"), web("w2"), db("d1")]),
+            host("b", 1, Vec::new()),
+        ];
+        prints[0].memory_bytes = 300 * MIB;
+        let found = propose(&prints, 1 << 30, 0.0).unwrap();
+        assert_eq!(names(&found), [vec!["w1", "w2"], vec!["d1"]]);
+        assert_eq!(found.moves.len(), 1);
+    }
+
+    #[test]
+    fn no_move_leaves_a_host_with_less_than_it_has_to_keep() {
+        // Two that share 50 MiB would take 250 of b's 240.
+        let mut prints = [host("a", 8, vec![web("w1")]), host("b", 8, vec![web("w2")])];
+        for print in &mut prints {
+            print.memory_bytes = 240 * MIB;
+        }
+        assert!(propose(&prints, 0, 0.0).unwrap().moves.is_empty());
+        // One that lacks memory is not relieved by crumbs.
+        let crumb = vm("crumb", Some("shop"), 3, 2);
+        let mut prints = [
+            host("a", 8, vec![crumb, db("d1")]),
+            host("b", 8, vec![web("w1")]),
+        ];
+        prints[0].memory_bytes = 150 * MIB;
+        prints[1].memory_bytes = 210 * MIB;
+        let found = propose(&prints, 16 * MIB, 0.0).unwrap();
+        assert!(found.moves.is_empty(), "{found:?}");
+        assert_eq!(propose(&prints, MIB, 0.0).unwrap().moves.len(), 1);
+    }
+
+    #[test]
+    fn trust_domains_share_nothing() {
+        let alone = |name: &str| vm(name, None, 1, 100);
+        let other = vm("o", Some("other"), 1, 100);
+        let prints = [
+            host("a", 8, vec![web("w1"), alone("x")]),
+            host("b", 8, vec![other, alone("x")]),
+        ];
+        let found = propose(&prints, 0, 0.0).unwrap();
+        assert!(found.moves.is_empty(), "{found:?}");
+        assert_eq!(found.now_bytes, 600 * MIB);
+    }
+
+    #[test]
+    fn what_was_drawn_on_every_host_is_compared() {
+        // On b only every 4th content was drawn: those whose first six bits say 2 or more.
+        let at = |level: u64, n: u64| (0..n).map(move |number| level << 58 | number);
+        let print = |name: &str, level| VmPrint {
+            contents: at(0, if level == 0 { 300 } else { 0 })
+                .chain(at(2, 100))
+                .collect(),
+            ..vm(name, Some("shop"), 1, 100)
+        };
+        let mut prints = [
+            host("a", 8, vec![print("w1", 0)]),
+            host("b", 8, vec![print("w2", 2)]),
+        ];
+        prints[1].level = 2;
+        let found = propose(&prints, 0, 0.0).unwrap();
+        assert_eq!(found.now_bytes - found.then_bytes, 100 * 4 * PAGE_SIZE);
+    }
+
+    #[test]
+    fn what_cannot_be_compared_is_refused() {
+        let one = host("a", 1, Vec::new());
+        assert_eq!(propose(&[], 0, 0.0), Err(PlaceError::OneHost));
+        assert_eq!(
+            propose(std::slice::from_ref(&one), 0, 0.0),
+            Err(PlaceError::OneHost)
+        );
+        let twice = propose(&[one.clone(), one.clone()], 0, 0.0);
+        assert_eq!(twice, Err(PlaceError::Twice("a".into())));
+        let mut other = host("b", 1, Vec::new());
+        other.key = "l".into();
+        let keys = propose(&[one.clone(), other.clone()], 0, 0.0);
+        assert_eq!(keys, Err(PlaceError::Keys("a".into(), "b".into())));
+        other.format = 2;
+        let format = propose(&[one, other], 0, 0.0);
+        assert_eq!(
+            format,
+            Err(PlaceError::Format {
+                host: "b".into(),
+                format: 2
+            })
+        );
+    }
+}

@@ -1,0 +1,215 @@
+//! Limits that control groups set for memory: for processes in one, the host is as large as it says.
+//!
+//! `Documentation/admin-guide/cgroup-v2.rst` and `cgroup-v1/memory.rst` of the kernel.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Where systemd mounts them.
+const ROOT: &str = "/sys/fs/cgroup";
+
+/// Names of one version of the interface.
+#[derive(Debug, PartialEq, Eq)]
+struct Files {
+    limit: &'static str,
+    used: &'static str,
+    /// Lines of `memory.stat`: page cache, which the kernel takes back first.
+    cached: [&'static str; 2],
+}
+
+const V1: Files = Files {
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    cached: ["total_inactive_file", "total_active_file"],
+};
+
+const V2: Files = Files {
+    limit: "memory.max",
+    used: "memory.current",
+    cached: ["inactive_file", "active_file"],
+};
+
+/// A control group whose limit for memory may bound processes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    directory: PathBuf,
+    files: &'static Files,
+}
+
+/// What a limit leaves, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// The limit. A huge one if there is none (version 1).
+    pub limit: u64,
+    /// Up to the limit, page cache given back.
+    pub available: u64,
+}
+
+impl Group {
+    /// Those that all of these processes are in: the limits that bind them together. Processes that have ended don't count.
+    #[must_use]
+    pub fn of_all(pids: &[i32]) -> Vec<Self> {
+        Self::of_all_in(Path::new("/proc"), Path::new(ROOT), pids)
+    }
+
+    /// Those whose limits bind VMs together, the next one too. Of a VM alone nothing says where the next will be, so only the groups count that
+    /// this process is in as well: a limit that was set for that VM must not stop others.
+    #[must_use]
+    pub fn of_vms(pids: Vec<i32>) -> Vec<Self> {
+        let own = rustix::process::getpid().as_raw_nonzero().get();
+        Self::of_vms_in(Path::new("/proc"), Path::new(ROOT), own, pids)
+    }
+
+    fn of_vms_in(proc_root: &Path, root: &Path, own: i32, mut pids: Vec<i32>) -> Vec<Self> {
+        if pids.len() < 2 {
+            pids.push(own);
+        }
+        Self::of_all_in(proc_root, root, &pids)
+    }
+
+    fn of_all_in(proc_root: &Path, root: &Path, pids: &[i32]) -> Vec<Self> {
+        let mut each = pids.iter().filter_map(|pid| {
+            let path = proc_root.join(pid.to_string()).join("cgroup");
+            let text = std::fs::read_to_string(path).ok()?;
+            Some(Self::around(root, &text))
+        });
+        let first = each.next().unwrap_or_default();
+        each.fold(first, |mut common, of| {
+            common.retain(|group| of.contains(group));
+            common
+        })
+    }
+
+    /// The group that `/proc/PID/cgroup` names, and those it lies in.
+    fn around(root: &Path, text: &str) -> Vec<Self> {
+        // hierarchy:controllers:path; version 2 has no controllers there.
+        let lines = text.lines().filter_map(|line| {
+            let mut parts = line.splitn(3, ':').skip(1);
+            Some((parts.next()?, parts.next()?))
+        });
+        let lines: Vec<(&str, &str)> = lines.collect();
+        let named = |wanted: &str| {
+            let is = |controllers: &&str| controllers.split(',').any(|one| one == wanted);
+            lines.iter().find(|(controllers, _)| is(controllers))
+        };
+        let (root, files, path) = if let Some((_, path)) = named("memory") {
+            (root.join("memory"), &V1, path)
+        } else if let Some((_, path)) = named("") {
+            (root.to_owned(), &V2, path)
+        } else {
+            return Vec::new();
+        };
+        let path = Path::new(path.trim_start_matches('/'));
+        path.ancestors()
+            .map(|part| Self {
+                directory: root.join(part),
+                files,
+            })
+            .collect()
+    }
+
+    /// What its limit leaves; `None` if it has none.
+    #[must_use]
+    pub fn room(&self) -> Option<Room> {
+        let read = |name| std::fs::read_to_string(self.directory.join(name)).ok();
+        let number = |name| read(name)?.trim().parse::<u64>().ok();
+        let limit = number(self.files.limit)?;
+        let used = number(self.files.used)?;
+        let stat = read("memory.stat")?;
+        let stat: BTreeMap<&str, u64> = stat
+            .lines()
+            .filter_map(|line| line.split_once(' '))
+            .filter_map(|(name, value)| Some((name, value.parse().ok()?)))
+            .collect();
+        let cached = self.files.cached.iter().filter_map(|name| stat.get(name));
+        let taken = used.saturating_sub(cached.sum());
+        Some(Room {
+            limit,
+            available: limit.saturating_sub(taken),
+        })
+    }
+
+    /// Its directory.
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn put(root: &Path, file: &str, text: &str) {
+        let path = root.join(file);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    }
+
+    fn names(root: &Path, groups: &[Group]) -> Vec<String> {
+        let name = |group: &Group| group.directory.strip_prefix(root).unwrap().to_owned();
+        let all = groups.iter().map(name);
+        all.map(|path| path.display().to_string()).collect()
+    }
+
+    #[test]
+    fn limits_count_that_bind_all_processes_together() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path();
+        put(root, "1/cgroup", "0::/machine.slice/a.scope\n");
+        put(root, "2/cgroup", "0::/machine.slice/b.scope\n");
+        put(root, "3/cgroup", "0::/system.slice/memfold.service\n");
+        put(
+            root,
+            "4/cgroup",
+            "9:cpu,memory:/vms\n1:name=systemd:/x\n0::/\n",
+        );
+        let of = |pids: &[i32]| names(root, &Group::of_all_in(root, root, pids));
+        assert_eq!(of(&[1]), ["machine.slice/a.scope", "machine.slice", ""]);
+        assert_eq!(of(&[1, 2, 99]), ["machine.slice", ""]);
+        assert_eq!(of(&[1, 2, 3]), [""]);
+        assert_eq!(of(&[4]), ["memory/vms", "memory"]);
+        // The daemon is 3.
+        let of_vms = |pids: &[i32]| names(root, &Group::of_vms_in(root, root, 3, pids.to_vec()));
+        assert_eq!(of_vms(&[1, 2]), ["machine.slice", ""]);
+        assert_eq!(of_vms(&[1]), [""]);
+        assert_eq!(
+            of_vms(&[]),
+            ["system.slice/memfold.service", "system.slice", ""]
+        );
+        assert!(of(&[1, 4]).is_empty() && of(&[99]).is_empty() && of(&[]).is_empty());
+    }
+
+    #[test]
+    fn page_cache_is_room_and_no_limit_is_none() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path();
+        put(root, "1/cgroup", "0::/a\n");
+        put(root, "2/cgroup", "3:memory:/a\n");
+        let groups = Group::of_all_in(root, root, &[1]);
+        put(root, "a/memory.max", "1000\n");
+        put(root, "a/memory.current", "700\n");
+        let stat = "anon 500\ninactive_file 150\nactive_file 30\n";
+        put(root, "a/memory.stat", stat);
+        let room = Room {
+            limit: 1000,
+            available: 480,
+        };
+        assert_eq!(groups[0].room(), Some(room));
+        put(root, "a/memory.max", "max\n");
+        assert_eq!(groups[0].room(), None);
+        // The root group has no such files.
+        assert_eq!(groups[1].room(), None);
+
+        let groups = Group::of_all_in(root, root, &[2]);
+        put(root, "memory/a/memory.limit_in_bytes", "1000\n");
+        put(root, "memory/a/memory.usage_in_bytes", "1200\n");
+        let stat = "total_inactive_file 40\ntotal_active_file 10\ninactive_file 900\n";
+        put(root, "memory/a/memory.stat", stat);
+        let room = Room {
+            limit: 1000,
+            available: 0,
+        };
+        assert_eq!(groups[0].room(), Some(room));
+    }
+}

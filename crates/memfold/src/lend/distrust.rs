@@ -1,0 +1,145 @@
+//! Lenders that served other bytes than were written: nothing is borrowed of them for a while, unless somebody says otherwise.
+//!
+//! One lie is one too many for a machine, too: RAM that turns bits over does that again. So it takes no second one, and the lender's other
+//! leases, which are checked as well, go on until they lie.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+/// How long nothing is borrowed of a lender that lied.
+pub const FOR: Duration = Duration::from_secs(3600);
+
+/// A lender that isn't believed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Distrusted {
+    /// Name of the host.
+    pub lender: String,
+    /// Lies since it was trusted last.
+    pub lies: u64,
+    /// The VM that was told the last one.
+    pub vm: String,
+    /// What that was.
+    pub what: String,
+    /// Until when nothing is borrowed of it, seconds since 1970.
+    pub until_unix_s: u64,
+}
+
+/// All of them, kept in a file, so that the next daemon knows them.
+#[derive(Debug)]
+pub struct Distrust {
+    file: PathBuf,
+    lenders: Vec<Distrusted>,
+    lies: u64,
+}
+
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs())
+}
+
+impl Distrust {
+    /// What the daemon before knew.
+    #[must_use]
+    pub fn open(file: &Path) -> Self {
+        let known = std::fs::read(file).ok();
+        let lenders = known.and_then(|text| serde_json::from_slice(&text).ok());
+        Self {
+            file: file.to_owned(),
+            lenders: lenders.unwrap_or_default(),
+            lies: 0,
+        }
+    }
+
+    fn write(&self) {
+        let part = self.file.with_extension("part");
+        let written = serde_json::to_vec_pretty(&self.lenders)
+            .map_err(std::io::Error::other)
+            .and_then(|text| std::fs::write(&part, text))
+            .and_then(|()| std::fs::rename(&part, &self.file));
+        if let Err(error) = written {
+            tracing::warn!(file = %self.file.display(), %error, "the next daemon won't know which lenders lied");
+        }
+    }
+
+    /// A lender lied to a VM.
+    pub fn lied(&mut self, lender: &str, vm: &str, what: &str) {
+        self.lied_at(lender, vm, what, now());
+        self.write();
+    }
+
+    fn lied_at(&mut self, lender: &str, vm: &str, what: &str, now: u64) {
+        self.lies += 1;
+        let before = self.lenders.iter().position(|one| one.lender == lender);
+        let before = before.map(|at| self.lenders.swap_remove(at));
+        self.lenders.push(Distrusted {
+            lender: lender.to_owned(),
+            lies: before.map_or(0, |one| one.lies) + 1,
+            vm: vm.to_owned(),
+            what: what.to_owned(),
+            until_unix_s: now + FOR.as_secs(),
+        });
+        self.lenders.sort_by(|a, b| a.lender.cmp(&b.lender));
+    }
+
+    /// Those that aren't believed now.
+    pub fn now(&mut self) -> Vec<Distrusted> {
+        self.at(now())
+    }
+
+    fn at(&mut self, now: u64) -> Vec<Distrusted> {
+        // A clock that was set back doesn't make it longer.
+        let holds =
+            |one: &Distrusted| now < one.until_unix_s && one.until_unix_s <= now + FOR.as_secs();
+        self.lenders.retain(holds);
+        self.lenders.clone()
+    }
+
+    /// Somebody trusts a lender again; whether it was distrusted.
+    pub fn trust(&mut self, lender: &str) -> bool {
+        let before = self.now().len();
+        self.lenders.retain(|one| one.lender != lender);
+        self.write();
+        self.lenders.len() < before
+    }
+
+    /// Lies that this daemon has heard of.
+    #[must_use]
+    pub const fn lies(&self) -> u64 {
+        self.lies
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_lied_is_not_believed_for_an_hour_or_until_somebody_says_so() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("distrusted.json");
+        let mut distrust = Distrust::open(&file);
+        assert!(distrust.now().is_empty());
+        distrust.lied("b", "v", "block 1");
+        distrust.lied("a", "v", "block 2");
+        distrust.lied("b", "w", "block 3");
+        let mut next = Distrust::open(&file);
+        let known = next.now();
+        let words: Vec<_> = known
+            .iter()
+            .map(|d| (&*d.lender, d.lies, &*d.vm, &*d.what))
+            .collect();
+        assert_eq!(words, [("a", 1, "v", "block 2"), ("b", 2, "w", "block 3")]);
+        assert_eq!((distrust.lies(), next.lies()), (3, 0));
+        assert!(next.trust("a") && !next.trust("a"));
+        assert_eq!(Distrust::open(&file).now().len(), 1);
+        let begun = now();
+        let mut alone = Distrust::open(&directory.path().join("none"));
+        alone.lied_at("c", "v", "block 4", begun);
+        assert_eq!(alone.at(begun + FOR.as_secs() - 1).len(), 1);
+        assert!(alone.at(begun + FOR.as_secs()).is_empty());
+        alone.lied_at("c", "v", "block 4", begun);
+        assert!(alone.at(begun - 1).is_empty());
+    }
+}

@@ -1,0 +1,457 @@
+//! The registry in real etcd servers, which are killed, stopped and started again.
+
+use std::collections::HashSet;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::etcd::EtcdRegistry;
+use super::export::Listen;
+use super::place::Member;
+use super::registry::{Lease, Picture, Registry, RegistryError};
+use super::registry_tests::{Fixture, Several, check, lender, offer, suite, take, want};
+use super::{Lender, LenderOptions};
+
+/// Debian's etcd as `scripts/setup tests` unpacks it, or the one in `PATH`; `None`: there is none, and nothing is tested here.
+fn program() -> Option<PathBuf> {
+    let unpacked = std::env::var_os("MEMFOLD_CACHE")
+        .map(PathBuf::from)
+        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/memfold")))
+        .map(|cache| cache.join("etcd/etcd"));
+    let in_path = PathBuf::from("etcd");
+    for program in unpacked.into_iter().chain([in_path]) {
+        let output = Command::new(&program).arg("--version").output();
+        if output.is_ok_and(|output| output.status.success()) {
+            return Some(program);
+        }
+    }
+    assert!(
+        std::env::var_os("MEMFOLD_REAL").is_none(),
+        "MEMFOLD_REAL is set and there is no etcd: scripts/setup tests"
+    );
+    println!("skipped: etcd is not there (scripts/setup tests)");
+    None
+}
+
+/// One member, in a directory of its own.
+struct Server {
+    child: Child,
+    command: Vec<String>,
+    program: PathBuf,
+    member: Member,
+}
+
+/// A cluster of members on ports of 127.0.0.1.
+struct Cluster {
+    servers: Vec<Server>,
+    _directory: tempfile::TempDir,
+}
+
+fn free_ports(count: usize) -> Vec<u16> {
+    let held: Vec<TcpListener> = (0..count)
+        .map(|_| TcpListener::bind("127.0.0.1:0").unwrap())
+        .collect();
+    let port = |socket: &TcpListener| socket.local_addr().unwrap().port();
+    held.iter().map(port).collect()
+}
+
+impl Server {
+    fn spawn(program: &Path, command: &[String]) -> Child {
+        Command::new(program)
+            .args(command)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    fn start_again(&mut self) {
+        self.child = Self::spawn(&self.program, &self.command);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Fails only for one that has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Cluster {
+    fn start(count: usize) -> Option<Self> {
+        let program = program()?;
+        let directory = tempfile::tempdir().unwrap();
+        let ports = free_ports(2 * count);
+        let (clients, peers) = ports.split_at(count);
+        let names = peers.iter().enumerate();
+        let names: Vec<String> = names
+            .map(|(n, port)| format!("m{n}=http://127.0.0.1:{port}"))
+            .collect();
+        let names = names.join(",");
+        let server = |n: usize| {
+            let (client, peer) = (clients[n], peers[n]);
+            let (client_url, peer_url) = (
+                format!("http://127.0.0.1:{client}"),
+                format!("http://127.0.0.1:{peer}"),
+            );
+            let place = directory.path().join(format!("m{n}")).display().to_string();
+            let command = [
+                ("--name", format!("m{n}")),
+                ("--data-dir", place),
+                ("--listen-client-urls", client_url.clone()),
+                ("--advertise-client-urls", client_url),
+                ("--listen-peer-urls", peer_url.clone()),
+                ("--initial-advertise-peer-urls", peer_url),
+                ("--initial-cluster", names.clone()),
+                ("--logger", "zap".into()),
+            ];
+            let command: Vec<String> = command
+                .into_iter()
+                .flat_map(|(option, value)| [option.to_owned(), value])
+                .collect();
+            Server {
+                child: Server::spawn(&program, &command),
+                command,
+                program: program.clone(),
+                member: Member {
+                    host: "127.0.0.1".into(),
+                    port: client,
+                },
+            }
+        };
+        let cluster = Self {
+            servers: (0..count).map(server).collect(),
+            _directory: directory,
+        };
+        cluster.wait_serving();
+        Some(cluster)
+    }
+
+    fn wait_serving(&self) {
+        for n in 0..self.servers.len() {
+            let registry = self.registry("wait", &[n]);
+            wait("etcd serves", || registry.picture().is_ok());
+        }
+    }
+
+    /// A registry of its own that asks these members.
+    fn registry(&self, name: &str, members: &[usize]) -> EtcdRegistry {
+        let members = members.iter().map(|n| self.servers[*n].member.clone());
+        let prefix = format!("/test/{name}/");
+        EtcdRegistry::under(prefix, "the test's etcd".into(), members.collect(), None)
+    }
+}
+
+fn wait(what: &str, mut ready: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !ready() {
+        assert!(Instant::now() < end, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Time passes by itself; `more` is what etcd takes to see that.
+fn advance(more: Duration) -> Box<dyn Fn(Duration)> {
+    Box::new(move |by| std::thread::sleep(by + more))
+}
+
+#[test]
+fn an_etcd_keeps_leases() {
+    let Some(cluster) = Cluster::start(1) else {
+        return;
+    };
+    let made = AtomicU64::new(0);
+    suite(&|| {
+        let name = made.fetch_add(1, Ordering::Relaxed).to_string();
+        Fixture {
+            registry: Arc::new(cluster.registry(&name, &[0])),
+            advance: advance(Duration::ZERO),
+        }
+    });
+}
+
+/// Several managers, each of which may see a key later than the others.
+#[test]
+fn several_clients_of_one_etcd_keep_leases() {
+    let Some(cluster) = Cluster::start(1) else {
+        return;
+    };
+    let made = AtomicU64::new(0);
+    suite(&|| {
+        let name = made.fetch_add(1, Ordering::Relaxed).to_string();
+        let all = (0..3).map(|_| cluster.registry(&name, &[0])).collect();
+        Fixture {
+            registry: Arc::new(Several::new(all)),
+            advance: advance(Duration::from_secs(2)),
+        }
+    });
+}
+
+fn is_unusable(error: &RegistryError) -> bool {
+    matches!(error, RegistryError::Unusable { .. })
+}
+
+/// All that was given out is there, once, and nothing beyond the offer is.
+fn check_given(picture: &Picture, given: &[Lease]) {
+    check(picture);
+    let numbers: HashSet<u64> = given.iter().map(|lease| lease.id.0).collect();
+    assert_eq!(numbers.len(), given.len(), "a number twice");
+    for lease in given {
+        let known = picture.leases.iter().find(|l| l.id == lease.id);
+        let known = known.unwrap_or_else(|| panic!("{lease:?} is forgotten"));
+        assert_eq!((known.bytes, &known.vm), (lease.bytes, &lease.vm));
+    }
+}
+
+#[test]
+fn an_etcd_that_is_killed_and_started_again_forgets_nothing_and_gives_nothing_twice() {
+    const BYTES: u64 = 1000;
+    let Some(mut cluster) = Cluster::start(1) else {
+        return;
+    };
+    let registry = cluster.registry("killed", &[0]);
+    let long = Duration::from_secs(600);
+    let ours = super::registry::Offer {
+        lender: lender("a", 1),
+        bytes: BYTES,
+    };
+    registry.offer(&ours, long).unwrap();
+    let (given, failed) = (Mutex::new(Vec::new()), AtomicU64::new(0));
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for taker in 0..3 {
+            let (registry, given, failed, over) =
+                (cluster.registry("killed", &[0]), &given, &failed, &over);
+            scope.spawn(move || {
+                while !over.load(Ordering::Relaxed) {
+                    match registry.take(&want(&format!("vm{taker}"), 3), long) {
+                        Ok(lease) => given.lock().unwrap().push(lease),
+                        Err(error) if is_unusable(&error) => {
+                            failed.fetch_add(1, Ordering::Relaxed);
+                        }
+                        Err(RegistryError::NothingToSpare { .. }) => {}
+                        Err(error) => panic!("{error}"),
+                    }
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            });
+        }
+        for _ in 0..3 {
+            std::thread::sleep(Duration::from_millis(700));
+            cluster.servers[0].kill();
+            std::thread::sleep(Duration::from_millis(300));
+            cluster.servers[0].start_again();
+            wait("it serves again", || registry.picture().is_ok());
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    let given = given.into_inner().unwrap();
+    let picture = registry.picture().unwrap();
+    check_given(&picture, &given);
+    println!(
+        "{} leases given, {} known, {} requests failed",
+        given.len(),
+        picture.leases.len(),
+        failed.load(Ordering::Relaxed)
+    );
+    assert!(given.len() > 20 && failed.load(Ordering::Relaxed) > 3);
+    // What nobody knows of is ended by its lender like all else, and everything can be had again.
+    for lease in &picture.leases {
+        registry.ended(lease.id, &lease.lender).unwrap();
+    }
+    registry.take(&want("all", BYTES), long).unwrap();
+}
+
+#[test]
+fn who_is_cut_off_from_the_others_gets_nothing_and_later_nothing_twice() {
+    let Some(cluster) = Cluster::start(3) else {
+        return;
+    };
+    let (alone, most) = (
+        cluster.registry("cut", &[0]),
+        cluster.registry("cut", &[1, 2]),
+    );
+    wait("all agree", || {
+        offer(&alone, "a", 1, 100);
+        most.picture().is_ok_and(|p| p.lenders.len() == 1)
+    });
+    let first = take(&alone, 10).unwrap();
+    cluster.servers[0].signal(Signal::STOP);
+    // One asks for what is left before it can know that it's cut off; its request waits there.
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let begun = Instant::now();
+            (take(&alone, 90), begun.elapsed())
+        });
+        // The others may need another leader first.
+        let mut taken = None;
+        wait("the others go on", || {
+            offer_until(&most);
+            taken = take(&most, 90).ok();
+            taken.is_some()
+        });
+        let (refused, after) = waiting.join().unwrap();
+        assert!(is_unusable(&refused.unwrap_err()));
+        assert!(after < Duration::from_secs(7), "{after:?}");
+    });
+    cluster.servers[0].signal(Signal::CONT);
+    // The one that waited was compared, and came to nothing.
+    let mut picture = None;
+    wait("it is heard again", || {
+        picture = alone.picture().ok();
+        picture.is_some()
+    });
+    let picture = picture.unwrap();
+    check(&picture);
+    assert_eq!(picture.leases.len(), 2);
+    offer_until(&most);
+    assert!(matches!(
+        take(&alone, 1),
+        Err(RegistryError::NothingToSpare { largest: 0, .. })
+    ));
+    assert!(picture.leases.iter().any(|lease| lease.id == first.id));
+    // Without most of the members nobody gets anything.
+    cluster.servers[0].signal(Signal::STOP);
+    cluster.servers[1].signal(Signal::STOP);
+    for error in [take(&most, 1).unwrap_err(), take(&most, 1).unwrap_err()] {
+        assert!(is_unusable(&error), "{error}");
+    }
+    assert!(most.picture().is_err());
+    for server in &cluster.servers[..2] {
+        server.signal(Signal::CONT);
+    }
+    let mut picture = None;
+    wait("all go on", || {
+        picture = most.picture().ok();
+        picture.is_some()
+    });
+    check(&picture.unwrap());
+}
+
+/// Says the offer again; a cluster without a leader can't hear it.
+fn offer_until(registry: &EtcdRegistry) {
+    let ours = super::registry::Offer {
+        lender: lender("a", 1),
+        bytes: 100,
+    };
+    wait("the offer is heard", || {
+        registry.offer(&ours, super::registry_tests::TTL).is_ok()
+    });
+}
+
+#[test]
+fn a_member_that_is_gone_is_passed_over() {
+    let Some(mut cluster) = Cluster::start(3) else {
+        return;
+    };
+    let registry = cluster.registry("gone", &[0, 1, 2]);
+    wait("all agree", || registry.picture().is_ok());
+    for gone in 0..3 {
+        cluster.servers[gone].kill();
+        wait("the others have a leader", || registry.picture().is_ok());
+        offer(&registry, "a", 1, 100);
+        take(&registry, 10).unwrap();
+        cluster.servers[gone].start_again();
+        cluster.wait_serving();
+    }
+    assert_eq!(registry.picture().unwrap().leases.len(), 3);
+}
+
+#[test]
+fn no_export_outlives_its_deadline_when_etcd_stands_still() {
+    const MIB: u64 = 1 << 20;
+    let nbdkit = Command::new("nbdkit").arg("--version").output();
+    if nbdkit.is_err() {
+        println!("skipped: nbdkit is not installed");
+        return;
+    }
+    let Some(cluster) = Cluster::start(1) else {
+        return;
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let registry = Arc::new(cluster.registry("orphan", &[0]));
+    let options = LenderOptions {
+        host: "a".into(),
+        max_bytes: 64 * MIB,
+        listen: Listen::Unix,
+        directory: directory.path().join("exports"),
+        owed: Arc::default(),
+    };
+    let host = Lender::start(options, registry.clone()).unwrap();
+    let end = Instant::now() + Duration::from_secs(30);
+    while host.status().offer_bytes < 64 * MIB {
+        if Instant::now() > end {
+            println!("skipped: nothing to spare here: {:?}", host.status());
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let ttl = Duration::from_secs(6);
+    let lease = registry.take(&want("v", 16 * MIB), ttl).unwrap();
+    let taken = Instant::now();
+    let exported = || registry.endpoint(lease.id, "borrower").unwrap();
+    wait("it is exported", || exported().is_some());
+    let socket = exported().unwrap().address;
+    let super::Address::Unix(socket) = socket else {
+        panic!("{socket:?}");
+    };
+    let is_served = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
+    assert!(is_served());
+    cluster.servers[0].signal(Signal::STOP);
+    wait("its export ends", || !is_served());
+    let after = taken.elapsed();
+    println!("ended {after:?} after it was taken for {ttl:?}");
+    // Its thread may be waiting for etcd just then, 3 s at most.
+    assert!(after >= ttl && after < ttl + Duration::from_secs(4));
+    // Nobody is given these bytes before etcd has heard that they are free.
+    cluster.servers[0].signal(Signal::CONT);
+    wait("etcd knows", || {
+        registry.picture().is_ok_and(|p| p.leases.is_empty())
+    });
+    wait("it lends again", || {
+        registry.take(&want("v", 64 * MIB), ttl).is_ok()
+    });
+}
+
+#[test]
+fn an_etcd_that_speaks_nonsense_or_is_not_there_is_named() {
+    let port = free_ports(1)[0];
+    let member = Member {
+        host: "127.0.0.1".into(),
+        port,
+    };
+    let place = format!("etcd+http://{member}");
+    let registry = EtcdRegistry::new(place.clone(), vec![member], None);
+    let error = registry.picture().unwrap_err().to_string();
+    assert!(
+        error.contains(&place) && error.contains("refused"),
+        "{error}"
+    );
+    let nonsense = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let answering = std::thread::spawn(move || {
+        use std::io::{Read, Write};
+        let (mut stream, _) = nonsense.accept().unwrap();
+        let _ = stream.read(&mut [0; 4096]).unwrap();
+        let body = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]";
+        stream.write_all(body.as_bytes()).unwrap();
+    });
+    let error = registry.picture().unwrap_err().to_string();
+    assert!(error.contains("makes no sense"), "{error}");
+    answering.join().unwrap();
+}

@@ -1,0 +1,361 @@
+//! HTTP to the servers of a registry elsewhere, blocking: another daemon, or the members of an etcd.
+//!
+//! Connections are kept and used again, each by one request at a time. Every server is told apart by its certificate alone: one that no CA of
+//! ours vouches for, that is of another name or has expired, gets no request.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper::client::conn::http1::{SendRequest, handshake};
+use hyper::{Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tokio::runtime::Runtime;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+use super::place::Member;
+
+/// How long connecting may take, TLS included.
+const CONNECT: Duration = Duration::from_millis(1500);
+
+/// A connection that rested longer is not used again: the server may be about to close it.
+const IDLE: Duration = Duration::from_secs(5);
+
+/// A connection that is older is not used again: certificates and keys may have been replaced.
+const OLD: Duration = Duration::from_secs(600);
+
+/// Connections kept.
+const KEPT: usize = 8;
+
+/// Longest answer, bytes.
+const LONGEST_ANSWER: usize = 16 << 20;
+
+/// This host's certificate.
+#[derive(Clone, Debug)]
+pub struct OwnCertificate {
+    /// The certificate and those that vouch for it, PEM.
+    pub certificate: PathBuf,
+    /// Its private key, PEM.
+    pub key: PathBuf,
+}
+
+/// Files for TLS. They are read for each connection, so that they can be replaced while the daemon runs.
+#[derive(Clone, Debug)]
+pub struct TlsFiles {
+    /// Who may vouch for a server, PEM.
+    pub ca: PathBuf,
+    /// What servers that ask for it are shown.
+    pub own: Option<OwnCertificate>,
+}
+
+type FileError = (PathBuf, String);
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> {
+    let failed = |why: String| (path.to_owned(), why);
+    let found = CertificateDer::pem_file_iter(path)
+        .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+        .map_err(|error| failed(error.to_string()))?;
+    if found.is_empty() {
+        return Err(failed("it holds no certificate".into()));
+    }
+    Ok(found)
+}
+
+impl TlsFiles {
+    /// What they say; else which can't be used, and why.
+    pub fn config(&self) -> Result<ClientConfig, FileError> {
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(&self.ca)? {
+            let added = roots.add(certificate);
+            added.map_err(|error| (self.ca.clone(), error.to_string()))?;
+        }
+        let builder = ClientConfig::builder().with_root_certificates(roots);
+        let Some(own) = &self.own else {
+            return Ok(builder.with_no_client_auth());
+        };
+        let key = PrivateKeyDer::from_pem_file(&own.key)
+            .map_err(|error| (own.key.clone(), error.to_string()))?;
+        builder
+            .with_client_auth_cert(certificates(&own.certificate)?, key)
+            .map_err(|error| (own.certificate.clone(), error.to_string()))
+    }
+}
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum HttpError {
+    /// The request has not been sent to anybody.
+    #[error("{member} cannot be reached: {why}")]
+    Unreached {
+        /// Who.
+        member: Member,
+        /// Why.
+        why: String,
+    },
+    /// It may have been carried out, or not.
+    #[error("{member} gave no answer: {why}")]
+    Unanswered {
+        /// Who.
+        member: Member,
+        /// Why.
+        why: String,
+    },
+}
+
+/// A connection, with what runs it while it is used.
+#[derive(Debug)]
+struct Connection {
+    member: usize,
+    sender: SendRequest<Full<Bytes>>,
+    runtime: Option<Runtime>,
+    begun: Instant,
+    used: Instant,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            // Whoever drops us may be in a runtime itself, which must not wait.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Servers that hold the same.
+#[derive(Debug)]
+pub struct Https {
+    members: Vec<Member>,
+    tls: Option<TlsFiles>,
+    /// Who is asked first.
+    first: AtomicUsize,
+    kept: Mutex<Vec<Connection>>,
+}
+
+/// One request.
+#[derive(Clone, Copy, Debug)]
+pub struct Post<'a> {
+    /// Path.
+    pub path: &'a str,
+    /// `Bearer` token.
+    pub token: Option<&'a str>,
+    /// JSON.
+    pub body: &'a [u8],
+    /// How long the answer may take.
+    pub patience: Duration,
+}
+
+impl Https {
+    /// Asks these members, the others when one can't be reached.
+    #[must_use]
+    pub const fn new(members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
+        Self {
+            members,
+            tls,
+            first: AtomicUsize::new(0),
+            kept: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// Sends a request to one member. To another only if it can't have reached the one before: it may change something.
+    pub fn post(&self, post: &Post<'_>) -> Result<(StatusCode, Bytes), HttpError> {
+        let count = self.members.len();
+        let first = self.first.load(Ordering::Relaxed);
+        let mut turn = 0;
+        loop {
+            let member = (first + turn) % count;
+            let asked = self.ask(member, post);
+            turn += 1;
+            let is_over = match &asked {
+                Ok(_) => {
+                    self.first.store(member, Ordering::Relaxed);
+                    true
+                }
+                Err(HttpError::Unanswered { .. }) => {
+                    self.first.store((member + 1) % count, Ordering::Relaxed);
+                    true
+                }
+                Err(HttpError::Unreached { .. }) => turn >= count,
+            };
+            if is_over {
+                return asked;
+            }
+        }
+    }
+
+    /// Asks another member next time: this one answers that it can't do its work.
+    pub fn pass_over(&self) {
+        let next = self.first.load(Ordering::Relaxed) + 1;
+        self.first
+            .store(next % self.members.len(), Ordering::Relaxed);
+    }
+
+    fn take_kept(&self, member: usize) -> Option<Connection> {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.retain(|c| c.used.elapsed() < IDLE && c.begun.elapsed() < OLD);
+        let at = kept.iter().position(|c| c.member == member)?;
+        Some(kept.swap_remove(at))
+    }
+
+    fn keep(&self, mut connection: Connection) {
+        connection.used = Instant::now();
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() < KEPT {
+            kept.push(connection);
+        }
+    }
+
+    fn ask(&self, at: usize, post: &Post<'_>) -> Result<(StatusCode, Bytes), HttpError> {
+        let member = &self.members[at];
+        loop {
+            let (mut connection, is_kept) = match self.take_kept(at) {
+                Some(kept) => (kept, true),
+                None => (self.connect(at)?, false),
+            };
+            let Some(runtime) = connection.runtime.take() else {
+                continue;
+            };
+            // A timer belongs to the runtime that runs it.
+            let answered = runtime.block_on(async {
+                tokio::time::timeout(post.patience, send(&mut connection.sender, member, post))
+                    .await
+            });
+            connection.runtime = Some(runtime);
+            let unanswered = |why: String| HttpError::Unanswered {
+                member: member.clone(),
+                why,
+            };
+            match answered {
+                Ok(Ok(answer)) => {
+                    self.keep(connection);
+                    return Ok(answer);
+                }
+                // The server had closed it while it rested.
+                Ok(Err(Failed::NotSent(_))) if is_kept => {}
+                Ok(Err(Failed::NotSent(why))) => {
+                    let member = member.clone();
+                    return Err(HttpError::Unreached { member, why });
+                }
+                Ok(Err(Failed::Broken(why))) => return Err(unanswered(why)),
+                Err(_) => {
+                    let patience = post.patience.as_secs_f32();
+                    return Err(unanswered(format!("not within {patience} s")));
+                }
+            }
+        }
+    }
+
+    fn connect(&self, at: usize) -> Result<Connection, HttpError> {
+        let member = &self.members[at];
+        let unreached = |why: String| HttpError::Unreached {
+            member: member.clone(),
+            why,
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|error| unreached(error.to_string()))?;
+        let connected = runtime.block_on(async {
+            let connecting = connect(member, self.tls.as_ref());
+            tokio::time::timeout(CONNECT, connecting).await
+        });
+        let sender = match connected {
+            Ok(Ok(sender)) => sender,
+            other => {
+                // Not waiting for a name server that doesn't answer.
+                runtime.shutdown_background();
+                return Err(unreached(match other {
+                    Ok(Err(why)) => why,
+                    _ => format!("not within {} s", CONNECT.as_secs_f32()),
+                }));
+            }
+        };
+        Ok(Connection {
+            member: at,
+            sender,
+            runtime: Some(runtime),
+            begun: Instant::now(),
+            used: Instant::now(),
+        })
+    }
+}
+
+async fn connect(
+    member: &Member,
+    tls: Option<&TlsFiles>,
+) -> Result<SendRequest<Full<Bytes>>, String> {
+    let told = |error: std::io::Error| error.to_string();
+    let stream = TcpStream::connect((&*member.host, member.port))
+        .await
+        .map_err(told)?;
+    stream.set_nodelay(true).map_err(told)?;
+    let Some(tls) = tls else {
+        return begin(TokioIo::new(stream)).await;
+    };
+    let config = tls
+        .config()
+        .map_err(|(path, why)| format!("{}: {why}", path.display()))?;
+    let name = ServerName::try_from(member.host.clone()).map_err(|error| error.to_string())?;
+    let stream = TlsConnector::from(Arc::new(config))
+        .connect(name, stream)
+        .await
+        .map_err(told)?;
+    begin(TokioIo::new(stream)).await
+}
+
+async fn begin<S>(stream: S) -> Result<SendRequest<Full<Bytes>>, String>
+where
+    S: hyper::rt::Read + hyper::rt::Write + Unpin + Send + 'static,
+{
+    let (sender, connection) = handshake(stream).await.map_err(|error| error.to_string())?;
+    // Its errors reach us through the request as well.
+    tokio::spawn(async move { drop(connection.await) });
+    Ok(sender)
+}
+
+enum Failed {
+    NotSent(String),
+    Broken(String),
+}
+
+async fn send(
+    sender: &mut SendRequest<Full<Bytes>>,
+    member: &Member,
+    post: &Post<'_>,
+) -> Result<(StatusCode, Bytes), Failed> {
+    let mut request = Request::post(post.path)
+        .header("host", member.to_string())
+        .header("content-type", "application/json");
+    if let Some(token) = post.token {
+        request = request.header("authorization", format!("Bearer {token}"));
+    }
+    let request = request
+        .body(Full::new(Bytes::copy_from_slice(post.body)))
+        .map_err(|error| Failed::NotSent(error.to_string()))?;
+    let told = |error: hyper::Error| {
+        let why = super::lender::chain(&error);
+        if error.is_canceled() {
+            Failed::NotSent(why)
+        } else {
+            Failed::Broken(why)
+        }
+    };
+    sender.ready().await.map_err(|error| {
+        // Closed before there was anything to send.
+        Failed::NotSent(error.to_string())
+    })?;
+    let response = sender.send_request(request).await.map_err(told)?;
+    let status = response.status();
+    let body = Limited::new(response.into_body(), LONGEST_ANSWER);
+    let body = body
+        .collect()
+        .await
+        .map_err(|error| Failed::Broken(error.to_string()))?;
+    Ok((status, body.to_bytes()))
+}

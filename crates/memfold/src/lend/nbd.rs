@@ -1,0 +1,441 @@
+//! As much of NBD as the relay needs, both ends of it (the protocol's `doc/proto.md`): fixed newstyle handshake with `GO`, then
+//! simple replies.
+//!
+//! ```text
+//!   server  "NBDMAGIC" "IHAVEOPT" flags                 request  magic flags command cookie offset length [bytes]
+//!   client  flags                                        reply    magic error cookie [bytes]
+//!   client  "IHAVEOPT" option length ...  ->  server  magic option reply length ...
+//! ```
+//! All numbers are big-endian. Every length that the other end says is compared with what can be before anything is allocated by it.
+
+use std::io::{self, Read, Write};
+
+/// Most bytes of a request. QEMU keeps to it, since it is told (`NBD_INFO_BLOCK_SIZE`).
+pub const MAX_BYTES: u32 = 1 << 20;
+
+/// Requests are whole blocks of so many bytes.
+pub const BLOCK: u32 = 4096;
+
+/// Bytes of a request without what follows it.
+pub const REQUEST_BYTES: usize = 28;
+
+/// Bytes of a reply without what follows it.
+pub const REPLY_BYTES: usize = 16;
+
+const NBD_MAGIC: u64 = 0x4e42_444d_4147_4943;
+const OPTION_MAGIC: u64 = 0x4948_4156_454F_5054;
+const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const REPLY_MAGIC: u32 = 0x6744_6698;
+
+/// Handshake flags of both ends.
+const FIXED_NEWSTYLE: u16 = 1;
+const NO_ZEROES: u16 = 2;
+
+const OPT_EXPORT_NAME: u32 = 1;
+const OPT_ABORT: u32 = 2;
+const OPT_STARTTLS: u32 = 5;
+const OPT_INFO: u32 = 6;
+const OPT_GO: u32 = 7;
+
+const REP_ACK: u32 = 1;
+const REP_INFO: u32 = 3;
+const REP_ERR_UNSUP: u32 = (1 << 31) + 1;
+const REP_ERR_INVALID: u32 = (1 << 31) + 3;
+const REP_ERR_BLOCK_SIZE: u32 = (1 << 31) + 8;
+
+const INFO_EXPORT: u16 = 0;
+const INFO_BLOCK_SIZE: u16 = 3;
+
+/// Flags of an export.
+const HAS_FLAGS: u16 = 1;
+const READ_ONLY: u16 = 1 << 1;
+const SEND_FLUSH: u16 = 1 << 2;
+const SEND_TRIM: u16 = 1 << 5;
+const SEND_WRITE_ZEROES: u16 = 1 << 6;
+const SEND_FAST_ZERO: u16 = 1 << 11;
+
+/// Most bytes of an option, or of the answer to one, that are read.
+const MAX_OPTION: u32 = 64 << 10;
+
+/// Most options before a client has to be done, and most answers to one.
+const MAX_OPTIONS: u32 = 64;
+
+/// `NBD_EIO`
+pub const EIO: u32 = 5;
+
+/// `NBD_EINVAL`
+pub const EINVAL: u32 = 22;
+
+/// What a request wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Bytes.
+    Read,
+    /// The bytes that follow are to be kept.
+    Write,
+    /// No more requests come.
+    Disconnect,
+    /// All that was answered before is to be durable.
+    Flush,
+    /// Nobody needs this any more.
+    Trim,
+    /// Zeroes are to be kept.
+    WriteZeroes,
+    /// Of another version of the protocol.
+    Other(u16),
+}
+
+impl Command {
+    const fn number(self) -> u16 {
+        match self {
+            Self::Read => 0,
+            Self::Write => 1,
+            Self::Disconnect => 2,
+            Self::Flush => 3,
+            Self::Trim => 4,
+            Self::WriteZeroes => 6,
+            Self::Other(number) => number,
+        }
+    }
+
+    const fn of(number: u16) -> Self {
+        match number {
+            0 => Self::Read,
+            1 => Self::Write,
+            2 => Self::Disconnect,
+            3 => Self::Flush,
+            4 => Self::Trim,
+            6 => Self::WriteZeroes,
+            other => Self::Other(other),
+        }
+    }
+}
+
+/// A request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// What it wants.
+    pub command: Command,
+    /// The client's name for it.
+    pub cookie: u64,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u32,
+}
+
+/// What is no NBD.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Nonsense(pub String);
+
+impl From<Nonsense> for io::Error {
+    fn from(nonsense: Nonsense) -> Self {
+        Self::new(io::ErrorKind::InvalidData, nonsense)
+    }
+}
+
+fn nonsense(what: impl Into<String>) -> Nonsense {
+    Nonsense(what.into())
+}
+
+/// `N` bytes from `at`; the caller has looked that they are there.
+fn bytes<const N: usize>(from: &[u8], at: usize) -> [u8; N] {
+    let mut found = [0; N];
+    found.copy_from_slice(&from[at..at + N]);
+    found
+}
+
+impl Request {
+    /// As it goes over the wire, without its flags: memfold needs none.
+    #[must_use]
+    pub fn encode(&self) -> [u8; REQUEST_BYTES] {
+        let mut wire = [0; REQUEST_BYTES];
+        wire[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
+        wire[6..8].copy_from_slice(&self.command.number().to_be_bytes());
+        wire[8..16].copy_from_slice(&self.cookie.to_be_bytes());
+        wire[16..24].copy_from_slice(&self.offset.to_be_bytes());
+        wire[24..].copy_from_slice(&self.length.to_be_bytes());
+        wire
+    }
+
+    /// Reads one.
+    ///
+    /// # Errors
+    /// It is none, or its bytes would be more than may be: where the next one begins isn't known then.
+    pub fn decode(wire: &[u8; REQUEST_BYTES]) -> Result<Self, Nonsense> {
+        let magic = u32::from_be_bytes(bytes(wire, 0));
+        if magic != REQUEST_MAGIC {
+            return Err(nonsense(format!("a request begins with {magic:#x}")));
+        }
+        let request = Self {
+            command: Command::of(u16::from_be_bytes(bytes(wire, 6))),
+            cookie: u64::from_be_bytes(bytes(wire, 8)),
+            offset: u64::from_be_bytes(bytes(wire, 16)),
+            length: u32::from_be_bytes(bytes(wire, 24)),
+        };
+        if request.command == Command::Write && request.length > MAX_BYTES {
+            return Err(nonsense(format!("a write of {} bytes", request.length)));
+        }
+        Ok(request)
+    }
+
+    /// Whether it can be carried out on a disk of `size` bytes.
+    #[must_use]
+    pub fn is_valid(&self, size: u64) -> bool {
+        let end = self.offset.checked_add(u64::from(self.length));
+        let inside = end.is_some_and(|end| end <= size);
+        let whole = self.offset % u64::from(BLOCK) == 0 && self.length % BLOCK == 0;
+        match self.command {
+            Command::Read | Command::Write => inside && whole && self.length <= MAX_BYTES,
+            Command::Trim | Command::WriteZeroes => inside && whole,
+            Command::Flush | Command::Disconnect => true,
+            Command::Other(_) => false,
+        }
+    }
+}
+
+/// An answer, without the bytes of a read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reply {
+    /// 0, or an error (`NBD_E...`).
+    pub error: u32,
+    /// The client's name for the request.
+    pub cookie: u64,
+}
+
+impl Reply {
+    /// As it goes over the wire.
+    #[must_use]
+    pub fn encode(&self) -> [u8; REPLY_BYTES] {
+        let mut wire = [0; REPLY_BYTES];
+        wire[..4].copy_from_slice(&REPLY_MAGIC.to_be_bytes());
+        wire[4..8].copy_from_slice(&self.error.to_be_bytes());
+        wire[8..].copy_from_slice(&self.cookie.to_be_bytes());
+        wire
+    }
+
+    /// Reads one.
+    ///
+    /// # Errors
+    /// It is none.
+    pub fn decode(wire: &[u8; REPLY_BYTES]) -> Result<Self, Nonsense> {
+        let magic = u32::from_be_bytes(bytes(wire, 0));
+        if magic != REPLY_MAGIC {
+            return Err(nonsense(format!("an answer begins with {magic:#x}")));
+        }
+        Ok(Self {
+            error: u32::from_be_bytes(bytes(wire, 4)),
+            cookie: u64::from_be_bytes(bytes(wire, 8)),
+        })
+    }
+}
+
+fn take<const N: usize>(stream: &mut impl Read) -> io::Result<[u8; N]> {
+    let mut wire = [0; N];
+    stream.read_exact(&mut wire)?;
+    Ok(wire)
+}
+
+fn take_u16(stream: &mut impl Read) -> io::Result<u16> {
+    take(stream).map(u16::from_be_bytes)
+}
+
+fn take_u32(stream: &mut impl Read) -> io::Result<u32> {
+    take(stream).map(u32::from_be_bytes)
+}
+
+fn take_u64(stream: &mut impl Read) -> io::Result<u64> {
+    take(stream).map(u64::from_be_bytes)
+}
+
+fn take_bytes(stream: &mut impl Read, length: u32) -> io::Result<Vec<u8>> {
+    if length > MAX_OPTION {
+        return Err(nonsense(format!("an option of {length} bytes")).into());
+    }
+    let mut wire = vec![0; length as usize];
+    stream.read_exact(&mut wire)?;
+    Ok(wire)
+}
+
+/// The server's part of the handshake, with a client that has to know of block sizes, for a disk of `size` bytes.
+///
+/// # Errors
+/// The client is gone, gave up, or talks nonsense.
+pub fn welcome(stream: &mut (impl Read + Write), size: u64) -> io::Result<()> {
+    let mut hello = Vec::with_capacity(18);
+    hello.extend(NBD_MAGIC.to_be_bytes());
+    hello.extend(OPTION_MAGIC.to_be_bytes());
+    hello.extend((FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes());
+    stream.write_all(&hello)?;
+    let flags = take_u32(stream)?;
+    if flags & u32::from(FIXED_NEWSTYLE) == 0 {
+        return Err(nonsense("a client that is too old (no fixed newstyle)").into());
+    }
+    for _ in 0..MAX_OPTIONS {
+        let magic = take_u64(stream)?;
+        if magic != OPTION_MAGIC {
+            return Err(nonsense(format!("an option begins with {magic:#x}")).into());
+        }
+        let option = take_u32(stream)?;
+        let length = take_u32(stream)?;
+        let data = take_bytes(stream, length)?;
+        let mut answer = |reply: u32, data: &[u8]| stream.write_all(&answer(option, reply, data));
+        match option {
+            OPT_INFO | OPT_GO => match wants_block_size(&data) {
+                None => answer(REP_ERR_INVALID, &[])?,
+                Some(false) => answer(REP_ERR_BLOCK_SIZE, &[])?,
+                Some(true) => {
+                    answer(REP_INFO, &export_info(size))?;
+                    answer(REP_INFO, &block_size_info())?;
+                    answer(REP_ACK, &[])?;
+                    if option == OPT_GO {
+                        return Ok(());
+                    }
+                }
+            },
+            OPT_ABORT => {
+                answer(REP_ACK, &[])?;
+                return Err(io::Error::other("the client gave up"));
+            }
+            // It can't be refused otherwise, and its client knows nothing of block sizes.
+            OPT_EXPORT_NAME => {
+                return Err(nonsense("a client that doesn't know of block sizes").into());
+            }
+            _ => answer(REP_ERR_UNSUP, &[])?,
+        }
+    }
+    Err(nonsense("a client that goes on asking for options").into())
+}
+
+fn answer(option: u32, reply: u32, data: &[u8]) -> Vec<u8> {
+    let mut wire = Vec::with_capacity(20 + data.len());
+    wire.extend(OPTION_REPLY_MAGIC.to_be_bytes());
+    wire.extend(option.to_be_bytes());
+    wire.extend(reply.to_be_bytes());
+    wire.extend(u32::try_from(data.len()).unwrap_or(0).to_be_bytes());
+    wire.extend(data);
+    wire
+}
+
+fn export_info(size: u64) -> Vec<u8> {
+    let flags = HAS_FLAGS | SEND_FLUSH | SEND_TRIM | SEND_WRITE_ZEROES | SEND_FAST_ZERO;
+    let mut data = INFO_EXPORT.to_be_bytes().to_vec();
+    data.extend(size.to_be_bytes());
+    data.extend(flags.to_be_bytes());
+    data
+}
+
+fn block_size_info() -> Vec<u8> {
+    let mut data = INFO_BLOCK_SIZE.to_be_bytes().to_vec();
+    for bytes in [BLOCK, BLOCK, MAX_BYTES] {
+        data.extend(bytes.to_be_bytes());
+    }
+    data
+}
+
+/// Whether a `GO` asks for block sizes, and so keeps to them; `None`: it is malformed. The export's name doesn't matter, there is one.
+fn wants_block_size(data: &[u8]) -> Option<bool> {
+    let (name, rest) = data.split_at_checked(4)?;
+    let name = u32::from_be_bytes(bytes(name, 0)) as usize;
+    let (count, wanted) = rest.get(name..)?.split_at_checked(2)?;
+    let count = usize::from(u16::from_be_bytes(bytes(count, 0)));
+    if wanted.len() != count * 2 {
+        return None;
+    }
+    Some(
+        wanted
+            .chunks_exact(2)
+            .any(|kind| u16::from_be_bytes(bytes(kind, 0)) == INFO_BLOCK_SIZE),
+    )
+}
+
+/// The client's first words to a server.
+///
+/// # Errors
+/// The server is gone or talks nonsense.
+pub fn greet(stream: &mut (impl Read + Write)) -> io::Result<()> {
+    let (magic, option) = (take_u64(stream)?, take_u64(stream)?);
+    if (magic, option) != (NBD_MAGIC, OPTION_MAGIC) {
+        return Err(nonsense("its first words are not those of NBD").into());
+    }
+    let flags = take_u16(stream)?;
+    if flags & FIXED_NEWSTYLE == 0 {
+        return Err(nonsense("it is too old (no fixed newstyle)").into());
+    }
+    // Without that flag 124 zeroes would follow in a case that doesn't occur here.
+    let ours = FIXED_NEWSTYLE | (flags & NO_ZEROES);
+    stream.write_all(&u32::from(ours).to_be_bytes())
+}
+
+fn option(option: u32, data: &[u8]) -> Vec<u8> {
+    let mut wire = OPTION_MAGIC.to_be_bytes().to_vec();
+    wire.extend(option.to_be_bytes());
+    wire.extend(u32::try_from(data.len()).unwrap_or(0).to_be_bytes());
+    wire.extend(data);
+    wire
+}
+
+/// An answer to an option: its kind and its bytes.
+fn take_answer(stream: &mut impl Read, to: u32) -> io::Result<(u32, Vec<u8>)> {
+    let magic = take_u64(stream)?;
+    let option = take_u32(stream)?;
+    if (magic, option) != (OPTION_REPLY_MAGIC, to) {
+        return Err(nonsense("it answered something else than was asked").into());
+    }
+    let reply = take_u32(stream)?;
+    let length = take_u32(stream)?;
+    Ok((reply, take_bytes(stream, length)?))
+}
+
+/// Asks a server for TLS, which begins if that is no error. Both ends go on with the options in it.
+///
+/// # Errors
+/// The server refuses, is gone or talks nonsense.
+pub fn ask_tls(stream: &mut (impl Read + Write)) -> io::Result<()> {
+    stream.write_all(&option(OPT_STARTTLS, &[]))?;
+    match take_answer(stream, OPT_STARTTLS)? {
+        (REP_ACK, _) => Ok(()),
+        (reply, _) => Err(refusal("TLS", reply)),
+    }
+}
+
+fn refusal(what: &str, reply: u32) -> io::Error {
+    io::Error::other(format!("it refuses {what} (NBD answer {reply:#x})"))
+}
+
+/// Asks a server for its export, and gives that one's bytes. Requests can follow.
+///
+/// # Errors
+/// The server refuses, is gone, talks nonsense, or lets nobody write.
+pub fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
+    // No name, nothing to be told beside the size.
+    stream.write_all(&option(OPT_GO, &[0; 6]))?;
+    let mut export = None;
+    for _ in 0..MAX_OPTIONS {
+        let (reply, data) = take_answer(stream, OPT_GO)?;
+        match reply {
+            REP_INFO if data.len() == 12 && data[..2] == INFO_EXPORT.to_be_bytes() => {
+                export = Some((
+                    u64::from_be_bytes(bytes(&data, 2)),
+                    u16::from_be_bytes(bytes(&data, 10)),
+                ));
+            }
+            REP_INFO => {}
+            REP_ACK => {
+                let (size, flags) = export.ok_or_else(|| nonsense("it doesn't tell its size"))?;
+                if flags & READ_ONLY != 0 {
+                    return Err(io::Error::other("its export can only be read"));
+                }
+                return Ok(size);
+            }
+            reply => return Err(refusal("its export", reply)),
+        }
+    }
+    Err(nonsense("it goes on telling of its export").into())
+}
+
+#[cfg(test)]
+#[path = "nbd_tests.rs"]
+mod tests;

@@ -1,0 +1,345 @@
+//! Where the registry is, as operators say it, and which files prove who asks it.
+//!
+//! | said | what is there |
+//! |---|---|
+//! | `/run/memfold/memfold.sock` | a daemon of this host |
+//! | `https://HOST:PORT` | a daemon of another host: TLS, and a token of ours |
+//! | `etcd+https://HOST:PORT,HOST:PORT` | the members of an etcd cluster: TLS, and a certificate of ours if it asks for one |
+//! | `etcd+http://127.0.0.1:PORT` | an etcd of this host |
+
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::net::IpAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use tokio_rustls::rustls::pki_types::ServerName;
+
+use super::https::{OwnCertificate, TlsFiles};
+
+/// Members of one cluster, at most.
+const MOST_MEMBERS: usize = 16;
+
+/// Longest token that is read, characters.
+const LONGEST_TOKEN: u64 = 256;
+
+/// Why a registry can't be used as it was named.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlaceError {
+    /// It isn't an address.
+    #[error(
+        "'{said}' names no registry ({why}); give the path of a socket, https://HOST:PORT of another daemon, or etcd+https://HOST:PORT,..."
+    )]
+    Address {
+        /// What was said.
+        said: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// An option is missing.
+    #[error("a registry at {place} needs {option}: {why}")]
+    Missing {
+        /// Where.
+        place: String,
+        /// Which option.
+        option: &'static str,
+        /// What it is for.
+        why: &'static str,
+    },
+    /// An option makes no sense there.
+    #[error("{option} is of no use for the registry at {place}")]
+    Unused {
+        /// Where.
+        place: String,
+        /// Which option.
+        option: &'static str,
+    },
+    /// A file can't be used.
+    #[error("cannot use {path} for the registry: {why}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+}
+
+/// A server by name and port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// Name or address, without brackets.
+    pub host: String,
+    /// Port.
+    pub port: u16,
+}
+
+impl fmt::Display for Member {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            write!(f, "[{}]:{}", self.host, self.port)
+        } else {
+            write!(f, "{}:{}", self.host, self.port)
+        }
+    }
+}
+
+impl Member {
+    /// `HOST:PORT`, `[IPV6]:PORT`
+    fn parse(text: &str) -> Option<Self> {
+        let (host, port) = text.rsplit_once(':')?;
+        let port = port.parse().ok().filter(|&port| port != 0)?;
+        let host = match host.strip_prefix('[') {
+            Some(rest) => rest.strip_suffix(']').filter(|h| h.contains(':'))?,
+            None => Some(host).filter(|h| !h.contains(':'))?,
+        };
+        // An address, or a name as name services have them.
+        ServerName::try_from(host).ok()?;
+        Some(Self {
+            host: host.to_owned(),
+            port,
+        })
+    }
+
+    fn is_this_host(&self) -> bool {
+        let address: Option<IpAddr> = self.host.parse().ok();
+        address.is_some_and(|address| address.is_loopback())
+    }
+}
+
+/// Files that options name.
+#[derive(Clone, Debug, Default)]
+pub struct RegistryFiles {
+    /// Certificates of those who may vouch for the registry, PEM.
+    pub ca: Option<PathBuf>,
+    /// The token that another daemon's `memfold host add` has given to this host.
+    pub token: Option<PathBuf>,
+    /// This host's own certificate, PEM.
+    pub certificate: Option<PathBuf>,
+    /// Its key.
+    pub key: Option<PathBuf>,
+}
+
+/// Where the registry is, if another program serves it.
+#[derive(Clone, Debug)]
+pub enum RegistryAt {
+    /// A daemon of this host.
+    Socket(PathBuf),
+    /// A daemon of another host.
+    Daemon {
+        /// Where.
+        member: Member,
+        /// Who vouches for it.
+        tls: TlsFiles,
+        /// What says who we are.
+        token: PathBuf,
+    },
+    /// An etcd.
+    Etcd {
+        /// Its members.
+        members: Vec<Member>,
+        /// Who vouches for them, and for us; `None`: it is on this host.
+        tls: Option<TlsFiles>,
+    },
+}
+
+impl fmt::Display for RegistryAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Socket(path) => path.display().fmt(f),
+            Self::Daemon { member, .. } => write!(f, "https://{member}"),
+            Self::Etcd { members, tls } => {
+                let scheme = if tls.is_some() { "https" } else { "http" };
+                let members: Vec<String> = members.iter().map(ToString::to_string).collect();
+                write!(f, "etcd+{scheme}://{}", members.join(","))
+            }
+        }
+    }
+}
+
+impl RegistryAt {
+    /// What was said, with the files that go with it. These are read once, so that a wrong one is told now and not by a VM that can't borrow.
+    pub fn new(said: &str, files: &RegistryFiles) -> Result<Self, PlaceError> {
+        let bad = |why| PlaceError::Address {
+            said: said.to_owned(),
+            why,
+        };
+        let members = |list: &str| -> Option<Vec<Member>> {
+            let list = list.strip_suffix('/').unwrap_or(list);
+            list.split(',').map(Member::parse).collect()
+        };
+        let (place, unused) = if let Some(rest) = said.strip_prefix("https://") {
+            let mut all = members(rest).ok_or_else(|| bad("it is no HOST:PORT"))?;
+            let (Some(member), true) = (all.pop(), all.is_empty()) else {
+                return Err(bad("one daemon serves a registry"));
+            };
+            let token = required(files.token.as_ref(), said, "--registry-token", TOKEN)?;
+            let ca = required(files.ca.as_ref(), said, "--registry-ca", CA)?;
+            let tls = TlsFiles { ca, own: None };
+            let place = Self::Daemon { member, tls, token };
+            let own = files.certificate.as_ref().map(|_| "--registry-cert");
+            (place, own)
+        } else if let Some(rest) = said.strip_prefix("etcd+https://") {
+            let members = members(rest).ok_or_else(|| bad("it is no HOST:PORT"))?;
+            let ca = required(files.ca.as_ref(), said, "--registry-ca", CA)?;
+            let own = match (&files.certificate, &files.key) {
+                (Some(certificate), Some(key)) => Some(OwnCertificate {
+                    certificate: certificate.clone(),
+                    key: key.clone(),
+                }),
+                _ => None,
+            };
+            let tls = Some(TlsFiles { ca, own });
+            let token = files.token.as_ref().map(|_| "--registry-token");
+            (Self::Etcd { members, tls }, token)
+        } else if let Some(rest) = said.strip_prefix("etcd+http://") {
+            let members = members(rest).ok_or_else(|| bad("it is no HOST:PORT"))?;
+            if !members.iter().all(Member::is_this_host) {
+                return Err(bad("without TLS only 127.0.0.1 and ::1 are asked"));
+            }
+            (Self::Etcd { members, tls: None }, first_of(files))
+        } else if said.contains("://") {
+            return Err(bad("that scheme is unknown"));
+        } else if said.is_empty() {
+            return Err(bad("it is empty"));
+        } else {
+            (Self::Socket(said.into()), first_of(files))
+        };
+        if let Some(option) = unused {
+            let place = place.to_string();
+            return Err(PlaceError::Unused { place, option });
+        }
+        place.check()?;
+        Ok(place)
+    }
+
+    fn check(&self) -> Result<(), PlaceError> {
+        let tls = match self {
+            Self::Socket(_) => return Ok(()),
+            Self::Daemon { tls, token, .. } => {
+                read_token(token)?;
+                Some(tls)
+            }
+            Self::Etcd { members, tls } => {
+                if members.len() > MOST_MEMBERS {
+                    return Err(PlaceError::Address {
+                        said: self.to_string(),
+                        why: "more than 16 members",
+                    });
+                }
+                tls.as_ref()
+            }
+        };
+        tls.map_or(Ok(()), |tls| {
+            tls.config()
+                .map(drop)
+                .map_err(|(path, why)| PlaceError::File { path, why })
+        })
+    }
+}
+
+const CA: &str = "the certificates (PEM) of those who vouch for it";
+const TOKEN: &str = "the file of the token that 'memfold host add' gave there for this host";
+
+fn required(
+    file: Option<&PathBuf>,
+    place: &str,
+    option: &'static str,
+    why: &'static str,
+) -> Result<PathBuf, PlaceError> {
+    let place = place.to_owned();
+    file.cloned()
+        .ok_or(PlaceError::Missing { place, option, why })
+}
+
+/// An option that was given, where none is of use.
+fn first_of(files: &RegistryFiles) -> Option<&'static str> {
+    [
+        (files.ca.is_some(), "--registry-ca"),
+        (files.token.is_some(), "--registry-token"),
+        (files.certificate.is_some(), "--registry-cert"),
+    ]
+    .into_iter()
+    .find_map(|(given, option)| given.then_some(option))
+}
+
+/// A token from its file, which nobody else may read. Read anew each time: it may be replaced while the daemon runs.
+pub fn read_token(path: &Path) -> Result<String, PlaceError> {
+    let failed = |why: String| PlaceError::File {
+        path: path.to_owned(),
+        why,
+    };
+    let read = || -> std::io::Result<(u32, String)> {
+        let file = File::open(path)?;
+        let mode = file.metadata()?.permissions().mode();
+        let mut text = String::new();
+        file.take(LONGEST_TOKEN + 1).read_to_string(&mut text)?;
+        Ok((mode, text))
+    };
+    let (mode, text) = read().map_err(|error| failed(error.to_string()))?;
+    if mode & 0o077 != 0 {
+        let path = path.display();
+        return Err(failed(format!("others may read it; chmod 600 {path}")));
+    }
+    let token = text.trim();
+    if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+        return Err(failed("it holds no token".into()));
+    }
+    Ok(token.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{Permissions, set_permissions, write};
+
+    fn plain(said: &str) -> Result<String, String> {
+        RegistryAt::new(said, &RegistryFiles::default())
+            .map(|place| place.to_string())
+            .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_registry_is_named_by_socket_daemon_or_etcd() {
+        assert_eq!(plain("/run/s").unwrap(), "/run/s");
+        let local = "etcd+http://127.0.0.1:2379,[::1]:2379";
+        assert_eq!(plain(local).unwrap(), local);
+        for (said, word) in [
+            ("", "empty"),
+            ("http://a:1", "scheme"),
+            ("etcd://a:1", "scheme"),
+            ("etcd+http://10.0.0.1:2379", "without TLS"),
+            ("etcd+http://127.0.0.1", "HOST:PORT"),
+            ("etcd+http://127.0.0.1:0", "HOST:PORT"),
+            ("etcd+http://::1:2379", "HOST:PORT"),
+            ("https://a b:1", "HOST:PORT"),
+            ("https://a:1,b:1", "one daemon"),
+            ("https://a:1", "--registry-token"),
+            ("etcd+https://a:1", "--registry-ca"),
+        ] {
+            let error = plain(said).unwrap_err();
+            assert!(error.contains(word), "{said}: {error}");
+        }
+    }
+
+    #[test]
+    fn options_of_no_use_and_files_that_others_may_read_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("token");
+        let files = RegistryFiles {
+            token: Some(path.clone()),
+            ..RegistryFiles::default()
+        };
+        let error = RegistryAt::new("/run/s", &files).unwrap_err().to_string();
+        assert!(error.contains("--registry-token is of no use"), "{error}");
+        assert!(read_token(&path).unwrap_err().to_string().contains("token"));
+        write(&path, "abc\n").unwrap();
+        set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
+        let error = read_token(&path).unwrap_err().to_string();
+        assert!(error.contains("chmod 600"), "{error}");
+        set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        assert_eq!(read_token(&path).unwrap(), "abc");
+        write(&path, "a\r\nb: c").unwrap();
+        assert!(read_token(&path).is_err(), "it would get into a header");
+    }
+}

@@ -1,0 +1,453 @@
+use std::io::{Read, Write};
+use std::net::Ipv4Addr;
+use std::os::unix::fs::FileExt;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+use super::super::super::export::{Export, ExportError, Listen, TcpListen};
+use super::super::super::registry::LeaseId;
+use super::*;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const B: usize = BLOCK as usize;
+
+/// What a lender of a test does that it shouldn't.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Lie {
+    FlipBit,
+    OldBytes,
+    OtherBlock,
+    Zeroes,
+    ForgetsWrites,
+    ShortOfMagic,
+    OtherCookie,
+    SaysTooMuch,
+    Refuses,
+    HangsUp,
+    SaysNothing,
+}
+
+/// A lender in this process: serves from memory, and begins to lie when it is told to.
+fn lender(mut stream: UnixStream, bytes: u64, orders: Receiver<Lie>) -> JoinHandle<()> {
+    std::thread::spawn(move || {
+        let mut disk = vec![0; usize::try_from(bytes).unwrap()];
+        let mut before = disk.clone();
+        let mut lie = None;
+        let mut head = [0; REQUEST_BYTES];
+        while stream.read_exact(&mut head).is_ok() {
+            lie = lie.or(orders.try_recv().ok());
+            let request = Request::decode(&head).unwrap();
+            let at = range(request.offset, u64::from(request.length));
+            let mut reply = Reply {
+                error: 0,
+                cookie: request.cookie,
+            };
+            let mut data = Vec::new();
+            match request.command {
+                Command::Write => {
+                    let mut new = vec![0; at.len()];
+                    stream.read_exact(&mut new).unwrap();
+                    if lie != Some(Lie::ForgetsWrites) {
+                        before[at.clone()].copy_from_slice(&disk[at.clone()]);
+                        disk[at.clone()].copy_from_slice(&new);
+                    }
+                }
+                Command::Read => data = disk[at.clone()].to_vec(),
+                _ => return,
+            }
+            match lie {
+                Some(Lie::FlipBit) if !data.is_empty() => data[17] ^= 4,
+                Some(Lie::OldBytes) if !data.is_empty() => data = before[at.clone()].to_vec(),
+                Some(Lie::OtherBlock) if !data.is_empty() => {
+                    data = disk[at.start + B..at.end + B].to_vec();
+                }
+                Some(Lie::Zeroes) => data.fill(0),
+                Some(Lie::OtherCookie) => reply.cookie ^= 1 << 40,
+                Some(Lie::Refuses) => reply.error = EIO,
+                Some(Lie::HangsUp) => return,
+                Some(Lie::SaysNothing) => continue,
+                _ => {}
+            }
+            let mut head = reply.encode();
+            if lie == Some(Lie::ShortOfMagic) {
+                head[0] ^= 1;
+            }
+            let mut said = [&head[..], &data].concat();
+            if lie == Some(Lie::SaysTooMuch) {
+                said.resize(said.len() + 2 * MOST, 0x67);
+            }
+            if stream.write_all(&said).is_err() {
+                return;
+            }
+        }
+    })
+}
+
+/// A relay in a thread, and its client.
+struct Served {
+    client: UnixStream,
+    relay: Option<JoinHandle<Result<(), Ended>>>,
+    cookie: u64,
+}
+
+impl Served {
+    fn new(lenders: Vec<Stream>, bytes: u64) -> Self {
+        let (client, theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        client
+            .set_read_timeout(Some(Duration::from_secs(60)))
+            .unwrap();
+        let stripes = Stripes {
+            count: lenders.len() as u64,
+            bytes,
+        };
+        let sums = Sums::new(bytes).unwrap();
+        let relay = std::thread::spawn(move || Relay::new(theirs, lenders, stripes, sums).serve());
+        Self {
+            client,
+            relay: Some(relay),
+            cookie: 0,
+        }
+    }
+
+    fn ask(&mut self, command: Command, offset: u64, length: u64, data: &[u8]) -> u64 {
+        self.cookie += 1;
+        let request = Request {
+            command,
+            cookie: self.cookie,
+            offset,
+            length: u32::try_from(length).unwrap(),
+        };
+        self.client.write_all(&request.encode()).unwrap();
+        self.client.write_all(data).unwrap();
+        self.cookie
+    }
+
+    fn hear(&mut self) -> Reply {
+        let mut head = [0; REPLY_BYTES];
+        self.client.read_exact(&mut head).unwrap();
+        Reply::decode(&head).unwrap()
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) -> u32 {
+        let cookie = self.ask(Command::Write, offset, data.len() as u64, data);
+        let reply = self.hear();
+        assert_eq!(reply.cookie, cookie);
+        reply.error
+    }
+
+    fn read(&mut self, offset: u64, length: u64) -> Result<Vec<u8>, u32> {
+        let cookie = self.ask(Command::Read, offset, length, &[]);
+        let reply = self.hear();
+        assert_eq!(reply.cookie, cookie);
+        if reply.error != 0 {
+            return Err(reply.error);
+        }
+        let mut data = vec![0; usize::try_from(length).unwrap()];
+        self.client.read_exact(&mut data).unwrap();
+        Ok(data)
+    }
+
+    fn end(mut self) -> Result<(), Ended> {
+        let relay = self.relay.take().unwrap();
+        drop(self);
+        relay.join().unwrap()
+    }
+}
+
+fn liars(count: u64, bytes: u64) -> (Served, Vec<Sender<Lie>>) {
+    let stripes = Stripes { count, bytes };
+    let mut orders = Vec::new();
+    let mut streams = Vec::new();
+    for _ in 0..count {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let (order, heard) = channel();
+        lender(theirs, stripes.of_each(), heard);
+        orders.push(order);
+        streams.push(Stream::Unix(ours));
+    }
+    (Served::new(streams, bytes), orders)
+}
+
+/// Bytes that differ from block to block and from time to time.
+fn pattern(blocks: usize, seed: u64) -> Vec<u8> {
+    let mut x = seed * 2 + 1;
+    let next = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        u8::try_from(x & 255).unwrap()
+    };
+    std::iter::repeat_with(next).take(blocks * B).collect()
+}
+
+#[test]
+fn every_lie_is_an_error_and_never_bytes() {
+    for (lie, why) in [
+        (Lie::FlipBit, Why::Lied),
+        (Lie::OldBytes, Why::Lied),
+        (Lie::OtherBlock, Why::Lied),
+        (Lie::Zeroes, Why::Lied),
+        (Lie::ForgetsWrites, Why::Lied),
+        (Lie::ShortOfMagic, Why::Lied),
+        (Lie::OtherCookie, Why::Lied),
+        (Lie::SaysTooMuch, Why::Lied),
+        (Lie::Refuses, Why::Failed),
+        (Lie::HangsUp, Why::Gone),
+        (Lie::SaysNothing, Why::Silent),
+    ] {
+        for count in [1, 3] {
+            let (mut served, orders) = liars(count, 8 * MIB);
+            assert_eq!(served.write(0, &pattern(64, 1)), 0);
+            assert_eq!(served.write(4096, &pattern(2, 2)), 0);
+            assert_eq!(served.read(4096, 2 * 4096), Ok(pattern(2, 2)), "{lie:?}");
+            // The first of the lenders, which has the first unit.
+            orders[0].send(lie).unwrap();
+            let begun = Instant::now();
+            if lie == Lie::ForgetsWrites {
+                assert_eq!(served.write(4096, &pattern(1, 3)), 0);
+            }
+            let got = served.read(4096, 4096);
+            // Of one that says too much the answer may be taken first, and is a true one.
+            let is_true = lie == Lie::SaysTooMuch && got == Ok(pattern(2, 2)[..B].to_vec());
+            assert!(got == Err(EIO) || is_true, "{lie:?}");
+            assert!(
+                begun.elapsed() < SILENT + Duration::from_secs(2),
+                "{lie:?} {:?}",
+                begun.elapsed()
+            );
+            let ended = served.end().unwrap_err();
+            assert_eq!((ended.lender, ended.why), (Some(0), why), "{lie:?}");
+        }
+    }
+}
+
+#[test]
+fn requests_under_way_are_all_answered_when_a_lender_lies() {
+    let (mut served, orders) = liars(2, 8 * MIB);
+    assert_eq!(served.write(0, &pattern(256, 1)), 0);
+    orders[1].send(Lie::FlipBit).unwrap();
+    let read = |n: u64| Request {
+        command: Command::Read,
+        cookie: 100 + n,
+        offset: n * 32 * KIB,
+        length: 8 * BLOCK,
+    };
+    let asked: Vec<u8> = (0..32).flat_map(|n| read(n).encode()).collect();
+    served.client.write_all(&asked).unwrap();
+    // Each is right, or an error, or the connection's end.
+    let mut right = 0;
+    let mut head = [0; REPLY_BYTES];
+    while served.client.read_exact(&mut head).is_ok() {
+        let reply = Reply::decode(&head).unwrap();
+        let number = usize::try_from(reply.cookie - 100).unwrap();
+        if reply.error == 0 {
+            let mut data = vec![0; 8 * B];
+            if served.client.read_exact(&mut data).is_err() {
+                break;
+            }
+            assert_eq!(data, pattern(256, 1)[number * 8 * B..][..8 * B], "{number}");
+            right += 1;
+        }
+    }
+    assert!(right < 32);
+    assert_eq!(served.end().unwrap_err().lender, Some(1));
+}
+
+#[test]
+fn random_work_over_any_number_of_lenders_reads_what_was_written() {
+    const SIZE: u64 = 4 * MIB + 12 * KIB;
+    for count in [1, 2, 3, 8] {
+        let (mut served, _orders) = liars(count, SIZE);
+        let mut model = vec![0_u8; usize::try_from(SIZE).unwrap()];
+        let mut x = 88_172_645_463_325_252 + count;
+        let mut chance = |below: u64| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            x % below
+        };
+        for step in 0..400 {
+            let blocks = 1 + chance(if step % 8 == 0 { 256 } else { 8 });
+            let offset = chance(SIZE / 4096 - blocks + 1) * 4096;
+            let length = blocks * 4096;
+            let at = range(offset, length);
+            match chance(6) {
+                0 | 1 => {
+                    let mut data = pattern(at.len() / B, step + 1);
+                    if chance(3) == 0 {
+                        data[..B].fill(0);
+                    }
+                    model[at].copy_from_slice(&data);
+                    assert_eq!(served.write(offset, &data), 0);
+                }
+                2 => {
+                    let cookie = served.ask(Command::WriteZeroes, offset, length, &[]);
+                    assert_eq!(served.hear(), Reply { error: 0, cookie });
+                    model[at].fill(0);
+                }
+                3 => {
+                    let cookie = served.ask(Command::Flush, 0, 0, &[]);
+                    assert_eq!(served.hear(), Reply { error: 0, cookie });
+                }
+                _ => assert_eq!(served.read(offset, length).unwrap(), model[at], "{step}"),
+            }
+        }
+        let cookie = served.ask(Command::Read, SIZE, 4096, &[]);
+        assert_eq!(
+            served.hear(),
+            Reply {
+                error: EINVAL,
+                cookie
+            }
+        );
+        let cookie = served.ask(Command::Write, 512, 512, &[7; 512]);
+        assert_eq!(
+            served.hear(),
+            Reply {
+                error: EINVAL,
+                cookie
+            }
+        );
+        assert_eq!(served.read(0, 4096).unwrap(), model[..B]);
+        served.end().unwrap();
+    }
+}
+
+/// Writes and reads of the same blocks under way at once: the lender may carry them out in any order, and is no liar.
+#[test]
+fn requests_that_meet_wait_for_each_other() {
+    let (mut served, _orders) = liars(2, 8 * MIB);
+    let mut wanted = Vec::new();
+    for round in 1..40_u64 {
+        let data = pattern(32, round);
+        served.ask(Command::Write, 0, data.len() as u64, &data);
+        served.ask(Command::Read, 4096, 8192, &[]);
+        wanted.push(data[B..3 * B].to_vec());
+        for _ in 0..2 {
+            let reply = served.hear();
+            assert_eq!(reply.error, 0);
+            if reply.cookie % 2 == 0 {
+                let mut data = vec![0; 2 * B];
+                served.client.read_exact(&mut data).unwrap();
+                assert_eq!(Some(data), wanted.pop());
+            }
+        }
+    }
+    served.end().unwrap();
+}
+
+fn exported(directory: &std::path::Path, listen: Listen, id: u64, bytes: u64) -> Option<Export> {
+    let mut export = match Export::start(directory, listen, LeaseId(id), bytes) {
+        Ok(export) => export,
+        Err(ExportError::Missing(error)) => {
+            println!("skipped: {error}");
+            return None;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    while !export.is_ready().unwrap() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Some(export)
+}
+
+/// Changes a process's memory wherever these bytes are; how often.
+fn poke(pid: u32, find: &[u8], change: impl Fn(&mut [u8])) -> usize {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let memory = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(format!("/proc/{pid}/mem"))
+        .unwrap();
+    let mut found = 0;
+    for line in maps.lines().filter(|l| l.contains("rw-p")) {
+        let (from, to) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
+        let [from, to] = [from, to].map(|n| u64::from_str_radix(n, 16).unwrap());
+        let mut bytes = vec![0; usize::try_from(to - from).unwrap()];
+        if memory.read_exact_at(&mut bytes, from).is_err() {
+            continue;
+        }
+        let places: Vec<usize> = bytes
+            .windows(find.len())
+            .enumerate()
+            .filter(|(_, window)| *window == find)
+            .map(|(at, _)| at)
+            .collect();
+        for at in places {
+            let place = &mut bytes[at..at + find.len()];
+            change(place);
+            memory.write_all_at(place, from + at as u64).unwrap();
+            found += 1;
+        }
+    }
+    found
+}
+
+#[test]
+fn an_nbdkit_whose_memory_is_changed_is_found_out_over_unix_sockets_and_tls() {
+    let tcp = Listen::Tcp(TcpListen {
+        ip: Ipv4Addr::LOCALHOST.into(),
+        announce: None,
+        ports: None,
+    });
+    for (listen, count) in [(Listen::Unix, 1), (tcp, 1), (tcp, 3)] {
+        let directory = tempfile::tempdir().unwrap();
+        let stripes = Stripes {
+            count,
+            bytes: 6 * MIB,
+        };
+        let mut exports = Vec::new();
+        for id in 0..count {
+            let Some(export) = exported(directory.path(), listen, id, stripes.of_each()) else {
+                return;
+            };
+            exports.push(export);
+        }
+        let open = |export: &Export| Stream::open(export.endpoint(), stripes.of_each()).unwrap();
+        let mut served = Served::new(exports.iter().map(open).collect(), stripes.bytes);
+        let data = pattern(256, 9);
+        for mib in 0..6 {
+            assert_eq!(served.write(mib * MIB, &data), 0);
+        }
+        for mib in 0..6 {
+            assert_eq!(served.read(mib * MIB, MIB).unwrap(), data);
+        }
+        assert_eq!(served.write(4096, &pattern(1, 10)), 0);
+        let poked = poke(exports[0].pid(), &pattern(1, 10)[..64], |bytes| {
+            bytes[63] ^= 1;
+        });
+        assert!(poked > 0);
+        // What wasn't changed is still what it was.
+        assert_eq!(served.read(0, 4096).unwrap(), data[..B]);
+        assert_eq!(served.read(4096, 4096), Err(EIO));
+        let ended = served.end().unwrap_err();
+        assert_eq!((ended.lender, ended.why), (Some(0), Why::Lied));
+        assert!(ended.what.contains("block 1 "), "{}", ended.what);
+    }
+}
+
+#[test]
+fn a_lender_without_the_key_or_with_less_than_it_lent_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let tcp = Listen::Tcp(TcpListen {
+        ip: Ipv4Addr::LOCALHOST.into(),
+        announce: None,
+        ports: None,
+    });
+    let Some(export) = exported(directory.path(), tcp, 1, MIB) else {
+        return;
+    };
+    let small = Stream::open(export.endpoint(), 2 * MIB).unwrap_err();
+    assert!(small.to_string().contains("were lent"), "{small}");
+    let Some(export) = exported(directory.path(), tcp, 2, MIB) else {
+        return;
+    };
+    let mut endpoint = export.endpoint().clone();
+    endpoint.key.as_mut().unwrap().hex = "0f".repeat(32);
+    let stranger = Stream::open(&endpoint, MIB).unwrap_err();
+    assert!(stranger.to_string().contains("TLS"), "{stranger}");
+    Stream::open(export.endpoint(), MIB).unwrap();
+}

@@ -1,0 +1,167 @@
+//! What the borrower remembers of every block that a lender holds: 8 bytes for 4 KiB.
+//!
+//! A block's sum is the beginning of its keyed BLAKE3 hash, with a key that this process made and tells nobody. So a lender that changes
+//! a block, or answers with another one or with what it was before, has one guess in 2^64, and the first wrong one ends it. A CRC could be kept
+//! the same on purpose, and XXH3 promises nothing against who tries; that the lender sees no sum is no proof for either.
+//!
+//! A block that was never written, or that was zeroed or trimmed, has no sum: it reads as zeroes, and no lender is asked.
+
+use std::io::{self, Read};
+
+use super::super::nbd::BLOCK;
+
+const BLOCK_BYTES: usize = BLOCK as usize;
+
+/// The sums of a disk.
+pub struct Sums {
+    key: [u8; blake3::KEY_LEN],
+    /// 0: zeroes.
+    of: Vec<u64>,
+}
+
+impl std::fmt::Debug for Sums {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "sums of {} blocks", self.of.len())
+    }
+}
+
+fn index(block: u64) -> usize {
+    // More blocks than addresses were never allocated.
+    usize::try_from(block).unwrap_or(usize::MAX)
+}
+
+impl Sums {
+    /// Of a disk of so many bytes that holds zeroes.
+    ///
+    /// # Errors
+    /// There is no key or no memory to be had.
+    pub fn new(bytes: u64) -> io::Result<Self> {
+        let mut key = [0; blake3::KEY_LEN];
+        std::fs::File::open("/dev/urandom")?.read_exact(&mut key)?;
+        let blocks = usize::try_from(bytes / u64::from(BLOCK)).map_err(io::Error::other)?;
+        // Zeroed memory that is the kernel's until it is written to.
+        let of = vec![0; blocks];
+        Ok(Self { key, of })
+    }
+
+    fn sum(&self, block: &[u8]) -> u64 {
+        let hash = blake3::keyed_hash(&self.key, block);
+        let mut first = [0; 8];
+        first.copy_from_slice(&hash.as_bytes()[..8]);
+        u64::from_le_bytes(first).max(1)
+    }
+
+    /// Remembers what is written from a block on. Whether any of it has to be kept elsewhere: not if all of it is zeroes.
+    pub fn written(&mut self, block: u64, data: &[u8]) -> bool {
+        let mut any = false;
+        for (at, data) in data.chunks_exact(BLOCK_BYTES).enumerate() {
+            let sum = if is_zero(data) { 0 } else { self.sum(data) };
+            any |= sum != 0;
+            self.of[index(block) + at] = sum;
+        }
+        any
+    }
+
+    /// From a block on, so many hold zeroes.
+    pub fn zeroed(&mut self, block: u64, blocks: u64) {
+        let from = index(block);
+        self.of[from..from + index(blocks)].fill(0);
+    }
+
+    /// Whether so many blocks from one on all hold zeroes.
+    #[must_use]
+    pub fn are_zero(&self, block: u64, blocks: u64) -> bool {
+        let from = index(block);
+        self.of[from..from + index(blocks)]
+            .iter()
+            .all(|sum| *sum == 0)
+    }
+
+    /// Copies what a lender says is there from a block on, as far as it is true; where a block holds zeroes, `into` keeps what it has.
+    ///
+    /// # Errors
+    /// The block that is another one than was written.
+    pub fn checked(&self, block: u64, said: &[u8], into: &mut [u8]) -> Result<(), u64> {
+        let blocks = said.chunks_exact(BLOCK_BYTES);
+        for (at, (said, into)) in blocks.zip(into.chunks_exact_mut(BLOCK_BYTES)).enumerate() {
+            let sum = self.of[index(block) + at];
+            if sum == 0 {
+                continue;
+            }
+            if self.sum(said) != sum {
+                return Err(block + at as u64);
+            }
+            into.copy_from_slice(said);
+        }
+        Ok(())
+    }
+}
+
+fn is_zero(data: &[u8]) -> bool {
+    // Most pages differ from zeroes at their beginning.
+    data.iter().take(64).all(|byte| *byte == 0)
+        && data
+            .chunks_exact(16)
+            .all(|word| u128::from_ne_bytes(word.try_into().unwrap_or([1; 16])) == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const B: usize = BLOCK_BYTES;
+
+    fn block(seed: u8) -> Vec<u8> {
+        (0..=255_u8)
+            .cycle()
+            .map(|i| i.wrapping_mul(seed))
+            .take(B)
+            .collect()
+    }
+
+    #[test]
+    fn only_what_was_written_last_passes() {
+        let mut sums = Sums::new(16 * B as u64).unwrap();
+        let (old, new) = (block(3), block(5));
+        assert!(sums.written(2, &[old.clone(), new.clone()].concat()));
+        let mut got = vec![0; 2 * B];
+        sums.checked(2, &[old.clone(), new.clone()].concat(), &mut got)
+            .unwrap();
+        assert_eq!(got, [old.clone(), new.clone()].concat());
+        // Another block, zeroes, one from before.
+        assert_eq!(sums.checked(2, &new, &mut got), Err(2));
+        assert_eq!(sums.checked(3, &vec![0; B], &mut got), Err(3));
+        sums.written(2, &new);
+        assert_eq!(sums.checked(2, &old, &mut got), Err(2));
+        // Any bit.
+        for bit in (0..B * 8).step_by(61) {
+            let mut bad = new.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(sums.checked(2, &bad, &mut got), Err(2), "{bit}");
+        }
+    }
+
+    #[test]
+    fn zeroes_are_nobody_s_word() {
+        let mut sums = Sums::new(8 * B as u64).unwrap();
+        assert!(sums.are_zero(0, 8));
+        let mut got = vec![0; B];
+        sums.checked(1, &block(3), &mut got).unwrap();
+        assert_eq!(got, vec![0; B]);
+        assert!(!sums.written(1, &vec![0; 2 * B]));
+        assert!(sums.are_zero(0, 8));
+        assert!(sums.written(1, &block(3)));
+        assert!(!sums.are_zero(0, 8) && sums.are_zero(2, 6));
+        sums.zeroed(0, 3);
+        assert!(sums.are_zero(0, 8));
+        let mut last = vec![0; B];
+        last[B - 1] = 1;
+        assert!(sums.written(7, &last));
+    }
+
+    #[test]
+    fn each_process_has_its_own_key() {
+        let [a, b] = [0, 1].map(|_| Sums::new(B as u64).unwrap());
+        assert_ne!(a.sum(&block(3)), b.sum(&block(3)));
+    }
+}

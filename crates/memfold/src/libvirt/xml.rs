@@ -1,0 +1,509 @@
+//! What memfold changes in a domain's XML. Everything else stays as it is, byte for byte: the text is cut and joined, never written anew.
+//!
+//! ```text
+//!   <metadata> <memfold:vm domain="shop" emulator="/usr/bin/qemu-system-x86_64" channel="added" controllers="virtio-serial:0"/> </metadata>
+//!   <devices>  <emulator>/usr/bin/memfold-qemu-system-x86_64</emulator>
+//!              <channel type='unix'> <target type='virtio' name='org.memfold.agent.0'/> </channel>
+//! ```
+//! The mark in the metadata says what was there before and what was added, so that it can be taken back.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use memfold_wire::agent::PORT_NAME;
+use roxmltree::{Document, Node};
+use serde::Serialize;
+
+use super::wrapper;
+
+/// Name space of the mark.
+pub const NAMESPACE: &str = "urn:memfold:libvirt:1";
+
+/// Why XML can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum XmlError {
+    /// It is none.
+    #[error("what libvirt gave is not its XML: {0}")]
+    Syntax(#[from] roxmltree::Error),
+    /// An element is missing.
+    #[error("its XML has no <{0}>")]
+    Lacks(&'static str),
+    /// It is run by something else than QEMU.
+    #[error("it is of type '{0}'; memfold works with those of QEMU ('kvm', 'qemu')")]
+    Type(String),
+    /// Another processor.
+    #[error("its guest is for {0}; memfold folds x86_64 guests")]
+    Architecture(String),
+    /// The agent's channel can't be reached by the daemon.
+    #[error(
+        "its channel {PORT_NAME} is of type '{0}'; make it <channel type='unix'>, or remove it"
+    )]
+    Channel(String),
+}
+
+/// What memfold has noted in a domain.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Mark {
+    /// Its trust domain; without one it shares with nobody.
+    pub domain: Option<String>,
+    /// The emulator of before.
+    pub emulator: PathBuf,
+    /// Whether the agent's channel is memfold's.
+    pub channel: bool,
+    /// Controllers that libvirt has added for that (`TYPE:INDEX`).
+    pub controllers: BTreeSet<String>,
+    /// Controllers of before, until it is known what libvirt has added.
+    #[serde(skip)]
+    before: Option<BTreeSet<String>>,
+}
+
+impl Mark {
+    /// The mark of a domain; `None` if it isn't enabled.
+    pub fn read(xml: &str) -> Result<Option<Self>, XmlError> {
+        Ok(Self::of(&Document::parse(xml)?))
+    }
+
+    fn of(document: &Document<'_>) -> Option<Self> {
+        let node = mark_node(document)?;
+        let list = |name| {
+            let list = node.attribute(name)?.split_whitespace();
+            Some(list.map(str::to_owned).collect())
+        };
+        Some(Self {
+            domain: node.attribute("domain").map(str::to_owned),
+            emulator: node.attribute("emulator")?.into(),
+            channel: node.attribute("channel") == Some("added"),
+            controllers: list("controllers").unwrap_or_default(),
+            before: list("before"),
+        })
+    }
+
+    /// With what libvirt has added since, if that wasn't noted yet.
+    fn noted(mut self, document: &Document<'_>) -> Self {
+        if let Some(before) = self.before.take() {
+            let now = controllers(document).map(|(name, _)| name);
+            self.controllers
+                .extend(now.filter(|name| !before.contains(name)));
+        }
+        self
+    }
+
+    fn write(&self) -> String {
+        let mut text = format!("<memfold:vm xmlns:memfold=\"{NAMESPACE}\"");
+        let mut attribute = |name: &str, value: &str| {
+            let value = value.replace('&', "&amp;").replace('<', "&lt;");
+            let value = value.replace('"', "&quot;");
+            text.extend([" ", name, "=\"", &value, "\""]);
+        };
+        if let Some(domain) = &self.domain {
+            attribute("domain", domain);
+        }
+        attribute("emulator", &self.emulator.to_string_lossy());
+        if self.channel {
+            attribute("channel", "added");
+        }
+        let lists = [
+            (
+                "controllers",
+                Some(&self.controllers).filter(|list| !list.is_empty()),
+            ),
+            ("before", self.before.as_ref()),
+        ];
+        for (name, list) in lists {
+            if let Some(list) = list {
+                let list: Vec<&str> = list.iter().map(String::as_str).collect();
+                attribute(name, &list.join(" "));
+            }
+        }
+        text + "/>"
+    }
+}
+
+/// The QEMU that a domain has of its own, whether it is enabled or not.
+pub fn own_emulator(xml: &str) -> Result<PathBuf, XmlError> {
+    let document = Document::parse(xml)?;
+    let path = PathBuf::from(emulator_node(&document)?.text().unwrap_or_default().trim());
+    Ok(wrapper::emulator(&path).unwrap_or(path))
+}
+
+/// The XML of a domain that starts with `wrapper` and is in a trust domain, or in none.
+pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<String, XmlError> {
+    let document = Document::parse(xml)?;
+    let root = document.root_element();
+    match root.attribute("type") {
+        Some("kvm" | "qemu") => {}
+        kind => return Err(XmlError::Type(kind.unwrap_or_default().to_owned())),
+    }
+    let os = child(root, "os").and_then(|os| child(os, "type"));
+    match os.and_then(|kind| kind.attribute("arch")) {
+        Some("x86_64") => {}
+        other => return Err(XmlError::Architecture(other.unwrap_or("?").to_owned())),
+    }
+    let mut changes = Changes::default();
+    let devices = child(root, "devices").ok_or(XmlError::Lacks("devices"))?;
+    let emulator = emulator_node(&document)?;
+    let now = Path::new(emulator.text().unwrap_or_default().trim());
+    let mut mark = Mark::of(&document).map_or_else(Mark::default, |mark| mark.noted(&document));
+    mark.domain = trust_domain.map(str::to_owned);
+    mark.emulator = wrapper::emulator(now).unwrap_or_else(|| now.to_owned());
+    if now != wrapper {
+        changes.replace(
+            emulator.range(),
+            element("emulator", &wrapper.to_string_lossy()),
+        );
+    }
+    match channel(devices) {
+        Some(channel) if channel.attribute("type") == Some("unix") => {}
+        Some(channel) => {
+            let kind = channel.attribute("type").unwrap_or_default();
+            return Err(XmlError::Channel(kind.to_owned()));
+        }
+        None => {
+            mark.channel = true;
+            mark.before = Some(controllers(&document).map(|(name, _)| name).collect());
+            let text = format!(
+                "\n    <channel type='unix'>\n      <target type='virtio' name='{PORT_NAME}'/>\n    </channel>"
+            );
+            changes.insert(end_of_content(xml, devices), text);
+        }
+    }
+    put_mark(xml, &document, &mark, &mut changes);
+    Ok(changes.apply(xml))
+}
+
+/// Notes in the mark what controllers libvirt has added for the agent's port.
+pub fn note_controllers(xml: &str) -> Result<String, XmlError> {
+    let document = Document::parse(xml)?;
+    let Some(mark) = Mark::of(&document) else {
+        return Ok(xml.to_owned());
+    };
+    let mut changes = Changes::default();
+    put_mark(xml, &document, &mark.noted(&document), &mut changes);
+    Ok(changes.apply(xml))
+}
+
+/// The XML of a domain as it was before it was enabled. What its owner has changed since stays so.
+pub fn disable(xml: &str) -> Result<String, XmlError> {
+    let document = Document::parse(xml)?;
+    let emulator = emulator_node(&document)?;
+    let mark = Mark::of(&document).map(|mark| mark.noted(&document));
+    let mut changes = Changes::default();
+    let now = Path::new(emulator.text().unwrap_or_default().trim());
+    if let Some(own) = wrapper::emulator(now) {
+        let own = mark.as_ref().map_or(own, |mark| mark.emulator.clone());
+        changes.replace(
+            emulator.range(),
+            element("emulator", &own.to_string_lossy()),
+        );
+    }
+    if let Some(mark) = mark {
+        let devices = child(document.root_element(), "devices");
+        let devices = devices.ok_or(XmlError::Lacks("devices"))?;
+        let mut gone: Vec<Node<'_, '_>> = Vec::new();
+        gone.extend(channel(devices).filter(|_| mark.channel));
+        // A controller goes when nothing hangs on it any more; then the one that it hangs on may go, too.
+        loop {
+            let unused = controllers(&document).find(|(name, node)| {
+                mark.controllers.contains(name)
+                    && !gone.contains(node)
+                    && !is_used(devices, *node, &gone)
+            });
+            match unused {
+                Some((_, node)) => gone.push(node),
+                None => break,
+            }
+        }
+        for node in gone {
+            changes.remove(xml, node.range());
+        }
+    }
+    if let Some(node) = mark_node(&document) {
+        let metadata = node.parent_element().unwrap_or(node);
+        let alone = metadata.children().filter(Node::is_element).count() == 1;
+        changes.remove(xml, if alone { metadata } else { node }.range());
+    }
+    Ok(changes.apply(xml))
+}
+
+fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
+    node.children().find(|n| n.has_tag_name(name))
+}
+
+fn mark_node<'a, 'i>(document: &'a Document<'i>) -> Option<Node<'a, 'i>> {
+    let metadata = child(document.root_element(), "metadata")?;
+    metadata
+        .children()
+        .find(|n| n.has_tag_name((NAMESPACE, "vm")))
+}
+
+fn emulator_node<'a, 'i>(document: &'a Document<'i>) -> Result<Node<'a, 'i>, XmlError> {
+    child(document.root_element(), "devices")
+        .and_then(|devices| child(devices, "emulator"))
+        .ok_or(XmlError::Lacks("emulator"))
+}
+
+/// The Unix socket that libvirt has made for the agent's port, of a running domain's XML; `None`: it has no such port.
+pub fn agent_socket(xml: &str) -> Result<Option<PathBuf>, XmlError> {
+    let document = Document::parse(xml)?;
+    let devices = child(document.root_element(), "devices");
+    let source = devices.and_then(channel).and_then(|c| child(c, "source"));
+    Ok(source.and_then(|s| s.attribute("path")).map(PathBuf::from))
+}
+
+/// The agent's channel.
+fn channel<'a, 'i>(devices: Node<'a, 'i>) -> Option<Node<'a, 'i>> {
+    devices.children().find(|n| {
+        let target = n.has_tag_name("channel").then(|| child(*n, "target"));
+        target.flatten().and_then(|t| t.attribute("name")) == Some(PORT_NAME)
+    })
+}
+
+/// Controllers with their names, `TYPE:INDEX`.
+fn controllers<'a, 'i>(document: &'a Document<'i>) -> impl Iterator<Item = (String, Node<'a, 'i>)> {
+    let devices = child(document.root_element(), "devices");
+    let nodes = devices.into_iter().flat_map(|d| d.children());
+    nodes.filter_map(|node| {
+        let (kind, index) = (node.attribute("type")?, node.attribute("index")?);
+        node.has_tag_name("controller")
+            .then(|| (format!("{kind}:{index}"), node))
+    })
+}
+
+/// Whether a device that stays has its address on a controller.
+fn is_used(devices: Node<'_, '_>, controller: Node<'_, '_>, gone: &[Node<'_, '_>]) -> bool {
+    let kind = controller.attribute("type").unwrap_or_default();
+    // Addresses on PCI buses call the bus what others call the controller (libvirt's formatdomain, "Device Addresses").
+    let field = if kind == "pci" { "bus" } else { "controller" };
+    let index = controller.attribute("index").and_then(number);
+    let stays = |n: &Node<'_, '_>| *n != controller && !gone.contains(n);
+    devices.children().filter(stays).any(|device| {
+        let mut addresses = device.descendants().filter(|n| n.has_tag_name("address"));
+        addresses.any(|address| {
+            // Disks of a SCSI controller have 'drive', and other controllers than these aren't added with a channel.
+            let on =
+                address.attribute("type") == Some(kind) || !matches!(kind, "pci" | "virtio-serial");
+            on && address.attribute(field).and_then(number) == index
+        })
+    })
+}
+
+/// As libvirt writes numbers: `5`, `0x05`.
+fn number(text: &str) -> Option<u32> {
+    match text.strip_prefix("0x") {
+        Some(digits) => u32::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+fn put_mark(xml: &str, document: &Document<'_>, mark: &Mark, changes: &mut Changes) {
+    let root = document.root_element();
+    match (mark_node(document), child(root, "metadata")) {
+        (Some(node), _) => {
+            if Mark::of(document).as_ref() != Some(mark) {
+                changes.replace(node.range(), mark.write());
+            }
+        }
+        // Nothing may hang between the elements that are there and this one, or it would stay when this one goes.
+        (None, Some(metadata)) if metadata.first_element_child().is_some() => {
+            let at = end_of_content(xml, metadata);
+            changes.insert(at, format!("\n    {}", mark.write()));
+        }
+        (None, Some(empty)) => changes.replace(empty.range(), metadata_with(mark)),
+        (None, None) => {
+            let first = root.first_element_child();
+            let at = first.map_or(root.range().start, |first| first.range().start);
+            changes.insert(at, format!("{}\n  ", metadata_with(mark)));
+        }
+    }
+}
+
+fn metadata_with(mark: &Mark) -> String {
+    format!("<metadata>\n    {}\n  </metadata>", mark.write())
+}
+
+/// Behind the last element within an element that has some.
+fn end_of_content(xml: &str, node: Node<'_, '_>) -> usize {
+    match node.last_element_child() {
+        Some(last) => last.range().end,
+        None => xml[node.range()]
+            .find('>')
+            .map_or(node.range().end, |at| node.range().start + at + 1),
+    }
+}
+
+fn element(name: &str, text: &str) -> String {
+    let text = text.replace('&', "&amp;").replace('<', "&lt;");
+    format!("<{name}>{text}</{name}>")
+}
+
+/// Places of the text that get another one.
+#[derive(Default)]
+struct Changes(Vec<(Range<usize>, String)>);
+
+impl Changes {
+    fn replace(&mut self, range: Range<usize>, text: String) {
+        self.0.push((range, text));
+    }
+
+    fn insert(&mut self, at: usize, text: String) {
+        self.replace(at..at, text);
+    }
+
+    /// With the space before it, which was put there with it.
+    fn remove(&mut self, xml: &str, range: Range<usize>) {
+        let start = xml[..range.start].trim_end().len();
+        self.replace(start..range.end, String::new());
+    }
+
+    fn apply(mut self, xml: &str) -> String {
+        self.0.sort_by_key(|(range, _)| range.start);
+        let mut text = xml.to_owned();
+        for (range, with) in self.0.iter().rev() {
+            text.replace_range(range.clone(), with);
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: &str = r"<domain type='kvm'>
+  <name>web1</name>
+  <os>
+    <type arch='x86_64' machine='pc-q35-9.2'>hvm</type>
+  </os>
+  <devices>
+    <emulator>/opt/qemu/bin/qemu-system-x86_64</emulator>
+    <controller type='pci' index='0' model='pcie-root'/>
+    <memballoon model='virtio'>
+      <address type='pci' domain='0x0000' bus='0x01' slot='0x00' function='0x0'/>
+    </memballoon>
+  </devices>
+</domain>
+";
+    const WRAPPER: &str = "/opt/qemu/bin/memfold-qemu-system-x86_64";
+
+    fn enabled(xml: &str, domain: Option<&str>) -> String {
+        enable(xml, domain, Path::new(WRAPPER)).unwrap()
+    }
+
+    /// As libvirt does it on q35: a controller for the port, on a PCI port that is new as well.
+    fn with_controllers(xml: &str) -> String {
+        xml.replace(
+            "    <memballoon",
+            "    <controller type='pci' index='5' model='pcie-root-port'>\n      <address type='pci' domain='0x0000' bus='0x00' slot='0x02'/>\n    </controller>\n    <controller type='virtio-serial' index='0'>\n      <address type='pci' domain='0x0000' bus='0x05' slot='0x00'/>\n    </controller>\n    <memballoon",
+        )
+        .replace(
+            "name='org.memfold.agent.0'/>",
+            "name='org.memfold.agent.0'/>\n      <address type='virtio-serial' controller='0' bus='0' port='1'/>",
+        )
+    }
+
+    #[test]
+    fn what_is_enabled_is_put_back_byte_for_byte() {
+        for before in [
+            PLAIN.to_owned(),
+            PLAIN.replace("  <os>", "  <metadata>\n    <a:b xmlns:a=\"u\" c='d'>  x\n</a:b>\n  </metadata>\n  <os>"),
+            // A port of the owner's is used, and stays.
+            PLAIN.replace("  </devices>", &format!("    <channel type='unix'><target type='virtio' name='{PORT_NAME}'/></channel>\n  </devices>")),
+            PLAIN.replace("/opt/qemu/bin/", "/opt/q &amp; a/"),
+        ] {
+            let own = own_emulator(&before).unwrap();
+            let wrapper = wrapper::of(&own);
+            let on = enable(&before, Some("shop"), &wrapper).unwrap();
+            assert_ne!(on, before);
+            assert_eq!(own_emulator(&on).unwrap(), own);
+            let noted = note_controllers(&on).unwrap();
+            assert_eq!(enable(&on, Some("shop"), &wrapper).unwrap(), noted);
+            assert_eq!(enable(&noted, Some("shop"), &wrapper).unwrap(), noted);
+            assert_eq!(disable(&noted).unwrap(), before);
+            let mark = Mark::read(&on).unwrap().unwrap();
+            assert_eq!(mark.domain.as_deref(), Some("shop"));
+            assert_eq!(mark.emulator, own);
+            assert_eq!(disable(&on).unwrap(), before);
+            assert_eq!(disable(&before).unwrap(), before);
+            let alone = enable(&on, None, &wrapper).unwrap();
+            assert_eq!(Mark::read(&alone).unwrap().unwrap().domain, None);
+            assert_eq!(disable(&alone).unwrap(), before);
+        }
+        assert_eq!(Mark::read(PLAIN).unwrap(), None);
+    }
+
+    #[test]
+    fn a_running_domain_s_agent_has_the_socket_that_libvirt_made() {
+        let on = enabled(PLAIN, None);
+        assert_eq!(agent_socket(&on).unwrap(), None);
+        let target = format!("<target type='virtio' name='{PORT_NAME}'");
+        let path = "/run/libvirt/qemu/channel/1-web/agent";
+        let live = on.replace(
+            &target,
+            &format!("<source mode='bind' path='{path}'/>\n      {target}"),
+        );
+        assert_ne!(live, on);
+        assert_eq!(agent_socket(&live).unwrap(), Some(PathBuf::from(path)));
+        assert_eq!(agent_socket(PLAIN).unwrap(), None);
+    }
+
+    #[test]
+    fn controllers_that_libvirt_has_added_go_too_unless_they_are_used() {
+        let after = with_controllers(&enabled(PLAIN, None));
+        let noted = note_controllers(&after).unwrap();
+        // Whoever was to note them died before: the next one does.
+        assert_eq!(enabled(&after, None), noted);
+        assert_eq!(disable(&after).unwrap(), PLAIN);
+        let mark = Mark::read(&noted).unwrap().unwrap();
+        let list: Vec<&str> = mark.controllers.iter().map(String::as_str).collect();
+        assert_eq!(list, ["pci:5", "virtio-serial:0"]);
+        assert_eq!(disable(&noted).unwrap(), PLAIN);
+        // Again, with a controller of the owner's since: it isn't taken for one of these.
+        let more = noted.replace(
+            "  </devices>",
+            "    <controller type='scsi' index='0'/>\n  </devices>",
+        );
+        assert_eq!(note_controllers(&enabled(&more, None)).unwrap(), more);
+        assert!(disable(&more).unwrap().contains("type='scsi'"));
+        // Somebody else's port hangs on the controller, which hangs on the PCI port.
+        let guest_agent = "    <channel type='unix'>\n      <target type='virtio' name='org.qemu.guest_agent.0'/>\n      <address type='virtio-serial' controller='0' bus='0' port='2'/>\n    </channel>\n  </devices>";
+        let used = disable(&noted.replace("  </devices>", guest_agent)).unwrap();
+        assert!(used.contains("'virtio-serial' index='0'") && used.contains("index='5'"));
+        assert!(!used.contains("memfold"), "{used}");
+        let on_port = "    <rng><address type='pci' bus='0x05' slot='0x01'/></rng>\n  </devices>";
+        let used = disable(&noted.replace("  </devices>", on_port)).unwrap();
+        assert!(
+            used.contains("index='5'") && !used.contains("virtio-serial"),
+            "{used}"
+        );
+    }
+
+    #[test]
+    fn another_emulator_of_the_owners_is_kept() {
+        let on = enabled(PLAIN, Some("shop"));
+        let other = on.replace(WRAPPER, "/usr/bin/qemu-system-x86_64");
+        let off = disable(&other).unwrap();
+        assert_eq!(off, PLAIN.replace("/opt/qemu/bin/", "/usr/bin/"));
+        // Without the mark, its name tells.
+        let bare = PLAIN.replace("qemu-system", "memfold-qemu-system");
+        assert_eq!(disable(&bare).unwrap(), PLAIN);
+    }
+
+    #[test]
+    fn what_memfold_cannot_work_with_is_refused() {
+        let refused = |from: &str, to: &str| {
+            let xml = PLAIN.replace(from, to);
+            enable(&xml, None, Path::new(WRAPPER))
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(refused("'kvm'", "'lxc'").contains("'lxc'"));
+        assert!(refused("x86_64'", "aarch64'").contains("aarch64"));
+        assert!(refused("emulator>", "emulated>").contains("<emulator>"));
+        assert!(refused("</domain>", "").contains("not its XML"));
+        let tcp = format!(
+            "<channel type='tcp'><target type='virtio' name='{PORT_NAME}'/></channel>\n  </devices>"
+        );
+        assert!(refused("</devices>", &tcp).contains("'tcp'"));
+    }
+}

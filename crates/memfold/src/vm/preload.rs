@@ -1,0 +1,47 @@
+//! memfold's library in a QEMU that we start.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+
+use memfold_sys::session;
+use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
+
+use super::VmDirectory;
+
+/// Has QEMU load the library, which listens among the VM's files and has a monitor of its own.
+pub(super) fn add(
+    command: &mut Command,
+    library: &Path,
+    directory: &VmDirectory,
+) -> io::Result<()> {
+    command
+        .env("LD_PRELOAD", list(library))
+        .env(SOCKET_VARIABLE, directory.library());
+    add_monitor(command)
+}
+
+/// By a pair of sockets: QEMU has one end, the library, which is in the same process, the other. Neither needs a path, which a QEMU that has given its
+/// rights up could not reach.
+fn add_monitor(command: &mut Command) -> io::Result<()> {
+    let (qemus, librarys) = UnixStream::pair()?;
+    let qemus = session::pass(command, qemus.into());
+    let librarys = session::pass(command, librarys.into());
+    command
+        .args(["-chardev", &format!("socket,id=library,fd={qemus}")])
+        .args(["-mon", "chardev=library,mode=control"])
+        .env(MONITOR_VARIABLE, librarys.to_string());
+    Ok(())
+}
+
+/// The library before what is loaded into our children anyway.
+fn list(library: &Path) -> OsString {
+    let mut value = library.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|v| !v.is_empty()) {
+        value.push(":");
+        value.push(others);
+    }
+    value
+}

@@ -1,0 +1,210 @@
+//! Twenty daemons are killed at random instants, while guests read and rewrite. VMs go on; the next daemon takes them over.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use memfold::api::{Client, FullReport, VmInfo};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::ledger::shared_frames;
+
+use crate::served::{Random, Served, exec};
+use crate::support::{self, BOOT, MEMORY};
+
+const DEATHS: u32 = 20;
+const NAMES: [&str; 2] = ["buffered", "direct"];
+/// A VM is stopped for milliseconds, by its own library; the rest is what a loaded machine adds.
+const LONGEST_STOP: Duration = Duration::from_millis(800);
+
+/// Waits until the agents of both VMs have made their inventory.
+fn wait_ready(client: &Client) {
+    let end = Instant::now() + BOOT;
+    loop {
+        let report: FullReport = client.get("/v1/report").unwrap();
+        let ready = |name: &&str| {
+            report
+                .fold
+                .vms
+                .iter()
+                .any(|vm| vm.name == **name && vm.agent_ready)
+        };
+        if NAMES.iter().all(ready) {
+            return;
+        }
+        assert!(
+            Instant::now() < end,
+            "agents are not back: {:?}",
+            report.fold.vms
+        );
+        std::thread::sleep(Duration::from_millis(300));
+    }
+}
+
+/// Watches that a VM runs, until `over`; its longest time in another state than running, and how often it was seen so.
+fn watch(state: &Path, name: &str, over: &AtomicBool) -> (Duration, u32) {
+    let mut qmp = support::qmp(state, name);
+    let (mut longest, mut times) = (Duration::ZERO, 0);
+    let mut stopped: Option<Instant> = None;
+    while !over.load(Ordering::SeqCst) {
+        let status = qmp.query("query-status").unwrap();
+        if status["status"] == "running" {
+            stopped = None;
+        } else {
+            times += u32::from(stopped.is_none());
+            let since = *stopped.get_or_insert_with(Instant::now);
+            longest = longest.max(since.elapsed());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    (longest, times)
+}
+
+#[test]
+fn twenty_daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let directory = tempfile::Builder::new()
+        .prefix("memfold-killed.")
+        .tempdir()
+        .unwrap();
+    let state = directory.path();
+    let mut served = Served::new(state, &NAMES);
+    served.start();
+    let client = served.answers();
+    for (name, image, disk) in [
+        (NAMES[0], "trixie-a", DiskMode::Buffered),
+        (NAMES[1], "trixie-b", DiskMode::Direct),
+    ] {
+        served.run(&Lab::spec(name, image, MEMORY, disk).unwrap());
+    }
+    wait_ready(&client);
+    let pids: Vec<i32> = client
+        .get::<Vec<VmInfo>>("/v1/vms")
+        .unwrap()
+        .iter()
+        .map(|vm| vm.pid)
+        .collect();
+    // The work must not be the agent's: it ends what it runs when its daemon is gone.
+    let seconds = 100;
+    let work = format!(
+        "{}\n{}\nsums /run/sums.before; systemd-run -q --unit=attack --property=StandardOutput=file:/run/attack.out --property=StandardError=file:/run/attack.err /opt/attack.sh {seconds} 150",
+        support::install(),
+        support::SUMS
+    );
+    std::thread::scope(|scope| {
+        for name in NAMES {
+            let (state, work) = (state, &work);
+            scope.spawn(move || exec(&Client::new(&state.join("s")).unwrap(), name, work));
+        }
+    });
+
+    let seed = u64::from(std::process::id()) << 20 | 1;
+    println!("seed {seed}");
+    let mut random = Random(seed);
+    let over = AtomicBool::new(false);
+    let stops = std::thread::scope(|scope| {
+        let watches = NAMES.map(|name| scope.spawn(|| watch(state, name, &over)));
+        for death in 0..DEATHS {
+            // A third dies while it takes the VMs over, the others while they fold.
+            let life = if death % 3 == 0 {
+                random.below_ms(500)
+            } else {
+                served.answers();
+                random.below_ms(7000)
+            };
+            std::thread::sleep(life);
+            served.kill();
+            std::thread::sleep(random.below_ms(400));
+            served.start();
+        }
+        let client = served.answers();
+        wait_ready(&client);
+        over.store(true, Ordering::SeqCst);
+        watches.map(|watch| watch.join().unwrap())
+    });
+    for (name, (longest, times)) in NAMES.iter().zip(stops) {
+        println!("{name}: seen stopped {times} times, longest {longest:?}");
+        assert!(longest < LONGEST_STOP, "{name} stood still for {longest:?}");
+    }
+    assert_eq!(stops[0].1, 0, "a VM with buffered I/O is never stopped");
+
+    let client = Client::new(&state.join("s")).unwrap();
+    let now: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+    assert_eq!(now.iter().map(|vm| vm.pid).collect::<Vec<_>>(), pids);
+    let stats = || client.get::<FullReport>("/v1/report").unwrap().fold;
+    let first = stats();
+    let done = |name: &str| {
+        let wait = "while systemctl is-active -q attack; do sleep 1; done; cat /run/attack.out";
+        (name.to_owned(), exec(&client, name, wait).stdout)
+    };
+    for (name, printed) in NAMES.map(done) {
+        println!("{name}:\n{printed}");
+        assert!(printed.ends_with("all errors 0\n"), "{name}: {printed}");
+    }
+    let last = support::wait_stats(
+        "folding goes on after the last daemon",
+        Duration::from_secs(60),
+        stats,
+        |now| {
+            NAMES.iter().all(|name| {
+                let (now, first) = (support::vm(now, name), support::vm(&first, name));
+                let done = |vm: &memfold::fold::VmStats| vm.folded_pages + vm.refolded_pages;
+                done(now) > done(first) + 1000
+            })
+        },
+    );
+    for name in NAMES {
+        println!("{}", support::line(support::vm(&last, name)));
+        let status = support::qmp(state, name).query("query-status").unwrap();
+        assert_eq!(status["status"], "running");
+    }
+    for name in NAMES {
+        let script = format!(
+            "{}; sums /run/sums.after; cmp /run/sums.before /run/sums.after",
+            support::SUMS
+        );
+        exec(&client, name, &script);
+    }
+    the_store_is_one(state, stats);
+}
+
+/// Both VMs map the store of the first daemon and no other, and share its frames. Pages that the sums have read in must be folded
+/// first, which a VM with direct I/O does pause by pause, and what the last daemons left over given back.
+fn the_store_is_one(state: &Path, stats: impl FnMut() -> memfold::fold::EngineStats) {
+    let in_use = |stats: &memfold::fold::EngineStats| -> (u64, u64) {
+        let mapped = |vm: &memfold::fold::VmStats| vm.mapped_pages - vm.copied_pages;
+        let stored = stats.domains[0].store_bytes / 4096;
+        (stats.vms.iter().map(mapped).sum(), stored)
+    };
+    let stats = support::wait_stats(
+        "a store page serves 1.3 VM pages",
+        Duration::from_secs(120),
+        stats,
+        |now| {
+            let (mapped, stored) = in_use(now);
+            mapped * 10 > stored * 13
+        },
+    );
+    let (mapped, stored) = in_use(&stats);
+    let ram = NAMES.map(|name| support::ram(state, name));
+    let mut inodes = std::collections::BTreeSet::new();
+    for (pid, _) in &ram {
+        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+        inodes.extend(
+            maps.lines()
+                .filter(|l| l.contains("memfold:lab"))
+                .filter_map(|l| {
+                    let inode = l.split_whitespace().nth(4)?;
+                    Some(inode.to_owned())
+                }),
+        );
+    }
+    let shared = shared_frames((ram[0].0, &ram[0].1), (ram[1].0, &ram[1].1)).unwrap();
+    println!(
+        "stores mapped: {inodes:?}; pages mapped {mapped}, in the store {stored}; frames shared {shared}"
+    );
+    assert_eq!(inodes.len(), 1);
+    // Only pages that both guests have touched since they were mapped are in both page tables.
+    assert!(shared > 500, "{shared} frames shared");
+}

@@ -1,0 +1,189 @@
+//! Disks that a VM writes in place, under snapshots: of one instant with its memory, and the VM's own all the time.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use memfold::api::{RestoreRequest, SaveRequest};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::EngineSettings;
+use memfold::snapshot::Keep;
+use memfold::vm::{Aio, CacheMode, DiskFormat, DiskSpec};
+
+use super::snapshots::Small;
+use crate::support::{self, BOOT, MEMORY};
+
+/// Writes to disks ([`CHECK_DISKS`] looks at them).
+pub const WRITER: &str = include_str!("../guest/disk.py");
+
+/// What the writer finds on its disks.
+pub const CHECK_DISKS: &str = r"set -e
+systemctl is-active -q writer || { systemctl status writer; exit 1; }
+rm -f /run/disk.checked; touch /run/disk.check
+while [ -e /run/disk.check ]; do sleep 0.1; done
+cat /run/disk.checked";
+
+/// The shell text that starts the writer on disks.
+pub fn write_to(disks: &str) -> String {
+    support::file("disk.py", WRITER)
+        + &format!("systemd-run -q --unit=writer python3 /opt/disk.py {disks}; sleep 2")
+}
+
+/// Disks of 64 MiB that are written in place: a raw one past the host's page cache, and a qcow2.
+pub fn two_disks(place: &Path) -> Vec<DiskSpec> {
+    let make = |name: &str, format, text: &str, bytes: u64| {
+        let path = place.join(name);
+        let made = Command::new("qemu-img")
+            .args(["create", "-q", "-f", text])
+            .arg(&path)
+            .arg(bytes.to_string())
+            .status();
+        assert!(made.unwrap().success());
+        let mut disk = DiskSpec::new(path);
+        disk.format = Some(format);
+        disk
+    };
+    // No whole number of clusters.
+    let mut direct = make("plain.raw", DiskFormat::Raw, "raw", (64 << 20) + 4096);
+    (direct.cache, direct.aio) = (CacheMode::None, Aio::IoUring);
+    let buffered = make("plain.qcow2", DiskFormat::Qcow2, "qcow2", 64 << 20);
+    vec![direct, buffered]
+}
+
+/// Nodes of QEMU that a save has added.
+pub fn left_nodes(state: &Path, vm: &str) -> Vec<String> {
+    let flat = serde_json::json!({ "flat": true });
+    let nodes = support::qmp(state, vm)
+        .execute("query-named-block-nodes", flat)
+        .unwrap();
+    let names = nodes.as_array().unwrap().iter();
+    let names = names.filter_map(|node| Some(node["node-name"].as_str()?.to_owned()));
+    names.filter(|name| name.starts_with("save-")).collect()
+}
+
+/// MD5 of what a disk holds.
+fn sum(disk: &Path, format: &str) -> String {
+    let raw = disk.with_extension("sum");
+    let made = Command::new("qemu-img")
+        .args(["convert", "-f", format, "-O", "raw"])
+        .args([disk, &raw])
+        .status();
+    assert!(made.unwrap().success());
+    let sum = Command::new("md5sum").arg(&raw).output().unwrap().stdout;
+    std::fs::remove_file(raw).unwrap();
+    String::from_utf8(sum).unwrap()[..32].to_owned()
+}
+
+#[test]
+fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let limit = Duration::from_secs(120);
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let (daemon, place) = (lab.daemon(), lab.directory());
+    let mut spec = Lab::spec("plain", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    let disks = two_disks(place);
+    // QEMU gives its rights up and is saved all the same; its clones do so too.
+    spec.user = Some("nobody".into());
+    let files: Vec<PathBuf> = disks.iter().map(|disk| disk.path.clone()).collect();
+    spec.disks.extend(disks);
+    lab.start(spec).unwrap();
+    lab.wait_ready("plain", BOOT).unwrap();
+    lab.exec("plain", &write_to("/dev/vdb /dev/vdc"), limit)
+        .unwrap();
+    let check = |vm: &str| {
+        let said = lab.exec(vm, CHECK_DISKS, limit).unwrap();
+        println!("{vm}: {}", said.trim());
+        assert!(said.starts_with("errors 0 operations "), "{vm}: {said}");
+    };
+    let save = |name: &str, live, keep| {
+        let request = SaveRequest {
+            live,
+            keep,
+            ..SaveRequest::new("plain", name)
+        };
+        daemon.save_snapshot(&request)
+    };
+    // More and more room, until there is enough for the memory and not for the disks: that is found out when the VM runs again.
+    let fill = "dd if=/dev/urandom of=/dev/vdb bs=1M seek=44 count=20 oflag=direct 2>&1";
+    lab.exec("plain", fill, limit).unwrap();
+    let shelf = place.join("snapshots");
+    let late = (40..400).step_by(15).find(|&room| {
+        let _full = Small::mount(&shelf, room);
+        let failed = save("full", true, Keep::All).unwrap_err();
+        let words = format!("{:#}", anyhow::Error::from(failed));
+        println!("{room} MiB: {words}");
+        assert_eq!(left_nodes(place, "plain"), Vec::<String>::new());
+        let late = words.contains("disk 1 can't be copied");
+        assert!(late || words.contains("No space left"), "{words}");
+        late
+    });
+    assert!(late.is_some());
+    check("plain");
+    for (number, (name, live, keep)) in [
+        ("live", true, Keep::None),
+        ("still", false, Keep::All),
+        ("hot", true, Keep::Hot),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let saved = save(name, live, keep).unwrap();
+        println!(
+            "{name}: stood still for {:.0} ms; {:?}",
+            saved.pause_ms, saved.steps
+        );
+        assert_eq!(left_nodes(place, "plain"), Vec::<String>::new());
+        let saved = saved.disks.iter().map(|disk| disk.read_only);
+        assert_eq!(saved.collect::<Vec<_>>(), [false, false, false]);
+        let vm = format!("copy-{number}");
+        daemon.restore(name, &RestoreRequest::new(&vm)).unwrap();
+        daemon.wait_agent(&vm, BOOT).unwrap();
+        check(&vm);
+        check("plain");
+        let report = daemon.verify_snapshot(name).unwrap();
+        assert!(report.problems.is_empty(), "{:?}", report.problems);
+        lab.stop(&vm).unwrap();
+    }
+    // With disks of its own, which outlive it.
+    let own = RestoreRequest {
+        disks: Some(place.join("nowhere")),
+        ..RestoreRequest::new("heir")
+    };
+    let refused = daemon.restore("live", &own).unwrap_err().to_string();
+    assert!(refused.contains("nowhere/heir-disk0.qcow2"), "{refused}");
+    let own = RestoreRequest {
+        disks: Some(place.to_owned()),
+        ..own
+    };
+    daemon.restore("live", &own).unwrap();
+    daemon.wait_agent("heir", BOOT).unwrap();
+    check("heir");
+    let mark = "systemctl stop writer; echo mine | dd of=/dev/vdb bs=4k count=1 conv=sync oflag=direct 2>&1; sync";
+    lab.exec("heir", mark, limit).unwrap();
+    lab.stop("heir").unwrap();
+    let heir = place.join("heir-disk1.qcow2");
+    let head = Command::new("qemu-img")
+        .args(["dd", "-f", "qcow2", "-O", "raw", "bs=512", "count=1"])
+        .args([
+            format!("if={}", heir.display()),
+            format!("of={}", heir.with_extension("head").display()),
+        ])
+        .status();
+    assert!(head.unwrap().success());
+    let head = std::fs::read(heir.with_extension("head")).unwrap();
+    assert_eq!(&head[..5], b"mine\n");
+    let refused = daemon.restore("live", &own).unwrap_err();
+    let refused = format!("{:#}", anyhow::Error::from(refused));
+    assert!(refused.contains("exists"), "{refused}");
+    assert!(heir.exists());
+
+    // What the VM itself has written lies in its own files.
+    let sums = "systemctl stop writer; for disk in vdb vdc; do md5sum < /dev/$disk; done";
+    let in_guest = lab.exec("plain", sums, limit).unwrap();
+    lab.stop("plain").unwrap();
+    for ((file, format), line) in files.iter().zip(["raw", "qcow2"]).zip(in_guest.lines()) {
+        assert!(line.starts_with(&sum(file, format)), "{line}");
+    }
+}

@@ -1,0 +1,52 @@
+//! Trust domains, proved by page frame numbers.
+
+use std::time::Duration;
+
+use memfold::bench::lab::Lab;
+use memfold::ledger::shared_frames;
+
+use super::integrity::VMS;
+use crate::support;
+
+/// The first two VMs are of one domain; the third is a copy of the first, with all the same files in memory, in another.
+pub fn nothing_is_shared_across_them(lab: &Lab) {
+    // About 100 MB that stay in memory.
+    let read = "find /usr/bin /usr/sbin -xdev -type f -print0 | xargs -0 cat | md5sum";
+    let limit = Duration::from_secs(60);
+    lab.exec_all(&VMS, read, limit).unwrap();
+    let stats = support::wait_stats(
+        "folding in one domain",
+        Duration::from_secs(90),
+        || lab.stats().unwrap(),
+        |stats| {
+            VMS[..2].iter().all(|name| {
+                let vm = support::vm(stats, name);
+                vm.mapped_pages - vm.copied_pages > 12_000
+            })
+        },
+    );
+    // What the engine does at the moment it ends with the answer; then no VM may move a page while two are compared.
+    lab.fold(false).unwrap();
+    lab.stats().unwrap();
+    // A folded page is in a VM's page tables from its next use on.
+    lab.exec_all(&VMS, read, limit).unwrap();
+    let ram = VMS.map(|name| support::ram(lab.directory(), name));
+    let mut monitors = VMS.map(|name| support::qmp(lab.directory(), name));
+    for qmp in &mut monitors {
+        qmp.query("stop").unwrap();
+    }
+    let shared =
+        |a: usize, b: usize| shared_frames((ram[a].0, &ram[a].1), (ram[b].0, &ram[b].1)).unwrap();
+    let (same, across, across_too) = (shared(0, 1), shared(0, 2), shared(1, 2));
+    for qmp in &mut monitors {
+        qmp.query("cont").unwrap();
+    }
+    println!("frames shared in one domain {same}, across domains {across} and {across_too}");
+    assert!(same > 10_000, "two VMs of one domain share {same} frames");
+    assert_eq!((across, across_too), (0, 0), "frames shared across domains");
+    let stranger = support::vm(&stats, VMS[2]);
+    assert!(stranger.cached_pages > 10_000, "it offered its pages, too");
+    // It may fold files of its own onto each other, from its own domain's store.
+    println!("{}", support::line(stranger));
+    lab.fold(true).unwrap();
+}

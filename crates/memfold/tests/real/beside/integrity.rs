@@ -1,0 +1,103 @@
+//! Every byte of guests that do everything that moves pages, while the engine folds all it can.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::EngineSettings;
+use serde_json::json;
+
+use super::{domains, vm_killed};
+use crate::support::{self, BOOT, MEMORY};
+
+/// Buffered, direct, and a copy of the first in another trust domain.
+pub const VMS: [&str; 3] = ["buffered", "direct", "stranger"];
+
+#[test]
+fn no_byte_changes_under_attack_and_nothing_crosses_domains_and_a_killed_vm_is_not_noticed() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let settings = EngineSettings {
+        cpu_share: 0.5,
+        pause_interval: Duration::from_millis(500),
+        ..EngineSettings::default()
+    };
+    let lab = Lab::new(settings).unwrap();
+    for (name, image, disk, domain) in [
+        (VMS[0], "trixie-a", DiskMode::Buffered, "lab"),
+        (VMS[1], "trixie-b", DiskMode::Direct, "lab"),
+        (VMS[2], "trixie-a", DiskMode::Buffered, "other"),
+    ] {
+        let mut spec = Lab::spec(name, image, MEMORY, disk).unwrap();
+        spec.domain = Some(domain.into());
+        // One of each kind of QEMU: with the daemon's rights, and with next to none.
+        spec.user = (name == VMS[0]).then(|| "nobody".into());
+        lab.start(spec).unwrap();
+    }
+    for name in VMS {
+        lab.wait_ready(name, BOOT).unwrap();
+    }
+    let sums = support::prepare(&lab, &VMS);
+    assert_eq!(sums[0], sums[2], "copies of one image hold the same files");
+    lab.fold(true).unwrap();
+    domains::nothing_is_shared_across_them(&lab);
+    lab.stop(VMS[2]).unwrap();
+    under_attack(&lab, &VMS[..2]);
+    vm_killed::the_other_does_not_notice(&lab, VMS[1], VMS[0]);
+}
+
+fn under_attack(lab: &Lab, names: &[&str]) {
+    let time = support::seconds("MEMFOLD_ATTACK_SECONDS", 75);
+    let over = AtomicBool::new(false);
+    let script = format!("/opt/attack.sh {} 200", time.as_secs());
+    let (printed, moves) = std::thread::scope(|scope| {
+        let balloons = scope.spawn(|| move_balloons(lab, names, &over));
+        let printed = lab.exec_all(names, &script, time + Duration::from_secs(300));
+        over.store(true, Ordering::SeqCst);
+        (printed, balloons.join().unwrap())
+    });
+    let stats = lab.stats().unwrap();
+    println!("balloons moved {moves} times");
+    for (name, printed) in names.iter().zip(printed.unwrap()) {
+        println!(
+            "{name}:\n{printed}{}",
+            support::line(support::vm(&stats, name))
+        );
+        assert!(printed.ends_with("all errors 0\n"), "{name}: {printed}");
+    }
+    assert!(moves > 4);
+    let total = |count: fn(&memfold::fold::VmStats) -> u64| -> u64 {
+        names.iter().map(|n| count(support::vm(&stats, n))).sum()
+    };
+    let (folded, again) = (total(|vm| vm.folded_pages), total(|vm| vm.refolded_pages));
+    assert!(
+        folded > 10_000 && again > 0,
+        "folded {folded}, again {again}"
+    );
+    let script = format!(
+        "{} && sums /run/sums.after && cmp /run/sums.before /run/sums.after",
+        support::SUMS
+    );
+    lab.exec_all(names, &script, Duration::from_secs(300))
+        .unwrap();
+}
+
+/// Balloons down by a quarter and up again, until `over`; how often.
+fn move_balloons(lab: &Lab, names: &[&str], over: &AtomicBool) -> u32 {
+    let mut monitors: Vec<_> = names
+        .iter()
+        .map(|n| support::qmp(lab.directory(), n))
+        .collect();
+    let mut moves = 0;
+    while !over.load(Ordering::SeqCst) {
+        for size in [MEMORY.0 / 4 * 3, MEMORY.0] {
+            for qmp in &mut monitors {
+                qmp.execute("balloon", json!({ "value": size })).unwrap();
+                moves += 1;
+            }
+            std::thread::sleep(Duration::from_secs(6));
+        }
+    }
+    moves
+}

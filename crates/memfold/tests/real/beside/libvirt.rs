@@ -1,0 +1,528 @@
+//! Domains of a real libvirtd: enabled with one command, folded with a VM that memfold runs, and saved, restored, rebooted, shut down and
+//! migrated by libvirt as ever.
+
+use std::path::Path;
+use std::process::Output;
+use std::time::{Duration, Instant};
+
+use memfold::api::{Client, ClientError, ExecRequest, ExecResult, FullReport, SaveRequest, VmInfo};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::{EngineStats, VmStats};
+use memfold::libvirt::Mark;
+use serde_json::Value;
+
+use super::libvirt_host::{self as libvirt, Host};
+use crate::served::{Served, exec};
+use crate::support::{self, MEMORY};
+
+/// A domain whose name memfold's VMs can't have, and what it is called there.
+const DOMAIN: &str = "Web 1";
+const VM: &str = "web-1";
+
+/// Folded pages of a VM that count as folding: 40 MiB.
+const ENOUGH_PAGES: u64 = 10 << 10;
+
+/// Reads many files of the system; a sum of all their sums, kept in memory.
+const SUM: &str = "find /usr/bin /usr/lib/x86_64-linux-gnu -xdev -type f -print0 | LC_ALL=C sort -z | xargs -0 md5sum | md5sum";
+
+/// Data in the guest's memory, of no file on disk, and its sum.
+const HOLD: &str = "mkdir -p /run/held && mount -t tmpfs held /run/held && dd if=/dev/urandom of=/run/held/data bs=1M count=32 2>/dev/null && md5sum < /run/held/data";
+const HELD: &str = "md5sum < /run/held/data";
+
+/// memfold's commands on a host.
+struct Cli<'a> {
+    host: &'a Host,
+    place: &'a Path,
+    state: &'a Path,
+}
+
+impl Cli<'_> {
+    fn run(&self, arguments: &[&str]) -> Output {
+        let mut command = self.host.command(env!("CARGO_BIN_EXE_memfold"));
+        command.arg("--socket").arg(self.state.join("s"));
+        command.args(arguments);
+        command.env(
+            "MEMFOLD_QEMU_LIBRARY",
+            self.place.join("lib/libmemfold_qemu.so"),
+        );
+        command.output().unwrap()
+    }
+
+    #[track_caller]
+    fn said(&self, arguments: &[&str]) -> String {
+        let began = Instant::now();
+        let output = self.run(arguments);
+        let took = began.elapsed().as_secs_f64();
+        let wrong = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{arguments:?}: {wrong}");
+        let said = String::from_utf8(output.stdout).unwrap();
+        println!(
+            "memfold {} ({took:.1} s): {}",
+            arguments.join(" "),
+            said.trim()
+        );
+        said
+    }
+
+    #[track_caller]
+    fn refused(&self, arguments: &[&str], words: &[&str]) {
+        let output = self.run(arguments);
+        let wrong = String::from_utf8_lossy(&output.stderr);
+        println!("memfold {}: {}", arguments.join(" "), wrong.trim());
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+        for word in words {
+            assert!(wrong.contains(word), "no '{word}' in: {wrong}");
+        }
+    }
+
+    /// The line of a domain.
+    fn status(&self, domain: &str) -> Value {
+        let said = self.run(&["libvirt", "status", "--json"]).stdout;
+        let rows: Value = serde_json::from_slice(&said).unwrap();
+        let row = rows
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|r| r["domain"] == domain);
+        row.cloned().unwrap_or_default()
+    }
+}
+
+fn vm(client: &Client, name: &str) -> Option<VmInfo> {
+    let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+    vms.into_iter().find(|vm| vm.name == name)
+}
+
+/// Waits until a VM is there and its agent answers.
+#[track_caller]
+fn wait_agent(client: &Client, name: &str) -> VmInfo {
+    let began = Instant::now();
+    loop {
+        let found = vm(client, name);
+        if let Some(vm) = found.as_ref().filter(|vm| vm.agent.is_some()) {
+            println!(
+                "{name}: its agent is there after {:.1} s",
+                began.elapsed().as_secs_f64()
+            );
+            return vm.clone();
+        }
+        assert!(began.elapsed() < support::BOOT, "{name}: {found:?}");
+        std::thread::sleep(Duration::from_millis(300));
+    }
+}
+
+/// Waits until so much of a VM is folded.
+#[track_caller]
+fn wait_folded(client: &Client, name: &str) -> VmStats {
+    let enough = |vm: &VmStats| vm.mapped_pages - vm.copied_pages > ENOUGH_PAGES;
+    let stats = support::wait_stats(
+        &format!("{name} is folded"),
+        Duration::from_secs(120),
+        || client.get::<EngineStats>("/v1/fold").unwrap(),
+        |stats| stats.vms.iter().any(|vm| vm.name == name && enough(vm)),
+    );
+    let found = support::vm(&stats, name).clone();
+    println!("{}", support::line(&found));
+    found
+}
+
+/// The VM's boot, as its guest knows it; `None` if it doesn't answer.
+fn boot_id(client: &Client, name: &str) -> Option<String> {
+    let request = ExecRequest {
+        script: "cat /proc/sys/kernel/random/boot_id".into(),
+        timeout_s: 30.0,
+    };
+    let result = client.post(&format!("/v1/vms/{name}/exec"), &request);
+    result.ok().map(|done: ExecResult| done.stdout)
+}
+
+#[track_caller]
+fn wait_state(host: &Host, domain: &str, state: &str) {
+    let end = Instant::now() + Duration::from_secs(120);
+    while host.state(domain) != state {
+        assert!(Instant::now() < end, "{domain}: {}", host.state(domain));
+        std::thread::sleep(Duration::from_millis(300));
+    }
+}
+
+#[track_caller]
+fn wait_gone(client: &Client, name: &str) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while vm(client, name).is_some() {
+        assert!(Instant::now() < end, "{name} is still known");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+/// A directory that every user may enter.
+fn place() -> tempfile::TempDir {
+    let place = tempfile::Builder::new()
+        .prefix("memfold-libvirt.")
+        .tempdir();
+    let place = place.unwrap();
+    libvirt::prepare(place.path());
+    place
+}
+
+fn run_options(state: &Path) -> [String; 2] {
+    std::fs::create_dir_all(state).unwrap();
+    ["--libvirt".into(), "/run/libvirt/qemu".into()]
+}
+
+/// Every line of `after` that `before` has not.
+fn added<'a>(before: &str, after: &'a str) -> Vec<&'a str> {
+    let known: Vec<&str> = before.lines().collect();
+    after.lines().filter(|line| !known.contains(line)).collect()
+}
+
+#[test]
+fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_ever() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    if !libvirt::is_there() {
+        return;
+    }
+    let place = place();
+    let place = place.path();
+    let mut host = Host::start(place, "host", 1);
+    let disk = libvirt::disk(place, "web1", "trixie-a");
+    let xml = place.join("web1.xml");
+    std::fs::write(&xml, libvirt::domain_xml(place, DOMAIN, &disk, "trixie-a")).unwrap();
+    host.ask(&["define", xml.to_str().unwrap()]);
+    let before = host.xml(DOMAIN);
+
+    let state = place.join("state");
+    let options = run_options(&state);
+    let more: Vec<&str> = options.iter().map(String::as_str).collect();
+    let mut daemon = Served::new(&state, &["mate"])
+        .with(&more)
+        .inside(host.pid());
+
+    // Enabled and disabled without a daemon: only what is named changes, and comes back.
+    {
+        let cli = Cli {
+            host: &host,
+            place,
+            state: &state,
+        };
+        assert_eq!(cli.status(DOMAIN)["folding"], "no: not enabled");
+        cli.refused(&["libvirt", "enable", "ghost"], &["ghost"]);
+        cli.refused(
+            &["libvirt", "enable", DOMAIN, "--domain", "No Good"],
+            &["No Good"],
+        );
+        assert_eq!(host.xml(DOMAIN), before);
+        let enable = ["libvirt", "enable", DOMAIN, "--domain", "lab"];
+        cli.said(&enable);
+        let enabled = host.xml(DOMAIN);
+        let lines = added(&before, &enabled);
+        println!("{}", lines.join("\n"));
+        for word in [
+            "memfold-qemu-system-x86_64</emulator>",
+            "org.memfold.agent.0",
+            "domain=\"lab\"",
+        ] {
+            assert!(
+                lines.iter().any(|line| line.contains(word)),
+                "{word}: {lines:#?}"
+            );
+        }
+        assert!(enabled.contains("passwd='secret'") && enabled.contains("  kept &amp; whole "));
+        assert!(cli.said(&enable).contains("already"));
+        assert_eq!(host.xml(DOMAIN), enabled);
+        cli.said(&["libvirt", "disable", DOMAIN]);
+        assert_eq!(host.xml(DOMAIN), before);
+        assert!(
+            cli.said(&["libvirt", "disable", DOMAIN])
+                .contains("already")
+        );
+        cli.said(&enable);
+        assert_eq!(host.xml(DOMAIN), enabled);
+        // It starts without a daemon, and is found by the one that comes.
+        host.ask(&["start", DOMAIN]);
+        let row = cli.status(DOMAIN);
+        assert!(
+            row["folding"]
+                .as_str()
+                .unwrap()
+                .contains("daemon doesn't answer"),
+            "{row}"
+        );
+    }
+
+    daemon.start();
+    let client = daemon.answers();
+    let mut mate = Lab::spec("mate", "trixie-b", MEMORY, DiskMode::Buffered).unwrap();
+    mate.domain = Some("lab".into());
+    daemon.run(&mate);
+    let info = wait_agent(&client, VM);
+    assert_eq!(info.libvirt.as_deref(), Some(DOMAIN));
+    assert_eq!(info.domain.as_deref(), Some("lab"));
+    assert_eq!(info.fold_problems, Vec::<String>::new());
+    // QEMU is nobody, in libvirt's sandbox, and can't open the device.
+    let status = std::fs::read_to_string(format!("/proc/{}/status", info.pid)).unwrap();
+    let field = |name: &str| {
+        status
+            .lines()
+            .find(|l| l.starts_with(name))
+            .unwrap()
+            .to_owned()
+    };
+    println!(
+        "{} {} {}",
+        field("Uid:"),
+        field("CapEff:"),
+        field("Seccomp:")
+    );
+    assert!(!field("Uid:").contains("\t0\t") && field("Seccomp:").ends_with('2'));
+    assert!(field("CapEff:").ends_with("0000000000000000"));
+    wait_agent(&client, "mate");
+
+    let sums = [VM, "mate"].map(|name| exec(&client, name, SUM).stdout);
+    let held = exec(&client, VM, HOLD).stdout;
+    let whole = |moment: &str| {
+        wait_folded(&client, VM);
+        assert_eq!(exec(&client, VM, SUM).stdout, sums[0], "{moment}");
+        assert_eq!(exec(&client, "mate", SUM).stdout, sums[1], "{moment}");
+    };
+    wait_folded(&client, "mate");
+    whole("folded");
+    assert_eq!(exec(&client, VM, HELD).stdout, held);
+    let report: FullReport = client.get("/v1/report").unwrap();
+    let account = report.ledger.vms.iter().find(|vm| vm.name == VM).unwrap();
+    assert_eq!(account.sum_of_parts(), account.ram_bytes);
+    println!(
+        "saved by folding: {} bytes",
+        report.ledger.host.saved_by_folding_bytes
+    );
+    assert!(report.ledger.host.saved_by_folding_bytes > 0);
+
+    // What memfold can't do with a domain of libvirt it says.
+    let refused = |result: Result<Value, ClientError>, words: &[&str]| {
+        let error = result.unwrap_err();
+        let Some(text) = (match &error {
+            ClientError::Refused(body) => Some(format!(
+                "{} {}",
+                body.error,
+                body.hint.clone().unwrap_or_default()
+            )),
+            _ => None,
+        }) else {
+            panic!("{error}");
+        };
+        println!("refused: {text}");
+        for word in words {
+            assert!(text.contains(word), "no '{word}' in: {text}");
+        }
+    };
+    let save = SaveRequest::new(VM, "never");
+    refused(
+        client.post("/v1/snapshots", &save),
+        &["not started by memfold"],
+    );
+    refused(
+        client.post(
+            &format!("/v1/vms/{VM}/stop"),
+            &serde_json::json!({ "timeout_s": 1.0 }),
+        ),
+        &["not started by memfold"],
+    );
+
+    // The daemon dies, and libvirtd: the next ones find what there is.
+    daemon.kill();
+    host.restart_libvirtd();
+    daemon.start();
+    daemon.answers();
+    wait_agent(&client, VM);
+    wait_agent(&client, "mate");
+    whole("both daemons are others");
+    let cli = Cli {
+        host: &host,
+        place,
+        state: &state,
+    };
+    let row = cli.status(DOMAIN);
+    assert_eq!(
+        (&row["vm"], &row["folding"]),
+        (&VM.into(), &"yes".into()),
+        "{row}"
+    );
+    cli.said(&["libvirt", "status"]);
+    assert!(cli.said(&["libvirt", "attach", DOMAIN]).contains(VM));
+
+    // A reboot is the same process.
+    let boot = boot_id(&client, VM);
+    host.ask(&["reboot", DOMAIN]);
+    let end = Instant::now() + support::BOOT;
+    while boot_id(&client, VM).is_none_or(|now| Some(now) == boot) {
+        assert!(Instant::now() < end, "no reboot");
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    assert_eq!(wait_agent(&client, VM).pid, info.pid);
+    assert_eq!(exec(&client, VM, SUM).stdout, sums[0]);
+    whole("rebooted");
+    let held = exec(&client, VM, HOLD).stdout;
+
+    // Saved while it is folded, and restored: another process.
+    let file = place.join("disks/web1.save");
+    let boot = boot_id(&client, VM);
+    wait_folded(&client, VM);
+    host.ask(&["save", DOMAIN, file.to_str().unwrap()]);
+    wait_gone(&client, VM);
+    host.ask(&["restore", file.to_str().unwrap()]);
+    let restored = wait_agent(&client, VM);
+    assert_ne!(restored.pid, info.pid);
+    assert_eq!(restored.domain.as_deref(), Some("lab"));
+    assert_eq!(boot_id(&client, VM), boot);
+    assert_eq!(exec(&client, VM, HELD).stdout, held);
+    whole("restored");
+
+    // The same, kept by libvirt itself.
+    host.ask(&["managedsave", DOMAIN]);
+    wait_gone(&client, VM);
+    host.ask(&["start", DOMAIN]);
+    wait_agent(&client, VM);
+    assert_eq!(boot_id(&client, VM), boot);
+    assert_eq!(exec(&client, VM, HELD).stdout, held);
+    whole("started from its saved memory");
+
+    // Paused and resumed; its memory dumped; a snapshot of libvirt's, with memory, and back to it.
+    host.ask(&["suspend", DOMAIN]);
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(host.state(DOMAIN), "paused");
+    host.ask(&["resume", DOMAIN]);
+    let dump = place.join("disks/web1.dump");
+    host.ask(&[
+        "dump",
+        "--memory-only",
+        "--live",
+        DOMAIN,
+        dump.to_str().unwrap(),
+    ]);
+    assert!(dump.metadata().unwrap().len() > 100 << 20);
+    std::fs::remove_file(dump).unwrap();
+    assert_eq!(exec(&client, VM, HELD).stdout, held);
+    whole("paused, resumed, dumped");
+    host.ask(&["snapshot-create-as", DOMAIN, "then"]);
+    exec(
+        &client,
+        VM,
+        "rm /run/held/data; echo 3 > /proc/sys/vm/drop_caches",
+    );
+    host.ask(&["snapshot-revert", DOMAIN, "then"]);
+    std::thread::sleep(Duration::from_secs(1));
+    wait_agent(&client, VM);
+    assert_eq!(exec(&client, VM, HELD).stdout, held);
+    whole("back at libvirt's snapshot");
+    host.ask(&["snapshot-delete", DOMAIN, "then"]);
+
+    // Enabled while it runs in another trust domain: it stays in this one until it starts anew.
+    cli.said(&["libvirt", "enable", DOMAIN, "--domain", "other"]);
+    assert_eq!(vm(&client, VM).unwrap().domain.as_deref(), Some("lab"));
+
+    // The guest shuts down.
+    host.ask(&["shutdown", DOMAIN]);
+    wait_state(&host, DOMAIN, "shut off");
+    wait_gone(&client, VM);
+    let row = cli.status(DOMAIN);
+    assert_eq!(row["folding"], "when it is started", "{row}");
+    cli.refused(&["libvirt", "attach", DOMAIN], &["runs no domain"]);
+
+    // memfold is gone: it starts as what it was before memfold came, and says so in its log.
+    let library = place.join("lib/libmemfold_qemu.so");
+    let away = place.join("lib/away.so");
+    std::fs::rename(&library, &away).unwrap();
+    daemon.kill();
+    host.ask(&["start", DOMAIN]);
+    assert_eq!(host.state(DOMAIN), "running");
+    let log = host.qemu_log(DOMAIN);
+    assert!(log.contains("memfold: this VM can't be folded"), "{log}");
+    host.ask(&["destroy", DOMAIN]);
+    std::fs::rename(&away, &library).unwrap();
+
+    // And back, byte for byte.
+    cli.said(&["libvirt", "disable", DOMAIN]);
+    assert_eq!(host.xml(DOMAIN), before);
+    daemon.start();
+    daemon.answers();
+    host.ask(&["start", DOMAIN]);
+    cli.refused(&["libvirt", "attach", DOMAIN], &["without memfold"]);
+    host.ask(&["destroy", DOMAIN]);
+}
+
+#[test]
+fn a_domain_migrates_while_it_is_folded_and_the_other_host_takes_it_on() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    if !libvirt::is_there() {
+        return;
+    }
+    let place = place();
+    let place = place.path();
+    let (from, to) = (Host::start(place, "from", 1), Host::start(place, "to", 2));
+    let disk = libvirt::disk(place, "web1", "trixie-a");
+    let xml = place.join("web1.xml");
+    std::fs::write(&xml, libvirt::domain_xml(place, DOMAIN, &disk, "trixie-a")).unwrap();
+    from.ask(&["define", xml.to_str().unwrap()]);
+    let (state, other) = (place.join("state"), place.join("other"));
+    let options = run_options(&state);
+    run_options(&other);
+    let more: Vec<&str> = options.iter().map(String::as_str).collect();
+    let mut daemon = Served::new(&state, &["mate"])
+        .with(&more)
+        .inside(from.pid());
+    let mut second = Served::new(&other, &[]).with(&more).inside(to.pid());
+    daemon.start();
+    second.start();
+    let (client, there) = (daemon.answers(), second.answers());
+    let cli = Cli {
+        host: &from,
+        place,
+        state: &state,
+    };
+    cli.said(&["libvirt", "enable", DOMAIN, "--domain", "lab"]);
+    from.ask(&["start", DOMAIN]);
+    let mut mate = Lab::spec("mate", "trixie-b", MEMORY, DiskMode::Buffered).unwrap();
+    mate.domain = Some("lab".into());
+    daemon.run(&mate);
+    wait_agent(&client, VM);
+    wait_agent(&client, "mate");
+    for name in [VM, "mate"] {
+        exec(&client, name, SUM);
+    }
+    let (sum, held) = (
+        exec(&client, VM, SUM).stdout,
+        exec(&client, VM, HOLD).stdout,
+    );
+    let boot = boot_id(&client, VM);
+    wait_folded(&client, VM);
+    from.ask(&[
+        "migrate",
+        "--live",
+        "--persistent",
+        "--undefinesource",
+        // Both hosts are one, and have the same file.
+        "--unsafe",
+        "--domain",
+        DOMAIN,
+        "--desturi",
+        &to.uri(),
+        "--migrateuri",
+        "tcp://127.0.0.1",
+        "--listen-address",
+        "127.0.0.1",
+    ]);
+    wait_gone(&client, VM);
+    let info = wait_agent(&there, VM);
+    assert_eq!(info.domain.as_deref(), Some("lab"));
+    assert_eq!(info.fold_problems, Vec::<String>::new());
+    assert_eq!(boot_id(&there, VM), boot);
+    assert_eq!(exec(&there, VM, HELD).stdout, held);
+    assert_eq!(exec(&there, VM, SUM).stdout, sum);
+    let mark = Mark::read(&to.xml(DOMAIN)).unwrap().unwrap();
+    assert_eq!(mark.domain.as_deref(), Some("lab"));
+    // The other VM had its pages in common with it.
+    exec(&client, "mate", SUM);
+}

@@ -1,0 +1,355 @@
+//! A libvirt of a test's own: libvirtd in a mount namespace where it finds an empty host, and where all that it writes is gone with it.
+
+use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use memfold::host::{files, guest_images};
+
+/// Makes the namespace's directories and stands for it until it is killed. Images are read-only: libvirt changes the owner of what a domain may
+/// open. `/dev/kvm` may be used by a domain's user, or isn't there, as on any host: where only the probe of a QEMU may use it libvirt asks every
+/// QEMU anew at each look (nine minutes of this test, and once more than virsh's patience).
+const NAMESPACE: &str = r#"set -e
+own=$1
+cat /etc/passwd > "$own/passwd"
+cat /etc/group > "$own/group"
+if ! getent passwd libvirt-qemu > "$own/found"; then
+    echo 'libvirt-qemu:x:64055:64055::/var/lib/libvirt:/usr/sbin/nologin' >> "$own/passwd"
+    echo 'libvirt-qemu:x:64055:' >> "$own/group"
+fi
+mount --bind "$own/passwd" /etc/passwd
+mount --bind "$own/group" /etc/group
+mount --bind "$own/etc" /etc/libvirt
+if mountpoint -q /sys/fs/cgroup; then umount --recursive --lazy /sys/fs/cgroup; fi
+for directory in /run /var/lib /var/cache /var/log; do mount -t tmpfs -o mode=755 libvirt "$directory"; done
+mkdir /var/lib/libvirt
+if test -c /dev/kvm; then
+    cp --archive /dev/kvm "$own/kvm"
+    chmod 666 "$own/kvm"
+    mount --bind "$own/kvm" /dev/kvm
+fi
+while read -r from to; do
+    mount --bind "$from" "$to"
+    mount -o remount,bind,ro "$to"
+done < "$own/images"
+touch "$own/ready"
+exec sleep infinity
+"#;
+
+/// Ends every QEMU of the namespace's libvirt.
+const KILL: &str = r#"for file in /run/libvirt/qemu/*.pid; do
+    case $file in */driver.pid | *'*'*) ;; *) kill -9 "$(cat "$file")" ;; esac
+done"#;
+
+/// Whether there is a libvirt to test with.
+pub fn is_there() -> bool {
+    let missing = ["libvirtd", "virsh", "unshare", "nsenter"]
+        .into_iter()
+        .find(|name| files::program(name).is_none());
+    let Some(name) = missing else { return true };
+    assert!(
+        std::env::var_os("MEMFOLD_REAL").is_none(),
+        "MEMFOLD_REAL is set and there is no {name}; run 'scripts/setup tests'"
+    );
+    println!("skipped: no {name}; run 'scripts/setup tests'");
+    false
+}
+
+/// What all hosts of a test see: a QEMU of the user's own, memfold's library, kernels and images of guests, disks.
+pub fn prepare(place: &Path) {
+    let open = |path: &Path| {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    };
+    open(place);
+    for directory in ["qemu", "lib", "images", "disks"] {
+        fs::create_dir(place.join(directory)).unwrap();
+    }
+    let qemu = files::program("qemu-system-x86_64").unwrap();
+    std::os::unix::fs::symlink(qemu, emulator(place)).unwrap();
+    let library = memfold::host::library().unwrap();
+    fs::copy(library, place.join("lib/libmemfold_qemu.so")).unwrap();
+    open(&place.join("lib/libmemfold_qemu.so"));
+    for (name, image) in guest_images().unwrap() {
+        File::create(place.join("images").join(&name)).unwrap();
+        for (from, kind) in [(&image.kernel, "kernel"), (&image.initrd, "initrd")] {
+            fs::copy(from, place.join(format!("images/{name}.{kind}"))).unwrap();
+        }
+    }
+}
+
+/// The user's own QEMU.
+pub fn emulator(place: &Path) -> PathBuf {
+    place.join("qemu/qemu-system-x86_64")
+}
+
+/// A disk over a guest image.
+pub fn disk(place: &Path, name: &str, image: &str) -> PathBuf {
+    let path = place.join(format!("disks/{name}.qcow2"));
+    let made = Command::new("qemu-img")
+        // The size of an image that isn't mounted here is nothing.
+        .args(["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b"])
+        .args([&place.join("images").join(image), &path])
+        .arg("6G")
+        .status();
+    assert!(made.unwrap().success());
+    path
+}
+
+/// The XML of a domain, as people write it.
+pub fn domain_xml(place: &Path, name: &str, disk: &Path, image: &str) -> String {
+    let at = place.display();
+    format!(
+        r#"<domain type='qemu'>
+  <name>{name}</name>
+  <metadata><other:thing xmlns:other="urn:other" a='1'>  kept &amp; whole </other:thing></metadata>
+  <memory unit='MiB'>512</memory>
+  <vcpu>1</vcpu>
+  <os>
+    <type arch='x86_64' machine='q35'>hvm</type>
+    <kernel>{at}/images/{image}.kernel</kernel>
+    <initrd>{at}/images/{image}.initrd</initrd>
+    <cmdline>root=/dev/vda rw console=ttyS0 quiet mitigations=off</cmdline>
+  </os>
+  <features><acpi/></features>
+  <cpu mode='maximum'/>
+  <on_reboot>restart</on_reboot>
+  <devices>
+    <emulator>{}</emulator>
+    <disk type='file' device='disk'><driver name='qemu' type='qcow2'/><source file='{}'/><target dev='vda' bus='virtio'/></disk>
+    <serial type='pty'/>
+    <graphics type='vnc' port='-1' autoport='yes' passwd='secret'/>
+    <memballoon model='virtio' freePageReporting='on'/>
+  </devices>
+</domain>
+"#,
+        emulator(place).display(),
+        disk.display()
+    )
+}
+
+/// A host with a libvirt.
+pub struct Host {
+    ended: Arc<AtomicBool>,
+    own: PathBuf,
+    holder: Child,
+    libvirtd: Child,
+}
+
+impl Host {
+    /// Starts it. Its own files lie in `place/NAME`.
+    pub fn start(place: &Path, name: &str, number: u32) -> Self {
+        let own = place.join(name);
+        fs::create_dir_all(own.join("etc")).unwrap();
+        fs::set_permissions(&own, fs::Permissions::from_mode(0o755)).unwrap();
+        let images = guest_images().unwrap();
+        let line = |(name, image): (&String, &memfold::host::GuestImage)| {
+            let to = place.join("images").join(name);
+            format!("{} {}\n", image.disk.display(), to.display())
+        };
+        fs::write(
+            own.join("images"),
+            images.iter().map(line).collect::<String>(),
+        )
+        .unwrap();
+        // Migration knows hosts by this. Sockets lie where other namespaces see them.
+        let conf = format!(
+            "auth_unix_rw = \"none\"\nunix_sock_dir = \"{}\"\nhost_uuid = \"11111111-2222-4333-8444-{number:012}\"\n",
+            own.display()
+        );
+        fs::write(own.join("etc/libvirtd.conf"), conf).unwrap();
+        // Without virtlogd, a process more.
+        let qemu = format!(
+            "stdio_handler = \"file\"\nmigration_port_min = {}\nmigration_port_max = {}\n",
+            49_300 + number * 20,
+            49_310 + number * 20
+        );
+        fs::write(own.join("etc/qemu.conf"), qemu).unwrap();
+        let ended = Arc::new(AtomicBool::new(false));
+        reap(ended.clone());
+        let holder = Command::new("unshare")
+            .args([
+                "--mount",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                NAMESPACE,
+                "sh",
+            ])
+            .arg(&own)
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        wait("the namespace", || own.join("ready").exists());
+        let mut host = Self {
+            ended,
+            libvirtd: spawn_libvirtd(&holder, &own),
+            own,
+            holder,
+        };
+        host.answers();
+        host
+    }
+
+    fn answers(&mut self) {
+        let socket = self.own.join("libvirt-sock");
+        wait("libvirtd", || {
+            let ended = self.libvirtd.try_wait().unwrap();
+            assert!(ended.is_none(), "libvirtd ended: {}", self.log());
+            socket.exists() && self.virsh(&["list"]).is_ok()
+        });
+    }
+
+    /// libvirtd dies, and another one begins; domains go on.
+    pub fn restart_libvirtd(&mut self) {
+        self.libvirtd.kill().unwrap();
+        self.libvirtd.wait().unwrap();
+        self.libvirtd = spawn_libvirtd(&self.holder, &self.own);
+        self.answers();
+    }
+
+    /// The process whose mount namespace is the host's.
+    pub fn pid(&self) -> u32 {
+        self.holder.id()
+    }
+
+    /// How another host calls it.
+    pub fn uri(&self) -> String {
+        let socket = self.own.join("libvirt-sock");
+        format!("qemu+unix:///system?socket={}", socket.display())
+    }
+
+    /// A program on this host.
+    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--mount=/proc/{}/ns/mnt", self.pid()));
+        command.arg("--").arg(program).stdin(Stdio::null());
+        command
+    }
+
+    pub fn virsh(&self, arguments: &[&str]) -> Result<String, String> {
+        let mut virsh = self.command("virsh");
+        let output = virsh
+            .args(["-q", "-c", "qemu:///system"])
+            .args(arguments)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        if output.status.success() {
+            Ok(said)
+        } else {
+            Err(format!(
+                "virsh {arguments:?}: {said}{}",
+                String::from_utf8_lossy(&output.stderr)
+            ))
+        }
+    }
+
+    /// `virsh`, which must work.
+    #[track_caller]
+    pub fn ask(&self, arguments: &[&str]) -> String {
+        let began = Instant::now();
+        let said = self.virsh(arguments).unwrap();
+        println!(
+            "virsh {}: {:.1} s",
+            arguments.join(" "),
+            began.elapsed().as_secs_f64()
+        );
+        said
+    }
+
+    /// The state of a domain, in virsh's words.
+    pub fn state(&self, domain: &str) -> String {
+        let said = self.virsh(&["domstate", domain]).unwrap();
+        said.trim().to_owned()
+    }
+
+    /// What libvirt keeps of a domain.
+    pub fn xml(&self, domain: &str) -> String {
+        self.virsh(&["dumpxml", "--inactive", "--security-info", domain])
+            .unwrap()
+    }
+
+    /// What a domain's QEMU, and its wrapper, have said.
+    pub fn qemu_log(&self, domain: &str) -> String {
+        let path = format!("/var/log/libvirt/qemu/{domain}.log");
+        let output = self.command("cat").arg(path).output().unwrap();
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.own.join("libvirtd.log")).unwrap_or_default()
+    }
+}
+
+fn spawn_libvirtd(holder: &Child, own: &Path) -> Child {
+    let log = File::options()
+        .create(true)
+        .append(true)
+        .open(own.join("libvirtd.log"))
+        .unwrap();
+    // virsh, and so memfold, finds its sockets where they lie as a rule.
+    let begin = r#"mkdir -p /run/libvirt
+for name in libvirt-sock libvirt-sock-ro; do ln -sf "$1/$name" /run/libvirt/; done
+exec libvirtd --config "$1/etc/libvirtd.conf""#;
+    Command::new("nsenter")
+        .arg(format!("--mount=/proc/{}/ns/mnt", holder.id()))
+        .args(["--", "sh", "-c", begin, "sh"])
+        .arg(own)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log)
+        .spawn()
+        .unwrap()
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("libvirtd's last words:\n{}", self.log());
+        }
+        let _ = self.libvirtd.kill();
+        let _ = self.libvirtd.wait();
+        let _ = self.command("sh").args(["-c", KILL]).status();
+        let _ = self.holder.kill();
+        let _ = self.holder.wait();
+        self.ended.store(true, Ordering::Release);
+    }
+}
+
+/// Debian's libvirt-qemu.
+const USER: &str = "Uid:\t64055\t";
+
+/// Waits for QEMUs of libvirt that have ended. They have no parent, and where process 1 takes its time libvirt waits for half a minute until it
+/// believes that they are gone.
+fn reap(ended: Arc<AtomicBool>) {
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid())).unwrap();
+    std::thread::spawn(move || {
+        while !ended.load(Ordering::Acquire) {
+            for entry in fs::read_dir("/proc").unwrap().flatten() {
+                let status = fs::read_to_string(entry.path().join("status")).unwrap_or_default();
+                let has = |line: &str| status.lines().any(|l| l.starts_with(line));
+                // Not what this process has started itself, and waits for.
+                if has("State:\tZ") && has(USER) && has(&format!("PPid:\t{}", std::process::id())) {
+                    let pid = entry.file_name().to_string_lossy().parse().ok();
+                    let pid = pid.and_then(rustix::process::Pid::from_raw);
+                    let _ = rustix::process::waitpid(pid, rustix::process::WaitOptions::NOHANG);
+                }
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    });
+}
+
+#[track_caller]
+fn wait(what: &str, mut ready: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !ready() {
+        assert!(Instant::now() < end, "{what}: not after a minute");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}

@@ -1,0 +1,529 @@
+//! A guest plays a host without VMs: its own swap, a volume of LVM's, goes to RAM that this host lends by iSCSI, and back; lenders die, hang and
+//! are cut off under it.
+//!
+//! ```text
+//!   this host: memfold serve (lends, has the registry), tgtd <--- QEMU's user-mode network ---  guest: memfold.service, iscsid, LVM,
+//!              127.0.0.1                                     10.0.2.2                           a program that swaps
+//! ```
+
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold::api::{Client, ClientError, HostRequest, HostToken, LendRequest};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::EngineSettings;
+use memfold::lend::{LenderStatus, Transport};
+use memfold::vm::{DiskSpec, Network};
+use memfold_units::ByteSize;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::lend::{SWAPPER, server_of};
+use crate::support::{self, BOOT};
+
+/// What this host is for guests (QEMU's `-netdev user`).
+const THIS_HOST: &str = "10.0.2.2";
+
+const IMAGE: &str = "trixie-host";
+const UNIT: &str = include_str!("../../../../../deploy/systemd/memfold.service");
+
+const RAM: ByteSize = ByteSize::mib(256);
+const SWAP_MIB: u64 = 128;
+const ARRAY_MIB: u64 = 192;
+/// One volume at a time is borrowed for.
+const LENT: ByteSize = ByteSize::mib(144);
+
+/// Longest time that the guest may wait for one page when a lender dies, in seconds: the promise.
+const LONGEST_STALL: f64 = 10.0;
+
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// Starts the daemon of the unit that packages install, but for the program's place. Without `Restart=`, a daemon that the test kills stays
+/// so until the test starts it.
+const SET_UP: &str = r#"
+set -e
+mkdir -p /opt/payload && mount -o ro /dev/vdb /opt/payload
+until [ -e /sys/class/net/e* ]; do sleep 0.2; done
+udevadm settle
+card=$(basename /sys/class/net/e*)
+ip link set lo up && ip link set "$card" up
+ip addr add 10.0.2.15/24 dev "$card" && ip route add default via 10.0.2.2
+mkdir -p /etc/memfold /etc/systemd/system/memfold.service.d
+cp /opt/payload/memfold.service /etc/systemd/system/
+install -m 600 /opt/payload/token /etc/memfold/token
+cat > /etc/systemd/system/memfold.service.d/test.conf <<END
+[Service]
+ExecStart=
+ExecStart=/opt/payload/memfold serve --paused --host guest --config /dev/null --registry https://10.0.2.2:PORT --registry-ca /opt/payload/registry.crt --registry-token /etc/memfold/token
+END
+ln -sf /opt/payload/memfold /usr/local/bin/memfold
+systemctl daemon-reload
+vgcreate -q vg /dev/vdc
+lvcreate -q -y -W y -L SWAPm -n swap vg
+lvcreate -q -y -W y -L 16m -n other vg
+mkswap /dev/vg/swap && swapon /dev/vg/swap
+systemctl start memfold
+"#;
+
+struct Lender {
+    child: Child,
+    directory: tempfile::TempDir,
+    client: Client,
+    port: u16,
+}
+
+impl Lender {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let (certificate, key) = (path("registry.crt"), path("registry.key"));
+        let made = Command::new("openssl")
+            .args(["req", "-x509", "-newkey", "ec", "-nodes", "-days", "2"])
+            .args(["-pkeyopt", "ec_paramgen_curve:P-256", "-subj", "/CN=r"])
+            .arg("-addext")
+            .arg(format!("subjectAltName=IP:{THIS_HOST}"))
+            .args(["-addext", "basicConstraints=critical,CA:FALSE", "-keyout"])
+            .arg(&key)
+            .arg("-out")
+            .arg(&certificate)
+            .output()
+            .unwrap();
+        assert!(made.status.success());
+        // Free a moment ago.
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        drop(listener);
+        let log = std::fs::File::create(path("log")).unwrap();
+        let child = Command::new(env!("CARGO_BIN_EXE_memfold"))
+            .arg("--socket")
+            .arg(path("s"))
+            .args(["serve", "--paused", "--host", "lender"])
+            .args(["--config", "/dev/null", "--state"])
+            .arg(path("state"))
+            .args(["--listen", &format!("127.0.0.1:{port}"), "--tls-cert"])
+            .arg(&certificate)
+            .arg("--tls-key")
+            .arg(&key)
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        let client = Client::new(&path("s")).unwrap();
+        let lender = Self {
+            child,
+            directory,
+            client,
+            port,
+        };
+        wait("the lender's daemon answers", || {
+            let version: Result<Value, ClientError> = lender.client.get("/v1/version");
+            version.is_ok()
+        });
+        lender
+    }
+
+    fn lend(&self, transport: Transport) {
+        let request = LendRequest {
+            max_bytes: LENT.0,
+            listen: Some([127, 0, 0, 1].into()),
+            announce: Some(THIS_HOST.parse().unwrap()),
+            ports: None,
+            transport,
+            cleartext: transport == Transport::Iscsi,
+        };
+        // What it lent before may be under way back yet.
+        wait("it lends", || {
+            let lends: Result<LenderStatus, ClientError> = self.client.post("/v1/lend", &request);
+            lends.is_ok()
+        });
+        self.wait_free();
+    }
+
+    fn lend_no_more(&self) {
+        let _: Option<LenderStatus> = self.client.delete("/v1/lend").unwrap();
+        wait("it lends nothing", || {
+            let status: Option<LenderStatus> = self.client.get("/v1/lend").unwrap();
+            status.is_none_or(|status| status.lent_bytes == 0)
+        });
+    }
+
+    fn status(&self) -> LenderStatus {
+        let status: Option<LenderStatus> = self.client.get("/v1/lend").unwrap();
+        status.unwrap()
+    }
+
+    fn wait_free(&self) {
+        wait("it has so much to spare", || {
+            let status = self.status();
+            status.offer_bytes >= LENT.0 && status.lent_bytes == 0
+        });
+    }
+
+    fn token(&self) -> String {
+        let request = HostRequest {
+            host: "guest".into(),
+        };
+        let made: HostToken = self.client.post("/v1/hosts", &request).unwrap();
+        made.token
+    }
+
+    /// tgtd of its only lease.
+    fn export(&self) -> Pid {
+        server_of(&self.directory.path().join("state/lend"))
+    }
+}
+
+impl Drop for Lender {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            let log = std::fs::read_to_string(self.directory.path().join("log"));
+            println!("the lender's log:\n{}", log.unwrap_or_default());
+        }
+    }
+}
+
+fn wait(what: &str, ready: impl FnMut() -> bool) {
+    wait_for(what, Duration::from_secs(120), ready);
+}
+
+fn wait_for(what: &str, patience: Duration, mut ready: impl FnMut() -> bool) {
+    let end = Instant::now() + patience;
+    while !ready() {
+        assert!(Instant::now() < end, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+fn run(program: &str, words: &[&Path]) {
+    let done = Command::new(program).args(words).output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{program}: {said}");
+}
+
+/// Disks of the guest: programs and files, and one for its group.
+fn disks(directory: &Path, lender: &Lender) -> [PathBuf; 2] {
+    let payload = directory.join("payload");
+    std::fs::create_dir(&payload).unwrap();
+    let source = directory.join("swapper.c");
+    std::fs::write(&source, SWAPPER).unwrap();
+    let path = |name: &str| payload.join(name);
+    let options = ["-O2", "-static", "-o"].map(Path::new);
+    run("cc", &[&options[..], &[&path("swapper"), &source]].concat());
+    let own = Path::new(env!("CARGO_BIN_EXE_memfold"));
+    run("strip", &[Path::new("-o"), &path("memfold"), own]);
+    let certificate = lender.directory.path().join("registry.crt");
+    std::fs::copy(certificate, path("registry.crt")).unwrap();
+    std::fs::write(path("token"), lender.token()).unwrap();
+    std::fs::write(path("memfold.service"), UNIT).unwrap();
+    let image = directory.join("payload.img");
+    let words = ["-q", "-t", "ext4", "-d"].map(Path::new);
+    run(
+        "mke2fs",
+        &[&words[..], &[&payload, &image, Path::new("128M")]].concat(),
+    );
+    let group = directory.join("group.img");
+    let file = std::fs::File::create(&group).unwrap();
+    file.set_len((2 * SWAP_MIB) << 20).unwrap();
+    [image, group]
+}
+
+/// The guest.
+struct Guest<'a>(&'a Lab);
+
+impl Guest<'_> {
+    fn run(&self, script: &str) -> String {
+        match self.0.exec("h", script, LIMIT) {
+            Ok(said) => said,
+            Err(error) => {
+                let log = "journalctl -q -o cat -u memfold -u iscsid | tail -n 40; dmesg | tail -n 25; lvs -a -o +devices; pvs";
+                println!("{}", self.0.exec("h", log, LIMIT).unwrap_or_default());
+                panic!("{error:#}");
+            }
+        }
+    }
+
+    fn json(&self, command: &str) -> Value {
+        serde_json::from_str(&self.run(&format!("memfold --json {command}"))).unwrap()
+    }
+
+    /// A command that has to fail; what it says.
+    fn refused(&self, command: &str) -> String {
+        self.run(&format!("! memfold {command} 2>&1"))
+    }
+
+    /// What its program has said so far: pages checked, wrong words, longest access in seconds.
+    fn heard(&self) -> (u64, u64, f64) {
+        let said = self.run("cat /run/swapper");
+        let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
+        for line in said.lines() {
+            let mut words = line.split(' ').skip(1);
+            let mut next = || words.next().unwrap().parse::<u64>().unwrap();
+            (checked, wrong) = (next(), next());
+            longest = longest.max(next() as f64 / 1e6);
+        }
+        (checked, wrong, longest)
+    }
+
+    /// So many more pages are checked, and no word is wrong.
+    fn goes_on(&self) {
+        let (before, ..) = self.heard();
+        wait("it checks on", || self.heard().0 > before + 500);
+        assert_eq!(self.heard().1, 0);
+    }
+
+    /// Reads that the disk of the group and the lent one have had so far.
+    fn reads(&self) -> (u64, u64) {
+        let said =
+            self.run("cat /sys/block/vdc/stat; cat /sys/block/sd*/stat 2>/dev/null || echo 0");
+        let mut lines = said.lines().map(|line| {
+            let first = line.split_ascii_whitespace().next();
+            first.and_then(|n| n.parse().ok()).unwrap_or(0)
+        });
+        (lines.next().unwrap_or(0), lines.next().unwrap_or(0))
+    }
+
+    /// Reads of both while a thousand pages and more are checked.
+    fn reads_meanwhile(&self) -> (u64, u64) {
+        let before = self.reads();
+        self.goes_on();
+        let after = self.reads();
+        (after.0 - before.0, after.1 - before.1)
+    }
+
+    /// Nothing of a loan is left.
+    fn is_as_before(&self) {
+        let said = self.run(
+            "lvs --noheadings -o lv_layout,devices vg/swap; pvs --noheadings -o pv_name; ls /sys/class/iscsi_session 2>/dev/null; find /etc/iscsi/nodes /var/lib/iscsi/nodes -type f 2>/dev/null | cat; ls /dev/sd* 2>/dev/null | cat",
+        );
+        let words: Vec<&str> = said.split_ascii_whitespace().collect();
+        assert_eq!(words, ["linear", "/dev/vdc(0)", "/dev/vdc"], "{said}");
+        let report = self.json("leases");
+        assert_eq!(report["borrowed"].as_array().unwrap().len(), 0, "{report}");
+    }
+
+    fn place(&self) -> String {
+        let report = self.json("leases");
+        report["borrowed"][0]["place"]
+            .as_str()
+            .unwrap_or("none")
+            .to_owned()
+    }
+
+    fn wait_off(&self, lender: &Lender) -> Duration {
+        let begun = Instant::now();
+        wait("it is off by itself", || self.place() == "none");
+        let took = begun.elapsed();
+        self.is_as_before();
+        self.goes_on();
+        lender.wait_free();
+        took
+    }
+}
+
+fn able() -> Result<(), String> {
+    let there = |program: &str, word: &str| {
+        let said = Command::new(program)
+            .arg(word)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+        said.is_ok_and(|status| status.success())
+    };
+    for (program, word, how) in [
+        ("tgtd", "--version", "scripts/setup tests"),
+        ("openssl", "version", "apt install openssl"),
+        ("cc", "--version", "apt install gcc"),
+        ("strip", "--version", "apt install binutils"),
+    ] {
+        if !there(program, word) {
+            return Err(format!("no {program} ({how})"));
+        }
+    }
+    match memfold::host::guest_images() {
+        Ok(images) if images.contains_key(IMAGE) => Ok(()),
+        _ => Err(format!("no guest image '{IMAGE}' (guest/build {IMAGE})")),
+    }
+}
+
+#[test]
+fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    if let Err(why) = able() {
+        assert!(
+            std::env::var_os("MEMFOLD_REAL").is_none(),
+            "MEMFOLD_REAL is set: {why}"
+        );
+        println!("skipped: {why}");
+        return;
+    }
+    let lender = Lender::start();
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let files = tempfile::tempdir().unwrap();
+    let mut spec = Lab::spec("h", IMAGE, RAM, DiskMode::Buffered).unwrap();
+    spec.network = Network::User;
+    spec.disks
+        .extend(disks(files.path(), &lender).map(DiskSpec::new));
+    lab.start(spec).unwrap();
+    lab.wait_ready("h", BOOT).unwrap();
+    let guest = Guest(&lab);
+    let set_up = SET_UP.replace("PORT", &lender.port.to_string());
+    guest.run(&set_up.replace("SWAP", &SWAP_MIB.to_string()));
+    guest.run(&format!("systemd-run -q --unit=swapper -p OOMScoreAdjust=-500 /opt/payload/swapper {ARRAY_MIB} /run/swapper /run/swapper.stop"));
+    wait_for("it has begun to check", LIMIT, || {
+        let lines = guest.run("wc -l < /run/swapper || echo 0");
+        lines.trim().parse::<u64>().unwrap_or(0) > 3
+    });
+
+    // What can't be is refused, and nothing changes.
+    for (command, words) in [
+        ("borrow --lvm vg/swap", "to spare"),
+        (
+            "borrow --lvm vg/nothing",
+            "there is no logical volume vg/nothing",
+        ),
+        ("borrow --lvm vg/other", "holds no swap space"),
+        ("borrow --lvm vg/swap 64M", "can't hold it"),
+        (
+            "borrow --lvm vg/swap --durability replica",
+            "is lent by one host",
+        ),
+    ] {
+        let said = guest.refused(command);
+        assert!(said.contains(words), "{command}: {said}");
+    }
+    lender.lend(Transport::Nbd);
+    let said = guest.refused("borrow --lvm vg/swap");
+    assert!(said.contains("who export by NBD"), "{said}");
+    lender.lend_no_more();
+    guest.is_as_before();
+    lender.lend(Transport::Iscsi);
+
+    let (own, _) = guest.reads_meanwhile();
+    let (.., on_disk) = guest.heard();
+    println!("on its own disk: {own} reads, longest access {on_disk:.3} s");
+    assert!(own > 0);
+
+    // There, and back in use.
+    let done = guest.json("borrow --lvm vg/swap");
+    assert_eq!(
+        (&done["place"], &done["vm"]),
+        (&"lent".into(), &"vg/swap".into()),
+        "{done}"
+    );
+    let (own, lent) = guest.reads_meanwhile();
+    println!(
+        "on lent RAM after {} ms: {own} reads of its own disk, {lent} of the lent one",
+        done["took_ms"]
+    );
+    assert!(lent > 100 && own * 20 < lent, "{own} {lent}");
+    assert_eq!(guest.json("borrow --lvm vg/swap")["changed"], false);
+    // All that the volume needs without the lender is on its own disk.
+    let parts = guest.run("lvs -a --noheadings -o lv_name,devices vg | tr -d '[]' | grep _0");
+    assert_eq!(parts.matches("/dev/vdc").count(), 2, "{parts}");
+    assert_eq!(lender.status().lent_bytes, (SWAP_MIB + 4 + 2) << 20);
+    let said = guest.run("stat -c %a $(find /etc/iscsi/nodes /var/lib/iscsi/nodes -type f 2>/dev/null); grep -c lvm.vg.swap /run/memfold/volumes.json || echo");
+    assert_eq!(said.split_ascii_whitespace().next(), Some("600"), "{said}");
+    let back = guest.json("return --lvm vg/swap");
+    println!("given back in {} ms", back["took_ms"]);
+    assert_eq!(
+        (&back["place"], &back["changed"]),
+        (&"on_disk".into(), &true.into())
+    );
+    guest.is_as_before();
+    assert_eq!(guest.json("return --lvm vg/swap")["changed"], false);
+    lender.wait_free();
+    guest.goes_on();
+
+    // Its lender is killed, hangs, is cut off, wants it back.
+    for how in ["killed", "stopped", "cut off", "recalled"] {
+        let done = guest.json("borrow --lvm vg/swap");
+        assert_eq!(done["place"], "lent", "{done}");
+        guest.goes_on();
+        match how {
+            "killed" => kill_process(lender.export(), Signal::KILL).unwrap(),
+            "stopped" => kill_process(lender.export(), Signal::STOP).unwrap(),
+            "recalled" => lender.lend_no_more(),
+            _ => set_link(&lab, false),
+        }
+        if how == "cut off" {
+            wait("the volume is off by itself", || {
+                guest.run("lvs --noheadings -o lv_layout vg/swap").trim() == "linear"
+            });
+            guest.goes_on();
+            set_link(&lab, true);
+        }
+        if how == "recalled" {
+            lender.lend(Transport::Iscsi);
+        }
+        let took = guest.wait_off(&lender);
+        let (checked, wrong, longest) = guest.heard();
+        println!(
+            "{how}: off after {took:.1?}; {checked} pages checked, {wrong} wrong, longest access {longest:.3} s"
+        );
+    }
+
+    // The daemon dies while it puts the volume there, and while it is there.
+    guest.run("(memfold borrow --lvm vg/swap >/dev/null 2>&1 &); until lvs --noheadings -o lv_layout vg/swap | grep -q raid; do sleep 0.05; done; systemctl kill --kill-whom=main -s KILL memfold");
+    wait("the next daemon has undone it", || {
+        guest.run("lvs --noheadings -o lv_layout vg/swap").trim() == "linear"
+    });
+    guest.wait_off(&lender);
+    guest.json("borrow --lvm vg/swap");
+    guest.run("systemctl kill --kill-whom=main -s KILL memfold");
+    wait("the next daemon answers", || {
+        guest
+            .run("memfold --json leases 2>/dev/null || echo null")
+            .contains("\"lent\"")
+    });
+    guest.goes_on();
+
+    // A daemon that has lost its notes finds it by what LVM says.
+    guest.run("systemctl stop memfold && rm /run/memfold/volumes.json && systemctl start memfold");
+    guest.json("return --lvm vg/swap");
+    guest.run("iscsiadm -m node -u >/dev/null; iscsiadm -m node -o delete");
+    guest.is_as_before();
+    lender.wait_free();
+
+    // Moved instead, as the study did.
+    let done = guest.json("borrow --lvm vg/swap --durability none");
+    let (own, lent) = guest.reads_meanwhile();
+    println!(
+        "moved in {} ms: {own} reads of its own disk, {lent} of the lent one",
+        done["took_ms"]
+    );
+    assert!(lent > 100 && own * 20 < lent, "{own} {lent}");
+    let back = guest.json("return --lvm vg/swap");
+    println!("moved back in {} ms", back["took_ms"]);
+    guest.is_as_before();
+    lender.wait_free();
+
+    guest.run("touch /run/swapper.stop");
+    let mut said = String::new();
+    wait_for("all pages are checked", Duration::from_secs(900), || {
+        said = guest.run("sed -n /^end/p /run/swapper");
+        !said.is_empty()
+    });
+    assert_eq!(
+        said.trim(),
+        format!("end {} pages, 0 words wrong", ARRAY_MIB * 256)
+    );
+    guest.run("sed -i /^end/d /run/swapper");
+    let (checked, wrong, longest) = guest.heard();
+    println!(
+        "{checked} pages checked, {wrong} words wrong, longest access {longest:.3} s, {on_disk:.3} s on its own disk"
+    );
+    assert!(longest < LONGEST_STALL, "{longest} s");
+    lab.stop("h").unwrap();
+}
+
+/// Pulls the guest's network cable, or puts it back.
+fn set_link(lab: &Lab, is_up: bool) {
+    let mut qmp = support::qmp(lab.directory(), "h");
+    let arguments = serde_json::json!({"name": "net0", "up": is_up});
+    qmp.execute("set_link", arguments).unwrap();
+}

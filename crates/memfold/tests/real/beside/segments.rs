@@ -1,0 +1,566 @@
+//! Segments on real guests: what they see is what they had, what they write is theirs, and what they share is one copy.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use memfold::api::{AttachSegmentRequest, BuildRequest, RestoreRequest, SaveRequest, SegmentState};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::EngineSettings;
+use memfold::host::guest_images;
+use memfold::ledger::VmAccount;
+use memfold::vm::{SegmentSpec, VmSpec};
+
+use crate::support::{self, BOOT, MEMORY};
+
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// What is laid over guests' own files: enough of them to matter, few enough to be compared within the test.
+const CHOSEN: [&str; 2] = ["/usr/bin/**", "/usr/lib/x86_64-linux-gnu/*.so*"];
+
+/// Sums of all files as the guest sees them, and of its own below the layers: the root file system again, without what is mounted on it.
+pub const BOTH_SUMS: &str = "set -e
+mkdir -p /mnt; mountpoint -q /mnt || mount --bind / /mnt
+sums() { (cd $1; find usr/bin usr/lib/x86_64-linux-gnu -maxdepth 1 -type f -print0 | LC_ALL=C sort -z | xargs -0 md5sum | md5sum); }
+sums /; sums /mnt";
+
+pub fn request(name: &str, include: &[&str]) -> BuildRequest {
+    let images = guest_images().unwrap();
+    BuildRequest {
+        name: name.into(),
+        domain: "lab".into(),
+        from: vec![images["trixie-a"].disk.display().to_string()],
+        include: include.iter().map(ToString::to_string).collect(),
+        exclude: Vec::new(),
+        top_files_bytes: None,
+        for_vms: None,
+        root: false,
+        pinned: false,
+    }
+}
+
+fn spec(name: &str, segments: &[&str], slots: u32) -> VmSpec {
+    let mut spec = Lab::spec(name, "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    spec.segments = segments
+        .iter()
+        .map(|name| SegmentSpec::new(*name))
+        .collect();
+    spec.segment_slots = slots;
+    spec
+}
+
+fn attach(segment: &str) -> AttachSegmentRequest {
+    AttachSegmentRequest {
+        segment: segment.into(),
+        no_lay: false,
+        content: false,
+        writer: false,
+    }
+}
+
+fn state(lab: &Lab, vm: &str) -> Vec<(String, SegmentState)> {
+    let vms = lab.daemon().list();
+    let vm = vms.into_iter().find(|info| info.name == vm).unwrap();
+    vm.segments
+        .into_iter()
+        .map(|s| (s.segment, s.state))
+        .collect()
+}
+
+fn wait_laid(lab: &Lab, vm: &str) {
+    let end = Instant::now() + Duration::from_secs(120);
+    loop {
+        let now = state(lab, vm);
+        if now.iter().all(|(_, state)| *state == SegmentState::Laid) {
+            return;
+        }
+        assert!(Instant::now() < end, "{vm}: {now:?}");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+fn account(lab: &Lab, vm: &str) -> VmAccount {
+    let report = lab.report().unwrap().ledger;
+    report
+        .vms
+        .into_iter()
+        .find(|account| account.name == vm)
+        .unwrap()
+}
+
+/// Words of a refusal.
+fn refused<T: std::fmt::Debug>(result: Result<T, memfold::daemon::DaemonError>) -> String {
+    result.unwrap_err().to_string()
+}
+
+fn image(lab: &Lab, reference: &str) -> std::path::PathBuf {
+    let (name, generation) = reference.split_once('@').unwrap();
+    lab.directory()
+        .join("segments")
+        .join(name)
+        .join(generation)
+        .join("image")
+}
+
+/// QEMU's memory backends that no device uses: what an attach that failed has left.
+fn backends(lab: &Lab, vm: &str) -> usize {
+    let answer = support::qmp(lab.directory(), vm)
+        .query("query-memdev")
+        .unwrap();
+    answer.as_array().unwrap().len()
+}
+
+#[test]
+fn files_that_vms_execute_in_place_are_one_copy_and_what_they_write_is_theirs() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let daemon = lab.daemon();
+    let built = daemon.build_segment(&request("system", &CHOSEN)).unwrap();
+    assert!(built.is_new && built.segment.generation == 1 && built.segment.lay == ["/usr"]);
+    println!(
+        "{}: {} files, {}",
+        built.segment.reference(),
+        built.segment.files,
+        memfold_units::ByteSize(built.segment.image_bytes)
+    );
+    let again = daemon.build_segment(&request("system", &CHOSEN)).unwrap();
+    assert!(!again.is_new && again.segment == built.segment);
+
+    // A VM that maps it from the beginning lays it over its files by itself; another gets it while it runs.
+    lab.start(spec("early", &["system"], 1)).unwrap();
+    lab.start(spec("late", &[], 2)).unwrap();
+    lab.wait_ready("early", BOOT).unwrap();
+    lab.wait_ready("late", BOOT).unwrap();
+    wait_laid(&lab, "early");
+    assert_eq!(state(&lab, "late"), []);
+    plugged_and_refused(&lab);
+    let done = daemon.attach_segment("late", &attach("system")).unwrap();
+    let report = done.report.unwrap();
+    println!("late: {report}");
+    assert_eq!(
+        report["dirs"][0]["differing"], 0,
+        "it was built from the same image"
+    );
+    assert_eq!(report["dax"], true);
+    assert_eq!(done.segment.state, SegmentState::Laid);
+    // Asked again, nothing more is done.
+    daemon.attach_segment("late", &attach("system")).unwrap();
+    assert_eq!(state(&lab, "late").len(), 1);
+
+    // The same bytes as without it, every file; and none of them in the guests' page cache.
+    for vm in ["early", "late"] {
+        let sums = lab.exec(vm, BOTH_SUMS, LIMIT).unwrap();
+        let sums: Vec<&str> = sums.lines().collect();
+        assert_eq!(sums[0], sums[1], "{vm}");
+        let cached = "sync; echo 3 > /proc/sys/vm/drop_caches; cat /usr/bin/* /usr/lib/x86_64-linux-gnu/*.so* > /dev/null 2>&1; awk '/^Cached:/ { print $2 }' /proc/meminfo";
+        let kib: u64 = lab.exec(vm, cached, LIMIT).unwrap().trim().parse().unwrap();
+        println!("{vm}: {kib} KiB cached after reading all");
+        assert!(
+            kib < 60 << 10,
+            "{vm} has {kib} KiB cached: it doesn't read in place"
+        );
+    }
+    one_copy(&lab);
+    attacked(&lab);
+    written(&lab);
+    cloned(&lab);
+    renewed(&lab);
+}
+
+/// What can't be attached is refused with the reason, and leaves nothing in QEMU.
+fn plugged_and_refused(lab: &Lab) {
+    let daemon = lab.daemon();
+    let before = backends(lab, "late");
+    let mut foreign = request("foreign", &["/usr/bin/**"]);
+    foreign.domain = "red".into();
+    daemon.build_segment(&foreign).unwrap();
+    let why = refused(daemon.attach_segment("late", &attach("foreign")));
+    assert!(why.contains("'red'") && why.contains("'lab'"), "{why}");
+    let why = refused(daemon.run_vm(spec("stranger", &["foreign"], 0)));
+    assert!(why.contains("'red'"), "{why}");
+    let why = refused(daemon.attach_segment("early", &attach("foreign")));
+    assert!(
+        why.contains("'red'"),
+        "the domain is looked at first: {why}"
+    );
+    let why = refused(daemon.attach_segment("late", &attach("nothing")));
+    assert!(why.contains("'nothing'"), "{why}");
+
+    // Damaged: the digest is compared before anything is mapped.
+    daemon
+        .build_segment(&request("bad", &["/usr/bin/a*"]))
+        .unwrap();
+    let file = image(lab, "bad@1");
+    unlock(&file);
+    let mut bytes = std::fs::read(&file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::remove_file(&file).unwrap();
+    std::fs::write(&file, bytes).unwrap();
+    let why = refused(daemon.attach_segment("late", &attach("bad")));
+    assert!(why.contains("changed since"), "{why}");
+    assert!(daemon.verify_segment("bad").unwrap().is_some());
+    assert_eq!(daemon.remove_segment("bad").unwrap(), ["bad@1"]);
+
+    // The port is taken: QEMU takes the backend, refuses the device, and the backend goes again.
+    let mut qmp = support::qmp(lab.directory(), "late");
+    let taken = serde_json::json!({ "driver": "virtio-rng-pci", "id": "taken", "bus": "segport0" });
+    qmp.execute("device_add", taken).unwrap();
+    drop(qmp);
+    let why = refused(daemon.attach_segment("late", &attach("system")));
+    assert!(why.contains("device_add"), "{why}");
+    assert_eq!(backends(lab, "late"), before);
+    assert_eq!(state(lab, "late"), []);
+    let mut qmp = support::qmp(lab.directory(), "late");
+    qmp.execute("device_del", serde_json::json!({ "id": "taken" }))
+        .unwrap();
+    let end = Instant::now() + Duration::from_secs(30);
+    let there = |qmp: &mut memfold::vm::Qmp| {
+        let path = serde_json::json!({ "path": "/machine/peripheral" });
+        let list = qmp.execute("qom-list", path).unwrap();
+        list.as_array()
+            .unwrap()
+            .iter()
+            .any(|device| device["name"] == "taken")
+    };
+    while there(&mut qmp) {
+        assert!(Instant::now() < end, "the guest doesn't let go of a device");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+/// Takes the flag off that keeps an image from being changed: what an attacker on the host would have to do.
+fn unlock(file: &Path) {
+    let done = std::process::Command::new("chattr")
+        .arg("-i")
+        .arg(file)
+        .status();
+    assert!(done.unwrap().success());
+}
+
+/// Both VMs map the same pages, each counted once.
+fn one_copy(lab: &Lab) {
+    let (early, late) = (account(lab, "early"), account(lab, "late"));
+    println!(
+        "segments: early {} of {} resident, late {} of {}",
+        early.segment_pss_bytes,
+        early.segment_resident_bytes,
+        late.segment_pss_bytes,
+        late.segment_resident_bytes
+    );
+    for account in [&early, &late] {
+        assert!(account.segment_resident_bytes.0 > 20 << 20);
+        assert!(account.segment_pss_bytes.0 < account.segment_resident_bytes.0 * 7 / 10);
+    }
+    let host = lab.report().unwrap().ledger.host;
+    assert!(
+        host.saved_by_segments_bytes > 10 << 20,
+        "{}",
+        host.saved_by_segments_bytes
+    );
+    let list = lab.daemon().list_segments().unwrap();
+    let system = list
+        .iter()
+        .find(|info| info.segment.name == "system")
+        .unwrap();
+    assert_eq!(system.users, ["early", "late"]);
+    assert!(system.resident_bytes <= system.segment.image_bytes);
+    assert_eq!(system.problem, None);
+}
+
+/// A guest that writes to the device, and a host whose image is written to, cut or replaced.
+fn attacked(lab: &Lab) {
+    let daemon = lab.daemon();
+    let sum = |vm: &str| {
+        lab.exec(
+            vm,
+            "md5sum /usr/bin/python3* /usr/lib/x86_64-linux-gnu/libc.so.6",
+            LIMIT,
+        )
+        .unwrap()
+    };
+    let right = sum("late");
+    let file = image(lab, "system@1");
+    let bytes = blake(&file);
+    // As a device: refused. By a guest that takes that off again: lost.
+    let write = "dd if=/dev/urandom of=/dev/pmem0 bs=4096 seek=300 count=16 conv=notrunc,fsync 2>&1; echo code $?";
+    let said = lab.exec("early", write, LIMIT).unwrap();
+    println!("early writes to the device: {said}");
+    assert!(said.ends_with("code 1\n"), "{said}");
+    let write = format!("blockdev --setrw /dev/pmem0; {write}; blockdev --setro /dev/pmem0");
+    let said = lab.exec("early", &write, LIMIT);
+    println!("and makes it writable before: {said:?}");
+    // Guests' kernels have seen nothing that they didn't expect, but for what Linux 6.12 says once of any EROFS with DAX when it ages pages
+    // (`get_pte_pfn` of mm/vmscan.c), and then leaves out.
+    let trouble = "dmesg | grep -E 'BUG:|Oops|WARNING:' | grep -v get_pte_pfn; true";
+    for vm in ["early", "late"] {
+        assert_eq!(lab.exec(vm, trouble, LIMIT).unwrap(), "", "{vm}");
+    }
+    assert_eq!(sum("late"), right, "a guest's write reached another VM");
+    assert_eq!(blake(&file), bytes, "a guest's write reached the image");
+    lab.exec("late", "true", LIMIT).unwrap();
+
+    // The file system's flag keeps everybody off, root too.
+    let cut = std::fs::File::options().write(true).open(&file);
+    assert!(cut.is_err(), "the image can be opened for writing");
+    assert!(
+        std::fs::remove_file(&file).is_err()
+            && std::fs::rename(&file, file.with_extension("x")).is_err()
+    );
+    // Who takes the flag off can put another file there. VMs keep what they map; nobody new gets it.
+    unlock(&file);
+    let kept = file.with_extension("kept");
+    std::fs::rename(&file, &kept).unwrap();
+    std::fs::write(
+        &file,
+        vec![0; usize::try_from(std::fs::metadata(&kept).unwrap().len()).unwrap()],
+    )
+    .unwrap();
+    let list = daemon.list_segments().unwrap();
+    let system = list
+        .iter()
+        .find(|info| info.segment.name == "system")
+        .unwrap();
+    assert!(
+        system
+            .problem
+            .as_ref()
+            .is_some_and(|why| why.contains("replaced")),
+        "{system:?}"
+    );
+    let why = refused(daemon.run_vm(spec("new", &["system"], 0)));
+    assert!(why.contains("changed since it was built"), "{why}");
+    assert_eq!(sum("late"), right);
+    std::fs::rename(&kept, &file).unwrap();
+    assert_eq!(daemon.verify_segment("system").unwrap(), None);
+}
+
+fn blake(file: &Path) -> String {
+    let sum = std::process::Command::new("sha256sum")
+        .arg(file)
+        .output()
+        .unwrap();
+    String::from_utf8(sum.stdout).unwrap()
+}
+
+/// What a guest writes goes to its own disk, stays when the segment is taken off, and nobody else sees it.
+fn written(lab: &Lab) {
+    let write = "set -e
+echo mine > /usr/bin/own
+echo changed > /usr/bin/yes.new && mv /usr/bin/yes.new /usr/bin/yes
+rm /usr/bin/who
+mkdir /usr/lib/x86_64-linux-gnu/mine && cp /usr/bin/ls /usr/lib/x86_64-linux-gnu/mine/
+chmod 700 /usr/bin/uptime
+sync";
+    lab.exec("late", write, LIMIT).unwrap();
+    let look = "cat /usr/bin/own /usr/bin/yes; test ! -e /usr/bin/who && echo gone; cmp /usr/bin/ls /usr/lib/x86_64-linux-gnu/mine/ls && echo same; stat -c %a /usr/bin/uptime";
+    let wanted = "mine\nchanged\ngone\nsame\n700\n";
+    assert_eq!(lab.exec("late", look, LIMIT).unwrap(), wanted);
+    let other = lab
+        .exec(
+            "early",
+            "ls /usr/bin/own 2>&1; test -e /usr/bin/who && echo there",
+            LIMIT,
+        )
+        .unwrap();
+    assert!(
+        other.contains("No such file") && other.ends_with("there\n"),
+        "{other}"
+    );
+    let done = lab.daemon().detach_segment("late", "system").unwrap();
+    println!("late, taken off: {}", done.report.unwrap());
+    assert_eq!(lab.exec("late", look, LIMIT).unwrap(), wanted);
+    let mounts = lab
+        .exec("late", "grep overlay /proc/mounts | wc -l", LIMIT)
+        .unwrap();
+    assert_eq!(mounts.trim(), "0");
+    // And on again: what it changed stays its own.
+    let done = lab
+        .daemon()
+        .attach_segment("late", &attach("system"))
+        .unwrap();
+    println!("late, laid again: {}", done.report.unwrap());
+    assert_eq!(lab.exec("late", look, LIMIT).unwrap(), wanted);
+}
+
+/// A VM with segments is saved and cloned: its clones map them too, and the segment stays as long as the snapshot needs it.
+fn cloned(lab: &Lab) {
+    let daemon = lab.daemon();
+    let saved = daemon
+        .save_snapshot(&SaveRequest::new("late", "warm"))
+        .unwrap();
+    assert_eq!(
+        saved.spec.segments.len(),
+        1,
+        "the one that was attached while it ran"
+    );
+    lab.stop("late").unwrap();
+    daemon
+        .restore("warm", &RestoreRequest::new("late"))
+        .unwrap();
+    daemon.wait_agent("late", BOOT).unwrap();
+    wait_laid(lab, "late");
+    let look = "cat /usr/bin/own; md5sum /usr/bin/python3* | head -1";
+    let again = lab.exec("late", look, LIMIT).unwrap();
+    assert!(again.starts_with("mine\n"), "{again}");
+    assert!(account(lab, "late").segment_resident_bytes.0 > 0);
+    let why = refused(daemon.remove_segment("system"));
+    assert!(
+        why.contains("VM early") && why.contains("snapshot warm"),
+        "{why}"
+    );
+}
+
+/// A new generation: VMs move over while they run, and the old one goes with its last user.
+fn renewed(lab: &Lab) {
+    let daemon = lab.daemon();
+    let write = AttachSegmentRequest {
+        writer: true,
+        ..attach("system")
+    };
+    let why = refused(daemon.attach_segment("late", &write));
+    assert!(why.contains("VM early") && !why.contains("late"), "{why}");
+    lab.stop("early").unwrap();
+    // One VM alone writes it; what its guest sees is the next generation.
+    daemon.attach_segment("late", &write).unwrap();
+    let list = daemon.list_segments().unwrap();
+    assert!(
+        list.iter()
+            .any(|info| info.writer.as_deref() == Some("late"))
+    );
+    let why = refused(daemon.run_vm(spec("other", &["system"], 0)));
+    assert!(why.contains("written by VM 'late'"), "{why}");
+    let mut next = request("system", &CHOSEN);
+    next.exclude = vec!["/usr/bin/perl*".into()];
+    let why = refused(daemon.build_segment(&next));
+    assert!(why.contains("written by VM 'late'"), "{why}");
+    let outside = BuildRequest {
+        name: "../outside".into(),
+        from: vec!["vm:late".into()],
+        ..next.clone()
+    };
+    let why = refused(daemon.build_segment(&outside));
+    assert!(why.contains("outside"), "{why}");
+    let began = Instant::now();
+    let from_guest = BuildRequest {
+        from: vec!["vm:late".into()],
+        ..next.clone()
+    };
+    let built = daemon.build_segment(&from_guest).unwrap();
+    println!(
+        "built of what the guest sees after {:?}: {:?}",
+        began.elapsed(),
+        built.segment
+    );
+    assert_eq!(built.segment.reference(), "system@2");
+    assert_eq!(built.segment.from, ["vm:late"]);
+    let done = daemon.attach_segment("late", &attach("system")).unwrap();
+    let report = done.report.unwrap();
+    println!("late, moved over: {report}");
+    assert_eq!(report["dirs"][0]["differing"], 0, "they are its own files");
+    let disks = lab
+        .exec("late", "ls /sys/block | grep -c vd", LIMIT)
+        .unwrap();
+    assert_eq!(disks.trim(), "1", "the disk for copying is left");
+    assert_eq!(
+        state(lab, "late"),
+        [
+            ("system@1".to_owned(), SegmentState::TakenOff),
+            ("system@2".to_owned(), SegmentState::Laid)
+        ]
+    );
+    let look = "cat /usr/bin/own; perl -e 'print 6*7'";
+    assert_eq!(lab.exec("late", look, LIMIT).unwrap(), "mine\n42");
+    daemon.remove_snapshot("warm").unwrap_err();
+    // It keeps both devices, and so does what is restored of it.
+    let saved = daemon
+        .save_snapshot(&SaveRequest::new("late", "moved"))
+        .unwrap();
+    assert_eq!(saved.spec.segments.len(), 2);
+    lab.stop("late").unwrap();
+    daemon
+        .restore("moved", &RestoreRequest::new("late"))
+        .unwrap();
+    daemon.wait_agent("late", BOOT).unwrap();
+    assert_eq!(lab.exec("late", look, LIMIT).unwrap(), "mine\n42");
+    lab.stop("late").unwrap();
+    daemon.remove_snapshot("moved").unwrap();
+    daemon.remove_snapshot("warm").unwrap();
+    // Its writer has ended, so anybody may build again.
+    daemon.build_segment(&next).unwrap();
+    let names = |list: Vec<memfold::segment::SegmentInfo>| -> Vec<String> {
+        list.iter().map(|info| info.segment.reference()).collect()
+    };
+    // Whoever builds, attaches or ends a VM cleans up.
+    lab.start(spec("last", &["system"], 0)).unwrap();
+    lab.stop("last").unwrap();
+    let end = Instant::now() + Duration::from_secs(20);
+    while names(daemon.list_segments().unwrap()).contains(&"system@1".to_owned()) {
+        assert!(Instant::now() < end, "the old generation stays");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    assert_eq!(daemon.remove_segment("system").unwrap(), ["system@3"]);
+}
+
+#[test]
+fn a_vm_boots_from_a_segment_and_writes_to_its_own_disk() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let mut whole = request("debian", &[]);
+    whole.root = true;
+    whole.pinned = true;
+    let built = lab.daemon().build_segment(&whole).unwrap().segment;
+    assert!(built.root && built.lay.is_empty());
+    let mut spec = spec("root", &["debian"], 0);
+    spec.segments[0].root = true;
+    lab.start(spec).unwrap();
+    lab.wait_ready("root", BOOT).unwrap();
+    assert_eq!(
+        state(&lab, "root"),
+        [("debian@1".to_owned(), SegmentState::Root)]
+    );
+    let mounts = lab
+        .exec(
+            "root",
+            "findmnt -no FSTYPE /; grep pmem /proc/mounts; cat /proc/cmdline; free -m",
+            LIMIT,
+        )
+        .unwrap();
+    println!("{mounts}");
+    assert!(mounts.starts_with("overlay\n"), "{mounts}");
+    let run = "set -e
+systemctl start apache2
+curl -fs http://127.0.0.1/ | grep -q Debian
+test -u /usr/bin/su
+echo kept > /etc/kept; echo more >> /etc/passwd
+cat /etc/kept; awk '/^Cached:/ { print $2 }' /proc/meminfo";
+    let said = lab.exec("root", run, LIMIT).unwrap();
+    let cached: u64 = said.lines().last().unwrap().trim().parse().unwrap();
+    println!(
+        "{cached} KiB cached in the guest, {} of segments",
+        account(&lab, "root").segment_resident_bytes
+    );
+    assert!(said.starts_with("kept\n") && cached < 100 << 10, "{said}");
+    let write =
+        "dd if=/dev/zero of=/dev/pmem0 bs=4096 count=1 conv=notrunc,fsync 2>&1; echo code $?";
+    let said = lab.exec("root", write, LIMIT).unwrap();
+    assert!(said.ends_with("code 1\n"), "{said}");
+    let list = lab.daemon().list_segments().unwrap();
+    assert_eq!(
+        (list[0].protection.as_str(), list[0].users.len()),
+        ("memory", 1)
+    );
+    assert!(list[0].resident_bytes > 0);
+    let pinned = lab.directory().join("pinned/debian@1");
+    assert!(pinned.exists());
+    lab.stop("root").unwrap();
+    // Nobody maps it, so it doesn't take memory any more.
+    let end = Instant::now() + Duration::from_secs(10);
+    while pinned.exists() {
+        assert!(Instant::now() < end, "{} stays", pinned.display());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}

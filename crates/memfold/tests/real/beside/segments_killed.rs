@@ -1,0 +1,357 @@
+//! Daemons are killed while they build, copy, attach and remove segments, and disks are full: what is listed is whole, nothing else is
+//! left, and the guest's files stay as they were.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use memfold::api::{
+    AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, Client, SegmentState, VmInfo,
+};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::segment::SegmentInfo;
+use memfold_units::ByteSize;
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use serde_json::Value;
+
+use super::segments::{BOTH_SUMS, request};
+use crate::served::{Random, Served, exec};
+use crate::support::{self, BOOT};
+
+const VM: &str = "cut";
+
+/// Deaths in each part.
+const DEATHS: u64 = 3;
+
+/// Small, so that there is time for many.
+const CHOSEN: [&str; 1] = ["/usr/bin/[a-f]*"];
+
+/// What segments lie on: a small disk, which can be full.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn new(place: PathBuf) -> Self {
+        std::fs::create_dir(&place).unwrap();
+        mount(
+            "tmpfs",
+            &place,
+            "tmpfs",
+            MountFlags::empty(),
+            Some(c"size=640m,mode=700"),
+        )
+        .unwrap();
+        Self(place)
+    }
+
+    /// Leaves so many MiB; dropped, what fills it is gone.
+    fn fill(&self, left: u64) -> Filler {
+        let facts = rustix::fs::statvfs(&self.0).unwrap();
+        let length = facts.f_bavail * facts.f_frsize - (left << 20);
+        let path = self.0.join("filler");
+        let file = std::fs::File::create(&path).unwrap();
+        rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, length).unwrap();
+        Filler(path)
+    }
+
+    /// Names on it, below directories of segments too.
+    fn names(&self) -> BTreeSet<String> {
+        let below = |path: &Path| -> Vec<PathBuf> {
+            let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+            entries.map(|entry| entry.path()).collect()
+        };
+        let all = below(&self.0).into_iter().flat_map(|top| {
+            let inner = below(&top);
+            std::iter::once(top).chain(inner)
+        });
+        let relative = |path: PathBuf| path.strip_prefix(&self.0).unwrap().display().to_string();
+        all.map(relative).collect()
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = unmount(&self.0, UnmountFlags::DETACH);
+    }
+}
+
+struct Filler(PathBuf);
+
+impl Drop for Filler {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Programs of the guest's image, where builds take little time.
+fn programs(state: &Path) -> PathBuf {
+    let place = state.join("programs");
+    std::fs::create_dir_all(place.join("usr")).unwrap();
+    let images = memfold::host::guest_images().unwrap();
+    let copy = format!("rdump /usr/bin {}", place.join("usr").display());
+    let done = std::process::Command::new("debugfs")
+        .args(["-R", &copy])
+        .arg(&images["trixie-a"].disk)
+        .output()
+        .unwrap();
+    assert!(done.status.success(), "{done:?}");
+    place
+}
+
+fn of_programs(name: &str, programs: &Path) -> BuildRequest {
+    BuildRequest {
+        from: vec![programs.display().to_string()],
+        ..request(name, &CHOSEN)
+    }
+}
+
+fn list(client: &Client) -> Vec<SegmentInfo> {
+    client.get("/v1/segments").unwrap()
+}
+
+fn build(client: &Client, request: &BuildRequest) -> Result<BuildResult, String> {
+    let built = client.post("/v1/segments", request);
+    built.map_err(|error| format!("{error:#}"))
+}
+
+fn remove(client: &Client, name: &str) -> Result<Vec<String>, String> {
+    let removed = client.delete(&format!("/v1/segments/{name}"));
+    removed.map_err(|error| format!("{error:#}"))
+}
+
+fn attach(client: &Client, name: &str) -> Result<AttachedSegment, String> {
+    let request = AttachSegmentRequest {
+        segment: name.into(),
+        no_lay: false,
+        content: false,
+        writer: false,
+    };
+    let done = client.post(&format!("/v1/vms/{VM}/segments"), &request);
+    done.map_err(|error| format!("{error:#}"))
+}
+
+fn detach(client: &Client, name: &str) {
+    let place = format!("/v1/vms/{VM}/segments/{name}");
+    let _: AttachedSegment = client.delete(&place).unwrap();
+}
+
+fn vm(client: &Client) -> VmInfo {
+    let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+    list.into_iter().find(|info| info.name == VM).unwrap()
+}
+
+/// Waits for what a new daemon finds out by itself.
+fn wait(what: &str, done: impl Fn() -> bool) {
+    let end = Instant::now() + BOOT;
+    while !done() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// What is listed is whole, and the disk holds nothing else.
+fn shelf_is_clean(client: &Client, disk: &SmallDisk) {
+    let mut wanted = BTreeSet::new();
+    for info in list(client) {
+        let manifest = &info.segment;
+        let place = format!("/v1/segments/{}/verify", manifest.reference());
+        assert_eq!(client.post::<_, Option<String>>(&place, &()).unwrap(), None);
+        assert_eq!(info.problem, None);
+        assert_eq!(info.protection, "immutable", "{}", manifest.reference());
+        wanted.insert(manifest.name.clone());
+        wanted.insert(format!("{}/{}", manifest.name, manifest.generation));
+    }
+    assert_eq!(disk.names(), wanted);
+}
+
+/// Kills the daemon after `wait`, while `work` asks it for something, and starts the next one.
+fn killed<T: Send>(
+    served: &mut Served,
+    client: &Client,
+    pause: impl FnOnce(),
+    work: impl FnOnce(&Client) -> T + Send,
+) -> T {
+    let answer = std::thread::scope(|scope| {
+        let working = scope.spawn(|| work(client));
+        pause();
+        served.kill();
+        working.join().unwrap()
+    });
+    served.start();
+    served.answers();
+    wait("the agent is not back", || vm(client).agent.is_some());
+    answer
+}
+
+fn builds(
+    served: &mut Served,
+    client: &Client,
+    (disk, programs): (&SmallDisk, &Path),
+    random: &mut Random,
+) {
+    let asked = |name: &str| of_programs(name, programs);
+    let began = Instant::now();
+    let right = build(client, &asked("right")).unwrap().segment;
+    let span = u64::try_from(began.elapsed().as_millis()).unwrap();
+    println!("a build takes {span} ms: {} files", right.files);
+    let mut cut = 0;
+    for death in 0..DEATHS {
+        let asked = asked(&format!("built{death}"));
+        let pause = || {
+            let first = Duration::from_millis(span * death / DEATHS);
+            std::thread::sleep(first + random.below_ms(span / DEATHS + 1));
+        };
+        cut += u32::from(killed(served, client, pause, |c| build(c, &asked)).is_err());
+        shelf_is_clean(client, disk);
+        let again = build(client, &asked).unwrap().segment;
+        assert_eq!(again.generation, 1);
+        assert_eq!(again.files, right.files, "the same input");
+    }
+    println!("{cut} of {DEATHS} builds were cut");
+    assert!(cut > 0);
+    // A full disk.
+    let before = disk.names();
+    let filler = disk.fill(3);
+    let why = build(client, &asked("full")).unwrap_err();
+    assert!(why.contains("No space left"), "{why}");
+    drop(filler);
+    assert_eq!(disk.names(), before);
+    shelf_is_clean(client, disk);
+}
+
+fn copies(served: &mut Served, client: &Client, disk: &SmallDisk, random: &mut Random) {
+    let asked = BuildRequest {
+        from: vec![format!("vm:{VM}")],
+        ..request("copied", &CHOSEN)
+    };
+    let is_plugged = || {
+        let path = serde_json::json!({ "path": "/machine/peripheral" });
+        let devices = support::qmp(&disk.0.with_file_name(""), VM)
+            .execute("qom-list", path)
+            .unwrap();
+        let devices = devices.as_array().unwrap();
+        devices.iter().any(|device| device["name"] == "copy-out")
+    };
+    for _ in 0..2 {
+        let pause = || {
+            wait("no disk to copy to", is_plugged);
+            std::thread::sleep(random.below_ms(500));
+        };
+        let cut = killed(served, client, pause, |c| build(c, &asked));
+        assert!(cut.is_err());
+        shelf_is_clean(client, disk);
+        wait("the disk to copy to is left", || !is_plugged());
+    }
+    // The host's disk is full: the guest is told, and runs on.
+    let filler = disk.fill(24);
+    let why = build(client, &asked).unwrap_err();
+    assert!(
+        why.contains("can't copy its files") || why.contains("have failed on this host"),
+        "{why}"
+    );
+    println!("a copy to a full disk: {why}");
+    drop(filler);
+    shelf_is_clean(client, disk);
+    assert!(!is_plugged());
+    let status = support::qmp(&disk.0.with_file_name(""), VM)
+        .query("query-status")
+        .unwrap();
+    assert_eq!(status["status"], "running");
+    build(client, &asked).unwrap();
+    // The copies of dead daemons end by themselves.
+    let left = "mount | grep -c copy-out; ls /run/memfold | grep -c copy-out; true";
+    wait("something is left in the guest", || {
+        exec(client, VM, left).stdout == "0\n0\n"
+    });
+}
+
+fn attaches(served: &mut Served, client: &Client, random: &mut Random) {
+    let sums = exec(client, VM, BOTH_SUMS).stdout;
+    let began = Instant::now();
+    attach(client, "right").unwrap();
+    let span = u64::try_from(began.elapsed().as_millis()).unwrap();
+    println!("attaching takes {span} ms");
+    let laid = |name: &str| {
+        let reference = format!("{name}@1");
+        let segments = vm(client).segments;
+        segments
+            .iter()
+            .any(|s| s.segment == reference && s.state == SegmentState::Laid)
+    };
+    // The next daemon asks the guest what lies there.
+    killed(served, client, || (), |_| ());
+    wait("'right' is not known to be laid", || laid("right"));
+    detach(client, "right");
+    let mut cut = 0;
+    for death in 0..DEATHS {
+        let name = format!("built{death}");
+        let pause = || {
+            let first = Duration::from_millis(span * death / DEATHS);
+            std::thread::sleep(first + random.below_ms(span / DEATHS + 1));
+        };
+        cut += u32::from(killed(served, client, pause, |c| attach(c, &name)).is_err());
+        assert_eq!(exec(client, VM, BOTH_SUMS).stdout, sums);
+        attach(client, &name).unwrap();
+        assert!(laid(&name));
+        assert_eq!(exec(client, VM, BOTH_SUMS).stdout, sums);
+        detach(client, &name);
+    }
+    println!("{cut} of {DEATHS} attachments were cut");
+    assert!(cut > 0);
+    // As many devices as segments: none was plugged twice.
+    let devices = exec(client, VM, "ls /dev/pmem* | wc -l").stdout;
+    assert_eq!(devices.trim(), (DEATHS + 1).to_string());
+    let why = remove(client, "right").unwrap_err();
+    assert!(why.contains(&format!("VM {VM}")), "{why}");
+}
+
+#[test]
+fn daemons_are_killed_over_segments_and_disks_are_full_and_nothing_is_lost_or_left() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let directory = tempfile::Builder::new()
+        .prefix("memfold-segments.")
+        .tempdir()
+        .unwrap();
+    let state = directory.path();
+    let disk = SmallDisk::new(state.join("segments"));
+    let mut served = Served::new(state, &[VM]);
+    served.start();
+    let client = served.answers();
+    let mut spec = Lab::spec(VM, "trixie-a", ByteSize::mib(384), DiskMode::Buffered).unwrap();
+    spec.segment_slots = u32::try_from(DEATHS).unwrap() + 2;
+    served.run(&spec);
+    wait("the guest does not boot", || vm(&client).agent.is_some());
+    let seed = u64::from(std::process::id()) << 20 | 1;
+    println!("seed {seed}");
+    let mut random = Random(seed);
+    builds(&mut served, &client, (&disk, &programs(state)), &mut random);
+    copies(&mut served, &client, &disk, &mut random);
+    attaches(&mut served, &client, &mut random);
+    client
+        .post::<_, Value>(
+            &format!("/v1/vms/{VM}/stop"),
+            &serde_json::json!({ "timeout_s": 0.0 }),
+        )
+        .unwrap();
+    // Removed whole or not at all.
+    for _ in 0..DEATHS {
+        let Some(info) = list(&client).pop() else {
+            break;
+        };
+        let reference = info.segment.reference();
+        std::thread::scope(|scope| {
+            let removing = scope.spawn(|| remove(&client, &reference));
+            std::thread::sleep(random.below_ms(4));
+            served.kill();
+            let _ = removing.join().unwrap();
+        });
+        served.start();
+        served.answers();
+        shelf_is_clean(&client, &disk);
+    }
+    for info in list(&client) {
+        remove(&client, &info.segment.reference()).unwrap();
+    }
+    assert_eq!(disk.names(), BTreeSet::new());
+}

@@ -1,0 +1,739 @@
+//! A VM is saved and comes back as it was at that instant, while it goes on itself.
+
+use std::collections::HashSet;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use memfold::api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::daemon::DaemonError;
+use memfold::fold::EngineSettings;
+use memfold::snapshot::{Keep, Renew, Renewal, SnapshotError};
+use memfold::vm::{DiskFormat, DiskSpec, Network};
+use memfold_units::ByteSize;
+
+use crate::support::{self, BOOT};
+
+const MEMORY: ByteSize = ByteSize::mib(384);
+
+/// A process that holds memory that is nowhere else, and writes its checksum over and over.
+const HOLDER: &str = r#"cat > /run/holder.py <<'END'
+import hashlib, os, time
+held = bytearray(os.urandom(48 << 20))
+open("/run/before", "w").write(hashlib.sha256(held).hexdigest())
+while True:
+    open("/run/now.new", "w").write(hashlib.sha256(held).hexdigest() + " " + str(time.monotonic()))
+    os.rename("/run/now.new", "/run/now")
+END
+systemd-run -q --unit=holder python3 /run/holder.py
+while [ ! -s /run/now ]; do sleep 0.2; done
+head -c 32 /dev/urandom | sha256sum | cut -c1-32 | tee /run/nonce > /var/tmp/nonce
+echo before > /var/tmp/state; sync; cat /run/nonce"#;
+
+/// What a restored guest must show: the same memory, a process that goes on, the disk of that instant.
+const CHECK: &str = r#"set -e
+one=$(cat /run/now); sleep 3; two=$(cat /run/now)
+[ "$one" != "$two" ] || { echo the process stands still; exit 1; }
+[ "${two%% *}" = "$(cat /run/before)" ] || { echo memory differs; exit 1; }
+cmp /run/nonce /var/tmp/nonce
+cat /var/tmp/state /run/nonce"#;
+
+/// Takes, writes, checks and frees memory.
+pub const REWRITER: &str = include_str!("../guest/rewriter.py");
+
+/// Has the rewriter check all that it holds; what it says.
+pub const VERIFY: &str = r"set -e
+systemctl is-active -q rewriter || { systemctl status rewriter; exit 1; }
+rm -f /run/verified; touch /run/verify
+while [ -e /run/verify ]; do sleep 0.1; done
+cat /run/verified";
+
+/// Saves of one VM before a new one is started: each makes its disk's chain longer.
+const SAVES: u64 = 10;
+
+#[test]
+fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_moment() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let rounds = support::seconds("MEMFOLD_SNAPSHOT_ROUNDS", 3).as_secs();
+    let limit = Duration::from_secs(120);
+    let (mut free, mut kept) = (Vec::new(), 0);
+    for first in (0..rounds).step_by(usize::try_from(SAVES).unwrap()) {
+        let lab = Lab::new(EngineSettings::default()).unwrap();
+        let spec = Lab::spec("rewriting", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+        lab.start(spec).unwrap();
+        lab.wait_ready("rewriting", BOOT).unwrap();
+        lab.fold(true).unwrap();
+        let script = format!(
+            "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
+             systemd-run -q --unit=rewriter python3 /run/rewriter.py 30000 /var/tmp/rewritten\n\
+             while [ ! -s /run/rewriter ]; do sleep 0.2; done\n\
+             systemctl set-property --runtime memfold-agent.service CPUQuota=15%"
+        );
+        // A slow agent: between its list and the stop, much of what was free is taken and written to.
+        lab.exec("rewriting", &script, limit).unwrap();
+        for round in first..rounds.min(first + SAVES) {
+            // Nothing tells the two apart but the time.
+            let wait = xxhash_rust::xxh3::xxh3_64(&round.to_le_bytes()) % 900;
+            std::thread::sleep(Duration::from_millis(wait));
+            let request = SaveRequest {
+                live: round % 3 < 2,
+                keep: [Keep::None, Keep::Hot, Keep::Hot, Keep::All]
+                    [usize::try_from(round % 4).unwrap()],
+                compress: round % 2 == 0,
+                ..SaveRequest::new("rewriting", format!("moment-{round}"))
+            };
+            let saved = lab.daemon().save_snapshot(&request).unwrap();
+            assert_eq!(saved.free_kept, None);
+            free.push(saved.counts.free_pages);
+            assert_eq!(saved.live, request.live);
+            println!(
+                "moment {round}: live {}, keep {:?}, stood still for {:.0} ms, {} pages kept, {} of {} on disks, packed {:?}, {:?}",
+                saved.live,
+                saved.keep,
+                saved.pause_ms,
+                saved.kept_pages,
+                saved.references.as_ref().map_or(0, |r| r.pages),
+                saved.counts.saved_pages,
+                saved.packed.as_ref().map(|packed| packed.bytes),
+                saved.steps
+            );
+            kept += saved.kept_pages;
+            let copy = RestoreRequest::new("copy");
+            lab.daemon().restore(&request.name, &copy).unwrap();
+            lab.daemon().wait_agent("copy", BOOT).unwrap();
+            for vm in ["copy", "rewriting"] {
+                let said = lab.exec(vm, VERIFY, limit).unwrap();
+                assert!(
+                    said.starts_with("errors 0 rounds "),
+                    "{vm}, moment {round}: {said}"
+                );
+            }
+            lab.stop("copy").unwrap();
+        }
+    }
+    println!("free pages left out {free:?}");
+    assert!(kept > 0, "the guest wrote to nothing before it was copied");
+    assert!(free.iter().all(|&pages| pages > 0));
+}
+
+/// Adds a node to the VM's first disk as a save does, over a snapshot that never came to be; the file.
+fn add_unused_overlay(state: &Path, vm: &str) -> PathBuf {
+    let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos();
+    let node = format!("disk0-{now:x}");
+    let file = state.join("unused.qcow2");
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2"])
+        .args(["-b", "/nowhere/cut/disk0.qcow2"])
+        .arg(&file)
+        .arg("1G")
+        .status();
+    assert!(made.unwrap().success());
+    let arguments = serde_json::json!({
+        "driver": "qcow2", "node-name": node, "backing": null,
+        "file": { "driver": "file", "node-name": format!("{node}-file"), "filename": file },
+    });
+    let mut qmp = support::qmp(state, vm);
+    qmp.execute("blockdev-add", arguments).unwrap();
+    file
+}
+
+/// Nodes of the overlays of a VM's first disk.
+fn disk_nodes(state: &Path, vm: &str) -> Vec<String> {
+    let flat = serde_json::json!({ "flat": true });
+    let mut qmp = support::qmp(state, vm);
+    let nodes = qmp.execute("query-named-block-nodes", flat).unwrap();
+    let names = nodes.as_array().unwrap().iter();
+    names
+        .filter_map(|node| Some(node["node-name"].as_str()?.to_owned()))
+        .filter(|name| name.starts_with("disk0") && !name.ends_with("-file"))
+        .collect()
+}
+
+/// A small file system, mounted on a directory as long as it lives.
+pub struct Small<'a>(&'a Path);
+
+impl<'a> Small<'a> {
+    pub fn mount(place: &'a Path, mib: u64) -> Self {
+        std::fs::create_dir_all(place).unwrap();
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "memfold-test"])
+            .arg(place)
+            .status();
+        assert!(mounted.unwrap().success());
+        Self(place)
+    }
+}
+
+impl Drop for Small<'_> {
+    fn drop(&mut self) {
+        let left = std::fs::read_dir(self.0).map_or(0, Iterator::count);
+        let away = Command::new("umount").arg("--lazy").arg(self.0).status();
+        if !std::thread::panicking() {
+            assert!(away.unwrap().success());
+            assert_eq!(left, 0, "files of a save that failed");
+        }
+    }
+}
+
+/// What a VM is known by, a line each.
+const WHO: &str = "until address=$(cat /sys/class/net/e*/address 2> /dev/null); do sleep 0.1; done
+hostname; cat /etc/machine-id; echo $address";
+
+/// The key that its SSH server shows to who connects, which has to be the one in its file.
+const SSH_KEY: &str = "set -e
+served=$(ssh-keyscan -q -T 60 -t ed25519 127.0.0.1 2> /dev/null | cut -d' ' -f3)
+[ \"$served\" = \"$(cut -d' ' -f2 /etc/ssh/ssh_host_ed25519_key.pub)\" ]
+echo \"$served\"";
+
+fn set_apart(lab: &Lab, vm: &str) -> Renewal {
+    let end = Instant::now() + BOOT;
+    loop {
+        let vms = lab.daemon().list();
+        let found = vms.iter().find(|info| info.name == vm).unwrap();
+        let renewal = found.renewal.clone().expect("it was restored");
+        if !renewal.pending {
+            return renewal;
+        }
+        assert!(Instant::now() < end, "{vm} is not set apart");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// As if the guest in a snapshot of `first`, which runs, had neither agent nor driver.
+fn refuses_twins(lab: &Lab, name: &str) {
+    let place = lab.directory().join("snapshots").join(name);
+    let text = std::fs::read_to_string(place.join("manifest.json")).unwrap();
+    let sum = std::fs::read(place.join("manifest.sum")).unwrap();
+    let mut manifest: serde_json::Value = serde_json::from_str(&text).unwrap();
+    manifest["agent"] = false.into();
+    manifest["generation_id"] = false.into();
+    let other = serde_json::to_string(&manifest).unwrap();
+    std::fs::write(place.join("manifest.json"), &other).unwrap();
+    let digest = xxhash_rust::xxh3::xxh3_128(other.as_bytes());
+    std::fs::write(place.join("manifest.sum"), format!("{digest:032x}\n")).unwrap();
+    let mut request = RestoreRequest::new("twin");
+    let refused = lab.daemon().restore(name, &request).unwrap_err();
+    assert!(matches!(
+        refused,
+        DaemonError::Snapshot(SnapshotError::Twin { ref other, .. }) if other == "first"
+    ));
+    request.force = true;
+    lab.daemon().restore(name, &request).unwrap();
+    request = RestoreRequest::new("third");
+    let refused = lab.daemon().restore(name, &request).unwrap_err();
+    assert!(matches!(
+        refused,
+        DaemonError::Snapshot(SnapshotError::Twin { ref other, .. }) if other == "twin"
+    ));
+    lab.stop("twin").unwrap();
+    std::fs::write(place.join("manifest.json"), text).unwrap();
+    std::fs::write(place.join("manifest.sum"), sum).unwrap();
+}
+
+#[test]
+fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let mut spec = Lab::spec("booted", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    spec.boot_snapshot = true;
+    lab.start(spec.clone()).unwrap();
+    let daemon = lab.daemon();
+    let limit = Duration::from_secs(120);
+    let reboot = |from_boot_snapshot| {
+        let request = RebootRequest {
+            from_boot_snapshot,
+            timeout_s: 0.0,
+        };
+        daemon.reboot("booted", &request, limit)
+    };
+    let error = reboot(true).unwrap_err().to_string();
+    assert!(error.contains("no snapshot of 'booted'"), "{error}");
+    let snapshot = || daemon.list()[0].boot_snapshot.clone();
+    let end = Instant::now() + BOOT;
+    while snapshot() == Some(BootSnapshot::Pending) {
+        assert!(Instant::now() < end, "it is never up");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    assert_eq!(snapshot(), Some(BootSnapshot::Ready));
+    let boot_id = || {
+        let script = "cat /proc/sys/kernel/random/boot_id";
+        lab.exec("booted", script, limit).unwrap()
+    };
+    let first = boot_id();
+    // Twice: the second time it is one that was restored itself.
+    for _ in 0..2 {
+        let mark = "echo since > /run/since; echo since > /var/tmp/since; sync";
+        lab.exec("booted", mark, limit).unwrap();
+        let began = Instant::now();
+        let info = reboot(true).unwrap();
+        println!("back after {:.0} ms", began.elapsed().as_secs_f64() * 1e3);
+        assert_eq!(info.boot_snapshot, Some(BootSnapshot::Ready));
+        daemon.wait_agent("booted", BOOT).unwrap();
+        let gone = "test ! -e /run/since && test ! -e /var/tmp/since";
+        lab.exec("booted", gone, limit).unwrap();
+        assert_eq!(boot_id(), first, "it was booted anew");
+    }
+    // By its guest.
+    let began = Instant::now();
+    reboot(false).unwrap();
+    println!("booted anew in {:.1} s", began.elapsed().as_secs_f64());
+    assert_ne!(boot_id(), first);
+    // A later VM of this name.
+    lab.stop("booted").unwrap();
+    spec.boot_snapshot = false;
+    lab.start(spec).unwrap();
+    let error = reboot(true).unwrap_err().to_string();
+    assert!(error.contains("an earlier one of this name"), "{error}");
+    assert_eq!(snapshot(), None);
+}
+
+#[test]
+fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let mut spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    spec.network = Network::User;
+    lab.start(spec).unwrap();
+    lab.wait_ready("first", BOOT).unwrap();
+    lab.fold(true).unwrap();
+    let limit = Duration::from_secs(120);
+    let who = lab.exec("first", WHO, limit).unwrap();
+    let mut known: HashSet<String> = who.lines().map(str::to_owned).collect();
+    assert_eq!(known.len(), 3, "{who}");
+    lab.exec("first", "systemctl start ssh", limit).unwrap();
+    known.insert(lab.exec("first", SSH_KEY, limit).unwrap());
+    let nonce = lab.exec("first", HOLDER, limit).unwrap();
+    let daemon = lab.daemon();
+    let save = |name: &str, keep| {
+        daemon.save_snapshot(&SaveRequest {
+            keep,
+            ..SaveRequest::new("first", name)
+        })
+    };
+    {
+        let shelf = lab.directory().join("snapshots");
+        let _full = Small::mount(&shelf, 40);
+        let failed = save("warm", Keep::None).unwrap_err();
+        let words = format!("{:#}", anyhow::Error::from(failed));
+        assert!(words.contains("No space left on device"), "{words}");
+        assert!(daemon.snapshots().unwrap().is_empty());
+        // Behind the switch of disks: it writes to the older overlay again, and the newer is gone.
+        let live = SaveRequest {
+            live: true,
+            keep: Keep::Hot,
+            ..SaveRequest::new("first", "warm")
+        };
+        let failed = daemon.save_snapshot(&live).unwrap_err();
+        let words = format!("{:#}", anyhow::Error::from(failed));
+        assert!(words.contains("No space left on device"), "{words}");
+        assert_eq!(disk_nodes(lab.directory(), "first"), ["disk0"]);
+        let shown = lab.exec("first", CHECK, limit).unwrap();
+        assert_eq!(shown, format!("before\n{nonce}"));
+    }
+    let saved = save("warm", Keep::None).unwrap();
+    println!(
+        "saved in {:.0} ms, stood still for {:.0} ms; {} of {} pages, {} zero, {} free; {:?}",
+        saved.save_ms,
+        saved.pause_ms,
+        saved.counts.saved_pages,
+        saved.counts.pages,
+        saved.counts.zero_pages,
+        saved.counts.free_pages,
+        saved.steps
+    );
+    assert_eq!(saved.free_kept, None);
+    assert!(saved.counts.free_pages > 0, "{:?}", saved.counts);
+    assert!(saved.agent && saved.generation_id);
+    // It goes on as it was, with its disk.
+    let state = |vm: &str| {
+        let status = support::qmp(lab.directory(), vm).query("query-status");
+        status.unwrap()["status"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(state("first"), "running");
+    let script = format!("{CHECK}; echo after > /var/tmp/state; echo gone > /var/tmp/nonce; sync");
+    let shown = lab.exec("first", &script, limit).unwrap();
+    assert_eq!(shown, format!("before\n{nonce}"));
+
+    assert!(matches!(
+        save("warm", Keep::All),
+        Err(DaemonError::Snapshot(SnapshotError::Taken(_)))
+    ));
+    // A second one of the same VM, whose disk has a longer chain by now.
+    lab.exec(
+        "first",
+        "cp /run/nonce /var/tmp/nonce; echo second > /var/tmp/state; sync",
+        limit,
+    )
+    .unwrap();
+    // What a daemon leaves that is killed between adding an overlay and using it.
+    let unused = add_unused_overlay(lab.directory(), "first");
+    save("later", Keep::All).unwrap();
+    assert!(!unused.exists());
+    save("latest", Keep::All).unwrap();
+
+    for (snapshot, vm, expected) in [
+        ("warm", "clone-1", "before"),
+        ("warm", "clone-2", "before"),
+        ("latest", "clone-3", "second"),
+    ] {
+        let began = Instant::now();
+        let request = RestoreRequest {
+            renew: Renew::Identity,
+            ..RestoreRequest::new(vm)
+        };
+        daemon.restore(snapshot, &request).unwrap();
+        println!(
+            "{vm} runs after {:.0} ms",
+            began.elapsed().as_secs_f64() * 1000.0
+        );
+        daemon.wait_agent(vm, BOOT).unwrap();
+        let shown = lab.exec(vm, CHECK, limit).unwrap();
+        assert_eq!(shown, format!("{expected}\n{nonce}"), "{vm}");
+        let renewal = set_apart(&lab, vm);
+        assert!(renewal.left.is_empty(), "{vm}: {renewal:?}");
+        let who = lab.exec(vm, WHO, limit).unwrap();
+        assert!(who.contains(vm), "{who}");
+        for line in who.lines() {
+            assert!(known.insert(line.to_owned()), "{vm} has {line} of another");
+            let told = renewal.done.iter().any(|done| done.ends_with(line));
+            assert!(told, "{line}: {renewal:?}");
+        }
+        let key = lab.exec(vm, SSH_KEY, limit).unwrap();
+        assert!(known.insert(key), "{vm} has the SSH key of another");
+        // Its kernel began its random numbers anew before anybody asked the agent.
+        lab.exec(
+            vm,
+            "dmesg | grep 'crng reseeded due to virtual machine fork'",
+            limit,
+        )
+        .unwrap();
+        // What one writes is its own.
+        lab.exec(
+            vm,
+            "echo mine > /var/tmp/state; echo mine > /run/nonce; sync",
+            limit,
+        )
+        .unwrap();
+    }
+    assert_eq!(
+        lab.exec("first", "cat /var/tmp/state", limit).unwrap(),
+        "second\n"
+    );
+    for name in ["warm", "latest"] {
+        let report = daemon.verify_snapshot(name).unwrap();
+        assert!(report.problems.is_empty(), "{:?}", report.problems);
+        assert!(matches!(
+            daemon.remove_snapshot(name),
+            Err(DaemonError::Snapshot(SnapshotError::InUse { .. }))
+        ));
+    }
+    for vm in ["clone-1", "clone-2", "clone-3"] {
+        lab.stop(vm).unwrap();
+    }
+    refuses_twins(&lab, "warm");
+    let ram = lab.directory().join("snapshots/warm/ram");
+    let ram = std::fs::File::options().write(true).open(ram).unwrap();
+    ram.write_all_at(b"x", 5 << 20).unwrap();
+    let report = daemon.verify_snapshot("warm").unwrap();
+    assert_eq!(
+        report.problems,
+        ["ram was changed since it was saved, in its chunk 2"]
+    );
+    // Though its bytes were right when clones were started from it.
+    let broken = RestoreRequest::new("broken");
+    let refused = daemon.restore("warm", &broken).unwrap_err().to_string();
+    assert!(refused.contains("in 1 of its chunks"), "{refused}");
+    assert!(daemon.list().iter().all(|vm| vm.name != "broken"));
+    assert!(matches!(
+        daemon.remove_snapshot("warm"),
+        Err(DaemonError::Snapshot(SnapshotError::BuiltOn { .. }))
+    ));
+    for name in ["latest", "later", "warm"] {
+        daemon.remove_snapshot(name).unwrap();
+    }
+    let refused = save("again", Keep::All).unwrap_err();
+    assert!(refused.to_string().contains("was removed"), "{refused}");
+    assert!(daemon.snapshots().unwrap().is_empty());
+    assert_eq!(state("first"), "running");
+}
+
+/// Reads files of the disk, and one that was just written; keeps their checksums in memory.
+const READ_FILES: &str = "set -e
+head -c 8M /dev/urandom > /var/tmp/new; sync
+{ find /usr/bin /usr/lib -type f -size +15k | sort | head -n 1500; echo /var/tmp/new; } > /run/list
+xargs -a /run/list sha256sum > /run/sums
+awk '/^Cached:/ { print $2 * 1024 }' /proc/meminfo";
+
+/// Writes pages by turns ([`STOP_TURNS`] ends it).
+const TURNS: &str = include_str!("../guest/turns.py");
+
+const START_TURNS: &str = "setsid /opt/turns.py > /run/turns.log 2>&1 < /dev/null &
+sleep 3; test -s /dev/shm/turns";
+
+/// What that has found.
+const STOP_TURNS: &str = "touch /run/turns.stop
+for _ in $(seq 300); do [ -e /run/turns.done ] && break; sleep 0.2; done
+cat /run/turns.done || cat /run/turns.log";
+
+/// Reads them again; bytes that came from the disk for that.
+const READ_AGAIN: &str = "set -e
+sectors() { awk '$3 == \"vda\" { print $6 }' /proc/diskstats; }
+before=$(sectors)
+sha256sum --quiet -c /run/sums
+echo $((($(sectors) - before) * 512))";
+
+/// A disk whose bytes are those of a qcow2 over a file of the host.
+fn forge(path: &Path) {
+    let made = Command::new("qemu-img")
+        .args([
+            "create",
+            "-q",
+            "-u",
+            "-f",
+            "qcow2",
+            "-F",
+            "raw",
+            "-b",
+            "/etc/passwd",
+        ])
+        .arg(path)
+        .arg("1M")
+        .status();
+    assert!(made.unwrap().success());
+}
+
+/// Images laid out in memory that this process has open, as often as it may.
+fn laid_out() -> usize {
+    let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    links
+        .filter_map(|entry| std::fs::read_link(entry.path()).ok())
+        .filter(|path| path.to_string_lossy().contains("memfold-image:"))
+        .collect::<HashSet<_>>()
+        .len()
+}
+
+/// Changes a byte of a file, which looks as before.
+fn flip(path: &Path, at: u64) {
+    let file = std::fs::File::options().read(true).write(true).open(path);
+    let file = file.unwrap();
+    let modified = file.metadata().unwrap().modified().unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    file.set_modified(modified).unwrap();
+}
+
+#[test]
+fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let limit = Duration::from_secs(120);
+    let settings = EngineSettings {
+        fold_back_interval: Duration::from_secs(5),
+        ..EngineSettings::default()
+    };
+    let lab = Lab::new(settings).unwrap();
+    let daemon = lab.daemon();
+    let mut spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    let forged = lab.directory().join("forged.img");
+    forge(&forged);
+    let mut extra = DiskSpec::new(&forged);
+    (extra.read_only, extra.format) = (true, Some(DiskFormat::Raw));
+    spec.disks.push(extra);
+    lab.start(spec).unwrap();
+    lab.wait_ready("first", BOOT).unwrap();
+    let cached = lab.exec("first", READ_FILES, limit).unwrap();
+    let cached: u64 = cached.trim().parse().unwrap();
+    let save = |name: &str, keep, live, compress| {
+        let request = SaveRequest {
+            keep,
+            live,
+            compress,
+            ..SaveRequest::new("first", name)
+        };
+        let saved = daemon.save_snapshot(&request).unwrap();
+        let list = daemon.snapshots().unwrap();
+        let info = list.iter().find(|info| info.name == name).unwrap();
+        let referred = saved.references.as_ref().map_or(0, |r| r.pages) * 4096;
+        println!(
+            "{name}: {} on disk, {} by reference of {} cached; {:?}",
+            ByteSize(info.disk_bytes),
+            ByteSize(referred),
+            ByteSize(cached),
+            saved.steps
+        );
+        (saved, info.disk_bytes, referred)
+    };
+    // Another file of the same name is not what the VM has open.
+    let aside = forged.with_extension("aside");
+    std::fs::rename(&forged, &aside).unwrap();
+    std::fs::copy(&aside, &forged).unwrap();
+    let refused = daemon.save_snapshot(&SaveRequest::new("first", "hot"));
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("was replaced since"), "{refused}");
+    std::fs::rename(&aside, &forged).unwrap();
+    lab.exec("first", READ_FILES, limit).unwrap();
+
+    let turns = support::file("turns.py", TURNS) + START_TURNS;
+    lab.exec("first", &turns, limit).unwrap();
+    let (hot, hot_bytes, referred) = save("hot", Keep::Hot, true, false);
+    // What a raw disk holds is the guest's, also if it looks like an image over a file of the host.
+    assert!(hot.disks[1].backing.is_empty(), "{:?}", hot.disks[1]);
+    let (_, packed_bytes, _) = save("packed", Keep::Hot, false, true);
+    let (_, cold_bytes, _) = save("cold", Keep::None, false, false);
+    // Of all that is cached, shared memory and what was never written to disk among it.
+    assert!(referred * 10 > cached * 7, "{referred} of {cached}");
+    assert!(
+        hot_bytes * 10 <= cold_bytes * 13,
+        "{hot_bytes}, {cold_bytes}"
+    );
+    assert!(packed_bytes * 2 < hot_bytes, "{packed_bytes}, {hot_bytes}");
+
+    let mut read = Vec::new();
+    for (snapshot, vm) in [("hot", "warm"), ("packed", "warm-2"), ("cold", "cool")] {
+        let began = Instant::now();
+        let request = RestoreRequest {
+            // Nobody knows yet what it will use.
+            prefetch: true,
+            ..RestoreRequest::new(vm)
+        };
+        daemon.restore(snapshot, &request).unwrap();
+        let ran = began.elapsed();
+        daemon.wait_agent(vm, BOOT).unwrap();
+        let from_disk = lab.exec(vm, READ_AGAIN, limit).unwrap();
+        let from_disk: u64 = from_disk.trim().parse().unwrap();
+        println!(
+            "{vm} ran after {ran:?}, read {} from its disk",
+            ByteSize(from_disk)
+        );
+        read.push(from_disk);
+    }
+    assert!(read[0] * 20 < read[2] && read[1] * 20 < read[2], "{read:?}");
+    assert_eq!(laid_out(), 2);
+    let report = lab.daemon().report().unwrap();
+    let images = report.ledger.host.images_bytes;
+    assert!(images.0 > referred, "{images} of memory are accounted for");
+    // Its RAM is a view of memory, which can be protected as the saved one's could.
+    let again = SaveRequest {
+        live: true,
+        keep: Keep::Hot,
+        ..SaveRequest::new("warm", "again")
+    };
+    let saved = daemon.save_snapshot(&again).unwrap();
+    println!("saved again, stood still for {:.0} ms", saved.pause_ms);
+    daemon
+        .restore("again", &RestoreRequest::new("heir"))
+        .unwrap();
+    daemon.wait_agent("heir", BOOT).unwrap();
+    lab.exec("heir", READ_AGAIN, limit).unwrap();
+    lab.stop("heir").unwrap();
+    // What the first one used is fetched for the next.
+    let set = lab.directory().join("snapshots/hot/working-set");
+    let end = Instant::now() + Duration::from_secs(30);
+    while !set.exists() {
+        assert!(Instant::now() < end, "nobody noted what was used first");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let prefetch = RestoreRequest {
+        prefetch: true,
+        ..RestoreRequest::new("fetched")
+    };
+    daemon.restore("hot", &prefetch).unwrap();
+    daemon.wait_agent("fetched", BOOT).unwrap();
+    let from_disk = lab.exec("fetched", READ_AGAIN, limit).unwrap();
+    assert!(from_disk.trim().parse::<u64>().unwrap() * 20 < read[2]);
+    let report = daemon.report().unwrap();
+    let fetched = report.ledger.vms.iter().find(|vm| vm.name == "fetched");
+    println!("fetched: {:?}", fetched.map(|vm| vm.file_resident_bytes));
+    // "warm" has them too, and they are in memory once.
+    let saved = report.ledger.host.saved_by_clones_bytes;
+    println!("clones save {} MiB", saved >> 20);
+    assert!(saved > 50 << 20 && saved < 400 << 20, "{saved}");
+    lab.stop("fetched").unwrap();
+    // Also for a daemon that doesn't know what an earlier one has laid out.
+    let shelf = memfold::snapshot::Shelf::open(&lab.directory().join("snapshots"));
+    for (name, users) in [("hot", 1), ("packed", 1), ("cold", 1)] {
+        let found = memfold::snapshot::restore::users(&shelf, name).unwrap();
+        assert_eq!(found.len(), users, "{name}");
+    }
+    assert!(matches!(
+        daemon.remove_snapshot("hot"),
+        Err(DaemonError::Snapshot(SnapshotError::InUse { .. }))
+    ));
+    // While they run (their RAM is a view of memory), and at pauses (of a file). A pass may be followed by the next only when its
+    // CPU time is a small share of what has gone by: on a slow machine, that is most of a minute later.
+    let clones = ["warm", "warm-2", "cool"];
+    lab.fold(true).unwrap();
+    let stats = support::wait_stats(
+        "pages return to the snapshot",
+        Duration::from_secs(300),
+        || lab.stats().unwrap(),
+        |stats| {
+            let back = |name: &&str| support::vm(stats, name).folded_back_pages;
+            clones.iter().all(|name| back(name) > 2000)
+        },
+    );
+    for vm in clones {
+        let written = lab.exec(vm, STOP_TURNS, limit).unwrap();
+        let stats = support::vm(&stats, vm);
+        println!(
+            "{vm}: {} of {} pages written, {} folded back, {} pauses; {written}",
+            stats.template_copied_pages,
+            stats.template_pages,
+            stats.folded_back_pages,
+            stats.pauses
+        );
+        assert!(written.starts_with("errors 0 "), "{vm}: {written}");
+        assert!(vm == "cool" || stats.pauses == 0, "{stats:?}");
+    }
+    for vm in clones.iter().chain(&["first"]) {
+        lab.stop(vm).unwrap();
+    }
+    let end = Instant::now() + Duration::from_secs(10);
+    while laid_out() > 0 && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(laid_out(), 0, "memory that nobody needs");
+
+    // A block of the disk that the image refers to; then a frame.
+    let place = lab.directory().join("snapshots");
+    let references = hot.references.unwrap();
+    let table = std::fs::read(place.join("hot/ram.refs")).unwrap();
+    let all = memfold::snapshot::refer::decode(&table, u64::MAX, references.sources.len());
+    let own = references.sources.iter().position(|s| s.is_relative());
+    let found = all.unwrap().into_iter();
+    let mut found = found.filter(|r| own.is_some_and(|own| own == r.file as usize));
+    let block = found.next().unwrap().block;
+    flip(&place.join("hot/disk0.qcow2"), block * 4096 + 5);
+    flip(&place.join("packed/ram.zst"), 70_000);
+    let base = references.sources.iter().find(|s| s.is_absolute()).unwrap();
+    let base = std::fs::File::open(base).unwrap();
+    let modified = base.metadata().unwrap().modified().unwrap();
+    base.set_modified(modified + Duration::from_secs(1))
+        .unwrap();
+    let refused = daemon.restore("cold", &RestoreRequest::new("broken"));
+    base.set_modified(modified).unwrap();
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("was changed since; the RAM"), "{refused}");
+    for (snapshot, words) in [
+        ("hot", "or a disk that it refers to, was changed"),
+        ("packed", "was changed since it was saved"),
+    ] {
+        let report = daemon.verify_snapshot(snapshot).unwrap();
+        // Several chunks may refer to one block.
+        assert!(!report.problems.is_empty());
+        let refused = daemon.restore(snapshot, &RestoreRequest::new("broken"));
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains(words), "{refused}");
+    }
+    assert_eq!(laid_out(), 0);
+}

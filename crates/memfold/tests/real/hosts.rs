@@ -1,0 +1,462 @@
+//! Several hosts on one: a network namespace each, joined by links that delay, lose and are cut. A guest of one swaps on RAM of another, and the
+//! registry is on the third.
+//!
+//! ```text
+//!   borrower (VM) 10.77.0.2 ---.
+//!   lender        10.77.0.1 ----+-- wire.py: delay and loss; bandwidth by tc at each host
+//!   registry      10.77.0.3 ---'
+//! ```
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold::api::{
+    BorrowRequest, Borrowed, Client, ClientError, ExecRequest, ExecResult, HostRequest, HostToken,
+    LeaseReport, LendRequest, StopRequest, SwapPlace, VmInfo,
+};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::lend::{Durability, LenderStatus, Transport};
+use memfold_units::ByteSize;
+
+use super::lend::{SWAPPER, wait, wait_for};
+use super::support::{self, BOOT};
+
+const WIRE: &str = include_str!("wire.py");
+
+const RAM: ByteSize = ByteSize::mib(320);
+const SWAP: ByteSize = ByteSize::mib(512);
+const ARRAY_MIB: u64 = 448;
+
+/// One way through the wire, and what is lost there.
+const DELAY_MS: &str = "0.25";
+const LOSS_PERCENT: &str = "0.05";
+const BANDWIDTH: &str = "1gbit";
+
+/// Longest time that the guest may wait for one page when a link is cut, in seconds: the promise.
+const LONGEST_STALL: f64 = 5.0;
+
+fn run(command: &str) {
+    let mut words = command.split(' ');
+    let program = words.next().unwrap();
+    let output = Command::new(program).args(words).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command}: {said}");
+}
+
+/// Whether namespaces and links can be made here.
+fn able() -> Result<(), String> {
+    let name = format!("mf{}-able", std::process::id());
+    let made = Command::new("ip").args(["netns", "add", &name]).output();
+    match made {
+        Ok(output) if output.status.success() => {}
+        Ok(output) => return Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+        Err(error) => return Err(format!("ip: {error}; apt install iproute2")),
+    }
+    let link = format!("-n {name} link add veth0 type veth peer name veth1");
+    let linked = Command::new("ip").args(link.split(' ')).output().unwrap();
+    run(&format!("ip netns del {name}"));
+    let python = Command::new("python3").arg("--version").output();
+    if python.is_err() {
+        return Err("python3 is missing".into());
+    }
+    let openssl = Command::new("openssl").arg("version").output();
+    if openssl.is_err() {
+        return Err("openssl is missing".into());
+    }
+    if linked.status.success() {
+        Ok(())
+    } else {
+        Err(String::from_utf8_lossy(&linked.stderr).into_owned())
+    }
+}
+
+/// Namespaces of hosts, and of the wire that joins them.
+struct Net {
+    prefix: String,
+    wire: Child,
+    hosts: Vec<&'static str>,
+}
+
+impl Net {
+    fn new(hosts: &[&'static str]) -> Self {
+        let prefix = format!("mf{}", std::process::id());
+        let middle = format!("{prefix}-wire");
+        run(&format!("ip netns add {middle}"));
+        let mut ends = Vec::new();
+        for (number, host) in hosts.iter().enumerate() {
+            let (space, end) = (format!("{prefix}-{host}"), format!("w{number}"));
+            run(&format!("ip netns add {space}"));
+            run(&format!(
+                "ip link add {end} netns {middle} type veth peer name eth0 netns {space}"
+            ));
+            run(&format!(
+                "ip -n {space} addr add {}/24 dev eth0",
+                address(number)
+            ));
+            for (space, device) in [(&space, "lo"), (&space, "eth0"), (&middle, end.as_str())] {
+                run(&format!("ip -n {space} link set {device} up"));
+            }
+            run(&format!(
+                "nsenter --net=/run/netns/{space} tc qdisc add dev eth0 root tbf rate {BANDWIDTH} burst 512kb latency 50ms"
+            ));
+            ends.push(end);
+        }
+        let script = std::env::temp_dir().join(format!("{prefix}-wire.py"));
+        std::fs::write(&script, WIRE).unwrap();
+        let mut wire = Command::new("nsenter")
+            .arg(format!("--net=/run/netns/{middle}"))
+            .arg("python3")
+            .arg(&script)
+            .args([DELAY_MS, LOSS_PERCENT])
+            .args(&ends)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut said = [0; 6];
+        std::io::Read::read_exact(wire.stdout.as_mut().unwrap(), &mut said).unwrap();
+        assert_eq!(&said, b"ready\n");
+        std::fs::remove_file(&script).unwrap();
+        Self {
+            prefix,
+            wire,
+            hosts: hosts.to_vec(),
+        }
+    }
+
+    fn space(&self, host: &str) -> String {
+        format!("{}-{host}", self.prefix)
+    }
+
+    /// Cuts a host off, or joins it again.
+    fn link(&self, host: &str, state: &str) {
+        let number = self.hosts.iter().position(|h| *h == host).unwrap();
+        run(&format!(
+            "ip -n {}-wire link set w{number} {state}",
+            self.prefix
+        ));
+    }
+}
+
+impl Drop for Net {
+    fn drop(&mut self) {
+        let _ = self.wire.kill();
+        let _ = self.wire.wait();
+        let spaces = self.hosts.iter().copied().chain(["wire"]);
+        for space in spaces {
+            let name = self.space(space);
+            let _ = Command::new("ip").args(["netns", "del", &name]).status();
+        }
+    }
+}
+
+fn address(number: usize) -> String {
+    format!("10.77.0.{}", number + 1)
+}
+
+/// A daemon in a namespace.
+struct Host {
+    child: Child,
+    directory: tempfile::TempDir,
+    client: Client,
+}
+
+impl Host {
+    fn start(net: &Net, name: &str, more: &[&str]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
+        let log = std::fs::File::create(directory.path().join("log")).unwrap();
+        let child = Command::new("nsenter")
+            .arg(format!("--net=/run/netns/{}", net.space(name)))
+            .arg(env!("CARGO_BIN_EXE_memfold"))
+            .arg("--socket")
+            .arg(&socket)
+            .args(["serve", "--paused", "--host", name, "--config", "/dev/null"])
+            .arg("--state")
+            .arg(directory.path().join("state"))
+            .args(more)
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        let client = Client::new(&socket).unwrap();
+        let host = Self {
+            child,
+            directory,
+            client,
+        };
+        wait(&format!("the daemon of '{name}' answers"), || {
+            let version: Result<serde_json::Value, _> = host.client.get("/v1/version");
+            version.is_ok()
+        });
+        host
+    }
+
+    fn lend(&self, max: ByteSize, address: &str) {
+        let request = LendRequest {
+            max_bytes: max.0,
+            listen: Some(address.parse().unwrap()),
+            announce: None,
+            ports: Some((10900, 10999)),
+            transport: Transport::Nbd,
+            cleartext: false,
+        };
+        let _: LenderStatus = self.client.post("/v1/lend", &request).unwrap();
+        self.wait_free(max);
+    }
+
+    fn status(&self) -> LenderStatus {
+        let status: Option<LenderStatus> = self.client.get("/v1/lend").unwrap();
+        status.unwrap()
+    }
+
+    /// Until it, and the registry, say that so much can be had.
+    fn wait_free(&self, bytes: ByteSize) {
+        wait("it has so much to spare", || {
+            let status = self.status();
+            let report: Result<LeaseReport, ClientError> = self.client.get("/v1/leases");
+            let is_offered = report.is_ok_and(|report| {
+                let mut ours = report.lenders.iter();
+                ours.any(|lender| {
+                    lender.lender.host == status.host
+                        && lender.left_ms > 0
+                        && lender.lent_bytes == 0
+                        && lender.offered_bytes >= bytes.0
+                })
+            });
+            is_offered && status.lent_bytes == 0 && status.problem.is_none()
+        });
+    }
+
+    fn borrow(&self, durability: Durability) -> Borrowed {
+        let request = BorrowRequest {
+            durability,
+            ..BorrowRequest::default()
+        };
+        self.client.post("/v1/vms/v/borrow", &request).unwrap()
+    }
+
+    fn place(&self) -> SwapPlace {
+        let report: Result<LeaseReport, ClientError> = self.client.get("/v1/leases");
+        let borrowed = report.map(|report| report.borrowed).unwrap_or_default();
+        let of_it = borrowed.into_iter().find(|b| b.vm == "v");
+        of_it.map_or(SwapPlace::OnDisk, |b| b.place)
+    }
+
+    fn exec(&self, script: &str) -> Result<String, String> {
+        let request = ExecRequest {
+            script: script.to_owned(),
+            timeout_s: 300.0,
+        };
+        let done: ExecResult = self
+            .client
+            .post("/v1/vms/v/exec", &request)
+            .map_err(|error| error.to_string())?;
+        if done.code == 0 {
+            Ok(done.stdout)
+        } else {
+            Err(done.stderr)
+        }
+    }
+
+    /// What the guest's program has said so far: pages checked, wrong words, longest access in seconds.
+    fn heard(&self) -> (u64, u64, f64) {
+        let said = self.exec("cat /run/swapper").unwrap();
+        let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
+        for line in said.lines() {
+            let mut words = line.split(' ').skip(1);
+            let mut next = || words.next().unwrap().parse::<u64>().unwrap();
+            (checked, wrong) = (next(), next());
+            longest = longest.max(next() as f64 / 1e6);
+        }
+        (checked, wrong, longest)
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.directory.path().join("log")).unwrap()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Ok(vms) = memfold::vm::Vm::discover(&self.directory.path().join("state")) {
+            for vm in vms {
+                let _ = vm.stop(Duration::ZERO);
+            }
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            println!("{}", self.log());
+        }
+    }
+}
+
+/// A certificate for the registry's address, that vouches for itself, as docs/how-to/lending-between-hosts.md makes it.
+fn certificate(directory: &Path, ip: &str) -> (PathBuf, PathBuf) {
+    let (certificate, key) = (
+        directory.join("registry.crt"),
+        directory.join("registry.key"),
+    );
+    run(&format!(
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=registry -addext subjectAltName=IP:{ip} -addext basicConstraints=critical,CA:FALSE -keyout {} -out {}",
+        key.display(),
+        certificate.display()
+    ));
+    (certificate, key)
+}
+
+#[test]
+fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
+    let Some(_turn) = support::turn() else { return };
+    if let Err(why) = able() {
+        assert!(
+            std::env::var_os("MEMFOLD_REAL").is_none(),
+            "MEMFOLD_REAL is set and there are no network namespaces: {why}"
+        );
+        println!("skipped: no network namespaces: {why}");
+        return;
+    }
+    let net = Net::new(&["lender", "borrower", "registry"]);
+    let files = tempfile::tempdir().unwrap();
+    let (certificate, key) = certificate(files.path(), &address(2));
+    let path = |path: &Path| path.display().to_string();
+    let listen = format!("{}:8420", address(2));
+    let registry = Host::start(
+        &net,
+        "registry",
+        &[
+            "--listen",
+            &listen,
+            "--tls-cert",
+            &path(&certificate),
+            "--tls-key",
+            &path(&key),
+        ],
+    );
+    let admitted = |name: &str| {
+        let request = HostRequest { host: name.into() };
+        let made: HostToken = registry.client.post("/v1/hosts", &request).unwrap();
+        let token = files.path().join(name);
+        std::fs::write(&token, made.token).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        std::fs::set_permissions(&token, mode).unwrap();
+        let url = format!("https://{listen}");
+        Host::start(
+            &net,
+            name,
+            &[
+                "--registry",
+                &url,
+                "--registry-ca",
+                &path(&certificate),
+                "--registry-token",
+                &path(&token),
+            ],
+        )
+    };
+    let (lender, borrower) = (admitted("lender"), admitted("borrower"));
+    lender.lend(SWAP, &address(0));
+
+    let mut spec = Lab::spec("v", "trixie-b", RAM, DiskMode::Buffered).unwrap();
+    spec.swap = Some(SWAP);
+    let _: VmInfo = borrower.client.post("/v1/vms", &spec).unwrap();
+    wait_for("the guest uses its swap disk", BOOT, || {
+        let swaps = borrower.exec("cat /proc/swaps");
+        swaps.is_ok_and(|swaps| swaps.contains("/dev/vd"))
+    });
+    let begin = format!(
+        "{}gcc -O2 -o /opt/swapper /opt/swapper.c && systemd-run -q --unit=swapper -p OOMScoreAdjust=-500 /opt/swapper {ARRAY_MIB} /run/swapper /run/swapper.stop",
+        support::file("swapper.c", SWAPPER)
+    );
+    borrower.exec(&begin).unwrap();
+    wait("it has begun to check", || {
+        let lines = borrower.exec("wc -l < /run/swapper || echo 0").unwrap();
+        lines.trim().parse::<u64>().unwrap_or(0) > 3
+    });
+    let (_, _, on_disk) = borrower.heard();
+
+    // Over the link.
+    let done = borrower.borrow(Durability::Disk);
+    assert_eq!(
+        (done.place, &*done.lenders),
+        (SwapPlace::Lent, &["lender".to_owned()][..])
+    );
+    assert_eq!(lender.status().lent_bytes, SWAP.0);
+    std::thread::sleep(Duration::from_secs(5));
+    let (checked, _, borrowed) = borrower.heard();
+
+    // The link is cut: the VM goes on with its copy, and both sides let go by themselves.
+    net.link("lender", "down");
+    let cut = Instant::now();
+    wait("it goes on, on its copy", || {
+        borrower.place() == SwapPlace::OnCopy
+    });
+    let healed = cut.elapsed();
+    wait("it checks on", || borrower.heard().0 > checked);
+    wait("the lender has ended the export", || {
+        lender.status().lent_bytes == 0
+    });
+    let let_go = cut.elapsed();
+    assert!(lender.status().problem.is_some());
+    let (_, wrong, with_cut) = borrower.heard();
+    assert_eq!(wrong, 0);
+    println!(
+        "borrowed in {} ms; longest access {on_disk:.3} s on disk, {borrowed:.3} s with lent RAM, {with_cut:.3} s with the cut; on the copy alone after {healed:.2?}, the lender let go after {let_go:.2?}",
+        done.took_ms
+    );
+    // The link is back.
+    net.link("lender", "up");
+    lender.wait_free(SWAP);
+    let again = borrower.borrow(Durability::Disk);
+    assert_eq!(again.place, SwapPlace::Lent);
+    let (checked, ..) = borrower.heard();
+    // The registry's link: nothing is given up.
+    net.link("registry", "down");
+    std::thread::sleep(Duration::from_secs(8));
+    net.link("registry", "up");
+    wait("the registry is heard", || {
+        let report: Result<LeaseReport, ClientError> = borrower.client.get("/v1/leases");
+        report.is_ok()
+    });
+    std::thread::sleep(Duration::from_secs(5));
+    assert_eq!(borrower.place(), SwapPlace::Lent);
+    assert!(borrower.heard().0 > checked);
+    let back: Borrowed = borrower.client.post("/v1/vms/v/return", &()).unwrap();
+    assert!(back.changed && back.took_ms < 5000, "{back:?}");
+    lender.wait_free(SWAP);
+
+    // A second lender holds a copy; one is cut off, and the other's goes to disk by itself.
+    registry.lend(SWAP, &address(2));
+    let done = borrower.borrow(Durability::Replica);
+    assert_eq!((done.place, done.lenders.len()), (SwapPlace::Lent, 2));
+    net.link("lender", "down");
+    let cut = Instant::now();
+    wait("there is redundancy again", || {
+        borrower.place() == SwapPlace::OnDisk
+    });
+    let restored = cut.elapsed();
+    net.link("lender", "up");
+    lender.wait_free(SWAP);
+    registry.wait_free(SWAP);
+
+    borrower.exec("touch /run/swapper.stop").unwrap();
+    let mut said = String::new();
+    wait_for("all pages are checked", Duration::from_secs(600), || {
+        said = borrower.exec("sed -n /^end/p /run/swapper").unwrap();
+        !said.is_empty()
+    });
+    let whole = format!("end {} pages, 0 words wrong", ARRAY_MIB * 256);
+    assert_eq!(said.trim(), whole);
+    borrower.exec("sed -i /^end/d /run/swapper").unwrap();
+    let (checked, wrong, longest) = borrower.heard();
+    let errors =
+        "dmesg | awk '/I\\/O error|[Ww]rite-error|[Rr]ead-error/ { n++ } END { print n + 0 }'";
+    assert_eq!(borrower.exec(errors).unwrap().trim(), "0");
+    println!(
+        "{checked} pages checked, {wrong} words wrong; given back in {} ms; a replica was on disk {restored:.2?} after the cut; longest access in all {longest:.3} s",
+        back.took_ms
+    );
+    assert!(longest < LONGEST_STALL, "{longest} s");
+    let stop = StopRequest { timeout_s: 0.0 };
+    let () = borrower.client.post("/v1/vms/v/stop", &stop).unwrap();
+}

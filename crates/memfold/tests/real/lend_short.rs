@@ -1,0 +1,220 @@
+//! A host lends nearly all that it can spare, and then a VM of its own needs that: it is back before the host has nothing left.
+//!
+//! To fill a real host's memory takes a minute and has everybody else on it wait. So the lender sees a host of 8 GiB on which nothing runs but what the
+//! test starts: its `/proc/meminfo` is a file that the test writes, as lxcfs does for containers, from what these processes have in memory.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use memfold::api::{BorrowRequest, Client, LendRequest, SwapPlace, VmInfo};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold::fold::EngineSettings;
+use memfold::lend::judge::Judge;
+use memfold::lend::{LenderStatus, Transport};
+use memfold_units::ByteSize;
+
+use super::lend::{heard, swapping, wait};
+use super::served::{Served, exec};
+use super::support;
+
+const OWN: &str = "own";
+
+/// The host that the lender sees, and what of it is free when nothing runs.
+const HOST: u64 = 8 << 30;
+const FREE: u64 = 7 << 30;
+/// What the lender's VM takes at once.
+const GROWTH: u64 = 2 << 30;
+/// What the borrower's VM takes, which runs on the same host here.
+const BORROWER: u64 = 400 << 20;
+/// So much less there would be than the VM takes, if nothing came back.
+const MISSING: u64 = 256 << 20;
+
+/// What it takes in a second at most: a quarter of the reserve. Half a reserve is gone in two seconds then, which is less than it takes to have
+/// anything back.
+const PACE_MIB: u64 = 128;
+
+/// Takes memory, keeps it, and says how long it took.
+const GROW: &str = r#"cat > /opt/grow.py <<'END'
+import sys
+import time
+tile = bytes(range(1, 256)) * 4112
+began = time.monotonic()
+held = []
+for number in range((int(sys.argv[1]) << 20) // len(tile)):
+    held.append(bytearray(tile))
+    time.sleep(max(0.0, began + number / int(sys.argv[2]) - time.monotonic()))
+open("/run/grown", "w").write(f"{time.monotonic() - began:.1f}")
+time.sleep(3600)
+END
+systemd-run -q --unit=grow python3 /opt/grow.py"#;
+
+/// Binds the file over `/proc/meminfo` and stands for its namespace until it is killed.
+const NAMESPACE: &str =
+    r#"mount --bind "$1" /proc/meminfo && touch "$1.ready" && exec sleep infinity"#;
+
+/// Memory of all VMs and exports of this machine, in bytes. None runs but the test's own.
+fn taken() -> u64 {
+    let pages = |directory: &Path| {
+        let comm = std::fs::read_to_string(directory.join("comm")).ok()?;
+        if !comm.starts_with("qemu-system") && !comm.starts_with("nbdkit") {
+            return None;
+        }
+        let statm = std::fs::read_to_string(directory.join("statm")).ok()?;
+        statm.split(' ').nth(1)?.parse::<u64>().ok()
+    };
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    processes
+        .filter_map(|entry| pages(&entry.path()))
+        .map(|pages| pages * 4096)
+        .sum()
+}
+
+/// A mount namespace with a `/proc/meminfo` of a small host.
+struct SmallHost {
+    holder: Child,
+    ended: Arc<AtomicBool>,
+    least: Arc<AtomicU64>,
+}
+
+impl SmallHost {
+    fn start(directory: &Path) -> Self {
+        let path = directory.join("meminfo");
+        let file = File::create(&path).unwrap();
+        let ended = Arc::new(AtomicBool::new(false));
+        let least = Arc::new(AtomicU64::new(u64::MAX));
+        Self::write(&file);
+        let (is_over, lowest) = (ended.clone(), least.clone());
+        std::thread::spawn(move || {
+            while !is_over.load(Ordering::Acquire) {
+                lowest.fetch_min(Self::write(&file), Ordering::Relaxed);
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        });
+        let holder = Command::new("unshare")
+            .args(["--mount", "--propagation", "private", "sh", "-c", NAMESPACE])
+            .arg("sh")
+            .arg(&path)
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let ready = PathBuf::from(format!("{}.ready", path.display()));
+        wait("the namespace", || ready.exists());
+        Self {
+            holder,
+            ended,
+            least,
+        }
+    }
+
+    /// Writes what there is now, and says what is available. In one piece of one length, so that no reader sees half of it.
+    fn write(file: &File) -> u64 {
+        let available = FREE.saturating_sub(taken());
+        let text = format!(
+            "MemTotal:       {:>9} kB\nMemFree:        {:>9} kB\nMemAvailable:   {:>9} kB\nSwapTotal:              0 kB\nSwapFree:               0 kB\n",
+            HOST >> 10,
+            available >> 10,
+            available >> 10
+        );
+        file.write_all_at(text.as_bytes(), 0).unwrap();
+        available
+    }
+}
+
+impl Drop for SmallHost {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Release);
+        let _ = self.holder.kill();
+        let _ = self.holder.wait();
+    }
+}
+
+#[test]
+fn a_lender_s_own_vm_that_grows_gets_what_was_lent_before_its_host_has_nothing_left() {
+    let Some(_turn) = support::turn() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let state = directory.path();
+    let host = SmallHost::start(state);
+    let mut served = Served::new(state, &[OWN]).inside(host.holder.id());
+    served.start();
+    let client = served.answers();
+    let memory = ByteSize(GROWTH + (512 << 20));
+    served.run(&Lab::spec(OWN, "trixie-a", memory, DiskMode::Buffered).unwrap());
+    wait("its agent answers", || {
+        vm(&client).is_some_and(|vm| vm.agent.is_some())
+    });
+    wait("it has booted", || {
+        let jobs = exec(&client, OWN, "systemctl list-jobs").stdout;
+        jobs.contains("No jobs")
+    });
+    // Without what is lent, there is less than the VM will take.
+    let lent = FREE - taken() - BORROWER - GROWTH + MISSING;
+    let lent = ByteSize(lent >> 26 << 26);
+    let request = LendRequest {
+        max_bytes: lent.0,
+        listen: Some([127, 0, 0, 1].into()),
+        announce: None,
+        ports: None,
+        transport: Transport::Nbd,
+        cleartext: false,
+    };
+    client
+        .post::<_, LenderStatus>("/v1/lend", &request)
+        .unwrap();
+    let status = || {
+        let status: Option<LenderStatus> = client.get("/v1/lend").unwrap();
+        status.unwrap()
+    };
+    wait("it has so much to spare", || status().offer_bytes >= lent.0);
+    let lab = Lab::with_registry(EngineSettings::default(), &state.join("s")).unwrap();
+    swapping(&lab, lent);
+    let done = lab
+        .daemon()
+        .borrow_memory("v", &BorrowRequest::default())
+        .unwrap();
+    assert_eq!(done.place, SwapPlace::Lent);
+    println!(
+        "{lent} lent in {} ms; {} available, reserve {}",
+        done.took_ms,
+        ByteSize(FREE.saturating_sub(taken())),
+        ByteSize(Judge::reserve(HOST))
+    );
+    // Nobody is asked for anything as long as there is enough.
+    std::thread::sleep(Duration::from_secs(5));
+    assert_eq!(status().lent_bytes, lent.0);
+    grow(&client);
+    wait("nothing is lent any more", || status().lent_bytes == 0);
+    let least = host.least.load(Ordering::Relaxed);
+    println!("least available {}", ByteSize(least));
+    assert!(least > 0, "the host would have had to swap");
+    // The borrower goes on, on its copy.
+    let (checked, wrong, longest) = heard(&lab);
+    assert_eq!(wrong, 0);
+    wait("it checks on", || heard(&lab).0 > checked);
+    println!("borrower: {checked} pages checked, longest access {longest:.3} s");
+    lab.stop("v").unwrap();
+}
+
+fn vm(client: &Client) -> Option<VmInfo> {
+    let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+    vms.into_iter().find(|vm| vm.name == OWN)
+}
+
+/// Has the VM take its memory.
+fn grow(client: &Client) {
+    let began = Instant::now();
+    exec(client, OWN, &format!("{GROW} {} {PACE_MIB}", GROWTH >> 20));
+    wait("it has grown", || {
+        let said = exec(client, OWN, "test ! -e /run/grown || cat /run/grown").stdout;
+        let is_done = !said.trim().is_empty();
+        if is_done {
+            let size = ByteSize(GROWTH);
+            println!("{size} taken in {said} s, seen after {:?}", began.elapsed());
+        }
+        is_done
+    });
+}
