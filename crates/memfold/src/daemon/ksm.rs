@@ -107,6 +107,14 @@ pub(super) struct SteeredKsm {
     kept_out: BTreeSet<String>,
 }
 
+/// Processes of this daemon's VMs.
+struct Ours {
+    /// Of the domain that KSM is steered for.
+    members: BTreeSet<i32>,
+    /// Of another domain, or of none.
+    strangers: BTreeSet<i32>,
+}
+
 /// KSM stands still, until this is dropped.
 pub(super) enum Still<'a> {
     /// It was not steered.
@@ -120,7 +128,7 @@ impl Drop for Still<'_> {
         if let Self::Steered(daemon) = self {
             if let Some(steered) = &mut *daemon.steered() {
                 steered.saving = false;
-                steered.look(&daemon.members(&steered.domain));
+                steered.look(&daemon.ours(&steered.domain));
             }
         }
     }
@@ -139,12 +147,7 @@ pub(super) fn restore() {
 }
 
 impl SteeredKsm {
-    fn start(
-        domain: String,
-        goal: Goal,
-        advisor: bool,
-        members: &BTreeSet<i32>,
-    ) -> Result<Self, KsmError> {
+    fn start(domain: String, goal: Goal, advisor: bool, ours: Ours) -> Result<Self, KsmError> {
         let controls = Controls::default();
         let now = controls.settings()?;
         let notes = Path::new(NOTES);
@@ -168,7 +171,7 @@ impl SteeredKsm {
             at_start: (cpu, full_scans),
             cpu,
             full_scans,
-            members: members.clone(),
+            members: ours.members,
             arrivals: 0,
             held: None,
             braked: None,
@@ -193,13 +196,14 @@ impl SteeredKsm {
     }
 
     /// One look: what is the case, and what follows.
-    fn look(&mut self, members: &BTreeSet<i32>) {
-        if let Err(error) = self.try_look(members) {
+    fn look(&mut self, ours: &Ours) {
+        if let Err(error) = self.try_look(ours) {
             warn!(%error, "KSM can't be steered at this moment");
         }
     }
 
-    fn try_look(&mut self, members: &BTreeSet<i32>) -> Result<(), KsmError> {
+    fn try_look(&mut self, ours: &Ours) -> Result<(), KsmError> {
+        let members = &ours.members;
         let came = members.difference(&self.members).count();
         self.arrivals += u64::try_from(came).unwrap_or(0);
         self.members.clone_from(members);
@@ -218,14 +222,10 @@ impl SteeredKsm {
             }
             processes => processes?,
         };
-        // VMs that are being started are children of this daemon, and no members yet: of this domain, or without mergeable memory.
+        // VMs that are being started are children of this daemon, and no VMs yet: of this domain, or without mergeable memory.
+        let starting = |pid: &i32| !ours.strangers.contains(pid) && is_own_child(*pid);
         let mut known = members.clone();
-        known.extend(
-            processes
-                .iter()
-                .map(|p| p.pid)
-                .filter(|&pid| is_own_child(pid)),
-        );
+        known.extend(processes.iter().map(|p| p.pid).filter(starting));
         if let Some(who) = others(&processes, &known) {
             if run == 1 {
                 self.stop()?;
@@ -449,11 +449,18 @@ impl Daemon {
         self.lock().values().cloned().collect()
     }
 
-    /// Processes of a domain's VMs.
-    fn members(&self, domain: &str) -> BTreeSet<i32> {
+    fn ours(&self, domain: &str) -> Ours {
         let machines = self.machines();
-        let of_domain = machines.iter().filter(|m| m.domain() == Some(domain));
-        of_domain.map(|m| m.pid().as_raw_nonzero().get()).collect()
+        let pids = |members: bool| {
+            let wanted = machines
+                .iter()
+                .filter(|m| (m.domain() == Some(domain)) == members);
+            wanted.map(|m| m.pid().as_raw_nonzero().get()).collect()
+        };
+        Ours {
+            members: pids(true),
+            strangers: pids(false),
+        }
     }
 
     /// The right to begin, end or interrupt merging.
@@ -518,9 +525,9 @@ impl Daemon {
             old.guard.restore()?;
             kept_out = old.kept_out;
         }
-        let members = self.members(&domain);
+        let ours = self.ours(&domain);
         info!(domain, cpu_percent = request.cpu_percent, "KSM is steered");
-        let mut new = SteeredKsm::start(domain, goal, request.advisor, &members)?;
+        let mut new = SteeredKsm::start(domain, goal, request.advisor, ours)?;
         new.kept_out = kept_out;
         let began = new.began;
         *steered = Some(new);
@@ -725,9 +732,9 @@ fn keep_steering(daemon: &Weak<Daemon>, began: Instant) {
             Some(steered) if steered.began == began => steered.domain.clone(),
             _ => return,
         };
-        let members = daemon.members(&domain);
+        let ours = daemon.ours(&domain);
         match &mut *daemon.steered() {
-            Some(steered) if steered.began == began => steered.look(&members),
+            Some(steered) if steered.began == began => steered.look(&ours),
             _ => return,
         }
     }

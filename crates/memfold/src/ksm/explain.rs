@@ -32,7 +32,7 @@ pub enum Cause {
     NoDomain,
     /// QEMU was told not to offer its memory (`mem-merge=off`).
     MergeOff,
-    /// QEMU offered it, and the kernel refused: a seccomp filter is on the process.
+    /// QEMU offered it, and the kernel refused: a seccomp filter is on the process that isn't QEMU's own.
     Refused,
     /// The memory is not advised mergeable, for another reason.
     NotAdvised,
@@ -183,8 +183,10 @@ pub struct Facts {
     pub mappings: Vec<Mapping>,
     /// QEMU was told not to offer its memory.
     pub merge_off: bool,
-    /// A seccomp filter is on the process.
-    pub seccomp: bool,
+    /// A seccomp filter is on the process that isn't QEMU's own (`-sandbox`), which lets `madvise` pass.
+    pub filtered: bool,
+    /// Pages of zeroes in its mergeable memory, by a sample; `None`: unknown.
+    pub zero_pages: Option<u64>,
     /// Seconds since its start.
     pub age_s: f64,
     /// `None`: the kernel has no KSM.
@@ -335,7 +337,7 @@ pub fn weigh(facts: &Facts) -> Explanation {
     let saved = (status.ksm_merging_pages.unwrap_or(0) + zero) * PAGE_SIZE;
     let merged = places.merged + zero;
     let run = facts.host.as_ref().and_then(|host| host.settings.run);
-    let waits = run == Some(1) && merged == 0 && places.unmerged() > 0;
+    let waits = run == Some(1) && merged == 0 && passes.young;
     let first_merge_s = waits.then(|| passes.first_merge_s()).flatten();
     Explanation {
         vm: facts.vm.clone(),
@@ -364,7 +366,11 @@ fn verdict(places: &Places, merged: u64, causes: &[Finding]) -> String {
     let rests = |finding: &&Finding| {
         !matches!(
             finding.cause,
-            Cause::Folded | Cause::FileView | Cause::NotPresent | Cause::HugePages
+            Cause::Folded
+                | Cause::FileView
+                | Cause::NotPresent
+                | Cause::HugePages
+                | Cause::UseZeroPages
         )
     };
     let first = causes.iter().find(rests).map(|finding| &finding.words);
@@ -404,9 +410,10 @@ fn of_host(facts: &Facts, places: &Places, found: &mut Found) {
             Cause::MaxPageSharing,
             host.status.stable_node_dups.unwrap_or(0),
         ));
-        if host.settings.use_zero_pages == Some(0) {
-            found.push((Cause::UseZeroPages, 0));
-        }
+    }
+    let zeroes = facts.zero_pages.filter(|&pages| pages > 0);
+    if let (Some(pages), Some(0)) = (zeroes, host.settings.use_zero_pages) {
+        found.push((Cause::UseZeroPages, pages));
     }
 }
 
@@ -425,7 +432,7 @@ fn of_kind(facts: &Facts, places: &Places, found: &mut Found) {
         Some(Cause::AnotherDomain)
     } else if facts.merge_off {
         Some(Cause::MergeOff)
-    } else if facts.seccomp {
+    } else if facts.filtered {
         Some(Cause::Refused)
     } else {
         Some(Cause::NotAdvised)

@@ -40,7 +40,8 @@ fn facts() -> Facts {
         },
         mappings: vec![mapping("rd wr dd mg", "", 64 * MIB_PAGES)],
         merge_off: false,
-        seccomp: false,
+        filtered: false,
+        zero_pages: Some(0),
         age_s: 3600.0,
         host: Some(HostSide {
             settings: Settings::kernel_default(),
@@ -149,7 +150,7 @@ fn why_memory_was_not_offered_is_told_apart() {
             scans: 9,
         })
     };
-    for (off, seccomp, known, domain, steered, cause) in [
+    for (off, filtered, known, domain, steered, cause) in [
         (true, true, false, None, None, Cause::MergeOff),
         (true, true, true, Some("e"), None, Cause::MergeOff),
         (
@@ -167,7 +168,7 @@ fn why_memory_was_not_offered_is_told_apart() {
     ] {
         let mut facts = facts();
         facts.mappings = vec![mapping("rd wr", "", 8)];
-        (facts.merge_off, facts.seccomp, facts.known) = (off, seccomp, known);
+        (facts.merge_off, facts.filtered, facts.known) = (off, filtered, known);
         facts.domain = domain.map(str::to_owned);
         facts.steered = steered;
         assert_eq!(causes(&facts), [(cause, 8)]);
@@ -196,6 +197,8 @@ fn a_young_vm_gets_the_time_of_its_first_merge() {
     assert!((weigh(&young).first_merge_s.unwrap() - 301.5).abs() < 0.1);
     young.mappings[0].merged_pages = Some(5);
     assert_eq!(weigh(&young).first_merge_s, None);
+    // All was looked at twice: who is alone isn't told that it will merge.
+    assert_eq!(weigh(&facts()).first_merge_s, None);
 }
 
 #[test]
@@ -238,11 +241,12 @@ fn what_limits_merging_on_this_host_is_said() {
     host.status.stable_node_chains = Some(1);
     host.status.stable_node_dups = Some(77);
     host.status.pages_skipped = Some(5);
+    facts.zero_pages = Some(30);
     let found = causes(&facts);
     for cause in [
         (Cause::AcrossNodes, 64 * MIB_PAGES),
         (Cause::MaxPageSharing, 77),
-        (Cause::UseZeroPages, 0),
+        (Cause::UseZeroPages, 30),
         (Cause::SmartScan, 0),
     ] {
         assert!(found.contains(&cause), "{cause:?} of {found:?}");

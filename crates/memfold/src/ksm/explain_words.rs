@@ -63,7 +63,7 @@ fn of_host(cause: Cause, facts: &Facts, passes: &Passes) -> String {
             number(host.status.stable_node_chains),
             number(host.settings.max_page_sharing)
         ),
-        Cause::UseZeroPages => "use_zero_pages is 0: pages of zeroes are merged with each other, and max_page_sharing of them keep one page".into(),
+        Cause::UseZeroPages => "use_zero_pages is 0: pages of zeroes (so many by a sample of this VM's memory) are merged with each other, and max_page_sharing of them keep one page".into(),
         Cause::AcrossNodes => "merge_across_nodes is 0: equal pages of different NUMA nodes don't merge".into(),
         _ => format!(
             "smart_scan leaves out pages that didn't merge in several passes ({} visits so far on this host): a like that comes later is found later",
@@ -81,7 +81,7 @@ fn of_kind(cause: Cause, facts: &Facts) -> String {
         ),
         Cause::NoDomain => "the VM has no trust domain and shares with nobody: memfold started it with mem-merge=off".into(),
         Cause::MergeOff => "QEMU was told not to offer this memory to KSM (-machine mem-merge=off)".into(),
-        Cause::Refused => "this memory is not mergeable (no 'mg' in VmFlags) though QEMU offers it by default, and a seccomp filter is on the process: it refuses madvise(MADV_MERGEABLE)".into(),
+        Cause::Refused => "this memory is not mergeable (no 'mg' in VmFlags) though QEMU offers it by default, and a seccomp filter is on the process beside its own: it refuses madvise(MADV_MERGEABLE)".into(),
         Cause::NotAdvised => "this memory is not mergeable (no 'mg' in VmFlags): nobody offered it, or prctl(PR_SET_MEMORY_MERGE, 0) took it back".into(),
         Cause::Shared => "shared memory: KSM merges private anonymous pages only".into(),
         Cause::Hugetlb => "pages of hugetlbfs: KSM doesn't look at them".into(),

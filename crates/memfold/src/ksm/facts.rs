@@ -9,6 +9,7 @@ use super::explain::{Facts, HostSide, Steered};
 use super::processes::{self, Process};
 use super::ranges;
 use super::status::{Ksmd, Status};
+use super::zeroes;
 
 /// What a daemon knows of a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -89,12 +90,10 @@ impl Facts {
             domain: known.and_then(|known| known.domain.clone()),
             known: known.is_some(),
             process,
-            mappings,
             merge_off: merge_off(&words),
-            seccomp: status
-                .lines()
-                .find_map(|line| line.strip_prefix("Seccomp:"))
-                .is_some_and(|mode| mode.trim() == "2"),
+            filtered: filtered(&status, &words),
+            zero_pages: zeroes::pages(pid, &mappings).ok(),
+            mappings,
             age_s: age_s(proc_root, &directory).unwrap_or(0.0),
             host: HostSide::read(controls, proc_root)?,
             steered,
@@ -108,6 +107,22 @@ fn words(directory: &Path) -> io::Result<Vec<String>> {
     Ok(words
         .map(|word| String::from_utf8_lossy(word).into_owned())
         .collect())
+}
+
+/// Whether a seccomp filter is on a process (`proc_pid_status(5)`) that isn't QEMU's own: it has one, and lets `madvise` pass
+/// (`system/qemu-seccomp.c`).
+fn filtered(status: &str, words: &[String]) -> bool {
+    let number = |name: &str| -> Option<u32> {
+        let mut lines = status.lines();
+        let value = lines.find_map(|line| line.strip_prefix(name))?;
+        value.trim().parse().ok()
+    };
+    let is_sandbox = |pair: &[String]| {
+        matches!(pair[0].as_str(), "-sandbox" | "--sandbox") && pair[1].starts_with("on")
+    };
+    let own = u32::from(words.windows(2).any(is_sandbox));
+    // How many there are is told since Linux 5.9.
+    number("Seccomp:") == Some(2) && number("Seccomp_filters:").is_none_or(|all| all > own)
 }
 
 /// QEMU merges `-machine` options: the last word on `mem-merge` counts. A memory backend's `merge=off` changes nothing as long as it is
@@ -137,6 +152,21 @@ fn age_s(proc_root: &Path, directory: &Path) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_filter_of_qemu_itself_refuses_nothing() {
+        let of = |filters: u32, line: &str| {
+            let status = format!("Name:\tq\nSeccomp:\t2\nSeccomp_filters:\t{filters}\nCpus:\t1\n");
+            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            filtered(&status, &words)
+        };
+        assert!(!of(1, "qemu -sandbox on,spawn=deny -m 64"));
+        assert!(of(2, "qemu -sandbox on"));
+        assert!(of(1, "qemu -sandbox off"));
+        assert!(of(1, "qemu -m 64"));
+        assert!(!filtered("Seccomp:\t0\nSeccomp_filters:\t0\n", &[]));
+        assert!(filtered("Seccomp:\t2\n", &[]));
+    }
 
     #[test]
     fn qemu_is_told_not_to_merge_in_several_ways() {

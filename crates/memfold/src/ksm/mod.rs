@@ -8,7 +8,7 @@
 //! | [`overview`] | all of that at a moment: `memfold ksm status` |
 //! | [`run`] | a run of KSM, at the kernel's defaults or at a CPU budget |
 //! | [`steer`], [`pressure`] | how fast ksmd is to scan: `memfold ksm start` |
-//! | [`explain`], [`facts`], [`ranges`] | why a VM's memory merges or doesn't: `memfold ksm explain` |
+//! | [`explain`], [`facts`], [`ranges`], [`zeroes`] | why a VM's memory merges or doesn't: `memfold ksm explain` |
 //!
 //! KSM merges everything on the host that was advised mergeable and knows no trust domains: run it only while the mergeable
 //! memory is of one domain.
@@ -28,6 +28,7 @@ pub mod ranges;
 pub mod run;
 pub mod status;
 pub mod steer;
+pub mod zeroes;
 
 pub use controls::{Controls, Guard, KsmError, Merged, Settings, restore_leftover, restore_own};
 pub use explain::{Cause, Explanation, Facts, Finding, weigh};

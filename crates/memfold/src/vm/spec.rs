@@ -449,6 +449,7 @@ impl VmSpec {
         if self.boot_snapshot {
             self.check_boot_snapshot()?;
         }
+        self.check_arguments()?;
         super::swap::check(self)?;
         super::segments::check(self)?;
         for (field, path) in self.files_mut() {
@@ -468,6 +469,23 @@ impl VmSpec {
     }
 
     /// What is known to keep a VM from being saved, before it starts.
+    /// What is offered to KSM follows from the trust domain; QEMU would believe a later word.
+    fn check_arguments(&self) -> Result<(), SpecError> {
+        let offers = |argument: &&String| {
+            argument.contains("mem-merge")
+                || (argument.contains("memory-backend") && argument.contains("merge"))
+        };
+        match self.qemu_args.iter().find(offers) {
+            None => Ok(()),
+            Some(argument) => Err(value(
+                "qemu_args",
+                format!(
+                    "'{argument}' would change what KSM may merge; that is merge = \"domain\" or \"never\" (--merge)"
+                ),
+            )),
+        }
+    }
+
     fn check_boot_snapshot(&self) -> Result<(), SpecError> {
         check_name("boot_snapshot", &format!("{}-boot", self.name))?;
         let why = if !self.fold {
@@ -651,7 +669,7 @@ mod tests {
     #[test]
     fn contradictions_are_named() {
         type Damage = fn(&mut VmSpec);
-        let broken: [(&str, Damage); 10] = [
+        let broken: [(&str, Damage); 12] = [
             ("memory", |s| s.memory = ByteSize::mib(1)),
             ("memory_max", |s| s.memory_max = Some(ByteSize::mib(64))),
             ("vcpus", |s| s.vcpus = 0),
@@ -670,6 +688,13 @@ mod tests {
             }),
             ("boot_snapshot", |s| {
                 (s.boot_snapshot, s.fold) = (true, false);
+            }),
+            ("qemu_args", |s| {
+                s.qemu_args = vec!["-machine".into(), "mem-merge=on".into()];
+            }),
+            ("qemu_args", |s| {
+                let backend = "memory-backend-ram,id=more,size=64M,merge=on";
+                s.qemu_args = vec!["-object".into(), backend.into()];
             }),
         ];
         for (field, damage) in broken {

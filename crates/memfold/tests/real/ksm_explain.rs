@@ -1,7 +1,7 @@
 //! Every cause that `memfold ksm explain` names and that can be provoked: QEMUs that stand still, with options that make it so.
 //!
-//! Another domain, no domain, KSM held still and folded memory need a daemon: see [`super::ksm`]. Not provoked: a kernel without KSM,
-//! NUMA nodes, and pages that are new between two passes.
+//! Another domain, no domain, KSM held still and folded memory need a daemon: see [`super::ksm`]. NUMA nodes need a machine with two: see
+//! [`super::beside::nodes`].
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -216,6 +216,12 @@ fn memory_that_is_not_offered_is_explained_by_who_refused() {
     qmp.execute("qom-set", back).unwrap();
     vm.wait(Cause::NotAdvised, 64 * MIB);
 
+    // QEMU's own filter refuses nothing.
+    let vm = Still::start(&[&arguments[..], &["-sandbox", "on"]].concat());
+    let back = json!({ "path": "/objects/r", "property": "merge", "value": false });
+    vm.qmp().unwrap().execute("qom-set", back).unwrap();
+    vm.wait(Cause::NotAdvised, 64 * MIB);
+
     let mut python = Command::new("python3");
     if cfg!(not(target_arch = "x86_64")) || python.arg("--version").output().is_err() {
         println!("skipped: a seccomp filter, for want of Python on x86-64");
@@ -261,9 +267,9 @@ fn what_waits_for_ksmd_or_stays_alone_is_explained() {
     assert!(first > 15_000.0, "{first} s");
 
     let other = Still::start(&arguments);
+    first_merge_is_when_it_was_said(&controls, &vm);
     fast(&controls);
     vm.wait(Cause::MaxPageSharing, 0);
-    vm.wait(Cause::UseZeroPages, 0);
     let end = Instant::now() + Duration::from_secs(30);
     while vm.explain().merged_bytes < 31 * MIB {
         assert!(Instant::now() < end, "{:#?}", vm.explain());
@@ -275,6 +281,89 @@ fn what_waits_for_ksmd_or_stays_alone_is_explained() {
     let vm = Still::start(&arguments);
     controls.write("run", &2).unwrap();
     vm.wait(Cause::Unmerged, 32 * MIB);
+}
+
+/// What is announced is the most, and not much more than what it takes.
+fn first_merge_is_when_it_was_said(controls: &Controls, vm: &Still) {
+    let medium = Settings {
+        pages_to_scan: Some(100),
+        sleep_millisecs: Some(20),
+        ..Settings::default()
+    };
+    controls.apply(&medium).unwrap();
+    let said = vm.explain().first_merge_s.unwrap();
+    let began = Instant::now();
+    while vm.explain().first_merge_s.is_some() {
+        assert!(
+            began.elapsed().as_secs_f64() < said * 1.25 + 1.0,
+            "{said} s"
+        );
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let took = began.elapsed().as_secs_f64();
+    println!("first merge after {took:.1} s, said: within {said:.1} s");
+    // It counts memory of QEMU's own in, where the loader has its file a second time.
+    assert!(took > said * 0.1, "{took} s of {said} s");
+    assert!(vm.explain().merged_bytes > 0);
+}
+
+#[test]
+fn memory_that_is_new_since_ksmd_passed_is_explained() {
+    let Some(_turn) = support::turn() else { return };
+    let Some(_ksm) = take() else { return };
+    let controls = Controls::default();
+    let directory = tempfile::tempdir().unwrap();
+    let alike = directory.path().join("alike");
+    std::fs::write(&alike, vec![0xaa; 256 << 20]).unwrap();
+    let loader = format!(
+        "loader,addr=0x1000000,force-raw=on,file={}",
+        alike.display()
+    );
+    let vm = Still::start(&["-S", "-M", "pc", "-m", "320", "-device", &loader]);
+    fast(&controls);
+    let end = Instant::now() + Duration::from_secs(60);
+    while vm.explain().merged_bytes < 255 * MIB {
+        assert!(Instant::now() < end, "{:#?}", vm.explain());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    controls.write("pages_to_scan", &0).unwrap();
+    let mut qmp = vm.qmp().unwrap();
+    let more = json!({ "qom-type": "memory-backend-ram", "id": "more", "size": 16 * MIB, "prealloc": true });
+    qmp.execute("object-add", more).unwrap();
+    let found = vm.wait(Cause::NotVisited, 15 * MIB);
+    assert!(!found.blocks);
+    // Its pages are of zeroes, and they are all that is.
+    let zeroes = vm.wait(Cause::UseZeroPages, 8 * MIB);
+    assert!(zeroes.bytes < 40 * MIB, "{} bytes", zeroes.bytes);
+    controls.write("use_zero_pages", &1).unwrap();
+    let explained = vm.explain();
+    let told = explained
+        .causes
+        .iter()
+        .any(|f| f.cause == Cause::UseZeroPages);
+    assert!(!told, "{explained:#?}");
+}
+
+#[test]
+fn a_kernel_without_ksm_is_told() {
+    let Some(_turn) = support::turn() else { return };
+    let vm = Still::start(&["-S", "-M", "pc", "-m", "64"]);
+    let mut shell = Command::new("unshare");
+    let line = format!(
+        "mount -t tmpfs none /sys/kernel/mm && exec {} --json --socket /nowhere ksm explain {}",
+        env!("CARGO_BIN_EXE_memfold"),
+        vm.child.id()
+    );
+    let done = shell.args(["--mount", "sh", "-c", &line]).output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    let explained: Explanation =
+        serde_json::from_slice(&done.stdout).unwrap_or_else(|error| panic!("{error}: {said}"));
+    assert_eq!(explained.causes[0].cause, Cause::NoKsm, "{explained:#?}");
+    assert!(
+        explained.verdict.contains("no KSM"),
+        "{}",
+        explained.verdict
+    );
 }
 
 /// Adds one to a byte of each of 112 pages, round and round: real mode, from a boot sector.

@@ -143,6 +143,7 @@ fn node(target: &Target, words: &[&str]) -> Result<(), LvmError> {
 }
 
 fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
+    let began = Instant::now();
     let output = Command::new("iscsiadm")
         .args(words)
         .env("LC_ALL", "C")
@@ -155,7 +156,8 @@ fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
             source,
         })?;
     let said = String::from_utf8_lossy(&output.stderr);
-    tracing::debug!(?words, status = %output.status, said = said.trim(), "ran iscsiadm");
+    let took = began.elapsed();
+    tracing::debug!(?words, ?took, status = %output.status, said = said.trim(), "ran iscsiadm");
     if output.status.success() || output.status.code() == Some(NOTHING_THERE) {
         return Ok(());
     }

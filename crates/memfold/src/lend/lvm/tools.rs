@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
+use std::time::Instant;
 
 use serde::Deserialize;
 
@@ -225,6 +226,7 @@ fn lvm(words: &[&str]) -> Result<String, LvmError> {
 }
 
 fn run(program: &'static str, words: &[&str]) -> Result<String, LvmError> {
+    let began = Instant::now();
     let output = Command::new(program)
         .args(words)
         .env("LC_ALL", "C")
@@ -239,7 +241,8 @@ fn run(program: &'static str, words: &[&str]) -> Result<String, LvmError> {
             source,
         })?;
     let said = String::from_utf8_lossy(&output.stderr);
-    tracing::debug!(program, ?words, status = %output.status, said = said.trim(), "ran");
+    let took = began.elapsed();
+    tracing::debug!(program, ?words, ?took, status = %output.status, said = said.trim(), "ran");
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }

@@ -56,7 +56,7 @@ install -m 600 /opt/payload/token /etc/memfold/token
 cat > /etc/systemd/system/memfold.service.d/test.conf <<END
 [Service]
 ExecStart=
-ExecStart=/opt/payload/memfold serve --paused --host guest --config /dev/null --registry https://10.0.2.2:PORT --registry-ca /opt/payload/registry.crt --registry-token /etc/memfold/token
+ExecStart=/opt/payload/memfold serve --paused --host guest --config /dev/null --log info,memfold::lend::lvm=debug --registry https://10.0.2.2:PORT --registry-ca /opt/payload/registry.crt --registry-token /etc/memfold/token
 END
 ln -sf /opt/payload/memfold /usr/local/bin/memfold
 systemctl daemon-reload
@@ -233,16 +233,36 @@ fn disks(directory: &Path, lender: &Lender) -> [PathBuf; 2] {
 /// The guest.
 struct Guest<'a>(&'a Lab);
 
+/// An access that took so long, in seconds, is told with what the guest's kernel and services said.
+const LONG: f64 = 3.0;
+
 impl Guest<'_> {
     fn run(&self, script: &str) -> String {
         match self.0.exec("h", script, LIMIT) {
             Ok(said) => said,
             Err(error) => {
-                let log = "journalctl -q -o cat -u memfold -u iscsid | tail -n 40; dmesg | tail -n 25; lvs -a -o +devices; pvs";
-                println!("{}", self.0.exec("h", log, LIMIT).unwrap_or_default());
+                self.tell();
                 panic!("{error:#}");
             }
         }
+    }
+
+    /// What the guest's kernel and services said, and how its volumes lie.
+    fn tell(&self) {
+        let log = "journalctl -q -o short-monotonic -b _TRANSPORT=kernel + _SYSTEMD_UNIT=memfold.service + _SYSTEMD_UNIT=iscsid.service | tail -n 90; lvs -a -o +devices; pvs";
+        println!("{}", self.0.exec("h", log, LIMIT).unwrap_or_default());
+    }
+
+    /// What happened since `line` of what its program says, and the next line.
+    fn since(&self, line: usize, what: &str) -> usize {
+        let said = self.run("cut -d ' ' -f 4 /run/swapper");
+        let all: Vec<f64> = said.lines().map(|us| us.parse().unwrap()).collect();
+        let longest = all[line..].iter().fold(0.0, |a: f64, &b| a.max(b)) / 1e6;
+        println!("{what}: longest access {longest:.3} s");
+        if longest > LONG {
+            self.tell();
+        }
+        all.len()
     }
 
     fn json(&self, command: &str) -> Value {
@@ -409,6 +429,7 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
     assert!(own > 0);
 
     // There, and back in use.
+    let line = guest.since(0, "before");
     let done = guest.json("borrow --lvm vg/swap");
     assert_eq!(
         (&done["place"], &done["vm"]),
@@ -421,6 +442,7 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
         done["took_ms"]
     );
     assert!(lent > 100 && own * 20 < lent, "{own} {lent}");
+    let line = guest.since(line, "put there");
     assert_eq!(guest.json("borrow --lvm vg/swap")["changed"], false);
     // All that the volume needs without the lender is on its own disk.
     let parts = guest.run("lvs -a --noheadings -o lv_name,devices vg | tr -d '[]' | grep _0");
@@ -438,12 +460,14 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
     assert_eq!(guest.json("return --lvm vg/swap")["changed"], false);
     lender.wait_free();
     guest.goes_on();
+    let mut line = guest.since(line, "given back");
 
     // Its lender is killed, hangs, is cut off, wants it back.
     for how in ["killed", "stopped", "cut off", "recalled"] {
         let done = guest.json("borrow --lvm vg/swap");
         assert_eq!(done["place"], "lent", "{done}");
         guest.goes_on();
+        line = guest.since(line, "put there again");
         match how {
             "killed" => kill_process(lender.export(), Signal::KILL).unwrap(),
             "stopped" => kill_process(lender.export(), Signal::STOP).unwrap(),
@@ -461,10 +485,9 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
             lender.lend(Transport::Iscsi);
         }
         let took = guest.wait_off(&lender);
-        let (checked, wrong, longest) = guest.heard();
-        println!(
-            "{how}: off after {took:.1?}; {checked} pages checked, {wrong} wrong, longest access {longest:.3} s"
-        );
+        let (checked, wrong, _) = guest.heard();
+        println!("{how}: off after {took:.1?}; {checked} pages checked, {wrong} wrong");
+        line = guest.since(line, how);
     }
 
     // The daemon dies while it puts the volume there, and while it is there.
@@ -489,6 +512,8 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
     guest.is_as_before();
     lender.wait_free();
 
+    let line = guest.since(line, "daemons killed");
+
     // Moved instead, as the study did.
     let done = guest.json("borrow --lvm vg/swap --durability none");
     let (own, lent) = guest.reads_meanwhile();
@@ -501,6 +526,7 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
     println!("moved back in {} ms", back["took_ms"]);
     guest.is_as_before();
     lender.wait_free();
+    guest.since(line, "moved");
 
     guest.run("touch /run/swapper.stop");
     let mut said = String::new();

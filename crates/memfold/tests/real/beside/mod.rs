@@ -11,6 +11,7 @@ mod liars;
 mod libvirt;
 mod libvirt_host;
 mod lvm;
+mod nodes;
 mod segments;
 mod segments_killed;
 mod snapshots;

@@ -1,0 +1,96 @@
+//! How many pages of zeroes there are in mergeable memory, by a small sample: KSM counts them only when it has merged them, and only with
+//! `use_zero_pages`.
+
+use std::io;
+
+use memfold_sys::memory;
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_units::{Hva, PAGE_SIZE};
+use rustix::process::Pid;
+
+use super::ranges::Mapping;
+
+/// Pages that are read at most, one in each of equal steps. One call reads them (`IOV_MAX`).
+const SAMPLE: u64 = 512;
+
+/// 2^64 over the golden ratio: its multiples fall everywhere (Knuth, The Art of Computer Programming, 6.4).
+const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// Pages in memory that are no holes, not of a file, and not the kernel's own page of zeroes.
+const ANONYMOUS: Filter = Filter {
+    all_of: category::PRESENT,
+    any_of: 0,
+    none_of: category::FILE | category::ZERO,
+};
+
+/// Pages of zeroes in the mergeable ones of `mappings`, which are process `pid`'s, scaled up from those looked at.
+///
+/// # Errors
+/// If the process has ended, may not be looked at, or the kernel has no `PAGEMAP_SCAN` (before Linux 6.7).
+pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
+    let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+    let pagemap = Pagemap::open(pid)?;
+    let mut present = Vec::new();
+    for mapping in mappings.iter().filter(|mapping| mapping.is_mergeable()) {
+        present.extend(pagemap.scan(Hva(mapping.start), Hva(mapping.end), ANONYMOUS)?);
+    }
+    let all: u64 = present.iter().map(|region| region.pages()).sum();
+    let step = all.div_ceil(SAMPLE).max(1);
+    let (mut chosen, mut before, mut number) = (Vec::new(), 0, 0_u64);
+    for region in &present {
+        // Anywhere within each step, as if by chance: what repeats at a distance of its own is met as often as it is there.
+        let place = |number: u64| number * step + (number.wrapping_mul(GOLDEN) >> 32) % step;
+        while place(number) < before + region.pages() {
+            let page = region.start.add_pages(place(number) - before);
+            chosen.push((page, PAGE_SIZE as usize));
+            number += 1;
+        }
+        before += region.pages();
+    }
+    if chosen.is_empty() {
+        return Ok(0);
+    }
+    let mut bytes = vec![0; chosen.len() * PAGE_SIZE as usize];
+    // Less than all of it, if something has gone meanwhile.
+    let read = memory::read_many(pid, &chosen, &mut bytes)? / PAGE_SIZE as usize;
+    let pages = bytes.chunks_exact(PAGE_SIZE as usize).take(read);
+    let zeroes = pages.filter(|page| page.iter().all(|&byte| byte == 0));
+    let share = zeroes.count() as f64 / read.max(1) as f64;
+    // At most `all`.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    Ok((all as f64 * share).round() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeroes_are_counted_where_memory_is_mergeable() {
+        let page = PAGE_SIZE as usize;
+        let mut memory = vec![1_u8; 2001 * page];
+        let first = (memory.as_ptr().expose_provenance() as u64).next_multiple_of(PAGE_SIZE);
+        for zeroes in memory.chunks_exact_mut(page * 4) {
+            zeroes[..page * 2].fill(0);
+        }
+        let mapping = Mapping {
+            start: first,
+            end: first + 2000 * PAGE_SIZE,
+            flags: vec!["mg".into()],
+            ..Mapping::default()
+        };
+        let own = rustix::process::getpid().as_raw_nonzero().get();
+        let found = pages(own, std::slice::from_ref(&mapping)).unwrap();
+        // Of four pages that are not aligned, one or two are whole zeroes.
+        assert!((450..=1100).contains(&found), "{found} of 2000");
+        memory.fill(1);
+        assert_eq!(pages(own, std::slice::from_ref(&mapping)).unwrap(), 0);
+        let not_offered = Mapping {
+            flags: Vec::new(),
+            ..mapping
+        };
+        memory.fill(0);
+        assert_eq!(pages(own, &[not_offered]).unwrap(), 0);
+        std::hint::black_box(memory);
+    }
+}

@@ -1,0 +1,177 @@
+//! KSM on a machine of two NUMA nodes: a guest that is one, with a process whose memory may merge in the place of a VM.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold::ksm::{Cause, Explanation};
+
+use crate::support;
+
+const IMAGE: &str = "trixie-a";
+const MIB: u64 = 1 << 20;
+
+/// Each page is there twice, once on either node.
+const ALIKE_MIB: u64 = 32;
+
+/// Named as a QEMU; MBIND: `mbind(2)` to a node, ADVISE: `MADV_MERGEABLE`.
+const PROCESS: &str = r#"
+import ctypes, mmap, struct, time
+libc = ctypes.CDLL(None, use_errno=True)
+size = 32 << 20
+assert libc.prctl(15, b"qemu-system-x86", 0, 0, 0) == 0
+libc.mmap.restype = ctypes.c_void_p
+held = libc.mmap(None, ctypes.c_size_t(2 * size), 3, 0x22, -1, ctypes.c_size_t(0))
+for node in (0, 1):
+    half, mask = ctypes.c_void_p(held + node * size), ctypes.c_ulong(1 << node)
+    assert libc.syscall(237, half, ctypes.c_size_t(size), 2, ctypes.byref(mask), ctypes.c_ulong(64), 0) == 0, ctypes.get_errno()
+assert libc.madvise(ctypes.c_void_p(held), ctypes.c_size_t(2 * size), 15) == 0
+assert libc.madvise(ctypes.c_void_p(held), ctypes.c_size_t(2 * size), 12) == 0
+bytes = b"".join(b"%015d\n" % page * 256 for page in range(size >> 12))
+for node in (0, 1):
+    ctypes.memmove(held + node * size, bytes, size)
+print("held", flush=True)
+time.sleep(3600)
+"#;
+
+/// Explains it where nodes don't merge with each other, and where they do.
+const SCRIPT: &str = r#"
+exec 2>&1
+cd /sys/kernel/mm/ksm
+python3 /mnt/process.py > /run/held &
+pid=$!
+until grep -q held /run/held; do sleep 0.2; done
+echo 20000 > pages_to_scan
+[ -e smart_scan ] && echo 0 > smart_scan
+for across in 0 1; do
+    echo 2 > run
+    echo $across > merge_across_nodes
+    echo 1 > run
+    from=$(cat full_scans)
+    until [ $(cat full_scans) -ge $((from + 4)) ]; do sleep 0.2; done
+    printf '\nexplained %s\n' "$(/mnt/memfold --json --socket /nowhere ksm explain $pid | tr -d '\n')"
+done
+printf '\nall %s said\n' is
+"#;
+
+struct Machine(Child);
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn run(command: &mut Command) {
+    let done = command.output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{command:?}: {said}");
+}
+
+/// Boots it, and gives the file that its console goes to.
+fn boot(directory: &Path) -> (Machine, std::path::PathBuf) {
+    let images = memfold::host::guest_images().unwrap();
+    let image = &images[IMAGE];
+    let payload = directory.join("payload");
+    std::fs::create_dir(&payload).unwrap();
+    let own = env!("CARGO_BIN_EXE_memfold");
+    run(Command::new("strip")
+        .arg("-o")
+        .arg(payload.join("memfold"))
+        .arg(own));
+    std::fs::write(payload.join("process.py"), PROCESS).unwrap();
+    std::fs::write(payload.join("script"), SCRIPT).unwrap();
+    let disk = directory.join("payload.img");
+    run(Command::new("mke2fs")
+        .args(["-q", "-t", "ext4", "-d"])
+        .args([&payload, &disk])
+        .arg("128M"));
+    let console = directory.join("console");
+    let drive = |file: &Path| format!("if=virtio,format=raw,snapshot=on,file={}", file.display());
+    let child = Command::new("qemu-system-x86_64")
+        .args(["-nodefaults", "-no-user-config", "-display", "none"])
+        .args([
+            "-accel",
+            "tcg,thread=multi",
+            "-cpu",
+            "max",
+            "-smp",
+            "2",
+            "-m",
+            "512",
+        ])
+        .args(["-object", "memory-backend-ram,id=n0,size=256M"])
+        .args(["-object", "memory-backend-ram,id=n1,size=256M"])
+        .args(["-numa", "node,nodeid=0,cpus=0,memdev=n0"])
+        .args(["-numa", "node,nodeid=1,cpus=1,memdev=n1"])
+        .args(["-machine", "q35,mem-merge=off", "-kernel"])
+        .arg(&image.kernel)
+        .arg("-initrd")
+        .arg(&image.initrd)
+        .args([
+            "-append",
+            "root=/dev/vda rw console=ttyS0 quiet mitigations=off",
+        ])
+        .args(["-drive", &drive(&image.disk), "-drive", &drive(&disk)])
+        .args(["-serial", "stdio"])
+        .stdout(std::fs::File::create(&console).unwrap())
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    (Machine(child), console)
+}
+
+/// Waits until its console says something; all that it has said.
+fn says(console: &Path, words: &str) -> String {
+    let end = Instant::now() + Duration::from_secs(300);
+    loop {
+        let said = std::fs::read(console).unwrap_or_default();
+        let said = String::from_utf8_lossy(&said).into_owned();
+        if said.contains(words) {
+            return said;
+        }
+        assert!(Instant::now() < end, "no '{words}' in: {said}");
+        std::thread::sleep(Duration::from_millis(500));
+    }
+}
+
+#[test]
+fn equal_pages_of_two_nodes_stay_apart_where_nodes_do_not_merge() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let (mut machine, console) = boot(directory.path());
+    says(&console, "root@trixie-a:~# ");
+    let mut keys = machine.0.stdin.take().unwrap();
+    writeln!(keys, "mount -o ro /dev/vdb /mnt; sh /mnt/script").unwrap();
+    let said = says(&console, "all is said");
+    let explained: Vec<Explanation> = said
+        .lines()
+        .filter_map(|line| line.strip_prefix("explained "))
+        .map(|json| serde_json::from_str(json).unwrap_or_else(|error| panic!("{error}: {json}")))
+        .collect();
+    let [apart, across] = &explained[..] else {
+        panic!("{said}");
+    };
+    let of = |explained: &Explanation| {
+        let found = explained
+            .causes
+            .iter()
+            .find(|f| f.cause == Cause::AcrossNodes);
+        found.map(|found| found.bytes)
+    };
+    println!("apart: {}\nacross: {}", apart.verdict, across.verdict);
+    assert!(
+        of(apart).is_some_and(|bytes| bytes >= 2 * ALIKE_MIB * MIB),
+        "{apart:#?}"
+    );
+    assert_eq!(apart.merged_bytes, 0, "{apart:#?}");
+    assert_eq!(of(across), None, "{across:#?}");
+    assert!(
+        across.merged_bytes >= 2 * ALIKE_MIB * MIB * 9 / 10,
+        "{across:#?}"
+    );
+}
