@@ -42,7 +42,7 @@ function Planned({ plan }) {
   return html`
     <div class="stats">
       <${Stat} label=${plan.kinds.map((kind) => `${kind.wanted} of ${kind.name}`).join(", ")} tone=${plan.fits ? "main" : "loss"} note=${limit(plan)}><span data-fits=${plan.fits}>${plan.fits ? "fit" : "do not fit"}</span><//>
-      <${Stat} label="Used then" note=${error95(plan.plus_minus_bytes)}><${Bytes} value=${plan.predicted_bytes} figure="plan.predicted_bytes" /><//>
+      <${Stat} label="Used then" note=${error95(plan.plus_minus_bytes) + (plan.ahead_hours ? `; ${bytes(plan.grown_bytes)} of it grown in ${plan.ahead_hours} h` : "")}><${Bytes} value=${plan.predicted_bytes} figure="plan.predicted_bytes" /><//>
       <${Stat} label="Used now" note=${`of ${bytes(plan.memory_bytes)}`}><${Bytes} value=${plan.used_bytes} figure="plan.used_bytes" /><//>
       <${Stat} label="Owed then" note=${`${plan.cover_percent} % of it are to be there`}><${Bytes} value=${plan.predicted_owed_bytes} figure="plan.predicted_owed_bytes" /><//>
     </div>
@@ -56,6 +56,7 @@ function Planned({ plan }) {
         size("shared_bytes", "Shares"),
         size("owed_bytes", "Owes"),
         size("most_bytes", "At most"),
+        { key: "grows", name: "Grows an hour", number: true, value: (kind) => kind.grows_bytes_per_hour ?? 0, cell: (kind) => (kind.grows_bytes_per_hour === null ? "?" : bytes(kind.grows_bytes_per_hour)) },
         count("more_fit", "More fit"),
         count("more_fit_by_memory", "By memory alone"),
       ]} />
@@ -64,7 +65,7 @@ function Planned({ plan }) {
 }
 
 function Fit() {
-  const [values, setValues] = useState({ kinds: "", memory: "" });
+  const [values, setValues] = useState({ kinds: "", memory: "", ahead: "" });
   const [wanted, setWanted] = useState({});
   const [state, setState] = useState({ busy: true, error: null, plan: null });
   const names = values.kinds.trim() ? named(values.kinds) : (state.plan?.kinds ?? []).map((kind) => kind.name);
@@ -73,6 +74,7 @@ function Fit() {
     const query = new URLSearchParams(values.kinds.split(/\s+/).filter(Boolean).map((kind) => ["kind", kind]));
     for (const name of names) if (wanted[name]) query.append("vms", `${name}=${wanted[name]}`);
     if (values.memory.trim()) query.append("memory", values.memory.trim());
+    if (values.ahead.trim()) query.append("ahead_hours", values.ahead.trim());
     try {
       const plan = await get(`/v1/plan?${query}`);
       setState({ busy: false, error: null, plan });
@@ -94,6 +96,7 @@ function Fit() {
           onChange=${(event) => setWanted((old) => ({ ...old, [name]: event.target.value }))} />`)}
         <${Field} field=${{ name: "kinds", label: "Kinds (none: each trust domain)", hint: "web=web1,web2 db=db1" }} value=${values.kinds} onChange=${change("kinds")} />
         <${Field} field=${{ name: "memory", label: "Memory (none: this host's)", hint: "128G" }} value=${values.memory} onChange=${change("memory")} />
+        <${Field} field=${{ name: "ahead", label: "Hours ahead", hint: "VMs grow as they have lately" }} value=${values.ahead} onChange=${change("ahead")} />
         <div class="buttons"><button class="primary" type="submit" disabled=${state.busy}>${state.busy ? "Measuring" : "Plan"}</button></div>
       </form>
       <${Failure} error=${state.error} />

@@ -15,7 +15,7 @@ use super::server::{Failure, blocking};
 use super::types::ErrorBody;
 use crate::daemon::{Daemon, DaemonError, PlaceOrder};
 use crate::estimate::place::Proposal;
-use crate::ledger::plan::{Order, Plan, parse_kind, parse_number};
+use crate::ledger::plan::{Order, Plan, parse_hours, parse_kind, parse_number};
 
 /// Where fingerprints are sent.
 pub(super) const PLACE_PATH: &str = "/v1/plan/place";
@@ -42,9 +42,10 @@ fn order(pairs: &[(String, String)]) -> Result<Order, String> {
                 let bytes = bytes.map_err(|error| format!("memory: {error}"))?;
                 order.memory_bytes = Some(bytes.0);
             }
+            "ahead_hours" => order.ahead_hours = parse_hours(value)?,
             _ => {
                 return Err(format!(
-                    "'{name}' is nothing that a plan takes; give kind, vms or memory"
+                    "'{name}' is nothing that a plan takes; give kind, vms, memory or ahead_hours"
                 ));
             }
         }
@@ -57,6 +58,7 @@ fn order(pairs: &[(String, String)]) -> Result<Order, String> {
     ("kind" = Option<String>, Query, description = "`KIND=VM,VM`; several. By default the VMs of each trust domain are one"),
     ("vms" = Option<String>, Query, description = "`KIND=NUMBER` in all; several. By default as many as run"),
     ("memory" = Option<String>, Query, description = "A size (`128G`); by default this host's"),
+    ("ahead_hours" = Option<f64>, Query, description = "Hours, 0 to 8760, in which VMs grow as they have lately; by default 0"),
 ), responses((status = 200, body = Plan), (status = 400, body = ErrorBody)))]
 pub(super) async fn plan(
     State(daemon): State<Arc<Daemon>>,
@@ -98,17 +100,20 @@ mod tests {
             ("kind", "db=c"),
             ("vms", "web=20"),
             ("memory", "2G"),
+            ("ahead_hours", "1.5"),
         ];
         let asked = pairs(&asked).unwrap();
         assert_eq!(asked.kinds[1], ("db".to_owned(), vec!["c".to_owned()]));
         assert_eq!(asked.kinds.len(), 2);
         assert_eq!(asked.vms, [("web".to_owned(), 20)]);
         assert_eq!(asked.memory_bytes, Some(2 << 30));
+        assert!((asked.ahead_hours - 1.5).abs() < 1e-9);
         assert_eq!(pairs(&[]), Ok(Order::default()));
         for wrong in [
             ("kind", "web"),
             ("vms", "web=x"),
             ("memory", "much"),
+            ("ahead_hours", "-1"),
             ("x", "1"),
         ] {
             assert!(pairs(&[wrong]).is_err(), "{wrong:?}");

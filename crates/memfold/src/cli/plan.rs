@@ -11,10 +11,9 @@ use comfy_table::{CellAlignment, Table, presets};
 use memfold_units::ByteSize;
 
 use super::Context;
-use crate::api::FullReport;
 use crate::estimate::fingerprint::Fingerprint;
 use crate::estimate::place::{Proposal, propose};
-use crate::ledger::plan::{Order, Plan, parse_kind, parse_number};
+use crate::ledger::plan::{Plan, parse_hours, parse_kind, parse_number};
 use crate::ledger::table::signed;
 
 #[derive(Args, Debug)]
@@ -28,8 +27,11 @@ pub(super) struct Arguments {
     /// Plan for so much memory instead of this host's
     #[arg(long, value_name = "SIZE")]
     memory: Option<ByteSize>,
+    /// Plan for so many hours from now, in which VMs grow as they have lately
+    #[arg(long, value_name = "HOURS", default_value = "0", value_parser = parse_hours)]
+    ahead: f64,
     /// Instead: propose which VMs to place together, from the fingerprints of two hosts or more ('memfold estimate --fingerprint')
-    #[arg(long, value_name = "FILE", num_args = 2.., conflicts_with_all = ["kinds", "vms", "memory"])]
+    #[arg(long, value_name = "FILE", num_args = 2.., conflicts_with_all = ["kinds", "vms", "memory", "ahead"])]
     place: Vec<PathBuf>,
     /// What a move has to save, with --place
     #[arg(long, value_name = "SIZE", default_value = "64M", requires = "place")]
@@ -118,15 +120,26 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     if !arguments.place.is_empty() {
         return placed(context, arguments);
     }
-    let report: FullReport = context.client()?.get("/v1/report")?;
-    let order = Order {
-        kinds: arguments.kinds.clone(),
-        vms: arguments.vms.clone(),
-        memory_bytes: arguments.memory.map(|bytes| bytes.0),
-    };
-    let plan = order.plan(&report.ledger, &report.fold)?;
+    let plan: Plan = context
+        .client()?
+        .get(&format!("/v1/plan?{}", query(arguments)))?;
     context.print(&plan, render)?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn query(arguments: &Arguments) -> String {
+    let mut query = form_urlencoded::Serializer::new(String::new());
+    for (name, vms) in &arguments.kinds {
+        query.append_pair("kind", &format!("{name}={}", vms.join(",")));
+    }
+    for (name, number) in &arguments.vms {
+        query.append_pair("vms", &format!("{name}={number}"));
+    }
+    if let Some(memory) = arguments.memory {
+        query.append_pair("memory", &memory.0.to_string());
+    }
+    query.append_pair("ahead_hours", &arguments.ahead.to_string());
+    query.finish()
 }
 
 fn render(plan: &Plan) -> String {
@@ -142,6 +155,7 @@ fn render(plan: &Plan) -> String {
         "SHARES",
         "OWES",
         "AT MOST",
+        "GROWS AN HOUR",
         "MORE FIT",
         "BY MEMORY ALONE",
     ]);
@@ -155,11 +169,12 @@ fn render(plan: &Plan) -> String {
             size(kind.shared_bytes),
             size(kind.owed_bytes),
             size(kind.most_bytes),
+            kind.grows_bytes_per_hour.map_or_else(|| "?".into(), signed),
             kind.more_fit.to_string(),
             kind.more_fit_by_memory.to_string(),
         ]);
     }
-    for at in 1..10 {
+    for at in 1..11 {
         if let Some(column) = kinds.column_mut(at) {
             column.set_cell_alignment(CellAlignment::Right);
         }
@@ -169,8 +184,17 @@ fn render(plan: &Plan) -> String {
         .iter()
         .map(|kind| format!("{} of {}", kind.wanted, kind.name))
         .collect();
+    let ahead = if plan.ahead_hours > 0.0 {
+        format!(
+            " in {} h ({} of it grown until then)",
+            plan.ahead_hours,
+            size(plan.grown_bytes)
+        )
+    } else {
+        String::new()
+    };
     format!(
-        "{}\n\nwith {}: {} +- {} used of {} ({} now, {} kept in reserve), {} owed, of which {} % are to be there: {}",
+        "{}\n\nwith {}: {} +- {} used{ahead} of {} ({} now, {} kept in reserve), {} owed, of which {} % are to be there: {}",
         kinds.trim_fmt(),
         wanted.join(", "),
         size(plan.predicted_bytes),
@@ -201,7 +225,7 @@ mod tests {
             ..Plan::default()
         };
         let text = render(&plan);
-        for word in ["ONE MORE TAKES", "with 3 of web", "+- ?", ": fits"] {
+        for word in ["ONE MORE TAKES", "with 3 of web", "+- ?", " ? ", ": fits"] {
             assert!(text.contains(word), "no '{word}' in\n{text}");
         }
     }

@@ -16,7 +16,10 @@ use utoipa::ToSchema;
 use super::changes::{Seen, changes};
 use super::{Daemon, DaemonError, chain};
 use crate::api::{FullReport, VmInfo};
-use crate::history::{Event, History, HistoryError, Series, Trends, host_values, vm_values};
+use crate::history::{
+    Event, History, HistoryError, KEEP_FINE_S, Series, Trends, growth, host_values, vm_values,
+};
+use crate::ledger::plan::Growths;
 
 /// Least time between two samples for the history.
 const IDLE_INTERVAL: Duration = Duration::from_secs(30);
@@ -189,6 +192,17 @@ impl Daemon {
     /// PSS of all VMs over the last `seconds` (24 h at most), in `points` points at most.
     pub fn trends(&self, seconds: i64, points: i64) -> Result<Trends, DaemonError> {
         self.history(|history, now| history.trends(now, now - seconds, points))
+    }
+
+    /// How fast VMs have grown in the last day; those of which enough is known.
+    pub(super) fn growths(&self) -> Growths {
+        let names = self.lock().keys().cloned().collect::<Vec<String>>();
+        let of = |name: String| {
+            let series = self.history_of(Some(&name), KEEP_FINE_S, KEEP_FINE_S / 30);
+            let found = growth(&series.ok()?)?;
+            Some((name, found.bytes_per_hour))
+        };
+        names.into_iter().filter_map(of).collect()
     }
 
     /// The last changes, newest first.

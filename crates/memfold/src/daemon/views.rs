@@ -189,7 +189,7 @@ impl Daemon {
     /// How many VMs fit.
     pub fn plan(self: &Arc<Self>, order: &Order) -> Result<Plan, DaemonError> {
         let report = self.report()?;
-        let plan = order.plan(&report.ledger, &report.fold);
+        let plan = order.plan(&report.ledger, &report.fold, &self.growths());
         plan.map_err(|error| DaemonError::BadRequest(error.to_string()))
     }
 

@@ -329,7 +329,7 @@ impl Daemon {
         let target = session::Target::new((*ip, *port).into(), key);
         let loan = keeper.change(|loan| loan.target = Some(target.clone()));
         self.note_volumes()?;
-        let device = session::log_in(&target, key)?;
+        let device = session::log_in(&target, key, loan.durability)?;
         let device = device.display().to_string();
         tools::add_disk(&loan.volume.group, &device, &loan.uuid)?;
         if loan.durability == Durability::None {

@@ -7,12 +7,14 @@
 //! ```
 //! All amounts are whole numbers; the units are in their names.
 
+mod growth;
 mod series;
 mod store;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+pub use growth::{Growth, growth};
 pub use series::{HOST_SERIES, VM_SERIES, host_values, vm_values};
 pub use store::{History, HistoryError, KEEP_COARSE_S, KEEP_FINE_S};
 

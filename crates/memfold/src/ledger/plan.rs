@@ -7,6 +7,9 @@
 //!
 //!   N fits:  used(N) + its error bar <= memory - reserve,   and   cover x owed(N) <= memory - reserve - used(N)
 //! ```
+//! With a time to plan ahead, each VM is taken to grow until then as those of its kind have lately (the history's trend), to all of its RAM at
+//! most; none is taken to shrink.
+//!
 //! One more VM is taken to be like those that run: it shares what they share with each other. A VM that runs alone in its trust domain shares
 //! nothing yet, and so does its kind here: `memfold estimate` says what two of it would have in common. What VMs may come to use beyond what
 //! they use now is the last column: all of their RAM.
@@ -60,6 +63,10 @@ pub struct Kind {
     pub owed_bytes: u64,
     /// What each would take if it came to use all of its RAM and shared nothing.
     pub most_bytes: u64,
+    /// What each has grown by an hour lately, in the mean; null: too few samples.
+    pub grows_bytes_per_hour: Option<i64>,
+    /// What each is taken to grow by in the time that is planned ahead.
+    pub grown_bytes: u64,
     /// More of it that fit beside what runs now, by both limits.
     pub more_fit: u64,
     /// More of it that fit by memory alone, were nothing ever called in.
@@ -92,6 +99,10 @@ pub struct Plan {
     pub plus_minus_bytes: Option<u64>,
     /// What would be owed then.
     pub predicted_owed_bytes: u64,
+    /// Hours that are planned ahead.
+    pub ahead_hours: f64,
+    /// Of `predicted_bytes`, what the VMs grow by until then.
+    pub grown_bytes: u64,
     /// Whether they fit.
     pub fits: bool,
 }
@@ -114,8 +125,11 @@ pub fn caches(stats: &EngineStats) -> BTreeMap<String, (u64, u64)> {
     stats.vms.iter().map(of).collect()
 }
 
+/// Growth of each VM by its name, bytes an hour.
+pub type Growths = BTreeMap<String, i64>;
+
 /// What to plan.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Order {
     /// Kinds: a name and its VMs. Empty: those of [`kinds_by_domain`].
     pub kinds: Vec<(String, Vec<String>)>,
@@ -123,6 +137,8 @@ pub struct Order {
     pub vms: Vec<(String, u64)>,
     /// Memory to plan for; none: the host's.
     pub memory_bytes: Option<u64>,
+    /// Hours to plan ahead.
+    pub ahead_hours: f64,
 }
 
 impl Order {
@@ -130,13 +146,17 @@ impl Order {
     ///
     /// # Errors
     /// If nothing runs, or a name is wrong.
-    pub fn plan(&self, report: &Report, stats: &EngineStats) -> Result<Plan, PlanError> {
-        let kinds = if self.kinds.is_empty() {
-            kinds_by_domain(report)
-        } else {
-            self.kinds.clone()
-        };
-        plan(report, &caches(stats), &kinds, &self.vms, self.memory_bytes)
+    pub fn plan(
+        &self,
+        report: &Report,
+        stats: &EngineStats,
+        growths: &Growths,
+    ) -> Result<Plan, PlanError> {
+        let mut order = self.clone();
+        if order.kinds.is_empty() {
+            order.kinds = kinds_by_domain(report);
+        }
+        plan(report, &caches(stats), growths, &order)
     }
 }
 
@@ -165,6 +185,17 @@ pub fn parse_number(text: &str) -> Result<(String, u64), String> {
     let (name, number) =
         parts.ok_or_else(|| format!("'{text}' is no number of a kind; give both: web=20"))?;
     Ok((name.to_owned(), u64::from(number)))
+}
+
+/// Hours to plan ahead: 0 to a year.
+///
+/// # Errors
+/// If it isn't, in words.
+pub fn parse_hours(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(hours) if (0.0..=8760.0).contains(&hours) => Ok(hours),
+        _ => Err(format!("'{text}' are no hours; give 0 to 8760")),
+    }
 }
 
 /// Two-sided 95 % points of Student's t distribution for 1, 2, ... degrees of freedom; behind the last, the normal distribution's.
@@ -259,6 +290,24 @@ impl Kind {
         })
     }
 
+    /// Takes the growth of those of its VMs of which it is known for that of each.
+    #[allow(clippy::cast_possible_truncation)] // as much as its terms
+    fn grow(&mut self, growths: &Growths, ahead_hours: f64) {
+        let known: Vec<f64> = self
+            .vms
+            .iter()
+            .filter_map(|vm| growths.get(vm))
+            .map(|&bytes| bytes as f64)
+            .collect();
+        if known.is_empty() {
+            return;
+        }
+        let mean = known.iter().sum::<f64>() / known.len() as f64;
+        self.grows_bytes_per_hour = Some(mean.round() as i64);
+        let most = self.most_bytes.saturating_sub(self.own_bytes);
+        self.grown_bytes = whole(mean * ahead_hours).min(most);
+    }
+
     /// More than were measured; below zero: fewer.
     fn more(&self, wanted: u64) -> f64 {
         wanted as f64 - self.vms.len() as f64
@@ -286,11 +335,12 @@ impl Plan {
         used + error <= room && owed * self.cover_percent / 100.0 <= (room - used).max(0.0)
     }
 
-    /// How many more of a kind fit beside what runs now.
-    fn more(&self, kind: &Kind, cover: bool) -> u64 {
+    /// How many more of a kind fit beside what runs now, and grows by so much.
+    fn more(&self, kind: &Kind, grown_now: f64, cover: bool) -> u64 {
+        let each = (kind.own_bytes + kind.grown_bytes) as f64;
         let fits = |more: u64| {
             let more = more as f64;
-            let used = self.used_bytes as f64 + more * kind.own_bytes as f64;
+            let used = self.used_bytes as f64 + grown_now + more * each;
             let owed = self.owed_bytes as f64 + more * kind.owed_bytes as f64;
             let error = kind.plus_minus(more).unwrap_or(0.0);
             self.holds(used, error, if cover { owed } else { 0.0 })
@@ -309,48 +359,59 @@ impl Plan {
     }
 }
 
-/// A plan from a report: of these kinds (name, VMs), with so many of each in all as `wanted` says (else as many as run), in so much memory
-/// (else the host's). `caches`: see [`caches`].
-pub fn plan(
+/// A plan from a report, for an order that names its kinds. `caches`: see [`caches`].
+fn plan(
     report: &Report,
     caches: &BTreeMap<String, (u64, u64)>,
-    kinds: &[(String, Vec<String>)],
-    wanted: &[(String, u64)],
-    memory_bytes: Option<u64>,
+    growths: &Growths,
+    order: &Order,
 ) -> Result<Plan, PlanError> {
     if report.vms.is_empty() {
         return Err(PlanError::NoVms);
     }
     let debt = report.debt.as_ref().ok_or(PlanError::NoDebt)?;
     let mut seen = BTreeSet::new();
-    for vm in kinds.iter().flat_map(|(_, vms)| vms) {
+    for vm in order.kinds.iter().flat_map(|(_, vms)| vms) {
         if !seen.insert(vm) {
             return Err(PlanError::Twice(vm.clone()));
         }
     }
     let host = &report.host;
     let mut plan = Plan {
-        memory_bytes: memory_bytes.unwrap_or(host.mem_total_bytes.0),
+        memory_bytes: order.memory_bytes.unwrap_or(host.mem_total_bytes.0),
+        ahead_hours: order.ahead_hours,
         reserve_bytes: debt.reserve_bytes,
         cover_percent: debt.cover_percent,
         used_bytes: (host.mem_total_bytes - host.mem_available_bytes).0,
         owed_bytes: debt.debt_bytes,
         ..Plan::default()
     };
-    for (name, vms) in kinds {
+    for (name, vms) in &order.kinds {
         let mut kind = Kind::measure(report, debt, caches, name, vms)?;
-        kind.more_fit = plan.more(&kind, true);
-        kind.more_fit_by_memory = plan.more(&kind, false);
+        kind.grow(growths, order.ahead_hours);
         plan.kinds.push(kind);
     }
-    for (name, number) in wanted {
+    // Beside what runs now, which grows as well.
+    let sum = |of: &dyn Fn(&Kind) -> f64| plan.kinds.iter().map(of).sum::<f64>();
+    let grown_now = sum(&|k| k.vms.len() as f64 * k.grown_bytes as f64);
+    let more_fit = |kind: &Kind, cover| plan.more(kind, grown_now, cover);
+    let fit: Vec<(u64, u64)> = plan
+        .kinds
+        .iter()
+        .map(|kind| (more_fit(kind, true), more_fit(kind, false)))
+        .collect();
+    for (kind, fit) in plan.kinds.iter_mut().zip(fit) {
+        (kind.more_fit, kind.more_fit_by_memory) = fit;
+    }
+    for (name, number) in &order.vms {
         let names: Vec<String> = plan.kinds.iter().map(|k| format!("'{}'", k.name)).collect();
         let found = plan.kinds.iter_mut().find(|kind| kind.name == *name);
         let missing = || PlanError::NoSuchKind(name.clone(), names.join(", "));
         found.ok_or_else(missing)?.wanted = *number;
     }
     let sum = |of: &dyn Fn(&Kind) -> f64| plan.kinds.iter().map(of).sum::<f64>();
-    let used = plan.used_bytes as f64 + sum(&|k| k.more(k.wanted) * k.own_bytes as f64);
+    let grown = sum(&|k| k.wanted as f64 * k.grown_bytes as f64);
+    let used = plan.used_bytes as f64 + sum(&|k| k.more(k.wanted) * k.own_bytes as f64) + grown;
     let owed = plan.owed_bytes as f64 + sum(&|k| k.more(k.wanted) * k.owed_bytes as f64);
     let errors: Option<Vec<f64>> = plan
         .kinds
@@ -361,6 +422,7 @@ pub fn plan(
     let error = errors.map(|all| all.iter().map(|e| e.powi(2)).sum::<f64>().sqrt());
     plan.fits = plan.holds(used, error.unwrap_or(0.0), owed);
     plan.predicted_bytes = whole(used);
+    plan.grown_bytes = whole(grown);
     plan.plus_minus_bytes = error.map(whole);
     plan.predicted_owed_bytes = whole(owed);
     Ok(plan)
@@ -427,8 +489,43 @@ mod tests {
     }
 
     fn planned(report: &Report, wanted: &[(String, u64)]) -> Plan {
-        let kinds = kinds_by_domain(report);
-        plan(report, &BTreeMap::new(), &kinds, wanted, None).unwrap()
+        let order = Order {
+            vms: wanted.to_vec(),
+            ..Order::default()
+        };
+        let stats = EngineStats::default();
+        order.plan(report, &stats, &Growths::new()).unwrap()
+    }
+
+    #[test]
+    fn vms_grow_as_they_have_lately_to_all_of_their_ram_at_most() {
+        let growths = |bytes| Growths::from([("a".to_owned(), bytes)]);
+        let of = |bytes: i64, hours| {
+            let order = Order {
+                vms: vec![("web".into(), 4)],
+                ahead_hours: hours,
+                ..Order::default()
+            };
+            let stats = EngineStats::default();
+            order.plan(&report(), &stats, &growths(bytes)).unwrap()
+        };
+        let mib = |mib: i64| mib << 20;
+        let now = of(mib(10), 0.0);
+        assert_eq!(now.kinds[0].grows_bytes_per_hour, Some(mib(10)));
+        assert_eq!((now.grown_bytes, now.kinds[0].grown_bytes), (0, 0));
+        let later = of(mib(10), 3.0);
+        assert_eq!(later.kinds[0].grown_bytes, 30 * MIB);
+        assert_eq!(later.grown_bytes, 4 * 30 * MIB);
+        assert_eq!(
+            later.predicted_bytes,
+            now.predicted_bytes + later.grown_bytes
+        );
+        assert!(later.kinds[0].more_fit < now.kinds[0].more_fit);
+        // 512 MiB of RAM, and what its QEMU takes.
+        let kind = of(mib(10), 1e6).kinds.remove(0);
+        assert_eq!(kind.own_bytes + kind.grown_bytes, kind.most_bytes);
+        assert_eq!(of(mib(-10), 3.0).grown_bytes, 0);
+        assert_eq!(planned(&report(), &[]).kinds[0].grows_bytes_per_hour, None);
     }
 
     #[test]
@@ -498,13 +595,18 @@ mod tests {
     #[test]
     fn names_that_nobody_has_are_refused() {
         let report = report();
-        let caches = BTreeMap::new();
         let kind = |vms: &[&str]| {
             let vms = vms.iter().map(|&vm| vm.to_owned()).collect();
             vec![("k".to_owned(), vms)]
         };
         let try_plan = |kinds: &[(String, Vec<String>)], wanted: &[(String, u64)]| {
-            plan(&report, &caches, kinds, wanted, None).unwrap_err()
+            let order = Order {
+                kinds: kinds.to_vec(),
+                vms: wanted.to_vec(),
+                ..Order::default()
+            };
+            let stats = EngineStats::default();
+            order.plan(&report, &stats, &Growths::new()).unwrap_err()
         };
         assert_eq!(
             try_plan(&kind(&["x"]), &[]),
@@ -520,6 +622,7 @@ mod tests {
             "{error}"
         );
         let empty = Report::default();
-        assert_eq!(plan(&empty, &caches, &[], &[], None), Err(PlanError::NoVms));
+        let nothing = Order::default().plan(&empty, &EngineStats::default(), &Growths::new());
+        assert_eq!(nothing, Err(PlanError::NoVms));
     }
 }

@@ -213,6 +213,7 @@ fn wrong_usage_is_exit_code_2() {
         &["estimate", "--program", "init", "--one-domain"],
         &["estimate", "--fingerprint", "f"],
         &["estimate", "--key", "k"],
+        &["plan", "--ahead", "-1"],
         &["plan", "--place", "one"],
         &["plan", "--place", "one", "two", "--leave", "100"],
     ] {
@@ -345,6 +346,9 @@ fn a_plan_is_made_of_vms_that_run_and_says_what_it_lacks() {
         assert_eq!(asked["kinds"][1][name], told["kinds"][1][name], "{name}");
     }
     assert_eq!(asked["memory_bytes"], 64_u64 << 30);
+    let ahead = daemon.json(&["plan", "--ahead", "24"]);
+    assert_eq!(ahead["ahead_hours"], 24.0);
+    assert_eq!(ahead["kinds"][1]["grows_bytes_per_hour"], Value::Null);
     for (query, word) in [
         ("?vms=x=1", "no kind 'x'"),
         ("?kind=d=ghost", "no VM 'ghost'"),

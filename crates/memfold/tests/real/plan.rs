@@ -10,7 +10,8 @@ use memfold::estimate::fingerprint::{self, Fingerprint, HostMemory, Key};
 use memfold::estimate::place::propose;
 use memfold::estimate::{Domains, Options, Pace, VmFacts, look, targets};
 use memfold::fold::EngineSettings;
-use memfold::ledger::plan::{caches, kinds_by_domain, plan};
+use memfold::history::{History, growth, host_values, vm_values};
+use memfold::ledger::plan::{Growths, Order};
 use memfold_units::ByteSize;
 
 use super::support::{self, BOOT};
@@ -74,13 +75,16 @@ fn a_plan_made_of_two_guests_is_right_within_ten_percent_when_there_are_more() {
     let lab = Lab::new(EngineSettings::default()).unwrap();
     lab.fold(true).unwrap();
     let first = start(&lab, &names[..MEASURED]);
-    let kinds = kinds_by_domain(&first.ledger);
-    assert_eq!(kinds.len(), 1);
     let taken = first.ledger.host.unreclaimable_bytes.0;
     // One more at a time beyond the two, so that each number has its figure; the plan is always that of the two.
     for number in MEASURED + 1..=all {
-        let wanted = [(kinds[0].0.clone(), number as u64)];
-        let planned = plan(&first.ledger, &caches(&first.fold), &kinds, &wanted, None).unwrap();
+        let order = Order {
+            vms: vec![("lab".into(), number as u64)],
+            ..Order::default()
+        };
+        let none = Growths::new();
+        let planned = order.plan(&first.ledger, &first.fold, &none).unwrap();
+        assert_eq!(planned.kinds.len(), 1);
         let kind = &planned.kinds[0];
         // What others on this host take meanwhile is no part of it: VMs, page stores and memfold, each page once (which is held against
         // MemAvailable by the ledger's own tests).
@@ -115,6 +119,43 @@ fn a_plan_made_of_two_guests_is_right_within_ten_percent_when_there_are_more() {
         assert!(kind.own_bytes > 32 << 20 && kind.shared_bytes > 32 << 20);
     }
     would_share(&names[..MEASURED], &lab);
+    grows(&lab, &names[0]);
+}
+
+/// A guest that takes 2 MiB more each second, with a sample each second: the trend that the history sees.
+fn grows(lab: &Lab, name: &str) {
+    const RATE: f64 = (2 << 20) as f64 * 3600.0;
+    let program = "import os, time\nheld = []\nwhile True:\n held.append(os.urandom(2 << 20))\n time.sleep(1)";
+    let begin = format!("systemd-run -q --unit=grows python3 -c '{program}'");
+    lab.exec(name, &begin, Duration::from_secs(60)).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let mut history = History::open(&place.path().join("history")).unwrap();
+    let now = || {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        i64::try_from(now.unwrap().as_secs()).unwrap()
+    };
+    let began = now();
+    while now() < began + 50 {
+        let report = lab.report().unwrap();
+        let host = host_values(&report.ledger.host, &report.fold);
+        let vms = report.ledger.vms.iter();
+        let vms: Vec<_> = vms.map(|vm| (vm.name.clone(), vm_values(vm))).collect();
+        history.add(now(), &host, &vms, &[]).unwrap();
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    let trend = |name: &str| {
+        let series = history.vm(name, now(), began - 1, 1000).unwrap();
+        growth(&series).unwrap().bytes_per_hour as f64
+    };
+    let (grows, stays) = (trend(name), trend("web-2"));
+    println!(
+        "a guest that takes 2 MiB a second grows by {:.2} of that, one that stays by {:.2}",
+        grows / RATE,
+        stays / RATE
+    );
+    // The guest's second is longer while the emulator is busy.
+    assert!((0.5..1.3).contains(&(grows / RATE)), "{grows}");
+    assert!((stays / RATE).abs() < 0.2, "{stays}");
 }
 
 /// As if two of the VMs were on two hosts: their fingerprints tell that they belong together, and about how much that saves.

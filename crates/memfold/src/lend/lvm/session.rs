@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::super::iscsi::{LUN, bridge, target_name};
-use super::super::registry::Key;
+use super::super::registry::{Durability, Key};
 use super::LvmError;
 
 /// How long it may take until the disk is there.
@@ -29,8 +29,38 @@ const RECORDS: [&str; 2] = ["/etc/iscsi/nodes", "/var/lib/iscsi/nodes"];
 /// Sessions of the kernel.
 const SESSIONS: &str = "/sys/class/iscsi_session";
 
-/// How long the kernel waits for an answer before it asks for the command to be given up, in seconds; 30 by default.
-const COMMAND_SECONDS: &str = "5";
+/// How long a lender that says nothing is waited for, in seconds.
+#[derive(Clone, Copy, Debug)]
+struct Patience {
+    /// After so long without a word from it, it is asked whether it is there.
+    ask: u32,
+    /// Without an answer after so long it has gone.
+    answer: u32,
+    /// The kernel waits so long for a command before it has it given up; 30 by default.
+    command: u32,
+}
+
+/// Where a copy is on this host's disk: whoever waits for a page can have it there. Long enough for a link and a lender that are busy, 2 s are
+/// not: the lent image is dropped for nothing then.
+const WITH_COPY: Patience = Patience {
+    ask: 1,
+    answer: 4,
+    command: 10,
+};
+
+/// Where there is none: to give up is to lose what lies there.
+const WITHOUT: Patience = Patience {
+    ask: 10,
+    answer: 60,
+    command: 90,
+};
+
+const fn patience(durability: Durability) -> Patience {
+    match durability {
+        Durability::None => WITHOUT,
+        Durability::Disk | Durability::Replica => WITH_COPY,
+    }
+}
 
 /// `iscsiadm` says so when there is no such session or record (`ISCSI_ERR_NO_OBJS_FOUND`).
 const NOTHING_THERE: i32 = 21;
@@ -70,8 +100,9 @@ pub fn check() -> Result<(), LvmError> {
 }
 
 /// Logs in; gives the disk.
-pub fn log_in(target: &Target, key: &Key) -> Result<PathBuf, LvmError> {
-    record(target, key)?;
+pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<PathBuf, LvmError> {
+    let patience = patience(durability);
+    record(target, key, patience)?;
     let failed = |why: String| LvmError::Session {
         portal: target.portal,
         why,
@@ -87,7 +118,7 @@ pub fn log_in(target: &Target, key: &Key) -> Result<PathBuf, LvmError> {
         }
         std::thread::sleep(LOOK);
     }
-    limit_commands(&device)?;
+    limit_commands(&device, patience)?;
     Ok(device)
 }
 
@@ -170,7 +201,7 @@ fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
 
 /// Notes the target for open-iscsi. Its secret gets into open-iscsi's file of the target, which is root's alone, and not onto a command
 /// line, where all users of the host could read it.
-fn record(target: &Target, key: &Key) -> Result<(), LvmError> {
+fn record(target: &Target, key: &Key, patience: Patience) -> Result<(), LvmError> {
     node(target, &["--op", "new"])?;
     let place = RECORDS
         .iter()
@@ -188,7 +219,7 @@ fn record(target: &Target, key: &Key) -> Result<(), LvmError> {
     })?;
     let change = || -> io::Result<()> {
         let text = std::fs::read_to_string(&file)?;
-        write_private(&file, &with_settings(&text, &settings(key)))
+        write_private(&file, &with_settings(&text, &settings(key, patience)))
     };
     change().map_err(|source| LvmError::Files {
         path: file.clone(),
@@ -222,7 +253,7 @@ fn write_private(path: &Path, text: &str) -> io::Result<()> {
 }
 
 /// `iscsid.conf(5)` has what these mean.
-fn settings(key: &Key) -> Vec<(&'static str, String)> {
+fn settings(key: &Key, patience: Patience) -> Vec<(&'static str, String)> {
     let mut all = vec![
         ("node.session.auth.username", key.identity.clone()),
         ("node.session.auth.password", key.hex.clone()),
@@ -235,9 +266,6 @@ fn settings(key: &Key) -> Vec<(&'static str, String)> {
         ("node.session.scan", "manual"),
         // What waits fails at once when the connection has ended: no other will do.
         ("node.session.timeo.replacement_timeout", "0"),
-        // A lender that says nothing for 1 + 2 s has gone.
-        ("node.conn[0].timeo.noop_out_interval", "1"),
-        ("node.conn[0].timeo.noop_out_timeout", "2"),
         ("node.conn[0].timeo.login_timeout", "5"),
         ("node.conn[0].timeo.logout_timeout", "3"),
         ("node.session.initial_login_retry_max", "2"),
@@ -246,6 +274,9 @@ fn settings(key: &Key) -> Vec<(&'static str, String)> {
         ("node.session.err_timeo.tgt_reset_timeout", "3"),
     ];
     all.extend(fixed.map(|(name, value)| (name, value.to_owned())));
+    let (ask, answer) = (patience.ask.to_string(), patience.answer.to_string());
+    all.push(("node.conn[0].timeo.noop_out_interval", ask));
+    all.push(("node.conn[0].timeo.noop_out_timeout", answer));
     all
 }
 
@@ -327,12 +358,13 @@ fn disk(session: &Path) -> Option<PathBuf> {
     Some(Path::new("/dev").join(block.file_name()?))
 }
 
-fn limit_commands(device: &Path) -> Result<(), LvmError> {
+fn limit_commands(device: &Path, patience: Patience) -> Result<(), LvmError> {
     let name = device.file_name().unwrap_or_default();
     let path = Path::new("/sys/class/block")
         .join(name)
         .join("device/timeout");
-    std::fs::write(&path, COMMAND_SECONDS).map_err(|source| LvmError::Files { path, source })
+    std::fs::write(&path, patience.command.to_string())
+        .map_err(|source| LvmError::Files { path, source })
 }
 
 #[cfg(test)]
@@ -346,14 +378,14 @@ mod tests {
             identity: "lease-7".into(),
             hex: "0f".repeat(32),
         };
-        let new = with_settings(record, &settings(&key));
+        let new = with_settings(record, &settings(&key, WITH_COPY));
         assert!(new.starts_with("# BEGIN RECORD 2.1.8\nnode.name = n\nnode.conn[0].address"));
         assert!(new.ends_with("# END RECORD\n"));
         let lines = |name: &str| new.lines().filter(|line| line.starts_with(name)).count();
         assert_eq!(lines("node.session.timeo.replacement_timeout = 0"), 1);
         assert_eq!(lines("node.session.timeo.replacement_timeout"), 1);
         assert_eq!(lines("node.session.auth.password = 0f0f"), 1);
-        assert_eq!(with_settings(&new, &settings(&key)), new);
+        assert_eq!(with_settings(&new, &settings(&key, WITH_COPY)), new);
     }
 
     #[test]

@@ -1,0 +1,120 @@
+//! How fast a VM grows: the trend of what only it has, from its samples.
+
+use super::Series;
+
+/// Points that a trend is made of, at most: all pairs of them are looked at.
+const MOST: usize = 60;
+
+/// And at least.
+const LEAST: usize = 8;
+
+/// A gap of so many steps is an end: the VM was another one before.
+const GAP: i64 = 4;
+
+/// A trend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Growth {
+    /// Bytes an hour; negative: it shrinks.
+    pub bytes_per_hour: i64,
+    /// Seconds that it was measured over.
+    pub over_s: i64,
+}
+
+/// The trend of private and not folded memory in a VM's series: the median slope of all pairs of points (Theil and Sen), so that a peak
+/// doesn't count. Of the newest run of samples without a gap, less its first quarter, in which a guest boots. `None`: too few samples.
+#[must_use]
+pub fn growth(series: &Series) -> Option<Growth> {
+    let of = |name: &str| {
+        let at = series.names.iter().position(|n| n == name)?;
+        series.values.get(at)
+    };
+    let (private, unfolded) = (of("private_bytes")?, of("unfolded_bytes")?);
+    let mut points: Vec<(i64, i64)> = Vec::new();
+    for ((&t, private), unfolded) in series.t.iter().zip(private).zip(unfolded) {
+        if let (Some(private), Some(unfolded)) = (private, unfolded) {
+            points.push((t, private + unfolded));
+        }
+    }
+    let mut steps: Vec<i64> = points.windows(2).map(|two| two[1].0 - two[0].0).collect();
+    steps.sort_unstable();
+    let step = steps.get(steps.len() / 2).copied()?;
+    let gap = |two: &[(i64, i64)]| two[1].0 - two[0].0 > GAP * step;
+    let begins = points.windows(2).rposition(gap).map_or(0, |at| at + 1);
+    let run = &points[begins..];
+    let run = &run[run.len() / 4..];
+    if run.len() < LEAST {
+        return None;
+    }
+    let means = run.chunks(run.len().div_ceil(MOST)).map(|piece| {
+        let count = piece.len() as f64;
+        let t: f64 = piece.iter().map(|(t, _)| *t as f64).sum();
+        let bytes: f64 = piece.iter().map(|(_, bytes)| *bytes as f64).sum();
+        (t / count, bytes / count)
+    });
+    let means: Vec<(f64, f64)> = means.collect();
+    let mut slopes = Vec::with_capacity(means.len() * means.len() / 2);
+    for (at, (t, bytes)) in means.iter().enumerate() {
+        for (later, more) in &means[at + 1..] {
+            slopes.push((more - bytes) / (later - t));
+        }
+    }
+    slopes.sort_unstable_by(f64::total_cmp);
+    let slope = slopes.get(slopes.len() / 2)?;
+    // Memory of a host an hour: far below 2^63.
+    #[allow(clippy::cast_possible_truncation)]
+    Some(Growth {
+        bytes_per_hour: (slope * 3600.0).round() as i64,
+        over_s: run.last()?.0 - run.first()?.0,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn series(points: &[(i64, i64)]) -> Series {
+        Series {
+            step_s: 30,
+            t: points.iter().map(|(t, _)| *t).collect(),
+            names: vec!["private_bytes".into(), "unfolded_bytes".into()],
+            values: vec![
+                points.iter().map(|(_, bytes)| Some(bytes / 2)).collect(),
+                points
+                    .iter()
+                    .map(|(_, bytes)| Some(bytes - bytes / 2))
+                    .collect(),
+            ],
+        }
+    }
+
+    #[test]
+    fn a_trend_is_found_beside_a_boot_and_peaks() {
+        // 10 MiB an hour after a boot of 300 MiB in ten minutes; each tenth sample is a peak.
+        let bytes = |n: i64| {
+            let boot = (n * 15).min(300) << 20;
+            let peak = if n % 10 == 0 { 80 << 20 } else { 0 };
+            boot + peak + n * 30 * (10 << 20) / 3600
+        };
+        let points: Vec<(i64, i64)> = (0..400).map(|n| (1_000_000 + n * 30, bytes(n))).collect();
+        let found = growth(&series(&points)).unwrap();
+        let rate = found.bytes_per_hour as f64 / (10 << 20) as f64;
+        assert!((0.9..1.1).contains(&rate), "{rate}");
+        assert_eq!(found.over_s, 299 * 30);
+        // Another VM of that name, long before, that was larger.
+        let mut two = vec![(0, 1 << 40); 3];
+        two.iter_mut().zip(0..).for_each(|(p, n)| p.0 = n * 30);
+        two.extend(points);
+        assert_eq!(growth(&series(&two)), Some(found));
+    }
+
+    #[test]
+    fn what_stays_doesn_t_grow_and_few_samples_tell_nothing() {
+        let flat: Vec<(i64, i64)> = (0..40).map(|n| (n * 30, 7 << 20)).collect();
+        assert_eq!(growth(&series(&flat)).unwrap().bytes_per_hour, 0);
+        let less: Vec<(i64, i64)> = (0..40).map(|n| (n * 30, (100 - n) << 20)).collect();
+        assert_eq!(growth(&series(&less)).unwrap().bytes_per_hour, -120 << 20);
+        assert_eq!(growth(&series(&flat[..10])), None);
+        assert_eq!(growth(&series(&[])), None);
+        assert_eq!(growth(&Series::default()), None);
+    }
+}
