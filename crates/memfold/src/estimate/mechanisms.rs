@@ -15,8 +15,8 @@ use super::targets::Target;
 use crate::fold::FileUse;
 use crate::segment::rank;
 
-/// ksmd's CPU for each merged page, its scanning included (decision 21: own controller, two VMs of 512 MiB).
-const KSM_US: f64 = 25.3;
+/// ksmd's CPU for each merged page, its scanning included (`bench ksm`: steered, median of three rounds, two VMs of 1 GiB).
+const KSM_US: f64 = 10.3;
 
 /// CPU for folding a page, by the pages of its run (`bench fold`, median).
 const FOLD_US: [(f64, f64); 5] = [

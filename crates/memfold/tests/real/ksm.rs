@@ -10,8 +10,10 @@ use memfold::api::{
     SaveRequest, StopRequest, VmInfo,
 };
 use memfold::bench::lab::{DiskMode, Lab};
+use memfold::ksm::steer::Mode;
 use memfold::ksm::{
-    Cause, Controls, Explanation, NOTES, Overview, Settings, merging_pages, restore_leftover,
+    Cause, Controls, Explanation, NOTES, Overview, Settings, Steering, merging_pages,
+    restore_leftover,
 };
 use memfold::ledger::DebtReport;
 use memfold::vm::VmSpec;
@@ -199,6 +201,7 @@ fn ksm_merges_what_guests_of_one_domain_have_in_common_and_is_as_before_afterwar
     );
     assert_eq!(settings(), before);
     merges(&client);
+    it_idles_and_makes_way(&client);
     others_stay_out(&client, &served, state);
     a_live_save_has_ksm_stand_still(&client);
     it_stands_still_while_the_brake_is_on(&client);
@@ -296,6 +299,65 @@ fn merges(client: &Client) {
         }
         Err(explained.verdict)
     });
+}
+
+/// Programs that each want a whole core.
+struct Busy(Vec<Child>);
+
+impl Busy {
+    fn start() -> Self {
+        let cores = std::thread::available_parallelism().unwrap().get();
+        let one = |_| {
+            let mut shell = Command::new("sh");
+            shell.args(["-c", "while :; do :; done"]).spawn().unwrap()
+        };
+        Self((0..4 * cores).map(one).collect())
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// When passes bring nothing any more ksmd goes slowly, and when tasks wait for a core, more slowly.
+fn it_idles_and_makes_way(client: &Client) {
+    let quick = KsmStartRequest {
+        target_s: 5.0,
+        ..request(None)
+    };
+    ask(client, &quick).unwrap();
+    let until = |what: &str, is_so: &dyn Fn(&Steering) -> bool| {
+        wait(what, || {
+            let steering = ksm(client).steering.unwrap();
+            if is_so(&steering) {
+                println!(
+                    "{what}: {} ({} pages each {} ms)",
+                    steering.why, steering.pages_to_scan, steering.sleep_millisecs
+                );
+                return Ok(steering);
+            }
+            Err(format!("{steering:?}"))
+        })
+    };
+    let speed = |steering: &Steering| {
+        steering.pages_to_scan as f64 / steering.sleep_millisecs.max(1) as f64
+    };
+    until("it scans each 5 s", &|s| s.mode == Some(Mode::Steady));
+    let idle = until("it idles", &|s| s.mode == Some(Mode::Idle));
+    let busy = Busy::start();
+    let waits = |s: &Steering| s.why.contains("tasks wait for cpu");
+    let slow = until("it makes way", &|s| {
+        waits(s) && speed(s) < 0.7 * speed(&idle)
+    });
+    assert!(slow.held.is_none(), "{slow:?}");
+    drop(busy);
+    until("it is as before", &|s| !waits(s));
+    start(client, None);
 }
 
 /// A VM of another domain is started without mergeable memory; that of a stranger stops KSM as long as it is there.

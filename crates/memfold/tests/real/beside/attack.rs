@@ -1,0 +1,198 @@
+//! The interface is attacked over TCP while the daemon folds real guests: they and folding don't notice, and the daemon doesn't grow.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use memfold::api::{Client, CodeRequest, FullReport, LoginCode, Role, VmInfo};
+use memfold::bench::lab::{DiskMode, Lab};
+use memfold_units::ByteSize;
+
+use crate::served::{Served, exec};
+use crate::support;
+
+const NAMES: [&str; 2] = ["one", "two"];
+const MEMORY: ByteSize = ByteSize::mib(320);
+
+/// What the guests read before, and while the attack goes on.
+const BEFORE: &str = "cat /usr/bin/* | md5sum";
+const MEANWHILE: &str = "cat /usr/lib/*-linux-gnu/*.so* | md5sum";
+
+/// Requests that are sent together, without waiting for answers.
+const TOGETHER: usize = 64;
+
+/// How much more the daemon may have in memory afterwards: its tables of what guests read meanwhile are in it.
+const GROWTH: u64 = 64 << 20;
+
+fn wait(what: &str, mut ready: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(240);
+    while !ready() {
+        assert!(Instant::now() < end, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(250));
+    }
+}
+
+fn folded(client: &Client) -> Vec<u64> {
+    let report: FullReport = client.get("/v1/report").unwrap();
+    assert!(!report.fold.paused);
+    let of = |name: &&str| report.ledger.vms.iter().find(|vm| vm.name == *name);
+    let bytes = NAMES.iter().map(|name| of(name).unwrap().folded_bytes.0);
+    bytes.collect()
+}
+
+fn resident_bytes(pid: i32) -> u64 {
+    let process = procfs::process::Process::new(pid).unwrap();
+    process.status().unwrap().vmrss.unwrap() << 10
+}
+
+/// What attackers send: strangers, readers who want to operate, another site's page, broken bodies, paths that climb.
+fn requests(host: &str, state: &Path) -> [String; 5] {
+    let token = |role: &str| {
+        let file = state.join("access").join(format!("{role}.token"));
+        std::fs::read_to_string(file).unwrap().trim().to_owned()
+    };
+    let (read, operate) = (token("read"), token("operate"));
+    let request = |line: &str, more: &str, body: &str| {
+        let length = body.len();
+        format!(
+            "{line} HTTP/1.1\r\nhost: {host}\r\n{more}content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+        )
+    };
+    let bearer = |token: &str| format!("authorization: Bearer {token}\r\n");
+    let stop = "{\"timeout_s\": 0}";
+    let pause = "{\"paused\": true}";
+    let other_site = format!("{}origin: http://evil.example\r\n", bearer(&operate));
+    [
+        request("POST /v1/vms/one/stop", "", stop),
+        request("POST /v1/vms/one/stop", &bearer(&read), stop),
+        request("PUT /v1/fold", &other_site, pause),
+        request("PUT /v1/fold", &bearer(&operate), "{\"paused\": tru"),
+        request("GET /../../etc/shadow", &bearer(&read), ""),
+    ]
+}
+
+/// Sends a request again and again, and counts the answers by what they begin with.
+fn flood(host: &str, request: &str, end: Instant, answers: &AtomicU64, granted: &AtomicU64) {
+    let together = request.repeat(TOGETHER);
+    // The daemon may hang up on who sends too much.
+    while Instant::now() < end {
+        let Ok(mut stream) = TcpStream::connect(host) else {
+            std::thread::sleep(Duration::from_millis(10));
+            continue;
+        };
+        let mut reader = stream.try_clone().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let (mut some, mut text) = (vec![0; 1 << 16], String::new());
+                while let Ok(read @ 1..) = reader.read(&mut some) {
+                    text += &String::from_utf8_lossy(&some[..read]);
+                    let count = |class: char| {
+                        let line = format!("HTTP/1.1 {class}");
+                        text.matches(&line).count() as u64
+                    };
+                    let all = ['2', '3', '4', '5'].map(count);
+                    answers.fetch_add(all.iter().sum(), Ordering::Relaxed);
+                    granted.fetch_add(all[0], Ordering::Relaxed);
+                    // Less than one of them: the beginning of one that is cut here.
+                    let keep = text.len().saturating_sub("HTTP/1.1 ".len());
+                    let keep = (keep..=text.len()).find(|&at| text.is_char_boundary(at));
+                    text = text.split_off(keep.unwrap_or(text.len()));
+                }
+            });
+            while Instant::now() < end && stream.write_all(together.as_bytes()).is_ok() {}
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        });
+    }
+}
+
+#[test]
+fn guests_and_folding_do_not_notice_that_the_interface_is_attacked() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let state = directory.path();
+    let mut served = Served::new(state, &NAMES).with(&["--listen", "127.0.0.1:0"]);
+    served.start();
+    let client = served.answers();
+    for (name, image) in NAMES.iter().zip(["trixie-a", "trixie-b"]) {
+        served.run(&Lab::spec(name, image, MEMORY, DiskMode::Buffered).unwrap());
+    }
+    let vms = || -> Vec<VmInfo> { client.get("/v1/vms").unwrap() };
+    wait("agents answer", || {
+        vms().iter().all(|vm| vm.agent.is_some())
+    });
+    let sums = NAMES.map(|name| exec(&client, name, BEFORE).stdout);
+    wait("what they read is folded", || {
+        folded(&client).iter().all(|&bytes| bytes > 8 << 20)
+    });
+    let (before, pids) = (
+        folded(&client),
+        vms().iter().map(|vm| vm.pid).collect::<Vec<_>>(),
+    );
+
+    let role = CodeRequest { role: Role::Read };
+    let login: LoginCode = client.post("/v1/session/codes", &role).unwrap();
+    let address = login.urls.last().unwrap();
+    let host = address
+        .split("//")
+        .nth(1)
+        .unwrap()
+        .split('/')
+        .next()
+        .unwrap();
+    let pid: memfold::api::VersionInfo = client.get("/v1/version").unwrap();
+    let resident = resident_bytes(pid.pid);
+    let requests = requests(host, state);
+    let time = support::seconds("MEMFOLD_FLOOD_SECONDS", 30);
+    let (answers, granted, slowest) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+    let end = Instant::now() + time;
+    std::thread::scope(|scope| {
+        for request in &requests {
+            scope.spawn(|| flood(host, request, end, &answers, &granted));
+        }
+        // Who reads nothing of what was asked for.
+        let mut silent = TcpStream::connect(host).unwrap();
+        let _ = silent.write_all(requests[4].repeat(10_000).as_bytes());
+        for name in NAMES {
+            let client = &client;
+            scope.spawn(move || exec(client, name, MEANWHILE));
+        }
+        while Instant::now() < end {
+            let asked = Instant::now();
+            assert_eq!(vms().len(), NAMES.len());
+            let took = u64::try_from(asked.elapsed().as_millis()).unwrap();
+            slowest.fetch_max(took, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    });
+    let count = answers.load(Ordering::Relaxed);
+    let grown = resident_bytes(pid.pid).saturating_sub(resident);
+    println!(
+        "{} answers a second for {time:?}; the daemon grew by {} KiB; whoever asked on the host waited {} ms at most",
+        count / time.as_secs(),
+        grown >> 10,
+        slowest.load(Ordering::Relaxed)
+    );
+    assert!(count > 1000, "{count}");
+    assert_eq!(granted.load(Ordering::Relaxed), 0);
+    assert!(grown < GROWTH, "{grown} bytes");
+    assert!(slowest.load(Ordering::Relaxed) < 10_000);
+
+    // What they have read meanwhile is folded as well, and what was folded is so still.
+    let more = |bytes: &u64, then: &u64| *bytes > *then + (4 << 20);
+    wait("what they read meanwhile is folded", || {
+        folded(&client)
+            .iter()
+            .zip(&before)
+            .all(|(now, then)| more(now, then))
+    });
+    let now = vms();
+    assert_eq!(now.iter().map(|vm| vm.pid).collect::<Vec<_>>(), pids);
+    for vm in &now {
+        assert!(vm.fold_problems.is_empty(), "{:?}", vm.fold_problems);
+    }
+    assert_eq!(NAMES.map(|name| exec(&client, name, BEFORE).stdout), sums);
+}
