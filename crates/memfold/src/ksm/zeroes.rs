@@ -4,8 +4,8 @@
 use std::io;
 
 use memfold_sys::memory;
-use memfold_sys::pagemap::{Filter, Pagemap, category};
-use memfold_units::{Hva, PAGE_SIZE};
+use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
+use memfold_units::{Hva, PAGE_BYTES};
 use rustix::process::Pid;
 
 use super::ranges::Mapping;
@@ -34,7 +34,7 @@ pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
     for mapping in mappings.iter().filter(|mapping| mapping.is_mergeable()) {
         present.extend(pagemap.scan(Hva(mapping.start), Hva(mapping.end), ANONYMOUS)?);
     }
-    let all: u64 = present.iter().map(|region| region.pages()).sum();
+    let all: u64 = present.iter().map(Region::pages).sum();
     let step = all.div_ceil(SAMPLE).max(1);
     let (mut chosen, mut before, mut number) = (Vec::new(), 0, 0_u64);
     for region in &present {
@@ -42,7 +42,7 @@ pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
         let place = |number: u64| number * step + (number.wrapping_mul(GOLDEN) >> 32) % step;
         while place(number) < before + region.pages() {
             let page = region.start.add_pages(place(number) - before);
-            chosen.push((page, PAGE_SIZE as usize));
+            chosen.push((page, PAGE_BYTES));
             number += 1;
         }
         before += region.pages();
@@ -50,10 +50,10 @@ pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
     if chosen.is_empty() {
         return Ok(0);
     }
-    let mut bytes = vec![0; chosen.len() * PAGE_SIZE as usize];
+    let mut bytes = vec![0; chosen.len() * PAGE_BYTES];
     // Less than all of it, if something has gone meanwhile.
-    let read = memory::read_many(pid, &chosen, &mut bytes)? / PAGE_SIZE as usize;
-    let pages = bytes.chunks_exact(PAGE_SIZE as usize).take(read);
+    let read = memory::read_many(pid, &chosen, &mut bytes)? / PAGE_BYTES;
+    let pages = bytes.chunks_exact(PAGE_BYTES).take(read);
     let zeroes = pages.filter(|page| page.iter().all(|&byte| byte == 0));
     let share = zeroes.count() as f64 / read.max(1) as f64;
     // At most `all`.
@@ -63,11 +63,13 @@ pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
 
 #[cfg(test)]
 mod tests {
+    use memfold_units::PAGE_SIZE;
+
     use super::*;
 
     #[test]
     fn zeroes_are_counted_where_memory_is_mergeable() {
-        let page = PAGE_SIZE as usize;
+        let page = PAGE_BYTES;
         let mut memory = vec![1_u8; 2001 * page];
         let first = (memory.as_ptr().expose_provenance() as u64).next_multiple_of(PAGE_SIZE);
         for zeroes in memory.chunks_exact_mut(page * 4) {
