@@ -108,9 +108,12 @@ export function endLive() {
 /** The newest sample, and whether more come. */
 export function useLive() {
   const [, again] = useState(0);
+  const seen = state.sample;
   useEffect(() => {
     const listener = () => again((n) => n + 1);
     listeners.add(listener);
+    // One that came between the drawing and this moment.
+    if (state.sample !== seen) listener();
     return () => listeners.delete(listener);
   }, []);
   return state;

@@ -517,6 +517,11 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     let mut walk = Walk::begin(&walk);
     let load = walk.step("load");
     println!("load: {load}");
+    // The promise is 1 s on a machine that does nothing else; guests start here.
+    for (name, most) in [("usable_ms", 5000.0), ("again_ms", 3000.0)] {
+        let ms = load[name].as_f64().unwrap();
+        assert!(ms < most, "{name}: {ms}");
+    }
     let bytes = load["bytes"].as_u64().unwrap();
     assert!(bytes <= 300_000, "the whole page has {bytes} bytes");
     let address = load["address"].as_str().unwrap();
@@ -618,7 +623,10 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
         let text = braked[card].as_str().unwrap();
         assert!(text.contains(words), "no '{words}' in {text}");
     }
-    println!("{}", walk.step("hundred"));
+    let hundred = walk.step("hundred");
+    println!("{hundred}");
+    // 60 frames a second; half of that where others want the cores as well.
+    assert!(hundred["median_ms"].as_f64().unwrap() < 34.0);
     let end = walk.step("end");
     assert_eq!(end["faults"], serde_json::json!([]));
     let violations = end["violations"].as_array().unwrap();
