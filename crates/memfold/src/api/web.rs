@@ -90,6 +90,8 @@ fn answer(request: &Request, kind: &'static str, bytes: &'static [u8], tag: &str
 
 #[cfg(test)]
 mod tests {
+    use std::fmt::Write as _;
+
     use super::*;
     use std::collections::BTreeSet;
     use std::path::Path;
@@ -146,8 +148,10 @@ mod tests {
                 .lines()
                 .find(|l| l.starts_with(&format!("| {name} |")));
             let line = line.unwrap_or_else(|| panic!("{name} is not noted"));
-            let digest = openssl::sha::sha256(bytes);
-            let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+            let mut digest = String::new();
+            for byte in openssl::sha::sha256(bytes) {
+                write!(digest, "{byte:02x}").unwrap();
+            }
             let told = format!("| {} | `{digest}` |", bytes.len());
             assert!(line.contains(&told), "{line} is not {told}");
         }
