@@ -29,6 +29,7 @@
 // A test here is one story of VMs that are dear to boot, and it speaks of states, stats and status.
 #![allow(clippy::similar_names, clippy::too_many_lines)]
 
+mod attack;
 mod beside;
 mod churn;
 mod dashboard;

@@ -2,7 +2,6 @@
 //!
 //! They come first: test programs run tests in the order of their names, and whoever wants the machine for itself waits for both turns.
 
-mod attack;
 mod daemon_killed;
 mod disks;
 mod domains;

@@ -10,8 +10,8 @@ use memfold::api::{Client, CodeRequest, FullReport, LoginCode, Role, VmInfo};
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
-use crate::served::{Served, exec};
-use crate::support;
+use super::served::{Served, exec};
+use super::support;
 
 const NAMES: [&str; 2] = ["one", "two"];
 const MEMORY: ByteSize = ByteSize::mib(320);
@@ -109,9 +109,8 @@ fn flood(host: &str, request: &str, end: Instant, answers: &AtomicU64, granted: 
 
 #[test]
 fn guests_and_folding_do_not_notice_that_the_interface_is_attacked() {
-    let Some(_turn) = support::turn_beside() else {
-        return;
-    };
+    // It takes all that there is of the host's cores.
+    let Some(_turn) = support::turn() else { return };
     let directory = tempfile::tempdir().unwrap();
     let state = directory.path();
     let mut served = Served::new(state, &NAMES).with(&["--listen", "127.0.0.1:0"]);
