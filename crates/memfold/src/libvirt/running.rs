@@ -83,6 +83,11 @@ mod tests {
         ] {
             std::fs::write(run.path().join(file), text).unwrap();
         }
+        // A parent goes on before the kernel has laid out the environment of what it started (fs/binfmt_elf.c).
+        let environment = format!("/proc/{}/environ", child.id());
+        while std::fs::read(&environment).unwrap().is_empty() {
+            std::thread::yield_now();
+        }
         let mut found = Running::all(run.path()).unwrap();
         found.sort_by(|a, b| a.domain.cmp(&b.domain));
         let names: Vec<_> = found.iter().map(|r| r.domain.as_str()).collect();
