@@ -49,11 +49,8 @@ export const part = (name) => encodeURIComponent(name);
 
 // The live sample: one stream for the whole page, which ends while nobody sees the page.
 const listeners = new Set();
-const state = { sample: null, connected: false, recent: [] };
+const state = { sample: null, connected: false };
 let source = null;
-
-/** Samples that are kept for sparklines. */
-const RECENT = 120;
 
 function tell() {
   for (const listener of listeners) listener();
@@ -68,8 +65,6 @@ function open() {
   source.addEventListener("sample", (event) => {
     state.sample = JSON.parse(event.data);
     state.connected = true;
-    state.recent.push(state.sample);
-    if (state.recent.length > RECENT) state.recent.shift();
     tell();
   });
   source.onerror = () => {
@@ -102,7 +97,13 @@ export function endLive() {
   live = false;
   close();
   state.sample = null;
-  state.recent = [];
+}
+
+/** What an action has changed, shown before the next sample has it. `change(sample)`: the sample as it is now. */
+export function changeSample(change) {
+  if (!state.sample) return;
+  state.sample = change(state.sample);
+  tell();
 }
 
 /** The newest sample, and whether more come. */

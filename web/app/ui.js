@@ -4,6 +4,9 @@ import { useEffect, useRef, useState } from "../vendor/preact-hooks.js";
 import { bytes } from "./format.js";
 import { html } from "./html.js";
 
+/** Names that memfold takes, as a `pattern` (which browsers read with the flag `v`). */
+export const NAME = "[A-Za-z0-9][A-Za-z0-9._\\-]*";
+
 /** A figure of the ledger: its text, and its exact value and name for tests and for those who hover. */
 export const Bytes = ({ value, figure }) =>
   html`<data value=${value ?? ""} data-figure=${figure} title=${value === null || value === undefined ? "" : `${value.toLocaleString("en")} bytes`}>${bytes(value)}</data>`;
@@ -83,7 +86,7 @@ export function Table({ label, columns, rows, rowKey, first, empty = "Nothing he
 let openDialog = () => {};
 
 /**
- * Asks before something is done. `fields`: {name, label, type: text|number|select|checkbox, value, options, hint}.
+ * Asks before something is done. `fields`: {name, label, type: text|number|select|checkbox|textarea, value, options, hint}.
  * `act(values)` does it; what it returns is shown, what it throws too, and the dialog stays.
  */
 export const ask = (what) => openDialog(what);
@@ -147,6 +150,8 @@ export function Field({ field, value, onChange }) {
   const control =
     field.type === "select"
       ? html`<select id=${id} value=${value} onChange=${onChange} aria-describedby=${described}>${field.options.map((o) => html`<option value=${o.value ?? o}>${o.label ?? o}</option>`)}</select>`
+      : field.type === "textarea"
+      ? html`<textarea id=${id} rows="4" onInput=${onChange} required=${field.required} spellcheck="false" aria-describedby=${described}>${value}</textarea>`
       : html`<input id=${id} type=${field.type ?? "text"} value=${value} onInput=${onChange} required=${field.required} min=${field.min} max=${field.max}
           step=${field.step ?? (field.type === "number" ? "any" : undefined)} pattern=${field.pattern} autocomplete="off" spellcheck="false" aria-describedby=${described} />`;
   return html`<div class="field"><label for=${id}>${field.label}</label>${control}${hint}</div>`;

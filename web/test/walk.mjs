@@ -1,8 +1,9 @@
 // Walks every page of the dashboard in a real Chromium, as an operator does, and says what it saw, as JSON lines on standard output.
 //
-//   node walk.mjs OPERATE-URL READ-URL RESULTS-DIRECTORY VM-TO-STOP CHROMIUM BORROWER KIND FINGERPRINT FINGERPRINT
+//   node walk.mjs OPERATE-URL READ-URL RESULTS-DIRECTORY VM-TO-STOP CHROMIUM BORROWER KIND GUEST FILES DISK FINGERPRINT FINGERPRINT
 //
-// BORROWER: a VM with a swap disk on lent memory. KIND: one of the plan. Screenshots that are named guide-* are those of docs/guide.
+// BORROWER: a VM with a swap disk on lent memory. KIND: one of the plan. GUEST: a VM whose agent answers once it goes on. FILES: a directory
+// for a segment. DISK: an image for a VM. Screenshots that are named guide-* are those of docs/guide.
 //
 // It asserts nothing about figures: who started it knows what they have to be. It waits for a line on its standard input after each
 // line {"step": ..., "wait": true}.
@@ -13,7 +14,7 @@ import { createInterface } from "node:readline";
 import { chromium } from "playwright-core";
 import { recorded } from "./recorded.mjs";
 
-const [operateUrl, readUrl, results, vmToStop, executablePath, borrower, kind, ...fingerprints] = process.argv.slice(2);
+const [operateUrl, readUrl, results, vmToStop, executablePath, borrower, kind, guest, files, disk, ...fingerprints] = process.argv.slice(2);
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 /** How long the page is left open, to see what that costs the daemon. */
 const HOLD_MS = 20_000;
@@ -89,6 +90,25 @@ async function axe(page, name) {
   if (found.passes.length < 5) faults.push(`${name}: axe looked at nothing`);
   return found.violations.map((v) => ({ page: name, id: v.id, impact: v.impact, nodes: v.nodes.map((n) => n.html.slice(0, 160)).slice(0, 3) }));
 }
+
+const dialog = (page) => page.getByRole("dialog");
+
+/** Opens a dialog by its button, fills fields by their labels, confirms, and waits for what it says then; the dialog is closed again. */
+async function act(page, button, fields, confirm, said) {
+  await page.getByRole("button", { name: button, exact: true }).first().click();
+  for (const [label, value] of Object.entries(fields)) {
+    const field = dialog(page).getByLabel(label, { exact: true });
+    if (typeof value === "boolean") await field.setChecked(value);
+    else await field.fill(value);
+  }
+  await dialog(page).getByRole("button", { name: confirm, exact: true }).click();
+  if (!said) return dialog(page).waitFor({ state: "hidden" });
+  const text = await dialog(page).getByRole("status").filter({ hasText: said }).textContent();
+  await dialog(page).getByRole("button", { name: "Close" }).click();
+  return text;
+}
+
+const gone = (page, name) => page.waitForFunction((of) => ![...document.querySelectorAll("tbody th")].some((th) => th.textContent === of), name);
 
 const sideways = (page) => page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
 
@@ -210,13 +230,46 @@ await page.getByRole("dialog").getByRole("button", { name: "Return it" }).click(
 await page.getByRole("dialog").getByText("Back on this host's disk").waitFor();
 await sayAndWait({ step: "returned" });
 await page.getByRole("dialog").getByRole("button", { name: "Close" }).click();
+await act(page, "Add …", { "Its name": "third" }, "Make a token", "Token of third, not shown again:");
+await page.getByRole("row").filter({ hasText: "third" }).getByRole("button", { name: "Remove …" }).click();
+await sayAndWait({ step: "host added" });
+await dialog(page).getByRole("button", { name: "Take its token away" }).click();
+await gone(page, "third");
+await go(page, `#/vms/${borrower}`, ".segment-strip");
+await act(page, "Borrow memory …", {}, "Borrow", "On lent RAM of neighbour");
+await sayAndWait({ step: "borrowed" });
+await act(page, "Return memory …", {}, "Return it", "Back on this host's disk");
+await go(page, "#/segments", ".card");
+const build = { Name: "tools", "Trust domain": "lab", From: files, "Only paths": "/**" };
+await act(page, "Build …", build, "Build it", "Built tools@1");
+await page.getByRole("row").filter({ hasText: "tools@1" }).waitFor();
+await page.screenshot({ path: `${results}/segments-built-light.png`, fullPage: true });
+violations.push(...(await axe(page, "segments built")));
+await sayAndWait({ step: "built" });
+await page.getByRole("row").filter({ hasText: "tools@1" }).getByRole("button", { name: "Remove …" }).click();
+await dialog(page).getByRole("button", { name: "Remove the segment" }).click();
+await gone(page, "tools@1");
+await go(page, "#/vms", "tbody tr");
+await page.getByRole("button", { name: "Start …" }).click();
+violations.push(...(await axe(page, "start")));
+await page.screenshot({ path: `${results}/start.png` });
+await dialog(page).getByRole("button", { name: "Cancel" }).click();
+const made = { Name: "made", RAM: "64M", "Disk image": disk, "The image stays as it is: writes go to a temporary overlay": true };
+await act(page, "Start …", made, "Start it", "made runs, as process");
+await sayAndWait({ step: "made" });
+await go(page, `#/vms/${guest}`, ".map canvas");
+await page.getByRole("button", { name: "Look", exact: true }).click();
+const causes = await page.getByRole("region", { name: "KSM and this VM" }).getByText("are merged, of").textContent();
+violations.push(...(await axe(page, "ksm and this vm")));
+const ran = await act(page, "Run a command …", { "Shell text": "echo $((6 * 7)); uname -n >&2; exit 3" }, "Run it", "exit code");
+await sayAndWait({ step: "ran", ran, causes });
 await go(page, `#/vms/${vm}`, ".map canvas");
 await page.getByRole("button", { name: "Stop …" }).click();
 await page.getByLabel("Seconds for the guest").fill("0");
 await page.screenshot({ path: `${results}/dialog.png` });
 await page.getByRole("dialog").getByRole("button", { name: "Stop the VM" }).click();
 await page.waitForURL("**/#/vms");
-await page.waitForFunction((name) => ![...document.querySelectorAll("tbody th")].some((th) => th.textContent === name), vm);
+await gone(page, vm);
 await sayAndWait({ step: "stopped" });
 await go(page, "#/estimate", "form");
 await page.getByLabel("Seconds at most").fill("3");

@@ -1,7 +1,7 @@
 // Where every byte of the host is, what each mechanism saved, and what it cost.
 
 import { useMemo, useState } from "../../vendor/preact-hooks.js";
-import { post, put, useAnswer, useLive } from "../api.js";
+import { changeSample, post, put, useAnswer, useLive } from "../api.js";
 import { Chart, values } from "../charts.js";
 import { bytes, percent, plural, time } from "../format.js";
 import { html } from "../html.js";
@@ -92,7 +92,10 @@ function Debt({ debt, may }) {
       { name: "cover", label: "Of what is owed to be there, percent", type: "number", min: 0, max: 100, value: debt.cover_percent, required: true, hint: "0: no brake" },
     ],
     action: "Set the limits",
-    act: async (v) => void (await put("/v1/debt", { reserve: v.reserve.trim() || null, cover_percent: Number(v.cover) })),
+    act: async (v) => {
+      const now = await put("/v1/debt", { reserve: v.reserve.trim() || null, cover_percent: Number(v.cover) });
+      changeSample((sample) => ({ ...sample, ledger: { ...sample.ledger, debt: now } }));
+    },
   };
   const fact = (label, key) => html`<div><dt>${label}</dt><dd><${Bytes} value=${debt[key]} figure=${`debt.${key}`} /></dd></div>`;
   const spare = Math.max(0, debt.absorbable_bytes - debt.needed_bytes);
@@ -136,6 +139,11 @@ function Debt({ debt, may }) {
     <//>`;
 }
 
+async function setFold(wanted) {
+  const fold = await put("/v1/fold", wanted);
+  changeSample((sample) => ({ ...sample, fold }));
+}
+
 function Folding({ fold, may }) {
   const budget = () => ({
     title: "Budget of folding",
@@ -145,13 +153,13 @@ function Folding({ fold, may }) {
       { name: "pages", label: "Pages a second (0: no limit)", type: "number", min: 0, step: 1, value: fold.pages_per_second ?? 0 },
     ],
     action: "Set the budget",
-    act: async (v) => void (await put("/v1/fold", { cpu_percent: Number(v.cpu), pages_per_second: Number(v.pages) })),
+    act: (v) => setFold({ cpu_percent: Number(v.cpu), pages_per_second: Number(v.pages) }),
   });
   const pause = {
     title: fold.paused ? "Go on folding?" : "Pause folding?",
     text: fold.paused ? "Hints are taken again, and what is new is folded." : "What is folded stays folded; nothing new is.",
     action: fold.paused ? "Go on" : "Pause",
-    act: async () => void (await put("/v1/fold", { paused: !fold.paused })),
+    act: () => setFold({ paused: !fold.paused }),
   };
   const waiting = fold.hint_to_fold_p50_s;
   return html`<${Card} title="Folding" third aside=${html`<${Badge} tone=${fold.paused ? "warn" : "good"}>${fold.paused ? "paused" : "on"}<//>`}>

@@ -4,7 +4,7 @@ import { useState } from "../../vendor/preact-hooks.js";
 import { del, part, post, useAnswer } from "../api.js";
 import { bytes, duration, parseBytes, plural } from "../format.js";
 import { html } from "../html.js";
-import { Act, Badge, Bytes, Card, Empty, Failure, Stat, Table, Waiting } from "../ui.js";
+import { Act, Badge, Bytes, Card, Empty, Failure, NAME, Stat, Table, Waiting } from "../ui.js";
 
 const ROW = 44;
 
@@ -23,6 +23,40 @@ function Graph({ leases }) {
     ${lenders.map((host) => html`<text x="192" y=${at(lenders, host) + 4} text-anchor="end">${host}</text>`)}
     ${borrowers.map((vm) => html`<text x="448" y=${at(borrowers, vm) + 4}>${vm}</text>`)}
   </svg>`;
+}
+
+/** Hosts that may ask this daemon's registry. */
+function Hosts({ may }) {
+  const [again, setAgain] = useState(0);
+  const { value: hosts, error } = useAnswer("/v1/hosts", again);
+  const add = {
+    title: "Let a host ask",
+    text: "It may lend and borrow by this daemon's registry with the token that is shown then. A token that it had before is void.",
+    fields: [{ name: "host", label: "Its name", required: true, pattern: NAME, hint: "As it is started: memfold serve --host." }],
+    action: "Make a token",
+    act: async (v) => {
+      const made = await post("/v1/hosts", { host: v.host });
+      setAgain((n) => n + 1);
+      return `Token of ${made.host}, not shown again:\n${made.token}\nIts daemon asks this one with --host ${made.host}, --registry, --registry-token and --registry-ca: see memfold host add --help.`;
+    },
+  };
+  const remove = (host) => ({
+    title: `Refuse ${host} from now on?`,
+    text: "Its token is void. What it has borrowed ends with its leases.",
+    action: "Take its token away",
+    danger: true,
+    act: async () => {
+      await del(`/v1/hosts/${part(host)}`);
+      setAgain((n) => n + 1);
+    },
+  });
+  return html`<${Card} title="Hosts that may ask" aside=${html`<${Act} may=${may} what=${add} small>Add …<//>`}>
+    <${Failure} error=${error} />
+    <${Table} label="Hosts that may ask" rows=${hosts ?? []} rowKey=${(host) => host} empty="None but this one." columns=${[
+      { key: "host", name: "Host", value: (host) => host },
+      { key: "act", name: "", cell: (host) => html`<${Act} may=${may} what=${remove(host)} danger small>Remove …<//>` },
+    ]} />
+  <//>`;
 }
 
 export function Leases({ may }) {
@@ -123,5 +157,6 @@ export function Leases({ may }) {
           { key: "heard", name: "Heard of", number: true, value: (l) => l.silent_ms, cell: (l) => `${duration(l.silent_ms)} ago` },
         ]} />
       <//>
+      <${Hosts} may=${may} />
     </div>`;
 }

@@ -2,9 +2,9 @@
 
 import { useState } from "../../vendor/preact-hooks.js";
 import { del, part, post, useAnswer, useLive } from "../api.js";
-import { bytes, plural, time } from "../format.js";
+import { bytes, parseBytes, plural, time } from "../format.js";
 import { html } from "../html.js";
-import { Act, Badge, Bytes, Card, Failure, Table, Waiting } from "../ui.js";
+import { Act, Badge, Bytes, Card, Failure, NAME, Table, Waiting } from "../ui.js";
 
 export function Segments({ may }) {
   const [again, setAgain] = useState(0);
@@ -13,11 +13,13 @@ export function Segments({ may }) {
   const changed = () => setAgain((n) => n + 1);
   if (!segments) return error ? html`<${Failure} error=${error} />` : html`<${Waiting} />`;
   const reference = (s) => `${s.segment.name}@${s.segment.generation}`;
+  const fits = (vm, s) => vm.origin === "started" && vm.domain === s.segment.domain && !s.users.includes(vm.name);
+  const fitting = (s) => (sample?.vms ?? []).filter((vm) => fits(vm, s)).map((vm) => vm.name);
   const attach = (s) => {
-    const vms = (sample?.vms ?? []).filter((vm) => vm.domain === s.segment.domain && !s.users.includes(vm.name)).map((vm) => vm.name);
+    const vms = fitting(s);
     return {
       title: `Attach ${reference(s)}`,
-      text: vms.length ? "The VM needs a free slot (vm run --segment-slots)." : `No other VM of trust domain ${s.segment.domain} runs.`,
+      text: "The VM needs a free slot (vm run --segment-slots).",
       fields: [
         { name: "vm", label: "VM", type: "select", options: vms, value: vms[0] },
         { name: "content", label: "Compare all bytes with the guest's own files first", type: "checkbox" },
@@ -45,7 +47,30 @@ export function Segments({ may }) {
     action: "Verify",
     act: async () => (await post(`/v1/segments/${part(reference(s))}/verify`)) ?? "Every byte is as it was built.",
   });
-  return html`<${Card} title=${plural(segments.length, "segment")} wide>
+  const lines = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean);
+  const build = {
+    title: "Build a segment",
+    text: "An image of files that VMs of one trust domain execute in place. A name that is there gets its next generation.",
+    fields: [
+      { name: "name", label: "Name", required: true, pattern: NAME },
+      { name: "domain", label: "Trust domain", required: true },
+      { name: "from", label: "From", type: "textarea", required: true, hint: "A directory or disk image of the host, vm:NAME, or packages (package:NAME), a line each." },
+      { name: "include", label: "Only paths", type: "textarea", hint: "Globs that begin with a slash, a line each. Empty: /usr/** and /opt/**." },
+      { name: "top", label: "The best files in", hint: "256M; empty: all files." },
+      { name: "pinned", label: "Hold it in memory", type: "checkbox" },
+    ],
+    action: "Build it",
+    act: async (v) => {
+      const top = v.top ? parseBytes(v.top) : null;
+      if (v.top && top === null) throw new Error(`'${v.top}' is no size; write 256M or 2G`);
+      const done = await post("/v1/segments", {
+        name: v.name, domain: v.domain, from: lines(v.from), include: lines(v.include), top_files_bytes: top, pinned: v.pinned });
+      changed();
+      const built = `${done.segment.name}@${done.segment.generation}`;
+      return done.is_new ? `Built ${built}, ${bytes(done.segment.image_bytes)}.` : `${built} holds the same files already.`;
+    },
+  };
+  return html`<${Card} title=${plural(segments.length, "segment")} aside=${html`<${Act} may=${may} what=${build} small>Build …<//>`} wide>
     <${Failure} error=${error} />
     <${Table} label="Segments" rows=${segments} rowKey=${reference} empty="None yet. Build one: memfold segment build --help" columns=${[
       { key: "name", name: "Segment", value: reference, cell: (s) => html`${reference(s)} ${s.problem && html`<${Badge} tone="bad" title=${s.problem}>unusable<//>`}` },
@@ -56,7 +81,7 @@ export function Segments({ may }) {
       { key: "users", name: "VMs", cell: (s) => (s.users.length ? s.users.join(", ") : html`<span class="soft">none</span>`) },
       { key: "kept", name: "Kept from changes by", value: (s) => s.protection },
       { key: "made", name: "Built", value: (s) => s.segment.created_s, cell: (s) => time(s.segment.created_s) },
-      { key: "act", name: "", cell: (s) => html`<div class="buttons"><${Act} may=${may} what=${() => attach(s)} small>Attach …<//><${Act} may=${may} what=${verify(s)} small>Verify …<//><${Act} may=${may} what=${remove(s)} danger small>Remove …<//></div>` },
+      { key: "act", name: "", cell: (s) => html`<div class="buttons">${fitting(s).length > 0 && html`<${Act} may=${may} what=${() => attach(s)} small>Attach …<//>`}<${Act} may=${may} what=${verify(s)} small>Verify …<//><${Act} may=${may} what=${remove(s)} danger small>Remove …<//></div>` },
     ]} />
   <//>`;
 }

@@ -4,7 +4,7 @@ import { useState } from "../../vendor/preact-hooks.js";
 import { del, part, post, useAnswer, useLive } from "../api.js";
 import { bytes, plural, time } from "../format.js";
 import { html } from "../html.js";
-import { Act, Badge, Card, Empty, Failure, Waiting } from "../ui.js";
+import { Act, Badge, Card, Empty, Failure, NAME, Waiting } from "../ui.js";
 import { saveSnapshot } from "./vm.js";
 
 /** Trees of who came from whom: a snapshot hangs on its VM, if that VM runs from a snapshot itself. */
@@ -30,7 +30,7 @@ function Actions({ snapshot, may, changed }) {
     text: "VMs that run from its memory at once.",
     fields: [
       { name: "number", label: "How many", type: "number", min: 1, max: 64, step: 1, value: 1, required: true },
-      { name: "prefix", label: "Names begin with", value: name, required: true, pattern: "[A-Za-z0-9][A-Za-z0-9._-]*" },
+      { name: "prefix", label: "Names begin with", value: name, required: true, pattern: NAME },
       { name: "renew", label: "Each gets its own", type: "select", options: RENEW, value: "network" },
       { name: "prefetch", label: "Fetch the memory that a VM uses first", type: "checkbox" },
     ],
@@ -55,7 +55,7 @@ function Actions({ snapshot, may, changed }) {
     title: `Restore ${name}`,
     text: "The VM goes on from the moment of the snapshot. Its writes go to temporary overlays, unless you name a directory of the host.",
     fields: [
-      { name: "vm", label: "Name of the VM", value: snapshot.vm, required: true, pattern: "[A-Za-z0-9][A-Za-z0-9._-]*" },
+      { name: "vm", label: "Name of the VM", value: snapshot.vm, required: true, pattern: NAME },
       { name: "renew", label: "It gets its own", type: "select", options: RENEW, value: "random" },
       { name: "disks", label: "Directory for its disks", hint: "Empty: temporary overlays." },
     ],

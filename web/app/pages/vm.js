@@ -3,9 +3,9 @@
 import { useEffect, useMemo, useRef, useState } from "../../vendor/preact-hooks.js";
 import { del, part, post, useAnswer, useLive } from "../api.js";
 import { Chart, values } from "../charts.js";
-import { bytes } from "../format.js";
+import { bytes, duration } from "../format.js";
 import { html } from "../html.js";
-import { Act, Badge, Bytes, Card, Failure, Stack, Stat, Table, Waiting } from "../ui.js";
+import { Act, Badge, Bytes, Card, Failure, NAME, Stack, Stat, Table, Waiting } from "../ui.js";
 import { spanPicker } from "./host.js";
 import { PLACES, problems, swapPlace, withTemplate } from "./vms.js";
 
@@ -121,7 +121,7 @@ export const saveSnapshot = (vms, chosen, done) => ({
   text: "Memory, devices and disks at one instant.",
   fields: [
     { name: "vm", label: "VM", type: "select", options: vms, value: chosen ?? vms[0] },
-    { name: "name", label: "Name", required: true, pattern: "[A-Za-z0-9][A-Za-z0-9._-]*" },
+    { name: "name", label: "Name", required: true, pattern: NAME },
     { name: "live", label: "The VM goes on while its memory is copied", type: "checkbox", value: true },
     { name: "keep", label: "Page cache", type: "select", options: [
       { value: "none", label: "dropped: smallest" }, { value: "hot", label: "kept, as references to its disks" }, { value: "all", label: "kept, and free pages too" } ] },
@@ -156,12 +156,72 @@ function Segments({ info, may }) {
     act: async () => void (await del(`/v1/vms/${part(info.name)}/segments/${part(segment)}`)),
   });
   const state = (s) => (typeof s === "string" ? s.replace("_", " ") : `failed: ${s.failed}`);
-  return html`<${Card} title="Segments" aside=${names.length > 0 && html`<${Act} may=${may} what=${attach} small>Attach …<//>`}>
+  return html`<${Card} title="Segments" aside=${names.length > 0 && html`<${Act} may=${may && info.origin === "started"} what=${attach} small>Attach …<//>`}>
     <${Table} label="Segments of this VM" rows=${info.segments} rowKey=${(s) => s.segment} empty="It maps none." columns=${[
       { key: "segment", name: "Segment", value: (s) => s.segment },
       { key: "state", name: "State", value: (s) => state(s.state) },
       { key: "act", name: "", cell: (s) => html`<${Act} may=${may} what=${detach(s.segment)} danger small>Take off …<//>` },
     ]} /><//>`;
+}
+
+const DURABILITY = [
+  { value: "disk", label: "this host's disk keeps a copy: no lender can lose anything" },
+  { value: "replica", label: "two lenders hold it" },
+  { value: "none", label: "one lender, no copy: what lies there is lost with it" },
+];
+
+/** The swap disk of a running VM, to lent RAM. */
+const borrow = (name) => ({
+  title: `Switch the swap disk of ${name} to lent RAM?`,
+  text: "While it runs. It needs lenders with so much to spare.",
+  fields: [
+    { name: "durability", label: "If a lender dies", type: "select", options: DURABILITY, value: "disk" },
+    { name: "stripes", label: "Lenders to lay it out over", type: "number", min: 1, max: 8, step: 1, hint: "Empty: as few as have room for it." },
+  ],
+  action: "Borrow",
+  act: async (v) => {
+    const done = await post(`/v1/vms/${part(name)}/borrow`, { durability: v.durability, stripes: v.stripes === "" ? null : Number(v.stripes) });
+    return `On lent RAM of ${done.lenders.join(", ")} after ${duration(done.took_ms)}.`;
+  },
+});
+
+const giveBack = (name) => ({
+  title: `Return what ${name} has borrowed?`,
+  text: "Its swap disk is switched back to this host's disk while it runs.",
+  action: "Return it",
+  act: async () => `Back on this host's disk after ${duration((await post(`/v1/vms/${part(name)}/return`)).took_ms)}.`,
+});
+
+const execute = (name) => ({
+  title: `Run a command in ${name}`,
+  text: "As root in the guest, by its agent. It stands in the audit log.",
+  fields: [
+    { name: "script", label: "Shell text", type: "textarea", required: true },
+    { name: "timeout", label: "Seconds that it may take", type: "number", min: 1, max: 600, value: 60, required: true },
+  ],
+  action: "Run it",
+  act: async (v) => {
+    const done = await post(`/v1/vms/${part(name)}/exec`, { script: v.script, timeout_s: Number(v.timeout) });
+    return [`exit code ${done.code}`, done.stdout.trimEnd(), done.stderr.trimEnd()].filter(Boolean).join("\n");
+  },
+});
+
+/** Why KSM merges what it has, or doesn't: asked for, as it looks at the VM's memory. */
+function KsmCauses({ name }) {
+  const [wanted, setWanted] = useState(0);
+  const aside = html`<button class="small" onClick=${() => setWanted((n) => n + 1)}>${wanted ? "Look again" : "Look"}</button>`;
+  return html`<${Card} title="KSM and this VM" aside=${aside}>
+    ${wanted ? html`<${Explained} name=${name} again=${wanted} />` : html`<p class="empty">Why its memory merges, or doesn't: <code>memfold ksm explain ${name}</code>.</p>`}
+  <//>`;
+}
+
+function Explained({ name, again }) {
+  const { value: why, error } = useAnswer(`/v1/ksm/explain/${part(name)}`, again);
+  if (!why) return error ? html`<${Failure} error=${error} />` : html`<${Waiting} />`;
+  return html`<${Failure} error=${error} />
+    <p>${bytes(why.merged_bytes)} are merged, of ${bytes(why.mergeable_bytes)} that are mergeable and ${bytes(why.guest_bytes)} of guest memory.
+      ${why.first_merge_s !== null && why.first_merge_s !== undefined && ` The first pages that are equal merge within ${duration(why.first_merge_s * 1000)}.`}</p>
+    ${why.causes.length > 0 && html`<ul class="words">${why.causes.map((c) => html`<li><${Badge} tone=${c.blocks ? "bad" : "warn"}>${bytes(c.bytes)}<//> ${c.words}${c.fix && html`<br /><span class="soft">${c.fix}</span>`}</li>`)}</ul>`}`;
 }
 
 export function Vm({ name, may, theme }) {
@@ -206,7 +266,7 @@ export function Vm({ name, may, theme }) {
       <${Card} title="Facts">
         <dl class="facts">
           ${fact("Trust domain", info.domain ?? "none: it shares with nobody")}
-          ${fact("QEMU", `${info.qemu}, process ${info.pid}, ${info.origin}`)}
+          ${fact("QEMU", `${info.qemu}, process ${info.pid}, ${info.libvirt ? `libvirt's domain ${info.libvirt}` : info.origin}`)}
           ${fact("Guest", info.agent ?? "no agent")}
           ${fact("Folding again", info.refold_problems.length ? `at pauses only: ${info.refold_problems.join("; ")}` : "any time")}
           ${fact("Merged by KSM", bytes(vm.ksm_merged_bytes))}
@@ -217,11 +277,15 @@ export function Vm({ name, may, theme }) {
         </dl>
         <div class="buttons">
           <${Act} may=${may && info.origin === "started"} what=${saveSnapshot([name], name)}>Save a snapshot …<//>
-          <${Act} may=${may} what=${reboot}>Reboot …<//>
-          <${Act} may=${may} what=${stop} danger>Stop …<//>
+          ${info.swap && html`<${Act} may=${may} what=${info.swap.place === "on_disk" ? borrow(name) : giveBack(name)}>${info.swap.place === "on_disk" ? "Borrow memory …" : "Return memory …"}<//>`}
+          <${Act} may=${may && info.agent} what=${execute(name)}>Run a command …<//>
+          <${Act} may=${may && info.origin === "started"} what=${reboot}>Reboot …<//>
+          <${Act} may=${may && info.origin === "started"} what=${stop} danger>Stop …<//>
         </div>
+        ${info.libvirt && html`<p class="note">libvirt starts, stops and saves it: <code>virsh shutdown "${info.libvirt}"</code>.</p>`}
       <//>
       <${Segments} info=${info} may=${may} />
+      <${KsmCauses} name=${name} />
       <${OverTime} name=${name} theme=${theme} />
     </div>`;
 }

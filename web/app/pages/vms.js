@@ -1,10 +1,10 @@
 // All VMs: a row each.
 
 import { useMemo, useState } from "../../vendor/preact-hooks.js";
-import { useAnswer, useLive } from "../api.js";
+import { changeSample, post, useAnswer, useLive } from "../api.js";
 import { plural } from "../format.js";
 import { html } from "../html.js";
-import { Badge, Bytes, Card, Sparkline, Stack, Table, Waiting } from "../ui.js";
+import { Act, Badge, Bytes, Card, NAME, Sparkline, Stack, Table, Waiting } from "../ui.js";
 
 export const PLACES = [
   ["Private", "private_bytes", "private"],
@@ -35,7 +35,57 @@ export function swapPlace(swap) {
   return lenders.length ? `lent by ${lenders.join(" and ")}` : "on this host's disk";
 }
 
-export function Vms() {
+/** A VM that was started or taken on is in the list at once; its figures come with the next sample. */
+const known = (info) => {
+  changeSample((sample) => ({ ...sample, vms: [...sample.vms.filter((vm) => vm.name !== info.name), info] }));
+  return `${info.name} runs, as process ${info.pid}.`;
+};
+
+const start = {
+  title: "Start a VM",
+  text: "Paths are of the host that the daemon runs on. For all else there is: memfold vm run --file.",
+  fields: [
+    { name: "name", label: "Name", required: true, pattern: NAME },
+    { name: "memory", label: "RAM", value: "1G", required: true, hint: "512M, 8G" },
+    { name: "vcpus", label: "Virtual CPUs", type: "number", min: 1, step: 1, value: 1, required: true },
+    { name: "domain", label: "Trust domain", hint: "Empty: it shares with nobody." },
+    { name: "disk", label: "Disk image", required: true },
+    { name: "snapshot", label: "The image stays as it is: writes go to a temporary overlay", type: "checkbox" },
+    { name: "kernel", label: "Kernel", hint: "Empty: the disk's own boot loader." },
+    { name: "initrd", label: "Its initial RAM disk" },
+    { name: "cmdline", label: "Its command line" },
+    { name: "swap", label: "Swap disk", hint: "2G; empty: none. It can be switched to lent RAM." },
+  ],
+  action: "Start it",
+  act: async (v) =>
+    known(await post("/v1/vms", {
+      name: v.name, memory: v.memory, vcpus: Number(v.vcpus), domain: v.domain || null, swap: v.swap || null,
+      disks: [{ path: v.disk, snapshot: v.snapshot }],
+      boot: { kernel: v.kernel || null, initrd: v.initrd || null, cmdline: v.cmdline || null },
+    })),
+};
+
+const attach = {
+  title: "Take on a VM that runs",
+  text: "One of QEMU's that memfold didn't start: it is counted, and folded if QEMU was started with memfold's library.",
+  fields: [
+    { name: "name", label: "Name", required: true, pattern: NAME },
+    { name: "qmp", label: "QMP socket", required: true },
+    { name: "domain", label: "Trust domain", hint: "Empty: it shares with nobody." },
+  ],
+  action: "Take it on",
+  act: async (v) => known(await post("/v1/attach", { name: v.name, qmp: v.qmp, domain: v.domain || null })),
+};
+
+const attachLibvirt = {
+  title: "Take on a domain of libvirt now",
+  text: "Domains that are enabled (memfold libvirt enable) are found by themselves within seconds.",
+  fields: [{ name: "domain", label: "Domain", required: true, hint: "Its name in libvirt." }],
+  action: "Take it on",
+  act: async (v) => known(await post("/v1/libvirt/attach", { domain: v.domain })),
+};
+
+export function Vms({ may }) {
   const live = useLive();
   const [wanted, setWanted] = useState("");
   const { value: past } = useAnswer("/v1/history/vms?seconds=3600&points=40", "", 60000);
@@ -53,7 +103,9 @@ export function Vms() {
   });
   const trendOf = (vm) => [...(trend.get(vm.name) ?? []), vm.pss_bytes];
   const filter = html`<input type="search" placeholder="Name or domain" aria-label="Show only VMs whose name or domain holds this" value=${wanted} onInput=${(e) => setWanted(e.target.value)} />`;
-  return html`<${Card} title=${plural(all.length, "VM")} aside=${filter} wide>
+  const aside = html`${filter}
+    <${Act} may=${may} what=${start} small>Start …<//><${Act} may=${may} what=${attach} small>Take on …<//><${Act} may=${may} what=${attachLibvirt} small>Of libvirt …<//>`;
+  return html`<${Card} title=${plural(all.length, "VM")} aside=${aside} wide>
     <${Table} label="VMs" rows=${rows} rowKey=${(vm) => vm.name} first=${{ key: "name", down: false }}
       empty=${all.length ? "No VM has that in its name or domain." : "No VMs run. Start one: memfold vm run --help"}
       columns=${[
@@ -73,7 +125,8 @@ export function Vms() {
         } },
         { key: "state", name: "State", value: (vm) => problems(infos.get(vm.name)).length, cell: (vm) => {
           const list = problems(infos.get(vm.name));
-          return list.length ? html`<${Badge} tone="warn" title=${list.join("; ")}>${list[0]}<//>` : html`<${Badge} tone="good">folding<//>`;
+          if (list.length) return html`<${Badge} tone="warn" title=${list.join("; ")}>${list[0]}<//>`;
+          return live.sample.fold.paused ? html`<${Badge} tone="warn">folding is paused<//>` : html`<${Badge} tone="good">folding<//>`;
         } },
       ]} />
     <dl class="legend names">${PLACES.map(([name, , color]) => html`<div><dt><i style=${{ background: `var(--${color})` }}></i>${name}</dt></div>`)}</dl>

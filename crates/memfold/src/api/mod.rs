@@ -9,6 +9,7 @@ mod lending;
 mod live;
 mod metrics;
 mod planning;
+mod reference;
 mod server;
 mod session;
 mod types;
@@ -18,6 +19,7 @@ pub use access::{AuditEntry, Doors, Groups, GroupsError, Role, TcpDoor, TcpDoorE
 pub use client::{Client, ClientError};
 pub use hosts::{HostRequest, HostToken};
 pub use lending::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace, registry_at};
+pub use reference::reference;
 pub use server::{ServeError, openapi, serve};
 pub use session::{CodeRequest, LoginCode, LoginRequest, SessionInfo};
 pub use types::{

@@ -400,16 +400,19 @@ pub(super) async fn blocking<T: Send + 'static>(
     }
 }
 
+/// The daemon's version, and what it was built from.
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, body = VersionInfo)))]
 async fn version(State(daemon): State<Arc<Daemon>>) -> Json<VersionInfo> {
     Json(daemon.version())
 }
 
+/// All VMs that the daemon knows.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmInfo>)))]
 async fn list(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<VmInfo>>, Failure> {
     blocking(daemon, |d| Ok(d.list())).await
 }
 
+/// Starts a VM; the body is the description of `vm run --file`, as JSON.
 #[utoipa::path(post, path = "/v1/vms", params(RunOptions), request_body = Object, responses((status = 200, body = VmInfo), (status = 409, body = ErrorBody)))]
 async fn run(
     State(daemon): State<Arc<Daemon>>,
@@ -426,6 +429,7 @@ async fn run(
     .await
 }
 
+/// Takes on a VM that runs.
 #[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
 async fn attach(
     State(daemon): State<Arc<Daemon>>,
@@ -434,6 +438,7 @@ async fn attach(
     blocking(daemon, move |d| d.attach(&request)).await
 }
 
+/// Takes on a running domain of libvirt now; it is found by itself otherwise.
 #[utoipa::path(post, path = "/v1/libvirt/attach", request_body = LibvirtAttachRequest, responses((status = 200, body = VmInfo)))]
 async fn attach_libvirt(
     State(daemon): State<Arc<Daemon>>,
@@ -442,6 +447,7 @@ async fn attach_libvirt(
     blocking(daemon, move |d| d.attach_libvirt(&request.domain)).await
 }
 
+/// Ends a VM: its guest is asked to, and after the time given it is ended.
 #[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200), (status = 404, body = ErrorBody)))]
 async fn stop(
     State(daemon): State<Arc<Daemon>>,
@@ -454,6 +460,7 @@ async fn stop(
     .await
 }
 
+/// Has a guest reboot, or takes it back to the snapshot of its boot.
 #[utoipa::path(post, path = "/v1/vms/{name}/reboot", request_body = RebootRequest, responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody)))]
 async fn reboot(
     State(daemon): State<Arc<Daemon>>,
@@ -466,6 +473,7 @@ async fn reboot(
     .await
 }
 
+/// Runs a command in a guest, by its agent.
 #[utoipa::path(post, path = "/v1/vms/{name}/exec", request_body = ExecRequest, responses((status = 200, body = ExecResult)))]
 async fn exec(
     State(daemon): State<Arc<Daemon>>,
@@ -484,16 +492,19 @@ async fn exec(
     .await
 }
 
+/// The ledger: where every byte is and what is saved, and what folding did.
 #[utoipa::path(get, path = "/v1/report", responses((status = 200, body = FullReport)))]
 async fn report(State(daemon): State<Arc<Daemon>>) -> Result<Json<FullReport>, Failure> {
     blocking(daemon, Daemon::report).await
 }
 
+/// What folding has done.
 #[utoipa::path(get, path = "/v1/fold", responses((status = 200, body = EngineStats)))]
 async fn fold(State(daemon): State<Arc<Daemon>>) -> Result<Json<EngineStats>, Failure> {
     blocking(daemon, |d| d.fold_stats()).await
 }
 
+/// Pauses folding, lets it go on, or changes its limits, until the daemon ends.
 #[utoipa::path(put, path = "/v1/fold", request_body = FoldRequest, responses((status = 200, body = EngineStats)))]
 async fn set_fold(
     State(daemon): State<Arc<Daemon>>,
@@ -556,11 +567,13 @@ async fn estimate_facts(State(daemon): State<Arc<Daemon>>) -> Result<Json<VmFact
     blocking(daemon, |d| d.estimate_facts()).await
 }
 
+/// All snapshots.
 #[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]
 async fn snapshots(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<SnapshotInfo>>, Failure> {
     blocking(daemon, |d| d.snapshots()).await
 }
 
+/// Saves a VM, which goes on; the manifest of the snapshot.
 #[utoipa::path(post, path = "/v1/snapshots", request_body = SaveRequest, responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
 async fn save_snapshot(
     State(daemon): State<Arc<Daemon>>,
@@ -569,6 +582,7 @@ async fn save_snapshot(
     blocking(daemon, move |d| d.save_snapshot(&request)).await
 }
 
+/// A snapshot's manifest.
 #[utoipa::path(get, path = "/v1/snapshots/{name}", responses((status = 200, body = Object), (status = 404, body = ErrorBody)))]
 async fn snapshot(
     State(daemon): State<Arc<Daemon>>,
@@ -577,6 +591,7 @@ async fn snapshot(
     blocking(daemon, move |d| d.snapshot(&name)).await
 }
 
+/// Removes a snapshot that nobody uses.
 #[utoipa::path(delete, path = "/v1/snapshots/{name}", responses((status = 200), (status = 409, body = ErrorBody)))]
 async fn remove_snapshot(
     State(daemon): State<Arc<Daemon>>,
@@ -585,6 +600,7 @@ async fn remove_snapshot(
     blocking(daemon, move |d| d.remove_snapshot(&name)).await
 }
 
+/// Reads a snapshot and compares it with its checksums.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/verify", responses((status = 200, body = VerifyReport)))]
 async fn verify_snapshot(
     State(daemon): State<Arc<Daemon>>,
@@ -602,6 +618,7 @@ async fn snapshot_progress(
     blocking(daemon, move |d| Ok(d.snapshot_progress(&name))).await
 }
 
+/// Starts a VM from a snapshot.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/restore", request_body = RestoreRequest, responses((status = 200, body = VmInfo)))]
 async fn restore(
     State(daemon): State<Arc<Daemon>>,
@@ -611,11 +628,13 @@ async fn restore(
     blocking(daemon, move |d| d.restore(&name, &request)).await
 }
 
+/// All segments.
 #[utoipa::path(get, path = "/v1/segments", responses((status = 200, body = Vec<SegmentInfo>)))]
 async fn segments(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<SegmentInfo>>, Failure> {
     blocking(daemon, |d| d.list_segments()).await
 }
 
+/// Builds a segment, or its next generation.
 #[utoipa::path(post, path = "/v1/segments", request_body = BuildRequest, responses((status = 200, body = BuildResult), (status = 400, body = ErrorBody)))]
 async fn build_segment(
     State(daemon): State<Arc<Daemon>>,
@@ -660,6 +679,7 @@ async fn segment_progress(
     blocking(daemon, move |d| Ok(d.segment_progress(&name))).await
 }
 
+/// Maps a segment into a running VM.
 #[utoipa::path(post, path = "/v1/vms/{name}/segments", request_body = AttachSegmentRequest, responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
 async fn attach_segment(
     State(daemon): State<Arc<Daemon>>,
@@ -669,6 +689,7 @@ async fn attach_segment(
     blocking(daemon, move |d| d.attach_segment(&name, &request)).await
 }
 
+/// Takes a segment off a VM.
 #[utoipa::path(delete, path = "/v1/vms/{name}/segments/{segment}", responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
 async fn detach_segment(
     State(daemon): State<Arc<Daemon>>,

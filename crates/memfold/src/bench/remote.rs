@@ -45,6 +45,9 @@ const ARMS: [Arm; 6] = [
 
 const PATTERNS: [&str; 4] = ["seqread", "randread", "seqwrite", "randwrite"];
 
+const READS: &[&str] = PATTERNS.split_at(2).0;
+const WRITES: &[&str] = PATTERNS.split_at(2).1;
+
 const PAGE: u64 = 4096;
 
 /// The array, in percent of the RAM, for which ratios are given: the middle of what the study had.
@@ -118,7 +121,9 @@ struct Sample {
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let most = options.percents.iter().max().copied().unwrap_or(0);
-    let swap = options.array(most) + ByteSize::mib(128);
+    // Of swap space that is more than half full the kernel takes a page's place away as it is read (vm_swap_full), so that each page that
+    // is only read is written again when it goes: reads would measure writes.
+    let swap = options.array(most) + options.array(most) + ByteSize::mib(128);
     let link = Link::new().context("no link to a second host")?;
     let round_trips = link.round_trips()?;
     let lender = Lender::start(&link, swap)?;
@@ -135,13 +140,17 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     for &percent in &options.percents {
         guest.fill(options.array(percent))?;
         for round in 0..options.rounds {
-            each_arm(
-                options,
-                &guest,
-                (percent, round),
-                &mut samples,
-                &mut switches,
-            )?;
+            // Nothing is left that has to be written before it can be read.
+            guest.order("check")?;
+            for patterns in [READS, WRITES] {
+                each_arm(
+                    options,
+                    &guest,
+                    (percent, round, patterns),
+                    &mut samples,
+                    &mut switches,
+                )?;
+            }
         }
         guest.end()?;
     }
@@ -178,7 +187,7 @@ struct Switches {
 fn each_arm(
     options: &Options,
     guest: &Guest<'_>,
-    (percent, round): (u64, usize),
+    (percent, round, patterns): (u64, usize, &[&'static str]),
     samples: &mut Vec<Sample>,
     switches: &mut Switches,
 ) -> anyhow::Result<()> {
@@ -186,7 +195,7 @@ fn each_arm(
         let arm = ARMS[(turn + round) % ARMS.len()];
         let is_lent = arm.transport().is_some();
         let switched = guest.switch(arm)?;
-        for pattern in PATTERNS {
+        for &pattern in patterns {
             if arm == Arm::HardDiskStream && pattern.starts_with("rand") {
                 continue;
             }

@@ -1,4 +1,5 @@
-//! `memfold generate`, for packages: manual pages and completions of shells, from the command line's own description.
+//! `memfold generate`, for packages and docs: manual pages, completions of shells and the reference of the interface, from what the program says
+//! of itself.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -9,6 +10,7 @@ use clap::{Args, CommandFactory as _};
 use clap_complete::Shell;
 
 use super::Cli;
+use crate::api::{openapi, reference};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -18,6 +20,9 @@ pub(super) struct Arguments {
     /// Directory for completions of bash, zsh and fish, by the names that they look for
     #[arg(long, value_name = "DIR")]
     completions: Option<PathBuf>,
+    /// File for the reference of the HTTP API, in Markdown
+    #[arg(long, value_name = "FILE")]
+    api: Option<PathBuf>,
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -34,6 +39,10 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         ] {
             complete(shell, &directory.join(name))?;
         }
+    }
+    if let Some(file) = &arguments.api {
+        std::fs::write(file, reference(&openapi()))
+            .with_context(|| format!("cannot write {}", file.display()))?;
     }
     Ok(ExitCode::SUCCESS)
 }

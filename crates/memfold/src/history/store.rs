@@ -90,6 +90,10 @@ fn means(names: &[&str]) -> String {
     names.iter().map(mean).collect::<Vec<_>>().join(", ")
 }
 
+fn is_full(error: &rusqlite::Error) -> bool {
+    error.sqlite_error_code() == Some(rusqlite::ErrorCode::DiskFull)
+}
+
 impl History {
     /// Opens the history, and makes it if there is none; for its owner alone.
     pub fn open(path: &Path) -> Result<Self, HistoryError> {
@@ -155,11 +159,44 @@ impl History {
         events: &[Event],
     ) -> Result<(), HistoryError> {
         let step = at_unix_s - at_unix_s.rem_euclid(COARSE_STEP_S);
-        let over = self.gathering.replace(step).filter(|&old| old != step);
-        // First: it makes room.
-        let tidied = over.map_or(Ok(()), |_| self.make_coarse(step));
-        let added = self.add_rows(at_unix_s, host, vms, events);
+        // First: it makes room. Of what a daemon before this one has left, too: none may live as long as a step.
+        let tidied = if self.gathering.replace(step) == Some(step) {
+            Ok(())
+        } else {
+            self.make_coarse(step)
+        };
+        let mut added = self.add_rows(at_unix_s, host, vms, events);
+        // A full disk says the same.
+        if added.as_ref().is_err_and(is_full) && self.is_at_its_limit() {
+            self.make_room().map_err(|source| self.failed(source))?;
+            added = self.add_rows(at_unix_s, host, vms, events);
+        }
         tidied.and(added).map_err(|source| self.failed(source))
+    }
+
+    fn is_at_its_limit(&self) -> bool {
+        let number = |pragma: &str| -> i64 {
+            let read = self
+                .connection
+                .pragma_query_value(None, pragma, |r| r.get(0));
+            read.unwrap_or(0)
+        };
+        number("page_count") * 10 >= number("max_page_count") * 9
+    }
+
+    /// The file is as large as it may become: the oldest quarter goes.
+    fn make_room(&mut self) -> rusqlite::Result<()> {
+        tracing::warn!(path = %self.path.display(), "the history is full; its oldest quarter goes");
+        let transaction = self.connection.transaction()?;
+        for table in ["vms", "host", "events"] {
+            transaction.execute(
+                &format!(
+                    "DELETE FROM {table} WHERE t <= (SELECT t FROM {table} ORDER BY t LIMIT 1 OFFSET (SELECT COUNT(*) / 4 FROM {table}))"
+                ),
+                [],
+            )?;
+        }
+        transaction.commit()
     }
 
     fn add_rows(
@@ -376,6 +413,67 @@ mod tests {
     fn count(history: &History, sql: &str) -> i64 {
         let connection = &history.connection;
         connection.query_row(sql, [], |r| r.get(0)).unwrap()
+    }
+
+    #[test]
+    fn a_full_history_lets_go_of_its_oldest_and_goes_on() {
+        let (directory, mut history) = open();
+        // 400 KiB: a hundred pages.
+        let most = 100;
+        let set = history
+            .connection
+            .pragma_update(None, "max_page_count", most);
+        set.unwrap();
+        let vms: Vec<_> = (0..50).map(|n| vm(&format!("vm-{n}"), n)).collect();
+        let mut at = BEGIN;
+        for _ in 0..300 {
+            history.add(at, &host(at), &vms, &[]).unwrap();
+            at += 5;
+        }
+        assert!(count(&history, "PRAGMA page_count") <= most);
+        let left = count(&history, "SELECT COUNT(*) FROM vms");
+        assert!((500..15_000).contains(&left), "{left}");
+        let newest = count(&history, "SELECT MAX(t) FROM vms");
+        assert_eq!(newest, at - 5);
+        assert!(count(&history, "SELECT MIN(t) FROM vms") > BEGIN);
+        let size = |name: &str| {
+            let path = directory.path().join("records").join(name);
+            path.metadata().map_or(0, |facts| facts.len())
+        };
+        assert!(size("history.sqlite") <= 100 * 4096);
+        assert!(size("history.sqlite-wal") <= 8 << 20);
+    }
+
+    #[test]
+    fn what_a_daemon_before_has_left_is_tidied_by_the_next_at_once() {
+        let (directory, mut history) = open();
+        history.add(BEGIN, &host(1), &[vm("web", 1)], &[]).unwrap();
+        drop(history);
+        let path = directory.path().join("records/history.sqlite");
+        let mut history = History::open(&path).unwrap();
+        let later = BEGIN + 2 * DAY;
+        history.add(later, &host(2), &[], &[]).unwrap();
+        let fine = "SELECT COUNT(*) FROM vms WHERE step = 0";
+        assert_eq!(count(&history, fine), 0);
+        assert_eq!(count(&history, "SELECT COUNT(*) FROM vms"), 1);
+    }
+
+    #[test]
+    fn more_samples_of_vms_than_are_kept_go_oldest_first() {
+        let (_directory, mut history) = open();
+        history.add(BEGIN, &host(1), &[vm("old", 1)], &[]).unwrap();
+        let rows = MOST_VM_ROWS + 500;
+        let fill = format!(
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {rows})
+             INSERT INTO vms (step, vm, t) SELECT 0, 2 + i % 1000, {BEGIN} + 1 + i / 1000 FROM n"
+        );
+        history.connection.execute_batch(&fill).unwrap();
+        let later = BEGIN + COARSE_STEP_S;
+        history.add(later, &host(1), &[], &[]).unwrap();
+        let fine = count(&history, "SELECT COUNT(*) FROM vms");
+        assert!(fine <= MOST_VM_ROWS, "{fine}");
+        let old = "SELECT COUNT(*) FROM vms WHERE step = 0 AND vm = 1";
+        assert_eq!(count(&history, old), 0);
     }
 
     #[test]

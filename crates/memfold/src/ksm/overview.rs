@@ -26,10 +26,15 @@ pub struct Part {
     pub pid: i32,
     /// Whether KSM may merge some of its memory.
     pub mergeable: bool,
+    /// Pages that are merged (mapped to a page that others map too), those on the kernel's zero page apart.
     pub ksm_merging_pages: Option<u64>,
+    /// Pages of zeroes that KSM has put onto the kernel's zero page.
     pub ksm_zero_pages: Option<u64>,
+    /// ksmd's notes, one for each page that it watches.
     pub ksm_rmap_items: Option<u64>,
+    /// What KSM saves by the kernel's account, bytes; negative: its notes cost more.
     pub ksm_process_profit: Option<i64>,
+    /// Whether the process has offered all of its memory (`PR_SET_MEMORY_MERGE`).
     pub ksm_merge_any: Option<bool>,
     /// ksmd's metadata about this process: `ksm_merging_pages` and `ksm_zero_pages` in bytes less `ksm_process_profit`.
     pub rmap_overhead_bytes: Option<u64>,
@@ -61,9 +66,13 @@ impl Part {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
 pub struct Totals {
+    /// Pages that are merged (mapped to a page that others map too), those on the kernel's zero page apart.
     pub ksm_merging_pages: u64,
+    /// Pages of zeroes that KSM has put onto the kernel's zero page.
     pub ksm_zero_pages: u64,
+    /// ksmd's notes, one for each page that it watches.
     pub ksm_rmap_items: u64,
+    /// What KSM saves by the kernel's account, bytes; negative: its notes cost more.
     pub ksm_process_profit: i64,
     /// ksmd's metadata.
     pub rmap_overhead_bytes: u64,

@@ -30,7 +30,9 @@ const HOLD: Duration = Duration::from_secs(20);
 const BORROWER: &str = "borrower";
 /// The trust domain of the others: a kind of the plan.
 const KIND: &str = "lab";
-const ALL: [&str; 4] = ["web", "warm-1", "warm-2", BORROWER];
+/// One that is started on a page.
+const MADE: &str = "made";
+const ALL: [&str; 5] = ["web", "warm-1", "warm-2", BORROWER, MADE];
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -463,6 +465,41 @@ fn check_views(said: &BTreeMap<&str, BTreeMap<String, i128>>, state: &Path, now:
     }
 }
 
+/// What an operator does besides: each is done to the daemon, not to the page alone.
+fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
+    walk.step("host added");
+    assert_eq!(json(state, &["host", "list"]), serde_json::json!(["third"]));
+    walk.on();
+    walk.step("borrowed");
+    assert_eq!(json(state, &["host", "list"]), serde_json::json!([]));
+    let leases: LeaseReport = client.get("/v1/leases").unwrap();
+    let places: Vec<SwapPlace> = leases.borrowed.iter().map(|b| b.place).collect();
+    assert_eq!(places, [SwapPlace::Lent], "{leases:?}");
+    walk.on();
+    walk.step("built");
+    let segments = json(state, &["segment", "list"]);
+    assert_eq!(segments[0]["segment"]["name"], "tools", "{segments}");
+    walk.on();
+    walk.step("made");
+    let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+    let made = vms.iter().find(|vm| vm.name == MADE).unwrap();
+    // Less what the firmware has.
+    assert!((60 << 20..=64 << 20).contains(&made.ram_bytes), "{made:?}");
+    assert_eq!(made.domain, None);
+    support::qmp(state, NAMES[0])
+        .execute("cont", Value::Null)
+        .unwrap();
+    walk.on();
+    let ran = walk.step("ran");
+    let said = ran["ran"].as_str().unwrap();
+    assert!(said.starts_with("exit code 3\n42\n"), "{ran}");
+    assert!(ran["causes"].as_str().unwrap().contains("320 MiB"), "{ran}");
+    support::qmp(state, NAMES[0])
+        .execute("stop", Value::Null)
+        .unwrap();
+    walk.on();
+}
+
 #[test]
 fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     let Some(_turn) = support::turn() else { return };
@@ -503,6 +540,10 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
 
     let results = repository().join("results/dashboard");
     let prints = fingerprints(other.path());
+    let (files, disk) = (other.path().join("files"), other.path().join("made.raw"));
+    std::fs::create_dir(&files).unwrap();
+    std::fs::write(files.join("tool"), vec![7; 100_000]).unwrap();
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let walk = [
         &login(&client, Role::Operate),
         &login(&client, Role::Read),
@@ -511,6 +552,9 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
         chromium.to_str().unwrap(),
         BORROWER,
         KIND,
+        NAMES[0],
+        files.to_str().unwrap(),
+        disk.to_str().unwrap(),
         prints[0].to_str().unwrap(),
         prints[1].to_str().unwrap(),
     ];
@@ -596,10 +640,11 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     let lent = |borrowed: &Borrowed| borrowed.place != SwapPlace::OnDisk;
     assert!(!leases.borrowed.iter().any(lent), "{leases:?}");
     walk.on();
+    more_actions(&mut walk, &client, state);
     walk.step("stopped");
     let left: Vec<VmInfo> = client.get("/v1/vms").unwrap();
     let names: Vec<&str> = left.iter().map(|vm| vm.name.as_str()).collect();
-    assert_eq!(names, [BORROWER, NAMES[1], NAMES[0]]);
+    assert_eq!(names, [BORROWER, MADE, NAMES[1], NAMES[0]]);
     walk.on();
 
     walk.step("hold begins");

@@ -2,7 +2,7 @@
 //!
 //! | test | holds |
 //! |---|---|
-//! | [`beside::integrity`] | every byte of `/usr` and of files that are rewritten, truncated and appended to, while memory is short, caches are dropped and the balloon moves |
+//! | [`beside::integrity`] | every byte of files of `/usr` and of files that are rewritten, truncated and appended to, while memory is short, caches are dropped and the balloon moves |
 //! | [`beside::domains`], [`beside::vm_killed`] | on the same VMs: no physical page crosses trust domains; a VM that dies is noticed by nobody |
 //! | [`beside::daemon_killed`] | twenty daemons die, VMs go on, the next daemon folds on |
 //! | [`dashboard`] | Chromium walks the dashboard of real VMs |

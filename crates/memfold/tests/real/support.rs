@@ -15,9 +15,10 @@ use rustix::fs::{FlockOperation, flock};
 pub const BOOT: Duration = Duration::from_secs(180);
 pub const MEMORY: ByteSize = ByteSize::mib(512);
 
-/// Sums of every file of `/usr`, to file `$1`.
-pub const SUMS: &str =
-    "sums() { find /usr -xdev -type f -print0 | LC_ALL=C sort -z | xargs -0 md5sum > $1; }";
+/// Sums of files of `/usr`, to file `$1`: all of up to 1 MiB, 99 of 100, and the compiler's, of up to 34. They are 40 % of its bytes; an emulated
+/// guest takes half a minute to read all of it.
+pub const SUMS: &str = r"files_of_usr() { find /usr -xdev -type f \( -size -2M -o -path '/usr/libexec/*' \) -print0 | LC_ALL=C sort -z; }
+sums() { files_of_usr | xargs -0 md5sum > $1; }";
 
 /// The whole attack from inside a guest; see the script.
 pub const ATTACK: &str = include_str!("guest/attack.sh");

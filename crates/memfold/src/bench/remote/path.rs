@@ -2,10 +2,11 @@
 //!
 //! ```text
 //!   bare     a client of NBD with TLS -----------------------------> nbdkit
+//!   direct   qemu-io, nbd with TLS --------------------------------> nbdkit
 //!   blocks   qemu-io, quorum, nbd --Unix socket--> relay, with TLS -> nbdkit
 //!                            file (the copy)
 //! ```
-//! Both in turns, from a lease of their own each.
+//! In turns, from a lease of their own each. `direct` is no way that memfold goes: it is what QEMU's own client adds.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -24,7 +25,7 @@ use crate::host::own_program;
 use crate::lend::nbd::{BLOCK, Command, REPLY_BYTES, Reply, Request};
 use crate::lend::relay::stream::Stream;
 use crate::lend::relay::{Orders, start};
-use crate::lend::{Durability, Endpoint, Lease, Registry, RegistryAt, Want};
+use crate::lend::{Address, Durability, Endpoint, Lease, Registry, RegistryAt, Want};
 
 /// Of a lease.
 const BYTES: u64 = 64 << 20;
@@ -47,24 +48,32 @@ pub fn measure(lender: &Lender) -> anyhow::Result<Value> {
     let directory = tempfile::Builder::new()
         .prefix("memfold-path.")
         .tempdir_in("/var/tmp")?;
-    let (bare, blocks) = (Taken::new(&registry)?, Taken::new(&registry)?);
+    let take = || Taken::new(&registry);
+    let (bare, direct, blocks) = (take()?, take()?, take()?);
+    let mut direct = Blocks::direct(directory.path(), &direct.endpoint()?)?;
     let mut bare = Bare(Stream::open(&bare.endpoint()?, BYTES)?);
     let mut blocks = Blocks::start(directory.path(), blocks.endpoint()?)?;
     let data = vec![0xa5; BLOCK as usize];
     for block in 0..BYTES / BLOCK_BYTES {
         bare.write(block * BLOCK_BYTES, &data)?;
     }
-    let mut all: [Vec<f64>; 4] = Default::default();
-    let mut medians: [Vec<f64>; 4] = Default::default();
+    let mut all: [Vec<f64>; 6] = Default::default();
+    let mut medians: [Vec<f64>; 6] = Default::default();
     for round in 0..ROUNDS as u64 {
-        let mut times: [Vec<f64>; 4] = Default::default();
+        let mut times: [Vec<f64>; 6] = Default::default();
         for access in 0..ACCESSES {
             // Each block is another one, far from the last.
             let at = (round * ACCESSES + access) * 7919 % (BYTES / BLOCK_BYTES) * BLOCK_BYTES;
             times[0].push(bare.read(at)?);
-            times[1].push(blocks.order(&format!("read -C {at} {BLOCK}"))?);
-            times[2].push(bare.write(at, &data)?);
-            times[3].push(blocks.order(&format!("write -C -P {} {at} {BLOCK}", 1 + access % 250))?);
+            let (read, write) = (
+                format!("read -C {at} {BLOCK}"),
+                format!("write -C -P {} {at} {BLOCK}", 1 + access % 250),
+            );
+            times[1].push(blocks.order(&read)?);
+            times[2].push(direct.order(&read)?);
+            times[3].push(bare.write(at, &data)?);
+            times[4].push(blocks.order(&write)?);
+            times[5].push(direct.order(&write)?);
         }
         for (number, times) in times.into_iter().enumerate() {
             medians[number].push(median(&times));
@@ -72,16 +81,29 @@ pub fn measure(lender: &Lender) -> anyhow::Result<Value> {
         }
     }
     blocks.end();
-    let [bare_read, blocks_read, bare_write, blocks_write] = medians;
+    direct.end();
+    let [
+        bare_read,
+        blocks_read,
+        direct_read,
+        bare_write,
+        blocks_write,
+        direct_write,
+    ] = medians;
     let ratio =
         |a: &[f64], b: &[f64]| -> Vec<f64> { a.iter().zip(b).map(|(a, b)| a / b).collect() };
     let (read, write) = (
         ratio(&blocks_read, &bare_read),
         ratio(&blocks_write, &bare_write),
     );
+    let (read_by_qemu, write_by_qemu) = (
+        ratio(&direct_read, &bare_read),
+        ratio(&direct_write, &bare_write),
+    );
     Ok(json!({
-        "bare_read_us": spread(&all[0]), "read_us": spread(&all[1]),
-        "bare_write_us": spread(&all[2]), "write_us": spread(&all[3]),
+        "bare_read_us": spread(&all[0]), "read_us": spread(&all[1]), "qemu_direct_read_us": spread(&all[2]),
+        "bare_write_us": spread(&all[3]), "write_us": spread(&all[4]), "qemu_direct_write_us": spread(&all[5]),
+        "qemu_direct_read_ratio": median(&read_by_qemu), "qemu_direct_write_ratio": median(&write_by_qemu),
         "added_read_us": median(&blocks_read) - median(&bare_read),
         "read_ratio": median(&read), "read_ratio_spread": spread(&read),
         "write_ratio": median(&write), "write_ratio_spread": spread(&write),
@@ -221,9 +243,34 @@ impl Blocks {
                 { "driver": "raw", "file": { "driver": "file", "filename": copy } },
             ],
         });
+        Self::open(&[], &nodes)
+    }
+
+    /// QEMU's own client, at the lender by itself.
+    fn direct(directory: &Path, endpoint: &Endpoint) -> anyhow::Result<Self> {
+        let (Address::Tcp { ip, port }, Some(key)) = (&endpoint.address, &endpoint.key) else {
+            bail!("the lender exports without TLS");
+        };
+        // Where and as what QEMU looks for it.
+        let line = format!("{}:{}\n", key.identity, key.hex);
+        std::fs::write(directory.join("keys.psk"), line)?;
+        let credentials = format!(
+            "tls-creds-psk,id=psk,endpoint=client,dir={},username={}",
+            directory.display(),
+            key.identity
+        );
+        let nodes = json!({
+            "driver": "nbd", "export": "", "tls-creds": "psk",
+            "server": { "type": "inet", "host": ip.to_string(), "port": port.to_string() },
+        });
+        Self::open(&["--object", &credentials], &nodes)
+    }
+
+    fn open(options: &[&str], nodes: &Value) -> anyhow::Result<Self> {
         let mut child = Program::new("qemu-io")
             // As the VM's swap disk: without it, each write is followed by a flush of the copy.
             .args(["-t", "unsafe"])
+            .args(options)
             .arg(format!("json:{nodes}"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -214,12 +214,15 @@ impl View {
             News::Failed(words) => self.error = Some(words),
             // One that was on its way when another VM was chosen.
             News::Map(map) => {
-                if self.detail.as_deref() == Some(map.vm.as_str()) && !self.is_paused {
+                // A pause keeps what is shown; of a VM that is looked at only then, nothing is.
+                let keeps = self.is_paused && self.map.is_some();
+                if self.detail.as_deref() == Some(map.vm.as_str()) && !keeps {
                     self.map = Some(map);
                 }
             }
             News::Swap(vm, swap) => {
-                if self.detail.as_deref() == Some(vm.as_str()) && !self.is_paused {
+                let keeps = self.is_paused && self.swap.is_some();
+                if self.detail.as_deref() == Some(vm.as_str()) && !keeps {
                     self.swap = swap;
                 }
             }
@@ -414,6 +417,13 @@ pub(super) mod tests {
         assert_eq!(press(&mut view, KeyCode::Down), Asked::Fetch);
         assert_eq!(view.detail.as_deref(), Some("a"));
         assert!(view.map.is_none());
+        press(&mut view, KeyCode::Char('p'));
+        view.take(News::Map(map("a")));
+        assert!(
+            view.map.is_some(),
+            "a pause keeps what is shown: nothing was"
+        );
+        press(&mut view, KeyCode::Char('p'));
         assert_eq!(press(&mut view, KeyCode::Esc), Asked::Fetch);
         assert!(view.detail.is_none());
         assert_eq!(view.selected_row(), Some(1), "a");

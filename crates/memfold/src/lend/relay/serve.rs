@@ -37,6 +37,10 @@ const READ: usize = 256 << 10;
 /// Most bytes that are read ahead of what is done with them: more than answers to all that is under way.
 const MOST: usize = 8 << 20;
 
+/// Shorter than that is a wait that isn't slept through if the last one was so, too: to be woken takes up to as long as a lender's answer. At
+/// most so much CPU is spent in vain for each request, and none while nothing is asked.
+const SOON: Duration = Duration::from_micros(100);
+
 const BLOCK_BYTES: u64 = BLOCK as u64;
 
 /// Bytes that come or go, in order.
@@ -148,6 +152,21 @@ struct Lender {
     asked: VecDeque<Piece>,
 }
 
+/// Waits for one of them; without sleeping for the first [`SOON`], if told so.
+fn wait(fds: &mut [PollFd<'_>], most: Option<&Timespec>, soon: bool) -> rustix::io::Result<()> {
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let began = Instant::now();
+    while soon && began.elapsed() < SOON {
+        if poll(fds, Some(&now))? > 0 {
+            return Ok(());
+        }
+    }
+    poll(fds, most).map(|_| ())
+}
+
 /// A disk that is served to one client.
 #[derive(Debug)]
 pub struct Relay {
@@ -163,6 +182,8 @@ pub struct Relay {
     scratch: Vec<u8>,
     /// The client has no more requests.
     leaves: bool,
+    /// Whether the last wait for the client, and for a lender, was a short one.
+    soon: [bool; 2],
 }
 
 impl Relay {
@@ -187,6 +208,7 @@ impl Relay {
             next: 0,
             scratch: vec![0; READ],
             leaves: false,
+            soon: [false; 2],
         }
     }
 
@@ -227,7 +249,7 @@ impl Relay {
     }
 
     /// Waits until something can be done: of the client first, then of each lender.
-    fn look(&self) -> Result<Vec<bool>, Ended> {
+    fn look(&mut self) -> Result<Vec<bool>, Ended> {
         let wants = |outbox: &Buffer, reads: bool| {
             let mut wants = PollFlags::empty();
             wants.set(PollFlags::IN, reads);
@@ -248,8 +270,12 @@ impl Relay {
             .min()
             .map(|asked| SILENT.saturating_sub(asked.elapsed()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
-        match poll(&mut fds, left.as_ref()) {
-            Ok(_) => {}
+        let began = Instant::now();
+        let soon = &mut self.soon[usize::from(left.is_some())];
+        let looked = wait(&mut fds, left.as_ref(), *soon);
+        *soon = began.elapsed() < SOON;
+        match looked {
+            Ok(()) => {}
             Err(rustix::io::Errno::INTR) => return Ok(vec![false; fds.len()]),
             Err(error) => {
                 return Err(Ended::of_all(

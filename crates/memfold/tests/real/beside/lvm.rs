@@ -397,7 +397,7 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
     let guest = Guest(&lab);
     let set_up = SET_UP.replace("PORT", &lender.port.to_string());
     guest.run(&set_up.replace("SWAP", &SWAP_MIB.to_string()));
-    guest.run(&format!("systemd-run -q --unit=swapper -p OOMScoreAdjust=-500 /opt/payload/swapper {ARRAY_MIB} /run/swapper /run/swapper.stop"));
+    guest.run(&format!("systemd-run -q --unit=swapper -p OOMScoreAdjust=-500 -p Nice=10 /opt/payload/swapper {ARRAY_MIB} /run/swapper /run/swapper.stop"));
     wait_for("it has begun to check", LIMIT, || {
         let lines = guest.run("wc -l < /run/swapper || echo 0");
         lines.trim().parse::<u64>().unwrap_or(0) > 3
