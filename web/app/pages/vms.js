@@ -25,7 +25,10 @@ const SWAP_PROBLEMS = { degraded: "swap: a copy on lent memory is lost", on_copy
 export function problems(info) {
   if (!info) return [];
   const swap = SWAP_PROBLEMS[info.swap?.place];
-  return [...(info.agent ? [] : ["no agent"]), ...(swap ? [swap] : []), ...info.agent_problems, ...info.fold_problems];
+  // Clones are no one's twins only when their guests have done it.
+  const renewal = info.renewal;
+  const alike = renewal?.pending ? ["not set apart yet: its guest has not answered"] : (renewal?.left ?? []).map((what) => `as in the snapshot: ${what}`);
+  return [...(info.agent ? [] : ["no agent"]), ...(swap ? [swap] : []), ...alike, ...info.agent_problems, ...info.fold_problems];
 }
 
 /** Where a swap disk is, in words. */

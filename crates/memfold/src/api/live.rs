@@ -13,7 +13,7 @@ use axum::{Json, Router};
 use futures_util::stream;
 use serde::Deserialize;
 
-use super::access::Access;
+use super::access::{Access, Visitor};
 use super::server::{Asked, Failure, blocking, refusal_with_hint};
 use super::types::ErrorBody;
 use crate::daemon::{Daemon, EstimateOrder, Live, SwapUse};
@@ -24,7 +24,9 @@ use crate::ledger::memory_map::MemoryMap;
 use crate::ledger::sharing::Sharing;
 
 /// Streams at once.
-const MOST_STREAMS: usize = 16;
+pub(super) const MOST_STREAMS: usize = 16;
+/// Of them, of those who may only read: they can't keep those out who operate.
+pub(super) const MOST_OF_READERS: usize = 12;
 /// A stream that has nothing to say says so this often, which finds out whether anybody still reads.
 const STILL_HERE: Duration = Duration::from_secs(15);
 /// How long a stream lasts: then the browser asks again, and is asked again who it is.
@@ -86,22 +88,23 @@ pub(super) struct Count {
 pub(super) async fn live(
     State(daemon): State<Arc<Daemon>>,
     Extension(access): Extension<Arc<Access>>,
+    Extension(visitor): Extension<Visitor>,
 ) -> Response {
-    if daemon.watchers() >= MOST_STREAMS {
+    let Some(place) = access.stream_of(visitor.role) else {
         return refusal_with_hint(
             StatusCode::SERVICE_UNAVAILABLE,
             "too many dashboards are open",
             "close one",
         );
-    }
+    };
     let mut samples = daemon.samples();
     // What is there already is news for this one.
     samples.mark_changed();
     let ending = access.ending.clone();
     let until = tokio::time::Instant::now() + STREAM_LIFE;
     let messages = stream::unfold(
-        (samples, ending),
-        move |(mut samples, mut ending)| async move {
+        (samples, ending, place),
+        move |(mut samples, mut ending, place)| async move {
             loop {
                 tokio::select! {
                     changed = samples.changed() => changed.ok()?,
@@ -115,7 +118,7 @@ pub(super) async fn live(
                         .event("sample")
                         .retry(ASK_AGAIN)
                         .data(&*text);
-                    return Some((Ok::<_, Infallible>(message), (samples, ending)));
+                    return Some((Ok::<_, Infallible>(message), (samples, ending, place)));
                 }
             }
         },

@@ -16,7 +16,7 @@ are bytes, moments are seconds since 1970 unless their name ends otherwise. Answ
 
 ```sh
 curl --unix-socket /run/memfold/memfold.sock http://memfold/v1/vms
-curl --cacert cert.pem -H \"Authorization: Bearer $(sudo cat /run/memfold/access/read.token)\" https://HOST:8420/v1/report
+curl --cacert cert.pem -H \"Authorization: Bearer $(sudo cat /var/lib/memfold/access/read.token)\" https://HOST:8420/v1/report
 ```
 
 What fails answers with a status of 400 and above and an [`ErrorBody`](#errorbody): which condition failed, and what would change it.

@@ -152,7 +152,9 @@ pub(super) async fn new_code(
             "start it with an address for that: memfold serve --listen 127.0.0.1:8420",
         );
     }
-    let made = access.keys().new_code(request.role, Instant::now());
+    let made = access
+        .keys()
+        .new_code(request.role, &visitor.who, Instant::now());
     match made {
         Err(error) => refusal(
             StatusCode::INTERNAL_SERVER_ERROR,

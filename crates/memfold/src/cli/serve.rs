@@ -187,7 +187,7 @@ pub(super) struct Arguments {
     /// none)
     #[arg(long, value_name = "DIR")]
     libvirt: Option<PathBuf>,
-    /// Directory of the history and the audit log (/var/lib/memfold; beside another --state: that directory)
+    /// Directory of the history, the audit log and the tokens of --listen (/var/lib/memfold; beside another --state: that directory)
     #[arg(long, value_name = "DIR")]
     records: Option<PathBuf>,
 }
@@ -255,7 +255,8 @@ impl Arguments {
             socket: socket.to_owned(),
             groups: Groups::find(self.read_group.as_deref(), self.operate_group.as_deref())?,
             tcp,
-            tokens: self.state.join("access"),
+            // Where a reboot leaves them: whoever asks over TCP has a copy.
+            tokens: self.records().join("access"),
             records: self.records(),
         })
     }

@@ -29,6 +29,9 @@ use crate::vm::{VmDirectory, swap};
 const WATCH: Duration = Duration::from_millis(100);
 const RENEW: Duration = Duration::from_secs(1);
 
+/// After that a swap disk that couldn't be moved away from a single lender is tried again.
+const MOVE_AGAIN: Duration = Duration::from_secs(15);
+
 /// Looks in a row that find a relay standing still, until it is given up: one may catch a debugger's blink.
 const STOPPED_LOOKS: u32 = 5;
 
@@ -450,7 +453,7 @@ impl Daemon {
             healed_ms = ms(began),
             "what it has borrowed is given up; its swap disk goes on, on the other copy"
         );
-        if borrowing.durability == Durability::Replica && now.reached().count() == 1 {
+        if now.hangs_on_one() {
             // The one that is left may die too.
             self.give_back(machine, directory, guard)?;
         }
@@ -525,7 +528,7 @@ impl Daemon {
 }
 
 fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
-    let mut renewed = Instant::now();
+    let (mut renewed, mut moved) = (Instant::now(), Instant::now());
     // Until nothing is left to watch.
     while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
         std::thread::sleep(WATCH);
@@ -557,6 +560,17 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
                     vm = guard.vm,
                     error = chain(&error),
                     "what it has borrowed can't be given back"
+                );
+            }
+        }
+        // Of two lenders one is left, and the move away from it failed, or the daemon that began it is no more.
+        if guard.borrowing().hangs_on_one() && moved.elapsed() >= MOVE_AGAIN {
+            moved = Instant::now();
+            if let Err(error) = daemon.return_memory(machine.name()) {
+                warn!(
+                    vm = guard.vm,
+                    error = chain(&error),
+                    "its swap disk is on one lender alone, and can't be moved away; tried again"
                 );
             }
         }

@@ -159,12 +159,6 @@ impl Daemon {
         receiver
     }
 
-    /// How many look now.
-    #[must_use]
-    pub fn watchers(&self) -> usize {
-        self.sampling.latest.receiver_count()
-    }
-
     fn history<T>(
         &self,
         read: impl FnOnce(&History, i64) -> Result<T, HistoryError>,

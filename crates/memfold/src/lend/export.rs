@@ -53,7 +53,10 @@ const FILTERS: [&str; 2] = ["exitlast", "limit"];
 /// the shell kills nbdkit, whose own `--exit-with-parent` lets a client that is there stay as long as it is silent. nbdkit sets its
 /// death signal anew when it starts (`PR_SET_PDEATHSIG`), so that ours would not stay. The shell ends with nbdkit, and acts only while
 /// that is its parent: the number can't be another process's then.
-const SHELL: &str = r#"exec 3<&0 4<&1 </dev/null 1>&2
+///
+/// A host without memory ends what it lends before its own VMs, and dumps nobody's bytes to its disk.
+const SHELL: &str = r#"{ echo 1000 >/proc/self/oom_score_adj; echo 0 >/proc/self/coredump_filter; } 2>/dev/null
+exec 3<&0 4<&1 </dev/null 1>&2
 setpriv --pdeathsig KILL /bin/sh -c '[ "$PPID" = "$1" ] || exit; read -r _ <&4; kill -KILL "$1"' watch $$ 3<&- >/dev/null 2>&1 &
 LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit "$@" 4<&-"#;
 
@@ -609,6 +612,11 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let mut export = ready(place.path(), Listen::Unix, 7, 8 * MIB);
         assert!(locked_bytes(export.pid()) >= 8 * MIB);
+        // The host's own VMs outlive it, and no dump holds what lies there.
+        for (file, wanted) in [("oom_score_adj", "1000"), ("coredump_filter", "00000000")] {
+            let found = std::fs::read_to_string(format!("/proc/{}/{file}", export.pid())).unwrap();
+            assert_eq!(found.trim(), wanted, "{file}");
+        }
         let Address::Unix(path) = export.endpoint().address.clone() else {
             panic!("{export:?}");
         };

@@ -189,6 +189,12 @@ impl Borrowing {
     pub fn reached(&self) -> impl Iterator<Item = (usize, &Part)> {
         self.parts.iter().enumerate().filter(|(_, part)| !part.lost)
     }
+
+    /// Whether one lender is left of two, and holds all there is.
+    #[must_use]
+    pub fn hangs_on_one(&self) -> bool {
+        self.durability == Durability::Replica && self.reached().count() == 1
+    }
 }
 
 fn lent_node(generation: u64, part: usize) -> String {

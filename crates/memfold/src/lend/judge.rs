@@ -109,7 +109,9 @@ impl Judge {
         let recall_bytes = self.recall(&now, reserve, lent_bytes);
         // The least of the last while: what came and went again is no surplus.
         let available = self.looked.iter().map(|(look, _)| spare(look)).min();
-        let surplus = available.unwrap_or(0).saturating_sub(reserve);
+        // What is lent and not allocated yet is still available, and must not be lent twice.
+        let kept = reserve.saturating_add(now.beginning_bytes);
+        let surplus = available.unwrap_or(0).saturating_sub(kept);
         let busy = before
             .and_then(|before| waits(&before, &now))
             .or_else(|| waited(&now));
@@ -166,7 +168,7 @@ impl Judge {
             let steady = self.looked.iter().rev();
             // Exports take memory when they begin, which is what they are for.
             let mut steady =
-                steady.take_while(|(look, lent)| *lent == lent_bytes && !look.exports_begin);
+                steady.take_while(|(look, lent)| *lent == lent_bytes && look.beginning_bytes == 0);
             let Some(begin) = steady.by_ref().map(|(look, _)| look).find(is_earlier) else {
                 return 0;
             };
@@ -343,9 +345,30 @@ mod tests {
         for second in 0..20 {
             let filled = second.clamp(10, 13) - 10;
             let mut now = calm(second, 6 * GIB - filled * GIB);
-            now.exports_begin = (10..=13).contains(&second);
+            now.beginning_bytes = if (10..=13).contains(&second) {
+                3 * GIB
+            } else {
+                0
+            };
             let lent = if second >= 10 { 4 * GIB } else { GIB };
             assert_eq!(judge.judge(now, lent).recall_bytes, 0, "{second}");
+        }
+    }
+
+    #[test]
+    fn what_is_lent_and_not_allocated_yet_is_not_lent_twice() {
+        let mut judge = Judge::new(64 * GIB);
+        assert_eq!(judge.judge(calm(0, 10 * GIB), 0).offer_bytes, 9 * GIB);
+        // 8 GiB are taken, and nothing of them is allocated yet; then a half; then all.
+        for (second, available, beginning) in [(1, 10, 8), (2, 6, 8), (3, 2, 8), (4, 2, 0)] {
+            let mut now = calm(second, available * GIB);
+            now.beginning_bytes = beginning * GIB;
+            let verdict = judge.judge(now, 8 * GIB);
+            assert!(
+                (8 * GIB..=9 * GIB).contains(&verdict.offer_bytes),
+                "{second}: {verdict:?}"
+            );
+            assert_eq!(verdict.recall_bytes, 0, "{second}");
         }
     }
 

@@ -16,7 +16,7 @@ use super::export::{Export, Health, Listen};
 use super::judge::{Judge, Verdict};
 use super::pressure::Sample;
 use super::registry::{
-    Incarnation, Lease, LeaseId, LeaseState, LenderId, Offer, Registry, RegistryError,
+    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, Offer, Registry, RegistryError,
 };
 
 /// Time between two looks.
@@ -30,6 +30,9 @@ const AT_ONCE: Duration = Duration::from_millis(100);
 
 /// How long a borrower has to give memory back that this host needs.
 pub const GIVE_BACK: Duration = Duration::from_secs(10);
+
+/// What a borrower copies in a second at least, while its guest swaps.
+const COPIED_A_SECOND: u64 = 20 << 20;
 
 /// What is lent and how.
 #[derive(Clone, Debug)]
@@ -258,6 +261,12 @@ impl Work {
         living.chain(dying).sum()
     }
 
+    /// Bytes of exports that are being allocated.
+    fn beginning_bytes(&self) -> u64 {
+        let begin = self.exports.values().filter(|lent| !lent.published);
+        begin.map(|lent| lent.export.bytes()).sum()
+    }
+
     /// Ends exports that have ended by themselves or stand still.
     fn bury(&mut self) {
         let mut dead = Vec::new();
@@ -333,7 +342,7 @@ impl Work {
         match Sample::read(Path::new("/proc"), self.begun.elapsed()) {
             Ok(mut sample) => {
                 sample.owed_bytes = self.options.owed.load(Ordering::Relaxed);
-                sample.exports_begin = self.exports.values().any(|lent| !lent.published);
+                sample.beginning_bytes = self.beginning_bytes();
                 self.judge.judge(sample, lent)
             }
             // Unknown is not spare.
@@ -475,17 +484,21 @@ impl Work {
         }
     }
 
-    /// Has borrowers give back so many bytes in all; the largest leases first, so that few VMs are hurt.
+    /// Has borrowers give back so many bytes in all: those first that have a copy and only let go, then the largest, so that few VMs are hurt.
     fn recall(&self, leases: &[Lease], wanted: u64) -> Result<(), RegistryError> {
         let (recalled, mut others): (Vec<&Lease>, Vec<&Lease>) =
             leases.iter().partition(|lease| lease.recall_ms.is_some());
         let mut coming: u64 = recalled.iter().map(|lease| lease.bytes).sum();
-        others.sort_by_key(|lease| std::cmp::Reverse(lease.bytes));
+        others.sort_by_key(|lease| hurt(lease.durability, lease.bytes));
         for lease in others {
             if coming >= wanted {
                 break;
             }
-            self.registry.recall(lease.id, &self.lender, GIVE_BACK)?;
+            self.registry.recall(
+                lease.id,
+                &self.lender,
+                time_to_give_back(lease.durability, lease.bytes),
+            )?;
             info!(
                 lease = lease.id.0,
                 borrower = lease.borrower,
@@ -496,6 +509,21 @@ impl Work {
             coming = coming.saturating_add(lease.bytes);
         }
         Ok(())
+    }
+}
+
+/// Order in which leases are taken back.
+fn hurt(durability: Durability, bytes: u64) -> (bool, std::cmp::Reverse<u64>) {
+    (durability != Durability::Disk, std::cmp::Reverse(bytes))
+}
+
+/// How long a borrower has. Where the lent bytes are the only ones, or one of two, it has to copy them first.
+fn time_to_give_back(durability: Durability, bytes: u64) -> Duration {
+    match durability {
+        Durability::Disk => GIVE_BACK,
+        Durability::Replica | Durability::None => {
+            GIVE_BACK + Duration::from_secs(bytes / COPIED_A_SECOND)
+        }
     }
 }
 
@@ -511,7 +539,7 @@ mod tests {
 
     use rustix::process::{Pid, Signal, kill_process};
 
-    use super::super::registry::{Address, Durability, Want};
+    use super::super::registry::{Address, Want};
     use super::super::sqlite::SqliteRegistry;
     use super::*;
 
@@ -605,6 +633,17 @@ mod tests {
             let files = std::fs::read_dir(self.directory.path().join("exports")).unwrap();
             assert_eq!(files.count(), 0);
         }
+    }
+
+    #[test]
+    fn who_has_a_copy_gives_back_first_and_who_has_none_gets_time_to_make_one() {
+        let (disk, replica, none) = (Durability::Disk, Durability::Replica, Durability::None);
+        let mut leases = [(none, 8), (disk, 1), (replica, 4), (disk, 2)];
+        leases.sort_by_key(|&(durability, gib)| hurt(durability, gib));
+        assert_eq!(leases, [(disk, 2), (disk, 1), (none, 8), (replica, 4)]);
+        assert_eq!(time_to_give_back(disk, 8192 * MIB), GIVE_BACK);
+        let time = time_to_give_back(none, 1000 * MIB);
+        assert_eq!(time, GIVE_BACK + Duration::from_secs(50));
     }
 
     #[test]

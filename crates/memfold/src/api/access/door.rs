@@ -1,9 +1,13 @@
 //! The doors: Unix socket and TCP, with or without TLS.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
@@ -14,9 +18,10 @@ use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::Semaphore;
+use tokio::time::Sleep;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
@@ -25,8 +30,10 @@ use tracing::{debug, warn};
 
 use super::{Access, Groups, Peer, Why};
 
-/// TCP connections at once; more wait in the kernel's queue.
+/// TCP connections at once; more are closed at once.
 const TCP_CONNECTIONS: usize = 256;
+/// Of them, of one address (IPv6: of one network of 64 bits), so that who has one can't take the places of other hosts.
+const OF_ONE_ADDRESS: usize = 64;
 /// Unix connections at once of those who may operate; beyond, they are closed at once.
 const OPERATORS: usize = 1024;
 /// The same of all others, who so can't take the places of those.
@@ -219,18 +226,19 @@ pub(in crate::api) async fn accept_tcp(
     router: Router,
     graceful: Arc<GracefulShutdown>,
 ) {
-    let slots = Arc::new(Semaphore::new(TCP_CONNECTIONS));
+    let places = Arc::new(Places::default());
     let acceptor = door.tls.map(TlsAcceptor::from);
     loop {
-        let Ok(slot) = slots.clone().acquire_owned().await else {
-            return;
-        };
         let (stream, address) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
                 pause_after(&error).await;
                 continue;
             }
+        };
+        let Some(place) = Place::take(&places, address.ip()) else {
+            access.refused.add(Why::Other);
+            continue;
         };
         // Also with a window that stays closed (`TCP_USER_TIMEOUT`, tcp(7)).
         let unread = u32::try_from(UNREAD_TIME.as_millis()).unwrap_or(u32::MAX);
@@ -240,7 +248,7 @@ pub(in crate::api) async fn accept_tcp(
         let (router, watcher, acceptor) = (router.clone(), graceful.watcher(), acceptor.clone());
         let access = access.clone();
         tokio::spawn(async move {
-            let _slot = slot;
+            let _place = place;
             let peer = Peer::Tcp {
                 address,
                 tls: acceptor.is_some(),
@@ -259,6 +267,134 @@ pub(in crate::api) async fn accept_tcp(
                 }
             }
         });
+    }
+}
+
+/// Connections there are, by where they come from.
+type Places = Mutex<HashMap<IpAddr, usize>>;
+
+/// One of them, until it is dropped.
+struct Place {
+    all: Arc<Places>,
+    of: IpAddr,
+}
+
+impl Place {
+    fn take(all: &Arc<Places>, address: IpAddr) -> Option<Self> {
+        let of = match address.to_canonical() {
+            IpAddr::V6(address) => IpAddr::V6((address.to_bits() >> 64 << 64).into()),
+            address @ IpAddr::V4(_) => address,
+        };
+        let mut places = all.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken: usize = places.values().sum();
+        let count = places.get(&of).copied().unwrap_or(0);
+        if taken >= TCP_CONNECTIONS || count >= OF_ONE_ADDRESS {
+            return None;
+        }
+        places.insert(of, count + 1);
+        Some(Self {
+            all: all.clone(),
+            of,
+        })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut places = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Entry::Occupied(mut count) = places.entry(self.of) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
+}
+
+/// A connection that fails when nothing of what it sends was taken for so long: else whoever reads nothing keeps what it has for ever.
+struct Unread<S> {
+    stream: S,
+    most: Duration,
+    /// Since when nothing is taken, as the time until then.
+    left: Option<Pin<Box<Sleep>>>,
+}
+
+impl<S> Unread<S> {
+    const fn new(stream: S, most: Duration) -> Self {
+        Self {
+            stream,
+            most,
+            left: None,
+        }
+    }
+
+    fn bounded<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        polled: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        if polled.is_ready() {
+            self.left = None;
+            return polled;
+        }
+        let most = self.most;
+        let left = self
+            .left
+            .get_or_insert_with(|| Box::pin(tokio::time::sleep(most)));
+        left.as_mut().poll(context).map(|()| {
+            Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "nobody reads what is sent",
+            ))
+        })
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Unread<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_read(context, into)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Unread<S> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let polled = Pin::new(&mut this.stream).poll_write(context, bytes);
+        this.bounded(context, polled)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let polled = Pin::new(&mut this.stream).poll_write_vectored(context, slices);
+        this.bounded(context, polled)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let polled = Pin::new(&mut this.stream).poll_flush(context);
+        this.bounded(context, polled)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let polled = Pin::new(&mut this.stream).poll_shutdown(context);
+        this.bounded(context, polled)
     }
 }
 
@@ -281,7 +417,7 @@ where
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIME)
         .max_buf_size(HEAD_BYTES)
-        .serve_connection(TokioIo::new(stream), service);
+        .serve_connection(TokioIo::new(Unread::new(stream, UNREAD_TIME)), service);
     if let Err(error) = watcher.watch(connection).await {
         debug!(%error, "a connection broke off");
     }
@@ -294,6 +430,66 @@ mod tests {
     fn door(address: &str, names: &[&str]) -> Result<TcpDoor, TcpDoorError> {
         let names = names.iter().map(|&name| name.to_owned()).collect();
         TcpDoor::new(address.parse().unwrap(), names, None)
+    }
+
+    #[test]
+    fn who_reads_nothing_is_given_up_and_who_reads_slowly_is_not() {
+        use std::io::Read as _;
+
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        let send = |reads: bool| {
+            let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+            ours.set_nonblocking(true).unwrap();
+            let reader = std::thread::spawn(move || {
+                let mut some = vec![0; 64 << 10];
+                while reads && theirs.read(&mut some).unwrap() > 0 {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                theirs
+            });
+            let sent = runtime.block_on(async {
+                let ours = tokio::net::UnixStream::from_std(ours).unwrap();
+                let mut ours = Unread::new(ours, Duration::from_millis(200));
+                let bytes = vec![7; 64 << 10];
+                let mut sent = 0;
+                while sent < 2 << 20 {
+                    let written = std::future::poll_fn(|context| {
+                        Pin::new(&mut ours).poll_write(context, &bytes)
+                    });
+                    sent += written.await?;
+                }
+                Ok::<usize, io::Error>(sent)
+            });
+            reader.join().unwrap();
+            sent
+        };
+        assert_eq!(send(false).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert!(send(true).unwrap() >= 2 << 20);
+    }
+
+    #[test]
+    fn one_address_can_take_a_part_of_the_places_and_gives_them_back() {
+        let all = Arc::new(Places::default());
+        let take = |address: &str| Place::take(&all, address.parse().unwrap());
+        let taken: Vec<Place> = (0..).map_while(|_| take("192.0.2.1")).collect();
+        assert_eq!(taken.len(), OF_ONE_ADDRESS);
+        assert!(take("::ffff:192.0.2.1").is_none(), "the same one");
+        let network: Vec<Place> = (1..)
+            .map_while(|n| take(&format!("2001:db8::{n}:1")))
+            .collect();
+        assert_eq!(network.len(), OF_ONE_ADDRESS);
+        assert!(take("2001:db8:0:1::1").is_some(), "another network");
+        drop(taken);
+        assert!(take("192.0.2.1").is_some());
+        let many: Vec<Place> = (0..=255_u8)
+            .map_while(|n| take(&format!("198.51.100.{n}")))
+            .collect();
+        assert_eq!(many.len(), TCP_CONNECTIONS - OF_ONE_ADDRESS);
+        drop((network, many));
+        assert!(all.lock().unwrap().is_empty());
     }
 
     #[test]

@@ -19,6 +19,8 @@ use crate::api::server::{MAX_BODY, refusal, refusal_with_hint};
 use crate::api::{lending, planning, session, web};
 
 /// How long a request's body may take.
+/// Longest body of a login: a token or a code, and what JSON needs around it.
+const MOST_OF_A_LOGIN: usize = 4 << 10;
 const BODY_TIME: Duration = Duration::from_secs(30);
 
 /// Scripts, styles and data from here alone; no inline script, no frame around us, nothing sent elsewhere.
@@ -74,6 +76,8 @@ pub(in crate::api) async fn guard(
             let role = visitor.as_ref().map(|v| v.role);
             let most = match path.as_str() {
                 planning::PLACE_PATH => planning::MOST_FINGERPRINTS,
+                // Of whom nobody knows yet who it is.
+                session::PATH => MOST_OF_A_LOGIN,
                 _ => MAX_BODY,
             };
             match whole(request, most).await {

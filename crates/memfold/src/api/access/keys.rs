@@ -52,6 +52,8 @@ pub(in crate::api) struct Begun {
 struct Code {
     hash: Hash,
     role: Role,
+    /// Who made it.
+    by: String,
     until: Instant,
 }
 
@@ -111,8 +113,13 @@ impl Keys {
         role
     }
 
-    /// A code for one login.
-    pub(in crate::api) fn new_code(&mut self, role: Role, now: Instant) -> io::Result<String> {
+    /// A code for one login, made by somebody.
+    pub(in crate::api) fn new_code(
+        &mut self,
+        role: Role,
+        by: &str,
+        now: Instant,
+    ) -> io::Result<String> {
         let code = secret()?;
         self.codes.retain(|code| now < code.until);
         if self.codes.len() >= MOST_CODES {
@@ -123,6 +130,8 @@ impl Keys {
         self.codes.push(Code {
             hash: hash(&code),
             role,
+            // Who began the session in which it was made.
+            by: by.rsplit(" of ").next().unwrap_or(by).to_owned(),
             until: now + CODE_LIFE,
         });
         Ok(code)
@@ -137,11 +146,13 @@ impl Keys {
         let asked = hash(secret_text);
         self.codes.retain(|code| now < code.until);
         let code = self.codes.iter().position(|code| code.hash == asked);
-        let role = match code {
-            Some(at) => Some(self.codes.remove(at).role),
-            None => self.role_of_token(secret_text),
+        let known = match code.map(|at| self.codes.remove(at)) {
+            Some(code) => Some((code.role, code.by)),
+            None => self
+                .role_of_token(secret_text)
+                .map(|role| (role, format!("the {} token", role.name()))),
         };
-        let Some(role) = role else {
+        let Some((role, by)) = known else {
             return Ok(None);
         };
         let cookie = secret()?;
@@ -152,7 +163,7 @@ impl Keys {
             oldest.map(|at| self.sessions.remove(at));
         }
         self.made += 1;
-        let label = format!("session {}", self.made);
+        let label = format!("session {} of {by}", self.made);
         self.sessions.push(Session {
             hash: hash(&cookie),
             role,
@@ -276,17 +287,24 @@ mod tests {
     fn a_code_logs_in_once_and_not_later_than_two_minutes() {
         let mut keys = Keys::default();
         let now = Instant::now();
-        let code = keys.new_code(Role::Read, now).unwrap();
-        let late = keys.new_code(Role::Operate, now).unwrap();
+        let code = keys.new_code(Role::Read, "uid 7", now).unwrap();
+        let late = keys
+            .new_code(Role::Operate, "session 3 of uid 8", now)
+            .unwrap();
         let begun = keys.log_in(&code, now).unwrap().unwrap();
         assert_eq!(
             (begun.role, begun.label.as_str()),
-            (Role::Read, "session 1")
+            (Role::Read, "session 1 of uid 7")
         );
         assert_eq!(keys.log_in(&code, now).unwrap(), None);
         assert_eq!(keys.log_in(&late, now + CODE_LIFE).unwrap(), None);
+        let next = keys
+            .new_code(Role::Read, "session 3 of uid 8", now)
+            .unwrap();
+        let begun = keys.log_in(&next, now).unwrap().unwrap();
+        assert_eq!(begun.label, "session 2 of uid 8");
         for _ in 0..100 {
-            keys.new_code(Role::Read, now).unwrap();
+            keys.new_code(Role::Read, "uid 7", now).unwrap();
         }
         assert_eq!(keys.codes.len(), MOST_CODES);
     }
@@ -296,7 +314,7 @@ mod tests {
         let mut keys = Keys::default();
         let now = Instant::now();
         let begin = |keys: &mut Keys, at| {
-            let code = keys.new_code(Role::Operate, at).unwrap();
+            let code = keys.new_code(Role::Operate, "uid 7", at).unwrap();
             keys.log_in(&code, at).unwrap().unwrap().cookie
         };
         let minutes = |n: u64| Duration::from_secs(60 * n);

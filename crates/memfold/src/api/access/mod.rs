@@ -23,9 +23,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use utoipa::ToSchema;
 
+use super::live;
 use audit::Audit;
 pub use audit::AuditEntry;
 pub(super) use audit::{NewSession, Told};
@@ -108,6 +109,8 @@ pub(super) struct Access {
     turns: Arc<Semaphore>,
     /// The same of hosts.
     host_turns: Arc<Semaphore>,
+    /// Places for streams of samples: all, and those of who may only read.
+    streams: [Arc<Semaphore>; 2],
     /// Turns to `true` when the daemon ends: streams end then.
     pub(super) ending: watch::Receiver<bool>,
 }
@@ -131,6 +134,8 @@ impl Access {
             cookie_name: tcp.map(TcpDoor::cookie_name).unwrap_or_default(),
             turns: Arc::new(Semaphore::new(TCP_REQUESTS)),
             host_turns: Arc::new(Semaphore::new(HOST_REQUESTS)),
+            streams: [live::MOST_STREAMS, live::MOST_OF_READERS]
+                .map(|most| Arc::new(Semaphore::new(most))),
             ending,
         })
     }
@@ -141,6 +146,17 @@ impl Access {
 
     pub(super) fn hosts(&self) -> MutexGuard<'_, Hosts> {
         self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A place for a stream of samples, until it is dropped.
+    pub(super) fn stream_of(&self, role: Role) -> Option<Vec<OwnedSemaphorePermit>> {
+        let [all, readers] = &self.streams;
+        let take = |of: &Arc<Semaphore>| of.clone().try_acquire_owned().ok();
+        let mut places = vec![take(all)?];
+        if role != Role::Operate {
+            places.push(take(readers)?);
+        }
+        Some(places)
     }
 
     /// Who was refused so far, by why.

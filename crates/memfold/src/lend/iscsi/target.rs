@@ -135,14 +135,11 @@ fn allocate(bytes: u64) -> io::Result<LockedFile> {
             "{bytes} bytes are not to be had: {available} are available on this host"
         )));
     }
-    // Who is short of memory meanwhile ends this process and not a VM. It may be forbidden to say so.
-    let own = "/proc/self/oom_score_adj";
-    let before = std::fs::read_to_string(own).unwrap_or_default();
-    let _ = std::fs::write(own, "1000");
-    let memory = LockedFile::new("memfold-lent", bytes)
-        .map_err(|error| at("memory can't be allocated and locked")(error.into()));
-    let _ = std::fs::write(own, before.trim());
-    memory
+    // A host without memory ends what it lends, tgtd too, before its own VMs, and dumps nobody's bytes to its disk. It may be forbidden to say so.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+    let _ = std::fs::write("/proc/self/coredump_filter", "0");
+    LockedFile::new("memfold-lent", bytes)
+        .map_err(|error| at("memory can't be allocated and locked")(error.into()))
 }
 
 fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Result<Child> {

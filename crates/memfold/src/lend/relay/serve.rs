@@ -39,7 +39,7 @@ const MOST: usize = 8 << 20;
 
 /// Shorter than that is a wait that isn't slept through if the last one was so, too: to be woken takes up to as long as a lender's answer. At
 /// most so much CPU is spent in vain for each request, and none while nothing is asked.
-const SOON: Duration = Duration::from_micros(100);
+const SOON: Duration = Duration::from_micros(250);
 
 const BLOCK_BYTES: u64 = BLOCK as u64;
 
