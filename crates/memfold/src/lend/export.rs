@@ -48,13 +48,10 @@ const LOG_LIMIT: u64 = 128 << 10;
 const FILTERS: [&str; 2] = ["exitlast", "limit"];
 
 /// What nbdkit is started by. It takes a socket that listens already, as systemd passes one (descriptor 3, and who it is for).
-///
 /// Beside it a shell waits for the end of a pipe (descriptor 4) whose other end this process holds: when this process ends, however it does,
 /// the shell kills nbdkit, whose own `--exit-with-parent` lets a client that is there stay as long as it is silent. nbdkit sets its
 /// death signal anew when it starts (`PR_SET_PDEATHSIG`), so that ours would not stay. The shell ends with nbdkit, and acts only while
-/// that is its parent: the number can't be another process's then.
-///
-/// A host without memory ends what it lends before its own VMs, and dumps nobody's bytes to its disk.
+/// that is its parent: the number can't be another process's then. A host without memory ends lent memory first, and dumps none of it.
 const SHELL: &str = r#"{ echo 1000 >/proc/self/oom_score_adj; echo 0 >/proc/self/coredump_filter; } 2>/dev/null
 exec 3<&0 4<&1 </dev/null 1>&2
 setpriv --pdeathsig KILL /bin/sh -c '[ "$PPID" = "$1" ] || exit; read -r _ <&4; kill -KILL "$1"' watch $$ 3<&- >/dev/null 2>&1 &
@@ -613,10 +610,9 @@ mod tests {
         let mut export = ready(place.path(), Listen::Unix, 7, 8 * MIB);
         assert!(locked_bytes(export.pid()) >= 8 * MIB);
         // The host's own VMs outlive it, and no dump holds what lies there.
-        for (file, wanted) in [("oom_score_adj", "1000"), ("coredump_filter", "00000000")] {
-            let found = std::fs::read_to_string(format!("/proc/{}/{file}", export.pid())).unwrap();
-            assert_eq!(found.trim(), wanted, "{file}");
-        }
+        let of = |file: &str| std::fs::read_to_string(format!("/proc/{}/{file}", export.pid()));
+        assert_eq!(of("oom_score_adj").unwrap().trim(), "1000");
+        assert_eq!(of("coredump_filter").unwrap().trim(), "00000000");
         let Address::Unix(path) = export.endpoint().address.clone() else {
             panic!("{export:?}");
         };
