@@ -170,9 +170,10 @@ impl Lab {
             .with_context(|| format!("in '{name}': {script}"))?;
         if result.code != 0 {
             bail!(
-                "in '{name}': {script}: exit code {}: {}",
+                "in '{name}': exit code {}: {} {}; of: {script}",
                 result.code,
-                String::from_utf8_lossy(&result.stderr).trim()
+                String::from_utf8_lossy(&result.stderr).trim(),
+                String::from_utf8_lossy(&result.stdout).trim()
             );
         }
         Ok(String::from_utf8_lossy(&result.stdout).into_owned())

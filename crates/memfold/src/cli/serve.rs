@@ -3,6 +3,8 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Args;
@@ -329,17 +331,35 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     runtime.spawn(systemd::watch(daemon.clone()));
     let served = daemon.clone();
     runtime.block_on(api::serve(daemon.clone(), &doors, async move {
-        let signal = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate());
-        let Ok(mut terminate) = signal else {
+        use tokio::signal::unix::{SignalKind, signal};
+        let signals = (
+            signal(SignalKind::terminate()),
+            signal(SignalKind::interrupt()),
+        );
+        let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
             return std::future::pending().await;
         };
         // Asked for first when the socket listens.
         systemd::ready(&served);
         tokio::select! {
             _ = terminate.recv() => {}
-            _ = tokio::signal::ctrl_c() => {}
+            _ = interrupt.recv() => {}
         }
         systemd::stopping();
+        // Borrowers may need this daemon's registry for it.
+        let hurry = Arc::new(AtomicBool::new(false));
+        let told = hurry.clone();
+        let mut given_back = tokio::task::spawn_blocking(move || {
+            served.end_lending(&|| told.load(Ordering::Relaxed));
+        });
+        tokio::select! {
+            _ = &mut given_back => return,
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        hurry.store(true, Ordering::Relaxed);
+        // It has panicked, and ended what it exported.
+        let _ = given_back.await;
     }))?;
     info!("ending; VMs go on, and folded pages stay folded");
     daemon.shut_down();

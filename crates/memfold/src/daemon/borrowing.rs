@@ -12,7 +12,7 @@ use memfold_units::ByteSize;
 use tracing::{error, info, warn};
 
 use super::booted::when_booted;
-use super::leasing::LEASE_TTL;
+use super::leasing::lease_ttl;
 use super::machine::Machine;
 use super::relays::{connect, is_relay_stopped};
 use super::watched::Guard;
@@ -31,6 +31,9 @@ const RENEW: Duration = Duration::from_secs(1);
 
 /// After that a swap disk that couldn't be moved away from a single lender is tried again.
 const MOVE_AGAIN: Duration = Duration::from_secs(15);
+
+/// How long a daemon that goes on with leases of the one before looks for the registry, before it moves what only they hold to a disk.
+const RESUMED: Duration = Duration::from_secs(10);
 
 /// Looks in a row that find a relay standing still, until it is given up: one may catch a debugger's blink.
 const STOPPED_LOOKS: u32 = 5;
@@ -209,6 +212,7 @@ impl Daemon {
         };
         // Its lender may hang meanwhile. QEMU can't give up what waits for an answer before the connection is cut.
         let asked = Cell::new(Instant::now());
+        let ttl = lease_ttl(durability, top.bytes);
         let silent = || {
             if asked.get().elapsed() < RENEW {
                 return None;
@@ -220,7 +224,7 @@ impl Daemon {
                 let lenders = borrowing.parts[part].lenders();
                 format!("a lender isn't heard of ({lenders})")
             });
-            let why = self.keep(ids).or(silent);
+            let why = self.keep(ids, ttl).or(silent);
             if why.is_some() {
                 begun.cut();
             }
@@ -277,9 +281,12 @@ impl Daemon {
     ) -> Result<(), DaemonError> {
         hear(machine, guard);
         let borrowing = guard.borrowing();
-        let is_whole = !borrowing.copy_failed && !borrowing.copy_unwatched;
         let is_last = borrowing.reached().next().is_none();
-        if borrowing.durability == Durability::Disk && (is_whole || is_last) {
+        if borrowing.copy_failed && !is_last {
+            graph::take_copy_out(&mut machine.monitor(), &borrowing)?;
+        }
+        let is_whole = borrowing.has_copy() && !borrowing.copy_unwatched;
+        if is_whole || is_last {
             // Every write has gone to the copy too, as far as is known; or there is nothing else.
             for (part, _) in borrowing.reached() {
                 graph::take_out(&mut machine.monitor(), &borrowing, part)?;
@@ -320,7 +327,8 @@ impl Daemon {
                 if kept.get().elapsed() >= RENEW {
                     kept.set(Instant::now());
                     let parts = borrowing.reached().flat_map(|(_, part)| part.stripes());
-                    self.keep(parts.map(|stripe| stripe.lease));
+                    let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
+                    self.keep(parts.map(|stripe| stripe.lease), ttl);
                 }
                 None
             };
@@ -424,14 +432,18 @@ impl Daemon {
             return Ok(());
         }
         guard.cut(part);
+        hear(machine, guard);
+        let borrowing = guard.borrowing();
         let lost = &borrowing.parts[part];
         let lenders = lost.lenders();
         let why = self.hear_end_of(machine.name(), lost);
-        if borrowing.durability == Durability::None {
+        if borrowing.is_alone(part) {
             error!(
                 vm = machine.name(),
                 lenders,
-                "its swap disk is lost with its lender (durability none); programs of the guest end"
+                durability = ?borrowing.durability,
+                copy_failed = borrowing.copy_failed,
+                "its swap disk is lost with its lender: there was no other copy; programs of the guest end"
             );
         } else {
             graph::take_out(&mut machine.monitor(), &borrowing, part)?;
@@ -446,16 +458,14 @@ impl Daemon {
             warn!(vm = machine.name(), %error, "its note can't be written");
         }
         self.release(lost.stripes().map(|stripe| stripe.lease));
-        warn!(
-            vm = machine.name(),
-            lenders,
-            why,
-            healed_ms = ms(began),
-            "what it has borrowed is given up; its swap disk goes on, on the other copy"
-        );
-        if now.hangs_on_one() {
-            // The one that is left may die too.
-            self.give_back(machine, directory, guard)?;
+        if !borrowing.is_alone(part) {
+            warn!(
+                vm = machine.name(),
+                lenders,
+                why,
+                healed_ms = ms(began),
+                "what it has borrowed is given up; its swap disk goes on, on the other copy"
+            );
         }
         Ok(())
     }
@@ -463,20 +473,33 @@ impl Daemon {
     /// Asks for more time for what is borrowed, and hears what the lender wants.
     fn renew(&self, machine: &Machine, guard: &Guard) -> Result<(), DaemonError> {
         let borrowing = guard.borrowing();
+        let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
         let mut wanted = false;
+        // None of them is over before that, as far as was heard.
+        let mut holds: Option<Instant> = None;
+        let mut heard_all = true;
         for (number, part) in borrowing.reached() {
             for stripe in part.stripes() {
                 let registry = &self.lending.registry;
-                match registry.renew(stripe.lease, &self.lending.host, LEASE_TTL) {
-                    Ok(lease) => wanted |= lease.recall_ms.is_some(),
-                    Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. })) => {
+                match registry.renew(stripe.lease, &self.lending.host, ttl) {
+                    Ok(lease) => {
+                        wanted |= lease.recall_ms.is_some();
+                        let until = Instant::now() + Duration::from_millis(lease.left_ms);
+                        holds = Some(holds.map_or(until, |holds| holds.min(until)));
+                    }
+                    Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
+                        if borrowing.has_copy() =>
+                    {
                         warn!(vm = machine.name(), %error, "given up");
                         guard.cut(number);
                     }
-                    // It holds for a while yet.
-                    Err(_) => {}
+                    // It holds for a while yet; its lender, too, knows until when.
+                    Err(_) => heard_all = false,
                 }
             }
+        }
+        if heard_all {
+            guard.state().holds = holds;
         }
         if let Some(part) = self.silent_part(&borrowing) {
             let lenders = borrowing.parts[part].lenders();
@@ -522,13 +545,17 @@ impl Daemon {
         };
         let wires = borrowing.parts.iter().map(find).collect();
         info!(vm = machine.name(), "what it has borrowed is watched again");
+        let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
         let guard = Guard::new(machine.name(), borrowing, wires);
+        // Who knows when they were renewed last.
+        guard.state().holds = Some(Instant::now() + ttl / 2 + RESUMED);
         self.watch(machine, &guard);
     }
 }
 
 fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
-    let (mut renewed, mut moved) = (Instant::now(), Instant::now());
+    let mut renewed = Instant::now();
+    let mut moved: Option<Instant> = None;
     // Until nothing is left to watch.
     while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
         std::thread::sleep(WATCH);
@@ -563,14 +590,18 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
                 );
             }
         }
-        // Of two lenders one is left, and the move away from it failed, or the daemon that began it is no more.
-        if guard.borrowing().hangs_on_one() && moved.elapsed() >= MOVE_AGAIN {
-            moved = Instant::now();
+        let is_due = moved.is_none_or(|moved| moved.elapsed() >= MOVE_AGAIN);
+        if let Some(why) = guard.is_in_danger().filter(|_| is_due) {
+            moved = Some(Instant::now());
+            warn!(
+                vm = guard.vm,
+                why, "its swap disk is moved to this host's disk"
+            );
             if let Err(error) = daemon.return_memory(machine.name()) {
                 warn!(
                     vm = guard.vm,
                     error = chain(&error),
-                    "its swap disk is on one lender alone, and can't be moved away; tried again"
+                    "its swap disk can't be moved; tried again"
                 );
             }
         }
@@ -589,32 +620,46 @@ fn stands_still(guard: &Guard) -> bool {
 
 /// Hears from QEMU which requests have failed.
 fn hear(machine: &Machine, guard: &Guard) {
-    let events = {
+    let (events, heard_on) = {
         let mut qmp = machine.monitor();
         // Events come with answers.
         if qmp.query("query-status").is_err() {
             return;
         }
-        qmp.take_events_named("QUORUM_REPORT_BAD")
+        (
+            qmp.take_events_named("QUORUM_REPORT_BAD"),
+            qmp.connections(),
+        )
     };
+    let before = guard.borrowing();
+    let last = guard.state().heard_on.replace(heard_on);
+    if before.copy.is_some() && last.is_some_and(|last| last != heard_on) {
+        guard.state().borrowing.copy_unwatched = true;
+    }
     for event in events {
-        let borrowing = guard.borrowing();
-        match graph::failed(&event, &borrowing) {
+        match graph::failed(&event, &before) {
             // Even if the connection stands: it lacks that write.
             Some(Failed::Lent(part)) => guard.cut(part),
-            Some(Failed::Copy) if !borrowing.copy_failed => {
-                error!(
-                    vm = guard.vm,
-                    "a request to the copy of its swap disk has failed: it is lost if its lender dies now; 'memfold return' moves it to a new file"
-                );
+            // With nothing else left, the guest has heard of it itself.
+            Some(Failed::Copy) if before.reached().next().is_some() => {
                 guard.state().borrowing.copy_failed = true;
-                let directory = machine.vm().directory();
-                if let Some(Err(error)) = directory.map(|d| write_note(d, &guard.borrowing())) {
-                    warn!(vm = guard.vm, %error, "its note can't be written");
-                }
             }
             Some(Failed::Copy) | None => {}
         }
+    }
+    let now = guard.borrowing();
+    if now == before {
+        return;
+    }
+    if now.copy_failed && !before.copy_failed {
+        error!(
+            vm = guard.vm,
+            "a request to the copy of its swap disk has failed: it is moved to a new file, and lost if its lender dies before"
+        );
+    }
+    let directory = machine.vm().directory();
+    if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
+        warn!(vm = guard.vm, %error, "its note can't be written");
     }
 }
 

@@ -8,14 +8,28 @@ use super::borrowing::{Begun, lending};
 use super::{Daemon, DaemonError};
 use crate::api::BorrowRequest;
 use crate::lend::graph::{Borrowing, Stripe};
+use crate::lend::registry::MAX_TTL;
 use crate::lend::relay::stripes::{MOST, Stripes};
+use crate::lend::wire::patience;
 use crate::lend::{Durability, Endpoint, Lease, LeaseId, RegistryError, Want};
 
 /// How long a lease holds without being renewed: so long may a borrower's daemon be away.
 pub(super) const LEASE_TTL: Duration = Duration::from_secs(60);
 
-/// A lender that isn't heard of for so long is given up: its host may stand still, and VMs wait for it.
-const SILENT: Duration = Duration::from_secs(3);
+/// What is copied of a disk in a second at least, while its guest swaps.
+const COPIED_A_SECOND: u64 = 20 << 20;
+
+/// [`LEASE_TTL`], and where the lent bytes are the only ones twice the time that it takes to copy them: they are moved to a disk when half of
+/// it is over.
+pub(super) fn lease_ttl(durability: Durability, bytes: u64) -> Duration {
+    let copying = match durability {
+        Durability::Disk => 0,
+        Durability::Replica | Durability::None => 2 * bytes / COPIED_A_SECOND,
+    };
+    LEASE_TTL
+        .saturating_add(Duration::from_secs(copying))
+        .min(MAX_TTL)
+}
 
 /// How long a lender may take to export: at least, and for each GiB that it has to allocate.
 const EXPORT_LEAST: Duration = Duration::from_secs(10);
@@ -55,6 +69,7 @@ impl Daemon {
         } else {
             1
         };
+        let ttl = lease_ttl(request.durability, bytes);
         for _ in 0..u64::from(count) * copies {
             let ours = begun.leases.iter().map(|lease| lease.lender.host.clone());
             let want = Want {
@@ -64,7 +79,7 @@ impl Daemon {
                 durability: request.durability,
                 apart_from: ours.chain(distrusted.clone()).collect(),
             };
-            let taken = self.lending.registry.take(&want, LEASE_TTL);
+            let taken = self.lending.registry.take(&want, ttl);
             let lease = taken.map_err(|error| match error {
                 RegistryError::NothingToSpare { .. } if !distrusted.is_empty() => lending(
                     format!("{error}; not asked: {}", distrusted.join(", ")),
@@ -109,11 +124,15 @@ impl Daemon {
     }
 
     /// Renews leases while something is done that takes long; why it had better be given up, if it had.
-    pub(super) fn keep(&self, leases: impl Iterator<Item = LeaseId>) -> Option<String> {
+    pub(super) fn keep(
+        &self,
+        leases: impl Iterator<Item = LeaseId>,
+        ttl: Duration,
+    ) -> Option<String> {
         let mut why = None;
         for id in leases {
             let host = &self.lending.host;
-            match self.lending.registry.renew(id, host, LEASE_TTL) {
+            match self.lending.registry.renew(id, host, ttl) {
                 Ok(lease) if lease.recall_ms.is_some() => {
                     why = Some(format!(
                         "lender '{}' needs its memory itself",
@@ -144,7 +163,8 @@ impl Daemon {
                     return Ok(endpoint);
                 }
                 Ok(None) if Instant::now() < end => {
-                    self.keep(std::iter::once(lease.id));
+                    let ttl = lease_ttl(lease.durability, lease.bytes);
+                    self.keep(std::iter::once(lease.id), ttl);
                     std::thread::sleep(Duration::from_millis(50));
                 }
                 Ok(None) => return Err(failed("has not exported what it offered in time")),
@@ -168,13 +188,15 @@ impl Daemon {
     pub(super) fn silent_part(&self, borrowing: &Borrowing) -> Option<usize> {
         // Unknown isn't silent; and after an outage of the registry all lenders were silent there.
         let (picture, heard) = self.lending.heard()?;
-        if heard <= SILENT {
+        // It may stand still, and the VM waits for it.
+        let patience = patience(borrowing.durability);
+        if heard <= patience {
             return None;
         }
         let is_silent = |stripe: &Stripe| {
             picture.lenders.iter().any(|lender| {
                 lender.lender.host == stripe.lender
-                    && u128::from(lender.silent_ms) > SILENT.as_millis()
+                    && u128::from(lender.silent_ms) > patience.as_millis()
             })
         };
         let mut reached = borrowing.reached();
@@ -186,6 +208,20 @@ impl Daemon {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn leases_of_the_only_bytes_hold_for_as_long_as_it_takes_to_copy_them() {
+        for (durability, bytes, seconds) in [
+            (Durability::Disk, 1 << 40, 60),
+            (Durability::Replica, 0, 60),
+            (Durability::Replica, 1 << 30, 60 + 102),
+            (Durability::None, 200 << 20, 80),
+            (Durability::None, 1 << 40, 3600),
+        ] {
+            let ttl = lease_ttl(durability, bytes);
+            assert_eq!(ttl.as_secs(), seconds, "{durability:?} {bytes}");
+        }
+    }
 
     #[test]
     fn a_disk_is_laid_out_over_as_few_lenders_as_have_room() {

@@ -326,6 +326,14 @@ impl Daemon {
         Some(lender.status())
     }
 
+    /// Lends no more, because the daemon ends: the next one lends again. Borrowers have time to give back, unless `hurry`.
+    pub fn end_lending(&self, hurry: &dyn Fn() -> bool) {
+        let lender = self.lending.lender().take();
+        if let Some(lender) = lender {
+            lender.end_and_wait(hurry);
+        }
+    }
+
     /// What this host lends; `None`: nothing, and it will not.
     pub fn lender_status(&self) -> Option<LenderStatus> {
         let mut lender = self.lending.lender();
@@ -365,12 +373,17 @@ impl Daemon {
     pub fn leases(&self) -> Result<LeaseReport, DaemonError> {
         let picture = self.lending.registry.picture()?;
         let (distrusted, lies) = self.lies();
+        let guards = self.lending.guards().clone();
+        let without_copy = |host: &str, vm: &str| {
+            let guard = guards.get(vm).filter(|_| host == self.lending.host);
+            guard.is_some_and(|guard| guard.borrowing().copy_failed)
+        };
         Ok(LeaseReport {
             host: self.lending.host.clone(),
             registry: self.lending.place.clone(),
             lending: self.lender_status(),
             borrowed: self.lending.borrowed(),
-            blast: blast(&picture),
+            blast: blast(&picture, &without_copy),
             lenders: picture.lenders,
             leases: picture.leases,
             distrusted,

@@ -12,7 +12,7 @@ use crate::host::own_program;
 use crate::lend::graph::{self, Borrowing, Part};
 use crate::lend::relay::start::{self, RelayError, Running};
 use crate::lend::relay::{Orders, Why};
-use crate::lend::wire::Wire;
+use crate::lend::wire::{Wire, patience};
 use crate::lend::{Address, Endpoint};
 use crate::vm::VmDirectory;
 
@@ -43,6 +43,7 @@ pub(super) fn connect(
         socket: directory.relay(borrowing.generation, number),
         bytes: borrowing.bytes,
         lenders: endpoints.to_vec(),
+        patience_ms: u64::try_from(patience(borrowing.durability).as_millis()).unwrap_or(u64::MAX),
     };
     let part = &borrowing.parts[number];
     let program = own_program().map_err(failed)?;

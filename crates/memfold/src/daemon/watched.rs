@@ -2,9 +2,10 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
+use super::leasing::lease_ttl;
 use crate::api::{Borrowed, LentPart, SwapPlace, VmSwap};
-use crate::lend::Durability;
 use crate::lend::graph::{Borrowing, Part};
 use crate::lend::relay::stripes::Stripes;
 use crate::lend::wire::Wire;
@@ -23,14 +24,24 @@ pub(super) struct Watched {
     pub borrowing: Borrowing,
     /// By the number of the part.
     pub wires: Vec<Option<Wire>>,
+    /// The monitor's connection on which QEMU's events were heard last.
+    pub heard_on: Option<u64>,
+    /// Until when all its leases hold without being renewed, as far as the registry has said.
+    pub holds: Option<Instant>,
 }
 
 impl Guard {
     pub fn new(vm: &str, borrowing: Borrowing, wires: Vec<Option<Wire>>) -> Arc<Self> {
+        let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
         Arc::new(Self {
             vm: vm.to_owned(),
             stop: AtomicBool::new(false),
-            state: Mutex::new(Watched { borrowing, wires }),
+            state: Mutex::new(Watched {
+                borrowing,
+                wires,
+                heard_on: None,
+                holds: Some(Instant::now() + ttl),
+            }),
         })
     }
 
@@ -63,6 +74,20 @@ impl Guard {
         let parts = state.borrowing.reached();
         let has_ended = |part: &usize| state.wires[*part].as_ref().is_none_or(Wire::is_cut);
         parts.map(|(part, _)| part).filter(has_ended).collect()
+    }
+
+    /// Why all that is lent had better be moved to a disk, if it had: a lender's death, or the end of a lease, would lose bytes.
+    pub fn is_in_danger(&self) -> Option<&'static str> {
+        let state = self.state();
+        let borrowing = &state.borrowing;
+        if borrowing.hangs_on_one() {
+            return Some("all of it is with one lender");
+        }
+        let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
+        let is_over = |until: Instant| until.saturating_duration_since(Instant::now()) < ttl / 2;
+        let is_lent = borrowing.reached().next().is_some();
+        (is_lent && !borrowing.has_copy() && state.holds.is_some_and(is_over))
+            .then_some("the registry can't be asked, and half of its leases' time is over")
     }
 
     /// The swap disk, and who has what of it.
@@ -98,7 +123,7 @@ impl Guard {
         let lenders = parts().flat_map(Part::stripes).map(|s| s.lender.clone());
         let stripes = parts().map(|part| part.stripes().count()).next();
         let place = match (parts().count(), borrowing.durability) {
-            (0, Durability::Disk) => SwapPlace::OnCopy,
+            (0, _) if borrowing.has_copy() => SwapPlace::OnCopy,
             (0, _) => SwapPlace::Lost,
             (n, _) if n < borrowing.parts.len() || borrowing.copy_failed => SwapPlace::Degraded,
             _ => SwapPlace::Lent,

@@ -28,9 +28,10 @@ pub struct HurtVm {
     pub effect: String,
 }
 
-/// Of each lender that has lent something.
+/// Of each lender that has lent something. `without_copy`: whether that VM of that host lacks the copy on its disk that it is to have, as
+/// far as this host knows.
 #[must_use]
-pub fn blast(picture: &Picture) -> Vec<Blast> {
+pub fn blast(picture: &Picture, without_copy: &dyn Fn(&str, &str) -> bool) -> Vec<Blast> {
     let mut all: Vec<Blast> = Vec::new();
     for lease in &picture.leases {
         let of_vm =
@@ -41,6 +42,9 @@ pub fn blast(picture: &Picture) -> Vec<Blast> {
             .filter(|l| l.lender.host != lease.lender.host)
             .count();
         let (loses_bytes, effect) = match (lease.durability, elsewhere) {
+            (Durability::Disk, _) if without_copy(&lease.borrower, &lease.vm) => {
+                (true, "loses its swap: the copy on its disk has failed")
+            }
             (Durability::Disk, _) => (false, "goes on, on its disk's copy"),
             (Durability::Replica, 1..) => (false, "goes on, on the other lender's copy"),
             (Durability::Replica, 0) => (true, "loses its swap: the other copy is gone already"),
@@ -97,9 +101,10 @@ mod tests {
                 lease(3, "a", "z", Durability::Replica),
                 lease(4, "b", "z", Durability::Replica),
                 lease(5, "b", "w", Durability::Replica),
+                lease(6, "b", "u", Durability::Disk),
             ],
         };
-        let all = blast(&picture);
+        let all = blast(&picture, &|host, vm| (host, vm) == ("host", "u"));
         let words: Vec<(String, Vec<(String, bool)>)> = all
             .into_iter()
             .map(|b| {
@@ -116,7 +121,7 @@ mod tests {
                 ("a".to_owned(), of(&[("y", true), ("z", false)])),
                 (
                     "b".to_owned(),
-                    of(&[("x", false), ("z", false), ("w", true)])
+                    of(&[("x", false), ("z", false), ("w", true), ("u", true)])
                 ),
             ]
         );

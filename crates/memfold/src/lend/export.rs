@@ -189,15 +189,17 @@ pub enum Health {
 }
 
 impl Export {
-    /// Begins to export `bytes` of new, locked memory: [`is_ready`](Self::is_ready) tells when. Its files are in `directory`.
+    /// Begins to export `bytes` of new, locked memory: [`is_ready`](Self::is_ready) tells when. Its files are in `directory`. A borrower's
+    /// host that isn't heard of is waited for with `patience`.
     pub fn start(
         directory: &Path,
         listen: Listen,
         id: LeaseId,
         bytes: u64,
+        patience: Duration,
     ) -> Result<Self, ExportError> {
         let mut files = Vec::new();
-        let started = start(directory, listen, id, bytes, &mut files);
+        let started = start(directory, listen, id, (bytes, patience), &mut files);
         if started.is_err() {
             remove(&files);
         }
@@ -374,7 +376,7 @@ fn start(
     directory: &Path,
     listen: Listen,
     id: LeaseId,
-    bytes: u64,
+    (bytes, patience): (u64, Duration),
     files: &mut Vec<PathBuf>,
 ) -> Result<Started, ExportError> {
     let mut place = |name: &str| {
@@ -417,7 +419,7 @@ fn start(
             let named = PathBuf::from(tcp.ip.to_string());
             let socket = tcp.bind().map_err(failed(&named))?;
             // The connection has it from the socket: a borrower that was cut off doesn't keep its export.
-            wire::keep_alive(&socket).map_err(failed(&named))?;
+            wire::keep_alive(&socket, patience).map_err(failed(&named))?;
             let port = socket.local_addr().map_err(failed(&named))?.port();
             let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
             write_key(&keys_path, &key).map_err(failed(&keys_path))?;
@@ -549,6 +551,7 @@ mod tests {
 
     use rustix::process::{Pid, Signal, kill_process};
 
+    use super::wire::PATIENCE;
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -583,7 +586,7 @@ mod tests {
     }
 
     fn ready(place: &Path, listen: Listen, id: u64, bytes: u64) -> Export {
-        let mut export = Export::start(place, listen, LeaseId(id), bytes).unwrap();
+        let mut export = Export::start(place, listen, LeaseId(id), bytes, PATIENCE).unwrap();
         wait("it is ready", || export.is_ready().unwrap());
         export
     }
@@ -724,7 +727,7 @@ mod tests {
         };
         assert_eq!((told.to_string().as_str(), at), ("192.0.2.7", port));
         TcpStream::connect((ip, port)).unwrap();
-        let error = Export::start(place.path(), listen, LeaseId(2), MIB).unwrap_err();
+        let error = Export::start(place.path(), listen, LeaseId(2), MIB, PATIENCE).unwrap_err();
         let text = super::super::lender::chain(&error);
         assert!(text.contains("are in use"), "{text}");
         let words = format!("127.0.0.1, ports {port} to {port}, announced as 192.0.2.7");
@@ -752,7 +755,8 @@ mod tests {
             return;
         }
         let place = tempfile::tempdir().unwrap();
-        let mut export = Export::start(place.path(), Listen::Unix, LeaseId(1), 1 << 49).unwrap();
+        let mut export =
+            Export::start(place.path(), Listen::Unix, LeaseId(1), 1 << 49, PATIENCE).unwrap();
         let mut error = None;
         wait("it fails", || {
             error = export.is_ready().err();

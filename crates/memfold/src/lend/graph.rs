@@ -14,7 +14,7 @@
 //! **Why no byte is lost.** A quorum with `read-pattern=fifo` and `vote-threshold=1` writes to all children, is done when all have answered,
 //! and then succeeds if one did. It reads from the first, and from the next if that fails (`block/quorum.c`). So every byte that the guest
 //! may rely on is in every child that has failed no request. One that has failed a write must never be read again: its connection has ended
-//! (an export serves one connection only, `export`), or is cut as soon as QEMU reports the failure.
+//! (an export serves one connection only, `export`), or is cut as soon as QEMU reports the failure; the copy on disk is taken out then.
 //!
 //! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)), which knows what was written and believes no lender.
 
@@ -190,10 +190,22 @@ impl Borrowing {
         self.parts.iter().enumerate().filter(|(_, part)| !part.lost)
     }
 
-    /// Whether one lender is left of two, and holds all there is.
+    /// Whether all there is lies with one lender, though there are to be two copies.
     #[must_use]
     pub fn hangs_on_one(&self) -> bool {
-        self.durability == Durability::Replica && self.reached().count() == 1
+        self.durability != Durability::None && self.reached().count() == 1 && !self.has_copy()
+    }
+
+    /// Whether every byte is in the file on disk, as far as is known.
+    #[must_use]
+    pub const fn has_copy(&self) -> bool {
+        self.copy.is_some() && !self.copy_failed
+    }
+
+    /// Whether nothing but this part holds the bytes.
+    #[must_use]
+    pub fn is_alone(&self, part: usize) -> bool {
+        !self.has_copy() && self.reached().all(|(other, _)| other == part)
     }
 }
 
@@ -422,16 +434,34 @@ pub fn take_out(qmp: &mut Qmp, borrowing: &Borrowing, part: usize) -> Result<(),
         Ok(_) | Err(QmpError::Refused { .. }) => {}
         Err(error) => return Err(error.into()),
     }
-    let child = json!({ "parent": borrowing.top(), "child": format!("children.{part}") });
-    let is_there = nodes(qmp)?.iter().any(|n| n["node-name"] == node);
-    if is_there {
-        match qmp.execute("x-blockdev-change", child) {
-            // Taken out before, and not removed.
-            Err(QmpError::Refused { description, .. }) if description.contains("child") => {}
-            other => drop(other?),
-        }
-    }
+    take_child_out(qmp, borrowing, &node, part)?;
     remove(qmp, &[node], &[tls(borrowing.generation, part)])
+}
+
+/// Takes the copy on disk out, which has failed a write: what is read after its lender's death must be an error, not what was there before.
+pub fn take_copy_out(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
+    let node = copy_node(borrowing.generation);
+    take_child_out(qmp, borrowing, &node, borrowing.parts.len())?;
+    remove(qmp, &[node, swap::file_node(borrowing.generation)], &[])
+}
+
+/// `number`: which child it was when the quorum was made.
+fn take_child_out(
+    qmp: &mut Qmp,
+    borrowing: &Borrowing,
+    node: &str,
+    number: usize,
+) -> Result<(), GraphError> {
+    if !nodes(qmp)?.iter().any(|n| n["node-name"] == node) {
+        return Ok(());
+    }
+    let child = json!({ "parent": borrowing.top(), "child": format!("children.{number}") });
+    match qmp.execute("x-blockdev-change", child) {
+        // Taken out before, and not removed.
+        Err(QmpError::Refused { description, .. }) if description.contains("child") => {}
+        other => drop(other?),
+    }
+    Ok(())
 }
 
 /// Removes all nodes of a generation that nothing uses any more.

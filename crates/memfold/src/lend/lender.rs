@@ -18,6 +18,7 @@ use super::pressure::Sample;
 use super::registry::{
     Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, Offer, Registry, RegistryError,
 };
+use super::wire::patience;
 
 /// Time between two looks.
 const TICK: Duration = Duration::from_millis(500);
@@ -30,6 +31,9 @@ const AT_ONCE: Duration = Duration::from_millis(100);
 
 /// How long a borrower has to give memory back that this host needs.
 pub const GIVE_BACK: Duration = Duration::from_secs(10);
+
+/// How long a lender that ends waits for its borrowers: systemd gives daemons 90 s.
+const GOOD_BYE: Duration = Duration::from_secs(45);
 
 /// What a borrower copies in a second at least, while its guest swaps.
 const COPIED_A_SECOND: u64 = 20 << 20;
@@ -106,6 +110,7 @@ impl Lender {
                 host: options.host.clone(),
                 incarnation: Incarnation(now_ms()),
             },
+            announced: false,
             judge: Judge::new(options.max_bytes),
             begun: Instant::now(),
             exports: BTreeMap::new(),
@@ -152,6 +157,18 @@ impl Lender {
     pub fn end(&self) {
         self.ending.store(true, Ordering::Release);
         self.wake();
+    }
+
+    /// Takes everything back, and waits for it as long as borrowers have to copy what they have nowhere else; `hurry` says that there is no
+    /// more time. What isn't given back then ends with this.
+    pub fn end_and_wait(&self, hurry: &dyn Fn() -> bool) {
+        self.end();
+        let end = Instant::now() + GOOD_BYE;
+        let is_done = || self.has_ended() || self.status().lent_bytes == 0;
+        while !is_done() && Instant::now() < end && !hurry() {
+            self.wake();
+            std::thread::sleep(Duration::from_millis(50));
+        }
     }
 
     /// Whether everything is taken back.
@@ -207,6 +224,8 @@ struct Lent {
     published: bool,
     /// When its lease is over, as far as was heard.
     deadline: Instant,
+    /// Whether the registry has lost its lease.
+    orphaned: bool,
 }
 
 #[derive(Debug)]
@@ -214,6 +233,8 @@ struct Work {
     options: LenderOptions,
     registry: Arc<dyn Registry>,
     lender: LenderId,
+    /// Whether that is a later incarnation than any that the registry knows.
+    announced: bool,
     judge: Judge,
     begun: Instant,
     exports: BTreeMap<LeaseId, Lent>,
@@ -306,13 +327,36 @@ impl Work {
         }
     }
 
+    /// Takes a later incarnation than the daemon before, whatever the clock says: it may have been set back.
+    fn follow_on(&mut self) -> Result<(), RegistryError> {
+        if self.announced {
+            return Ok(());
+        }
+        let known = self.registry.picture()?.lenders;
+        let known = known.iter().map(|view| &view.lender);
+        if let Some(before) = known.into_iter().find(|l| l.host == self.lender.host) {
+            let next = before.incarnation.0.saturating_add(1);
+            self.lender.incarnation.0 = self.lender.incarnation.0.max(next);
+        }
+        self.announced = true;
+        Ok(())
+    }
+
+    /// Bytes of exports whose leases the registry has lost.
+    fn orphaned_bytes(&self) -> u64 {
+        let orphans = self.exports.values().filter(|lent| lent.orphaned);
+        orphans.map(|lent| lent.export.bytes()).sum()
+    }
+
     /// Whether all is done.
     fn keep_up(&mut self) -> Result<bool, RegistryError> {
         let ending = self.ending.load(Ordering::Acquire);
         let verdict = self.judge();
+        self.follow_on()?;
+        let offered = verdict.offer_bytes.saturating_sub(self.orphaned_bytes());
         let offer = Offer {
             lender: self.lender.clone(),
-            bytes: if ending { 0 } else { verdict.offer_bytes },
+            bytes: if ending { 0 } else { offered },
         };
         self.registry.offer(&offer, OFFER_TTL)?;
         let mut leases = self.registry.picture()?.leases;
@@ -372,18 +416,30 @@ impl Work {
                 self.end_export(lease.id, false);
             } else if let Some(lent) = self.exports.get_mut(&lease.id) {
                 lent.deadline = Instant::now() + Duration::from_millis(lease.left_ms);
+                lent.orphaned = false;
             }
         }
-        let unknown: Vec<LeaseId> = self
+        // Nobody but us ends a lease: a registry that doesn't know one any more has begun anew, and its borrower needs time.
+        let unknown = self
             .exports
-            .keys()
-            .filter(|id| !leases.iter().any(|lease| lease.id == **id))
-            .copied()
-            .collect();
-        for id in unknown {
+            .iter_mut()
+            .filter(|(id, _)| !leases.iter().any(|lease| lease.id == **id));
+        let mut over = Vec::new();
+        for (id, lent) in unknown {
+            if !lent.published || lent.deadline <= Instant::now() {
+                over.push(*id);
+            } else if !lent.orphaned {
+                lent.orphaned = true;
+                warn!(
+                    lease = id.0,
+                    "the registry doesn't know it any more; its export is ended when its time is over"
+                );
+            }
+        }
+        for id in over {
             warn!(
                 lease = id.0,
-                "the registry doesn't know it any more; its export is ended"
+                "the registry doesn't know it; its export is ended"
             );
             self.end_export(id, false);
         }
@@ -415,12 +471,14 @@ impl Work {
         }
         if !self.exports.contains_key(&lease.id) {
             let place = &self.options.directory;
-            match Export::start(place, self.options.listen, lease.id, lease.bytes) {
+            let patience = patience(lease.durability);
+            match Export::start(place, self.options.listen, lease.id, lease.bytes, patience) {
                 Ok(export) => {
                     let lent = Lent {
                         export,
                         published: false,
                         deadline: Instant::now() + Duration::from_millis(lease.left_ms),
+                        orphaned: false,
                     };
                     self.exports.insert(lease.id, lent);
                 }
@@ -534,194 +592,5 @@ pub(super) fn chain(error: &dyn std::error::Error) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::process::Command;
-
-    use rustix::process::{Pid, Signal, kill_process};
-
-    use super::super::registry::{Address, Want};
-    use super::super::sqlite::SqliteRegistry;
-    use super::*;
-
-    const MIB: u64 = 1 << 20;
-
-    struct Host {
-        registry: Arc<SqliteRegistry>,
-        lender: Lender,
-        directory: tempfile::TempDir,
-    }
-
-    /// `None` where nbdkit is missing, or this host has nothing to spare.
-    fn host(max_bytes: u64) -> Option<Host> {
-        if Command::new("nbdkit").arg("--version").output().is_err() {
-            println!("skipped: nbdkit is not installed");
-            return None;
-        }
-        let directory = tempfile::tempdir().unwrap();
-        let registry = SqliteRegistry::open(&directory.path().join("registry.db")).unwrap();
-        let registry = Arc::new(registry);
-        let options = LenderOptions {
-            host: "a".into(),
-            max_bytes,
-            listen: Listen::Unix,
-            directory: directory.path().join("exports"),
-            owed: Arc::default(),
-        };
-        let lender = Lender::start(options, registry.clone()).unwrap();
-        let end = Instant::now() + Duration::from_secs(30);
-        while lender.status().offer_bytes < max_bytes {
-            if Instant::now() > end {
-                println!(
-                    "skipped: this host has nothing to spare: {:?}",
-                    lender.status()
-                );
-                return None;
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        Some(Host {
-            registry,
-            lender,
-            directory,
-        })
-    }
-
-    impl Host {
-        fn take(&self, bytes: u64, ttl: Duration) -> Lease {
-            let want = Want {
-                borrower: "b".into(),
-                vm: "v".into(),
-                bytes,
-                durability: Durability::Disk,
-                apart_from: Vec::new(),
-            };
-            self.registry.take(&want, ttl).unwrap()
-        }
-
-        fn wait(&self, what: &str, mut ready: impl FnMut(&Self) -> bool) {
-            let end = Instant::now() + Duration::from_secs(30);
-            while !ready(self) {
-                assert!(
-                    Instant::now() < end,
-                    "in vain: {what}: {:?}",
-                    self.lender.status()
-                );
-                std::thread::sleep(Duration::from_millis(20));
-            }
-        }
-
-        fn wait_exported(&self, id: LeaseId) -> PathBuf {
-            let mut found = None;
-            self.wait("it is exported", |host| {
-                found = host.registry.endpoint(id, "b").unwrap();
-                found.is_some()
-            });
-            match found.unwrap().address {
-                Address::Unix(path) => path,
-                other @ Address::Tcp { .. } => panic!("{other:?}"),
-            }
-        }
-
-        fn leases(&self) -> usize {
-            self.registry.picture().unwrap().leases.len()
-        }
-
-        fn wait_free(&self) {
-            self.wait("nothing is lent", |host| {
-                host.leases() == 0 && host.lender.status().lent_bytes == 0
-            });
-            let files = std::fs::read_dir(self.directory.path().join("exports")).unwrap();
-            assert_eq!(files.count(), 0);
-        }
-    }
-
-    #[test]
-    fn who_has_a_copy_gives_back_first_and_who_has_none_gets_time_to_make_one() {
-        let (disk, replica, none) = (Durability::Disk, Durability::Replica, Durability::None);
-        let mut leases = [(none, 8), (disk, 1), (replica, 4), (disk, 2)];
-        leases.sort_by_key(|&(durability, gib)| hurt(durability, gib));
-        assert_eq!(leases, [(disk, 2), (disk, 1), (none, 8), (replica, 4)]);
-        assert_eq!(time_to_give_back(disk, 8192 * MIB), GIVE_BACK);
-        let time = time_to_give_back(none, 1000 * MIB);
-        assert_eq!(time, GIVE_BACK + Duration::from_secs(50));
-    }
-
-    #[test]
-    fn what_is_taken_is_exported_and_given_back() {
-        let Some(host) = host(64 * MIB) else { return };
-        let first = host.take(16 * MIB, Duration::from_secs(60));
-        let second = host.take(16 * MIB, Duration::from_secs(60));
-        let paths = [first.id, second.id].map(|id| host.wait_exported(id));
-        assert_ne!(paths[0], paths[1]);
-        host.wait("it is locked", |h| h.lender.status().lent_bytes == 32 * MIB);
-        host.registry.release(first.id, "b").unwrap();
-        host.wait("it is free", |h| h.leases() == 1);
-        assert!(!paths[0].exists() && paths[1].exists());
-        host.registry.release(second.id, "b").unwrap();
-        host.wait_free();
-        assert_eq!(host.lender.status().failed, 0);
-    }
-
-    #[test]
-    fn an_export_ends_at_its_deadline_and_when_it_is_killed_or_stands_still() {
-        let Some(host) = host(64 * MIB) else { return };
-        let short = host.take(16 * MIB, Duration::from_secs(3));
-        let path = host.wait_exported(short.id);
-        host.wait_free();
-        assert!(!path.exists());
-        for signal in [Signal::KILL, Signal::STOP] {
-            let lease = host.take(16 * MIB, Duration::from_secs(60));
-            let path = host.wait_exported(lease.id);
-            let name = path.to_str().unwrap();
-            // Its process is found by the socket's lock on the file of its output.
-            let log = name.replace(".sock", ".log");
-            let pid = process_with(Path::new(&log));
-            kill_process(pid, signal).unwrap();
-            host.wait_free();
-        }
-        assert_eq!(host.lender.status().failed, 2);
-    }
-
-    /// A child of ours whose standard error is this file.
-    fn process_with(log: &Path) -> Pid {
-        for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-            if std::fs::read_link(entry.path().join("fd/2")).is_ok_and(|to| to == log) {
-                let name = entry.file_name().to_str().unwrap().parse().unwrap();
-                return Pid::from_raw(name).unwrap();
-            }
-        }
-        panic!("no process writes to {}", log.display());
-    }
-
-    #[test]
-    fn a_lender_that_ends_takes_everything_back_and_one_that_is_dropped_leaves_nothing() {
-        let Some(host) = host(64 * MIB) else { return };
-        let lease = host.take(16 * MIB, Duration::from_secs(60));
-        host.wait_exported(lease.id);
-        host.lender.end();
-        host.wait("it is recalled", |h| {
-            let leases = h.registry.picture().unwrap().leases;
-            leases.iter().all(|l| l.recall_ms.is_some())
-        });
-        assert!(!host.lender.has_ended());
-        host.registry.release(lease.id, "b").unwrap();
-        host.wait("it has ended", |h| h.lender.has_ended());
-        assert_eq!(host.leases(), 0);
-
-        let Some(host) = self::host(64 * MIB) else {
-            return;
-        };
-        let lease = host.take(16 * MIB, Duration::from_secs(60));
-        let path = host.wait_exported(lease.id);
-        let Host {
-            lender,
-            registry,
-            directory,
-        } = host;
-        drop(lender);
-        assert!(!path.exists());
-        // Of the run that has ended: whoever lends next under this name ends it.
-        assert_eq!(registry.picture().unwrap().leases.len(), 1);
-        drop(directory);
-    }
-}
+#[path = "lender_tests.rs"]
+mod tests;

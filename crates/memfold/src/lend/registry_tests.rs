@@ -292,7 +292,7 @@ fn takers_at_once(fixture: &Fixture) {
 fn sqlite_in(directory: &std::path::Path, clock: &Arc<AtomicI64>) -> SqliteRegistry {
     let clock = clock.clone();
     let now = move || clock.load(Ordering::Relaxed);
-    SqliteRegistry::open_at(&directory.join("registry.db"), Arc::new(now)).unwrap()
+    SqliteRegistry::open_at(&directory.join("registry.db"), Arc::new(now), "boot").unwrap()
 }
 
 fn advance(clock: Arc<AtomicI64>, kept: tempfile::TempDir) -> Box<dyn Fn(Duration)> {
@@ -410,6 +410,56 @@ fn leases_outlive_the_daemon_that_serves_them_and_keys_are_its_owners() {
         let mode = entry.metadata().unwrap().permissions().mode() & 0o777;
         assert_eq!(mode, 0o600, "{:?}", entry.path());
     }
+}
+
+#[test]
+fn a_database_that_outlives_a_boot_gives_everybody_time_and_a_new_one_numbers_nothing_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("registry.db");
+    let open =
+        |now: i64, boot: &str| SqliteRegistry::open_at(&path, Arc::new(move || now), boot).unwrap();
+    let lender = LenderId {
+        host: "a".into(),
+        incarnation: Incarnation(1),
+    };
+    let before = open(1_000_000_000, "first");
+    let offer = Offer {
+        lender: lender.clone(),
+        bytes: 64,
+    };
+    before.offer(&offer, Duration::from_secs(10)).unwrap();
+    let want = Want {
+        borrower: "b".into(),
+        vm: "v".into(),
+        bytes: 16,
+        durability: Durability::None,
+        apart_from: Vec::new(),
+    };
+    let [first, second] = [(), ()].map(|()| before.take(&want, Duration::from_secs(5)).unwrap());
+    before
+        .recall(second.id, &lender, Duration::from_secs(1))
+        .unwrap();
+    drop(before);
+    // The same boot, 3 s later: so much is left.
+    let picture = open(1_000_003_000, "first").picture().unwrap();
+    assert_eq!(picture.leases[0].left_ms, 2000);
+    let picture = open(7, "second").picture().unwrap();
+    let lender = &picture.lenders[0];
+    assert_eq!((lender.left_ms, lender.silent_ms), (0, 0));
+    let lefts = picture
+        .leases
+        .iter()
+        .map(|l| (l.id, l.left_ms, l.recall_ms));
+    let minute = 60_000;
+    assert_eq!(
+        lefts.collect::<Vec<_>>(),
+        [(first.id, minute, None), (second.id, minute, Some(minute))]
+    );
+    std::fs::remove_file(&path).unwrap();
+    let anew = open(8, "second");
+    anew.offer(&offer, Duration::from_secs(10)).unwrap();
+    let other = anew.take(&want, Duration::from_secs(5)).unwrap();
+    assert!(other.id != first.id && other.id != second.id);
 }
 
 #[test]

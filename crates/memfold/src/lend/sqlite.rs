@@ -1,28 +1,34 @@
 //! The registry that one daemon serves: an `SQLite` database.
 //!
-//! Times are those of the daemon's clock alone, so that hosts needn't agree on theirs. `BEGIN IMMEDIATE` takes the database's only right to
+//! Times are those of the daemon's host alone, since its boot, so that hosts needn't agree on theirs, and nobody can set them. `BEGIN IMMEDIATE` takes the database's only right to
 //! write before anything is read: what a transaction saw is still so when it changes it.
 
 use std::fmt;
 use std::fs::Permissions;
+use std::io::Read;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, params};
+use rustix::time::{ClockId, clock_gettime};
 
 use super::registry::{
     Durability, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Offer,
     Picture, Registry, RegistryError, Want, check_bytes, check_name, check_ttl,
 };
+use crate::vm::boot_id;
 use memfold_units::ByteSize;
 
 /// How long one waits for another's transaction.
 const BUSY: Duration = Duration::from_secs(5);
 
 /// `user_version` of the database that this code understands.
-const VERSION: i64 = 1;
+const VERSION: i64 = 2;
+
+/// What a registry that was not there since the boot gives everybody to be heard of again.
+const AFTER_BOOT_MS: i64 = 60_000;
 
 const SCHEMA: &str = "
 CREATE TABLE lenders (
@@ -49,6 +55,12 @@ CREATE INDEX leases_of ON leases (host);
 PRAGMA user_version = 1;
 ";
 
+/// The boot whose clock all times are of.
+const SCHEMA_2: &str = "
+CREATE TABLE clock (boot TEXT NOT NULL) STRICT;
+PRAGMA user_version = 2;
+";
+
 const LEASE: &str = "SELECT id, host, incarnation, borrower, vm, bytes, state, expires_ms, recall_ms, durability FROM leases";
 
 type Clock = Arc<dyn Fn() -> i64 + Send + Sync>;
@@ -69,11 +81,11 @@ impl fmt::Debug for SqliteRegistry {
 impl SqliteRegistry {
     /// Opens the database, and makes it if there is none. It is readable for its owner only: it holds keys.
     pub fn open(path: &Path) -> Result<Self, RegistryError> {
-        Self::open_at(path, Arc::new(now_ms))
+        Self::open_at(path, Arc::new(now_ms), &boot_id())
     }
 
-    /// The same, with another clock: milliseconds.
-    pub fn open_at(path: &Path, clock: Clock) -> Result<Self, RegistryError> {
+    /// The same, with another clock: milliseconds since that boot.
+    pub fn open_at(path: &Path, clock: Clock, boot: &str) -> Result<Self, RegistryError> {
         let unusable = |why: String| RegistryError::Unusable {
             place: path.display().to_string(),
             why,
@@ -89,6 +101,17 @@ impl SqliteRegistry {
             let version: i64 = transaction.query_row("PRAGMA user_version", [], |r| r.get(0))?;
             if version == 0 {
                 transaction.execute_batch(SCHEMA)?;
+                // A lender may still export leases of a database that was here before: their numbers don't come again.
+                transaction.execute(
+                    "INSERT INTO sqlite_sequence (name, seq) VALUES ('leases', ?1)",
+                    [chance(path)?],
+                )?;
+            }
+            if version < 2 {
+                transaction.execute_batch(SCHEMA_2)?;
+            }
+            if version <= VERSION {
+                set_clock(&transaction, boot, clock())?;
             }
             transaction.commit()?;
             Ok(connection)
@@ -144,10 +167,37 @@ impl SqliteRegistry {
 }
 
 fn now_ms() -> i64 {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    now.map_or(0, |time| {
-        i64::try_from(time.as_millis()).unwrap_or(i64::MAX)
-    })
+    let now = clock_gettime(ClockId::Boottime);
+    now.tv_sec
+        .saturating_mul(1000)
+        .saturating_add(now.tv_nsec / 1_000_000)
+}
+
+/// A number below 2^31.
+fn chance(path: &Path) -> rusqlite::Result<i64> {
+    let mut bytes = [0; 4];
+    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
+    read.map_err(|_| rusqlite::Error::InvalidPath(path.to_owned()))?;
+    Ok(i64::from(u32::from_le_bytes(bytes) >> 1))
+}
+
+/// Has all times be of this boot: those of another are unknown, so that everybody is given time.
+fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::Result<()> {
+    let known: Option<String> = transaction
+        .query_row("SELECT boot FROM clock", [], |row| row.get(0))
+        .optional()?;
+    if known.as_deref() == Some(boot) {
+        return Ok(());
+    }
+    transaction.execute("DELETE FROM clock", [])?;
+    transaction.execute("INSERT INTO clock VALUES (?1)", [boot])?;
+    // Nobody is heard of yet, so nothing is taken from them.
+    transaction.execute("UPDATE lenders SET heard_ms = ?1, expires_ms = ?1", [now])?;
+    transaction.execute(
+        "UPDATE leases SET expires_ms = ?1, recall_ms = IIF(recall_ms IS NULL, NULL, ?1)",
+        [now.saturating_add(AFTER_BOOT_MS)],
+    )?;
+    Ok(())
 }
 
 enum Failure {

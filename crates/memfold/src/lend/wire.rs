@@ -16,17 +16,17 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, SocketAddrUnix, getpeername, getsockname, shutdown, sockopt};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
-use super::registry::Address;
+use super::registry::{Address, Durability};
 use crate::vm::Process;
 
-/// Seconds without an answer until the kernel begins to ask whether the other host is there, between two questions, and how many go
-/// unanswered: 3 s in all.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(1);
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);
-const KEEPALIVE_COUNT: u32 = 2;
+/// How long a host that isn't heard of is waited for, if there is another copy of what it has: a VM may wait all that time.
+pub const PATIENCE: Duration = Duration::from_secs(3);
 
-/// How long sent bytes may stay unacknowledged (tcp(7), `TCP_USER_TIMEOUT`).
-const UNACKNOWLEDGED_MS: u32 = 3000;
+/// The same, if there is none: a VM that waits for a minute loses less than one whose swap disk is lost.
+pub const LAST_PATIENCE: Duration = Duration::from_secs(60);
+
+/// How many questions of the kernel whether the other host is there may go unanswered.
+const KEEPALIVE_COUNT: u32 = 2;
 
 /// A second descriptor of a process's socket.
 #[derive(Debug)]
@@ -70,10 +70,14 @@ impl Wire {
         Ok(found)
     }
 
-    /// Has the kernel end the connection when the other host is not heard of for 3 s. A Unix socket's other end is this host.
+    /// Has the kernel end the connection when the other host is not heard of for [`PATIENCE`]. A Unix socket's other end is this host.
     pub fn keep_alive(&self) -> io::Result<()> {
         let is_tcp = sockopt::socket_domain(&self.0)? != rustix::net::AddressFamily::UNIX;
-        if is_tcp { keep_alive(&self.0) } else { Ok(()) }
+        if is_tcp {
+            keep_alive(&self.0, PATIENCE)
+        } else {
+            Ok(())
+        }
     }
 
     /// Ends the connection: whoever waits for an answer gets an error at once.
@@ -100,13 +104,27 @@ impl Wire {
     }
 }
 
-/// Has the kernel end a TCP connection when the other host is not heard of for 3 s. Set on a listening socket, it holds for all that it accepts.
-pub(super) fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
+/// For how long lenders of a VM's swap disk are waited for.
+#[must_use]
+pub const fn patience(durability: Durability) -> Duration {
+    match durability {
+        Durability::Disk | Durability::Replica => PATIENCE,
+        Durability::None => LAST_PATIENCE,
+    }
+}
+
+/// Has the kernel end a TCP connection when the other host is not heard of for so many seconds. Set on a listening socket, it holds for all
+/// that it accepts.
+pub(super) fn keep_alive(socket: &impl AsFd, patience: Duration) -> io::Result<()> {
+    // A third until it begins to ask, and a third for each question (tcp(7)).
+    let third = patience / (KEEPALIVE_COUNT + 1);
     sockopt::set_socket_keepalive(socket, true)?;
-    sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE)?;
-    sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepidle(socket, third)?;
+    sockopt::set_tcp_keepintvl(socket, third)?;
     sockopt::set_tcp_keepcnt(socket, KEEPALIVE_COUNT)?;
-    sockopt::set_tcp_user_timeout(socket, UNACKNOWLEDGED_MS)?;
+    // Sent bytes that stay unacknowledged.
+    let unacknowledged = u32::try_from(patience.as_millis()).unwrap_or(u32::MAX);
+    sockopt::set_tcp_user_timeout(socket, unacknowledged)?;
     Ok(())
 }
 
@@ -181,10 +199,11 @@ mod tests {
         let (server, _) = listener.accept().unwrap();
         let wire = Wire::find(&process, &address).unwrap().unwrap();
         wire.keep_alive().unwrap();
-        assert_eq!(
-            sockopt::tcp_user_timeout(&client).unwrap(),
-            UNACKNOWLEDGED_MS
-        );
+        assert_eq!(sockopt::tcp_user_timeout(&client).unwrap(), 3000);
+        keep_alive(&client, patience(Durability::None)).unwrap();
+        assert_eq!(sockopt::tcp_user_timeout(&client).unwrap(), 60_000);
+        let idle = sockopt::tcp_keepidle(&client).unwrap();
+        assert_eq!(idle, Duration::from_secs(20));
         assert!(!wire.is_cut());
         wire.cut();
         assert_eq!(client.read(&mut [0]).unwrap(), 0);

@@ -86,6 +86,7 @@ pub struct Qmp {
     next_id: u64,
     /// Goes with the next command.
     pass: Option<OwnedFd>,
+    connections: u64,
 }
 
 /// A descriptor that QEMU has under a path.
@@ -112,6 +113,7 @@ impl Qmp {
             greeting: Value::Null,
             next_id: 1,
             pass: None,
+            connections: 0,
         };
         qmp.reconnect()?;
         Ok(qmp)
@@ -121,6 +123,7 @@ impl Qmp {
     pub fn reconnect(&mut self) -> Result<(), QmpError> {
         self.stream = None;
         self.buffer.clear();
+        self.connections += 1;
         let stream = UnixStream::connect(&self.path)
             .and_then(|s| s.set_write_timeout(Some(self.timeout)).map(|()| s))
             .map_err(|source| QmpError::Connect {
@@ -271,6 +274,12 @@ impl Qmp {
     /// Events received so far, oldest first; they are forgotten here.
     pub fn take_events(&mut self) -> Vec<Value> {
         self.events.drain(..).collect()
+    }
+
+    /// How often it was connected: between two of them QEMU's events are heard by nobody.
+    #[must_use]
+    pub const fn connections(&self) -> u64 {
+        self.connections
     }
 
     /// Events of this name received so far, oldest first; they are forgotten here, and others stay for those who wait for them.

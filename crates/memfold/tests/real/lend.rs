@@ -169,6 +169,35 @@ pub fn swapping(lab: &Lab, swap: ByteSize) {
     });
 }
 
+/// Has each write to the copy of the swap disk fail from now on; the node that does it.
+fn break_copy(lab: &Lab) -> &'static str {
+    let mut qmp = support::qmp(lab.directory(), "v");
+    let nodes = qmp.query("query-named-block-nodes").unwrap();
+    let copy = nodes.as_array().unwrap().iter().find(|node| {
+        let name = node["node-name"].as_str().unwrap();
+        name.starts_with("swap-copy")
+    });
+    let copy = copy.expect("there is no copy");
+    let broken = "broken";
+    qmp.execute(
+        "blockdev-add",
+        serde_json::json!({
+            "driver": "blkdebug", "node-name": broken,
+            "image": { "driver": "file", "filename": copy["file"], "locking": "off" },
+            "inject-error": [{ "event": "none", "iotype": "write", "errno": 5 }],
+        }),
+    )
+    .unwrap();
+    let reopened = serde_json::json!({ "driver": "raw", "node-name": copy["node-name"], "file": broken,
+        "cache": { "direct": false, "no-flush": true } });
+    qmp.execute(
+        "blockdev-reopen",
+        serde_json::json!({ "options": [reopened] }),
+    )
+    .unwrap();
+    broken
+}
+
 /// A number that differs from run to run.
 fn chance(below: u64) -> u64 {
     memfold::vm::overlay::unique() / 1000 % below
@@ -250,6 +279,23 @@ fn swap_while_lenders_die(transport: Transport, kills: u64) {
     wait("it goes on, on its copy", || place() == SwapPlace::OnCopy);
     let (checked, ..) = heard(&lab);
     wait("it checks on", || heard(&lab).0 > checked);
+    lender.wait_free(SWAP);
+    // A write to the copy on disk fails, so that it lacks bytes: it must not be read when the lender dies.
+    daemon.borrow_memory("v", &request).unwrap();
+    let broken = break_copy(&lab);
+    let begun = Instant::now();
+    wait("it is on disk again, in a new file", || {
+        place() == SwapPlace::OnDisk
+    });
+    println!("its copy failed; moved after {:?}", begun.elapsed());
+    let (checked, wrong, _) = heard(&lab);
+    assert_eq!(wrong, 0, "after its copy failed");
+    wait("it checks on", || heard(&lab).0 > checked);
+    let mut qmp = support::qmp(lab.directory(), "v");
+    // Nothing uses it any more, or it can't be removed.
+    qmp.execute("blockdev-del", serde_json::json!({ "node-name": broken }))
+        .unwrap();
+    drop(qmp);
     lender.wait_free(SWAP);
     // Given back in use.
     let done = daemon.borrow_memory("v", &request).unwrap();

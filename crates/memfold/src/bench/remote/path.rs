@@ -25,6 +25,7 @@ use crate::host::own_program;
 use crate::lend::nbd::{BLOCK, Command, REPLY_BYTES, Reply, Request};
 use crate::lend::relay::stream::Stream;
 use crate::lend::relay::{Orders, start};
+use crate::lend::wire::PATIENCE;
 use crate::lend::{Address, Durability, Endpoint, Lease, Registry, RegistryAt, Want};
 
 /// Of a lease.
@@ -51,7 +52,7 @@ pub fn measure(lender: &Lender) -> anyhow::Result<Value> {
     let take = || Taken::new(&registry);
     let (bare, direct, blocks) = (take()?, take()?, take()?);
     let mut direct = Blocks::direct(directory.path(), &direct.endpoint()?)?;
-    let mut bare = Bare(Stream::open(&bare.endpoint()?, BYTES)?);
+    let mut bare = Bare(Stream::open(&bare.endpoint()?, BYTES, PATIENCE)?);
     let mut blocks = Blocks::start(directory.path(), blocks.endpoint()?)?;
     let data = vec![0xa5; BLOCK as usize];
     for block in 0..BYTES / BLOCK_BYTES {
@@ -233,6 +234,7 @@ impl Blocks {
             socket: socket.clone(),
             bytes: BYTES,
             lenders: vec![endpoint],
+            patience_ms: u64::try_from(PATIENCE.as_millis())?,
         };
         // It ends with its client.
         start::start(&own_program()?, &orders, log)?;

@@ -44,6 +44,8 @@ pub struct Orders {
     pub bytes: u64,
     /// Exports, in the order of their stripes.
     pub lenders: Vec<Endpoint>,
+    /// How long a lender may take for an answer, in milliseconds. 4 MiB may be asked before it: with 3 s a link needs 11 Mbit/s.
+    pub patience_ms: u64,
 }
 
 /// What a relay says on its standard output before its client comes.
@@ -114,8 +116,16 @@ impl Ended {
 pub fn main() -> bool {
     // Keys and a guest's bytes are in no dump. It may be forbidden to say so.
     let _ = std::fs::write("/proc/self/coredump_filter", "0");
-    let served = ready().map(|(client, lenders, stripes, sums, socket)| {
-        let mut relay = Relay::new(client, lenders, stripes, sums);
+    let served = ready().map(|(client, began)| {
+        let Began {
+            lenders,
+            stripes,
+            sums,
+            socket,
+            patience,
+            ..
+        } = began;
+        let mut relay = Relay::new(client, lenders, stripes, sums, patience);
         let served = relay.serve();
         if let Err(ended) = &served {
             note(&socket, ended);
@@ -139,10 +149,8 @@ fn note(socket: &Path, ended: &Ended) {
     }
 }
 
-type Ready = (UnixStream, Vec<Stream>, Stripes, Sums, PathBuf);
-
 /// Until the client is there; `None`: it has been said why that comes to nothing.
-fn ready() -> Option<Ready> {
+fn ready() -> Option<(UnixStream, Began)> {
     let began = begin();
     let said = match &began {
         Ok(_) => Said::Ready,
@@ -156,16 +164,18 @@ fn ready() -> Option<Ready> {
     let heard = io::stdout()
         .write_all(&line)
         .and_then(|()| io::stdout().flush());
-    let (listener, lenders, stripes, sums, socket) = began.ok()?;
-    // Nobody waits for it who isn't there any more.
-    let client = heard.and_then(|()| accept(&listener, stripes.bytes));
-    // One client in its life.
-    drop(listener);
-    if let Err(error) = std::fs::remove_file(&socket) {
-        eprintln!("{}: {error}", socket.display());
+    let mut began = began.ok()?;
+    // Nobody waits for it who isn't there any more. One client in its life.
+    let client = began.listener.take();
+    let client = client.and_then(|listener| {
+        let accepted = heard.and_then(|()| accept(&listener, began.stripes.bytes));
+        Some(accepted)
+    })?;
+    if let Err(error) = std::fs::remove_file(&began.socket) {
+        eprintln!("{}: {error}", began.socket.display());
     }
     match client {
-        Ok(client) => Some((client, lenders, stripes, sums, socket)),
+        Ok(client) => Some((client, began)),
         Err(error) => {
             eprintln!("no client: {error}");
             None
@@ -173,7 +183,15 @@ fn ready() -> Option<Ready> {
     }
 }
 
-type Began = (UnixListener, Vec<Stream>, Stripes, Sums, PathBuf);
+/// One that waits for its client.
+struct Began {
+    listener: Option<UnixListener>,
+    lenders: Vec<Stream>,
+    stripes: Stripes,
+    sums: Sums,
+    socket: PathBuf,
+    patience: Duration,
+}
 
 fn begin() -> Result<Began, (Option<usize>, io::Error)> {
     let own = |error| (None, error);
@@ -193,9 +211,10 @@ fn begin() -> Result<Began, (Option<usize>, io::Error)> {
         bytes: orders.bytes,
     };
     let sums = Sums::new(orders.bytes).map_err(own)?;
+    let patience = Duration::from_millis(orders.patience_ms);
     let mut lenders = Vec::new();
     for (number, endpoint) in orders.lenders.iter().enumerate() {
-        let stream = Stream::open(endpoint, stripes.of_each());
+        let stream = Stream::open(endpoint, stripes.of_each(), patience);
         lenders.push(stream.map_err(|error| (Some(number), error))?);
     }
     let listener = UnixListener::bind(&orders.socket).map_err(|error| {
@@ -204,7 +223,14 @@ fn begin() -> Result<Began, (Option<usize>, io::Error)> {
             orders.socket.display()
         )))
     })?;
-    Ok((listener, lenders, stripes, sums, orders.socket))
+    Ok(Began {
+        listener: Some(listener),
+        lenders,
+        stripes,
+        sums,
+        socket: orders.socket,
+        patience,
+    })
 }
 
 fn accept(listener: &UnixListener, bytes: u64) -> io::Result<UnixStream> {

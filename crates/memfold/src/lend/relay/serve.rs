@@ -28,9 +28,6 @@ use super::{Ended, Why};
 /// Most bytes of requests under way.
 const UNDER_WAY: u64 = 4 << 20;
 
-/// How long a lender may take for an answer. 4 MiB may be asked before it, so that a link needs 11 Mbit/s.
-pub const SILENT: Duration = Duration::from_secs(3);
-
 /// Bytes that are read at a time.
 const READ: usize = 256 << 10;
 
@@ -178,6 +175,8 @@ pub struct Relay {
     sums: Sums,
     waiting: Vec<Waiting>,
     bytes_under_way: u64,
+    /// How long a lender may take for an answer.
+    patience: Duration,
     next: u64,
     scratch: Vec<u8>,
     /// The client has no more requests.
@@ -189,7 +188,13 @@ pub struct Relay {
 impl Relay {
     /// Between a client and lenders that have said all of their handshakes.
     #[must_use]
-    pub fn new(client: UnixStream, lenders: Vec<Stream>, stripes: Stripes, sums: Sums) -> Self {
+    pub fn new(
+        client: UnixStream,
+        lenders: Vec<Stream>,
+        stripes: Stripes,
+        sums: Sums,
+        patience: Duration,
+    ) -> Self {
         let lender = |stream| Lender {
             stream,
             inbox: Buffer::default(),
@@ -205,6 +210,7 @@ impl Relay {
             sums,
             waiting: Vec::new(),
             bytes_under_way: 0,
+            patience,
             next: 0,
             scratch: vec![0; READ],
             leaves: false,
@@ -268,7 +274,7 @@ impl Relay {
             .map(|p| p.asked);
         let left = oldest
             .min()
-            .map(|asked| SILENT.saturating_sub(asked.elapsed()));
+            .map(|asked| self.patience.saturating_sub(asked.elapsed()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         let began = Instant::now();
         let soon = &mut self.soon[usize::from(left.is_some())];
@@ -561,8 +567,8 @@ impl Relay {
     fn end_silent(&self) -> Result<(), Ended> {
         for (number, lender) in self.lenders.iter().enumerate() {
             let oldest = lender.asked.front();
-            if oldest.is_some_and(|piece| piece.asked.elapsed() >= SILENT) {
-                let what = format!("it hasn't answered for {} s", SILENT.as_secs());
+            if oldest.is_some_and(|piece| piece.asked.elapsed() >= self.patience) {
+                let what = format!("it hasn't answered for {} s", self.patience.as_secs());
                 return Err(Ended::of(number, Why::Silent, what));
             }
         }

@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 
 use super::super::super::export::{Export, ExportError, Listen, TcpListen};
 use super::super::super::registry::LeaseId;
+use super::super::super::wire::PATIENCE;
 use super::*;
 
 const KIB: u64 = 1 << 10;
@@ -103,7 +104,9 @@ impl Served {
             bytes,
         };
         let sums = Sums::new(bytes).unwrap();
-        let relay = std::thread::spawn(move || Relay::new(theirs, lenders, stripes, sums).serve());
+        let relay = std::thread::spawn(move || {
+            Relay::new(theirs, lenders, stripes, sums, PATIENCE).serve()
+        });
         Self {
             client,
             relay: Some(relay),
@@ -214,7 +217,7 @@ fn every_lie_is_an_error_and_never_bytes() {
             let is_true = lie == Lie::SaysTooMuch && got == Ok(pattern(2, 2)[..B].to_vec());
             assert!(got == Err(EIO) || is_true, "{lie:?}");
             assert!(
-                begun.elapsed() < SILENT + Duration::from_secs(2),
+                begun.elapsed() < PATIENCE + Duration::from_secs(2),
                 "{lie:?} {:?}",
                 begun.elapsed()
             );
@@ -340,7 +343,7 @@ fn requests_that_meet_wait_for_each_other() {
 }
 
 fn exported(directory: &std::path::Path, listen: Listen, id: u64, bytes: u64) -> Option<Export> {
-    let mut export = match Export::start(directory, listen, LeaseId(id), bytes) {
+    let mut export = match Export::start(directory, listen, LeaseId(id), bytes, PATIENCE) {
         Ok(export) => export,
         Err(ExportError::Missing(error)) => {
             println!("skipped: {error}");
@@ -406,7 +409,8 @@ fn an_nbdkit_whose_memory_is_changed_is_found_out_over_unix_sockets_and_tls() {
             };
             exports.push(export);
         }
-        let open = |export: &Export| Stream::open(export.endpoint(), stripes.of_each()).unwrap();
+        let open =
+            |export: &Export| Stream::open(export.endpoint(), stripes.of_each(), PATIENCE).unwrap();
         let mut served = Served::new(exports.iter().map(open).collect(), stripes.bytes);
         let data = pattern(256, 9);
         for mib in 0..6 {
@@ -440,14 +444,14 @@ fn a_lender_without_the_key_or_with_less_than_it_lent_is_refused() {
     let Some(export) = exported(directory.path(), tcp, 1, MIB) else {
         return;
     };
-    let small = Stream::open(export.endpoint(), 2 * MIB).unwrap_err();
+    let small = Stream::open(export.endpoint(), 2 * MIB, PATIENCE).unwrap_err();
     assert!(small.to_string().contains("were lent"), "{small}");
     let Some(export) = exported(directory.path(), tcp, 2, MIB) else {
         return;
     };
     let mut endpoint = export.endpoint().clone();
     endpoint.key.as_mut().unwrap().hex = "0f".repeat(32);
-    let stranger = Stream::open(&endpoint, MIB).unwrap_err();
+    let stranger = Stream::open(&endpoint, MIB, PATIENCE).unwrap_err();
     assert!(stranger.to_string().contains("TLS"), "{stranger}");
-    Stream::open(export.endpoint(), MIB).unwrap();
+    Stream::open(export.endpoint(), MIB, PATIENCE).unwrap();
 }

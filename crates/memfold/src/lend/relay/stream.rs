@@ -39,11 +39,11 @@ impl std::fmt::Debug for Stream {
 }
 
 impl Stream {
-    /// Connects to an export that has `bytes` at least.
+    /// Connects to an export that has `bytes` at least. Once connected, a host that isn't heard of is waited for with `patience`.
     ///
     /// # Errors
     /// Nobody is there, or it isn't what it should be.
-    pub fn open(endpoint: &Endpoint, bytes: u64) -> io::Result<Self> {
+    pub fn open(endpoint: &Endpoint, bytes: u64, patience: Duration) -> io::Result<Self> {
         let mut stream = match (&endpoint.address, &endpoint.key) {
             (Address::Unix(path), _) => {
                 let mut stream = UnixStream::connect(path)?;
@@ -55,7 +55,7 @@ impl Stream {
             (Address::Tcp { ip, port }, Some(key)) => {
                 let address = SocketAddr::new(*ip, *port);
                 let mut stream = TcpStream::connect_timeout(&address, PATIENCE)?;
-                wire::keep_alive(&stream)?;
+                wire::keep_alive(&stream, patience)?;
                 stream.set_nodelay(true)?;
                 stream.set_read_timeout(Some(PATIENCE))?;
                 stream.set_write_timeout(Some(PATIENCE))?;

@@ -1,0 +1,266 @@
+use std::process::Command;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::super::registry::{Address, Want};
+use super::super::sqlite::SqliteRegistry;
+use super::*;
+
+const MIB: u64 = 1 << 20;
+
+struct Host {
+    registry: Arc<SqliteRegistry>,
+    lender: Lender,
+    directory: tempfile::TempDir,
+}
+
+/// `None` where nbdkit is missing, or this host has nothing to spare.
+fn host(max_bytes: u64) -> Option<Host> {
+    if Command::new("nbdkit").arg("--version").output().is_err() {
+        println!("skipped: nbdkit is not installed");
+        return None;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let registry = SqliteRegistry::open(&directory.path().join("registry.db")).unwrap();
+    let registry = Arc::new(registry);
+    let options = LenderOptions {
+        host: "a".into(),
+        max_bytes,
+        listen: Listen::Unix,
+        directory: directory.path().join("exports"),
+        owed: Arc::default(),
+    };
+    let lender = Lender::start(options, registry.clone()).unwrap();
+    let end = Instant::now() + Duration::from_secs(30);
+    while lender.status().offer_bytes < max_bytes {
+        if Instant::now() > end {
+            println!(
+                "skipped: this host has nothing to spare: {:?}",
+                lender.status()
+            );
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Some(Host {
+        registry,
+        lender,
+        directory,
+    })
+}
+
+impl Host {
+    fn take(&self, bytes: u64, ttl: Duration) -> Lease {
+        let want = Want {
+            borrower: "b".into(),
+            vm: "v".into(),
+            bytes,
+            durability: Durability::Disk,
+            apart_from: Vec::new(),
+        };
+        self.registry.take(&want, ttl).unwrap()
+    }
+
+    fn wait(&self, what: &str, mut ready: impl FnMut(&Self) -> bool) {
+        let end = Instant::now() + Duration::from_secs(30);
+        while !ready(self) {
+            assert!(
+                Instant::now() < end,
+                "in vain: {what}: {:?}",
+                self.lender.status()
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn wait_exported(&self, id: LeaseId) -> PathBuf {
+        let mut found = None;
+        self.wait("it is exported", |host| {
+            found = host.registry.endpoint(id, "b").unwrap();
+            found.is_some()
+        });
+        match found.unwrap().address {
+            Address::Unix(path) => path,
+            other @ Address::Tcp { .. } => panic!("{other:?}"),
+        }
+    }
+
+    fn leases(&self) -> usize {
+        self.registry.picture().unwrap().leases.len()
+    }
+
+    fn wait_free(&self) {
+        self.wait("nothing is lent", |host| {
+            host.leases() == 0 && host.lender.status().lent_bytes == 0
+        });
+        let files = std::fs::read_dir(self.directory.path().join("exports")).unwrap();
+        assert_eq!(files.count(), 0);
+    }
+}
+
+#[test]
+fn who_has_a_copy_gives_back_first_and_who_has_none_gets_time_to_make_one() {
+    let (disk, replica, none) = (Durability::Disk, Durability::Replica, Durability::None);
+    let mut leases = [(none, 8), (disk, 1), (replica, 4), (disk, 2)];
+    leases.sort_by_key(|&(durability, gib)| hurt(durability, gib));
+    assert_eq!(leases, [(disk, 2), (disk, 1), (none, 8), (replica, 4)]);
+    assert_eq!(time_to_give_back(disk, 8192 * MIB), GIVE_BACK);
+    let time = time_to_give_back(none, 1000 * MIB);
+    assert_eq!(time, GIVE_BACK + Duration::from_secs(50));
+}
+
+#[test]
+fn what_is_taken_is_exported_and_given_back() {
+    let Some(host) = host(64 * MIB) else { return };
+    let first = host.take(16 * MIB, Duration::from_secs(60));
+    let second = host.take(16 * MIB, Duration::from_secs(60));
+    let paths = [first.id, second.id].map(|id| host.wait_exported(id));
+    assert_ne!(paths[0], paths[1]);
+    host.wait("it is locked", |h| h.lender.status().lent_bytes == 32 * MIB);
+    host.registry.release(first.id, "b").unwrap();
+    host.wait("it is free", |h| h.leases() == 1);
+    assert!(!paths[0].exists() && paths[1].exists());
+    host.registry.release(second.id, "b").unwrap();
+    host.wait_free();
+    assert_eq!(host.lender.status().failed, 0);
+}
+
+#[test]
+fn an_export_ends_at_its_deadline_and_when_it_is_killed_or_stands_still() {
+    let Some(host) = host(64 * MIB) else { return };
+    let short = host.take(16 * MIB, Duration::from_secs(3));
+    let path = host.wait_exported(short.id);
+    host.wait_free();
+    assert!(!path.exists());
+    for signal in [Signal::KILL, Signal::STOP] {
+        let lease = host.take(16 * MIB, Duration::from_secs(60));
+        let path = host.wait_exported(lease.id);
+        let name = path.to_str().unwrap();
+        // Its process is found by the socket's lock on the file of its output.
+        let log = name.replace(".sock", ".log");
+        let pid = process_with(Path::new(&log));
+        kill_process(pid, signal).unwrap();
+        host.wait_free();
+    }
+    assert_eq!(host.lender.status().failed, 2);
+}
+
+/// A child of ours whose standard error is this file.
+fn process_with(log: &Path) -> Pid {
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        if std::fs::read_link(entry.path().join("fd/2")).is_ok_and(|to| to == log) {
+            let name = entry.file_name().to_str().unwrap().parse().unwrap();
+            return Pid::from_raw(name).unwrap();
+        }
+    }
+    panic!("no process writes to {}", log.display());
+}
+
+#[test]
+fn a_lender_that_ends_takes_everything_back_and_one_that_is_dropped_leaves_nothing() {
+    let Some(host) = host(64 * MIB) else { return };
+    let lease = host.take(16 * MIB, Duration::from_secs(60));
+    host.wait_exported(lease.id);
+    host.lender.end();
+    host.wait("it is recalled", |h| {
+        let leases = h.registry.picture().unwrap().leases;
+        leases.iter().all(|l| l.recall_ms.is_some())
+    });
+    assert!(!host.lender.has_ended());
+    host.registry.release(lease.id, "b").unwrap();
+    host.wait("it has ended", |h| h.lender.has_ended());
+    assert_eq!(host.leases(), 0);
+
+    let Some(host) = self::host(64 * MIB) else {
+        return;
+    };
+    let lease = host.take(16 * MIB, Duration::from_secs(60));
+    let path = host.wait_exported(lease.id);
+    let Host {
+        lender,
+        registry,
+        directory,
+    } = host;
+    drop(lender);
+    assert!(!path.exists());
+    // Of the run that has ended: whoever lends next under this name ends it.
+    assert_eq!(registry.picture().unwrap().leases.len(), 1);
+    drop(directory);
+}
+
+#[test]
+fn a_registry_that_begins_anew_leaves_borrowers_their_time() {
+    let Some(host) = host(64 * MIB) else { return };
+    let lease = host.take(16 * MIB, Duration::from_secs(10));
+    let path = host.wait_exported(lease.id);
+    // As if its database were another one.
+    host.registry.ended(lease.id, &lease.lender).unwrap();
+    host.wait("what is exported is not offered again", |host| {
+        let lenders = host.registry.picture().unwrap().lenders;
+        lenders[0].offered_bytes <= 48 * MIB
+    });
+    assert!(path.exists());
+    host.wait("it is ended when its time is over", |_| !path.exists());
+    host.wait("all is offered", |host| {
+        host.lender.status().offer_bytes == 64 * MIB
+    });
+}
+
+#[test]
+fn a_clock_that_was_set_back_keeps_no_lender_out() {
+    let Some(host) = host(64 * MIB) else { return };
+    let directory = host.directory.path().join("others");
+    let lender = LenderId {
+        host: "c".into(),
+        incarnation: Incarnation(u64::MAX / 4),
+    };
+    let offer = Offer { lender, bytes: 0 };
+    host.registry.offer(&offer, OFFER_TTL).unwrap();
+    let options = LenderOptions {
+        host: "c".into(),
+        max_bytes: MIB,
+        listen: Listen::Unix,
+        directory,
+        owed: Arc::default(),
+    };
+    let later = Lender::start(options, host.registry.clone()).unwrap();
+    host.wait("it has followed on", |host| {
+        let lenders = host.registry.picture().unwrap().lenders;
+        let known = lenders.iter().find(|view| view.lender.host == "c");
+        known.unwrap().lender.incarnation == Incarnation(u64::MAX / 4 + 1)
+    });
+    assert_eq!(later.status().problem, None);
+}
+
+#[test]
+fn who_ends_waits_for_what_is_given_back_unless_there_is_no_time() {
+    for hurried in [false, true] {
+        let Some(host) = host(64 * MIB) else { return };
+        let lease = host.take(16 * MIB, Duration::from_secs(60));
+        host.wait_exported(lease.id);
+        host.wait("it is lent", |h| h.lender.status().lent_bytes > 0);
+        let (released, hurry) = (AtomicBool::new(false), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                host.wait("it is asked for", |host| {
+                    host.registry.picture().unwrap().leases[0]
+                        .recall_ms
+                        .is_some()
+                });
+                if hurried {
+                    hurry.store(true, Ordering::Release);
+                    return;
+                }
+                // After a while, in which nothing ends.
+                std::thread::sleep(Duration::from_secs(1));
+                assert_eq!(host.lender.status().lent_bytes, 16 * MIB);
+                released.store(true, Ordering::Release);
+                host.registry.release(lease.id, "b").unwrap();
+            });
+            host.lender.end_and_wait(&|| hurry.load(Ordering::Acquire));
+            assert_eq!(released.load(Ordering::Acquire), !hurried);
+        });
+        let lent = host.lender.status().lent_bytes;
+        assert_eq!(lent, if hurried { 16 * MIB } else { 0 });
+    }
+}
