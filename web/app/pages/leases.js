@@ -74,6 +74,15 @@ export function Leases({ may }) {
       return `Back on this host's disk after ${duration(done.took_ms)}.`;
     },
   });
+  const recall = (l) => ({
+    title: `Ask ${l.borrower} for what ${l.vm} has of this host?`,
+    text: `${bytes(l.bytes)}: it has 10 s to give them back, and where it has no other copy a second more for each 20 MiB. Its guest goes on.`,
+    action: "Ask for it",
+    act: async () => {
+      await post(`/v1/leases/${l.id}/return`);
+      changed();
+    },
+  });
   const lend = {
     title: "Lend memory",
     text: "RAM that this host can spare, for VMs of daemons on this host. Over the network: memfold lend --listen.",
@@ -124,6 +133,7 @@ export function Leases({ may }) {
           { key: "copy", name: "Copy", value: (l) => l.durability },
           { key: "state", name: "State", value: (l) => l.state, cell: (l) => html`${l.state} ${l.recall_ms !== null && html`<${Badge} tone="warn">wanted back in ${duration(l.recall_ms)}<//>`}` },
           { key: "left", name: "Ends unless renewed in", number: true, value: (l) => l.left_ms, cell: (l) => duration(l.left_ms) },
+          { key: "act", name: "", cell: (l) => l.lender.host === report.host && html`<${Act} may=${may && l.recall_ms === null} what=${recall(l)} small>Ask for it …<//>` },
         ]} />`}
       <//>
       <${Card} title="If a lender dies">
@@ -141,6 +151,7 @@ export function Leases({ may }) {
           { key: "place", name: "Swap disk", value: (b) => b.place.replace("_", " ") },
           { key: "bytes", name: "Size", number: true, value: (b) => b.bytes, cell: (b) => bytes(b.bytes) },
           { key: "lenders", name: "Lenders", cell: (b) => b.lenders.join(", ") },
+          { key: "waits", name: "Waits over 1 s", number: true, value: (b) => b.waits?.over_1_s, cell: (b) => b.waits?.over_1_s ?? "" },
           { key: "act", name: "", cell: (b) => html`<${Act} may=${may && b.durability !== null} what=${give(b)} small>Return …<//>` },
         ]} />
       <//>

@@ -25,8 +25,10 @@ use crate::lend::export::{Listen, TcpListen};
 use crate::lend::https::{Https, Post};
 use crate::lend::lvm::Volume;
 use crate::lend::place::read_token;
+use crate::lend::waits::Waits;
 use crate::lend::{
-    Durability, EtcdRegistry, Lease, LenderStatus, LenderView, Registry, RegistryAt, Transport,
+    Durability, EtcdRegistry, Lease, LeaseId, LenderStatus, LenderView, Registry, RegistryAt,
+    Transport,
 };
 
 /// Where the registry that this daemon serves is asked.
@@ -157,6 +159,9 @@ pub struct Borrowed {
     /// Over how many lenders each copy is laid out; null: nothing is lent.
     #[serde(default)]
     pub stripes: Option<u8>,
+    /// How long its guest has waited for it since it borrowed first; null: not known, or nothing is lent.
+    #[serde(default)]
+    pub waits: Option<Waits>,
     /// Whether that was changed now.
     pub changed: bool,
     /// How long that took.
@@ -199,6 +204,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/volumes/{group}/{name}/borrow", post(borrow_for_volume))
         .route("/v1/volumes/{group}/{name}/return", post(return_volume))
         .route("/v1/leases", get(leases))
+        .route("/v1/leases/{id}/return", post(recall_lease))
         .route("/v1/lenders/{name}/distrust", delete(trust))
         .route(REGISTRY_PATH, post(registry))
 }
@@ -280,6 +286,16 @@ pub(super) async fn leases(
     State(daemon): State<Arc<Daemon>>,
 ) -> Result<Json<LeaseReport>, Failure> {
     blocking(daemon, |d| d.leases()).await
+}
+
+/// Asks for one lease of this host back, by its number: its borrower has 10 s, and where the lent bytes are the only ones a second more for
+/// each 20 MiB. Gives the lease as it was.
+#[utoipa::path(post, path = "/v1/leases/{id}/return", responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
+pub(super) async fn recall_lease(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(id): UrlPath<u64>,
+) -> Result<Json<Lease>, Failure> {
+    blocking(daemon, move |d| d.recall_lease(LeaseId(id))).await
 }
 
 /// Believes a lender again that served wrong bytes; whether it wasn't believed.

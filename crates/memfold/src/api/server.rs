@@ -126,6 +126,7 @@ pub enum ServeError {
         lending::borrow_for_volume,
         lending::return_volume,
         lending::leases,
+        lending::recall_lease,
         lending::trust,
         lending::registry,
         hosts::hosts,

@@ -14,8 +14,9 @@ use memfold_units::ByteSize;
 use super::Context;
 use super::vm::segment as name_of_vm;
 use crate::api::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace};
+use crate::lend::lender::time_to_give_back;
 use crate::lend::lvm::Volume;
-use crate::lend::{Durability, LenderStatus, Transport};
+use crate::lend::{Durability, Lease, LenderStatus, Transport};
 
 #[derive(Args, Debug)]
 pub(super) struct LendArguments {
@@ -80,11 +81,14 @@ pub(super) struct LeasesArguments {
 #[derive(Args, Debug)]
 pub(super) struct ReturnArguments {
     /// The VM
-    #[arg(value_name = "VM", required_unless_present = "lvm")]
+    #[arg(value_name = "VM", required_unless_present_any = ["lvm", "lease"])]
     vm: Option<String>,
     /// Take a swap volume of this host's LVM off lent RAM
     #[arg(long, value_name = "VG/LV", conflicts_with = "vm")]
     lvm: Option<Volume>,
+    /// Ask a borrower, on any host, for one lease of what this host lends; 'memfold leases' shows their numbers
+    #[arg(long, value_name = "NUMBER", conflicts_with_all = ["vm", "lvm"])]
+    lease: Option<u64>,
 }
 
 pub(super) fn ports(text: &str) -> Result<(u16, u16), String> {
@@ -191,6 +195,20 @@ pub(super) fn give_back(
     context: &Context,
     arguments: &ReturnArguments,
 ) -> anyhow::Result<ExitCode> {
+    if let Some(number) = arguments.lease {
+        let place = format!("/v1/leases/{number}/return");
+        let lease: Lease = context.client()?.post(&place, &())?;
+        context.print(&lease, |lease| {
+            let seconds = time_to_give_back(lease.durability, lease.bytes).as_secs();
+            format!(
+                "{} of '{}' on host '{}' are asked for; they are back within {seconds} s",
+                ByteSize(lease.bytes),
+                lease.vm,
+                lease.borrower
+            )
+        })?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let place = match &arguments.lvm {
         Some(volume) => format!("{}/return", of_volume(volume)),
         None => format!(
@@ -364,6 +382,13 @@ fn render(report: &LeaseReport) -> String {
     for borrowed in &report.borrowed {
         if borrowed.place != SwapPlace::Lent {
             let _ = write!(text, "\n{}", self::borrowed(borrowed));
+        }
+        if let Some(waits) = borrowed.waits.filter(|waits| waits.over_1_s > 0) {
+            let _ = write!(
+                text,
+                "\nthe guest of '{}' has waited longer than 1 s for {} of {} requests to its swap disk, longer than 5 s for {}",
+                borrowed.vm, waits.over_1_s, waits.requests, waits.over_5_s
+            );
         }
     }
     text.trim_end().to_owned()

@@ -21,6 +21,7 @@ use crate::api::{BorrowRequest, Borrowed, SwapPlace};
 use crate::lend::graph::{self, Borrowing, Failed, Part, Phase, Stripe, Top};
 use crate::lend::iscsi::bridge;
 use crate::lend::relay::start::Running;
+use crate::lend::waits;
 use crate::lend::wire::Wire;
 use crate::lend::{Durability, Endpoint, Lease, RegistryError, Transport};
 use crate::vm::{VmDirectory, swap};
@@ -267,6 +268,7 @@ impl Daemon {
             durability: None,
             lenders: Vec::new(),
             stripes: None,
+            waits: None,
             changed,
             took_ms: ms(began),
         })
@@ -582,6 +584,10 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
         hear(&machine, guard);
         if renewed.elapsed() >= RENEW {
             renewed = Instant::now();
+            // Figures that aren't had are had a second later.
+            if let Ok(Some(counted)) = waits::look(&mut machine.monitor()) {
+                guard.state().waits = Some(counted);
+            }
             if let Err(error) = daemon.renew(&machine, guard) {
                 warn!(
                     vm = guard.vm,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,9 +18,11 @@ use crate::lend::blast::blast;
 use crate::lend::calls::{Answer, Call, CallRegistry, answer};
 use crate::lend::distrust::{Distrust, Distrusted};
 use crate::lend::graph::Part;
+use crate::lend::lender::time_to_give_back;
 use crate::lend::registry::{check_bytes, check_name};
 use crate::lend::{
-    Lender, LenderOptions, LenderStatus, Picture, Registry, SqliteRegistry, Transport,
+    Lease, LeaseId, Lender, LenderOptions, LenderStatus, Picture, Registry, RegistryError,
+    SqliteRegistry, Transport,
 };
 use crate::vm::boot_id;
 
@@ -42,6 +44,8 @@ pub(super) struct Lending {
     directory: PathBuf,
     /// What this host's VMs may call in at once, in bytes: the brake says so, and it is not lent.
     pub owed: Arc<AtomicU64>,
+    /// How many of its guests lack memory themselves.
+    pub short_guests: Arc<AtomicU32>,
     lender: Mutex<Option<Lender>>,
     /// When the registry began to answer without a gap, and when it did last.
     heard: Mutex<Option<(Instant, Instant)>>,
@@ -97,6 +101,7 @@ impl Lending {
             own: options.registry.is_none(),
             directory,
             owed: Arc::default(),
+            short_guests: Arc::default(),
             lender: Mutex::default(),
             heard: Mutex::default(),
             guards: Mutex::default(),
@@ -223,11 +228,20 @@ impl Daemon {
         check_bytes(request.max_bytes, LEAST)?;
         check_server(request.transport)?;
         let mut lender = self.lending.lender();
-        if lender.as_ref().is_some_and(|old| !old.has_ended()) {
-            return Err(DaemonError::Lending {
-                why: "this host lends already".into(),
-                fix: "take everything back first: memfold lend --stop".into(),
-            });
+        if let Some(old) = lender.as_ref().filter(|old| !old.has_ended()) {
+            let status = old.status();
+            let listens = self.lender_options(request)?.listen.to_string();
+            if status.is_ending || status.listens != listens {
+                return Err(DaemonError::Lending {
+                    why: format!("this host lends already, on {}", status.listens),
+                    fix: "take everything back first (memfold lend --stop), and wait until it is; only --max can be changed meanwhile".into(),
+                });
+            }
+            old.set_max(request.max_bytes);
+            let status = old.status();
+            drop(lender);
+            self.note_lending(Some(request));
+            return Ok(status);
         }
         // It has exported nothing yet, and is refused by the registry before it does.
         let started = self.start_lender(request)?;
@@ -281,6 +295,7 @@ impl Daemon {
             listen: listen.map_err(|why| DaemonError::BadRequest(why.into()))?,
             directory: self.lending.directory.clone(),
             owed: self.lending.owed.clone(),
+            short_guests: self.lending.short_guests.clone(),
         })
     }
 
@@ -324,6 +339,22 @@ impl Daemon {
         let lender = lender.as_ref()?;
         lender.end();
         Some(lender.status())
+    }
+
+    /// Asks for one lease of this host back; gives it as it was.
+    pub fn recall_lease(&self, id: LeaseId) -> Result<Lease, DaemonError> {
+        let host = &self.lending.host;
+        let leases = self.lending.registry.picture()?.leases;
+        let lease = leases
+            .into_iter()
+            .find(|lease| lease.id == id && lease.lender.host == *host)
+            .ok_or_else(|| RegistryError::NoLease {
+                id,
+                who: host.clone(),
+            })?;
+        let within = time_to_give_back(lease.durability, lease.bytes);
+        self.lending.registry.recall(id, &lease.lender, within)?;
+        Ok(lease)
     }
 
     /// Lends no more, because the daemon ends: the next one lends again. Borrowers have time to give back, unless `hurry`.

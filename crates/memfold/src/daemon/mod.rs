@@ -27,6 +27,7 @@ mod reboot;
 mod relays;
 mod sampling;
 mod segments;
+mod short_guests;
 mod snapshots;
 mod turns;
 mod uses;
@@ -229,6 +230,11 @@ impl Daemon {
         std::thread::Builder::new()
             .name("debt".into())
             .spawn(move || brake::watch(&watched))
+            .map_err(files)?;
+        let watched = Arc::downgrade(&daemon);
+        std::thread::Builder::new()
+            .name("guests".into())
+            .spawn(move || short_guests::watch(&watched))
             .map_err(files)?;
         if options.borrow == BorrowWhen::Auto {
             let watched = Arc::downgrade(&daemon);

@@ -156,6 +156,7 @@ impl Keeper {
             durability: Some(loan.durability),
             lenders: vec![loan.lender],
             stripes: Some(1),
+            waits: None,
             changed: false,
             took_ms: 0,
         }
@@ -257,6 +258,7 @@ impl Daemon {
             durability: None,
             lenders: Vec::new(),
             stripes: None,
+            waits: None,
             changed,
             took_ms: ms(began),
         })

@@ -8,6 +8,7 @@ use super::leasing::lease_ttl;
 use crate::api::{Borrowed, LentPart, SwapPlace, VmSwap};
 use crate::lend::graph::{Borrowing, Part};
 use crate::lend::relay::stripes::Stripes;
+use crate::lend::waits::Waits;
 use crate::lend::wire::Wire;
 
 /// Watches what a VM has borrowed.
@@ -28,6 +29,8 @@ pub(super) struct Watched {
     pub heard_on: Option<u64>,
     /// Until when all its leases hold without being renewed, as far as the registry has said.
     pub holds: Option<Instant>,
+    /// How long its guest has waited for it.
+    pub waits: Option<Waits>,
 }
 
 impl Guard {
@@ -41,6 +44,7 @@ impl Guard {
                 wires,
                 heard_on: None,
                 holds: Some(Instant::now() + ttl),
+                waits: None,
             }),
         })
     }
@@ -135,6 +139,7 @@ impl Guard {
             durability: Some(borrowing.durability),
             lenders: lenders.collect(),
             stripes: stripes.and_then(|n| u8::try_from(n).ok()),
+            waits: self.state().waits,
             changed: false,
             took_ms: 0,
         }

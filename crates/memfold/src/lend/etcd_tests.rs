@@ -392,6 +392,7 @@ fn no_export_outlives_its_deadline_when_etcd_stands_still() {
         listen: Listen::Unix,
         directory: directory.path().join("exports"),
         owed: Arc::default(),
+        short_guests: Arc::default(),
     };
     let host = Lender::start(options, registry.clone()).unwrap();
     let end = Instant::now() + Duration::from_secs(30);

@@ -234,17 +234,22 @@ fn nodes(qmp: &mut Qmp) -> Result<Vec<Value>, QmpError> {
     Ok(all.as_array().cloned().unwrap_or_default())
 }
 
+/// Whether this is the swap device, of those that `query-block` or `query-blockstats` names.
+#[must_use]
+pub fn is_swap_device(device: &Value) -> bool {
+    let name = device["qdev"].as_str();
+    name.is_some_and(|name| {
+        let of_it = name.strip_prefix("/machine/peripheral/").unwrap_or(name);
+        of_it.split('/').next() == Some(DEVICE)
+    })
+}
+
 /// What the swap device of a VM uses.
 pub fn top(qmp: &mut Qmp, vm: &str) -> Result<Top, GraphError> {
     let missing = || GraphError::NoSwapDisk(vm.to_owned());
     let devices = qmp.query("query-block")?;
-    let of_device = format!("/machine/peripheral/{DEVICE}");
-    let is_it = |device: &&Value| {
-        device["qdev"]
-            .as_str()
-            .is_some_and(|qdev| qdev == DEVICE || qdev.starts_with(&of_device))
-    };
-    let device = devices.as_array().and_then(|all| all.iter().find(is_it));
+    let all = devices.as_array();
+    let device = all.and_then(|all| all.iter().find(|device| is_swap_device(device)));
     let inserted = &device.ok_or_else(missing)?["inserted"];
     let node = inserted["node-name"].as_str().ok_or_else(missing)?;
     let generation = generation_of(node).ok_or_else(missing)?;

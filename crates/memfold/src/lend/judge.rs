@@ -83,6 +83,11 @@ impl Judge {
         }
     }
 
+    /// From now on so much may be lent at most.
+    pub const fn set_max(&mut self, bytes: u64) {
+        self.max_bytes = bytes;
+    }
+
     /// What the host keeps for itself, of so much RAM.
     #[must_use]
     pub const fn reserve(total_bytes: u64) -> u64 {
@@ -106,7 +111,8 @@ impl Judge {
             self.looked.pop_front();
         }
         let reserve = Self::reserve(now.total_bytes);
-        let recall_bytes = self.recall(&now, reserve, lent_bytes);
+        let beyond = lent_bytes.saturating_sub(self.max_bytes);
+        let recall_bytes = self.recall(&now, reserve, lent_bytes).max(beyond);
         // The least of the last while: what came and went again is no surplus.
         let available = self.looked.iter().map(|(look, _)| spare(look)).min();
         // What is lent and not allocated yet is still available, and must not be lent twice.
@@ -201,6 +207,12 @@ fn waits(before: &Sample, now: &Sample) -> Option<String> {
     if now.swap_ins > before.swap_ins {
         return Some("this host reads its own swap".into());
     }
+    if now.short_guests > 0 {
+        return Some(match now.short_guests {
+            1 => "a guest of this host is short of memory itself".into(),
+            count => format!("{count} guests of this host are short of memory themselves"),
+        });
+    }
     let is_short = now.available_bytes < now.total_bytes / PLENTY_PART;
     (is_short && refaults > BUSY_REFAULTS).then(|| {
         format!("this host reads pages again that it had dropped ({refaults:.0} a second)")
@@ -241,6 +253,28 @@ mod tests {
         let verdict = Judge::new(64 * GIB).judge(calm(0, GIB), 0);
         assert_eq!(verdict.offer_bytes, 0);
         assert!(verdict.why.contains("1024 MiB are kept"), "{}", verdict.why);
+    }
+
+    #[test]
+    fn what_is_lent_beyond_a_new_limit_is_taken_back() {
+        let mut judge = Judge::new(8 * GIB);
+        assert_eq!(judge.judge(calm(0, 8 * GIB), 4 * GIB).recall_bytes, 0);
+        judge.set_max(3 * GIB);
+        let verdict = judge.judge(calm(1, 8 * GIB), 4 * GIB);
+        assert_eq!((verdict.offer_bytes, verdict.recall_bytes), (3 * GIB, GIB));
+    }
+
+    #[test]
+    fn a_host_whose_guests_are_short_offers_no_more_and_keeps_lending() {
+        let mut judge = Judge::new(64 * GIB);
+        judge.judge(calm(0, 8 * GIB), GIB);
+        let short = Sample {
+            short_guests: 2,
+            ..calm(1, 8 * GIB)
+        };
+        let verdict = judge.judge(short, GIB);
+        assert_eq!((verdict.offer_bytes, verdict.recall_bytes), (GIB, 0));
+        assert!(verdict.why.starts_with("2 guests"), "{}", verdict.why);
     }
 
     #[test]

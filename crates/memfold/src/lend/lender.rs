@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
@@ -51,6 +51,8 @@ pub struct LenderOptions {
     pub directory: PathBuf,
     /// What this host's VMs may call in at once, in bytes; whoever knows keeps it up to date.
     pub owed: Arc<AtomicU64>,
+    /// How many guests of this host lack memory themselves; kept up to date likewise.
+    pub short_guests: Arc<AtomicU32>,
 }
 
 /// What a lender does now.
@@ -88,6 +90,7 @@ pub struct LenderStatus {
 #[derive(Debug)]
 pub struct Lender {
     status: Arc<Mutex<LenderStatus>>,
+    max_bytes: Arc<AtomicU64>,
     ending: Arc<AtomicBool>,
     quit: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -105,6 +108,7 @@ impl Lender {
             ..LenderStatus::default()
         }));
         let (ending, quit) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+        let max_bytes = Arc::new(AtomicU64::new(options.max_bytes));
         let mut work = Work {
             lender: LenderId {
                 host: options.host.clone(),
@@ -112,6 +116,7 @@ impl Lender {
             },
             announced: false,
             judge: Judge::new(options.max_bytes),
+            max_bytes: max_bytes.clone(),
             begun: Instant::now(),
             exports: BTreeMap::new(),
             dying: BTreeMap::new(),
@@ -135,6 +140,7 @@ impl Lender {
             })?;
         Ok(Self {
             status,
+            max_bytes,
             ending,
             quit,
             thread: Some(thread),
@@ -151,6 +157,15 @@ impl Lender {
             .clone();
         status.is_ending = self.ending.load(Ordering::Acquire);
         status
+    }
+
+    /// Lends so much at most from now on; what is lent beyond that is taken back.
+    pub fn set_max(&self, bytes: u64) {
+        self.max_bytes.store(bytes, Ordering::Release);
+        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        status.max_bytes = bytes;
+        drop(status);
+        self.wake();
     }
 
     /// Offers nothing more and takes everything back within [`GIVE_BACK`]; [`has_ended`](Self::has_ended) tells when that is done.
@@ -236,6 +251,8 @@ struct Work {
     /// Whether that is a later incarnation than any that the registry knows.
     announced: bool,
     judge: Judge,
+    /// Most bytes to lend from now on.
+    max_bytes: Arc<AtomicU64>,
     begun: Instant,
     exports: BTreeMap<LeaseId, Lent>,
     /// Killed, and not gone yet: to free much memory takes a while, and others are to hear of this host meanwhile.
@@ -383,9 +400,11 @@ impl Work {
 
     fn judge(&mut self) -> Verdict {
         let lent = self.lent_bytes();
+        self.judge.set_max(self.max_bytes.load(Ordering::Acquire));
         match Sample::read(Path::new("/proc"), self.begun.elapsed()) {
             Ok(mut sample) => {
                 sample.owed_bytes = self.options.owed.load(Ordering::Relaxed);
+                sample.short_guests = self.options.short_guests.load(Ordering::Relaxed);
                 sample.beginning_bytes = self.beginning_bytes();
                 self.judge.judge(sample, lent)
             }
@@ -575,8 +594,8 @@ fn hurt(durability: Durability, bytes: u64) -> (bool, std::cmp::Reverse<u64>) {
     (durability != Durability::Disk, std::cmp::Reverse(bytes))
 }
 
-/// How long a borrower has. Where the lent bytes are the only ones, or one of two, it has to copy them first.
-fn time_to_give_back(durability: Durability, bytes: u64) -> Duration {
+/// How long a borrower has to give back. Where the lent bytes are the only ones, or one of two, it has to copy them first.
+pub fn time_to_give_back(durability: Durability, bytes: u64) -> Duration {
     match durability {
         Durability::Disk => GIVE_BACK,
         Durability::Replica | Durability::None => {

@@ -29,6 +29,7 @@ fn host(max_bytes: u64) -> Option<Host> {
         listen: Listen::Unix,
         directory: directory.path().join("exports"),
         owed: Arc::default(),
+        short_guests: Arc::default(),
     };
     let lender = Lender::start(options, registry.clone()).unwrap();
     let end = Instant::now() + Duration::from_secs(30);
@@ -222,6 +223,7 @@ fn a_clock_that_was_set_back_keeps_no_lender_out() {
         listen: Listen::Unix,
         directory,
         owed: Arc::default(),
+        short_guests: Arc::default(),
     };
     let later = Lender::start(options, host.registry.clone()).unwrap();
     host.wait("it has followed on", |host| {

@@ -25,6 +25,7 @@ pub mod pressure;
 pub mod registry;
 pub mod relay;
 pub mod sqlite;
+pub mod waits;
 pub mod wire;
 
 #[cfg(test)]

@@ -28,6 +28,8 @@ pub struct Sample {
     pub swap_ins: u64,
     /// What this host's VMs are taken to call in at once of what they share (the brake's debt x cover): not the kernel's to know.
     pub owed_bytes: u64,
+    /// How many of this host's guests lack memory themselves, by their own word.
+    pub short_guests: u32,
     /// Exports of this host that are being allocated: what goes meanwhile doesn't go on, and how much of it has gone yet isn't known.
     pub beginning_bytes: u64,
 }

@@ -424,6 +424,37 @@ fn a_lender_that_stops_gets_its_memory_back_from_running_vms() {
     let vm = Swapping::start(&borrower, "v");
     vm.write(1, 0);
     vm.borrow(&[]);
+    // One lease alone.
+    let number = || lender.json(&["leases"])["leases"][0]["id"].to_string();
+    refused(&lender.run(&["return", "--lease", "1"]), 1, &["no lease 1"]);
+    refused(
+        &borrower.run(&["return", "--lease", &number()]),
+        1,
+        &["no lease"],
+    );
+    let asked = lender.json(&["return", "--lease", &number()]);
+    assert_eq!(asked["vm"], "v");
+    wait("it is given back", || vm.place() == "on_disk");
+    vm.read(1, 0);
+    wait("it can be lent again", || {
+        lender.json(&["lend"])["lent_bytes"] == 0 && leases(&lender) == 0
+    });
+    // More than is to be lent from now on.
+    vm.borrow(&[]);
+    assert_eq!(
+        lender.json(&["lend", "--max", "16M"])["max_bytes"],
+        16 << 20
+    );
+    wait("it is given back", || vm.place() == "on_disk");
+    wait("nothing is lent", || leases(&lender) == 0);
+    assert_eq!(
+        lender.json(&["lend", "--max", "256M"])["max_bytes"],
+        256 << 20
+    );
+    wait("it is offered", || {
+        lender.json(&["lend"])["offer_bytes"] == 256 << 20
+    });
+    vm.borrow(&[]);
     let begun = Instant::now();
     assert_eq!(lender.json(&["lend", "--stop"])["is_ending"], true);
     wait("it is given back", || lender.json(&["lend"]).is_null());
@@ -472,7 +503,7 @@ fn what_cannot_be_borrowed_is_refused_and_nothing_changes() {
         &["swap disk"],
     );
     refused(
-        &lender.run(&["lend", "--max", "1G"]),
+        &lender.run(&["lend", "--max", "1G", "--listen", "127.0.0.1"]),
         1,
         &["lends already", "--stop"],
     );

@@ -241,6 +241,24 @@ fn swap_while_lenders_die(transport: Transport, kills: u64) {
     let said = daemon.swap_use("v").unwrap();
     let is_some_of_it = |bytes: u64| bytes > (ARRAY_MIB << 20) - RAM.0 && bytes <= SWAP.0;
     assert!(said.used_bytes.is_some_and(is_some_of_it), "{said:?}");
+    // Its own host lends nothing, whatever that has to spare.
+    let offered = LendRequest {
+        max_bytes: 64 << 20,
+        listen: None,
+        announce: None,
+        ports: None,
+        transport: Transport::Nbd,
+        cleartext: false,
+    };
+    daemon.lend(&offered).unwrap();
+    wait("its host knows that it is short", || {
+        let status = daemon.lender_status().unwrap();
+        status.offer_bytes == 0 && status.why.contains("guest of this host")
+    });
+    daemon.lend_no_more();
+    wait("its host lends no more", || {
+        daemon.lender_status().is_none()
+    });
     let request = BorrowRequest {
         durability: Durability::Disk,
         ..BorrowRequest::default()

@@ -6,12 +6,13 @@ use memfold_units::PAGE_SIZE;
 
 use super::Scrape;
 use super::families::In::{Bytes, Numbers, Ratio, Seconds};
-use super::families::{Family, Samples, counter, flag, gauge};
+use super::families::{Family, Labels, Samples, counter, flag, gauge};
 use crate::api::{Borrowed, SwapPlace};
 use crate::daemon::OnShelf;
 use crate::fold::DomainStats;
 use crate::ledger::KsmAccount;
 use crate::lend::LenderStatus;
+use crate::lend::waits::Waits;
 
 pub(super) static FAMILIES: &[Family] = &[
     gauge(
@@ -260,6 +261,18 @@ pub(super) static FAMILIES: &[Family] = &[
         |s, out| borrowed(s, out, |one| one.bytes),
     ),
     counter(
+        "memfold_borrowed_requests",
+        Numbers,
+        "Answers of swap disks that are lent, or were",
+        |s, out| waits(s, out, &[], |waits| waits.requests),
+    ),
+    counter(
+        "memfold_borrowed_slow_requests",
+        Numbers,
+        "Of them, those that took longer",
+        slow,
+    ),
+    counter(
         "memfold_borrow_lies",
         Numbers,
         "Wrong bytes that lenders have served; no VM was given any, the lender was given up",
@@ -362,6 +375,33 @@ fn borrowed(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&Borrowed) -> u64
         out.with(&[("place", word)], sum as f64)?;
     }
     Ok(())
+}
+
+/// Of each VM whose guest has been waited for.
+fn waits(
+    scrape: &Scrape,
+    out: &mut Samples<'_>,
+    more: Labels<'_>,
+    figure: fn(&Waits) -> u64,
+) -> fmt::Result {
+    for one in &scrape.figures.borrowed {
+        if let Some(waits) = &one.waits {
+            let labels = [&[("vm", &*one.vm)], more].concat();
+            out.with(&labels, figure(waits) as f64)?;
+        }
+    }
+    Ok(())
+}
+
+fn slow(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
+    let longer: [(&str, fn(&Waits) -> u64); 3] = [
+        ("0.1", |waits| waits.over_100_ms),
+        ("1", |waits| waits.over_1_s),
+        ("5", |waits| waits.over_5_s),
+    ];
+    let mut longer = longer.into_iter();
+    longer
+        .try_for_each(|(than, figure)| waits(scrape, out, &[("longer_than_seconds", than)], figure))
 }
 
 fn leases(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {

@@ -9,6 +9,7 @@ use crate::daemon::OnShelf;
 use crate::fold::{DomainStats, EngineStats, VmStats};
 use crate::ledger::{DebtReport, KsmAccount, Level, Report, VmAccount};
 use crate::lend::LenderStatus;
+use crate::lend::waits::Waits;
 
 /// A host on which every figure is there.
 fn everything() -> Figures {
@@ -69,6 +70,7 @@ fn everything() -> Figures {
             durability: None,
             lenders: Vec::new(),
             stripes: None,
+            waits: Some(Waits::default()),
             changed: false,
             took_ms: 0,
         }],
