@@ -39,7 +39,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use memfold_units::{ByteSize, PageCount};
@@ -226,31 +226,29 @@ impl Daemon {
                 );
             }
         }
-        let watched = Arc::downgrade(&daemon);
-        std::thread::Builder::new()
-            .name("debt".into())
-            .spawn(move || brake::watch(&watched))
-            .map_err(files)?;
-        let watched = Arc::downgrade(&daemon);
-        std::thread::Builder::new()
-            .name("guests".into())
-            .spawn(move || short_guests::watch(&watched))
-            .map_err(files)?;
+        daemon.begin_watching(options).map_err(files)?;
+        Ok(daemon)
+    }
+
+    /// Begins what goes on by itself until the daemon ends.
+    fn begin_watching(self: &Arc<Self>, options: &DaemonOptions) -> std::io::Result<()> {
+        let begin = |name: &str, watch: fn(&Weak<Self>)| {
+            let watched = Arc::downgrade(self);
+            let thread = std::thread::Builder::new().name(name.into());
+            thread.spawn(move || watch(&watched)).map(drop)
+        };
+        begin("debt", brake::watch)?;
+        begin("guests", short_guests::watch)?;
         if options.borrow == BorrowWhen::Auto {
-            let watched = Arc::downgrade(&daemon);
-            std::thread::Builder::new()
-                .name("borrow".into())
-                .spawn(move || auto_borrow::watch(&watched))
-                .map_err(files)?;
+            begin("borrow", auto_borrow::watch)?;
         }
         if let Some(run) = options.libvirt.clone() {
-            let watched = Arc::downgrade(&daemon);
+            let watched = Arc::downgrade(self);
             std::thread::Builder::new()
                 .name("libvirt".into())
-                .spawn(move || libvirt::watch(&watched, &run))
-                .map_err(files)?;
+                .spawn(move || libvirt::watch(&watched, &run))?;
         }
-        Ok(daemon)
+        Ok(())
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Machine>>> {

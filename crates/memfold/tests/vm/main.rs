@@ -387,7 +387,7 @@ fn doctor_finds_this_qemu_and_keeps_its_verdict_on_kvm() {
     let second = memfold::host::HostFacts::probe(state.path());
     assert_eq!(first.kvm, second.kvm);
     assert!(
-        began.elapsed() < Duration::from_secs(5),
+        began.elapsed() < Duration::from_secs(20),
         "{:?} after {took:?}",
         began.elapsed()
     );

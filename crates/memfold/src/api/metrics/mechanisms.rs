@@ -394,14 +394,10 @@ fn waits(
 }
 
 fn slow(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
-    let longer: [(&str, fn(&Waits) -> u64); 3] = [
-        ("0.1", |waits| waits.over_100_ms),
-        ("1", |waits| waits.over_1_s),
-        ("5", |waits| waits.over_5_s),
-    ];
-    let mut longer = longer.into_iter();
-    longer
-        .try_for_each(|(than, figure)| waits(scrape, out, &[("longer_than_seconds", than)], figure))
+    let mut longer = |than, figure| waits(scrape, out, &[("longer_than_seconds", than)], figure);
+    longer("0.1", |waits| waits.over_100_ms)?;
+    longer("1", |waits| waits.over_1_s)?;
+    longer("5", |waits| waits.over_5_s)
 }
 
 fn leases(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {

@@ -167,10 +167,8 @@ fn ready() -> Option<(UnixStream, Began)> {
     let mut began = began.ok()?;
     // Nobody waits for it who isn't there any more. One client in its life.
     let client = began.listener.take();
-    let client = client.and_then(|listener| {
-        let accepted = heard.and_then(|()| accept(&listener, began.stripes.bytes));
-        Some(accepted)
-    })?;
+    let client =
+        client.map(|listener| heard.and_then(|()| accept(&listener, began.stripes.bytes)))?;
     if let Err(error) = std::fs::remove_file(&began.socket) {
         eprintln!("{}: {error}", began.socket.display());
     }
