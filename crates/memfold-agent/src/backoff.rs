@@ -57,14 +57,14 @@ mod tests {
 
     #[test]
     fn the_second_time_waits_for_the_interval() {
-        let mut backoff = Backoff::new((Duration::from_millis(50), Duration::from_millis(80)));
+        let mut backoff = Backoff::new((Duration::from_secs(2), Duration::from_secs(3)));
         assert!(!backoff.take());
         backoff.want(Duration::ZERO);
         assert!(backoff.take());
         backoff.want(Duration::ZERO);
         assert!(!backoff.take());
-        std::thread::sleep(Duration::from_millis(51));
+        std::thread::sleep(Duration::from_millis(2050));
         assert!(backoff.take());
-        assert_eq!(backoff.interval, Duration::from_millis(80));
+        assert_eq!(backoff.interval, Duration::from_secs(3));
     }
 }

@@ -633,10 +633,10 @@ mod tests {
     #[test]
     fn what_the_time_does_not_suffice_for_is_late() {
         let slow = |_: &u32| {
-            std::thread::sleep(Duration::from_millis(20));
+            std::thread::sleep(Duration::from_millis(600));
             Outcome::Done
         };
-        let outcomes = in_time(Duration::from_millis(10), &[1, 2, 3], slow);
+        let outcomes = in_time(Duration::from_millis(500), &[1, 2, 3], slow);
         assert_eq!(outcomes, [Outcome::Done, Outcome::Late, Outcome::Late]);
         let never = |_: &u32| Outcome::Done;
         assert_eq!(in_time(Duration::ZERO, &[1], never), [Outcome::Late]);

@@ -8,7 +8,9 @@ use memfold_qemu::{Folder, Monitor};
 use memfold_wire::library::{Freeze, Order, Outcome, Reply};
 use support::{Bench, FakeQemu};
 
-const STOPPED: Freeze = Freeze::Stopped { limit_us: 100_000 };
+const STOPPED: Freeze = Freeze::Stopped {
+    limit_us: 1_000_000,
+};
 
 /// RAM with 64 pages folded and then written over with what lies at the page given.
 fn bench(monitor: Option<Monitor>) -> Option<(Bench, u64)> {

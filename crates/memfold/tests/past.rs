@@ -281,9 +281,9 @@ fn nothing_is_exchanged_meanwhile_and_everything_goes_on_afterwards() {
     assert!(matches!(again, Reply::Error { .. }), "{again:?}");
     // A daemon that dies while writers wait keeps nobody waiting.
     let ((), writes) = while_written(&ram, 1, || {
-        std::thread::sleep(Duration::from_millis(100));
+        std::thread::sleep(Duration::from_millis(500));
         ram.folder.disconnected();
-        std::thread::sleep(Duration::from_millis(100));
+        std::thread::sleep(Duration::from_millis(1500));
     });
     assert!(writes > 0);
     ram.ok(&Order::TrackWrites, None);
@@ -322,7 +322,7 @@ fn a_file_that_has_no_room_for_the_past_ends_it_and_the_writers_go_on() {
     memory::read(me(), at, &mut buffer).unwrap();
     let error = past.settle(at, &mut buffer).unwrap_err();
     assert!(error.to_string().contains("room"), "{error}");
-    let ((), writes) = while_written(&ram, 5, || std::thread::sleep(Duration::from_millis(50)));
+    let ((), writes) = while_written(&ram, 5, || std::thread::sleep(Duration::from_secs(1)));
     assert!(writes > 0);
     ram.ok(&Order::ForgetPast, None);
 }

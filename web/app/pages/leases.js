@@ -115,6 +115,7 @@ export function Leases({ may }) {
     },
   });
   const lending = report.lending;
+  const ours = report.leases.filter((l) => l.lender.host === report.host);
   const lent = report.borrowed.filter((b) => b.place === "lent" || b.place === "degraded");
   return html`
     <${Failure} error=${error} />
@@ -133,7 +134,7 @@ export function Leases({ may }) {
           { key: "copy", name: "Copy", value: (l) => l.durability },
           { key: "state", name: "State", value: (l) => l.state, cell: (l) => html`${l.state} ${l.recall_ms !== null && html`<${Badge} tone="warn">wanted back in ${duration(l.recall_ms)}<//>`}` },
           { key: "left", name: "Ends unless renewed in", number: true, value: (l) => l.left_ms, cell: (l) => duration(l.left_ms) },
-          { key: "act", name: "", cell: (l) => l.lender.host === report.host && html`<${Act} may=${may && l.recall_ms === null} what=${recall(l)} small>Ask for it …<//>` },
+          ...(ours.length > 0 ? [{ key: "act", name: "", cell: (l) => ours.includes(l) && html`<${Act} may=${may && l.recall_ms === null} what=${recall(l)} small>Ask for it …<//>` }] : []),
         ]} />`}
       <//>
       <${Card} title="If a lender dies">

@@ -22,7 +22,7 @@ mod lender;
 mod link;
 mod path;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
 
@@ -50,6 +50,9 @@ const WRITES: &[&str] = PATTERNS.split_at(2).1;
 
 const PAGE: u64 = 4096;
 
+/// The part that needs no guest.
+const PATH: &str = "block-path";
+
 /// The array, in percent of the RAM, for which ratios are given: the middle of what the study had.
 const HEADLINE: u64 = 200;
 
@@ -67,6 +70,8 @@ pub struct Options {
     /// That `PostgreSQL` sorts, in how much memory.
     rows: u64,
     memory: ByteSize,
+    /// Only what needs no guest.
+    path_alone: bool,
 }
 
 impl Options {
@@ -82,11 +87,22 @@ impl Options {
             kills: 50,
             rows: 250_000,
             memory: ByteSize::mib(20),
+            path_alone: false,
         }
     }
 }
 
 impl Options {
+    /// Leaves all away but the part of this name.
+    pub fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
+        ensure!(
+            names.iter().all(|name| name == PATH),
+            "of 'remote' one part can be had alone: {PATH}"
+        );
+        self.path_alone = true;
+        Ok(())
+    }
+
     /// Size of an array.
     fn array(&self, percent: u64) -> ByteSize {
         ByteSize::mib((self.ram.0 >> 20) * percent / 100)
@@ -104,6 +120,7 @@ impl Default for Options {
             kills: 50,
             rows: 400_000,
             memory: ByteSize::mib(32),
+            path_alone: false,
         }
     }
 }
@@ -128,6 +145,13 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let round_trips = link.round_trips()?;
     let lender = Lender::start(&link, swap)?;
     let block_path = path::measure(&lender)?;
+    if options.path_alone {
+        return Ok(json!({
+            "vms": [],
+            "samples": [],
+            "results": { "round_trip": round_trips, "block_path": block_path },
+        }));
+    }
     let lab = Lab::with_registry(EngineSettings::default(), &lender.socket())?;
     let guest = Guest {
         lab: &lab,

@@ -41,7 +41,7 @@ pub(super) struct Arguments {
     /// Smaller and shorter
     #[arg(long)]
     quick: bool,
-    /// Only this arm of `hints`; may be given several times. A wrong name prints all
+    /// Only this arm of `hints` (may be given several times), or `block-path` of `remote`. A wrong name prints all
     #[arg(long = "arm", value_name = "NAME")]
     arms: Vec<String>,
     /// Most VMs at once, of `ksm` (4; with --quick 2)
@@ -59,7 +59,7 @@ pub(super) struct Arguments {
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (name, quick) = (study_name(arguments.study), arguments.quick);
     anyhow::ensure!(
-        arguments.arms.is_empty() || matches!(arguments.study, Study::Hints),
+        arguments.arms.is_empty() || matches!(arguments.study, Study::Hints | Study::Remote),
         "the study '{name}' has no arms"
     );
     anyhow::ensure!(
@@ -138,11 +138,14 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             (bench::desktops::run(&options)?, bench::desktops::figures)
         }
         Study::Remote => {
-            let options = if quick {
+            let mut options = if quick {
                 bench::remote::Options::quick()
             } else {
                 bench::remote::Options::default()
             };
+            if !arguments.arms.is_empty() {
+                options.keep_arms(&arguments.arms)?;
+            }
             (bench::remote::run(&options)?, bench::remote::figures)
         }
     };

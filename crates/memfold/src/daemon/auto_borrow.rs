@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -65,6 +66,16 @@ struct Habit {
     failures: u32,
     /// Whether it has borrowed by itself, as far as is known.
     by_itself: bool,
+    /// A switch, there or back, on a thread of its own: others are looked at meanwhile.
+    under_way: Option<JoinHandle<Outcome>>,
+}
+
+/// How a switch ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    Borrowed,
+    GivenBack,
+    Failed,
 }
 
 impl Habit {
@@ -102,6 +113,20 @@ impl Habit {
         } else {
             Wish::Nothing
         }
+    }
+
+    /// Whether a switch is under way. One that has ended is noted.
+    fn is_switching(&mut self, now: Instant) -> bool {
+        let Some(thread) = self.under_way.take_if(|thread| thread.is_finished()) else {
+            return self.under_way.is_some();
+        };
+        match thread.join() {
+            Ok(Outcome::Borrowed) => self.borrowed(),
+            Ok(Outcome::GivenBack) => self.given_back(),
+            // It has panicked.
+            Ok(Outcome::Failed) | Err(_) => self.failed(now),
+        }
+        false
     }
 
     fn borrowed(&mut self) {
@@ -155,6 +180,10 @@ impl Daemon {
         habits.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
         for machine in machines {
             let vm = machine.name();
+            let known = habits.get_mut(&machine.id());
+            if known.is_some_and(|habit| habit.is_switching(Instant::now())) {
+                continue;
+            }
             let found = {
                 let mut qmp = machine.monitor();
                 let top = graph::top(&mut qmp, vm);
@@ -169,31 +198,44 @@ impl Daemon {
                 by_itself: noted,
                 ..Habit::default()
             });
-            match habit.look(moved, place, Instant::now()) {
-                Wish::Nothing => {}
-                Wish::Borrow => self.borrow_by_itself(vm, habit),
-                Wish::GiveBack => match self.return_memory(vm) {
-                    Ok(_) => {
-                        info!(
-                            vm,
-                            "swaps no more: what it borrowed by itself is given back"
-                        );
-                        habit.given_back();
-                    }
-                    Err(error) => {
-                        warn!(
-                            vm,
-                            error = chain(&error),
-                            "can't give back what it borrowed"
-                        );
-                        habit.failed(Instant::now());
-                    }
-                },
+            let work = match habit.look(moved, place, Instant::now()) {
+                Wish::Nothing => continue,
+                Wish::Borrow => Self::borrow_by_itself,
+                Wish::GiveBack => Self::give_back_by_itself,
+            };
+            let (daemon, name) = (self.clone(), vm.to_owned());
+            let thread = std::thread::Builder::new().name("borrow-one".into());
+            match thread.spawn(move || work(&daemon, &name)) {
+                Ok(thread) => habit.under_way = Some(thread),
+                Err(error) => {
+                    warn!(vm, %error, "no thread to switch its swap disk");
+                    habit.failed(Instant::now());
+                }
             }
         }
     }
 
-    fn borrow_by_itself(self: &Arc<Self>, vm: &str, habit: &mut Habit) {
+    fn give_back_by_itself(self: &Arc<Self>, vm: &str) -> Outcome {
+        match self.return_memory(vm) {
+            Ok(_) => {
+                info!(
+                    vm,
+                    "swaps no more: what it borrowed by itself is given back"
+                );
+                Outcome::GivenBack
+            }
+            Err(error) => {
+                warn!(
+                    vm,
+                    error = chain(&error),
+                    "can't give back what it borrowed"
+                );
+                Outcome::Failed
+            }
+        }
+    }
+
+    fn borrow_by_itself(self: &Arc<Self>, vm: &str) -> Outcome {
         let request = BorrowRequest {
             durability: Durability::Disk,
             ..BorrowRequest::default()
@@ -201,7 +243,7 @@ impl Daemon {
         match self.borrow_as(vm, &request, true) {
             Ok(done) => {
                 info!(vm, lenders = ?done.lenders, "goes on swapping: it borrows by itself");
-                habit.borrowed();
+                Outcome::Borrowed
             }
             Err(error) => {
                 info!(
@@ -209,7 +251,7 @@ impl Daemon {
                     error = chain(&error),
                     "goes on swapping, and can't borrow"
                 );
-                habit.failed(Instant::now());
+                Outcome::Failed
             }
         }
     }
@@ -272,6 +314,34 @@ mod tests {
         vm.habit.borrowed();
         assert_eq!(vm.look(2 * MIB, SwapPlace::Lent), Wish::Nothing);
         assert_eq!(vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnCopy), 1);
+    }
+
+    #[test]
+    fn a_switch_is_waited_for_and_what_came_of_it_is_noted() {
+        use std::sync::mpsc::channel;
+        for (outcome, by_itself, failures) in [
+            (Outcome::Borrowed, true, 0),
+            (Outcome::GivenBack, false, 0),
+            (Outcome::Failed, false, 1),
+        ] {
+            let (end, ended) = channel::<()>();
+            let mut habit = Habit {
+                under_way: Some(std::thread::spawn(move || {
+                    // Until it is told.
+                    let _ = ended.recv();
+                    outcome
+                })),
+                ..Habit::default()
+            };
+            let now = Instant::now();
+            assert!(habit.is_switching(now));
+            drop(end);
+            while habit.is_switching(now) {
+                std::thread::yield_now();
+            }
+            assert_eq!((habit.by_itself, habit.failures), (by_itself, failures));
+            assert_eq!(habit.rests_until.is_some(), failures > 0);
+        }
     }
 
     #[test]

@@ -24,7 +24,7 @@ use crate::lend::relay::start::Running;
 use crate::lend::waits;
 use crate::lend::wire::Wire;
 use crate::lend::{Durability, Endpoint, Lease, RegistryError, Transport};
-use crate::vm::{VmDirectory, swap};
+use crate::vm::{QmpError, VmDirectory, swap};
 
 /// Time between two looks at connections, and between two at leases.
 const WATCH: Duration = Duration::from_millis(100);
@@ -176,7 +176,7 @@ impl Daemon {
             Durability::Replica | Durability::None => None,
         };
         let mut borrowing = Borrowing {
-            generation: graph::free_generation(&mut machine.monitor())?,
+            generation: new_generation(machine)?,
             durability,
             bytes: top.bytes,
             parts: parts(&begun.leases, &endpoints, usize::from(stripes)),
@@ -319,8 +319,8 @@ impl Daemon {
         let add = |files: &mut Vec<PathBuf>| files.push(file.clone());
         machine.vm().change_temporary(add).map_err(place)?;
         let moved = (|| {
+            let generation = new_generation(machine)?;
             let mut qmp = machine.monitor();
-            let generation = graph::free_generation(&mut qmp)?;
             let to = graph::build_on_disk(&mut qmp, generation, &file, borrowing.bytes)?;
             drop(qmp);
             // The thread that renews may be this one.
@@ -527,6 +527,7 @@ impl Daemon {
             return;
         };
         let _alone = machine.save_right();
+        machine.use_generation(borrowing.generation);
         // Of a switch that was under way, the device tells how it ended.
         self.tidy(machine);
         let top = graph::top(&mut machine.monitor(), machine.name());
@@ -612,6 +613,12 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
             }
         }
     }
+}
+
+/// A number that no node of the swap disk has or had: what QEMU reports late of one that is gone is of no other.
+fn new_generation(machine: &Machine) -> Result<u64, QmpError> {
+    let free = graph::free_generation(&mut machine.monitor())?;
+    Ok(machine.use_generation(free))
 }
 
 /// Whether a relay stands still for longer than a blink. QEMU isn't asked anything meanwhile: its monitor may wait for that relay.

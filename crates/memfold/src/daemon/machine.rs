@@ -87,6 +87,8 @@ pub(super) struct Machine {
     library_watch: Mutex<LibraryWatch>,
     saving: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
+    /// Least number for the next nodes of its swap disk.
+    swap_generation: Mutex<u64>,
     boot_snapshot: Mutex<Option<BootSnapshot>>,
     /// What the guest has done with its segments, by name.
     segments: Mutex<BTreeMap<String, SegmentState>>,
@@ -151,6 +153,7 @@ impl Machine {
             }),
             saving: Mutex::default(),
             renewal: Mutex::default(),
+            swap_generation: Mutex::default(),
             boot_snapshot: Mutex::default(),
             segments: Mutex::default(),
             agent: Mutex::default(),
@@ -627,6 +630,15 @@ impl Machine {
                 result.stdout.len() <= SHORT
             })?;
         Ok(result)
+    }
+
+    /// Uses a number for nodes of its swap disk, or a greater one if it was used before; gives it.
+    pub fn use_generation(&self, free: u64) -> u64 {
+        let least = self.swap_generation.lock();
+        let mut least = least.unwrap_or_else(PoisonError::into_inner);
+        let number = free.max(*least);
+        *least = number + 1;
+        number
     }
 
     /// The right to save it or to change what it maps, as soon as nobody else has it.

@@ -505,19 +505,16 @@ fn over_tls_the_session_s_cookie_is_for_this_host_and_tls_alone() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).display().to_string();
     let (certificate, key) = (path("certificate.pem"), path("key.pem"));
-    let made = Command::new("openssl")
-        .args([
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-        ])
-        .args(["-nodes", "-days", "2", "-subj", "/CN=localhost"])
-        .args(["-addext", "subjectAltName=IP:127.0.0.1"])
-        .args(["-keyout", &key, "-out", &certificate])
-        .output();
+    let make = |certificate: &str, key: &str| {
+        Command::new("openssl")
+            .args(["req", "-x509", "-newkey", "ec"])
+            .args(["-pkeyopt", "ec_paramgen_curve:P-256"])
+            .args(["-nodes", "-days", "2", "-subj", "/CN=localhost"])
+            .args(["-addext", "subjectAltName=IP:127.0.0.1"])
+            .args(["-keyout", key, "-out", certificate])
+            .output()
+    };
+    let made = make(&certificate, &key);
     if !made.as_ref().is_ok_and(|output| output.status.success()) {
         println!("skipped: openssl can't make a certificate: {made:?}");
         return;
@@ -550,6 +547,24 @@ fn over_tls_the_session_s_cookie_is_for_this_host_and_tls_alone() {
     let mut bytes = Vec::new();
     let _ = plain.read_to_end(&mut bytes);
     assert!(!bytes.starts_with(b"HTTP/"));
+
+    // Another certificate takes its place while the daemon runs. Before its key is there, too, the old one is shown.
+    let [new, new_key] = [path("new.pem"), path("new-key.pem")];
+    assert!(make(&new, &new_key).unwrap().status.success());
+    let old = path("old.pem");
+    std::fs::copy(&certificate, &old).unwrap();
+    let is_shown = |authority: &str| {
+        let curl = Command::new("curl")
+            .args(["-sS", "-o", "/dev/null", "--cacert", authority, url])
+            .output();
+        curl.unwrap().status.success()
+    };
+    std::fs::rename(&new, &certificate).unwrap();
+    std::thread::sleep(Duration::from_millis(1500));
+    assert!(is_shown(&old) && !is_shown(&certificate));
+    std::fs::rename(&new_key, &key).unwrap();
+    wait("the new certificate is shown", || is_shown(&certificate));
+    assert!(!is_shown(&old));
 }
 
 #[test]

@@ -175,7 +175,8 @@ fn by_iscsi_whoever_dies_or_hangs_costs_no_byte() {
         vm.read(1, 0);
         let stalled = begun.elapsed();
         println!("stalled {} ms: {name}, {signal:?}", stalled.as_millis());
-        assert!(stalled < Duration::from_secs(5), "{stalled:?}");
+        // A lender is given up after 3 s; without that one waits for ever.
+        assert!(stalled < Duration::from_secs(20), "{stalled:?}");
         vm.write(3 + round, 8);
         vm.wait_place("on_copy");
         vm.read(3 + round, 8);
@@ -204,7 +205,7 @@ fn by_iscsi_a_lender_that_dies_while_the_borrower_s_daemon_is_away_costs_no_byte
     };
     away.read(1, 0);
     away.write(4, 0);
-    assert!(begun.elapsed() < Duration::from_secs(5));
+    assert!(begun.elapsed() < Duration::from_secs(20));
     assert!(processes("qemu-nbd", &place).is_empty());
     borrower.start_again();
     let vm = Swapping {

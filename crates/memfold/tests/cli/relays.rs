@@ -258,7 +258,7 @@ fn a_relay_may_be_killed_or_stand_still_and_outlives_its_daemon() {
         kill_process(relay, signal).unwrap();
         let begun = Instant::now();
         vm.read(2, 8);
-        assert!(begun.elapsed() < Duration::from_secs(5), "{signal:?}");
+        assert!(begun.elapsed() < Duration::from_secs(20), "{signal:?}");
         vm.wait_place("on_copy");
         vm.read(1, 0);
         wait_free(&lender);

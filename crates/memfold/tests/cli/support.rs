@@ -50,7 +50,7 @@ pub fn refused(output: &Output, wanted: i32, words: &[&str]) {
 }
 
 pub fn wait(what: &str, mut ready: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
+    let end = Instant::now() + Duration::from_secs(180);
     while !ready() {
         assert!(Instant::now() < end, "waited in vain: {what}");
         std::thread::sleep(Duration::from_millis(20));
@@ -181,9 +181,21 @@ fn spawn_in(directory: &Path, more: &[String]) -> Child {
         .arg("--snapshots")
         .arg(directory.join("snapshots"))
         .args(more)
-        .stderr(Stdio::null())
+        .stderr(log())
         .spawn()
         .unwrap()
+}
+
+/// Where daemons' logs go: a file, if who looks for a fault names one.
+fn log() -> Stdio {
+    let Some(path) = std::env::var_os("MEMFOLD_TEST_LOG") else {
+        return Stdio::null();
+    };
+    let file = std::fs::File::options()
+        .append(true)
+        .create(true)
+        .open(path);
+    file.unwrap().into()
 }
 
 impl Drop for Daemon {

@@ -274,7 +274,7 @@ impl Running {
     }
 
     pub fn wait(&self, what: &str, done: impl Fn(&EngineStats) -> bool) -> EngineStats {
-        let end = Instant::now() + Duration::from_secs(20);
+        let end = Instant::now() + Duration::from_secs(120);
         loop {
             let stats = self.stats();
             if done(&stats) {

@@ -484,12 +484,16 @@ fn an_idle_engine_uses_no_cpu() {
     let engine = Running::start();
     engine.add(1, &domain, &a, true);
     engine.cached(1, 1, "/f", 0, 10);
-    std::thread::sleep(Duration::from_secs(1));
-    let before = engine.stats().engine_cpu_s;
-    std::thread::sleep(Duration::from_secs(2));
-    let used = engine.stats().engine_cpu_s - before;
-    // One look at the kernel's tables for the answer itself.
-    assert!(used < 0.01, "{used} s of CPU in 2 s of nothing");
+    // One look at the kernel's tables for the answer itself. The least of a few times: others may have this core's caches.
+    let mut used = Vec::new();
+    while used.len() < 5 && !used.iter().any(|used| *used < 0.01) {
+        std::thread::sleep(Duration::from_secs(1));
+        let before = engine.stats().engine_cpu_s;
+        std::thread::sleep(Duration::from_secs(2));
+        used.push(engine.stats().engine_cpu_s - before);
+    }
+    let is_idle = used.last().is_some_and(|used| *used < 0.01);
+    assert!(is_idle, "{used:?} s of CPU, each in 2 s of nothing");
 }
 
 #[test]

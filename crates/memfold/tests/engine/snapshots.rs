@@ -64,9 +64,13 @@ fn a_guest_that_writes_all_the_time_loses_no_write_to_folding_back() {
         .map(|at| ram.page(at)[..8].try_into().unwrap())
         .collect();
     // Every page is by turns as in the image and with the round's number, and is what was written last whenever it is looked at.
-    let end = Instant::now() + Duration::from_secs(3);
-    let mut rounds = 0_u64;
-    while Instant::now() < end {
+    let (begun, mut rounds) = (Instant::now(), 0_u64);
+    let enough = |rounds: u64| {
+        rounds > 100
+            && begun.elapsed() > Duration::from_secs(3)
+            && vm(&engine.stats(), 1).folded_back_pages > 1000
+    };
+    while !enough(rounds) && begun.elapsed() < Duration::from_secs(120) {
         rounds += 1;
         for (at, original) in original.iter().enumerate() {
             let number = |round: u64| {

@@ -422,7 +422,7 @@ fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
     assert_eq!(borrower.place(), SwapPlace::Lent);
     assert!(borrower.heard().0 > checked);
     let back: Borrowed = borrower.client.post("/v1/vms/v/return", &()).unwrap();
-    assert!(back.changed && back.took_ms < 5000, "{back:?}");
+    assert!(back.changed && back.took_ms < 15_000, "{back:?}");
     lender.wait_free(SWAP);
 
     // A second lender holds a copy; one is cut off, and the other's goes to disk by itself.

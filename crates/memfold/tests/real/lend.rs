@@ -119,7 +119,7 @@ pub fn server_of(place: &Path) -> Pid {
 }
 
 pub fn wait(what: &str, ready: impl FnMut() -> bool) {
-    wait_for(what, Duration::from_secs(90), ready);
+    wait_for(what, Duration::from_secs(300), ready);
 }
 
 pub fn wait_for(what: &str, patience: Duration, mut ready: impl FnMut() -> bool) {
@@ -133,7 +133,7 @@ pub fn wait_for(what: &str, patience: Duration, mut ready: impl FnMut() -> bool)
 /// What the guest's program has said so far: pages checked, wrong words, longest access in seconds.
 pub fn heard(lab: &Lab) -> (u64, u64, f64) {
     let said = lab
-        .exec("v", "cat /run/swapper", Duration::from_secs(60))
+        .exec("v", "cat /run/swapper", Duration::from_secs(300))
         .unwrap();
     let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
     for line in said.lines() {
@@ -322,7 +322,7 @@ fn swap_while_lenders_die(transport: Transport, kills: u64) {
         "borrowed in {} ms, given back in {} ms",
         done.took_ms, back.took_ms
     );
-    assert!(back.changed && back.took_ms < 5000);
+    assert!(back.changed && back.took_ms < 15_000, "{back:?}");
     lender.wait_free(SWAP);
     lab.exec("v", "touch /run/swapper.stop", limit).unwrap();
     let mut said = String::new();

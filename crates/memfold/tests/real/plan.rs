@@ -39,7 +39,7 @@ fn start(lab: &Lab, names: &[String]) -> FullReport {
     for name in names {
         lab.wait_ready(name, BOOT).unwrap();
     }
-    let limit = Duration::from_secs(180);
+    let limit = Duration::from_secs(600);
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     for said in lab.exec_all(&names, WORK, limit).unwrap() {
         assert!(said.trim().parse::<u64>().unwrap() > 100, "served: {said}");
@@ -127,7 +127,7 @@ fn grows(lab: &Lab, name: &str) {
     const RATE: f64 = (2 << 20) as f64 * 3600.0;
     let program = "import os, time\nheld = []\nwhile True:\n held.append(os.urandom(2 << 20))\n time.sleep(1)";
     let begin = format!("systemd-run -q --unit=grows python3 -c '{program}'");
-    lab.exec(name, &begin, Duration::from_secs(60)).unwrap();
+    lab.exec(name, &begin, Duration::from_secs(300)).unwrap();
     let place = tempfile::tempdir().unwrap();
     let mut history = History::open(&place.path().join("history")).unwrap();
     let now = || {

@@ -92,7 +92,7 @@ impl<'a> Served<'a> {
     /// Waits until the daemon of this moment answers.
     pub fn answers(&mut self) -> Client {
         let client = Client::new(&self.state.join("s")).unwrap();
-        let end = Instant::now() + Duration::from_secs(30);
+        let end = Instant::now() + Duration::from_secs(180);
         let daemon = self.daemon.as_mut().unwrap();
         let pid = i32::try_from(daemon.id()).unwrap();
         loop {

@@ -137,7 +137,7 @@ pub fn milliseconds(variable: &str, default: u64) -> Duration {
 
 /// A VM's monitor, beside the daemon's own.
 pub fn qmp(state: &Path, name: &str) -> Qmp {
-    Qmp::connect(&VmDirectory::of(state, name).qmp(), Duration::from_secs(10)).unwrap()
+    Qmp::connect(&VmDirectory::of(state, name).qmp(), Duration::from_secs(60)).unwrap()
 }
 
 /// QEMU's process and where guest RAM lies in it.

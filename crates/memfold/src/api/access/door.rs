@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
@@ -23,12 +23,10 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::Semaphore;
 use tokio::time::Sleep;
 use tokio_rustls::TlsAcceptor;
-use tokio_rustls::rustls::ServerConfig;
-use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tracing::{debug, warn};
 
-use super::{Access, Groups, Peer, Why};
+use super::tls::Tls;
+use super::{Access, Groups, Peer, TlsFiles, Why};
 
 /// TCP connections at once; more are closed at once.
 const TCP_CONNECTIONS: usize = 256;
@@ -42,15 +40,6 @@ const OTHERS: usize = 128;
 const HEAD_TIME: Duration = Duration::from_secs(10);
 /// Most bytes of a head, and of what is read ahead.
 const HEAD_BYTES: usize = 32 << 10;
-
-/// Certificate and key.
-#[derive(Clone, Debug)]
-pub struct TlsFiles {
-    /// The certificate and those that vouch for it, PEM.
-    pub certificate: PathBuf,
-    /// Its private key, PEM.
-    pub key: PathBuf,
-}
 
 /// Where and how to serve.
 #[derive(Clone, Debug)]
@@ -72,7 +61,7 @@ pub struct Doors {
 pub struct TcpDoor {
     pub(super) address: SocketAddr,
     pub(super) names: Vec<String>,
-    pub(super) tls: Option<Arc<ServerConfig>>,
+    pub(super) tls: Option<Arc<Tls>>,
 }
 
 /// Why a TCP door can't be.
@@ -109,7 +98,7 @@ impl TcpDoor {
         if tls.is_none() && !address.ip().is_loopback() {
             return Err(TcpDoorError::Plain(address));
         }
-        let tls = tls.map(tls_config).transpose()?.map(Arc::new);
+        let tls = tls.map(Tls::open).transpose()?.map(Arc::new);
         Ok(Self {
             address,
             names,
@@ -155,25 +144,6 @@ impl TcpDoor {
     pub const fn address(&self) -> SocketAddr {
         self.address
     }
-}
-
-fn tls_config(files: &TlsFiles) -> Result<ServerConfig, TcpDoorError> {
-    let failed = |path: &Path, why: String| TcpDoorError::File {
-        path: path.into(),
-        why,
-    };
-    let certificates = CertificateDer::pem_file_iter(&files.certificate)
-        .and_then(Iterator::collect::<Result<Vec<_>, _>>)
-        .map_err(|error| failed(&files.certificate, error.to_string()))?;
-    if certificates.is_empty() {
-        let why = "it holds no certificate".to_owned();
-        return Err(failed(&files.certificate, why));
-    }
-    let key = PrivateKeyDer::from_pem_file(&files.key)
-        .map_err(|error| failed(&files.key, error.to_string()))?;
-    Ok(ServerConfig::builder()
-        .with_no_client_auth()
-        .with_single_cert(certificates, key)?)
 }
 
 /// Takes what comes over the Unix socket, until it is dropped.
@@ -227,7 +197,6 @@ pub(in crate::api) async fn accept_tcp(
     graceful: Arc<GracefulShutdown>,
 ) {
     let places = Arc::new(Places::default());
-    let acceptor = door.tls.map(TlsAcceptor::from);
     loop {
         let (stream, address) = match listener.accept().await {
             Ok(accepted) => accepted,
@@ -245,7 +214,9 @@ pub(in crate::api) async fn accept_tcp(
         if rustix::net::sockopt::set_tcp_user_timeout(&stream, unread).is_err() {
             continue;
         }
-        let (router, watcher, acceptor) = (router.clone(), graceful.watcher(), acceptor.clone());
+        let (router, watcher) = (router.clone(), graceful.watcher());
+        let acceptor = door.tls.as_ref();
+        let acceptor = acceptor.map(|tls| TlsAcceptor::from(tls.config()));
         let access = access.clone();
         tokio::spawn(async move {
             let _place = place;
@@ -452,7 +423,9 @@ mod tests {
             });
             let sent = runtime.block_on(async {
                 let ours = tokio::net::UnixStream::from_std(ours).unwrap();
-                let mut ours = Unread::new(ours, Duration::from_millis(200));
+                // Who reads may be kept waiting by this machine.
+                let patience = Duration::from_millis(if reads { 20_000 } else { 200 });
+                let mut ours = Unread::new(ours, patience);
                 let bytes = vec![7; 64 << 10];
                 let mut sent = 0;
                 while sent < 2 << 20 {

@@ -17,6 +17,7 @@ mod hosts;
 mod keys;
 mod origin;
 mod peer;
+mod tls;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,13 +33,14 @@ pub use audit::AuditEntry;
 pub(super) use audit::{NewSession, Told};
 pub(super) use counts::RefusedCounts;
 use counts::{Refused, Why};
-pub use door::{Doors, TcpDoor, TcpDoorError, TlsFiles};
+pub use door::{Doors, TcpDoor, TcpDoorError};
 pub(super) use door::{accept_tcp, accept_unix};
 pub(super) use guard::{Visitor, guard};
 pub(super) use hosts::Hosts;
 pub(super) use keys::{CODE_LIFE, Keys, SESSION_LIFE};
 pub(super) use peer::Peer;
 pub use peer::{Groups, GroupsError};
+pub use tls::TlsFiles;
 
 /// Requests over TCP at once; more are refused. Each may hold a thread of the daemon.
 const TCP_REQUESTS: usize = 32;

@@ -13,8 +13,8 @@ use crate::support::{self, BOOT, MEMORY};
 
 const DEATHS: u32 = 20;
 const NAMES: [&str; 2] = ["buffered", "direct"];
-/// A VM is stopped for milliseconds, by its own library; the rest is what a loaded machine adds.
-const LONGEST_STOP: Duration = Duration::from_millis(800);
+/// A VM is stopped for milliseconds, by its own library; the rest is what a loaded machine adds, also to who looks.
+const LONGEST_STOP: Duration = Duration::from_secs(3);
 
 /// Waits until the agents of both VMs have made their inventory.
 fn wait_ready(client: &Client) {
@@ -144,7 +144,7 @@ fn twenty_daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
     }
     let last = support::wait_stats(
         "folding goes on after the last daemon",
-        Duration::from_secs(60),
+        Duration::from_secs(300),
         stats,
         |now| {
             NAMES.iter().all(|name| {
@@ -179,7 +179,7 @@ fn the_store_is_one(state: &Path, stats: impl FnMut() -> memfold::fold::EngineSt
     };
     let stats = support::wait_stats(
         "a store page serves 1.3 VM pages",
-        Duration::from_secs(120),
+        Duration::from_secs(300),
         stats,
         |now| {
             let (mapped, stored) = in_use(now);

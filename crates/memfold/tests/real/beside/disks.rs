@@ -79,7 +79,7 @@ fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own()
     let Some(_turn) = support::turn_beside() else {
         return;
     };
-    let limit = Duration::from_secs(120);
+    let limit = Duration::from_secs(300);
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let (daemon, place) = (lab.daemon(), lab.directory());
     let mut spec = Lab::spec("plain", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();

@@ -12,11 +12,11 @@ use crate::support;
 pub fn nothing_is_shared_across_them(lab: &Lab) {
     // About 100 MB that stay in memory.
     let read = "find /usr/bin /usr/sbin -xdev -type f -print0 | xargs -0 cat | md5sum";
-    let limit = Duration::from_secs(60);
+    let limit = Duration::from_secs(300);
     lab.exec_all(&VMS, read, limit).unwrap();
     let stats = support::wait_stats(
         "folding in one domain",
-        Duration::from_secs(90),
+        Duration::from_secs(300),
         || lab.stats().unwrap(),
         |stats| {
             VMS[..2].iter().all(|name| {

@@ -19,7 +19,7 @@ const HONEST: [&str; 2] = ["honest-a", "honest-b"];
 const LIAR: &str = "liar";
 const NAMES: [&str; 3] = [HONEST[0], HONEST[1], LIAR];
 /// Longest that the engine may keep anybody waiting, whatever it is told.
-const ANSWER: Duration = Duration::from_secs(5);
+const ANSWER: Duration = Duration::from_secs(15);
 
 #[test]
 fn agents_that_lie_change_no_byte_and_others_fold_on() {
@@ -73,7 +73,7 @@ fn agents_that_lie_change_no_byte_and_others_fold_on() {
         include_str!("../guest/lie.py")
     );
     // The agent is stopped before it can tell how this ended.
-    let _ = lab.exec(LIAR, &lie, Duration::from_secs(20));
+    let _ = lab.exec(LIAR, &lie, Duration::from_secs(120));
     let began = Instant::now();
     let slowest = std::thread::scope(|scope| {
         let honest = scope.spawn(|| honest_work(&lab));
@@ -88,9 +88,9 @@ fn agents_that_lie_change_no_byte_and_others_fold_on() {
         slowest
     });
     // Some of its lies were Hellos: only an answer shows that the true agent is back.
-    let end = Instant::now() + Duration::from_secs(150);
+    let end = Instant::now() + Duration::from_secs(400);
     let said = loop {
-        match lab.exec(LIAR, "cat /run/lies", Duration::from_secs(5)) {
+        match lab.exec(LIAR, "cat /run/lies", Duration::from_secs(30)) {
             Ok(said) if !said.is_empty() => break said,
             other => {
                 assert!(
@@ -125,7 +125,7 @@ fn agents_that_lie_change_no_byte_and_others_fold_on() {
         .unwrap();
     let stats = support::wait_stats(
         "honest VMs are folded",
-        Duration::from_secs(60),
+        Duration::from_secs(300),
         || lab.stats().unwrap(),
         |stats| {
             HONEST
@@ -152,14 +152,14 @@ fn honest_work(lab: &Lab) {
         LATE_BYTES / 4096
     );
     let sums = lab
-        .exec_all(&HONEST, &write, Duration::from_secs(120))
+        .exec_all(&HONEST, &write, Duration::from_secs(300))
         .unwrap();
     assert_eq!(sums[0], sums[1]);
     let began = Instant::now();
     let wanted = LATE * LATE_BYTES / 4096 * 8 / 10;
     support::wait_stats(
         "what honest guests wrote is folded while another lies",
-        Duration::from_secs(60),
+        Duration::from_secs(300),
         || lab.stats().unwrap(),
         |stats| {
             HONEST.iter().all(|name| {

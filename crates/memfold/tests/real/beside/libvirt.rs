@@ -117,7 +117,7 @@ fn wait_folded(client: &Client, name: &str) -> VmStats {
     let enough = |vm: &VmStats| vm.mapped_pages - vm.copied_pages > ENOUGH_PAGES;
     let stats = support::wait_stats(
         &format!("{name} is folded"),
-        Duration::from_secs(120),
+        Duration::from_secs(300),
         || client.get::<EngineStats>("/v1/fold").unwrap(),
         |stats| stats.vms.iter().any(|vm| vm.name == name && enough(vm)),
     );
@@ -138,7 +138,7 @@ fn boot_id(client: &Client, name: &str) -> Option<String> {
 
 #[track_caller]
 fn wait_state(host: &Host, domain: &str, state: &str) {
-    let end = Instant::now() + Duration::from_secs(120);
+    let end = Instant::now() + Duration::from_secs(300);
     while host.state(domain) != state {
         assert!(Instant::now() < end, "{domain}: {}", host.state(domain));
         std::thread::sleep(Duration::from_millis(300));
@@ -147,7 +147,7 @@ fn wait_state(host: &Host, domain: &str, state: &str) {
 
 #[track_caller]
 fn wait_gone(client: &Client, name: &str) {
-    let end = Instant::now() + Duration::from_secs(20);
+    let end = Instant::now() + Duration::from_secs(120);
     while vm(client, name).is_some() {
         assert!(Instant::now() < end, "{name} is still known");
         std::thread::sleep(Duration::from_millis(200));
@@ -355,6 +355,7 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
     assert!(cli.said(&["libvirt", "attach", DOMAIN]).contains(VM));
 
     // A reboot is the same process.
+    wait_agent(&client, VM);
     let boot = boot_id(&client, VM);
     host.ask(&["reboot", DOMAIN]);
     let end = Instant::now() + support::BOOT;

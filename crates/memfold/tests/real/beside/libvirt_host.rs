@@ -347,7 +347,7 @@ fn reap(ended: Arc<AtomicBool>) {
 
 #[track_caller]
 fn wait(what: &str, mut ready: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
+    let end = Instant::now() + Duration::from_secs(300);
     while !ready() {
         assert!(Instant::now() < end, "{what}: not after a minute");
         std::thread::sleep(Duration::from_millis(100));

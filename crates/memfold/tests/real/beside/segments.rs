@@ -67,7 +67,7 @@ fn state(lab: &Lab, vm: &str) -> Vec<(String, SegmentState)> {
 }
 
 fn wait_laid(lab: &Lab, vm: &str) {
-    let end = Instant::now() + Duration::from_secs(120);
+    let end = Instant::now() + Duration::from_secs(300);
     loop {
         let now = state(lab, vm);
         if now.iter().all(|(_, state)| *state == SegmentState::Laid) {
@@ -215,7 +215,7 @@ fn plugged_and_refused(lab: &Lab) {
     let mut qmp = support::qmp(lab.directory(), "late");
     qmp.execute("device_del", serde_json::json!({ "id": "taken" }))
         .unwrap();
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + Duration::from_secs(120);
     let there = |qmp: &mut memfold::vm::Qmp| {
         let path = serde_json::json!({ "path": "/machine/peripheral" });
         let list = qmp.execute("qom-list", path).unwrap();
@@ -495,7 +495,7 @@ fn renewed(lab: &Lab) {
     // Whoever builds, attaches or ends a VM cleans up.
     lab.start(spec("last", &["system"], 0)).unwrap();
     lab.stop("last").unwrap();
-    let end = Instant::now() + Duration::from_secs(20);
+    let end = Instant::now() + Duration::from_secs(120);
     while names(daemon.list_segments().unwrap()).contains(&"system@1".to_owned()) {
         assert!(Instant::now() < end, "the old generation stays");
         std::thread::sleep(Duration::from_millis(200));
@@ -558,7 +558,7 @@ cat /etc/kept; awk '/^Cached:/ { print $2 }' /proc/meminfo";
     assert!(pinned.exists());
     lab.stop("root").unwrap();
     // Nobody maps it, so it doesn't take memory any more.
-    let end = Instant::now() + Duration::from_secs(10);
+    let end = Instant::now() + Duration::from_secs(120);
     while pinned.exists() {
         assert!(Instant::now() < end, "{} stays", pinned.display());
         std::thread::sleep(Duration::from_millis(100));

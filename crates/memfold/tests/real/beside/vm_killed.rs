@@ -18,10 +18,12 @@ pub fn the_other_does_not_notice(lab: &Lab, victim: &str, other: &str) {
     let before = lab.stats().unwrap();
     std::thread::scope(|scope| {
         let survivor = scope.spawn(|| lab.exec(other, &reading, limit));
-        let dead = scope.spawn(|| lab.exec(victim, &reading, limit));
+        // Until it dies, however fast it reads.
+        let on_and_on = format!("while :; do ( {reading} ) || exit 1; done");
+        let dead = scope.spawn(move || lab.exec(victim, &on_and_on, limit));
         support::wait_stats(
             "folding goes on",
-            Duration::from_secs(90),
+            Duration::from_secs(300),
             || lab.stats().unwrap(),
             |stats| {
                 [victim, other].iter().all(|name| {
@@ -53,7 +55,7 @@ pub fn the_other_does_not_notice(lab: &Lab, victim: &str, other: &str) {
     // Only what the other VM maps is still needed.
     let stats = support::wait_stats(
         "store pages of the dead VM are given back",
-        Duration::from_secs(90),
+        Duration::from_secs(300),
         || lab.stats().unwrap(),
         |stats| {
             let vm = support::vm(stats, other);

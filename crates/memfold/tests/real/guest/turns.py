@@ -22,6 +22,7 @@ while not os.path.exists("/run/turns.stop"):
         errors += memory[at : at + 8] != now[page]
         memory[at : at + 8] = then[page]
     rounds += 1
+    open("/run/turns.ready", "w").close()
     time.sleep(0.2)
 for page in range(PAGES):
     at = page * PAGE
