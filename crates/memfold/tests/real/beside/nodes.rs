@@ -125,7 +125,7 @@ fn boot(directory: &Path) -> (Machine, std::path::PathBuf) {
 
 /// Waits until its console says something; all that it has said.
 fn says(console: &Path, words: &str) -> String {
-    let end = Instant::now() + Duration::from_secs(300);
+    let end = Instant::now() + Duration::from_secs(900);
     loop {
         let said = std::fs::read(console).unwrap_or_default();
         let said = String::from_utf8_lossy(&said).into_owned();
