@@ -115,10 +115,12 @@ export function Leases({ may }) {
     },
   });
   const lending = report.lending;
+  const away = report.registry_away;
   const ours = report.leases.filter((l) => l.lender.host === report.host);
   const lent = report.borrowed.filter((b) => b.place === "lent" || b.place === "degraded");
   return html`
     <${Failure} error=${error} />
+    <${Failure} error=${away && new Error(`${away}. Only what this host knows itself is shown.`)} />
     <div class="stats">
       <${Stat} label="This host" note=${`registry: ${report.registry}`}>${report.host}<//>
       <${Stat} label="It lends" note=${lending ? `of ${bytes(lending.max_bytes)} at most` : "nothing is offered"}>${lending ? html`<${Bytes} value=${lending.lent_bytes} figure="lending.lent_bytes" />` : "no"}<//>
@@ -126,7 +128,7 @@ export function Leases({ may }) {
     </div>
     <div class="grid">
       <${Card} title="Leases" wide aside=${lending ? html`<${Act} may=${may} what=${stop} danger small>Lend no more …<//>` : html`<${Act} may=${may} what=${lend} small>Lend …<//>`}>
-        ${report.leases.length > 0 ? html`<${Graph} leases=${report.leases} />` : html`<${Empty}>Nobody lends anything to anybody. <code>memfold lend --max 8G</code> offers memory, <code>memfold borrow VM</code> takes it.<//>`}
+        ${report.leases.length > 0 ? html`<${Graph} leases=${report.leases} />` : away ? html`<${Empty}>Not known while the registry is away.<//>` : html`<${Empty}>Nobody lends anything to anybody. <code>memfold lend --max 8G</code> offers memory, <code>memfold borrow VM</code> takes it.<//>`}
         ${report.leases.length > 0 && html`<${Table} label="Leases" rows=${report.leases} rowKey=${(l) => l.id} columns=${[
           { key: "lender", name: "Lender", value: (l) => l.lender.host },
           { key: "vm", name: "VM", value: (l) => `${l.borrower} / ${l.vm}` },
@@ -139,7 +141,7 @@ export function Leases({ may }) {
       <//>
       <${Card} title="If a lender dies">
         <${Table} label="Blast radius" rowKey=${(r) => `${r.lender} ${r.vm}`} rows=${report.blast.flatMap((b) => b.vms.map((vm) => ({ lender: b.lender, ...vm })))}
-          empty="Nobody is hurt: nothing is lent." columns=${[
+          empty=${away ? "Not known while the registry is away." : "Nobody is hurt: nothing is lent."} columns=${[
           { key: "lender", name: "Lender", value: (r) => r.lender },
           { key: "vm", name: "VM", value: (r) => `${r.host} / ${r.vm}` },
           { key: "bytes", name: "Holds", number: true, value: (r) => r.bytes, cell: (r) => bytes(r.bytes) },
@@ -157,7 +159,7 @@ export function Leases({ may }) {
         ]} />
       <//>
       <${Card} title="Lenders" wide>
-        <${Table} label="Lenders" rows=${report.lenders} rowKey=${(l) => l.lender.host} empty="The registry knows no lender." columns=${[
+        <${Table} label="Lenders" rows=${report.lenders} rowKey=${(l) => l.lender.host} empty=${away ? "Not known while the registry is away." : "The registry knows no lender."} columns=${[
           { key: "host", name: "Host", value: (l) => l.lender.host },
           { key: "offered", name: "Offered", number: true, value: (l) => l.offered_bytes, cell: (l) => bytes(l.offered_bytes) },
           { key: "lent", name: "Lent", number: true, value: (l) => l.lent_bytes, cell: (l) => bytes(l.lent_bytes) },

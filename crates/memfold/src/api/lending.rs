@@ -175,6 +175,9 @@ pub struct LeaseReport {
     pub host: String,
     /// Where the registry is.
     pub registry: String,
+    /// Why the registry can't be used now: what lenders and leases there are, and so the blast radius, is not known. Null: it answers.
+    #[serde(default)]
+    pub registry_away: Option<String>,
     /// What this host lends; null: it doesn't.
     #[schema(value_type = Option<Object>)]
     pub lending: Option<LenderStatus>,

@@ -267,6 +267,9 @@ pub(super) fn leases(context: &Context, arguments: &LeasesArguments) -> anyhow::
     }
     let report: LeaseReport = context.client()?.get("/v1/leases")?;
     context.print(&report, render)?;
+    if let Some(why) = &report.registry_away {
+        anyhow::bail!("{why}; only what this host knows itself is shown");
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -353,7 +356,9 @@ fn render(report: &LeaseReport) -> String {
             ),
         ),
     ] {
-        let _ = writeln!(text, "\n{title}\n{table}");
+        if report.registry_away.is_none() {
+            let _ = writeln!(text, "\n{title}\n{table}");
+        }
     }
     for blast in &report.blast {
         let _ = writeln!(text, "\nif '{}' dies", blast.lender);
@@ -380,7 +385,8 @@ fn render(report: &LeaseReport) -> String {
         );
     }
     for borrowed in &report.borrowed {
-        if borrowed.place != SwapPlace::Lent {
+        // What is lent is in the table of leases.
+        if borrowed.place != SwapPlace::Lent || report.registry_away.is_some() {
             let _ = write!(text, "\n{}", self::borrowed(borrowed));
         }
         if let Some(waits) = borrowed.waits.filter(|waits| waits.over_1_s > 0) {

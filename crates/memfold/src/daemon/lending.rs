@@ -402,7 +402,14 @@ impl Daemon {
 
     /// Who lends what to whom.
     pub fn leases(&self) -> Result<LeaseReport, DaemonError> {
-        let picture = self.lending.registry.picture()?;
+        // Just then one wants to know what this host itself has borrowed.
+        let (picture, registry_away) = match self.lending.registry.picture() {
+            Ok(picture) => (picture, None),
+            Err(away @ RegistryError::Unusable { .. }) => {
+                (Picture::default(), Some(away.to_string()))
+            }
+            Err(error) => return Err(error.into()),
+        };
         let (distrusted, lies) = self.lies();
         let guards = self.lending.guards().clone();
         let without_copy = |host: &str, vm: &str| {
@@ -412,6 +419,7 @@ impl Daemon {
         Ok(LeaseReport {
             host: self.lending.host.clone(),
             registry: self.lending.place.clone(),
+            registry_away,
             lending: self.lender_status(),
             borrowed: self.lending.borrowed(),
             blast: blast(&picture, &without_copy),

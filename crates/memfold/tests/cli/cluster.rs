@@ -424,6 +424,12 @@ fn with_an_etcd_daemons_and_etcd_itself_die_and_no_byte_is_lost_or_lent_twice() 
     etcd.kill();
     std::thread::sleep(std::time::Duration::from_secs(5));
     vm.read(2, 8);
+    // What it has borrowed it knows itself.
+    let output = borrower.run(&["leases"]);
+    refused(&output, 1, &["cannot be used", "this host knows itself"]);
+    let text = out(&output);
+    assert!(text.contains("swap of 'v' is on 64 MiB of a"), "{text}");
+    assert!(!text.contains("LENDER"), "{text}");
     etcd.start_again();
     wait("etcd serves", || code(&borrower.run(&["leases"])) == 0);
     std::thread::sleep(std::time::Duration::from_secs(3));

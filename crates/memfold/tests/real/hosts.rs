@@ -416,7 +416,7 @@ fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
     net.link("registry", "up");
     wait("the registry is heard", || {
         let report: Result<LeaseReport, ClientError> = borrower.client.get("/v1/leases");
-        report.is_ok()
+        report.is_ok_and(|report| report.registry_away.is_none())
     });
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(borrower.place(), SwapPlace::Lent);
