@@ -61,7 +61,11 @@ function OverTime({ theme }) {
     saved.push({ name: "All, less memfold itself", color: "ink", line: true, values: of("saved_net_bytes") });
     const cpu = [["Engine", "engine_cpu_ms", "folded"], ["In QEMUs", "library_cpu_ms", "template"], ["ksmd", "ksmd_cpu_ms", "ksm"]];
     const cost = cpu.map(([name, key, color]) => ({ name, color, values: rate(series.t, of(key)) }));
-    return { places, saved, cost };
+    const owed = [["Owed when written to", "debt_bytes", "unfolded"], ["Could be had", "debt_absorbable_bytes", "free"]];
+    const lent = [["Lent to other hosts", "lent_bytes", "swapped"], ["Borrowed from them", "borrowed_bytes", "segment"]];
+    const lines = (parts) => parts.map(([name, key, color]) => ({ name, color, values: of(key) }));
+    const lends = lent.some(([, key]) => of(key).some((value) => value > 0));
+    return { places, saved, cost, owed: lines(owed), lent: lends && lines(lent) };
   }, [series, theme]);
   const picker = spanPicker(span, setSpan, "How far back");
   return html`
@@ -74,7 +78,13 @@ function OverTime({ theme }) {
     <//>
     <${Card} title="CPU that it cost">
       ${drawn && html`<${Chart} t=${series.t} series=${drawn.cost} label="CPU of folding and KSM over time, percent of one core" format=${(v) => percent(v, 2)} height=${180} />`}
-    <//>`;
+    <//>
+    <${Card} title="Owed over time">
+      ${drawn && html`<${Chart} t=${series.t} series=${drawn.owed} label="What guests could call in over time, and what could be had" height=${180} />`}
+    <//>
+    ${drawn?.lent && html`<${Card} title="Lent and borrowed over time">
+      <${Chart} t=${series.t} series=${drawn.lent} label="Memory lent to other hosts and borrowed from them, over time" height=${180} />
+    <//>`}`;
 }
 
 const BRAKES = { ok: ["good", "brake: ok"], warning: ["warn", "brake: warning"], braked: ["bad", "brake: BRAKED"] };

@@ -10,6 +10,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
 use axum::{Json, Router};
+use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -166,6 +167,33 @@ pub struct Borrowed {
     pub changed: bool,
     /// How long that took.
     pub took_ms: u64,
+}
+
+impl Borrowed {
+    /// Where it is, in words.
+    #[must_use]
+    pub fn where_it_is(&self) -> String {
+        match self.place {
+            SwapPlace::Lent => format!(
+                "{} of {}{} ({})",
+                ByteSize(self.bytes),
+                self.lenders.join(" and "),
+                match self.stripes {
+                    Some(2..) => ", in stripes",
+                    _ => "",
+                },
+                match self.durability {
+                    Some(Durability::Disk) => "with a copy on this host's disk",
+                    Some(Durability::Replica) => "one a copy of the other",
+                    _ => "without a copy: programs of the guest die with the lender",
+                }
+            ),
+            SwapPlace::Degraded => format!("{}, with one copy only", self.lenders.join(" and ")),
+            SwapPlace::OnCopy => "this host's disk: its lender is gone".into(),
+            SwapPlace::OnDisk => "this host's disk".into(),
+            SwapPlace::Lost => "nowhere: lost with its lender".into(),
+        }
+    }
 }
 
 /// `GET /v1/leases`

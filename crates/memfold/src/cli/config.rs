@@ -24,7 +24,8 @@ const LARGEST: u64 = 1 << 20;
 
 #[derive(clap::Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Whether a configuration file of 'memfold serve' is right; names each wrong field and its line
+    /// Whether a configuration file of 'memfold serve' is right, and the files and groups that it names can be used here; names each wrong field and
+    /// its line
     Check(CheckArguments),
 }
 
@@ -56,20 +57,48 @@ impl fmt::Display for Problem {
     }
 }
 
-/// A file that is right: each field with the arguments that say the same.
+/// A field that is right by itself.
+#[derive(Debug, PartialEq, Eq)]
+struct Field {
+    name: String,
+    /// From 1.
+    line: usize,
+    /// What says the same on the command line.
+    arguments: Vec<String>,
+}
+
+/// The fields of a file that is right.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Config(Vec<(String, Vec<String>)>);
+struct Config(Vec<Field>);
 
 impl Config {
+    /// What this host doesn't have of what it names, or can't do.
+    fn unusable(&self) -> Vec<Problem> {
+        let all = self.0.iter().flat_map(|field| &field.arguments);
+        let serve = serve_command().try_get_matches_from(all);
+        let serve = serve.and_then(|given| super::serve::Arguments::from_arg_matches(&given));
+        // Only what is right by itself comes here.
+        let found = serve.map(|serve| serve.unusable()).unwrap_or_default();
+        let line_of = |name| self.0.iter().find(|f| f.name == name).map(|f| f.line);
+        let problems = found.into_iter().map(|(name, what)| Problem {
+            line: line_of(name),
+            field: Some(name.to_owned()),
+            what,
+        });
+        let mut problems: Vec<Problem> = problems.collect();
+        problems.sort_by_key(|problem| problem.line);
+        problems
+    }
+
     /// Arguments for the fields that `given` doesn't hold already, by command line or environment.
     fn arguments(&self, given: &ArgMatches) -> Vec<OsString> {
         let is_given = |field: &str| {
             let source = given.value_source(field);
             source.is_some_and(|source| source != ValueSource::DefaultValue)
         };
-        let fields = self.0.iter().filter(|(field, _)| !is_given(field));
+        let fields = self.0.iter().filter(|field| !is_given(&field.name));
         fields
-            .flat_map(|(_, arguments)| arguments)
+            .flat_map(|field| &field.arguments)
             .map(Into::into)
             .collect()
     }
@@ -92,18 +121,23 @@ fn parse(text: &str) -> Result<Config, Vec<Problem>> {
     // What stands behind a wrong line may have been understood wrongly.
     let fields = problems.is_empty().then(|| table.get_ref().iter());
     for (key, value) in fields.into_iter().flatten() {
-        let field = key.get_ref().to_string();
-        match arguments_of(&serve, &field, value) {
-            Ok(arguments) => config.0.push((field, arguments)),
+        let name = key.get_ref().to_string();
+        let line = line_of(key.span().start);
+        match arguments_of(&serve, &name, value) {
+            Ok(arguments) => config.0.push(Field {
+                name,
+                line,
+                arguments,
+            }),
             Err(problem) => problems.push(Problem {
-                line: Some(line_of(key.span().start)),
-                field: Some(field),
+                line: Some(line),
+                field: Some(name),
                 what: problem,
             }),
         }
     }
     if problems.is_empty() {
-        let all = config.0.iter().flat_map(|(_, arguments)| arguments);
+        let all = config.0.iter().flat_map(|field| &field.arguments);
         if let Err(error) = serve.try_get_matches_from(all) {
             problems.push(Problem {
                 line: None,
@@ -243,7 +277,10 @@ struct Checked<'a> {
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let Arguments::Check(CheckArguments { file }) = arguments;
-    let problems = parse(&read(file)?).err().unwrap_or_default();
+    let problems = match parse(&read(file)?) {
+        Ok(config) => config.unusable(),
+        Err(problems) => problems,
+    };
     let checked = Checked { file, problems };
     context.print(&checked, |checked| {
         let at = checked.file.display();
@@ -364,7 +401,7 @@ pages_per_second = 10_000
             })
             .collect();
         let config = parse(&active).unwrap();
-        let mut spoken_of: Vec<&str> = config.0.iter().map(|(field, _)| field.as_str()).collect();
+        let mut spoken_of: Vec<&str> = config.0.iter().map(|field| field.name.as_str()).collect();
         let serve = serve_command();
         let fields = serve.get_arguments().filter(|a| is_field(a));
         let mut fields: Vec<&str> = fields.map(|a| a.get_id().as_str()).collect();

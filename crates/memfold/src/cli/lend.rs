@@ -222,26 +222,7 @@ pub(super) fn give_back(
 }
 
 fn borrowed(done: &Borrowed) -> String {
-    let place = match done.place {
-        SwapPlace::Lent => format!(
-            "{} of {}{} ({})",
-            ByteSize(done.bytes),
-            done.lenders.join(" and "),
-            match done.stripes {
-                Some(2..) => ", in stripes",
-                _ => "",
-            },
-            match done.durability {
-                Some(Durability::Disk) => "with a copy on this host's disk",
-                Some(Durability::Replica) => "one a copy of the other",
-                _ => "without a copy: programs of the guest die with the lender",
-            }
-        ),
-        SwapPlace::Degraded => format!("{}, with one copy only", done.lenders.join(" and ")),
-        SwapPlace::OnCopy => "this host's disk: its lender is gone".into(),
-        SwapPlace::OnDisk => "this host's disk".into(),
-        SwapPlace::Lost => "nowhere: lost with its lender".into(),
-    };
+    let place = done.where_it_is();
     if done.changed {
         format!(
             "swap of '{}' is on {place}, after {} ms",

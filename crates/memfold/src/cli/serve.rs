@@ -17,7 +17,8 @@ use super::lend::ports;
 use super::log::LogFormat;
 use super::{Context, systemd};
 use crate::api::{
-    self, DEFAULT_RECORDS, DEFAULT_STATE, Doors, Groups, LendRequest, TcpDoor, TlsFiles,
+    self, DEFAULT_RECORDS, DEFAULT_STATE, Doors, Groups, LendRequest, TcpDoor, TcpDoorError,
+    TlsFiles,
 };
 use crate::daemon::{BorrowWhen, Daemon, DaemonOptions};
 use crate::fold::EngineSettings;
@@ -25,6 +26,7 @@ use crate::ledger::{BrakePolicy, Reserve};
 use crate::lend::{RegistryAt, RegistryFiles, Transport};
 use crate::libvirt::DEFAULT_RUN;
 use crate::snapshot::DEFAULT_SHELF;
+use crate::vm::check_name;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -75,7 +77,7 @@ pub(super) struct Arguments {
     #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = crate::segment::DEFAULT_SHELF, value_name = "DIR")]
     segments: PathBuf,
     /// Name of this host among those that lend and borrow memory (the kernel's host name by default)
-    #[arg(long, value_name = "NAME", help_heading = "Lending")]
+    #[arg(long, value_name = "NAME", help_heading = "Lending", value_parser = host_name)]
     host: Option<String>,
     /// Who serves the registry of leases: the socket of another daemon on this host, https://HOST:PORT of one on another, or
     /// etcd+https://HOST:PORT,... of an etcd; this daemon serves its own by default
@@ -241,7 +243,7 @@ impl Arguments {
             .or_else(|| own.then(|| DEFAULT_RUN.into()))
     }
 
-    fn doors(&self, socket: &Path) -> anyhow::Result<Doors> {
+    fn tcp_door(&self) -> Result<Option<TcpDoor>, TcpDoorError> {
         let tls = match (&self.tls_cert, &self.tls_key) {
             (Some(certificate), Some(key)) => Some(TlsFiles {
                 certificate: certificate.clone(),
@@ -249,19 +251,56 @@ impl Arguments {
             }),
             _ => None,
         };
-        let tcp = self
-            .listen
+        self.listen
             .map(|address| TcpDoor::new(address, self.allow_host.clone(), tls.as_ref()))
-            .transpose()?;
+            .transpose()
+    }
+
+    fn doors(&self, socket: &Path) -> anyhow::Result<Doors> {
         Ok(Doors {
             socket: socket.to_owned(),
             groups: Groups::find(self.read_group.as_deref(), self.operate_group.as_deref())?,
-            tcp,
+            tcp: self.tcp_door()?,
             // Where a reboot leaves them: whoever asks over TCP has a copy.
             tokens: self.records().join("access"),
             records: self.records(),
         })
     }
+
+    /// Each field that names what this host doesn't have (a file, a group) or what can't be done here, with the reason. Nothing is changed or
+    /// asked of other hosts.
+    pub(super) fn unusable(&self) -> Vec<(&'static str, String)> {
+        let (read, operate) = (self.read_group.as_deref(), self.operate_group.as_deref());
+        let door = self.tcp_door().err().map(|error| {
+            let field = match &error {
+                TcpDoorError::Plain(_) => "listen",
+                TcpDoorError::File { path, .. } if Some(path) == self.tls_key.as_ref() => "tls_key",
+                TcpDoorError::File { .. } | TcpDoorError::Tls(_) => "tls_cert",
+            };
+            (field, error.into())
+        });
+        let failed = [
+            door,
+            Groups::find(read, None)
+                .err()
+                .map(|error| ("read_group", error.into())),
+            Groups::find(None, operate)
+                .err()
+                .map(|error| ("operate_group", error.into())),
+            self.registry().err().map(|error| ("registry", error)),
+            self.lend().err().map(|error| ("lend", error)),
+        ];
+        let failed = failed.into_iter().flatten();
+        failed
+            .map(|(field, error): (_, anyhow::Error)| (field, format!("{error:#}")))
+            .collect()
+    }
+}
+
+fn host_name(text: &str) -> Result<String, String> {
+    check_name("host", text)
+        .map(|()| text.to_owned())
+        .map_err(|error| error.to_string())
 }
 
 fn percent(text: &str) -> Result<f64, String> {

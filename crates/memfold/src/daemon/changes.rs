@@ -2,9 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::api::{FullReport, VmInfo};
+use memfold_units::ByteSize;
+
+use crate::api::{Borrowed, FullReport, SwapPlace, VmInfo};
 use crate::history::Event;
-use crate::ledger::Disagreement;
+use crate::ledger::{BrakeEvent, Disagreement, Level};
+use crate::lend::LenderStatus;
 use crate::lend::distrust::Distrusted;
 
 /// Most characters of an event.
@@ -17,8 +20,27 @@ struct SeenVm {
     problems: BTreeSet<String>,
 }
 
-/// What a sample says of the things whose changes are events.
+/// What this host lends.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct SeenLender {
+    max_bytes: u64,
+    lent_bytes: u64,
+    problem: Option<String>,
+}
+
+/// What a sample says beside the ledger.
+#[derive(Debug)]
+pub(super) struct Beside {
+    pub vms: Vec<VmInfo>,
+    pub distrusted: Vec<Distrusted>,
+    pub borrowed: Vec<Borrowed>,
+    pub lending: Option<LenderStatus>,
+    /// Names of all snapshots; `None`: their directory can't be read.
+    pub snapshots: Option<Vec<String>>,
+}
+
+/// What a sample says of the things whose changes are events.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Seen {
     vms: BTreeMap<String, SeenVm>,
     paused: bool,
@@ -27,12 +49,18 @@ pub(super) struct Seen {
     disagreements: BTreeSet<String>,
     /// Lenders that aren't believed: how often they lied, and how.
     distrusted: BTreeMap<String, (u64, String)>,
+    /// What the brake did last, oldest first.
+    brake: Vec<BrakeEvent>,
+    /// Whose swap is lent or was, and where it is; whether that is as it should be.
+    borrowed: BTreeMap<String, (String, bool)>,
+    lending: Option<SeenLender>,
+    snapshots: Option<BTreeSet<String>>,
 }
 
 impl Seen {
     /// Of this sample.
     #[must_use]
-    pub(super) fn of(report: &FullReport, vms: &[VmInfo], distrusted: &[Distrusted]) -> Self {
+    pub(super) fn of(report: &FullReport, beside: &Beside) -> Self {
         let vm = |vm: &VmInfo| {
             let problems = vm.agent_problems.iter().chain(&vm.fold_problems);
             let seen = SeenVm {
@@ -44,18 +72,41 @@ impl Seen {
         };
         let full = report.fold.domains.iter().filter(|d| d.store_full);
         Self {
-            vms: vms.iter().map(vm).collect(),
+            vms: beside.vms.iter().map(vm).collect(),
             paused: report.fold.paused,
             ksm_runs: report.ledger.host.ksm.is_some_and(|ksm| ksm.run == 1),
             full_stores: full.map(|d| d.domain.clone()).collect(),
             disagreements: report.ledger.disagreements.iter().map(sums).collect(),
-            distrusted: distrusted
+            distrusted: beside
+                .distrusted
                 .iter()
                 .map(|one| {
                     let how = format!("to VM '{}': {}", one.vm, one.what);
                     (one.lender.clone(), (one.lies, how))
                 })
                 .collect(),
+            brake: report
+                .ledger
+                .debt
+                .as_ref()
+                .map_or_else(Vec::new, |debt| debt.events.clone()),
+            borrowed: beside
+                .borrowed
+                .iter()
+                .map(|one| {
+                    let good = matches!(one.place, SwapPlace::Lent | SwapPlace::OnDisk);
+                    (one.vm.clone(), (one.where_it_is(), good))
+                })
+                .collect(),
+            lending: beside.lending.as_ref().map(|lender| SeenLender {
+                max_bytes: lender.max_bytes,
+                lent_bytes: lender.lent_bytes,
+                problem: lender.problem.clone(),
+            }),
+            snapshots: beside
+                .snapshots
+                .as_ref()
+                .map(|names| names.iter().cloned().collect()),
         }
     }
 }
@@ -79,6 +130,13 @@ fn event(kind: &str, warning: bool, vm: Option<&str>, text: impl AsRef<str>) -> 
 /// What changed from `old` to `new`. The caller says when.
 #[must_use]
 pub(super) fn changes(old: &Seen, new: &Seen) -> Vec<Event> {
+    let mut events = of_vms(old, new);
+    events.extend(of_host(old, new));
+    events.extend(of_lending(old, new));
+    events
+}
+
+fn of_vms(old: &Seen, new: &Seen) -> Vec<Event> {
     let mut events = Vec::new();
     for (name, was) in &old.vms {
         if new.vms.get(name).is_none_or(|is| is.pid != was.pid) {
@@ -105,6 +163,11 @@ pub(super) fn changes(old: &Seen, new: &Seen) -> Vec<Event> {
             events.push(event("folding", false, Some(name), text));
         }
     }
+    events
+}
+
+fn of_host(old: &Seen, new: &Seen) -> Vec<Event> {
+    let mut events = Vec::new();
     if old.paused != new.paused {
         let word = if new.paused { "paused" } else { "goes on" };
         events.push(event("folding", new.paused, None, word));
@@ -136,6 +199,57 @@ pub(super) fn changes(old: &Seen, new: &Seen) -> Vec<Event> {
             None,
             format!("agrees again: {what}"),
         ));
+    }
+    for done in new.brake.iter().filter(|done| !old.brake.contains(done)) {
+        let text = format!("{}: {}", done.level, done.what);
+        events.push(event("brake", done.level != Level::Ok, None, text));
+    }
+    if let (Some(were), Some(are)) = (&old.snapshots, &new.snapshots) {
+        let all = [(are, were, "made"), (were, are, "removed")];
+        for (these, others, what) in all {
+            for name in these.difference(others) {
+                let text = format!("'{name}' was {what}");
+                events.push(event("snapshot", false, None, text));
+            }
+        }
+    }
+    events
+}
+
+fn of_lending(old: &Seen, new: &Seen) -> Vec<Event> {
+    let mut events = Vec::new();
+    for (vm, (place, good)) in &new.borrowed {
+        if old.borrowed.get(vm).is_none_or(|(was, _)| was != place) {
+            let text = format!("its swap is on {place}");
+            events.push(event("lending", !good, Some(vm), text));
+        }
+    }
+    for vm in old.borrowed.keys() {
+        // What ended has no swap.
+        if !new.borrowed.contains_key(vm) && (new.vms.contains_key(vm) || vm.contains('/')) {
+            events.push(event(
+                "lending",
+                false,
+                Some(vm),
+                "its swap is on this host's disk",
+            ));
+        }
+    }
+    let (was, is) = (old.lending.clone(), new.lending.clone());
+    let (was, is) = (was.unwrap_or_default(), is.unwrap_or_default());
+    if was.max_bytes != is.max_bytes {
+        let text = match is.max_bytes {
+            0 => "this host lends no more".to_owned(),
+            bytes => format!("this host lends {} at most", ByteSize(bytes)),
+        };
+        events.push(event("lending", false, None, text));
+    }
+    if was.lent_bytes != is.lent_bytes {
+        let text = format!("{} of this host are lent now", ByteSize(is.lent_bytes));
+        events.push(event("lending", false, None, text));
+    }
+    if let Some(problem) = is.problem.filter(|p| was.problem.as_ref() != Some(p)) {
+        events.push(event("lending", true, None, problem));
     }
     for (lender, (lies, how)) in &new.distrusted {
         if old.distrusted.get(lender).is_none_or(|(old, _)| old < lies) {
@@ -208,5 +322,95 @@ mod tests {
                 "!ledger - does not agree: sums",
             ]
         );
+    }
+
+    #[test]
+    fn what_the_brake_did_and_snapshots_that_come_and_go_are_events_once() {
+        let done = |level, at_unix_s, what: &str| BrakeEvent {
+            at_unix_s,
+            level,
+            mem_available_bytes: 0,
+            debt_bytes: 0,
+            what: what.to_owned(),
+        };
+        let names = |names: &[&str]| Some(names.iter().map(|&n| n.to_owned()).collect());
+        let old = Seen {
+            brake: vec![done(Level::Warning, 1.0, "x")],
+            snapshots: names(&["a", "b"]),
+            ..Seen::default()
+        };
+        let mut new = old.clone();
+        new.brake.push(done(Level::Braked, 2.0, "x"));
+        new.brake.push(done(Level::Ok, 3.0, "y"));
+        new.snapshots = names(&["b", "c"]);
+        assert_eq!(
+            words(&changes(&old, &new)),
+            [
+                "!brake - BRAKED: x",
+                "brake - ok: y",
+                "snapshot - 'c' was made",
+                "snapshot - 'a' was removed",
+            ]
+        );
+        assert_eq!(changes(&new, &new), []);
+        // A directory that can't be read says nothing of them.
+        new.snapshots = None;
+        let only_brake = changes(&old, &new);
+        assert!(
+            only_brake.iter().all(|e| e.kind == "brake"),
+            "{only_brake:?}"
+        );
+    }
+
+    #[test]
+    fn where_swap_is_and_what_is_lent_are_events_when_they_change() {
+        let lender = |max_bytes, lent_bytes, problem: Option<&str>| {
+            Some(SeenLender {
+                max_bytes,
+                lent_bytes,
+                problem: problem.map(str::to_owned),
+            })
+        };
+        let mut old = Seen {
+            lending: lender(8 << 30, 0, None),
+            ..Seen::default()
+        };
+        old.vms.insert("a".into(), vm(1, true, &[]));
+        let mut new = old.clone();
+        new.borrowed.insert("a".into(), ("RAM of h".into(), true));
+        new.lending = lender(8 << 30, 1 << 30, Some("no room"));
+        assert_eq!(
+            words(&changes(&old, &new)),
+            [
+                "lending a its swap is on RAM of h",
+                "lending - 1.00 GiB of this host are lent now",
+                "!lending - no room",
+            ]
+        );
+        let mut lost = new.clone();
+        lost.borrowed.insert("a".into(), ("nowhere".into(), false));
+        assert_eq!(
+            words(&changes(&new, &lost)),
+            ["!lending a its swap is on nowhere"]
+        );
+        let mut back = new.clone();
+        back.borrowed.clear();
+        back.lending = None;
+        assert_eq!(
+            words(&changes(&new, &back)),
+            [
+                "lending a its swap is on this host's disk",
+                "lending - this host lends no more",
+                "lending - 0 B of this host are lent now",
+            ]
+        );
+        back.vms.clear();
+        let of_a = changes(&new, &back);
+        let of_a: Vec<&str> = of_a
+            .iter()
+            .filter(|e| e.vm.is_some())
+            .map(|e| e.text.as_str())
+            .collect();
+        assert_eq!(of_a, ["ended"]);
     }
 }

@@ -13,11 +13,11 @@ use tokio::sync::watch;
 use tracing::warn;
 use utoipa::ToSchema;
 
-use super::changes::{Seen, changes};
+use super::changes::{Beside, Seen, changes};
 use super::{Daemon, DaemonError, chain};
-use crate::api::{FullReport, VmInfo};
+use crate::api::{Borrowed, FullReport, SwapPlace, VmInfo};
 use crate::history::{
-    Event, History, HistoryError, KEEP_FINE_S, Series, Trends, growth, host_values, vm_values,
+    Event, History, HistoryError, KEEP_FINE_S, Lent, Series, Trends, growth, host_values, vm_values,
 };
 use crate::ledger::plan::Growths;
 
@@ -208,8 +208,14 @@ impl Daemon {
     fn sample(self: &Arc<Self>, last: &mut Option<Seen>) -> Result<Duration, DaemonError> {
         let before = thread_cpu();
         let report = self.report()?;
-        let vms = self.list();
-        let seen = Seen::of(&report, &vms, &self.lies().0);
+        let beside = Beside {
+            vms: self.list(),
+            distrusted: self.lies().0,
+            borrowed: self.lending.borrowed(),
+            lending: self.lender_status(),
+            snapshots: self.shelf.names().ok(),
+        };
+        let seen = Seen::of(&report, &beside);
         let events = last.as_ref().map_or_else(
             || {
                 vec![Event {
@@ -224,7 +230,20 @@ impl Daemon {
         );
         *last = Some(seen);
         if let Some(history) = &self.sampling.history {
-            let host = host_values(&report.ledger.host, &report.fold);
+            let is_lent = |b: &&Borrowed| matches!(b.place, SwapPlace::Lent | SwapPlace::Degraded);
+            let lent = Lent {
+                lent_bytes: beside
+                    .lending
+                    .as_ref()
+                    .map_or(0, |lender| lender.lent_bytes),
+                borrowed_bytes: beside
+                    .borrowed
+                    .iter()
+                    .filter(is_lent)
+                    .map(|b| b.bytes)
+                    .sum(),
+            };
+            let host = host_values(&report.ledger, &report.fold, lent);
             let of_vm = |vm: &crate::ledger::VmAccount| (vm.name.clone(), vm_values(vm));
             let of_vms: Vec<_> = report.ledger.vms.iter().map(of_vm).collect();
             let mut history = history.lock().unwrap_or_else(PoisonError::into_inner);
@@ -235,7 +254,7 @@ impl Daemon {
         let cost = thread_cpu().saturating_sub(before);
         let live = Live {
             report: &report,
-            vms: &vms,
+            vms: &beside.vms,
             sample_cpu_ms: cost.as_secs_f64() * 1e3,
             interval_ms: u64::try_from(interval(cost, true).as_millis()).unwrap_or(u64::MAX),
         };

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 pub use growth::{Growth, growth};
-pub use series::{HOST_SERIES, VM_SERIES, host_values, vm_values};
+pub use series::{HOST_SERIES, Lent, VM_SERIES, host_values, vm_values};
 pub use store::{History, HistoryError, KEEP_COARSE_S, KEEP_FINE_S};
 
 /// One of the changes that were seen between two samples.
@@ -23,7 +23,8 @@ pub use store::{History, HistoryError, KEEP_COARSE_S, KEEP_FINE_S};
 pub struct Event {
     /// When it was seen, seconds since 1970.
     pub at_unix_s: i64,
-    /// What it is about: `vm`, `agent`, `folding`, `ksm`, `store`, `ledger`, `daemon`.
+    /// What it is about: `vm`, `agent`, `folding`, `ksm`, `store`, `ledger`, `brake`,
+    /// `snapshot`, `lending`, `daemon`.
     pub kind: String,
     /// Whether somebody should look at it.
     pub warning: bool,

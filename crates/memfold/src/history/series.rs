@@ -3,10 +3,11 @@
 use memfold_units::ByteSize;
 
 use crate::fold::EngineStats;
-use crate::ledger::{HostAccount, VmAccount};
+use crate::ledger::{Report, VmAccount};
 
-/// Figures of the host. The first seven are where every byte of `MemTotal` is.
-pub const HOST_SERIES: [&str; 16] = [
+/// Figures of the host. The first five, with cache and free memory, are where every byte of `MemTotal` is. New ones come last: that is the order of the
+/// database's columns.
+pub const HOST_SERIES: [&str; 20] = [
     "vms_bytes",
     "stores_bytes",
     "memfold_bytes",
@@ -23,6 +24,10 @@ pub const HOST_SERIES: [&str; 16] = [
     "engine_cpu_ms",
     "library_cpu_ms",
     "ksmd_cpu_ms",
+    "debt_bytes",
+    "debt_absorbable_bytes",
+    "lent_bytes",
+    "borrowed_bytes",
 ];
 
 /// Figures of a VM.
@@ -48,28 +53,46 @@ fn milliseconds(seconds: f64) -> i64 {
     ms
 }
 
-/// In the order of [`HOST_SERIES`]. CPU times are totals.
+/// What the ledger doesn't say of a host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lent {
+    /// Of this host's memory to others.
+    pub lent_bytes: u64,
+    /// Swap disks of this host's VMs that lie in memory of others.
+    pub borrowed_bytes: u64,
+}
+
+/// In the order of [`HOST_SERIES`]; `None`: not known. CPU times are totals.
 #[must_use]
-pub fn host_values(host: &HostAccount, fold: &EngineStats) -> [i64; HOST_SERIES.len()] {
+pub fn host_values(
+    ledger: &Report,
+    fold: &EngineStats,
+    lent: Lent,
+) -> [Option<i64>; HOST_SERIES.len()] {
+    let (host, debt) = (&ledger.host, ledger.debt.as_ref());
     let memfold = host.own.pss_bytes - host.own.store_pss_bytes + host.own.page_table_bytes;
     let vms = host.physical_bytes - host.stores_bytes - memfold;
     [
-        whole(vms),
-        whole(host.stores_bytes),
-        whole(memfold),
-        whole(host.others_anon_bytes),
-        whole(host.kernel_bytes),
-        whole(host.mem_available_bytes),
-        whole(host.mem_total_bytes),
-        host.saved_by_folding_bytes,
-        host.saved_by_clones_bytes,
-        host.saved_by_segments_bytes,
-        host.saved_by_ksm_bytes,
-        whole(host.saved_by_zero_drop_bytes),
-        host.saved_net_bytes,
-        milliseconds(fold.engine_cpu_s),
-        milliseconds(fold.library_cpu_s),
-        milliseconds(host.ksm.map_or(0.0, |ksm| ksm.ksmd_cpu_s)),
+        Some(whole(vms)),
+        Some(whole(host.stores_bytes)),
+        Some(whole(memfold)),
+        Some(whole(host.others_anon_bytes)),
+        Some(whole(host.kernel_bytes)),
+        Some(whole(host.mem_available_bytes)),
+        Some(whole(host.mem_total_bytes)),
+        Some(host.saved_by_folding_bytes),
+        Some(host.saved_by_clones_bytes),
+        Some(host.saved_by_segments_bytes),
+        Some(host.saved_by_ksm_bytes),
+        Some(whole(host.saved_by_zero_drop_bytes)),
+        Some(host.saved_net_bytes),
+        Some(milliseconds(fold.engine_cpu_s)),
+        Some(milliseconds(fold.library_cpu_s)),
+        Some(milliseconds(host.ksm.map_or(0.0, |ksm| ksm.ksmd_cpu_s))),
+        debt.map(|debt| whole(ByteSize(debt.debt_bytes))),
+        debt.map(|debt| whole(ByteSize(debt.absorbable_bytes))),
+        Some(whole(ByteSize(lent.lent_bytes))),
+        Some(whole(ByteSize(lent.borrowed_bytes))),
     ]
 }
 

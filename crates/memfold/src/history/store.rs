@@ -21,7 +21,12 @@ const MOST_EVENTS: i64 = 5000;
 /// The file never grows beyond so many pages of 4,096 bytes: 256 MiB.
 const MOST_PAGES: i64 = 65_536;
 /// `user_version` of the database that this code understands.
-const VERSION: i64 = 1;
+const VERSION: i64 = 2;
+/// What makes a database of each version, from 1 on, one of the next.
+const UPGRADES: [&str; VERSION as usize - 1] = ["ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
+    ALTER TABLE host ADD COLUMN debt_absorbable_bytes INTEGER;
+    ALTER TABLE host ADD COLUMN lent_bytes INTEGER;
+    ALTER TABLE host ADD COLUMN borrowed_bytes INTEGER;"];
 
 /// Why the history can't be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -44,9 +49,9 @@ pub enum HistoryError {
         #[source]
         source: rusqlite::Error,
     },
-    /// Another version of memfold made it.
+    /// A later version of memfold made it.
     #[error(
-        "the history at {path} is of version {version}, and this memfold knows {VERSION}; move it away"
+        "the history at {path} is of version {version}, and this memfold knows versions up to {VERSION}; move it away"
     )]
     Version {
         /// The file.
@@ -120,11 +125,16 @@ impl History {
             connection.pragma_update(None, "max_page_count", MOST_PAGES)?;
             connection.pragma_update(None, "journal_size_limit", 4 << 20)?;
             let version: i64 = connection.query_row("PRAGMA user_version", [], |r| r.get(0))?;
-            if version == 0 {
-                connection.execute_batch(&format!("BEGIN IMMEDIATE; {} COMMIT;", schema()))?;
-                return Ok((connection, VERSION));
-            }
-            Ok((connection, version))
+            let missing = match usize::try_from(version) {
+                Ok(0) => schema(),
+                Ok(version) if version <= UPGRADES.len() => {
+                    let steps = UPGRADES[version - 1..].concat();
+                    format!("{steps} PRAGMA user_version = {VERSION};")
+                }
+                _ => return Ok((connection, version)),
+            };
+            connection.execute_batch(&format!("BEGIN IMMEDIATE; {missing} COMMIT;"))?;
+            Ok((connection, VERSION))
         };
         let (connection, version) = open().map_err(|source| HistoryError::Database {
             path: path.to_owned(),
@@ -154,7 +164,7 @@ impl History {
     pub fn add(
         &mut self,
         at_unix_s: i64,
-        host: &[i64; HOST_SERIES.len()],
+        host: &[Option<i64>; HOST_SERIES.len()],
         vms: &[(String, [i64; VM_SERIES.len()])],
         events: &[Event],
     ) -> Result<(), HistoryError> {
@@ -202,7 +212,7 @@ impl History {
     fn add_rows(
         &mut self,
         at: i64,
-        host: &[i64; HOST_SERIES.len()],
+        host: &[Option<i64>; HOST_SERIES.len()],
         vms: &[(String, [i64; VM_SERIES.len()])],
         events: &[Event],
     ) -> rusqlite::Result<()> {
@@ -214,7 +224,7 @@ impl History {
                 "INSERT OR REPLACE INTO host VALUES ({})",
                 marks(HOST_SERIES.len() + 2)
             ))?;
-            add.execute(params_from_iter([0, at].iter().chain(host)))?;
+            add.execute(params_from_iter([Some(0), Some(at)].iter().chain(host)))?;
             let mut name = transaction
                 .prepare_cached("INSERT INTO vm_names (name) VALUES (?) ON CONFLICT DO NOTHING")?;
             let mut number =
@@ -398,9 +408,9 @@ mod tests {
         (directory, history)
     }
 
-    fn host(value: i64) -> [i64; HOST_SERIES.len()] {
-        let mut values = [0; HOST_SERIES.len()];
-        values[0] = value;
+    fn host(value: i64) -> [Option<i64>; HOST_SERIES.len()] {
+        let mut values = [Some(0); HOST_SERIES.len()];
+        values[0] = Some(value);
         values
     }
 
@@ -606,7 +616,40 @@ mod tests {
     }
 
     #[test]
-    fn a_history_of_another_version_is_left_alone() {
+    fn a_history_of_an_older_version_goes_on_with_what_it_holds() {
+        /// What version 1 kept of the host.
+        const OLD: usize = 16;
+        let (directory, history) = open();
+        let path = directory.path().join("records/history.sqlite");
+        let connection = &history.connection;
+        // As that version made it.
+        for name in &HOST_SERIES[OLD..] {
+            let drop = format!("ALTER TABLE host DROP COLUMN {name}");
+            connection.execute_batch(&drop).unwrap();
+        }
+        let values = vec!["7"; OLD].join(", ");
+        let old =
+            format!("INSERT INTO host VALUES (0, {BEGIN}, {values}); PRAGMA user_version = 1;");
+        connection.execute_batch(&old).unwrap();
+        drop(history);
+
+        let mut history = History::open(&path).unwrap();
+        let mut now = host(1);
+        now[HOST_SERIES.len() - 1] = Some(9);
+        history.add(BEGIN + 60, &now, &[], &[]).unwrap();
+        let found = history.host(BEGIN + 60, BEGIN, 100).unwrap();
+        assert_eq!(found.t.len(), 2);
+        assert_eq!(found.values[OLD - 1], [Some(7), Some(0)]);
+        assert_eq!(found.values[HOST_SERIES.len() - 1], [None, Some(9)]);
+        drop(history);
+        assert_eq!(
+            count(&History::open(&path).unwrap(), "PRAGMA user_version"),
+            VERSION
+        );
+    }
+
+    #[test]
+    fn a_history_of_a_later_version_is_left_alone() {
         let (directory, history) = open();
         history
             .connection

@@ -428,7 +428,7 @@ fn with_an_etcd_daemons_and_etcd_itself_die_and_no_byte_is_lost_or_lent_twice() 
     let output = borrower.run(&["leases"]);
     refused(&output, 1, &["cannot be used", "this host knows itself"]);
     let text = out(&output);
-    assert!(text.contains("swap of 'v' is on 64 MiB of a"), "{text}");
+    assert!(text.contains("swap of 'v' is on 64.0 MiB of a"), "{text}");
     assert!(!text.contains("LENDER"), "{text}");
     etcd.start_again();
     wait("etcd serves", || code(&borrower.run(&["leases"])) == 0);

@@ -101,6 +101,7 @@ fn promtool_finds_nothing_to_say_about_metrics_and_rules() {
     };
     let daemon = Daemon::start();
     daemon.paused_vm("web1", &["--domain", "shop"]);
+    daemon.paused_vm("db-1", &[]);
     let (_, text) = daemon.get("/metrics", "text/plain");
     let mut check = Command::new(&promtool)
         .args(["check", "metrics"])
@@ -146,6 +147,23 @@ fn names(text: &str) -> BTreeSet<String> {
         .collect()
 }
 
+/// The expressions of the Grafana board.
+fn asked_by_the_board() -> Vec<String> {
+    let board = std::fs::read_to_string(deploy("grafana/memfold.json")).unwrap();
+    let board: Value = serde_json::from_str(&board).unwrap();
+    let panels = board["panels"].as_array().unwrap();
+    let mut asked = Vec::new();
+    for panel in panels.iter().filter(|panel| panel["type"] != "row") {
+        let targets = panel["targets"].as_array().unwrap();
+        assert!(!targets.is_empty(), "{}", panel["title"]);
+        let expressions = targets
+            .iter()
+            .map(|target| target["expr"].as_str().unwrap());
+        asked.extend(expressions.map(str::to_owned));
+    }
+    asked
+}
+
 #[test]
 fn the_board_and_the_alerts_ask_for_metrics_that_are_there() {
     let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/metrics.md");
@@ -153,17 +171,7 @@ fn the_board_and_the_alerts_ask_for_metrics_that_are_there() {
     // That this table is what is exported is tested beside the code.
     let rows = document.lines().filter(|line| line.starts_with("| `"));
     let there: BTreeSet<String> = rows.flat_map(names).collect();
-    let mut asked = BTreeSet::new();
-    let board = std::fs::read_to_string(deploy("grafana/memfold.json")).unwrap();
-    let board: Value = serde_json::from_str(&board).unwrap();
-    let panels = board["panels"].as_array().unwrap();
-    for panel in panels.iter().filter(|panel| panel["type"] != "row") {
-        let targets = panel["targets"].as_array().unwrap();
-        assert!(!targets.is_empty(), "{}", panel["title"]);
-        for target in targets {
-            asked.extend(names(target["expr"].as_str().unwrap()));
-        }
-    }
+    let mut asked: BTreeSet<String> = asked_by_the_board().iter().flat_map(|e| names(e)).collect();
     assert!(asked.len() > 30, "{asked:?}");
     let rules = std::fs::read_to_string(deploy("prometheus/memfold.rules.yml")).unwrap();
     let exprs = rules
@@ -300,6 +308,35 @@ fn a_real_prometheus_scrapes_the_daemon_and_sees_that_folding_is_paused() {
             .find(is)
             .is_some_and(|a| a["state"] == "pending")
     });
+    // Each panel has data if the daemon exports what it asks for.
+    let (_, exported) = daemon.get("/metrics", "text/plain");
+    // Of a metric without a value there is only what it means.
+    let samples = exported.lines().filter(|line| !line.starts_with('#'));
+    let exported: BTreeSet<String> = samples.flat_map(names).collect();
+    let (mut with_data, mut without) = (0, Vec::new());
+    for asked in asked_by_the_board() {
+        let all = asked.replace("$host", ".*").replace("$domain", ".*");
+        let all = all.replace("$__rate_interval", "1m");
+        assert!(!all.contains('$'), "{all}");
+        let encoded: String = all.bytes().map(|byte| format!("%{byte:02x}")).collect();
+        let query = format!("query?query={encoded}");
+        if names(&asked).is_subset(&exported) {
+            // A rate takes two scrapes.
+            wait(&format!("there is data for {all}"), || {
+                let data = prometheus.data(&query);
+                data.is_some_and(|data| data["result"].as_array().is_some_and(|r| !r.is_empty()))
+            });
+            with_data += 1;
+        } else {
+            let data = prometheus.data(&query);
+            let data = data.unwrap_or_else(|| panic!("Prometheus can't understand {all}"));
+            assert_eq!(data["result"].as_array().unwrap().len(), 0, "{all}");
+            without.push(all);
+        }
+    }
+    println!("{with_data} expressions of the board have data; without: {without:#?}");
+    assert!(with_data >= 30, "{with_data}");
+
     let rules = prometheus.data("rules").unwrap();
     for rule in rules["groups"][0]["rules"].as_array().unwrap() {
         assert_eq!(rule["health"], "ok", "{rule}");

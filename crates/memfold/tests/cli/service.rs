@@ -56,6 +56,52 @@ fn config_check_names_each_wrong_field_and_its_line() {
 }
 
 #[test]
+fn config_check_tries_the_files_groups_and_addresses_that_are_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let checked = |text: &str| {
+        let output = run(&["config", "check", &write(directory.path(), text), "--json"]);
+        let checked: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let problems = checked["problems"].as_array().unwrap().clone();
+        assert_eq!(code(&output), i32::from(!problems.is_empty()), "{checked}");
+        let texts = problems.iter().map(|problem| {
+            let text = |key: &str| problem[key].as_str().unwrap();
+            format!("{} {}: {}", problem["line"], text("field"), text("what"))
+        });
+        texts.collect::<Vec<String>>()
+    };
+    let one = |text: &str, begins: &str| {
+        let problems = checked(text);
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        assert!(problems[0].starts_with(begins), "{problems:?}");
+    };
+    one(
+        "\nlisten = \"0.0.0.0:7070\"\n",
+        "2 listen: 0.0.0.0:7070 can be reached from other hosts",
+    );
+    let files =
+        "listen = \"127.0.0.1:7070\"\ntls_cert = \"/nowhere\"\ntls_key = \"/nowhere.key\"\n";
+    one(files, "2 tls_cert: cannot use /nowhere for TLS");
+    one(
+        "read_group = \"nobodys-group\"\n",
+        "1 read_group: there is no group 'nobodys-group'",
+    );
+    one(
+        "registry = \"https://a:1\"\n",
+        "1 registry: a registry at https://a:1 needs --registry-token",
+    );
+    one(
+        "lend = \"1G\"\nlend_transport = \"iscsi\"\nlend_listen = \"10.0.0.1\"\n",
+        "1 lend: iSCSI encrypts nothing",
+    );
+    one("host = \"a b\"\n", "1 host: invalid value 'a b'");
+    // Each is named, in the order of their lines.
+    let both = checked("operate_group = \"nobodys-group\"\ncpu = 7\nlisten = \"0.0.0.0:7070\"\n");
+    let begins: Vec<&str> = both.iter().filter_map(|p| p.split(':').next()).collect();
+    assert_eq!(begins, ["1 operate_group", "3 listen"], "{both:?}");
+    assert_eq!(checked("listen = \"127.0.0.1:7070\"\n"), [""; 0]);
+}
+
+#[test]
 fn the_daemon_takes_its_options_from_the_file_and_the_command_line_wins() {
     let directory = tempfile::tempdir().unwrap();
     let file = write(

@@ -10,7 +10,7 @@ use memfold::estimate::fingerprint::{self, Fingerprint, HostMemory, Key};
 use memfold::estimate::place::propose;
 use memfold::estimate::{Domains, Options, Pace, VmFacts, look, targets};
 use memfold::fold::EngineSettings;
-use memfold::history::{History, growth, host_values, vm_values};
+use memfold::history::{History, Lent, growth, host_values, vm_values};
 use memfold::ledger::plan::{Growths, Order};
 use memfold_units::ByteSize;
 
@@ -137,7 +137,7 @@ fn grows(lab: &Lab, name: &str) {
     let began = now();
     while now() < began + 50 {
         let report = lab.report().unwrap();
-        let host = host_values(&report.ledger.host, &report.fold);
+        let host = host_values(&report.ledger, &report.fold, Lent::default());
         let vms = report.ledger.vms.iter();
         let vms: Vec<_> = vms.map(|vm| (vm.name.clone(), vm_values(vm))).collect();
         history.add(now(), &host, &vms, &[]).unwrap();
