@@ -93,9 +93,9 @@ async function axe(page, name) {
 
 const dialog = (page) => page.getByRole("dialog");
 
-/** Opens a dialog by its button, fills fields by their labels, confirms, and waits for what it says then; the dialog is closed again. */
-async function act(page, button, fields, confirm, said) {
-  await page.getByRole("button", { name: button, exact: true }).first().click();
+/** Opens a dialog by its button (of a part of the page), fills fields by their labels, confirms, and waits for what it says then; the dialog is closed again. */
+async function act(page, button, fields, confirm, said, within = page) {
+  await within.getByRole("button", { name: button, exact: true }).first().click();
   for (const [label, value] of Object.entries(fields)) {
     const field = dialog(page).getByLabel(label, { exact: true });
     if (typeof value === "boolean") await field.setChecked(value);
@@ -263,6 +263,18 @@ const causes = await page.getByRole("region", { name: "KSM and this VM" }).getBy
 violations.push(...(await axe(page, "ksm and this vm")));
 const ran = await act(page, "Run a command …", { "Shell text": "echo $((6 * 7)); uname -n >&2; exit 3" }, "Run it", "exit code");
 await sayAndWait({ step: "ran", ran, causes });
+await act(page, "Save a snapshot …", { Name: "second" }, "Save", "Saved as second.");
+await go(page, "#/snapshots", ".tree li");
+const second = page.locator(".node").filter({ has: page.getByText("second", { exact: true }) });
+await act(page, "Verify …", {}, "Verify", "Every byte is as it was saved.", second);
+await act(page, "Clone …", {}, "Clone", "1 of 1 started", second);
+await page.getByRole("link", { name: "second-1" }).waitFor();
+violations.push(...(await axe(page, "cloned")));
+await sayAndWait({ step: "cloned" });
+await go(page, "#/host", ".stats");
+await act(page, "Budget …", { "CPU, percent": "12" }, "Set the budget");
+await page.getByText("12.0 % of a core").waitFor();
+await sayAndWait({ step: "budget" });
 await go(page, `#/vms/${vm}`, ".map canvas");
 await page.getByRole("button", { name: "Stop …" }).click();
 await page.getByLabel("Seconds for the guest").fill("0");

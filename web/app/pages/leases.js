@@ -157,6 +157,7 @@ export function Leases({ may }) {
           { key: "waits", name: "Waits over 1 s", number: true, value: (b) => b.waits?.over_1_s, cell: (b) => b.waits?.over_1_s ?? "" },
           { key: "act", name: "", cell: (b) => html`<${Act} may=${may && b.durability !== null} what=${give(b)} small>Return …<//>` },
         ]} />
+        ${report.again?.map((vm) => html`<p class="note"><strong>${vm}</strong> borrows again when a lender has room. <${Act} may=${may} what=${give({ vm })} small>Not any more …<//></p>`)}
       <//>
       <${Card} title="Lenders" wide>
         <${Table} label="Lenders" rows=${report.lenders} rowKey=${(l) => l.lender.host} empty=${away ? "Not known while the registry is away." : "The registry knows no lender."} columns=${[

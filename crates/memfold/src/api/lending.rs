@@ -114,7 +114,7 @@ impl LendRequest {
 }
 
 /// `POST /v1/vms/{name}/borrow`
-#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BorrowRequest {
     /// Bytes to borrow: at least as many as the VM's swap disk has, which is also what an absent value means.
@@ -211,6 +211,9 @@ pub struct LeaseReport {
     pub lending: Option<LenderStatus>,
     /// VMs and volumes of this host that borrow.
     pub borrowed: Vec<Borrowed>,
+    /// VMs of this host on their own disk, for which lent RAM was asked: they borrow again when a lender has room.
+    #[serde(default)]
+    pub again: Vec<String>,
     /// All lenders that the registry knows.
     #[schema(value_type = Vec<Object>)]
     pub lenders: Vec<LenderView>,

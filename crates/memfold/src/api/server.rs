@@ -495,8 +495,8 @@ async fn exec(
 
 /// The ledger: where every byte is and what is saved, and what folding did.
 #[utoipa::path(get, path = "/v1/report", responses((status = 200, body = FullReport)))]
-async fn report(State(daemon): State<Arc<Daemon>>) -> Result<Json<FullReport>, Failure> {
-    blocking(daemon, Daemon::report).await
+async fn report(State(daemon): State<Arc<Daemon>>) -> Result<Json<Arc<FullReport>>, Failure> {
+    blocking(daemon, Daemon::joint_report).await
 }
 
 /// What folding has done.

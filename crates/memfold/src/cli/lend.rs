@@ -378,6 +378,12 @@ fn render(report: &LeaseReport) -> String {
             );
         }
     }
+    for vm in &report.again {
+        let _ = write!(
+            text,
+            "\n'{vm}' borrows again when a lender has room; memfold return {vm} ends that"
+        );
+    }
     text.trim_end().to_owned()
 }
 

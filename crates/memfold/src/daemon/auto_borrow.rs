@@ -7,13 +7,15 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use tracing::{info, warn};
 
+use super::borrow_again::wish;
+use super::borrowing::Asker;
 use super::machine::Machine;
+use super::tries::{LONGEST_WAIT, Tries};
 use super::{Daemon, chain};
 use crate::api::{BorrowRequest, SwapPlace};
 use crate::lend::{Durability, graph};
@@ -32,10 +34,7 @@ const BUSY_LOOKS: u32 = 5;
 const IDLE: u64 = 64 << 10;
 
 /// How long it has to last to end it, and how long a VM is left alone that others decided about.
-const REST: Duration = Duration::from_secs(600);
-
-/// How long one waits after a failure: the first time, doubled with each, and at most [`REST`].
-const RETRY: Duration = Duration::from_secs(30);
+const REST: Duration = LONGEST_WAIT;
 
 /// When VMs borrow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -61,21 +60,17 @@ struct Habit {
     last: Option<(u64, Instant)>,
     busy_looks: u32,
     idle_since: Option<Instant>,
-    /// Not before this.
-    rests_until: Option<Instant>,
-    failures: u32,
     /// Whether it has borrowed by itself, as far as is known.
     by_itself: bool,
-    /// A switch, there or back, on a thread of its own: others are looked at meanwhile.
-    under_way: Option<JoinHandle<Outcome>>,
+    /// Switches, there or back: others are looked at meanwhile.
+    tries: Tries<Done>,
 }
 
-/// How a switch ended.
+/// What a switch has done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Outcome {
+enum Done {
     Borrowed,
     GivenBack,
-    Failed,
 }
 
 impl Habit {
@@ -96,18 +91,17 @@ impl Habit {
         if self.by_itself && place == SwapPlace::OnDisk {
             // An operator, or a lender that needs its memory.
             self.by_itself = false;
-            self.rests_until = Some(now + REST);
+            self.tries.rest(now + REST);
         }
+        let rests = self.tries.rests(now);
         if is_lent {
             let is_over = now.duration_since(idle_since) >= REST;
-            let rests = self.rests_until.is_some_and(|until| now < until);
             return if self.by_itself && is_over && !rests {
                 Wish::GiveBack
             } else {
                 Wish::Nothing
             };
         }
-        let rests = self.rests_until.is_some_and(|until| now < until);
         if self.busy_looks >= BUSY_LOOKS && !rests {
             Wish::Borrow
         } else {
@@ -117,21 +111,16 @@ impl Habit {
 
     /// Whether a switch is under way. One that has ended is noted.
     fn is_switching(&mut self, now: Instant) -> bool {
-        let Some(thread) = self.under_way.take_if(|thread| thread.is_finished()) else {
-            return self.under_way.is_some();
-        };
-        match thread.join() {
-            Ok(Outcome::Borrowed) => self.borrowed(),
-            Ok(Outcome::GivenBack) => self.given_back(),
-            // It has panicked.
-            Ok(Outcome::Failed) | Err(_) => self.failed(now),
+        match self.tries.ended(now) {
+            Some(Done::Borrowed) => self.borrowed(),
+            Some(Done::GivenBack) => self.given_back(),
+            None => {}
         }
-        false
+        self.tries.is_under_way()
     }
 
     fn borrowed(&mut self) {
         self.by_itself = true;
-        self.failures = 0;
         self.idle_since = None;
         // It took a while, in which more was moved than the guest did.
         self.last = None;
@@ -140,12 +129,6 @@ impl Habit {
     fn given_back(&mut self) {
         self.by_itself = false;
         self.last = None;
-    }
-
-    fn failed(&mut self, now: Instant) {
-        let wait = RETRY.saturating_mul(1 << self.failures.min(8)).min(REST);
-        self.failures += 1;
-        self.rests_until = Some(now + wait);
     }
 }
 
@@ -177,6 +160,11 @@ impl Daemon {
             spec.is_some_and(|spec| spec.swap.is_some() && spec.user.is_none())
         };
         let machines: Vec<Arc<Machine>> = self.lock().values().filter(swaps).cloned().collect();
+        // What an operator wants is not decided here.
+        let machines = machines
+            .into_iter()
+            .filter(|machine| wish(machine).is_none());
+        let machines: Vec<Arc<Machine>> = machines.collect();
         habits.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
         for machine in machines {
             let vm = machine.name();
@@ -204,25 +192,24 @@ impl Daemon {
                 Wish::GiveBack => Self::give_back_by_itself,
             };
             let (daemon, name) = (self.clone(), vm.to_owned());
-            let thread = std::thread::Builder::new().name("borrow-one".into());
-            match thread.spawn(move || work(&daemon, &name)) {
-                Ok(thread) => habit.under_way = Some(thread),
-                Err(error) => {
-                    warn!(vm, %error, "no thread to switch its swap disk");
-                    habit.failed(Instant::now());
-                }
+            let begun = habit
+                .tries
+                .begin("borrow-one", move || work(&daemon, &name));
+            if let Err(error) = begun {
+                warn!(vm, %error, "no thread to switch its swap disk");
+                habit.tries.failed(Instant::now());
             }
         }
     }
 
-    fn give_back_by_itself(self: &Arc<Self>, vm: &str) -> Outcome {
-        match self.return_memory(vm) {
+    fn give_back_by_itself(self: &Arc<Self>, vm: &str) -> Option<Done> {
+        match self.return_as(vm, false) {
             Ok(_) => {
                 info!(
                     vm,
                     "swaps no more: what it borrowed by itself is given back"
                 );
-                Outcome::GivenBack
+                Some(Done::GivenBack)
             }
             Err(error) => {
                 warn!(
@@ -230,20 +217,20 @@ impl Daemon {
                     error = chain(&error),
                     "can't give back what it borrowed"
                 );
-                Outcome::Failed
+                None
             }
         }
     }
 
-    fn borrow_by_itself(self: &Arc<Self>, vm: &str) -> Outcome {
+    fn borrow_by_itself(self: &Arc<Self>, vm: &str) -> Option<Done> {
         let request = BorrowRequest {
             durability: Durability::Disk,
             ..BorrowRequest::default()
         };
-        match self.borrow_as(vm, &request, true) {
+        match self.borrow_as(vm, &request, Asker::Itself) {
             Ok(done) => {
                 info!(vm, lenders = ?done.lenders, "goes on swapping: it borrows by itself");
-                Outcome::Borrowed
+                Some(Done::Borrowed)
             }
             Err(error) => {
                 info!(
@@ -251,7 +238,7 @@ impl Daemon {
                     error = chain(&error),
                     "goes on swapping, and can't borrow"
                 );
-                Outcome::Failed
+                None
             }
         }
     }
@@ -318,29 +305,22 @@ mod tests {
 
     #[test]
     fn a_switch_is_waited_for_and_what_came_of_it_is_noted() {
-        use std::sync::mpsc::channel;
-        for (outcome, by_itself, failures) in [
-            (Outcome::Borrowed, true, 0),
-            (Outcome::GivenBack, false, 0),
-            (Outcome::Failed, false, 1),
+        for (done, before, by_itself) in [
+            (Some(Done::Borrowed), false, true),
+            (Some(Done::GivenBack), true, false),
+            (None, true, true),
         ] {
-            let (end, ended) = channel::<()>();
             let mut habit = Habit {
-                under_way: Some(std::thread::spawn(move || {
-                    // Until it is told.
-                    let _ = ended.recv();
-                    outcome
-                })),
+                by_itself: before,
                 ..Habit::default()
             };
+            habit.tries.begin("switch", move || done).unwrap();
             let now = Instant::now();
-            assert!(habit.is_switching(now));
-            drop(end);
             while habit.is_switching(now) {
                 std::thread::yield_now();
             }
-            assert_eq!((habit.by_itself, habit.failures), (by_itself, failures));
-            assert_eq!(habit.rests_until.is_some(), failures > 0);
+            assert_eq!(habit.by_itself, by_itself);
+            assert_eq!(habit.tries.rests(now), done.is_none());
         }
     }
 
@@ -377,7 +357,7 @@ mod tests {
         assert!((300..=302).contains(&looks), "{looks}");
         let mut waits = Vec::new();
         for _ in 0..7 {
-            vm.habit.failed(vm.now);
+            vm.habit.tries.failed(vm.now);
             waits.push(vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk));
         }
         assert_eq!(waits, [15, 30, 60, 120, 240, 300, 300]);

@@ -12,6 +12,7 @@ use memfold_units::ByteSize;
 use tracing::{error, info, warn};
 
 use super::booted::when_booted;
+use super::borrow_again::{forget_wish, note_wish, wish};
 use super::leasing::lease_ttl;
 use super::machine::Machine;
 use super::relays::{connect, is_relay_stopped};
@@ -42,6 +43,17 @@ const STOPPED_LOOKS: u32 = 5;
 /// How long a guest may take to use its swap disk.
 const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Who wants a VM to borrow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Asker {
+    /// A person.
+    Operator,
+    /// The same, a while ago: it has lost its lender since.
+    Wish,
+    /// Nobody: it swaps.
+    Itself,
+}
+
 /// What a borrowing that fails has to undo.
 #[derive(Default)]
 pub(super) struct Begun {
@@ -69,27 +81,48 @@ fn ms(since: Instant) -> u64 {
 }
 
 impl Daemon {
-    /// Switches a VM's swap disk to lent RAM.
+    /// Switches a VM's swap disk to lent RAM, and again should it lose its lender.
     pub fn borrow_memory(
         self: &Arc<Self>,
         vm: &str,
         request: &BorrowRequest,
     ) -> Result<Borrowed, DaemonError> {
-        self.borrow_as(vm, request, false)
+        self.borrow_as(vm, request, Asker::Operator)
     }
 
-    /// The same; `by_itself`: nobody asked for it.
+    /// The same for whoever asks.
     pub(super) fn borrow_as(
         self: &Arc<Self>,
         vm: &str,
         request: &BorrowRequest,
-        by_itself: bool,
+        asker: Asker,
     ) -> Result<Borrowed, DaemonError> {
-        let began = Instant::now();
         let machine = self.machine(vm)?;
         let directory = swap_directory(&machine)?;
-        super::lending::check_host(&self.lending.host)?;
         let _alone = machine.save_right();
+        if asker == Asker::Wish && wish(&machine).as_ref() != Some(request) {
+            return Err(lending(
+                format!("nobody wants VM '{vm}' to borrow any more"),
+                "nothing is to be done",
+            ));
+        }
+        let done = self.borrow_alone(&machine, directory, request, asker)?;
+        if asker == Asker::Operator {
+            note_wish(directory, vm, request);
+        }
+        Ok(done)
+    }
+
+    /// The machine's save right is held by the caller.
+    fn borrow_alone(
+        self: &Arc<Self>,
+        machine: &Arc<Machine>,
+        directory: &VmDirectory,
+        request: &BorrowRequest,
+        asker: Asker,
+    ) -> Result<Borrowed, DaemonError> {
+        let (began, vm) = (Instant::now(), machine.name());
+        super::lending::check_host(&self.lending.host)?;
         let top = graph::top(&mut machine.monitor(), vm)?;
         if let Some(bytes) = request.bytes.filter(|bytes| *bytes < top.bytes) {
             return Err(lending(
@@ -122,16 +155,17 @@ impl Daemon {
                 ));
             }
             // On its disk, whatever the note says.
-            self.drop_note(&machine, directory);
+            self.drop_note(machine, directory);
         }
         let mut begun = Begun::default();
-        let done = self.switch_to_lent(&machine, directory, &top, request, by_itself, &mut begun);
+        let by_itself = asker == Asker::Itself;
+        let done = self.switch_to_lent(machine, directory, &top, request, by_itself, &mut begun);
         match done {
             Ok(borrowing) => {
-                self.tidy(&machine);
+                self.tidy(machine);
                 info!(vm, lenders = ?borrowing.parts.iter().map(Part::lenders).collect::<Vec<_>>(), "its swap disk is on lent RAM");
                 let guard = Guard::new(vm, borrowing, begun.wires);
-                self.watch(&machine, &guard);
+                self.watch(machine, &guard);
                 Ok(Borrowed {
                     changed: true,
                     took_ms: ms(began),
@@ -141,7 +175,7 @@ impl Daemon {
             Err(error) => {
                 warn!(vm, error = chain(&error), "its swap disk stays where it is");
                 begun.cut();
-                self.tidy(&machine);
+                self.tidy(machine);
                 for (relay, lenders) in &begun.relays {
                     self.hear_end(vm, relay, lenders);
                 }
@@ -241,8 +275,13 @@ impl Daemon {
         Ok(borrowing)
     }
 
-    /// Switches a VM's swap disk back to this host's disk.
+    /// Switches a VM's swap disk back to this host's disk, for good.
     pub fn return_memory(&self, vm: &str) -> Result<Borrowed, DaemonError> {
+        self.return_as(vm, true)
+    }
+
+    /// The same; not `for_good`: what an operator has asked for stays asked for.
+    pub(super) fn return_as(&self, vm: &str, for_good: bool) -> Result<Borrowed, DaemonError> {
         let began = Instant::now();
         let machine = self.machine(vm)?;
         let directory = swap_directory(&machine)?;
@@ -260,6 +299,9 @@ impl Daemon {
             }
             self.give_back(&machine, directory, &guard)?;
             changed = before.place != SwapPlace::OnCopy;
+        }
+        if for_good {
+            forget_wish(directory);
         }
         Ok(Borrowed {
             vm: vm.to_owned(),
@@ -513,7 +555,7 @@ impl Daemon {
         }
         if wanted && !guard.is_stopped() {
             info!(vm = machine.name(), "its lender needs the memory back");
-            self.return_memory(machine.name())?;
+            self.return_as(machine.name(), false)?;
         }
         Ok(())
     }
@@ -604,7 +646,7 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
                 vm = guard.vm,
                 why, "its swap disk is moved to this host's disk"
             );
-            if let Err(error) = daemon.return_memory(machine.name()) {
+            if let Err(error) = daemon.return_as(machine.name(), false) {
                 warn!(
                     vm = guard.vm,
                     error = chain(&error),

@@ -631,7 +631,7 @@ impl Daemon {
     }
 
     /// Why a VM's memory merges, or doesn't.
-    pub fn explain_ksm(&self, name: &str) -> Result<Explanation, DaemonError> {
+    pub(super) fn explain_merging(&self, name: &str) -> Result<Explanation, DaemonError> {
         let machine = self.machine(name)?;
         let blocks = machine.layout().blocks;
         let known = Known {

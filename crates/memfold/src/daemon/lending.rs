@@ -422,6 +422,7 @@ impl Daemon {
             registry_away,
             lending: self.lender_status(),
             borrowed: self.lending.borrowed(),
+            again: self.borrow_again_later(),
             blast: blast(&picture, &without_copy),
             lenders: picture.lenders,
             leases: picture.leases,

@@ -10,6 +10,7 @@
 
 mod auto_borrow;
 mod booted;
+mod borrow_again;
 mod borrowing;
 mod brake;
 mod changes;
@@ -18,6 +19,7 @@ mod error;
 mod estimate;
 mod figures;
 mod guest;
+mod joined;
 mod ksm;
 mod leasing;
 mod lending;
@@ -29,6 +31,7 @@ mod sampling;
 mod segments;
 mod short_guests;
 mod snapshots;
+mod tries;
 mod turns;
 mod uses;
 mod views;
@@ -239,6 +242,7 @@ impl Daemon {
         };
         begin("debt", brake::watch)?;
         begin("guests", short_guests::watch)?;
+        begin("wishes", borrow_again::watch)?;
         if options.borrow == BorrowWhen::Auto {
             begin("borrow", auto_borrow::watch)?;
         }

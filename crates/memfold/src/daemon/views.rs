@@ -9,13 +9,16 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use super::joined::Joined;
 use super::machine::Machine;
 use super::{Daemon, DaemonError, chain};
+use crate::api::FullReport;
 use crate::estimate::fingerprint::Fingerprint;
 use crate::estimate::place::{Proposal, propose};
 use crate::estimate::{Domains, EstimateReport, Options, Pace, estimate, targets};
 use crate::host::{HostFacts, Report, examine};
-use crate::ledger::memory_map::{MemoryMap, memory_map};
+use crate::ksm::Explanation;
+use crate::ledger::memory_map::{MOST_CELLS, MemoryMap, memory_map};
 use crate::ledger::plan::{Order, Plan};
 use crate::ledger::sharing::{Sharing, files_of, sharing};
 use crate::lend::graph::GraphError;
@@ -99,6 +102,9 @@ pub(super) struct Views {
     sharing: Kept<Sharing>,
     doctor: Kept<Report>,
     swaps: Mutex<BTreeMap<String, (Instant, SwapUse)>>,
+    report: Joined<Arc<FullReport>>,
+    /// Held while a VM's pages are looked through for KSM.
+    explaining: Mutex<()>,
     /// Held while an estimate or a proposal is made.
     estimating: Mutex<()>,
     ends: AtomicBool,
@@ -145,6 +151,7 @@ impl Daemon {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         maps.retain(|_, (made, _)| made.elapsed() < MEMORY_LIFE);
+        let cells = cells.clamp(1, MOST_CELLS);
         let key = (name.to_owned(), cells);
         if let Some((_, map)) = maps.get(&key) {
             return Ok(map.clone());
@@ -186,9 +193,21 @@ impl Daemon {
         Ok(report)
     }
 
+    /// The ledger, for whoever asks over the interface: as of now, and however many ask, one is taken at a time.
+    pub fn joint_report(self: &Arc<Self>) -> Result<Arc<FullReport>, DaemonError> {
+        self.views.report.get(|| self.report().map(Arc::new))
+    }
+
+    /// Why a VM's memory merges, or doesn't. One VM at a time.
+    pub fn explain_ksm(&self, name: &str) -> Result<Explanation, DaemonError> {
+        let turn = self.views.explaining.lock();
+        let _turn = turn.unwrap_or_else(PoisonError::into_inner);
+        self.explain_merging(name)
+    }
+
     /// How many VMs fit.
     pub fn plan(self: &Arc<Self>, order: &Order) -> Result<Plan, DaemonError> {
-        let report = self.report()?;
+        let report = self.joint_report()?;
         let plan = order.plan(&report.ledger, &report.fold, &self.growths());
         plan.map_err(|error| DaemonError::BadRequest(error.to_string()))
     }

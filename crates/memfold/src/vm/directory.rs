@@ -10,6 +10,7 @@
 //!   incoming       there while it is being restored renewal.json   what a restored one is still to get anew
 //!   segments.json  what it maps now              borrowed.json  lent RAM under its swap disk
 //!   lentN-M        until a relay has its client  relay.log      what relays had to say
+//!   wish.json      lent RAM that an operator asked for
 //! ```
 
 use std::fs::{self, DirBuilder, File};
@@ -123,6 +124,8 @@ impl VmDirectory {
         overlays = "overlays.json";
         /// Lent RAM under its swap disk, or to be.
         borrowed = "borrowed.json";
+        /// What an operator has asked to borrow for it.
+        wish = "wish.json";
         /// What relays between its swap disk and lenders had to say.
         relay_log = "relay.log";
         /// There as long as the VM waits for what it is restored from.

@@ -306,6 +306,58 @@ fn a_lender_that_dies_or_hangs_costs_no_byte() {
 }
 
 #[test]
+fn what_an_operator_asked_for_is_borrowed_again_until_he_gives_it_back() {
+    let Some(lender) = lender("a", &[], &[]) else {
+        return;
+    };
+    let mut borrower = borrower(&lender);
+    let again = |daemon: &Daemon| daemon.json(&["leases"])["again"].clone();
+    {
+        let vm = Swapping::start(&borrower, "v");
+        vm.borrow(&[]);
+        assert_eq!(again(&borrower), json!([]));
+        vm.write(1, 0);
+        let export = export(&lender);
+        kill_process(export, Signal::KILL).unwrap();
+        vm.write(2, 8);
+        vm.wait_place("on_copy");
+        assert_eq!(again(&borrower), json!(["v"]));
+        let began = Instant::now();
+        vm.wait_place("lent");
+        // Not at once, and no sooner than somebody could have looked after it.
+        assert!(
+            began.elapsed() > Duration::from_secs(30),
+            "{:?}",
+            began.elapsed()
+        );
+        println!("borrowed again after {:.0?}", began.elapsed());
+        vm.read(1, 0);
+        vm.read(2, 8);
+        assert_eq!(again(&borrower), json!([]));
+        // Its lender wants it back: it is wanted all the same, also by the next daemon.
+        lender.json(&["lend", "--stop"]);
+        wait("it is on its disk", || again(&borrower) == json!(["v"]));
+    }
+    borrower.child.kill().unwrap();
+    borrower.child.wait().unwrap();
+    borrower.start_again();
+    let vm = Swapping {
+        daemon: &borrower,
+        name: "v",
+    };
+    wait("the next daemon knows", || again(&borrower) == json!(["v"]));
+    let text = out(&borrower.run(&["leases"]));
+    assert!(
+        text.contains("'v' borrows again when a lender has room"),
+        "{text}"
+    );
+    vm.read(2, 8);
+    assert_eq!(vm.give_back()["changed"], false);
+    assert_eq!(again(&borrower), json!([]));
+    vm.read(1, 0);
+}
+
+#[test]
 fn daemons_that_are_killed_cost_no_byte_and_leave_no_export() {
     let Some(mut lender) = lender("a", &[], &[]) else {
         return;

@@ -32,7 +32,9 @@ const BORROWER: &str = "borrower";
 const KIND: &str = "lab";
 /// One that is started on a page.
 const MADE: &str = "made";
-const ALL: [&str; 5] = ["web", "warm-1", "warm-2", BORROWER, MADE];
+/// A clone of a snapshot that is saved on a page.
+const CLONE: &str = "second-1";
+const ALL: [&str; 6] = ["web", "warm-1", "warm-2", BORROWER, MADE, CLONE];
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -499,6 +501,24 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
     let said = ran["ran"].as_str().unwrap();
     assert!(said.starts_with("exit code 3\n42\n"), "{ran}");
     assert!(ran["causes"].as_str().unwrap().contains("320 MiB"), "{ran}");
+    walk.on();
+    walk.step("cloned");
+    let snapshots = json(state, &["snapshot", "list"]);
+    let second = snapshots
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|s| s["name"] == "second");
+    assert_eq!(
+        second.unwrap()["users"],
+        serde_json::json!([CLONE]),
+        "{snapshots}"
+    );
+    let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+    assert!(vms.iter().any(|vm| vm.name == CLONE), "{vms:?}");
+    walk.on();
+    walk.step("budget");
+    assert_eq!(json(state, &["fold", "status"])["cpu_share"], 0.12);
     support::qmp(state, NAMES[0])
         .execute("stop", Value::Null)
         .unwrap();
@@ -603,6 +623,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
             "swap" | "vms" => ["lent by neighbour", "64.0 MiB"],
             "host" => ["Copy-on-write debt", "brake: ok"],
             "doctor" => ["debt", "the brake is off"],
+            "events" => ["its swap is on 64.0 MiB of neighbour", "'warm' was made"],
             _ => continue,
         } {
             assert!(text.contains(words), "{page}: no '{words}' in {text}");
@@ -648,7 +669,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     walk.step("stopped");
     let left: Vec<VmInfo> = client.get("/v1/vms").unwrap();
     let names: Vec<&str> = left.iter().map(|vm| vm.name.as_str()).collect();
-    assert_eq!(names, [BORROWER, MADE, NAMES[1], NAMES[0]]);
+    assert_eq!(names, [BORROWER, MADE, CLONE, NAMES[1], NAMES[0]]);
     walk.on();
 
     walk.step("hold begins");
