@@ -82,6 +82,12 @@ export function Table({ label, columns, rows, rowKey, first, empty = "Nothing he
   </table></div>`;
 }
 
+/** What a field holds before anybody has touched it: of a choice, what the browser shows as chosen. */
+function initial({ type, value, options }) {
+  const untouched = { checkbox: () => false, select: () => options[0]?.value ?? options[0] };
+  return value ?? untouched[type]?.() ?? "";
+}
+
 // One dialog for the whole page: what is to be done, with which values, and how it went.
 let openDialog = () => {};
 
@@ -98,7 +104,7 @@ export function Dialog() {
   const [state, setState] = useState({ busy: false, error: null, done: null });
   openDialog = (asked) => {
     set(asked);
-    setValues(Object.fromEntries((asked.fields ?? []).map((f) => [f.name, f.value ?? (f.type === "checkbox" ? false : "")])));
+    setValues(Object.fromEntries((asked.fields ?? []).map((f) => [f.name, initial(f)])));
     setState({ busy: false, error: null, done: null });
   };
   useEffect(() => {

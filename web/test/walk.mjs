@@ -103,7 +103,10 @@ async function act(page, button, fields, confirm, said, within = page) {
   }
   await dialog(page).getByRole("button", { name: confirm, exact: true }).click();
   if (!said) return dialog(page).waitFor({ state: "hidden" });
-  const text = await dialog(page).getByRole("status").filter({ hasText: said }).textContent();
+  const [done, refused] = [dialog(page).getByRole("status").filter({ hasText: said }), dialog(page).getByRole("alert")];
+  await done.or(refused).waitFor();
+  if (await refused.isVisible()) throw new Error(`${button}: ${await refused.textContent()}`);
+  const text = await done.textContent();
   await dialog(page).getByRole("button", { name: "Close" }).click();
   return text;
 }
