@@ -365,6 +365,13 @@ fn render(report: &LeaseReport) -> String {
             one.lender
         );
     }
+    text += &of_this_host(report);
+    text.trim_end().to_owned()
+}
+
+/// What this host itself knows of its VMs and volumes.
+fn of_this_host(report: &LeaseReport) -> String {
+    let mut text = String::new();
     for borrowed in &report.borrowed {
         // What is lent is in the table of leases.
         if borrowed.place != SwapPlace::Lent || report.registry_away.is_some() {
@@ -384,7 +391,7 @@ fn render(report: &LeaseReport) -> String {
             "\n'{vm}' borrows again when a lender has room; memfold return {vm} ends that"
         );
     }
-    text.trim_end().to_owned()
+    text
 }
 
 /// Until its client leaves, or a lender fails. What it has to say is not for people.

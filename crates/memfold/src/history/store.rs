@@ -23,7 +23,7 @@ const MOST_PAGES: i64 = 65_536;
 /// `user_version` of the database that this code understands.
 const VERSION: i64 = 2;
 /// What makes a database of each version, from 1 on, one of the next.
-const UPGRADES: [&str; VERSION as usize - 1] = ["ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
+const UPGRADES: [&str; 1] = ["ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
     ALTER TABLE host ADD COLUMN debt_absorbable_bytes INTEGER;
     ALTER TABLE host ADD COLUMN lent_bytes INTEGER;
     ALTER TABLE host ADD COLUMN borrowed_bytes INTEGER;"];

@@ -1,6 +1,7 @@
 //! `GET /metrics`: read by hand, linted by promtool, scraped by a real Prometheus that knows the alerts.
 
 use std::collections::BTreeSet;
+use std::fmt::Write as _;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -318,7 +319,10 @@ fn a_real_prometheus_scrapes_the_daemon_and_sees_that_folding_is_paused() {
         let all = asked.replace("$host", ".*").replace("$domain", ".*");
         let all = all.replace("$__rate_interval", "1m");
         assert!(!all.contains('$'), "{all}");
-        let encoded: String = all.bytes().map(|byte| format!("%{byte:02x}")).collect();
+        let encoded = all.bytes().fold(String::new(), |mut encoded, byte| {
+            let _ = write!(encoded, "%{byte:02x}");
+            encoded
+        });
         let query = format!("query?query={encoded}");
         if names(&asked).is_subset(&exported) {
             // A rate takes two scrapes.
