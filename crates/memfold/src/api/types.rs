@@ -360,6 +360,9 @@ pub struct SaveRequest {
     /// Whether the RAM image is compressed.
     #[serde(default)]
     pub compress: bool,
+    /// How long the guest may take to drop its caches, in seconds (120 if not given). What it has not dropped by then is saved.
+    #[serde(default)]
+    pub drop_s: Option<u32>,
 }
 
 impl SaveRequest {
@@ -371,6 +374,7 @@ impl SaveRequest {
             keep: Keep::None,
             live: false,
             compress: false,
+            drop_s: None,
         }
     }
 }

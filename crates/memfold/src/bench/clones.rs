@@ -9,7 +9,7 @@
 //! | `p50_ms`, `p95_ms`, `max_ms` | from the command to the first byte that guest code wrote to the clone's serial console, and the command's end |
 //! | `burst` | the same of the second row |
 //! | `clones_ok` | clones that hold the program's random bytes in memory (restored, not rebooted), have a machine ID, a MAC address and a host name of their own, and began their random numbers anew |
-//! | `pss_percent_of_booted` | proportional set size (`smaps_rollup`) of a clone's QEMU, on average, over that of the booted VM's; without what the emulator translated (nothing under KVM) too |
+//! | `pss_percent_of_booted` | proportional set size (`smaps_rollup`) of a clone's QEMU, on average, over that of the booted VM's, which has nobody to share with: clones fold with each other what they have read since, as a daemon does by itself. Before folding, and without what the emulator translated (nothing under KVM), too |
 //! | `freed_back_percent` | of the private memory (`RssAnon`) that a clone took by reading files, what the host had again 6 s after the clone dropped its caches |
 
 use std::collections::{BTreeMap, HashSet};
@@ -23,6 +23,7 @@ use serde_json::{Value, json};
 use super::figure::{self, Axis, Series};
 use super::lab::{DiskMode, Lab};
 use super::record::spread;
+use super::selftest::most_folded;
 use crate::api::{RestoreRequest, SaveRequest, VmInfo};
 use crate::fold::EngineSettings;
 use crate::ledger::read::Proc;
@@ -125,11 +126,16 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         clones.push(clone);
     }
     let all_s = began.elapsed().as_secs_f64();
-    let sizes = sizes(&lab)?;
-    let idle: Vec<Size> = clones
-        .iter()
-        .filter_map(|clone| sizes.get(&clone.name).copied())
-        .collect();
+    let idle = || -> anyhow::Result<Vec<Size>> {
+        let sizes = sizes(&lab)?;
+        let of = |clone: &Clone| sizes.get(&clone.name).copied();
+        Ok(clones.iter().filter_map(of).collect())
+    };
+    let apart = idle()?;
+    lab.fold(true)?;
+    most_folded(&lab)?;
+    let idle = idle()?;
+    lab.fold(false)?;
     let names: Vec<&str> = clones.iter().map(|clone| clone.name.as_str()).collect();
     let said = lab.exec_all(&names, CHECK, LIMIT)?;
     let ok = different(&held, &template, &said);
@@ -140,14 +146,15 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let burst = burst(&lab, options.clones)?;
     let times: Vec<f64> = clones.iter().map(|clone| clone.ms).collect();
     let of = |part: fn(&Size) -> f64| idle.iter().map(part).collect::<Vec<f64>>();
-    let percent = |part: fn(&Size) -> f64| {
-        of(part).iter().sum::<f64>() / idle.len() as f64 * 100.0 / part(&booted)
+    let percent = |sizes: &[Size], part: fn(&Size) -> f64| {
+        sizes.iter().map(part).sum::<f64>() / sizes.len() as f64 * 100.0 / part(&booted)
     };
     Ok(json!({
         "samples": {
             "start_ms": times,
             "burst_start_ms": burst,
             "pss_mib": of(|size| size.pss),
+            "pss_before_folding_mib": apart.iter().map(|size| size.pss).collect::<Vec<f64>>(),
             "emulated_code_mib": of(|size| size.emulated_code),
             "snapshot_pages": saved.counts,
             "freed": back,
@@ -166,10 +173,11 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             },
             "pss_mib": spread(&of(|size| size.pss)),
             "booted_pss_mib": booted.pss,
-            "pss_percent_of_booted": percent(|size| size.pss),
+            "pss_percent_of_booted": percent(&idle, |size| size.pss),
+            "pss_percent_of_booted_before_folding": percent(&apart, |size| size.pss),
             "emulated_code_mib": spread(&of(|size| size.emulated_code)),
             "booted_emulated_code_mib": booted.emulated_code,
-            "pss_percent_of_booted_without_emulated_code": percent(|size| size.pss - size.emulated_code),
+            "pss_percent_of_booted_without_emulated_code": percent(&idle, |size| size.pss - size.emulated_code),
             "freed_back_percent": back["back_percent"],
         },
     }))

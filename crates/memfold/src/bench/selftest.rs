@@ -223,7 +223,7 @@ fn fold_under_writes(lab: &Lab, names: &[&str]) -> anyhow::Result<(Vec<String>, 
 }
 
 /// Waits until no more is folded, a minute at most.
-fn most_folded(lab: &Lab) -> anyhow::Result<EngineStats> {
+pub(super) fn most_folded(lab: &Lab) -> anyhow::Result<EngineStats> {
     let began = Instant::now();
     let mut best = 0;
     let mut grew = began;

@@ -32,6 +32,9 @@ pub(super) enum Arguments {
         /// Compress the RAM image: smaller on disk, and laid out in memory before the first VM runs from it
         #[arg(long)]
         compress: bool,
+        /// How long the guest may take to drop its caches (120 if not given); what it has not dropped by then is saved
+        #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
+        drop_timeout: Option<u32>,
     },
     /// Start a VM from a snapshot
     Restore {
@@ -115,6 +118,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             keep,
             live,
             compress,
+            drop_timeout,
         } => {
             let request = SaveRequest {
                 vm,
@@ -122,6 +126,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 keep,
                 live,
                 compress,
+                drop_s: drop_timeout,
             };
             let manifest: Manifest = watched(context, &request.name, || {
                 Ok(client.post("/v1/snapshots", &request)?)
@@ -130,8 +135,11 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 let free = m.free_kept.as_ref().map_or(String::new(), |why| {
                     format!("\nwhat the guest had free was saved too: {why}")
                 });
+                let cache = m.cache_kept.as_ref().map_or(String::new(), |why| {
+                    format!("\nwhat the guest had not dropped was saved too: {why}")
+                });
                 format!(
-                    "saved {} as {} in {:.0} ms ({}; the VM stood still for {:.0} ms){free}",
+                    "saved {} as {} in {:.0} ms ({}; the VM stood still for {:.0} ms){cache}{free}",
                     m.vm,
                     m.name,
                     m.save_ms,

@@ -7,6 +7,7 @@
 //! (`segment::ext`).
 
 use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -141,7 +142,12 @@ fn copy_to(
     image: &Path,
     request: &BuildRequest,
 ) -> Result<(), DaemonError> {
-    plug(&mut machine.monitor(), slot, image)?;
+    let file = File::options().read(true).write(true).open(image);
+    let file = file.map_err(|source| SegmentError::Files {
+        path: image.to_owned(),
+        source,
+    })?;
+    plug(&mut machine.monitor(), slot, file.as_fd())?;
     run(machine, &tops(&request.include))?;
     all_written(machine)
 }
@@ -163,15 +169,20 @@ fn make(image: &Path) -> Result<(), DaemonError> {
     Ok(())
 }
 
-fn plug(qmp: &mut Qmp, slot: u32, image: &Path) -> Result<(), QmpError> {
-    qmp.execute(
+fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError> {
+    // By descriptor: a QEMU that has given its rights up can't reach the draft.
+    let place = qmp.lend(image)?;
+    let added = qmp.execute(
         "blockdev-add",
         json!({
             "driver": "raw", "node-name": NODE, "discard": "unmap",
             "cache": { "direct": false, "no-flush": true },
-            "file": { "driver": "file", "filename": image },
+            "file": { "driver": "file", "filename": place.path() },
         }),
-    )?;
+    );
+    // It has a copy of its own for as long as the node is there.
+    qmp.take_back(&place)?;
+    added?;
     // A full disk of the host is the copy's failure: by default QEMU would stop the VM.
     let device = json!({
         "driver": "virtio-blk-pci", "id": NODE, "drive": NODE, "serial": SERIAL, "bus": format!("segport{slot}"),

@@ -217,6 +217,7 @@ impl Daemon {
                 ),
             }
         }
+        daemon.tidy_segments();
         daemon.resume_volumes();
         daemon.lend_again();
         daemon.begin_sampling()?;
@@ -316,6 +317,7 @@ impl Daemon {
     fn forget(&self, machine: &Machine) {
         info!(vm = machine.name(), "ended");
         let segments = machine.vm().segments();
+        self.end_writer(machine.name(), &segments);
         // Its name is free only when its files are gone: they would be taken for those of the next VM.
         machine.clean_up();
         {

@@ -4,6 +4,7 @@
 //! segments, and the agent lays it over the guest's files. What the guest refuses leaves the device, which the next try uses.
 
 use std::collections::BTreeSet;
+use std::os::fd::AsFd as _;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -278,6 +279,41 @@ impl Daemon {
         }
     }
 
+    /// What a daemon that died has left to do: writers that have ended meanwhile, generations that nobody uses any more.
+    pub(super) fn tidy_segments(&self) {
+        let all = self.segments.all().unwrap_or_default();
+        for name in all
+            .iter()
+            .map(|manifest| manifest.name.as_str())
+            .collect::<BTreeSet<_>>()
+        {
+            if self.segments.writer(name).is_some() && self.writer(name).is_none() {
+                self.no_writer(name);
+            }
+            self.drop_old_segments(name);
+        }
+    }
+
+    /// A segment has no writer any more.
+    fn no_writer(&self, name: &str) {
+        if let Err(error) = self.segments.set_writer(name, None) {
+            warn!(
+                segment = name,
+                error = &error as &dyn std::error::Error,
+                "its writer has ended, and is noted still"
+            );
+        }
+    }
+
+    /// A VM that maps these ends, and its name is not free yet: the next one of that name would be the writer, unasked.
+    pub(super) fn end_writer(&self, vm: &str, segments: &[SegmentSpec]) {
+        for segment in segments {
+            if self.segments.writer(segment.base_name()).as_deref() == Some(vm) {
+                self.no_writer(segment.base_name());
+            }
+        }
+    }
+
     /// A VM that mapped these has ended.
     pub(super) fn left_segments(&self, segments: &[SegmentSpec]) {
         if segments.is_empty() {
@@ -308,16 +344,18 @@ impl Daemon {
         for vm in &request.vms {
             self.machine(vm)?;
         }
-        let chosen = rank::chosen(&request.include)?;
         uses.retain(|used| {
             let of_domain = request
                 .domain
                 .as_ref()
                 .is_none_or(|domain| *domain == used.domain);
             let of_vm = request.vms.is_empty() || request.vms.contains(&used.vm);
-            of_domain && of_vm && chosen(&used.path)
+            of_domain && of_vm
         });
-        Ok(rank::rank(&uses, request.for_vms))
+        let looked_at: BTreeSet<String> = uses.iter().map(|used| used.vm.clone()).collect();
+        let chosen = rank::chosen(&request.include)?;
+        uses.retain(|used| chosen(&used.path));
+        Ok(rank::rank(&uses, looked_at.len() as u64, request.for_vms))
     }
 
     /// Finds the images of a description's segments, after comparing their bytes, and whether this VM may map them.
@@ -421,17 +459,27 @@ impl Daemon {
             }
             let mut segment = SegmentSpec::new(&name);
             segment.bytes = manifest.image_bytes;
-            segment.image = Some(image);
+            segment.image = Some(image.clone());
             segment.digest = Some(manifest.digest.clone());
             crate::vm::segments::check_one(&segment)
                 .map_err(|error| SegmentError::Impossible(error.to_string()))?;
+            let file = std::fs::File::open(&image);
             // Noted first: a device that nobody knows of would take its slot for ever. What is noted and not there is put right later.
             now.push(segment.clone());
             note(directory, &now)?;
-            if let Err(error) = plug(&mut machine.monitor(), slot, &segment) {
+            let plugged = match &file {
+                Ok(file) => plug(&mut machine.monitor(), slot, &segment, file.as_fd())
+                    .map_err(DaemonError::from),
+                Err(error) => Err(SegmentError::Files {
+                    path: image,
+                    source: std::io::Error::new(error.kind(), error.to_string()),
+                }
+                .into()),
+            };
+            if let Err(error) = plugged {
                 now.pop();
                 note(directory, &now)?;
-                return Err(error.into());
+                return Err(error);
             }
             info!(vm, segment = name, "attached");
         }
@@ -473,11 +521,22 @@ impl Daemon {
             None => s.base_name() == reference.name,
         };
         // The one that lies there is the last that was attached.
-        let Some(segment) = now.iter().rev().find(of) else {
+        let Some(at) = now.iter().rposition(|s| of(&s)) else {
             return Err(
                 SegmentError::Impossible(format!("VM '{vm}' has no segment '{name}'")).into(),
             );
         };
+        let segment = &now[at];
+        let is_newer = |s: &&SegmentSpec| s.base_name() == segment.base_name();
+        if let Some(newer) = now[at + 1..].iter().rev().find(is_newer) {
+            return Err(SegmentError::Impossible(format!(
+                "over the files of VM '{vm}' lies '{}', no longer '{}'; to take it off: memfold segment detach {vm} {}",
+                newer.name,
+                segment.name,
+                segment.base_name()
+            ))
+            .into());
+        }
         if segment.root {
             return Err(SegmentError::Impossible(format!(
                 "'{}' is the root file system of VM '{vm}'; it goes when the VM ends",

@@ -25,16 +25,16 @@ use crate::snapshot::working_set::{self, WorkingSet};
 use crate::snapshot::{
     Keep, Manifest, Progress, Shelf, SnapshotError, SnapshotInfo, Step, restore, save, shelf,
 };
-use crate::vm::{AgentLink, Incoming, LaunchError, SegmentSpec};
+use crate::vm::{AgentError, AgentLink, Incoming, LaunchError, SegmentSpec};
 
-/// How long a guest may take to drop its caches.
+/// How long a guest may take to write back what is dirty, and, if nothing else is said, to drop its caches.
 const DROP_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What a guest runs first: its caches go, what is dirty is written back before. The agent's events are off meanwhile (`set_event`,
+/// What a guest runs first, once what is dirty is written back: its caches go. The agent's events are off meanwhile (`set_event`,
 /// `Documentation/trace/events.rst`): telling each page that goes would take most of half the time.
 const DROP: &str = r"saved=/run/memfold-events
 on() { [ ! -s $saved ] || { cat $saved > set_event && rm $saved; }; }
-if sync && cd /sys/kernel/tracing/instances/memfold 2> /dev/null; then
+if cd /sys/kernel/tracing/instances/memfold 2> /dev/null; then
     on
     trap on EXIT
     cat set_event > $saved && : > set_event
@@ -65,7 +65,14 @@ impl Daemon {
     ) -> Result<Manifest, DaemonError> {
         let began = Instant::now();
         let machine = self.machine(&request.vm)?;
-        save::refuse(machine.vm())?;
+        if let Some(domain) = machine.libvirt() {
+            return Err(SnapshotError::Impossible(format!(
+                "VM '{}' is libvirt's domain '{domain}', and memfold can't start a QEMU with the same devices for its snapshot; use virsh save or virsh snapshot-create-as, which work while it is folded",
+                request.vm
+            ))
+            .into());
+        }
+        let (spec, ..) = save::refuse(machine.vm())?;
         let Some(_saving) = machine.try_save() else {
             return Err(SnapshotError::Impossible(
                 "a snapshot of this VM is being made; wait until it is done".into(),
@@ -78,27 +85,40 @@ impl Daemon {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
         let progress = self.uses.begin(&request.name)?;
+        // What its disks are built on isn't removed before the new snapshot says that it needs it.
+        let below = restore::below(&self.shelf, spec).into_iter();
+        let below = below.filter(|name| *name != request.name);
+        let _below = below
+            .map(|name| self.uses.begin(&name))
+            .collect::<Result<Vec<_>, _>>()?;
         // The VM may end before its snapshot is whole.
         let segments = machine.vm().segments();
         let kept = |segment: &SegmentSpec| self.uses.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
         match request.keep {
             Keep::None => {}
-            Keep::All => return self.save_dropped(&machine, request, of_boot, began, &progress),
+            Keep::All => {
+                return self.save_dropped(&machine, request, of_boot, began, None, &progress);
+            }
             Keep::Hot => {
                 progress.begin("the guest writes back what is dirty", 0);
                 write_back(&machine)?;
-                return self.save_dropped(&machine, request, of_boot, began, &progress);
+                return self.save_dropped(&machine, request, of_boot, began, None, &progress);
             }
         }
+        progress.begin("the guest writes back what is dirty", 0);
+        write_back(&machine)?;
         progress.begin("the guest drops its caches", 0);
-        let dropped = drop_caches(&machine);
+        let limit = request.drop_s.map_or(DROP_TIMEOUT, |seconds| {
+            Duration::from_secs(seconds.max(1).into())
+        });
+        let dropped = drop_caches(&machine, limit);
         let events = match &dropped {
-            Ok(()) => Ok(()),
-            Err(_) => machine.run(TRACE, LIST_TIMEOUT).map(drop),
+            Ok(None) => Ok(()),
+            _ => machine.run(TRACE, LIST_TIMEOUT).map(drop),
         };
-        let saved =
-            dropped.and_then(|()| self.save_dropped(&machine, request, of_boot, began, &progress));
+        let saved = dropped
+            .and_then(|kept| self.save_dropped(&machine, request, of_boot, began, kept, &progress));
         // Of what went while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
             info!(vm = request.vm, %error, "no inventory after the save");
@@ -112,14 +132,17 @@ impl Daemon {
         request: &SaveRequest,
         of_boot: Option<String>,
         began: Instant,
+        cache_kept: Option<String>,
         progress: &Progress,
     ) -> Result<Manifest, DaemonError> {
         let mut steps = Steps {
             drop_ms: save::milliseconds(began.elapsed()),
             ..Steps::default()
         };
-        let asked = machine.run(HAS_GENERATION_ID, ASK_TIMEOUT).ok();
-        let generation_id = asked.map(|answer| answer.code == 0);
+        // Asked again: what is noted now holds for ever, and a guest that has just dropped its caches may be slow.
+        let ask = || machine.run(HAS_GENERATION_ID, ASK_TIMEOUT);
+        let asked = ask().or_else(|_| ask());
+        let generation_id = asked.is_ok_and(|answer| answer.code == 0);
         progress.begin("the guest lists what is free", 0);
         let listing = Instant::now();
         let merging = request.live.then(|| self.stop_merging()).transpose()?;
@@ -144,8 +167,8 @@ impl Daemon {
         }
         steps.list_ms = save::milliseconds(listing.elapsed());
         let saving = save::Request {
-            agent: generation_id.is_some(),
-            generation_id: generation_id == Some(true),
+            agent: agent.as_ref().is_some_and(|a| a.session().is_some()),
+            generation_id,
             name: request.name.clone(),
             keep: request.keep,
             of_boot,
@@ -154,6 +177,7 @@ impl Daemon {
             domain: machine.domain().map(str::to_owned),
             began,
             free,
+            cache_kept,
             steps,
         };
         let manifest = save::save(
@@ -301,7 +325,13 @@ impl Daemon {
             }
             .into());
         }
-        Ok(self.shelf.remove(name)?)
+        let segments = self.shelf.manifest(name).map(|saved| saved.spec.segments);
+        self.shelf.remove(name)?;
+        // It may have been the last that needed an old generation.
+        for segment in segments.unwrap_or_default() {
+            self.drop_old_segments(segment.base_name());
+        }
+        Ok(())
     }
 
     /// A VM that runs from this snapshot's memory: restored from it, or the one that was saved and went on.
@@ -364,9 +394,17 @@ impl Daemon {
                 .and_then(|()| Ok(vm.daemon_qmp()?))
                 .and_then(|mut qmp| restore::fill(&vm, &mut qmp, &self.shelf, &manifest, &ram));
             if let Err(error) = filled {
+                // It goes with the VM's directory.
+                let said = vm.directory().map(crate::vm::log_tail).unwrap_or_default();
                 // Nothing half restored stays.
                 let _ = vm.stop(Duration::ZERO);
-                return Err(error.into());
+                return Err(match error {
+                    SnapshotError::Qemu(why) if !said.is_empty() => {
+                        SnapshotError::Qemu(format!("{why}; it said: {said}"))
+                    }
+                    other => other,
+                }
+                .into());
             }
             Ok(vm)
         });
@@ -465,15 +503,21 @@ fn write_back(machine: &Machine) -> Result<(), DaemonError> {
     Ok(())
 }
 
-fn drop_caches(machine: &Machine) -> Result<(), DaemonError> {
-    let dropped = machine.run(DROP, DROP_TIMEOUT)?;
+/// Has the guest drop what it can have again. If it takes longer, it is saved with what it has left; says so.
+fn drop_caches(machine: &Machine, limit: Duration) -> Result<Option<String>, DaemonError> {
+    let dropped = match machine.run(DROP, limit) {
+        Err(AgentError::Timeout { seconds }) => {
+            return Ok(Some(format!("it took longer than {seconds} s")));
+        }
+        other => other?,
+    };
     if dropped.code != 0 {
         let words = String::from_utf8_lossy(&dropped.stderr).trim().to_owned();
         return Err(DaemonError::BadRequest(format!(
             "the guest did not drop its caches ({words}); use --keep all"
         )));
     }
-    Ok(())
+    Ok(None)
 }
 
 /// KSM stands still.

@@ -108,7 +108,7 @@ fn segment(looked: &Looked, split: &Split, files: &[KnownFile]) -> Mechanism {
         let vms = domain.vms.iter().map(|&vm| &looked.targets[vm]);
         let mut uses: Vec<FileUse> = vms.flat_map(|vm| uses(vm, files)).collect();
         uses.retain(|used| chosen.as_ref().is_none_or(|chosen| chosen(&used.path)));
-        net += rank::sums(&rank::rank(&uses, None)).1;
+        net += rank::sums(&rank::rank(&uses, domain.vms.len() as u64, None)).1;
     }
     mechanism.saved = Some(Estimate {
         bytes: u64::try_from(net).unwrap_or(0),

@@ -405,11 +405,9 @@ fn of_host(facts: &Facts, places: &Places, found: &mut Found) {
     if host.settings.merge_across_nodes == Some(0) && host.nodes > 1 {
         found.push((Cause::AcrossNodes, places.unmerged()));
     }
-    if host.status.stable_node_chains.is_some_and(|n| n > 0) {
-        found.push((
-            Cause::MaxPageSharing,
-            host.status.stable_node_dups.unwrap_or(0),
-        ));
+    // Of how many of this VM's pages, the kernel doesn't say.
+    if places.mergeable > 0 && host.status.stable_node_chains.is_some_and(|n| n > 0) {
+        found.push((Cause::MaxPageSharing, 0));
     }
     let zeroes = facts.zero_pages.filter(|&pages| pages > 0);
     if let (Some(pages), Some(0)) = (zeroes, host.settings.use_zero_pages) {

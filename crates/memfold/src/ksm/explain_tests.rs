@@ -245,7 +245,7 @@ fn what_limits_merging_on_this_host_is_said() {
     let found = causes(&facts);
     for cause in [
         (Cause::AcrossNodes, 64 * MIB_PAGES),
-        (Cause::MaxPageSharing, 77),
+        (Cause::MaxPageSharing, 0),
         (Cause::UseZeroPages, 30),
         (Cause::SmartScan, 0),
     ] {

@@ -67,6 +67,9 @@ pub struct VmAccount {
     /// Of `qemu_pss_bytes`, its shares of segments' pages.
     #[serde(default)]
     pub segment_pss_bytes: ByteSize,
+    /// Of `segment_pss_bytes`, of images that are held in memory (tmpfs): part of `pss_shmem_bytes`, too.
+    #[serde(default)]
+    pub segment_shmem_bytes: ByteSize,
     /// Pages of segments in this process's page tables.
     #[serde(default)]
     pub segment_resident_bytes: ByteSize,

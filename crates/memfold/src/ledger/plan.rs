@@ -218,9 +218,9 @@ fn ksm_share(report: &Report, vm: &VmAccount) -> u64 {
     u64::try_from(share).unwrap_or(merged)
 }
 
-/// What only this VM takes. Of an image in memory, its share is of what is there already.
+/// What only this VM takes. Of an image or a segment in memory, its share is of what is there already.
 fn own(report: &Report, vm: &VmAccount) -> u64 {
-    let files = vm.pss_shmem_bytes - vm.store_pss_bytes;
+    let files = vm.pss_shmem_bytes - vm.store_pss_bytes - vm.segment_shmem_bytes;
     let image = if report.host.images_bytes.0 > 0 {
         vm.file_pss_bytes.min(files)
     } else {

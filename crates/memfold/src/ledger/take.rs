@@ -95,6 +95,13 @@ pub fn vm(
         qemu_pss_bytes: shares.other_pss,
         tcg_pss_bytes: shares.tcg_pss,
         segment_pss_bytes: of_segments(&smaps, segments, |smap| smap.pss_bytes),
+        segment_shmem_bytes: of_segments(&smaps, segments, |smap| {
+            if is_in_memory(pid, smap) {
+                smap.pss_bytes
+            } else {
+                ByteSize(0)
+            }
+        }),
         segment_resident_bytes: of_segments(&smaps, segments, |smap| smap.rss_bytes),
         page_table_bytes: proc.page_tables(pid)?,
         pss_bytes: rollup.pss_bytes,
@@ -115,6 +122,13 @@ fn of_segments(
 ) -> ByteSize {
     let of_one = |smap: &&Smap| smap.vma.file.is_some_and(|file| segments.contains(&file));
     smaps.iter().filter(of_one).map(bytes).sum()
+}
+
+/// Whether the file that is mapped lies in memory (`TMPFS_MAGIC` of `linux/magic.h`). Of a process that has ended, nothing does.
+fn is_in_memory(pid: i32, smap: &Smap) -> bool {
+    let (start, end) = (smap.vma.start.0, smap.vma.end.0);
+    rustix::fs::statfs(format!("/proc/{pid}/map_files/{start:x}-{end:x}"))
+        .is_ok_and(|place| place.f_type == 0x0102_1994)
 }
 
 /// What memfold's own process costs, and its relays to lenders; `metadata_bytes` as its engine counts them.

@@ -115,7 +115,7 @@ pub fn build(
             return Ok((old.clone(), false));
         }
     }
-    let generation = newest.map_or(1, |old| old.generation + 1);
+    let generation = shelf.next_generation(&name.name)?;
     write_mark(&files, &name.name, generation, &lay).map_err(failed(&files))?;
     progress.begin("image made", 0);
     let image = draft.path().join(IMAGE);
@@ -201,7 +201,7 @@ fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
     let filter = Filter::new(&include, &request.exclude)?;
     let filter = match &request.top {
         None => filter,
-        Some((budget, ranked)) => filter.only(best(ranked, *budget)),
+        Some((budget, ranked)) => filter.only(best(ranked, *budget, root)),
     };
     let tree = Tree::choose(root, &filter, request.root).map_err(failed)?;
     if tree.is_empty() {
@@ -222,12 +222,18 @@ fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
     Ok(tree)
 }
 
-/// The best files, by their gain for each byte of the image, as long as they fit.
-fn best(ranked: &[Ranked], budget: ByteSize) -> Vec<Vec<u8>> {
+/// The best files, by their gain for each byte of the image, as long as they fit: by the length that they have in the source, since what
+/// guests say of theirs may be anything. What the source doesn't have takes no room.
+fn best(ranked: &[Ranked], budget: ByteSize, root: &Path) -> Vec<Vec<u8>> {
     let mut left = budget.0;
     let mut taken = Vec::new();
     for file in ranked {
-        let bytes = file.file_bytes.div_ceil(4096).saturating_mul(4096);
+        let path = root.join(file.path.trim_start_matches('/'));
+        let facts = fs::symlink_metadata(path)
+            .ok()
+            .filter(fs::Metadata::is_file);
+        let Some(facts) = facts else { continue };
+        let bytes = facts.len().div_ceil(4096).saturating_mul(4096);
         if file.net_bytes > 0 && bytes <= left {
             left -= bytes;
             taken.push(file.path.clone().into_bytes());
@@ -406,8 +412,45 @@ mod tests {
         nothing.include = vec!["/nowhere/**".into()];
         assert!(build(&nothing).unwrap_err().to_string().contains("no file"));
         // What failed left nothing behind.
-        assert_eq!(shelf.all().unwrap().len(), 2);
+        let all = shelf.all().unwrap();
+        assert_eq!(all.len(), 2);
         assert!(!place.path().join(".web.draft").exists());
+        // No number comes twice, whatever is removed: snapshots and people speak of generations by it.
+        for manifest in all {
+            shelf.remove(&manifest).unwrap();
+        }
+        assert!(shelf.all().unwrap().is_empty());
+        assert_eq!(build(&request(from.path())).unwrap().0.generation, 3);
+        shelf.unprotect();
+    }
+
+    #[test]
+    fn what_is_to_be_held_in_memory_lies_there_and_cannot_be_cut() {
+        if !has_mkfs() {
+            return;
+        }
+        let from = source();
+        let mut pinned = request(from.path());
+        pinned.pinned = true;
+        let place = tempfile::tempdir().unwrap();
+        let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let shelf = Shelf::open(place.path(), &memory.path().join("run"));
+        build(&shelf, &pinned, &Progress::default()).unwrap();
+        let reference = Reference::parse("web").unwrap();
+        let (manifest, image) = shelf.image(&reference).unwrap();
+        assert!(image.starts_with(memory.path()));
+        // Where the kernel can (Linux 6.6).
+        if shelf.protection(&manifest) == "immutable" {
+            assert!(File::options().write(true).open(&image).is_err());
+        }
+        shelf.let_go();
+        assert!(!image.exists());
+        shelf.unprotect();
+        // A directory on a disk is no memory.
+        let disk = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let shelf = Shelf::open(place.path(), &disk.path().join("run"));
+        let refused = shelf.image(&reference).unwrap_err().to_string();
+        assert!(refused.contains("--state"), "{refused}");
         shelf.unprotect();
     }
 
@@ -426,8 +469,18 @@ mod tests {
             file("/usr/c", 100, 90),
             file("/usr/d", 100, -5),
         ];
-        let taken = best(&ranked, ByteSize(16_384));
-        assert_eq!(taken, [b"/usr/a".to_vec(), b"/usr/c".to_vec()]);
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("usr")).unwrap();
+        for (name, bytes) in [("a", 8192), ("b", 1 << 20), ("c", 100), ("d", 100)] {
+            fs::write(root.path().join("usr").join(name), vec![1; bytes]).unwrap();
+        }
+        let fit = || best(&ranked, ByteSize(16_384), root.path());
+        assert_eq!(fit(), [b"/usr/a".to_vec(), b"/usr/c".to_vec()]);
+        // Whatever guests say of its length.
+        fs::write(root.path().join("usr/a"), vec![1; 20_000]).unwrap();
+        assert_eq!(fit(), [b"/usr/c".to_vec()]);
+        fs::remove_file(root.path().join("usr/c")).unwrap();
+        assert!(fit().is_empty());
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub struct Manifest {
     pub lay: Vec<String>,
     /// Whether it holds a whole system that can be a VM's root.
     pub root: bool,
-    /// Whether it is held in memory, so that the host can't reclaim it.
+    /// Whether it is held in memory, so that the host can't drop it: at most swap it out.
     pub pinned: bool,
     /// What it was built from, as it was said.
     pub from: Vec<String>,

@@ -1,8 +1,9 @@
 //! Which files are worth their place in a segment, by the pages that VMs really cache.
 //!
-//! A file of `n` pages of which each of `v` VMs caches `t` costs `v * t` pages in guest page caches. In a segment, its touched pages are
-//! there once (at most `n`, at least the `t` that most have), and each VM spends 64 bytes on describing each of its `n` pages:
-//! `net = v * t - t - v * n / 64`. What one VM alone uses gains nothing. This is the choice by file that study A leaves open.
+//! A file of `n` pages of which `u` of `v` VMs cache `t` each costs `u * t` pages in guest page caches. In a segment, its touched pages are
+//! there once in each trust domain (at most `n`, at least the `t` that most have), and every VM that maps the segment spends 64 bytes on
+//! describing each of its `n` pages: `net = u * t - t - v * n / 64`. What one VM alone uses gains nothing. This is the choice by file that
+//! study A leaves open.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -41,35 +42,51 @@ pub fn chosen(include: &[String]) -> Result<impl Fn(&[u8]) -> bool + use<>, Segm
     Ok(move |path: &[u8]| globs.is_match(Path::new(OsStr::from_bytes(path))))
 }
 
-/// Ranks files by their gain for each byte of the image, best first; `vms`: how many VMs are to map the segment, by default as many as cache
-/// a file. Paths that are not UTF-8 are left out, as no glob or list could name them.
+/// What VMs cache of one file.
+#[derive(Debug, Default)]
+struct Cached<'a> {
+    file_bytes: u64,
+    vms: u64,
+    pages: u64,
+    /// The most that one VM caches, by trust domain: each has a segment of its own.
+    most: BTreeMap<&'a str, u64>,
+}
+
+/// Ranks files by their gain for each byte of the image, best first; `looked_at`: of how many VMs these uses are, `vms`: how many VMs like
+/// these are to map the segment, by default all of them. Paths that are not UTF-8 are left out, as no glob or list could name them.
 #[must_use]
-pub fn rank(uses: &[FileUse], vms: Option<u64>) -> Vec<Ranked> {
-    let mut files: BTreeMap<&[u8], (u64, Vec<u64>)> = BTreeMap::new();
+pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
+    let mut files: BTreeMap<&[u8], Cached> = BTreeMap::new();
     for used in uses.iter().filter(|used| used.cached_pages > 0) {
         let file = files.entry(&used.path).or_default();
         // Versions of a file differ; the largest has room for all.
-        file.0 = file.0.max(used.file_bytes);
-        file.1.push(used.cached_pages);
+        file.file_bytes = file.file_bytes.max(used.file_bytes);
+        file.vms += 1;
+        file.pages = file.pages.saturating_add(used.cached_pages);
+        let most = file.most.entry(&used.domain).or_default();
+        *most = (*most).max(used.cached_pages);
     }
     let mut ranked: Vec<Ranked> = files
         .into_iter()
-        .filter_map(|(path, (file_bytes, cached))| {
+        .filter_map(|(path, cached)| {
             let path = String::from_utf8(path.to_vec()).ok()?;
-            let most = cached.iter().max().copied().unwrap_or(0);
-            let mean = cached.iter().sum::<u64>() / cached.len() as u64;
-            let users = vms.unwrap_or(cached.len() as u64);
-            let pages = file_bytes.div_ceil(PAGE_SIZE).max(most);
-            // Wide: guests say how long their files are.
-            let (users, page) = (i128::from(users), i128::from(PAGE_SIZE));
-            let gain = (users * i128::from(mean) - i128::from(most)) * page;
+            // At least those that were seen.
+            let looked_at = looked_at.max(cached.vms);
+            let users = i128::from(vms.unwrap_or(looked_at));
+            let pages = cached.file_bytes.div_ceil(PAGE_SIZE);
+            let pages = pages.max(cached.most.values().max().copied().unwrap_or(0));
+            // Wide: guests say how long their files are. As many of them cache it as of those that were looked at.
+            let page = i128::from(PAGE_SIZE);
+            let without = users * i128::from(cached.pages) * page / i128::from(looked_at);
+            let once: i128 = cached.most.values().map(|&most| i128::from(most)).sum();
             let cost = users * i128::from(pages) * page / 64;
-            let net = (gain - cost).clamp(i128::from(i64::MIN), i128::from(i64::MAX));
+            let net = without - once * page - cost;
+            let net = net.clamp(i128::from(i64::MIN), i128::from(i64::MAX));
             Some(Ranked {
                 path,
-                file_bytes,
-                touched_bytes: mean.saturating_mul(PAGE_SIZE),
-                vms: cached.len() as u64,
+                file_bytes: cached.file_bytes,
+                touched_bytes: (cached.pages / cached.vms).saturating_mul(PAGE_SIZE),
+                vms: cached.vms,
                 net_bytes: i64::try_from(net).unwrap_or(i64::MIN),
             })
         })
@@ -115,11 +132,17 @@ mod tests {
             used("a", "/usr/lib/x", 64, 40),
             used("b", "/usr/lib/x", 64, 40),
         ];
-        let ranked = rank(&uses, None);
+        let ranked = rank(&uses, 2, None);
         assert_eq!(ranked[0].net_bytes, (80 - 40 - 2) * 4096);
         assert_eq!((ranked[0].vms, ranked[0].touched_bytes), (2, 40 * 4096));
         // Ten VMs like these.
-        assert_eq!(rank(&uses, Some(10))[0].net_bytes, (400 - 40 - 10) * 4096);
+        assert_eq!(
+            rank(&uses, 2, Some(10))[0].net_bytes,
+            (400 - 40 - 10) * 4096
+        );
+        // Of four VMs two don't cache it, and describe it all the same.
+        assert_eq!(rank(&uses, 4, None)[0].net_bytes, (80 - 40 - 4) * 4096);
+        assert_eq!(rank(&uses, 4, Some(8))[0].net_bytes, (160 - 40 - 8) * 4096);
     }
 
     #[test]
@@ -132,11 +155,26 @@ mod tests {
             used("b", "/usr/dense", 10, 10),
             used("b", "/usr/untouched", 10, 0),
         ];
-        let ranked = rank(&uses, None);
+        let ranked = rank(&uses, 2, None);
         let order: Vec<&str> = ranked.iter().map(|file| file.path.as_str()).collect();
         assert_eq!(order, ["/usr/dense", "/usr/sparse", "/usr/alone"]);
         assert!(ranked[0].net_bytes > 0 && ranked[1].net_bytes < 0 && ranked[2].net_bytes < 0);
         let (bytes, net) = sums(&ranked);
         assert_eq!((bytes.0, net), (10 * 4096, ranked[0].net_bytes));
+    }
+
+    #[test]
+    fn each_trust_domain_has_a_copy_of_its_own() {
+        let mut uses = [used("a", "/usr/x", 64, 64), used("b", "/usr/x", 64, 64)];
+        assert_eq!(rank(&uses, 2, None)[0].net_bytes, (128 - 64 - 2) * 4096);
+        uses[1].domain = "red".into();
+        assert_eq!(rank(&uses, 2, None)[0].net_bytes, -2 * 4096);
+    }
+
+    #[test]
+    fn what_one_of_many_vms_caches_gains_nothing_however_many_there_will_be() {
+        let uses = [used("a", "/usr/rare", 64, 64)];
+        assert!(rank(&uses, 6, Some(6))[0].net_bytes < 0);
+        assert!(rank(&uses, 1, Some(6))[0].net_bytes > 0);
     }
 }

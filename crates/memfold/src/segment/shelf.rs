@@ -4,6 +4,7 @@
 //!   SHELF/NAME/GENERATION/    image            what VMs map, read-only and (where the file system can) immutable
 //!                             manifest.json    what it is
 //!   SHELF/NAME/writer         name of the VM that writes the next generation, if one does
+//!   SHELF/.NAME.last          number of the last generation, also when that is removed: no number comes twice
 //!   SHELF/.NAME.draft/        a build that is under way (locked), or was cut off (removed by the next daemon)
 //!   RUNTIME/NAME@GENERATION   a pinned segment's copy in memory (tmpfs), while VMs use it
 //! ```
@@ -32,11 +33,14 @@ pub const IMAGE: &str = "image";
 const MANIFEST: &str = "manifest.json";
 const WRITER: &str = "writer";
 
+/// `TMPFS_MAGIC` of `linux/magic.h`.
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
 /// All segments of a host.
 #[derive(Clone, Debug)]
 pub struct Shelf {
     root: PathBuf,
-    /// On tmpfs, for those that are held in memory.
+    /// For those that are held in memory: refused if that isn't a tmpfs.
     runtime: PathBuf,
     /// Images whose bytes were right when they had this stamp.
     right: Arc<Mutex<HashMap<PathBuf, Stamp>>>,
@@ -98,6 +102,18 @@ impl Shelf {
             protect(&shelf.stored_image(&manifest), true);
         }
         shelf
+    }
+
+    /// The number of a segment's next generation.
+    pub fn next_generation(&self, name: &str) -> Result<u32, SegmentError> {
+        let newest = self.generations(name)?.last().copied().unwrap_or(0);
+        let last = fs::read_to_string(self.last(name)).ok();
+        let last = last.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+        Ok(newest.max(last) + 1)
+    }
+
+    fn last(&self, name: &str) -> PathBuf {
+        self.root.join(format!(".{name}.last"))
     }
 
     /// Generations of a segment, in order; none: there is no such segment.
@@ -221,15 +237,27 @@ impl Shelf {
         builder
             .create(&self.runtime)
             .map_err(failed(&self.runtime))?;
+        let place = rustix::fs::statfs(&self.runtime)
+            .map_err(|errno| failed(&self.runtime)(errno.into()))?;
+        if place.f_type != TMPFS_MAGIC {
+            return Err(SegmentError::Impossible(format!(
+                "segment '{}' is to be held in memory, and {} is on a disk; start the daemon with --state on a tmpfs, as /run is",
+                manifest.reference(),
+                self.runtime.display()
+            )));
+        }
         let part = self.runtime.join(format!(".{}", manifest.reference()));
         let copied = fs::copy(&stored, &part)
             .map_err(failed(&part))
             .and_then(|_| self.check(&manifest, &part))
+            .and_then(|()| unpin(&pinned).map_err(failed(&pinned)))
             .and_then(|()| fs::rename(&part, &pinned).map_err(failed(&pinned)));
         if copied.is_err() {
             let _ = fs::remove_file(&part);
         }
         copied?;
+        // A tmpfs can since Linux 6.6.
+        protect(&pinned, true);
         self.check(&manifest, &pinned)?;
         Ok((manifest, pinned))
     }
@@ -301,12 +329,17 @@ impl Shelf {
     /// What keeps the image from being changed.
     #[must_use]
     pub fn protection(&self, manifest: &Manifest) -> &'static str {
-        if manifest.pinned {
-            return "memory";
-        }
-        let flags = File::open(self.stored_image(manifest)).map(|file| ioctl_getflags(&file));
+        let pinned = self.runtime.join(manifest.reference());
+        let image = if manifest.pinned && pinned.exists() {
+            pinned
+        } else {
+            self.stored_image(manifest)
+        };
+        let flags = File::open(image).map(|file| ioctl_getflags(&file));
         match flags {
             Ok(Ok(flags)) if flags.contains(IFlags::IMMUTABLE) => "immutable",
+            // Nobody but this daemon gets into its directory.
+            _ if manifest.pinned => "memory",
             _ => "nothing",
         }
     }
@@ -413,7 +446,11 @@ impl Shelf {
         write().map_err(failed(&draft.path))?;
         let place = self.place(&manifest.name, manifest.generation);
         let parent = self.root.join(&manifest.name);
+        let (last, number) = (self.last(&manifest.name), manifest.generation.to_string());
         let name = || -> io::Result<()> {
+            let part = last.with_extension("part");
+            fs::write(&part, number)?;
+            fs::rename(&part, &last)?;
             fs::create_dir_all(&parent)?;
             fs::rename(&draft.path, &place)?;
             File::open(&parent)?.sync_all()
@@ -435,12 +472,7 @@ impl Shelf {
         let place = self.place(&manifest.name, manifest.generation);
         let image = place.join(IMAGE);
         protect(&image, false);
-        match fs::remove_file(self.runtime.join(manifest.reference())) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                return Err(failed(&self.runtime)(error));
-            }
-            _ => {}
-        }
+        unpin(&self.runtime.join(manifest.reference())).map_err(failed(&self.runtime))?;
         // At once, with the last generation all of the segment; if the rest is cut off, the next daemon does it.
         let gone = self.root.join(format!(".{}.draft", manifest.reference()));
         let naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
@@ -470,7 +502,10 @@ impl Shelf {
         };
         for (manifest, users) in pinned.iter().zip(users) {
             if users.is_empty() {
-                let _ = fs::remove_file(self.runtime.join(manifest.reference()));
+                let copy = self.runtime.join(manifest.reference());
+                if let Err(error) = unpin(&copy) {
+                    tracing::warn!(copy = %copy.display(), %error, "a copy in memory that nobody maps is left");
+                }
             }
         }
     }
@@ -479,7 +514,23 @@ impl Shelf {
     pub fn unprotect(&self) {
         for manifest in self.all().unwrap_or_default() {
             protect(&self.stored_image(&manifest), false);
+            let pinned = self.runtime.join(manifest.reference());
+            if pinned.exists() {
+                protect(&pinned, false);
+            }
         }
+    }
+}
+
+/// Removes a copy in memory, if there is one.
+fn unpin(copy: &Path) -> io::Result<()> {
+    if !copy.exists() {
+        return Ok(());
+    }
+    protect(copy, false);
+    match fs::remove_file(copy) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
     }
 }
 

@@ -132,6 +132,9 @@ pub struct Manifest {
     /// Why pages that the guest had free were saved like others, if they were.
     #[serde(default)]
     pub free_kept: Option<String>,
+    /// Why caches that were to be dropped were saved, as far as they were.
+    #[serde(default)]
+    pub cache_kept: Option<String>,
     /// Whether memfold's agent ran in the guest.
     #[serde(default)]
     pub agent: bool,
@@ -281,6 +284,7 @@ pub(super) mod tests {
             live: false,
             kept_pages: 0,
             free_kept: None,
+            cache_kept: None,
             agent: true,
             generation_id: true,
             ram_bytes: 0,

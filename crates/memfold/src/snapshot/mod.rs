@@ -10,6 +10,7 @@
 mod copy;
 pub mod free;
 mod freeze;
+mod hardware;
 pub mod identity;
 pub mod image;
 mod job;

@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_SIZE};
 use memfold_wire::library::{Order, Reply};
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
 use rustix::process::Pid;
 use serde_json::json;
 
@@ -136,7 +138,9 @@ fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> std::io::Result<()>
     }
     let part = to.with_extension("qcow2.part");
     let from = File::open(from)?;
-    let copied = write_new(&part).and_then(|mut file| {
+    let mut file = write_alone(&part)?;
+    let mut copy = || -> std::io::Result<()> {
+        file.set_len(0)?;
         loop {
             let copied = std::io::copy(&mut (&from).take(COPY_BYTES), &mut file)?;
             if copied == 0 {
@@ -144,23 +148,33 @@ fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> std::io::Result<()>
             }
             progress.add(copied);
         }
-    });
+    };
     // Without writing over what came there meanwhile.
-    let named = copied.and_then(|()| std::fs::hard_link(&part, to));
+    let named = copy().and_then(|()| std::fs::hard_link(&part, to));
     let _ = std::fs::remove_file(&part);
     named?;
     let place = to.parent().unwrap_or(Path::new("/"));
     File::open(place)?.sync_all()
 }
 
-/// A file for its owner alone, in place of what may be there.
-fn write_new(path: &Path) -> std::io::Result<File> {
-    let _ = std::fs::remove_file(path);
-    File::options()
+/// A file for its owner alone; what a daemon that was killed has left of it is written over, what somebody writes at this moment isn't.
+fn write_alone(path: &Path) -> std::io::Result<File> {
+    let nofollow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
+    let file = File::options()
         .write(true)
-        .create_new(true)
+        .create(true)
+        .truncate(false)
         .mode(0o600)
-        .open(path)
+        .custom_flags(nofollow)
+        .open(path)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(Errno::WOULDBLOCK) => Err(std::io::Error::new(
+            ErrorKind::AlreadyExists,
+            "it is being written by another restore",
+        )),
+        Err(errno) => Err(errno.into()),
+    }
 }
 
 /// Fills a VM that was started with `-incoming defer` from `ram`, the image ([`Shelf::checked_ram`]), and lets it run.
@@ -181,7 +195,19 @@ pub fn fill(
         Ok(other) => Err(SnapshotError::Library(format!("{other:?}"))),
         Err(error) => Err(SnapshotError::Library(error.to_string())),
     };
-    for block in crate::vm::ram::read_blocks(qmp)? {
+    let there = crate::vm::ram::read_blocks(qmp)?;
+    let lacks =
+        |saved: &&ImageBlock| saved.pages > 0 && !there.iter().any(|b| b.name == saved.name);
+    if let Some(saved) = manifest.blocks.iter().find(lacks) {
+        return Err(SnapshotError::Broken {
+            name: manifest.name.clone(),
+            why: format!(
+                "it has a RAM block '{}' of {} pages that this QEMU hasn't",
+                saved.name, saved.pages
+            ),
+        });
+    }
+    for block in there {
         // Segments: files that it maps already.
         if block.name.is_empty() {
             continue;
@@ -297,10 +323,12 @@ fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), Snapsho
                 Some("inmigrate") if Instant::now() < end => {
                     std::thread::sleep(Duration::from_millis(1));
                 }
-                Some("paused" | "running" | "prelaunch" | "postmigrate" | "save-vm") => return Ok(()),
+                Some("paused" | "running" | "prelaunch" | "postmigrate" | "save-vm") => {
+                    return Ok(());
+                }
                 other => {
                     return Err(SnapshotError::Qemu(format!(
-                        "QEMU did not take the device state (its state is {other:?}); its log says why"
+                        "QEMU did not take the device state (its state is {other:?})"
                     )));
                 }
             }
@@ -310,6 +338,24 @@ fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), Snapsho
     loaded?;
     qmp.query("cont")?;
     Ok(())
+}
+
+/// The snapshots that a VM's disks are built on.
+#[must_use]
+pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
+    let files: Vec<PathBuf> = spec
+        .disks
+        .iter()
+        .filter_map(|disk| super::freeze::chain(&disk.path).ok())
+        .flatten()
+        .collect();
+    let mut names = shelf.names().unwrap_or_default();
+    names.retain(|name| {
+        shelf
+            .path(name)
+            .is_ok_and(|place| files.iter().any(|file| file.starts_with(&place)))
+    });
+    names
 }
 
 /// Other snapshots whose disks are built on those of this one.

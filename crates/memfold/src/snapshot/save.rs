@@ -31,6 +31,7 @@ use serde_json::json;
 use super::copy::{self, Copied};
 use super::free::{self, Frames};
 use super::freeze::{self, Frozen, disk_name};
+use super::hardware;
 use super::image::{Plan, Source, Writer};
 use super::manifest::{
     BackingFile, FORMAT, FORMAT_IN_PARTS, FileFacts, Keep, Manifest, SavedDisk, Steps,
@@ -62,6 +63,8 @@ pub struct Request {
     pub began: Instant,
     /// Frames that the guest had free while its writes were tracked; or why that isn't known.
     pub free: Result<Vec<Frames>, String>,
+    /// Why the guest has caches that it was to drop.
+    pub cache_kept: Option<String>,
     /// The steps that were before.
     pub steps: Steps,
     /// Whether memfold's agent runs in the guest.
@@ -104,12 +107,13 @@ pub trait Hold {
     fn let_go(&self);
 }
 
-/// Puts right what an earlier save has left that was cut off. The VM runs meanwhile.
+/// Refuses a VM that can't be saved as it is now, and puts right what an earlier save has left that was cut off. The VM runs meanwhile.
 pub fn mend<M: DerefMut<Target = Qmp>>(
     vm: &Vm,
     monitor: impl Fn() -> M,
 ) -> Result<(), SnapshotError> {
     let (spec, record, directory) = refuse(vm)?;
+    hardware::check(&mut monitor(), spec)?;
     copy::remove(&monitor, spec)?;
     shorten(&monitor, spec, &record_now(directory, record).overlays)
 }
@@ -153,6 +157,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         write_overlays(directory, record, &all)
     };
     let mut qmp = monitor();
+    hardware::check(&mut qmp, spec)?;
     let spec_now = spec_now(vm, spec, &mut qmp)?;
     let frozen = freeze::prepare(&mut qmp, spec, &draft, &before, note)?;
     let stood = freeze::check_files(vm.pid(), &mut qmp, spec)
@@ -216,6 +221,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             blocks,
             counts,
             free_kept,
+            cache_kept: request.cache_kept.clone(),
             agent: request.agent,
             generation_id: request.generation_id,
             ram_bytes,

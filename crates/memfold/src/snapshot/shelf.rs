@@ -207,6 +207,13 @@ impl Shelf {
             if !wrong.is_empty() {
                 return Err(Self::wrong(manifest, &wrong));
             }
+            // What was written meanwhile may have been read before.
+            if Stamp::of(&ram).map_err(self.failed(name, RAM))? != stamp {
+                return Err(SnapshotError::Broken {
+                    name: name.clone(),
+                    why: format!("{RAM} was written to while it was checked"),
+                });
+            }
             self.right().insert(name.clone(), stamp);
         }
         Ok(Arc::new(ram))

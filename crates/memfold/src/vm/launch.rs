@@ -416,7 +416,8 @@ fn wait_for_monitor(child: &mut Child, directory: &VmDirectory) -> Result<(), La
     }
 }
 
-fn log_tail(directory: &VmDirectory) -> String {
+/// The last words in QEMU's log.
+pub fn log_tail(directory: &VmDirectory) -> String {
     let log = fs::read(directory.qemu_log()).unwrap_or_default();
     let tail = &log[log.len().saturating_sub(LOG_TAIL)..];
     String::from_utf8_lossy(tail).trim().to_owned()

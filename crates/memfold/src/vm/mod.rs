@@ -31,7 +31,7 @@ pub use agent_link::{
 };
 pub use conditions::{Reason, VmConditions};
 pub use directory::{DEFAULT_STATE, Record, VmDirectory};
-pub use launch::{Incoming, LaunchError, start, start_incoming};
+pub use launch::{Incoming, LaunchError, log_tail, start, start_incoming};
 pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
 pub use machine::{Ability, MachineError, StopKind, Vm};

@@ -91,13 +91,24 @@ pub struct Qmp {
 
 /// A descriptor that QEMU has under a path.
 #[derive(Debug)]
-pub struct Lent(u64);
+pub struct Lent {
+    set: u64,
+    /// Its number in QEMU.
+    number: u64,
+}
 
 impl Lent {
     /// Where QEMU finds it.
     #[must_use]
     pub fn path(&self) -> String {
-        format!("/dev/fdset/{}", self.0)
+        format!("/dev/fdset/{}", self.set)
+    }
+
+    /// The same for what knows nothing of QEMU's sets, such as memory backends: to open it takes the file's own permission alone, not that
+    /// of the directories above it.
+    #[must_use]
+    pub fn plain_path(&self) -> String {
+        format!("/proc/self/fd/{}", self.number)
     }
 }
 
@@ -198,15 +209,15 @@ impl Qmp {
         let answer = self.once("add-fd", &Value::Null);
         self.pass = None;
         let answer = answer?;
-        match answer["fdset-id"].as_u64() {
-            Some(set) => Ok(Lent(set)),
-            None => Err(self.unexpected("add-fd", &answer)),
+        match (answer["fdset-id"].as_u64(), answer["fd"].as_u64()) {
+            (Some(set), Some(number)) => Ok(Lent { set, number }),
+            _ => Err(self.unexpected("add-fd", &answer)),
         }
     }
 
     /// QEMU needs the descriptor no more.
     pub fn take_back(&mut self, lent: &Lent) -> Result<(), QmpError> {
-        self.execute("remove-fd", json!({ "fdset-id": lent.0 }))
+        self.execute("remove-fd", json!({ "fdset-id": lent.set }))
             .map(drop)
     }
 

@@ -6,6 +6,7 @@
 //! QEMU can plug such a device while the VM runs, and can't take it out again: a slot keeps its segment as long as the VM lives.
 
 use std::ffi::OsString;
+use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 
 use memfold_units::ByteSize;
@@ -219,16 +220,32 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
     Some(words.join(" "))
 }
 
-/// Plugs a segment into a running VM. If that fails, nothing of it is left.
-pub fn plug(qmp: &mut Qmp, slot: u32, segment: &SegmentSpec) -> Result<(), QmpError> {
+/// Plugs a segment, whose image this is, into a running VM. If that fails, nothing of it is left.
+pub fn plug(
+    qmp: &mut Qmp,
+    slot: u32,
+    segment: &SegmentSpec,
+    image: BorrowedFd<'_>,
+) -> Result<(), QmpError> {
     let backend = format!("segment{slot}");
-    qmp.execute(
+    // By descriptor: a QEMU that has given its rights up can't reach the shelf.
+    let place = qmp.lend(image)?;
+    let added = qmp.execute(
         "object-add",
         json!({
             "qom-type": "memory-backend-file", "id": backend, "size": segment.bytes, "share": true, "readonly": true,
-            "merge": false, "dump": false, "mem-path": segment.image,
+            "merge": false, "dump": false, "mem-path": place.plain_path(),
         }),
-    )?;
+    );
+    let taken_back = qmp.take_back(&place);
+    added?;
+    if let Err(error) = taken_back {
+        tracing::warn!(
+            error = &error as &dyn std::error::Error,
+            backend,
+            "QEMU keeps a descriptor of its image"
+        );
+    }
     let device = json!({
         "driver": "virtio-pmem-pci", "id": format!("seg{slot}"), "memdev": backend, "bus": format!("segport{slot}"),
     });

@@ -6,7 +6,10 @@
 //!   blocks   qemu-io, quorum, nbd --Unix socket--> relay, with TLS -> nbdkit
 //!                            file (the copy)
 //! ```
-//! In turns, from a lease of their own each. `direct` is no way that memfold goes: it is what QEMU's own client adds.
+//! From a lease of their own each. `direct` is no way that memfold goes: it is what QEMU's own client adds.
+//!
+//! In turns of [`TURN`] accesses, one behind the other, as a guest that swaps asks: who is asked again at once needn't be woken first. What it
+//! takes when each access comes out of the blue is told beside it (`apart`).
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -33,9 +36,12 @@ const BYTES: u64 = 64 << 20;
 
 const BLOCK_BYTES: u64 = BLOCK as u64;
 
-/// Accesses of each kind in a row, and how often.
-const ACCESSES: u64 = 500;
+/// Accesses of each kind in a round, and how many rounds.
+const ACCESSES: u64 = 600;
 const ROUNDS: usize = 7;
+
+/// Accesses of a way in a row.
+const TURN: u64 = 50;
 
 /// Name of the borrower.
 const HERE: &str = "block-path";
@@ -58,57 +64,103 @@ pub fn measure(lender: &Lender) -> anyhow::Result<Value> {
     for block in 0..BYTES / BLOCK_BYTES {
         bare.write(block * BLOCK_BYTES, &data)?;
     }
-    let mut all: [Vec<f64>; 6] = Default::default();
-    let mut medians: [Vec<f64>; 6] = Default::default();
-    for round in 0..ROUNDS as u64 {
-        let mut times: [Vec<f64>; 6] = Default::default();
-        for access in 0..ACCESSES {
-            // Each block is another one, far from the last.
-            let at = (round * ACCESSES + access) * 7919 % (BYTES / BLOCK_BYTES) * BLOCK_BYTES;
-            times[0].push(bare.read(at)?);
-            let (read, write) = (
-                format!("read -C {at} {BLOCK}"),
-                format!("write -C -P {} {at} {BLOCK}", 1 + access % 250),
-            );
-            times[1].push(blocks.order(&read)?);
-            times[2].push(direct.order(&read)?);
-            times[3].push(bare.write(at, &data)?);
-            times[4].push(blocks.order(&write)?);
-            times[5].push(direct.order(&write)?);
-        }
-        for (number, times) in times.into_iter().enumerate() {
-            medians[number].push(median(&times));
-            all[number].extend(times);
-        }
-    }
+    let mut ways = Ways {
+        bare: &mut bare,
+        blocks: &mut blocks,
+        direct: &mut direct,
+        data,
+    };
+    let in_a_row = ways.measure(TURN)?;
+    let apart = ways.measure(1)?;
     blocks.end();
     direct.end();
-    let [
-        bare_read,
-        blocks_read,
-        direct_read,
-        bare_write,
-        blocks_write,
-        direct_write,
-    ] = medians;
-    let ratio =
-        |a: &[f64], b: &[f64]| -> Vec<f64> { a.iter().zip(b).map(|(a, b)| a / b).collect() };
-    let (read, write) = (
-        ratio(&blocks_read, &bare_read),
-        ratio(&blocks_write, &bare_write),
-    );
-    let (read_by_qemu, write_by_qemu) = (
-        ratio(&direct_read, &bare_read),
-        ratio(&direct_write, &bare_write),
-    );
-    Ok(json!({
-        "bare_read_us": spread(&all[0]), "read_us": spread(&all[1]), "qemu_direct_read_us": spread(&all[2]),
-        "bare_write_us": spread(&all[3]), "write_us": spread(&all[4]), "qemu_direct_write_us": spread(&all[5]),
-        "qemu_direct_read_ratio": median(&read_by_qemu), "qemu_direct_write_ratio": median(&write_by_qemu),
-        "added_read_us": median(&blocks_read) - median(&bare_read),
-        "read_ratio": median(&read), "read_ratio_spread": spread(&read),
-        "write_ratio": median(&write), "write_ratio_spread": spread(&write),
-    }))
+    let mut results = in_a_row.json();
+    results["apart"] = apart.json();
+    Ok(results)
+}
+
+/// Each way to do the same access.
+struct Ways<'a> {
+    bare: &'a mut Bare,
+    blocks: &'a mut Blocks,
+    direct: &'a mut Blocks,
+    data: Vec<u8>,
+}
+
+impl Ways<'_> {
+    /// Microseconds of an access: number 0 to 2 are reads, 3 to 5 writes, by a client that does nothing else, QEMU's nodes as a VM has them,
+    /// and QEMU's own client.
+    fn access(&mut self, number: usize, at: u64, byte: u64) -> anyhow::Result<f64> {
+        let order = if number < 3 {
+            format!("read -C {at} {BLOCK}")
+        } else {
+            format!("write -C -P {byte} {at} {BLOCK}")
+        };
+        match number {
+            0 => self.bare.read(at),
+            3 => self.bare.write(at, &self.data),
+            1 | 4 => self.blocks.order(&order),
+            _ => self.direct.order(&order),
+        }
+    }
+
+    /// So many accesses of one way, then as many of the next.
+    fn measure(&mut self, turn: u64) -> anyhow::Result<Latencies> {
+        let mut found = Latencies::default();
+        for round in 0..ROUNDS as u64 {
+            let mut times: [Vec<f64>; 6] = Default::default();
+            for from in (0..ACCESSES).step_by(usize::try_from(turn)?) {
+                for (number, times) in times.iter_mut().enumerate() {
+                    for access in from..from + turn {
+                        // Each block is another one, far from the last.
+                        let block = (round * ACCESSES + access) * 7919 % (BYTES / BLOCK_BYTES);
+                        times.push(self.access(number, block * BLOCK_BYTES, 1 + access % 250)?);
+                    }
+                }
+            }
+            for (number, times) in times.into_iter().enumerate() {
+                found.medians[number].push(median(&times));
+                found.all[number].extend(times);
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// Microseconds of each kind of access: all of them, and the median of each round.
+#[derive(Default)]
+struct Latencies {
+    all: [Vec<f64>; 6],
+    medians: [Vec<f64>; 6],
+}
+
+impl Latencies {
+    fn json(&self) -> Value {
+        let [
+            bare_read,
+            blocks_read,
+            direct_read,
+            bare_write,
+            blocks_write,
+            direct_write,
+        ] = &self.medians;
+        let all = &self.all;
+        let ratio =
+            |a: &[f64], b: &[f64]| -> Vec<f64> { a.iter().zip(b).map(|(a, b)| a / b).collect() };
+        let (read, write) = (
+            ratio(blocks_read, bare_read),
+            ratio(blocks_write, bare_write),
+        );
+        json!({
+            "bare_read_us": spread(&all[0]), "read_us": spread(&all[1]), "qemu_direct_read_us": spread(&all[2]),
+            "bare_write_us": spread(&all[3]), "write_us": spread(&all[4]), "qemu_direct_write_us": spread(&all[5]),
+            "qemu_direct_read_ratio": median(&ratio(direct_read, bare_read)),
+            "qemu_direct_write_ratio": median(&ratio(direct_write, bare_write)),
+            "added_read_us": median(blocks_read) - median(bare_read),
+            "read_ratio": median(&read), "read_ratio_spread": spread(&read),
+            "write_ratio": median(&write), "write_ratio_spread": spread(&write),
+        })
+    }
 }
 
 /// A lease, given back when it is dropped.

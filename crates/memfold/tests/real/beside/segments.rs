@@ -470,6 +470,8 @@ fn renewed(lab: &Lab) {
             ("system@2".to_owned(), SegmentState::Laid)
         ]
     );
+    let why = refused(daemon.detach_segment("late", "system@1"));
+    assert!(why.contains("'system@2'"), "{why}");
     let look = "cat /usr/bin/own; perl -e 'print 6*7'";
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), "mine\n42");
     daemon.remove_snapshot("warm").unwrap_err();
@@ -484,6 +486,9 @@ fn renewed(lab: &Lab) {
         .unwrap();
     daemon.wait_agent("late", BOOT).unwrap();
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), "mine\n42");
+    // The one of this name that was the writer has ended.
+    let list = daemon.list_segments().unwrap();
+    assert!(list.iter().all(|info| info.writer.is_none()), "{list:?}");
     lab.stop("late").unwrap();
     daemon.remove_snapshot("moved").unwrap();
     daemon.remove_snapshot("warm").unwrap();
@@ -508,7 +513,7 @@ fn a_vm_boots_from_a_segment_and_writes_to_its_own_disk() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };
-    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let lab = Lab::in_memory(EngineSettings::default()).unwrap();
     let mut whole = request("debian", &[]);
     whole.root = true;
     whole.pinned = true;
@@ -551,11 +556,21 @@ cat /etc/kept; awk '/^Cached:/ { print $2 }' /proc/meminfo";
     let list = lab.daemon().list_segments().unwrap();
     assert_eq!(
         (list[0].protection.as_str(), list[0].users.len()),
-        ("memory", 1)
+        ("immutable", 1)
     );
     assert!(list[0].resident_bytes > 0);
     let pinned = lab.directory().join("pinned/debian@1");
-    assert!(pinned.exists());
+    // In memory, and nobody can cut it under the VM.
+    let place = rustix::fs::statfs(&pinned).unwrap();
+    assert_eq!(place.f_type, 0x0102_1994, "not on a tmpfs");
+    assert!(
+        std::fs::OpenOptions::new()
+            .write(true)
+            .open(&pinned)
+            .is_err()
+    );
+    let segment = account(&lab, "root");
+    assert_eq!(segment.segment_shmem_bytes, segment.segment_pss_bytes);
     lab.stop("root").unwrap();
     // Nobody maps it, so it doesn't take memory any more.
     let end = Instant::now() + Duration::from_secs(120);
