@@ -293,8 +293,11 @@ impl Daemon {
                 format!("{image} was changed since it was saved, in its chunk {chunk}")
             }));
         }
-        if let Err(error) = restore::spec(&self.shelf, &manifest, &manifest.vm) {
-            problems.push(error.to_string());
+        progress.begin("disks compared", 0);
+        match restore::spec(&self.shelf, &manifest, &manifest.vm) {
+            Ok(_) => problems.extend(restore::changed_disks(&self.shelf, &manifest)?),
+            // Its words name the disk, if that is what is wrong.
+            Err(error) => problems.push(error.to_string()),
         }
         Ok(VerifyReport {
             name: name.to_owned(),

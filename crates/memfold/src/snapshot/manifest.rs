@@ -75,6 +75,9 @@ pub struct SavedDisk {
     pub bytes: u64,
     /// See `bytes`.
     pub modified_ns: i128,
+    /// XXH3 (128 bits, hexadecimal) of a disk that lies in the snapshot, compared when that is verified; of others, and of older snapshots, none.
+    #[serde(default)]
+    pub xxh3_128: Option<String>,
     /// Files that it is built on, nearest first.
     #[serde(default)]
     pub backing: Vec<BackingFile>,

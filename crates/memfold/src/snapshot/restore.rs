@@ -340,6 +340,24 @@ fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), Snapsho
     Ok(())
 }
 
+/// Reads the disks that lie in a snapshot, and names those that aren't what was saved.
+pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, SnapshotError> {
+    let place = shelf.path(&manifest.name)?;
+    let mut changed = Vec::new();
+    for disk in &manifest.disks {
+        let Some(saved) = &disk.xxh3_128 else {
+            continue;
+        };
+        if super::save::sum(&place.join(&disk.path))? != *saved {
+            changed.push(format!(
+                "{} was changed since it was saved",
+                disk.path.display()
+            ));
+        }
+    }
+    Ok(changed)
+}
+
 /// The snapshots that a VM's disks are built on.
 #[must_use]
 pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {

@@ -576,10 +576,21 @@ fn take_over(
             read_only: !is_ours,
             bytes: facts.len(),
             modified_ns: modified_ns(&facts),
+            xxh3_128: is_ours.then(|| sum(&at)).transpose()?,
             backing,
         });
     }
     Ok(disks)
+}
+
+/// A disk's checksum.
+pub(super) fn sum(disk: &Path) -> Result<String, SnapshotError> {
+    let facts = File::open(disk).and_then(facts);
+    let facts = facts.map_err(|source| SnapshotError::Files {
+        path: disk.to_owned(),
+        source,
+    })?;
+    Ok(facts.xxh3_128)
 }
 
 /// Time of the last change of a file in nanoseconds since 1970.

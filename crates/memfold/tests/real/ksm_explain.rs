@@ -416,58 +416,11 @@ fn content_that_is_unique_or_changes_is_told_apart() {
     assert!(explained.profit_bytes.is_none_or(|profit| profit < 8 << 20));
 }
 
-/// Swap of this host's in a file, as long as it lives.
-struct Swap(TempDir);
-
-impl Swap {
-    fn on() -> Result<Self, String> {
-        // Not on tmpfs.
-        let swap = Self(tempfile::tempdir_in("/var/tmp").map_err(|error| error.to_string())?);
-        swap.sh("dd if=/dev/zero of=swap bs=1M count=96 status=none && chmod 600 swap && mkswap -q swap && swapon swap")?;
-        Ok(swap)
-    }
-
-    fn sh(&self, line: &str) -> Result<(), String> {
-        let mut shell = Command::new("sh");
-        shell.args(["-c", line]).current_dir(self.0.path());
-        let said = shell.output().map_err(|error| error.to_string())?;
-        if said.status.success() {
-            Ok(())
-        } else {
-            Err(String::from_utf8_lossy(&said.stderr).into_owned())
-        }
-    }
-}
-
-impl Drop for Swap {
-    fn drop(&mut self) {
-        // Where swapon has failed, there is nothing to turn off.
-        let _ = self.sh("swapoff swap");
-    }
-}
-
-/// Has the kernel swap out what is mergeable of the process that its argument names.
-const SWAPS_OUT: &str = r"
-import ctypes, re, struct, sys
-libc, pid = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
-handle = libc.syscall(434, pid, 0)
-assert handle >= 0
-ranges, here = [], None
-for line in open(f'/proc/{pid}/smaps'):
-    if found := re.match('([0-9a-f]+)-([0-9a-f]+) ', line):
-        here = [int(end, 16) for end in found.groups()]
-    elif line.startswith('VmFlags:') and ' mg' in line:
-        ranges.append(here)
-for begin, end in ranges:
-    area = ctypes.create_string_buffer(struct.pack('QQ', begin, end - begin))
-    assert libc.syscall(440, handle, area, 1, 21, 0) >= 0, ctypes.get_errno()
-";
-
 #[test]
 fn memory_that_is_swapped_out_is_explained() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
-    let swap = match Swap::on() {
+    let swap = match support::Swap::on(96) {
         Ok(swap) => swap,
         Err(why) => return println!("skipped: no swap: {why}"),
     };
@@ -476,13 +429,9 @@ fn memory_that_is_swapped_out_is_explained() {
     std::fs::write(&file, vec![0x5a; 32 << 20]).unwrap();
     let loader = format!("loader,addr=0x1000000,force-raw=on,file={}", file.display());
     let vm = Still::start(&["-S", "-M", "pc", "-m", "64", "-device", &loader]);
-    let pid = vm.child.id().to_string();
-    let mut python = Command::new("python3");
-    let done = python.args(["-c", SWAPS_OUT, &pid]).output().unwrap();
-    let said = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{said}");
+    support::swap_out(vm.child.id());
     let found = vm.wait(Cause::Swapped, 16 * MIB);
     assert_eq!(found.blocks, Cause::Swapped.blocks());
     drop(vm);
-    swap.sh("swapoff swap").unwrap();
+    swap.off();
 }

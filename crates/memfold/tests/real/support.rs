@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use memfold::bench::lab::Lab;
@@ -11,6 +12,7 @@ use memfold::host::{QemuFacts, guest_images};
 use memfold::vm::{Qmp, RamLayout, Vm, VmDirectory};
 use memfold_units::ByteSize;
 use rustix::fs::{FlockOperation, flock};
+use tempfile::TempDir;
 
 pub const BOOT: Duration = Duration::from_secs(180);
 pub const MEMORY: ByteSize = ByteSize::mib(512);
@@ -145,6 +147,69 @@ pub fn ram(state: &Path, name: &str) -> (i32, RamLayout) {
     let vm = Vm::find(state, name).unwrap();
     let layout = vm.layout(&mut qmp(state, name)).unwrap();
     (vm.pid().as_raw_nonzero().get(), layout)
+}
+
+/// Swap of this host's in a file, as long as it lives.
+pub struct Swap(TempDir);
+
+impl Swap {
+    pub fn on(mib: u64) -> Result<Self, String> {
+        // Not on tmpfs.
+        let swap = Self(tempfile::tempdir_in("/var/tmp").map_err(|error| error.to_string())?);
+        swap.sh(&format!(
+            "dd if=/dev/zero of=swap bs=1M count={mib} status=none && chmod 600 swap && mkswap -q swap && swapon swap"
+        ))?;
+        Ok(swap)
+    }
+
+    /// Everything comes back.
+    pub fn off(&self) {
+        self.sh("swapoff swap").unwrap();
+    }
+
+    fn sh(&self, line: &str) -> Result<(), String> {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", line]).current_dir(self.0.path());
+        let said = shell.output().map_err(|error| error.to_string())?;
+        if said.status.success() {
+            Ok(())
+        } else {
+            Err(String::from_utf8_lossy(&said.stderr).into_owned())
+        }
+    }
+}
+
+impl Drop for Swap {
+    fn drop(&mut self) {
+        // Where swapon has failed, there is nothing to turn off.
+        let _ = self.sh("swapoff swap");
+    }
+}
+
+/// Has the kernel swap out what is mergeable of the process that its argument names.
+const SWAPS_OUT: &str = r"
+import ctypes, re, struct, sys
+libc, pid = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
+handle = libc.syscall(434, pid, 0)
+assert handle >= 0
+ranges, here = [], None
+for line in open(f'/proc/{pid}/smaps'):
+    if found := re.match('([0-9a-f]+)-([0-9a-f]+) ', line):
+        here = [int(end, 16) for end in found.groups()]
+    elif line.startswith('VmFlags:') and ' mg' in line:
+        ranges.append(here)
+for begin, end in ranges:
+    area = ctypes.create_string_buffer(struct.pack('QQ', begin, end - begin))
+    assert libc.syscall(440, handle, area, 1, 21, 0) >= 0, ctypes.get_errno()
+";
+
+/// Has the kernel swap out a VM's RAM, as far as it is anonymous memory that KSM may merge.
+pub fn swap_out(pid: u32) {
+    let mut python = Command::new("python3");
+    let done = python.args(["-c", SWAPS_OUT, &pid.to_string()]).output();
+    let done = done.unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{said}");
 }
 
 pub fn vm<'a>(stats: &'a EngineStats, name: &str) -> &'a VmStats {

@@ -289,10 +289,106 @@ fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
     // A later VM of this name.
     lab.stop("booted").unwrap();
     spec.boot_snapshot = false;
+    spec.segment_slots = 1;
     lab.start(spec).unwrap();
     let error = reboot(true).unwrap_err().to_string();
     assert!(error.contains("an earlier one of this name"), "{error}");
     assert_eq!(snapshot(), None);
+    refuses_what_a_snapshot_would_lack(&lab, "booted");
+}
+
+/// A VM that stands still, or that has more than its description says, is not saved, and is as before.
+fn refuses_what_a_snapshot_would_lack(lab: &Lab, vm: &str) {
+    lab.wait_ready(vm, BOOT).unwrap();
+    let mut qmp = support::qmp(lab.directory(), vm);
+    let refused = || {
+        let request = SaveRequest::new(vm, "lacking");
+        lab.daemon()
+            .save_snapshot(&request)
+            .unwrap_err()
+            .to_string()
+    };
+    qmp.query("stop").unwrap();
+    let why = refused();
+    assert!(
+        why.contains("stands still") && why.contains("'paused'"),
+        "{why}"
+    );
+    qmp.query("cont").unwrap();
+    let device =
+        serde_json::json!({ "driver": "virtio-rng-pci", "id": "plugged", "bus": "segport0" });
+    qmp.execute("device_add", device).unwrap();
+    let why = refused();
+    assert!(why.contains("'plugged'"), "{why}");
+    // A disk that memfold knows nothing of, by the monitor of people: read-only ones may be there.
+    let file = lab.directory().join("foreign.img");
+    std::fs::File::create(&file)
+        .unwrap()
+        .set_len(1 << 20)
+        .unwrap();
+    let add = |mode: &str| {
+        format!(
+            "drive_add dummy file={},format=raw,if=none,id=foreign{mode}",
+            file.display()
+        )
+    };
+    let plug = |qmp: &mut memfold::vm::Qmp, mode: &str| {
+        qmp.human(&add(mode)).unwrap();
+        refused()
+    };
+    assert!(plug(&mut qmp, ",readonly=on").contains("'plugged'"));
+    qmp.human("drive_del foreign").unwrap();
+    let why = plug(&mut qmp, "");
+    assert!(why.contains("'foreign'"), "{why}");
+    qmp.human("drive_del foreign").unwrap();
+    assert!(
+        lab.daemon()
+            .snapshots()
+            .unwrap()
+            .iter()
+            .all(|info| info.name != "lacking")
+    );
+    assert_eq!(lab.exec(vm, "echo on", BOOT).unwrap(), "on\n");
+}
+
+/// Most of its RAM lies in the host's swap when it is saved, as `from-swap`; it and what is restored of it have every byte.
+fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
+    let swap = match support::Swap::on(512) {
+        Ok(swap) => swap,
+        Err(why) => return println!("skipped: no swap: {why}"),
+    };
+    let (pid, _) = support::ram(lab.directory(), vm);
+    support::swap_out(u32::try_from(pid).unwrap());
+    let swapped = || {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let line = status.lines().find_map(|l| l.strip_prefix("VmSwap:"));
+        let kib = line.and_then(|l| l.split_whitespace().next()?.parse().ok());
+        kib.unwrap_or(0_u64) << 10
+    };
+    let before = swapped();
+    let request = SaveRequest {
+        keep: Keep::All,
+        live: true,
+        ..SaveRequest::new(vm, "from-swap")
+    };
+    let saved = lab.daemon().save_snapshot(&request).unwrap();
+    println!(
+        "saved with {} MiB of its RAM in swap, {} behind it: {:?}",
+        before >> 20,
+        swapped() >> 20,
+        saved.counts
+    );
+    assert!(before > 64 << 20, "only {before} bytes are in swap");
+    assert!(saved.counts.saved_pages * 4096 > before);
+    let thawed = RestoreRequest::new("thawed");
+    lab.daemon().restore("from-swap", &thawed).unwrap();
+    lab.daemon().wait_agent("thawed", BOOT).unwrap();
+    for name in ["thawed", vm] {
+        let shown = lab.exec(name, CHECK, limit).unwrap();
+        assert_eq!(shown, expected, "{name}");
+    }
+    lab.stop("thawed").unwrap();
+    swap.off();
 }
 
 #[test]
@@ -375,6 +471,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         limit,
     )
     .unwrap();
+    saved_from_swap(&lab, "first", &format!("second\n{nonce}"), limit);
     // What a daemon leaves that is killed between adding an overlay and using it.
     let unused = add_unused_overlay(lab.directory(), "first");
     save("later", Keep::All).unwrap();
@@ -441,6 +538,27 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         lab.stop(vm).unwrap();
     }
     refuses_twins(&lab, "warm");
+    // A bit of a disk turns over, and nothing else tells.
+    let disk = lab.directory().join("snapshots/later/disk0.qcow2");
+    let facts = std::fs::metadata(&disk).unwrap();
+    let file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(&disk)
+        .unwrap();
+    let at = facts.len() / 2;
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    let turn = |byte: u8| {
+        file.write_all_at(&[byte], at).unwrap();
+        file.set_modified(facts.modified().unwrap()).unwrap();
+        daemon.verify_snapshot("later").unwrap().problems
+    };
+    assert_eq!(
+        turn(byte[0] ^ 1),
+        ["disk0.qcow2 was changed since it was saved"]
+    );
+    assert!(turn(byte[0]).is_empty());
     let ram = lab.directory().join("snapshots/warm/ram");
     let ram = std::fs::File::options().write(true).open(ram).unwrap();
     ram.write_all_at(b"x", 5 << 20).unwrap();
@@ -458,7 +576,13 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         daemon.remove_snapshot("warm"),
         Err(DaemonError::Snapshot(SnapshotError::BuiltOn { .. }))
     ));
-    for name in ["latest", "later", "warm"] {
+    let from_swap = daemon.snapshots().unwrap();
+    let from_swap = from_swap.iter().find(|info| info.name == "from-swap");
+    for name in ["latest", "later"]
+        .into_iter()
+        .chain(from_swap.map(|info| info.name.as_str()))
+        .chain(["warm"])
+    {
         daemon.remove_snapshot(name).unwrap();
     }
     let refused = save("again", Keep::All).unwrap_err();

@@ -145,6 +145,36 @@ fn restores_killed(served: &mut Served, client: &Client, temporary: &Path, seed:
     }
     println!("{midway} of {DEATHS} while there was a QEMU, {came} when it was done");
     assert!(midway > 0);
+    // QEMU itself dies while it is filled: the restore fails or the VM has just ended, and the snapshot is as good as before.
+    let pid_of = || {
+        let all = std::fs::read_dir("/proc").unwrap().flatten();
+        all.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
+            .find(|pid| {
+                let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                let mut words = line.split(|byte| *byte == 0);
+                words.any(|word| word.starts_with(b"guest=copied,"))
+            })
+            .and_then(Pid::from_raw)
+    };
+    let mut failed = 0;
+    for death in 0..DEATHS {
+        std::thread::scope(|scope| {
+            let restoring = scope.spawn(restore);
+            wait_for(|| pid_of().is_some() || restoring.is_finished());
+            std::thread::sleep(Duration::from_millis(span * death / DEATHS / 2));
+            if let Some(victim) = pid_of() {
+                // It may have ended by itself.
+                let _ = kill_process(victim, Signal::KILL);
+            }
+            failed += usize::from(restoring.join().unwrap().is_err());
+        });
+        wait_for(|| processes() == 0 && !running());
+        assert!(!running() && processes() == 0);
+        wait_for(|| overlays(temporary) == before);
+        assert_eq!(overlays(temporary), before, "its overlay is left");
+    }
+    println!("{failed} of {DEATHS} restores failed as their QEMU died");
+    assert!(failed > 0);
 }
 
 #[test]
