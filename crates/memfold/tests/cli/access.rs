@@ -6,13 +6,14 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
 use serde_json::{Value, json};
 
-use crate::support::{Daemon, code, err, refused, run, wait};
+use crate::support::{Daemon, code, err, refusals, refused, run, wait};
 
 /// A daemon that serves browsers, and what its log says of it.
 struct Door {
@@ -287,6 +288,8 @@ fn the_read_token_reads_and_the_operate_token_operates() {
 #[test]
 fn a_session_begins_by_token_or_code_and_ends_when_that_is_asked_for() {
     let door = Door::open(&[]);
+    let wrong = || refusals(&door.daemon, "credentials");
+    let before = wrong();
     let url = code_url(&door.daemon, "operate");
     let secret = url.split_once("#login=").unwrap().1;
     let body = json!({ "secret": secret }).to_string();
@@ -297,6 +300,7 @@ fn a_session_begins_by_token_or_code_and_ends_when_that_is_asked_for() {
         assert!(set.contains(word), "no {word} in {set}");
     }
     assert_eq!(door.ask("POST", "/v1/session", &[], &body).status, 401);
+    assert!((wrong() - before - 1.0).abs() < 0.1, "it is counted once");
     let cookie = cookie(&first);
     let headers = [("cookie", cookie.as_str()), ("x-memfold", "1")];
     let session = door.ask("GET", "/v1/session", &headers[..1], "");
@@ -642,6 +646,12 @@ fn behind_the_socket_the_kernel_says_who_may_what() {
     }
     let (_, body) = as_nobody(&socket, &users, "GET", "/v1/vms");
     assert!(body.contains("memfold-operate"), "{body}");
+    // However many connections those hold who may nothing, who may read is served.
+    let mut strangers = hold_as_nobody(&socket, &users);
+    let answer = as_nobody(&socket, &games, "GET", "/v1/vms");
+    assert_eq!(answer.0, 200, "{}", answer.1);
+    drop(strangers.stdin.take());
+    strangers.wait().unwrap();
     // Nobody but root, if no group is let in.
     let closed = Daemon::start();
     let mode = std::fs::metadata(closed.socket())
@@ -658,6 +668,24 @@ fn behind_the_socket_the_kernel_says_who_may_what() {
 fn memfold_sys_group(name: &str) -> u32 {
     let groups = memfold::api::Groups::find(Some(name), None).unwrap();
     groups.read.unwrap()
+}
+
+/// Two hundred connections of user 65534 with this group, which say nothing, until the process's input ends.
+fn hold_as_nobody(socket: &Path, group: &str) -> Child {
+    let hold = "my @held = map { IO::Socket::UNIX->new(Peer => $ARGV[0]) } 1 .. 200; $| = 1; print \"held\\n\"; <STDIN>";
+    let mut child = Command::new("setpriv")
+        .args(["--reuid", "65534", "--regid", "65534", "--groups", group])
+        .args(["perl", "-MIO::Socket::UNIX", "-e", hold])
+        .arg(socket)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = [0; 5];
+    let stdout = child.stdout.as_mut().unwrap();
+    stdout.read_exact(&mut said).unwrap();
+    assert_eq!(&said, b"held\n");
+    child
 }
 
 #[test]
