@@ -43,13 +43,14 @@ export function Stack({ parts, label, legend = true }) {
   </div>`;
 }
 
-/** The values over time as one line. */
+/** The values over time as one line; where one is missing, the line goes on to the next. */
 export function Sparkline({ values, label, color = "folded" }) {
-  const known = values.filter((v) => v !== null && v !== undefined);
+  const known = values.filter((v) => v !== null);
   if (known.length < 2) return html`<span class="spark" role="img" aria-label=${`${label}: too few samples yet`}></span>`;
   const [low, high] = [Math.min(...known), Math.max(...known)];
   const range = high - low || 1;
-  const points = known.map((v, i) => `${((i * 96) / (known.length - 1) + 2).toFixed(1)},${(20 - ((v - low) / range) * 16).toFixed(1)}`);
+  const at = (v, i) => `${((i * 96) / (values.length - 1) + 2).toFixed(1)},${(20 - ((v - low) / range) * 16).toFixed(1)}`;
+  const points = values.map((v, i) => v !== null && at(v, i)).filter(Boolean);
   return html`<svg class="spark" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" aria-label=${`${label}: from ${bytes(known[0])} to ${bytes(known.at(-1))}`}>
     <polyline points=${points.join(" ")} style=${{ stroke: `var(--${color})` }} /></svg>`;
 }
