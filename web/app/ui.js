@@ -7,6 +7,9 @@ import { html } from "./html.js";
 /** Names that memfold takes, as a `pattern` (which browsers read with the flag `v`). */
 export const NAME = "[A-Za-z0-9][A-Za-z0-9._\\-]*";
 
+/** A field of what starts a VM. */
+export const DESPITE_BRAKE = { name: "despite", label: "Also if the brake is on: guests could call in more than there is", type: "checkbox" };
+
 /** A figure of the ledger: its text, and its exact value and name for tests and for those who hover. */
 export const Bytes = ({ value, figure }) =>
   html`<data value=${value ?? ""} data-figure=${figure} title=${value === null || value === undefined ? "" : `${value.toLocaleString("en")} bytes`}>${bytes(value)}</data>`;
