@@ -49,7 +49,7 @@ export const part = (name) => encodeURIComponent(name);
 
 // The live sample: one stream for the whole page, which ends while nobody sees the page.
 const listeners = new Set();
-const state = { sample: null, connected: false };
+const state = { sample: null, connected: false, refused: null };
 let source = null;
 
 function tell() {
@@ -65,6 +65,7 @@ function open() {
   source.addEventListener("sample", (event) => {
     state.sample = JSON.parse(event.data);
     state.connected = true;
+    state.refused = null;
     tell();
   });
   source.onerror = () => {
@@ -73,12 +74,29 @@ function open() {
     // The browser tries again by itself after a break, not after a refusal.
     if (source && source.readyState === EventSource.CLOSED) {
       close();
-      get("/v1/session").then(() => setTimeout(open, 3000), (error) => {
-        if (error.status === 401) whenLoggedOut();
+      whyClosed().then((error) => {
+        // A daemon that doesn't answer refuses nothing.
+        state.refused = error?.status ? error : null;
+        tell();
+        if (error?.status === 401) whenLoggedOut();
         else setTimeout(open, 3000);
       });
     }
   };
+}
+
+/** Why the stream was refused, which an `EventSource` doesn't tell; null: it isn't any more. */
+async function whyClosed() {
+  const asked = new AbortController();
+  try {
+    const response = await fetch("/v1/live", { credentials: "same-origin", headers: { "x-memfold": "1" }, signal: asked.signal });
+    return response.ok ? null : new Refused(response.status, await response.json());
+  } catch (error) {
+    return error;
+  } finally {
+    // One that is let in now is not read here.
+    asked.abort();
+  }
 }
 
 function close() {
@@ -97,6 +115,7 @@ export function endLive() {
   live = false;
   close();
   state.sample = null;
+  state.refused = null;
 }
 
 /** What an action has changed, shown before the next sample has it. `change(sample)`: the sample as it is now. */

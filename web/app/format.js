@@ -65,3 +65,10 @@ export function parseBytes(text) {
   if (!match) return null;
   return Number(match[1]) * 1024 ** " KMGT".indexOf(match[2].toUpperCase() || " ");
 }
+
+/** So many bytes as `parseBytes` reads them, to the byte. */
+export function sizeText(value) {
+  let [size, unit] = [value, 0];
+  while (size > 0 && size % 1024 === 0 && unit < 4) [size, unit] = [size / 1024, unit + 1];
+  return `${size}${["", "K", "M", "G", "T"][unit]}`;
+}

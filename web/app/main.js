@@ -70,9 +70,15 @@ function ThemeSwitch() {
 
 function LiveState() {
   const live = useLive();
-  if (!live.sample) return html`<p class="live" role="status"><i></i>connecting …</p>`;
+  if (!live.sample) return html`<p class=${`live ${live.refused ? "off" : ""}`} role="status"><i></i>${live.refused ? "not live" : "connecting …"}</p>`;
   const at = time(live.sample.ledger.taken_unix_s);
   return html`<p class=${`live ${live.connected ? "on" : "off"}`}><i></i>${live.connected ? `as of ${at}` : `no contact since ${at}`}</p>`;
+}
+
+/** Why nothing on the page is live: the daemon says so. */
+function NotLive() {
+  const { refused } = useLive();
+  return html`<${Failure} error=${refused} />`;
 }
 
 function Login({ onDone }) {
@@ -175,7 +181,7 @@ function App() {
           <button class="quiet" onClick=${leave}>Log out</button>
         </div>
       </header>
-      <main id="main"><h1 tabindex="-1">${at.page === "vms" && at.name ? html`<a href="#/vms">VMs</a> / ${at.name}` : name}</h1>${body}</main>
+      <main id="main"><h1 tabindex="-1">${at.page === "vms" && at.name ? html`<a href="#/vms">VMs</a> / ${at.name}` : name}</h1><${NotLive} />${body}</main>
     </div>
     <${Dialog} />`;
 }

@@ -7,6 +7,9 @@ import { html } from "./html.js";
 /** Names that memfold takes, as a `pattern` (which browsers read with the flag `v`). */
 export const NAME = "[A-Za-z0-9][A-Za-z0-9._\\-]*";
 
+/** A field of what starts a VM. */
+export const DESPITE_BRAKE = { name: "despite", label: "Also if the brake is on: guests could call in more than there is", type: "checkbox" };
+
 /** A figure of the ledger: its text, and its exact value and name for tests and for those who hover. */
 export const Bytes = ({ value, figure }) =>
   html`<data value=${value ?? ""} data-figure=${figure} title=${value === null || value === undefined ? "" : `${value.toLocaleString("en")} bytes`}>${bytes(value)}</data>`;
@@ -43,13 +46,14 @@ export function Stack({ parts, label, legend = true }) {
   </div>`;
 }
 
-/** The values over time as one line. */
+/** The values over time as one line; where one is missing, the line goes on to the next. */
 export function Sparkline({ values, label, color = "folded" }) {
-  const known = values.filter((v) => v !== null && v !== undefined);
+  const known = values.filter((v) => v !== null);
   if (known.length < 2) return html`<span class="spark" role="img" aria-label=${`${label}: too few samples yet`}></span>`;
   const [low, high] = [Math.min(...known), Math.max(...known)];
   const range = high - low || 1;
-  const points = known.map((v, i) => `${((i * 96) / (known.length - 1) + 2).toFixed(1)},${(20 - ((v - low) / range) * 16).toFixed(1)}`);
+  const at = (v, i) => `${((i * 96) / (values.length - 1) + 2).toFixed(1)},${(20 - ((v - low) / range) * 16).toFixed(1)}`;
+  const points = values.map((v, i) => v !== null && at(v, i)).filter(Boolean);
   return html`<svg class="spark" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" aria-label=${`${label}: from ${bytes(known[0])} to ${bytes(known.at(-1))}`}>
     <polyline points=${points.join(" ")} style=${{ stroke: `var(--${color})` }} /></svg>`;
 }

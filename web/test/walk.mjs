@@ -1,8 +1,8 @@
 // Walks every page of the dashboard in a real Chromium, as an operator does, and says what it saw, as JSON lines on standard output.
 //
-//   node walk.mjs OPERATE-URL READ-URL RESULTS-DIRECTORY VM-TO-STOP CHROMIUM BORROWER KIND GUEST FILES DISK FINGERPRINT FINGERPRINT
+//   node walk.mjs OPERATE-URLS RESULTS-DIRECTORY VM-TO-STOP CHROMIUM BORROWER KIND GUEST FILES DISK FINGERPRINT FINGERPRINT
 //
-// BORROWER: a VM with a swap disk on lent memory. KIND: one of the plan. GUEST: a VM whose agent answers once it goes on. FILES: a directory
+// OPERATE-URLS: some logins, with spaces between them. BORROWER: a VM with a swap disk on lent memory. KIND: one of the plan. GUEST: a VM whose agent answers once it goes on. FILES: a directory
 // for a segment. DISK: an image for a VM. Screenshots that are named guide-* are those of docs/guide.
 //
 // It asserts nothing about figures: who started it knows what they have to be. It waits for a line on its standard input after each
@@ -14,11 +14,14 @@ import { createInterface } from "node:readline";
 import { chromium } from "playwright-core";
 import { recorded } from "./recorded.mjs";
 
-const [operateUrl, results, vmToStop, executablePath, borrower, kind, guest, files, disk, ...fingerprints] = process.argv.slice(2);
+const [logins, results, vmToStop, executablePath, borrower, kind, guest, files, disk, ...fingerprints] = process.argv.slice(2);
+const operateUrls = logins.split(" ");
+const { origin } = new URL(operateUrls[0]);
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 /** How long the page is left open, to see what that costs the daemon. */
 const HOLD_MS = 20_000;
-const PATIENCE = { timeout: 60_000 };
+/** A guest may boot meanwhile. */
+const PATIENCE = { timeout: 180_000 };
 
 const lines = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
 const say = (line) => process.stdout.write(`${JSON.stringify(line)}\n`);
@@ -56,12 +59,11 @@ async function open(options) {
   const page = await context.newPage();
   page.setDefaultTimeout(PATIENCE.timeout);
   page.on("console", (message) => {
-    // Refusals that the walk asks for: not logged in, not allowed, in use. The browser's console notes each.
-    const refusal = /status of (401|403|409)/.test(message.text());
+    // Refusals that the walk asks for: not logged in, not allowed, in use, too many. The browser's console notes each.
+    const refusal = /status of (401|403|409|503)/.test(message.text());
     if (message.type() === "error" && !refusal) faults.push(`console: ${message.text()}`);
   });
   page.on("pageerror", (error) => faults.push(`script: ${error.stack}`));
-  const origin = new URL(operateUrl).origin;
   page.on("request", (request) => {
     const url = request.url();
     if (!url.startsWith(`${origin}/`) && !url.startsWith("data:")) faults.push(`asked elsewhere: ${url}`);
@@ -99,6 +101,7 @@ async function act(page, button, fields, confirm, said, within = page) {
   for (const [label, value] of Object.entries(fields)) {
     const field = dialog(page).getByLabel(label, { exact: true });
     if (typeof value === "boolean") await field.setChecked(value);
+    else if (await field.evaluate((e) => e.tagName === "SELECT")) await field.selectOption(value);
     else await field.fill(value);
   }
   await dialog(page).getByRole("button", { name: confirm, exact: true }).click();
@@ -111,6 +114,20 @@ async function act(page, button, fields, confirm, said, within = page) {
   return text;
 }
 
+/** The label or the words of what has the keyboard. */
+const focused = (page) => page.evaluate(() => document.activeElement.labels?.[0]?.textContent ?? document.activeElement.textContent);
+
+/** Stops a VM on its page, at once. */
+async function stop(page, name, picture) {
+  await go(page, `#/vms/${name}`, ".map canvas");
+  await page.getByRole("button", { name: "Stop …" }).click();
+  await page.getByLabel("Seconds for the guest").fill("0");
+  if (picture) await page.screenshot({ path: picture });
+  await dialog(page).getByRole("button", { name: "Stop the VM" }).click();
+  await page.waitForURL("**/#/vms");
+  await gone(page, name);
+}
+
 const gone = (page, name) => page.waitForFunction((of) => ![...document.querySelectorAll("tbody th")].some((th) => th.textContent === of), name);
 
 const sideways = (page) => page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
@@ -121,24 +138,34 @@ async function go(page, hash, whole) {
   await page.waitForFunction(() => !document.querySelector("main .loading"));
 }
 
-// 1. The first load, with its login.
-const page = await open({});
-const loaded = [];
-page.on("response", (response) => loaded.push(response));
-const began = performance.now();
-await page.goto(operateUrl);
-await page.waitForSelector(".stats data[data-figure]");
-const usable = performance.now() - began;
+// 1. The first load, with its login: each in a browser that knows nothing yet. The last one is walked.
+let page;
 let bytes = 0;
-for (const response of loaded) {
-  const path = new URL(response.url()).pathname;
-  if (!path.startsWith("/v1/")) bytes += (await response.body()).length;
+const usable = [];
+for (const url of operateUrls) {
+  await page?.context().close();
+  page = await open({});
+  const loaded = [];
+  page.on("response", (response) => loaded.push(response));
+  const began = performance.now();
+  await page.goto(url);
+  await page.waitForSelector(".stats data[data-figure]");
+  usable.push(performance.now() - began);
+  bytes = 0;
+  for (const response of loaded) {
+    const path = new URL(response.url()).pathname;
+    if (!path.startsWith("/v1/")) bytes += (await response.body()).length;
+  }
 }
 // The page again, with a session: what an operator waits for each time.
-const again = performance.now();
-await page.reload();
-await page.waitForSelector(".stats data[data-figure]");
-say({ step: "load", usable_ms: usable, again_ms: performance.now() - again, bytes, address: page.url() });
+const again = [];
+for (const _ of operateUrls) {
+  const began = performance.now();
+  await page.reload();
+  await page.waitForSelector(".stats data[data-figure]");
+  again.push(performance.now() - began);
+}
+say({ step: "load", usable_ms: usable, again_ms: again, bytes, address: page.url() });
 
 // 2. Figures, while VMs stand still.
 await sayAndWait({ step: "ready" });
@@ -174,7 +201,7 @@ for (const [scheme, viewport] of [
     await go(page, hash, whole);
     await page.waitForTimeout(120);
     if (name === "plan") await plan(page, 9);
-    if (scheme !== "phone") violations.push(...(await axe(page, `${name} ${scheme}`)));
+    violations.push(...(await axe(page, `${name} ${scheme}`)));
     const over = await sideways(page);
     if (over > 0) faults.push(`${name} ${scheme}: ${over} px wider than the window`);
     await page.screenshot({ path: `${results}/${name}-${scheme}.png`, fullPage: true });
@@ -238,6 +265,12 @@ await page.getByRole("row").filter({ hasText: "third" }).getByRole("button", { n
 await sayAndWait({ step: "host added" });
 await dialog(page).getByRole("button", { name: "Take its token away" }).click();
 await gone(page, "third");
+await act(page, "Lend …", { "At most": "64M" }, "Lend");
+await act(page, "Change …", { "At most": "32M" }, "Change it");
+await page.getByText("of 32.0 MiB at most").waitFor();
+await sayAndWait({ step: "lends" });
+await act(page, "Lend no more …", {}, "Lend no more");
+await sayAndWait({ step: "lends no more" });
 await go(page, `#/vms/${borrower}`, ".segment-strip");
 await act(page, "Borrow memory …", {}, "Borrow", "On lent RAM of neighbour");
 await sayAndWait({ step: "borrowed" });
@@ -249,7 +282,9 @@ await page.getByRole("row").filter({ hasText: "tools@1" }).waitFor();
 await page.screenshot({ path: `${results}/segments-built-light.png`, fullPage: true });
 violations.push(...(await axe(page, "segments built")));
 await sayAndWait({ step: "built" });
-await page.getByRole("row").filter({ hasText: "tools@1" }).getByRole("button", { name: "Remove …" }).click();
+const tools = page.getByRole("row").filter({ hasText: "tools@1" });
+await act(page, "Verify …", {}, "Verify", "Every byte is as it was built.", tools);
+await tools.getByRole("button", { name: "Remove …" }).click();
 await dialog(page).getByRole("button", { name: "Remove the segment" }).click();
 await gone(page, "tools@1");
 await go(page, "#/vms", "tbody tr");
@@ -274,17 +309,44 @@ await act(page, "Clone …", {}, "Clone", "1 of 1 started", second);
 await page.getByRole("link", { name: "second-1" }).waitFor();
 violations.push(...(await axe(page, "cloned")));
 await sayAndWait({ step: "cloned" });
+const back = { "Name of the VM": "back", "It gets its own": "network", "Also if the brake is on: guests could call in more than there is": true };
+await act(page, "Restore …", back, "Restore", "back runs.", second);
+await page.getByRole("link", { name: "back", exact: true }).waitFor();
+await sayAndWait({ step: "restored" });
+for (const name of ["second-1", "back"]) await stop(page, name);
+await go(page, "#/snapshots", ".tree li");
+await second.getByRole("button", { name: "Remove …" }).click();
+await dialog(page).getByRole("button", { name: "Remove the snapshot" }).click();
+await second.waitFor({ state: "detached" });
+await sayAndWait({ step: "removed" });
+await go(page, `#/vms/${guest}`, ".map canvas");
+await act(page, "Reboot …", {}, "Reboot");
+await sayAndWait({ step: "rebooted" });
 await go(page, "#/host", ".stats");
-await act(page, "Budget …", { "CPU, percent": "12" }, "Set the budget");
+// A form by keyboard: it begins in its first field, goes through all, and gives the keyboard back at its end.
+const budget = page.getByRole("button", { name: "Budget …", exact: true });
+const walked = [];
+await budget.focus();
+await page.keyboard.press("Enter");
+await dialog(page).waitFor();
+await page.keyboard.type("99");
+await page.keyboard.press("Escape");
+await dialog(page).waitFor({ state: "hidden" });
+walked.push(await focused(page));
+await page.keyboard.press("Enter");
+await dialog(page).waitFor();
+await page.keyboard.press("Control+A");
+await page.keyboard.type("12");
+for (let n = 0; n < 4; n += 1) {
+  if (n) await page.keyboard.press("Tab");
+  walked.push(await focused(page));
+}
+await page.keyboard.press("Enter");
+await dialog(page).waitFor({ state: "hidden" });
+walked.push(await focused(page));
 await page.getByText("12.0 % of a core").waitFor();
-await sayAndWait({ step: "budget" });
-await go(page, `#/vms/${vm}`, ".map canvas");
-await page.getByRole("button", { name: "Stop …" }).click();
-await page.getByLabel("Seconds for the guest").fill("0");
-await page.screenshot({ path: `${results}/dialog.png` });
-await page.getByRole("dialog").getByRole("button", { name: "Stop the VM" }).click();
-await page.waitForURL("**/#/vms");
-await gone(page, vm);
+await sayAndWait({ step: "budget", walked });
+await stop(page, vm, `${results}/dialog.png`);
 await sayAndWait({ step: "stopped" });
 await go(page, "#/estimate", "form");
 await page.getByLabel("Seconds at most").fill("3");
@@ -324,35 +386,51 @@ const many = await open({ storageState: await page.context().storageState() });
 const { live, trends } = recorded(100);
 await many.route("**/v1/live", (route) => route.fulfill({ contentType: "text/event-stream", body: `retry: 600000\nevent: sample\ndata: ${JSON.stringify(live)}\n\n` }));
 await many.route("**/v1/history/vms*", (route) => route.fulfill({ json: trends }));
-await many.goto(`${new URL(operateUrl).origin}/#/vms`);
+await many.goto(`${origin}/#/vms`);
 await many.waitForFunction(() => document.querySelectorAll("tbody tr").length === 100);
 await many.waitForTimeout(500);
-const frames = await many.evaluate(
-  () =>
-    new Promise((done) => {
-      const times = [];
-      let last = performance.now();
-      const end = last + 3000;
-      const step = (now) => {
-        times.push(now - last);
-        last = now;
-        scrollTo(0, (document.documentElement.scrollHeight - innerHeight) * (0.5 - 0.5 * Math.cos(now / 300)));
-        if (now < end) requestAnimationFrame(step);
-        else done(times.slice(1).sort((a, b) => a - b));
-      };
-      requestAnimationFrame(step);
-    }),
-);
+/** How long each frame takes, in milliseconds, while somebody scrolls. */
+const scroll = () =>
+  new Promise((done) => {
+    const times = [];
+    let last = performance.now();
+    const end = last + 3000;
+    const step = (now) => {
+      times.push(now - last);
+      last = now;
+      scrollTo(0, (document.documentElement.scrollHeight - innerHeight) * (0.5 - 0.5 * Math.cos(now / 300)));
+      if (now < end) requestAnimationFrame(step);
+      else done(times.slice(1).sort((a, b) => a - b));
+    };
+    requestAnimationFrame(step);
+  });
+const runs = [];
+for (let run = 0; run < 3; run += 1) {
+  const frames = await many.evaluate(scroll);
+  runs.push({ frames: frames.length, median_ms: frames[frames.length >> 1], p95_ms: frames[Math.floor(frames.length * 0.95)] });
+}
 await many.screenshot({ path: `${results}/hundred-light.png` });
 // And what a host looks like whose brake is on.
-await many.goto(`${new URL(operateUrl).origin}/#/host`);
+await many.goto(`${origin}/#/host`);
 await many.getByRole("status").getByText("brake: BRAKED").waitFor();
 const braked = await many.getByRole("region", { name: "Copy-on-write debt" }).textContent();
 const did = await many.getByRole("region", { name: "Who could call it in" }).textContent();
 violations.push(...(await axe(many, "braked")));
 await many.screenshot({ path: `${results}/braked-light.png`, fullPage: true });
 say({ step: "braked", braked, did });
-say({ step: "hundred", frames: frames.length, median_ms: frames[frames.length >> 1], p95_ms: frames[Math.floor(frames.length * 0.95)] });
+say({ step: "hundred", runs });
+// Whoever comes when there are too many is told so.
+const late = await open({ storageState: await page.context().storageState() });
+const full = { error: "too many dashboards are open", hint: "close one" };
+await late.route("**/v1/live", (route) => route.fulfill({ status: 503, json: full }));
+await late.goto(`${origin}/#/vms`);
+await late.getByRole("alert").getByText(full.error).waitFor();
+violations.push(...(await axe(late, "too many")));
+// And goes on when one is closed.
+await late.unroute("**/v1/live");
+await late.waitForSelector("tbody tr");
+if (await late.getByRole("alert").count()) faults.push("what was refused is refused no more, and the page says so still");
+await late.context().close();
 
 // Whoever reads the last step may end this program.
 writeFileSync(`${results}/accessibility.json`, JSON.stringify(violations, null, 2));

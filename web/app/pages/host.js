@@ -193,7 +193,7 @@ function Ksm({ may, host }) {
     fields: [
       { name: "domain", label: "Trust domain", hint: "Empty: the only one whose VMs have mergeable memory." },
       { name: "cpu", label: "CPU, percent of one core", type: "number", min: 1, max: 95, value: 20, required: true },
-      { name: "target", label: "Time for a full scan, seconds", type: "number", min: 1, value: 200, required: true },
+      { name: "target", label: "Time for a full scan, seconds", type: "number", min: 1, value: 120, required: true },
     ],
     action: "Start KSM",
     act: async (v) => {

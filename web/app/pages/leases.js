@@ -2,11 +2,14 @@
 
 import { useState } from "../../vendor/preact-hooks.js";
 import { del, part, post, useAnswer } from "../api.js";
-import { bytes, duration, parseBytes, plural } from "../format.js";
+import { bytes, duration, parseBytes, plural, sizeText } from "../format.js";
 import { html } from "../html.js";
 import { Act, Badge, Bytes, Card, Empty, Failure, NAME, Stat, Table, Waiting } from "../ui.js";
 
 const ROW = 44;
+
+/** The interface's path of what borrows: a VM, or a swap volume `VG/LV` of the host. */
+const place = (name) => (name.includes("/") ? `/v1/volumes/${name.split("/").map(part).join("/")}` : `/v1/vms/${part(name)}`);
 
 /** Lenders on the left, borrowing VMs on the right; a line is as thick as what is lent. */
 function Graph({ leases }) {
@@ -64,12 +67,13 @@ export function Leases({ may }) {
   const { value: report, error } = useAnswer("/v1/leases", again, 10000);
   const changed = () => setAgain((n) => n + 1);
   if (!report) return error ? html`<${Failure} error=${error} />` : html`<${Waiting} />`;
+  const lending = report.lending;
   const give = (b) => ({
     title: `Return what ${b.vm} has borrowed?`,
     text: "Its swap disk is switched back to this host's disk while it runs.",
     action: "Return it",
     act: async () => {
-      const done = await post(`/v1/vms/${part(b.vm)}/return`);
+      const done = await post(`${place(b.vm)}/return`);
       changed();
       return `Back on this host's disk after ${duration(done.took_ms)}.`;
     },
@@ -95,6 +99,14 @@ export function Leases({ may }) {
       changed();
     },
   };
+  // Where exports listen elsewhere, that has to be said again with each change: memfold lend --max --listen.
+  const change = lending?.listens === "Unix sockets" && !lending.is_ending && {
+    ...lend,
+    title: "Change how much is lent",
+    text: "What is lent beyond that is taken back; borrowers switch to their disks.",
+    fields: [{ ...lend.fields[0], value: sizeText(lending.max_bytes) }],
+    action: "Change it",
+  };
   const stop = {
     title: "Lend no more?",
     text: "What is lent is taken back; borrowers switch to their disks.",
@@ -114,7 +126,6 @@ export function Leases({ may }) {
       changed();
     },
   });
-  const lending = report.lending;
   const away = report.registry_away;
   const ours = report.leases.filter((l) => l.lender.host === report.host);
   const lent = report.borrowed.filter((b) => b.place === "lent" || b.place === "degraded");
@@ -127,7 +138,7 @@ export function Leases({ may }) {
       <${Stat} label="Its VMs borrow" note=${plural(lent.length, "VM")}><${Bytes} value=${lent.reduce((sum, b) => sum + b.bytes, 0)} figure="borrowed" /><//>
     </div>
     <div class="grid">
-      <${Card} title="Leases" wide aside=${lending ? html`<${Act} may=${may} what=${stop} danger small>Lend no more …<//>` : html`<${Act} may=${may} what=${lend} small>Lend …<//>`}>
+      <${Card} title="Leases" wide aside=${lending ? html`<${Act} may=${may && change} what=${change} small>Change …<//><${Act} may=${may} what=${stop} danger small>Lend no more …<//>` : html`<${Act} may=${may} what=${lend} small>Lend …<//>`}>
         ${report.leases.length > 0 ? html`<${Graph} leases=${report.leases} />` : away ? html`<${Empty}>Not known while the registry is away.<//>` : html`<${Empty}>Nobody lends anything to anybody. <code>memfold lend --max 8G</code> offers memory, <code>memfold borrow VM</code> takes it.<//>`}
         ${report.leases.length > 0 && html`<${Table} label="Leases" rows=${report.leases} rowKey=${(l) => l.id} columns=${[
           { key: "lender", name: "Lender", value: (l) => l.lender.host },

@@ -4,7 +4,7 @@ import { useState } from "../../vendor/preact-hooks.js";
 import { del, part, post, useAnswer, useLive } from "../api.js";
 import { bytes, plural, time } from "../format.js";
 import { html } from "../html.js";
-import { Act, Badge, Card, Empty, Failure, NAME, Waiting } from "../ui.js";
+import { Act, Badge, Card, DESPITE_BRAKE, Empty, Failure, NAME, Waiting } from "../ui.js";
 import { saveSnapshot } from "./vm.js";
 
 /** Trees of who came from whom: a snapshot hangs on its VM, if that VM runs from a snapshot itself. */
@@ -33,6 +33,7 @@ function Actions({ snapshot, may, changed }) {
       { name: "prefix", label: "Names begin with", value: name, required: true, pattern: NAME },
       { name: "renew", label: "Each gets its own", type: "select", options: RENEW, value: "network" },
       { name: "prefetch", label: "Fetch the memory that a VM uses first", type: "checkbox" },
+      DESPITE_BRAKE,
     ],
     action: "Clone",
     act: async (v) => {
@@ -40,7 +41,7 @@ function Actions({ snapshot, may, changed }) {
       const total = Number(v.number);
       for (let n = 1; n <= total; n += 1) {
         try {
-          await post(`${path}/restore`, { vm: `${v.prefix}-${n}`, renew: v.renew, prefetch: v.prefetch });
+          await post(`${path}/restore`, { vm: `${v.prefix}-${n}`, renew: v.renew, prefetch: v.prefetch, despite_brake: v.despite });
         } catch (error) {
           changed();
           error.message = `${v.prefix}-${n} did not start, ${n - 1} run: ${error.message}`;
@@ -58,10 +59,11 @@ function Actions({ snapshot, may, changed }) {
       { name: "vm", label: "Name of the VM", value: snapshot.vm, required: true, pattern: NAME },
       { name: "renew", label: "It gets its own", type: "select", options: RENEW, value: "random" },
       { name: "disks", label: "Directory for its disks", hint: "Empty: temporary overlays." },
+      DESPITE_BRAKE,
     ],
     action: "Restore",
     act: async (v) => {
-      const vm = await post(`${path}/restore`, { vm: v.vm, renew: v.renew, disks: v.disks || null });
+      const vm = await post(`${path}/restore`, { vm: v.vm, renew: v.renew, disks: v.disks || null, despite_brake: v.despite });
       changed();
       return `${vm.name} runs.`;
     },

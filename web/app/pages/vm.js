@@ -91,7 +91,7 @@ function MemoryMap({ name, theme, swap }) {
     <${Failure} error=${error} />
     ${!map && !error && html`<${Waiting} />`}
     ${map && html`<${Cells} map=${map} theme=${theme} />
-      <dl class="legend">${sums.map((row) => html`<div><dt><i style=${{ background: `var(--${COLORS[row.state]})` }}></i>${row.state}</dt><dd><${Bytes} value=${row.bytes} figure=${`map.${row.state}`} /></dd></div>`)}</dl>
+      <dl class="legend">${sums.map((row) => html`<div><dt><i style=${{ background: `var(--${COLORS[row.state]})` }}></i>${row.state}</dt><dd><${Bytes} value=${row.bytes} figure=${`map.${name}.${row.state}`} /></dd></div>`)}</dl>
       ${map.segments.length > 0 && html`<h3>Segments beside RAM</h3>${map.segments.map((s) => html`
         <div class="segment-strip"><span>${s.segment}</span><${Stack} legend=${false} label=${`Segment ${s.segment}`} parts=${[
           { name: "in its page tables", color: "segment", value: s.resident_bytes },

@@ -4,7 +4,7 @@ import { useMemo, useState } from "../../vendor/preact-hooks.js";
 import { changeSample, post, useAnswer, useLive } from "../api.js";
 import { plural } from "../format.js";
 import { html } from "../html.js";
-import { Act, Badge, Bytes, Card, NAME, Sparkline, Stack, Table, Waiting } from "../ui.js";
+import { Act, Badge, Bytes, Card, DESPITE_BRAKE, NAME, Sparkline, Stack, Table, Waiting } from "../ui.js";
 
 export const PLACES = [
   ["Private", "private_bytes", "private"],
@@ -58,11 +58,15 @@ const start = {
     { name: "initrd", label: "Its initial RAM disk" },
     { name: "cmdline", label: "Its command line" },
     { name: "swap", label: "Swap disk", hint: "2G; empty: none. It can be switched to lent RAM." },
+    { name: "slots", label: "Slots for segments", type: "number", min: 0, step: 1, value: 0, required: true, hint: "Segments that can be attached while it runs." },
+    { name: "boot", label: "A snapshot as soon as its guest is up, to reboot from: its disks have to stay as they are", type: "checkbox" },
+    DESPITE_BRAKE,
   ],
   action: "Start it",
   act: async (v) =>
-    known(await post("/v1/vms", {
+    known(await post(`/v1/vms?despite_brake=${v.despite}`, {
       name: v.name, memory: v.memory, vcpus: Number(v.vcpus), domain: v.domain || null, swap: v.swap || null,
+      segment_slots: Number(v.slots), boot_snapshot: v.boot,
       disks: [{ path: v.disk, snapshot: v.snapshot }],
       boot: { kernel: v.kernel || null, initrd: v.initrd || null, cmdline: v.cmdline || null },
     })),

@@ -23,6 +23,7 @@ use crate::api::{
 use crate::daemon::{BorrowWhen, Daemon, DaemonOptions};
 use crate::fold::EngineSettings;
 use crate::ledger::{BrakePolicy, Reserve};
+use crate::lend::place::PlaceError;
 use crate::lend::{RegistryAt, RegistryFiles, Transport};
 use crate::libvirt::DEFAULT_RUN;
 use crate::snapshot::DEFAULT_SHELF;
@@ -279,6 +280,23 @@ impl Arguments {
             };
             (field, error.into())
         });
+        let registry_field = |error: &anyhow::Error| {
+            let files = [
+                ("registry_token", "--registry-token", &self.registry_token),
+                ("registry_ca", "--registry-ca", &self.registry_ca),
+                ("registry_cert", "--registry-cert", &self.registry_cert),
+                ("registry_key", "--registry-key", &self.registry_key),
+            ];
+            let found = files
+                .iter()
+                .find(|(_, named, file)| match error.downcast_ref() {
+                    Some(PlaceError::File { path, .. }) => file.as_ref() == Some(path),
+                    Some(PlaceError::Unused { option, .. }) => named == option,
+                    // What is missing has no line.
+                    _ => false,
+                });
+            found.map_or("registry", |(field, ..)| field)
+        };
         let failed = [
             door,
             Groups::find(read, None)
@@ -287,7 +305,9 @@ impl Arguments {
             Groups::find(None, operate)
                 .err()
                 .map(|error| ("operate_group", error.into())),
-            self.registry().err().map(|error| ("registry", error)),
+            self.registry()
+                .err()
+                .map(|error| (registry_field(&error), error)),
             self.lend().err().map(|error| ("lend", error)),
         ];
         let failed = failed.into_iter().flatten();

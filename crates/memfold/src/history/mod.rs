@@ -61,6 +61,6 @@ pub struct Trends {
 pub struct Trend {
     /// The VM.
     pub name: String,
-    /// Means of its PSS, oldest first; points without a sample are left out.
-    pub pss_bytes: Vec<i64>,
+    /// Means of its PSS, oldest first, over all of the time that was asked for; null: no sample.
+    pub pss_bytes: Vec<Option<i64>>,
 }

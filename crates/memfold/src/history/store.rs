@@ -345,24 +345,29 @@ impl History {
         Ok(found)
     }
 
-    /// PSS of all VMs since `from`, in `points` points at most.
+    /// PSS of all VMs since `from`, in `points` points at most: all VMs have as many, from `from` to `now`.
     pub fn trends(&self, now: i64, from: i64, points: i64) -> Result<Trends, HistoryError> {
-        let bucket = ((now - from) / points.max(1)).max(1);
+        // Samples have whole seconds.
+        let points = points.min(now - from).max(1);
+        let bucket = ((now - from) / points).max(1);
         let read = || -> rusqlite::Result<Trends> {
             let mut select = self.connection.prepare_cached(
-                "SELECT name, CAST(ROUND(AVG(pss_bytes)) AS INTEGER) FROM vms JOIN vm_names ON vms.vm = vm_names.id
-                 WHERE step = 0 AND t >= ?2 AND t <= ?3 GROUP BY name, t / ?1 ORDER BY name, t / ?1",
+                "SELECT name, MIN((t - ?2) / ?1, ?4 - 1) AS point, CAST(ROUND(AVG(pss_bytes)) AS INTEGER)
+                 FROM vms JOIN vm_names ON vms.vm = vm_names.id
+                 WHERE step = 0 AND t >= ?2 AND t <= ?3 GROUP BY name, point ORDER BY name, point",
             )?;
-            let mut rows = select.query([bucket, from, now])?;
+            let mut rows = select.query([bucket, from, now, points])?;
             let mut vms: Vec<Trend> = Vec::new();
             while let Some(row) = rows.next()? {
-                let (name, value): (String, i64) = (row.get(0)?, row.get(1)?);
-                match vms.last_mut() {
-                    Some(last) if last.name == name => last.pss_bytes.push(value),
-                    _ => vms.push(Trend {
-                        name,
-                        pss_bytes: vec![value],
-                    }),
+                let (name, point, value): (String, usize, i64) =
+                    (row.get(0)?, row.get(1)?, row.get(2)?);
+                if vms.last().is_none_or(|last| last.name != name) {
+                    let pss_bytes = (0..points).map(|_| None).collect();
+                    vms.push(Trend { name, pss_bytes });
+                }
+                let of = vms.last_mut().map(|last| &mut last.pss_bytes);
+                if let Some(at) = of.and_then(|all| all.get_mut(point)) {
+                    *at = Some(value);
                 }
             }
             Ok(Trends {
@@ -523,9 +528,31 @@ mod tests {
         let found = history.trends(BEGIN + 1800, BEGIN, 6).unwrap();
         let names: Vec<&str> = found.vms.iter().map(|v| v.name.as_str()).collect();
         assert_eq!(names, ["db", "web"]);
-        assert_eq!(found.vms[0].pss_bytes, [0; 6]);
+        assert_eq!(found.vms[0].pss_bytes, [Some(0); 6]);
         assert_eq!(found.vms[1].pss_bytes.len(), 6);
         assert!(found.vms[1].pss_bytes.is_sorted());
+    }
+
+    #[test]
+    fn a_trend_is_as_long_as_the_time_that_was_asked_for_however_young_its_vm_is() {
+        let (_directory, mut history) = open();
+        let all = [vm("old", 0), vm("young", 0)];
+        for n in 0..=120 {
+            let there = if n < 116 { &all[..1] } else { &all };
+            history.add(BEGIN + n * 30, &host(0), there, &[]).unwrap();
+        }
+        let points = |wanted| history.trends(BEGIN + 3600, BEGIN, wanted).unwrap().vms;
+        let found = points(40);
+        assert_eq!(found[0].pss_bytes, [Some(0); 40]);
+        let (before, young) = found[1].pss_bytes.split_at(38);
+        assert_eq!((before, young), (&[None; 38][..], &[Some(0); 2][..]));
+        // What doesn't divide the time evenly is in the last one.
+        assert_eq!(points(70)[1].pss_bytes.len(), 70);
+        // Where a sample is rarer than a point there are gaps.
+        let gaps = &history.trends(BEGIN + 3600, BEGIN, 240).unwrap().vms[0].pss_bytes;
+        assert_eq!((gaps[0], gaps[1], gaps[2]), (Some(0), None, Some(0)));
+        let few = history.trends(BEGIN + 3600, BEGIN + 3597, 40).unwrap();
+        assert_eq!(few.vms[0].pss_bytes, [None, None, Some(0)]);
     }
 
     #[test]
@@ -573,8 +600,8 @@ mod tests {
         let coarse = history.vm("web", now, now - 2 * DAY, 1000).unwrap();
         assert_eq!(coarse.t.len(), 3);
         assert!(coarse.values[2].iter().all(|&value| value == Some(5)));
-        let trends = history.trends(now, BEGIN, 10).unwrap();
-        assert_eq!(trends.vms[0].pss_bytes.len(), 10);
+        let trends = history.trends(now, BEGIN, 9).unwrap();
+        assert_eq!(trends.vms[0].pss_bytes, [Some(0); 9]);
     }
 
     #[test]

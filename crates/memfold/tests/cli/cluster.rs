@@ -11,7 +11,7 @@ use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
 use crate::lending::{self, Swapping, export, wait_free};
-use crate::support::{Daemon, code, err, out, program, refused, wait};
+use crate::support::{Daemon, code, err, out, program, refusals, refused, wait};
 
 /// Who vouches for servers and hosts of one test.
 struct Authority {
@@ -117,16 +117,6 @@ fn admit(registry: &Daemon, host: &str) -> (String, String) {
 
 fn host(name: &str, asking: &[String]) -> Daemon {
     Daemon::start_with(&[&["--host", name], strs(asking).as_slice()].concat())
-}
-
-/// How many were refused for this reason so far.
-fn refusals(daemon: &Daemon, why: &str) -> f64 {
-    let (_, text) = daemon.get("/metrics", "*/*");
-    let sample = format!("memfold_access_refused_total{{why=\"{why}\"}} ");
-    let line = text.lines().find_map(|line| line.strip_prefix(&sample));
-    line.unwrap_or_else(|| panic!("no {sample}"))
-        .parse()
-        .unwrap()
 }
 
 #[test]

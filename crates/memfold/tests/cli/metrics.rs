@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -182,29 +181,6 @@ fn the_board_and_the_alerts_ask_for_metrics_that_are_there() {
     assert_eq!(asked.difference(&there).collect::<Vec<_>>(), [""; 0]);
 }
 
-/// Listens on a port of the loopback and hands every connection on to a Unix socket, as long as the test's process lives.
-fn proxy(socket: PathBuf) -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    std::thread::spawn(move || {
-        for outside in listener.incoming() {
-            let (outside, inside) = (outside.unwrap(), UnixStream::connect(&socket).unwrap());
-            let (mut from, mut to) = (outside.try_clone().unwrap(), inside.try_clone().unwrap());
-            std::thread::spawn(move || {
-                // Either may hang up at any time.
-                let _ = std::io::copy(&mut from, &mut to);
-                let _ = to.shutdown(std::net::Shutdown::Write);
-            });
-            let (mut from, mut to) = (inside, outside);
-            std::thread::spawn(move || {
-                let _ = std::io::copy(&mut from, &mut to);
-                let _ = to.shutdown(std::net::Shutdown::Both);
-            });
-        }
-    });
-    port
-}
-
 /// A Prometheus of the test's own; it ends with it.
 struct Prometheus {
     child: Child,
@@ -220,7 +196,8 @@ impl Drop for Prometheus {
 }
 
 impl Prometheus {
-    fn start(program: &Path, directory: &Path, target: u16) -> Self {
+    /// As docs/operating.md has it configured: over TCP, with a copy of the read token.
+    fn start(program: &Path, directory: &Path, target: &str, token: &Path) -> Self {
         let free = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = free.local_addr().unwrap().port();
         drop(free);
@@ -229,8 +206,9 @@ impl Prometheus {
         let config = format!(
             "global: {{scrape_interval: 5s, scrape_timeout: 5s, evaluation_interval: 1s}}\n\
              rule_files: ['{}']\n\
-             scrape_configs: [{{job_name: memfold, static_configs: [{{targets: ['127.0.0.1:{target}']}}]}}]\n",
-            rules.display()
+             scrape_configs: [{{job_name: memfold, authorization: {{credentials_file: '{}'}}, static_configs: [{{targets: ['{target}']}}]}}]\n",
+            rules.display(),
+            token.display()
         );
         let file = directory.join("prometheus.yml");
         std::fs::write(&file, config).unwrap();
@@ -276,11 +254,16 @@ fn a_real_prometheus_scrapes_the_daemon_and_sees_that_folding_is_paused() {
     let Some(prometheus) = tool("prometheus") else {
         return;
     };
-    let daemon = Daemon::start();
+    let daemon = Daemon::start_with(&["--listen", "127.0.0.1:0"]);
     daemon.paused_vm("web1", &["--domain", "shop"]);
     daemon.json(&["fold", "pause"]);
+    let login = daemon.json(&["dashboard", "--role", "read"]);
+    let url = login["urls"][0].as_str().unwrap();
+    let target = url.split('/').nth(2).unwrap();
     let directory = tempfile::tempdir().unwrap();
-    let prometheus = Prometheus::start(&prometheus, directory.path(), proxy(daemon.socket()));
+    let token = directory.path().join("memfold.token");
+    std::fs::copy(daemon.state().join("access/read.token"), &token).unwrap();
+    let prometheus = Prometheus::start(&prometheus, directory.path(), target, &token);
     wait("Prometheus has scraped", || {
         prometheus.value("memfold_vm_ram_bytes").is_some()
     });

@@ -1,8 +1,9 @@
 //! The daemon as a service: configuration file, what it tells systemd, its log, its unit, and the manual pages.
 
 use std::collections::BTreeSet;
+use std::fs::Permissions;
 use std::io::Read;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -88,6 +89,21 @@ fn config_check_tries_the_files_groups_and_addresses_that_are_named() {
     one(
         "registry = \"https://a:1\"\n",
         "1 registry: a registry at https://a:1 needs --registry-token",
+    );
+    let token = directory.path().join("token");
+    std::fs::write(&token, "abc\n").unwrap();
+    std::fs::set_permissions(&token, Permissions::from_mode(0o600)).unwrap();
+    let files = format!(
+        "registry_ca = \"/nowhere.pem\"\nregistry = \"https://a:1\"\nregistry_token = \"{}\"\n",
+        token.display()
+    );
+    one(&files, "1 registry_ca: cannot use /nowhere.pem");
+    let files = "registry = \"https://a:1\"\nregistry_ca = \"/nowhere.pem\"\n\nregistry_token = \"/nowhere\"\n";
+    one(files, "4 registry_token: cannot use /nowhere");
+    let files = "registry = \"/run/s\"\nregistry_token = \"/nowhere\"\n";
+    one(
+        files,
+        "2 registry_token: --registry-token is of no use for the registry at /run/s",
     );
     one(
         "lend = \"1G\"\nlend_transport = \"iscsi\"\nlend_listen = \"10.0.0.1\"\n",

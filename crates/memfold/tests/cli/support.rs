@@ -258,3 +258,13 @@ impl Drop for Foreign {
         let _ = self.child.wait();
     }
 }
+
+/// How many were refused for this reason so far.
+pub fn refusals(daemon: &Daemon, why: &str) -> f64 {
+    let (_, text) = daemon.get("/metrics", "*/*");
+    let sample = format!("memfold_access_refused_total{{why=\"{why}\"}} ");
+    let line = text.lines().find_map(|line| line.strip_prefix(&sample));
+    line.unwrap_or_else(|| panic!("no {sample}"))
+        .parse()
+        .unwrap()
+}

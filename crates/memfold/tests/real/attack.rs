@@ -23,7 +23,7 @@ const MEANWHILE: &str = "cat /usr/lib/*-linux-gnu/*.so* | md5sum";
 /// Requests that are sent together, without waiting for answers.
 const TOGETHER: usize = 64;
 
-/// How much more the daemon may have in memory afterwards: its tables of what guests read meanwhile are in it.
+/// How much more the daemon may have in memory meanwhile: its tables of what guests read are in it.
 const GROWTH: u64 = 64 << 20;
 
 fn wait(what: &str, mut ready: impl FnMut() -> bool) {
@@ -42,9 +42,39 @@ fn folded(client: &Client) -> Vec<u64> {
     bytes.collect()
 }
 
-fn resident_bytes(pid: i32) -> u64 {
+/// What a process has in memory, and the most that it had since its last mark, in bytes.
+fn resident_bytes(pid: i32) -> (u64, u64) {
     let process = procfs::process::Process::new(pid).unwrap();
-    process.status().unwrap().vmrss.unwrap() << 10
+    let status = process.status().unwrap();
+    (status.vmrss.unwrap() << 10, status.vmhwm.unwrap() << 10)
+}
+
+/// The most in a second, of a count that was looked at often.
+fn best_second(seen: &[(Instant, u64)]) -> f64 {
+    let rates = seen.iter().enumerate().filter_map(|(i, (from, before))| {
+        let mut later = seen[i..].iter();
+        let (to, then) = later.find(|(at, _)| *at - *from >= Duration::from_secs(1))?;
+        Some((then - before) as f64 / (*to - *from).as_secs_f64())
+    });
+    rates.fold(0.0, f64::max)
+}
+
+/// As many streams of samples as who may read can have, of which nothing is read.
+fn unread_streams(host: &str, state: &Path) -> Vec<TcpStream> {
+    let token = std::fs::read_to_string(state.join("access/read.token")).unwrap();
+    let request = format!(
+        "GET /v1/live HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {}\r\n\r\n",
+        token.trim()
+    );
+    let open = |_| {
+        let mut stream = TcpStream::connect(host).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut begin = [0; "HTTP/1.1 200".len()];
+        stream.read_exact(&mut begin).unwrap();
+        assert_eq!(&begin, b"HTTP/1.1 200");
+        stream
+    };
+    (0..12).map(open).collect()
 }
 
 /// What attackers send: strangers, readers who want to operate, another site's page, broken bodies, paths that climb.
@@ -143,11 +173,14 @@ fn guests_and_folding_do_not_notice_that_the_interface_is_attacked() {
         .next()
         .unwrap();
     let pid: memfold::api::VersionInfo = client.get("/v1/version").unwrap();
-    let resident = resident_bytes(pid.pid);
+    let unread = unread_streams(host, state);
+    // The most from now on (proc_pid_clear_refs(5)).
+    std::fs::write(format!("/proc/{}/clear_refs", pid.pid), "5").unwrap();
+    let (resident, _) = resident_bytes(pid.pid);
     let requests = requests(host, state);
     let time = support::seconds("MEMFOLD_FLOOD_SECONDS", 30);
     let (answers, granted, slowest) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
-    let end = Instant::now() + time;
+    let (end, mut seen) = (Instant::now() + time, Vec::new());
     std::thread::scope(|scope| {
         for request in &requests {
             scope.spawn(|| flood(host, request, end, &answers, &granted));
@@ -164,18 +197,24 @@ fn guests_and_folding_do_not_notice_that_the_interface_is_attacked() {
             assert_eq!(vms().len(), NAMES.len());
             let took = u64::try_from(asked.elapsed().as_millis()).unwrap();
             slowest.fetch_max(took, Ordering::Relaxed);
+            seen.push((Instant::now(), answers.load(Ordering::Relaxed)));
             std::thread::sleep(Duration::from_millis(100));
         }
     });
     let count = answers.load(Ordering::Relaxed);
-    let grown = resident_bytes(pid.pid).saturating_sub(resident);
+    let (best, grown) = (
+        best_second(&seen),
+        resident_bytes(pid.pid).1.saturating_sub(resident),
+    );
+    drop(unread);
     println!(
-        "{} answers a second for {time:?}; the daemon grew by {} KiB; whoever asked on the host waited {} ms at most",
+        "{} answers a second for {time:?}, {best:.0} in the best one; the daemon grew by {} KiB at most; whoever asked on the host waited {} ms at most",
         count / time.as_secs(),
         grown >> 10,
         slowest.load(Ordering::Relaxed)
     );
-    assert!(count > 1000, "{count}");
+    // The guests and the attackers take the same cores as the daemon.
+    assert!(best >= 10_000.0, "no flood: {best:.0} a second");
     assert_eq!(granted.load(Ordering::Relaxed), 0);
     assert!(grown < GROWTH, "{grown} bytes");
     assert!(slowest.load(Ordering::Relaxed) < 10_000);

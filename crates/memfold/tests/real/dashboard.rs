@@ -14,12 +14,14 @@ use memfold::api::{
 };
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::fold::EngineStats;
+use memfold::ledger::memory_map::STATES;
 use memfold::ledger::shared_frames;
+use memfold::ledger::sharing::Sharing;
 use memfold::snapshot::Renew;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::Value;
 
-use super::served::Served;
+use super::served::{Served, exec};
 use super::support::{self, BOOT};
 
 const MEMORY: ByteSize = ByteSize::mib(320);
@@ -32,9 +34,14 @@ const BORROWER: &str = "borrower";
 const KIND: &str = "lab";
 /// One that is started on a page.
 const MADE: &str = "made";
-/// A clone of a snapshot that is saved on a page.
+/// A clone of a snapshot that is saved on a page, and a VM that is restored of it.
 const CLONE: &str = "second-1";
-const ALL: [&str; 6] = ["web", "warm-1", "warm-2", BORROWER, MADE, CLONE];
+const BACK: &str = "back";
+/// What differs from boot to boot.
+const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
+const ALL: [&str; 7] = ["web", "warm-1", "warm-2", BORROWER, MADE, CLONE, BACK];
+/// Logins of which the quickest counts.
+const LOGINS: usize = 5;
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -146,9 +153,26 @@ fn wanted_of_plan(all: &mut Figures, plan: &Value) {
     }
 }
 
-/// What the command line says now: `report`, `debt`, `plan` and `vm list`.
-fn told(state: &Path) -> Figures {
+/// What the command line says now: `report`, `debt`, `plan`, `leases` and `vm list`; and the interface, of who shares with whom.
+fn told(state: &Path, client: &Client) -> Figures {
     let mut all = wanted(&report(state));
+    let sharing: Sharing = client.get("/v1/sharing").unwrap();
+    for vm in &sharing.vms {
+        all.insert(format!("mapped.{}", vm.vm), vm.mapped_bytes.into());
+    }
+    for pair in &sharing.pairs {
+        let bytes = pair.folded_bytes + pair.template_bytes + pair.segment_bytes;
+        for (a, b) in [(&pair.a, &pair.b), (&pair.b, &pair.a)] {
+            all.insert(format!("pair.{a}.{b}"), bytes.into());
+        }
+    }
+    let leases: LeaseReport = serde_json::from_value(json(state, &["leases"])).unwrap();
+    if let Some(lending) = &leases.lending {
+        all.insert("lending.lent_bytes".into(), lending.lent_bytes.into());
+    }
+    let lent = |b: &&Borrowed| matches!(b.place, SwapPlace::Lent | SwapPlace::Degraded);
+    let borrowed = leases.borrowed.iter().filter(lent).map(|b| b.bytes);
+    all.insert("borrowed".into(), borrowed.sum::<u64>().into());
     let debt = json(state, &["debt"]);
     numbers(&mut all, "debt", &debt);
     for vm in debt["vms"].as_array().unwrap() {
@@ -173,6 +197,27 @@ fn told(state: &Path) -> Figures {
 fn wanted(report: &FullReport) -> Figures {
     let value = serde_json::to_value(&report.ledger).unwrap();
     let mut all = Figures::new();
+    let host = &report.ledger.host;
+    let own = host.own.pss_bytes - host.own.store_pss_bytes + host.own.page_table_bytes;
+    let vms = host.physical_bytes - host.stores_bytes - own;
+    for (name, bytes) in [
+        ("place.vms_bytes", vms),
+        ("place.stores_bytes", host.stores_bytes),
+        ("place.memfold_bytes", own),
+        ("place.others_bytes", host.others_anon_bytes),
+        ("place.kernel_bytes", host.kernel_bytes),
+        ("own", own),
+        ("own.metadata", host.own.metadata_bytes),
+    ] {
+        all.insert(name.into(), bytes.0.into());
+    }
+    all.insert("ksm.saved".into(), host.saved_by_ksm_bytes.into());
+    for domain in &report.fold.domains {
+        all.insert(
+            format!("store.{}", domain.domain),
+            domain.store_bytes.into(),
+        );
+    }
     for (key, figure) in value["host"].as_object().unwrap() {
         if let Some(figure) = figure.as_i64() {
             all.insert(format!("host.{key}"), figure.into());
@@ -183,11 +228,16 @@ fn wanted(report: &FullReport) -> Figures {
         for (key, figure) in vm.as_object().unwrap() {
             if let Some(figure) = figure.as_i64() {
                 all.insert(format!("vm.{name}.{key}"), figure.into());
+                // The memory map's sums are of the same places.
+                if let Some(place) = key.strip_suffix("_bytes").filter(|p| STATES.contains(p)) {
+                    all.insert(format!("map.{name}.{place}"), figure.into());
+                }
             }
         }
         let template = vm["file_resident_bytes"].as_i64().unwrap()
             + vm["file_untouched_bytes"].as_i64().unwrap();
         all.insert(format!("vm.{name}.template_bytes"), template.into());
+        all.insert(format!("map.{name}.template"), template.into());
     }
     all
 }
@@ -195,7 +245,7 @@ fn wanted(report: &FullReport) -> Figures {
 /// What stands still while VMs do. Other processes map QEMU's libraries, too, and the host has a life of its own.
 fn is_exact(figure: &str) -> bool {
     let of_vm = figure.starts_with("vm.") && !figure.ends_with("pss_bytes");
-    of_vm || figure.starts_with("swap.")
+    of_vm || figure.starts_with("map.") || figure.starts_with("swap.")
 }
 
 /// How far khugepaged may move a figure meanwhile: it fills what is free around memory of two MiB, also of a VM that stands still. Clones
@@ -203,6 +253,7 @@ fn is_exact(figure: &str) -> bool {
 fn by_khugepaged(figure: &str) -> i128 {
     let booted = figure
         .strip_prefix("vm.")
+        .or_else(|| figure.strip_prefix("map."))
         .and_then(|rest| rest.strip_prefix(NAMES[0]))
         .is_some_and(|rest| rest.starts_with('.'));
     if booted { 16 << 20 } else { 0 }
@@ -234,18 +285,12 @@ fn shown(said: &Value) -> Figures {
     all
 }
 
-/// Figures of a page against what the command line said before and after: whatever has a name in that is there, and between them.
+/// Figures of a page against what the command line said before and after: each that has a name is there, and between them.
 fn compare(page: &str, shown: &Figures, before: &Figures, after: &Figures) -> (usize, usize) {
     let (mut compared, mut exact) = (0, 0);
     for (name, &value) in shown {
         let (Some(&a), Some(&b)) = (before.get(name), after.get(name)) else {
-            let known = ["host.", "vm.", "debt.", "plan.", "swap."];
-            let is_known = known.iter().any(|prefix| name.starts_with(prefix));
-            assert!(
-                !is_known,
-                "{page}: {name} is in no answer of the command line"
-            );
-            continue;
+            panic!("{page}: {name} is in no answer of the command line");
         };
         compared += 1;
         if is_exact(name) {
@@ -264,9 +309,18 @@ fn compare(page: &str, shown: &Figures, before: &Figures, after: &Figures) -> (u
             let least = match name.rsplit('.').next() {
                 Some(part) if part.starts_with("more_fit") => 4,
                 // All that is used of the host, whoever uses it: as much as what is available moves.
-                Some("used_bytes" | "predicted_bytes") => after["plan.memory_bytes"] / 20,
+                Some("used_bytes" | "predicted_bytes" | "others_bytes" | "kernel_bytes") => {
+                    after["plan.memory_bytes"] / 20
+                }
                 // The brake looks each half a minute.
                 Some("owed") => 4 << 20,
+                // What VMs that stand still map, and what is stored for them.
+                _ if ["mapped.", "pair.", "store."]
+                    .iter()
+                    .any(|p| name.starts_with(p)) =>
+                {
+                    1 << 20
+                }
                 // Means of VMs that stand still, one of them up to what khugepaged does.
                 _ if name.starts_with(&format!("plan.{KIND}.")) => 8 << 20,
                 _ => 64 << 20,
@@ -468,7 +522,8 @@ fn check_views(said: &BTreeMap<&str, BTreeMap<String, i128>>, state: &Path, now:
         ("zero", vm.zero_bytes),
         ("free", vm.free_bytes),
     ] {
-        assert_eq!(own[&format!("map.{state}")], bytes.0.into(), "{state}");
+        let shown = own[&format!("map.{}.{state}", NAMES[2])];
+        assert_eq!(shown, bytes.0.into(), "{state}");
     }
 }
 
@@ -476,6 +531,17 @@ fn check_views(said: &BTreeMap<&str, BTreeMap<String, i128>>, state: &Path, now:
 fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
     walk.step("host added");
     assert_eq!(json(state, &["host", "list"]), serde_json::json!(["third"]));
+    walk.on();
+    walk.step("lends");
+    let lending = || json(state, &["leases"])["lending"].clone();
+    assert_eq!(lending()["max_bytes"], 32 << 20);
+    walk.on();
+    walk.step("lends no more");
+    let lending = lending();
+    assert!(
+        lending.is_null() || lending["is_ending"] == true,
+        "{lending}"
+    );
     walk.on();
     walk.step("borrowed");
     assert_eq!(json(state, &["host", "list"]), serde_json::json!([]));
@@ -503,21 +569,43 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
     assert!(ran["causes"].as_str().unwrap().contains("320 MiB"), "{ran}");
     walk.on();
     walk.step("cloned");
-    let snapshots = json(state, &["snapshot", "list"]);
-    let second = snapshots
-        .as_array()
-        .unwrap()
-        .iter()
-        .find(|s| s["name"] == "second");
-    assert_eq!(
-        second.unwrap()["users"],
-        serde_json::json!([CLONE]),
-        "{snapshots}"
-    );
-    let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
-    assert!(vms.iter().any(|vm| vm.name == CLONE), "{vms:?}");
+    let users = || {
+        let snapshots = json(state, &["snapshot", "list"]);
+        let mut all = snapshots.as_array().unwrap().iter();
+        all.find(|s| s["name"] == "second")
+            .map(|s| s["users"].clone())
+    };
+    assert_eq!(users(), Some(serde_json::json!([CLONE])));
+    let runs = |name: &str| {
+        let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+        vms.iter().any(|vm| vm.name == name)
+    };
+    assert!(runs(CLONE));
     walk.on();
-    walk.step("budget");
+    walk.step("restored");
+    assert!(runs(BACK));
+    let of_both = users().unwrap();
+    assert_eq!(of_both.as_array().unwrap().len(), 2, "{of_both}");
+    walk.on();
+    walk.step("removed");
+    assert!(!runs(CLONE) && !runs(BACK));
+    assert_eq!(users(), None);
+    let boot = || exec(client, NAMES[0], BOOT_ID).stdout;
+    let before = boot();
+    walk.on();
+    walk.step("rebooted");
+    assert_ne!(boot(), before);
+    walk.on();
+    let walked = walk.step("budget");
+    let path = [
+        "Budget …",
+        "CPU, percent",
+        "Pages a second (0: no limit)",
+        "Cancel",
+        "Set the budget",
+        "Budget …",
+    ];
+    assert_eq!(walked["walked"], serde_json::json!(path));
     assert_eq!(json(state, &["fold", "status"])["cpu_share"], 0.12);
     support::qmp(state, NAMES[0])
         .execute("stop", Value::Null)
@@ -570,7 +658,9 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     std::fs::write(files.join("tool"), vec![7; 100_000]).unwrap();
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let walk = [
-        &login(&client, Role::Operate),
+        &[(); LOGINS]
+            .map(|()| login(&client, Role::Operate))
+            .join(" "),
         results.to_str().unwrap(),
         NAMES[2],
         chromium.to_str().unwrap(),
@@ -585,10 +675,15 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     let mut walk = Walk::begin(&walk);
     let load = walk.step("load");
     println!("load: {load}");
-    // The promise is 1 s on a machine that does nothing else; guests start here.
-    for (name, most) in [("usable_ms", 5000.0), ("again_ms", 3000.0)] {
-        let ms = load[name].as_f64().unwrap();
-        assert!(ms < most, "{name}: {ms}");
+    // The guests stand still; what else this host does is no fault of the page's.
+    for name in ["usable_ms", "again_ms"] {
+        let all = load[name].as_array().unwrap();
+        assert_eq!(all.len(), LOGINS);
+        let best = all
+            .iter()
+            .filter_map(Value::as_f64)
+            .fold(f64::MAX, f64::min);
+        assert!(best < 1000.0, "{name}: {all:?}");
     }
     let bytes = load["bytes"].as_u64().unwrap();
     assert!(bytes <= 300_000, "the whole page has {bytes} bytes");
@@ -596,7 +691,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     assert!(!address.contains("login"), "the code is not in the address");
 
     walk.step("ready");
-    let before = told(state);
+    let before = told(state, &client);
     walk.on();
     let mut said = BTreeMap::new();
     let (mut compared, mut exact) = (0, 0);
@@ -631,7 +726,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     }
     check_plans(&mut walk, state, &prints);
     walk.step("read");
-    let after = told(state);
+    let after = told(state, &client);
     for (page, figures) in pages {
         let (all, of_them) = compare(page, &figures, &before, &after);
         compared += all;
@@ -669,7 +764,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     walk.step("stopped");
     let left: Vec<VmInfo> = client.get("/v1/vms").unwrap();
     let names: Vec<&str> = left.iter().map(|vm| vm.name.as_str()).collect();
-    assert_eq!(names, [BORROWER, MADE, CLONE, NAMES[1], NAMES[0]]);
+    assert_eq!(names, [BORROWER, MADE, NAMES[1], NAMES[0]]);
     walk.on();
 
     walk.step("hold begins");
@@ -695,8 +790,13 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     }
     let hundred = walk.step("hundred");
     println!("{hundred}");
-    // 60 frames a second; half of that where others want the cores as well.
-    assert!(hundred["median_ms"].as_f64().unwrap() < 34.0);
+    // 60 frames a second, and few that take two of them, in one of three runs.
+    let is_smooth = |run: &Value| {
+        let ms = |name: &str| run[name].as_f64().unwrap();
+        ms("median_ms") <= 17.5 && ms("p95_ms") <= 34.0
+    };
+    let runs = hundred["runs"].as_array().unwrap();
+    assert!(runs.iter().any(is_smooth), "{hundred}");
     let end = walk.step("end");
     assert_eq!(end["faults"], serde_json::json!([]));
     let violations = end["violations"].as_array().unwrap();

@@ -26,7 +26,7 @@ use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
 
 use super::tls::Tls;
-use super::{Access, Groups, Peer, TlsFiles, Why};
+use super::{Access, Groups, Peer, Role, TlsFiles, Why};
 
 /// TCP connections at once; more are closed at once.
 const TCP_CONNECTIONS: usize = 256;
@@ -34,8 +34,10 @@ const TCP_CONNECTIONS: usize = 256;
 const OF_ONE_ADDRESS: usize = 64;
 /// Unix connections at once of those who may operate; beyond, they are closed at once.
 const OPERATORS: usize = 1024;
-/// The same of all others, who so can't take the places of those.
-const OTHERS: usize = 128;
+/// The same of those who may read, who so can't take the places of those.
+const READERS: usize = 128;
+/// The same of those who may nothing, and are told so: they keep nobody out but each other.
+const STRANGERS: usize = 16;
 /// How long a request's head, and TLS's first words, may take.
 const HEAD_TIME: Duration = Duration::from_secs(10);
 /// Most bytes of a head, and of what is read ahead.
@@ -153,8 +155,8 @@ pub(in crate::api) async fn accept_unix(
     router: Router,
     graceful: Arc<GracefulShutdown>,
 ) {
-    let operators = Arc::new(Semaphore::new(OPERATORS));
-    let others = Arc::new(Semaphore::new(OTHERS));
+    let [operators, readers, strangers] =
+        [OPERATORS, READERS, STRANGERS].map(|most| Arc::new(Semaphore::new(most)));
     loop {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
@@ -165,10 +167,10 @@ pub(in crate::api) async fn accept_unix(
         };
         match Peer::of(&stream, groups) {
             Ok(peer) => {
-                let slots = if peer.may_operate() {
-                    &operators
-                } else {
-                    &others
+                let slots = match peer.known_role() {
+                    Some(Role::Operate) => &operators,
+                    Some(Role::Read | Role::Host) => &readers,
+                    None => &strangers,
                 };
                 let Ok(slot) = slots.clone().try_acquire_owned() else {
                     continue;

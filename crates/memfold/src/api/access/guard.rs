@@ -18,9 +18,9 @@ use super::{Access, Peer, Role, Told, Why};
 use crate::api::server::{MAX_BODY, refusal, refusal_with_hint};
 use crate::api::{lending, planning, session, web};
 
-/// How long a request's body may take.
 /// Longest body of a login: a token or a code, and what JSON needs around it.
 const MOST_OF_A_LOGIN: usize = 4 << 10;
+/// How long a request's body may take.
 const BODY_TIME: Duration = Duration::from_secs(30);
 
 /// Scripts, styles and data from here alone; no inline script, no frame around us, nothing sent elsewhere.
@@ -94,6 +94,11 @@ pub(in crate::api) async fn guard(
                     to_the_end(async move {
                         let _turn = turn;
                         let response = next.run(request).await;
+                        // A wrong token, or more than one may: the guard doesn't see that.
+                        let status = response.status();
+                        if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+                            access.refused.add(Why::of(status));
+                        }
                         if path == lending::REGISTRY_PATH {
                             asked_registry(&access, &who, &method, &response, began.elapsed());
                             return response;
@@ -143,7 +148,6 @@ fn asked_registry(
     took: Duration,
 ) {
     if response.status() == StatusCode::FORBIDDEN {
-        access.refused.add(Why::Rights);
         let path = lending::REGISTRY_PATH;
         access.audit().refused(who, method, path, response, took);
     }
@@ -369,6 +373,7 @@ fn turn(
     };
     let turn = turns.clone().try_acquire_owned();
     turn.map(Some).map_err(|_| {
+        access.refused.add(Why::Other);
         let mut busy = refusal(StatusCode::SERVICE_UNAVAILABLE, "too many requests at once");
         let header = busy.headers_mut();
         header.insert(RETRY_AFTER, HeaderValue::from_static("1"));

@@ -101,15 +101,12 @@ pub(in crate::api) enum Peer {
 }
 
 impl Peer {
-    /// Whether it is known, before it asks for anything, that it may operate.
-    pub(super) fn may_operate(&self) -> bool {
-        matches!(
-            self,
-            Self::Unix {
-                role: Some(Role::Operate),
-                ..
-            }
-        )
+    /// What is known to be its role before it asks for anything.
+    pub(super) const fn known_role(&self) -> Option<Role> {
+        match self {
+            Self::Unix { role, .. } => *role,
+            Self::Tcp { .. } => None,
+        }
     }
 
     /// Of a Unix connection, by what the kernel says of the process that connected.

@@ -136,6 +136,26 @@ fn boot_id(client: &Client, name: &str) -> Option<String> {
     result.ok().map(|done: ExecResult| done.stdout)
 }
 
+/// What the guest's kernel has, less what its balloon holds.
+fn total_kib(client: &Client) -> u64 {
+    let said = exec(client, VM, "awk '/^MemTotal:/ { print $2 }' /proc/meminfo").stdout;
+    said.trim().parse().unwrap()
+}
+
+/// Waits until the balloon has moved so far.
+#[track_caller]
+fn wait_total(client: &Client, far_enough: impl Fn(u64) -> bool) {
+    let end = Instant::now() + Duration::from_secs(120);
+    loop {
+        let now = total_kib(client);
+        if far_enough(now) {
+            return;
+        }
+        assert!(Instant::now() < end, "the guest has {now} KiB");
+        std::thread::sleep(Duration::from_millis(300));
+    }
+}
+
 #[track_caller]
 fn wait_state(host: &Host, domain: &str, state: &str) {
     let end = Instant::now() + Duration::from_secs(300);
@@ -391,7 +411,7 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
     assert_eq!(exec(&client, VM, HELD).stdout, held);
     whole("started from its saved memory");
 
-    // Paused and resumed; its memory dumped; a snapshot of libvirt's, with memory, and back to it.
+    // Paused and resumed; its memory dumped.
     host.ask(&["suspend", DOMAIN]);
     std::thread::sleep(Duration::from_secs(3));
     assert_eq!(host.state(DOMAIN), "paused");
@@ -408,6 +428,18 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
     std::fs::remove_file(dump).unwrap();
     assert_eq!(exec(&client, VM, HELD).stdout, held);
     whole("paused, resumed, dumped");
+
+    // Memory taken from it while it is folded, and given back.
+    let had = total_kib(&client);
+    host.ask(&["setmem", DOMAIN, "352M", "--live"]);
+    wait_total(&client, |now| now + (128 << 10) < had);
+    assert_eq!(exec(&client, VM, HELD).stdout, held);
+    host.ask(&["setmem", DOMAIN, "512M", "--live"]);
+    wait_total(&client, |now| now >= had);
+    assert_eq!(exec(&client, VM, HELD).stdout, held);
+    whole("its memory was less, and is as before");
+
+    // A snapshot of libvirt's, with memory, and back to it.
     host.ask(&["snapshot-create-as", DOMAIN, "then"]);
     exec(
         &client,
