@@ -419,11 +419,8 @@ impl Work {
 
     /// Ends exports whose lease is over, was given back, or isn't known any more.
     fn end_what_is_over(&mut self, leases: &[Lease]) {
-        let over = |lease: &Lease| {
-            lease.state == LeaseState::Released || lease.left_ms == 0 || lease.recall_ms == Some(0)
-        };
         for lease in leases {
-            if over(lease) {
+            if is_over(lease) {
                 if lease.state != LeaseState::Released {
                     warn!(
                         lease = lease.id.0,
@@ -436,6 +433,8 @@ impl Work {
             } else if let Some(lent) = self.exports.get_mut(&lease.id) {
                 lent.deadline = Instant::now() + Duration::from_millis(lease.left_ms);
                 lent.orphaned = false;
+                // Also if the answer to that was lost.
+                lent.published |= lease.state == LeaseState::Exported;
             }
         }
         // Nobody but us ends a lease: a registry that doesn't know one any more has begun anew, and its borrower needs time.
@@ -485,7 +484,7 @@ impl Work {
 
     fn begin(&mut self, lease: &Lease) -> Result<(), RegistryError> {
         let is_dying = self.dying.contains_key(&lease.id);
-        if lease.state != LeaseState::Taken || lease.left_ms == 0 || is_dying {
+        if lease.state != LeaseState::Taken || is_over(lease) || is_dying {
             return Ok(());
         }
         if !self.exports.contains_key(&lease.id) {
@@ -587,6 +586,11 @@ impl Work {
         }
         Ok(())
     }
+}
+
+/// Whether an export has to end now.
+fn is_over(lease: &Lease) -> bool {
+    lease.state == LeaseState::Released || lease.left_ms == 0 || lease.recall_ms == Some(0)
 }
 
 /// Order in which leases are taken back.

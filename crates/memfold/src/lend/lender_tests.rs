@@ -189,6 +189,91 @@ fn a_lender_that_ends_takes_everything_back_and_one_that_is_dropped_leaves_nothi
     drop(directory);
 }
 
+/// A lender without a thread, which looks when it is told to. `None` where nbdkit is missing.
+fn work(directory: &Path) -> Option<(Arc<SqliteRegistry>, Work)> {
+    if Command::new("nbdkit").arg("--version").output().is_err() {
+        println!("skipped: nbdkit is not installed");
+        return None;
+    }
+    let registry = SqliteRegistry::open(&directory.join("registry.db")).unwrap();
+    let registry = Arc::new(registry);
+    let exports = directory.join("exports");
+    empty(&exports).unwrap();
+    let work = Work {
+        lender: LenderId {
+            host: "a".into(),
+            incarnation: Incarnation(1),
+        },
+        announced: true,
+        judge: Judge::new(64 * MIB),
+        max_bytes: Arc::new(AtomicU64::new(64 * MIB)),
+        begun: Instant::now(),
+        exports: BTreeMap::new(),
+        dying: BTreeMap::new(),
+        status: Arc::default(),
+        ending: Arc::default(),
+        registry: registry.clone(),
+        options: LenderOptions {
+            host: "a".into(),
+            max_bytes: 64 * MIB,
+            listen: Listen::Unix,
+            directory: exports,
+            owed: Arc::default(),
+            short_guests: Arc::default(),
+        },
+    };
+    let offer = Offer {
+        lender: work.lender.clone(),
+        bytes: 64 * MIB,
+    };
+    registry.offer(&offer, OFFER_TTL).unwrap();
+    Some((registry, work))
+}
+
+fn take(registry: &SqliteRegistry) -> Lease {
+    let want = Want {
+        borrower: "b".into(),
+        vm: "v".into(),
+        bytes: 16 * MIB,
+        durability: Durability::Disk,
+        apart_from: Vec::new(),
+    };
+    registry.take(&want, Duration::from_secs(60)).unwrap()
+}
+
+#[test]
+fn what_was_published_is_known_though_the_answer_was_lost() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let lease = take(&registry);
+    let end = Instant::now() + Duration::from_secs(60);
+    while registry.endpoint(lease.id, "b").unwrap().is_none() {
+        assert!(Instant::now() < end);
+        work.keep_up().unwrap();
+    }
+    work.exports.get_mut(&lease.id).unwrap().published = false;
+    assert_eq!(work.beginning_bytes(), 16 * MIB);
+    work.keep_up().unwrap();
+    assert_eq!(work.beginning_bytes(), 0);
+}
+
+#[test]
+fn what_has_to_come_back_before_it_is_exported_is_not_begun() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let lease = take(&registry);
+    registry
+        .recall(lease.id, &lease.lender, Duration::ZERO)
+        .unwrap();
+    work.keep_up().unwrap();
+    assert!(work.exports.is_empty());
+    assert!(registry.picture().unwrap().leases.is_empty());
+}
+
 #[test]
 fn a_registry_that_begins_anew_leaves_borrowers_their_time() {
     let Some(host) = host(64 * MIB) else { return };
