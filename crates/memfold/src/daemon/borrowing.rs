@@ -302,6 +302,10 @@ impl Daemon {
         let machine = self.machine(vm)?;
         let directory = swap_directory(&machine)?;
         let _alone = machine.save_right();
+        if for_good {
+            // First: whatever fails or is killed on the way, it isn't borrowed again against the operator's word.
+            forget_wish(directory);
+        }
         let guard = self.settled_guard(&machine, directory)?;
         let top = graph::top(&mut machine.monitor(), vm)?;
         let mut changed = false;
@@ -315,9 +319,6 @@ impl Daemon {
             }
             self.give_back(&machine, directory, &guard)?;
             changed = before.place != SwapPlace::OnCopy;
-        }
-        if for_good {
-            forget_wish(directory);
         }
         Ok(Borrowed {
             vm: vm.to_owned(),
