@@ -13,7 +13,7 @@ use tracing::{error, info, warn};
 
 use super::booted::when_booted;
 use super::borrow_again::{forget_wish, note_wish, wish};
-use super::leasing::lease_ttl;
+use super::leasing::{RESUMED, lease_ttl};
 use super::machine::Machine;
 use super::relays::{connect, is_relay_stopped};
 use super::watched::Guard;
@@ -33,9 +33,6 @@ const RENEW: Duration = Duration::from_secs(1);
 
 /// After that a swap disk that couldn't be moved away from a single lender is tried again.
 const MOVE_AGAIN: Duration = Duration::from_secs(15);
-
-/// How long a daemon that goes on with leases of the one before looks for the registry, before it moves what only they hold to a disk.
-const RESUMED: Duration = Duration::from_secs(10);
 
 /// Looks in a row that find a relay standing still, until it is given up: one may catch a debugger's blink.
 const STOPPED_LOOKS: u32 = 5;
