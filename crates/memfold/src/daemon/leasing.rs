@@ -162,6 +162,9 @@ impl Daemon {
             };
             match self.lending.registry.endpoint(lease.id, &lease.borrower) {
                 Ok(Some(endpoint)) => {
+                    if self.lending.elsewhere {
+                        endpoint.check_of_another_host()?;
+                    }
                     endpoint.check()?;
                     return Ok(endpoint);
                 }

@@ -21,8 +21,8 @@ use crate::lend::graph::Part;
 use crate::lend::lender::time_to_give_back;
 use crate::lend::registry::{check_bytes, check_name};
 use crate::lend::{
-    Lease, LeaseId, Lender, LenderOptions, LenderStatus, Picture, Registry, RegistryError,
-    SqliteRegistry, Transport,
+    Lease, LeaseId, Lender, LenderOptions, LenderStatus, Picture, Registry, RegistryAt,
+    RegistryError, SqliteRegistry, Transport,
 };
 use crate::vm::boot_id;
 
@@ -41,6 +41,8 @@ pub(super) struct Lending {
     place: String,
     /// Whether this daemon serves it.
     own: bool,
+    /// Whether hosts that this one knows nothing of write there.
+    pub elsewhere: bool,
     directory: PathBuf,
     /// What this host's VMs may call in at once, in bytes: the brake says so, and it is not lent.
     pub owed: Arc<AtomicU64>,
@@ -99,6 +101,11 @@ impl Lending {
             registry,
             place,
             own: options.registry.is_none(),
+            // The daemon behind a socket is of this host, and takes no sockets of others.
+            elsewhere: matches!(
+                options.registry,
+                Some(RegistryAt::Daemon { .. } | RegistryAt::Etcd { .. })
+            ),
             directory,
             owed: Arc::default(),
             short_guests: Arc::default(),
