@@ -628,6 +628,7 @@ impl Daemon {
         }
         if wanted && !guard.is_stopped() {
             info!(vm = machine.name(), "its lender needs the memory back");
+            machine.comes_home(false);
             self.return_as(machine.name(), false)?;
         }
         Ok(())
@@ -728,6 +729,7 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
                 vm = guard.vm,
                 why, "its swap disk is moved to this host's disk"
             );
+            machine.comes_home(guard.borrowing().hangs_on_one());
             if let Err(error) = daemon.return_as(machine.name(), false) {
                 warn!(
                     vm = guard.vm,
