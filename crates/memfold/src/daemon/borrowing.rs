@@ -175,7 +175,7 @@ impl Daemon {
                 warn!(
                     vm,
                     error = chain(&error),
-                    "where its swap disk is isn't known now"
+                    "what its swap disk uses is not known now"
                 );
                 if let Some(borrowing) = begun.borrowing {
                     // Kept, and renewed, as if it were there.
@@ -419,7 +419,7 @@ impl Daemon {
         let is_lent = top.node == borrowing.top();
         info!(
             vm = machine.name(),
-            is_lent, "where its swap disk is is known again"
+            is_lent, "QEMU says what its swap disk uses"
         );
         self.tidy(machine);
         if !is_lent {
@@ -707,7 +707,7 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
                 warn!(
                     vm = guard.vm,
                     error = chain(&error),
-                    "where its swap disk is isn't known yet"
+                    "QEMU does not say what its swap disk uses"
                 );
             }
             // Figures that aren't had are had a second later.
