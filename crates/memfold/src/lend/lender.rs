@@ -32,6 +32,9 @@ const AT_ONCE: Duration = Duration::from_millis(100);
 /// How long a borrower has to give memory back that this host needs.
 pub const GIVE_BACK: Duration = Duration::from_secs(10);
 
+/// The same when next to nothing is left, for who has a copy and only lets go: it hears of it within a second, and takes 0.1 s.
+const HURRY: Duration = Duration::from_secs(2);
+
 /// How long a lender that ends waits for its borrowers: systemd gives daemons 90 s.
 const GOOD_BYE: Duration = Duration::from_secs(45);
 
@@ -389,6 +392,9 @@ impl Work {
             verdict.recall_bytes
         };
         self.recall(&leases, wanted)?;
+        if verdict.is_urgent {
+            self.hurry(&leases)?;
+        }
         self.set(|status| {
             status.offer_bytes = offer.bytes;
             status.why = verdict.why;
@@ -412,6 +418,7 @@ impl Work {
             Err(error) => Verdict {
                 offer_bytes: lent,
                 recall_bytes: 0,
+                is_urgent: false,
                 why: format!("this host's memory can't be read: {error}"),
             },
         }
@@ -586,6 +593,20 @@ impl Work {
         }
         Ok(())
     }
+
+    /// Who has been asked for memory and has a copy has no more time. Those who are asked for it only now hear that at the next look.
+    fn hurry(&self, leases: &[Lease]) -> Result<(), RegistryError> {
+        for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
+            self.registry.recall(lease.id, &self.lender, HURRY)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a borrower, asked for its memory, has more time than it needs to let go.
+fn has_to_hurry(lease: &Lease) -> bool {
+    let left = lease.recall_ms.map(Duration::from_millis);
+    lease.durability == Durability::Disk && !is_over(lease) && left.is_some_and(|left| left > HURRY)
 }
 
 /// Whether an export has to end now.

@@ -111,6 +111,37 @@ fn who_has_a_copy_gives_back_first_and_who_has_none_gets_time_to_make_one() {
 }
 
 #[test]
+fn who_is_asked_and_has_a_copy_has_to_hurry() {
+    let (disk, none) = (Durability::Disk, Durability::None);
+    for (durability, recall_ms, hurries) in [
+        (disk, Some(9_000), true),
+        (disk, Some(1_500), false),
+        (disk, None, false),
+        (none, Some(9_000), false),
+    ] {
+        let lease = Lease {
+            id: LeaseId(1),
+            lender: LenderId {
+                host: "a".into(),
+                incarnation: Incarnation(1),
+            },
+            borrower: "b".into(),
+            vm: "v".into(),
+            bytes: MIB,
+            durability,
+            state: LeaseState::Exported,
+            left_ms: 60_000,
+            recall_ms,
+        };
+        assert_eq!(
+            has_to_hurry(&lease),
+            hurries,
+            "{durability:?} {recall_ms:?}"
+        );
+    }
+}
+
+#[test]
 fn what_is_taken_is_exported_and_given_back() {
     let Some(host) = host(64 * MIB) else { return };
     let first = host.take(16 * MIB, Duration::from_secs(60));
