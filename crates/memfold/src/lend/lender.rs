@@ -572,6 +572,8 @@ impl Work {
         let (recalled, mut others): (Vec<&Lease>, Vec<&Lease>) =
             leases.iter().partition(|lease| lease.recall_ms.is_some());
         let mut coming: u64 = recalled.iter().map(|lease| lease.bytes).sum();
+        // The registry doesn't know any more what has ended in this look.
+        others.retain(|lease| !is_over(lease));
         others.sort_by_key(|lease| hurt(lease.durability, lease.bytes));
         for lease in others {
             if coming >= wanted {

@@ -306,6 +306,19 @@ fn what_has_to_come_back_before_it_is_exported_is_not_begun() {
 }
 
 #[test]
+fn what_has_been_given_back_is_not_asked_for() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let lease = take(&registry);
+    registry.release(lease.id, "b").unwrap();
+    work.ending.store(true, Ordering::Release);
+    work.keep_up().unwrap();
+    assert!(work.keep_up().unwrap());
+}
+
+#[test]
 fn a_registry_that_begins_anew_leaves_borrowers_their_time() {
     let Some(host) = host(64 * MIB) else { return };
     let lease = host.take(16 * MIB, Duration::from_secs(20));
