@@ -358,6 +358,11 @@ pub(super) async fn registry(
             );
         }
     }
+    if let (Some(_), Call::Publish { endpoint, .. }) = (&visitor.host, &call) {
+        if let Err(error) = endpoint.check_of_another_host() {
+            return Json(Answer::Refused(error)).into_response();
+        }
+    }
     blocking(daemon, move |d| d.registry_call(&call))
         .await
         .into_response()

@@ -24,10 +24,10 @@ use crate::daemon::{BorrowWhen, Daemon, DaemonOptions};
 use crate::fold::EngineSettings;
 use crate::ledger::{BrakePolicy, Reserve};
 use crate::lend::place::PlaceError;
+use crate::lend::registry::check_name;
 use crate::lend::{RegistryAt, RegistryFiles, Transport};
 use crate::libvirt::DEFAULT_RUN;
 use crate::snapshot::DEFAULT_SHELF;
-use crate::vm::check_name;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -423,4 +423,15 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     info!("ending; VMs go on, and folded pages stay folded");
     daemon.shut_down();
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_is_named_as_registries_take_it() {
+        assert_eq!(host_name("Node-1.example").unwrap(), "Node-1.example");
+        assert!(host_name("-a").is_err());
+    }
 }

@@ -30,10 +30,12 @@ const AFTER_LOSS: Duration = Duration::from_secs(60);
 /// The same after the lender has asked for its memory, or nobody could say how the lender is.
 const AFTER_RECALL: Duration = LONGEST_WAIT;
 
-/// How long to wait, by where a swap disk is that should be lent; `None`: it is.
-const fn rest(place: SwapPlace) -> Option<Duration> {
+/// How long to wait, by where a swap disk is that should be lent; `None`: it is. `lost_a_copy`: that is why it came home.
+const fn rest(place: SwapPlace, lost_a_copy: bool) -> Option<Duration> {
     match place {
         SwapPlace::OnCopy => Some(AFTER_LOSS),
+        // A replica's second lender isn't enough: its disk is moved home by itself.
+        SwapPlace::OnDisk if lost_a_copy => Some(AFTER_LOSS),
         SwapPlace::OnDisk => Some(AFTER_RECALL),
         // Nothing can be done for what is lost; a degraded one is being moved to its disk.
         SwapPlace::Lent | SwapPlace::Degraded | SwapPlace::Lost => None,
@@ -59,6 +61,11 @@ pub(super) fn forget_wish(directory: &VmDirectory) {
     let _ = std::fs::remove_file(directory.wish());
 }
 
+/// Forgets those that are lent again: what is lost after that, however soon, rests as after any loss.
+fn forget_done(waiting: &mut BTreeMap<u32, Tries<()>>, now: Instant) {
+    waiting.retain(|_, tries| tries.ended(now).is_none());
+}
+
 /// Until the daemon ends.
 pub(super) fn watch(daemon: &Weak<Daemon>) {
     let mut waiting = BTreeMap::new();
@@ -76,7 +83,7 @@ impl Daemon {
         let wishing = machines.into_iter().filter_map(|machine| {
             let guard = self.lending.guards().get(machine.name()).cloned();
             let place = guard.map_or(SwapPlace::OnDisk, |guard| guard.borrowed().place);
-            let rest = rest(place)?;
+            let rest = rest(place, machine.has_lost_a_copy())?;
             let request = wish(&machine)?;
             Some((machine, request, rest))
         });
@@ -92,14 +99,12 @@ impl Daemon {
 
     fn borrow_again(self: &Arc<Self>, waiting: &mut BTreeMap<u32, Tries<()>>) {
         let now = Instant::now();
+        forget_done(waiting, now);
         let wishing = self.wishing();
         // One whose switch is under way may be lent already.
         waiting.retain(|id, tries| {
             tries.is_under_way() || wishing.iter().any(|(machine, ..)| machine.id() == *id)
         });
-        for tries in waiting.values_mut() {
-            tries.ended(now);
-        }
         for (machine, request, rest) in wishing {
             let vm = machine.name().to_owned();
             let tries = waiting.entry(machine.id()).or_insert_with(|| {
@@ -135,5 +140,42 @@ impl Daemon {
                 None
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_lost_a_copy_waits_a_minute_and_whose_lender_asked_ten() {
+        for (place, lost_a_copy, minutes) in [
+            (SwapPlace::OnCopy, false, Some(1)),
+            (SwapPlace::OnDisk, true, Some(1)),
+            (SwapPlace::OnDisk, false, Some(10)),
+            (SwapPlace::Lent, true, None),
+            (SwapPlace::Degraded, true, None),
+            (SwapPlace::Lost, true, None),
+        ] {
+            let wanted = minutes.map(|minutes: u64| Duration::from_secs(60 * minutes));
+            assert_eq!(rest(place, lost_a_copy), wanted, "{place:?} {lost_a_copy}");
+        }
+    }
+
+    #[test]
+    fn who_has_borrowed_again_rests_anew_when_it_is_lost_and_who_could_not_goes_on_resting() {
+        let now = Instant::now();
+        let mut waiting = BTreeMap::new();
+        for (id, outcome) in [(1, Some(())), (2, None)] {
+            let mut tries = Tries::default();
+            tries.begin("try", move || outcome).unwrap();
+            waiting.insert(id, tries);
+        }
+        while waiting.values().any(Tries::is_under_way) {
+            forget_done(&mut waiting, now);
+            std::thread::yield_now();
+        }
+        assert_eq!(waiting.keys().collect::<Vec<_>>(), [&2]);
+        assert!(waiting[&2].rests(now));
     }
 }

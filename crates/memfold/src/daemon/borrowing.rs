@@ -13,13 +13,13 @@ use tracing::{error, info, warn};
 
 use super::booted::when_booted;
 use super::borrow_again::{forget_wish, note_wish, wish};
-use super::leasing::lease_ttl;
+use super::leasing::{RESUMED, lease_ttl};
 use super::machine::Machine;
 use super::relays::{connect, is_relay_stopped};
 use super::watched::Guard;
 use super::{Daemon, DaemonError, chain};
 use crate::api::{BorrowRequest, Borrowed, SwapPlace};
-use crate::lend::graph::{self, Borrowing, Failed, Part, Phase, Stripe, Top};
+use crate::lend::graph::{self, Borrowing, Failed, GraphError, Part, Phase, Stripe, Top};
 use crate::lend::iscsi::bridge;
 use crate::lend::relay::start::Running;
 use crate::lend::waits;
@@ -33,9 +33,6 @@ const RENEW: Duration = Duration::from_secs(1);
 
 /// After that a swap disk that couldn't be moved away from a single lender is tried again.
 const MOVE_AGAIN: Duration = Duration::from_secs(15);
-
-/// How long a daemon that goes on with leases of the one before looks for the registry, before it moves what only they hold to a disk.
-const RESUMED: Duration = Duration::from_secs(10);
 
 /// Looks in a row that find a relay standing still, until it is given up: one may catch a debugger's blink.
 const STOPPED_LOOKS: u32 = 5;
@@ -61,6 +58,8 @@ pub(super) struct Begun {
     /// With the names of their lenders.
     relays: Vec<(Running, Vec<String>)>,
     wires: Vec<Option<Wire>>,
+    /// What QEMU was told to go over to.
+    borrowing: Option<Borrowing>,
 }
 
 impl Begun {
@@ -123,6 +122,7 @@ impl Daemon {
     ) -> Result<Borrowed, DaemonError> {
         let (began, vm) = (Instant::now(), machine.name());
         super::lending::check_host(&self.lending.host)?;
+        let guard = self.settled_guard(machine, directory)?;
         let top = graph::top(&mut machine.monitor(), vm)?;
         if let Some(bytes) = request.bytes.filter(|bytes| *bytes < top.bytes) {
             return Err(lending(
@@ -136,7 +136,6 @@ impl Daemon {
                 ),
             ));
         }
-        let guard = self.lending.guards().get(vm).cloned();
         if let Some(guard) = guard {
             let now = guard.borrowed();
             let laid_out = request.stripes.is_none_or(|n| now.stripes == Some(n));
@@ -171,6 +170,18 @@ impl Daemon {
                     took_ms: ms(began),
                     ..guard.borrowed()
                 })
+            }
+            Err(error @ DaemonError::Graph(GraphError::Unknown(_))) => {
+                warn!(
+                    vm,
+                    error = chain(&error),
+                    "what its swap disk uses is not known now"
+                );
+                if let Some(borrowing) = begun.borrowing {
+                    // Kept, and renewed, as if it were there.
+                    self.watch(machine, &Guard::new(vm, borrowing, begun.wires));
+                }
+                Err(error)
             }
             Err(error) => {
                 warn!(vm, error = chain(&error), "its swap disk stays where it is");
@@ -266,7 +277,9 @@ impl Daemon {
             why
         };
         let silent = || cut().or_else(silent);
-        graph::switch(&|| machine.monitor(), &top.node, &borrowing.top(), &silent)?;
+        let switched = graph::switch(&|| machine.monitor(), &top.node, &borrowing.top(), &silent);
+        begun.borrowing = Some(borrowing.clone());
+        switched?;
         borrowing.phase = Phase::Lent;
         if let Err(error) = write_note(directory, &borrowing) {
             // The next daemon sees by the device itself that it went over.
@@ -286,8 +299,12 @@ impl Daemon {
         let machine = self.machine(vm)?;
         let directory = swap_directory(&machine)?;
         let _alone = machine.save_right();
+        if for_good {
+            // First: whatever fails or is killed on the way, it isn't borrowed again against the operator's word.
+            forget_wish(directory);
+        }
+        let guard = self.settled_guard(&machine, directory)?;
         let top = graph::top(&mut machine.monitor(), vm)?;
-        let guard = self.lending.guards().get(vm).cloned();
         let mut changed = false;
         if let Some(guard) = guard {
             let before = guard.borrowed();
@@ -299,9 +316,6 @@ impl Daemon {
             }
             self.give_back(&machine, directory, &guard)?;
             changed = before.place != SwapPlace::OnCopy;
-        }
-        if for_good {
-            forget_wish(directory);
         }
         Ok(Borrowed {
             vm: vm.to_owned(),
@@ -337,7 +351,7 @@ impl Daemon {
                 guard.state().borrowing.parts[part].lost = true;
             }
         } else {
-            self.move_to_disk(machine, directory, &borrowing)?;
+            self.move_to_disk(machine, directory, guard)?;
         }
         // Released when nothing uses it any more.
         self.tidy(machine);
@@ -351,8 +365,9 @@ impl Daemon {
         &self,
         machine: &Machine,
         directory: &VmDirectory,
-        borrowing: &Borrowing,
+        guard: &Guard,
     ) -> Result<(), DaemonError> {
+        let borrowing = guard.borrowing();
         let place = |source| DaemonError::State {
             path: directory.path().to_owned(),
             source,
@@ -378,10 +393,68 @@ impl Daemon {
             };
             graph::switch(&|| machine.monitor(), &borrowing.top(), &to, &keep)
         })();
-        if moved.is_err() {
-            self.tidy(machine);
+        match &moved {
+            // Whether it is lent is found out before anything else is done.
+            Err(GraphError::Unknown(_)) => guard.state().borrowing.phase = Phase::Switching,
+            Err(_) => self.tidy(machine),
+            Ok(()) => {}
         }
         Ok(moved?)
+    }
+
+    /// Finds out whether a swap disk is lent, if QEMU has kept that from us: until it answers, everything stays. The save right is held by the
+    /// caller.
+    fn settle(
+        &self,
+        machine: &Machine,
+        directory: &VmDirectory,
+        guard: &Guard,
+    ) -> Result<(), DaemonError> {
+        let mut borrowing = guard.borrowing();
+        if guard.is_stopped() || borrowing.phase == Phase::Lent {
+            return Ok(());
+        }
+        graph::cancel(&|| machine.monitor()).map_err(GraphError::from)?;
+        let top = graph::top(&mut machine.monitor(), machine.name())?;
+        let is_lent = top.node == borrowing.top();
+        info!(
+            vm = machine.name(),
+            is_lent, "QEMU says what its swap disk uses"
+        );
+        self.tidy(machine);
+        if !is_lent {
+            self.drop_note(machine, directory);
+            return Ok(());
+        }
+        guard.state().borrowing.phase = Phase::Lent;
+        borrowing.phase = Phase::Lent;
+        if let Err(error) = write_note(directory, &borrowing) {
+            warn!(vm = machine.name(), %error, "its note can't be written");
+        }
+        Ok(())
+    }
+
+    /// The same, by whoever has no right yet.
+    fn settle_alone(&self, machine: &Machine, guard: &Guard) -> Result<(), DaemonError> {
+        if guard.borrowing().phase == Phase::Lent {
+            return Ok(());
+        }
+        let directory = swap_directory(machine)?;
+        let _alone = machine.save_right();
+        self.settle(machine, directory, guard)
+    }
+
+    /// Who watches what a VM has borrowed, if it has.
+    fn settled_guard(
+        &self,
+        machine: &Machine,
+        directory: &VmDirectory,
+    ) -> Result<Option<Arc<Guard>>, DaemonError> {
+        let guard = || self.lending.guards().get(machine.name()).cloned();
+        if let Some(guard) = guard() {
+            self.settle(machine, directory, &guard)?;
+        }
+        Ok(guard())
     }
 
     /// Nothing is borrowed any more: watches no longer, releases the leases, and forgets.
@@ -471,8 +544,8 @@ impl Daemon {
         let began = Instant::now();
         let directory = swap_directory(machine)?;
         let _alone = machine.save_right();
-        let borrowing = guard.borrowing();
-        if guard.is_stopped() || borrowing.parts[part].lost {
+        self.settle(machine, directory, guard)?;
+        if guard.is_stopped() || guard.borrowing().parts[part].lost {
             return Ok(());
         }
         guard.cut(part);
@@ -555,6 +628,7 @@ impl Daemon {
         }
         if wanted && !guard.is_stopped() {
             info!(vm = machine.name(), "its lender needs the memory back");
+            machine.comes_home(false);
             self.return_as(machine.name(), false)?;
         }
         Ok(())
@@ -572,8 +646,9 @@ impl Daemon {
         machine.use_generation(borrowing.generation);
         // Of a switch that was under way, the device tells how it ended.
         self.tidy(machine);
-        let top = graph::top(&mut machine.monitor(), machine.name());
-        if top.is_ok_and(|top| top.node != borrowing.top()) {
+        let ended = graph::cancel(&|| machine.monitor()).map_err(GraphError::from);
+        let top = ended.and_then(|()| graph::top(&mut machine.monitor(), machine.name()));
+        if top.as_ref().is_ok_and(|top| top.node != borrowing.top()) {
             remove_note(directory);
             for part in &borrowing.parts {
                 self.hear_end_of(machine.name(), part);
@@ -581,7 +656,8 @@ impl Daemon {
             self.release(borrowing.leases());
             return;
         }
-        borrowing.phase = Phase::Lent;
+        // If it doesn't, that is found out before anything else is done.
+        borrowing.phase = top.map_or(Phase::Switching, |_| Phase::Lent);
         // Nobody heard of failures meanwhile.
         borrowing.copy_unwatched = borrowing.copy.is_some();
         let find = |part: &Part| {
@@ -627,6 +703,13 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
         hear(&machine, guard);
         if renewed.elapsed() >= RENEW {
             renewed = Instant::now();
+            if let Err(error) = daemon.settle_alone(&machine, guard) {
+                warn!(
+                    vm = guard.vm,
+                    error = chain(&error),
+                    "QEMU does not say what its swap disk uses"
+                );
+            }
             // Figures that aren't had are had a second later.
             if let Ok(Some(counted)) = waits::look(&mut machine.monitor()) {
                 guard.state().waits = Some(counted);
@@ -646,6 +729,7 @@ fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
                 vm = guard.vm,
                 why, "its swap disk is moved to this host's disk"
             );
+            machine.comes_home(guard.borrowing().hangs_on_one());
             if let Err(error) = daemon.return_as(machine.name(), false) {
                 warn!(
                     vm = guard.vm,
@@ -777,10 +861,10 @@ fn is_swap_file(path: &Path) -> bool {
 /// The directory of a VM whose swap disk can be switched.
 fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
     let (Some(directory), Some(spec)) = (machine.vm().directory(), machine.vm().spec()) else {
-        return Err(graph::GraphError::NoSwapDisk(machine.name().to_owned()).into());
+        return Err(GraphError::NoSwapDisk(machine.name().to_owned()).into());
     };
     if spec.swap.is_none() {
-        return Err(graph::GraphError::NoSwapDisk(machine.name().to_owned()).into());
+        return Err(GraphError::NoSwapDisk(machine.name().to_owned()).into());
     }
     if spec.user.is_some() {
         return Err(lending(

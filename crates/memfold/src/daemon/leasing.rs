@@ -14,7 +14,10 @@ use crate::lend::wire::patience;
 use crate::lend::{Durability, Endpoint, Lease, LeaseId, RegistryError, Want};
 
 /// How long a lease holds without being renewed: so long may a borrower's daemon be away.
-pub(super) const LEASE_TTL: Duration = Duration::from_secs(60);
+const LEASE_TTL: Duration = Duration::from_secs(60);
+
+/// How long a daemon that goes on with leases of the one before looks for the registry, before it moves what only they hold to a disk.
+pub(super) const RESUMED: Duration = Duration::from_secs(10);
 
 /// What is copied of a disk in a second at least, while its guest swaps.
 const COPIED_A_SECOND: u64 = 20 << 20;
@@ -159,6 +162,9 @@ impl Daemon {
             };
             match self.lending.registry.endpoint(lease.id, &lease.borrower) {
                 Ok(Some(endpoint)) => {
+                    if self.lending.elsewhere {
+                        endpoint.check_of_another_host()?;
+                    }
                     endpoint.check()?;
                     return Ok(endpoint);
                 }

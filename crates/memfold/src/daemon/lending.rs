@@ -21,8 +21,8 @@ use crate::lend::graph::Part;
 use crate::lend::lender::time_to_give_back;
 use crate::lend::registry::{check_bytes, check_name};
 use crate::lend::{
-    Lease, LeaseId, Lender, LenderOptions, LenderStatus, Picture, Registry, RegistryError,
-    SqliteRegistry, Transport,
+    Lease, LeaseId, Lender, LenderOptions, LenderStatus, Picture, Registry, RegistryAt,
+    RegistryError, SqliteRegistry, Transport,
 };
 use crate::vm::boot_id;
 
@@ -41,6 +41,8 @@ pub(super) struct Lending {
     place: String,
     /// Whether this daemon serves it.
     own: bool,
+    /// Whether hosts that this one knows nothing of write there.
+    pub elsewhere: bool,
     directory: PathBuf,
     /// What this host's VMs may call in at once, in bytes: the brake says so, and it is not lent.
     pub owed: Arc<AtomicU64>,
@@ -99,6 +101,11 @@ impl Lending {
             registry,
             place,
             own: options.registry.is_none(),
+            // The daemon behind a socket is of this host, and takes no sockets of others.
+            elsewhere: matches!(
+                options.registry,
+                Some(RegistryAt::Daemon { .. } | RegistryAt::Etcd { .. })
+            ),
             directory,
             owed: Arc::default(),
             short_guests: Arc::default(),
@@ -227,6 +234,10 @@ impl Daemon {
         check_host(&self.lending.host)?;
         check_bytes(request.max_bytes, LEAST)?;
         check_server(request.transport)?;
+        // Whether the registry can be used at all is better told now than in the log. Whoever asks what this host lends doesn't wait for it.
+        if self.lending.lender().as_ref().is_none_or(Lender::has_ended) {
+            self.lending.registry.picture()?;
+        }
         let mut lender = self.lending.lender();
         if let Some(old) = lender.as_ref().filter(|old| !old.has_ended()) {
             let status = old.status();
@@ -301,8 +312,6 @@ impl Daemon {
 
     fn start_lender(&self, request: &LendRequest) -> Result<Lender, DaemonError> {
         let options = self.lender_options(request)?;
-        // Whether the registry can be used at all is better told now than in the log.
-        self.lending.registry.picture()?;
         Lender::start(options, self.lending.registry.clone()).map_err(|source| DaemonError::State {
             path: self.lending.directory.clone(),
             source,
@@ -321,12 +330,7 @@ impl Daemon {
             return;
         }
         // The registry may not be there yet: its daemon may start after this one. The lender's thread goes on asking.
-        let started = self.lender_options(&request).and_then(|options| {
-            let path = options.directory.clone();
-            Lender::start(options, self.lending.registry.clone())
-                .map_err(|source| DaemonError::State { path, source })
-        });
-        match started {
+        match self.start_lender(&request) {
             Ok(lender) => *self.lending.lender() = Some(lender),
             Err(error) => warn!(error = chain(&error), "this host lends no more"),
         }

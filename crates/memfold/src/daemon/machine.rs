@@ -89,6 +89,8 @@ pub(super) struct Machine {
     renewal: Mutex<Option<Renewal>>,
     /// Least number for the next nodes of its swap disk.
     swap_generation: Mutex<u64>,
+    /// Whether its swap disk came home because one of its copies was lost.
+    lost_a_copy: AtomicBool,
     boot_snapshot: Mutex<Option<BootSnapshot>>,
     /// What the guest has done with its segments, by name.
     segments: Mutex<BTreeMap<String, SegmentState>>,
@@ -154,6 +156,7 @@ impl Machine {
             saving: Mutex::default(),
             renewal: Mutex::default(),
             swap_generation: Mutex::default(),
+            lost_a_copy: AtomicBool::new(false),
             boot_snapshot: Mutex::default(),
             segments: Mutex::default(),
             agent: Mutex::default(),
@@ -639,6 +642,16 @@ impl Machine {
         let number = free.max(*least);
         *least = number + 1;
         number
+    }
+
+    /// Notes why its swap disk is about to be moved home: whether one of its copies was lost.
+    pub fn comes_home(&self, lost_a_copy: bool) {
+        self.lost_a_copy.store(lost_a_copy, Ordering::Release);
+    }
+
+    /// Whether that was why, as far as this daemon knows.
+    pub fn has_lost_a_copy(&self) -> bool {
+        self.lost_a_copy.load(Ordering::Acquire)
     }
 
     /// The right to save it or to change what it maps, as soon as nobody else has it.

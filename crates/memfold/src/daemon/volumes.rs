@@ -14,7 +14,7 @@ use memfold_units::ByteSize;
 use tracing::{error, info, warn};
 
 use super::borrowing::lending;
-use super::leasing::LEASE_TTL;
+use super::leasing::{RESUMED, lease_ttl};
 use super::{Daemon, DaemonError, chain, write_json};
 use crate::api::{BorrowRequest, Borrowed, SwapPlace};
 use crate::lend::lvm::tools::{self, Logical, Physical};
@@ -34,14 +34,17 @@ const LOOK_AT_SYNC: Duration = Duration::from_millis(500);
 /// What the daemon has of volumes on lent RAM.
 #[derive(Debug, Default)]
 pub(super) struct Volumes {
-    /// Held while LVM is told to change something: its tools would wait for each other, and what one finds has to be so for the next.
-    turn: Mutex<()>,
+    /// By volume group, held while LVM is told to change something there: its tools would wait for each other, and what one finds has to be so
+    /// for the next.
+    turns: Mutex<BTreeMap<String, Arc<Mutex<()>>>>,
     keepers: Mutex<BTreeMap<Volume, Arc<Keeper>>>,
 }
 
 impl Volumes {
-    fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    /// What is held while a volume's group is changed.
+    fn turn(&self, volume: &Volume) -> Arc<Mutex<()>> {
+        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        turns.entry(volume.group.clone()).or_default().clone()
     }
 
     fn keepers(&self) -> MutexGuard<'_, BTreeMap<Volume, Arc<Keeper>>> {
@@ -69,11 +72,15 @@ struct Keeper {
     lost: Mutex<Option<String>>,
     /// Whether its lender needs its memory.
     is_wanted: AtomicBool,
+    /// Until when its lease holds without being renewed, as far as the registry has said.
+    holds: Mutex<Instant>,
 }
 
 impl Keeper {
-    fn new(loan: Loan) -> Arc<Self> {
+    /// Its lease holds until then.
+    fn new(loan: Loan, holds: Instant) -> Arc<Self> {
         Arc::new(Self {
+            holds: Mutex::new(holds),
             loan: Mutex::new(loan),
             stop: AtomicBool::new(false),
             lost: Mutex::default(),
@@ -112,7 +119,21 @@ impl Keeper {
     /// Whether it is to be taken off, by whoever has the turn.
     fn has_to_end(&self) -> bool {
         let is_wanted = self.is_wanted.load(Ordering::Acquire);
-        is_wanted || self.lost().is_some() || self.loan().phase != Phase::Lent
+        is_wanted
+            || self.lost().is_some()
+            || self.loan().phase != Phase::Lent
+            || self.is_running_out()
+    }
+
+    /// Whether half of its lease's time is over without its having been renewed, and its end would lose what lies there.
+    fn is_running_out(&self) -> bool {
+        let loan = self.loan();
+        let left = self.holds().saturating_duration_since(Instant::now());
+        loan.durability == Durability::None && left < lease_ttl(loan.durability, loan.bytes) / 2
+    }
+
+    fn holds(&self) -> MutexGuard<'_, Instant> {
+        self.holds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes why its lender can't be used any more, once.
@@ -187,7 +208,8 @@ impl Daemon {
         }
         super::lending::check_host(&self.lending.host)?;
         check_tools()?;
-        let _turn = self.lending.volumes.turn();
+        let turn = self.lending.volumes.turn(volume);
+        let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
         let known = self.lending.volumes.keepers().get(volume).cloned();
         if let Some(keeper) = known {
             let now = keeper.borrowed();
@@ -203,7 +225,7 @@ impl Daemon {
         }
         let fit = fit(volume, request)?;
         let (lease, endpoint) = self.take_disk(volume, fit.wanted, request.durability)?;
-        let keeper = Keeper::new(Loan {
+        let loan = Loan {
             volume: volume.clone(),
             bytes: fit.logical.bytes,
             durability: request.durability,
@@ -212,7 +234,9 @@ impl Daemon {
             target: None,
             uuid: lvm::new_uuid(random()),
             phase: Phase::Beginning,
-        });
+        };
+        let ttl = lease_ttl(loan.durability, loan.bytes);
+        let keeper = Keeper::new(loan, Instant::now() + ttl);
         let done = self
             .keep_volume(&keeper)
             .and_then(|()| self.put_on(&keeper, &fit, &endpoint));
@@ -235,7 +259,8 @@ impl Daemon {
     pub fn return_volume(self: &Arc<Self>, volume: &Volume) -> Result<Borrowed, DaemonError> {
         let began = Instant::now();
         check_tools()?;
-        let _turn = self.lending.volumes.turn();
+        let turn = self.lending.volumes.turn(volume);
+        let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
         let known = self.lending.volumes.keepers().get(volume).cloned();
         let mut changed = false;
         let bytes = if let Some(keeper) = known {
@@ -280,7 +305,8 @@ impl Daemon {
                 durability,
                 apart_from: [self.lending.distrusted(), by_nbd.clone()].concat(),
             };
-            let lease = match self.lending.registry.take(&want, LEASE_TTL) {
+            let ttl = lease_ttl(durability, bytes);
+            let lease = match self.lending.registry.take(&want, ttl) {
                 Ok(lease) => lease,
                 Err(error @ RegistryError::NothingToSpare { .. }) if !by_nbd.is_empty() => {
                     return Err(lending(
@@ -380,9 +406,12 @@ impl Daemon {
                 return;
             }
         };
-        let all = loans
-            .into_iter()
-            .map(|loan| (loan.volume.clone(), Keeper::new(loan)));
+        let all = loans.into_iter().map(|loan| {
+            // Who knows when it was renewed last.
+            let ttl = lease_ttl(loan.durability, loan.bytes);
+            let holds = Instant::now() + ttl / 2 + RESUMED;
+            (loan.volume.clone(), Keeper::new(loan, holds))
+        });
         let all: BTreeMap<Volume, Arc<Keeper>> = all.collect();
         // All of them, before the first one is noted.
         self.lending.volumes.keepers().clone_from(&all);
@@ -413,13 +442,12 @@ impl Daemon {
 
     /// Asks for more time, and hears what the lender wants.
     fn renew_volume(&self, keeper: &Keeper) {
-        let lease = keeper.loan().lease;
-        match self
-            .lending
-            .registry
-            .renew(lease, &self.lending.host, LEASE_TTL)
-        {
+        let loan = keeper.loan();
+        let ttl = lease_ttl(loan.durability, loan.bytes);
+        let registry = &self.lending.registry;
+        match registry.renew(loan.lease, &self.lending.host, ttl) {
             Ok(lease) => {
+                *keeper.holds() = Instant::now() + Duration::from_millis(lease.left_ms);
                 if lease.recall_ms.is_some() && !keeper.is_wanted.swap(true, Ordering::AcqRel) {
                     info!(volume = %keeper.loan().volume, "its lender needs the memory back");
                 }
@@ -427,7 +455,7 @@ impl Daemon {
             Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. })) => {
                 keeper.lose(error.to_string());
             }
-            // It holds for a while yet.
+            // It holds for a while yet; where nothing else has what lies there, it is taken off before that is over.
             Err(_) => {}
         }
     }
@@ -436,13 +464,18 @@ impl Daemon {
     /// Whether that was tried.
     fn tend_volume(&self, keeper: &Keeper) -> bool {
         // Who has it may be putting this volume there, or taking it off.
-        let _turn = match self.lending.volumes.turn.try_lock() {
+        let turn = self.lending.volumes.turn(&keeper.loan().volume);
+        let _turn = match turn.try_lock() {
             Ok(turn) => turn,
             Err(TryLockError::Poisoned(turn)) => turn.into_inner(),
             Err(TryLockError::WouldBlock) => return false,
         };
         if keeper.is_stopped() || !keeper.has_to_end() {
             return false;
+        }
+        if keeper.loan().phase == Phase::Lent && keeper.is_running_out() {
+            let volume = keeper.loan().volume;
+            warn!(%volume, "the registry can't be asked, and half of its lease's time is over: it is moved to this host's disk");
         }
         if let Err(error) = self.take_off(keeper) {
             let volume = keeper.loan().volume;
@@ -795,4 +828,35 @@ fn random() -> [u8; 16] {
 
 fn ms(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lend::LeaseId;
+
+    #[test]
+    fn what_only_lent_memory_has_is_taken_off_when_half_of_its_lease_is_over() {
+        let bytes = 200 << 20;
+        for (durability, left, has_to_end) in [
+            (Durability::None, 41, false),
+            (Durability::None, 39, true),
+            (Durability::None, 0, true),
+            (Durability::Disk, 0, false),
+        ] {
+            let loan = Loan {
+                volume: "vg/swap".parse().unwrap(),
+                bytes,
+                durability,
+                lease: LeaseId(1),
+                lender: "a".into(),
+                target: None,
+                uuid: String::new(),
+                phase: Phase::Lent,
+            };
+            let holds = Instant::now() + Duration::from_secs(left);
+            let keeper = Keeper::new(loan, holds);
+            assert_eq!(keeper.has_to_end(), has_to_end, "{durability:?} {left}");
+        }
+    }
 }

@@ -63,6 +63,11 @@ pub enum GraphError {
     /// It failed on the way; the VM is as it was.
     #[error("the swap disk could not be switched ({0}); the VM goes on as it was")]
     Switch(String),
+    /// QEMU was told to go over, and doesn't say whether it has: everything that it may use has to stay.
+    #[error(
+        "QEMU does not say whether it has switched the swap disk; it is asked again, and nothing is taken away before it answers"
+    )]
+    Unknown(#[source] QmpError),
 }
 
 /// What one lender holds of a part.
@@ -119,7 +124,7 @@ impl Part {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// The device uses the nodes of before.
+    /// The device uses others, as far as is known.
     Switching,
     /// It uses these.
     Lent,
@@ -349,7 +354,7 @@ pub fn build_on_disk(
 }
 
 /// Has the device use `to` instead of `from`. `monitor` gives the monitor for a moment at a time; `failed` says why it is to be given up,
-/// if it is. An error: the device uses `from`.
+/// if it is. An error: the device uses `from`; except for [`GraphError::Unknown`].
 pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     from: &str,
@@ -388,20 +393,47 @@ pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
         }
         std::thread::sleep(LOOK);
     }
-    monitor().execute("job-complete", json!({ "id": JOB }))?;
-    let end = Instant::now() + STUCK;
-    while job(&mut monitor())?.is_some() {
-        if Instant::now() > end {
-            cancel(monitor)?;
-        }
-        std::thread::sleep(LOOK);
-    }
-    // Whether it went over or failed, only the device tells.
-    let now = top(&mut monitor(), "")?.node;
-    if now == to {
+    if go_over(monitor)? == to {
         return Ok(());
     }
     Err(GraphError::Switch("QEMU did not go over at the end".into()))
+}
+
+/// Completes the job, and gives the node that the device uses then: whether it went over or failed, only the device tells, and an answer that
+/// was lost or came too late tells nothing.
+fn go_over<M: std::ops::DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+) -> Result<String, GraphError> {
+    let asked = monitor().execute("job-complete", json!({ "id": JOB }));
+    if let Err(error @ QmpError::Refused { .. }) = asked {
+        return Err(error.into());
+    }
+    let end = Instant::now() + STUCK;
+    loop {
+        let error = match used(monitor) {
+            Ok(Some(top)) => return Ok(top.node),
+            Ok(None) if Instant::now() < end => None,
+            Ok(None) => cancel(monitor).err(),
+            Err(GraphError::Qmp(error)) => Some(error),
+            Err(error) => return Err(error),
+        };
+        let is_gone = matches!(error, Some(QmpError::Connect { .. }));
+        if let Some(error) = error.filter(|_| is_gone || Instant::now() > end) {
+            return Err(GraphError::Unknown(error));
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// What the device uses, if no switch is under way.
+fn used<M: std::ops::DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+) -> Result<Option<Top>, GraphError> {
+    let mut qmp = monitor();
+    if job(&mut qmp)?.is_some() {
+        return Ok(None);
+    }
+    top(&mut qmp, "").map(Some)
 }
 
 fn job(qmp: &mut Qmp) -> Result<Option<Value>, QmpError> {
@@ -413,12 +445,18 @@ fn job(qmp: &mut Qmp) -> Result<Option<Value>, QmpError> {
         .cloned())
 }
 
-/// Ends a switch that is under way, if there is one.
+/// Ends a switch that is under way, if there is one. Afterwards there is none, or an error.
 pub fn cancel<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
 ) -> Result<(), QmpError> {
     let end = Instant::now() + STUCK;
-    while job(&mut monitor())?.is_some() && Instant::now() < end {
+    while job(&mut monitor())?.is_some() {
+        if Instant::now() > end {
+            return Err(QmpError::Timeout {
+                command: "block-job-cancel".into(),
+                seconds: STUCK.as_secs_f64(),
+            });
+        }
         // It may end by itself in between.
         let asked = monitor().execute("block-job-cancel", json!({ "device": JOB, "force": true }));
         if let Err(error @ QmpError::Lost { .. }) = asked {
@@ -528,7 +566,50 @@ pub fn failed(event: &Value, borrowing: &Borrowing) -> Option<Failed> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+    use std::sync::Mutex;
+
     use super::*;
+
+    /// A QEMU that breaks the connection when it is told to complete a job; then its device uses `used`, or it is gone.
+    fn qemu(listener: UnixListener, used: Option<&'static str>) {
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                writeln!(stream, r#"{{"QMP": {{}}}}"#).unwrap();
+                for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+                    let asked: Value = serde_json::from_str(&line.unwrap()).unwrap();
+                    let answer = match asked["execute"].as_str().unwrap() {
+                        "job-complete" if used.is_none() => return,
+                        "job-complete" => break,
+                        "query-block" => json!([{ "qdev": DEVICE, "inserted": {
+                            "node-name": used, "image": { "virtual-size": 4096 },
+                        } }]),
+                        _ => json!([]),
+                    };
+                    let answer = json!({ "return": answer, "id": asked["id"] });
+                    writeln!(stream, "{answer}").unwrap();
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn when_an_answer_is_lost_the_device_tells_what_it_uses_or_nothing_is_known() {
+        for used in [Some("swap1"), Some("swap0"), None] {
+            let place = tempfile::tempdir().unwrap();
+            let path = place.path().join("q");
+            qemu(UnixListener::bind(&path).unwrap(), used);
+            let qmp = Mutex::new(Qmp::connect(&path, Duration::from_secs(5)).unwrap());
+            let known = go_over(&|| qmp.lock().unwrap());
+            match (known, used) {
+                (Ok(node), Some(used)) => assert_eq!(node, used),
+                (Err(GraphError::Unknown(_)), None) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
 
     #[test]
     fn generations_are_read_from_names() {

@@ -7,6 +7,8 @@
 //!   |                       nothing more is offered, nothing is taken back
 //!   low mark - - - - - - -
 //!   |                       what is lent is taken back, until the reserve is whole again
+//!   a quarter - - - - - -
+//!   |                       who has a copy is given next to no time for it
 //! ```
 //! To give back takes its time. So what goes steadily counts as gone: if at the pace of the last three seconds the low mark would be reached before
 //! anything could be back, it is taken back now.
@@ -58,6 +60,8 @@ pub struct Verdict {
     pub offer_bytes: u64,
     /// Bytes that must come back.
     pub recall_bytes: u64,
+    /// Whether so little is left that they must come back sooner than borrowers are promised, from who has a copy.
+    pub is_urgent: bool,
     /// Why no more is offered, in words.
     pub why: String,
 }
@@ -112,7 +116,9 @@ impl Judge {
         }
         let reserve = Self::reserve(now.total_bytes);
         let beyond = lent_bytes.saturating_sub(self.max_bytes);
-        let recall_bytes = self.recall(&now, reserve, lent_bytes).max(beyond);
+        let missing = self.recall(&now, reserve, lent_bytes);
+        let is_urgent = missing > 0 && spare(&now) < reserve / 4;
+        let recall_bytes = missing.max(beyond);
         // The least of the last while: what came and went again is no surplus.
         let available = self.looked.iter().map(|(look, _)| spare(look)).min();
         // What is lent and not allocated yet is still available, and must not be lent twice.
@@ -140,6 +146,7 @@ impl Judge {
         Verdict {
             offer_bytes: all.min(self.max_bytes) / GRAIN * GRAIN,
             recall_bytes,
+            is_urgent,
             why,
         }
     }
@@ -337,6 +344,28 @@ mod tests {
         stuck.full_avg10 = Some(20.0);
         judge.judge(stuck, GIB);
         assert!(judge.judge(stuck, GIB).recall_bytes > 0);
+    }
+
+    #[test]
+    fn it_is_urgent_below_a_quarter_of_the_reserve_and_if_something_is_taken_back_for_that() {
+        let mut judge = Judge::new(64 * GIB);
+        for (second, available, lent, recalled, urgent) in [
+            (0, 8 * GIB, 3 * GIB, false, false),
+            // Once is none.
+            (10, 200 << 20, 3 * GIB, false, false),
+            (11, 200 << 20, 3 * GIB, true, true),
+            (12, 300 << 20, 3 * GIB, true, false),
+            // Nothing is there to be taken back.
+            (13, 200 << 20, 0, false, false),
+        ] {
+            let verdict = judge.judge(calm(second, available), lent);
+            let found = (verdict.recall_bytes > 0, verdict.is_urgent);
+            assert_eq!(found, (recalled, urgent), "{second}");
+        }
+        // An operator's new limit is no hurry.
+        let mut judge = Judge::new(GIB);
+        let verdict = judge.judge(calm(0, 200 << 20), 3 * GIB);
+        assert_eq!((verdict.recall_bytes, verdict.is_urgent), (2 * GIB, false));
     }
 
     /// A host of 16 GiB, of which 4 are lent and `pace` goes each second from the 10th on, in looks twice a second: what is left when something is

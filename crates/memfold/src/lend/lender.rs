@@ -32,6 +32,9 @@ const AT_ONCE: Duration = Duration::from_millis(100);
 /// How long a borrower has to give memory back that this host needs.
 pub const GIVE_BACK: Duration = Duration::from_secs(10);
 
+/// The same when next to nothing is left, for who has a copy and only lets go: it hears of it within a second, and takes 0.1 s.
+const HURRY: Duration = Duration::from_secs(2);
+
 /// How long a lender that ends waits for its borrowers: systemd gives daemons 90 s.
 const GOOD_BYE: Duration = Duration::from_secs(45);
 
@@ -389,6 +392,9 @@ impl Work {
             verdict.recall_bytes
         };
         self.recall(&leases, wanted)?;
+        if verdict.is_urgent {
+            self.hurry(&leases)?;
+        }
         self.set(|status| {
             status.offer_bytes = offer.bytes;
             status.why = verdict.why;
@@ -412,6 +418,7 @@ impl Work {
             Err(error) => Verdict {
                 offer_bytes: lent,
                 recall_bytes: 0,
+                is_urgent: false,
                 why: format!("this host's memory can't be read: {error}"),
             },
         }
@@ -419,11 +426,8 @@ impl Work {
 
     /// Ends exports whose lease is over, was given back, or isn't known any more.
     fn end_what_is_over(&mut self, leases: &[Lease]) {
-        let over = |lease: &Lease| {
-            lease.state == LeaseState::Released || lease.left_ms == 0 || lease.recall_ms == Some(0)
-        };
         for lease in leases {
-            if over(lease) {
+            if is_over(lease) {
                 if lease.state != LeaseState::Released {
                     warn!(
                         lease = lease.id.0,
@@ -436,6 +440,8 @@ impl Work {
             } else if let Some(lent) = self.exports.get_mut(&lease.id) {
                 lent.deadline = Instant::now() + Duration::from_millis(lease.left_ms);
                 lent.orphaned = false;
+                // Also if the answer to that was lost.
+                lent.published |= lease.state == LeaseState::Exported;
             }
         }
         // Nobody but us ends a lease: a registry that doesn't know one any more has begun anew, and its borrower needs time.
@@ -485,7 +491,7 @@ impl Work {
 
     fn begin(&mut self, lease: &Lease) -> Result<(), RegistryError> {
         let is_dying = self.dying.contains_key(&lease.id);
-        if lease.state != LeaseState::Taken || lease.left_ms == 0 || is_dying {
+        if lease.state != LeaseState::Taken || is_over(lease) || is_dying {
             return Ok(());
         }
         if !self.exports.contains_key(&lease.id) {
@@ -566,6 +572,8 @@ impl Work {
         let (recalled, mut others): (Vec<&Lease>, Vec<&Lease>) =
             leases.iter().partition(|lease| lease.recall_ms.is_some());
         let mut coming: u64 = recalled.iter().map(|lease| lease.bytes).sum();
+        // The registry doesn't know any more what has ended in this look.
+        others.retain(|lease| !is_over(lease));
         others.sort_by_key(|lease| hurt(lease.durability, lease.bytes));
         for lease in others {
             if coming >= wanted {
@@ -587,6 +595,25 @@ impl Work {
         }
         Ok(())
     }
+
+    /// Who has been asked for memory and has a copy has no more time. Those who are asked for it only now hear that at the next look.
+    fn hurry(&self, leases: &[Lease]) -> Result<(), RegistryError> {
+        for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
+            self.registry.recall(lease.id, &self.lender, HURRY)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a borrower, asked for its memory, has more time than it needs to let go.
+fn has_to_hurry(lease: &Lease) -> bool {
+    let left = lease.recall_ms.map(Duration::from_millis);
+    lease.durability == Durability::Disk && !is_over(lease) && left.is_some_and(|left| left > HURRY)
+}
+
+/// Whether an export has to end now.
+fn is_over(lease: &Lease) -> bool {
+    lease.state == LeaseState::Released || lease.left_ms == 0 || lease.recall_ms == Some(0)
 }
 
 /// Order in which leases are taken back.

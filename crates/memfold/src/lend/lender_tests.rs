@@ -111,6 +111,37 @@ fn who_has_a_copy_gives_back_first_and_who_has_none_gets_time_to_make_one() {
 }
 
 #[test]
+fn who_is_asked_and_has_a_copy_has_to_hurry() {
+    let (disk, none) = (Durability::Disk, Durability::None);
+    for (durability, recall_ms, hurries) in [
+        (disk, Some(9_000), true),
+        (disk, Some(1_500), false),
+        (disk, None, false),
+        (none, Some(9_000), false),
+    ] {
+        let lease = Lease {
+            id: LeaseId(1),
+            lender: LenderId {
+                host: "a".into(),
+                incarnation: Incarnation(1),
+            },
+            borrower: "b".into(),
+            vm: "v".into(),
+            bytes: MIB,
+            durability,
+            state: LeaseState::Exported,
+            left_ms: 60_000,
+            recall_ms,
+        };
+        assert_eq!(
+            has_to_hurry(&lease),
+            hurries,
+            "{durability:?} {recall_ms:?}"
+        );
+    }
+}
+
+#[test]
 fn what_is_taken_is_exported_and_given_back() {
     let Some(host) = host(64 * MIB) else { return };
     let first = host.take(16 * MIB, Duration::from_secs(60));
@@ -187,6 +218,104 @@ fn a_lender_that_ends_takes_everything_back_and_one_that_is_dropped_leaves_nothi
     // Of the run that has ended: whoever lends next under this name ends it.
     assert_eq!(registry.picture().unwrap().leases.len(), 1);
     drop(directory);
+}
+
+/// A lender without a thread, which looks when it is told to. `None` where nbdkit is missing.
+fn work(directory: &Path) -> Option<(Arc<SqliteRegistry>, Work)> {
+    if Command::new("nbdkit").arg("--version").output().is_err() {
+        println!("skipped: nbdkit is not installed");
+        return None;
+    }
+    let registry = SqliteRegistry::open(&directory.join("registry.db")).unwrap();
+    let registry = Arc::new(registry);
+    let exports = directory.join("exports");
+    empty(&exports).unwrap();
+    let work = Work {
+        lender: LenderId {
+            host: "a".into(),
+            incarnation: Incarnation(1),
+        },
+        announced: true,
+        judge: Judge::new(64 * MIB),
+        max_bytes: Arc::new(AtomicU64::new(64 * MIB)),
+        begun: Instant::now(),
+        exports: BTreeMap::new(),
+        dying: BTreeMap::new(),
+        status: Arc::default(),
+        ending: Arc::default(),
+        registry: registry.clone(),
+        options: LenderOptions {
+            host: "a".into(),
+            max_bytes: 64 * MIB,
+            listen: Listen::Unix,
+            directory: exports,
+            owed: Arc::default(),
+            short_guests: Arc::default(),
+        },
+    };
+    let offer = Offer {
+        lender: work.lender.clone(),
+        bytes: 64 * MIB,
+    };
+    registry.offer(&offer, OFFER_TTL).unwrap();
+    Some((registry, work))
+}
+
+fn take(registry: &SqliteRegistry) -> Lease {
+    let want = Want {
+        borrower: "b".into(),
+        vm: "v".into(),
+        bytes: 16 * MIB,
+        durability: Durability::Disk,
+        apart_from: Vec::new(),
+    };
+    registry.take(&want, Duration::from_secs(60)).unwrap()
+}
+
+#[test]
+fn what_was_published_is_known_though_the_answer_was_lost() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let lease = take(&registry);
+    let end = Instant::now() + Duration::from_secs(60);
+    while registry.endpoint(lease.id, "b").unwrap().is_none() {
+        assert!(Instant::now() < end);
+        work.keep_up().unwrap();
+    }
+    work.exports.get_mut(&lease.id).unwrap().published = false;
+    assert_eq!(work.beginning_bytes(), 16 * MIB);
+    work.keep_up().unwrap();
+    assert_eq!(work.beginning_bytes(), 0);
+}
+
+#[test]
+fn what_has_to_come_back_before_it_is_exported_is_not_begun() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let lease = take(&registry);
+    registry
+        .recall(lease.id, &lease.lender, Duration::ZERO)
+        .unwrap();
+    work.keep_up().unwrap();
+    assert!(work.exports.is_empty());
+    assert!(registry.picture().unwrap().leases.is_empty());
+}
+
+#[test]
+fn what_has_been_given_back_is_not_asked_for() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let lease = take(&registry);
+    registry.release(lease.id, "b").unwrap();
+    work.ending.store(true, Ordering::Release);
+    work.keep_up().unwrap();
+    assert!(work.keep_up().unwrap());
 }
 
 #[test]

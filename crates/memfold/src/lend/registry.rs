@@ -456,6 +456,18 @@ impl Want {
 }
 
 impl Endpoint {
+    /// Checks what a lender of another host may have written: a socket's path there is one here.
+    pub fn check_of_another_host(&self) -> Result<(), RegistryError> {
+        self.check()?;
+        match self.address {
+            Address::Tcp { .. } => Ok(()),
+            Address::Unix(_) => Err(value(
+                "address",
+                "a Unix socket is for borrowers on the lender's own host; lend there with 'memfold lend --listen ADDRESS'",
+            )),
+        }
+    }
+
     /// Checks what came from elsewhere: it gets into QEMU's options and into a file of keys.
     pub fn check(&self) -> Result<(), RegistryError> {
         match (&self.address, &self.key) {
@@ -530,6 +542,9 @@ mod tests {
             transport: Transport::Nbd,
         };
         unix("/run/x").check().unwrap();
+        unix("/run/x").check_of_another_host().unwrap_err();
+        let tls = tcp(1, key("a", "0f".repeat(32)));
+        tls.check_of_another_host().unwrap();
         let mut iscsi = unix("/run/x");
         iscsi.transport = Transport::Iscsi;
         assert!(iscsi.check().is_err());

@@ -217,6 +217,12 @@ fn a_host_s_token_asks_the_registry_in_its_own_name_and_nothing_else() {
         assert_eq!(answer.status, 403, "{foreign}: {}", answer.body);
         assert!(answer.body.contains("host 'b'"), "{}", answer.body);
     }
+    // A path on its host would be one on this.
+    let lender = json!({"host": "b", "incarnation": 1});
+    let endpoint = json!({"address": {"unix": "/run/x"}, "key": null});
+    let publish = json!({"publish": {"id": 1, "lender": lender, "endpoint": endpoint}});
+    let answer = ask(&publish).json();
+    assert_eq!(answer["refused"]["value"]["field"], "address", "{answer}");
     for (method, path) in [
         ("GET", "/v1/vms"),
         ("GET", "/v1/leases"),

@@ -235,6 +235,10 @@ impl Host {
         self.client.post("/v1/vms/v/borrow", &request).unwrap()
     }
 
+    fn give_back(&self) -> Borrowed {
+        self.client.post("/v1/vms/v/return", &()).unwrap()
+    }
+
     fn place(&self) -> SwapPlace {
         let report: Result<LeaseReport, ClientError> = self.client.get("/v1/leases");
         let borrowed = report.map(|report| report.borrowed).unwrap_or_default();
@@ -404,7 +408,8 @@ fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
         "borrowed in {} ms; longest access {on_disk:.3} s on disk, {borrowed:.3} s with lent RAM, {with_cut:.3} s with the cut; on the copy alone after {healed:.2?}, the lender let go after {let_go:.2?}",
         done.took_ms
     );
-    // The link is back.
+    // The link is back. It isn't borrowed again before we ask for it.
+    borrower.give_back();
     net.link("lender", "up");
     lender.wait_free(SWAP);
     let again = borrower.borrow(Durability::Disk);
@@ -421,7 +426,7 @@ fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(borrower.place(), SwapPlace::Lent);
     assert!(borrower.heard().0 > checked);
-    let back: Borrowed = borrower.client.post("/v1/vms/v/return", &()).unwrap();
+    let back = borrower.give_back();
     assert!(back.changed && back.took_ms < 15_000, "{back:?}");
     lender.wait_free(SWAP);
 
@@ -435,6 +440,7 @@ fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
         borrower.place() == SwapPlace::OnDisk
     });
     let restored = cut.elapsed();
+    borrower.give_back();
     net.link("lender", "up");
     lender.wait_free(SWAP);
     registry.wait_free(SWAP);
@@ -472,6 +478,7 @@ fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
     });
     let moved = cut.elapsed();
     assert!(lender.status().lent_bytes > 0, "it was over before");
+    borrower.give_back();
     net.link("registry", "up");
     lender.wait_free(SWAP);
     println!(

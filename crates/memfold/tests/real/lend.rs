@@ -287,6 +287,8 @@ fn swap_while_lenders_die(transport: Transport, kills: u64) {
         let (checked, wrong, _) = heard(&lab);
         assert_eq!(wrong, 0, "after kill {kill}");
         wait("it checks on", || heard(&lab).0 > checked);
+        // Or it would be borrowed again, sooner or later.
+        daemon.return_memory("v").unwrap();
         lender.wait_free(SWAP);
     }
     let (.., with_kills) = heard(&lab);
@@ -297,6 +299,7 @@ fn swap_while_lenders_die(transport: Transport, kills: u64) {
     wait("it goes on, on its copy", || place() == SwapPlace::OnCopy);
     let (checked, ..) = heard(&lab);
     wait("it checks on", || heard(&lab).0 > checked);
+    daemon.return_memory("v").unwrap();
     lender.wait_free(SWAP);
     // A write to the copy on disk fails, so that it lacks bytes: it must not be read when the lender dies.
     daemon.borrow_memory("v", &request).unwrap();
@@ -314,6 +317,7 @@ fn swap_while_lenders_die(transport: Transport, kills: u64) {
     qmp.execute("blockdev-del", serde_json::json!({ "node-name": broken }))
         .unwrap();
     drop(qmp);
+    daemon.return_memory("v").unwrap();
     lender.wait_free(SWAP);
     // Given back in use.
     let done = daemon.borrow_memory("v", &request).unwrap();
@@ -419,6 +423,7 @@ fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
         let (checked, wrong, _) = heard(&lab);
         assert_eq!(wrong, 0);
         wait("it checks on", || heard(&lab).0 > checked);
+        daemon.return_memory("v").unwrap();
         lies.wait_free(SWAP);
         liars.push(name);
     }
@@ -444,6 +449,7 @@ fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
         let (checked, wrong, _) = heard(&lab);
         assert_eq!(wrong, 0);
         wait("it checks on", || heard(&lab).0 > checked);
+        daemon.return_memory("v").unwrap();
         lender.wait_free(SWAP);
         other.wait_free(SWAP);
         println!("over two lenders in {} ms, one killed", done.took_ms);
