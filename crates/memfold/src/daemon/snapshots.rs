@@ -79,11 +79,11 @@ impl Daemon {
             )
             .into());
         };
-        save::mend(machine.vm(), || machine.monitor())?;
         // Fails early, and for a name that is taken before the guest drops anything.
         if self.shelf.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
+        save::mend(machine.vm(), || machine.monitor())?;
         let progress = self.uses.begin(&request.name)?;
         // What its disks are built on isn't removed before the new snapshot says that it needs it.
         let below = restore::below(&self.shelf, spec).into_iter();

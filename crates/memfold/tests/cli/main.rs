@@ -453,7 +453,7 @@ fn refusals_name_the_condition_and_the_fix() {
     refused(
         &daemon.run(&["snapshot", "save", "still", "x", "--keep", "all"]),
         1,
-        &["can't be stopped"],
+        &["stands still", "'prelaunch'"],
     );
     refused(
         &daemon.run(&["snapshot", "save", "still", "../x"]),
