@@ -55,25 +55,15 @@ pub enum DiskMode {
 impl Lab {
     /// A laboratory with folding paused.
     pub fn new(settings: EngineSettings) -> anyhow::Result<Self> {
-        Self::at(settings, None, &std::env::temp_dir())
-    }
-
-    /// The same, with all its files in memory, as a daemon's state in `/run` is.
-    pub fn in_memory(settings: EngineSettings) -> anyhow::Result<Self> {
-        Self::at(settings, None, Path::new("/dev/shm"))
+        Self::at(settings, None)
     }
 
     /// The same, as host `lab` at the registry of leases that the daemon at a socket serves.
     pub fn with_registry(settings: EngineSettings, registry: &Path) -> anyhow::Result<Self> {
-        let registry = RegistryAt::Socket(registry.to_owned());
-        Self::at(settings, Some(registry), &std::env::temp_dir())
+        Self::at(settings, Some(RegistryAt::Socket(registry.to_owned())))
     }
 
-    fn at(
-        settings: EngineSettings,
-        registry: Option<RegistryAt>,
-        under: &Path,
-    ) -> anyhow::Result<Self> {
+    fn at(settings: EngineSettings, registry: Option<RegistryAt>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(ksm::NOTES)
             .with_context(|| format!("cannot make {}", ksm::NOTES))?;
         if ksm::restore_leftover(Path::new(ksm::NOTES)).unwrap_or(false) {
@@ -81,7 +71,7 @@ impl Lab {
         }
         let directory = tempfile::Builder::new()
             .prefix("memfold-lab.")
-            .tempdir_in(under)
+            .tempdir()
             .context("no directory for the laboratory")?;
         let options = DaemonOptions {
             state: directory.path().to_owned(),

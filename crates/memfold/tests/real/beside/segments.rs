@@ -10,6 +10,7 @@ use memfold::host::guest_images;
 use memfold::ledger::VmAccount;
 use memfold::vm::{SegmentSpec, VmSpec};
 
+use super::snapshots::Small;
 use crate::support::{self, BOOT, MEMORY};
 
 const LIMIT: Duration = Duration::from_secs(300);
@@ -513,7 +514,10 @@ fn a_vm_boots_from_a_segment_and_writes_to_its_own_disk() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };
-    let lab = Lab::in_memory(EngineSettings::default()).unwrap();
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    // As a daemon's state in `/run` is.
+    let pinned = lab.directory().join("pinned");
+    let _memory = Small::mount(&pinned, 2048);
     let mut whole = request("debian", &[]);
     whole.root = true;
     whole.pinned = true;
@@ -559,7 +563,7 @@ cat /etc/kept; awk '/^Cached:/ { print $2 }' /proc/meminfo";
         ("immutable", 1)
     );
     assert!(list[0].resident_bytes > 0);
-    let pinned = lab.directory().join("pinned/debian@1");
+    let pinned = pinned.join("debian@1");
     // In memory, and nobody can cut it under the VM.
     let place = rustix::fs::statfs(&pinned).unwrap();
     assert_eq!(place.f_type, 0x0102_1994, "not on a tmpfs");
