@@ -379,7 +379,8 @@ fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
         saved.counts
     );
     assert!(before > 64 << 20, "only {before} bytes are in swap");
-    assert!(saved.counts.saved_pages * 4096 > before);
+    // Not all of it is the guest's, and what it has free is left out.
+    assert!(saved.counts.saved_pages * 4096 > before / 2);
     let thawed = RestoreRequest::new("thawed");
     lab.daemon().restore("from-swap", &thawed).unwrap();
     lab.daemon().wait_agent("thawed", BOOT).unwrap();
