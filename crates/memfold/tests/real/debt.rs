@@ -295,4 +295,47 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
     assert_eq!(lab.stats().unwrap().braked, None);
     let request = RestoreRequest::new("late");
     lab.daemon().restore("held", &request).unwrap();
+    for name in [CLONES[0], "late"] {
+        lab.stop(name).unwrap();
+    }
+    if let Some(group) = &group {
+        at_once(&lab, group);
+    }
+    assert_eq!(oom_kills(), killed, "the OOM killer came");
+}
+
+/// All that clones share is rewritten at once, as fast as they can, in a group that has just what they may call in beyond the reserve: who keeps
+/// all of the debt at hand (`--cover 100`) loses nothing.
+fn at_once(lab: &Lab, group: &Group) {
+    let limit = Duration::from_secs(120);
+    group.leave(16 << 30);
+    let names = ["all-1", "all-2", "all-3", "all-4"];
+    for name in names {
+        let request = RestoreRequest::new(name);
+        lab.daemon().restore("held", &request).unwrap();
+    }
+    for name in names {
+        lab.wait_ready(name, BOOT).unwrap();
+    }
+    let debt = wait(lab, "all of it is owed", limit, |debt| {
+        debt.starting_bytes == 0 && debt.vms.iter().all(|vm| vm.snapshot_bytes > HELD << 20)
+    });
+    group.leave(RESERVE + debt.debt_bytes);
+    let request = DebtRequest {
+        reserve: Some(format!("{}M", RESERVE >> 20)),
+        cover_percent: Some(100.0),
+    };
+    show(
+        "all of it is kept",
+        &lab.daemon().set_debt(&request).unwrap(),
+    );
+    let rewrite = "echo 100000 > /run/rewrite.new; mv /run/rewrite.new /run/rewrite
+        while [ ! -e /run/rewritten ]; do sleep 0.2; done; cat /run/rewritten";
+    let said = lab.exec_all(&names, rewrite, limit).unwrap();
+    show("all is rewritten", &lab.daemon().debt().unwrap());
+    for (name, said) in names.iter().zip(&said) {
+        println!("{name}: {said}");
+        assert!(said.starts_with("wrong 0 of "), "{name}: {said}");
+    }
+    assert_eq!(lab.daemon().list().len(), names.len());
 }

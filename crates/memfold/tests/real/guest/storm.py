@@ -1,6 +1,6 @@
 """Holds memory of which every page is known, and rewrites all of it, at a steady rate, when it is told to.
 
-storm.py MIB MIB_PER_SECOND: /run/held is there once it is held; /run/rewrite begins; /run/rewritten says how many pages were wrong.
+storm.py MIB MIB_PER_SECOND: /run/held is there once it is held; /run/rewrite begins (at another rate, if it names one); /run/rewritten says how many pages were wrong.
 """
 import os
 import sys
@@ -16,6 +16,8 @@ for page in range(pages):
 open("/run/held", "w").write("held")
 while not os.path.exists("/run/rewrite"):
     time.sleep(0.1)
+told = open("/run/rewrite").read().strip()
+rate = (int(told) << 20) // PAGE if told else rate
 began = time.monotonic()
 for page in range(pages):
     at = page * PAGE
