@@ -3,16 +3,19 @@
 //!
 //! VMs boot from disks, or from a segment of the whole system. One after the other starts the program; what it adds to the VM's own memory
 //! and to that of the segment is measured when nothing happens any more. Needs the image `trixie-desktop` (`guest/build trixie-desktop`).
+//!
+//! Then three VMs side by side, with their files on a disk that the host has in its page cache, on one that it reads past that (`cache=none`), and
+//! in the segment: the program is ended and started again by turns, with the guest's caches dropped before (cold) and as they are (warm).
 
 use std::time::Instant;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::lab::Lab;
-use super::record::median;
+use super::record::{median, spread};
 use super::segments::{Files, LIMIT, ROOT, booted, build, memory, mib, saving_percent, start};
 use crate::fold::EngineSettings;
 
@@ -31,21 +34,42 @@ const MEMORY: ByteSize = ByteSize::mib(1536);
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Most VMs at once. The first pays for what all share, so two at least.
-    vms: usize,
+    /// Most VMs at once. The first pays for what all share, so two at least. None: only starts are measured.
+    vms: Option<usize>,
+    /// How often programs are started again.
+    rounds: usize,
 }
+
+/// The part that measures starts.
+const STARTS: &str = "starts";
 
 impl Options {
     /// Two VMs.
     #[must_use]
     pub const fn quick() -> Self {
-        Self { vms: 2 }
+        Self {
+            vms: Some(2),
+            rounds: 2,
+        }
+    }
+
+    /// Leaves all away but the part of this name.
+    pub fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
+        ensure!(
+            names.iter().all(|name| name == STARTS),
+            "of 'desktops' one part can be had alone: {STARTS}"
+        );
+        self.vms = None;
+        Ok(())
     }
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { vms: 4 }
+        Self {
+            vms: Some(4),
+            rounds: 4,
+        }
     }
 }
 
@@ -54,9 +78,14 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let mut results = Map::new();
     let mut samples = Vec::new();
     for (program, start_it) in PROGRAMS {
-        let found = measure(program, start_it, options.vms)?;
+        if let Some(vms) = options.vms {
+            let found = measure(program, start_it, vms)?;
+            results.extend(found.0);
+            samples.extend(found.1);
+        }
+        let found = starts(program, start_it, options.rounds)?;
         results.extend(found.0);
-        samples.extend(found.1);
+        samples.push(found.1);
     }
     Ok(json!({ "samples": samples, "results": results }))
 }
@@ -117,6 +146,58 @@ fn measure(
     Ok((results, samples))
 }
 
+/// Starts of a program that has been started before, cold and warm, in VMs of each kind by turns. Ratios over the VM with the segment.
+fn starts(
+    program: &str,
+    start_it: &str,
+    rounds: usize,
+) -> anyhow::Result<(Map<String, Value>, Value)> {
+    const PLACE: &str = "segment";
+    let disks = [
+        ("disk", Files::Disk),
+        ("disk_uncached", Files::DiskUncached),
+    ];
+    let lab = Lab::new(EngineSettings::default())?;
+    build(&lab, (ROOT, IMAGE), |request| request.root = true)?;
+    let vms = [disks[0], disks[1], (PLACE, Files::Root)];
+    for (name, files) in vms {
+        start(&lab, &vm_name(name), (IMAGE, MEMORY), files)?;
+    }
+    for (name, _) in vms {
+        booted(&lab, &vm_name(name))?;
+        lab.exec(&vm_name(name), &shown(start_it), LIMIT)?;
+    }
+    let mut results = Map::new();
+    let mut times = Map::new();
+    for (kind, is_cold) in [("cold", true), ("warm", false)] {
+        let mut all: [Vec<f64>; 3] = Default::default();
+        for _ in 0..rounds {
+            for ((name, _), times) in vms.iter().zip(&mut all) {
+                let said = lab.exec(&vm_name(name), &again(start_it, is_cold), LIMIT)?;
+                times.push(said.trim().parse::<f64>().context("the guest's clock")?);
+            }
+        }
+        for ((name, _), times) in disks.iter().zip(&all) {
+            let ratios: Vec<f64> = times.iter().zip(&all[2]).map(|(a, b)| a / b).collect();
+            results.insert(
+                format!("{program}_{kind}_start_ratio_{name}"),
+                spread(&ratios),
+            );
+        }
+        for ((name, _), all) in vms.iter().zip(&all) {
+            eprintln!("{program}, {kind} start, {name}: {:.0} ms", median(all));
+            times.insert(format!("{kind}_start_ms_{name}"), json!(all));
+        }
+    }
+    times.insert("program".into(), program.into());
+    Ok((results, times.into()))
+}
+
+/// Of VMs that are told apart by where their files are.
+fn vm_name(kind: &str) -> String {
+    kind.replace('_', "-")
+}
+
 /// A VM's own memory and what segments take for all VMs, in bytes, when nothing happens any more. The RAM of other VMs has nothing to do with
 /// it, and they may still give some back.
 fn of_vm(lab: &Lab, name: &str) -> anyhow::Result<f64> {
@@ -135,14 +216,36 @@ fn shown(start_it: &str) -> String {
 export HOME=/root DISPLAY=:7
 systemd-run -q --unit=display Xvfb :7 -screen 0 1280x800x24
 until [ -e /tmp/.X11-unix/X7 ]; do sleep 0.1; done
-systemd-run -q --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
-# A window that goes while it looks (a splash screen) ends a search.
-end=$(( $(date +%s) + 600 ))
+systemd-run -q --collect --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
+{WINDOW}"
+    )
+}
+
+/// Waits until there is one. One that goes while it looks (a splash screen) ends a search.
+const WINDOW: &str = r"end=$(( $(date +%s) + 600 ))
 until xdotool search --onlyvisible --class 'firefox|libreoffice|soffice' > /dev/null 2>&1; do
     [ $(date +%s) -lt $end ]
-    sleep 0.2
+    sleep 0.1
 done
-systemctl is-active -q program"
+systemctl is-active -q program";
+
+/// Ends the program, starts it again, and says after how many milliseconds it has shown a window.
+fn again(start_it: &str, is_cold: bool) -> String {
+    let drop = if is_cold {
+        "echo 3 > /proc/sys/vm/drop_caches"
+    } else {
+        ""
+    };
+    format!(
+        r"set -e
+export HOME=/root DISPLAY=:7
+systemctl stop program
+sync
+{drop}
+began=$(date +%s%N)
+systemd-run -q --collect --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
+{WINDOW}
+echo $(( ($(date +%s%N) - began) / 1000000 ))"
     )
 }
 
@@ -155,7 +258,10 @@ pub fn figures(study: &Value) -> Vec<(String, String)> {
     for (program, _) in PROGRAMS {
         let mut lines = Vec::new();
         for sample in samples.iter().filter(|s| s["program"] == program) {
-            let added = sample["added_mib"].as_array().unwrap_or(&empty);
+            // Others are of starts.
+            let Some(added) = sample["added_mib"].as_array() else {
+                continue;
+            };
             let mut sum = 0.0;
             let mut points = vec![(0.0, 0.0)];
             for (number, mib) in added.iter().enumerate() {

@@ -114,6 +114,8 @@ impl Default for Options {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Files {
     Disk,
+    /// Read past the host's page cache.
+    DiskUncached,
     Laid(&'static str),
     Root,
 }
@@ -318,14 +320,19 @@ pub(super) fn start(
     (image, memory): (&str, ByteSize),
     files: Files,
 ) -> anyhow::Result<()> {
-    let mut spec = Lab::spec(name, image, memory, DiskMode::Buffered)?;
+    let mode = if files == Files::DiskUncached {
+        DiskMode::Direct
+    } else {
+        DiskMode::Buffered
+    };
+    let mut spec = Lab::spec(name, image, memory, mode)?;
     // What memfold says to guests with segments, to all.
     if let Some(cmdline) = &mut spec.boot.cmdline {
         cmdline.push(' ');
         cmdline.push_str(SMALL_REPORTS);
     }
     match files {
-        Files::Disk => {}
+        Files::Disk | Files::DiskUncached => {}
         Files::Laid(segment) => spec.segments.push(SegmentSpec::new(segment)),
         Files::Root => {
             let mut root = SegmentSpec::new(ROOT);

@@ -41,7 +41,7 @@ pub(super) struct Arguments {
     /// Smaller and shorter
     #[arg(long)]
     quick: bool,
-    /// Only this arm of `hints` (may be given several times), or `block-path` of `remote`. A wrong name prints all
+    /// Only this arm of `hints` (may be given several times), `block-path` of `remote`, or `starts` of `desktops`. A wrong name prints all
     #[arg(long = "arm", value_name = "NAME")]
     arms: Vec<String>,
     /// Most VMs at once, of `ksm` (4; with --quick 2)
@@ -59,7 +59,11 @@ pub(super) struct Arguments {
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (name, quick) = (study_name(arguments.study), arguments.quick);
     anyhow::ensure!(
-        arguments.arms.is_empty() || matches!(arguments.study, Study::Hints | Study::Remote),
+        arguments.arms.is_empty()
+            || matches!(
+                arguments.study,
+                Study::Hints | Study::Remote | Study::Desktops
+            ),
         "the study '{name}' has no arms"
     );
     anyhow::ensure!(
@@ -130,11 +134,14 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             (bench::ksm::run(&options)?, bench::ksm::figures)
         }
         Study::Desktops => {
-            let options = if quick {
+            let mut options = if quick {
                 bench::desktops::Options::quick()
             } else {
                 bench::desktops::Options::default()
             };
+            if !arguments.arms.is_empty() {
+                options.keep_arms(&arguments.arms)?;
+            }
             (bench::desktops::run(&options)?, bench::desktops::figures)
         }
         Study::Remote => {
