@@ -78,6 +78,10 @@ impl Shelf {
         for entry in fs::read_dir(root).into_iter().flatten().flatten() {
             let name = entry.file_name();
             let name = name.to_string_lossy();
+            if name.starts_with('.') && name.ends_with(".part") {
+                let _ = fs::remove_file(entry.path());
+                continue;
+            }
             let is_draft = name.starts_with('.') && name.ends_with(".draft");
             // A draft that another daemon works on is locked.
             let is_left = is_draft
@@ -449,8 +453,11 @@ impl Shelf {
         let (last, number) = (self.last(&manifest.name), manifest.generation.to_string());
         let name = || -> io::Result<()> {
             let part = last.with_extension("part");
-            fs::write(&part, number)?;
-            fs::rename(&part, &last)?;
+            let written = fs::write(&part, &number).and_then(|()| fs::rename(&part, &last));
+            if written.is_err() {
+                let _ = fs::remove_file(&part);
+            }
+            written?;
             fs::create_dir_all(&parent)?;
             fs::rename(&draft.path, &place)?;
             File::open(&parent)?.sync_all()

@@ -342,7 +342,7 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
     let save = SaveRequest::new(VM, "never");
     refused(
         client.post("/v1/snapshots", &save),
-        &["not started by memfold"],
+        &["is libvirt's domain 'Web 1'", "virsh save"],
     );
     refused(
         client.post(

@@ -64,7 +64,10 @@ impl SmallDisk {
             std::iter::once(top).chain(inner)
         });
         let relative = |path: PathBuf| path.strip_prefix(&self.0).unwrap().display().to_string();
-        all.map(relative).collect()
+        // The number of a segment's last generation stays.
+        all.map(relative)
+            .filter(|name| !name.ends_with(".last"))
+            .collect()
     }
 }
 
