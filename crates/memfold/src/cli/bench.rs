@@ -15,7 +15,7 @@ use crate::host::{HostFacts, examine};
 /// Makes a study's figures of its result: names and SVG.
 type Draw = fn(&Value) -> Vec<(String, String)>;
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Study {
     /// Cost of folding by run length, next to a bare compare and to ksmd
     Fold,
@@ -56,20 +56,23 @@ pub(super) struct Arguments {
     json: Option<String>,
 }
 
-pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let (name, quick) = (study_name(arguments.study), arguments.quick);
+/// Options that not all studies have.
+fn check(arguments: &Arguments, name: &str) -> anyhow::Result<()> {
+    let has_arms = [Study::Hints, Study::Remote, Study::Desktops];
     anyhow::ensure!(
-        arguments.arms.is_empty()
-            || matches!(
-                arguments.study,
-                Study::Hints | Study::Remote | Study::Desktops
-            ),
+        arguments.arms.is_empty() || has_arms.contains(&arguments.study),
         "the study '{name}' has no arms"
     );
     anyhow::ensure!(
         arguments.vms.is_none() || matches!(arguments.study, Study::Ksm),
         "the study '{name}' has its number of VMs: --vms is for 'ksm'"
     );
+    Ok(())
+}
+
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let (name, quick) = (study_name(arguments.study), arguments.quick);
+    check(arguments, name)?;
     // All but this one boot VMs.
     if !matches!(arguments.study, Study::Fold) {
         let host = examine(HostFacts::probe(DEFAULT_STATE.as_ref()));

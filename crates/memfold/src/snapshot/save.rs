@@ -150,14 +150,12 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         path: draft.path().join(part),
         source,
     };
-    let mut before = record_now(directory, record).overlays;
-    before.retain(|overlay| overlay.exists());
+    let before = overlays_now(directory, record);
     let note = |new: &[PathBuf]| {
         let all: Vec<PathBuf> = before.iter().chain(new).cloned().collect();
         write_overlays(directory, record, &all)
     };
     let mut qmp = monitor();
-    hardware::check(&mut qmp, spec)?;
     let spec_now = spec_now(vm, spec, &mut qmp)?;
     let frozen = freeze::prepare(&mut qmp, spec, &draft, &before, note)?;
     let stood = freeze::check_files(vm.pid(), &mut qmp, spec)
@@ -488,6 +486,7 @@ fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
 
 /// The VM's description with the segments that it maps now, and where it sees them.
 fn spec_now(vm: &Vm, spec: &VmSpec, qmp: &mut Qmp) -> Result<VmSpec, SnapshotError> {
+    hardware::check(qmp, spec)?;
     let mut now = spec.clone();
     now.segments = vm.segments();
     for (slot, segment) in now.segments.iter_mut().enumerate() {
@@ -632,6 +631,13 @@ pub(super) fn host_available_pages() -> io::Result<u64> {
     let kib = line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());
     kib.map(|kib| kib * 1024 / PAGE_SIZE)
         .ok_or_else(|| io::Error::other("/proc/meminfo has no MemAvailable"))
+}
+
+/// Its temporary overlays that are there.
+fn overlays_now(directory: &VmDirectory, record: &Record) -> Vec<PathBuf> {
+    let mut overlays = record_now(directory, record).overlays;
+    overlays.retain(|overlay| overlay.exists());
+    overlays
 }
 
 fn record_now(directory: &VmDirectory, record: &Record) -> Record {

@@ -65,8 +65,8 @@ impl SmallDisk {
         });
         let relative = |path: PathBuf| path.strip_prefix(&self.0).unwrap().display().to_string();
         // The number of a segment's last generation stays.
-        all.map(relative)
-            .filter(|name| !name.ends_with(".last"))
+        all.filter(|path| path.extension().is_none_or(|end| end != "last"))
+            .map(relative)
             .collect()
     }
 }
