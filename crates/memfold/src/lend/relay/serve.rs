@@ -160,6 +160,8 @@ fn wait(fds: &mut [PollFd<'_>], most: Option<&Timespec>, soon: bool) -> rustix::
         if poll(fds, Some(&now))? > 0 {
             return Ok(());
         }
+        // What is waited for may need this very core: the lender's packets, a guest's processor.
+        std::thread::yield_now();
     }
     poll(fds, most).map(|_| ())
 }
