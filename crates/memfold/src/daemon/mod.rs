@@ -73,7 +73,7 @@ use crate::lend::RegistryAt;
 use crate::segment;
 use crate::snapshot::{Shelf, save};
 use crate::store::StoreIdentity;
-use crate::vm::{AgentOptions, CommandResult, Vm, VmSpec};
+use crate::vm::{AgentOptions, CommandResult, MachineError, Vm, VmDirectory, VmSpec};
 
 /// Commands that wait for the engine; a guest that talks faster than the engine works waits.
 const MAILBOX: usize = 1024;
@@ -421,12 +421,25 @@ impl Daemon {
         let machine = came.and_then(|()| self.take_on(vm, &name, domain, Origin::Started));
         if machine.is_err() {
             // Nobody would know of it.
-            let ended = Vm::find(&self.options.state, &name).and_then(|vm| vm.stop(Duration::ZERO));
+            let state = &self.options.state;
+            let ended = match Vm::find(state, &name) {
+                Ok(vm) => vm.stop(Duration::ZERO).map(drop),
+                // It has ended by itself, and has left its files.
+                Err(MachineError::NotFound { .. }) => {
+                    Vm::clear_if_stale(&VmDirectory::of(state, &name))
+                        .map(drop)
+                        .map_err(|source| MachineError::Look {
+                            name: name.clone(),
+                            source,
+                        })
+                }
+                Err(error) => Err(error),
+            };
             if let Err(error) = ended {
                 warn!(
                     vm = name,
                     error = &error as &dyn std::error::Error,
-                    "runs, and could not be taken on"
+                    "could not be taken on, and is left as it is"
                 );
             }
         }
