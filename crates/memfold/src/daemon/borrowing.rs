@@ -402,63 +402,8 @@ impl Daemon {
         Ok(moved?)
     }
 
-    /// Finds out whether a swap disk is lent, if QEMU has kept that from us: until it answers, everything stays. The save right is held by the
-    /// caller.
-    fn settle(
-        &self,
-        machine: &Machine,
-        directory: &VmDirectory,
-        guard: &Guard,
-    ) -> Result<(), DaemonError> {
-        let mut borrowing = guard.borrowing();
-        if guard.is_stopped() || borrowing.phase == Phase::Lent {
-            return Ok(());
-        }
-        graph::cancel(&|| machine.monitor()).map_err(GraphError::from)?;
-        let top = graph::top(&mut machine.monitor(), machine.name())?;
-        let is_lent = top.node == borrowing.top();
-        info!(
-            vm = machine.name(),
-            is_lent, "QEMU says what its swap disk uses"
-        );
-        self.tidy(machine);
-        if !is_lent {
-            self.drop_note(machine, directory);
-            return Ok(());
-        }
-        guard.state().borrowing.phase = Phase::Lent;
-        borrowing.phase = Phase::Lent;
-        if let Err(error) = write_note(directory, &borrowing) {
-            warn!(vm = machine.name(), %error, "its note can't be written");
-        }
-        Ok(())
-    }
-
-    /// The same, by whoever has no right yet.
-    fn settle_alone(&self, machine: &Machine, guard: &Guard) -> Result<(), DaemonError> {
-        if guard.borrowing().phase == Phase::Lent {
-            return Ok(());
-        }
-        let directory = swap_directory(machine)?;
-        let _alone = machine.save_right();
-        self.settle(machine, directory, guard)
-    }
-
-    /// Who watches what a VM has borrowed, if it has.
-    fn settled_guard(
-        &self,
-        machine: &Machine,
-        directory: &VmDirectory,
-    ) -> Result<Option<Arc<Guard>>, DaemonError> {
-        let guard = || self.lending.guards().get(machine.name()).cloned();
-        if let Some(guard) = guard() {
-            self.settle(machine, directory, &guard)?;
-        }
-        Ok(guard())
-    }
-
     /// Nothing is borrowed any more: watches no longer, releases the leases, and forgets.
-    fn drop_note(&self, machine: &Machine, directory: &VmDirectory) {
+    pub(super) fn drop_note(&self, machine: &Machine, directory: &VmDirectory) {
         let guard = self.lending.guards().remove(machine.name());
         remove_note(directory);
         if let Some(guard) = guard {
@@ -478,7 +423,7 @@ impl Daemon {
 
     /// Removes nodes and files of the swap disk that its device doesn't use: after a switch those of before, after a failure the new ones.
     #[allow(clippy::unused_self)] // the daemon's affair
-    fn tidy(&self, machine: &Machine) {
+    pub(super) fn tidy(&self, machine: &Machine) {
         let tidied = (|| -> Result<(), DaemonError> {
             graph::cancel(&|| machine.monitor())?;
             let mut qmp = machine.monitor();
@@ -842,7 +787,7 @@ fn parts(leases: &[Lease], endpoints: &[Endpoint], stripes: usize) -> Vec<Part> 
     parts
 }
 
-fn write_note(directory: &VmDirectory, borrowing: &Borrowing) -> std::io::Result<()> {
+pub(super) fn write_note(directory: &VmDirectory, borrowing: &Borrowing) -> std::io::Result<()> {
     directory.write_json(&directory.borrowed(), borrowing)
 }
 
@@ -859,7 +804,7 @@ fn is_swap_file(path: &Path) -> bool {
 }
 
 /// The directory of a VM whose swap disk can be switched.
-fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
+pub(super) fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
     let (Some(directory), Some(spec)) = (machine.vm().directory(), machine.vm().spec()) else {
         return Err(GraphError::NoSwapDisk(machine.name().to_owned()).into());
     };

@@ -29,6 +29,7 @@ mod reboot;
 mod relays;
 mod sampling;
 mod segments;
+mod settling;
 mod short_guests;
 mod snapshots;
 mod tries;
