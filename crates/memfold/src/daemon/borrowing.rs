@@ -5,7 +5,7 @@
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_units::ByteSize;
@@ -15,27 +15,19 @@ use super::booted::when_booted;
 use super::borrow_again::{forget_wish, note_wish, wish};
 use super::leasing::{RESUMED, lease_ttl};
 use super::machine::Machine;
-use super::relays::{connect, is_relay_stopped};
+use super::relays::connect;
 use super::watched::Guard;
+use super::watching::{hear, keep_watch};
 use super::{Daemon, DaemonError, chain};
 use crate::api::{BorrowRequest, Borrowed, SwapPlace};
-use crate::lend::graph::{self, Borrowing, Failed, GraphError, Part, Phase, Stripe, Top};
+use crate::lend::graph::{self, Borrowing, GraphError, Part, Phase, Stripe, Top};
 use crate::lend::iscsi::bridge;
 use crate::lend::relay::start::Running;
-use crate::lend::waits;
 use crate::lend::wire::Wire;
 use crate::lend::{Durability, Endpoint, Lease, RegistryError, Transport};
 use crate::vm::{QmpError, VmDirectory, swap};
 
-/// Time between two looks at connections, and between two at leases.
-const WATCH: Duration = Duration::from_millis(100);
-const RENEW: Duration = Duration::from_secs(1);
-
-/// After that a swap disk that couldn't be moved away from a single lender is tried again.
-const MOVE_AGAIN: Duration = Duration::from_secs(15);
-
-/// Looks in a row that find a relay standing still, until it is given up: one may catch a debugger's blink.
-const STOPPED_LOOKS: u32 = 5;
+pub(super) const RENEW: Duration = Duration::from_secs(1);
 
 /// How long a guest may take to use its swap disk.
 const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
@@ -485,7 +477,12 @@ impl Daemon {
     }
 
     /// A part can't be reached any more: QEMU goes on without it already. Takes it out, and sees that there is a copy again.
-    fn heal(&self, machine: &Machine, guard: &Guard, part: usize) -> Result<(), DaemonError> {
+    pub(super) fn heal(
+        &self,
+        machine: &Machine,
+        guard: &Guard,
+        part: usize,
+    ) -> Result<(), DaemonError> {
         let began = Instant::now();
         let directory = swap_directory(machine)?;
         let _alone = machine.save_right();
@@ -533,7 +530,7 @@ impl Daemon {
     }
 
     /// Asks for more time for what is borrowed, and hears what the lender wants.
-    fn renew(&self, machine: &Machine, guard: &Guard) -> Result<(), DaemonError> {
+    pub(super) fn renew(&self, machine: &Machine, guard: &Guard) -> Result<(), DaemonError> {
         let borrowing = guard.borrowing();
         let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
         let mut wanted = false;
@@ -619,132 +616,10 @@ impl Daemon {
     }
 }
 
-fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
-    let mut renewed = Instant::now();
-    let mut moved: Option<Instant> = None;
-    // Until nothing is left to watch.
-    while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
-        std::thread::sleep(WATCH);
-        let (Some(daemon), Some(machine)) = (daemon.upgrade(), machine.upgrade()) else {
-            return;
-        };
-        for part in guard.ended() {
-            if let Err(error) = daemon.heal(&machine, guard, part) {
-                // Tried again at the next look. A VM that ends takes its monitor with it.
-                warn!(
-                    vm = guard.vm,
-                    error = chain(&error),
-                    "a lender is lost, and its node can't be taken out"
-                );
-                std::thread::sleep(RENEW);
-            }
-        }
-        if stands_still(guard) {
-            warn!(vm = guard.vm, "its relay stands still, and is given up");
-            for (part, _) in guard.borrowing().reached() {
-                guard.cut(part);
-            }
-        }
-        hear(&machine, guard);
-        if renewed.elapsed() >= RENEW {
-            renewed = Instant::now();
-            if let Err(error) = daemon.settle_alone(&machine, guard) {
-                warn!(
-                    vm = guard.vm,
-                    error = chain(&error),
-                    "QEMU does not say what its swap disk uses"
-                );
-            }
-            // Figures that aren't had are had a second later.
-            if let Ok(Some(counted)) = waits::look(&mut machine.monitor()) {
-                guard.state().waits = Some(counted);
-            }
-            if let Err(error) = daemon.renew(&machine, guard) {
-                warn!(
-                    vm = guard.vm,
-                    error = chain(&error),
-                    "what it has borrowed can't be given back"
-                );
-            }
-        }
-        let is_due = moved.is_none_or(|moved| moved.elapsed() >= MOVE_AGAIN);
-        if let Some(why) = guard.is_in_danger().filter(|_| is_due) {
-            moved = Some(Instant::now());
-            warn!(
-                vm = guard.vm,
-                why, "its swap disk is moved to this host's disk"
-            );
-            machine.comes_home(guard.borrowing().hangs_on_one());
-            if let Err(error) = daemon.return_as(machine.name(), false) {
-                warn!(
-                    vm = guard.vm,
-                    error = chain(&error),
-                    "its swap disk can't be moved; tried again"
-                );
-            }
-        }
-    }
-}
-
 /// A number that no node of the swap disk has or had: what QEMU reports late of one that is gone is of no other.
 fn new_generation(machine: &Machine) -> Result<u64, QmpError> {
     let free = graph::free_generation(&mut machine.monitor())?;
     Ok(machine.use_generation(free))
-}
-
-/// Whether a relay stands still for longer than a blink. QEMU isn't asked anything meanwhile: its monitor may wait for that relay.
-fn stands_still(guard: &Guard) -> bool {
-    (0..STOPPED_LOOKS).all(|look| {
-        if look > 0 {
-            std::thread::sleep(WATCH);
-        }
-        is_relay_stopped(guard)
-    })
-}
-
-/// Hears from QEMU which requests have failed.
-fn hear(machine: &Machine, guard: &Guard) {
-    let (events, heard_on) = {
-        let mut qmp = machine.monitor();
-        // Events come with answers.
-        if qmp.query("query-status").is_err() {
-            return;
-        }
-        (
-            qmp.take_events_named("QUORUM_REPORT_BAD"),
-            qmp.connections(),
-        )
-    };
-    let before = guard.borrowing();
-    let last = guard.state().heard_on.replace(heard_on);
-    if before.copy.is_some() && last.is_some_and(|last| last != heard_on) {
-        guard.state().borrowing.copy_unwatched = true;
-    }
-    for event in events {
-        match graph::failed(&event, &before) {
-            // Even if the connection stands: it lacks that write.
-            Some(Failed::Lent(part)) => guard.cut(part),
-            // With nothing else left, the guest has heard of it itself.
-            Some(Failed::Copy) if before.reached().next().is_some() => {
-                guard.state().borrowing.copy_failed = true;
-            }
-            Some(Failed::Copy) | None => {}
-        }
-    }
-    let now = guard.borrowing();
-    if now == before {
-        return;
-    }
-    if now.copy_failed && !before.copy_failed {
-        error!(
-            vm = guard.vm,
-            "a request to the copy of its swap disk has failed: it is moved to a new file, and lost if its lender dies before"
-        );
-    }
-    let directory = machine.vm().directory();
-    if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
-        warn!(vm = guard.vm, %error, "its note can't be written");
-    }
 }
 
 /// An export that a relay can connect to: that of a lender by iSCSI is on this host, in front of a session of its own.

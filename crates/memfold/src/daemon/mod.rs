@@ -36,8 +36,10 @@ mod tries;
 mod turns;
 mod uses;
 mod views;
+mod volume_keeper;
 mod volumes;
 mod watched;
+mod watching;
 
 use std::collections::BTreeMap;
 use std::fs::File;

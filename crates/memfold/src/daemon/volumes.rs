@@ -5,16 +5,17 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use memfold_units::ByteSize;
-use tracing::{error, info, warn};
+use tracing::{info, warn};
 
 use super::borrowing::lending;
 use super::leasing::{RESUMED, lease_ttl};
+use super::volume_keeper::Keeper;
 use super::{Daemon, DaemonError, chain, write_json};
 use crate::api::{BorrowRequest, Borrowed, SwapPlace};
 use crate::lend::lvm::tools::{self, Logical, Physical};
@@ -60,127 +61,6 @@ impl Volumes {
     /// The next daemon goes on.
     pub fn stop(&self) {
         self.keepers().values().for_each(|keeper| keeper.stop());
-    }
-}
-
-/// Keeps a loan: renews its lease, and looks whether its lender is there.
-#[derive(Debug)]
-struct Keeper {
-    loan: Mutex<Loan>,
-    stop: AtomicBool,
-    /// Why its lender can't be used any more.
-    lost: Mutex<Option<String>>,
-    /// Whether its lender needs its memory.
-    is_wanted: AtomicBool,
-    /// Until when its lease holds without being renewed, as far as the registry has said.
-    holds: Mutex<Instant>,
-}
-
-impl Keeper {
-    /// Its lease holds until then.
-    fn new(loan: Loan, holds: Instant) -> Arc<Self> {
-        Arc::new(Self {
-            holds: Mutex::new(holds),
-            loan: Mutex::new(loan),
-            stop: AtomicBool::new(false),
-            lost: Mutex::default(),
-            is_wanted: AtomicBool::new(false),
-        })
-    }
-
-    fn loan(&self) -> Loan {
-        self.loan
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
-    }
-
-    fn change(&self, change: impl FnOnce(&mut Loan)) -> Loan {
-        let mut loan = self.loan.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut loan);
-        loan.clone()
-    }
-
-    fn stop(&self) {
-        self.stop.store(true, Ordering::Release);
-    }
-
-    fn is_stopped(&self) -> bool {
-        self.stop.load(Ordering::Acquire)
-    }
-
-    fn lost(&self) -> Option<String> {
-        self.lost
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
-    }
-
-    /// Whether it is to be taken off, by whoever has the turn.
-    fn has_to_end(&self) -> bool {
-        let is_wanted = self.is_wanted.load(Ordering::Acquire);
-        is_wanted
-            || self.lost().is_some()
-            || self.loan().phase != Phase::Lent
-            || self.is_running_out()
-    }
-
-    /// Whether half of its lease's time is over without its having been renewed, and its end would lose what lies there.
-    fn is_running_out(&self) -> bool {
-        let loan = self.loan();
-        let left = self.holds().saturating_duration_since(Instant::now());
-        loan.durability == Durability::None && left < lease_ttl(loan.durability, loan.bytes) / 2
-    }
-
-    fn holds(&self) -> MutexGuard<'_, Instant> {
-        self.holds.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Notes why its lender can't be used any more, once.
-    fn lose(&self, why: String) {
-        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
-        if lost.is_some() {
-            return;
-        }
-        let loan = self.loan();
-        let volume = loan.volume.to_string();
-        if loan.durability == Durability::None && loan.phase == Phase::Lent {
-            error!(
-                volume,
-                lender = loan.lender,
-                why,
-                "what lay on lent RAM is lost with its lender (durability none)"
-            );
-        } else {
-            warn!(
-                volume,
-                lender = loan.lender,
-                why,
-                "lent RAM is given up; the volume goes on, on this host's disk"
-            );
-        }
-        *lost = Some(why);
-    }
-
-    fn borrowed(&self) -> Borrowed {
-        let loan = self.loan();
-        let place = match (loan.phase, self.lost().is_some(), loan.durability) {
-            (Phase::Beginning | Phase::Ending, ..) => SwapPlace::OnDisk,
-            (_, false, _) => SwapPlace::Lent,
-            (_, true, Durability::None) => SwapPlace::Lost,
-            (_, true, _) => SwapPlace::OnCopy,
-        };
-        Borrowed {
-            vm: loan.volume.to_string(),
-            place,
-            bytes: loan.bytes,
-            durability: Some(loan.durability),
-            lenders: vec![loan.lender],
-            stripes: Some(1),
-            waits: None,
-            changed: false,
-            took_ms: 0,
-        }
     }
 }
 
@@ -828,35 +708,4 @@ fn random() -> [u8; 16] {
 
 fn ms(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::lend::LeaseId;
-
-    #[test]
-    fn what_only_lent_memory_has_is_taken_off_when_half_of_its_lease_is_over() {
-        let bytes = 200 << 20;
-        for (durability, left, has_to_end) in [
-            (Durability::None, 41, false),
-            (Durability::None, 39, true),
-            (Durability::None, 0, true),
-            (Durability::Disk, 0, false),
-        ] {
-            let loan = Loan {
-                volume: "vg/swap".parse().unwrap(),
-                bytes,
-                durability,
-                lease: LeaseId(1),
-                lender: "a".into(),
-                target: None,
-                uuid: String::new(),
-                phase: Phase::Lent,
-            };
-            let holds = Instant::now() + Duration::from_secs(left);
-            let keeper = Keeper::new(loan, holds);
-            assert_eq!(keeper.has_to_end(), has_to_end, "{durability:?} {left}");
-        }
-    }
 }

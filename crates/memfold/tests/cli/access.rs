@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
 use serde_json::{Value, json};
 
+use super::flood::{best_second, count_answers};
 use crate::support::{Daemon, code, err, refusals, refused, run, wait};
 
 /// A daemon that serves browsers, and what its log says of it.
@@ -410,29 +411,6 @@ fn requests_are_bounded_in_length_time_and_number() {
             .status,
         413
     );
-}
-
-/// Counts answers in what is read, until that ends.
-fn count_answers(mut reader: TcpStream, count: &AtomicU64) {
-    const BEGIN: &[u8] = b"HTTP/1.1 ";
-    let (mut some, mut text) = (vec![0; 1 << 16], Vec::new());
-    while let Ok(read @ 1..) = reader.read(&mut some) {
-        text.extend_from_slice(&some[..read]);
-        let begun = text.windows(BEGIN.len()).filter(|&part| part == BEGIN);
-        count.fetch_add(begun.count() as u64, Ordering::Relaxed);
-        // What may be the beginning of one.
-        text.drain(..text.len().saturating_sub(BEGIN.len() - 1));
-    }
-}
-
-/// The most in a second, of a count that was looked at often.
-fn best_second(seen: &[(Instant, u64)]) -> f64 {
-    let rates = seen.iter().enumerate().filter_map(|(i, (from, before))| {
-        let mut later = seen[i..].iter();
-        let (to, then) = later.find(|(at, _)| *at - *from >= Duration::from_secs(1))?;
-        Some((then - before) as f64 / (*to - *from).as_secs_f64())
-    });
-    rates.fold(0.0, f64::max)
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod access;
 mod cluster;
 mod debt;
 mod estimate;
+mod flood;
 mod iscsi;
 mod ksm;
 mod lending;

@@ -8,6 +8,7 @@
 //! | [`dashboard`] | Chromium walks the dashboard of real VMs |
 //! | [`beside::liars`] | agents that lie about every field |
 //! | [`beside::snapshots`] | a VM is saved, goes on, and comes back as it was, memory and disk; clones run beside it |
+//! | [`beside::boot_snapshots`] | a VM goes back to right after its boot; what a snapshot would lack is refused |
 //! | [`beside::disks`] | the same of disks that a VM writes in place, which stay its own |
 //! | [`beside::snapshots_killed`] | daemons and VMs die while they save |
 //! | [`beside::segments`] | VMs execute files of one image in place; what they write is theirs; who attacks it harms nobody else |

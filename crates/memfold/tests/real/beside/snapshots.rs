@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memfold::api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest};
+use memfold::api::{RestoreRequest, SaveRequest};
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::daemon::DaemonError;
 use memfold::fold::EngineSettings;
@@ -234,121 +234,6 @@ fn refuses_twins(lab: &Lab, name: &str) {
     lab.stop("twin").unwrap();
     std::fs::write(place.join("manifest.json"), text).unwrap();
     std::fs::write(place.join("manifest.sum"), sum).unwrap();
-}
-
-#[test]
-fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
-    let Some(_turn) = support::turn_beside() else {
-        return;
-    };
-    let lab = Lab::new(EngineSettings::default()).unwrap();
-    let mut spec = Lab::spec("booted", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
-    spec.boot_snapshot = true;
-    lab.start(spec.clone()).unwrap();
-    let daemon = lab.daemon();
-    let limit = Duration::from_secs(300);
-    let reboot = |from_boot_snapshot| {
-        let request = RebootRequest {
-            from_boot_snapshot,
-            timeout_s: 0.0,
-        };
-        daemon.reboot("booted", &request, limit)
-    };
-    let error = reboot(true).unwrap_err().to_string();
-    assert!(error.contains("no snapshot of 'booted'"), "{error}");
-    let snapshot = || daemon.list()[0].boot_snapshot.clone();
-    let end = Instant::now() + BOOT;
-    while snapshot() == Some(BootSnapshot::Pending) {
-        assert!(Instant::now() < end, "it is never up");
-        std::thread::sleep(Duration::from_millis(200));
-    }
-    assert_eq!(snapshot(), Some(BootSnapshot::Ready));
-    let boot_id = || {
-        let script = "cat /proc/sys/kernel/random/boot_id";
-        lab.exec("booted", script, limit).unwrap()
-    };
-    let first = boot_id();
-    // Twice: the second time it is one that was restored itself.
-    for _ in 0..2 {
-        let mark = "echo since > /run/since; echo since > /var/tmp/since; sync";
-        lab.exec("booted", mark, limit).unwrap();
-        let began = Instant::now();
-        let info = reboot(true).unwrap();
-        println!("back after {:.0} ms", began.elapsed().as_secs_f64() * 1e3);
-        assert_eq!(info.boot_snapshot, Some(BootSnapshot::Ready));
-        daemon.wait_agent("booted", BOOT).unwrap();
-        let gone = "test ! -e /run/since && test ! -e /var/tmp/since";
-        lab.exec("booted", gone, limit).unwrap();
-        assert_eq!(boot_id(), first, "it was booted anew");
-    }
-    // By its guest.
-    let began = Instant::now();
-    reboot(false).unwrap();
-    println!("booted anew in {:.1} s", began.elapsed().as_secs_f64());
-    assert_ne!(boot_id(), first);
-    // A later VM of this name.
-    lab.stop("booted").unwrap();
-    spec.boot_snapshot = false;
-    spec.segment_slots = 1;
-    lab.start(spec).unwrap();
-    let error = reboot(true).unwrap_err().to_string();
-    assert!(error.contains("an earlier one of this name"), "{error}");
-    assert_eq!(snapshot(), None);
-    refuses_what_a_snapshot_would_lack(&lab, "booted");
-}
-
-/// A VM that stands still, or that has more than its description says, is not saved, and is as before.
-fn refuses_what_a_snapshot_would_lack(lab: &Lab, vm: &str) {
-    lab.wait_ready(vm, BOOT).unwrap();
-    let mut qmp = support::qmp(lab.directory(), vm);
-    let refused = || {
-        let request = SaveRequest::new(vm, "lacking");
-        lab.daemon()
-            .save_snapshot(&request)
-            .unwrap_err()
-            .to_string()
-    };
-    qmp.query("stop").unwrap();
-    let why = refused();
-    assert!(
-        why.contains("stands still") && why.contains("'paused'"),
-        "{why}"
-    );
-    qmp.query("cont").unwrap();
-    let device =
-        serde_json::json!({ "driver": "virtio-rng-pci", "id": "plugged", "bus": "segport0" });
-    qmp.execute("device_add", device).unwrap();
-    let why = refused();
-    assert!(why.contains("'plugged'"), "{why}");
-    // A disk that memfold knows nothing of, by the monitor of people: read-only ones may be there.
-    let file = lab.directory().join("foreign.img");
-    std::fs::File::create(&file)
-        .unwrap()
-        .set_len(1 << 20)
-        .unwrap();
-    let add = |mode: &str| {
-        format!(
-            "drive_add dummy file={},format=raw,if=none,id=foreign{mode}",
-            file.display()
-        )
-    };
-    let plug = |qmp: &mut memfold::vm::Qmp, mode: &str| {
-        qmp.human(&add(mode)).unwrap();
-        refused()
-    };
-    assert!(plug(&mut qmp, ",readonly=on").contains("'plugged'"));
-    qmp.human("drive_del foreign").unwrap();
-    let why = plug(&mut qmp, "");
-    assert!(why.contains("'foreign'"), "{why}");
-    qmp.human("drive_del foreign").unwrap();
-    assert!(
-        lab.daemon()
-            .snapshots()
-            .unwrap()
-            .iter()
-            .all(|info| info.name != "lacking")
-    );
-    assert_eq!(lab.exec(vm, "echo on", BOOT).unwrap(), "on\n");
 }
 
 /// Most of its RAM lies in the host's swap when it is saved, as `from-swap`; it and what is restored of it have every byte.
