@@ -15,7 +15,7 @@ use crate::host::{GuestImage, guest_images};
 use crate::ksm;
 use crate::ledger::BrakePolicy;
 use crate::lend::RegistryAt;
-use crate::vm::{Aio, BootSpec, CacheMode, DiskSpec, VmSpec};
+use crate::vm::{Aio, BootSpec, CacheMode, DiskSpec, VmDirectory, VmSpec, log_tail};
 
 /// What an interrupt has to clean up.
 static CURRENT: Mutex<Option<(Arc<Daemon>, PathBuf)>> = Mutex::new(None);
@@ -34,6 +34,9 @@ pub(super) fn undo_at_interrupt(undo: impl FnOnce() + Send + 'static) {
 
 /// Kernel command line of laboratory guests: quiet and quick.
 const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 quiet mitigations=off";
+
+/// Bytes of a guest's console that are shown when it doesn't come up.
+const LAST_WORDS: usize = 2000;
 
 /// A daemon with its VMs.
 #[derive(Debug)]
@@ -146,9 +149,11 @@ impl Lab {
     /// Waits until the agent of a VM answers and its first inventory is complete.
     pub fn wait_ready(&self, name: &str, timeout: Duration) -> anyhow::Result<()> {
         let end = Instant::now() + timeout;
-        self.daemon
-            .wait_agent(name, timeout)
-            .with_context(|| format!("'{name}' did not come up"))?;
+        self.daemon.wait_agent(name, timeout).with_context(|| {
+            let seconds = timeout.as_secs();
+            let words = last_words(&VmDirectory::of(self.directory(), name));
+            format!("'{name}' did not come up in {seconds} s; its last words:\n{words}\n")
+        })?;
         while Instant::now() < end {
             let stats = self.stats()?;
             if stats.vms.iter().any(|vm| vm.name == name && vm.agent_ready) {
@@ -321,6 +326,17 @@ fn clean_up_at_interrupt() {
             eprintln!("memfold: Ctrl-C will leave VMs behind: {error}");
         }
     });
+}
+
+/// What a guest said on its console last, and QEMU itself.
+fn last_words(vm: &VmDirectory) -> String {
+    let console = std::fs::read(vm.console_log()).unwrap_or_default();
+    let tail = &console[console.len().saturating_sub(LAST_WORDS)..];
+    let tail: String = String::from_utf8_lossy(tail)
+        .chars()
+        .filter(|c| *c == '\n' || !c.is_control())
+        .collect();
+    format!("{tail}\nQEMU: {}", log_tail(vm))
 }
 
 fn image_named(name: &str) -> anyhow::Result<GuestImage> {
