@@ -265,9 +265,9 @@ await page.getByRole("row").filter({ hasText: "third" }).getByRole("button", { n
 await sayAndWait({ step: "host added" });
 await dialog(page).getByRole("button", { name: "Take its token away" }).click();
 await gone(page, "third");
-await act(page, "Lend …", { "At most": "64M" }, "Lend");
+await act(page, "Lend …", { "At most": "64M", "Listen at": "127.0.0.1" }, "Lend");
 await act(page, "Change …", { "At most": "32M" }, "Change it");
-await page.getByText("of 32.0 MiB at most").waitFor();
+await page.getByText("of 32.0 MiB at most; listens: 127.0.0.1").waitFor();
 await sayAndWait({ step: "lends" });
 await act(page, "Lend no more …", {}, "Lend no more");
 await sayAndWait({ step: "lends no more" });
@@ -287,7 +287,26 @@ await act(page, "Verify …", {}, "Verify", "Every byte is as it was built.", to
 await tools.getByRole("button", { name: "Remove …" }).click();
 await dialog(page).getByRole("button", { name: "Remove the segment" }).click();
 await gone(page, "tools@1");
+// No libvirt runs beside this daemon: its answers are made up, the questions aren't.
+const asked = [];
+const domains = [{ domain: "win 11", running: true, mark: null, started_with_memfold: false, vm: null, folding: "no: not enabled" }];
+await page.route("**/v1/libvirt", (route) => route.fulfill({ json: domains }));
+await page.route("**/v1/libvirt/*", (route) => {
+  asked.push([new URL(route.request().url()).pathname, route.request().postDataJSON()]);
+  const enabled = asked.length === 1;
+  domains[0].mark = enabled ? { domain: "lab", emulator: "/usr/bin/qemu-system-x86_64", channel: true, controllers: [] } : null;
+  return route.fulfill({ json: { domain: "win 11", trust_domain: null, changed: true, running: enabled, managed_save: false } });
+});
 await go(page, "#/vms", "tbody tr");
+const windows = page.getByRole("row").filter({ hasText: "win 11" });
+await act(page, "Enable …", { "Trust domain": "lab" }, "Enable it", "It runs: that takes effect", windows);
+violations.push(...(await axe(page, "libvirt")));
+await act(page, "Disable …", {}, "Disable it", "That takes effect when it is started.", windows);
+await windows.getByText("not enabled", { exact: true }).waitFor();
+const wanted = [["/v1/libvirt/enable", { domain: "win 11", trust_domain: "lab" }], ["/v1/libvirt/disable", { domain: "win 11" }]];
+if (JSON.stringify(asked) !== JSON.stringify(wanted)) faults.push(`of libvirt was asked: ${JSON.stringify(asked)}`);
+await page.unroute("**/v1/libvirt");
+await page.unroute("**/v1/libvirt/*");
 await page.getByRole("button", { name: "Start …" }).click();
 violations.push(...(await axe(page, "start")));
 await page.screenshot({ path: `${results}/start.png` });

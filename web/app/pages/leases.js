@@ -87,25 +87,37 @@ export function Leases({ may }) {
       changed();
     },
   });
+  const lendAs = async (max, how) => {
+    const max_bytes = parseBytes(max);
+    if (max_bytes === null) throw new Error(`'${max}' is no size; write 512M or 8G`);
+    await post("/v1/lend", { ...how, max_bytes });
+    changed();
+  };
+  const most = { name: "max", label: "At most", value: "1G", required: true, hint: "512M, 8G" };
   const lend = {
     title: "Lend memory",
-    text: "RAM that this host can spare, for VMs of daemons on this host. Over the network: memfold lend --listen.",
-    fields: [{ name: "max", label: "At most", value: "1G", required: true, hint: "512M, 8G" }],
+    text: "RAM that this host can spare, to VMs of daemons on this host or on others.",
+    fields: [
+      most,
+      { name: "listen", label: "Listen at", hint: "An address of this host that the others reach. Empty: for daemons on this host." },
+      { name: "ports", label: "Ports", pattern: "[0-9]+-[0-9]+", hint: "First and last, 10900-10999; empty: any that is free." },
+      { name: "announce", label: "Announced as", hint: "What borrowers are told instead of that address, where a forwarder is between." },
+      { name: "transport", label: "Transport", type: "select", options: [{ value: "nbd", label: "NBD, with TLS" }, { value: "iscsi", label: "iSCSI, not encrypted" }] },
+      { name: "cleartext", label: "By iSCSI to other hosts: what VMs have swapped out may be sent in clear text", type: "checkbox" },
+    ],
     action: "Lend",
-    act: async (v) => {
-      const max = parseBytes(v.max);
-      if (max === null) throw new Error(`'${v.max}' is no size; write 512M or 8G`);
-      await post("/v1/lend", { max_bytes: max });
-      changed();
-    },
+    act: (v) =>
+      lendAs(v.max, {
+        listen: v.listen || null, announce: v.announce || null, ports: v.ports ? v.ports.split("-").map(Number) : null,
+        transport: v.transport, cleartext: v.cleartext,
+      }),
   };
-  // Where exports listen elsewhere, that has to be said again with each change: memfold lend --max --listen.
-  const change = lending?.listens === "Unix sockets" && !lending.is_ending && {
-    ...lend,
+  const change = report.lends_as && {
     title: "Change how much is lent",
     text: "What is lent beyond that is taken back; borrowers switch to their disks.",
-    fields: [{ ...lend.fields[0], value: sizeText(lending.max_bytes) }],
+    fields: [{ ...most, value: sizeText(lending.max_bytes) }],
     action: "Change it",
+    act: (v) => lendAs(v.max, report.lends_as),
   };
   const stop = {
     title: "Lend no more?",
@@ -134,7 +146,7 @@ export function Leases({ may }) {
     <${Failure} error=${away && new Error(`${away}. Only what this host knows itself is shown.`)} />
     <div class="stats">
       <${Stat} label="This host" note=${`registry: ${report.registry}`}>${report.host}<//>
-      <${Stat} label="It lends" note=${lending ? `of ${bytes(lending.max_bytes)} at most` : "nothing is offered"}>${lending ? html`<${Bytes} value=${lending.lent_bytes} figure="lending.lent_bytes" />` : "no"}<//>
+      <${Stat} label="It lends" note=${lending ? `of ${bytes(lending.max_bytes)} at most; listens: ${lending.listens}` : "nothing is offered"}>${lending ? html`<${Bytes} value=${lending.lent_bytes} figure="lending.lent_bytes" />` : "no"}<//>
       <${Stat} label="Its VMs borrow" note=${plural(lent.length, "VM")}><${Bytes} value=${lent.reduce((sum, b) => sum + b.bytes, 0)} figure="borrowed" /><//>
     </div>
     <div class="grid">

@@ -4,7 +4,7 @@ import { useMemo, useState } from "../../vendor/preact-hooks.js";
 import { changeSample, post, useAnswer, useLive } from "../api.js";
 import { plural } from "../format.js";
 import { html } from "../html.js";
-import { Act, Badge, Bytes, Card, DESPITE_BRAKE, NAME, Sparkline, Stack, Table, Waiting } from "../ui.js";
+import { Act, Badge, Bytes, Card, DESPITE_BRAKE, Failure, NAME, Sparkline, Stack, Table, Waiting } from "../ui.js";
 
 export const PLACES = [
   ["Private", "private_bytes", "private"],
@@ -92,6 +92,50 @@ const attachLibvirt = {
   act: async (v) => known(await post("/v1/libvirt/attach", { domain: v.domain })),
 };
 
+/** When a change of a domain's XML counts. */
+const when = ({ changed, running, managed_save: saved }) =>
+  !changed ? "Nothing was to be done."
+  : running ? "It runs: that takes effect when it is shut down and started again; a reboot of its guest is not enough."
+  : saved ? "Its saved memory is restored at its next start, as it was: that takes effect at the start after that."
+  : "That takes effect when it is started.";
+
+/** Domains of libvirt, where there is a libvirt that the daemon looks at. */
+function Domains({ may }) {
+  const [again, setAgain] = useState(0);
+  const { value: domains, error } = useAnswer("/v1/libvirt", again);
+  if (!domains) return error && html`<${Card} title="Domains of libvirt" wide><${Failure} error=${error} /><//>`;
+  const change = async (path, body) => {
+    const done = await post(`/v1/libvirt/${path}`, body);
+    setAgain((n) => n + 1);
+    return when(done);
+  };
+  const enable = (d) => ({
+    title: `Have ${d.domain} start with memfold?`,
+    text: "Its XML gets memfold's emulator, a channel for the agent, and a mark with the trust domain; libvirt goes on as ever.",
+    fields: [{ name: "trust", label: "Trust domain", value: d.mark?.domain ?? "", hint: "Empty: it shares with nobody." }],
+    action: "Enable it",
+    act: (v) => change("enable", { domain: d.domain, trust_domain: v.trust || null }),
+  });
+  const disable = (d) => ({
+    title: `Have ${d.domain} start without memfold?`,
+    text: "Its XML is put back to what it was.",
+    action: "Disable it",
+    danger: true,
+    act: () => change("disable", { domain: d.domain }),
+  });
+  return html`<${Card} title="Domains of libvirt" wide>
+    <${Table} label="Domains of libvirt" rows=${domains} rowKey=${(d) => d.domain} empty="libvirt has none." columns=${[
+      { key: "domain", name: "Domain", value: (d) => d.domain },
+      { key: "state", name: "State", value: (d) => (d.running ? "running" : "off") },
+      { key: "trust", name: "Trust domain", value: (d) => d.mark?.domain ?? "", cell: (d) => d.mark?.domain ?? html`<span class="soft">${d.mark ? "alone" : "not enabled"}</span>` },
+      { key: "folding", name: "Folding", class: "prose", value: (d) => d.folding },
+      { key: "act", name: "", cell: (d) => d.mark
+        ? html`<${Act} may=${may} what=${disable(d)} danger small>Disable …<//>`
+        : html`<${Act} may=${may} what=${enable(d)} small>Enable …<//>` },
+    ]} />
+  <//>`;
+}
+
 export function Vms({ may }) {
   const live = useLive();
   const [wanted, setWanted] = useState("");
@@ -112,7 +156,7 @@ export function Vms({ may }) {
   const filter = html`<input type="search" placeholder="Name or domain" aria-label="Show only VMs whose name or domain holds this" value=${wanted} onInput=${(e) => setWanted(e.target.value)} />`;
   const aside = html`${filter}
     <${Act} may=${may} what=${start} small>Start …<//><${Act} may=${may} what=${attach} small>Take on …<//><${Act} may=${may} what=${attachLibvirt} small>Of libvirt …<//>`;
-  return html`<${Card} title=${plural(all.length, "VM")} aside=${aside} wide>
+  return html`<div class="grid"><${Card} title=${plural(all.length, "VM")} aside=${aside} wide>
     <${Table} label="VMs" rows=${rows} rowKey=${(vm) => vm.name} first=${{ key: "name", down: false }}
       empty=${all.length ? "No VM has that in its name or domain." : "No VMs run. Start one: memfold vm run --help"}
       columns=${[
@@ -137,5 +181,5 @@ export function Vms({ may }) {
         } },
       ]} />
     <dl class="legend names">${PLACES.map(([name, , color]) => html`<div><dt><i style=${{ background: `var(--${color})` }}></i>${name}</dt></div>`)}</dl>
-  <//>`;
+  <//><${Domains} may=${may} /></div>`;
 }

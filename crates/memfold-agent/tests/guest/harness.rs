@@ -108,7 +108,7 @@ impl Guest {
             .arg(&image.initrd)
             .args([
                 "-append",
-                "root=/dev/vda rw console=ttyS0 quiet mitigations=off",
+                "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check",
             ])
             .args(["-drive", &drive(&image.disk), "-drive", &drive(&disk)])
             .args([

@@ -39,7 +39,7 @@ pub(super) const REGISTRY_PATH: &str = "/v1/registry";
 const REGISTRY_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// `POST /v1/lend`
-#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LendRequest {
     /// Most bytes to lend.
@@ -209,6 +209,9 @@ pub struct LeaseReport {
     /// What this host lends; null: it doesn't.
     #[schema(value_type = Option<Object>)]
     pub lending: Option<LenderStatus>,
+    /// How that was asked for: what to say again, to change how much. Null: it doesn't lend, or takes everything back.
+    #[serde(default)]
+    pub lends_as: Option<LendRequest>,
     /// VMs and volumes of this host that borrow.
     pub borrowed: Vec<Borrowed>,
     /// VMs of this host on their own disk, for which lent RAM was asked: they borrow again when a lender has room.

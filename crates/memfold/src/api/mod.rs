@@ -6,6 +6,7 @@ mod access;
 mod client;
 mod hosts;
 mod lending;
+mod libvirt;
 mod live;
 mod metrics;
 mod planning;
@@ -19,15 +20,15 @@ pub use access::{AuditEntry, Doors, Groups, GroupsError, Role, TcpDoor, TcpDoorE
 pub use client::{Client, ClientError};
 pub use hosts::{HostRequest, HostToken};
 pub use lending::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace, registry_at};
+pub use libvirt::{LibvirtEnableRequest, LibvirtRequest};
 pub use reference::reference;
 pub use server::{ServeError, openapi, serve};
 pub use session::{CodeRequest, LoginCode, LoginRequest, SessionInfo};
 pub use types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BootSnapshot, BuildRequest, BuildResult,
     DebtRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest,
-    KsmStopRequest, LentPart, LibvirtAttachRequest, RankRequest, RebootRequest, RestoreRequest,
-    RunOptions, SaveRequest, SegmentState, StopRequest, VerifyReport, VersionInfo, VmInfo,
-    VmSegment, VmSwap,
+    KsmStopRequest, LentPart, RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest,
+    SegmentState, StopRequest, VerifyReport, VersionInfo, VmInfo, VmSegment, VmSwap,
 };
 
 /// Where the daemon listens if nothing else is said.

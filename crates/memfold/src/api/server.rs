@@ -26,10 +26,10 @@ use super::access::{Access, Doors, Hosts, Keys, Told, accept_tcp, accept_unix, g
 use super::types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, DebtRequest,
     ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
-    LibvirtAttachRequest, RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest,
-    StopRequest, VerifyReport, VersionInfo, VmInfo,
+    RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest, StopRequest, VerifyReport,
+    VersionInfo, VmInfo,
 };
-use super::{hosts, lending, live, metrics, planning, session, web};
+use super::{hosts, lending, libvirt, live, metrics, planning, session, web};
 use crate::daemon::{Daemon, DaemonError, chain};
 use crate::estimate::VmFacts;
 use crate::fold::EngineStats;
@@ -89,7 +89,6 @@ pub enum ServeError {
         list,
         run,
         attach,
-        attach_libvirt,
         stop,
         reboot,
         exec,
@@ -129,6 +128,10 @@ pub enum ServeError {
         lending::recall_lease,
         lending::trust,
         lending::registry,
+        libvirt::domains,
+        libvirt::attach_libvirt,
+        libvirt::enable,
+        libvirt::disable,
         hosts::hosts,
         hosts::add,
         hosts::remove,
@@ -236,7 +239,6 @@ fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
         .route("/v1/version", get(version))
         .route("/v1/vms", get(list).post(run))
         .route("/v1/attach", post(attach))
-        .route("/v1/libvirt/attach", post(attach_libvirt))
         .route("/v1/vms/{name}/stop", post(stop))
         .route("/v1/vms/{name}/reboot", post(reboot))
         .route("/v1/vms/{name}/exec", post(exec))
@@ -265,6 +267,7 @@ fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
         .route("/v1/vms/{name}/segments/{segment}", delete(detach_segment))
         .merge(lending::routes())
         .merge(hosts::routes())
+        .merge(libvirt::routes())
         .merge(planning::routes())
         .route("/metrics", get(metrics::metrics))
         .merge(live::routes())
@@ -437,15 +440,6 @@ async fn attach(
     Asked(request): Asked<AttachRequest>,
 ) -> Result<Json<VmInfo>, Failure> {
     blocking(daemon, move |d| d.attach(&request)).await
-}
-
-/// Takes on a running domain of libvirt now; it is found by itself otherwise.
-#[utoipa::path(post, path = "/v1/libvirt/attach", request_body = LibvirtAttachRequest, responses((status = 200, body = VmInfo)))]
-async fn attach_libvirt(
-    State(daemon): State<Arc<Daemon>>,
-    Asked(request): Asked<LibvirtAttachRequest>,
-) -> Result<Json<VmInfo>, Failure> {
-    blocking(daemon, move |d| d.attach_libvirt(&request.domain)).await
 }
 
 /// Ends a VM: its guest is asked to, and after the time given it is ended.

@@ -231,14 +231,6 @@ pub struct AttachRequest {
     pub domain: Option<String>,
 }
 
-/// `POST /v1/libvirt/attach`
-#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct LibvirtAttachRequest {
-    /// Name of the domain in libvirt.
-    pub domain: String,
-}
-
 /// `POST /v1/vms/{name}/exec`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ExecRequest {

@@ -1,5 +1,5 @@
-//! QEMU's own way to save a VM and restore it, which memfold's is compared with: `migrate file:` with mapped-ram and multifd
-//! (2 channels), the VM stopped meanwhile.
+//! QEMU's own ways to save a VM and restore it, which memfold's is compared with: `migrate file:`, as a stream or with mapped-ram and multifd
+//! (2 channels), and `savevm`. The VM is stopped meanwhile.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -7,15 +7,27 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::lab::Lab;
 use crate::daemon::DaemonError;
 use crate::snapshot::{Manifest, SnapshotError};
-use crate::vm::{DiskFormat, DiskSpec, Incoming, Qmp, Vm, VmDirectory, VmSpec};
+use crate::vm::{DiskFormat, DiskSpec, Incoming, LaunchError, Qmp, Vm, VmDirectory, VmSpec};
 
 /// Time for one thing that QEMU does.
 const LIMIT: Duration = Duration::from_secs(900);
+
+/// How QEMU lays RAM out in a file that it migrates to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Each page in a place of its own, written by two threads.
+    MappedRam,
+    /// As it would go to another host.
+    Stream,
+}
+
+/// Name of what `savevm` makes.
+const TAG: &str = "saved";
 
 /// One way to save and restore, measured.
 #[derive(Clone, Copy, Debug, Default)]
@@ -35,20 +47,20 @@ fn monitor(lab: &Lab, vm: &str) -> anyhow::Result<Qmp> {
     Ok(Qmp::connect(&socket, Duration::from_secs(10))?)
 }
 
-fn prepare_migration(qmp: &mut Qmp) -> anyhow::Result<()> {
-    let on = |name| json!({ "capability": name, "state": true });
+fn prepare_migration(qmp: &mut Qmp, form: Form) -> anyhow::Result<()> {
+    let capability = |name| json!({ "capability": name, "state": form == Form::MappedRam });
     qmp.execute(
         "migrate-set-capabilities",
-        json!({ "capabilities": [on("mapped-ram"), on("multifd")] }),
+        json!({ "capabilities": [capability("mapped-ram"), capability("multifd")] }),
     )?;
     qmp.execute("migrate-set-parameters", json!({ "multifd-channels": 2 }))?;
     Ok(())
 }
 
 /// Saves a VM whose first disk is an overlay to `image`, and that disk, as it is at that instant, to `disk`.
-pub fn save(lab: &Lab, vm: &str, image: &Path, disk: &Path) -> anyhow::Result<Way> {
+pub fn save(lab: &Lab, vm: &str, form: Form, image: &Path, disk: &Path) -> anyhow::Result<Way> {
     let mut qmp = monitor(lab, vm)?;
-    prepare_migration(&mut qmp)?;
+    prepare_migration(&mut qmp, form)?;
     let began = Instant::now();
     qmp.query("stop")?;
     qmp.execute(
@@ -59,7 +71,7 @@ pub fn save(lab: &Lab, vm: &str, image: &Path, disk: &Path) -> anyhow::Result<Wa
     let save_s = began.elapsed().as_secs_f64();
     // Not counted, and no burden for the next save.
     File::open(image)?.sync_all()?;
-    let overlay = overlay(&mut qmp)?;
+    let (_, overlay) = overlay(&mut qmp)?;
     std::fs::copy(&overlay, disk).with_context(|| format!("cannot copy {}", overlay.display()))?;
     qmp.query("cont")?;
     Ok(Way {
@@ -83,16 +95,75 @@ fn wait_migrated(qmp: &mut Qmp, query: &str, wanted: &[&str]) -> anyhow::Result<
     }
 }
 
-/// The file that the VM's first disk writes to.
-fn overlay(qmp: &mut Qmp) -> anyhow::Result<PathBuf> {
-    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    let file = nodes
+/// The node of the VM's first disk, and the file that it writes to.
+fn overlay(qmp: &mut Qmp) -> anyhow::Result<(String, PathBuf)> {
+    let disks = qmp.query("query-block")?;
+    let inserted = disks
         .as_array()
         .into_iter()
         .flatten()
-        .find(|node| node["node-name"] == "overlay-file0")
-        .and_then(|node| node["file"].as_str());
-    Ok(file.context("QEMU doesn't tell the VM's overlay")?.into())
+        .map(|disk| &disk["inserted"])
+        .find(|inserted| inserted["drv"] == "qcow2");
+    let inserted = inserted.context("the VM has no overlay")?;
+    let name = |key: &str| inserted[key].as_str().map(str::to_owned);
+    name("node-name")
+        .zip(name("file").map(PathBuf::from))
+        .context("QEMU doesn't tell the VM's overlay")
+}
+
+/// Saves a VM into its first disk's overlay, which is `disk`, too, from then on.
+pub fn save_inside(lab: &Lab, vm: &str, disk: &Path) -> anyhow::Result<Way> {
+    let mut qmp = monitor(lab, vm)?;
+    let (node, file) = overlay(&mut qmp)?;
+    std::fs::hard_link(&file, disk).with_context(|| format!("cannot link {}", file.display()))?;
+    let before = std::fs::metadata(disk)?.blocks();
+    let began = Instant::now();
+    let orders = json!({ "job-id": TAG, "tag": TAG, "vmstate": node, "devices": [node] });
+    work(&mut qmp, "snapshot-save", &orders)?;
+    let save_s = began.elapsed().as_secs_f64();
+    Ok(Way {
+        save_s,
+        pause_s: save_s,
+        restore_s: 0.0,
+        bytes: (std::fs::metadata(disk)?.blocks() - before) * 512,
+    })
+}
+
+/// Starts a job of QEMU's named [`TAG`] and waits for its end.
+fn work(qmp: &mut Qmp, command: &str, orders: &Value) -> anyhow::Result<()> {
+    qmp.execute(command, orders.clone())?;
+    let end = Instant::now() + LIMIT;
+    loop {
+        let jobs = qmp.query("query-jobs")?;
+        let mut all = jobs.as_array().into_iter().flatten();
+        let job = all.find(|job| job["id"] == TAG);
+        let job = job.with_context(|| format!("QEMU has no job any more: {jobs}"))?;
+        ensure!(job["error"].is_null(), "QEMU: {job}");
+        if job["status"] == "concluded" {
+            break;
+        }
+        ensure!(Instant::now() < end, "QEMU: {job}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    qmp.execute("job-dismiss", json!({ "id": TAG }))?;
+    Ok(())
+}
+
+/// Restores what [`save_inside`] has saved as the VM of `spec`; seconds until it runs.
+pub fn restore_inside(lab: &Lab, mut spec: VmSpec, disk: &Path) -> anyhow::Result<f64> {
+    spec.qemu_args.push("-S".into());
+    use_disk(&mut spec, disk);
+    run(lab, spec, crate::vm::start, |qmp| {
+        let (node, _) = overlay(qmp)?;
+        let orders = json!({ "job-id": TAG, "tag": TAG, "vmstate": node, "devices": [node] });
+        work(qmp, "snapshot-load", &orders)
+    })
+}
+
+fn use_disk(spec: &mut VmSpec, disk: &Path) {
+    let cache = spec.disks[0].cache;
+    spec.disks[0] = DiskSpec::new(disk);
+    (spec.disks[0].format, spec.disks[0].cache) = (Some(DiskFormat::Qcow2), cache);
 }
 
 /// Restores what [`save`] has saved as the VM of `spec`, on a machine like that of memfold's own snapshot `like`; seconds until it runs.
@@ -100,49 +171,58 @@ pub fn restore(
     lab: &Lab,
     mut spec: VmSpec,
     like: &Manifest,
+    form: Form,
     image: &Path,
     disk: &Path,
 ) -> anyhow::Result<f64> {
     // Ours leaves that section of the stream out.
     let configuration = ["-global", "migration.send-configuration=on"];
     spec.qemu_args.extend(configuration.map(String::from));
-    let cache = spec.disks[0].cache;
-    spec.disks[0] = DiskSpec::new(disk);
-    (spec.disks[0].format, spec.disks[0].cache) = (Some(DiskFormat::Qcow2), cache);
+    use_disk(&mut spec, disk);
     let incoming = Incoming {
         qemu: like.qemu,
         machine: like.machine.clone(),
         accel: like.accel.clone(),
     };
+    let start = |state: &Path, spec| crate::vm::start_incoming(state, spec, &incoming);
+    run(lab, spec, start, |qmp| load(qmp, form, image))
+}
+
+/// Starts a VM, loads its state, and lets it run; seconds that it took.
+fn run(
+    lab: &Lab,
+    spec: VmSpec,
+    start: impl FnOnce(&Path, VmSpec) -> Result<Vm, LaunchError>,
+    load: impl FnOnce(&mut Qmp) -> anyhow::Result<()>,
+) -> anyhow::Result<f64> {
     let began = Instant::now();
     let mut ran = 0.0;
     lab.daemon().launch(spec, |state, spec| {
-        let vm = crate::vm::start_incoming(state, spec, &incoming)?;
-        let loaded = load(&vm, image).map(|()| ran = began.elapsed().as_secs_f64());
-        if let Err(error) = loaded {
+        let vm = start(state, spec)?;
+        let go_on = || {
+            // It answers nobody while it reads RAM.
+            let socket = vm.directory().context("no directory")?.daemon_qmp();
+            let mut qmp = Qmp::connect(&socket, LIMIT)?;
+            load(&mut qmp)?;
+            qmp.query("cont")?;
+            anyhow::Ok(())
+        };
+        if let Err(error) = go_on() {
             let _ = vm.stop(Duration::ZERO);
             return Err(DaemonError::from(SnapshotError::Qemu(format!("{error:#}"))));
         }
+        ran = began.elapsed().as_secs_f64();
         Ok(vm)
     })?;
     ensure!(ran > 0.0, "no time was taken");
     Ok(ran)
 }
 
-fn load(vm: &Vm, image: &Path) -> anyhow::Result<()> {
-    // It answers nobody while it reads RAM.
-    let socket = vm.directory().context("no directory")?.daemon_qmp();
-    let mut qmp = Qmp::connect(&socket, LIMIT)?;
-    prepare_migration(&mut qmp)?;
+fn load(qmp: &mut Qmp, form: Form, image: &Path) -> anyhow::Result<()> {
+    prepare_migration(qmp, form)?;
     qmp.execute(
         "migrate-incoming",
         json!({ "uri": format!("file:{}", image.display()) }),
     )?;
-    wait_migrated(
-        &mut qmp,
-        "query-status",
-        &["paused", "running", "prelaunch"],
-    )?;
-    qmp.query("cont")?;
-    Ok(())
+    wait_migrated(qmp, "query-status", &["paused", "running", "prelaunch"])
 }

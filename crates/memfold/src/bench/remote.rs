@@ -11,7 +11,7 @@
 //!
 //! One VM, one program: an array of 0.5 to 4 times its RAM, every word of it known, is read and written in sequence and at random, in
 //! blocks; each arm in turn, several rounds, while the program keeps its array and the disk moves under it. Then lenders are killed at
-//! random instants while the array is read and written, and `PostgreSQL` sorts in too little RAM.
+//! random instants while the array is read and written, a GiB in use is given back meanwhile, and `PostgreSQL` sorts in too little RAM.
 //!
 //! Before that, what QEMU's own way to a lender costs without a guest (`block_path`).
 //!
@@ -30,7 +30,7 @@ use super::figure::{self, Axis, Series};
 use super::lab::Lab;
 use super::record::{median, spread};
 use crate::fold::EngineSettings;
-use guest::{Arm, Done, Guest, VM};
+use guest::{Arm, Done, GivenBack, Guest, VM};
 use lender::Lender;
 use link::Link;
 
@@ -49,6 +49,7 @@ const READS: &[&str] = PATTERNS.split_at(2).0;
 const WRITES: &[&str] = PATTERNS.split_at(2).1;
 
 const PAGE: u64 = 4096;
+const GIB: u64 = 1 << 30;
 
 /// The part that needs no guest.
 const PATH: &str = "block-path";
@@ -181,6 +182,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     guest.fill(options.array(HEADLINE))?;
     let kills = guest.kills(options.kills)?;
     guest.end()?;
+    let given_back = give_back(options, &guest)?;
     let sort = sort(options, &guest)?;
     lab.stop(VM)?;
     let wrong: u64 = samples.iter().map(|s| s.done.wrong_words).sum();
@@ -192,6 +194,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     results.insert("give_back_ms".into(), spread(&switches.back));
     let kills = kills.as_object().cloned().unwrap_or_default();
     results.extend(kills);
+    results.insert("give_back_1_gib".into(), given_back);
     results.insert("sort".into(), sort);
     Ok(json!({
         "vms": [{"name": VM, "ram_bytes": options.ram.0, "swap_bytes": swap.0}],
@@ -249,6 +252,38 @@ fn each_arm(
         }
     }
     Ok(())
+}
+
+/// A GiB in use is given back while the program goes on, with a copy on disk and without.
+fn give_back(options: &Options, guest: &Guest<'_>) -> anyhow::Result<Value> {
+    guest.fill(ByteSize(options.ram.0 + GIB))?;
+    let mut results = Map::new();
+    for arm in [Arm::Lent, Arm::LentAlone] {
+        let mut all = Vec::new();
+        for _ in 0..options.rounds {
+            let given = guest.give_back(arm)?;
+            eprintln!(
+                "{}: {} in use given back in {} ms",
+                arm.name(),
+                given.used,
+                given.took_ms
+            );
+            all.push(given);
+        }
+        let each = |what: fn(&GivenBack) -> f64| spread(&all.iter().map(what).collect::<Vec<_>>());
+        let found = json!({
+            "ms": each(|given| given.took_ms as f64),
+            "ms_a_gib": each(|given| given.took_ms as f64 * GIB as f64 / given.used.0.max(1) as f64),
+            "used_mib": each(|given| given.used.0 as f64 / 1_048_576.0),
+            "longest_stall_s": each(|given| given.mixed.longest_ns as f64 / 1e9),
+            "wrong_words": all.iter().map(|given| given.mixed.wrong_words).sum::<u64>(),
+        });
+        results.insert(arm.name().to_owned(), found);
+    }
+    let wrong = guest.order("check")?.wrong_words;
+    ensure!(wrong == 0, "{wrong} words of the array are wrong");
+    guest.end()?;
+    Ok(json!(results))
 }
 
 /// `PostgreSQL`'s sort in each arm.

@@ -1,11 +1,13 @@
 //! Study E: how long it takes to save and restore a VM without its soft state, and how large that is, next to QEMU's own way.
 //!
 //! A VM's programs use 200 MB; everything else of its memory is filled with page cache, read from a disk of random bytes. Then the
-//! same VM is saved twice, one after the other, and both are restored:
+//! same VM is saved in each of these ways, one after the other, and is restored from all:
 //!
 //! | way | what it does |
 //! |---|---|
 //! | `qemu` | VM stopped, `migrate file:` with mapped-ram and multifd (2 channels), VM goes on |
+//! | `qemu_stream` | the same without either: the stream that would go to another host |
+//! | `qemu_savevm` | `savevm`, into the disk's overlay; the last one, its cache full again |
 //! | `memfold` | `snapshot save --keep none`: cache dropped, free pages listed, VM stopped, RAM image, VM goes on |
 //! | `live` | the same with `--live`, five times, while a program writes to memory: how long the VM stands still |
 //!
@@ -25,7 +27,7 @@ use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::lab::{DiskMode, Lab};
-use super::qemu_way::{self, Way};
+use super::qemu_way::{self, Form, Way};
 use super::record::median;
 use crate::api::{RestoreRequest, SaveRequest};
 use crate::fold::EngineSettings;
@@ -115,7 +117,7 @@ impl Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            sizes_mib: vec![1024, 2048, 4096, 8192],
+            sizes_mib: vec![512, 1024, 2048, 4096, 8192],
             used_mib: vec![50, 800],
             rounds: 3,
         }
@@ -126,6 +128,8 @@ struct Measured {
     case: Case,
     cached_kib: u64,
     qemu: Way,
+    stream: Way,
+    savevm: Way,
     ours: Way,
     manifest: Manifest,
     /// Live saves of the same VM, while a program of it writes to memory.
@@ -172,7 +176,9 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
 
     let image = place.join("qemu.img");
     let disk = place.join("disk.qcow2");
-    let mut qemu = qemu_way::save(&lab, VM, &image, &disk)?;
+    let (stream_image, savevm_disk) = (place.join("stream.img"), place.join("savevm.qcow2"));
+    let mut qemu = qemu_way::save(&lab, VM, Form::MappedRam, &image, &disk)?;
+    let mut stream = qemu_way::save(&lab, VM, Form::Stream, &stream_image, &disk)?;
     let began = Instant::now();
     let manifest = lab.daemon().save_snapshot(&SaveRequest::new(VM, VM))?;
     let save_s = began.elapsed().as_secs_f64();
@@ -180,6 +186,8 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
     let bytes = shelf.first().context("no snapshot")?.disk_bytes;
     let mut wrong = u64::from(lab.exec(VM, CHECK, LIMIT)? != held);
     let live = save_live(&lab)?;
+    lab.exec(VM, FILL_AGAIN, LIMIT)?;
+    let mut savevm = qemu_way::save_inside(&lab, VM, &savevm_disk)?;
     lab.stop(VM)?;
     lab.daemon().restore(LIVE, &RestoreRequest::new("live"))?;
     wrong += u64::from(check(&lab, "live")? != held);
@@ -194,12 +202,21 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
     };
     wrong += u64::from(check(&lab, "restored")? != held);
     spec.name = "plain".into();
-    qemu.restore_s = qemu_way::restore(&lab, spec, &manifest, &image, &disk)?;
+    for (way, form, image) in [
+        (&mut qemu, Form::MappedRam, &image),
+        (&mut stream, Form::Stream, &stream_image),
+    ] {
+        way.restore_s = qemu_way::restore(&lab, spec.clone(), &manifest, form, image, &disk)?;
+        wrong += u64::from(check(&lab, "plain")? != held);
+    }
+    savevm.restore_s = qemu_way::restore_inside(&lab, spec, &savevm_disk)?;
     wrong += u64::from(check(&lab, "plain")? != held);
     Ok(Measured {
         case,
         cached_kib,
         qemu,
+        stream,
+        savevm,
         ours,
         manifest,
         live,
@@ -302,7 +319,7 @@ fn results(all: &[Measured]) -> serde_json::Map<String, Value> {
     }
     let wrong: u64 = all.iter().map(|m| m.wrong).sum();
     results.insert("memory_errors".into(), wrong.into());
-    results.insert("memory_checks".into(), (all.len() * 4).into());
+    results.insert("memory_checks".into(), (all.len() * 6).into());
     results
 }
 
@@ -317,6 +334,8 @@ fn sample(m: &Measured) -> Value {
         "used_mib": m.case.used_mib,
         "cached_mib": m.cached_kib >> 10,
         "qemu": way(&m.qemu),
+        "qemu_stream": way(&m.stream),
+        "qemu_savevm": way(&m.savevm),
         "memfold": way(&m.ours),
         "pages": m.manifest.counts,
         "free_kept": m.manifest.free_kept,
@@ -349,11 +368,13 @@ fn in_short(m: &Measured) -> String {
         s.drop_ms, s.list_ms, s.devices_ms, s.ram_ms, s.disks_ms
     );
     format!(
-        "VM of {}, {} MiB used, {} MiB cached\n  qemu     {}\n  memfold  {} (saved {}, free {}; {}){}\n  live     stood still for {} ms",
+        "VM of {}, {} MiB used, {} MiB cached\n  qemu     {}\n  stream   {}\n  savevm   {}\n  memfold  {} (saved {}, free {}; {}){}\n  live     stood still for {} ms",
         m.case.memory,
         m.case.used_mib,
         m.cached_kib >> 10,
         way(&m.qemu),
+        way(&m.stream),
+        way(&m.savevm),
         way(&m.ours),
         ByteSize(counts.saved_pages * PAGE_SIZE),
         ByteSize(counts.free_pages * PAGE_SIZE),
@@ -378,17 +399,24 @@ pub fn figures(study: &Value) -> Vec<(String, String)> {
             .map(|s| (number(&s[x]), number(&s[way][key]) / divisor))
             .collect();
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let who = if way == "qemu" { "QEMU" } else { "memfold" };
+        let who = match way {
+            "qemu" => "QEMU, mapped-ram",
+            "qemu_stream" => "QEMU, stream",
+            "qemu_savevm" => "QEMU, savevm",
+            _ => "memfold",
+        };
         Series {
             name: format!("{who}: {step}"),
             points,
-            dashed: way == "qemu",
+            dashed: way != "memfold",
         }
     };
     let times = |x| {
         vec![
             series(x, "qemu", "save_s", "save", 1.0),
             series(x, "qemu", "restore_s", "restore", 1.0),
+            series(x, "qemu_stream", "save_s", "save", 1.0),
+            series(x, "qemu_savevm", "save_s", "save", 1.0),
             series(x, "memfold", "save_s", "save", 1.0),
             series(x, "memfold", "restore_s", "restore", 1.0),
         ]
@@ -461,11 +489,11 @@ mod tests {
     #[test]
     fn figures_show_both_ways() {
         let way = |save: f64| json!({ "save_s": save, "pause_s": save, "restore_s": save, "bytes": 1_000_000 });
-        let sample = |memory| json!({ "memory_mib": memory, "used_mib": 200, "qemu": way(9.0), "memfold": way(1.0) });
+        let sample = |memory| json!({ "memory_mib": memory, "used_mib": 200, "qemu": way(9.0), "qemu_stream": way(9.5), "qemu_savevm": way(9.9), "memfold": way(1.0) });
         let drawn = figures(&json!({ "samples": [sample(1024), sample(2048)] }));
         assert_eq!(drawn.len(), 2);
         for (_, svg) in drawn {
-            assert!(svg.contains("QEMU: ") && svg.contains("memfold: "));
+            assert!(svg.contains("QEMU, mapped-ram: ") && svg.contains("memfold: "));
         }
     }
 }

@@ -22,7 +22,7 @@ use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::{Value, json};
 
 use super::lab::{DiskMode, Lab};
-use super::qemu_way;
+use super::qemu_way::{self, Form};
 use super::record::spread;
 use crate::api::{RestoreRequest, SaveRequest};
 use crate::fold::EngineSettings;
@@ -89,7 +89,7 @@ pub fn run(rounds: usize) -> anyhow::Result<(serde_json::Map<String, Value>, Val
     let before = read_since(&lab, VM, since)?;
     let image = lab.directory().join("qemu.img");
     let disk = lab.directory().join("disk.qcow2");
-    qemu_way::save(&lab, VM, &image, &disk)?;
+    qemu_way::save(&lab, VM, Form::MappedRam, &image, &disk)?;
     let mut sizes = Vec::new();
     for keep in [Keep::Hot, Keep::None] {
         let name = if keep == Keep::Hot { "hot" } else { "none" };
@@ -122,7 +122,8 @@ pub fn run(rounds: usize) -> anyhow::Result<(serde_json::Map<String, Value>, Val
             } else {
                 let mut spec = spec.clone();
                 spec.name = AGAIN.into();
-                qemu_way::restore(&lab, spec, &sizes[0].2, &image, &disk)?;
+                let like = &sizes[0].2;
+                qemu_way::restore(&lab, spec, like, Form::MappedRam, &image, &disk)?;
             }
             let read = read_after_restore(&lab)?;
             let percent = read as f64 / before as f64 * 100.0;

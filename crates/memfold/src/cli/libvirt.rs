@@ -1,17 +1,15 @@
 //! `memfold libvirt`: enable, disable, status, attach.
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Subcommand;
 use comfy_table::{Table, presets};
-use serde::Serialize;
 
 use super::Context;
 use super::vm::describe;
-use crate::api::{ClientError, LibvirtAttachRequest, VmInfo};
-use crate::libvirt::{self, Change, DEFAULT_RUN, Mark, Running, virsh};
+use crate::api::{ClientError, LibvirtRequest, VmInfo};
+use crate::libvirt::{self, Change, DomainStatus};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -40,21 +38,6 @@ pub(super) enum Arguments {
     },
 }
 
-/// A line of `status`.
-#[derive(Debug, Serialize)]
-struct Row {
-    domain: String,
-    running: bool,
-    /// What memfold has noted in its XML; `null`: it isn't enabled.
-    mark: Option<Mark>,
-    /// Whether it was started with memfold; `null`: it doesn't run.
-    started_with_memfold: Option<bool>,
-    /// Its name among memfold's VMs, if the daemon has it.
-    vm: Option<String>,
-    /// What there is to know or to do, in words.
-    folding: String,
-}
-
 pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
     match arguments {
         Arguments::Enable { names, domain } => {
@@ -71,7 +54,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             context.print(&rows, |rows| table(rows))?;
         }
         Arguments::Attach { name } => {
-            let request = LibvirtAttachRequest { domain: name };
+            let request = LibvirtRequest { domain: name };
             let vm: VmInfo = context.client()?.post("/v1/libvirt/attach", &request)?;
             context.print(&vm, |vm| describe("has", vm))?;
         }
@@ -110,65 +93,17 @@ fn words(changes: &[Change], what: &str) -> String {
     changes.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-fn rows(context: &Context) -> anyhow::Result<Vec<Row>> {
+fn rows(context: &Context) -> anyhow::Result<Vec<DomainStatus>> {
     let vms: Result<Vec<VmInfo>, ClientError> = context.client()?.get("/v1/vms");
     // Which domains are enabled is to be seen without a daemon as well.
     let vms = match vms {
         Err(ClientError::Refused(body)) => return Err(ClientError::Refused(body).into()),
         vms => vms.ok(),
     };
-    let running = Running::all(Path::new(DEFAULT_RUN)).unwrap_or_default();
-    let row = |domain: String| {
-        let now = running.iter().find(|r| r.domain == domain);
-        let mark = Mark::read(&virsh::inactive_xml(&domain)?)
-            .with_context(|| format!("domain '{domain}'"))?;
-        let with = now.map(|running| running.qmp().is_some());
-        let vm = vms.as_deref().and_then(|vms| vm_of(&domain, vms));
-        Ok(Row {
-            running: now.is_some(),
-            folding: folding(&domain, mark.as_ref(), with, vms.as_deref()),
-            started_with_memfold: with,
-            vm: vm.map(|vm| vm.name.clone()),
-            mark,
-            domain,
-        })
-    };
-    virsh::domains()?.into_iter().map(row).collect()
+    Ok(libvirt::status(vms.as_deref())?)
 }
 
-/// What becomes of a domain. `vms`: those of the daemon, if there is one.
-fn folding(
-    domain: &str,
-    mark: Option<&Mark>,
-    started_with: Option<bool>,
-    vms: Option<&[VmInfo]>,
-) -> String {
-    let Some(vms) = vms.filter(|_| started_with == Some(true)) else {
-        return match (mark, started_with) {
-            (None, None | Some(false)) => "no: not enabled",
-            (Some(_), None) => "when it is started",
-            (Some(_), Some(false)) => {
-                "no: enabled since it was started; shut it down and start it again"
-            }
-            (_, Some(true)) => "no: the daemon doesn't answer; start it with 'memfold serve'",
-        }
-        .into();
-    };
-    let Some(vm) = vm_of(domain, vms) else {
-        return format!("no: not taken on; 'memfold libvirt attach {domain}' says why");
-    };
-    match (vm.fold_problems.first(), vm.refold_problems.first()) {
-        (Some(problem), _) => format!("no: {problem}"),
-        (None, Some(_)) => "yes, but not again what its guest has rewritten (direct I/O)".into(),
-        (None, None) => "yes".into(),
-    }
-}
-
-fn vm_of<'a>(domain: &str, vms: &'a [VmInfo]) -> Option<&'a VmInfo> {
-    vms.iter().find(|vm| vm.libvirt.as_deref() == Some(domain))
-}
-
-fn table(rows: &[Row]) -> String {
+fn table(rows: &[DomainStatus]) -> String {
     if rows.is_empty() {
         return "libvirt has no domains".into();
     }

@@ -314,6 +314,7 @@ fn table(list: &[SegmentInfo]) -> String {
         "IN MEMORY",
         "COST/VM",
         "FILES",
+        "PROTECTED",
         "MAPPED BY",
         "PROBLEM",
     ]);
@@ -326,6 +327,7 @@ fn table(list: &[SegmentInfo]) -> String {
             ByteSize(info.resident_bytes).to_string(),
             ByteSize(info.struct_page_bytes).to_string(),
             segment.files.to_string(),
+            info.protection.clone(),
             info.users
                 .iter()
                 .map(|user| match &info.writer {

@@ -420,11 +420,14 @@ impl Daemon {
             let guard = guards.get(vm).filter(|_| host == self.lending.host);
             guard.is_some_and(|guard| guard.borrowing().copy_failed)
         };
+        let lending = self.lender_status();
+        let lends = lending.as_ref().filter(|status| !status.is_ending);
         Ok(LeaseReport {
             host: self.lending.host.clone(),
             registry: self.lending.place.clone(),
             registry_away,
-            lending: self.lender_status(),
+            lends_as: lends.and_then(|_| self.to_lend()),
+            lending,
             borrowed: self.lending.borrowed(),
             again: self.borrow_again_later(),
             blast: blast(&picture, &without_copy),

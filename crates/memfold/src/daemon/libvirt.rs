@@ -11,7 +11,9 @@ use tracing::{debug, info, warn};
 
 use super::{Daemon, DaemonError, chain};
 use crate::api::{AttachRequest, VmInfo};
-use crate::libvirt::{Mark, Running, virsh, vm_name, xml};
+use crate::libvirt::{
+    self, Change, DomainStatus, LibvirtError, Mark, Running, VirshError, virsh, vm_name, xml,
+};
 use crate::vm::{Identity, Qmp, Vm};
 
 /// Time between two looks.
@@ -65,6 +67,10 @@ pub(super) fn watch(daemon: &Weak<Daemon>, run: &Path) {
     }
 }
 
+fn refused(error: &LibvirtError) -> DaemonError {
+    DaemonError::BadRequest(chain(error))
+}
+
 const fn key_of(process: Identity) -> (i32, u64) {
     (process.pid, process.start_ticks)
 }
@@ -104,14 +110,47 @@ impl Looked {
 }
 
 impl Daemon {
-    /// Takes a running domain of libvirt on now, or says why it can't be.
-    pub fn attach_libvirt(self: &Arc<Self>, domain: &str) -> Result<VmInfo, DaemonError> {
-        let Some(run) = &self.options.libvirt else {
-            return Err(DaemonError::BadRequest(
+    /// Where libvirt keeps what runs.
+    fn libvirt_place(&self) -> Result<&Path, DaemonError> {
+        self.options.libvirt.as_deref().ok_or_else(|| {
+            DaemonError::BadRequest(
                 "this daemon leaves libvirt alone; start it with --libvirt /run/libvirt/qemu"
                     .into(),
-            ));
-        };
+            )
+        })
+    }
+
+    /// Domains of libvirt, and what becomes of them; `None`: there is no libvirt here, or this daemon leaves it alone.
+    pub fn libvirt_domains(&self) -> Result<Option<Vec<DomainStatus>>, DaemonError> {
+        if self.options.libvirt.is_none() {
+            return Ok(None);
+        }
+        match libvirt::status(Some(&self.list())) {
+            Ok(domains) => Ok(Some(domains)),
+            Err(LibvirtError::Virsh(VirshError::Missing)) => Ok(None),
+            Err(error) => Err(refused(&error)),
+        }
+    }
+
+    /// Has a domain start with memfold from now on.
+    pub fn enable_libvirt(
+        &self,
+        domain: &str,
+        trust_domain: Option<&str>,
+    ) -> Result<Change, DaemonError> {
+        self.libvirt_place()?;
+        libvirt::enable(domain, trust_domain).map_err(|error| refused(&error))
+    }
+
+    /// Puts a domain's XML back to what it was.
+    pub fn disable_libvirt(&self, domain: &str) -> Result<Change, DaemonError> {
+        self.libvirt_place()?;
+        libvirt::disable(domain).map_err(|error| refused(&error))
+    }
+
+    /// Takes a running domain of libvirt on now, or says why it can't be.
+    pub fn attach_libvirt(self: &Arc<Self>, domain: &str) -> Result<VmInfo, DaemonError> {
+        let run = self.libvirt_place()?;
         if let Some(known) = self
             .list()
             .into_iter()
@@ -120,7 +159,7 @@ impl Daemon {
             return Ok(known);
         }
         let running = Running::all(run).map_err(|source| DaemonError::State {
-            path: run.clone(),
+            path: run.to_owned(),
             source,
         })?;
         let running = running.into_iter().find(|r| r.domain == domain);

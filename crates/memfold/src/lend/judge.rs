@@ -9,6 +9,8 @@
 //!   |                       what is lent is taken back, until the reserve is whole again
 //!   a quarter - - - - - -
 //!   |                       who has a copy is given next to no time for it
+//!   an eighth - - - - - -
+//!   |                       what has a copy ends, unasked
 //! ```
 //! To give back takes its time. So what goes steadily counts as gone: if at the pace of the last three seconds the low mark would be reached before
 //! anything could be back, it is taken back now.
@@ -53,6 +55,33 @@ const PLENTY_PART: u64 = 4;
 /// Sizes are rounded down to this: small changes aren't worth telling.
 const GRAIN: u64 = 16 << 20;
 
+/// How little a host has left that takes memory back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Hurry {
+    /// Enough to wait for it.
+    #[default]
+    No,
+    /// Below a quarter of its reserve: who has a copy only has to let go, and gets next to no time for it.
+    Copied,
+    /// Below an eighth: the kernel would swap, and then end exports by itself, before anybody has heard.
+    Now,
+}
+
+impl Hurry {
+    /// With so much available and owed to nobody.
+    #[must_use]
+    pub const fn with(spare_bytes: u64, total_bytes: u64) -> Self {
+        let reserve = Judge::reserve(total_bytes);
+        if spare_bytes < reserve / 8 {
+            Self::Now
+        } else if spare_bytes < reserve / 4 {
+            Self::Copied
+        } else {
+            Self::No
+        }
+    }
+}
+
 /// What follows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verdict {
@@ -60,8 +89,8 @@ pub struct Verdict {
     pub offer_bytes: u64,
     /// Bytes that must come back.
     pub recall_bytes: u64,
-    /// Whether so little is left that they must come back sooner than borrowers are promised, from who has a copy.
-    pub is_urgent: bool,
+    /// Whether they must come back sooner than borrowers are promised.
+    pub hurry: Hurry,
     /// Why no more is offered, in words.
     pub why: String,
 }
@@ -117,7 +146,11 @@ impl Judge {
         let reserve = Self::reserve(now.total_bytes);
         let beyond = lent_bytes.saturating_sub(self.max_bytes);
         let missing = self.recall(&now, reserve, lent_bytes);
-        let is_urgent = missing > 0 && spare(&now) < reserve / 4;
+        let hurry = if missing > 0 {
+            Hurry::with(spare(&now), now.total_bytes)
+        } else {
+            Hurry::No
+        };
         let recall_bytes = missing.max(beyond);
         // The least of the last while: what came and went again is no surplus.
         let available = self.looked.iter().map(|(look, _)| spare(look)).min();
@@ -146,7 +179,7 @@ impl Judge {
         Verdict {
             offer_bytes: all.min(self.max_bytes) / GRAIN * GRAIN,
             recall_bytes,
-            is_urgent,
+            hurry,
             why,
         }
     }
@@ -161,9 +194,10 @@ impl Judge {
         } else {
             0
         };
-        // Once may be a program that allocates and frees. A pace is seen for longer.
+        // Once may be a program that allocates and frees, as long as there is time to look again. A pace is seen for longer.
         let soon_too_little = going > 0 && soon < reserve / 2;
-        if self.short < 2 && !soon_too_little {
+        let now_too_little = Hurry::with(spare(now), now.total_bytes) == Hurry::Now;
+        if self.short < 2 && !soon_too_little && !now_too_little {
             return 0;
         }
         let missing = (reserve + now.owed_bytes + going).saturating_sub(now.available_bytes);
@@ -194,7 +228,7 @@ impl Judge {
 }
 
 /// What is available and owed to nobody.
-const fn spare(sample: &Sample) -> u64 {
+pub const fn spare(sample: &Sample) -> u64 {
     sample.available_bytes.saturating_sub(sample.owed_bytes)
 }
 
@@ -347,25 +381,28 @@ mod tests {
     }
 
     #[test]
-    fn it_is_urgent_below_a_quarter_of_the_reserve_and_if_something_is_taken_back_for_that() {
+    fn there_is_less_time_below_a_quarter_and_none_below_an_eighth_of_the_reserve() {
         let mut judge = Judge::new(64 * GIB);
-        for (second, available, lent, recalled, urgent) in [
-            (0, 8 * GIB, 3 * GIB, false, false),
+        for (second, available, lent, recalled, hurry) in [
+            (0, 8 * GIB, 3 * GIB, false, Hurry::No),
             // Once is none.
-            (10, 200 << 20, 3 * GIB, false, false),
-            (11, 200 << 20, 3 * GIB, true, true),
-            (12, 300 << 20, 3 * GIB, true, false),
+            (10, 200 << 20, 3 * GIB, false, Hurry::No),
+            (11, 200 << 20, 3 * GIB, true, Hurry::Copied),
+            (12, 300 << 20, 3 * GIB, true, Hurry::No),
             // Nothing is there to be taken back.
-            (13, 200 << 20, 0, false, false),
+            (13, 200 << 20, 0, false, Hurry::No),
+            (14, 8 * GIB, 3 * GIB, false, Hurry::No),
+            // There is no time to look twice.
+            (24, 100 << 20, 3 * GIB, true, Hurry::Now),
         ] {
             let verdict = judge.judge(calm(second, available), lent);
-            let found = (verdict.recall_bytes > 0, verdict.is_urgent);
-            assert_eq!(found, (recalled, urgent), "{second}");
+            let found = (verdict.recall_bytes > 0, verdict.hurry);
+            assert_eq!(found, (recalled, hurry), "{second}");
         }
         // An operator's new limit is no hurry.
         let mut judge = Judge::new(GIB);
         let verdict = judge.judge(calm(0, 200 << 20), 3 * GIB);
-        assert_eq!((verdict.recall_bytes, verdict.is_urgent), (2 * GIB, false));
+        assert_eq!((verdict.recall_bytes, verdict.hurry), (2 * GIB, Hurry::No));
     }
 
     /// A host of 16 GiB, of which 4 are lent and `pace` goes each second from the 10th on, in looks twice a second: what is left when something is

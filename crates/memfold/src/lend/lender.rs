@@ -2,6 +2,7 @@
 //!
 //! One thread does all of it, and every export is its child, since nbdkit ends with the thread that started it (`Export`).
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -13,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
 use super::export::{Export, Health, Listen};
-use super::judge::{Judge, Verdict};
+use super::judge::{Hurry, Judge, Verdict, spare};
 use super::pressure::Sample;
 use super::registry::{
     Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, Offer, Registry, RegistryError,
@@ -22,6 +23,9 @@ use super::wire::patience;
 
 /// Time between two looks.
 const TICK: Duration = Duration::from_millis(500);
+
+/// Time between two looks at nothing but what is available, while something is lent that can end at once.
+const GLANCE: Duration = Duration::from_millis(50);
 
 /// How long an offer holds without being said again.
 const OFFER_TTL: Duration = Duration::from_secs(10);
@@ -133,7 +137,7 @@ impl Lender {
             .name("lender".into())
             .spawn(move || {
                 while !stop.load(Ordering::Acquire) && !work.tick() {
-                    std::thread::park_timeout(TICK);
+                    work.rest();
                 }
                 work.exports.clear();
                 work.dying.clear();
@@ -244,6 +248,7 @@ struct Lent {
     deadline: Instant,
     /// Whether the registry has lost its lease.
     orphaned: bool,
+    durability: Durability,
 }
 
 #[derive(Debug)]
@@ -372,6 +377,10 @@ impl Work {
     fn keep_up(&mut self) -> Result<bool, RegistryError> {
         let ending = self.ending.load(Ordering::Acquire);
         let verdict = self.judge();
+        // Before anybody is asked for anything: the registry may be slow or away.
+        if verdict.hurry == Hurry::Now {
+            self.cut(verdict.recall_bytes);
+        }
         self.follow_on()?;
         let offered = verdict.offer_bytes.saturating_sub(self.orphaned_bytes());
         let offer = Offer {
@@ -392,7 +401,7 @@ impl Work {
             verdict.recall_bytes
         };
         self.recall(&leases, wanted)?;
-        if verdict.is_urgent {
+        if verdict.hurry > Hurry::No {
             self.hurry(&leases)?;
         }
         self.set(|status| {
@@ -418,7 +427,7 @@ impl Work {
             Err(error) => Verdict {
                 offer_bytes: lent,
                 recall_bytes: 0,
-                is_urgent: false,
+                hurry: Hurry::No,
                 why: format!("this host's memory can't be read: {error}"),
             },
         }
@@ -504,6 +513,7 @@ impl Work {
                         published: false,
                         deadline: Instant::now() + Duration::from_millis(lease.left_ms),
                         orphaned: false,
+                        durability: lease.durability,
                     };
                     self.exports.insert(lease.id, lent);
                 }
@@ -567,6 +577,63 @@ impl Work {
         }
     }
 
+    /// Until the next look, which comes at once when next to nothing is left and something can end for it.
+    fn rest(&self) {
+        let end = Instant::now() + TICK;
+        let can_cut = self.exports.values().any(|lent| has_copy(lent.durability));
+        loop {
+            let begin = Instant::now();
+            let left = end.saturating_duration_since(begin);
+            let nap = if can_cut { left.min(GLANCE) } else { left };
+            std::thread::park_timeout(nap);
+            let woken = begin.elapsed() < nap;
+            if woken || nap == left || self.is_pressed() {
+                return;
+            }
+        }
+    }
+
+    fn is_pressed(&self) -> bool {
+        let owed_bytes = self.options.owed.load(Ordering::Relaxed);
+        Sample::glance(Path::new("/proc")).is_ok_and(|sample| {
+            let sample = Sample {
+                owed_bytes,
+                ..sample
+            };
+            Hurry::with(spare(&sample), sample.total_bytes) == Hurry::Now
+        })
+    }
+
+    /// Ends exports whose borrowers have a copy, the largest first, until so many bytes are on their way. There is no time to ask: they lose no
+    /// byte, and take it for a lender that has died.
+    fn cut(&mut self, wanted: u64) {
+        let mut coming: u64 = self.dying.values().map(Export::bytes).sum();
+        let mut copied: Vec<(Reverse<u64>, LeaseId)> = self
+            .exports
+            .iter()
+            .filter(|(_, lent)| has_copy(lent.durability))
+            .map(|(id, lent)| (Reverse(lent.export.bytes()), *id))
+            .collect();
+        copied.sort_unstable();
+        for (Reverse(bytes), id) in copied {
+            if coming >= wanted {
+                break;
+            }
+            let Some(Lent { mut export, .. }) = self.exports.remove(&id) else {
+                continue;
+            };
+            warn!(
+                lease = id.0,
+                bytes, "this host has next to nothing left, and its borrower has a copy: ended"
+            );
+            // The registry hears of it when it has gone.
+            export.kill(Duration::ZERO);
+            self.dying.insert(id, export);
+            self.set(|status| status.ended += 1);
+            coming = coming.saturating_add(bytes);
+        }
+    }
+
     /// Has borrowers give back so many bytes in all: those first that have a copy and only let go, then the largest, so that few VMs are hurt.
     fn recall(&self, leases: &[Lease], wanted: u64) -> Result<(), RegistryError> {
         let (recalled, mut others): (Vec<&Lease>, Vec<&Lease>) =
@@ -608,7 +675,12 @@ impl Work {
 /// Whether a borrower, asked for its memory, has more time than it needs to let go.
 fn has_to_hurry(lease: &Lease) -> bool {
     let left = lease.recall_ms.map(Duration::from_millis);
-    lease.durability == Durability::Disk && !is_over(lease) && left.is_some_and(|left| left > HURRY)
+    has_copy(lease.durability) && !is_over(lease) && left.is_some_and(|left| left > HURRY)
+}
+
+/// Whether the lent bytes are at the borrower's, too.
+const fn has_copy(durability: Durability) -> bool {
+    matches!(durability, Durability::Disk)
 }
 
 /// Whether an export has to end now.
@@ -617,8 +689,8 @@ fn is_over(lease: &Lease) -> bool {
 }
 
 /// Order in which leases are taken back.
-fn hurt(durability: Durability, bytes: u64) -> (bool, std::cmp::Reverse<u64>) {
-    (durability != Durability::Disk, std::cmp::Reverse(bytes))
+fn hurt(durability: Durability, bytes: u64) -> (bool, Reverse<u64>) {
+    (!has_copy(durability), Reverse(bytes))
 }
 
 /// How long a borrower has to give back. Where the lent bytes are the only ones, or one of two, it has to copy them first.

@@ -41,8 +41,13 @@ impl Sample {
         let (meminfo, vmstat) = (text("meminfo")?, text("vmstat")?);
         // A kernel without PSI has no such file.
         let pressure = text("pressure/memory").unwrap_or_default();
-        Self::parse(&format!("{meminfo}\n{vmstat}\n{pressure}"), at)
-            .ok_or_else(|| io::Error::other("/proc/meminfo has no MemAvailable"))
+        Self::parse(&format!("{meminfo}\n{vmstat}\n{pressure}"), at).ok_or_else(no_available)
+    }
+
+    /// Only what there is and what is available of it, which is had in no time.
+    pub fn glance(proc: &Path) -> io::Result<Self> {
+        let meminfo = std::fs::read_to_string(proc.join("meminfo"))?;
+        Self::parse(&meminfo, Duration::ZERO).ok_or_else(no_available)
     }
 
     /// From the lines of the three files.
@@ -80,9 +85,13 @@ impl Sample {
     }
 }
 
+fn no_available() -> io::Error {
+    io::Error::other("/proc/meminfo has no MemAvailable")
+}
+
 /// `MemAvailable` now.
 pub fn available_bytes(proc: &Path) -> io::Result<u64> {
-    Sample::read(proc, Duration::ZERO).map(|sample| sample.available_bytes)
+    Sample::glance(proc).map(|sample| sample.available_bytes)
 }
 
 #[cfg(test)]

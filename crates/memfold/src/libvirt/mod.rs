@@ -8,14 +8,19 @@
 //! The XML is the only truth: nothing else is kept of a domain.
 
 pub mod running;
+pub mod status;
 pub mod virsh;
 pub mod wrapper;
 pub mod xml;
 
 pub use running::{DEFAULT_RUN, Running};
+pub use status::{DomainStatus, status};
 pub use virsh::{DomainFacts, VirshError};
 pub use wrapper::WrapperError;
 pub use xml::{Mark, XmlError};
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 /// Why a domain can't be enabled, disabled or taken on.
 #[derive(Debug, thiserror::Error)]
@@ -45,7 +50,7 @@ pub enum LibvirtError {
 }
 
 /// What [`enable`] or [`disable`] has done.
-#[derive(Clone, Debug, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Change {
     /// The domain.
     pub domain: String,

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use memfold_wire::agent::PORT_NAME;
 use roxmltree::{Document, Node};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::wrapper;
 
@@ -43,7 +43,7 @@ pub enum XmlError {
 }
 
 /// What memfold has noted in a domain.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mark {
     /// Its trust domain; without one it shares with nobody.
     pub domain: Option<String>,

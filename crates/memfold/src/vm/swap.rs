@@ -115,6 +115,9 @@ pub fn place(name: &str) -> io::Result<PathBuf> {
 }
 
 /// What the guest runs to use its swap disk; does nothing if it uses it.
+///
+/// virtio disks say that they rotate, and Linux then reads the eight pages that lie around each that it wants. Of one that doesn't it reads ahead
+/// what the program wants next, and next to nothing if there is no pattern (`swap_use_vma_readahead`, `mm/swap_state.c`).
 #[must_use]
 pub fn swap_on() -> String {
     format!(
@@ -122,6 +125,7 @@ pub fn swap_on() -> String {
            [ \"$(cat \"$disk/serial\")\" = {SERIAL} ] || continue; \
            device=/dev/${{disk##*/}}; \
            grep -q \"^$device \" /proc/swaps && exit 0; \
+           echo 0 2> /dev/null > \"$disk/queue/rotational\"; \
            exec swapon \"$device\"; \
          done; echo 'the guest sees no swap disk' >&2; exit 1"
     )

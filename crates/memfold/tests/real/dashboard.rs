@@ -535,6 +535,7 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
     walk.step("lends");
     let lending = || json(state, &["leases"])["lending"].clone();
     assert_eq!(lending()["max_bytes"], 32 << 20);
+    assert_eq!(lending()["listens"], "127.0.0.1");
     walk.on();
     walk.step("lends no more");
     let lending = lending();

@@ -11,7 +11,7 @@ use crate::api::{BorrowRequest, SwapPlace};
 use crate::bench::lab::{DiskMode, Lab};
 use crate::lend::{Durability, Transport};
 
-use crate::vm::swap::DEVICE;
+use crate::vm::swap::{self, DEVICE};
 use crate::vm::{Qmp, VmDirectory};
 
 /// The array; see the program.
@@ -127,6 +127,16 @@ impl Done {
             "p50_us": self.p50_ns as f64 / 1e3, "p99_us": self.p99_ns as f64 / 1e3, "longest_us": self.longest_ns as f64 / 1e3,
         })
     }
+}
+
+/// Lent memory that was given back.
+#[derive(Clone, Copy, Debug)]
+pub struct GivenBack {
+    /// What was in use of it.
+    pub used: ByteSize,
+    pub took_ms: u64,
+    /// What the program did meanwhile.
+    pub mixed: Done,
 }
 
 /// A booted VM with a swap disk, and the host it can borrow from.
@@ -259,6 +269,27 @@ impl Guest<'_> {
         });
         Qmp::connect(&socket, Duration::from_secs(30))?.execute("block_set_io_throttle", limits)?;
         Ok(())
+    }
+
+    /// Has lent memory given back while the program goes on: how much of it was in use, how long it took, and the longest that the program
+    /// waited.
+    pub fn give_back(&self, arm: Arm) -> anyhow::Result<GivenBack> {
+        self.switch(arm)?;
+        self.exec("touch /run/mixed")?;
+        self.begin("mixed /run/mixed")?;
+        // It is under way, and so are the guest's own reads and writes of the swap disk.
+        std::thread::sleep(Duration::from_secs(1));
+        let line = self.exec(&swap::used())?;
+        let used = swap::parse_used(line.as_bytes())
+            .with_context(|| format!("the guest said '{line}'"))?;
+        let took_ms = self.back()?;
+        self.exec("rm /run/mixed")?;
+        let mixed = self.answer()?;
+        Ok(GivenBack {
+            used: ByteSize(used),
+            took_ms,
+            mixed,
+        })
     }
 
     /// Lenders die at random instants while the array is read and written.

@@ -5,10 +5,13 @@ use std::path::Path;
 use std::process::Output;
 use std::time::{Duration, Instant};
 
-use memfold::api::{Client, ClientError, ExecRequest, ExecResult, FullReport, SaveRequest, VmInfo};
+use memfold::api::{
+    Client, ClientError, ExecRequest, ExecResult, FullReport, LibvirtEnableRequest, LibvirtRequest,
+    SaveRequest, VmInfo,
+};
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::fold::{EngineStats, VmStats};
-use memfold::libvirt::Mark;
+use memfold::libvirt::{Change, DomainStatus, Mark};
 use serde_json::Value;
 
 use super::libvirt_host::{self as libvirt, Host};
@@ -454,7 +457,19 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
     host.ask(&["snapshot-delete", DOMAIN, "then"]);
 
     // Enabled while it runs in another trust domain: it stays in this one until it starts anew.
-    cli.said(&["libvirt", "enable", DOMAIN, "--domain", "other"]);
+    // By the daemon this time, as the dashboard has it done.
+    let request = LibvirtEnableRequest {
+        domain: DOMAIN.into(),
+        trust_domain: Some("other".into()),
+    };
+    let done: Change = client.post("/v1/libvirt/enable", &request).unwrap();
+    assert!(done.changed && done.running, "{done:?}");
+    let domains: Option<Vec<DomainStatus>> = client.get("/v1/libvirt").unwrap();
+    let domains = domains.unwrap();
+    let status = domains.iter().find(|d| d.domain == DOMAIN).unwrap();
+    let trust = status.mark.as_ref().and_then(|mark| mark.domain.as_deref());
+    assert_eq!(trust, Some("other"), "{status:?}");
+    assert_eq!(status.vm.as_deref(), Some(VM), "{status:?}");
     assert_eq!(vm(&client, VM).unwrap().domain.as_deref(), Some("lab"));
 
     // The guest shuts down.
@@ -478,10 +493,14 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
     std::fs::rename(&away, &library).unwrap();
 
     // And back, byte for byte.
-    cli.said(&["libvirt", "disable", DOMAIN]);
-    assert_eq!(host.xml(DOMAIN), before);
     daemon.start();
-    daemon.answers();
+    let client = daemon.answers();
+    let request = LibvirtRequest {
+        domain: DOMAIN.into(),
+    };
+    let done: Change = client.post("/v1/libvirt/disable", &request).unwrap();
+    assert!(done.changed && !done.running, "{done:?}");
+    assert_eq!(host.xml(DOMAIN), before);
     host.ask(&["start", DOMAIN]);
     cli.refused(&["libvirt", "attach", DOMAIN], &["without memfold"]);
     host.ask(&["destroy", DOMAIN]);

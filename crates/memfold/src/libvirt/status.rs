@@ -1,0 +1,83 @@
+//! What becomes of libvirt's domains: which are enabled, and which of them the daemon has.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::{DEFAULT_RUN, LibvirtError, Mark, Running, virsh};
+use crate::api::VmInfo;
+
+/// A domain of libvirt.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct DomainStatus {
+    /// Its name in libvirt.
+    pub domain: String,
+    /// Whether it runs.
+    pub running: bool,
+    /// What memfold has noted in its XML; null: it isn't enabled.
+    #[schema(value_type = Option<Object>)]
+    pub mark: Option<Mark>,
+    /// Whether it was started with memfold; null: it doesn't run.
+    pub started_with_memfold: Option<bool>,
+    /// Its name among memfold's VMs, if the daemon has it.
+    pub vm: Option<String>,
+    /// What there is to know or to do, in words.
+    pub folding: String,
+}
+
+/// All of them. `vms`: those of the daemon; `None`: it doesn't answer.
+pub fn status(vms: Option<&[VmInfo]>) -> Result<Vec<DomainStatus>, LibvirtError> {
+    let running = Running::all(Path::new(DEFAULT_RUN)).unwrap_or_default();
+    let one = |domain: String| {
+        let now = running.iter().find(|r| r.domain == domain);
+        let mark =
+            Mark::read(&virsh::inactive_xml(&domain)?).map_err(|source| LibvirtError::Xml {
+                domain: domain.clone(),
+                source,
+            })?;
+        let with = now.map(|running| running.qmp().is_some());
+        let vm = vms.and_then(|vms| vm_of(&domain, vms));
+        Ok(DomainStatus {
+            running: now.is_some(),
+            folding: folding(&domain, mark.as_ref(), with, vms),
+            started_with_memfold: with,
+            vm: vm.map(|vm| vm.name.clone()),
+            mark,
+            domain,
+        })
+    };
+    virsh::domains()?.into_iter().map(one).collect()
+}
+
+/// What becomes of a domain. `vms`: those of the daemon, if there is one.
+fn folding(
+    domain: &str,
+    mark: Option<&Mark>,
+    started_with: Option<bool>,
+    vms: Option<&[VmInfo]>,
+) -> String {
+    let Some(vms) = vms.filter(|_| started_with == Some(true)) else {
+        return match (mark, started_with) {
+            (None, None | Some(false)) => "no: not enabled",
+            (Some(_), None) => "when it is started",
+            (Some(_), Some(false)) => {
+                "no: enabled since it was started; shut it down and start it again"
+            }
+            (_, Some(true)) => "no: the daemon doesn't answer; start it with 'memfold serve'",
+        }
+        .into();
+    };
+    let Some(vm) = vm_of(domain, vms) else {
+        return format!("no: not taken on; 'memfold libvirt attach {domain}' says why");
+    };
+    match (vm.fold_problems.first(), vm.refold_problems.first()) {
+        (Some(problem), _) => format!("no: {problem}"),
+        (None, Some(_)) => "yes, but not again what its guest has rewritten (direct I/O)".into(),
+        (None, None) => "yes".into(),
+    }
+}
+
+fn vm_of<'a>(domain: &str, vms: &'a [VmInfo]) -> Option<&'a VmInfo> {
+    vms.iter().find(|vm| vm.libvirt.as_deref() == Some(domain))
+}
