@@ -35,19 +35,27 @@ const BORROWER: u64 = 400 << 20;
 const MISSING: u64 = 256 << 20;
 
 /// MiB that it takes in a second at most. First a quarter of the reserve: half a reserve is gone in two seconds then, which is less than it takes
-/// to have anything back. Then as much as it can.
-const PACES: [u64; 2] = [128, 100_000];
+/// to have anything back. Then as much as it can (0): the kernel takes and zeroes it in one call.
+const PACES: [u64; 2] = [128, 0];
+
+/// What is available when next to nothing is left: less than an eighth of the reserve.
+const NEXT_TO_NOTHING: u64 = 40 << 20;
 
 /// Takes memory, keeps it, and says how long it took.
 const GROW: &str = r#"cat > /opt/grow.py <<'END'
+import mmap
 import sys
 import time
 tile = bytes(range(1, 256)) * 4112
 began = time.monotonic()
 held = []
-for number in range((int(sys.argv[1]) << 20) // len(tile)):
+bytes_wanted, pace = int(sys.argv[1]) << 20, int(sys.argv[2])
+if pace == 0:
+    held.append(mmap.mmap(-1, bytes_wanted))
+    held[0].madvise(23)  # MADV_POPULATE_WRITE
+for number in range(bytes_wanted // len(tile) if pace else 0):
     held.append(bytearray(tile))
-    time.sleep(max(0.0, began + number / int(sys.argv[2]) - time.monotonic()))
+    time.sleep(max(0.0, began + number / pace - time.monotonic()))
 open("/run/grown", "w").write(f"{time.monotonic() - began:.1f}")
 time.sleep(3600)
 END
@@ -79,6 +87,8 @@ struct SmallHost {
     holder: Child,
     ended: Arc<AtomicBool>,
     least: Arc<AtomicU64>,
+    /// Whether next to nothing is left, whatever runs.
+    gone: Arc<AtomicBool>,
 }
 
 impl SmallHost {
@@ -87,11 +97,17 @@ impl SmallHost {
         let file = File::create(&path).unwrap();
         let ended = Arc::new(AtomicBool::new(false));
         let least = Arc::new(AtomicU64::new(u64::MAX));
-        Self::write(&file);
-        let (is_over, lowest) = (ended.clone(), least.clone());
+        let gone = Arc::new(AtomicBool::new(false));
+        Self::write(&file, u64::MAX);
+        let (is_over, lowest, is_gone) = (ended.clone(), least.clone(), gone.clone());
         std::thread::spawn(move || {
             while !is_over.load(Ordering::Acquire) {
-                lowest.fetch_min(Self::write(&file), Ordering::Relaxed);
+                let most = if is_gone.load(Ordering::Acquire) {
+                    NEXT_TO_NOTHING
+                } else {
+                    u64::MAX
+                };
+                lowest.fetch_min(Self::write(&file, most), Ordering::Relaxed);
                 std::thread::sleep(Duration::from_millis(50));
             }
         });
@@ -108,12 +124,13 @@ impl SmallHost {
             holder,
             ended,
             least,
+            gone,
         }
     }
 
-    /// Writes what there is now, and says what is available. In one piece of one length, so that no reader sees half of it.
-    fn write(file: &File) -> u64 {
-        let available = FREE.saturating_sub(taken());
+    /// Writes what there is now, `most` at most, and says what is available. In one piece of one length, so that no reader sees half of it.
+    fn write(file: &File, most: u64) -> u64 {
+        let available = FREE.saturating_sub(taken()).min(most);
         let text = format!(
             "MemTotal:       {:>9} kB\nMemFree:        {:>9} kB\nMemAvailable:   {:>9} kB\nSwapTotal:              0 kB\nSwapFree:               0 kB\n",
             HOST >> 10,
@@ -186,14 +203,23 @@ fn a_lender_s_own_vm_that_grows_gets_what_was_lent_before_its_host_has_nothing_l
     // Nobody is asked for anything as long as there is enough.
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(status().lent_bytes, lent.0);
+    let borrow_again = || {
+        wait("it has so much to spare again", || {
+            status().offer_bytes >= lent.0
+        });
+        lab.daemon()
+            .borrow_memory("v", &BorrowRequest::default())
+            .unwrap();
+    };
+    let goes_on = || {
+        let (checked, wrong, longest) = heard(&lab);
+        assert_eq!(wrong, 0);
+        wait("it checks on", || heard(&lab).0 > checked);
+        println!("borrower: {checked} pages checked, longest access {longest:.3} s");
+    };
     for pace in PACES {
         if status().lent_bytes == 0 {
-            wait("it has so much to spare again", || {
-                status().offer_bytes >= lent.0
-            });
-            lab.daemon()
-                .borrow_memory("v", &BorrowRequest::default())
-                .unwrap();
+            borrow_again();
         }
         host.least.store(u64::MAX, Ordering::Relaxed);
         grow(&client, pace);
@@ -202,12 +228,21 @@ fn a_lender_s_own_vm_that_grows_gets_what_was_lent_before_its_host_has_nothing_l
         println!("least available {}", ByteSize(least));
         assert!(least > 0, "the host would have had to swap");
         // The borrower goes on, on its copy.
-        let (checked, wrong, longest) = heard(&lab);
-        assert_eq!(wrong, 0);
-        wait("it checks on", || heard(&lab).0 > checked);
-        println!("borrower: {checked} pages checked, longest access {longest:.3} s");
+        goes_on();
         exec(&client, OWN, "systemctl stop grow; rm -f /run/grown");
     }
+    // All goes at a stroke: nobody is asked.
+    borrow_again();
+    let ended = status().ended;
+    let began = Instant::now();
+    host.gone.store(true, Ordering::Release);
+    wait("its export has ended", || status().lent_bytes == 0);
+    println!("{lent} free again after {:?}", began.elapsed());
+    assert_eq!(status().ended, ended + 1);
+    let log = std::fs::read_to_string(state.join("daemon.log")).unwrap();
+    assert!(log.contains("next to nothing left"), "{log}");
+    host.gone.store(false, Ordering::Release);
+    goes_on();
     lab.stop("v").unwrap();
 }
 
