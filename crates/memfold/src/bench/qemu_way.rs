@@ -98,17 +98,22 @@ fn wait_migrated(qmp: &mut Qmp, query: &str, wanted: &[&str]) -> anyhow::Result<
 /// The node of the VM's first disk, and the file that it writes to.
 fn overlay(qmp: &mut Qmp) -> anyhow::Result<(String, PathBuf)> {
     let disks = qmp.query("query-block")?;
-    let inserted = disks
-        .as_array()
-        .into_iter()
-        .flatten()
-        .map(|disk| &disk["inserted"])
-        .find(|inserted| inserted["drv"] == "qcow2");
-    let inserted = inserted.context("the VM has no overlay")?;
-    let name = |key: &str| inserted[key].as_str().map(str::to_owned);
-    name("node-name")
-        .zip(name("file").map(PathBuf::from))
-        .context("QEMU doesn't tell the VM's overlay")
+    let mut disks = disks.as_array().into_iter().flatten();
+    let top = disks.find_map(|disk| {
+        let inserted = &disk["inserted"];
+        let is_overlay = inserted["drv"] == "qcow2";
+        inserted["node-name"].as_str().filter(|_| is_overlay)
+    });
+    let top = top.context("the VM has no overlay")?;
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let file = nodes.as_array().into_iter().flatten().find(|node| {
+        let name = node["node-name"].as_str().unwrap_or_default();
+        // The first one's, and those that saves have put over it.
+        name == "overlay-file0" && top == "disk0" || name == format!("{top}-file")
+    });
+    let file = file.and_then(|node| node["file"].as_str());
+    let file = file.context("QEMU doesn't tell the VM's overlay")?;
+    Ok((top.to_owned(), file.into()))
 }
 
 /// Saves a VM into its first disk's overlay, which is `disk`, too, from then on.

@@ -220,7 +220,7 @@ pub(super) fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Acti
 /// The file of a node of a disk's chain. It is a node of its own, which `vm run` names so, and we.
 fn file_of(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
     let name = if node == format!("disk{disk}") {
-        format!("overlay-file{disk}")
+        first_file_node(disk)
     } else {
         file_node(node)
     };
@@ -228,8 +228,13 @@ fn file_of(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
     Some(file["file"].as_str()?.into())
 }
 
+/// The file of a disk's first overlay, as `vm run` names it.
+pub(super) fn first_file_node(disk: usize) -> String {
+    format!("overlay-file{disk}")
+}
+
 /// When a node of a disk's chain was added; 0 for the first.
-fn age(disk: usize, name: &str) -> Option<u64> {
+pub(super) fn age(disk: usize, name: &str) -> Option<u64> {
     let rest = name.strip_prefix(&format!("disk{disk}"))?;
     if rest.is_empty() {
         return Some(0);
@@ -312,19 +317,36 @@ fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotError> {
     })
 }
 
-/// Whether the files that a VM's disks are built on, by their names, are those that QEMU has open. What lies among the snapshots is not
-/// looked at: it may be a copy.
-pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
+fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
+    fs::metadata(path).map(|facts| (facts.dev(), facts.ino()))
+}
+
+/// Device and inode number of every file that QEMU has open.
+pub(super) fn open_files(pid: Pid) -> Result<HashSet<(u64, u64)>, SnapshotError> {
     let place = PathBuf::from(format!("/proc/{}/fd", pid.as_raw_nonzero()));
-    let identity = |path: &Path| fs::metadata(path).map(|facts| (facts.dev(), facts.ino()));
     let entries = fs::read_dir(&place).map_err(|source| SnapshotError::Files {
         path: place,
         source,
     })?;
-    let open: HashSet<(u64, u64)> = entries
+    Ok(entries
         .flatten()
         .filter_map(|entry| identity(&entry.path()).ok())
-        .collect();
+        .collect())
+}
+
+/// What `qemu-img info` says of an overlay; nothing else is opened (without '--backing-chain').
+pub(super) fn header(overlay: &Path) -> std::io::Result<Value> {
+    let output = Command::new("qemu-img")
+        .args(["info", "-U", "--output=json", "-f", "qcow2"])
+        .arg(overlay)
+        .output()?;
+    Ok(serde_json::from_slice(&output.stdout).unwrap_or_default())
+}
+
+/// Whether the files that a VM's disks are built on, by their names, are those that QEMU has open. What lies among the snapshots is not
+/// looked at: it may be a copy.
+pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
+    let open = open_files(pid)?;
     let devices = qmp.query("query-block")?;
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     for (number, disk) in spec.disks.iter().enumerate() {
@@ -367,17 +389,13 @@ pub(super) fn check_header(
     if !facts.is_file() {
         return Err(refused("is no plain file".into()));
     }
-    // Without '--backing-chain' nothing else is opened.
-    let output = Command::new("qemu-img")
-        .args(["info", "-U", "--output=json", "-f", "qcow2"])
-        .arg(overlay)
-        .output()
-        .map_err(|source| SnapshotError::Files {
-            path: overlay.into(),
-            source,
-        })?;
-    let image: Value = serde_json::from_slice(&output.stdout)
-        .map_err(|_| refused("has no header of a qcow2 image".into()))?;
+    let image = header(overlay).map_err(|source| SnapshotError::Files {
+        path: overlay.into(),
+        source,
+    })?;
+    if image.is_null() {
+        return Err(refused("has no header of a qcow2 image".into()));
+    }
     let of_format = &image["format-specific"]["data"];
     if !of_format["data-file"].is_null() || image["encrypted"] == true {
         return Err(refused("names a file for its data, or is encrypted".into()));

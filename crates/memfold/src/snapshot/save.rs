@@ -38,7 +38,7 @@ use super::manifest::{
 };
 use super::past::Past;
 use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
-use super::shorten::shorten;
+use super::shorten::{pull, shorten};
 use super::{Shelf, SnapshotError, parts};
 use crate::progress::Progress;
 use crate::vm::{DiskFormat, Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
@@ -115,7 +115,8 @@ pub fn mend<M: DerefMut<Target = Qmp>>(
     let (spec, record, directory) = refuse(vm)?;
     hardware::check(&mut monitor(), spec)?;
     copy::remove(&monitor, spec)?;
-    shorten(&monitor, spec, &record_now(directory, record).overlays)
+    shorten(&monitor, spec, &record_now(directory, record).overlays)?;
+    pull(&monitor, vm.pid(), spec)
 }
 
 /// Saves a VM. `monitor` gives its monitor, which others may use while RAM is copied.
