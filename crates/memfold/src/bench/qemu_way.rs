@@ -112,7 +112,7 @@ fn overlay(qmp: &mut Qmp) -> anyhow::Result<(String, PathBuf)> {
         name == "overlay-file0" && top == "disk0" || name == format!("{top}-file")
     });
     let file = file.and_then(|node| node["file"].as_str());
-    let file = file.context("QEMU doesn't tell the VM's overlay")?;
+    let file = file.with_context(|| format!("QEMU doesn't tell the file of {top}: {nodes}"))?;
     Ok((top.to_owned(), file.into()))
 }
 
@@ -159,7 +159,8 @@ pub fn restore_inside(lab: &Lab, mut spec: VmSpec, disk: &Path) -> anyhow::Resul
     spec.qemu_args.push("-S".into());
     use_disk(&mut spec, disk);
     run(lab, spec, crate::vm::start, |qmp| {
-        let (node, _) = overlay(qmp)?;
+        // As 'vm run' names what is no overlay.
+        let node = "disk0";
         let orders = json!({ "job-id": TAG, "tag": TAG, "vmstate": node, "devices": [node] });
         work(qmp, "snapshot-load", &orders)
     })

@@ -328,11 +328,29 @@ impl Daemon {
             }
             .into());
         }
-        let segments = self.shelf.manifest(name).map(|saved| saved.spec.segments);
+        let saved = self.shelf.manifest(name);
+        if let Ok(saved) = &saved {
+            self.disks_taken_back(name, &saved.vm)?;
+        }
         self.shelf.remove(name)?;
         // It may have been the last that needed an old generation.
-        for segment in segments.unwrap_or_default() {
+        for segment in saved.map(|saved| saved.spec.segments).unwrap_or_default() {
             self.drop_old_segments(segment.base_name());
+        }
+        Ok(())
+    }
+
+    /// The VM that was saved in a snapshot, and goes on, keeps what lies there of its disks.
+    fn disks_taken_back(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
+        let place = self.shelf.path(name)?;
+        let Ok(machine) = self.machine(vm) else {
+            return Ok(());
+        };
+        let _alone = machine.save_right();
+        let taken = save::take_back(machine.vm(), || machine.monitor(), &place);
+        if let Err(error) = taken {
+            // It runs on with what QEMU has open.
+            tracing::warn!(vm, snapshot = name, %error, "it can't be saved again until it is started anew");
         }
         Ok(())
     }

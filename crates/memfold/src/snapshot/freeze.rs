@@ -173,6 +173,67 @@ pub(super) fn undo(
     let _ = note(&used);
 }
 
+/// An overlay of a VM's that lies in a snapshot.
+#[derive(Debug)]
+pub(super) struct Lain {
+    /// The node right above it.
+    above: String,
+    /// Where it lies.
+    kept: PathBuf,
+    /// What it was called before, and is called in QEMU.
+    pub(super) path: PathBuf,
+}
+
+/// The overlays of a VM that lie in a snapshot, in its directory `snapshot`.
+pub(super) fn lain(
+    pid: Pid,
+    qmp: &mut Qmp,
+    spec: &VmSpec,
+    snapshot: &Path,
+) -> Result<Vec<Lain>, SnapshotError> {
+    let open = open_files(pid)?;
+    let devices = qmp.query("query-block")?;
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let mut found = Vec::new();
+    for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
+        let kept = snapshot.join(disk_name(disk));
+        let is_open = identity(&kept).is_ok_and(|file| open.contains(&file));
+        let Some(top) = active(&devices, &nodes, disk).filter(|_| is_open) else {
+            continue;
+        };
+        let (mut above, mut file) = (top.node, top.file);
+        // What lies in other snapshots is built on by none that can be removed.
+        while file.exists() {
+            let Some(next) = below(&nodes, disk, &above) else {
+                break;
+            };
+            let named = header(&file).unwrap_or_default();
+            if named["backing-filename"].as_str().map(Path::new) == Some(&kept) {
+                found.push(Lain {
+                    above,
+                    kept,
+                    path: next.file,
+                });
+                break;
+            }
+            (above, file) = (next.node, next.file);
+        }
+    }
+    Ok(found)
+}
+
+/// Gives overlays their own names back, beside those in the snapshot, and has what is built on them say so.
+pub(super) fn take_back(qmp: &mut Qmp, lain: &[Lain]) -> Result<(), SnapshotError> {
+    for overlay in lain {
+        fs::hard_link(&overlay.kept, &overlay.path).map_err(|source| SnapshotError::Files {
+            path: overlay.path.clone(),
+            source,
+        })?;
+        name_backing(qmp, &overlay.above, &overlay.path)?;
+    }
+    Ok(())
+}
+
 /// Name of a frozen disk in a snapshot.
 pub(super) fn disk_name(disk: usize) -> String {
     format!("disk{disk}.qcow2")
@@ -229,12 +290,12 @@ fn file_of(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
 }
 
 /// The file of a disk's first overlay, as `vm run` names it.
-pub(super) fn first_file_node(disk: usize) -> String {
+fn first_file_node(disk: usize) -> String {
     format!("overlay-file{disk}")
 }
 
 /// When a node of a disk's chain was added; 0 for the first.
-pub(super) fn age(disk: usize, name: &str) -> Option<u64> {
+fn age(disk: usize, name: &str) -> Option<u64> {
     let rest = name.strip_prefix(&format!("disk{disk}"))?;
     if rest.is_empty() {
         return Some(0);
@@ -322,7 +383,7 @@ fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
 }
 
 /// Device and inode number of every file that QEMU has open.
-pub(super) fn open_files(pid: Pid) -> Result<HashSet<(u64, u64)>, SnapshotError> {
+fn open_files(pid: Pid) -> Result<HashSet<(u64, u64)>, SnapshotError> {
     let place = PathBuf::from(format!("/proc/{}/fd", pid.as_raw_nonzero()));
     let entries = fs::read_dir(&place).map_err(|source| SnapshotError::Files {
         path: place,
@@ -335,7 +396,7 @@ pub(super) fn open_files(pid: Pid) -> Result<HashSet<(u64, u64)>, SnapshotError>
 }
 
 /// What `qemu-img info` says of an overlay; nothing else is opened (without '--backing-chain').
-pub(super) fn header(overlay: &Path) -> std::io::Result<Value> {
+fn header(overlay: &Path) -> std::io::Result<Value> {
     let output = Command::new("qemu-img")
         .args(["info", "-U", "--output=json", "-f", "qcow2"])
         .arg(overlay)

@@ -38,7 +38,7 @@ use super::manifest::{
 };
 use super::past::Past;
 use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
-use super::shorten::{pull, shorten};
+use super::shorten::shorten;
 use super::{Shelf, SnapshotError, parts};
 use crate::progress::Progress;
 use crate::vm::{DiskFormat, Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
@@ -115,8 +115,7 @@ pub fn mend<M: DerefMut<Target = Qmp>>(
     let (spec, record, directory) = refuse(vm)?;
     hardware::check(&mut monitor(), spec)?;
     copy::remove(&monitor, spec)?;
-    shorten(&monitor, spec, &record_now(directory, record).overlays)?;
-    pull(&monitor, vm.pid(), spec)
+    shorten(&monitor, spec, &record_now(directory, record).overlays)
 }
 
 /// Saves a VM. `monitor` gives its monitor, which others may use while RAM is copied.
@@ -318,6 +317,29 @@ fn hand_over(vm: &Vm, directory: &VmDirectory, record: &Record, frozen: &[Frozen
         // A name that stays costs nothing: the file is the snapshot's.
         let _ = fs::remove_file(&frozen.path);
     }
+}
+
+/// A snapshot is to be removed, and a VM goes on that was saved in it: what is frozen of its disks is its own again. Its next save merges that with what
+/// it has written since. Nothing is done for a VM whose disks aren't there.
+pub fn take_back<M: DerefMut<Target = Qmp>>(
+    vm: &Vm,
+    monitor: impl Fn() -> M,
+    snapshot: &Path,
+) -> Result<(), SnapshotError> {
+    let (Some(spec), Some(record), Some(directory)) = (vm.spec(), vm.record(), vm.directory())
+    else {
+        return Ok(());
+    };
+    let mut qmp = monitor();
+    let lain = freeze::lain(vm.pid(), &mut qmp, spec, snapshot)?;
+    if lain.is_empty() {
+        return Ok(());
+    }
+    // Noted first: what is noted and isn't there does no harm.
+    let mut overlays = overlays_now(directory, record);
+    overlays.extend(lain.iter().map(|overlay| overlay.path.clone()));
+    write_overlays(directory, record, &overlays)?;
+    freeze::take_back(&mut qmp, &lain)
 }
 
 /// What was saved while the VM stood still.
