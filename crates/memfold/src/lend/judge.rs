@@ -63,18 +63,18 @@ pub enum Hurry {
     No,
     /// Below a quarter of its reserve: who has a copy only has to let go, and gets next to no time for it.
     Copied,
-    /// Below an eighth: the kernel would swap, and then end exports by itself, before anybody has heard.
+    /// Less than an eighth of it is available, whatever is owed: the kernel would swap, and then end exports by itself, before anybody has heard.
     Now,
 }
 
 impl Hurry {
-    /// With so much available and owed to nobody.
+    /// By a look at the host.
     #[must_use]
-    pub const fn with(spare_bytes: u64, total_bytes: u64) -> Self {
-        let reserve = Judge::reserve(total_bytes);
-        if spare_bytes < reserve / 8 {
+    pub const fn by(now: &Sample) -> Self {
+        let reserve = Judge::reserve(now.total_bytes);
+        if now.available_bytes < reserve / 8 {
             Self::Now
-        } else if spare_bytes < reserve / 4 {
+        } else if spare(now) < reserve / 4 {
             Self::Copied
         } else {
             Self::No
@@ -147,7 +147,7 @@ impl Judge {
         let beyond = lent_bytes.saturating_sub(self.max_bytes);
         let missing = self.recall(&now, reserve, lent_bytes);
         let hurry = if missing > 0 {
-            Hurry::with(spare(&now), now.total_bytes)
+            Hurry::by(&now)
         } else {
             Hurry::No
         };
@@ -196,7 +196,7 @@ impl Judge {
         };
         // Once may be a program that allocates and frees, as long as there is time to look again. A pace is seen for longer.
         let soon_too_little = going > 0 && soon < reserve / 2;
-        let now_too_little = Hurry::with(spare(now), now.total_bytes) == Hurry::Now;
+        let now_too_little = Hurry::by(now) == Hurry::Now;
         if self.short < 2 && !soon_too_little && !now_too_little {
             return 0;
         }
@@ -228,7 +228,7 @@ impl Judge {
 }
 
 /// What is available and owed to nobody.
-pub const fn spare(sample: &Sample) -> u64 {
+const fn spare(sample: &Sample) -> u64 {
     sample.available_bytes.saturating_sub(sample.owed_bytes)
 }
 

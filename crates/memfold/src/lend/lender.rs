@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
 use super::export::{Export, Health, Listen};
-use super::judge::{Hurry, Judge, Verdict, spare};
+use super::judge::{Hurry, Judge, Verdict};
 use super::pressure::Sample;
 use super::registry::{
     Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, Offer, Registry, RegistryError,
@@ -587,21 +587,14 @@ impl Work {
             let nap = if can_cut { left.min(GLANCE) } else { left };
             std::thread::park_timeout(nap);
             let woken = begin.elapsed() < nap;
-            if woken || nap == left || self.is_pressed() {
+            let is_pressed = || {
+                Sample::glance(Path::new("/proc"))
+                    .is_ok_and(|sample| Hurry::by(&sample) == Hurry::Now)
+            };
+            if woken || nap == left || is_pressed() {
                 return;
             }
         }
-    }
-
-    fn is_pressed(&self) -> bool {
-        let owed_bytes = self.options.owed.load(Ordering::Relaxed);
-        Sample::glance(Path::new("/proc")).is_ok_and(|sample| {
-            let sample = Sample {
-                owed_bytes,
-                ..sample
-            };
-            Hurry::with(spare(&sample), sample.total_bytes) == Hurry::Now
-        })
     }
 
     /// Ends exports whose borrowers have a copy, the largest first, until so many bytes are on their way. There is no time to ask: they lose no
