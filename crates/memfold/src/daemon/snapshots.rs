@@ -17,6 +17,7 @@ use super::segments::{being_saved, recall_segments};
 use super::{Daemon, DaemonError};
 use crate::api::{RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use crate::fold::{Command, VmId};
+use crate::ksm::KsmError;
 use crate::snapshot::free::{self, Frames};
 use crate::snapshot::identity::{HAS_GENERATION_ID, Plan};
 use crate::snapshot::manifest::Steps;
@@ -50,6 +51,9 @@ const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long it may take to list what is free.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long another daemon may keep KSM still for a live save of its own.
+const MERGING_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Daemon {
     /// Saves a VM. It goes on afterwards, also if this fails.
@@ -201,15 +205,27 @@ impl Daemon {
     /// Has KSM stand still, as long as this is kept: a page that it merges is not protected any more (`snapshot::past`).
     fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
         let alone = self.merging.lock().unwrap_or_else(PoisonError::into_inner);
-        let still = self.still().map_err(|error| {
-            SnapshotError::Impossible(format!(
-                "KSM can't be stopped for a live snapshot ({error}); save it without --live"
-            ))
-        })?;
-        Ok(MergingStops {
-            _still: still,
-            _alone: alone,
-        })
+        let end = Instant::now() + MERGING_PATIENCE;
+        loop {
+            match self.still() {
+                Ok(still) => {
+                    return Ok(MergingStops {
+                        _still: still,
+                        _alone: alone,
+                    });
+                }
+                // Another daemon may be saving a VM live, which is soon over.
+                Err(KsmError::Busy(_)) if Instant::now() < end => {
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+                Err(error) => {
+                    return Err(SnapshotError::Impossible(format!(
+                        "KSM can't be stopped for a live snapshot ({error}); save it without --live"
+                    ))
+                    .into());
+                }
+            }
+        }
     }
 
     /// How far what is done with a snapshot has come, if anything is.
