@@ -225,10 +225,14 @@ pub(super) fn lain(
 /// Gives overlays their own names back, beside those in the snapshot, and has what is built on them say so.
 pub(super) fn take_back(qmp: &mut Qmp, lain: &[Lain]) -> Result<(), SnapshotError> {
     for overlay in lain {
-        fs::hard_link(&overlay.kept, &overlay.path).map_err(|source| SnapshotError::Files {
-            path: overlay.path.clone(),
-            source,
-        })?;
+        let is_there = identity(&overlay.kept).ok() == identity(&overlay.path).ok();
+        // A daemon that was killed here has left it.
+        if !is_there {
+            fs::hard_link(&overlay.kept, &overlay.path).map_err(|source| SnapshotError::Files {
+                path: overlay.path.clone(),
+                source,
+            })?;
+        }
         name_backing(qmp, &overlay.above, &overlay.path)?;
     }
     Ok(())

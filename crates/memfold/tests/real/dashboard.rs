@@ -14,24 +14,23 @@ use memfold::api::{
 };
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::fold::EngineStats;
-use memfold::ledger::memory_map::STATES;
 use memfold::ledger::shared_frames;
-use memfold::ledger::sharing::Sharing;
 use memfold::snapshot::Renew;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::Value;
 
+use super::figures::{Figures, compare, shown, told, wanted_of_plan};
 use super::served::{Served, exec};
 use super::support::{self, BOOT};
 
 const MEMORY: ByteSize = ByteSize::mib(320);
-const NAMES: [&str; 3] = ["web", "warm-1", "warm-2"];
+pub const NAMES: [&str; 3] = ["web", "warm-1", "warm-2"];
 /// How long the daemon's CPU time is looked at; the walk leaves the dashboard open as long.
 const HOLD: Duration = Duration::from_secs(20);
 /// A VM that never runs, which costs nothing: its swap disk is lent.
 const BORROWER: &str = "borrower";
 /// The trust domain of the others: a kind of the plan.
-const KIND: &str = "lab";
+pub const KIND: &str = "lab";
 /// One that is started on a page.
 const MADE: &str = "made";
 /// A clone of a snapshot that is saved on a page, and a VM that is restored of it.
@@ -129,212 +128,6 @@ fn cpu_s(pid: i32) -> f64 {
     (stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64
 }
 
-/// Figures by the names that pages give them.
-type Figures = BTreeMap<String, i128>;
-
-/// Whole numbers among the fields of an object, under names that begin so.
-fn numbers(all: &mut Figures, prefix: &str, of: &Value) {
-    for (key, figure) in of.as_object().unwrap() {
-        if let Some(figure) = figure.as_i64() {
-            all.insert(format!("{prefix}.{key}"), figure.into());
-        }
-    }
-}
-
-/// The same of `plan --json`.
-fn wanted_of_plan(all: &mut Figures, plan: &Value) {
-    numbers(all, "plan", plan);
-    for kind in plan["kinds"].as_array().unwrap() {
-        numbers(
-            all,
-            &format!("plan.{}", kind["name"].as_str().unwrap()),
-            kind,
-        );
-    }
-}
-
-/// What the command line says now: `report`, `debt`, `plan`, `leases` and `vm list`; and the interface, of who shares with whom.
-fn told(state: &Path, client: &Client) -> Figures {
-    let mut all = wanted(&report(state));
-    let sharing: Sharing = client.get("/v1/sharing").unwrap();
-    for vm in &sharing.vms {
-        all.insert(format!("mapped.{}", vm.vm), vm.mapped_bytes.into());
-    }
-    for pair in &sharing.pairs {
-        let bytes = pair.folded_bytes + pair.template_bytes + pair.segment_bytes;
-        for (a, b) in [(&pair.a, &pair.b), (&pair.b, &pair.a)] {
-            all.insert(format!("pair.{a}.{b}"), bytes.into());
-        }
-    }
-    let leases: LeaseReport = serde_json::from_value(json(state, &["leases"])).unwrap();
-    if let Some(lending) = &leases.lending {
-        all.insert("lending.lent_bytes".into(), lending.lent_bytes.into());
-    }
-    let lent = |b: &&Borrowed| matches!(b.place, SwapPlace::Lent | SwapPlace::Degraded);
-    let borrowed = leases.borrowed.iter().filter(lent).map(|b| b.bytes);
-    all.insert("borrowed".into(), borrowed.sum::<u64>().into());
-    let debt = json(state, &["debt"]);
-    numbers(&mut all, "debt", &debt);
-    for vm in debt["vms"].as_array().unwrap() {
-        let parts = ["folded_bytes", "snapshot_bytes", "zero_bytes"];
-        let owed: i64 = parts.iter().map(|part| vm[part].as_i64().unwrap()).sum();
-        let name = vm["name"].as_str().unwrap();
-        all.insert(format!("debt.{name}.owed"), owed.into());
-    }
-    wanted_of_plan(&mut all, &json(state, &["plan"]));
-    for vm in json(state, &["vm", "list"]).as_array().unwrap() {
-        if let Some(bytes) = vm["swap"]["bytes"].as_i64() {
-            all.insert(
-                format!("swap.{}", vm["name"].as_str().unwrap()),
-                bytes.into(),
-            );
-        }
-    }
-    all
-}
-
-/// What a page shows of figures that have a name, and what they have to be, by `report --json`.
-fn wanted(report: &FullReport) -> Figures {
-    let value = serde_json::to_value(&report.ledger).unwrap();
-    let mut all = Figures::new();
-    let host = &report.ledger.host;
-    let own = host.own.pss_bytes - host.own.store_pss_bytes + host.own.page_table_bytes;
-    let vms = host.physical_bytes - host.stores_bytes - own;
-    for (name, bytes) in [
-        ("place.vms_bytes", vms),
-        ("place.stores_bytes", host.stores_bytes),
-        ("place.memfold_bytes", own),
-        ("place.others_bytes", host.others_anon_bytes),
-        ("place.kernel_bytes", host.kernel_bytes),
-        ("own", own),
-        ("own.metadata", host.own.metadata_bytes),
-    ] {
-        all.insert(name.into(), bytes.0.into());
-    }
-    all.insert("ksm.saved".into(), host.saved_by_ksm_bytes.into());
-    for domain in &report.fold.domains {
-        all.insert(
-            format!("store.{}", domain.domain),
-            domain.store_bytes.into(),
-        );
-    }
-    for (key, figure) in value["host"].as_object().unwrap() {
-        if let Some(figure) = figure.as_i64() {
-            all.insert(format!("host.{key}"), figure.into());
-        }
-    }
-    for vm in value["vms"].as_array().unwrap() {
-        let name = vm["name"].as_str().unwrap();
-        for (key, figure) in vm.as_object().unwrap() {
-            if let Some(figure) = figure.as_i64() {
-                all.insert(format!("vm.{name}.{key}"), figure.into());
-                // The memory map's sums are of the same places.
-                if let Some(place) = key.strip_suffix("_bytes").filter(|p| STATES.contains(p)) {
-                    all.insert(format!("map.{name}.{place}"), figure.into());
-                }
-            }
-        }
-        let template = vm["file_resident_bytes"].as_i64().unwrap()
-            + vm["file_untouched_bytes"].as_i64().unwrap();
-        all.insert(format!("vm.{name}.template_bytes"), template.into());
-        all.insert(format!("map.{name}.template"), template.into());
-    }
-    all
-}
-
-/// What stands still while VMs do. Other processes map QEMU's libraries, too, and the host has a life of its own.
-fn is_exact(figure: &str) -> bool {
-    let of_vm = figure.starts_with("vm.") && !figure.ends_with("pss_bytes");
-    of_vm || figure.starts_with("map.") || figure.starts_with("swap.")
-}
-
-/// How far khugepaged may move a figure meanwhile: it fills what is free around memory of two MiB, also of a VM that stands still. Clones
-/// map a file, which it leaves alone.
-fn by_khugepaged(figure: &str) -> i128 {
-    let booted = figure
-        .strip_prefix("vm.")
-        .or_else(|| figure.strip_prefix("map."))
-        .and_then(|rest| rest.strip_prefix(NAMES[0]))
-        .is_some_and(|rest| rest.starts_with('.'));
-    if booted { 16 << 20 } else { 0 }
-}
-
-/// A figure's text, as the command line writes it.
-fn words(value: i128) -> String {
-    let sign = if value < 0 { "-" } else { "" };
-    let size = ByteSize(u64::try_from(value.unsigned_abs()).unwrap());
-    format!("{sign}{size}")
-}
-
-/// Every figure that a page showed, by name.
-fn shown(said: &Value) -> Figures {
-    let mut all = Figures::new();
-    for figure in said["figures"].as_array().unwrap() {
-        let name = figure["figure"].as_str().unwrap();
-        let value: i128 = figure["value"].as_str().unwrap().parse().unwrap();
-        assert_eq!(figure["text"], words(value), "{name}");
-        all.insert(name.to_owned(), value);
-    }
-    for count in said["counts"].as_array().into_iter().flatten() {
-        let name = count["figure"].as_str().unwrap();
-        all.insert(
-            name.to_owned(),
-            count["value"].as_str().unwrap().parse().unwrap(),
-        );
-    }
-    all
-}
-
-/// Figures of a page against what the command line said before and after: each that has a name is there, and between them.
-fn compare(page: &str, shown: &Figures, before: &Figures, after: &Figures) -> (usize, usize) {
-    let (mut compared, mut exact) = (0, 0);
-    for (name, &value) in shown {
-        let (Some(&a), Some(&b)) = (before.get(name), after.get(name)) else {
-            panic!("{page}: {name} is in no answer of the command line");
-        };
-        compared += 1;
-        if is_exact(name) {
-            let moved = (a - b).abs();
-            assert!(
-                moved <= by_khugepaged(name),
-                "{name} moved from {a} to {b} though the VMs stand still"
-            );
-            assert!(
-                value >= a.min(b) && value <= a.max(b),
-                "{page}: {name} is {value}, before {a}, after {b}"
-            );
-            exact += usize::from(moved == 0);
-        } else {
-            // The host goes on: within what it moves in a walk.
-            let least = match name.rsplit('.').next() {
-                Some(part) if part.starts_with("more_fit") => 4,
-                // All that is used of the host, whoever uses it: as much as what is available moves.
-                Some("used_bytes" | "predicted_bytes" | "others_bytes" | "kernel_bytes") => {
-                    after["plan.memory_bytes"] / 20
-                }
-                // The brake looks each half a minute.
-                Some("owed") => 4 << 20,
-                // What VMs that stand still map, and what is stored for them.
-                _ if ["mapped.", "pair.", "store."]
-                    .iter()
-                    .any(|p| name.starts_with(p)) =>
-                {
-                    1 << 20
-                }
-                // Means of VMs that stand still, one of them up to what khugepaged does.
-                _ if name.starts_with(&format!("plan.{KIND}.")) => 8 << 20,
-                _ => 64 << 20,
-            };
-            let slack = (a.abs().max(b.abs()) / 20).max(least);
-            assert!(
-                value >= a.min(b) - slack && value <= a.max(b) + slack,
-                "{page}: {name} is {value}, before {a}, after {b}"
-            );
-        }
-    }
-    (compared, exact)
-}
-
 /// The command line, which has to do what is asked.
 fn memfold(state: &Path, arguments: &[&str]) {
     let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
@@ -368,7 +161,7 @@ fn lend(state: &Path, other: &Path) {
 }
 
 /// A command's JSON.
-fn json(state: &Path, arguments: &[&str]) -> Value {
+pub fn json(state: &Path, arguments: &[&str]) -> Value {
     let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
         .arg("--socket")
         .arg(state.join("s"))
@@ -380,7 +173,7 @@ fn json(state: &Path, arguments: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-fn report(state: &Path) -> FullReport {
+pub fn report(state: &Path) -> FullReport {
     serde_json::from_value(json(state, &["report"])).unwrap()
 }
 

@@ -36,6 +36,7 @@ mod churn;
 mod dashboard;
 mod debt;
 mod estimate;
+mod figures;
 mod hosts;
 mod ksm;
 mod ksm_explain;
