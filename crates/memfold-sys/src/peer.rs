@@ -1,6 +1,6 @@
 //! Who is at the other end of a Unix socket, which groups that are, and the numbers of users and groups.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
@@ -92,6 +92,27 @@ pub fn user_ids(name: &str) -> io::Result<Option<(u32, u32)>> {
     })
 }
 
+/// The name of the user of this number, as [`group_id`] (`getpwuid_r(3)`).
+pub fn user_name(uid: u32) -> io::Result<Option<String>> {
+    look_up(|buffer| {
+        let mut entry = MaybeUninit::<libc::passwd>::uninit();
+        let mut found: *mut libc::passwd = std::ptr::null_mut();
+        // SAFETY: entry and buffer live until the call is over, and buffer's length is its own.
+        let error = unsafe {
+            libc::getpwuid_r(
+                uid,
+                entry.as_mut_ptr(),
+                buffer.as_mut_ptr().cast(),
+                buffer.len(),
+                &raw mut found,
+            )
+        };
+        // SAFETY: null, or it points to `entry`, which the call has filled; the name is a C string in the buffer.
+        let name = unsafe { found.as_ref().map(|user| CStr::from_ptr(user.pw_name)) };
+        (error, name.map(|name| name.to_string_lossy().into_owned()))
+    })
+}
+
 /// Asks with as much room as the answer takes. `ask` gives an error number, 0 for none, and what it found.
 fn look_up<T>(mut ask: impl FnMut(&mut [u8]) -> (i32, Option<T>)) -> io::Result<Option<T>> {
     let mut buffer = vec![0u8; 4096];
@@ -134,5 +155,7 @@ mod tests {
         assert!(group_id("a\0b").is_err());
         assert_eq!(user_ids("root").unwrap(), Some((0, 0)));
         assert_eq!(user_ids("no-such-user-here").unwrap(), None);
+        assert_eq!(user_name(0).unwrap().as_deref(), Some("root"));
+        assert_eq!(user_name(3_999_999_999).unwrap(), None);
     }
 }

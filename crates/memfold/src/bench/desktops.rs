@@ -16,7 +16,9 @@ use serde_json::{Map, Value, json};
 use super::figure::{self, Axis, Series};
 use super::lab::Lab;
 use super::record::{median, spread};
-use super::segments::{Files, LIMIT, ROOT, booted, build, memory, mib, saving_percent, start};
+use super::segments::{
+    Files, LIMIT, ROOT, booted, build, faults_of, memory, mib, saving_percent, start, took,
+};
 use crate::fold::EngineSettings;
 
 /// Programs, and the commands that start them.
@@ -171,10 +173,13 @@ fn starts(
     let mut times = Map::new();
     for (kind, is_cold) in [("cold", true), ("warm", false)] {
         let mut all: [Vec<f64>; 3] = Default::default();
+        let mut faults: [Vec<f64>; 3] = Default::default();
         for _ in 0..rounds {
-            for ((name, _), times) in vms.iter().zip(&mut all) {
+            for (((name, _), times), faults) in vms.iter().zip(&mut all).zip(&mut faults) {
                 let said = lab.exec(&vm_name(name), &again(start_it, is_cold), LIMIT)?;
-                times.push(said.trim().parse::<f64>().context("the guest's clock")?);
+                let (took, touched) = took(&said)?;
+                times.push(took);
+                faults.push(touched);
             }
         }
         for ((name, _), times) in disks.iter().zip(&all) {
@@ -184,9 +189,15 @@ fn starts(
                 spread(&ratios),
             );
         }
-        for ((name, _), all) in vms.iter().zip(&all) {
-            eprintln!("{program}, {kind} start, {name}: {:.0} ms", median(all));
+        for (((name, _), all), faults) in vms.iter().zip(&all).zip(&faults) {
+            let (took, touched) = (median(all), median(faults));
+            eprintln!("{program}, {kind} start, {name}: {took:.0} ms, {touched:.0} page faults");
             times.insert(format!("{kind}_start_ms_{name}"), json!(all));
+            times.insert(format!("{kind}_start_faults_{name}"), json!(faults));
+            results.insert(
+                format!("{program}_{kind}_start_faults_{name}"),
+                spread(faults),
+            );
         }
     }
     times.insert("program".into(), program.into());
@@ -229,7 +240,7 @@ until xdotool search --onlyvisible --class 'firefox|libreoffice|soffice' > /dev/
 done
 systemctl is-active -q program";
 
-/// Ends the program, starts it again, and says after how many milliseconds it has shown a window.
+/// Ends the program, starts it again, and says after how many milliseconds it has shown a window, and after how many page faults.
 fn again(start_it: &str, is_cold: bool) -> String {
     let drop = if is_cold {
         "echo 3 > /proc/sys/vm/drop_caches"
@@ -245,7 +256,8 @@ sync
 began=$(date +%s%N)
 systemd-run -q --collect --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
 {WINDOW}
-echo $(( ($(date +%s%N) - began) / 1000000 ))"
+echo $(( ($(date +%s%N) - began) / 1000000 )) $({})",
+        faults_of("program")
     )
 }
 

@@ -47,7 +47,8 @@ pub struct Way {
 
 fn monitor(lab: &Lab, vm: &str) -> anyhow::Result<Qmp> {
     let socket = VmDirectory::of(lab.directory(), vm).qmp();
-    Ok(Qmp::connect(&socket, Duration::from_secs(10))?)
+    // While `savevm` writes RAM, QEMU answers nobody.
+    Ok(Qmp::connect(&socket, LIMIT)?)
 }
 
 fn prepare_migration(qmp: &mut Qmp, form: Form) -> anyhow::Result<()> {

@@ -455,6 +455,11 @@ impl Machine {
         self.domain.as_deref()
     }
 
+    /// Whether its library can stop it, and lets it go on when this daemon dies.
+    pub const fn can_stop(&self) -> bool {
+        self.can_stop
+    }
+
     pub const fn id(&self) -> VmId {
         self.id
     }

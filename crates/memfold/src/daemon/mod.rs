@@ -15,6 +15,7 @@ mod borrowing;
 mod brake;
 mod changes;
 mod copy_out;
+mod cut_off;
 mod error;
 mod estimate;
 mod figures;
@@ -490,6 +491,19 @@ impl Daemon {
         };
         let machine = self.take_on(vm, name, request.domain.clone(), origin)?;
         self.write_attached();
+        let daemon = self.clone();
+        let undone = machine.clone();
+        let undo = move || {
+            if let Some(_saving) = undone.try_save() {
+                daemon.undo_cut_off(&undone);
+            }
+        };
+        let spawned = std::thread::Builder::new()
+            .name("cut-off".into())
+            .spawn(undo);
+        if let Err(error) = spawned {
+            warn!(vm = name, %error, "a save that was cut off is undone by the next");
+        }
         Ok(machine.info())
     }
 
@@ -659,8 +673,8 @@ fn max_map_count() -> Option<usize> {
 /// Has a VM that was taken over use its disks as before a save that was cut off with its daemon. QEMU may take a while to stop copying.
 fn let_go_of_disks(machine: Arc<Machine>) {
     let work = move || {
-        if let Some(_saving) = machine.try_save() {
-            save::let_go_of_disks(machine.vm(), &|| machine.monitor());
+        if let (Some(_saving), Some(spec)) = (machine.try_save(), machine.vm().spec()) {
+            save::let_go_of_disks(spec, &|| machine.monitor());
         }
     };
     let spawned = std::thread::Builder::new().name("disks".into()).spawn(work);

@@ -1,6 +1,6 @@
 //! Snapshots and clones of the daemon's VMs.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -11,6 +11,7 @@ use memfold_wire::library::Range;
 use rustix::process::Pid;
 use tracing::{debug, info};
 
+use super::cut_off::Noted;
 use super::ksm::Still;
 use super::machine::Machine;
 use super::segments::{being_saved, recall_segments};
@@ -22,11 +23,12 @@ use crate::snapshot::free::{self, Frames};
 use crate::snapshot::identity::{HAS_GENERATION_ID, Plan};
 use crate::snapshot::manifest::Steps;
 use crate::snapshot::restore::OwnDisks;
+use crate::snapshot::save::Subject;
 use crate::snapshot::working_set::{self, WorkingSet};
 use crate::snapshot::{
     Keep, Manifest, Progress, Shelf, SnapshotError, SnapshotInfo, Step, restore, save, shelf,
 };
-use crate::vm::{AgentError, AgentLink, Incoming, LaunchError, SegmentSpec};
+use crate::vm::{AgentError, AgentLink, Incoming, LaunchError, Qmp, SegmentSpec};
 
 /// How long a guest may take to write back what is dirty, and, if nothing else is said, to drop its caches.
 const DROP_TIMEOUT: Duration = Duration::from_secs(120);
@@ -69,14 +71,6 @@ impl Daemon {
     ) -> Result<Manifest, DaemonError> {
         let began = Instant::now();
         let machine = self.machine(&request.vm)?;
-        if let Some(domain) = machine.libvirt() {
-            return Err(SnapshotError::Impossible(format!(
-                "VM '{}' is libvirt's domain '{domain}', and memfold can't start a QEMU with the same devices for its snapshot; use virsh save or virsh snapshot-create-as, which work while it is folded",
-                request.vm
-            ))
-            .into());
-        }
-        let (spec, ..) = save::refuse(machine.vm())?;
         let Some(_saving) = machine.try_save() else {
             return Err(SnapshotError::Impossible(
                 "a snapshot of this VM is being made; wait until it is done".into(),
@@ -87,10 +81,12 @@ impl Daemon {
         if self.shelf.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
-        save::mend(machine.vm(), || machine.monitor())?;
+        self.undo_cut_off(&machine);
+        let subject = subject(&machine)?;
+        save::mend(&subject, || machine.monitor())?;
         let progress = self.uses.begin(&request.name)?;
         // What its disks are built on isn't removed before the new snapshot says that it needs it.
-        let below = restore::below(&self.shelf, spec).into_iter();
+        let below = restore::below(&self.shelf, subject.spec()).into_iter();
         let below = below.filter(|name| *name != request.name);
         let _below = below
             .map(|name| self.uses.begin(&name))
@@ -102,12 +98,26 @@ impl Daemon {
         match request.keep {
             Keep::None => {}
             Keep::All => {
-                return self.save_dropped(&machine, request, of_boot, began, None, &progress);
+                return self.save_dropped(
+                    (&machine, &subject),
+                    request,
+                    of_boot,
+                    began,
+                    None,
+                    &progress,
+                );
             }
             Keep::Hot => {
                 progress.begin("the guest writes back what is dirty", 0);
                 write_back(&machine)?;
-                return self.save_dropped(&machine, request, of_boot, began, None, &progress);
+                return self.save_dropped(
+                    (&machine, &subject),
+                    request,
+                    of_boot,
+                    began,
+                    None,
+                    &progress,
+                );
             }
         }
         progress.begin("the guest writes back what is dirty", 0);
@@ -121,8 +131,16 @@ impl Daemon {
             Ok(None) => Ok(()),
             _ => machine.run(TRACE, LIST_TIMEOUT).map(drop),
         };
-        let saved = dropped
-            .and_then(|kept| self.save_dropped(&machine, request, of_boot, began, kept, &progress));
+        let saved = dropped.and_then(|kept| {
+            self.save_dropped(
+                (&machine, &subject),
+                request,
+                of_boot,
+                began,
+                kept,
+                &progress,
+            )
+        });
         // Of what went while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
             info!(vm = request.vm, %error, "no inventory after the save");
@@ -132,7 +150,7 @@ impl Daemon {
 
     fn save_dropped(
         &self,
-        machine: &Machine,
+        (machine, subject): (&Machine, &Subject),
         request: &SaveRequest,
         of_boot: Option<String>,
         began: Instant,
@@ -151,12 +169,21 @@ impl Daemon {
         let listing = Instant::now();
         let merging = request.live.then(|| self.stop_merging()).transpose()?;
         let agent = machine.agent();
+        let noted = (machine.vm().spec().is_none())
+            .then(|| self.note_save(machine, subject.spec()))
+            .transpose()
+            .map_err(|source| DaemonError::State {
+                path: self.options.state.clone(),
+                source,
+            })?;
         let held = Held {
             daemon: self,
             machine,
             agent: agent.as_deref(),
             quiet: RefCell::default(),
             merging: RefCell::new(merging),
+            stopped: Cell::new(false),
+            noted,
         };
         let free = held.free_pages();
         // Devices that write past the page tables: nobody would keep what they write to.
@@ -185,7 +212,7 @@ impl Daemon {
             steps,
         };
         let manifest = save::save(
-            machine.vm(),
+            (machine.vm(), subject),
             || machine.monitor(),
             &self.shelf,
             &saving,
@@ -363,7 +390,12 @@ impl Daemon {
             return Ok(());
         };
         let _alone = machine.save_right();
-        let taken = save::take_back(machine.vm(), || machine.monitor(), &place);
+        // What others started writes its own disks, which are copies in a snapshot.
+        if machine.vm().spec().is_none() {
+            return Ok(());
+        }
+        let subject = subject(&machine)?;
+        let taken = save::take_back((machine.vm(), &subject), || machine.monitor(), &place);
         if let Err(error) = taken {
             // It runs on with what QEMU has open.
             tracing::warn!(vm, snapshot = name, %error, "it can't be saved again until it is started anew");
@@ -528,6 +560,11 @@ fn no_plan(error: &std::io::Error) -> SnapshotError {
     ))
 }
 
+fn subject(machine: &Machine) -> Result<Subject, SnapshotError> {
+    let known = (machine.name(), machine.domain());
+    Subject::of(machine.vm(), known, &mut machine.monitor())
+}
+
 /// Has the guest write what is dirty to its disks, which are to hold what it has cached.
 fn write_back(machine: &Machine) -> Result<(), DaemonError> {
     let wrote = machine.run("sync", DROP_TIMEOUT)?;
@@ -572,6 +609,10 @@ struct Held<'a> {
     /// While the VM stands still.
     quiet: RefCell<Option<MutexGuard<'a, ()>>>,
     merging: RefCell<Option<MergingStops<'a>>>,
+    /// Whether it stands still for this.
+    stopped: Cell<bool>,
+    /// Of a VM that memfold didn't start.
+    noted: Option<Noted>,
 }
 
 impl Held<'_> {
@@ -581,6 +622,9 @@ impl Held<'_> {
         self.machine.look_again();
         if let Some(problem) = self.machine.problem() {
             return Err(problem);
+        }
+        if self.agent.is_none() {
+            return Err("its guest has no agent of memfold's".to_owned());
         }
         self.tell("tracked", Command::Track)?;
         let listed = self.machine.run(free::LIST, LIST_TIMEOUT);
@@ -611,12 +655,30 @@ impl Held<'_> {
 }
 
 impl save::Hold for Held<'_> {
-    fn stop(&self) -> Result<(), String> {
+    fn stop(&self, qmp: &mut Qmp) -> Result<(), String> {
         self.quiet.replace(self.agent.map(AgentLink::quiet));
-        self.tell("stopped", Command::Hold)
+        if self.machine.can_stop() {
+            self.tell("stopped", Command::Hold)?;
+            self.stopped.set(true);
+            return Ok(());
+        }
+        // The library has no monitor, so that nobody in QEMU lets the VM go on when we die: the next daemon does.
+        let failed = |error: &dyn std::fmt::Display| format!("the VM can't be stopped: {error}");
+        if self.machine.vm().has_library() {
+            self.tell("left alone", Command::LeaveAlone)?;
+        }
+        if let Some(noted) = &self.noted {
+            noted.stopped(true).map_err(|error| failed(&error))?;
+        }
+        self.stopped.set(true);
+        qmp.query("stop").map_err(|error| failed(&error))?;
+        Ok(())
     }
 
     fn untrack(&self) -> Result<(), String> {
+        if !self.machine.vm().has_library() {
+            return Ok(());
+        }
         self.tell("left untracked", Command::Untrack)
     }
 
@@ -626,8 +688,20 @@ impl save::Hold for Held<'_> {
         })
     }
 
-    fn go_on(&self) -> Result<(), String> {
-        let done = self.tell("let go on", Command::GoOn);
+    fn go_on(&self, qmp: &mut Qmp) -> Result<(), String> {
+        if !self.stopped.replace(false) {
+            return Ok(());
+        }
+        let done = if self.machine.can_stop() {
+            self.tell("let go on", Command::GoOn)
+        } else {
+            let done = qmp.query("cont").map(drop);
+            if let (Ok(()), Some(noted)) = (&done, &self.noted) {
+                // If it can't be written, the next daemon lets a VM go on that runs.
+                let _ = noted.stopped(false);
+            }
+            done.map_err(|error| error.to_string())
+        };
         self.quiet.take();
         done
     }

@@ -126,6 +126,8 @@ pub enum Command {
     Untrack(VmId, SyncSender<Result<(), String>>),
     /// Let a VM go on that was stopped, still held for the rest of its snapshot.
     GoOn(VmId, SyncSender<Result<(), String>>),
+    /// Do nothing with a VM, which others stop for a snapshot, until [`Command::Release`].
+    LeaveAlone(VmId, SyncSender<Result<(), String>>),
     /// Stop a VM for a snapshot; nothing else is done with it until [`Command::Release`]. It also goes on when this daemon dies.
     Hold(VmId, SyncSender<Result<(), String>>),
     /// The snapshot needs the VM no longer.
@@ -464,6 +466,11 @@ impl Engine {
             }
             Command::GoOn(id, answer) => {
                 if answer.send(self.hold(id, &Order::Continue, None)).is_err() {
+                    self.release(id);
+                }
+            }
+            Command::LeaveAlone(id, answer) => {
+                if answer.send(self.leave_alone(id)).is_err() {
                     self.release(id);
                 }
             }

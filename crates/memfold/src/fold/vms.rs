@@ -203,8 +203,7 @@ impl Engine {
         let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
         match vm.guest.order(order, descriptor) {
             Ok(Reply::Ok) => {
-                let before = vm.stats.problem.replace(HELD.to_owned());
-                vm.held.get_or_insert(Held { after: before });
+                vm.be_held();
                 Ok(())
             }
             Ok(Reply::Error { reason }) => Err(reason),
@@ -214,6 +213,13 @@ impl Engine {
                 Err(error.to_string())
             }
         }
+    }
+
+    /// Leaves a VM alone until [`Engine::release`]. Its writes may be tracked already.
+    pub(super) fn leave_alone(&mut self, id: VmId) -> Result<(), String> {
+        let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
+        vm.be_held();
+        Ok(())
     }
 
     pub(super) fn release(&mut self, id: VmId) {
@@ -319,6 +325,11 @@ impl Engine {
 }
 
 impl VmState {
+    fn be_held(&mut self) {
+        let before = self.stats.problem.replace(HELD.to_owned());
+        self.held.get_or_insert(Held { after: before });
+    }
+
     /// Has the library forget blocks that are gone, before something else lies there.
     fn forget_blocks(&mut self) -> Result<(), GuestError> {
         while let Some(hva) = self.gone_blocks.last() {

@@ -60,9 +60,9 @@ struct Names {
 }
 
 impl Names {
-    fn of(disk: usize) -> Self {
+    fn of(spec: &VmSpec, disk: usize) -> Self {
         Self {
-            disk: format!("disk{disk}"),
+            disk: spec.disk_node(disk),
             before: format!("save-before{disk}"),
             access: format!("save-access{disk}"),
             old: format!("save-old{disk}"),
@@ -72,11 +72,11 @@ impl Names {
     }
 }
 
-/// Disks that the VM writes in place.
+/// Disks that the VM writes in place; of one that memfold didn't start, those too that it only reads.
 fn in_place(spec: &VmSpec) -> impl Iterator<Item = usize> + '_ {
     let disks = spec.disks.iter().enumerate();
     disks
-        .filter(|(_, disk)| !disk.read_only && !disk.snapshot)
+        .filter(|(_, disk)| !disk.snapshot && (!disk.read_only || spec.foreign.is_some()))
         .map(|(number, _)| number)
 }
 
@@ -88,7 +88,7 @@ pub(super) fn prepare(
 ) -> Result<Vec<Copied>, SnapshotError> {
     let devices = qmp.query("query-block")?;
     let held = |disk| {
-        let device = device(&devices, disk)?;
+        let device = device(&devices, spec, disk)?;
         device["inserted"]["image"]["actual-size"].as_u64()
     };
     let bytes = in_place(spec).filter_map(held).sum();
@@ -101,8 +101,8 @@ pub(super) fn prepare(
     }
     let mut copies = Vec::new();
     for disk in in_place(spec) {
-        let names = Names::of(disk);
-        let device = device(&devices, disk)
+        let names = Names::of(spec, disk);
+        let device = device(&devices, spec, disk)
             .filter(|device| device["inserted"]["node-name"] == *names.disk)
             .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
         let copy = Copied {
@@ -145,10 +145,16 @@ pub(super) fn prepare(
     Ok(copies)
 }
 
+fn written<'a>(spec: &'a VmSpec, copies: &'a [Copied]) -> impl Iterator<Item = &'a Copied> {
+    copies
+        .iter()
+        .filter(|copy| !spec.disks[copy.disk].read_only)
+}
+
 /// From now on what the VM writes over is put aside. The VM stands still.
-pub(super) fn begin(qmp: &mut Qmp, copies: &[Copied]) -> Result<(), SnapshotError> {
-    for copy in copies {
-        let names = Names::of(copy.disk);
+pub(super) fn begin(qmp: &mut Qmp, spec: &VmSpec, copies: &[Copied]) -> Result<(), SnapshotError> {
+    for copy in written(spec, copies) {
+        let names = Names::of(spec, copy.disk);
         qmp.execute(
             "blockdev-add",
             json!({
@@ -173,23 +179,25 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     let bytes = copies.iter().map(|copy| copy.bytes).sum();
     progress.begin("disks copied", bytes);
     for copy in copies {
-        let names = Names::of(copy.disk);
-        monitor().execute(
-            "blockdev-add",
-            json!({ "driver": "snapshot-access", "node-name": names.access, "file": names.before, "discard": "unmap" }),
-        )?;
-        monitor().execute(
-            "blockdev-backup",
-            json!({
-                "job-id": names.job, "device": names.access, "target": names.new, "sync": "full", "auto-dismiss": false,
-                // What is copied needs not be put aside any more.
-                "discard-source": true,
-            }),
-        )?;
+        let names = Names::of(spec, copy.disk);
+        // What nobody writes is copied as it is.
+        let mut job = json!({
+            "job-id": names.job, "device": names.disk, "target": names.new, "sync": "full", "auto-dismiss": false,
+        });
+        if !spec.disks[copy.disk].read_only {
+            monitor().execute(
+                "blockdev-add",
+                json!({ "driver": "snapshot-access", "node-name": names.access, "file": names.before, "discard": "unmap" }),
+            )?;
+            job["device"] = names.access.into();
+            // What is copied needs not be put aside any more.
+            job["discard-source"] = true.into();
+        }
+        monitor().execute("blockdev-backup", job)?;
     }
     // All of them go on side by side: what is put aside for a disk grows until it is copied.
     for copy in copies {
-        let names = Names::of(copy.disk);
+        let names = Names::of(spec, copy.disk);
         let enough = || enough_room(draft.path(), 0);
         job::finish(monitor, &names.job, COPY_TIMEOUT, Some(progress), enough)
             .map_err(|why| SnapshotError::Impossible(words(copy.disk, &why)))?;
@@ -258,20 +266,21 @@ pub(super) fn remove<M: DerefMut<Target = Qmp>>(
     spec: &VmSpec,
 ) -> Result<(), SnapshotError> {
     // One that can't be let go of is no reason to keep the others.
-    let all = in_place(spec).map(|disk| remove_one(monitor, disk));
+    let all = in_place(spec).map(|disk| remove_one(monitor, spec, disk));
     all.fold(Ok(()), Result::and)
 }
 
 fn remove_one<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
+    spec: &VmSpec,
     disk: usize,
 ) -> Result<(), SnapshotError> {
-    let names = Names::of(disk);
+    let names = Names::of(spec, disk);
     cancel(monitor, &names.job).map_err(SnapshotError::Qemu)?;
     let mut qmp = monitor();
     delete(&mut qmp, &names.access)?;
     let devices = qmp.query("query-block")?;
-    if let Some(device) = device(&devices, disk) {
+    if let Some(device) = device(&devices, spec, disk) {
         if device["inserted"]["node-name"] == *names.before {
             let path = device["qdev"].as_str().unwrap_or_default();
             set_drive(&mut qmp, path, &names.disk)?;

@@ -44,7 +44,7 @@ pub(super) fn prepare(
     let mut frozen: Vec<Frozen> = Vec::new();
     let mut sizes: Vec<u64> = Vec::new();
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
-        let active = active(&devices, &nodes, disk)
+        let active = active(&devices, &nodes, spec, disk)
             .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
         // It may be in its guest's hands: what it names is no reason for root to touch a file that isn't the VM's.
         if spec.user.is_some() && !overlays.contains(&active.file) {
@@ -198,13 +198,13 @@ pub(super) fn lain(
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
         let kept = snapshot.join(disk_name(disk));
         let is_open = identity(&kept).is_ok_and(|file| open.contains(&file));
-        let Some(top) = active(&devices, &nodes, disk).filter(|_| is_open) else {
+        let Some(top) = active(&devices, &nodes, spec, disk).filter(|_| is_open) else {
             continue;
         };
         let (mut above, mut file) = (top.node, top.file);
         // What lies in other snapshots is built on by none that can be removed.
         while file.exists() {
-            let Some(next) = below(&nodes, disk, &above) else {
+            let Some(next) = below(&nodes, spec, disk, &above) else {
                 break;
             };
             let named = header(&file).unwrap_or_default();
@@ -263,28 +263,28 @@ pub(super) struct Below {
 }
 
 /// The device of a disk, as `query-block` tells of it.
-pub(super) fn device(devices: &Value, disk: usize) -> Option<&Value> {
+pub(super) fn device<'a>(devices: &'a Value, spec: &VmSpec, disk: usize) -> Option<&'a Value> {
     devices.as_array()?.iter().find(|device| {
-        let path = device["qdev"].as_str().unwrap_or_default();
-        path == format!("vd{disk}") || path.contains(&format!("/vd{disk}/"))
+        let place = device["qdev"].as_str().unwrap_or_default();
+        spec.is_disk(disk, place)
     })
 }
 
-pub(super) fn active(devices: &Value, nodes: &Value, disk: usize) -> Option<Active> {
-    let device = device(devices, disk)?;
+pub(super) fn active(devices: &Value, nodes: &Value, spec: &VmSpec, disk: usize) -> Option<Active> {
+    let device = device(devices, spec, disk)?;
     let inserted = &device["inserted"];
     let node = inserted["node-name"].as_str()?.to_owned();
     Some(Active {
-        file: file_of(nodes, disk, &node)?,
+        file: file_of(nodes, spec, disk, &node)?,
         virtual_bytes: inserted["image"]["virtual-size"].as_u64()?,
-        below: below(nodes, disk, &node),
+        below: below(nodes, spec, disk, &node),
         node,
     })
 }
 
 /// The file of a node of a disk's chain. It is a node of its own, which `vm run` names so, and we.
-fn file_of(nodes: &Value, disk: usize, node: &str) -> Option<PathBuf> {
-    let name = if node == format!("disk{disk}") {
+fn file_of(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> Option<PathBuf> {
+    let name = if node == spec.disk_node(disk) {
         first_file_node(disk)
     } else {
         file_node(node)
@@ -299,12 +299,12 @@ fn first_file_node(disk: usize) -> String {
 }
 
 /// When a node of a disk's chain was added; 0 for the first.
-fn age(disk: usize, name: &str) -> Option<u64> {
-    let rest = name.strip_prefix(&format!("disk{disk}"))?;
-    if rest.is_empty() {
+fn age(spec: &VmSpec, disk: usize, name: &str) -> Option<u64> {
+    if name == spec.disk_node(disk) {
         return Some(0);
     }
-    u64::from_str_radix(rest.strip_prefix('-')?, 16).ok()
+    let added = name.strip_prefix(&format!("disk{disk}-"))?;
+    u64::from_str_radix(added, 16).ok()
 }
 
 /// Has QEMU let go of overlays that a daemon added and was killed before they became part of a disk's chain. QEMU refuses that for
@@ -314,13 +314,13 @@ fn drop_unused(qmp: &mut Qmp, spec: &VmSpec, overlays: &[PathBuf]) -> Result<(),
     for disk in 0..spec.disks.len() {
         for name in nodes.as_array().into_iter().flatten() {
             let name = name["node-name"].as_str().unwrap_or_default();
-            if age(disk, name).is_none_or(|added| added == 0) {
+            if age(spec, disk, name).is_none_or(|added| added == 0) {
                 continue;
             }
             match qmp.execute("blockdev-del", json!({ "node-name": name })) {
                 Ok(_) => {
                     tracing::info!(node = name, "an overlay that a killed save left is removed");
-                    let file = file_of(&nodes, disk, name);
+                    let file = file_of(&nodes, spec, disk, name);
                     if let Some(file) =
                         file.filter(|file| spec.user.is_none() || overlays.contains(file))
                     {
@@ -336,8 +336,8 @@ fn drop_unused(qmp: &mut Qmp, spec: &VmSpec, overlays: &[PathBuf]) -> Result<(),
 }
 
 /// The overlay right below `node`, as QEMU opened it: the youngest of the older ones, all of which are in the chain.
-fn below(nodes: &Value, disk: usize, node: &str) -> Option<Below> {
-    let age = |name: &str| age(disk, name);
+fn below(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> Option<Below> {
+    let age = |name: &str| age(spec, disk, name);
     let own = age(node)?;
     let names = nodes
         .as_array()?
@@ -347,7 +347,7 @@ fn below(nodes: &Value, disk: usize, node: &str) -> Option<Below> {
     let (_, name) = older.filter(|(time, _)| *time < own).max()?;
     Some(Below {
         node: name.to_owned(),
-        file: file_of(nodes, disk, name)?,
+        file: file_of(nodes, spec, disk, name)?,
     })
 }
 
@@ -415,7 +415,7 @@ pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), 
     let devices = qmp.query("query-block")?;
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     for (number, disk) in spec.disks.iter().enumerate() {
-        let files = match active(&devices, &nodes, number) {
+        let files = match active(&devices, &nodes, spec, number) {
             Some(active) if disk.snapshot => chain(&active.file)?.into_iter().skip(1).collect(),
             _ => vec![disk.path.clone()],
         };

@@ -18,7 +18,7 @@ pub fn check(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
     let disks = qmp.query("query-block")?;
     let memory = qmp.query("query-memory-devices")?;
     let problem = blocked(&migration)
-        .or_else(|| foreign_disk(&disks, spec.disks.len()))
+        .or_else(|| foreign_disk(&disks, spec))
         .or_else(|| plugged_memory(&memory));
     match problem {
         Some(why) => Err(SnapshotError::Impossible(why)),
@@ -51,10 +51,10 @@ fn blocked(migration: &Value) -> Option<String> {
 }
 
 /// A disk that can be written and is none of the description's. Firmware's variables are RAM, too.
-fn foreign_disk(devices: &Value, disks: usize) -> Option<String> {
+fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
     let known = |device: &Value| {
         let path = device["qdev"].as_str().unwrap_or_default();
-        (0..disks).any(|n| path == format!("vd{n}") || path.contains(&format!("/vd{n}/")))
+        (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))
     };
     let name = |device: &Value| {
         let named = ["device", "qdev"]
@@ -70,7 +70,7 @@ fn foreign_disk(devices: &Value, disks: usize) -> Option<String> {
         .filter(|device| device["inserted"].is_object() && device["inserted"]["ro"] != true)
         .filter(|device| !known(device))
         .map(|device| name(device).unwrap_or_else(|| "without a name".into()))
-        .find(|name| !name.contains("pflash"))?;
+        .find(|name| !name.contains("flash"))?;
     Some(format!(
         "it has a disk that is not in its description ('{foreign}'), which would not be part of the snapshot; give it as one of its disks (--disk), or read-only"
     ))
@@ -123,6 +123,8 @@ fn plugged_device(qmp: &mut Qmp) -> Result<(), SnapshotError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vm::DiskSpec;
+    use memfold_units::ByteSize;
 
     #[test]
     fn what_a_snapshot_would_lack_is_named() {
@@ -151,9 +153,14 @@ mod tests {
             { "device": "ide2-cd0", "qdev": "x" },
             { "device": "pflash1", "inserted": file },
         ]);
-        assert_eq!(foreign_disk(&fine, 2), None);
-        assert!(foreign_disk(&fine, 1).unwrap().contains("'vd1'"));
+        let with = |disks: usize| {
+            let mut spec = VmSpec::new("a", ByteSize::mib(64));
+            spec.disks = (0..disks).map(|n| DiskSpec::new(format!("/{n}"))).collect();
+            spec
+        };
+        assert_eq!(foreign_disk(&fine, &with(2)), None);
+        assert!(foreign_disk(&fine, &with(1)).unwrap().contains("'vd1'"));
         let foreign = json!([{ "device": "data", "qdev": "/machine/peripheral-anon/device[3]/virtio-backend", "inserted": file }]);
-        assert!(foreign_disk(&foreign, 1).unwrap().contains("'data'"));
+        assert!(foreign_disk(&foreign, &with(1)).unwrap().contains("'data'"));
     }
 }

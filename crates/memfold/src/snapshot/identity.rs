@@ -12,7 +12,7 @@ use std::io::{self, Read};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::vm::{Network, VmDirectory, VmSpec};
+use crate::vm::{VmDirectory, VmSpec};
 
 /// File in a VM's directory: a [`Plan`] that is still to be carried out.
 const FILE: &str = "renewal.json";
@@ -90,7 +90,7 @@ impl Plan {
             ),
             machine_id: format!("{high:016x}{low:016x}"),
             mac,
-            cards: usize::from(spec.network != Network::None),
+            cards: spec.cards(),
         })
     }
 
@@ -271,6 +271,7 @@ fn is_shell(script: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vm::Network;
     use memfold_units::ByteSize;
 
     fn plan(renew: Renew) -> Plan {

@@ -158,6 +158,9 @@ pub struct Manifest {
     pub devices: FileFacts,
     /// Disks, in the order of the description.
     pub disks: Vec<SavedDisk>,
+    /// `file0` and so on: files that its command line names, of a VM that memfold didn't start.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub files: Vec<FileFacts>,
     /// Time from the VM's stop to its going on, in milliseconds.
     pub pause_ms: f64,
     /// Time of the whole save, in milliseconds.
@@ -296,6 +299,7 @@ pub(super) mod tests {
             sums: none.clone(),
             devices: none,
             disks: Vec::new(),
+            files: Vec::new(),
             pause_ms: 1.5,
             save_ms: 2.0,
             steps: Steps::default(),

@@ -34,6 +34,7 @@ pub use identity::{Renew, Renewal};
 pub use manifest::{Keep, Manifest, SnapshotInfo};
 pub use shelf::{DEFAULT_SHELF, Shelf};
 
+use crate::vm::foreign::ForeignError;
 use crate::vm::{QmpError, RamError};
 
 /// Why something was not done with a snapshot. Nothing is half done then.
@@ -62,6 +63,9 @@ pub enum SnapshotError {
     /// This VM can't be saved or restored.
     #[error("{0}")]
     Impossible(String),
+    /// No other QEMU can be like this one, which memfold didn't start.
+    #[error(transparent)]
+    Foreign(#[from] ForeignError),
     /// QEMU didn't do what was asked.
     #[error("{0}")]
     Qemu(String),

@@ -21,8 +21,8 @@ use serde_json::json;
 
 use super::image::{CHUNK_PAGES, Data, ImageBlock};
 use super::manifest::{Manifest, SavedDisk};
-use super::save::modified_ns;
-use super::shelf::{DEVICES, RAM};
+use super::save::{file_name, modified_ns};
+use super::shelf::{DEVICES, RAM, facts};
 use super::{Progress, Shelf, SnapshotError};
 use crate::store::{StoreIdentity, mapped};
 use crate::vm::{DiskFormat, DiskSpec, Qmp, Vm, VmSpec};
@@ -43,9 +43,21 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
     // Clones go back to nothing: it is the saved one that was booted.
     spec.boot_snapshot &= name == manifest.vm;
     name.clone_into(&mut spec.name);
+    if let Some(foreign) = &mut spec.foreign {
+        for disk in &mut foreign.disks {
+            disk.node.clone_from(&disk.drive);
+        }
+        check_files(manifest, &place)?;
+        for file in &mut foreign.files {
+            *file = place.join(&file);
+        }
+    }
     for (disk, saved) in spec.disks.iter_mut().zip(&manifest.disks) {
         check_disk(&manifest.name, &place, saved)?;
-        if !saved.read_only {
+        if is_copied(saved) && saved.read_only {
+            *disk = DiskSpec::new(place.join(&saved.path));
+            (disk.format, disk.read_only) = (Some(DiskFormat::Qcow2), true);
+        } else if !saved.read_only {
             let cache = disk.cache;
             let aio = disk.aio;
             *disk = DiskSpec::new(place.join(&saved.path));
@@ -54,6 +66,30 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
         }
     }
     Ok(spec)
+}
+
+/// Whether a disk lies in the snapshot.
+fn is_copied(saved: &SavedDisk) -> bool {
+    saved.xxh3_128.is_some() && saved.path.is_relative()
+}
+
+/// Whether the files that a command line names are as they were.
+fn check_files(manifest: &Manifest, place: &Path) -> Result<(), SnapshotError> {
+    for (number, saved) in manifest.files.iter().enumerate() {
+        let path = place.join(file_name(number));
+        let now = File::open(&path).and_then(facts);
+        let now = now.map_err(|source| SnapshotError::Files {
+            path: path.clone(),
+            source,
+        })?;
+        if now != *saved {
+            return Err(SnapshotError::Broken {
+                name: manifest.name.clone(),
+                why: format!("{} was changed since", path.display()),
+            });
+        }
+    }
+    Ok(())
 }
 
 fn check_disk(name: &str, place: &Path, saved: &SavedDisk) -> Result<(), SnapshotError> {

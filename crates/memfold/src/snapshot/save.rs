@@ -41,6 +41,7 @@ use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
 use super::shorten::shorten;
 use super::{Shelf, SnapshotError, parts};
 use crate::progress::Progress;
+use crate::vm::foreign;
 use crate::vm::{DiskFormat, Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
 
 /// What is to be saved, and how.
@@ -73,26 +74,88 @@ pub struct Request {
     pub generation_id: bool,
 }
 
-/// Why a VM can't be saved, by what it is.
-pub fn refuse(vm: &Vm) -> Result<(&VmSpec, &Record, &VmDirectory), SnapshotError> {
-    let (Some(spec), Some(record), Some(directory)) = (vm.spec(), vm.record(), vm.directory())
-    else {
-        return Err(SnapshotError::Impossible(
-            "the VM was not started by memfold, which can't start a QEMU with the same devices for its snapshot; start it with 'memfold vm run'".into(),
-        ));
-    };
-    if spec.swap.is_some() {
-        return Err(SnapshotError::Impossible(
-            "it has a swap disk (swap = ...), and a snapshot would lack what lies in it; start it without one".into(),
-        ));
+/// The VM that is saved: what it is, and what was started.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    spec: VmSpec,
+    record: Record,
+    /// Its files; none of one that memfold didn't start. Its disks are all its own.
+    directory: Option<VmDirectory>,
+}
+
+impl Subject {
+    /// A VM, of which the daemon knows name and trust domain; or why it can't be saved, by what it is.
+    pub fn of(
+        vm: &Vm,
+        (name, domain): (&str, Option<&str>),
+        qmp: &mut Qmp,
+    ) -> Result<Self, SnapshotError> {
+        let (Some(spec), Some(record)) = (vm.spec(), vm.record()) else {
+            let (spec, record) = foreign::describe(vm, name, domain, qmp)?;
+            return Ok(Self {
+                spec,
+                record,
+                directory: None,
+            });
+        };
+        if spec.swap.is_some() {
+            return Err(SnapshotError::Impossible(
+                "it has a swap disk (swap = ...), and a snapshot would lack what lies in it; start it without one".into(),
+            ));
+        }
+        Ok(Self {
+            spec: spec.clone(),
+            record: record.clone(),
+            directory: vm.directory().cloned(),
+        })
     }
-    Ok((spec, record, directory))
+
+    /// Its description.
+    #[must_use]
+    pub const fn spec(&self) -> &VmSpec {
+        &self.spec
+    }
+
+    fn record_now(&self) -> Record {
+        let directory = self.directory.as_ref();
+        directory
+            .and_then(|place| VmDirectory::read_json(&place.record()).ok())
+            .filter(|now: &Record| now.process == self.record.process)
+            .unwrap_or_else(|| self.record.clone())
+    }
+
+    /// Its temporary overlays that are there.
+    fn overlays_now(&self) -> Vec<PathBuf> {
+        let mut overlays = self.record_now().overlays;
+        overlays.retain(|overlay| overlay.exists());
+        overlays
+    }
+
+    /// Notes which temporary files go with the VM.
+    fn write_overlays(&self, overlays: &[PathBuf]) -> Result<(), SnapshotError> {
+        let Some(directory) = &self.directory else {
+            return Ok(());
+        };
+        // The VM may have ended meanwhile, and another may have got its name.
+        let is_other = |now: Record| now.process != self.record.process;
+        if VmDirectory::read_json(&directory.record()).is_ok_and(is_other) {
+            return Ok(());
+        }
+        let mut record = self.record_now();
+        record.overlays = overlays.to_vec();
+        directory
+            .write_json(&directory.record(), &record)
+            .map_err(|source| SnapshotError::Files {
+                path: directory.record(),
+                source,
+            })
+    }
 }
 
 /// How a VM is stopped for its snapshot. What is dropped lets it go on, and folds it again.
 pub trait Hold {
-    /// Stops the VM.
-    fn stop(&self) -> Result<(), String>;
+    /// Stops the VM, whose monitor this is.
+    fn stop(&self, qmp: &mut Qmp) -> Result<(), String>;
 
     /// Has the library keep what these ranges hold, in this file.
     fn keep_past(&self, ranges: Vec<Range>, file: OwnedFd) -> Result<(), String>;
@@ -100,8 +163,8 @@ pub trait Hold {
     /// Tracks the VM's writes no more.
     fn untrack(&self) -> Result<(), String>;
 
-    /// Lets the VM go on.
-    fn go_on(&self) -> Result<(), String>;
+    /// Lets the VM go on, if it was stopped.
+    fn go_on(&self, qmp: &mut Qmp) -> Result<(), String>;
 
     /// Nothing more is needed of the VM.
     fn let_go(&self);
@@ -109,51 +172,51 @@ pub trait Hold {
 
 /// Refuses a VM that can't be saved as it is now, and puts right what an earlier save has left that was cut off. The VM runs meanwhile.
 pub fn mend<M: DerefMut<Target = Qmp>>(
-    vm: &Vm,
+    subject: &Subject,
     monitor: impl Fn() -> M,
 ) -> Result<(), SnapshotError> {
-    let (spec, record, directory) = refuse(vm)?;
+    let spec = &subject.spec;
     hardware::check(&mut monitor(), spec)?;
     copy::remove(&monitor, spec)?;
-    shorten(&monitor, spec, &record_now(directory, record).overlays)
+    shorten(&monitor, spec, &subject.record_now().overlays)
 }
 
 /// Saves a VM. `monitor` gives its monitor, which others may use while RAM is copied.
 pub fn save<M: DerefMut<Target = Qmp>>(
-    vm: &Vm,
+    (vm, subject): (&Vm, &Subject),
     monitor: impl Fn() -> M,
     shelf: &Shelf,
     request: &Request,
     hold: &impl Hold,
     progress: &Progress,
 ) -> Result<Manifest, SnapshotError> {
-    let made = attempt(vm, &monitor, shelf, request, hold, progress);
+    let made = attempt((vm, subject), &monitor, shelf, request, hold, progress);
     if made.is_err() {
-        let_go_of_disks(vm, &monitor);
+        let_go_of_disks(&subject.spec, &monitor);
         go_on_with_room(vm, &monitor);
     }
     made
 }
 
 fn attempt<M: DerefMut<Target = Qmp>>(
-    vm: &Vm,
+    (vm, subject): (&Vm, &Subject),
     monitor: &impl Fn() -> M,
     shelf: &Shelf,
     request: &Request,
     hold: &impl Hold,
     progress: &Progress,
 ) -> Result<Manifest, SnapshotError> {
-    let (spec, record, directory) = refuse(vm)?;
+    let Subject { spec, record, .. } = subject;
     let draft = shelf.draft(&request.name)?;
     let (ram, sums) = (draft.file(RAM)?, draft.file(SUMS)?);
     let failed = |part: &str, source| SnapshotError::Files {
         path: draft.path().join(part),
         source,
     };
-    let before = overlays_now(directory, record);
+    let before = subject.overlays_now();
     let note = |new: &[PathBuf]| {
         let all: Vec<PathBuf> = before.iter().chain(new).cloned().collect();
-        write_overlays(directory, record, &all)
+        subject.write_overlays(&all)
     };
     let mut qmp = monitor();
     let spec_now = spec_now(vm, spec, &mut qmp)?;
@@ -162,13 +225,25 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         .and_then(|()| copy::prepare(&mut qmp, spec, &draft))
         .and_then(|copies| {
             let disks = (frozen.as_slice(), copies.as_slice());
-            let still = stand_still(vm, &mut qmp, &draft, &ram, disks, request, hold, progress)?;
+            let still = stand_still(
+                (vm, spec),
+                &mut qmp,
+                &draft,
+                &ram,
+                disks,
+                request,
+                hold,
+                progress,
+            )?;
             Ok((still, copies))
         });
     let (still, copies) = match stood {
         Ok(still) => still,
         Err(error) => {
             // First of all: what follows may wait for QEMU.
+            if let Err(error) = hold.go_on(&mut qmp) {
+                tracing::warn!(vm = vm.name(), error, "the VM was not let go on");
+            }
             hold.let_go();
             freeze::undo(&mut qmp, &frozen, note);
             return Err(error);
@@ -200,19 +275,21 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         let ram_bytes = ram.metadata().map_err(|e| failed(RAM, e))?.len();
         let (references, packed) =
             parts::take_apart(&draft, &ram, &disks, request, &mut steps, progress)?;
+        let mut spec_now = spec_now.clone();
+        let files = take_files(subject, &mut spec_now, &draft)?;
         let is_in_parts = references.is_some() || packed.is_some();
         Ok(Manifest {
             format: if is_in_parts { FORMAT_IN_PARTS } else { FORMAT },
             name: request.name.clone(),
             domain: request.domain.clone(),
-            vm: vm.name().to_owned(),
+            vm: spec.name.clone(),
             created_s: seconds_now(),
             memfold: env!("CARGO_PKG_VERSION").to_owned(),
             keep: request.keep,
             of_boot: request.of_boot.clone(),
             live: is_live,
             kept_pages,
-            spec: spec_now.clone(),
+            spec: spec_now,
             qemu: record.version,
             machine: record.machine.clone(),
             accel: record.accel.clone(),
@@ -228,6 +305,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             sums: facts(sums).map_err(|source| failed(SUMS, source))?,
             devices,
             disks,
+            files,
             pause_ms: milliseconds(pause),
             save_ms: milliseconds(request.began.elapsed()),
             steps,
@@ -242,8 +320,8 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         }
     };
     if made.is_ok() {
-        hand_over(vm, directory, record, &frozen);
-    } else if let Err(error) = go_back(monitor, spec, directory, record, &frozen) {
+        hand_over(vm, subject, &frozen);
+    } else if let Err(error) = go_back(monitor, subject, &frozen) {
         tracing::warn!(vm = vm.name(), %error, "its disks have an overlay more; the next save, or its end, removes that");
     }
     made
@@ -264,12 +342,9 @@ fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M)
 }
 
 /// Has a VM use the disks that it writes in place as before a save that has failed, or was cut off with its daemon.
-pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M) {
-    let Ok((spec, ..)) = refuse(vm) else {
-        return;
-    };
+pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl Fn() -> M) {
     if let Err(error) = copy::remove(monitor, spec) {
-        tracing::warn!(vm = vm.name(), %error, "what it writes over is still put aside; the next save, or its end, ends that");
+        tracing::warn!(vm = spec.name, %error, "what it writes over is still put aside; the next save, or its end, ends that");
     }
 }
 
@@ -291,26 +366,22 @@ fn copy_ram(
 /// Has the VM write to the overlays again that were frozen for a snapshot which will never be.
 fn go_back<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
-    spec: &VmSpec,
-    directory: &VmDirectory,
-    record: &Record,
+    subject: &Subject,
     frozen: &[Frozen],
 ) -> Result<(), SnapshotError> {
     for frozen in frozen {
         // The newer one's header names the snapshot's file, until it goes too.
         freeze::name_backing(&mut monitor(), &frozen.node, &frozen.path)?;
     }
-    shorten(monitor, spec, &record_now(directory, record).overlays)?;
-    let mut left = record_now(directory, record).overlays;
-    left.retain(|overlay| overlay.exists());
-    write_overlays(directory, record, &left)
+    shorten(monitor, &subject.spec, &subject.record_now().overlays)?;
+    subject.write_overlays(&subject.overlays_now())
 }
 
 /// The snapshot is made, also if the VM has died meanwhile: the frozen overlays are the snapshot's now.
-fn hand_over(vm: &Vm, directory: &VmDirectory, record: &Record, frozen: &[Frozen]) {
-    let mut overlays = record_now(directory, record).overlays;
+fn hand_over(vm: &Vm, subject: &Subject, frozen: &[Frozen]) {
+    let mut overlays = subject.record_now().overlays;
     overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
-    if let Err(error) = write_overlays(directory, record, &overlays) {
+    if let Err(error) = subject.write_overlays(&overlays) {
         tracing::warn!(vm = vm.name(), %error, "its record names overlays that belong to a snapshot now");
     }
     for frozen in frozen {
@@ -322,23 +393,19 @@ fn hand_over(vm: &Vm, directory: &VmDirectory, record: &Record, frozen: &[Frozen
 /// A snapshot is to be removed, and a VM goes on that was saved in it: what is frozen of its disks is its own again. Its next save merges that with what
 /// it has written since. Nothing is done for a VM whose disks aren't there.
 pub fn take_back<M: DerefMut<Target = Qmp>>(
-    vm: &Vm,
+    (vm, subject): (&Vm, &Subject),
     monitor: impl Fn() -> M,
     snapshot: &Path,
 ) -> Result<(), SnapshotError> {
-    let (Some(spec), Some(record), Some(directory)) = (vm.spec(), vm.record(), vm.directory())
-    else {
-        return Ok(());
-    };
     let mut qmp = monitor();
-    let lain = freeze::lain(vm.pid(), &mut qmp, spec, snapshot)?;
+    let lain = freeze::lain(vm.pid(), &mut qmp, &subject.spec, snapshot)?;
     if lain.is_empty() {
         return Ok(());
     }
     // Noted first: what is noted and isn't there does no harm.
-    let mut overlays = overlays_now(directory, record);
+    let mut overlays = subject.overlays_now();
     overlays.extend(lain.iter().map(|overlay| overlay.path.clone()));
-    write_overlays(directory, record, &overlays)?;
+    subject.write_overlays(&overlays)?;
     freeze::take_back(&mut qmp, &lain)
 }
 
@@ -357,7 +424,7 @@ struct Still<'a> {
 /// Stops the VM, does what has to be of one instant, and lets it go on.
 #[allow(clippy::too_many_arguments)] // parts of one save
 fn stand_still<'a>(
-    vm: &Vm,
+    (vm, spec): (&Vm, &VmSpec),
     qmp: &mut Qmp,
     draft: &Draft,
     ram: &'a File,
@@ -370,7 +437,7 @@ fn stand_still<'a>(
         path: draft.path().join(RAM),
         source,
     };
-    hold.stop().map_err(SnapshotError::Impossible)?;
+    hold.stop(qmp).map_err(SnapshotError::Impossible)?;
     let stopped = Instant::now();
     let mut steps = request.steps;
     let devices = device_state(qmp, draft)?;
@@ -405,11 +472,11 @@ fn stand_still<'a>(
     }
     steps.ram_ms = milliseconds(began.elapsed());
     let began = Instant::now();
-    copy::begin(qmp, copies)?;
+    copy::begin(qmp, spec, copies)?;
     freeze::switch(qmp, frozen)?;
     steps.disks_ms = milliseconds(began.elapsed());
     // The library lets it go on in any case, at the latest when its connection ends.
-    if let Err(error) = hold.go_on() {
+    if let Err(error) = hold.go_on(qmp) {
         tracing::warn!(vm = vm.name(), error, "the VM was not let go on");
     }
     Ok(Still {
@@ -595,7 +662,7 @@ fn take_over(
             } else {
                 disk.format().driver().to_owned()
             },
-            read_only: !is_ours,
+            read_only: !is_ours || disk.read_only,
             bytes: facts.len(),
             modified_ns: modified_ns(&facts),
             xxh3_128: is_ours.then(|| sum(&at)).transpose()?,
@@ -603,6 +670,41 @@ fn take_over(
         });
     }
     Ok(disks)
+}
+
+/// Copies the files that a foreign command line names.
+fn take_files(
+    subject: &Subject,
+    now: &mut VmSpec,
+    draft: &Draft,
+) -> Result<Vec<FileFacts>, SnapshotError> {
+    let Some(foreign) = &mut now.foreign else {
+        return Ok(Vec::new());
+    };
+    let mut taken = Vec::new();
+    for (number, path) in foreign.files.iter_mut().enumerate() {
+        let failed = |source| SnapshotError::Files {
+            path: path.clone(),
+            source,
+        };
+        let name = file_name(number);
+        let to = draft.file(&name)?;
+        // Those of a VM of memfold's are a snapshot's.
+        let user = subject
+            .spec
+            .user
+            .as_deref()
+            .filter(|_| subject.directory.is_none());
+        foreign::copy_file(path, &to, user).map_err(failed)?;
+        taken.push(facts(to).map_err(failed)?);
+        *path = name.into();
+    }
+    Ok(taken)
+}
+
+/// Name of a file of [`crate::vm::foreign`] in a snapshot.
+pub(super) fn file_name(number: usize) -> String {
+    format!("file{number}")
 }
 
 /// A disk's checksum.
@@ -654,39 +756,4 @@ pub(super) fn host_available_pages() -> io::Result<u64> {
     let kib = line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());
     kib.map(|kib| kib * 1024 / PAGE_SIZE)
         .ok_or_else(|| io::Error::other("/proc/meminfo has no MemAvailable"))
-}
-
-/// Its temporary overlays that are there.
-fn overlays_now(directory: &VmDirectory, record: &Record) -> Vec<PathBuf> {
-    let mut overlays = record_now(directory, record).overlays;
-    overlays.retain(|overlay| overlay.exists());
-    overlays
-}
-
-fn record_now(directory: &VmDirectory, record: &Record) -> Record {
-    VmDirectory::read_json(&directory.record())
-        .ok()
-        .filter(|now: &Record| now.process == record.process)
-        .unwrap_or_else(|| record.clone())
-}
-
-/// Notes which temporary files go with the VM.
-fn write_overlays(
-    directory: &VmDirectory,
-    record: &Record,
-    overlays: &[PathBuf],
-) -> Result<(), SnapshotError> {
-    // The VM may have ended meanwhile, and another may have got its name.
-    let is_other = |now: Record| now.process != record.process;
-    if VmDirectory::read_json(&directory.record()).is_ok_and(is_other) {
-        return Ok(());
-    }
-    let mut record = record_now(directory, record);
-    record.overlays = overlays.to_vec();
-    directory
-        .write_json(&directory.record(), &record)
-        .map_err(|source| SnapshotError::Files {
-            path: directory.record(),
-            source,
-        })
 }

@@ -34,7 +34,7 @@ pub(super) fn shorten<M: DerefMut<Target = Qmp>>(
                 let mut qmp = monitor();
                 let devices = qmp.query("query-block")?;
                 let nodes = nodes(&mut qmp)?;
-                let Some(active) = active(&devices, &nodes, disk) else {
+                let Some(active) = active(&devices, &nodes, spec, disk) else {
                     break;
                 };
                 (active.node, active.file, active.below)

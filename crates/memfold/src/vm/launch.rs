@@ -14,6 +14,7 @@ use memfold_wire::agent::PORT_NAME;
 use rustix::process::Pid;
 
 use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
+use super::foreign::Foreign;
 use super::machine::Vm;
 use super::overlay::{self, Backing};
 use super::preload;
@@ -328,7 +329,12 @@ impl Attempt<'_> {
         command
             .args(incoming.into_iter().flat_map(|_| INCOMING))
             .args(arguments(spec, &machine, accel, directory, &self.overlays))
-            .current_dir("/")
+            // What others have named without a path is looked for there.
+            .current_dir(if spec.foreign.is_some() {
+                directory.path()
+            } else {
+                Path::new("/")
+            })
             // The daemon's, not a VM's (sd_notify(3)).
             .env_remove("NOTIFY_SOCKET")
             .env_remove("WATCHDOG_USEC")
@@ -458,22 +464,21 @@ pub fn arguments(
     directory: &VmDirectory,
     overlays: &[PathBuf],
 ) -> Vec<OsString> {
+    if let Some(foreign) = &spec.foreign {
+        return foreign_arguments(spec, foreign, directory, overlays);
+    }
     let mut line = Line::default();
     let merge = if spec.merges() { "on" } else { "off" };
-    line.add("-name", format!("guest={},debug-threads=on", spec.name))
-        .flag("-nodefaults")
-        .flag("-no-user-config")
-        .add("-display", "none")
-        .add("-msg", "timestamp=on,guest-name=on")
-        .add("-sandbox", sandbox(spec))
-        .add(
-            "-machine",
-            format!("{machine},memory-backend=ram0,mem-merge={merge},suppress-vmdesc=on"),
-        )
-        .add(
-            "-object",
-            format!("memory-backend-ram,id=ram0,size={}", spec.memory.0),
-        );
+    line.flag("-nodefaults").flag("-no-user-config");
+    frame(&mut line, spec);
+    line.add(
+        "-machine",
+        format!("{machine},memory-backend=ram0,mem-merge={merge},suppress-vmdesc=on"),
+    )
+    .add(
+        "-object",
+        format!("memory-backend-ram,id=ram0,size={}", spec.memory.0),
+    );
     let plugs = segments::max_memory(spec).map_or_else(String::new, |max| {
         // Slots are for DIMMs; without them the guest is told of no memory that might come.
         let slots = spec.memory_max.map_or(0, |_| spec.memory_slots);
@@ -487,6 +492,13 @@ pub fn arguments(
         line.add("-accel", "tcg,thread=multi").add("-cpu", "max");
     }
     monitors(&mut line, directory);
+    agent_chardev(&mut line, "agent", directory)
+        .add("-device", "virtio-serial-pci,id=serial0")
+        .add(
+            "-device",
+            format!("virtserialport,bus=serial0.0,chardev=agent,id=agent0,name={PORT_NAME}"),
+        );
+    console_chardev(&mut line, "console", directory).add("-serial", "chardev:console");
     line.add("-device", "vmgenid,guid=auto");
     if spec.balloon {
         line.add(
@@ -502,17 +514,64 @@ pub fn arguments(
     let mut overlays = overlays.iter();
     for (number, disk) in spec.disks.iter().enumerate() {
         let overlay = if disk.snapshot { overlays.next() } else { None };
-        disk_arguments(&mut line, number, disk, overlay);
+        let node = format!("disk{number}");
+        node_arguments(&mut line, number, &node, disk, overlay);
+        let write_cache = if disk.cache.write_cache() {
+            "on"
+        } else {
+            "off"
+        };
+        line.add(
+            "-device",
+            format!("virtio-blk-pci,id=vd{number},drive={node},write-cache={write_cache}"),
+        );
     }
     if spec.swap.is_some() {
         swap_arguments(&mut line, overlays.next());
     }
     segments::arguments(&mut line, spec);
     boot_arguments(&mut line, spec);
+    line.0.extend(spec.qemu_args.iter().map(OsString::from));
+    line.0
+}
+
+/// What has nothing to do with the guest: how the process is called, what it may do, and as whom.
+fn frame<'a>(line: &'a mut Line, spec: &VmSpec) -> &'a mut Line {
+    line.add("-name", format!("guest={},debug-threads=on", spec.name))
+        .add("-display", "none")
+        .add("-msg", "timestamp=on,guest-name=on")
+        .add("-sandbox", sandbox(spec));
     if let Some(user) = &spec.user {
         line.add("-run-with", format!("user={user}"));
     }
-    line.0.extend(spec.qemu_args.iter().map(OsString::from));
+    line
+}
+
+/// The same for a VM whose devices others have described.
+fn foreign_arguments(
+    spec: &VmSpec,
+    foreign: &Foreign,
+    directory: &VmDirectory,
+    overlays: &[PathBuf],
+) -> Vec<OsString> {
+    let mut line = Line::default();
+    frame(&mut line, spec);
+    line.0.extend(foreign.line().iter().map(OsString::from));
+    let merge = if spec.merges() { "on" } else { "off" };
+    line.add("-machine", format!("mem-merge={merge},suppress-vmdesc=on"))
+        .add("-monitor", "none");
+    monitors(&mut line, directory);
+    if let Some(id) = &foreign.agent {
+        agent_chardev(&mut line, id, directory);
+    }
+    if let Some(id) = &foreign.console {
+        console_chardev(&mut line, id, directory);
+    }
+    let mut overlays = overlays.iter();
+    for (number, disk) in spec.disks.iter().enumerate() {
+        let overlay = if disk.snapshot { overlays.next() } else { None };
+        node_arguments(&mut line, number, &spec.disk_node(number), disk, overlay);
+    }
     line.0
 }
 
@@ -527,23 +586,21 @@ fn monitors(line: &mut Line, directory: &VmDirectory) {
     for socket in [directory.qmp(), directory.daemon_qmp()] {
         line.add("-qmp", monitor_argument(&socket));
     }
-    line.with_path(
-        "-chardev",
-        "socket,id=agent,server=on,wait=off,path=",
-        &directory.agent(),
-        "",
-    )
-    .add("-device", "virtio-serial-pci,id=serial0")
-    .add(
-        "-device",
-        format!("virtserialport,bus=serial0.0,chardev=agent,id=agent0,name={PORT_NAME}"),
-    );
-    let mut console = OsString::from("socket,id=console,server=on,wait=off,logappend=on,path=");
+}
+
+fn agent_chardev<'a>(line: &'a mut Line, id: &str, directory: &VmDirectory) -> &'a mut Line {
+    let socket = format!("socket,id={id},server=on,wait=off,path=");
+    line.with_path("-chardev", &socket, &directory.agent(), "")
+}
+
+fn console_chardev<'a>(line: &'a mut Line, id: &str, directory: &VmDirectory) -> &'a mut Line {
+    let mut console = OsString::from(format!(
+        "socket,id={id},server=on,wait=off,logappend=on,path="
+    ));
     console.push(escape(directory.console().as_os_str()));
     console.push(",logfile=");
     console.push(escape(directory.console_log().as_os_str()));
     line.add("-chardev", console)
-        .add("-serial", "chardev:console");
 }
 
 /// What `-qmp` is given for a socket.
@@ -554,7 +611,14 @@ pub(super) fn monitor_argument(socket: &Path) -> OsString {
     argument
 }
 
-fn disk_arguments(line: &mut Line, number: usize, disk: &DiskSpec, overlay: Option<&PathBuf>) {
+/// A disk's nodes; `node` is what its device uses.
+fn node_arguments(
+    line: &mut Line,
+    number: usize,
+    node: &str,
+    disk: &DiskSpec,
+    overlay: Option<&PathBuf>,
+) {
     let on = |yes: bool| if yes { "on" } else { "off" };
     let cache = format!(
         "cache.direct={},cache.no-flush={}",
@@ -583,28 +647,22 @@ fn disk_arguments(line: &mut Line, number: usize, disk: &DiskSpec, overlay: Opti
         file(&format!("overlay-file{number}"), "off", overlay);
     }
     let format = disk.format().driver();
-    let base = if overlay.is_some() { "base" } else { "disk" };
+    let base = format!("base{number}");
+    let base = if overlay.is_some() { &base } else { node };
     line.add(
         "-blockdev",
         format!(
-            "driver={format},node-name={base}{number},file=file{number},{cache},read-only={base_read_only},discard=unmap"
+            "driver={format},node-name={base},file=file{number},{cache},read-only={base_read_only},discard=unmap"
         ),
     );
     if overlay.is_some() {
         line.add(
             "-blockdev",
             format!(
-                "driver=qcow2,node-name=disk{number},file=overlay-file{number},backing=base{number},{cache},discard=unmap"
+                "driver=qcow2,node-name={node},file=overlay-file{number},backing={base},{cache},discard=unmap"
             ),
         );
     }
-    line.add(
-        "-device",
-        format!(
-            "virtio-blk-pci,id=vd{number},drive=disk{number},write-cache={}",
-            on(disk.cache.write_cache())
-        ),
-    );
 }
 
 /// Through the page cache and never flushed: a host that crashes takes the VM with it, and its swap is worth nothing then.

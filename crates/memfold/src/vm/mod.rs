@@ -13,6 +13,7 @@ pub mod agent_link;
 pub mod conditions;
 pub mod directory;
 pub mod endpoints;
+pub mod foreign;
 pub mod launch;
 pub mod layout;
 pub mod library_link;

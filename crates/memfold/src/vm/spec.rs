@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use super::foreign::Foreign;
 use super::segments::SegmentSpec;
 
 /// Longest VM or domain name in bytes.
@@ -329,6 +330,9 @@ pub struct VmSpec {
     /// Disks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskSpec>,
+    /// What makes its devices, if it comes from a VM that memfold didn't start. A snapshot's matter: no description of a person's has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub foreign: Option<Foreign>,
 }
 
 const fn one() -> u32 {
@@ -369,6 +373,7 @@ impl VmSpec {
             segments: Vec::new(),
             boot: BootSpec::default(),
             disks: Vec::new(),
+            foreign: None,
         }
     }
 
@@ -468,7 +473,6 @@ impl VmSpec {
         Ok(())
     }
 
-    /// What is known to keep a VM from being saved, before it starts.
     /// What is offered to KSM follows from the trust domain; QEMU would believe a later word.
     fn check_arguments(&self) -> Result<(), SpecError> {
         let offers = |argument: &&String| {
@@ -486,6 +490,7 @@ impl VmSpec {
         }
     }
 
+    /// What is known to keep a VM from being saved, before it starts.
     fn check_boot_snapshot(&self) -> Result<(), SpecError> {
         check_name("boot_snapshot", &format!("{}-boot", self.name))?;
         let why = if !self.fold {

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use memfold::api::{
     Client, ClientError, ExecRequest, ExecResult, FullReport, LibvirtEnableRequest, LibvirtRequest,
-    SaveRequest, VmInfo,
+    RestoreRequest, SaveRequest, VmInfo,
 };
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::fold::{EngineStats, VmStats};
 use memfold::libvirt::{Change, DomainStatus, Mark};
+use memfold::snapshot::{Manifest, Renew};
 use serde_json::Value;
 
 use super::libvirt_host::{self as libvirt, Host};
@@ -198,6 +199,56 @@ fn added<'a>(before: &str, after: &'a str) -> Vec<&'a str> {
     after.lines().filter(|line| !known.contains(line)).collect()
 }
 
+/// A domain is saved by memfold, and stays libvirt's; what comes of it are VMs of memfold's beside it.
+fn saved_by_memfold(host: &Host, client: &Client, held: &str) {
+    let disks = host.ask(&["domblklist", DOMAIN]);
+    for (name, live) in [("still", false), ("live", true)] {
+        let request = SaveRequest {
+            live,
+            ..SaveRequest::new(VM, name)
+        };
+        let saved: Manifest = client.post("/v1/snapshots", &request).unwrap();
+        println!(
+            "{name}: paused {:.0} ms, {} MiB of RAM, {:.1} s of it the disk, user {:?}",
+            saved.pause_ms,
+            saved.counts.saved_pages / 256,
+            saved.steps.disks_copy_ms / 1000.0,
+            saved.spec.user
+        );
+        assert_eq!((saved.vm.as_str(), &saved.free_kept), (VM, &None));
+        assert_eq!(saved.spec.user.as_deref(), Some("libvirt-qemu"));
+        assert_eq!(host.state(DOMAIN), "running");
+        assert_eq!(exec(client, VM, HELD).stdout, held);
+    }
+    assert_eq!(host.ask(&["domblklist", DOMAIN]), disks);
+    let clone = RestoreRequest {
+        renew: Renew::Identity,
+        ..RestoreRequest::new("copy")
+    };
+    for (snapshot, request) in [("live", clone), ("still", RestoreRequest::new("twin"))] {
+        let path = format!("/v1/snapshots/{snapshot}/restore");
+        let info: VmInfo = client.post(&path, &request).unwrap();
+        wait_agent(client, &request.vm);
+        assert_eq!((info.libvirt, info.domain.as_deref()), (None, Some("lab")));
+        assert_eq!(exec(client, &request.vm, HELD).stdout, held);
+        let status = std::fs::read_to_string(format!("/proc/{}/status", info.pid)).unwrap();
+        assert!(status.contains("Uid:\t64055\t64055"), "{status}");
+    }
+    assert_eq!(exec(client, "copy", "hostname").stdout, "copy\n");
+    // Their disks are their own.
+    exec(client, "copy", "echo mine > /var/tmp/copy && sync");
+    exec(client, "twin", "test ! -e /var/tmp/copy");
+    exec(client, VM, "test ! -e /var/tmp/copy");
+    wait_folded(client, "copy");
+    for name in ["copy", "twin"] {
+        let stop = serde_json::json!({ "timeout_s": 0.0 });
+        let _: Value = client.post(&format!("/v1/vms/{name}/stop"), &stop).unwrap();
+    }
+    for name in ["still", "live"] {
+        let _: Value = client.delete(&format!("/v1/snapshots/{name}")).unwrap();
+    }
+}
+
 #[test]
 fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_ever() {
     let Some(_turn) = support::turn_beside() else {
@@ -218,7 +269,7 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
     let state = place.join("state");
     let options = run_options(&state);
     let more: Vec<&str> = options.iter().map(String::as_str).collect();
-    let mut daemon = Served::new(&state, &["mate"])
+    let mut daemon = Served::new(&state, &["mate", "copy", "twin"])
         .with(&more)
         .inside(host.pid());
 
@@ -342,11 +393,7 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
             assert!(text.contains(word), "no '{word}' in: {text}");
         }
     };
-    let save = SaveRequest::new(VM, "never");
-    refused(
-        client.post("/v1/snapshots", &save),
-        &["is libvirt's domain 'Web 1'", "virsh save"],
-    );
+    saved_by_memfold(&host, &client, &held);
     refused(
         client.post(
             &format!("/v1/vms/{VM}/stop"),

@@ -2,6 +2,7 @@
 //!
 //! They come first: test programs run tests in the order of their names, and whoever wants the machine for itself waits for both turns.
 
+mod attached;
 mod boot_snapshots;
 mod daemon_killed;
 mod disks;

@@ -1,0 +1,194 @@
+//! Files that a copied command line names: kernel, firmware, ROMs. A snapshot has copies of them, made with the rights of the QEMU's user, so that what
+//! is named is nothing that this user can't read, at that moment or later.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use super::User;
+use super::rewrite::{FILES, KEPT_FLAGS};
+use super::value::Value;
+
+/// Stands for the file of a number.
+const TOKEN: &str = "/memfold/file";
+
+/// Devices that any user may read.
+const DEVICES: [&str; 3] = ["/dev/urandom", "/dev/random", "/dev/hwrng"];
+
+/// Largest file that is copied, in bytes.
+const MOST_BYTES: u64 = 1 << 30;
+
+/// Puts tokens in the place of all files; which they stand for, in order.
+pub(super) fn take_out(words: &mut [String]) -> Result<Vec<PathBuf>, String> {
+    let mut found = Vec::new();
+    let mut at = 0;
+    while at + 1 < words.len() {
+        let option = words[at].trim_start_matches('-').to_owned();
+        if KEPT_FLAGS.contains(&option.as_str()) {
+            at += 1;
+            continue;
+        }
+        let value = &mut words[at + 1];
+        at += 2;
+        if FILES.contains(&option.as_str()) {
+            if value.starts_with('/') {
+                *value = token(value, &mut found)?;
+            } else if value.contains('/') || option != "bios" {
+                return Err(format!("'-{option} {value}' names no file"));
+            }
+            continue;
+        }
+        if option == "append" {
+            continue;
+        }
+        let Some(mut parsed) = Value::parse("", value) else {
+            continue;
+        };
+        let strings = parsed.strings();
+        let goes_up = |word: &str| {
+            Path::new(word)
+                .components()
+                .any(|part| part.as_os_str() == "..")
+        };
+        if let Some((key, word)) = strings.iter().find(|(_, word)| goes_up(word)) {
+            return Err(format!("'-{option} {key}={word}' names a file by '..'"));
+        }
+        let mut files = Vec::new();
+        for (_, word) in strings {
+            if word.starts_with('/') && !DEVICES.contains(&word) {
+                files.push((word.to_owned(), token(word, &mut found)?));
+            }
+        }
+        if !files.is_empty() {
+            parsed.change_strings(&|_, word| {
+                let file = files.iter().find(|(path, _)| path == word);
+                file.map(|(_, token)| token.clone())
+            });
+            *value = parsed.render();
+        }
+    }
+    Ok(found)
+}
+
+fn token(path: &str, found: &mut Vec<PathBuf>) -> Result<String, String> {
+    let facts = fs::metadata(path).map_err(|error| format!("it names {path}: {error}"))?;
+    if !facts.is_file() || facts.len() > MOST_BYTES {
+        return Err(format!(
+            "it names {path}, which is no plain file of at most 1 GiB"
+        ));
+    }
+    let known = found.iter().position(|file| file == Path::new(path));
+    let number = known.unwrap_or_else(|| {
+        found.push(path.into());
+        found.len() - 1
+    });
+    // A number of two digits begins with none of one.
+    Ok(format!("{TOKEN}{number:03}"))
+}
+
+/// The words, with files in the place of tokens.
+pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
+    let replaced = |word: &String| {
+        let mut word = word.clone();
+        for (number, file) in files.iter().enumerate() {
+            let token = format!("{TOKEN}{number:03}");
+            let mut file = file.to_string_lossy().into_owned();
+            if word != token && !word.starts_with('{') {
+                file = file.replace(',', ",,");
+            }
+            word = word.replace(&token, &file);
+        }
+        word
+    };
+    words.iter().map(replaced).collect()
+}
+
+/// Copies a file as a user.
+pub(super) fn copy(from: &Path, to: &File, user: &User) -> io::Result<()> {
+    // What was a plain file may be something by now that gives nothing, or has no end.
+    let mut command = Command::new("timeout");
+    command
+        .args(["60", "head", "-c", &MOST_BYTES.to_string(), "--"])
+        .arg(from);
+    let done = command
+        .uid(user.uid)
+        .gid(user.gid)
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(to.try_clone()?)
+        .output()?;
+    if done.status.success() {
+        return Ok(());
+    }
+    let words = String::from_utf8_lossy(&done.stderr);
+    Err(io::Error::other(format!(
+        "as user {}: {}",
+        user.name,
+        words.trim()
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<String> {
+        text.split(' ').map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn files_are_taken_out_and_put_in_again() {
+        let place = tempfile::tempdir().unwrap();
+        let file = |name: &str| {
+            let path = place.path().join(name);
+            fs::write(&path, name).unwrap();
+            path.to_str().unwrap().to_owned()
+        };
+        let (kernel, rom) = (file("k,1"), file("r,2"));
+        let before = words(&format!(
+            "-nodefaults -kernel {kernel} -device e1000,romfile={} -device {{\"driver\":\"x\",\"f\":\"{rom}\"}} -object rng-random,filename=/dev/urandom -append root=/dev/vda -bios bios.bin",
+            rom.replace(',', ",,")
+        ));
+        let mut after = before.clone();
+        let found = take_out(&mut after).unwrap();
+        assert_eq!(found, [PathBuf::from(&kernel), PathBuf::from(&rom)]);
+        assert_eq!(after[2], "/memfold/file000");
+        assert!(after[4].ends_with("romfile=/memfold/file001"), "{after:?}");
+        assert_eq!(put_in(&after, &found), before);
+        for bad in [
+            "-kernel etc/shadow",
+            "-bios ../shadow",
+            "-device x,romfile=../../etc/shadow",
+            "-device x,path=/dev/null",
+            "-fw_cfg name=opt/x,file=/nowhere/at/all",
+        ] {
+            assert!(take_out(&mut words(bad)).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_copied_with_its_users_rights() {
+        use std::os::unix::fs::PermissionsExt;
+        if !rustix::process::getuid().is_root() {
+            println!("skipped: only root can become another user");
+            return;
+        }
+        let place = tempfile::tempdir().unwrap();
+        fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let (from, to) = (place.path().join("from"), place.path().join("to"));
+        fs::write(&from, "text").unwrap();
+        let (uid, gid) = memfold_sys::peer::user_ids("nobody").unwrap().unwrap();
+        let user = User {
+            name: "nobody".into(),
+            uid,
+            gid,
+        };
+        let copied = || copy(&from, &File::create(&to).unwrap(), &user);
+        copied().unwrap();
+        assert_eq!(fs::read(&to).unwrap(), b"text");
+        fs::set_permissions(&from, fs::Permissions::from_mode(0o600)).unwrap();
+        assert!(copied().unwrap_err().to_string().contains("nobody"));
+    }
+}

@@ -1,0 +1,691 @@
+//! The words of another's command line that make the same devices, without those of its host.
+//!
+//! | words | in the copy |
+//! |---|---|
+//! | machine, CPUs, memory's size, devices, firmware tables, kernel | as they are |
+//! | RAM backends | plain memory of the same name and size |
+//! | disks and other media | left out: the VM gets its own |
+//! | firmware (pflash) | of no file: what it holds is RAM |
+//! | network: user mode | as it is, without ports of the host |
+//! | network: taps, bridges | a tap of its own, connected to nothing |
+//! | network: others | user mode, restricted |
+//! | character devices | lead nowhere, but for the console and the agent's port |
+//! | monitors, displays, sandbox, files of its own | left out |
+//!
+//! A word that is in no table here is refused: a device that isn't as it was would not take its state.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use memfold_wire::agent::PORT_NAME;
+
+use super::value::Value;
+
+/// What QEMU says of the running VM.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Facts {
+    /// Machine type, with its version.
+    pub(super) machine: String,
+    /// `kvm` or `tcg`.
+    pub(super) accel: String,
+    /// Devices that have a medium.
+    pub(super) drives: Vec<Drive>,
+    /// Bytes that each node has.
+    pub(super) sizes: BTreeMap<String, u64>,
+    /// QEMU's working directory.
+    pub(super) place: PathBuf,
+}
+
+/// A device with a medium.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Drive {
+    /// What `-drive` calls it, if that made it.
+    pub(super) backend: String,
+    /// Where the device is in QEMU's tree.
+    pub(super) device: String,
+    /// The node that it uses now.
+    pub(super) node: String,
+}
+
+/// The copy.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Copy {
+    pub(super) words: Vec<String>,
+    /// What each of [`Facts::drives`] is called in `words`, by where it is in QEMU's tree.
+    pub(super) drives: BTreeMap<String, String>,
+    /// Character device of the agent's port, and of the console.
+    pub(super) agent: Option<String>,
+    pub(super) console: Option<String>,
+    pub(super) cards: usize,
+    pub(super) balloon: bool,
+}
+
+/// Options that have a value and stay.
+const KEPT: &[&str] = &[
+    "accel", "action", "append", "bios", "boot", "compat", "cpu", "dtb", "fw_cfg", "global",
+    "initrd", "kernel", "m", "numa", "rtc", "smbios", "smp", "uuid", "vga",
+];
+/// Options without one that stay.
+pub(super) const KEPT_FLAGS: &[&str] = &[
+    "enable-kvm",
+    "no-fd-bootchk",
+    "no-reboot",
+    "no-user-config",
+    "nodefaults",
+    "usb",
+];
+/// Options that have a value and are left out.
+const DROPPED: &[&str] = &[
+    "D",
+    "add-fd",
+    "chroot",
+    "d",
+    "display",
+    "gdb",
+    "incoming",
+    "iscsi",
+    "mon",
+    "monitor",
+    "msg",
+    "name",
+    "overcommit",
+    "pidfile",
+    "qmp",
+    "qmp-pretty",
+    "run-with",
+    "runas",
+    "sandbox",
+    "spice",
+    "trace",
+    "vnc",
+];
+/// Options without one that are left out.
+const DROPPED_FLAGS: &[&str] = &[
+    "S",
+    "daemonize",
+    "full-screen",
+    "no-shutdown",
+    "nographic",
+    "only-migratable",
+    "s",
+    "snapshot",
+];
+/// Options whose value is a file as a whole. It may be named from QEMU's working directory.
+pub(super) const FILES: &[&str] = &["bios", "dtb", "initrd", "kernel"];
+/// Kinds of devices that are something of the host's, or of another process's.
+const HOSTS: &[&str] = &[
+    "vfio-",
+    "vhost-",
+    "usb-host",
+    "usb-redir",
+    "ivshmem",
+    "loader",
+    "guest-loader",
+    "tpm-",
+    "ccid-card",
+    "u2f-",
+    "nvdimm",
+    "virtio-pmem",
+    "scsi-block",
+    "scsi-generic",
+    "virtio-9p",
+];
+/// Objects that stay.
+const OBJECTS: &[&str] = &[
+    "iothread",
+    "rng-random",
+    "rng-builtin",
+    "rng-egd",
+    "throttle-group",
+    "main-loop",
+];
+/// Objects that are left out: secrets of displays, monitors and disks, and what they are checked by.
+const OWN_OBJECTS: &[&str] = &["secret", "tls-creds", "authz", "thread-context"];
+
+/// Makes the copy, or says what keeps it from being one.
+pub(super) fn copy(line: &[String], facts: &Facts) -> Result<Copy, String> {
+    let options = options(line)?;
+    let mut copy = Copy::default();
+    look_at_devices(&options, &mut copy)?;
+    let mut nodes = Nodes::of(&options, facts)?;
+    let mut late = Vec::new();
+    let (mut has_machine, mut has_accel) = (false, false);
+    for (name, value) in &options {
+        let words = |value: String| vec![format!("-{name}"), value];
+        let made = match (name.as_str(), value) {
+            ("machine" | "M", Some(value)) => {
+                has_machine = true;
+                let mut machine = parse("type", value)?;
+                has_accel |= machine.get("accel").is_some();
+                machine.set("type", &facts.machine);
+                vec!["-machine".into(), machine.render()]
+            }
+            ("object", Some(value)) => object(value)?.map_or_else(Vec::new, words),
+            ("chardev", Some(value)) => {
+                let id = parse("backend", value)?
+                    .get("id")
+                    .unwrap_or_default()
+                    .to_owned();
+                let is_used = [&copy.agent, &copy.console]
+                    .iter()
+                    .any(|own| own.as_ref() == Some(&id));
+                if is_used {
+                    Vec::new()
+                } else {
+                    words(format!("null,id={id}"))
+                }
+            }
+            ("netdev" | "nic", Some(value)) => words(network(value)?),
+            ("net", Some(value)) if value == "none" => words(value.clone()),
+            ("audiodev", Some(value)) => {
+                let id = parse("driver", value)?
+                    .get("id")
+                    .unwrap_or_default()
+                    .to_owned();
+                words(format!("none,id={id}"))
+            }
+            ("blockdev", Some(value)) => nodes.blockdev(value, facts)?.map_or_else(Vec::new, words),
+            ("drive", Some(value)) => {
+                let (here, last) = nodes.drive(value, facts)?;
+                late.extend(
+                    last.into_iter()
+                        .flat_map(|device| ["-device".into(), device]),
+                );
+                here.map_or_else(Vec::new, words)
+            }
+            ("device", Some(value)) => words(device(value)?),
+            ("serial", Some(value)) => words(serial(value, &mut copy)),
+            ("parallel", Some(value)) => {
+                words(if value == "none" { "none" } else { "null" }.into())
+            }
+            (_, Some(value)) if KEPT.contains(&name.as_str()) => {
+                has_accel |= name == "accel";
+                words(found_from(&facts.place, name, value))
+            }
+            (_, None) if KEPT_FLAGS.contains(&name.as_str()) => {
+                has_accel |= name == "enable-kvm";
+                vec![format!("-{name}")]
+            }
+            ("nographic", None) => {
+                // Its first serial port is where it was started from.
+                if !options.iter().any(|(name, _)| name == "serial") {
+                    let word = serial("stdio", &mut copy);
+                    vec!["-serial".into(), word]
+                } else {
+                    Vec::new()
+                }
+            }
+            (_, Some(_)) if DROPPED.contains(&name.as_str()) => Vec::new(),
+            (_, None) if DROPPED_FLAGS.contains(&name.as_str()) => Vec::new(),
+            _ => {
+                let value = value.as_deref().unwrap_or_default();
+                return Err(format!(
+                    "memfold can't start another QEMU with '-{name} {value}'"
+                ));
+            }
+        };
+        copy.words.extend(made);
+    }
+    copy.words.extend(late);
+    if !has_machine {
+        copy.words
+            .extend(["-machine".into(), facts.machine.clone()]);
+    }
+    if !has_accel {
+        copy.words.extend(["-accel".into(), facts.accel.clone()]);
+    }
+    copy.drives = nodes.called;
+    Ok(copy)
+}
+
+/// An option's name and value.
+type Named = (String, Option<String>);
+
+/// Names of options, and their values.
+fn options(line: &[String]) -> Result<Vec<Named>, String> {
+    let mut options = Vec::new();
+    let mut words = line.iter().skip(1);
+    while let Some(word) = words.next() {
+        let name = word.strip_prefix("--").or_else(|| word.strip_prefix('-'));
+        let name = name.filter(|name| !name.is_empty()).ok_or_else(|| {
+            format!("'{word}' on its command line is no option; name the disk by -blockdev and a -device")
+        })?;
+        let is_flag = KEPT_FLAGS.contains(&name) || DROPPED_FLAGS.contains(&name);
+        let value = if is_flag { None } else { words.next().cloned() };
+        options.push((name.to_owned(), value));
+    }
+    Ok(options)
+}
+
+fn parse(implied: &'static str, text: &str) -> Result<Value, String> {
+    Value::parse(implied, text).ok_or_else(|| format!("'{text}' on its command line can't be read"))
+}
+
+/// Finds what other options need to know of devices, and refuses those that can't be started twice.
+fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
+    for (_, value) in options.iter().filter(|(name, _)| name == "device") {
+        let device = parse("driver", value.as_deref().unwrap_or_default())?;
+        let (kind, chardev) = (device.kind(), device.get("chardev").map(str::to_owned));
+        if let Some(hosts) = HOSTS.iter().find(|start| kind.starts_with(**start)) {
+            return Err(format!(
+                "its device '{kind}' ('{hosts}...') is something of this host's or of another process's, which a second QEMU can't have"
+            ));
+        }
+        if kind == "virtserialport" && device.get("name") == Some(PORT_NAME) {
+            copy.agent = chardev;
+        } else if kind == "isa-serial" && copy.console.is_none() {
+            copy.console = chardev;
+        }
+        copy.balloon |= kind.starts_with("virtio-balloon");
+        copy.cards += usize::from(device.get("netdev").is_some());
+    }
+    let nics = options
+        .iter()
+        .filter(|(name, value)| name == "nic" && value.as_deref() != Some("none"));
+    copy.cards += nics.count();
+    Ok(())
+}
+
+fn device(value: &str) -> Result<String, String> {
+    let mut device = parse("driver", value)?;
+    // Another VM, another generation.
+    if device.kind() != "vmgenid" {
+        return Ok(value.to_owned());
+    }
+    device.set("guid", "auto");
+    Ok(device.render())
+}
+
+fn object(value: &str) -> Result<Option<String>, String> {
+    let object = parse("qom-type", value)?;
+    let (kind, id) = (object.kind(), object.get("id").unwrap_or_default());
+    if kind.starts_with("memory-backend-") {
+        if object.get("mem-path").is_some() || object.is_on("hugetlb") {
+            return Err(format!(
+                "its RAM backend '{id}' is a file, or huge pages (mem-path, hugetlb); use memory-backend-ram"
+            ));
+        }
+        let size = object.text("size");
+        return Ok(Some(format!("memory-backend-ram,id={id},size={size}")));
+    }
+    if OBJECTS.contains(&kind) {
+        return Ok(Some(value.to_owned()));
+    }
+    if OWN_OBJECTS.iter().any(|own| kind.starts_with(own)) {
+        return Ok(None);
+    }
+    Err(format!(
+        "memfold can't start another QEMU with an object '{kind}' (id '{id}')"
+    ))
+}
+
+/// The same for the guest's card: taps add headers to packets, and the card's state says whether they did.
+fn network(value: &str) -> Result<String, String> {
+    const OF_THE_HOST: [&str; 6] = [
+        "hostfwd",
+        "guestfwd",
+        "smb",
+        "smbserver",
+        "tftp",
+        "bootfile",
+    ];
+    let mut net = parse("type", value)?;
+    let kind = net.kind().to_owned();
+    match kind.as_str() {
+        "none" => {}
+        "user" => net.drop_keys(|key| OF_THE_HOST.contains(&key)),
+        _ => {
+            net.drop_keys(|key| !["id", "model", "mac"].contains(&key));
+            let (kind, options): (_, &[_]) = match kind.as_str() {
+                "tap" | "bridge" => ("tap", &[("script", "no"), ("downscript", "no")]),
+                _ => ("user", &[("restrict", "on")]),
+            };
+            net.set("type", kind);
+            for (key, value) in options {
+                net.set(key, value);
+            }
+        }
+    }
+    Ok(net.render())
+}
+
+/// The first port that leads anywhere is the console.
+fn serial(value: &str, copy: &mut Copy) -> String {
+    if value == "none" || value == "null" {
+        return value.to_owned();
+    }
+    if let Some(id) = value.strip_prefix("chardev:") {
+        copy.console.get_or_insert_with(|| id.to_owned());
+        return value.to_owned();
+    }
+    if copy.console.is_some() {
+        return "null".to_owned();
+    }
+    copy.console = Some("memfold-console".to_owned());
+    "chardev:memfold-console".to_owned()
+}
+
+/// A file that is named from QEMU's working directory, by its whole path.
+fn found_from(place: &Path, option: &str, value: &str) -> String {
+    let path = place.join(value);
+    if FILES.contains(&option) && path.is_file() {
+        path.to_string_lossy().into_owned()
+    } else {
+        value.to_owned()
+    }
+}
+
+/// Nodes of disks and of firmware.
+struct Nodes {
+    /// Firmware's.
+    flash: BTreeSet<String>,
+    /// See [`Copy::drives`].
+    called: BTreeMap<String, String>,
+    /// Drives so far that are virtio disks of their own.
+    virtio: usize,
+}
+
+impl Nodes {
+    fn of(options: &[Named], facts: &Facts) -> Result<Self, String> {
+        let named = |wanted: &'static [&str]| {
+            options
+                .iter()
+                .filter(|(name, _)| wanted.contains(&name.as_str()))
+        };
+        let devices = named(&["device"])
+            .map(|(_, value)| parse("driver", value.as_deref().unwrap_or_default()));
+        let devices = devices.collect::<Result<Vec<_>, _>>()?;
+        let mut flash = BTreeSet::new();
+        for (_, value) in named(&["machine", "M"]) {
+            let machine = parse("type", value.as_deref().unwrap_or_default())?;
+            let nodes = ["pflash0", "pflash1"]
+                .into_iter()
+                .filter_map(|key| machine.get(key));
+            flash.extend(nodes.map(str::to_owned));
+        }
+        let mut called = BTreeMap::new();
+        for drive in &facts.drives {
+            let name = drive.called(&devices);
+            if !flash.contains(&name) && !drive.backend.starts_with("pflash") {
+                called.insert(drive.device.clone(), name);
+            }
+        }
+        Ok(Self {
+            flash,
+            called,
+            virtio: 0,
+        })
+    }
+
+    fn blockdev(&self, value: &str, facts: &Facts) -> Result<Option<String>, String> {
+        let node = parse("driver", value)?;
+        let name = node.get("node-name").unwrap_or_default();
+        let Some(size) = facts.sizes.get(name).filter(|_| self.flash.contains(name)) else {
+            return Ok(None);
+        };
+        let read_only = if node.is_on("read-only") { "on" } else { "off" };
+        Ok(Some(format!(
+            "driver=null-co,node-name={name},size={size},read-zeroes=on,read-only={read_only}"
+        )))
+    }
+
+    /// What is put in the place of a drive, and after all devices.
+    fn drive(
+        &mut self,
+        value: &str,
+        facts: &Facts,
+    ) -> Result<(Option<String>, Option<String>), String> {
+        let drive = parse("file", value)?;
+        let id = drive.get("id").map(str::to_owned);
+        match (drive.get("if").unwrap_or("of the machine's own kind"), id) {
+            // A drive without a medium.
+            ("none", Some(_)) if drive.get("file").is_none() => Ok((Some(value.to_owned()), None)),
+            ("none", Some(_)) => Ok((None, None)),
+            // What '-drive' does itself, once all other devices are made.
+            ("virtio", id) => {
+                let name = id.unwrap_or_else(|| format!("virtio{}", self.virtio));
+                self.virtio += 1;
+                Ok((None, Some(format!("virtio-blk,drive={name}"))))
+            }
+            ("pflash", id) => {
+                let unit = drive.text("unit").parse().unwrap_or(0);
+                let name = id.unwrap_or_else(|| format!("pflash{unit}"));
+                let node = facts.drives.iter().find(|drive| drive.backend == name);
+                let size = node.and_then(|drive| facts.sizes.get(&drive.node));
+                let size =
+                    size.ok_or_else(|| format!("QEMU doesn't tell of its firmware '{name}'"))?;
+                let read_only = if drive.is_on("readonly") { "on" } else { "off" };
+                Ok((
+                    Some(format!(
+                        "if=pflash,unit={unit},format=raw,readonly={read_only},file.driver=null-co,file.size={size},file.read-zeroes=on"
+                    )),
+                    None,
+                ))
+            }
+            (interface, _) => Err(format!(
+                "its drive is {interface} (-drive {value}), which a second QEMU can't be given apart from its file; use if=none,id=NAME and a -device, if=virtio, or -blockdev"
+            )),
+        }
+    }
+}
+
+impl Drive {
+    /// What the command line calls it. A node may have got others over it since.
+    fn called(&self, devices: &[Value]) -> String {
+        let id = self.device.strip_prefix("/machine/peripheral/");
+        let id = id.map_or(self.device.as_str(), |rest| {
+            rest.split('/').next().unwrap_or_default()
+        });
+        let named = devices.iter().find(|device| device.get("id") == Some(id));
+        let drive = named.and_then(|device| device.get("drive"));
+        drive.map_or_else(
+            || {
+                if self.backend.is_empty() {
+                    self.node.clone()
+                } else {
+                    self.backend.clone()
+                }
+            },
+            str::to_owned,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(text: &str) -> Vec<String> {
+        let words = text.lines().flat_map(|line| {
+            let (name, value) = line.trim().split_once(' ').unwrap_or((line.trim(), ""));
+            [name, value].map(str::to_owned)
+        });
+        let words = words.filter(|word| !word.is_empty());
+        ["qemu".to_owned()].into_iter().chain(words).collect()
+    }
+
+    fn drive(backend: &str, device: &str, node: &str) -> Drive {
+        Drive {
+            backend: backend.into(),
+            device: device.into(),
+            node: node.into(),
+        }
+    }
+
+    fn facts() -> Facts {
+        Facts {
+            machine: "pc-q35-10.0".into(),
+            accel: "tcg".into(),
+            place: "/".into(),
+            ..Facts::default()
+        }
+    }
+
+    fn refused(text: &str, words: &[&str]) {
+        let why = copy(&line(text), &facts()).unwrap_err();
+        for word in words {
+            assert!(why.contains(word), "no '{word}' in: {why}");
+        }
+    }
+
+    const LIBVIRT: &str = r#"-name guest=a,debug-threads=on
+        -S
+        -object {"qom-type":"secret","id":"masterKey0","format":"raw","file":"/gone"}
+        -machine pc-q35-10.0,usb=off,memory-backend=pc.ram,pflash0=fw0,pflash1=fw1,acpi=on
+        -accel tcg
+        -cpu max
+        -m size=524288k
+        -object {"qom-type":"memory-backend-ram","id":"pc.ram","size":536870912}
+        -overcommit mem-lock=off
+        -no-user-config
+        -nodefaults
+        -chardev socket,id=charmonitor,fd=23,server=on,wait=off
+        -mon chardev=charmonitor,id=monitor,mode=control
+        -no-shutdown
+        -blockdev {"driver":"file","filename":"/fw.code","node-name":"fw0-storage","read-only":true}
+        -blockdev {"node-name":"fw0","read-only":true,"driver":"raw","file":"fw0-storage"}
+        -blockdev {"driver":"file","filename":"/fw.vars","node-name":"fw1-storage"}
+        -blockdev {"node-name":"fw1","read-only":false,"driver":"raw","file":"fw1-storage"}
+        -device {"driver":"virtio-serial-pci","id":"virtio-serial0"}
+        -blockdev {"driver":"file","filename":"/base","node-name":"d2-storage","read-only":true}
+        -blockdev {"node-name":"d2","read-only":true,"driver":"raw","file":"d2-storage"}
+        -blockdev {"driver":"file","filename":"/top","node-name":"d1-storage"}
+        -blockdev {"node-name":"d1","driver":"qcow2","file":"d1-storage","backing":"d2"}
+        -device {"driver":"virtio-blk-pci","drive":"d1","id":"virtio-disk0","bootindex":1}
+        -blockdev {"driver":"file","filename":"/cd","node-name":"c-storage","read-only":true}
+        -device {"driver":"ide-cd","drive":"c-storage","id":"sata0-0-0"}
+        -netdev {"type":"tap","fd":"30","vhost":true,"vhostfd":"32","id":"hostnet0"}
+        -device {"driver":"virtio-net-pci","netdev":"hostnet0","id":"net0","mac":"52:54:00:00:00:01"}
+        -chardev pty,id=charserial0
+        -device {"driver":"isa-serial","chardev":"charserial0","id":"serial0","index":0}
+        -chardev socket,id=charchannel0,fd=24,server=on,wait=off
+        -device {"driver":"virtserialport","bus":"virtio-serial0.0","chardev":"charchannel0","id":"channel0","name":"org.memfold.agent.0"}
+        -audiodev {"id":"audio1","driver":"spice"}
+        -vnc 127.0.0.1:0,audiodev=audio1
+        -device {"driver":"vmgenid","guid":"1-2","id":"vmgenid0"}
+        -device {"driver":"virtio-balloon-pci","id":"balloon0","free-page-reporting":true}
+        -sandbox on,obsolete=deny
+        -msg timestamp=on"#;
+
+    #[test]
+    fn a_domain_of_libvirt_keeps_its_devices_and_nothing_of_its_host() {
+        let facts = Facts {
+            drives: vec![
+                // A snapshot of libvirt's lies over it.
+                drive("", "/machine/peripheral/virtio-disk0/virtio-backend", "d9"),
+                drive("", "sata0-0-0", "c-storage"),
+                drive("", "/machine/system.flash1", "fw1"),
+            ],
+            sizes: [("fw0".to_owned(), 4 << 20), ("fw1".to_owned(), 540_672)].into(),
+            ..facts()
+        };
+        let copy = copy(&line(LIBVIRT), &facts).unwrap();
+        let words = copy.words.join("\n");
+        for word in [
+            "-machine\npc-q35-10.0,",
+            "memory-backend-ram,id=pc.ram,size=536870912",
+            "driver=null-co,node-name=fw0,size=4194304,read-zeroes=on,read-only=on",
+            "driver=null-co,node-name=fw1,size=540672,read-zeroes=on,read-only=off",
+            r#"{"downscript":"no","id":"hostnet0","script":"no","type":"tap"}"#,
+            "\"mac\":\"52:54:00:00:00:01\"",
+            "-chardev\nnull,id=charmonitor",
+            "-audiodev\nnone,id=audio1",
+            "\"guid\":\"auto\"",
+        ] {
+            assert!(words.contains(word), "no '{word}' in: {words}");
+        }
+        for word in [
+            "masterKey0",
+            "fd=",
+            "vhost",
+            "-vnc",
+            "-sandbox",
+            "-S\n",
+            "-mon\n",
+            "no-shutdown",
+            "/top",
+            "/base",
+            "/fw.",
+            "/cd",
+            "pty",
+        ] {
+            assert!(!words.contains(word), "'{word}' in: {words}");
+        }
+        assert_eq!(copy.agent.as_deref(), Some("charchannel0"));
+        assert_eq!(copy.console.as_deref(), Some("charserial0"));
+        assert_eq!((copy.cards, copy.balloon), (1, true));
+        let drives = [
+            ("/machine/peripheral/virtio-disk0/virtio-backend", "d1"),
+            ("sata0-0-0", "c-storage"),
+        ];
+        assert_eq!(
+            copy.drives,
+            drives
+                .map(|(at, name)| (at.to_owned(), name.to_owned()))
+                .into()
+        );
+    }
+
+    #[test]
+    fn a_line_that_was_typed_keeps_its_devices_too() {
+        let text = "-M q35\n-m 512\n-smp 2\n-enable-kvm\n-nographic\n-object memory-backend-ram,id=ram,size=512M\n\
+                    -drive file=a.qcow2,if=virtio\n-drive file=/fw,if=pflash,readonly=on,format=raw\n-drive if=none,id=cd,media=cdrom\n-drive file=/b,if=none,id=b,format=raw\n-device scsi-hd,drive=b,id=s0\n\
+                    -nic bridge,br=br0,model=e1000\n-netdev user,id=n0,hostfwd=tcp::2222-:22,hostname=x\n-device e1000,netdev=n0\n-qmp unix:/q,server=on\n-daemonize";
+        let facts = Facts {
+            drives: vec![
+                drive(
+                    "virtio0",
+                    "/machine/peripheral-anon/device[2]/virtio-backend",
+                    "#block1",
+                ),
+                drive("b", "s0", "#block2"),
+                drive("pflash0", "/machine/system.flash0", "#block3"),
+            ],
+            sizes: [("#block3".to_owned(), 1 << 20)].into(),
+            ..facts()
+        };
+        let copy = copy(&line(text), &facts).unwrap();
+        let wanted = "-machine pc-q35-10.0 -m 512 -smp 2 -enable-kvm -serial chardev:memfold-console \
+                      -object memory-backend-ram,id=ram,size=512M \
+                      -drive if=pflash,unit=0,format=raw,readonly=on,file.driver=null-co,file.size=1048576,file.read-zeroes=on -drive if=none,id=cd,media=cdrom -device scsi-hd,drive=b,id=s0 -nic tap,model=e1000,script=no,downscript=no \
+                      -netdev user,hostname=x,id=n0 -device e1000,netdev=n0 -device virtio-blk,drive=virtio0";
+        let sorted = |text: &str| {
+            let mut words: Vec<String> = text
+                .split(' ')
+                .map(|word| {
+                    let mut parts: Vec<_> = word.split(',').collect();
+                    parts[1..].sort_unstable();
+                    parts.join(",")
+                })
+                .collect();
+            words.retain(|word| !word.is_empty());
+            words
+        };
+        assert_eq!(sorted(&copy.words.join(" ")), sorted(wanted));
+        assert_eq!(copy.console.as_deref(), Some("memfold-console"));
+        let drives: Vec<&str> = copy.drives.values().map(String::as_str).collect();
+        assert_eq!(drives, ["virtio0", "b"]);
+    }
+
+    #[test]
+    fn what_a_second_qemu_cannot_have_is_named() {
+        refused("-device vfio-pci,host=01:00.0", &["vfio-pci", "host's"]);
+        refused("-device loader,file=/etc/shadow", &["loader"]);
+        refused(
+            "-object memory-backend-file,id=m,mem-path=/dev/hugepages,size=1G",
+            &["'m'", "mem-path"],
+        );
+        refused(
+            "-object memory-backend-memfd,id=m,hugetlb=on,size=1G",
+            &["'m'", "huge"],
+        );
+        refused(
+            "-object input-linux,id=i,evdev=/dev/input/event0",
+            &["input-linux"],
+        );
+        refused("-drive file=/a", &["if=none"]);
+        refused("-fsdev local,id=f,path=/,security_model=none", &["-fsdev"]);
+        refused("-plugin /tmp/x.so", &["-plugin"]);
+        refused("disk.img", &["disk.img"]);
+    }
+}

@@ -1,0 +1,187 @@
+//! The value of one of QEMU's options: `kind,key=value,...` (a comma in a value is written twice), or JSON.
+
+use serde_json::{Map, Value as Json};
+
+/// A parsed value.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Value {
+    /// Key of the first word, which may stand without one.
+    implied: &'static str,
+    is_json: bool,
+    pairs: Map<String, Json>,
+}
+
+impl Value {
+    /// Reads it; `None` if it is neither.
+    pub(super) fn parse(implied: &'static str, text: &str) -> Option<Self> {
+        if text.starts_with('{') {
+            let Json::Object(pairs) = serde_json::from_str(text).ok()? else {
+                return None;
+            };
+            return Some(Self {
+                implied,
+                is_json: true,
+                pairs,
+            });
+        }
+        let mut pairs = Map::new();
+        for (number, part) in parts(text).into_iter().enumerate() {
+            let (key, value) = match part.split_once('=') {
+                Some((key, value)) => (key.to_owned(), value.to_owned()),
+                None if number == 0 => (implied.to_owned(), part),
+                // `-chardev socket,server,nowait`, as it was written once.
+                None => (part, "on".to_owned()),
+            };
+            pairs.insert(key, value.into());
+        }
+        Some(Self {
+            implied,
+            is_json: false,
+            pairs,
+        })
+    }
+
+    /// What a key says, if it says a word.
+    pub(super) fn get(&self, key: &str) -> Option<&str> {
+        self.pairs.get(key)?.as_str()
+    }
+
+    /// What the first word says.
+    pub(super) fn kind(&self) -> &str {
+        self.get(self.implied).unwrap_or_default()
+    }
+
+    /// What a key says, be it a word or a number.
+    pub(super) fn text(&self, key: &str) -> String {
+        match self.pairs.get(key) {
+            Some(Json::String(word)) => word.clone(),
+            Some(other) => other.to_string(),
+            None => String::new(),
+        }
+    }
+
+    pub(super) fn set(&mut self, key: &str, value: &str) {
+        self.pairs.insert(key.to_owned(), value.into());
+    }
+
+    /// Leaves out what `unwanted` names.
+    pub(super) fn drop_keys(&mut self, unwanted: impl Fn(&str) -> bool) {
+        self.pairs.retain(|key, _| !unwanted(key));
+    }
+
+    /// Whether a key says yes.
+    pub(super) fn is_on(&self, key: &str) -> bool {
+        match self.pairs.get(key) {
+            Some(Json::Bool(is_on)) => *is_on,
+            Some(Json::String(word)) => matches!(word.as_str(), "on" | "yes" | "true" | "y"),
+            _ => false,
+        }
+    }
+
+    /// Every word in it, with its key; of nested ones the innermost key.
+    pub(super) fn strings(&self) -> Vec<(&str, &str)> {
+        let mut found = Vec::new();
+        for (key, value) in &self.pairs {
+            collect(key, value, &mut found);
+        }
+        found
+    }
+
+    /// Changes every word in it.
+    pub(super) fn change_strings(&mut self, change: &impl Fn(&str, &str) -> Option<String>) {
+        for (key, value) in &mut self.pairs {
+            change_one(key, value, change);
+        }
+    }
+
+    /// As QEMU reads it.
+    pub(super) fn render(&self) -> String {
+        if self.is_json {
+            return Json::Object(self.pairs.clone()).to_string();
+        }
+        let text = |value: &Json| {
+            let word = value.as_str().map_or_else(|| value.to_string(), Into::into);
+            word.replace(',', ",,")
+        };
+        let first = self.pairs.get(self.implied).map(text);
+        let rest = self.pairs.iter().filter(|(key, _)| *key != self.implied);
+        let rest = rest.map(|(key, value)| format!("{key}={}", text(value)));
+        first.into_iter().chain(rest).collect::<Vec<_>>().join(",")
+    }
+}
+
+/// Cuts at commas, but not at double ones, which stand for one.
+fn parts(text: &str) -> Vec<String> {
+    let mut all = vec![String::new()];
+    let mut letters = text.chars().peekable();
+    while let Some(letter) = letters.next() {
+        if letter == ',' && letters.next_if_eq(&',').is_none() {
+            all.push(String::new());
+        } else if let Some(last) = all.last_mut() {
+            last.push(letter);
+        }
+    }
+    all
+}
+
+fn collect<'a>(key: &'a str, value: &'a Json, found: &mut Vec<(&'a str, &'a str)>) {
+    match value {
+        Json::String(word) => found.push((key.rsplit('.').next().unwrap_or(key), word)),
+        Json::Object(pairs) => pairs
+            .iter()
+            .for_each(|(key, value)| collect(key, value, found)),
+        Json::Array(list) => list.iter().for_each(|value| collect(key, value, found)),
+        _ => {}
+    }
+}
+
+fn change_one(key: &str, value: &mut Json, change: &impl Fn(&str, &str) -> Option<String>) {
+    match value {
+        Json::String(word) => {
+            if let Some(other) = change(key.rsplit('.').next().unwrap_or(key), word) {
+                *word = other;
+            }
+        }
+        Json::Object(pairs) => {
+            for (key, value) in pairs {
+                change_one(key, value, change);
+            }
+        }
+        Json::Array(list) => {
+            for value in list {
+                change_one(key, value, change);
+            }
+        }
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_read_and_written_as_qemu_does() {
+        let read = |text: &str| Value::parse("type", text).unwrap();
+        let value = read("user,id=net0,hostname=a,,b,restrict");
+        assert_eq!(value.kind(), "user");
+        assert_eq!(value.get("hostname"), Some("a,b"));
+        assert!(value.is_on("restrict") && !value.is_on("id"));
+        assert_eq!(read(&value.render()), value);
+        let named = read("id=x,type=tap");
+        assert_eq!(named.render(), "tap,id=x");
+        let json = read(r#"{"type":"user","id":"n","file":{"filename":"/a","n":[{"file":"b"}]}}"#);
+        assert_eq!(json.kind(), "user");
+        assert_eq!(read(&json.render()), json);
+        let words = json.strings();
+        assert!(words.contains(&("filename", "/a")) && words.contains(&("file", "b")));
+        assert_eq!(Value::parse("type", "{no"), None);
+    }
+
+    #[test]
+    fn words_are_changed_wherever_they_are() {
+        let mut value = Value::parse("driver", r#"{"file":{"filename":"x"}}"#).unwrap();
+        value.change_strings(&|key, word| (key == "filename").then(|| format!("/at/{word}")));
+        assert_eq!(value.strings(), [("filename", "/at/x")]);
+    }
+}

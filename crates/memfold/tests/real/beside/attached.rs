@@ -1,0 +1,313 @@
+//! A QEMU that somebody typed: saved, live too, while daemons die, and VMs with the same devices run from its snapshots.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold::api::{AttachRequest, Client, RestoreRequest, SaveRequest, VmInfo};
+use memfold::host::guest_images;
+use memfold::snapshot::{Keep, Manifest, Renew};
+use memfold::vm::{Qmp, VmDirectory};
+use serde_json::Value;
+
+use super::disks::{self, CHECK_DISKS};
+use super::snapshots::{REWRITER, VERIFY};
+use crate::served::{Random, Served, exec};
+use crate::support::{self, BOOT};
+
+const VM: &str = "typed";
+const DEATHS: u64 = 6;
+
+/// A QEMU, ended with this.
+struct Typed {
+    place: PathBuf,
+    child: Child,
+}
+
+impl Typed {
+    /// As people type it: files by relative names, drives in three ways, a terminal that isn't there, a port forwarded.
+    fn start(place: &Path) -> Self {
+        let images = guest_images().unwrap();
+        let image = &images["trixie-a"];
+        std::os::unix::fs::symlink(&image.kernel, place.join("vmlinuz")).unwrap();
+        std::os::unix::fs::symlink(&image.initrd, place.join("initrd")).unwrap();
+        let make = |name: &str, more: &[&str], size: &str| {
+            let made = Command::new("qemu-img")
+                .args(["create", "-q", "-f"])
+                .args(more)
+                .args([name, size])
+                .current_dir(place)
+                .status();
+            assert!(made.unwrap().success());
+        };
+        let base = image.disk.to_str().unwrap();
+        make("root.qcow2", &["qcow2", "-F", "raw", "-b", base], "");
+        make("one.raw", &["raw"], "64M");
+        make("two.qcow2", &["qcow2"], "64M");
+        let line = "-M q35,memory-backend=ram -m 384 -object memory-backend-ram,id=ram,size=384M \
+             -accel tcg,thread=multi -cpu max -nographic -kernel vmlinuz -initrd initrd \
+             -drive file=root.qcow2,if=virtio,format=qcow2 \
+             -drive file=one.raw,if=none,id=one,format=raw -device virtio-blk-pci,drive=one,id=first \
+             -blockdev driver=file,node-name=two-file,filename=two.qcow2 -blockdev driver=qcow2,node-name=two,file=two-file \
+             -device virtio-blk-pci,drive=two,id=second -device vmgenid,guid=auto \
+             -netdev user,id=lan,hostfwd=tcp:127.0.0.1:0-:22 -device virtio-net-pci,netdev=lan,romfile= \
+             -device virtio-balloon-pci,free-page-reporting=on -device virtio-serial-pci -chardev socket,path=agent.sock,server=on,wait=off,id=agent \
+             -device virtserialport,chardev=agent,name=org.memfold.agent.0 -qmp unix:qmp.sock,server=on,wait=off";
+        let log = File::create(place.join("qemu.log")).unwrap();
+        let child = Command::new("qemu-system-x86_64")
+            .args(line.split_whitespace())
+            .args([
+                "-append",
+                "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check",
+            ])
+            .env("LD_PRELOAD", memfold::host::library().unwrap())
+            .env("MEMFOLD_QEMU_SOCKET", place.join("library.sock"))
+            .current_dir(place)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        let typed = Self {
+            place: place.to_owned(),
+            child,
+        };
+        let end = Instant::now() + Duration::from_secs(60);
+        while !place.join("qmp.sock").exists() {
+            assert!(Instant::now() < end, "{}", typed.log());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        typed
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.place.join("qemu.log")).unwrap_or_default()
+    }
+
+    fn end(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Typed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("the typed QEMU's last words:\n{}", self.log());
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn wait_agent(client: &Client, vm: &str) -> VmInfo {
+    let end = Instant::now() + BOOT;
+    loop {
+        let list: Vec<VmInfo> = client.get("/v1/vms").unwrap_or_default();
+        let found = list.into_iter().find(|info| info.name == vm);
+        if let Some(info) = found.filter(|info| info.agent.is_some()) {
+            return info;
+        }
+        assert!(Instant::now() < end, "the agent of '{vm}' doesn't answer");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// The guest checks all that it holds, in memory and on disks.
+fn verify(client: &Client, vm: &str) {
+    wait_agent(client, vm);
+    for script in [VERIFY, CHECK_DISKS] {
+        let said = exec(client, vm, script).stdout;
+        println!("{vm}: {}", said.trim());
+        assert!(said.starts_with("errors 0 "), "{vm}: {said}");
+    }
+}
+
+fn save(client: &Client, vm: &str, name: &str, live: bool, keep: Keep) -> Result<Manifest, String> {
+    let request = SaveRequest {
+        live,
+        keep,
+        ..SaveRequest::new(vm, name)
+    };
+    let saved = client.post("/v1/snapshots", &request);
+    saved.map_err(|error| format!("{error:#}"))
+}
+
+fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> VmInfo {
+    let path = format!("/v1/snapshots/{snapshot}/restore");
+    let began = Instant::now();
+    let info = client.post(&path, request).unwrap();
+    println!(
+        "{snapshot} -> {} in {:.2} s",
+        request.vm,
+        began.elapsed().as_secs_f64()
+    );
+    info
+}
+
+/// It runs, and nothing of a save's is left in it. A daemon that is there holds its only monitor, so there must be none.
+fn is_as_before(qmp: &Path) {
+    let mut qmp = Qmp::connect(qmp, Duration::from_secs(60)).unwrap();
+    assert_eq!(qmp.query("query-status").unwrap()["status"], "running");
+    let devices = qmp.query("query-block").unwrap();
+    let nodes = devices.as_array().unwrap().iter();
+    let nodes: Vec<&str> = nodes
+        .filter_map(|device| device["inserted"]["node-name"].as_str())
+        .collect();
+    assert!(
+        nodes.len() == 3 && nodes.iter().all(|node| !node.starts_with("save-")),
+        "{nodes:?}"
+    );
+}
+
+#[test]
+fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let directory = tempfile::Builder::new()
+        .prefix("memfold-typed.")
+        .tempdir()
+        .unwrap();
+    let state = directory.path();
+    let disks = tempfile::Builder::new()
+        .prefix("memfold-typed.")
+        .tempdir_in("/var/tmp")
+        .unwrap();
+    let mut typed = Typed::start(disks.path());
+    let qmp = disks.path().join("qmp.sock");
+    let vms = ["copied", "clone", "again"];
+    let mut served = Served::new(state, &vms).temporary(disks.path());
+    served.start();
+    let client = served.answers();
+    let attach = AttachRequest {
+        qmp: qmp.clone(),
+        name: VM.into(),
+        domain: Some("lab".into()),
+    };
+    client.post::<_, VmInfo>("/v1/attach", &attach).unwrap();
+    wait_agent(&client, VM);
+    let script = format!(
+        "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
+         systemd-run -q --unit=rewriter python3 /run/rewriter.py 20000 /var/tmp/rewritten\n\
+         while [ ! -s /run/rewriter ]; do sleep 0.2; done"
+    );
+    exec(&client, VM, &script);
+    exec(&client, VM, &disks::write_to("/dev/vdb /dev/vdc"));
+    let nonce = exec(
+        &client,
+        VM,
+        "head -c 16 /dev/urandom | sha256sum | tee /run/nonce",
+    )
+    .stdout;
+
+    // As it stands still, and live.
+    let began = Instant::now();
+    for (name, live, keep) in [
+        ("still", false, Keep::None),
+        ("live", true, Keep::None),
+        ("warm", true, Keep::Hot),
+    ] {
+        let saved = save(&client, VM, name, live, keep).unwrap();
+        println!(
+            "{name}: paused {:.0} ms, {} MiB of RAM, free pages kept: {:?}",
+            saved.pause_ms,
+            saved.counts.saved_pages / 256,
+            saved.free_kept
+        );
+        assert_eq!((saved.free_kept, saved.vm.as_str()), (None, VM));
+        assert!(saved.generation_id && saved.agent);
+        verify(&client, VM);
+    }
+    let span = u64::try_from(began.elapsed().as_millis()).unwrap() / 3;
+
+    // Daemons die meanwhile. Nobody in this QEMU lets it go on: the next daemon does.
+    let mut random = Random(u64::from(std::process::id()) << 20 | 1);
+    println!("seed {}", random.0);
+    let mut stood = 0;
+    for death in 0..DEATHS {
+        let name = format!("cut-{death}");
+        let draft = state.join(format!("snapshots/.{name}.draft"));
+        std::thread::scope(|scope| {
+            let (client, name) = (&client, &name);
+            let live = death % 2 == 1;
+            let saving = scope.spawn(move || save(client, VM, name, live, Keep::All));
+            match death % 3 {
+                // While it stands still.
+                0 | 1 => {
+                    let end = Instant::now() + Duration::from_secs(60);
+                    while !draft.join("devices").exists() && Instant::now() < end {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                }
+                // Anywhere.
+                _ => std::thread::sleep(random.below_ms(span)),
+            }
+            served.kill();
+            let _ = saving.join().unwrap();
+        });
+        let status = Qmp::connect(&qmp, Duration::from_secs(60))
+            .unwrap()
+            .query("query-status")
+            .unwrap();
+        stood += usize::from(status["running"] == false);
+        served.start();
+        served.answers();
+        verify(&client, VM);
+        // Its monitor is the daemon's.
+        let end = Instant::now() + Duration::from_secs(60);
+        while state.join(format!("saving/{VM}.json")).exists() {
+            assert!(Instant::now() < end, "the cut save is not undone");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        served.kill();
+        is_as_before(&qmp);
+        served.start();
+        served.answers();
+    }
+    println!("{stood} of {DEATHS} daemons died while it stood still");
+    assert!(stood > 0);
+
+    // VMs with the same devices.
+    restore(&client, "live", &RestoreRequest::new("copied"));
+    verify(&client, "copied");
+    assert_eq!(exec(&client, "copied", "cat /run/nonce").stdout, nonce);
+    let clone = RestoreRequest {
+        renew: Renew::Identity,
+        ..RestoreRequest::new("clone")
+    };
+    restore(&client, "warm", &clone);
+    verify(&client, "clone");
+    assert_eq!(
+        exec(&client, "clone", "cat /run/nonce; hostname").stdout,
+        format!("{nonce}clone\n")
+    );
+    let renewal = wait_agent(&client, "clone").renewal.unwrap();
+    println!("{renewal:?}");
+    assert!(renewal.left.is_empty() && renewal.done.iter().any(|done| done.contains("MAC")));
+    verify(&client, VM);
+    typed.end();
+
+    // What came of it is a VM of memfold's: saved again, it freezes its overlays; it boots anew.
+    let saved = save(&client, "copied", "again", false, Keep::None).unwrap();
+    assert_eq!(saved.free_kept, None);
+    verify(&client, "copied");
+    restore(&client, "again", &RestoreRequest::new("again"));
+    verify(&client, "again");
+    assert_eq!(exec(&client, "again", "cat /run/nonce").stdout, nonce);
+    let boot = "cat /proc/sys/kernel/random/boot_id";
+    let before = exec(&client, "again", boot).stdout;
+    client
+        .post::<_, Value>("/v1/vms/again/reboot", &serde_json::json!({}))
+        .unwrap();
+    wait_agent(&client, "again");
+    assert_ne!(exec(&client, "again", boot).stdout, before);
+    exec(
+        &client,
+        "again",
+        "test ! -e /run/nonce && test -b /dev/vdc && ip link show dev ens3 || ip link",
+    );
+    let console = std::fs::read_to_string(VmDirectory::of(state, "again").console_log()).unwrap();
+    assert!(console.contains("login:"), "{console}");
+}
