@@ -129,6 +129,8 @@ pub(super) fn prepare(
                 "blockdev-add",
                 json!({
                     "driver": "qcow2", "node-name": node, "discard": "unmap", "cache": cache,
+                    // The filter doesn't tell where a disk over another file is empty.
+                    "detect-zeroes": "unmap",
                     "file": { "driver": "file", "filename": place.path(), "discard": "unmap", "cache": cache },
                 }),
             );

@@ -62,8 +62,8 @@ pub fn guest_name(command_line: &[String]) -> Option<String> {
         .map(ToOwned::to_owned)
 }
 
-/// The Unix socket of the agent's port; `None` if the VM has no such port, or not on a socket.
-pub fn agent_socket(qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError> {
+/// The Unix socket of the agent's port in QEMU, process `pid`; `None` if the VM has no such port, or not on a socket.
+pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError> {
     let tree = qmp.human("info qtree")?;
     let Some(chardev) = port_chardev(&tree) else {
         return Ok(None);
@@ -74,7 +74,13 @@ pub fn agent_socket(qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError> {
         .into_iter()
         .flatten()
         .find(|c| c["label"] == chardev)
-        .and_then(|c| socket_path(c["filename"].as_str()?)))
+        .and_then(|c| socket_path(c["filename"].as_str()?))
+        // A QEMU that was typed names it from where it was started.
+        .and_then(|path| Some(working_directory(pid)?.join(path))))
+}
+
+fn working_directory(pid: Pid) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/{}/cwd", pid.as_raw_nonzero())).ok()
 }
 
 /// The chardev of the port, from `info qtree`: the properties of a device follow its line and are indented deeper.
@@ -95,7 +101,7 @@ fn port_chardev(tree: &str) -> Option<String> {
 fn socket_path(filename: &str) -> Option<PathBuf> {
     let (_, rest) = filename.split_once("unix:")?;
     let path = rest.split(",server").next()?;
-    path.starts_with('/').then(|| Path::new(path).into())
+    (!path.is_empty()).then(|| Path::new(path).into())
 }
 
 /// The advice that QEMU gave a RAM block, from the flags of its mappings. Folded parts have the store's mapping; an anonymous

@@ -265,7 +265,7 @@ impl Vm {
             )));
         }
         let library = endpoints::library(pid).map_err(look)?;
-        let agent_socket = endpoints::agent_socket(&mut qmp)?;
+        let agent_socket = endpoints::agent_socket(pid, &mut qmp)?;
         Ok(Self {
             name: endpoints::guest_name(&words)
                 .filter(|n| super::spec::check_name("name", n).is_ok())

@@ -36,7 +36,8 @@ impl Typed {
             let made = Command::new("qemu-img")
                 .args(["create", "-q", "-f"])
                 .args(more)
-                .args([name, size])
+                .arg(name)
+                .args((!size.is_empty()).then_some(size))
                 .current_dir(place)
                 .status();
             assert!(made.unwrap().success());
@@ -59,7 +60,7 @@ impl Typed {
             .args(line.split_whitespace())
             .args([
                 "-append",
-                "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check",
+                "root=/dev/vdc rw console=ttyS0 quiet mitigations=off no_timer_check",
             ])
             .env("LD_PRELOAD", memfold::host::library().unwrap())
             .env("MEMFOLD_QEMU_SOCKET", place.join("library.sock"))
@@ -194,7 +195,7 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
          while [ ! -s /run/rewriter ]; do sleep 0.2; done"
     );
     exec(&client, VM, &script);
-    exec(&client, VM, &disks::write_to("/dev/vdb /dev/vdc"));
+    exec(&client, VM, &disks::write_to("/dev/vda /dev/vdb"));
     let nonce = exec(
         &client,
         VM,
