@@ -112,7 +112,7 @@ export function Snapshots({ may }) {
   const { sample } = useLive();
   const { value: snapshots, error } = useAnswer("/v1/snapshots", again, 15000);
   const changed = () => setAgain((n) => n + 1);
-  const vms = (sample?.vms ?? []).filter((vm) => vm.origin === "started").map((vm) => vm.name);
+  const vms = (sample?.vms ?? []).map((vm) => vm.name);
   const save = vms.length > 0 && html`<${Act} may=${may} what=${() => saveSnapshot(vms, null, changed)}>Save a VM …<//>`;
   if (!snapshots) return error ? html`<${Failure} error=${error} />` : html`<${Waiting} />`;
   const { roots, under } = trees(snapshots);

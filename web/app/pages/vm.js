@@ -276,13 +276,13 @@ export function Vm({ name, may, theme }) {
           ${fold && fact("Longest freeze", `${(fold.freeze_max_ns / 1e6).toFixed(2)} ms`)}
         </dl>
         <div class="buttons">
-          <${Act} may=${may && info.origin === "started"} what=${saveSnapshot([name], name)}>Save a snapshot …<//>
+          <${Act} may=${may} what=${saveSnapshot([name], name)}>Save a snapshot …<//>
           ${info.swap && html`<${Act} may=${may} what=${info.swap.place === "on_disk" ? borrow(name) : giveBack(name)}>${info.swap.place === "on_disk" ? "Borrow memory …" : "Return memory …"}<//>`}
           <${Act} may=${may && info.agent} what=${execute(name)}>Run a command …<//>
           <${Act} may=${may && info.origin === "started"} what=${reboot}>Reboot …<//>
           <${Act} may=${may && info.origin === "started"} what=${stop} danger>Stop …<//>
         </div>
-        ${info.libvirt && html`<p class="note">libvirt starts, stops and saves it: <code>virsh shutdown "${info.libvirt}"</code>.</p>`}
+        ${info.libvirt && html`<p class="note">libvirt starts and stops it: <code>virsh shutdown "${info.libvirt}"</code>.</p>`}
       <//>
       <${Segments} info=${info} may=${may} />
       <${KsmCauses} name=${name} />

@@ -86,9 +86,14 @@ impl Daemon {
         save::mend(&subject, || machine.monitor())?;
         let progress = self.uses.begin(&request.name)?;
         // What its disks are built on isn't removed before the new snapshot says that it needs it.
-        let below = restore::below(&self.shelf, subject.spec()).into_iter();
-        let below = below.filter(|name| *name != request.name);
+        // Those of a VM that others started are copied.
+        let below = match machine.vm().spec() {
+            Some(spec) => restore::below(&self.shelf, spec),
+            None => Vec::new(),
+        };
         let _below = below
+            .into_iter()
+            .filter(|name| *name != request.name)
             .map(|name| self.uses.begin(&name))
             .collect::<Result<Vec<_>, _>>()?;
         // The VM may end before its snapshot is whole.
@@ -689,21 +694,21 @@ impl save::Hold for Held<'_> {
     }
 
     fn go_on(&self, qmp: &mut Qmp) -> Result<(), String> {
-        if !self.stopped.replace(false) {
+        if !self.stopped.get() {
             return Ok(());
         }
-        let done = if self.machine.can_stop() {
-            self.tell("let go on", Command::GoOn)
+        if self.machine.can_stop() {
+            self.tell("let go on", Command::GoOn)?;
         } else {
-            let done = qmp.query("cont").map(drop);
-            if let (Ok(()), Some(noted)) = (&done, &self.noted) {
+            qmp.query("cont").map_err(|error| error.to_string())?;
+            if let Some(noted) = &self.noted {
                 // If it can't be written, the next daemon lets a VM go on that runs.
                 let _ = noted.stopped(false);
             }
-            done.map_err(|error| error.to_string())
-        };
+        }
+        self.stopped.set(false);
         self.quiet.take();
-        done
+        Ok(())
     }
 
     fn let_go(&self) {
@@ -717,5 +722,11 @@ impl save::Hold for Held<'_> {
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         save::Hold::let_go(self);
+        // Its library does that where it can; and the monitor was lost a moment ago.
+        if self.stopped.get() && !self.machine.can_stop() {
+            if let Err(error) = self.machine.monitor().query("cont") {
+                tracing::warn!(vm = self.machine.name(), %error, "stands still");
+            }
+        }
     }
 }

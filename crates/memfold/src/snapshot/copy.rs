@@ -14,11 +14,13 @@
 use std::fs::File;
 use std::ops::DerefMut;
 use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use memfold_units::ByteSize;
+use rustix::fs::OFlags;
 use serde_json::json;
 
 use super::freeze::{device, disk_name};
@@ -89,7 +91,14 @@ pub(super) fn prepare(
     let devices = qmp.query("query-block")?;
     let held = |disk| {
         let device = device(&devices, spec, disk)?;
-        device["inserted"]["image"]["actual-size"].as_u64()
+        // What it is built on is copied with it.
+        let image = &device["inserted"]["image"];
+        let chain = std::iter::successors(Some(image), |image| image.get("backing-image"));
+        Some(
+            chain
+                .filter_map(|image| image["actual-size"].as_u64())
+                .sum::<u64>(),
+        )
     };
     let bytes = in_place(spec).filter_map(held).sum();
     if in_place(spec).next().is_some() {
@@ -139,7 +148,10 @@ pub(super) fn prepare(
             added?;
         }
         // What the host has not written yet, QEMU would wait for in the pause.
-        if let Ok(file) = File::open(&spec.disks[disk].path) {
+        // Its name may be another's word: nobody waits for what is no file.
+        let nonblock = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
+        let path = &spec.disks[disk].path;
+        if let Ok(file) = File::options().read(true).custom_flags(nonblock).open(path) {
             let _ = file.sync_data();
         }
         copies.push(copy);

@@ -400,6 +400,12 @@ impl VmSpec {
             path: path.into(),
             source: Box::new(source),
         })?;
+        if spec.foreign.is_some() {
+            return Err(value(
+                "foreign",
+                "is in snapshots alone; QEMU arguments of your own are qemu_args".into(),
+            ));
+        }
         let base = path.parent().unwrap_or(Path::new(""));
         for (_, file) in spec.files_mut() {
             *file = base.join(&file);
@@ -428,7 +434,10 @@ impl VmSpec {
         if let Some(user) = &self.user {
             check_name("user", user)?;
         }
-        self.check_memory()?;
+        // What others started has what it has.
+        if self.foreign.is_none() {
+            self.check_memory()?;
+        }
         if !(1..=MAX_VCPUS).contains(&self.vcpus) {
             return Err(value(
                 "vcpus",

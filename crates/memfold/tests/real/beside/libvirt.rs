@@ -200,7 +200,7 @@ fn added<'a>(before: &str, after: &'a str) -> Vec<&'a str> {
 }
 
 /// A domain is saved by memfold, and stays libvirt's; what comes of it are VMs of memfold's beside it.
-fn saved_by_memfold(host: &Host, client: &Client, held: &str) {
+fn saved_by_memfold(host: &Host, client: &Client, sum: &str, held: &str) {
     let disks = host.ask(&["domblklist", DOMAIN]);
     for (name, live) in [("still", false), ("live", true)] {
         let request = SaveRequest {
@@ -239,6 +239,7 @@ fn saved_by_memfold(host: &Host, client: &Client, held: &str) {
     exec(client, "copy", "echo mine > /var/tmp/copy && sync");
     exec(client, "twin", "test ! -e /var/tmp/copy");
     exec(client, VM, "test ! -e /var/tmp/copy");
+    assert_eq!(exec(client, "copy", SUM).stdout, sum);
     wait_folded(client, "copy");
     for name in ["copy", "twin"] {
         let stop = serde_json::json!({ "timeout_s": 0.0 });
@@ -393,7 +394,7 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
             assert!(text.contains(word), "no '{word}' in: {text}");
         }
     };
-    saved_by_memfold(&host, &client, &held);
+    saved_by_memfold(&host, &client, &sums[0], &held);
     refused(
         client.post(
             &format!("/v1/vms/{VM}/stop"),

@@ -177,6 +177,49 @@ fn restores_killed(served: &mut Served, client: &Client, temporary: &Path, seed:
     assert!(failed > 0);
 }
 
+/// Daemons are killed while they remove snapshots of a VM that goes on. What lay there of its disk is its own again, or the snapshot's still.
+fn removals_killed(served: &mut Served, client: &Client, state: &Path, temporary: &Path) {
+    let remove = |name: &str| client.delete::<Value>(&format!("/v1/snapshots/{name}"));
+    save(client, "gone", false, false).unwrap();
+    let began = Instant::now();
+    remove("gone").unwrap();
+    let span = began.elapsed();
+    let known = overlays(temporary).len();
+    let mut cut = 0;
+    for death in 0..DEATHS {
+        let name = format!("gone-{death}");
+        save(client, &name, death % 2 == 1, false).unwrap();
+        std::thread::scope(|scope| {
+            let removing = scope.spawn(|| remove(&name));
+            std::thread::sleep(span * u32::try_from(death).unwrap() / 8);
+            served.kill();
+            cut += usize::from(removing.join().unwrap().is_err());
+        });
+        served.start();
+        served.answers();
+        verify(client, VM);
+        let names = shelf_is_clean(client, state);
+        println!(
+            "removal {death}: listed afterwards: {}",
+            names.contains(&name)
+        );
+        if names.contains(&name) {
+            remove(&name).unwrap();
+        }
+        verify(client, VM);
+    }
+    println!(
+        "a removal takes {} ms; {cut} of {DEATHS} were cut",
+        span.as_millis()
+    );
+    assert!(cut > 0);
+    // Each save has merged what the removal before it gave back.
+    save(client, "after", false, false).unwrap();
+    remove("after").unwrap();
+    assert_eq!(overlays(temporary).len(), known);
+    verify(client, VM);
+}
+
 #[test]
 fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     let Some(_turn) = support::turn_beside() else {
@@ -283,6 +326,7 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     let merged = log.matches("merged with the older one").count();
     println!("{merged} overlays of cut saves were merged with the older ones");
     assert!(merged > 0);
+    removals_killed(&mut served, &client, state, temporary);
     for overlay in overlays(temporary).difference(&before) {
         let mode = std::fs::metadata(overlay).unwrap().permissions().mode();
         assert_eq!(mode & 0o77, 0, "others can read {}", overlay.display());
