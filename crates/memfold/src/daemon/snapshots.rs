@@ -100,33 +100,18 @@ impl Daemon {
         let segments = machine.vm().segments();
         let kept = |segment: &SegmentSpec| self.uses.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
-        match request.keep {
-            Keep::None => {}
-            Keep::All => {
-                return self.save_dropped(
-                    (&machine, &subject),
-                    request,
-                    of_boot,
-                    began,
-                    None,
-                    &progress,
-                );
-            }
-            Keep::Hot => {
-                progress.begin("the guest writes back what is dirty", 0);
-                write_back(&machine)?;
-                return self.save_dropped(
-                    (&machine, &subject),
-                    request,
-                    of_boot,
-                    began,
-                    None,
-                    &progress,
-                );
-            }
+        let save = |kept| {
+            let of = (&*machine, &subject);
+            self.save_dropped(of, request, of_boot, began, kept, &progress)
+        };
+        if request.keep == Keep::All {
+            return save(None);
         }
         progress.begin("the guest writes back what is dirty", 0);
         write_back(&machine)?;
+        if request.keep == Keep::Hot {
+            return save(None);
+        }
         progress.begin("the guest drops its caches", 0);
         let limit = request.drop_s.map_or(DROP_TIMEOUT, |seconds| {
             Duration::from_secs(seconds.max(1).into())
@@ -136,16 +121,7 @@ impl Daemon {
             Ok(None) => Ok(()),
             _ => machine.run(TRACE, LIST_TIMEOUT).map(drop),
         };
-        let saved = dropped.and_then(|kept| {
-            self.save_dropped(
-                (&machine, &subject),
-                request,
-                of_boot,
-                began,
-                kept,
-                &progress,
-            )
-        });
+        let saved = dropped.and_then(save);
         // Of what went while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
             info!(vm = request.vm, %error, "no inventory after the save");

@@ -438,46 +438,29 @@ impl Engine {
                     vm.stats.agent_ready = false;
                 }
             }
-            // Who asked may have gone away meanwhile: then nobody would let the VM go on.
             Command::Track(id, answer) => {
-                if answer
-                    .send(self.hold(id, &Order::TrackWrites, None))
-                    .is_err()
-                {
-                    self.release(id);
-                }
+                let held = self.hold(id, &Order::TrackWrites, None);
+                self.tell_held(id, &answer, held);
             }
             Command::KeepPast(id, ranges, file, answer) => {
-                let order = Order::KeepPast { ranges };
-                if answer
-                    .send(self.hold(id, &order, Some(file.as_fd())))
-                    .is_err()
-                {
-                    self.release(id);
-                }
+                let held = self.hold(id, &Order::KeepPast { ranges }, Some(file.as_fd()));
+                self.tell_held(id, &answer, held);
             }
             Command::Untrack(id, answer) => {
-                if answer
-                    .send(self.hold(id, &Order::UntrackWrites, None))
-                    .is_err()
-                {
-                    self.release(id);
-                }
+                let held = self.hold(id, &Order::UntrackWrites, None);
+                self.tell_held(id, &answer, held);
             }
             Command::GoOn(id, answer) => {
-                if answer.send(self.hold(id, &Order::Continue, None)).is_err() {
-                    self.release(id);
-                }
+                let held = self.hold(id, &Order::Continue, None);
+                self.tell_held(id, &answer, held);
             }
             Command::LeaveAlone(id, answer) => {
-                if answer.send(self.leave_alone(id)).is_err() {
-                    self.release(id);
-                }
+                let held = self.leave_alone(id);
+                self.tell_held(id, &answer, held);
             }
             Command::Hold(id, answer) => {
-                if answer.send(self.hold(id, &Order::Stop, None)).is_err() {
-                    self.release(id);
-                }
+                let held = self.hold(id, &Order::Stop, None);
+                self.tell_held(id, &answer, held);
             }
             Command::Release(id) => self.release(id),
             Command::SetPaused(paused) => {

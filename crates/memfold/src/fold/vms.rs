@@ -1,6 +1,7 @@
 //! VMs as they come, change, are held for a snapshot, are lost and go.
 
 use std::os::fd::BorrowedFd;
+use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
 use foldhash::{HashMap, HashMapExt};
@@ -220,6 +221,18 @@ impl Engine {
         let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
         vm.be_held();
         Ok(())
+    }
+
+    /// Says what became of it. Who asked may have gone away meanwhile: then nobody would let the VM go on.
+    pub(super) fn tell_held(
+        &mut self,
+        id: VmId,
+        answer: &SyncSender<Result<(), String>>,
+        held: Result<(), String>,
+    ) {
+        if answer.send(held).is_err() {
+            self.release(id);
+        }
     }
 
     pub(super) fn release(&mut self, id: VmId) {

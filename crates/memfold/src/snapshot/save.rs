@@ -219,63 +219,46 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         subject.write_overlays(&all)
     };
     let mut qmp = monitor();
-    let spec_now = spec_now(vm, spec, &mut qmp)?;
+    let mut spec_now = spec_now(vm, spec, &mut qmp)?;
     let frozen = freeze::prepare(&mut qmp, spec, &draft, &before, note)?;
     let stood = freeze::check_files(vm.pid(), &mut qmp, spec)
         .and_then(|()| copy::prepare(&mut qmp, spec, &draft))
         .and_then(|copies| {
+            let (who, files) = ((vm, spec), (&draft, &ram));
             let disks = (frozen.as_slice(), copies.as_slice());
-            let still = stand_still(
-                (vm, spec),
-                &mut qmp,
-                &draft,
-                &ram,
-                disks,
-                request,
-                hold,
-                progress,
-            )?;
+            let still = stand_still(who, &mut qmp, files, disks, request, hold, progress)?;
             Ok((still, copies))
         });
-    let (still, copies) = match stood {
+    let (mut still, copies) = match stood {
         Ok(still) => still,
         Err(error) => {
             // First of all: what follows may wait for QEMU.
-            if let Err(error) = hold.go_on(&mut qmp) {
-                tracing::warn!(vm = vm.name(), error, "the VM was not let go on");
-            }
+            go_on(vm, hold, &mut qmp);
             hold.let_go();
             freeze::undo(&mut qmp, &frozen, note);
             return Err(error);
         }
     };
     drop(qmp);
-    let Still {
-        mut steps,
-        devices,
-        free_kept,
-        plan,
-        past,
-        mut writer,
-        pause,
-    } = still;
     // From here on the VM's chain of overlays is longer by one.
-    let is_live = past.is_some();
+    let is_live = still.past.is_some();
     let finish = || -> Result<Manifest, SnapshotError> {
-        let began = Instant::now();
-        let copied = past.map_or(Ok(0), |past| copy_ram(past, &mut writer, &plan, progress));
+        let (began, mut steps) = (Instant::now(), still.steps);
+        let (writer, plan) = (&mut still.writer, &still.plan);
+        let copied = still
+            .past
+            .map_or(Ok(0), |past| copy_ram(past, writer, plan, progress));
         // First of all: what follows a failure may wait for QEMU.
         hold.let_go();
         freeze::check_frozen(&mut monitor(), &frozen)?;
         let kept_pages = copied.map_err(|source| failed(RAM, source))?;
-        let (blocks, counts) = writer.finish(&sums).map_err(|e| failed(SUMS, e))?;
+        let (blocks, counts) = still.writer.finish(&sums).map_err(|e| failed(SUMS, e))?;
         steps.copy_ms = milliseconds(began.elapsed());
         steps.disks_copy_ms = milliseconds(copy::finish(monitor, &copies, spec, &draft, progress)?);
         let disks = take_over(spec, &frozen, &copies, &draft)?;
         let ram_bytes = ram.metadata().map_err(|e| failed(RAM, e))?.len();
         let (references, packed) =
             parts::take_apart(&draft, &ram, &disks, request, &mut steps, progress)?;
-        let mut spec_now = spec_now.clone();
         let files = take_files(subject, &mut spec_now, &draft)?;
         let is_in_parts = references.is_some() || packed.is_some();
         Ok(Manifest {
@@ -295,7 +278,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             accel: record.accel.clone(),
             blocks,
             counts,
-            free_kept,
+            free_kept: still.free_kept,
             cache_kept: request.cache_kept.clone(),
             agent: request.agent,
             generation_id: request.generation_id,
@@ -303,10 +286,10 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             packed,
             references,
             sums: facts(sums).map_err(|source| failed(SUMS, source))?,
-            devices,
+            devices: still.devices,
             disks,
             files,
-            pause_ms: milliseconds(pause),
+            pause_ms: milliseconds(still.pause),
             save_ms: milliseconds(request.began.elapsed()),
             steps,
         })
@@ -321,8 +304,8 @@ fn attempt<M: DerefMut<Target = Qmp>>(
     };
     if made.is_ok() {
         hand_over(vm, subject, &frozen);
-    } else if let Err(error) = go_back(monitor, subject, &frozen) {
-        tracing::warn!(vm = vm.name(), %error, "its disks have an overlay more; the next save, or its end, removes that");
+    } else {
+        go_back(monitor, subject, &frozen);
     }
     made
 }
@@ -368,13 +351,18 @@ fn go_back<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     subject: &Subject,
     frozen: &[Frozen],
-) -> Result<(), SnapshotError> {
-    for frozen in frozen {
-        // The newer one's header names the snapshot's file, until it goes too.
-        freeze::name_backing(&mut monitor(), &frozen.node, &frozen.path)?;
+) {
+    let back = || -> Result<(), SnapshotError> {
+        for frozen in frozen {
+            // The newer one's header names the snapshot's file, until it goes too.
+            freeze::name_backing(&mut monitor(), &frozen.node, &frozen.path)?;
+        }
+        shorten(monitor, &subject.spec, &subject.record_now().overlays)?;
+        subject.write_overlays(&subject.overlays_now())
+    };
+    if let Err(error) = back() {
+        tracing::warn!(vm = subject.spec.name, %error, "its disks have an overlay more; the next save, or its end, removes that");
     }
-    shorten(monitor, &subject.spec, &subject.record_now().overlays)?;
-    subject.write_overlays(&subject.overlays_now())
 }
 
 /// The snapshot is made, also if the VM has died meanwhile: the frozen overlays are the snapshot's now.
@@ -421,13 +409,19 @@ struct Still<'a> {
     pause: Duration,
 }
 
+/// Lets a VM go on. Its library does so in any case, at the latest when its connection ends.
+fn go_on(vm: &Vm, hold: &impl Hold, qmp: &mut Qmp) {
+    if let Err(error) = hold.go_on(qmp) {
+        tracing::warn!(vm = vm.name(), error, "the VM was not let go on");
+    }
+}
+
 /// Stops the VM, does what has to be of one instant, and lets it go on.
 #[allow(clippy::too_many_arguments)] // parts of one save
 fn stand_still<'a>(
     (vm, spec): (&Vm, &VmSpec),
     qmp: &mut Qmp,
-    draft: &Draft,
-    ram: &'a File,
+    (draft, ram): (&Draft, &'a File),
     (frozen, copies): (&[Frozen], &[Copied]),
     request: &Request,
     hold: &impl Hold,
@@ -475,10 +469,7 @@ fn stand_still<'a>(
     copy::begin(qmp, spec, copies)?;
     freeze::switch(qmp, frozen)?;
     steps.disks_ms = milliseconds(began.elapsed());
-    // The library lets it go on in any case, at the latest when its connection ends.
-    if let Err(error) = hold.go_on(qmp) {
-        tracing::warn!(vm = vm.name(), error, "the VM was not let go on");
-    }
+    go_on(vm, hold, qmp);
     Ok(Still {
         steps,
         devices,

@@ -514,7 +514,7 @@ impl Vm {
 }
 /// QEMU processes that were started for a VM's directory, by the monitor's socket on their command lines.
 fn unrecorded(directory: &VmDirectory) -> io::Result<Vec<Process>> {
-    let socket = super::launch::monitor_argument(&directory.qmp());
+    let socket = super::command_line::monitor_argument(&directory.qmp());
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")?.flatten() {
         let Some(pid) = entry

@@ -13,7 +13,7 @@ use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::launch::{Line, escape};
+use super::command_line::{Line, escape};
 use super::qmp::{Qmp, QmpError};
 use super::spec::{SpecError, VmSpec, value};
 

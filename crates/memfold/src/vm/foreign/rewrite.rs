@@ -208,11 +208,11 @@ pub(super) fn copy(line: &[String], facts: &Facts) -> Result<Copy, String> {
             }
             ("nographic", None) => {
                 // Its first serial port is where it was started from.
-                if !options.iter().any(|(name, _)| name == "serial") {
+                if options.iter().any(|(name, _)| name == "serial") {
+                    Vec::new()
+                } else {
                     let word = serial("stdio", &mut copy);
                     vec!["-serial".into(), word]
-                } else {
-                    Vec::new()
                 }
             }
             (_, Some(_)) if DROPPED.contains(&name.as_str()) => Vec::new(),

@@ -305,7 +305,8 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
         .unwrap();
     wait_agent(&client, "again");
     assert_ne!(exec(&client, "again", boot).stdout, before);
-    let there = "test ! -e /run/nonce && test -b /dev/vdc && ls -d /sys/class/net/e*";
+    // The agent answers before the guest has looked for all of its devices.
+    let there = "test ! -e /run/nonce && test -b /dev/vdc && for left in $(seq 60); do ls -d /sys/class/net/e* && exit 0; sleep 1; done; exit 1";
     exec(&client, "again", there);
     let console = std::fs::read_to_string(VmDirectory::of(state, "again").console_log()).unwrap();
     assert!(console.contains("login:"), "{console}");
