@@ -688,4 +688,31 @@ mod tests {
         refused("-plugin /tmp/x.so", &["-plugin"]);
         refused("disk.img", &["disk.img"]);
     }
+
+    #[test]
+    fn damaged_lines_never_panic() {
+        let whole: Vec<char> = LIBVIRT.chars().collect();
+        let mut random = 1_u64;
+        for _ in 0..5000 {
+            let mut next = |below: usize| {
+                random = random
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1);
+                usize::try_from(random >> 33).unwrap() % below
+            };
+            let mut text = whole.clone();
+            for _ in 0..=next(4) {
+                let at = next(text.len());
+                match next(3) {
+                    0 => text[at] = [',', '=', '-', '{', '"', ' ', '\n', '/', '\u{fffd}'][next(9)],
+                    1 => text.truncate(at.max(1)),
+                    _ => drop(text.remove(at)),
+                }
+            }
+            let text: String = text.into_iter().collect();
+            if let Ok(mut copy) = copy(&line(&text), &facts()) {
+                let _ = super::super::files::take_out(&mut copy.words);
+            }
+        }
+    }
 }
