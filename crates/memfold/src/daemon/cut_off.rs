@@ -1,16 +1,17 @@
 //! Saves of VMs that memfold didn't start. Where the library has no monitor of its own, nobody in QEMU lets such a VM go on when its daemon dies,
-//! and how its disks were is in no file of memfold's. So both are noted while a save lasts, and the next daemon puts it right.
+//! and how its disks were is in no file of memfold's. So both are noted while a save lasts; what the save itself doesn't put right, the next one or the
+//! next daemon does.
 
+use std::cell::RefCell;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use tracing::{info, warn};
 
 use super::machine::Machine;
-use super::{Daemon, write_json};
-use crate::snapshot::save;
+use super::write_json;
+use crate::snapshot::{SnapshotError, save};
 use crate::vm::{Identity, VmSpec};
 
 /// A save that is being made.
@@ -22,82 +23,90 @@ struct Note {
     stopped: bool,
 }
 
-/// The note of a save; it goes with this.
-pub(super) struct Noted {
-    path: PathBuf,
-    note: std::cell::RefCell<Note>,
+/// The note of a save. At its end what the note says is undone, if it has to be.
+pub(super) struct Noted<'a> {
+    state: &'a Path,
+    machine: &'a Machine,
+    note: RefCell<Note>,
 }
 
-impl Noted {
-    /// The VM is about to be stopped, or goes on.
-    pub(super) fn stopped(&self, stopped: bool) -> io::Result<()> {
-        let mut note = self.note.borrow_mut();
-        note.stopped = stopped;
-        write_json(&self.path, &*note)
-    }
-}
-
-impl Drop for Noted {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
-    }
-}
-
-impl Daemon {
-    fn note_of(&self, vm: &str) -> PathBuf {
-        self.options.state.join("saving").join(format!("{vm}.json"))
-    }
-
-    /// Notes the save of a VM that memfold didn't start.
-    pub(super) fn note_save(&self, machine: &Machine, spec: &VmSpec) -> io::Result<Noted> {
-        let path = self.note_of(machine.name());
-        std::fs::create_dir_all(self.options.state.join("saving"))?;
-        let noted = Noted {
-            path,
-            note: Note {
+impl<'a> Noted<'a> {
+    /// Notes a save, in the daemon's directory `state`.
+    pub(super) fn new(state: &'a Path, machine: &'a Machine, spec: &VmSpec) -> io::Result<Self> {
+        let noted = Self {
+            state,
+            machine,
+            note: RefCell::new(Note {
                 process: machine.vm().process().identity(),
                 spec: spec.clone(),
                 stopped: false,
-            }
-            .into(),
+            }),
         };
+        std::fs::create_dir_all(state.join("saving"))?;
         noted.stopped(false)?;
         Ok(noted)
     }
 
-    /// Undoes what a daemon had begun with a VM that memfold didn't start, and was killed. Whoever calls this has the right to save it.
-    pub(super) fn undo_cut_off(&self, machine: &Machine) {
-        let path = self.note_of(machine.name());
-        let Ok(text) = std::fs::read(&path) else {
-            return;
-        };
-        let note = serde_json::from_slice::<Note>(&text);
-        // Another VM may have got the name.
-        if let Some(note) = note
-            .ok()
-            .filter(|n| n.process == machine.vm().process().identity())
-        {
-            if note.stopped {
-                go_on(machine);
-            }
-            save::let_go_of_disks(&note.spec, &|| machine.monitor());
-        }
-        let _ = std::fs::remove_file(path);
+    /// The VM is about to be stopped, or goes on.
+    pub(super) fn stopped(&self, stopped: bool) -> io::Result<()> {
+        let mut note = self.note.borrow_mut();
+        note.stopped = stopped;
+        write_json(&note_of(self.state, self.machine), &*note)
     }
 }
 
-/// Lets a VM go on that stands still.
-fn go_on(machine: &Machine) {
-    let mut qmp = machine.monitor();
-    let is_paused = qmp
-        .query("query-status")
-        .is_ok_and(|now| matches!(now["status"].as_str(), Some("paused" | "save-vm")));
-    if is_paused {
-        match qmp.execute("cont", json!({})) {
-            Ok(_) => info!(vm = machine.name(), "goes on: its save was cut off"),
-            Err(error) => {
-                warn!(vm = machine.name(), %error, "stands still since its save was cut off");
-            }
+impl Drop for Noted<'_> {
+    fn drop(&mut self) {
+        // Said in the log; the note stays then.
+        let _ = undo(self.state, self.machine);
+    }
+}
+
+fn note_of(state: &Path, machine: &Machine) -> PathBuf {
+    state
+        .join("saving")
+        .join(format!("{}.json", machine.name()))
+}
+
+/// Whether a save of this VM was cut off.
+pub(super) fn is_cut_off(state: &Path, machine: &Machine) -> bool {
+    note_of(state, machine).exists()
+}
+
+/// Undoes what a save had begun with a VM that memfold didn't start. Whoever calls this has the right to save it.
+pub(super) fn undo(state: &Path, machine: &Machine) -> Result<(), SnapshotError> {
+    let path = note_of(state, machine);
+    let Ok(text) = std::fs::read(&path) else {
+        return Ok(());
+    };
+    let note = serde_json::from_slice::<Note>(&text).ok();
+    // Another VM may have got the name.
+    let own = note.filter(|note| note.process == machine.vm().process().identity());
+    if let Some(note) = own {
+        let goes_on = !note.stopped || go_on(machine);
+        let has_disks = save::let_go_of_disks(&note.spec, &|| machine.monitor());
+        if !goes_on || !has_disks {
+            return Err(SnapshotError::Impossible(
+                "its last save was cut off, and QEMU doesn't undo what that had begun: the daemon's log says why; try again".into(),
+            ));
         }
     }
+    let _ = std::fs::remove_file(path);
+    Ok(())
+}
+
+/// Lets a VM go on that stands still; whether it runs.
+fn go_on(machine: &Machine) -> bool {
+    let mut qmp = machine.monitor();
+    let went_on = qmp.query("query-status").and_then(|now| {
+        if matches!(now["status"].as_str(), Some("paused" | "save-vm")) {
+            qmp.query("cont")?;
+            info!(vm = machine.name(), "goes on: its save was cut off");
+        }
+        Ok(())
+    });
+    if let Err(error) = &went_on {
+        warn!(vm = machine.name(), %error, "stands still since its save was cut off");
+    }
+    went_on.is_ok()
 }

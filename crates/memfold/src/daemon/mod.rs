@@ -491,18 +491,8 @@ impl Daemon {
         };
         let machine = self.take_on(vm, name, request.domain.clone(), origin)?;
         self.write_attached();
-        let daemon = self.clone();
-        let undone = machine.clone();
-        let undo = move || {
-            if let Some(_saving) = undone.try_save() {
-                daemon.undo_cut_off(&undone);
-            }
-        };
-        let spawned = std::thread::Builder::new()
-            .name("cut-off".into())
-            .spawn(undo);
-        if let Err(error) = spawned {
-            warn!(vm = name, %error, "a save that was cut off is undone by the next");
+        if cut_off::is_cut_off(&self.options.state, &machine) {
+            undo_save(self.options.state.clone(), machine.clone());
         }
         Ok(machine.info())
     }
@@ -670,6 +660,22 @@ fn max_map_count() -> Option<usize> {
         .parse()
         .ok()
 }
+/// Undoes a save of a VM of others' that was cut off with its daemon. QEMU may take a while.
+fn undo_save(state: PathBuf, machine: Arc<Machine>) {
+    let undo = move || {
+        if let Some(_saving) = machine.try_save() {
+            // Said in the log.
+            let _ = cut_off::undo(&state, &machine);
+        }
+    };
+    let spawned = std::thread::Builder::new()
+        .name("cut-off".into())
+        .spawn(undo);
+    if let Err(error) = spawned {
+        warn!(%error, "a save that was cut off is undone by the next");
+    }
+}
+
 /// Has a VM that was taken over use its disks as before a save that was cut off with its daemon. QEMU may take a while to stop copying.
 fn let_go_of_disks(machine: Arc<Machine>) {
     let work = move || {

@@ -11,7 +11,7 @@ use memfold_wire::library::Range;
 use rustix::process::Pid;
 use tracing::{debug, info};
 
-use super::cut_off::Noted;
+use super::cut_off::{self, Noted};
 use super::ksm::Still;
 use super::machine::Machine;
 use super::segments::{being_saved, recall_segments};
@@ -81,7 +81,7 @@ impl Daemon {
         if self.shelf.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
-        self.undo_cut_off(&machine);
+        cut_off::undo(&self.options.state, &machine)?;
         let subject = subject(&machine)?;
         save::mend(&subject, || machine.monitor())?;
         let progress = self.uses.begin(&request.name)?;
@@ -151,7 +151,7 @@ impl Daemon {
         let merging = request.live.then(|| self.stop_merging()).transpose()?;
         let agent = machine.agent();
         let noted = (machine.vm().spec().is_none())
-            .then(|| self.note_save(machine, subject.spec()))
+            .then(|| Noted::new(&self.options.state, machine, subject.spec()))
             .transpose()
             .map_err(|source| DaemonError::State {
                 path: self.options.state.clone(),
@@ -593,7 +593,7 @@ struct Held<'a> {
     /// Whether it stands still for this.
     stopped: Cell<bool>,
     /// Of a VM that memfold didn't start.
-    noted: Option<Noted>,
+    noted: Option<Noted<'a>>,
 }
 
 impl Held<'_> {
@@ -698,11 +698,5 @@ impl save::Hold for Held<'_> {
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         save::Hold::let_go(self);
-        // Its library does that where it can; and the monitor was lost a moment ago.
-        if self.stopped.get() && !self.machine.can_stop() {
-            if let Err(error) = self.machine.monitor().query("cont") {
-                tracing::warn!(vm = self.machine.name(), %error, "stands still");
-            }
-        }
     }
 }

@@ -70,7 +70,7 @@ fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
         .filter(|device| device["inserted"].is_object() && device["inserted"]["ro"] != true)
         .filter(|device| !known(device))
         .map(|device| name(device).unwrap_or_else(|| "without a name".into()))
-        .find(|name| !name.contains("flash"))?;
+        .find(|name| !name.contains("pflash") && !name.contains("/system.flash"))?;
     Some(format!(
         "it has a disk that is not in its description ('{foreign}'), which would not be part of the snapshot; give it as one of its disks (--disk), or read-only"
     ))
@@ -152,6 +152,7 @@ mod tests {
             { "device": "cd", "qdev": "cd", "inserted": { "ro": true } },
             { "device": "ide2-cd0", "qdev": "x" },
             { "device": "pflash1", "inserted": file },
+            { "device": "", "qdev": "/machine/system.flash1", "inserted": file },
         ]);
         let with = |disks: usize| {
             let mut spec = VmSpec::new("a", ByteSize::mib(64));

@@ -220,6 +220,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
     };
     let mut qmp = monitor();
     let mut spec_now = spec_now(vm, spec, &mut qmp)?;
+    let taken = take_files(subject, &mut spec_now, &draft)?;
     let frozen = freeze::prepare(&mut qmp, spec, &draft, &before, note)?;
     let stood = freeze::check_files(vm.pid(), &mut qmp, spec)
         .and_then(|()| copy::prepare(&mut qmp, spec, &draft))
@@ -259,7 +260,6 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         let ram_bytes = ram.metadata().map_err(|e| failed(RAM, e))?.len();
         let (references, packed) =
             parts::take_apart(&draft, &ram, &disks, request, &mut steps, progress)?;
-        let files = take_files(subject, &mut spec_now, &draft)?;
         let is_in_parts = references.is_some() || packed.is_some();
         Ok(Manifest {
             format: if is_in_parts { FORMAT_IN_PARTS } else { FORMAT },
@@ -288,7 +288,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             sums: facts(sums).map_err(|source| failed(SUMS, source))?,
             devices: still.devices,
             disks,
-            files,
+            files: taken,
             pause_ms: milliseconds(still.pause),
             save_ms: milliseconds(request.began.elapsed()),
             steps,
@@ -324,11 +324,13 @@ fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M)
     }
 }
 
-/// Has a VM use the disks that it writes in place as before a save that has failed, or was cut off with its daemon.
-pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl Fn() -> M) {
-    if let Err(error) = copy::remove(monitor, spec) {
+/// Has a VM use the disks that it writes in place as before a save that has failed, or was cut off with its daemon. Whether it does.
+pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl Fn() -> M) -> bool {
+    let gone = copy::remove(monitor, spec);
+    if let Err(error) = &gone {
         tracing::warn!(vm = spec.name, %error, "what it writes over is still put aside; the next save, or its end, ends that");
     }
+    gone.is_ok()
 }
 
 /// Copies what was kept for a VM that has gone on; how many pages it wrote to before. What that takes is freed.

@@ -5,8 +5,10 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold::api::{Client, ExecRequest, ExecResult, VersionInfo};
+use memfold::api::{Client, ExecRequest, ExecResult, VersionInfo, VmInfo};
 use memfold::vm::{Vm, VmSpec};
+
+use crate::support::BOOT;
 
 /// `memfold serve`, as an operator runs it.
 pub struct Served<'a> {
@@ -151,6 +153,23 @@ impl Drop for Served<'_> {
                 let _ = vm.stop(Duration::ZERO);
             }
         }
+    }
+}
+
+/// Waits until a VM is there and its agent answers.
+#[track_caller]
+pub fn wait_agent(client: &Client, name: &str) -> VmInfo {
+    let began = Instant::now();
+    loop {
+        let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+        let found = vms.into_iter().find(|vm| vm.name == name);
+        if let Some(vm) = found.as_ref().filter(|vm| vm.agent.is_some()) {
+            let took = began.elapsed().as_secs_f64();
+            println!("{name}: its agent is there after {took:.1} s");
+            return vm.clone();
+        }
+        assert!(began.elapsed() < BOOT, "{name}: {found:?}");
+        std::thread::sleep(Duration::from_millis(100));
     }
 }
 

@@ -220,7 +220,7 @@ pub(super) fn copy(line: &[String], facts: &Facts) -> Result<Copy, String> {
             _ => {
                 let value = value.as_deref().unwrap_or_default();
                 return Err(format!(
-                    "memfold can't start another QEMU with '-{name} {value}'"
+                    "memfold doesn't know what '-{name} {value}' would be in another QEMU; start it without that to have it saved"
                 ));
             }
         };
@@ -235,7 +235,34 @@ pub(super) fn copy(line: &[String], facts: &Facts) -> Result<Copy, String> {
         copy.words.extend(["-accel".into(), facts.accel.clone()]);
     }
     copy.drives = nodes.called;
+    check_drives(&copy)?;
     Ok(copy)
+}
+
+/// Whether every medium has its device in the copy, and every device its medium: QEMU would not start otherwise.
+fn check_drives(copy: &Copy) -> Result<(), String> {
+    let mut wanted = BTreeSet::new();
+    let mut empty = BTreeSet::new();
+    for pair in copy.words.windows(2) {
+        match pair[0].as_str() {
+            "-device" => wanted.extend(parse("driver", &pair[1])?.get("drive").map(str::to_owned)),
+            "-drive" => empty.extend(parse("file", &pair[1])?.get("id").map(str::to_owned)),
+            _ => {}
+        }
+    }
+    let lacking = copy.drives.iter().find(|(_, name)| !wanted.contains(*name));
+    if let Some((device, name)) = lacking {
+        return Err(format!(
+            "nothing on its command line is the device {device} of disk '{name}'; give that device an id (-device ...,id=NAME)"
+        ));
+    }
+    let media: BTreeSet<&String> = copy.drives.values().chain(&empty).collect();
+    match wanted.iter().find(|name| !media.contains(name)) {
+        Some(name) => Err(format!(
+            "the medium '{name}' that it was started with is gone; insert one to have it saved"
+        )),
+        None => Ok(()),
+    }
 }
 
 /// An option's name and value.
@@ -404,7 +431,8 @@ impl Nodes {
             flash.extend(nodes.map(str::to_owned));
         }
         let mut called = BTreeMap::new();
-        for drive in &facts.drives {
+        // What no device uses is nothing of the guest's.
+        for drive in facts.drives.iter().filter(|drive| !drive.device.is_empty()) {
             let name = drive.called(&devices);
             if !flash.contains(&name) && !drive.backend.starts_with("pflash") {
                 called.insert(drive.device.clone(), name);
@@ -438,9 +466,9 @@ impl Nodes {
         let drive = parse("file", value)?;
         let id = drive.get("id").map(str::to_owned);
         match (drive.get("if").unwrap_or("of the machine's own kind"), id) {
-            // A drive without a medium.
-            ("none", Some(_)) if drive.get("file").is_none() => Ok((Some(value.to_owned()), None)),
-            ("none", Some(_)) => Ok((None, None)),
+            ("none", Some(id)) if self.called.values().any(|name| *name == id) => Ok((None, None)),
+            // Without a medium, whatever it had.
+            ("none", Some(id)) => Ok((Some(format!("if=none,id={id},media=cdrom")), None)),
             // What '-drive' does itself, once all other devices are made.
             ("virtio", id) => {
                 let name = id.unwrap_or_else(|| format!("virtio{}", self.virtio));
@@ -687,6 +715,32 @@ mod tests {
         refused("-fsdev local,id=f,path=/,security_model=none", &["-fsdev"]);
         refused("-plugin /tmp/x.so", &["-plugin"]);
         refused("disk.img", &["disk.img"]);
+    }
+
+    #[test]
+    fn a_medium_and_its_device_go_together() {
+        let with = |device: &str, text: &str| {
+            let facts = Facts {
+                drives: vec![drive("", device, "over")],
+                ..facts()
+            };
+            copy(&line(text), &facts).map(|copy| copy.words.join(" "))
+        };
+        let text =
+            "-blockdev driver=file,node-name=d,filename=/d\n-device virtio-blk-pci,drive=d,id=a";
+        with("a", text).unwrap();
+        // Which device it is can't be told, and a node lies over its own.
+        let why = with("/machine/peripheral-anon/device[0]/virtio-backend", text).unwrap_err();
+        assert!(why.contains("give that device an id"), "{why}");
+        let why = with("", text).unwrap_err();
+        assert!(why.contains("'d'") && why.contains("gone"), "{why}");
+        // Of a drive that was ejected nothing is opened.
+        let ejected = "-drive if=none,id=cd,file.driver=file,file.filename=/etc/shadow\n-device ide-cd,drive=cd,id=c";
+        let words = with("", ejected).unwrap();
+        assert!(
+            words.contains("-drive if=none,id=cd,media=cdrom") && !words.contains("shadow"),
+            "{words}"
+        );
     }
 
     #[test]

@@ -7,17 +7,24 @@ use std::time::{Duration, Instant};
 
 use memfold::api::{AttachRequest, Client, RestoreRequest, SaveRequest, VmInfo};
 use memfold::host::guest_images;
-use memfold::snapshot::{Keep, Manifest, Renew};
+use memfold::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
 use memfold::vm::{Qmp, VmDirectory};
 use serde_json::Value;
 
 use super::disks::{self, CHECK_DISKS};
-use super::snapshots::{REWRITER, VERIFY};
-use crate::served::{Random, Served, exec};
+use super::snapshots::{VERIFY, rewrite_memory};
+use crate::served::{Random, Served, exec, wait_agent};
 use crate::support::{self, BOOT};
 
 const VM: &str = "typed";
 const DEATHS: u64 = 6;
+
+/// What the CD holds, over and over.
+const MEDIUM: &[u8; 32] = b"what is read and never written. ";
+
+/// Reads the CD past the guest's cache; the sum of its first 2 MiB.
+const READ_CD: &str = "modprobe -a virtio_scsi sr_mod; for left in $(seq 60); do test -b /dev/sr0 && break; sleep 1; done; \
+    dd if=/dev/sr0 bs=2048 count=1024 iflag=direct status=none | md5sum";
 
 /// A QEMU, ended with this.
 struct Typed {
@@ -26,7 +33,7 @@ struct Typed {
 }
 
 impl Typed {
-    /// As people type it: files by relative names, drives in three ways, a terminal that isn't there, a port forwarded.
+    /// As people type it: files by relative names, drives in three ways, a CD, a terminal that isn't there, a port forwarded.
     fn start(place: &Path) -> Self {
         let images = guest_images().unwrap();
         let image = &images["trixie-a"];
@@ -46,12 +53,14 @@ impl Typed {
         make("root.qcow2", &["qcow2", "-F", "raw", "-b", base], "");
         make("one.raw", &["raw"], "64M");
         make("two.qcow2", &["qcow2"], "64M");
+        std::fs::write(place.join("cd.iso"), MEDIUM.repeat(1 << 16)).unwrap();
         let line = "-M q35,memory-backend=ram -m 384 -object memory-backend-ram,id=ram,size=384M \
              -accel tcg,thread=multi -cpu max -nographic -kernel vmlinuz -initrd initrd \
              -drive file=root.qcow2,if=virtio,format=qcow2 \
              -drive file=one.raw,if=none,id=one,format=raw -device virtio-blk-pci,drive=one,id=first \
              -blockdev driver=file,node-name=two-file,filename=two.qcow2 -blockdev driver=qcow2,node-name=two,file=two-file \
-             -device virtio-blk-pci,drive=two,id=second -device vmgenid,guid=auto \
+             -device virtio-blk-pci,drive=two,id=second -drive file=cd.iso,if=none,id=cd,media=cdrom,readonly=on,format=raw -device virtio-scsi-pci \
+             -device scsi-cd,drive=cd -device vmgenid,guid=auto \
              -netdev user,id=lan,hostfwd=tcp:127.0.0.1:0-:22 -device virtio-net-pci,netdev=lan,romfile= \
              -device virtio-balloon-pci,free-page-reporting=on -device virtio-serial-pci -chardev socket,path=agent.sock,server=on,wait=off,id=agent \
              -device virtserialport,chardev=agent,name=org.memfold.agent.0 -qmp unix:qmp.sock,server=on,wait=off";
@@ -102,19 +111,6 @@ impl Drop for Typed {
     }
 }
 
-fn wait_agent(client: &Client, vm: &str) -> VmInfo {
-    let end = Instant::now() + BOOT;
-    loop {
-        let list: Vec<VmInfo> = client.get("/v1/vms").unwrap_or_default();
-        let found = list.into_iter().find(|info| info.name == vm);
-        if let Some(info) = found.filter(|info| info.agent.is_some()) {
-            return info;
-        }
-        assert!(Instant::now() < end, "the agent of '{vm}' doesn't answer");
-        std::thread::sleep(Duration::from_millis(100));
-    }
-}
-
 /// The guest checks all that it holds, in memory and on disks.
 fn verify(client: &Client, vm: &str) {
     wait_agent(client, vm);
@@ -157,7 +153,7 @@ fn is_as_before(qmp: &Path) {
         .filter_map(|device| device["inserted"]["node-name"].as_str())
         .collect();
     assert!(
-        nodes.len() == 3 && nodes.iter().all(|node| !node.starts_with("save-")),
+        nodes.len() == 4 && nodes.iter().all(|node| !node.starts_with("save-")),
         "{nodes:?}"
     );
 }
@@ -189,12 +185,7 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
     };
     client.post::<_, VmInfo>("/v1/attach", &attach).unwrap();
     wait_agent(&client, VM);
-    let script = format!(
-        "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
-         systemd-run -q --unit=rewriter python3 /run/rewriter.py 20000 /var/tmp/rewritten\n\
-         while [ ! -s /run/rewriter ]; do sleep 0.2; done"
-    );
-    exec(&client, VM, &script);
+    exec(&client, VM, &rewrite_memory());
     exec(&client, VM, &disks::write_to("/dev/vda /dev/vdb"));
     let nonce = exec(
         &client,
@@ -202,6 +193,13 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
         "head -c 16 /dev/urandom | sha256sum | tee /run/nonce",
     )
     .stdout;
+
+    let cd = exec(&client, VM, READ_CD).stdout;
+    let wanted = Command::new("md5sum")
+        .arg(disks.path().join("cd.iso"))
+        .output()
+        .unwrap();
+    assert_eq!(cd[..32], String::from_utf8_lossy(&wanted.stdout)[..32]);
 
     // As it stands still, and live.
     let began = Instant::now();
@@ -274,6 +272,7 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
     restore(&client, "live", &RestoreRequest::new("copied"));
     verify(&client, "copied");
     assert_eq!(exec(&client, "copied", "cat /run/nonce").stdout, nonce);
+    assert_eq!(exec(&client, "copied", READ_CD).stdout, cd);
     let clone = RestoreRequest {
         renew: Renew::Identity,
         ..RestoreRequest::new("clone")
@@ -288,15 +287,31 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
     println!("{renewal:?}");
     assert!(renewal.left.is_empty() && renewal.done.iter().any(|done| done.contains("MAC")));
     verify(&client, VM);
-    typed.end();
+    // It dies in the middle: nothing is listed, and its snapshots are as good as before.
+    let dead = std::thread::scope(|scope| {
+        let saving = scope.spawn(|| save(&client, VM, "dead", true, Keep::All));
+        std::thread::sleep(Duration::from_millis(span / 3));
+        typed.end();
+        saving.join().unwrap()
+    });
+    println!(
+        "a VM that died: {:?}",
+        dead.as_ref().map(|manifest| manifest.save_ms)
+    );
+    let listed: Vec<SnapshotInfo> = client.get("/v1/snapshots").unwrap();
+    assert_eq!(listed.iter().any(|info| info.name == "dead"), dead.is_ok());
+    assert!(!state.join("snapshots/.dead.draft").exists());
 
     // What came of it is a VM of memfold's: saved again, it freezes its overlays; it boots anew.
     let saved = save(&client, "copied", "again", false, Keep::None).unwrap();
     assert_eq!(saved.free_kept, None);
+    // Its kernel and its CD are copies in a snapshot.
+    std::fs::remove_file(disks.path().join("cd.iso")).unwrap();
     verify(&client, "copied");
     restore(&client, "again", &RestoreRequest::new("again"));
     verify(&client, "again");
     assert_eq!(exec(&client, "again", "cat /run/nonce").stdout, nonce);
+    assert_eq!(exec(&client, "again", READ_CD).stdout, cd);
     let boot = "cat /proc/sys/kernel/random/boot_id";
     let before = exec(&client, "again", boot).stdout;
     let reboot = serde_json::json!({ "timeout_s": BOOT.as_secs_f64() });

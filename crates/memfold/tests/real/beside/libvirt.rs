@@ -16,7 +16,7 @@ use memfold::snapshot::{Manifest, Renew};
 use serde_json::Value;
 
 use super::libvirt_host::{self as libvirt, Host};
-use crate::served::{Served, exec};
+use crate::served::{Served, exec, wait_agent};
 use crate::support::{self, MEMORY};
 
 /// A domain whose name memfold's VMs can't have, and what it is called there.
@@ -95,24 +95,6 @@ impl Cli<'_> {
 fn vm(client: &Client, name: &str) -> Option<VmInfo> {
     let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
     vms.into_iter().find(|vm| vm.name == name)
-}
-
-/// Waits until a VM is there and its agent answers.
-#[track_caller]
-fn wait_agent(client: &Client, name: &str) -> VmInfo {
-    let began = Instant::now();
-    loop {
-        let found = vm(client, name);
-        if let Some(vm) = found.as_ref().filter(|vm| vm.agent.is_some()) {
-            println!(
-                "{name}: its agent is there after {:.1} s",
-                began.elapsed().as_secs_f64()
-            );
-            return vm.clone();
-        }
-        assert!(began.elapsed() < support::BOOT, "{name}: {found:?}");
-        std::thread::sleep(Duration::from_millis(300));
-    }
 }
 
 /// Waits until so much of a VM is folded.

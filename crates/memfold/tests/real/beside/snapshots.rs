@@ -45,6 +45,15 @@ cat /var/tmp/state /run/nonce"#;
 /// Takes, writes, checks and frees memory.
 pub const REWRITER: &str = include_str!("../guest/rewriter.py");
 
+/// Starts the rewriter, with at most 20,000 pages.
+pub fn rewrite_memory() -> String {
+    format!(
+        "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
+         systemd-run -q --unit=rewriter python3 /run/rewriter.py 20000 /var/tmp/rewritten\n\
+         while [ ! -s /run/rewriter ]; do sleep 0.2; done"
+    )
+}
+
 /// Has the rewriter check all that it holds; what it says.
 pub const VERIFY: &str = r"set -e
 systemctl is-active -q rewriter || { systemctl status rewriter; exit 1; }

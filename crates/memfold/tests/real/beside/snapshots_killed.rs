@@ -13,9 +13,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use super::disks::{self, CHECK_DISKS};
-use super::snapshots::{REWRITER, VERIFY};
-use crate::served::{Random, Served, exec};
-use crate::support::{self, BOOT};
+use super::snapshots::{VERIFY, rewrite_memory};
+use crate::served::{Random, Served, exec, wait_agent};
+use crate::support;
 
 const DEATHS: u64 = 8;
 const VM: &str = "saved";
@@ -34,16 +34,7 @@ fn save(client: &Client, name: &str, live: bool, hot: bool) -> Result<Manifest, 
 
 /// Waits until a guest answers, and has the rewriter check all it holds.
 fn verify(client: &Client, vm: &str) {
-    let end = Instant::now() + BOOT;
-    let connected = || {
-        let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
-        list.iter()
-            .any(|info| info.name == vm && info.agent.is_some())
-    };
-    while !connected() {
-        assert!(Instant::now() < end, "the agent of '{vm}' is not back");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    wait_agent(client, vm);
     let said = exec(client, vm, VERIFY).stdout;
     assert!(said.starts_with("errors 0 rounds "), "{vm}: {said}");
     let said = exec(client, vm, CHECK_DISKS).stdout;
@@ -245,20 +236,8 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     let mut spec = Lab::spec(VM, "trixie-a", memory, DiskMode::Buffered).unwrap();
     spec.disks.extend(disks::two_disks(state));
     served.run(&spec);
-    let end = Instant::now() + BOOT;
-    while client.get::<Vec<VmInfo>>("/v1/vms").unwrap()[0]
-        .agent
-        .is_none()
-    {
-        assert!(Instant::now() < end);
-        std::thread::sleep(Duration::from_millis(200));
-    }
-    let script = format!(
-        "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
-         systemd-run -q --unit=rewriter python3 /run/rewriter.py 20000 /var/tmp/rewritten\n\
-         while [ ! -s /run/rewriter ]; do sleep 0.2; done"
-    );
-    exec(&client, VM, &script);
+    wait_agent(&client, VM);
+    exec(&client, VM, &rewrite_memory());
     exec(&client, VM, &disks::write_to("/dev/vdb /dev/vdc"));
     // How long a save takes here, undisturbed.
     let began = Instant::now();
