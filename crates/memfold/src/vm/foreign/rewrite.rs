@@ -595,9 +595,9 @@ mod tests {
         -sandbox on,obsolete=deny
         -msg timestamp=on"#;
 
-    #[test]
-    fn a_domain_of_libvirt_keeps_its_devices_and_nothing_of_its_host() {
-        let facts = Facts {
+    /// What the QEMU of [`LIBVIRT`] says.
+    fn libvirt_facts() -> Facts {
+        Facts {
             drives: vec![
                 // A snapshot of libvirt's lies over it.
                 drive("", "/machine/peripheral/virtio-disk0/virtio-backend", "d9"),
@@ -606,8 +606,12 @@ mod tests {
             ],
             sizes: [("fw0".to_owned(), 4 << 20), ("fw1".to_owned(), 540_672)].into(),
             ..facts()
-        };
-        let copy = copy(&line(LIBVIRT), &facts).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_domain_of_libvirt_keeps_its_devices_and_nothing_of_its_host() {
+        let copy = copy(&line(LIBVIRT), &libvirt_facts()).unwrap();
         let words = copy.words.join("\n");
         for word in [
             "-machine\npc-q35-10.0,",
@@ -746,7 +750,9 @@ mod tests {
     #[test]
     fn damaged_lines_never_panic() {
         let whole: Vec<char> = LIBVIRT.chars().collect();
+        let facts = libvirt_facts();
         let mut random = 1_u64;
+        let (mut made, mut refused) = (0, 0);
         for _ in 0..5000 {
             let mut next = |below: usize| {
                 random = random
@@ -760,13 +766,23 @@ mod tests {
                 match next(3) {
                     0 => text[at] = [',', '=', '-', '{', '"', ' ', '\n', '/', '\u{fffd}'][next(9)],
                     1 => text.truncate(at.max(1)),
-                    _ => drop(text.remove(at)),
+                    _ if text.len() > 1 => drop(text.remove(at)),
+                    _ => {}
                 }
             }
             let text: String = text.into_iter().collect();
-            if let Ok(mut copy) = copy(&line(&text), &facts()) {
-                let _ = super::super::files::take_out(&mut copy.words);
+            match copy(&line(&text), &facts) {
+                Ok(mut copy) => {
+                    made += 1;
+                    let _ = super::super::files::take_out(&mut copy.words);
+                }
+                Err(why) => {
+                    refused += 1;
+                    assert!(!why.is_empty());
+                }
             }
         }
+        // Both were had.
+        assert!(made > 100 && refused > 100, "{made} {refused}");
     }
 }
