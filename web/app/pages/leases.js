@@ -129,6 +129,20 @@ export function Leases({ may }) {
       changed();
     },
   };
+  const volume = {
+    title: "Put a swap volume of this host on lent RAM",
+    text: "It goes on being swapped to while LVM moves it. The kernel borrows by iSCSI, which is not encrypted.",
+    fields: [
+      { name: "volume", label: "Volume", required: true, pattern: "[A-Za-z0-9+_.\\-]+/[A-Za-z0-9+_.\\-]+", hint: "Group and name, as lvs tells: vg0/swap." },
+      { name: "durability", label: "If its lender dies", type: "select", options: [{ value: "disk", label: "it goes on, on this host's disk" }, { value: "none", label: "what lies there is lost" }] },
+    ],
+    action: "Borrow",
+    act: async (v) => {
+      const done = await post(`${place(v.volume)}/borrow`, { durability: v.durability });
+      changed();
+      return `On lent RAM of ${done.lenders.join(", ")} after ${duration(done.took_ms)}.`;
+    },
+  };
   const trust = (lied) => ({
     title: `Trust ${lied.lender} again?`,
     text: `It served wrong bytes to ${lied.vm}: ${lied.what}. The VM was given none of them. Nothing is borrowed of this lender for an hour after that.`,
@@ -171,7 +185,7 @@ export function Leases({ may }) {
           { key: "effect", name: "Effect", class: "prose", cell: (r) => html`<${Badge} tone=${r.loses_bytes ? "bad" : "good"}>${r.loses_bytes ? "loses bytes" : "loses nothing"}<//> ${r.effect}` },
         ]} />
       <//>
-      <${Card} title="VMs that borrow">
+      <${Card} title="VMs that borrow" aside=${html`<${Act} may=${may} what=${volume} small>For a volume …<//>`}>
         <${Table} label="VMs of this host that borrow" rows=${report.borrowed} rowKey=${(b) => b.vm} empty="None of this host's VMs borrows." columns=${[
           { key: "vm", name: "VM", value: (b) => b.vm },
           { key: "place", name: "Swap disk", value: (b) => b.place.replace("_", " ") },

@@ -58,10 +58,12 @@ function Cells({ map, theme }) {
   };
   const words = () => {
     const parts = map.states.map((state, s) => [state, map.cells[at][s] * 4096]).filter(([, n]) => n > 0);
-    return `at ${bytes(at * map.cell_bytes)}: ${parts.map(([state, n]) => `${state} ${bytes(n)}`).join(", ")}`;
+    const place = map.places.findLast((place) => place.cell <= at);
+    const where = place.address === null ? "not an address of the guest's" : `at ${bytes(place.address + (at - place.cell) * map.cell_bytes)}`;
+    return `${where}: ${parts.map(([state, n]) => `${state} ${bytes(n)}`).join(", ")}`;
   };
   return html`<div class="map">
-    <canvas ref=${canvas} role="img" aria-label="Guest RAM from its first to its last byte; the table below has the sums" onMouseMove=${point} onMouseLeave=${() => setAt(null)}></canvas>
+    <canvas ref=${canvas} role="img" aria-label="Guest RAM by the guest's physical addresses; the table below has the sums" onMouseMove=${point} onMouseLeave=${() => setAt(null)}></canvas>
     <p class="cursor" aria-hidden="true">${at === null ? `each square is ${bytes(map.cell_bytes)}` : words()}</p>
   </div>`;
 }

@@ -22,6 +22,8 @@ mod lender;
 mod link;
 mod path;
 
+use std::time::Instant;
+
 use anyhow::{Context as _, ensure};
 use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
@@ -50,6 +52,10 @@ const WRITES: &[&str] = PATTERNS.split_at(2).1;
 
 const PAGE: u64 = 4096;
 const GIB: u64 = 1 << 30;
+
+/// Bytes that are copied to know what memory allows, and how often.
+const COPIED: usize = 64 << 20;
+const COPIES: usize = 9;
 
 /// The part that needs no guest.
 const PATH: &str = "block-path";
@@ -193,6 +199,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     lab.stop(VM)?;
     let wrong: u64 = samples.iter().map(|s| s.done.wrong_words).sum();
     let mut results = ratios(&samples);
+    results.insert("limit".into(), limit(&round_trips, &samples));
     results.insert("round_trip".into(), round_trips);
     results.insert("block_path".into(), block_path);
     results.insert("wrong_words".into(), wrong.into());
@@ -384,6 +391,35 @@ fn ratios(samples: &[Sample]) -> Map<String, Value> {
         .collect();
     add("randread_p50_us", &p50);
     results
+}
+
+/// What one core copies of memory, and one page after the other over the link, in MB a second; and how much of the latter a guest has of lent
+/// RAM, in percent.
+fn limit(round_trips: &Value, samples: &[Sample]) -> Value {
+    let (from, mut to) = (vec![1_u8; COPIED], vec![0_u8; COPIED]);
+    let copied = || {
+        let began = Instant::now();
+        to.copy_from_slice(&from);
+        std::hint::black_box(&to);
+        COPIED as f64 / 1e6 / began.elapsed().as_secs_f64()
+    };
+    let copied: Vec<f64> = std::iter::repeat_with(copied).take(COPIES).collect();
+    let page_us = round_trips[format!("{PAGE}_bytes_us")]["median"].as_f64();
+    let pages = PAGE as f64 / page_us.unwrap_or(f64::NAN);
+    let percent = |pattern: &str| {
+        let of_it = |s: &&Sample| {
+            s.arm == Arm::Lent && s.pattern == pattern && s.block == PAGE && s.percent == HEADLINE
+        };
+        let found = samples.iter().filter(of_it);
+        let percents = found.map(|s| s.done.mb_per_s() * 100.0 / pages);
+        spread(&percents.collect::<Vec<_>>())
+    };
+    json!({
+        "memory_copy_mb_s": spread(&copied),
+        "page_after_page_mb_s": pages,
+        "seqread_percent": percent("seqread"),
+        "randread_percent": percent("randread"),
+    })
 }
 
 /// Throughput by size of the array, for each pattern: name and SVG.

@@ -14,7 +14,6 @@ use memfold_units::ByteSize;
 use super::Context;
 use super::vm::segment as name_of_vm;
 use crate::api::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace};
-use crate::lend::lender::time_to_give_back;
 use crate::lend::lvm::Volume;
 use crate::lend::{Durability, Lease, LenderStatus, Transport};
 
@@ -199,7 +198,7 @@ pub(super) fn give_back(
         let place = format!("/v1/leases/{number}/return");
         let lease: Lease = context.client()?.post(&place, &())?;
         context.print(&lease, |lease| {
-            let seconds = time_to_give_back(lease.durability, lease.bytes).as_secs();
+            let seconds = lease.durability.time_to_give_back(lease.bytes).as_secs();
             format!(
                 "{} of '{}' on host '{}' are asked for; they are back within {seconds} s",
                 ByteSize(lease.bytes),

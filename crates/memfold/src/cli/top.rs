@@ -112,7 +112,7 @@ fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Se
             let path = format!("/v1/vms/{vm}/memory-map?cells={cells}");
             // A VM that has just ended is no news: the report says so.
             if let Ok(map) = client.get::<MemoryMap>(&path) {
-                told = told.and_then(|()| tell(Ok(News::Map(map))));
+                told = told.and_then(|()| tell(Ok(News::Map(Box::new(map)))));
             }
             if let Ok(vms) = client.get::<Vec<VmInfo>>("/v1/vms") {
                 let found = vms.into_iter().find(|of| of.name == *vm);

@@ -90,7 +90,7 @@ impl Daemon {
     ) -> Result<Borrowed, DaemonError> {
         let machine = self.machine(vm)?;
         let directory = swap_directory(&machine)?;
-        let _alone = machine.save_right();
+        let _alone = machine.swap_right();
         if asker == Asker::Wish && wish(&machine).as_ref() != Some(request) {
             return Err(lending(
                 format!("nobody wants VM '{vm}' to borrow any more"),
@@ -104,7 +104,7 @@ impl Daemon {
         Ok(done)
     }
 
-    /// The machine's save right is held by the caller.
+    /// The machine's swap right is held by the caller.
     fn borrow_alone(
         self: &Arc<Self>,
         machine: &Arc<Machine>,
@@ -262,7 +262,7 @@ impl Daemon {
                 let lenders = borrowing.parts[part].lenders();
                 format!("a lender isn't heard of ({lenders})")
             });
-            let why = self.keep(ids, ttl).or(silent);
+            let why = self.keep(ids, ttl, false).or(silent);
             if why.is_some() {
                 begun.cut();
             }
@@ -290,7 +290,7 @@ impl Daemon {
         let began = Instant::now();
         let machine = self.machine(vm)?;
         let directory = swap_directory(&machine)?;
-        let _alone = machine.save_right();
+        let _alone = machine.swap_right();
         if for_good {
             // First: whatever fails or is killed on the way, it isn't borrowed again against the operator's word.
             forget_wish(directory);
@@ -373,13 +373,14 @@ impl Daemon {
             let to = graph::build_on_disk(&mut qmp, generation, &file, borrowing.bytes)?;
             drop(qmp);
             // The thread that renews may be this one.
-            let kept = Cell::new(Instant::now());
+            let kept: Cell<Option<Instant>> = Cell::default();
             let keep = || {
-                if kept.get().elapsed() >= RENEW {
-                    kept.set(Instant::now());
+                if kept.get().is_none_or(|kept| kept.elapsed() >= RENEW) {
+                    kept.set(Some(Instant::now()));
                     let parts = borrowing.reached().flat_map(|(_, part)| part.stripes());
-                    let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
-                    self.keep(parts.map(|stripe| stripe.lease), ttl);
+                    let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
+                    let leases = parts.map(|stripe| stripe.lease);
+                    self.keep(leases, ttl, borrowing.copy_failed);
                 }
                 None
             };
@@ -485,7 +486,7 @@ impl Daemon {
     ) -> Result<(), DaemonError> {
         let began = Instant::now();
         let directory = swap_directory(machine)?;
-        let _alone = machine.save_right();
+        let _alone = machine.swap_right();
         self.settle(machine, directory, guard)?;
         if guard.is_stopped() || guard.borrowing().parts[part].lost {
             return Ok(());
@@ -497,6 +498,10 @@ impl Daemon {
         let lenders = lost.lenders();
         let why = self.hear_end_of(machine.name(), lost);
         if borrowing.is_alone(part) {
+            if borrowing.copy_failed {
+                // Errors, and not what was there before that write.
+                graph::take_copy_out(&mut machine.monitor(), &borrowing)?;
+            }
             error!(
                 vm = machine.name(),
                 lenders,
@@ -532,15 +537,14 @@ impl Daemon {
     /// Asks for more time for what is borrowed, and hears what the lender wants.
     pub(super) fn renew(&self, machine: &Machine, guard: &Guard) -> Result<(), DaemonError> {
         let borrowing = guard.borrowing();
-        let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
+        let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let mut wanted = false;
         // None of them is over before that, as far as was heard.
         let mut holds: Option<Instant> = None;
         let mut heard_all = true;
         for (number, part) in borrowing.reached() {
             for stripe in part.stripes() {
-                let registry = &self.lending.registry;
-                match registry.renew(stripe.lease, &self.lending.host, ttl) {
+                match self.renew_lease(stripe.lease, ttl, borrowing.copy_failed) {
                     Ok(lease) => {
                         wanted |= lease.recall_ms.is_some();
                         let until = Instant::now() + Duration::from_millis(lease.left_ms);
@@ -584,7 +588,7 @@ impl Daemon {
         let Ok(mut borrowing) = VmDirectory::read_json::<Borrowing>(&directory.borrowed()) else {
             return;
         };
-        let _alone = machine.save_right();
+        let _alone = machine.swap_right();
         machine.use_generation(borrowing.generation);
         // Of a switch that was under way, the device tells how it ended.
         self.tidy(machine);
@@ -608,7 +612,7 @@ impl Daemon {
         };
         let wires = borrowing.parts.iter().map(find).collect();
         info!(vm = machine.name(), "what it has borrowed is watched again");
-        let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
+        let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let guard = Guard::new(machine.name(), borrowing, wires);
         // Who knows when they were renewed last.
         guard.state().holds = Some(Instant::now() + ttl / 2 + RESUMED);

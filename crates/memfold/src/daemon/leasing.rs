@@ -19,19 +19,11 @@ const LEASE_TTL: Duration = Duration::from_secs(60);
 /// How long a daemon that goes on with leases of the one before looks for the registry, before it moves what only they hold to a disk.
 pub(super) const RESUMED: Duration = Duration::from_secs(10);
 
-/// What is copied of a disk in a second at least, while its guest swaps.
-const COPIED_A_SECOND: u64 = 20 << 20;
-
 /// [`LEASE_TTL`], and where the lent bytes are the only ones twice the time that it takes to copy them: they are moved to a disk when half of
 /// it is over.
 pub(super) fn lease_ttl(durability: Durability, bytes: u64) -> Duration {
-    let copying = match durability {
-        Durability::Disk => 0,
-        Durability::Replica | Durability::None => 2 * bytes / COPIED_A_SECOND,
-    };
-    LEASE_TTL
-        .saturating_add(Duration::from_secs(copying))
-        .min(MAX_TTL)
+    let copying = durability.time_to_copy(bytes.saturating_mul(2));
+    LEASE_TTL.saturating_add(copying).min(MAX_TTL)
 }
 
 /// How long a lender may take to export: at least, and for each GiB that it has to allocate.
@@ -126,16 +118,36 @@ impl Daemon {
         Ok(fewest.and_then(|n| u8::try_from(n).ok()).unwrap_or(1))
     }
 
+    /// Asks for more time for a lease. `alone`: the lent bytes are the only ones, whatever was said when it was taken; its lender is to know
+    /// before it needs them.
+    pub(super) fn renew_lease(
+        &self,
+        id: LeaseId,
+        ttl: Duration,
+        alone: bool,
+    ) -> Result<Lease, RegistryError> {
+        let (registry, host) = (&self.lending.registry, &self.lending.host);
+        let lease = registry.renew(id, host, ttl)?;
+        if !alone || lease.durability != Durability::Disk {
+            return Ok(lease);
+        }
+        registry.sole_copy(id, host).or_else(|error| {
+            // Said again with the next.
+            warn!(lease = id.0, %error, "its lender doesn't know that there is no other copy");
+            Ok(lease)
+        })
+    }
+
     /// Renews leases while something is done that takes long; why it had better be given up, if it had.
     pub(super) fn keep(
         &self,
         leases: impl Iterator<Item = LeaseId>,
         ttl: Duration,
+        alone: bool,
     ) -> Option<String> {
         let mut why = None;
         for id in leases {
-            let host = &self.lending.host;
-            match self.lending.registry.renew(id, host, ttl) {
+            match self.renew_lease(id, ttl, alone) {
                 Ok(lease) if lease.recall_ms.is_some() => {
                     why = Some(format!(
                         "lender '{}' needs its memory itself",
@@ -170,7 +182,7 @@ impl Daemon {
                 }
                 Ok(None) if Instant::now() < end => {
                     let ttl = lease_ttl(lease.durability, lease.bytes);
-                    self.keep(std::iter::once(lease.id), ttl);
+                    self.keep(std::iter::once(lease.id), ttl, false);
                     std::thread::sleep(Duration::from_millis(50));
                 }
                 Ok(None) => return Err(failed("has not exported what it offered in time")),
@@ -195,7 +207,7 @@ impl Daemon {
         // Unknown isn't silent; and after an outage of the registry all lenders were silent there.
         let (picture, heard) = self.lending.heard()?;
         // It may stand still, and the VM waits for it.
-        let patience = patience(borrowing.durability);
+        let patience = patience(borrowing.durability_now());
         if heard <= patience {
             return None;
         }

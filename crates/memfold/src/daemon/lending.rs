@@ -18,7 +18,6 @@ use crate::lend::blast::blast;
 use crate::lend::calls::{Answer, Call, CallRegistry, answer};
 use crate::lend::distrust::{Distrust, Distrusted};
 use crate::lend::graph::Part;
-use crate::lend::lender::time_to_give_back;
 use crate::lend::registry::{check_bytes, check_name};
 use crate::lend::{
     Lease, LeaseId, Lender, LenderOptions, LenderStatus, Picture, Registry, RegistryAt,
@@ -356,7 +355,7 @@ impl Daemon {
                 id,
                 who: host.clone(),
             })?;
-        let within = time_to_give_back(lease.durability, lease.bytes);
+        let within = lease.durability.time_to_give_back(lease.bytes);
         self.lending.registry.recall(id, &lease.lender, within)?;
         Ok(lease)
     }

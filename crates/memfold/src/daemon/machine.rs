@@ -86,6 +86,8 @@ pub(super) struct Machine {
     library_problem: Option<String>,
     library_watch: Mutex<LibraryWatch>,
     saving: Mutex<()>,
+    /// Held while what its swap disk uses is changed.
+    swapping: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
     /// Least number for the next nodes of its swap disk.
     swap_generation: Mutex<u64>,
@@ -154,6 +156,7 @@ impl Machine {
                 pause: WATCH_INTERVAL,
             }),
             saving: Mutex::default(),
+            swapping: Mutex::default(),
             renewal: Mutex::default(),
             swap_generation: Mutex::default(),
             lost_a_copy: AtomicBool::new(false),
@@ -662,6 +665,12 @@ impl Machine {
     /// The right to save it or to change what it maps, as soon as nobody else has it.
     pub fn save_right(&self) -> MutexGuard<'_, ()> {
         self.saving.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The right to change what its swap disk uses. A VM that has one isn't saved, so nobody waits here for who saves, or copies files out of
+    /// the guest for an hour: a lender that needs its memory doesn't either.
+    pub fn swap_right(&self) -> MutexGuard<'_, ()> {
+        self.swapping.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The right to save it, which one at a time has.

@@ -14,8 +14,8 @@ use crate::lend::graph::{self, GraphError, Phase};
 use crate::vm::VmDirectory;
 
 impl Daemon {
-    /// Finds out whether a swap disk is lent, if QEMU has kept that from us: until it answers, everything stays. The save right is held by the
-    /// caller.
+    /// Finds out whether a swap disk is lent, if QEMU has kept that from us: until it answers, everything stays. The swap right is held by
+    /// the caller.
     pub(super) fn settle(
         &self,
         machine: &Machine,
@@ -52,7 +52,7 @@ impl Daemon {
             return Ok(());
         }
         let directory = swap_directory(machine)?;
-        let _alone = machine.save_right();
+        let _alone = machine.swap_right();
         self.settle(machine, directory, guard)
     }
 

@@ -20,6 +20,8 @@ pub(super) struct Keeper {
     pub lost: Mutex<Option<String>>,
     /// Whether its lender needs its memory.
     pub is_wanted: AtomicBool,
+    /// Whether a request to the image on this host's disk has failed: only lent RAM has all of it.
+    pub is_alone: AtomicBool,
     /// Until when its lease holds without being renewed, as far as the registry has said.
     pub holds: Mutex<Instant>,
 }
@@ -33,6 +35,7 @@ impl Keeper {
             stop: AtomicBool::new(false),
             lost: Mutex::default(),
             is_wanted: AtomicBool::new(false),
+            is_alone: AtomicBool::new(false),
         })
     }
 
@@ -64,6 +67,29 @@ impl Keeper {
             .clone()
     }
 
+    /// What keeps the bytes now if its lender dies.
+    pub fn durability_now(&self) -> Durability {
+        if self.is_alone.load(Ordering::Acquire) {
+            Durability::None
+        } else {
+            self.loan().durability
+        }
+    }
+
+    /// Notes what the image on this host's disk is.
+    pub fn own_image_failed(&self, failed: bool) {
+        if failed && !self.is_alone.swap(true, Ordering::AcqRel) {
+            let loan = self.loan();
+            error!(
+                volume = %loan.volume,
+                lender = loan.lender,
+                "a request to its image on this host's own disk has failed: only lent RAM has all of it; replace that while the lender is there (lvconvert --repair)"
+            );
+        } else if !failed {
+            self.is_alone.store(false, Ordering::Release);
+        }
+    }
+
     /// Whether it is to be taken off, by whoever has the turn.
     pub fn has_to_end(&self) -> bool {
         let is_wanted = self.is_wanted.load(Ordering::Acquire);
@@ -75,9 +101,9 @@ impl Keeper {
 
     /// Whether half of its lease's time is over without its having been renewed, and its end would lose what lies there.
     pub fn is_running_out(&self) -> bool {
-        let loan = self.loan();
+        let durability = self.durability_now();
         let left = self.holds().saturating_duration_since(Instant::now());
-        loan.durability == Durability::None && left < lease_ttl(loan.durability, loan.bytes) / 2
+        durability == Durability::None && left < lease_ttl(durability, self.loan().bytes) / 2
     }
 
     pub fn holds(&self) -> MutexGuard<'_, Instant> {
@@ -92,12 +118,12 @@ impl Keeper {
         }
         let loan = self.loan();
         let volume = loan.volume.to_string();
-        if loan.durability == Durability::None && loan.phase == Phase::Lent {
+        if self.durability_now() == Durability::None && loan.phase == Phase::Lent {
             error!(
                 volume,
                 lender = loan.lender,
                 why,
-                "what lay on lent RAM is lost with its lender (durability none)"
+                "what lay on lent RAM is lost with its lender: there was no other copy"
             );
         } else {
             warn!(
@@ -112,7 +138,7 @@ impl Keeper {
 
     pub fn borrowed(&self) -> Borrowed {
         let loan = self.loan();
-        let place = match (loan.phase, self.lost().is_some(), loan.durability) {
+        let place = match (loan.phase, self.lost().is_some(), self.durability_now()) {
             (Phase::Beginning | Phase::Ending, ..) => SwapPlace::OnDisk,
             (_, false, _) => SwapPlace::Lent,
             (_, true, Durability::None) => SwapPlace::Lost,
@@ -161,6 +187,14 @@ mod tests {
             let holds = Instant::now() + Duration::from_secs(left);
             let keeper = Keeper::new(loan, holds);
             assert_eq!(keeper.has_to_end(), has_to_end, "{durability:?} {left}");
+            // Nothing else has it any more.
+            keeper.own_image_failed(true);
+            assert_eq!(keeper.durability_now(), Durability::None);
+            assert_eq!(keeper.has_to_end(), left < 40, "{durability:?} {left}");
+            keeper.lose("gone".into());
+            assert_eq!(keeper.borrowed().place, SwapPlace::Lost);
+            keeper.own_image_failed(false);
+            assert_eq!(keeper.durability_now(), durability);
         }
     }
 }

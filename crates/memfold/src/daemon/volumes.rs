@@ -32,6 +32,9 @@ const RETRY: Duration = Duration::from_secs(15);
 /// Time between two looks at how far a mirror is.
 const LOOK_AT_SYNC: Duration = Duration::from_millis(500);
 
+/// How the kernel says that an image has failed a request ([`tools::images`]).
+const FAILED: char = 'D';
+
 /// What the daemon has of volumes on lent RAM.
 #[derive(Debug, Default)]
 pub(super) struct Volumes {
@@ -323,16 +326,19 @@ impl Daemon {
     /// Asks for more time, and hears what the lender wants.
     fn renew_volume(&self, keeper: &Keeper) {
         let loan = keeper.loan();
-        let ttl = lease_ttl(loan.durability, loan.bytes);
-        let registry = &self.lending.registry;
-        match registry.renew(loan.lease, &self.lending.host, ttl) {
+        let durability = keeper.durability_now();
+        let ttl = lease_ttl(durability, loan.bytes);
+        let alone = durability != loan.durability;
+        match self.renew_lease(loan.lease, ttl, alone) {
             Ok(lease) => {
                 *keeper.holds() = Instant::now() + Duration::from_millis(lease.left_ms);
                 if lease.recall_ms.is_some() && !keeper.is_wanted.swap(true, Ordering::AcqRel) {
                     info!(volume = %keeper.loan().volume, "its lender needs the memory back");
                 }
             }
-            Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. })) => {
+            Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
+                if durability == Durability::Disk =>
+            {
                 keeper.lose(error.to_string());
             }
             // It holds for a while yet; where nothing else has what lies there, it is taken off before that is over.
@@ -375,16 +381,20 @@ fn keep_watch(daemon: &Weak<Daemon>, keeper: &Arc<Keeper>) {
         daemon.renew_volume(keeper);
         let loan = keeper.loan();
         if loan.phase == Phase::Lent && keeper.lost().is_none() {
-            let images = looked.elapsed() >= LOOK_AT_IMAGES;
-            if images {
+            let images = (looked.elapsed() >= LOOK_AT_IMAGES).then(|| {
                 looked = Instant::now();
+                images(&loan)
+            });
+            let images = images.flatten();
+            if let Some(images) = &images {
+                keeper.own_image_failed(images.starts_with(FAILED));
             }
-            if let Some(why) = gone(&loan, images) {
+            if let Some(why) = gone(&loan, images.as_deref()) {
                 keeper.lose(why);
             }
         }
         // A volume that is lost can only be taken off by who has let go of what lies there.
-        let is_hopeless = loan.durability == Durability::None && keeper.lost().is_some();
+        let is_hopeless = keeper.durability_now() == Durability::None && keeper.lost().is_some();
         if tending.as_ref().is_some_and(JoinHandle::is_finished) {
             let ended = tending.take().map(JoinHandle::join);
             if !matches!(ended, Some(Ok(false))) {
@@ -405,17 +415,21 @@ fn keep_watch(daemon: &Weak<Daemon>, keeper: &Arc<Keeper>) {
     }
 }
 
-/// Why a lender that was there can't be used any more.
-fn gone(loan: &Loan, images: bool) -> Option<String> {
+/// The states of a mirror's images, a letter each, this host's own first; `None` if it is none, or isn't said.
+fn images(loan: &Loan) -> Option<String> {
+    if loan.durability == Durability::None {
+        return None;
+    }
+    tools::images(&loan.volume).ok()?
+}
+
+/// Why a lender that was there can't be used any more; `images`: their states, as far as they are known.
+fn gone(loan: &Loan, images: Option<&str>) -> Option<String> {
     let session = loan.target.as_ref().and_then(session::of);
     if !session.is_some_and(|session| session.is_up) {
         return Some("the session with it has ended".into());
     }
-    if !images || loan.durability == Durability::None {
-        return None;
-    }
-    let states = tools::images(&loan.volume).ok()??;
-    let failed = states.chars().nth(1) == Some('D');
+    let failed = images.and_then(|images| images.chars().nth(1)) == Some(FAILED);
     failed.then(|| "a request to it has failed".into())
 }
 
@@ -639,7 +653,7 @@ fn whole_here(volume: &Volume, logical: &Logical) -> Result<(), DaemonError> {
         return Ok(());
     }
     let states = tools::images(volume)?.unwrap_or_default();
-    if states.starts_with('D') {
+    if states.starts_with(FAILED) {
         return Err(lending(
             format!(
                 "a request to the image of {volume} on this host's own disk has failed: only lent RAM has all of it"
@@ -661,7 +675,8 @@ fn wait_synced(keeper: &Keeper) -> Result<(), DaemonError> {
         if logical.synced.is_some_and(|percent| percent >= 100.0) {
             return Ok(());
         }
-        if let Some(why) = gone(&keeper.loan(), true) {
+        let loan = keeper.loan();
+        if let Some(why) = gone(&loan, images(&loan).as_deref()) {
             return Err(lending(why, "'memfold leases' shows what others offer"));
         }
         std::thread::sleep(LOOK_AT_SYNC);

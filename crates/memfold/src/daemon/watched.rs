@@ -35,7 +35,7 @@ pub(super) struct Watched {
 
 impl Guard {
     pub fn new(vm: &str, borrowing: Borrowing, wires: Vec<Option<Wire>>) -> Arc<Self> {
-        let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
+        let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         Arc::new(Self {
             vm: vm.to_owned(),
             stop: AtomicBool::new(false),
@@ -87,7 +87,7 @@ impl Guard {
         if borrowing.hangs_on_one() {
             return Some("all of it is with one lender");
         }
-        let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
+        let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let is_over = |until: Instant| until.saturating_duration_since(Instant::now()) < ttl / 2;
         let is_lent = borrowing.reached().next().is_some();
         (is_lent && !borrowing.has_copy() && state.holds.is_some_and(is_over))

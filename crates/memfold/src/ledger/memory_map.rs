@@ -31,6 +31,15 @@ pub struct MappedSegment {
     pub resident_bytes: u64,
 }
 
+/// Where a cell begins; those after it follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct CellPlace {
+    /// Its number, from 0.
+    pub cell: u64,
+    /// The guest's physical address; null: QEMU has memory there that the guest doesn't see as such.
+    pub address: Option<u64>,
+}
+
 /// The map.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MemoryMap {
@@ -42,8 +51,10 @@ pub struct MemoryMap {
     pub cell_bytes: u64,
     /// The names of a cell's figures.
     pub states: Vec<String>,
-    /// Pages of each state, cell by cell: the largest range of QEMU's addresses first, each from its first byte on.
+    /// Pages of each state, cell by cell, as the guest has them.
     pub cells: Vec<[u64; 7]>,
+    /// Where cells lie, for those that don't follow the one before.
+    pub places: Vec<CellPlace>,
     /// The segments that it maps, beside RAM.
     pub segments: Vec<MappedSegment>,
 }
@@ -74,6 +85,19 @@ fn add(cells: &mut [[u64; 7]], from: u64, to: u64, cell_pages: u64, state: usize
     }
 }
 
+/// Adds where the cells of a range begin, but for those that follow the one before; the last of the range before may have been short.
+fn extend(places: &mut Vec<CellPlace>, begins: impl Iterator<Item = CellPlace>, cell_bytes: u64) {
+    for (number, begin) in begins.enumerate() {
+        let follows = places.last().filter(|_| number > 0).is_some_and(|last| {
+            let after = |address| address + (begin.cell - last.cell) * cell_bytes;
+            last.address.map(after) == begin.address
+        });
+        if !follows {
+            places.push(begin);
+        }
+    }
+}
+
 /// The map of a VM's RAM, in about `cells` cells ([`MOST_CELLS`] at most).
 ///
 /// # Errors
@@ -91,12 +115,14 @@ pub fn memory_map(
         .and_then(Pagemap::open)
         .map_err(failed)?;
     let mut ranges = ram_ranges(layout);
-    ranges.sort_by_key(|(start, end)| std::cmp::Reverse(end.0 - start.0));
+    let address = |at: Hva| layout.pfn_of(at).map(|pfn| pfn.0 * PAGE_SIZE);
+    // What the guest doesn't see comes last.
+    ranges.sort_by_key(|(start, _)| address(*start).unwrap_or(u64::MAX));
     let pages = |(start, end): &(Hva, Hva)| (end.0 - start.0) / PAGE_SIZE;
     let all: u64 = ranges.iter().map(pages).sum();
     let cell_pages = all.div_ceil(cells.clamp(1, MOST_CELLS)).max(1);
     let proc = Proc::default();
-    let mut map = Vec::new();
+    let (mut map, mut places) = (Vec::new(), Vec::new());
     let mut mappings = Vec::new();
     for range in &ranges {
         let looked = look(&proc, pid, &pagemap, &[*range], stores)?;
@@ -112,6 +138,12 @@ pub fn memory_map(
                 state(place),
             );
         });
+        let first = map.len() as u64;
+        let begins = (0..count).map(|cell| CellPlace {
+            cell: first + cell,
+            address: address(range.0.add_pages(cell * cell_pages)),
+        });
+        extend(&mut places, begins, cell_pages * PAGE_SIZE);
         map.append(&mut of_range);
         mappings = looked.mappings;
     }
@@ -141,6 +173,7 @@ pub fn memory_map(
         cell_bytes: cell_pages * PAGE_SIZE,
         states: STATES.map(str::to_owned).to_vec(),
         cells: map,
+        places,
         segments: found,
     })
 }
@@ -163,5 +196,24 @@ mod tests {
         // Beyond the end: nothing to count it in.
         add(&mut cells, 37, 45, 10, 6);
         assert_eq!(cells.iter().flatten().sum::<u64>(), 40);
+    }
+
+    #[test]
+    fn cells_that_do_not_follow_the_one_before_say_where_they_lie() {
+        let place = |(cell, address)| CellPlace { cell, address };
+        let mut places = Vec::new();
+        // A hole of the guest's addresses, one that it doesn't see, and the next range.
+        let first = [
+            (0, Some(0)),
+            (1, Some(10)),
+            (2, Some(50)),
+            (3, Some(60)),
+            (4, None),
+            (5, None),
+        ];
+        extend(&mut places, first.into_iter().map(place), 10);
+        extend(&mut places, [(6, Some(70))].into_iter().map(place), 10);
+        let expected = [(0, Some(0)), (2, Some(50)), (4, None), (6, Some(70))];
+        assert_eq!(places, expected.map(place));
     }
 }

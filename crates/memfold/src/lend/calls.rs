@@ -38,6 +38,10 @@ pub enum Call {
         borrower: String,
         ttl_ms: u64,
     },
+    SoleCopy {
+        id: LeaseId,
+        borrower: String,
+    },
     Recall {
         id: LeaseId,
         lender: LenderId,
@@ -67,6 +71,7 @@ impl Call {
             | Self::Ended { lender, .. } => Some(&lender.host),
             Self::Endpoint { borrower, .. }
             | Self::Renew { borrower, .. }
+            | Self::SoleCopy { borrower, .. }
             | Self::Release { borrower, .. } => Some(borrower),
             Self::Picture {} => None,
         }
@@ -106,6 +111,7 @@ pub fn answer(registry: &dyn Registry, call: &Call) -> Answer {
         } => registry
             .renew(*id, borrower, time(ttl_ms))
             .map(Answer::Lease),
+        Call::SoleCopy { id, borrower } => registry.sole_copy(*id, borrower).map(Answer::Lease),
         Call::Recall {
             id,
             lender,
@@ -226,6 +232,11 @@ impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegi
             borrower: borrower.to_owned(),
             ttl_ms: ms(ttl),
         })
+    }
+
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
+        let borrower = borrower.to_owned();
+        self.lease(&Call::SoleCopy { id, borrower })
     }
 
     fn recall(

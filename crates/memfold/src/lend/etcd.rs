@@ -507,6 +507,43 @@ impl EtcdRegistry {
         }))
     }
 
+    /// One attempt to note that a borrower has no other copy any more.
+    fn try_sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Option<Lease>, RegistryError> {
+        let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
+        let found = self.get(&[what_key.clone(), self.renewed_key(id.0), recall_key.clone()])?;
+        let [what, renewed, recall] = found.as_slice() else {
+            return Err(self.unusable("its answer belongs to another question"));
+        };
+        let At {
+            value: mut what,
+            revision,
+        } = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
+        let known = what.durability != Durability::Disk;
+        if !known {
+            what.durability = Durability::None;
+        }
+        let mut lease = self.lease(id, what.clone(), renewed.as_ref(), recall.as_ref())?;
+        if known {
+            return Ok(Some(lease));
+        }
+        let mut txn = Txn::default()
+            .when_at(&what_key, revision)
+            .put(&what_key, &what);
+        let time = check_ttl(what.durability.time_to_give_back(what.bytes))?;
+        let is_asked_for_sooner = lease.recall_ms.is_some_and(|left| left < time);
+        if is_asked_for_sooner {
+            txn = txn.put(&recall_key, &Holds { ms: time });
+            lease.recall_ms = Some(time);
+        }
+        let done = self.commit(&txn)?;
+        Ok(done.map(|revision| {
+            if is_asked_for_sooner {
+                self.since(&recall_key, revision);
+            }
+            lease
+        }))
+    }
+
     /// One attempt to end a lease.
     fn try_end(&self, id: LeaseId, lender: &LenderId) -> Result<Option<()>, RegistryError> {
         let (what_key, account_key) = (self.what_key(id.0), self.account_key(&lender.host));
@@ -629,27 +666,32 @@ impl Registry for EtcdRegistry {
         self.repeat(|| self.try_renew(id, borrower, ttl))
     }
 
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
+        self.repeat(|| self.try_sole_copy(id, borrower))
+    }
+
     fn recall(
         &self,
         id: LeaseId,
         lender: &LenderId,
         within: Duration,
     ) -> Result<(), RegistryError> {
-        let within = check_ttl(within)?;
+        check_ttl(within)?;
         let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
         self.repeat(|| {
             let found = self.get(&[what_key.clone(), recall_key.clone()])?;
             let [what, recall] = found.as_slice() else {
                 return Err(self.unusable("its answer belongs to another question"));
             };
-            let what = self.what(id, &lender.host, what.as_ref(), |w| w.lender == *lender)?;
-            if let Some(recall) = recall {
-                if ms(self.left(recall)?) <= within {
-                    return Ok(Some(()));
-                }
+            let At { value, revision } =
+                self.what(id, &lender.host, what.as_ref(), |w| w.lender == *lender)?;
+            let lease = self.lease(id, value, None, recall.as_ref())?;
+            let within = check_ttl(lease.within(within))?;
+            if lease.recall_ms.is_some_and(|left| left <= within) {
+                return Ok(Some(()));
             }
             let txn = Txn::default()
-                .when_at(&what_key, what.revision)
+                .when_at(&what_key, revision)
                 .put(&recall_key, &Holds { ms: within });
             let done = self.commit(&txn)?;
             Ok(done.map(|revision| _ = self.since(&recall_key, revision)))

@@ -201,6 +201,16 @@ impl Borrowing {
         self.durability != Durability::None && self.reached().count() == 1 && !self.has_copy()
     }
 
+    /// What keeps the bytes now if a lender dies: nothing, if all there is lies with one.
+    #[must_use]
+    pub fn durability_now(&self) -> Durability {
+        if self.hangs_on_one() {
+            Durability::None
+        } else {
+            self.durability
+        }
+    }
+
     /// Whether every byte is in the file on disk, as far as is known.
     #[must_use]
     pub const fn has_copy(&self) -> bool {

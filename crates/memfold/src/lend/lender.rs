@@ -6,6 +6,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
@@ -33,17 +34,11 @@ const OFFER_TTL: Duration = Duration::from_secs(10);
 /// Exports that end so fast are waited for.
 const AT_ONCE: Duration = Duration::from_millis(100);
 
-/// How long a borrower has to give memory back that this host needs.
-pub const GIVE_BACK: Duration = Duration::from_secs(10);
-
 /// The same when next to nothing is left, for who has a copy and only lets go: it hears of it within a second, and takes 0.1 s.
 const HURRY: Duration = Duration::from_secs(2);
 
 /// How long a lender that ends waits for its borrowers: systemd gives daemons 90 s.
 const GOOD_BYE: Duration = Duration::from_secs(45);
-
-/// What a borrower copies in a second at least, while its guest swaps.
-const COPIED_A_SECOND: u64 = 20 << 20;
 
 /// What is lent and how.
 #[derive(Clone, Debug)]
@@ -131,6 +126,7 @@ impl Lender {
             ending: ending.clone(),
             registry,
             options,
+            proc: "/proc".into(),
         };
         let stop = quit.clone();
         let thread = std::thread::Builder::new()
@@ -175,7 +171,7 @@ impl Lender {
         self.wake();
     }
 
-    /// Offers nothing more and takes everything back within [`GIVE_BACK`]; [`has_ended`](Self::has_ended) tells when that is done.
+    /// Offers nothing more and takes everything back ([`Durability::time_to_give_back`]); [`has_ended`](Self::has_ended) tells when that is done.
     pub fn end(&self) {
         self.ending.store(true, Ordering::Release);
         self.wake();
@@ -254,6 +250,8 @@ struct Lent {
 #[derive(Debug)]
 struct Work {
     options: LenderOptions,
+    /// `/proc`, but in tests.
+    proc: PathBuf,
     registry: Arc<dyn Registry>,
     lender: LenderId,
     /// Whether that is a later incarnation than any that the registry knows.
@@ -357,7 +355,7 @@ impl Work {
         if self.announced {
             return Ok(());
         }
-        let known = self.registry.picture()?.lenders;
+        let known = self.ask(|registry| registry.picture())?.lenders;
         let known = known.iter().map(|view| &view.lender);
         if let Some(before) = known.into_iter().find(|l| l.host == self.lender.host) {
             let next = before.incarnation.0.saturating_add(1);
@@ -387,8 +385,8 @@ impl Work {
             lender: self.lender.clone(),
             bytes: if ending { 0 } else { offered },
         };
-        self.registry.offer(&offer, OFFER_TTL)?;
-        let mut leases = self.registry.picture()?.leases;
+        self.ask(|registry| registry.offer(&offer, OFFER_TTL))?;
+        let mut leases = self.ask(|registry| registry.picture())?.leases;
         leases.retain(|lease| lease.lender == self.lender);
         // What ends makes room for what begins.
         self.end_what_is_over(&leases);
@@ -416,7 +414,7 @@ impl Work {
     fn judge(&mut self) -> Verdict {
         let lent = self.lent_bytes();
         self.judge.set_max(self.max_bytes.load(Ordering::Acquire));
-        match Sample::read(Path::new("/proc"), self.begun.elapsed()) {
+        match Sample::read(&self.proc, self.begun.elapsed()) {
             Ok(mut sample) => {
                 sample.owed_bytes = self.options.owed.load(Ordering::Relaxed);
                 sample.short_guests = self.options.short_guests.load(Ordering::Relaxed);
@@ -449,6 +447,8 @@ impl Work {
             } else if let Some(lent) = self.exports.get_mut(&lease.id) {
                 lent.deadline = Instant::now() + Duration::from_millis(lease.left_ms);
                 lent.orphaned = false;
+                // Its borrower's copy may have failed.
+                lent.durability = lease.durability;
                 // Also if the answer to that was lost.
                 lent.published |= lease.state == LeaseState::Exported;
             }
@@ -529,9 +529,12 @@ impl Work {
         };
         match lent.export.is_ready() {
             Ok(true) if !lent.published => {
-                self.registry
-                    .publish(lease.id, &self.lender, lent.export.endpoint())?;
-                lent.published = true;
+                let (endpoint, lender) = (lent.export.endpoint().clone(), self.lender.clone());
+                self.ask(|registry| registry.publish(lease.id, &lender, &endpoint))?;
+                // It may have ended meanwhile.
+                if let Some(lent) = self.exports.get_mut(&lease.id) {
+                    lent.published = true;
+                }
                 info!(
                     lease = lease.id.0,
                     borrower = lease.borrower,
@@ -572,7 +575,8 @@ impl Work {
     fn buried(&mut self, id: LeaseId) {
         self.dying.remove(&id);
         // If it isn't heard, the next look finds the lease without an export.
-        if let Err(error) = self.registry.ended(id, &self.lender) {
+        let lender = self.lender.clone();
+        if let Err(error) = self.ask(|registry| registry.ended(id, &lender)) {
             warn!(lease = id.0, %error, "has ended, and the registry doesn't know yet");
         }
     }
@@ -580,21 +584,54 @@ impl Work {
     /// Until the next look, which comes at once when next to nothing is left and something can end for it.
     fn rest(&self) {
         let end = Instant::now() + TICK;
-        let can_cut = self.exports.values().any(|lent| has_copy(lent.durability));
+        let can_cut = self.can_cut();
         loop {
             let begin = Instant::now();
             let left = end.saturating_duration_since(begin);
             let nap = if can_cut { left.min(GLANCE) } else { left };
             std::thread::park_timeout(nap);
             let woken = begin.elapsed() < nap;
-            let is_pressed = || {
-                Sample::glance(Path::new("/proc"))
-                    .is_ok_and(|sample| Hurry::by(&sample) == Hurry::Now)
-            };
-            if woken || nap == left || is_pressed() {
+            if woken || nap == left || self.is_pressed() {
                 return;
             }
         }
+    }
+
+    /// Whether something can end at once.
+    fn can_cut(&self) -> bool {
+        self.exports.values().any(|lent| has_copy(lent.durability))
+    }
+
+    /// Whether next to nothing is left, by a glance.
+    fn is_pressed(&self) -> bool {
+        Sample::glance(&self.proc).is_ok_and(|sample| Hurry::by(&sample) == Hurry::Now)
+    }
+
+    /// Asks the registry, which may be slow or away, and goes on glancing meanwhile.
+    fn ask<T: Send>(&mut self, call: impl FnOnce(&dyn Registry) -> T + Send) -> T {
+        let registry = self.registry.clone();
+        if !self.can_cut() {
+            return call(&*registry);
+        }
+        std::thread::scope(|scope| {
+            let (tell, told) = std::sync::mpsc::channel();
+            let asked = scope.spawn(move || tell.send(call(&*registry)));
+            loop {
+                match told.recv_timeout(GLANCE) {
+                    Ok(answer) => return answer,
+                    Err(RecvTimeoutError::Timeout) if self.is_pressed() => {
+                        let verdict = self.judge();
+                        self.cut(verdict.recall_bytes);
+                    }
+                    Err(RecvTimeoutError::Timeout) => {}
+                    // It panicked, and so does this.
+                    Err(RecvTimeoutError::Disconnected) => match asked.join() {
+                        Ok(_) => unreachable!("it has said nothing, and ended"),
+                        Err(panic) => std::panic::resume_unwind(panic),
+                    },
+                }
+            }
+        })
     }
 
     /// Ends exports whose borrowers have a copy, the largest first, until so many bytes are on their way. There is no time to ask: they lose no
@@ -628,7 +665,7 @@ impl Work {
     }
 
     /// Has borrowers give back so many bytes in all: those first that have a copy and only let go, then the largest, so that few VMs are hurt.
-    fn recall(&self, leases: &[Lease], wanted: u64) -> Result<(), RegistryError> {
+    fn recall(&mut self, leases: &[Lease], wanted: u64) -> Result<(), RegistryError> {
         let (recalled, mut others): (Vec<&Lease>, Vec<&Lease>) =
             leases.iter().partition(|lease| lease.recall_ms.is_some());
         let mut coming: u64 = recalled.iter().map(|lease| lease.bytes).sum();
@@ -639,11 +676,8 @@ impl Work {
             if coming >= wanted {
                 break;
             }
-            self.registry.recall(
-                lease.id,
-                &self.lender,
-                time_to_give_back(lease.durability, lease.bytes),
-            )?;
+            let within = lease.durability.time_to_give_back(lease.bytes);
+            self.ask(|registry| registry.recall(lease.id, &lease.lender, within))?;
             info!(
                 lease = lease.id.0,
                 borrower = lease.borrower,
@@ -657,9 +691,9 @@ impl Work {
     }
 
     /// Who has been asked for memory and has a copy has no more time. Those who are asked for it only now hear that at the next look.
-    fn hurry(&self, leases: &[Lease]) -> Result<(), RegistryError> {
+    fn hurry(&mut self, leases: &[Lease]) -> Result<(), RegistryError> {
         for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
-            self.registry.recall(lease.id, &self.lender, HURRY)?;
+            self.ask(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;
         }
         Ok(())
     }
@@ -684,16 +718,6 @@ fn is_over(lease: &Lease) -> bool {
 /// Order in which leases are taken back.
 fn hurt(durability: Durability, bytes: u64) -> (bool, Reverse<u64>) {
     (!has_copy(durability), Reverse(bytes))
-}
-
-/// How long a borrower has to give back. Where the lent bytes are the only ones, or one of two, it has to copy them first.
-pub fn time_to_give_back(durability: Durability, bytes: u64) -> Duration {
-    match durability {
-        Durability::Disk => GIVE_BACK,
-        Durability::Replica | Durability::None => {
-            GIVE_BACK + Duration::from_secs(bytes / COPIED_A_SECOND)
-        }
-    }
 }
 
 pub(super) fn chain(error: &dyn std::error::Error) -> String {

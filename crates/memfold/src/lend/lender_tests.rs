@@ -2,7 +2,8 @@ use std::process::Command;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::super::registry::{Address, Want};
+use super::super::calls::{Call, CallRegistry, answer};
+use super::super::registry::{Address, GIVE_BACK, MAX_TTL, Want};
 use super::super::sqlite::SqliteRegistry;
 use super::*;
 
@@ -105,9 +106,11 @@ fn who_has_a_copy_gives_back_first_and_who_has_none_gets_time_to_make_one() {
     let mut leases = [(none, 8), (disk, 1), (replica, 4), (disk, 2)];
     leases.sort_by_key(|&(durability, gib)| hurt(durability, gib));
     assert_eq!(leases, [(disk, 2), (disk, 1), (none, 8), (replica, 4)]);
-    assert_eq!(time_to_give_back(disk, 8192 * MIB), GIVE_BACK);
-    let time = time_to_give_back(none, 1000 * MIB);
+    assert_eq!(disk.time_to_give_back(8192 * MIB), GIVE_BACK);
+    let time = none.time_to_give_back(1000 * MIB);
     assert_eq!(time, GIVE_BACK + Duration::from_secs(50));
+    // No longer than a registry takes.
+    assert_eq!(none.time_to_give_back(1 << 50), MAX_TTL);
 }
 
 #[test]
@@ -236,6 +239,7 @@ fn work(directory: &Path) -> Option<(Arc<SqliteRegistry>, Work)> {
             incarnation: Incarnation(1),
         },
         announced: true,
+        proc: "/proc".into(),
         judge: Judge::new(64 * MIB),
         max_bytes: Arc::new(AtomicU64::new(64 * MIB)),
         begun: Instant::now(),
@@ -288,6 +292,60 @@ fn what_was_published_is_known_though_the_answer_was_lost() {
     assert_eq!(work.beginning_bytes(), 16 * MIB);
     work.keep_up().unwrap();
     assert_eq!(work.beginning_bytes(), 0);
+}
+
+#[test]
+fn who_has_no_other_copy_any_more_is_spared() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let leases = [take(&registry), take(&registry)];
+    let end = Instant::now() + Duration::from_secs(60);
+    for lease in &leases {
+        while registry.endpoint(lease.id, "b").unwrap().is_none() {
+            assert!(Instant::now() < end);
+            work.keep_up().unwrap();
+        }
+    }
+    registry.sole_copy(leases[1].id, "b").unwrap();
+    work.keep_up().unwrap();
+    work.cut(u64::MAX);
+    let left: Vec<LeaseId> = work.exports.keys().copied().collect();
+    assert_eq!(left, [leases[1].id]);
+}
+
+#[test]
+fn a_registry_that_is_slow_keeps_no_lender_from_looking() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let lease = take(&registry);
+    let end = Instant::now() + Duration::from_secs(60);
+    while registry.endpoint(lease.id, "b").unwrap().is_none() {
+        assert!(Instant::now() < end);
+        work.keep_up().unwrap();
+    }
+    work.proc = directory.path().join("proc");
+    std::fs::create_dir(&work.proc).unwrap();
+    std::fs::write(work.proc.join("vmstat"), "pswpin 0\n").unwrap();
+    let meminfo = work.proc.join("meminfo");
+    let has = move |kib: u64| {
+        let text = format!("MemTotal: 8388608 kB\nMemAvailable: {kib} kB\n");
+        std::fs::write(&meminfo, text).unwrap();
+    };
+    has(8_000_000);
+    // Gone while the registry is asked, for longer than it takes to look.
+    let slow = move |call: &Call| {
+        has(1000);
+        std::thread::sleep(Duration::from_secs(1));
+        Ok(answer(&*registry, call))
+    };
+    work.registry = Arc::new(CallRegistry::new("slow".into(), slow));
+    assert_eq!(work.exports.len(), 1);
+    work.ask(|registry| registry.picture()).unwrap();
+    assert!(work.exports.is_empty(), "it hasn't looked");
 }
 
 #[test]

@@ -26,6 +26,12 @@ const MAX_BYTES: u64 = 1 << 50;
 /// Longest time until a deadline.
 pub const MAX_TTL: Duration = Duration::from_secs(3600);
 
+/// How long a borrower has to give memory back that its lender needs.
+pub const GIVE_BACK: Duration = Duration::from_secs(10);
+
+/// What a borrower copies of a disk in a second at least, while its guest swaps.
+pub const COPIED_A_SECOND: u64 = 20 << 20;
+
 /// Longest name of a host.
 pub(super) const MAX_NAME: usize = 64;
 
@@ -188,6 +194,22 @@ impl Durability {
         }
     }
 
+    /// How long a borrower has to give back. Where the lent bytes are the only ones, or one of two, it has to copy them first.
+    #[must_use]
+    pub fn time_to_give_back(self, bytes: u64) -> Duration {
+        let copying = self.time_to_copy(bytes);
+        GIVE_BACK.saturating_add(copying).min(MAX_TTL)
+    }
+
+    /// How long it takes to copy what lies there to the borrower's disk, before it can be given back.
+    #[must_use]
+    pub const fn time_to_copy(self, bytes: u64) -> Duration {
+        match self {
+            Self::Disk => Duration::ZERO,
+            Self::Replica | Self::None => Duration::from_secs(bytes / COPIED_A_SECOND),
+        }
+    }
+
     /// The one of that name.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
@@ -256,6 +278,13 @@ pub struct Lease {
     pub left_ms: u64,
     /// Time left until the lender takes it back, if it needs it; 0: it does now.
     pub recall_ms: Option<u64>,
+}
+
+impl Lease {
+    /// What a lender that needs it back within a time can have: who has to copy it first has the time for that.
+    pub(super) fn within(&self, within: Duration) -> Duration {
+        within.max(self.durability.time_to_copy(self.bytes).min(MAX_TTL))
+    }
 }
 
 /// What an export speaks.
@@ -385,7 +414,12 @@ pub trait Registry: Send + Sync {
     /// The borrower still needs it, for `ttl` from now. Whether it was over and is so no more doesn't matter, as long as it hasn't ended.
     fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError>;
 
-    /// The lender needs it back `within` a time; a deadline that was set before stays if it is earlier.
+    /// The copy that the borrower had on its disk is none any more: the lent bytes are the only ones from now on ([`Durability::None`]). If
+    /// they are asked for already, there is time to copy them now, once. Fine if it is known.
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError>;
+
+    /// The lender needs it back `within` a time; a deadline that was set before stays if it is earlier. Who has to copy it first has the time for
+    /// that, whatever the lender says: it may not know yet.
     fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration)
     -> Result<(), RegistryError>;
 

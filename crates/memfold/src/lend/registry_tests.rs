@@ -82,6 +82,7 @@ pub(super) fn check(picture: &Picture) {
 pub(super) fn suite(make: &dyn Fn() -> Fixture) {
     bytes_are_lent_once_and_come_back_by_their_lender_alone(&make());
     deadlines(&make());
+    who_has_no_other_copy_has_time_to_make_one(&make());
     incarnations(&make());
     an_export_is_for_its_borrower(&make());
     choices(&make());
@@ -140,6 +141,44 @@ fn deadlines(fixture: &Fixture) {
     let picture = registry.picture().unwrap();
     assert!(picture.lenders[0].silent_ms >= 10_000 && picture.lenders[0].left_ms == 0);
     assert_eq!(largest(take(registry, 1)), (0, 0));
+}
+
+fn who_has_no_other_copy_has_time_to_make_one(fixture: &Fixture) {
+    const MIB: u64 = 1 << 20;
+    let registry = &*fixture.registry;
+    offer(registry, "a", 1, 4000 * MIB);
+    let ours = lender("a", 1);
+    let [asked, other] = [0; 2].map(|_| take(registry, 2000 * MIB).unwrap().id);
+    registry.recall(asked, &ours, Duration::ZERO).unwrap();
+    assert!(matches!(
+        registry.sole_copy(asked, "other"),
+        Err(RegistryError::NoLease { .. })
+    ));
+    // 10 s, and one for each 20 MiB, once.
+    let is_110_s = |ms: Option<u64>| ms.is_some_and(|ms| (108_000..=110_000).contains(&ms));
+    let lease = registry.sole_copy(asked, "borrower").unwrap();
+    assert_eq!(lease.durability, Durability::None);
+    assert!(is_110_s(lease.recall_ms), "{lease:?}");
+    // Where several ask, each counts from when it has seen it.
+    for _ in 0..8 {
+        registry.picture().unwrap();
+    }
+    (fixture.advance)(Duration::from_secs(3));
+    let again = registry.sole_copy(asked, "borrower").unwrap();
+    assert!(again.recall_ms.unwrap() <= 107_000, "{again:?}");
+    // What isn't asked for isn't by that; and then not sooner than it can be copied, though the lender doesn't know yet.
+    let lease = registry.sole_copy(other, "borrower").unwrap();
+    assert_eq!(
+        (lease.durability, lease.recall_ms),
+        (Durability::None, None)
+    );
+    registry.recall(other, &ours, TTL).unwrap();
+    let lease = registry.renew(other, "borrower", TTL).unwrap();
+    assert_eq!(lease.durability, Durability::None);
+    assert!(lease.recall_ms.unwrap() > 98_000, "{lease:?}");
+    assert!(lease.recall_ms.unwrap() <= 100_000, "{lease:?}");
+    let all = registry.picture().unwrap().leases;
+    assert!(all.iter().all(|l| l.durability == Durability::None));
 }
 
 fn incarnations(fixture: &Fixture) {
@@ -363,6 +402,9 @@ impl<R: Registry> Registry for Several<R> {
     }
     fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
         self.one().renew(id, borrower, ttl)
+    }
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
+        self.one().sole_copy(id, borrower)
     }
     fn recall(&self, id: LeaseId, l: &LenderId, within: Duration) -> Result<(), RegistryError> {
         self.one().recall(id, l, within)

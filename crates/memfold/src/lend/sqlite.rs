@@ -459,15 +459,33 @@ impl Registry for SqliteRegistry {
         })
     }
 
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
+        self.once(|transaction, now| {
+            let lease = find(transaction, id, borrower, now, |l| l.borrower == borrower)?;
+            if lease.durability != Durability::Disk {
+                return Ok(lease);
+            }
+            let only = Durability::None;
+            let time = check_ttl(only.time_to_give_back(lease.bytes))?;
+            // What isn't asked for (NULL) stays so.
+            transaction.execute(
+                "UPDATE leases SET durability = ?2, recall_ms = MAX(recall_ms, ?3) WHERE id = ?1",
+                params![stored(id.0), only.name(), now.saturating_add(stored(time))],
+            )?;
+            find(transaction, id, borrower, now, |_| true)
+        })
+    }
+
     fn recall(
         &self,
         id: LeaseId,
         lender: &LenderId,
         within: Duration,
     ) -> Result<(), RegistryError> {
-        let within = check_ttl(within)?;
+        check_ttl(within)?;
         self.once(|transaction, now| {
-            find(transaction, id, &lender.host, now, |l| l.lender == *lender)?;
+            let lease = find(transaction, id, &lender.host, now, |l| l.lender == *lender)?;
+            let within = check_ttl(lease.within(within))?;
             transaction.execute(
                 "UPDATE leases SET recall_ms = MIN(COALESCE(recall_ms, ?2), ?2) WHERE id = ?1",
                 params![stored(id.0), now.saturating_add(stored(within))],

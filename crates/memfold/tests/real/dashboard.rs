@@ -405,6 +405,13 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
         .execute("stop", Value::Null)
         .unwrap();
     walk.on();
+    let steering = || json(state, &["ksm", "status"])["steering"].clone();
+    walk.step("ksm steered");
+    assert_eq!(steering()["domain"], "lab");
+    walk.on();
+    walk.step("ksm stopped");
+    assert_eq!(steering(), Value::Null);
+    walk.on();
 }
 
 #[test]
@@ -549,11 +556,29 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
         refusal["refusal"].as_str().unwrap().contains("warm"),
         "{refusal}"
     );
+    let blast = walk.step("blast");
+    let leases: LeaseReport = client.get("/v1/leases").unwrap();
+    let hurt: Vec<&str> = leases
+        .blast
+        .iter()
+        .flat_map(|blast| blast.vms.iter().map(|vm| &*vm.effect))
+        .collect();
+    let rows = blast["rows"].as_array().unwrap();
+    assert!(rows.len() == hurt.len() && !rows.is_empty(), "{blast}");
+    for (row, effect) in rows.iter().zip(hurt) {
+        assert!(row.as_str().unwrap().ends_with(effect), "{blast} {effect}");
+    }
     walk.step("returned");
     let leases: LeaseReport = client.get("/v1/leases").unwrap();
     let lent = |borrowed: &Borrowed| borrowed.place != SwapPlace::OnDisk;
     assert!(!leases.borrowed.iter().any(lent), "{leases:?}");
     walk.on();
+    let refusal = walk.step("volume");
+    let said = refusal["refusal"].as_str().unwrap();
+    assert!(
+        said.contains("volume") || said.contains("none/swap"),
+        "{said}"
+    );
     more_actions(&mut walk, &client, state);
     walk.step("stopped");
     let left: Vec<VmInfo> = client.get("/v1/vms").unwrap();

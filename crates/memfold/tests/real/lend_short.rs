@@ -18,7 +18,7 @@ use memfold::lend::judge::Judge;
 use memfold::lend::{LenderStatus, Transport};
 use memfold_units::ByteSize;
 
-use super::lend::{heard, swapping, wait};
+use super::beside::lend::{heard, swapping, wait};
 use super::served::{Served, exec};
 use super::support;
 

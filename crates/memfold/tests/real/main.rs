@@ -10,14 +10,14 @@
 //! | [`beside::snapshots`] | a VM is saved, goes on, and comes back as it was, memory and disk; clones run beside it |
 //! | [`beside::boot_snapshots`] | a VM goes back to right after its boot; what a snapshot would lack is refused |
 //! | [`beside::disks`] | the same of disks that a VM writes in place, which stay its own |
-//! | [`beside::snapshots_killed`] | daemons and VMs die while they save |
+//! | [`beside::cut_saves`] | daemons and VMs die while they save |
 //! | [`beside::segments`] | VMs execute files of one image in place; what they write is theirs; who attacks it harms nobody else |
 //! | [`beside::segments_killed`] | daemons die over segments, and disks are full |
 //! | [`ksm`], [`ksm_explain`] | KSM for one trust domain, and its settings as before; every cause of `memfold ksm explain` |
 //! | [`debt`] | clones rewrite all they share: braked in time, no byte and no VM lost |
 //! | [`estimate`] | what `memfold estimate` promises is what KSM and folding then save |
-//! | [`lend`] | a guest swaps on lent RAM, and lenders die and hang under it |
-//! | [`hosts`] | the same between network namespaces, over links that delay, lose and are cut |
+//! | [`beside::lend`] | a guest swaps on lent RAM, and lenders die and hang under it |
+//! | [`beside::hosts`] | the same between network namespaces, over links that delay, lose and are cut |
 //! | [`beside::libvirt`] | domains of a real libvirtd fold with a VM of memfold's; save, restore, reboot, shutdown and migration go on |
 //! | [`beside::lvm`] | a guest as a host: its own swap volume (LVM) on lent RAM by iSCSI |
 //! | [`plan`] | as many VMs as a plan speaks of take what it says |
@@ -25,7 +25,7 @@
 //! | [`churn`] | files of three times the memory: what is folded at any moment, and that nothing grows |
 //!
 //! Each boots its VMs once. Those in [`beside`] may run two at a time; the others change what is the host's (KSM, swap, free memory), or
-//! measure time, and run alone. Without guest images or QEMU they say so and pass, unless `MEMFOLD_REAL=1`.
+//! measure CPU time, and run alone. Without guest images or QEMU they say so and pass, unless `MEMFOLD_REAL=1`.
 
 // A test here is one story of VMs that are dear to boot, and it speaks of states, stats and status.
 #![allow(clippy::similar_names, clippy::too_many_lines)]
@@ -37,10 +37,8 @@ mod dashboard;
 mod debt;
 mod estimate;
 mod figures;
-mod hosts;
 mod ksm;
 mod ksm_explain;
-mod lend;
 mod lend_short;
 mod plan;
 mod served;

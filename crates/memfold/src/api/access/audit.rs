@@ -31,35 +31,52 @@ const TEXT_LIMIT: usize = 100;
 /// Refusals that are noted in a minute; more are counted.
 const REFUSALS_A_MINUTE: u32 = 60;
 
-/// What of a request's body is noted, if it is a number, a truth value or a short text.
-const DETAILS: [&str; 30] = [
+/// What of a request's body and query is noted, if it is a number, a truth value or a short text.
+const DETAILS: &[&str] = &[
     "advisor",
     "announce",
     "bytes",
+    "cleartext",
     "compress",
     "content",
     "cover_percent",
     "cpu_percent",
+    "despite_brake",
+    "disks",
     "domain",
+    "drop_s",
     "durability",
+    "for_vms",
     "force",
     "from_boot_snapshot",
     "host",
     "keep",
+    "least_bytes",
+    "leave_percent",
     "listen",
     "live",
     "max_bytes",
     "memory",
     "name",
     "no_lay",
+    "one_domain",
     "pages_per_second",
     "paused",
     "pinned",
+    "prefetch",
+    "qmp",
+    "renew",
     "reserve",
     "role",
+    "root",
+    "seconds",
     "segment",
+    "stripes",
     "target_s",
     "timeout_s",
+    "top_files_bytes",
+    "transport",
+    "trust_domain",
     "unmerge",
     "vm",
     "writer",
@@ -72,6 +89,16 @@ pub(in crate::api) struct Told(pub String);
 /// The session that has begun, on its response: its name, and what it may.
 #[derive(Clone, Debug)]
 pub(in crate::api) struct NewSession(pub String, pub Role);
+
+/// A request for a change.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked<'a> {
+    pub method: &'a Method,
+    pub path: &'a str,
+    /// What follows the path, as it came.
+    pub query: &'a str,
+    pub body: &'a [u8],
+}
 
 /// Something that somebody did, or was refused.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -142,9 +169,7 @@ impl Audit {
     pub(super) fn changed(
         &self,
         (who, role): (&str, Option<Role>),
-        method: &Method,
-        path: &str,
-        body: &[u8],
+        asked: &Asked<'_>,
         response: &Response,
         took: Duration,
     ) {
@@ -159,7 +184,7 @@ impl Audit {
                 None => return,
             }
         }
-        let mut details = details(body);
+        let mut details = details(asked);
         if let Some(NewSession(label, role)) = response.extensions().get() {
             details.insert("begins".into(), label.as_str().into());
             details.insert("role".into(), role.name().into());
@@ -168,7 +193,7 @@ impl Audit {
             role,
             details,
             not_noted,
-            ..entry(who, method, path, response, took)
+            ..entry(who, asked.method, asked.path, response, took)
         });
     }
 
@@ -293,10 +318,20 @@ fn entry(
     }
 }
 
-fn details(body: &[u8]) -> BTreeMap<String, Value> {
-    let Ok(Value::Object(fields)) = serde_json::from_slice(body) else {
-        return BTreeMap::new();
+fn details(asked: &Asked<'_>) -> BTreeMap<String, Value> {
+    let fields = match serde_json::from_slice(asked.body) {
+        Ok(Value::Object(fields)) => fields,
+        _ => serde_json::Map::new(),
     };
+    let pairs = asked
+        .query
+        .split('&')
+        .filter_map(|pair| pair.split_once('='));
+    // `true` and numbers are what they are in a body.
+    let pairs = pairs.map(|(key, value)| {
+        let value = serde_json::from_str(value).unwrap_or_else(|_| value.into());
+        (key.to_owned(), value)
+    });
     let harmless = |(key, value): &(String, Value)| {
         let short = match value {
             Value::Bool(_) | Value::Number(_) => true,
@@ -305,7 +340,7 @@ fn details(body: &[u8]) -> BTreeMap<String, Value> {
         };
         short && DETAILS.contains(&key.as_str())
     };
-    fields.into_iter().filter(harmless).collect()
+    pairs.chain(fields).filter(harmless).collect()
 }
 
 #[cfg(test)]
@@ -317,7 +352,14 @@ mod tests {
         let response = ().into_response();
         let who = ("uid 0", Some(Role::Operate));
         let took = Duration::from_millis(7);
-        audit.changed(who, &Method::POST, path, body.as_bytes(), &response, took);
+        let (path, query) = path.split_once('?').unwrap_or((path, ""));
+        let asked = Asked {
+            method: &Method::POST,
+            path,
+            query,
+            body: body.as_bytes(),
+        };
+        audit.changed(who, &asked, &response, took);
     }
 
     #[test]
@@ -344,6 +386,65 @@ mod tests {
         assert_eq!(audit.last(1).unwrap(), last[..1]);
         let facts = std::fs::metadata(audit.file()).unwrap();
         assert_eq!(facts.permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn what_was_asked_for_behind_the_path_is_noted_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let audit = Audit::new(directory.path().to_owned());
+        done(
+            &audit,
+            "/v1/vms?despite_brake=true&token=x",
+            r#"{"name": "web"}"#,
+        );
+        let last = audit.last(1).unwrap().remove(0);
+        assert_eq!(last.path, "/v1/vms");
+        let expected = BTreeMap::from([
+            ("despite_brake".to_owned(), Value::Bool(true)),
+            ("name".to_owned(), "web".into()),
+        ]);
+        assert_eq!(last.details, expected);
+    }
+
+    /// What may hold secrets.
+    const LEFT_OUT: [&str; 2] = ["script", "secret"];
+
+    #[test]
+    fn whatever_a_change_may_ask_for_is_noted_or_left_out_on_purpose() {
+        let description = crate::api::server::openapi();
+        let mut fields = std::collections::BTreeSet::new();
+        for (path, methods) in description["paths"].as_object().unwrap() {
+            for (method, what) in methods.as_object().unwrap() {
+                if method == "get" || path == "/v1/registry" {
+                    continue;
+                }
+                let name = what["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                    .as_str()
+                    .and_then(|name| name.strip_prefix("#/components/schemas/"));
+                let properties = name.map(|name| {
+                    description["components"]["schemas"][name]["properties"]
+                        .as_object()
+                        .unwrap()
+                });
+                let of_body = properties.into_iter().flatten();
+                let lists =
+                    |schema: &Value| schema["type"] == "array" || schema["type"][0] == "array";
+                fields.extend(
+                    of_body
+                        .filter(|(_, schema)| !lists(schema))
+                        .map(|(key, _)| key.clone()),
+                );
+                let of_query = what["parameters"].as_array().into_iter().flatten();
+                fields.extend(
+                    of_query
+                        .filter(|parameter| parameter["in"] == "query")
+                        .map(|parameter| parameter["name"].as_str().unwrap().to_owned()),
+                );
+            }
+        }
+        assert!(fields.contains("despite_brake") && fields.contains("trust_domain"));
+        fields.retain(|field| !DETAILS.contains(&&**field) && !LEFT_OUT.contains(&&**field));
+        assert!(fields.is_empty(), "neither noted nor left out: {fields:?}");
     }
 
     #[test]

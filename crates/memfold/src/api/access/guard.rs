@@ -13,6 +13,7 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::Response;
 
+use super::audit::Asked;
 use super::origin::{OWN_HEADER, host_is_ours, is_same_origin};
 use super::{Access, Peer, Role, Told, Why};
 use crate::api::server::{MAX_BODY, refusal, refusal_with_hint};
@@ -56,6 +57,7 @@ pub(in crate::api) async fn guard(
         );
     };
     let path = request.uri().path().to_owned();
+    let query = request.uri().query().unwrap_or_default().to_owned();
     let method = request.method().clone();
     let mut response = match admit(&access, &peer, &request) {
         Err(refused) => {
@@ -110,9 +112,14 @@ pub(in crate::api) async fn guard(
                         } else {
                             &body[..]
                         };
-                        access
-                            .audit()
-                            .changed((&who, role), &method, &path, body, &response, took);
+                        let asked = Asked {
+                            method: &method,
+                            path: &path,
+                            query: &query,
+                            body,
+                        };
+                        let audit = access.audit();
+                        audit.changed((&who, role), &asked, &response, took);
                         response
                     })
                     .await

@@ -551,18 +551,19 @@ mod tests {
         let mut cells = vec![[0, 0, 0, 0, 0, 0, 9]; 58];
         cells[0] = [5, 4, 0, 0, 0, 0, 0];
         cells[1] = [1, 0, 8, 0, 0, 0, 0];
-        view.take(News::Map(MemoryMap {
+        view.take(News::Map(Box::new(MemoryMap {
             vm: "a".into(),
             ram_bytes: 1,
             cell_bytes: 9 << 12,
             states: Vec::new(),
             cells,
+            places: Vec::new(),
             segments: vec![MappedSegment {
                 segment: "base@3".into(),
                 bytes: 2 << 20,
                 resident_bytes: 1 << 20,
             }],
-        }));
+        })));
         let (text, _) = screen(&view, 60, 30);
         assert!(text.contains("│█▒····"), "{text}");
         assert!(text.contains("36.0 KiB a character"), "{text}");

@@ -135,7 +135,7 @@ pub(super) enum Asked {
 /// News of the daemon.
 pub(super) enum News {
     Report(Box<Report>),
-    Map(MemoryMap),
+    Map(Box<MemoryMap>),
     /// The swap disk of this VM.
     Swap(String, Option<VmSwap>),
     Failed(String),
@@ -217,7 +217,7 @@ impl View {
                 // A pause keeps what is shown; of a VM that is looked at only then, nothing is.
                 let keeps = self.is_paused && self.map.is_some();
                 if self.detail.as_deref() == Some(map.vm.as_str()) && !keeps {
-                    self.map = Some(map);
+                    self.map = Some(*map);
                 }
             }
             News::Swap(vm, swap) => {
@@ -407,18 +407,19 @@ pub(super) mod tests {
             ram_bytes: 0,
             cell_bytes: 0,
             states: Vec::new(),
+            places: Vec::new(),
             cells: Vec::new(),
             segments: Vec::new(),
         };
-        view.take(News::Map(map("a")));
+        view.take(News::Map(Box::new(map("a"))));
         assert!(view.map.is_none(), "of another VM");
-        view.take(News::Map(map("b")));
+        view.take(News::Map(Box::new(map("b"))));
         assert!(view.map.is_some());
         assert_eq!(press(&mut view, KeyCode::Down), Asked::Fetch);
         assert_eq!(view.detail.as_deref(), Some("a"));
         assert!(view.map.is_none());
         press(&mut view, KeyCode::Char('p'));
-        view.take(News::Map(map("a")));
+        view.take(News::Map(Box::new(map("a"))));
         assert!(
             view.map.is_some(),
             "a pause keeps what is shown: nothing was"

@@ -11,8 +11,8 @@ use memfold::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
 use memfold::vm::{Qmp, VmDirectory};
 use serde_json::Value;
 
-use super::disks::{self, CHECK_DISKS};
-use super::snapshots::{VERIFY, rewrite_memory};
+use super::disks::{self, verify};
+use super::snapshots::rewrite_memory;
 use crate::served::{Random, Served, exec, wait_agent};
 use crate::support::{self, BOOT};
 
@@ -112,15 +112,6 @@ impl Drop for Typed {
 }
 
 /// The guest checks all that it holds, in memory and on disks.
-fn verify(client: &Client, vm: &str) {
-    wait_agent(client, vm);
-    for script in [VERIFY, CHECK_DISKS] {
-        let said = exec(client, vm, script).stdout;
-        println!("{vm}: {}", said.trim());
-        assert!(said.starts_with("errors 0 "), "{vm}: {said}");
-    }
-}
-
 fn save(client: &Client, vm: &str, name: &str, live: bool, keep: Keep) -> Result<Manifest, String> {
     let request = SaveRequest {
         live,

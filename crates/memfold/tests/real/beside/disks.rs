@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use memfold::api::{RestoreRequest, SaveRequest};
+use memfold::api::{Client, RestoreRequest, SaveRequest};
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::fold::EngineSettings;
 use memfold::snapshot::Keep;
 use memfold::vm::{Aio, CacheMode, DiskFormat, DiskSpec};
 
-use super::snapshots::Small;
+use super::snapshots::{Small, VERIFY};
+use crate::served::{exec, wait_agent};
 use crate::support::{self, BOOT, MEMORY};
 
 /// Writes to disks ([`CHECK_DISKS`] looks at them).
@@ -72,6 +73,22 @@ fn sum(disk: &Path, format: &str) -> String {
     let sum = Command::new("md5sum").arg(&raw).output().unwrap().stdout;
     std::fs::remove_file(raw).unwrap();
     String::from_utf8(sum).unwrap()[..32].to_owned()
+}
+
+/// Waits until a guest answers, and has what rewrites its memory and what writes to its disks check all they hold, both at once.
+pub fn verify(client: &Client, vm: &str) {
+    wait_agent(client, vm);
+    let script = format!(
+        "({VERIFY}) > /run/memory.said & ({CHECK_DISKS}) > /run/disks.said & wait; cat /run/memory.said /run/disks.said"
+    );
+    let said = exec(client, vm, &script).stdout;
+    println!("{vm}: {}", said.trim().replace('\n', "; "));
+    let [memory, disks] = ["errors 0 rounds ", "errors 0 operations "];
+    let (first, second) = said.split_once('\n').unwrap_or_default();
+    assert!(
+        first.starts_with(memory) && second.starts_with(disks),
+        "{vm}: {said}"
+    );
 }
 
 #[test]

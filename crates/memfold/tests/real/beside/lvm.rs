@@ -20,7 +20,7 @@ use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::lend::{SWAPPER, server_of};
+use super::lend::{SWAPPER, server_of};
 use crate::support::{self, BOOT};
 
 /// What this host is for guests (QEMU's `-netdev user`).

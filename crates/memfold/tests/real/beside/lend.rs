@@ -11,10 +11,10 @@ use memfold::lend::{Durability, LenderStatus, Transport};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::support::{self, BOOT};
+use crate::support::{self, BOOT};
 
 /// Keeps more memory than the guest has, and checks every word of it; see the program.
-pub const SWAPPER: &str = include_str!("guest/swapper.c");
+pub const SWAPPER: &str = include_str!("../guest/swapper.c");
 
 const RAM: ByteSize = ByteSize::mib(320);
 const SWAP: ByteSize = ByteSize::mib(512);
@@ -222,7 +222,9 @@ fn by_iscsi_a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
 }
 
 fn swap_while_lenders_die(transport: Transport, kills: u64) {
-    let Some(_turn) = support::turn() else { return };
+    let Some(_turn) = support::turn_ahead() else {
+        return;
+    };
     let limit = Duration::from_secs(300);
     let lender = Lender::start();
     lender.lend(SWAP, transport);
@@ -305,9 +307,13 @@ fn swap_while_lenders_die(transport: Transport, kills: u64) {
     daemon.borrow_memory("v", &request).unwrap();
     let broken = break_copy(&lab);
     let begun = Instant::now();
+    let mut known = false;
     wait("it is on disk again, in a new file", || {
+        let leases = daemon.leases().unwrap().leases;
+        known |= leases.iter().any(|l| l.durability == Durability::None);
         place() == SwapPlace::OnDisk
     });
+    assert!(known, "its lender wasn't told that it has the only copy");
     println!("its copy failed; moved after {:?}", begun.elapsed());
     let (checked, wrong, _) = heard(&lab);
     assert_eq!(wrong, 0, "after its copy failed");
@@ -352,7 +358,40 @@ fn swap_while_lenders_die(transport: Transport, kills: u64) {
     );
     assert_eq!(log.trim(), "0", "the guest has seen errors");
     assert!(longest < LONGEST_STALL, "{longest} s");
+    lose_copy_and_lender(&lab, &lender, &request);
     lab.stop("v").unwrap();
+}
+
+/// The copy lacks a write, and the lender dies at once: what was there before that write is never read.
+fn lose_copy_and_lender(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
+    let limit = Duration::from_secs(300);
+    let write = |byte: &str| {
+        let write = format!(
+            "tr '\\0' '{byte}' < /dev/zero | dd of=$(cat /run/swap-disk) bs=4096 count=1 iflag=fullblock oflag=direct status=none"
+        );
+        lab.exec("v", &write, limit).unwrap();
+    };
+    let find = "awk 'NR == 2 { print $1 }' /proc/swaps > /run/swap-disk && swapoff -a";
+    lab.exec("v", find, limit).unwrap();
+    lab.daemon().borrow_memory("v", request).unwrap();
+    write("A");
+    break_copy(lab);
+    write("B");
+    let after = Duration::from_millis(chance(200));
+    std::thread::sleep(after);
+    kill_process(lender.export(), Signal::KILL).unwrap();
+    let mut place = SwapPlace::Lent;
+    wait("it is lost, or safe", || {
+        let borrowed = lab.daemon().leases().unwrap().borrowed;
+        let of_it = borrowed.into_iter().find(|b| b.vm == "v");
+        place = of_it.map_or(SwapPlace::OnDisk, |b| b.place);
+        matches!(place, SwapPlace::Lost | SwapPlace::OnDisk)
+    });
+    let read = "dd if=$(cat /run/swap-disk) bs=4096 count=1 iflag=direct status=none | tr -d '\\0' | head -c 1";
+    let read = lab.exec("v", read, limit).unwrap();
+    println!("its copy failed, its lender was killed {after:?} later: {place:?}, '{read}' is read");
+    let right = if place == SwapPlace::Lost { "" } else { "B" };
+    assert_eq!(read, right);
 }
 
 /// Writes other bytes over the last word of most pages that an export holds; how many.
@@ -392,7 +431,9 @@ fn garble(export: Pid) -> u64 {
 
 #[test]
 fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
-    let Some(_turn) = support::turn() else { return };
+    let Some(_turn) = support::turn_ahead() else {
+        return;
+    };
     let limit = Duration::from_secs(300);
     let lender = Lender::start();
     lender.lend(SWAP, Transport::Nbd);

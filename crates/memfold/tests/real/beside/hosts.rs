@@ -20,9 +20,9 @@ use memfold::lend::{Durability, LenderStatus, Transport};
 use memfold_units::ByteSize;
 
 use super::lend::{SWAPPER, wait, wait_for};
-use super::support::{self, BOOT};
+use crate::support::{self, BOOT};
 
-const WIRE: &str = include_str!("wire.py");
+const WIRE: &str = include_str!("../wire.py");
 
 const RAM: ByteSize = ByteSize::mib(320);
 const SWAP: ByteSize = ByteSize::mib(512);
@@ -311,7 +311,9 @@ fn certificate(directory: &Path, ip: &str) -> (PathBuf, PathBuf) {
 
 #[test]
 fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
-    let Some(_turn) = support::turn() else { return };
+    let Some(_turn) = support::turn_ahead() else {
+        return;
+    };
     if let Err(why) = able() {
         assert!(
             std::env::var_os("MEMFOLD_REAL").is_none(),
