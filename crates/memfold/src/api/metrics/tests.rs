@@ -1,4 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_units::ByteSize;
@@ -160,6 +163,43 @@ fn every_metric_is_documented_and_every_documented_one_is_exported() {
     for name in documented.keys() {
         assert!(exported.contains_key(name), "{name} is not exported");
     }
+}
+
+/// What a small daemon lacks is there, too (`tests/cli/metrics.rs` has one linted that runs).
+#[test]
+fn promtool_finds_nothing_to_say_about_any_family() {
+    let cache = std::env::var_os("MEMFOLD_CACHE").map_or_else(
+        || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/memfold"),
+        PathBuf::from,
+    );
+    let kept = cache.join("prometheus/promtool");
+    let promtool = if kept.exists() {
+        kept
+    } else {
+        "promtool".into()
+    };
+    let check = Command::new(&promtool)
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let Ok(mut check) = check else {
+        let wanted = std::env::var_os("MEMFOLD_REAL").is_some();
+        assert!(!wanted, "no promtool: scripts/setup tests");
+        println!("skipped: no promtool; scripts/setup tests");
+        return;
+    };
+    let text = text::prometheus(&scraped(everything()));
+    check
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(text.as_bytes())
+        .unwrap();
+    let output = check.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.is_empty(), "{said}");
 }
 
 #[test]
