@@ -8,12 +8,13 @@
 //! Its command line is believed as far as its own user could do what it says: a guest that has taken its QEMU over may have written it. No disk of
 //! its host's is opened for another QEMU, and other files are copied with that user's rights.
 
+mod config;
 mod files;
 mod rewrite;
 mod value;
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read, Seek};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -30,6 +31,9 @@ use super::spec::{AccelChoice, DiskFormat, DiskSpec, VmSpec};
 
 /// Longest name of a block node (QEMU: `BlockDriverState.node_name`).
 const MAX_NODE_NAME: usize = 31;
+
+/// What is read of a file of options, in bytes.
+const MOST_OPTIONS: u64 = 1 << 20;
 
 /// What a VM is started with in place of memfold's own command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,6 +114,7 @@ pub fn describe(
     let line = words(&line).ok_or_else(|| {
         ForeignError::Impossible("its command line is no text (UTF-8)".to_owned())
     })?;
+    let user = user(pid).map_err(look)?.map_err(ForeignError::Impossible)?;
     let block = qmp.query("query-block")?;
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let facts = Facts {
@@ -123,8 +128,9 @@ pub fn describe(
         sizes: sizes(&nodes),
         place: fs::read_link(format!("{place}/cwd")).map_err(look)?,
     };
+    let line = config::expand(&line, &facts.place, |path| read_as(path, user.as_deref()))
+        .map_err(ForeignError::Impossible)?;
     let mut copy = rewrite::copy(&line, &facts).map_err(ForeignError::Impossible)?;
-    let user = user(pid).map_err(look)?.map_err(ForeignError::Impossible)?;
     let files = files::take_out(&mut copy.words).map_err(ForeignError::Impossible)?;
     let memory = qmp.query("query-memory-size-summary")?;
     let cpus = qmp.query("query-cpus-fast")?;
@@ -229,6 +235,16 @@ fn disks(block: &Json, copy: &Copy) -> Result<(Vec<ForeignDisk>, Vec<DiskSpec>),
         described.push(disk);
     }
     Ok((disks, described))
+}
+
+/// What a text file holds that a QEMU has named, with the rights of its user.
+fn read_as(path: &Path, user: Option<&str>) -> io::Result<String> {
+    let mut copy = tempfile::tempfile()?;
+    copy_file(path, &copy, user)?;
+    copy.rewind()?;
+    let mut text = String::new();
+    copy.take(MOST_OPTIONS).read_to_string(&mut text)?;
+    Ok(text)
 }
 
 /// Copies a file that a QEMU has named, with the rights of its user; `None`: root.

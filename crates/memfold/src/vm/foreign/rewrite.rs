@@ -74,7 +74,7 @@ pub(super) const KEPT_FLAGS: &[&str] = &[
     "nodefaults",
     "usb",
 ];
-/// Options that have a value and are left out.
+/// Options that have a value and are left out; `id` is Proxmox VE's, a number for `ps`.
 const DROPPED: &[&str] = &[
     "D",
     "add-fd",
@@ -82,6 +82,7 @@ const DROPPED: &[&str] = &[
     "d",
     "display",
     "gdb",
+    "id",
     "incoming",
     "iscsi",
     "mon",
@@ -697,6 +698,79 @@ mod tests {
         assert_eq!(copy.console.as_deref(), Some("memfold-console"));
         let drives: Vec<&str> = copy.drives.values().map(String::as_str).collect();
         assert_eq!(drives, ["virtio0", "b"]);
+    }
+
+    /// As Proxmox VE 9 writes them (`qm showcmd`), by its documentation: none of its hosts was had.
+    const PROXMOX: &str = r#"-id 100
+        -name a,debug-threads=on
+        -no-shutdown
+        -chardev socket,id=qmp,path=/var/run/qemu-server/100.qmp,server=on,wait=off
+        -mon chardev=qmp,mode=control
+        -chardev socket,id=qmp-event,path=/var/run/qmeventd.sock,reconnect-ms=5000
+        -mon chardev=qmp-event,mode=control
+        -pidfile /var/run/qemu-server/100.pid
+        -daemonize
+        -smbios type=1,uuid=4dd8b7f4-0000-4000-8000-000000000000
+        -smp 4,sockets=1,cores=4,maxcpus=4
+        -nodefaults
+        -boot menu=on,strict=on,reboot-timeout=1000,splash=/usr/share/qemu-server/bootsplash.jpg
+        -vnc unix:/var/run/qemu-server/100.vnc,password=on
+        -cpu host,+kvm_pv_eoi,+kvm_pv_unhalt
+        -m 4096
+        -object iothread,id=iothread-virtioscsi0
+        -object {"id":"throttle-drive-scsi0","limits":{},"qom-type":"throttle-group"}
+        -global PIIX4_PM.disable_s3=1
+        -device pci-bridge,id=pci.1,chassis_nr=1,bus=pci.0,addr=0x1e
+        -device vmgenid,guid=54d1c06c-0000-4000-8000-000000000000
+        -device piix3-usb-uhci,id=uhci,bus=pci.0,addr=0x1.0x2
+        -device usb-tablet,id=tablet,bus=uhci.0,port=1
+        -device VGA,id=vga,bus=pci.0,addr=0x2
+        -chardev socket,path=/var/run/qemu-server/100.qga,server=on,wait=off,id=qga0
+        -device virtio-serial,id=qga0,bus=pci.0,addr=0x8
+        -device virtserialport,chardev=qga0,name=org.qemu.guest_agent.0
+        -device virtio-balloon-pci,id=balloon0,bus=pci.0,addr=0x3,free-page-reporting=on
+        -iscsi initiator-name=iqn.1993-08.org.debian:01:a
+        -drive if=none,id=drive-ide2,media=cdrom,aio=io_uring
+        -device ide-cd,bus=ide.1,unit=0,drive=drive-ide2,id=ide2,bootindex=101
+        -device virtio-scsi-pci,id=virtioscsi0,bus=pci.1,addr=0x1,iothread=iothread-virtioscsi0
+        -blockdev {"detect-zeroes":"on","discard":"ignore","driver":"throttle","file":{"cache":{"direct":true,"no-flush":false},"detect-zeroes":"on","discard":"ignore","driver":"raw","file":{"aio":"io_uring","driver":"host_device","filename":"/dev/pve/vm-100-disk-0","node-name":"e0"},"node-name":"f0"},"node-name":"drive-scsi0","throttle-group":"throttle-drive-scsi0"}
+        -device scsi-hd,bus=virtioscsi0.0,channel=0,scsi-id=0,lun=0,drive=drive-scsi0,id=scsi0,rotation_rate=1,bootindex=100
+        -netdev type=tap,id=net0,ifname=tap100i0,script=/usr/libexec/qemu-server/pve-bridge,downscript=/usr/libexec/qemu-server/pve-bridgedown,vhost=on
+        -device virtio-net-pci,mac=BC:24:11:00:00:01,netdev=net0,bus=pci.0,addr=0x12,id=net0,rx_queue_size=1024,tx_queue_size=256
+        -machine type=pc+pve0"#;
+
+    #[test]
+    fn a_vm_of_proxmox_keeps_its_devices_and_nothing_of_its_host() {
+        let facts = Facts {
+            machine: "pc-i440fx-10.0+pve0".into(),
+            drives: vec![drive("", "scsi0", "drive-scsi0")],
+            ..facts()
+        };
+        let copy = copy(&line(PROXMOX), &facts).unwrap();
+        let words = copy.words.join("\n");
+        for word in [
+            "-machine\ntype=pc-i440fx-10.0+pve0",
+            "-drive\nif=none,id=drive-ide2,media=cdrom",
+            "-device\nscsi-hd,bus=virtioscsi0.0",
+            "throttle-drive-scsi0",
+            "guid=auto",
+        ] {
+            assert!(words.contains(word), "no '{word}' in: {words}");
+        }
+        for word in [
+            "-id\n",
+            "-mon",
+            "/var/run",
+            "/dev/pve",
+            "pve-bridge",
+            "vhost",
+            "-vnc",
+            "-iscsi",
+        ] {
+            assert!(!words.contains(word), "'{word}' in: {words}");
+        }
+        assert_eq!(copy.drives["scsi0"], "drive-scsi0");
+        assert_eq!((copy.cards, copy.balloon), (1, true));
     }
 
     #[test]

@@ -59,11 +59,13 @@ impl Typed {
              -drive file=root.qcow2,if=virtio,format=qcow2 \
              -drive file=one.raw,if=none,id=one,format=raw -device virtio-blk-pci,drive=one,id=first \
              -blockdev driver=file,node-name=two-file,filename=two.qcow2 -blockdev driver=qcow2,node-name=two,file=two-file \
-             -device virtio-blk-pci,drive=two,id=second -drive file=cd.iso,if=none,id=cd,media=cdrom,readonly=on,format=raw -device virtio-scsi-pci \
+             -device virtio-blk-pci,drive=two,id=second -drive file=cd.iso,if=none,id=cd,media=cdrom,readonly=on,format=raw -readconfig devices.cfg \
              -device scsi-cd,drive=cd -device vmgenid,guid=auto \
              -netdev user,id=lan,hostfwd=tcp:127.0.0.1:0-:22 -device virtio-net-pci,netdev=lan,romfile= \
              -device virtio-balloon-pci,free-page-reporting=on -device virtio-serial-pci -chardev socket,path=agent.sock,server=on,wait=off,id=agent \
              -device virtserialport,chardev=agent,name=org.memfold.agent.0 -qmp unix:qmp.sock,server=on,wait=off";
+        let devices = "[device \"bridge\"]\n  driver = \"pcie-root-port\"\n  chassis = \"1\"\n\n[device]\n  driver = \"virtio-scsi-pci\"\n";
+        std::fs::write(place.join("devices.cfg"), devices).unwrap();
         let log = File::create(place.join("qemu.log")).unwrap();
         let child = Command::new("qemu-system-x86_64")
             .args(line.split_whitespace())
