@@ -384,13 +384,16 @@ fn ratios(samples: &[Sample]) -> Map<String, Value> {
             );
         }
     }
-    let p50: Vec<f64> = samples
-        .iter()
-        .filter(|s| s.arm == Arm::Lent && s.pattern == "randread" && s.block == PAGE)
-        .map(|s| s.done.p50_ns as f64 / 1e3)
-        .collect();
-    add("randread_p50_us", &p50);
+    let p50 = of_lent(samples, "randread").map(|s| s.done.p50_ns as f64 / 1e3);
+    add("randread_p50_us", &p50.collect::<Vec<_>>());
     results
+}
+
+/// Samples of lent RAM with a copy, for the middle array and single pages.
+fn of_lent<'a>(samples: &'a [Sample], pattern: &'a str) -> impl Iterator<Item = &'a Sample> {
+    samples.iter().filter(move |s| {
+        s.arm == Arm::Lent && s.pattern == pattern && s.block == PAGE && s.percent == HEADLINE
+    })
 }
 
 /// What one core copies of memory, and one page after the other over the link, in MB a second; and how much of the latter a guest has of lent
@@ -407,11 +410,7 @@ fn limit(round_trips: &Value, samples: &[Sample]) -> Value {
     let page_us = round_trips[format!("{PAGE}_bytes_us")]["median"].as_f64();
     let pages = PAGE as f64 / page_us.unwrap_or(f64::NAN);
     let percent = |pattern: &str| {
-        let of_it = |s: &&Sample| {
-            s.arm == Arm::Lent && s.pattern == pattern && s.block == PAGE && s.percent == HEADLINE
-        };
-        let found = samples.iter().filter(of_it);
-        let percents = found.map(|s| s.done.mb_per_s() * 100.0 / pages);
+        let percents = of_lent(samples, pattern).map(|s| s.done.mb_per_s() * 100.0 / pages);
         spread(&percents.collect::<Vec<_>>())
     };
     json!({

@@ -749,7 +749,7 @@ mod tests {
         let copy = copy(&line(PROXMOX), &facts).unwrap();
         let words = copy.words.join("\n");
         for word in [
-            "-machine\ntype=pc-i440fx-10.0+pve0",
+            "-machine\npc-i440fx-10.0+pve0",
             "-drive\nif=none,id=drive-ide2,media=cdrom",
             "-device\nscsi-hd,bus=virtioscsi0.0",
             "throttle-drive-scsi0",
