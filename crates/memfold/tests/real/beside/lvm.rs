@@ -381,7 +381,7 @@ fn able() -> Result<(), String> {
 
 #[test]
 fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() {
-    let Some(_turn) = support::turn_beside() else {
+    let Some(_turn) = support::turn_ahead() else {
         return;
     };
     if let Err(why) = able() {
