@@ -59,8 +59,8 @@ async function open(options) {
   const page = await context.newPage();
   page.setDefaultTimeout(PATIENCE.timeout);
   page.on("console", (message) => {
-    // Refusals that the walk asks for: not logged in, not allowed, in use, too many. The browser's console notes each.
-    const refusal = /status of (401|403|409|503)/.test(message.text());
+    // Refusals that the walk asks for: not logged in, not allowed, no such volume, in use, not possible here, too many. The browser's console notes each.
+    const refusal = /status of (401|403|404|409|501|503)/.test(message.text());
     if (message.type() === "error" && !refusal) faults.push(`console: ${message.text()}`);
   });
   page.on("pageerror", (error) => faults.push(`script: ${error.stack}`));
