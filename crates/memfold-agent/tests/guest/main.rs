@@ -10,11 +10,15 @@ use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use harness::{Guest, image};
 use memfold_wire::Decoder;
 use memfold_wire::agent::{FromAgent, ToAgent};
+
+/// Guests are slow enough one at a time.
+static ONE_GUEST: Mutex<()> = Mutex::new(());
 
 /// Hears the agent out until something is so, or three minutes are over.
 fn hear_until(guest: &mut Guest, ready: impl Fn(&Guest) -> bool) {
@@ -34,6 +38,7 @@ fn hints_of_a_real_guest_are_right() {
         println!("skipped: needs guest images and MEMFOLD_AGENT (the static agent)");
         return;
     };
+    let _one = ONE_GUEST.lock();
     let mut guest = Guest::boot(&image, &agent, &[]);
     guest.hello();
     let (right, all) = guest.check(&image.disk);
@@ -128,6 +133,7 @@ fn files_of_every_kind_of_file_system_are_found() {
         println!("skipped: needs guest images and MEMFOLD_AGENT (the static agent)");
         return;
     };
+    let _one = ONE_GUEST.lock();
     let directory = tempfile::tempdir().unwrap();
     let tree = directory.path().join("tree");
     fs::create_dir_all(tree.join("a directory")).unwrap();
