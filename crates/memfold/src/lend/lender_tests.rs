@@ -276,6 +276,14 @@ fn take(registry: &SqliteRegistry) -> Lease {
     registry.take(&want, Duration::from_secs(60)).unwrap()
 }
 
+fn look_until_exported(registry: &SqliteRegistry, work: &mut Work, id: LeaseId) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while registry.endpoint(id, "b").unwrap().is_none() {
+        assert!(Instant::now() < end);
+        work.keep_up().unwrap();
+    }
+}
+
 #[test]
 fn what_was_published_is_known_though_the_answer_was_lost() {
     let directory = tempfile::tempdir().unwrap();
@@ -283,11 +291,7 @@ fn what_was_published_is_known_though_the_answer_was_lost() {
         return;
     };
     let lease = take(&registry);
-    let end = Instant::now() + Duration::from_secs(60);
-    while registry.endpoint(lease.id, "b").unwrap().is_none() {
-        assert!(Instant::now() < end);
-        work.keep_up().unwrap();
-    }
+    look_until_exported(&registry, &mut work, lease.id);
     work.exports.get_mut(&lease.id).unwrap().published = false;
     assert_eq!(work.beginning_bytes(), 16 * MIB);
     work.keep_up().unwrap();
@@ -301,12 +305,8 @@ fn who_has_no_other_copy_any_more_is_spared() {
         return;
     };
     let leases = [take(&registry), take(&registry)];
-    let end = Instant::now() + Duration::from_secs(60);
     for lease in &leases {
-        while registry.endpoint(lease.id, "b").unwrap().is_none() {
-            assert!(Instant::now() < end);
-            work.keep_up().unwrap();
-        }
+        look_until_exported(&registry, &mut work, lease.id);
     }
     registry.sole_copy(leases[1].id, "b").unwrap();
     work.keep_up().unwrap();
@@ -322,11 +322,7 @@ fn a_registry_that_is_slow_keeps_no_lender_from_looking() {
         return;
     };
     let lease = take(&registry);
-    let end = Instant::now() + Duration::from_secs(60);
-    while registry.endpoint(lease.id, "b").unwrap().is_none() {
-        assert!(Instant::now() < end);
-        work.keep_up().unwrap();
-    }
+    look_until_exported(&registry, &mut work, lease.id);
     work.proc = directory.path().join("proc");
     std::fs::create_dir(&work.proc).unwrap();
     std::fs::write(work.proc.join("vmstat"), "pswpin 0\n").unwrap();

@@ -19,14 +19,13 @@ pub(super) fn expand(
     let mut expanded = Vec::new();
     let mut words = line.iter();
     while let Some(word) = words.next() {
-        let (true, Some(path)) = (
-            ["-readconfig", "--readconfig"].contains(&word.as_str()),
-            words.as_slice().first(),
-        ) else {
+        if !["-readconfig", "--readconfig"].contains(&word.as_str()) {
             expanded.push(word.clone());
             continue;
-        };
-        words.next();
+        }
+        let path = words
+            .next()
+            .ok_or_else(|| format!("'{word}' on its command line names no file"))?;
         let text = read(&place.join(path));
         let text = text.map_err(|error| format!("'-readconfig {path}': {error}"))?;
         let options = options(&text)

@@ -1,0 +1,336 @@
+use super::*;
+
+fn line(text: &str) -> Vec<String> {
+    let words = text.lines().flat_map(|line| {
+        let (name, value) = line.trim().split_once(' ').unwrap_or((line.trim(), ""));
+        [name, value].map(str::to_owned)
+    });
+    let words = words.filter(|word| !word.is_empty());
+    ["qemu".to_owned()].into_iter().chain(words).collect()
+}
+
+fn drive(backend: &str, device: &str, node: &str) -> Drive {
+    Drive {
+        backend: backend.into(),
+        device: device.into(),
+        node: node.into(),
+    }
+}
+
+fn facts() -> Facts {
+    Facts {
+        machine: "pc-q35-10.0".into(),
+        accel: "tcg".into(),
+        place: "/".into(),
+        ..Facts::default()
+    }
+}
+
+fn refused(text: &str, words: &[&str]) {
+    let why = copy(&line(text), &facts()).unwrap_err();
+    for word in words {
+        assert!(why.contains(word), "no '{word}' in: {why}");
+    }
+}
+
+const LIBVIRT: &str = r#"-name guest=a,debug-threads=on
+        -S
+        -object {"qom-type":"secret","id":"masterKey0","format":"raw","file":"/gone"}
+        -machine pc-q35-10.0,usb=off,memory-backend=pc.ram,pflash0=fw0,pflash1=fw1,acpi=on
+        -accel tcg
+        -cpu max
+        -m size=524288k
+        -object {"qom-type":"memory-backend-ram","id":"pc.ram","size":536870912}
+        -overcommit mem-lock=off
+        -no-user-config
+        -nodefaults
+        -chardev socket,id=charmonitor,fd=23,server=on,wait=off
+        -mon chardev=charmonitor,id=monitor,mode=control
+        -no-shutdown
+        -blockdev {"driver":"file","filename":"/fw.code","node-name":"fw0-storage","read-only":true}
+        -blockdev {"node-name":"fw0","read-only":true,"driver":"raw","file":"fw0-storage"}
+        -blockdev {"driver":"file","filename":"/fw.vars","node-name":"fw1-storage"}
+        -blockdev {"node-name":"fw1","read-only":false,"driver":"raw","file":"fw1-storage"}
+        -device {"driver":"virtio-serial-pci","id":"virtio-serial0"}
+        -blockdev {"driver":"file","filename":"/base","node-name":"d2-storage","read-only":true}
+        -blockdev {"node-name":"d2","read-only":true,"driver":"raw","file":"d2-storage"}
+        -blockdev {"driver":"file","filename":"/top","node-name":"d1-storage"}
+        -blockdev {"node-name":"d1","driver":"qcow2","file":"d1-storage","backing":"d2"}
+        -device {"driver":"virtio-blk-pci","drive":"d1","id":"virtio-disk0","bootindex":1}
+        -blockdev {"driver":"file","filename":"/cd","node-name":"c-storage","read-only":true}
+        -device {"driver":"ide-cd","drive":"c-storage","id":"sata0-0-0"}
+        -netdev {"type":"tap","fd":"30","vhost":true,"vhostfd":"32","id":"hostnet0"}
+        -device {"driver":"virtio-net-pci","netdev":"hostnet0","id":"net0","mac":"52:54:00:00:00:01"}
+        -chardev pty,id=charserial0
+        -device {"driver":"isa-serial","chardev":"charserial0","id":"serial0","index":0}
+        -chardev socket,id=charchannel0,fd=24,server=on,wait=off
+        -device {"driver":"virtserialport","bus":"virtio-serial0.0","chardev":"charchannel0","id":"channel0","name":"org.memfold.agent.0"}
+        -audiodev {"id":"audio1","driver":"spice"}
+        -vnc 127.0.0.1:0,audiodev=audio1
+        -device {"driver":"vmgenid","guid":"1-2","id":"vmgenid0"}
+        -device {"driver":"virtio-balloon-pci","id":"balloon0","free-page-reporting":true}
+        -sandbox on,obsolete=deny
+        -msg timestamp=on"#;
+
+/// What the QEMU of [`LIBVIRT`] says.
+fn libvirt_facts() -> Facts {
+    Facts {
+        drives: vec![
+            // A snapshot of libvirt's lies over it.
+            drive("", "/machine/peripheral/virtio-disk0/virtio-backend", "d9"),
+            drive("", "sata0-0-0", "c-storage"),
+            drive("", "/machine/system.flash1", "fw1"),
+        ],
+        sizes: [("fw0".to_owned(), 4 << 20), ("fw1".to_owned(), 540_672)].into(),
+        ..facts()
+    }
+}
+
+#[test]
+fn a_domain_of_libvirt_keeps_its_devices_and_nothing_of_its_host() {
+    let copy = copy(&line(LIBVIRT), &libvirt_facts()).unwrap();
+    let words = copy.words.join("\n");
+    for word in [
+        "-machine\npc-q35-10.0,",
+        "memory-backend-ram,id=pc.ram,size=536870912",
+        "driver=null-co,node-name=fw0,size=4194304,read-zeroes=on,read-only=on",
+        "driver=null-co,node-name=fw1,size=540672,read-zeroes=on,read-only=off",
+        r#"{"downscript":"no","id":"hostnet0","script":"no","type":"tap"}"#,
+        "\"mac\":\"52:54:00:00:00:01\"",
+        "-chardev\nnull,id=charmonitor",
+        "-audiodev\nnone,id=audio1",
+        "\"guid\":\"auto\"",
+    ] {
+        assert!(words.contains(word), "no '{word}' in: {words}");
+    }
+    for word in [
+        "masterKey0",
+        "fd=",
+        "vhost",
+        "-vnc",
+        "-sandbox",
+        "-S\n",
+        "-mon\n",
+        "no-shutdown",
+        "/top",
+        "/base",
+        "/fw.",
+        "/cd",
+        "pty",
+    ] {
+        assert!(!words.contains(word), "'{word}' in: {words}");
+    }
+    assert_eq!(copy.agent.as_deref(), Some("charchannel0"));
+    assert_eq!(copy.console.as_deref(), Some("charserial0"));
+    assert_eq!((copy.cards, copy.balloon), (1, true));
+    let drives = [
+        ("/machine/peripheral/virtio-disk0/virtio-backend", "d1"),
+        ("sata0-0-0", "c-storage"),
+    ];
+    assert_eq!(
+        copy.drives,
+        drives
+            .map(|(at, name)| (at.to_owned(), name.to_owned()))
+            .into()
+    );
+}
+
+#[test]
+fn a_line_that_was_typed_keeps_its_devices_too() {
+    let text = "-M q35\n-m 512\n-smp 2\n-enable-kvm\n-nographic\n-object memory-backend-ram,id=ram,size=512M\n\
+                -drive file=a.qcow2,if=virtio\n-drive file=/fw,if=pflash,readonly=on,format=raw\n-drive if=none,id=cd,media=cdrom\n-drive file=/b,if=none,id=b,format=raw\n-device scsi-hd,drive=b,id=s0\n\
+                -nic bridge,br=br0,model=e1000\n-netdev user,id=n0,hostfwd=tcp::2222-:22,hostname=x\n-device e1000,netdev=n0\n-qmp unix:/q,server=on\n-daemonize";
+    let facts = Facts {
+        drives: vec![
+            drive(
+                "virtio0",
+                "/machine/peripheral-anon/device[2]/virtio-backend",
+                "#block1",
+            ),
+            drive("b", "s0", "#block2"),
+            drive("pflash0", "/machine/system.flash0", "#block3"),
+        ],
+        sizes: [("#block3".to_owned(), 1 << 20)].into(),
+        ..facts()
+    };
+    let copy = copy(&line(text), &facts).unwrap();
+    let wanted = "-machine pc-q35-10.0 -m 512 -smp 2 -enable-kvm -serial chardev:memfold-console \
+                  -object memory-backend-ram,id=ram,size=512M \
+                  -drive if=pflash,unit=0,format=raw,readonly=on,file.driver=null-co,file.size=1048576,file.read-zeroes=on -drive if=none,id=cd,media=cdrom -device scsi-hd,drive=b,id=s0 -nic tap,model=e1000,script=no,downscript=no \
+                  -netdev user,hostname=x,id=n0 -device e1000,netdev=n0 -device virtio-blk,drive=virtio0";
+    let sorted = |text: &str| {
+        let mut words: Vec<String> = text
+            .split(' ')
+            .map(|word| {
+                let mut parts: Vec<_> = word.split(',').collect();
+                parts[1..].sort_unstable();
+                parts.join(",")
+            })
+            .collect();
+        words.retain(|word| !word.is_empty());
+        words
+    };
+    assert_eq!(sorted(&copy.words.join(" ")), sorted(wanted));
+    assert_eq!(copy.console.as_deref(), Some("memfold-console"));
+    let drives: Vec<&str> = copy.drives.values().map(String::as_str).collect();
+    assert_eq!(drives, ["virtio0", "b"]);
+}
+
+/// As Proxmox VE 9 writes them (`qm showcmd`), by its documentation: none of its hosts was had.
+const PROXMOX: &str = r#"-id 100
+        -name a,debug-threads=on
+        -no-shutdown
+        -chardev socket,id=qmp,path=/var/run/qemu-server/100.qmp,server=on,wait=off
+        -mon chardev=qmp,mode=control
+        -chardev socket,id=qmp-event,path=/var/run/qmeventd.sock,reconnect-ms=5000
+        -mon chardev=qmp-event,mode=control
+        -pidfile /var/run/qemu-server/100.pid
+        -daemonize
+        -smbios type=1,uuid=4dd8b7f4-0000-4000-8000-000000000000
+        -smp 4,sockets=1,cores=4,maxcpus=4
+        -nodefaults
+        -boot menu=on,strict=on,reboot-timeout=1000,splash=/usr/share/qemu-server/bootsplash.jpg
+        -vnc unix:/var/run/qemu-server/100.vnc,password=on
+        -cpu host,+kvm_pv_eoi,+kvm_pv_unhalt
+        -m 4096
+        -object iothread,id=iothread-virtioscsi0
+        -object {"id":"throttle-drive-scsi0","limits":{},"qom-type":"throttle-group"}
+        -global PIIX4_PM.disable_s3=1
+        -device pci-bridge,id=pci.1,chassis_nr=1,bus=pci.0,addr=0x1e
+        -device vmgenid,guid=54d1c06c-0000-4000-8000-000000000000
+        -device piix3-usb-uhci,id=uhci,bus=pci.0,addr=0x1.0x2
+        -device usb-tablet,id=tablet,bus=uhci.0,port=1
+        -device VGA,id=vga,bus=pci.0,addr=0x2
+        -chardev socket,path=/var/run/qemu-server/100.qga,server=on,wait=off,id=qga0
+        -device virtio-serial,id=qga0,bus=pci.0,addr=0x8
+        -device virtserialport,chardev=qga0,name=org.qemu.guest_agent.0
+        -device virtio-balloon-pci,id=balloon0,bus=pci.0,addr=0x3,free-page-reporting=on
+        -iscsi initiator-name=iqn.1993-08.org.debian:01:a
+        -drive if=none,id=drive-ide2,media=cdrom,aio=io_uring
+        -device ide-cd,bus=ide.1,unit=0,drive=drive-ide2,id=ide2,bootindex=101
+        -device virtio-scsi-pci,id=virtioscsi0,bus=pci.1,addr=0x1,iothread=iothread-virtioscsi0
+        -blockdev {"detect-zeroes":"on","discard":"ignore","driver":"throttle","file":{"cache":{"direct":true,"no-flush":false},"detect-zeroes":"on","discard":"ignore","driver":"raw","file":{"aio":"io_uring","driver":"host_device","filename":"/dev/pve/vm-100-disk-0","node-name":"e0"},"node-name":"f0"},"node-name":"drive-scsi0","throttle-group":"throttle-drive-scsi0"}
+        -device scsi-hd,bus=virtioscsi0.0,channel=0,scsi-id=0,lun=0,drive=drive-scsi0,id=scsi0,rotation_rate=1,bootindex=100
+        -netdev type=tap,id=net0,ifname=tap100i0,script=/usr/libexec/qemu-server/pve-bridge,downscript=/usr/libexec/qemu-server/pve-bridgedown,vhost=on
+        -device virtio-net-pci,mac=BC:24:11:00:00:01,netdev=net0,bus=pci.0,addr=0x12,id=net0,rx_queue_size=1024,tx_queue_size=256
+        -machine type=pc+pve0"#;
+
+#[test]
+fn a_vm_of_proxmox_keeps_its_devices_and_nothing_of_its_host() {
+    let facts = Facts {
+        machine: "pc-i440fx-10.0+pve0".into(),
+        drives: vec![drive("", "scsi0", "drive-scsi0")],
+        ..facts()
+    };
+    let copy = copy(&line(PROXMOX), &facts).unwrap();
+    let words = copy.words.join("\n");
+    for word in [
+        "-machine\npc-i440fx-10.0+pve0",
+        "-drive\nif=none,id=drive-ide2,media=cdrom",
+        "-device\nscsi-hd,bus=virtioscsi0.0",
+        "throttle-drive-scsi0",
+        "guid=auto",
+    ] {
+        assert!(words.contains(word), "no '{word}' in: {words}");
+    }
+    for word in [
+        "-id\n",
+        "-mon",
+        "/var/run",
+        "/dev/pve",
+        "pve-bridge",
+        "vhost",
+        "-vnc",
+        "-iscsi",
+    ] {
+        assert!(!words.contains(word), "'{word}' in: {words}");
+    }
+    assert_eq!(copy.drives["scsi0"], "drive-scsi0");
+    assert_eq!((copy.cards, copy.balloon), (1, true));
+}
+
+#[test]
+fn what_a_second_qemu_cannot_have_is_named() {
+    refused("-device vfio-pci,host=01:00.0", &["vfio-pci", "host's"]);
+    refused("-device loader,file=/etc/shadow", &["loader"]);
+    refused(
+        "-object memory-backend-file,id=m,mem-path=/dev/hugepages,size=1G",
+        &["'m'", "mem-path"],
+    );
+    refused(
+        "-object memory-backend-memfd,id=m,hugetlb=on,size=1G",
+        &["'m'", "huge"],
+    );
+    refused(
+        "-object input-linux,id=i,evdev=/dev/input/event0",
+        &["input-linux"],
+    );
+    refused("-drive file=/a", &["if=none"]);
+    refused("-fsdev local,id=f,path=/,security_model=none", &["-fsdev"]);
+    refused("-plugin /tmp/x.so", &["-plugin"]);
+    refused("disk.img", &["disk.img"]);
+}
+
+#[test]
+fn a_medium_and_its_device_go_together() {
+    let with = |device: &str, text: &str| {
+        let facts = Facts {
+            drives: vec![drive("", device, "over")],
+            ..facts()
+        };
+        copy(&line(text), &facts).map(|copy| copy.words.join(" "))
+    };
+    let text = "-blockdev driver=file,node-name=d,filename=/d\n-device virtio-blk-pci,drive=d,id=a";
+    with("a", text).unwrap();
+    // Which device it is can't be told, and a node lies over its own.
+    let why = with("/machine/peripheral-anon/device[0]/virtio-backend", text).unwrap_err();
+    assert!(why.contains("give that device an id"), "{why}");
+    let why = with("", text).unwrap_err();
+    assert!(why.contains("'d'") && why.contains("gone"), "{why}");
+    // Of a drive that was ejected nothing is opened.
+    let ejected = "-drive if=none,id=cd,file.driver=file,file.filename=/etc/shadow\n-device ide-cd,drive=cd,id=c";
+    let words = with("", ejected).unwrap();
+    assert!(
+        words.contains("-drive if=none,id=cd,media=cdrom") && !words.contains("shadow"),
+        "{words}"
+    );
+}
+
+#[test]
+fn damaged_lines_never_panic() {
+    let whole: Vec<char> = LIBVIRT.chars().collect();
+    let facts = libvirt_facts();
+    let mut random = 1_u64;
+    let (mut made, mut refused) = (0, 0);
+    for _ in 0..5000 {
+        let mut next = |below: usize| {
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            usize::try_from(random >> 33).unwrap() % below
+        };
+        let mut text = whole.clone();
+        for _ in 0..=next(4) {
+            let at = next(text.len());
+            match next(3) {
+                0 => text[at] = [',', '=', '-', '{', '"', ' ', '\n', '/', '\u{fffd}'][next(9)],
+                1 => text.truncate(at.max(1)),
+                _ if text.len() > 1 => drop(text.remove(at)),
+                _ => {}
+            }
+        }
+        let text: String = text.into_iter().collect();
+        match copy(&line(&text), &facts) {
+            Ok(mut copy) => {
+                made += 1;
+                let _ = super::super::files::take_out(&mut copy.words);
+            }
+            Err(why) => {
+                refused += 1;
+                assert!(!why.is_empty());
+            }
+        }
+    }
+    // Both were had.
+    assert!(made > 100 && refused > 100, "{made} {refused}");
+}
