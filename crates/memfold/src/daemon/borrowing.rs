@@ -15,7 +15,7 @@ use super::booted::when_booted;
 use super::borrow_again::{forget_wish, note_wish, wish};
 use super::leasing::{RESUMED, lease_ttl};
 use super::machine::Machine;
-use super::relays::connect;
+use super::relays::{connect, wait_longer};
 use super::watched::Guard;
 use super::watching::{hear, keep_watch};
 use super::{Daemon, DaemonError, chain};
@@ -521,7 +521,16 @@ impl Daemon {
         if let Err(error) = write_note(directory, &now) {
             warn!(vm = machine.name(), %error, "its note can't be written");
         }
+        if now.hangs_on_one() {
+            wait_longer(guard);
+        }
         self.release(lost.stripes().map(|stripe| stripe.lease));
+        if now.has_copy() && now.copy_unwatched {
+            error!(
+                vm = machine.name(),
+                "its copy wasn't compared since nobody would have heard of its failure: if a write to it failed then, old bytes are read"
+            );
+        }
         if !borrowing.is_alone(part) {
             warn!(
                 vm = machine.name(),

@@ -14,6 +14,7 @@ mod borrow_again;
 mod borrowing;
 mod brake;
 mod changes;
+mod comparing;
 mod copy_out;
 mod cut_off;
 mod error;

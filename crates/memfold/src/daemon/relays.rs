@@ -10,9 +10,10 @@ use super::watched::Guard;
 use super::{Daemon, DaemonError, chain};
 use crate::host::own_program;
 use crate::lend::graph::{self, Borrowing, Part};
+use crate::lend::relay::asks::Ask;
 use crate::lend::relay::start::{self, RelayError, Running};
 use crate::lend::relay::{Orders, Why};
-use crate::lend::wire::{Wire, patience};
+use crate::lend::wire::{LAST_PATIENCE, Wire, patience};
 use crate::lend::{Address, Endpoint};
 use crate::vm::VmDirectory;
 
@@ -100,6 +101,21 @@ pub(super) fn is_relay_stopped(guard: &Guard) -> bool {
         .reached()
         .filter_map(|(_, part)| part.relay.as_ref());
     relays.any(Running::is_stopped)
+}
+
+/// What is lent is all there is: a guest that waits for a minute loses less than one whose swap disk is lost.
+pub(super) fn wait_longer(guard: &Guard) {
+    let patience = Ask::Patience(u64::try_from(LAST_PATIENCE.as_millis()).unwrap_or(u64::MAX));
+    let borrowing = guard.borrowing();
+    for relay in borrowing
+        .reached()
+        .filter_map(|(_, part)| part.relay.as_ref())
+    {
+        // Its answer says nothing more.
+        if let Err(error) = relay.ask(&patience) {
+            warn!(vm = guard.vm, %error, "a relay waits no longer for its lender than before");
+        }
+    }
 }
 
 impl Daemon {

@@ -3,9 +3,10 @@
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
-use tracing::{error, warn};
+use tracing::warn;
 
 use super::borrowing::{RENEW, write_note};
+use super::comparing::{Comparison, copy_has_failed};
 use super::machine::Machine;
 use super::relays::is_relay_stopped;
 use super::watched::Guard;
@@ -25,6 +26,7 @@ const STOPPED_LOOKS: u32 = 5;
 pub(super) fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: &Guard) {
     let mut renewed = Instant::now();
     let mut moved: Option<Instant> = None;
+    let mut comparison = Comparison::default();
     // Until nothing is left to watch.
     while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
         std::thread::sleep(WATCH);
@@ -49,6 +51,7 @@ pub(super) fn keep_watch(daemon: &Weak<Daemon>, machine: &Weak<Machine>, guard: 
             }
         }
         hear(&machine, guard);
+        comparison.step(&machine, guard);
         if renewed.elapsed() >= RENEW {
             renewed = Instant::now();
             if let Err(error) = daemon.settle_alone(&machine, guard) {
@@ -133,10 +136,7 @@ pub(super) fn hear(machine: &Machine, guard: &Guard) {
         return;
     }
     if now.copy_failed && !before.copy_failed {
-        error!(
-            vm = guard.vm,
-            "a request to the copy of its swap disk has failed: it is moved to a new file, and lost if its lender dies before"
-        );
+        copy_has_failed(guard);
     }
     let directory = machine.vm().directory();
     if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {

@@ -10,6 +10,8 @@
 //!
 //! Its own pages are locked: it stands in the way of memory that a guest waits for.
 
+pub mod asks;
+pub mod compare;
 pub mod serve;
 pub mod start;
 pub mod stream;
@@ -19,12 +21,15 @@ pub mod sums;
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::{MlockAllFlags, mlockall};
 use serde::{Deserialize, Serialize};
 
+use self::asks::Patience;
+use self::compare::Limits;
 use self::serve::Relay;
 use self::stream::Stream;
 use self::stripes::Stripes;
@@ -186,9 +191,9 @@ struct Began {
     listener: Option<UnixListener>,
     lenders: Vec<Stream>,
     stripes: Stripes,
-    sums: Sums,
+    sums: Arc<Sums>,
     socket: PathBuf,
-    patience: Duration,
+    patience: Arc<Patience>,
 }
 
 fn begin() -> Result<Began, (Option<usize>, io::Error)> {
@@ -208,11 +213,11 @@ fn begin() -> Result<Began, (Option<usize>, io::Error)> {
         count: orders.lenders.len() as u64,
         bytes: orders.bytes,
     };
-    let sums = Sums::new(orders.bytes).map_err(own)?;
-    let patience = Duration::from_millis(orders.patience_ms);
+    let sums = Arc::new(Sums::new(orders.bytes).map_err(own)?);
+    let patience = Arc::new(Patience::ms(orders.patience_ms));
     let mut lenders = Vec::new();
     for (number, endpoint) in orders.lenders.iter().enumerate() {
-        let stream = Stream::open(endpoint, stripes.of_each(), patience);
+        let stream = Stream::open(endpoint, stripes.of_each(), patience.get());
         lenders.push(stream.map_err(|error| (Some(number), error))?);
     }
     let listener = UnixListener::bind(&orders.socket).map_err(|error| {
@@ -221,6 +226,7 @@ fn begin() -> Result<Began, (Option<usize>, io::Error)> {
             orders.socket.display()
         )))
     })?;
+    asks::begin(&orders.socket, sums.clone(), patience.clone(), Limits::REAL).map_err(own)?;
     Ok(Began {
         listener: Some(listener),
         lenders,

@@ -13,6 +13,7 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -20,6 +21,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::super::nbd::{
     BLOCK, Command, EINVAL, EIO, MAX_BYTES, REPLY_BYTES, REQUEST_BYTES, Reply, Request,
 };
+use super::asks::Patience;
 use super::stream::Stream;
 use super::stripes::Stripes;
 use super::sums::Sums;
@@ -174,11 +176,12 @@ pub struct Relay {
     outbox: Buffer,
     lenders: Vec<Lender>,
     stripes: Stripes,
-    sums: Sums,
+    sums: Arc<Sums>,
     waiting: Vec<Waiting>,
     bytes_under_way: u64,
-    /// How long a lender may take for an answer.
-    patience: Duration,
+    /// How long a lender may take for an answer, and what its connection was told.
+    patience: Arc<Patience>,
+    told: Duration,
     next: u64,
     scratch: Vec<u8>,
     /// The client has no more requests.
@@ -194,8 +197,8 @@ impl Relay {
         client: UnixStream,
         lenders: Vec<Stream>,
         stripes: Stripes,
-        sums: Sums,
-        patience: Duration,
+        sums: Arc<Sums>,
+        patience: Arc<Patience>,
     ) -> Self {
         let lender = |stream| Lender {
             stream,
@@ -212,6 +215,7 @@ impl Relay {
             sums,
             waiting: Vec::new(),
             bytes_under_way: 0,
+            told: patience.get(),
             patience,
             next: 0,
             scratch: vec![0; READ],
@@ -276,7 +280,7 @@ impl Relay {
             .map(|p| p.asked);
         let left = oldest
             .min()
-            .map(|asked| self.patience.saturating_sub(asked.elapsed()));
+            .map(|asked| self.told.saturating_sub(asked.elapsed()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         let began = Instant::now();
         let soon = &mut self.soon[usize::from(left.is_some())];
@@ -566,11 +570,20 @@ impl Relay {
         Ok(())
     }
 
-    fn end_silent(&self) -> Result<(), Ended> {
+    fn end_silent(&mut self) -> Result<(), Ended> {
+        let patience = self.patience.get();
+        if patience != self.told {
+            self.told = patience;
+            for lender in &self.lenders {
+                if let Err(error) = lender.stream.keep_alive(patience) {
+                    eprintln!("the kernel waits for a lender as long as before: {error}");
+                }
+            }
+        }
         for (number, lender) in self.lenders.iter().enumerate() {
             let oldest = lender.asked.front();
-            if oldest.is_some_and(|piece| piece.asked.elapsed() >= self.patience) {
-                let what = format!("it hasn't answered for {} s", self.patience.as_secs());
+            if oldest.is_some_and(|piece| piece.asked.elapsed() >= patience) {
+                let what = format!("it hasn't answered for {} s", patience.as_secs());
                 return Err(Ended::of(number, Why::Silent, what));
             }
         }

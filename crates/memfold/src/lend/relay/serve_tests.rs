@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 use super::super::super::export::{Export, ExportError, Listen, TcpListen};
-use super::super::super::registry::LeaseId;
+use super::super::super::registry::{Address, LeaseId};
 use super::super::super::wire::PATIENCE;
 use super::*;
 
@@ -89,6 +89,7 @@ fn lender(mut stream: UnixStream, bytes: u64, orders: Receiver<Lie>) -> JoinHand
 struct Served {
     client: UnixStream,
     relay: Option<JoinHandle<Result<(), Ended>>>,
+    patience: Arc<Patience>,
     cookie: u64,
 }
 
@@ -103,13 +104,15 @@ impl Served {
             count: lenders.len() as u64,
             bytes,
         };
-        let sums = Sums::new(bytes).unwrap();
-        let relay = std::thread::spawn(move || {
-            Relay::new(theirs, lenders, stripes, sums, PATIENCE).serve()
-        });
+        let sums = Arc::new(Sums::new(bytes).unwrap());
+        let patience = Arc::new(Patience::ms(PATIENCE.as_millis().try_into().unwrap()));
+        let for_it = patience.clone();
+        let relay =
+            std::thread::spawn(move || Relay::new(theirs, lenders, stripes, sums, for_it).serve());
         Self {
             client,
             relay: Some(relay),
+            patience,
             cookie: 0,
         }
     }
@@ -225,6 +228,23 @@ fn every_lie_is_an_error_and_never_bytes() {
             assert_eq!((ended.lender, ended.why), (Some(0), why), "{lie:?}");
         }
     }
+}
+
+/// A guest whose copy has failed loses all with its lender, and rather waits.
+#[test]
+fn a_silent_lender_is_waited_for_as_long_as_was_said_last() {
+    let (mut served, orders) = liars(1, MIB);
+    assert_eq!(served.write(0, &pattern(1, 1)), 0);
+    orders[0].send(Lie::SaysNothing).unwrap();
+    let begun = Instant::now();
+    served.ask(Command::Read, 0, 4096, &[]);
+    std::thread::sleep(PATIENCE / 2);
+    let longer = PATIENCE + Duration::from_secs(1);
+    served.patience.set(longer.as_millis().try_into().unwrap());
+    assert_eq!(served.hear().error, EIO);
+    let waited = begun.elapsed();
+    assert!(waited >= longer && waited < longer * 2, "{waited:?}");
+    assert_eq!(served.end().unwrap_err().why, Why::Silent);
 }
 
 #[test]
@@ -430,6 +450,89 @@ fn an_nbdkit_whose_memory_is_changed_is_found_out_over_unix_sockets_and_tls() {
         let ended = served.end().unwrap_err();
         assert_eq!((ended.lender, ended.why), (Some(0), Why::Lied));
         assert!(ended.what.contains("block 1 "), "{}", ended.what);
+    }
+}
+
+/// Passes on what two say to each other, and keeps it.
+fn tap(
+    mut near: impl Read + Send + 'static,
+    mut near_out: impl Write + Send + 'static,
+    mut far: impl Read + Send + 'static,
+    mut far_out: impl Write + Send + 'static,
+) -> Receiver<Vec<u8>> {
+    let (heard, all) = channel();
+    let pass = |from: &mut dyn Read, to: &mut dyn Write, heard: &Sender<Vec<u8>>| {
+        let mut some = vec![0; 64 << 10];
+        while let Ok(count @ 1..) = from.read(&mut some) {
+            let is_left = heard.send(some[..count].to_vec()).is_err();
+            if is_left || to.write_all(&some[..count]).is_err() {
+                return;
+            }
+        }
+    };
+    let other = heard.clone();
+    std::thread::spawn(move || pass(&mut near, &mut far_out, &heard));
+    std::thread::spawn(move || pass(&mut far, &mut near_out, &other));
+    all
+}
+
+#[test]
+fn what_is_lent_is_not_to_be_read_on_the_way_to_another_host() {
+    let directory = tempfile::tempdir().unwrap();
+    let tcp = Listen::Tcp(TcpListen {
+        ip: Ipv4Addr::LOCALHOST.into(),
+        announce: None,
+        ports: None,
+    });
+    for (id, listen) in [(1, Listen::Unix), (2, tcp)] {
+        let Some(export) = exported(directory.path(), listen, id, MIB) else {
+            return;
+        };
+        let mut endpoint = export.endpoint().clone();
+        let taps: JoinHandle<Receiver<Vec<u8>>> = match &mut endpoint.address {
+            Address::Unix(path) => {
+                let far = UnixStream::connect(&*path).unwrap();
+                *path = directory.path().join("tap");
+                let listener = std::os::unix::net::UnixListener::bind(&*path).unwrap();
+                std::thread::spawn(move || {
+                    let near = listener.accept().unwrap().0;
+                    let (near_out, far_out) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+                    tap(near, near_out, far, far_out)
+                })
+            }
+            Address::Tcp { ip, port } => {
+                let far = std::net::TcpStream::connect((*ip, *port)).unwrap();
+                let listener = std::net::TcpListener::bind((*ip, 0)).unwrap();
+                *port = listener.local_addr().unwrap().port();
+                std::thread::spawn(move || {
+                    let near = listener.accept().unwrap().0;
+                    let (near_out, far_out) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+                    tap(near, near_out, far, far_out)
+                })
+            }
+        };
+        let stream = Stream::open(&endpoint, MIB, PATIENCE).unwrap();
+        let heard = taps.join().unwrap();
+        let mut served = Served::new(vec![stream], MIB);
+        let data = pattern(64, 21);
+        assert_eq!(served.write(0, &data), 0);
+        assert_eq!(served.read(0, data.len() as u64).unwrap(), data);
+        served.end().unwrap();
+        drop(export);
+        let all: Vec<u8> = heard.into_iter().flatten().collect();
+        assert!(all.len() > 2 * data.len(), "{} bytes were heard", all.len());
+        // 16 bytes in a row of any block that went there and back.
+        let windows: std::collections::HashSet<&[u8]> = all.windows(16).collect();
+        let seen = data
+            .chunks(B)
+            .filter(|block| windows.contains(&block[1000..1016]));
+        let seen = seen.count();
+        // That it's found where nothing is encrypted says that it would be found.
+        let expected = if listen == Listen::Unix { 64 } else { 0 };
+        assert_eq!(seen, expected, "{listen:?}");
+        if let Some(key) = &endpoint.key {
+            assert!(!windows.contains(&key.hex.as_bytes()[..16]));
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
+use super::asks::{self, Answer, Ask};
 use super::{Ended, Orders, Said};
 use crate::vm::{Identity, Process};
 
@@ -92,7 +94,9 @@ pub fn start(program: &Path, orders: &Orders, log: File) -> Result<Running, Rela
             // Fails only for a child that has ended.
             let _ = child.kill();
             let _ = child.wait();
-            let _ = std::fs::remove_file(&orders.socket);
+            for file in [&orders.socket, &asks::place(&orders.socket)] {
+                let _ = std::fs::remove_file(file);
+            }
             Err(error)
         }
     }
@@ -161,6 +165,22 @@ impl Running {
         super::super::is_stopped(pid) && Process::open(self.process).is_ok()
     }
 
+    /// Asks it something.
+    ///
+    /// # Errors
+    /// It has ended, or is of a version that can't be asked.
+    pub fn ask(&self, ask: &Ask) -> io::Result<Asked> {
+        let mut stream = UnixStream::connect(asks::place(&self.socket))?;
+        stream.set_nonblocking(true)?;
+        let mut line = serde_json::to_vec(ask)?;
+        line.push(b'\n');
+        stream.write_all(&line)?;
+        Ok(Asked {
+            stream,
+            said: Vec::new(),
+        })
+    }
+
     /// Sees to it that it has ended, whose client's connection has; how it ended, if it said so.
     #[must_use]
     pub fn end(&self) -> Option<Ended> {
@@ -173,7 +193,7 @@ impl Running {
         }
         let file = Ended::file(&self.socket);
         let said = std::fs::read(&file).ok();
-        for file in [&file, &self.socket] {
+        for file in [&file, &self.socket, &asks::place(&self.socket)] {
             match std::fs::remove_file(file) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     tracing::warn!(file = %file.display(), %error, "left over from a relay");
@@ -182,5 +202,33 @@ impl Running {
             }
         }
         serde_json::from_slice(&said?).ok()
+    }
+}
+
+/// A question that isn't answered yet.
+#[derive(Debug)]
+pub struct Asked {
+    stream: UnixStream,
+    said: Vec<u8>,
+}
+
+impl Asked {
+    /// The answer, if it is there.
+    ///
+    /// # Errors
+    /// There will be none.
+    pub fn answer(&mut self) -> io::Result<Option<Answer>> {
+        let mut some = [0; 512];
+        loop {
+            match self.stream.read(&mut some) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => self.said.extend_from_slice(&some[..count]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) => return Err(error),
+            }
+            if self.said.ends_with(b"\n") || self.said.len() > MAX_SAID {
+                return Ok(Some(serde_json::from_slice(&self.said)?));
+            }
+        }
     }
 }

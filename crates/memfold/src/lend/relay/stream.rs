@@ -80,6 +80,17 @@ impl Stream {
         Ok(stream)
     }
 
+    /// From now on a host that isn't heard of is waited for with `patience`.
+    ///
+    /// # Errors
+    /// From the kernel.
+    pub fn keep_alive(&self, patience: Duration) -> io::Result<()> {
+        match self {
+            Self::Unix(_) => Ok(()),
+            Self::Tls(stream) => wire::keep_alive(stream.get_ref(), patience),
+        }
+    }
+
     /// Whether it has read more from its socket than it has handed out, so that no look at that tells.
     #[must_use]
     pub const fn reads_ahead(&self) -> bool {

@@ -5,8 +5,13 @@
 //! the same on purpose, and XXH3 promises nothing against who tries; that the lender sees no sum is no proof for either.
 //!
 //! A block that was never written, or that was zeroed or trimmed, has no sum: it reads as zeroes, and no lender is asked.
+//!
+//! One thread writes them; another one may look at the same time, without being waited for ([`compare`](super::compare)).
 
 use std::io::{self, Read};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use zerocopy::FromZeros;
 
 use super::super::nbd::BLOCK;
 
@@ -16,7 +21,7 @@ const BLOCK_BYTES: usize = BLOCK as usize;
 pub struct Sums {
     key: [u8; blake3::KEY_LEN],
     /// 0: zeroes.
-    of: Vec<u64>,
+    of: Box<[AtomicU64]>,
 }
 
 impl std::fmt::Debug for Sums {
@@ -40,8 +45,35 @@ impl Sums {
         std::fs::File::open("/dev/urandom")?.read_exact(&mut key)?;
         let blocks = usize::try_from(bytes / u64::from(BLOCK)).map_err(io::Error::other)?;
         // Zeroed memory that is the kernel's until it is written to.
-        let of = vec![0; blocks];
+        let of = <[AtomicU64]>::new_box_zeroed_with_elems(blocks)
+            .map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
         Ok(Self { key, of })
+    }
+
+    fn at(&self, block: u64) -> u64 {
+        self.of[index(block)].load(Ordering::Relaxed)
+    }
+
+    fn set(&self, block: u64, sum: u64) {
+        self.of[index(block)].store(sum, Ordering::Relaxed);
+    }
+
+    /// Of the block's bytes; 0: zeroes.
+    fn sum_of(&self, block: &[u8]) -> u64 {
+        if is_zero(block) { 0 } else { self.sum(block) }
+    }
+
+    /// How many blocks the disk has.
+    #[must_use]
+    pub fn blocks(&self) -> u64 {
+        self.of.len() as u64
+    }
+
+    /// The block's sum, if that isn't the one of these bytes.
+    #[must_use]
+    pub fn other_than(&self, block: u64, bytes: &[u8]) -> Option<u64> {
+        let sum = self.at(block);
+        (sum != self.sum_of(bytes)).then_some(sum)
     }
 
     fn sum(&self, block: &[u8]) -> u64 {
@@ -52,29 +84,25 @@ impl Sums {
     }
 
     /// Remembers what is written from a block on. Whether any of it has to be kept elsewhere: not if all of it is zeroes.
-    pub fn written(&mut self, block: u64, data: &[u8]) -> bool {
+    pub fn written(&self, block: u64, data: &[u8]) -> bool {
         let mut any = false;
-        for (at, data) in data.chunks_exact(BLOCK_BYTES).enumerate() {
-            let sum = if is_zero(data) { 0 } else { self.sum(data) };
+        for (block, data) in (block..).zip(data.chunks_exact(BLOCK_BYTES)) {
+            let sum = self.sum_of(data);
             any |= sum != 0;
-            self.of[index(block) + at] = sum;
+            self.set(block, sum);
         }
         any
     }
 
     /// From a block on, so many hold zeroes.
-    pub fn zeroed(&mut self, block: u64, blocks: u64) {
-        let from = index(block);
-        self.of[from..from + index(blocks)].fill(0);
+    pub fn zeroed(&self, block: u64, blocks: u64) {
+        (block..block + blocks).for_each(|block| self.set(block, 0));
     }
 
     /// Whether so many blocks from one on all hold zeroes.
     #[must_use]
     pub fn are_zero(&self, block: u64, blocks: u64) -> bool {
-        let from = index(block);
-        self.of[from..from + index(blocks)]
-            .iter()
-            .all(|sum| *sum == 0)
+        (block..block + blocks).all(|block| self.at(block) == 0)
     }
 
     /// Copies what a lender says is there from a block on, as far as it is true; where a block holds zeroes, `into` keeps what it has.
@@ -83,13 +111,13 @@ impl Sums {
     /// The block that is another one than was written.
     pub fn checked(&self, block: u64, said: &[u8], into: &mut [u8]) -> Result<(), u64> {
         let blocks = said.chunks_exact(BLOCK_BYTES);
-        for (at, (said, into)) in blocks.zip(into.chunks_exact_mut(BLOCK_BYTES)).enumerate() {
-            let sum = self.of[index(block) + at];
+        for (block, (said, into)) in (block..).zip(blocks.zip(into.chunks_exact_mut(BLOCK_BYTES))) {
+            let sum = self.at(block);
             if sum == 0 {
                 continue;
             }
             if self.sum(said) != sum {
-                return Err(block + at as u64);
+                return Err(block);
             }
             into.copy_from_slice(said);
         }
@@ -121,7 +149,7 @@ mod tests {
 
     #[test]
     fn only_what_was_written_last_passes() {
-        let mut sums = Sums::new(16 * B as u64).unwrap();
+        let sums = Sums::new(16 * B as u64).unwrap();
         let (old, new) = (block(3), block(5));
         assert!(sums.written(2, &[old.clone(), new.clone()].concat()));
         let mut got = vec![0; 2 * B];
@@ -143,7 +171,7 @@ mod tests {
 
     #[test]
     fn zeroes_are_nobody_s_word() {
-        let mut sums = Sums::new(8 * B as u64).unwrap();
+        let sums = Sums::new(8 * B as u64).unwrap();
         assert!(sums.are_zero(0, 8));
         let mut got = vec![0; B];
         sums.checked(1, &block(3), &mut got).unwrap();

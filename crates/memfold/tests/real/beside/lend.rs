@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use memfold::api::{BorrowRequest, Client, LendRequest, SwapPlace};
 use memfold::bench::lab::{DiskMode, Lab};
 use memfold::fold::EngineSettings;
-use memfold::lend::{Durability, LenderStatus, Transport};
+use memfold::lend::wire::Wire;
+use memfold::lend::{Address, Durability, LenderStatus, Transport};
+use memfold::vm::{Identity, Process, VmDirectory};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -265,14 +267,7 @@ fn swap_while_lenders_die(transport: Transport, kills: u64) {
         durability: Durability::Disk,
         ..BorrowRequest::default()
     };
-    let place = || {
-        let of_it = |b: &memfold::api::Borrowed| b.vm == "v";
-        let borrowed = daemon.leases().unwrap().borrowed;
-        borrowed
-            .into_iter()
-            .find(of_it)
-            .map_or(SwapPlace::OnDisk, |b| b.place)
-    };
+    let place = || place_of(&lab);
     for kill in 0..kills {
         let done = daemon.borrow_memory("v", &request).unwrap();
         assert_eq!(done.place, SwapPlace::Lent);
@@ -358,37 +353,88 @@ fn swap_while_lenders_die(transport: Transport, kills: u64) {
     );
     assert_eq!(log.trim(), "0", "the guest has seen errors");
     assert!(longest < LONGEST_STALL, "{longest} s");
+    let find = "awk 'NR == 2 { print $1 }' /proc/swaps > /run/swap-disk && swapoff -a";
+    lab.exec("v", find, limit).unwrap();
+    miss_what_qemu_reports(&lab, &lender, &request);
     lose_copy_and_lender(&lab, &lender, &request);
     lab.stop("v").unwrap();
 }
 
+/// Fills the first block of the swap disk, which its guest uses no more, with a letter.
+fn write_block(lab: &Lab, letter: &str) {
+    let write = format!(
+        "tr '\\0' '{letter}' < /dev/zero | dd of=$(cat /run/swap-disk) bs=4096 count=1 iflag=fullblock oflag=direct status=none"
+    );
+    lab.exec("v", &write, Duration::from_secs(300)).unwrap();
+}
+
+/// The first letter of that block; nothing if it can't be read.
+fn read_block(lab: &Lab) -> String {
+    let read = "dd if=$(cat /run/swap-disk) bs=4096 count=1 iflag=direct status=none | tr -d '\\0' | head -c 1";
+    lab.exec("v", read, Duration::from_secs(300)).unwrap()
+}
+
+fn place_of(lab: &Lab) -> SwapPlace {
+    let borrowed = lab.daemon().leases().unwrap().borrowed;
+    let of_it = borrowed.into_iter().find(|b| b.vm == "v");
+    of_it.map_or(SwapPlace::OnDisk, |b| b.place)
+}
+
+/// Nobody would have heard that a write to the copy failed: it's compared with what was written, and used no more if it lacks some.
+fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
+    let directory = VmDirectory::of(lab.directory(), "v");
+    let note = || -> serde_json::Value {
+        let text = std::fs::read(directory.borrowed()).unwrap();
+        serde_json::from_slice(&text).unwrap()
+    };
+    let daemon = Process::open(Identity::of(rustix::process::getpid()).unwrap()).unwrap();
+    // As if it had been killed, and another one had begun.
+    let disconnect = || {
+        let monitor = Address::Unix(directory.qmp());
+        Wire::find(&daemon, &monitor).unwrap().unwrap().cut();
+        wait("it knows that it may have missed something", || {
+            note()["copy_unwatched"] == true
+        });
+    };
+    lab.daemon().borrow_memory("v", request).unwrap();
+    write_block(lab, "A");
+    disconnect();
+    let begun = Instant::now();
+    wait("its copy is found whole", || {
+        note()["copy_unwatched"] == false
+    });
+    println!("its copy was compared after {:?}", begun.elapsed());
+    assert_eq!(place_of(lab), SwapPlace::Lent);
+    // What a write leaves that has failed.
+    let copy = note()["copy"].as_str().unwrap().to_owned();
+    let copy = std::fs::File::options().write(true).open(copy).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&copy, &[b'C'; 4096], 0).unwrap();
+    disconnect();
+    let begun = Instant::now();
+    wait("it is on disk again, in a new file", || {
+        place_of(lab) == SwapPlace::OnDisk
+    });
+    println!("its copy lacked a write; moved after {:?}", begun.elapsed());
+    assert_eq!(read_block(lab), "A");
+    lab.daemon().return_memory("v").unwrap();
+    lender.wait_free(SWAP);
+}
+
 /// The copy lacks a write, and the lender dies at once: what was there before that write is never read.
 fn lose_copy_and_lender(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
-    let limit = Duration::from_secs(300);
-    let write = |byte: &str| {
-        let write = format!(
-            "tr '\\0' '{byte}' < /dev/zero | dd of=$(cat /run/swap-disk) bs=4096 count=1 iflag=fullblock oflag=direct status=none"
-        );
-        lab.exec("v", &write, limit).unwrap();
-    };
-    let find = "awk 'NR == 2 { print $1 }' /proc/swaps > /run/swap-disk && swapoff -a";
-    lab.exec("v", find, limit).unwrap();
     lab.daemon().borrow_memory("v", request).unwrap();
-    write("A");
+    write_block(lab, "A");
     break_copy(lab);
-    write("B");
+    write_block(lab, "B");
     let after = Duration::from_millis(chance(200));
     std::thread::sleep(after);
     kill_process(lender.export(), Signal::KILL).unwrap();
     let mut place = SwapPlace::Lent;
     wait("it is lost, or safe", || {
-        let borrowed = lab.daemon().leases().unwrap().borrowed;
-        let of_it = borrowed.into_iter().find(|b| b.vm == "v");
-        place = of_it.map_or(SwapPlace::OnDisk, |b| b.place);
+        place = place_of(lab);
         matches!(place, SwapPlace::Lost | SwapPlace::OnDisk)
     });
-    let read = "dd if=$(cat /run/swap-disk) bs=4096 count=1 iflag=direct status=none | tr -d '\\0' | head -c 1";
-    let read = lab.exec("v", read, limit).unwrap();
+    let read = read_block(lab);
     println!("its copy failed, its lender was killed {after:?} later: {place:?}, '{read}' is read");
     let right = if place == SwapPlace::Lost { "" } else { "B" };
     assert_eq!(read, right);
@@ -442,11 +488,7 @@ fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
     let lab = Lab::with_registry(EngineSettings::default(), &lender.socket()).unwrap();
     let daemon = lab.daemon();
     swapping(&lab, SWAP);
-    let place = || {
-        let borrowed = daemon.leases().unwrap().borrowed;
-        let of_it = borrowed.into_iter().find(|b| b.vm == "v");
-        of_it.map_or(SwapPlace::OnDisk, |b| b.place)
-    };
+    let place = || place_of(&lab);
     // The one that lends has its bytes changed; the next one is the other, by itself.
     let request = BorrowRequest::default();
     let mut liars = Vec::new();

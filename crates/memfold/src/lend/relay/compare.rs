@@ -1,0 +1,177 @@
+//! Whether the copy on this host's disk holds what was written, while it is being written.
+//!
+//! QEMU writes to the lender and to that file at the same time, so that for a moment one of them may have what the other one lacks. A block
+//! that differs is looked at again until it doesn't, or has stayed as it was for far longer than a write takes.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use super::super::nbd::BLOCK;
+use super::sums::Sums;
+
+const BLOCK_BYTES: usize = BLOCK as usize;
+
+/// Blocks that are read at a time.
+const AT_ONCE: u64 = 64;
+
+/// Time between two looks at a block that differs.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// How long is waited for what.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Before the first look: a write that had failed by now may not have come to the sums yet. A lender that takes longer for an answer is
+    /// given up.
+    pub before: Duration,
+    /// How long a block may differ that isn't written meanwhile.
+    pub stays: Duration,
+    /// How long one may differ that is: it's never seen whole then, and isn't believed.
+    pub most: Duration,
+}
+
+impl Limits {
+    /// For lenders that have 3 s for an answer.
+    pub const REAL: Self = Self {
+        before: Duration::from_secs(10),
+        stays: Duration::from_secs(10),
+        most: Duration::from_secs(60),
+    };
+}
+
+/// The first block of the file that isn't what was written, if there is one.
+///
+/// # Errors
+/// It can't be read, or is too short.
+pub fn compare(file: &File, sums: &Sums, limits: Limits) -> io::Result<Option<u64>> {
+    std::thread::sleep(limits.before);
+    let mut bytes = vec![0; BLOCK_BYTES * usize::try_from(AT_ONCE).unwrap_or(1)];
+    let mut next = 0;
+    while next < sums.blocks() {
+        let count = AT_ONCE.min(sums.blocks() - next);
+        let bytes = &mut bytes[..BLOCK_BYTES * usize::try_from(count).unwrap_or(1)];
+        file.read_exact_at(bytes, next * u64::from(BLOCK))?;
+        for (block, bytes) in (next..).zip(bytes.chunks_exact_mut(BLOCK_BYTES)) {
+            if sums.other_than(block, bytes).is_some()
+                && stays_other(file, sums, block, bytes, limits)?
+            {
+                return Ok(Some(block));
+            }
+        }
+        next += count;
+    }
+    Ok(None)
+}
+
+/// Whether a block that differed does so for good.
+fn stays_other(
+    file: &File,
+    sums: &Sums,
+    block: u64,
+    bytes: &mut [u8],
+    limits: Limits,
+) -> io::Result<bool> {
+    let began = Instant::now();
+    let mut seen: Option<(u64, Instant)> = None;
+    loop {
+        file.read_exact_at(bytes, block * u64::from(BLOCK))?;
+        let Some(sum) = sums.other_than(block, bytes) else {
+            return Ok(false);
+        };
+        let since = match seen {
+            Some((before, since)) if before == sum => since,
+            _ => Instant::now(),
+        };
+        seen = Some((sum, since));
+        if since.elapsed() >= limits.stays || began.elapsed() >= limits.most {
+            return Ok(true);
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    const BLOCKS: u64 = 200;
+    const QUICK: Limits = Limits {
+        before: Duration::ZERO,
+        stays: Duration::from_millis(300),
+        most: Duration::from_secs(5),
+    };
+
+    fn block(seed: u64) -> Vec<u8> {
+        seed.to_le_bytes().repeat(BLOCK_BYTES / 8)
+    }
+
+    /// A file and its sums; every third block was never written.
+    fn copy() -> (File, Sums) {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(BLOCKS * u64::from(BLOCK)).unwrap();
+        let sums = Sums::new(BLOCKS * u64::from(BLOCK)).unwrap();
+        for at in (0..BLOCKS).filter(|at| at % 3 != 0) {
+            put(&file, at, at + 1);
+            sums.written(at, &block(at + 1));
+        }
+        (file, sums)
+    }
+
+    fn put(file: &File, at: u64, seed: u64) {
+        file.write_all_at(&block(seed), at * u64::from(BLOCK))
+            .unwrap();
+    }
+
+    #[test]
+    fn a_copy_that_lacks_one_write_is_found_and_a_whole_one_is_not() {
+        let (file, sums) = copy();
+        assert_eq!(compare(&file, &sums, QUICK).unwrap(), None);
+        for at in [0, 1, 64, BLOCKS - 1] {
+            // What a write that failed leaves.
+            sums.written(at, &block(999));
+            assert_eq!(compare(&file, &sums, QUICK).unwrap(), Some(at));
+            put(&file, at, 999);
+            assert_eq!(compare(&file, &sums, QUICK).unwrap(), None);
+        }
+        // Zeroes, too, have to be there.
+        sums.zeroed(70, 2);
+        assert_eq!(compare(&file, &sums, QUICK).unwrap(), Some(70));
+        file.set_len(BLOCKS * u64::from(BLOCK) - 1).unwrap();
+        put(&file, 70, 0);
+        put(&file, 71, 0);
+        assert!(compare(&file, &sums, QUICK).is_err());
+    }
+
+    #[test]
+    fn what_is_written_meanwhile_does_not_differ() {
+        let (file, sums) = copy();
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut seed = 1_000_000;
+                while !done.load(Ordering::Acquire) {
+                    for at in 0..BLOCKS {
+                        seed += 1;
+                        // One of both is first.
+                        if seed % 2 == 0 {
+                            put(&file, at, seed);
+                            std::thread::sleep(Duration::from_micros(30));
+                            sums.written(at, &block(seed));
+                        } else {
+                            sums.written(at, &block(seed));
+                            std::thread::sleep(Duration::from_micros(30));
+                            put(&file, at, seed);
+                        }
+                    }
+                }
+            });
+            for _ in 0..20 {
+                assert_eq!(compare(&file, &sums, QUICK).unwrap(), None);
+            }
+            done.store(true, Ordering::Release);
+        });
+    }
+}
