@@ -85,6 +85,7 @@ impl Comparison {
             }
         };
         self.asked = None;
+        self.tried = None;
         let now = {
             let mut state = guard.state();
             if failed {

@@ -390,7 +390,7 @@ fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     let daemon = Process::open(Identity::of(rustix::process::getpid()).unwrap()).unwrap();
     // As if it had been killed, and another one had begun.
     let disconnect = || {
-        let monitor = Address::Unix(directory.qmp());
+        let monitor = Address::Unix(directory.daemon_qmp());
         Wire::find(&daemon, &monitor).unwrap().unwrap().cut();
         wait("it knows that it may have missed something", || {
             note()["copy_unwatched"] == true
