@@ -145,7 +145,7 @@ pub enum Order {
         ranges: Vec<Range>,
     },
     /// Map a private view of the file that comes with the order over a range, whatever is there (a template's RAM).
-    /// Only before the VM runs.
+    /// Only before the VM runs, or where the file has the bytes that are there and nobody writes (QEMU's copy of a kernel).
     Map {
         /// Where.
         hva: u64,

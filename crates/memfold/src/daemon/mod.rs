@@ -52,7 +52,7 @@ use std::time::Duration;
 
 use memfold_units::{ByteSize, PageCount};
 use rustix::fs::FlockOperation;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 pub use auto_borrow::BorrowWhen;
 use brake::DebtWatch;
@@ -78,6 +78,7 @@ use crate::lend::RegistryAt;
 use crate::segment;
 use crate::snapshot::{Shelf, save};
 use crate::store::StoreIdentity;
+use crate::vm::kernel_copy::KernelCopies;
 use crate::vm::{AgentOptions, CommandResult, MachineError, Vm, VmDirectory, VmSpec};
 
 /// Commands that wait for the engine; a guest that talks faster than the engine works waits.
@@ -122,6 +123,7 @@ pub struct Daemon {
     options: DaemonOptions,
     commands: SyncSender<Command>,
     shelf: Shelf,
+    kernels: KernelCopies,
     segments: segment::Shelf,
     /// Write-locked while segments are removed; read-locked from the moment one is looked up until it is mapped.
     removing: RwLock<()>,
@@ -174,6 +176,7 @@ impl Daemon {
         let daemon = Arc::new(Self {
             commands,
             shelf: Shelf::open(&options.shelf),
+            kernels: KernelCopies::default(),
             segments: segment::Shelf::open(&options.segments, &state.join("pinned")),
             removing: RwLock::default(),
             vms: Mutex::default(),
@@ -387,7 +390,11 @@ impl Daemon {
         }
         let boots = spec.boot_snapshot;
         let name = spec.name.clone();
-        let info = self.launch(spec, |state, spec| Ok(crate::vm::start(state, spec)?))?;
+        let info = self.launch(spec, |state, spec| {
+            let vm = crate::vm::start(state, spec)?;
+            self.share_kernel(&vm);
+            Ok(vm)
+        })?;
         // It may have ended already.
         let Ok(machine) = self.machine(&name) else {
             return Ok(info);
@@ -399,6 +406,16 @@ impl Daemon {
             segments::lay_when_booted(&machine);
         }
         Ok(machine.info())
+    }
+
+    /// Of an image that a VM boots with `-kernel` one copy is enough.
+    fn share_kernel(&self, vm: &Vm) {
+        match self.kernels.share(vm) {
+            Ok(bytes) => debug!(vm = vm.name(), bytes, "of its kernel's image are common"),
+            Err(error) => {
+                debug!(vm = vm.name(), %error, "it has a copy of its kernel's image for itself");
+            }
+        }
     }
 
     /// Starts a VM in some way, and takes it on.

@@ -438,6 +438,7 @@ impl Daemon {
         };
         let launched = self.launch(spec, |state, spec| {
             let vm = crate::vm::start_incoming(state, spec, &incoming)?;
+            self.share_kernel(&vm);
             let noted = vm.directory().map_or(Ok(()), |place| plan.write(place));
             let filled = noted
                 .map_err(|error| no_plan(&error))

@@ -1,0 +1,310 @@
+//! QEMU's own copy of the kernel that it boots with `-kernel`, of which one is enough for all clones.
+//!
+//! QEMU reads a Linux image into memory (`hw/i386/x86-common.c`, `x86_load_linux`) and hands it to the guest's boot code, again at each reboot.
+//! So every QEMU process holds some 11 MiB that nobody ever writes to, and a clone, which doesn't boot, doesn't even read them. Right after a
+//! VM's start they are exchanged for a private view of one sealed copy for all VMs of its trust domain with the same image: the same bytes,
+//! whenever they are read.
+//!
+//! ```text
+//!   image file   | boot sector and setup | the kernel proper ................................. |
+//!   in QEMU               | 16 bytes of malloc's | the kernel proper ......................... |   at a page's start
+//!   the copy                                   .....| whole pages of it                    |....
+//! ```
+//! Wherever something isn't as it is expected, QEMU keeps its own: another malloc, another kind of image, other bytes.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use memfold_sys::memory;
+use memfold_units::{Hva, PAGE_SIZE};
+use memfold_wire::library::{Advice, Order, Reply};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use rustix::process::Pid;
+
+use super::Vm;
+
+/// What glibc's malloc writes ahead of a piece that it maps (`malloc/malloc.c`, `sysmalloc_mmap`).
+const AHEAD: u64 = 16;
+
+/// Largest image that is looked at.
+const MAX_IMAGE: u64 = 256 << 20;
+
+/// A mapping may hold more than the copy, where the kernel has merged neighbours; guest RAM isn't searched.
+const MAX_OTHER: u64 = 16 << 20;
+
+/// Copies that are kept for the next clone. What VMs have mapped stays theirs.
+const KEPT: usize = 4;
+
+/// Bytes that tell where the copy begins, ahead of the comparison of all.
+const BEGINNING: usize = 256;
+
+/// Which image it is, and whose.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Key {
+    domain: String,
+    file: (u64, u64, u64),
+    modified: (i64, i64),
+}
+
+/// One copy of the kernel proper.
+#[derive(Debug)]
+struct Copy {
+    /// [`BEGINNING`] bytes.
+    beginning: Vec<u8>,
+    /// All bytes.
+    bytes: u64,
+    /// Its whole pages, as they lie in QEMU. Nobody can change them.
+    pages: File,
+}
+
+/// Copies of kernels, one for each trust domain and image.
+#[derive(Debug, Default)]
+pub struct KernelCopies(Mutex<VecDeque<(Key, Arc<Copy>)>>);
+
+impl KernelCopies {
+    /// Exchanges QEMU's copy of its kernel for a view of the common one; the bytes that are QEMU's own no more.
+    ///
+    /// # Errors
+    /// It was not exchanged, and QEMU has its own.
+    pub fn share(&self, vm: &Vm) -> io::Result<u64> {
+        let spec = vm.spec().filter(|spec| spec.foreign.is_none());
+        let wanted =
+            spec.and_then(|spec| Some((spec.boot.kernel.as_ref()?, spec.domain.as_ref()?)));
+        let Some((image, domain)) = wanted else {
+            return Ok(0);
+        };
+        let copy = self.copy(image, domain)?;
+        let Some(start) = find(vm.pid(), &copy)? else {
+            return Ok(0);
+        };
+        let hva = start.0 - AHEAD + PAGE_SIZE;
+        let pages = copy.pages.metadata()?.len() / PAGE_SIZE;
+        let mut link = vm
+            .library_link()
+            .ok_or(io::ErrorKind::Unsupported)?
+            .map_err(io::Error::other)?;
+        let mut ask = |order: &Order, file| match link.order(order, file) {
+            Ok(Reply::Ok) => Ok(()),
+            Ok(other) => Err(io::Error::other(format!("{other:?}"))),
+            Err(error) => Err(io::Error::other(error)),
+        };
+        let advice = Advice::default();
+        ask(&Order::AddRam { hva, pages, advice }, None)?;
+        let map = Order::Map {
+            hva,
+            pages,
+            file_page: 0,
+        };
+        let mapped = ask(&map, Some(copy.pages.as_fd()));
+        // The guest has none of it.
+        ask(&Order::RemoveRam { hva }, None)?;
+        mapped.map(|()| pages * PAGE_SIZE)
+    }
+
+    fn copy(&self, image: &Path, domain: &str) -> io::Result<Arc<Copy>> {
+        let file = File::open(image)?;
+        let facts = file.metadata()?;
+        let key = Key {
+            domain: domain.to_owned(),
+            file: (facts.dev(), facts.ino(), facts.len()),
+            modified: (facts.mtime(), facts.mtime_nsec()),
+        };
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, copy)) = kept.iter().find(|(other, _)| *other == key) {
+            return Ok(copy.clone());
+        }
+        let copy = Arc::new(Copy::of(&file)?);
+        kept.push_front((key, copy.clone()));
+        kept.truncate(KEPT);
+        Ok(copy)
+    }
+}
+
+impl Copy {
+    fn of(image: &File) -> io::Result<Self> {
+        let length = image.metadata()?.len();
+        let nonsense = || io::Error::new(io::ErrorKind::InvalidData, "it is no image of Linux");
+        // The kernel's Documentation/arch/x86/boot.rst: setup_sects at 0x1f1, 0 stands for 4; "HdrS" at 0x202.
+        let mut head = [0; 0x206];
+        image.read_exact_at(&mut head, 0)?;
+        if length > MAX_IMAGE || head[0x202..] != *b"HdrS" {
+            return Err(nonsense());
+        }
+        let setup = match head[0x1f1] {
+            0 => 4,
+            sectors => u64::from(sectors),
+        };
+        let from = (setup + 1) * 512;
+        let bytes = length.checked_sub(from).ok_or_else(nonsense)?;
+        let first = PAGE_SIZE - AHEAD;
+        let pages = bytes.saturating_sub(first) / PAGE_SIZE;
+        if pages == 0 {
+            return Err(nonsense());
+        }
+        let mut beginning = vec![0; BEGINNING];
+        image.read_exact_at(&mut beginning, from)?;
+        let mut whole = vec![0; usize::try_from(pages * PAGE_SIZE).map_err(io::Error::other)?];
+        image.read_exact_at(&mut whole, from + first)?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let pages = File::from(memfd_create("memfold-kernel", flags)?);
+        pages.write_all_at(&whole, 0)?;
+        let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        fcntl_add_seals(&pages, seals)?;
+        Ok(Self {
+            beginning,
+            bytes,
+            pages,
+        })
+    }
+
+    /// Whether all of it is at this address of a process.
+    fn is_at(&self, pid: Pid, start: Hva) -> io::Result<bool> {
+        let mut at = start.0 - AHEAD + PAGE_SIZE;
+        let (mut theirs, mut ours) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+        let mut done = 0;
+        loop {
+            let count = self.pages.read_at(&mut ours, done)?;
+            if count == 0 {
+                return Ok(true);
+            }
+            let theirs = &mut theirs[..count];
+            if memory::read(pid, Hva(at), theirs)? < count || *theirs != ours[..count] {
+                return Ok(false);
+            }
+            done += count as u64;
+            at += count as u64;
+        }
+    }
+}
+
+/// Where a process has that copy in anonymous memory.
+fn find(pid: Pid, copy: &Copy) -> io::Result<Option<Hva>> {
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
+    let mut beginning = vec![0; copy.beginning.len()];
+    for (from, to) in maps.lines().filter_map(anonymous) {
+        if to - from < copy.bytes || to - from > copy.bytes + MAX_OTHER {
+            continue;
+        }
+        let pages = (0..=(to - from - copy.bytes) / PAGE_SIZE).map(|page| from + page * PAGE_SIZE);
+        for page in pages {
+            let start = Hva(page + AHEAD);
+            let count = memory::read(pid, start, &mut beginning)?;
+            if count == beginning.len() && beginning == copy.beginning && copy.is_at(pid, start)? {
+                return Ok(Some(start));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// The span of a line of `/proc/PID/maps` (proc(5)) about private memory without a file, writable.
+fn anonymous(line: &str) -> Option<(u64, u64)> {
+    let mut fields = line.split_ascii_whitespace();
+    let (from, to) = fields.next()?.split_once('-')?;
+    let is_private = fields.next()? == "rw-p";
+    let has_no_file = fields.nth(2)? == "0" && fields.next().is_none();
+    let at = |text| u64::from_str_radix(text, 16).ok();
+    (is_private && has_no_file).then_some((at(from)?, at(to)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::process::getpid;
+
+    use super::*;
+
+    const SETUP: usize = 15 * 512;
+
+    /// An image whose kernel proper is so long.
+    fn image(bytes: usize, seed: u64) -> (File, Vec<u8>) {
+        let mut all = vec![0_u8; SETUP + bytes];
+        all[0x1f1] = 14;
+        all[0x202..0x206].copy_from_slice(b"HdrS");
+        let body = all[SETUP..].chunks_mut(8).enumerate();
+        for (number, word) in body {
+            let number = (number as u64 ^ seed).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            word.copy_from_slice(&number.to_le_bytes()[..word.len()]);
+        }
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&all, 0).unwrap();
+        (file, all[SETUP..].to_vec())
+    }
+
+    #[test]
+    fn a_copy_is_found_where_all_of_it_is_and_nowhere_else() {
+        let (file, body) = image(3_000_003, 1);
+        let copy = Copy::of(&file).unwrap();
+        assert_eq!(copy.bytes, 3_000_003);
+        let whole = (3_000_003 - 4080) / 4096 * 4096;
+        assert_eq!(copy.pages.metadata().unwrap().len(), whole);
+        // So large a piece is mapped by itself.
+        let mut held = body.clone();
+        let own = Hva(held.as_ptr() as u64);
+        assert_eq!(own.0 % PAGE_SIZE, AHEAD);
+        drop(body);
+        assert_eq!(find(getpid(), &copy).unwrap(), Some(own));
+        held[1_500_000] ^= 1;
+        assert_eq!(find(getpid(), &copy).unwrap(), None);
+        held[1_500_000] ^= 1;
+        let (other, _) = image(3_000_003, 2);
+        assert_eq!(find(getpid(), &Copy::of(&other).unwrap()).unwrap(), None);
+        // Nobody can change it.
+        copy.pages.write_all_at(b"x", 0).unwrap_err();
+        copy.pages.set_len(0).unwrap_err();
+    }
+
+    #[test]
+    fn what_is_no_image_of_linux_is_none() {
+        for bytes in [&b""[..], &[0; 0x206], &[0xff; 8192]] {
+            let file = tempfile::tempfile().unwrap();
+            file.write_all_at(bytes, 0).unwrap();
+            Copy::of(&file).unwrap_err();
+        }
+        let (file, _) = image(100, 1);
+        Copy::of(&file).unwrap_err();
+    }
+
+    #[test]
+    fn each_trust_domain_has_a_copy_of_its_own_and_a_changed_image_another() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("vmlinuz");
+        let put = |seed| {
+            let (file, _) = image(100_000, seed);
+            let mut bytes = vec![0; SETUP + 100_000];
+            file.read_exact_at(&mut bytes, 0).unwrap();
+            std::fs::write(&path, bytes).unwrap();
+        };
+        put(1);
+        let copies = KernelCopies::default();
+        let of = |domain| copies.copy(&path, domain).unwrap();
+        let first = of("a");
+        assert!(Arc::ptr_eq(&first, &of("a")));
+        assert!(!Arc::ptr_eq(&first, &of("b")));
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        put(2);
+        assert_ne!(of("a").beginning, first.beginning);
+        for domain in ["c", "d", "e", "f", "g"] {
+            of(domain);
+        }
+        assert_eq!(copies.0.lock().unwrap().len(), KEPT);
+    }
+
+    #[test]
+    fn only_private_memory_without_a_file_is_searched() {
+        let line = "7f0000000000-7f0000b34000 rw-p 00000000 00:00 0 ";
+        assert_eq!(anonymous(line), Some((0x7f00_0000_0000, 0x7f00_00b3_4000)));
+        for other in [
+            "7f0000000000-7f0000b34000 r--p 00000000 00:00 0 ",
+            "7f0000000000-7f0000b34000 rw-s 00000000 00:01 12 /memfd:x (deleted)",
+            "55d000000000-55d000b34000 rw-p 00000000 00:00 0 [heap]",
+            "nonsense",
+        ] {
+            assert_eq!(anonymous(other), None, "{other}");
+        }
+    }
+}
