@@ -165,7 +165,8 @@ impl Copy {
     /// Whether all of it is at this address of a process.
     fn is_at(&self, pid: Pid, start: Hva) -> io::Result<bool> {
         let mut at = start.0 - AHEAD + PAGE_SIZE;
-        let (mut theirs, mut ours) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+        // So little that a core's cache holds both.
+        let (mut theirs, mut ours) = (vec![0; 128 << 10], vec![0; 128 << 10]);
         let mut done = 0;
         loop {
             let count = self.pages.read_at(&mut ours, done)?;
