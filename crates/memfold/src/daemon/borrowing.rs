@@ -50,6 +50,8 @@ pub(super) struct Begun {
     /// With the names of their lenders.
     relays: Vec<(Running, Vec<String>)>,
     wires: Vec<Option<Wire>>,
+    /// The monitor's connection on which failures of its nodes are told from their beginning.
+    heard_on: Option<u64>,
     /// What QEMU was told to go over to.
     borrowing: Option<Borrowing>,
 }
@@ -156,6 +158,7 @@ impl Daemon {
                 self.tidy(machine);
                 info!(vm, lenders = ?borrowing.parts.iter().map(Part::lenders).collect::<Vec<_>>(), "its swap disk is on lent RAM");
                 let guard = Guard::new(vm, borrowing, begun.wires);
+                guard.state().heard_on = begun.heard_on;
                 self.watch(machine, &guard);
                 Ok(Borrowed {
                     changed: true,
@@ -171,7 +174,9 @@ impl Daemon {
                 );
                 if let Some(borrowing) = begun.borrowing {
                     // Kept, and renewed, as if it were there.
-                    self.watch(machine, &Guard::new(vm, borrowing, begun.wires));
+                    let guard = Guard::new(vm, borrowing, begun.wires);
+                    guard.state().heard_on = begun.heard_on;
+                    self.watch(machine, &guard);
                 }
                 Err(error)
             }
@@ -239,7 +244,10 @@ impl Daemon {
         }
         // A daemon that dies now leaves relays that the next one is to find.
         write_note(directory, &borrowing).map_err(place)?;
-        graph::build(&mut machine.monitor(), &borrowing)?;
+        let mut qmp = machine.monitor();
+        begun.heard_on = Some(qmp.connections());
+        graph::build(&mut qmp, &borrowing)?;
+        drop(qmp);
         let cut = || {
             let is_cut = |wire: &Option<Wire>| wire.as_ref().is_none_or(Wire::is_cut);
             let gone = begun.wires.iter().position(is_cut)?;

@@ -215,6 +215,7 @@ fn anonymous(line: &str) -> Option<(u64, u64)> {
 
 #[cfg(test)]
 mod tests {
+    use memfold_sys::region::Mapping;
     use rustix::process::getpid;
 
     use super::*;
@@ -243,15 +244,19 @@ mod tests {
         assert_eq!(copy.bytes, 3_000_003);
         let whole = (3_000_003 - 4080) / 4096 * 4096;
         assert_eq!(copy.pages.metadata().unwrap().len(), whole);
-        // So large a piece is mapped by itself.
-        let mut held = body.clone();
-        let own = Hva(held.as_ptr() as u64);
-        assert_eq!(own.0 % PAGE_SIZE, AHEAD);
-        drop(body);
+        // As malloc has it, which maps so large a piece by itself.
+        let held = Mapping::anonymous(1000, false).unwrap();
+        let own = Hva(held.area().start().0 + 17 * PAGE_SIZE + AHEAD);
+        let put = |at: usize, bytes: &[u8]| {
+            let there = Hva(own.0 + at as u64);
+            assert_eq!(memory::write(getpid(), there, bytes).unwrap(), bytes.len());
+        };
+        put(0, &body);
         assert_eq!(find(getpid(), &copy).unwrap(), Some(own));
-        held[1_500_000] ^= 1;
+        put(1_500_000, &[body[1_500_000] ^ 1]);
         assert_eq!(find(getpid(), &copy).unwrap(), None);
-        held[1_500_000] ^= 1;
+        put(1_500_000, &body[1_500_000..=1_500_000]);
+        assert_eq!(find(getpid(), &copy).unwrap(), Some(own));
         let (other, _) = image(3_000_003, 2);
         assert_eq!(find(getpid(), &Copy::of(&other).unwrap()).unwrap(), None);
         // Nobody can change it.

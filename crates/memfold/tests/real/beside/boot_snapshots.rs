@@ -55,7 +55,7 @@ fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
             line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
         };
         assert!(kib("Size:") > 4096);
-        assert_eq!(kib("Private_Dirty:"), 0);
+        assert_eq!(kib("Anonymous:"), 0);
     };
     has_view_of_kernel();
     // Twice: the second time it is one that was restored itself.

@@ -391,8 +391,14 @@ fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     // As if it had been killed, and another one had begun.
     let disconnect = || {
         let monitor = Address::Unix(directory.daemon_qmp());
-        Wire::find(&daemon, &monitor).unwrap().unwrap().cut();
         wait("it knows that it may have missed something", || {
+            if note()["copy_unwatched"] == false {
+                // None while it connects anew.
+                if let Some(wire) = Wire::find(&daemon, &monitor).unwrap() {
+                    wire.cut();
+                }
+                std::thread::sleep(Duration::from_secs(2));
+            }
             note()["copy_unwatched"] == true
         });
     };
