@@ -536,7 +536,7 @@ impl Daemon {
         if now.has_copy() && now.copy_unwatched {
             error!(
                 vm = machine.name(),
-                "its copy wasn't compared since nobody would have heard of its failure: if a write to it failed then, old bytes are read"
+                "its copy wasn't compared since nobody would have heard of its failure: if a write to it failed then, old bytes are read; reboot its guest if the kernel's log tells errors of that disk"
             );
         }
         if !borrowing.is_alone(part) {

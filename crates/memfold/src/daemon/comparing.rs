@@ -2,6 +2,7 @@
 //!
 //! Its relay knows what was written ([`compare`](crate::lend::relay::compare)). Until it has said so, a lender that dies may leave old bytes.
 
+use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
 use tracing::{error, info, warn};
@@ -23,6 +24,8 @@ pub(super) struct Comparison {
     /// The monitor's connection then: failures have been heard ever since, if it is the same.
     heard_on: Option<u64>,
     tried: Option<Instant>,
+    /// Its relay is of a version that knows no questions: all is copied when it's given back, as before.
+    is_old: bool,
 }
 
 impl Comparison {
@@ -44,13 +47,14 @@ impl Comparison {
             return;
         }
         let Some(asked) = &mut self.asked else {
-            if self.tried.is_none_or(|tried| tried.elapsed() >= AGAIN) {
+            if !self.is_old && self.tried.is_none_or(|tried| tried.elapsed() >= AGAIN) {
                 self.tried = Some(Instant::now());
                 self.heard_on = heard_on;
                 match relay.ask(&Ask::Compare(copy.clone())) {
                     Ok(asked) => self.asked = Some(asked),
                     Err(error) => {
-                        warn!(vm = guard.vm, %error, "its relay can't be asked whether the copy of its swap disk is whole");
+                        self.is_old = error.kind() == ErrorKind::NotFound;
+                        warn!(vm = guard.vm, %error, "its relay can't be asked whether the copy of its swap disk is whole: to be sure, memfold return and borrow again");
                     }
                 }
             }

@@ -362,6 +362,15 @@ fn requests_that_meet_wait_for_each_other() {
     served.end().unwrap();
 }
 
+/// Over TCP, and so with TLS, to this host.
+fn loopback() -> Listen {
+    Listen::Tcp(TcpListen {
+        ip: Ipv4Addr::LOCALHOST.into(),
+        announce: None,
+        ports: None,
+    })
+}
+
 fn exported(directory: &std::path::Path, listen: Listen, id: u64, bytes: u64) -> Option<Export> {
     let mut export = match Export::start(directory, listen, LeaseId(id), bytes, PATIENCE) {
         Ok(export) => export,
@@ -411,11 +420,7 @@ fn poke(pid: u32, find: &[u8], change: impl Fn(&mut [u8])) -> usize {
 
 #[test]
 fn an_nbdkit_whose_memory_is_changed_is_found_out_over_unix_sockets_and_tls() {
-    let tcp = Listen::Tcp(TcpListen {
-        ip: Ipv4Addr::LOCALHOST.into(),
-        announce: None,
-        ports: None,
-    });
+    let tcp = loopback();
     for (listen, count) in [(Listen::Unix, 1), (tcp, 1), (tcp, 3)] {
         let directory = tempfile::tempdir().unwrap();
         let stripes = Stripes {
@@ -479,11 +484,7 @@ fn tap(
 #[test]
 fn what_is_lent_is_not_to_be_read_on_the_way_to_another_host() {
     let directory = tempfile::tempdir().unwrap();
-    let tcp = Listen::Tcp(TcpListen {
-        ip: Ipv4Addr::LOCALHOST.into(),
-        announce: None,
-        ports: None,
-    });
+    let tcp = loopback();
     for (id, listen) in [(1, Listen::Unix), (2, tcp)] {
         let Some(export) = exported(directory.path(), listen, id, MIB) else {
             return;
@@ -532,6 +533,11 @@ fn what_is_lent_is_not_to_be_read_on_the_way_to_another_host() {
         assert_eq!(seen, expected, "{listen:?}");
         if let Some(key) = &endpoint.key {
             assert!(!windows.contains(&key.hex.as_bytes()[..16]));
+            let raw: Vec<u8> = (0..32)
+                .step_by(2)
+                .map(|at| u8::from_str_radix(&key.hex[at..at + 2], 16).unwrap())
+                .collect();
+            assert!(!windows.contains(&raw[..]));
         }
     }
 }
@@ -539,11 +545,7 @@ fn what_is_lent_is_not_to_be_read_on_the_way_to_another_host() {
 #[test]
 fn a_lender_without_the_key_or_with_less_than_it_lent_is_refused() {
     let directory = tempfile::tempdir().unwrap();
-    let tcp = Listen::Tcp(TcpListen {
-        ip: Ipv4Addr::LOCALHOST.into(),
-        announce: None,
-        ports: None,
-    });
+    let tcp = loopback();
     let Some(export) = exported(directory.path(), tcp, 1, MIB) else {
         return;
     };
