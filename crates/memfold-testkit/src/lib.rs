@@ -1,0 +1,24 @@
+//! What every test of memfold may use: skips that are counted, and waits with deadlines that fit the machine.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! memfold_testkit::wait_until("the socket exists", Duration::from_secs(10), || {
+//!     std::path::Path::new("/run/example").exists()
+//! });
+//! ```
+//!
+//! Variables of the environment:
+//!
+//! | variable | meaning |
+//! |---|---|
+//! | `MEMFOLD_TEST_SLOW` | factor for every deadline, 1 or more; measured if it is not set |
+//! | `MEMFOLD_TEST_SKIPS` | file to which each skip is appended; `scripts/test` reads it |
+//! | `MEMFOLD_REAL` | set: tests of the real ring fail where they would otherwise skip |
+
+mod skip;
+mod slow;
+mod wait;
+
+pub use skip::{report_skip, reports_skip};
+pub use slow::{measure_slowness, patience, slowness};
+pub use wait::{wait_for, wait_until};

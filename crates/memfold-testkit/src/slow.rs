@@ -1,0 +1,71 @@
+//! How much slower this machine is, at this moment, than the ones that deadlines were chosen on.
+
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// Factor for deadlines, set by hand.
+const SLOW: &str = "MEMFOLD_TEST_SLOW";
+
+/// Steps of the calibration's work: about 20 ms of one core that has nothing else to do.
+const STEPS: u64 = 12_000_000;
+
+/// What those steps took on the machines that the deadlines were chosen on.
+const USUAL: Duration = Duration::from_millis(20);
+
+/// The largest factor that is believed; more is a machine on which tests of time make no sense.
+const MOST: f64 = 10.0;
+
+/// The factor by which deadlines are longer: what `MEMFOLD_TEST_SLOW` says, else measured once.
+///
+/// # Panics
+///
+/// If the variable holds no number of 1 or more.
+pub fn slowness() -> f64 {
+    static KNOWN: OnceLock<f64> = OnceLock::new();
+    *KNOWN.get_or_init(|| match std::env::var(SLOW) {
+        Ok(text) => {
+            let factor: f64 = text.parse().unwrap_or(0.0);
+            assert!(factor >= 1.0, "{SLOW}='{text}' is no number of 1 or more");
+            factor
+        }
+        Err(_) => measure_slowness(),
+    })
+}
+
+/// A deadline that was chosen on an idle machine, as long as this machine needs.
+pub fn patience(usual: Duration) -> Duration {
+    usual.mul_f64(slowness())
+}
+
+/// Measures the factor: arithmetic of a fixed length, by the clock on the wall, so that what else runs here counts too. The median of
+/// five.
+pub fn measure_slowness() -> f64 {
+    let mut took: Vec<Duration> = (0..5).map(|round| work(round + 1)).collect();
+    took.sort_unstable();
+    (took[2].as_secs_f64() / USUAL.as_secs_f64()).clamp(1.0, MOST)
+}
+
+fn work(seed: u64) -> Duration {
+    let began = Instant::now();
+    let mut state = seed;
+    for _ in 0..STEPS {
+        // xorshift64: each step needs the one before, so no compiler and no core makes it shorter.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+    }
+    assert!(std::hint::black_box(state) != 0);
+    began.elapsed()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn measured_slowness_is_a_factor_that_lengthens_deadlines() {
+        let factor = measure_slowness();
+        assert!((1.0..=MOST).contains(&factor), "{factor}");
+        assert!(patience(Duration::from_secs(1)) >= Duration::from_secs(1));
+    }
+}

@@ -1,0 +1,64 @@
+//! Waiting for a condition, with a deadline.
+
+use std::time::{Duration, Instant};
+
+use crate::slow::patience;
+
+/// How often a condition is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Waits until `condition` holds.
+///
+/// # Panics
+///
+/// After `limit`, lengthened by [`patience`], with the words of `what`.
+#[track_caller]
+pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
+    wait_for(what, limit, || condition().then_some(()).ok_or(""));
+}
+
+/// Waits until `look` brings a value, and returns it. What it says instead is shown if it never does.
+///
+/// # Panics
+///
+/// After `limit`, lengthened by [`patience`], with the words of `what` and the last thing that `look` said.
+#[track_caller]
+pub fn wait_for<T, E: std::fmt::Debug>(
+    what: &str,
+    limit: Duration,
+    mut look: impl FnMut() -> Result<T, E>,
+) -> T {
+    let (began, limit) = (Instant::now(), patience(limit));
+    loop {
+        match look() {
+            Ok(value) => return value,
+            Err(instead) if began.elapsed() >= limit => {
+                panic!("not within {limit:?}: {what}; last seen: {instead:?}")
+            }
+            Err(_) => std::thread::sleep(LOOK),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_condition_that_comes_ends_the_wait_with_its_value() {
+        let mut looks = 0;
+        let found = wait_for("three looks", Duration::from_secs(5), || {
+            looks += 1;
+            if looks == 3 { Ok(looks) } else { Err("too few") }
+        });
+        assert_eq!(found, 3);
+    }
+
+    #[test]
+    #[should_panic(expected = "a condition that never comes; last seen: \"still not\"")]
+    fn a_condition_that_never_comes_fails_with_what_was_seen_last() {
+        wait_for("a condition that never comes", Duration::from_millis(30), || {
+            Err::<(), _>("still not")
+        });
+    }
+}
