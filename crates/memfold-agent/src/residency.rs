@@ -115,8 +115,7 @@ mod tests {
     #[test]
     fn cached_pages_of_a_sparse_file_are_found_and_holes_stay_uncached() {
         if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: frame numbers need root");
-            return;
+            memfold_testkit::skip!("frame numbers need root");
         }
         let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         file.set_len(3000 * 4096).unwrap();

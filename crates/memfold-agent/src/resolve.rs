@@ -142,8 +142,7 @@ mod tests {
             .iter()
             .any(|m| m.kind == Kind::Plain);
         if !plain || !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: needs root and a source tree on ext4 or f2fs");
-            return;
+            memfold_testkit::skip!("needs root and a source tree on ext4 or f2fs");
         }
         let open = std::fs::File::open(&path).unwrap();
         let expected = Found::Path(path.as_os_str().as_bytes().to_vec(), 5);

@@ -199,7 +199,7 @@ mod tests {
     fn may_mount() -> bool {
         let root = rustix::process::geteuid().is_root();
         if !root {
-            eprintln!("skipped: needs root");
+            memfold_testkit::report_skip("needs root");
         }
         root
     }

@@ -87,14 +87,12 @@ impl Vm {
     /// `None`, and a printed reason, where such a QEMU can't run here.
     fn start(accel: &str, extra: &[&str]) -> Option<Self> {
         if let Err(error) = Command::new("qemu-system-x86_64").arg("-version").output() {
-            println!("skipped: no qemu-system-x86_64: {error}");
-            return None;
+            return memfold_testkit::reports_skip(&format!("no qemu-system-x86_64: {error}"));
         }
         if accel == "kvm"
             && let Err(error) = File::options().read(true).write(true).open("/dev/kvm")
         {
-            println!("skipped: /dev/kvm does not open: {error}");
-            return None;
+            return memfold_testkit::reports_skip(&format!("/dev/kvm does not open: {error}"));
         }
         let vm = Self::boot(accel, extra, true);
         // Whose fault is it? A /dev/kvm may open and yet run no guest at all.
@@ -102,7 +100,9 @@ impl Vm {
             let alone = Self::boot(accel, extra, false);
             assert!(alone.is_none(), "the guest counts without the library only");
             assert_eq!(accel, "kvm", "the emulator runs no guest here");
-            println!("skipped: -accel {accel} runs no guest here, with or without the library");
+            memfold_testkit::report_skip(&format!(
+                "-accel {accel} runs no guest here, with or without the library"
+            ));
         }
         vm
     }
@@ -500,6 +500,6 @@ fn the_library_does_nothing_without_its_variable() {
             output.status.success() && output.stderr.is_empty(),
             "{output:?}"
         ),
-        Err(error) => println!("skipped: no qemu-system-x86_64: {error}"),
+        Err(error) => memfold_testkit::report_skip(&format!("no qemu-system-x86_64: {error}")),
     }
 }

@@ -5,7 +5,7 @@ use memfold_sys::userfaultfd::Userfaultfd;
 #[test]
 fn protection_is_not_relied_on_where_ksm_may_merge_everything() {
     let Ok(before) = Userfaultfd::open(None) else {
-        return println!("skipped: no userfaultfd");
+        memfold_testkit::skip!("no userfaultfd");
     };
     let merge = |on: libc::c_ulong| {
         let none: libc::c_ulong = 0;
@@ -13,8 +13,8 @@ fn protection_is_not_relied_on_where_ksm_may_merge_everything() {
         unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, on, none, none, none) }
     };
     if !before.protection_lasts() || merge(1) != 0 {
-        return println!(
-            "skipped: this kernel can't merge all memory of a process, or not protect it"
+        memfold_testkit::skip!(
+            "this kernel can't merge all memory of a process, or not protect it"
         );
     }
     assert!(!Userfaultfd::open(None).unwrap().protection_lasts());

@@ -49,7 +49,11 @@ mod tests {
         let mut looks = 0;
         let found = wait_for("three looks", Duration::from_secs(5), || {
             looks += 1;
-            if looks == 3 { Ok(looks) } else { Err("too few") }
+            if looks == 3 {
+                Ok(looks)
+            } else {
+                Err("too few")
+            }
         });
         assert_eq!(found, 3);
     }
@@ -57,8 +61,10 @@ mod tests {
     #[test]
     #[should_panic(expected = "a condition that never comes; last seen: \"still not\"")]
     fn a_condition_that_never_comes_fails_with_what_was_seen_last() {
-        wait_for("a condition that never comes", Duration::from_millis(30), || {
-            Err::<(), _>("still not")
-        });
+        wait_for(
+            "a condition that never comes",
+            Duration::from_millis(30),
+            || Err::<(), _>("still not"),
+        );
     }
 }

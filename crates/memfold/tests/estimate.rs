@@ -161,7 +161,7 @@ impl Drop for Actor {
 fn root() -> bool {
     let root = rustix::process::getuid().is_root();
     if !root {
-        println!("skipped: other processes' memory and frame numbers need root");
+        memfold_testkit::report_skip("other processes' memory and frame numbers need root");
     }
     root
 }

@@ -39,18 +39,12 @@ fn controls() -> Option<Controls> {
             // Something else merges: counts would not be ours, and settings not ours to change.
             let in_use = now.run != Some(0) || merging_pages(Path::new("/proc")) != Some(0);
             if in_use {
-                println!("skipped: KSM is in use on this host: {now:?}");
+                memfold_testkit::report_skip(&format!("KSM is in use on this host: {now:?}"));
             }
             (!in_use).then_some(controls)
         }
-        Ok(_) => {
-            println!("skipped: setting KSM needs root");
-            None
-        }
-        Err(e) => {
-            println!("skipped: {e}");
-            None
-        }
+        Ok(_) => memfold_testkit::reports_skip("setting KSM needs root"),
+        Err(e) => memfold_testkit::reports_skip(&e.to_string()),
     }
 }
 

@@ -131,8 +131,7 @@ fn the_sums_of_two_real_guests_agree_with_the_kernel_before_and_after_folding() 
             std::env::var_os("MEMFOLD_REAL").is_none(),
             "MEMFOLD_REAL is set, and {why}"
         );
-        eprintln!("skipped: {why}");
-        return;
+        memfold_testkit::skip!("{why}");
     }
     let _turn = turn();
     let lab = Lab::new(EngineSettings::default()).unwrap();

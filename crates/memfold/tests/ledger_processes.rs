@@ -253,8 +253,7 @@ fn the_ledger_s_sum_moves_with_mem_available() {
 #[test]
 fn physical_pages_are_shared_within_a_store_and_never_between_two() {
     if !rustix::process::getuid().is_root() {
-        println!("skipped: frame numbers need root");
-        return;
+        memfold_testkit::skip!("frame numbers need root");
     }
     let (one, other) = (memfd("one", STORE_PAGES), memfd("other", STORE_PAGES));
     let more = Actor::start(&one, 64, 2048, 0);
@@ -318,8 +317,7 @@ fn a_real_qemu_s_sums_agree_and_its_translated_code_is_told_apart() {
         .stdin(Stdio::null())
         .spawn()
     else {
-        println!("skipped: no qemu-system-x86_64");
-        return;
+        memfold_testkit::skip!("no qemu-system-x86_64");
     };
     let pid = i32::try_from(qemu.id()).unwrap();
     std::thread::sleep(std::time::Duration::from_secs(3));

@@ -35,8 +35,7 @@ fn hear_until(guest: &mut Guest, ready: impl Fn(&Guest) -> bool) {
 #[test]
 fn hints_of_a_real_guest_are_right() {
     let (Some(image), Ok(agent)) = (image(), std::env::var("MEMFOLD_AGENT")) else {
-        println!("skipped: needs guest images and MEMFOLD_AGENT (the static agent)");
-        return;
+        memfold_testkit::skip!("needs guest images and MEMFOLD_AGENT (the static agent)");
     };
     let _one = ONE_GUEST.lock();
     let mut guest = Guest::boot(&image, &agent, &[]);
@@ -130,8 +129,7 @@ fn hints_of_a_real_guest_are_right() {
 #[test]
 fn files_of_every_kind_of_file_system_are_found() {
     let (Some(image), Ok(agent)) = (image(), std::env::var("MEMFOLD_AGENT")) else {
-        println!("skipped: needs guest images and MEMFOLD_AGENT (the static agent)");
-        return;
+        memfold_testkit::skip!("needs guest images and MEMFOLD_AGENT (the static agent)");
     };
     let _one = ONE_GUEST.lock();
     let directory = tempfile::tempdir().unwrap();

@@ -27,12 +27,12 @@ pub struct Guest {
 /// Gives this thread mounts of its own. False, with the reason printed, where that can't be done.
 pub fn private_mounts() -> bool {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: needs root");
+        memfold_testkit::report_skip("needs root");
         return false;
     }
     let overlay = fs::read_to_string("/proc/filesystems").is_ok_and(|t| t.contains("\toverlay\n"));
     if !overlay {
-        println!("skipped: the kernel has no overlayfs");
+        memfold_testkit::report_skip("the kernel has no overlayfs");
         return false;
     }
     // Descriptors stay shared: only UnshareFlags::FILES is what makes this unsafe.
@@ -42,7 +42,7 @@ pub fn private_mounts() -> bool {
         rustix::mount::mount_change("/", flags)
     });
     if let Err(e) = &done {
-        println!("skipped: no mount namespace: {e}");
+        memfold_testkit::report_skip(&format!("no mount namespace: {e}"));
     }
     done.is_ok()
 }

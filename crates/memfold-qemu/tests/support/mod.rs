@@ -36,8 +36,7 @@ impl Bench {
         match folder.execute(&Order::Hello { version: VERSION }, None) {
             Reply::Hello { problem: None, .. } => {}
             Reply::Hello { problem, .. } => {
-                println!("skipped: {}", problem.unwrap_or_default());
-                return None;
+                return memfold_testkit::reports_skip(&problem.unwrap_or_default());
             }
             other => panic!("{other:?}"),
         }

@@ -34,8 +34,7 @@ fn program() -> Option<PathBuf> {
         std::env::var_os("MEMFOLD_REAL").is_none(),
         "MEMFOLD_REAL is set and there is no etcd: scripts/setup tests"
     );
-    println!("skipped: etcd is not there (scripts/setup tests)");
-    None
+    memfold_testkit::reports_skip("etcd is not there (scripts/setup tests)")
 }
 
 /// One member, in a directory of its own.
@@ -379,8 +378,7 @@ fn no_export_outlives_its_deadline_when_etcd_stands_still() {
     const MIB: u64 = 1 << 20;
     let nbdkit = Command::new("nbdkit").arg("--version").output();
     if nbdkit.is_err() {
-        println!("skipped: nbdkit is not installed");
-        return;
+        memfold_testkit::skip!("nbdkit is not installed");
     }
     let Some(cluster) = Cluster::start(1) else {
         return;
@@ -399,8 +397,7 @@ fn no_export_outlives_its_deadline_when_etcd_stands_still() {
     let end = Instant::now() + Duration::from_secs(30);
     while host.status().offer_bytes < 64 * MIB {
         if Instant::now() > end {
-            println!("skipped: nothing to spare here: {:?}", host.status());
-            return;
+            memfold_testkit::skip!("nothing to spare here: {:?}", host.status());
         }
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -12,7 +12,7 @@ const MIB: u64 = 1 << 20;
 fn there() -> bool {
     let there = Command::new("nbdkit").arg("--version").output().is_ok();
     if !there {
-        println!("skipped: nbdkit is not installed");
+        memfold_testkit::report_skip("nbdkit is not installed");
     }
     there
 }

@@ -18,8 +18,7 @@ struct Host {
 /// `None` where nbdkit is missing, or this host has nothing to spare.
 fn host(max_bytes: u64) -> Option<Host> {
     if Command::new("nbdkit").arg("--version").output().is_err() {
-        println!("skipped: nbdkit is not installed");
-        return None;
+        return memfold_testkit::reports_skip("nbdkit is not installed");
     }
     let directory = tempfile::tempdir().unwrap();
     let registry = SqliteRegistry::open(&directory.path().join("registry.db")).unwrap();
@@ -36,11 +35,10 @@ fn host(max_bytes: u64) -> Option<Host> {
     let end = Instant::now() + Duration::from_secs(30);
     while lender.status().offer_bytes < max_bytes {
         if Instant::now() > end {
-            println!(
-                "skipped: this host has nothing to spare: {:?}",
+            return memfold_testkit::reports_skip(&format!(
+                "this host has nothing to spare: {:?}",
                 lender.status()
-            );
-            return None;
+            ));
         }
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -226,8 +224,7 @@ fn a_lender_that_ends_takes_everything_back_and_one_that_is_dropped_leaves_nothi
 /// A lender without a thread, which looks when it is told to. `None` where nbdkit is missing.
 fn work(directory: &Path) -> Option<(Arc<SqliteRegistry>, Work)> {
     if Command::new("nbdkit").arg("--version").output().is_err() {
-        println!("skipped: nbdkit is not installed");
-        return None;
+        return memfold_testkit::reports_skip("nbdkit is not installed");
     }
     let registry = SqliteRegistry::open(&directory.join("registry.db")).unwrap();
     let registry = Arc::new(registry);

@@ -362,7 +362,7 @@ mod tests {
     fn has_mkfs() -> bool {
         let there = crate::host::files::program("mkfs.erofs").is_some();
         if !there {
-            eprintln!("skipped: no mkfs.erofs (package erofs-utils)");
+            memfold_testkit::report_skip("no mkfs.erofs (package erofs-utils)");
         }
         there
     }

@@ -290,8 +290,7 @@ mod tests {
             || program("bwrap").is_none()
             || !rustix::process::getuid().is_root()
         {
-            eprintln!("skipped: no mke2fs, debugfs or bwrap, or not root");
-            return;
+            memfold_testkit::skip!("no mke2fs, debugfs or bwrap, or not root");
         }
         let place = tempfile::tempdir().unwrap();
         let (from, image, room) = (
@@ -326,8 +325,7 @@ mod tests {
             && set(&from.join("usr"), "system.posix_acl_default", &list)
             && set(&ping, "system.posix_acl_access", &list);
         if !has {
-            eprintln!("skipped: this file system has no capabilities or access lists");
-            return;
+            memfold_testkit::skip!("this file system has no capabilities or access lists");
         }
         // mke2fs takes over no parts of seconds.
         let time = Timespec {

@@ -299,8 +299,7 @@ mod tests {
     #[test]
     fn what_unpacks_writes_to_its_room_alone() {
         if program("bwrap").is_none() || !rustix::process::getuid().is_root() {
-            eprintln!("skipped: no bwrap (package bubblewrap), or not root");
-            return;
+            memfold_testkit::skip!("no bwrap (package bubblewrap), or not root");
         }
         let (room, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let script = format!(
@@ -325,8 +324,7 @@ mod tests {
             || program("bwrap").is_none()
             || !rustix::process::getuid().is_root()
         {
-            eprintln!("skipped: no dpkg-deb or no bwrap, or not root");
-            return;
+            memfold_testkit::skip!("no dpkg-deb or no bwrap, or not root");
         }
         let place = tempfile::tempdir().unwrap();
         for (name, directory) in [("one", "usr/lib/one"), ("two", "lib/two")] {

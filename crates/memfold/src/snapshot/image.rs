@@ -627,7 +627,7 @@ mod tests {
     fn pages_in_swap_are_saved() {
         let _swap = match Swap::on() {
             Ok(swap) => swap,
-            Err(why) => return println!("skipped: no swap: {why}"),
+            Err(why) => memfold_testkit::skip!("no swap: {why}"),
         };
         let (memory, source) = block(700);
         memory

@@ -501,7 +501,9 @@ mod tests {
         let mut files = Vec::new();
         match huge_file(&format!("{name}0")) {
             Ok(file) => files.push(file),
-            Err(error) => println!("skipped: the store in a tmpfs: {error}"),
+            Err(error) => {
+                memfold_testkit::report_skip(&format!("in part: no store in a tmpfs: {error}"))
+            }
         }
         files.push(memfd(&format!("{name}{}", files.len())).unwrap());
         let stores = files.into_iter().map(|file| Store::from_file(file, cap));

@@ -377,8 +377,7 @@ mod tests {
     #[test]
     fn a_library_that_lacks_a_userfaultfd_is_given_the_device() {
         if File::options().read(true).write(true).open(DEVICE).is_err() {
-            println!("skipped: {DEVICE} can't be opened");
-            return;
+            memfold_testkit::skip!("{DEVICE} can't be opened");
         }
         let Reply::Hello {
             version,

@@ -527,8 +527,7 @@ fn over_tls_the_session_s_cookie_is_for_this_host_and_tls_alone() {
     };
     let made = make(&certificate, &key);
     if !made.as_ref().is_ok_and(|output| output.status.success()) {
-        println!("skipped: openssl can't make a certificate: {made:?}");
-        return;
+        memfold_testkit::skip!("openssl can't make a certificate: {made:?}");
     }
     let tls = ["--tls-cert", &certificate, "--tls-key", &key];
     let door = Door::open(&tls);
@@ -651,8 +650,7 @@ fn hold_as_nobody(socket: &Path, group: &str) -> Child {
 #[test]
 fn behind_the_socket_the_kernel_says_who_may_what() {
     if !rustix::process::getuid().is_root() {
-        println!("skipped: only root can be somebody else");
-        return;
+        memfold_testkit::skip!("only root can be somebody else");
     }
     // Groups that every Debian has; nobody is a member of them here.
     let daemon = Daemon::start_with(&["--read-group", "games", "--operate-group", "news"]);
@@ -684,7 +682,7 @@ fn behind_the_socket_the_kernel_says_who_may_what() {
         .permissions()
         .mode();
     if memfold::api::Groups::find(None, None).unwrap().any() {
-        println!("skipped in part: this host has the usual groups");
+        memfold_testkit::report_skip("in part: this host has memfold's groups");
     } else {
         assert_eq!(mode & 0o777, 0o600);
     }

@@ -31,8 +31,7 @@ impl Authority {
     /// `None` where there is no openssl.
     fn new() -> Option<Self> {
         if Command::new("openssl").arg("version").output().is_err() {
-            println!("skipped: openssl is not installed");
-            return None;
+            return memfold_testkit::reports_skip("openssl is not installed");
         }
         let directory = tempfile::tempdir().unwrap();
         let place = directory.path();
@@ -333,8 +332,7 @@ impl Etcd {
                 std::env::var_os("MEMFOLD_REAL").is_none(),
                 "no etcd: scripts/setup tests"
             );
-            println!("skipped: no etcd; scripts/setup tests");
-            return None;
+            return memfold_testkit::reports_skip("no etcd; scripts/setup tests");
         };
         let directory = tempfile::tempdir().unwrap();
         let free = || TcpListener::bind("127.0.0.1:0").unwrap();

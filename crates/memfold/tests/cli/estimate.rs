@@ -7,8 +7,7 @@ use crate::support::{Daemon, code, err, out, refused, run};
 #[test]
 fn an_estimate_needs_no_daemon_and_takes_names_and_domains_from_one() {
     if !rustix::process::getuid().is_root() {
-        println!("skipped: other processes' memory needs root");
-        return;
+        memfold_testkit::skip!("other processes' memory needs root");
     }
     let daemon = Daemon::start();
     let names = ["a", "b"].map(|name| format!("estimate-{name}-{}", std::process::id()));
@@ -95,8 +94,7 @@ fn a_program_is_split_by_how_it_is_mapped() {
 #[test]
 fn fingerprints_of_two_hosts_are_made_with_one_key_and_compared() {
     if !rustix::process::getuid().is_root() {
-        println!("skipped: other processes' memory needs root");
-        return;
+        memfold_testkit::skip!("other processes' memory needs root");
     }
     let daemon = Daemon::start();
     for name in ["one", "two"] {

@@ -72,8 +72,7 @@ fn sockets(pid: Pid) -> String {
 fn by_iscsi_a_host_lends_from_the_start_as_it_is_configured() {
     let tgtd = Command::new("tgtd").arg("--version").output();
     if !tgtd.is_ok_and(|said| said.status.success()) {
-        println!("skipped: no tgtd");
-        return;
+        memfold_testkit::skip!("no tgtd");
     }
     let lend = ["--lend", "64M", "--lend-transport", "iscsi"];
     let mut host = Daemon::start_with(&[&["--host", "a"], &lend[..]].concat());

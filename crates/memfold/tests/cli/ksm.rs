@@ -7,8 +7,7 @@ use crate::support::{Daemon, code, err, out, refused, run};
 #[test]
 fn ksm_is_shown_and_explained_with_a_daemon_and_without() {
     if !std::path::Path::new("/sys/kernel/mm/ksm/run").exists() {
-        println!("skipped: no KSM here");
-        return;
+        memfold_testkit::skip!("no KSM here");
     }
     let daemon = Daemon::start();
     // QEMUs of others on this host have names too.

@@ -16,15 +16,16 @@ pub fn lender(host: &str, more: &[&str], lend: &[&str]) -> Option<Daemon> {
     let daemon = Daemon::start_with(&[&["--host", host], more].concat());
     let output = daemon.run(&[&["lend", "--max", "256M"], lend].concat());
     if code(&output) == 3 {
-        println!("skipped: {}", err(&output));
-        return None;
+        return memfold_testkit::reports_skip(&err(&output));
     }
     assert_eq!(code(&output), 0, "{}", err(&output));
     let end = Instant::now() + Duration::from_secs(30);
     while daemon.json(&["lend"])["offer_bytes"] != 256 * MIB {
         if Instant::now() > end {
-            println!("skipped: nothing to spare here: {}", daemon.json(&["lend"]));
-            return None;
+            return memfold_testkit::reports_skip(&format!(
+                "nothing to spare here: {}",
+                daemon.json(&["lend"])
+            ));
         }
         std::thread::sleep(Duration::from_millis(50));
     }

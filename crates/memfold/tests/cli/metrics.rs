@@ -37,7 +37,7 @@ fn tool(name: &str) -> Option<PathBuf> {
         "no {name}: scripts/setup tests"
     );
     if found.is_none() {
-        println!("skipped: no {name}; scripts/setup tests");
+        memfold_testkit::report_skip(&format!("no {name}; scripts/setup tests"));
     }
     found
 }

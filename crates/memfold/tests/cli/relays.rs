@@ -290,13 +290,13 @@ fn a_relay_may_be_killed_or_stand_still_and_outlives_its_daemon() {
 
 #[test]
 fn a_host_lends_from_the_start_what_its_configuration_says_until_somebody_says_otherwise() {
+    // Asked of another daemon: that this one lends nothing is the defect that the test is for.
+    let able = Daemon::start_with(&["--host", "x"]).run(&["lend", "--max", "64M"]);
+    if code(&able) == 3 {
+        memfold_testkit::skip!("{}", err(&able));
+    }
     let mut host = Daemon::start_with(&["--host", "a", "--lend", "64M"]);
     let lends = |host: &Daemon| host.json(&["lend"])["max_bytes"].as_u64();
-    let output = host.run(&["lend"]);
-    if out(&output).contains("lends nothing") {
-        println!("skipped: {}", err(&output));
-        return;
-    }
     let again = |host: &mut Daemon| {
         host.child.kill().unwrap();
         host.child.wait().unwrap();

@@ -405,8 +405,7 @@ fn doctor_finds_this_qemu_and_keeps_its_verdict_on_kvm() {
 fn a_booted_guest_of_another_user_is_folded_and_shuts_down_when_asked() {
     let images = memfold::host::guest_images().unwrap_or_default();
     let (Some(image), Ok(_)) = (images.get("trixie-a"), memfold::host::library()) else {
-        eprintln!("skipped: no guest image trixie-a, or the library is not built");
-        return;
+        memfold_testkit::skip!("no guest image trixie-a, or the library is not built");
     };
     let state = tempfile::tempdir().unwrap();
     let mut spec = VmSpec::new("guest", ByteSize::mib(512));

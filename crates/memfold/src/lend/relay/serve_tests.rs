@@ -375,8 +375,7 @@ fn exported(directory: &std::path::Path, listen: Listen, id: u64, bytes: u64) ->
     let mut export = match Export::start(directory, listen, LeaseId(id), bytes, PATIENCE) {
         Ok(export) => export,
         Err(ExportError::Missing(error)) => {
-            println!("skipped: {error}");
-            return None;
+            return memfold_testkit::reports_skip(&error.to_string());
         }
         Err(error) => panic!("{error}"),
     };

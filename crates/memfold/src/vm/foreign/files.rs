@@ -172,8 +172,7 @@ mod tests {
     fn a_file_is_copied_with_its_users_rights() {
         use std::os::unix::fs::PermissionsExt;
         if !rustix::process::getuid().is_root() {
-            println!("skipped: only root can become another user");
-            return;
+            memfold_testkit::skip!("only root can become another user");
         }
         let place = tempfile::tempdir().unwrap();
         fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
