@@ -291,9 +291,24 @@ mod tests {
             });
         }
         batch.flush();
-        for message in batch.take_ready() {
-            let frame = memfold_wire::encode(&message).unwrap();
-            memfold_wire::frame::decode_body::<FromAgent>(&frame[4..]).unwrap();
+        let ready = batch.take_ready();
+        for message in &ready {
+            let frame = memfold_wire::encode(message).unwrap();
+            let decoded = memfold_wire::frame::decode_body::<FromAgent>(&frame[4..]).unwrap();
+            assert_eq!(decoded, *message);
         }
+        // Nothing is left out to keep the limits.
+        let mut counts = [0; 5];
+        for message in &ready {
+            match message {
+                FromAgent::Files(files) => counts[0] += files.len(),
+                FromAgent::Hints(runs) => counts[1] += runs.len(),
+                FromAgent::Gone(runs) => counts[2] += runs.len(),
+                FromAgent::Dirty(ranges) => counts[3] += ranges.len(),
+                FromAgent::Clean(ranges) => counts[4] += ranges.len(),
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(counts, [20_000; 5]);
     }
 }

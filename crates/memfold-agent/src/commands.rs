@@ -261,29 +261,61 @@ impl Task {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::{Duration, Instant};
+    use memfold_testkit::wait_until;
+    use std::time::Duration;
 
-    fn finish(commands: &Commands, count: usize) -> (Vec<u8>, Vec<(u32, i32)>) {
-        let (mut out, mut codes) = (Vec::new(), Vec::new());
-        let start = Instant::now();
-        while codes.len() < count {
-            assert!(start.elapsed() < Duration::from_secs(20));
-            match commands.next() {
-                Some(FromAgent::Output { bytes, .. }) => out.extend(bytes),
-                Some(FromAgent::Exited { command, code }) => codes.push((command, code)),
-                _ => std::thread::sleep(Duration::from_millis(1)),
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    /// What commands said on standard output and on standard error, and their exit codes.
+    #[derive(Default)]
+    struct Heard {
+        out: Vec<u8>,
+        err: Vec<u8>,
+        codes: Vec<(u32, i32)>,
+    }
+
+    impl Heard {
+        fn hear(&mut self, commands: &Commands) {
+            while let Some(message) = commands.next() {
+                match message {
+                    FromAgent::Output { stream, bytes, .. } => match stream {
+                        OutputStream::Stdout => self.out.extend(bytes),
+                        OutputStream::Stderr => self.err.extend(bytes),
+                    },
+                    FromAgent::Exited { command, code } => self.codes.push((command, code)),
+                    other => panic!("{other:?}"),
+                }
             }
         }
-        (out, codes)
+
+        fn of(commands: &Commands, count: usize) -> Self {
+            let mut heard = Self::default();
+            wait_until("so many commands have ended", LIMIT, || {
+                heard.hear(commands);
+                heard.codes.len() >= count
+            });
+            heard
+        }
+
+        fn lines(&self) -> Vec<&str> {
+            std::str::from_utf8(&self.out).unwrap().lines().collect()
+        }
+    }
+
+    /// Whether a process is there, and not only for its parent to learn of its end.
+    fn is_running(pid: &str) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
+        stat.is_ok_and(|stat| !stat.contains(") Z "))
     }
 
     #[test]
     fn output_comes_whole_and_with_the_exit_code() {
         let commands = Commands::new().unwrap();
         commands.run(1, "seq 1 200000; echo end >&2; exit 3".into());
-        let (out, codes) = finish(&commands, 1);
-        assert_eq!(out.len(), 1_288_895 + 4);
-        assert_eq!(codes, [(1, 3)]);
+        let heard = Heard::of(&commands, 1);
+        assert_eq!(heard.out.len(), 1_288_895);
+        assert_eq!(heard.err, b"end\n");
+        assert_eq!(heard.codes, [(1, 3)]);
         assert!(lock(&commands.running).is_empty());
     }
 
@@ -291,25 +323,19 @@ mod tests {
     fn commands_know_where_the_agent_is() {
         let commands = Commands::new().unwrap();
         commands.run(1, "echo \"$MEMFOLD_AGENT\"".into());
-        let (out, codes) = finish(&commands, 1);
-        assert_eq!(codes, [(1, 0)]);
+        let heard = Heard::of(&commands, 1);
+        assert_eq!(heard.codes, [(1, 0)]);
         let own = std::env::current_exe().unwrap();
-        assert_eq!(String::from_utf8_lossy(&out).trim(), own.to_str().unwrap());
+        assert_eq!(heard.lines(), [own.to_str().unwrap()]);
     }
 
     #[test]
     fn a_child_left_behind_does_not_keep_the_command_open() {
         let commands = Commands::new().unwrap();
         commands.run(1, "sleep 30 & echo $!".into());
-        let (out, codes) = finish(&commands, 1);
-        assert_eq!(codes, [(1, 0)]);
-        let pid = String::from_utf8(out)
-            .unwrap()
-            .trim()
-            .parse()
-            .ok()
-            .and_then(Pid::from_raw)
-            .unwrap();
+        let heard = Heard::of(&commands, 1);
+        assert_eq!(heard.codes, [(1, 0)]);
+        let pid = Pid::from_raw(heard.lines()[0].parse().unwrap()).unwrap();
         rustix::process::kill_process(pid, Signal::KILL).unwrap();
     }
 
@@ -317,13 +343,20 @@ mod tests {
     fn killing_reaches_the_children_and_too_many_are_refused() {
         let commands = Commands::new().unwrap();
         for i in 0..17 {
-            commands.run(i, "sleep 100 | sleep 100".into());
+            commands.run(i, "sleep 100 & echo $!; wait".into());
         }
-        let (_, codes) = finish(&commands, 1);
-        assert_eq!(codes, [(16, 127)]);
-        std::thread::sleep(Duration::from_millis(300));
+        let mut heard = Heard::default();
+        wait_until("sixteen run and one is refused", LIMIT, || {
+            heard.hear(&commands);
+            heard.lines().len() == 16 && heard.codes == [(16, 127)]
+        });
+        let children = heard.lines();
+        assert!(children.iter().all(|pid| is_running(pid)), "{children:?}");
         (0..16).for_each(|i| commands.kill(i));
-        let (_, codes) = finish(&commands, 16);
-        assert!(codes.iter().all(|c| c.1 == 137));
+        let codes = Heard::of(&commands, 16).codes;
+        assert!(codes.iter().all(|c| c.1 == 137), "{codes:?}");
+        wait_until("no child is left", LIMIT, || {
+            !children.iter().any(|pid| is_running(pid))
+        });
     }
 }
