@@ -25,7 +25,16 @@ impl<T> Default for Joined<T> {
 impl<T: Clone> Joined<T> {
     /// What was begun after this call, by `make` if nobody else has. After a failure, the next who waits tries again.
     pub fn get<E>(&self, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
-        let before = self.begun.load(Ordering::SeqCst);
+        self.begun_after(self.last_begun(), make)
+    }
+
+    /// The number of the last one that was begun, 0 before the first.
+    fn last_begun(&self) -> u64 {
+        self.begun.load(Ordering::SeqCst)
+    }
+
+    /// One with a number above `before`, made now unless there is one.
+    fn begun_after<E>(&self, before: u64, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((number, value)) = last.as_ref() {
             if *number > before {
@@ -43,31 +52,35 @@ impl<T: Clone> Joined<T> {
 mod tests {
     use super::*;
     use std::convert::Infallible;
-    use std::sync::Barrier;
-    use std::time::Duration;
 
     #[test]
     fn who_asks_gets_what_was_begun_since_and_many_at_once_get_the_same() {
-        let joined = Joined::default();
+        let joined = &Joined::default();
         let made = AtomicU64::new(0);
-        let make = || -> Result<u64, Infallible> {
-            std::thread::sleep(Duration::from_millis(300));
-            Ok(made.fetch_add(1, Ordering::SeqCst) + 1)
+        let make = || Ok::<u64, Infallible>(made.fetch_add(1, Ordering::SeqCst) + 1);
+        // In a thread each. When each has asked is given, so the count does not depend on which thread comes first.
+        let answers = |asked: Vec<u64>| -> Vec<u64> {
+            std::thread::scope(|scope| {
+                let threads: Vec<_> = asked
+                    .into_iter()
+                    .map(|before| scope.spawn(move || joined.begun_after(before, make).unwrap()))
+                    .collect();
+                threads.into_iter().map(|t| t.join().unwrap()).collect()
+            })
         };
-        let together = Barrier::new(40);
-        std::thread::scope(|scope| {
-            for _ in 0..40 {
-                scope.spawn(|| {
-                    together.wait();
-                    joined.get(make).unwrap()
-                });
-            }
+        // All of them ask before the first one is begun.
+        let asked = (0..40).map(|_| joined.last_begun()).collect();
+        assert_eq!(answers(asked), [1; 40]);
+        // These ask while the second one is made, which is older than their question.
+        let mut asked = Vec::new();
+        let second = joined.get(|| {
+            asked = (0..40).map(|_| joined.last_begun()).collect();
+            make()
         });
-        // One for the first, one for all who came meanwhile; on a busy machine some come later.
-        let at_once = made.load(Ordering::SeqCst);
-        assert!((1..=8).contains(&at_once), "{at_once}");
-        assert_eq!(joined.get(make).unwrap(), at_once + 1, "never an old one");
-        assert_eq!(joined.get(make).unwrap(), at_once + 2);
+        assert_eq!(second.unwrap(), 2);
+        assert_eq!(answers(asked), [3; 40]);
+        assert_eq!(joined.get(make).unwrap(), 4, "never an old one");
+        assert_eq!(joined.get(make).unwrap(), 5);
     }
 
     #[test]

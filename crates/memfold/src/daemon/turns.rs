@@ -51,11 +51,13 @@ impl Drop for Turn<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Barrier;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
     fn no_more_than_the_limit_at_once_and_all_in_the_end() {
         let turns = Turns::new(2);
+        let two = Barrier::new(2);
         let (now, most, all) = (
             AtomicUsize::new(0),
             AtomicUsize::new(0),
@@ -67,6 +69,9 @@ mod tests {
                     let turn = turns.take(Duration::from_secs(60));
                     assert!(turn.is_some());
                     most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                    // Two have one at once: neither goes on without another.
+                    two.wait();
+                    // A third one would come in here.
                     std::thread::sleep(Duration::from_millis(5));
                     now.fetch_sub(1, Ordering::SeqCst);
                     all.fetch_add(1, Ordering::SeqCst);
