@@ -207,9 +207,12 @@ mod tests {
         link.stream.get_mut().set_read_timeout(Some(soon)).unwrap();
         let mut say = |text: &str| writeln!(qemu, "{text}").unwrap();
         say(r#"{"QMP": {}}"#);
-        assert!(monitor.ask("query-status").is_err(), "not even greeted");
+        // No answer yet: at first none to the greeting, then none to the question.
+        let error = monitor.ask("query-status").unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
         say(r#"{"id": 1, "return": {}}"#);
-        assert!(monitor.ask("query-status").is_err());
+        let error = monitor.ask("query-status").unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
         say(r#"{"id": 2, "return": "late"}"#);
         say(r#"{"event": "RESUME"}"#);
         say(r#"{"id": 3, "return": "right"}"#);

@@ -142,6 +142,8 @@ mod tests {
     fn vendored_files_are_those_whose_digests_are_noted() {
         let notes = include_str!("../../../../web/vendor/README.md");
         let vendored = FILES.iter().filter(|f| f.0.starts_with("/vendor/"));
+        let noted = notes.lines().filter(|l| l.ends_with("` |"));
+        assert_eq!(vendored.clone().count(), noted.count());
         for (path, _, bytes) in vendored {
             let name = path.trim_start_matches("/vendor/");
             let line = notes
