@@ -332,7 +332,7 @@ fn who_is_cut_off_from_the_others_gets_nothing_and_later_nothing_twice() {
     for error in [take(&most, 1).unwrap_err(), take(&most, 1).unwrap_err()] {
         assert!(is_unusable(&error), "{error}");
     }
-    assert!(most.picture().is_err());
+    assert!(is_unusable(&most.picture().unwrap_err()));
     for server in &cluster.servers[..2] {
         server.signal(Signal::CONT);
     }
