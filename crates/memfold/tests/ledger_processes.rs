@@ -9,6 +9,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use memfold::ledger::{
     HostAccount, OwnCost, Report, StoreAccount, VmAccount, check_change, frames, shared_frames,
@@ -17,6 +18,7 @@ use memfold::ledger::{
 use memfold::store::StoreIdentity;
 use memfold::vm::{RamBlock, RamLayout, RamSlot};
 use memfold_sys::region::Mapping;
+use memfold_testkit::{patience, wait_for};
 use memfold_units::{ByteSize, Hva, PageCount, Pfn};
 use rustix::mm::Advice;
 
@@ -170,7 +172,7 @@ fn in_a_quiet_moment<E: std::fmt::Debug>(mut attempt: impl FnMut() -> Result<(),
             Ok(()) => return,
             Err(e) => last = Some(e),
         }
-        std::thread::sleep(std::time::Duration::from_millis(300));
+        std::thread::sleep(Duration::from_millis(300));
     }
     panic!("never agreed: {last:?}");
 }
@@ -281,14 +283,14 @@ fn a_vm_with_eight_thousand_mappings_is_read_in_well_under_a_second() {
     let store = memfd("store", STORE_PAGES);
     let id = StoreIdentity::of(&store).unwrap();
     let a = Actor::start(&store, 64, 16, 4000);
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     let account = a.account("a", &[id]);
-    let took = start.elapsed();
-    println!("{} mappings: {took:?}", account.mappings);
+    let (took, limit) = (start.elapsed(), patience(Duration::from_secs(1)));
+    println!("{} mappings: {took:?} of {limit:?}", account.mappings);
     assert_eq!(account.store_mappings, 4001);
     assert!(account.mappings > 8000);
     assert_eq!(account.sum_of_parts(), account.ram_bytes);
-    assert!(took.as_millis() < 1000, "{took:?}");
+    assert!(took < limit, "{took:?} of {limit:?}");
 }
 
 #[test]
@@ -320,25 +322,32 @@ fn a_real_qemu_s_sums_agree_and_its_translated_code_is_told_apart() {
         memfold_testkit::skip!("no qemu-system-x86_64");
     };
     let pid = i32::try_from(qemu.id()).unwrap();
-    std::thread::sleep(std::time::Duration::from_secs(3));
     let proc = memfold::ledger::read::Proc::default();
     // Its RAM, for want of QMP here: the private anonymous mapping of just this size or, joined with others, the first above it.
-    let ram = proc
-        .maps(pid)
-        .unwrap()
-        .into_iter()
-        .filter(|v| v.file.is_none() && v.write && !v.execute)
-        .find(|v| v.end.0 - v.start.0 >= RAM_MIB << 20)
-        .unwrap();
-    let layout = RamLayout {
-        blocks: vec![RamBlock {
-            name: "pc.ram".into(),
-            hva: ram.start,
-            pages: RAM_MIB << 8,
-        }],
-        slots: vec![],
+    let ram = || {
+        proc.maps(pid)
+            .unwrap()
+            .into_iter()
+            .filter(|v| v.file.is_none() && v.write && !v.execute)
+            .find(|v| v.end.0 - v.start.0 >= RAM_MIB << 20)
     };
     let result = std::panic::catch_unwind(|| {
+        let layout = wait_for("firmware has run", Duration::from_secs(30), || {
+            let layout = RamLayout {
+                blocks: vec![RamBlock {
+                    name: "pc.ram".into(),
+                    hva: ram().ok_or("no RAM yet".to_owned())?.start,
+                    pages: RAM_MIB << 8,
+                }],
+                slots: vec![],
+            };
+            let vm = take::vm(pid, "qemu", None, &layout, &[], &[]).unwrap();
+            if vm.private_bytes > ByteSize(0) && vm.tcg_pss_bytes > ByteSize::kib(64) {
+                Ok(layout)
+            } else {
+                Err(format!("{vm:?}"))
+            }
+        });
         in_a_quiet_moment(|| {
             let vms = vec![take::vm(pid, "qemu", None, &layout, &[], &[]).unwrap()];
             let report = Report::new(host(&vms, &[]), vms);

@@ -14,6 +14,7 @@ use memfold::snapshot::stored::{Pages, Stored};
 use memfold_qemu::Folder;
 use memfold_sys::memory;
 use memfold_sys::region::{Area, Mapping};
+use memfold_testkit::wait_until;
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Reply, VERSION};
 use rustix::process::Pid;
@@ -23,7 +24,7 @@ const PAGES: u64 = 8192;
 const FOLDED: std::ops::Range<u64> = 1000..1400;
 /// Never touched.
 const HOLE: std::ops::Range<u64> = 5000..5600;
-const WRITERS: u64 = 3;
+const WRITERS: usize = 3;
 
 fn me() -> Pid {
     rustix::process::getpid()
@@ -187,26 +188,57 @@ impl Random {
     }
 }
 
+/// How often each of the writers has written.
+#[derive(Default)]
+struct Writes {
+    by: [AtomicU64; WRITERS],
+    over: AtomicBool,
+}
+
+impl Writes {
+    fn counts(&self) -> [u64; WRITERS] {
+        self.by.each_ref().map(|n| n.load(Ordering::Relaxed))
+    }
+
+    /// Waits until each of them has written a hundred times more.
+    fn wait_for_more(&self, what: &str) {
+        let before = self.counts();
+        wait_until(what, Duration::from_secs(20), || {
+            let now = self.counts();
+            now.iter()
+                .zip(before)
+                .all(|(now, before)| *now > before + 100)
+        });
+    }
+}
+
+/// Ends the writers, also when a test fails meanwhile.
+struct End<'a>(&'a Writes);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.over.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Runs `work` while threads write to the memory all the time; how often they did.
-fn while_written<T>(ram: &Ram, seed: u64, work: impl FnOnce() -> T) -> (T, u64) {
-    let over = AtomicBool::new(false);
-    let writes = AtomicU64::new(0);
+fn while_written<T>(ram: &Ram, seed: u64, work: impl FnOnce(&Writes) -> T) -> (T, u64) {
+    let writes = Writes::default();
     let done = std::thread::scope(|scope| {
-        for writer in 0..WRITERS {
+        let _end = End(&writes);
+        for (writer, count) in (0..).zip(&writes.by) {
             let mut random = Random(seed << 8 | writer << 1 | 1);
-            let (over, writes) = (&over, &writes);
+            let over = &writes.over;
             scope.spawn(move || {
                 while !over.load(Ordering::Relaxed) {
                     ram.disturb(random.next());
-                    writes.fetch_add(1, Ordering::Relaxed);
+                    count.fetch_add(1, Ordering::Relaxed);
                 }
             });
         }
-        let done = work();
-        over.store(true, Ordering::Relaxed);
-        done
+        work(&writes)
     });
-    (done, writes.into_inner())
+    (done, writes.counts().iter().sum())
 }
 
 fn seconds() -> Duration {
@@ -225,7 +257,7 @@ fn what_is_written_to_meanwhile_is_saved_as_it_was() {
         let past = ram.keep(&plan);
         let ram_file = tempfile::tempfile().unwrap();
         let mut sums = tempfile::tempfile().unwrap();
-        let ((), written) = while_written(&ram, rounds + 1, || {
+        let ((), written) = while_written(&ram, rounds + 1, |_| {
             let mut writer = Writer::new(&plan, &ram_file).unwrap();
             let progress = Progress::default();
             writer.block(&plan, 0, Some(&past), &progress).unwrap();
@@ -280,12 +312,11 @@ fn nothing_is_exchanged_meanwhile_and_everything_goes_on_afterwards() {
     );
     assert!(matches!(again, Reply::Error { .. }), "{again:?}");
     // A daemon that dies while writers wait keeps nobody waiting.
-    let ((), writes) = while_written(&ram, 1, || {
-        std::thread::sleep(Duration::from_millis(500));
+    while_written(&ram, 1, |writes| {
+        writes.wait_for_more("each writer writes");
         ram.folder.disconnected();
-        std::thread::sleep(Duration::from_millis(1500));
+        writes.wait_for_more("each writer goes on without the daemon");
     });
-    assert!(writes > 0);
     ram.ok(&Order::TrackWrites, None);
     ram.ok(&Order::UntrackWrites, None);
     ram.ok(&Order::ForgetPast, None);
@@ -322,8 +353,9 @@ fn a_file_that_has_no_room_for_the_past_ends_it_and_the_writers_go_on() {
     memory::read(me(), at, &mut buffer).unwrap();
     let error = past.settle(at, &mut buffer).unwrap_err();
     assert!(error.to_string().contains("room"), "{error}");
-    let ((), writes) = while_written(&ram, 5, || std::thread::sleep(Duration::from_secs(1)));
-    assert!(writes > 0);
+    while_written(&ram, 5, |writes| {
+        writes.wait_for_more("each writer goes on")
+    });
     ram.ok(&Order::ForgetPast, None);
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::fs::{Permissions, read_to_string, set_permissions};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -10,6 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use memfold_testkit::patience;
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
 use serde_json::{Value, json};
 
@@ -388,13 +389,12 @@ fn requests_are_bounded_in_length_time_and_number() {
     // One that never says what it wants is let go.
     let mut silent = TcpStream::connect(&door.host).unwrap();
     silent
-        .set_read_timeout(Some(Duration::from_secs(30)))
+        .set_read_timeout(Some(patience(Duration::from_secs(25))))
         .unwrap();
     silent.write_all(b"GET /v1/vms HTTP/1.1\r\nhost:").unwrap();
-    let began = Instant::now();
-    let mut rest = Vec::new();
-    let _ = silent.read_to_end(&mut rest);
-    assert!(began.elapsed() < Duration::from_secs(25));
+    if let Err(error) = silent.read_to_end(&mut Vec::new()) {
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset, "not let go");
+    }
     // More connections than there are places keep nobody of this host out, and no other address.
     let held: Vec<TcpStream> = (0..400)
         .map(|_| connect_from([127, 0, 0, 2].into(), &door.host))

@@ -190,7 +190,13 @@ fn no_command_is_missing_in_this_test() {
             .filter(|name| name != "help")
             .collect()
     };
-    for name in listed(&["--help"]) {
+    let names = listed(&["--help"]);
+    let (mut tested, mut found) = (COMMANDS.map(|(c, ..)| c[0]).to_vec(), names.clone());
+    tested.sort_unstable();
+    tested.dedup();
+    found.sort_unstable();
+    assert_eq!(found, tested);
+    for name in names {
         let below = listed(&[&name, "--help"]);
         let known = |word: &str| COMMANDS.iter().any(|(c, ..)| c.contains(&word));
         assert!(known(&name), "'memfold {name}' is not tested");
@@ -389,7 +395,7 @@ fn json_goes_to_a_file_beside_the_text() {
         (&["fold", "status"], "page"),
         (&["vm", "list"], "no VMs"),
         (&["debt"], "reserve"),
-        (&["leases"], ""),
+        (&["leases"], "this host is"),
     ] {
         let output = daemon.run(&[command, &[&option]].concat());
         assert_eq!(code(&output), 0, "{command:?}: {}", err(&output));
