@@ -12,6 +12,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_sys::{descriptor, memory};
+use memfold_testkit::{patience, wait_until};
 use memfold_units::Hva;
 use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range, Reply, VERSION};
 use memfold_wire::{Decoder, encode};
@@ -149,7 +150,7 @@ impl Vm {
             ram: 0,
             folder,
         };
-        let end = Instant::now() + Duration::from_secs(60);
+        let end = Instant::now() + patience(Duration::from_secs(60));
         while Instant::now() < end {
             if let Some(status) = vm.process.try_wait().unwrap() {
                 println!("QEMU with -accel {accel} ended by itself: {status}");
@@ -346,10 +347,9 @@ fn a_daemon_that_dies_while_the_vm_is_stopped_leaves_it_running() {
         // The library serves the next daemon when the order has ended.
         vm.connect().greet(&vm, &store);
         assert_eq!(qmp.ask("query-status")["status"], "running");
-        let end = Instant::now() + Duration::from_secs(60);
-        while vm.words(TABLE, 64) == before {
-            assert!(Instant::now() < end, "the guest counts no more");
-        }
+        wait_until("the guest counts on", Duration::from_secs(60), || {
+            vm.words(TABLE, 64) != before
+        });
     }
 }
 
@@ -436,13 +436,11 @@ fn counts_stay_right(accel: &str, extra: &[&str]) {
     };
     let zero = client.order(&zero, None);
     let running = vm.words(TABLE, 64);
-    let end = Instant::now() + Duration::from_secs(60);
-    while running == vm.words(TABLE, 64) {
-        assert!(Instant::now() < end, "the guest no longer counts");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    wait_until("the guest counts on", Duration::from_secs(60), || {
+        vm.words(TABLE, 64) != running
+    });
+    // QEMU answers when its vCPUs stand still.
     vm.stop();
-    std::thread::sleep(Duration::from_millis(100));
     let table = vm.words(TABLE, 64);
     let wrong: Vec<_> = (0..64u64)
         .map(|page| {

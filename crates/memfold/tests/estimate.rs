@@ -19,6 +19,7 @@ use memfold::estimate::{
     EstimateError, EstimateReport, FileRun, KnownFile, Options, Pace, Range, Target, estimate,
 };
 use memfold_sys::region::{Area, Mapping};
+use memfold_testkit::patience;
 use memfold_units::PAGE_SIZE;
 use rustix::mm::Advice;
 
@@ -375,7 +376,7 @@ fn who_has_no_time_says_how_much_was_read_and_promises_no_more_than_there_is() {
     let how = report.how;
     println!("{how:?} {:?}", report.domains);
     assert!(how.read_percent < 90.0 && how.read_percent > 0.0);
-    assert!(how.seconds < 4.0);
+    assert!(how.seconds < patience(Duration::from_secs(4)).as_secs_f64());
     let d = &report.domains[0];
     assert!(d.within.bytes <= 2 * (PAIRS + IN_HUGE) * PAGE_SIZE);
     assert!(d.between.bytes <= COMMON * PAGE_SIZE);

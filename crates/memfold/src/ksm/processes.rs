@@ -291,13 +291,8 @@ mod tests {
         fs::write(&stat, "ksm_mergeable: no\n").unwrap();
         fs::remove_file(&stat).unwrap();
         fs::write(&stat, "ksm_mergeable: yes\n").unwrap();
-        let end = std::time::Instant::now() + Duration::from_secs(60);
-        let found = loop {
-            match mergeable(root) {
-                Ok(found) => break found,
-                Err(error) => assert!(std::time::Instant::now() < end, "{error}"),
-            }
-        };
+        let limit = Duration::from_secs(60);
+        let found = memfold_testkit::wait_for("the file is read", limit, || mergeable(root));
         assert_eq!(found[0].pid, 5);
     }
 }

@@ -1,3 +1,5 @@
+use memfold_testkit::patience;
+
 use super::*;
 
 fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, Proc) {
@@ -148,8 +150,11 @@ fn eight_thousand_mappings_are_read_in_well_under_a_second() {
     let (_tree, proc) = tree(&[("5/smaps", &text)]);
     let start = std::time::Instant::now();
     assert_eq!(proc.smaps(5).unwrap().len(), 8000);
-    let took = start.elapsed();
-    assert!(took.as_millis() < 500, "{took:?}");
+    let (took, limit) = (
+        start.elapsed(),
+        patience(std::time::Duration::from_millis(500)),
+    );
+    assert!(took < limit, "{took:?} of {limit:?}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use memfold_testkit::patience;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::etcd::EtcdRegistry;
@@ -157,12 +158,9 @@ impl Cluster {
     }
 }
 
-fn wait(what: &str, mut ready: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
-    while !ready() {
-        assert!(Instant::now() < end, "waited in vain: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+#[track_caller]
+fn wait(what: &str, ready: impl FnMut() -> bool) {
+    memfold_testkit::wait_until(what, Duration::from_secs(60), ready);
 }
 
 /// Time passes by itself; `more` is what etcd takes to see that.
@@ -308,7 +306,7 @@ fn who_is_cut_off_from_the_others_gets_nothing_and_later_nothing_twice() {
         let (refused, after) = waiting.join().unwrap();
         assert!(is_unusable(&refused.unwrap_err()));
         // Two tries of 3 s; without a limit it waits as long as the cut lasts.
-        assert!(after < Duration::from_secs(20), "{after:?}");
+        assert!(after < patience(Duration::from_secs(20)), "{after:?}");
     });
     cluster.servers[0].signal(Signal::CONT);
     // The one that waited was compared, and came to nothing.
@@ -394,7 +392,7 @@ fn no_export_outlives_its_deadline_when_etcd_stands_still() {
         short_guests: Arc::default(),
     };
     let host = Lender::start(options, registry.clone()).unwrap();
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + patience(Duration::from_secs(30));
     while host.status().offer_bytes < 64 * MIB {
         if Instant::now() > end {
             memfold_testkit::skip!("nothing to spare here: {:?}", host.status());
@@ -417,7 +415,7 @@ fn no_export_outlives_its_deadline_when_etcd_stands_still() {
     let after = taken.elapsed();
     println!("ended {after:?} after it was taken for {ttl:?}");
     // Its thread may be waiting for etcd just then, 3 s at most; and this machine may be busy. Etcd stands still all the while.
-    assert!(after >= ttl && after < ttl + Duration::from_secs(30));
+    assert!(after >= ttl && after < ttl + patience(Duration::from_secs(30)));
     // Nobody is given these bytes before etcd has heard that they are free.
     cluster.servers[0].signal(Signal::CONT);
     wait("etcd knows", || {

@@ -49,12 +49,9 @@ fn resident_bytes(pid: u32) -> u64 {
     pages.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
 }
 
-fn wait(what: &str, mut ready: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
-    while !ready() {
-        assert!(Instant::now() < end, "waited in vain: {what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+#[track_caller]
+fn wait(what: &str, ready: impl FnMut() -> bool) {
+    memfold_testkit::wait_until(what, Duration::from_secs(60), ready);
 }
 
 #[test]

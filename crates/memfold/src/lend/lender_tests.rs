@@ -1,5 +1,6 @@
 use std::process::Command;
 
+use memfold_testkit::{patience, wait_for, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::super::calls::{Call, CallRegistry, answer};
@@ -32,7 +33,7 @@ fn host(max_bytes: u64) -> Option<Host> {
         short_guests: Arc::default(),
     };
     let lender = Lender::start(options, registry.clone()).unwrap();
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + patience(Duration::from_secs(30));
     while lender.status().offer_bytes < max_bytes {
         if Instant::now() > end {
             return memfold_testkit::reports_skip(&format!(
@@ -61,16 +62,15 @@ impl Host {
         self.registry.take(&want, ttl).unwrap()
     }
 
+    #[track_caller]
     fn wait(&self, what: &str, mut ready: impl FnMut(&Self) -> bool) {
-        let end = Instant::now() + Duration::from_secs(120);
-        while !ready(self) {
-            assert!(
-                Instant::now() < end,
-                "in vain: {what}: {:?}",
-                self.lender.status()
-            );
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_for(what, Duration::from_secs(120), || {
+            if ready(self) {
+                Ok(())
+            } else {
+                Err(self.lender.status())
+            }
+        });
     }
 
     fn wait_exported(&self, id: LeaseId) -> PathBuf {
@@ -274,11 +274,10 @@ fn take(registry: &SqliteRegistry) -> Lease {
 }
 
 fn look_until_exported(registry: &SqliteRegistry, work: &mut Work, id: LeaseId) {
-    let end = Instant::now() + Duration::from_secs(60);
-    while registry.endpoint(id, "b").unwrap().is_none() {
-        assert!(Instant::now() < end);
+    wait_until("it is exported", Duration::from_secs(60), || {
         work.keep_up().unwrap();
-    }
+        registry.endpoint(id, "b").unwrap().is_some()
+    });
 }
 
 #[test]

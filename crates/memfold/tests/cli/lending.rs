@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use memfold::vm::Qmp;
+use memfold_testkit::patience;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -19,7 +20,7 @@ pub fn lender(host: &str, more: &[&str], lend: &[&str]) -> Option<Daemon> {
         return memfold_testkit::reports_skip(&err(&output));
     }
     assert_eq!(code(&output), 0, "{}", err(&output));
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + patience(Duration::from_secs(30));
     while daemon.json(&["lend"])["offer_bytes"] != 256 * MIB {
         if Instant::now() > end {
             return memfold_testkit::reports_skip(&format!(
@@ -284,7 +285,7 @@ fn a_lender_that_dies_or_hangs_costs_no_byte() {
         // Waits for the lender as the guest would.
         vm.read(1, 0);
         assert!(
-            begun.elapsed() < Duration::from_secs(20),
+            begun.elapsed() < patience(Duration::from_secs(20)),
             "{:?}",
             begun.elapsed()
         );

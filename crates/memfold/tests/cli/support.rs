@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use memfold::vm::Qmp;
 use rustix::process::{Pid, Signal, kill_process};
@@ -49,12 +49,10 @@ pub fn refused(output: &Output, wanted: i32, words: &[&str]) {
     }
 }
 
-pub fn wait(what: &str, mut ready: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(180);
-    while !ready() {
-        assert!(Instant::now() < end, "waited in vain: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+/// Waits as long as anything here may take.
+#[track_caller]
+pub fn wait(what: &str, ready: impl FnMut() -> bool) {
+    memfold_testkit::wait_until(what, Duration::from_secs(180), ready);
 }
 
 /// `memfold serve` in a directory of its own; VMs and daemon end with it.

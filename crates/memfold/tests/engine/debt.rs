@@ -6,6 +6,7 @@ use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
 use memfold::fold::{Command, Owed, VmOwed};
+use memfold_testkit::wait_until;
 use memfold_wire::agent::{FromAgent, PfnRun};
 
 use super::harness::{PAGE, RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
@@ -99,11 +100,9 @@ fn a_braked_engine_folds_nothing_more_keeps_what_is_folded_and_goes_on_when_it_m
     // It still looks at the kernel's tables by itself: counters alone, without asking for a look, follow.
     a.fill(0, 64, 73);
     engine.say(1, FromAgent::Gone(vec![]));
-    let end = std::time::Instant::now() + Duration::from_secs(20);
-    while of(&owed(&engine, false, false), 1).folded_pages > 0 {
-        assert!(std::time::Instant::now() < end, "no look of its own");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_until("it looks by itself", Duration::from_secs(20), || {
+        of(&owed(&engine, false, false), 1).folded_pages == 0
+    });
     assert_eq!(of(&owed(&engine, false, false), 2).folded_pages, 64);
     braked(&engine, None);
     let stats = engine.wait("folded", |s| vm(s, 2).matched_folded_pages >= 128);

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use memfold::fold::{
     Command, Engine, EngineSettings, EngineStats, Guest, GuestError, VmId, VmStats,
@@ -13,6 +13,7 @@ use memfold::fold::{
 use memfold::vm::{RamBlock, RamLayout, RamSlot};
 use memfold_qemu::Folder;
 use memfold_sys::pagemap::Pagemap;
+use memfold_testkit::wait_for;
 use memfold_units::{Hva, Pfn};
 use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
 use memfold_wire::library::{Advice, Freeze, Order, Reply, VERSION};
@@ -273,16 +274,12 @@ impl Running {
         stats.recv().unwrap()
     }
 
+    #[track_caller]
     pub fn wait(&self, what: &str, done: impl Fn(&EngineStats) -> bool) -> EngineStats {
-        let end = Instant::now() + Duration::from_secs(120);
-        loop {
+        wait_for(what, Duration::from_secs(120), || {
             let stats = self.stats();
-            if done(&stats) {
-                return stats;
-            }
-            assert!(Instant::now() < end, "never came: {what}\n{stats:#?}");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+            if done(&stats) { Ok(stats) } else { Err(stats) }
+        })
     }
 }
 

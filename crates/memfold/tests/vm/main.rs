@@ -14,6 +14,7 @@ use memfold::vm::{
     AccelChoice, Aio, CacheMode, DiskSpec, MachineError, Qmp, RamLayout, StopKind, Vm, VmDirectory,
     VmSpec,
 };
+use memfold_testkit::{patience, wait_for, wait_until};
 use memfold_units::{ByteSize, Gpa, PAGE_BYTES};
 use memfold_wire::library::{Order, Range, Reply};
 use serde_json::json;
@@ -72,11 +73,9 @@ impl Foreign {
             .spawn()
             .unwrap();
         let foreign = Self { child, dir };
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while Qmp::connect(&foreign.qmp(), Duration::from_secs(2)).is_err() {
-            assert!(Instant::now() < deadline, "QEMU did not start");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_for("QEMU starts", Duration::from_secs(60), || {
+            Qmp::connect(&foreign.qmp(), Duration::from_secs(2)).map(drop)
+        });
         foreign
     }
 
@@ -387,7 +386,7 @@ fn doctor_finds_this_qemu_and_keeps_its_verdict_on_kvm() {
     let second = memfold::host::HostFacts::probe(state.path());
     assert_eq!(first.kvm, second.kvm);
     assert!(
-        began.elapsed() < Duration::from_secs(20),
+        began.elapsed() < patience(Duration::from_secs(20)),
         "{:?} after {took:?}",
         began.elapsed()
     );
@@ -425,11 +424,9 @@ fn a_booted_guest_of_another_user_is_folded_and_shuts_down_when_asked() {
         "{status}"
     );
     let log = vm.0.directory().unwrap().console_log();
-    let deadline = Instant::now() + Duration::from_secs(120);
-    while !String::from_utf8_lossy(&fs::read(&log).unwrap_or_default()).contains("root@") {
-        assert!(Instant::now() < deadline, "the guest did not boot");
-        std::thread::sleep(Duration::from_millis(200));
-    }
+    wait_until("the guest has booted", Duration::from_secs(120), || {
+        String::from_utf8_lossy(&fs::read(&log).unwrap_or_default()).contains("root@")
+    });
     let mut qmp = vm.0.qmp().unwrap();
     let layout = vm.0.layout(&mut qmp).unwrap();
     assert!(layout.pages() > (500 << 8), "{layout:?}");

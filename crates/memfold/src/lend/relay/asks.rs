@@ -157,12 +157,9 @@ mod tests {
 
     fn hear(running: &Running, ask: &Ask) -> io::Result<Answer> {
         let mut asked = running.ask(ask)?;
-        loop {
-            if let Some(answer) = asked.answer()? {
-                return Ok(answer);
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        memfold_testkit::wait_for("the relay answers", Duration::from_secs(60), || {
+            asked.answer().transpose().ok_or("nothing yet")
+        })
     }
 
     #[test]

@@ -4,6 +4,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
+use memfold_testkit::{patience, wait_until};
+
 use super::super::super::export::{Export, ExportError, Listen, TcpListen};
 use super::super::super::registry::{Address, LeaseId};
 use super::super::super::wire::PATIENCE;
@@ -220,7 +222,7 @@ fn every_lie_is_an_error_and_never_bytes() {
             let is_true = lie == Lie::SaysTooMuch && got == Ok(pattern(2, 2)[..B].to_vec());
             assert!(got == Err(EIO) || is_true, "{lie:?}");
             assert!(
-                begun.elapsed() < PATIENCE + Duration::from_secs(2),
+                begun.elapsed() < patience(PATIENCE + Duration::from_secs(2)),
                 "{lie:?} {:?}",
                 begun.elapsed()
             );
@@ -243,7 +245,10 @@ fn a_silent_lender_is_waited_for_as_long_as_was_said_last() {
     served.patience.set(longer.as_millis().try_into().unwrap());
     assert_eq!(served.hear().error, EIO);
     let waited = begun.elapsed();
-    assert!(waited >= longer && waited < longer * 2, "{waited:?}");
+    assert!(
+        waited >= longer && waited < patience(longer * 2),
+        "{waited:?}"
+    );
     assert_eq!(served.end().unwrap_err().why, Why::Silent);
 }
 
@@ -379,9 +384,9 @@ fn exported(directory: &std::path::Path, listen: Listen, id: u64, bytes: u64) ->
         }
         Err(error) => panic!("{error}"),
     };
-    while !export.is_ready().unwrap() {
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_until("nbdkit serves", Duration::from_secs(60), || {
+        export.is_ready().unwrap()
+    });
     Some(export)
 }
 
