@@ -364,6 +364,7 @@ mod tests {
         assert!(with(&|r| r.pages = 0).is_err());
         assert!(with(&|r| r.pages = 3).is_err(), "over a chunk's end");
         assert!(with(&|r| r.page = 1023).is_err(), "over the image's end");
+        assert!(with(&|r| (r.page, r.pages) = (1023, 1)).is_ok());
         assert!(with(&|r| r.page = u64::MAX).is_err());
         assert!(with(&|r| r.file = 1).is_err());
         assert!(with(&|r| r.block = u64::MAX).is_err());

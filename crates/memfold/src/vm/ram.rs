@@ -370,18 +370,27 @@ mod tests {
 
     #[test]
     fn text_that_we_do_not_know_is_an_error() {
-        assert!(parse_blocks("").is_err());
-        assert!(parse_blocks("Block Name PSize Offset Used Total\n x 4 KiB 0x0 0x0 0x0").is_err());
+        let of_blocks = |answer: &str| parse_blocks(answer).unwrap_err().to_string();
+        assert!(of_blocks("").contains("columns are ''"));
+        let old = of_blocks("Block Name PSize Offset Used Total\n x 4 KiB 0x0 0x0 0x0");
+        assert!(old.contains("columns are 'Block Name"), "{old}");
+        let short = of_blocks(&format!("{}\n x 4 KiB", DIMM_BLOCKS.trim_end()));
+        assert!(short.contains("line 'x 4 KiB'"), "{short}");
         let blocks = parse_blocks(DIMM_BLOCKS).unwrap();
-        let all = names(&["ram0", "mem1"]);
-        assert!(assemble(&blocks, &all, "").is_err());
-        assert!(assemble(&blocks, &names(&[]), DIMM_TREE).is_err());
+        let (all, none) = (names(&["ram0", "mem1"]), names(&[]));
+        let fewer = &blocks[1..];
         let beyond = DIMM_TREE.replace("00000001bfffffff", "00000001bffffffff");
-        assert!(assemble(&blocks, &all, &beyond).is_err());
         let unaligned = DIMM_TREE.replace("@0000000080000000", "@0000000080000800");
-        assert!(assemble(&blocks, &all, &unaligned).is_err());
-        let fewer: Vec<_> = blocks.into_iter().skip(1).collect();
-        assert!(assemble(&fewer, &all, DIMM_TREE).is_err());
+        for (blocks, system, tree, why) in [
+            (&blocks[..], &all, "", "no address space"),
+            (&blocks, &none, DIMM_TREE, "no system RAM"),
+            (&blocks, &all, &beyond, "-0x1bffffffff of"),
+            (&blocks, &all, &unaligned, "at 0x80000800 is unaligned"),
+            (fewer, &all, DIMM_TREE, "is not in info ramblock"),
+        ] {
+            let error = assemble(blocks, system, tree).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}, not {why}");
+        }
     }
 
     proptest! {

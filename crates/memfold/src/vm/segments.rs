@@ -330,7 +330,9 @@ mod tests {
 
     #[test]
     fn contradictions_are_refused() {
-        assert!(check(&with(&["a@2", "a@2"])).is_err());
+        let refusal = |spec: &VmSpec| check(spec).unwrap_err().to_string();
+        let same = refusal(&with(&["a@2", "a@2"]));
+        assert!(same.contains("'a@2' is named twice"), "{same}");
         assert_eq!(twice(&with(&["a", "b", "a@2"])), Some("a"));
         assert_eq!(twice(&with(&["a", "b"])), None);
         // Of a VM that moved over.
@@ -339,15 +341,15 @@ mod tests {
         assert!(cmdline(&moved).unwrap().contains("memfold.lay=a "));
         let mut late = with(&["a", "b"]);
         late.segments[1].root = true;
-        assert!(check(&late).is_err());
+        assert!(refusal(&late).contains("'b' can be the root only as the first"));
         let mut bare = with(&["a"]);
         bare.segments[0].root = true;
         check(&bare).unwrap();
         bare.boot.kernel = None;
-        assert!(check(&bare).is_err());
+        assert!(refusal(&bare).contains("a VM with boot.kernel"));
         let mut many = with(&[]);
         many.segment_slots = MAX_SLOTS + 1;
-        assert!(check(&many).is_err());
+        assert!(refusal(&many).contains("slots are more than"));
     }
 
     #[test]

@@ -654,9 +654,16 @@ mod tests {
 
     #[test]
     fn unknown_fields_and_bad_sizes_are_refused() {
-        assert!(parse("name='a'\nmemory='512M'\nmemroy='1G'").is_err());
-        assert!(parse("name='a'\nmemory='lots'").is_err());
-        assert!(parse("name='a'\nmemory=-1").is_err());
+        for (line, wrong) in [
+            ("memory='512M'\nmemroy='1G'", "memroy"),
+            ("memory='lots'", "'lots'"),
+            ("memory=-1", "-1"),
+        ] {
+            let text = format!("name='a'\n{line}");
+            let error = parse(&text).unwrap_err();
+            assert_eq!(&text[error.span().unwrap()], wrong, "{error}");
+        }
+        parse("name='a'\nmemory='512M'").unwrap();
     }
 
     #[test]

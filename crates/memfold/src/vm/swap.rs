@@ -165,7 +165,8 @@ mod tests {
         assert_eq!(facts.len(), 8 << 20);
         assert!(facts.blocks() * 512 >= 8 << 20);
         assert_eq!(facts.permissions().mode() & 0o777, 0o600);
-        assert!(create(&path, 8 << 20, true).is_err());
+        let again = create(&path, 8 << 20, true).unwrap_err();
+        assert_eq!(again.kind(), io::ErrorKind::AlreadyExists);
         let said = Command::new("blkid")
             .args(["-p", "-o", "export"])
             .arg(&path)
@@ -186,11 +187,12 @@ mod tests {
         spec.swap = Some(ByteSize::mib(64));
         check(&spec).unwrap();
         spec.boot_snapshot = true;
-        assert!(check(&spec).is_err());
+        let refusal = |spec: &VmSpec| check(spec).unwrap_err().to_string();
+        assert!(refusal(&spec).contains("not with boot_snapshot"));
         spec.boot_snapshot = false;
         for bad in [0, 4096, (1 << 20) + 1] {
             spec.swap = Some(ByteSize(bad));
-            assert!(check(&spec).is_err(), "{bad}");
+            assert!(refusal(&spec).contains("are not whole MiB"), "{bad}");
         }
     }
 }
