@@ -354,7 +354,7 @@ fn a_file_that_has_no_room_for_the_past_ends_it_and_the_writers_go_on() {
     let error = past.settle(at, &mut buffer).unwrap_err();
     assert!(error.to_string().contains("room"), "{error}");
     while_written(&ram, 5, |writes| {
-        writes.wait_for_more("each writer goes on")
+        writes.wait_for_more("each writer goes on");
     });
     ram.ok(&Order::ForgetPast, None);
 }

@@ -68,7 +68,7 @@ impl Host {
             if ready(self) {
                 Ok(())
             } else {
-                Err(self.lender.status())
+                Err(Box::new(self.lender.status()))
             }
         });
     }

@@ -502,7 +502,7 @@ mod tests {
         match huge_file(&format!("{name}0")) {
             Ok(file) => files.push(file),
             Err(error) => {
-                memfold_testkit::report_skip(&format!("in part: no store in a tmpfs: {error}"))
+                memfold_testkit::report_skip(&format!("in part: no store in a tmpfs: {error}"));
             }
         }
         files.push(memfd(&format!("{name}{}", files.len())).unwrap());

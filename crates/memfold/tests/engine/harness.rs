@@ -278,7 +278,11 @@ impl Running {
     pub fn wait(&self, what: &str, done: impl Fn(&EngineStats) -> bool) -> EngineStats {
         wait_for(what, Duration::from_secs(120), || {
             let stats = self.stats();
-            if done(&stats) { Ok(stats) } else { Err(stats) }
+            if done(&stats) {
+                Ok(stats)
+            } else {
+                Err(Box::new(stats))
+            }
         })
     }
 }
