@@ -6,7 +6,7 @@ SHELL := bash
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 # setup comes before build, whatever -j says.
 .NOTPARALLEL:
-.PHONY: help setup build demo test deb bench lint
+.PHONY: help setup build demo test soak deb bench lint
 
 help: ## what can be asked for
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,18 +17,16 @@ setup: ## packages (QEMU >= 10), Rust and guest images; does only what is missin
 build: ## the program (target/release/memfold), the library for QEMU and the guest agent
 	@scripts/build
 
-demo: setup build ## boot three real VMs, fold them, show what was saved next to KSM
-	@source scripts/lib/say.sh; source scripts/lib/user.sh; \
-	    MEMFOLD_CACHE=$$(memfold_cache) $(TARGET_DIR)/release/memfold demo
+demo: ## boot three real VMs, fold them, show what was saved next to KSM
+	@scripts/demo
 
-test: setup build ## every test, real guests included
-	@scripts/setup tests
+test: setup ## what a change must not break, real guests included; where the time went
 	@scripts/test
 
-deb: ## Debian packages: program, library for QEMU, agent for guests
-	@scripts/setup host
-	@scripts/setup rust
-	@scripts/setup tests
+soak: setup ## what takes hours or luck; goes on where it was interrupted
+	@scripts/soak
+
+deb: setup ## Debian packages: program, library for QEMU, agent for guests
 	@scripts/build
 	@scripts/deb
 

@@ -1,19 +1,23 @@
 # shellcheck shell=bash
-# Packages of the host: what builds memfold, runs its VMs and makes its guest images.
+# Packages of the host: what builds memfold, runs its VMs, makes its guest images, and tests it.
 
-host_packages=(
-    # build and lint
-    gcc libc6-dev make pkg-config libssl-dev git ca-certificates binutils shellcheck
-    # guest images
+# What `make demo` uses: builds memfold, makes guest images, boots them.
+demo_packages=(
+    gcc libc6-dev make pkg-config libssl-dev ca-certificates binutils
     mmdebstrap debian-archive-keyring e2fsprogs cpio xz-utils zstd util-linux
-    # data disks and segments of the tests and studies
+)
+demo_qemu_packages=(qemu-system-x86 qemu-utils)
+# What lint, tests and studies use besides.
+developer_packages=(
+    git shellcheck
+    # data disks and segments
     xfsprogs btrfs-progs erofs-utils bubblewrap
     # lent memory
     nbdkit
     # the tests' own needs
     curl procps openssl iproute2 python3
 )
-qemu_packages=(qemu-system-x86 qemu-utils qemu-block-extra)
+developer_qemu_packages=(qemu-block-extra)
 # Fold needs nothing newer, but device state, machine types and free page reporting are tested from here on.
 qemu_oldest=10
 
@@ -42,8 +46,14 @@ add_backports() {
     apt_update
 }
 
+# setup_host demo|all: the packages of `make demo`, or those of developers, too.
 setup_host() {
     local codename major
+    local -a host_packages=("${demo_packages[@]}") qemu_packages=("${demo_qemu_packages[@]}")
+    if [[ $1 == all ]]; then
+        host_packages+=("${developer_packages[@]}")
+        qemu_packages+=("${developer_qemu_packages[@]}")
+    fi
     codename=$(os_codename)
     major=$(qemu_major)
     if [[ -z $codename ]]; then
