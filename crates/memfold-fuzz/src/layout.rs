@@ -1,6 +1,6 @@
 //! QEMU's answers about its RAM: a QEMU that was attached may be any version, or no QEMU at all.
 
-use memfold::vm::ram;
+use memfold_core::vm::ram;
 use memfold_units::{PAGE_SIZE, Pfn};
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use crate::{Subject, parts};
 
 macro_rules! fixture {
     ($file:literal) => {
-        include_str!(concat!("../../memfold/src/vm/fixtures/", $file))
+        include_str!(concat!("../../memfold-core/src/vm/fixtures/", $file))
     };
 }
 

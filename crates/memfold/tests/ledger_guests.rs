@@ -5,11 +5,11 @@
 use std::fs::File;
 use std::time::{Duration, Instant};
 
-use memfold::api::FullReport;
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::fold::EngineSettings;
-use memfold::ledger::{Report, check_change, shared_frames};
-use memfold::vm::Vm;
+use memfold_core::api::FullReport;
+use memfold_core::fold::EngineSettings;
+use memfold_core::ledger::{Report, check_change, shared_frames};
+use memfold_core::vm::Vm;
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::{ByteSize, PageCount};
 use rustix::fs::FlockOperation;
 
@@ -23,10 +23,10 @@ fn missing() -> Option<String> {
     if !rustix::process::getuid().is_root() {
         return Some("not root".into());
     }
-    if let Err(error) = memfold::host::library() {
+    if let Err(error) = memfold_core::host::library() {
         return Some(error.to_string());
     }
-    match memfold::host::guest_images() {
+    match memfold_core::host::guest_images() {
         Err(error) => Some(error.to_string()),
         Ok(images) => {
             let lacks = GUESTS

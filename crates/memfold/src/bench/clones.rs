@@ -21,14 +21,14 @@ use memfold_units::ByteSize;
 use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
-use super::lab::{DiskMode, Lab};
 use super::record::spread;
 use super::selftest::most_folded;
-use crate::api::{RestoreRequest, SaveRequest, VmInfo};
-use crate::fold::EngineSettings;
-use crate::ledger::read::Proc;
-use crate::snapshot::Renew;
-use crate::vm::{Network, VmDirectory};
+use memfold_core::api::{RestoreRequest, SaveRequest, VmInfo};
+use memfold_core::fold::EngineSettings;
+use memfold_core::ledger::read::Proc;
+use memfold_core::snapshot::Renew;
+use memfold_core::vm::{Network, VmDirectory};
+use memfold_lab::{DiskMode, Lab};
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 

@@ -14,12 +14,12 @@ use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
 
 use super::figure::{self, Axis, Series};
-use super::lab::Lab;
 use super::record::{median, spread};
 use super::segments::{
     Files, LIMIT, ROOT, booted, build, faults_of, memory, mib, saving_percent, start, took,
 };
-use crate::fold::EngineSettings;
+use memfold_core::fold::EngineSettings;
+use memfold_lab::Lab;
 
 /// Programs, and the commands that start them.
 const PROGRAMS: [(&str, &str); 2] = [

@@ -20,8 +20,8 @@ use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::record::{median, spread};
-use crate::ksm::{self, Controls, Ksmd, Run, Settings, Status};
-use crate::store::{Source, Store};
+use memfold_core::ksm::{self, Controls, Ksmd, Run, Settings, Status};
+use memfold_core::store::{Source, Store};
 
 /// Run lengths in pages.
 const LENGTHS: [u64; 5] = [1, 4, 16, 64, 512];

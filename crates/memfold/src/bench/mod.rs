@@ -7,7 +7,6 @@ pub mod figure;
 pub mod fold;
 pub mod hints;
 pub mod ksm;
-pub mod lab;
 mod qemu_way;
 pub mod record;
 pub mod remote;

@@ -29,12 +29,12 @@ use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
 
 use super::figure::{self, Axis, Series};
-use super::lab::Lab;
 use super::record::{median, spread};
-use crate::fold::EngineSettings;
 use guest::{Arm, Done, GivenBack, Guest, VM};
 use lender::Lender;
 use link::Link;
+use memfold_core::fold::EngineSettings;
+use memfold_lab::Lab;
 
 const ARMS: [Arm; 6] = [
     Arm::HardDisk,

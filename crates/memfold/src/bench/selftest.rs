@@ -17,10 +17,10 @@ use serde::Serialize;
 
 pub use library::LibraryProof;
 
-use super::lab::{DiskMode, Lab};
-use crate::fold::{EngineSettings, EngineStats};
-use crate::ledger;
-use crate::vm::Vm;
+use memfold_core::fold::{EngineSettings, EngineStats};
+use memfold_core::ledger;
+use memfold_core::vm::Vm;
+use memfold_lab::{DiskMode, Lab};
 
 /// Name and image of the two guests: built separately, as users' VMs are.
 const GUESTS: [(&str, &str); 2] = [("self-test-a", "trixie-a"), ("self-test-b", "trixie-b")];

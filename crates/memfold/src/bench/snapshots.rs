@@ -28,13 +28,13 @@ use rustix::fs::{Advice, fadvise};
 use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
-use super::lab::{DiskMode, Lab};
 use super::qemu_way::{self, Form, Way};
 use super::record::median;
-use crate::api::{RestoreRequest, SaveRequest};
-use crate::fold::EngineSettings;
-use crate::snapshot::Manifest;
-use crate::vm::{Aio, CacheMode, DiskSpec};
+use memfold_core::api::{RestoreRequest, SaveRequest};
+use memfold_core::fold::EngineSettings;
+use memfold_core::snapshot::Manifest;
+use memfold_core::vm::{Aio, CacheMode, DiskSpec};
+use memfold_lab::{DiskMode, Lab};
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 

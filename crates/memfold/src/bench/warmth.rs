@@ -21,12 +21,12 @@ use anyhow::Context as _;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::{Value, json};
 
-use super::lab::{DiskMode, Lab};
 use super::qemu_way::{self, Form};
 use super::record::spread;
-use crate::api::{RestoreRequest, SaveRequest};
-use crate::fold::EngineSettings;
-use crate::snapshot::Keep;
+use memfold_core::api::{RestoreRequest, SaveRequest};
+use memfold_core::fold::EngineSettings;
+use memfold_core::snapshot::Keep;
+use memfold_lab::{DiskMode, Lab};
 
 const MEMORY: ByteSize = ByteSize::mib(1024);
 

@@ -8,9 +8,9 @@ use clap::{Args, ValueEnum};
 use serde_json::Value;
 
 use super::{Context, doctor};
-use crate::api::DEFAULT_STATE;
 use crate::bench::{self, record};
-use crate::host::{HostFacts, examine};
+use memfold_core::api::DEFAULT_STATE;
+use memfold_core::host::{HostFacts, examine};
 
 /// Makes a study's figures of its result: names and SVG.
 type Draw = fn(&Value) -> Vec<(String, String)>;

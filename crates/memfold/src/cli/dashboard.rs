@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::Args;
 
 use super::Context;
-use crate::api::{CodeRequest, LoginCode, Role};
+use memfold_core::api::{CodeRequest, LoginCode, Role};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

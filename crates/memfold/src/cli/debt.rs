@@ -7,8 +7,8 @@ use comfy_table::{CellAlignment, Table, presets};
 use memfold_units::ByteSize;
 
 use super::Context;
-use crate::api::DebtRequest;
-use crate::ledger::{BrakeEvent, DebtReport, Reserve};
+use memfold_core::api::DebtRequest;
+use memfold_core::ledger::{BrakeEvent, DebtReport, Reserve};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -127,7 +127,7 @@ fn event(event: &BrakeEvent) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ledger::{Level, VmDebt};
+    use memfold_core::ledger::{Level, VmDebt};
 
     #[test]
     fn level_figures_and_events_are_shown() {

@@ -11,11 +11,11 @@ use memfold_units::{ByteSize, PageCount};
 use serde::Serialize;
 
 use super::{Context, doctor};
-use crate::api::{DEFAULT_STATE, FullReport};
-use crate::bench::lab::{DiskMode, Lab};
-use crate::fold::EngineSettings;
-use crate::host::{HostFacts, examine};
-use crate::ksm;
+use memfold_core::api::{DEFAULT_STATE, FullReport};
+use memfold_core::fold::EngineSettings;
+use memfold_core::host::{HostFacts, examine};
+use memfold_core::ksm;
+use memfold_lab::{DiskMode, Lab};
 
 /// The VMs: name and image. Two are built separately from the same packages, as users' VMs are; the third is a copy.
 const VMS: [(&str, &str); 3] = [

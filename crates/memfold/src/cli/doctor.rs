@@ -9,10 +9,10 @@ use comfy_table::{Cell, ContentArrangement, Table, presets};
 use serde::Serialize;
 
 use super::{Context, IMPOSSIBLE_HERE};
-use crate::api::{ClientError, DEFAULT_STATE};
 use crate::bench::selftest::{self, SelfTest};
-use crate::host::{Check, HostFacts, Report, Status, examine};
-use crate::ledger::DebtReport;
+use memfold_core::api::{ClientError, DEFAULT_STATE};
+use memfold_core::host::{Check, HostFacts, Report, Status, examine};
+use memfold_core::ledger::DebtReport;
 
 /// How long a daemon may take to say what it owes.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -13,14 +13,14 @@ use memfold_units::ByteSize;
 use serde_json::json;
 
 use super::{Context, IMPOSSIBLE_HERE, top};
-use crate::api::ClientError;
-use crate::estimate::fingerprint::{self, HostMemory, Key};
-use crate::estimate::look::{self, Looked};
-use crate::estimate::program::{self, Kind, ProgramReport};
-use crate::estimate::{
+use memfold_core::api::ClientError;
+use memfold_core::estimate::fingerprint::{self, HostMemory, Key};
+use memfold_core::estimate::look::{self, Looked};
+use memfold_core::estimate::program::{self, Kind, ProgramReport};
+use memfold_core::estimate::{
     Domains, EstimateError, EstimateReport, Options, Pace, Told, VmFacts, estimate, table, targets,
 };
-use crate::ledger::read::Proc;
+use memfold_core::ledger::read::Proc;
 
 /// Exit code of a program that was interrupted: 128 + SIGINT, as shells have it.
 const INTERRUPTED: u8 = 130;
@@ -90,7 +90,7 @@ fn domain_of(text: &str) -> Result<(i32, String), String> {
     let pid = pid
         .parse()
         .map_err(|_| format!("'{pid}' is no process number"))?;
-    crate::vm::check_name("domain", domain).map_err(|error| error.to_string())?;
+    memfold_core::vm::check_name("domain", domain).map_err(|error| error.to_string())?;
     Ok((pid, domain.to_owned()))
 }
 

@@ -7,8 +7,8 @@ use comfy_table::{CellAlignment, Table, presets};
 use memfold_units::PageCount;
 
 use super::Context;
-use crate::api::FoldRequest;
-use crate::fold::EngineStats;
+use memfold_core::api::FoldRequest;
+use memfold_core::fold::EngineStats;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

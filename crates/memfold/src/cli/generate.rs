@@ -10,7 +10,7 @@ use clap::{Args, CommandFactory as _};
 use clap_complete::Shell;
 
 use super::Cli;
-use crate::api::{openapi, reference};
+use memfold_core::api::{openapi, reference};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

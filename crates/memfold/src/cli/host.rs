@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::Context;
 use super::vm::segment as in_path;
-use crate::api::{HostRequest, HostToken};
+use memfold_core::api::{HostRequest, HostToken};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

@@ -11,12 +11,12 @@ use memfold_units::{ByteSize, PAGE_SIZE, PageCount};
 use rustix::process::Pid;
 
 use super::{Context, IMPOSSIBLE_HERE};
-use crate::api::{ClientError, KsmStartRequest, KsmStopRequest};
-use crate::ksm::files::Role;
-use crate::ksm::overview::{Overview, Part, Steering};
-use crate::ksm::{self, Controls, Explanation, Facts, processes};
-use crate::ledger::table::signed;
-use crate::vm::endpoints;
+use memfold_core::api::{ClientError, KsmStartRequest, KsmStopRequest};
+use memfold_core::ksm::files::Role;
+use memfold_core::ksm::overview::{Overview, Part, Steering};
+use memfold_core::ksm::{self, Controls, Explanation, Facts, processes};
+use memfold_core::ledger::table::signed;
+use memfold_core::vm::endpoints;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

@@ -8,8 +8,8 @@ use comfy_table::{Table, presets};
 
 use super::Context;
 use super::vm::describe;
-use crate::api::{ClientError, LibvirtRequest, VmInfo};
-use crate::libvirt::{self, Change, DomainStatus};
+use memfold_core::api::{ClientError, LibvirtRequest, VmInfo};
+use memfold_core::libvirt::{self, Change, DomainStatus};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

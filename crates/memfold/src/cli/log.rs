@@ -9,12 +9,13 @@ use serde_json::{Map, Value};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::ParseError;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter};
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::daemon::chain;
+use memfold_core::daemon::chain;
 
 /// How lines of the log look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -24,6 +25,22 @@ pub(super) enum LogFormat {
     Text,
     /// A JSON object a line: time, level, message, and the event's fields
     Json,
+}
+
+/// A filter as users write it: rooms are those of `memfold`, whichever crate they lie in (`info,memfold::fold=debug`).
+pub(super) fn filter(text: &str) -> Result<EnvFilter, ParseError> {
+    let directives: Vec<String> = text.split(',').map(of_its_crate).collect();
+    EnvFilter::try_new(directives.join(","))
+}
+
+/// One part of a filter, with the crate that the room lies in.
+fn of_its_crate(directive: &str) -> String {
+    match directive.trim().strip_prefix("memfold::") {
+        Some(room) if !room.starts_with("cli") && !room.starts_with("bench") => {
+            format!("memfold_core::{room}")
+        }
+        _ => directive.to_owned(),
+    }
 }
 
 /// Begins to log. `filter`: as in `MEMFOLD_LOG`.
@@ -172,6 +189,18 @@ impl Visit for Fields {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_filter_names_rooms_of_memfold_whichever_crate_they_lie_in() {
+        for (written, meant) in [
+            ("info", "info"),
+            ("info,memfold::fold=debug", "memfold_core::fold=debug,info"),
+            ("memfold::cli=trace", "memfold::cli=trace"),
+        ] {
+            assert_eq!(filter(written).unwrap().to_string(), meant);
+        }
+        assert!(filter("memfold::fold=loud").is_err());
+    }
 
     #[test]
     fn levels_are_those_of_the_journal() {

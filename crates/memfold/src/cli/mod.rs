@@ -1,4 +1,4 @@
-//! The command line: one file a command, thin; what they show comes from the daemon or from [`crate::host`].
+//! The command line: one file a command, thin; what they show comes from the daemon or from [`memfold_core::host`].
 //!
 //! Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host.
 
@@ -33,9 +33,8 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use log::LogFormat;
-use tracing_subscriber::EnvFilter;
 
-use crate::api::{Client, ClientError, DEFAULT_SOCKET};
+use memfold_core::api::{Client, ClientError, DEFAULT_SOCKET};
 
 /// Exit code of a command that can't work on this host.
 pub const IMPOSSIBLE_HERE: u8 = 3;
@@ -193,8 +192,9 @@ pub fn main() -> ExitCode {
     if let Command::Serve(arguments) = &cli.command {
         log::begin(arguments.log_filter(), arguments.log_format);
     } else {
-        let filter = EnvFilter::try_from_env("MEMFOLD_LOG");
-        log::begin(filter.unwrap_or_else(|_| "warn".into()), LogFormat::Text);
+        let filter = std::env::var("MEMFOLD_LOG");
+        let filter = filter.ok().and_then(|text| log::filter(&text).ok());
+        log::begin(filter.unwrap_or_else(|| "warn".into()), LogFormat::Text);
     }
     let context = Context {
         socket: cli.socket,

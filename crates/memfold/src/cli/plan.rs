@@ -11,10 +11,10 @@ use comfy_table::{CellAlignment, Table, presets};
 use memfold_units::ByteSize;
 
 use super::Context;
-use crate::estimate::fingerprint::Fingerprint;
-use crate::estimate::place::{Proposal, propose};
-use crate::ledger::plan::{Plan, parse_hours, parse_kind, parse_number};
-use crate::ledger::table::signed;
+use memfold_core::estimate::fingerprint::Fingerprint;
+use memfold_core::estimate::place::{Proposal, propose};
+use memfold_core::ledger::plan::{Plan, parse_hours, parse_kind, parse_number};
+use memfold_core::ledger::table::signed;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -211,7 +211,7 @@ fn render(plan: &Plan) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ledger::plan::Kind;
+    use memfold_core::ledger::plan::Kind;
 
     #[test]
     fn what_is_not_known_is_shown_as_such() {

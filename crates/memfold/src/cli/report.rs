@@ -6,8 +6,8 @@ use anyhow::bail;
 use clap::Args;
 
 use super::Context;
-use crate::api::FullReport;
-use crate::ledger::table;
+use memfold_core::api::FullReport;
+use memfold_core::ledger::table;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

@@ -11,8 +11,10 @@ use memfold_units::ByteSize;
 use super::Context;
 use super::vm::segment as name_of_vm;
 use super::watch::watched;
-use crate::api::{AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, RankRequest};
-use crate::segment::{Ranked, Reference, SegmentInfo, rank};
+use memfold_core::api::{
+    AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, RankRequest,
+};
+use memfold_core::segment::{Ranked, Reference, SegmentInfo, rank};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

@@ -15,19 +15,19 @@ use tracing_subscriber::EnvFilter;
 use super::debt::cover;
 use super::lend::ports;
 use super::log::LogFormat;
-use super::{Context, systemd};
-use crate::api::{
+use super::{Context, log, systemd};
+use memfold_core::api::{
     self, DEFAULT_RECORDS, DEFAULT_STATE, Doors, Groups, LendRequest, TcpDoor, TcpDoorError,
     TlsFiles,
 };
-use crate::daemon::{BorrowWhen, Daemon, DaemonOptions};
-use crate::fold::EngineSettings;
-use crate::ledger::{BrakePolicy, Reserve};
-use crate::lend::place::PlaceError;
-use crate::lend::registry::check_name;
-use crate::lend::{RegistryAt, RegistryFiles, Transport};
-use crate::libvirt::DEFAULT_RUN;
-use crate::snapshot::DEFAULT_SHELF;
+use memfold_core::daemon::{BorrowWhen, Daemon, DaemonOptions};
+use memfold_core::fold::EngineSettings;
+use memfold_core::ledger::{BrakePolicy, Reserve};
+use memfold_core::lend::place::PlaceError;
+use memfold_core::lend::registry::check_name;
+use memfold_core::lend::{RegistryAt, RegistryFiles, Transport};
+use memfold_core::libvirt::DEFAULT_RUN;
+use memfold_core::snapshot::DEFAULT_SHELF;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -75,7 +75,7 @@ pub(super) struct Arguments {
     #[arg(long, env = "MEMFOLD_SNAPSHOTS", default_value = DEFAULT_SHELF, value_name = "DIR")]
     snapshots: PathBuf,
     /// Directory of segments
-    #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = crate::segment::DEFAULT_SHELF, value_name = "DIR")]
+    #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = memfold_core::segment::DEFAULT_SHELF, value_name = "DIR")]
     segments: PathBuf,
     /// Name of this host among those that lend and borrow memory (the kernel's host name by default)
     #[arg(long, value_name = "NAME", help_heading = "Lending", value_parser = host_name)]
@@ -339,7 +339,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 fn log_filter(text: &str) -> Result<String, String> {
-    EnvFilter::try_new(text)
+    log::filter(text)
         .map(|_| text.to_owned())
         .map_err(|error| error.to_string())
 }
@@ -347,7 +347,8 @@ fn log_filter(text: &str) -> Result<String, String> {
 impl Arguments {
     /// What is logged.
     pub(super) fn log_filter(&self) -> EnvFilter {
-        EnvFilter::new(&self.log)
+        // It was checked when it was read.
+        log::filter(&self.log).unwrap_or_default()
     }
 }
 

@@ -12,8 +12,8 @@ use serde::Serialize;
 
 use super::Context;
 use super::vm::segment;
-use crate::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
-use crate::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
+use memfold_core::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
+use memfold_core::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

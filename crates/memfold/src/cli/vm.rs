@@ -10,10 +10,10 @@ use comfy_table::{CellAlignment, Table, presets};
 use memfold_units::ByteSize;
 
 use super::Context;
-use crate::api::{
+use memfold_core::api::{
     AttachRequest, Client, ExecRequest, ExecResult, RebootRequest, StopRequest, VmInfo,
 };
-use crate::vm::{DiskSpec, MergeChoice, SegmentSpec, VmSpec};
+use memfold_core::vm::{DiskSpec, MergeChoice, SegmentSpec, VmSpec};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -326,7 +326,7 @@ fn quoted(word: &str) -> String {
 
 /// A VM's name as a segment of a path: names have no character that would need escaping.
 pub(super) fn segment(name: &str) -> anyhow::Result<&str> {
-    crate::vm::check_name("name", name)?;
+    memfold_core::vm::check_name("name", name)?;
     Ok(name)
 }
 

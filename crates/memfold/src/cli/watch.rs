@@ -7,7 +7,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use memfold_units::ByteSize;
 
 use super::Context;
-use crate::progress::Step;
+use memfold_core::progress::Step;
 
 /// How often the daemon is asked how far it is.
 const LOOK_EVERY: Duration = Duration::from_millis(200);

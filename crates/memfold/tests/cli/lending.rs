@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memfold::vm::Qmp;
+use memfold_core::vm::Qmp;
 use memfold_testkit::patience;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};

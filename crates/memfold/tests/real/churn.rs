@@ -5,9 +5,9 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::fold::EngineSettings;
-use memfold::vm::{Aio, CacheMode, DiskSpec};
+use memfold_core::fold::EngineSettings;
+use memfold_core::vm::{Aio, CacheMode, DiskSpec};
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
 use super::support::{self, BOOT};

@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold::api::{
+use memfold_core::api::{
     Borrowed, Client, CodeRequest, FullReport, LeaseReport, LoginCode, RestoreRequest, Role,
     SaveRequest, SwapPlace, VersionInfo, VmInfo,
 };
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::fold::EngineStats;
-use memfold::ledger::shared_frames;
-use memfold::snapshot::Renew;
+use memfold_core::fold::EngineStats;
+use memfold_core::ledger::shared_frames;
+use memfold_core::snapshot::Renew;
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::Value;
 

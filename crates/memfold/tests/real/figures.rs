@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use memfold::api::{Borrowed, Client, FullReport, LeaseReport, SwapPlace};
-use memfold::ledger::memory_map::STATES;
-use memfold::ledger::sharing::Sharing;
+use memfold_core::api::{Borrowed, Client, FullReport, LeaseReport, SwapPlace};
+use memfold_core::ledger::memory_map::STATES;
+use memfold_core::ledger::sharing::Sharing;
 use memfold_units::ByteSize;
 use serde_json::Value;
 

@@ -5,18 +5,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold::api::{
+use memfold_core::api::{
     Client, ClientError, DebtRequest, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
     SaveRequest, StopRequest, VmInfo,
 };
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::ksm::steer::Mode;
-use memfold::ksm::{
+use memfold_core::ksm::steer::Mode;
+use memfold_core::ksm::{
     Cause, Controls, Explanation, NOTES, Overview, Settings, Steering, merging_pages,
     restore_leftover,
 };
-use memfold::ledger::DebtReport;
-use memfold::vm::VmSpec;
+use memfold_core::ledger::DebtReport;
+use memfold_core::vm::VmSpec;
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 use serde_json::Value;
 

@@ -7,11 +7,11 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold::ksm::{
+use memfold_core::ksm::{
     self, Cause, Controls, Explanation, Facts, Finding, KsmError, Merged, NOTES, Settings,
     merging_pages,
 };
-use memfold::vm::Qmp;
+use memfold_core::vm::Qmp;
 use serde_json::json;
 use tempfile::TempDir;
 

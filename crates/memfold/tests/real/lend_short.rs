@@ -11,11 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold::api::{BorrowRequest, Client, LendRequest, SwapPlace, VmInfo};
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::fold::EngineSettings;
-use memfold::lend::judge::Judge;
-use memfold::lend::{LenderStatus, Transport};
+use memfold_core::api::{BorrowRequest, Client, LendRequest, SwapPlace, VmInfo};
+use memfold_core::fold::EngineSettings;
+use memfold_core::lend::judge::Judge;
+use memfold_core::lend::{LenderStatus, Transport};
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
 use super::beside::lend::{heard, swapping, wait};

@@ -4,14 +4,14 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use memfold::api::FullReport;
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::estimate::fingerprint::{self, Fingerprint, HostMemory, Key};
-use memfold::estimate::place::propose;
-use memfold::estimate::{Domains, Options, Pace, VmFacts, look, targets};
-use memfold::fold::EngineSettings;
-use memfold::history::{History, Lent, growth, host_values, vm_values};
-use memfold::ledger::plan::{Growths, Order};
+use memfold_core::api::FullReport;
+use memfold_core::estimate::fingerprint::{self, Fingerprint, HostMemory, Key};
+use memfold_core::estimate::place::propose;
+use memfold_core::estimate::{Domains, Options, Pace, VmFacts, look, targets};
+use memfold_core::fold::EngineSettings;
+use memfold_core::history::{History, Lent, growth, host_values, vm_values};
+use memfold_core::ledger::plan::{Growths, Order};
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
 use super::support::{self, BOOT};

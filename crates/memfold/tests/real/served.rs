@@ -5,8 +5,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold::api::{Client, ExecRequest, ExecResult, VersionInfo, VmInfo};
-use memfold::vm::{Vm, VmSpec};
+use memfold_core::api::{Client, ExecRequest, ExecResult, VersionInfo, VmInfo};
+use memfold_core::vm::{Vm, VmSpec};
 
 use crate::support::BOOT;
 

@@ -6,10 +6,10 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memfold::bench::lab::Lab;
-use memfold::fold::{EngineStats, VmStats};
-use memfold::host::{QemuFacts, guest_images};
-use memfold::vm::{Qmp, RamLayout, Vm, VmDirectory};
+use memfold_core::fold::{EngineStats, VmStats};
+use memfold_core::host::{QemuFacts, guest_images};
+use memfold_core::vm::{Qmp, RamLayout, Vm, VmDirectory};
+use memfold_lab::Lab;
 use memfold_units::ByteSize;
 use rustix::fs::{FlockOperation, flock};
 use tempfile::TempDir;
@@ -100,13 +100,13 @@ fn take_turn(wait: impl FnOnce() -> Vec<File>) -> Option<Turn> {
         return None;
     }
     // Shows why the daemon refuses something. Set once for all tests of the process.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(
-            std::env::var("MEMFOLD_LOG")
-                .unwrap_or_else(|_| "warn,memfold::daemon=info,memfold::fold=info".into()),
-        )
-        .with_test_writer()
-        .try_init();
+    let _ =
+        tracing_subscriber::fmt()
+            .with_env_filter(std::env::var("MEMFOLD_LOG").unwrap_or_else(|_| {
+                "warn,memfold_core::daemon=info,memfold_core::fold=info".into()
+            }))
+            .with_test_writer()
+            .try_init();
     // First come, first served: two beside each other in turn would keep out whoever wants to be alone.
     let door = locked(File::create(std::env::temp_dir().join("memfold-guests-door.lock")).unwrap());
     let host = wait();
@@ -131,7 +131,7 @@ fn able() -> Result<(), String> {
             return Err(format!("no guest image '{name}'; run 'make setup'"));
         }
     }
-    memfold::host::library().map_err(|e| e.to_string())?;
+    memfold_core::host::library().map_err(|e| e.to_string())?;
     Ok(())
 }
 

@@ -7,10 +7,10 @@ use memfold_units::PAGE_SIZE;
 use serde_json::{Value, json};
 
 use super::Work;
-use crate::bench::lab::Lab;
-use crate::fold::{EngineSettings, EngineStats};
-use crate::ksm;
-use crate::vm::VmSpec;
+use memfold_core::fold::{EngineSettings, EngineStats};
+use memfold_core::ksm;
+use memfold_core::vm::VmSpec;
+use memfold_lab::Lab;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 const HASH_TIMEOUT: Duration = Duration::from_secs(300);
@@ -383,7 +383,8 @@ impl Scanner {
 
     fn sample(&self, lab: &Lab, began: Instant) -> anyhow::Result<Sample> {
         let stats = lab.stats()?;
-        let sum = |of: fn(&crate::fold::VmStats) -> u64| stats.vms.iter().map(of).sum::<u64>();
+        let sum =
+            |of: fn(&memfold_core::fold::VmStats) -> u64| stats.vms.iter().map(of).sum::<u64>();
         let store: u64 = stats.domains.iter().map(|d| d.store_bytes).sum();
         let mut sample = Sample {
             t_s: began.elapsed().as_secs_f64(),

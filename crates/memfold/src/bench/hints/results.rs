@@ -307,7 +307,7 @@ fn words(name: &str) -> String {
 mod tests {
     use super::*;
     use crate::bench::hints::arm::Sample;
-    use crate::fold::EngineStats;
+    use memfold_core::fold::EngineStats;
 
     fn run(mechanism: Mechanism, shared_pages: u64, wall_s: f64) -> ArmRun {
         let work = VmWork {

@@ -6,12 +6,12 @@ use anyhow::Context as _;
 use serde_json::{Map, Value, json};
 
 use super::super::figure::{self, Axis, Series};
-use super::super::lab::Lab;
 use super::Options;
 use super::guest::{self, Held, Took};
 use super::speed::{full_speed, merge_all};
-use crate::fold::EngineSettings;
-use crate::ksm::{Controls, Ksmd, NOTES, Run};
+use memfold_core::fold::EngineSettings;
+use memfold_core::ksm::{Controls, Ksmd, NOTES, Run};
+use memfold_lab::Lab;
 
 /// What guests' programs ask of their memory before and after it is merged.
 #[derive(Clone, Copy, Debug, Default)]

@@ -6,9 +6,9 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use memfold_units::ByteSize;
 
-use super::super::lab::{DiskMode, Lab};
 use super::super::segments::booted;
-use crate::ksm::{ProcessStatus, Status};
+use memfold_core::ksm::{ProcessStatus, Status};
+use memfold_lab::{DiskMode, Lab};
 
 const PROGRAM: &str = include_str!("guest.py");
 

@@ -5,12 +5,12 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::super::figure::{self, Axis, Series};
-use super::super::lab::Lab;
 use super::super::record::{median, spread};
 use super::Options;
 use super::guest::{self, Held};
-use crate::fold::EngineSettings;
-use crate::ksm::{Controls, NOTES, Run, Settings};
+use memfold_core::fold::EngineSettings;
+use memfold_core::ksm::{Controls, NOTES, Run, Settings};
+use memfold_lab::Lab;
 
 const VMS: [&str; 2] = ["a", "b"];
 

@@ -6,13 +6,13 @@ use anyhow::{Context as _, ensure};
 use serde_json::{Map, Value, json};
 
 use super::super::figure::{self, Axis, Series};
-use super::super::lab::Lab;
 use super::super::record::{median, spread};
 use super::Options;
 use super::guest::{self, Held};
-use crate::api::{KsmStartRequest, KsmStopRequest};
-use crate::fold::EngineSettings;
-use crate::ksm::{Controls, Ksmd, NOTES, Run, Settings, Status};
+use memfold_core::api::{KsmStartRequest, KsmStopRequest};
+use memfold_core::fold::EngineSettings;
+use memfold_core::ksm::{Controls, Ksmd, NOTES, Run, Settings, Status};
+use memfold_lab::Lab;
 
 const VMS: [&str; 2] = ["a", "b"];
 

@@ -12,9 +12,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use super::link::{Link, THERE};
-use crate::api::{Client, LendRequest};
-use crate::bench::lab::undo_at_interrupt;
-use crate::lend::{LenderStatus, Transport};
+use memfold_core::api::{Client, LendRequest};
+use memfold_core::lend::{LenderStatus, Transport};
+use memfold_lab::undo_at_interrupt;
 
 /// Time for its daemon to answer, and to have so much to spare.
 const PATIENCE: Duration = Duration::from_secs(120);

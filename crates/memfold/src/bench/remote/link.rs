@@ -10,8 +10,8 @@ use anyhow::{Context as _, bail, ensure};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde_json::{Value, json};
 
-use crate::bench::lab::undo_at_interrupt;
 use crate::bench::record::spread;
+use memfold_lab::undo_at_interrupt;
 
 /// Of RFC 2544's range for benchmarks: no host has these for anything else.
 const HERE: &str = "198.18.77.1";

@@ -22,14 +22,14 @@ use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::{Value, json};
 
 use super::lender::{Lender, wait};
-use crate::api::registry_at;
 use crate::bench::record::{median, spread};
-use crate::host::own_program;
-use crate::lend::nbd::{BLOCK, Command, REPLY_BYTES, Reply, Request};
-use crate::lend::relay::stream::Stream;
-use crate::lend::relay::{Orders, start};
-use crate::lend::wire::PATIENCE;
-use crate::lend::{Address, Durability, Endpoint, Lease, Registry, RegistryAt, Want};
+use memfold_core::api::registry_at;
+use memfold_core::host::own_program;
+use memfold_core::lend::nbd::{BLOCK, Command, REPLY_BYTES, Reply, Request};
+use memfold_core::lend::relay::stream::Stream;
+use memfold_core::lend::relay::{Orders, start};
+use memfold_core::lend::wire::PATIENCE;
+use memfold_core::lend::{Address, Durability, Endpoint, Lease, Registry, RegistryAt, Want};
 
 /// Of a lease.
 const BYTES: u64 = 64 << 20;

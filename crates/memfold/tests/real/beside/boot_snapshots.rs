@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use memfold::api::{BootSnapshot, RebootRequest, SaveRequest};
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::fold::EngineSettings;
+use memfold_core::api::{BootSnapshot, RebootRequest, SaveRequest};
+use memfold_core::fold::EngineSettings;
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
 use crate::support::{self, BOOT};
@@ -123,7 +123,7 @@ fn refuses_what_a_snapshot_would_lack(lab: &Lab, vm: &str) {
             file.display()
         )
     };
-    let plug = |qmp: &mut memfold::vm::Qmp, mode: &str| {
+    let plug = |qmp: &mut memfold_core::vm::Qmp, mode: &str| {
         qmp.human(&add(mode)).unwrap();
         refused()
     };

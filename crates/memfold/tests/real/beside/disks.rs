@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use memfold::api::{Client, RestoreRequest, SaveRequest};
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::fold::EngineSettings;
-use memfold::snapshot::Keep;
-use memfold::vm::{Aio, CacheMode, DiskFormat, DiskSpec};
+use memfold_core::api::{Client, RestoreRequest, SaveRequest};
+use memfold_core::fold::EngineSettings;
+use memfold_core::snapshot::Keep;
+use memfold_core::vm::{Aio, CacheMode, DiskFormat, DiskSpec};
+use memfold_lab::{DiskMode, Lab};
 
 use super::snapshots::{Small, VERIFY};
 use crate::served::{exec, wait_agent};

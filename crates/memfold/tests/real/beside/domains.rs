@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use memfold::bench::lab::Lab;
-use memfold::ledger::shared_frames;
+use memfold_core::ledger::shared_frames;
+use memfold_lab::Lab;
 
 use super::integrity::VMS;
 use crate::support;

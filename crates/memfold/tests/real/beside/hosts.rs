@@ -11,12 +11,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold::api::{
+use memfold_core::api::{
     BorrowRequest, Borrowed, Client, ClientError, ExecRequest, ExecResult, HostRequest, HostToken,
     LeaseReport, LendRequest, StopRequest, SwapPlace, VmInfo,
 };
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::lend::{Durability, LenderStatus, Transport};
+use memfold_core::lend::{Durability, LenderStatus, Transport};
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
 use super::lend::{SWAPPER, wait, wait_for};
@@ -282,7 +282,7 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        if let Ok(vms) = memfold::vm::Vm::discover(&self.directory.path().join("state")) {
+        if let Ok(vms) = memfold_core::vm::Vm::discover(&self.directory.path().join("state")) {
             for vm in vms {
                 let _ = vm.stop(Duration::ZERO);
             }

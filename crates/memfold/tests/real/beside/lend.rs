@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold::api::{BorrowRequest, Client, LendRequest, SwapPlace};
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::fold::EngineSettings;
-use memfold::lend::wire::Wire;
-use memfold::lend::{Address, Durability, LenderStatus, Transport};
-use memfold::vm::{Identity, Process, VmDirectory};
+use memfold_core::api::{BorrowRequest, Client, LendRequest, SwapPlace};
+use memfold_core::fold::EngineSettings;
+use memfold_core::lend::wire::Wire;
+use memfold_core::lend::{Address, Durability, LenderStatus, Transport};
+use memfold_core::vm::{Identity, Process, VmDirectory};
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -202,7 +202,7 @@ fn break_copy(lab: &Lab) -> &'static str {
 
 /// A number that differs from run to run.
 fn chance(below: u64) -> u64 {
-    memfold::vm::overlay::unique() / 1000 % below
+    memfold_core::vm::overlay::unique() / 1000 % below
 }
 
 fn kills(by_default: u64) -> u64 {

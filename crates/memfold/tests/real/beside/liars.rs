@@ -4,9 +4,9 @@ use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::fold::EngineSettings;
-use memfold::vm::DiskSpec;
+use memfold_core::fold::EngineSettings;
+use memfold_core::vm::DiskSpec;
+use memfold_lab::{DiskMode, Lab};
 use memfold_wire::agent::{
     FileFacts, FileRange, FromAgent, HintRun, MAX_PATH, MAX_RUN_PAGES, MAX_RUNS, MAX_TEXT,
     OutputStream, PfnRun, VERSION,

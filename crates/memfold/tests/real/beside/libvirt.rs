@@ -5,14 +5,14 @@ use std::path::Path;
 use std::process::Output;
 use std::time::{Duration, Instant};
 
-use memfold::api::{
+use memfold_core::api::{
     Client, ClientError, ExecRequest, ExecResult, FullReport, LibvirtEnableRequest, LibvirtRequest,
     RestoreRequest, SaveRequest, VmInfo,
 };
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::fold::{EngineStats, VmStats};
-use memfold::libvirt::{Change, DomainStatus, Mark};
-use memfold::snapshot::{Manifest, Renew};
+use memfold_core::fold::{EngineStats, VmStats};
+use memfold_core::libvirt::{Change, DomainStatus, Mark};
+use memfold_core::snapshot::{Manifest, Renew};
+use memfold_lab::{DiskMode, Lab};
 use serde_json::Value;
 
 use super::libvirt_host::{self as libvirt, Host};

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold::host::{files, guest_images};
+use memfold_core::host::{files, guest_images};
 
 /// Makes the namespace's directories and stands for it until it is killed. Images are read-only: libvirt changes the owner of what a domain may
 /// open. `/dev/kvm` may be used by a domain's user, or isn't there, as on any host: where only the probe of a QEMU may use it libvirt asks every
@@ -70,7 +70,7 @@ pub fn prepare(place: &Path) {
     }
     let qemu = files::program("qemu-system-x86_64").unwrap();
     std::os::unix::fs::symlink(qemu, emulator(place)).unwrap();
-    let library = memfold::host::library().unwrap();
+    let library = memfold_core::host::library().unwrap();
     fs::copy(library, place.join("lib/libmemfold_qemu.so")).unwrap();
     open(&place.join("lib/libmemfold_qemu.so"));
     for (name, image) in guest_images().unwrap() {
@@ -146,7 +146,7 @@ impl Host {
         fs::create_dir_all(own.join("etc")).unwrap();
         fs::set_permissions(&own, fs::Permissions::from_mode(0o755)).unwrap();
         let images = guest_images().unwrap();
-        let line = |(name, image): (&String, &memfold::host::GuestImage)| {
+        let line = |(name, image): (&String, &memfold_core::host::GuestImage)| {
             let to = place.join("images").join(name);
             format!("{} {}\n", image.disk.display(), to.display())
         };

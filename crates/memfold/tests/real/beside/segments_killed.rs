@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memfold::api::{
+use memfold_core::api::{
     AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, Client, SegmentState, VmInfo,
 };
-use memfold::bench::lab::{DiskMode, Lab};
-use memfold::segment::SegmentInfo;
+use memfold_core::segment::SegmentInfo;
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use serde_json::Value;
@@ -89,7 +89,7 @@ impl Drop for Filler {
 fn programs(state: &Path) -> PathBuf {
     let place = state.join("programs");
     std::fs::create_dir_all(place.join("usr")).unwrap();
-    let images = memfold::host::guest_images().unwrap();
+    let images = memfold_core::host::guest_images().unwrap();
     let copy = format!("rdump /usr/bin {}", place.join("usr").display());
     let done = std::process::Command::new("debugfs")
         .args(["-R", &copy])

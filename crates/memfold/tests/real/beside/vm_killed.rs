@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use memfold::bench::lab::Lab;
+use memfold_lab::Lab;
 use memfold_units::PAGE_SIZE;
 use rustix::process::{Pid, Signal, kill_process};
 

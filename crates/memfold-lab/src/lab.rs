@@ -9,14 +9,16 @@ use memfold_units::ByteSize;
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::api::{FoldRequest, FullReport};
-use crate::daemon::{BorrowWhen, Daemon, DaemonOptions};
-use crate::fold::{EngineSettings, EngineStats};
-use crate::host::{GuestImage, guest_images};
-use crate::ksm;
-use crate::ledger::BrakePolicy;
-use crate::lend::RegistryAt;
-use crate::vm::{Aio, BootSpec, CacheMode, DiskSpec, Qmp, VmDirectory, VmSpec, log_tail};
+use crate::warm::Warm;
+
+use memfold_core::api::{FoldRequest, FullReport};
+use memfold_core::daemon::{BorrowWhen, Daemon, DaemonOptions};
+use memfold_core::fold::{EngineSettings, EngineStats};
+use memfold_core::host::{GuestImage, guest_images};
+use memfold_core::ksm;
+use memfold_core::ledger::BrakePolicy;
+use memfold_core::lend::RegistryAt;
+use memfold_core::vm::{Aio, BootSpec, CacheMode, DiskSpec, Qmp, VmDirectory, VmSpec, log_tail};
 
 /// What an interrupt has to clean up.
 static CURRENT: Mutex<Option<(Arc<Daemon>, PathBuf)>> = Mutex::new(None);
@@ -26,7 +28,7 @@ static MADE: Mutex<Vec<Box<dyn FnOnce() + Send>>> = Mutex::new(Vec::new());
 
 /// Has an interrupt undo something that lies outside the laboratory, after VMs have ended; the last comes first. Undoing it once more must do
 /// no harm: a run that ends by itself drops it.
-pub(super) fn undo_at_interrupt(undo: impl FnOnce() + Send + 'static) {
+pub fn undo_at_interrupt(undo: impl FnOnce() + Send + 'static) {
     MADE.lock()
         .unwrap_or_else(PoisonError::into_inner)
         .push(Box::new(undo));
@@ -149,6 +151,17 @@ impl Lab {
             .run_vm(spec)
             .with_context(|| format!("'{name}' did not start"))?;
         Ok(())
+    }
+
+    /// Starts a VM that stands where one like it stood right after its boot; the first one like it boots ([`Warm`]).
+    pub fn start_warm(&self, mut spec: VmSpec) -> anyhow::Result<()> {
+        let name = spec.name.clone();
+        let warm = Warm::prepare(&mut spec)?;
+        self.start(spec)?;
+        match warm {
+            Some(warm) => warm.load(&VmDirectory::of(self.directory(), &name)),
+            None => Ok(()),
+        }
     }
 
     /// Waits until the agent of a VM answers and its first inventory is complete. A guest that hangs as it boots is told with its last words, and

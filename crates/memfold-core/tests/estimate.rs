@@ -14,8 +14,8 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use memfold::estimate::statistics::Estimate;
-use memfold::estimate::{
+use memfold_core::estimate::statistics::Estimate;
+use memfold_core::estimate::{
     EstimateError, EstimateReport, FileRun, KnownFile, Options, Pace, Range, Target, estimate,
 };
 use memfold_sys::region::{Area, Mapping};
@@ -144,7 +144,7 @@ impl Actor {
 
     fn huge_pages(&self) -> u64 {
         let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.child.id())).unwrap();
-        let mappings = memfold::ksm::ranges::parse(&smaps);
+        let mappings = memfold_core::ksm::ranges::parse(&smaps);
         let ours = mappings
             .iter()
             .filter(|m| m.start >= self.start && m.start < self.start + PAGES * PAGE_SIZE);
@@ -200,7 +200,7 @@ fn every_page_is_in_its_class() {
         actors[2].target("c", None),
     ];
     let report = look(targets, &[], &options());
-    println!("{}", memfold::estimate::table::render(&report));
+    println!("{}", memfold_core::estimate::table::render(&report));
     for (vm, actor) in report.vms.iter().zip(&actors) {
         let pages = |bytes: u64| bytes / PAGE_SIZE;
         assert_eq!(pages(vm.memory_bytes), PAGES);
@@ -383,7 +383,7 @@ fn who_has_no_time_says_how_much_was_read_and_promises_no_more_than_there_is() {
     // Zeroes are counted up from what was read.
     let zero = d.zero.bytes / PAGE_SIZE;
     assert!(zero < 8 * ZERO, "{zero}");
-    assert!(memfold::estimate::table::render(&report).contains("--seconds"));
+    assert!(memfold_core::estimate::table::render(&report).contains("--seconds"));
 }
 
 #[test]

@@ -14,7 +14,7 @@ pub(super) static FAMILIES: &[Family] = &[
         samples: |_, out| {
             let labels = [
                 ("version", env!("CARGO_PKG_VERSION")),
-                ("commit", env!("MEMFOLD_GIT")),
+                ("commit", crate::commit()),
             ];
             out.with(&labels, 1.0)
         },

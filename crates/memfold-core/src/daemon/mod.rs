@@ -57,7 +57,7 @@ use tracing::{debug, info, warn};
 pub use auto_borrow::BorrowWhen;
 use brake::DebtWatch;
 pub use error::DaemonError;
-pub(crate) use error::chain;
+pub use error::chain;
 pub use figures::{Figures, LEAST_AGE, OnShelf};
 use ksm::SteeredKsm;
 use lending::Lending;
@@ -419,7 +419,7 @@ impl Daemon {
     }
 
     /// Starts a VM in some way, and takes it on.
-    pub(crate) fn launch(
+    pub fn launch(
         self: &Arc<Self>,
         mut spec: VmSpec,
         how: impl FnOnce(&Path, VmSpec) -> Result<Vm, DaemonError>,

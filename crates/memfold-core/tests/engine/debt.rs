@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-use memfold::fold::{Command, Owed, VmOwed};
+use memfold_core::fold::{Command, Owed, VmOwed};
 use memfold_testkit::wait_until;
 use memfold_wire::agent::{FromAgent, PfnRun};
 

@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
-use memfold::fold::{
+use memfold_core::fold::{
     Command, Engine, EngineSettings, EngineStats, Guest, GuestError, VmId, VmStats,
 };
-use memfold::vm::{RamBlock, RamLayout, RamSlot};
+use memfold_core::vm::{RamBlock, RamLayout, RamSlot};
 use memfold_qemu::Folder;
 use memfold_sys::pagemap::Pagemap;
 use memfold_testkit::wait_for;

@@ -75,7 +75,7 @@ pub struct Kind {
     pub wanted: u64,
     /// For the error bar of a sum: one VM's standard deviation.
     #[serde(skip)]
-    pub(crate) deviation: f64,
+    pub deviation: f64,
 }
 
 /// A plan.

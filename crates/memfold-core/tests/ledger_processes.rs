@@ -11,12 +11,12 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold::ledger::{
+use memfold_core::ledger::{
     HostAccount, OwnCost, Report, StoreAccount, VmAccount, check_change, frames, shared_frames,
     take,
 };
-use memfold::store::StoreIdentity;
-use memfold::vm::{RamBlock, RamLayout, RamSlot};
+use memfold_core::store::StoreIdentity;
+use memfold_core::vm::{RamBlock, RamLayout, RamSlot};
 use memfold_sys::region::Mapping;
 use memfold_testkit::{patience, wait_for};
 use memfold_units::{ByteSize, Hva, PageCount, Pfn};
@@ -220,7 +220,7 @@ fn every_page_is_counted_in_its_place_and_sums_agree() {
         );
         let json = serde_json::to_string(&report).unwrap();
         assert_eq!(serde_json::from_str::<Report>(&json).unwrap(), report);
-        println!("{}", memfold::ledger::table::render(&report));
+        println!("{}", memfold_core::ledger::table::render(&report));
         if report.disagreements.is_empty() {
             Ok(())
         } else {
@@ -322,7 +322,7 @@ fn a_real_qemu_s_sums_agree_and_its_translated_code_is_told_apart() {
         memfold_testkit::skip!("no qemu-system-x86_64");
     };
     let pid = i32::try_from(qemu.id()).unwrap();
-    let proc = memfold::ledger::read::Proc::default();
+    let proc = memfold_core::ledger::read::Proc::default();
     // Its RAM, for want of QMP here: the private anonymous mapping of just this size or, joined with others, the first above it.
     let ram = || {
         proc.maps(pid)
@@ -352,7 +352,7 @@ fn a_real_qemu_s_sums_agree_and_its_translated_code_is_told_apart() {
             let vms = vec![take::vm(pid, "qemu", None, &layout, &[], &[]).unwrap()];
             let report = Report::new(host(&vms, &[]), vms);
             let vm = &report.vms[0];
-            println!("{}", memfold::ledger::table::render(&report));
+            println!("{}", memfold_core::ledger::table::render(&report));
             assert_eq!(vm.ram_bytes, ByteSize::mib(RAM_MIB));
             assert!(vm.private_bytes > ByteSize(0));
             assert!(vm.tcg_pss_bytes > ByteSize::kib(64), "{vm:?}");

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use memfold::fold::EngineSettings;
+use memfold_core::fold::EngineSettings;
 use memfold_wire::agent::FromAgent;
 
 use super::harness::{RAM_PAGES, Ram, Running, domain, folded, pattern, vm};

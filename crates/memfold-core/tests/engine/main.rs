@@ -9,8 +9,8 @@ use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
 use harness::{PAGE, RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
-use memfold::fold::{Command, EngineSettings, EngineStats};
-use memfold::vm::{RamBlock, RamSlot};
+use memfold_core::fold::{Command, EngineSettings, EngineStats};
+use memfold_core::vm::{RamBlock, RamSlot};
 use memfold_units::{ByteSize, Pfn};
 use memfold_wire::agent::{FromAgent, HintRun, PfnRun};
 use memfold_wire::library::{Advice, Order, Reply};
@@ -264,7 +264,7 @@ fn a_store_at_the_end_of_its_file_goes_on_in_holes_that_nobody_maps() {
         .expect("the library has the store open")
         .path();
     let store = std::fs::File::options().write(true).open(path).unwrap();
-    let size = (memfold::store::MAX_PAGES - 10) * PAGE as u64;
+    let size = (memfold_core::store::MAX_PAGES - 10) * PAGE as u64;
     store.set_len(size).unwrap();
     let second = Running::start();
     second.add(1, &domain, &a, true);

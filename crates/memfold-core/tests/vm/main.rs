@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold::vm::{
+use memfold_core::vm::{
     AccelChoice, Aio, CacheMode, DiskSpec, MachineError, Qmp, RamLayout, StopKind, Vm, VmDirectory,
     VmSpec,
 };
@@ -35,7 +35,7 @@ struct Running(Vm);
 
 impl Running {
     fn start(state: &Path, spec: VmSpec) -> Self {
-        Self(memfold::vm::start(state, spec).unwrap_or_else(|e| panic!("{e:?}")))
+        Self(memfold_core::vm::start(state, spec).unwrap_or_else(|e| panic!("{e:?}")))
     }
 }
 
@@ -291,7 +291,7 @@ fn locked_memory_is_a_reason_not_to_fold() {
 fn a_second_vm_of_the_same_name_is_refused_and_changes_nothing() {
     let state = tempfile::tempdir().unwrap();
     let vm = Running::start(state.path(), paused("twin", ByteSize::mib(64)));
-    let error = memfold::vm::start(state.path(), paused("twin", ByteSize::mib(64))).unwrap_err();
+    let error = memfold_core::vm::start(state.path(), paused("twin", ByteSize::mib(64))).unwrap_err();
     assert_eq!(error.to_string(), "a VM named 'twin' is running");
     vm.0.qmp().unwrap().query("query-status").unwrap();
     assert_eq!(Vm::discover(state.path()).unwrap().len(), 1);
@@ -302,7 +302,7 @@ fn a_qemu_that_does_not_start_leaves_its_words_and_nothing_else() {
     let state = tempfile::tempdir().unwrap();
     let mut spec = paused("bad", ByteSize::mib(64));
     spec.qemu_args = vec!["-device".into(), "no-such-device".into()];
-    let error = memfold::vm::start(state.path(), spec)
+    let error = memfold_core::vm::start(state.path(), spec)
         .unwrap_err()
         .to_string();
     assert!(error.contains("no-such-device"), "{error}");
@@ -329,7 +329,7 @@ fn child_starts_a_vm_and_waits_for_its_death() {
     let Some(state) = std::env::var_os("MEMFOLD_TEST_STATE") else {
         return;
     };
-    let vm = memfold::vm::start(Path::new(&state), paused("orphan", ByteSize::mib(64))).unwrap();
+    let vm = memfold_core::vm::start(Path::new(&state), paused("orphan", ByteSize::mib(64))).unwrap();
     println!("started {}", vm.pid().as_raw_nonzero());
     std::thread::sleep(Duration::from_secs(60));
 }
@@ -379,18 +379,18 @@ fn a_vm_outlives_who_started_it_and_is_taken_over() {
 fn doctor_finds_this_qemu_and_keeps_its_verdict_on_kvm() {
     let state = tempfile::tempdir().unwrap();
     let began = Instant::now();
-    let first = memfold::host::HostFacts::probe(state.path());
+    let first = memfold_core::host::HostFacts::probe(state.path());
     let took = began.elapsed();
     assert!(first.qemu.facts.as_ref().unwrap().is_supported());
     let began = Instant::now();
-    let second = memfold::host::HostFacts::probe(state.path());
+    let second = memfold_core::host::HostFacts::probe(state.path());
     assert_eq!(first.kvm, second.kvm);
     assert!(
         began.elapsed() < patience(Duration::from_secs(20)),
         "{:?} after {took:?}",
         began.elapsed()
     );
-    let report = memfold::host::examine(second);
+    let report = memfold_core::host::examine(second);
     println!("{:#?}", report.checks);
     assert!(
         report
@@ -402,8 +402,8 @@ fn doctor_finds_this_qemu_and_keeps_its_verdict_on_kvm() {
 
 #[test]
 fn a_booted_guest_of_another_user_is_folded_and_shuts_down_when_asked() {
-    let images = memfold::host::guest_images().unwrap_or_default();
-    let (Some(image), Ok(_)) = (images.get("trixie-a"), memfold::host::library()) else {
+    let images = memfold_core::host::guest_images().unwrap_or_default();
+    let (Some(image), Ok(_)) = (images.get("trixie-a"), memfold_core::host::library()) else {
         memfold_testkit::skip!("no guest image trixie-a, or the library is not built");
     };
     let state = tempfile::tempdir().unwrap();

@@ -178,7 +178,7 @@ fn size(bytes: ByteSize) -> String {
 }
 
 /// Bytes, in words that may be negative.
-pub(crate) fn signed(bytes: i64) -> String {
+pub fn signed(bytes: i64) -> String {
     let sign = if bytes < 0 { "-" } else { "" };
     format!("{sign}{}", ByteSize(bytes.unsigned_abs()))
 }

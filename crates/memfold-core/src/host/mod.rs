@@ -9,7 +9,7 @@ pub mod qemu;
 
 pub use doctor::{Check, Report, Status, examine};
 pub use facts::HostFacts;
-pub use files::{GuestImage, guest_images, library, own_program};
+pub use files::{GuestImage, guest_images, image_directory, library, own_program};
 pub use groups::{Group, Room};
 pub use kvm::KvmVerdict;
 pub use qemu::{QemuError, QemuFacts};

@@ -7,14 +7,14 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use memfold::estimate::{Options, Pace, Range, Target, estimate};
-use memfold::ksm::{
+use memfold_core::estimate::{Options, Pace, Range, Target, estimate};
+use memfold_core::ksm::{
     Controls, EqualCpu, Ksmd, ProcessStatus, Run, Settings, Status, merging_pages, restore_leftover,
 };
-use memfold::ledger::{StoreAccount, take};
-use memfold::snapshot::past::Past;
-use memfold::store::StoreIdentity;
-use memfold::vm::{RamBlock, RamLayout, RamSlot};
+use memfold_core::ledger::{StoreAccount, take};
+use memfold_core::snapshot::past::Past;
+use memfold_core::store::StoreIdentity;
+use memfold_core::vm::{RamBlock, RamLayout, RamSlot};
 use memfold_sys::pagemap::{Filter, Pagemap};
 use memfold_sys::region::{Area, Mapping};
 use memfold_testkit::{wait_for, wait_until};
@@ -433,7 +433,7 @@ fn an_estimate_says_what_ksm_then_merges_and_not_a_second_time() {
         "{promised} and {sharing}"
     );
     let after = look();
-    println!("{}", memfold::estimate::table::render(&after));
+    println!("{}", memfold_core::estimate::table::render(&after));
     let vm = &after.vms[0];
     assert!(vm.merged.bytes / 4096 >= sharing - 16, "{vm:?}");
     assert!(after.domains[0].ksm.bytes / 4096 <= 16, "{after:?}");

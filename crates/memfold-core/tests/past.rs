@@ -7,10 +7,10 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold::snapshot::Progress;
-use memfold::snapshot::image::{Plan, Source, Writer};
-use memfold::snapshot::past::Past;
-use memfold::snapshot::stored::{Pages, Stored};
+use memfold_core::snapshot::Progress;
+use memfold_core::snapshot::image::{Plan, Source, Writer};
+use memfold_core::snapshot::past::Past;
+use memfold_core::snapshot::stored::{Pages, Stored};
 use memfold_qemu::Folder;
 use memfold_sys::memory;
 use memfold_sys::region::{Area, Mapping};

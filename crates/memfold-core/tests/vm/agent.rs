@@ -5,7 +5,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
-use memfold::vm::{AgentError, AgentEvent, AgentLink, AgentOptions};
+use memfold_core::vm::{AgentError, AgentEvent, AgentLink, AgentOptions};
 use memfold_testkit::{patience, wait_until};
 use memfold_wire::agent::{FromAgent, HintRun, OutputStream, ToAgent, VERSION};
 use memfold_wire::{Decoder, encode};

@@ -1,0 +1,314 @@
+//! Guests in a second: a guest of each shape boots once, and every later one begins where that one stood after its boot.
+//!
+//! ```text
+//!   first guest of a shape     boots; shell on its console; disks flushed; stop; `migrate file:STATE`; quit
+//!                              SHAPE/root.qcow2   what it wrote to its root disk
+//!                              SHAPE/state        its RAM and devices, in QEMU's migration format
+//!   every guest                starts with `-incoming defer` over a temporary overlay of SHAPE/root.qcow2,
+//!                              then `migrate-incoming file:SHAPE/state`
+//! ```
+//!
+//! QEMU reads the RAM into plain anonymous memory, so these guests are to folding, KSM, balloon and snapshots what booted ones are. A clone
+//! of memfold's own would not be: its RAM is mapped from an image (docs/decisions/0036).
+//!
+//! What the guest sees must be the same in both: the shape is all of a description but what only the host sees (name, trust domain, user,
+//! cache mode, merging). Disks besides the root disk are blank in the first guest, which keeps nothing of them in its page cache.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use memfold_core::host::{QemuFacts, image_directory};
+use memfold_core::vm::{CacheMode, DiskFormat, DiskSpec, Qmp, Vm, VmDirectory, VmSpec};
+use rustix::fs::{FlockOperation, flock};
+use serde_json::{Value, json};
+
+/// Directory of saved guests. Unset: `warm` in memfold's cache directory, where they stay for the next run.
+pub const WARM_VARIABLE: &str = "MEMFOLD_LAB_WARM";
+
+/// File to which each start of a guest is appended: `booted` or `restored`, name, seconds. `scripts/test` counts them.
+pub const GUESTS_VARIABLE: &str = "MEMFOLD_LAB_GUESTS";
+
+/// Changes with the files' layout, so that older ones are not read.
+const LAYOUT: u32 = 1;
+
+/// How long the first guest may take for its boot.
+const BOOT: Duration = Duration::from_secs(240);
+
+/// How long QEMU may take to write or read a state.
+const TRANSFER: Duration = Duration::from_secs(120);
+
+/// What the shell on a guest's console says when it waits for a command.
+const PROMPT: &[u8] = b":~# ";
+
+/// What the first guest runs before it is saved: waits until everything is started, and forgets what it read of blank disks.
+const SETTLE: &str = "systemctl is-system-running --wait; for disk in /dev/vd?; do case $disk in */vda) ;; *) blockdev --flushbufs $disk ;; \
+     esac; done; sync; echo settled-$((40 + 2))";
+
+/// What it says then.
+const SETTLED: &[u8] = b"settled-42";
+
+/// A guest that was saved after its boot.
+#[derive(Debug)]
+pub struct Warm {
+    state: PathBuf,
+}
+
+/// Why guests of this description boot instead.
+fn must_boot(spec: &VmSpec) -> Option<&'static str> {
+    if !spec.qemu_args.is_empty() {
+        Some("it has QEMU arguments of its own")
+    } else if !spec.segments.is_empty() {
+        Some("it maps segments from its boot on")
+    } else if spec.boot_snapshot {
+        Some("it is saved right after its boot")
+    } else if spec.disks.first().is_none_or(|disk| !disk.snapshot) {
+        Some("its root disk is not a temporary overlay")
+    } else {
+        None
+    }
+}
+
+/// The description that the guest sees the same of: what differs for the host alone is taken out.
+fn shape(spec: &VmSpec) -> VmSpec {
+    let mut shape = spec.clone();
+    let plain = VmSpec::new("warm", spec.memory);
+    shape.name = plain.name;
+    shape.domain = plain.domain;
+    shape.merge = plain.merge;
+    shape.user = plain.user;
+    shape.fold = false;
+    for disk in &mut shape.disks {
+        // Whether there is a write cache is the guest's to see.
+        if disk.cache.write_cache() {
+            disk.cache = CacheMode::default();
+        }
+        disk.aio = plain_aio();
+    }
+    shape
+}
+
+fn plain_aio() -> memfold_core::vm::Aio {
+    DiskSpec::new("/").aio
+}
+
+/// Bytes that the guest sees of a disk.
+fn virtual_bytes(disk: &DiskSpec) -> anyhow::Result<u64> {
+    let path = disk.path.display();
+    let mut qemu_img = Command::new("qemu-img");
+    qemu_img.args(["info", "-U", "--output=json", "-f", disk.format().driver()]);
+    let done = qemu_img.arg(&disk.path).output().context("qemu-img")?;
+    ensure!(done.status.success(), "qemu-img cannot read {path}");
+    let facts: Value = serde_json::from_slice(&done.stdout)?;
+    let bytes = facts["virtual-size"].as_u64();
+    bytes.with_context(|| format!("qemu-img tells no size of {path}"))
+}
+
+/// 16 hex digits of everything that the guest sees. The root image's name changes with its content.
+fn key(shape: &VmSpec) -> anyhow::Result<String> {
+    let qemu = QemuFacts::probe()?;
+    let mut others = Vec::new();
+    let mut seen = shape.clone();
+    for disk in seen.disks.iter_mut().skip(1) {
+        others.push(virtual_bytes(disk)?);
+        disk.path = "/".into();
+    }
+    let text = format!(
+        "{LAYOUT} {:?} {} {others:?} {}",
+        qemu.version,
+        qemu.machine,
+        serde_json::to_string(&seen)?
+    );
+    Ok(format!(
+        "{:016x}",
+        xxhash_rust::xxh3::xxh3_64(text.as_bytes())
+    ))
+}
+
+fn directory() -> anyhow::Result<PathBuf> {
+    let place = match std::env::var_os(WARM_VARIABLE) {
+        Some(place) => place.into(),
+        None => image_directory()
+            .context("no directory for guests")?
+            .join("warm"),
+    };
+    std::fs::create_dir_all(&place).with_context(|| format!("cannot make {}", place.display()))?;
+    Ok(place)
+}
+
+impl Warm {
+    /// Changes a description so that its guest begins after its boot; whoever starts it calls [`Warm::load`] next. The first guest of a shape is
+    /// booted here. `None`, with the reason on standard output, if guests like this one have to boot.
+    pub fn prepare(spec: &mut VmSpec) -> anyhow::Result<Option<Self>> {
+        if let Some(why) = must_boot(spec) {
+            println!("guest '{}' boots: {why}", spec.name);
+            return Ok(None);
+        }
+        let shape = shape(spec);
+        let place = directory()?.join(key(&shape)?);
+        // Others that want the same guest wait until it is there.
+        let lock = File::create(place.with_extension("lock"))?;
+        flock(&lock, FlockOperation::LockExclusive)?;
+        if !place.exists() {
+            boot_and_save(shape, &place)?;
+        }
+        drop(lock);
+        spec.disks[0].path = place.join("root.qcow2");
+        spec.disks[0].format = Some(DiskFormat::Qcow2);
+        // Its snapshots keep these arguments, and a second `-incoming defer` means what one does.
+        spec.qemu_args = ["-incoming", "defer"].map(str::to_owned).into();
+        Ok(Some(Self {
+            state: place.join("state"),
+        }))
+    }
+
+    /// Has QEMU, which [`Warm::prepare`]'s description was started with, read the guest and run it.
+    pub fn load(&self, vm: &VmDirectory) -> anyhow::Result<()> {
+        let began = Instant::now();
+        let mut qmp = Qmp::connect(&vm.qmp(), Duration::from_secs(60))?;
+        let uri = format!("file:{}", self.state.display());
+        qmp.execute("migrate-incoming", json!({ "uri": uri }))?;
+        wait_migration(&mut qmp).with_context(|| format!("cannot restore '{}'", vm.name()))?;
+        note_guest("restored", &vm.name(), began.elapsed());
+        Ok(())
+    }
+}
+
+/// Counts a guest that was booted or restored.
+pub(crate) fn note_guest(how: &str, name: &str, took: Duration) {
+    println!("guest '{name}' {how} in {:.1} s", took.as_secs_f64());
+    let Some(path) = std::env::var_os(GUESTS_VARIABLE) else {
+        return;
+    };
+    let line = format!("{how}\t{name}\t{:.2}\n", took.as_secs_f64());
+    let file = File::options().append(true).create(true).open(path);
+    if let Err(error) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
+        eprintln!("cannot count guest '{name}': {error}");
+    }
+}
+
+fn wait_migration(qmp: &mut Qmp) -> anyhow::Result<()> {
+    let end = Instant::now() + TRANSFER;
+    loop {
+        let now = qmp.query("query-migrate")?;
+        match now["status"].as_str() {
+            Some("completed") => return Ok(()),
+            Some("failed" | "cancelled") => bail!("QEMU says {now}"),
+            _ if Instant::now() >= end => bail!("not within {TRANSFER:?}: {now}"),
+            _ => std::thread::sleep(Duration::from_millis(10)),
+        }
+    }
+}
+
+/// Boots a guest and saves it in `place`, which is there when all of it is.
+fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
+    let began = Instant::now();
+    let draft = place.with_extension("draft");
+    match std::fs::remove_dir_all(&draft) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+        _ => std::fs::create_dir(&draft)?,
+    }
+    // QEMU's sockets want a short path.
+    let state = tempfile::Builder::new().prefix("memfold-warm.").tempdir()?;
+    let root = draft.join("root.qcow2");
+    let base = spec.disks[0].path.clone();
+    let driver = spec.disks[0].format().driver();
+    let base = [
+        "-b".as_ref(),
+        base.as_os_str(),
+        "-F".as_ref(),
+        driver.as_ref(),
+    ];
+    qemu_img_create(&root, DiskFormat::Qcow2, &base, None)?;
+    spec.disks[0] = DiskSpec {
+        format: Some(DiskFormat::Qcow2),
+        snapshot: false,
+        path: root,
+        ..spec.disks[0].clone()
+    };
+    for (number, disk) in spec.disks.iter_mut().enumerate().skip(1) {
+        let blank = state.path().join(format!("blank{number}"));
+        let bytes = virtual_bytes(disk)?;
+        qemu_img_create(&blank, disk.format(), &[], Some(bytes))?;
+        disk.format = Some(disk.format());
+        disk.path = blank;
+    }
+    let vm = memfold_core::vm::start(state.path(), spec)?;
+    let directory = VmDirectory::of(state.path(), vm.name());
+    let saved = settle(&directory).and_then(|()| save(&vm, &draft.join("state")));
+    let ended = vm.stop(Duration::ZERO);
+    saved?;
+    ended?;
+    std::fs::rename(&draft, place)?;
+    note_guest("booted", "first of its shape", began.elapsed());
+    Ok(())
+}
+
+fn qemu_img_create(
+    path: &Path,
+    format: DiskFormat,
+    options: &[&std::ffi::OsStr],
+    bytes: Option<u64>,
+) -> anyhow::Result<()> {
+    let mut qemu_img = Command::new("qemu-img");
+    qemu_img.args(["create", "-q", "-f", format.driver()]);
+    qemu_img.args(options).arg(path);
+    let done = qemu_img
+        .args(bytes.map(|bytes| bytes.to_string()))
+        .output()?;
+    let said = String::from_utf8_lossy(&done.stderr);
+    ensure!(done.status.success(), "qemu-img create: {said}");
+    Ok(())
+}
+
+/// Waits for the shell on a guest's console, and until it has run [`SETTLE`].
+fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
+    let end = Instant::now() + BOOT;
+    let mut console = UnixStream::connect(vm.console()).context("no console")?;
+    console.set_read_timeout(Some(Duration::from_millis(200)))?;
+    let mut said = Vec::new();
+    let mut wait = |words: &[u8], console: &mut UnixStream| {
+        loop {
+            // What was said before anybody listened is in the log.
+            let logged = std::fs::read(vm.console_log()).unwrap_or_default();
+            let is_in = |text: &[u8]| text.windows(words.len()).any(|part| part == words);
+            if is_in(&said) || is_in(&logged) {
+                return Ok(());
+            }
+            if Instant::now() >= end {
+                let tail = &logged[logged.len().saturating_sub(2000)..];
+                bail!(
+                    "the guest did not come up in {BOOT:?}: {}",
+                    String::from_utf8_lossy(tail)
+                );
+            }
+            let mut some = [0; 4096];
+            match console.read(&mut some) {
+                Ok(0) => bail!("QEMU closed the guest's console"),
+                Ok(read) => said.extend_from_slice(&some[..read]),
+                // Nothing was said.
+                Err(_) => {}
+            }
+        }
+    };
+    wait(PROMPT, &mut console)?;
+    console.write_all(format!("{SETTLE}\n").as_bytes())?;
+    wait(SETTLED, &mut console)
+}
+
+fn save(vm: &Vm, state: &Path) -> anyhow::Result<()> {
+    let mut qmp = vm.qmp()?;
+    qmp.query("stop")?;
+    // QEMU's own limit is 128 MiB/s.
+    qmp.execute(
+        "migrate-set-parameters",
+        json!({ "max-bandwidth": 1_u64 << 40 }),
+    )?;
+    let uri = format!("file:{}", state.display());
+    qmp.execute("migrate", json!({ "uri": uri }))?;
+    wait_migration(&mut qmp).context("cannot save the guest")
+}
