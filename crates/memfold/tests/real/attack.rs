@@ -14,7 +14,7 @@ use super::served::{Served, exec};
 use super::support;
 
 const NAMES: [&str; 2] = ["one", "two"];
-const MEMORY: ByteSize = ByteSize::mib(320);
+const MEMORY: ByteSize = ByteSize::mib(512);
 
 /// What the guests read before, and while the attack goes on.
 const BEFORE: &str = "cat /usr/bin/* | md5sum";
@@ -147,7 +147,7 @@ fn guests_and_folding_do_not_notice_that_the_interface_is_attacked() {
     served.start();
     let client = served.answers();
     for (name, image) in NAMES.iter().zip(["trixie-a", "trixie-b"]) {
-        served.run(&Lab::spec(name, image, MEMORY, DiskMode::Buffered).unwrap());
+        served.run_warm(&Lab::spec(name, image, MEMORY, DiskMode::Buffered).unwrap());
     }
     let vms = || -> Vec<VmInfo> { client.get("/v1/vms").unwrap() };
     wait("agents answer", || {
@@ -178,7 +178,7 @@ fn guests_and_folding_do_not_notice_that_the_interface_is_attacked() {
     std::fs::write(format!("/proc/{}/clear_refs", pid.pid), "5").unwrap();
     let (resident, _) = resident_bytes(pid.pid);
     let requests = requests(host, state);
-    let time = support::seconds("MEMFOLD_FLOOD_SECONDS", 30);
+    let time = support::seconds("MEMFOLD_FLOOD_SECONDS", 10);
     let (answers, granted, slowest) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
     let (end, mut seen) = (Instant::now() + time, Vec::new());
     std::thread::scope(|scope| {

@@ -159,7 +159,7 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
     let limit = Duration::from_secs(120);
     let killed = oom_kills();
     let spec = Lab::spec("source", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
-    lab.start(spec.clone()).unwrap();
+    lab.start_warm(spec.clone()).unwrap();
     lab.wait_ready("source", BOOT).unwrap();
     let hold = format!(
         "{}systemd-run -q --unit=storm python3 /opt/storm.py {HELD} {RATE}\n\

@@ -24,7 +24,7 @@ use super::ksm_explain::take;
 use super::served::{Served, exec};
 use super::support;
 
-const MEMORY: ByteSize = ByteSize::mib(384);
+const MEMORY: ByteSize = ByteSize::mib(512);
 const NAMES: [&str; 2] = ["one", "two"];
 const DATA_MIB: u64 = 48;
 
@@ -120,7 +120,7 @@ fn guests<'a>(state: &'a Path, names: &'a [&'a str]) -> (Served<'a>, Client) {
     };
     client.put::<_, Value>("/v1/fold", &pause).unwrap();
     for (name, image) in NAMES.iter().zip(["trixie-a", "trixie-b"]) {
-        served.run(&Lab::spec(name, image, MEMORY, DiskMode::Buffered).unwrap());
+        served.run_warm(&Lab::spec(name, image, MEMORY, DiskMode::Buffered).unwrap());
     }
     wait("agents answer", || {
         let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();

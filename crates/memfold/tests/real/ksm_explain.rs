@@ -12,6 +12,7 @@ use memfold_core::ksm::{
     merging_pages,
 };
 use memfold_core::vm::Qmp;
+use memfold_testkit::{report_skip, reports_skip, skip};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -104,15 +105,13 @@ pub fn take() -> Option<ksm::Guard> {
                 return Some(guard);
             }
             Ok(guard) => {
-                println!("skipped: KSM is in use on this host: {:?}", guard.before());
-                return None;
+                return reports_skip(&format!("KSM is in use on this host: {:?}", guard.before()));
             }
             Err(KsmError::Busy(_)) if Instant::now() < end => {
                 std::thread::sleep(Duration::from_millis(100));
             }
             Err(error) => {
-                println!("skipped: {error}");
-                return None;
+                return reports_skip(&error.to_string());
             }
         }
     }
@@ -224,7 +223,7 @@ fn memory_that_is_not_offered_is_explained_by_who_refused() {
 
     let mut python = Command::new("python3");
     if cfg!(not(target_arch = "x86_64")) || python.arg("--version").output().is_err() {
-        println!("skipped: a seccomp filter, for want of Python on x86-64");
+        report_skip("a seccomp filter, for want of Python on x86-64");
         return;
     }
     let mut python = Command::new("python3");
@@ -422,7 +421,7 @@ fn memory_that_is_swapped_out_is_explained() {
     let Some(_ksm) = take() else { return };
     let swap = match support::Swap::on(96) {
         Ok(swap) => swap,
-        Err(why) => return println!("skipped: no swap: {why}"),
+        Err(why) => skip!("no swap: {why}"),
     };
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("file");

@@ -160,7 +160,7 @@ fn a_lender_s_own_vm_that_grows_gets_what_was_lent_before_its_host_has_nothing_l
     served.start();
     let client = served.answers();
     let memory = ByteSize(GROWTH + (512 << 20));
-    served.run(&Lab::spec(OWN, "trixie-a", memory, DiskMode::Buffered).unwrap());
+    served.run_warm(&Lab::spec(OWN, "trixie-a", memory, DiskMode::Buffered).unwrap());
     wait("its agent answers", || {
         vm(&client).is_some_and(|vm| vm.agent.is_some())
     });

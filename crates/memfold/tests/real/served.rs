@@ -6,7 +6,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_core::api::{Client, ExecRequest, ExecResult, VersionInfo, VmInfo};
-use memfold_core::vm::{Vm, VmSpec};
+use memfold_core::vm::{Vm, VmDirectory, VmSpec};
+use memfold_lab::Warm;
 
 use crate::support::BOOT;
 
@@ -133,6 +134,16 @@ impl<'a> Served<'a> {
             .status()
             .unwrap();
         assert!(done.success());
+    }
+
+    /// Starts a VM that stands where one like it stood right after its boot ([`Warm`]).
+    pub fn run_warm(&self, spec: &VmSpec) {
+        let mut spec = spec.clone();
+        let warm = Warm::prepare(&mut spec).unwrap();
+        self.run(&spec);
+        if let Some(warm) = warm {
+            warm.load(&VmDirectory::of(self.state, &spec.name)).unwrap();
+        }
     }
 
     fn log(&self) -> String {

@@ -10,6 +10,7 @@ use memfold_core::fold::{EngineStats, VmStats};
 use memfold_core::host::{QemuFacts, guest_images};
 use memfold_core::vm::{Qmp, RamLayout, Vm, VmDirectory};
 use memfold_lab::Lab;
+use memfold_testkit::reports_skip;
 use memfold_units::ByteSize;
 use rustix::fs::{FlockOperation, flock};
 use tempfile::TempDir;
@@ -96,8 +97,7 @@ fn take_turn(wait: impl FnOnce() -> Vec<File>) -> Option<Turn> {
             std::env::var_os("MEMFOLD_REAL").is_none(),
             "MEMFOLD_REAL is set and real guests can't be booted: {why}"
         );
-        println!("skipped: {why}");
-        return None;
+        return reports_skip(&why);
     }
     // Shows why the daemon refuses something. Set once for all tests of the process.
     let _ =
@@ -139,6 +139,12 @@ fn able() -> Result<(), String> {
 pub fn seconds(variable: &str, default: u64) -> Duration {
     let set = std::env::var(variable).ok();
     Duration::from_secs(set.map_or(default, |text| text.parse().unwrap()))
+}
+
+/// How often, or how many, as a variable of the environment says, or `default`: what `make test` does is the least, scripts/soak.txt has more.
+pub fn dose(variable: &str, default: u64) -> u64 {
+    let set = std::env::var(variable).ok();
+    set.map_or(default, |text| text.parse().unwrap())
 }
 
 /// Milliseconds that a variable of the environment says, or `default`.

@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
+use memfold_core::api::{Client, ClientError, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use memfold_core::snapshot::{Keep, Manifest, SnapshotInfo};
 use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
@@ -17,7 +17,6 @@ use super::snapshots::rewrite_memory;
 use crate::served::{Random, Served, exec, wait_agent};
 use crate::support;
 
-const DEATHS: u64 = 8;
 const VM: &str = "saved";
 
 /// As it is, or hot and compressed: then the image is worked on longer, and laid out before anything runs from it.
@@ -72,95 +71,190 @@ fn wait_for(done: impl Fn() -> bool) {
     }
 }
 
+/// Deaths in each part.
+fn deaths() -> u64 {
+    // One of each kind of `daemons_are_killed_while_they_save` at least.
+    support::dose("MEMFOLD_SAVE_KILLS", 5)
+}
+
+/// A VM that rewrites its memory and its disks all the time, and its daemon.
+struct Story<'a> {
+    served: Served<'a>,
+    client: Client,
+    state: &'a Path,
+    temporary: &'a Path,
+}
+
+/// Runs a test on such a VM; no overlay is left afterwards.
+fn story(test: impl FnOnce(&mut Story<'_>)) {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let directory = tempfile::Builder::new()
+        .prefix("memfold-killed.")
+        .tempdir()
+        .unwrap();
+    let state = directory.path();
+    // Not in the state directory, which may be RAM.
+    let temporary = tempfile::Builder::new()
+        .prefix("memfold-killed.")
+        .tempdir_in("/var/tmp")
+        .unwrap();
+    let temporary = temporary.path();
+    let vms = [VM, "copied"];
+    let mut served = Served::new(state, &vms).temporary(temporary);
+    served.start();
+    let client = served.answers();
+    let memory = ByteSize::mib(320);
+    let mut spec = Lab::spec(VM, "trixie-a", memory, DiskMode::Buffered).unwrap();
+    spec.disks.extend(disks::two_disks(state));
+    served.run_warm(&spec);
+    wait_agent(&client, VM);
+    exec(&client, VM, &rewrite_memory());
+    exec(&client, VM, &disks::write_to("/dev/vdb /dev/vdc"));
+    let mut story = Story {
+        served,
+        client,
+        state,
+        temporary,
+    };
+    test(&mut story);
+    for vm in vms {
+        stop(&story.client, vm);
+    }
+    assert_eq!(overlays(temporary), BTreeSet::new(), "overlays are left");
+}
+
+/// Ends a VM, if it is there.
+fn stop(client: &Client, vm: &str) {
+    let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+    if list.iter().any(|info| info.name == vm) {
+        let now = serde_json::json!({ "timeout_s": 0.0 });
+        let _: Value = client.post(&format!("/v1/vms/{vm}/stop"), &now).unwrap();
+    }
+}
+
+/// A seed for a test's instants, printed so that they can be had again.
+fn seed() -> u64 {
+    let seed = u64::from(std::process::id()) << 20 | 1;
+    println!("seed {seed}");
+    seed
+}
+
+fn restore(client: &Client, snapshot: &str) -> Result<Value, ClientError> {
+    let path = format!("/v1/snapshots/{snapshot}/restore");
+    client.post(&path, &RestoreRequest::new("copied"))
+}
+
+/// QEMUs of `copied` below a state directory: other tests' VMs have the same names.
+fn copies(state: &Path) -> Vec<Pid> {
+    let directory = state.join("vms/copied");
+    let directory = directory.to_str().unwrap();
+    let processes = procfs::process::all_processes().unwrap().flatten();
+    let is_copy = |process: &procfs::process::Process| {
+        let line = process.cmdline().unwrap_or_default();
+        line.iter().any(|word| word.contains(directory))
+            && line.iter().any(|word| word.starts_with("guest=copied,"))
+    };
+    processes
+        .filter(is_copy)
+        .filter_map(|process| Pid::from_raw(process.pid))
+        .collect()
+}
+
+#[test]
+fn daemons_and_qemus_that_die_in_a_restore_leave_a_right_vm_or_none() {
+    story(|story| {
+        save(&story.client, "last", true, true).unwrap();
+        restores_killed(story);
+        restore(&story.client, "last").unwrap();
+        verify(&story.client, "copied");
+    });
+}
+
 /// Daemons are killed while they restore `copied`. Each next one finds a VM that is right, or nothing of it.
-fn restores_killed(served: &mut Served, client: &Client, temporary: &Path, seed: u64) {
+fn restores_killed(story: &mut Story<'_>) {
+    let Story {
+        served,
+        client,
+        state,
+        temporary,
+    } = story;
+    let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths());
     let running = || {
         let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
         list.iter().any(|vm| vm.name == "copied")
     };
-    let processes = || {
-        let all = std::fs::read_dir("/proc").unwrap().flatten();
-        let lines = all.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
-        let copy = |line: &Vec<u8>| {
-            let mut words = line.split(|byte| *byte == 0);
-            words.any(|word| word.starts_with(b"guest=copied,"))
-        };
-        lines.filter(copy).count()
-    };
+    let processes = || copies(state);
     let before = overlays(temporary);
     // As every daemon below, one that knows nothing yet.
     served.kill();
     served.start();
     served.answers();
-    let request = RestoreRequest::new("copied");
-    let restore = || client.post::<_, Value>("/v1/snapshots/last/restore", &request);
+    let restore = || restore(client, "last");
     let began = Instant::now();
     restore().unwrap();
     let span = u64::try_from(began.elapsed().as_millis()).unwrap();
-    let stop = || {
-        let now = serde_json::json!({ "timeout_s": 0.0 });
-        client
-            .post::<_, Value>("/v1/vms/copied/stop", &now)
-            .unwrap()
-    };
-    stop();
-    let mut random = Random(seed | 2);
+    stop(client, "copied");
+    let mut random = Random(seed());
     let (mut came, mut midway) = (0, 0);
-    for death in 0..DEATHS {
+    for death in 0..deaths {
         std::thread::scope(|scope| {
             let restoring = scope.spawn(restore);
-            let first = Duration::from_millis(span * death / DEATHS);
-            std::thread::sleep(first + random.below_ms(span / DEATHS + 1));
+            let first = Duration::from_millis(span * death / deaths);
+            std::thread::sleep(first + random.below_ms(span / deaths + 1));
             served.kill();
             drop(restoring.join().unwrap());
         });
-        midway += usize::from(processes() > 0);
+        midway += usize::from(!processes().is_empty());
         served.start();
         served.answers();
         if running() {
             came += 1;
             verify(client, "copied");
-            stop();
+            stop(client, "copied");
         }
-        assert_eq!(processes(), 0, "a half restored VM is left");
+        assert_eq!(processes(), [], "a half restored VM is left");
         assert_eq!(overlays(temporary), before, "its overlay is left");
     }
-    println!("{midway} of {DEATHS} while there was a QEMU, {came} when it was done");
+    println!("{midway} of {deaths} while there was a QEMU, {came} when it was done");
     assert!(midway > 0);
     // QEMU itself dies while it is filled: the restore fails or the VM has just ended, and the snapshot is as good as before.
-    let pid_of = || {
-        let all = std::fs::read_dir("/proc").unwrap().flatten();
-        all.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
-            .find(|pid| {
-                let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-                let mut words = line.split(|byte| *byte == 0);
-                words.any(|word| word.starts_with(b"guest=copied,"))
-            })
-            .and_then(Pid::from_raw)
-    };
     let mut failed = 0;
-    for death in 0..DEATHS {
+    for death in 0..deaths {
         std::thread::scope(|scope| {
             let restoring = scope.spawn(restore);
-            wait_for(|| pid_of().is_some() || restoring.is_finished());
-            std::thread::sleep(Duration::from_millis(span * death / DEATHS / 2));
-            if let Some(victim) = pid_of() {
+            wait_for(|| !processes().is_empty() || restoring.is_finished());
+            std::thread::sleep(Duration::from_millis(span * death / deaths / 2));
+            for victim in processes() {
                 // It may have ended by itself.
                 let _ = kill_process(victim, Signal::KILL);
             }
             failed += usize::from(restoring.join().unwrap().is_err());
         });
-        wait_for(|| processes() == 0 && !running());
-        assert!(!running() && processes() == 0);
+        wait_for(|| processes().is_empty() && !running());
+        assert!(!running() && processes().is_empty());
         wait_for(|| overlays(temporary) == before);
         assert_eq!(overlays(temporary), before, "its overlay is left");
     }
-    println!("{failed} of {DEATHS} restores failed as their QEMU died");
+    println!("{failed} of {deaths} restores failed as their QEMU died");
     assert!(failed > 0);
 }
 
+#[test]
+fn daemons_that_die_in_a_removal_leave_the_vm_its_disks() {
+    story(removals_killed);
+}
+
 /// Daemons are killed while they remove snapshots of a VM that goes on. What lay there of its disk is its own again, or the snapshot's still.
-fn removals_killed(served: &mut Served, client: &Client, state: &Path, temporary: &Path) {
+fn removals_killed(story: &mut Story<'_>) {
+    let Story {
+        served,
+        client,
+        state,
+        temporary,
+    } = story;
+    let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths());
     let remove = |name: &str| client.delete::<Value>(&format!("/v1/snapshots/{name}"));
     save(client, "gone", false, false).unwrap();
     let began = Instant::now();
@@ -168,12 +262,14 @@ fn removals_killed(served: &mut Served, client: &Client, state: &Path, temporary
     let span = began.elapsed();
     let known = overlays(temporary).len();
     let mut cut = 0;
-    for death in 0..DEATHS {
+    for death in 0..deaths {
         let name = format!("gone-{death}");
         save(client, &name, death % 2 == 1, false).unwrap();
         std::thread::scope(|scope| {
             let removing = scope.spawn(|| remove(&name));
-            std::thread::sleep(span * u32::try_from(death).unwrap() / 8);
+            std::thread::sleep(
+                span * u32::try_from(death).unwrap() / u32::try_from(deaths).unwrap(),
+            );
             served.kill();
             cut += usize::from(removing.join().unwrap().is_err());
         });
@@ -191,7 +287,7 @@ fn removals_killed(served: &mut Served, client: &Client, state: &Path, temporary
         }
     }
     println!(
-        "a removal takes {} ms; {cut} of {DEATHS} were cut",
+        "a removal takes {} ms; {cut} of {deaths} were cut",
         span.as_millis()
     );
     assert!(cut > 0);
@@ -203,47 +299,31 @@ fn removals_killed(served: &mut Served, client: &Client, state: &Path, temporary
 }
 
 #[test]
-fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
-    let Some(_turn) = support::turn_beside() else {
-        return;
-    };
-    let directory = tempfile::Builder::new()
-        .prefix("memfold-killed.")
-        .tempdir()
-        .unwrap();
-    let state = directory.path();
-    // Not in the state directory, which may be RAM.
-    let temporary = tempfile::Builder::new()
-        .prefix("memfold-killed.")
-        .tempdir_in("/var/tmp")
-        .unwrap();
-    let temporary = temporary.path();
-    let before = overlays(temporary);
-    let vms = [VM, "copied"];
-    let mut served = Served::new(state, &vms).temporary(temporary);
-    served.start();
-    let client = served.answers();
-    let memory = ByteSize::mib(320);
-    let mut spec = Lab::spec(VM, "trixie-a", memory, DiskMode::Buffered).unwrap();
-    spec.disks.extend(disks::two_disks(state));
-    served.run(&spec);
-    wait_agent(&client, VM);
-    exec(&client, VM, &rewrite_memory());
-    exec(&client, VM, &disks::write_to("/dev/vdb /dev/vdc"));
+fn daemons_that_die_in_a_save_leave_the_vm_as_it_was_and_nothing_half_made() {
+    story(saves_killed);
+}
+
+fn saves_killed(story: &mut Story<'_>) {
+    let Story {
+        served,
+        client,
+        state,
+        temporary,
+    } = story;
+    let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths());
     // How long a save takes here, undisturbed.
     let began = Instant::now();
-    save(&client, "whole", false, false).unwrap();
+    save(client, "whole", false, false).unwrap();
     let span = u64::try_from(began.elapsed().as_millis()).unwrap();
-    let seed = u64::from(std::process::id()) << 20 | 1;
-    println!("seed {seed}, a save takes {span} ms");
-    let mut random = Random(seed);
+    println!("a save takes {span} ms");
+    let mut random = Random(seed());
     let (mut kept, mut late) = (0, 0);
-    for death in 0..DEATHS {
+    for death in 0..deaths {
         let name = format!("cut-{death}");
         let draft = state.join(format!("snapshots/.{name}.draft"));
         let known = overlays(temporary);
         std::thread::scope(|scope| {
-            let (client, name) = (&client, &name);
+            let name = &name;
             let live = [1, 3, 4, 6].contains(&death);
             let saving = scope.spawn(move || save(client, name, live, death % 5 > 1));
             // Overlays of an earlier death go meanwhile.
@@ -251,8 +331,8 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
             match death % 5 {
                 // Anywhere; every part of the save has its turn.
                 0 => {
-                    let first = Duration::from_millis(span * death / DEATHS);
-                    std::thread::sleep(first + random.below_ms(span / DEATHS + 1));
+                    let first = Duration::from_millis(span * death / deaths);
+                    std::thread::sleep(first + random.below_ms(span / deaths + 1));
                 }
                 // When the new overlay is there, around the transaction.
                 1 => {
@@ -280,15 +360,15 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
         });
         served.start();
         served.answers();
-        verify(&client, VM);
+        verify(client, VM);
         let status = support::qmp(state, VM).query("query-status").unwrap();
         assert_eq!(status["status"], "running");
         wait_for(|| disks::left_nodes(state, VM).is_empty());
         assert_eq!(disks::left_nodes(state, VM), Vec::<String>::new());
-        kept = shelf_is_clean(&client, state).len();
+        kept = shelf_is_clean(client, state).len();
     }
     println!(
-        "{} of {DEATHS} cut saves were whole, {late} were cut with new overlays",
+        "{} of {deaths} cut saves were whole, {late} were cut with new overlays",
         kept - 1
     );
     assert!(late > 0);
@@ -296,55 +376,37 @@ fn daemons_and_vms_are_killed_while_they_save_and_nothing_is_lost_or_left() {
     let merged = log.matches("merged with the older one").count();
     println!("{merged} overlays of cut saves were merged with the older ones");
     assert!(merged > 0);
-    removals_killed(&mut served, &client, state, temporary);
-    for overlay in overlays(temporary).difference(&before) {
-        let mode = std::fs::metadata(overlay).unwrap().permissions().mode();
+    for overlay in overlays(temporary) {
+        let mode = std::fs::metadata(&overlay).unwrap().permissions().mode();
         assert_eq!(mode & 0o77, 0, "others can read {}", overlay.display());
     }
     // It can be saved again, and what comes of it is right.
-    save(&client, "last", true, true).unwrap();
-    let restore = RestoreRequest::new("copied");
-    client
-        .post::<_, Value>("/v1/snapshots/last/restore", &restore)
-        .unwrap();
-    verify(&client, "copied");
+    save(client, "last", true, true).unwrap();
+    restore(client, "last").unwrap();
+    verify(client, "copied");
+}
 
-    let stop_copy = || {
-        let now = serde_json::json!({ "timeout_s": 0.0 });
-        client
-            .post::<_, Value>("/v1/vms/copied/stop", &now)
-            .unwrap()
-    };
-    stop_copy();
-    restores_killed(&mut served, &client, temporary, seed);
-    client
-        .post::<_, Value>("/v1/snapshots/last/restore", &restore)
-        .unwrap();
-    verify(&client, "copied");
-
-    // The VM itself dies in the middle.
-    let pid = |name: &str| {
+#[test]
+fn a_vm_that_dies_in_its_save_leaves_its_clones_and_a_snapshot_that_is_whole_or_none() {
+    story(|story| {
+        let (client, state) = (&story.client, story.state);
+        let began = Instant::now();
+        save(client, "last", true, false).unwrap();
+        let span = u64::try_from(began.elapsed().as_millis()).unwrap();
+        restore(client, "last").unwrap();
         let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
-        let vm = list.iter().find(|vm| vm.name == name);
-        Pid::from_raw(vm.unwrap().pid).unwrap()
-    };
-    let victim = pid(VM);
-    let saved = std::thread::scope(|scope| {
-        let client = &client;
-        let saving = scope.spawn(|| save(client, "dead", true, false));
-        std::thread::sleep(Duration::from_millis(span / 3));
-        kill_process(victim, Signal::KILL).unwrap();
-        saving.join().unwrap()
+        let vm = list.iter().find(|vm| vm.name == VM).unwrap();
+        let victim = Pid::from_raw(vm.pid).unwrap();
+        let saved = std::thread::scope(|scope| {
+            let saving = scope.spawn(|| save(client, "dead", true, false));
+            std::thread::sleep(Duration::from_millis(span / 3));
+            kill_process(victim, Signal::KILL).unwrap();
+            saving.join().unwrap()
+        });
+        println!("a VM that died: {:?}", saved.as_ref().map(|m| m.save_ms));
+        verify(client, "copied");
+        // What is said is so.
+        let listed = shelf_is_clean(client, state).contains(&"dead".to_owned());
+        assert_eq!(listed, saved.is_ok());
     });
-    println!("a VM that died: {:?}", saved.as_ref().map(|m| m.save_ms));
-    verify(&client, "copied");
-    // What is said is so.
-    let listed = shelf_is_clean(&client, state).contains(&"dead".to_owned());
-    assert_eq!(listed, saved.is_ok());
-    stop_copy();
-    assert_eq!(
-        overlays(temporary),
-        before,
-        "overlays are left, or others are gone"
-    );
 }

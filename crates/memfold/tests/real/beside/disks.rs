@@ -105,7 +105,7 @@ fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own()
     spec.user = Some("nobody".into());
     let files: Vec<PathBuf> = disks.iter().map(|disk| disk.path.clone()).collect();
     spec.disks.extend(disks);
-    lab.start(spec).unwrap();
+    lab.start_warm(spec).unwrap();
     lab.wait_ready("plain", BOOT).unwrap();
     lab.exec("plain", &write_to("/dev/vdb /dev/vdc"), limit)
         .unwrap();

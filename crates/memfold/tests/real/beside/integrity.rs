@@ -33,7 +33,7 @@ fn no_byte_changes_under_attack_and_nothing_crosses_domains_and_a_killed_vm_is_n
         spec.domain = Some(domain.into());
         // One of each kind of QEMU: with the daemon's rights, and with next to none.
         spec.user = (name == VMS[0]).then(|| "nobody".into());
-        lab.start(spec).unwrap();
+        lab.start_warm(spec).unwrap();
     }
     for name in VMS {
         lab.wait_ready(name, BOOT).unwrap();
@@ -48,7 +48,7 @@ fn no_byte_changes_under_attack_and_nothing_crosses_domains_and_a_killed_vm_is_n
 }
 
 fn under_attack(lab: &Lab, names: &[&str]) {
-    let time = support::seconds("MEMFOLD_ATTACK_SECONDS", 75);
+    let time = support::seconds("MEMFOLD_ATTACK_SECONDS", 25);
     let over = AtomicBool::new(false);
     let script = format!("/opt/attack.sh {} 200", time.as_secs());
     let (printed, moves) = std::thread::scope(|scope| {

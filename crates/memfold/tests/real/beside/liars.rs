@@ -47,7 +47,7 @@ fn agents_that_lie_change_no_byte_and_others_fold_on() {
             disk.read_only = true;
             spec.disks.push(disk);
         }
-        lab.start(spec).unwrap();
+        lab.start_warm(spec).unwrap();
     }
     for name in NAMES {
         lab.wait_ready(name, BOOT).unwrap();
@@ -68,9 +68,11 @@ fn agents_that_lie_change_no_byte_and_others_fold_on() {
     write_cases(&lies, &cases(&files));
     lab.fold(true).unwrap();
 
+    let time = support::seconds("MEMFOLD_LIES_SECONDS", 20);
     let lie = format!(
-        "cat > /root/lie.py <<'END'\n{}\nEND\nsystemd-run -q --unit=lie sh -c 'systemctl stop memfold-agent; python3 /root/lie.py 45 2> /run/lies; systemctl start memfold-agent'",
-        include_str!("../guest/lie.py")
+        "cat > /root/lie.py <<'END'\n{}\nEND\nsystemd-run -q --unit=lie sh -c 'systemctl stop memfold-agent; python3 /root/lie.py {} 2> /run/lies; systemctl start memfold-agent'",
+        include_str!("../guest/lie.py"),
+        time.as_secs()
     );
     // The agent is stopped before it can tell how this ended.
     let _ = lab.exec(LIAR, &lie, Duration::from_secs(120));
@@ -78,7 +80,7 @@ fn agents_that_lie_change_no_byte_and_others_fold_on() {
     let slowest = std::thread::scope(|scope| {
         let honest = scope.spawn(|| honest_work(&lab));
         let mut slowest = Duration::ZERO;
-        while began.elapsed() < Duration::from_secs(45) || !honest.is_finished() {
+        while began.elapsed() < time || !honest.is_finished() {
             let asked = Instant::now();
             lab.stats().unwrap();
             slowest = slowest.max(asked.elapsed());

@@ -10,7 +10,7 @@ use memfold_core::api::{
     RestoreRequest, SaveRequest, VmInfo,
 };
 use memfold_core::fold::{EngineStats, VmStats};
-use memfold_core::libvirt::{Change, DomainStatus, Mark};
+use memfold_core::libvirt::{Change, DomainStatus};
 use memfold_core::snapshot::{Manifest, Renew};
 use memfold_lab::{DiskMode, Lab};
 use serde_json::Value;
@@ -20,24 +20,24 @@ use crate::served::{Served, exec, wait_agent};
 use crate::support::{self, MEMORY};
 
 /// A domain whose name memfold's VMs can't have, and what it is called there.
-const DOMAIN: &str = "Web 1";
-const VM: &str = "web-1";
+pub const DOMAIN: &str = "Web 1";
+pub const VM: &str = "web-1";
 
 /// Folded pages of a VM that count as folding: 40 MiB.
 const ENOUGH_PAGES: u64 = 10 << 10;
 
 /// Reads many files of the system; a sum of all their sums, kept in memory.
-const SUM: &str = "find /usr/bin /usr/lib/x86_64-linux-gnu -xdev -type f -size -2M -print0 | LC_ALL=C sort -z | xargs -0 md5sum | md5sum";
+pub const SUM: &str = "find /usr/bin /usr/lib/x86_64-linux-gnu -xdev -type f -size -2M -print0 | LC_ALL=C sort -z | xargs -0 md5sum | md5sum";
 
 /// Data in the guest's memory, of no file on disk, and its sum.
-const HOLD: &str = "mkdir -p /run/held && mount -t tmpfs held /run/held && dd if=/dev/urandom of=/run/held/data bs=1M count=32 2>/dev/null && md5sum < /run/held/data";
-const HELD: &str = "md5sum < /run/held/data";
+pub const HOLD: &str = "mkdir -p /run/held && mount -t tmpfs held /run/held && dd if=/dev/urandom of=/run/held/data bs=1M count=32 2>/dev/null && md5sum < /run/held/data";
+pub const HELD: &str = "md5sum < /run/held/data";
 
 /// memfold's commands on a host.
-struct Cli<'a> {
-    host: &'a Host,
-    place: &'a Path,
-    state: &'a Path,
+pub struct Cli<'a> {
+    pub host: &'a Host,
+    pub place: &'a Path,
+    pub state: &'a Path,
 }
 
 impl Cli<'_> {
@@ -53,7 +53,7 @@ impl Cli<'_> {
     }
 
     #[track_caller]
-    fn said(&self, arguments: &[&str]) -> String {
+    pub fn said(&self, arguments: &[&str]) -> String {
         let began = Instant::now();
         let output = self.run(arguments);
         let took = began.elapsed().as_secs_f64();
@@ -99,7 +99,7 @@ fn vm(client: &Client, name: &str) -> Option<VmInfo> {
 
 /// Waits until so much of a VM is folded.
 #[track_caller]
-fn wait_folded(client: &Client, name: &str) -> VmStats {
+pub fn wait_folded(client: &Client, name: &str) -> VmStats {
     let enough = |vm: &VmStats| vm.mapped_pages - vm.copied_pages > ENOUGH_PAGES;
     let stats = support::wait_stats(
         &format!("{name} is folded"),
@@ -113,7 +113,7 @@ fn wait_folded(client: &Client, name: &str) -> VmStats {
 }
 
 /// The VM's boot, as its guest knows it; `None` if it doesn't answer.
-fn boot_id(client: &Client, name: &str) -> Option<String> {
+pub fn boot_id(client: &Client, name: &str) -> Option<String> {
     let request = ExecRequest {
         script: "cat /proc/sys/kernel/random/boot_id".into(),
         timeout_s: 30.0,
@@ -152,7 +152,7 @@ fn wait_state(host: &Host, domain: &str, state: &str) {
 }
 
 #[track_caller]
-fn wait_gone(client: &Client, name: &str) {
+pub fn wait_gone(client: &Client, name: &str) {
     let end = Instant::now() + Duration::from_secs(120);
     while vm(client, name).is_some() {
         assert!(Instant::now() < end, "{name} is still known");
@@ -161,7 +161,7 @@ fn wait_gone(client: &Client, name: &str) {
 }
 
 /// A directory that every user may enter.
-fn place() -> tempfile::TempDir {
+pub fn place() -> tempfile::TempDir {
     let place = tempfile::Builder::new()
         .prefix("memfold-libvirt.")
         .tempdir();
@@ -170,7 +170,7 @@ fn place() -> tempfile::TempDir {
     place
 }
 
-fn run_options(state: &Path) -> [String; 2] {
+pub fn run_options(state: &Path) -> [String; 2] {
     std::fs::create_dir_all(state).unwrap();
     ["--libvirt".into(), "/run/libvirt/qemu".into()]
 }
@@ -312,7 +312,7 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
     let client = daemon.answers();
     let mut mate = Lab::spec("mate", "trixie-b", MEMORY, DiskMode::Buffered).unwrap();
     mate.domain = Some("lab".into());
-    daemon.run(&mate);
+    daemon.run_warm(&mate);
     let info = wait_agent(&client, VM);
     assert_eq!(info.libvirt.as_deref(), Some(DOMAIN));
     assert_eq!(info.domain.as_deref(), Some("lab"));
@@ -534,80 +534,4 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
     host.ask(&["start", DOMAIN]);
     cli.refused(&["libvirt", "attach", DOMAIN], &["without memfold"]);
     host.ask(&["destroy", DOMAIN]);
-}
-
-#[test]
-fn a_domain_migrates_while_it_is_folded_and_the_other_host_takes_it_on() {
-    let Some(_turn) = support::turn_beside() else {
-        return;
-    };
-    if !libvirt::is_there() {
-        return;
-    }
-    let place = place();
-    let place = place.path();
-    let (from, to) = (Host::start(place, "from", 1), Host::start(place, "to", 2));
-    let disk = libvirt::disk(place, "web1", "trixie-a");
-    let xml = place.join("web1.xml");
-    std::fs::write(&xml, libvirt::domain_xml(place, DOMAIN, &disk, "trixie-a")).unwrap();
-    from.ask(&["define", xml.to_str().unwrap()]);
-    let (state, other) = (place.join("state"), place.join("other"));
-    let options = run_options(&state);
-    run_options(&other);
-    let more: Vec<&str> = options.iter().map(String::as_str).collect();
-    let mut daemon = Served::new(&state, &["mate"])
-        .with(&more)
-        .inside(from.pid());
-    let mut second = Served::new(&other, &[]).with(&more).inside(to.pid());
-    daemon.start();
-    second.start();
-    let (client, there) = (daemon.answers(), second.answers());
-    let cli = Cli {
-        host: &from,
-        place,
-        state: &state,
-    };
-    cli.said(&["libvirt", "enable", DOMAIN, "--domain", "lab"]);
-    from.ask(&["start", DOMAIN]);
-    let mut mate = Lab::spec("mate", "trixie-b", MEMORY, DiskMode::Buffered).unwrap();
-    mate.domain = Some("lab".into());
-    daemon.run(&mate);
-    wait_agent(&client, VM);
-    wait_agent(&client, "mate");
-    for name in [VM, "mate"] {
-        exec(&client, name, SUM);
-    }
-    let (sum, held) = (
-        exec(&client, VM, SUM).stdout,
-        exec(&client, VM, HOLD).stdout,
-    );
-    let boot = boot_id(&client, VM);
-    wait_folded(&client, VM);
-    from.ask(&[
-        "migrate",
-        "--live",
-        "--persistent",
-        "--undefinesource",
-        // Both hosts are one, and have the same file.
-        "--unsafe",
-        "--domain",
-        DOMAIN,
-        "--desturi",
-        &to.uri(),
-        "--migrateuri",
-        "tcp://127.0.0.1",
-        "--listen-address",
-        "127.0.0.1",
-    ]);
-    wait_gone(&client, VM);
-    let info = wait_agent(&there, VM);
-    assert_eq!(info.domain.as_deref(), Some("lab"));
-    assert_eq!(info.fold_problems, Vec::<String>::new());
-    assert_eq!(boot_id(&there, VM), boot);
-    assert_eq!(exec(&there, VM, HELD).stdout, held);
-    assert_eq!(exec(&there, VM, SUM).stdout, sum);
-    let mark = Mark::read(&to.xml(DOMAIN)).unwrap().unwrap();
-    assert_eq!(mark.domain.as_deref(), Some("lab"));
-    // The other VM had its pages in common with it.
-    exec(&client, "mate", SUM);
 }

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use memfold_core::host::{files, guest_images};
+use memfold_testkit::report_skip;
 
 /// Makes the namespace's directories and stands for it until it is killed. Images are read-only: libvirt changes the owner of what a domain may
 /// open. `/dev/kvm` may be used by a domain's user, or isn't there, as on any host: where only the probe of a QEMU may use it libvirt asks every
@@ -55,7 +56,7 @@ pub fn is_there() -> bool {
         std::env::var_os("MEMFOLD_REAL").is_none(),
         "MEMFOLD_REAL is set and there is no {name}; run 'scripts/setup tests'"
     );
-    println!("skipped: no {name}; run 'scripts/setup tests'");
+    report_skip(&format!("no {name}; run 'scripts/setup tests'"));
     false
 }
 

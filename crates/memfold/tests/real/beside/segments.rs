@@ -132,7 +132,7 @@ fn files_that_vms_execute_in_place_are_one_copy_and_what_they_write_is_theirs() 
 
     // A VM that maps it from the beginning lays it over its files by itself; another gets it while it runs.
     lab.start(spec("early", &["system"], 1)).unwrap();
-    lab.start(spec("late", &[], 2)).unwrap();
+    lab.start_warm(spec("late", &[], 2)).unwrap();
     lab.wait_ready("early", BOOT).unwrap();
     lab.wait_ready("late", BOOT).unwrap();
     wait_laid(&lab, "early");

@@ -21,7 +21,9 @@ use crate::support::{self, BOOT};
 const VM: &str = "cut";
 
 /// Deaths in each part.
-const DEATHS: u64 = 3;
+fn deaths() -> u64 {
+    support::dose("MEMFOLD_SEGMENT_KILLS", 2)
+}
 
 /// Small, so that there is time for many.
 const CHOSEN: [&str; 1] = ["/usr/bin/[a-f]*"];
@@ -197,11 +199,11 @@ fn builds(
     let span = u64::try_from(began.elapsed().as_millis()).unwrap();
     println!("a build takes {span} ms: {} files", right.files);
     let mut cut = 0;
-    for death in 0..DEATHS {
+    for death in 0..deaths() {
         let asked = asked(&format!("built{death}"));
         let pause = || {
-            let first = Duration::from_millis(span * death / DEATHS);
-            std::thread::sleep(first + random.below_ms(span / DEATHS + 1));
+            let first = Duration::from_millis(span * death / deaths());
+            std::thread::sleep(first + random.below_ms(span / deaths() + 1));
         };
         cut += u32::from(killed(served, client, pause, |c| build(c, &asked)).is_err());
         shelf_is_clean(client, disk);
@@ -209,7 +211,7 @@ fn builds(
         assert_eq!(again.generation, 1);
         assert_eq!(again.files, right.files, "the same input");
     }
-    println!("{cut} of {DEATHS} builds were cut");
+    println!("{cut} of {} builds were cut", deaths());
     assert!(cut > 0);
     // A full disk.
     let before = disk.names();
@@ -285,11 +287,11 @@ fn attaches(served: &mut Served, client: &Client, random: &mut Random) {
     wait("'right' is not known to be laid", || laid("right"));
     detach(client, "right");
     let mut cut = 0;
-    for death in 0..DEATHS {
+    for death in 0..deaths() {
         let name = format!("built{death}");
         let pause = || {
-            let first = Duration::from_millis(span * death / DEATHS);
-            std::thread::sleep(first + random.below_ms(span / DEATHS + 1));
+            let first = Duration::from_millis(span * death / deaths());
+            std::thread::sleep(first + random.below_ms(span / deaths() + 1));
         };
         cut += u32::from(killed(served, client, pause, |c| attach(c, &name)).is_err());
         assert_eq!(exec(client, VM, BOTH_SUMS).stdout, sums);
@@ -298,11 +300,11 @@ fn attaches(served: &mut Served, client: &Client, random: &mut Random) {
         assert_eq!(exec(client, VM, BOTH_SUMS).stdout, sums);
         detach(client, &name);
     }
-    println!("{cut} of {DEATHS} attachments were cut");
+    println!("{cut} of {} attachments were cut", deaths());
     assert!(cut > 0);
     // As many devices as segments: none was plugged twice.
     let devices = exec(client, VM, "ls /dev/pmem* | wc -l").stdout;
-    assert_eq!(devices.trim(), (DEATHS + 1).to_string());
+    assert_eq!(devices.trim(), (deaths() + 1).to_string());
     let why = remove(client, "right").unwrap_err();
     assert!(why.contains(&format!("VM {VM}")), "{why}");
 }
@@ -322,8 +324,8 @@ fn daemons_are_killed_over_segments_and_disks_are_full_and_nothing_is_lost_or_le
     served.start();
     let client = served.answers();
     let mut spec = Lab::spec(VM, "trixie-a", ByteSize::mib(384), DiskMode::Buffered).unwrap();
-    spec.segment_slots = u32::try_from(DEATHS).unwrap() + 2;
-    served.run(&spec);
+    spec.segment_slots = u32::try_from(deaths()).unwrap() + 2;
+    served.run_warm(&spec);
     wait("the guest does not boot", || vm(&client).agent.is_some());
     let seed = u64::from(std::process::id()) << 20 | 1;
     println!("seed {seed}");
@@ -338,7 +340,7 @@ fn daemons_are_killed_over_segments_and_disks_are_full_and_nothing_is_lost_or_le
         )
         .unwrap();
     // Removed whole or not at all.
-    for _ in 0..DEATHS {
+    for _ in 0..deaths() {
         let Some(info) = list(&client).pop() else {
             break;
         };

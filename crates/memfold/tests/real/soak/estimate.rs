@@ -15,9 +15,9 @@ use memfold_units::{ByteSize, Hva};
 use rustix::process::Pid;
 use serde_json::Value;
 
-use super::ksm_explain::take;
-use super::served::{Served, exec};
-use super::support;
+use crate::ksm_explain::take;
+use crate::served::{Served, exec};
+use crate::support;
 
 const MEMORY: ByteSize = ByteSize::mib(512);
 const NAMES: [&str; 4] = ["one", "two", "three", "four"];

@@ -16,11 +16,12 @@ use memfold_core::fold::EngineSettings;
 use memfold_core::lend::{LenderStatus, Transport};
 use memfold_core::vm::{DiskSpec, Network};
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::skip;
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::lend::{SWAPPER, server_of};
+use crate::beside::lend::{SWAPPER, server_of};
 use crate::support::{self, BOOT};
 
 /// What this host is for guests (QEMU's `-netdev user`).
@@ -389,8 +390,7 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
             std::env::var_os("MEMFOLD_REAL").is_none(),
             "MEMFOLD_REAL is set: {why}"
         );
-        println!("skipped: {why}");
-        return;
+        skip!("{why}");
     }
     let lender = Lender::start();
     let lab = Lab::new(EngineSettings::default()).unwrap();

@@ -10,7 +10,7 @@ use memfold_core::vm::{Aio, CacheMode, DiskSpec};
 use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
-use super::support::{self, BOOT};
+use crate::support::{self, BOOT};
 
 const MEMORY: ByteSize = ByteSize::mib(256);
 const FILES: u64 = 192;

@@ -14,7 +14,7 @@ use memfold_core::ledger::plan::{Growths, Order};
 use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
-use super::support::{self, BOOT};
+use crate::support::{self, BOOT};
 
 const MEMORY: ByteSize = ByteSize::mib(512);
 /// How far the prediction may be off, percent.

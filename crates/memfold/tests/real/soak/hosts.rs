@@ -17,9 +17,10 @@ use memfold_core::api::{
 };
 use memfold_core::lend::{Durability, LenderStatus, Transport};
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::skip;
 use memfold_units::ByteSize;
 
-use super::lend::{SWAPPER, wait, wait_for};
+use crate::beside::lend::{SWAPPER, wait, wait_for};
 use crate::support::{self, BOOT};
 
 const WIRE: &str = include_str!("../wire.py");
@@ -319,8 +320,7 @@ fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
             std::env::var_os("MEMFOLD_REAL").is_none(),
             "MEMFOLD_REAL is set and there are no network namespaces: {why}"
         );
-        println!("skipped: no network namespaces: {why}");
-        return;
+        skip!("no network namespaces: {why}");
     }
     let net = Net::new(&["lender", "borrower", "registry"]);
     let files = tempfile::tempdir().unwrap();
