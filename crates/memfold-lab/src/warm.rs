@@ -14,8 +14,9 @@
 //! What the guest sees must be the same in both: the shape is all of a description but what only the host sees (name, trust domain, user,
 //! cache mode, merging). Disks besides the root disk are blank in the first guest, which keeps nothing of them in its page cache.
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -173,6 +174,8 @@ impl Warm {
         let uri = format!("file:{}", self.state.display());
         qmp.execute("migrate-incoming", json!({ "uri": uri }))?;
         wait_migration(&mut qmp).with_context(|| format!("cannot restore '{}'", vm.name()))?;
+        // It was saved standing still, and QEMU keeps to that.
+        qmp.query("cont")?;
         note_guest("restored", &vm.name(), began.elapsed());
         Ok(())
     }
@@ -310,5 +313,7 @@ fn save(vm: &Vm, state: &Path) -> anyhow::Result<()> {
     )?;
     let uri = format!("file:{}", state.display());
     qmp.execute("migrate", json!({ "uri": uri }))?;
-    wait_migration(&mut qmp).context("cannot save the guest")
+    wait_migration(&mut qmp).context("cannot save the guest")?;
+    // QEMUs without root's rights read it, too.
+    Ok(std::fs::set_permissions(state, Permissions::from_mode(0o644))?)
 }
