@@ -20,13 +20,15 @@ build: ## the program (target/release/memfold), the library for QEMU and the gue
 demo: ## boot three real VMs, fold them, show what was saved next to KSM
 	@scripts/demo
 
-test: setup ## what a change must not break, real guests included; where the time went
+test: ## what a change must not break, real guests included; where the time went
+	@scripts/setup tests
 	@scripts/test
 
 soak: setup ## what takes hours or luck; goes on where it was interrupted
 	@scripts/soak
 
-deb: setup ## Debian packages: program, library for QEMU, agent for guests
+deb: ## Debian packages: program, library for QEMU, agent for guests
+	@scripts/setup tests
 	@scripts/build
 	@scripts/deb
 

@@ -368,7 +368,8 @@ pub fn decode_page(bytes: &[u8], format: &PageFormat, decoder: &EventDecoder, ro
         return;
     };
     if let Some(lost) = page.lost {
-        round.lost += lost.max(1);
+        // A damaged page may say any number.
+        round.lost = round.lost.saturating_add(lost.max(1));
     }
     for (time, record) in page.records() {
         round.records += 1;

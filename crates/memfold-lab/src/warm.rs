@@ -315,5 +315,8 @@ fn save(vm: &Vm, state: &Path) -> anyhow::Result<()> {
     qmp.execute("migrate", json!({ "uri": uri }))?;
     wait_migration(&mut qmp).context("cannot save the guest")?;
     // QEMUs without root's rights read it, too.
-    Ok(std::fs::set_permissions(state, Permissions::from_mode(0o644))?)
+    Ok(std::fs::set_permissions(
+        state,
+        Permissions::from_mode(0o644),
+    )?)
 }

@@ -138,7 +138,7 @@ fn the_sums_of_two_real_guests_agree_with_the_kernel_before_and_after_folding() 
     let empty = at_rest(&lab);
     for (name, image) in GUESTS {
         let spec = Lab::spec(name, image, ByteSize::mib(512), DiskMode::Buffered).unwrap();
-        lab.start(spec).unwrap();
+        lab.start_warm(spec).unwrap();
     }
     let names = GUESTS.map(|(name, _)| name);
     for name in names {

@@ -291,7 +291,8 @@ fn locked_memory_is_a_reason_not_to_fold() {
 fn a_second_vm_of_the_same_name_is_refused_and_changes_nothing() {
     let state = tempfile::tempdir().unwrap();
     let vm = Running::start(state.path(), paused("twin", ByteSize::mib(64)));
-    let error = memfold_core::vm::start(state.path(), paused("twin", ByteSize::mib(64))).unwrap_err();
+    let error =
+        memfold_core::vm::start(state.path(), paused("twin", ByteSize::mib(64))).unwrap_err();
     assert_eq!(error.to_string(), "a VM named 'twin' is running");
     vm.0.qmp().unwrap().query("query-status").unwrap();
     assert_eq!(Vm::discover(state.path()).unwrap().len(), 1);
@@ -329,7 +330,8 @@ fn child_starts_a_vm_and_waits_for_its_death() {
     let Some(state) = std::env::var_os("MEMFOLD_TEST_STATE") else {
         return;
     };
-    let vm = memfold_core::vm::start(Path::new(&state), paused("orphan", ByteSize::mib(64))).unwrap();
+    let vm =
+        memfold_core::vm::start(Path::new(&state), paused("orphan", ByteSize::mib(64))).unwrap();
     println!("started {}", vm.pid().as_raw_nonzero());
     std::thread::sleep(Duration::from_secs(60));
 }

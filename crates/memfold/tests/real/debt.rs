@@ -11,6 +11,7 @@ use memfold_core::daemon::DaemonError;
 use memfold_core::fold::{EngineSettings, VmStats};
 use memfold_core::ledger::{DebtReport, Level};
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::patience;
 use memfold_units::ByteSize;
 
 use super::support::{self, BOOT};
@@ -114,7 +115,7 @@ fn show(when: &str, debt: &DebtReport) {
 }
 
 fn wait(lab: &Lab, what: &str, limit: Duration, done: impl Fn(&DebtReport) -> bool) -> DebtReport {
-    let end = Instant::now() + limit;
+    let end = Instant::now() + patience(limit);
     loop {
         let debt = lab.daemon().debt().unwrap();
         if done(&debt) {

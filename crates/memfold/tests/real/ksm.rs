@@ -17,6 +17,7 @@ use memfold_core::ksm::{
 use memfold_core::ledger::DebtReport;
 use memfold_core::vm::VmSpec;
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::wait_for;
 use memfold_units::ByteSize;
 use serde_json::Value;
 
@@ -93,15 +94,8 @@ fn refused(result: Result<Overview, ClientError>, words: &[&str]) {
 }
 
 #[track_caller]
-fn wait<T>(what: &str, mut ready: impl FnMut() -> Result<T, String>) -> T {
-    let end = Instant::now() + Duration::from_secs(240);
-    loop {
-        match ready() {
-            Ok(done) => return done,
-            Err(state) => assert!(Instant::now() < end, "{what}: {state}"),
-        }
-        std::thread::sleep(Duration::from_millis(250));
-    }
+fn wait<T>(what: &str, ready: impl FnMut() -> Result<T, String>) -> T {
+    wait_for(what, Duration::from_secs(240), ready)
 }
 
 fn settings() -> Settings {

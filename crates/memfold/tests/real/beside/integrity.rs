@@ -77,7 +77,7 @@ fn under_attack(lab: &Lab, names: &[&str]) {
     );
     let script = format!(
         "{} && sums /run/sums.after && cmp /run/sums.before /run/sums.after",
-        support::SUMS
+        support::sums()
     );
     lab.exec_all(names, &script, Duration::from_secs(300))
         .unwrap();

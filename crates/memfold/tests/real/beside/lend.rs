@@ -10,6 +10,7 @@ use memfold_core::lend::wire::Wire;
 use memfold_core::lend::{Address, Durability, LenderStatus, Transport};
 use memfold_core::vm::{Identity, Process, VmDirectory};
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::{patience, slowness, wait_until};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -120,16 +121,9 @@ pub fn server_of(place: &Path) -> Pid {
     Pid::from_raw(name.to_str().unwrap().parse().unwrap()).unwrap()
 }
 
+#[track_caller]
 pub fn wait(what: &str, ready: impl FnMut() -> bool) {
-    wait_for(what, Duration::from_secs(300), ready);
-}
-
-pub fn wait_for(what: &str, patience: Duration, mut ready: impl FnMut() -> bool) {
-    let end = Instant::now() + patience;
-    while !ready() {
-        assert!(Instant::now() < end, "waited in vain: {what}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    wait_until(what, Duration::from_secs(300), ready);
 }
 
 /// What the guest's program has said so far: pages checked, wrong words, longest access in seconds.
@@ -296,13 +290,15 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
         "borrowed in {} ms, given back in {} ms",
         done.took_ms, back.took_ms
     );
-    assert!(back.changed && back.took_ms < 15_000, "{back:?}");
+    assert!(back.changed, "{back:?}");
+    let took = Duration::from_millis(back.took_ms);
+    assert!(took < patience(Duration::from_secs(15)), "{back:?}");
     lender.wait_free(SWAP);
     let (checked, wrong, longest) = all_checked(&lab);
     println!(
         "{kills} kills and a hang: {checked} pages checked, {wrong} words wrong, longest access {on_disk:.3} s on disk, {with_kills:.3} s with kills, {longest:.3} s in all"
     );
-    assert!(longest < LONGEST_STALL, "{longest} s");
+    assert!(longest < LONGEST_STALL * slowness(), "{longest} s");
     lab.stop("v").unwrap();
 }
 
@@ -363,7 +359,7 @@ fn all_checked(lab: &Lab) -> (u64, u64, f64) {
     let limit = Duration::from_secs(300);
     lab.exec("v", "touch /run/swapper.stop", limit).unwrap();
     let mut said = String::new();
-    wait_for("all pages are checked", Duration::from_secs(600), || {
+    wait_until("all pages are checked", Duration::from_secs(600), || {
         said = lab.exec("v", "sed -n /^end/p /run/swapper", limit).unwrap();
         !said.is_empty()
     });
@@ -566,6 +562,6 @@ fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
     }
     let (checked, wrong, longest) = all_checked(&lab);
     println!("{checked} pages checked, {wrong} words wrong, longest access {longest:.3} s");
-    assert!(longest < LONGEST_STALL, "{longest} s");
+    assert!(longest < LONGEST_STALL * slowness(), "{longest} s");
     lab.stop("v").unwrap();
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use memfold_core::host::{files, guest_images};
-use memfold_testkit::report_skip;
+use memfold_testkit::{report_skip, wait_until};
 
 /// Makes the namespace's directories and stands for it until it is killed. Images are read-only: libvirt changes the owner of what a domain may
 /// open. `/dev/kvm` may be used by a domain's user, or isn't there, as on any host: where only the probe of a QEMU may use it libvirt asks every
@@ -347,10 +347,6 @@ fn reap(ended: Arc<AtomicBool>) {
 }
 
 #[track_caller]
-fn wait(what: &str, mut ready: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(300);
-    while !ready() {
-        assert!(Instant::now() < end, "{what}: not after a minute");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+fn wait(what: &str, ready: impl FnMut() -> bool) {
+    wait_until(what, Duration::from_secs(300), ready);
 }

@@ -10,6 +10,7 @@ use memfold_core::api::{
 };
 use memfold_core::segment::SegmentInfo;
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::wait_until;
 use memfold_units::ByteSize;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use serde_json::Value;
@@ -145,12 +146,9 @@ fn vm(client: &Client) -> VmInfo {
 }
 
 /// Waits for what a new daemon finds out by itself.
+#[track_caller]
 fn wait(what: &str, done: impl Fn() -> bool) {
-    let end = Instant::now() + BOOT;
-    while !done() {
-        assert!(Instant::now() < end, "{what}");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    wait_until(what, BOOT, done);
 }
 
 /// What is listed is whole, and the disk holds nothing else.
@@ -183,7 +181,7 @@ fn killed<T: Send>(
     });
     served.start();
     served.answers();
-    wait("the agent is not back", || vm(client).agent.is_some());
+    wait("the agent is back", || vm(client).agent.is_some());
     answer
 }
 
@@ -238,13 +236,13 @@ fn copies(served: &mut Served, client: &Client, disk: &SmallDisk, random: &mut R
     };
     for _ in 0..2 {
         let pause = || {
-            wait("no disk to copy to", is_plugged);
+            wait("a disk to copy to is there", is_plugged);
             std::thread::sleep(random.below_ms(500));
         };
         let cut = killed(served, client, pause, |c| build(c, &asked));
         assert!(cut.is_err());
         shelf_is_clean(client, disk);
-        wait("the disk to copy to is left", || !is_plugged());
+        wait("the disk to copy to is gone", || !is_plugged());
     }
     // The host's disk is full: the guest is told, and runs on.
     let filler = disk.fill(24);
@@ -264,7 +262,7 @@ fn copies(served: &mut Served, client: &Client, disk: &SmallDisk, random: &mut R
     build(client, &asked).unwrap();
     // The copies of dead daemons end by themselves.
     let left = "mount | grep -c copy-out; ls /run/memfold | grep -c copy-out; true";
-    wait("something is left in the guest", || {
+    wait("nothing is left in the guest", || {
         exec(client, VM, left).stdout == "0\n0\n"
     });
 }
@@ -284,7 +282,7 @@ fn attaches(served: &mut Served, client: &Client, random: &mut Random) {
     };
     // The next daemon asks the guest what lies there.
     killed(served, client, || (), |_| ());
-    wait("'right' is not known to be laid", || laid("right"));
+    wait("'right' is known to be laid", || laid("right"));
     detach(client, "right");
     let mut cut = 0;
     for death in 0..deaths() {
@@ -326,7 +324,7 @@ fn daemons_are_killed_over_segments_and_disks_are_full_and_nothing_is_lost_or_le
     let mut spec = Lab::spec(VM, "trixie-a", ByteSize::mib(384), DiskMode::Buffered).unwrap();
     spec.segment_slots = u32::try_from(deaths()).unwrap() + 2;
     served.run_warm(&spec);
-    wait("the guest does not boot", || vm(&client).agent.is_some());
+    wait("the guest is there", || vm(&client).agent.is_some());
     let seed = u64::from(std::process::id()) << 20 | 1;
     println!("seed {seed}");
     let mut random = Random(seed);

@@ -46,11 +46,11 @@ cat /var/tmp/state /run/nonce"#;
 /// Takes, writes, checks and frees memory.
 pub const REWRITER: &str = include_str!("../guest/rewriter.py");
 
-/// Starts the rewriter, with at most 20,000 pages.
+/// Starts the rewriter, with at most 10,000 pages, and at a pace that leaves the host's cores to others.
 pub fn rewrite_memory() -> String {
     format!(
         "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
-         systemd-run -q --unit=rewriter python3 /run/rewriter.py 20000 /var/tmp/rewritten\n\
+         systemd-run -q --unit=rewriter python3 /run/rewriter.py 10000 /var/tmp/rewritten 0.01\n\
          while [ ! -s /run/rewriter ]; do sleep 0.2; done"
     )
 }

@@ -12,7 +12,7 @@ use crate::support;
 pub fn the_other_does_not_notice(lab: &Lab, victim: &str, other: &str) {
     let reading = format!(
         "{} && echo 3 > /proc/sys/vm/drop_caches && sums /run/sums.after && cmp /run/sums.before /run/sums.after",
-        support::SUMS
+        support::sums()
     );
     let limit = Duration::from_secs(300);
     let before = lab.stats().unwrap();

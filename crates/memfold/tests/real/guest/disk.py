@@ -9,7 +9,7 @@ import struct
 import sys
 import time
 
-PAGE, BLOCKS, APART = 4096, 2048, 5
+PAGE, BLOCKS, APART = 4096, 512, 20
 devices = [os.open(path, os.O_RDWR | os.O_DIRECT) for path in sys.argv[1:]]
 written = [[0] * BLOCKS for _ in devices]
 buffer = mmap.mmap(-1, PAGE)

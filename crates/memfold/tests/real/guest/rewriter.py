@@ -1,15 +1,17 @@
 #!/usr/bin/python3
 """Takes memory, writes to it, checks it and frees it without end, in blocks whose bytes follow from their number; and reads a file
-over and over. Usage: rewriter.py PAGES FILE; keeps "errors N rounds M" in /run/rewriter. When there is /run/verify, everything held is
+over and over. Usage: rewriter.py PAGES FILE [PAUSE in seconds after each block]; keeps "errors N rounds M" in /run/rewriter. When there is /run/verify, everything held is
 checked, the outcome is in /run/verified, and /run/verify goes."""
 import mmap
 import os
 import random
 import sys
+import time
 
 PAGE = 4096
 SIZES = [1, 16, 300, 2000, 4000]
 limit, path = int(sys.argv[1]), sys.argv[2]
+pause = float(sys.argv[3]) if len(sys.argv) > 3 else 0
 blocks = []
 errors = rounds = held = 0
 
@@ -60,3 +62,5 @@ while True:
         errors += sum(map(check, blocks)) + check_file()
         tell("/run/verified")
         os.unlink("/run/verify")
+    if pause:
+        time.sleep(pause)

@@ -16,7 +16,7 @@ use memfold_core::fold::EngineSettings;
 use memfold_core::lend::{LenderStatus, Transport};
 use memfold_core::vm::{DiskSpec, Network};
 use memfold_lab::{DiskMode, Lab};
-use memfold_testkit::skip;
+use memfold_testkit::{skip, wait_until};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -189,16 +189,9 @@ impl Drop for Lender {
     }
 }
 
+#[track_caller]
 fn wait(what: &str, ready: impl FnMut() -> bool) {
-    wait_for(what, Duration::from_secs(120), ready);
-}
-
-fn wait_for(what: &str, patience: Duration, mut ready: impl FnMut() -> bool) {
-    let end = Instant::now() + patience;
-    while !ready() {
-        assert!(Instant::now() < end, "waited in vain: {what}");
-        std::thread::sleep(Duration::from_millis(200));
-    }
+    wait_until(what, Duration::from_secs(120), ready);
 }
 
 fn run(program: &str, words: &[&Path]) {
@@ -405,7 +398,7 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
     let set_up = SET_UP.replace("PORT", &lender.port.to_string());
     guest.run(&set_up.replace("SWAP", &SWAP_MIB.to_string()));
     guest.run(&format!("systemd-run -q --unit=swapper -p OOMScoreAdjust=-500 -p Nice=10 /opt/payload/swapper {ARRAY_MIB} /run/swapper /run/swapper.stop"));
-    wait_for("it has begun to check", LIMIT, || {
+    wait_until("it has begun to check", LIMIT, || {
         let lines = guest.run("wc -l < /run/swapper || echo 0");
         lines.trim().parse::<u64>().unwrap_or(0) > 3
     });
@@ -542,7 +535,7 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
 
     guest.run("touch /run/swapper.stop");
     let mut said = String::new();
-    wait_for("all pages are checked", Duration::from_secs(900), || {
+    wait_until("all pages are checked", Duration::from_secs(900), || {
         said = guest.run("sed -n /^end/p /run/swapper");
         !said.is_empty()
     });
