@@ -1,7 +1,8 @@
 //! A laboratory: real VMs in a daemon of this process, gone without a trace when it is dropped or interrupted.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
@@ -9,7 +10,7 @@ use memfold_units::ByteSize;
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::warm::Warm;
+use crate::warm::{Warm, note_guest};
 
 use memfold_core::api::{FoldRequest, FullReport};
 use memfold_core::daemon::{BorrowWhen, Daemon, DaemonOptions};
@@ -50,6 +51,8 @@ const LAST_WORDS: usize = 2000;
 pub struct Lab {
     daemon: Arc<Daemon>,
     directory: TempDir,
+    /// Guests that boot, and since when.
+    booting: Mutex<BTreeMap<String, Instant>>,
 }
 
 /// How a laboratory VM reads its disk.
@@ -103,7 +106,11 @@ impl Lab {
         *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) =
             Some((daemon.clone(), directory.path().to_owned()));
         clean_up_at_interrupt();
-        Ok(Self { daemon, directory })
+        Ok(Self {
+            daemon,
+            directory,
+            booting: Mutex::default(),
+        })
     }
 
     /// The daemon.
@@ -147,21 +154,31 @@ impl Lab {
     /// Starts a VM; it boots meanwhile.
     pub fn start(&self, spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
+        self.run(spec)?;
+        self.booting().insert(name, Instant::now());
+        Ok(())
+    }
+
+    fn run(&self, spec: VmSpec) -> anyhow::Result<()> {
+        let name = spec.name.clone();
         self.daemon
             .run_vm(spec)
             .with_context(|| format!("'{name}' did not start"))?;
         Ok(())
     }
 
+    fn booting(&self) -> MutexGuard<'_, BTreeMap<String, Instant>> {
+        self.booting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Starts a VM that stands where one like it stood right after its boot; the first one like it boots ([`Warm`]).
     pub fn start_warm(&self, mut spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
-        let warm = Warm::prepare(&mut spec)?;
-        self.start(spec)?;
-        match warm {
-            Some(warm) => warm.load(&VmDirectory::of(self.directory(), &name)),
-            None => Ok(()),
-        }
+        let Some(warm) = Warm::prepare(&mut spec)? else {
+            return self.start(spec);
+        };
+        self.run(spec)?;
+        warm.load(&VmDirectory::of(self.directory(), &name))
     }
 
     /// Waits until the agent of a VM answers and its first inventory is complete. A guest that hangs as it boots is told with its last words, and
@@ -189,6 +206,9 @@ impl Lab {
         while Instant::now() < end {
             let stats = self.stats()?;
             if stats.vms.iter().any(|vm| vm.name == name && vm.agent_ready) {
+                if let Some(began) = self.booting().remove(name) {
+                    note_guest("booted", name, began.elapsed());
+                }
                 return Ok(());
             }
             std::thread::sleep(Duration::from_millis(200));

@@ -143,10 +143,10 @@ fn directory() -> anyhow::Result<PathBuf> {
 
 impl Warm {
     /// Changes a description so that its guest begins after its boot; whoever starts it calls [`Warm::load`] next. The first guest of a shape is
-    /// booted here. `None`, with the reason on standard output, if guests like this one have to boot.
+    /// booted here. `None`, with the reason on standard error, if guests like this one have to boot.
     pub fn prepare(spec: &mut VmSpec) -> anyhow::Result<Option<Self>> {
         if let Some(why) = must_boot(spec) {
-            println!("guest '{}' boots: {why}", spec.name);
+            eprintln!("guest '{}' boots: {why}", spec.name);
             return Ok(None);
         }
         let shape = shape(spec);
@@ -181,12 +181,12 @@ impl Warm {
     }
 }
 
-/// Counts a guest that was booted or restored.
+/// Counts a guest that was booted or restored, and tells it on standard error, where somebody counts them.
 pub(crate) fn note_guest(how: &str, name: &str, took: Duration) {
-    println!("guest '{name}' {how} in {:.1} s", took.as_secs_f64());
     let Some(path) = std::env::var_os(GUESTS_VARIABLE) else {
         return;
     };
+    eprintln!("guest '{name}' {how} in {:.1} s", took.as_secs_f64());
     let line = format!("{how}\t{name}\t{:.2}\n", took.as_secs_f64());
     let file = File::options().append(true).create(true).open(path);
     if let Err(error) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
