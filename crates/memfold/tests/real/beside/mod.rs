@@ -9,7 +9,6 @@ mod cut_saves;
 mod daemon_killed;
 mod disks;
 mod domains;
-mod guide;
 mod integrity;
 pub mod lend;
 mod liars;

@@ -3,6 +3,7 @@
 
 mod churn;
 mod estimate;
+mod guide;
 mod hosts;
 mod iscsi;
 mod lvm;
