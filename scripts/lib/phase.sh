@@ -21,7 +21,14 @@ phase() {
     return "$status"
 }
 
-# show_phases: a table of them.
+# show_phases: a table of them; what ran twice is added up.
 show_phases() {
-    awk -F '\t' 'BEGIN { print "== phases" } { printf "%6d s  %s\n", $2, $1; all += $2 } END { printf "%6d s  in all\n", all }' "$MEMFOLD_PHASES"
+    awk -F '\t' '
+        !($1 in seconds) { names[++count] = $1 }
+        { seconds[$1] += $2; all += $2 }
+        END {
+            print "== phases"
+            for (at = 1; at <= count; at++) printf "%6d s  %s\n", seconds[names[at]], names[at]
+            printf "%6d s  in all\n", all
+        }' "$MEMFOLD_PHASES"
 }

@@ -51,7 +51,10 @@ def main():
     options = parser.parse_args()
 
     tests = read_tests(options.junit)
-    phases = [(name, int(seconds)) for name, seconds in lines(options.phases)]
+    # A phase that ran twice (setup does, and finds all done) is told once.
+    phases = defaultdict(int)
+    for name, seconds in lines(options.phases):
+        phases[name] += int(seconds)
     programs = defaultdict(lambda: [0, 0.0])
     for program, _, seconds, _ in tests:
         programs[program][0] += 1
@@ -65,7 +68,7 @@ def main():
     listed = lambda test: any(fnmatch.fnmatchcase(test, pattern) for pattern in allowed)
     unlisted = [skip for skip in skips if not listed(skip[0])]
 
-    table("phases", [f"{seconds:6} s  {name}" for name, seconds in phases])
+    table("phases", [f"{seconds:6} s  {name}" for name, seconds in phases.items()])
     ordered = sorted(programs.items(), key=lambda program: -program[1][1])
     table(
         "test programs: tests, and their seconds added up (tests run beside each other)",
@@ -87,7 +90,7 @@ def main():
     Path(options.json).write_text(
         json.dumps(
             {
-                "phases_s": dict(phases),
+                "phases_s": phases,
                 "programs": {name: {"tests": count, "seconds": round(s, 3)} for name, (count, s) in ordered},
                 "tests_s": {f"{program} {name}": round(s, 3) for program, name, s, _ in sorted(tests)},
                 "guests": {how: len(took) for how, took in guests.items()},
