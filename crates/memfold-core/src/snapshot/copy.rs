@@ -31,6 +31,9 @@ use crate::vm::{Qmp, QmpError, VmSpec, overlay};
 /// Longest time that a guest's write waits for what it writes over to be put aside; then the snapshot fails.
 const ASIDE_TIMEOUT_S: u32 = 30;
 
+/// How long QEMU may take to begin to copy a disk: it drains what is under way first, which a busy disk makes last. The VM runs meanwhile.
+const BEGIN_TIMEOUT: Duration = Duration::from_secs(120);
+
 /// Longest time that a disk may take to be copied.
 const COPY_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
@@ -207,7 +210,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
             // What is copied needs not be put aside any more.
             job["discard-source"] = true.into();
         }
-        monitor().execute("blockdev-backup", job)?;
+        monitor().execute_within(BEGIN_TIMEOUT, "blockdev-backup", job)?;
     }
     // All of them go on side by side: what is put aside for a disk grows until it is copied.
     for copy in copies {

@@ -192,6 +192,19 @@ impl Qmp {
         }
     }
 
+    /// [`execute`](Self::execute) for a command that QEMU answers only after it has waited for the host's disks.
+    pub fn execute_within(
+        &mut self,
+        timeout: Duration,
+        command: &str,
+        arguments: Value,
+    ) -> Result<Value, QmpError> {
+        let usual = std::mem::replace(&mut self.timeout, timeout);
+        let answer = self.execute(command, arguments);
+        self.timeout = usual;
+        answer
+    }
+
     /// [`execute`](Self::execute) without arguments.
     pub fn query(&mut self, command: &str) -> Result<Value, QmpError> {
         self.execute(command, Value::Null)
@@ -255,9 +268,13 @@ impl Qmp {
         loop {
             let mut message = match self.read_message(command, deadline) {
                 // The late answer would be taken for the next one's: start afresh.
-                Err(e @ QmpError::Timeout { .. }) => {
+                Err(QmpError::Timeout { command, .. }) => {
                     self.stream = None;
-                    return Err(e);
+                    // All of it, not what was left of it after the last event.
+                    return Err(QmpError::Timeout {
+                        command,
+                        seconds: self.timeout.as_secs_f64(),
+                    });
                 }
                 other => other?,
             };
@@ -470,6 +487,20 @@ mod tests {
             qmp.query("query-kvm"),
             Err(QmpError::Unexpected { .. })
         ));
+    }
+
+    #[test]
+    fn a_command_without_an_answer_fails_with_all_the_time_that_it_had() {
+        // An event comes, and then nothing: the second answer waits for a second request.
+        let (_dir, path) = server(vec![vec!["{\"event\": \"STOP\"}", "never"]]);
+        let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
+        let limit = Duration::from_millis(50);
+        let error = qmp.execute_within(limit, "blockdev-backup", json!({}));
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "QEMU did not answer blockdev-backup within 0.05 s"
+        );
+        assert_eq!(qmp.timeout, Duration::from_secs(5));
     }
 
     #[test]
