@@ -28,6 +28,12 @@ def read_tests(path):
     return found
 
 
+def read_flaky(path):
+    """Tests that failed first and passed when they were run again."""
+    cases = tree.parse(path).getroot().iter("testcase")
+    return [case.get("name") for case in cases if case.find("flakyFailure") is not None]
+
+
 def read_allowed(path):
     """Pattern of a test's name -> why it may skip. Each line is `PATTERN  REASON`."""
     allowed = {}
@@ -86,6 +92,8 @@ def main():
         ],
     )
     table("skipped", [f"{test}: {reason}{'' if listed(test) else '  (NOT LISTED)'}" for test, reason in skips])
+    flaky = read_flaky(options.junit)
+    table("passed only when run again", flaky)
     Path(options.json).parent.mkdir(parents=True, exist_ok=True)
     Path(options.json).write_text(
         json.dumps(
@@ -94,6 +102,7 @@ def main():
                 "programs": {name: {"tests": count, "seconds": round(s, 3)} for name, (count, s) in ordered},
                 "tests_s": {f"{program} {name}": round(s, 3) for program, name, s, _ in sorted(tests)},
                 "guests": {how: len(took) for how, took in guests.items()},
+                "flaky": flaky,
                 "skips": [{"test": test, "reason": reason, "listed": listed(test)} for test, reason in skips],
             },
             indent=1,
@@ -101,7 +110,7 @@ def main():
         + "\n"
     )
     failed = sum(not passed for *_, passed in tests)
-    print(f"[memfold] tests: {len(tests) - failed} passed, {failed} failed, {len(skips)} skips of which {len(skips) - len(unlisted)} are listed")
+    print(f"[memfold] tests: {len(tests) - failed} passed, {failed} failed, {len(flaky)} flaky, {len(skips)} skips of which {len(skips) - len(unlisted)} are listed")
     if unlisted:
         sys.exit("[memfold] error: a test skipped that scripts/skips.txt does not list (MEMFOLD_REAL=1): " + "; ".join(t for t, _ in unlisted))
     if not tests:
