@@ -9,6 +9,7 @@ use memfold_core::api::{AttachRequest, Client, RestoreRequest, SaveRequest, VmIn
 use memfold_core::host::guest_images;
 use memfold_core::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
 use memfold_core::vm::{Qmp, VmDirectory};
+use memfold_testkit::wait_for;
 use serde_json::Value;
 
 use super::disks::{self, verify};
@@ -272,11 +273,17 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
     };
     restore(&client, "warm", &clone);
     verify(&client, "clone");
+    let renewal = wait_for("the clone is set apart", BOOT, || {
+        let renewal = wait_agent(&client, "clone").renewal.unwrap();
+        if renewal.pending {
+            return Err(renewal);
+        }
+        Ok(renewal)
+    });
     assert_eq!(
         exec(&client, "clone", "cat /run/nonce; hostname").stdout,
         format!("{nonce}clone\n")
     );
-    let renewal = wait_agent(&client, "clone").renewal.unwrap();
     println!("{renewal:?}");
     assert!(renewal.left.is_empty() && renewal.done.iter().any(|done| done.contains("MAC")));
     verify(&client, VM);
