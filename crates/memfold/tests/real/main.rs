@@ -8,7 +8,7 @@
 //! | [`attack`] | the interface is flooded: guests and folding do not notice |
 //! | [`dashboard`] | Chromium walks the dashboard of real VMs |
 //! | [`beside::liars`] | agents that lie about every field |
-//! | [`beside::snapshots`] | a VM is saved, goes on, and comes back as it was, memory and disk; clones run beside it |
+//! | [`beside::snapshots`], [`beside::hot_snapshots`] | a VM is saved, goes on, and comes back as it was, memory and disk; clones run beside it |
 //! | [`beside::boot_snapshots`] | a VM goes back to right after its boot; what a snapshot would lack is refused |
 //! | [`beside::disks`] | the same of disks that a VM writes in place, which stay its own |
 //! | [`beside::cut_saves`], [`beside::attached`] | daemons and VMs die while they save; a QEMU that somebody typed is saved |

@@ -71,7 +71,7 @@ fn agents_that_lie_change_no_byte_and_others_fold_on() {
 
     let time = support::seconds("MEMFOLD_LIES_SECONDS", 20);
     let lie = format!(
-        "cat > /root/lie.py <<'END'\n{}\nEND\nsystemd-run -q --unit=lie sh -c 'systemctl stop memfold-agent; python3 /root/lie.py {} 2> /run/lies; systemctl start memfold-agent'",
+        "cat > /opt/lie.py <<'END'\n{}\nEND\nsystemd-run -q --unit=lie sh -c 'systemctl stop memfold-agent; python3 /opt/lie.py {} 2> /run/lies; systemctl start memfold-agent'",
         include_str!("../guest/lie.py"),
         time.as_secs()
     );

@@ -9,6 +9,7 @@ mod cut_saves;
 mod daemon_killed;
 mod disks;
 mod domains;
+mod hot_snapshots;
 mod integrity;
 pub mod lend;
 mod liars;

@@ -1,0 +1,291 @@
+//! A snapshot that keeps page cache by reference to the disk: small, and what runs from it is warm.
+
+use std::collections::HashSet;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use memfold_core::api::{RestoreRequest, SaveRequest};
+use memfold_core::daemon::DaemonError;
+use memfold_core::fold::EngineSettings;
+use memfold_core::snapshot::{Keep, SnapshotError};
+use memfold_core::vm::{DiskFormat, DiskSpec};
+use memfold_lab::{DiskMode, Lab};
+use memfold_units::ByteSize;
+
+use super::snapshots::MEMORY;
+use crate::support::{self, BOOT};
+
+/// Reads files of the disk, and one that was just written; keeps their checksums in memory.
+const READ_FILES: &str = "set -e
+head -c 8M /dev/urandom > /var/tmp/new; sync
+{ find /usr/bin /usr/lib -type f -size +15k | sort | head -n 1500; echo /var/tmp/new; } > /run/list
+xargs -a /run/list sha256sum > /run/sums
+awk '/^Cached:/ { print $2 * 1024 }' /proc/meminfo";
+
+/// Writes pages by turns ([`STOP_TURNS`] ends it).
+const TURNS: &str = include_str!("../guest/turns.py");
+
+const START_TURNS: &str = "setsid /opt/turns.py > /run/turns.log 2>&1 < /dev/null &
+for _ in $(seq 500); do [ -e /run/turns.ready ] && exit 0; sleep 0.2; done; exit 1";
+
+/// What that has found.
+const STOP_TURNS: &str = "touch /run/turns.stop
+for _ in $(seq 500); do [ -e /run/turns.done ] && break; sleep 0.2; done
+cat /run/turns.done || cat /run/turns.log";
+
+/// Reads them again; bytes that came from the disk for that.
+const READ_AGAIN: &str = "set -e
+sectors() { awk '$3 == \"vda\" { print $6 }' /proc/diskstats; }
+before=$(sectors)
+sha256sum --quiet -c /run/sums
+echo $((($(sectors) - before) * 512))";
+
+/// A disk whose bytes are those of a qcow2 over a file of the host.
+fn forge(path: &Path) {
+    let made = Command::new("qemu-img")
+        .args([
+            "create",
+            "-q",
+            "-u",
+            "-f",
+            "qcow2",
+            "-F",
+            "raw",
+            "-b",
+            "/etc/passwd",
+        ])
+        .arg(path)
+        .arg("1M")
+        .status();
+    assert!(made.unwrap().success());
+}
+
+/// Images laid out in memory that this process has open, as often as it may.
+fn laid_out() -> usize {
+    let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    links
+        .filter_map(|entry| std::fs::read_link(entry.path()).ok())
+        .filter(|path| path.to_string_lossy().contains("memfold-image:"))
+        .collect::<HashSet<_>>()
+        .len()
+}
+
+/// Changes a byte of a file, which looks as before.
+fn flip(path: &Path, at: u64) {
+    let file = std::fs::File::options().read(true).write(true).open(path);
+    let file = file.unwrap();
+    let modified = file.metadata().unwrap().modified().unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    file.set_modified(modified).unwrap();
+}
+
+#[test]
+fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let limit = Duration::from_secs(300);
+    let settings = EngineSettings {
+        fold_back_interval: Duration::from_secs(5),
+        ..EngineSettings::default()
+    };
+    let lab = Lab::new(settings).unwrap();
+    let daemon = lab.daemon();
+    let mut spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    let forged = lab.directory().join("forged.img");
+    forge(&forged);
+    let mut extra = DiskSpec::new(&forged);
+    (extra.read_only, extra.format) = (true, Some(DiskFormat::Raw));
+    spec.disks.push(extra);
+    lab.start(spec).unwrap();
+    lab.wait_ready("first", BOOT).unwrap();
+    let cached = lab.exec("first", READ_FILES, limit).unwrap();
+    let cached: u64 = cached.trim().parse().unwrap();
+    let save = |name: &str, keep, live, compress| {
+        let request = SaveRequest {
+            keep,
+            live,
+            compress,
+            ..SaveRequest::new("first", name)
+        };
+        let saved = daemon.save_snapshot(&request).unwrap();
+        let list = daemon.snapshots().unwrap();
+        let info = list.iter().find(|info| info.name == name).unwrap();
+        let referred = saved.references.as_ref().map_or(0, |r| r.pages) * 4096;
+        println!(
+            "{name}: {} on disk, {} by reference of {} cached; {:?}",
+            ByteSize(info.disk_bytes),
+            ByteSize(referred),
+            ByteSize(cached),
+            saved.steps
+        );
+        (saved, info.disk_bytes, referred)
+    };
+    // Another file of the same name is not what the VM has open.
+    let aside = forged.with_extension("aside");
+    std::fs::rename(&forged, &aside).unwrap();
+    std::fs::copy(&aside, &forged).unwrap();
+    let refused = daemon.save_snapshot(&SaveRequest::new("first", "hot"));
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("was replaced since"), "{refused}");
+    std::fs::rename(&aside, &forged).unwrap();
+    lab.exec("first", READ_FILES, limit).unwrap();
+
+    let turns = support::file("turns.py", TURNS) + START_TURNS;
+    lab.exec("first", &turns, limit).unwrap();
+    let (hot, hot_bytes, referred) = save("hot", Keep::Hot, true, false);
+    // What a raw disk holds is the guest's, also if it looks like an image over a file of the host.
+    assert!(hot.disks[1].backing.is_empty(), "{:?}", hot.disks[1]);
+    let (_, packed_bytes, _) = save("packed", Keep::Hot, false, true);
+    let (_, cold_bytes, _) = save("cold", Keep::None, false, false);
+    // Of all that is cached, shared memory and what was never written to disk among it.
+    assert!(referred * 10 > cached * 7, "{referred} of {cached}");
+    assert!(
+        hot_bytes * 10 <= cold_bytes * 13,
+        "{hot_bytes}, {cold_bytes}"
+    );
+    assert!(packed_bytes * 2 < hot_bytes, "{packed_bytes}, {hot_bytes}");
+
+    let mut read = Vec::new();
+    for (snapshot, vm) in [("hot", "warm"), ("packed", "warm-2"), ("cold", "cool")] {
+        let began = Instant::now();
+        let request = RestoreRequest {
+            // Nobody knows yet what it will use.
+            prefetch: true,
+            ..RestoreRequest::new(vm)
+        };
+        daemon.restore(snapshot, &request).unwrap();
+        let ran = began.elapsed();
+        daemon.wait_agent(vm, BOOT).unwrap();
+        let from_disk = lab.exec(vm, READ_AGAIN, limit).unwrap();
+        let from_disk: u64 = from_disk.trim().parse().unwrap();
+        println!(
+            "{vm} ran after {ran:?}, read {} from its disk",
+            ByteSize(from_disk)
+        );
+        read.push(from_disk);
+    }
+    assert!(read[0] * 20 < read[2] && read[1] * 20 < read[2], "{read:?}");
+    assert_eq!(laid_out(), 2);
+    let report = lab.daemon().report().unwrap();
+    let images = report.ledger.host.images_bytes;
+    assert!(images.0 > referred, "{images} of memory are accounted for");
+    // Its RAM is a view of memory, which can be protected as the saved one's could.
+    let again = SaveRequest {
+        live: true,
+        keep: Keep::Hot,
+        ..SaveRequest::new("warm", "again")
+    };
+    let saved = daemon.save_snapshot(&again).unwrap();
+    println!("saved again, stood still for {:.0} ms", saved.pause_ms);
+    daemon
+        .restore("again", &RestoreRequest::new("heir"))
+        .unwrap();
+    daemon.wait_agent("heir", BOOT).unwrap();
+    lab.exec("heir", READ_AGAIN, limit).unwrap();
+    lab.stop("heir").unwrap();
+    // What the first one used is fetched for the next.
+    let set = lab.directory().join("snapshots/hot/working-set");
+    let end = Instant::now() + Duration::from_secs(120);
+    while !set.exists() {
+        assert!(Instant::now() < end, "nobody noted what was used first");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let prefetch = RestoreRequest {
+        prefetch: true,
+        ..RestoreRequest::new("fetched")
+    };
+    daemon.restore("hot", &prefetch).unwrap();
+    daemon.wait_agent("fetched", BOOT).unwrap();
+    let from_disk = lab.exec("fetched", READ_AGAIN, limit).unwrap();
+    assert!(from_disk.trim().parse::<u64>().unwrap() * 20 < read[2]);
+    let report = daemon.report().unwrap();
+    let fetched = report.ledger.vms.iter().find(|vm| vm.name == "fetched");
+    println!("fetched: {:?}", fetched.map(|vm| vm.file_resident_bytes));
+    // "warm" has them too, and they are in memory once.
+    let saved = report.ledger.host.saved_by_clones_bytes;
+    println!("clones save {} MiB", saved >> 20);
+    assert!(saved > 50 << 20 && saved < 400 << 20, "{saved}");
+    lab.stop("fetched").unwrap();
+    // Also for a daemon that doesn't know what an earlier one has laid out.
+    let shelf = memfold_core::snapshot::Shelf::open(&lab.directory().join("snapshots"));
+    for (name, users) in [("hot", 1), ("packed", 1), ("cold", 1)] {
+        let found = memfold_core::snapshot::restore::users(&shelf, name).unwrap();
+        assert_eq!(found.len(), users, "{name}");
+    }
+    assert!(matches!(
+        daemon.remove_snapshot("hot"),
+        Err(DaemonError::Snapshot(SnapshotError::InUse { .. }))
+    ));
+    // While they run (their RAM is a view of memory), and at pauses (of a file). A pass may be followed by the next only when its
+    // CPU time is a small share of what has gone by: on a slow machine, that is most of a minute later.
+    let clones = ["warm", "warm-2", "cool"];
+    lab.fold(true).unwrap();
+    let stats = support::wait_stats(
+        "pages return to the snapshot",
+        Duration::from_secs(300),
+        || lab.stats().unwrap(),
+        |stats| {
+            let back = |name: &&str| support::vm(stats, name).folded_back_pages;
+            clones.iter().all(|name| back(name) > 2000)
+        },
+    );
+    for vm in clones {
+        let written = lab.exec(vm, STOP_TURNS, limit).unwrap();
+        let stats = support::vm(&stats, vm);
+        println!(
+            "{vm}: {} of {} pages written, {} folded back, {} pauses; {written}",
+            stats.template_copied_pages,
+            stats.template_pages,
+            stats.folded_back_pages,
+            stats.pauses
+        );
+        assert!(written.starts_with("errors 0 "), "{vm}: {written}");
+        assert!(vm == "cool" || stats.pauses == 0, "{stats:?}");
+    }
+    for vm in clones.iter().chain(&["first"]) {
+        lab.stop(vm).unwrap();
+    }
+    let end = Instant::now() + Duration::from_secs(60);
+    while laid_out() > 0 && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(laid_out(), 0, "memory that nobody needs");
+
+    // A block of the disk that the image refers to; then a frame.
+    let place = lab.directory().join("snapshots");
+    let references = hot.references.unwrap();
+    let table = std::fs::read(place.join("hot/ram.refs")).unwrap();
+    let all = memfold_core::snapshot::refer::decode(&table, u64::MAX, references.sources.len());
+    let own = references.sources.iter().position(|s| s.is_relative());
+    let found = all.unwrap().into_iter();
+    let mut found = found.filter(|r| own.is_some_and(|own| own == r.file as usize));
+    let block = found.next().unwrap().block;
+    flip(&place.join("hot/disk0.qcow2"), block * 4096 + 5);
+    flip(&place.join("packed/ram.zst"), 70_000);
+    let base = references.sources.iter().find(|s| s.is_absolute()).unwrap();
+    let base = std::fs::File::open(base).unwrap();
+    let modified = base.metadata().unwrap().modified().unwrap();
+    base.set_modified(modified + Duration::from_secs(1))
+        .unwrap();
+    let refused = daemon.restore("cold", &RestoreRequest::new("broken"));
+    base.set_modified(modified).unwrap();
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("was changed since; the RAM"), "{refused}");
+    for (snapshot, words) in [
+        ("hot", "or a disk that it refers to, was changed"),
+        ("packed", "was changed since it was saved"),
+    ] {
+        let report = daemon.verify_snapshot(snapshot).unwrap();
+        // Several chunks may refer to one block.
+        assert!(!report.problems.is_empty());
+        let refused = daemon.restore(snapshot, &RestoreRequest::new("broken"));
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains(words), "{refused}");
+    }
+    assert_eq!(laid_out(), 0);
+}
