@@ -24,7 +24,7 @@ test: ## what a change must not break, real guests included; where the time went
 	@scripts/setup tests
 	@scripts/test
 
-soak: setup ## what takes hours or luck; goes on where it was interrupted
+soak: setup ## what takes long, or luck; goes on where it was interrupted
 	@scripts/soak
 
 deb: ## Debian packages: program, library for QEMU, agent for guests
