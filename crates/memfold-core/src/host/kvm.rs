@@ -50,7 +50,8 @@ struct Cached {
     verdict: KvmVerdict,
 }
 
-/// Probes KVM, or gives the earlier verdict that `state/kvm.json` keeps for the same host kernel, QEMU and guest kernel.
+/// Probes KVM, or gives the earlier verdict for the same host kernel, QEMU and guest kernel. It is kept in `kvm.json`, in `state` and beside the
+/// image: another daemon of this host need not wait for the probe again.
 pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmVerdict {
     if let Err(e) = std::fs::File::options()
         .read(true)
@@ -77,13 +78,9 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
         qemu.version,
         image.kernel_version
     );
-    let cache = state.join("kvm.json");
-    let earlier = std::fs::read(&cache)
-        .ok()
-        .and_then(|b| serde_json::from_slice::<Cached>(&b).ok())
-        .filter(|c| c.key == key);
-    if let Some(earlier) = earlier {
-        return earlier.verdict;
+    let places = places(image, state);
+    if let Some(verdict) = places.iter().find_map(|place| kept(place, &key)) {
+        return verdict;
     }
     let verdict = match boots(qemu, image) {
         Ok(Outcome::Spoke) => KvmVerdict::Works,
@@ -100,25 +97,36 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
             why: format!("the probe guest could not be started: {e}"),
         },
     };
-    if let Err(error) = remember(
-        &cache,
-        &Cached {
-            key,
-            verdict: verdict.clone(),
-        },
-    ) {
-        tracing::debug!(path = %cache.display(), %error, "the verdict on KVM is not kept");
+    let cached = Cached { key, verdict };
+    for place in &places {
+        if let Err(error) = remember(place, &cached) {
+            tracing::debug!(path = %place.display(), %error, "the verdict on KVM is not kept");
+        }
     }
-    verdict
+    cached.verdict
 }
 
-fn remember(cache: &PathBuf, cached: &Cached) -> io::Result<()> {
-    if let Some(parent) = cache.parent() {
+/// Files that keep the verdict.
+fn places(image: &GuestImage, state: &Path) -> Vec<PathBuf> {
+    let places = [Some(state), image.kernel.parent()];
+    let places = places.into_iter().flatten();
+    places.map(|place| place.join("kvm.json")).collect()
+}
+
+/// The verdict that a file keeps, if it is of this key.
+fn kept(place: &Path, key: &str) -> Option<KvmVerdict> {
+    let bytes = std::fs::read(place).ok()?;
+    let cached: Cached = serde_json::from_slice(&bytes).ok()?;
+    (cached.key == key).then_some(cached.verdict)
+}
+
+fn remember(place: &Path, cached: &Cached) -> io::Result<()> {
+    if let Some(parent) = place.parent() {
         std::fs::create_dir_all(parent)?;
     }
-    let part = cache.with_extension(format!("{}.part", std::process::id()));
+    let part = place.with_extension(format!("{}.part", std::process::id()));
     std::fs::write(&part, serde_json::to_vec(cached)?)?;
-    std::fs::rename(part, cache)
+    std::fs::rename(part, place)
 }
 
 /// What became of the probe guest.
@@ -183,4 +191,37 @@ fn listen(mut console: std::process::ChildStdout) -> io::Result<Outcome> {
         }
     }
     Ok(Outcome::Silent)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_verdict_is_found_by_another_daemon_of_this_host_and_not_for_another_kernel() {
+        let (images, one, other) = (
+            tempfile::tempdir().unwrap(),
+            tempfile::tempdir().unwrap(),
+            tempfile::tempdir().unwrap(),
+        );
+        let image = GuestImage {
+            disk: images.path().join("disk"),
+            kernel: images.path().join("vmlinuz"),
+            initrd: images.path().join("initrd"),
+            kernel_version: "6.12".into(),
+        };
+        let cached = Cached {
+            key: "6.1 10.0 6.12".into(),
+            verdict: KvmVerdict::Works,
+        };
+        for place in places(&image, one.path()) {
+            remember(&place, &cached).unwrap();
+        }
+        let found = |state: &Path, key: &str| {
+            let places = places(&image, state);
+            places.iter().find_map(|place| kept(place, key))
+        };
+        assert_eq!(found(other.path(), &cached.key), Some(KvmVerdict::Works));
+        assert_eq!(found(other.path(), "6.2 10.0 6.12"), None);
+    }
 }
