@@ -107,15 +107,22 @@ export function Dialog() {
   const [values, setValues] = useState({});
   const [state, setState] = useState({ busy: false, error: null, done: null });
   openDialog = (asked) => {
-    set(asked);
+    // A new object, so that the effect below runs also if the same is asked twice.
+    set({ ...asked });
     setValues(Object.fromEntries((asked.fields ?? []).map((f) => [f.name, initial(f)])));
     setState({ busy: false, error: null, done: null });
   };
   useEffect(() => {
     if (what && !box.current.open) box.current.showModal();
   }, [what]);
+  // Not in the dialog's close event: that comes later, when somebody may have asked the next question already, which it would take away.
   const close = () => {
     box.current.close();
+    set(null);
+  };
+  const cancel = (event) => {
+    event.preventDefault();
+    if (!state.busy) close();
   };
   const submit = async (event) => {
     event.preventDefault();
@@ -132,7 +139,7 @@ export function Dialog() {
     const value = field.type === "checkbox" ? event.target.checked : event.target.value;
     setValues((old) => ({ ...old, [field.name]: value }));
   };
-  return html`<dialog ref=${box} aria-labelledby="dialog-title" onClose=${() => set(null)} onCancel=${(e) => state.busy && e.preventDefault()}>
+  return html`<dialog ref=${box} aria-labelledby="dialog-title" onCancel=${cancel}>
     ${what && html`<form onSubmit=${submit}>
       <h2 id="dialog-title">${what.title}</h2>
       ${what.text && html`<p>${what.text}</p>`}
