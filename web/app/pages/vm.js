@@ -1,7 +1,7 @@
 // One VM: its memory from end to end, its figures over time, and what can be done with it.
 
 import { useEffect, useMemo, useRef, useState } from "../../vendor/preact-hooks.js";
-import { del, part, post, useAnswer, useLive } from "../api.js";
+import { changeSample, del, part, post, useAnswer, useLive } from "../api.js";
 import { Chart, values } from "../charts.js";
 import { bytes, duration } from "../format.js";
 import { html } from "../html.js";
@@ -243,6 +243,8 @@ export function Vm({ name, may, theme }) {
     danger: true,
     act: async (v) => {
       await post(`/v1/vms/${part(name)}/stop`, { timeout_s: Number(v.timeout) });
+      const others = (vms) => vms.filter((vm) => vm.name !== name);
+      changeSample((sample) => ({ ...sample, vms: others(sample.vms), ledger: { ...sample.ledger, vms: others(sample.ledger.vms) } }));
       location.hash = "#/vms";
     },
   };
