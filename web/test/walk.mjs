@@ -19,7 +19,9 @@ const operateUrls = logins.split(" ");
 const { origin } = new URL(operateUrls[0]);
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 /** How long the page is left open, to see what that costs the daemon. */
-const HOLD_MS = 20_000;
+// What takes time by the clock is measured where the host has nothing else to do: `make soak`.
+const TIMES = process.env.MEMFOLD_DASHBOARD_TIMES === "1";
+const HOLD_MS = TIMES ? 20_000 : 0;
 /** A guest may boot meanwhile. */
 const PATIENCE = { timeout: 180_000 };
 
@@ -360,6 +362,12 @@ await dialog(page).waitFor({ state: "hidden" });
 walked.push(await focused(page));
 await page.keyboard.press("Enter");
 await dialog(page).waitFor();
+// Closed and asked for again before the browser's close event: the event comes late on a busy host.
+await page.evaluate(() => {
+  document.querySelector("dialog").close();
+  [...document.querySelectorAll("button")].find((button) => button.textContent === "Budget …").click();
+});
+await dialog(page).getByLabel("CPU, percent").waitFor();
 await page.keyboard.press("Control+A");
 await page.keyboard.type("12");
 for (let n = 0; n < 4; n += 1) {
@@ -389,7 +397,7 @@ violations.push(...(await axe(page, "estimated")));
 
 // 5. One dashboard is left open.
 await go(page, "#/host", ".stats");
-await page.waitForTimeout(3000);
+if (TIMES) await page.waitForTimeout(3000);
 await sayAndWait({ step: "hold begins" });
 await page.waitForTimeout(HOLD_MS);
 // Its code holds for two minutes, so it is made only now.
@@ -437,7 +445,7 @@ const scroll = () =>
     requestAnimationFrame(step);
   });
 const runs = [];
-for (let run = 0; run < 3; run += 1) {
+for (let run = 0; run < (TIMES ? 3 : 1); run += 1) {
   const frames = await many.evaluate(scroll);
   runs.push({ frames: frames.length, median_ms: frames[frames.length >> 1], p95_ms: frames[Math.floor(frames.length * 0.95)] });
 }

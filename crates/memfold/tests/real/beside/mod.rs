@@ -4,14 +4,18 @@
 //! They begin before those that want the machine for themselves (.config/nextest.toml).
 
 mod attached;
+mod attack;
 mod boot_snapshots;
 mod cut_saves;
 mod daemon_killed;
+mod dashboard;
 mod disks;
 mod domains;
+mod figures;
 mod hot_snapshots;
 mod integrity;
 pub mod lend;
+mod lend_short;
 mod liars;
 pub mod libvirt;
 pub mod libvirt_host;

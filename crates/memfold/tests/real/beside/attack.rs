@@ -11,8 +11,8 @@ use memfold_lab::{DiskMode, Lab};
 use memfold_testkit::{patience, wait_until};
 use memfold_units::ByteSize;
 
-use super::served::{Served, exec};
-use super::support;
+use crate::served::{Served, exec};
+use crate::support;
 
 const NAMES: [&str; 2] = ["one", "two"];
 const MEMORY: ByteSize = ByteSize::mib(512);
@@ -137,8 +137,9 @@ fn flood(host: &str, request: &str, end: Instant, answers: &AtomicU64, granted: 
 
 #[test]
 fn guests_and_folding_do_not_notice_that_the_interface_is_attacked() {
-    // It takes all that there is of the host's cores.
-    let Some(_turn) = support::turn() else { return };
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
     let directory = tempfile::tempdir().unwrap();
     let state = directory.path();
     let mut served = Served::new(state, &NAMES).with(&["--listen", "127.0.0.1:0"]);
@@ -211,8 +212,8 @@ fn guests_and_folding_do_not_notice_that_the_interface_is_attacked() {
         grown >> 10,
         slowest.load(Ordering::Relaxed)
     );
-    // The guests and the attackers take the same cores as the daemon.
-    assert!(best >= 10_000.0, "no flood: {best:.0} a second");
+    // The guests, the attackers and other tests take the same cores as the daemon.
+    assert!(best >= 1_000.0, "no flood: {best:.0} a second");
     assert_eq!(granted.load(Ordering::Relaxed), 0);
     assert!(grown < GROWTH, "{grown} bytes");
     let slowest = Duration::from_millis(slowest.load(Ordering::Relaxed));

@@ -21,12 +21,14 @@ use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::Value;
 
 use super::figures::{Figures, compare, shown, told, wanted_of_plan};
-use super::served::{Served, exec};
-use super::support::{self, BOOT};
+use crate::served::{Served, exec};
+use crate::support::{self, BOOT};
 
 const MEMORY: ByteSize = ByteSize::mib(320);
 pub const NAMES: [&str; 3] = ["web", "warm-1", "warm-2"];
-/// How long the daemon's CPU time is looked at; the walk leaves the dashboard open as long.
+/// Set to 1: what takes time is held to its limits, which wants a host that does nothing else. The walk reads it, too.
+const TIMES: &str = "MEMFOLD_DASHBOARD_TIMES";
+/// How long the daemon's CPU time is looked at then; the walk leaves the dashboard open as long.
 const HOLD: Duration = Duration::from_secs(20);
 /// A VM that never runs, which costs nothing: its swap disk is lent.
 const BORROWER: &str = "borrower";
@@ -69,6 +71,7 @@ fn browser() -> Result<PathBuf, String> {
 /// The walk, and the lines that it says.
 struct Walk {
     child: Child,
+    began: Instant,
     said: BufReader<std::process::ChildStdout>,
 }
 
@@ -82,7 +85,8 @@ impl Walk {
             .spawn()
             .unwrap();
         let said = BufReader::new(child.stdout.take().unwrap());
-        Self { child, said }
+        let began = Instant::now();
+        Self { child, began, said }
     }
 
     /// The next line, which has to be of this step.
@@ -93,6 +97,7 @@ impl Walk {
         assert!(!line.is_empty(), "the walk ended before '{wanted}'");
         let said: Value = serde_json::from_str(&line).unwrap();
         assert_eq!(said["step"], wanted, "{line}");
+        println!("{:6.1} s  {wanted}", self.began.elapsed().as_secs_f64());
         said
     }
 
@@ -417,7 +422,9 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
 
 #[test]
 fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
-    let Some(_turn) = support::turn() else { return };
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
     let chromium = match browser() {
         Ok(chromium) => chromium,
         Err(why) => {
@@ -449,8 +456,9 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     lend(state, other.path());
     println!("VMs are there after {:.0?}", began.elapsed());
 
+    let times = support::dose(TIMES, 0) == 1;
     let pid = client.get::<VersionInfo>("/v1/version").unwrap().pid;
-    let alone = cpu_percent(pid, HOLD);
+    let alone = times.then(|| cpu_percent(pid, HOLD));
 
     let results = repository().join("results/dashboard");
     let prints = fingerprints(other.path());
@@ -484,7 +492,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
             .iter()
             .filter_map(Value::as_f64)
             .fold(f64::MAX, f64::min);
-        assert!(best < 1000.0, "{name}: {all:?}");
+        assert!(best < 1000.0 || !times, "{name}: {all:?}");
     }
     let bytes = load["bytes"].as_u64().unwrap();
     assert!(bytes <= 300_000, "the whole page has {bytes} bytes");
@@ -588,10 +596,14 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
 
     walk.step("hold begins");
     walk.on();
-    let open = cpu_percent(pid, HOLD);
+    let open = times.then(|| cpu_percent(pid, HOLD));
     walk.step("hold ends");
-    println!("the daemon with one open dashboard: {open:.2} % of a core, without: {alone:.2} %");
-    assert!(open - alone <= 1.0, "{open} % - {alone} % of a core");
+    if let (Some(open), Some(alone)) = (open, alone) {
+        println!(
+            "the daemon with one open dashboard: {open:.2} % of a core, without: {alone:.2} %"
+        );
+        assert!(open - alone <= 1.0, "{open} % - {alone} % of a core");
+    }
     walk.on_with(&login(&client, Role::Read));
 
     let reader = walk.step("reader");
@@ -615,7 +627,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
         ms("median_ms") <= 17.5 && ms("p95_ms") <= 34.0
     };
     let runs = hundred["runs"].as_array().unwrap();
-    assert!(runs.iter().any(is_smooth), "{hundred}");
+    assert!(runs.iter().any(is_smooth) || !times, "{hundred}");
     let end = walk.step("end");
     assert_eq!(end["faults"], serde_json::json!([]));
     let violations = end["violations"].as_array().unwrap();

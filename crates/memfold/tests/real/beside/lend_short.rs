@@ -18,9 +18,9 @@ use memfold_core::lend::{LenderStatus, Transport};
 use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
-use super::beside::lend::{heard, swapping, wait};
-use super::served::{Served, exec};
-use super::support;
+use super::lend::{heard, swapping, wait};
+use crate::served::{Served, exec};
+use crate::support;
 
 const OWN: &str = "own";
 
@@ -65,11 +65,17 @@ systemd-run -q --unit=grow python3 /opt/grow.py"#;
 const NAMESPACE: &str =
     r#"mount --bind "$1" /proc/meminfo && touch "$1.ready" && exec sleep infinity"#;
 
-/// Memory of all VMs and exports of this machine, in bytes. None runs but the test's own.
+/// Memory of this test's VMs and exports, in bytes: of processes that have the variable by which nextest names the test. Without nextest, all of
+/// this machine's, of which none may run but the test's own.
 fn taken() -> u64 {
+    let test = std::env::var("NEXTEST_TEST_NAME").unwrap_or_default();
     let pages = |directory: &Path| {
         let comm = std::fs::read_to_string(directory.join("comm")).ok()?;
         if !comm.starts_with("qemu-system") && !comm.starts_with("nbdkit") {
+            return None;
+        }
+        let environment = std::fs::read(directory.join("environ")).ok()?;
+        if !String::from_utf8_lossy(&environment).contains(&test) {
             return None;
         }
         let statm = std::fs::read_to_string(directory.join("statm")).ok()?;
@@ -152,7 +158,9 @@ impl Drop for SmallHost {
 
 #[test]
 fn a_lender_s_own_vm_that_grows_gets_what_was_lent_before_its_host_has_nothing_left() {
-    let Some(_turn) = support::turn() else { return };
+    let Some(_turn) = support::turn_ahead() else {
+        return;
+    };
     let directory = tempfile::tempdir().unwrap();
     let state = directory.path();
     let host = SmallHost::start(state);
