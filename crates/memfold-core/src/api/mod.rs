@@ -16,7 +16,10 @@ mod session;
 mod types;
 mod web;
 
-pub use access::{AuditEntry, Doors, Groups, GroupsError, Role, TcpDoor, TcpDoorError, TlsFiles};
+pub use access::{
+    AuditEntry, Doors, Groups, GroupsError, PublicUrl, PublicUrlError, Role, TcpDoor, TcpDoorError,
+    TlsFiles,
+};
 pub use client::{Client, ClientError};
 pub use hosts::{HostRequest, HostToken};
 pub use lending::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace, registry_at};

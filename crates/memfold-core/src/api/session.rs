@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use axum::extract::{Extension, Query};
 use axum::http::header::SET_COOKIE;
-use axum::http::{HeaderValue, StatusCode};
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -82,12 +82,13 @@ pub(super) async fn session(Extension(visitor): Extension<Visitor>) -> Json<Sess
 #[utoipa::path(post, path = "/v1/session", request_body = LoginRequest, responses((status = 200, body = Role), (status = 401, body = ErrorBody)))]
 pub(super) async fn log_in(
     Extension(access): Extension<Arc<Access>>,
+    headers: HeaderMap,
     Asked(request): Asked<LoginRequest>,
 ) -> Response {
     let begun = access.keys().log_in(&request.secret, Instant::now());
     match begun {
         Ok(Some(begun)) => {
-            let set = access.set_cookie(&begun.cookie, SESSION_LIFE);
+            let set = access.set_cookie(&headers, &begun.cookie, SESSION_LIFE);
             let mut response = with_cookie(Json(begun.role).into_response(), &set);
             let noted = NewSession(begun.label, begun.role);
             response.extensions_mut().insert(noted);
@@ -110,11 +111,12 @@ pub(super) async fn log_in(
 pub(super) async fn log_out(
     Extension(access): Extension<Arc<Access>>,
     Extension(visitor): Extension<Visitor>,
+    headers: HeaderMap,
 ) -> Response {
     if let Some(cookie) = visitor.cookie {
         access.keys().log_out(&cookie);
     }
-    let forget = access.set_cookie("", Duration::ZERO);
+    let forget = access.set_cookie(&headers, "", Duration::ZERO);
     with_cookie(Json(()).into_response(), &forget)
 }
 

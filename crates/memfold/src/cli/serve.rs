@@ -17,7 +17,8 @@ use super::lend::ports;
 use super::log::LogFormat;
 use super::{Context, log, systemd};
 use memfold_core::api::{
-    self, DEFAULT_RECORDS, DEFAULT_STATE, Doors, Groups, LendRequest, TcpDoor, TcpDoorError,
+    self, DEFAULT_RECORDS, DEFAULT_STATE, Doors, Groups, LendRequest, PublicUrl, TcpDoor,
+    TcpDoorError,
     TlsFiles,
 };
 use memfold_core::daemon::{BorrowWhen, Daemon, DaemonOptions};
@@ -182,6 +183,14 @@ pub(super) struct Arguments {
         help_heading = "Access"
     )]
     allow_host: Vec<String>,
+    /// Address of the dashboard behind a reverse proxy that ends TLS (https://NAME[:PORT]); several allowed
+    #[arg(
+        long,
+        value_name = "URL",
+        requires = "listen",
+        help_heading = "Access"
+    )]
+    public_url: Vec<PublicUrl>,
     /// Group whose members may read what memfold shows, over the socket ('memfold-read', if there is one)
     #[arg(long, value_name = "GROUP", help_heading = "Access")]
     read_group: Option<String>,
@@ -253,7 +262,10 @@ impl Arguments {
             _ => None,
         };
         self.listen
-            .map(|address| TcpDoor::new(address, self.allow_host.clone(), tls.as_ref()))
+            .map(|address| {
+                let (names, public) = (self.allow_host.clone(), self.public_url.clone());
+                TcpDoor::new(address, names, public, tls.as_ref())
+            })
             .transpose()
     }
 

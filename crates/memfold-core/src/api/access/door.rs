@@ -25,6 +25,7 @@ use tokio::time::Sleep;
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
 
+use super::origin::PublicUrl;
 use super::tls::Tls;
 use super::{Access, Groups, Peer, Role, TlsFiles, Why};
 
@@ -63,6 +64,7 @@ pub struct Doors {
 pub struct TcpDoor {
     pub(super) address: SocketAddr,
     pub(super) names: Vec<String>,
+    pub(super) public: Vec<PublicUrl>,
     pub(super) tls: Option<Arc<Tls>>,
 }
 
@@ -71,7 +73,8 @@ pub struct TcpDoor {
 pub enum TcpDoorError {
     /// Others could listen.
     #[error(
-        "{0} can be reached from other hosts: that needs TLS. Give --tls-cert and --tls-key, or listen on 127.0.0.1 and forward the port by ssh"
+        "{0} can be reached from other hosts: that needs TLS. Give --tls-cert and --tls-key, or listen on 127.0.0.1 and forward the port by ssh, \
+         or put a proxy with TLS before it (--public-url)"
     )]
     Plain(SocketAddr),
     /// A file can't be used.
@@ -88,13 +91,14 @@ pub enum TcpDoorError {
 }
 
 impl TcpDoor {
-    /// At `address`, for browsers that call it by `names` too.
+    /// At `address`, for browsers that call it by `names` too, or find it behind a reverse proxy at one of `public`.
     ///
     /// # Errors
     /// If it can be reached from other hosts and has no TLS, or a file of TLS can't be used.
     pub fn new(
         address: SocketAddr,
         names: Vec<String>,
+        public: Vec<PublicUrl>,
         tls: Option<&TlsFiles>,
     ) -> Result<Self, TcpDoorError> {
         if tls.is_none() && !address.ip().is_loopback() {
@@ -104,8 +108,15 @@ impl TcpDoor {
         Ok(Self {
             address,
             names,
+            public,
             tls,
         })
+    }
+
+    /// Names by which browsers may call the daemon, beside addresses and `localhost`.
+    pub(super) fn known_names(&self) -> Vec<String> {
+        let public = self.public.iter().map(|url| url.name().to_owned());
+        self.names.iter().cloned().chain(public).collect()
     }
 
     /// What a browser may be given.
@@ -117,9 +128,13 @@ impl TcpDoor {
             _ => self.address,
         };
         let names = self.names.iter().map(|name| format!("{name}:{port}"));
-        names
+        let direct = names
             .chain([own.to_string()])
-            .map(|host| format!("{scheme}://{host}/"))
+            .map(|host| format!("{scheme}://{host}/"));
+        self.public
+            .iter()
+            .map(PublicUrl::url)
+            .chain(direct)
             .collect()
     }
 
@@ -402,7 +417,7 @@ mod tests {
 
     fn door(address: &str, names: &[&str]) -> Result<TcpDoor, TcpDoorError> {
         let names = names.iter().map(|&name| name.to_owned()).collect();
-        TcpDoor::new(address.parse().unwrap(), names, None)
+        TcpDoor::new(address.parse().unwrap(), names, Vec::new(), None)
     }
 
     #[test]
@@ -489,7 +504,7 @@ mod tests {
         };
         for (name, why) in [("missing", "No such file"), ("empty", "no certificate")] {
             let address = "0.0.0.0:1".parse().unwrap();
-            let error = TcpDoor::new(address, Vec::new(), Some(&files(name))).unwrap_err();
+            let error = TcpDoor::new(address, Vec::new(), Vec::new(), Some(&files(name))).unwrap_err();
             let text = error.to_string();
             assert!(text.contains(name) && text.contains(why), "{text}");
         }

@@ -307,10 +307,11 @@ fn from_our_page(
             "use an address or 'localhost', or start it with --allow-host NAME",
         )));
     }
-    if is_change(method) && !is_same_origin(headers, tls) {
-        return Err(Box::new(refusal(
+    if is_change(method) && !is_same_origin(headers, tls, &access.public) {
+        return Err(Box::new(refusal_with_hint(
             StatusCode::FORBIDDEN,
             "a page of another site sent this",
+            "if it is the dashboard behind a proxy, start the daemon with --public-url and the address that the browser shows",
         )));
     }
     Ok(())

@@ -23,6 +23,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use utoipa::ToSchema;
@@ -39,6 +40,7 @@ pub(super) use guard::{Visitor, guard};
 pub(super) use hosts::Hosts;
 pub(super) use keys::{CODE_LIFE, Keys, SESSION_LIFE};
 pub(super) use peer::Peer;
+pub use origin::{PublicUrl, PublicUrlError};
 pub use peer::{Groups, GroupsError};
 pub use tls::TlsFiles;
 
@@ -105,6 +107,8 @@ pub(super) struct Access {
     pub(super) urls: Vec<String>,
     /// Names by which browsers may call the daemon, beside addresses and `localhost`.
     names: Vec<String>,
+    /// Where reverse proxies show the dashboard.
+    public: Vec<PublicUrl>,
     /// Name of the cookie of sessions.
     cookie_name: String,
     /// Requests over TCP that are worked on at once.
@@ -132,7 +136,8 @@ impl Access {
             refused: Refused::default(),
             audit: Audit::new(records),
             urls: tcp.map(TcpDoor::urls).unwrap_or_default(),
-            names: tcp.map(|t| t.names.clone()).unwrap_or_default(),
+            names: tcp.map(TcpDoor::known_names).unwrap_or_default(),
+            public: tcp.map(|t| t.public.clone()).unwrap_or_default(),
             cookie_name: tcp.map(TcpDoor::cookie_name).unwrap_or_default(),
             turns: Arc::new(Semaphore::new(TCP_REQUESTS)),
             host_turns: Arc::new(Semaphore::new(HOST_REQUESTS)),
@@ -166,13 +171,11 @@ impl Access {
         self.refused.counts()
     }
 
-    /// What a browser is to keep of a session, or to forget.
-    pub(super) fn set_cookie(&self, value: &str, life: Duration) -> String {
-        let secure = if self.cookie_name.starts_with("__Host-") {
-            "; Secure"
-        } else {
-            ""
-        };
+    /// What a browser is to keep of a session, or to forget. `headers`: of its request.
+    pub(super) fn set_cookie(&self, headers: &HeaderMap, value: &str, life: Duration) -> String {
+        let is_secure = self.cookie_name.starts_with("__Host-")
+            || origin::is_public_https(headers, &self.public);
+        let secure = if is_secure { "; Secure" } else { "" };
         format!(
             "{}={value}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure}",
             self.cookie_name,
