@@ -353,6 +353,13 @@ fn below(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> Option<Below>
 
 /// Whether the files that a disk is built on are where the headers say.
 fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotError> {
+    if !active.file.exists() {
+        return Err(SnapshotError::Impossible(format!(
+            "disk {disk}: its temporary overlay {} was removed while the VM runs (systemd-tmpfiles does that in /var/tmp unless \
+             /usr/lib/tmpfiles.d/memfold.conf is there). The VM goes on, and what it wrote ends with it: copy what matters out of the guest",
+            active.file.display()
+        )));
+    }
     let same = |a: &Path, b: &Path| {
         let inode = |path| {
             fs::metadata(path)

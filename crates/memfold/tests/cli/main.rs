@@ -9,6 +9,7 @@ mod iscsi;
 mod ksm;
 mod lending;
 mod metrics;
+mod overlays;
 mod relays;
 mod service;
 mod support;

@@ -1,0 +1,96 @@
+//! Temporary overlays of disks, which lie in /var/tmp as long as their VM runs.
+
+use std::path::Path;
+use std::process::Command;
+
+use memfold_testkit::skip;
+use serde_json::Value;
+
+use crate::support::{Daemon, code, err, refused};
+
+#[test]
+fn an_overlay_that_somebody_removed_is_named_when_its_vm_is_saved() {
+    let daemon = Daemon::start();
+    let disk = daemon.state().join("disk.raw");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let run = [
+        "vm",
+        "run",
+        "--name",
+        "v",
+        "--memory",
+        "64M",
+        "--no-fold",
+        "--snapshot",
+        "--json",
+        "--disk",
+    ];
+    let ran = daemon.run(&[&run[..], &[disk.to_str().unwrap()]].concat());
+    assert_eq!(code(&ran), 0, "{}", err(&ran));
+    let vm: Value = serde_json::from_slice(&ran.stdout).unwrap();
+    let overlay = std::fs::read_dir(format!("/proc/{}/fd", vm["pid"]))
+        .unwrap()
+        .filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok())
+        .find(|file| file.extension().is_some_and(|kind| kind == "qcow2"))
+        .unwrap();
+    std::fs::remove_file(&overlay).unwrap();
+    let saved = daemon.run(&["snapshot", "save", "v", "s", "--keep", "all"]);
+    refused(
+        &saved,
+        1,
+        &[
+            overlay.to_str().unwrap(),
+            "was removed while the VM runs",
+            "systemd-tmpfiles",
+        ],
+    );
+    assert!(
+        !err(&saved).contains("builds on a snapshot"),
+        "{}",
+        err(&saved)
+    );
+    let stopped = daemon.run(&["vm", "stop", "v", "--timeout", "0"]);
+    assert_eq!(code(&stopped), 0, "{}", err(&stopped));
+}
+
+#[test]
+fn systemd_tmpfiles_leaves_overlays_and_swap_disks_alone() {
+    if Command::new("systemd-tmpfiles")
+        .arg("--version")
+        .output()
+        .is_err()
+    {
+        skip!("systemd-tmpfiles is not installed");
+    }
+    let root = tempfile::tempdir().unwrap();
+    let (temporary, rules) = (
+        root.path().join("var/tmp"),
+        root.path().join("etc/tmpfiles.d"),
+    );
+    std::fs::create_dir_all(&temporary).unwrap();
+    std::fs::create_dir_all(&rules).unwrap();
+    let shipped =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/tmpfiles.d/memfold.conf");
+    std::fs::copy(shipped, rules.join("memfold.conf")).unwrap();
+    // All that is old enough goes, and no age is too young.
+    std::fs::write(rules.join("tmp.conf"), "q /var/tmp 1777 - - 0\n").unwrap();
+    let ours = ["memfold-web-0-18eb.qcow2", "memfold-web-swap-18eb.raw"];
+    for name in ours.iter().chain(&["other.qcow2"]) {
+        std::fs::write(temporary.join(name), "x").unwrap();
+    }
+    let mut clean = Command::new("systemd-tmpfiles");
+    let done = clean
+        .args(["--clean", "--root"])
+        .arg(root.path())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{said}");
+    assert!(
+        !temporary.join("other.qcow2").exists(),
+        "nothing was cleaned: {said}"
+    );
+    for name in ours {
+        assert!(temporary.join(name).exists(), "{name}: {said}");
+    }
+}
