@@ -38,6 +38,7 @@ mod tries;
 mod turns;
 mod uses;
 mod views;
+mod vm_logs;
 mod volume_keeper;
 mod volumes;
 mod watched;
@@ -252,6 +253,7 @@ impl Daemon {
         begin("debt", brake::watch)?;
         begin("guests", short_guests::watch)?;
         begin("wishes", borrow_again::watch)?;
+        begin("vm-logs", vm_logs::watch)?;
         if options.borrow == BorrowWhen::Auto {
             begin("borrow", auto_borrow::watch)?;
         }

@@ -320,7 +320,12 @@ impl Attempt<'_> {
         if incoming.is_some() {
             File::create(directory.incoming()).map_err(failed)?;
         }
-        let log = File::create(directory.qemu_log()).map_err(failed)?;
+        // Appended to, so that the daemon can empty it when it is long.
+        let log = File::options()
+            .append(true)
+            .create(true)
+            .open(directory.qemu_log());
+        let log = log.map_err(failed)?;
         let mut command = Command::new(&qemu.program);
         command
             .args(incoming.into_iter().flat_map(|_| INCOMING))

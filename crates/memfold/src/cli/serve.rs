@@ -18,8 +18,7 @@ use super::log::LogFormat;
 use super::{Context, log, systemd};
 use memfold_core::api::{
     self, DEFAULT_RECORDS, DEFAULT_STATE, Doors, Groups, LendRequest, PublicUrl, TcpDoor,
-    TcpDoorError,
-    TlsFiles,
+    TcpDoorError, TlsFiles,
 };
 use memfold_core::daemon::{BorrowWhen, Daemon, DaemonOptions};
 use memfold_core::fold::EngineSettings;
@@ -184,12 +183,7 @@ pub(super) struct Arguments {
     )]
     allow_host: Vec<String>,
     /// Address of the dashboard behind a reverse proxy that ends TLS (https://NAME[:PORT]); several allowed
-    #[arg(
-        long,
-        value_name = "URL",
-        requires = "listen",
-        help_heading = "Access"
-    )]
+    #[arg(long, value_name = "URL", requires = "listen", help_heading = "Access")]
     public_url: Vec<PublicUrl>,
     /// Group whose members may read what memfold shows, over the socket ('memfold-read', if there is one)
     #[arg(long, value_name = "GROUP", help_heading = "Access")]

@@ -407,8 +407,18 @@ fn behind_a_proxy_that_ends_tls_one_logs_in_and_changes_things() {
     assert_eq!(pause(&door.host, "https://vms.example").status, 200);
     for (host, origin, status, hint) in [
         ("vms.example", "http://vms.example:81", 403, "--public-url"),
-        ("vms.example", "https://attacker.example", 403, "--public-url"),
-        ("attacker.example", "https://vms.example", 421, "--allow-host"),
+        (
+            "vms.example",
+            "https://attacker.example",
+            403,
+            "--public-url",
+        ),
+        (
+            "attacker.example",
+            "https://vms.example",
+            421,
+            "--allow-host",
+        ),
     ] {
         let refused = pause(host, origin);
         assert_eq!(refused.status, status, "{host} {origin}");

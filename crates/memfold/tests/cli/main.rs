@@ -14,6 +14,7 @@ mod relays;
 mod service;
 mod support;
 mod top;
+mod vm_logs;
 
 use std::process::Stdio;
 

@@ -504,7 +504,8 @@ mod tests {
         };
         for (name, why) in [("missing", "No such file"), ("empty", "no certificate")] {
             let address = "0.0.0.0:1".parse().unwrap();
-            let error = TcpDoor::new(address, Vec::new(), Vec::new(), Some(&files(name))).unwrap_err();
+            let error =
+                TcpDoor::new(address, Vec::new(), Vec::new(), Some(&files(name))).unwrap_err();
             let text = error.to_string();
             assert!(text.contains(name) && text.contains(why), "{text}");
         }

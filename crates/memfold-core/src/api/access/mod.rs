@@ -39,8 +39,8 @@ pub(super) use door::{accept_tcp, accept_unix};
 pub(super) use guard::{Visitor, guard};
 pub(super) use hosts::Hosts;
 pub(super) use keys::{CODE_LIFE, Keys, SESSION_LIFE};
-pub(super) use peer::Peer;
 pub use origin::{PublicUrl, PublicUrlError};
+pub(super) use peer::Peer;
 pub use peer::{Groups, GroupsError};
 pub use tls::TlsFiles;
 

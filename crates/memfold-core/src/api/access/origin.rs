@@ -218,7 +218,10 @@ mod tests {
         let public: [PublicUrl; 2] =
             ["https://VMs.example:443/", "http://intern:8080"].map(|url| url.parse().unwrap());
         assert_eq!(public[0].url(), "https://vms.example/");
-        assert_eq!((public[0].name(), public[1].name()), ("vms.example", "intern"));
+        assert_eq!(
+            (public[0].name(), public[1].name()),
+            ("vms.example", "intern")
+        );
         // Whether the proxy passes the browser's Host on, or says its own.
         for host in ["vms.example", "127.0.0.1:8420"] {
             let same = |origin: &str| {
@@ -248,6 +251,9 @@ mod tests {
             assert_eq!(text.parse::<PublicUrl>(), Err(why), "{text}");
         }
         let six: PublicUrl = "https://[fd00::1]:8443".parse().unwrap();
-        assert_eq!((six.url(), six.name()), ("https://[fd00::1]:8443/".into(), "fd00::1"));
+        assert_eq!(
+            (six.url(), six.name()),
+            ("https://[fd00::1]:8443/".into(), "fd00::1")
+        );
     }
 }
