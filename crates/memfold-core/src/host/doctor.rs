@@ -82,9 +82,40 @@ fn bad(name: &'static str, status: Status, meaning: impl Into<String>, fix: &str
 
 const NEWER_KERNEL: &str = "install Linux 6.8 or newer (Debian 13's, or on Debian 12: apt install -t bookworm-backports linux-image-amd64)";
 
+/// Capabilities without which root can't fold: their bits (`include/uapi/linux/capability.h`), names, and what each is for.
+const CAPABILITIES: [(u32, &str, &str); 2] = [
+    (
+        19,
+        "CAP_SYS_PTRACE",
+        "reading other processes' memory, kernel-mode page faults",
+    ),
+    (
+        21,
+        "CAP_SYS_ADMIN",
+        "page frame numbers, mounts of segments",
+    ),
+];
+
 fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
-    checks.push(if host.root {
+    let lacks = |bit: u32| host.capabilities >> bit & 1 == 0;
+    let missing: Vec<_> = CAPABILITIES
+        .iter()
+        .filter(|(bit, ..)| lacks(*bit))
+        .collect();
+    checks.push(if host.root && missing.is_empty() {
         ok("rights", "root")
+    } else if host.root {
+        let words = missing.iter().map(|(_, name, use_)| format!("{name} ({use_})"));
+        let names: Vec<_> = missing.iter().map(|(_, name, _)| *name).collect();
+        bad(
+            "rights",
+            Status::Fail,
+            format!("root without {}", words.collect::<Vec<_>>().join(" and ")),
+            &format!(
+                "give it back where it was taken away: CapabilityBoundingSet= of a systemd unit, --cap-add of a container ({})",
+                names.join(", ")
+            ),
+        )
     } else {
         bad(
             "rights",
@@ -106,7 +137,11 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
                 uffd.error.as_deref().unwrap_or("no reason given"),
                 host.unprivileged_userfaultfd.map_or("?".into(), |n| n.to_string()),
             ),
-            "run as root, or give yourself /dev/userfaultfd (setfacl -m u:$USER:rw /dev/userfaultfd)",
+            if host.root {
+                "see 'rights'; a container's seccomp filter may forbid it, too: allow userfaultfd(2), or give it /dev/userfaultfd"
+            } else {
+                "run as root, or give yourself /dev/userfaultfd (setfacl -m u:$USER:rw /dev/userfaultfd)"
+            },
         ),
         (true, false, _) => bad(
             "userfaultfd",
@@ -360,8 +395,9 @@ mod tests {
     #[test]
     fn each_missing_condition_is_named_with_its_fix() {
         type Damage = fn(&mut HostFacts);
-        let cases: [(&str, Status, Damage); 10] = [
+        let cases: [(&str, Status, Damage); 11] = [
             ("rights", Status::Fail, |h| h.root = false),
+            ("rights", Status::Fail, |h| h.capabilities &= !(1 << 19)),
             ("userfaultfd", Status::Fail, |h| {
                 h.userfault.can_move = false;
             }),

@@ -161,6 +161,24 @@ const COMMANDS: [(&[&str], &[&str], bool); 51] = [
 ];
 
 #[test]
+fn doctor_names_the_capability_that_root_lacks() {
+    let mut setpriv = std::process::Command::new("setpriv");
+    let state = tempfile::tempdir().unwrap();
+    let done = setpriv
+        .args(["--bounding-set", "-sys_ptrace"])
+        .arg(program().get_program())
+        .args(["doctor", "--state"])
+        .arg(state.path())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&done.stdout);
+    assert_eq!(done.status.code(), Some(3), "{said}");
+    assert!(said.contains("root without CAP_SYS_PTRACE"), "{said}");
+    assert!(!said.contains("run memfold as root"), "{said}");
+    assert!(!said.contains("CAP_SYS_ADMIN"), "{said}");
+}
+
+#[test]
 fn every_command_says_what_it_does_and_takes_json() {
     let whole = out(&run(&["--help"]));
     for (command, words, _) in COMMANDS {
