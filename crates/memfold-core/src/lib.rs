@@ -28,6 +28,7 @@ pub mod progress;
 pub mod segment;
 pub mod snapshot;
 pub mod store;
+mod tls_key;
 pub mod vm;
 
 static COMMIT: OnceLock<&str> = OnceLock::new();

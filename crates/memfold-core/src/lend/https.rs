@@ -17,7 +17,7 @@ use tokio::net::TcpStream;
 use tokio::runtime::Runtime;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use super::place::Member;
@@ -80,8 +80,7 @@ impl TlsFiles {
         let Some(own) = &self.own else {
             return Ok(builder.with_no_client_auth());
         };
-        let key = PrivateKeyDer::from_pem_file(&own.key)
-            .map_err(|error| (own.key.clone(), error.to_string()))?;
+        let key = crate::tls_key::read(&own.key).map_err(|why| (own.key.clone(), why))?;
         builder
             .with_client_auth_cert(certificates(&own.certificate)?, key)
             .map_err(|error| (own.certificate.clone(), error.to_string()))

@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio_rustls::rustls::ServerConfig;
+use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tracing::{info, warn};
 
 use super::TcpDoorError;
+use crate::tls_key;
 
 /// Time between two looks at the files, at least.
 const LOOK: Duration = Duration::from_secs(1);
@@ -103,8 +104,7 @@ fn read(files: &TlsFiles) -> Result<ServerConfig, TcpDoorError> {
         let why = "it holds no certificate".to_owned();
         return Err(failed(&files.certificate, why));
     }
-    let key = PrivateKeyDer::from_pem_file(&files.key)
-        .map_err(|error| failed(&files.key, error.to_string()))?;
+    let key = tls_key::read(&files.key).map_err(|why| failed(&files.key, why))?;
     Ok(ServerConfig::builder()
         .with_no_client_auth()
         .with_single_cert(certificates, key)?)

@@ -1,0 +1,43 @@
+//! Private keys in PEM files, and why one can't be used.
+
+use std::path::Path;
+
+use tokio_rustls::rustls::pki_types::PrivateKeyDer;
+use tokio_rustls::rustls::pki_types::pem::{Error, PemObject};
+
+/// Reads the first private key of a file; else why it can't be used.
+pub fn read(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
+    PrivateKeyDer::from_pem_file(path).map_err(|error| match error {
+        Error::NoItemsFound if is_encrypted(path) => format!(
+            "the key is encrypted, and nobody is there to give its passphrase; write it without: openssl pkey -in {} -out NEW.key",
+            path.display()
+        ),
+        Error::NoItemsFound => "it holds no private key (PEM)".into(),
+        error => error.to_string(),
+    })
+}
+
+fn is_encrypted(path: &Path) -> bool {
+    std::fs::read_to_string(path).is_ok_and(|text| text.contains("ENCRYPTED"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_encrypted_key_is_called_so_and_a_file_without_a_key_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let why = |text: &str| {
+            let file = directory.path().join("key");
+            std::fs::write(&file, text).unwrap();
+            read(&file).unwrap_err()
+        };
+        let pem = |label: &str| format!("-----BEGIN {label}-----\nMAA=\n-----END {label}-----\n");
+        assert!(why(&pem("ENCRYPTED PRIVATE KEY")).contains("openssl pkey -in"));
+        assert!(why(&pem("CERTIFICATE")).contains("no private key"));
+        assert!(why("").contains("no private key"));
+        let missing = read(&directory.path().join("missing")).unwrap_err();
+        assert!(missing.contains("No such file"), "{missing}");
+    }
+}
