@@ -40,6 +40,7 @@ use crate::lend::graph::GraphError;
 use crate::lend::lvm::LvmError;
 use crate::segment::{Ranked, SegmentError, SegmentInfo};
 use crate::snapshot::{Manifest, SnapshotError, SnapshotInfo, Step};
+use crate::vm::directory::MAX_SOCKET_PATH;
 use crate::vm::{LaunchError, VmSpec};
 
 /// Largest request body in bytes.
@@ -54,6 +55,12 @@ pub enum ServeError {
     /// Another daemon answers on the socket.
     #[error("another memfold daemon serves {0}; stop it, or choose another --socket")]
     Taken(PathBuf),
+    /// The kernel takes no such path.
+    #[error(
+        "cannot listen on {}: it has {} bytes, and a socket's path has {MAX_SOCKET_PATH} at most; choose a shorter --socket",
+        .0.display(), .0.as_os_str().len()
+    )]
+    TooLong(PathBuf),
     /// The socket could not be made.
     #[error("cannot listen on {path}")]
     Listen {
@@ -217,6 +224,9 @@ fn listen_unix(doors: &Doors) -> Result<UnixListener, ServeError> {
         path: socket.into(),
         source,
     };
+    if socket.as_os_str().len() > MAX_SOCKET_PATH {
+        return Err(ServeError::TooLong(socket.into()));
+    }
     if std::os::unix::net::UnixStream::connect(socket).is_ok() {
         return Err(ServeError::Taken(socket.into()));
     }

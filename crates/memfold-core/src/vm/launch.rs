@@ -334,7 +334,8 @@ impl Attempt<'_> {
             .current_dir(if spec.foreign.is_some() {
                 directory.path()
             } else {
-                Path::new("/")
+                let place = spec.qemu_directory.as_deref();
+                place.filter(|p| p.is_dir()).unwrap_or(Path::new("/"))
             })
             // The daemon's, not a VM's (sd_notify(3)).
             .env_remove("NOTIFY_SOCKET")

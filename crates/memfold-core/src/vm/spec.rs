@@ -318,6 +318,9 @@ pub struct VmSpec {
     /// More QEMU arguments, as they are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
+    /// Directory where QEMU looks for relative paths of `qemu_args`; `/` if it is unset or not there. `vm run` says where it was typed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub qemu_directory: Option<PathBuf>,
     /// Slots for segments: those below, and more that can be attached while it runs. Unset: as many as are below.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub segment_slots: u32,
@@ -369,6 +372,7 @@ impl VmSpec {
             boot_snapshot: false,
             swap: None,
             qemu_args: Vec::new(),
+            qemu_directory: None,
             segment_slots: 0,
             segments: Vec::new(),
             boot: BootSpec::default(),
@@ -484,6 +488,10 @@ impl VmSpec {
 
     /// What is offered to KSM follows from the trust domain; QEMU would believe a later word.
     fn check_arguments(&self) -> Result<(), SpecError> {
+        if let Some(place) = self.qemu_directory.as_ref().filter(|p| p.is_relative()) {
+            let why = format!("{} is no absolute path", place.display());
+            return Err(value("qemu_directory", why));
+        }
         let offers = |argument: &&String| {
             argument.contains("mem-merge")
                 || (argument.contains("memory-backend") && argument.contains("merge"))
@@ -690,7 +698,7 @@ mod tests {
     #[test]
     fn contradictions_are_named() {
         type Damage = fn(&mut VmSpec);
-        let broken: [(&str, Damage); 12] = [
+        let broken: [(&str, Damage); 13] = [
             ("memory", |s| s.memory = ByteSize::mib(1)),
             ("memory_max", |s| s.memory_max = Some(ByteSize::mib(64))),
             ("vcpus", |s| s.vcpus = 0),
@@ -710,6 +718,7 @@ mod tests {
             ("boot_snapshot", |s| {
                 (s.boot_snapshot, s.fold) = (true, false);
             }),
+            ("qemu_directory", |s| s.qemu_directory = Some("tmp".into())),
             ("qemu_args", |s| {
                 s.qemu_args = vec!["-machine".into(), "mem-merge=on".into()];
             }),

@@ -128,7 +128,7 @@ pub(super) struct RunArguments {
     /// Don't preload memfold's library: the VM's RAM won't be folded
     #[arg(long)]
     no_fold: bool,
-    /// More arguments for QEMU, after --
+    /// More arguments for QEMU, after --; relative paths in them are those of the directory where this is typed
     #[arg(last = true)]
     qemu_args: Vec<String>,
 }
@@ -181,7 +181,10 @@ impl RunArguments {
         }
         spec.fold &= !self.no_fold;
         spec.boot_snapshot |= self.boot_snapshot;
-        spec.qemu_args.extend(self.qemu_args);
+        if !self.qemu_args.is_empty() {
+            spec.qemu_args.extend(self.qemu_args);
+            spec.qemu_directory = Some(std::env::current_dir()?);
+        }
         spec.validate()?;
         Ok(spec)
     }
