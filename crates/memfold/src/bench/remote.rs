@@ -22,6 +22,7 @@ mod lender;
 mod link;
 mod path;
 
+use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
@@ -149,6 +150,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     // Of swap space that is more than half full the kernel takes a page's place away as it is read (vm_swap_full), so that each page that
     // is only read is written again when it goes: reads would measure writes.
     let swap = options.array(most) + options.array(most) + ByteSize::mib(128);
+    let (arms, left_out) = arms();
     let link = Link::new().context("no link to a second host")?;
     let round_trips = link.round_trips()?;
     let lender = Lender::start(&link, swap)?;
@@ -182,6 +184,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             for patterns in [READS, WRITES] {
                 each_arm(
                     options,
+                    &arms,
                     &guest,
                     (percent, round, patterns),
                     &mut samples,
@@ -209,11 +212,27 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     results.extend(kills);
     results.insert("give_back_1_gib".into(), given_back);
     results.insert("sort".into(), sort);
+    results.insert("left_out".into(), left_out);
     Ok(json!({
         "vms": [{"name": VM, "ram_bytes": options.ram.0, "swap_bytes": swap.0}],
         "samples": samples.iter().map(sample).collect::<Vec<_>>(),
         "results": results,
     }))
+}
+
+/// The arms that can be measured here, and those that can't, each with its reason, which is said at once.
+fn arms() -> (Vec<Arm>, Value) {
+    let tgtd = Command::new("tgtd").arg("--version").output();
+    if tgtd.is_ok_and(|said| said.status.success()) {
+        return (ARMS.to_vec(), json!([]));
+    }
+    let (arm, why) = (
+        Arm::Iscsi.name(),
+        "tgtd can't be run; install tgt (apt install tgt; its own service isn't needed)",
+    );
+    eprintln!("left out: {arm}: {why}");
+    let others = ARMS.into_iter().filter(|arm| *arm != Arm::Iscsi);
+    (others.collect(), json!([{ "arm": arm, "why": why }]))
 }
 
 /// Milliseconds that the swap disk was on its way.
@@ -226,13 +245,14 @@ struct Switches {
 /// Each arm once, beginning with another one each round.
 fn each_arm(
     options: &Options,
+    arms: &[Arm],
     guest: &Guest<'_>,
     (percent, round, patterns): (u64, usize, &[&'static str]),
     samples: &mut Vec<Sample>,
     switches: &mut Switches,
 ) -> anyhow::Result<()> {
-    for turn in 0..ARMS.len() {
-        let arm = ARMS[(turn + round) % ARMS.len()];
+    for turn in 0..arms.len() {
+        let arm = arms[(turn + round) % arms.len()];
         let is_lent = arm.transport().is_some();
         let switched = guest.switch(arm)?;
         for &pattern in patterns {
@@ -362,8 +382,13 @@ fn ratio(samples: &[Sample], pattern: &str, arm: Arm, other: Arm) -> Vec<f64> {
 fn ratios(samples: &[Sample]) -> Map<String, Value> {
     let mut results = Map::new();
     let mut add = |name: &str, values: &[f64]| {
-        results.insert(name.to_owned(), median(values).into());
-        results.insert(format!("{name}_spread"), spread(values));
+        // Of an arm that was left out there is no figure.
+        let (middle, all) = match values {
+            [] => (Value::Null, Value::Null),
+            values => (median(values).into(), spread(values)),
+        };
+        results.insert(name.to_owned(), middle);
+        results.insert(format!("{name}_spread"), all);
     };
     for pattern in PATTERNS {
         // Writes go to the copy, too, which isn't shaped: the arm without one is what can be compared.
@@ -464,4 +489,16 @@ pub fn figures(study: &Value) -> Vec<(String, String)> {
             (format!("remote-{pattern}"), svg)
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_arm_that_was_left_out_has_no_figure() {
+        let results = ratios(&[]);
+        assert!(results["randread_ratio_iscsi"].is_null());
+        assert!(results["randread_ratio_iscsi_spread"].is_null());
+    }
 }

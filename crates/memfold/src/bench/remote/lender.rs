@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -33,12 +33,6 @@ pub struct Lender {
 impl Lender {
     /// Starts it, and has it lend `most` by NBD.
     pub fn start(link: &Link, most: ByteSize) -> anyhow::Result<Self> {
-        // Said before anything is measured.
-        let tgtd = Command::new("tgtd").arg("--version").output();
-        ensure!(
-            tgtd.is_ok_and(|said| said.status.success()),
-            "lending by iSCSI is measured too, and tgtd can't be run; install tgt (apt install tgt; its own service isn't needed)"
-        );
         let directory = tempfile::Builder::new()
             .prefix("memfold-lender.")
             .tempdir()?;
