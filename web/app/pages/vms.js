@@ -93,11 +93,12 @@ const attachLibvirt = {
 };
 
 /** When a change of a domain's XML counts. */
-const when = ({ changed, running, managed_save: saved }) =>
-  !changed ? "Nothing was to be done."
+const when = ({ changed, running, managed_save: saved, not_folded: reasons }) =>
+  (reasons?.length ? `It will not be folded: ${reasons.join("; ")}. ` : "") +
+  (!changed ? "Nothing was to be done."
   : running ? "It runs: that takes effect when it is shut down and started again; a reboot of its guest is not enough."
   : saved ? "Its saved memory is restored at its next start, as it was: that takes effect at the start after that."
-  : "That takes effect when it is started.";
+  : "That takes effect when it is started.");
 
 /** Domains of libvirt, where there is a libvirt that the daemon looks at. */
 function Domains({ may }) {

@@ -7,7 +7,8 @@
 //! ```
 //! The XML is the only truth: nothing else is kept of a domain.
 
-pub mod running;
+pub mod hindrances;
+mod running;
 pub mod status;
 pub mod virsh;
 pub mod wrapper;
@@ -62,6 +63,9 @@ pub struct Change {
     pub running: bool,
     /// Whether libvirt has saved its memory, and goes on from there, with what the domain was then, at its next start.
     pub managed_save: bool,
+    /// What in its XML keeps its memory from being folded; empty: nothing.
+    #[serde(default)]
+    pub not_folded: Vec<String>,
 }
 
 /// Has a domain start with memfold from now on. Safe to repeat.
@@ -87,7 +91,11 @@ pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, Libvir
             virsh::define(&noted)?;
         }
     }
-    Ok(facts.change(enabled != before, trust_domain))
+    let not_folded = hindrances::read(&enabled).map_err(wrong)?;
+    Ok(Change {
+        not_folded,
+        ..facts.change(enabled != before, trust_domain)
+    })
 }
 
 /// Puts a domain's XML back to what it was. Safe to repeat.
@@ -121,6 +129,7 @@ impl DomainFacts {
             changed,
             running: self.running,
             managed_save: self.managed_save,
+            not_folded: Vec::new(),
         }
     }
 }

@@ -87,6 +87,18 @@ pub fn read_refold_live(qmp: &mut Qmp) -> Result<VmConditions, RamError> {
 }
 
 fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
+    // SEV, SEV-SNP and TDX: a link to their object, empty without one (QEMU's hw/core/machine.c).
+    let guest = json!({ "path": "/machine", "property": "confidential-guest-support" });
+    if qmp
+        .execute("qom-get", guest)?
+        .as_str()
+        .is_some_and(|object| !object.is_empty())
+    {
+        found.fold.push(reason(
+            "its RAM is encrypted (confidential-guest-support)",
+            "run it without SEV or TDX: equal pages differ once they are encrypted",
+        ));
+    }
     let backends = ram::read_backends(qmp)?;
     let layout = ram::read(qmp)?;
     let blocks = ram::read_blocks(qmp)?;

@@ -88,7 +88,11 @@ fn words(changes: &[Change], what: &str) -> String {
         } else {
             ""
         };
-        format!("{}: {what}{already}{domain}{when}", change.domain)
+        let mut text = format!("{}: {what}{already}{domain}{when}", change.domain);
+        for reason in &change.not_folded {
+            text += &format!("\n  not folded: {reason}");
+        }
+        text
     };
     changes.iter().map(line).collect::<Vec<_>>().join("\n")
 }
