@@ -105,7 +105,8 @@ fn story(test: impl FnOnce(&mut Story<'_>)) {
     let mut served = Served::new(state, &vms).temporary(temporary);
     served.start();
     let client = served.answers();
-    let memory = ByteSize::mib(320);
+    // As in the test of disks, so that one boot is enough for both.
+    let memory = ByteSize::mib(384);
     let mut spec = Lab::spec(VM, "trixie-a", memory, DiskMode::Buffered).unwrap();
     spec.disks.extend(disks::two_disks(state));
     served.run_warm(&spec);
