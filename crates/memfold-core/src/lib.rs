@@ -10,11 +10,12 @@
 //! | mechanisms | [`fold`], [`ksm`], [`snapshot`], [`segment`], [`lend`] |
 //! | | [`vm`]: QEMU processes and the links to them |
 //! | | [`libvirt`]: its domains, enabled and found |
-//! | ground | [`store`], [`host`], [`progress`] |
+//! | ground | [`store`], [`host`], [`progress`], [`caught`] |
 
 use std::sync::OnceLock;
 
 pub mod api;
+pub mod caught;
 pub mod daemon;
 pub mod estimate;
 pub mod fold;
@@ -30,6 +31,15 @@ pub mod snapshot;
 pub mod store;
 mod tls_key;
 pub mod vm;
+
+/// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be written.
+#[macro_export]
+macro_rules! say {
+    ($($words:tt)*) => {{
+        // Nobody could be told.
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($words)*)));
+    }};
+}
 
 static COMMIT: OnceLock<&str> = OnceLock::new();
 

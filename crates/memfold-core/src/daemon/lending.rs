@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,6 +14,7 @@ use super::volumes::Volumes;
 use super::watched::Guard;
 use super::{Daemon, DaemonError, DaemonOptions, chain, write_json};
 use crate::api::{Borrowed, LeaseReport, LendRequest, registry_at};
+use crate::host::helper;
 use crate::lend::blast::blast;
 use crate::lend::calls::{Answer, Call, CallRegistry, answer};
 use crate::lend::distrust::{Distrust, Distrusted};
@@ -27,6 +28,9 @@ use crate::vm::boot_id;
 
 /// Least amount that is worth lending.
 const LEAST: u64 = 16 << 20;
+
+/// How long a program may take to say what it can do.
+const LOOK_LIMIT: Duration = Duration::from_secs(10);
 
 /// A registry that wasn't asked for so long may have been away.
 const GAP: Duration = Duration::from_secs(3);
@@ -191,9 +195,9 @@ fn check_nbdkit() -> Result<(), DaemonError> {
             "memory can't be lent: {why}; install nbdkit (apt install nbdkit, or make setup)"
         ))
     };
-    let said = Command::new("nbdkit")
-        .args(["data", "--dump-plugin"])
-        .output()
+    let mut command = Command::new("nbdkit");
+    command.args(["data", "--dump-plugin"]).stdin(Stdio::null());
+    let said = helper::output(&mut command, LOOK_LIMIT)
         .map_err(|error| lacks(format!("nbdkit can't be run ({error})")))?;
     let said = String::from_utf8_lossy(&said.stdout);
     if said.lines().any(|line| line == "mlock=yes") {
@@ -214,7 +218,8 @@ fn check_server(transport: Transport) -> Result<(), DaemonError> {
 
 /// Whether tgt is there.
 fn check_tgt() -> Result<(), DaemonError> {
-    let said = Command::new("tgtd").arg("--version").output();
+    let mut command = Command::new("tgtd");
+    let said = helper::output(command.arg("--version").stdin(Stdio::null()), LOOK_LIMIT);
     if said.is_ok_and(|said| said.status.success()) {
         return Ok(());
     }
@@ -330,7 +335,10 @@ impl Daemon {
         }
         // The registry may not be there yet: its daemon may start after this one. The lender's thread goes on asking.
         match self.start_lender(&request) {
-            Ok(lender) => *self.lending.lender() = Some(lender),
+            Ok(lender) => {
+                // Somebody may have asked for another one meanwhile.
+                self.lending.lender().get_or_insert(lender);
+            }
             Err(error) => warn!(error = chain(&error), "this host lends no more"),
         }
     }

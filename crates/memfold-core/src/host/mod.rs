@@ -4,8 +4,10 @@ pub mod doctor;
 pub mod facts;
 pub mod files;
 pub mod groups;
+pub mod helper;
 pub mod kvm;
 pub mod qemu;
+pub mod socket;
 
 pub use doctor::{Check, Report, Status, examine};
 pub use facts::HostFacts;

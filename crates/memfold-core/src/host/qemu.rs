@@ -5,10 +5,14 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use serde::Serialize;
 
-use super::files;
+use super::{files, helper};
+
+/// How long QEMU may take to say what it can do.
+const LIMIT: Duration = Duration::from_secs(30);
 
 /// Environment variable that names another QEMU program.
 pub const PROGRAM_VARIABLE: &str = "MEMFOLD_QEMU";
@@ -148,15 +152,12 @@ impl QemuFacts {
 }
 
 fn output(program: &Path, argument: &str, more: &[&str]) -> Result<String, QemuError> {
-    let output = Command::new(program)
-        .arg(argument)
-        .args(more)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|source| QemuError::Run {
-            program: program.into(),
-            source,
-        })?;
+    let mut command = Command::new(program);
+    command.arg(argument).args(more).stdin(Stdio::null());
+    let output = helper::output(&mut command, LIMIT).map_err(|source| QemuError::Run {
+        program: program.into(),
+        source,
+    })?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 

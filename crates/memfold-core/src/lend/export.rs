@@ -27,11 +27,11 @@ use std::time::{Duration, Instant};
 
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use super::is_stopped;
 use super::iscsi::target;
 use super::registry::{Address, Endpoint, Key, LeaseId, Transport};
 use super::wire;
 use crate::vm::Process;
+use crate::vm::process::is_stopped;
 
 /// How long nbdkit may take to allocate and lock its memory, for each GiB and at least.
 const START_PER_GIB: Duration = Duration::from_secs(5);

@@ -41,10 +41,3 @@ pub use registry::{
     LenderView, Offer, Picture, Registry, RegistryError, Transport, Want,
 };
 pub use sqlite::SqliteRegistry;
-
-/// Whether a process stands still: state `T` or `t` (`proc_pid_stat(5)`).
-fn is_stopped(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit_once(')').map(|(_, rest)| rest.trim_start());
-    state.is_some_and(|state| state.starts_with(['T', 't']))
-}

@@ -1,16 +1,16 @@
 //! libvirt's own command, which is there wherever libvirt is.
 
 use std::io::{self, Write as _};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::host::helper;
 
 /// The libvirt that is asked: the host's.
 const CONNECTION: &str = "qemu:///system";
 
 /// Seconds that libvirt may take for an answer. It asks a QEMU that it sees for the first time what it can do, which takes some of them.
-const PATIENCE_S: u32 = 120;
-
-/// `timeout`'s exit code when the time was over (`timeout(1)`).
-const TIMED_OUT: i32 = 124;
+const PATIENCE_S: u64 = 120;
 
 /// Why libvirt gave no answer, or not the one we wanted.
 #[derive(Debug, thiserror::Error)]
@@ -155,20 +155,21 @@ fn run(arguments: &[&str]) -> Result<String, VirshError> {
     let Some(virsh) = crate::host::files::program("virsh") else {
         return Err(VirshError::Missing);
     };
-    let output = Command::new("timeout")
-        .arg(PATIENCE_S.to_string())
-        .arg(virsh)
+    let mut virsh = Command::new(virsh);
+    virsh
         .args(["--quiet", "--connect", CONNECTION])
         .args(arguments)
         // Words are read here.
         .env("LC_ALL", "C")
-        .output()
-        .map_err(VirshError::Start)?;
+        .stdin(Stdio::null());
+    let output = match helper::output(&mut virsh, Duration::from_secs(PATIENCE_S)) {
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            return Err(VirshError::Timeout { command: command() });
+        }
+        other => other.map_err(VirshError::Start)?,
+    };
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    if output.status.code() == Some(TIMED_OUT) {
-        return Err(VirshError::Timeout { command: command() });
     }
     let words = String::from_utf8_lossy(&output.stderr);
     let words: Vec<&str> = words

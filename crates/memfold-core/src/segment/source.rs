@@ -1,13 +1,19 @@
 //! Where the files of a segment come from: a directory, a disk image with a file system, or Debian packages.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use super::SegmentError;
 use crate::host::files::program;
+use crate::host::helper;
+
+/// How long a program may take that fetches, unpacks or packs.
+const LIMIT: Duration = Duration::from_secs(3600);
 
 /// Magic number of ext2, ext3 and ext4 at byte 1080 (`fs/ext4/ext4.h`).
 const EXT_MAGIC: (u64, [u8; 2]) = (1080, [0x53, 0xEF]);
@@ -158,6 +164,10 @@ fn unpack_package(file: &Path, room: &Path) -> Result<(), SegmentError> {
     let taken = run_with_input("tar", &mut command);
     // With it, our end of the pipe: dpkg-deb would wait for a tar that has failed.
     drop(command);
+    if taken.is_err() {
+        // It may have hung. Fails only for a child that has ended.
+        let _ = unpacked.kill();
+    }
     let ended = unpacked.wait().map_err(failed(file))?;
     taken?;
     if ended.success() {
@@ -224,19 +234,15 @@ pub fn run(name: &'static str, command: &mut Command) -> Result<String, SegmentE
 
 fn run_with_input(name: &'static str, command: &mut Command) -> Result<String, SegmentError> {
     let why = |why: String| SegmentError::Tool { program: name, why };
-    let mut child = command
+    let child = command
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
+        .process_group(0)
         .spawn()
         .map_err(|error| why(error.to_string()))?;
-    let mut said = Vec::new();
-    if let Some(mut errors) = child.stderr.take() {
-        errors
-            .read_to_end(&mut said)
-            .map_err(|error| why(error.to_string()))?;
-    }
-    let said = String::from_utf8_lossy(&said).trim().to_owned();
-    let ended = child.wait().map_err(|error| why(error.to_string()))?;
+    let done = helper::output_of(child, LIMIT).map_err(|error| why(error.to_string()))?;
+    let said = String::from_utf8_lossy(&done.stderr).trim().to_owned();
+    let ended = done.status;
     if ended.success() {
         Ok(said)
     } else {

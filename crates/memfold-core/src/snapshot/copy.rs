@@ -16,7 +16,7 @@ use std::ops::DerefMut;
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_units::ByteSize;
@@ -26,6 +26,7 @@ use serde_json::json;
 use super::freeze::{device, disk_name};
 use super::shelf::Draft;
 use super::{Progress, SnapshotError, job};
+use crate::host::helper;
 use crate::vm::{Qmp, QmpError, VmSpec, overlay};
 
 /// Longest time that a guest's write waits for what it writes over to be put aside; then the snapshot fails.
@@ -33,6 +34,9 @@ const ASIDE_TIMEOUT_S: u32 = 30;
 
 /// How long QEMU may take to begin to copy a disk: it drains what is under way first, which a busy disk makes last. The VM runs meanwhile.
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How long `qemu-img` may look through a copy.
+const CHECK_LIMIT: Duration = Duration::from_secs(3600);
 
 /// Longest time that a disk may take to be copied.
 const COPY_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
@@ -262,14 +266,14 @@ fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
 
 /// Whether a copy is whole: QEMU doesn't say how closing it went.
 fn check(disk: usize, copy: &Path) -> Result<(), SnapshotError> {
-    let output = Command::new("qemu-img")
-        .args(["check", "-q", "-f", "qcow2"])
-        .arg(copy)
-        .output()
-        .map_err(|source| SnapshotError::Files {
+    let mut command = Command::new("qemu-img");
+    command.args(["check", "-q", "-f", "qcow2"]).arg(copy);
+    let output = helper::output(command.stdin(Stdio::null()), CHECK_LIMIT).map_err(|source| {
+        SnapshotError::Files {
             path: copy.into(),
             source,
-        })?;
+        }
+    })?;
     if output.status.success() {
         return Ok(());
     }

@@ -4,15 +4,20 @@ use std::collections::HashSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
 use super::SnapshotError;
 use super::shelf::{Draft, MANIFEST};
+use crate::host::helper;
 use crate::vm::overlay::{self, Backing};
 use crate::vm::{Qmp, QmpError, VmSpec};
+
+/// How long `qemu-img` may take to read headers.
+const LOOK_LIMIT: Duration = Duration::from_secs(60);
 
 /// A disk whose overlay is frozen, or is to be.
 #[derive(Debug)]
@@ -408,10 +413,11 @@ fn open_files(pid: Pid) -> Result<HashSet<(u64, u64)>, SnapshotError> {
 
 /// What `qemu-img info` says of an overlay; nothing else is opened (without '--backing-chain').
 fn header(overlay: &Path) -> std::io::Result<Value> {
-    let output = Command::new("qemu-img")
+    let mut command = Command::new("qemu-img");
+    command
         .args(["info", "-U", "--output=json", "-f", "qcow2"])
-        .arg(overlay)
-        .output()?;
+        .arg(overlay);
+    let output = helper::output(command.stdin(Stdio::null()), LOOK_LIMIT)?;
     Ok(serde_json::from_slice(&output.stdout).unwrap_or_default())
 }
 
@@ -520,14 +526,16 @@ pub(super) fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<
 
 /// Files that a qcow2 is built on, itself first. `-U`: a running VM may have it open.
 pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
-    let output = Command::new("qemu-img")
+    let mut command = Command::new("qemu-img");
+    command
         .args(["info", "-U", "--backing-chain", "--output=json"])
-        .arg(disk)
-        .output()
-        .map_err(|source| SnapshotError::Files {
+        .arg(disk);
+    let output = helper::output(command.stdin(Stdio::null()), LOOK_LIMIT).map_err(|source| {
+        SnapshotError::Files {
             path: disk.into(),
             source,
-        })?;
+        }
+    })?;
     if !output.status.success() {
         let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         return Err(SnapshotError::Qemu(format!("qemu-img: {words}")));

@@ -23,6 +23,8 @@ use memfold_wire::agent::{FromAgent, OutputStream, ToAgent, VERSION};
 use memfold_wire::{Decoder, encode};
 use serde::Serialize;
 
+use crate::caught::caught;
+
 /// First and longest wait before connecting again.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// First and longest time that an agent is given for its Hello. An agent may not notice that the host side went and came back,
@@ -30,6 +32,8 @@ const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::fr
 const SILENCE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(16));
 /// A connection that held this long was a good one: the next wait is short again.
 const GOOD_CONNECTION: Duration = Duration::from_secs(10);
+/// Longest time that QEMU may take to accept us. Whoever ends a link waits for it.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time that a write to the guest may take.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pieces of command output (64 KiB each) that wait for their reader.
@@ -430,7 +434,13 @@ impl Shared {
             let ended = match self.connect() {
                 Ok(stream) => {
                     connected = true;
-                    self.converse(stream, silence, &mut sink)
+                    // What the guest has said must not take the daemon, or this link, with it.
+                    caught(|| self.converse(stream, silence, &mut sink)).unwrap_or_else(|_| {
+                        self.count(Counter::ProtocolErrors, 1);
+                        Some(
+                            "what the agent said made this daemon panic; its log says where".into(),
+                        )
+                    })
                 }
                 Err(e) => Some(format!("cannot connect to {}: {e}", self.path.display())),
             };
@@ -466,7 +476,7 @@ impl Shared {
     }
 
     fn connect(&self) -> std::io::Result<UnixStream> {
-        let stream = UnixStream::connect(&self.path)?;
+        let stream = crate::host::socket::connect(&self.path, CONNECT_TIMEOUT)?;
         stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
         let mut state = self.lock();
         if state.stop {

@@ -5,9 +5,13 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use super::VmSpec;
+use crate::host::helper;
+
+/// How long `qemu-img` may take to make an overlay: what it is built on may lie on a host that does not answer.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// What an overlay is built on.
 pub struct Backing<'a> {
@@ -81,9 +85,7 @@ fn format(file: File, backing: &Backing) -> io::Result<()> {
 
 /// Runs `qemu-img` with an open file as its standard input.
 fn run(command: &mut Command, file: File) -> io::Result<()> {
-    let output = command
-        .stdin(Stdio::from(file))
-        .output()
+    let output = helper::output(command.stdin(Stdio::from(file)), LIMIT)
         .map_err(|error| io::Error::new(error.kind(), format!("qemu-img: {error}")))?;
     if output.status.success() {
         return Ok(());

@@ -17,6 +17,14 @@ pub fn boot_id() -> String {
         .unwrap_or_default()
 }
 
+/// Whether a process stands still (`SIGSTOP`, a debugger: `proc_pid_stat(5)`).
+#[must_use]
+pub fn is_stopped(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(')').map(|(_, rest)| rest.trim_start());
+    state.is_some_and(|state| state.starts_with(['T', 't']))
+}
+
 /// A process of this boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {

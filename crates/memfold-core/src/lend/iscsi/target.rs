@@ -14,10 +14,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
-use super::super::is_stopped;
 use super::super::wire::Wire;
 use super::tgt::{CONTROL, Tgt};
 use super::{LOOK, at, ends_with_us, process, read_key};
+use crate::vm::process::is_stopped;
 use crate::vm::{Identity, Process};
 
 /// How long tgtd may take to start.
@@ -210,7 +210,7 @@ fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> 
             tgt.close(portal)?;
             is_taken = true;
         } else if is_taken && (broken || wires.is_empty()) && !tgt.has_session()? {
-            eprintln!("its session has ended");
+            crate::say!("its session has ended");
             return Ok(());
         } else if broken {
             // A stranger's; or tgtd has not noticed yet.

@@ -3,12 +3,12 @@
 
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::super::registry::Key;
 use super::{LUN, TARGET, target_name};
+use crate::host::socket;
 
 /// Bytes of `struct tgtadm_req`.
 const REQUEST: usize = 120;
@@ -55,7 +55,7 @@ impl Tgt {
     /// Whether it takes orders.
     #[must_use]
     pub fn is_there(&self) -> bool {
-        UnixStream::connect(&self.socket).is_ok()
+        socket::connect(&self.socket, PATIENCE).is_ok()
     }
 
     /// Makes the only target, of this file, for who knows the key and comes from `address` (`ALL`: from anywhere). `serial` is what
@@ -90,7 +90,7 @@ impl Tgt {
     }
 
     fn order(&self, operation: u32, mode: u32, lun: u64, words: &str) -> io::Result<String> {
-        let mut stream = UnixStream::connect(&self.socket)?;
+        let mut stream = socket::connect(&self.socket, PATIENCE)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         stream.write_all(&request(operation, mode, lun, words))?;

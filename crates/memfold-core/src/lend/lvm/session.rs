@@ -14,6 +14,11 @@ use serde::{Deserialize, Serialize};
 use super::super::iscsi::{LUN, bridge, target_name};
 use super::super::registry::{Durability, Key};
 use super::LvmError;
+use super::tools::not_run;
+use crate::host::helper;
+
+/// How long `iscsiadm` may take: it waits for hosts with time limits of its own.
+const LIMIT: Duration = Duration::from_secs(300);
 
 /// How long it may take until the disk is there.
 const READY: Duration = Duration::from_secs(15);
@@ -175,17 +180,19 @@ fn node(target: &Target, words: &[&str]) -> Result<(), LvmError> {
 
 fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
     let began = Instant::now();
-    let output = Command::new("iscsiadm")
+    let mut command = Command::new("iscsiadm");
+    command
         .args(words)
         .env("LC_ALL", "C")
         .current_dir("/")
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|source| LvmError::Missing {
-            program: "iscsiadm",
-            package: "open-iscsi",
+        .stdin(Stdio::null());
+    let output = helper::output(&mut command, LIMIT).map_err(|source| {
+        not_run(
             source,
-        })?;
+            ("iscsiadm", "open-iscsi"),
+            format!("iscsiadm {}", words.join(" ")),
+        )
+    })?;
     let said = String::from_utf8_lossy(&output.stderr);
     let took = began.elapsed();
     tracing::debug!(?words, ?took, status = %output.status, said = said.trim(), "ran iscsiadm");

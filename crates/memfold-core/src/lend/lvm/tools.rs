@@ -3,12 +3,17 @@
 //! They are never killed: one that has suspended a device has to resume it.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
 use super::{DATA_START, LvmError, Volume};
+use crate::host::helper;
+
+/// How long a program of LVM may take: it waits for others that have LVM's locks, and for disks.
+const LIMIT: Duration = Duration::from_secs(600);
 
 /// Whether LVM is there.
 pub fn check() -> Result<(), LvmError> {
@@ -227,19 +232,21 @@ fn lvm(words: &[&str]) -> Result<String, LvmError> {
 
 fn run(program: &'static str, words: &[&str]) -> Result<String, LvmError> {
     let began = Instant::now();
-    let output = Command::new(program)
+    let mut command = Command::new(program);
+    command
         .args(words)
         .env("LC_ALL", "C")
         // Those of the daemon are closed on exec, those of who has started it may not be.
         .env("LVM_SUPPRESS_FD_WARNINGS", "1")
         .current_dir("/")
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|source| LvmError::Missing {
-            program,
-            package: "lvm2",
+        .stdin(Stdio::null());
+    let output = helper::output(&mut command, LIMIT).map_err(|source| {
+        not_run(
             source,
-        })?;
+            (program, "lvm2"),
+            format!("{program} {}", words.join(" ")),
+        )
+    })?;
     let said = String::from_utf8_lossy(&output.stderr);
     let took = began.elapsed();
     tracing::debug!(program, ?words, ?took, status = %output.status, said = said.trim(), "ran");
@@ -255,6 +262,23 @@ fn run(program: &'static str, words: &[&str]) -> Result<String, LvmError> {
             lines.join("; ")
         },
     })
+}
+
+/// Why a program did not end by itself.
+pub(super) fn not_run(
+    source: io::Error,
+    (program, package): (&'static str, &'static str),
+    command: String,
+) -> LvmError {
+    if source.kind() == io::ErrorKind::TimedOut {
+        let said = source.to_string();
+        return LvmError::Failed { command, said };
+    }
+    LvmError::Missing {
+        program,
+        package,
+        source,
+    }
 }
 
 type Row = BTreeMap<String, String>;

@@ -99,7 +99,7 @@ fn answer(
 fn compare(file: &Path, sums: &Sums, limits: Limits) -> Answer {
     // Of this thread alone (setpriority(2): Linux takes the caller as a thread).
     if let Err(error) = setpriority_process(None, NICE) {
-        eprintln!("a thread that compares doesn't give way: {error}");
+        crate::say!("a thread that compares doesn't give way: {error}");
     }
     let compared = File::open(file).and_then(|file| compare::compare(&file, sums, limits));
     match compared {
@@ -124,14 +124,14 @@ pub(super) fn begin(
         let (asker, sums, patience) = (asker?, sums.clone(), patience.clone());
         thread(move || {
             if let Err(error) = answer(asker, &sums, &patience, limits) {
-                eprintln!("who asked can't be answered: {error}");
+                crate::say!("who asked can't be answered: {error}");
             }
         })
     };
     thread(move || {
         for asker in listener.incoming() {
             if let Err(error) = each(asker) {
-                eprintln!("who asks can't be heard: {error}");
+                crate::say!("who asks can't be heard: {error}");
                 std::thread::sleep(Duration::from_secs(1));
             }
         }

@@ -150,7 +150,7 @@ fn note(socket: &Path, ended: &Ended) {
         .and_then(|text| std::fs::write(&part, text))
         .and_then(|()| std::fs::rename(&part, &file));
     if let Err(error) = written {
-        eprintln!("{}: {error}; {}", file.display(), ended.what);
+        crate::say!("{}: {error}; {}", file.display(), ended.what);
     }
 }
 
@@ -175,12 +175,12 @@ fn ready() -> Option<(UnixStream, Began)> {
     let client =
         client.map(|listener| heard.and_then(|()| accept(&listener, began.stripes.bytes)))?;
     if let Err(error) = std::fs::remove_file(&began.socket) {
-        eprintln!("{}: {error}", began.socket.display());
+        crate::say!("{}: {error}", began.socket.display());
     }
     match client {
         Ok(client) => Some((client, began)),
         Err(error) => {
-            eprintln!("no client: {error}");
+            crate::say!("no client: {error}");
             None
         }
     }

@@ -576,7 +576,7 @@ impl Relay {
             self.told = patience;
             for lender in &self.lenders {
                 if let Err(error) = lender.stream.keep_alive(patience) {
-                    eprintln!("the kernel waits for a lender as long as before: {error}");
+                    crate::say!("the kernel waits for a lender as long as before: {error}");
                 }
             }
         }

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::asks::{self, Answer, Ask};
 use super::{Ended, Orders, Said};
+use crate::vm::process::is_stopped;
 use crate::vm::{Identity, Process};
 
 /// How long a relay may take to connect to all its lenders. Each may take 3 s for each of a few answers.
@@ -24,6 +25,9 @@ const MAX_SAID: usize = 4096;
 
 /// How long one that is to end may take.
 const END: Duration = Duration::from_secs(1);
+
+/// How long a relay may take to accept who asks it.
+const ASK: Duration = Duration::from_millis(500);
 
 /// A relay that runs, or ran: kept in the VM's note, so that the next daemon finds it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -162,7 +166,7 @@ impl Running {
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         let pid = self.process.pid.unsigned_abs();
-        super::super::is_stopped(pid) && Process::open(self.process).is_ok()
+        is_stopped(pid) && Process::open(self.process).is_ok()
     }
 
     /// Asks it something.
@@ -170,7 +174,7 @@ impl Running {
     /// # Errors
     /// It has ended, or is of a version that can't be asked.
     pub fn ask(&self, ask: &Ask) -> io::Result<Asked> {
-        let mut stream = UnixStream::connect(asks::place(&self.socket))?;
+        let mut stream = crate::host::socket::connect(&asks::place(&self.socket), ASK)?;
         stream.set_nonblocking(true)?;
         let mut line = serde_json::to_vec(ask)?;
         line.push(b'\n');

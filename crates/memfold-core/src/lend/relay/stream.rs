@@ -14,6 +14,7 @@ use openssl::ssl::{Ssl, SslContext, SslMethod, SslMode, SslStream, SslVerifyMode
 use super::super::nbd;
 use super::super::registry::{Address, Endpoint, Key};
 use super::super::wire;
+use crate::host::socket;
 
 /// How long a lender may take to accept, and for each answer of the handshake.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -46,7 +47,7 @@ impl Stream {
     pub fn open(endpoint: &Endpoint, bytes: u64, patience: Duration) -> io::Result<Self> {
         let mut stream = match (&endpoint.address, &endpoint.key) {
             (Address::Unix(path), _) => {
-                let mut stream = UnixStream::connect(path)?;
+                let mut stream = socket::connect(path, PATIENCE)?;
                 stream.set_read_timeout(Some(PATIENCE))?;
                 stream.set_write_timeout(Some(PATIENCE))?;
                 nbd::greet(&mut stream)?;

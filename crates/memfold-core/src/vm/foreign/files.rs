@@ -6,10 +6,12 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use super::User;
 use super::rewrite::{FILES, KEPT_FLAGS};
 use super::value::Value;
+use crate::host::helper;
 
 /// Stands for the file of a number.
 const TOKEN: &str = "/memfold/file";
@@ -108,17 +110,20 @@ pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
 /// Copies a file as a user.
 pub(super) fn copy(from: &Path, to: &File, user: &User) -> io::Result<()> {
     // What was a plain file may be something by now that gives nothing, or has no end.
-    let mut command = Command::new("timeout");
+    let mut command = Command::new("head");
     command
-        .args(["60", "head", "-c", &MOST_BYTES.to_string(), "--"])
+        .args(["-c", &MOST_BYTES.to_string(), "--"])
         .arg(from);
-    let done = command
+    let child = command
+        .process_group(0)
+        .stderr(Stdio::piped())
         .uid(user.uid)
         .gid(user.gid)
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(to.try_clone()?)
-        .output()?;
+        .spawn()?;
+    let done = helper::output_of(child, Duration::from_secs(60))?;
     if done.status.success() {
         return Ok(());
     }

@@ -1,0 +1,161 @@
+//! Running helper programs (qemu-img, virsh, lvm, ...), with a deadline.
+
+use std::io::{self, Read};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+
+/// Runs a program and collects what it prints. At the deadline it is killed, with all that it has started, and the error is `TimedOut`.
+/// Its standard input is what the command says; that of the caller if it says nothing.
+pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
+    output_of(
+        command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0)
+            .spawn()?,
+        limit,
+    )
+}
+
+/// The same of a child that leads its process group; what it writes to other places than pipes is not collected.
+pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
+    let collected = collect(&mut child, Instant::now() + limit);
+    if matches!(collected, Ok(Some(_))) {
+        let status = child.wait()?;
+        let (stdout, stderr) = collected?.unwrap_or_default();
+        return Ok(Output {
+            status,
+            stdout,
+            stderr,
+        });
+    }
+    // The group is gone if all of it has ended.
+    let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
+    // One that waits for a disk ends only when the disk answers.
+    let reaped = std::thread::Builder::new()
+        .name("reap-helper".into())
+        .spawn(move || child.wait());
+    if let Err(error) = reaped {
+        tracing::warn!(%error, "no thread to wait for the end of a helper program");
+    }
+    collected?;
+    Err(io::Error::new(
+        io::ErrorKind::TimedOut,
+        format!(
+            "it did not end within {} s and was killed",
+            limit.as_secs_f64()
+        ),
+    ))
+}
+
+/// What a child prints until it ends; `None`: it has not ended in time.
+fn collect(child: &mut Child, deadline: Instant) -> io::Result<Option<(Vec<u8>, Vec<u8>)>> {
+    let end = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
+    let (mut out, mut err) = (child.stdout.take(), child.stderr.take());
+    let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(None);
+        }
+        let ended = wait(
+            end.as_fd(),
+            left,
+            &[out.as_ref().map(AsFd::as_fd), err.as_ref().map(AsFd::as_fd)],
+        )?;
+        // What it has started may keep its pipes open: after its end, what lies there is all.
+        let more = read(&mut out, &mut stdout)? | read(&mut err, &mut stderr)?;
+        if ended && !more {
+            return Ok(Some((stdout, stderr)));
+        }
+    }
+}
+
+/// Waits until the process has ended (whether it has), or something is to be read.
+fn wait(end: BorrowedFd<'_>, left: Duration, pipes: &[Option<BorrowedFd<'_>>]) -> io::Result<bool> {
+    let left = Timespec::try_from(left).map_err(io::Error::other)?;
+    let mut fds = vec![PollFd::from_borrowed_fd(end, PollFlags::IN)];
+    fds.extend(
+        pipes
+            .iter()
+            .flatten()
+            .map(|pipe| PollFd::from_borrowed_fd(*pipe, PollFlags::IN)),
+    );
+    match poll(&mut fds, Some(&left)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => {
+            Ok(fds.first().is_some_and(|end| !end.revents().is_empty()))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Reads what is there, if anything is; whether there was. A pipe that ends is dropped.
+fn read<R: Read + AsFd>(pipe: &mut Option<R>, into: &mut Vec<u8>) -> io::Result<bool> {
+    let Some(open) = pipe else {
+        return Ok(false);
+    };
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    if poll(&mut [PollFd::new(open, PollFlags::IN)], Some(&now)).unwrap_or(0) == 0 {
+        return Ok(false);
+    }
+    let mut chunk = [0; 16 << 10];
+    let count = open.read(&mut chunk)?;
+    into.extend_from_slice(&chunk[..count]);
+    if count == 0 {
+        *pipe = None;
+    }
+    Ok(count > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str, limit: Duration) -> io::Result<Output> {
+        output(
+            Command::new("/bin/sh")
+                .args(["-c", script])
+                .stdin(Stdio::null()),
+            limit,
+        )
+    }
+
+    #[test]
+    fn what_a_program_prints_is_collected_whole() {
+        let said = shell(
+            "head -c 300000 /dev/zero; echo no >&2; exit 3",
+            Duration::from_secs(60),
+        )
+        .unwrap();
+        assert_eq!(
+            (said.stdout.len(), said.stderr.as_slice()),
+            (300_000, b"no\n".as_slice())
+        );
+        assert_eq!(said.status.code(), Some(3));
+        // A child that goes on with its pipes does not keep it.
+        let said = shell("sleep 60 & echo $!", Duration::from_secs(30)).unwrap();
+        let pid = String::from_utf8(said.stdout).unwrap();
+        let pid = Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
+        rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    }
+
+    #[test]
+    fn a_program_that_hangs_is_killed_at_its_deadline() {
+        let began = Instant::now();
+        let error = shell("trap '' TERM; sleep 60", Duration::from_millis(200)).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(
+            began.elapsed() < Duration::from_secs(30),
+            "{:?}",
+            began.elapsed()
+        );
+    }
+}
