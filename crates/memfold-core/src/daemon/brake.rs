@@ -312,13 +312,17 @@ fn ksm_pages(look: bool, before: u64) -> u64 {
 
 /// Looks each second, as long as the daemon lives.
 pub(super) fn watch(daemon: &Weak<Daemon>) {
+    // Told when it begins, not each second.
+    let mut told = false;
     while let Some(daemon) = daemon.upgrade() {
-        if let Err(error) = daemon.look_at_debt() {
+        let looked = daemon.look_at_debt();
+        if let Some(error) = looked.as_ref().err().filter(|_| !told) {
             warn!(
-                error = &error as &dyn std::error::Error,
-                "what guests could call in can't be found out"
+                error = error as &dyn std::error::Error,
+                "what guests could call in can't be found out; tried again each second"
             );
         }
+        told = looked.is_err();
         drop(daemon);
         std::thread::sleep(INTERVAL);
     }

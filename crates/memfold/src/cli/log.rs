@@ -1,10 +1,14 @@
 //! The log: on standard error, as text or a JSON object a line, and by systemd's journal with its own levels.
 
 use std::fmt;
-use std::io::{self, Stderr, Write};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use clap::ValueEnum;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Map, Value};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -47,17 +51,20 @@ fn of_its_crate(directive: &str) -> String {
 pub(super) fn begin(filter: EnvFilter, format: LogFormat) {
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_target(false);
+        .with_target(false)
+        // They go to standard error by `eprintln!`, which panics if that is full.
+        .log_internal_errors(false);
+    let plain = Log { is_journal: false };
     match format {
-        LogFormat::Json => log.with_writer(io::stderr).event_format(JsonLines).init(),
+        LogFormat::Json => log.with_writer(plain).event_format(JsonLines).init(),
         LogFormat::Text if in_journal() => log
-            .with_writer(Journal)
+            .with_writer(Log { is_journal: true })
             .with_ansi(false)
             .without_time()
             .with_level(false)
             .init(),
         LogFormat::Text => log
-            .with_writer(io::stderr)
+            .with_writer(plain)
             .with_ansi(io::IsTerminal::is_terminal(&io::stderr()))
             .init(),
     }
@@ -72,13 +79,48 @@ fn in_journal() -> bool {
     stderr.is_ok_and(|stderr| stream == format!("{}:{}", stderr.dev(), stderr.ino()))
 }
 
-/// Puts the level before each line, as `sd-daemon(3)` has it.
-struct Journal;
+/// Standard error, as far as it takes what is logged.
+struct Log {
+    /// The level is put before each line, as `sd-daemon(3)` has it.
+    is_journal: bool,
+}
 
-/// A line of the journal.
-struct Line {
-    prefix: &'static [u8],
-    stderr: Stderr,
+/// What an event's text goes to.
+struct Line(&'static [u8]);
+
+/// Events that the log did not take since it took the last one.
+static LOST: AtomicU64 = AtomicU64::new(0);
+
+/// How long a log that took everything so far is waited for. One that has stopped taking anything is not waited for again.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// So much goes into a pipe at once that has room (`pipe(7)`, `PIPE_BUF`).
+const PIECE: usize = 4096;
+
+/// Writes an event. A log that cannot be written, or whose reader stands still, costs events and nothing else.
+fn put(text: &[u8]) {
+    let mut stderr = io::stderr().lock();
+    let lost = LOST.load(Ordering::Relaxed);
+    let mut put = |text: &[u8]| {
+        text.chunks(PIECE)
+            .all(|piece| takes_more(stderr.as_fd(), lost == 0) && stderr.write_all(piece).is_ok())
+    };
+    let told =
+        lost == 0 || put(format!("{lost} events before this one could not be logged\n").as_bytes());
+    if told && put(text) {
+        LOST.fetch_sub(lost, Ordering::Relaxed);
+    } else {
+        LOST.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Whether a write would not wait.
+fn takes_more(log: BorrowedFd<'_>, is_patient: bool) -> bool {
+    let limit = if is_patient { PATIENCE } else { Duration::ZERO };
+    let limit = Timespec::try_from(limit).ok();
+    let mut fds = [PollFd::from_borrowed_fd(log, PollFlags::OUT)];
+    // What can't be asked is tried.
+    !matches!(poll(&mut fds, limit.as_ref()), Ok(0))
 }
 
 const fn prefix(level: Level) -> &'static [u8] {
@@ -90,21 +132,23 @@ const fn prefix(level: Level) -> &'static [u8] {
     }
 }
 
-impl<'a> MakeWriter<'a> for Journal {
+impl<'a> MakeWriter<'a> for Log {
     type Writer = Line;
 
     fn make_writer(&'a self) -> Line {
-        Line {
-            prefix: prefix(Level::INFO),
-            stderr: io::stderr(),
-        }
+        Line(if self.is_journal {
+            prefix(Level::INFO)
+        } else {
+            b""
+        })
     }
 
     fn make_writer_for(&'a self, metadata: &Metadata<'_>) -> Line {
-        Line {
-            prefix: prefix(*metadata.level()),
-            stderr: io::stderr(),
-        }
+        Line(if self.is_journal {
+            prefix(*metadata.level())
+        } else {
+            b""
+        })
     }
 }
 
@@ -113,15 +157,15 @@ impl Write for Line {
         // An event is written at once. It may hold several lines.
         let mut marked = Vec::with_capacity(text.len() + 8);
         for line in text.split_inclusive(|&byte| byte == b'\n') {
-            marked.extend(self.prefix);
+            marked.extend(self.0);
             marked.extend(line);
         }
-        self.stderr.write_all(&marked)?;
+        put(&marked);
         Ok(text.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.stderr.flush()
+        Ok(())
     }
 }
 

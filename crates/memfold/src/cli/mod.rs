@@ -234,10 +234,10 @@ pub fn main() -> ExitCode {
 
 /// Prints an error with its causes and a hint, and finds the exit code.
 fn fail(error: &anyhow::Error) -> ExitCode {
-    eprintln!("memfold: {error:#}");
+    memfold_core::say!("memfold: {error:#}");
     if let Some(ClientError::Refused(body)) = error.downcast_ref::<ClientError>() {
         if let Some(hint) = &body.hint {
-            eprintln!("hint: {hint}");
+            memfold_core::say!("hint: {hint}");
         }
         if body.impossible_here {
             return ExitCode::from(IMPOSSIBLE_HERE);
