@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use memfold_sys::session;
@@ -33,6 +34,9 @@ const INCOMING: [&str; 4] = [
     "-global",
     "migration.send-configuration=off",
 ];
+
+/// How long a QEMU that was killed may take to end, until it is left to the kernel.
+const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Bytes of QEMU's output that an error repeats.
 const LOG_TAIL: usize = 4096;
@@ -122,6 +126,12 @@ pub enum LaunchError {
         /// What it is here.
         now: String,
     },
+    /// Somebody stopped it before QEMU answered.
+    #[error("VM '{name}' was stopped while it started")]
+    Cancelled {
+        /// The VM.
+        name: String,
+    },
     /// QEMU ended, or never answered.
     #[error("QEMU did not start ({what}); it said:\n{output}")]
     Start {
@@ -132,9 +142,45 @@ pub enum LaunchError {
     },
 }
 
+/// Whether a start is to be given up.
+#[derive(Debug, Default)]
+pub struct Cancel(AtomicBool);
+
+impl Cancel {
+    /// Gives the start of a VM under `state` up. A QEMU that was started already is killed, so that nobody waits for it.
+    pub fn cancel(&self, state: &Path, name: &str) -> io::Result<()> {
+        self.set();
+        // If there is no record yet, the starter finds out when it has written one.
+        match Vm::find(state, name) {
+            Ok(vm) => vm.process().kill(),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Whether it is.
+    #[must_use]
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// Gives the start up; who started QEMU ends it.
+    pub fn set(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+
+    fn check(&self, name: &str) -> Result<(), LaunchError> {
+        if self.is_set() {
+            return Err(LaunchError::Cancelled {
+                name: name.to_owned(),
+            });
+        }
+        Ok(())
+    }
+}
+
 /// Starts a VM whose files lie under `state`. Returns when QEMU's monitor answers; the guest may still be booting.
 pub fn start(state: &Path, spec: VmSpec) -> Result<Vm, LaunchError> {
-    start_as(state, spec, None)
+    start_unless(&Cancel::default(), state, spec, None)
 }
 
 /// What a VM has to be so that a device state fits it.
@@ -150,10 +196,16 @@ pub struct Incoming {
 
 /// Starts a VM that waits for a device state instead of booting.
 pub fn start_incoming(state: &Path, spec: VmSpec, incoming: &Incoming) -> Result<Vm, LaunchError> {
-    start_as(state, spec, Some(incoming))
+    start_unless(&Cancel::default(), state, spec, Some(incoming))
 }
 
-fn start_as(state: &Path, spec: VmSpec, incoming: Option<&Incoming>) -> Result<Vm, LaunchError> {
+/// Starts a VM, which waits for a device state if there is one, unless the start is given up meanwhile.
+pub fn start_unless(
+    cancel: &Cancel,
+    state: &Path,
+    spec: VmSpec,
+    incoming: Option<&Incoming>,
+) -> Result<Vm, LaunchError> {
     let mut spec = spec;
     spec.validate()?;
     let qemu = QemuFacts::probe()?;
@@ -186,7 +238,7 @@ fn start_as(state: &Path, spec: VmSpec, incoming: Option<&Incoming>) -> Result<V
         overlays: Vec::new(),
         child: None,
     };
-    let vm = attempt.run(&spec, &qemu, accel, library, incoming);
+    let vm = attempt.run(&spec, &qemu, accel, library, incoming, cancel);
     if vm.is_err() {
         attempt.undo();
     }
@@ -263,6 +315,7 @@ struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
+    #[allow(clippy::too_many_arguments)] // all that a start depends on
     fn run(
         &mut self,
         spec: &VmSpec,
@@ -270,6 +323,7 @@ impl Attempt<'_> {
         accel: &str,
         library: Option<PathBuf>,
         incoming: Option<&Incoming>,
+        cancel: &Cancel,
     ) -> Result<Vm, LaunchError> {
         // The HPET ticks on 250 times a second in guests that have long turned to another timer, each time through QEMU's main loop.
         // It has device state: a VM that is restored is as it was.
@@ -370,7 +424,10 @@ impl Attempt<'_> {
         directory
             .write_json(&directory.record(), &record)
             .map_err(failed)?;
-        wait_for_monitor(child, directory)?;
+        let started = wait_for_monitor(child, directory, cancel);
+        // What a cancelled QEMU said last is of no interest.
+        cancel.check(&spec.name)?;
+        started?;
         let vm = Vm::open(directory).map_err(|e| LaunchError::Start {
             what: e.to_string(),
             output: log_tail(directory),
@@ -383,9 +440,14 @@ impl Attempt<'_> {
 
     fn undo(&mut self) {
         if let Some(mut child) = self.child.take() {
-            // Kill fails only for a child that has ended, and wait only for one that was waited for.
+            // Fails only for a child that has ended.
             let _ = child.kill();
-            let _ = child.wait();
+            let end = Instant::now() + KILL_TIMEOUT;
+            while matches!(child.try_wait(), Ok(None)) && Instant::now() < end {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // It may wait for a disk that does not answer: the kernel ends it when that does.
+            reap(child);
         }
         if let Err(error) = self.directory.remove(&self.overlays) {
             tracing::warn!(directory = %self.directory.path().display(), %error, "files of a VM that did not start are left");
@@ -403,13 +465,18 @@ fn reap(mut child: Child) {
     }
 }
 
-fn wait_for_monitor(child: &mut Child, directory: &VmDirectory) -> Result<(), LaunchError> {
+fn wait_for_monitor(
+    child: &mut Child,
+    directory: &VmDirectory,
+    cancel: &Cancel,
+) -> Result<(), LaunchError> {
     let deadline = Instant::now() + START_TIMEOUT;
     let failed = |what: String| LaunchError::Start {
         what,
         output: log_tail(directory),
     };
     loop {
+        cancel.check(&directory.name())?;
         match child.try_wait() {
             Ok(Some(status)) => return Err(failed(status.to_string())),
             Ok(None) => {}

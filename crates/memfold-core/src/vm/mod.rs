@@ -34,10 +34,10 @@ pub use agent_link::{
 };
 pub use conditions::{Reason, VmConditions};
 pub use directory::{DEFAULT_STATE, Record, VmDirectory};
-pub use launch::{Incoming, LaunchError, log_tail, start, start_incoming};
+pub use launch::{Cancel, Incoming, LaunchError, log_tail, start, start_incoming, start_unless};
 pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
-pub use machine::{Ability, MachineError, StopKind, Vm};
+pub use machine::{Ability, Ask, MachineError, StopKind, Stopped, Vm};
 pub use process::{Identity, Process, boot_id};
 pub use qmp::{Qmp, QmpError};
 pub use ram::RamError;

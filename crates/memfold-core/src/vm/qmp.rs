@@ -12,10 +12,14 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use crate::host::socket;
+
 /// Longest answer that is read, in bytes.
 const MAX_MESSAGE: usize = 64 << 20;
 /// Events kept until somebody asks for them; the oldest go first.
 const MAX_EVENTS: usize = 1024;
+/// Time that a QEMU which has missed a deadline has to show that it answers again: whoever asks next does not wait as long as the first.
+const SILENT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why QEMU gave no answer, or not the one we wanted.
 #[derive(Debug, thiserror::Error)]
@@ -54,6 +58,14 @@ pub enum QmpError {
         /// How long we waited.
         seconds: f64,
     },
+    /// Another task of this process had the connection all the time.
+    #[error("another task has used QMP socket {path} for {seconds} s; QEMU may be hanging")]
+    Busy {
+        /// The socket.
+        path: PathBuf,
+        /// How long we waited.
+        seconds: f64,
+    },
     /// QEMU refused.
     #[error("QEMU refused {command}: {description}")]
     Refused {
@@ -87,6 +99,10 @@ pub struct Qmp {
     /// Goes with the next command.
     pass: Option<OwnedFd>,
     connections: u64,
+    /// QEMU has missed a deadline, and has answered nothing since.
+    is_silent: bool,
+    /// How long was waited for the connection that this stands for in vain.
+    busy: Option<Duration>,
 }
 
 /// A descriptor that QEMU has under a path.
@@ -115,7 +131,13 @@ impl Lent {
 impl Qmp {
     /// Connects and negotiates. `timeout` is also the time that each later answer may take.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
-        let mut qmp = Self {
+        let mut qmp = Self::unconnected(path, timeout);
+        qmp.reconnect()?;
+        Ok(qmp)
+    }
+
+    fn unconnected(path: &Path, timeout: Duration) -> Self {
+        Self {
             path: path.into(),
             timeout,
             stream: None,
@@ -125,30 +147,74 @@ impl Qmp {
             next_id: 1,
             pass: None,
             connections: 0,
-        };
-        qmp.reconnect()?;
-        Ok(qmp)
+            is_silent: false,
+            busy: None,
+        }
+    }
+
+    /// Stands for a connection that another task did not let go of within `waited`: all that is asked fails ([`QmpError::Busy`]).
+    #[must_use]
+    pub fn busy(path: &Path, waited: Duration) -> Self {
+        Self {
+            busy: Some(waited),
+            ..Self::unconnected(path, waited)
+        }
+    }
+
+    /// Its socket.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether QEMU has missed a deadline and has answered nothing since.
+    #[must_use]
+    pub const fn is_silent(&self) -> bool {
+        self.is_silent
     }
 
     /// Drops the connection and makes a new one. Events already received stay.
     pub fn reconnect(&mut self) -> Result<(), QmpError> {
+        if let Some(waited) = self.busy {
+            return Err(QmpError::Busy {
+                path: self.path.clone(),
+                seconds: waited.as_secs_f64(),
+            });
+        }
         self.stream = None;
         self.buffer.clear();
         self.connections += 1;
-        let stream = UnixStream::connect(&self.path)
-            .and_then(|s| s.set_write_timeout(Some(self.timeout)).map(|()| s))
-            .map_err(|source| QmpError::Connect {
-                path: self.path.clone(),
-                source,
-            })?;
-        self.stream = Some(stream);
-        self.greeting = match self.read_message("the greeting", Instant::now() + self.timeout) {
-            Err(QmpError::Timeout { seconds, .. }) => {
-                self.stream = None;
-                return Err(QmpError::NoGreeting {
+        let limit = if self.is_silent {
+            self.timeout.min(SILENT_TIMEOUT)
+        } else {
+            self.timeout
+        };
+        let deadline = Instant::now() + limit;
+        let no_greeting = QmpError::NoGreeting {
+            path: self.path.clone(),
+            seconds: limit.as_secs_f64(),
+        };
+        let stream = socket::connect(&self.path, limit)
+            .and_then(|s| s.set_write_timeout(Some(self.timeout)).map(|()| s));
+        self.stream = Some(match stream {
+            Ok(stream) => stream,
+            // Nobody was taken from the queue of the socket.
+            Err(error) if error.kind() == ErrorKind::TimedOut => {
+                self.is_silent = true;
+                return Err(no_greeting);
+            }
+            Err(source) => {
+                return Err(QmpError::Connect {
                     path: self.path.clone(),
-                    seconds,
+                    source,
                 });
+            }
+        });
+        self.greeting = match self.read_message("the greeting", deadline) {
+            Err(QmpError::Timeout { .. }) => {
+                self.stream = None;
+                self.is_silent = true;
+                return Err(no_greeting);
             }
             other => other?,
         };
@@ -156,7 +222,9 @@ impl Qmp {
             let greeting = self.greeting.take();
             return Err(self.unexpected("the greeting", &greeting));
         }
-        self.once("qmp_capabilities", &Value::Null).map(|_| ())
+        // QEMU greets in a thread of its own, and carries commands out in the one that may be hanging.
+        self.once("qmp_capabilities", &Value::Null, limit)
+            .map(|_| ())
     }
 
     /// QEMU's version: major, minor, micro. Zeroes if the greeting doesn't say.
@@ -183,10 +251,10 @@ impl Qmp {
         if self.stream.is_none() {
             self.reconnect()?;
         }
-        match self.once(command, &arguments) {
+        match self.once(command, &arguments, self.timeout) {
             Err(QmpError::Lost { .. }) if is_question(command) => {
                 self.reconnect()?;
-                self.once(command, &arguments)
+                self.once(command, &arguments, self.timeout)
             }
             other => other,
         }
@@ -219,7 +287,7 @@ impl Qmp {
             .try_clone_to_owned()
             .map(Some)
             .map_err(|source| self.lost("add-fd", source))?;
-        let answer = self.once("add-fd", &Value::Null);
+        let answer = self.once("add-fd", &Value::Null, self.timeout);
         self.pass = None;
         let answer = answer?;
         match (answer["fdset-id"].as_u64(), answer["fd"].as_u64()) {
@@ -243,7 +311,12 @@ impl Qmp {
         }
     }
 
-    fn once(&mut self, command: &str, arguments: &Value) -> Result<Value, QmpError> {
+    fn once(
+        &mut self,
+        command: &str,
+        arguments: &Value,
+        limit: Duration,
+    ) -> Result<Value, QmpError> {
         let id = self.next_id;
         self.next_id += 1;
         let mut request = json!({ "execute": command, "id": id });
@@ -252,7 +325,7 @@ impl Qmp {
         }
         let mut line = request.to_string();
         line.push('\n');
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Instant::now() + limit;
         let sent = match self.stream.as_mut() {
             Some(stream) => match self.pass.take() {
                 Some(descriptor) => {
@@ -270,10 +343,11 @@ impl Qmp {
                 // The late answer would be taken for the next one's: start afresh.
                 Err(QmpError::Timeout { command, .. }) => {
                     self.stream = None;
+                    self.is_silent = true;
                     // All of it, not what was left of it after the last event.
                     return Err(QmpError::Timeout {
                         command,
-                        seconds: self.timeout.as_secs_f64(),
+                        seconds: limit.as_secs_f64(),
                     });
                 }
                 other => other?,
@@ -285,6 +359,7 @@ impl Qmp {
             if message["id"] != id {
                 continue;
             }
+            self.is_silent = false;
             if let Some(error) = message.get("error") {
                 return Err(QmpError::Refused {
                     command: command.into(),
@@ -501,6 +576,24 @@ mod tests {
             "QEMU did not answer blockdev-backup within 0.05 s"
         );
         assert_eq!(qmp.timeout, Duration::from_secs(5));
+    }
+
+    #[test]
+    fn after_a_missed_deadline_the_next_wait_is_short_until_qemu_answers() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("q");
+        let listener = UnixListener::bind(&path).unwrap();
+        let mut qmp = Qmp::unconnected(&path, Duration::from_secs(600));
+        qmp.is_silent = true;
+        assert!(matches!(
+            qmp.query("query-status"),
+            Err(QmpError::NoGreeting { .. })
+        ));
+        drop(listener);
+        let (_dir, path) = server(vec![vec![r#"{"return": 7, "id": ID}"#]]);
+        qmp.path = path;
+        assert_eq!(qmp.query("query-status").unwrap(), 7);
+        assert!(!qmp.is_silent());
     }
 
     #[test]
