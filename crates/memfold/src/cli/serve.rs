@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use clap::Args;
 use memfold_units::ByteSize;
-use tracing::info;
+use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 
 use super::debt::cover;
@@ -392,11 +392,12 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         .worker_threads(2)
         .enable_all()
         .build()?;
+    end_with_threads();
     let daemon = Daemon::start(&options)?;
     info!(socket = %context.socket.display(), state = %arguments.state.display(), "serving");
     runtime.spawn(systemd::watch(daemon.clone()));
     let served = daemon.clone();
-    runtime.block_on(api::serve(daemon.clone(), &doors, async move {
+    let done = runtime.block_on(api::serve(daemon.clone(), &doors, async move {
         use tokio::signal::unix::{SignalKind, signal};
         let signals = (
             signal(SignalKind::terminate()),
@@ -419,22 +420,125 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             served.end_lending(&|| told.load(Ordering::Relaxed));
         });
         tokio::select! {
-            _ = &mut given_back => return,
+            _ = &mut given_back => {}
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
+            () = tokio::time::sleep(LENDING_LIMIT) => {}
         }
         hurry.store(true, Ordering::Relaxed);
-        // It has panicked, and ended what it exported.
-        let _ = given_back.await;
-    }))?;
+        // Whatever hangs from here on: the daemon may be killed at any instant, and VMs don't notice.
+        end_within(END_LIMIT, 0);
+    }));
+    if done.is_err() {
+        end_within(END_LIMIT, 1);
+    }
     info!("ending; VMs go on, and folded pages stay folded");
     daemon.shut_down();
+    // What is still asked of others is given up.
+    runtime.shutdown_timeout(Duration::from_millis(200));
+    done?;
     Ok(ExitCode::SUCCESS)
 }
 
+/// How long borrowers may take to give back what this host lends, if it lends: the lender's own limit, and a little.
+const LENDING_LIMIT: Duration = Duration::from_secs(50);
+
+/// How long all else may take when the daemon ends.
+const END_LIMIT: Duration = Duration::from_secs(4);
+
+/// Exit code after a panic (`EX_SOFTWARE`, sysexits(3)).
+const BROKEN: i32 = 70;
+
+/// Ends the process when the time is over, whoever waits for what.
+fn end_within(limit: Duration, code: i32) {
+    let thread = std::thread::Builder::new()
+        .name("end".into())
+        .spawn(move || {
+            std::thread::sleep(limit);
+            warn!("something hangs, and is left; the daemon ends");
+            std::process::exit(code);
+        });
+    if let Err(error) = thread {
+        warn!(%error, "no thread to watch the daemon's end");
+    }
+}
+
+/// Has the process end when a thread of the daemon panics: without its engine, or without whoever watches a VM, it would be half a daemon.
+/// Its supervisor starts a whole one, and VMs don't notice. A request that panics fails alone: the server tells who asked.
+fn end_with_threads() {
+    std::panic::set_hook(Box::new(|panic| {
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or("unnamed").to_owned();
+        let payload = panic.payload();
+        let text = payload.downcast_ref::<String>().map(String::as_str);
+        let what = text
+            .or_else(|| payload.downcast_ref().copied())
+            .unwrap_or("no words");
+        let place = panic
+            .location()
+            .map(ToString::to_string)
+            .unwrap_or_default();
+        let is_caught = name == REQUESTS || memfold_core::caught::is_caught();
+        error!(
+            thread = name,
+            place,
+            what,
+            ends = !is_caught,
+            "a thread of the daemon panicked"
+        );
+        if !is_caught {
+            std::process::exit(BROKEN);
+        }
+    }));
+}
+
+/// Threads that carry requests out (tokio's name for them).
+const REQUESTS: &str = "tokio-runtime-worker";
+
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
+
+    /// Which thread panics in [`panics_where_it_is_told_to`].
+    const WHO: &str = "MEMFOLD_TEST_PANIC";
+
+    /// The exit code of a process in which a thread of this name panics.
+    fn code_of_a_panic(who: &str) -> Option<i32> {
+        let test = "cli::serve::tests::panics_where_it_is_told_to";
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args([test, "--exact", "--ignored", "--nocapture"])
+            .env(WHO, who);
+        command.output().unwrap().status.code()
+    }
+
+    #[test]
+    fn a_panic_ends_the_daemon_unless_it_is_in_a_request_or_caught() {
+        assert_eq!(code_of_a_panic("fold-engine"), Some(BROKEN));
+        assert_eq!(code_of_a_panic(REQUESTS), Some(0));
+        assert_eq!(code_of_a_panic("caught"), Some(0));
+    }
+
+    #[test]
+    #[ignore = "the process that another test starts"]
+    fn panics_where_it_is_told_to() {
+        let Ok(who) = std::env::var(WHO) else { return };
+        end_with_threads();
+        let work = || {
+            if std::thread::current().name() == Some("caught") {
+                assert!(memfold_core::caught::caught(|| panic!("told to")).is_err());
+            } else {
+                panic!("told to");
+            }
+        };
+        let _ = std::thread::Builder::new()
+            .name(who)
+            .spawn(work)
+            .unwrap()
+            .join();
+    }
 
     #[test]
     fn a_host_is_named_as_registries_take_it() {
