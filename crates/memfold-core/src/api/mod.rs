@@ -31,7 +31,7 @@ pub use types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BootSnapshot, BuildRequest, BuildResult,
     DebtRequest, ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest,
     KsmStopRequest, LentPart, RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest,
-    SegmentState, StopRequest, VerifyReport, VersionInfo, VmInfo, VmSegment, VmSwap,
+    SegmentState, StopReport, StopRequest, VerifyReport, VersionInfo, VmInfo, VmSegment, VmSwap,
 };
 
 /// Where the daemon listens if nothing else is said.

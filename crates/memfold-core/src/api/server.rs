@@ -26,8 +26,8 @@ use super::access::{Access, Doors, Hosts, Keys, Told, accept_tcp, accept_unix, g
 use super::types::{
     AttachRequest, AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, DebtRequest,
     ErrorBody, ExecRequest, ExecResult, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
-    RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest, StopRequest, VerifyReport,
-    VersionInfo, VmInfo,
+    RankRequest, RebootRequest, RestoreRequest, RunOptions, SaveRequest, StopReport, StopRequest,
+    VerifyReport, VersionInfo, VmInfo,
 };
 use super::{hosts, lending, libvirt, live, metrics, planning, session, web};
 use crate::daemon::{Daemon, DaemonError, chain};
@@ -47,7 +47,7 @@ use crate::vm::{LaunchError, VmSpec};
 pub(super) const MAX_BODY: usize = 1 << 20;
 
 /// How long the daemon's end waits for answers that are under way.
-const LAST_ANSWERS: Duration = Duration::from_secs(30);
+const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
 /// Why the server could not start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -79,6 +79,9 @@ pub enum ServeError {
         #[source]
         source: io::Error,
     },
+    /// Nobody is accepted any more.
+    #[error("the server accepts nobody any more; the daemon ends, to be started anew")]
+    Ended,
     /// The tokens can't be read or made.
     #[error("cannot use the tokens")]
     Tokens(#[source] io::Error),
@@ -97,6 +100,7 @@ pub enum ServeError {
         run,
         attach,
         stop,
+        resume,
         reboot,
         exec,
         report,
@@ -204,18 +208,24 @@ pub async fn serve(
         let serving = accept_tcp(listener, door, access, router, graceful.clone());
         accepting.spawn(serving);
     }
-    end.await;
+    let mut served = Ok(());
+    tokio::select! {
+        () = end => {}
+        // They end only by a panic. A daemon that nobody can ask anything is none.
+        _ = accepting.join_next() => served = Err(ServeError::Ended),
+    }
     // Gone already if somebody cleaned up.
     let _ = std::fs::remove_file(socket);
     accepting.shutdown().await;
     // Streams end by themselves now, and whoever has asked for something gets the answer.
     let _ = ended.send(true);
-    daemon.end_views();
+    let views = daemon.clone();
+    tokio::task::spawn_blocking(move || views.end_views());
     if let Some(graceful) = Arc::into_inner(graceful) {
         // Whoever doesn't read doesn't keep the daemon from ending.
         let _ = tokio::time::timeout(LAST_ANSWERS, graceful.shutdown()).await;
     }
-    Ok(())
+    served
 }
 
 fn listen_unix(doors: &Doors) -> Result<UnixListener, ServeError> {
@@ -250,6 +260,7 @@ fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
         .route("/v1/vms", get(list).post(run))
         .route("/v1/attach", post(attach))
         .route("/v1/vms/{name}/stop", post(stop))
+        .route("/v1/vms/{name}/resume", post(resume))
         .route("/v1/vms/{name}/reboot", post(reboot))
         .route("/v1/vms/{name}/exec", post(exec))
         .route("/v1/report", get(report))
@@ -364,6 +375,7 @@ impl IntoResponse for Failure {
             | DaemonError::Lending { .. }
             | DaemonError::Lvm(LvmError::Unfit { .. })
             | DaemonError::Busy { .. }
+            | DaemonError::StandsStill { .. }
             | DaemonError::Registry(
                 RegistryError::NothingToSpare { .. }
                 | RegistryError::State { .. }
@@ -406,7 +418,12 @@ pub(super) async fn blocking<T: Send + 'static>(
     daemon: Arc<Daemon>,
     work: impl FnOnce(&Arc<Daemon>) -> Result<T, DaemonError> + Send + 'static,
 ) -> Result<Json<T>, Failure> {
-    match tokio::task::spawn_blocking(move || work(&daemon)).await {
+    // Right after its start the daemon may not know yet what runs.
+    let work = move || {
+        daemon.settle_first();
+        work(&daemon)
+    };
+    match tokio::task::spawn_blocking(work).await {
         Ok(result) => result.map(Json).map_err(Failure),
         Err(_) => Err(Failure(DaemonError::Internal(
             "a task of the daemon ended unexpectedly",
@@ -452,17 +469,34 @@ async fn attach(
     blocking(daemon, move |d| d.attach(&request)).await
 }
 
-/// Ends a VM: its guest is asked to, and after the time given it is ended.
-#[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200), (status = 404, body = ErrorBody)))]
+/// Ends a VM: its guest is asked to, again and again, and after the time given it is switched off.
+#[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200, body = StopReport), (status = 404, body = ErrorBody)))]
 async fn stop(
     State(daemon): State<Arc<Daemon>>,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<StopRequest>,
-) -> Result<Json<()>, Failure> {
+) -> Result<Json<StopReport>, Failure> {
     blocking(daemon, move |d| {
-        d.stop_vm(&name, seconds(request.timeout_s)?)
+        let stopped = d.stop_vm(&name, seconds(request.timeout_s)?)?;
+        let how = serde_json::to_value(stopped.kind).unwrap_or_default();
+        Ok(StopReport {
+            name,
+            how: how.as_str().unwrap_or_default().to_owned(),
+            overdue: stopped.overdue,
+            took_s: stopped.took.as_secs_f64(),
+            why: stopped.why,
+        })
     })
     .await
+}
+
+/// Lets a VM go on that stands still: after a pause, or once there is room for its disk again.
+#[utoipa::path(post, path = "/v1/vms/{name}/resume", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+async fn resume(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| d.resume_vm(&name)).await
 }
 
 /// Has a guest reboot, or takes it back to the snapshot of its boot.

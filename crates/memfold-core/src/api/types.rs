@@ -24,7 +24,7 @@ pub struct VersionInfo {
 }
 
 /// A VM as `memfold vm list` shows it.
-#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct VmInfo {
     /// Unique on this host.
     pub name: String,
@@ -61,6 +61,16 @@ pub struct VmInfo {
     /// The snapshot to which it can go back, if it was started with `boot_snapshot`.
     #[serde(default)]
     pub boot_snapshot: Option<BootSnapshot>,
+    /// `running`, or why it is not: QEMU's run state (`paused`, `io-error`, `guest-panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`,
+    /// `RunState`), `starting`, `taking-over`, or `silent` where QEMU does not answer.
+    #[serde(default)]
+    pub state: String,
+    /// What has brought that about, as far as it is known.
+    #[serde(default)]
+    pub state_cause: Option<String>,
+    /// What would have it run again.
+    #[serde(default)]
+    pub state_fix: Option<String>,
 }
 
 /// A VM's swap disk. What lies on it is no part of guest RAM.
@@ -220,7 +230,7 @@ pub struct RebootRequest {
 }
 
 /// `POST /v1/attach`
-#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AttachRequest {
     /// QMP socket of a running QEMU.
     #[schema(value_type = String)]
@@ -254,8 +264,24 @@ pub struct ExecResult {
 /// `POST /v1/vms/{name}/stop`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct StopRequest {
-    /// Seconds that the guest has to shut down by itself before it is switched off.
+    /// Seconds that the guest has to shut down by itself before it is switched off; 0: it is not asked.
     pub timeout_s: f64,
+}
+
+/// How a VM was ended.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct StopReport {
+    /// The VM.
+    pub name: String,
+    /// `powered_down`: its guest shut down; `already`: it had ended before; `quit`, or `killed` where QEMU did not answer: it was
+    /// switched off.
+    pub how: String,
+    /// Whether its guest was to shut down and did not in the time that it had.
+    pub overdue: bool,
+    /// Seconds until it had ended.
+    pub took_s: f64,
+    /// Why it was switched off, in words.
+    pub why: Option<String>,
 }
 
 /// `PUT /v1/fold`: fields that are absent stay as they are.

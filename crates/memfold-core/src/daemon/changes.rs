@@ -17,6 +17,8 @@ const TEXT_LIMIT: usize = 300;
 struct SeenVm {
     pid: i32,
     has_agent: bool,
+    /// Why it doesn't run, if it doesn't.
+    still: Option<String>,
     problems: BTreeSet<String>,
 }
 
@@ -66,13 +68,24 @@ impl Seen {
             let seen = SeenVm {
                 pid: vm.pid,
                 has_agent: vm.agent.is_some(),
+                still: (!matches!(vm.state.as_str(), "" | "running" | "taking-over")).then(|| {
+                    match &vm.state_cause {
+                        Some(cause) => format!("{}: {cause}", vm.state),
+                        None => vm.state.clone(),
+                    }
+                }),
                 problems: problems.cloned().collect(),
             };
             (vm.name.clone(), seen)
         };
         let full = report.fold.domains.iter().filter(|d| d.store_full);
         Self {
-            vms: beside.vms.iter().map(vm).collect(),
+            vms: beside
+                .vms
+                .iter()
+                .filter(|vm| vm.state != "starting")
+                .map(vm)
+                .collect(),
             paused: report.fold.paused,
             ksm_runs: report.ledger.host.ksm.is_some_and(|ksm| ksm.run == 1),
             full_stores: full.map(|d| d.domain.clone()).collect(),
@@ -153,6 +166,18 @@ fn of_vms(old: &Seen, new: &Seen) -> Vec<Event> {
         match (was.has_agent, is.has_agent) {
             (false, true) => events.push(event("agent", false, Some(name), "connected")),
             (true, false) => events.push(event("agent", true, Some(name), "lost")),
+            _ => {}
+        }
+        match (&was.still, &is.still) {
+            (before, Some(now)) if before.as_ref() != Some(now) => {
+                events.push(event(
+                    "vm",
+                    true,
+                    Some(name),
+                    format!("stands still ({now})"),
+                ));
+            }
+            (Some(_), None) => events.push(event("vm", false, Some(name), "runs again")),
             _ => {}
         }
         for problem in is.problems.difference(&was.problems) {
@@ -274,6 +299,7 @@ mod tests {
         SeenVm {
             pid,
             has_agent,
+            still: None,
             problems: problems.iter().map(|&p| p.to_owned()).collect(),
         }
     }

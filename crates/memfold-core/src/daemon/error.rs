@@ -112,6 +112,14 @@ pub enum DaemonError {
         /// What would change it.
         fix: String,
     },
+    /// The VM stands still.
+    #[error("{why}")]
+    StandsStill {
+        /// Why.
+        why: String,
+        /// What would have it run.
+        fix: String,
+    },
     /// The daemon keeps no history.
     #[error("no history is kept here; the daemon's log says why")]
     NoHistory,
@@ -158,7 +166,7 @@ impl DaemonError {
             _ if self.impossible_here() => {
                 Some("'memfold doctor' says what this host lacks, and how to get it".into())
             }
-            Self::Merging { fix, .. } | Self::Lending { fix, .. } | Self::Busy { fix, .. } => {
+            Self::Merging { fix, .. } | Self::Lending { fix, .. } | Self::Busy { fix, .. } | Self::StandsStill { fix, .. } => {
                 Some(fix.clone())
             }
             Self::Lvm(error) => error.fix(),

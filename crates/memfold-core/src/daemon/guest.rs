@@ -1,9 +1,11 @@
 //! A QEMU process as the fold engine sees it.
 
 use std::io;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_wire::library::{Order, Reply};
@@ -15,26 +17,88 @@ use crate::vm::{LibraryError, LibraryLink, Qmp, VmConditions};
 /// How long an answer about block nodes holds. A device that is plugged meanwhile is not in use by its guest that soon.
 const CONDITIONS_HOLD: Duration = Duration::from_secs(1);
 
+/// Longest time that one waits for the monitor while others use it. Each of their commands has a deadline of its own.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// QEMU's monitor, shared by the threads that need it.
 #[derive(Debug)]
-pub(super) struct Monitor(Mutex<Qmp>);
+pub(super) struct Monitor {
+    /// `None`: somebody has it.
+    qmp: Mutex<Option<Qmp>>,
+    free: Condvar,
+    path: PathBuf,
+}
+
+/// The monitor, which goes back when this is dropped.
+#[derive(Debug)]
+pub(super) struct MonitorGuard<'a> {
+    /// `None`: nobody let go of the monitor in time, and what is asked fails.
+    monitor: Option<&'a Monitor>,
+    qmp: Qmp,
+}
 
 impl Monitor {
     pub fn new(qmp: Qmp) -> Self {
-        Self(Mutex::new(qmp))
+        let path = qmp.path().to_owned();
+        Self {
+            qmp: Mutex::new(Some(qmp)),
+            free: Condvar::new(),
+            path,
+        }
     }
 
-    /// The monitor, for as long as the guard lives.
-    pub fn lock(&self) -> MutexGuard<'_, Qmp> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The monitor, for as long as the guard lives. If others use it for too long, whatever is asked fails ([`QmpError::Busy`]): nobody
+    /// waits for ever behind a QEMU that hangs.
+    pub fn lock(&self) -> MonitorGuard<'_> {
+        self.lock_within(LOCK_TIMEOUT)
+    }
+
+    /// The same with a time of one's own.
+    pub fn lock_within(&self, limit: Duration) -> MonitorGuard<'_> {
+        let qmp = self.qmp.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self
+            .free
+            .wait_timeout_while(qmp, limit, |qmp| qmp.is_none());
+        let taken = waited.unwrap_or_else(PoisonError::into_inner).0.take();
+        let monitor = taken.is_some().then_some(self);
+        let qmp = taken.unwrap_or_else(|| Qmp::busy(&self.path, limit));
+        MonitorGuard { monitor, qmp }
     }
 
     /// The same if nobody has it.
-    pub fn try_lock(&self) -> Option<MutexGuard<'_, Qmp>> {
-        match self.0.try_lock() {
-            Ok(qmp) => Some(qmp),
-            Err(TryLockError::Poisoned(qmp)) => Some(qmp.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
+    pub fn try_lock(&self) -> Option<MonitorGuard<'_>> {
+        let qmp = self
+            .qmp
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()?;
+        Some(MonitorGuard {
+            monitor: Some(self),
+            qmp,
+        })
+    }
+}
+
+impl Deref for MonitorGuard<'_> {
+    type Target = Qmp;
+
+    fn deref(&self) -> &Qmp {
+        &self.qmp
+    }
+}
+
+impl DerefMut for MonitorGuard<'_> {
+    fn deref_mut(&mut self) -> &mut Qmp {
+        &mut self.qmp
+    }
+}
+
+impl Drop for MonitorGuard<'_> {
+    fn drop(&mut self) {
+        if let Some(monitor) = self.monitor {
+            let qmp = std::mem::replace(&mut self.qmp, Qmp::busy(&monitor.path, Duration::ZERO));
+            *monitor.qmp.lock().unwrap_or_else(PoisonError::into_inner) = Some(qmp);
+            monitor.free.notify_one();
         }
     }
 }
@@ -91,7 +155,11 @@ impl Guest for QemuGuest {
     fn refold_live(&mut self) -> bool {
         if self.library.facts().can_write_protect && self.live.0.elapsed() > CONDITIONS_HOLD {
             // A save may hold the monitor for long, and other VMs wait for this thread. What isn't known is not allowed.
-            let Some(mut monitor) = self.monitor.try_lock() else {
+            let Some(mut monitor) = self
+                .monitor
+                .try_lock()
+                .filter(|monitor| !monitor.is_silent())
+            else {
                 return false;
             };
             let now = crate::vm::conditions::read_refold_live(&mut monitor);

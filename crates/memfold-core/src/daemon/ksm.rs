@@ -495,7 +495,12 @@ impl Daemon {
         let goal = goal(request)?;
         let _alone = self.alone()?;
         // Nobody starts a VM between the look at whose memory may merge, and ksmd's start.
-        let _none_starts = self.closed.write().unwrap_or_else(PoisonError::into_inner);
+        let _none_starts = self.none_starts().ok_or_else(|| {
+            refused(
+                "a VM is being started, and it is not known yet whether its memory may merge",
+                "wait until it runs, or stop it if its QEMU hangs ('memfold vm list' shows it)",
+            )
+        })?;
         if let Some(why) = self.braked()? {
             return Err(DaemonError::Braked {
                 what: "KSM is not steered".into(),

@@ -227,7 +227,7 @@ impl Daemon {
             let pid = vm.pid().as_raw_nonzero();
             request.name = format!("{:.50}-{pid}", request.name);
         }
-        self.attach_as(vm, &request, Some(domain.clone()))
+        self.attach_as(vm, &request, Some(domain.clone()), None)
             .map_err(Refusal::Failed)
     }
 }

@@ -12,7 +12,8 @@ use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
 use super::DaemonError;
-use super::guest::{Monitor, QemuGuest};
+use super::guest::{Monitor, MonitorGuard, QemuGuest};
+use super::run_state::{RunState, SILENT};
 use super::turns::Turns;
 use crate::api::{AttachRequest, BootSnapshot, SegmentState, SwapPlace, VmInfo, VmSegment, VmSwap};
 use crate::fold::{Command, Guest, GuestError, VmId};
@@ -20,13 +21,24 @@ use crate::ledger::VmAccount;
 use crate::snapshot::Renewal;
 use crate::snapshot::identity::Plan;
 use crate::store::StoreIdentity;
+use crate::vm::process::is_stopped;
 use crate::vm::{
-    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, Qmp, RamLayout,
-    SegmentSpec, StopKind, Vm, VmConditions,
+    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, QmpError,
+    RamLayout, SegmentSpec, Stopped, Vm, VmConditions,
 };
 
 /// Time between two looks at a VM's conditions and layout.
 const WATCH_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Time between two looks whether it runs.
+const STATE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// How long a guest's agent may take to have its guest shut down.
+const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How a guest shuts down by itself.
+const POWER_OFF: &str =
+    "if command -v systemctl > /dev/null; then systemctl poweroff; else poweroff; fi";
 
 /// Longest time until a library that fails again and again is connected to again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
@@ -82,10 +94,14 @@ pub(super) struct Machine {
     origin: Origin,
     monitor: Arc<Monitor>,
     seen: Mutex<Seen>,
+    /// Whether it runs, and why not.
+    state: Mutex<RunState>,
     /// Why the library can't fold, whatever the conditions.
     library_problem: Option<String>,
     library_watch: Mutex<LibraryWatch>,
     saving: Mutex<()>,
+    /// A snapshot is being made, for which it stands still.
+    being_saved: AtomicBool,
     /// Held while what its swap disk uses is changed.
     swapping: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
@@ -129,6 +145,7 @@ impl Machine {
         let (major, minor, micro) = qmp.version();
         let layout = vm.layout(&mut qmp)?;
         let conditions = vm.conditions(&mut qmp)?;
+        let state = RunState::ask(&name, &mut qmp)?;
         let monitor = Arc::new(Monitor::new(qmp));
         let library_lost = Arc::new(AtomicBool::new(false));
         let (guest, library_problem) = match vm.library_link() {
@@ -149,6 +166,7 @@ impl Machine {
             origin,
             monitor,
             seen: Mutex::new(Seen { layout, conditions }),
+            state: Mutex::default(),
             library_problem,
             library_watch: Mutex::new(LibraryWatch {
                 lost: library_lost,
@@ -156,6 +174,7 @@ impl Machine {
                 pause: WATCH_INTERVAL,
             }),
             saving: Mutex::default(),
+            being_saved: AtomicBool::new(false),
             swapping: Mutex::default(),
             renewal: Mutex::default(),
             swap_generation: Mutex::default(),
@@ -171,6 +190,7 @@ impl Machine {
             Some(guest) => Box::new(guest),
             None => Box::new(Unfolded(machine.pid())),
         };
+        machine.note_state(&state);
         let layout = machine.layout();
         let advice = machine.advice(&layout);
         machine.tell(Command::Add {
@@ -309,18 +329,12 @@ impl Machine {
         let (layout, conditions) = match looked {
             Ok(looked) => looked,
             Err(error) => {
-                warn!(
+                // What keeps QEMU from answering is told once, with its state.
+                debug!(
                     vm = self.name,
                     error = &error as &dyn std::error::Error,
-                    "QEMU doesn't tell this VM's state"
+                    "QEMU does not tell this VM's layout"
                 );
-                if let Err(error) = self.monitor.lock().reconnect() {
-                    warn!(
-                        vm = self.name,
-                        error = &error as &dyn std::error::Error,
-                        "QEMU's monitor is gone"
-                    );
-                }
                 return;
             }
         };
@@ -376,11 +390,23 @@ impl Machine {
 
     /// Looks at the VM now and then until its process ends.
     pub fn watch(&self) {
+        let (mut looked, mut seen) = (Instant::now(), self.state());
         loop {
-            match self.vm.process().wait_exit(WATCH_INTERVAL) {
+            match self.vm.process().wait_exit(STATE_INTERVAL) {
                 Ok(false) => {
-                    self.look_again();
-                    self.reach_library_again();
+                    // What lasts no longer than a look is a pause of our own, for folding.
+                    let now = self.look_at_state(Duration::ZERO);
+                    if now == seen {
+                        self.note_state(&now);
+                    }
+                    seen = now;
+                    if looked.elapsed() >= WATCH_INTERVAL {
+                        looked = Instant::now();
+                        if seen.name != SILENT {
+                            self.look_again();
+                        }
+                        self.reach_library_again();
+                    }
                 }
                 Ok(true) => return,
                 Err(error) => {
@@ -389,6 +415,89 @@ impl Machine {
                 }
             }
         }
+    }
+
+    /// Whether it runs, as seen last.
+    pub fn state(&self) -> RunState {
+        self.state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Whether it runs now. What isn't known, because somebody else uses the monitor for longer than `patience` or a snapshot is being
+    /// made, is as it was.
+    fn look_at_state(&self, patience: Duration) -> RunState {
+        let pid = self.pid().as_raw_nonzero().get();
+        if is_stopped(pid.unsigned_abs()) {
+            return RunState::stopped(pid);
+        }
+        if self.being_saved.load(Ordering::Relaxed) {
+            return self.state();
+        }
+        let mut qmp = self.monitor.lock_within(patience);
+        let before = self.state();
+        match RunState::ask(&self.name, &mut qmp) {
+            Ok(now) if now.name == before.name => before,
+            Ok(now) => now,
+            Err(QmpError::Busy { .. }) => before,
+            // It hangs still, whatever the words are.
+            Err(_) if before.name == SILENT && qmp.is_silent() => before,
+            Err(error) => RunState::silent(&self.name, &error),
+        }
+    }
+
+    /// Notes whether it runs; a change is told.
+    fn note_state(&self, now: &RunState) {
+        let before = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *state, now.clone())
+        };
+        if before == *now {
+            return;
+        }
+        if now.is_running() {
+            info!(vm = self.name, was = before.name, "runs again");
+        } else if now.name == "prelaunch" {
+            info!(vm = self.name, "VM waits for 'cont' (-S)");
+        } else {
+            warn!(
+                vm = self.name,
+                state = now.name,
+                cause = now.cause.as_deref().unwrap_or("unknown"),
+                fix = now.fix.as_deref().unwrap_or("none known"),
+                "VM stands still"
+            );
+        }
+    }
+
+    /// Why a command in its guest has no answer, if that is because the VM stands still. One that never ran is as one that boots.
+    pub fn stands_still(&self) -> Option<RunState> {
+        let stands = |state: &RunState| !state.is_running() && state.name != "prelaunch";
+        // Longer than for a moment.
+        for look in 0..3 {
+            if look > 0 {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            let now = self.look_at_state(Duration::from_secs(1));
+            if !stands(&now) {
+                return None;
+            }
+            if look == 2 || now.name == SILENT {
+                return Some(now);
+            }
+        }
+        None
+    }
+
+    /// Lets it go on that stands still, whatever the reason was.
+    pub fn resume(&self) -> Result<RunState, DaemonError> {
+        let mut qmp = self.monitor();
+        qmp.query("cont")?;
+        let now = RunState::ask(&self.name, &mut qmp)?;
+        drop(qmp);
+        self.note_state(&now);
+        Ok(now)
     }
 
     /// Connects to the library anew if it did not answer the engine: QEMU may have stood still (a stopped process, a host that
@@ -433,11 +542,13 @@ impl Machine {
 
     /// Removes what the VM's end left over.
     pub fn clean_up(&self) {
-        // The link's thread ends with it.
-        self.agent
+        // The link's thread ends with it: nobody waits for that with the lock.
+        let link = self
+            .agent
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
+        drop(link);
         if let Some(directory) = self.vm.directory() {
             if let Err(error) = Vm::clear_if_stale(directory) {
                 warn!(vm = self.name, %error, "its files could not be removed");
@@ -450,7 +561,7 @@ impl Machine {
     }
 
     /// QEMU's monitor, for as long as the guard lives.
-    pub fn monitor(&self) -> MutexGuard<'_, Qmp> {
+    pub fn monitor(&self) -> MonitorGuard<'_> {
         self.monitor.lock()
     }
 
@@ -497,7 +608,7 @@ impl Machine {
 
     pub fn info(&self) -> VmInfo {
         let agent = self.agent().and_then(|link| link.session());
-        let fold_problems = self.fold_problems();
+        let (fold_problems, state) = (self.fold_problems(), self.state());
         let seen = self.seen();
         VmInfo {
             name: self.name.clone(),
@@ -544,6 +655,9 @@ impl Machine {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .clone(),
+            state: state.name,
+            state_cause: state.cause,
+            state_fix: state.fix,
         }
     }
 
@@ -604,14 +718,34 @@ impl Machine {
             .collect()
     }
 
-    pub fn stop(&self, timeout: Duration) -> Result<StopKind, DaemonError> {
+    pub fn stop(&self, timeout: Duration) -> Result<Stopped, DaemonError> {
         if let Some(domain) = self.libvirt() {
             return Err(DaemonError::BadRequest(format!(
                 "VM '{}' was not started by memfold: it is libvirt's domain '{domain}'; end it with virsh shutdown, or destroy",
                 self.name
             )));
         }
-        Ok(self.vm.stop(timeout)?)
+        // By the monitor that the daemon has: others may sit on theirs.
+        let monitor = |command: &str| self.monitor().query(command);
+        Ok(self
+            .vm
+            .end(timeout, &|| self.ask_to_shut_down(), Some(&monitor))?)
+    }
+
+    /// Has the agent shut the guest down; whether it took the order. Without an agent, as while the guest boots, nobody does.
+    fn ask_to_shut_down(&self) -> bool {
+        let Some(agent) = self.agent().filter(|agent| agent.session().is_some()) else {
+            return false;
+        };
+        match agent.run(POWER_OFF, POWER_OFF_TIMEOUT) {
+            Ok(done) => done.code == 0,
+            // It went before it could say so.
+            Err(AgentError::Lost) => true,
+            Err(error) => {
+                debug!(vm = self.name, %error, "the agent does not shut the guest down");
+                false
+            }
+        }
     }
 
     /// A handle of its own, so that a long command doesn't keep others out.
@@ -682,6 +816,12 @@ impl Machine {
         }
     }
 
+    /// Notes that it stands still for its snapshot, as long as this is kept.
+    pub fn note_saving(&self) -> impl Drop + '_ {
+        self.being_saved.store(true, Ordering::Relaxed);
+        BeingSaved(&self.being_saved)
+    }
+
     /// Pages of its RAM.
     pub fn ram_pages(&self) -> u64 {
         self.seen().layout.pages()
@@ -693,6 +833,14 @@ impl Machine {
 
     pub fn wait_agent(&self, timeout: Duration) -> Result<(), AgentError> {
         self.agent_or_error()?.wait_session(timeout).map(drop)
+    }
+}
+
+struct BeingSaved<'a>(&'a AtomicBool);
+
+impl Drop for BeingSaved<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
     }
 }
 

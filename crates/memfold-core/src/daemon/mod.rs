@@ -8,6 +8,7 @@
 //! The daemon holds nothing that a new one couldn't find: VMs are in the state directory, mappings and the page store in the
 //! kernel. It may be killed at any instant.
 
+mod arriving;
 mod auto_borrow;
 mod booted;
 mod borrow_again;
@@ -29,6 +30,7 @@ mod libvirt;
 mod machine;
 mod reboot;
 mod relays;
+mod run_state;
 mod sampling;
 mod segments;
 mod settling;
@@ -47,14 +49,16 @@ mod watching;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
+use std::time::{Duration, Instant};
 
 use memfold_units::{ByteSize, PageCount};
 use rustix::fs::FlockOperation;
 use tracing::{debug, info, warn};
 
+use arriving::{Arriving, Entry, Way};
 pub use auto_borrow::BorrowWhen;
 use brake::DebtWatch;
 pub use error::DaemonError;
@@ -63,6 +67,7 @@ pub use figures::{Figures, LEAST_AGE, OnShelf};
 use ksm::SteeredKsm;
 use lending::Lending;
 use machine::{Machine, Origin, Role};
+use run_state::RunState;
 pub use sampling::Live;
 use sampling::Sampling;
 use uses::Uses;
@@ -80,7 +85,10 @@ use crate::segment;
 use crate::snapshot::{Shelf, save};
 use crate::store::StoreIdentity;
 use crate::vm::kernel_copy::KernelCopies;
-use crate::vm::{AgentOptions, CommandResult, MachineError, Vm, VmDirectory, VmSpec};
+use crate::vm::{
+    AgentOptions, Cancel, CommandResult, MachineError, SegmentSpec, Stopped, Vm, VmDirectory,
+    VmSpec,
+};
 
 /// Commands that wait for the engine; a guest that talks faster than the engine works waits.
 const MAILBOX: usize = 1024;
@@ -130,8 +138,12 @@ pub struct Daemon {
     removing: RwLock<()>,
     vms: Mutex<BTreeMap<String, Arc<Machine>>>,
     next: Mutex<VmId>,
-    /// Whether VMs may no longer be started. Read-locked while one is.
-    closed: RwLock<bool>,
+    /// Whether VMs may no longer be started.
+    closed: AtomicBool,
+    /// Write-locked while KSM begins to be steered; read-locked while it is decided whether a new VM's memory may merge.
+    starts: RwLock<()>,
+    /// VMs that are being started or taken over.
+    arriving: Arriving,
     /// Held while a VM is restored that nothing sets apart from others of its snapshot.
     twins: Mutex<()>,
     /// Held while KSM stands still for a live save, and while steering it begins or ends.
@@ -182,7 +194,9 @@ impl Daemon {
             removing: RwLock::default(),
             vms: Mutex::default(),
             next: Mutex::new(1),
-            closed: RwLock::new(false),
+            closed: AtomicBool::new(false),
+            starts: RwLock::default(),
+            arriving: Arriving::default(),
             twins: Mutex::default(),
             merging: Mutex::default(),
             ksm: Mutex::default(),
@@ -198,49 +212,27 @@ impl Daemon {
         if options.paused {
             daemon.tell(Command::SetPaused(true))?;
         }
-        for vm in Vm::discover(state).map_err(files)? {
-            let (name, domain) = (vm.name().to_owned(), vm.domain().map(str::to_owned));
-            if vm.is_half_restored() {
-                warn!(vm = name, "was being restored when the daemon died; ended");
-                if let Err(error) = vm.stop(Duration::ZERO) {
-                    warn!(
-                        vm = name,
-                        error = &error as &dyn std::error::Error,
-                        "cannot be ended"
-                    );
-                }
-                continue;
-            }
-            info!(vm = name, pid = vm.pid().as_raw_nonzero(), "taken over");
-            match daemon.take_on(vm, &name, domain, Origin::Started) {
-                Ok(machine) => {
-                    daemon.find_boot_snapshot(&machine);
-                    daemon.resume_borrowing(&machine);
-                    segments::recall_segments(&machine);
-                    let_go_of_disks(machine);
-                }
-                Err(error) => warn!(
-                    vm = name,
-                    error = &error as &dyn std::error::Error,
-                    "could not be taken over"
-                ),
-            }
-        }
-        daemon.tidy_segments();
-        daemon.resume_volumes();
-        daemon.lend_again();
+        daemon.begin_adoption().map_err(files)?;
+        daemon.begin_settling().map_err(files)?;
         daemon.begin_sampling()?;
-        for request in daemon.read_attached() {
-            if let Err(error) = daemon.attach(&request) {
-                info!(
-                    vm = request.name,
-                    error = &error as &dyn std::error::Error,
-                    "no longer attached"
-                );
-            }
-        }
         daemon.begin_watching(options).map_err(files)?;
         Ok(daemon)
+    }
+
+    /// Takes up what the daemon before has left, once the VMs are known that are there: programs and other hosts may keep it waiting.
+    fn begin_settling(self: &Arc<Self>) -> std::io::Result<()> {
+        let (daemon, unsettled) = (self.clone(), self.unsettled());
+        let work = move || {
+            daemon.resume_volumes();
+            daemon.lend_again();
+            drop(unsettled);
+            daemon.wait_for_adoption();
+            daemon.tidy_segments();
+        };
+        std::thread::Builder::new()
+            .name("settle".into())
+            .spawn(work)
+            .map(drop)
     }
 
     /// Begins what goes on by itself until the daemon ends.
@@ -274,13 +266,6 @@ impl Daemon {
         self.commands
             .send(command)
             .map_err(|_| DaemonError::Internal("the fold engine has ended"))
-    }
-
-    fn machine(&self, name: &str) -> Result<Arc<Machine>, DaemonError> {
-        self.lock()
-            .get(name)
-            .cloned()
-            .ok_or_else(|| DaemonError::NoSuchVm(name.to_owned()))
     }
 
     /// Puts a running VM into the tables and begins to watch and fold it.
@@ -368,7 +353,16 @@ impl Daemon {
             let swap = |(vm, guard): (&String, &Arc<Guard>)| (vm.clone(), guard.swap());
             guards.iter().map(swap).collect()
         };
-        let mut vms: Vec<VmInfo> = self.lock().values().map(|m| m.info()).collect();
+        let arriving = self.arriving.all();
+        let machines: Vec<Arc<Machine>> = self.lock().values().cloned().collect();
+        let mut vms: Vec<VmInfo> = machines.iter().map(|m| m.info()).collect();
+        // One that has arrived meanwhile is listed once.
+        for arrival in arriving {
+            if vms.iter().all(|vm| vm.name != arrival.name()) {
+                vms.push(arrival.info(&self.options.state));
+            }
+        }
+        vms.sort_by(|a, b| a.name.cmp(&b.name));
         for vm in &mut vms {
             if let Some(swap) = lent.get(&vm.name) {
                 vm.swap = Some(swap.clone());
@@ -392,8 +386,8 @@ impl Daemon {
         }
         let boots = spec.boot_snapshot;
         let name = spec.name.clone();
-        let info = self.launch(spec, |state, spec| {
-            let vm = crate::vm::start(state, spec)?;
+        let info = self.launch(spec, |state, spec, cancel| {
+            let vm = crate::vm::start_unless(cancel, state, spec, None)?;
             self.share_kernel(&vm);
             Ok(vm)
         })?;
@@ -424,20 +418,27 @@ impl Daemon {
     pub fn launch(
         self: &Arc<Self>,
         mut spec: VmSpec,
-        how: impl FnOnce(&Path, VmSpec) -> Result<Vm, DaemonError>,
+        how: impl FnOnce(&Path, VmSpec, &Cancel) -> Result<Vm, DaemonError>,
     ) -> Result<VmInfo, DaemonError> {
-        if self.lock().contains_key(&spec.name) {
-            return Err(DaemonError::NameTaken(spec.name));
-        }
-        let closed = self.closed.read().unwrap_or_else(PoisonError::into_inner);
-        if *closed {
+        if self.closed.load(Ordering::SeqCst) {
             return Err(DaemonError::Internal("the daemon is ending"));
         }
+        let gate = self.starts.read().unwrap_or_else(PoisonError::into_inner);
+        let entry = self.arrive(&spec, Way::Starting)?;
         let (name, domain) = (spec.name.clone(), spec.domain.clone());
-        let _kept = self.removing.read().unwrap_or_else(PoisonError::into_inner);
-        self.find_segments(&mut spec)?;
+        let uses = {
+            let _kept = self.removing.read().unwrap_or_else(PoisonError::into_inner);
+            self.find_segments(&mut spec)?;
+            let used =
+                |segment: &SegmentSpec| self.uses.begin(&segments::being_saved(&segment.name));
+            spec.segments
+                .iter()
+                .map(used)
+                .collect::<Result<Vec<_>, _>>()?
+        };
         self.keep_from_merging(&mut spec);
-        let vm = how(&self.options.state, spec)?;
+        drop(gate);
+        let vm = how(&self.options.state, spec, &entry.arrival.cancel)?;
         let came = vm.came_in().map_err(|source| DaemonError::State {
             path: self.options.state.clone(),
             source,
@@ -467,13 +468,14 @@ impl Daemon {
                 );
             }
         }
+        drop((entry, uses));
         Ok(machine?.info())
     }
 
     /// Takes on a QEMU that is running already.
     pub fn attach(self: &Arc<Self>, request: &AttachRequest) -> Result<VmInfo, DaemonError> {
         self.check_free(request)?;
-        self.attach_as(Vm::attach(&request.qmp)?, request, None)
+        self.attach_as(Vm::attach(&request.qmp)?, request, None, None)
     }
 
     fn check_free(&self, request: &AttachRequest) -> Result<(), DaemonError> {
@@ -484,7 +486,9 @@ impl Daemon {
                     .map_err(|e| DaemonError::BadRequest(e.to_string()))?;
             }
         }
-        if self.lock().contains_key(name) {
+        // Not both locked at once.
+        let is_arriving = self.arriving.get(name).is_some();
+        if is_arriving || self.lock().contains_key(name) {
             return Err(DaemonError::NameTaken(name.clone()));
         }
         Ok(())
@@ -496,8 +500,11 @@ impl Daemon {
         vm: Vm,
         request: &AttachRequest,
         libvirt: Option<String>,
+        entry: Option<&Entry>,
     ) -> Result<VmInfo, DaemonError> {
-        self.check_free(request)?;
+        if entry.is_none() {
+            self.check_free(request)?;
+        }
         let name = &request.name;
         if let Some(known) = self.lock().values().find(|m| m.pid() == vm.pid()) {
             return Err(DaemonError::BadRequest(format!(
@@ -517,15 +524,33 @@ impl Daemon {
         Ok(machine.info())
     }
 
-    /// Shuts a VM down.
-    pub fn stop_vm(&self, name: &str, timeout: Duration) -> Result<(), DaemonError> {
-        self.machine(name)?.stop(timeout)?;
+    /// Shuts a VM down, or ends one that is still being started.
+    pub fn stop_vm(&self, name: &str, timeout: Duration) -> Result<Stopped, DaemonError> {
+        if let Some(stopped) = self.stop_arriving(name, timeout)? {
+            return Ok(stopped);
+        }
+        let stopped = self.machine(name)?.stop(timeout)?;
         // Its watch thread sees the end and forgets it; who asked wants to see it gone.
-        let end = std::time::Instant::now() + Duration::from_secs(10);
-        while self.lock().contains_key(name) && std::time::Instant::now() < end {
+        let end = Instant::now() + Duration::from_secs(10);
+        while self.lock().contains_key(name) && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(20));
         }
-        Ok(())
+        Ok(stopped)
+    }
+
+    /// Lets a VM go on that stands still.
+    pub fn resume_vm(&self, name: &str) -> Result<VmInfo, DaemonError> {
+        let machine = self.machine(name)?;
+        if let Some(domain) = machine.libvirt() {
+            return Err(DaemonError::BadRequest(format!(
+                "VM '{name}' is libvirt's domain '{domain}'; let it go on with virsh resume"
+            )));
+        }
+        let now = machine.resume()?;
+        if !now.is_running() {
+            return Err(still(name, &now, "it does not go on"));
+        }
+        Ok(machine.info())
     }
 
     /// Runs a command in a guest.
@@ -535,7 +560,16 @@ impl Daemon {
         script: &str,
         timeout: Duration,
     ) -> Result<CommandResult, DaemonError> {
-        Ok(self.machine(name)?.run(script, timeout)?)
+        let machine = self.machine(name)?;
+        if let Some(state) = machine.stands_still() {
+            return Err(still(name, &state, "no command was run"));
+        }
+        machine
+            .run(script, timeout)
+            .map_err(|error| match machine.stands_still() {
+                Some(state) => still(name, &state, &error.to_string()),
+                None => error.into(),
+            })
     }
 
     /// Waits until a guest's agent has connected.
@@ -630,7 +664,8 @@ impl Daemon {
 
     /// Starts no more VMs, and waits for those that are being started: from then on the list is whole.
     pub fn close(&self) {
-        *self.closed.write().unwrap_or_else(PoisonError::into_inner) = true;
+        self.closed.store(true, Ordering::SeqCst);
+        self.wait_for_starts();
     }
 
     /// Ends the engine and steering KSM. VMs go on.
@@ -660,8 +695,40 @@ impl Daemon {
             .values()
             .filter_map(|m| m.attach_request())
             .collect();
+        // Those that could not be reached yet, too.
+        let arriving = self.arriving.all();
+        let missing = arriving
+            .iter()
+            .filter_map(|arrival| arrival.attach_request());
+        let mut list: Vec<AttachRequest> = list;
+        for request in missing {
+            if list.iter().all(|known| known.name != request.name) {
+                list.push(request.clone());
+            }
+        }
         if let Err(error) = write_json(&self.attached_file(), &list) {
             warn!(%error, "attached VMs won't be known to the next daemon");
+        }
+    }
+}
+
+/// What is not done because a VM stands still.
+fn still(vm: &str, state: &RunState, what: &str) -> DaemonError {
+    DaemonError::StandsStill {
+        why: format!("VM '{vm}' stands still ({}): {what}", state.words()),
+        fix: state.fix.clone().unwrap_or_default(),
+    }
+}
+
+/// Takes a lock within a time.
+fn lock_within<T>(lock: &Mutex<T>, limit: Duration) -> Option<MutexGuard<'_, T>> {
+    let end = Instant::now() + limit;
+    loop {
+        match lock.try_lock() {
+            Ok(guard) => return Some(guard),
+            Err(TryLockError::Poisoned(guard)) => return Some(guard.into_inner()),
+            Err(TryLockError::WouldBlock) if Instant::now() >= end => return None,
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(20)),
         }
     }
 }

@@ -188,7 +188,7 @@ impl Daemon {
         let machines: Vec<Arc<Machine>> = self.lock().values().cloned().collect();
         let mut users = BTreeSet::new();
         if self.uses.now(&being_saved(&reference)).is_some() {
-            users.insert("a snapshot that is being made".to_owned());
+            users.insert("a snapshot or a VM that is being made".to_owned());
         }
         for pid in pids.into_iter().flatten() {
             let vm = machines.iter().find(|machine| machine.pid() == pid);
@@ -202,6 +202,14 @@ impl Daemon {
         for machine in machines {
             if named(&machine.vm().segments()) {
                 users.insert(format!("VM {}", machine.name()));
+            }
+        }
+        for arrival in self.arriving.all() {
+            let place = VmDirectory::of(&self.options.state, arrival.name());
+            if VmDirectory::read_json::<Vec<SegmentSpec>>(&place.segments())
+                .is_ok_and(|now| named(&now))
+            {
+                users.insert(format!("VM {}", arrival.name()));
             }
         }
         let names = self.shelf.names().map_err(|source| SegmentError::Files {
@@ -225,6 +233,10 @@ impl Daemon {
     /// The VM that writes a segment's next generation. One that has ended, or taken the segment off, doesn't any more.
     fn writer(&self, name: &str) -> Option<String> {
         let vm = self.segments.writer(name)?;
+        // What it has is seen when it is there.
+        if self.arriving.get(&vm).is_some() {
+            return Some(vm);
+        }
         let machine = self.machine(&vm).ok();
         let has_it = |machine: &Arc<Machine>| {
             let segments = machine.vm().segments();
@@ -325,6 +337,10 @@ impl Daemon {
             .collect::<BTreeSet<_>>()
         {
             self.drop_old_segments(name);
+        }
+        // A VM that is being started would lose what it has looked up before it is mapped; its own end comes, too.
+        if !self.arriving.is_empty() {
+            return;
         }
         // Who looks one up now would lose it before it is mapped.
         let _alone = self
@@ -437,7 +453,7 @@ impl Daemon {
                 .unwrap_or_else(PoisonError::into_inner)
         };
         // A writer's check holds until it is noted.
-        let kept = if request.writer {
+        let mut kept = if request.writer {
             (None, Some(exclusive()))
         } else {
             (Some(shared()), None)
@@ -467,6 +483,8 @@ impl Daemon {
             // Noted first: a device that nobody knows of would take its slot for ever. What is noted and not there is put right later.
             now.push(segment.clone());
             note(directory, &now)?;
+            // A user of the segment from now on: nobody waits for QEMU with the lock.
+            kept = (None, None);
             let plugged = match &file {
                 Ok(file) => plug(&mut machine.monitor(), slot, &segment, file.as_fd())
                     .map_err(DaemonError::from),

@@ -15,7 +15,7 @@ use super::cut_off::{self, Noted};
 use super::ksm::Still;
 use super::machine::Machine;
 use super::segments::{being_saved, recall_segments};
-use super::{Daemon, DaemonError};
+use super::{Daemon, DaemonError, lock_within};
 use crate::api::{RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use crate::fold::{Command, VmId};
 use crate::ksm::KsmError;
@@ -51,6 +51,9 @@ const TRACE: &str = "saved=/run/memfold-events
 /// How long it may take to say what it has.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long another restore of a guest that cannot be set apart may take.
+const TWIN_PATIENCE: Duration = Duration::from_secs(60);
+
 /// How long it may take to list what is free.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -77,6 +80,7 @@ impl Daemon {
             )
             .into());
         };
+        let _noted = machine.note_saving();
         // Fails early, and for a name that is taken before the guest drops anything.
         if self.shelf.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
@@ -421,8 +425,18 @@ impl Daemon {
             None => OwnDisks::default(),
         };
         // One at a time, so that none misses the other.
-        let _alone = (!manifest.tells_twins_apart())
-            .then(|| self.twins.lock().unwrap_or_else(PoisonError::into_inner));
+        let _alone = if manifest.tells_twins_apart() {
+            None
+        } else {
+            Some(lock_within(&self.twins, TWIN_PATIENCE).ok_or_else(|| {
+                DaemonError::Busy {
+                    why:
+                        "another VM is being restored whose guest cannot be set apart from this one"
+                            .into(),
+                    fix: "wait until that is done, or stop that VM if its QEMU hangs".into(),
+                }
+            })?)
+        };
         if !manifest.tells_twins_apart() && !request.force {
             if let Some(other) = self.twin(&manifest)? {
                 let name = snapshot.to_owned();
@@ -436,8 +450,8 @@ impl Daemon {
             machine: manifest.machine.clone(),
             accel: manifest.accel.clone(),
         };
-        let launched = self.launch(spec, |state, spec| {
-            let vm = crate::vm::start_incoming(state, spec, &incoming)?;
+        let launched = self.launch(spec, |state, spec, cancel| {
+            let vm = crate::vm::start_unless(cancel, state, spec, Some(&incoming))?;
             self.share_kernel(&vm);
             let noted = vm.directory().map_or(Ok(()), |place| plan.write(place));
             let filled = noted

@@ -522,11 +522,7 @@ impl Vm {
                 .flatten()
                 .map(|socket| Qmp::connect(socket, STOP_TIMEOUT));
             *own = match tried.next() {
-                Some(Err(first)) => tried
-                    .next()
-                    .and_then(Result::ok)
-                    .map_or(Err(first), Ok)
-                    .map(Some)?,
+                Some(Err(first)) => tried.next().and_then(Result::ok).ok_or(first).map(Some)?,
                 Some(Ok(qmp)) => Some(qmp),
                 None => Some(self.qmp()?),
             };

@@ -1,4 +1,4 @@
-//! `memfold vm`: run, list, stop, attach, exec.
+//! `memfold vm`: run, list, stop, resume, attach, exec.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,7 +11,7 @@ use memfold_units::ByteSize;
 
 use super::Context;
 use memfold_core::api::{
-    AttachRequest, Client, ExecRequest, ExecResult, RebootRequest, StopRequest, VmInfo,
+    AttachRequest, Client, ExecRequest, ExecResult, RebootRequest, StopReport, StopRequest, VmInfo,
 };
 use memfold_core::vm::{DiskSpec, MergeChoice, SegmentSpec, VmSpec};
 
@@ -21,7 +21,7 @@ pub(super) enum Arguments {
     Run(Box<RunArguments>),
     /// List VMs, and what keeps each from being folded
     List,
-    /// Shut a VM down; switch it off if it takes too long
+    /// Shut a VM down; switch it off if it takes too long (exit code 4 then)
     Stop {
         /// Names of VMs
         #[arg(required_unless_present = "all")]
@@ -29,9 +29,14 @@ pub(super) enum Arguments {
         /// Every VM that memfold has started, all at once; those that were attached go on
         #[arg(long, conflicts_with = "names")]
         all: bool,
-        /// Seconds that the guest has to shut down by itself
+        /// Seconds that the guest has to shut down by itself; 0: it is switched off without being asked
         #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
         timeout: f64,
+    },
+    /// Let a VM go on that stands still: it was paused, or there was no room for what it wrote to a disk
+    Resume {
+        /// Name of the VM
+        name: String,
     },
     /// Reboot a VM: its guest does it, or the VM goes back to what it was right after its boot
     Reboot {
@@ -211,19 +216,29 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             all,
             timeout,
         } => {
-            let names = if all {
+            let reports = if all {
                 stop_all(&client, timeout)?
             } else {
-                for name in &names {
-                    stop(&client, name, timeout)?;
-                }
-                names
+                let stopped = names.iter().map(|name| stop(&client, name, timeout));
+                stopped.collect::<Result<_, _>>()?
             };
-            let stopped = serde_json::json!({ "stopped": names });
-            context.print(&stopped, |_| match names.len() {
+            let names: Vec<&str> = reports.iter().map(|report| report.name.as_str()).collect();
+            let stopped = serde_json::json!({ "stopped": names, "vms": reports });
+            context.print(&stopped, |_| match reports.len() {
                 0 => "no VM that memfold has started runs".to_owned(),
-                _ => format!("stopped {}", names.join(", ")),
+                _ => reports
+                    .iter()
+                    .map(how_it_stopped)
+                    .collect::<Vec<_>>()
+                    .join("\n"),
             })?;
+            if reports.iter().any(|report| report.overdue) {
+                return Ok(ExitCode::from(SWITCHED_OFF));
+            }
+        }
+        Arguments::Resume { name } => {
+            let info: VmInfo = client.post(&format!("/v1/vms/{}/resume", segment(&name)?), &())?;
+            context.print(&info, |vm| format!("{} is {}", vm.name, vm.state))?;
         }
         Arguments::Reboot {
             name,
@@ -276,31 +291,46 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-fn stop(client: &Client, name: &str, timeout_s: f64) -> anyhow::Result<()> {
+/// Exit code of 'vm stop' when a guest was to shut down and did not.
+const SWITCHED_OFF: u8 = 4;
+
+fn stop(client: &Client, name: &str, timeout_s: f64) -> anyhow::Result<StopReport> {
     let path = format!("/v1/vms/{}/stop", segment(name)?);
     client
-        .post::<_, ()>(&path, &StopRequest { timeout_s })
+        .post(&path, &StopRequest { timeout_s })
         .with_context(|| format!("cannot stop '{name}'"))
 }
 
+fn how_it_stopped(report: &StopReport) -> String {
+    let name = &report.name;
+    match &report.why {
+        Some(why) => format!("{name}: switched off after {:.0} s: {why}", report.took_s),
+        None => format!("stopped {name}"),
+    }
+}
+
 /// All at once: a host that shuts down waits for the slowest, not for their sum. Those that were stopped, if none failed.
-fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<String>> {
+fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> {
     let vms: Vec<VmInfo> = client.get("/v1/vms")?;
     let own = vms.into_iter().filter(|vm| vm.origin == "started");
     let names: Vec<String> = own.map(|vm| vm.name).collect();
-    let problems: Vec<anyhow::Error> = std::thread::scope(|scope| {
+    let ends: Vec<anyhow::Result<StopReport>> = std::thread::scope(|scope| {
         let stops: Vec<_> = names
             .iter()
             .map(|name| scope.spawn(move || stop(client, name, timeout_s)))
             .collect();
-        let ends = stops.into_iter().map(std::thread::ScopedJoinHandle::join);
         // One that panics has said so.
-        ends.filter_map(|end| end.ok()?.err()).collect()
+        stops
+            .into_iter()
+            .filter_map(|stop| stop.join().ok())
+            .collect()
     });
+    let (stopped, problems): (Vec<_>, Vec<_>) = ends.into_iter().partition(Result::is_ok);
     if problems.is_empty() {
-        return Ok(names);
+        return Ok(stopped.into_iter().filter_map(Result::ok).collect());
     }
-    let words: Vec<String> = problems.iter().map(|why| format!("{why:#}")).collect();
+    let problems = problems.into_iter().filter_map(Result::err);
+    let words: Vec<String> = problems.map(|why| format!("{why:#}")).collect();
     bail!("{}", words.join("; "))
 }
 
@@ -360,15 +390,18 @@ fn table(vms: &[VmInfo]) -> String {
     let mut table = Table::new();
     table
         .load_preset(presets::NOTHING)
-        .set_header(["NAME", "DOMAIN", "PID", "RAM", "AGENT", "FOLDING"]);
+        .set_header(["NAME", "STATE", "DOMAIN", "PID", "RAM", "AGENT", "FOLDING"]);
     for vm in vms {
+        let is_there = !matches!(vm.state.as_str(), "starting" | "taking-over");
         let folding = match (vm.fold_problems.first(), vm.refold_problems.first()) {
             (Some(problem), _) => format!("no: {problem}"),
             (None, Some(_)) => "yes, again only at pauses (direct I/O)".into(),
+            (None, None) if !is_there => "-".into(),
             (None, None) => "yes".into(),
         };
         table.add_row([
             vm.name.clone(),
+            vm.state.clone(),
             vm.domain.clone().unwrap_or_else(|| "-".into()),
             vm.pid.to_string(),
             ByteSize(vm.ram_bytes).to_string(),
@@ -376,12 +409,21 @@ fn table(vms: &[VmInfo]) -> String {
             folding,
         ]);
     }
-    for column in [2, 3] {
+    for column in [3, 4] {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
-    table.trim_fmt()
+    let still = vms.iter().filter_map(|vm| {
+        let cause = vm.state_cause.as_deref()?;
+        let fix = vm
+            .state_fix
+            .as_ref()
+            .map_or_else(String::new, |fix| format!("; {fix}"));
+        Some(format!("\n{} is {}: {cause}{fix}", vm.name, vm.state))
+    });
+    let still: String = still.collect();
+    table.trim_fmt() + &still
 }
 
 #[cfg(test)]

@@ -67,11 +67,11 @@ impl Daemon {
         Self::start_with(&[])
     }
 
-    /// With more arguments for `serve`.
-    pub fn start_with(more: &[&str]) -> Self {
+    /// With a log of its own.
+    pub fn start_logging(log: Stdio, more: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let more: Vec<String> = more.iter().map(|&word| word.to_owned()).collect();
-        let child = spawn_in(directory.path(), &more);
+        let child = spawn_in(directory.path(), &more, log);
         let daemon = Self {
             child,
             directory,
@@ -79,6 +79,11 @@ impl Daemon {
         };
         daemon.wait_serving();
         daemon
+    }
+
+    /// With more arguments for `serve`.
+    pub fn start_with(more: &[&str]) -> Self {
+        Self::start_logging(log(), more)
     }
 
     pub fn wait_serving(&self) {
@@ -132,7 +137,7 @@ impl Daemon {
     }
 
     pub fn start_again(&mut self) {
-        self.child = spawn_in(self.directory.path(), &self.more);
+        self.child = spawn_in(self.directory.path(), &self.more, log());
         self.wait_serving();
     }
 
@@ -169,7 +174,7 @@ impl Daemon {
     }
 }
 
-fn spawn_in(directory: &Path, more: &[String]) -> Child {
+fn spawn_in(directory: &Path, more: &[String], log: Stdio) -> Child {
     program()
         .arg("--socket")
         .arg(directory.join("s"))
@@ -179,7 +184,7 @@ fn spawn_in(directory: &Path, more: &[String]) -> Child {
         .arg("--snapshots")
         .arg(directory.join("snapshots"))
         .args(more)
-        .stderr(log())
+        .stderr(log)
         .spawn()
         .unwrap()
 }

@@ -60,7 +60,11 @@ fn everything() -> Figures {
         took: Duration::from_millis(20),
         cpu: Duration::from_millis(10),
         report: FullReport { ledger, fold },
-        vms: Vec::<VmInfo>::new(),
+        vms: vec![VmInfo {
+            name: "web1".to_owned(),
+            state: "io-error".to_owned(),
+            ..VmInfo::default()
+        }],
         steers_ksm: true,
         snapshots: Some(OnShelf::default()),
         segments: Some(OnShelf::default()),

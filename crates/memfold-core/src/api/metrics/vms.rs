@@ -20,6 +20,17 @@ pub(super) static FAMILIES: &[Family] = &[
         |s, out| out.one(s.figures.vms.len() as f64),
     ),
     gauge(
+        "memfold_vm_state",
+        Numbers,
+        "1: what the VM does: running, or why not (QEMU's run state, starting, taking-over, silent)",
+        |s, out| {
+            for vm in &s.figures.vms {
+                out.with(&[("vm", &vm.name), ("state", &vm.state)], 1.0)?;
+            }
+            Ok(())
+        },
+    ),
+    gauge(
         "memfold_vm_ram",
         Bytes,
         "Guest RAM as QEMU made it: the sum of its places",
