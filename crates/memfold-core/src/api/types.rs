@@ -9,7 +9,7 @@ use super::lending::SwapPlace;
 use crate::fold::EngineStats;
 use crate::ledger;
 use crate::lend::Durability;
-use crate::snapshot::{Keep, Renew, Renewal};
+use crate::snapshot::{ClockStep, Keep, Renew, Renewal};
 
 /// `GET /v1/version`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
@@ -55,6 +55,10 @@ pub struct VmInfo {
     /// What it got anew when it was restored, if this daemon saw to that.
     #[serde(default)]
     pub renewal: Option<Renewal>,
+    /// What its wall clock showed when it went on after it had stood still, and what became of that. Unset: it has not stood still, or keeps
+    /// its clock.
+    #[serde(default)]
+    pub clock: Option<ClockStep>,
     /// Its swap disk, if memfold made one.
     #[serde(default)]
     pub swap: Option<VmSwap>,
@@ -381,6 +385,9 @@ pub struct SaveRequest {
     /// How long the guest may take to drop its caches, in seconds (120 if not given). What it has not dropped by then is saved.
     #[serde(default)]
     pub drop_s: Option<u32>,
+    /// Whether the guest's clock stays behind by what the VM stood still. Unset: it is set to the host's if that was long.
+    #[serde(default)]
+    pub keep_clock: bool,
 }
 
 impl SaveRequest {
@@ -393,11 +400,13 @@ impl SaveRequest {
             live: false,
             compress: false,
             drop_s: None,
+            keep_clock: false,
         }
     }
 }
 
 /// `POST /v1/snapshots/{name}/restore`
+#[allow(clippy::struct_excessive_bools)] // what was asked for
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct RestoreRequest {
     /// Name of the VM that is to run from it.
@@ -414,6 +423,9 @@ pub struct RestoreRequest {
     /// Have its memory at hand that a VM used first of all, instead of one page at a time as it asks for them.
     #[serde(default)]
     pub prefetch: bool,
+    /// Whether the guest's clock stays at the moment of the save. Unset: it is set to the host's when the agent answers.
+    #[serde(default)]
+    pub keep_clock: bool,
     /// A directory that gets the disks which the VM writes, as files of its own (`VM-diskN.qcow2`) that stay when it ends. Unset: its
     /// writes go to temporary overlays.
     #[serde(default)]
@@ -431,6 +443,7 @@ impl RestoreRequest {
             force: false,
             despite_brake: false,
             prefetch: false,
+            keep_clock: false,
             disks: None,
         }
     }

@@ -5,6 +5,7 @@
 use std::cell::RefCell;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
@@ -26,13 +27,17 @@ struct Note {
 /// The note of a save. At its end what the note says is undone, if it has to be.
 pub(super) struct Noted<'a> {
     state: &'a Path,
-    machine: &'a Machine,
+    machine: &'a Arc<Machine>,
     note: RefCell<Note>,
 }
 
 impl<'a> Noted<'a> {
     /// Notes a save, in the daemon's directory `state`.
-    pub(super) fn new(state: &'a Path, machine: &'a Machine, spec: &VmSpec) -> io::Result<Self> {
+    pub(super) fn new(
+        state: &'a Path,
+        machine: &'a Arc<Machine>,
+        spec: &VmSpec,
+    ) -> io::Result<Self> {
         let noted = Self {
             state,
             machine,
@@ -74,7 +79,7 @@ pub(super) fn is_cut_off(state: &Path, machine: &Machine) -> bool {
 }
 
 /// Undoes what a save had begun with a VM that memfold didn't start. Whoever calls this has the right to save it.
-pub(super) fn undo(state: &Path, machine: &Machine) -> Result<(), SnapshotError> {
+pub(super) fn undo(state: &Path, machine: &Arc<Machine>) -> Result<(), SnapshotError> {
     let path = note_of(state, machine);
     let Ok(text) = std::fs::read(&path) else {
         return Ok(());
@@ -96,11 +101,12 @@ pub(super) fn undo(state: &Path, machine: &Machine) -> Result<(), SnapshotError>
 }
 
 /// Lets a VM go on that stands still; whether it runs.
-fn go_on(machine: &Machine) -> bool {
+fn go_on(machine: &Arc<Machine>) -> bool {
     let mut qmp = machine.monitor();
     let went_on = qmp.query("query-status").and_then(|now| {
         if matches!(now["status"].as_str(), Some("paused" | "save-vm")) {
             qmp.query("cont")?;
+            machine.set_clock_soon();
             info!(vm = machine.name(), "goes on: its save was cut off");
         }
         Ok(())

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use memfold_wire::library::Advice;
@@ -19,6 +19,7 @@ use crate::api::{AttachRequest, BootSnapshot, SegmentState, SwapPlace, VmInfo, V
 use crate::fold::{Command, Guest, GuestError, VmId};
 use crate::ledger::VmAccount;
 use crate::snapshot::Renewal;
+use crate::snapshot::clock::ClockStep;
 use crate::snapshot::identity::Plan;
 use crate::store::StoreIdentity;
 use crate::vm::process::is_stopped;
@@ -105,6 +106,9 @@ pub(super) struct Machine {
     /// Held while what its swap disk uses is changed.
     swapping: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
+    /// What became of its clock when it went on; `clock_set` says that this has changed.
+    pub(super) clock: Mutex<Option<ClockStep>>,
+    pub(super) clock_set: Condvar,
     /// Least number for the next nodes of its swap disk.
     swap_generation: Mutex<u64>,
     /// Whether its swap disk came home because one of its copies was lost.
@@ -177,6 +181,8 @@ impl Machine {
             being_saved: AtomicBool::new(false),
             swapping: Mutex::default(),
             renewal: Mutex::default(),
+            clock: Mutex::default(),
+            clock_set: Condvar::new(),
             swap_generation: Mutex::default(),
             lost_a_copy: AtomicBool::new(false),
             boot_snapshot: Mutex::default(),
@@ -225,6 +231,9 @@ impl Machine {
             }
         };
         self.set_renewal(Renewal::pending());
+        if !plan.keeps_clock() {
+            self.set_clock_soon();
+        }
         let weak = Arc::downgrade(self);
         let work = move || {
             // Not kept alive by a guest that never answers.
@@ -634,6 +643,7 @@ impl Machine {
                 self.libvirt().map_or(NO_MONITOR, |_| NOT_STOPPED),
             ),
             segments: self.segments(),
+            clock: self.clock_step(),
             renewal: self
                 .renewal
                 .lock()

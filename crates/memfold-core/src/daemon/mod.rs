@@ -15,6 +15,7 @@ mod borrow_again;
 mod borrowing;
 mod brake;
 mod changes;
+mod clock;
 mod comparing;
 mod copy_out;
 mod cut_off;
@@ -564,6 +565,7 @@ impl Daemon {
         if let Some(state) = machine.stands_still() {
             return Err(still(name, &state, "no command was run"));
         }
+        machine.wait_clock();
         machine
             .run(script, timeout)
             .map_err(|error| match machine.stands_still() {

@@ -11,6 +11,7 @@ use memfold_wire::library::Range;
 use rustix::process::Pid;
 use tracing::{debug, info};
 
+use super::clock;
 use super::cut_off::{self, Noted};
 use super::ksm::Still;
 use super::machine::Machine;
@@ -105,7 +106,7 @@ impl Daemon {
         let kept = |segment: &SegmentSpec| self.uses.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
         let save = |kept| {
-            let of = (&*machine, &subject);
+            let of = (&machine, &subject);
             self.save_dropped(of, request, of_boot, began, kept, &progress)
         };
         if request.keep == Keep::All {
@@ -135,7 +136,7 @@ impl Daemon {
 
     fn save_dropped(
         &self,
-        (machine, subject): (&Machine, &Subject),
+        (machine, subject): (&Arc<Machine>, &Subject),
         request: &SaveRequest,
         of_boot: Option<String>,
         began: Instant,
@@ -167,7 +168,8 @@ impl Daemon {
             agent: agent.as_deref(),
             quiet: RefCell::default(),
             merging: RefCell::new(merging),
-            stopped: Cell::new(false),
+            stopped: Cell::new(None),
+            stood: Cell::new(Duration::ZERO),
             noted,
         };
         let free = held.free_pages();
@@ -203,7 +205,18 @@ impl Daemon {
             &saving,
             &held,
             progress,
-        )?;
+        );
+        // For a full disk it stands still for longer than the save has stopped it.
+        let may_be_full = matches!(
+            manifest,
+            Err(SnapshotError::Files { .. } | SnapshotError::Qemu(_))
+        );
+        let is_late = may_be_full || held.stood_still() >= clock::LONG;
+        drop(held);
+        if is_late && !request.keep_clock && agent.is_some_and(|a| a.session().is_some()) {
+            machine.set_clock_soon();
+        }
+        let manifest = manifest?;
         info!(
             vm = request.vm,
             snapshot = request.name,
@@ -443,7 +456,8 @@ impl Daemon {
                 return Err(SnapshotError::Twin { name, other }.into());
             }
         }
-        let plan = Plan::new(request.renew, &spec).map_err(|error| no_plan(&error))?;
+        let plan =
+            Plan::new(request.renew, request.keep_clock, &spec).map_err(|error| no_plan(&error))?;
         let ram = self.shelf.checked_ram(&manifest, &progress)?;
         let incoming = Incoming {
             qemu: manifest.qemu,
@@ -600,18 +614,28 @@ struct MergingStops<'a> {
 /// A VM whose writes are tracked, or that stands still, until this is dropped.
 struct Held<'a> {
     daemon: &'a Daemon,
-    machine: &'a Machine,
+    machine: &'a Arc<Machine>,
     agent: Option<&'a AgentLink>,
     /// While the VM stands still.
     quiet: RefCell<Option<MutexGuard<'a, ()>>>,
     merging: RefCell<Option<MergingStops<'a>>>,
-    /// Whether it stands still for this.
-    stopped: Cell<bool>,
+    /// Since when it stands still for this.
+    stopped: Cell<Option<Instant>>,
+    /// How long it stood still.
+    stood: Cell<Duration>,
     /// Of a VM that memfold didn't start.
     noted: Option<Noted<'a>>,
 }
 
 impl Held<'_> {
+    fn stood_still(&self) -> Duration {
+        self.stood.get()
+            + self
+                .stopped
+                .get()
+                .map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
     /// Tracks the VM's writes, and then asks it what it has free; or says why that can't be used.
     fn free_pages(&self) -> Result<Vec<Frames>, String> {
         // Pinned memory, for one: devices write to it past the page tables.
@@ -655,7 +679,7 @@ impl save::Hold for Held<'_> {
         self.quiet.replace(self.agent.map(AgentLink::quiet));
         if self.machine.can_stop() {
             self.tell("stopped", Command::Hold)?;
-            self.stopped.set(true);
+            self.stopped.set(Some(Instant::now()));
             return Ok(());
         }
         // The library has no monitor, so that nobody in QEMU lets the VM go on when we die: the next daemon does.
@@ -666,7 +690,7 @@ impl save::Hold for Held<'_> {
         if let Some(noted) = &self.noted {
             noted.stopped(true).map_err(|error| failed(&error))?;
         }
-        self.stopped.set(true);
+        self.stopped.set(Some(Instant::now()));
         qmp.query("stop").map_err(|error| failed(&error))?;
         Ok(())
     }
@@ -685,9 +709,9 @@ impl save::Hold for Held<'_> {
     }
 
     fn go_on(&self, qmp: &mut Qmp) -> Result<(), String> {
-        if !self.stopped.get() {
+        let Some(since) = self.stopped.get() else {
             return Ok(());
-        }
+        };
         if self.machine.can_stop() {
             self.tell("let go on", Command::GoOn)?;
         } else {
@@ -697,7 +721,8 @@ impl save::Hold for Held<'_> {
                 let _ = noted.stopped(false);
             }
         }
-        self.stopped.set(false);
+        self.stopped.set(None);
+        self.stood.set(self.stood.get() + since.elapsed());
         self.quiet.take();
         Ok(())
     }

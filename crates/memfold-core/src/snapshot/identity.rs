@@ -62,11 +62,14 @@ pub struct Plan {
     mac: u32,
     /// Network cards that the VM has.
     cards: usize,
+    /// Whether the guest's clock stays at the moment of the save.
+    #[serde(default)]
+    keep_clock: bool,
 }
 
 impl Plan {
     /// A new one for a VM.
-    pub fn new(renew: Renew, spec: &VmSpec) -> io::Result<Self> {
+    pub fn new(renew: Renew, keep_clock: bool, spec: &VmSpec) -> io::Result<Self> {
         let mut random = File::open("/dev/urandom")?;
         let mut word = || {
             let mut bytes = [0; 8];
@@ -91,7 +94,14 @@ impl Plan {
             machine_id: format!("{high:016x}{low:016x}"),
             mac,
             cards: spec.cards(),
+            keep_clock,
         })
+    }
+
+    /// Whether the guest's clock stays at the moment of the save.
+    #[must_use]
+    pub const fn keeps_clock(&self) -> bool {
+        self.keep_clock
     }
 
     /// Notes it for whatever daemon is there when the agent answers.
@@ -277,7 +287,7 @@ mod tests {
     fn plan(renew: Renew) -> Plan {
         let mut spec = VmSpec::new("web_1.", ByteSize::mib(64));
         spec.network = Network::User;
-        Plan::new(renew, &spec).unwrap()
+        Plan::new(renew, false, &spec).unwrap()
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //!   clone    the same, n times; what a clone writes is its own, and the agent sets it apart from the others (identity)
 //! ```
 
+pub mod clock;
 mod copy;
 pub mod free;
 mod freeze;
@@ -30,6 +31,7 @@ use std::io;
 use std::path::PathBuf;
 
 pub use crate::progress::{Progress, Step};
+pub use clock::ClockStep;
 pub use identity::{Renew, Renewal};
 pub use manifest::{Keep, Manifest, SnapshotInfo};
 pub use shelf::{DEFAULT_SHELF, Shelf};

@@ -35,6 +35,9 @@ pub(super) enum Arguments {
         /// How long the guest may take to drop its caches (120 if not given); what it has not dropped by then is saved
         #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
         drop_timeout: Option<u32>,
+        /// Leave the guest's clock behind by what the VM stood still; by default it is set to the host's if that was long
+        #[arg(long)]
+        keep_clock: bool,
     },
     /// Start a VM from a snapshot
     Restore {
@@ -52,6 +55,9 @@ pub(super) enum Arguments {
         /// Fetch what a VM used first when the snapshot was restored before, instead of page by page as it asks for it
         #[arg(long)]
         prefetch: bool,
+        /// Leave the guest's clock at the moment of the save; by default it is set to the host's when the agent answers
+        #[arg(long)]
+        keep_clock: bool,
         /// Give it disks of its own in DIR, which stay when it ends; by default what it writes is temporary
         #[arg(long, value_name = "DIR")]
         disks: Option<PathBuf>,
@@ -97,6 +103,9 @@ pub(super) struct CloneArguments {
     /// Fetch what a VM used first when the snapshot was restored before, instead of page by page as it asks for it
     #[arg(long)]
     prefetch: bool,
+    /// Leave the guests' clocks at the moment of the save; by default they are set to the host's when their agents answer
+    #[arg(long)]
+    keep_clock: bool,
     /// Start them though nothing would set them apart: without agent, and without a driver for VM generation IDs in the guest
     #[arg(long)]
     force: bool,
@@ -109,6 +118,9 @@ pub(super) struct CloneArguments {
 const RENEW_TIMEOUT: Duration = Duration::from_secs(60);
 const RENEW_TIMEOUT_EACH: Duration = Duration::from_secs(10);
 
+/// How long `restore` waits until the guest's clock was set, for its answer.
+const CLOCK_TIMEOUT: Duration = Duration::from_secs(5);
+
 pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
     match arguments {
@@ -119,6 +131,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             live,
             compress,
             drop_timeout,
+            keep_clock,
         } => {
             let request = SaveRequest {
                 vm,
@@ -127,6 +140,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 live,
                 compress,
                 drop_s: drop_timeout,
+                keep_clock,
             };
             let manifest: Manifest = watched(context, &request.name, || {
                 Ok(client.post("/v1/snapshots", &request)?)
@@ -154,21 +168,24 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             force,
             despite_brake,
             prefetch,
+            keep_clock,
             disks,
         } => {
-            let vm = match vm {
-                Some(vm) => vm,
-                None => client.get::<Manifest>(&path(&name)?)?.vm,
-            };
+            let manifest: Manifest = client.get(&path(&name)?)?;
+            let vm = vm.unwrap_or(manifest.vm);
             let request = RestoreRequest {
                 force,
                 despite_brake,
                 prefetch,
+                keep_clock,
                 // The daemon's directory is another.
                 disks: disks.map(std::path::absolute).transpose()?,
                 ..RestoreRequest::new(vm)
             };
-            let info = watched(context, &name, || restore(&client, &name, &request))?;
+            let mut info = watched(context, &name, || restore(&client, &name, &request))?;
+            if manifest.agent {
+                wait_clock(&client, &mut info)?;
+            }
             context.print(&info, |vm| super::vm::describe("restored", vm))?;
         }
         Arguments::List => {
@@ -238,6 +255,7 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
             force: arguments.force,
             despite_brake: arguments.despite_brake,
             prefetch: arguments.prefetch,
+            keep_clock: arguments.keep_clock,
             disks: None,
         };
         let began = Instant::now();
@@ -273,6 +291,21 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
     Ok(ExitCode::from(u8::from(!left.is_empty())))
 }
 
+/// Waits a little until the guest's clock was set.
+fn wait_clock(client: &Client, vm: &mut VmInfo) -> anyhow::Result<()> {
+    let end = Instant::now() + CLOCK_TIMEOUT;
+    while vm.clock.as_ref().is_some_and(|clock| clock.pending) && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(20));
+        let now: Vec<VmInfo> = client.get("/v1/vms")?;
+        // It may have ended.
+        let Some(found) = now.into_iter().find(|found| found.name == vm.name) else {
+            break;
+        };
+        *vm = found;
+    }
+    Ok(())
+}
+
 /// Waits until every clone is set apart from the others.
 fn wait_renewed(client: &Client, clones: &mut [Clone]) -> anyhow::Result<()> {
     let number = u32::try_from(clones.len()).unwrap_or(u32::MAX);
@@ -284,7 +317,10 @@ fn wait_renewed(client: &Client, clones: &mut [Clone]) -> anyhow::Result<()> {
                 clone.vm = vm.clone();
             }
         }
-        let pending = |clone: &Clone| clone.vm.renewal.as_ref().is_some_and(|r| r.pending);
+        let pending = |clone: &Clone| {
+            clone.vm.renewal.as_ref().is_some_and(|r| r.pending)
+                || clone.vm.clock.as_ref().is_some_and(|c| c.pending)
+        };
         if !clones.iter().any(pending) || Instant::now() > end {
             return Ok(());
         }

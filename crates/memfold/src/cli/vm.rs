@@ -13,7 +13,9 @@ use super::Context;
 use memfold_core::api::{
     AttachRequest, Client, ExecRequest, ExecResult, RebootRequest, StopReport, StopRequest, VmInfo,
 };
-use memfold_core::vm::{DiskSpec, MergeChoice, SegmentSpec, VmSpec};
+use memfold_core::snapshot::ClockStep;
+use memfold_core::snapshot::clock::in_words;
+use memfold_core::vm::{DiskFormat, DiskSpec, MergeChoice, SegmentSpec, VmSpec};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -371,6 +373,7 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
         ByteSize(vm.ram_bytes),
         vm.qemu
     )];
+    lines.extend(vm.clock.as_ref().and_then(clock));
     let not_folded = |problem| format!("not folded: {problem}");
     let at_pauses =
         |problem| format!("folded pages are folded again only at short pauses: {problem}");
@@ -380,6 +383,24 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
         lines.extend(vm.fold_problems.iter().map(not_folded));
     }
     lines.join("\n")
+}
+
+/// What became of the clock of a guest that stood still.
+fn clock(step: &ClockStep) -> Option<String> {
+    if step.pending {
+        return Some("its clock is set as soon as its agent answers".into());
+    }
+    let was = step.behind_ms.map(in_words);
+    match (&step.problem, was) {
+        (Some(problem), Some(was)) => {
+            Some(format!("its clock was {was}; not all right now: {problem}"))
+        }
+        (Some(problem), None) => Some(format!("its clock is as it was: {problem}")),
+        (None, Some(was)) if step.behind_ms != step.left_ms => {
+            Some(format!("its clock was {was}, and was set"))
+        }
+        _ => None,
+    }
 }
 
 fn table(vms: &[VmInfo]) -> String {

@@ -51,6 +51,7 @@ const DETAILS: &[&str] = &[
     "from_boot_snapshot",
     "host",
     "keep",
+    "keep_clock",
     "least_bytes",
     "leave_percent",
     "listen",

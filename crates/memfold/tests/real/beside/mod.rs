@@ -6,6 +6,7 @@
 mod attached;
 mod attack;
 mod boot_snapshots;
+mod clocks;
 mod cut_saves;
 mod daemon_killed;
 mod dashboard;

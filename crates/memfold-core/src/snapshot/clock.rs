@@ -1,0 +1,219 @@
+//! The wall clock of a guest that stood still: it goes on at the moment at which the guest was stopped, however long that was ago.
+//!
+//! ```text
+//!   look   the guest says its time; the host's clock is read before and after that
+//!   step   the guest adds the difference to its own clock (settimeofday: monotonic time stays, and the kernel tells who waits for
+//!          steps: timerfd_create(2), TFD_TIMER_CANCEL_ON_SET; adjtimex(2) says "unsynchronized" until a time daemon has looked again)
+//!   look   what is left, which is what the first look was wrong by and what the step took
+//! ```
+//! The difference is added by the guest, so that the way to the guest is no part of the error: only the guest's own `date` is.
+
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// A clock that is off by no more is right.
+pub const TOLERANCE: Duration = Duration::from_millis(50);
+
+/// What the guest says of its time: seconds since 1970, with nine decimals where its `date` knows them.
+pub const LOOK: &str = "date +%s.%N";
+
+/// Nanoseconds in a second.
+const SECOND: i128 = 1_000_000_000;
+
+/// The RTC holds the host's time by itself, unless QEMU was told otherwise (`-rtc clock=vm`). It is written only if it is wrong: `hwclock` knows whether
+/// it holds local time (`/etc/adjtime`).
+pub const RTC: &str = "rtc=/sys/class/rtc/rtc0/since_epoch
+[ -r $rtc ] || exit 0
+off=$(($(cat $rtc) - $(date +%s)))
+[ ${off#-} -gt 2 ] || exit 0
+command -v hwclock > /dev/null || { echo \"its RTC is $off s off, and it has no hwclock\"; exit 1; }
+hwclock --systohc";
+
+/// What the wall clock of a guest showed when it went on, and what became of that.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ClockStep {
+    /// Whether the guest's agent has not answered yet.
+    pub pending: bool,
+    /// Milliseconds that the guest's clock was behind the host's; negative: ahead.
+    pub behind_ms: Option<f64>,
+    /// The same after it was set; measured, not assumed.
+    pub left_ms: Option<f64>,
+    /// What `left_ms` may be wrong by, in milliseconds.
+    pub uncertainty_ms: Option<f64>,
+    /// Why the clock, or the RTC, is not right.
+    pub problem: Option<String>,
+}
+
+impl ClockStep {
+    /// Before the guest has answered.
+    #[must_use]
+    pub fn pending() -> Self {
+        Self {
+            pending: true,
+            ..Self::default()
+        }
+    }
+}
+
+/// How far a guest's clock is off, as one look has found it. In nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offset {
+    /// How far it is behind the host's.
+    pub behind: i128,
+    /// What that may be wrong by, either way.
+    pub uncertainty: i128,
+}
+
+impl Offset {
+    /// From what the guest said between two moments; `None`: that is no time.
+    #[must_use]
+    pub fn of(said: &[u8], before: SystemTime, after: SystemTime) -> Option<Self> {
+        let text = std::str::from_utf8(said).ok()?.trim();
+        let (seconds, decimals) = text.split_once('.').unwrap_or((text, ""));
+        let seconds = i128::from(seconds.parse::<u32>().ok()?);
+        // A small date doesn't know "%N".
+        let is_fine = decimals.len() == 9 && decimals.bytes().all(|b| b.is_ascii_digit());
+        let nanoseconds = decimals.parse().ok().filter(|_| is_fine);
+        let coarse = if is_fine { 0 } else { SECOND / 2 };
+        let guest = seconds * SECOND + nanoseconds.unwrap_or(SECOND / 2);
+        let (before, after) = (nanoseconds_of(before)?, nanoseconds_of(after)?);
+        Some(Self {
+            behind: (before + after) / 2 - guest,
+            uncertainty: (after - before).abs() / 2 + coarse,
+        })
+    }
+
+    /// Whether it is as right as can be said.
+    #[must_use]
+    pub fn is_right(self) -> bool {
+        let tolerance = i128::try_from(TOLERANCE.as_nanos()).unwrap_or(0);
+        self.behind.abs() <= tolerance.max(self.uncertainty)
+    }
+
+    /// What the guest runs so that it is right; `now` is for one whose `date` knows whole seconds only.
+    #[must_use]
+    pub fn step(self, now: SystemTime) -> String {
+        let seconds = nanoseconds_of(now).map_or(0, |now| (now + SECOND / 2) / SECOND);
+        format!(
+            "now=$(date +%s%N)
+case $now in
+    *[!0-9]* | '') at={seconds} ;;
+    ???????????????????*) now=$((now + {}))
+        at=$((now / {SECOND})).$(printf %09d $((now % {SECOND}))) ;;
+    *) at={seconds} ;;
+esac
+date -u -s \"@$at\" > /dev/null",
+            self.behind
+        )
+    }
+}
+
+fn nanoseconds_of(time: SystemTime) -> Option<i128> {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).ok()?;
+    i128::try_from(since.as_nanos()).ok()
+}
+
+/// For people: "102.3 s behind".
+#[must_use]
+pub fn in_words(behind_ms: f64) -> String {
+    let side = if behind_ms < 0.0 { "ahead" } else { "behind" };
+    format!("{:.1} s {side}", behind_ms.abs() / 1000.0)
+}
+
+/// An offset in milliseconds.
+#[must_use]
+#[allow(clippy::cast_precision_loss)] // centuries in milliseconds fit
+pub fn milliseconds(nanoseconds: i128) -> f64 {
+    (nanoseconds / 1000) as f64 / 1000.0
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::process::Command;
+
+    use super::*;
+
+    fn at(nanoseconds: u64) -> SystemTime {
+        SystemTime::UNIX_EPOCH + Duration::from_nanos(nanoseconds)
+    }
+
+    #[test]
+    fn an_offset_is_as_exact_as_the_answer_was_quick() {
+        let found = Offset::of(
+            b"1700000000.250000000\n",
+            at(1_700_000_101_000_000_000),
+            at(1_700_000_101_500_000_000),
+        );
+        let found = found.unwrap();
+        assert_eq!(
+            (found.behind, found.uncertainty),
+            (101 * SECOND, SECOND / 4)
+        );
+        assert!(!found.is_right());
+        let ahead = Offset::of(
+            b"1700000000.000000000",
+            at(1_699_999_990_000_000_000),
+            at(1_699_999_990_000_000_000),
+        );
+        assert_eq!(ahead.unwrap().behind, -10 * SECOND);
+        // Whole seconds, of a date that doesn't know the rest.
+        for said in ["1700000000", "1700000000.%N", "1700000000.N"] {
+            let found = Offset::of(
+                said.as_bytes(),
+                at(1_700_000_000_700_000_000),
+                at(1_700_000_000_700_000_000),
+            )
+            .unwrap();
+            assert!(found.is_right(), "{said}: {found:?}");
+        }
+        for said in ["", "x", "-1.0", "99999999999999999999.0", "1e9"] {
+            assert_eq!(Offset::of(said.as_bytes(), at(1), at(2)), None, "{said}");
+        }
+    }
+
+    /// What `date` is told to set, when it is asked for the time and answers `now`.
+    fn told(now: &str, offset: Offset, host: SystemTime) -> String {
+        let place = tempfile::tempdir().unwrap();
+        let date = place.path().join("date");
+        let text = format!(
+            "#!/bin/sh\ncase $1 in +*) echo '{now}' ;; *) echo \"$@\" > {}/told ;; esac\n",
+            place.path().display()
+        );
+        std::fs::write(&date, text).unwrap();
+        std::fs::set_permissions(&date, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let path = format!("{}:/usr/bin:/bin", place.path().display());
+        let done = Command::new("/bin/sh")
+            .args(["-c", &offset.step(host)])
+            .env("PATH", path)
+            .status();
+        assert!(done.unwrap().success());
+        std::fs::read_to_string(place.path().join("told"))
+            .unwrap()
+            .trim()
+            .to_owned()
+    }
+
+    #[test]
+    fn a_guest_adds_the_offset_to_its_own_clock() {
+        let offset = |behind| Offset {
+            behind,
+            uncertainty: 0,
+        };
+        let host = at(1_700_000_050_700_000_000);
+        let step = |now: &str, behind| told(now, offset(behind), host);
+        assert_eq!(
+            step("1700000000000000005", 102 * SECOND + 7),
+            "-u -s @1700000102.000000012"
+        );
+        assert_eq!(
+            step("1700000000500000000", -SECOND),
+            "-u -s @1699999999.500000000"
+        );
+        for coarse in ["1700000000", "1700000000%N", "1700000000N"] {
+            assert_eq!(step(coarse, SECOND), "-u -s @1700000051", "{coarse}");
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! The wall clock of a guest that stood still: set to the host's, and left in the past only for who wants that.
+
+use std::time::{Duration, SystemTime};
+
+use memfold_core::api::{RestoreRequest, SaveRequest};
+use memfold_core::fold::EngineSettings;
+use memfold_core::snapshot::{ClockStep, Keep};
+use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::wait_for;
+
+use super::snapshots::MEMORY;
+use crate::support::{self, BOOT};
+
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// How far the guest's clock is turned back.
+const BACK: f64 = 3600.0;
+
+/// What emulated guests on a busy machine may take to answer.
+const SLACK: f64 = 10.0;
+
+fn host() -> f64 {
+    SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs_f64()
+}
+
+/// Seconds that a guest's wall clock is behind the host's, its uptime, and what its RTC is behind.
+fn times(lab: &Lab, vm: &str) -> [f64; 3] {
+    let script = "date +%s.%N; cut -d' ' -f1 /proc/uptime; cat /sys/class/rtc/rtc0/since_epoch";
+    let said = lab.exec(vm, script, LIMIT).unwrap();
+    let now = host();
+    let numbers: Vec<f64> = said.lines().map(|line| line.parse().unwrap()).collect();
+    println!(
+        "{vm}: {:.3} s behind, up for {:.3} s, RTC {:.1} s behind",
+        now - numbers[0],
+        numbers[1],
+        now - numbers[2]
+    );
+    [now - numbers[0], numbers[1], now - numbers[2]]
+}
+
+fn is_near(value: f64, wanted: f64) -> bool {
+    (value - wanted).abs() < SLACK
+}
+
+/// What `vm list` tells once the clock was set.
+fn clock(lab: &Lab, vm: &str) -> ClockStep {
+    wait_for("its clock is set", BOOT, || {
+        let vms = lab.daemon().list();
+        let found = vms.iter().find(|info| info.name == vm).unwrap();
+        found.clock.clone().filter(|step| !step.pending).ok_or(())
+    })
+}
+
+#[test]
+fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_jump() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    lab.start_warm(spec).unwrap();
+    lab.wait_ready("first", BOOT).unwrap();
+    let back = format!("date -u -s @{} > /dev/null", host() - BACK);
+    lab.exec("first", &back, LIMIT).unwrap();
+    let past = SaveRequest {
+        keep: Keep::All,
+        keep_clock: true,
+        ..SaveRequest::new("first", "past")
+    };
+    lab.daemon().save_snapshot(&past).unwrap();
+    let [behind, up, _] = times(&lab, "first");
+    assert!(is_near(behind, BACK), "who keeps the clock keeps it");
+
+    // The first command after a restore has the right time already.
+    lab.daemon()
+        .restore("past", &RestoreRequest::new("copy"))
+        .unwrap();
+    lab.daemon().wait_agent("copy", BOOT).unwrap();
+    let [now, later, rtc] = times(&lab, "copy");
+    assert!(is_near(now, 0.0) && is_near(rtc, 0.0));
+    assert!(
+        later > up - SLACK && later < up + BACK / 4.0,
+        "monotonic time jumped from {up} to {later}"
+    );
+    let step = clock(&lab, "copy");
+    println!("{step:?}");
+    assert_eq!(step.problem, None);
+    assert!(is_near(step.behind_ms.unwrap() / 1000.0, BACK));
+    assert!(step.left_ms.unwrap().abs() < 2000.0);
+    lab.stop("copy").unwrap();
+
+    let kept = RestoreRequest {
+        keep_clock: true,
+        ..RestoreRequest::new("kept")
+    };
+    lab.daemon().restore("past", &kept).unwrap();
+    lab.daemon().wait_agent("kept", BOOT).unwrap();
+    let [behind, ..] = times(&lab, "kept");
+    assert!(behind > BACK - SLACK, "it was to keep its clock");
+    let vms = lab.daemon().list();
+    assert_eq!(vms.iter().find(|vm| vm.name == "kept").unwrap().clock, None);
+    lab.stop("kept").unwrap();
+
+    // One that was saved and went on.
+    let request = SaveRequest {
+        keep: Keep::All,
+        ..SaveRequest::new("first", "now")
+    };
+    let saved = lab.daemon().save_snapshot(&request).unwrap();
+    assert!(
+        saved.pause_ms > 100.0,
+        "it stood still for {} ms only",
+        saved.pause_ms
+    );
+    let step = clock(&lab, "first");
+    assert!(is_near(step.behind_ms.unwrap() / 1000.0, BACK), "{step:?}");
+    let [behind, ..] = times(&lab, "first");
+    assert!(is_near(behind, 0.0));
+}
