@@ -63,6 +63,9 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
             *disk = DiskSpec::new(place.join(&saved.path));
             disk.format = Some(DiskFormat::Qcow2);
             (disk.cache, disk.aio, disk.snapshot) = (cache, aio, true);
+        } else if saved.format == DiskFormat::Raw.driver() {
+            // What it was started as, whatever a guest has written to it since.
+            disk.format = Some(DiskFormat::Raw);
         }
     }
     Ok(spec)

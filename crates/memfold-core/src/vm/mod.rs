@@ -15,6 +15,7 @@ pub mod conditions;
 pub mod directory;
 pub mod endpoints;
 pub mod foreign;
+mod image_format;
 pub mod kernel_copy;
 pub mod launch;
 pub mod layout;

@@ -169,8 +169,8 @@ impl Aio {
 pub struct DiskSpec {
     /// The image file or block device.
     pub path: PathBuf,
-    /// Its format. Unset: qcow2 if the name ends in `.qcow2`, else raw (never guessed from the bytes: a guest could write
-    /// a header into its raw disk).
+    /// Its format. Unset: qcow2 if the name ends in `.qcow2`, else raw, if what the file begins with doesn't say otherwise: then the VM is refused.
+    /// Nothing is opened as what its bytes say alone: a guest could write a header into its raw disk. Checked once; what is set then stays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<DiskFormat>,
     /// Cache mode.
@@ -468,6 +468,9 @@ impl VmSpec {
             self.check_boot_snapshot()?;
         }
         self.check_arguments()?;
+        for disk in &mut self.disks {
+            super::image_format::settle(disk)?;
+        }
         super::swap::check(self)?;
         super::segments::check(self)?;
         for (field, path) in self.files_mut() {
@@ -571,7 +574,7 @@ impl VmSpec {
     }
 }
 
-pub(super) fn value(field: &'static str, why: String) -> SpecError {
+pub(in crate::vm) fn value(field: &'static str, why: String) -> SpecError {
     SpecError::Value { field, why }
 }
 

@@ -93,9 +93,9 @@ pub(super) struct RunArguments {
     /// Trust domain: the VMs that may share with each other. Without one the VM shares with nobody
     #[arg(long)]
     domain: Option<String>,
-    /// Disk image; several in order
-    #[arg(long = "disk", value_name = "PATH")]
-    disks: Vec<PathBuf>,
+    /// Disk image; several in order. Without a format: qcow2 if the name ends so, else raw
+    #[arg(long = "disk", value_name = "PATH[,format=raw|qcow2]", value_parser = disk)]
+    disks: Vec<DiskSpec>,
     /// Writes to the disks of --disk go to temporary overlays
     #[arg(long)]
     snapshot: bool,
@@ -140,6 +140,20 @@ pub(super) struct RunArguments {
     qemu_args: Vec<String>,
 }
 
+/// What `--disk` is given. A comma in a path is one.
+fn disk(text: &str) -> Result<DiskSpec, String> {
+    let Some((path, format)) = text.rsplit_once(",format=") else {
+        return Ok(DiskSpec::new(text));
+    };
+    let mut disk = DiskSpec::new(path);
+    disk.format = Some(match format {
+        "raw" => DiskFormat::Raw,
+        "qcow2" => DiskFormat::Qcow2,
+        other => return Err(format!("format '{other}' is none of raw and qcow2")),
+    });
+    Ok(disk)
+}
+
 impl RunArguments {
     fn spec(self) -> anyhow::Result<VmSpec> {
         let mut spec = match (&self.file, &self.name, self.memory) {
@@ -159,8 +173,7 @@ impl RunArguments {
         if self.domain.is_some() {
             spec.domain = self.domain;
         }
-        for path in self.disks {
-            let mut disk = DiskSpec::new(path);
+        for mut disk in self.disks {
             disk.snapshot = self.snapshot;
             spec.disks.push(disk);
         }

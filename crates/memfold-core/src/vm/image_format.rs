@@ -1,0 +1,119 @@
+//! The format of a disk image, settled when a VM is first described: what name and description say has to fit what the file begins with. Neither alone
+//! decides: a name may be wrong, and what a raw disk begins with is its guest's.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+
+use rustix::fs::OFlags;
+
+use super::spec::{DiskFormat, DiskSpec, SpecError, value};
+
+/// Formats by what their files hold at a byte (QEMU: block/*.c, `bdrv_probe`). LUKS is not among them: a disk that its guest encrypts is raw.
+const MARKS: [(&str, usize, &[u8]); 7] = [
+    ("qcow2", 0, b"QFI\xfb"),
+    ("VMDK", 0, b"KDMV"),
+    ("VMDK", 0, b"# Disk DescriptorFile"),
+    ("VDI", 0x40, b"\x7f\x10\xda\xbe"),
+    ("VHDX", 0, b"vhdxfile"),
+    ("VHD", 0, b"conectix"),
+    ("QED", 0, b"QED\0"),
+];
+
+/// Notes a disk's format if its description doesn't; refuses what contradicts its content.
+pub(super) fn settle(disk: &mut DiskSpec) -> Result<(), SpecError> {
+    // A directory, a name of nothing: others say so. Who describes the VM may have less rights than who starts it.
+    let Ok(Some(head)) = head(&disk.path) else {
+        return Ok(());
+    };
+    let mark = MARKS
+        .iter()
+        .find(|(_, at, mark)| head.get(*at..at + mark.len()) == Some(*mark));
+    let holds = mark.map(|(format, ..)| *format);
+    let path = disk.path.display();
+    let wrong = |why: String| Err(value("disks.format", why));
+    match (disk.format.is_some(), disk.format(), holds) {
+        // Who says so knows it.
+        (true, DiskFormat::Raw, _)
+        | (false, DiskFormat::Raw, None)
+        | (_, DiskFormat::Qcow2, Some("qcow2")) => {
+            disk.format = Some(disk.format());
+            Ok(())
+        }
+        (false, DiskFormat::Raw, Some("qcow2")) => wrong(format!(
+            "{path} begins like a qcow2 image, and its name doesn't end in '.qcow2'; say format=qcow2, or format=raw if its guest has written that to a raw disk"
+        )),
+        (false, DiskFormat::Raw, Some(other)) => wrong(format!(
+            "{path} begins like a {other} image, which memfold doesn't start VMs from; convert it (qemu-img convert -O qcow2), or say format=raw if its guest has written that to a raw disk"
+        )),
+        (_, DiskFormat::Qcow2, _) => wrong(format!(
+            "{path} is no qcow2 image{}; say format=raw if it holds the disk's bytes as they are",
+            if disk.format.is_some() {
+                ""
+            } else {
+                ", though its name ends so"
+            }
+        )),
+    }
+}
+
+/// What a file or a block device begins with; `None`: it is something else.
+fn head(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    // A FIFO would wait for who writes.
+    let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
+    let file = File::options().read(true).custom_flags(flags).open(path)?;
+    let kind = file.metadata()?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
+        return Ok(None);
+    }
+    let mut head = Vec::new();
+    file.take(512).read_to_end(&mut head)?;
+    Ok(Some(head))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_format_is_settled_once_and_contradictions_are_refused() {
+        let place = tempfile::tempdir().unwrap();
+        let mut vdi = vec![0; 512];
+        vdi[0x40..0x44].copy_from_slice(b"\x7f\x10\xda\xbe");
+        let settled = |name: &str, head: &[u8], format| {
+            let path = place.path().join(name);
+            std::fs::write(&path, head).unwrap();
+            let mut disk = DiskSpec::new(&path);
+            disk.format = format;
+            settle(&mut disk)
+                .map(|()| disk.format.unwrap())
+                .map_err(|error| error.to_string())
+        };
+        let (raw, qcow2) = (Some(DiskFormat::Raw), Some(DiskFormat::Qcow2));
+        assert_eq!(settled("a.img", b"", None), Ok(DiskFormat::Raw));
+        assert_eq!(settled("a.img", b"LUKS\xba\xbe", None), Ok(DiskFormat::Raw));
+        assert_eq!(settled("a.qcow2", b"QFI\xfb", None), Ok(DiskFormat::Qcow2));
+        assert_eq!(settled("a.img", b"QFI\xfb", qcow2), Ok(DiskFormat::Qcow2));
+        // A raw disk whose guest has written a header.
+        assert_eq!(settled("a.img", b"QFI\xfb", raw), Ok(DiskFormat::Raw));
+        let why = settled("a.img", b"QFI\xfb", None).unwrap_err();
+        assert!(
+            why.contains("format=qcow2") && why.contains("format=raw"),
+            "{why}"
+        );
+        assert!(settled("a.img", &vdi, None).unwrap_err().contains("VDI"));
+        assert_eq!(settled("a.img", &vdi, raw), Ok(DiskFormat::Raw));
+        for format in [None, qcow2] {
+            let why = settled("a.qcow2", b"\0", format).unwrap_err();
+            assert!(
+                why.contains("no qcow2") && why.contains("format=raw"),
+                "{why}"
+            );
+        }
+        // What is no file is not read.
+        let mut null = DiskSpec::new("/dev/null");
+        settle(&mut null).unwrap();
+        assert_eq!(null.format, None);
+    }
+}
