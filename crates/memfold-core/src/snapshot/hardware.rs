@@ -17,7 +17,9 @@ pub fn check(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
     let migration = qmp.query("query-migrate")?;
     let disks = qmp.query("query-block")?;
     let memory = qmp.query("query-memory-devices")?;
+    let tpms = qmp.query("query-tpm")?;
     let problem = blocked(&migration)
+        .or_else(|| tpm(&tpms))
         .or_else(|| foreign_disk(&disks, spec))
         .or_else(|| plugged_memory(&memory));
     match problem {
@@ -50,12 +52,24 @@ fn blocked(migration: &Value) -> Option<String> {
     })
 }
 
-/// A disk that can be written and is none of the description's. Firmware's variables are RAM, too.
+/// Whether a device of `query-block` is one of the description's disks.
+pub(super) fn is_known(device: &Value, spec: &VmSpec) -> bool {
+    let path = device["qdev"].as_str().unwrap_or_default();
+    (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))
+}
+
+/// Whether this is firmware's: its variables are RAM, too, and their file is copied (`written`). A foreign VM's lead nowhere in a copy.
+fn is_flash(device: &Value, spec: &VmSpec) -> bool {
+    let text = |key: &str| device[key].as_str().unwrap_or_default();
+    let is_file = device["inserted"]["file"]
+        .as_str()
+        .is_some_and(|file| file.starts_with('/'));
+    (text("device").contains("pflash") || text("qdev").contains("/system.flash"))
+        && (is_file || spec.foreign.is_some())
+}
+
+/// A disk that can be written and is none of the description's.
 fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
-    let known = |device: &Value| {
-        let path = device["qdev"].as_str().unwrap_or_default();
-        (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))
-    };
     let name = |device: &Value| {
         let named = ["device", "qdev"]
             .iter()
@@ -68,11 +82,21 @@ fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
     let devices = devices.as_array()?.iter();
     let foreign = devices
         .filter(|device| device["inserted"].is_object() && device["inserted"]["ro"] != true)
-        .filter(|device| !known(device))
+        .filter(|device| !is_known(device, spec) && !is_flash(device, spec))
         .map(|device| name(device).unwrap_or_else(|| "without a name".into()))
-        .find(|name| !name.contains("pflash") && !name.contains("/system.flash"))?;
+        .next()?;
     Some(format!(
         "it has a disk that is not in its description ('{foreign}'), which would not be part of the snapshot; give it as one of its disks (--disk), or read-only"
+    ))
+}
+
+/// A TPM keeps what it holds in another process, or in hardware, which a second VM can't have.
+fn tpm(tpms: &Value) -> Option<String> {
+    let id = tpms.as_array()?.first()?["id"]
+        .as_str()
+        .unwrap_or("without a name");
+    Some(format!(
+        "it has a TPM ('{id}'), whose state is in another process (swtpm) that a VM of its snapshot would not have; start it without one"
     ))
 }
 
@@ -151,8 +175,8 @@ mod tests {
             { "device": "", "qdev": "vd1", "inserted": file },
             { "device": "cd", "qdev": "cd", "inserted": { "ro": true } },
             { "device": "ide2-cd0", "qdev": "x" },
-            { "device": "pflash1", "inserted": file },
-            { "device": "", "qdev": "/machine/system.flash1", "inserted": file },
+            { "device": "pflash1", "inserted": { "ro": false, "file": "/vars" } },
+            { "device": "", "qdev": "/machine/system.flash1", "inserted": { "ro": false, "file": "/vars" } },
         ]);
         let with = |disks: usize| {
             let mut spec = VmSpec::new("a", ByteSize::mib(64));
@@ -163,5 +187,17 @@ mod tests {
         assert!(foreign_disk(&fine, &with(1)).unwrap().contains("'vd1'"));
         let foreign = json!([{ "device": "data", "qdev": "/machine/peripheral-anon/device[3]/virtio-backend", "inserted": file }]);
         assert!(foreign_disk(&foreign, &with(1)).unwrap().contains("'data'"));
+        let elsewhere = json!([{ "device": "pflash1", "inserted": { "ro": false, "file": "nbd+unix:///?socket=/s" } }]);
+        assert!(
+            foreign_disk(&elsewhere, &with(0))
+                .unwrap()
+                .contains("'pflash1'")
+        );
+        assert_eq!(tpm(&json!([])), None);
+        assert!(
+            tpm(&json!([{ "id": "tpm0", "model": "tpm-crb" }]))
+                .unwrap()
+                .contains("'tpm0'")
+        );
     }
 }

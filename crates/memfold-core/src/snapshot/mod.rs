@@ -7,6 +7,7 @@
 //!   clone    the same, n times; what a clone writes is its own, and the agent sets it apart from the others (identity)
 //! ```
 
+mod beside;
 pub mod clock;
 mod copy;
 pub mod free;
@@ -26,6 +27,7 @@ pub mod shelf;
 mod shorten;
 pub mod stored;
 pub mod working_set;
+mod written;
 
 use std::io;
 use std::path::PathBuf;

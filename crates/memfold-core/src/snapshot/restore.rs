@@ -19,12 +19,14 @@ use rustix::io::Errno;
 use rustix::process::Pid;
 use serde_json::json;
 
+use super::beside::file_name;
 use super::image::{CHUNK_PAGES, Data, ImageBlock};
 use super::manifest::{Manifest, SavedDisk};
-use super::save::{file_name, modified_ns};
+use super::save::modified_ns;
 use super::shelf::{DEVICES, RAM, facts};
 use super::{Progress, Shelf, SnapshotError};
 use crate::store::{StoreIdentity, mapped};
+use crate::vm::own_files;
 use crate::vm::{DiskFormat, DiskSpec, Qmp, Vm, VmSpec};
 
 /// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a process may have 65,530 for everything.
@@ -47,10 +49,14 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
         for disk in &mut foreign.disks {
             disk.node.clone_from(&disk.drive);
         }
-        check_files(manifest, &place)?;
-        for file in &mut foreign.files {
-            *file = place.join(&file);
-        }
+    }
+    check_files(manifest, &place)?;
+    let of_foreign = spec
+        .foreign
+        .iter_mut()
+        .flat_map(|foreign| &mut foreign.files);
+    for file in of_foreign.chain(&mut spec.files) {
+        *file = place.join(&file);
     }
     for (disk, saved) in spec.disks.iter_mut().zip(&manifest.disks) {
         check_disk(&manifest.name, &place, saved)?;
@@ -149,6 +155,23 @@ impl OwnDisks {
             made.0.push(file.clone());
             disk.path = file;
             disk.snapshot = false;
+        }
+        for (number, from) in std::mem::take(&mut spec.files).iter().enumerate() {
+            let file = place.join(format!("{}-file{number}", spec.name));
+            copy_disk(from, &file, progress).map_err(|source| SnapshotError::Files {
+                path: file.clone(),
+                source,
+            })?;
+            let token = own_files::token(number);
+            let is_token = |path: &Path| path == Path::new(&token);
+            for argument in &mut spec.qemu_args {
+                if let Some(renamed) =
+                    own_files::rename(argument, &is_token, &file.to_string_lossy())
+                {
+                    *argument = renamed;
+                }
+            }
+            made.0.push(file);
         }
         // It would go back in time without them.
         spec.boot_snapshot &= made.0.is_empty();

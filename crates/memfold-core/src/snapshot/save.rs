@@ -28,6 +28,7 @@ use memfold_wire::library::Range;
 use rustix::fs::{Mode, OFlags};
 use serde_json::json;
 
+use super::beside::Beside;
 use super::copy::{self, Copied};
 use super::free::{self, Frames};
 use super::freeze::{self, Frozen, disk_name};
@@ -80,7 +81,7 @@ pub struct Subject {
     spec: VmSpec,
     record: Record,
     /// Its files; none of one that memfold didn't start. Its disks are all its own.
-    directory: Option<VmDirectory>,
+    pub(super) directory: Option<VmDirectory>,
 }
 
 impl Subject {
@@ -125,7 +126,7 @@ impl Subject {
     }
 
     /// Its temporary overlays that are there.
-    fn overlays_now(&self) -> Vec<PathBuf> {
+    pub(super) fn overlays_now(&self) -> Vec<PathBuf> {
         let mut overlays = self.record_now().overlays;
         overlays.retain(|overlay| overlay.exists());
         overlays
@@ -220,7 +221,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
     };
     let mut qmp = monitor();
     let mut spec_now = spec_now(vm, spec, &mut qmp)?;
-    let taken = take_files(subject, &mut spec_now, &draft)?;
+    let beside = Beside::take(vm, subject, &mut qmp, &mut spec_now, &draft)?;
     let frozen = freeze::prepare(&mut qmp, spec, &draft, &before, note)?;
     let stood = freeze::check_files(vm.pid(), &mut qmp, spec)
         .and_then(|()| copy::prepare(&mut qmp, spec, &draft))
@@ -288,7 +289,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             sums: facts(sums).map_err(|source| failed(SUMS, source))?,
             devices: still.devices,
             disks,
-            files: taken,
+            files: beside.files,
             pause_ms: milliseconds(still.pause),
             save_ms: milliseconds(request.began.elapsed()),
             steps,
@@ -581,16 +582,21 @@ fn spec_now(vm: &Vm, spec: &VmSpec, qmp: &mut Qmp) -> Result<VmSpec, SnapshotErr
             )));
         }
     }
+    Ok(now)
+}
+
+/// Refuses device memory that is no segment, which would not be saved.
+pub(super) fn check_memory(spec: &VmSpec, qmp: &mut Qmp) -> Result<(), SnapshotError> {
     let blocks = crate::vm::ram::read_blocks(qmp)?;
     let unnamed = blocks
         .iter()
         .filter(|b| b.name.is_empty() && b.used_bytes > 0);
-    if unnamed.count() > now.segments.len() {
+    if unnamed.count() > spec.segments.len() {
         return Err(SnapshotError::Impossible(
             "it maps device memory that is no segment of memfold's, which QEMU itself would not save either".into(),
         ));
     }
-    Ok(now)
+    Ok(())
 }
 
 /// Gives frozen overlays a name in the draft, and says where every disk lies.
@@ -663,41 +669,6 @@ fn take_over(
         });
     }
     Ok(disks)
-}
-
-/// Copies the files that a foreign command line names.
-fn take_files(
-    subject: &Subject,
-    now: &mut VmSpec,
-    draft: &Draft,
-) -> Result<Vec<FileFacts>, SnapshotError> {
-    let Some(foreign) = &mut now.foreign else {
-        return Ok(Vec::new());
-    };
-    let mut taken = Vec::new();
-    for (number, path) in foreign.files.iter_mut().enumerate() {
-        let failed = |source| SnapshotError::Files {
-            path: path.clone(),
-            source,
-        };
-        let name = file_name(number);
-        let to = draft.file(&name)?;
-        // Those of a VM of memfold's are a snapshot's.
-        let user = subject
-            .spec
-            .user
-            .as_deref()
-            .filter(|_| subject.directory.is_none());
-        foreign::copy_file(path, &to, user).map_err(failed)?;
-        taken.push(facts(to).map_err(failed)?);
-        *path = name.into();
-    }
-    Ok(taken)
-}
-
-/// Name of a file of [`crate::vm::foreign`] in a snapshot.
-pub(super) fn file_name(number: usize) -> String {
-    format!("file{number}")
 }
 
 /// A disk's checksum.

@@ -88,7 +88,7 @@ pub fn arguments(
     }
     segments::arguments(&mut line, spec);
     boot_arguments(&mut line, spec);
-    line.0.extend(spec.qemu_args.iter().map(OsString::from));
+    line.0.extend(spec.more_arguments(directory));
     line.0
 }
 

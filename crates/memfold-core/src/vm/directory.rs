@@ -140,6 +140,12 @@ impl VmDirectory {
         self.0.join(format!("lent{generation}-{part}"))
     }
 
+    /// Its own copy of a file that its arguments name, and that it writes.
+    #[must_use]
+    pub fn own_file(&self, number: usize) -> PathBuf {
+        self.0.join(format!("file{number}"))
+    }
+
     /// Makes the directory, readable for its owner only; `AlreadyExists` if there is one.
     pub fn create(&self) -> io::Result<()> {
         let mut builder = DirBuilder::new();

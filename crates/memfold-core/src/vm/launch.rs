@@ -15,6 +15,7 @@ use super::command_line::arguments;
 use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
 use super::machine::Vm;
 use super::overlay::{self, Backing};
+use super::own_files;
 use super::preload;
 use super::process::Identity;
 use super::qmp::Qmp;
@@ -341,6 +342,7 @@ impl Attempt<'_> {
             .write_json(&directory.spec(), spec)
             .and_then(|()| directory.write_json(&directory.segments(), &spec.segments))
             .map_err(failed)?;
+        own_files::make(directory, spec).map_err(failed)?;
         let disks = || spec.disks.iter().filter(|disk| disk.snapshot);
         let places: Vec<PathBuf> = disks()
             .enumerate()

@@ -22,6 +22,7 @@ pub mod layout;
 pub mod library_link;
 pub mod machine;
 pub mod overlay;
+pub mod own_files;
 mod preload;
 pub mod process;
 pub mod qmp;

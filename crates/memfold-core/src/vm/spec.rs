@@ -321,6 +321,9 @@ pub struct VmSpec {
     /// Directory where QEMU looks for relative paths of `qemu_args`; `/` if it is unset or not there. `vm run` says where it was typed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub qemu_directory: Option<PathBuf>,
+    /// Files that tokens in `qemu_args` stand for, each VM with its own copy. A snapshot's matter: no description of a person's has it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub files: Vec<PathBuf>,
     /// Slots for segments: those below, and more that can be attached while it runs. Unset: as many as are below.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub segment_slots: u32,
@@ -373,6 +376,7 @@ impl VmSpec {
             swap: None,
             qemu_args: Vec::new(),
             qemu_directory: None,
+            files: Vec::new(),
             segment_slots: 0,
             segments: Vec::new(),
             boot: BootSpec::default(),
@@ -404,9 +408,13 @@ impl VmSpec {
             path: path.into(),
             source: Box::new(source),
         })?;
-        if spec.foreign.is_some() {
+        if spec.foreign.is_some() || !spec.files.is_empty() {
             return Err(value(
-                "foreign",
+                if spec.files.is_empty() {
+                    "foreign"
+                } else {
+                    "files"
+                },
                 "is in snapshots alone; QEMU arguments of your own are qemu_args".into(),
             ));
         }

@@ -1,0 +1,173 @@
+//! Files besides disks that a VM writes and that its further QEMU arguments name: variables of firmware, logs. A VM of a snapshot has copies of them in
+//! its directory; tokens stand for these in its arguments, so that a description says the same wherever the VM's directory is.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::command_line::escape;
+use super::directory::VmDirectory;
+use super::overlay;
+use super::spec::VmSpec;
+
+/// Stands for the file of a number.
+const TOKEN: &str = "/memfold/own";
+
+/// What stands for a file in an argument.
+#[must_use]
+pub fn token(number: usize) -> String {
+    format!("{TOKEN}{number:03}")
+}
+
+/// An argument with files in the place of tokens.
+#[must_use]
+pub fn put_in(argument: &str, files: &[PathBuf]) -> OsString {
+    let mut words = argument.to_owned();
+    for (number, file) in files.iter().enumerate() {
+        let token = token(number);
+        if words == token {
+            return file.clone().into();
+        }
+        let is_json = words.starts_with('{');
+        let file = if is_json {
+            file.as_os_str().to_owned()
+        } else {
+            escape(file.as_os_str())
+        };
+        words = words.replace(&token, &String::from_utf8_lossy(file.as_bytes()));
+    }
+    words.into()
+}
+
+/// The argument with `name` in the place of a path for which `is_it` holds; `None`: it names no such path.
+pub fn rename(argument: &str, is_it: &dyn Fn(&Path) -> bool, name: &str) -> Option<String> {
+    if argument.starts_with('/') && is_it(Path::new(argument)) {
+        return Some(name.to_owned());
+    }
+    if argument.starts_with('{') {
+        let mut value = serde_json::from_str(argument).ok()?;
+        return rename_in(&mut value, is_it, name).then(|| value.to_string());
+    }
+    let mut found = false;
+    // A comma in a value is written twice.
+    let whole = argument.replace(",,", "\0");
+    let parts = whole.split(',').map(|part| {
+        let part = part.replace('\0', ",");
+        // "file=PATH", "file:PATH", "path=file:PATH"
+        let starts = part.match_indices('/').map(|(at, _)| at);
+        let at = starts.filter(|&at| at > 0 && matches!(part.as_bytes()[at - 1], b'=' | b':'));
+        let at = at.into_iter().find(|&at| is_it(Path::new(&part[at..])));
+        found |= at.is_some();
+        let part = at.map_or(part.clone(), |at| format!("{}{name}", &part[..at]));
+        part.replace(',', ",,")
+    });
+    let renamed = parts.collect::<Vec<_>>().join(",");
+    found.then_some(renamed)
+}
+
+fn rename_in(value: &mut Value, is_it: &dyn Fn(&Path) -> bool, name: &str) -> bool {
+    match value {
+        Value::String(text) if text.starts_with('/') && is_it(Path::new(text)) => {
+            name.clone_into(text);
+            true
+        }
+        Value::Array(all) => all
+            .iter_mut()
+            .fold(false, |found, one| rename_in(one, is_it, name) | found),
+        Value::Object(all) => all
+            .values_mut()
+            .fold(false, |found, one| rename_in(one, is_it, name) | found),
+        _ => false,
+    }
+}
+
+/// Gives a VM that is about to start its own copies.
+pub(super) fn make(directory: &VmDirectory, spec: &VmSpec) -> io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    for (number, from) in spec.files.iter().enumerate() {
+        let own = directory.own_file(number);
+        std::fs::copy(from, &own)?;
+        std::fs::set_permissions(&own, std::fs::Permissions::from_mode(0o600))?;
+        overlay::give(&own, spec)?;
+    }
+    Ok(())
+}
+
+impl VmSpec {
+    /// Its further arguments, as QEMU is given them.
+    #[must_use]
+    pub fn more_arguments(&self, directory: &VmDirectory) -> Vec<OsString> {
+        let own: Vec<PathBuf> = (0..self.files.len())
+            .map(|number| directory.own_file(number))
+            .collect();
+        self.qemu_args
+            .iter()
+            .map(|argument| put_in(argument, &own))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_found_in_every_way_to_name_it() {
+        let is_it = |path: &Path| path == Path::new("/v,1");
+        for (argument, renamed) in [
+            ("/v,1", "T"),
+            (
+                "if=pflash,unit=1,file=/v,,1,format=raw",
+                "if=pflash,unit=1,file=T,format=raw",
+            ),
+            ("file:/v,,1", "file:T"),
+            ("file,id=a:b,path=/v,,1", "file,id=a:b,path=T"),
+            ("if=pflash,file=file:/v,,1", "if=pflash,file=file:T"),
+            (
+                "driver=qcow2,x=,,,file.filename=/v,,1",
+                "driver=qcow2,x=,,,file.filename=T",
+            ),
+        ] {
+            assert_eq!(
+                rename(argument, &is_it, "T").as_deref(),
+                Some(renamed),
+                "{argument}"
+            );
+        }
+        let json = r#"{"driver":"raw","file":{"filename":"/v,1"},"list":["/v,1"]}"#;
+        let renamed = rename(json, &is_it, "T").unwrap();
+        assert_eq!(renamed, json.replace("/v,1", "T"));
+        for other in [
+            "-drive",
+            "file=/v",
+            "file=/v,1",
+            "name=a/v,,1",
+            "{",
+            "{\"a\":\"/v,,1\"}",
+        ] {
+            assert_eq!(rename(other, &is_it, "T"), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn what_was_renamed_is_put_in_again() {
+        let files = [PathBuf::from("/a,b"), PathBuf::from("/c")];
+        for (argument, wanted) in [
+            (token(0), "/a,b"),
+            (
+                format!("file={},x={}", token(0), token(1)),
+                "file=/a,,b,x=/c",
+            ),
+            (
+                format!("{{\"file\":\"{}\"}}", token(0)),
+                "{\"file\":\"/a,b\"}",
+            ),
+            ("-serial".to_owned(), "-serial"),
+        ] {
+            assert_eq!(put_in(&argument, &files), wanted);
+        }
+    }
+}
