@@ -1,11 +1,11 @@
 //! What a snapshot needs besides memory and disks: copies of files that its VM's command line names.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::manifest::FileFacts;
-use super::save::{Subject, check_memory};
+use super::manifest::{BackingFile, FileFacts};
+use super::save::{Subject, check_memory, device, modified_ns};
 use super::shelf::{Draft, facts};
 use super::{SnapshotError, hardware, written};
 use crate::vm::{Qmp, Vm, VmSpec, foreign};
@@ -110,4 +110,23 @@ fn take_own_files(
 /// Name of a file of [`crate::vm::foreign`], or of `written`, in a snapshot.
 pub(super) fn file_name(number: usize) -> String {
     format!("file{number}")
+}
+
+/// What files are now, as far as they are files: of anything else there is nothing to compare.
+pub(super) fn backing_files(
+    paths: impl Iterator<Item = PathBuf>,
+) -> Result<Vec<BackingFile>, SnapshotError> {
+    let mut found = Vec::new();
+    for path in paths {
+        let Ok(facts) = fs::metadata(&path) else {
+            continue;
+        };
+        found.push(BackingFile {
+            bytes: facts.len(),
+            modified_ns: modified_ns(&facts),
+            device: device(&path)?,
+            path,
+        });
+    }
+    Ok(found)
 }

@@ -9,6 +9,7 @@ use utoipa::ToSchema;
 use super::image::{ImageBlock, ImageCounts};
 use super::shelf::{DEVICES, INDEX, PACKED, RAM, REFERENCES, SUMS};
 use crate::vm::VmSpec;
+use crate::vm::block_device::BlockDevice;
 
 /// Version of the format of an image that lies in `ram` alone; see `docs/snapshot-format.md`.
 pub const FORMAT: u32 = 1;
@@ -75,6 +76,9 @@ pub struct SavedDisk {
     pub bytes: u64,
     /// See `bytes`.
     pub modified_ns: i128,
+    /// What it was, if it is a block device: its node has no length, and its time is the boot's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<BlockDevice>,
     /// XXH3 (128 bits, hexadecimal) of a disk that lies in the snapshot, compared when that is verified; of others, and of older snapshots, none.
     #[serde(default)]
     pub xxh3_128: Option<String>,
@@ -92,6 +96,9 @@ pub struct BackingFile {
     pub bytes: u64,
     /// Time of its last change, in nanoseconds since 1970.
     pub modified_ns: i128,
+    /// What it was, if it is a block device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<BlockDevice>,
 }
 
 /// A snapshot.

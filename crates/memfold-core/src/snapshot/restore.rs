@@ -21,7 +21,7 @@ use serde_json::json;
 
 use super::beside::file_name;
 use super::image::{CHUNK_PAGES, Data, ImageBlock};
-use super::manifest::{Manifest, SavedDisk};
+use super::manifest::{BackingFile, Manifest, SavedDisk};
 use super::save::modified_ns;
 use super::shelf::{DEVICES, RAM, facts};
 use super::{Progress, Shelf, SnapshotError};
@@ -102,28 +102,45 @@ fn check_files(manifest: &Manifest, place: &Path) -> Result<(), SnapshotError> {
 }
 
 fn check_disk(name: &str, place: &Path, saved: &SavedDisk) -> Result<(), SnapshotError> {
-    let own = (&saved.path, saved.bytes, saved.modified_ns);
-    let backing = saved
-        .backing
-        .iter()
-        .map(|file| (&file.path, file.bytes, file.modified_ns));
-    for (path, bytes, changed_ns) in std::iter::once(own).chain(backing) {
-        let path = place.join(path);
-        let facts = std::fs::metadata(&path).map_err(|source| SnapshotError::Files {
-            path: path.clone(),
-            source,
-        })?;
-        if facts.len() != bytes || modified_ns(&facts) != changed_ns {
-            return Err(SnapshotError::Broken {
-                name: name.into(),
-                why: format!(
-                    "disk {} was changed since; the RAM would not fit it",
-                    path.display()
-                ),
-            });
+    let own = BackingFile {
+        path: saved.path.clone(),
+        bytes: saved.bytes,
+        modified_ns: saved.modified_ns,
+        device: saved.device.clone(),
+    };
+    let mut files = std::iter::once(&own).chain(&saved.backing);
+    files.try_for_each(|file| check_file(name, place, "disk", file))
+}
+
+/// Whether a file, or a block device, is as it was.
+fn check_file(
+    name: &str,
+    place: &Path,
+    what: &str,
+    saved: &BackingFile,
+) -> Result<(), SnapshotError> {
+    let path = place.join(&saved.path);
+    let facts = std::fs::metadata(&path).map_err(|source| SnapshotError::Files {
+        path: path.clone(),
+        source,
+    })?;
+    let changed = match &saved.device {
+        Some(then) => match super::save::device(&path)? {
+            Some(now) => then.differs(&now),
+            None => Some("is no block device any more".to_owned()),
+        },
+        None if facts.len() != saved.bytes || modified_ns(&facts) != saved.modified_ns => {
+            Some("was changed since".to_owned())
         }
+        None => None,
+    };
+    match changed {
+        None => Ok(()),
+        Some(why) => Err(SnapshotError::Broken {
+            name: name.into(),
+            why: format!("{what} {} {why}; the RAM would not fit it", path.display()),
+        }),
     }
-    Ok(())
 }
 
 /// Disks of a VM's own. They go again unless they are kept.

@@ -28,20 +28,19 @@ use memfold_wire::library::Range;
 use rustix::fs::{Mode, OFlags};
 use serde_json::json;
 
-use super::beside::Beside;
+use super::beside::{Beside, backing_files};
 use super::copy::{self, Copied};
 use super::free::{self, Frames};
 use super::freeze::{self, Frozen, disk_name};
 use super::hardware;
 use super::image::{Plan, Source, Writer};
-use super::manifest::{
-    BackingFile, FORMAT, FORMAT_IN_PARTS, FileFacts, Keep, Manifest, SavedDisk, Steps,
-};
+use super::manifest::{FORMAT, FORMAT_IN_PARTS, FileFacts, Keep, Manifest, SavedDisk, Steps};
 use super::past::Past;
 use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
 use super::shorten::shorten;
 use super::{Shelf, SnapshotError, parts};
 use crate::progress::Progress;
+use crate::vm::block_device::BlockDevice;
 use crate::vm::foreign;
 use crate::vm::{DiskFormat, Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
 
@@ -641,19 +640,8 @@ fn take_over(
         } else {
             Vec::new()
         };
-        let mut backing = Vec::new();
         // The first is the disk itself.
-        for path in files.into_iter().skip(1) {
-            // What is no file can't be compared.
-            let Ok(facts) = fs::metadata(&path) else {
-                continue;
-            };
-            backing.push(BackingFile {
-                bytes: facts.len(),
-                modified_ns: modified_ns(&facts),
-                path,
-            });
-        }
+        let backing = backing_files(files.into_iter().skip(1))?;
         disks.push(SavedDisk {
             path,
             format: if is_ours {
@@ -664,6 +652,7 @@ fn take_over(
             read_only: !is_ours || disk.read_only,
             bytes: facts.len(),
             modified_ns: modified_ns(&facts),
+            device: device(&at)?,
             xxh3_128: is_ours.then(|| sum(&at)).transpose()?,
             backing,
         });
@@ -679,6 +668,14 @@ pub(super) fn sum(disk: &Path) -> Result<String, SnapshotError> {
         source,
     })?;
     Ok(facts.xxh3_128)
+}
+
+/// What a path leads to, if that is a block device.
+pub(super) fn device(path: &Path) -> Result<Option<BlockDevice>, SnapshotError> {
+    BlockDevice::of(path).map_err(|source| SnapshotError::Files {
+        path: path.into(),
+        source,
+    })
 }
 
 /// Time of the last change of a file in nanoseconds since 1970.

@@ -10,6 +10,7 @@
 //! Everything here blocks; callers have threads.
 
 pub mod agent_link;
+pub mod block_device;
 pub mod command_line;
 pub mod conditions;
 pub mod directory;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use super::block_device;
 use super::foreign::Foreign;
 use super::segments::SegmentSpec;
 
@@ -437,7 +438,8 @@ impl VmSpec {
             .chain(self.disks.iter_mut().map(|d| ("disks.path", &mut d.path)))
     }
 
-    /// Checks every field and that every file is there; makes paths absolute (QEMU runs in another directory).
+    /// Checks every field and that every file is there; makes paths absolute (QEMU runs in another directory). Those of block devices stay
+    /// links: where they lead to may have another name after a boot.
     pub fn validate(&mut self) -> Result<(), SpecError> {
         check_name("name", &self.name)?;
         if let Some(domain) = &self.domain {
@@ -487,7 +489,7 @@ impl VmSpec {
                 path: path.clone(),
                 source,
             };
-            let absolute = path.canonicalize().map_err(file)?;
+            let absolute = block_device::lasting_path(path).map_err(file)?;
             if absolute.is_dir() {
                 return Err(file(std::io::ErrorKind::IsADirectory.into()));
             }
