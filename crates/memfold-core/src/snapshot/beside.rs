@@ -1,9 +1,10 @@
-//! What a snapshot needs besides memory and disks: copies of files that its VM's command line names.
+//! What a snapshot needs besides memory and disks: copies of files that its VM's command line names, and its CPU.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::cpu::Cpu;
 use super::manifest::{BackingFile, FileFacts};
 use super::save::{Subject, check_memory, device, modified_ns};
 use super::shelf::{Draft, facts};
@@ -13,6 +14,7 @@ use crate::vm::{Qmp, Vm, VmSpec, foreign};
 /// See above.
 pub(super) struct Beside {
     pub(super) files: Vec<FileFacts>,
+    pub(super) cpu: Option<Cpu>,
 }
 
 impl Beside {
@@ -28,7 +30,10 @@ impl Beside {
         files.extend(take_own_files(vm, subject, qmp, now, draft)?);
         // After what has names.
         check_memory(now, qmp)?;
-        Ok(Self { files })
+        Ok(Self {
+            files,
+            cpu: Cpu::of(qmp)?,
+        })
     }
 }
 

@@ -6,6 +6,7 @@ use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use super::cpu::Cpu;
 use super::image::{ImageBlock, ImageCounts};
 use super::shelf::{DEVICES, INDEX, PACKED, RAM, REFERENCES, SUMS};
 use crate::vm::VmSpec;
@@ -126,6 +127,9 @@ pub struct Manifest {
     pub machine: String,
     /// What carried it out: `kvm` or `tcg`.
     pub accel: String,
+    /// The CPU that it gave the guest; of older snapshots, none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu: Option<Cpu>,
     /// RAM blocks in `ram`.
     pub blocks: Vec<ImageBlock>,
     /// What of them is in the file.
@@ -291,6 +295,7 @@ pub(super) mod tests {
             qemu: (10, 0, 2),
             machine: "pc-q35-10.0".into(),
             accel: "tcg".into(),
+            cpu: None,
             blocks: Vec::new(),
             counts: ImageCounts::default(),
             of_boot: None,

@@ -10,6 +10,7 @@
 mod beside;
 pub mod clock;
 mod copy;
+pub mod cpu;
 pub mod free;
 mod freeze;
 mod hardware;

@@ -256,24 +256,11 @@ fn write_alone(path: &Path) -> std::io::Result<File> {
     }
 }
 
-/// Fills a VM that was started with `-incoming defer` from `ram`, the image ([`Shelf::checked_ram`]), and lets it run.
-pub fn fill(
-    vm: &Vm,
-    qmp: &mut Qmp,
-    shelf: &Shelf,
-    manifest: &Manifest,
-    ram: &File,
-) -> Result<(), SnapshotError> {
-    let layout = vm.layout(qmp)?;
-    let mut link = vm
-        .library_link()
-        .ok_or_else(|| SnapshotError::Impossible("memfold's library is not in this QEMU".into()))?
-        .map_err(|error| SnapshotError::Library(error.to_string()))?;
-    let mut ask = |order: &Order, descriptor| match link.order(order, descriptor) {
-        Ok(Reply::Ok) => Ok(()),
-        Ok(other) => Err(SnapshotError::Library(format!("{other:?}"))),
-        Err(error) => Err(SnapshotError::Library(error.to_string())),
-    };
+/// Whether a VM that was started for a snapshot has the CPU and the memory that were saved.
+pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
+    if let Some(cpu) = &manifest.cpu {
+        cpu.check(&manifest.name, qmp)?;
+    }
     let there = crate::vm::ram::read_blocks(qmp)?;
     let lacks =
         |saved: &&ImageBlock| saved.pages > 0 && !there.iter().any(|b| b.name == saved.name);
@@ -286,7 +273,29 @@ pub fn fill(
             ),
         });
     }
-    for block in there {
+    Ok(())
+}
+
+/// Fills a VM that was started with `-incoming defer` from `ram`, the image ([`Shelf::checked_ram`]), and lets it run.
+pub fn fill(
+    vm: &Vm,
+    qmp: &mut Qmp,
+    shelf: &Shelf,
+    manifest: &Manifest,
+    ram: &File,
+) -> Result<(), SnapshotError> {
+    fits(qmp, manifest)?;
+    let layout = vm.layout(qmp)?;
+    let mut link = vm
+        .library_link()
+        .ok_or_else(|| SnapshotError::Impossible("memfold's library is not in this QEMU".into()))?
+        .map_err(|error| SnapshotError::Library(error.to_string()))?;
+    let mut ask = |order: &Order, descriptor| match link.order(order, descriptor) {
+        Ok(Reply::Ok) => Ok(()),
+        Ok(other) => Err(SnapshotError::Library(format!("{other:?}"))),
+        Err(error) => Err(SnapshotError::Library(error.to_string())),
+    };
+    for block in crate::vm::ram::read_blocks(qmp)? {
         // Segments: files that it maps already.
         if block.name.is_empty() {
             continue;

@@ -276,6 +276,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             qemu: record.version,
             machine: record.machine.clone(),
             accel: record.accel.clone(),
+            cpu: beside.cpu,
             blocks,
             counts,
             free_kept: still.free_kept,

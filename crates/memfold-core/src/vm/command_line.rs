@@ -44,10 +44,12 @@ pub fn arguments(
     let memory = format!("size={}b{plugs}", spec.memory.0);
     line.add("-m", memory).add("-smp", spec.vcpus.to_string());
     if accel == "kvm" {
-        line.add("-accel", "kvm").add("-cpu", "host");
+        line.add("-accel", "kvm");
     } else {
-        line.add("-accel", "tcg,thread=multi").add("-cpu", "max");
+        line.add("-accel", "tcg,thread=multi");
     }
+    let whole = if accel == "kvm" { "host" } else { "max" };
+    line.add("-cpu", spec.cpu.as_deref().unwrap_or(whole));
     monitors(&mut line, directory);
     agent_chardev(&mut line, "agent", directory)
         .add("-device", "virtio-serial-pci,id=serial0")

@@ -243,7 +243,30 @@ pub fn start_unless(
     if vm.is_err() {
         attempt.undo();
     }
-    vm
+    vm.map_err(|error| unknown_machine(error, incoming, &qemu))
+}
+
+/// Says what QEMU means by its words, if it no more knows the machine type of a state that was saved.
+fn unknown_machine(
+    error: LaunchError,
+    incoming: Option<&Incoming>,
+    qemu: &QemuFacts,
+) -> LaunchError {
+    match (incoming, &error) {
+        (Some(incoming), LaunchError::Start { output, .. })
+            if output.contains("unsupported machine type") =>
+        {
+            LaunchError::Incoming {
+                what: "machine type".into(),
+                then: incoming.machine.clone(),
+                now: format!(
+                    "QEMU {}.{}.{}, which hasn't got it",
+                    qemu.version.0, qemu.version.1, qemu.version.2
+                ),
+            }
+        }
+        _ => error,
+    }
 }
 
 /// Whether a device state that was saved there can be read here.

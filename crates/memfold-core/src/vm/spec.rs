@@ -291,6 +291,10 @@ pub struct VmSpec {
     /// What carries it out.
     #[serde(default)]
     pub accel: AccelChoice,
+    /// QEMU's CPU model (`-cpu`). Unset: all that the host has (`host`, under TCG `max`), so that a snapshot needs a host with as much; a fleet's hosts
+    /// have a named model in common, such as `Skylake-Server-v5`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu: Option<String>,
     /// Balloon with free page reporting: the guest gives freed memory back.
     #[serde(default = "yes")]
     pub balloon: bool,
@@ -368,6 +372,7 @@ impl VmSpec {
             vcpus: one(),
             domain: None,
             accel: AccelChoice::default(),
+            cpu: None,
             balloon: true,
             network: Network::default(),
             fold: true,

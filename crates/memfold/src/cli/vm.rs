@@ -90,6 +90,9 @@ pub(super) struct RunArguments {
     /// Virtual CPUs
     #[arg(long)]
     vcpus: Option<u32>,
+    /// CPU model that all hosts have which are to restore its snapshots, such as Skylake-Server-v5; by default all that this host has
+    #[arg(long, value_name = "MODEL")]
+    cpu: Option<String>,
     /// Trust domain: the VMs that may share with each other. Without one the VM shares with nobody
     #[arg(long)]
     domain: Option<String>,
@@ -169,6 +172,9 @@ impl RunArguments {
         }
         if let Some(vcpus) = self.vcpus {
             spec.vcpus = vcpus;
+        }
+        if self.cpu.is_some() {
+            spec.cpu = self.cpu;
         }
         if self.domain.is_some() {
             spec.domain = self.domain;
