@@ -37,6 +37,7 @@ mod segments;
 mod settling;
 mod short_guests;
 mod snapshots;
+mod trial;
 mod tries;
 mod turns;
 mod uses;
@@ -213,6 +214,7 @@ impl Daemon {
         if options.paused {
             daemon.tell(Command::SetPaused(true))?;
         }
+        trial::clear(state);
         daemon.begin_adoption().map_err(files)?;
         daemon.begin_settling().map_err(files)?;
         daemon.begin_sampling()?;

@@ -336,7 +336,16 @@ impl Daemon {
         }
         progress.begin("disks compared", 0);
         match restore::spec(&self.shelf, &manifest, &manifest.vm) {
-            Ok(_) => problems.extend(restore::changed_disks(&self.shelf, &manifest)?),
+            Ok(spec) => {
+                problems.extend(restore::changed_disks(&self.shelf, &manifest)?);
+                progress.begin("a start tried", 0);
+                let tried = self.try_restore(spec, &manifest);
+                problems.extend(
+                    tried
+                        .err()
+                        .map(|error| format!("no VM of it can start: {}", super::chain(&error))),
+                );
+            }
             // Its words name the disk, if that is what is wrong.
             Err(error) => problems.push(error.to_string()),
         }

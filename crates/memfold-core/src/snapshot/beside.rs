@@ -1,4 +1,4 @@
-//! What a snapshot needs besides memory and disks: copies of files that its VM's command line names, and its CPU.
+//! What a snapshot needs besides memory and disks: copies of files that its VM's command line names, what its other media are, and its CPU.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,6 +14,7 @@ use crate::vm::{Qmp, Vm, VmSpec, foreign};
 /// See above.
 pub(super) struct Beside {
     pub(super) files: Vec<FileFacts>,
+    pub(super) media: Vec<BackingFile>,
     pub(super) cpu: Option<Cpu>,
 }
 
@@ -32,6 +33,7 @@ impl Beside {
         check_memory(now, qmp)?;
         Ok(Self {
             files,
+            media: media(now, qmp)?,
             cpu: Cpu::of(qmp)?,
         })
     }
@@ -134,4 +136,21 @@ pub(super) fn backing_files(
         });
     }
     Ok(found)
+}
+
+/// Media besides its disks: a VM of its snapshot reads them by their names. Those of a foreign VM are copied like its disks.
+fn media(spec: &VmSpec, qmp: &mut Qmp) -> Result<Vec<BackingFile>, SnapshotError> {
+    if spec.foreign.is_some() {
+        return Ok(Vec::new());
+    }
+    let devices = qmp.query("query-block")?;
+    let all = devices.as_array().into_iter().flatten();
+    // What firmware holds is RAM, whatever its package has put in its place since.
+    let media = all.filter(|device| {
+        device["inserted"]["ro"] == true
+            && !hardware::is_known(device, spec)
+            && !hardware::is_flash(device, spec)
+    });
+    let files = media.flat_map(written::chain).map(PathBuf::from);
+    backing_files(files)
 }

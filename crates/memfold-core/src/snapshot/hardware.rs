@@ -59,7 +59,7 @@ pub(super) fn is_known(device: &Value, spec: &VmSpec) -> bool {
 }
 
 /// Whether this is firmware's: its variables are RAM, too, and their file is copied (`written`). A foreign VM's lead nowhere in a copy.
-fn is_flash(device: &Value, spec: &VmSpec) -> bool {
+pub(super) fn is_flash(device: &Value, spec: &VmSpec) -> bool {
     let text = |key: &str| device[key].as_str().unwrap_or_default();
     let is_file = device["inserted"]["file"]
         .as_str()

@@ -169,7 +169,10 @@ pub struct Manifest {
     pub devices: FileFacts,
     /// Disks, in the order of the description.
     pub disks: Vec<SavedDisk>,
-    /// `file0` and so on: files that its command line names, of a VM that memfold didn't start.
+    /// Media that it could only read and that are none of its disks, such as CDs, of a VM that memfold started.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub media: Vec<BackingFile>,
+    /// `file0` and so on: files that its command line names, of a VM that memfold didn't start; of others, those that it writes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<FileFacts>,
     /// Time from the VM's stop to its going on, in milliseconds.
@@ -311,6 +314,7 @@ pub(super) mod tests {
             sums: none.clone(),
             devices: none,
             disks: Vec::new(),
+            media: Vec::new(),
             files: Vec::new(),
             pause_ms: 1.5,
             save_ms: 2.0,

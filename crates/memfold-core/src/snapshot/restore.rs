@@ -74,6 +74,9 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
             disk.format = Some(DiskFormat::Raw);
         }
     }
+    for medium in &manifest.media {
+        check_file(&manifest.name, &place, "medium", medium)?;
+    }
     Ok(spec)
 }
 

@@ -289,6 +289,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             sums: facts(sums).map_err(|source| failed(SUMS, source))?,
             devices: still.devices,
             disks,
+            media: beside.media,
             files: beside.files,
             pause_ms: milliseconds(still.pause),
             save_ms: milliseconds(request.began.elapsed()),

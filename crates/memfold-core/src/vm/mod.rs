@@ -31,6 +31,7 @@ pub mod ram;
 pub mod segments;
 pub mod spec;
 pub mod swap;
+mod trial;
 
 pub use agent_link::{
     AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,

@@ -13,6 +13,7 @@ mod metrics;
 mod overlays;
 mod relays;
 mod service;
+mod snapshots;
 mod support;
 mod top;
 mod vm_logs;

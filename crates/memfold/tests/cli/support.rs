@@ -60,6 +60,8 @@ pub struct Daemon {
     pub child: Child,
     pub directory: TempDir,
     more: Vec<String>,
+    /// Another QEMU than the one in `PATH`.
+    qemu: Option<PathBuf>,
 }
 
 impl Daemon {
@@ -71,11 +73,33 @@ impl Daemon {
     pub fn start_logging(log: Stdio, more: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let more: Vec<String> = more.iter().map(|&word| word.to_owned()).collect();
-        let child = spawn_in(directory.path(), &more, log);
+        let child = spawn_in(directory.path(), &more, None, log);
         let daemon = Self {
             child,
             directory,
             more,
+            qemu: None,
+        };
+        daemon.wait_serving();
+        daemon
+    }
+
+    /// With a QEMU that gets the words that stand in a file, besides.
+    pub fn start_with_words(file: &Path) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let wrapper = directory.path().join("qemu");
+        let text = format!(
+            "#!/bin/sh\nexec qemu-system-x86_64 \"$@\" $(cat {})\n",
+            file.display()
+        );
+        std::fs::write(&wrapper, text).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&wrapper, mode).unwrap();
+        let daemon = Self {
+            child: spawn_in(directory.path(), &[], Some(&wrapper), log()),
+            directory,
+            more: Vec::new(),
+            qemu: Some(wrapper),
         };
         daemon.wait_serving();
         daemon
@@ -137,7 +161,7 @@ impl Daemon {
     }
 
     pub fn start_again(&mut self) {
-        self.child = spawn_in(self.directory.path(), &self.more, log());
+        self.child = spawn_in(self.directory.path(), &self.more, self.qemu.as_deref(), log());
         self.wait_serving();
     }
 
@@ -174,8 +198,12 @@ impl Daemon {
     }
 }
 
-fn spawn_in(directory: &Path, more: &[String], log: Stdio) -> Child {
-    program()
+fn spawn_in(directory: &Path, more: &[String], qemu: Option<&Path>, log: Stdio) -> Child {
+    let mut command = program();
+    if let Some(qemu) = qemu {
+        command.env("MEMFOLD_QEMU", qemu);
+    }
+    command
         .arg("--socket")
         .arg(directory.join("s"))
         .arg("serve")
