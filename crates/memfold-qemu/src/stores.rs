@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::PAGE_SIZE;
-use memfold_wire::library::MAX_BLOCKS;
+use memfold_wire::library::MAX_STORES;
 use rustix::mm::Advice;
 
 /// Most pages of one store: 16 TiB, an eighth of the address space.
@@ -58,8 +58,8 @@ impl Stores {
         }
         let identity = identity(&descriptor)?.0;
         let known = self.0.iter().position(|store| store.number == number);
-        if known.is_none() && self.0.len() >= MAX_BLOCKS {
-            return Err(format!("more than {MAX_BLOCKS} page stores"));
+        if known.is_none() && self.0.len() >= MAX_STORES {
+            return Err(format!("more than {MAX_STORES} page stores"));
         }
         if let Some(store) = known.and_then(|n| self.0.get_mut(n)) {
             if store.identity != identity {

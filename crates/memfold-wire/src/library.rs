@@ -27,8 +27,11 @@ pub const MAX_RUNS: usize = 1024;
 /// Longest run in pages. Bounds the time that a vCPU may wait for a frozen page.
 pub const MAX_RUN_PAGES: u32 = 512;
 
-/// Most RAM blocks and most stores a VM may have.
-pub const MAX_BLOCKS: usize = 64;
+/// Most RAM blocks a VM may have: 256 slots of memory, and devices that bring their own.
+pub const MAX_BLOCKS: usize = 512;
+
+/// Most page stores a VM may have.
+pub const MAX_STORES: usize = 64;
 
 /// Longest time that an order may hold the VM, in microseconds.
 pub const MAX_STOP_US: u32 = 1_000_000;

@@ -103,7 +103,7 @@ fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     let layout = ram::read(qmp)?;
     let blocks = ram::read_blocks(qmp)?;
     for block in &layout.blocks {
-        let id = block.name.strip_prefix("/objects/").unwrap_or(&block.name);
+        let id = ram::backend_id(&block.name);
         if backends.iter().any(|b| b.id == id && b.share) {
             found.fold.push(reason(
                 format!("RAM backend '{id}' is shared memory"),

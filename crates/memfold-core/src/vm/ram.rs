@@ -115,6 +115,13 @@ fn parse_backends(answer: &Value) -> Result<Vec<Backend>, RamError> {
         .collect()
 }
 
+/// The id of the backend of a RAM block or region: older machine types name it by its object's path, and that of a device on a bus has its place before it
+/// (virtio-mem: `0000:00:01.0/vm0`).
+#[must_use]
+pub fn backend_id(block: &str) -> &str {
+    block.rsplit('/').next().unwrap_or(block)
+}
+
 /// Ids of the backends that hold system RAM: all but those of NVDIMM and virtio-pmem devices.
 fn system_ram(backends: &[Backend], devices: &Value) -> BTreeSet<String> {
     let others: BTreeSet<&str> = devices
@@ -236,9 +243,16 @@ fn assemble(
     system: &BTreeSet<String>,
     tree: &str,
 ) -> Result<RamLayout, RamError> {
-    // Older machine types name a block by its object's path.
-    let is_system = |name: &str| system.contains(name.strip_prefix("/objects/").unwrap_or(name));
+    let is_system = |name: &str| system.contains(backend_id(name));
     let known: BTreeMap<&str, &BlockFacts> = blocks.iter().map(|b| (b.name.as_str(), b)).collect();
+    // Of devices on a bus, the block has its place there before the region's name.
+    let of_device = |region: &str| {
+        let mut found = blocks.iter().filter(|block| {
+            let place = block.name.strip_suffix(region);
+            place.is_some_and(|place| place.ends_with('/'))
+        });
+        found.next().filter(|_| found.next().is_none())
+    };
     let mut layout = RamLayout::default();
     let mut ranges = flat_ranges(tree)?;
     ranges.retain(|r| is_system(r.block));
@@ -248,6 +262,8 @@ fn assemble(
         let wrong = |why: String| text("info mtree -f", why);
         let facts = known
             .get(range.block)
+            .copied()
+            .or_else(|| of_device(range.block))
             .ok_or_else(|| wrong(format!("block '{}' is not in info ramblock", range.block)))?;
         let bytes = range
             .last
@@ -351,6 +367,18 @@ mod tests {
         let layout = assemble(&blocks, &names(&["pc.ram"]), KVM_TREE).unwrap();
         assert_eq!(layout.blocks.len(), 1);
         assert_eq!(layout.pages(), (512 << 8) - 0x40);
+    }
+
+    #[test]
+    fn blocks_of_devices_on_a_bus_are_found_by_their_backend() {
+        let of = |name: &str| DIMM_BLOCKS.replacen("mem1", name, 1);
+        for (name, is_there) in [("0000:00:01.0/mem1", true), ("0000:00:01.0/xmem1", false)] {
+            let blocks = parse_blocks(&of(name)).unwrap();
+            let layout = assemble(&blocks, &names(&["ram0", "mem1"]), DIMM_TREE);
+            let found = layout.map(|layout| layout.blocks.iter().any(|block| block.name == name));
+            assert_eq!(found.ok(), is_there.then_some(true), "{name}");
+        }
+        assert_eq!(backend_id("/objects/pc.ram"), "pc.ram");
     }
 
     #[test]
