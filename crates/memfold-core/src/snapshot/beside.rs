@@ -27,7 +27,7 @@ impl Beside {
         now: &mut VmSpec,
         draft: &Draft,
     ) -> Result<Self, SnapshotError> {
-        let mut files = take_files(subject, now, draft)?;
+        let mut files = take_files(vm, subject, now, draft)?;
         files.extend(take_own_files(vm, subject, qmp, now, draft)?);
         // After what has names.
         check_memory(now, qmp)?;
@@ -41,28 +41,36 @@ impl Beside {
 
 /// Copies the files that a foreign command line names.
 fn take_files(
+    vm: &Vm,
     subject: &Subject,
     now: &mut VmSpec,
     draft: &Draft,
 ) -> Result<Vec<FileFacts>, SnapshotError> {
-    let Some(foreign) = &mut now.foreign else {
+    let Some(of) = &mut now.foreign else {
         return Ok(Vec::new());
     };
     let mut taken = Vec::new();
-    for (number, path) in foreign.files.iter_mut().enumerate() {
+    // Those of a VM of memfold's are a snapshot's.
+    let view = match subject.directory {
+        None => foreign::View::of(vm.pid()).map_err(|source| SnapshotError::Files {
+            path: "/proc".into(),
+            source,
+        })?,
+        Some(_) => foreign::View::default(),
+    };
+    for (number, path) in of.files.iter_mut().enumerate() {
         let failed = |source| SnapshotError::Files {
             path: path.clone(),
             source,
         };
         let name = file_name(number);
         let to = draft.file(&name)?;
-        // Those of a VM of memfold's are a snapshot's.
         let user = subject
             .spec()
             .user
             .as_deref()
             .filter(|_| subject.directory.is_none());
-        foreign::copy_file(path, &to, user).map_err(failed)?;
+        foreign::copy_file(path, &view, &to, user).map_err(failed)?;
         taken.push(facts(to).map_err(failed)?);
         *path = name.into();
     }

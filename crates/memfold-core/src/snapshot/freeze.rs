@@ -428,6 +428,10 @@ pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), 
     let devices = qmp.query("query-block")?;
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     for (number, disk) in spec.disks.iter().enumerate() {
+        // QEMU copies what it has open, whatever is called so by now, or here.
+        if spec.foreign.is_some() && !disk.snapshot {
+            continue;
+        }
         let files = match active(&devices, &nodes, spec, number) {
             Some(active) if disk.snapshot => chain(&active.file)?.into_iter().skip(1).collect(),
             _ => vec![disk.path.clone()],

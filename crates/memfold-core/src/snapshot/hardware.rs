@@ -177,6 +177,7 @@ mod tests {
             { "device": "ide2-cd0", "qdev": "x" },
             { "device": "pflash1", "inserted": { "ro": false, "file": "/vars" } },
             { "device": "", "qdev": "/machine/system.flash1", "inserted": { "ro": false, "file": "/vars" } },
+            { "device": "drive-efidisk0", "qdev": "/machine/system.flash1", "inserted": { "ro": false, "file": "/vars" } },
         ]);
         let with = |disks: usize| {
             let mut spec = VmSpec::new("a", ByteSize::mib(64));

@@ -57,7 +57,7 @@ pub fn arguments(
             "-device",
             format!("virtserialport,bus=serial0.0,chardev=agent,id=agent0,name={PORT_NAME}"),
         );
-    console_chardev(&mut line, "console", directory).add("-serial", "chardev:console");
+    console_chardev(&mut line, "console", directory, false).add("-serial", "chardev:console");
     line.add("-device", "vmgenid,guid=auto");
     if spec.balloon {
         line.add(
@@ -67,14 +67,23 @@ pub fn arguments(
     }
     if spec.network == Network::User {
         // No option ROM: nobody boots from it, and it is another Debian package.
-        line.add("-netdev", "user,id=net0")
-            .add("-device", "virtio-net-pci,netdev=net0,romfile=");
+        let forwards = spec.forwards.iter();
+        let forwards = forwards.map(|forward| format!(",hostfwd={}", forward.rule()));
+        line.add(
+            "-netdev",
+            format!("user,id=net0{}", forwards.collect::<String>()),
+        )
+        .add("-device", "virtio-net-pci,netdev=net0,romfile=");
     }
     let mut overlays = overlays.iter();
     for (number, disk) in spec.disks.iter().enumerate() {
         let overlay = if disk.snapshot { overlays.next() } else { None };
         let node = format!("disk{number}");
-        node_arguments(&mut line, number, &node, disk, overlay);
+        let top = Node {
+            name: &node,
+            of_drive: None,
+        };
+        node_arguments(&mut line, number, &top, disk, overlay);
         let write_cache = if disk.cache.write_cache() {
             "on"
         } else {
@@ -115,7 +124,8 @@ fn foreign_arguments(
 ) -> Vec<OsString> {
     let mut line = Line::default();
     frame(&mut line, spec);
-    line.0.extend(foreign.line().iter().map(OsString::from));
+    line.0
+        .extend(foreign.line(&spec.forwards).iter().map(OsString::from));
     let merge = if spec.merges() { "on" } else { "off" };
     line.add("-machine", format!("mem-merge={merge},suppress-vmdesc=on"))
         .add("-monitor", "none");
@@ -124,12 +134,17 @@ fn foreign_arguments(
         agent_chardev(&mut line, id, directory);
     }
     if let Some(id) = &foreign.console {
-        console_chardev(&mut line, id, directory);
+        console_chardev(&mut line, id, directory, foreign.console_shared);
     }
     let mut overlays = overlays.iter();
     for (number, disk) in spec.disks.iter().enumerate() {
         let overlay = if disk.snapshot { overlays.next() } else { None };
-        node_arguments(&mut line, number, &spec.disk_node(number), disk, overlay);
+        let of_drive = foreign.disks.get(number).and_then(|d| d.option.as_deref());
+        let node = Node {
+            name: &spec.disk_node(number),
+            of_drive,
+        };
+        node_arguments(&mut line, number, &node, disk, overlay);
     }
     line.0
 }
@@ -152,9 +167,16 @@ fn agent_chardev<'a>(line: &'a mut Line, id: &str, directory: &VmDirectory) -> &
     line.with_path("-chardev", &socket, &directory.agent(), "")
 }
 
-fn console_chardev<'a>(line: &'a mut Line, id: &str, directory: &VmDirectory) -> &'a mut Line {
+/// `is_shared`: several devices use it.
+fn console_chardev<'a>(
+    line: &'a mut Line,
+    id: &str,
+    directory: &VmDirectory,
+    is_shared: bool,
+) -> &'a mut Line {
+    let shared = if is_shared { ",mux=on" } else { "" };
     let mut console = OsString::from(format!(
-        "socket,id={id},server=on,wait=off,logappend=on,path="
+        "socket,id={id},server=on,wait=off,logappend=on{shared},path="
     ));
     console.push(escape(directory.console().as_os_str()));
     console.push(",logfile=");
@@ -170,58 +192,93 @@ pub(super) fn monitor_argument(socket: &Path) -> OsString {
     argument
 }
 
-/// A disk's nodes; `node` is what its device uses.
+/// The node that a disk's device uses.
+struct Node<'a> {
+    name: &'a str,
+    /// What `-drive` is given besides, where that makes it; else `-blockdev` does.
+    of_drive: Option<&'a str>,
+}
+
+/// A file of a disk, and the node of its format.
+struct Layer<'a> {
+    node: &'a str,
+    format: &'static str,
+    file_node: String,
+    path: &'a Path,
+    read_only: bool,
+    /// `,backing=NODE`
+    backing: &'a str,
+}
+
+/// A disk's nodes: its file and format, and over them those of its overlay, if it has one.
 fn node_arguments(
     line: &mut Line,
     number: usize,
-    node: &str,
+    top: &Node<'_>,
     disk: &DiskSpec,
     overlay: Option<&PathBuf>,
 ) {
-    let on = |yes: bool| if yes { "on" } else { "off" };
-    let cache = format!(
-        "cache.direct={},cache.no-flush={}",
-        on(disk.cache.direct()),
-        on(disk.cache.no_flush())
-    );
-    let base_read_only = on(disk.read_only || overlay.is_some());
-    let mut file = |node: &str, read_only: &str, path: &Path| {
-        let driver = if is_block_device(path) {
-            "host_device"
-        } else {
-            "file"
-        };
-        line.with_path(
-            "-blockdev",
-            &format!(
-                "driver={driver},node-name={node},aio={},{cache},read-only={read_only},discard=unmap,filename=",
-                disk.aio.name()
-            ),
-            path,
-            "",
-        );
-    };
-    file(&format!("file{number}"), base_read_only, &disk.path);
-    if let Some(overlay) = overlay {
-        file(&format!("overlay-file{number}"), "off", overlay);
-    }
-    let format = disk.format().driver();
     let base = format!("base{number}");
-    let base = if overlay.is_some() { &base } else { node };
-    line.add(
-        "-blockdev",
-        format!(
-            "driver={format},node-name={base},file=file{number},{cache},read-only={base_read_only},discard=unmap"
-        ),
-    );
-    if overlay.is_some() {
-        line.add(
-            "-blockdev",
-            format!(
-                "driver=qcow2,node-name={node},file=overlay-file{number},backing={base},{cache},discard=unmap"
-            ),
-        );
+    let lower = Layer {
+        node: if overlay.is_some() { &base } else { top.name },
+        format: disk.format().driver(),
+        file_node: format!("file{number}"),
+        path: &disk.path,
+        read_only: disk.read_only || overlay.is_some(),
+        backing: "",
+    };
+    let backing = format!(",backing={base}");
+    let upper = overlay.map(|path| Layer {
+        node: top.name,
+        format: "qcow2",
+        file_node: format!("overlay-file{number}"),
+        path,
+        read_only: false,
+        backing: &backing,
+    });
+    for layer in [Some(lower), upper].into_iter().flatten() {
+        let of_drive = top.of_drive.filter(|_| layer.node == top.name);
+        layer_arguments(line, &layer, disk, of_drive);
     }
+}
+
+/// `of_drive`: what `-drive` is given besides, where that makes the node.
+fn layer_arguments(line: &mut Line, layer: &Layer<'_>, disk: &DiskSpec, of_drive: Option<&str>) {
+    let on = |yes: bool| if yes { "on" } else { "off" };
+    let common = format!(
+        "cache.direct={},cache.no-flush={},read-only={},discard=unmap",
+        on(disk.cache.direct()),
+        on(disk.cache.no_flush()),
+        on(layer.read_only)
+    );
+    let driver = if is_block_device(layer.path) {
+        "host_device"
+    } else {
+        "file"
+    };
+    let (node, file_node, backing) = (layer.node, &layer.file_node, layer.backing);
+    let file = format!(
+        "driver={driver},node-name={file_node},aio={},{common}",
+        disk.aio.name()
+    );
+    let format = format!("driver={},node-name={node}", layer.format);
+    let Some(drive) = of_drive else {
+        line.with_path("-blockdev", &format!("{file},filename="), layer.path, "")
+            .add(
+                "-blockdev",
+                format!("{format},file={file_node}{backing},{common}"),
+            );
+        return;
+    };
+    // It takes no node for its file, but the options of one.
+    let file = file.replace(',', ",file.");
+    let before = format!("{drive},{format}{backing},{common},file.{file},file.filename=");
+    line.with_path("-drive", &before, layer.path, "");
+}
+
+fn is_block_device(path: &Path) -> bool {
+    use std::os::unix::fs::FileTypeExt;
+    std::fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
 }
 
 /// Through the page cache and never flushed: a host that crashes takes the VM with it, and its swap is worth nothing then.
@@ -248,11 +305,6 @@ fn swap_arguments(line: &mut Line, file: Option<&PathBuf>) {
             swap::SERIAL
         ),
     );
-}
-
-fn is_block_device(path: &Path) -> bool {
-    use std::os::unix::fs::FileTypeExt;
-    std::fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
 }
 
 fn boot_arguments(line: &mut Line, spec: &VmSpec) {
@@ -373,6 +425,45 @@ mod tests {
             .find("id=swap,drive=swap0,serial=memfold-swap")
             .unwrap();
         assert!(swap > line.find("id=vd0").unwrap());
+    }
+
+    #[test]
+    fn a_drive_of_others_is_made_by_drive_again_with_nodes_of_ours() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        let mut disk = DiskSpec::new("/img/d,1.raw");
+        disk.snapshot = true;
+        spec.disks = vec![disk];
+        let option = Some("if=ide,id=ide0-hd0,bus=0,unit=0".to_owned());
+        let of = crate::vm::foreign::ForeignDisk {
+            node: "memfold-drive0".into(),
+            option,
+            ..Default::default()
+        };
+        spec.foreign = Some(Foreign {
+            disks: vec![of],
+            ..Default::default()
+        });
+        let line = text(&spec, &["/var/tmp/o".into()]);
+        for words in [
+            "-blockdev\ndriver=raw,node-name=base0,file=file0,cache.direct=off",
+            "-drive\nif=ide,id=ide0-hd0,bus=0,unit=0,driver=qcow2,node-name=memfold-drive0,backing=base0,cache.direct=off",
+            "file.driver=file,file.node-name=overlay-file0,file.aio=threads,file.cache.direct=off",
+            "file.filename=/var/tmp/o\n",
+        ] {
+            assert!(
+                format!("{line}\n").contains(words),
+                "no '{words}' in: {line}"
+            );
+        }
+        spec.disks[0].snapshot = false;
+        let line = text(&spec, &[]);
+        assert!(
+            line.contains(
+                "-drive\nif=ide,id=ide0-hd0,bus=0,unit=0,driver=raw,node-name=memfold-drive0,cache"
+            ),
+            "{line}"
+        );
+        assert!(line.contains("file.filename=/img/d,,1.raw"), "{line}");
     }
 
     #[test]

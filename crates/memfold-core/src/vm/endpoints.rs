@@ -10,6 +10,7 @@ use memfold_wire::agent::PORT_NAME;
 use memfold_wire::library::{Advice, SOCKET_VARIABLE};
 use rustix::process::Pid;
 
+use super::foreign::root_of;
 use super::layout::RamBlock;
 use super::qmp::{Qmp, QmpError};
 use crate::host::files::LIBRARY;
@@ -30,7 +31,7 @@ pub fn library(pid: Pid) -> io::Result<LibraryPlace> {
     let environment = fs::read(format!("{root}/environ"))?;
     Ok(LibraryPlace {
         loaded: maps.lines().any(|l| l.contains(LIBRARY)),
-        socket: variable(&environment, SOCKET_VARIABLE),
+        socket: variable(&environment, SOCKET_VARIABLE).map(|path| seen_from_here(pid, path)),
     })
 }
 
@@ -76,7 +77,15 @@ pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError
         .find(|c| c["label"] == chardev)
         .and_then(|c| socket_path(c["filename"].as_str()?))
         // A QEMU that was typed names it from where it was started.
-        .and_then(|path| Some(working_directory(pid)?.join(path))))
+        .and_then(|path| Some(seen_from_here(pid, working_directory(pid)?.join(path)))))
+}
+
+/// What a process names so, which may be in a container.
+fn seen_from_here(pid: Pid, path: PathBuf) -> PathBuf {
+    match (root_of(pid), path.strip_prefix("/")) {
+        (Ok(root), Ok(rest)) => root.join(rest),
+        _ => path,
+    }
 }
 
 fn working_directory(pid: Pid) -> Option<PathBuf> {

@@ -16,6 +16,7 @@ pub mod conditions;
 pub mod directory;
 pub mod endpoints;
 pub mod foreign;
+pub mod forward;
 mod image_format;
 pub mod kernel_copy;
 pub mod launch;
@@ -38,6 +39,7 @@ pub use agent_link::{
 };
 pub use conditions::{Reason, VmConditions};
 pub use directory::{DEFAULT_STATE, Record, VmDirectory};
+pub use forward::Forward;
 pub use launch::{Cancel, Incoming, LaunchError, log_tail, start, start_incoming, start_unless};
 pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};

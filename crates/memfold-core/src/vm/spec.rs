@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::block_device;
 use super::foreign::Foreign;
+use super::forward::Forward;
 use super::segments::SegmentSpec;
 
 /// Longest VM or domain name in bytes.
@@ -320,6 +321,12 @@ pub struct VmSpec {
         skip_serializing_if = "Option::is_none"
     )]
     pub swap: Option<ByteSize>,
+    /// Ports of the host that lead into the guest, through its network in user mode.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub forwards: Vec<Forward>,
+    /// What a VM of a snapshot lacks of the host that the saved one had. A snapshot's matter: no description of a person's has it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<String>,
     /// More QEMU arguments, as they are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
@@ -380,6 +387,8 @@ impl VmSpec {
             user: None,
             boot_snapshot: false,
             swap: None,
+            forwards: Vec::new(),
+            left_out: Vec::new(),
             qemu_args: Vec::new(),
             qemu_directory: None,
             files: Vec::new(),
@@ -478,6 +487,16 @@ impl VmSpec {
                         .into(),
                 ));
             }
+        }
+        let takes_forwards = match &self.foreign {
+            Some(foreign) => foreign.takes_forwards(),
+            None => self.network == Network::User,
+        };
+        if !self.forwards.is_empty() && !takes_forwards {
+            return Err(value(
+                "forwards",
+                "ports lead into a guest through a network in user mode (network = \"user\"), and it has none".into(),
+            ));
         }
         if self.boot_snapshot {
             self.check_boot_snapshot()?;

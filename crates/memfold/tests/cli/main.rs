@@ -9,6 +9,7 @@ mod hangs;
 mod iscsi;
 mod ksm;
 mod lending;
+mod lines;
 mod metrics;
 mod overlays;
 mod relays;

@@ -10,35 +10,74 @@
 use std::io;
 use std::path::Path;
 
-/// The command line with words in the place of such files. `read` gives what one holds, with no more rights than its QEMU has.
+use super::options::{self, Named};
+use super::value::Value;
+
+/// No key: the word alone stays the first one.
+const IMPLIED: &str = "";
+
+/// Groups of such files that have another name on the command line (`qemu_find_opts`, `qemu_parse_config_group`).
+const OTHER_NAMES: [(&str, &str); 4] = [
+    ("memory", "m"),
+    ("smp-opts", "smp"),
+    ("boot-opts", "boot"),
+    ("acpi", "acpitable"),
+];
+
+/// The options with others in the place of such files and of `-set`. `read` gives what a file holds, with no more rights than its QEMU has.
 pub(super) fn expand(
-    line: &[String],
-    place: &Path,
+    options: Vec<Named>,
     read: impl Fn(&Path) -> io::Result<String>,
-) -> Result<Vec<String>, String> {
-    let mut expanded = Vec::new();
-    let mut words = line.iter();
-    while let Some(word) = words.next() {
-        if !["-readconfig", "--readconfig"].contains(&word.as_str()) {
-            expanded.push(word.clone());
-            continue;
-        }
-        let path = words
-            .next()
-            .ok_or_else(|| format!("'{word}' on its command line names no file"))?;
-        let text = read(&place.join(path));
-        let text = text.map_err(|error| format!("'-readconfig {path}': {error}"))?;
-        let options = options(&text)
-            .map_err(|line| format!("'-readconfig {path}': '{line}' in it can't be read"))?;
-        for (name, value) in options {
-            expanded.extend([format!("-{name}"), value]);
-        }
+) -> Result<Vec<Named>, String> {
+    let mut expanded: Vec<Named> = Vec::new();
+    for (name, value) in options {
+        let value = match (name.as_str(), value) {
+            ("readconfig", Some(path)) => {
+                let text = read(Path::new(&path));
+                let text = text.map_err(|error| format!("'-readconfig {path}': {error}"))?;
+                let found = groups(&text).map_err(|line| {
+                    format!("'-readconfig {path}': '{line}' in it can't be read")
+                })?;
+                for (group, value) in found {
+                    let other = OTHER_NAMES.iter().find(|(name, _)| *name == group);
+                    let name = other.map_or(group.as_str(), |(_, name)| name);
+                    if !options::known(name).is_some_and(|(has_value, _)| has_value) {
+                        return Err(format!(
+                            "'-readconfig {path}': memfold doesn't know its group [{group}]"
+                        ));
+                    }
+                    expanded.push((name.to_owned(), Some(value)));
+                }
+                continue;
+            }
+            ("set", Some(value)) => {
+                set(&mut expanded, &value)
+                    .ok_or_else(|| format!("'-set {value}' changes nothing that is before it"))?;
+                continue;
+            }
+            (_, value) => value,
+        };
+        expanded.push((name, value));
     }
     Ok(expanded)
 }
 
+/// Carries out `-set GROUP.ID.KEY=VALUE`.
+fn set(options: &mut [Named], text: &str) -> Option<()> {
+    let (place, value) = text.split_once('=')?;
+    let (group, place) = place.split_once('.')?;
+    let (id, key) = place.split_once('.')?;
+    let found = options.iter_mut().filter(|(name, _)| name == group);
+    let (mut changed, text) = found
+        .filter_map(|(_, text)| Some((Value::parse(IMPLIED, text.as_deref()?)?, text)))
+        .find(|(value, _)| value.get("id") == Some(id))?;
+    changed.set(key, value);
+    *text = Some(changed.render());
+    Some(())
+}
+
 /// Options and their values; an error is the line that is neither.
-fn options(text: &str) -> Result<Vec<(String, String)>, String> {
+fn groups(text: &str) -> Result<Vec<(String, String)>, String> {
     let mut options: Vec<(String, Vec<String>)> = Vec::new();
     for line in text.lines().map(str::trim) {
         let bad = || line.to_owned();
@@ -88,45 +127,61 @@ mod tests {
         [smbios]
           type = "1"
           serial = "a,b"
+
+        [memory]
+          size = "1G"
+          maxmem = "2G"
+        [smp-opts]
+          cpus = "2"
+        [boot-opts]
+          menu = "on"
     "#;
+
+    fn line(text: &str) -> Vec<Named> {
+        let words = std::iter::once("qemu").chain(text.split_whitespace());
+        options::read(&words.map(str::to_owned).collect::<Vec<_>>()).unwrap()
+    }
 
     #[test]
     fn files_of_options_are_the_words_that_they_stand_for() {
-        let line = ["qemu", "-m", "512", "-readconfig", "q35.cfg", "-S"].map(str::to_owned);
         let read = |path: &Path| {
-            assert_eq!(path, Path::new("/there/q35.cfg"));
+            assert_eq!(path, Path::new("q35.cfg"));
             Ok(FILE.to_owned())
         };
-        let words = expand(&line, Path::new("/there"), read).unwrap();
-        let wanted = [
-            "qemu",
-            "-m",
-            "512",
-            "-device",
-            "id=ehci,driver=ich9-usb-ehci1,addr=1d.7",
-            "-smbios",
-            "type=1,serial=a,,b",
-            "-S",
-        ];
-        assert_eq!(words, wanted);
+        let found = expand(line("-m 512 -readconfig q35.cfg -S"), read).unwrap();
+        let wanted = "-m 512 -device id=ehci,driver=ich9-usb-ehci1,addr=1d.7 -smbios type=1,serial=a,,b -m size=1G,maxmem=2G -smp cpus=2 -boot menu=on -S";
+        assert_eq!(found, line(wanted));
+    }
+
+    #[test]
+    fn what_is_set_later_is_set() {
+        let text = "-device e1000,id=n -drive if=none,id=d,file=a -set device.n.addr=7 -set drive.d.file=b -readconfig device.n -m 1";
+        let wanted = "-device e1000,addr=7,id=n -drive file=b,id=d,if=none -m 1";
+        let found = expand(line(text), |_| Ok(String::new())).unwrap();
+        assert_eq!(found, line(wanted));
+        for bad in ["device.x.addr=7", "device.n", "machine=1"] {
+            let text = format!("-device e1000,id=n -set {bad}");
+            let why = expand(line(&text), |_| Ok(String::new())).unwrap_err();
+            assert!(why.contains(bad), "{why}");
+        }
     }
 
     #[test]
     fn files_that_are_none_are_named() {
-        let line = ["qemu", "-readconfig", "/x"].map(str::to_owned);
-        for text in [
-            "driver = \"a\"",
-            "[device \"a]",
-            "[device]\ndriver = a",
-            "[device]\nword",
-            "[",
+        let expand = |read: fn(&Path) -> io::Result<String>| expand(line("-readconfig /x"), read);
+        for (text, last) in [
+            ("driver = \"a\"", "driver = \"a\""),
+            ("[device \"a]", "[device \"a]"),
+            ("[device]\ndriver = a", "driver = a"),
+            ("[device]\nword", "word"),
+            ("[", "["),
+            ("[brand-new]\na = \"b\"", "[brand-new]"),
         ] {
-            let why = expand(&line, Path::new("/"), |_| Ok(text.to_owned())).unwrap_err();
-            let last = text.lines().last().unwrap();
+            let read = |_: &Path| Ok(text.to_owned());
+            let why = super::expand(line("-readconfig /x"), read).unwrap_err();
             assert!(why.contains("/x") && why.contains(last), "{why}");
         }
-        let away = |_: &Path| Err(io::ErrorKind::NotFound.into());
-        let why = expand(&line, Path::new("/"), away).unwrap_err();
+        let why = expand(|_| Err(io::ErrorKind::NotFound.into())).unwrap_err();
         assert!(why.contains("-readconfig /x"), "{why}");
     }
 }

@@ -1,7 +1,7 @@
 //! Files that a copied command line names: kernel, firmware, ROMs. A snapshot has copies of them, made with the rights of the QEMU's user, so that what
 //! is named is nothing that this user can't read, at that moment or later.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -9,9 +9,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use super::User;
-use super::rewrite::{FILES, KEPT_FLAGS};
+use super::options;
 use super::value::Value;
 use crate::host::helper;
+use super::view::View;
 
 /// Stands for the file of a number.
 const TOKEN: &str = "/memfold/file";
@@ -22,21 +23,75 @@ const DEVICES: [&str; 3] = ["/dev/urandom", "/dev/random", "/dev/hwrng"];
 /// Largest file that is copied, in bytes.
 const MOST_BYTES: u64 = 1 << 30;
 
+/// Options whose value is a file as a whole.
+const WHOLE: [&str; 5] = ["bios", "dtb", "initrd", "kernel", "shim"];
+
+/// Keys of other options whose value is a file; the first word of an option has its option's name.
+const KEYS: [(&str, &str); 11] = [
+    ("acpitable", "data"),
+    ("acpitable", "file"),
+    ("boot", "splash"),
+    ("device", "romfile"),
+    ("fw_cfg", "file"),
+    ("machine", "dtb"),
+    ("machine", "firmware"),
+    ("machine", "initrd"),
+    ("machine", "kernel"),
+    ("smbios", "file"),
+    ("smbios", "path"),
+];
+
+/// Names files by their whole paths that an option names from QEMU's working directory. What isn't there QEMU finds among its own.
+pub(super) fn name_whole(option: &str, value: &str, view: &View) -> String {
+    let whole = |word: &str| {
+        let path = view.whole(word);
+        let is_there = !word.is_empty() && !word.starts_with('/') && view.is_file(&path);
+        is_there.then(|| path.to_string_lossy().into_owned())
+    };
+    if WHOLE.contains(&option) {
+        return whole(value).unwrap_or_else(|| value.to_owned());
+    }
+    let is_first = option == "option-rom";
+    if !is_first && !KEYS.iter().any(|(of, _)| *of == option) {
+        return value.to_owned();
+    }
+    let Some(mut parsed) = Value::parse("", value) else {
+        return value.to_owned();
+    };
+    let is_file =
+        |key: &str| KEYS.contains(&(option, key)) || is_first && ["", "romfile"].contains(&key);
+    let words = parsed.strings();
+    let words = words.into_iter().filter(|(key, _)| is_file(key));
+    let changed: Vec<(String, String)> = words
+        .filter_map(|(_, word)| Some((word.to_owned(), whole(word)?)))
+        .collect();
+    parsed.change_strings(&|key, word| {
+        let found = changed
+            .iter()
+            .find(|(from, _)| is_file(key) && from == word);
+        found.map(|(_, to)| to.clone())
+    });
+    if changed.is_empty() {
+        return value.to_owned();
+    }
+    parsed.render()
+}
+
 /// Puts tokens in the place of all files; which they stand for, in order.
-pub(super) fn take_out(words: &mut [String]) -> Result<Vec<PathBuf>, String> {
+pub(super) fn take_out(words: &mut [String], view: &View) -> Result<Vec<PathBuf>, String> {
     let mut found = Vec::new();
     let mut at = 0;
     while at + 1 < words.len() {
         let option = words[at].trim_start_matches('-').to_owned();
-        if KEPT_FLAGS.contains(&option.as_str()) {
+        if options::known(&option).is_some_and(|(has_value, _)| !has_value) {
             at += 1;
             continue;
         }
         let value = &mut words[at + 1];
         at += 2;
-        if FILES.contains(&option.as_str()) {
+        if WHOLE.contains(&option.as_str()) {
             if value.starts_with('/') {
-                *value = token(value, &mut found)?;
+                *value = token(value, view, &mut found)?;
             } else if value.contains('/') || option != "bios" {
                 return Err(format!("'-{option} {value}' names no file"));
             }
@@ -60,7 +115,7 @@ pub(super) fn take_out(words: &mut [String]) -> Result<Vec<PathBuf>, String> {
         let mut files = Vec::new();
         for (_, word) in strings {
             if word.starts_with('/') && !DEVICES.contains(&word) {
-                files.push((word.to_owned(), token(word, &mut found)?));
+                files.push((word.to_owned(), token(word, view, &mut found)?));
             }
         }
         if !files.is_empty() {
@@ -74,8 +129,9 @@ pub(super) fn take_out(words: &mut [String]) -> Result<Vec<PathBuf>, String> {
     Ok(found)
 }
 
-fn token(path: &str, found: &mut Vec<PathBuf>) -> Result<String, String> {
-    let facts = fs::metadata(path).map_err(|error| format!("it names {path}: {error}"))?;
+fn token(path: &str, view: &View, found: &mut Vec<PathBuf>) -> Result<String, String> {
+    let facts = view.metadata(Path::new(path));
+    let facts = facts.map_err(|error| format!("it names {path}: {error}"))?;
     if !facts.is_file() || facts.len() > MOST_BYTES {
         return Err(format!(
             "it names {path}, which is no plain file of at most 1 GiB"
@@ -108,19 +164,23 @@ pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
 }
 
 /// Copies a file as a user.
-pub(super) fn copy(from: &Path, to: &File, user: &User) -> io::Result<()> {
-    // What was a plain file may be something by now that gives nothing, or has no end.
+pub(super) fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
+    let file = view.open_as(from, user).map_err(|error| {
+        let why = format!("as user {}: {}: {error}", user.name, from.display());
+        io::Error::new(error.kind(), why)
+    })?;
+    if !file.metadata()?.is_file() {
+        let why = format!("{} is no plain file", from.display());
+        return Err(io::Error::other(why));
+    }
+    // Another process has a deadline, also on a file system that hangs.
     let mut command = Command::new("head");
-    command
-        .args(["-c", &MOST_BYTES.to_string(), "--"])
-        .arg(from);
+    command.args(["-c", &MOST_BYTES.to_string()]);
     let child = command
         .process_group(0)
         .stderr(Stdio::piped())
-        .uid(user.uid)
-        .gid(user.gid)
         .current_dir("/")
-        .stdin(Stdio::null())
+        .stdin(file)
         .stdout(to.try_clone()?)
         .spawn()?;
     let done = helper::output_of(child, Duration::from_secs(60))?;
@@ -128,15 +188,14 @@ pub(super) fn copy(from: &Path, to: &File, user: &User) -> io::Result<()> {
         return Ok(());
     }
     let words = String::from_utf8_lossy(&done.stderr);
-    Err(io::Error::other(format!(
-        "as user {}: {}",
-        user.name,
-        words.trim()
-    )))
+    let why = format!("{}: {} ({})", from.display(), words.trim(), done.status);
+    Err(io::Error::other(why))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn words(text: &str) -> Vec<String> {
@@ -157,7 +216,7 @@ mod tests {
             rom.replace(',', ",,")
         ));
         let mut after = before.clone();
-        let found = take_out(&mut after).unwrap();
+        let found = take_out(&mut after, &View::default()).unwrap();
         assert_eq!(found, [PathBuf::from(&kernel), PathBuf::from(&rom)]);
         assert_eq!(after[2], "/memfold/file000");
         assert!(after[4].ends_with("romfile=/memfold/file001"), "{after:?}");
@@ -169,7 +228,10 @@ mod tests {
             "-device x,path=/dev/null",
             "-fw_cfg name=opt/x,file=/nowhere/at/all",
         ] {
-            assert!(take_out(&mut words(bad)).is_err(), "{bad}");
+            assert!(
+                take_out(&mut words(bad), &View::default()).is_err(),
+                "{bad}"
+            );
         }
     }
 
@@ -189,7 +251,7 @@ mod tests {
             uid,
             gid,
         };
-        let copied = || copy(&from, &File::create(&to).unwrap(), &user);
+        let copied = || copy(&from, &View::default(), &File::create(&to).unwrap(), &user);
         copied().unwrap();
         assert_eq!(fs::read(&to).unwrap(), b"text");
         fs::set_permissions(&from, fs::Permissions::from_mode(0o600)).unwrap();

@@ -9,9 +9,14 @@
 //! its host's is opened for another QEMU, and other files are copied with that user's rights.
 
 mod config;
+mod drives;
 mod files;
+mod host_ends;
+mod network;
+mod options;
 mod rewrite;
 mod value;
+mod view;
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek};
@@ -23,8 +28,12 @@ use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
-use self::rewrite::{Copy, Drive, Facts};
+pub use self::host_ends::{leave_out_taken, of_arguments};
+use self::rewrite::{Copy, Facts, Medium};
+use self::value::Value;
+pub use self::view::{View, root_of};
 use super::directory::Record;
+use super::forward::Forward;
 use super::machine::Vm;
 use super::qmp::{Qmp, QmpError};
 use super::spec::{AccelChoice, DiskFormat, DiskSpec, VmSpec};
@@ -49,6 +58,12 @@ pub struct Foreign {
     /// Character device of its console, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub console: Option<String>,
+    /// Whether another device uses the console's character device, too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub console_shared: bool,
+    /// What the QEMU had of its host and no second one can have: forwarded ports, sockets, displays.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<String>,
     /// Network cards.
     #[serde(default)]
     pub cards: usize,
@@ -58,10 +73,37 @@ pub struct Foreign {
 }
 
 impl Foreign {
-    /// The words, as QEMU is given them.
+    /// The words, as QEMU is given them, with ports that lead into the guest.
     #[must_use]
-    pub fn line(&self) -> Vec<String> {
-        files::put_in(&self.words, &self.files)
+    pub fn line(&self, forwards: &[Forward]) -> Vec<String> {
+        let mut words = files::put_in(&self.words, &self.files);
+        if let Some((at, mut network)) = self.user_network() {
+            for forward in forwards {
+                network.push("hostfwd", &forward.rule());
+            }
+            if !forwards.is_empty() {
+                words[at] = network.render();
+            }
+        }
+        words
+    }
+
+    /// Whether ports can lead into the guest.
+    #[must_use]
+    pub fn takes_forwards(&self) -> bool {
+        self.user_network().is_some()
+    }
+
+    /// The first network in user mode that isn't cut off from the host, and which of the words it is.
+    fn user_network(&self) -> Option<(usize, Value)> {
+        let pairs = self.words.windows(2).enumerate();
+        let mut networks = pairs.filter_map(|(at, pair)| {
+            ["-netdev", "-nic", "-net"]
+                .contains(&pair[0].as_str())
+                .then_some(())?;
+            Some((at + 1, Value::parse("type", &pair[1])?))
+        });
+        networks.find(|(_, network)| network.kind() == "user" && !network.is_on("restrict"))
     }
 }
 
@@ -75,6 +117,9 @@ pub struct ForeignDisk {
     pub node: String,
     /// What its device calls the node on the command line.
     pub drive: String,
+    /// What `-drive` is given besides its node, where that makes it: interface, bus, unit, name. `None`: `-blockdev` makes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub option: Option<String>,
 }
 
 /// Why a QEMU can't be started a second time.
@@ -124,14 +169,15 @@ pub fn describe(
         } else {
             "tcg".into()
         },
-        drives: drives(&block),
+        media: media(&block),
         sizes: sizes(&nodes),
-        place: fs::read_link(format!("{place}/cwd")).map_err(look)?,
+        view: View::of(pid).map_err(look)?,
     };
-    let line = config::expand(&line, &facts.place, |path| read_as(path, user.as_deref()))
-        .map_err(ForeignError::Impossible)?;
-    let mut copy = rewrite::copy(&line, &facts).map_err(ForeignError::Impossible)?;
-    let files = files::take_out(&mut copy.words).map_err(ForeignError::Impossible)?;
+    let refused = ForeignError::Impossible;
+    let read = |path: &Path| read_as(path, &facts.view, user.as_deref());
+    let line = options::read(&line).and_then(|line| config::expand(line, read));
+    let mut copy = rewrite::copy(&line.map_err(refused)?, &facts).map_err(refused)?;
+    let files = files::take_out(&mut copy.words, &facts.view).map_err(refused)?;
     let memory = qmp.query("query-memory-size-summary")?;
     let cpus = qmp.query("query-cpus-fast")?;
     let mut spec = VmSpec::new(name, ByteSize(memory["base-memory"].as_u64().unwrap_or(0)));
@@ -162,6 +208,8 @@ pub fn describe(
         disks,
         agent: copy.agent,
         console: copy.console,
+        console_shared: copy.is_console_shared,
+        left_out: copy.left_out,
         cards: copy.cards,
         files,
     });
@@ -183,12 +231,12 @@ fn machine_type(qmp: &mut Qmp) -> Result<String, QmpError> {
     Ok(kind.strip_suffix("-machine").unwrap_or(kind).to_owned())
 }
 
-fn drives(block: &Json) -> Vec<Drive> {
+fn media(block: &Json) -> Vec<Medium> {
     let text = |value: &Json| value.as_str().unwrap_or_default().to_owned();
     let devices = block.as_array().into_iter().flatten();
     let with_medium = devices.filter(|device| device["inserted"].is_object());
     with_medium
-        .map(|device| Drive {
+        .map(|device| Medium {
             backend: text(&device["device"]),
             device: text(&device["qdev"]),
             node: text(&device["inserted"]["node-name"]),
@@ -213,7 +261,11 @@ fn disks(block: &Json, copy: &Copy) -> Result<(Vec<ForeignDisk>, Vec<DiskSpec>),
         let text = |value: &Json| value.as_str().unwrap_or_default().to_owned();
         let (at, node) = (text(&device["qdev"]), text(&inserted["node-name"]));
         let file = PathBuf::from(text(&inserted["image"]["filename"]));
-        let Some(drive) = copy.drives.get(&at).cloned() else {
+        let Some(rewrite::Node {
+            name: drive,
+            option,
+        }) = copy.nodes.get(&at).cloned()
+        else {
             continue;
         };
         if drive.len() > MAX_NODE_NAME {
@@ -231,6 +283,7 @@ fn disks(block: &Json, copy: &Copy) -> Result<(Vec<ForeignDisk>, Vec<DiskSpec>),
             device: at,
             node,
             drive,
+            option,
         });
         described.push(disk);
     }
@@ -238,9 +291,9 @@ fn disks(block: &Json, copy: &Copy) -> Result<(Vec<ForeignDisk>, Vec<DiskSpec>),
 }
 
 /// What a text file holds that a QEMU has named, with the rights of its user.
-fn read_as(path: &Path, user: Option<&str>) -> io::Result<String> {
+fn read_as(path: &Path, view: &View, user: Option<&str>) -> io::Result<String> {
     let mut copy = tempfile::tempfile()?;
-    copy_file(path, &copy, user)?;
+    copy_file(path, view, &copy, user)?;
     copy.rewind()?;
     let mut text = String::new();
     copy.take(MOST_OPTIONS).read_to_string(&mut text)?;
@@ -248,7 +301,7 @@ fn read_as(path: &Path, user: Option<&str>) -> io::Result<String> {
 }
 
 /// Copies a file that a QEMU has named, with the rights of its user; `None`: root.
-pub fn copy_file(from: &Path, to: &File, user: Option<&str>) -> io::Result<()> {
+pub fn copy_file(from: &Path, view: &View, to: &File, user: Option<&str>) -> io::Result<()> {
     let (name, (uid, gid)) = match user {
         None => ("root", (0, 0)),
         Some(name) => {
@@ -257,7 +310,7 @@ pub fn copy_file(from: &Path, to: &File, user: Option<&str>) -> io::Result<()> {
         }
     };
     let name = name.to_owned();
-    files::copy(from, to, &User { name, uid, gid })
+    files::copy(from, view, to, &User { name, uid, gid })
 }
 
 /// The user that a QEMU runs as.

@@ -4,22 +4,28 @@
 //! |---|---|
 //! | machine, CPUs, memory's size, devices, firmware tables, kernel | as they are |
 //! | RAM backends | plain memory of the same name and size |
-//! | disks and other media | left out: the VM gets its own |
+//! | disks and other media (`-blockdev`) | left out: the VM gets its own |
+//! | drives (`-drive`, `-hda` ...) | the same interface, bus, unit and name, with a medium of its own |
 //! | firmware (pflash) | of no file: what it holds is RAM |
 //! | network: user mode | as it is, without ports of the host |
-//! | network: taps, bridges | a tap of its own, connected to nothing |
+//! | network: taps, bridges, vhost-user | a tap of its own, with as many queues, connected to nothing |
 //! | network: others | user mode, restricted |
 //! | character devices | lead nowhere, but for the console and the agent's port |
+//! | sound | goes nowhere |
 //! | monitors, displays, sandbox, files of its own | left out |
 //!
-//! A word that is in no table here is refused: a device that isn't as it was would not take its state.
+//! An option that [`options`](super::options) doesn't know is refused: a device that isn't as it was would not take its state. What is left out and no second
+//! VM can have (ports, sockets, displays) is told.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
 
 use memfold_wire::agent::PORT_NAME;
 
+use super::drives::{self, Drive};
+use super::options::{self, Fate, Named};
 use super::value::Value;
+use super::view::View;
+use super::{files, host_ends, network};
 
 /// What QEMU says of the running VM.
 #[derive(Clone, Debug, Default)]
@@ -29,16 +35,16 @@ pub(super) struct Facts {
     /// `kvm` or `tcg`.
     pub(super) accel: String,
     /// Devices that have a medium.
-    pub(super) drives: Vec<Drive>,
+    pub(super) media: Vec<Medium>,
     /// Bytes that each node has.
     pub(super) sizes: BTreeMap<String, u64>,
-    /// QEMU's working directory.
-    pub(super) place: PathBuf,
+    /// Its files.
+    pub(super) view: View,
 }
 
 /// A device with a medium.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Drive {
+pub(super) struct Medium {
     /// What `-drive` calls it, if that made it.
     pub(super) backend: String,
     /// Where the device is in QEMU's tree.
@@ -47,89 +53,56 @@ pub(super) struct Drive {
     pub(super) node: String,
 }
 
+/// The node of a medium in the copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Node {
+    pub(super) name: String,
+    /// What `-drive` is given besides, where that makes the node.
+    pub(super) option: Option<String>,
+}
+
 /// The copy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Copy {
     pub(super) words: Vec<String>,
-    /// What each of [`Facts::drives`] is called in `words`, by where it is in QEMU's tree.
-    pub(super) drives: BTreeMap<String, String>,
+    /// The node of each of [`Facts::media`], by where its device is in QEMU's tree.
+    pub(super) nodes: BTreeMap<String, Node>,
     /// Character device of the agent's port, and of the console.
     pub(super) agent: Option<String>,
     pub(super) console: Option<String>,
+    /// Whether something else uses the console's character device, too.
+    pub(super) is_console_shared: bool,
+    /// What is left out, and no second VM can have.
+    pub(super) left_out: Vec<String>,
     pub(super) cards: usize,
     pub(super) balloon: bool,
 }
 
-/// Options that have a value and stay.
-const KEPT: &[&str] = &[
-    "accel", "action", "append", "bios", "boot", "compat", "cpu", "dtb", "fw_cfg", "global",
-    "initrd", "kernel", "m", "numa", "rtc", "smbios", "smp", "uuid", "vga",
-];
-/// Options without one that stay.
-pub(super) const KEPT_FLAGS: &[&str] = &[
-    "enable-kvm",
-    "no-fd-bootchk",
-    "no-reboot",
-    "no-user-config",
-    "nodefaults",
-    "usb",
-];
-/// Options that have a value and are left out; `id` is Proxmox VE's, a number for `ps`.
-const DROPPED: &[&str] = &[
-    "D",
-    "add-fd",
-    "chroot",
-    "d",
-    "display",
-    "gdb",
-    "id",
-    "incoming",
-    "iscsi",
-    "mon",
-    "monitor",
-    "msg",
-    "name",
-    "overcommit",
-    "pidfile",
-    "qmp",
-    "qmp-pretty",
-    "run-with",
-    "runas",
-    "sandbox",
-    "spice",
-    "trace",
-    "vnc",
-];
-/// Options without one that are left out.
-const DROPPED_FLAGS: &[&str] = &[
-    "S",
-    "daemonize",
-    "full-screen",
-    "no-shutdown",
-    "nographic",
-    "only-migratable",
-    "s",
-    "snapshot",
-];
-/// Options whose value is a file as a whole. It may be named from QEMU's working directory.
-pub(super) const FILES: &[&str] = &["bios", "dtb", "initrd", "kernel"];
 /// Kinds of devices that are something of the host's, or of another process's.
 const HOSTS: &[&str] = &[
     "vfio-",
     "vhost-",
     "usb-host",
-    "usb-redir",
+    "usb-mtp",
     "ivshmem",
     "loader",
     "guest-loader",
     "tpm-",
-    "ccid-card",
+    "ccid-card-emulated",
     "u2f-",
     "nvdimm",
     "virtio-pmem",
     "scsi-block",
     "scsi-generic",
     "virtio-9p",
+    "xen-",
+];
+/// Kinds of devices that draw with the host's OpenGL; QEMU can't save what they have drawn (`virgl is not yet migratable`).
+const DRAWN_BY_HOST: [&str; 4] = [
+    "virtio-gpu-gl",
+    "virtio-vga-gl",
+    "virtio-gpu-rutabaga",
+    "virtio-vga-rutabaga",
 ];
 /// Objects that stay.
 const OBJECTS: &[&str] = &[
@@ -139,95 +112,103 @@ const OBJECTS: &[&str] = &[
     "rng-egd",
     "throttle-group",
     "main-loop",
+    "cryptodev-backend",
+    "cryptodev-backend-builtin",
+    "acpi-generic-initiator",
+    "acpi-generic-port",
 ];
-/// Objects that are left out: secrets of displays, monitors and disks, and what they are checked by.
-const OWN_OBJECTS: &[&str] = &["secret", "tls-creds", "authz", "thread-context"];
+/// Objects that are left out: secrets of displays, monitors and disks, what they are checked by, and filters of networks.
+const OWN_OBJECTS: &[&str] = &[
+    "secret",
+    "tls-",
+    "authz",
+    "thread-context",
+    "filter-",
+    "colo-compare",
+    "pr-manager",
+];
+/// Character device of the console that is put in the place of another.
+const CONSOLE: &str = "memfold-console";
 
 /// Makes the copy, or says what keeps it from being one.
-pub(super) fn copy(line: &[String], facts: &Facts) -> Result<Copy, String> {
-    let options = options(line)?;
+pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
     let mut copy = Copy::default();
-    look_at_devices(&options, &mut copy)?;
-    let mut nodes = Nodes::of(&options, facts)?;
-    let mut late = Vec::new();
-    let (mut has_machine, mut has_accel) = (false, false);
-    for (name, value) in &options {
+    look_at_devices(options, &mut copy)?;
+    look_at_chardevs(options, &mut copy)?;
+    let media = Media::of(options, facts)?;
+    let mut drives = media.drives.iter();
+    let (mut has_machine, mut has_accel, mut has_audio) = (false, false, false);
+    for (name, value) in options {
         let words = |value: String| vec![format!("-{name}"), value];
-        let made = match (name.as_str(), value) {
-            ("machine" | "M", Some(value)) => {
+        let text = value.as_deref().unwrap_or_default();
+        let Some((_, fate)) = options::known(name) else {
+            return Err(format!("memfold doesn't know QEMU's option '-{name}'"));
+        };
+        copy.left_out.extend(host_ends::told(name, text)?);
+        let made = match (fate, name.as_str()) {
+            (Fate::Refused(why), _) => return Err(format!("-{name} {text}: {why}")),
+            (Fate::Dropped, _) | (_, "L" | "readconfig" | "set") => Vec::new(),
+            (Fate::Kept, _) => {
+                has_accel |= ["accel", "enable-kvm"].contains(&name.as_str());
+                let value = value
+                    .as_ref()
+                    .map(|text| found(options, name, text, &facts.view));
+                let words = std::iter::once(format!("-{name}")).chain(value);
+                words.collect()
+            }
+            (_, "machine" | "M") => {
                 has_machine = true;
-                let mut machine = parse("type", value)?;
+                let mut machine = parse("type", text)?;
                 has_accel |= machine.get("accel").is_some();
+                for key in ["confidential-guest-support", "memory-encryption"] {
+                    if machine.get(key).is_some() {
+                        return Err(format!("its RAM is encrypted (-machine {key})"));
+                    }
+                }
                 machine.set("type", &facts.machine);
-                vec!["-machine".into(), machine.render()]
+                let machine = files::name_whole("machine", &machine.render(), &facts.view);
+                vec!["-machine".into(), machine]
             }
-            ("object", Some(value)) => object(value)?.map_or_else(Vec::new, words),
-            ("chardev", Some(value)) => {
-                let id = parse("backend", value)?
-                    .get("id")
-                    .unwrap_or_default()
-                    .to_owned();
-                let is_used = [&copy.agent, &copy.console]
-                    .iter()
-                    .any(|own| own.as_ref() == Some(&id));
-                if is_used {
-                    Vec::new()
-                } else {
-                    words(format!("null,id={id}"))
-                }
+            (_, "object") => object(text)?.map_or_else(Vec::new, words),
+            (_, "chardev") => chardev(text, &copy)?.map_or_else(Vec::new, words),
+            (_, "netdev" | "nic" | "net") => words(network::copy(name, text)?.0),
+            (_, "audio") => {
+                has_audio = true;
+                let mut audio = parse("driver", text)?;
+                audio.drop_keys(|key| key != "model");
+                audio.set("driver", "none");
+                words(audio.render())
             }
-            ("netdev" | "nic", Some(value)) => words(network(value)?),
-            ("net", Some(value)) if value == "none" => words(value.clone()),
-            ("audiodev", Some(value)) => {
-                let id = parse("driver", value)?
-                    .get("id")
-                    .unwrap_or_default()
-                    .to_owned();
-                words(format!("none,id={id}"))
+            (_, "audiodev") => words(format!("none,id={}", parse("driver", text)?.text("id"))),
+            (_, "blockdev") => media.blockdev(text, facts)?.map_or_else(Vec::new, words),
+            (_, name) if drives::is_drive(name) => {
+                let drive = drives.next().ok_or("its drives can't be told apart")?;
+                let option = Media::drive(drive, facts)?;
+                option.map_or_else(Vec::new, |option| vec!["-drive".into(), option])
             }
-            ("blockdev", Some(value)) => nodes.blockdev(value, facts)?.map_or_else(Vec::new, words),
-            ("drive", Some(value)) => {
-                let (here, last) = nodes.drive(value, facts)?;
-                late.extend(
-                    last.into_iter()
-                        .flat_map(|device| ["-device".into(), device]),
-                );
-                here.map_or_else(Vec::new, words)
+            (_, "device") => words(files::name_whole("device", &device(text)?, &facts.view)),
+            (_, "serial") => words(serial(text, &copy)),
+            (_, "parallel") => words(if text == "none" { "none" } else { "null" }.into()),
+            (_, "debugcon") if text.starts_with("chardev:") => words(text.to_owned()),
+            (_, "debugcon") => words("null".into()),
+            (_, "usbdevice") if text == "braille" => {
+                return Err(format!("'-usbdevice {text}' is a device of this host's"));
             }
-            ("device", Some(value)) => words(device(value)?),
-            ("serial", Some(value)) => words(serial(value, &mut copy)),
-            ("parallel", Some(value)) => {
-                words(if value == "none" { "none" } else { "null" }.into())
+            (_, "icount") if text.contains("rr=") => {
+                return Err(format!("'-icount {text}' records or replays a run"));
             }
-            (_, Some(value)) if KEPT.contains(&name.as_str()) => {
-                has_accel |= name == "accel";
-                words(found_from(&facts.place, name, value))
+            (_, "icount" | "usbdevice") => words(text.to_owned()),
+            // Its first serial port is where it was started from.
+            (_, "nographic")
+                if copy.console.as_deref() == Some(CONSOLE) && has_own_serial(options)? =>
+            {
+                vec!["-serial".into(), format!("chardev:{CONSOLE}")]
             }
-            (_, None) if KEPT_FLAGS.contains(&name.as_str()) => {
-                has_accel |= name == "enable-kvm";
-                vec![format!("-{name}")]
-            }
-            ("nographic", None) => {
-                // Its first serial port is where it was started from.
-                if options.iter().any(|(name, _)| name == "serial") {
-                    Vec::new()
-                } else {
-                    let word = serial("stdio", &mut copy);
-                    vec!["-serial".into(), word]
-                }
-            }
-            (_, Some(_)) if DROPPED.contains(&name.as_str()) => Vec::new(),
-            (_, None) if DROPPED_FLAGS.contains(&name.as_str()) => Vec::new(),
-            _ => {
-                let value = value.as_deref().unwrap_or_default();
-                return Err(format!(
-                    "memfold doesn't know what '-{name} {value}' would be in another QEMU; start it without that to have it saved"
-                ));
-            }
+            (_, "nographic") => Vec::new(),
+            (Fate::Made, other) => return Err(format!("memfold makes nothing of '-{other}'")),
         };
         copy.words.extend(made);
     }
-    copy.words.extend(late);
     if !has_machine {
         copy.words
             .extend(["-machine".into(), facts.machine.clone()]);
@@ -235,68 +216,110 @@ pub(super) fn copy(line: &[String], facts: &Facts) -> Result<Copy, String> {
     if !has_accel {
         copy.words.extend(["-accel".into(), facts.accel.clone()]);
     }
-    copy.drives = nodes.called;
-    check_drives(&copy)?;
+    if !has_audio {
+        // Cards of sound would look for the host's.
+        copy.words.extend(["-audio".into(), "none".into()]);
+    }
+    copy.nodes = media.nodes;
+    check_media(&copy, &media.drives)?;
     Ok(copy)
 }
 
+/// The value of an option that stays, with its files named by whole paths.
+fn found(options: &[Named], name: &str, value: &str, view: &View) -> String {
+    let named = files::name_whole(name, value, view);
+    if named != value || !["bios", "option-rom"].contains(&name) || value.contains('/') {
+        return named;
+    }
+    // Where QEMU is told to look for its own files.
+    let places = options.iter().filter(|(name, _)| name == "L");
+    let places = places.filter_map(|(_, place)| Some(view.whole(place.as_ref()?).join(value)));
+    let mut there = places.filter(|path| view.is_file(path));
+    there
+        .next()
+        .map_or(named, |path| path.to_string_lossy().into_owned())
+}
+
+/// Whether QEMU makes a serial port that nobody asked for (`default_serial` in `system/vl.c`).
+fn has_own_serial(options: &[Named]) -> Result<bool, String> {
+    if options
+        .iter()
+        .any(|(name, _)| ["nodefaults", "serial"].contains(&name.as_str()))
+    {
+        return Ok(false);
+    }
+    let mut kinds = devices(options)?.into_iter();
+    Ok(!kinds.any(|device| device.kind() == "isa-serial"))
+}
+
 /// Whether every medium has its device in the copy, and every device its medium: QEMU would not start otherwise.
-fn check_drives(copy: &Copy) -> Result<(), String> {
+fn check_media(copy: &Copy, drives: &[Drive]) -> Result<(), String> {
     let mut wanted = BTreeSet::new();
-    let mut empty = BTreeSet::new();
+    let mut there: BTreeSet<String> = BTreeSet::new();
     for pair in copy.words.windows(2) {
         match pair[0].as_str() {
-            "-device" => wanted.extend(parse("driver", &pair[1])?.get("drive").map(str::to_owned)),
-            "-drive" => empty.extend(parse("file", &pair[1])?.get("id").map(str::to_owned)),
+            "-device" => wanted.extend(drives::of_device(&pair[1])?),
+            "-drive" => there.extend(parse("file", &pair[1])?.get("id").map(str::to_owned)),
             _ => {}
         }
     }
-    let lacking = copy.drives.iter().find(|(_, name)| !wanted.contains(*name));
-    if let Some((device, name)) = lacking {
-        return Err(format!(
-            "nothing on its command line is the device {device} of disk '{name}'; give that device an id (-device ...,id=NAME)"
-        ));
+    for (device, node) in &copy.nodes {
+        let name = match &node.option {
+            None => node.name.clone(),
+            Some(option) => parse("file", option)?.text("id"),
+        };
+        let of_no_interface = |drive: &Drive| drive.backend == name && drive.interface == "none";
+        let needs_device = node.option.is_none() || drives.iter().any(of_no_interface);
+        if needs_device && !wanted.contains(&name) {
+            return Err(format!(
+                "nothing on its command line is the device {device} of disk '{name}'; give that device an id (-device ...,id=NAME)"
+            ));
+        }
+        there.insert(name);
     }
-    let media: BTreeSet<&String> = copy.drives.values().chain(&empty).collect();
-    match wanted.iter().find(|name| !media.contains(name)) {
-        Some(name) => Err(format!(
-            "the medium '{name}' that it was started with is gone; insert one to have it saved"
-        )),
+    match wanted.iter().find(|name| !there.contains(*name)) {
+        Some(name) => Err(gone(name)),
         None => Ok(()),
     }
 }
 
-/// An option's name and value.
-type Named = (String, Option<String>);
-
-/// Names of options, and their values.
-fn options(line: &[String]) -> Result<Vec<Named>, String> {
-    let mut options = Vec::new();
-    let mut words = line.iter().skip(1);
-    while let Some(word) = words.next() {
-        let name = word.strip_prefix("--").or_else(|| word.strip_prefix('-'));
-        let name = name.filter(|name| !name.is_empty()).ok_or_else(|| {
-            format!("'{word}' on its command line is no option; name the disk by -blockdev and a -device")
-        })?;
-        let is_flag = KEPT_FLAGS.contains(&name) || DROPPED_FLAGS.contains(&name);
-        let value = if is_flag { None } else { words.next().cloned() };
-        options.push((name.to_owned(), value));
-    }
-    Ok(options)
+fn gone(name: &str) -> String {
+    format!("the medium '{name}' that it was started with is gone; insert one to have it saved")
 }
 
-fn parse(implied: &'static str, text: &str) -> Result<Value, String> {
+/// The options that a command line has.
+pub(super) fn values<'a>(
+    options: &'a [Named],
+    wanted: &'a [&str],
+) -> impl Iterator<Item = &'a str> {
+    let named = options
+        .iter()
+        .filter(|(name, _)| wanted.contains(&name.as_str()));
+    named.map(|(_, value)| value.as_deref().unwrap_or_default())
+}
+
+fn devices(options: &[Named]) -> Result<Vec<Value>, String> {
+    values(options, &["device"])
+        .map(|value| parse("driver", value))
+        .collect()
+}
+
+pub(super) fn parse(implied: &'static str, text: &str) -> Result<Value, String> {
     Value::parse(implied, text).ok_or_else(|| format!("'{text}' on its command line can't be read"))
 }
 
 /// Finds what other options need to know of devices, and refuses those that can't be started twice.
 fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
-    for (_, value) in options.iter().filter(|(name, _)| name == "device") {
-        let device = parse("driver", value.as_deref().unwrap_or_default())?;
+    for device in devices(options)? {
         let (kind, chardev) = (device.kind(), device.get("chardev").map(str::to_owned));
         if let Some(hosts) = HOSTS.iter().find(|start| kind.starts_with(**start)) {
             return Err(format!(
                 "its device '{kind}' ('{hosts}...') is something of this host's or of another process's, which a second QEMU can't have"
+            ));
+        }
+        if DRAWN_BY_HOST.iter().any(|start| kind.starts_with(start)) {
+            return Err(format!(
+                "its device '{kind}' draws with this host's OpenGL, which QEMU can't save; use one without (virtio-vga)"
             ));
         }
         if kind == "virtserialport" && device.get("name") == Some(PORT_NAME) {
@@ -307,11 +330,53 @@ fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
         copy.balloon |= kind.starts_with("virtio-balloon");
         copy.cards += usize::from(device.get("netdev").is_some());
     }
-    let nics = options
-        .iter()
-        .filter(|(name, value)| name == "nic" && value.as_deref() != Some("none"));
-    copy.cards += nics.count();
+    copy.cards += values(options, &["nic"])
+        .filter(|nic| *nic != "none")
+        .count();
+    let nets = values(options, &["net"]).filter(|net| net.starts_with("nic"));
+    copy.cards += nets.count();
+    let networks = ["netdev", "nic", "net", "nodefaults"];
+    // QEMU's own.
+    copy.cards += usize::from(values(options, &networks).next().is_none());
     Ok(())
+}
+
+/// Finds the console: the first serial port that leads anywhere. Options that need it may be before it.
+fn look_at_chardevs(options: &[Named], copy: &mut Copy) -> Result<(), String> {
+    let mut ports = values(options, &["serial"]).filter(|port| !["none", "null"].contains(port));
+    if let Some(port) = ports.next().filter(|_| copy.console.is_none()) {
+        let id = port.strip_prefix("chardev:").unwrap_or(CONSOLE);
+        copy.console = Some(id.to_owned());
+    } else if copy.console.is_none()
+        && values(options, &["nographic"]).next().is_some()
+        && has_own_serial(options)?
+    {
+        copy.console = Some(CONSOLE.to_owned());
+    }
+    let of_devices = devices(options)?;
+    let of_devices = of_devices.iter().filter_map(|device| device.get("chardev"));
+    let of_ports = values(options, &["serial", "debugcon"]);
+    let of_ports = of_ports.filter_map(|port| port.strip_prefix("chardev:"));
+    let users = of_devices.chain(of_ports);
+    let users = users.filter(|id| copy.console.as_deref() == Some(*id));
+    copy.is_console_shared = users.count() > 1;
+    Ok(())
+}
+
+/// A character device that leads nowhere; `None`: it is one that is made for the copy.
+fn chardev(value: &str, copy: &Copy) -> Result<Option<String>, String> {
+    let chardev = parse("backend", value)?;
+    let id = chardev.text("id");
+    if [&copy.agent, &copy.console].contains(&&Some(id.clone())) {
+        return Ok(None);
+    }
+    Ok(Some(null_chardev(&chardev)))
+}
+
+/// A character device of the same name that leads nowhere.
+pub(super) fn null_chardev(chardev: &Value) -> String {
+    let shared = if chardev.is_on("mux") { ",mux=on" } else { "" };
+    format!("null,id={}{shared}", chardev.text("id"))
 }
 
 fn device(value: &str) -> Result<String, String> {
@@ -333,8 +398,22 @@ fn object(value: &str) -> Result<Option<String>, String> {
                 "its RAM backend '{id}' is a file, or huge pages (mem-path, hugetlb); use memory-backend-ram"
             ));
         }
+        if kind == "memory-backend-epc" {
+            return Err(format!("its memory '{id}' (SGX) can't be read by anybody"));
+        }
         let size = object.text("size");
-        return Ok(Some(format!("memory-backend-ram,id={id},size={size}")));
+        // The name of its RAM block depends on it.
+        let naming = "x-use-canonical-path-for-ramblock-id";
+        let naming = match object.text(naming) {
+            text if text.is_empty() => text,
+            text => {
+                let is_on = matches!(text.as_str(), "on" | "yes" | "true" | "y");
+                format!(",{naming}={}", if is_on { "on" } else { "off" })
+            }
+        };
+        return Ok(Some(format!(
+            "memory-backend-ram,id={id},size={size}{naming}"
+        )));
     }
     if OBJECTS.contains(&kind) {
         return Ok(Some(value.to_owned()));
@@ -347,102 +426,65 @@ fn object(value: &str) -> Result<Option<String>, String> {
     ))
 }
 
-/// The same for the guest's card: taps add headers to packets, and the card's state says whether they did.
-fn network(value: &str) -> Result<String, String> {
-    const OF_THE_HOST: [&str; 6] = [
-        "hostfwd",
-        "guestfwd",
-        "smb",
-        "smbserver",
-        "tftp",
-        "bootfile",
-    ];
-    let mut net = parse("type", value)?;
-    let kind = net.kind().to_owned();
-    match kind.as_str() {
-        "none" => {}
-        "user" => net.drop_keys(|key| OF_THE_HOST.contains(&key)),
-        _ => {
-            net.drop_keys(|key| !["id", "model", "mac"].contains(&key));
-            let (kind, options): (_, &[_]) = match kind.as_str() {
-                "tap" | "bridge" => ("tap", &[("script", "no"), ("downscript", "no")]),
-                _ => ("user", &[("restrict", "on")]),
-            };
-            net.set("type", kind);
-            for (key, value) in options {
-                net.set(key, value);
-            }
-        }
-    }
-    Ok(net.render())
-}
-
-/// The first port that leads anywhere is the console.
-fn serial(value: &str, copy: &mut Copy) -> String {
-    if value == "none" || value == "null" {
+fn serial(value: &str, copy: &Copy) -> String {
+    if ["none", "null"].contains(&value) || value.starts_with("chardev:") {
         return value.to_owned();
     }
-    if let Some(id) = value.strip_prefix("chardev:") {
-        copy.console.get_or_insert_with(|| id.to_owned());
-        return value.to_owned();
-    }
-    if copy.console.is_some() {
-        return "null".to_owned();
-    }
-    copy.console = Some("memfold-console".to_owned());
-    "chardev:memfold-console".to_owned()
+    let console = format!("chardev:{CONSOLE}");
+    let is_first = copy.console.as_deref() == Some(CONSOLE) && !copy.words.contains(&console);
+    if is_first { console } else { "null".to_owned() }
 }
 
-/// A file that is named from QEMU's working directory, by its whole path.
-fn found_from(place: &Path, option: &str, value: &str) -> String {
-    let path = place.join(value);
-    if FILES.contains(&option) && path.is_file() {
-        path.to_string_lossy().into_owned()
-    } else {
-        value.to_owned()
-    }
-}
-
-/// Nodes of disks and of firmware.
-struct Nodes {
-    /// Firmware's.
+/// Media, and the nodes and drives that they are of.
+struct Media {
+    /// Nodes of firmware.
     flash: BTreeSet<String>,
-    /// See [`Copy::drives`].
-    called: BTreeMap<String, String>,
-    /// Drives so far that are virtio disks of their own.
-    virtio: usize,
+    /// Every drive of the command line, in its order.
+    drives: Vec<Drive>,
+    /// See [`Copy::nodes`].
+    nodes: BTreeMap<String, Node>,
 }
 
-impl Nodes {
+impl Media {
     fn of(options: &[Named], facts: &Facts) -> Result<Self, String> {
-        let named = |wanted: &'static [&str]| {
-            options
-                .iter()
-                .filter(|(name, _)| wanted.contains(&name.as_str()))
-        };
-        let devices = named(&["device"])
-            .map(|(_, value)| parse("driver", value.as_deref().unwrap_or_default()));
-        let devices = devices.collect::<Result<Vec<_>, _>>()?;
+        let devices = devices(options)?;
+        let drives = drives::drives(options, &facts.machine)?;
         let mut flash = BTreeSet::new();
-        for (_, value) in named(&["machine", "M"]) {
-            let machine = parse("type", value.as_deref().unwrap_or_default())?;
-            let nodes = ["pflash0", "pflash1"]
-                .into_iter()
-                .filter_map(|key| machine.get(key));
+        for machine in values(options, &["machine", "M"]) {
+            let machine = parse("type", machine)?;
+            let nodes = ["pflash0", "pflash1"];
+            let nodes = nodes.iter().filter_map(|key| machine.get(key));
             flash.extend(nodes.map(str::to_owned));
         }
-        let mut called = BTreeMap::new();
+        let mut nodes = BTreeMap::new();
         // What no device uses is nothing of the guest's.
-        for drive in facts.drives.iter().filter(|drive| !drive.device.is_empty()) {
-            let name = drive.called(&devices);
-            if !flash.contains(&name) && !drive.backend.starts_with("pflash") {
-                called.insert(drive.device.clone(), name);
+        for medium in facts
+            .media
+            .iter()
+            .filter(|medium| !medium.device.is_empty())
+        {
+            let drive = drives
+                .iter()
+                .find(|drive| !medium.backend.is_empty() && drive.backend == medium.backend);
+            let node = match drive {
+                Some(drive) if drive.interface == "pflash" => continue,
+                Some(drive) => Node {
+                    name: format!("memfold-drive{}", nodes.len()),
+                    option: Some(drive.option()),
+                },
+                None => Node {
+                    name: medium.called(&devices),
+                    option: None,
+                },
+            };
+            if !flash.contains(&node.name) && !medium.device.contains("/system.flash") {
+                nodes.insert(medium.device.clone(), node);
             }
         }
         Ok(Self {
             flash,
-            called,
-            virtio: 0,
+            drives,
+            nodes,
         })
     }
 
@@ -458,48 +500,30 @@ impl Nodes {
         )))
     }
 
-    /// What is put in the place of a drive, and after all devices.
-    fn drive(
-        &mut self,
-        value: &str,
-        facts: &Facts,
-    ) -> Result<(Option<String>, Option<String>), String> {
-        let drive = parse("file", value)?;
-        let id = drive.get("id").map(str::to_owned);
-        match (drive.get("if").unwrap_or("of the machine's own kind"), id) {
-            ("none", Some(id)) if self.called.values().any(|name| *name == id) => Ok((None, None)),
-            // Without a medium, whatever it had.
-            ("none", Some(id)) => Ok((Some(format!("if=none,id={id},media=cdrom")), None)),
-            // What '-drive' does itself, once all other devices are made.
-            ("virtio", id) => {
-                let name = id.unwrap_or_else(|| format!("virtio{}", self.virtio));
-                self.virtio += 1;
-                Ok((None, Some(format!("virtio-blk,drive={name}"))))
-            }
-            ("pflash", id) => {
-                let unit = drive.text("unit").parse().unwrap_or(0);
-                let name = id.unwrap_or_else(|| format!("pflash{unit}"));
-                let node = facts.drives.iter().find(|drive| drive.backend == name);
-                let size = node.and_then(|drive| facts.sizes.get(&drive.node));
-                let size =
-                    size.ok_or_else(|| format!("QEMU doesn't tell of its firmware '{name}'"))?;
-                let read_only = if drive.is_on("readonly") { "on" } else { "off" };
-                Ok((
-                    Some(format!(
-                        "if=pflash,unit={unit},format=raw,readonly={read_only},file.driver=null-co,file.size={size},file.read-zeroes=on"
-                    )),
-                    None,
-                ))
-            }
-            (interface, _) => Err(format!(
-                "its drive is {interface} (-drive {value}), which a second QEMU can't be given apart from its file; use if=none,id=NAME and a -device, if=virtio, or -blockdev"
-            )),
+    /// What is put in the place of a drive; `None`: its medium is added when the copy is started, or nothing uses it.
+    fn drive(drive: &Drive, facts: &Facts) -> Result<Option<String>, String> {
+        let name = &drive.backend;
+        let medium = facts.media.iter().find(|medium| medium.backend == *name);
+        if drive.interface == "pflash" {
+            let size = medium.and_then(|medium| facts.sizes.get(&medium.node));
+            let size = size.ok_or_else(|| format!("QEMU doesn't tell of its firmware '{name}'"))?;
+            let read_only = if drive.is_read_only() { "on" } else { "off" };
+            return Ok(Some(format!(
+                "if=pflash,unit={},id={name},format=raw,readonly={read_only},file.driver=null-co,file.size={size},file.read-zeroes=on",
+                drive.unit
+            )));
+        }
+        match medium {
+            Some(medium) if !medium.device.is_empty() => Ok(None),
+            // It has a medium and no device.
+            Some(_) if drive.interface != "none" => Ok(None),
+            _ => Ok(Some(drive.empty_option().ok_or_else(|| gone(name))?)),
         }
     }
 }
 
-impl Drive {
-    /// What the command line calls it. A node may have got others over it since.
+impl Medium {
+    /// What the command line calls its node. It may have got others over it since.
     fn called(&self, devices: &[Value]) -> String {
         let id = self.device.strip_prefix("/machine/peripheral/");
         let id = id.map_or(self.device.as_str(), |rest| {
@@ -507,16 +531,12 @@ impl Drive {
         });
         let named = devices.iter().find(|device| device.get("id") == Some(id));
         let drive = named.and_then(|device| device.get("drive"));
-        drive.map_or_else(
-            || {
-                if self.backend.is_empty() {
-                    self.node.clone()
-                } else {
-                    self.backend.clone()
-                }
-            },
-            str::to_owned,
-        )
+        let own = if self.backend.is_empty() {
+            &self.node
+        } else {
+            &self.backend
+        };
+        drive.unwrap_or(own).to_owned()
     }
 }
 

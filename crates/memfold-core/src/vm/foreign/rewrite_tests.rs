@@ -9,8 +9,19 @@ fn line(text: &str) -> Vec<String> {
     ["qemu".to_owned()].into_iter().chain(words).collect()
 }
 
-fn drive(backend: &str, device: &str, node: &str) -> Drive {
-    Drive {
+/// Options of a command line, by lines of an option and its value.
+fn copy(line: &[String], facts: &Facts) -> Result<Copy, String> {
+    super::copy(&options::read(line)?, facts)
+}
+
+/// The same by words.
+fn words(text: &str) -> Vec<String> {
+    let words = std::iter::once("qemu").chain(text.split_whitespace());
+    words.map(str::to_owned).collect()
+}
+
+fn medium(backend: &str, device: &str, node: &str) -> Medium {
+    Medium {
         backend: backend.into(),
         device: device.into(),
         node: node.into(),
@@ -21,9 +32,19 @@ fn facts() -> Facts {
     Facts {
         machine: "pc-q35-10.0".into(),
         accel: "tcg".into(),
-        place: "/".into(),
         ..Facts::default()
     }
+}
+
+/// The nodes of a copy: where the device is, the node, what `-drive` is given.
+fn nodes(copy: &Copy) -> Vec<(&str, &str, &str)> {
+    let nodes = copy.nodes.iter();
+    nodes
+        .map(|(at, node)| {
+            let option = node.option.as_deref().unwrap_or_default();
+            (at.as_str(), node.name.as_str(), option)
+        })
+        .collect()
 }
 
 fn refused(text: &str, words: &[&str]) {
@@ -75,11 +96,11 @@ const LIBVIRT: &str = r#"-name guest=a,debug-threads=on
 /// What the QEMU of [`LIBVIRT`] says.
 fn libvirt_facts() -> Facts {
     Facts {
-        drives: vec![
+        media: vec![
             // A snapshot of libvirt's lies over it.
-            drive("", "/machine/peripheral/virtio-disk0/virtio-backend", "d9"),
-            drive("", "sata0-0-0", "c-storage"),
-            drive("", "/machine/system.flash1", "fw1"),
+            medium("", "/machine/peripheral/virtio-disk0/virtio-backend", "d9"),
+            medium("", "sata0-0-0", "c-storage"),
+            medium("", "/machine/system.flash1", "fw1"),
         ],
         sizes: [("fw0".to_owned(), 4 << 20), ("fw1".to_owned(), 540_672)].into(),
         ..facts()
@@ -123,15 +144,12 @@ fn a_domain_of_libvirt_keeps_its_devices_and_nothing_of_its_host() {
     assert_eq!(copy.agent.as_deref(), Some("charchannel0"));
     assert_eq!(copy.console.as_deref(), Some("charserial0"));
     assert_eq!((copy.cards, copy.balloon), (1, true));
-    let drives = [
-        ("/machine/peripheral/virtio-disk0/virtio-backend", "d1"),
-        ("sata0-0-0", "c-storage"),
-    ];
     assert_eq!(
-        copy.drives,
-        drives
-            .map(|(at, name)| (at.to_owned(), name.to_owned()))
-            .into()
+        nodes(&copy),
+        [
+            ("/machine/peripheral/virtio-disk0/virtio-backend", "d1", ""),
+            ("sata0-0-0", "c-storage", ""),
+        ]
     );
 }
 
@@ -141,14 +159,14 @@ fn a_line_that_was_typed_keeps_its_devices_too() {
                 -drive file=a.qcow2,if=virtio\n-drive file=/fw,if=pflash,readonly=on,format=raw\n-drive if=none,id=cd,media=cdrom\n-drive file=/b,if=none,id=b,format=raw\n-device scsi-hd,drive=b,id=s0\n\
                 -nic bridge,br=br0,model=e1000\n-netdev user,id=n0,hostfwd=tcp::2222-:22,hostname=x\n-device e1000,netdev=n0\n-qmp unix:/q,server=on\n-daemonize";
     let facts = Facts {
-        drives: vec![
-            drive(
+        media: vec![
+            medium(
                 "virtio0",
                 "/machine/peripheral-anon/device[2]/virtio-backend",
                 "#block1",
             ),
-            drive("b", "s0", "#block2"),
-            drive("pflash0", "/machine/system.flash0", "#block3"),
+            medium("b", "s0", "#block2"),
+            medium("pflash0", "/machine/system.flash0", "#block3"),
         ],
         sizes: [("#block3".to_owned(), 1 << 20)].into(),
         ..facts()
@@ -156,8 +174,8 @@ fn a_line_that_was_typed_keeps_its_devices_too() {
     let copy = copy(&line(text), &facts).unwrap();
     let wanted = "-machine pc-q35-10.0 -m 512 -smp 2 -enable-kvm -serial chardev:memfold-console \
                   -object memory-backend-ram,id=ram,size=512M \
-                  -drive if=pflash,unit=0,format=raw,readonly=on,file.driver=null-co,file.size=1048576,file.read-zeroes=on -drive if=none,id=cd,media=cdrom -device scsi-hd,drive=b,id=s0 -nic tap,model=e1000,script=no,downscript=no \
-                  -netdev user,hostname=x,id=n0 -device e1000,netdev=n0 -device virtio-blk,drive=virtio0";
+                  -drive if=pflash,unit=0,id=pflash0,format=raw,readonly=on,file.driver=null-co,file.size=1048576,file.read-zeroes=on -drive if=none,id=cd,media=cdrom -device scsi-hd,drive=b,id=s0 -nic tap,model=e1000,script=no,downscript=no \
+                  -netdev user,hostname=x,id=n0 -device e1000,netdev=n0 -audio none";
     let sorted = |text: &str| {
         let mut words: Vec<String> = text
             .split(' ')
@@ -172,8 +190,26 @@ fn a_line_that_was_typed_keeps_its_devices_too() {
     };
     assert_eq!(sorted(&copy.words.join(" ")), sorted(wanted));
     assert_eq!(copy.console.as_deref(), Some("memfold-console"));
-    let drives: Vec<&str> = copy.drives.values().map(String::as_str).collect();
-    assert_eq!(drives, ["virtio0", "b"]);
+    let virtio = "/machine/peripheral-anon/device[2]/virtio-backend";
+    assert_eq!(
+        nodes(&copy),
+        [
+            (
+                virtio,
+                "memfold-drive0",
+                "if=virtio,id=virtio0,bus=0,unit=0"
+            ),
+            ("s0", "memfold-drive1", "if=none,id=b"),
+        ]
+    );
+    assert_eq!(
+        copy.left_out,
+        [
+            "-nic: bridge br=br0",
+            "network n0: hostfwd=tcp::2222-:22",
+            "-qmp unix:/q",
+        ]
+    );
 }
 
 /// As Proxmox VE 9 writes them (`qm showcmd`), by its documentation: none of its hosts was had.
@@ -219,7 +255,7 @@ const PROXMOX: &str = r#"-id 100
 fn a_vm_of_proxmox_keeps_its_devices_and_nothing_of_its_host() {
     let facts = Facts {
         machine: "pc-i440fx-10.0+pve0".into(),
-        drives: vec![drive("", "scsi0", "drive-scsi0")],
+        media: vec![medium("", "scsi0", "drive-scsi0")],
         ..facts()
     };
     let copy = copy(&line(PROXMOX), &facts).unwrap();
@@ -245,7 +281,7 @@ fn a_vm_of_proxmox_keeps_its_devices_and_nothing_of_its_host() {
     ] {
         assert!(!words.contains(word), "'{word}' in: {words}");
     }
-    assert_eq!(copy.drives["scsi0"], "drive-scsi0");
+    assert_eq!(nodes(&copy), [("scsi0", "drive-scsi0", "")]);
     assert_eq!((copy.cards, copy.balloon), (1, true));
 }
 
@@ -265,17 +301,26 @@ fn what_a_second_qemu_cannot_have_is_named() {
         "-object input-linux,id=i,evdev=/dev/input/event0",
         &["input-linux"],
     );
-    refused("-drive file=/a", &["if=none"]);
     refused("-fsdev local,id=f,path=/,security_model=none", &["-fsdev"]);
     refused("-plugin /tmp/x.so", &["-plugin"]);
-    refused("disk.img", &["disk.img"]);
+    refused("-drive file=/a", &["ide0-hd0", "gone"]);
+    refused("disk.img", &["ide0-hd0", "gone"]);
+    refused("-device virtio-vga-gl", &["virtio-vga-gl", "OpenGL"]);
+    refused("-mem-path /dev/hugepages", &["-mem-path", "RAM"]);
+    refused("-icount shift=7,rr=record,rrfile=a", &["rr=record"]);
+    refused("-usbdevice braille", &["braille"]);
+    refused("-mem-prealloc\n-brand-new x", &["'-brand-new'"]);
+    refused(
+        "-machine q35,confidential-guest-support=sev0",
+        &["encrypted"],
+    );
 }
 
 #[test]
 fn a_medium_and_its_device_go_together() {
     let with = |device: &str, text: &str| {
         let facts = Facts {
-            drives: vec![drive("", device, "over")],
+            media: vec![medium("", device, "over")],
             ..facts()
         };
         copy(&line(text), &facts).map(|copy| copy.words.join(" "))
@@ -294,6 +339,264 @@ fn a_medium_and_its_device_go_together() {
         words.contains("-drive if=none,id=cd,media=cdrom") && !words.contains("shadow"),
         "{words}"
     );
+}
+
+/// An option, what becomes of it, and words that must not be there.
+const KINDS: &[(&str, &str, &str)] = &[
+    ("-watchdog-action reset", "-watchdog-action reset", ""),
+    ("-k en-us -name x", "", "en-us"),
+    ("-mem-prealloc -name x", "", "prealloc"),
+    ("-nodefaults -nographic", "-nodefaults", "-serial"),
+    (
+        "-nographic",
+        "-serial chardev:memfold-console",
+        "-nographic",
+    ),
+    (
+        "-nographic -chardev null,id=c -device isa-serial,chardev=c",
+        "-device isa-serial,chardev=c",
+        "-nographic",
+    ),
+    (
+        "-chardev null,id=c -serial chardev:c",
+        "-serial chardev:c",
+        "-chardev",
+    ),
+    (
+        "-serial chardev:c -chardev stdio,mux=on,id=c -mon chardev=c",
+        "-serial chardev:c",
+        "-chardev",
+    ),
+    (
+        "-serial null -chardev pty,id=a,mux=on -serial chardev:b -chardev pty,id=b",
+        "-serial null -chardev null,id=a,mux=on -serial chardev:b",
+        "pty",
+    ),
+    (
+        "-serial mon:stdio -serial pty",
+        "-serial chardev:memfold-console -serial null",
+        "pty",
+    ),
+    ("-serial none", "-serial none", "console"),
+    (
+        "-debugcon file:/log -parallel pty",
+        "-debugcon null -parallel null",
+        "/log",
+    ),
+    (
+        "-netdev {\"type\":\"socket\",\"id\":\"n\",\"mcast\":\"230.0.0.1:1\"}",
+        "-netdev {\"id\":\"n\",\"restrict\":true,\"type\":\"user\"}",
+        "230",
+    ),
+    (
+        "-netdev tap,id=n,queues=2,vhost=on",
+        "-netdev tap,downscript=no,id=n,queues=2,script=no",
+        "vhost",
+    ),
+    (
+        "-net nic,model=e1000 -net tap,ifname=t",
+        "-net nic,model=e1000 -net tap,downscript=no,script=no",
+        "ifname",
+    ),
+    (
+        "-audio pa,model=hda,server=/run/pulse",
+        "-audio none,model=hda",
+        "pulse",
+    ),
+    (
+        "-chardev spicevmc,id=u,name=usbredir -device usb-redir,chardev=u",
+        "-chardev null,id=u -device usb-redir,chardev=u",
+        "spicevmc",
+    ),
+    ("-usbdevice tablet -usb", "-usbdevice tablet -usb", ""),
+    (
+        "-L /firmware -s -S -daemonize -display gtk,gl=on -full-screen",
+        "",
+        "firmware",
+    ),
+    (
+        "-seed 7 -win2k-hack -smbios type=1,serial=a",
+        "-seed 7 -win2k-hack -smbios type=1,serial=a",
+        "",
+    ),
+    (
+        "-object {\"qom-type\":\"memory-backend-memfd\",\"id\":\"r\",\"size\":4096,\"x-use-canonical-path-for-ramblock-id\":false}",
+        "-object memory-backend-ram,id=r,size=4096,x-use-canonical-path-for-ramblock-id=off",
+        "memfd",
+    ),
+    ("-object filter-dump,id=f,netdev=n,file=/dump", "", "dump"),
+    (
+        "-cdrom /a.iso",
+        "-drive if=ide,id=ide2-cd0,bus=2,unit=0,media=cdrom",
+        "a.iso",
+    ),
+    (
+        "-fda /a.img",
+        "-drive if=floppy,id=floppy0,bus=0,unit=0",
+        "a.img",
+    ),
+];
+
+#[test]
+fn each_kind_of_option_becomes_what_another_qemu_can_have() {
+    for (text, wanted, gone) in KINDS {
+        let copy = copy(&words(text), &facts()).unwrap_or_else(|why| panic!("{text}: {why}"));
+        let made = copy.words.join(" ");
+        let made = made
+            .replace("-machine pc-q35-10.0", "")
+            .replace("-accel tcg", "")
+            .replace(
+                " -audio none",
+                if wanted.contains("-audio") {
+                    " -audio none"
+                } else {
+                    ""
+                },
+            );
+        assert_eq!(made.trim(), *wanted, "{text}");
+        assert!(gone.is_empty() || !made.contains(gone), "'{gone}': {made}");
+    }
+}
+
+#[test]
+fn the_console_is_shared_where_several_devices_use_it() {
+    let shared = "-chardev stdio,id=c,mux=on -serial chardev:c -device virtio-serial-pci -device virtconsole,chardev=c";
+    let made = copy(&words(shared), &facts()).unwrap();
+    assert_eq!(
+        (made.console.as_deref(), made.is_console_shared),
+        (Some("c"), true)
+    );
+    // A monitor uses it in the original alone.
+    let alone = "-chardev stdio,id=c,mux=on -serial chardev:c -mon chardev=c";
+    assert!(!copy(&words(alone), &facts()).unwrap().is_console_shared);
+}
+
+#[test]
+fn what_no_second_vm_can_have_is_told() {
+    for (text, wanted) in [
+        ("-vnc 127.0.0.1:0,password=on", "-vnc 127.0.0.1:0"),
+        ("-vnc none", ""),
+        ("-spice port=5900,password=secret", "-spice port=5900"),
+        ("-s -gdb tcp::9", "-gdb tcp::1234; -gdb tcp::9"),
+        ("-monitor tcp::4,server=on -qmp stdio", "-monitor tcp::4"),
+        (
+            "-chardev socket,id=c,path=/s,server=on -chardev null,id=n",
+            "chardev 'c' (socket path=/s)",
+        ),
+        (
+            "-serial mon:telnet:127.0.0.1:4,server",
+            "-serial mon:telnet:127.0.0.1:4",
+        ),
+        ("-display vnc=:1 -display none", "-display vnc"),
+        (
+            "-netdev user,id=n,hostfwd=tcp::2-:22",
+            "network n: hostfwd=tcp::2-:22",
+        ),
+        ("-netdev tap,id=n,ifname=t0", "network n: tap ifname=t0"),
+    ] {
+        let copy = copy(&words(text), &facts()).unwrap();
+        assert_eq!(copy.left_out.join("; "), wanted, "{text}");
+    }
+}
+
+#[test]
+fn files_are_named_from_the_working_directory_of_their_qemu() {
+    let place = tempfile::tempdir().unwrap();
+    let inner = place.path().join("inner");
+    std::fs::create_dir(&inner).unwrap();
+    for name in ["inner/f", "up"] {
+        std::fs::write(place.path().join(name), name).unwrap();
+    }
+    let view = View::default().at(&inner);
+    let facts = Facts { view, ..facts() };
+    let inner = inner.display();
+    let up = place.path().join("up");
+    for (text, wanted) in [
+        (
+            "-fw_cfg name=opt/a,file=f",
+            format!("file={inner}/f,name=opt/a"),
+        ),
+        ("-fw_cfg opt/a,file=./f", format!("opt/a,file={inner}/f")),
+        (
+            "-fw_cfg name=opt/f,string=f",
+            "name=opt/f,string=f".to_owned(),
+        ),
+        ("-kernel ../up", up.display().to_string()),
+        ("-option-rom f", format!("{inner}/f")),
+        (
+            "-device e1000,romfile=f",
+            format!("e1000,romfile={inner}/f"),
+        ),
+        (
+            "-device e1000,romfile=pxe.rom",
+            "e1000,romfile=pxe.rom".to_owned(),
+        ),
+        ("-smbios file=f", format!("file={inner}/f")),
+        (
+            "-boot menu=on,splash=f",
+            format!("menu=on,splash={inner}/f"),
+        ),
+        ("-bios f", format!("{inner}/f")),
+        ("-acpitable file=f", format!("file={inner}/f")),
+    ] {
+        let made = copy(&words(text), &facts).unwrap();
+        assert_eq!(made.words[1], wanted, "{text}");
+    }
+    let made = copy(
+        &words(&format!("-bios up -L {}", place.path().display())),
+        &facts,
+    )
+    .unwrap();
+    assert_eq!(made.words[1], up.display().to_string());
+}
+
+#[test]
+fn drives_keep_their_places_whatever_order_they_are_in() {
+    let text = "-drive if=virtio,index=1,file=b -drive if=virtio,index=0,file=a -hda c -drive if=none,id=d7,file=d,werror=stop -device scsi-hd,drive=d7 \
+                -drive if=pflash,file=e,readonly=on -drive if=pflash,file=f,id=drive-efi -drive if=none,file=g -device ide-hd,drive=none1";
+    let facts = Facts {
+        media: vec![
+            medium(
+                "virtio1",
+                "/machine/peripheral-anon/device[2]/virtio-backend",
+                "#1",
+            ),
+            medium(
+                "virtio0",
+                "/machine/peripheral-anon/device[3]/virtio-backend",
+                "#2",
+            ),
+            medium("ide0-hd0", "/machine/unattached/device[9]", "#3"),
+            medium("d7", "/machine/peripheral-anon/device[0]", "#4"),
+            medium("pflash0", "/machine/system.flash0", "#5"),
+            medium("drive-efi", "/machine/system.flash1", "#6"),
+            medium("none1", "/machine/peripheral-anon/device[1]", "#7"),
+        ],
+        sizes: [("#5".to_owned(), 4096), ("#6".to_owned(), 8192)].into(),
+        ..facts()
+    };
+    let copy = copy(&words(text), &facts).unwrap();
+    let found = nodes(&copy);
+    let options: Vec<&str> = found.iter().map(|(.., option)| *option).collect();
+    assert_eq!(
+        options,
+        [
+            "if=none,id=d7,werror=stop",
+            "if=none,id=none1",
+            "if=virtio,id=virtio1,bus=0,unit=1",
+            "if=virtio,id=virtio0,bus=0,unit=0",
+            "if=ide,id=ide0-hd0,bus=0,unit=0,media=disk",
+        ]
+    );
+    let names: std::collections::BTreeSet<&str> = found.iter().map(|(_, name, _)| *name).collect();
+    assert_eq!(names.len(), found.len(), "{found:?}");
+    let made = copy.words.join(" ");
+    for flash in [
+        "if=pflash,unit=0,id=pflash0,format=raw,readonly=on,file.driver=null-co,file.size=4096",
+        "if=pflash,unit=1,id=drive-efi,format=raw,readonly=off,file.driver=null-co,file.size=8192",
+    ] {
+        assert!(made.contains(flash), "{made}");
+    }
 }
 
 #[test]
@@ -323,7 +626,7 @@ fn damaged_lines_never_panic() {
         match copy(&line(&text), &facts) {
             Ok(mut copy) => {
                 made += 1;
-                let _ = super::super::files::take_out(&mut copy.words);
+                let _ = super::super::files::take_out(&mut copy.words, &View::default());
             }
             Err(why) => {
                 refused += 1;

@@ -32,7 +32,7 @@ impl Value {
                 // `-chardev socket,server,nowait`, as it was written once.
                 None => (part, "on".to_owned()),
             };
-            pairs.insert(key, value.into());
+            add(&mut pairs, key, value);
         }
         Some(Self {
             implied,
@@ -41,9 +41,22 @@ impl Value {
         })
     }
 
-    /// What a key says, if it says a word.
+    /// What a key says, if it says a word; of several, the last.
     pub(super) fn get(&self, key: &str) -> Option<&str> {
-        self.pairs.get(key)?.as_str()
+        match self.pairs.get(key)? {
+            Json::Array(words) if !self.is_json => words.last()?.as_str(),
+            other => other.as_str(),
+        }
+    }
+
+    /// All that a key says that may stand there several times. In JSON it is a list, of words or of `{"str": WORD}`.
+    pub(super) fn all(&self, key: &str) -> Vec<String> {
+        let word = |value: &Json| Some(value.as_str().or(value["str"].as_str())?.to_owned());
+        match self.pairs.get(key) {
+            Some(Json::Array(words)) => words.iter().filter_map(word).collect(),
+            Some(other) => word(other).into_iter().collect(),
+            None => Vec::new(),
+        }
     }
 
     /// What the first word says.
@@ -53,15 +66,51 @@ impl Value {
 
     /// What a key says, be it a word or a number.
     pub(super) fn text(&self, key: &str) -> String {
-        match self.pairs.get(key) {
-            Some(Json::String(word)) => word.clone(),
-            Some(other) => other.to_string(),
-            None => String::new(),
+        match (self.get(key), self.pairs.get(key)) {
+            (Some(word), _) => word.to_owned(),
+            (None, Some(other)) => other.to_string(),
+            (None, None) => String::new(),
         }
     }
 
     pub(super) fn set(&mut self, key: &str, value: &str) {
         self.pairs.insert(key.to_owned(), value.into());
+    }
+
+    /// JSON has types: QEMU takes no word for a flag or a number there.
+    pub(super) fn set_flag(&mut self, key: &str, is_on: bool) {
+        let word = if is_on { "on" } else { "off" };
+        let value = if self.is_json {
+            is_on.into()
+        } else {
+            word.into()
+        };
+        self.pairs.insert(key.to_owned(), value);
+    }
+
+    /// See [`set_flag`](Self::set_flag).
+    pub(super) fn set_number(&mut self, key: &str, number: u64) {
+        let value = if self.is_json {
+            number.into()
+        } else {
+            number.to_string().into()
+        };
+        self.pairs.insert(key.to_owned(), value);
+    }
+
+    /// Adds one to what a key says that may stand there several times.
+    pub(super) fn push(&mut self, key: &str, value: &str) {
+        if !self.is_json {
+            add(&mut self.pairs, key.to_owned(), value.to_owned());
+            return;
+        }
+        let words = self
+            .pairs
+            .entry(key)
+            .or_insert_with(|| Json::Array(Vec::new()));
+        if let Json::Array(words) = words {
+            words.push(serde_json::json!({ "str": value }));
+        }
     }
 
     /// Leaves out what `unwanted` names.
@@ -73,8 +122,7 @@ impl Value {
     pub(super) fn is_on(&self, key: &str) -> bool {
         match self.pairs.get(key) {
             Some(Json::Bool(is_on)) => *is_on,
-            Some(Json::String(word)) => matches!(word.as_str(), "on" | "yes" | "true" | "y"),
-            _ => false,
+            _ => matches!(self.get(key), Some("on" | "yes" | "true" | "y")),
         }
     }
 
@@ -105,8 +153,24 @@ impl Value {
         };
         let first = self.pairs.get(self.implied).map(text);
         let rest = self.pairs.iter().filter(|(key, _)| *key != self.implied);
-        let rest = rest.map(|(key, value)| format!("{key}={}", text(value)));
+        let rest = rest.flat_map(|(key, value)| {
+            let words = value
+                .as_array()
+                .map_or(std::slice::from_ref(value), Vec::as_slice);
+            words
+                .iter()
+                .map(move |word| format!("{key}={}", text(word)))
+        });
         first.into_iter().chain(rest).collect::<Vec<_>>().join(",")
+    }
+}
+
+/// Adds a pair; a key that is there says both.
+fn add(pairs: &mut Map<String, Json>, key: String, value: String) {
+    match pairs.get_mut(&key) {
+        None => drop(pairs.insert(key, value.into())),
+        Some(Json::Array(words)) => words.push(value.into()),
+        Some(word) => *word = Json::Array(vec![word.take(), value.into()]),
     }
 }
 
@@ -176,6 +240,31 @@ mod tests {
         let words = json.strings();
         assert!(words.contains(&("filename", "/a")) && words.contains(&("file", "b")));
         assert_eq!(Value::parse("type", "{no"), None);
+        let twice = read("user,id=a,hostfwd=x,hostfwd=y,id=b");
+        assert_eq!((twice.get("id"), twice.text("id")), (Some("b"), "b".into()));
+        assert_eq!(twice.all("hostfwd"), ["x", "y"]);
+        assert_eq!(read(&twice.render()), twice);
+    }
+
+    #[test]
+    fn what_is_set_has_the_type_that_qemu_wants() {
+        for (text, wanted) in [
+            (
+                "user,id=n",
+                "user,hostfwd=x,hostfwd=y,id=n,queues=2,restrict=on",
+            ),
+            (
+                r#"{"type":"user","id":"n"}"#,
+                r#"{"hostfwd":[{"str":"x"},{"str":"y"}],"id":"n","queues":2,"restrict":true,"type":"user"}"#,
+            ),
+        ] {
+            let mut value = Value::parse("type", text).unwrap();
+            value.set_flag("restrict", true);
+            value.set_number("queues", 2);
+            value.push("hostfwd", "x");
+            value.push("hostfwd", "y");
+            assert_eq!(value.render(), wanted);
+        }
     }
 
     #[test]

@@ -1,0 +1,235 @@
+//! `-drive` and its short forms (`-hda`, `-cdrom`, `-fda`, a word alone ...): which drive is which.
+//!
+//! QEMU gives each drive an interface, a bus, a unit and a name, by its options and those of the drives before (`drive_new` in `blockdev.c`). Another QEMU is
+//! given the same by name, so that it makes the same devices of them, in the same order.
+
+use super::options::Named;
+use super::rewrite::parse;
+use super::value::Value;
+
+/// Keys that its device depends on.
+const OF_ITS_DEVICE: [&str; 3] = ["media", "rerror", "werror"];
+
+/// A drive of the command line.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Drive {
+    /// What `query-block` calls it.
+    pub(super) backend: String,
+    /// `ide`, `virtio`, `none` ...
+    pub(super) interface: String,
+    bus: u64,
+    pub(super) unit: u64,
+    options: Value,
+}
+
+impl Drive {
+    /// What a drive is given besides its file.
+    pub(super) fn option(&self) -> String {
+        let mut option = format!("if={},id={}", self.interface, self.backend);
+        // Those of no interface are nowhere.
+        if self.interface != "none" {
+            option.extend([",bus=", &self.bus.to_string()]);
+            option.extend([",unit=", &self.unit.to_string()]);
+        }
+        for key in OF_ITS_DEVICE {
+            if let Some(value) = self.options.get(key) {
+                option.extend([",", key, "=", value]);
+            }
+        }
+        option
+    }
+
+    /// What it is given without a medium; `None`: it can't be without.
+    pub(super) fn empty_option(&self) -> Option<String> {
+        match self.interface.as_str() {
+            // Whatever it had.
+            "none" => Some(format!("if=none,id={},media=cdrom", self.backend)),
+            "floppy" => Some(self.option()),
+            _ => self.is_cdrom().then(|| self.option()),
+        }
+    }
+
+    fn is_cdrom(&self) -> bool {
+        self.options.get("media") == Some("cdrom")
+    }
+
+    pub(super) fn is_read_only(&self) -> bool {
+        self.options.is_on("readonly") || self.options.is_on("read-only")
+    }
+}
+
+/// What a short form stands for (`system/vl.c`).
+fn long_form(name: &str, value: &str) -> Option<Value> {
+    let fixed = match name {
+        "drive" => return Value::parse("file", value),
+        "hda" => "index=0,media=disk",
+        "hdb" => "index=1,media=disk",
+        "hdc" => "index=2,media=disk",
+        "hdd" => "index=3,media=disk",
+        "cdrom" => "index=2,media=cdrom",
+        "fda" => "if=floppy,index=0",
+        "fdb" => "if=floppy,index=1",
+        "mtdblock" => "if=mtd",
+        "sd" => "if=sd",
+        "pflash" => "if=pflash",
+        _ => return None,
+    };
+    let mut options = Value::parse("file", fixed)?;
+    options.set("file", value);
+    Some(options)
+}
+
+/// Whether an option is a drive.
+pub(super) fn is_drive(name: &str) -> bool {
+    long_form(name, "").is_some()
+}
+
+/// All drives, in the order of their options.
+pub(super) fn drives(options: &[Named], machine: &str) -> Result<Vec<Drive>, String> {
+    let mut drives: Vec<Drive> = Vec::new();
+    for (name, value) in options.iter().filter(|(name, _)| is_drive(name)) {
+        let value = value.as_deref().unwrap_or_default();
+        let Some(options) = long_form(name, value) else {
+            return Err(format!("'-{name} {value}' can't be read"));
+        };
+        drives.push(drive(options, machine, &drives)?);
+    }
+    Ok(drives)
+}
+
+fn drive(options: Value, machine: &str, before: &[Drive]) -> Result<Drive, String> {
+    let number = |key: &str| match options.text(key) {
+        text if text.is_empty() => Ok(None),
+        text => match text.parse::<u64>() {
+            Ok(number) if number < 1 << 20 => Ok(Some(number)),
+            _ => Err(format!("a drive's '{key}={text}' is no number")),
+        },
+    };
+    let own = if machine.starts_with("microvm") {
+        "none"
+    } else {
+        "ide"
+    };
+    let interface = options.get("if").filter(|name| *name != "default");
+    let interface = interface.unwrap_or(own).to_owned();
+    let units = match interface.as_str() {
+        "ide" if machine.contains("q35") => 1,
+        "ide" => 2,
+        "scsi" => 7,
+        _ => 0,
+    };
+    let (mut bus, mut unit) = (number("bus")?.unwrap_or(0), number("unit")?);
+    if let Some(index) = number("index")? {
+        bus = index.checked_div(units).unwrap_or(0);
+        unit = Some(index.checked_rem(units).unwrap_or(index));
+    }
+    let is_taken = |bus: u64, unit: u64| {
+        let same = |drive: &&Drive| drive.interface == interface;
+        let mut before = before.iter().filter(same);
+        before.any(|drive| (drive.bus, drive.unit) == (bus, unit))
+    };
+    let unit = unit.unwrap_or_else(|| {
+        let mut unit = 0;
+        while is_taken(bus, unit) {
+            unit += 1;
+            if units > 0 && unit >= units {
+                (bus, unit) = (bus + 1, 0);
+            }
+        }
+        unit
+    });
+    let medium = match (interface.as_str(), options.get("media")) {
+        ("ide" | "scsi", Some("cdrom")) => "-cd",
+        ("ide" | "scsi", _) => "-hd",
+        _ => "",
+    };
+    let own_name = if units > 0 {
+        format!("{interface}{bus}{medium}{unit}")
+    } else {
+        format!("{interface}{medium}{unit}")
+    };
+    Ok(Drive {
+        backend: options.get("id").map_or(own_name, str::to_owned),
+        interface,
+        bus,
+        unit,
+        options,
+    })
+}
+
+/// The name of the medium that a device uses, if it uses one.
+pub(super) fn of_device(value: &str) -> Result<Option<String>, String> {
+    Ok(parse("driver", value)?.get("drive").map(str::to_owned))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drives_have_the_places_and_names_that_qemu_gives_them() {
+        // As QEMU 10 names them (`query-block`), drive by drive.
+        for (machine, line, wanted) in [
+            (
+                "pc-q35-10.0",
+                "-drive file=a -drive file=b -cdrom c -drive if=ide,index=3,file=d",
+                "ide0-hd0@0.0 ide1-hd0@1.0 ide2-cd0@2.0 ide3-hd0@3.0",
+            ),
+            (
+                "pc-i440fx-10.0",
+                "-hda a -drive file=b -cdrom c -hdd d",
+                "ide0-hd0@0.0 ide0-hd1@0.1 ide1-cd0@1.0 ide1-hd1@1.1",
+            ),
+            (
+                "pc-q35-10.0",
+                "-drive if=virtio,index=1,file=b -drive if=virtio,file=a -drive if=virtio,file=c,id=x -drive if=virtio,file=d",
+                "virtio1@0.1 virtio0@0.0 x@0.2 virtio3@0.3",
+            ),
+            (
+                "pc-q35-10.0",
+                "-drive if=pflash,file=a -drive if=pflash,file=b,id=vars -fda f -fdb g",
+                "pflash0@0.0 vars@0.1 floppy0@0.0 floppy1@0.1",
+            ),
+            (
+                "pc-i440fx-10.0",
+                "-drive if=scsi,index=8,file=a -drive if=scsi,bus=1,file=b -drive if=none,file=c -sd d -drive if=scsi,media=cdrom,file=e",
+                "scsi1-hd1@1.1 scsi1-hd0@1.0 none0@0.0 sd0@0.0 scsi0-cd0@0.0",
+            ),
+            ("microvm", "-drive file=a", "none0@0.0"),
+        ] {
+            let words: Vec<&str> = line.split(' ').collect();
+            let options: Vec<Named> = words
+                .chunks(2)
+                .map(|pair| (pair[0][1..].to_owned(), Some(pair[1].to_owned())))
+                .collect();
+            let found = drives(&options, machine).unwrap();
+            let found = found
+                .iter()
+                .map(|drive| format!("{}@{}.{}", drive.backend, drive.bus, drive.unit));
+            assert_eq!(found.collect::<Vec<_>>().join(" "), wanted, "{line}");
+        }
+    }
+
+    #[test]
+    fn what_a_drive_is_given_says_where_it_is_and_nothing_of_its_file() {
+        let option = |text: &str| {
+            let options = [("drive".to_owned(), Some(text.to_owned()))];
+            drives(&options, "pc-q35-10.0").unwrap().remove(0)
+        };
+        let drive =
+            option("file=/x,index=2,media=cdrom,format=raw,cache=none,aio=native,werror=stop");
+        let wanted = "if=ide,id=ide2-cd0,bus=2,unit=0,media=cdrom,werror=stop";
+        assert_eq!(drive.option(), wanted);
+        assert_eq!(drive.empty_option().as_deref(), Some(wanted));
+        let drive = option("if=none,id=d7,file=/x");
+        assert_eq!(drive.option(), "if=none,id=d7");
+        assert_eq!(
+            drive.empty_option().as_deref(),
+            Some("if=none,id=d7,media=cdrom")
+        );
+        assert_eq!(option("/x").empty_option(), None);
+        let options = [("drive".to_owned(), Some("index=a,file=/x".to_owned()))];
+        let why = drives(&options, "q35").unwrap_err();
+        assert!(why.contains("index=a"), "{why}");
+    }
+}

@@ -1,0 +1,155 @@
+//! Networks of another QEMU: the same for the guest's card, and nothing of the host's.
+//!
+//! What a card was told of its network is in its state: whether packets have headers of offloads (taps have), and how many queues there are.
+
+use super::rewrite::parse;
+use super::value::Value;
+
+/// What a network is of the host's, and no second QEMU can have.
+const OF_THE_HOST: [&str; 6] = [
+    "hostfwd",
+    "guestfwd",
+    "smb",
+    "smbserver",
+    "tftp",
+    "bootfile",
+];
+
+/// Keys that a network of any kind has.
+const COMMON: [&str; 6] = ["id", "model", "mac", "macaddr", "name", "netdev"];
+
+/// A network's option in another QEMU, and what is left out of it.
+pub(super) fn copy(option: &str, value: &str) -> Result<(String, Vec<String>), String> {
+    let mut net = parse("type", value)?;
+    let kind = net.kind().to_owned();
+    let mut left = Vec::new();
+    match kind.as_str() {
+        "none" | "hubport" => {}
+        // The card of `-net`.
+        "nic" if option == "net" => {}
+        "user" => {
+            for key in OF_THE_HOST {
+                for rule in net.all(key) {
+                    left.push(format!("{key}={rule}"));
+                }
+            }
+            net.drop_keys(|key| OF_THE_HOST.contains(&key));
+        }
+        _ => {
+            left.push(host_end(&kind, &net));
+            let queues = queues(&net);
+            net.drop_keys(|key| !COMMON.contains(&key));
+            // Of these, packets have headers.
+            if ["tap", "bridge", "vhost-user", "vhost-vdpa"].contains(&kind.as_str()) {
+                net.set("type", "tap");
+                net.set("script", "no");
+                net.set("downscript", "no");
+                if queues > 1 {
+                    net.set_number("queues", queues);
+                }
+            } else {
+                net.set("type", "user");
+                net.set_flag("restrict", true);
+            }
+        }
+    }
+    Ok((net.render(), left))
+}
+
+/// How many pairs of queues a network has.
+fn queues(net: &Value) -> u64 {
+    // libvirt gives descriptors.
+    let fds = net.text("fds");
+    if fds.is_empty() {
+        return net.text("queues").parse().unwrap_or(1);
+    }
+    u64::try_from(fds.split(':').count()).unwrap_or(1)
+}
+
+/// The host's end of a network.
+fn host_end(kind: &str, net: &Value) -> String {
+    let named = ["ifname", "br", "path", "connect", "listen", "mcast", "udp"];
+    let named = named
+        .iter()
+        .find_map(|key| Some(format!(" {key}={}", net.get(key)?)));
+    format!("{kind}{}", named.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn networks_are_the_same_for_their_card() {
+        for (option, value, wanted) in [
+            (
+                "netdev",
+                "user,id=n,net=10.1.0.0/16,hostfwd=tcp::1-:1,hostfwd=tcp::2-:2",
+                "user,id=n,net=10.1.0.0/16",
+            ),
+            (
+                "netdev",
+                "tap,id=n,queues=4,ifname=t0,script=/up,vhost=on",
+                "tap,downscript=no,id=n,queues=4,script=no",
+            ),
+            (
+                "netdev",
+                "tap,id=n,fds=3:4,vhostfds=5:6,vhost=on",
+                "tap,downscript=no,id=n,queues=2,script=no",
+            ),
+            (
+                "netdev",
+                "bridge,id=n,br=b0",
+                "tap,downscript=no,id=n,script=no",
+            ),
+            (
+                "netdev",
+                "vhost-user,id=n,chardev=c,queues=2",
+                "tap,downscript=no,id=n,queues=2,script=no",
+            ),
+            ("netdev", "hubport,id=n,hubid=0", "hubport,hubid=0,id=n"),
+            (
+                "netdev",
+                r#"{"type":"socket","id":"n","mcast":"230.0.0.1:1"}"#,
+                r#"{"id":"n","restrict":true,"type":"user"}"#,
+            ),
+            (
+                "netdev",
+                r#"{"type":"tap","id":"n","queues":2,"vhost":true}"#,
+                r#"{"downscript":"no","id":"n","queues":2,"script":"no","type":"tap"}"#,
+            ),
+            (
+                "netdev",
+                r#"{"type":"stream","id":"n","server":false,"addr":{"type":"unix","path":"/p"}}"#,
+                r#"{"id":"n","restrict":true,"type":"user"}"#,
+            ),
+            (
+                "nic",
+                "tap,model=e1000,mac=52:54:00:00:00:01,ifname=t",
+                "tap,downscript=no,mac=52:54:00:00:00:01,model=e1000,script=no",
+            ),
+            ("nic", "none", "none"),
+            (
+                "net",
+                "nic,model=rtl8139,macaddr=52:54:00:00:00:01",
+                "nic,macaddr=52:54:00:00:00:01,model=rtl8139",
+            ),
+            ("net", "user,hostfwd=tcp::1-:1", "user"),
+        ] {
+            assert_eq!(copy(option, value).unwrap().0, wanted, "{value}");
+        }
+    }
+
+    #[test]
+    fn what_is_the_hosts_is_told() {
+        let left = |value: &str| copy("netdev", value).unwrap().1.join("; ");
+        assert_eq!(
+            left("user,id=n,hostfwd=tcp::1-:1,hostfwd=tcp::2-:2,tftp=/t"),
+            "hostfwd=tcp::1-:1; hostfwd=tcp::2-:2; tftp=/t"
+        );
+        let json = r#"{"type":"user","id":"n","hostfwd":[{"str":"tcp::1-:1"}]}"#;
+        assert_eq!(left(json), "hostfwd=tcp::1-:1");
+        assert_eq!(left("tap,id=n,ifname=tap7"), "tap ifname=tap7");
+        assert_eq!(left("user,id=n"), "");
+    }
+}

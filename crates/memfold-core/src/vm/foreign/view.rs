@@ -1,0 +1,119 @@
+//! The files of this host as a QEMU sees them: by its working directory, in its mount namespace, with the rights of its user.
+//!
+//! A QEMU in a container names files of the container. `/proc/PID/root` leads there, but an absolute link in it would lead back here, so that every path is
+//! resolved with that directory as its root (`openat2(2)`: `RESOLVE_IN_ROOT`).
+
+use std::fs::{self, File, Metadata};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, open, openat2};
+use rustix::process::{Gid, Pid, Uid, getuid};
+use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
+
+use super::User;
+
+/// What a process sees.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct View {
+    root: PathBuf,
+    /// Its working directory.
+    place: PathBuf,
+}
+
+impl Default for View {
+    fn default() -> Self {
+        Self {
+            root: "/".into(),
+            place: "/".into(),
+        }
+    }
+}
+
+impl View {
+    /// That of a process.
+    pub fn of(pid: Pid) -> io::Result<Self> {
+        Ok(Self {
+            root: root_of(pid)?,
+            place: fs::read_link(format!("/proc/{}/cwd", pid.as_raw_nonzero()))?,
+        })
+    }
+
+    /// The same from another working directory.
+    #[cfg(test)]
+    pub(super) fn at(self, place: &Path) -> Self {
+        let place = place.to_owned();
+        Self { place, ..self }
+    }
+
+    /// A path from its working directory, which has no links in it.
+    pub(super) fn whole(&self, path: impl AsRef<Path>) -> PathBuf {
+        let (mut place, mut path) = (self.place.as_path(), path.as_ref());
+        while let Ok(rest) = path.strip_prefix("..") {
+            (place, path) = (place.parent().unwrap_or(place), rest);
+        }
+        place.join(path.strip_prefix(".").unwrap_or(path))
+    }
+
+    pub(super) fn is_file(&self, path: &Path) -> bool {
+        self.metadata(path).is_ok_and(|facts| facts.is_file())
+    }
+
+    pub(super) fn metadata(&self, path: &Path) -> io::Result<Metadata> {
+        let file = self.resolve(&self.open_root()?, path, OFlags::PATH)?;
+        File::from(file).metadata()
+    }
+
+    /// Opens a file to be read, with no more rights than a user has.
+    pub(super) fn open_as(&self, path: &Path, user: &User) -> io::Result<File> {
+        let root = self.open_root()?;
+        // What was a plain file may be something by now that nobody ever opens at its other end.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let as_user = || -> io::Result<File> {
+            if user.uid != 0 && getuid().is_root() {
+                // Of this thread alone, which ends with this.
+                set_thread_groups(&[])?;
+                set_thread_gid(Gid::from_raw(user.gid))?;
+                set_thread_uid(Uid::from_raw(user.uid))?;
+            }
+            Ok(self.resolve(&root, path, flags)?.into())
+        };
+        let opened = std::thread::scope(|scope| scope.spawn(as_user).join());
+        opened.unwrap_or_else(|_| Err(io::Error::other("the thread that opens it ended")))
+    }
+
+    fn open_root(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Ok(open(&self.root, flags, Mode::empty())?)
+    }
+
+    fn resolve(&self, root: &OwnedFd, path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
+        let flags = flags | OFlags::CLOEXEC;
+        let path = self.whole(path);
+        Ok(openat2(
+            root,
+            path,
+            flags,
+            Mode::empty(),
+            ResolveFlags::IN_ROOT,
+        )?)
+    }
+}
+
+/// Where a process's root is: `/` for one that sees this host as we do.
+pub fn root_of(pid: Pid) -> io::Result<PathBuf> {
+    let of = format!("/proc/{}", pid.as_raw_nonzero());
+    let same = |name: &str| -> io::Result<bool> {
+        let facts = |place: &str| {
+            rustix::fs::statat(CWD, format!("{place}/{name}"), rustix::fs::AtFlags::empty())
+        };
+        let (its, ours) = (facts(&of)?, facts("/proc/self")?);
+        Ok((its.st_dev, its.st_ino) == (ours.st_dev, ours.st_ino))
+    };
+    Ok(if same("ns/mnt")? && same("root")? {
+        "/".into()
+    } else {
+        format!("{of}/root").into()
+    })
+}

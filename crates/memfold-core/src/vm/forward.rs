@@ -1,0 +1,183 @@
+//! Ports of the host that lead into a guest, through a network in user mode. One process alone can have each.
+
+use std::fmt;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, UdpSocket};
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// A forwarded port, written `[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; host port 0 is any free one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Forward {
+    is_udp: bool,
+    /// The host's; 127.0.0.1 where none is given.
+    address: Ipv4Addr,
+    host: u16,
+    guest: u16,
+}
+
+impl Forward {
+    /// Reads QEMU's `hostfwd`: `tcp:ADDRESS:PORT-ADDRESS:PORT`.
+    #[must_use]
+    pub fn of_rule(rule: &str) -> Option<Self> {
+        let (host, guest) = rule.split_once('-')?;
+        let mut parts = host.split(':');
+        let is_udp = match parts.next()? {
+            "udp" => true,
+            "tcp" | "" => false,
+            _ => return None,
+        };
+        let address = match parts.next()? {
+            "" => Ipv4Addr::UNSPECIFIED,
+            text => text.parse().ok()?,
+        };
+        let host = parts.next()?.parse().ok()?;
+        let (_, guest) = guest.rsplit_once(':')?;
+        let guest = guest.parse().ok()?;
+        parts.next().is_none().then_some(Self {
+            is_udp,
+            address,
+            host,
+            guest,
+        })
+    }
+
+    /// As QEMU's `hostfwd` has it.
+    #[must_use]
+    pub fn rule(&self) -> String {
+        let protocol = if self.is_udp { "udp" } else { "tcp" };
+        let Self {
+            address,
+            host,
+            guest,
+            ..
+        } = self;
+        format!("{protocol}:{address}:{host}-:{guest}")
+    }
+
+    /// The same with a port in the place of 0. Fails if another process has it.
+    pub fn claim(&self) -> io::Result<Self> {
+        let place = SocketAddrV4::new(self.address, self.host);
+        let found = if self.is_udp {
+            UdpSocket::bind(place)?.local_addr()
+        } else {
+            TcpListener::bind(place)?.local_addr()
+        };
+        Ok(Self {
+            host: found?.port(),
+            ..self.clone()
+        })
+    }
+
+    /// Whether it is any free port.
+    #[must_use]
+    pub const fn is_any(&self) -> bool {
+        self.host == 0
+    }
+}
+
+impl fmt::Display for Forward {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_udp {
+            f.write_str("udp:")?;
+        }
+        write!(f, "{}:{}:{}", self.address, self.host, self.guest)
+    }
+}
+
+impl FromStr for Forward {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let bad = || {
+            format!(
+                "'{text}' is no forwarded port: HOST-PORT:GUEST-PORT, such as 2222:22, 0:22 (any free one), 0.0.0.0:80:80 or udp:5353:53"
+            )
+        };
+        let (is_udp, rest) = match text.split_once(':').ok_or_else(bad)? {
+            ("udp", rest) => (true, rest),
+            ("tcp", rest) => (false, rest),
+            _ => (false, text),
+        };
+        let (rest, guest) = rest.rsplit_once(':').ok_or_else(bad)?;
+        let (address, host) = match rest.rsplit_once(':') {
+            Some((address, host)) => (address.parse().map_err(|_| bad())?, host),
+            None => (Ipv4Addr::LOCALHOST, rest),
+        };
+        let guest: u16 = guest.parse().map_err(|_| bad())?;
+        if guest == 0 {
+            return Err(bad());
+        }
+        Ok(Self {
+            is_udp,
+            address,
+            host: host.parse().map_err(|_| bad())?,
+            guest,
+        })
+    }
+}
+
+impl TryFrom<String> for Forward {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Forward> for String {
+    fn from(forward: Forward) -> Self {
+        forward.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forwarded_ports_are_read_and_written() {
+        for (text, shown, rule) in [
+            ("2222:22", "127.0.0.1:2222:22", "tcp:127.0.0.1:2222-:22"),
+            (
+                "tcp:0.0.0.0:80:8080",
+                "0.0.0.0:80:8080",
+                "tcp:0.0.0.0:80-:8080",
+            ),
+            ("udp:0:53", "udp:127.0.0.1:0:53", "udp:127.0.0.1:0-:53"),
+        ] {
+            let forward: Forward = text.parse().unwrap();
+            assert_eq!(
+                (forward.to_string().as_str(), forward.rule().as_str()),
+                (shown, rule)
+            );
+            assert_eq!(shown.parse(), Ok(forward.clone()));
+            assert_eq!(Forward::of_rule(rule), Some(forward));
+        }
+        let open = Forward::of_rule("tcp::2222-10.0.2.15:22").unwrap();
+        assert_eq!(open.to_string(), "0.0.0.0:2222:22");
+        for bad in ["", "22", "a:22", "2222:0", "1:2:3:4", "tcp:22", "70000:22"] {
+            assert!(
+                bad.parse::<Forward>().unwrap_err().contains("2222:22"),
+                "{bad}"
+            );
+        }
+        for bad in ["", "tcp:1-:2:3-4", "unix:/a-:2", "tcp:h:1-:2"] {
+            assert_eq!(Forward::of_rule(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_port_that_another_has_is_not_claimed() {
+        let other = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = other.local_addr().unwrap().port();
+        let taken: Forward = format!("{port}:22").parse().unwrap();
+        let error = taken.claim().unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        let any: Forward = "0:22".parse().unwrap();
+        let found = any.claim().unwrap();
+        assert!(any.is_any() && !found.is_any() && found != taken);
+    }
+}

@@ -1,0 +1,378 @@
+//! QEMUs that others have started, by all kinds of command lines: they are attached and saved, and VMs of their snapshots have the same devices.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use memfold_core::vm::Qmp;
+use memfold_testkit::{skip, wait_for};
+use serde_json::{Value, json};
+
+use crate::support::{Daemon, code, err, out, refused};
+
+const MIB: u64 = 1 << 20;
+
+/// A QEMU that runs without a guest; it ends with this.
+struct Typed {
+    child: Child,
+    place: PathBuf,
+}
+
+impl Typed {
+    /// Starts it in a directory of its own among the daemon's. Its words are those of `line`, where `@` stands for that directory.
+    fn start(daemon: &Daemon, name: &str, line: &str) -> Self {
+        Self::start_by(daemon, name, line, Command::new("qemu-system-x86_64"))
+    }
+
+    fn start_by(daemon: &Daemon, name: &str, line: &str, mut command: Command) -> Self {
+        let place = daemon.directory.path().join(name);
+        std::fs::create_dir_all(&place).unwrap();
+        for (file, byte, size) in [
+            ("a.img", b'A', 8 * MIB),
+            ("b.img", b'B', 8 * MIB),
+            ("c.img", b'C', 8 * MIB),
+            ("f.img", b'F', 1_474_560),
+            ("code.fd", b'\xff', MIB / 2),
+            ("vars.fd", b'V', MIB / 2),
+            ("t.img", b'T', 512),
+        ] {
+            let file = place.join(file);
+            if !file.exists() {
+                std::fs::write(&file, [byte; 512]).unwrap();
+                let opened = std::fs::File::options().write(true).open(&file).unwrap();
+                opened.set_len(size).unwrap();
+            }
+        }
+        let line = line.replace('@', place.to_str().unwrap());
+        let child = command
+            .args(["-display", "none", "-accel", "tcg"])
+            .args(["-qmp", "unix:q,server=on,wait=off"])
+            .args(["-qmp", "unix:spare,server=on,wait=off"])
+            .args(line.split_whitespace())
+            .current_dir(&place)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut typed = Self { child, place };
+        wait_for("QEMU's monitor answers", Duration::from_secs(60), || {
+            let ended = typed.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{name}: QEMU itself ended: {ended:?}");
+            typed.try_monitor()
+        });
+        typed
+    }
+
+    fn try_monitor(&self) -> Result<Qmp, memfold_core::vm::QmpError> {
+        Qmp::connect(&self.place.join("spare"), Duration::from_secs(20))
+    }
+
+    fn monitor(&self) -> Qmp {
+        self.try_monitor().unwrap()
+    }
+
+    fn qmp(&self) -> String {
+        self.place.join("q").display().to_string()
+    }
+}
+
+impl Drop for Typed {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn is_root() -> bool {
+    rustix::process::getuid().is_root()
+}
+
+#[track_caller]
+fn done(daemon: &Daemon, arguments: &[&str]) -> String {
+    let output = daemon.run(arguments);
+    assert_eq!(code(&output), 0, "{arguments:?}: {}", err(&output));
+    out(&output)
+}
+
+fn attach(daemon: &Daemon, typed: &Typed, name: &str) {
+    done(daemon, &["vm", "attach", &typed.qmp(), "--name", name]);
+}
+
+/// The monitor of a VM that runs from a snapshot.
+fn monitor_of(daemon: &Daemon, vm: &str) -> Qmp {
+    let socket = daemon.state().join(format!("vms/{vm}/qmp.sock"));
+    Qmp::connect(&socket, Duration::from_secs(20)).unwrap()
+}
+
+/// The first byte of an image that a QEMU with a working directory has open.
+fn first_byte(image: &Value, at: &Path) -> String {
+    let (file, format) = (image["filename"].as_str(), image["format"].as_str());
+    let file = file.unwrap();
+    let mut command = Command::new("qemu-io");
+    command.args(["-r", "-U", "-c", "read -v 0 1"]);
+    if !file.starts_with("json:") {
+        command.args(["-f", format.unwrap()]);
+    }
+    let output = command.arg(file).current_dir(at).output().unwrap();
+    let text = out(&output);
+    let byte = text.split_whitespace().nth(1).map(str::to_owned);
+    byte.unwrap_or_else(|| panic!("{image}: {text}{}", err(&output)))
+}
+
+/// What a guest can tell a machine by: devices with their ids and addresses, and what each disk begins with, by the device's place.
+fn hardware(qmp: &mut Qmp, at: &Path) -> BTreeMap<String, String> {
+    const TOLD: [&str; 7] = [
+        "dev: ",
+        "device_id = ",
+        "serial = ",
+        "addr = ",
+        "mac = ",
+        "unit = ",
+        "index = ",
+    ];
+    let tree = qmp.human("info qtree").unwrap();
+    let lines = tree.lines().map(str::trim);
+    let told = lines.filter(|line| TOLD.iter().any(|start| line.starts_with(start)));
+    let mut found: BTreeMap<String, String> =
+        [("devices".to_owned(), told.collect::<Vec<_>>().join("\n"))].into();
+    let queues = qmp.human("info network").unwrap();
+    let queues = queues
+        .lines()
+        .filter(|line| line.contains("index="))
+        .count();
+    found.insert("queues".into(), queues.to_string());
+    for device in qmp.query("query-block").unwrap().as_array().unwrap() {
+        let place = format!("{} {}", device["device"], device["qdev"]);
+        if device["inserted"].is_null() {
+            found.insert(place, "empty".into());
+            continue;
+        }
+        if place.contains("flash") {
+            continue;
+        }
+        found.insert(place, first_byte(&device["inserted"]["image"], at));
+    }
+    found
+}
+
+/// Saves each QEMU, and compares the VM of its snapshot with it.
+fn come_back(cases: &[(&str, &str)]) {
+    if !is_root() {
+        skip!("only root can restore VMs");
+    }
+    let daemon = Daemon::start();
+    for (name, line) in cases {
+        let typed = Typed::start(&daemon, name, line);
+        let before = hardware(&mut typed.monitor(), &typed.place);
+        attach(&daemon, &typed, name);
+        done(&daemon, &["snapshot", "save", name, name, "--keep", "all"]);
+        drop(typed);
+        let (vm, own) = (format!("r-{name}"), daemon.directory.path().join("own"));
+        let is_same = |what: &str| {
+            let now = hardware(&mut monitor_of(&daemon, &vm), Path::new("/"));
+            assert_eq!(now, before, "{name}, {what}: {line}");
+        };
+        let stop = || done(&daemon, &["vm", "stop", &vm, "--timeout", "0"]);
+        done(&daemon, &["snapshot", "restore", name, "--as", &vm]);
+        is_same("restored");
+        // It is saved and restored as others are, with disks of its own, too.
+        let again = format!("again-{name}");
+        done(&daemon, &["snapshot", "save", &vm, &again, "--keep", "all"]);
+        stop();
+        std::fs::create_dir_all(&own).unwrap();
+        let own = own.to_str().unwrap();
+        done(
+            &daemon,
+            &["snapshot", "restore", &again, "--as", &vm, "--disks", own],
+        );
+        is_same("with disks of its own");
+        let last = format!("own-{name}");
+        done(&daemon, &["snapshot", "save", &vm, &last, "--keep", "all"]);
+        stop();
+    }
+}
+
+#[test]
+fn disks_are_the_same_whatever_option_they_were_given_by() {
+    come_back(&[
+        (
+            "index",
+            "-M q35 -m 64 -drive if=virtio,index=1,format=raw,file=b.img -drive if=virtio,index=0,format=raw,file=a.img",
+        ),
+        (
+            "short",
+            "-M q35 -m 64 -hdb b.img -fda f.img -cdrom c.img a.img",
+        ),
+        (
+            "pc",
+            "-M pc -m 64 -drive file=a.img,format=raw -drive index=3,file=b.img,format=raw,werror=stop -drive if=ide,media=cdrom,file=c.img,format=raw -fdb f.img",
+        ),
+        (
+            "scsi",
+            "-M q35 -m 64 -device virtio-scsi-pci -drive if=none,id=d7,format=raw,file=a.img -device scsi-hd,drive=d7 \
+             -blockdev driver=raw,node-name=n,file.driver=file,file.filename=b.img -device scsi-hd,drive=n,id=own -drive if=none,format=raw,file=c.img -device scsi-cd,drive=none1",
+        ),
+        (
+            "flash",
+            "-M q35 -m 64 -drive if=pflash,format=raw,readonly=on,file=code.fd -drive if=pflash,id=drive-efidisk0,format=raw,file=vars.fd",
+        ),
+        (
+            "empty",
+            "-M q35 -m 64 -nodefaults -drive if=none,id=cd -device ide-cd,drive=cd -drive if=ide,index=4,media=cdrom -drive if=floppy,unit=0 -device qemu-xhci -drive if=none,id=u,format=raw,file=a.img -device usb-storage,drive=u",
+        ),
+    ]);
+}
+
+#[test]
+fn ports_and_networks_are_the_same_in_a_vm_of_a_snapshot() {
+    come_back(&[
+        (
+            "first",
+            "-M q35 -m 64 -chardev null,id=c -serial chardev:c -watchdog-action reset -device i6300esb -k en-us -mem-prealloc -name x",
+        ),
+        (
+            "shared",
+            "-M q35 -m 64 -nodefaults -nographic -chardev socket,path=s,server=on,wait=off,id=c,mux=on -mon chardev=c -device virtio-serial-pci -device virtconsole,chardev=c -serial chardev:c -serial null -debugcon file:log",
+        ),
+        (
+            "usb",
+            "-M q35 -m 64 -nodefaults -nographic -chardev socket,id=serial0,path=s,server=on,wait=off -device isa-serial,chardev=serial0 -device qemu-xhci -usbdevice tablet -device usb-ccid -chardev null,id=k -device ccid-card-passthru,chardev=k -chardev null,id=r -device usb-redir,chardev=r -audiodev none,id=s -device intel-hda -device hda-duplex,audiodev=s",
+        ),
+        (
+            "json",
+            r#"-M q35 -m 64 -netdev {"type":"socket","id":"n","mcast":"230.0.0.1:17234"} -device {"driver":"virtio-net-pci","netdev":"n","addr":"0x9"} -net nic,model=rtl8139 -net user"#,
+        ),
+    ]);
+}
+
+#[test]
+fn memory_and_files_of_options_are_the_same_in_a_vm_of_a_snapshot() {
+    let dimms = (0..70).map(|n| {
+        format!("-object memory-backend-ram,id=m{n},size=2M -device pc-dimm,id=d{n},memdev=m{n}")
+    });
+    let dimms: Vec<String> = dimms.collect();
+    let dimms = format!("-M q35 -m 64,slots=80,maxmem=4G {}", dimms.join(" "));
+    come_back(&[
+        (
+            "plugged",
+            "-M q35 -m 64,maxmem=1G -object memory-backend-ram,id=vm0,size=128M -device virtio-mem-pci,memdev=vm0,id=v,requested-size=64M",
+        ),
+        ("dimms", &dimms),
+        (
+            "files",
+            "-M q35 -m 64 -fw_cfg name=opt/a,file=a.img -smbios type=1,serial=x -acpitable data=t.img,sig=TEST -seed 7 -device e1000,id=n,romfile= -set device.n.addr=7",
+        ),
+    ]);
+}
+
+#[test]
+fn two_pairs_of_queues_stay_two() {
+    if !Path::new("/dev/net/tun").exists() {
+        skip!("there is no /dev/net/tun");
+    }
+    come_back(&[(
+        "queues",
+        "-M q35 -m 64 -netdev tap,id=n,queues=2,script=no,downscript=no -device virtio-net-pci,netdev=n,mq=on,vectors=6",
+    )]);
+}
+
+#[test]
+fn options_from_a_file_are_the_same_in_a_vm_of_a_snapshot() {
+    if !is_root() {
+        skip!("only root can restore VMs");
+    }
+    let daemon = Daemon::start();
+    let place = daemon.directory.path().join("config");
+    std::fs::create_dir(&place).unwrap();
+    let text = "[memory]\n size = \"64\"\n[smp-opts]\n cpus = \"2\"\n[boot-opts]\n menu = \"on\"\n[device \"n\"]\n driver = \"e1000\"\n[drive \"d\"]\n if = \"virtio\"\n file = \"b.img\"\n format = \"raw\"\n";
+    std::fs::write(place.join("vm.cfg"), text).unwrap();
+    let typed = Typed::start(&daemon, "config", "-M q35 -readconfig vm.cfg");
+    let before = hardware(&mut typed.monitor(), &typed.place);
+    attach(&daemon, &typed, "config");
+    let saved = daemon.json(&["snapshot", "save", "config", "config", "--keep", "all"]);
+    assert_eq!(saved["spec"]["vcpus"], 2, "{saved}");
+    drop(typed);
+    done(&daemon, &["snapshot", "restore", "config", "--as", "r"]);
+    assert_eq!(
+        hardware(&mut monitor_of(&daemon, "r"), Path::new("/")),
+        before
+    );
+}
+
+/// The VM goes on, and no snapshot is there.
+fn is_refused(daemon: &Daemon, typed: &Typed, name: &str, words: &[&str]) {
+    let output = daemon.run(&["snapshot", "save", name, name, "--keep", "all"]);
+    refused(&output, 1, words);
+    let status = typed.monitor().query("query-status").unwrap();
+    assert_eq!(status["status"], "running");
+    let list = daemon.json(&["snapshot", "list"]);
+    assert_eq!(list, json!([]));
+}
+
+#[test]
+fn an_unknown_option_is_refused_by_its_own_name() {
+    let daemon = Daemon::start();
+    let typed = Typed::start(
+        &daemon,
+        "ram",
+        "-M q35 -m 64 -mem-prealloc -name x -mem-path /dev/shm -vga std",
+    );
+    attach(&daemon, &typed, "ram");
+    is_refused(
+        &daemon,
+        &typed,
+        "ram",
+        &["-mem-path /dev/shm", "RAM is a file"],
+    );
+}
+
+#[test]
+fn files_of_a_qemu_in_a_mount_namespace_are_those_that_it_sees() {
+    if !is_root() {
+        skip!("only root can make mount namespaces");
+    }
+    let daemon = Daemon::start();
+    let place = daemon.directory.path().join("inside");
+    std::fs::create_dir(&place).unwrap();
+    for (name, text) in [
+        ("of", "the host's"),
+        ("inner", "the container's"),
+        ("link-target", "the host's, too"),
+    ] {
+        std::fs::write(place.join(name), text).unwrap();
+    }
+    std::fs::write(place.join("inner.img"), [b'I'; 4096]).unwrap();
+    std::fs::write(place.join("a.img"), [b'H'; 4096]).unwrap();
+    // An absolute link leads to the container's, too.
+    std::os::unix::fs::symlink(place.join("of"), place.join("link")).unwrap();
+    let mut command = Command::new("unshare");
+    command.args([
+        "--mount",
+        "--propagation",
+        "private",
+        "sh",
+        "-c",
+        "mount --bind inner of && mount --bind inner.img a.img && exec qemu-system-x86_64 \"$@\"",
+        "qemu",
+    ]);
+    let line = "-M q35 -m 64 -fw_cfg name=opt/a,file=@/of -fw_cfg name=opt/b,file=link -drive if=virtio,format=raw,file=@/a.img";
+    let typed = Typed::start_by(&daemon, "inside", line, command);
+    attach(&daemon, &typed, "inside");
+    done(
+        &daemon,
+        &["snapshot", "save", "inside", "inside", "--keep", "all"],
+    );
+    drop(typed);
+    for file in ["file0", "file1"] {
+        let saved = daemon.directory.path().join("snapshots/inside").join(file);
+        assert_eq!(std::fs::read_to_string(saved).unwrap(), "the container's");
+    }
+    done(
+        &daemon,
+        &["snapshot", "restore", "inside", "--as", "outside"],
+    );
+    let restored = hardware(&mut monitor_of(&daemon, "outside"), Path::new("/"));
+    let disk = restored.iter().find(|(place, _)| place.contains("virtio0"));
+    assert_eq!(disk.unwrap().1, "49", "{restored:?}");
+}
