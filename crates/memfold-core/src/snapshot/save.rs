@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use memfold_units::PAGE_SIZE;
-use memfold_wire::library::Range;
+use memfold_wire::library::{MAX_BLOCKS, Range};
 use rustix::fs::{Mode, OFlags};
 use serde_json::json;
 
@@ -42,6 +42,7 @@ use super::{Shelf, SnapshotError, parts};
 use crate::progress::Progress;
 use crate::vm::block_device::BlockDevice;
 use crate::vm::foreign;
+use crate::vm::trial;
 use crate::vm::{DiskFormat, Qmp, RamLayout, Record, Vm, VmDirectory, VmSpec};
 
 /// What is to be saved, and how.
@@ -218,9 +219,14 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         let all: Vec<PathBuf> = before.iter().chain(new).cloned().collect();
         subject.write_overlays(&all)
     };
+    let (spec_now, beside) = {
+        let mut qmp = monitor();
+        let mut now = spec_now(vm, spec, &mut qmp)?;
+        let beside = Beside::take(vm, subject, &mut qmp, &mut now, &draft)?;
+        (now, beside)
+    };
+    start_once(subject, &spec_now, &draft, monitor)?;
     let mut qmp = monitor();
-    let mut spec_now = spec_now(vm, spec, &mut qmp)?;
-    let beside = Beside::take(vm, subject, &mut qmp, &mut spec_now, &draft)?;
     let frozen = freeze::prepare(&mut qmp, spec, &draft, &before, note)?;
     let stood = freeze::check_files(vm.pid(), &mut qmp, spec)
         .and_then(|()| copy::prepare(&mut qmp, spec, &draft))
@@ -583,6 +589,12 @@ fn spec_now(vm: &Vm, spec: &VmSpec, qmp: &mut Qmp) -> Result<VmSpec, SnapshotErr
             )));
         }
     }
+    let ram_blocks = vm.layout(qmp)?.blocks.len();
+    if ram_blocks > MAX_BLOCKS {
+        return Err(SnapshotError::Impossible(format!(
+            "its RAM has {ram_blocks} blocks, and a VM of a snapshot can have {MAX_BLOCKS}; start it with fewer memory devices"
+        )));
+    }
     Ok(now)
 }
 
@@ -660,6 +672,28 @@ fn take_over(
         });
     }
     Ok(disks)
+}
+
+/// Starts a VM of what is saved, if memfold has never started one.
+fn start_once<M: DerefMut<Target = Qmp>>(
+    subject: &Subject,
+    spec: &VmSpec,
+    draft: &Draft,
+    monitor: &impl Fn() -> M,
+) -> Result<(), SnapshotError> {
+    if subject.directory.is_some() {
+        return Ok(());
+    }
+    let parts = trial::MachineParts::of(&mut monitor())?;
+    let mut spec = spec.clone();
+    for file in spec.foreign.iter_mut().flat_map(|of| &mut of.files) {
+        *file = draft.path().join(&file);
+    }
+    trial::start_once(&spec, &parts).map_err(|why| {
+        SnapshotError::Impossible(format!(
+            "no VM could be started from a snapshot of it, as a trial shows: {why}"
+        ))
+    })
 }
 
 /// A disk's checksum.

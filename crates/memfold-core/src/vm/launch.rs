@@ -481,7 +481,7 @@ impl Attempt<'_> {
 }
 
 /// Waits for the child's end on a thread of its own, so that it never stays a zombie while we live.
-fn reap(mut child: Child) {
+pub(super) fn reap(mut child: Child) {
     let thread = std::thread::Builder::new()
         .name("reap-qemu".into())
         .spawn(move || child.wait());

@@ -28,11 +28,12 @@ pub mod own_files;
 mod preload;
 pub mod process;
 pub mod qmp;
+mod quiet;
 pub mod ram;
 pub mod segments;
 pub mod spec;
 pub mod swap;
-mod trial;
+pub mod trial;
 
 pub use agent_link::{
     AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,

@@ -1,0 +1,111 @@
+//! A VM that is started only to see whether QEMU takes what it is described by: no guest instruction runs, and nothing outside its own directory is written.
+
+use super::spec::VmSpec;
+
+/// Options whose value is something of the host's that only one process can have, or that is written.
+const DROPPED: [&str; 12] = [
+    "D",
+    "d",
+    "gdb",
+    "incoming",
+    "pidfile",
+    "qmp",
+    "qmp-pretty",
+    "spice",
+    "trace",
+    "vnc",
+    "serve-gdb",
+    "loadvm",
+];
+
+/// Options without a value of that kind.
+const DROPPED_FLAGS: [&str; 2] = ["daemonize", "s"];
+
+/// Options that name a character device, or make one.
+const CHARACTERS: [&str; 4] = ["debugcon", "monitor", "parallel", "serial"];
+
+impl VmSpec {
+    /// The same VM without what another that runs may have: character devices and networks lead nowhere, ports and sockets of the host are left out.
+    #[must_use]
+    pub fn for_trial(mut self, name: String) -> Self {
+        (self.name, self.fold, self.boot_snapshot) = (name, false, false);
+        self.qemu_args = quiet(&self.qemu_args);
+        self
+    }
+}
+
+fn quiet(arguments: &[String]) -> Vec<String> {
+    let mut kept = Vec::new();
+    let mut words = arguments.iter().peekable();
+    while let Some(word) = words.next() {
+        let option = word
+            .strip_prefix("--")
+            .or_else(|| word.strip_prefix('-'))
+            .unwrap_or_default();
+        if DROPPED_FLAGS.contains(&option) {
+            continue;
+        }
+        if DROPPED.contains(&option) {
+            words.next();
+            continue;
+        }
+        kept.push(word.clone());
+        let made = |value: &String| match option {
+            "chardev" => Some(format!(
+                "null,id={}{}",
+                id(value),
+                if value.contains("mux=on") {
+                    ",mux=on"
+                } else {
+                    ""
+                }
+            )),
+            "netdev" => Some(format!("user,id={}", id(value))),
+            "nic" | "net" => {
+                let parts = value
+                    .split(',')
+                    .filter(|part| !part.starts_with("hostfwd=") && !part.starts_with("guestfwd="));
+                Some(parts.collect::<Vec<_>>().join(","))
+            }
+            _ if CHARACTERS.contains(&option) => {
+                let leads_nowhere = value.starts_with("chardev:") || value == "none";
+                Some(if leads_nowhere {
+                    value.clone()
+                } else {
+                    "null".to_owned()
+                })
+            }
+            _ => None,
+        };
+        if let Some(value) = words.peek().and_then(|value| made(value)) {
+            words.next();
+            kept.push(value);
+        }
+    }
+    kept
+}
+
+/// The `id` in an option's value.
+fn id(value: &str) -> String {
+    if let Ok(json) = serde_json::from_str::<serde_json::Value>(value) {
+        return json["id"].as_str().unwrap_or_default().to_owned();
+    }
+    let id = value.split(',').find_map(|part| part.strip_prefix("id="));
+    id.unwrap_or_default().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_another_vm_may_have_is_left_out() {
+        let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        let before = "-S -netdev user,id=n,hostfwd=tcp::80-:80 -device e1000,netdev=n -chardev socket,id=c,path=/s,server=on,mux=on \
+            -serial chardev:c -serial file:/log -monitor unix:/m,server -qmp unix:/q -vnc :1 -s -pidfile /p -cdrom /iso \
+            -netdev {\"type\":\"tap\",\"id\":\"t\"} -nic user,hostfwd=tcp::81-:81,model=e1000 -no-reboot";
+        let after = "-S -netdev user,id=n -device e1000,netdev=n -chardev null,id=c,mux=on -serial chardev:c -serial null -monitor null \
+            -cdrom /iso -netdev user,id=t -nic user,model=e1000 -no-reboot";
+        assert_eq!(quiet(&words(before)).join(" "), after);
+    }
+}
