@@ -384,7 +384,7 @@ impl IntoResponse for Failure {
             | DaemonError::Merging { .. }
             | DaemonError::Braked { .. }
             | DaemonError::Ksm(KsmError::Busy(_))
-            | DaemonError::Launch(LaunchError::NameTaken { .. })
+            | DaemonError::Launch(LaunchError::NameTaken { .. } | LaunchError::Forward { .. })
             | DaemonError::Snapshot(
                 SnapshotError::Taken(_)
                 | SnapshotError::Twin { .. }

@@ -10,6 +10,7 @@ use crate::fold::EngineStats;
 use crate::ledger;
 use crate::lend::Durability;
 use crate::snapshot::{ClockStep, Keep, Renew, Renewal};
+use crate::vm::Forward;
 
 /// `GET /v1/version`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
@@ -75,6 +76,12 @@ pub struct VmInfo {
     /// What would have it run again.
     #[serde(default)]
     pub state_fix: Option<String>,
+    /// Ports of the host that lead into the guest: `ADDRESS:PORT:GUEST-PORT`.
+    #[serde(default)]
+    pub forwards: Vec<String>,
+    /// What it lacks of the host that the VM in its snapshot had, and one VM alone can have.
+    #[serde(default)]
+    pub left_out: Vec<String>,
 }
 
 /// A VM's swap disk. What lies on it is no part of guest RAM.
@@ -431,6 +438,10 @@ pub struct RestoreRequest {
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub disks: Option<PathBuf>,
+    /// Ports of the host that lead into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0: a free one), in the place of those that the saved VM had.
+    #[serde(default)]
+    #[schema(value_type = Vec<String>)]
+    pub forwards: Vec<Forward>,
 }
 
 impl RestoreRequest {
@@ -445,6 +456,7 @@ impl RestoreRequest {
             prefetch: false,
             keep_clock: false,
             disks: None,
+            forwards: Vec::new(),
         }
     }
 }

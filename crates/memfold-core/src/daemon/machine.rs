@@ -619,7 +619,11 @@ impl Machine {
         let agent = self.agent().and_then(|link| link.session());
         let (fold_problems, state) = (self.fold_problems(), self.state());
         let seen = self.seen();
+        let spec = self.vm().spec();
+        let forwards = spec.map_or_else(Vec::new, |spec| spec.forwards.clone());
         VmInfo {
+            forwards: forwards.iter().map(ToString::to_string).collect(),
+            left_out: spec.map_or_else(Vec::new, |spec| spec.left_out.clone()),
             name: self.name.clone(),
             domain: self.domain.clone(),
             pid: self.pid().as_raw_nonzero().get(),

@@ -440,6 +440,7 @@ impl Daemon {
         if self.lock().contains_key(&request.vm) {
             return Err(DaemonError::NameTaken(request.vm.clone()));
         }
+        restore::choose_host_ends(&mut spec, &request.forwards)?;
         let held = manifest.counts.saved_pages * PAGE_SIZE;
         let admitted = self.admit(&request.vm, held, request.despite_brake)?;
         let own_disks = match &request.disks {

@@ -175,6 +175,9 @@ pub struct Manifest {
     /// `file0` and so on: files that its command line names, of a VM that memfold didn't start; of others, those that it writes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<FileFacts>,
+    /// What the VM had of its host that one VM alone can have: forwarded ports, sockets, displays.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub of_one_vm: Vec<String>,
     /// Time from the VM's stop to its going on, in milliseconds.
     pub pause_ms: f64,
     /// Time of the whole save, in milliseconds.
@@ -316,6 +319,7 @@ pub(super) mod tests {
             disks: Vec::new(),
             media: Vec::new(),
             files: Vec::new(),
+            of_one_vm: Vec::new(),
             pause_ms: 1.5,
             save_ms: 2.0,
             steps: Steps::default(),

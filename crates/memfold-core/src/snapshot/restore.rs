@@ -27,7 +27,7 @@ use super::shelf::{DEVICES, RAM, facts};
 use super::{Progress, Shelf, SnapshotError};
 use crate::store::{StoreIdentity, mapped};
 use crate::vm::own_files;
-use crate::vm::{DiskFormat, DiskSpec, Qmp, Vm, VmSpec};
+use crate::vm::{DiskFormat, DiskSpec, Forward, Qmp, Vm, VmSpec};
 
 /// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a process may have 65,530 for everything.
 const MOST_VIEWS: usize = 4096;
@@ -78,6 +78,33 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
         check_file(&manifest.name, &place, "medium", medium)?;
     }
     Ok(spec)
+}
+
+/// Gives a VM that is to run from a snapshot ports of the host of its own (`asked`), or those of the saved one that are free; what it lacks of the host
+/// that one VM alone can have is noted.
+pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), SnapshotError> {
+    spec.left_out = match &spec.foreign {
+        Some(foreign) => foreign.left_out.clone(),
+        None => crate::vm::foreign::leave_out_taken(&mut spec.qemu_args),
+    };
+    if asked.is_empty() {
+        for forward in std::mem::take(&mut spec.forwards) {
+            match forward.claim() {
+                Ok(forward) => spec.forwards.push(forward),
+                Err(_) => spec.left_out.push(format!("forwarded port {forward}")),
+            }
+        }
+        return Ok(());
+    }
+    let claimed = asked.iter().map(|forward| {
+        forward.claim().map_err(|error| {
+            SnapshotError::Impossible(format!(
+                "port {forward} can't be forwarded ({error}); host port 0 takes a free one"
+            ))
+        })
+    });
+    spec.forwards = claimed.collect::<Result<_, _>>()?;
+    Ok(())
 }
 
 /// Whether a disk lies in the snapshot.

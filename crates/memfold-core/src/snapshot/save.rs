@@ -297,6 +297,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             disks,
             media: beside.media,
             files: beside.files,
+            of_one_vm: of_one_vm(spec),
             pause_ms: milliseconds(still.pause),
             save_ms: milliseconds(request.began.elapsed()),
             steps,
@@ -672,6 +673,19 @@ fn take_over(
         });
     }
     Ok(disks)
+}
+
+/// What a VM has of its host that one VM alone can have.
+fn of_one_vm(spec: &VmSpec) -> Vec<String> {
+    let forwards = spec.forwards.iter();
+    let forwards = forwards.map(|forward| format!("forwarded port {forward}"));
+    let of_others = spec.foreign.iter().flat_map(|of| of.left_out.clone());
+    let mut all: Vec<String> = forwards
+        .chain(foreign::of_arguments(&spec.qemu_args))
+        .collect();
+    // A VM of a snapshot has none of those.
+    all.extend(of_others.filter(|_| spec.left_out.is_empty()));
+    all
 }
 
 /// Starts a VM of what is saved, if memfold has never started one.

@@ -13,6 +13,7 @@ use rustix::process::Pid;
 
 use super::command_line::arguments;
 use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
+use super::forward::Forward;
 use super::machine::Vm;
 use super::overlay::{self, Backing};
 use super::own_files;
@@ -103,6 +104,15 @@ pub enum LaunchError {
         disk: PathBuf,
         /// What qemu-img said.
         why: String,
+    },
+    /// Another process has a port of this host.
+    #[error("cannot forward port {forward}; host port 0 takes a free one")]
+    Forward {
+        /// The port.
+        forward: Forward,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
     },
     /// The swap disk can't be made.
     #[error(
@@ -215,6 +225,12 @@ pub fn start_unless(
             program: qemu.program,
             version: qemu.version,
         });
+    }
+    for forward in &mut spec.forwards {
+        *forward = forward.claim().map_err(|source| LaunchError::Forward {
+            forward: forward.clone(),
+            source,
+        })?;
     }
     let accel = choose_accel(&spec, &qemu, state)?;
     if let Some(incoming) = incoming {

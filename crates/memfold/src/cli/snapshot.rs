@@ -14,6 +14,7 @@ use super::Context;
 use super::vm::segment;
 use memfold_core::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use memfold_core::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
+use memfold_core::vm::Forward;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -61,6 +62,9 @@ pub(super) enum Arguments {
         /// Give it disks of its own in DIR, which stay when it ends; by default what it writes is temporary
         #[arg(long, value_name = "DIR")]
         disks: Option<PathBuf>,
+        /// Forward a port of this host (127.0.0.1 by default) to the guest, HOST-PORT 0 a free one; by default those of the saved VM that are free. Several
+        #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
+        forwards: Vec<Forward>,
     },
     /// All snapshots
     List,
@@ -112,6 +116,9 @@ pub(super) struct CloneArguments {
     /// Start them though the brake is on: guests could call in more than this host could give (see 'memfold debt')
     #[arg(long)]
     despite_brake: bool,
+    /// Forward a port of this host (127.0.0.1 by default) to each guest; HOST-PORT 0 is a free one for each, as several need. Several
+    #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
+    forwards: Vec<Forward>,
 }
 
 /// How long `clone` waits for the agents, and for each of them besides: they have turns.
@@ -145,22 +152,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let manifest: Manifest = watched(context, &request.name, || {
                 Ok(client.post("/v1/snapshots", &request)?)
             })?;
-            context.print(&manifest, |m| {
-                let free = m.free_kept.as_ref().map_or(String::new(), |why| {
-                    format!("\nwhat the guest had free was saved too: {why}")
-                });
-                let cache = m.cache_kept.as_ref().map_or(String::new(), |why| {
-                    format!("\nwhat the guest had not dropped was saved too: {why}")
-                });
-                format!(
-                    "saved {} as {} in {:.0} ms ({}; the VM stood still for {:.0} ms){cache}{free}",
-                    m.vm,
-                    m.name,
-                    m.save_ms,
-                    held(m),
-                    m.pause_ms
-                )
-            })?;
+            context.print(&manifest, saved)?;
         }
         Arguments::Restore {
             name,
@@ -170,6 +162,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             prefetch,
             keep_clock,
             disks,
+            forwards,
         } => {
             let manifest: Manifest = client.get(&path(&name)?)?;
             let vm = vm.unwrap_or(manifest.vm);
@@ -180,6 +173,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 keep_clock,
                 // The daemon's directory is another.
                 disks: disks.map(std::path::absolute).transpose()?,
+                forwards,
                 ..RestoreRequest::new(vm)
             };
             let mut info = watched(context, &name, || restore(&client, &name, &request))?;
@@ -242,6 +236,13 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
              would draw the same random numbers and keys; start one, or all with --force"
         );
     }
+    if let Some(port) = arguments.forwards.iter().find(|port| !port.is_any()) {
+        if arguments.number > 1 {
+            bail!(
+                "one VM alone can have port {port} of this host; --forward 0:GUEST-PORT gives each a free one"
+            );
+        }
+    }
     let prefix = arguments.prefix.as_ref().unwrap_or(snapshot);
     let mut clones = Vec::new();
     for number in 1..=arguments.number {
@@ -257,6 +258,7 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
             prefetch: arguments.prefetch,
             keep_clock: arguments.keep_clock,
             disks: None,
+            forwards: arguments.forwards.clone(),
         };
         let began = Instant::now();
         let started = watched(context, snapshot, || restore(&client, snapshot, &request));
@@ -355,6 +357,32 @@ fn path(name: &str) -> anyhow::Result<String> {
 
 fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> anyhow::Result<VmInfo> {
     Ok(client.post(&format!("{}/restore", path(snapshot)?), request)?)
+}
+
+/// What was saved, in words.
+fn saved(m: &Manifest) -> String {
+    let free = m.free_kept.as_ref().map_or(String::new(), |why| {
+        format!("\nwhat the guest had free was saved too: {why}")
+    });
+    let cache = m.cache_kept.as_ref().map_or(String::new(), |why| {
+        format!("\nwhat the guest had not dropped was saved too: {why}")
+    });
+    let of_one_vm = if m.of_one_vm.is_empty() {
+        String::new()
+    } else {
+        format!(
+            "\none VM alone can have these, so another VM of the snapshot lacks them while they are taken (see --forward): {}",
+            m.of_one_vm.join(", ")
+        )
+    };
+    format!(
+        "saved {} as {} in {:.0} ms ({}; the VM stood still for {:.0} ms){cache}{free}{of_one_vm}",
+        m.vm,
+        m.name,
+        m.save_ms,
+        held(m),
+        m.pause_ms
+    )
 }
 
 /// What a snapshot's image is made of.

@@ -15,7 +15,9 @@ use memfold_core::api::{
 };
 use memfold_core::snapshot::ClockStep;
 use memfold_core::snapshot::clock::in_words;
-use memfold_core::vm::{DiskFormat, DiskSpec, MergeChoice, SegmentSpec, VmSpec};
+use memfold_core::vm::{
+    DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec,
+};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -138,6 +140,9 @@ pub(super) struct RunArguments {
     /// Don't preload memfold's library: the VM's RAM won't be folded
     #[arg(long)]
     no_fold: bool,
+    /// Forward a port of this host (127.0.0.1 by default) to the guest, through a network in user mode; HOST-PORT 0 is a free one. Several
+    #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
+    forwards: Vec<Forward>,
     /// More arguments for QEMU, after --; relative paths in them are those of the directory where this is typed
     #[arg(last = true)]
     qemu_args: Vec<String>,
@@ -210,6 +215,10 @@ impl RunArguments {
         if !self.qemu_args.is_empty() {
             spec.qemu_args.extend(self.qemu_args);
             spec.qemu_directory = Some(std::env::current_dir()?);
+        }
+        if !self.forwards.is_empty() {
+            spec.network = Network::User;
+            spec.forwards = self.forwards;
         }
         spec.validate()?;
         Ok(spec)
@@ -400,6 +409,13 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
         lines.extend(vm.refold_problems.iter().map(at_pauses));
     } else {
         lines.extend(vm.fold_problems.iter().map(not_folded));
+    }
+    lines.extend(vm.forwards.iter().map(|port| format!("forwarded: {port}")));
+    if !vm.left_out.is_empty() {
+        lines.push(format!(
+            "left out, as one VM alone can have it: {}",
+            vm.left_out.join(", ")
+        ));
     }
     lines.join("\n")
 }

@@ -385,6 +385,124 @@ fn an_unknown_option_is_refused_by_its_own_name() {
     );
 }
 
+/// Ports that a QEMU forwards.
+fn forwarded(qmp: &mut Qmp) -> Vec<u16> {
+    let text = qmp.human("info usernet").unwrap();
+    let lines = text.lines().filter(|line| line.contains("HOST_FORWARD"));
+    lines
+        .filter_map(|line| line.split_whitespace().nth(3)?.parse().ok())
+        .collect()
+}
+
+#[test]
+fn a_forwarded_port_is_one_vms_and_others_get_their_own_or_none() {
+    if !is_root() {
+        skip!("only root can restore VMs");
+    }
+    let daemon = Daemon::start();
+    let line = "-M q35 -m 64 -netdev user,id=n,hostfwd=tcp:127.0.0.1:0-:22 -device virtio-net-pci,netdev=n -vnc unix:display";
+    let typed = Typed::start(&daemon, "typed", line);
+    attach(&daemon, &typed, "typed");
+    let said = done(
+        &daemon,
+        &["snapshot", "save", "typed", "typed", "--keep", "all"],
+    );
+    for word in [
+        "network n: hostfwd=tcp:127.0.0.1:0-:22",
+        "-vnc unix:display",
+        "--forward",
+    ] {
+        assert!(said.contains(word), "{said}");
+    }
+    let none = daemon.json(&["snapshot", "restore", "typed", "--as", "none", "--force"]);
+    assert_eq!(none["forwards"], json!([]));
+    assert!(none["left_out"].to_string().contains("hostfwd"), "{none}");
+    assert!(forwarded(&mut monitor_of(&daemon, "none")).is_empty());
+    done(&daemon, &["vm", "stop", "none", "--timeout", "0"]);
+    let own = [
+        "snapshot",
+        "restore",
+        "typed",
+        "--as",
+        "own",
+        "--forward",
+        "0:22",
+        "--force",
+    ];
+    let own = daemon.json(&own);
+    let port = port_of(&own);
+    assert_eq!(forwarded(&mut monitor_of(&daemon, "own")), [port]);
+    let taken = format!("{port}:22");
+    let output = daemon.run(&[
+        "snapshot",
+        "restore",
+        "typed",
+        "--as",
+        "late",
+        "--forward",
+        &taken,
+        "--force",
+    ]);
+    refused(&output, 1, &[&taken, "in use", "host port 0"]);
+    let output = daemon.run(&["clone", "typed", "-n", "2", "--forward", &taken, "--force"]);
+    refused(&output, 1, &["--forward 0:GUEST-PORT"]);
+}
+
+fn port_of(vm: &Value) -> u16 {
+    let forward = vm["forwards"][0].as_str().unwrap_or_else(|| panic!("{vm}"));
+    forward.split(':').nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_second_vm_of_memfolds_own_runs_without_the_port_that_the_first_has() {
+    if !is_root() {
+        skip!("only root can restore VMs");
+    }
+    let daemon = Daemon::start();
+    let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let typed = other.local_addr().unwrap().port();
+    drop(other);
+    let more = format!("user,id=n,hostfwd=tcp:127.0.0.1:{typed}-:80");
+    let run = [
+        "vm",
+        "run",
+        "--name",
+        "first",
+        "--memory",
+        "64M",
+        "--forward",
+        "0:22",
+        "--",
+        "-netdev",
+        &more,
+        "-device",
+        "e1000,netdev=n",
+    ];
+    done(&daemon, &run);
+    let vms = daemon.json(&["vm", "list"]);
+    let port = port_of(&vms[0]);
+    let save = ["snapshot", "save", "first", "s", "--keep", "all"];
+    let saved = daemon.json(&save);
+    let told = saved["of_one_vm"].to_string();
+    for port in [port, typed] {
+        assert!(told.contains(&port.to_string()), "{told}");
+    }
+    let second = daemon.json(&["snapshot", "restore", "s", "--as", "second", "--force"]);
+    assert_eq!(second["forwards"], json!([]));
+    let left = second["left_out"].to_string();
+    for port in [port, typed] {
+        assert!(left.contains(&port.to_string()), "{left}");
+    }
+    assert!(forwarded(&mut monitor_of(&daemon, "second")).is_empty());
+    for vm in ["first", "second"] {
+        done(&daemon, &["vm", "stop", vm, "--timeout", "0"]);
+    }
+    // Both are free again.
+    let third = daemon.json(&["snapshot", "restore", "s", "--as", "third"]);
+    assert_eq!((port_of(&third), &third["left_out"]), (port, &json!([])));
+    assert_eq!(forwarded(&mut monitor_of(&daemon, "third")).len(), 2);
+}
+
 #[test]
 fn files_of_a_qemu_in_a_mount_namespace_are_those_that_it_sees() {
     if !is_root() {
