@@ -478,7 +478,7 @@ fn wait_for_port(signals: &OwnedFd) -> io::Result<Port> {
             None => "there is none".into(),
         };
         if !std::mem::replace(&mut told, true) {
-            eprintln!(
+            say!(
                 "memfold-agent: waiting for the port {}: {reason}",
                 memfold_wire::agent::PORT_NAME
             );

@@ -25,6 +25,14 @@
 //!
 //! The same [`Folder`] works in any process on memory of its own: the stress tests and `memfold bench fold` use it so.
 
+/// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be written.
+macro_rules! say {
+    ($($words:tt)*) => {{
+        // Nobody could be told.
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($words)*)));
+    }};
+}
+
 pub mod bitmap;
 pub mod fold;
 pub mod folder;

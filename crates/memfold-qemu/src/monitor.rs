@@ -81,9 +81,9 @@ impl Monitor {
         for _ in 0..100 {
             match self.ask("cont") {
                 Ok(_) => return,
-                Err(error) => eprintln!(
-                    "memfold: QEMU's monitor does not take 'cont' ({error}); trying again"
-                ),
+                Err(error) => {
+                    say!("memfold: QEMU's monitor does not take 'cont' ({error}); trying again");
+                }
             }
             std::thread::sleep(Duration::from_millis(100));
         }

@@ -90,7 +90,7 @@ fn monitor(value: &OsStr) -> Option<Monitor> {
         .map_err(io::Error::from)
         .and_then(|socket| Monitor::connected(UnixStream::from(socket)));
     connected
-        .inspect_err(|error| eprintln!("memfold: no monitor at descriptor {number}: {error}"))
+        .inspect_err(|error| say!("memfold: no monitor at descriptor {number}: {error}"))
         .ok()
 }
 
@@ -110,7 +110,7 @@ fn start_thread() {
     let listener = match serve::listen(Path::new(&start.socket)) {
         Ok(listener) => listener,
         Err(error) => {
-            eprintln!(
+            say!(
                 "memfold: cannot listen at {}: {error}; this VM can't be folded",
                 Path::new(&start.socket).display()
             );
@@ -123,7 +123,7 @@ fn start_thread() {
             .spawn(move || serve::serve(&listener, folder))
     });
     if let Err(error) = spawned {
-        eprintln!("memfold: cannot start a thread: {error}; this VM can't be folded");
+        say!("memfold: cannot start a thread: {error}; this VM can't be folded");
     }
 }
 

@@ -90,7 +90,7 @@ impl Agent {
                 Ok(Some(message)) => self.order(message),
                 Ok(None) => return,
                 Err(e) => {
-                    eprintln!("memfold-agent: what the daemon sent is no message: {e}");
+                    say!("memfold-agent: what the daemon sent is no message: {e}");
                     self.lost_host();
                     return;
                 }
@@ -108,13 +108,13 @@ impl Agent {
                 self.welcome(Rules::new(include, exclude));
             }
             ToAgent::Welcome { version, .. } => {
-                eprintln!(
+                say!(
                     "memfold-agent: the daemon speaks version {version}, this agent {VERSION}: update the older one"
                 );
                 self.state = State::Refused;
             }
             ToAgent::Refused { reason } => {
-                eprintln!("memfold-agent: the daemon refused: {reason}");
+                say!("memfold-agent: the daemon refused: {reason}");
                 self.state = State::Refused;
             }
             ToAgent::Inventory => self.inventory_wanted = true,
@@ -132,8 +132,8 @@ impl Agent {
         if let Some(tracer) = &mut self.tracer {
             match tracer.start() {
                 Ok(None) => {}
-                Ok(Some(problem)) => eprintln!("memfold-agent: {problem}"),
-                Err(e) => eprintln!("memfold-agent: trace events: {e}"),
+                Ok(Some(problem)) => say!("memfold-agent: {problem}"),
+                Err(e) => say!("memfold-agent: trace events: {e}"),
             }
         }
     }

@@ -42,7 +42,7 @@ pub fn run(arguments: &[OsString]) -> Option<ExitCode> {
             let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
             let settled = settle::settle(&places, &command_line);
             for problem in &settled.problems {
-                eprintln!("memfold-agent: {problem}");
+                say!("memfold-agent: {problem}");
             }
             if settled.merged > 0 {
                 settle::tell_systemd(&command_line);
@@ -57,7 +57,7 @@ pub fn run(arguments: &[OsString]) -> Option<ExitCode> {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("memfold-agent: {error}");
+            say!("memfold-agent: {error}");
             let report = match &error {
                 Error::Refused { why, hint } => Object::new().text("error", why).text("hint", hint),
                 other => Object::new()

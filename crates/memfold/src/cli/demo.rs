@@ -306,7 +306,7 @@ impl Step {
 
     fn end(self, result: &str) {
         self.bar.finish_and_clear();
-        eprintln!(
+        memfold_core::say!(
             "{:6.1} s  {}: {result}",
             self.began.elapsed().as_secs_f64(),
             self.what

@@ -44,7 +44,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     }
     let began = Instant::now();
     let self_test = selftest::run(&|step| {
-        eprintln!("{:6.1} s  {step}", began.elapsed().as_secs_f64());
+        memfold_core::say!("{:6.1} s  {step}", began.elapsed().as_secs_f64());
     })?;
     let passed = self_test.passed;
     let proved = Proved {

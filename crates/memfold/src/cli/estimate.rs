@@ -138,7 +138,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     let report = match found {
         Ok(report) => EstimateReport { daemon, ..report },
         Err(error @ (EstimateError::Interrupted | EstimateError::NoScan)) => {
-            eprintln!("memfold: {error}");
+            memfold_core::say!("memfold: {error}");
             let code = match error {
                 EstimateError::NoScan => IMPOSSIBLE_HERE,
                 _ => INTERRUPTED,

@@ -34,7 +34,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             context.print(&made, |made| made.token.clone())?;
             if !context.json {
                 let url = made.urls.first().map_or("", String::as_str);
-                eprintln!(
+                memfold_core::say!(
                     "put this into a file of '{host}' that nobody else may read, and start its daemon with: --host {host} --registry {url} --registry-token FILE --registry-ca FILE"
                 );
             }
