@@ -532,7 +532,14 @@ pub(super) fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<
 pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
     let mut command = Command::new("qemu-img");
     command
-        .args(["info", "-U", "--backing-chain", "--output=json", "-f", "qcow2"])
+        .args([
+            "info",
+            "-U",
+            "--backing-chain",
+            "--output=json",
+            "-f",
+            "qcow2",
+        ])
         .arg(disk);
     let output = helper::output(command.stdin(Stdio::null()), LOOK_LIMIT).map_err(|source| {
         SnapshotError::Files {

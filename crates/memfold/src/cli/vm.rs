@@ -15,9 +15,7 @@ use memfold_core::api::{
 };
 use memfold_core::snapshot::ClockStep;
 use memfold_core::snapshot::clock::in_words;
-use memfold_core::vm::{
-    DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec,
-};
+use memfold_core::vm::{DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

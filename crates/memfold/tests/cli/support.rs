@@ -161,7 +161,12 @@ impl Daemon {
     }
 
     pub fn start_again(&mut self) {
-        self.child = spawn_in(self.directory.path(), &self.more, self.qemu.as_deref(), log());
+        self.child = spawn_in(
+            self.directory.path(),
+            &self.more,
+            self.qemu.as_deref(),
+            log(),
+        );
         self.wait_serving();
     }
 

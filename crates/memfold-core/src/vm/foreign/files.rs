@@ -11,8 +11,8 @@ use std::time::Duration;
 use super::User;
 use super::options;
 use super::value::Value;
-use crate::host::helper;
 use super::view::View;
+use crate::host::helper;
 
 /// Stands for the file of a number.
 const TOKEN: &str = "/memfold/file";
