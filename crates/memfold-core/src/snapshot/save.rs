@@ -199,6 +199,20 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     made
 }
 
+/// The description of what is saved, and what a snapshot needs besides memory and disks. Others may use the monitor before the VM stands still.
+fn take_beside<M: DerefMut<Target = Qmp>>(
+    (vm, subject): (&Vm, &Subject),
+    monitor: &impl Fn() -> M,
+    draft: &Draft,
+) -> Result<(VmSpec, Beside), SnapshotError> {
+    let mut qmp = monitor();
+    let mut now = spec_now(vm, &subject.spec, &mut qmp)?;
+    let beside = Beside::take(vm, subject, &mut qmp, &mut now, draft)?;
+    drop(qmp);
+    start_once(subject, &now, draft, monitor)?;
+    Ok((now, beside))
+}
+
 fn attempt<M: DerefMut<Target = Qmp>>(
     (vm, subject): (&Vm, &Subject),
     monitor: &impl Fn() -> M,
@@ -219,13 +233,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
         let all: Vec<PathBuf> = before.iter().chain(new).cloned().collect();
         subject.write_overlays(&all)
     };
-    let (spec_now, beside) = {
-        let mut qmp = monitor();
-        let mut now = spec_now(vm, spec, &mut qmp)?;
-        let beside = Beside::take(vm, subject, &mut qmp, &mut now, &draft)?;
-        (now, beside)
-    };
-    start_once(subject, &spec_now, &draft, monitor)?;
+    let (spec_now, beside) = take_beside((vm, subject), monitor, &draft)?;
     let mut qmp = monitor();
     let frozen = freeze::prepare(&mut qmp, spec, &draft, &before, note)?;
     let stood = freeze::check_files(vm.pid(), &mut qmp, spec)

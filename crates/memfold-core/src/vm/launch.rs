@@ -355,33 +355,13 @@ struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
-    #[allow(clippy::too_many_arguments)] // all that a start depends on
-    fn run(
-        &mut self,
-        spec: &VmSpec,
-        qemu: &QemuFacts,
-        accel: &str,
-        library: Option<PathBuf>,
-        incoming: Option<&Incoming>,
-        cancel: &Cancel,
-    ) -> Result<Vm, LaunchError> {
-        // The HPET ticks on 250 times a second in guests that have long turned to another timer, each time through QEMU's main loop.
-        // It has device state: a VM that is restored is as it was.
-        let machine = incoming.map_or_else(
-            || format!("{},hpet=off", qemu.machine),
-            |i| i.machine.clone(),
-        );
+    /// Makes temporary overlays and the swap disk.
+    fn make_disks(&mut self, spec: &VmSpec) -> Result<(), LaunchError> {
         let directory = self.directory;
         let failed = |source| LaunchError::Files {
             path: directory.path().into(),
             source,
         };
-        let _lock = directory.lock().map_err(failed)?;
-        directory
-            .write_json(&directory.spec(), spec)
-            .and_then(|()| directory.write_json(&directory.segments(), &spec.segments))
-            .map_err(failed)?;
-        own_files::make(directory, spec).map_err(failed)?;
         let disks = || spec.disks.iter().filter(|disk| disk.snapshot);
         let places: Vec<PathBuf> = disks()
             .enumerate()
@@ -412,6 +392,37 @@ impl Attempt<'_> {
             })?;
             self.overlays.push(path);
         }
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)] // all that a start depends on
+    fn run(
+        &mut self,
+        spec: &VmSpec,
+        qemu: &QemuFacts,
+        accel: &str,
+        library: Option<PathBuf>,
+        incoming: Option<&Incoming>,
+        cancel: &Cancel,
+    ) -> Result<Vm, LaunchError> {
+        // The HPET ticks on 250 times a second in guests that have long turned to another timer, each time through QEMU's main loop.
+        // It has device state: a VM that is restored is as it was.
+        let machine = incoming.map_or_else(
+            || format!("{},hpet=off", qemu.machine),
+            |i| i.machine.clone(),
+        );
+        let directory = self.directory;
+        let failed = |source| LaunchError::Files {
+            path: directory.path().into(),
+            source,
+        };
+        let _lock = directory.lock().map_err(failed)?;
+        directory
+            .write_json(&directory.spec(), spec)
+            .and_then(|()| directory.write_json(&directory.segments(), &spec.segments))
+            .map_err(failed)?;
+        own_files::make(directory, spec).map_err(failed)?;
+        self.make_disks(spec)?;
         if incoming.is_some() {
             File::create(directory.incoming()).map_err(failed)?;
         }
