@@ -88,11 +88,10 @@ fn words(changes: &[Change], what: &str) -> String {
         } else {
             ""
         };
-        let mut text = format!("{}: {what}{already}{domain}{when}", change.domain);
-        for reason in &change.not_folded {
-            text += &format!("\n  not folded: {reason}");
-        }
-        text
+        let reasons = change.not_folded.iter();
+        let reasons: Vec<_> = reasons.map(|r| format!("\n  not folded: {r}")).collect();
+        let reasons = reasons.concat();
+        format!("{}: {what}{already}{domain}{when}{reasons}", change.domain)
     };
     changes.iter().map(line).collect::<Vec<_>>().join("\n")
 }

@@ -182,7 +182,7 @@ pub(super) struct Arguments {
         help_heading = "Access"
     )]
     allow_host: Vec<String>,
-    /// Address of the dashboard behind a reverse proxy that ends TLS (https://NAME[:PORT]); several allowed
+    /// Address of the dashboard behind a reverse proxy that ends TLS, as browsers show it; several allowed
     #[arg(long, value_name = "URL", requires = "listen", help_heading = "Access")]
     public_url: Vec<PublicUrl>,
     /// Group whose members may read what memfold shows, over the socket ('memfold-read', if there is one)
