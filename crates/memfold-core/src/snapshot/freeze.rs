@@ -34,7 +34,7 @@ pub(super) struct Frozen {
     active: String,
 }
 
-/// Adds an overlay for each temporary one, which the VM does not use before [`switch`]. `note` keeps which there are before there are any:
+/// Adds an overlay for each temporary one, which the VM does not use before [`switch`]; [`drop_unused`] comes before. `note` keeps which there are before there are any:
 /// this daemon may die at any moment.
 pub(super) fn prepare(
     qmp: &mut Qmp,
@@ -43,7 +43,6 @@ pub(super) fn prepare(
     overlays: &[PathBuf],
     note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
 ) -> Result<Vec<Frozen>, SnapshotError> {
-    drop_unused(qmp, spec, overlays)?;
     let devices = qmp.query("query-block")?;
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let mut frozen: Vec<Frozen> = Vec::new();
@@ -314,7 +313,11 @@ fn age(spec: &VmSpec, disk: usize, name: &str) -> Option<u64> {
 
 /// Has QEMU let go of overlays that a daemon added and was killed before they became part of a disk's chain. QEMU refuses that for
 /// those that are.
-fn drop_unused(qmp: &mut Qmp, spec: &VmSpec, overlays: &[PathBuf]) -> Result<(), SnapshotError> {
+pub(super) fn drop_unused(
+    qmp: &mut Qmp,
+    spec: &VmSpec,
+    overlays: &[PathBuf],
+) -> Result<(), SnapshotError> {
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     for disk in 0..spec.disks.len() {
         for name in nodes.as_array().into_iter().flatten() {

@@ -206,6 +206,8 @@ fn take_beside<M: DerefMut<Target = Qmp>>(
     draft: &Draft,
 ) -> Result<(VmSpec, Beside), SnapshotError> {
     let mut qmp = monitor();
+    // What a killed save left is open for writing, and is no file of the VM's.
+    freeze::drop_unused(&mut qmp, &subject.spec, &subject.overlays_now())?;
     let mut now = spec_now(vm, &subject.spec, &mut qmp)?;
     let beside = Beside::take(vm, subject, &mut qmp, &mut now, draft)?;
     drop(qmp);
