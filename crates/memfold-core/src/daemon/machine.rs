@@ -469,6 +469,15 @@ impl Machine {
             info!(vm = self.name, was = before.name, "runs again");
         } else if now.name == "prelaunch" {
             info!(vm = self.name, "VM waits for 'cont' (-S)");
+        } else if matches!(
+            now.name.as_str(),
+            "inmigrate" | "save-vm" | "restore-vm" | "finish-migrate"
+        ) {
+            info!(
+                vm = self.name,
+                state = now.name,
+                "VM waits while its state is saved or loaded"
+            );
         } else {
             warn!(
                 vm = self.name,
