@@ -378,7 +378,7 @@ fn others_stay_out(client: &Client, served: &Served<'_>, state: &Path) {
     served.run(&sly);
     stands_still(client, "has mergeable memory");
     let stop = StopRequest { timeout_s: 0.0 };
-    let () = client.post("/v1/vms/sly/stop", &stop).unwrap();
+    let _: Value = client.post("/v1/vms/sly/stop", &stop).unwrap();
     runs(client);
 
     let stranger = Stranger::start();

@@ -505,5 +505,5 @@ fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
         back.took_ms
     );
     let stop = StopRequest { timeout_s: 0.0 };
-    let () = borrower.client.post("/v1/vms/v/stop", &stop).unwrap();
+    let _: serde_json::Value = borrower.client.post("/v1/vms/v/stop", &stop).unwrap();
 }
