@@ -31,8 +31,8 @@ pub const NAMES: [&str; 3] = ["web", "warm-1", "warm-2"];
 const TIMES: &str = "MEMFOLD_DASHBOARD_TIMES";
 /// How long the daemon's CPU time is looked at then; the walk leaves the dashboard open as long.
 const HOLD: Duration = Duration::from_secs(20);
-/// How old a sample may be that a page is shown first (`YOUNG` in daemon/sampling.rs), and a little more.
-const SAMPLE_AGE: Duration = Duration::from_secs(11);
+/// How old what a page is shown may be: the brake looks each half a minute (`LONGEST` in daemon/brake.rs). A little more.
+const SHOWN_AGE: Duration = Duration::from_secs(32);
 /// A VM that never runs, which costs nothing: its swap disk is lent.
 const BORROWER: &str = "borrower";
 /// The trust domain of the others: a kind of the plan.
@@ -464,7 +464,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     let pid = client.get::<VersionInfo>("/v1/version").unwrap().pid;
     let alone = times.then(|| cpu_percent(pid, HOLD));
     if !times {
-        std::thread::sleep(SAMPLE_AGE);
+        std::thread::sleep(SHOWN_AGE);
     }
 
     let results = repository().join("results/dashboard");
