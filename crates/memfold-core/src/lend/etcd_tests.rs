@@ -392,7 +392,7 @@ fn no_export_outlives_its_deadline_when_etcd_stands_still() {
         short_guests: Arc::default(),
     };
     let host = Lender::start(options, registry.clone()).unwrap();
-    let end = Instant::now() + patience(Duration::from_secs(30));
+    let end = Instant::now() + patience(Duration::from_secs(120));
     while host.status().offer_bytes < 64 * MIB {
         if Instant::now() > end {
             memfold_testkit::skip!("nothing to spare here: {:?}", host.status());
