@@ -6,7 +6,7 @@
 //! | [`beside::domains`], [`beside::vm_killed`] | on the same VMs: no physical page crosses trust domains; a VM that dies is noticed by nobody |
 //! | [`beside::daemon_killed`] | daemons die, VMs go on, the next daemon folds on |
 //! | [`beside::attack`] | the interface is flooded: guests and folding do not notice |
-//! | [`beside::dashboard`] | Chromium walks the dashboard of real VMs |
+//! | [`dashboard`] | Chromium walks the dashboard of real VMs |
 //! | [`beside::liars`] | agents that lie about every field |
 //! | [`beside::snapshots`], [`beside::hot_snapshots`] | a VM is saved, goes on, and comes back as it was, memory and disk; clones run beside it |
 //! | [`beside::boot_snapshots`] | a VM goes back to right after its boot; what a snapshot would lack is refused |
@@ -28,7 +28,9 @@
 #![allow(clippy::similar_names, clippy::too_many_lines)]
 
 mod beside;
+mod dashboard;
 mod debt;
+mod figures;
 mod ksm;
 mod ksm_explain;
 mod served;
