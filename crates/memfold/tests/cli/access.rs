@@ -15,23 +15,23 @@ use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
 use serde_json::{Value, json};
 
 use super::flood::{best_second, count_answers};
-use crate::support::{Daemon, code, err, out, refusals, refused, run, wait};
+use crate::support::{Daemon, code, err, refusals, refused, run, wait};
 
 /// A daemon that serves browsers, and what its log says of it.
-struct Door {
-    daemon: Daemon,
+pub struct Door {
+    pub daemon: Daemon,
     /// `127.0.0.1:PORT`.
-    host: String,
+    pub host: String,
 }
 
-struct Answer {
-    status: u16,
+pub struct Answer {
+    pub status: u16,
     head: String,
-    body: String,
+    pub body: String,
 }
 
 impl Answer {
-    fn header(&self, name: &str) -> Option<&str> {
+    pub fn header(&self, name: &str) -> Option<&str> {
         let lines = self.head.lines().skip(1);
         let mut fields = lines.filter_map(|line| line.split_once(": "));
         fields
@@ -45,7 +45,7 @@ impl Answer {
 }
 
 impl Door {
-    fn open(more: &[&str]) -> Self {
+    pub fn open(more: &[&str]) -> Self {
         let daemon = Daemon::start_with(&[&["--listen", "127.0.0.1:0"], more].concat());
         let url = code_url(&daemon, "read");
         let host = url.split('/').nth(2).unwrap().to_owned();
@@ -53,7 +53,7 @@ impl Door {
     }
 
     /// A request with these header fields beside `host`, unless they name one.
-    fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
+    pub fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
         let mut stream = TcpStream::connect(&self.host).unwrap();
         stream
             .set_read_timeout(Some(Duration::from_secs(20)))
@@ -128,12 +128,12 @@ fn answer(stream: &mut TcpStream) -> Answer {
     }
 }
 
-fn cookie(answer: &Answer) -> String {
+pub fn cookie(answer: &Answer) -> String {
     let set = answer.header("set-cookie").expect("a cookie");
     set.split(';').next().unwrap().to_owned()
 }
 
-fn code_url(daemon: &Daemon, role: &str) -> String {
+pub fn code_url(daemon: &Daemon, role: &str) -> String {
     let body = json!({ "role": role }).to_string();
     let (status, body) = daemon.http("POST", "/v1/session/codes", body.as_bytes());
     assert_eq!(status, 200, "{body}");
@@ -371,63 +371,6 @@ fn pages_of_other_sites_can_neither_read_nor_change() {
         assert_eq!(answer.header("referrer-policy"), Some("no-referrer"));
         assert_eq!(answer.header("cache-control"), Some("no-store"));
     }
-}
-
-#[test]
-fn behind_a_proxy_that_ends_tls_one_logs_in_and_changes_things() {
-    let door = Door::open(&["--public-url", "https://vms.example"]);
-    let url = code_url(&door.daemon, "operate");
-    let public = "https://vms.example/#login=";
-    let said = door.daemon.run(&["dashboard"]);
-    assert!(out(&said).contains(public), "{}", out(&said));
-    let body = json!({ "secret": url.split_once("#login=").unwrap().1 }).to_string();
-    // As nginx sends it, which passes the browser's Host on if it is told to, and as Caddy does, which always does.
-    let browser = [
-        ("host", "vms.example"),
-        ("origin", "https://vms.example"),
-        ("sec-fetch-site", "same-origin"),
-        ("x-forwarded-proto", "https"),
-    ];
-    let login = door.ask("POST", "/v1/session", &browser, &body);
-    assert_eq!(login.status, 200, "{}", login.body);
-    let set = login.header("set-cookie").unwrap();
-    assert!(set.contains("Secure"), "{set}");
-    let cookie = cookie(&login);
-    let pause = |host: &str, origin: &str| {
-        let headers = [
-            ("cookie", cookie.as_str()),
-            ("x-memfold", "1"),
-            ("host", host),
-            ("origin", origin),
-        ];
-        door.ask("PUT", "/v1/fold", &headers, r#"{"paused":true}"#)
-    };
-    assert_eq!(pause("vms.example", "https://vms.example").status, 200);
-    // A proxy that says its own name for the host.
-    assert_eq!(pause(&door.host, "https://vms.example").status, 200);
-    for (host, origin, status, hint) in [
-        ("vms.example", "http://vms.example:81", 403, "--public-url"),
-        (
-            "vms.example",
-            "https://attacker.example",
-            403,
-            "--public-url",
-        ),
-        (
-            "attacker.example",
-            "https://vms.example",
-            421,
-            "--allow-host",
-        ),
-    ] {
-        let refused = pause(host, origin);
-        assert_eq!(refused.status, status, "{host} {origin}");
-        assert!(refused.body.contains(hint), "{}", refused.body);
-    }
-    let wrong = ["--listen", "127.0.0.1:0", "--public-url", "https://a/b"];
-    let wrong = door.daemon.run(&[&["serve"], &wrong[..]].concat());
-    assert_eq!(code(&wrong), 2);
-    assert!(err(&wrong).contains("no path"), "{}", err(&wrong));
 }
 
 #[test]

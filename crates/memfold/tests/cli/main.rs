@@ -12,6 +12,8 @@ mod lending;
 mod lines;
 mod metrics;
 mod overlays;
+mod paths;
+mod proxy;
 mod relays;
 mod service;
 mod snapshots;
@@ -19,7 +21,6 @@ mod support;
 mod top;
 mod vm_logs;
 
-use std::path::Path;
 use std::process::Stdio;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -164,62 +165,6 @@ const COMMANDS: [(&[&str], &[&str], bool); 52] = [
     (&["segment", "remove"], &["Remove segments"], false),
     (&["config", "check"], &["each wrong field"], false),
 ];
-
-#[test]
-fn relative_paths_behind_the_dashes_are_those_of_who_types_them() {
-    let daemon = Daemon::start();
-    let here = tempfile::tempdir().unwrap();
-    std::fs::write(here.path().join("cd.iso"), vec![0; 1 << 20]).unwrap();
-    let run = |directory: &Path, name: &str| {
-        let mut memfold = program();
-        memfold
-            .arg("--socket")
-            .arg(daemon.socket())
-            .current_dir(directory);
-        let vm = ["vm", "run", "--name", name, "--memory", "64M", "--no-fold"];
-        memfold.args(vm).args(["--", "-S", "-cdrom", "cd.iso"]);
-        memfold.output().unwrap()
-    };
-    let ran = run(here.path(), "here");
-    assert_eq!(code(&ran), 0, "{}", err(&ran));
-    refused(&run(Path::new("/"), "elsewhere"), 1, &["cd.iso"]);
-}
-
-#[test]
-fn a_socket_s_path_that_is_too_long_is_named_with_the_limit() {
-    let place = tempfile::tempdir().unwrap();
-    let socket = place.path().join("s".repeat(100));
-    let mut serve = program();
-    serve
-        .arg("--socket")
-        .arg(&socket)
-        .arg("serve")
-        .arg("--state");
-    let done = serve.arg(place.path()).output().unwrap();
-    refused(
-        &done,
-        1,
-        &[socket.to_str().unwrap(), "107 at most", "--socket"],
-    );
-}
-
-#[test]
-fn doctor_names_the_capability_that_root_lacks() {
-    let mut setpriv = std::process::Command::new("setpriv");
-    let state = tempfile::tempdir().unwrap();
-    let done = setpriv
-        .args(["--bounding-set", "-sys_ptrace"])
-        .arg(program().get_program())
-        .args(["doctor", "--state"])
-        .arg(state.path())
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&done.stdout);
-    assert_eq!(done.status.code(), Some(3), "{said}");
-    assert!(said.contains("root without CAP_SYS_PTRACE"), "{said}");
-    assert!(!said.contains("run memfold as root"), "{said}");
-    assert!(!said.contains("CAP_SYS_ADMIN"), "{said}");
-}
 
 #[test]
 fn every_command_says_what_it_does_and_takes_json() {
