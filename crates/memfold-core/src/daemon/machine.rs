@@ -22,24 +22,18 @@ use crate::snapshot::Renewal;
 use crate::snapshot::clock::ClockStep;
 use crate::snapshot::identity::Plan;
 use crate::store::StoreIdentity;
-use crate::vm::process::is_stopped;
 use crate::vm::{
-    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, QmpError,
-    RamLayout, SegmentSpec, Stopped, Vm, VmConditions,
+    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, RamLayout,
+    SegmentSpec, Vm, VmConditions,
 };
+
+mod running;
 
 /// Time between two looks at a VM's conditions and layout.
 const WATCH_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Time between two looks whether it runs.
 const STATE_INTERVAL: Duration = Duration::from_secs(1);
-
-/// How long a guest's agent may take to have its guest shut down.
-const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// How a guest shuts down by itself.
-const POWER_OFF: &str =
-    "if command -v systemctl > /dev/null; then systemctl poweroff; else poweroff; fi";
 
 /// Longest time until a library that fails again and again is connected to again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
@@ -426,98 +420,6 @@ impl Machine {
         }
     }
 
-    /// Whether it runs, as seen last.
-    pub fn state(&self) -> RunState {
-        self.state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
-    }
-
-    /// Whether it runs now. What isn't known, because somebody else uses the monitor for longer than `patience` or a snapshot is being
-    /// made, is as it was.
-    fn look_at_state(&self, patience: Duration) -> RunState {
-        let pid = self.pid().as_raw_nonzero().get();
-        if is_stopped(pid.unsigned_abs()) {
-            return RunState::stopped(pid);
-        }
-        if self.being_saved.load(Ordering::Relaxed) {
-            return self.state();
-        }
-        let mut qmp = self.monitor.lock_within(patience);
-        let before = self.state();
-        match RunState::ask(&self.name, &mut qmp) {
-            Ok(now) if now.name == before.name => before,
-            Ok(now) => now,
-            Err(QmpError::Busy { .. }) => before,
-            // It hangs still, whatever the words are.
-            Err(_) if before.name == SILENT && qmp.is_silent() => before,
-            Err(error) => RunState::silent(&self.name, &error),
-        }
-    }
-
-    /// Notes whether it runs; a change is told.
-    fn note_state(&self, now: &RunState) {
-        let before = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            std::mem::replace(&mut *state, now.clone())
-        };
-        if before == *now {
-            return;
-        }
-        if now.is_running() {
-            info!(vm = self.name, was = before.name, "runs again");
-        } else if now.name == "prelaunch" {
-            info!(vm = self.name, "VM waits for 'cont' (-S)");
-        } else if matches!(
-            now.name.as_str(),
-            "inmigrate" | "save-vm" | "restore-vm" | "finish-migrate"
-        ) {
-            info!(
-                vm = self.name,
-                state = now.name,
-                "VM waits while its state is saved or loaded"
-            );
-        } else {
-            warn!(
-                vm = self.name,
-                state = now.name,
-                cause = now.cause.as_deref().unwrap_or("unknown"),
-                fix = now.fix.as_deref().unwrap_or("none known"),
-                "VM stands still"
-            );
-        }
-    }
-
-    /// Why a command in its guest has no answer, if that is because the VM stands still. One that never ran is as one that boots.
-    pub fn stands_still(&self) -> Option<RunState> {
-        let stands = |state: &RunState| !state.is_running() && state.name != "prelaunch";
-        // Longer than for a moment.
-        for look in 0..3 {
-            if look > 0 {
-                std::thread::sleep(Duration::from_millis(100));
-            }
-            let now = self.look_at_state(Duration::from_secs(1));
-            if !stands(&now) {
-                return None;
-            }
-            if look == 2 || now.name == SILENT {
-                return Some(now);
-            }
-        }
-        None
-    }
-
-    /// Lets it go on that stands still, whatever the reason was.
-    pub fn resume(&self) -> Result<RunState, DaemonError> {
-        let mut qmp = self.monitor();
-        qmp.query("cont")?;
-        let now = RunState::ask(&self.name, &mut qmp)?;
-        drop(qmp);
-        self.note_state(&now);
-        Ok(now)
-    }
-
     /// Connects to the library anew if it did not answer the engine: QEMU may have stood still (a stopped process, a host that
     /// swaps), or its library's thread got no core. A library that keeps failing is tried less and less often, because the engine
     /// waits for it each time.
@@ -739,36 +641,6 @@ impl Machine {
             .into_iter()
             .filter_map(identity)
             .collect()
-    }
-
-    pub fn stop(&self, timeout: Duration) -> Result<Stopped, DaemonError> {
-        if let Some(domain) = self.libvirt() {
-            return Err(DaemonError::BadRequest(format!(
-                "VM '{}' was not started by memfold: it is libvirt's domain '{domain}'; end it with virsh shutdown, or destroy",
-                self.name
-            )));
-        }
-        // By the monitor that the daemon has: others may sit on theirs.
-        let monitor = |command: &str| self.monitor().query(command);
-        Ok(self
-            .vm
-            .end(timeout, &|| self.ask_to_shut_down(), Some(&monitor))?)
-    }
-
-    /// Has the agent shut the guest down; whether it took the order. Without an agent, as while the guest boots, nobody does.
-    fn ask_to_shut_down(&self) -> bool {
-        let Some(agent) = self.agent().filter(|agent| agent.session().is_some()) else {
-            return false;
-        };
-        match agent.run(POWER_OFF, POWER_OFF_TIMEOUT) {
-            Ok(done) => done.code == 0,
-            // It went before it could say so.
-            Err(AgentError::Lost) => true,
-            Err(error) => {
-                debug!(vm = self.name, %error, "the agent does not shut the guest down");
-                false
-            }
-        }
     }
 
     /// A handle of its own, so that a long command doesn't keep others out.
