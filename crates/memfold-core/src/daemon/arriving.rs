@@ -447,7 +447,10 @@ impl Daemon {
         let vm = Vm::open(directory)?;
         let (name, domain) = (vm.name().to_owned(), vm.domain().map(str::to_owned));
         if vm.is_half_restored() {
-            warn!(vm = name, "was being restored when the daemon died; ended");
+            warn!(
+                vm = name,
+                "a VM that was being restored when the daemon died is ended"
+            );
             vm.stop(Duration::ZERO)?;
             return Ok(());
         }

@@ -115,7 +115,7 @@ pub enum DaemonError {
     /// The VM stands still.
     #[error("{why}")]
     StandsStill {
-        /// Why.
+        /// The VM, what was not done, its state and the cause, in words.
         why: String,
         /// What would have it run.
         fix: String,

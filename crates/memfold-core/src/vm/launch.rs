@@ -108,7 +108,7 @@ pub enum LaunchError {
     /// Another process has a port of this host.
     #[error("cannot forward port {forward}; host port 0 takes a free one")]
     Forward {
-        /// The port.
+        /// Address, port of the host and port of the guest, as they were asked for.
         forward: Forward,
         /// From the kernel.
         #[source]

@@ -89,7 +89,7 @@ pub type Ask<'a> = dyn Fn(&str) -> Result<Value, QmpError> + 'a;
 /// How a VM was ended, and why so.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stopped {
-    /// How.
+    /// By its guest, by QEMU's monitor, by a signal, or before anybody asked.
     pub kind: StopKind,
     /// Whether its guest was to shut down and did not.
     pub overdue: bool,

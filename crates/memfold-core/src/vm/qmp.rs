@@ -36,9 +36,9 @@ pub enum QmpError {
     /// No greeting came: another client holds the socket, or QEMU hangs.
     #[error("no QMP greeting on {path} within {seconds} s; is another client connected to it?")]
     NoGreeting {
-        /// The socket.
+        /// Where QEMU listens.
         path: PathBuf,
-        /// How long we waited.
+        /// How long this task waited for its turn.
         seconds: f64,
     },
     /// The connection broke.
@@ -161,7 +161,7 @@ impl Qmp {
         }
     }
 
-    /// Its socket.
+    /// The Unix socket where QEMU listens; it may be gone by now.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

@@ -38,7 +38,7 @@ pub(super) struct Facts {
     pub(super) media: Vec<Medium>,
     /// Bytes that each node has.
     pub(super) sizes: BTreeMap<String, u64>,
-    /// Its files.
+    /// Directory and file system in which QEMU opens the files that it is given.
     pub(super) view: View,
 }
 
