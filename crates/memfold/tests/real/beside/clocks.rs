@@ -7,6 +7,7 @@ use memfold_core::fold::EngineSettings;
 use memfold_core::snapshot::{ClockStep, Keep};
 use memfold_lab::{DiskMode, Lab};
 use memfold_testkit::wait_for;
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::snapshots::MEMORY;
 use crate::support::{self, BOOT};
@@ -49,6 +50,17 @@ fn clock(lab: &Lab, vm: &str) -> ClockStep {
         let found = vms.iter().find(|info| info.name == vm).unwrap();
         found.clock.clone().filter(|step| !step.pending).ok_or(())
     })
+}
+
+/// Stops the VM's QEMU for a moment as soon as its guest stands still, so that a save's pause is a long one on any machine.
+fn hold_when_it_stands_still(lab: &Lab, vm: &str) {
+    let (pid, _) = support::ram(lab.directory(), vm);
+    let pid = Pid::from_raw(pid).unwrap();
+    let mut qmp = support::qmp(lab.directory(), vm);
+    while qmp.query("query-status").unwrap()["status"] == "running" {}
+    kill_process(pid, Signal::STOP).unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    kill_process(pid, Signal::CONT).unwrap();
 }
 
 #[test]
@@ -106,7 +118,12 @@ fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_j
         keep: Keep::All,
         ..SaveRequest::new("first", "now")
     };
-    let saved = lab.daemon().save_snapshot(&request).unwrap();
+    let saved = std::thread::scope(|scope| {
+        let holding = scope.spawn(|| hold_when_it_stands_still(&lab, "first"));
+        let saved = lab.daemon().save_snapshot(&request).unwrap();
+        holding.join().unwrap();
+        saved
+    });
     assert!(
         saved.pause_ms > 100.0,
         "it stood still for {} ms only",
