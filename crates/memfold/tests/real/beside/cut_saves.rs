@@ -202,8 +202,13 @@ fn restores_killed(story: &mut Story<'_>) {
     for death in 0..deaths {
         std::thread::scope(|scope| {
             let restoring = scope.spawn(restore);
-            let first = Duration::from_millis(span * death / deaths);
-            std::thread::sleep(first + random.below_ms(span / deaths + 1));
+            if death == 0 {
+                // Once for certain when the QEMU has just begun; the others anywhere.
+                wait_for(|| !processes().is_empty());
+            } else {
+                let first = Duration::from_millis(span * death / deaths);
+                std::thread::sleep(first + random.below_ms(span / deaths + 1));
+            }
             served.kill();
             drop(restoring.join().unwrap());
         });
