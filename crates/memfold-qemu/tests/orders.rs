@@ -436,17 +436,23 @@ fn freezes() -> impl Strategy<Value = Freeze> {
     ]
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-    /// Orders of every shape, near the RAM's edges and far from them: no crash, and never a wrong byte.
-    #[test]
-    fn no_order_changes_a_byte(
+/// Orders of every shape, near the RAM's edges and far from them: no crash, and never a wrong byte.
+#[test]
+fn no_order_changes_a_byte() {
+    let bench = |qemu: &FakeQemu| {
+        let folder = Folder::new(None, Some(Monitor::new(qemu.path.clone())));
+        Bench::with(Box::leak(Box::new(folder)), 32, 1)
+    };
+    // Told as skipped once, where userfaultfd is out of reach, and not for each case.
+    if bench(&FakeQemu::start()).is_none() {
+        return;
+    }
+    proptest!(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() }, |(
         orders in proptest::collection::vec((freezes(), -2i64..34, 0u32..40, 0u32..3, 0u64..70, any::<bool>(), 0u8..4), 1..30),
         wild in any::<(u64, u64)>(),
-    ) {
+    )| {
         let qemu = FakeQemu::start();
-        let folder = Folder::new(None, Some(Monitor::new(qemu.path.clone())));
-        let Some(mut bench) = Bench::with(Box::leak(Box::new(folder)), 32, 1) else { return Ok(()) };
+        let mut bench = bench(&qemu).expect("the first could be made");
         bench.fill(6);
         bench.publish(0, 32);
         bench.publish(0, 32);
@@ -472,5 +478,5 @@ proptest! {
         bench.folder.execute(&order, None);
         prop_assert!(qemu.running.load(Ordering::SeqCst));
         prop_assert_eq!(bench.wrong(6, 0, 32), Vec::<u64>::new());
-    }
+    });
 }
