@@ -177,50 +177,53 @@ mod tests {
     fn hostile_manifests_are_refused() {
         let base = "format 1\nname web\ngeneration 3\n";
         let many = "lay /usr/".to_string() + &"x".repeat(200);
-        for line in [
-            "lay /",
-            "lay /proc",
-            "lay /var/lib",
-            "lay /usr/../etc",
-            "lay usr",
-            "lay /usr/",
-            "lay //usr",
-            "lay /a:b",
-            "lay /a,b",
-            "lay /a\\b",
-            "lay /a b",
-            "lay /run",
-            "lay /usr\nlay /usr/lib",
-            "name x",
-            "format 1",
-            "shell x",
-            "lay",
-            "\u{0}",
-            "generation -1",
-            &many,
+        let refused = |text: &str, why: &str| {
+            let error = Manifest::parse(text.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains(why), "{text:?}: {error}");
+        };
+        for (line, why) in [
+            ("lay /", "not normalised"),
+            ("lay /proc", "belongs to the kernel"),
+            ("lay /var/lib", "changing state"),
+            ("lay /usr/../etc", "not normalised"),
+            ("lay usr", "not absolute"),
+            ("lay /usr/", "not normalised"),
+            ("lay //usr", "not normalised"),
+            ("lay /a:b", "overlayfs takes no such name"),
+            ("lay /a,b", "overlayfs takes no such name"),
+            ("lay /a\\b", "overlayfs takes no such name"),
+            ("lay /a b", "overlayfs takes no such name"),
+            ("lay /run", "changing state"),
+            ("lay /usr\nlay /usr/lib", "overlap"),
+            ("name x", "comes twice"),
+            ("format 1", "comes twice"),
+            ("shell x", "unknown key shell"),
+            ("lay", "a line without a value"),
+            ("\u{0}", "a line without a value"),
+            ("generation -1", "is no number"),
+            (&many, "longer than 85 bytes"),
         ] {
-            let text = format!("{base}{line}\n");
-            assert!(Manifest::parse(text.as_bytes()).is_err(), "{line}");
+            refused(&format!("{base}{line}\n"), why);
         }
-        for text in [
-            "",
-            "name web\ngeneration 3\n",
-            "format 1\nname web\n",
-            "format 2\nname web\ngeneration 3\n",
-            "format 1\nname ../x\ngeneration 3\n",
-            "format 1\nname .x\ngeneration 3\n",
-            "format 1\nname \ngeneration 3\n",
-            "format 1\nname web\ngeneration 99999999999999999999\n",
-            "format 1\nname web\ngeneration +1\n",
-            "format 1\nname Web\ngeneration 1\n",
-            "format 1\r\nname web\r\ngeneration 1\r\n",
+        for (text, why) in [
+            ("", "its format is not 1"),
+            ("name web\ngeneration 3\n", "its format is not 1"),
+            ("format 1\nname web\n", "no generation"),
+            ("format 1\ngeneration 3\n", "no name"),
+            ("format 2\nname web\ngeneration 3\n", "its format is not 1"),
+            ("format 1\nname ../x\ngeneration 3\n", "no segment name"),
+            ("format 1\nname .x\ngeneration 3\n", "no segment name"),
+            ("format 1\nname \ngeneration 3\n", "no segment name"),
+            ("format 1\nname web\ngeneration 99999999999999999999\n", "is no number"),
+            ("format 1\nname web\ngeneration +1\n", "is no number"),
+            ("format 1\nname Web\ngeneration 1\n", "no segment name"),
+            ("format 1\r\nname web\r\ngeneration 1\r\n", "is no number"),
         ] {
-            assert!(Manifest::parse(text.as_bytes()).is_err(), "{text:?}");
+            refused(text, why);
         }
-        let long = format!("{base}{}", "\n".repeat(MAX_BYTES));
-        assert!(Manifest::parse(long.as_bytes()).is_err());
+        refused(&format!("{base}{}", "\n".repeat(MAX_BYTES)), "longer than 64 KiB");
         let many: Vec<String> = (0..65).map(|i| format!("lay /opt/{i}\n")).collect();
-        assert!(Manifest::parse(format!("{base}{}", many.concat()).as_bytes()).is_err());
+        refused(&format!("{base}{}", many.concat()), "more than 64 directories");
         assert!(Manifest::parse(format!("{base}lay /usr\nlay /usrx\n").as_bytes()).is_ok());
     }
 

@@ -561,14 +561,18 @@ mod tests {
             })
         };
         tcp(1, key("a", "0f".repeat(32))).check().unwrap();
-        for bad in [
-            tcp(1, None),
-            tcp(0, key("a", "0f".repeat(32))),
-            tcp(1, key("a:b", "0f".repeat(32))),
-            tcp(1, key("a", "0f".repeat(31))),
-            tcp(1, key("a", "\n".repeat(64))),
+        let refused = |endpoint: Endpoint, why: &str| {
+            let error = endpoint.check().unwrap_err().to_string();
+            assert!(error.contains(why), "{endpoint:?}: {error}");
+        };
+        for (bad, why) in [
+            (tcp(1, None), "over TCP needs one"),
+            (tcp(0, key("a", "0f".repeat(32))), "port 0"),
+            (tcp(1, key("a:b", "0f".repeat(32))), "key"),
+            (tcp(1, key("a", "0f".repeat(31))), "32 bytes in hexadecimal"),
+            (tcp(1, key("a", "\n".repeat(64))), "32 bytes in hexadecimal"),
         ] {
-            assert!(bad.check().is_err(), "{bad:?}");
+            refused(bad, why);
         }
         let unix = |path: &str| Endpoint {
             address: Address::Unix(path.into()),
@@ -581,7 +585,7 @@ mod tests {
         tls.check_of_another_host().unwrap();
         let mut iscsi = unix("/run/x");
         iscsi.transport = Transport::Iscsi;
-        assert!(iscsi.check().is_err());
+        refused(iscsi, "iSCSI needs an IP address");
         // What a daemon of before has written.
         let text = serde_json::to_string(&unix("/run/x")).unwrap();
         assert!(!text.contains("transport"), "{text}");
@@ -589,8 +593,8 @@ mod tests {
             serde_json::from_str::<Endpoint>(&text).unwrap(),
             unix("/run/x")
         );
-        assert!(unix("run/x").check().is_err());
-        assert!(unix(&format!("/{}", "x".repeat(200))).check().is_err());
+        refused(unix("run/x"), "absolute path");
+        refused(unix(&format!("/{}", "x".repeat(200))), "not longer than");
     }
 
     #[test]

@@ -279,7 +279,8 @@ mod tests {
             "system.posix_acl_access (6) = 01 00 00 00 02 00",
             "system.posix_acl_access (4) = 02 00 00 00",
         ] {
-            assert!(with(bad).is_err(), "{bad}");
+            let error = with(bad).unwrap_err();
+            assert_eq!(error, format!("it told '{bad}' of a file"));
         }
     }
 

@@ -58,9 +58,14 @@ mod tests {
             assert_eq!(Reference::parse(text).unwrap().to_string(), text);
         }
         for bad in [
-            "", "@1", "web@", "web@0", "web@01", "web@+1", "web@x", "web@1@2", "../x", "a/b@1",
+            "web@", "web@0", "web@01", "web@+1", "web@x", "web@1@2",
         ] {
-            assert!(Reference::parse(bad).is_err(), "{bad} was accepted");
+            let error = Reference::parse(bad).unwrap_err().to_string();
+            assert!(error.contains("no generation of segment 'web'"), "{bad}: {error}");
+        }
+        for bad in ["", "@1", "../x", "a/b@1"] {
+            let error = Reference::parse(bad).unwrap_err().to_string();
+            assert!(!error.contains("generation"), "{bad}: {error}");
         }
     }
 }

@@ -293,8 +293,14 @@ mod tests {
             Source::find("package:apache2"),
             Ok(Source::Package(_))
         ));
-        for bad in ["package:", "package:-o", "package:a b", "/nowhere"] {
-            assert!(Source::find(bad).is_err(), "{bad} was accepted");
+        for (bad, why) in [
+            ("package:", "no name of a package"),
+            ("package:-o", "no name of a package"),
+            ("package:a b", "no name of a package"),
+            ("/nowhere", "give a directory, a disk image"),
+        ] {
+            let error = Source::find(bad).unwrap_err().to_string();
+            assert!(error.contains(why), "{bad}: {error}");
         }
         assert_eq!(
             Source::find(place.path().to_str().unwrap()).unwrap(),

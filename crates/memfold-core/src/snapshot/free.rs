@@ -157,19 +157,22 @@ mod tests {
             lines.join("\n")
         };
         assert!(parse(list(96).as_bytes(), 1024).is_ok());
-        assert!(parse(list(97).as_bytes(), 1024).is_err());
-        for nonsense in [
-            "16\n",
-            "16 x\n",
-            "-1 5\n",
-            "18446744073709551615 1\n",
-            "\n",
-            "1 2 3\n",
-            "5 0\n",
-            "5 3\n7 1\n",
-            "5 3\n5 3\n",
+        let error = parse(list(97).as_bytes(), 1024).unwrap_err();
+        assert_eq!(error, "the list has more than 96 lines");
+        // The list, and the line of it that is wrong.
+        for (nonsense, line) in [
+            ("16\n", "16"),
+            ("16 x\n", "16 x"),
+            ("-1 5\n", "-1 5"),
+            ("18446744073709551615 1\n", "18446744073709551615 1"),
+            ("\n", ""),
+            ("1 2 3\n", "1 2 3"),
+            ("5 0\n", "5 0"),
+            ("5 3\n7 1\n", "7 1"),
+            ("5 3\n5 3\n", "5 3"),
         ] {
-            assert!(parse(nonsense.as_bytes(), 1024).is_err(), "{nonsense}");
+            let error = parse(nonsense.as_bytes(), 1024).unwrap_err();
+            assert_eq!(error, format!("not a line of the list: '{line}'"));
         }
     }
 

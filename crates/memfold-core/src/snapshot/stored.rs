@@ -317,7 +317,11 @@ mod tests {
     #[test]
     fn an_index_that_is_none_is_refused() {
         assert!(pack::frames(&[0; 80], 5).is_ok());
-        assert!(pack::frames(&[0; 79], 5).is_err());
-        assert!(pack::frames(&[0xff; 80], 5).is_err(), "frames without end");
+        let refused = |index: &[u8]| pack::frames(index, 5).unwrap_err();
+        assert_eq!(refused(&[0; 79]), "it is not of 5 chunks");
+        assert_eq!(
+            refused(&[0xff; 80]),
+            "the frame of chunk 0 is too long to be one"
+        );
     }
 }

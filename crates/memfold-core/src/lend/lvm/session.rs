@@ -444,6 +444,7 @@ mod tests {
         scan(&sessions, "iqn.x:none").unwrap();
         std::fs::remove_file(file(2)).unwrap();
         std::fs::remove_dir_all(root.path().join("devices/host2/scsi_host")).unwrap();
-        assert!(scan(&sessions, "iqn.x:lease-1").is_err());
+        let error = scan(&sessions, "iqn.x:lease-1").unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
     }
 }
