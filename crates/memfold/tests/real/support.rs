@@ -40,7 +40,7 @@ pub const REWRITE: &str = include_str!("guest/rewrite.py");
 pub const PRESSURE: &str = include_str!("guest/pressure.py");
 
 /// Tests that may boot guests at once, each with a lock on a file; whoever runs alone has them all.
-const TURNS: u32 = 2;
+const TURNS: u32 = 3;
 
 /// Nice value of who runs ahead: nine times the time of a core that others have (`kernel/sched/core.c`, `sched_prio_to_weight`).
 const AHEAD: i32 = -10;
@@ -65,7 +65,7 @@ pub fn turn() -> Option<Turn> {
     take_turn(|| (0..TURNS).map(|number| locked(turn_file(number))).collect())
 }
 
-/// Waits for a turn beside another test at most.
+/// Waits for a turn beside other tests, `TURNS` in all.
 pub fn turn_beside() -> Option<Turn> {
     take_turn(|| {
         loop {
@@ -80,7 +80,7 @@ pub fn turn_beside() -> Option<Turn> {
     })
 }
 
-/// The same, ahead of the other test: for what measures how long a guest waits. Threads and processes that this thread starts from now on are.
+/// The same, ahead of the other tests: for what measures how long a guest waits. Threads and processes that this thread starts from now on are.
 pub fn turn_ahead() -> Option<Turn> {
     let turn = turn_beside()?;
     rustix::process::setpriority_process(None, AHEAD).unwrap();
