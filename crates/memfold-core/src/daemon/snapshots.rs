@@ -701,7 +701,8 @@ impl save::Hold for Held<'_> {
             noted.stopped(true).map_err(|error| failed(&error))?;
         }
         self.stopped.set(Some(Instant::now()));
-        qmp.query("stop").map_err(|error| failed(&error))?;
+        qmp.execute_on_disks("stop", serde_json::Value::Null)
+            .map_err(|error| failed(&error))?;
         Ok(())
     }
 

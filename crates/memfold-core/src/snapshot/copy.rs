@@ -32,9 +32,6 @@ use crate::vm::{Qmp, QmpError, VmSpec, overlay};
 /// Longest time that a guest's write waits for what it writes over to be put aside; then the snapshot fails.
 const ASIDE_TIMEOUT_S: u32 = 30;
 
-/// How long QEMU may take to begin to copy a disk: it drains what is under way first, which a busy disk makes last. The VM runs meanwhile.
-const BEGIN_TIMEOUT: Duration = Duration::from_secs(120);
-
 /// How long `qemu-img` may look through a copy.
 const CHECK_LIMIT: Duration = Duration::from_secs(3600);
 
@@ -141,7 +138,7 @@ pub(super) fn prepare(
             // By descriptor: a QEMU that has given its rights up can't reach the draft.
             let open = File::options().read(true).write(true).open(file);
             let place = qmp.lend(open.map_err(failed)?.as_fd())?;
-            let added = qmp.execute(
+            let added = qmp.execute_on_disks(
                 "blockdev-add",
                 json!({
                     "driver": "qcow2", "node-name": node, "discard": "unmap", "cache": cache,
@@ -176,7 +173,7 @@ fn written<'a>(spec: &'a VmSpec, copies: &'a [Copied]) -> impl Iterator<Item = &
 pub(super) fn begin(qmp: &mut Qmp, spec: &VmSpec, copies: &[Copied]) -> Result<(), SnapshotError> {
     for copy in written(spec, copies) {
         let names = Names::of(spec, copy.disk);
-        qmp.execute(
+        qmp.execute_on_disks(
             "blockdev-add",
             json!({
                 "driver": "copy-before-write", "node-name": names.before, "file": names.disk, "target": names.old,
@@ -206,7 +203,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
             "job-id": names.job, "device": names.disk, "target": names.new, "sync": "full", "auto-dismiss": false,
         });
         if !spec.disks[copy.disk].read_only {
-            monitor().execute(
+            monitor().execute_on_disks(
                 "blockdev-add",
                 json!({ "driver": "snapshot-access", "node-name": names.access, "file": names.before, "discard": "unmap" }),
             )?;
@@ -214,7 +211,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
             // What is copied needs not be put aside any more.
             job["discard-source"] = true.into();
         }
-        monitor().execute_within(BEGIN_TIMEOUT, "blockdev-backup", job)?;
+        monitor().execute_on_disks("blockdev-backup", job)?;
     }
     // All of them go on side by side: what is put aside for a disk grows until it is copied.
     for copy in copies {
@@ -328,7 +325,7 @@ fn cancel<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M, id: &str) -> Resu
 
 /// Has QEMU let go of a node, if there is one of this name.
 fn delete(qmp: &mut Qmp, node: &str) -> Result<(), SnapshotError> {
-    match qmp.execute("blockdev-del", json!({ "node-name": node })) {
+    match qmp.execute_on_disks("blockdev-del", json!({ "node-name": node })) {
         Ok(_) => Ok(()),
         Err(QmpError::Refused { description, .. }) if description.contains("find") => Ok(()),
         Err(error) => Err(error.into()),

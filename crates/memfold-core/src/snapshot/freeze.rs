@@ -110,7 +110,7 @@ fn add(
         })?;
     let disk = &spec.disks[new.disk];
     let cache = json!({ "direct": disk.cache.direct(), "no-flush": disk.cache.no_flush() });
-    qmp.execute(
+    qmp.execute_on_disks(
         "blockdev-add",
         json!({
             "driver": "qcow2", "node-name": new.node, "backing": null, "discard": "unmap", "cache": cache,
@@ -128,7 +128,7 @@ pub(super) fn switch(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotErr
     let action = |new: &Frozen| json!({ "type": "blockdev-snapshot", "data": { "node": new.active, "overlay": new.node } });
     if !frozen.is_empty() {
         let actions: Vec<Value> = frozen.iter().map(action).collect();
-        qmp.execute("transaction", json!({ "actions": actions }))?;
+        qmp.execute_on_disks("transaction", json!({ "actions": actions }))?;
     }
     Ok(())
 }
@@ -157,13 +157,13 @@ pub(super) fn undo(
     note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
 ) {
     // What QEMU doesn't let go of, it may be writing to: an answer that comes too late is no refusal.
-    let mut in_use = |f: &&Frozen| match qmp.execute("blockdev-del", json!({ "node-name": f.node }))
-    {
-        Ok(_) => false,
-        // It was not added.
-        Err(QmpError::Refused { description, .. }) => !description.contains("find"),
-        Err(_) => true,
-    };
+    let mut in_use =
+        |f: &&Frozen| match qmp.execute_on_disks("blockdev-del", json!({ "node-name": f.node })) {
+            Ok(_) => false,
+            // It was not added.
+            Err(QmpError::Refused { description, .. }) => !description.contains("find"),
+            Err(_) => true,
+        };
     let (used, unused): (Vec<&Frozen>, Vec<&Frozen>) = frozen.iter().partition(|f| in_use(f));
     for frozen in unused {
         let _ = fs::remove_file(&frozen.overlay);
@@ -325,7 +325,7 @@ pub(super) fn drop_unused(
             if age(spec, disk, name).is_none_or(|added| added == 0) {
                 continue;
             }
-            match qmp.execute("blockdev-del", json!({ "node-name": name })) {
+            match qmp.execute_on_disks("blockdev-del", json!({ "node-name": name })) {
                 Ok(_) => {
                     tracing::info!(node = name, "an overlay that a killed save left is removed");
                     let file = file_of(&nodes, spec, disk, name);
@@ -524,7 +524,7 @@ fn is_of_its_domain(backing: &Path, spec: &VmSpec, disk: usize, draft: &Draft) -
 
 /// Writes into the header of a node's file what it is built on.
 pub(super) fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<(), SnapshotError> {
-    qmp.execute(
+    qmp.execute_on_disks(
         "change-backing-file",
         json!({ "device": node, "image-node-name": node, "backing-file": backing }),
     )?;

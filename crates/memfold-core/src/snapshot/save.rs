@@ -560,7 +560,7 @@ fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError
     };
     let writable = File::options().write(true).open(&path).map_err(failed)?;
     let place = qmp.lend(writable.as_fd())?;
-    let done = qmp.execute(
+    let done = qmp.execute_on_disks(
         "xen-save-devices-state",
         json!({ "filename": place.path(), "live": false }),
     );

@@ -48,7 +48,7 @@ pub(super) fn shorten<M: DerefMut<Target = Qmp>>(
                     "disk {disk} has an overlay more than it needs, of a save that failed, and QEMU doesn't merge it with the older one: {why}"
                 ))
             })?;
-            monitor().execute("blockdev-del", json!({ "node-name": top }))?;
+            monitor().execute_on_disks("blockdev-del", json!({ "node-name": top }))?;
             tracing::info!(overlay = %file.display(), "merged with the older one");
             // It goes with the VM otherwise.
             let _ = fs::remove_file(&file);
@@ -87,7 +87,7 @@ fn commit<M: DerefMut<Target = Qmp>>(
     if begun.is_none() {
         let commit =
             json!({ "job-id": id, "device": top, "base-node": below.node, "auto-dismiss": false });
-        let done = monitor().execute("block-commit", commit);
+        let done = monitor().execute_on_disks("block-commit", commit);
         done.map_err(|error| error.to_string())?;
     }
     job::finish(monitor, &id, TIMEOUT, None, || Ok(()))

@@ -18,6 +18,9 @@ use crate::host::socket;
 const MAX_MESSAGE: usize = 64 << 20;
 /// Events kept until somebody asks for them; the oldest go first.
 const MAX_EVENTS: usize = 1024;
+/// How long QEMU may wait for the host's disks before it answers: others may keep them busy.
+const DISKS_TIMEOUT: Duration = Duration::from_secs(120);
+
 /// Time that a QEMU which has missed a deadline has to show that it answers again: whoever asks next does not wait as long as the first.
 const SILENT_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -260,8 +263,14 @@ impl Qmp {
         }
     }
 
-    /// [`execute`](Self::execute) for a command that QEMU answers only after it has waited for the host's disks.
-    pub fn execute_within(
+    /// [`execute`](Self::execute) for a command that QEMU answers only after it has waited for the host's disks: it drains
+    /// requests that are under way, flushes, and opens files on its main thread.
+    pub fn execute_on_disks(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let timeout = self.timeout.max(DISKS_TIMEOUT);
+        self.execute_within(timeout, command, arguments)
+    }
+
+    fn execute_within(
         &mut self,
         timeout: Duration,
         command: &str,
