@@ -451,7 +451,7 @@ impl Daemon {
                 vm = name,
                 "a VM that was being restored when the daemon died is ended"
             );
-            vm.stop(Duration::ZERO)?;
+            vm.kill()?;
             return Ok(());
         }
         let pid = vm.pid().as_raw_nonzero();

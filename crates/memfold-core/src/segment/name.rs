@@ -57,11 +57,12 @@ mod tests {
         for text in ["web", "web@1", "a.b-c_d@4294967295"] {
             assert_eq!(Reference::parse(text).unwrap().to_string(), text);
         }
-        for bad in [
-            "web@", "web@0", "web@01", "web@+1", "web@x", "web@1@2",
-        ] {
+        for bad in ["web@", "web@0", "web@01", "web@+1", "web@x", "web@1@2"] {
             let error = Reference::parse(bad).unwrap_err().to_string();
-            assert!(error.contains("no generation of segment 'web'"), "{bad}: {error}");
+            assert!(
+                error.contains("no generation of segment 'web'"),
+                "{bad}: {error}"
+            );
         }
         for bad in ["", "@1", "../x", "a/b@1"] {
             let error = Reference::parse(bad).unwrap_err().to_string();

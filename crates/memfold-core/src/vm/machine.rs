@@ -498,19 +498,34 @@ impl Vm {
         let stopped = self
             .end_process(timeout, ask, monitor.unwrap_or(&own_monitor))
             .map_err(look)?
-            .ok_or_else(|| MachineError::Undying {
-                name: self.name.clone(),
-                pid: self.pid().as_raw_nonzero().get(),
-            })?;
-        let now = VmDirectory::read_json::<Record>(&directory.record());
-        // Its files may be removed already, and another VM have got its name.
-        if now.as_ref().is_ok_and(|now| now.process != record.process) {
-            return Ok(stopped);
-        }
-        // A snapshot may have put other overlays in their place since.
-        let overlays = now.map_or_else(|_| record.overlays.clone(), |record| record.overlays);
-        directory.remove(&overlays).map_err(look)?;
+            .ok_or_else(|| self.undying())?;
+        remove_files(directory, record).map_err(look)?;
         Ok(stopped)
+    }
+
+    /// Kills QEMU, whose guest nobody wants any more, without a question. Its files and temporary overlays are removed.
+    pub fn kill(&self) -> Result<(), MachineError> {
+        let (Some(directory), Some(record)) = (&self.directory, &self.record) else {
+            return Err(MachineError::NotOurs {
+                name: self.name.clone(),
+            });
+        };
+        let look = |source| MachineError::Look {
+            name: self.name.clone(),
+            source,
+        };
+        self.process.kill().map_err(look)?;
+        if !self.process.wait_exit(QUIT_TIMEOUT).map_err(look)? {
+            return Err(self.undying());
+        }
+        remove_files(directory, record).map_err(look)
+    }
+
+    fn undying(&self) -> MachineError {
+        MachineError::Undying {
+            name: self.name.clone(),
+            pid: self.pid().as_raw_nonzero().get(),
+        }
     }
 
     /// Carries a command out on a connection of this call's own: to the daemon's monitor, or, if somebody has that, to the other.
@@ -656,6 +671,17 @@ impl Vm {
             }
         }
     }
+}
+
+/// Removes the files of a VM that has ended, unless they are gone and another VM has got its name.
+fn remove_files(directory: &VmDirectory, record: &Record) -> io::Result<()> {
+    let now = VmDirectory::read_json::<Record>(&directory.record());
+    if now.as_ref().is_ok_and(|now| now.process != record.process) {
+        return Ok(());
+    }
+    // A snapshot may have put other overlays in their place since.
+    let overlays = now.map_or_else(|_| record.overlays.clone(), |record| record.overlays);
+    directory.remove(&overlays)
 }
 
 /// What became of a guest that was to shut down.

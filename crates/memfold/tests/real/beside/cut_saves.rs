@@ -182,10 +182,11 @@ fn restores_killed(story: &mut Story<'_>) {
         temporary,
     } = story;
     let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths());
-    let running = || {
+    let found = || {
         let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
-        list.iter().any(|vm| vm.name == "copied")
+        list.into_iter().find(|vm| vm.name == "copied")
     };
+    let running = || found().is_some();
     let processes = || copies(state);
     let before = overlays(temporary);
     // As every daemon below, one that knows nothing yet.
@@ -215,6 +216,8 @@ fn restores_killed(story: &mut Story<'_>) {
         midway += usize::from(!processes().is_empty());
         served.start();
         served.answers();
+        // A daemon answers before it has looked at the VMs that it finds.
+        wait_for(|| found().is_none_or(|vm| vm.state != "taking-over"));
         if running() {
             came += 1;
             verify(client, "copied");
