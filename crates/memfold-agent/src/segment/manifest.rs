@@ -214,16 +214,25 @@ mod tests {
             ("format 1\nname ../x\ngeneration 3\n", "no segment name"),
             ("format 1\nname .x\ngeneration 3\n", "no segment name"),
             ("format 1\nname \ngeneration 3\n", "no segment name"),
-            ("format 1\nname web\ngeneration 99999999999999999999\n", "is no number"),
+            (
+                "format 1\nname web\ngeneration 99999999999999999999\n",
+                "is no number",
+            ),
             ("format 1\nname web\ngeneration +1\n", "is no number"),
             ("format 1\nname Web\ngeneration 1\n", "no segment name"),
             ("format 1\r\nname web\r\ngeneration 1\r\n", "is no number"),
         ] {
             refused(text, why);
         }
-        refused(&format!("{base}{}", "\n".repeat(MAX_BYTES)), "longer than 64 KiB");
+        refused(
+            &format!("{base}{}", "\n".repeat(MAX_BYTES)),
+            "longer than 64 KiB",
+        );
         let many: Vec<String> = (0..65).map(|i| format!("lay /opt/{i}\n")).collect();
-        refused(&format!("{base}{}", many.concat()), "more than 64 directories");
+        refused(
+            &format!("{base}{}", many.concat()),
+            "more than 64 directories",
+        );
         assert!(Manifest::parse(format!("{base}lay /usr\nlay /usrx\n").as_bytes()).is_ok());
     }
 
