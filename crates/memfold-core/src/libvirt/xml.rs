@@ -51,9 +51,10 @@ pub struct Mark {
     pub emulator: PathBuf,
     /// Whether the agent's channel is memfold's.
     pub channel: bool,
-    /// Controllers that libvirt has added for that (`TYPE:INDEX`).
+    /// Controllers that libvirt has added for that (`TYPE:INDEX`), and PCI slots that it has made one of several functions for them
+    /// (`multifunction:DOMAIN:BUS:SLOT`).
     pub controllers: BTreeSet<String>,
-    /// Controllers of before, until it is known what libvirt has added.
+    /// The same of before, until it is known what libvirt has added.
     #[serde(skip)]
     before: Option<BTreeSet<String>>,
 }
@@ -82,7 +83,7 @@ impl Mark {
     /// With what libvirt has added since, if that wasn't noted yet.
     fn noted(mut self, document: &Document<'_>) -> Self {
         if let Some(before) = self.before.take() {
-            let now = controllers(document).map(|(name, _)| name);
+            let now = additions(document);
             self.controllers
                 .extend(now.filter(|name| !before.contains(name)));
         }
@@ -161,7 +162,7 @@ pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<S
         }
         None => {
             mark.channel = true;
-            mark.before = Some(controllers(&document).map(|(name, _)| name).collect());
+            mark.before = Some(additions(&document).collect());
             let text = format!(
                 "\n    <channel type='unix'>\n      <target type='virtio' name='{PORT_NAME}'/>\n    </channel>"
             );
@@ -212,6 +213,16 @@ pub fn disable(xml: &str) -> Result<String, XmlError> {
             match unused {
                 Some((_, node)) => gone.push(node),
                 None => break,
+            }
+        }
+        for address in functions(&document) {
+            let is_ours = mark.controllers.contains(&slot_name(address));
+            if is_ours && !shares_slot(devices, address, &gone) {
+                for attribute in address.attributes() {
+                    if attribute.name() == "multifunction" {
+                        changes.remove(xml, attribute.range());
+                    }
+                }
             }
         }
         for node in gone {
@@ -268,6 +279,43 @@ fn controllers<'a, 'i>(document: &'a Document<'i>) -> impl Iterator<Item = (Stri
         node.has_tag_name("controller")
             .then(|| (format!("{kind}:{index}"), node))
     })
+}
+
+/// What libvirt may add for a new device: controllers, and slots of several functions.
+fn additions(document: &Document<'_>) -> impl Iterator<Item = String> {
+    let controllers: Vec<String> = controllers(document).map(|(name, _)| name).collect();
+    let slots: Vec<String> = functions(document).map(slot_name).collect();
+    controllers.into_iter().chain(slots)
+}
+
+/// Addresses of devices whose PCI slot has several functions.
+fn functions<'a, 'i>(document: &'a Document<'i>) -> impl Iterator<Item = Node<'a, 'i>> {
+    let devices = child(document.root_element(), "devices");
+    let nodes = devices.into_iter().flat_map(|d| d.descendants());
+    nodes.filter(|node| is_pci_address(*node) && node.attribute("multifunction") == Some("on"))
+}
+
+fn is_pci_address(node: Node<'_, '_>) -> bool {
+    node.has_tag_name("address") && node.attribute("type") == Some("pci")
+}
+
+fn slot(address: Node<'_, '_>) -> [Option<u32>; 3] {
+    ["domain", "bus", "slot"].map(|name| address.attribute(name).and_then(number))
+}
+
+fn slot_name(address: Node<'_, '_>) -> String {
+    let [domain, bus, slot] = slot(address).map(Option::unwrap_or_default);
+    format!("multifunction:{domain}:{bus}:{slot}")
+}
+
+/// Whether another device that stays is in the slot of an address.
+fn shares_slot(devices: Node<'_, '_>, address: Node<'_, '_>, gone: &[Node<'_, '_>]) -> bool {
+    let stays = |n: &Node<'_, '_>| !gone.contains(n);
+    let mut others = devices
+        .children()
+        .filter(stays)
+        .flat_map(|d| d.descendants());
+    others.any(|other| other != address && is_pci_address(other) && slot(other) == slot(address))
 }
 
 /// Whether a device that stays has its address on a controller.
@@ -476,6 +524,44 @@ mod tests {
             used.contains("index='5'") && !used.contains("virtio-serial"),
             "{used}"
         );
+    }
+
+    #[test]
+    fn a_slot_that_libvirt_has_given_several_functions_has_one_again() {
+        let port = |index: u32, function: u32, more: &str| {
+            format!(
+                "    <controller type='pci' index='{index}' model='pcie-root-port'>\n      <address type='pci' domain='0x0000' bus='0x00' slot='0x02' function='0x{function}'{more}/>\n    </controller>\n"
+            )
+        };
+        // Its only port is used.
+        let before = PLAIN.replace("    <memballoon", &(port(1, 0, "") + "    <memballoon"));
+        let on = with_controllers(&enabled(&before, None))
+            .replace(
+                "function='0x0'/>\n    </controller>",
+                "function='0x0' multifunction='on'/>\n    </controller>",
+            )
+            .replace(
+                "bus='0x00' slot='0x02'/>",
+                "bus='0x00' slot='0x02' function='0x1'/>",
+            );
+        assert!(on.contains("multifunction='on'") && on.contains("function='0x1'"));
+        let noted = note_controllers(&on).unwrap();
+        assert_eq!(disable(&on).unwrap(), before);
+        assert_eq!(disable(&noted).unwrap(), before);
+        // Another function of the owner's has come since.
+        let more = noted.replace("  </devices>", &(port(9, 4, "") + "  </devices>"));
+        let off = disable(&more).unwrap();
+        assert!(
+            off.contains("multifunction='on'") && !off.contains("function='0x1'"),
+            "{off}"
+        );
+        // What had several functions before has them afterwards.
+        let before = before.replace(
+            "function='0x0'/>\n    </controller>",
+            "function='0x0' multifunction='on'/>\n    </controller>",
+        );
+        let noted = note_controllers(&with_controllers(&enabled(&before, None))).unwrap();
+        assert_eq!(disable(&noted).unwrap(), before);
     }
 
     #[test]
