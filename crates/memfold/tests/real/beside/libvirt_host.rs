@@ -1,4 +1,7 @@
 //! A libvirt of a test's own: libvirtd in a mount namespace where it finds an empty host, and where all that it writes is gone with it.
+//!
+//! With `MEMFOLD_LIBVIRT_SUITE` (scripts/soak.txt) the namespace has the file system of that suite of Debian, with its libvirt and its QEMU, from
+//! `scripts/libvirt-root`. What the test and memfold use of this host has the same paths there.
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt as _;
@@ -16,6 +19,19 @@ use memfold_testkit::{report_skip, wait_until};
 /// QEMU anew at each look (nine minutes of this test, and once more than virsh's patience).
 const NAMESPACE: &str = r#"set -e
 own=$1
+if test -d "$own/root"; then
+    root=$own/root
+    mount --bind "$root" "$root"
+    for directory in /dev /proc /sys; do mount --rbind "$directory" "$root$directory"; done
+    while read -r directory; do
+        mkdir -p "$root$directory"
+        mount --bind "$directory" "$root$directory"
+    done < "$own/shared"
+    cd "$root"
+    pivot_root . mnt
+    umount --lazy /mnt
+    cd /
+fi
 cat /etc/passwd > "$own/passwd"
 cat /etc/group > "$own/group"
 if ! getent passwd libvirt-qemu > "$own/found"; then
@@ -45,6 +61,32 @@ exec sleep infinity
 const KILL: &str = r#"for file in /run/libvirt/qemu/*.pid; do
     case $file in */driver.pid | *'*'*) ;; *) kill -9 "$(cat "$file")" ;; esac
 done"#;
+
+/// The suite of Debian whose libvirt and QEMU are to be tested; `None`: those of this host.
+pub fn suite() -> Option<String> {
+    std::env::var("MEMFOLD_LIBVIRT_SUITE").ok()
+}
+
+/// Unpacks that suite's file system, and notes what of this host is to be seen in it.
+fn unpack_root(suite: &str, place: &Path, own: &Path) {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/libvirt-root");
+    let output = Command::new(script).arg(suite).output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    let wrong = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}{wrong}");
+    let root = own.join("root");
+    fs::create_dir(&root).unwrap();
+    let archive = said.lines().last().unwrap();
+    let unpacked = Command::new("tar")
+        .args(["-xf", archive, "-C"])
+        .arg(&root)
+        .status();
+    assert!(unpacked.unwrap().success());
+    let program = Path::new(env!("CARGO_BIN_EXE_memfold")).parent().unwrap();
+    let images = memfold_core::host::image_directory().unwrap();
+    let shared = [place, program, &images].map(|path| format!("{}\n", path.display()));
+    fs::write(own.join("shared"), shared.concat()).unwrap();
+}
 
 /// Whether there is a libvirt to test with.
 pub fn is_there() -> bool {
@@ -156,6 +198,9 @@ impl Host {
             images.iter().map(line).collect::<String>(),
         )
         .unwrap();
+        if let Some(suite) = suite() {
+            unpack_root(&suite, place, &own);
+        }
         // Migration knows hosts by this. Sockets lie where other namespaces see them.
         let conf = format!(
             "auth_unix_rw = \"none\"\nunix_sock_dir = \"{}\"\nhost_uuid = \"11111111-2222-4333-8444-{number:012}\"\n",
@@ -193,7 +238,19 @@ impl Host {
             holder,
         };
         host.answers();
+        let versions = host.virsh(&["version"]).unwrap();
+        println!("{}", versions.trim());
         host
+    }
+
+    /// First number of libvirt's version.
+    pub fn libvirt_major(&self) -> u32 {
+        let versions = self.virsh(&["version"]).unwrap();
+        let line = versions
+            .lines()
+            .find_map(|line| line.split_once("libvirt "));
+        let (_, version) = line.unwrap_or_else(|| panic!("{versions}"));
+        version.split('.').next().unwrap().parse().unwrap()
     }
 
     fn answers(&mut self) {
