@@ -50,6 +50,9 @@ pub struct VmInfo {
     pub fold_problems: Vec<String>,
     /// Why folded pages can be folded again only at a pause; empty: they can any time.
     pub refold_problems: Vec<String>,
+    /// What it costs the host besides, such as CPUs that its guest never gives back.
+    #[serde(default)]
+    pub costs: Vec<String>,
     /// Segments that it maps, in the order of their slots.
     #[serde(default)]
     pub segments: Vec<VmSegment>,

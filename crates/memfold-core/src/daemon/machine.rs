@@ -490,6 +490,12 @@ impl Machine {
     }
 
     /// Whether its library can stop it, and lets it go on when this daemon dies.
+            costs: seen
+                .conditions
+                .costs
+                .iter()
+                .map(ToString::to_string)
+                .collect(),
     pub const fn can_stop(&self) -> bool {
         self.can_stop
     }

@@ -6,14 +6,45 @@
 use roxmltree::{Document, Node};
 
 use super::xml::XmlError;
+use crate::vm::conditions;
 
-/// Each with the element that has it; empty if nothing in the XML is in the way.
-pub fn read(xml: &str) -> Result<Vec<String>, XmlError> {
+/// Of QEMU's own arguments (<https://libvirt.org/kbase/qemu-passthrough-security.html>).
+const QEMU: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
+
+/// What the XML says of a domain before it is started.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Foretold {
+    /// What keeps its memory from being folded, each with the element that has it; empty: nothing.
+    pub not_folded: Vec<String>,
+    /// What it costs its host besides.
+    pub costs: Vec<String>,
+}
+
+/// Reads a domain's XML.
+pub fn read(xml: &str) -> Result<Foretold, XmlError> {
     let document = Document::parse(xml)?;
-    let mut found: Vec<String> = document.descendants().filter_map(hindrance).collect();
-    found.sort();
-    found.dedup();
-    Ok(found)
+    let mut not_folded: Vec<String> = document.descendants().filter_map(hindrance).collect();
+    let arguments: Vec<&str> = document
+        .descendants()
+        .filter(|node| node.has_tag_name((QEMU, "arg")))
+        .filter_map(|node| node.attribute("value"))
+        .collect();
+    if arguments.contains(&"-overcommit")
+        && arguments.iter().any(|word| word.contains("mem-lock=on"))
+    {
+        not_folded.push("its RAM is locked (<qemu:arg value='mem-lock=on'>)".into());
+    }
+    not_folded.sort();
+    not_folded.dedup();
+    let is_kvm = document.root_element().attribute("type") == Some("kvm");
+    let keeps_cpus = is_kvm && conditions::says_cpu_pm(arguments.into_iter());
+    Ok(Foretold {
+        not_folded,
+        costs: keeps_cpus
+            .then(|| conditions::KEEPS_CPUS.to_owned())
+            .into_iter()
+            .collect(),
+    })
 }
 
 fn hindrance(node: Node<'_, '_>) -> Option<String> {
@@ -74,7 +105,27 @@ mod tests {
     use super::*;
 
     fn of(inside: &str) -> Vec<String> {
-        read(&format!("<domain type='kvm'>{inside}</domain>")).unwrap()
+        let found = read(&format!("<domain type='kvm'>{inside}</domain>")).unwrap();
+        assert_eq!(found.costs, Vec::<String>::new());
+        found.not_folded
+    }
+
+    #[test]
+    fn a_guest_that_keeps_its_cpus_and_locked_memory_are_told_from_qemus_arguments() {
+        let with = |kind: &str, value: &str| {
+            let xml = format!(
+                "<domain type='{kind}' xmlns:qemu='{QEMU}'><qemu:commandline><qemu:arg value='-overcommit'/><qemu:arg value='{value}'/></qemu:commandline></domain>"
+            );
+            read(&xml).unwrap()
+        };
+        let found = with("kvm", "cpu-pm=on");
+        assert!(found.costs[0].contains("cpu-pm=on"), "{found:?}");
+        assert_eq!(found.not_folded, Vec::<String>::new());
+        // TCG knows nothing of it.
+        assert_eq!(with("qemu", "cpu-pm=on"), Foretold::default());
+        assert_eq!(with("kvm", "cpu-pm=off,mem-lock=off"), Foretold::default());
+        let found = with("kvm", "mem-lock=on");
+        assert!(found.not_folded[0].contains("mem-lock=on"), "{found:?}");
     }
 
     #[test]

@@ -66,6 +66,9 @@ pub struct Change {
     /// What in its XML keeps its memory from being folded; empty: nothing.
     #[serde(default)]
     pub not_folded: Vec<String>,
+    /// What it costs the host besides, such as CPUs that its guest never gives back.
+    #[serde(default)]
+    pub costs: Vec<String>,
 }
 
 /// Has a domain start with memfold from now on. Safe to repeat.
@@ -91,9 +94,10 @@ pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, Libvir
             virsh::define(&noted)?;
         }
     }
-    let not_folded = hindrances::read(&enabled).map_err(wrong)?;
+    let found = hindrances::read(&enabled).map_err(wrong)?;
     Ok(Change {
-        not_folded,
+        not_folded: found.not_folded,
+        costs: found.costs,
         ..facts.change(enabled != before, trust_domain)
     })
 }
@@ -130,6 +134,7 @@ impl DomainFacts {
             running: self.running,
             managed_save: self.managed_save,
             not_folded: Vec::new(),
+            costs: Vec::new(),
         }
     }
 }

@@ -36,6 +36,8 @@ pub struct VmConditions {
     pub fold: Vec<Reason>,
     /// Why folded pages can't be folded again while it runs (they can at a pause); empty: they can.
     pub refold_live: Vec<Reason>,
+    /// What it costs its host besides; nothing of it keeps RAM from being folded.
+    pub costs: Vec<Reason>,
 }
 
 impl VmConditions {
@@ -71,7 +73,43 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
         &mut found,
     );
     process(pid, library, &mut found);
+    // TCG knows nothing of it.
+    if qmp.query("query-kvm")?["enabled"] == true {
+        found.costs.extend(keeps_cpus(pid).then(|| {
+            reason(
+                KEEPS_CPUS,
+                "start it without cpu-pm=on to run more VMs than the host has cores",
+            )
+        }));
+    }
     Ok(found)
+}
+
+/// What `-overcommit cpu-pm=on` means: HLT, PAUSE and MWAIT don't leave the guest (QEMU's `target/i386/kvm/kvm.c`, `KVM_CAP_X86_DISABLE_EXITS`).
+pub(crate) const KEEPS_CPUS: &str = "its guest never gives a CPU back, not even an idle one (-overcommit cpu-pm=on): each of its vCPUs takes a core of this host";
+
+fn keeps_cpus(pid: Pid) -> bool {
+    let line = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
+    let line = String::from_utf8_lossy(&line.unwrap_or_default()).into_owned();
+    says_cpu_pm(line.split('\0'))
+}
+
+/// Whether words of a command line say so.
+pub(crate) fn says_cpu_pm<'a>(words: impl Iterator<Item = &'a str>) -> bool {
+    let (mut is_overcommit, mut is_on) = (false, false);
+    for word in words {
+        if is_overcommit {
+            for part in word.split(',') {
+                match part.split_once('=') {
+                    Some(("cpu-pm", value)) => is_on = matches!(value, "on" | "yes" | "true" | "y"),
+                    None if part == "cpu-pm" => is_on = true,
+                    _ => {}
+                }
+            }
+        }
+        is_overcommit = matches!(word, "-overcommit" | "--overcommit");
+    }
+    is_on
 }
 
 /// Reads what decides whether folded ranges may be folded again while the VM runs: devices and block nodes, which can be
@@ -358,6 +396,19 @@ mod tests {
         }
         assert_eq!(child_type("child<vfio-pci>"), Some("vfio-pci"));
         assert_eq!(child_type("string"), None);
+    }
+
+    #[test]
+    fn a_guest_that_keeps_its_cpus_is_told_by_its_command_line() {
+        for (line, wanted) in [
+            ("qemu -overcommit cpu-pm=on -m 64", true),
+            ("qemu -m 64 --overcommit mem-lock=off,cpu-pm=on", true),
+            ("qemu -overcommit cpu-pm=on -overcommit cpu-pm=off", false),
+            ("qemu -overcommit mem-lock=on -name cpu-pm=on", false),
+            ("qemu -overcommit", false),
+        ] {
+            assert_eq!(says_cpu_pm(line.split(' ')), wanted, "{line}");
+        }
     }
 
     #[test]

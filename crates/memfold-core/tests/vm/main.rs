@@ -53,6 +53,10 @@ struct Foreign {
 
 impl Foreign {
     fn start(arguments: &[&str]) -> Self {
+        Self::start_by("tcg", arguments)
+    }
+
+    fn start_by(accel: &str, arguments: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let child = Command::new("qemu-system-x86_64")
             .args([
@@ -61,7 +65,7 @@ impl Foreign {
                 "-display",
                 "none",
                 "-accel",
-                "tcg",
+                accel,
                 "-qmp",
             ])
             .arg(format!(
@@ -285,6 +289,28 @@ fn locked_memory_is_a_reason_not_to_fold() {
     let conditions = vm.conditions(&mut vm.qmp().unwrap()).unwrap();
     let words = format!("{:?}", conditions.fold);
     assert!(words.contains("mem-lock"), "{words}");
+}
+
+#[test]
+fn a_guest_that_never_gives_its_cpus_back_is_told_where_that_has_an_effect() {
+    let costs = |accel: &str, overcommit: &str| {
+        let foreign = Foreign::start_by(accel, &["-m", "64", "-overcommit", overcommit]);
+        let vm = Vm::attach(&foreign.qmp()).unwrap();
+        let conditions = vm.conditions(&mut vm.qmp().unwrap()).unwrap();
+        assert!(conditions.may_fold(), "{:?}", conditions.fold);
+        conditions.costs
+    };
+    assert_eq!(costs("tcg", "cpu-pm=on"), []);
+    let opened = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm");
+    if let Err(error) = opened {
+        memfold_testkit::skip!("/dev/kvm does not open: {error}");
+    }
+    assert_eq!(costs("kvm", "mem-lock=off"), []);
+    let told = costs("kvm", "mem-lock=off,cpu-pm=on");
+    assert!(told[0].condition.contains("cpu-pm=on"), "{told:?}");
 }
 
 #[test]

@@ -89,7 +89,9 @@ fn words(changes: &[Change], what: &str) -> String {
             ""
         };
         let reasons = change.not_folded.iter();
-        let reasons: Vec<_> = reasons.map(|r| format!("\n  not folded: {r}")).collect();
+        let reasons = reasons.map(|r| format!("\n  not folded: {r}"));
+        let costs = change.costs.iter().map(|c| format!("\n  note: {c}"));
+        let reasons: Vec<_> = reasons.chain(costs).collect();
         let reasons = reasons.concat();
         format!("{}: {what}{already}{domain}{when}{reasons}", change.domain)
     };

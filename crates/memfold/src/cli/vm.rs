@@ -412,6 +412,7 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
     if !vm.left_out.is_empty() {
         lines.push(format!(
             "left out, as one VM alone can have it: {}",
+    lines.extend(vm.costs.iter().map(|cost| format!("note: {cost}")));
             vm.left_out.join(", ")
         ));
     }
@@ -476,8 +477,11 @@ fn table(vms: &[VmInfo]) -> String {
             .map_or_else(String::new, |fix| format!("; {fix}"));
         Some(format!("\n{} is {}: {cause}{fix}", vm.name, vm.state))
     });
-    let still: String = still.collect();
-    table.trim_fmt() + &still
+    let costs = vms.iter().flat_map(|vm| {
+        let told = vm.costs.iter();
+        told.map(|cost| format!("\n{}: {cost}", vm.name))
+    });
+    table.trim_fmt() + &still.chain(costs).collect::<String>()
 }
 
 #[cfg(test)]
