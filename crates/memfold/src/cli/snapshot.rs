@@ -371,7 +371,7 @@ fn saved(m: &Manifest) -> String {
         String::new()
     } else {
         format!(
-            "\none VM alone can have these, so another VM of the snapshot lacks them while they are taken (see --forward): {}",
+            "\none VM alone can have these, or none of a snapshot: another VM of it lacks them, or those that are taken then (see --forward): {}",
             m.of_one_vm.join(", ")
         )
     };

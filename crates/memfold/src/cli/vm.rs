@@ -411,8 +411,7 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
     lines.extend(vm.forwards.iter().map(|port| format!("forwarded: {port}")));
     if !vm.left_out.is_empty() {
         lines.push(format!(
-            "left out, as one VM alone can have it: {}",
-    lines.extend(vm.costs.iter().map(|cost| format!("note: {cost}")));
+            "left out of what the saved VM had: {}",
             vm.left_out.join(", ")
         ));
     }

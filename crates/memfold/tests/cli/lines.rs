@@ -503,6 +503,48 @@ fn a_second_vm_of_memfolds_own_runs_without_the_port_that_the_first_has() {
     assert_eq!(forwarded(&mut monitor_of(&daemon, "third")).len(), 2);
 }
 
+/// Name of a VM's tap.
+fn tap(daemon: &Daemon, vm: &str) -> String {
+    let text = monitor_of(daemon, vm).human("info network").unwrap();
+    let (_, rest) = text
+        .split_once("ifname=")
+        .unwrap_or_else(|| panic!("{text}"));
+    rest.split([',', '\r', '\n']).next().unwrap().to_owned()
+}
+
+#[test]
+fn a_second_vm_of_memfolds_own_gets_another_tap_while_the_first_has_the_one_that_was_named() {
+    if !is_root() {
+        skip!("only root can make taps");
+    }
+    let daemon = Daemon::start();
+    let name = format!("mf{}", std::process::id());
+    let net = format!("tap,id=n,ifname={name},script=no,downscript=no");
+    let run = [
+        "vm", "run", "--name", "first", "--memory", "64M", "--", "-netdev", &net,
+    ];
+    done(
+        &daemon,
+        &[&run[..], &["-device", "e1000,netdev=n"]].concat(),
+    );
+    assert_eq!(tap(&daemon, "first"), name);
+    let saved = daemon.json(&["snapshot", "save", "first", "s", "--keep", "all"]);
+    assert!(saved["of_one_vm"].to_string().contains(&name), "{saved}");
+    let second = daemon.json(&["snapshot", "restore", "s", "--as", "second", "--force"]);
+    let left = second["left_out"].to_string();
+    assert!(left.contains(&format!("ifname={name}")), "{left}");
+    assert_ne!(tap(&daemon, "second"), name);
+    for vm in ["first", "second"] {
+        done(&daemon, &["vm", "stop", vm, "--timeout", "0"]);
+    }
+    // It is free again.
+    let third = daemon.json(&["snapshot", "restore", "s", "--as", "third"]);
+    assert_eq!(
+        (tap(&daemon, "third"), &third["left_out"]),
+        (name, &json!([]))
+    );
+}
+
 #[test]
 fn files_of_a_qemu_in_a_mount_namespace_are_those_that_it_sees() {
     if !is_root() {

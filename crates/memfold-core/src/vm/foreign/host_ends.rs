@@ -79,6 +79,11 @@ pub(super) fn told(name: &str, text: &str) -> Result<Vec<String>, String> {
             };
             return Ok(left.into_iter().map(|end| format!("{id}: {end}")).collect());
         }
+        "device" => {
+            let device = parse("driver", text)?;
+            let is_vsock = device.kind().starts_with("vhost-vsock");
+            is_vsock.then(|| format!("{} guest-cid={}", device.kind(), device.text("guest-cid")))
+        }
         name if CHARACTER.contains(&name) => {
             leads_out(text).then(|| format!("-{name} {}", first(text)))
         }
@@ -87,7 +92,27 @@ pub(super) fn told(name: &str, text: &str) -> Result<Vec<String>, String> {
     Ok(found.into_iter().collect())
 }
 
-/// The same of QEMU's arguments that a user has added.
+/// What an option says of how the host holds RAM, in words: a VM that runs from a snapshot maps it from there.
+pub(super) fn of_ram(name: &str, text: &str) -> Result<Option<String>, String> {
+    Ok(match name {
+        "mem-prealloc" => Some("-mem-prealloc (RAM is not filled at the start)".to_owned()),
+        "overcommit" if parse("", text)?.is_on("mem-lock") => {
+            Some("-overcommit mem-lock=on (RAM is not locked)".to_owned())
+        }
+        "object" => {
+            let object = parse("qom-type", text)?;
+            let is_filled =
+                object.kind().starts_with("memory-backend-") && object.is_on("prealloc");
+            is_filled.then(|| {
+                let id = object.text("id");
+                format!("prealloc=on of memory '{id}' (RAM is not filled at the start)")
+            })
+        }
+        _ => None,
+    })
+}
+
+/// What QEMU's arguments take that a user has added, in words.
 #[must_use]
 pub fn of_arguments(arguments: &[String]) -> Vec<String> {
     let named = read(arguments).unwrap_or_default();
@@ -151,10 +176,18 @@ fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Chang
                 })
             };
             let (taken, free): (Vec<&String>, Vec<&String>) = rules.iter().partition(is_taken);
-            if taken.is_empty() {
+            let tap = net.get("ifname").filter(|_| net.kind() == "tap");
+            let tap = tap.filter(|tap| is_tap_taken(tap)).map(str::to_owned);
+            if taken.is_empty() && tap.is_none() {
                 return None;
             }
             say(taken.iter().map(|rule| format!("hostfwd={rule}")).collect());
+            if let Some(tap) = tap {
+                say(vec![format!(
+                    "tap ifname={tap} (it has a tap that the kernel has named)"
+                )]);
+                net.drop_keys(|key| key == "ifname");
+            }
             net.drop_keys(|key| key == "hostfwd");
             for rule in free {
                 net.push("hostfwd", rule);
@@ -230,6 +263,29 @@ fn is_tcp_taken(host: &str, port: &str) -> bool {
     TcpListener::bind((host, port)).is_err_and(|error| error.kind() == ErrorKind::AddrInUse)
 }
 
+/// Whether a process of this network namespace has a tap of this name: the kernel says so of each open `/dev/net/tun` (`tun_chr_show_fdinfo`).
+fn is_tap_taken(name: &str) -> bool {
+    let network = |process: &Path| std::fs::read_link(process.join("ns/net")).ok();
+    let own = network(Path::new("/proc/self"));
+    let has_it = |process: &Path| {
+        let descriptors = std::fs::read_dir(process.join("fd"));
+        descriptors.into_iter().flatten().flatten().any(|entry| {
+            let is_tun =
+                std::fs::read_link(entry.path()).is_ok_and(|to| to == Path::new("/dev/net/tun"));
+            let facts = process.join("fdinfo").join(entry.file_name());
+            is_tun && std::fs::read_to_string(facts).is_ok_and(|facts| is_tap_of(&facts, name))
+        })
+    };
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let mut processes = processes.map(|entry| entry.path());
+    processes.any(|process| network(&process) == own && has_it(&process))
+}
+
+fn is_tap_of(facts: &str, name: &str) -> bool {
+    let mut lines = facts.lines();
+    lines.any(|line| line.strip_prefix("iff:").map(str::trim) == Some(name))
+}
+
 /// Whether somebody listens there: QEMU would put its own in the place.
 fn is_unix_taken(path: &str) -> bool {
     UnixStream::connect(Path::new(path)).is_ok()
@@ -273,6 +329,8 @@ mod tests {
         // All are told at the save.
         let told = of_arguments(&arguments);
         assert_eq!(told.len(), 3, "{told:?}");
+        let vsock = ["-device", "vhost-vsock-pci,guest-cid=7"].map(str::to_owned);
+        assert_eq!(of_arguments(&vsock), ["vhost-vsock-pci guest-cid=7"]);
         // What memfold doesn't know is QEMU's to judge.
         let mut strange = vec!["-brand-new".to_owned()];
         assert_eq!(

@@ -100,7 +100,7 @@ const OPTIONS: &[(&str, bool, Fate)] = &[
     ("object", true, Made),
     ("only-migratable", false, Dropped),
     ("option-rom", true, Kept),
-    ("overcommit", true, Dropped),
+    ("overcommit", true, Made),
     ("parallel", true, Made),
     ("perfmap", false, Dropped),
     ("pflash", true, Made),

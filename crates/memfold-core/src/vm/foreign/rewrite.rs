@@ -145,6 +145,7 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
             return Err(format!("memfold doesn't know QEMU's option '-{name}'"));
         };
         copy.left_out.extend(host_ends::told(name, text)?);
+        copy.left_out.extend(host_ends::of_ram(name, text)?);
         let made = match (fate, name.as_str()) {
             (Fate::Refused(why), _) => return Err(format!("-{name} {text}: {why}")),
             (Fate::Dropped, _) | (_, "L" | "readconfig" | "set") => Vec::new(),
@@ -198,6 +199,12 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
                 return Err(format!("'-icount {text}' records or replays a run"));
             }
             (_, "icount" | "usbdevice") => words(text.to_owned()),
+            // Its guest sees that (MONITOR and MWAIT).
+            (_, "overcommit") => {
+                let keeps_cpus = parse("", text)?.is_on("cpu-pm");
+                let kept = keeps_cpus.then(|| "cpu-pm=on".to_owned());
+                kept.map_or_else(Vec::new, words)
+            }
             // Its first serial port is where it was started from.
             (_, "nographic")
                 if copy.console.as_deref() == Some(CONSOLE) && has_own_serial(options)? =>
@@ -312,6 +319,12 @@ pub(super) fn parse(implied: &'static str, text: &str) -> Result<Value, String> 
 fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     for device in devices(options)? {
         let (kind, chardev) = (device.kind(), device.get("chardev").map(str::to_owned));
+        if kind.starts_with("vhost-vsock") {
+            return Err(format!(
+                "its device '{kind}' has the vsock address guest-cid={} of this host, which one VM alone can have, and its connections are in this host's kernel; start it without that device (libvirt: remove <vsock>) to have it saved",
+                device.text("guest-cid")
+            ));
+        }
         if let Some(hosts) = HOSTS.iter().find(|start| kind.starts_with(**start)) {
             return Err(format!(
                 "its device '{kind}' ('{hosts}...') is something of this host's or of another process's, which a second QEMU can't have"

@@ -309,6 +309,10 @@ fn what_a_second_qemu_cannot_have_is_named() {
     refused("-mem-path /dev/hugepages", &["-mem-path", "RAM"]);
     refused("-icount shift=7,rr=record,rrfile=a", &["rr=record"]);
     refused("-usbdevice braille", &["braille"]);
+    refused(
+        "-device vhost-vsock-pci,guest-cid=7",
+        &["guest-cid=7", "one VM alone", "without that device"],
+    );
     refused("-mem-prealloc\n-brand-new x", &["'-brand-new'"]);
     refused(
         "-machine q35,confidential-guest-support=sev0",
@@ -346,6 +350,12 @@ const KINDS: &[(&str, &str, &str)] = &[
     ("-watchdog-action reset", "-watchdog-action reset", ""),
     ("-k en-us -name x", "", "en-us"),
     ("-mem-prealloc -name x", "", "prealloc"),
+    (
+        "-overcommit mem-lock=on,cpu-pm=on",
+        "-overcommit cpu-pm=on",
+        "mem-lock",
+    ),
+    ("-overcommit mem-lock=on -name x", "", "overcommit"),
     ("-nodefaults -nographic", "-nodefaults", "-serial"),
     (
         "-nographic",
@@ -493,6 +503,15 @@ fn what_no_second_vm_can_have_is_told() {
             "network n: hostfwd=tcp::2-:22",
         ),
         ("-netdev tap,id=n,ifname=t0", "network n: tap ifname=t0"),
+        (
+            "-mem-prealloc -overcommit mem-lock=on,cpu-pm=on",
+            "-mem-prealloc (RAM is not filled at the start); -overcommit mem-lock=on (RAM is not locked)",
+        ),
+        (
+            "-object memory-backend-ram,id=m,size=1G,prealloc=on",
+            "prealloc=on of memory 'm' (RAM is not filled at the start)",
+        ),
+        ("-overcommit mem-lock=off", ""),
     ] {
         let copy = copy(&words(text), &facts()).unwrap();
         assert_eq!(copy.left_out.join("; "), wanted, "{text}");
