@@ -29,6 +29,10 @@ pub struct BlockDevice {
     pub bytes: u64,
     /// XXH3 (128 bits, hexadecimal) of samples of its content.
     pub samples: String,
+    /// The same of what a file system writes when it is mounted: the first [`HEAD`] of the device, and of each partition in its table. Unset in
+    /// snapshots of before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heads: Option<String>,
     /// The host's boot of the next two.
     pub boot: String,
     /// The kernel's number of this disk since its boot.
@@ -63,6 +67,7 @@ impl BlockDevice {
             id: id(&place),
             bytes,
             samples: samples(&file, bytes)?,
+            heads: Some(heads(&file, bytes)?),
             boot: boot_id(),
             disk_number: text(&disk.join("diskseq")).and_then(|number| number.parse().ok()),
             sectors_written: written,
@@ -89,7 +94,8 @@ impl BlockDevice {
         if self.bytes != now.bytes {
             return Some(format!("has {} bytes, and had {}", now.bytes, self.bytes));
         }
-        if self.samples != now.samples {
+        let heads = self.heads.as_ref().zip(now.heads.as_ref());
+        if self.samples != now.samples || heads.is_some_and(|(then, now)| then != now) {
             return Some("has another content than it had".into());
         }
         if same_disk && self.sectors_written != now.sectors_written {
@@ -151,6 +157,76 @@ fn samples(file: &File, bytes: u64) -> io::Result<String> {
     Ok(format!("{:032x}", hash.digest128()))
 }
 
+/// Bytes at the start of a device or partition that hold superblocks: `ext4` at 1 KiB, `XFS` at 0, btrfs at 64 KiB, LVM's and RAID's records within 1 MiB.
+const HEAD: u64 = 1 << 20;
+
+/// Partitions that are looked at.
+const MOST_PARTITIONS: usize = 32;
+
+fn heads(file: &File, bytes: u64) -> io::Result<String> {
+    let mut starts = vec![0];
+    starts.extend(partitions(file, bytes));
+    starts.sort_unstable();
+    starts.dedup();
+    let mut hash = Xxh3::new();
+    let mut buffer = vec![0; usize::try_from(HEAD).unwrap_or(0)];
+    for start in starts {
+        let length = usize::try_from(HEAD.min(bytes.saturating_sub(start))).unwrap_or(0);
+        file.read_exact_at(&mut buffer[..length], start)?;
+        hash.update(&buffer[..length]);
+    }
+    Ok(format!("{:032x}", hash.digest128()))
+}
+
+/// First bytes of the partitions that a table (GPT, or the primary ones of an MBR) tells of. A guest may have written it: none lies outside the device.
+fn partitions(file: &File, bytes: u64) -> Vec<u64> {
+    let read = |at: u64, length: usize| {
+        let mut buffer = vec![0; length];
+        file.read_exact_at(&mut buffer, at).ok()?;
+        Some(buffer)
+    };
+    let number = |bytes: &[u8], at: usize, length: usize| {
+        let bytes = bytes.get(at..at + length).unwrap_or_default();
+        bytes
+            .iter()
+            .rev()
+            .fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
+    };
+    let mut sectors = Vec::new();
+    let mut sector_bytes = 512;
+    // UEFI specification, "GUID Partition Table": the header is the second sector.
+    for size in [512, 4096] {
+        let Some(header) = read(size, 92).filter(|header| header.starts_with(b"EFI PART")) else {
+            continue;
+        };
+        sector_bytes = size;
+        let first = number(&header, 72, 8).saturating_mul(size);
+        let length = number(&header, 84, 4).clamp(128, 4096);
+        for entry in 0..number(&header, 80, 4).min(128) {
+            let at = first.saturating_add(entry * length);
+            let Some(entry) = read(at, 40) else { break };
+            if number(&entry, 0, 8) != 0 {
+                sectors.push(number(&entry, 32, 8));
+            }
+        }
+    }
+    if sectors.is_empty() {
+        let table = read(0, 512).filter(|sector| sector.ends_with(&[0x55, 0xaa]));
+        for entry in table.iter().flat_map(|sector| sector[446..510].chunks(16)) {
+            if entry[4] != 0 {
+                sectors.push(number(entry, 8, 4));
+            }
+        }
+    }
+    let starts = sectors
+        .into_iter()
+        .map(|sector| sector.saturating_mul(sector_bytes));
+    starts
+        .filter(|start| *start < bytes)
+        .take(MOST_PARTITIONS)
+        .collect()
+}
+
 /// A path that leads to the same block device after the next boot: as it was given, if it is a link; else a link of udev's, if there is one. What is no
 /// block device has its real path.
 pub fn lasting_path(path: &Path) -> io::Result<PathBuf> {
@@ -193,6 +269,7 @@ mod tests {
             id: Some(id.into()),
             bytes: 8,
             samples: "s".into(),
+            heads: Some("h".into()),
             boot: "b".into(),
             disk_number: Some(1),
             sectors_written: Some(10),
@@ -210,6 +287,15 @@ mod tests {
         assert_eq!(saved.differs(&now), None);
         now.samples = "t".into();
         assert!(saved.differs(&now).unwrap().contains("content"));
+        now.samples = saved.samples.clone();
+        now.heads = Some("i".into());
+        assert!(saved.differs(&now).unwrap().contains("content"));
+        // One that was saved by a memfold of before.
+        let old = BlockDevice {
+            heads: None,
+            ..saved.clone()
+        };
+        assert_eq!(old.differs(&now), None);
         now.bytes = 9;
         assert!(saved.differs(&now).unwrap().contains("9 bytes"));
         now.id = Some("disk b".into());
@@ -241,5 +327,51 @@ mod tests {
         seen.sort();
         seen.dedup();
         assert_eq!(seen.len(), count, "{seen:?}");
+    }
+    /// A disk of 8 GiB with a file system from 131 MiB on, in a partition of an MBR or a GPT.
+    fn partitioned(is_gpt: bool, sector_bytes: u64) -> File {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8 << 30).unwrap();
+        let start = (131 << 20) / sector_bytes;
+        file.write_all_at(&[0x55, 0xaa], 510).unwrap();
+        let kind = if is_gpt { 0xee } else { 0x83 };
+        file.write_all_at(&[kind], 450).unwrap();
+        let lba = u32::try_from(if is_gpt { 1 } else { start }).unwrap();
+        file.write_all_at(&lba.to_le_bytes(), 454).unwrap();
+        if is_gpt {
+            let mut header = [0; 92];
+            header[..8].copy_from_slice(b"EFI PART");
+            header[72] = 2;
+            header[80] = 128;
+            header[84] = 128;
+            file.write_all_at(&header, sector_bytes).unwrap();
+            let entry = 2 * sector_bytes + 128 * 14;
+            file.write_all_at(&[7], entry).unwrap();
+            file.write_all_at(&start.to_le_bytes(), entry + 32).unwrap();
+        }
+        file
+    }
+
+    #[test]
+    fn a_mount_of_a_file_system_in_a_partition_is_seen_on_a_large_disk() {
+        for (is_gpt, sector_bytes) in [(false, 512), (true, 512), (true, 4096)] {
+            let file = partitioned(is_gpt, sector_bytes);
+            let (before, sampled) = (heads(&file, 8 << 30).unwrap(), samples(&file, 8 << 30));
+            // Times and counts of ext4's superblock.
+            file.write_all_at(&[1], (131 << 20) + 1024 + 0x2c).unwrap();
+            assert_ne!(
+                heads(&file, 8 << 30).unwrap(),
+                before,
+                "{is_gpt} {sector_bytes}"
+            );
+            // The samples are elsewhere.
+            assert_eq!(samples(&file, 8 << 30).unwrap(), sampled.unwrap());
+        }
+        // A table that lies.
+        let file = partitioned(false, 512);
+        file.write_all_at(&u32::MAX.to_le_bytes(), 454).unwrap();
+        assert_eq!(partitions(&file, 8 << 30), Vec::<u64>::new());
+        file.set_len(100).unwrap();
+        heads(&file, 100).unwrap();
     }
 }
