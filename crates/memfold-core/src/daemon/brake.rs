@@ -43,6 +43,9 @@ const LOOK_SHARE: u32 = 20;
 /// How long the engine may take to answer: it may wait for a library that doesn't.
 const ANSWER: Duration = Duration::from_secs(2);
 
+/// The same while a VM does not answer.
+const LATE_ANSWER: Duration = Duration::from_millis(100);
+
 /// How long an image counts for a VM that has just been started, if no look finds it.
 const STARTING: Duration = Duration::from_secs(30);
 
@@ -465,7 +468,9 @@ impl Daemon {
             }
             None => return Ok(()),
         };
-        match question.answered.recv_timeout(ANSWER) {
+        let is_late = self.machines().iter().any(|vm| vm.is_silent().is_some());
+        let patience = if is_late { LATE_ANSWER } else { ANSWER };
+        match question.answered.recv_timeout(patience) {
             Ok(owed) => self.note_owed(owed, question),
             Err(RecvTimeoutError::Timeout) => self.owing.lock().pending = Some(question),
             Err(RecvTimeoutError::Disconnected) => {}

@@ -4,7 +4,6 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -103,23 +102,38 @@ impl Drop for MonitorGuard<'_> {
     }
 }
 
+/// How the library takes the engine's orders.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum LibraryState {
+    /// It waits for orders.
+    #[default]
+    Free,
+    /// It has had an order since then.
+    Ordered(Instant),
+    /// It did not answer in time, or nonsense: the connection is of no use any more.
+    Lost,
+}
+
+/// The same, for the engine and those who watch it.
+pub(super) type SharedLibraryState = Arc<Mutex<LibraryState>>;
+
 /// The VM behind the engine's orders.
 pub(super) struct QemuGuest {
     pid: Pid,
     library: LibraryLink,
     monitor: Arc<Monitor>,
     live: (Instant, bool),
-    lost: Arc<AtomicBool>,
+    state: SharedLibraryState,
 }
 
 impl QemuGuest {
-    /// `lost` is set when the library does not answer in time or nonsense: this connection is of no use any more.
+    /// `state` is kept up to date.
     pub fn new(
         pid: Pid,
         library: LibraryLink,
         monitor: Arc<Monitor>,
         conditions: &VmConditions,
-        lost: Arc<AtomicBool>,
+        state: SharedLibraryState,
     ) -> Self {
         let live = library.facts().can_write_protect && conditions.may_refold_live();
         Self {
@@ -127,7 +141,7 @@ impl QemuGuest {
             library,
             monitor,
             live: (Instant::now(), live),
-            lost,
+            state,
         }
     }
 }
@@ -142,14 +156,17 @@ impl Guest for QemuGuest {
         order: &Order,
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Reply, GuestError> {
-        match self.library.order(order, descriptor) {
-            Ok(reply) => Ok(reply),
+        let note = |state| *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
+        note(LibraryState::Ordered(Instant::now()));
+        let reply = match self.library.order(order, descriptor) {
             Err(LibraryError::Refused(reason)) => Ok(Reply::Error { reason }),
-            Err(error) => {
-                self.lost.store(true, Ordering::Release);
-                Err(GuestError::Library(io::Error::other(error)))
-            }
-        }
+            reply => reply,
+        };
+        note(match reply {
+            Ok(_) => LibraryState::Free,
+            Err(_) => LibraryState::Lost,
+        });
+        reply.map_err(|error| GuestError::Library(io::Error::other(error)))
     }
 
     fn refold_live(&mut self) -> bool {

@@ -445,7 +445,7 @@ impl Daemon {
         self.ksm.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn machines(&self) -> Vec<Arc<Machine>> {
+    pub(super) fn machines(&self) -> Vec<Arc<Machine>> {
         self.lock().values().cloned().collect()
     }
 

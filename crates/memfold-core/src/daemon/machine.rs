@@ -12,8 +12,8 @@ use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
 use super::DaemonError;
-use super::guest::{Monitor, MonitorGuard, QemuGuest};
-use super::run_state::{RunState, SILENT};
+use super::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
+use super::run_state::RunState;
 use super::turns::Turns;
 use crate::api::{AttachRequest, BootSnapshot, SegmentState, SwapPlace, VmInfo, VmSegment, VmSwap};
 use crate::fold::{Command, Guest, GuestError, VmId};
@@ -28,15 +28,7 @@ use crate::vm::{
 };
 
 mod running;
-
-/// Time between two looks at a VM's conditions and layout.
-const WATCH_INTERVAL: Duration = Duration::from_secs(10);
-
-/// Time between two looks whether it runs.
-const STATE_INTERVAL: Duration = Duration::from_secs(1);
-
-/// Longest time until a library that fails again and again is connected to again.
-const LONGEST_PAUSE: Duration = Duration::from_secs(600);
+mod watch;
 
 /// How long a guest may take to be set apart from others: keys are made.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
@@ -93,6 +85,7 @@ pub(super) struct Machine {
     state: Mutex<RunState>,
     /// Why the library can't fold, whatever the conditions.
     library_problem: Option<String>,
+    library_state: Mutex<SharedLibraryState>,
     library_watch: Mutex<LibraryWatch>,
     saving: Mutex<()>,
     /// A snapshot is being made, for which it stands still.
@@ -119,8 +112,6 @@ pub(super) struct Machine {
 /// The engine's connection to the library.
 #[derive(Debug)]
 struct LibraryWatch {
-    /// It has failed.
-    lost: Arc<AtomicBool>,
     connected: Instant,
     /// How long it has to be left alone from then on.
     pause: Duration,
@@ -145,14 +136,14 @@ impl Machine {
         let conditions = vm.conditions(&mut qmp)?;
         let state = RunState::ask(&name, &mut qmp)?;
         let monitor = Arc::new(Monitor::new(qmp));
-        let library_lost = Arc::new(AtomicBool::new(false));
+        let library = SharedLibraryState::default();
         let (guest, library_problem) = match vm.library_link() {
             None => (None, Some(NO_LIBRARY.to_owned())),
             Some(Err(error)) => (None, Some(library_words(&error))),
             Some(Ok(link)) => {
                 let problem = link.facts().problem.clone();
-                let (monitor, lost) = (monitor.clone(), library_lost.clone());
-                let guest = QemuGuest::new(vm.pid(), link, monitor, &conditions, lost);
+                let (monitor, state) = (monitor.clone(), library.clone());
+                let guest = QemuGuest::new(vm.pid(), link, monitor, &conditions, state);
                 (Some(guest), problem)
             }
         };
@@ -166,10 +157,10 @@ impl Machine {
             seen: Mutex::new(Seen { layout, conditions }),
             state: Mutex::default(),
             library_problem,
+            library_state: Mutex::new(library),
             library_watch: Mutex::new(LibraryWatch {
-                lost: library_lost,
                 connected: Instant::now(),
-                pause: WATCH_INTERVAL,
+                pause: watch::INTERVAL,
             }),
             saving: Mutex::default(),
             being_saved: AtomicBool::new(false),
@@ -391,75 +382,6 @@ impl Machine {
             .collect()
     }
 
-    /// Looks at the VM now and then until its process ends.
-    pub fn watch(&self) {
-        let (mut looked, mut seen) = (Instant::now(), self.state());
-        loop {
-            match self.vm.process().wait_exit(STATE_INTERVAL) {
-                Ok(false) => {
-                    // What lasts no longer than a look is a pause of our own, for folding.
-                    let now = self.look_at_state(Duration::ZERO);
-                    if now == seen {
-                        self.note_state(&now);
-                    }
-                    seen = now;
-                    if looked.elapsed() >= WATCH_INTERVAL {
-                        looked = Instant::now();
-                        if seen.name != SILENT {
-                            self.look_again();
-                        }
-                        self.reach_library_again();
-                    }
-                }
-                Ok(true) => return,
-                Err(error) => {
-                    warn!(vm = self.name, %error, "its process cannot be watched");
-                    return;
-                }
-            }
-        }
-    }
-
-    /// Connects to the library anew if it did not answer the engine: QEMU may have stood still (a stopped process, a host that
-    /// swaps), or its library's thread got no core. A library that keeps failing is tried less and less often, because the engine
-    /// waits for it each time.
-    fn reach_library_again(&self) {
-        let mut watch = self
-            .library_watch
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if !watch.lost.load(Ordering::Acquire) || watch.connected.elapsed() < watch.pause {
-            return;
-        }
-        let link = match self.vm.library_link() {
-            Some(Ok(link)) => link,
-            // Tried again at the next look. Most VMs whose library is lost are ending.
-            Some(Err(error)) => return debug!(vm = self.name, %error, "its library is not reached"),
-            None => return,
-        };
-        warn!(
-            vm = self.name,
-            "its library had not answered in time; folding goes on"
-        );
-        watch.pause = if watch.connected.elapsed() > LONGEST_PAUSE {
-            WATCH_INTERVAL
-        } else {
-            (watch.pause * 2).min(LONGEST_PAUSE)
-        };
-        watch.connected = Instant::now();
-        // An order that is under way may yet find out that the old one is lost.
-        watch.lost = Arc::default();
-        self.look_again();
-        let conditions = self.seen().conditions.clone();
-        let (monitor, lost) = (self.monitor.clone(), watch.lost.clone());
-        let guest = QemuGuest::new(self.pid(), link, monitor, &conditions, lost);
-        self.tell(Command::Reached {
-            id: self.id,
-            guest: Box::new(guest),
-            problem: self.problem(),
-        });
-    }
-
     /// Removes what the VM's end left over.
     pub fn clean_up(&self) {
         // The link's thread ends with it: nobody waits for that with the lock.
@@ -490,12 +412,6 @@ impl Machine {
     }
 
     /// Whether its library can stop it, and lets it go on when this daemon dies.
-            costs: seen
-                .conditions
-                .costs
-                .iter()
-                .map(ToString::to_string)
-                .collect(),
     pub const fn can_stop(&self) -> bool {
         self.can_stop
     }
@@ -563,6 +479,12 @@ impl Machine {
                 self.can_stop,
                 self.libvirt().map_or(NO_MONITOR, |_| NOT_STOPPED),
             ),
+            costs: seen
+                .conditions
+                .costs
+                .iter()
+                .map(ToString::to_string)
+                .collect(),
             segments: self.segments(),
             clock: self.clock_step(),
             renewal: self

@@ -22,6 +22,7 @@ mod cut_off;
 mod error;
 mod estimate;
 mod figures;
+mod folding;
 mod guest;
 mod joined;
 mod ksm;
@@ -77,10 +78,8 @@ use views::Views;
 pub use views::{EstimateOrder, PlaceOrder, SwapUse};
 use watched::Guard;
 
-use crate::api::{
-    AttachRequest, FoldRequest, FullReport, LendRequest, VersionInfo, VmInfo, VmSwap,
-};
-use crate::fold::{Command, Engine, EngineSettings, EngineStats, VmId};
+use crate::api::{AttachRequest, FullReport, LendRequest, VersionInfo, VmInfo, VmSwap};
+use crate::fold::{Command, Engine, EngineSettings, VmId};
 use crate::ledger::{self, BrakePolicy, StoreAccount};
 use crate::lend::RegistryAt;
 use crate::segment;
@@ -158,6 +157,8 @@ pub struct Daemon {
     uses: Uses,
     /// Memory that is lent and borrowed.
     lending: Lending,
+    /// What the engine said last of folding.
+    folding: folding::LastStats,
     /// Figures for scrapes, taken not long ago.
     kept: figures::Kept,
     /// Samples, of which the history is made.
@@ -205,6 +206,7 @@ impl Daemon {
             owing: DebtWatch::new(options.brake),
             uses: Uses::default(),
             lending: Lending::open(options)?,
+            folding: folding::LastStats::default(),
             kept: figures::Kept::default(),
             sampling: Arc::new(Sampling::new(options.history.as_deref())),
             views: Views::default(),
@@ -579,55 +581,6 @@ impl Daemon {
     /// Waits until a guest's agent has connected.
     pub fn wait_agent(&self, name: &str, timeout: Duration) -> Result<(), DaemonError> {
         Ok(self.machine(name)?.wait_agent(timeout)?)
-    }
-
-    /// Whether the daemon works: waits until nobody holds the table of VMs and the engine answers. `false`: the engine has ended.
-    #[must_use]
-    pub fn is_alive(&self) -> bool {
-        drop(self.lock());
-        self.reports_cpu().is_ok()
-    }
-
-    /// CPU time of the engine for [`Daemon::fold_stats`] so far.
-    fn reports_cpu(&self) -> Result<Duration, DaemonError> {
-        let (answer, answered) = sync_channel(1);
-        self.tell(Command::ReportsCpu(answer))?;
-        answered
-            .recv()
-            .map(Duration::from_nanos)
-            .map_err(|_| DaemonError::Internal("the fold engine has ended"))
-    }
-
-    /// What folding has done.
-    pub fn fold_stats(&self) -> Result<EngineStats, DaemonError> {
-        let (answer, stats) = sync_channel(1);
-        self.tell(Command::Stats(answer))?;
-        stats
-            .recv()
-            .map_err(|_| DaemonError::Internal("the fold engine has ended"))
-    }
-
-    /// Pauses folding, resumes it, changes its budget.
-    pub fn set_fold(&self, request: &FoldRequest) -> Result<EngineStats, DaemonError> {
-        if let Some(percent) = request.cpu_percent.filter(|p| !(0.0..=100.0).contains(p)) {
-            return Err(DaemonError::BadRequest(format!(
-                "cpu_percent is {percent}; give 0 to 100"
-            )));
-        }
-        if let Some(paused) = request.paused {
-            self.tell(Command::SetPaused(paused))?;
-        }
-        if request.cpu_percent.is_some() || request.pages_per_second.is_some() {
-            let now = self.fold_stats()?;
-            self.tell(Command::SetBudget {
-                cpu_share: request.cpu_percent.map_or(now.cpu_share, |p| p / 100.0),
-                pages_per_second: request
-                    .pages_per_second
-                    .or(now.pages_per_second)
-                    .filter(|&n| n > 0),
-            })?;
-        }
-        self.fold_stats()
     }
 
     /// The ledger of this moment.

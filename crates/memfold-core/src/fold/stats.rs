@@ -178,6 +178,9 @@ pub struct EngineStats {
     pub hints_waiting: u64,
     /// Memory of the engine's tables, in bytes.
     pub own_bytes: u64,
+    /// Seconds since these figures were taken: 0, unless the engine waits for a VM that does not answer.
+    #[serde(default)]
+    pub age_s: f64,
     /// Per VM.
     pub vms: Vec<VmStats>,
     /// Per domain.

@@ -91,8 +91,16 @@ fn render(stats: &EngineStats) -> String {
         .pages_per_second
         .map_or_else(String::new, |n| format!(", {n} pages/s"));
     let store: u64 = stats.domains.iter().map(|d| d.store_bytes).sum();
+    let age = if stats.age_s > 0.0 {
+        format!(
+            "figures of {:.0} s ago: folding waits for a VM that does not answer\n",
+            stats.age_s
+        )
+    } else {
+        String::new()
+    };
     format!(
-        "{}folding: {}; budget {:.1} % of a core{rate}; used {:.2} s engine + {:.2} s in QEMUs\n\
+        "{}{age}folding: {}; budget {:.1} % of a core{rate}; used {:.2} s engine + {:.2} s in QEMUs\n\
          hint to fold: median {}, 95 % within {}; {} hints waiting; page store {}\n\
          judged pages: same path {} equal, {} different; same name and size elsewhere {} equal, {} different\n\
          longest freeze of a run {:.1} ms; longest pause {} ms\n\n{}",

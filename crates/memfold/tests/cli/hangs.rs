@@ -221,6 +221,50 @@ fn a_stopped_qemu_fails_saves_in_time_and_keeps_no_daemon_from_ending_or_startin
 }
 
 #[test]
+fn figures_of_folding_are_shown_at_once_while_the_engine_waits_for_a_stopped_qemu() {
+    let daemon = Daemon::start();
+    let pid = pid_of(&firmware_vm(&daemon, "still")).unwrap();
+    firmware_vm(&daemon, "other");
+    daemon.json(&["fold", "status"]);
+    kill_process(pid, Signal::STOP).unwrap();
+    // It gives the engine an order for this VM.
+    let mut save = daemon
+        .command(&["snapshot", "save", "still", "s", "--keep", "all"])
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let (mut longest, mut oldest) = (Duration::ZERO, 0.0_f64);
+    while save.try_wait().unwrap().is_none() {
+        let lines: [&[&str]; 2] = [&["fold", "status", "--json"], &["report", "--json"]];
+        for line in lines {
+            let began = Instant::now();
+            let output = within(Duration::from_secs(60), &mut daemon.command(line));
+            longest = longest.max(began.elapsed());
+            assert_eq!(code(&output), 0, "{}", err(&output));
+            let stats: Value = serde_json::from_slice(&output.stdout).unwrap();
+            let stats = if line[0] == "fold" {
+                &stats
+            } else {
+                &stats["fold"]
+            };
+            let problem = |name: &str| {
+                let mut vms = stats["vms"].as_array().unwrap().iter();
+                vms.find(|vm| vm["name"] == name).unwrap()["problem"].to_string()
+            };
+            assert!(problem("still").contains("is stopped"), "{stats}");
+            assert!(!problem("other").contains("stopped"), "{stats}");
+            oldest = oldest.max(stats["age_s"].as_f64().unwrap());
+        }
+    }
+    assert!(longest <= patience(Duration::from_secs(2)), "{longest:?}");
+    assert!(oldest > 1.0, "the engine was not kept waiting: {oldest} s");
+    kill_process(pid, Signal::CONT).unwrap();
+    wait("the figures are those of now", || {
+        daemon.json(&["fold", "status"])["age_s"] == 0.0
+    });
+}
+
+#[test]
 fn requests_for_a_qemu_that_accepts_nobody_end_and_others_are_served() {
     let daemon = Daemon::start();
     let pid = pid_of(&daemon.paused_vm("still", &[])).unwrap();
