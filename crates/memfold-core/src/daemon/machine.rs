@@ -27,6 +27,7 @@ use crate::vm::{
     SegmentSpec, Vm, VmConditions,
 };
 
+mod room;
 mod running;
 mod watch;
 
@@ -181,7 +182,7 @@ impl Machine {
             Some(guest) => Box::new(guest),
             None => Box::new(Unfolded(machine.pid())),
         };
-        machine.note_state(&state);
+        machine.note_state(&machine.with_own_fix(state));
         let layout = machine.layout();
         let advice = machine.advice(&layout);
         machine.tell(Command::Add {

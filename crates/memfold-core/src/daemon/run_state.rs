@@ -2,6 +2,8 @@
 //!
 //! Source: `RunState`, `query-block` (`io-status`) and the events of QEMU's `qapi/run-state.json` and `qapi/block-core.json`.
 
+use std::path::PathBuf;
+
 use serde_json::Value;
 
 use crate::vm::{Qmp, QmpError};
@@ -13,6 +15,8 @@ pub(super) struct RunState {
     pub name: String,
     pub cause: Option<String>,
     pub fix: Option<String>,
+    /// Files of disks for which there was no room.
+    pub full: Vec<PathBuf>,
 }
 
 /// QEMU doesn't answer.
@@ -27,6 +31,7 @@ impl Default for RunState {
             name: "running".into(),
             cause: None,
             fix: None,
+            full: Vec::new(),
         }
     }
 }
@@ -49,6 +54,7 @@ impl RunState {
             name: name.to_owned(),
             cause: Some(cause),
             fix: Some(fix),
+            full: Vec::new(),
         }
     }
 
@@ -158,7 +164,7 @@ fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
     let devices = block.as_array().into_iter().flatten();
     let failed =
         devices.filter(|device| matches!(device["io-status"].as_str(), Some("nospace" | "failed")));
-    let (mut disks, mut is_full) = (Vec::new(), false);
+    let (mut disks, mut full, mut is_full) = (Vec::new(), Vec::new(), false);
     for device in failed {
         let text = |value: &Value| {
             value
@@ -172,7 +178,10 @@ fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
             .unwrap_or_else(|| "?".into());
         let path = text(&device["inserted"]["image"]["filename"])
             .or_else(|| text(&device["inserted"]["file"]));
-        is_full |= device["io-status"] == "nospace";
+        if device["io-status"] == "nospace" {
+            is_full = true;
+            full.extend(path.as_ref().map(PathBuf::from));
+        }
         disks.push(format!(
             "disk {name} ({})",
             path.unwrap_or_else(|| "no file".into())
@@ -198,11 +207,12 @@ fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
     } else {
         "mend that storage"
     };
-    RunState::new(
+    let state = RunState::new(
         "io-error",
         format!("a {operation} on {which} failed: {reason}"),
         format!("{first}, then: memfold vm resume {vm} (the guest notices nothing but the time)"),
-    )
+    );
+    RunState { full, ..state }
 }
 
 /// `/machine/peripheral/vd0/virtio-backend` is the device `vd0`.
@@ -232,6 +242,7 @@ mod tests {
             state.words(),
             "io-error: a write on disk vd1 (/full/b) failed: no space left"
         );
+        assert_eq!(state.full, [PathBuf::from("/full/b")]);
         assert!(
             state.fix.unwrap().starts_with(
                 "make room on the file system of that file, then: memfold vm resume web"
@@ -245,5 +256,6 @@ mod tests {
             state.words(),
             "io-error: a read on disk sd (nbd://h) failed: Input/output error"
         );
+        assert_eq!(state.full, Vec::<PathBuf>::new());
     }
 }

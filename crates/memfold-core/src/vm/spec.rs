@@ -267,6 +267,7 @@ impl MergeChoice {
 /// A VM's description.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(clippy::struct_excessive_bools)] // independent wishes
 pub struct VmSpec {
     /// Unique on this host.
     pub name: String,
@@ -327,6 +328,10 @@ pub struct VmSpec {
     /// What a VM of a snapshot lacks of the host that the saved one had. A snapshot's matter: no description of a person's has it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
+    /// Let it go on by itself that stood still for a full disk, as soon as the disk's file system has 16 MiB free. Unset: somebody has to
+    /// (`vm resume`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub resume_when_room: bool,
     /// More QEMU arguments, as they are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
@@ -389,6 +394,7 @@ impl VmSpec {
             swap: None,
             forwards: Vec::new(),
             left_out: Vec::new(),
+            resume_when_room: false,
             qemu_args: Vec::new(),
             qemu_directory: None,
             files: Vec::new(),

@@ -135,6 +135,9 @@ pub(super) struct RunArguments {
     /// Start it though the brake is on: guests could call in more than this host could give (see 'memfold debt')
     #[arg(long)]
     despite_brake: bool,
+    /// Let the VM go on by itself after it stood still for a full disk, as soon as 16 MiB are free on that disk's file system
+    #[arg(long)]
+    resume_when_room: bool,
     /// Don't preload memfold's library: the VM's RAM won't be folded
     #[arg(long)]
     no_fold: bool,
@@ -210,6 +213,7 @@ impl RunArguments {
         }
         spec.fold &= !self.no_fold;
         spec.boot_snapshot |= self.boot_snapshot;
+        spec.resume_when_room |= self.resume_when_room;
         if !self.qemu_args.is_empty() {
             spec.qemu_args.extend(self.qemu_args);
             spec.qemu_directory = Some(std::env::current_dir()?);
@@ -408,6 +412,7 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
     } else {
         lines.extend(vm.fold_problems.iter().map(not_folded));
     }
+    lines.extend(vm.costs.iter().map(|cost| format!("note: {cost}")));
     lines.extend(vm.forwards.iter().map(|port| format!("forwarded: {port}")));
     if !vm.left_out.is_empty() {
         lines.push(format!(

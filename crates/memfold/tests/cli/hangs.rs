@@ -341,18 +341,14 @@ const WRITER: [u8; 82] = [
 
 #[track_caller]
 fn run_disk(daemon: &Daemon, name: &str, disk: &Path) {
+    run_disk_with(daemon, name, disk, &[]);
+}
+
+#[track_caller]
+fn run_disk_with(daemon: &Daemon, name: &str, disk: &Path, more: &[&str]) {
     let disk = disk.to_str().unwrap();
-    daemon.json(&[
-        "vm",
-        "run",
-        "--name",
-        name,
-        "--memory",
-        "64M",
-        "--no-fold",
-        "--disk",
-        disk,
-    ]);
+    let line = ["vm", "run", "--name", name, "--memory", "64M", "--no-fold"];
+    daemon.json(&[&line[..], &["--disk", disk], more].concat());
 }
 
 fn qmp(daemon: &Daemon, name: &str) -> Qmp {
@@ -543,6 +539,11 @@ fn a_guest_that_stands_still_for_a_full_disk_is_told_everywhere_and_resumed() {
     wait_state(&daemon, "full", "io-error");
     assert!([0, 1].contains(&code(&early)));
     small.resize("64m");
+    // Nobody has asked for that to be noticed.
+    let mut events = qmp(&daemon, "full");
+    let by_itself = events.wait_event(&["RESUME"], Duration::from_secs(3));
+    assert_eq!(by_itself.unwrap(), None);
+    drop(events);
     let resumed = within(
         Duration::from_secs(30),
         &mut daemon.command(&["vm", "resume", "full"]),
@@ -554,6 +555,44 @@ fn a_guest_that_stands_still_for_a_full_disk_is_told_everywhere_and_resumed() {
     let vm = wait_state(&daemon, "full", "paused");
     assert!(vm["state_cause"].as_str().unwrap().contains("QMP"), "{vm}");
     drop(daemon);
+}
+
+#[test]
+fn a_vm_that_is_to_go_on_by_itself_does_when_its_disk_has_room_and_not_before() {
+    let place = tempfile::tempdir().unwrap();
+    let small = Small::mount(&place.path().join("small"), "1m");
+    let log = place.path().join("log");
+    let disk = boot_disk(&small.0, &WRITER, 256 << 20);
+    let mut daemon = Daemon::start_logging(std::fs::File::create(&log).unwrap().into(), &[]);
+    run_disk_with(&daemon, "full", &disk, &["--resume-when-room"]);
+    let vm = wait_state(&daemon, "full", "io-error");
+    let fix = vm["state_fix"].as_str().unwrap();
+    assert!(fix.contains("resumed by itself"), "{fix}");
+    // Too little to be worth it.
+    small.resize("4m");
+    // Whoever takes it over knows that it is to go on, too.
+    daemon.terminate();
+    daemon.start_again();
+    let mut events = qmp(&daemon, "full");
+    wait_state(&daemon, "full", "io-error");
+    let early = events.wait_event(&["RESUME"], Duration::from_secs(3));
+    assert_eq!(early.unwrap(), None);
+    small.resize("18m");
+    let resumed = events
+        .wait_event(&["RESUME"], patience(Duration::from_secs(20)))
+        .unwrap();
+    assert!(resumed.is_some(), "it was not resumed");
+    // What it writes fills that, too: it stands still again, and goes on again.
+    events
+        .wait_event(&["STOP"], patience(Duration::from_secs(180)))
+        .unwrap()
+        .expect("18 MiB are full");
+    small.resize("256m");
+    let resumed = events
+        .wait_event(&["RESUME"], patience(Duration::from_secs(30)))
+        .unwrap();
+    assert!(resumed.is_some(), "it was not resumed again");
+    wait_state(&daemon, "full", "running");
 }
 
 #[test]

@@ -19,7 +19,28 @@ const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
 const POWER_OFF: &str =
     "if command -v systemctl > /dev/null; then systemctl poweroff; else poweroff; fi";
 
+/// What is to be done for a VM that goes on by itself.
+const GOES_ON: &str = "make room on the file system of that file: it is resumed by itself then (the guest notices nothing but the time)";
+
 impl Machine {
+    /// Whether it is to go on by itself when there is room for what it writes to its disks.
+    fn resumes_when_room(&self) -> bool {
+        self.vm.spec().is_some_and(|spec| spec.resume_when_room)
+    }
+
+    /// Whether it may go on by itself now.
+    pub(super) fn may_resume_when_room(&self) -> bool {
+        self.resumes_when_room() && !self.being_saved.load(Ordering::Relaxed)
+    }
+
+    /// With what is to be done about this VM.
+    pub(super) fn with_own_fix(&self, mut state: RunState) -> RunState {
+        if !state.full.is_empty() && self.resumes_when_room() {
+            state.fix = Some(GOES_ON.into());
+        }
+        state
+    }
+
     /// Whether it runs, as seen last.
     pub fn state(&self) -> RunState {
         self.state
@@ -42,7 +63,7 @@ impl Machine {
         let before = self.state();
         match RunState::ask(&self.name, &mut qmp) {
             Ok(now) if now.name == before.name => before,
-            Ok(now) => now,
+            Ok(now) => self.with_own_fix(now),
             Err(QmpError::Busy { .. }) => before,
             // It hangs still, whatever the words are.
             Err(_) if before.name == SILENT && qmp.is_silent() => before,

@@ -1,11 +1,12 @@
 //! Looks at a VM now and then: whether it runs, what it allows, whether its library answers.
 
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use tracing::{debug, warn};
 
 use super::Machine;
+use super::room::RoomWatch;
 use crate::daemon::guest::{LibraryState, QemuGuest, SharedLibraryState};
 use crate::daemon::run_state::{RunState, SILENT};
 use crate::fold::Command;
@@ -25,8 +26,9 @@ const ORDER: Duration = Duration::from_millis(1500);
 
 impl Machine {
     /// Looks at the VM now and then until its process ends.
-    pub fn watch(&self) {
+    pub fn watch(self: &Arc<Self>) {
         let (mut looked, mut seen) = (Instant::now(), self.state());
+        let mut room = RoomWatch::default();
         loop {
             match self.vm.process().wait_exit(STATE) {
                 Ok(false) => {
@@ -34,6 +36,7 @@ impl Machine {
                     let now = self.look_at_state(Duration::ZERO);
                     if now == seen {
                         self.note_state(&now);
+                        room.look(self, &now);
                     }
                     seen = now;
                     if looked.elapsed() >= INTERVAL {
