@@ -6,14 +6,11 @@ use std::time::{Duration, Instant, SystemTime};
 use tracing::{info, warn};
 
 use super::machine::Machine;
-use crate::snapshot::clock::{ClockStep, LOOK, Offset, RTC, in_words, milliseconds};
+use crate::snapshot::clock::{self, ClockStep, LOOK, Offset, RTC, in_words};
 use crate::vm::AgentError;
 
 /// How long a guest may take to say its time, or to set it.
 const TIMEOUT: Duration = Duration::from_secs(20);
-
-/// How often a clock is set until it is right: a busy guest takes long between two instructions.
-const MOST_STEPS: usize = 3;
 
 /// How long a user's command waits for the clock of a guest whose agent answers.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -86,37 +83,14 @@ impl Machine {
     }
 
     fn step_clock(&self) -> Result<ClockStep, AgentError> {
-        let Some(first) = self.look_at_clock()? else {
-            return Ok(no_time());
-        };
-        let mut now = first;
-        let mut problem = None;
-        for _ in 0..MOST_STEPS {
-            if now.is_right() {
-                break;
-            }
-            let done = self.run_short(&now.step(SystemTime::now()), TIMEOUT)?;
-            if done.code != 0 {
-                problem = Some("its 'date -s' failed".to_owned());
-                break;
-            }
-            now = match self.look_at_clock()? {
-                Some(now) => now,
-                None => return Ok(no_time()),
-            };
-        }
-        if problem.is_none() && !now.is_right() {
-            problem = Some(format!(
-                "it was set {MOST_STEPS} times, and is off again: something else in the guest sets it"
-            ));
-        }
-        Ok(ClockStep {
-            pending: false,
-            behind_ms: Some(milliseconds(first.behind)),
-            left_ms: Some(milliseconds(now.behind)),
-            uncertainty_ms: Some(milliseconds(now.uncertainty)),
-            problem,
-        })
+        clock::set(
+            || self.look_at_clock(),
+            |offset| {
+                let began = Instant::now();
+                let done = self.run_short(&offset.step(SystemTime::now()), TIMEOUT)?;
+                Ok((done.code == 0).then(|| began.elapsed()))
+            },
+        )
     }
 
     fn look_at_clock(&self) -> Result<Option<Offset>, AgentError> {
@@ -162,12 +136,5 @@ impl Machine {
             let waited = self.clock_set.wait_timeout(clock, left);
             clock = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-    }
-}
-
-fn no_time() -> ClockStep {
-    ClockStep {
-        problem: Some("the guest does not say its time (date +%s.%N)".to_owned()),
-        ..ClockStep::default()
     }
 }

@@ -92,6 +92,14 @@ impl Offset {
         self.behind.abs() <= tolerance.max(self.uncertainty)
     }
 
+    /// Whether it is, after a step, no further off than the way to set it explains: what the look `before` was wrong by, the time that the step
+    /// took, in which the guest's clock stood between being read and being set, and what this look is wrong by.
+    #[must_use]
+    pub fn is_explained(self, before: Self, step: Duration) -> bool {
+        let step = i128::try_from(step.as_nanos()).unwrap_or(i128::MAX / 4);
+        self.is_right() || self.behind.abs() <= before.uncertainty + step + self.uncertainty
+    }
+
     /// What the guest runs so that it is right; `now` is for one whose `date` knows whole seconds only.
     #[must_use]
     pub fn step(self, now: SystemTime) -> String {
@@ -108,6 +116,50 @@ date -u -s \"@$at\" > /dev/null",
             self.behind
         )
     }
+}
+
+/// How often a clock is set until it is right: a busy guest takes long between two instructions.
+const MOST_STEPS: usize = 3;
+
+/// Sets a clock. `look` says how far it is off, if it says anything; `step` sets it by that, and says how long that took, or `None` if it failed.
+pub fn set<E>(
+    mut look: impl FnMut() -> Result<Option<Offset>, E>,
+    mut step: impl FnMut(Offset) -> Result<Option<Duration>, E>,
+) -> Result<ClockStep, E> {
+    let no_time = || ClockStep {
+        problem: Some("the guest does not say its time (date +%s.%N)".to_owned()),
+        ..ClockStep::default()
+    };
+    let Some(first) = look()? else {
+        return Ok(no_time());
+    };
+    let (mut now, mut problem) = (first, None);
+    for _ in 0..MOST_STEPS {
+        if now.is_right() {
+            problem = None;
+            break;
+        }
+        let Some(took) = step(now)? else {
+            problem = Some("its 'date -s' failed".to_owned());
+            break;
+        };
+        let before = now;
+        now = match look()? {
+            Some(now) => now,
+            None => return Ok(no_time()),
+        };
+        problem = (!now.is_explained(before, took)).then(|| {
+            "it was set, and is off again by more than that took: something else in the guest sets it"
+                .to_owned()
+        });
+    }
+    Ok(ClockStep {
+        pending: false,
+        behind_ms: Some(milliseconds(first.behind)),
+        left_ms: Some(milliseconds(now.behind)),
+        uncertainty_ms: Some(milliseconds(now.uncertainty)),
+        problem,
+    })
 }
 
 fn nanoseconds_of(time: SystemTime) -> Option<i128> {
@@ -194,6 +246,46 @@ mod tests {
             .unwrap()
             .trim()
             .to_owned()
+    }
+
+    /// A guest whose clock is `behind` (ns): between reading it and setting it each step stands still for `stands`, a look takes `look`, and
+    /// `other` sets it back after each step.
+    fn set_in(behind: i128, look: i128, stands: i128, other: i128) -> (ClockStep, usize) {
+        let clock = std::cell::Cell::new(behind);
+        let steps = std::cell::Cell::new(0);
+        let done = set::<()>(
+            || {
+                // The guest reads its clock at the end of the way, which nobody knows.
+                Ok(Some(Offset {
+                    behind: clock.get() - look / 2,
+                    uncertainty: look / 2,
+                }))
+            },
+            |offset| {
+                steps.set(steps.get() + 1);
+                clock.set(clock.get() - offset.behind + stands + other);
+                Ok(Some(Duration::from_nanos(
+                    u64::try_from(stands + look).unwrap(),
+                )))
+            },
+        );
+        (done.unwrap(), steps.get())
+    }
+
+    #[test]
+    fn a_busy_guest_is_not_taken_for_one_whose_clock_something_else_sets() {
+        let ms = SECOND / 1000;
+        let (quick, steps) = set_in(102 * SECOND, 4 * ms, ms, 0);
+        assert_eq!((quick.problem, steps), (None, 1));
+        // It stands still for 700 ms at each step, and looks take 80 ms.
+        let (busy, steps) = set_in(102 * SECOND, 80 * ms, 700 * ms, 0);
+        assert_eq!((busy.problem, steps), (None, MOST_STEPS));
+        assert!(busy.left_ms.unwrap() > 500.0);
+        let (other, _) = set_in(102 * SECOND, 80 * ms, 10 * ms, 5 * SECOND);
+        assert!(other.problem.unwrap().contains("something else"));
+        // The same where the host itself is slow: what a look can't tell is no fault.
+        let (slow, _) = set_in(102 * SECOND, 3 * SECOND, 700 * ms, 0);
+        assert_eq!(slow.problem, None);
     }
 
     #[test]
