@@ -11,6 +11,7 @@ use memfold_wire::library::Advice;
 use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
+use self::pauses::Pauses;
 use super::DaemonError;
 use super::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
 use super::run_state::RunState;
@@ -27,6 +28,7 @@ use crate::vm::{
     SegmentSpec, Vm, VmConditions,
 };
 
+mod pauses;
 mod room;
 mod running;
 mod watch;
@@ -91,6 +93,9 @@ pub(super) struct Machine {
     saving: Mutex<()>,
     /// A snapshot is being made, for which it stands still.
     being_saved: AtomicBool,
+    pauses: Mutex<Pauses>,
+    /// Whether its guest's agent has ever answered this daemon.
+    had_agent: AtomicBool,
     /// Held while what its swap disk uses is changed.
     swapping: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
@@ -165,6 +170,8 @@ impl Machine {
             }),
             saving: Mutex::default(),
             being_saved: AtomicBool::new(false),
+            pauses: Mutex::default(),
+            had_agent: AtomicBool::new(false),
             swapping: Mutex::default(),
             renewal: Mutex::default(),
             clock: Mutex::default(),
@@ -217,7 +224,9 @@ impl Machine {
             }
         };
         self.set_renewal(Renewal::pending());
-        if !plan.keeps_clock() {
+        if plan.keeps_clock() {
+            self.keep_clock();
+        } else {
             self.set_clock_soon();
         }
         let weak = Arc::downgrade(self);
@@ -290,6 +299,7 @@ impl Machine {
     fn agent_event(&self, event: AgentEvent) {
         match event {
             AgentEvent::Session(facts) => {
+                self.had_agent.store(true, Ordering::Relaxed);
                 info!(
                     vm = self.name,
                     kernel = facts.kernel,
@@ -640,12 +650,6 @@ impl Machine {
         }
     }
 
-    /// Notes that it stands still for its snapshot, as long as this is kept.
-    pub fn note_saving(&self) -> impl Drop + '_ {
-        self.being_saved.store(true, Ordering::Relaxed);
-        BeingSaved(&self.being_saved)
-    }
-
     /// Pages of its RAM.
     pub fn ram_pages(&self) -> u64 {
         self.seen().layout.pages()
@@ -657,14 +661,6 @@ impl Machine {
 
     pub fn wait_agent(&self, timeout: Duration) -> Result<(), AgentError> {
         self.agent_or_error()?.wait_session(timeout).map(drop)
-    }
-}
-
-struct BeingSaved<'a>(&'a AtomicBool);
-
-impl Drop for BeingSaved<'_> {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::Relaxed);
     }
 }
 

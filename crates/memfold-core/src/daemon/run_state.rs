@@ -82,10 +82,7 @@ impl RunState {
     pub fn ask(vm: &str, qmp: &mut Qmp) -> Result<Self, QmpError> {
         let answer = qmp.query("query-status")?;
         let name = answer["status"].as_str().unwrap_or("unknown");
-        let events: Vec<Value> = TELLING
-            .iter()
-            .flat_map(|event| qmp.take_events_named(event))
-            .collect();
+        let events = qmp.take_events_named(&TELLING);
         if name == "running" {
             return Ok(Self::default());
         }

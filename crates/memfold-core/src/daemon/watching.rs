@@ -111,7 +111,7 @@ pub(super) fn hear(machine: &Machine, guard: &Guard) {
             return;
         }
         (
-            qmp.take_events_named("QUORUM_REPORT_BAD"),
+            qmp.take_events_named(&["QUORUM_REPORT_BAD"]),
             qmp.connections(),
         )
     };

@@ -394,9 +394,10 @@ impl Qmp {
         self.connections
     }
 
-    /// Events of this name received so far, oldest first; they are forgotten here, and others stay for those who wait for them.
-    pub fn take_events_named(&mut self, name: &str) -> Vec<Value> {
-        let (named, others) = self.events.drain(..).partition(|e| e["event"] == *name);
+    /// Events of these names received so far, oldest first; they are forgotten here, and others stay for those who wait for them.
+    pub fn take_events_named(&mut self, names: &[&str]) -> Vec<Value> {
+        let is_named = |event: &Value| event["event"].as_str().is_some_and(|n| names.contains(&n));
+        let (named, others) = self.events.drain(..).partition(is_named);
         self.events = others;
         let named: VecDeque<Value> = named;
         named.into()

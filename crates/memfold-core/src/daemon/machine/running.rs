@@ -1,7 +1,7 @@
 //! Whether a VM runs, and how it goes on or ends.
 
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use tracing::{debug, info, warn};
@@ -51,7 +51,7 @@ impl Machine {
 
     /// Whether it runs now. What isn't known, because somebody else uses the monitor for longer than `patience` or a snapshot is being
     /// made, is as it was.
-    pub(super) fn look_at_state(&self, patience: Duration) -> RunState {
+    pub(super) fn look_at_state(self: &Arc<Self>, patience: Duration) -> RunState {
         let pid = self.pid().as_raw_nonzero().get();
         if is_stopped(pid.unsigned_abs()) {
             return RunState::stopped(pid);
@@ -61,7 +61,11 @@ impl Machine {
         }
         let mut qmp = self.monitor.lock_within(patience);
         let before = self.state();
-        match RunState::ask(&self.name, &mut qmp) {
+        let asked = RunState::ask(&self.name, &mut qmp);
+        if asked.is_ok() {
+            self.hear_pauses(&mut qmp, &before);
+        }
+        match asked {
             Ok(now) if now.name == before.name => before,
             Ok(now) => self.with_own_fix(now),
             Err(QmpError::Busy { .. }) => before,
@@ -105,7 +109,7 @@ impl Machine {
     }
 
     /// Why a command in its guest has no answer, if that is because the VM stands still. One that never ran is as one that boots.
-    pub fn stands_still(&self) -> Option<RunState> {
+    pub fn stands_still(self: &Arc<Self>) -> Option<RunState> {
         let stands = |state: &RunState| !state.is_running() && state.name != "prelaunch";
         // Longer than for a moment.
         for look in 0..3 {

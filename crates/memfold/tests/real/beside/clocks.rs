@@ -111,7 +111,6 @@ fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_j
     assert!(behind > BACK - SLACK, "it was to keep its clock");
     let vms = lab.daemon().list();
     assert_eq!(vms.iter().find(|vm| vm.name == "kept").unwrap().clock, None);
-    lab.stop("kept").unwrap();
 
     // One that was saved and went on.
     let request = SaveRequest {
@@ -133,4 +132,27 @@ fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_j
     assert!(is_near(step.behind_ms.unwrap() / 1000.0, BACK), "{step:?}");
     let [behind, ..] = times(&lab, "first");
     assert!(is_near(behind, 0.0));
+
+    // Stopped and let go on by somebody else; of two the one that keeps its clock first, so that its pause was heard before the other's.
+    lab.exec("first", &back, LIMIT).unwrap();
+    for vm in ["kept", "first"] {
+        let mut other = support::qmp(lab.directory(), vm);
+        other.query("stop").unwrap();
+        wait_for("the daemon sees it standing still", LIMIT, || {
+            let vms = lab.daemon().list();
+            let state = &vms.iter().find(|info| info.name == vm).unwrap().state;
+            (state == "paused").then_some(()).ok_or(state.clone())
+        });
+        other.query("cont").unwrap();
+    }
+    wait_for(
+        "the clock of a guest that others stopped is set",
+        LIMIT,
+        || {
+            let [behind, ..] = times(&lab, "first");
+            is_near(behind, 0.0).then_some(()).ok_or(behind)
+        },
+    );
+    let [behind, ..] = times(&lab, "kept");
+    assert!(behind > BACK - SLACK, "it was to keep its clock");
 }
