@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use memfold_core::snapshot::Progress;
-use memfold_core::snapshot::image::{Plan, Source, Writer};
+use memfold_core::snapshot::image::{Plan, Source};
 use memfold_core::snapshot::past::Past;
 use memfold_core::snapshot::stored::{Pages, Stored};
+use memfold_core::snapshot::writer::Writer;
 use memfold_qemu::Folder;
 use memfold_sys::memory;
 use memfold_sys::region::{Area, Mapping};
@@ -260,7 +261,7 @@ fn what_is_written_to_meanwhile_is_saved_as_it_was() {
         let ((), written) = while_written(&ram, rounds + 1, |_| {
             let mut writer = Writer::new(&plan, &ram_file).unwrap();
             let progress = Progress::default();
-            writer.block(&plan, 0, Some(&past), &progress).unwrap();
+            writer.blocks(&plan, &[0], Some(&past), &progress).unwrap();
             writer.finish(&sums).unwrap();
         });
         ram.ok(&Order::ForgetPast, None);

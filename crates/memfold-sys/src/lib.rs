@@ -13,6 +13,7 @@
 //! | [`locked`] | files without a name whose pages stay in RAM |
 //! | [`shared`] | words of a file that several processes change |
 //! | [`signals`] | signal masks of threads |
+//! | [`writeback`] | a file's way to its disk, `sync_file_range(2)` |
 
 pub mod descriptor;
 pub mod guest;
@@ -25,3 +26,4 @@ pub mod session;
 pub mod shared;
 pub mod signals;
 pub mod userfaultfd;
+pub mod writeback;

@@ -46,6 +46,38 @@ pub fn read_many(pid: Pid, ranges: &[(Hva, usize)], buffer: &mut [u8]) -> io::Re
     usize::try_from(copied).map_err(|_| io::Error::last_os_error())
 }
 
+/// Copies several ranges of a process's memory, each to a place of its own, with one system call; the number of bytes copied. It ends
+/// within the first range that can't be read whole. At most 1,024 ranges (`IOV_MAX`).
+pub fn read_parts(pid: Pid, parts: &mut [(Hva, &mut [u8])]) -> io::Result<usize> {
+    let mut local = Vec::with_capacity(parts.len());
+    let mut remote = Vec::with_capacity(parts.len());
+    for (from, part) in parts {
+        let from = usize::try_from(from.0).map_err(io::Error::other)?;
+        local.push(libc::iovec {
+            iov_base: part.as_mut_ptr().cast(),
+            iov_len: part.len(),
+        });
+        remote.push(libc::iovec {
+            iov_base: std::ptr::with_exposed_provenance_mut(from),
+            iov_len: part.len(),
+        });
+    }
+    let count = libc::c_ulong::try_from(local.len()).map_err(io::Error::other)?;
+    // SAFETY: each entry of `local` is one of `parts`, which are borrowed for writing and valid for their own lengths; `remote` is never
+    // dereferenced in this process.
+    let copied = unsafe {
+        libc::process_vm_readv(
+            pid.as_raw_nonzero().get(),
+            local.as_ptr(),
+            count,
+            remote.as_ptr(),
+            count,
+            0,
+        )
+    };
+    usize::try_from(copied).map_err(|_| io::Error::last_os_error())
+}
+
 /// Writes `bytes` at `to` in process `pid`; the number of bytes written, which is less when a later page is not mapped or not
 /// writable.
 pub fn write(pid: Pid, to: Hva, bytes: &[u8]) -> io::Result<usize> {
@@ -88,6 +120,20 @@ mod tests {
         )
         .unwrap();
         assert_eq!((n, &copy[..]), (256, &source[..]));
+    }
+
+    #[test]
+    fn ranges_are_read_each_to_its_own_place() {
+        let source: Vec<u8> = (0..=255).collect();
+        let at = |offset: u64| Hva(source.as_ptr().expose_provenance() as u64 + offset);
+        let (mut first, mut second) = ([0; 3], [0; 2]);
+        let parts = &mut [(at(200), &mut first[..]), (at(7), &mut second[..])];
+        let read = read_parts(rustix::process::getpid(), parts).unwrap();
+        assert_eq!((read, first, second), (5, [200, 201, 202], [7, 8]));
+        // It ends before what is not mapped.
+        let parts = &mut [(at(9), &mut first[..]), (Hva(4096), &mut second[..])];
+        let read = read_parts(rustix::process::getpid(), parts).unwrap();
+        assert_eq!((read, first, second), (3, [9, 10, 11], [7, 8]));
     }
 
     #[test]

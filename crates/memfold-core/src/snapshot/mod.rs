@@ -21,6 +21,7 @@ pub mod manifest;
 pub mod pack;
 mod parts;
 pub mod past;
+pub mod pipeline;
 pub mod refer;
 pub mod restore;
 pub mod save;
@@ -28,6 +29,7 @@ pub mod shelf;
 mod shorten;
 pub mod stored;
 pub mod working_set;
+pub mod writer;
 mod written;
 
 use std::io;

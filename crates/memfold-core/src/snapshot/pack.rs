@@ -11,7 +11,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::image::{CHUNK_BYTES, Data, each_chunk};
+use super::image::{CHUNK_BYTES, chunks_with_data};
+use super::pipeline::{self, Writeback};
 use crate::progress::Progress;
 
 /// Zstandard's fastest of the usual levels: higher ones take twice the time for a tenth of the bytes.
@@ -26,22 +27,21 @@ pub const FRAME_BYTES: usize = 16;
 /// Compresses an image to `packed`; the index.
 pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8>> {
     let chunks = ram.metadata()?.len().div_ceil(CHUNK_BYTES as u64);
-    let mut holds: Vec<u64> = Data::of(ram)?
-        .flat_map(|data| data.start / CHUNK_BYTES as u64..data.end.div_ceil(CHUNK_BYTES as u64))
-        .collect();
-    holds.dedup();
+    let holds = chunks_with_data(ram)?;
+    let writeback = Writeback::start(packed)?;
     let end = AtomicU64::new(0);
     let frames = Mutex::new(vec![
         (0, 0);
         usize::try_from(chunks).map_err(io::Error::other)?
     ]);
-    each_chunk(holds.len() as u64, |number, buffer| {
+    pipeline::run(holds.len() as u64, CHUNK_BYTES, |number, buffer| {
         let number = usize::try_from(number).map_err(io::Error::other)?;
         let chunk = holds[number];
         ram.read_exact_at(buffer, chunk * CHUNK_BYTES as u64)?;
         let frame = zstd::bulk::compress(buffer, LEVEL)?;
         let at = end.fetch_add(frame.len() as u64, Ordering::Relaxed);
-        packed.write_all_at(&frame, at)?;
+        pipeline::write_all_at(packed, &frame, at)?;
+        writeback.add(at..at + frame.len() as u64);
         let chunk = usize::try_from(chunk).map_err(io::Error::other)?;
         frames.lock().unwrap_or_else(PoisonError::into_inner)[chunk] = (at, frame.len() as u64);
         progress.add(CHUNK_BYTES as u64);

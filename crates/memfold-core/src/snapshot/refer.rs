@@ -11,11 +11,13 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
 
 use memfold_units::{PAGE_BYTES, PAGE_SIZE};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, is_zero, punch};
+use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, chunks_with_data, is_zero, punch};
+use super::pipeline;
 use crate::progress::Progress;
 
 /// Bytes of disk files that are looked through for one snapshot: 24 bytes of memory for each 4 KiB, for as long as that takes.
@@ -122,29 +124,43 @@ struct Blocks {
 
 impl Blocks {
     fn read(file: File, progress: &Progress) -> io::Result<Self> {
-        let mut blocks = Self {
-            hashes: Vec::new(),
-            parts: Vec::new(),
-            file,
-        };
-        let mut buffer = vec![0; CHUNK_BYTES];
-        for data in Data::of(&blocks.file)? {
-            let number = |n: usize| u32::try_from(n).map_err(io::Error::other);
-            let mut at = data.start.next_multiple_of(PAGE_SIZE);
-            let part = (at / PAGE_SIZE, number(blocks.hashes.len())?);
-            blocks.parts.push(part);
-            while at + PAGE_SIZE <= data.end {
-                let length = (data.end - at).min(CHUNK_BYTES as u64) / PAGE_SIZE * PAGE_SIZE;
-                let part = &mut buffer[..usize::try_from(length).map_err(io::Error::other)?];
-                blocks.file.read_exact_at(part, at)?;
-                blocks
-                    .hashes
-                    .extend(part.chunks_exact(PAGE_BYTES).map(xxh3_64));
-                at += length;
-                progress.add(length);
-            }
+        let index = |n: u64| usize::try_from(n).map_err(io::Error::other);
+        let mut parts = Vec::new();
+        let mut count = 0;
+        for data in Data::of(&file)? {
+            let first = data.start.div_ceil(PAGE_SIZE);
+            let blocks = (data.end / PAGE_SIZE).saturating_sub(first);
+            parts.push((first, u32::try_from(count).map_err(io::Error::other)?));
+            count += blocks;
         }
-        Ok(blocks)
+        let mut hashes = vec![0; index(count)?];
+        // Each piece of a part has its own place among the hashes.
+        let mut pieces: Vec<(u64, Mutex<&mut [u64]>)> = Vec::new();
+        let ends = parts.iter().skip(1).map(|&(_, number)| u64::from(number));
+        let mut rest = hashes.as_mut_slice();
+        for (&(first, number), end) in parts.iter().zip(ends.chain([count])) {
+            let (part, behind) = rest.split_at_mut(index(end - u64::from(number))?);
+            rest = behind;
+            let places = part.chunks_mut(CHUNK_BYTES / PAGE_BYTES).map(Mutex::new);
+            pieces.extend((first..).step_by(CHUNK_BYTES / PAGE_BYTES).zip(places));
+        }
+        pipeline::run(pieces.len() as u64, CHUNK_BYTES, |number, buffer| {
+            let (first, hashes) = &pieces[index(number)?];
+            let mut hashes = hashes.lock().unwrap_or_else(PoisonError::into_inner);
+            let bytes = &mut buffer[..hashes.len() * PAGE_BYTES];
+            file.read_exact_at(bytes, first * PAGE_SIZE)?;
+            for (hash, block) in hashes.iter_mut().zip(bytes.chunks_exact(PAGE_BYTES)) {
+                *hash = xxh3_64(block);
+            }
+            progress.add(bytes.len() as u64);
+            Ok(())
+        })?;
+        drop(pieces);
+        Ok(Self {
+            file,
+            hashes,
+            parts,
+        })
     }
 
     /// Where the block of a hash lies.
@@ -246,26 +262,23 @@ impl DiskBlocks {
 
 /// Takes out of `ram` what the disks hold.
 pub fn refer(ram: &File, disks: &DiskBlocks, progress: &Progress) -> io::Result<Vec<Reference>> {
-    let mut buffer = vec![0; CHUNK_BYTES];
-    let mut all = Vec::new();
-    let mut next = 0;
-    for data in Data::of(ram)? {
-        for chunk in data.start / CHUNK_BYTES as u64..data.end.div_ceil(CHUNK_BYTES as u64) {
-            // Several parts may lie in one.
-            if chunk < next {
-                continue;
-            }
-            next = chunk + 1;
-            ram.read_exact_at(&mut buffer, chunk * CHUNK_BYTES as u64)?;
-            let found = disks.refer(chunk * CHUNK_PAGES, &buffer)?;
-            for reference in &found {
-                let length = u64::from(reference.pages) * PAGE_SIZE;
-                punch(ram, reference.page * PAGE_SIZE, length)?;
-            }
-            all.extend(found);
-            progress.add(CHUNK_BYTES as u64);
+    let chunks = chunks_with_data(ram)?;
+    let all = Mutex::new(Vec::new());
+    pipeline::run(chunks.len() as u64, CHUNK_BYTES, |number, buffer| {
+        let chunk = chunks[usize::try_from(number).map_err(io::Error::other)?];
+        ram.read_exact_at(buffer, chunk * CHUNK_BYTES as u64)?;
+        let found = disks.refer(chunk * CHUNK_PAGES, buffer)?;
+        for reference in &found {
+            let length = u64::from(reference.pages) * PAGE_SIZE;
+            punch(ram, reference.page * PAGE_SIZE, length)?;
         }
-    }
+        let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+        all.extend(found);
+        progress.add(CHUNK_BYTES as u64);
+        Ok(())
+    })?;
+    let mut all = all.into_inner().unwrap_or_else(PoisonError::into_inner);
+    all.sort_unstable_by_key(|reference| reference.page);
     Ok(all)
 }
 

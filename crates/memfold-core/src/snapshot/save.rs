@@ -33,11 +33,12 @@ use super::copy::{self, Copied};
 use super::free::{self, Frames};
 use super::freeze::{self, Frozen, disk_name};
 use super::hardware;
-use super::image::{Plan, Source, Writer};
+use super::image::{Plan, Source};
 use super::manifest::{FORMAT, FORMAT_IN_PARTS, FileFacts, Keep, Manifest, SavedDisk, Steps};
 use super::past::Past;
 use super::shelf::{DEVICES, Draft, RAM, SUMS, facts};
 use super::shorten::shorten;
+use super::writer::Writer;
 use super::{Shelf, SnapshotError, parts};
 use crate::progress::Progress;
 use crate::vm::block_device::BlockDevice;
@@ -361,9 +362,7 @@ fn copy_ram(
 ) -> io::Result<u64> {
     let copied = blocks.iter().map(|&number| plan.blocks()[number].pages);
     progress.begin("RAM copied", copied.sum::<u64>() * PAGE_SIZE);
-    for number in blocks {
-        writer.block(plan, number, Some(&past), progress)?;
-    }
+    writer.blocks(plan, &blocks, Some(&past), progress)?;
     Ok(past.kept_pages())
 }
 
@@ -473,18 +472,19 @@ fn stand_still<'a>(
         None
     };
     let mut writer = Writer::new(&plan, ram).map_err(failed)?;
+    // An image that is taken apart again would go to the disk in vain.
+    if request.keep != Keep::Hot && !request.compress {
+        writer.write_back().map_err(failed)?;
+    }
     let pages = plan.blocks().iter().map(|block| block.pages);
     progress.begin("RAM saved", pages.sum::<u64>() * PAGE_SIZE);
-    for number in 0..plan.blocks().len() {
-        if past
-            .as_ref()
-            .is_none_or(|(_, live)| !live.contains(&number))
-        {
-            writer
-                .block(&plan, number, None, progress)
-                .map_err(failed)?;
-        }
-    }
+    let is_live = |number: &usize| past.as_ref().is_some_and(|(_, live)| live.contains(number));
+    let still: Vec<usize> = (0..plan.blocks().len())
+        .filter(|number| !is_live(number))
+        .collect();
+    writer
+        .blocks(&plan, &still, None, progress)
+        .map_err(failed)?;
     steps.ram_ms = milliseconds(began.elapsed());
     let began = Instant::now();
     copy::begin(qmp, spec, copies)?;

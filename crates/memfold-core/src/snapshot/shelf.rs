@@ -28,7 +28,7 @@ use super::image::CHUNK_BYTES;
 use super::manifest::{FORMAT, FORMAT_IN_PARTS, FileFacts, Manifest};
 use super::save::host_available_pages;
 use super::stored::{Pages, Stored};
-use super::{SnapshotError, pack, refer};
+use super::{SnapshotError, pack, pipeline, refer};
 use crate::progress::Progress;
 use crate::store::StoreIdentity;
 
@@ -559,19 +559,10 @@ fn is_mapped(file: &File) -> bool {
 }
 
 /// Length and checksum of a file.
-pub fn facts(mut file: File) -> io::Result<FileFacts> {
+#[allow(clippy::needless_pass_by_value)] // whoever has its facts is done with it
+pub fn facts(file: File) -> io::Result<FileFacts> {
     let mut hasher = Xxh3::new();
-    let mut buffer = vec![0; 1 << 20];
-    let mut bytes = 0;
-    io::Seek::rewind(&mut file)?;
-    loop {
-        let n = file.read(&mut buffer)?;
-        if n == 0 {
-            break;
-        }
-        hasher.update(&buffer[..n]);
-        bytes += n as u64;
-    }
+    let bytes = pipeline::read_ahead(&file, |piece| hasher.update(piece))?;
     Ok(FileFacts {
         bytes,
         xxh3_128: hex(hasher.digest128()),

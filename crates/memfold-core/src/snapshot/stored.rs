@@ -17,8 +17,9 @@ use memfold_units::PAGE_SIZE;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, SUM_BYTES, each_chunk, write_nonzero};
+use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, SUM_BYTES, write_nonzero};
 use super::pack::{self, Frame};
+use super::pipeline;
 use super::refer::Reference;
 use crate::progress::Progress;
 
@@ -123,7 +124,7 @@ impl Stored {
     ) -> io::Result<Vec<u64>> {
         let empty = xxh3_128(&vec![0; CHUNK_BYTES]);
         let wrong = Mutex::new(Vec::new());
-        each_chunk(self.chunks(), |chunk, buffer| {
+        pipeline::run(self.chunks(), CHUNK_BYTES, |chunk, buffer| {
             let sum = match self.read(chunk, buffer) {
                 Ok(true) => Some(xxh3_128(buffer)),
                 Ok(false) => Some(empty),

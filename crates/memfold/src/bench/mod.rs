@@ -7,6 +7,7 @@ pub mod figure;
 pub mod fold;
 pub mod hints;
 pub mod ksm;
+mod pipeline;
 mod qemu_way;
 pub mod record;
 pub mod remote;

@@ -11,6 +11,7 @@
 //! | `memfold` | `snapshot save --keep none`: cache dropped, free pages listed, VM stopped, RAM image, VM goes on |
 //! | `live` | the same with `--live`, five times, while a program writes to memory: how long the VM stands still |
 //!
+//! What the disk and the memory of this host could do for RAM at best is measured without a VM ([`pipeline`](super::pipeline)).
 //! How warm a restored VM is, is measured with another one ([`warmth`](super::warmth)).
 //!
 //! Times are from the command to its end, dropping included, and to `running` in a new QEMU process. What a VM's program holds in
@@ -22,7 +23,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use rustix::fs::{Advice, fadvise};
 use serde_json::{Value, json};
@@ -92,7 +93,15 @@ pub struct Options {
     used_mib: Vec<u64>,
     /// How often the throughput behind a restore is measured.
     rounds: usize,
+    /// RAM of the process that is saved without a VM, in MiB.
+    pipeline_mib: u64,
+    /// Whether that alone is measured.
+    pipeline_alone: bool,
 }
+
+/// What can be measured alone, and how often it is measured.
+const PIPELINE: &str = "pipeline";
+const PIPELINE_ROUNDS: usize = 5;
 
 impl Options {
     /// 1 and 2 GiB.
@@ -102,7 +111,19 @@ impl Options {
             sizes_mib: vec![1024, 2048],
             used_mib: Vec::new(),
             rounds: 1,
+            pipeline_mib: 512,
+            pipeline_alone: false,
         }
+    }
+
+    /// Only what is named.
+    pub fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
+        ensure!(
+            names.iter().all(|name| name == PIPELINE),
+            "of 'snapshots' one part can be had alone: {PIPELINE}"
+        );
+        self.pipeline_alone = true;
+        Ok(())
     }
 
     fn cases(&self) -> Vec<Case> {
@@ -122,6 +143,8 @@ impl Default for Options {
             sizes_mib: vec![512, 1024, 2048, 4096, 8192],
             used_mib: vec![50, 800],
             rounds: 3,
+            pipeline_mib: 2048,
+            pipeline_alone: false,
         }
     }
 }
@@ -151,6 +174,14 @@ impl Measured {
 
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let size = ByteSize::mib(options.pipeline_mib);
+    let lab = Lab::new(EngineSettings::default())?;
+    let pipeline = super::pipeline::run(size, PIPELINE_ROUNDS, lab.directory())
+        .context("the pipeline without a VM")?;
+    drop(lab);
+    if options.pipeline_alone {
+        return Ok(json!({ "results": { PIPELINE: pipeline } }));
+    }
     let mut all = Vec::new();
     for case in options.cases() {
         let measured = measure(case)
@@ -161,6 +192,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let (throughput, warmth) = super::warmth::run(options.rounds)?;
     let mut results = results(&all);
     results.extend(throughput);
+    results.insert(PIPELINE.into(), pipeline);
     Ok(json!({
         "samples": all.iter().map(sample).collect::<Vec<_>>(),
         "warmth": warmth,
@@ -267,17 +299,26 @@ fn check(lab: &Lab, name: &str) -> anyhow::Result<String> {
 
 /// Bytes that no page repeats and nothing compresses.
 fn write_random(path: &Path, size: ByteSize) -> std::io::Result<()> {
-    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
     let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
-    for _ in 0..size.0 / 8 {
+    random(size.0 / 8, |word| file.write_all(&word.to_ne_bytes()))?;
+    file.flush()?;
+    file.get_ref().sync_all()
+}
+
+/// So many words of which none comes twice.
+pub(super) fn random(
+    words: u64,
+    mut each: impl FnMut(u64) -> std::io::Result<()>,
+) -> std::io::Result<()> {
+    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
+    for _ in 0..words {
         // Xorshift, by Marsaglia.
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        file.write_all(&state.to_ne_bytes())?;
+        each(state)?;
     }
-    file.flush()?;
-    file.get_ref().sync_all()
+    Ok(())
 }
 
 /// How long this host takes to drop a page of its cache, in microseconds: what a guest's kernel does too, when nothing is emulated. Of a

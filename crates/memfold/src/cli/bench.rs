@@ -41,7 +41,7 @@ pub(super) struct Arguments {
     /// Smaller and shorter
     #[arg(long)]
     quick: bool,
-    /// Only this arm of `hints` (may be given several times), `block-path` of `remote`, or `starts` of `desktops`. A wrong name prints all
+    /// Only this arm of `hints` (may be given several times), `block-path` of `remote`, `starts` of `desktops`, or `pipeline` of `snapshots`. A wrong name prints all
     #[arg(long = "arm", value_name = "NAME")]
     arms: Vec<String>,
     /// Most VMs at once, of `ksm` (4; with --quick 2)
@@ -58,7 +58,12 @@ pub(super) struct Arguments {
 
 /// Options that not all studies have.
 fn check(arguments: &Arguments, name: &str) -> anyhow::Result<()> {
-    let has_arms = [Study::Hints, Study::Remote, Study::Desktops];
+    let has_arms = [
+        Study::Hints,
+        Study::Remote,
+        Study::Desktops,
+        Study::Snapshots,
+    ];
     anyhow::ensure!(
         arguments.arms.is_empty() || has_arms.contains(&arguments.study),
         "the study '{name}' has no arms"
@@ -102,11 +107,14 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             (bench::hints::run(&options)?, bench::hints::figures)
         }
         Study::Snapshots => {
-            let options = if quick {
+            let mut options = if quick {
                 bench::snapshots::Options::quick()
             } else {
                 bench::snapshots::Options::default()
             };
+            if !arguments.arms.is_empty() {
+                options.keep_arms(&arguments.arms)?;
+            }
             (bench::snapshots::run(&options)?, bench::snapshots::figures)
         }
         Study::Clones => {

@@ -1,0 +1,43 @@
+//! A file's way from the page cache to its disk.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// Has the kernel begin to write what is dirty in these bytes of a file to its disk (`sync_file_range(2)`, `SYNC_FILE_RANGE_WRITE`). It
+/// waits for no write to end, but for a place in the disk's queue. It says nothing of writes that fail: `fsync(2)` does, later.
+pub fn begin(file: impl AsFd, bytes: Range<u64>) -> io::Result<()> {
+    let offset = libc::off64_t::try_from(bytes.start).map_err(io::Error::other)?;
+    let length = bytes.end.saturating_sub(bytes.start);
+    // A length of 0 would mean all that follows.
+    if length == 0 {
+        return Ok(());
+    }
+    let length = libc::off64_t::try_from(length).map_err(io::Error::other)?;
+    let file = file.as_fd().as_raw_fd();
+    // SAFETY: the call touches no memory of this process.
+    let done = unsafe { libc::sync_file_range(file, offset, length, libc::SYNC_FILE_RANGE_WRITE) };
+    if done == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_taken_and_a_pipe_is_refused() {
+        let path = std::env::temp_dir().join(format!("memfold-writeback-{}", std::process::id()));
+        std::fs::write(&path, [7; 8192]).unwrap();
+        let file = std::fs::File::open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        begin(&file, 0..8192).unwrap();
+        begin(&file, 5..5).unwrap();
+        let (_reader, writer) = std::io::pipe().unwrap();
+        let refused = begin(&writer, 0..4096).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::ESPIPE));
+    }
+}

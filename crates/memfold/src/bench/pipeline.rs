@@ -1,0 +1,320 @@
+//! Part of study E: how fast RAM becomes an image on the disk, next to what this host's memory and disk can do at best.
+//!
+//! Another process holds random bytes. In each round, one after the other:
+//!
+//! | key | what is measured |
+//! |---|---|
+//! | `read`, `read_all` | `process_vm_readv` of that memory to a buffer in the core's cache, by one thread and by all workers |
+//! | `hash`, `hash_all` | XXH3-128 of a buffer in the core's cache |
+//! | `page_cache` | the same number of bytes written to a file's page cache, by one thread |
+//! | `disk` | the same until all is on the disk: `fallocate`, writes of 1 MiB, `fsync`, as `dd conv=fsync` does |
+//! | `disk_direct` | `fallocate`, then writes of 2 MiB past the page cache by all workers, `fsync` |
+//! | `copy` | memfold's RAM image until it is in the page cache: how long a VM stands still for it |
+//! | `save` | the same until all is on the disk |
+//! | `verify` | the image read again from the page cache, and its checksums compared |
+//!
+//! All are MB/s (10^6 bytes). Ratios are of values of one round. How many rounds there were is in `rounds`.
+
+use std::fs::File;
+use std::io::{Read as _, Seek as _, Write as _};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use memfold_core::snapshot::Progress;
+use memfold_core::snapshot::image::{Plan, Source};
+use memfold_core::snapshot::pipeline::{self, PIECE_BYTES};
+use memfold_core::snapshot::stored::{Pages, Stored};
+use memfold_core::snapshot::writer::Writer;
+use memfold_sys::memory;
+use memfold_units::{ByteSize, Hva, PAGE_SIZE};
+use rustix::fs::{FallocateFlags, OFlags, fallocate};
+use rustix::process::Pid;
+use serde_json::{Map, Value, json};
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::record::{median, spread};
+
+/// How long the other process may take to hold its bytes.
+const FILL_LIMIT: Duration = Duration::from_secs(60);
+
+/// Bytes of a write of `dd` and of one past the page cache.
+const DD_BYTES: usize = 1 << 20;
+const DIRECT_BYTES: usize = 2 << 20;
+
+/// A process that holds memory until this is dropped: `tail` keeps what may be the end of its input.
+struct Holder(Child);
+
+impl Holder {
+    fn new(size: ByteSize) -> anyhow::Result<Self> {
+        let mut command = Command::new("tail");
+        command.args(["-c", &size.0.to_string()]);
+        command.stdin(Stdio::piped()).stdout(Stdio::null());
+        let mut holder = Self(command.spawn().context("cannot start 'tail'")?);
+        let input = holder.0.stdin.as_mut().context("'tail' has no input")?;
+        let mut input = std::io::BufWriter::with_capacity(DD_BYTES, input);
+        super::snapshots::random(size.0 / 8, |word| input.write_all(&word.to_ne_bytes()))?;
+        input.flush()?;
+        drop(input);
+        let end = Instant::now() + FILL_LIMIT;
+        while holder.heap()?.pages < size.0 / PAGE_SIZE {
+            ensure!(
+                Instant::now() < end,
+                "'tail' does not hold {size} after {} s",
+                FILL_LIMIT.as_secs()
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(holder)
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.0)
+    }
+
+    /// Its heap, which holds the bytes.
+    fn heap(&self) -> anyhow::Result<Source> {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.0.id()))?;
+        let heap = maps.lines().find(|line| line.ends_with("[heap]"));
+        let range = heap.and_then(|line| line.split_once(' ')?.0.split_once('-'));
+        let address = |text| u64::from_str_radix(text, 16).map(Hva);
+        let (from, to) = range.map_or(Ok((Hva(0), Hva(0))), |(from, to)| {
+            Ok::<_, std::num::ParseIntError>((address(from)?, address(to)?))
+        })?;
+        Ok(Source {
+            name: "heap".into(),
+            hva: from,
+            pages: to.pages_since(from),
+        })
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// MB/s of `work`, which handles so many bytes.
+fn speed<T>(bytes: u64, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<f64> {
+    let began = Instant::now();
+    work()?;
+    Ok(bytes as f64 / 1e6 / began.elapsed().as_secs_f64())
+}
+
+/// A new file without a name.
+fn file(place: &Path) -> anyhow::Result<File> {
+    tempfile::tempfile_in(place).with_context(|| format!("cannot write in {}", place.display()))
+}
+
+/// One round: speeds by key, and how long the stages of the image took.
+struct Round {
+    speeds: Vec<(&'static str, f64)>,
+    stages: [f64; 3],
+}
+
+impl Round {
+    fn speed(&self, key: &str) -> f64 {
+        let found = self.speeds.iter().find(|(name, _)| *name == key);
+        found.map_or(f64::NAN, |(_, speed)| *speed)
+    }
+
+    /// The better of the two ways to the disk.
+    fn disk(&self) -> f64 {
+        self.speed("disk").max(self.speed("disk_direct"))
+    }
+}
+
+fn measure(holder: &Holder, place: &Path) -> anyhow::Result<Round> {
+    let heap = holder.heap()?;
+    // Whole chunks of the largest unit, so that every way handles the same bytes.
+    let chunks = heap.pages * PAGE_SIZE / DIRECT_BYTES as u64;
+    let bytes = chunks * DIRECT_BYTES as u64;
+    let mut speeds = Vec::new();
+
+    let pieces = bytes / PIECE_BYTES as u64;
+    let read = |piece: u64, buffer: &mut [u8]| {
+        let at = Hva(heap.hva.0 + piece * PIECE_BYTES as u64);
+        memory::read(holder.pid(), at, buffer).map(drop)
+    };
+    let hash = |_: u64, buffer: &mut [u8]| -> std::io::Result<()> {
+        std::hint::black_box(xxh3_128(std::hint::black_box(buffer)));
+        Ok(())
+    };
+    let mut buffer = vec![1; DIRECT_BYTES + DD_BYTES];
+    let piece = &mut buffer[..PIECE_BYTES];
+    let one = (0..pieces).map(|number| read(number, piece));
+    speeds.push((
+        "read",
+        speed(bytes, || Ok(one.collect::<Result<(), _>>()?))?,
+    ));
+    let all = || Ok(pipeline::run(pieces, PIECE_BYTES, read)?);
+    speeds.push(("read_all", speed(bytes, all)?));
+    let one = (0..pieces).map(|number| hash(number, piece));
+    speeds.push((
+        "hash",
+        speed(bytes, || Ok(one.collect::<Result<(), _>>()?))?,
+    ));
+    let all = || Ok(pipeline::run(pieces, PIECE_BYTES, hash)?);
+    speeds.push(("hash_all", speed(bytes, all)?));
+
+    let written = file(place)?;
+    let whole = |written: &File| fallocate(written, FallocateFlags::empty(), 0, bytes);
+    let began = Instant::now();
+    whole(&written)?;
+    for at in (0..bytes).step_by(DD_BYTES) {
+        written.write_all_at(&buffer[..DD_BYTES], at)?;
+    }
+    let mb = bytes as f64 / 1e6;
+    speeds.push(("page_cache", mb / began.elapsed().as_secs_f64()));
+    written.sync_all()?;
+    speeds.push(("disk", mb / began.elapsed().as_secs_f64()));
+    drop(written);
+    speeds.push(("disk_direct", direct(place, chunks, &buffer)?));
+
+    let ram = file(place)?;
+    let mut sums = file(place)?;
+    let began = Instant::now();
+    let plan = Plan::new(holder.pid(), vec![heap.clone()], &[])?;
+    let mut writer = Writer::new(&plan, &ram)?;
+    writer.write_back()?;
+    writer.blocks(&plan, &[0], None, &Progress::default())?;
+    let stages = writer.stages();
+    let copied = began.elapsed().as_secs_f64();
+    let (_, counts) = writer.finish(&sums)?;
+    ram.sync_all()?;
+    let saved = began.elapsed().as_secs_f64();
+    let mb = (counts.saved_pages * PAGE_SIZE) as f64 / 1e6;
+    speeds.push(("copy", mb / copied));
+    speeds.push(("save", mb / saved));
+
+    let mut all = Vec::new();
+    sums.rewind()?;
+    sums.read_to_end(&mut all)?;
+    let stored = Stored {
+        bytes: ram.metadata()?.len(),
+        sums: all,
+        pages: Pages::plain(ram)?,
+        references: Vec::new(),
+        sources: Vec::new(),
+    };
+    let bytes = counts.saved_pages * PAGE_SIZE;
+    let verify = || {
+        let wrong = stored.verify(&Progress::default())?;
+        ensure!(wrong.is_empty(), "the image has wrong chunks: {wrong:?}");
+        Ok(())
+    };
+    speeds.push(("verify", speed(bytes, verify)?));
+    Ok(Round {
+        speeds,
+        stages: [stages.read, stages.hash, stages.write].map(|stage| stage.as_secs_f64()),
+    })
+}
+
+/// MB/s past the page cache. 0: the file system has no such way.
+fn direct(place: &Path, chunks: u64, bytes: &[u8]) -> anyhow::Result<f64> {
+    let written = file(place)?;
+    let path = {
+        use std::os::fd::AsRawFd as _;
+        format!("/proc/self/fd/{}", written.as_raw_fd())
+    };
+    let flags = i32::try_from(OFlags::DIRECT.bits())?;
+    let Ok(past) = File::options().write(true).custom_flags(flags).open(path) else {
+        return Ok(0.0);
+    };
+    let aligned = bytes.as_ptr().align_offset(4096);
+    let bytes = &bytes[aligned..][..DIRECT_BYTES];
+    let length = chunks * DIRECT_BYTES as u64;
+    speed(length, || {
+        fallocate(&written, FallocateFlags::empty(), 0, length)?;
+        pipeline::run(chunks, 0, |chunk, _| {
+            past.write_all_at(bytes, chunk * DIRECT_BYTES as u64)
+        })?;
+        Ok(written.sync_all()?)
+    })
+}
+
+/// Measures a process of so many bytes, and files in `place`.
+pub fn run(size: ByteSize, rounds: usize, place: &Path) -> anyhow::Result<Value> {
+    let holder = Holder::new(size)?;
+    let mut all = Vec::new();
+    for number in 1..=rounds {
+        let round = measure(&holder, place)?;
+        eprintln!("pipeline, round {number}: {}", in_short(&round));
+        all.push(round);
+    }
+    Ok(results(size, &all))
+}
+
+fn results(size: ByteSize, all: &[Round]) -> Value {
+    let values = |of: &dyn Fn(&Round) -> f64| all.iter().map(of).collect::<Vec<f64>>();
+    let mut results = Map::new();
+    results.insert("mib".into(), (size.0 >> 20).into());
+    results.insert("rounds".into(), all.len().into());
+    results.insert("workers".into(), pipeline::workers().into());
+    for (key, _) in all.first().map_or(&[][..], |round| &round.speeds) {
+        let name = format!("{key}_mb_per_s");
+        results.insert(name, spread(&values(&|round| round.speed(key))));
+    }
+    let mut percent = |key: &str, of: &dyn Fn(&Round) -> f64| {
+        results.insert(key.into(), spread(&values(&|round| of(round) * 100.0)));
+    };
+    percent("copy_over_memory_percent", &|round| {
+        round.speed("copy") / round.speed("read").max(round.speed("read_all"))
+    });
+    percent("save_over_disk_percent", &|round| {
+        round.speed("save") / round.disk()
+    });
+    for (stage, name) in ["read", "hash", "write"].into_iter().enumerate() {
+        let share = |round: &Round| round.stages[stage] / round.stages.iter().sum::<f64>() * 100.0;
+        let name = format!("stage_{name}_percent");
+        results.insert(name, median(&values(&share)).into());
+    }
+    json!(results)
+}
+
+fn in_short(round: &Round) -> String {
+    let speeds = round.speeds.iter();
+    let speeds: Vec<String> = speeds
+        .map(|(key, speed)| format!("{key} {speed:.0}"))
+        .collect();
+    let [read, hash, write] = round.stages.map(|stage| stage * 1e3);
+    format!(
+        "{} MB/s; all workers read for {read:.0} ms, hashed for {hash:.0}, wrote for {write:.0}; the save has {:.0} % of the disk's speed",
+        speeds.join(", "),
+        round.speed("save") / round.disk() * 100.0
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ratios_are_those_of_a_round_and_stages_are_shares() {
+        let round = |save: f64, disk: f64, direct: f64| Round {
+            speeds: vec![("save", save), ("disk", disk), ("disk_direct", direct)],
+            stages: [2.0, 1.0, 1.0],
+        };
+        let rounds = [round(500.0, 1000.0, 0.0), round(900.0, 500.0, 1000.0)];
+        let found = results(ByteSize::mib(64), &rounds);
+        let ratio = &found["save_over_disk_percent"];
+        assert!((ratio["min"].as_f64().unwrap() - 50.0).abs() < 1e-9);
+        assert!((ratio["max"].as_f64().unwrap() - 90.0).abs() < 1e-9);
+        assert!((found["stage_read_percent"].as_f64().unwrap() - 50.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_small_process_is_measured_whole() {
+        let place = tempfile::tempdir().unwrap();
+        let found = run(ByteSize::mib(16), 1, place.path()).unwrap();
+        for key in ["read", "hash_all", "page_cache", "disk", "save", "verify"] {
+            let speed = found[format!("{key}_mb_per_s")]["median"].as_f64().unwrap();
+            assert!(speed.is_finite() && speed > 0.0, "{key}: {speed}");
+        }
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
+    }
+}
