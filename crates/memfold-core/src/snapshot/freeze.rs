@@ -34,6 +34,14 @@ pub(super) struct Frozen {
     active: String,
 }
 
+impl Frozen {
+    /// Whether it is a file of the snapshot in this directory, which may hold a copy instead.
+    pub(super) fn is_in(&self, snapshot: &Path) -> bool {
+        let kept = identity(&snapshot.join(disk_name(self.disk)));
+        kept.is_ok_and(|kept| identity(&self.path).is_ok_and(|own| own == kept))
+    }
+}
+
 /// Adds an overlay for each temporary one, which the VM does not use before [`switch`]; [`drop_unused`] comes before. `note` keeps which there are before there are any:
 /// this daemon may die at any moment.
 pub(super) fn prepare(

@@ -314,6 +314,7 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             steps,
         })
     };
+    let place = draft.place().to_owned();
     let made = match finish() {
         Ok(manifest) => draft.commit(&manifest).map(|()| manifest),
         // Its names of the frozen overlays go: they are the VM's alone again.
@@ -322,12 +323,27 @@ fn attempt<M: DerefMut<Target = Qmp>>(
             Err(error)
         }
     };
-    if made.is_ok() {
-        hand_over(vm, subject, &frozen);
-    } else {
-        go_back(monitor, subject, &frozen);
-    }
+    let snapshot = made.is_ok().then_some(&place);
+    share_out((vm, subject), monitor, frozen, snapshot);
     made
+}
+
+/// Whose the frozen overlays are: the snapshot's whose files they are; else the VM's, which could not be saved again without them. There is a copy
+/// instead on another file system, and of a VM's user.
+fn share_out<M: DerefMut<Target = Qmp>>(
+    (vm, subject): (&Vm, &Subject),
+    monitor: &impl Fn() -> M,
+    frozen: Vec<Frozen>,
+    snapshot: Option<&PathBuf>,
+) {
+    let is_there = |frozen: &Frozen| snapshot.is_some_and(|place| frozen.is_in(place));
+    let (lain, own): (Vec<Frozen>, Vec<Frozen>) = frozen.into_iter().partition(is_there);
+    if snapshot.is_some() {
+        hand_over(vm, subject, &lain);
+    }
+    if !own.is_empty() || snapshot.is_none() {
+        go_back(monitor, subject, &own);
+    }
 }
 
 /// Lets a VM go on that stands still because a write to its disk has failed during a save: it ran before, and what had used up the room
@@ -366,7 +382,7 @@ fn copy_ram(
     Ok(past.kept_pages())
 }
 
-/// Has the VM write to the overlays again that were frozen for a snapshot which will never be.
+/// Has the VM write to the overlays again that were frozen for a snapshot which will never be, or has copies of them.
 fn go_back<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     subject: &Subject,

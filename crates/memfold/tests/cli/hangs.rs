@@ -12,7 +12,7 @@ use memfold_testkit::{patience, wait_for};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 
-use super::support::{Daemon, code, err, out, refused, wait};
+use super::support::{Daemon, Small, code, err, out, refused, wait};
 
 /// Runs a command that has to end within a time.
 #[track_caller]
@@ -446,35 +446,6 @@ fn a_client_that_sits_on_qmp_sock_does_not_keep_stop_from_asking_the_guest() {
         .wait_event(&["POWERDOWN"], Duration::from_secs(5))
         .unwrap();
     assert!(asked.is_some(), "its guest was not asked");
-}
-
-/// A small file system in memory, until the test ends.
-struct Small(PathBuf);
-
-impl Small {
-    fn mount(place: &Path, size: &str) -> Self {
-        std::fs::create_dir(place).unwrap();
-        let done = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", &format!("size={size}"), "memfold-test"])
-            .arg(place)
-            .status();
-        assert!(done.unwrap().success());
-        Self(place.to_owned())
-    }
-
-    fn resize(&self, size: &str) {
-        let done = Command::new("mount")
-            .args(["-o", &format!("remount,size={size}")])
-            .arg(&self.0)
-            .status();
-        assert!(done.unwrap().success());
-    }
-}
-
-impl Drop for Small {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
-    }
 }
 
 #[test]

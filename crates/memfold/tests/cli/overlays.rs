@@ -6,7 +6,7 @@ use std::process::Command;
 use memfold_testkit::skip;
 use serde_json::Value;
 
-use crate::support::{Daemon, code, err, refused};
+use crate::support::{Daemon, Small, code, err, refused};
 
 #[test]
 fn an_overlay_that_somebody_removed_is_named_when_its_vm_is_saved() {
@@ -93,4 +93,43 @@ fn systemd_tmpfiles_leaves_overlays_and_swap_disks_alone() {
     for name in ours {
         assert!(temporary.join(name).exists(), "{name}: {said}");
     }
+}
+
+/// Saves a VM, removes that snapshot, and saves it again.
+#[track_caller]
+fn save_remove_and_save(daemon: &Daemon, more: &[&str]) {
+    let disk = daemon.directory.path().join("disk.raw");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let run = [
+        &["vm", "run", "--name", "v", "--memory", "64M", "--no-fold"][..],
+        &["--snapshot", "--disk", disk.to_str().unwrap()],
+        more,
+    ];
+    let ran = daemon.run(&run.concat());
+    assert_eq!(code(&ran), 0, "{}", err(&ran));
+    for words in [
+        &["snapshot", "save", "v", "first", "--keep", "all"][..],
+        &["snapshot", "remove", "first"],
+        &["snapshot", "save", "v", "second", "--keep", "all"],
+        &["snapshot", "verify", "second"],
+        &["vm", "stop", "v", "--timeout", "0"],
+    ] {
+        let done = daemon.run(words);
+        assert_eq!(code(&done), 0, "{words:?}: {}", err(&done));
+    }
+}
+
+#[test]
+fn a_vm_is_saved_again_after_its_snapshot_on_another_file_system_was_removed() {
+    let daemon = Daemon::start();
+    let shelf = Small::mount(&daemon.directory.path().join("snapshots"), "256m");
+    save_remove_and_save(&daemon, &[]);
+    drop(daemon);
+    drop(shelf);
+}
+
+#[test]
+fn a_vm_of_another_user_is_saved_again_after_its_snapshot_was_removed() {
+    let daemon = Daemon::start();
+    save_remove_and_save(&daemon, &["--user", "nobody"]);
 }

@@ -304,3 +304,32 @@ pub fn refusals(daemon: &Daemon, why: &str) -> f64 {
         .parse()
         .unwrap()
 }
+
+/// A small file system in memory, until the test ends.
+pub struct Small(pub PathBuf);
+
+impl Small {
+    pub fn mount(place: &Path, size: &str) -> Self {
+        std::fs::create_dir_all(place).unwrap();
+        let done = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={size}"), "memfold-test"])
+            .arg(place)
+            .status();
+        assert!(done.unwrap().success());
+        Self(place.to_owned())
+    }
+
+    pub fn resize(&self, size: &str) {
+        let done = Command::new("mount")
+            .args(["-o", &format!("remount,size={size}")])
+            .arg(&self.0)
+            .status();
+        assert!(done.unwrap().success());
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
