@@ -112,7 +112,7 @@ impl Daemon {
         let directory = directory(&machine)?;
         let slots = machine.vm().spec().map_or(0, VmSpec::slots);
         // Meanwhile the VM is not saved, and no segment takes the slot.
-        let _alone = machine.save_right();
+        let _alone = machine.save_right_soon()?;
         let slot = u32::try_from(noted(&machine, directory)?.len()).unwrap_or(slots);
         if slot >= slots {
             let why = format!(

@@ -566,9 +566,7 @@ impl Daemon {
         timeout: Duration,
     ) -> Result<CommandResult, DaemonError> {
         let machine = self.machine(name)?;
-        if let Some(state) = machine.stands_still() {
-            return Err(still(name, &state, "no command was run"));
-        }
+        machine.check_runs("no command was run")?;
         machine.wait_clock();
         machine
             .run(script, timeout)

@@ -445,7 +445,7 @@ impl Daemon {
         let slots = machine.vm().spec().map_or(0, VmSpec::slots);
         // One at a time: two would take the same slot, and a snapshot would be of something half done. Before the other lock, which is held
         // only until QEMU maps the image: guests take their time.
-        let _alone = machine.save_right();
+        let _alone = machine.save_right_soon()?;
         let shared = || self.removing.read().unwrap_or_else(PoisonError::into_inner);
         let exclusive = || {
             self.removing
@@ -532,7 +532,7 @@ impl Daemon {
     pub fn detach_segment(&self, vm: &str, name: &str) -> Result<AttachedSegment, DaemonError> {
         let machine = self.machine(vm)?;
         let reference = Reference::parse(name)?;
-        let _alone = machine.save_right();
+        let _alone = machine.save_right_soon()?;
         let now = machine.vm().segments();
         let of = |s: &&SegmentSpec| match reference.generation {
             Some(_) => s.name == reference.to_string(),
@@ -739,6 +739,7 @@ fn lay(machine: &Machine, name: &str, content: bool) -> Result<serde_json::Value
     } else {
         LAY_TIMEOUT
     };
+    machine.check_runs("no segment was laid")?;
     let end = Instant::now() + PLUG_TIMEOUT;
     let done = loop {
         let done = machine.run(&script, timeout);
@@ -770,8 +771,8 @@ fn lay(machine: &Machine, name: &str, content: bool) -> Result<serde_json::Value
 /// Has the guest take off whatever generation of a segment lies there.
 fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Value, DaemonError> {
     let script = format!("exec \"$MEMFOLD_AGENT\" --segment-take-off {base}");
-    let done = machine.run(&script, LAY_TIMEOUT)?;
-    let answer = answer(machine, &done)?;
+    machine.check_runs("no segment was taken off")?;
+    let answer = answer(machine, &machine.run(&script, LAY_TIMEOUT)?)?;
     for segment in machine.vm().segments() {
         if segment.base_name() == base {
             machine.set_segment_state(&segment.name, SegmentState::TakenOff);

@@ -393,10 +393,13 @@ impl Daemon {
     /// The VM that was saved in a snapshot, and goes on, keeps what lies there of its disks.
     fn disks_taken_back(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
         let place = self.shelf.path(name)?;
-        let Ok(machine) = self.machine(vm) else {
-            return Ok(());
+        let machine = match self.machine(vm) {
+            Ok(machine) => machine,
+            // It runs, and nobody can ask its QEMU yet.
+            Err(error @ DaemonError::Busy { .. }) => return Err(error),
+            Err(_) => return Ok(()),
         };
-        let _alone = machine.save_right();
+        let _alone = machine.save_right_soon()?;
         // What others started writes its own disks, which are copies in a snapshot.
         if machine.vm().spec().is_none() {
             return Ok(());

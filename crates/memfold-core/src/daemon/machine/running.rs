@@ -1,19 +1,22 @@
 //! Whether a VM runs, and how it goes on or ends.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tracing::{debug, info, warn};
 
 use super::Machine;
-use crate::daemon::DaemonError;
 use crate::daemon::run_state::{RunState, SILENT};
+use crate::daemon::{DaemonError, lock_within, still};
 use crate::vm::process::is_stopped;
-use crate::vm::{AgentError, QmpError, Stopped};
+use crate::vm::{AgentError, Qmp, QmpError, Stopped};
 
 /// How long a guest's agent may take to have its guest shut down.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a request waits until nobody saves a VM or changes what it maps.
+const RIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How a guest shuts down by itself.
 const POWER_OFF: &str =
@@ -52,6 +55,11 @@ impl Machine {
     /// Whether it runs now. What isn't known, because somebody else uses the monitor for longer than `patience` or a snapshot is being
     /// made, is as it was.
     pub(super) fn look_at_state(self: &Arc<Self>, patience: Duration) -> RunState {
+        self.look(patience, |qmp, before| self.hear_pauses(qmp, before))
+    }
+
+    /// The same. `heard` is given the monitor and the state of before, once QEMU has answered.
+    fn look(&self, patience: Duration, heard: impl FnOnce(&mut Qmp, &RunState)) -> RunState {
         let pid = self.pid().as_raw_nonzero().get();
         if is_stopped(pid.unsigned_abs()) {
             return RunState::stopped(pid);
@@ -63,7 +71,7 @@ impl Machine {
         let before = self.state();
         let asked = RunState::ask(&self.name, &mut qmp);
         if asked.is_ok() {
-            self.hear_pauses(&mut qmp, &before);
+            heard(&mut qmp, &before);
         }
         match asked {
             Ok(now) if now.name == before.name => before,
@@ -109,14 +117,14 @@ impl Machine {
     }
 
     /// Why a command in its guest has no answer, if that is because the VM stands still. One that never ran is as one that boots.
-    pub fn stands_still(self: &Arc<Self>) -> Option<RunState> {
+    pub fn stands_still(&self) -> Option<RunState> {
         let stands = |state: &RunState| !state.is_running() && state.name != "prelaunch";
         // Longer than for a moment.
         for look in 0..3 {
             if look > 0 {
                 std::thread::sleep(Duration::from_millis(100));
             }
-            let now = self.look_at_state(Duration::from_secs(1));
+            let now = self.look(Duration::from_secs(1), |_, _| {});
             if !stands(&now) {
                 return None;
             }
@@ -125,6 +133,25 @@ impl Machine {
             }
         }
         None
+    }
+
+    /// Refuses what would wait for a guest that stands still; `what` is not done.
+    pub fn check_runs(&self, what: &str) -> Result<(), DaemonError> {
+        match self.stands_still() {
+            Some(state) => Err(still(&self.name, &state, what)),
+            None => Ok(()),
+        }
+    }
+
+    /// The right to save it or to change what it maps, for a request. It does not wait longer than [`RIGHT_TIMEOUT`]: whoever has it may wait for a guest that does not answer.
+    pub fn save_right_soon(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
+        lock_within(&self.saving, RIGHT_TIMEOUT).ok_or_else(|| DaemonError::Busy {
+            why: format!(
+                "VM '{}' is being saved, or its segments are being changed",
+                self.name()
+            ),
+            fix: "try again when that is done".into(),
+        })
     }
 
     /// Lets it go on that stands still, whatever the reason was.
