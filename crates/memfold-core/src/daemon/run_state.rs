@@ -174,7 +174,8 @@ fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
             .or_else(|| text(&device["device"]))
             .unwrap_or_else(|| "?".into());
         let path = text(&device["inserted"]["image"]["filename"])
-            .or_else(|| text(&device["inserted"]["file"]));
+            .or_else(|| text(&device["inserted"]["file"]))
+            .map(|name| file_of(&name));
         if device["io-status"] == "nospace" {
             is_full = true;
             full.extend(path.as_ref().map(PathBuf::from));
@@ -212,6 +213,16 @@ fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
     RunState { full, ..state }
 }
 
+/// The file of a block node. QEMU names one whose options a file name can't hold, as after a snapshot, `json:` and all of them.
+fn file_of(name: &str) -> String {
+    let described = name.strip_prefix("json:");
+    let described = described.and_then(|text| serde_json::from_str::<Value>(text).ok());
+    let file = described
+        .as_ref()
+        .and_then(|node| node["file"]["filename"].as_str());
+    file.unwrap_or(name).to_owned()
+}
+
 /// `/machine/peripheral/vd0/virtio-backend` is the device `vd0`.
 fn device_name(path: &str) -> String {
     let mut parts = path.split('/').filter(|part| !part.is_empty());
@@ -244,6 +255,13 @@ mod tests {
             state.fix.unwrap().starts_with(
                 "make room on the file system of that file, then: memfold vm resume web"
             )
+        );
+        let saved = r#"json:{"backing": {"driver": "qcow2", "file": {"driver": "file", "filename": "/old"}}, "driver": "qcow2", "file": {"driver": "file", "filename": "/full/new"}}"#;
+        let block =
+            json!([{ "qdev": "vd0", "io-status": "nospace", "inserted": { "file": saved } }]);
+        assert_eq!(
+            io_error("web", &block, None).words(),
+            "io-error: a write on disk vd0 (/full/new) failed: no space left"
         );
         let event =
             json!({ "operation": "read", "nospace": false, "reason": "Input/output error" });
