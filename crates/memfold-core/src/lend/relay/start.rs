@@ -69,6 +69,8 @@ pub fn start(program: &Path, orders: &Orders, log: File) -> Result<Running, Rela
         program: program.to_owned(),
         source,
     };
+    // What a daemon has left that was killed before QEMU was connected.
+    remove_sockets(orders);
     let mut command = Command::new(program);
     command
         .arg("relay")
@@ -98,11 +100,15 @@ pub fn start(program: &Path, orders: &Orders, log: File) -> Result<Running, Rela
             // Fails only for a child that has ended.
             let _ = child.kill();
             let _ = child.wait();
-            for file in [&orders.socket, &asks::place(&orders.socket)] {
-                let _ = std::fs::remove_file(file);
-            }
+            remove_sockets(orders);
             Err(error)
         }
+    }
+}
+
+fn remove_sockets(orders: &Orders) {
+    for file in [&orders.socket, &asks::place(&orders.socket)] {
+        let _ = std::fs::remove_file(file);
     }
 }
 
