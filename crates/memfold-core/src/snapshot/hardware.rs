@@ -33,9 +33,9 @@ fn not_running(status: &Value) -> Option<String> {
     let what = match now {
         "running" => return None,
         "io-error" => {
-            "the host's disk was full or failed when the guest wrote; make room, then let it go on (QMP: cont)"
+            "the host's disk was full or failed when the guest wrote; make room, then let it go on (memfold vm resume)"
         }
-        "paused" => "let it go on first (QMP: cont)",
+        "paused" => "let it go on first (memfold vm resume)",
         _ => "wait until it runs",
     };
     Some(format!("the VM stands still (QEMU says '{now}'): {what}"))
