@@ -18,7 +18,7 @@
 //! | [`debt`] | clones rewrite all they share: braked in time, no byte and no VM lost |
 //! | [`beside::lend`], [`beside::lend_short`] | a guest swaps on lent RAM, and lenders die, hang and fall short under it |
 //! | [`beside::libvirt`] | domains of a real libvirtd fold with a VM of memfold's; save, restore, reboot and shutdown go on |
-//! | [`soak`] | the second ring: the tutorial as it stands, churn, several hosts, LVM, iSCSI, migration, plans and estimates held against what is saved |
+//! | [`soak`] | the second ring: the tutorial as it stands, churn, several hosts, LVM, iSCSI, migration, chaos, plans and estimates held against what is saved |
 //!
 //! Tests in [`beside`] may run two at a time; the others change what is the host's (KSM, swap, free memory), or measure CPU time, and run
 //! alone. Guests are restored from one boot of their shape ([`memfold_lab::Warm`]) where a test is not about booting. Without guest images or

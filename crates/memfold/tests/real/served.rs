@@ -124,26 +124,12 @@ impl<'a> Served<'a> {
 
     /// Starts a VM, by the command line.
     pub fn run(&self, spec: &VmSpec) {
-        let file = self.state.join(format!("{}.toml", spec.name));
-        std::fs::write(&file, toml::to_string(spec).unwrap()).unwrap();
-        let done = Command::new(env!("CARGO_BIN_EXE_memfold"))
-            .arg("--socket")
-            .arg(self.state.join("s"))
-            .args(["vm", "run", "--file"])
-            .arg(&file)
-            .status()
-            .unwrap();
-        assert!(done.success());
+        run(&self.state.join("s"), self.state, spec);
     }
 
     /// Starts a VM that stands where one like it stood right after its boot ([`Warm`]).
     pub fn run_warm(&self, spec: &VmSpec) {
-        let mut spec = spec.clone();
-        let warm = Warm::prepare(&mut spec).unwrap();
-        self.run(&spec);
-        if let Some(warm) = warm {
-            warm.load(&VmDirectory::of(self.state, &spec.name)).unwrap();
-        }
+        run_warm(&self.state.join("s"), self.state, spec);
     }
 
     fn log(&self) -> String {
@@ -164,6 +150,29 @@ impl Drop for Served<'_> {
                 let _ = vm.stop(Duration::ZERO);
             }
         }
+    }
+}
+
+fn run(socket: &Path, state: &Path, spec: &VmSpec) {
+    let file = state.join(format!("{}.toml", spec.name));
+    std::fs::write(&file, toml::to_string(spec).unwrap()).unwrap();
+    let done = Command::new(env!("CARGO_BIN_EXE_memfold"))
+        .arg("--socket")
+        .arg(socket)
+        .args(["vm", "run", "--file"])
+        .arg(&file)
+        .status()
+        .unwrap();
+    assert!(done.success());
+}
+
+/// Has the daemon at a socket start a VM that stands where one like it stood right after its boot ([`Warm`]).
+pub fn run_warm(socket: &Path, state: &Path, spec: &VmSpec) {
+    let mut spec = spec.clone();
+    let warm = Warm::prepare(&mut spec).unwrap();
+    run(socket, state, &spec);
+    if let Some(warm) = warm {
+        warm.load(&VmDirectory::of(state, &spec.name)).unwrap();
     }
 }
 
@@ -202,9 +211,20 @@ pub struct Random(pub u64);
 
 impl Random {
     pub fn below_ms(&mut self, limit: u64) -> Duration {
+        Duration::from_millis(self.below(limit))
+    }
+
+    pub fn below(&mut self, limit: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
-        Duration::from_millis(self.0 % limit)
+        self.0 % limit
+    }
+
+    pub fn shuffle<T>(&mut self, cards: &mut [T]) {
+        for last in (1..cards.len()).rev() {
+            let other = self.below(last as u64 + 1);
+            cards.swap(last, usize::try_from(other).unwrap());
+        }
     }
 }

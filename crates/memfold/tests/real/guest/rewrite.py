@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Rewrites, truncates and appends to files whose every page is known, and reads them back: through the page cache, through a
 mapping, and past it (O_DIRECT). Two guests with the same seed write the same bytes at about the same time, so the pages are
-folded in between. Usage: rewrite.py DIRECTORY SECONDS SEED; prints "rewrite errors N operations M"."""
+folded in between. Usage: rewrite.py DIRECTORY SECONDS SEED [STOP]; ends before if there is a file STOP; prints "rewrite errors N operations M"."""
 import hashlib
 import mmap
 import os
@@ -12,6 +12,7 @@ import time
 PAGE = 4096
 FILES, PAGES, MOST = 6, 512, 768
 directory, seconds, seed = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+stop = sys.argv[4] if len(sys.argv) > 4 else None
 choose = random.Random(seed)
 errors = operations = 0
 
@@ -95,7 +96,7 @@ class File:
 os.makedirs(directory, exist_ok=True)
 files = [File(n) for n in range(FILES)]
 end = time.monotonic() + seconds
-while time.monotonic() < end:
+while time.monotonic() < end and not (stop and os.path.exists(stop)):
     for _ in range(20):
         choose.choice(files).operate()
         operations += 1

@@ -1,0 +1,652 @@
+//! What is called: every command of the program, in shuffled order, each with a deadline.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::process::{Command, ExitStatus};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use memfold_testkit::patience;
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::disturb::{KEPT, names, one_of, vms};
+use super::testbed::{Testbed, lock, threads};
+use crate::served::Random;
+
+/// Commands that are not called, and why.
+const LEFT_OUT: [(&str, &str); 3] = [
+    ("serve", "it is the daemon: disturbances start and end it"),
+    ("demo", "it has a daemon and VMs of its own, for minutes"),
+    (
+        "bench",
+        "studies have daemons and VMs of their own, for minutes to hours",
+    ),
+];
+
+/// What a call may take longer than undisturbed: the daemon stands still for 25 s at most, its disk for as long, and runs a third of the time
+/// for 10 s.
+const SLACK: u64 = 90;
+
+/// How long a client waits that found no daemon.
+const PAUSE: Duration = Duration::from_millis(300);
+
+/// Most throwaway VMs, snapshots and segments at a time.
+const MOST: usize = 4;
+
+/// A command, the seconds that it may take by what is documented (docs/operating.md, its own timeouts), and its words.
+type Called = (&'static str, u64, fn(&mut Chooser) -> Vec<String>);
+
+const CALLED: [Called; 49] = [
+    ("doctor", 60, |c| {
+        let place = c.testbed.root.join("doctor").display().to_string();
+        words(&["doctor", "--state", &place])
+    }),
+    ("dashboard", 10, |_| words(&["dashboard", "--role", "read"])),
+    ("vm run", 30, |c| c.run_vm()),
+    ("vm list", 10, |_| words(&["vm", "list", "--json"])),
+    ("vm stop", 30, |c| {
+        let vm = c.throwaway();
+        let timeout = c.one(&["0", "2", "10"]);
+        words(&["vm", "stop", &vm, "--timeout", timeout])
+    }),
+    ("vm resume", 20, |c| {
+        let vm = c.any_vm();
+        words(&["vm", "resume", &vm])
+    }),
+    ("vm reboot", 90, |c| {
+        let vm = c.throwaway_with_guest();
+        words(&["vm", "reboot", &vm, "--timeout", "60"])
+    }),
+    ("vm attach", 30, |c| {
+        let qmp = c.testbed.root.join("foreign.sock").display().to_string();
+        words(&["vm", "attach", &qmp, "--name", "foreign"])
+    }),
+    ("vm exec", 30, |c| {
+        let vm = c.kept();
+        words(&["vm", "exec", "--timeout", "10", &vm, "uptime; sync"])
+    }),
+    ("report", 30, |c| {
+        let vm = c.kept();
+        match c.random.below(2) {
+            0 => words(&["report"]),
+            _ => words(&["report", "--vm", &vm, "--json"]),
+        }
+    }),
+    ("top", 30, |_| words(&["top", "-n", "0.5"])),
+    ("estimate", 60, |c| {
+        let [file, key] =
+            ["fingerprint", "key"].map(|n| c.testbed.root.join(n).display().to_string());
+        match c.random.below(2) {
+            0 => words(&["estimate", "--cpu", "20", "--seconds", "4"]),
+            _ => words(&[
+                "estimate",
+                "--cpu",
+                "50",
+                "--fingerprint",
+                &file,
+                "--key",
+                &key,
+            ]),
+        }
+    }),
+    ("debt", 30, |c| match c.random.below(2) {
+        0 => words(&["debt"]),
+        _ => words(&["debt", "--reserve", "6.25%", "--cover", "50"]),
+    }),
+    ("fold status", 30, |_| words(&["fold", "status"])),
+    ("fold pause", 30, |_| words(&["fold", "pause"])),
+    ("fold resume", 30, |_| words(&["fold", "resume"])),
+    ("fold budget", 30, |_| {
+        words(&["fold", "budget", "--cpu", "50"])
+    }),
+    ("ksm status", 30, |_| words(&["ksm", "status"])),
+    ("ksm start", 30, |_| {
+        words(&["ksm", "start", "--domain", "lab", "--cpu", "10"])
+    }),
+    ("ksm stop", 30, |_| words(&["ksm", "stop"])),
+    ("ksm explain", 60, |c| {
+        let vm = c.kept();
+        words(&["ksm", "explain", &vm])
+    }),
+    ("snapshot save", 300, |c| c.save()),
+    ("snapshot restore", 120, |c| {
+        if c.has_enough() {
+            return c.make_room();
+        }
+        let (snapshot, vm) = (c.snapshot(), c.name("t-restored"));
+        words(&["snapshot", "restore", &snapshot, "--as", &vm])
+    }),
+    ("snapshot list", 60, |_| words(&["snapshot", "list"])),
+    ("snapshot inspect", 10, |c| {
+        let snapshot = c.snapshot();
+        words(&["snapshot", "inspect", &snapshot])
+    }),
+    ("snapshot verify", 120, |c| {
+        let snapshot = c.snapshot();
+        words(&["snapshot", "verify", &snapshot])
+    }),
+    ("snapshot remove", 30, |c| {
+        let snapshot = c.removable();
+        words(&["snapshot", "remove", &snapshot])
+    }),
+    ("clone", 190, |c| {
+        if c.has_enough() {
+            return c.make_room();
+        }
+        let (snapshot, prefix) = (c.snapshot(), c.name("t-clone"));
+        words(&["clone", &snapshot, "--prefix", &prefix])
+    }),
+    ("segment build", 120, |c| {
+        let (name, from) = (
+            c.name("segment"),
+            c.testbed.root.join("programs").display().to_string(),
+        );
+        let name = if c.segments().len() < MOST {
+            name
+        } else {
+            c.segment()
+        };
+        words(&[
+            "segment", "build", &name, "--domain", "lab", "--from", &from,
+        ])
+    }),
+    ("segment rank", 60, |_| {
+        words(&["segment", "rank", "--domain", "lab"])
+    }),
+    ("segment attach", 320, |c| {
+        let segment = c.segment();
+        words(&["segment", "attach", "writer", &segment])
+    }),
+    ("segment detach", 320, |c| {
+        let segment = c.segment();
+        words(&["segment", "detach", "writer", &segment])
+    }),
+    ("segment list", 30, |_| words(&["segment", "list"])),
+    ("segment inspect", 30, |c| {
+        let segment = c.segment();
+        words(&["segment", "inspect", &segment])
+    }),
+    ("segment verify", 60, |c| {
+        let segment = c.segment();
+        words(&["segment", "verify", &segment])
+    }),
+    ("segment remove", 30, |c| {
+        let segment = c.segment();
+        words(&["segment", "remove", &segment])
+    }),
+    ("lend", 60, |c| match c.random.below(3) {
+        0 => words(&["lend"]),
+        1 => words(&["lend", "--max", "64M"]),
+        _ => words(&["lend", "--stop"]),
+    }),
+    ("borrow", 300, |_| {
+        words(&["borrow", "swapper", "--durability", "disk"])
+    }),
+    ("return", 300, |c| match c.random.below(3) {
+        0 => {
+            let lease = c.lease();
+            words(&["return", "--lease", &lease])
+        }
+        _ => words(&["return", "swapper"]),
+    }),
+    ("leases", 30, |c| match c.random.below(2) {
+        0 => words(&["leases"]),
+        _ => words(&["leases", "--trust", "lender"]),
+    }),
+    ("host add", 10, |c| {
+        c.at_the_lender(&["host", "add", "guest-host"])
+    }),
+    ("host list", 10, |c| c.at_the_lender(&["host", "list"])),
+    ("host remove", 10, |c| {
+        c.at_the_lender(&["host", "remove", "guest-host"])
+    }),
+    ("libvirt enable", 60, |_| {
+        words(&["libvirt", "enable", "no-such-domain", "--domain", "lab"])
+    }),
+    ("libvirt disable", 60, |_| {
+        words(&["libvirt", "disable", "no-such-domain"])
+    }),
+    ("libvirt status", 60, |_| words(&["libvirt", "status"])),
+    ("libvirt attach", 60, |_| {
+        words(&["libvirt", "attach", "no-such-domain"])
+    }),
+    ("config check", 10, |_| {
+        let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/memfold.toml");
+        words(&["config", "check", shipped])
+    }),
+    ("plan", 60, |_| words(&["plan"])),
+];
+
+/// How often a deck has a command: what others need to have something to do comes more often.
+fn times(command: &str) -> usize {
+    match command {
+        "borrow" | "snapshot save" | "clone" | "vm resume" => 3,
+        _ => 1,
+    }
+}
+
+/// What is ended by Ctrl-C after so long.
+fn interrupted(command: &str) -> Option<Duration> {
+    (command == "top").then(|| Duration::from_secs(2))
+}
+
+/// Exit codes of a command by its documentation (docs/operating.md, `--help`).
+fn is_agreed(command: &str, code: i32) -> bool {
+    match command {
+        // Switched off.
+        "vm stop" => [0, 1, 4].contains(&code),
+        _ => [0, 1, 3].contains(&code),
+    }
+}
+
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|&word| word.to_owned()).collect()
+}
+
+/// Chooses a call's words.
+struct Chooser<'a> {
+    testbed: &'a Testbed,
+    random: Random,
+    number: u64,
+}
+
+impl Chooser<'_> {
+    fn at_the_lender(&mut self, asked: &[&str]) -> Vec<String> {
+        let mut all = words(asked);
+        if self.random.below(4) > 0 {
+            all.extend([
+                "--socket".into(),
+                self.testbed.lender.socket().display().to_string(),
+            ]);
+        }
+        all
+    }
+
+    fn one<'b>(&mut self, of: &[&'b str]) -> &'b str {
+        one_of(of, &mut self.random).unwrap()
+    }
+
+    /// A name that nothing has yet.
+    fn name(&self, begin: &str) -> String {
+        format!("{begin}-{}", self.number)
+    }
+
+    fn kept(&mut self) -> String {
+        self.one(&KEPT).to_owned()
+    }
+
+    fn any_vm(&mut self) -> String {
+        let all = vms(self.testbed);
+        let vm = one_of(&all, &mut self.random).cloned();
+        vm.unwrap_or_else(|| "writer".into())
+    }
+
+    fn throwaways(&self) -> Vec<String> {
+        let mut all = vms(self.testbed);
+        all.retain(|name| !KEPT.contains(&name.as_str()));
+        all
+    }
+
+    fn throwaway(&mut self) -> String {
+        let vm = one_of(&self.throwaways(), &mut self.random).cloned();
+        vm.unwrap_or_else(|| "t-none".into())
+    }
+
+    /// One that has more than its firmware.
+    fn throwaway_with_guest(&mut self) -> String {
+        let mut all = self.throwaways();
+        all.retain(|name| !name.starts_with("t-run"));
+        let vm = one_of(&all, &mut self.random).cloned();
+        vm.unwrap_or_else(|| "t-none".into())
+    }
+
+    fn has_enough(&self) -> bool {
+        self.throwaways().len() >= MOST
+    }
+
+    /// Ends one of them.
+    fn make_room(&mut self) -> Vec<String> {
+        let vm = self.throwaway();
+        words(&["vm", "stop", &vm, "--timeout", "0"])
+    }
+
+    fn run_vm(&mut self) -> Vec<String> {
+        if self.has_enough() {
+            return self.make_room();
+        }
+        let name = self.name("t-run");
+        words(&[
+            "vm", "run", "--name", &name, "--memory", "64M", "--domain", "lab",
+        ])
+    }
+
+    fn snapshots(&self) -> Vec<String> {
+        names(&self.testbed.snapshots.place.join("shelf"))
+    }
+
+    fn snapshot(&mut self) -> String {
+        let all = self.snapshots();
+        let one = one_of(&all, &mut self.random).cloned();
+        one.unwrap_or_else(|| "seed".into())
+    }
+
+    /// One that the test itself doesn't need.
+    fn removable(&mut self) -> String {
+        let mut all = self.snapshots();
+        all.retain(|name| name != "seed");
+        let one = one_of(&all, &mut self.random).cloned();
+        one.unwrap_or_else(|| "none".into())
+    }
+
+    fn save(&mut self) -> Vec<String> {
+        if self.snapshots().len() > MOST {
+            let old = self.removable();
+            return words(&["snapshot", "remove", &old]);
+        }
+        let name = self.name("saved");
+        let vm = match self.random.below(4) {
+            0 => self.any_vm(),
+            _ => "writer".into(),
+        };
+        let keep = self.one(&["none", "hot", "all"]);
+        let mut asked = words(&[
+            "snapshot",
+            "save",
+            &vm,
+            &name,
+            "--keep",
+            keep,
+            "--drop-timeout",
+            "10",
+        ]);
+        for flag in ["--live", "--compress"] {
+            if self.random.below(3) == 0 {
+                asked.push(flag.into());
+            }
+        }
+        asked
+    }
+
+    /// The last one that the lender has given.
+    fn lease(&self) -> String {
+        let log = self.testbed.lender.log();
+        let last = log.rsplit("lent lease=").next().unwrap_or_default();
+        let number: String = last.chars().take_while(char::is_ascii_digit).collect();
+        if number.is_empty() {
+            "1".into()
+        } else {
+            number
+        }
+    }
+
+    fn segments(&self) -> Vec<String> {
+        let mut all = names(&self.testbed.snapshots.place.join("segments"));
+        // Not the files beside them.
+        all.retain(|name| !name.contains('.'));
+        all
+    }
+
+    fn segment(&mut self) -> String {
+        let all = self.segments();
+        let one = one_of(&all, &mut self.random).cloned();
+        one.unwrap_or_else(|| "none".into())
+    }
+}
+
+/// Every command of the program, by its own help: those that have none below them.
+pub fn commands(testbed: &Testbed) -> BTreeSet<String> {
+    let mut leaves = BTreeSet::new();
+    let mut open = vec![Vec::new()];
+    while let Some(path) = open.pop() {
+        let mut words = path.clone();
+        words.push("--help".to_owned());
+        let help = testbed.command(&words).output().unwrap();
+        assert!(help.status.success(), "{words:?}");
+        let help = String::from_utf8(help.stdout).unwrap();
+        let mut below = help
+            .lines()
+            .skip_while(|line| *line != "Commands:")
+            .skip(1)
+            .peekable();
+        if below.peek().is_none() {
+            leaves.insert(path.join(" "));
+        }
+        for line in below.take_while(|line| !line.is_empty()) {
+            let name = line.split_whitespace().next().unwrap();
+            // What a long line goes on with is further in.
+            if name != "help" && line.starts_with("  ") && !line.starts_with("   ") {
+                let mut path = path.clone();
+                path.push(name.to_owned());
+                open.push(path);
+            }
+        }
+    }
+    leaves
+}
+
+/// Commands of the program that are neither called nor left out for a reason, and those that are called and don't exist.
+pub fn forgotten(testbed: &Testbed) -> Vec<String> {
+    let all = commands(testbed);
+    let called = CALLED.iter().map(|called| called.0);
+    let known: BTreeSet<String> = called
+        .chain(LEFT_OUT.iter().map(|out| out.0))
+        .map(str::to_owned)
+        .collect();
+    all.symmetric_difference(&known).cloned().collect()
+}
+
+/// What became of the calls of a command.
+#[derive(Default)]
+struct Outcome {
+    failures: u64,
+    seconds: Vec<f64>,
+}
+
+/// What is still to be called, and what became of what was.
+pub struct Calls {
+    cards: Mutex<Cards>,
+    done: Mutex<BTreeMap<&'static str, Outcome>>,
+    without: Vec<String>,
+}
+
+struct Cards {
+    random: Random,
+    left: Vec<usize>,
+    decks: u64,
+    drawn: u64,
+}
+
+struct Call {
+    card: usize,
+    command: &'static str,
+    words: Vec<String>,
+    limit: Duration,
+    number: u64,
+}
+
+impl Calls {
+    pub fn new(seed: u64, without: &[String]) -> Self {
+        Self {
+            cards: Mutex::new(Cards {
+                random: Random(seed),
+                left: Vec::new(),
+                decks: 0,
+                drawn: 0,
+            }),
+            done: Mutex::default(),
+            without: without.to_vec(),
+        }
+    }
+
+    /// The next call. When it is over, what was not called once is called still.
+    fn draw(&self, testbed: &Testbed, is_over: bool) -> Option<Call> {
+        let mut cards = lock(&self.cards);
+        if cards.left.is_empty() {
+            if is_over && cards.decks > 0 {
+                return None;
+            }
+            let is_in = |&at: &usize| !self.without.iter().any(|name| name == CALLED[at].0);
+            let all = (0..CALLED.len()).filter(is_in);
+            let mut left: Vec<usize> = all.flat_map(|at| vec![at; times(CALLED[at].0)]).collect();
+            cards.random.shuffle(&mut left);
+            cards.left = left;
+            cards.decks += 1;
+        } else if is_over && cards.decks > 1 {
+            return None;
+        }
+        let card = cards.left.pop().unwrap();
+        let (command, seconds, choose) = CALLED[card];
+        cards.drawn += 1;
+        let mut chooser = Chooser {
+            testbed,
+            random: Random(cards.random.below(u64::MAX) | 1),
+            number: cards.drawn,
+        };
+        Some(Call {
+            card,
+            command,
+            words: choose(&mut chooser),
+            limit: patience(Duration::from_secs(seconds + SLACK)),
+            number: cards.drawn,
+        })
+    }
+
+    pub fn run(&self, testbed: &Testbed, over: &AtomicBool) {
+        while let Some(call) = self.draw(testbed, over.load(Ordering::Relaxed)) {
+            let (took, end) = carry_out(testbed, &call);
+            if end == End::Unheard {
+                // It is called again later, so that each command is heard as often as the others.
+                lock(&self.cards).left.insert(0, call.card);
+                std::thread::sleep(PAUSE);
+            }
+            let mut done = lock(&self.done);
+            let outcome = done.entry(call.command).or_default();
+            outcome.seconds.push(took);
+            outcome.failures += u64::from(end != End::Done);
+        }
+    }
+
+    /// Calls, failures, median and longest seconds of each command, a line each.
+    pub fn table(&self) -> String {
+        let mut done = lock(&self.done);
+        let mut lines = vec![format!(
+            "{:18} {:>6} {:>8} {:>8} {:>8}",
+            "command", "calls", "failures", "median s", "longest s"
+        )];
+        for (command, outcome) in &mut *done {
+            outcome.seconds.sort_unstable_by(f64::total_cmp);
+            let seconds = &outcome.seconds;
+            lines.push(format!(
+                "{command:18} {:6} {:8} {:8.2} {:8.2}",
+                seconds.len(),
+                outcome.failures,
+                seconds[seconds.len() / 2],
+                seconds[seconds.len() - 1]
+            ));
+        }
+        for name in &self.without {
+            lines.push(format!("{name:18} left out by MEMFOLD_CHAOS_WITHOUT"));
+        }
+        for (name, why) in LEFT_OUT {
+            lines.push(format!("{name:18} left out: {why}"));
+        }
+        lines.join("\n")
+    }
+
+    /// Commands that never succeeded.
+    pub fn never_done(&self) -> Vec<&'static str> {
+        let done = lock(&self.done);
+        let never = done
+            .iter()
+            .filter(|(_, outcome)| outcome.failures == outcome.seconds.len() as u64);
+        never.map(|(command, _)| *command).collect()
+    }
+}
+
+/// How a call ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Done,
+    Failed,
+    /// There was no daemon.
+    Unheard,
+}
+
+/// Calls, waits no longer than the deadline, and judges how it ended; seconds, and how.
+fn carry_out(testbed: &Testbed, call: &Call) -> (f64, End) {
+    let typed = format!("memfold {}", call.words.join(" "));
+    let mut command = testbed.command(&call.words);
+    let (took, ended, said) = run(testbed, &mut command, call);
+    let Some(status) = ended else {
+        let daemon = testbed
+            .daemon
+            .pid()
+            .map(|pid| threads(pid.as_raw_nonzero().get().unsigned_abs()));
+        testbed.faults.add(format!(
+            "'{typed}' has not returned after {took:.0} s; the daemon:\n{}",
+            daemon.unwrap_or_default()
+        ));
+        return (took, End::Failed);
+    };
+    let first = said.lines().find(|line| !line.trim().is_empty());
+    if let Some(wrong) = verdict(call.command, status, &said) {
+        testbed
+            .faults
+            .add(format!("'{typed}' ({took:.1} s): {wrong}: {said}"));
+        return (took, End::Failed);
+    }
+    if status.success() {
+        return (took, End::Done);
+    }
+    if said.contains("no memfold daemon serves") {
+        return (took, End::Unheard);
+    }
+    testbed.faults.note(&format!(
+        "'{typed}' failed after {took:.1} s: {}",
+        first.unwrap_or_default()
+    ));
+    (took, End::Failed)
+}
+
+fn run(testbed: &Testbed, command: &mut Command, call: &Call) -> (f64, Option<ExitStatus>, String) {
+    let path = testbed.root.join(format!("call-{}", call.number));
+    // To a file: nobody reads a pipe meanwhile.
+    let output = File::create(&path).unwrap();
+    let mut child = command
+        .stdout(output.try_clone().unwrap())
+        .stderr(output)
+        .spawn()
+        .unwrap();
+    let (began, mut ended, mut interrupt) = (Instant::now(), None, interrupted(call.command));
+    while ended.is_none() && began.elapsed() < call.limit {
+        std::thread::sleep(Duration::from_millis(10));
+        ended = child.try_wait().unwrap();
+        if ended.is_none() && interrupt.is_some_and(|after| began.elapsed() >= after) {
+            let _ = kill_process(Pid::from_child(&child), Signal::INT);
+            interrupt = None;
+        }
+    }
+    let took = began.elapsed().as_secs_f64();
+    if ended.is_none() {
+        let _ = child.kill();
+    }
+    let _ = child.wait();
+    let said = std::fs::read(&path).unwrap_or_default();
+    let _ = std::fs::remove_file(&path);
+    (took, ended, String::from_utf8_lossy(&said).into_owned())
+}
+
+/// What is wrong with how a call ended.
+fn verdict(command: &str, status: ExitStatus, said: &str) -> Option<String> {
+    let Some(code) = status.code() else {
+        return Some(format!("ended by a signal ({status})"));
+    };
+    if said.contains("panicked at") {
+        return Some(format!("it panicked (exit code {code})"));
+    }
+    if !is_agreed(command, code) {
+        return Some(format!("exit code {code}"));
+    }
+    (code != 0 && said.trim().is_empty()).then(|| format!("exit code {code} without a word"))
+}
