@@ -9,6 +9,7 @@ use super::lending::SwapPlace;
 use crate::fold::EngineStats;
 use crate::ledger;
 use crate::lend::Durability;
+use crate::libvirt::KnownVm;
 use crate::snapshot::{ClockStep, Keep, Renew, Renewal};
 use crate::vm::Forward;
 
@@ -85,6 +86,19 @@ pub struct VmInfo {
     /// What it lacks of the host that the VM in its snapshot had, and one VM alone can have.
     #[serde(default)]
     pub left_out: Vec<String>,
+}
+
+impl VmInfo {
+    /// What `memfold libvirt status` needs of a VM, if libvirt has started it.
+    #[must_use]
+    pub fn of_libvirt(&self) -> Option<KnownVm> {
+        Some(KnownVm {
+            name: self.name.clone(),
+            domain: self.libvirt.clone()?,
+            fold_problem: self.fold_problems.first().cloned(),
+            folds_again: self.refold_problems.is_empty(),
+        })
+    }
 }
 
 /// A VM's swap disk. What lies on it is no part of guest RAM.

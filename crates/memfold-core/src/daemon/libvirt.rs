@@ -125,7 +125,8 @@ impl Daemon {
         if self.options.libvirt.is_none() {
             return Ok(None);
         }
-        match libvirt::status(Some(&self.list())) {
+        let vms: Vec<_> = self.list().iter().filter_map(VmInfo::of_libvirt).collect();
+        match libvirt::status(Some(&vms)) {
             Ok(domains) => Ok(Some(domains)),
             Err(LibvirtError::Virsh(VirshError::Missing)) => Ok(None),
             Err(error) => Err(refused(&error)),

@@ -15,7 +15,7 @@ pub mod wrapper;
 pub mod xml;
 
 pub use running::{DEFAULT_RUN, Running};
-pub use status::{DomainStatus, status};
+pub use status::{DomainStatus, KnownVm, status};
 pub use virsh::{DomainFacts, VirshError};
 pub use wrapper::WrapperError;
 pub use xml::{Mark, XmlError};

@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::{DEFAULT_RUN, LibvirtError, Mark, Running, virsh};
-use crate::api::VmInfo;
 
 /// A domain of libvirt.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -26,8 +25,21 @@ pub struct DomainStatus {
     pub folding: String,
 }
 
+/// What the daemon says of a VM that libvirt has started.
+#[derive(Clone, Debug)]
+pub struct KnownVm {
+    /// Its name among memfold's VMs.
+    pub name: String,
+    /// Its name in libvirt.
+    pub domain: String,
+    /// The first reason why its RAM is not folded.
+    pub fold_problem: Option<String>,
+    /// Whether folded pages can be folded again while it runs.
+    pub folds_again: bool,
+}
+
 /// All of them. `vms`: those of the daemon; `None`: it doesn't answer.
-pub fn status(vms: Option<&[VmInfo]>) -> Result<Vec<DomainStatus>, LibvirtError> {
+pub fn status(vms: Option<&[KnownVm]>) -> Result<Vec<DomainStatus>, LibvirtError> {
     let running = Running::all(Path::new(DEFAULT_RUN)).unwrap_or_default();
     let one = |domain: String| {
         let now = running.iter().find(|r| r.domain == domain);
@@ -55,7 +67,7 @@ fn folding(
     domain: &str,
     mark: Option<&Mark>,
     started_with: Option<bool>,
-    vms: Option<&[VmInfo]>,
+    vms: Option<&[KnownVm]>,
 ) -> String {
     let Some(vms) = vms.filter(|_| started_with == Some(true)) else {
         return match (mark, started_with) {
@@ -71,13 +83,13 @@ fn folding(
     let Some(vm) = vm_of(domain, vms) else {
         return format!("no: not taken on; 'memfold libvirt attach {domain}' says why");
     };
-    match (vm.fold_problems.first(), vm.refold_problems.first()) {
-        (Some(problem), _) => format!("no: {problem}"),
-        (None, Some(_)) => "yes, but not again what its guest has rewritten (direct I/O)".into(),
-        (None, None) => "yes".into(),
+    match &vm.fold_problem {
+        Some(problem) => format!("no: {problem}"),
+        None if vm.folds_again => "yes".into(),
+        None => "yes, but not again what its guest has rewritten (direct I/O)".into(),
     }
 }
 
-fn vm_of<'a>(domain: &str, vms: &'a [VmInfo]) -> Option<&'a VmInfo> {
-    vms.iter().find(|vm| vm.libvirt.as_deref() == Some(domain))
+fn vm_of<'a>(domain: &str, vms: &'a [KnownVm]) -> Option<&'a KnownVm> {
+    vms.iter().find(|vm| vm.domain == domain)
 }

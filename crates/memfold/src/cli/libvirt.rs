@@ -105,6 +105,7 @@ fn rows(context: &Context) -> anyhow::Result<Vec<DomainStatus>> {
         Err(ClientError::Refused(body)) => return Err(ClientError::Refused(body).into()),
         vms => vms.ok(),
     };
+    let vms: Option<Vec<_>> = vms.map(|vms| vms.iter().filter_map(VmInfo::of_libvirt).collect());
     Ok(libvirt::status(vms.as_deref())?)
 }
 
