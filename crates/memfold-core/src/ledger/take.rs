@@ -16,27 +16,13 @@ use crate::vm::RamLayout;
 /// Times that something which changes while it is read is read.
 const ATTEMPTS: usize = 3;
 
-impl StoreIdentity {
-    /// Of an open file.
-    pub fn of(file: impl AsFd) -> std::io::Result<Self> {
-        let stat = rustix::fs::fstat(file)?;
-        Ok(Self {
-            dev: stat.st_dev,
-            ino: stat.st_ino,
-        })
-    }
-}
-
 impl StoreAccount {
     /// Of an open page-store file: what it allocates, `st_blocks` in units of 512 bytes (stat(2)).
     pub fn of(domain: &str, file: impl AsFd) -> std::io::Result<Self> {
-        let stat = rustix::fs::fstat(file)?;
+        let stat = rustix::fs::fstat(&file)?;
         Ok(Self {
             domain: domain.to_owned(),
-            identity: StoreIdentity {
-                dev: stat.st_dev,
-                ino: stat.st_ino,
-            },
+            identity: StoreIdentity::of(&file)?,
             allocated_bytes: ByteSize(u64::try_from(stat.st_blocks).unwrap_or(0) * 512),
         })
     }

@@ -29,6 +29,17 @@ pub struct StoreIdentity {
     pub ino: u64,
 }
 
+impl StoreIdentity {
+    /// Of an open file.
+    pub fn of(file: impl AsFd) -> std::io::Result<Self> {
+        let stat = rustix::fs::fstat(file)?;
+        Ok(Self {
+            dev: stat.st_dev,
+            ino: stat.st_ino,
+        })
+    }
+}
+
 /// Why the store could not do what was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
