@@ -1,14 +1,14 @@
 //! QEMU's answers about its RAM: a QEMU that was attached may be any version, or no QEMU at all.
 
-use memfold_core::vm::ram;
 use memfold_units::{PAGE_SIZE, Pfn};
+use memfold_vm::ram;
 use serde_json::{Value, json};
 
 use crate::{Subject, parts};
 
 macro_rules! fixture {
     ($file:literal) => {
-        include_str!(concat!("../../memfold-core/src/vm/fixtures/", $file))
+        include_str!(concat!("../../memfold-vm/src/fixtures/", $file))
     };
 }
 

@@ -2,7 +2,7 @@
 
 use std::io::{self, Read, Write};
 
-use memfold_core::lend::nbd::{self, Command, MAX_BYTES, Reply, Request};
+use memfold_lend::nbd::{self, Command, MAX_BYTES, Reply, Request};
 
 use crate::Subject;
 

@@ -1,6 +1,6 @@
 //! What a guest says it has free.
 
-use memfold_core::snapshot::free;
+use memfold_snapshot::free;
 
 use crate::Subject;
 

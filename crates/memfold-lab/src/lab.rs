@@ -12,14 +12,14 @@ use tempfile::TempDir;
 
 use crate::warm::{Warm, note_guest};
 
-use memfold_core::api::{FoldRequest, FullReport};
-use memfold_core::daemon::{BorrowWhen, Daemon, DaemonOptions};
-use memfold_core::fold::{EngineSettings, EngineStats};
-use memfold_core::host::{GuestImage, guest_images};
-use memfold_core::ksm;
-use memfold_core::ledger::BrakePolicy;
-use memfold_core::lend::RegistryAt;
-use memfold_core::vm::{Aio, BootSpec, CacheMode, DiskSpec, Qmp, VmDirectory, VmSpec, log_tail};
+use memfold_api::{FoldRequest, FullReport};
+use memfold_daemon::{BorrowWhen, Daemon, DaemonOptions};
+use memfold_fold::{EngineSettings, EngineStats};
+use memfold_host::{GuestImage, guest_images};
+use memfold_ksm as ksm;
+use memfold_ledger::BrakePolicy;
+use memfold_lend::RegistryAt;
+use memfold_vm::{Aio, BootSpec, CacheMode, DiskSpec, Qmp, VmDirectory, VmSpec, log_tail};
 
 /// What an interrupt has to clean up.
 static CURRENT: Mutex<Option<(Arc<Daemon>, PathBuf)>> = Mutex::new(None);

@@ -23,8 +23,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use memfold_core::host::{QemuFacts, image_directory};
-use memfold_core::vm::{CacheMode, DiskFormat, DiskSpec, Qmp, Vm, VmDirectory, VmSpec};
+use memfold_host::{QemuFacts, image_directory};
+use memfold_vm::{CacheMode, DiskFormat, DiskSpec, Qmp, Vm, VmDirectory, VmSpec};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
 
@@ -93,7 +93,7 @@ fn shape(spec: &VmSpec) -> VmSpec {
     shape
 }
 
-fn plain_aio() -> memfold_core::vm::Aio {
+fn plain_aio() -> memfold_vm::Aio {
     DiskSpec::new("/").aio
 }
 
@@ -240,7 +240,7 @@ fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
         disk.format = Some(disk.format());
         disk.path = blank;
     }
-    let vm = memfold_core::vm::start(state.path(), spec)?;
+    let vm = memfold_vm::start(state.path(), spec)?;
     let directory = VmDirectory::of(state.path(), vm.name());
     let saved = settle(&directory).and_then(|()| save(&vm, &draft.join("state")));
     let ended = vm.stop(Duration::ZERO);

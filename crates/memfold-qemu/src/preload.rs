@@ -14,7 +14,7 @@ use memfold_sys::{region, signals};
 use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 use rustix::io::Errno;
 
-use crate::{Folder, Monitor, serve};
+use memfold_folder::{Folder, Monitor, say, serve};
 
 /// Environment variable with the number of an open `/dev/userfaultfd`, for a QEMU that may not open it itself.
 pub const DEVICE_VARIABLE: &str = "MEMFOLD_UFFD";

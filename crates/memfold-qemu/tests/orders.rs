@@ -1,10 +1,12 @@
 //! What each order does, and what it refuses.
 
+#[path = "../src/preload.rs"]
+mod preload;
 mod support;
 
 use std::sync::atomic::Ordering;
 
-use memfold_qemu::{Folder, Monitor};
+use memfold_folder::{Folder, Monitor};
 use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::PAGE_SIZE;
@@ -214,7 +216,7 @@ fn discarded_pages_read_as_zeroes_folded_or_not() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };
-    memfold_qemu::preload::install(bench.folder);
+    preload::install(bench.folder);
     bench.fill(1);
     let at = bench.publish(0, 64);
     assert_eq!(

@@ -4,7 +4,7 @@ mod support;
 
 use std::sync::atomic::Ordering;
 
-use memfold_qemu::{Folder, Monitor};
+use memfold_folder::{Folder, Monitor};
 use memfold_wire::library::{Freeze, Order, Outcome, Reply};
 use support::{Bench, FakeQemu};
 

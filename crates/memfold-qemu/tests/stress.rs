@@ -1,6 +1,8 @@
 //! Folding, folding again, releasing, dropping zeroes and discarding, while other threads use the memory as guests do.
 //! Lasts 15 s (the other test 10 s), or `MEMFOLD_STRESS_SECONDS`.
 
+#[path = "../src/preload.rs"]
+mod preload;
 mod support;
 
 use std::fs::File;
@@ -128,7 +130,7 @@ fn no_count_is_lost_while_pages_are_exchanged() {
     let Some(mut bench) = Bench::new(COUNTERS + DISCARDED) else {
         return;
     };
-    memfold_qemu::preload::install(bench.folder);
+    preload::install(bench.folder);
     bench.fill(1);
     let guest = Guest(bench.words());
     for page in 0..COUNTERS {

@@ -3,6 +3,6 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    memfold_core::set_commit(env!("MEMFOLD_GIT"));
+    memfold_host::set_commit(env!("MEMFOLD_GIT"));
     memfold::cli::main()
 }

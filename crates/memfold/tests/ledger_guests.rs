@@ -5,12 +5,12 @@
 use std::fs::File;
 use std::time::{Duration, Instant};
 
-use memfold_core::api::FullReport;
-use memfold_core::fold::EngineSettings;
-use memfold_core::ledger::{Report, check_change, shared_frames};
-use memfold_core::vm::Vm;
+use memfold_api::FullReport;
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_ledger::{Report, check_change, shared_frames};
 use memfold_units::{ByteSize, PageCount};
+use memfold_vm::Vm;
 use rustix::fs::FlockOperation;
 
 const GUESTS: [(&str, &str); 2] = [("ledger-a", "trixie-a"), ("ledger-b", "trixie-b")];
@@ -23,10 +23,10 @@ fn missing() -> Option<String> {
     if !rustix::process::getuid().is_root() {
         return Some("not root".into());
     }
-    if let Err(error) = memfold_core::host::library() {
+    if let Err(error) = memfold_host::library() {
         return Some(error.to_string());
     }
-    match memfold_core::host::guest_images() {
+    match memfold_host::guest_images() {
         Err(error) => Some(error.to_string()),
         Ok(images) => {
             let lacks = GUESTS

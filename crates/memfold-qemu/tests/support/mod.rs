@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use memfold_qemu::Folder;
+use memfold_folder::Folder;
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::library::{

@@ -17,18 +17,18 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use memfold_api::{RestoreRequest, SaveRequest, VmInfo};
+use memfold_fold::EngineSettings;
+use memfold_lab::{DiskMode, Lab};
+use memfold_ledger::read::Proc;
+use memfold_snapshot::Renew;
 use memfold_units::ByteSize;
+use memfold_vm::{Network, VmDirectory};
 use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::record::spread;
 use super::selftest::most_folded;
-use memfold_core::api::{RestoreRequest, SaveRequest, VmInfo};
-use memfold_core::fold::EngineSettings;
-use memfold_core::ledger::read::Proc;
-use memfold_core::snapshot::Renew;
-use memfold_core::vm::{Network, VmDirectory};
-use memfold_lab::{DiskMode, Lab};
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 

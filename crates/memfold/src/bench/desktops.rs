@@ -10,6 +10,8 @@
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
+use memfold_fold::EngineSettings;
+use memfold_lab::Lab;
 use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
 
@@ -18,8 +20,6 @@ use super::record::{median, spread};
 use super::segments::{
     Files, LIMIT, ROOT, booted, build, faults_of, memory, mib, saving_percent, start, took,
 };
-use memfold_core::fold::EngineSettings;
-use memfold_lab::Lab;
 
 /// Programs, and the commands that start them.
 const PROGRAMS: [(&str, &str); 2] = [

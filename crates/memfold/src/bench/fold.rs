@@ -10,8 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use memfold_qemu::Folder;
-use memfold_qemu::folder::thread_cpu_ns;
+use memfold_folder::Folder;
+use memfold_folder::folder::thread_cpu_ns;
+use memfold_ksm::{self as ksm, Controls, Ksmd, Run, Settings, Status};
+use memfold_store::{Source, Store};
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::{ByteSize, PAGE_BYTES, StorePage};
 use memfold_wire::library::{Advice, FoldRun, Freeze, MAX_RUNS, Order, Outcome, Reply, VERSION};
@@ -20,8 +22,6 @@ use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::record::{median, spread};
-use memfold_core::ksm::{self, Controls, Ksmd, Run, Settings, Status};
-use memfold_core::store::{Source, Store};
 
 /// Run lengths in pages.
 const LENGTHS: [u64; 5] = [1, 4, 16, 64, 512];

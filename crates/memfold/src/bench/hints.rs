@@ -25,13 +25,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use memfold_host::files::data_disks;
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
+use memfold_vm::VmSpec;
 use serde_json::{Value, json};
 
 use self::arm::{ArmRun, Mechanism};
-use memfold_core::host::files::data_disks;
-use memfold_core::vm::VmSpec;
-use memfold_lab::{DiskMode, Lab};
 
 pub use self::results::figures;
 
@@ -168,7 +168,7 @@ impl Options {
             let mut spec = Lab::spec(name, image, MEMORY, DiskMode::Buffered)?;
             spec.fold = fold;
             if let Some(path) = &self.work.disk {
-                let mut disk = memfold_core::vm::DiskSpec::new(path);
+                let mut disk = memfold_vm::DiskSpec::new(path);
                 disk.snapshot = true;
                 spec.disks.push(disk);
             }

@@ -17,7 +17,7 @@ use anyhow::ensure;
 use memfold_units::ByteSize;
 use serde_json::{Value, json};
 
-use memfold_core::ksm::{Controls, NOTES};
+use memfold_ksm::{Controls, NOTES};
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -72,7 +72,7 @@ impl Default for Options {
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let controls = Controls::default();
     // What a killed run has left is no use of KSM.
-    memfold_core::ksm::restore_leftover(NOTES.as_ref())?;
+    memfold_ksm::restore_leftover(NOTES.as_ref())?;
     ensure!(
         controls.number::<u64>("run")? != Some(1),
         "KSM runs on this host, and what it merges would be counted; stop it first (echo 0 > /sys/kernel/mm/ksm/run)"

@@ -23,11 +23,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use memfold_core::snapshot::Progress;
-use memfold_core::snapshot::image::{Plan, Source};
-use memfold_core::snapshot::pipeline::{self, PIECE_BYTES};
-use memfold_core::snapshot::stored::{Pages, Stored};
-use memfold_core::snapshot::writer::Writer;
+use memfold_snapshot::Progress;
+use memfold_snapshot::image::{Plan, Source};
+use memfold_snapshot::pipeline::{self, PIECE_BYTES};
+use memfold_snapshot::stored::{Pages, Stored};
+use memfold_snapshot::writer::Writer;
 use memfold_sys::memory;
 use memfold_units::{ByteSize, Hva, PAGE_SIZE};
 use rustix::fs::{FallocateFlags, OFlags, fallocate};

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use serde_json::{Value, json};
 
-use memfold_core::daemon::DaemonError;
-use memfold_core::snapshot::{Manifest, SnapshotError};
-use memfold_core::vm::{DiskFormat, DiskSpec, Incoming, LaunchError, Qmp, Vm, VmDirectory, VmSpec};
+use memfold_daemon::DaemonError;
 use memfold_lab::Lab;
+use memfold_snapshot::{Manifest, SnapshotError};
+use memfold_vm::{DiskFormat, DiskSpec, Incoming, LaunchError, Qmp, Vm, VmDirectory, VmSpec};
 
 /// Time for one thing that QEMU does.
 const LIMIT: Duration = Duration::from_secs(900);
@@ -168,7 +168,7 @@ fn work(qmp: &mut Qmp, command: &str, orders: &Value) -> anyhow::Result<()> {
 pub fn restore_inside(lab: &Lab, mut spec: VmSpec, disk: &Path) -> anyhow::Result<f64> {
     spec.qemu_args.push("-S".into());
     use_disk(&mut spec, disk);
-    run(lab, spec, memfold_core::vm::start, |qmp| {
+    run(lab, spec, memfold_vm::start, |qmp| {
         // As 'vm run' names what is no overlay.
         let node = "disk0";
         let orders = json!({ "job-id": TAG, "tag": TAG, "vmstate": node, "devices": [node] });
@@ -200,7 +200,7 @@ pub fn restore(
         machine: like.machine.clone(),
         accel: like.accel.clone(),
     };
-    let start = |state: &Path, spec| memfold_core::vm::start_incoming(state, spec, &incoming);
+    let start = |state: &Path, spec| memfold_vm::start_incoming(state, spec, &incoming);
     run(lab, spec, start, |qmp| load(qmp, form, image))
 }
 

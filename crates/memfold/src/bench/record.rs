@@ -4,8 +4,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use memfold_core::api::DEFAULT_STATE;
-use memfold_core::host::{HostFacts, guest_images};
+use memfold_api::DEFAULT_STATE;
+use memfold_host::{HostFacts, guest_images};
 
 /// `{"study", "version", "git", "quick", "host", "vms", "samples", "results"}` around what a study measured: an object with
 /// `results`, `samples` and, if it had VMs, `vms`. Units are in the keys' names.

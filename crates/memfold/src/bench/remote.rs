@@ -26,16 +26,16 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
+use guest::{Arm, Done, GivenBack, Guest, VM};
+use lender::Lender;
+use link::Link;
+use memfold_fold::EngineSettings;
+use memfold_lab::Lab;
 use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::record::{median, spread};
-use guest::{Arm, Done, GivenBack, Guest, VM};
-use lender::Lender;
-use link::Link;
-use memfold_core::fold::EngineSettings;
-use memfold_lab::Lab;
 
 const ARMS: [Arm; 6] = [
     Arm::HardDisk,

@@ -19,18 +19,18 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use memfold_api::{BuildRequest, RestoreRequest, SaveRequest};
+use memfold_fold::EngineSettings;
+use memfold_host::guest_images;
+use memfold_lab::{DiskMode, Lab};
+use memfold_segment::Manifest;
+use memfold_snapshot::{Keep, Renew};
 use memfold_units::ByteSize;
+use memfold_vm::SegmentSpec;
+use memfold_vm::segments::SMALL_REPORTS;
 use serde_json::{Map, Value, json};
 
 use super::record::{median, spread};
-use memfold_core::api::{BuildRequest, RestoreRequest, SaveRequest};
-use memfold_core::fold::EngineSettings;
-use memfold_core::host::guest_images;
-use memfold_core::segment::Manifest;
-use memfold_core::snapshot::{Keep, Renew};
-use memfold_core::vm::SegmentSpec;
-use memfold_core::vm::segments::SMALL_REPORTS;
-use memfold_lab::{DiskMode, Lab};
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -439,7 +439,7 @@ fn memory_now(lab: &Lab) -> anyhow::Result<Memory> {
     let report = lab.report()?;
     let vms = &report.ledger.vms;
     ensure!(!vms.is_empty(), "no VM runs");
-    let mean = |of: fn(&memfold_core::ledger::VmAccount) -> ByteSize| {
+    let mean = |of: fn(&memfold_ledger::VmAccount) -> ByteSize| {
         vms.iter().map(|vm| of(vm).0 as f64).sum::<f64>() / vms.len() as f64
     };
     Ok(Memory {

@@ -17,10 +17,10 @@ use serde::Serialize;
 
 pub use library::LibraryProof;
 
-use memfold_core::fold::{EngineSettings, EngineStats};
-use memfold_core::ledger;
-use memfold_core::vm::Vm;
+use memfold_fold::{EngineSettings, EngineStats};
 use memfold_lab::{DiskMode, Lab};
+use memfold_ledger as ledger;
+use memfold_vm::Vm;
 
 /// Name and image of the two guests: built separately, as users' VMs are.
 const GUESTS: [(&str, &str); 2] = [("self-test-a", "trixie-a"), ("self-test-b", "trixie-b")];

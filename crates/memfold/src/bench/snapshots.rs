@@ -24,18 +24,18 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use memfold_api::{RestoreRequest, SaveRequest};
+use memfold_fold::EngineSettings;
+use memfold_lab::{DiskMode, Lab};
+use memfold_snapshot::Manifest;
 use memfold_units::{ByteSize, PAGE_SIZE};
+use memfold_vm::{Aio, CacheMode, DiskSpec};
 use rustix::fs::{Advice, fadvise};
 use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::qemu_way::{self, Form, Way};
 use super::record::median;
-use memfold_core::api::{RestoreRequest, SaveRequest};
-use memfold_core::fold::EngineSettings;
-use memfold_core::snapshot::Manifest;
-use memfold_core::vm::{Aio, CacheMode, DiskSpec};
-use memfold_lab::{DiskMode, Lab};
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 

@@ -18,15 +18,15 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use memfold_api::{RestoreRequest, SaveRequest};
+use memfold_fold::EngineSettings;
+use memfold_lab::{DiskMode, Lab};
+use memfold_snapshot::Keep;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::{Value, json};
 
 use super::qemu_way::{self, Form};
 use super::record::spread;
-use memfold_core::api::{RestoreRequest, SaveRequest};
-use memfold_core::fold::EngineSettings;
-use memfold_core::snapshot::Keep;
-use memfold_lab::{DiskMode, Lab};
 
 const MEMORY: ByteSize = ByteSize::mib(1024);
 

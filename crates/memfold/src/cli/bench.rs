@@ -5,12 +5,12 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
+use memfold_api::DEFAULT_STATE;
+use memfold_host::{HostFacts, examine};
 use serde_json::Value;
 
 use super::{Context, doctor};
 use crate::bench::{self, record};
-use memfold_core::api::DEFAULT_STATE;
-use memfold_core::host::{HostFacts, examine};
 
 /// Makes a study's figures of its result: names and SVG.
 type Draw = fn(&Value) -> Vec<(String, String)>;

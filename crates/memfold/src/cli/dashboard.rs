@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 
 use clap::Args;
+use memfold_api::{CodeRequest, LoginCode, Role};
 
 use super::Context;
-use memfold_core::api::{CodeRequest, LoginCode, Role};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

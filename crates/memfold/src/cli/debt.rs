@@ -4,11 +4,11 @@ use std::process::ExitCode;
 
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
+use memfold_api::DebtRequest;
+use memfold_ledger::{BrakeEvent, DebtReport, Reserve};
 use memfold_units::ByteSize;
 
 use super::Context;
-use memfold_core::api::DebtRequest;
-use memfold_core::ledger::{BrakeEvent, DebtReport, Reserve};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -127,7 +127,7 @@ fn event(event: &BrakeEvent) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use memfold_core::ledger::{Level, VmDebt};
+    use memfold_ledger::{Level, VmDebt};
 
     #[test]
     fn level_figures_and_events_are_shown() {

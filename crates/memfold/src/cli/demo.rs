@@ -7,15 +7,15 @@ use anyhow::ensure;
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::{ProgressBar, ProgressStyle};
+use memfold_api::{DEFAULT_STATE, FullReport};
+use memfold_fold::EngineSettings;
+use memfold_host::{HostFacts, examine};
+use memfold_ksm as ksm;
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::{ByteSize, PageCount};
 use serde::Serialize;
 
 use super::{Context, doctor};
-use memfold_core::api::{DEFAULT_STATE, FullReport};
-use memfold_core::fold::EngineSettings;
-use memfold_core::host::{HostFacts, examine};
-use memfold_core::ksm;
-use memfold_lab::{DiskMode, Lab};
 
 /// The VMs: name and image. Two are built separately from the same packages, as users' VMs are; the third is a copy.
 const VMS: [(&str, &str); 3] = [
@@ -306,7 +306,7 @@ impl Step {
 
     fn end(self, result: &str) {
         self.bar.finish_and_clear();
-        memfold_core::say!(
+        memfold_host::say!(
             "{:6.1} s  {}: {result}",
             self.began.elapsed().as_secs_f64(),
             self.what

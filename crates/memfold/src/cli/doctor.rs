@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use comfy_table::{Cell, ContentArrangement, Table, presets};
+use memfold_api::{ClientError, DEFAULT_STATE};
+use memfold_host::{Check, HostFacts, Report, Status, examine};
+use memfold_ledger::DebtReport;
 use serde::Serialize;
 
 use super::{Context, IMPOSSIBLE_HERE};
 use crate::bench::selftest::{self, SelfTest};
-use memfold_core::api::{ClientError, DEFAULT_STATE};
-use memfold_core::host::{Check, HostFacts, Report, Status, examine};
-use memfold_core::ledger::DebtReport;
 
 /// How long a daemon may take to say what it owes.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -44,7 +44,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     }
     let began = Instant::now();
     let self_test = selftest::run(&|step| {
-        memfold_core::say!("{:6.1} s  {step}", began.elapsed().as_secs_f64());
+        memfold_host::say!("{:6.1} s  {step}", began.elapsed().as_secs_f64());
     })?;
     let passed = self_test.passed;
     let proved = Proved {

@@ -9,18 +9,18 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use memfold_api::ClientError;
+use memfold_ledger::estimate::fingerprint::{self, HostMemory, Key};
+use memfold_ledger::estimate::look::{self, Looked};
+use memfold_ledger::estimate::program::{self, Kind, ProgramReport};
+use memfold_ledger::estimate::{
+    Domains, EstimateError, EstimateReport, Options, Pace, Told, VmFacts, estimate, table, targets,
+};
+use memfold_ledger::read::Proc;
 use memfold_units::ByteSize;
 use serde_json::json;
 
 use super::{Context, IMPOSSIBLE_HERE, top};
-use memfold_core::api::ClientError;
-use memfold_core::estimate::fingerprint::{self, HostMemory, Key};
-use memfold_core::estimate::look::{self, Looked};
-use memfold_core::estimate::program::{self, Kind, ProgramReport};
-use memfold_core::estimate::{
-    Domains, EstimateError, EstimateReport, Options, Pace, Told, VmFacts, estimate, table, targets,
-};
-use memfold_core::ledger::read::Proc;
 
 /// Exit code of a program that was interrupted: 128 + SIGINT, as shells have it.
 const INTERRUPTED: u8 = 130;
@@ -90,7 +90,7 @@ fn domain_of(text: &str) -> Result<(i32, String), String> {
     let pid = pid
         .parse()
         .map_err(|_| format!("'{pid}' is no process number"))?;
-    memfold_core::vm::check_name("domain", domain).map_err(|error| error.to_string())?;
+    memfold_vm::check_name("domain", domain).map_err(|error| error.to_string())?;
     Ok((pid, domain.to_owned()))
 }
 
@@ -138,7 +138,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     let report = match found {
         Ok(report) => EstimateReport { daemon, ..report },
         Err(error @ (EstimateError::Interrupted | EstimateError::NoScan)) => {
-            memfold_core::say!("memfold: {error}");
+            memfold_host::say!("memfold: {error}");
             let code = match error {
                 EstimateError::NoScan => IMPOSSIBLE_HERE,
                 _ => INTERRUPTED,

@@ -4,11 +4,11 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 use comfy_table::{CellAlignment, Table, presets};
+use memfold_api::FoldRequest;
+use memfold_fold::EngineStats;
 use memfold_units::PageCount;
 
 use super::Context;
-use memfold_core::api::FoldRequest;
-use memfold_core::fold::EngineStats;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

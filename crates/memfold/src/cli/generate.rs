@@ -8,9 +8,9 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::{Args, CommandFactory as _};
 use clap_complete::Shell;
+use memfold_server::{openapi, reference};
 
 use super::Cli;
-use memfold_core::api::{openapi, reference};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

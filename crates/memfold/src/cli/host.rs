@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
+use memfold_api::{HostRequest, HostToken};
 
 use super::Context;
 use super::vm::segment as in_path;
-use memfold_core::api::{HostRequest, HostToken};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -34,7 +34,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             context.print(&made, |made| made.token.clone())?;
             if !context.json {
                 let url = made.urls.first().map_or("", String::as_str);
-                memfold_core::say!(
+                memfold_host::say!(
                     "put this into a file of '{host}' that nobody else may read, and start its daemon with: --host {host} --registry {url} --registry-token FILE --registry-ca FILE"
                 );
             }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 
-use memfold_core::lend::iscsi::{bridge, target};
+use memfold_lend::iscsi::{bridge, target};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

@@ -7,16 +7,16 @@ use std::process::ExitCode;
 use anyhow::bail;
 use clap::Subcommand;
 use comfy_table::{CellAlignment, Table, presets};
+use memfold_api::{ClientError, KsmStartRequest, KsmStopRequest};
+use memfold_ksm::files::Role;
+use memfold_ksm::overview::{Overview, Part, Steering};
+use memfold_ksm::{self as ksm, Controls, Explanation, Facts, processes};
+use memfold_ledger::table::signed;
 use memfold_units::{ByteSize, PAGE_SIZE, PageCount};
+use memfold_vm::endpoints;
 use rustix::process::Pid;
 
 use super::{Context, IMPOSSIBLE_HERE};
-use memfold_core::api::{ClientError, KsmStartRequest, KsmStopRequest};
-use memfold_core::ksm::files::Role;
-use memfold_core::ksm::overview::{Overview, Part, Steering};
-use memfold_core::ksm::{self, Controls, Explanation, Facts, processes};
-use memfold_core::ledger::table::signed;
-use memfold_core::vm::endpoints;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

@@ -9,13 +9,13 @@ use std::time::SystemTime;
 use anyhow::{anyhow, bail};
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
+use memfold_api::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace};
+use memfold_lend::lvm::Volume;
+use memfold_lend::{Durability, Lease, LenderStatus, Transport};
 use memfold_units::ByteSize;
 
 use super::Context;
 use super::vm::segment as name_of_vm;
-use memfold_core::api::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace};
-use memfold_core::lend::lvm::Volume;
-use memfold_core::lend::{Durability, Lease, LenderStatus, Transport};
 
 #[derive(Args, Debug)]
 pub(super) struct LendArguments {
@@ -395,7 +395,7 @@ fn of_this_host(report: &LeaseReport) -> String {
 
 /// Until its client leaves, or a lender fails. What it has to say is not for people.
 pub(super) fn relay() -> ExitCode {
-    if memfold_core::lend::relay::main() {
+    if memfold_lend::relay::main() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE

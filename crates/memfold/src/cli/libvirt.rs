@@ -5,11 +5,11 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Subcommand;
 use comfy_table::{Table, presets};
+use memfold_api::{ClientError, LibvirtRequest, VmInfo};
+use memfold_libvirt::{self as libvirt, Change, DomainStatus};
 
 use super::Context;
 use super::vm::describe;
-use memfold_core::api::{ClientError, LibvirtRequest, VmInfo};
-use memfold_core::libvirt::{self, Change, DomainStatus};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

@@ -19,7 +19,7 @@ use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter};
 use tracing_subscriber::registry::LookupSpan;
 
-use memfold_core::daemon::chain;
+use memfold_daemon::chain;
 
 /// How lines of the log look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -39,11 +39,15 @@ pub(super) fn filter(text: &str) -> Result<EnvFilter, ParseError> {
 
 /// One part of a filter, with the crate that the room lies in.
 fn of_its_crate(directive: &str) -> String {
-    match directive.trim().strip_prefix("memfold::") {
-        Some(room) if !room.starts_with("cli") && !room.starts_with("bench") => {
-            format!("memfold_core::{room}")
-        }
-        _ => directive.to_owned(),
+    let Some(place) = directive.trim().strip_prefix("memfold::") else {
+        return directive.to_owned();
+    };
+    let room = place.split([':', '=']).next().unwrap_or_default();
+    match room {
+        "cli" | "bench" => directive.to_owned(),
+        "history" | "estimate" => format!("memfold_ledger::{place}"),
+        "api" => format!("memfold_server{}", &place[room.len()..]),
+        _ => format!("memfold_{place}"),
     }
 }
 
@@ -238,7 +242,10 @@ mod tests {
     fn a_filter_names_rooms_of_memfold_whichever_crate_they_lie_in() {
         for (written, meant) in [
             ("info", "info"),
-            ("info,memfold::fold=debug", "memfold_core::fold=debug,info"),
+            ("info,memfold::fold=debug", "memfold_fold=debug,info"),
+            ("memfold::vm::qmp=trace", "memfold_vm::qmp=trace"),
+            ("memfold::api=debug", "memfold_server=debug"),
+            ("memfold::history=debug", "memfold_ledger::history=debug"),
             ("memfold::cli=trace", "memfold::cli=trace"),
         ] {
             assert_eq!(filter(written).unwrap().to_string(), meant);

@@ -1,4 +1,4 @@
-//! The command line: one file a command, thin; what they show comes from the daemon or from [`memfold_core::host`].
+//! The command line: one file a command, thin; what they show comes from the daemon or from [`memfold_host`].
 //!
 //! Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host.
 
@@ -34,7 +34,7 @@ use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use log::LogFormat;
 
-use memfold_core::api::{Client, ClientError, DEFAULT_SOCKET};
+use memfold_api::{Client, ClientError, DEFAULT_SOCKET};
 
 /// Exit code of a command that can't work on this host.
 pub const IMPOSSIBLE_HERE: u8 = 3;
@@ -234,10 +234,10 @@ pub fn main() -> ExitCode {
 
 /// Prints an error with its causes and a hint, and finds the exit code.
 fn fail(error: &anyhow::Error) -> ExitCode {
-    memfold_core::say!("memfold: {error:#}");
+    memfold_host::say!("memfold: {error:#}");
     if let Some(ClientError::Refused(body)) = error.downcast_ref::<ClientError>() {
         if let Some(hint) = &body.hint {
-            memfold_core::say!("hint: {hint}");
+            memfold_host::say!("hint: {hint}");
         }
         if body.impossible_here {
             return ExitCode::from(IMPOSSIBLE_HERE);

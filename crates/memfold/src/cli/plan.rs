@@ -8,13 +8,13 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
+use memfold_ledger::estimate::fingerprint::Fingerprint;
+use memfold_ledger::estimate::place::{Proposal, propose};
+use memfold_ledger::plan::{Plan, parse_hours, parse_kind, parse_number};
+use memfold_ledger::table::signed;
 use memfold_units::ByteSize;
 
 use super::Context;
-use memfold_core::estimate::fingerprint::Fingerprint;
-use memfold_core::estimate::place::{Proposal, propose};
-use memfold_core::ledger::plan::{Plan, parse_hours, parse_kind, parse_number};
-use memfold_core::ledger::table::signed;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -211,7 +211,7 @@ fn render(plan: &Plan) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use memfold_core::ledger::plan::Kind;
+    use memfold_ledger::plan::Kind;
 
     #[test]
     fn what_is_not_known_is_shown_as_such() {

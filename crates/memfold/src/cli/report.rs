@@ -4,10 +4,10 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 use clap::Args;
+use memfold_api::FullReport;
+use memfold_ledger::table;
 
 use super::Context;
-use memfold_core::api::FullReport;
-use memfold_core::ledger::table;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

@@ -6,15 +6,13 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
 use comfy_table::{CellAlignment, Table, presets};
+use memfold_api::{AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, RankRequest};
+use memfold_segment::{Ranked, Reference, SegmentInfo, rank};
 use memfold_units::ByteSize;
 
 use super::Context;
 use super::vm::segment as name_of_vm;
 use super::watch::watched;
-use memfold_core::api::{
-    AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, RankRequest,
-};
-use memfold_core::segment::{Ranked, Reference, SegmentInfo, rank};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

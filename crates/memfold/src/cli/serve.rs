@@ -8,6 +8,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Args;
+use memfold_api::{DEFAULT_RECORDS, DEFAULT_STATE, LendRequest};
+use memfold_daemon::{BorrowWhen, Daemon, DaemonOptions};
+use memfold_fold::EngineSettings;
+use memfold_ledger::{BrakePolicy, Reserve};
+use memfold_lend::place::PlaceError;
+use memfold_lend::registry::check_name;
+use memfold_lend::{RegistryAt, RegistryFiles, Transport};
+use memfold_libvirt::DEFAULT_RUN;
+use memfold_server::{Doors, Groups, PublicUrl, TcpDoor, TcpDoorError, TlsFiles};
+use memfold_snapshot::DEFAULT_SHELF;
 use memfold_units::ByteSize;
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
@@ -16,18 +26,6 @@ use super::debt::cover;
 use super::lend::ports;
 use super::log::LogFormat;
 use super::{Context, log, systemd};
-use memfold_core::api::{
-    self, DEFAULT_RECORDS, DEFAULT_STATE, Doors, Groups, LendRequest, PublicUrl, TcpDoor,
-    TcpDoorError, TlsFiles,
-};
-use memfold_core::daemon::{BorrowWhen, Daemon, DaemonOptions};
-use memfold_core::fold::EngineSettings;
-use memfold_core::ledger::{BrakePolicy, Reserve};
-use memfold_core::lend::place::PlaceError;
-use memfold_core::lend::registry::check_name;
-use memfold_core::lend::{RegistryAt, RegistryFiles, Transport};
-use memfold_core::libvirt::DEFAULT_RUN;
-use memfold_core::snapshot::DEFAULT_SHELF;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -75,7 +73,7 @@ pub(super) struct Arguments {
     #[arg(long, env = "MEMFOLD_SNAPSHOTS", default_value = DEFAULT_SHELF, value_name = "DIR")]
     snapshots: PathBuf,
     /// Directory of segments
-    #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = memfold_core::segment::DEFAULT_SHELF, value_name = "DIR")]
+    #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = memfold_segment::DEFAULT_SHELF, value_name = "DIR")]
     segments: PathBuf,
     /// Name of this host among those that lend and borrow memory (the kernel's host name by default)
     #[arg(long, value_name = "NAME", help_heading = "Lending", value_parser = host_name)]
@@ -397,7 +395,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     info!(socket = %context.socket.display(), state = %arguments.state.display(), "serving");
     runtime.spawn(systemd::watch(daemon.clone()));
     let served = daemon.clone();
-    let done = runtime.block_on(api::serve(daemon.clone(), &doors, async move {
+    let done = runtime.block_on(memfold_server::serve(daemon.clone(), &doors, async move {
         use tokio::signal::unix::{SignalKind, signal};
         let signals = (
             signal(SignalKind::terminate()),
@@ -478,7 +476,7 @@ fn end_with_threads() {
             .location()
             .map(ToString::to_string)
             .unwrap_or_default();
-        let is_caught = name == REQUESTS || memfold_core::caught::is_caught();
+        let is_caught = name == REQUESTS || memfold_host::caught::is_caught();
         error!(
             thread = name,
             place,
@@ -528,7 +526,7 @@ mod tests {
         end_with_threads();
         let work = || {
             if std::thread::current().name() == Some("caught") {
-                assert!(memfold_core::caught::caught(|| panic!("told to")).is_err());
+                assert!(memfold_host::caught::caught(|| panic!("told to")).is_err());
             } else {
                 panic!("told to");
             }

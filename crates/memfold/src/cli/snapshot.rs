@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
+use memfold_api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
+use memfold_snapshot::{Keep, Manifest, Renew, SnapshotInfo};
 use memfold_units::{ByteSize, PAGE_SIZE};
+use memfold_vm::Forward;
 use serde::Serialize;
 
 use super::Context;
 use super::vm::segment;
-use memfold_core::api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
-use memfold_core::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
-use memfold_core::vm::Forward;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use sd_notify::NotifyState;
 use tracing::warn;
 
-use memfold_core::daemon::Daemon;
+use memfold_daemon::Daemon;
 
 fn tell(states: &[NotifyState<'_>]) {
     // The variables stay: unsetting them isn't safe while threads run. Programs that the daemon starts don't get them.

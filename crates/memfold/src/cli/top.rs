@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use clap::Args;
 use crossterm::event::{self, Event};
+use memfold_api::{Client, FullReport, VmInfo};
+use memfold_ledger::memory_map::MemoryMap;
+use memfold_ledger::{Report, table};
 
 use self::view::{Asked, News, View};
 use super::{Context, write_on};
-use memfold_core::api::{Client, FullReport, VmInfo};
-use memfold_core::ledger::memory_map::MemoryMap;
-use memfold_core::ledger::{Report, table};
 
 /// How soon a key and news are noticed.
 const TICK: Duration = Duration::from_millis(50);
@@ -86,7 +86,7 @@ type Wish = Option<(String, u64)>;
 /// Fetches as often as is wished and every `interval`. A daemon that is slow or gone doesn't keep keys from working.
 fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Sender<News>) {
     let mut wish = None;
-    let tell = |answer: Result<News, memfold_core::api::ClientError>| {
+    let tell = |answer: Result<News, memfold_api::ClientError>| {
         news.send(answer.unwrap_or_else(|error| {
             let error = anyhow::Error::from(error);
             News::Failed(format!("{error:#}"))

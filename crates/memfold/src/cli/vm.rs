@@ -7,15 +7,15 @@ use std::time::Instant;
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 use comfy_table::{CellAlignment, Table, presets};
-use memfold_units::ByteSize;
-
-use super::Context;
-use memfold_core::api::{
+use memfold_api::{
     AttachRequest, Client, ExecRequest, ExecResult, RebootRequest, StopReport, StopRequest, VmInfo,
 };
-use memfold_core::snapshot::ClockStep;
-use memfold_core::snapshot::clock::in_words;
-use memfold_core::vm::{DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec};
+use memfold_snapshot::ClockStep;
+use memfold_snapshot::clock::in_words;
+use memfold_units::ByteSize;
+use memfold_vm::{DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec};
+
+use super::Context;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -391,7 +391,7 @@ fn quoted(word: &str) -> String {
 
 /// A VM's name as a segment of a path: names have no character that would need escaping.
 pub(super) fn segment(name: &str) -> anyhow::Result<&str> {
-    memfold_core::vm::check_name("name", name)?;
+    memfold_vm::check_name("name", name)?;
     Ok(name)
 }
 

@@ -4,10 +4,10 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
+use memfold_host::progress::Step;
 use memfold_units::ByteSize;
 
 use super::Context;
-use memfold_core::progress::Step;
 
 /// How often the daemon is asked how far it is.
 const LOOK_EVERY: Duration = Duration::from_millis(200);

@@ -681,7 +681,7 @@ fn behind_the_socket_the_kernel_says_who_may_what() {
         .unwrap()
         .permissions()
         .mode();
-    if memfold_core::api::Groups::find(None, None).unwrap().any() {
+    if memfold_server::Groups::find(None, None).unwrap().any() {
         memfold_testkit::report_skip("in part: this host has memfold's groups");
     } else {
         assert_eq!(mode & 0o777, 0o600);
@@ -689,7 +689,7 @@ fn behind_the_socket_the_kernel_says_who_may_what() {
 }
 
 fn memfold_sys_group(name: &str) -> u32 {
-    let groups = memfold_core::api::Groups::find(Some(name), None).unwrap();
+    let groups = memfold_server::Groups::find(Some(name), None).unwrap();
     groups.read.unwrap()
 }
 

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::vm::{Qmp, VmDirectory};
 use memfold_testkit::{patience, wait_for};
+use memfold_vm::{Qmp, VmDirectory};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memfold_core::vm::Qmp;
 use memfold_testkit::patience;
+use memfold_vm::Qmp;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 

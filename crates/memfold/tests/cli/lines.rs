@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use memfold_core::vm::Qmp;
 use memfold_testkit::{skip, wait_for};
+use memfold_vm::Qmp;
 use serde_json::{Value, json};
 
 use crate::support::{Daemon, code, err, out, refused};
@@ -64,7 +64,7 @@ impl Typed {
         typed
     }
 
-    fn try_monitor(&self) -> Result<Qmp, memfold_core::vm::QmpError> {
+    fn try_monitor(&self) -> Result<Qmp, memfold_vm::QmpError> {
         Qmp::connect(&self.place.join("spare"), Duration::from_secs(20))
     }
 

@@ -640,7 +640,7 @@ fn a_qemu_started_by_hand_is_attached_and_what_it_lacks_is_said() {
     assert_eq!(vms[0]["origin"], "attached");
     assert_eq!(vms[0]["pid"], plain.pid());
 
-    let library = memfold_core::host::library().expect("the library beside the program");
+    let library = memfold_host::library().expect("the library beside the program");
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("library");
     let folded = Foreign::start(&[("LD_PRELOAD", &library), ("MEMFOLD_QEMU_SOCKET", &socket)]);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use memfold_core::vm::Qmp;
+use memfold_vm::Qmp;
 use serde_json::{Value, json};
 
 use crate::support::{Daemon, code, err, out, refused};

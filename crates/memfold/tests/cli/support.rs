@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use memfold_core::vm::Qmp;
+use memfold_vm::Qmp;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -236,7 +236,7 @@ fn log() -> Stdio {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        if let Ok(vms) = memfold_core::vm::Vm::discover(&self.state()) {
+        if let Ok(vms) = memfold_vm::Vm::discover(&self.state()) {
             for vm in vms {
                 let _ = vm.stop(Duration::ZERO);
             }

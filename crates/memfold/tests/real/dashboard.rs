@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{
+use memfold_api::{
     Borrowed, Client, CodeRequest, FullReport, LeaseReport, LoginCode, RestoreRequest, Role,
     SaveRequest, SwapPlace, VersionInfo, VmInfo,
 };
-use memfold_core::fold::EngineStats;
-use memfold_core::ledger::shared_frames;
-use memfold_core::snapshot::Renew;
+use memfold_fold::EngineStats;
 use memfold_lab::{DiskMode, Lab};
+use memfold_ledger::shared_frames;
+use memfold_snapshot::Renew;
 use memfold_testkit::skip;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::Value;

@@ -6,11 +6,11 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{DebtRequest, RestoreRequest, SaveRequest};
-use memfold_core::daemon::DaemonError;
-use memfold_core::fold::{EngineSettings, VmStats};
-use memfold_core::ledger::{DebtReport, Level};
+use memfold_api::{DebtRequest, RestoreRequest, SaveRequest};
+use memfold_daemon::DaemonError;
+use memfold_fold::{EngineSettings, VmStats};
 use memfold_lab::{DiskMode, Lab};
+use memfold_ledger::{DebtReport, Level};
 use memfold_testkit::patience;
 use memfold_units::ByteSize;
 
@@ -48,7 +48,7 @@ struct Group {
 
 impl Group {
     fn new() -> Option<Self> {
-        let of = memfold_core::host::Group::of_all(&[i32::try_from(std::process::id()).unwrap()]);
+        let of = memfold_host::Group::of_all(&[i32::try_from(std::process::id()).unwrap()]);
         let before = of.first()?.directory().to_owned();
         let directory = before.join(format!("memfold-storm-{}", std::process::id()));
         std::fs::create_dir(&directory).ok()?;
@@ -68,7 +68,7 @@ impl Group {
         let room = |limit: &str| {
             std::fs::write(self.directory.join(self.limit), limit).unwrap();
             let pid = i32::try_from(std::process::id()).unwrap();
-            let groups = memfold_core::host::Group::of_all(&[pid]);
+            let groups = memfold_host::Group::of_all(&[pid]);
             groups[0].room().unwrap()
         };
         // Far more than is used, to see what is.

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use memfold_core::api::{Borrowed, Client, FullReport, LeaseReport, SwapPlace};
-use memfold_core::ledger::memory_map::STATES;
-use memfold_core::ledger::sharing::Sharing;
+use memfold_api::{Borrowed, Client, FullReport, LeaseReport, SwapPlace};
+use memfold_ledger::memory_map::STATES;
+use memfold_ledger::sharing::Sharing;
 use memfold_units::ByteSize;
 use serde_json::Value;
 

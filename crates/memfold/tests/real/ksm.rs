@@ -5,20 +5,20 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{
+use memfold_api::{
     Client, ClientError, DebtRequest, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest,
     SaveRequest, StopRequest, VmInfo,
 };
-use memfold_core::ksm::steer::Mode;
-use memfold_core::ksm::{
+use memfold_ksm::steer::Mode;
+use memfold_ksm::{
     Cause, Controls, Explanation, NOTES, Overview, Settings, Steering, merging_pages,
     restore_leftover,
 };
-use memfold_core::ledger::DebtReport;
-use memfold_core::vm::VmSpec;
 use memfold_lab::{DiskMode, Lab};
+use memfold_ledger::DebtReport;
 use memfold_testkit::wait_for;
 use memfold_units::ByteSize;
+use memfold_vm::VmSpec;
 use serde_json::Value;
 
 use super::ksm_explain::take;

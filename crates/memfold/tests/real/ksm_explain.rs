@@ -7,12 +7,12 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::ksm::{
-    self, Cause, Controls, Explanation, Facts, Finding, KsmError, Merged, NOTES, Settings,
+use memfold_ksm::{
+    self as ksm, Cause, Controls, Explanation, Facts, Finding, KsmError, Merged, NOTES, Settings,
     merging_pages,
 };
-use memfold_core::vm::Qmp;
 use memfold_testkit::{report_skip, reports_skip, skip};
+use memfold_vm::Qmp;
 use serde_json::json;
 use tempfile::TempDir;
 

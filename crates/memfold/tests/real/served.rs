@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{Client, ExecRequest, ExecResult, VersionInfo, VmInfo};
-use memfold_core::vm::{Vm, VmDirectory, VmSpec};
+use memfold_api::{Client, ExecRequest, ExecResult, VersionInfo, VmInfo};
 use memfold_lab::Warm;
+use memfold_vm::{Vm, VmDirectory, VmSpec};
 
 use crate::support::BOOT;
 

@@ -6,12 +6,12 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memfold_core::fold::{EngineStats, VmStats};
-use memfold_core::host::{QemuFacts, guest_images};
-use memfold_core::vm::{Qmp, RamLayout, Vm, VmDirectory};
+use memfold_fold::{EngineStats, VmStats};
+use memfold_host::{QemuFacts, guest_images};
 use memfold_lab::Lab;
 use memfold_testkit::{patience, reports_skip};
 use memfold_units::ByteSize;
+use memfold_vm::{Qmp, RamLayout, Vm, VmDirectory};
 use rustix::fs::{FlockOperation, flock};
 use tempfile::TempDir;
 
@@ -109,13 +109,13 @@ fn take_turn(wait: impl FnOnce() -> Vec<File>) -> Option<Turn> {
         return reports_skip(&why);
     }
     // Shows why the daemon refuses something. Set once for all tests of the process.
-    let _ =
-        tracing_subscriber::fmt()
-            .with_env_filter(std::env::var("MEMFOLD_LOG").unwrap_or_else(|_| {
-                "warn,memfold_core::daemon=info,memfold_core::fold=info".into()
-            }))
-            .with_test_writer()
-            .try_init();
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(
+            std::env::var("MEMFOLD_LOG")
+                .unwrap_or_else(|_| "warn,memfold_daemon::daemon=info,memfold_fold=info".into()),
+        )
+        .with_test_writer()
+        .try_init();
     // First come, first served: two beside each other in turn would keep out whoever wants to be alone.
     let door = locked(File::create(std::env::temp_dir().join("memfold-guests-door.lock")).unwrap());
     let host = wait();
@@ -140,7 +140,7 @@ fn able() -> Result<(), String> {
             return Err(format!("no guest image '{name}'; run 'make setup'"));
         }
     }
-    memfold_core::host::library().map_err(|e| e.to_string())?;
+    memfold_host::library().map_err(|e| e.to_string())?;
     Ok(())
 }
 

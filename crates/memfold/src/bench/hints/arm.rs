@@ -3,14 +3,14 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use memfold_fold::{EngineSettings, EngineStats};
+use memfold_ksm as ksm;
+use memfold_lab::Lab;
 use memfold_units::PAGE_SIZE;
+use memfold_vm::VmSpec;
 use serde_json::{Value, json};
 
 use super::Work;
-use memfold_core::fold::{EngineSettings, EngineStats};
-use memfold_core::ksm;
-use memfold_core::vm::VmSpec;
-use memfold_lab::Lab;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 const HASH_TIMEOUT: Duration = Duration::from_secs(300);
@@ -383,8 +383,7 @@ impl Scanner {
 
     fn sample(&self, lab: &Lab, began: Instant) -> anyhow::Result<Sample> {
         let stats = lab.stats()?;
-        let sum =
-            |of: fn(&memfold_core::fold::VmStats) -> u64| stats.vms.iter().map(of).sum::<u64>();
+        let sum = |of: fn(&memfold_fold::VmStats) -> u64| stats.vms.iter().map(of).sum::<u64>();
         let store: u64 = stats.domains.iter().map(|d| d.store_bytes).sum();
         let mut sample = Sample {
             t_s: began.elapsed().as_secs_f64(),

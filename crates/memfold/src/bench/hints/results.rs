@@ -304,7 +304,7 @@ fn words(name: &str) -> String {
 mod tests {
     use super::*;
     use crate::bench::hints::arm::Sample;
-    use memfold_core::fold::EngineStats;
+    use memfold_fold::EngineStats;
 
     fn run(mechanism: Mechanism, shared_pages: u64, wall_s: f64) -> ArmRun {
         let work = VmWork {

@@ -3,15 +3,15 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use memfold_fold::EngineSettings;
+use memfold_ksm::{Controls, Ksmd, NOTES, Run};
+use memfold_lab::Lab;
 use serde_json::{Map, Value, json};
 
 use super::super::figure::{self, Axis, Series};
 use super::Options;
 use super::guest::{self, Held, Took};
 use super::speed::{full_speed, merge_all};
-use memfold_core::fold::EngineSettings;
-use memfold_core::ksm::{Controls, Ksmd, NOTES, Run};
-use memfold_lab::Lab;
 
 /// What guests' programs ask of their memory before and after it is merged.
 #[derive(Clone, Copy, Debug, Default)]

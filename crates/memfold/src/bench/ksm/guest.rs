@@ -4,11 +4,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use memfold_ksm::{ProcessStatus, Status};
+use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
 use super::super::segments::booted;
-use memfold_core::ksm::{ProcessStatus, Status};
-use memfold_lab::{DiskMode, Lab};
 
 const PROGRAM: &str = include_str!("guest.py");
 

@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
+use memfold_fold::EngineSettings;
+use memfold_ksm::{Controls, NOTES, Run, Settings};
+use memfold_lab::Lab;
 use serde_json::{Map, Value, json};
 
 use super::super::figure::{self, Axis, Series};
 use super::super::record::{median, spread};
 use super::Options;
 use super::guest::{self, Held};
-use memfold_core::fold::EngineSettings;
-use memfold_core::ksm::{Controls, NOTES, Run, Settings};
-use memfold_lab::Lab;
 
 const VMS: [&str; 2] = ["a", "b"];
 

@@ -3,16 +3,16 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use memfold_api::{KsmStartRequest, KsmStopRequest};
+use memfold_fold::EngineSettings;
+use memfold_ksm::{Controls, Ksmd, NOTES, Run, Settings, Status};
+use memfold_lab::Lab;
 use serde_json::{Map, Value, json};
 
 use super::super::figure::{self, Axis, Series};
 use super::super::record::{median, spread};
 use super::Options;
 use super::guest::{self, Held};
-use memfold_core::api::{KsmStartRequest, KsmStopRequest};
-use memfold_core::fold::EngineSettings;
-use memfold_core::ksm::{Controls, Ksmd, NOTES, Run, Settings, Status};
-use memfold_lab::Lab;
 
 const VMS: [&str; 2] = ["a", "b"];
 

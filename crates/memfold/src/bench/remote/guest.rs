@@ -3,16 +3,16 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use memfold_api::{BorrowRequest, SwapPlace};
+use memfold_lab::{DiskMode, Lab};
+use memfold_lend::{Durability, Transport};
 use memfold_units::ByteSize;
 use serde_json::{Value, json};
 
 use super::lender::{Lender, wait};
-use memfold_core::api::{BorrowRequest, SwapPlace};
-use memfold_core::lend::{Durability, Transport};
-use memfold_lab::{DiskMode, Lab};
 
-use memfold_core::vm::swap::{self, DEVICE};
-use memfold_core::vm::{Qmp, VmDirectory};
+use memfold_vm::swap::{self, DEVICE};
+use memfold_vm::{Qmp, VmDirectory};
 
 /// The array; see the program.
 const ARRAY: &str = include_str!("array.c");
@@ -299,7 +299,7 @@ impl Guest<'_> {
         let (mut alone_ms, mut switched_ms) = (Vec::new(), Vec::new());
         for kill in 1..=kills {
             switched_ms.push(self.switch(Arm::Lent)? as f64);
-            let after = 200 + memfold_core::vm::overlay::unique() / 1000 % 2300;
+            let after = 200 + memfold_vm::overlay::unique() / 1000 % 2300;
             std::thread::sleep(Duration::from_millis(after));
             self.lender.kill_export()?;
             let began = Instant::now();

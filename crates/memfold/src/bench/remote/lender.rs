@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use memfold_api::{Client, LendRequest};
+use memfold_lab::undo_at_interrupt;
+use memfold_lend::{LenderStatus, Transport};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use super::link::{Link, THERE};
-use memfold_core::api::{Client, LendRequest};
-use memfold_core::lend::{LenderStatus, Transport};
-use memfold_lab::undo_at_interrupt;
 
 /// Time for its daemon to answer, and to have so much to spare.
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -7,11 +7,11 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail, ensure};
+use memfold_lab::undo_at_interrupt;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde_json::{Value, json};
 
 use crate::bench::record::spread;
-use memfold_lab::undo_at_interrupt;
 
 /// Of RFC 2544's range for benchmarks: no host has these for anything else.
 const HERE: &str = "198.18.77.1";

@@ -18,18 +18,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use memfold_api::registry_at;
+use memfold_host::own_program;
+use memfold_lend::nbd::{BLOCK, Command, REPLY_BYTES, Reply, Request};
+use memfold_lend::relay::stream::Stream;
+use memfold_lend::relay::{Orders, start};
+use memfold_lend::wire::PATIENCE;
+use memfold_lend::{Address, Durability, Endpoint, Lease, Registry, RegistryAt, Want};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::{Value, json};
 
 use super::lender::{Lender, wait};
 use crate::bench::record::{median, spread};
-use memfold_core::api::registry_at;
-use memfold_core::host::own_program;
-use memfold_core::lend::nbd::{BLOCK, Command, REPLY_BYTES, Reply, Request};
-use memfold_core::lend::relay::stream::Stream;
-use memfold_core::lend::relay::{Orders, start};
-use memfold_core::lend::wire::PATIENCE;
-use memfold_core::lend::{Address, Durability, Endpoint, Lease, Registry, RegistryAt, Want};
 
 /// Of a lease.
 const BYTES: u64 = 64 << 20;

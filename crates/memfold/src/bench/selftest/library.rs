@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure};
-use memfold_qemu::Folder;
+use memfold_folder::Folder;
 use memfold_sys::memory;
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::{ByteSize, PAGE_BYTES, PAGE_SIZE};

@@ -2,6 +2,10 @@
 
 use std::fmt::Write as _;
 
+use memfold_api::{SwapPlace, VmSwap};
+use memfold_ledger::memory_map::MemoryMap;
+use memfold_ledger::table::signed;
+use memfold_ledger::{Level, Report, VmAccount};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -10,10 +14,6 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Cell, Clear, Paragraph, Row, Table, TableState, Wrap};
 
 use super::view::{COLUMNS, SAMPLES, Sort, View};
-use memfold_core::api::{SwapPlace, VmSwap};
-use memfold_core::ledger::memory_map::MemoryMap;
-use memfold_core::ledger::table::signed;
-use memfold_core::ledger::{Level, Report, VmAccount};
 
 /// Widths in characters.
 const NAME: u16 = 20;
@@ -24,7 +24,7 @@ const HISTORY: u16 = 24;
 /// Eighths of a line, from the ground.
 const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// How pages of each state of a memory map are shown, in the order of [`memfold_core::ledger::memory_map::STATES`]. Told apart without colours, too.
+/// How pages of each state of a memory map are shown, in the order of [`memfold_ledger::memory_map::STATES`]. Told apart without colours, too.
 const STATES: [(char, Color); 7] = [
     ('█', Color::Red),
     ('▓', Color::Yellow),
@@ -347,7 +347,7 @@ fn parts(view: &View, vm: &VmAccount) -> Vec<Line<'static>> {
     for ((bytes, (glyph, colour)), name) in places
         .iter()
         .zip(STATES)
-        .zip(memfold_core::ledger::memory_map::STATES)
+        .zip(memfold_ledger::memory_map::STATES)
     {
         let mut spans = vec![Span::from(format!(
             " {glyph} {name:9} {:>9} ",
@@ -370,7 +370,7 @@ fn parts(view: &View, vm: &VmAccount) -> Vec<Line<'static>> {
     }
     lines.push(Line::from(rest));
     if let Some(map) = &view.map {
-        let segment = |s: &memfold_core::ledger::memory_map::MappedSegment| {
+        let segment = |s: &memfold_ledger::memory_map::MappedSegment| {
             let (resident, all) = (ByteSize(s.resident_bytes), ByteSize(s.bytes));
             format!("{} {resident} of {all}", s.segment)
         };
@@ -455,10 +455,10 @@ mod tests {
     use super::super::view::tests::{press, report, with};
     use super::super::view::{Asked, News};
     use super::*;
-    use memfold_core::api::LentPart;
-    use memfold_core::ledger::DebtReport;
-    use memfold_core::ledger::memory_map::MappedSegment;
-    use memfold_core::lend::Durability;
+    use memfold_api::LentPart;
+    use memfold_ledger::DebtReport;
+    use memfold_ledger::memory_map::MappedSegment;
+    use memfold_lend::Durability;
 
     /// The screen's text, and the number of cells of a map.
     fn screen(view: &View, width: u16, height: u16) -> (String, u64) {

@@ -7,9 +7,9 @@ use std::time::Duration;
 use crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use memfold_units::ByteSize;
 
-use memfold_core::api::VmSwap;
-use memfold_core::ledger::memory_map::MemoryMap;
-use memfold_core::ledger::{Report, VmAccount};
+use memfold_api::VmSwap;
+use memfold_ledger::memory_map::MemoryMap;
+use memfold_ledger::{Report, VmAccount};
 
 /// Samples of each VM's PSS that are kept.
 pub(super) const SAMPLES: usize = 60;

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{AttachRequest, Client, RestoreRequest, SaveRequest, VmInfo};
-use memfold_core::host::guest_images;
-use memfold_core::snapshot::{Keep, Manifest, Renew, SnapshotInfo};
-use memfold_core::vm::{Qmp, VmDirectory};
+use memfold_api::{AttachRequest, Client, RestoreRequest, SaveRequest, VmInfo};
+use memfold_host::guest_images;
+use memfold_snapshot::{Keep, Manifest, Renew, SnapshotInfo};
 use memfold_testkit::wait_for;
+use memfold_vm::{Qmp, VmDirectory};
 use serde_json::Value;
 
 use super::disks::{self, verify};
@@ -73,7 +73,7 @@ impl Typed {
                 "-append",
                 "root=/dev/vdc rw console=ttyS0 quiet mitigations=off no_timer_check",
             ])
-            .env("LD_PRELOAD", memfold_core::host::library().unwrap())
+            .env("LD_PRELOAD", memfold_host::library().unwrap())
             .env("MEMFOLD_QEMU_SOCKET", place.join("library.sock"))
             .current_dir(place)
             .stdin(Stdio::null())

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{Client, CodeRequest, FullReport, LoginCode, Role, VmInfo};
+use memfold_api::{Client, CodeRequest, FullReport, LoginCode, Role, VmInfo};
 use memfold_lab::{DiskMode, Lab};
 use memfold_testkit::{patience, wait_until};
 use memfold_units::ByteSize;
@@ -171,7 +171,7 @@ fn guests_and_folding_do_not_notice_that_the_interface_is_attacked() {
         .split('/')
         .next()
         .unwrap();
-    let pid: memfold_core::api::VersionInfo = client.get("/v1/version").unwrap();
+    let pid: memfold_api::VersionInfo = client.get("/v1/version").unwrap();
     let unread = unread_streams(host, state);
     // The most from now on (proc_pid_clear_refs(5)).
     std::fs::write(format!("/proc/{}/clear_refs", pid.pid), "5").unwrap();

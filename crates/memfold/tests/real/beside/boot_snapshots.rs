@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{BootSnapshot, RebootRequest, SaveRequest};
-use memfold_core::fold::EngineSettings;
+use memfold_api::{BootSnapshot, RebootRequest, SaveRequest};
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 
@@ -123,7 +123,7 @@ fn refuses_what_a_snapshot_would_lack(lab: &Lab, vm: &str) {
             file.display()
         )
     };
-    let plug = |qmp: &mut memfold_core::vm::Qmp, mode: &str| {
+    let plug = |qmp: &mut memfold_vm::Qmp, mode: &str| {
         qmp.human(&add(mode)).unwrap();
         refused()
     };

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, SystemTime};
 
-use memfold_core::api::{RestoreRequest, SaveRequest};
-use memfold_core::fold::EngineSettings;
-use memfold_core::snapshot::{ClockStep, Keep};
+use memfold_api::{RestoreRequest, SaveRequest};
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_snapshot::{ClockStep, Keep};
 use memfold_testkit::wait_for;
 use rustix::process::{Pid, Signal, kill_process};
 

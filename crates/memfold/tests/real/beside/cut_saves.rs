@@ -5,9 +5,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{Client, ClientError, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
-use memfold_core::snapshot::{Keep, Manifest, SnapshotInfo};
+use memfold_api::{Client, ClientError, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use memfold_lab::{DiskMode, Lab};
+use memfold_snapshot::{Keep, Manifest, SnapshotInfo};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;

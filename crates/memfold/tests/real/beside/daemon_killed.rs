@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{Client, FullReport, VmInfo};
-use memfold_core::ledger::shared_frames;
+use memfold_api::{Client, FullReport, VmInfo};
 use memfold_lab::{DiskMode, Lab};
+use memfold_ledger::shared_frames;
 use memfold_testkit::patience;
 
 use crate::served::{Random, Served, exec};
@@ -154,7 +154,7 @@ fn daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
         |now| {
             NAMES.iter().all(|name| {
                 let (now, first) = (support::vm(now, name), support::vm(&first, name));
-                let done = |vm: &memfold_core::fold::VmStats| vm.folded_pages + vm.refolded_pages;
+                let done = |vm: &memfold_fold::VmStats| vm.folded_pages + vm.refolded_pages;
                 done(now) > done(first) + 1000
             })
         },
@@ -176,9 +176,9 @@ fn daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
 
 /// Both VMs map the store of the first daemon and no other, and share its frames. Pages that the sums have read in must be folded
 /// first, which a VM with direct I/O does pause by pause, and what the last daemons left over given back.
-fn the_store_is_one(state: &Path, stats: impl FnMut() -> memfold_core::fold::EngineStats) {
-    let in_use = |stats: &memfold_core::fold::EngineStats| -> (u64, u64) {
-        let mapped = |vm: &memfold_core::fold::VmStats| vm.mapped_pages - vm.copied_pages;
+fn the_store_is_one(state: &Path, stats: impl FnMut() -> memfold_fold::EngineStats) {
+    let in_use = |stats: &memfold_fold::EngineStats| -> (u64, u64) {
+        let mapped = |vm: &memfold_fold::VmStats| vm.mapped_pages - vm.copied_pages;
         let stored = stats.domains[0].store_bytes / 4096;
         (stats.vms.iter().map(mapped).sum(), stored)
     };

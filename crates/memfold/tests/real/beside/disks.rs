@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use memfold_core::api::{Client, RestoreRequest, SaveRequest};
-use memfold_core::fold::EngineSettings;
-use memfold_core::snapshot::Keep;
-use memfold_core::vm::{Aio, CacheMode, DiskFormat, DiskSpec};
+use memfold_api::{Client, RestoreRequest, SaveRequest};
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_snapshot::Keep;
+use memfold_vm::{Aio, CacheMode, DiskFormat, DiskSpec};
 
 use super::snapshots::{Small, VERIFY};
 use crate::served::{exec, wait_agent};

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use memfold_core::ledger::shared_frames;
 use memfold_lab::Lab;
+use memfold_ledger::shared_frames;
 
 use super::integrity::VMS;
 use crate::support;

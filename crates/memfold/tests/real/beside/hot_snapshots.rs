@@ -6,13 +6,13 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{RestoreRequest, SaveRequest};
-use memfold_core::daemon::DaemonError;
-use memfold_core::fold::EngineSettings;
-use memfold_core::snapshot::{Keep, SnapshotError};
-use memfold_core::vm::{DiskFormat, DiskSpec};
+use memfold_api::{RestoreRequest, SaveRequest};
+use memfold_daemon::DaemonError;
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_snapshot::{Keep, SnapshotError};
 use memfold_units::ByteSize;
+use memfold_vm::{DiskFormat, DiskSpec};
 
 use super::snapshots::MEMORY;
 use crate::support::{self, BOOT};
@@ -212,9 +212,9 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     assert!(saved > 50 << 20 && saved < 400 << 20, "{saved}");
     lab.stop("fetched").unwrap();
     // Also for a daemon that doesn't know what an earlier one has laid out.
-    let shelf = memfold_core::snapshot::Shelf::open(&lab.directory().join("snapshots"));
+    let shelf = memfold_snapshot::Shelf::open(&lab.directory().join("snapshots"));
     for (name, users) in [("hot", 1), ("packed", 1), ("cold", 1)] {
-        let found = memfold_core::snapshot::restore::users(&shelf, name).unwrap();
+        let found = memfold_snapshot::restore::users(&shelf, name).unwrap();
         assert_eq!(found.len(), users, "{name}");
     }
     assert!(matches!(
@@ -260,7 +260,7 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     let place = lab.directory().join("snapshots");
     let references = hot.references.unwrap();
     let table = std::fs::read(place.join("hot/ram.refs")).unwrap();
-    let all = memfold_core::snapshot::refer::decode(&table, u64::MAX, references.sources.len());
+    let all = memfold_snapshot::refer::decode(&table, u64::MAX, references.sources.len());
     let own = references.sources.iter().position(|s| s.is_relative());
     let found = all.unwrap().into_iter();
     let mut found = found.filter(|r| own.is_some_and(|own| own == r.file as usize));

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use memfold_core::fold::EngineSettings;
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use serde_json::json;
 
@@ -67,7 +67,7 @@ fn under_attack(lab: &Lab, names: &[&str]) {
         assert!(printed.ends_with("all errors 0\n"), "{name}: {printed}");
     }
     assert!(moves > 4);
-    let total = |count: fn(&memfold_core::fold::VmStats) -> u64| -> u64 {
+    let total = |count: fn(&memfold_fold::VmStats) -> u64| -> u64 {
         names.iter().map(|n| count(support::vm(&stats, n))).sum()
     };
     let (folded, again) = (total(|vm| vm.folded_pages), total(|vm| vm.refolded_pages));

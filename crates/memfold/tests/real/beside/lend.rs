@@ -4,14 +4,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{BorrowRequest, Client, LendRequest, SwapPlace};
-use memfold_core::fold::EngineSettings;
-use memfold_core::lend::wire::Wire;
-use memfold_core::lend::{Address, Durability, LenderStatus, Transport};
-use memfold_core::vm::{Identity, Process, VmDirectory};
+use memfold_api::{BorrowRequest, Client, LendRequest, SwapPlace};
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_lend::wire::Wire;
+use memfold_lend::{Address, Durability, LenderStatus, Transport};
 use memfold_testkit::{patience, slowness, wait_until};
 use memfold_units::ByteSize;
+use memfold_vm::{Identity, Process, VmDirectory};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::support::{self, BOOT};
@@ -196,7 +196,7 @@ fn break_copy(lab: &Lab) -> &'static str {
 
 /// A number that differs from run to run.
 fn chance(below: u64) -> u64 {
-    memfold_core::vm::overlay::unique() / 1000 % below
+    memfold_vm::overlay::unique() / 1000 % below
 }
 
 pub fn kills(by_default: u64) -> u64 {

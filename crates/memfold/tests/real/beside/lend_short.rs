@@ -11,11 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{BorrowRequest, Client, LendRequest, SwapPlace, VmInfo};
-use memfold_core::fold::EngineSettings;
-use memfold_core::lend::judge::Judge;
-use memfold_core::lend::{LenderStatus, Transport};
+use memfold_api::{BorrowRequest, Client, LendRequest, SwapPlace, VmInfo};
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_lend::judge::Judge;
+use memfold_lend::{LenderStatus, Transport};
 use memfold_units::ByteSize;
 
 use super::lend::{heard, swapping, wait};

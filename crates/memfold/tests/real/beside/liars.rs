@@ -4,10 +4,10 @@ use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use memfold_core::fold::EngineSettings;
-use memfold_core::vm::DiskSpec;
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_testkit::patience;
+use memfold_vm::DiskSpec;
 use memfold_wire::agent::{
     FileFacts, FileRange, FromAgent, HintRun, MAX_PATH, MAX_RUN_PAGES, MAX_RUNS, MAX_TEXT,
     OutputStream, PfnRun, VERSION,

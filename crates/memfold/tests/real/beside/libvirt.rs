@@ -8,14 +8,14 @@ use std::path::Path;
 use std::process::Output;
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{
+use memfold_api::{
     Client, ClientError, ExecRequest, ExecResult, FullReport, LibvirtEnableRequest, LibvirtRequest,
     RestoreRequest, SaveRequest, VmInfo,
 };
-use memfold_core::fold::{EngineStats, VmStats};
-use memfold_core::libvirt::{Change, DomainStatus};
-use memfold_core::snapshot::{Manifest, Renew};
+use memfold_fold::{EngineStats, VmStats};
 use memfold_lab::{DiskMode, Lab};
+use memfold_libvirt::{Change, DomainStatus};
+use memfold_snapshot::{Manifest, Renew};
 use serde_json::Value;
 
 use super::libvirt_host::{self as libvirt, Host};

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_core::host::{files, guest_images};
+use memfold_host::{files, guest_images};
 use memfold_testkit::{report_skip, wait_until};
 
 /// Makes the namespace's directories and stands for it until it is killed. Images are read-only: libvirt changes the owner of what a domain may
@@ -83,7 +83,7 @@ fn unpack_root(suite: &str, place: &Path, own: &Path) {
         .status();
     assert!(unpacked.unwrap().success());
     let program = Path::new(env!("CARGO_BIN_EXE_memfold")).parent().unwrap();
-    let images = memfold_core::host::image_directory().unwrap();
+    let images = memfold_host::image_directory().unwrap();
     let shared = [place, program, &images].map(|path| format!("{}\n", path.display()));
     fs::write(own.join("shared"), shared.concat()).unwrap();
 }
@@ -113,7 +113,7 @@ pub fn prepare(place: &Path) {
     }
     let qemu = files::program("qemu-system-x86_64").unwrap();
     std::os::unix::fs::symlink(qemu, emulator(place)).unwrap();
-    let library = memfold_core::host::library().unwrap();
+    let library = memfold_host::library().unwrap();
     fs::copy(library, place.join("lib/libmemfold_qemu.so")).unwrap();
     open(&place.join("lib/libmemfold_qemu.so"));
     for (name, image) in guest_images().unwrap() {
@@ -189,7 +189,7 @@ impl Host {
         fs::create_dir_all(own.join("etc")).unwrap();
         fs::set_permissions(&own, fs::Permissions::from_mode(0o755)).unwrap();
         let images = guest_images().unwrap();
-        let line = |(name, image): (&String, &memfold_core::host::GuestImage)| {
+        let line = |(name, image): (&String, &memfold_host::GuestImage)| {
             let to = place.join("images").join(name);
             format!("{} {}\n", image.disk.display(), to.display())
         };

@@ -3,14 +3,12 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{
-    AttachSegmentRequest, BuildRequest, RestoreRequest, SaveRequest, SegmentState,
-};
-use memfold_core::fold::EngineSettings;
-use memfold_core::host::guest_images;
-use memfold_core::ledger::VmAccount;
-use memfold_core::vm::{SegmentSpec, VmSpec};
+use memfold_api::{AttachSegmentRequest, BuildRequest, RestoreRequest, SaveRequest, SegmentState};
+use memfold_fold::EngineSettings;
+use memfold_host::guest_images;
 use memfold_lab::{DiskMode, Lab};
+use memfold_ledger::VmAccount;
+use memfold_vm::{SegmentSpec, VmSpec};
 
 use super::snapshots::Small;
 use crate::support::{self, BOOT, MEMORY};
@@ -91,7 +89,7 @@ fn account(lab: &Lab, vm: &str) -> VmAccount {
 }
 
 /// Words of a refusal.
-fn refused<T: std::fmt::Debug>(result: Result<T, memfold_core::daemon::DaemonError>) -> String {
+fn refused<T: std::fmt::Debug>(result: Result<T, memfold_daemon::DaemonError>) -> String {
     result.unwrap_err().to_string()
 }
 
@@ -219,7 +217,7 @@ fn plugged_and_refused(lab: &Lab) {
     qmp.execute("device_del", serde_json::json!({ "id": "taken" }))
         .unwrap();
     let end = Instant::now() + Duration::from_secs(120);
-    let there = |qmp: &mut memfold_core::vm::Qmp| {
+    let there = |qmp: &mut memfold_vm::Qmp| {
         let path = serde_json::json!({ "path": "/machine/peripheral" });
         let list = qmp.execute("qom-list", path).unwrap();
         list.as_array()
@@ -497,7 +495,7 @@ fn renewed(lab: &Lab) {
     daemon.remove_snapshot("warm").unwrap();
     // Its writer has ended, so anybody may build again.
     daemon.build_segment(&next).unwrap();
-    let names = |list: Vec<memfold_core::segment::SegmentInfo>| -> Vec<String> {
+    let names = |list: Vec<memfold_segment::SegmentInfo>| -> Vec<String> {
         list.iter().map(|info| info.segment.reference()).collect()
     };
     // Whoever builds, attaches or ends a VM cleans up.

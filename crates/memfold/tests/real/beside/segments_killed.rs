@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{
+use memfold_api::{
     AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, Client, SegmentState, VmInfo,
 };
-use memfold_core::segment::SegmentInfo;
 use memfold_lab::{DiskMode, Lab};
+use memfold_segment::SegmentInfo;
 use memfold_testkit::wait_until;
 use memfold_units::ByteSize;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
@@ -92,7 +92,7 @@ impl Drop for Filler {
 fn programs(state: &Path) -> PathBuf {
     let place = state.join("programs");
     std::fs::create_dir_all(place.join("usr")).unwrap();
-    let images = memfold_core::host::guest_images().unwrap();
+    let images = memfold_host::guest_images().unwrap();
     let copy = format!("rdump /usr/bin {}", place.join("usr").display());
     let done = std::process::Command::new("debugfs")
         .args(["-R", &copy])

@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{RestoreRequest, SaveRequest};
-use memfold_core::daemon::DaemonError;
-use memfold_core::fold::EngineSettings;
-use memfold_core::snapshot::{Keep, Manifest, Renew, Renewal, SnapshotError};
-use memfold_core::vm::Network;
+use memfold_api::{RestoreRequest, SaveRequest};
+use memfold_daemon::DaemonError;
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_snapshot::{Keep, Manifest, Renew, Renewal, SnapshotError};
 use memfold_testkit::skip;
 use memfold_units::ByteSize;
+use memfold_vm::Network;
 
 use crate::support::{self, BOOT};
 

@@ -22,8 +22,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::VmInfo;
-use memfold_core::snapshot::SnapshotInfo;
+use memfold_api::VmInfo;
+use memfold_snapshot::SnapshotInfo;
 use memfold_testkit::patience;
 
 use self::call::Calls;
@@ -53,7 +53,7 @@ const IN_VAIN: [&str; 4] = [
 fn seed() -> u64 {
     let given = std::env::var("MEMFOLD_CHAOS_SEED").ok();
     given.map_or_else(
-        || memfold_core::vm::overlay::unique() | 1,
+        || memfold_vm::overlay::unique() | 1,
         |text| text.parse().unwrap(),
     )
 }

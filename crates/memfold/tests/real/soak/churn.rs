@@ -5,10 +5,10 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_core::fold::EngineSettings;
-use memfold_core::vm::{Aio, CacheMode, DiskSpec};
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
+use memfold_vm::{Aio, CacheMode, DiskSpec};
 
 use crate::support::{self, BOOT};
 

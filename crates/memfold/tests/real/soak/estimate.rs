@@ -5,11 +5,11 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{Client, FoldRequest, FullReport, VmInfo};
-use memfold_core::estimate::mechanisms::Way;
-use memfold_core::estimate::{Domains, EstimateReport, VmFacts, targets};
-use memfold_core::ksm::{Controls, NOTES, Settings, Status, merging_pages, restore_leftover};
+use memfold_api::{Client, FoldRequest, FullReport, VmInfo};
+use memfold_ksm::{Controls, NOTES, Settings, Status, merging_pages, restore_leftover};
 use memfold_lab::{DiskMode, Lab};
+use memfold_ledger::estimate::mechanisms::Way;
+use memfold_ledger::estimate::{Domains, EstimateReport, VmFacts, targets};
 use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_units::{ByteSize, Hva};
 use rustix::process::Pid;
@@ -223,7 +223,7 @@ fn an_estimate_is_within_ten_percent_of_what_ksm_and_folding_then_save() {
     let pids: Vec<i32> = vms.iter().map(|vm| vm.pid).collect();
 
     let report = look(&state.join("s"), &NAMES);
-    println!("{}", memfold_core::estimate::table::render(&report));
+    println!("{}", memfold_ledger::estimate::table::render(&report));
     assert_eq!(report.domains.len(), 1);
     assert_eq!(report.domains[0].domain.as_deref(), Some("lab"));
     let numbers: Vec<String> = pids.iter().map(ToString::to_string).collect();
@@ -251,7 +251,7 @@ fn an_estimate_is_within_ten_percent_of_what_ksm_and_folding_then_save() {
         within_percent("KSM", saving(&report, Way::Ksm), merged, 10);
         // Once it is saved, it can't be saved again.
         let after = look(&state.join("s"), &NAMES);
-        println!("{}", memfold_core::estimate::table::render(&after));
+        println!("{}", memfold_ledger::estimate::table::render(&after));
         assert!(after.saved.bytes < merged / 10, "{:?}", after.saved);
         Controls::default().unmerge(0).unwrap();
         drop(ksm);

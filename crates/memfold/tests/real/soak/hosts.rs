@@ -11,12 +11,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{
+use memfold_api::{
     BorrowRequest, Borrowed, Client, ClientError, ExecRequest, ExecResult, HostRequest, HostToken,
     LeaseReport, LendRequest, StopRequest, SwapPlace, VmInfo,
 };
-use memfold_core::lend::{Durability, LenderStatus, Transport};
 use memfold_lab::{DiskMode, Lab};
+use memfold_lend::{Durability, LenderStatus, Transport};
 use memfold_testkit::{skip, slowness, wait_until};
 use memfold_units::ByteSize;
 
@@ -283,7 +283,7 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        if let Ok(vms) = memfold_core::vm::Vm::discover(&self.directory.path().join("state")) {
+        if let Ok(vms) = memfold_vm::Vm::discover(&self.directory.path().join("state")) {
             for vm in vms {
                 let _ = vm.stop(Duration::ZERO);
             }

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use memfold_core::lend::Transport;
+use memfold_lend::Transport;
 use memfold_testkit::skip;
 
 use crate::beside::lend;

@@ -11,13 +11,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{Client, ClientError, HostRequest, HostToken, LendRequest};
-use memfold_core::fold::EngineSettings;
-use memfold_core::lend::{LenderStatus, Transport};
-use memfold_core::vm::{DiskSpec, Network};
+use memfold_api::{Client, ClientError, HostRequest, HostToken, LendRequest};
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_lend::{LenderStatus, Transport};
 use memfold_testkit::{skip, wait_until};
 use memfold_units::ByteSize;
+use memfold_vm::{DiskSpec, Network};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -60,7 +60,7 @@ install -m 600 /opt/payload/token /etc/memfold/token
 cat > /etc/systemd/system/memfold.service.d/test.conf <<END
 [Service]
 ExecStart=
-ExecStart=/opt/payload/memfold serve --paused --host guest --config /dev/null --log info,memfold_core::lend::lvm=debug --registry https://10.0.2.2:PORT --registry-ca /opt/payload/registry.crt --registry-token /etc/memfold/token
+ExecStart=/opt/payload/memfold serve --paused --host guest --config /dev/null --log info,memfold_lend::lvm=debug --registry https://10.0.2.2:PORT --registry-ca /opt/payload/registry.crt --registry-token /etc/memfold/token
 END
 ln -sf /opt/payload/memfold /usr/local/bin/memfold
 systemctl daemon-reload
@@ -367,7 +367,7 @@ fn able() -> Result<(), String> {
             return Err(format!("no {program} ({how})"));
         }
     }
-    match memfold_core::host::guest_images() {
+    match memfold_host::guest_images() {
         Ok(images) if images.contains_key(IMAGE) => Ok(()),
         _ => Err(format!("no guest image '{IMAGE}' (guest/build {IMAGE})")),
     }

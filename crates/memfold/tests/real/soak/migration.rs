@@ -1,7 +1,7 @@
 //! libvirt migrates a domain that is folded to another host, whose daemon takes it on.
 
-use memfold_core::libvirt::Mark;
 use memfold_lab::{DiskMode, Lab};
+use memfold_libvirt::Mark;
 
 use crate::beside::libvirt::{
     Cli, DOMAIN, HELD, HOLD, SUM, VM, boot_id, place, run_options, wait_folded, wait_gone,

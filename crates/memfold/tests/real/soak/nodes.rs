@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::ksm::{Cause, Explanation};
+use memfold_ksm::{Cause, Explanation};
 
 use crate::support;
 
@@ -72,7 +72,7 @@ fn run(command: &mut Command) {
 
 /// Boots it, and gives the file that its console goes to.
 fn boot(directory: &Path) -> (Machine, std::path::PathBuf) {
-    let images = memfold_core::host::guest_images().unwrap();
+    let images = memfold_host::guest_images().unwrap();
     let image = &images[IMAGE];
     let payload = directory.join("payload");
     std::fs::create_dir(&payload).unwrap();

@@ -4,14 +4,14 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use memfold_core::api::FullReport;
-use memfold_core::estimate::fingerprint::{self, Fingerprint, HostMemory, Key};
-use memfold_core::estimate::place::propose;
-use memfold_core::estimate::{Domains, Options, Pace, VmFacts, look, targets};
-use memfold_core::fold::EngineSettings;
-use memfold_core::history::{History, Lent, growth, host_values, vm_values};
-use memfold_core::ledger::plan::{Growths, Order};
+use memfold_api::FullReport;
+use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_ledger::estimate::fingerprint::{self, Fingerprint, HostMemory, Key};
+use memfold_ledger::estimate::place::propose;
+use memfold_ledger::estimate::{Domains, Options, Pace, VmFacts, look, targets};
+use memfold_ledger::history::{History, Lent, growth, host_values, vm_values};
+use memfold_ledger::plan::{Growths, Order};
 use memfold_units::ByteSize;
 
 use crate::support::{self, BOOT};

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_core::vm::Vm;
+use memfold_vm::Vm;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::testbed::{END, FileSystem, LENDER_END, Service, Testbed, lock};

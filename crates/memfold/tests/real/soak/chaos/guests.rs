@@ -4,11 +4,11 @@ use std::os::unix::fs::FileExt as _;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{Client, ExecRequest, ExecResult, VmInfo};
-use memfold_core::vm::{Qmp, Vm, VmDirectory};
+use memfold_api::{Client, ExecRequest, ExecResult, VmInfo};
 use memfold_lab::{DiskMode, Lab};
 use memfold_testkit::{patience, wait_for};
 use memfold_units::ByteSize;
+use memfold_vm::{Qmp, Vm, VmDirectory};
 
 use super::disturb::KEPT;
 use super::testbed::{LENT_MIB, Testbed};
@@ -93,7 +93,7 @@ pub fn begin(testbed: &Testbed, seed: u64) {
 pub fn copy_programs(testbed: &Testbed) {
     let usr = testbed.root.join("programs/usr");
     std::fs::create_dir_all(&usr).unwrap();
-    let images = memfold_core::host::guest_images().unwrap();
+    let images = memfold_host::guest_images().unwrap();
     let copy = format!("rdump /usr/sbin {}", usr.display());
     let done = Command::new("debugfs")
         .args(["-R", &copy])

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use memfold_core::api::{Client, VersionInfo};
-use memfold_core::vm::Vm;
+use memfold_api::{Client, VersionInfo};
 use memfold_testkit::{patience, wait_until};
+use memfold_vm::Vm;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// How long a daemon may take to end when it is asked to: the promise.

@@ -1,0 +1,308 @@
+//! Lending: what goes over the interface, and the registry of another daemon.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::StatusCode;
+use memfold_host::chain;
+use memfold_lend::blast::Blast;
+use memfold_lend::calls::{Answer, Call, CallRegistry};
+use memfold_lend::distrust::Distrusted;
+use memfold_lend::export::{Listen, TcpListen};
+use memfold_lend::https::{Https, Post};
+use memfold_lend::place::read_token;
+use memfold_lend::waits::Waits;
+use memfold_lend::{
+    Durability, EtcdRegistry, Lease, LenderStatus, LenderView, Registry, RegistryAt, Transport,
+};
+use memfold_units::ByteSize;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::client::Client;
+use crate::types::ErrorBody;
+
+/// Where the registry that this daemon serves is asked.
+pub const REGISTRY_PATH: &str = "/v1/registry";
+
+/// How long another daemon's registry may take for an answer.
+const REGISTRY_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// `POST /v1/lend`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LendRequest {
+    /// Most bytes to lend.
+    pub max_bytes: u64,
+    /// Address on which exports listen, with TLS and a key each; null: on Unix sockets, for borrowers on this host.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub listen: Option<IpAddr>,
+    /// What borrowers are told instead of that address, where a forwarder is between; null: that address.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub announce: Option<IpAddr>,
+    /// First and last port for exports; null: any that is free.
+    #[serde(default)]
+    #[schema(value_type = Option<Vec<u16>>)]
+    pub ports: Option<(u16, u16)>,
+    /// What exports speak. By iSCSI a null `listen` means this host's own 127.0.0.1.
+    #[serde(default)]
+    pub transport: Transport,
+    /// Agrees that what VMs have swapped out is sent in clear text (iSCSI to other hosts).
+    #[serde(default)]
+    pub cleartext: bool,
+}
+
+impl LendRequest {
+    /// Where exports listen.
+    ///
+    /// # Errors
+    /// Why that can't be: borrowers could not reach them, or it contradicts itself.
+    pub fn listens(&self) -> Result<Listen, &'static str> {
+        let is_iscsi = self.transport == Transport::Iscsi;
+        if self.cleartext && !is_iscsi {
+            return Err("NBD is encrypted over TCP; --cleartext is for --transport iscsi");
+        }
+        let own = is_iscsi.then_some(IpAddr::V4(Ipv4Addr::LOCALHOST));
+        let Some(ip) = self.listen.or(own) else {
+            if self.announce.is_some() || self.ports.is_some() {
+                return Err(
+                    "exports on Unix sockets have no address and no ports; give --listen ADDRESS",
+                );
+            }
+            return Ok(Listen::Unix);
+        };
+        if self.announce.unwrap_or(ip).is_unspecified() {
+            return Err(
+                "borrowers can't connect to that address; give one that they reach as --announce ADDRESS, or listen on that",
+            );
+        }
+        if self
+            .ports
+            .is_some_and(|(first, last)| first == 0 || first > last)
+        {
+            return Err("ports go from a first one to a last one, and not from 0");
+        }
+        let stays = |ip: IpAddr| ip.is_loopback();
+        if is_iscsi && !self.cleartext && !(stays(ip) && self.announce.is_none_or(stays)) {
+            return Err(
+                "iSCSI encrypts nothing: whoever is on the way to the borrower reads what its VMs have swapped out, and can change it. Lend by NBD (--transport nbd), or give --cleartext if you trust that network",
+            );
+        }
+        let tcp = TcpListen {
+            ip,
+            announce: self.announce,
+            ports: self.ports,
+        };
+        Ok(if is_iscsi {
+            Listen::Iscsi(tcp)
+        } else {
+            Listen::Tcp(tcp)
+        })
+    }
+}
+
+/// `POST /v1/vms/{name}/borrow`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BorrowRequest {
+    /// Bytes to borrow: at least as many as the VM's swap disk has, which is also what an absent value means.
+    #[serde(default)]
+    pub bytes: Option<u64>,
+    /// What keeps the bytes if a lender dies.
+    #[serde(default)]
+    pub durability: Durability,
+    /// Over how many lenders the disk is laid out, 1 to 8; absent: as few as have room for it, and one unless there is a copy on disk.
+    #[serde(default)]
+    pub stripes: Option<u8>,
+}
+
+/// Where a VM's swap disk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SwapPlace {
+    /// On lent RAM.
+    Lent,
+    /// On lent RAM, with fewer copies than were asked for.
+    Degraded,
+    /// On this host's disk, though lent RAM was asked for: its lender has died or wanted it back.
+    OnCopy,
+    /// On this host's disk.
+    OnDisk,
+    /// Lost with its lender.
+    Lost,
+}
+
+/// What a VM has borrowed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Borrowed {
+    /// The VM; or `VG/LV`, a swap volume of the host.
+    pub vm: String,
+    /// Where its swap disk is.
+    pub place: SwapPlace,
+    /// Bytes of the disk.
+    pub bytes: u64,
+    /// What keeps the bytes if a lender dies; null: nothing is lent.
+    pub durability: Option<Durability>,
+    /// Hosts that lend it.
+    pub lenders: Vec<String>,
+    /// Over how many lenders each copy is laid out; null: nothing is lent.
+    #[serde(default)]
+    pub stripes: Option<u8>,
+    /// How long its guest has waited for it since it borrowed first; null: not known, or nothing is lent.
+    #[serde(default)]
+    pub waits: Option<Waits>,
+    /// Whether that was changed now.
+    pub changed: bool,
+    /// How long that took.
+    pub took_ms: u64,
+}
+
+impl Borrowed {
+    /// Where it is, in words.
+    #[must_use]
+    pub fn where_it_is(&self) -> String {
+        match self.place {
+            SwapPlace::Lent => format!(
+                "{} of {}{} ({})",
+                ByteSize(self.bytes),
+                self.lenders.join(" and "),
+                match self.stripes {
+                    Some(2..) => ", in stripes",
+                    _ => "",
+                },
+                match self.durability {
+                    Some(Durability::Disk) => "with a copy on this host's disk",
+                    Some(Durability::Replica) => "one a copy of the other",
+                    _ => "without a copy: programs of the guest die with the lender",
+                }
+            ),
+            SwapPlace::Degraded => format!("{}, with one copy only", self.lenders.join(" and ")),
+            SwapPlace::OnCopy => "this host's disk: its lender is gone".into(),
+            SwapPlace::OnDisk => "this host's disk".into(),
+            SwapPlace::Lost => "nowhere: lost with its lender".into(),
+        }
+    }
+}
+
+/// `GET /v1/leases`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LeaseReport {
+    /// Name of this host.
+    pub host: String,
+    /// Where the registry is.
+    pub registry: String,
+    /// Why the registry can't be used now: what lenders and leases there are, and so the blast radius, is not known. Null: it answers.
+    #[serde(default)]
+    pub registry_away: Option<String>,
+    /// What this host lends; null: it doesn't.
+    #[schema(value_type = Option<Object>)]
+    pub lending: Option<LenderStatus>,
+    /// How that was asked for: what to say again, to change how much. Null: it doesn't lend, or takes everything back.
+    #[serde(default)]
+    pub lends_as: Option<LendRequest>,
+    /// VMs and volumes of this host that borrow.
+    pub borrowed: Vec<Borrowed>,
+    /// VMs of this host on their own disk, for which lent RAM was asked: they borrow again when a lender has room.
+    #[serde(default)]
+    pub again: Vec<String>,
+    /// All lenders that the registry knows.
+    #[schema(value_type = Vec<Object>)]
+    pub lenders: Vec<LenderView>,
+    /// All leases.
+    #[schema(value_type = Vec<Object>)]
+    pub leases: Vec<Lease>,
+    /// The blast radius: what the death of each lender would do.
+    #[schema(value_type = Vec<Object>)]
+    pub blast: Vec<Blast>,
+    /// Lenders that served wrong bytes to VMs of this host, of which nothing is borrowed now.
+    #[schema(value_type = Vec<Object>)]
+    pub distrusted: Vec<Distrusted>,
+    /// Wrong bytes that lenders have served to VMs of this host since its daemon began. No VM was given any.
+    pub lies: u64,
+}
+
+/// The registry that another program serves.
+pub fn registry_at(at: &RegistryAt) -> Arc<dyn Registry> {
+    let place = at.to_string();
+    match at {
+        RegistryAt::Socket(socket) => {
+            let socket = socket.clone();
+            let transport = move |call: &Call| {
+                let client = Client::new(&socket).map_err(|error| error.to_string())?;
+                client
+                    .within(REGISTRY_TIMEOUT)
+                    .post(REGISTRY_PATH, call)
+                    .map_err(|error| chain(&error))
+            };
+            Arc::new(CallRegistry::new(place, transport))
+        }
+        RegistryAt::Daemon { member, tls, token } => {
+            let http = Https::new(vec![member.clone()], Some(tls.clone()));
+            let token = token.clone();
+            let transport = move |call: &Call| ask_daemon(&http, &token, call);
+            Arc::new(CallRegistry::new(place, transport))
+        }
+        RegistryAt::Etcd { members, tls } => {
+            Arc::new(EtcdRegistry::new(place, members.clone(), tls.clone()))
+        }
+    }
+}
+
+fn ask_daemon(http: &Https, token: &Path, call: &Call) -> Result<Answer, String> {
+    let token = read_token(token).map_err(|error| error.to_string())?;
+    let body = serde_json::to_vec(call).map_err(|error| error.to_string())?;
+    let post = Post {
+        path: REGISTRY_PATH,
+        token: Some(&token),
+        body: &body,
+        patience: REGISTRY_TIMEOUT,
+    };
+    let (status, body) = http.post(&post).map_err(|error| error.to_string())?;
+    if status == StatusCode::OK {
+        return serde_json::from_slice(&body).map_err(|error| {
+            format!("its answer makes no sense ({error}); is it of another version?")
+        });
+    }
+    let refused: Option<ErrorBody> = serde_json::from_slice(&body).ok();
+    Err(refused.map_or_else(
+        || format!("it answered {status}"),
+        |refused| match refused.hint {
+            Some(hint) => format!("{} ({hint})", refused.error),
+            None => refused.error,
+        },
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn iscsi_leaves_this_host_only_if_that_is_agreed_to() {
+        let request = |words: &str| -> LendRequest {
+            serde_json::from_str(&format!(r#"{{"max_bytes": 1, {words}}}"#)).unwrap()
+        };
+        let iscsi = r#""transport": "iscsi""#;
+        let own = request(iscsi).listens().unwrap();
+        assert_eq!(own.to_string(), "127.0.0.1, by iSCSI, not encrypted");
+        for (words, agreed) in [
+            (r#""listen": "127.0.0.1""#, true),
+            (r#""listen": "::1""#, true),
+            (r#""listen": "10.0.0.1""#, false),
+            (r#""listen": "127.0.0.1", "announce": "10.0.0.1""#, false),
+        ] {
+            let words = format!("{iscsi}, {words}");
+            let said = request(&words).listens();
+            assert_eq!(said.is_ok(), agreed, "{words}: {said:?}");
+            let words = format!(r#"{words}, "cleartext": true"#);
+            request(&words).listens().unwrap();
+        }
+        request(r#""listen": "10.0.0.1", "cleartext": true"#)
+            .listens()
+            .unwrap_err();
+    }
+}

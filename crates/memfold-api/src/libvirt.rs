@@ -1,0 +1,23 @@
+//! Domains of libvirt over the interface.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// `POST /v1/libvirt/attach`, `POST /v1/libvirt/disable`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LibvirtRequest {
+    /// Name of the domain in libvirt.
+    pub domain: String,
+}
+
+/// `POST /v1/libvirt/enable`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LibvirtEnableRequest {
+    /// Name of the domain in libvirt.
+    pub domain: String,
+    /// Its trust domain; null: it shares with nobody.
+    #[serde(default)]
+    pub trust_domain: Option<String>,
+}

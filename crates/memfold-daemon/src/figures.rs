@@ -1,0 +1,268 @@
+//! Figures for a metrics scrape, taken at most so often that they stay cheap however often somebody asks.
+//!
+//! Most of them are of a [`FullReport`], which reads the page maps of all VMs and the sums of all processes. So they are taken together and
+//! kept: for [`LEAST_AGE`], and for so long that taking them takes at most a hundredth of a core. That goes by CPU time: on a busy host it takes
+//! long, but costs no more.
+
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use memfold_api::{Borrowed, FullReport, VmInfo};
+use memfold_lend::{Lease, LenderStatus};
+use memfold_units::ByteSize;
+use rustix::time::{ClockId, clock_gettime};
+
+use super::{Daemon, DaemonError};
+
+/// Figures that are not older are not taken again.
+pub const LEAST_AGE: Duration = Duration::from_secs(10);
+
+/// Figures are kept for this many times the CPU time that it took to take them.
+const KEPT_FOR: u32 = 100;
+
+/// But no longer.
+const GREATEST_AGE: Duration = Duration::from_secs(300);
+
+/// Files of snapshots or segments, together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OnShelf {
+    /// How many there are.
+    pub count: u64,
+    /// Of them, those that can't be used.
+    pub broken: u64,
+    /// Bytes: of snapshots, what they take on disk; of segments, what of them is in the host's memory.
+    pub bytes: ByteSize,
+}
+
+/// What a scrape shows, of one moment.
+#[derive(Clone, Debug)]
+pub struct Figures {
+    /// When they were taken.
+    pub taken: Instant,
+    /// How long that took.
+    pub took: Duration,
+    /// CPU time that it took.
+    pub cpu: Duration,
+    /// The ledger and folding.
+    pub report: FullReport,
+    /// VMs.
+    pub vms: Vec<VmInfo>,
+    /// Whether this daemon steers KSM.
+    pub steers_ksm: bool,
+    /// Snapshots; `None` if their directory can't be read.
+    pub snapshots: Option<OnShelf>,
+    /// Segments; `None` if their directory can't be read.
+    pub segments: Option<OnShelf>,
+    /// Name of this host among those that lend and borrow.
+    pub host: String,
+    /// What this host lends; `None`: it doesn't.
+    pub lending: Option<LenderStatus>,
+    /// What VMs of this host borrow.
+    pub borrowed: Vec<Borrowed>,
+    /// All leases; `None` if the registry doesn't answer.
+    pub leases: Option<Vec<Lease>>,
+    /// Lenders that aren't believed.
+    pub distrusted: u64,
+    /// Wrong bytes that lenders have served since this daemon began.
+    pub lies: u64,
+}
+
+impl Figures {
+    /// Whether they may be shown again.
+    fn is_fresh(&self) -> bool {
+        self.taken.elapsed() < keep_for(self.cpu)
+    }
+}
+
+fn keep_for(cpu: Duration) -> Duration {
+    cpu.saturating_mul(KEPT_FOR).clamp(LEAST_AGE, GREATEST_AGE)
+}
+
+/// The figures taken last.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    last: Mutex<Option<Arc<Figures>>>,
+    /// Held while new ones are taken.
+    taking: Mutex<()>,
+}
+
+impl Kept {
+    fn last(&self) -> Option<Arc<Figures>> {
+        self.last
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    fn fresh(&self) -> Option<Arc<Figures>> {
+        self.last().filter(|figures| figures.is_fresh())
+    }
+
+    /// The last figures if they are fresh; else new ones, by `take`. While somebody else takes these, old ones: many who ask at once don't
+    /// wait for each other.
+    fn get<E>(&self, take: impl FnOnce() -> Result<Figures, E>) -> Result<Arc<Figures>, E> {
+        if let Some(figures) = self.fresh() {
+            return Ok(figures);
+        }
+        let _taking = match self.taking.try_lock() {
+            Ok(taking) => taking,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => match self.last() {
+                Some(old) => return Ok(old),
+                None => self.taking.lock().unwrap_or_else(PoisonError::into_inner),
+            },
+        };
+        // Somebody may have taken them while we waited.
+        if let Some(figures) = self.fresh() {
+            return Ok(figures);
+        }
+        let figures = Arc::new(take()?);
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(figures.clone());
+        Ok(figures)
+    }
+}
+
+/// CPU time of the calling thread.
+fn thread_cpu() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    // It is never negative.
+    Duration::try_from(time).unwrap_or_default()
+}
+
+impl Daemon {
+    /// Figures for a scrape; [`Figures::taken`] says of when.
+    pub fn figures(self: &Arc<Self>) -> Result<Arc<Figures>, DaemonError> {
+        self.kept.get(|| self.take_figures())
+    }
+
+    fn take_figures(self: &Arc<Self>) -> Result<Figures, DaemonError> {
+        let taken = Instant::now();
+        let engine_before = self.reports_cpu()?;
+        let thread_before = thread_cpu();
+        let report = self.report()?;
+        // Who has asked for a report meanwhile is counted, too.
+        let engine = Duration::from_secs_f64(report.fold.report_cpu_s.max(0.0));
+        let engine = engine.saturating_sub(engine_before);
+        let lies = self.lies();
+        let mut figures = Figures {
+            taken,
+            report,
+            vms: self.list(),
+            steers_ksm: self
+                .ksm
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .is_some(),
+            snapshots: self.snapshots_in_short(),
+            segments: self.segments_in_short(),
+            host: self.lending.host.clone(),
+            lending: self.lender_status(),
+            borrowed: self.lending.borrowed(),
+            leases: self.lending.registry.picture().ok().map(|p| p.leases),
+            distrusted: lies.0.len() as u64,
+            lies: lies.1,
+            took: Duration::ZERO,
+            cpu: Duration::ZERO,
+        };
+        figures.cpu = engine + thread_cpu().saturating_sub(thread_before);
+        figures.took = taken.elapsed();
+        Ok(figures)
+    }
+
+    fn snapshots_in_short(&self) -> Option<OnShelf> {
+        let mut all = OnShelf::default();
+        for name in self.shelf.names().ok()? {
+            all.count += 1;
+            all.broken += u64::from(self.shelf.manifest(&name).is_err());
+            // It may just be removed.
+            all.bytes += ByteSize(self.shelf.disk_bytes(&name).unwrap_or(0));
+        }
+        Some(all)
+    }
+
+    fn segments_in_short(&self) -> Option<OnShelf> {
+        let mut all = OnShelf::default();
+        for segment in self.segments.all().ok()? {
+            all.count += 1;
+            all.broken += u64::from(self.segments.problem(&segment).is_some());
+            all.bytes += ByteSize(self.segments.resident_bytes(&segment));
+        }
+        Some(all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    fn figures(taken: Instant, cpu: Duration) -> Figures {
+        Figures {
+            taken,
+            took: Duration::ZERO,
+            cpu,
+            report: FullReport {
+                ledger: memfold_ledger::Report::default(),
+                fold: memfold_fold::EngineStats::default(),
+            },
+            vms: Vec::new(),
+            steers_ksm: false,
+            snapshots: None,
+            segments: None,
+            host: String::new(),
+            lending: None,
+            borrowed: Vec::new(),
+            leases: None,
+            distrusted: 0,
+            lies: 0,
+        }
+    }
+
+    #[test]
+    fn figures_are_kept_so_long_that_they_cost_a_hundredth_of_a_core() {
+        assert_eq!(keep_for(Duration::from_millis(3)), LEAST_AGE);
+        assert_eq!(
+            keep_for(Duration::from_millis(400)),
+            Duration::from_secs(40)
+        );
+        assert_eq!(keep_for(Duration::MAX), GREATEST_AGE);
+    }
+
+    #[test]
+    fn who_asks_soon_again_gets_the_same_figures_and_old_ones_are_taken_anew() {
+        let kept = Kept::default();
+        let taken = Cell::new(0);
+        let old = Instant::now().checked_sub(LEAST_AGE).unwrap();
+        let ask = |when: Instant| {
+            kept.get(|| {
+                taken.set(taken.get() + 1);
+                Ok::<_, ()>(figures(when, Duration::ZERO))
+            })
+            .unwrap()
+        };
+        ask(old);
+        let fresh = ask(Instant::now());
+        assert_eq!(taken.get(), 2);
+        assert!(Arc::ptr_eq(&fresh, &ask(Instant::now())));
+        assert_eq!(taken.get(), 2);
+    }
+
+    #[test]
+    fn while_new_figures_are_taken_old_ones_are_shown_and_a_failure_is_passed_on() {
+        let kept = Kept::default();
+        let old = Instant::now().checked_sub(LEAST_AGE).unwrap();
+        let first = kept
+            .get(|| Ok::<_, ()>(figures(old, Duration::ZERO)))
+            .unwrap();
+        let meanwhile = kept.get(|| {
+            let seen = std::thread::scope(|scope| {
+                let asks = || kept.get(|| Err::<Figures, ()>(())).unwrap();
+                scope.spawn(asks).join().unwrap()
+            });
+            assert!(Arc::ptr_eq(&first, &seen));
+            Err::<Figures, &str>("no")
+        });
+        assert_eq!(meanwhile.unwrap_err(), "no");
+    }
+}

@@ -1,0 +1,87 @@
+//! VMs that stand still for a full disk and are to go on by themselves when there is room (`resume_when_room`).
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tracing::{info, warn};
+
+use super::Machine;
+use crate::run_state::RunState;
+
+/// Free bytes that the file system of each full disk must have.
+const LEAST: u64 = 16 << 20;
+
+/// Shortest and longest time between two tries: a guest that fills the room at once is tried less and less often.
+const SHORTEST: Duration = Duration::from_secs(1);
+const LONGEST: Duration = Duration::from_secs(60);
+
+/// When the VM went on last, and how long it is left alone after that.
+#[derive(Debug, Default)]
+pub(super) struct RoomWatch {
+    resumed: Option<Instant>,
+    pause: Duration,
+}
+
+impl RoomWatch {
+    /// Lets the VM go on if it is asked for, and there is room for what it writes.
+    pub fn look(&mut self, machine: &Arc<Machine>, now: &RunState) {
+        if now.full.is_empty() || !machine.may_resume_when_room() {
+            return;
+        }
+        let since = self.resumed.map_or(LONGEST, |at| at.elapsed());
+        let has_room = |file| free_bytes(file).is_ok_and(|bytes| bytes >= LEAST);
+        if since < self.pause || !now.full.iter().all(|file| has_room(file)) {
+            return;
+        }
+        self.pause = next_pause(self.pause, since);
+        self.resumed = Some(Instant::now());
+        match machine.resume() {
+            Ok(state) if state.is_running() => info!(
+                vm = machine.name(),
+                files = ?now.full,
+                "VM resumed: its disk has room again"
+            ),
+            // The change is told as such.
+            Ok(_) => {}
+            Err(error) => warn!(
+                vm = machine.name(),
+                error = &error as &dyn std::error::Error,
+                "cannot resume the VM though its disk has room again; retrying"
+            ),
+        }
+    }
+}
+
+/// How long the VM is left alone after a try, by how long it was before.
+fn next_pause(pause: Duration, since: Duration) -> Duration {
+    if since < LONGEST {
+        (pause * 2).clamp(SHORTEST, LONGEST)
+    } else {
+        SHORTEST
+    }
+}
+
+/// What QEMU, as root or not, can still write there.
+fn free_bytes(file: &Path) -> io::Result<u64> {
+    let facts = rustix::fs::statvfs(file)?;
+    Ok(facts.f_bavail.saturating_mul(facts.f_frsize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vm_that_fills_the_room_at_once_is_tried_less_and_less_often() {
+        let soon = Duration::from_secs(3);
+        let mut pauses = vec![next_pause(Duration::ZERO, LONGEST)];
+        for _ in 0..7 {
+            pauses.push(next_pause(pauses[pauses.len() - 1], soon));
+        }
+        let seconds: Vec<u64> = pauses.iter().map(Duration::as_secs).collect();
+        assert_eq!(seconds, [1, 2, 4, 8, 16, 32, 60, 60]);
+        assert_eq!(next_pause(LONGEST, LONGEST), SHORTEST);
+    }
+}

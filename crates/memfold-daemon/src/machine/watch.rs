@@ -1,0 +1,131 @@
+//! Looks at a VM now and then: whether it runs, what it allows, whether its library answers.
+
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use memfold_fold::Command;
+use memfold_vm::process::is_stopped;
+use tracing::{debug, warn};
+
+use super::Machine;
+use super::room::RoomWatch;
+use crate::guest::{LibraryState, QemuGuest, SharedLibraryState};
+use crate::run_state::{RunState, SILENT};
+
+/// Time between two looks at a VM's conditions and layout.
+pub(super) const INTERVAL: Duration = Duration::from_secs(10);
+
+/// Time between two looks whether it runs.
+const STATE: Duration = Duration::from_secs(1);
+
+/// Longest time until a library that fails again and again is connected to again.
+const LONGEST_PAUSE: Duration = Duration::from_secs(600);
+
+/// How long an order may take: the library begins no run of one after a second.
+const ORDER: Duration = Duration::from_millis(1500);
+
+impl Machine {
+    /// Looks at the VM now and then until its process ends.
+    pub fn watch(self: &Arc<Self>) {
+        let (mut looked, mut seen) = (Instant::now(), self.state());
+        let mut room = RoomWatch::default();
+        loop {
+            match self.vm.process().wait_exit(STATE) {
+                Ok(false) => {
+                    // What lasts no longer than a look is a pause of our own, for folding.
+                    let now = self.look_at_state(Duration::ZERO);
+                    if now == seen {
+                        self.note_state(&now);
+                        room.look(self, &now);
+                    }
+                    seen = now;
+                    if looked.elapsed() >= INTERVAL {
+                        looked = Instant::now();
+                        if seen.name != SILENT {
+                            self.look_again();
+                        }
+                        self.reach_library_again();
+                    }
+                }
+                Ok(true) => return,
+                Err(error) => {
+                    warn!(vm = self.name, %error, "its process cannot be watched");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Connects to the library anew if it did not answer the engine: QEMU may have stood still (a stopped process, a host that
+    /// swaps), or its library's thread got no core. A library that keeps failing is tried less and less often, because the engine
+    /// waits for it each time.
+    fn reach_library_again(&self) {
+        let mut watch = self
+            .library_watch
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if self.library_state() != LibraryState::Lost || watch.connected.elapsed() < watch.pause {
+            return;
+        }
+        let link = match self.vm.library_link() {
+            Some(Ok(link)) => link,
+            // Tried again at the next look. Most VMs whose library is lost are ending.
+            Some(Err(error)) => return debug!(vm = self.name, %error, "its library is not reached"),
+            None => return,
+        };
+        warn!(
+            vm = self.name,
+            "its library had not answered in time; folding goes on"
+        );
+        watch.pause = if watch.connected.elapsed() > LONGEST_PAUSE {
+            INTERVAL
+        } else {
+            (watch.pause * 2).min(LONGEST_PAUSE)
+        };
+        watch.connected = Instant::now();
+        // An order that is under way may yet find out that the old one is lost.
+        let state = SharedLibraryState::default();
+        *self
+            .library_state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = state.clone();
+        self.look_again();
+        let conditions = self.seen().conditions.clone();
+        let guest = QemuGuest::new(self.pid(), link, self.monitor.clone(), &conditions, state);
+        self.tell(Command::Reached {
+            id: self.id,
+            guest: Box::new(guest),
+            problem: self.problem(),
+        });
+    }
+
+    fn library_state(&self) -> LibraryState {
+        let shared = self.library_state.lock();
+        let shared = shared.unwrap_or_else(PoisonError::into_inner).clone();
+        *shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Why QEMU, or its library, does not answer at this moment.
+    pub fn is_silent(&self) -> Option<String> {
+        let pid = self.pid().as_raw_nonzero().get();
+        let state = if is_stopped(pid.unsigned_abs()) {
+            RunState::stopped(pid)
+        } else {
+            self.state()
+        };
+        let waits = match self.library_state() {
+            LibraryState::Ordered(since) => since.elapsed(),
+            LibraryState::Free | LibraryState::Lost => Duration::ZERO,
+        };
+        if state.name == SILENT {
+            Some(state.words())
+        } else if waits > ORDER {
+            let seconds = waits.as_secs_f64();
+            Some(format!(
+                "QEMU's library has not answered for {seconds:.1} s"
+            ))
+        } else {
+            None
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! Why a VM isn't running: QEMU's run state, what has brought it about, and what would have it run again.
+//!
+//! Source: `RunState`, `query-block` (`io-status`) and the events of QEMU's `qapi/run-state.json` and `qapi/block-core.json`.
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use memfold_vm::{Qmp, QmpError};
+
+/// What a VM does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct RunState {
+    /// `running`, QEMU's word for what it does instead, or [`SILENT`].
+    pub name: String,
+    pub cause: Option<String>,
+    pub fix: Option<String>,
+    /// Files of disks for which there was no room.
+    pub full: Vec<PathBuf>,
+}
+
+/// QEMU doesn't answer.
+pub(super) const SILENT: &str = "silent";
+
+/// Events that say more of a state than it does itself.
+const TELLING: [&str; 3] = ["BLOCK_IO_ERROR", "GUEST_PANICKED", "WATCHDOG"];
+
+impl Default for RunState {
+    fn default() -> Self {
+        Self {
+            name: "running".into(),
+            cause: None,
+            fix: None,
+            full: Vec::new(),
+        }
+    }
+}
+
+impl RunState {
+    pub fn is_running(&self) -> bool {
+        self.name == "running"
+    }
+
+    /// In one line.
+    pub fn words(&self) -> String {
+        match &self.cause {
+            Some(cause) => format!("{}: {cause}", self.name),
+            None => self.name.clone(),
+        }
+    }
+
+    fn new(name: &str, cause: String, fix: String) -> Self {
+        Self {
+            name: name.to_owned(),
+            cause: Some(cause),
+            fix: Some(fix),
+            full: Vec::new(),
+        }
+    }
+
+    /// Of a QEMU whose process stands still.
+    pub fn stopped(pid: i32) -> Self {
+        Self::new(
+            SILENT,
+            format!("process {pid} of QEMU is stopped, by SIGSTOP or a debugger"),
+            format!("let it go on: kill -CONT {pid}"),
+        )
+    }
+
+    /// Of a QEMU that doesn't answer.
+    pub fn silent(vm: &str, error: &QmpError) -> Self {
+        Self::new(
+            SILENT,
+            format!("QEMU does not answer: {error}"),
+            format!(
+                "see what QEMU waits for (a disk on another host, as a rule); 'memfold vm stop {vm}' ends it"
+            ),
+        )
+    }
+
+    /// Asks QEMU.
+    pub fn ask(vm: &str, qmp: &mut Qmp) -> Result<Self, QmpError> {
+        let answer = qmp.query("query-status")?;
+        let name = answer["status"].as_str().unwrap_or("unknown");
+        let events = qmp.take_events_named(&TELLING);
+        if name == "running" {
+            return Ok(Self::default());
+        }
+        let last = |kind: &str| {
+            events
+                .iter()
+                .rfind(|event| event["event"] == kind)
+                .map(|event| &event["data"])
+        };
+        if name == "io-error" {
+            return Ok(io_error(
+                vm,
+                &qmp.query("query-block")?,
+                last("BLOCK_IO_ERROR"),
+            ));
+        }
+        let again = format!("memfold vm resume {vm}");
+        let anew = format!("end it (memfold vm stop {vm}) and start it anew");
+        let (cause, fix) = match name {
+            "paused" => ("somebody has stopped it by QMP ('stop')".into(), again),
+            "prelaunch" => (
+                "QEMU was started with -S and waits for 'cont'".into(),
+                again,
+            ),
+            "guest-panicked" => (
+                last("GUEST_PANICKED")
+                    .map_or_else(|| "the guest's kernel has crashed".into(), panic_words),
+                format!("see what its console said, then {anew}"),
+            ),
+            "watchdog" => (
+                "the guest's watchdog has expired: the guest hangs".into(),
+                format!("{again}, or {anew}"),
+            ),
+            "suspended" => (
+                "the guest sleeps (ACPI S3)".into(),
+                "wake it: 'system_wakeup' on its QMP socket".into(),
+            ),
+            "shutdown" => (
+                "its guest has shut down, and QEMU was told to stay (-no-shutdown)".into(),
+                format!("memfold vm stop {vm}"),
+            ),
+            "postmigrate" => (
+                "it was migrated to another place by somebody else".into(),
+                format!("if it does not run there: {again}; else memfold vm stop {vm}"),
+            ),
+            "internal-error" => (
+                "QEMU or KVM could not go on; qemu.log in the VM's directory says why".into(),
+                anew,
+            ),
+            "inmigrate" => (
+                "its memory is still coming in".into(),
+                "nothing has to be done".into(),
+            ),
+            "save-vm" | "restore-vm" | "finish-migrate" => (
+                "its state is being saved or loaded".into(),
+                "nothing has to be done".into(),
+            ),
+            _ => ("QEMU says no more".into(), again),
+        };
+        Ok(Self::new(name, cause, fix))
+    }
+}
+
+fn panic_words(data: &Value) -> String {
+    let info = &data["info"];
+    let more = if info.is_null() {
+        String::new()
+    } else {
+        format!(" ({info})")
+    };
+    format!("the guest's kernel has crashed{more}")
+}
+
+/// Which disk could not be written or read, and why.
+fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
+    let devices = block.as_array().into_iter().flatten();
+    let failed =
+        devices.filter(|device| matches!(device["io-status"].as_str(), Some("nospace" | "failed")));
+    let (mut disks, mut full, mut is_full) = (Vec::new(), Vec::new(), false);
+    for device in failed {
+        let text = |value: &Value| {
+            value
+                .as_str()
+                .filter(|text| !text.is_empty())
+                .map(str::to_owned)
+        };
+        let qdev = text(&device["qdev"]).map(|path| device_name(&path));
+        let name = qdev
+            .or_else(|| text(&device["device"]))
+            .unwrap_or_else(|| "?".into());
+        let path = text(&device["inserted"]["image"]["filename"])
+            .or_else(|| text(&device["inserted"]["file"]))
+            .map(|name| file_of(&name));
+        if device["io-status"] == "nospace" {
+            is_full = true;
+            full.extend(path.as_ref().map(PathBuf::from));
+        }
+        disks.push(format!(
+            "disk {name} ({})",
+            path.unwrap_or_else(|| "no file".into())
+        ));
+    }
+    let operation = event
+        .and_then(|data| data["operation"].as_str())
+        .unwrap_or("write");
+    let reason = event.and_then(|data| data["reason"].as_str());
+    is_full |= event.is_some_and(|data| data["nospace"] == true);
+    let reason = if is_full {
+        "no space left"
+    } else {
+        reason.unwrap_or("an error of the host's storage")
+    };
+    let which = if disks.is_empty() {
+        "one of its disks".to_owned()
+    } else {
+        disks.join(", ")
+    };
+    let first = if is_full {
+        "make room on the file system of that file"
+    } else {
+        "mend that storage"
+    };
+    let state = RunState::new(
+        "io-error",
+        format!("a {operation} on {which} failed: {reason}"),
+        format!("{first}, then: memfold vm resume {vm} (the guest notices nothing but the time)"),
+    );
+    RunState { full, ..state }
+}
+
+/// The file of a block node. QEMU names one whose options a file name can't hold, as after a snapshot, `json:` and all of them.
+fn file_of(name: &str) -> String {
+    let described = name.strip_prefix("json:");
+    let described = described.and_then(|text| serde_json::from_str::<Value>(text).ok());
+    let file = described
+        .as_ref()
+        .and_then(|node| node["file"]["filename"].as_str());
+    file.unwrap_or(name).to_owned()
+}
+
+/// `/machine/peripheral/vd0/virtio-backend` is the device `vd0`.
+fn device_name(path: &str) -> String {
+    let mut parts = path.split('/').filter(|part| !part.is_empty());
+    if parts.next() == Some("machine")
+        && matches!(parts.next(), Some("peripheral" | "peripheral-anon"))
+    {
+        return parts.next().unwrap_or(path).to_owned();
+    }
+    path.to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn an_io_error_names_the_disk_its_file_and_what_to_do() {
+        let block = json!([
+            { "qdev": "/machine/peripheral/vd0/virtio-backend", "io-status": "ok", "inserted": { "file": "/a" } },
+            { "qdev": "/machine/peripheral/vd1/virtio-backend", "io-status": "nospace", "inserted": { "file": "/full/b", "image": { "filename": "/full/b" } } },
+        ]);
+        let state = io_error("web", &block, None);
+        assert_eq!(
+            state.words(),
+            "io-error: a write on disk vd1 (/full/b) failed: no space left"
+        );
+        assert_eq!(state.full, [PathBuf::from("/full/b")]);
+        assert!(
+            state.fix.unwrap().starts_with(
+                "make room on the file system of that file, then: memfold vm resume web"
+            )
+        );
+        let saved = r#"json:{"backing": {"driver": "qcow2", "file": {"driver": "file", "filename": "/old"}}, "driver": "qcow2", "file": {"driver": "file", "filename": "/full/new"}}"#;
+        let block =
+            json!([{ "qdev": "vd0", "io-status": "nospace", "inserted": { "file": saved } }]);
+        assert_eq!(
+            io_error("web", &block, None).words(),
+            "io-error: a write on disk vd0 (/full/new) failed: no space left"
+        );
+        let event =
+            json!({ "operation": "read", "nospace": false, "reason": "Input/output error" });
+        let block = json!([{ "qdev": "sd", "device": "", "io-status": "failed", "inserted": { "file": "nbd://h" } }]);
+        let state = io_error("web", &block, Some(&event));
+        assert_eq!(
+            state.words(),
+            "io-error: a read on disk sd (nbd://h) failed: Input/output error"
+        );
+        assert_eq!(state.full, Vec::<PathBuf>::new());
+    }
+}

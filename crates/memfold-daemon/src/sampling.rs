@@ -1,0 +1,335 @@
+//! Samples of the ledger: for the history always, for whoever looks now more often.
+//!
+//! What a sample costs depends on the host: all its processes are looked at. So each is measured, and the next comes no sooner than lets all
+//! of them together take [`IDLE_SHARE`] of a core, or [`LIVE_SHARE`] while somebody looks.
+
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use memfold_api::{Borrowed, FullReport, SwapPlace, VmInfo};
+use memfold_ledger::history::{
+    Event, History, HistoryError, KEEP_FINE_S, Lent, Series, Trends, growth, host_values, vm_values,
+};
+use memfold_ledger::plan::Growths;
+use rustix::time::{ClockId, clock_gettime};
+use serde::Serialize;
+use tokio::sync::watch;
+use tracing::warn;
+use utoipa::ToSchema;
+
+use super::changes::{Beside, Seen, changes};
+use super::{Daemon, DaemonError, chain};
+
+/// Least time between two samples for the history.
+const IDLE_INTERVAL: Duration = Duration::from_secs(30);
+/// Least time between two samples while somebody looks.
+const LIVE_INTERVAL: Duration = Duration::from_secs(2);
+/// Most time between two samples, whatever they cost.
+const LONGEST_INTERVAL: Duration = Duration::from_secs(600);
+/// Share of one core that samples for the history may take.
+const IDLE_SHARE: f64 = 0.001;
+/// The same while somebody looks.
+const LIVE_SHARE: f64 = 0.008;
+/// Who is the first to look gets a new sample, unless the last is as young as this; so often they may come and go.
+const YOUNG: Duration = Duration::from_secs(10);
+
+/// What somebody who looks gets, again and again.
+#[derive(Serialize, ToSchema)]
+pub struct Live<'a> {
+    /// The ledger and what folding has done, as `memfold report --json` prints it.
+    #[serde(flatten)]
+    pub report: &'a FullReport,
+    /// The VMs.
+    pub vms: &'a [VmInfo],
+    /// CPU time that making this took, in milliseconds.
+    pub sample_cpu_ms: f64,
+    /// Time until the next one, in milliseconds.
+    pub interval_ms: u64,
+}
+
+/// Samples: the thread that takes them, and who waits for them.
+#[derive(Debug)]
+pub(super) struct Sampling {
+    history: Option<Mutex<History>>,
+    latest: watch::Sender<Arc<str>>,
+    /// Whether the daemon ends.
+    ends: Mutex<bool>,
+    /// The daemon ends, or somebody began to look.
+    changed: Condvar,
+}
+
+impl Sampling {
+    /// With this history, if it can be used: figures over time aren't worth a daemon that doesn't start.
+    pub(super) fn new(path: Option<&Path>) -> Self {
+        let open = |path: &Path| {
+            History::open(path)
+                .inspect_err(|error| warn!(error = chain(error), "no history is kept"))
+                .ok()
+        };
+        Self {
+            history: path.and_then(open).map(Mutex::new),
+            latest: watch::Sender::new(Arc::from("")),
+            ends: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Has the thread look again when the next sample is due; `ends`: never.
+    fn wake(&self, ends: bool) {
+        *self.ends.lock().unwrap_or_else(PoisonError::into_inner) |= ends;
+        self.changed.notify_all();
+    }
+
+    fn is_watched(&self) -> bool {
+        self.latest.receiver_count() > 0
+    }
+
+    /// Waits for the next sample's time; whether there is one. Without history and without anybody who looks there is no such time.
+    fn wait(&self, cost: Duration, taken: Option<Instant>) -> bool {
+        let was_watched = self.is_watched();
+        let mut ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if *ends {
+                return false;
+            }
+            let watched = self.is_watched();
+            let mut due = interval(cost, watched);
+            if watched && !was_watched {
+                due = due.min(YOUNG);
+            }
+            let left = match taken {
+                _ if !watched && self.history.is_none() => LONGEST_INTERVAL,
+                None => return true,
+                Some(taken) => match due.checked_sub(taken.elapsed()) {
+                    Some(left) => left,
+                    None => return true,
+                },
+            };
+            ends = self
+                .changed
+                .wait_timeout(ends, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+}
+
+/// Time between two samples that cost so much CPU.
+fn interval(cost: Duration, watched: bool) -> Duration {
+    let (least, share) = if watched {
+        (LIVE_INTERVAL, LIVE_SHARE)
+    } else {
+        (IDLE_INTERVAL, IDLE_SHARE)
+    };
+    cost.div_f64(share).clamp(least, LONGEST_INTERVAL)
+}
+
+fn thread_cpu() -> Duration {
+    let now = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(
+        now.tv_sec.try_into().unwrap_or(0),
+        now.tv_nsec.try_into().unwrap_or(0),
+    )
+}
+
+fn now_unix_s() -> i64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |t| i64::try_from(t.as_secs()).unwrap_or(i64::MAX))
+}
+
+impl Daemon {
+    pub(super) fn begin_sampling(self: &Arc<Self>) -> Result<(), DaemonError> {
+        let (daemon, sampling) = (Arc::downgrade(self), self.sampling.clone());
+        std::thread::Builder::new()
+            .name("sampling".into())
+            .spawn(move || sample_on(&daemon, &sampling))
+            .map(drop)
+            .map_err(|_| DaemonError::Internal("no thread to take samples"))
+    }
+
+    pub(super) fn end_sampling(&self) {
+        self.sampling.wake(true);
+    }
+
+    /// The samples from now on, as JSON ([`Live`]): the last one, and each that comes. Whoever is slow misses some.
+    pub fn samples(&self) -> watch::Receiver<Arc<str>> {
+        let receiver = self.sampling.latest.subscribe();
+        self.sampling.wake(false);
+        receiver
+    }
+
+    fn history<T>(
+        &self,
+        read: impl FnOnce(&History, i64) -> Result<T, HistoryError>,
+    ) -> Result<T, DaemonError> {
+        let Some(history) = &self.sampling.history else {
+            return Err(DaemonError::NoHistory);
+        };
+        let history = history.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(read(&history, now_unix_s())?)
+    }
+
+    /// Figures of the host (`vm`: of that VM) over the last `seconds`, in `points` points at most.
+    pub fn history_of(
+        &self,
+        vm: Option<&str>,
+        seconds: i64,
+        points: i64,
+    ) -> Result<Series, DaemonError> {
+        self.history(|history, now| match vm {
+            None => history.host(now, now - seconds, points),
+            Some(vm) => history.vm(vm, now, now - seconds, points),
+        })
+    }
+
+    /// PSS of all VMs over the last `seconds` (24 h at most), in `points` points at most.
+    pub fn trends(&self, seconds: i64, points: i64) -> Result<Trends, DaemonError> {
+        self.history(|history, now| history.trends(now, now - seconds, points))
+    }
+
+    /// How fast VMs have grown in the last day; those of which enough is known.
+    pub(super) fn growths(&self) -> Growths {
+        let names = self.lock().keys().cloned().collect::<Vec<String>>();
+        let of = |name: String| {
+            let series = self.history_of(Some(&name), KEEP_FINE_S, KEEP_FINE_S / 30);
+            let found = growth(&series.ok()?)?;
+            Some((name, found.bytes_per_hour))
+        };
+        names.into_iter().filter_map(of).collect()
+    }
+
+    /// The last changes, newest first.
+    pub fn events(&self, count: i64) -> Result<Vec<Event>, DaemonError> {
+        self.history(|history, _| history.events(count))
+    }
+
+    /// Takes one sample; what it cost.
+    fn sample(self: &Arc<Self>, last: &mut Option<Seen>) -> Result<Duration, DaemonError> {
+        let before = thread_cpu();
+        let report = self.report()?;
+        let beside = Beside {
+            vms: self.list(),
+            distrusted: self.lies().0,
+            borrowed: self.lending.borrowed(),
+            lending: self.lender_status(),
+            snapshots: self.shelf.names().ok(),
+        };
+        let seen = Seen::of(&report, &beside);
+        let events = last.as_ref().map_or_else(
+            || {
+                vec![Event {
+                    at_unix_s: 0,
+                    kind: "daemon".into(),
+                    warning: false,
+                    vm: None,
+                    text: format!("memfold {} began", env!("CARGO_PKG_VERSION")),
+                }]
+            },
+            |last| changes(last, &seen),
+        );
+        *last = Some(seen);
+        if let Some(history) = &self.sampling.history {
+            let is_lent = |b: &&Borrowed| matches!(b.place, SwapPlace::Lent | SwapPlace::Degraded);
+            let lent = Lent {
+                lent_bytes: beside
+                    .lending
+                    .as_ref()
+                    .map_or(0, |lender| lender.lent_bytes),
+                borrowed_bytes: beside
+                    .borrowed
+                    .iter()
+                    .filter(is_lent)
+                    .map(|b| b.bytes)
+                    .sum(),
+            };
+            let host = host_values(&report.ledger, &report.fold, lent);
+            let of_vm = |vm: &memfold_ledger::VmAccount| (vm.name.clone(), vm_values(vm));
+            let of_vms: Vec<_> = report.ledger.vms.iter().map(of_vm).collect();
+            let mut history = history.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Err(error) = history.add(now_unix_s(), &host, &of_vms, &events) {
+                warn!(error = chain(&error), "a sample is lost");
+            }
+        }
+        let cost = thread_cpu().saturating_sub(before);
+        let live = Live {
+            report: &report,
+            vms: &beside.vms,
+            sample_cpu_ms: cost.as_secs_f64() * 1e3,
+            interval_ms: u64::try_from(interval(cost, true).as_millis()).unwrap_or(u64::MAX),
+        };
+        // Also when nobody looks: who comes next sees something at once.
+        match serde_json::to_string(&live) {
+            Ok(text) => drop(self.sampling.latest.send_replace(text.into())),
+            Err(error) => warn!(%error, "a sample can't be written as JSON"),
+        }
+        Ok(thread_cpu().saturating_sub(before))
+    }
+}
+
+fn sample_on(daemon: &Weak<Daemon>, sampling: &Sampling) {
+    let (mut last, mut cost, mut taken) = (None, Duration::ZERO, None);
+    while sampling.wait(cost, taken) {
+        let Some(daemon) = daemon.upgrade() else {
+            return;
+        };
+        taken = Some(Instant::now());
+        cost = daemon.sample(&mut last).unwrap_or_else(|error| {
+            warn!(error = chain(&error), "no sample");
+            Duration::ZERO
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_samples_may_cost_is_bounded_by_their_interval() {
+        for (cost_ms, watched, wanted_s) in [
+            (1, false, 30),
+            (60, false, 60),
+            (10_000, false, 600),
+            (1, true, 2),
+            (44, true, 5),
+        ] {
+            let found = interval(Duration::from_millis(cost_ms), watched);
+            assert_eq!(found.as_secs(), wanted_s, "{cost_ms} {watched}");
+        }
+    }
+
+    fn waits(sampling: &Arc<Sampling>, taken: Option<Instant>) -> std::thread::JoinHandle<bool> {
+        let waiting = sampling.clone();
+        std::thread::spawn(move || waiting.wait(Duration::ZERO, taken))
+    }
+
+    #[test]
+    fn who_begins_to_look_doesn_t_wait_for_the_history_s_next_sample() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("history.sqlite");
+        let sampling = Arc::new(Sampling::new(Some(&path)));
+        assert!(sampling.wait(Duration::ZERO, None), "the first is due");
+        let began = Instant::now();
+        let thread = waits(&sampling, Some(began));
+        let _look = sampling.latest.subscribe();
+        sampling.wake(false);
+        assert!(thread.join().unwrap());
+        assert!(began.elapsed() < IDLE_INTERVAL / 2, "{:?}", began.elapsed());
+        let thread = waits(&sampling, Some(Instant::now()));
+        sampling.wake(true);
+        assert!(!thread.join().unwrap());
+    }
+
+    #[test]
+    fn without_history_a_sample_is_taken_only_while_somebody_looks() {
+        let sampling = Arc::new(Sampling::new(None));
+        let thread = waits(&sampling, None);
+        sampling.wake(false);
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!thread.is_finished());
+        let _look = sampling.latest.subscribe();
+        sampling.wake(false);
+        assert!(thread.join().unwrap());
+    }
+}

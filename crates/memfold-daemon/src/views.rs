@@ -1,0 +1,361 @@
+//! Views of memory for persons: each is made when it is asked for, one at a time, and kept for some seconds, however many ask.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use memfold_api::FullReport;
+use memfold_host::{HostFacts, Report, examine};
+use memfold_ksm::Explanation;
+use memfold_ledger::estimate::fingerprint::Fingerprint;
+use memfold_ledger::estimate::place::{Proposal, propose};
+use memfold_ledger::estimate::{Domains, EstimateReport, Options, Pace, estimate, targets};
+use memfold_ledger::memory_map::{MOST_CELLS, MemoryMap, memory_map};
+use memfold_ledger::plan::{Order, Plan};
+use memfold_ledger::sharing::{Sharing, files_of, sharing};
+use memfold_lend::graph::GraphError;
+use memfold_store::StoreIdentity;
+use memfold_vm::{AgentError, CommandResult, swap};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::joined::Joined;
+use super::machine::Machine;
+use super::{Daemon, DaemonError, chain};
+
+/// How long maps of memory are good.
+const MEMORY_LIFE: Duration = Duration::from_secs(4);
+/// How long doctor's report is good: it tries QEMU, which takes a second.
+const DOCTOR_LIFE: Duration = Duration::from_secs(60);
+/// Longest an estimate may take, in seconds.
+const LONGEST_ESTIMATE_S: f64 = 300.0;
+/// Maps of VMs that are kept.
+const MOST_MAPS: usize = 64;
+/// What a move may be asked to save at most, in bytes: more than any host has.
+const MOST_LEAST: u64 = 1 << 50;
+/// How long a guest may take to say how much of its swap disk it uses, and for how long that is good.
+const SWAP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// `POST /v1/estimate`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct EstimateOrder {
+    /// VMs to look at, by name or QEMU's process number; none: all QEMUs of the host.
+    #[serde(default)]
+    pub vms: Vec<String>,
+    /// CPU that it may use, in percent of one core (above 0, to 50).
+    pub cpu_percent: f64,
+    /// Time after which it ends with what was found, in seconds (1 to 300).
+    pub seconds: f64,
+    /// As if all VMs were of one trust domain.
+    #[serde(default)]
+    pub one_domain: bool,
+}
+
+/// `POST /v1/plan/place`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PlaceOrder {
+    /// Of two hosts or more, as `memfold estimate --fingerprint` writes them.
+    #[schema(value_type = Vec<Object>)]
+    pub fingerprints: Vec<Fingerprint>,
+    /// What a move has to save, in bytes.
+    pub least_bytes: u64,
+    /// What is to be left of each host's memory, in percent (0 to less than 100).
+    pub leave_percent: f64,
+}
+
+/// `GET /v1/vms/{name}/swap`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SwapUse {
+    /// Bytes of the swap disk that hold something, as the guest says; null: it doesn't.
+    pub used_bytes: Option<u64>,
+    /// Why not, in words.
+    pub why_not: Option<String>,
+}
+
+impl SwapUse {
+    /// From what the guest gave for [`swap::used`].
+    fn of(said: Result<CommandResult, AgentError>) -> Self {
+        let no_sense = || "the guest's answer makes no sense".to_owned();
+        let used = match said {
+            Ok(said) if said.code != 0 => Err("the guest doesn't use it".to_owned()),
+            Ok(said) => swap::parse_used(&said.stdout).ok_or_else(no_sense),
+            Err(AgentError::TooMuchOutput) => Err(no_sense()),
+            Err(error) => Err(chain(&error)),
+        };
+        Self {
+            why_not: used.as_ref().err().cloned(),
+            used_bytes: used.ok(),
+        }
+    }
+}
+
+/// Something that was made a while ago.
+type Kept<T> = Mutex<Option<(Instant, T)>>;
+
+#[derive(Debug, Default)]
+pub(super) struct Views {
+    maps: Mutex<BTreeMap<(String, u64), (Instant, MemoryMap)>>,
+    sharing: Kept<Sharing>,
+    doctor: Kept<Report>,
+    swaps: Mutex<BTreeMap<String, (Instant, SwapUse)>>,
+    report: Joined<Arc<FullReport>>,
+    /// Held while a VM's pages are looked through for KSM.
+    explaining: Mutex<()>,
+    /// Held while an estimate or a proposal is made.
+    estimating: Mutex<()>,
+    ends: AtomicBool,
+}
+
+/// What is kept, if it is still good, else a new one. Others that ask meanwhile wait for it.
+fn fresh<T: Clone>(
+    kept: &Kept<T>,
+    life: Duration,
+    make: impl FnOnce() -> Result<T, DaemonError>,
+) -> Result<T, DaemonError> {
+    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((made, value)) = kept.as_ref() {
+        if made.elapsed() < life {
+            return Ok(value.clone());
+        }
+    }
+    let value = make()?;
+    *kept = Some((Instant::now(), value.clone()));
+    Ok(value)
+}
+
+impl Daemon {
+    /// The daemon ends: so does an estimate that is being made.
+    pub fn end_views(&self) {
+        self.views.ends.store(true, Ordering::Relaxed);
+    }
+
+    fn store_identities(&self) -> Result<Vec<StoreIdentity>, DaemonError> {
+        let fold = self.fold_stats()?;
+        let identity = |d: &memfold_fold::DomainStats| StoreIdentity {
+            dev: d.store_dev,
+            ino: d.store_ino,
+        };
+        Ok(fold.domains.iter().map(identity).collect())
+    }
+
+    /// A VM's RAM from end to end, in about `cells` cells.
+    pub fn memory_map(&self, name: &str, cells: u64) -> Result<MemoryMap, DaemonError> {
+        let machine = self.machine(name)?;
+        let mut maps = self
+            .views
+            .maps
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        maps.retain(|_, (made, _)| made.elapsed() < MEMORY_LIFE);
+        let cells = cells.clamp(1, MOST_CELLS);
+        let key = (name.to_owned(), cells);
+        if let Some((_, map)) = maps.get(&key) {
+            return Ok(map.clone());
+        }
+        let stores = self.store_identities()?;
+        let pid = machine.pid().as_raw_nonzero().get();
+        let segments = machine.segment_identities();
+        let map = memory_map((pid, name), &machine.layout(), &stores, &segments, cells)?;
+        if maps.len() < MOST_MAPS {
+            maps.insert(key, (Instant::now(), map.clone()));
+        }
+        Ok(map)
+    }
+
+    /// Who has pages in common with whom.
+    pub fn sharing(&self) -> Result<Sharing, DaemonError> {
+        fresh(&self.views.sharing, MEMORY_LIFE, || {
+            let stores = self.store_identities()?;
+            let machines: Vec<Arc<Machine>> = self.lock().values().cloned().collect();
+            let files = machines.iter().filter_map(|machine| {
+                let pid = machine.pid().as_raw_nonzero().get();
+                let segments = machine.segment_identities();
+                let segments: Vec<StoreIdentity> = segments.into_iter().map(|(_, id)| id).collect();
+                let of = (pid, machine.name(), machine.domain());
+                // A VM that ends while we look is left out.
+                files_of(of, &machine.layout(), &stores, &segments).ok()
+            });
+            Ok(sharing(&files.collect::<Vec<_>>()))
+        })
+    }
+
+    /// What works on this host, as `memfold doctor --json` prints it.
+    pub fn doctor(self: &Arc<Self>) -> Result<Report, DaemonError> {
+        let mut report = fresh(&self.views.doctor, DOCTOR_LIFE, || {
+            Ok(examine(HostFacts::probe(&self.options.state)))
+        })?;
+        // Of now: a brake doesn't wait a minute.
+        report.checks.push(self.debt()?.check());
+        Ok(report)
+    }
+
+    /// The ledger, for whoever asks over the interface: as of now, and however many ask, one is taken at a time.
+    pub fn joint_report(self: &Arc<Self>) -> Result<Arc<FullReport>, DaemonError> {
+        self.views.report.get(|| self.report().map(Arc::new))
+    }
+
+    /// Why a VM's memory merges, or doesn't. One VM at a time.
+    pub fn explain_ksm(&self, name: &str) -> Result<Explanation, DaemonError> {
+        let turn = self.views.explaining.lock();
+        let _turn = turn.unwrap_or_else(PoisonError::into_inner);
+        self.explain_merging(name)
+    }
+
+    /// How many VMs fit.
+    pub fn plan(self: &Arc<Self>, order: &Order) -> Result<Plan, DaemonError> {
+        let report = self.joint_report()?;
+        let plan = order.plan(&report.ledger, &report.fold, &self.growths());
+        plan.map_err(|error| DaemonError::BadRequest(error.to_string()))
+    }
+
+    /// Which VMs of several hosts to place together. One proposal or estimate at a time.
+    pub fn place(&self, order: &PlaceOrder) -> Result<Proposal, DaemonError> {
+        let wrong = |text: String| Err(DaemonError::BadRequest(text));
+        if !(0.0..100.0).contains(&order.leave_percent) {
+            return wrong(format!(
+                "leave_percent is {}; give 0 to less than 100",
+                order.leave_percent
+            ));
+        }
+        if order.least_bytes > MOST_LEAST {
+            return wrong(format!(
+                "least_bytes is {}; give {MOST_LEAST} at most",
+                order.least_bytes
+            ));
+        }
+        let _turn = self.estimate_turn()?;
+        let proposal = propose(&order.fingerprints, order.least_bytes, order.leave_percent);
+        proposal.map_err(|error| DaemonError::BadRequest(error.to_string()))
+    }
+
+    /// The right to make an estimate, which one at a time has.
+    fn estimate_turn(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
+        match self.views.estimating.try_lock() {
+            Ok(turn) => Ok(turn),
+            Err(TryLockError::Poisoned(turn)) => Ok(turn.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(DaemonError::Busy {
+                why: "another estimate is being made".into(),
+                fix: "wait until it is done".into(),
+            }),
+        }
+    }
+
+    /// How much of its swap disk a VM's guest uses, by its own word.
+    pub fn swap_use(&self, name: &str) -> Result<SwapUse, DaemonError> {
+        let machine = self.machine(name)?;
+        let lock = || {
+            let swaps = self.views.swaps.lock();
+            swaps.unwrap_or_else(PoisonError::into_inner)
+        };
+        if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
+            return Err(GraphError::NoSwapDisk(name.to_owned()).into());
+        }
+        let keep = |said: &SwapUse| {
+            let kept = (Instant::now(), said.clone());
+            lock().insert(name.to_owned(), kept);
+        };
+        {
+            let mut swaps = lock();
+            swaps.retain(|_, (made, _)| made.elapsed() < SWAP_TIMEOUT);
+            if let Some((_, said)) = swaps.get(name) {
+                return Ok(said.clone());
+            }
+        }
+        // However many ask, one command at a time runs in the guest; nothing is locked meanwhile, as it may take its time.
+        keep(&SwapUse {
+            used_bytes: None,
+            why_not: Some("it is being asked".into()),
+        });
+        let said = SwapUse::of(machine.run_short(&swap::used(), SWAP_TIMEOUT));
+        keep(&said);
+        Ok(said)
+    }
+
+    /// What could be saved. One estimate at a time.
+    pub fn estimate(&self, order: &EstimateOrder) -> Result<EstimateReport, DaemonError> {
+        let wrong = |text: String| Err(DaemonError::BadRequest(text));
+        if !(order.cpu_percent > 0.0 && order.cpu_percent <= 50.0) {
+            return wrong(format!(
+                "cpu_percent is {}; give more than 0, and 50 at most",
+                order.cpu_percent
+            ));
+        }
+        if !(1.0..=LONGEST_ESTIMATE_S).contains(&order.seconds) {
+            return wrong(format!(
+                "seconds is {}; give 1 to {LONGEST_ESTIMATE_S}",
+                order.seconds
+            ));
+        }
+        let _turn = self.estimate_turn()?;
+        let facts = self.estimate_facts()?;
+        let limit = Duration::from_secs_f64(order.seconds);
+        let pace = Pace::new(order.cpu_percent / 100.0, Some(limit), &self.views.ends);
+        let domains = Domains {
+            one: order.one_domain,
+            of: Vec::new(),
+        };
+        let targets = targets::find(Path::new("/proc"), &order.vms, &domains, &facts)?;
+        let report = estimate(
+            targets,
+            &facts.files,
+            &Options::here(),
+            &pace,
+            &mut |_, _, _| {},
+        )?;
+        Ok(EstimateReport {
+            daemon: true,
+            ..report
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_guest_says_of_its_swap_disk_is_believed_if_it_makes_sense() {
+        let said = |stdout: &str, code| {
+            let stdout = stdout.as_bytes().to_vec();
+            SwapUse::of(Ok(CommandResult {
+                stdout,
+                code,
+                ..CommandResult::default()
+            }))
+        };
+        let line = "/dev/vdb                                partition\t65532\t\t1024\t\t-2\n";
+        assert_eq!(said(line, 0).used_bytes, Some(1 << 20));
+        assert_eq!(said(line, 0).why_not, None);
+        for (text, code, why) in [
+            ("", 1, "doesn't use it"),
+            ("/dev/vdb partition 65532 -1 -2", 0, "no sense"),
+            (
+                "/dev/vdb partition 65532 18446744073709551615 -2",
+                0,
+                "no sense",
+            ),
+            ("\u{1}", 0, "no sense"),
+        ] {
+            let said = said(text, code);
+            assert_eq!(said.used_bytes, None);
+            assert!(said.why_not.unwrap().contains(why), "{text}");
+        }
+        let gone = SwapUse::of(Err(AgentError::Lost));
+        assert!(gone.why_not.unwrap().contains("went away"));
+    }
+
+    #[test]
+    fn what_is_good_is_not_made_again_and_a_failure_is_not_kept() {
+        let kept: Kept<u32> = Mutex::default();
+        let life = Duration::from_secs(60);
+        let failed = fresh(&kept, life, || Err(DaemonError::NoSuchPath));
+        assert!(failed.is_err());
+        assert_eq!(fresh(&kept, life, || Ok(1)).unwrap(), 1);
+        assert_eq!(fresh(&kept, life, || Ok(2)).unwrap(), 1);
+        assert_eq!(fresh(&kept, Duration::ZERO, || Ok(3)).unwrap(), 3);
+    }
+}

@@ -1,0 +1,135 @@
+//! Logs of VMs stay small, whatever guests and QEMU write: the state directory is a tmpfs, and when that is full no VM starts.
+//!
+//! ```text
+//!   console.log, qemu.log     QEMU appends (O_APPEND), so emptying the file has it go on at the beginning
+//!   more than MOST bytes:     the last MOST go to NAME.log.1, then NAME.log is emptied
+//! ```
+//!
+//! As with logrotate's `copytruncate`, bytes that are written between the two are lost.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::Path;
+use std::sync::Weak;
+use std::time::Duration;
+
+use memfold_vm::VmDirectory;
+use tracing::{info, warn};
+
+use super::Daemon;
+
+/// Time between two looks.
+const LOOK: Duration = Duration::from_secs(2);
+
+/// Bytes of a log that are kept, and as many of what it said before.
+const MOST: u64 = 1 << 20;
+
+/// Percent of the state directory's file system in use from which it is told, and below which it is over; and bytes that are left of it at most.
+/// A large disk that is used well is no fault.
+const FULL: (u64, u64) = (80, 75);
+const LEFT: u64 = 1 << 30;
+
+/// Looks after the logs until the daemon ends.
+pub(super) fn watch(daemon: &Weak<Daemon>) {
+    let mut is_told = false;
+    while let Some(daemon) = daemon.upgrade() {
+        let state = &daemon.options.state;
+        for vm in VmDirectory::all(state).unwrap_or_default() {
+            for log in [vm.console_log(), vm.qemu_log()] {
+                match shorten(&log) {
+                    Ok(_) => {}
+                    // The VM has gone, or has no such log.
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                    Err(error) => {
+                        warn!(vm = vm.name(), path = %log.display(), %error, "cannot shorten a VM's log");
+                    }
+                }
+            }
+        }
+        is_told = tell_full(state, is_told);
+        drop(daemon);
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// Keeps the end of a log that has grown beyond [`MOST`]; whether it had.
+fn shorten(log: &Path) -> io::Result<bool> {
+    let length = log.metadata()?.len();
+    if length <= MOST {
+        return Ok(false);
+    }
+    let file = File::options().read(true).write(true).open(log)?;
+    let mut end = vec![0; usize::try_from(MOST).unwrap_or(0)];
+    file.read_exact_at(&mut end, length - MOST)?;
+    // First: on a full file system this makes the room for the copy.
+    file.set_len(0)?;
+    let before = log.with_extension("log.1");
+    std::fs::write(&before, end)?;
+    std::fs::set_permissions(&before, std::fs::Permissions::from_mode(0o600))?;
+    Ok(true)
+}
+
+/// Says once that the file system of `state` is nearly full, and once that it is so no more. Returns whether it is.
+fn tell_full(state: &Path, is_told: bool) -> bool {
+    let Ok(room) = rustix::fs::statvfs(state) else {
+        return is_told;
+    };
+    let percent = percent_used(room.f_blocks, room.f_bavail);
+    let left = room.f_bavail.saturating_mul(room.f_frsize);
+    match is_told {
+        false if percent >= FULL.0 && left < LEFT => {
+            warn!(
+                path = %state.display(), percent,
+                "the state directory's file system is nearly full; when it is full, no VM starts and no snapshot is taken: remove what else \
+                 lies there, or give it more room (mount -o remount,size=)"
+            );
+            true
+        }
+        true if percent < FULL.1 => {
+            info!(path = %state.display(), percent, "the state directory has room again");
+            false
+        }
+        told => told,
+    }
+}
+
+fn percent_used(blocks: u64, available: u64) -> u64 {
+    let used = blocks.saturating_sub(available);
+    used.saturating_mul(100).checked_div(blocks).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_log_keeps_its_end_and_is_gone_on_with_by_who_appends() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("console.log");
+        let mut writer = File::options()
+            .append(true)
+            .create(true)
+            .open(&log)
+            .unwrap();
+        let most = usize::try_from(MOST).unwrap();
+        writer.write_all(&vec![b'a'; most]).unwrap();
+        assert!(!shorten(&log).unwrap());
+        writer.write_all(b"the end").unwrap();
+        assert!(shorten(&log).unwrap());
+        writer.write_all(b"goes on").unwrap();
+        assert_eq!(std::fs::read(&log).unwrap(), b"goes on");
+        let before = std::fs::read(directory.path().join("console.log.1")).unwrap();
+        assert_eq!(before.len(), most);
+        assert!(before.ends_with(b"the end"));
+    }
+
+    #[test]
+    fn what_is_used_is_what_others_may_not_take() {
+        assert_eq!(percent_used(1000, 200), 80);
+        assert_eq!(percent_used(1000, 0), 100);
+        assert_eq!(percent_used(0, 0), 0);
+    }
+}

@@ -1,0 +1,544 @@
+//! Folding back: VMs that run from a snapshot map its image privately; pages that they have written, and that hold again what the
+//! image holds, are given back to it.
+//!
+//! A pass compares from outside, so that a page that differs costs the guest nothing; the library compares again, with the page
+//! frozen, and drops the private copy. The mapping stays as it is.
+
+use std::fs::File;
+use std::io::IoSliceMut;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use memfold_store::mapped::FileMapping;
+use memfold_sys::memory;
+use memfold_sys::pagemap::{Filter, category};
+use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
+use memfold_wire::library::{
+    FoldRun, Freeze, MAX_RUN_PAGES, MAX_RUNS, MAX_STOP_US, Order, Outcome, Reply,
+};
+use rustix::fs::SeekFrom;
+use rustix::io::{Errno, ReadWriteFlags};
+use rustix::process::Pid;
+use tracing::debug;
+
+use super::engine::{Engine, VmState};
+use super::table::{Index, VmTable};
+use super::{GuestError, VmId};
+
+/// Pages compared in one step, each of which may be a run of its own: some milliseconds.
+const STEP_PAGES: u64 = MAX_RUNS as u64;
+
+/// Pages read at once.
+const READ_PAGES: u64 = 64;
+
+/// A pass that finds less than one page in so many to give back makes the time until the next one longer.
+const WORTH: u64 = 50;
+
+/// Longest time between two passes, in the shortest.
+const LONGEST: u32 = 16;
+
+/// How often QEMU may fail to say whether its VM may be protected, before that is taken for a no.
+const PATIENCE: u32 = 3;
+
+/// When a step is tried again that could not be done.
+const LATER: Duration = Duration::from_secs(1);
+
+/// Pages that a process has copies of: in memory, and of no file.
+const COPIES: Filter = Filter {
+    all_of: category::PRESENT,
+    none_of: category::FILE | category::ZERO,
+    any_of: 0,
+};
+
+/// `TMPFS_MAGIC` of `linux/magic.h`, also of memfds.
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
+/// Pages of a view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Part {
+    hva: Hva,
+    pages: u64,
+    file_page: u64,
+}
+
+/// The image that a VM runs from.
+#[derive(Debug)]
+struct Image {
+    /// As `/proc/PID/maps` names it.
+    identity: (u32, u32, u64),
+    file: File,
+    /// Number that fold orders name it by.
+    number: u32,
+    pages: u64,
+    /// Whether the kernel can protect private views of it against writes: it lies in memory, not in a file system.
+    protectable: bool,
+}
+
+/// Where a VM's pass stands.
+#[derive(Debug)]
+pub(super) struct BackPass {
+    image: Option<Image>,
+    views: Vec<Part>,
+    /// Whether no other VM runs from the image, which lies in a file system: what it holds in memory for this VM, it holds for
+    /// one VM alone, and the host can drop it.
+    alone: bool,
+    due: Instant,
+    shortest: Duration,
+    interval: Duration,
+    rest: Vec<Part>,
+    looked: u64,
+    found: u64,
+    /// CPU time of the pass, in nanoseconds.
+    cost_ns: u64,
+    /// How often in a row QEMU didn't say that its VM may be protected against writes.
+    unsaid: u32,
+}
+
+impl BackPass {
+    /// The first pass comes due `interval` after `now`.
+    pub fn new(now: Instant, interval: Duration) -> Self {
+        Self {
+            image: None,
+            views: Vec::new(),
+            alone: false,
+            due: now + interval,
+            shortest: interval,
+            interval,
+            rest: Vec::new(),
+            looked: 0,
+            found: 0,
+            cost_ns: 0,
+            unsaid: 0,
+        }
+    }
+
+    /// What was known is not so any more.
+    pub fn forget(&mut self) {
+        self.rest.clear();
+        self.views.clear();
+        self.image = None;
+    }
+
+    /// Ends a pass. Passes may take a tenth of the CPU budget.
+    fn end(&mut self, now: Instant, cpu_share: f64) {
+        self.rest.clear();
+        self.interval = if self.found * WORTH >= self.looked.max(1) {
+            self.shortest
+        } else {
+            (self.interval * 2).min(self.shortest * LONGEST)
+        };
+        let share = (cpu_share / 10.0).max(1e-4);
+        let least = Duration::from_secs_f64((self.cost_ns as f64 / 1e9 / share).min(3600.0));
+        self.due = now + self.interval.max(least);
+        (self.looked, self.found, self.cost_ns) = (0, 0, 0);
+    }
+}
+
+impl VmState {
+    /// When the next step of a pass is due; never for a VM that runs from no snapshot.
+    pub(super) fn back_due(&self) -> Option<Instant> {
+        let image = self.back.image.as_ref()?;
+        (image.protectable || self.guest.can_stop()).then_some(self.back.due)
+    }
+
+    /// Whether page `at`, where a file is mapped, may be frozen by write protection, as of this batch.
+    pub(super) fn may_refold_live(&self, at: Index) -> bool {
+        let protectable = || self.back.image.as_ref().is_some_and(|i| i.protectable);
+        self.live && (!self.table.is_in_view(at) || protectable())
+    }
+}
+
+/// Takes in which mappings of files other than the page store a VM has. Those in its RAM are views of one image: memfold folds no
+/// RAM that QEMU itself has made of a file.
+pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
+    let in_ram: Vec<(&FileMapping, Vec<(Index, Part)>)> = mappings
+        .iter()
+        .map(|mapping| (mapping, parts_in_ram(&vm.table, mapping)))
+        .filter(|(_, parts)| !parts.is_empty())
+        .collect();
+    let first = in_ram.first().map(|(mapping, _)| *mapping);
+    let file = first.map(|mapping| mapping.file);
+    if vm.back.image.as_ref().map(|image| image.identity) != file {
+        vm.back.forget();
+        let opened = first.map(|mapping| Image::open(vm.guest.pid(), mapping));
+        vm.back.image = opened.transpose().unwrap_or_else(|error| {
+            debug!(vm = vm.stats.name, %error, "the image that it runs from can't be read");
+            None
+        });
+        note_image_data(vm, &in_ram);
+    }
+    let of_image = in_ram.iter().filter(|(m, _)| Some(m.file) == file);
+    vm.back.views = of_image
+        .flat_map(|(_, parts)| parts.iter().map(|(_, part)| *part))
+        .collect();
+    let all = in_ram.iter().flat_map(|(_, parts)| parts);
+    vm.table.set_views(all.map(|(first, part)| {
+        let length = u32::try_from(part.pages).unwrap_or(u32::MAX);
+        *first..first.saturating_add(length)
+    }));
+}
+
+/// Notes which pages of RAM the image holds something for. A file system's image is mapped whole, holes too.
+fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>)]) {
+    let Some(image) = &vm.back.image else {
+        return vm.table.set_image_data(std::iter::empty());
+    };
+    let end = image.pages;
+    let data = image.data().unwrap_or_else(|error| {
+        // Too much is counted as shared then, not too little.
+        debug!(vm = vm.stats.name, %error, "holes of its image can't be found");
+        std::iter::once(0..end).collect()
+    });
+    let mut filled = Vec::new();
+    let of_image = in_ram.iter().filter(|(m, _)| m.file == image.identity);
+    for (first, part) in of_image.flat_map(|(_, parts)| parts) {
+        let pages = part.file_page..part.file_page + part.pages;
+        for data in &data {
+            let (from, to) = (data.start.max(pages.start), data.end.min(pages.end));
+            let at = |page: u64| {
+                let step = u32::try_from(page - pages.start).unwrap_or(u32::MAX);
+                first.saturating_add(step)
+            };
+            if from < to {
+                filled.push(at(from)..at(to));
+            }
+        }
+    }
+    vm.table.set_image_data(filled.into_iter());
+}
+
+/// Parts of a mapping that are guest RAM, with the number of their first page. Between a guest's slots, a block may have pages that
+/// are none of its RAM.
+fn parts_in_ram(table: &VmTable, mapping: &FileMapping) -> Vec<(Index, Part)> {
+    let end = mapping.hva.add_pages(mapping.pages);
+    let slots = table.layout().slots.iter();
+    let part = slots.filter_map(|slot| {
+        let hva = slot.hva.max(mapping.hva);
+        let end = slot.hva.add_pages(slot.pages).min(end);
+        let pages = (hva < end).then(|| end.pages_since(hva))?;
+        let file_page = mapping.file_page + hva.pages_since(mapping.hva);
+        let part = Part {
+            hva,
+            pages,
+            file_page,
+        };
+        Some((table.index_at(hva)?, part))
+    });
+    part.collect()
+}
+
+impl Image {
+    fn open(pid: Pid, view: &FileMapping) -> std::io::Result<Self> {
+        use std::os::unix::fs::MetadataExt;
+        let file = view.open(pid)?;
+        let facts = file.metadata()?;
+        if facts.ino() != view.file.2 {
+            return Err(std::io::Error::other("another file is mapped there by now"));
+        }
+        #[allow(clippy::cast_possible_truncation)]
+        // Should two numbers meet, the library refuses the second file.
+        let inode = facts.ino() as u32;
+        Ok(Self {
+            identity: view.file,
+            number: inode ^ rustix::fs::minor(facts.dev()).rotate_right(12),
+            pages: facts.len() / PAGE_SIZE,
+            protectable: rustix::fs::fstatfs(&file)?.f_type == TMPFS_MAGIC,
+            file,
+        })
+    }
+
+    /// Pages that hold something, ascending.
+    fn data(&self) -> std::io::Result<Vec<Range<u64>>> {
+        let seek = |to| match rustix::fs::seek(&self.file, to) {
+            Ok(offset) => Ok(Some(offset)),
+            Err(Errno::NXIO) => Ok(None), // nothing behind it
+            Err(error) => Err(std::io::Error::from(error)),
+        };
+        let mut data = Vec::new();
+        let mut at = 0;
+        while let Some(start) = seek(SeekFrom::Data(at))? {
+            at = seek(SeekFrom::Hole(start))?.unwrap_or(self.pages * PAGE_SIZE);
+            data.push(start / PAGE_SIZE..at.div_ceil(PAGE_SIZE));
+        }
+        Ok(data)
+    }
+
+    /// Reads pages that are in memory. `None`: some are not, and reading them from a disk would cost more than they give.
+    fn read(&self, page: u64, buffer: &mut [u8]) -> Option<()> {
+        let offset = page * PAGE_SIZE;
+        let parts = &mut [IoSliceMut::new(buffer)];
+        match rustix::io::preadv2(&self.file, parts, offset, ReadWriteFlags::NOWAIT) {
+            Ok(n) => (n == buffer.len()).then_some(()),
+            // Memory files know no such reading, and need none. Other file systems that don't might wait for a network.
+            Err(Errno::OPNOTSUPP) if self.protectable => {
+                self.file.read_exact_at(buffer, offset).ok()
+            }
+            Err(_) => None,
+        }
+    }
+}
+
+/// Pages in views that may be folded although the guest has not written them: those that it has touched, if the image is in memory
+/// for it alone. A bit a page.
+pub(super) fn touched(vm: &VmState, bits: &mut [u64]) -> std::io::Result<()> {
+    let filter = Filter {
+        all_of: category::PRESENT | category::FILE,
+        ..Filter::default()
+    };
+    let Some(map) = vm.pagemap.as_ref().filter(|_| vm.back.alone) else {
+        return Ok(());
+    };
+    for view in &vm.back.views {
+        for region in map.scan(view.hva, view.hva.add_pages(view.pages), filter)? {
+            for step in 0..region.pages() {
+                if let Some(at) = vm.table.index_at(region.start.add_pages(step)) {
+                    bits[at as usize / 64] |= 1 << (at % 64);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+impl Engine {
+    /// Finds out whether VM `id` is the only one that runs from its image.
+    pub(super) fn note_company(&mut self, id: VmId) {
+        let image = |vm: &VmState| vm.back.image.as_ref().map(|i| (i.identity, i.protectable));
+        let Some(mine) = self.vms.get(&id).and_then(image) else {
+            return;
+        };
+        let users = self.vms.values().filter(|vm| image(vm) == Some(mine));
+        let alone = users.count() == 1 && !mine.1;
+        if let Some(vm) = self.vms.get_mut(&id) {
+            vm.back.alone = alone;
+        }
+    }
+
+    /// Does the next step of the pass that has waited longest, if one is due.
+    pub(super) fn fold_back_due(&mut self, now: Instant) {
+        let due = |vm: &VmState| vm.back_due().filter(|_| vm.stats.problem.is_none());
+        let waiting = self.vms.iter().filter_map(|(&id, vm)| Some((due(vm)?, id)));
+        let Some((_, id)) = waiting.filter(|(due, _)| *due <= now).min() else {
+            return;
+        };
+        let began = super::engine::thread_cpu_ns();
+        let library_ns = self.library_cpu_ns;
+        if let Err(error) = self.fold_back(id, now) {
+            return self.lost(id, &error);
+        }
+        let library_ns = self.library_cpu_ns - library_ns;
+        let cost_ns = super::engine::thread_cpu_ns() - began + library_ns;
+        let cpu_share = self.settings.cpu_share;
+        if let Some(vm) = self.vms.get_mut(&id) {
+            vm.back.cost_ns += cost_ns;
+            if vm.back.rest.is_empty() {
+                vm.back.end(Instant::now(), cpu_share);
+            }
+        }
+    }
+
+    fn fold_back(&mut self, id: VmId, now: Instant) -> Result<(), GuestError> {
+        if let Some(vm) = self.vms.get_mut(&id).filter(|vm| vm.back.rest.is_empty()) {
+            // Views that are none any more would be taken for such.
+            vm.maps_stale = true;
+            if !self.sync(id) {
+                return Ok(());
+            }
+        }
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return Ok(());
+        };
+        let Some(image) = &vm.back.image else {
+            return Ok(());
+        };
+        if vm.back.rest.is_empty() {
+            let order = Order::AddStore {
+                store: image.number,
+                max_pages: image.pages,
+            };
+            let known = vm.guest.order(&order, Some(image.file.as_fd()))?;
+            if let Reply::Error { reason } = known {
+                debug!(vm = vm.stats.name, reason, "nothing is folded back");
+                return Ok(());
+            }
+            vm.back.rest = written(vm);
+        }
+        vm.live = vm.guest.refold_live();
+        let freeze = if image.protectable && vm.live {
+            Freeze::WriteProtect
+        } else if image.protectable && vm.back.unsaid < PATIENCE {
+            // QEMU's monitor may just be busy: no reason to stop the VM.
+            vm.back.unsaid += 1;
+            vm.back.due = now + LATER;
+            return Ok(());
+        } else if vm.guest.can_stop() {
+            vm.back.due = now + self.settings.pause_interval;
+            let limit = self.settings.pause_length.as_micros();
+            Freeze::Stopped {
+                limit_us: u32::try_from(limit).unwrap_or(MAX_STOP_US).min(MAX_STOP_US),
+            }
+        } else {
+            vm.back.rest.clear();
+            return Ok(());
+        };
+        vm.back.unsaid = 0;
+        let (runs, looked) = next_runs(vm);
+        vm.back.looked += looked;
+        if let Some(rate) = &mut self.rate {
+            rate.spend(looked as f64, now);
+        }
+        if runs.is_empty() {
+            return Ok(());
+        }
+        let order = Order::Fold { freeze, runs };
+        let reply = vm.guest.order(&order, None)?;
+        self.library_cpu_ns += vm.book_back(&order, &reply);
+        Ok(())
+    }
+}
+
+/// Takes the next parts of a pass, and finds the runs in them that hold what the image holds; also how many pages were looked at.
+fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
+    let (mut runs, mut looked) = (Vec::new(), 0);
+    let (Some(image), Some(map)) = (&vm.back.image, &vm.pagemap) else {
+        vm.back.rest.clear();
+        return (runs, 0);
+    };
+    while looked + READ_PAGES <= STEP_PAGES {
+        let Some(part) = vm.back.rest.pop() else {
+            break;
+        };
+        let pages = part.pages.min(READ_PAGES);
+        vm.back.rest.extend(part.after(pages));
+        looked += pages;
+        // What was given back or swapped out since would come back by being read.
+        let Ok(there) = map.scan(part.hva, part.hva.add_pages(pages), COPIES) else {
+            continue;
+        };
+        for region in there {
+            let part = Part {
+                hva: region.start,
+                pages: region.pages(),
+                file_page: part.file_page + region.start.pages_since(part.hva),
+            };
+            equal_runs(vm, image, part, &mut runs);
+        }
+    }
+    (runs, looked)
+}
+
+impl Part {
+    /// What is left behind the first `pages` pages, if anything is.
+    fn after(self, pages: u64) -> Option<Self> {
+        (pages < self.pages).then(|| Self {
+            hva: self.hva.add_pages(pages),
+            pages: self.pages - pages,
+            file_page: self.file_page + pages,
+        })
+    }
+}
+
+impl VmState {
+    /// Counts what an order has given back; runs that it had no time for are tried again. Returns what it cost the library.
+    fn book_back(&mut self, order: &Order, reply: &Reply) -> u64 {
+        let (
+            Order::Fold { runs, .. },
+            Reply::Outcomes {
+                outcomes,
+                cpu_ns,
+                stopped_ns,
+            },
+        ) = (order, reply)
+        else {
+            // Refused as a whole: the pass ends.
+            self.back.rest.clear();
+            return 0;
+        };
+        for (run, outcome) in runs.iter().zip(outcomes) {
+            let done = u64::from(outcome.pages_done(run.pages));
+            self.back.found += done;
+            self.stats.folded_back_pages += done;
+            // Not one was begun if the VM does not run.
+            if *outcome == Outcome::Late && *stopped_ns > 0 {
+                self.back.looked -= u64::from(run.pages).min(self.back.looked);
+                self.back.rest.push(Part {
+                    hva: Hva(run.hva),
+                    pages: run.pages.into(),
+                    file_page: run.store_page,
+                });
+            }
+        }
+        self.note_pause(*stopped_ns);
+        *cpu_ns
+    }
+
+    /// Counts a pause of so many nanoseconds, if it was one.
+    pub(super) fn note_pause(&mut self, stopped_ns: u64) {
+        if stopped_ns > 0 {
+            self.stats.pauses += 1;
+            self.stats.pause_max_ms = self.stats.pause_max_ms.max(stopped_ns.div_ceil(1_000_000));
+        }
+    }
+}
+
+/// Private copies in the views of a VM's image.
+fn written(vm: &VmState) -> Vec<Part> {
+    let Some(map) = &vm.pagemap else {
+        return Vec::new();
+    };
+    let mut parts = Vec::new();
+    for view in &vm.back.views {
+        let Ok(regions) = map.scan(view.hva, view.hva.add_pages(view.pages), COPIES) else {
+            return Vec::new();
+        };
+        parts.extend(regions.iter().map(|region| Part {
+            hva: region.start,
+            pages: region.pages(),
+            file_page: view.file_page + region.start.pages_since(view.hva),
+        }));
+    }
+    parts
+}
+
+/// Finds the runs of `part`, at most [`READ_PAGES`] long, that hold what the image holds.
+fn equal_runs(vm: &VmState, image: &Image, part: Part, runs: &mut Vec<FoldRun>) {
+    let length = usize::try_from(part.pages * PAGE_SIZE).unwrap_or(0);
+    let (mut ours, mut theirs) = (vec![0; length], vec![0; length]);
+    // A VM that ends, or memory that is given back meanwhile.
+    if !memory::read(vm.guest.pid(), part.hva, &mut ours).is_ok_and(|n| n == length) {
+        return;
+    }
+    if image.read(part.file_page, &mut theirs).is_none() {
+        return;
+    }
+    let pages = ours.chunks(PAGE_BYTES).zip(theirs.chunks(PAGE_BYTES));
+    for (step, _) in (0..).zip(pages).filter(|(_, (a, b))| a == b) {
+        let (hva, page) = (part.hva.add_pages(step), part.file_page + step);
+        // Folded onto the page store since the pass began.
+        if !vm
+            .table
+            .index_at(hva)
+            .is_some_and(|at| vm.table.is_in_view(at))
+        {
+            continue;
+        }
+        let hva = hva.0;
+        let last = runs.last_mut().filter(|run| {
+            let pages = u64::from(run.pages);
+            run.hva + pages * PAGE_SIZE == hva
+                && run.store_page + pages == page
+                && run.pages < MAX_RUN_PAGES
+        });
+        match last {
+            Some(run) => run.pages += 1,
+            None => runs.push(FoldRun {
+                hva,
+                pages: 1,
+                store: image.number,
+                store_page: page,
+            }),
+        }
+    }
+}

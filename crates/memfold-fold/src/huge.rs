@@ -1,0 +1,165 @@
+//! Transparent huge pages of guest RAM: split only where enough is gained.
+
+use std::collections::{HashMap, HashSet};
+
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_SIZE};
+
+use super::stack::Hint;
+use super::table::{Index, VmTable};
+
+/// Fewest pages of a huge page that must cache files before it is split: 1/8 of it. Below that, the TLB reach that the
+/// guest loses is dearer than the memory gained.
+pub const HUGE_SPLIT_PAGES: u16 = 64;
+
+/// A region of 2 MiB of QEMU's memory, by its number.
+type Region = u64;
+
+/// What is known of a VM's huge pages.
+#[derive(Debug, Default)]
+pub struct HugePages {
+    /// Regions that are no huge page, or are worth splitting. A folded one never becomes huge again: its mappings differ.
+    split: HashSet<Region>,
+    /// Regions that were left whole, and are looked at again when more of them caches files.
+    kept: HashSet<Region>,
+    /// Huge pages left whole in this batch, and pages that were left with them.
+    batch: HashMap<Region, u64>,
+}
+
+impl HugePages {
+    /// Whether page `at`, which is not folded, stays as it is because it lies in a huge page that caches too little.
+    /// `is_huge` tells whether the 2 MiB at an address are mapped by one huge page now; asked once a region and batch.
+    pub fn spares(
+        &mut self,
+        table: &VmTable,
+        at: Index,
+        is_huge: impl FnOnce(Hva) -> bool,
+    ) -> bool {
+        let Some(hva) = table.hva(at) else {
+            return false;
+        };
+        let region = hva.0 / (HUGE_PAGE_PAGES * PAGE_SIZE);
+        if self.split.contains(&region) {
+            return false;
+        }
+        if let Some(left) = self.batch.get_mut(&region) {
+            *left += 1;
+            return true;
+        }
+        let start = Hva(region * HUGE_PAGE_PAGES * PAGE_SIZE);
+        if cached_in(table, start) >= HUGE_SPLIT_PAGES || !is_huge(start) {
+            self.split.insert(region);
+            return false;
+        }
+        self.kept.insert(region);
+        self.batch.insert(region, 1);
+        true
+    }
+
+    /// Ends a batch; how many pages were left because of huge pages.
+    pub fn end_batch(&mut self) -> u64 {
+        self.batch.drain().map(|(_, left)| left).sum()
+    }
+
+    /// Hints for what lies in huge pages that were left whole, and cache enough by now.
+    pub fn worth_it_now(&mut self, table: &VmTable, hint: impl Fn(u32, u32) -> Hint) -> Vec<Hint> {
+        let mut hints = Vec::new();
+        let worth = |region: &Region| {
+            let start = Hva(region * HUGE_PAGE_PAGES * PAGE_SIZE);
+            cached_in(table, start) >= HUGE_SPLIT_PAGES
+        };
+        let ready: Vec<Region> = self.kept.iter().copied().filter(worth).collect();
+        for region in ready {
+            self.kept.remove(&region);
+            self.split.insert(region);
+            let start = Hva(region * HUGE_PAGE_PAGES * PAGE_SIZE);
+            let pages = (0..HUGE_PAGE_PAGES).filter_map(|step| {
+                let at = table.index_at(start.add_pages(step))?;
+                table.cached(at)
+            });
+            hints.extend(pages.map(|(file, page)| hint(file, page)));
+        }
+        hints
+    }
+
+    /// RAM is laid out anew.
+    pub fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+/// Pages of the region that cache files.
+fn cached_in(table: &VmTable, start: Hva) -> u16 {
+    (0..HUGE_PAGE_PAGES)
+        .filter_map(|step| table.index_at(start.add_pages(step)))
+        .map(|at| u16::from(table.cached(at).is_some()))
+        .sum()
+}
+
+/// Whether the 2 MiB at `hva` of a process are mapped by one huge page.
+pub fn is_huge(map: &Pagemap, hva: Hva) -> bool {
+    let filter = Filter {
+        all_of: category::HUGE,
+        ..Filter::default()
+    };
+    map.scan(hva, hva.add_pages(HUGE_PAGE_PAGES), filter)
+        .is_ok_and(|regions| !regions.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use memfold_units::Pfn;
+    use memfold_vm::{RamBlock, RamLayout, RamSlot};
+
+    fn table() -> VmTable {
+        let hva = Hva(0x7000_0000_0000);
+        let pages = 4096;
+        VmTable::new(RamLayout {
+            blocks: vec![RamBlock {
+                name: "ram0".into(),
+                hva,
+                pages,
+            }],
+            slots: vec![RamSlot {
+                pfn: Pfn(0),
+                pages,
+                hva,
+                block: 0,
+            }],
+        })
+    }
+
+    #[test]
+    fn a_huge_page_is_split_only_for_an_eighth_of_it_and_offered_when_it_has_that() {
+        let mut table = table();
+        for index in (0..10).chain(600..670).chain(1030..1040) {
+            assert!(table.cache(index, 1, index));
+        }
+        let mut huge = HugePages::default();
+        // The first two huge pages are huge; the third is not.
+        let spares = |huge: &mut HugePages, table: &VmTable, at| {
+            huge.spares(table, at, |hva| hva < Hva(0x7000_0040_0000))
+        };
+        assert!(spares(&mut huge, &table, 0) && spares(&mut huge, &table, 1));
+        assert!(!spares(&mut huge, &table, 600) && !spares(&mut huge, &table, 1030));
+        assert_eq!(huge.end_batch(), 2);
+
+        let hint = |file, page| Hint {
+            file,
+            page,
+            pages: 1,
+            at: Instant::now(),
+            tries: 0,
+        };
+        assert!(huge.worth_it_now(&table, hint).is_empty());
+        for index in 10..64 {
+            assert!(table.cache(index, 1, index));
+        }
+        assert_eq!(huge.worth_it_now(&table, hint).len(), 64);
+        assert!(!spares(&mut huge, &table, 0));
+        assert!(huge.worth_it_now(&table, hint).is_empty());
+    }
+}

@@ -1,0 +1,379 @@
+//! The kernel's truth: what is mapped, what was copied since; and punching out what no VM can need.
+//!
+//! A store page may be punched when no VM maps it, or when every VM page that maps it holds a private copy *in memory*: then
+//! no access can reach the store any more (a discard puts anonymous memory in place, in the library). A copy that was
+//! swapped out does not count: `PAGEMAP_SCAN` shows the markers of write protection as swapped, and those pages are still
+//! the store's.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use memfold_store::mapped::{self, StoreMapping};
+use memfold_sys::pagemap::{Filter, category};
+use memfold_units::StorePage;
+use memfold_wire::library::{Order, Reply};
+use rustix::process::Pid;
+use tracing::{debug, warn};
+
+use super::content::{Member, StorePageFacts};
+use super::engine::{Domain, Engine, VmState};
+use super::stack::Hint;
+use super::table::{Mapped, PIECE, VmTable};
+use super::{GuestError, VmId};
+
+/// Time between two reclaims of a domain.
+const RECLAIM_INTERVAL: Duration = Duration::from_secs(6);
+
+/// Time between two looks at a VM of which nothing is heard. Guests write to folded pages without telling.
+const QUIET_INTERVAL: Duration = Duration::from_secs(30);
+
+/// Longest time without reading a VM's mappings anew, as a check on our own tables.
+const FULL_SYNC_INTERVAL: Duration = Duration::from_secs(30);
+
+impl Engine {
+    /// Syncs the VM that has waited longest. Returns whether one was due.
+    pub(super) fn sync_due(&mut self, now: Instant) -> bool {
+        let interval = self.settings.sync_interval;
+        let due = |vm: &VmState| {
+            vm.stats.problem.is_none() && vm.look_due(interval).is_some_and(|due| now >= due)
+        };
+        let Some(id) = self
+            .vms
+            .iter()
+            .filter(|(_, vm)| due(vm))
+            .min_by_key(|(_, vm)| vm.last_sync)
+            .map(|(&id, _)| id)
+        else {
+            return false;
+        };
+        self.sync(id);
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return true;
+        };
+        vm.active = false;
+        vm.last_sync = now;
+        let hint = |file, page| Hint {
+            file,
+            page,
+            pages: 1,
+            at: now,
+            tries: 0,
+        };
+        for hint in vm.huge.worth_it_now(&vm.table, hint) {
+            vm.stack.push(hint);
+        }
+        vm.zero.consider(now, vm.guest.pid());
+        let domain = vm.domain.clone();
+        let reclaim = |d: &Domain| now >= d.last_reclaim + RECLAIM_INTERVAL;
+        if self.domains.get(&domain).is_some_and(reclaim) {
+            self.reclaim(&domain);
+        } else if let Some(vm) = self.vms.get_mut(&id) {
+            // What this look has found is not given back yet, and it may be the last activity for long.
+            vm.active = true;
+        }
+        true
+    }
+
+    /// Syncs every VM.
+    pub(super) fn sync_all(&mut self) {
+        for id in self.vms.keys().copied().collect::<Vec<_>>() {
+            self.sync(id);
+        }
+    }
+
+    /// Brings our view of one VM in step with the kernel's tables. Returns whether it could be read.
+    ///
+    /// Where the store is mapped changes by our orders and by discards, which the library counts; so `/proc/PID/maps`, which
+    /// is dear with thousands of mappings, is read only after discards, and otherwise once in [`FULL_SYNC_INTERVAL`]. Our
+    /// table names at least what is mapped: a discard only takes away.
+    pub(super) fn sync(&mut self, id: VmId) -> bool {
+        let began = super::engine::thread_cpu_ns();
+        if let Err(error) = self.read_library_stats(id) {
+            self.lost(id, &error);
+            return false;
+        }
+        self.note_company(id);
+        let Some(vm) = self
+            .vms
+            .get_mut(&id)
+            .filter(|vm| vm.stats.problem.is_none())
+        else {
+            return false;
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return false;
+        };
+        let full = vm.maps_stale || vm.last_full_sync.elapsed() > FULL_SYNC_INTERVAL;
+        match look(vm, domain, full) {
+            // What was hinted when it was the snapshot's and is the guest's own by now.
+            Ok(more) => self.sweep_wanted |= more,
+            Err(error) => {
+                // The VM is ending; its removal follows.
+                debug!(vm = vm.stats.name, error = %error, "its page tables could not be read");
+                return false;
+            }
+        }
+        // Looks may take a tenth of the CPU budget.
+        let cost = Duration::from_nanos(super::engine::thread_cpu_ns() - began);
+        let share = (self.settings.cpu_share / 10.0).max(1e-4);
+        vm.sync_cost = Duration::from_secs_f64((cost.as_secs_f64() / share).min(60.0));
+        true
+    }
+
+    fn read_library_stats(&mut self, id: VmId) -> Result<(), GuestError> {
+        let Some(vm) = self
+            .vms
+            .get_mut(&id)
+            .filter(|vm| vm.stats.problem.is_none())
+        else {
+            return Ok(());
+        };
+        if let Reply::Stats(library) = vm.guest.order(&Order::Stats, None)? {
+            vm.stats.freeze_max_ns = library.freeze_max_ns;
+            vm.stats.freeze_histogram = library.freeze_histogram.to_vec();
+            vm.maps_stale |= vm.discarded != library.discarded_pages;
+            vm.discarded = library.discarded_pages;
+        }
+        Ok(())
+    }
+
+    /// Punches out of a domain's store what no VM can need.
+    pub(super) fn reclaim(&mut self, name: &str) {
+        // Every VM of the domain must have been read just now; if one can't be, nothing is punched.
+        let members = self.vms.iter().filter(|(_, vm)| vm.domain == name);
+        let ids: Vec<VmId> = members.map(|(&id, _)| id).collect();
+        // All of them, also behind one that can't be read: what guests could call in is counted from these looks.
+        let mut is_read = true;
+        for &id in &ids {
+            is_read &= self.sync(id);
+        }
+        if !is_read || self.is_guarded(name, &ids) {
+            return;
+        }
+        let Some(domain) = self.domains.get_mut(name) else {
+            return;
+        };
+        let orphans = domain.contents.take_orphans();
+        let Some(domain) = self.domains.get(name) else {
+            return;
+        };
+        let needed = needed_pages(ids.iter().filter_map(|id| self.vms.get(id)));
+        let is_needed = |page: u32| {
+            needed
+                .get(&(page / PIECE))
+                .is_some_and(|word| word >> (page % PIECE) & 1 == 1)
+        };
+        let known = domain
+            .contents
+            .known_store_pages()
+            .filter(|&(page, facts)| {
+                let known = facts.references > 0 || facts.holds.is_some();
+                known && !facts.punched && !is_needed(page) && !self.is_wanted(domain, facts)
+            });
+        let mut garbage: Vec<u32> = known.map(|(page, _)| page).chain(orphans).collect();
+        garbage.sort_unstable();
+        garbage.dedup();
+        if let Some(domain) = self.domains.get_mut(name) {
+            domain.last_reclaim = Instant::now();
+            punch(name, domain, &garbage);
+        }
+    }
+
+    /// Whether a process lives that mapped the store when it was taken over, and that this engine doesn't know.
+    fn is_guarded(&mut self, name: &str, ids: &[VmId]) -> bool {
+        let known: Vec<_> = ids
+            .iter()
+            .filter_map(|id| self.vms.get(id))
+            .map(|vm| vm.guest.pid())
+            .collect();
+        let Some(domain) = self.domains.get_mut(name) else {
+            return true;
+        };
+        let lives = |pid: &Pid| {
+            std::path::Path::new(&format!("/proc/{}/maps", pid.as_raw_nonzero())).exists()
+        };
+        domain
+            .guardians
+            .retain(|pid| !known.contains(pid) && lives(pid));
+        if let Some(pid) = domain.guardians.first() {
+            let pid = pid.as_raw_nonzero();
+            debug!(
+                domain = name,
+                pid, "nothing is reclaimed: a process that this daemon doesn't know maps the store"
+            );
+        }
+        !domain.guardians.is_empty()
+    }
+
+    /// Whether a store page is filled and not yet mapped, while two VMs still cache what it holds: about to be folded.
+    fn is_wanted(&self, domain: &Domain, facts: StorePageFacts) -> bool {
+        let Some((content, page)) = facts.holds.filter(|_| facts.references == 0) else {
+            return false;
+        };
+        let Some(content) = domain.contents.get(content) else {
+            return false;
+        };
+        let cached = |m: &&Member| {
+            let Some(vm) = self.vms.get(&m.vm) else {
+                return false;
+            };
+            vm.table
+                .place(m.file, page)
+                .is_some_and(|at| !vm.table.is_refused(at) && !vm.table.is_template(at))
+        };
+        content.members.iter().filter(cached).count() > 1
+    }
+}
+
+impl VmState {
+    /// When the kernel's tables are to be looked at again; never for a VM that maps nothing and is silent.
+    pub(super) fn look_due(&self, interval: Duration) -> Option<Instant> {
+        let interval = if self.active {
+            interval
+        } else if self.stats.mapped_pages > 0 {
+            QUIET_INTERVAL
+        } else {
+            return None;
+        };
+        Some(self.last_sync + interval.max(self.sync_cost))
+    }
+}
+
+/// Store pages that a VM page maps and holds no copy of, as a bit each in words of [`PIECE`] pages.
+fn needed_pages<'a>(vms: impl Iterator<Item = &'a VmState>) -> HashMap<u32, u64> {
+    let mut needed: HashMap<u32, u64> = HashMap::new();
+    for vm in vms {
+        for at in 0..vm.table.pages() {
+            if let Some(mapped) = vm.table.mapped(at).filter(|m| m.shared) {
+                *needed.entry(mapped.store_page / PIECE).or_default() |=
+                    1 << (mapped.store_page % PIECE);
+            }
+        }
+    }
+    needed
+}
+
+/// Gives pages back, ascending.
+fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
+    for run in garbage.chunk_by(|a, b| a + 1 == *b) {
+        for &page in run {
+            domain.contents.unindex_store_page(page);
+            domain.contents.set_punched(page);
+        }
+        match domain
+            .store
+            .punch(StorePage(u64::from(run[0])), run.len() as u64)
+        {
+            Ok(()) => domain.punched += run.len() as u64,
+            Err(error) => warn!(
+                domain = name,
+                error = &error as &dyn std::error::Error,
+                "store pages could not be given back"
+            ),
+        }
+    }
+    if !garbage.is_empty() {
+        domain.full = false;
+        debug!(
+            domain = name,
+            pages = garbage.len(),
+            "gave back store pages that no VM needs"
+        );
+    }
+}
+
+/// Reads the kernel's tables into ours: where the store is mapped (if `full`), and which pages were copied since.
+/// Returns whether page cache may be folded now that might not before.
+fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bool> {
+    let pid = vm.guest.pid();
+    let pages = vm.table.pages();
+    let mut truth: Vec<u32> = Vec::new();
+    if full {
+        let mappings = mapped::read(pid, domain.store.identity())?;
+        vm.mappings = mappings.total;
+        vm.stats.mappings = mappings.total as u64;
+        vm.last_full_sync = Instant::now();
+        vm.maps_stale = false;
+        truth.resize(pages as usize, 0);
+        for mapping in &mappings.store {
+            mark_mapping(&vm.table, mapping, &mut truth);
+        }
+        super::back::note_views(vm, &mappings.others);
+    }
+    let pagemap = vm.pagemap.as_ref().ok_or(std::io::ErrorKind::NotFound)?;
+    // One bit a page: it is in memory, and not the store's. A page that was copied and swapped out counts as the store's:
+    // that errs on the side of keeping store pages.
+    let mut own = vec![0_u64; pages.div_ceil(64) as usize];
+    let filter = Filter {
+        all_of: category::PRESENT,
+        none_of: category::FILE | category::ZERO,
+        ..Filter::default()
+    };
+    for slot in &vm.table.layout().slots {
+        for region in pagemap.scan(slot.hva, slot.hva.add_pages(slot.pages), filter)? {
+            let Some(first) = vm.table.index_at(region.start) else {
+                continue;
+            };
+            for at in first
+                ..first
+                    .saturating_add(u32::try_from(region.pages()).unwrap_or(0))
+                    .min(pages)
+            {
+                own[at as usize / 64] |= 1 << (at % 64);
+            }
+        }
+    }
+    vm.stats.zero_saved_pages = vm.table.keep_zero(&own);
+    let mut foldable = own.clone();
+    super::back::touched(vm, &mut foldable)?;
+    (vm.stats.template_pages, vm.stats.template_copied_pages) = vm.table.count_views(&own);
+    vm.stats.template_shared_pages = vm.table.count_shared_views(&own);
+    let more = vm.table.set_foldable(&foldable);
+    let (mut mapped_pages, mut copied) = (0, 0);
+    for at in 0..pages {
+        let before = vm.table.mapped(at);
+        let store_page = if full {
+            truth[at as usize].checked_sub(1)
+        } else {
+            before.map(|m| m.store_page)
+        };
+        let shared = own[at as usize / 64] >> (at % 64) & 1 == 0;
+        let now = store_page.map(|store_page| Mapped { store_page, shared });
+        if let Some(now) = now {
+            mapped_pages += 1;
+            copied += u64::from(!now.shared);
+        }
+        if before == now {
+            continue;
+        }
+        if before.map(|m| m.store_page) != store_page {
+            if let Some(before) = before {
+                domain.contents.count_reference(before.store_page, false);
+            }
+            if let Some(now) = now {
+                domain.contents.count_reference(now.store_page, true);
+            }
+        }
+        vm.table.set_mapped(at, now);
+    }
+    // Copies leave store pages behind, which are to be given back.
+    vm.active |= copied > vm.stats.copied_pages;
+    vm.stats.mapped_pages = mapped_pages;
+    vm.stats.copied_pages = copied;
+    Ok(more)
+}
+
+/// Marks the pages of a mapping with their store page plus one.
+fn mark_mapping(table: &VmTable, mapping: &StoreMapping, truth: &mut [u32]) {
+    for step in 0..mapping.pages {
+        let Ok(store_page) = u32::try_from(mapping.store_page.0 + step) else {
+            return;
+        };
+        if let Some(entry) = table
+            .index_at(mapping.hva.add_pages(step))
+            .and_then(|at| truth.get_mut(at as usize))
+        {
+            *entry = store_page + 1;
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! A store at the end of its file (16 TiB of pages were appended in its life): room in its holes.
+//!
+//! A hole is used again only when no process maps it and no table here knows it: then it is like room that was never used.
+
+use std::collections::HashSet;
+use std::io;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use memfold_store::mapped;
+use memfold_units::{HUGE_PAGE_PAGES, StorePage};
+use rustix::process::Pid;
+use tracing::{info, warn};
+
+use super::content::StorePageFacts;
+use super::engine::{Domain, Engine};
+use super::work::BATCH_PAGES;
+
+/// What a batch may take, begun at a huge page.
+const ROOM: u64 = BATCH_PAGES as u64 + HUGE_PAGE_PAGES;
+
+/// Time between two searches that found nothing.
+const SEARCH_INTERVAL: Duration = Duration::from_secs(60);
+
+impl Engine {
+    /// Sees to it that every store has room for a batch, if there is any.
+    pub(super) fn make_room(&mut self) {
+        let now = Instant::now();
+        for (name, domain) in &mut self.domains {
+            if domain.store.room() >= ROOM || domain.store.next_gap() {
+                continue;
+            }
+            if domain.next_search.is_some_and(|next| now < next) {
+                continue;
+            }
+            let vms = self.vms.values().filter(|vm| vm.domain == *name);
+            match gaps(domain, vms.map(|vm| vm.guest.pid())) {
+                Ok(gaps) => {
+                    info!(
+                        domain = name,
+                        gaps = gaps.len(),
+                        "the page store goes on in its holes"
+                    );
+                    domain.store.reuse(gaps);
+                }
+                Err(error) => warn!(domain = name, %error, "the page store's holes can't be used"),
+            }
+            if !domain.store.next_gap() {
+                domain.next_search = Some(now + SEARCH_INTERVAL);
+            }
+        }
+    }
+}
+
+/// Holes of a store that may be filled.
+fn gaps(domain: &Domain, vms: impl Iterator<Item = Pid>) -> io::Result<Vec<Range<StorePage>>> {
+    let huge = |page: u64| page / HUGE_PAGE_PAGES;
+    let store = domain.store.identity();
+    let mut used = HashSet::new();
+    // Those that this daemon doesn't know, too: VMs of a former one.
+    for pid in mapped::processes(store)?.into_iter().chain(vms) {
+        let mappings = match mapped::read(pid, store) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue, // ended
+            mappings => mappings?,
+        };
+        for mapping in mappings.store {
+            let end = mapping.store_page.0 + mapping.pages;
+            used.extend(huge(mapping.store_page.0)..=huge(end - 1));
+        }
+    }
+    let known = domain.contents.known_store_pages();
+    let known = known.filter(|(_, facts)| *facts != StorePageFacts::default());
+    used.extend(known.map(|(page, _)| huge(page.into())));
+    let mut gaps: Vec<Range<StorePage>> = Vec::new();
+    for hole in domain.store.holes().map_err(io::Error::other)? {
+        for at in (huge(hole.start.0)..huge(hole.end.0)).filter(|at| !used.contains(at)) {
+            let (start, end) = (
+                StorePage(at * HUGE_PAGE_PAGES),
+                StorePage((at + 1) * HUGE_PAGE_PAGES),
+            );
+            match gaps.last_mut().filter(|gap| gap.end == start) {
+                Some(gap) => gap.end = end,
+                None => gaps.push(start..end),
+            }
+        }
+    }
+    gaps.retain(|gap| gap.end.0 - gap.start.0 >= ROOM);
+    Ok(gaps)
+}

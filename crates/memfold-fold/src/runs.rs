@@ -1,0 +1,149 @@
+//! Runs to fold, and which of them are worth it.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use memfold_wire::agent::FileNumber;
+use memfold_wire::library::MAX_RUN_PAGES;
+
+use super::content::ContentId;
+use super::table::{Index, VmTable};
+
+/// Pages of one VM, consecutive in guest memory, in the file and in the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First guest page.
+    pub index: Index,
+    /// Length in pages, 1 to [`MAX_RUN_PAGES`].
+    pub pages: u32,
+    /// First store page.
+    pub store_page: u32,
+    /// The file, by the agent's number.
+    pub file: FileNumber,
+    /// First page in the file.
+    pub page: u32,
+    /// What it is thought to hold.
+    pub content: ContentId,
+    /// The hint that led here; `None` for a sweep.
+    pub at: Option<Instant>,
+    /// How often it has been tried.
+    pub tries: u8,
+    /// Whether the store is mapped there already (to be folded again).
+    pub again: bool,
+}
+
+impl Run {
+    /// Whether `index` and `store_page` continue the run.
+    #[must_use]
+    pub fn continues(&self, table: &VmTable, index: Index, store_page: u32, again: bool) -> bool {
+        self.pages < MAX_RUN_PAGES
+            && self.again == again
+            && table.adjacent(self.index + self.pages - 1, index)
+            && self.store_page + self.pages == store_page
+    }
+
+    /// What is left behind the first `pages` pages; `None` if nothing is.
+    #[must_use]
+    pub fn rest(&self, pages: u32) -> Option<Self> {
+        (pages < self.pages).then(|| Self {
+            index: self.index + pages,
+            pages: self.pages - pages,
+            store_page: self.store_page + pages,
+            page: self.page + pages,
+            ..*self
+        })
+    }
+}
+
+/// Runs that follow each other in guest memory and in the store: one run for the library, whatever files they are of.
+pub type Group = Vec<Run>;
+
+/// Pages in a group.
+pub fn length(group: &[Run]) -> u32 {
+    group.iter().map(|run| run.pages).sum()
+}
+
+/// Joins runs to groups of at most [`MAX_RUN_PAGES`] pages, the longest first.
+pub fn group(mut runs: Vec<Run>, table: &VmTable) -> VecDeque<Group> {
+    runs.sort_by_key(|run| run.index);
+    let mut groups: Vec<Group> = Vec::new();
+    for run in runs {
+        let joins = groups.last().is_some_and(|group| {
+            let last = group[group.len() - 1];
+            last.again == run.again
+                && last.store_page + last.pages == run.store_page
+                && table.adjacent(last.index + last.pages - 1, run.index)
+                && length(group) + run.pages <= MAX_RUN_PAGES
+        });
+        match groups.last_mut().filter(|_| joins) {
+            Some(group) => group.push(run),
+            None => groups.push(vec![run]),
+        }
+    }
+    groups.sort_by_key(|group| std::cmp::Reverse(length(group)));
+    groups.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_units::{Hva, Pfn};
+    use memfold_vm::{RamBlock, RamLayout, RamSlot};
+
+    fn table() -> VmTable {
+        let hva = Hva(0x7000_0000_0000);
+        VmTable::new(RamLayout {
+            blocks: vec![RamBlock {
+                name: "ram0".into(),
+                hva,
+                pages: 4096,
+            }],
+            slots: vec![RamSlot {
+                pfn: Pfn(0),
+                pages: 4096,
+                hva,
+                block: 0,
+            }],
+        })
+    }
+
+    fn run(index: Index, pages: u32) -> Run {
+        Run {
+            index,
+            pages,
+            store_page: 100,
+            file: 1,
+            page: 0,
+            content: 1,
+            at: None,
+            tries: 0,
+            again: false,
+        }
+    }
+
+    #[test]
+    fn the_rest_of_a_run_keeps_all_three_places_in_step() {
+        let rest = run(10, 8).rest(3).unwrap();
+        assert_eq!(
+            (rest.index, rest.pages, rest.store_page, rest.page),
+            (13, 5, 103, 3)
+        );
+        assert_eq!(run(10, 8).rest(8), None);
+    }
+
+    #[test]
+    fn runs_of_several_files_join_where_memory_and_store_agree() {
+        let next = Run {
+            index: 20,
+            store_page: 110,
+            file: 2,
+            ..run(20, 5)
+        };
+        let elsewhere = Run {
+            store_page: 500,
+            ..run(25, 30)
+        };
+        let groups = group(vec![elsewhere, next, run(10, 10)], &table());
+        assert_eq!(groups, [vec![elsewhere], vec![run(10, 10), next]]);
+    }
+}

@@ -1,0 +1,600 @@
+//! What the daemon believes of one VM's memory: which file page each guest page caches, and where the store is mapped.
+//!
+//! Guest pages are numbered through the VM's RAM slots ([`Index`]), so that tables have no hole. Tables are cut into pieces
+//! that exist only where something is known: about 10 bytes for each cached page. A guest that lies about places can make
+//! at most one piece a hint, and [`VmTable::cache`] refuses beyond a limit that its RAM size sets.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use memfold_units::{Hva, Pfn};
+use memfold_wire::agent::FileNumber;
+
+use memfold_vm::RamLayout;
+
+/// Number of a page of guest RAM, counted through the slots.
+pub type Index = u32;
+
+/// Pages in one piece of a file's table; one word of a bit set.
+pub const PIECE: u32 = 64;
+
+/// A number plus one for each page of a piece; 0 for none.
+pub type Piece = [u32; PIECE as usize];
+
+/// A dense table cut into pieces of 512 entries. Entries that were never set are `T::default()`.
+#[derive(Debug)]
+struct Sparse<T> {
+    pieces: Vec<Option<Box<[T; 512]>>>,
+}
+
+impl<T: Copy + Default + PartialEq> Sparse<T> {
+    fn new(length: u32) -> Self {
+        let mut pieces = Vec::new();
+        pieces.resize_with(length.div_ceil(512) as usize, || None);
+        Self { pieces }
+    }
+
+    fn get(&self, at: Index) -> T {
+        self.pieces
+            .get(at as usize / 512)
+            .and_then(Option::as_ref)
+            .map_or_else(T::default, |p| p[at as usize % 512])
+    }
+
+    fn set(&mut self, at: Index, value: T) {
+        let Some(piece) = self.pieces.get_mut(at as usize / 512) else {
+            return;
+        };
+        if piece.is_none() && value == T::default() {
+            return;
+        }
+        piece.get_or_insert_with(|| Box::new([T::default(); 512]))[at as usize % 512] = value;
+    }
+}
+
+/// A set of guest pages.
+#[derive(Debug)]
+struct Bits(Vec<u64>);
+
+impl Bits {
+    fn new(length: u32) -> Self {
+        Self(vec![0; length.div_ceil(64) as usize])
+    }
+
+    fn has(&self, at: Index) -> bool {
+        self.0
+            .get(at as usize / 64)
+            .is_some_and(|w| w >> (at % 64) & 1 == 1)
+    }
+
+    fn set(&mut self, at: Index, value: bool) {
+        if let Some(word) = self.0.get_mut(at as usize / 64) {
+            *word = *word & !(1 << (at % 64)) | u64::from(value) << (at % 64);
+        }
+    }
+}
+
+/// What a guest page caches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Cached {
+    /// The agent's file number plus one; 0 for nothing.
+    file: u32,
+    page: u32,
+}
+
+/// Where the store is mapped in a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mapped {
+    /// The store page.
+    pub store_page: u32,
+    /// Whether the guest has not written since, as far as we know.
+    pub shared: bool,
+}
+
+/// The tables of one VM.
+#[derive(Debug)]
+pub struct VmTable {
+    layout: RamLayout,
+    /// Index of each slot's first page, and the total at the end.
+    starts: Vec<u32>,
+    cached: Sparse<Cached>,
+    /// (file, piece) -> guest page plus one for each page.
+    places: BTreeMap<(FileNumber, u32), Box<Piece>>,
+    cached_pages: u64,
+    mapped: Sparse<u32>,
+    shared: Bits,
+    dirty: Bits,
+    refused: Bits,
+    planned: Bits,
+    /// Pages of zeroes that were given back and are not there since.
+    zero: Bits,
+    /// Pages that lie in a view of a snapshot's image.
+    view: Bits,
+    /// Pages where the image holds something; its holes are nobody's memory yet.
+    image_data: Bits,
+    /// Pages that need not be left to the image: the guest has written them since, or nobody else has the image in memory.
+    foldable: Bits,
+    seen: Option<Bits>,
+}
+
+impl VmTable {
+    /// Empty tables for a VM with this RAM (at most 16 TiB).
+    #[must_use]
+    pub fn new(layout: RamLayout) -> Self {
+        let mut starts = vec![0];
+        let mut total = 0_u32;
+        for slot in &layout.slots {
+            total = total.saturating_add(u32::try_from(slot.pages).unwrap_or(u32::MAX));
+            starts.push(total);
+        }
+        Self {
+            layout,
+            starts,
+            cached: Sparse::new(total),
+            places: BTreeMap::new(),
+            cached_pages: 0,
+            mapped: Sparse::new(total),
+            shared: Bits::new(total),
+            dirty: Bits::new(total),
+            refused: Bits::new(total),
+            planned: Bits::new(total),
+            zero: Bits::new(total),
+            view: Bits::new(total),
+            image_data: Bits::new(total),
+            foldable: Bits::new(total),
+            seen: None,
+        }
+    }
+
+    /// The VM's RAM.
+    #[must_use]
+    pub const fn layout(&self) -> &RamLayout {
+        &self.layout
+    }
+
+    /// Guest RAM in pages.
+    #[must_use]
+    pub fn pages(&self) -> u32 {
+        self.starts.last().copied().unwrap_or(0)
+    }
+
+    /// The number of page frame `pfn`; `None` outside RAM.
+    #[must_use]
+    pub fn index_of(&self, pfn: Pfn) -> Option<Index> {
+        let at = self
+            .layout
+            .slots
+            .partition_point(|s| s.pfn <= pfn)
+            .checked_sub(1)?;
+        let inside = pfn.pages_since(self.layout.slots[at].pfn);
+        (inside < self.layout.slots[at].pages)
+            .then(|| u32::try_from(inside).ok().map(|i| self.starts[at] + i))?
+    }
+
+    /// The number of the page at `hva`; `None` outside RAM.
+    #[must_use]
+    pub fn index_at(&self, hva: Hva) -> Option<Index> {
+        self.index_of(self.layout.pfn_of(hva)?)
+    }
+
+    /// Address of a page in QEMU.
+    #[must_use]
+    pub fn hva(&self, at: Index) -> Option<Hva> {
+        let slot = self.starts.partition_point(|&s| s <= at).checked_sub(1)?;
+        Some(
+            self.layout
+                .slots
+                .get(slot)?
+                .hva
+                .add_pages(u64::from(at - self.starts[slot])),
+        )
+    }
+
+    /// Whether `next` follows `at` in one slot, so that both are neighbours in QEMU's memory too.
+    #[must_use]
+    pub fn adjacent(&self, at: Index, next: Index) -> bool {
+        at.checked_add(1) == Some(next) && !self.starts.contains(&next)
+    }
+
+    /// Page frame `at` caches page `page` of `file`, from now on. `false` if that is one piece too many for this VM.
+    pub fn cache(&mut self, at: Index, file: FileNumber, page: u32) -> bool {
+        let key = (file, page / PIECE);
+        if !self.places.contains_key(&key)
+            && self.places.len() as u64 > 1024 + u64::from(self.pages()) / 8
+        {
+            return false;
+        }
+        self.uncache(at);
+        let Some(stored) = file.checked_add(1) else {
+            return false;
+        };
+        let place = &mut self
+            .places
+            .entry(key)
+            .or_insert_with(|| Box::new([0; PIECE as usize]))[(page % PIECE) as usize];
+        let before = std::mem::replace(place, at + 1);
+        if let Some(before) = before.checked_sub(1) {
+            // The guest moved the page (migration, or dropped and read again while events were lost).
+            self.cached.set(before, Cached::default());
+            self.cached_pages -= 1;
+        }
+        self.cached.set(at, Cached { file: stored, page });
+        self.cached_pages += 1;
+        self.dirty.set(at, false);
+        self.refused.set(at, false);
+        if let Some(seen) = &mut self.seen {
+            // An inventory tells of pages that were there before: what the last look said of them holds.
+            seen.set(at, true);
+        } else {
+            // Filled anew: whatever was folded here has been written over.
+            self.shared.set(at, false);
+            self.foldable.set(at, true);
+        }
+        true
+    }
+
+    /// Page frame `at` caches nothing any more.
+    pub fn uncache(&mut self, at: Index) {
+        let Cached { file, page } = self.cached.get(at);
+        let Some(file) = file.checked_sub(1) else {
+            return;
+        };
+        self.cached.set(at, Cached::default());
+        self.cached_pages -= 1;
+        let key = (file, page / PIECE);
+        if let Some(piece) = self.places.get_mut(&key) {
+            let place = &mut piece[(page % PIECE) as usize];
+            if *place == at + 1 {
+                *place = 0;
+                if piece.iter().all(|&p| p == 0) {
+                    self.places.remove(&key);
+                }
+            }
+        }
+    }
+
+    /// The guest page that caches page `page` of `file`.
+    #[must_use]
+    pub fn place(&self, file: FileNumber, page: u32) -> Option<Index> {
+        self.places.get(&(file, page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
+    }
+
+    /// Guest pages (plus one) that cache pages `range` of a piece of `file`, without those that are being written or were found
+    /// to differ. `None` if there is none.
+    #[must_use]
+    pub fn usable(&self, file: FileNumber, piece: u32, range: &Range<usize>) -> Option<Piece> {
+        let places = self.places.get(&(file, piece))?;
+        let mut usable = [0; PIECE as usize];
+        let mut any = 0;
+        for (to, &place) in usable[range.clone()].iter_mut().zip(&places[range.clone()]) {
+            let is_usable =
+                place != 0 && !self.dirty.has(place - 1) && !self.refused.has(place - 1);
+            *to = if is_usable { place } else { 0 };
+            any |= *to;
+        }
+        (any != 0).then_some(usable)
+    }
+
+    /// Whether any of the 64 pages of a piece of `file` is cached.
+    #[must_use]
+    pub fn has_piece(&self, file: FileNumber, piece: u32) -> bool {
+        self.places.contains_key(&(file, piece))
+    }
+
+    /// Pieces of `file` with cached pages, ascending.
+    pub fn pieces(&self, file: FileNumber) -> impl Iterator<Item = u32> + '_ {
+        self.places
+            .range((file, 0)..=(file, u32::MAX))
+            .map(|(&(_, piece), _)| piece)
+    }
+
+    /// Pages of which we know what they cache.
+    #[must_use]
+    pub const fn cached_pages(&self) -> u64 {
+        self.cached_pages
+    }
+
+    /// What the page caches, for tests and reports.
+    #[must_use]
+    pub fn cached(&self, at: Index) -> Option<(FileNumber, u32)> {
+        let Cached { file, page } = self.cached.get(at);
+        Some((file.checked_sub(1)?, page))
+    }
+
+    /// Marks the cached pages of a file range dirty or clean. Costs what is cached of it, however long it is.
+    pub fn set_dirty(&mut self, file: FileNumber, pages: Range<u32>, dirty: bool) {
+        for piece in self.pieces_in(file, pages.clone()) {
+            let first = piece * PIECE;
+            for page in first.max(pages.start)..first.saturating_add(PIECE).min(pages.end) {
+                if let Some(at) = self.place(file, page) {
+                    self.dirty.set(at, dirty);
+                    if dirty {
+                        self.foldable.set(at, true);
+                    } else {
+                        self.refused.set(at, false);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Pieces of a file range with cached pages, ascending.
+    #[must_use]
+    pub fn pieces_in(&self, file: FileNumber, pages: Range<u32>) -> Vec<u32> {
+        if pages.is_empty() {
+            return Vec::new();
+        }
+        self.places
+            .range((file, pages.start / PIECE)..=(file, (pages.end - 1) / PIECE))
+            .map(|(&(_, piece), _)| piece)
+            .collect()
+    }
+
+    /// Whether the page is being written.
+    #[must_use]
+    pub fn is_dirty(&self, at: Index) -> bool {
+        self.dirty.has(at)
+    }
+
+    /// Remembers that the page's bytes are not those of the store, until a new hint comes for it.
+    pub fn refuse(&mut self, at: Index) {
+        self.refused.set(at, true);
+    }
+
+    /// Cached pages of a file range have settled since they were refused: they may be tried again.
+    pub fn settle(&mut self, file: FileNumber, pages: Range<u32>) {
+        for piece in self.pieces_in(file, pages.clone()) {
+            let first = piece * PIECE;
+            for page in first.max(pages.start)..first.saturating_add(PIECE).min(pages.end) {
+                if let Some(at) = self.place(file, page) {
+                    self.refused.set(at, false);
+                }
+            }
+        }
+    }
+
+    /// Marks a page as being in a batch. `false` if it was already.
+    pub fn plan(&mut self, at: Index) -> bool {
+        let new = !self.planned.has(at);
+        self.planned.set(at, true);
+        new
+    }
+
+    /// The page is in no batch any more.
+    pub fn unplan(&mut self, at: Index) {
+        self.planned.set(at, false);
+    }
+
+    /// Whether the page was found to differ.
+    #[must_use]
+    pub fn is_refused(&self, at: Index) -> bool {
+        self.refused.has(at)
+    }
+
+    /// Where the store is mapped at this page.
+    #[must_use]
+    pub fn mapped(&self, at: Index) -> Option<Mapped> {
+        let store_page = self.mapped.get(at).checked_sub(1)?;
+        Some(Mapped {
+            store_page,
+            shared: self.shared.has(at),
+        })
+    }
+
+    /// Sets or clears where the store is mapped.
+    pub fn set_mapped(&mut self, at: Index, mapped: Option<Mapped>) {
+        self.mapped.set(at, mapped.map_or(0, |m| m.store_page + 1));
+        self.shared.set(at, mapped.is_some_and(|m| m.shared));
+        if mapped.is_some() {
+            self.view.set(at, false);
+        }
+    }
+
+    /// Where an image of a snapshot is mapped, from now on.
+    pub fn set_views(&mut self, views: impl Iterator<Item = Range<Index>>) {
+        self.view = Bits::new(self.pages());
+        for at in views.flatten() {
+            self.view.set(at, true);
+        }
+    }
+
+    /// Where the image holds something, from now on.
+    pub fn set_image_data(&mut self, data: impl Iterator<Item = Range<Index>>) {
+        self.image_data = Bits::new(self.pages());
+        for at in data.flatten() {
+            self.image_data.set(at, true);
+        }
+    }
+
+    /// How many pages are still the image's, and hold something there: not among `own` (a bit a page).
+    #[must_use]
+    pub fn count_shared_views(&self, own: &[u64]) -> u64 {
+        let views = self.view.0.iter().zip(&self.image_data.0);
+        own.iter()
+            .zip(views)
+            .map(|(own, (view, data))| u64::from((view & data & !own).count_ones()))
+            .sum()
+    }
+
+    /// Sets which pages may be folded (a bit a page). Returns whether one that caches a file and lies in a view may be now, and might
+    /// not before.
+    pub fn set_foldable(&mut self, bits: &[u64]) -> bool {
+        let mut any = false;
+        for (number, &now) in (0..).step_by(64).zip(bits) {
+            let word = number as usize / 64;
+            let mut new = now & !self.foldable.0[word] & self.view.0[word];
+            while new != 0 && !any {
+                any = self.cached(number + new.trailing_zeros()).is_some();
+                new &= new - 1;
+            }
+            self.foldable.0[word] = now;
+        }
+        any
+    }
+
+    /// How many pages lie in views, and how many of them are among `own` (a bit a page).
+    #[must_use]
+    pub fn count_views(&self, own: &[u64]) -> (u64, u64) {
+        let words = own.iter().zip(&self.view.0);
+        words.fold((0, 0), |(all, written), (own, view)| {
+            let count = |bits: u64| u64::from(bits.count_ones());
+            (all + count(*view), written + count(own & view))
+        })
+    }
+
+    /// Whether the page lies in a view of a snapshot's image: it can be frozen by write protection or a pause alone.
+    #[must_use]
+    pub fn is_in_view(&self, at: Index) -> bool {
+        self.view.has(at)
+    }
+
+    /// Whether the page is the snapshot's: in memory once for all VMs that run from it, or not at all.
+    #[must_use]
+    pub fn is_template(&self, at: Index) -> bool {
+        self.view.has(at) && !self.foldable.has(at)
+    }
+
+    /// The page was given back because it held only zeroes.
+    pub fn set_zero(&mut self, at: Index) {
+        self.zero.set(at, true);
+    }
+
+    /// Forgets the zero pages that are there again (`own`: a bit a page); how many are left.
+    pub fn keep_zero(&mut self, own: &[u64]) -> u64 {
+        let mut left = 0;
+        for (zero, own) in self.zero.0.iter_mut().zip(own) {
+            *zero &= !own;
+            left += u64::from(zero.count_ones());
+        }
+        left
+    }
+
+    /// An inventory begins: what it doesn't repeat will be forgotten at its end.
+    pub fn inventory_begin(&mut self) {
+        self.seen = Some(Bits::new(self.pages()));
+    }
+
+    /// The inventory is complete.
+    pub fn inventory_end(&mut self) {
+        let Some(seen) = self.seen.take() else { return };
+        for at in 0..self.pages() {
+            if at % 512 == 0 && self.cached.pieces[at as usize / 512].is_none() {
+                continue;
+            }
+            if !seen.has(at) {
+                self.uncache(at);
+            }
+        }
+    }
+
+    /// Forgets what every page caches (a new agent session numbers its files anew). What is mapped stays.
+    pub fn forget_cached(&mut self) {
+        let total = self.pages();
+        self.cached = Sparse::new(total);
+        self.places.clear();
+        self.cached_pages = 0;
+        self.dirty = Bits::new(total);
+        self.refused = Bits::new(total);
+        self.seen = None;
+    }
+
+    /// Memory that these tables take, in bytes.
+    #[must_use]
+    pub fn own_bytes(&self) -> u64 {
+        fn pieces<T>(s: &Sparse<T>) -> usize {
+            s.pieces.len() * 8 + s.pieces.iter().flatten().count() * size_of::<[T; 512]>()
+        }
+        let bits = self.shared.0.len() * 8 * 8;
+        (pieces(&self.cached)
+            + pieces(&self.mapped)
+            + bits
+            + self.places.len() * (PIECE as usize * 4 + 24)) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_vm::{RamBlock, RamSlot};
+
+    fn table() -> VmTable {
+        let hva = Hva(0x7000_0000_0000);
+        VmTable::new(RamLayout {
+            blocks: vec![RamBlock {
+                name: "ram0".into(),
+                hva,
+                pages: 2048,
+            }],
+            slots: vec![
+                RamSlot {
+                    pfn: Pfn(0),
+                    pages: 1024,
+                    hva,
+                    block: 0,
+                },
+                RamSlot {
+                    pfn: Pfn(1 << 20),
+                    pages: 1024,
+                    hva: hva.add_pages(1024),
+                    block: 0,
+                },
+            ],
+        })
+    }
+
+    #[test]
+    fn pages_are_numbered_through_the_slots() {
+        let t = table();
+        assert_eq!(t.index_of(Pfn(5)), Some(5));
+        assert_eq!(t.index_of(Pfn(1024)), None);
+        assert_eq!(t.index_of(Pfn((1 << 20) + 3)), Some(1027));
+        assert_eq!(t.hva(1027), Some(Hva(0x7000_0000_0000).add_pages(1027)));
+        assert_eq!(
+            t.index_at(Hva(0x7000_0000_0000).add_pages(1027)),
+            Some(1027)
+        );
+        assert!(t.adjacent(5, 6));
+        assert!(
+            !t.adjacent(1023, 1024),
+            "the next slot is elsewhere in guest memory"
+        );
+    }
+
+    #[test]
+    fn a_page_caches_one_file_page_and_a_file_page_lies_in_one_page() {
+        let mut t = table();
+        assert!(t.cache(7, 1, 100));
+        assert!(t.cache(7, 2, 5));
+        assert_eq!((t.place(1, 100), t.place(2, 5)), (None, Some(7)));
+        assert!(t.cache(9, 2, 5));
+        assert_eq!(
+            (t.cached(7), t.place(2, 5), t.cached_pages()),
+            (None, Some(9), 1)
+        );
+        t.uncache(9);
+        assert_eq!((t.cached_pages(), t.places.len()), (0, 0));
+    }
+
+    #[test]
+    fn an_inventory_forgets_what_it_does_not_repeat() {
+        let mut t = table();
+        t.cache(1, 1, 1);
+        t.cache(2, 1, 2);
+        t.inventory_begin();
+        t.cache(2, 1, 2);
+        t.inventory_end();
+        assert_eq!((t.place(1, 1), t.place(1, 2)), (None, Some(2)));
+    }
+
+    #[test]
+    fn a_liar_cannot_make_tables_larger_than_its_ram_allows() {
+        let mut t = table();
+        let taken = (0..100_000_u32)
+            .filter(|&n| t.cache(n % 2048, n, 0))
+            .count();
+        assert!(t.places.len() <= 2048 && taken > 0);
+        let before = t.own_bytes();
+        t.set_dirty(1, 0..u32::MAX, true);
+        assert_eq!(t.own_bytes(), before);
+    }
+}

@@ -1,0 +1,379 @@
+//! VMs as they come, change, are held for a snapshot, are lost and go.
+
+use std::os::fd::BorrowedFd;
+use std::sync::mpsc::SyncSender;
+use std::time::{Duration, Instant};
+
+use foldhash::{HashMap, HashMapExt};
+use memfold_store::Store;
+use memfold_sys::pagemap::Pagemap;
+use memfold_units::StorePage;
+use memfold_vm::{RamBlock, RamLayout};
+use memfold_wire::library::{Advice, Order, Reply};
+use tracing::{debug, info, warn};
+
+use super::alias::Candidates;
+use super::content::Contents;
+use super::engine::{Domain, Engine, Held, VmState};
+use super::huge::HugePages;
+use super::stack::HintStack;
+use super::stats::VmStats;
+use super::table::VmTable;
+use super::{Guest, GuestError, VmId};
+
+/// Why a VM is not folded while a snapshot is made of it.
+const HELD: &str = "a snapshot of it is being made";
+
+impl Engine {
+    #[allow(clippy::too_many_arguments)] // the fields of one command
+    pub(super) fn add(
+        &mut self,
+        id: VmId,
+        name: String,
+        domain: Option<String>,
+        layout: RamLayout,
+        advice: &[Advice],
+        mut guest: Box<dyn Guest>,
+        problem: Option<String>,
+    ) {
+        // No name of a domain can contain a slash, so a VM without a domain is alone in its own.
+        let domain = domain.unwrap_or_else(|| format!("vm/{name}"));
+        let problem = problem.or_else(|| {
+            self.introduce(&domain, &layout, advice, guest.as_mut())
+                .err()
+        });
+        if let Some(problem) = &problem {
+            warn!(vm = name, problem, "this VM is not folded");
+        }
+        let now = Instant::now();
+        let allowance =
+            super::intake::allowance(u32::try_from(layout.pages()).unwrap_or(u32::MAX), now);
+        let vm = VmState {
+            table: VmTable::new(layout),
+            stack: HintStack::new(self.settings.stack_limit, self.settings.settle),
+            files: HashMap::new(),
+            path_bytes: 0,
+            allowance,
+            introduced: problem.is_none(),
+            advice: advice.to_vec(),
+            gone_blocks: Vec::new(),
+            active: true,
+            last_sync: now,
+            last_pause: now,
+            wait_for_pause: Vec::new(),
+            zero: super::zero::ZeroPass::new(self.settings.drop_zero.then_some(now)),
+            back: super::back::BackPass::new(now, self.settings.fold_back_interval),
+            mappings: 0,
+            held: None,
+            stats: VmStats {
+                name,
+                domain: domain.clone(),
+                problem,
+                ..VmStats::default()
+            },
+            live: false,
+            huge: HugePages::default(),
+            pagemap: Pagemap::open(guest.pid()).ok(),
+            discarded: 0,
+            maps_stale: true,
+            last_full_sync: now,
+            sync_cost: Duration::ZERO,
+            guest,
+            domain,
+        };
+        self.vms.insert(id, vm);
+        if self.vms[&id].stats.problem.is_none() {
+            self.sync(id);
+        }
+    }
+
+    /// Tells the library of a new VM where RAM and store are. The error is for the operator.
+    fn introduce(
+        &mut self,
+        domain: &str,
+        layout: &RamLayout,
+        advice: &[Advice],
+        guest: &mut dyn Guest,
+    ) -> Result<(), String> {
+        let cap = self.settings.store_cap;
+        if !self.domains.contains_key(domain) {
+            let adopted = Store::adopt(guest.pid(), domain, cap).unwrap_or_else(|error| {
+                warn!(domain, error = %error, "the store of a former daemon could not be taken over");
+                None
+            });
+            let guardians = match &adopted {
+                Some(store) => {
+                    memfold_store::mapped::processes(store.identity()).map_err(|e| e.to_string())?
+                }
+                None => Vec::new(),
+            };
+            let store = adopted
+                .map_or_else(|| Store::create(domain, cap), Ok)
+                .map_err(|e| e.to_string())?;
+            let now = Instant::now();
+            let mut contents = Contents::default();
+            // Of a former daemon's pages, those that nobody maps are to be given back.
+            for filled in store.filled().map_err(|e| e.to_string())? {
+                let page = |page: StorePage| u32::try_from(page.0).unwrap_or(u32::MAX);
+                contents.add_orphans(page(filled.start)..page(filled.end));
+            }
+            let new = Domain {
+                guardians,
+                store,
+                contents,
+                candidates: Candidates::default(),
+                full: false,
+                appended: 0,
+                punched: 0,
+                last_reclaim: now,
+                reserved: None,
+                next_search: None,
+            };
+            self.domains.insert(domain.to_owned(), new);
+        }
+        let Some(domain) = self.domains.get(domain) else {
+            return Err("no page store".into());
+        };
+        let mut ask = |order: &Order, descriptor| match guest.order(order, descriptor) {
+            Ok(Reply::Error { reason }) => Err(reason),
+            Ok(reply) => Ok(reply),
+            Err(error) => Err(error.to_string()),
+        };
+        for (block, &advice) in layout.blocks.iter().zip(advice) {
+            ask(
+                &Order::AddRam {
+                    hva: block.hva.0,
+                    pages: block.pages,
+                    advice,
+                },
+                None,
+            )?;
+        }
+        let order = Order::AddStore {
+            store: domain.store_number(),
+            max_pages: memfold_store::MAX_PAGES,
+        };
+        ask(&order, Some(domain.store.read_only()))?;
+        Ok(())
+    }
+
+    pub(super) fn remove(&mut self, id: VmId) {
+        let Some(vm) = self.vms.remove(&id) else {
+            return;
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return;
+        };
+        for at in 0..vm.table.pages() {
+            if let Some(mapped) = vm.table.mapped(at) {
+                domain.contents.count_reference(mapped.store_page, false);
+            }
+        }
+        domain.contents.leave_all(id);
+        if self.vms.values().any(|other| other.domain == vm.domain) {
+            self.reclaim(&vm.domain);
+        } else {
+            // The last VM of the domain is gone: so is its store, with our descriptor.
+            self.domains.remove(&vm.domain);
+        }
+    }
+
+    /// The library of this VM no longer answers: it is not folded until [`Command::Reached`]. Mostly because the VM is ending, which
+    /// whoever watches its process tells.
+    pub(super) fn lost(&mut self, id: VmId, error: &GuestError) {
+        if let Some(vm) = self.vms.get_mut(&id) {
+            info!(
+                vm = vm.stats.name,
+                error = error as &dyn std::error::Error,
+                "folding ends for this VM"
+            );
+            vm.stats.problem = Some(error.to_string());
+            vm.stack.clear();
+            vm.wait_for_pause.clear();
+            vm.back.forget();
+        }
+    }
+
+    /// Tracks or stops a VM, or keeps its past, and leaves it alone until [`Engine::release`].
+    pub(super) fn hold(
+        &mut self,
+        id: VmId,
+        order: &Order,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<(), String> {
+        let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
+        match vm.guest.order(order, descriptor) {
+            Ok(Reply::Ok) => {
+                vm.be_held();
+                Ok(())
+            }
+            Ok(Reply::Error { reason }) => Err(reason),
+            Ok(other) => Err(format!("unexpected reply: {other:?}")),
+            Err(error) => {
+                self.lost(id, &error);
+                Err(error.to_string())
+            }
+        }
+    }
+
+    /// Leaves a VM alone until [`Engine::release`]. Its writes may be tracked already.
+    pub(super) fn leave_alone(&mut self, id: VmId) -> Result<(), String> {
+        let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
+        vm.be_held();
+        Ok(())
+    }
+
+    /// Says what became of it. Who asked may have gone away meanwhile: then nobody would let the VM go on.
+    pub(super) fn tell_held(
+        &mut self,
+        id: VmId,
+        answer: &SyncSender<Result<(), String>>,
+        held: Result<(), String>,
+    ) {
+        if answer.send(held).is_err() {
+            self.release(id);
+        }
+    }
+
+    pub(super) fn release(&mut self, id: VmId) {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
+        let after = vm.held.take();
+        let undo = [Order::Continue, Order::UntrackWrites, Order::ForgetPast];
+        if !undo.iter().all(|order| self.tell(id, order)) {
+            return;
+        }
+        if let Some(held) = after {
+            self.set_problem(id, held.after);
+        }
+    }
+
+    /// An order that is in vain where there is nothing to undo. Whether the VM answers.
+    fn tell(&mut self, id: VmId, order: &Order) -> bool {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return false;
+        };
+        match vm.guest.order(order, None) {
+            Ok(Reply::Error { reason }) => debug!(vm = vm.stats.name, reason, "nothing to undo"),
+            Ok(_) => {}
+            Err(error) => {
+                self.lost(id, &error);
+                return false;
+            }
+        }
+        true
+    }
+
+    pub(super) fn set_problem(&mut self, id: VmId, mut problem: Option<String>) {
+        if let Some(held) = self.vms.get_mut(&id).and_then(|vm| vm.held.as_mut()) {
+            // A page that is being folded is in no place where the snapshot looks for it.
+            held.after = problem;
+            return;
+        }
+        let Some(mut vm) = self.vms.remove(&id) else {
+            return;
+        };
+        if problem.is_none() && !vm.introduced {
+            let layout = vm.table.layout().clone();
+            problem = vm
+                .forget_blocks()
+                .map_err(|error| error.to_string())
+                .and_then(|()| self.introduce(&vm.domain, &layout, &vm.advice, vm.guest.as_mut()))
+                .err();
+            vm.introduced = problem.is_none();
+            vm.maps_stale = true;
+        }
+        if vm.stats.problem != problem {
+            info!(
+                vm = vm.stats.name,
+                problem = problem.as_deref().unwrap_or("none"),
+                "conditions for folding changed"
+            );
+            vm.stats.problem = problem;
+            self.sweep_wanted = true;
+        }
+        self.vms.insert(id, vm);
+    }
+
+    pub(super) fn set_layout(&mut self, id: VmId, layout: &RamLayout, advice: Vec<Advice>) {
+        let Some(vm) = self
+            .vms
+            .get_mut(&id)
+            .filter(|vm| vm.table.layout() != layout)
+        else {
+            return;
+        };
+        info!(
+            vm = vm.stats.name,
+            pages = layout.pages(),
+            "RAM is laid out anew"
+        );
+        let known = vm.table.layout().blocks.clone();
+        let gone = known.iter().filter(|b| !layout.blocks.contains(b));
+        vm.gone_blocks.extend(gone.map(|block| block.hva));
+        if let Some(domain) = self.domains.get_mut(&vm.domain) {
+            for at in 0..vm.table.pages() {
+                if let Some(mapped) = vm.table.mapped(at) {
+                    domain.contents.count_reference(mapped.store_page, false);
+                }
+            }
+        }
+        // Whatever the library answers: nobody tells of it a second time.
+        vm.table = VmTable::new(layout.clone());
+        vm.advice = advice;
+        vm.stack.clear();
+        vm.wait_for_pause.clear();
+        vm.huge.clear();
+        vm.back.forget();
+        vm.maps_stale = true;
+        if vm.stats.problem.is_some() && !vm.introduced {
+            return;
+        }
+        if let Err(error) = vm.tell_layout(layout, &known) {
+            return self.lost(id, &error);
+        }
+        self.sync(id);
+    }
+}
+
+impl VmState {
+    fn be_held(&mut self) {
+        let before = self.stats.problem.replace(HELD.to_owned());
+        self.held.get_or_insert(Held { after: before });
+    }
+
+    /// Has the library forget blocks that are gone, before something else lies there.
+    fn forget_blocks(&mut self) -> Result<(), GuestError> {
+        while let Some(hva) = self.gone_blocks.last() {
+            let order = Order::RemoveRam { hva: hva.0 };
+            if let Reply::Error { reason } = self.guest.order(&order, None)? {
+                debug!(vm = self.stats.name, %hva, reason, "a RAM block that is gone was not known");
+            }
+            self.gone_blocks.pop();
+        }
+        Ok(())
+    }
+
+    /// Tells the library which blocks are gone and which are new.
+    fn tell_layout(&mut self, layout: &RamLayout, known: &[RamBlock]) -> Result<(), GuestError> {
+        self.forget_blocks()?;
+        let new = layout.blocks.iter().zip(&self.advice);
+        for (block, &advice) in new.filter(|(block, _)| !known.contains(block)) {
+            let order = Order::AddRam {
+                hva: block.hva.0,
+                pages: block.pages,
+                advice,
+            };
+            if let Reply::Error { reason } = self.guest.order(&order, None)? {
+                warn!(
+                    vm = self.stats.name,
+                    block = block.name,
+                    reason,
+                    "a RAM block is not folded"
+                );
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,594 @@
+//! One turn of the engine: from the newest hints to orders and their outcomes.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use memfold_store::Source;
+use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Reply};
+use tracing::debug;
+
+use super::content::{ContentId, Member};
+use super::engine::{Domain, Engine, FileState, VmState, note_store_error};
+use super::runs::{Group, Run, group, length};
+use super::stack::Hint;
+use super::table::{Index, PIECE, Piece};
+use super::{GuestError, VmId, budget, huge};
+
+/// Pages taken from the stacks for one batch.
+pub(super) const BATCH_PAGES: u32 = 2048;
+
+/// Shortest time between two batches of hints that are not many: pages that are read one after the other become one run, and
+/// an order costs about as much as ten pages.
+pub(super) const GATHER: Duration = Duration::from_millis(500);
+
+/// Pages in one order, so that the library answers within about a millisecond.
+const ORDER_PAGES: u32 = 2048;
+
+/// Time between two sweeps over everything that is matched and not folded.
+pub(super) const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
+
+/// A range of one content to bring into order in all VMs.
+pub(super) struct Task {
+    domain: String,
+    content: ContentId,
+    vm: VmId,
+    hint: Hint,
+    swept: bool,
+}
+
+/// Where a member has the pages of a piece.
+struct Holder {
+    member: Member,
+    pages: Piece,
+}
+
+impl Engine {
+    /// Does the most useful thing that is due, once.
+    pub(super) fn turn(&mut self, now: Instant) {
+        if self.braked.is_some() {
+            self.sync_due(now);
+            return;
+        }
+        let gathered = self
+            .vms
+            .values()
+            .any(|vm| self.hints_due(vm, now).is_some_and(|due| due <= now));
+        if gathered || !self.swept.is_empty() {
+            let tasks = self.take_tasks(now);
+            if !tasks.is_empty() {
+                self.last_batch = now;
+                return self.fold(&tasks);
+            }
+        }
+        if self.sync_due(now) || self.pause_due(now) || self.sample_due(now) || self.zero_due(now) {
+            return;
+        }
+        if self.sweep_wanted && self.swept.is_empty() && now >= self.last_sweep + SWEEP_INTERVAL {
+            return self.sweep();
+        }
+        self.fold_back_due(now);
+    }
+
+    /// The newest settled hints, VM by VM in turn, until they make a batch.
+    fn take_tasks(&mut self, now: Instant) -> Vec<Task> {
+        let allowed = self
+            .rate
+            .as_mut()
+            .map_or(u64::MAX, |rate| rate.available(now).max(1));
+        let limit = u32::try_from(allowed).unwrap_or(u32::MAX).min(BATCH_PAGES);
+        let mut order: Vec<VmId> = self.vms.keys().copied().collect();
+        let next = order.partition_point(|&id| id <= self.last_turn);
+        order.rotate_left(next);
+        let mut tasks = Vec::new();
+        let mut pages = 0;
+        for id in order {
+            let Some(vm) = self
+                .vms
+                .get_mut(&id)
+                .filter(|vm| vm.stats.problem.is_none())
+            else {
+                continue;
+            };
+            let Some(domain) = self.domains.get(&vm.domain) else {
+                continue;
+            };
+            while pages < limit {
+                let Some(hint) = vm.stack.pop(now) else { break };
+                let Some(content) = domain.contents.of(Member {
+                    vm: id,
+                    file: hint.file,
+                }) else {
+                    continue;
+                };
+                self.last_turn = id;
+                if vm
+                    .files
+                    .get(&hint.file)
+                    .and_then(|f| f.skip_until)
+                    .is_some_and(|until| now < until)
+                {
+                    continue;
+                }
+                // What was refused before it had been read from disk counts anew.
+                vm.table
+                    .settle(hint.file, hint.page..hint.page + hint.pages);
+                pages += hint.pages;
+                tasks.push(Task {
+                    domain: vm.domain.clone(),
+                    content,
+                    vm: id,
+                    hint,
+                    swept: false,
+                });
+            }
+        }
+        while pages < limit {
+            let Some(task) = self.swept.pop_front() else {
+                break;
+            };
+            pages += task.hint.pages;
+            tasks.push(task);
+        }
+        tasks
+    }
+
+    /// Brings ranges of contents into order: fills the store where two VMs have pages that it lacks, and folds every
+    /// cached page of them that isn't folded.
+    fn fold(&mut self, tasks: &[Task]) {
+        let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
+        for vm in self
+            .vms
+            .values_mut()
+            .filter(|vm| vm.stats.problem.is_none())
+        {
+            vm.live = vm.guest.refold_live();
+        }
+        self.make_room();
+        let asked: u32 = tasks.iter().map(|task| task.hint.pages).sum();
+        if asked >= BATCH_PAGES / 2 {
+            self.domains.values_mut().for_each(|d| d.store.align());
+        }
+        // In the order of guest memory, so that files which lie side by side there do so in the store: then their runs join.
+        let mut tasks: Vec<&Task> = tasks.iter().collect();
+        tasks.sort_by_cached_key(|task| (task.vm, self.first_place(task)));
+        for task in tasks {
+            let end = task.hint.page + task.hint.pages;
+            for piece in task.hint.page / PIECE..end.div_ceil(PIECE) {
+                let first = piece * PIECE;
+                let from = task.hint.page.max(first) - first;
+                let range = from as usize..(end.min(first + PIECE) - first) as usize;
+                let holders = self.holders(task, piece, &range);
+                self.fill(task, piece, &range, &holders);
+                self.collect(task, piece, &range, &holders, &mut runs);
+            }
+        }
+        self.fill_reserved();
+        for vm in self.vms.values_mut() {
+            self.stats.huge_kept_pages += vm.huge.end_batch();
+        }
+        for (id, runs) in runs {
+            self.fold_vm(id, runs);
+        }
+    }
+
+    fn first_place(&self, task: &Task) -> Option<Index> {
+        self.vms
+            .get(&task.vm)?
+            .table
+            .place(task.hint.file, task.hint.page)
+    }
+
+    /// Where the members of a task's content have a piece of it: those whose VMs can be folded, whose file isn't given up, and
+    /// pages that no huge page keeps. The VM of the hint goes first: its page was read last.
+    fn holders(&mut self, task: &Task, piece: u32, range: &Range<usize>) -> Vec<Holder> {
+        let now = Instant::now();
+        let Some(content) = self
+            .domains
+            .get(&task.domain)
+            .and_then(|d| d.contents.get(task.content))
+        else {
+            return Vec::new();
+        };
+        let mut holders = Vec::new();
+        for &member in &content.members {
+            let Some(vm) = self
+                .vms
+                .get_mut(&member.vm)
+                .filter(|vm| vm.stats.problem.is_none())
+            else {
+                continue;
+            };
+            let skipped = |file: &FileState| file.skip_until.is_some_and(|until| now < until);
+            if vm.files.get(&member.file).is_some_and(skipped) {
+                continue;
+            }
+            let Some(mut pages) = vm.table.usable(member.file, piece, range) else {
+                continue;
+            };
+            for place in &mut pages[range.clone()] {
+                let kept = place.checked_sub(1).is_some_and(|at| {
+                    // In memory once already, for all VMs that run from this snapshot.
+                    if vm.table.is_template(at) {
+                        return true;
+                    }
+                    let is_huge = |hva| {
+                        let map = vm.pagemap.as_ref();
+                        map.is_some_and(|map| huge::is_huge(map, hva))
+                    };
+                    vm.table.mapped(at).is_none() && vm.huge.spares(&vm.table, at, is_huge)
+                });
+                if kept {
+                    *place = 0;
+                }
+            }
+            let holder = Holder { member, pages };
+            if member.vm == task.vm {
+                holders.insert(0, holder);
+            } else {
+                holders.push(holder);
+            }
+        }
+        holders
+    }
+
+    /// Copies into the stores what [`Engine::fill`] has reserved.
+    fn fill_reserved(&mut self) {
+        for (name, domain) in &mut self.domains {
+            let Some((first, sources)) = domain.reserved.take() else {
+                continue;
+            };
+            let filled = domain.store.fill(first, &sources);
+            domain.appended += sources.iter().map(|source| source.pages).sum::<u64>();
+            domain.full = false;
+            for missing in filled.missing {
+                domain.appended -= missing.end.0 - missing.start.0;
+                for page in missing.start.0..missing.end.0 {
+                    if let Ok(page) = u32::try_from(page) {
+                        domain.contents.unindex_store_page(page);
+                    }
+                }
+            }
+            if let Some(error) = filled.error {
+                note_store_error(name, domain, &error);
+                self.sweep_wanted = true;
+            }
+        }
+    }
+
+    /// Reserves store pages for what at least two guest pages cache and it lacks.
+    fn fill(&mut self, task: &Task, piece: u32, range: &Range<usize>, holders: &[Holder]) {
+        let Some(domain) = self.domains.get_mut(&task.domain) else {
+            return;
+        };
+        let Some(content) = domain.contents.get(task.content) else {
+            return;
+        };
+        let stored = content.store_pages(piece);
+        let lacks = |at: usize| {
+            stored[at] == 0 && holders.iter().filter(|h| h.pages[at] != 0).take(2).count() == 2
+        };
+        let page_of = |at: usize| piece * PIECE + u32::try_from(at).unwrap_or(0);
+        let mut at = range.start;
+        while at < range.end {
+            if !lacks(at) {
+                at += 1;
+                continue;
+            }
+            if let Some(stored) = adoptable(&self.vms, domain, holders, at) {
+                domain.contents.index(task.content, page_of(at), stored);
+                at += 1;
+                continue;
+            }
+            let Some(source) = holders.iter().find(|h| h.pages[at] != 0) else {
+                return;
+            };
+            let Some(vm) = self.vms.get(&source.member.vm) else {
+                return;
+            };
+            let first = source.pages[at] - 1;
+            let mut length = 1;
+            while at + length < range.end
+                && lacks(at + length)
+                && source.pages[at + length] == source.pages[at + length - 1] + 1
+                && vm.table.adjacent(
+                    source.pages[at + length - 1] - 1,
+                    source.pages[at + length] - 1,
+                )
+            {
+                length += 1;
+            }
+            let Some(hva) = vm.table.hva(first) else {
+                return;
+            };
+            match domain.store.reserve(length as u64) {
+                Ok(stored) => {
+                    let source = Source {
+                        pid: vm.guest.pid(),
+                        from: hva,
+                        pages: length as u64,
+                    };
+                    let (_, sources) = domain.reserved.get_or_insert((stored, Vec::new()));
+                    sources.push(source);
+                    for step in 0..length {
+                        let Ok(stored) = u32::try_from(stored.0 + step as u64) else {
+                            break;
+                        };
+                        domain
+                            .contents
+                            .index(task.content, page_of(at + step), stored);
+                    }
+                }
+                Err(error) => {
+                    note_store_error(&task.domain, domain, &error);
+                    self.sweep_wanted = true;
+                    return;
+                }
+            }
+            at += length;
+        }
+    }
+
+    /// Finds the runs of every holder that are to be folded.
+    fn collect(
+        &mut self,
+        task: &Task,
+        piece: u32,
+        range: &Range<usize>,
+        holders: &[Holder],
+        runs: &mut BTreeMap<VmId, Vec<Run>>,
+    ) {
+        let Some(domain) = self.domains.get(&task.domain) else {
+            return;
+        };
+        let Some(content) = domain.contents.get(task.content) else {
+            return;
+        };
+        let stored = content.store_pages(piece);
+        for Holder { member, pages } in holders {
+            let Some(vm) = self.vms.get_mut(&member.vm) else {
+                continue;
+            };
+            let list = runs.entry(member.vm).or_default();
+            let mut wait = false;
+            for at in range.clone() {
+                let place = pages[at].checked_sub(1).zip(stored[at].checked_sub(1));
+                let Some((index, store_page)) = place else {
+                    continue;
+                };
+                let mapped = vm.table.mapped(index);
+                if mapped.is_some_and(|m| m.shared && m.store_page == store_page) {
+                    continue;
+                }
+                let again = mapped.is_some() || vm.table.is_in_view(index);
+                if again && !vm.may_refold_live(index) {
+                    wait = vm.guest.can_stop();
+                    continue;
+                }
+                // Two VMs that read the same file at the same time: an earlier task of the batch may have found the page.
+                if !vm.table.plan(index) {
+                    continue;
+                }
+                let page = piece * PIECE + u32::try_from(at).unwrap_or(0);
+                let last = list.last_mut().filter(|run| {
+                    run.file == member.file
+                        && run.content == task.content
+                        && run.page + run.pages == page
+                        && run.continues(&vm.table, index, store_page, again)
+                });
+                if let Some(run) = last {
+                    run.pages += 1;
+                    continue;
+                }
+                list.push(Run {
+                    index,
+                    pages: 1,
+                    store_page,
+                    file: member.file,
+                    page,
+                    content: task.content,
+                    at: (!task.swept).then_some(task.hint.at),
+                    tries: task.hint.tries,
+                    again,
+                });
+            }
+            if wait && vm.wait_for_pause.len() < self.settings.stack_limit {
+                vm.wait_for_pause.push(Hint {
+                    file: member.file,
+                    page: piece * PIECE + u32::try_from(range.start).unwrap_or(0),
+                    pages: u32::try_from(range.len()).unwrap_or(0),
+                    ..task.hint
+                });
+            }
+        }
+    }
+
+    /// Folds runs of one VM, the longest first, and deals with what comes of them.
+    fn fold_vm(&mut self, id: VmId, runs: Vec<Run>) {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
+        for run in &runs {
+            (run.index..run.index + run.pages).for_each(|at| vm.table.unplan(at));
+        }
+        let mut queue = group(runs, &vm.table);
+        let freeze = if vm.live {
+            Freeze::WriteProtect
+        } else {
+            Freeze::Move
+        };
+        while !queue.is_empty() {
+            let Some(order) = self.next_order(id, &mut queue, ORDER_PAGES) else {
+                return;
+            };
+            if let Err(error) = self.execute(id, freeze, order, &mut queue) {
+                return self.lost(id, &error);
+            }
+        }
+    }
+
+    /// Takes groups for one order of at most `most_pages` off the queue, leaving out those that are not worth a mapping any more. `None` when
+    /// nothing is left.
+    pub(super) fn next_order(
+        &mut self,
+        id: VmId,
+        queue: &mut VecDeque<Group>,
+        most_pages: u32,
+    ) -> Option<Vec<Group>> {
+        let vm = self.vms.get_mut(&id)?;
+        let mut order = Vec::new();
+        let mut pages = 0;
+        while let Some(group) = queue.pop_front() {
+            let length = length(&group);
+            if order.len() == MAX_RUNS || (pages > 0 && pages + length > most_pages) {
+                queue.push_front(group);
+                break;
+            }
+            let worth = budget::shortest_run(vm.mappings, self.settings.max_mappings)
+                .is_some_and(|least| length >= least);
+            if !worth {
+                self.stats.mapping_budget_runs += 1;
+                // Our count only ever grows; the kernel's knows which mappings have joined. The sweep tries again.
+                vm.maps_stale = true;
+                vm.active = true;
+                self.sweep_wanted = true;
+                continue;
+            }
+            // A fold cuts a mapping in up to three; folding again one that is cut already adds at most one.
+            vm.mappings += if group.first().is_some_and(|run| run.again) {
+                1
+            } else {
+                2
+            };
+            pages += length;
+            order.push(group);
+        }
+        (!order.is_empty()).then_some(order)
+    }
+
+    /// Sends one order and books its outcomes. What is left of groups that stopped in the middle goes back to the queue.
+    pub(super) fn execute(
+        &mut self,
+        id: VmId,
+        freeze: Freeze,
+        groups: Vec<Group>,
+        queue: &mut VecDeque<Group>,
+    ) -> Result<(), GuestError> {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return Ok(());
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return Ok(());
+        };
+        let store = domain.store_number();
+        let wire = |group: &Group| {
+            let first = group.first()?;
+            let hva = vm.table.hva(first.index)?.0;
+            Some(FoldRun {
+                hva,
+                pages: length(group),
+                store,
+                store_page: u64::from(first.store_page),
+            })
+        };
+        let Some(runs) = groups.iter().map(wire).collect::<Option<Vec<_>>>() else {
+            return Ok(());
+        };
+        let asked: u32 = runs.iter().map(|run| run.pages).sum();
+        let reply = vm.guest.order(&Order::Fold { freeze, runs }, None)?;
+        if let Reply::Error { reason } = reply {
+            // Not now: QEMU did not stop the VM in time, say.
+            debug!(vm = vm.stats.name, reason, "a fold order was refused");
+            if let Freeze::Stopped { .. } = freeze {
+                queue.extend(groups);
+            } else {
+                vm.maps_stale = true;
+                vm.active = true;
+                self.sweep_wanted = true;
+            }
+            return Ok(());
+        }
+        let Reply::Outcomes {
+            outcomes,
+            cpu_ns,
+            stopped_ns,
+        } = reply
+        else {
+            let what = format!("unexpected reply to a fold order: {reply:?}");
+            return Err(GuestError::Library(std::io::Error::other(what)));
+        };
+        self.library_cpu_ns += cpu_ns;
+        vm.note_pause(stopped_ns);
+        if let Some(rate) = &mut self.rate {
+            rate.spend(f64::from(asked), Instant::now());
+        }
+        for (group, outcome) in groups.into_iter().zip(outcomes) {
+            self.book_group(id, group, outcome, queue);
+        }
+        Ok(())
+    }
+
+    /// Goes through all contents for what is matched and not folded: hints that were dropped, pages that were refused by a
+    /// budget, VMs that came late.
+    fn sweep(&mut self) {
+        self.sweep_wanted = false;
+        self.last_sweep = Instant::now();
+        let mut tasks = Vec::new();
+        for (name, domain) in &self.domains {
+            for (content, facts) in domain.contents.shared() {
+                let mut pieces: Vec<u32> = Vec::new();
+                for member in &facts.members {
+                    if let Some(vm) = self.vms.get(&member.vm) {
+                        pieces.extend(vm.table.pieces(member.file));
+                    }
+                }
+                pieces.sort_unstable();
+                // A piece that one VM alone has is matched by nothing.
+                let doubles = pieces
+                    .chunk_by(|a, b| a == b)
+                    .filter(|c| c.len() > 1)
+                    .map(|c| c[0]);
+                let Some(first) = facts.members.first() else {
+                    continue;
+                };
+                tasks.extend(doubles.map(|piece| Task {
+                    domain: name.clone(),
+                    content,
+                    vm: first.vm,
+                    hint: Hint {
+                        file: first.file,
+                        page: piece * PIECE,
+                        pages: PIECE,
+                        at: self.last_sweep,
+                        tries: 0,
+                    },
+                    swept: true,
+                }));
+            }
+        }
+        self.swept = tasks.into();
+    }
+}
+
+/// The guest page that caches a file page, unless it is being written or was found to differ.
+pub(super) fn usable(vm: &VmState, file: u32, page: u32) -> Option<Index> {
+    vm.table
+        .place(file, page)
+        .filter(|&at| !vm.table.is_dirty(at) && !vm.table.is_refused(at))
+}
+
+/// A store page that a holder of page `at` of the piece maps unchanged and that no index entry leads to: left by a former daemon,
+/// or by a content that ended. It holds what the guest page holds, so it can be offered again.
+fn adoptable(
+    vms: &BTreeMap<VmId, VmState>,
+    domain: &Domain,
+    holders: &[Holder],
+    at: usize,
+) -> Option<u32> {
+    holders.iter().find_map(|holder| {
+        let place = holder.pages[at].checked_sub(1)?;
+        let mapped = vms.get(&holder.member.vm)?.table.mapped(place)?;
+        let facts = domain.contents.facts(mapped.store_page);
+        (mapped.shared && facts.holds.is_none() && !facts.punched).then_some(mapped.store_page)
+    })
+}

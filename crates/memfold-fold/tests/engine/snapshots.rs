@@ -1,0 +1,134 @@
+//! VMs that run from a snapshot's image: what they share by it, and what returns to it.
+
+use std::fs::File;
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use memfold_fold::EngineSettings;
+use memfold_wire::agent::FromAgent;
+
+use super::harness::{RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
+
+/// An image in memory whose page n holds page n of file `seed`.
+fn image(seed: u64) -> File {
+    let file = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let mut file = File::from(file);
+    for page in 0..RAM_PAGES {
+        file.write_all(&pattern(seed, page)).unwrap();
+    }
+    file
+}
+
+fn often() -> EngineSettings {
+    EngineSettings {
+        fold_back_interval: Duration::from_millis(100),
+        ..EngineSettings::default()
+    }
+}
+
+#[test]
+fn pages_that_are_as_in_the_snapshot_again_return_to_it_and_no_others() {
+    let (domain, image) = (domain("back"), image(21));
+    let (mut a, mut b) = (Ram::of_image(&image), Ram::of_image(&image));
+    let engine = Running::start_with(&often());
+    engine.add(1, &domain, &a, true);
+    engine.add(2, &domain, &b, true);
+    // Written and as before, in long and in short runs; and written to stay.
+    for at in (0..700).chain((1000..1100).step_by(2)) {
+        a.page(at).fill(7);
+        a.fill_page(at, 21);
+    }
+    a.page(2000).fill(7);
+    b.page(5).fill(8);
+    assert!((6..106).all(|at| b.page(at) == pattern(21, at)));
+    let stats = engine.wait("returned", |s| vm(s, 1).folded_back_pages >= 750);
+    assert_eq!(vm(&stats, 1).folded_back_pages, 750);
+    let stats = engine.wait("looked at", |s| vm(s, 1).template_copied_pages == 1);
+    assert_eq!(vm(&stats, 1).template_pages, RAM_PAGES as u64);
+    assert_eq!(vm(&stats, 2).template_copied_pages, 1);
+    assert!((0..2000).all(|at| a.page(at) == pattern(21, at)));
+    assert!(a.page(2000).iter().all(|&byte| byte == 7));
+    assert!(b.page(5).iter().all(|&byte| byte == 8));
+    let frames = a.frames(6, 100);
+    assert!(frames.iter().all(Option::is_some));
+    assert_eq!(frames, b.frames(6, 100), "the image's own pages");
+}
+
+#[test]
+fn a_guest_that_writes_all_the_time_loses_no_write_to_folding_back() {
+    let (domain, image) = (domain("writing"), image(22));
+    let mut ram = Ram::of_image(&image);
+    let engine = Running::start_with(&often());
+    engine.add(1, &domain, &ram, true);
+    let original: Vec<[u8; 8]> = (0..512)
+        .map(|at| ram.page(at)[..8].try_into().unwrap())
+        .collect();
+    // Every page is by turns as in the image and with the round's number, and is what was written last whenever it is looked at.
+    let (begun, mut rounds) = (Instant::now(), 0_u64);
+    let enough = |rounds: u64| {
+        rounds > 100
+            && begun.elapsed() > Duration::from_secs(3)
+            && vm(&engine.stats(), 1).folded_back_pages > 1000
+    };
+    while !enough(rounds) && begun.elapsed() < Duration::from_secs(120) {
+        rounds += 1;
+        for (at, original) in original.iter().enumerate() {
+            let number = |round: u64| {
+                let round = round + at as u64;
+                if round % 2 == 0 {
+                    *original
+                } else {
+                    round.to_le_bytes()
+                }
+            };
+            let page = std::hint::black_box(ram.page(at));
+            assert!(
+                rounds == 1 || page[..8] == number(rounds - 1),
+                "page {at} in round {rounds}"
+            );
+            page[..8].copy_from_slice(&number(rounds));
+        }
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    let back = vm(&engine.stats(), 1).folded_back_pages;
+    println!("{rounds} rounds, {back} pages folded back");
+    assert!(rounds > 100 && back > 1000, "{rounds} rounds, {back} pages");
+    assert!((0..512).all(|at| ram.page(at)[8..] == pattern(22, at)[8..]));
+}
+
+#[test]
+fn what_clones_share_by_their_snapshot_is_not_folded_and_what_they_read_since_is() {
+    let (domain, image) = (domain("clones"), image(23));
+    let (mut a, mut b) = (Ram::of_image(&image), Ram::of_image(&image));
+    let engine = Running::start();
+    for (id, ram) in [(1, &a), (2, &b)] {
+        engine.add(id, &domain, ram, true);
+        engine.say(id, FromAgent::InventoryBegin);
+        engine.cached(id, 1, "/cached/before", 100, 200);
+        let (files, pages) = (1, 200);
+        engine.say(id, FromAgent::InventoryEnd { files, pages });
+    }
+    for (id, ram, at) in [(1, &mut a, 1000), (2, &mut b, 2000)] {
+        ram.fill(at, 64, 24);
+        engine.cached(id, 2, "/read/since", at, 64);
+    }
+    let stats = engine.wait("folded", |s| folded(s, &[1, 2], 264));
+    for id in [1, 2] {
+        let vm = vm(&stats, id);
+        assert_eq!((vm.matched_pages, vm.mapped_pages), (264, 64));
+        assert_eq!(vm.template_pages, RAM_PAGES as u64 - 64);
+    }
+    assert_eq!(stats.domains[0].appended_pages, 64);
+    assert!(a.holds(1000, 64, 24) && b.holds(2000, 64, 24));
+    assert!(a.frames(1000, 64).iter().all(Option::is_some));
+    assert_eq!(a.frames(1000, 64), b.frames(2000, 64));
+    // Written since, both differ from the snapshot; they hold the same, and are folded onto each other.
+    for (id, ram) in [(1, &mut a), (2, &mut b)] {
+        ram.fill(100, 200, 25);
+        engine.hint(id, 1, 100, 200);
+    }
+    let stats = engine.wait("folded", |s| folded(s, &[1, 2], 264));
+    assert_eq!(vm(&stats, 1).mapped_pages, 264);
+    assert!(a.holds(100, 200, 25) && b.holds(100, 200, 25));
+    assert_eq!(a.frames(100, 200), b.frames(100, 200));
+}

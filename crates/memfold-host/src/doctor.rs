@@ -1,0 +1,446 @@
+//! What the host's facts mean, and the command that fixes what doesn't work.
+
+use memfold_units::ByteSize;
+use serde::Serialize;
+
+use super::facts::HostFacts;
+use super::kvm::KvmVerdict;
+
+/// The kernel's default of `vm.max_map_count`; folding a busy VM takes about 5,000 of it.
+const DEFAULT_MAP_COUNT: u64 = 65_530;
+/// What `memfold demo` needs: three VMs of 512 MiB and their QEMUs.
+const DEMO_MEMORY: ByteSize = ByteSize::mib(2560);
+
+/// How a check ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    /// Works.
+    Ok,
+    /// The main job runs; something beside it doesn't.
+    Warn,
+    /// The main job can't run.
+    Fail,
+}
+
+/// One line of doctor's report.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Check {
+    /// What was looked at.
+    pub name: &'static str,
+    /// How it ended.
+    pub status: Status,
+    /// What was found and what it means.
+    pub meaning: String,
+    /// The command that fixes it.
+    pub fix: Option<String>,
+}
+
+/// What works on this host.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Whether the main job (boot VMs, fold them) can run.
+    pub can_run: bool,
+    /// The checks, in order.
+    pub checks: Vec<Check>,
+    /// What they were made from.
+    pub host: HostFacts,
+}
+
+/// Judges the facts.
+#[must_use]
+pub fn examine(host: HostFacts) -> Report {
+    let mut checks = Vec::new();
+    kernel(&host, &mut checks);
+    memory(&host, &mut checks);
+    qemu(&host, &mut checks);
+    own_files(&host, &mut checks);
+    Report {
+        can_run: checks.iter().all(|c| c.status != Status::Fail),
+        checks,
+        host,
+    }
+}
+
+fn ok(name: &'static str, meaning: impl Into<String>) -> Check {
+    Check {
+        name,
+        status: Status::Ok,
+        meaning: meaning.into(),
+        fix: None,
+    }
+}
+
+fn bad(name: &'static str, status: Status, meaning: impl Into<String>, fix: &str) -> Check {
+    Check {
+        name,
+        status,
+        meaning: meaning.into(),
+        fix: Some(fix.into()),
+    }
+}
+
+const NEWER_KERNEL: &str = "install Linux 6.8 or newer (Debian 13's, or on Debian 12: apt install -t bookworm-backports linux-image-amd64)";
+
+/// Capabilities without which root can't fold: their bits (`include/uapi/linux/capability.h`), names, and what each is for.
+const CAPABILITIES: [(u32, &str, &str); 2] = [
+    (
+        19,
+        "CAP_SYS_PTRACE",
+        "reading other processes' memory, kernel-mode page faults",
+    ),
+    (
+        21,
+        "CAP_SYS_ADMIN",
+        "page frame numbers, mounts of segments",
+    ),
+];
+
+fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
+    let lacks = |bit: u32| host.capabilities >> bit & 1 == 0;
+    let missing: Vec<_> = CAPABILITIES
+        .iter()
+        .filter(|(bit, ..)| lacks(*bit))
+        .collect();
+    checks.push(if host.root && missing.is_empty() {
+        ok("rights", "root")
+    } else if host.root {
+        let words = missing.iter().map(|(_, name, use_)| format!("{name} ({use_})"));
+        let names: Vec<_> = missing.iter().map(|(_, name, _)| *name).collect();
+        bad(
+            "rights",
+            Status::Fail,
+            format!("root without {}", words.collect::<Vec<_>>().join(" and ")),
+            &format!(
+                "give it back where it was taken away: CapabilityBoundingSet= of a systemd unit, --cap-add of a container ({})",
+                names.join(", ")
+            ),
+        )
+    } else {
+        bad(
+            "rights",
+            Status::Fail,
+            format!(
+                "not root (capabilities {:#x}): other processes' page maps and kernel-mode page faults are closed",
+                host.capabilities
+            ),
+            "run memfold as root (sudo memfold ...)",
+        )
+    });
+    let uffd = &host.userfault;
+    checks.push(match (uffd.available, uffd.can_move, uffd.can_write_protect) {
+        (false, ..) => bad(
+            "userfaultfd",
+            Status::Fail,
+            format!(
+                "no userfaultfd that takes kernel-mode faults ({}; vm.unprivileged_userfaultfd={}): VMs can't be folded",
+                uffd.error.as_deref().unwrap_or("no reason given"),
+                host.unprivileged_userfaultfd.map_or("?".into(), |n| n.to_string()),
+            ),
+            if host.root {
+                "see 'rights'; a container's seccomp filter may forbid it, too: allow userfaultfd(2), or give it /dev/userfaultfd"
+            } else {
+                "run as root, or give yourself /dev/userfaultfd (setfacl -m u:$USER:rw /dev/userfaultfd)"
+            },
+        ),
+        (true, false, _) => bad(
+            "userfaultfd",
+            Status::Fail,
+            format!("Linux {} has no UFFDIO_MOVE: VMs can't be folded", host.kernel),
+            NEWER_KERNEL,
+        ),
+        (true, true, false) => bad(
+            "userfaultfd",
+            Status::Warn,
+            "UFFDIO_MOVE without write protection: pages are folded again at pauses only",
+            "use a kernel built with CONFIG_HAVE_ARCH_USERFAULTFD_WP",
+        ),
+        (true, true, true) => ok(
+            "userfaultfd",
+            format!("UFFDIO_MOVE and UFFDIO_WRITEPROTECT on Linux {}", host.kernel),
+        ),
+    });
+    checks.push(match &host.pagemap_scan_error {
+        None => ok("PAGEMAP_SCAN", "page maps can be scanned"),
+        Some(e) => bad(
+            "PAGEMAP_SCAN",
+            Status::Fail,
+            format!("page maps can't be scanned ({e}): the ledger has no figures"),
+            NEWER_KERNEL,
+        ),
+    });
+    checks.push(match &host.ksm {
+        None => bad(
+            "KSM",
+            Status::Warn,
+            "this kernel has no KSM: folding works, the comparison with KSM doesn't",
+            "use a kernel built with CONFIG_KSM=y (Debian's are)",
+        ),
+        Some(ksm) => {
+            let state = if ksm.run == 1 { "on" } else { "off" };
+            let advisor = ksm.advisor_mode.as_deref().unwrap_or("not in this kernel");
+            ok(
+                "KSM",
+                format!(
+                    "{state}, {} pages each {} ms, advisor: {advisor}",
+                    ksm.pages_to_scan, ksm.sleep_millisecs
+                ),
+            )
+        }
+    });
+}
+
+fn memory(host: &HostFacts, checks: &mut Vec<Check>) {
+    let count = host.max_map_count.unwrap_or(0);
+    checks.push(if count >= DEFAULT_MAP_COUNT {
+        ok("vm.max_map_count", format!("{count} mappings a VM"))
+    } else {
+        bad(
+            "vm.max_map_count",
+            Status::Warn,
+            format!("{count} mappings a VM bound how many runs can be folded"),
+            "sysctl -w vm.max_map_count=262144",
+        )
+    });
+    let thp = host.transparent_hugepage.as_deref();
+    checks.push(ok(
+        "huge pages",
+        match thp {
+            Some("always") => {
+                "transparent huge pages are always used: folding splits them where it gains"
+                    .to_owned()
+            }
+            Some(word) => format!("transparent huge pages: {word}"),
+            None => "this kernel has no transparent huge pages".to_owned(),
+        },
+    ));
+    let available = ByteSize(host.available_bytes);
+    checks.push(if available >= DEMO_MEMORY {
+        ok("memory", format!("{available} available"))
+    } else {
+        bad(
+            "memory",
+            Status::Warn,
+            format!("{available} available; the demo's three VMs need {DEMO_MEMORY}"),
+            "end other programs, or start fewer VMs",
+        )
+    });
+}
+
+const INSTALL_QEMU: &str = "make setup (or: apt install qemu-system-x86 qemu-utils; on Debian 12 with -t bookworm-backports)";
+
+fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
+    let qemu = &host.qemu;
+    checks.push(match &qemu.facts {
+        None => bad(
+            "QEMU",
+            Status::Fail,
+            qemu.error.clone().unwrap_or_else(|| "not found".into()),
+            INSTALL_QEMU,
+        ),
+        Some(facts) => {
+            let (major, minor, micro) = facts.version;
+            let text = format!("{major}.{minor}.{micro} at {}", facts.program.display());
+            if !facts.is_supported() {
+                bad(
+                    "QEMU",
+                    Status::Fail,
+                    format!("{text} is older than 10.0"),
+                    INSTALL_QEMU,
+                )
+            } else if !qemu.sandbox {
+                bad(
+                    "QEMU",
+                    Status::Fail,
+                    format!("{text} was built without -sandbox, which VMs are started with"),
+                    INSTALL_QEMU,
+                )
+            } else if !qemu.free_page_reporting {
+                bad(
+                    "QEMU",
+                    Status::Fail,
+                    format!(
+                        "{text} has no balloon with free page reporting, which VMs are started with"
+                    ),
+                    INSTALL_QEMU,
+                )
+            } else {
+                ok(
+                    "QEMU",
+                    format!(
+                        "{text}, {}, accelerators: {}",
+                        facts.machine,
+                        facts.accelerators.join(", ")
+                    ),
+                )
+            }
+        }
+    });
+    checks.push(match &host.kvm {
+        KvmVerdict::Works => ok("KVM", "a probe guest's kernel ran"),
+        KvmVerdict::Untried { why } => bad(
+            "KVM",
+            Status::Warn,
+            format!("not tried, {why}; VMs run under TCG, slowly"),
+            "make setup",
+        ),
+        KvmVerdict::Unusable { why } => bad(
+            "KVM",
+            Status::Warn,
+            format!("{why}; VMs run under TCG, slowly"),
+            "switch virtualization on in the firmware, or use a host that has it",
+        ),
+    });
+}
+
+fn own_files(host: &HostFacts, checks: &mut Vec<Check>) {
+    checks.push(match &host.library {
+        Ok(path) => ok("library", path.display().to_string()),
+        Err(e) => bad(
+            "library",
+            Status::Fail,
+            format!("{e}: QEMU can't fold without it"),
+            "make build",
+        ),
+    });
+    checks.push(match &host.guest_images {
+        Ok(names) if !names.is_empty() => ok("guest images", names.join(", ")),
+        other => bad(
+            "guest images",
+            Status::Fail,
+            format!(
+                "{}: there is nothing to boot for the demo and the tests",
+                other.as_ref().err().map_or("none", String::as_str)
+            ),
+            "make setup",
+        ),
+    });
+    let missing: Vec<_> = host.tools.iter().filter(|t| t.path.is_none()).collect();
+    checks.push(if missing.is_empty() {
+        let names: Vec<_> = host.tools.iter().map(|t| t.name).collect();
+        ok("tools", names.join(", "))
+    } else {
+        let words: Vec<_> = missing
+            .iter()
+            .map(|t| format!("{} ({})", t.name, t.used_for))
+            .collect();
+        let packages: Vec<_> = missing.iter().map(|t| t.package).collect();
+        bad(
+            "tools",
+            Status::Warn,
+            format!("missing: {}", words.join(", ")),
+            &format!("apt install {}", packages.join(" ")),
+        )
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::facts::{Ksm, Qemu, Userfault};
+    use crate::qemu::QemuFacts;
+
+    fn good_host() -> HostFacts {
+        HostFacts {
+            kernel: "6.12.1".into(),
+            root: true,
+            capabilities: u64::MAX,
+            userfault: Userfault {
+                available: true,
+                can_move: true,
+                can_write_protect: true,
+                error: None,
+            },
+            unprivileged_userfaultfd: Some(0),
+            pagemap_scan_error: None,
+            ksm: Some(Ksm {
+                run: 0,
+                pages_to_scan: 100,
+                sleep_millisecs: 20,
+                advisor_mode: Some("none".into()),
+            }),
+            max_map_count: Some(65_530),
+            transparent_hugepage: Some("madvise".into()),
+            available_bytes: 8 << 30,
+            qemu: Qemu {
+                facts: Some(QemuFacts {
+                    program: "/usr/bin/qemu-system-x86_64".into(),
+                    version: (10, 0, 2),
+                    machine: "pc-q35-10.0".into(),
+                    accelerators: vec!["tcg".into(), "kvm".into()],
+                }),
+                free_page_reporting: true,
+                sandbox: true,
+                error: None,
+            },
+            kvm: KvmVerdict::Works,
+            library: Ok("/usr/lib/memfold/libmemfold_qemu.so".into()),
+            guest_images: Ok(vec!["trixie-a".into()]),
+            tools: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_good_host_has_nothing_to_fix() {
+        let report = examine(good_host());
+        assert!(report.can_run);
+        assert!(
+            report
+                .checks
+                .iter()
+                .all(|c| c.status == Status::Ok && c.fix.is_none())
+        );
+    }
+
+    #[test]
+    fn each_missing_condition_is_named_with_its_fix() {
+        type Damage = fn(&mut HostFacts);
+        let cases: [(&str, Status, Damage); 11] = [
+            ("rights", Status::Fail, |h| h.root = false),
+            ("rights", Status::Fail, |h| h.capabilities &= !(1 << 19)),
+            ("userfaultfd", Status::Fail, |h| {
+                h.userfault.can_move = false;
+            }),
+            ("userfaultfd", Status::Fail, |h| {
+                h.userfault.available = false;
+            }),
+            ("PAGEMAP_SCAN", Status::Fail, |h| {
+                h.pagemap_scan_error = Some("ENOTTY".into());
+            }),
+            ("KSM", Status::Warn, |h| h.ksm = None),
+            ("vm.max_map_count", Status::Warn, |h| {
+                h.max_map_count = Some(1000);
+            }),
+            ("QEMU", Status::Fail, |h| {
+                if let Some(facts) = &mut h.qemu.facts {
+                    facts.version = (7, 2, 0);
+                }
+            }),
+            ("KVM", Status::Warn, |h| {
+                h.kvm = KvmVerdict::Unusable {
+                    why: "no device".into(),
+                }
+            }),
+            ("library", Status::Fail, |h| {
+                h.library = Err("not there".into());
+            }),
+            ("guest images", Status::Fail, |h| {
+                h.guest_images = Ok(Vec::new());
+            }),
+        ];
+        for (name, status, damage) in cases {
+            let mut host = good_host();
+            damage(&mut host);
+            let report = examine(host);
+            let wrong: Vec<_> = report
+                .checks
+                .iter()
+                .filter(|c| c.status != Status::Ok)
+                .collect();
+            assert_eq!(wrong.len(), 1, "{name}: {wrong:?}");
+            assert_eq!((wrong[0].name, wrong[0].status), (name, status));
+            assert!(wrong[0].fix.is_some());
+            assert_eq!(report.can_run, status != Status::Fail);
+        }
+    }
+}

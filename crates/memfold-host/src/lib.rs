@@ -1,0 +1,50 @@
+//! What this host can do: probed once, asked by everything.
+
+pub mod caught;
+pub mod doctor;
+pub mod facts;
+pub mod files;
+pub mod groups;
+pub mod helper;
+pub mod kvm;
+pub mod progress;
+pub mod qemu;
+pub mod socket;
+
+pub use doctor::{Check, Report, Status, examine};
+pub use facts::HostFacts;
+pub use files::{GuestImage, guest_images, image_directory, library, own_program};
+pub use groups::{Group, Room};
+pub use kvm::KvmVerdict;
+pub use qemu::{QemuError, QemuFacts};
+
+/// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be written.
+#[macro_export]
+macro_rules! say {
+    ($($words:tt)*) => {{
+        // Nobody could be told.
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($words)*)));
+    }};
+}
+
+static COMMIT: std::sync::OnceLock<&str> = std::sync::OnceLock::new();
+
+/// Tells which commit the program is built from. The program knows it, and not this library: it would be compiled anew for each commit.
+pub fn set_commit(commit: &'static str) {
+    // The first word stays.
+    let _ = COMMIT.set(commit);
+}
+
+/// The commit that the program is built from; `unknown` in other programs.
+#[must_use]
+pub fn commit() -> &'static str {
+    COMMIT.get().copied().unwrap_or("unknown")
+}
+
+/// An error with its causes, in one line.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    let words: Vec<String> = causes.map(ToString::to_string).collect();
+    words.join(": ")
+}

@@ -1,0 +1,150 @@
+use super::*;
+use crate::pause;
+
+/// A tree as Linux 6.18 shows it, with `run` = 0.
+fn tree() -> tempfile::TempDir {
+    let tree = tempfile::tempdir().unwrap();
+    for (name, text) in [
+        ("advisor_max_cpu", "70"),
+        ("advisor_max_pages_to_scan", "30000"),
+        ("advisor_min_pages_to_scan", "500"),
+        ("advisor_mode", "[none] scan-time"),
+        ("advisor_target_scan_time", "200"),
+        ("max_page_sharing", "256"),
+        ("merge_across_nodes", "1"),
+        ("pages_shared", "0"),
+        ("pages_sharing", "0"),
+        ("pages_to_scan", "100"),
+        ("run", "0"),
+        ("sleep_millisecs", "20"),
+        ("smart_scan", "1"),
+        ("stable_node_chains_prune_millisecs", "2000"),
+        ("use_zero_pages", "0"),
+    ] {
+        fs::write(tree.path().join(name), format!("{text}\n")).unwrap();
+    }
+    tree
+}
+
+fn fast() -> Settings {
+    Settings {
+        run: Some(1),
+        pages_to_scan: Some(5000),
+        sleep_millisecs: Some(1),
+        ..Settings::default()
+    }
+}
+
+#[test]
+fn a_fresh_kernel_has_the_defaults() {
+    let tree = tree();
+    let now = Controls::new(tree.path()).settings().unwrap();
+    let expected = Settings {
+        run: Some(0),
+        advisor_max_cpu: Some(70),
+        advisor_min_pages_to_scan: Some(500),
+        advisor_max_pages_to_scan: Some(30000),
+        advisor_target_scan_time: Some(200),
+        ..Settings::kernel_default()
+    };
+    assert_eq!(now, expected);
+}
+
+#[test]
+fn what_an_older_kernel_lacks_is_neither_read_nor_written() {
+    let tree = tree();
+    for name in ["smart_scan", "advisor_mode"] {
+        fs::remove_file(tree.path().join(name)).unwrap();
+    }
+    let controls = Controls::new(tree.path());
+    controls.apply(&Settings::kernel_default()).unwrap();
+    assert_eq!(controls.settings().unwrap().smart_scan, None);
+    assert_eq!(controls.settings().unwrap().run, Some(1));
+    assert!(!tree.path().join("smart_scan").exists());
+}
+
+#[test]
+fn a_kernel_without_ksm_is_named() {
+    let empty = tempfile::tempdir().unwrap();
+    let error = Controls::new(empty.path()).settings().unwrap_err();
+    assert!(matches!(error, KsmError::Missing(_)), "{error}");
+}
+
+#[test]
+fn settings_come_back_on_drop_and_when_panicking() {
+    let (tree, state) = (tree(), tempfile::tempdir().unwrap());
+    let controls = Controls::new(tree.path());
+    let before = controls.settings().unwrap();
+    let panicked = std::panic::catch_unwind(|| {
+        let _guard = Guard::take(&controls, state.path()).unwrap();
+        controls.apply(&fast()).unwrap();
+        assert_ne!(controls.settings().unwrap(), before);
+        panic!("a bench that fails");
+    });
+    assert!(panicked.is_err());
+    assert_eq!(controls.settings().unwrap(), before);
+    assert!(!restore_leftover(state.path()).unwrap());
+}
+
+#[test]
+fn ksm_is_stopped_where_it_runs_and_goes_on_afterwards() {
+    let (tree, state) = (tree(), tempfile::tempdir().unwrap());
+    let controls = Controls::new(tree.path());
+    let run = || controls.text("run").unwrap().unwrap();
+    let written = || {
+        fs::metadata(tree.path().join("run"))
+            .unwrap()
+            .modified()
+            .unwrap()
+    };
+    // Where it doesn't run, somebody else may start it meanwhile: that stays so. But no memfold does.
+    let before = written();
+    let paused = pause(&controls, state.path()).unwrap();
+    assert_eq!(written(), before);
+    assert!(matches!(
+        pause(&controls, state.path()),
+        Err(KsmError::Busy(_))
+    ));
+    controls.write("run", &1).unwrap();
+    drop(paused);
+    assert_eq!(run(), "1");
+    let paused = pause(&controls, state.path()).unwrap();
+    assert_eq!(run(), "0");
+    drop(paused);
+    assert_eq!(run(), "1");
+    let missing = Controls::new(tree.path().join("nowhere"));
+    drop(pause(&missing, state.path()).unwrap());
+}
+
+#[test]
+fn a_killed_holder_leaves_a_note_that_the_next_puts_back() {
+    let (tree, state) = (tree(), tempfile::tempdir().unwrap());
+    let controls = Controls::new(tree.path());
+    let before = controls.settings().unwrap();
+    let mut guard = Guard::take(&controls, state.path()).unwrap();
+    controls.apply(&fast()).unwrap();
+    assert!(matches!(
+        restore_leftover(state.path()),
+        Err(KsmError::Busy(_))
+    ));
+    // As a kill leaves it: the note stays, the lock goes with the process.
+    guard.restored = true;
+    drop(guard);
+    assert!(restore_leftover(state.path()).unwrap());
+    assert_eq!(controls.settings().unwrap(), before);
+}
+
+#[test]
+fn a_note_of_another_boot_is_thrown_away() {
+    let (tree, state) = (tree(), tempfile::tempdir().unwrap());
+    let controls = Controls::new(tree.path());
+    let mut guard = Guard::take(&controls, state.path()).unwrap();
+    guard.note.boot_id = "another".to_owned();
+    fs::write(&guard.note_path, serde_json::to_vec(&guard.note).unwrap()).unwrap();
+    guard.restored = true;
+    drop(guard);
+    controls.apply(&fast()).unwrap();
+    assert!(!restore_leftover(state.path()).unwrap());
+    assert_eq!(controls.settings().unwrap().run, Some(1));
+    assert!(!note_path(state.path()).exists());
+}

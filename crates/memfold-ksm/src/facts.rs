@@ -1,0 +1,184 @@
+//! Reads what explains a VM, from `/proc` and `/sys`.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use super::controls::{Controls, KsmError};
+use super::explain::{Facts, HostSide, Steered};
+use super::processes::{self, Process};
+use super::ranges;
+use super::status::{Ksmd, Status};
+use super::zeroes;
+
+/// What a daemon knows of a VM.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Known {
+    /// Its name.
+    pub name: String,
+    /// Its trust domain.
+    pub domain: Option<String>,
+    /// Where its RAM lies: first byte, byte after the last.
+    pub ram: Vec<(u64, u64)>,
+}
+
+impl HostSide {
+    /// The host now; `None`: its kernel has no KSM.
+    pub fn read(controls: &Controls, proc_root: &Path) -> Result<Option<Self>, KsmError> {
+        let settings = match controls.settings() {
+            Ok(settings) => settings,
+            Err(KsmError::Missing(_)) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let processes = processes::mergeable(proc_root)?;
+        Ok(Some(Self {
+            settings,
+            status: Status::read(controls)?,
+            ksmd_cpu_s: Ksmd::find_in(proc_root)
+                .and_then(|ksmd| ksmd.cpu_time().ok())
+                .map(|time| time.as_secs_f64()),
+            mergeable_pages: processes
+                .iter()
+                .map(|process| process.anonymous_pages)
+                .sum(),
+            nodes: nodes(Path::new("/sys/devices/system/node")),
+        }))
+    }
+}
+
+fn nodes(directory: &Path) -> u64 {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let is_node = |name: &str| {
+        let number = name.strip_prefix("node");
+        number.is_some_and(|n| n.parse::<u32>().is_ok())
+    };
+    let nodes = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_node));
+    u64::try_from(nodes.count()).unwrap_or(1).max(1)
+}
+
+impl Facts {
+    /// Of process `pid`, a QEMU. `known`: what a daemon knows of it, if one was asked.
+    ///
+    /// # Errors
+    /// If the process has ended, or we may not look at it.
+    pub fn read(
+        controls: &Controls,
+        proc_root: &Path,
+        pid: i32,
+        known: Option<&Known>,
+        steered: Option<Steered>,
+    ) -> Result<Self, KsmError> {
+        let directory = proc_root.join(pid.to_string());
+        let failed = |source| KsmError::Read {
+            path: directory.clone(),
+            source,
+        };
+        let gone = || failed(io::Error::from(io::ErrorKind::NotFound));
+        let process = Process::read(proc_root, pid).ok_or_else(gone)?;
+        let ram = known.map_or(&[][..], |known| &known.ram);
+        let mappings = ranges::guest(proc_root, pid, ram).map_err(failed)?;
+        let words = words(&directory).map_err(failed)?;
+        let status = fs::read_to_string(directory.join("status")).map_err(failed)?;
+        let vm = match known {
+            Some(known) => known.name.clone(),
+            None => memfold_vm::endpoints::guest_name(&words)
+                .unwrap_or_else(|| format!("process {pid}")),
+        };
+        Ok(Self {
+            vm,
+            domain: known.and_then(|known| known.domain.clone()),
+            known: known.is_some(),
+            process,
+            merge_off: merge_off(&words),
+            filtered: filtered(&status, &words),
+            zero_pages: zeroes::pages(pid, &mappings).ok(),
+            mappings,
+            age_s: age_s(proc_root, &directory).unwrap_or(0.0),
+            host: HostSide::read(controls, proc_root)?,
+            steered,
+        })
+    }
+}
+
+fn words(directory: &Path) -> io::Result<Vec<String>> {
+    let bytes = fs::read(directory.join("cmdline"))?;
+    let words = bytes.split(|b| *b == 0).filter(|word| !word.is_empty());
+    Ok(words
+        .map(|word| String::from_utf8_lossy(word).into_owned())
+        .collect())
+}
+
+/// Whether a seccomp filter is on a process (`proc_pid_status(5)`) that isn't QEMU's own: it has one, and lets `madvise` pass
+/// (`system/qemu-seccomp.c`).
+fn filtered(status: &str, words: &[String]) -> bool {
+    let number = |name: &str| -> Option<u32> {
+        let mut lines = status.lines();
+        let value = lines.find_map(|line| line.strip_prefix(name))?;
+        value.trim().parse().ok()
+    };
+    let is_sandbox = |pair: &[String]| {
+        matches!(pair[0].as_str(), "-sandbox" | "--sandbox") && pair[1].starts_with("on")
+    };
+    let own = u32::from(words.windows(2).any(is_sandbox));
+    // How many there are is told since Linux 5.9.
+    number("Seccomp:") == Some(2) && number("Seccomp_filters:").is_none_or(|all| all > own)
+}
+
+/// QEMU merges `-machine` options: the last word on `mem-merge` counts. A memory backend's `merge=off` changes nothing as long as it is
+/// on (`ram_block_add` in `system/physmem.c` asks the machine alone).
+fn merge_off(words: &[String]) -> bool {
+    let machine = words
+        .windows(2)
+        .filter(|pair| matches!(pair[0].as_str(), "-machine" | "--machine" | "-M" | "--M"));
+    machine
+        .flat_map(|pair| pair[1].split(','))
+        .filter_map(|option| option.strip_prefix("mem-merge="))
+        .next_back()
+        .is_some_and(|value| matches!(value, "off" | "no" | "false"))
+}
+
+/// Seconds since a process's start: `/proc/uptime` less field 22 of its `stat`.
+fn age_s(proc_root: &Path, directory: &Path) -> Option<f64> {
+    let uptime = fs::read_to_string(proc_root.join("uptime")).ok()?;
+    let uptime: f64 = uptime.split(' ').next()?.parse().ok()?;
+    let stat = fs::read_to_string(directory.join("stat")).ok()?;
+    let (_, behind_name) = stat.rsplit_once(')')?;
+    let ticks: u64 = behind_name.split_whitespace().nth(22 - 3)?.parse().ok()?;
+    let began = ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
+    Some((uptime - began).max(0.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_filter_of_qemu_itself_refuses_nothing() {
+        let of = |filters: u32, line: &str| {
+            let status = format!("Name:\tq\nSeccomp:\t2\nSeccomp_filters:\t{filters}\nCpus:\t1\n");
+            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            filtered(&status, &words)
+        };
+        assert!(!of(1, "qemu -sandbox on,spawn=deny -m 64"));
+        assert!(of(2, "qemu -sandbox on"));
+        assert!(of(1, "qemu -sandbox off"));
+        assert!(of(1, "qemu -m 64"));
+        assert!(!filtered("Seccomp:\t0\nSeccomp_filters:\t0\n", &[]));
+        assert!(filtered("Seccomp:\t2\n", &[]));
+    }
+
+    #[test]
+    fn qemu_is_told_not_to_merge_in_several_ways() {
+        let off = |line: &str| merge_off(&line.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        assert!(off("qemu -machine q35,mem-merge=off"));
+        assert!(off("qemu -M pc -machine mem-merge=off"));
+        assert!(!off(
+            "qemu -object memory-backend-ram,id=r,size=1M,merge=off"
+        ));
+        assert!(!off(
+            "qemu -machine q35,mem-merge=off -machine mem-merge=on"
+        ));
+        assert!(!off("qemu -machine q35 -name mem-merge=off"));
+        assert!(!off("qemu"));
+    }
+}

@@ -1,0 +1,301 @@
+//! What each mechanism would bring, and what CPU it would take to get there.
+//!
+//! They overlap: most of what folding finds KSM would find too, and what lies in a segment is in no page cache that could be folded.
+//! CPU figures are those of the studies (`docs/results`, decision 21), on the machine that they were made on: an order of magnitude.
+
+use memfold_fold::FileUse;
+use memfold_segment::rank;
+use memfold_units::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::facts::KnownFile;
+use super::look::{Looked, Pages};
+use super::split::{DomainSplit, Split};
+use super::statistics::{Estimate, Sum};
+use super::targets::Target;
+
+/// ksmd's CPU for each merged page, its scanning included (`bench ksm`: steered, median of three rounds, two VMs of 1 GiB).
+const KSM_US: f64 = 10.3;
+
+/// CPU for folding a page, by the pages of its run (`bench fold`, median).
+const FOLD_US: [(f64, f64); 5] = [
+    (1.0, 8.74),
+    (4.0, 3.01),
+    (16.0, 1.36),
+    (64.0, 0.91),
+    (512.0, 0.77),
+];
+
+/// The host's CPU for giving a page of 4 KiB back in a block of 2 MiB (`MADV_DONTNEED`, median of seven rounds; 0.01 in a huge page, decision 23).
+const GIVE_BACK_US: f64 = 0.25;
+
+/// A way to save memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Way {
+    /// Files in a segment instead of in page caches.
+    Segment,
+    /// VMs as clones of one snapshot.
+    Clone,
+    /// The same pages of the same files, folded.
+    Fold,
+    /// Pages of zeroes, given back.
+    Zero,
+    /// KSM, of the memory that is offered to it.
+    Ksm,
+    /// KSM, if all VMs offered theirs.
+    KsmIfOffered,
+    /// What guests have free, given back.
+    FreePageReporting,
+}
+
+/// What it would bring.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Mechanism {
+    /// Which.
+    pub way: Way,
+    /// Its saving; null: it can't be known from outside, see `words`.
+    pub saved: Option<Estimate>,
+    /// Where the saving depends on what isn't known: at most this.
+    pub at_most_bytes: Option<u64>,
+    /// CPU until it is saved, in seconds of one core; null: not measured.
+    pub cpu_seconds: Option<f64>,
+    /// What it is about, in words.
+    pub words: String,
+}
+
+/// Every mechanism.
+#[must_use]
+pub fn all(looked: &Looked, split: &Split, files: &[KnownFile]) -> Vec<Mechanism> {
+    let mut all = vec![
+        segment(looked, split, files),
+        clone(looked, split),
+        fold(looked, split),
+        zero(split),
+        ksm(Way::Ksm, split, |domain| domain.ksm),
+    ];
+    if looked.vms.iter().any(|vm| vm.mergeable < vm.private) {
+        all.push(ksm(Way::KsmIfOffered, split, |domain| {
+            domain.ksm_if_offered
+        }));
+    }
+    all.push(free_page_reporting(looked));
+    all
+}
+
+const NO_AGENT: &str =
+    "needs a memfold daemon and agents in the guests, which say what is a file's";
+
+fn knows_files(looked: &Looked) -> bool {
+    looked.targets.iter().any(|vm| vm.runs.is_some())
+}
+
+fn segment(looked: &Looked, split: &Split, files: &[KnownFile]) -> Mechanism {
+    let mut mechanism = Mechanism {
+        way: Way::Segment,
+        saved: None,
+        at_most_bytes: None,
+        cpu_seconds: Some(0.0),
+        words: NO_AGENT.to_owned(),
+    };
+    if !knows_files(looked) {
+        return mechanism;
+    }
+    let chosen = rank::chosen(&[]).ok();
+    let mut net = 0;
+    for domain in &split.domains {
+        let vms = domain.vms.iter().map(|&vm| &looked.targets[vm]);
+        let mut uses: Vec<FileUse> = vms.flat_map(|vm| uses(vm, files)).collect();
+        uses.retain(|used| chosen.as_ref().is_none_or(|chosen| chosen(&used.path)));
+        net += rank::sums(&rank::rank(&uses, domain.vms.len() as u64, None)).1;
+    }
+    mechanism.saved = Some(Estimate {
+        bytes: u64::try_from(net).unwrap_or(0),
+        plus_minus_bytes: 0,
+    });
+    "files below /usr and /opt that several VMs cache, less 1/64 of their size a VM; no CPU while VMs run"
+        .clone_into(&mut mechanism.words);
+    mechanism
+}
+
+fn uses(vm: &Target, files: &[KnownFile]) -> Vec<FileUse> {
+    let mut cached = std::collections::BTreeMap::<u32, u64>::new();
+    for run in vm.runs.iter().flatten() {
+        *cached.entry(run.file).or_default() += u64::from(run.pages);
+    }
+    let used = cached.into_iter().filter_map(|(file, cached_pages)| {
+        let known = files.get(file as usize)?;
+        Some(FileUse {
+            vm: vm.name.clone(),
+            domain: vm.group(),
+            path: known.path.clone().into_bytes(),
+            file_bytes: known.file_bytes,
+            cached_pages,
+        })
+    });
+    used.collect()
+}
+
+fn clone(looked: &Looked, split: &Split) -> Mechanism {
+    let (mut between, mut most) = (Sum::default(), 0);
+    for domain in split.domains.iter().filter(|d| d.vms.len() > 1) {
+        between.join(domain.between);
+        let private = || domain.vms.iter().map(|&vm| looked.vms[vm].private);
+        most += private().sum::<u64>() - private().max().unwrap_or(0);
+    }
+    Mechanism {
+        way: Way::Clone,
+        saved: Some(between.bytes()),
+        at_most_bytes: Some(most * PAGE_SIZE),
+        cpu_seconds: Some(0.0),
+        words: "as clones of one snapshot: what VMs have alike now, to all but one's memory while they write little"
+            .to_owned(),
+    }
+}
+
+fn fold(looked: &Looked, split: &Split) -> Mechanism {
+    let mut saved = Sum::default();
+    for domain in split.domains.iter().filter(|d| d.name.is_some()) {
+        saved.join(domain.folded);
+    }
+    let runs = || {
+        let all = looked.targets.iter().filter_map(|vm| vm.runs.as_ref());
+        all.flatten()
+    };
+    let pages: u64 = runs().map(|run| u64::from(run.pages)).sum();
+    let mean = pages as f64 / runs().count().max(1) as f64;
+    let knows = knows_files(looked);
+    Mechanism {
+        way: Way::Fold,
+        saved: knows.then(|| saved.bytes()),
+        at_most_bytes: None,
+        // Of k copies k are folded and k - 1 saved: at most two for each that is saved.
+        cpu_seconds: knows.then(|| saved.total() * 2.0 * fold_us(mean) / 1e6),
+        words: if knows {
+            format!(
+                "the same pages of the same files in VMs of a domain; runs of {mean:.0} pages on average"
+            )
+        } else {
+            NO_AGENT.to_owned()
+        },
+    }
+}
+
+/// CPU for a page in a run of `pages`, between two measured lengths as if it went down evenly with the logarithm of both.
+fn fold_us(pages: f64) -> f64 {
+    let last = FOLD_US[FOLD_US.len() - 1];
+    if pages <= 1.0 {
+        return FOLD_US[0].1;
+    }
+    let pair = FOLD_US.windows(2).find(|pair| pages <= pair[1].0);
+    pair.map_or(last.1, |pair| {
+        let part = (pages / pair[0].0).ln() / (pair[1].0 / pair[0].0).ln();
+        pair[0].1 * (pair[1].1 / pair[0].1).powf(part)
+    })
+}
+
+fn zero(split: &Split) -> Mechanism {
+    let mut zero = Sum::default();
+    for vm in &split.vms {
+        zero.join(vm.zero_given_back);
+    }
+    Mechanism {
+        way: Way::Zero,
+        saved: Some(zero.bytes()),
+        at_most_bytes: None,
+        cpu_seconds: None,
+        words: "given back by memfold's library, with folding; not from huge pages of which more is used".to_owned(),
+    }
+}
+
+fn ksm(way: Way, split: &Split, saving: impl Fn(&DomainSplit) -> Sum) -> Mechanism {
+    let order = |a: &&DomainSplit, b: &&DomainSplit| {
+        let (a, b) = (saving(a).total(), saving(b).total());
+        a.total_cmp(&b)
+    };
+    let best = split.domains.iter().max_by(order);
+    let saved = best.map(&saving).unwrap_or_default();
+    let alone = match best.and_then(|domain| domain.name.as_deref()) {
+        _ if split.domains.len() < 2 => String::new(),
+        Some(name) => format!("; for trust domain '{name}' alone, as KSM knows no domains"),
+        None => "; for one VM alone, as KSM knows no domains".to_owned(),
+    };
+    let words = match way {
+        Way::KsmIfOffered => format!("if all VMs offered their memory (mem-merge=on){alone}"),
+        _ if saved.total() < 1.0 => {
+            "nothing that is offered to it (mem-merge=on) merges".to_owned()
+        }
+        _ => format!("of the memory that is offered to it; scanning goes on afterwards{alone}"),
+    };
+    Mechanism {
+        way,
+        saved: Some(saved.bytes()),
+        at_most_bytes: None,
+        cpu_seconds: Some(saved.total() * KSM_US / 1e6),
+        words,
+    }
+}
+
+fn free_page_reporting(looked: &Looked) -> Mechanism {
+    let known = looked.targets.iter().zip(&looked.vms);
+    let known: Vec<u64> = known
+        .filter_map(|(vm, pages)| Some(free_and_backed(vm.free_bytes? / PAGE_SIZE, pages)))
+        .collect();
+    let most = known.iter().sum::<u64>();
+    let words = match known.len() {
+        0 => "known where agents in guests say what is free".to_owned(),
+        n => format!(
+            "what {n} guests have free and the host still backs; less, as only whole blocks (2 MiB by default) are reported; CPU of the host, without what guests take to report"
+        ),
+    };
+    Mechanism {
+        way: Way::FreePageReporting,
+        saved: None,
+        at_most_bytes: (!known.is_empty()).then_some(most * PAGE_SIZE),
+        cpu_seconds: (!known.is_empty()).then_some(most as f64 * GIVE_BACK_US / 1e6),
+        words,
+    }
+}
+
+/// Pages that the guest has free, less what isn't there anyhow: nothing else of its RAM can be missing.
+fn free_and_backed(free: u64, pages: &Pages) -> u64 {
+    let there = pages.private + pages.file + pages.swapped + pages.hugetlb;
+    let missing = pages.memory.saturating_sub(there);
+    free.saturating_sub(missing).min(pages.private)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folding_costs_what_was_measured_and_in_between_something_between() {
+        for (pages, us) in FOLD_US {
+            assert!(
+                (fold_us(pages) - us).abs() < 1e-9,
+                "{pages}: {}",
+                fold_us(pages)
+            );
+        }
+        let between = fold_us(8.0);
+        assert!(between > 1.36 && between < 3.01, "{between}");
+        assert!((fold_us(4096.0) - 0.77).abs() < 1e-9);
+        assert!((fold_us(0.0) - 8.74).abs() < 1e-9);
+    }
+
+    #[test]
+    fn what_is_free_and_not_there_is_not_given_back_again() {
+        let pages = Pages {
+            memory: 1000,
+            private: 600,
+            file: 100,
+            kernel_zero: 50,
+            ..Pages::default()
+        };
+        // 300 are missing or the kernel's zero page.
+        assert_eq!(free_and_backed(500, &pages), 200);
+        assert_eq!(free_and_backed(200, &pages), 0);
+        assert_eq!(free_and_backed(5000, &pages), 600);
+    }
+}

@@ -1,0 +1,664 @@
+//! What was seen, split into what could be saved and what couldn't.
+//!
+//! Of a content, let a VM have `f` page frames, a domain `F` (frames, not pages: what is shared already counts once). One copy for all
+//! would save `F - 1` of them:
+//!
+//! ```text
+//!   within    f - 1, added up over the domain's VMs            one VM alone could save it
+//!   between   VMs of the domain that have it, less 1           each of m VMs is credited with (m - 1) / m
+//!   across    domains that have it, less 1                     not allowed, and in no sum
+//! ```
+//! Pages of zeroes need no copy at all, and are a class of their own. A page that changed between the looks is volatile, whatever it was
+//! like before.
+
+use foldhash::{HashMap, HashSet};
+use memfold_fold::HUGE_SPLIT_PAGES;
+
+use super::Options;
+use super::facts::KnownFile;
+use super::look::{Looked, Pages, loners};
+use super::sample::{Again, Frequent, Seen};
+use super::statistics::Sum;
+use super::targets::Target;
+
+/// Pages of a huge page.
+const WHOLE: u32 = 512;
+
+/// A VM's part, in pages.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct VmSplit {
+    /// Of zeroes.
+    pub zero: Sum,
+    /// Of these: what memfold's library gives back. Huge pages are left whole unless all of one is zero, or folding splits it.
+    pub zero_given_back: Sum,
+    /// Copies within the VM beyond the first.
+    pub within: Sum,
+    /// Its part of what VMs of its domain have in common.
+    pub between: Sum,
+    /// Changed between the looks.
+    pub volatile: Sum,
+    /// Shared already with other pages that were looked at (KSM): of a frame that k pages lie in, (k - 1) / k for each.
+    pub merged: Sum,
+    /// Huge pages that sharing would break.
+    pub broken_huge_pages: Sum,
+}
+
+/// A trust domain's part, in pages. A VM without one is alone in its own.
+#[derive(Clone, Debug, Default)]
+pub struct DomainSplit {
+    /// Its name.
+    pub name: Option<String>,
+    /// Its VMs, by number.
+    pub vms: Vec<usize>,
+    /// Of zeroes.
+    pub zero: Sum,
+    /// Copies within VMs.
+    pub within: Sum,
+    /// Copies in other VMs.
+    pub between: Sum,
+    /// All three together: their errors aren't independent.
+    pub saved: Sum,
+    /// Of within and between: page cache of files.
+    pub of_files: Sum,
+    /// The same pages of the same files in several VMs: what folding finds.
+    pub folded: Sum,
+    /// What KSM merges of memory that is offered to it.
+    pub ksm: Sum,
+    /// What KSM would merge if all were.
+    pub ksm_if_offered: Sum,
+}
+
+/// A file's part.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FileSplit {
+    /// Its number.
+    pub file: u32,
+    /// The domain's number.
+    pub domain: usize,
+    /// Pages that VMs cache of it.
+    pub cached_pages: u64,
+    /// What sharing would save of them.
+    pub saved: Sum,
+}
+
+/// Everything, in pages.
+#[derive(Debug, Default)]
+pub struct Split {
+    /// By VM, as they were looked at.
+    pub vms: Vec<VmSplit>,
+    /// By domain.
+    pub domains: Vec<DomainSplit>,
+    /// Copies in other domains beyond one.
+    pub across: Sum,
+    /// By file, most saving first.
+    pub files: Vec<FileSplit>,
+}
+
+/// Splits what was seen.
+#[must_use]
+pub fn split(looked: &Looked, files: &[KnownFile], options: &Options) -> Split {
+    let mut splitter = Splitter::new(looked, options);
+    for group in looked.sample.pages.chunk_by(|a, b| a.hash == b.hash) {
+        splitter.content(group, looked.sample.weight());
+    }
+    for frequent in looked.sample.frequent.values() {
+        if frequent.is_whole() {
+            splitter.content(&frequent.kept, frequent.weight);
+        } else {
+            splitter.frequent(frequent);
+        }
+    }
+    splitter.zero(&looked.sample.zero);
+    splitter.end(files)
+}
+
+struct Splitter<'a> {
+    targets: &'a [Target],
+    pages: &'a [Pages],
+    weight: f64,
+    max_page_sharing: f64,
+    use_zero_pages: bool,
+    /// The domain of each VM.
+    domain: Vec<usize>,
+    split: Split,
+    files: HashMap<(usize, u32), Sum>,
+    /// Pages that would be shared, of each huge page.
+    shared_in_huge: HashMap<(u32, u64), u32>,
+    broken: HashSet<(u32, u64)>,
+    /// Regions of 2 MiB of which files cache so many pages that folding splits a huge page there.
+    splittable: HashSet<(u32, u64)>,
+}
+
+impl<'a> Splitter<'a> {
+    fn new(looked: &'a Looked, options: &Options) -> Self {
+        let targets = &looked.targets;
+        let mut split = Split {
+            vms: vec![VmSplit::default(); targets.len()],
+            ..Split::default()
+        };
+        let mut groups: HashMap<String, usize> = HashMap::default();
+        let mut domain = Vec::new();
+        for (vm, target) in targets.iter().enumerate() {
+            let number = *groups.entry(target.group()).or_insert_with(|| {
+                split.domains.push(DomainSplit {
+                    name: target.domain.clone(),
+                    ..DomainSplit::default()
+                });
+                split.domains.len() - 1
+            });
+            split.domains[number].vms.push(vm);
+            domain.push(number);
+        }
+        Self {
+            targets,
+            pages: &looked.vms,
+            weight: looked.sample.weight(),
+            max_page_sharing: options.max_page_sharing as f64,
+            use_zero_pages: options.use_zero_pages,
+            domain,
+            split,
+            files: HashMap::default(),
+            shared_in_huge: HashMap::default(),
+            broken: HashSet::default(),
+            splittable: splittable(targets),
+        }
+    }
+
+    /// All copies of one content.
+    fn content(&mut self, copies: &[Seen], weight: f64) {
+        let alone = copies.len() == 1;
+        let mut stable = Vec::with_capacity(copies.len());
+        for &seen in copies {
+            let volatile = &mut self.split.vms[seen.vm as usize].volatile;
+            match seen.again {
+                Again::Changed if alone => volatile.add(1.0, weight * loners()),
+                Again::Changed => volatile.add(1.0, weight),
+                Again::Same | Again::NotLooked => stable.push(seen),
+            }
+        }
+        if alone {
+            // Seen in one domain, with nothing to save.
+            return;
+        }
+        stable.sort_unstable_by_key(|s| (self.domain[s.vm as usize], s.vm, s.page));
+        let domain_of = |seen: &Seen| self.domain[seen.vm as usize];
+        let domains: Vec<&[Seen]> = stable
+            .chunk_by(|a, b| domain_of(a) == domain_of(b))
+            .collect();
+        let having = domains.len();
+        for copies in domains {
+            self.in_domain(copies, weight);
+        }
+        if having > 1 {
+            self.split.across.add(having as f64 - 1.0, weight);
+        }
+    }
+
+    /// Copies of one content in VMs of one domain, sorted by VM.
+    fn in_domain(&mut self, copies: &[Seen], weight: f64) {
+        let number = self.domain[copies[0].vm as usize];
+        let mut in_frame: HashMap<u64, u32> = HashMap::default();
+        for seen in copies.iter().filter(|seen| seen.frame != 0) {
+            *in_frame.entry(seen.frame).or_default() += 1;
+        }
+        let merged = |seen: &Seen| {
+            let together = in_frame.get(&seen.frame).copied().unwrap_or(1);
+            1.0 - 1.0 / f64::from(together)
+        };
+        let mut frames = HashSet::default();
+        let (mut having, mut within, mut own) = (Vec::new(), 0.0, Vec::new());
+        for of_vm in copies.chunk_by(|a, b| a.vm == b.vm) {
+            let before = own.len();
+            own.extend(
+                of_vm
+                    .iter()
+                    .filter(|seen| seen.frame == 0 || frames.insert(seen.frame)),
+            );
+            let new = own.len() - before;
+            let vm = of_vm[0].vm as usize;
+            let split = &mut self.split.vms[vm];
+            split.merged.add(of_vm.iter().map(merged).sum(), weight);
+            if new > 0 {
+                having.push(vm);
+                within += new as f64 - 1.0;
+                split.within.add(new as f64 - 1.0, weight);
+            }
+        }
+        let saved = own.len() as f64 - 1.0;
+        let between = having.len() as f64 - 1.0;
+        for &vm in &having {
+            let part = between / having.len() as f64;
+            self.split.vms[vm].between.add(part, weight);
+        }
+        let of_files = self.of_files(number, &own, saved, weight);
+        let folded = self.folded(&own);
+        let offered = |seen: &&Seen| self.targets[seen.vm as usize].is_mergeable(seen.page);
+        let offered_pages = copies.iter().filter(offered).count();
+        let offered_own = own.iter().filter(|seen| offered(seen)).count();
+        let ksm = self.merged(offered_pages as f64, offered_own as f64);
+        let if_offered = self.merged(copies.len() as f64, own.len() as f64);
+        let domain = &mut self.split.domains[number];
+        domain.within.add(within, weight);
+        domain.between.add(between, weight);
+        domain.saved.add(saved, weight);
+        domain.of_files.add(of_files, weight);
+        domain.folded.add(folded, weight);
+        domain.ksm.add(ksm, weight);
+        domain.ksm_if_offered.add(if_offered, weight);
+        if saved > 0.0 {
+            for seen in copies.iter().filter(|seen| seen.huge) {
+                *self.shared_in_huge.entry(seen.huge_page()).or_default() += 1;
+            }
+        }
+    }
+
+    /// Frames that KSM frees of `frames` that `pages` pages of one content lie in: one frame for each `max_page_sharing` pages stays.
+    fn merged(&self, pages: f64, frames: f64) -> f64 {
+        (frames - (pages / self.max_page_sharing).ceil()).max(0.0)
+    }
+
+    /// Credits files with their part of what is saved; all of it.
+    fn of_files(&mut self, domain: usize, own: &[&Seen], saved: f64, weight: f64) -> f64 {
+        let mut files: Vec<u32> = own
+            .iter()
+            .filter_map(|seen| self.targets[seen.vm as usize].file_at(seen.page))
+            .map(|(file, _)| file)
+            .collect();
+        files.sort_unstable();
+        let each = saved / own.len() as f64;
+        for of_file in files.chunk_by(|a, b| a == b) {
+            let sum = self.files.entry((domain, of_file[0])).or_default();
+            sum.add(of_file.len() as f64 * each, weight);
+        }
+        files.len() as f64 * each
+    }
+
+    /// Of pages that cache the same page of the same file in several VMs: all but one.
+    fn folded(&self, own: &[&Seen]) -> f64 {
+        let folds = |s: &&&Seen| !s.huge || self.splittable.contains(&s.huge_page());
+        let mut places: Vec<((u32, u32), u32)> = own
+            .iter()
+            .filter(folds)
+            .filter_map(|seen| Some((self.targets[seen.vm as usize].file_at(seen.page)?, seen.vm)))
+            .collect();
+        places.sort_unstable();
+        places.dedup();
+        let same_place = places.chunk_by(|a, b| a.0 == b.0);
+        same_place.map(|vms| vms.len() as f64 - 1.0).sum()
+    }
+
+    /// A content with many copies, of which some were looked at again.
+    fn frequent(&mut self, frequent: &Frequent) {
+        let looked = frequent.kept.len() as f64;
+        if looked == 0.0 {
+            return;
+        }
+        let same = frequent.kept.iter().filter(|s| s.again != Again::Changed);
+        let same = same.count() as f64;
+        let merged = frequent.kept.iter().filter(|s| s.merged).count() as f64;
+        let (stable, own) = (same / looked, (same - merged).max(0.0) / looked);
+        let mut domains = 0;
+        for number in 0..self.split.domains.len() {
+            let vms = self.split.domains[number].vms.clone();
+            let (mut frames, mut having, mut offered, mut pages) = (0.0, Vec::new(), 0.0, 0.0);
+            for vm in vms {
+                let n = frequent.of(vm) as f64;
+                if n == 0.0 {
+                    continue;
+                }
+                let split = &mut self.split.vms[vm];
+                split.volatile.add(n * (1.0 - stable), frequent.weight);
+                split.merged.add(n * (stable - own), frequent.weight);
+                split.within.add((n * own - 1.0).max(0.0), frequent.weight);
+                frames += n * own;
+                pages += n * stable;
+                offered += n * stable * offered_share(&self.pages[vm]);
+                having.push(vm);
+            }
+            if having.is_empty() || frames < 1.0 {
+                continue;
+            }
+            domains += 1;
+            let between = having.len() as f64 - 1.0;
+            for &vm in &having {
+                let part = between / having.len() as f64;
+                self.split.vms[vm].between.add(part, frequent.weight);
+            }
+            let share = frames / pages.max(1.0);
+            let ksm = self.merged(offered, offered * share);
+            let if_offered = self.merged(pages, frames);
+            let domain = &mut self.split.domains[number];
+            domain.within.add(frames - 1.0 - between, frequent.weight);
+            domain.between.add(between, frequent.weight);
+            domain.saved.add(frames - 1.0, frequent.weight);
+            domain.ksm.add(ksm, frequent.weight);
+            domain.ksm_if_offered.add(if_offered, frequent.weight);
+        }
+        if domains > 1 {
+            let across = f64::from(domains) - 1.0;
+            self.split.across.add(across, frequent.weight);
+        }
+        self.broken.extend(frequent.huge.keys());
+    }
+
+    fn zero(&mut self, zero: &Frequent) {
+        for vm in 0..self.targets.len() {
+            let of_vm = || zero.kept.iter().filter(|seen| seen.vm as usize == vm);
+            let count = |is: &dyn Fn(&&Seen) -> bool| of_vm().filter(is).count() as u64;
+            let looked = count(&|_| true);
+            let changed = count(&|seen| seen.again == Again::Changed);
+            let merged = count(&|seen| seen.again != Again::Changed && seen.merged);
+            let population = zero.of(vm);
+            // What was not read for want of time is like what was: the order was by chance.
+            let pages = &self.pages[vm];
+            let unread = pages.private as f64 / pages.read.max(1) as f64;
+            let share = |found: u64| Sum::of_share(found, looked, population).times(unread);
+            let (own, volatile, merged) = match looked {
+                // None drawn: few there are.
+                0 => {
+                    let mut all = Sum::default();
+                    all.add(population as f64, 1.0);
+                    (all, Sum::default(), Sum::default())
+                }
+                _ => (
+                    share(looked - changed - merged),
+                    share(changed),
+                    if merged > 0 {
+                        share(merged)
+                    } else {
+                        Sum::default()
+                    },
+                ),
+            };
+            let offered = own.times(offered_share(pages));
+            let in_whole_pages = zero.huge.iter().filter(|(place, pages)| {
+                let whole = **pages == WHOLE || self.splittable.contains(*place);
+                place.0 as usize == vm && !whole
+            });
+            let left_whole: u32 = in_whole_pages.map(|(_, pages)| pages).sum();
+            let given = 1.0 - f64::from(left_whole) / population.max(1) as f64;
+            let split = &mut self.split.vms[vm];
+            split.zero = own;
+            split.zero_given_back = own.times(given.max(0.0));
+            split.volatile.join(volatile);
+            split.merged.join(merged);
+            // One page stays for each so many, unless the kernel's zero page takes their place.
+            let left = if self.use_zero_pages {
+                1.0
+            } else {
+                1.0 - 1.0 / self.max_page_sharing
+            };
+            let domain = &mut self.split.domains[self.domain[vm]];
+            domain.zero.join(own);
+            domain.saved.join(own);
+            domain.ksm.join(offered.times(left));
+            domain.ksm_if_offered.join(own.times(left));
+        }
+        self.broken.extend(zero.huge.keys());
+    }
+
+    fn end(mut self, known: &[KnownFile]) -> Split {
+        for &(vm, _) in &self.broken {
+            let broken = &mut self.split.vms[vm as usize].broken_huge_pages;
+            broken.add(1.0, 1.0);
+        }
+        let drawn = 1.0 / self.weight;
+        for (place, pages) in &self.shared_in_huge {
+            if self.broken.contains(place) {
+                continue;
+            }
+            // It has about this many such pages, and was found if one of them was drawn.
+            let pages = f64::from(*pages) / drawn;
+            let found = 1.0 - (1.0 - drawn).powf(pages);
+            let broken = &mut self.split.vms[place.0 as usize].broken_huge_pages;
+            broken.add(1.0, 1.0 / found);
+        }
+        let mut cached: HashMap<(usize, u32), u64> = HashMap::default();
+        for (vm, target) in self.targets.iter().enumerate() {
+            for run in target.runs.iter().flatten() {
+                let pages = cached.entry((self.domain[vm], run.file)).or_default();
+                *pages += u64::from(run.pages);
+            }
+        }
+        let files = self.files.into_iter().filter(|((_, file), saved)| {
+            saved.total() > 0.0 && known.get(*file as usize).is_some()
+        });
+        self.split.files = files
+            .map(|((domain, file), saved)| FileSplit {
+                file,
+                domain,
+                cached_pages: cached.get(&(domain, file)).copied().unwrap_or(0),
+                saved,
+            })
+            .collect();
+        let order = |a: &FileSplit, b: &FileSplit| {
+            let by_saving = b.saved.total().total_cmp(&a.saved.total());
+            by_saving.then_with(|| (a.domain, a.file).cmp(&(b.domain, b.file)))
+        };
+        self.split.files.sort_unstable_by(order);
+        self.split
+    }
+}
+
+fn splittable(targets: &[Target]) -> HashSet<(u32, u64)> {
+    let mut cached: HashMap<(u32, u64), u64> = HashMap::default();
+    for (vm, target) in (0..).zip(targets) {
+        for run in target.runs.iter().flatten() {
+            let (mut page, end) = (run.hva >> 12, (run.hva >> 12) + u64::from(run.pages));
+            while page < end {
+                let border = ((page >> 9) + 1) << 9;
+                *cached.entry((vm, page >> 9)).or_default() += border.min(end) - page;
+                page = border;
+            }
+        }
+    }
+    let enough = cached
+        .into_iter()
+        .filter(|(_, pages)| *pages >= u64::from(HUGE_SPLIT_PAGES));
+    enough.map(|(place, _)| place).collect()
+}
+
+/// Of a VM's private pages, the part that is offered to KSM.
+fn offered_share(pages: &Pages) -> f64 {
+    pages.mergeable as f64 / pages.private.max(1) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample::Sample;
+    use super::super::targets::Range;
+    use super::*;
+
+    const OPTIONS: Options = Options {
+        sample_pages: 1 << 20,
+        seed: 0,
+        max_page_sharing: 256,
+        use_zero_pages: false,
+        reads_files: false,
+    };
+
+    /// Two VMs of a domain and one of another, all of whose memory is offered to KSM; nothing was seen yet.
+    fn looked() -> Looked {
+        let target = |pid: i32, domain: &str| Target {
+            pid,
+            domain: Some(domain.to_owned()),
+            ranges: vec![Range {
+                start: 0,
+                end: 1 << 40,
+                mergeable: true,
+                hugetlb: false,
+            }],
+            ..Target::default()
+        };
+        let pages = Pages {
+            private: 100_000,
+            mergeable: 100_000,
+            read: 100_000,
+            ..Pages::default()
+        };
+        Looked {
+            targets: vec![target(1, "d"), target(2, "d"), target(3, "e")],
+            vms: vec![pages; 3],
+            sample: Sample::new(1 << 20),
+            complete: true,
+            again_pages: 0,
+        }
+    }
+
+    fn seen(hash: u64, vm: u32, page: u64, frame: u64) -> Seen {
+        Seen {
+            hash,
+            page,
+            frame,
+            vm,
+            again: Again::Same,
+            ..Seen::default()
+        }
+    }
+
+    #[track_caller]
+    fn is(sum: Sum, total: f64) {
+        assert!((sum.total() - total).abs() < 1e-6, "{sum:?}, not {total}");
+    }
+
+    #[test]
+    fn frames_that_are_shared_already_count_once() {
+        let mut looked = looked();
+        looked.sample.pages = vec![
+            // Three pages in two frames, one of which the other VM maps, too.
+            seen(7, 0, 1, 50),
+            seen(7, 0, 2, 51),
+            seen(7, 0, 3, 51),
+            seen(7, 1, 1, 51),
+            seen(7, 1, 9, 52),
+            // In another domain.
+            seen(7, 2, 1, 60),
+            seen(7, 2, 2, 61),
+        ];
+        let split = split(&looked, &[], &OPTIONS);
+        let d = &split.domains[0];
+        is(d.saved, 2.0);
+        is(d.within, 1.0);
+        is(d.between, 1.0);
+        is(d.ksm, 2.0);
+        // Three pages lie in one frame: each is credited with two thirds.
+        is(split.vms[0].merged, 4.0 / 3.0);
+        is(split.vms[1].merged, 2.0 / 3.0);
+        is(split.vms[0].between, 0.5);
+        is(split.domains[1].saved, 1.0);
+        is(split.across, 1.0);
+    }
+
+    #[test]
+    fn what_changed_between_the_looks_is_volatile_and_no_copy_of_anything() {
+        let mut looked = looked();
+        let changed = |seen| Seen {
+            again: Again::Changed,
+            ..seen
+        };
+        looked.sample.pages = vec![
+            seen(7, 0, 1, 50),
+            changed(seen(7, 1, 1, 51)),
+            // One in eight of those without a twin is looked at again.
+            changed(seen(8, 0, 2, 52)),
+        ];
+        let split = split(&looked, &[], &OPTIONS);
+        is(split.domains[0].saved, 0.0);
+        is(split.vms[1].volatile, 1.0);
+        is(split.vms[0].volatile, 8.0);
+    }
+
+    #[test]
+    fn a_content_with_many_copies_is_counted_by_number_and_ksm_keeps_a_page_of_each_256() {
+        let mut looked = looked();
+        let mut frequent = Frequent::new(1.0, 64);
+        for (vm, copies) in [(0, 10_000), (1, 5000), (2, 10)] {
+            for page in 0..copies {
+                frequent.add(seen(7, vm, page, u64::from(vm) << 32 | (page + 1)));
+            }
+        }
+        assert!(!frequent.is_whole());
+        looked.sample.frequent.insert(7, frequent);
+        let all = split(&looked, &[], &OPTIONS);
+        let d = &all.domains[0];
+        is(d.saved, 14_999.0);
+        is(d.within, 14_998.0);
+        is(d.between, 1.0);
+        is(d.ksm, 15_000.0 - 59.0);
+        is(all.across, 1.0);
+        // A tenth of those whose place is known was merged, a fifth changes.
+        let frequent = looked.sample.frequent.get_mut(&7).unwrap();
+        let (kept, n) = (&mut frequent.kept, frequent.pages[0] as f64);
+        for (at, seen) in kept.iter_mut().enumerate() {
+            seen.merged = at % 10 == 0;
+            if at % 5 == 1 {
+                seen.again = Again::Changed;
+            }
+        }
+        let looked_at = kept.len() as f64;
+        let of = |wanted: fn(&Seen) -> bool| {
+            let found = kept.iter().filter(|seen| wanted(seen));
+            found.count() as f64 / looked_at
+        };
+        let (merged, changed) = (of(|s| s.merged), of(|s| s.again == Again::Changed));
+        let all = split(&looked, &[], &OPTIONS);
+        is(all.vms[0].volatile, n * changed);
+        is(all.vms[0].merged, n * merged);
+        is(
+            all.domains[0].saved,
+            15_000.0 * (1.0 - merged - changed) - 1.0,
+        );
+    }
+
+    #[test]
+    fn zeroes_need_no_copy_but_ksm_keeps_one_unless_it_uses_the_kernels() {
+        let mut looked = looked();
+        for page in 0..2048 {
+            let huge = page >= 1024;
+            let zero = seen(0, 0, page, page + 1);
+            looked.sample.zero.add(Seen { huge, ..zero });
+        }
+        // Of the second huge page a part only.
+        for page in 2048..2148 {
+            let zero = seen(0, 0, page, page + 1);
+            looked.sample.zero.add(Seen { huge: true, ..zero });
+        }
+        let all = split(&looked, &[], &OPTIONS);
+        is(all.domains[0].zero, 2148.0);
+        is(all.domains[0].ksm, 2148.0 * 255.0 / 256.0);
+        is(all.vms[0].zero_given_back, 2048.0);
+        is(all.vms[0].broken_huge_pages, 3.0);
+        let options = Options {
+            use_zero_pages: true,
+            ..OPTIONS
+        };
+        is(split(&looked, &[], &options).domains[0].ksm, 2148.0);
+    }
+
+    #[test]
+    fn folding_leaves_huge_pages_whole_that_cache_little() {
+        use super::super::facts::FileRun;
+        let mut looked = looked();
+        // In each VM 63 pages of a file in one huge page, and 64 in the next.
+        let run = |hva: u64, pages, page| FileRun {
+            hva: hva << 12,
+            pages,
+            file: 0,
+            page,
+        };
+        for vm in 0..2 {
+            looked.targets[vm as usize].runs = Some(vec![run(512, 63, 0), run(1024, 64, 63)]);
+            for (at, page) in (512..575).chain(1024..1088).enumerate() {
+                let copy = seen(at as u64, vm, page, page << 1 | u64::from(vm));
+                looked.sample.pages.push(Seen { huge: true, ..copy });
+            }
+        }
+        looked.sample.pages.sort_unstable_by_key(|seen| seen.hash);
+        let split = split(&looked, &[KnownFile::default()], &OPTIONS);
+        is(split.domains[0].between, 127.0);
+        is(split.domains[0].of_files, 127.0);
+        is(split.domains[0].folded, 64.0);
+        is(split.files[0].saved, 127.0);
+        assert_eq!(split.files[0].cached_pages, 254);
+    }
+}

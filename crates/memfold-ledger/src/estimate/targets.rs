@@ -1,0 +1,292 @@
+//! Whose memory is looked at: QEMUs of this host, where their RAM lies, and who may share with whom.
+
+use std::path::Path;
+
+use memfold_ksm::{processes, ranges};
+use memfold_vm::endpoints;
+use rustix::process::Pid;
+
+use super::EstimateError;
+use super::facts::{FileRun, KnownVm, VmFacts};
+
+/// A range of a process's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// First byte.
+    pub start: u64,
+    /// Byte after the last.
+    pub end: u64,
+    /// Whether KSM may merge it.
+    pub mergeable: bool,
+    /// Whether it is of huge pages of hugetlbfs, which nobody shares.
+    pub hugetlb: bool,
+}
+
+/// A VM.
+#[derive(Clone, Debug, Default)]
+pub struct Target {
+    /// Its name.
+    pub name: String,
+    /// Its process.
+    pub pid: i32,
+    /// Its trust domain; `None`: it shares with nobody.
+    pub domain: Option<String>,
+    /// Its memory, by address.
+    pub ranges: Vec<Range>,
+    /// What of it caches which files, by address; `None`: nobody says so.
+    pub runs: Option<Vec<FileRun>>,
+    /// `MemFree` of the guest.
+    pub free_bytes: Option<u64>,
+}
+
+impl Target {
+    /// What groups VMs that may share: the trust domain, or the VM alone.
+    #[must_use]
+    pub fn group(&self) -> String {
+        match &self.domain {
+            Some(domain) => format!("domain/{domain}"),
+            None => format!("process/{}", self.pid),
+        }
+    }
+
+    /// The file and the page of it that the page at `page` (address over 4096) caches.
+    #[must_use]
+    pub fn file_at(&self, page: u64) -> Option<(u32, u32)> {
+        let runs = self.runs.as_deref()?;
+        let at = runs.partition_point(|run| run.hva >> 12 <= page);
+        let run = runs.get(at.checked_sub(1)?)?;
+        let inside = page - (run.hva >> 12);
+        (inside < u64::from(run.pages))
+            .then(|| Some((run.file, run.page.checked_add(u32::try_from(inside).ok()?)?)))?
+    }
+
+    /// Whether KSM may merge the page at `page` (address over 4096).
+    #[must_use]
+    pub fn is_mergeable(&self, page: u64) -> bool {
+        let address = page << 12;
+        let at = self.ranges.partition_point(|range| range.end <= address);
+        let range = self.ranges.get(at);
+        range.is_some_and(|range| range.start <= address && range.mergeable)
+    }
+}
+
+/// Which VMs may share, as the caller says.
+#[derive(Clone, Debug, Default)]
+pub struct Domains {
+    /// All with all.
+    pub one: bool,
+    /// These processes are of these domains.
+    pub of: Vec<(i32, String)>,
+}
+
+impl Domains {
+    fn of(&self, pid: i32, known: Option<&KnownVm>) -> Option<String> {
+        if self.one {
+            return Some("all".to_owned());
+        }
+        let said = self.of.iter().find(|(of, _)| *of == pid);
+        let said = said.map(|(_, domain)| domain.clone());
+        said.or_else(|| known?.domain.clone())
+    }
+}
+
+/// Finds the QEMUs of this host; only those that `selected` names by name or process number, if it names any.
+pub fn find(
+    proc_root: &Path,
+    selected: &[String],
+    domains: &Domains,
+    facts: &VmFacts,
+) -> Result<Vec<Target>, EstimateError> {
+    let pids = processes::all(proc_root)?
+        .into_iter()
+        .filter(|process| process.qemu)
+        .map(|process| process.pid);
+    let mut found: Vec<(i32, String)> = pids.map(|pid| (pid, name_of(pid, facts))).collect();
+    if found.is_empty() && !rustix::process::geteuid().is_root() {
+        return Err(EstimateError::NotRoot);
+    }
+    for pid in domains.of.iter().map(|(pid, _)| *pid) {
+        if !found.iter().any(|(found, _)| *found == pid) {
+            return Err(EstimateError::NoSuchVm(pid.to_string()));
+        }
+    }
+    if !selected.is_empty() {
+        let mut chosen = Vec::new();
+        for word in selected {
+            let one = choose(&found, word)?;
+            if !chosen.contains(&one) {
+                chosen.push(one);
+            }
+        }
+        found = chosen;
+    }
+    let mut targets = Vec::new();
+    for (pid, name) in found {
+        let known = facts.vms.iter().find(|vm| vm.pid == pid);
+        match memory(proc_root, pid, known) {
+            Ok(ranges) => targets.push(Target {
+                name,
+                pid,
+                domain: domains.of(pid, known),
+                ranges,
+                runs: known.and_then(|vm| vm.runs.clone()).map(in_order),
+                free_bytes: known.and_then(|vm| vm.free_bytes),
+            }),
+            // It has ended meanwhile.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(source) if source.kind() == std::io::ErrorKind::PermissionDenied => {
+                return Err(EstimateError::NotAllowed { pid, source });
+            }
+            Err(source) => return Err(EstimateError::Read { pid, source }),
+        }
+    }
+    if targets.is_empty() {
+        return Err(EstimateError::NoVms);
+    }
+    Ok(targets)
+}
+
+fn in_order(mut runs: Vec<FileRun>) -> Vec<FileRun> {
+    runs.sort_unstable_by_key(|run| run.hva);
+    runs
+}
+
+fn choose(found: &[(i32, String)], word: &str) -> Result<(i32, String), EstimateError> {
+    let number: Option<i32> = word.parse().ok();
+    if let Some(one) = found.iter().find(|(pid, _)| number == Some(*pid)) {
+        return Ok(one.clone());
+    }
+    let named: Vec<&(i32, String)> = found.iter().filter(|(_, name)| name == word).collect();
+    match named[..] {
+        [one] => Ok(one.clone()),
+        [] => Err(EstimateError::NoSuchVm(word.to_owned())),
+        _ => Err(EstimateError::Ambiguous {
+            name: word.to_owned(),
+            pids: named.iter().map(|(pid, _)| *pid).collect(),
+        }),
+    }
+}
+
+fn name_of(pid: i32, facts: &VmFacts) -> String {
+    if let Some(vm) = facts.vms.iter().find(|vm| vm.pid == pid) {
+        return vm.name.clone();
+    }
+    let words = Pid::from_raw(pid).and_then(|pid| endpoints::command_line(pid).ok());
+    words
+        .and_then(|words| endpoints::guest_name(&words))
+        .unwrap_or_else(|| format!("process {pid}"))
+}
+
+/// Guest memory, and whatever else of the process may merge: small blocks (video memory, ROMs) too.
+fn memory(proc_root: &Path, pid: i32, known: Option<&KnownVm>) -> std::io::Result<Vec<Range>> {
+    let ram = known.map_or(&[][..], |vm| &vm.ram);
+    let mut mappings = ranges::guest(proc_root, pid, ram)?;
+    let text = std::fs::read_to_string(proc_root.join(pid.to_string()).join("smaps"))?;
+    let offered = ranges::parse(&text)
+        .into_iter()
+        .filter(ranges::Mapping::is_mergeable);
+    mappings.extend(offered);
+    mappings.sort_unstable_by_key(|mapping| (mapping.start, mapping.end));
+    // Read twice: mappings may have been joined or cut in between.
+    let mut found: Vec<Range> = Vec::new();
+    for mapping in mappings {
+        let from = found.last().map_or(0, |last| last.end);
+        if mapping.end > from {
+            found.push(Range {
+                start: mapping.start.max(from),
+                end: mapping.end,
+                mergeable: mapping.is_mergeable(),
+                hugetlb: mapping.has("ht"),
+            });
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(hva: u64, pages: u32, file: u32, page: u32) -> FileRun {
+        FileRun {
+            hva,
+            pages,
+            file,
+            page,
+        }
+    }
+
+    #[test]
+    fn a_page_is_found_in_its_file_and_its_range() {
+        let range = |start: u64, end: u64, mergeable| Range {
+            start: start << 12,
+            end: end << 12,
+            mergeable,
+            hugetlb: false,
+        };
+        let target = Target {
+            runs: Some(in_order(vec![
+                run(20 << 12, 1, 9, 0),
+                run(4 << 12, 3, 7, 100),
+            ])),
+            ranges: vec![range(0, 8, true), range(8, 16, false), range(20, 24, true)],
+            ..Target::default()
+        };
+        let at: Vec<_> = [3, 4, 6, 7, 20, 21].map(|page| target.file_at(page)).into();
+        assert_eq!(
+            at,
+            [
+                None,
+                Some((7, 100)),
+                Some((7, 102)),
+                None,
+                Some((9, 0)),
+                None
+            ]
+        );
+        let mergeable = [0, 7, 8, 15, 16, 20, 24].map(|page| target.is_mergeable(page));
+        assert_eq!(mergeable, [true, true, false, false, false, true, false]);
+    }
+
+    #[test]
+    fn domains_are_those_of_the_daemon_unless_said_otherwise() {
+        let vm = KnownVm {
+            domain: Some("d".into()),
+            ..KnownVm::default()
+        };
+        let said = Domains {
+            one: false,
+            of: vec![(5, "x".into())],
+        };
+        assert_eq!(said.of(5, Some(&vm)).as_deref(), Some("x"));
+        assert_eq!(said.of(6, Some(&vm)).as_deref(), Some("d"));
+        assert_eq!(said.of(6, None), None);
+        let one = Domains {
+            one: true,
+            ..Domains::default()
+        };
+        assert_eq!(one.of(6, None), one.of(5, Some(&vm)));
+        let alone = |pid| Target {
+            pid,
+            ..Target::default()
+        };
+        assert_ne!(alone(1).group(), alone(2).group());
+    }
+
+    #[test]
+    fn vms_are_chosen_by_number_or_by_a_name_that_one_has() {
+        let found = [
+            (5, "a".to_owned()),
+            (6, "b".to_owned()),
+            (7, "b".to_owned()),
+        ];
+        assert_eq!(choose(&found, "5").unwrap().1, "a");
+        assert_eq!(choose(&found, "a").unwrap().0, 5);
+        assert!(matches!(
+            choose(&found, "c"),
+            Err(EstimateError::NoSuchVm(_))
+        ));
+        let error = choose(&found, "b").unwrap_err().to_string();
+        assert!(error.contains("[6, 7]"), "{error}");
+    }
+}

@@ -1,0 +1,102 @@
+//! Which physical pages a VM's RAM lies in: the proof of what is shared, and that nothing crosses trust domains.
+
+use std::io;
+
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_units::Pfn;
+use memfold_vm::RamLayout;
+use rustix::process::Pid;
+
+use super::memory::ram_ranges;
+use super::read::ReadError;
+
+/// Pages whose frame numbers are read at once.
+const BATCH_PAGES: u64 = 1 << 16;
+
+/// Host frame numbers of the guest pages `[first, first + pages)`; `None` for pages outside RAM, not in memory, or when we
+/// may not know (frame numbers need root). The zero page has a frame number like any other.
+pub fn frames(
+    pid: i32,
+    layout: &RamLayout,
+    first: Pfn,
+    pages: u64,
+) -> Result<Vec<Option<u64>>, ReadError> {
+    let failed = |source| ReadError::Pagemap { pid, source };
+    let pagemap = open(pid)?;
+    let mut found = Vec::new();
+    let mut at = 0;
+    while at < pages {
+        let Some((hva, run)) = layout.hva_of(first.add_pages(at)) else {
+            found.push(None);
+            at += 1;
+            continue;
+        };
+        let run = run.min(pages - at).min(BATCH_PAGES);
+        let count = usize::try_from(run).unwrap_or(usize::MAX);
+        found.extend(pagemap.frames(hva, count).map_err(failed)?);
+        at += run;
+    }
+    Ok(found)
+}
+
+/// How many physical pages guest RAM of both VMs maps. The zero page is not counted: every process on the host shares it.
+pub fn shared_frames(a: (i32, &RamLayout), b: (i32, &RamLayout)) -> Result<u64, ReadError> {
+    let (a, b) = (all_frames(a.0, a.1)?, all_frames(b.0, b.1)?);
+    let mut b = b.iter().peekable();
+    let mut shared = 0;
+    for frame in &a {
+        while b.next_if(|other| *other < frame).is_some() {}
+        if b.next_if_eq(&frame).is_some() {
+            shared += 1;
+        }
+    }
+    Ok(shared)
+}
+
+/// Frame numbers of all guest RAM present, sorted, each once, without the zero page.
+fn all_frames(pid: i32, layout: &RamLayout) -> Result<Vec<u64>, ReadError> {
+    let failed = |source| ReadError::Pagemap { pid, source };
+    let pagemap = open(pid)?;
+    let present = Filter {
+        all_of: category::PRESENT,
+        none_of: category::ZERO,
+        ..Filter::default()
+    };
+    let (mut all, mut hidden) = (Vec::new(), 0);
+    for (start, end) in ram_ranges(layout) {
+        for region in pagemap.scan(start, end, present).map_err(failed)? {
+            let mut at = 0;
+            while at < region.pages() {
+                let run = (region.pages() - at).min(BATCH_PAGES);
+                let count = usize::try_from(run).unwrap_or(usize::MAX);
+                for frame in pagemap
+                    .frames(region.start.add_pages(at), count)
+                    .map_err(failed)?
+                {
+                    match frame {
+                        Some(frame) => all.push(frame),
+                        None => hidden += 1,
+                    }
+                }
+                at += run;
+            }
+        }
+    }
+    // Without the right to see frame numbers "nothing shared" would be a lie.
+    if all.is_empty() && hidden > 0 {
+        return Err(failed(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "frame numbers need root (CAP_SYS_ADMIN)",
+        )));
+    }
+    all.sort_unstable();
+    all.dedup();
+    Ok(all)
+}
+
+fn open(pid: i32) -> Result<Pagemap, ReadError> {
+    Pid::from_raw(pid)
+        .ok_or_else(|| io::ErrorKind::NotFound.into())
+        .and_then(Pagemap::open)
+        .map_err(|source| ReadError::Pagemap { pid, source })
+}

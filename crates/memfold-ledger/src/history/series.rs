@@ -1,0 +1,112 @@
+//! What is kept of a report.
+
+use memfold_fold::EngineStats;
+use memfold_units::ByteSize;
+
+use crate::{Report, VmAccount};
+
+/// Figures of the host. The first five, with cache and free memory, are where every byte of `MemTotal` is. New ones come last: that is the order of the
+/// database's columns.
+pub const HOST_SERIES: [&str; 20] = [
+    "vms_bytes",
+    "stores_bytes",
+    "memfold_bytes",
+    "others_bytes",
+    "kernel_bytes",
+    "available_bytes",
+    "mem_total_bytes",
+    "saved_by_folding_bytes",
+    "saved_by_clones_bytes",
+    "saved_by_segments_bytes",
+    "saved_by_ksm_bytes",
+    "saved_by_zero_drop_bytes",
+    "saved_net_bytes",
+    "engine_cpu_ms",
+    "library_cpu_ms",
+    "ksmd_cpu_ms",
+    "debt_bytes",
+    "debt_absorbable_bytes",
+    "lent_bytes",
+    "borrowed_bytes",
+];
+
+/// Figures of a VM.
+pub const VM_SERIES: [&str; 8] = [
+    "private_bytes",
+    "unfolded_bytes",
+    "folded_bytes",
+    "template_bytes",
+    "zero_bytes",
+    "swapped_bytes",
+    "free_bytes",
+    "pss_bytes",
+];
+
+fn whole(bytes: ByteSize) -> i64 {
+    i64::try_from(bytes.0).unwrap_or(i64::MAX)
+}
+
+fn milliseconds(seconds: f64) -> i64 {
+    // CPU seconds since boot: far below 2^53 milliseconds.
+    #[allow(clippy::cast_possible_truncation)]
+    let ms = (seconds * 1e3) as i64;
+    ms
+}
+
+/// What the ledger doesn't say of a host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lent {
+    /// Of this host's memory to others.
+    pub lent_bytes: u64,
+    /// Swap disks of this host's VMs that lie in memory of others.
+    pub borrowed_bytes: u64,
+}
+
+/// In the order of [`HOST_SERIES`]; `None`: not known. CPU times are totals.
+#[must_use]
+pub fn host_values(
+    ledger: &Report,
+    fold: &EngineStats,
+    lent: Lent,
+) -> [Option<i64>; HOST_SERIES.len()] {
+    let (host, debt) = (&ledger.host, ledger.debt.as_ref());
+    let memfold = host.own.pss_bytes - host.own.store_pss_bytes + host.own.page_table_bytes;
+    let vms = host.physical_bytes - host.stores_bytes - memfold;
+    [
+        Some(whole(vms)),
+        Some(whole(host.stores_bytes)),
+        Some(whole(memfold)),
+        Some(whole(host.others_anon_bytes)),
+        Some(whole(host.kernel_bytes)),
+        Some(whole(host.mem_available_bytes)),
+        Some(whole(host.mem_total_bytes)),
+        Some(host.saved_by_folding_bytes),
+        Some(host.saved_by_clones_bytes),
+        Some(host.saved_by_segments_bytes),
+        Some(host.saved_by_ksm_bytes),
+        Some(whole(host.saved_by_zero_drop_bytes)),
+        Some(host.saved_net_bytes),
+        Some(milliseconds(fold.engine_cpu_s)),
+        Some(milliseconds(fold.library_cpu_s)),
+        Some(milliseconds(host.ksm.map_or(0.0, |ksm| ksm.ksmd_cpu_s))),
+        debt.map(|debt| whole(ByteSize(debt.debt_bytes))),
+        debt.map(|debt| whole(ByteSize(debt.absorbable_bytes))),
+        Some(whole(ByteSize(lent.lent_bytes))),
+        Some(whole(ByteSize(lent.borrowed_bytes))),
+    ]
+}
+
+/// In the order of [`VM_SERIES`].
+#[must_use]
+pub fn vm_values(vm: &VmAccount) -> [i64; VM_SERIES.len()] {
+    [
+        whole(vm.private_bytes),
+        whole(vm.unfolded_bytes),
+        whole(vm.folded_bytes),
+        whole(vm.file_resident_bytes + vm.file_untouched_bytes),
+        whole(vm.zero_bytes),
+        whole(vm.swapped_bytes),
+        whole(vm.free_bytes),
+        whole(vm.pss_bytes),
+    ]
+}

@@ -1,0 +1,329 @@
+//! In which of the ledger's places each page of a range is: the mappings beside the page map.
+
+use memfold_store::StoreIdentity;
+use memfold_sys::pagemap::{Region, category};
+use memfold_units::{Hva, PAGE_SIZE};
+use memfold_vm::RamLayout;
+
+use super::read::Vma;
+
+/// What a stretch of addresses is mapped to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Anonymous memory, or nothing.
+    Anonymous,
+    /// A page store.
+    Store,
+    /// Another file.
+    File,
+}
+
+/// A stretch `[start, end)` of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stretch {
+    /// First byte.
+    pub start: Hva,
+    /// Byte after the last.
+    pub end: Hva,
+    /// What it is mapped to.
+    pub kind: Kind,
+}
+
+/// Pages by place. `huge` counts pages that are in one of the others too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Places {
+    /// Anonymous, present, outside stores.
+    pub private: u64,
+    /// Private copies inside store mappings.
+    pub unfolded: u64,
+    /// Store pages in the page table.
+    pub folded_resident: u64,
+    /// Store pages not in the page table.
+    pub folded_untouched: u64,
+    /// Other files' pages in the page table.
+    pub file_resident: u64,
+    /// Other files' pages not in the page table.
+    pub file_untouched: u64,
+    /// The zero page.
+    pub zero: u64,
+    /// Swapped out.
+    pub swapped: u64,
+    /// Nothing there.
+    pub free: u64,
+    /// Mapped by huge pages.
+    pub huge: u64,
+}
+
+/// The addresses of guest RAM in QEMU, sorted, without overlap: RAM blocks and slots together.
+#[must_use]
+pub fn ram_ranges(layout: &RamLayout) -> Vec<(Hva, Hva)> {
+    let blocks = layout.blocks.iter().map(|b| (b.hva, b.pages));
+    let slots = layout.slots.iter().map(|s| (s.hva, s.pages));
+    let mut all: Vec<(Hva, Hva)> = blocks
+        .chain(slots)
+        .filter(|(_, pages)| *pages > 0)
+        .map(|(hva, pages)| (hva, hva.add_pages(pages)))
+        .collect();
+    all.sort_unstable();
+    let mut merged: Vec<(Hva, Hva)> = Vec::new();
+    for (start, end) in all {
+        match merged.last_mut() {
+            Some(last) if start <= last.1 => last.1 = last.1.max(end),
+            _ => merged.push((start, end)),
+        }
+    }
+    merged
+}
+
+/// What `[start, end)` is mapped to, without gaps, in order. `vmas` sorted by address.
+#[must_use]
+pub fn stretches(vmas: &[Vma], start: Hva, end: Hva, stores: &[StoreIdentity]) -> Vec<Stretch> {
+    let mut found = Vec::new();
+    let mut at = start;
+    for vma in &vmas[vmas.partition_point(|v| v.end <= start)..] {
+        if vma.start >= end {
+            break;
+        }
+        let (from, to) = (vma.start.max(start), vma.end.min(end));
+        if at < from {
+            found.push(Stretch {
+                start: at,
+                end: from,
+                kind: Kind::Anonymous,
+            });
+        }
+        found.push(Stretch {
+            start: from,
+            end: to,
+            kind: match vma.file {
+                None => Kind::Anonymous,
+                Some(file) if stores.contains(&file) => Kind::Store,
+                Some(_) => Kind::File,
+            },
+        });
+        at = to;
+    }
+    if at < end {
+        found.push(Stretch {
+            start: at,
+            end,
+            kind: Kind::Anonymous,
+        });
+    }
+    found
+}
+
+/// Where a page is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Anonymous, present, outside stores.
+    Private,
+    /// A private copy inside a store mapping.
+    Unfolded,
+    /// A store page in the page table.
+    FoldedResident,
+    /// A store page not in the page table.
+    FoldedUntouched,
+    /// Another file's page in the page table.
+    FileResident,
+    /// Another file's page not in the page table.
+    FileUntouched,
+    /// The zero page.
+    Zero,
+    /// Swapped out.
+    Swapped,
+    /// Nothing there.
+    Free,
+}
+
+/// Tells of every page of `stretches` where it is, in order, as runs `[start, end)`. `regions` are the present or swapped pages there, in
+/// order. The last argument: mapped by huge pages of its own.
+pub fn each_run(
+    stretches: &[Stretch],
+    regions: &[Region],
+    mut told: impl FnMut(Place, Hva, Hva, bool),
+) {
+    let mut regions = regions.iter().peekable();
+    for stretch in stretches {
+        let absent = match stretch.kind {
+            Kind::Anonymous => Place::Free,
+            Kind::Store => Place::FoldedUntouched,
+            Kind::File => Place::FileUntouched,
+        };
+        let mut at = stretch.start;
+        while let Some(region) = regions.peek() {
+            let (from, to) = (region.start.max(stretch.start), region.end.min(stretch.end));
+            if from < to {
+                if at < from {
+                    told(absent, at, from, false);
+                }
+                // The huge zero page costs as little as the small one.
+                let huge =
+                    region.is(category::HUGE | category::PRESENT) && !region.is(category::ZERO);
+                told(place(stretch.kind, region), from, to, huge);
+                at = to;
+            }
+            // The kernel joins pages of equal categories over the borders of mappings, so a region may go on.
+            if region.end > stretch.end {
+                break;
+            }
+            regions.next();
+        }
+        if at < stretch.end {
+            told(absent, at, stretch.end, false);
+        }
+    }
+}
+
+fn place(kind: Kind, region: &Region) -> Place {
+    if !region.is(category::PRESENT) {
+        Place::Swapped
+    } else if region.is(category::ZERO) {
+        Place::Zero
+    } else if region.is(category::FILE) {
+        match kind {
+            Kind::Store => Place::FoldedResident,
+            // Anonymous here: a mapping that came between reading the mappings and the page map.
+            Kind::File | Kind::Anonymous => Place::FileResident,
+        }
+    } else if kind == Kind::Store {
+        Place::Unfolded
+    } else {
+        Place::Private
+    }
+}
+
+/// Puts every page of `stretches` in its place. `regions` are the present or swapped pages there, in order.
+#[must_use]
+pub fn sort_pages(stretches: &[Stretch], regions: &[Region]) -> Places {
+    let mut places = Places::default();
+    each_run(stretches, regions, |place, from, to, huge| {
+        let pages = (to.0 - from.0) / PAGE_SIZE;
+        *match place {
+            Place::Private => &mut places.private,
+            Place::Unfolded => &mut places.unfolded,
+            Place::FoldedResident => &mut places.folded_resident,
+            Place::FoldedUntouched => &mut places.folded_untouched,
+            Place::FileResident => &mut places.file_resident,
+            Place::FileUntouched => &mut places.file_untouched,
+            Place::Zero => &mut places.zero,
+            Place::Swapped => &mut places.swapped,
+            Place::Free => &mut places.free,
+        } += pages;
+        if huge {
+            places.huge += pages;
+        }
+    });
+    places
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STORE: StoreIdentity = StoreIdentity { dev: 1, ino: 7 };
+
+    fn vma(start: u64, end: u64, file: Option<StoreIdentity>) -> Vma {
+        Vma {
+            start: Hva(start * PAGE_SIZE),
+            end: Hva(end * PAGE_SIZE),
+            file,
+            ..Vma::default()
+        }
+    }
+
+    fn region(start: u64, end: u64, categories: u64) -> Region {
+        Region {
+            start: Hva(start * PAGE_SIZE),
+            end: Hva(end * PAGE_SIZE),
+            categories,
+        }
+    }
+
+    #[test]
+    fn every_page_has_exactly_one_place() {
+        let template = StoreIdentity { dev: 9, ino: 9 };
+        let vmas = [
+            vma(0, 14, None),
+            vma(14, 20, Some(STORE)),
+            vma(20, 30, Some(template)),
+            // 30..34 not mapped
+            vma(34, 50, None),
+        ];
+        let stretches = stretches(&vmas, Hva(10 * PAGE_SIZE), Hva(40 * PAGE_SIZE), &[STORE]);
+        let present = category::PRESENT;
+        let places = sort_pages(
+            &stretches,
+            &[
+                region(11, 16, present),                  // 3 private, 2 unfolded
+                region(16, 22, present | category::FILE), // 4 folded, 2 of the template
+                region(22, 23, present),                  // a private copy of the template
+                region(34, 36, present | category::ZERO),
+                region(36, 37, category::SWAPPED),
+            ],
+        );
+        assert_eq!(
+            places,
+            Places {
+                private: 4,
+                unfolded: 2,
+                folded_resident: 4,
+                folded_untouched: 0,
+                file_resident: 2,
+                file_untouched: 7,
+                zero: 2,
+                swapped: 1,
+                free: 1 + 4 + 3,
+                huge: 0,
+            }
+        );
+    }
+
+    #[test]
+    fn untouched_store_pages_and_huge_pages_are_counted() {
+        let vmas = [vma(0, 8, Some(STORE)), vma(8, 1032, None)];
+        let stretches = stretches(&vmas, Hva(0), Hva(1032 * PAGE_SIZE), &[STORE]);
+        let places = sort_pages(
+            &stretches,
+            &[
+                region(8, 520, category::PRESENT | category::HUGE),
+                region(
+                    520,
+                    1032,
+                    category::PRESENT | category::HUGE | category::ZERO,
+                ),
+            ],
+        );
+        assert_eq!(
+            (
+                places.folded_untouched,
+                places.private,
+                places.huge,
+                places.zero
+            ),
+            (8, 512, 512, 512)
+        );
+    }
+
+    #[test]
+    fn blocks_and_slots_are_counted_once() {
+        let mut layout = RamLayout::default();
+        layout.blocks.push(memfold_vm::RamBlock {
+            name: "ram".into(),
+            hva: Hva(1 << 30),
+            pages: 100,
+        });
+        for first in [0, 60] {
+            layout.slots.push(memfold_vm::RamSlot {
+                pfn: memfold_units::Pfn(first),
+                pages: 40,
+                hva: Hva(1 << 30).add_pages(first),
+                block: 0,
+            });
+        }
+        assert_eq!(
+            ram_ranges(&layout),
+            [(Hva(1 << 30), Hva(1 << 30).add_pages(100))]
+        );
+    }
+}

@@ -1,0 +1,219 @@
+//! One VM's RAM from end to end: how many pages of each cell are where.
+
+use memfold_store::StoreIdentity;
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_units::{Hva, PAGE_SIZE};
+use memfold_vm::RamLayout;
+use rustix::process::Pid;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::memory::{Place, each_run, ram_ranges};
+use super::read::{Proc, ReadError};
+use super::take::look;
+
+/// What a cell's figures count, in their order. `template`: of a snapshot's image, or of another file.
+pub const STATES: [&str; 7] = [
+    "private", "unfolded", "folded", "template", "zero", "swapped", "free",
+];
+
+/// Most cells of a map.
+pub const MOST_CELLS: u64 = 8192;
+
+/// A segment beside RAM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MappedSegment {
+    /// `NAME@GENERATION`.
+    pub segment: String,
+    /// Bytes that the VM maps of it.
+    pub bytes: u64,
+    /// Of these, in its page tables.
+    pub resident_bytes: u64,
+}
+
+/// Where a cell begins; those after it follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct CellPlace {
+    /// Its number, from 0.
+    pub cell: u64,
+    /// The guest's physical address; null: QEMU has memory there that the guest doesn't see as such.
+    pub address: Option<u64>,
+}
+
+/// The map.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MemoryMap {
+    /// The VM.
+    pub vm: String,
+    /// Guest RAM in bytes: the sum of all cells.
+    pub ram_bytes: u64,
+    /// Bytes of a cell; the last of a range may have fewer.
+    pub cell_bytes: u64,
+    /// The names of a cell's figures.
+    pub states: Vec<String>,
+    /// Pages of each state, cell by cell, as the guest has them.
+    pub cells: Vec<[u64; 7]>,
+    /// Where cells lie, for those that don't follow the one before.
+    pub places: Vec<CellPlace>,
+    /// The segments that it maps, beside RAM.
+    pub segments: Vec<MappedSegment>,
+}
+
+const fn state(place: Place) -> usize {
+    match place {
+        Place::Private => 0,
+        Place::Unfolded => 1,
+        Place::FoldedResident | Place::FoldedUntouched => 2,
+        Place::FileResident | Place::FileUntouched => 3,
+        Place::Zero => 4,
+        Place::Swapped => 5,
+        Place::Free => 6,
+    }
+}
+
+/// Adds pages `[from, to)` of a range to its cells.
+fn add(cells: &mut [[u64; 7]], from: u64, to: u64, cell_pages: u64, state: usize) {
+    let mut at = from;
+    while at < to {
+        let cell = at / cell_pages;
+        let end = to.min((cell + 1) * cell_pages);
+        let found = usize::try_from(cell).ok().and_then(|c| cells.get_mut(c));
+        if let Some(cell) = found {
+            cell[state] += end - at;
+        }
+        at = end;
+    }
+}
+
+/// Adds where the cells of a range begin, but for those that follow the one before; the last of the range before may have been short.
+fn extend(places: &mut Vec<CellPlace>, begins: impl Iterator<Item = CellPlace>, cell_bytes: u64) {
+    for (number, begin) in begins.enumerate() {
+        let follows = places.last().filter(|_| number > 0).is_some_and(|last| {
+            let after = |address| address + (begin.cell - last.cell) * cell_bytes;
+            last.address.map(after) == begin.address
+        });
+        if !follows {
+            places.push(begin);
+        }
+    }
+}
+
+/// The map of a VM's RAM, in about `cells` cells ([`MOST_CELLS`] at most).
+///
+/// # Errors
+/// If the process ended, or we may not read it, or the kernel has no `PAGEMAP_SCAN`.
+pub fn memory_map(
+    (pid, name): (i32, &str),
+    layout: &RamLayout,
+    stores: &[StoreIdentity],
+    segments: &[(String, StoreIdentity)],
+    cells: u64,
+) -> Result<MemoryMap, ReadError> {
+    let failed = |source| ReadError::Pagemap { pid, source };
+    let pagemap = Pid::from_raw(pid)
+        .ok_or_else(|| std::io::ErrorKind::NotFound.into())
+        .and_then(Pagemap::open)
+        .map_err(failed)?;
+    let mut ranges = ram_ranges(layout);
+    let address = |at: Hva| layout.pfn_of(at).map(|pfn| pfn.0 * PAGE_SIZE);
+    // What the guest doesn't see comes last.
+    ranges.sort_by_key(|(start, _)| address(*start).unwrap_or(u64::MAX));
+    let pages = |(start, end): &(Hva, Hva)| (end.0 - start.0) / PAGE_SIZE;
+    let all: u64 = ranges.iter().map(pages).sum();
+    let cell_pages = all.div_ceil(cells.clamp(1, MOST_CELLS)).max(1);
+    let proc = Proc::default();
+    let (mut map, mut places) = (Vec::new(), Vec::new());
+    let mut mappings = Vec::new();
+    for range in &ranges {
+        let looked = look(&proc, pid, &pagemap, &[*range], stores)?;
+        let count = pages(range).div_ceil(cell_pages);
+        let mut of_range = vec![[0; 7]; usize::try_from(count).unwrap_or(0)];
+        each_run(&looked.stretches, &looked.regions, |place, from, to, _| {
+            let page = |at: Hva| (at.0 - range.0.0) / PAGE_SIZE;
+            add(
+                &mut of_range,
+                page(from),
+                page(to),
+                cell_pages,
+                state(place),
+            );
+        });
+        let first = map.len() as u64;
+        let begins = (0..count).map(|cell| CellPlace {
+            cell: first + cell,
+            address: address(range.0.add_pages(cell * cell_pages)),
+        });
+        extend(&mut places, begins, cell_pages * PAGE_SIZE);
+        map.append(&mut of_range);
+        mappings = looked.mappings;
+    }
+    let present = Filter {
+        all_of: category::PRESENT,
+        none_of: category::ZERO,
+        ..Filter::default()
+    };
+    let mut found = Vec::new();
+    for (segment, identity) in segments {
+        let (mut bytes, mut resident_bytes) = (0, 0);
+        for vma in mappings.iter().filter(|v| v.file == Some(*identity)) {
+            bytes += vma.end.0 - vma.start.0;
+            let regions = pagemap.scan(vma.start, vma.end, present).map_err(failed)?;
+            let pages = regions.iter().map(memfold_sys::pagemap::Region::pages);
+            resident_bytes += pages.sum::<u64>() * PAGE_SIZE;
+        }
+        found.push(MappedSegment {
+            segment: segment.clone(),
+            bytes,
+            resident_bytes,
+        });
+    }
+    Ok(MemoryMap {
+        vm: name.to_owned(),
+        ram_bytes: all * PAGE_SIZE,
+        cell_bytes: cell_pages * PAGE_SIZE,
+        states: STATES.map(str::to_owned).to_vec(),
+        cells: map,
+        places,
+        segments: found,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_is_split_over_its_cells_and_loses_no_page() {
+        let mut cells = vec![[0; 7]; 4];
+        add(&mut cells, 0, 5, 10, 0);
+        add(&mut cells, 5, 31, 10, 2);
+        add(&mut cells, 31, 37, 10, 6);
+        let row = |private, folded, free| [private, 0, folded, 0, 0, 0, free];
+        assert_eq!(
+            cells,
+            [row(5, 5, 0), row(0, 10, 0), row(0, 10, 0), row(0, 1, 6)]
+        );
+        // Beyond the end: nothing to count it in.
+        add(&mut cells, 37, 45, 10, 6);
+        assert_eq!(cells.iter().flatten().sum::<u64>(), 40);
+    }
+
+    #[test]
+    fn cells_that_do_not_follow_the_one_before_say_where_they_lie() {
+        let place = |(cell, address)| CellPlace { cell, address };
+        let mut places = Vec::new();
+        // A hole of the guest's addresses, one that it doesn't see, and the next range.
+        let first = [
+            (0, Some(0)),
+            (1, Some(10)),
+            (2, Some(50)),
+            (3, Some(60)),
+            (4, None),
+            (5, None),
+        ];
+        extend(&mut places, first.into_iter().map(place), 10);
+        extend(&mut places, [(6, Some(70))].into_iter().map(place), 10);
+        let expected = [(0, Some(0)), (2, Some(50)), (4, None), (6, Some(70))];
+        assert_eq!(places, expected.map(place));
+    }
+}

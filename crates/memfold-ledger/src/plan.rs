@@ -1,0 +1,628 @@
+//! How much memory more VMs of a kind would take, and how many fit: the model that the ledger's figures feed.
+//!
+//! ```text
+//!   used(N) = used now + sum over kinds: (N - n) x own            own:  what only this VM takes (mean of the n that run)
+//!                                                                 what is shared is there once already, however many come
+//!   owed(N) = owed now + sum over kinds: (N - n) x owed           what the brake wants to be there for (see `debt`)
+//!
+//!   N fits:  used(N) + its error bar <= memory - reserve,   and   cover x owed(N) <= memory - reserve - used(N)
+//! ```
+//! With a time to plan ahead, each VM is taken to grow until then as those of its kind have lately (the history's trend), to all of its RAM at
+//! most; none is taken to shrink.
+//!
+//! One more VM is taken to be like those that run: it shares what they share with each other. A VM that runs alone in its trust domain shares
+//! nothing yet, and so does its kind here: `memfold estimate` says what two of it would have in common. What VMs may come to use beyond what
+//! they use now is the last column: all of their RAM.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use memfold_fold::{EngineStats, VmStats};
+use memfold_units::{ByteSize, PageCount};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::account::{Report, VmAccount};
+use super::debt::DebtReport;
+
+/// Why nothing can be planned.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// Nothing is measured.
+    #[error("no VM runs: a plan is made of what VMs take; start one of each kind first")]
+    NoVms,
+    /// A name that nobody has.
+    #[error("no VM '{0}' runs; 'memfold vm list' shows those that do")]
+    NoSuchVm(String),
+    /// A VM in two kinds.
+    #[error("VM '{0}' is named in two kinds; leave it out of one")]
+    Twice(String),
+    /// A kind that nobody has named.
+    #[error("no kind '{0}'; the kinds are {1}")]
+    NoSuchKind(String, String),
+    /// A daemon of another version.
+    #[error("the daemon's report says nothing of what VMs share; is it of another version?")]
+    NoDebt,
+}
+
+/// A kind: VMs that are alike.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Kind {
+    /// Its name.
+    pub name: String,
+    /// VMs that were measured.
+    pub vms: Vec<String>,
+    /// What one more takes of the host: anonymous memory and memory files of its QEMU but for shares of what others map too, and page tables.
+    pub own_bytes: u64,
+    /// Of that, page cache in the guest that its agent knows of and that is not shared.
+    pub page_cache_bytes: u64,
+    /// The 95 % error bar of `own_bytes`, from how much the measured VMs differ; null: only one was measured.
+    pub plus_minus_bytes: Option<u64>,
+    /// What each shares: folded, of a snapshot's image, merged by KSM.
+    pub shared_bytes: u64,
+    /// What each could call in by writing.
+    pub owed_bytes: u64,
+    /// What each would take if it came to use all of its RAM and shared nothing.
+    pub most_bytes: u64,
+    /// What each has grown by an hour lately, in the mean; null: too few samples.
+    pub grows_bytes_per_hour: Option<i64>,
+    /// What each is taken to grow by in the time that is planned ahead.
+    pub grown_bytes: u64,
+    /// More of it that fit beside what runs now, by both limits.
+    pub more_fit: u64,
+    /// More of it that fit by memory alone, were nothing ever called in.
+    pub more_fit_by_memory: u64,
+    /// How many are predicted.
+    pub wanted: u64,
+    /// For the error bar of a sum: one VM's standard deviation.
+    #[serde(skip)]
+    pub deviation: f64,
+}
+
+/// A plan.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Plan {
+    /// Memory planned for.
+    pub memory_bytes: u64,
+    /// What the host keeps for itself.
+    pub reserve_bytes: u64,
+    /// How much of what is owed is to be there, percent.
+    pub cover_percent: f64,
+    /// Not available now (`MemTotal` - `MemAvailable`).
+    pub used_bytes: u64,
+    /// Owed now.
+    pub owed_bytes: u64,
+    /// The kinds.
+    pub kinds: Vec<Kind>,
+    /// What would be used with the VMs wanted.
+    pub predicted_bytes: u64,
+    /// The 95 % error bar of that; null: a kind of which more are wanted was measured once.
+    pub plus_minus_bytes: Option<u64>,
+    /// What would be owed then.
+    pub predicted_owed_bytes: u64,
+    /// Hours that are planned ahead.
+    pub ahead_hours: f64,
+    /// Of `predicted_bytes`, what the VMs grow by until then.
+    pub grown_bytes: u64,
+    /// Whether they fit.
+    pub fits: bool,
+}
+
+/// Which VMs are a kind, if nobody says so: those of a trust domain; a VM without one is a kind of its own.
+#[must_use]
+pub fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
+    let mut kinds: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for vm in &report.vms {
+        let name = vm.domain.as_ref().unwrap_or(&vm.name);
+        kinds.entry(name.clone()).or_default().push(vm.name.clone());
+    }
+    kinds.into_iter().collect()
+}
+
+/// Pages that each VM caches, and of them those that are shared, by its name.
+#[must_use]
+pub fn caches(stats: &EngineStats) -> BTreeMap<String, (u64, u64)> {
+    let of = |vm: &VmStats| (vm.name.clone(), (vm.cached_pages, vm.matched_folded_pages));
+    stats.vms.iter().map(of).collect()
+}
+
+/// Growth of each VM by its name, bytes an hour.
+pub type Growths = BTreeMap<String, i64>;
+
+/// What to plan.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Order {
+    /// Kinds: a name and its VMs. Empty: those of [`kinds_by_domain`].
+    pub kinds: Vec<(String, Vec<String>)>,
+    /// Kinds of which another number is wanted than runs, and that number.
+    pub vms: Vec<(String, u64)>,
+    /// Memory to plan for; none: the host's.
+    pub memory_bytes: Option<u64>,
+    /// Hours to plan ahead.
+    pub ahead_hours: f64,
+}
+
+impl Order {
+    /// The plan of what runs now.
+    ///
+    /// # Errors
+    /// If nothing runs, or a name is wrong.
+    pub fn plan(
+        &self,
+        report: &Report,
+        stats: &EngineStats,
+        growths: &Growths,
+    ) -> Result<Plan, PlanError> {
+        let mut order = self.clone();
+        if order.kinds.is_empty() {
+            order.kinds = kinds_by_domain(report);
+        }
+        plan(report, &caches(stats), growths, &order)
+    }
+}
+
+/// A kind as operators write it: `KIND=VM,VM`.
+///
+/// # Errors
+/// If it isn't, in words.
+pub fn parse_kind(text: &str) -> Result<(String, Vec<String>), String> {
+    let (name, vms) = text.split_once('=').unwrap_or((text, ""));
+    let vms: Vec<String> = vms.split(',').map(str::to_owned).collect();
+    if name.is_empty() || vms.iter().any(String::is_empty) {
+        return Err(format!(
+            "'{text}' is no kind; give its name and its VMs: web=web1,web2"
+        ));
+    }
+    Ok((name.to_owned(), vms))
+}
+
+/// How many of a kind, as operators write it: `KIND=NUMBER`.
+///
+/// # Errors
+/// If it isn't, in words.
+pub fn parse_number(text: &str) -> Result<(String, u64), String> {
+    let parts = text.split_once('=').filter(|(name, _)| !name.is_empty());
+    let parts = parts.and_then(|(name, number)| Some((name, number.parse::<u32>().ok()?)));
+    let (name, number) =
+        parts.ok_or_else(|| format!("'{text}' is no number of a kind; give both: web=20"))?;
+    Ok((name.to_owned(), u64::from(number)))
+}
+
+/// Hours to plan ahead: 0 to a year.
+///
+/// # Errors
+/// If it isn't, in words.
+pub fn parse_hours(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(hours) if (0.0..=8760.0).contains(&hours) => Ok(hours),
+        _ => Err(format!("'{text}' are no hours; give 0 to 8760")),
+    }
+}
+
+/// Two-sided 95 % points of Student's t distribution for 1, 2, ... degrees of freedom; behind the last, the normal distribution's.
+const T: [f64; 10] = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23];
+
+fn t(degrees: usize) -> f64 {
+    let at = degrees.checked_sub(1).unwrap_or(usize::MAX);
+    T.get(at).copied().unwrap_or(1.96)
+}
+
+/// The part of a VM's anonymous memory that is its share of pages which KSM has merged: those are there already for the next VM.
+fn ksm_share(report: &Report, vm: &VmAccount) -> u64 {
+    let Some(ksm) = report.host.ksm else { return 0 };
+    let all = ksm.pages_shared + ksm.pages_sharing;
+    let merged = vm.ksm_merged_bytes.unwrap_or_default().0;
+    if all == 0 {
+        return 0;
+    }
+    let share = u128::from(merged) * u128::from(ksm.pages_shared) / u128::from(all);
+    u64::try_from(share).unwrap_or(merged)
+}
+
+/// What only this VM takes. Of an image or a segment in memory, its share is of what is there already.
+fn own(report: &Report, vm: &VmAccount) -> u64 {
+    let files = vm.pss_shmem_bytes - vm.store_pss_bytes - vm.segment_shmem_bytes;
+    let image = if report.host.images_bytes.0 > 0 {
+        vm.file_pss_bytes.min(files)
+    } else {
+        ByteSize(0)
+    };
+    let anonymous = vm.pss_anon_bytes - ByteSize(ksm_share(report, vm));
+    (anonymous + (files - image) + vm.page_table_bytes).0
+}
+
+/// Bytes of a sum that is not negative.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+fn whole(bytes: f64) -> u64 {
+    bytes.max(0.0).round() as u64
+}
+
+impl Kind {
+    fn measure(
+        report: &Report,
+        debt: &DebtReport,
+        caches: &BTreeMap<String, (u64, u64)>,
+        name: &str,
+        names: &[String],
+    ) -> Result<Self, PlanError> {
+        let find = |vm: &String| {
+            let found = report.vms.iter().find(|v| v.name == *vm);
+            found.ok_or_else(|| PlanError::NoSuchVm(vm.clone()))
+        };
+        let vms: Vec<&VmAccount> = names.iter().map(find).collect::<Result<_, _>>()?;
+        let number = vms.len() as f64;
+        let mean = |of: &dyn Fn(&VmAccount) -> u64| {
+            vms.iter().map(|vm| of(vm) as f64).sum::<f64>() / number.max(1.0)
+        };
+        let own_mean = mean(&|vm| own(report, vm));
+        let squares = vms
+            .iter()
+            .map(|vm| (own(report, vm) as f64 - own_mean).powi(2));
+        let deviation = if vms.len() > 1 {
+            (squares.sum::<f64>() / (number - 1.0)).sqrt()
+        } else {
+            0.0
+        };
+        let owed = |vm: &VmAccount| {
+            let of_debt = debt.vms.iter().find(|d| d.name == vm.name);
+            of_debt.map_or(0, super::VmDebt::total_bytes)
+                + vm.ksm_merged_bytes.unwrap_or_default().0
+        };
+        let cache = |vm: &VmAccount| {
+            let (cached, shared) = caches.get(&vm.name).copied().unwrap_or_default();
+            PageCount(cached.saturating_sub(shared)).bytes().0
+        };
+        let shared = |vm: &VmAccount| {
+            (vm.folded_bytes + vm.file_resident_bytes + vm.ksm_merged_bytes.unwrap_or_default()).0
+        };
+        Ok(Self {
+            name: name.to_owned(),
+            vms: names.to_vec(),
+            own_bytes: whole(own_mean),
+            page_cache_bytes: whole(mean(&cache)),
+            plus_minus_bytes: (vms.len() > 1)
+                .then(|| whole(t(vms.len() - 1) * deviation * (1.0 + 1.0 / number).sqrt())),
+            shared_bytes: whole(mean(&shared)),
+            owed_bytes: whole(mean(&owed)),
+            most_bytes: whole(mean(&|vm| (vm.ram_bytes + vm.overhead_bytes()).0)),
+            wanted: vms.len() as u64,
+            deviation,
+            ..Self::default()
+        })
+    }
+
+    /// Takes the growth of those of its VMs of which it is known for that of each.
+    #[allow(clippy::cast_possible_truncation)] // as much as its terms
+    fn grow(&mut self, growths: &Growths, ahead_hours: f64) {
+        let known: Vec<f64> = self
+            .vms
+            .iter()
+            .filter_map(|vm| growths.get(vm))
+            .map(|&bytes| bytes as f64)
+            .collect();
+        if known.is_empty() {
+            return;
+        }
+        let mean = known.iter().sum::<f64>() / known.len() as f64;
+        self.grows_bytes_per_hour = Some(mean.round() as i64);
+        let most = self.most_bytes.saturating_sub(self.own_bytes);
+        self.grown_bytes = whole(mean * ahead_hours).min(most);
+    }
+
+    /// More than were measured; below zero: fewer.
+    fn more(&self, wanted: u64) -> f64 {
+        wanted as f64 - self.vms.len() as f64
+    }
+
+    /// Variance of what `more` of it take together: each differs, and so does the mean of those that were measured.
+    fn variance(&self, more: f64) -> f64 {
+        let number = self.vms.len() as f64;
+        self.deviation.powi(2) * (more.abs() + more.powi(2) / number)
+    }
+
+    /// For the error bar of `more` of it; `None`: not known.
+    fn plus_minus(&self, more: f64) -> Option<f64> {
+        if more == 0.0 {
+            return Some(0.0);
+        }
+        (self.vms.len() > 1).then(|| t(self.vms.len() - 1) * self.variance(more).sqrt())
+    }
+}
+
+impl Plan {
+    /// Whether this fits: bytes used with their error bar, and what is owed beside them.
+    fn holds(&self, used: f64, error: f64, owed: f64) -> bool {
+        let room = self.memory_bytes.saturating_sub(self.reserve_bytes) as f64;
+        used + error <= room && owed * self.cover_percent / 100.0 <= (room - used).max(0.0)
+    }
+
+    /// How many more of a kind fit beside what runs now, and grows by so much.
+    fn more(&self, kind: &Kind, grown_now: f64, cover: bool) -> u64 {
+        let each = (kind.own_bytes + kind.grown_bytes) as f64;
+        let fits = |more: u64| {
+            let more = more as f64;
+            let used = self.used_bytes as f64 + grown_now + more * each;
+            let owed = self.owed_bytes as f64 + more * kind.owed_bytes as f64;
+            let error = kind.plus_minus(more).unwrap_or(0.0);
+            self.holds(used, error, if cover { owed } else { 0.0 })
+        };
+        // Each takes something, so that it ends; the bound is for kinds that were measured as nothing.
+        let (mut low, mut high) = (0_u64, 1_u64 << 20);
+        while low < high {
+            let middle = (low + high).div_ceil(2);
+            if fits(middle) {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
+        }
+        low
+    }
+}
+
+/// A plan from a report, for an order that names its kinds. `caches`: see [`caches`].
+fn plan(
+    report: &Report,
+    caches: &BTreeMap<String, (u64, u64)>,
+    growths: &Growths,
+    order: &Order,
+) -> Result<Plan, PlanError> {
+    if report.vms.is_empty() {
+        return Err(PlanError::NoVms);
+    }
+    let debt = report.debt.as_ref().ok_or(PlanError::NoDebt)?;
+    let mut seen = BTreeSet::new();
+    for vm in order.kinds.iter().flat_map(|(_, vms)| vms) {
+        if !seen.insert(vm) {
+            return Err(PlanError::Twice(vm.clone()));
+        }
+    }
+    let host = &report.host;
+    let mut plan = Plan {
+        memory_bytes: order.memory_bytes.unwrap_or(host.mem_total_bytes.0),
+        ahead_hours: order.ahead_hours,
+        reserve_bytes: debt.reserve_bytes,
+        cover_percent: debt.cover_percent,
+        used_bytes: (host.mem_total_bytes - host.mem_available_bytes).0,
+        owed_bytes: debt.debt_bytes,
+        ..Plan::default()
+    };
+    for (name, vms) in &order.kinds {
+        let mut kind = Kind::measure(report, debt, caches, name, vms)?;
+        kind.grow(growths, order.ahead_hours);
+        plan.kinds.push(kind);
+    }
+    // Beside what runs now, which grows as well.
+    let sum = |of: &dyn Fn(&Kind) -> f64| plan.kinds.iter().map(of).sum::<f64>();
+    let grown_now = sum(&|k| k.vms.len() as f64 * k.grown_bytes as f64);
+    let more_fit = |kind: &Kind, cover| plan.more(kind, grown_now, cover);
+    let fit: Vec<(u64, u64)> = plan
+        .kinds
+        .iter()
+        .map(|kind| (more_fit(kind, true), more_fit(kind, false)))
+        .collect();
+    for (kind, fit) in plan.kinds.iter_mut().zip(fit) {
+        (kind.more_fit, kind.more_fit_by_memory) = fit;
+    }
+    for (name, number) in &order.vms {
+        let names: Vec<String> = plan.kinds.iter().map(|k| format!("'{}'", k.name)).collect();
+        let found = plan.kinds.iter_mut().find(|kind| kind.name == *name);
+        let missing = || PlanError::NoSuchKind(name.clone(), names.join(", "));
+        found.ok_or_else(missing)?.wanted = *number;
+    }
+    let sum = |of: &dyn Fn(&Kind) -> f64| plan.kinds.iter().map(of).sum::<f64>();
+    let grown = sum(&|k| k.wanted as f64 * k.grown_bytes as f64);
+    let used = plan.used_bytes as f64 + sum(&|k| k.more(k.wanted) * k.own_bytes as f64) + grown;
+    let owed = plan.owed_bytes as f64 + sum(&|k| k.more(k.wanted) * k.owed_bytes as f64);
+    let errors: Option<Vec<f64>> = plan
+        .kinds
+        .iter()
+        .map(|k| k.plus_minus(k.more(k.wanted)))
+        .collect();
+    // Kinds differ each for itself.
+    let error = errors.map(|all| all.iter().map(|e| e.powi(2)).sum::<f64>().sqrt());
+    plan.fits = plan.holds(used, error.unwrap_or(0.0), owed);
+    plan.predicted_bytes = whole(used);
+    plan.grown_bytes = whole(grown);
+    plan.plus_minus_bytes = error.map(whole);
+    plan.predicted_owed_bytes = whole(owed);
+    Ok(plan)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::VmDebt;
+    use crate::account::KsmAccount;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn kinds_and_numbers_are_read_and_others_refused() {
+        let web = ("web".to_owned(), vec!["a".to_owned(), "b".to_owned()]);
+        assert_eq!(parse_kind("web=a,b"), Ok(web));
+        assert_eq!(parse_number("web=20"), Ok(("web".to_owned(), 20)));
+        for wrong in ["", "web", "web=", "=a", "web=a,"] {
+            assert!(parse_kind(wrong).is_err(), "{wrong}");
+        }
+        for wrong in ["", "web", "web=", "=3", "web=-1", "web=x"] {
+            assert!(parse_number(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    fn vm(name: &str, own: u64) -> VmAccount {
+        VmAccount {
+            name: name.into(),
+            domain: Some("web".into()),
+            ram_bytes: ByteSize::mib(512),
+            pss_anon_bytes: ByteSize::mib(own - 2),
+            page_table_bytes: ByteSize::mib(2),
+            folded_bytes: ByteSize::mib(100),
+            // Half of the store's 100 MiB each.
+            pss_shmem_bytes: ByteSize::mib(50),
+            store_pss_bytes: ByteSize::mib(50),
+            ..VmAccount::default()
+        }
+    }
+
+    /// 10,000 MiB, of which 2,000 are used; two VMs of 150 and 170 MiB of their own that share 100; reserve 500.
+    fn report() -> Report {
+        let mut report = Report {
+            vms: vec![vm("a", 150), vm("b", 170)],
+            ..Report::default()
+        };
+        report.host.mem_total_bytes = ByteSize::mib(10_000);
+        report.host.mem_available_bytes = ByteSize::mib(8_000);
+        report.debt = Some(DebtReport {
+            reserve_bytes: 500 * MIB,
+            cover_percent: 50.0,
+            debt_bytes: 200 * MIB,
+            vms: ["a", "b"]
+                .map(|name| VmDebt {
+                    name: name.into(),
+                    folded_bytes: 100 * MIB,
+                    ..VmDebt::default()
+                })
+                .into(),
+            ..DebtReport::default()
+        });
+        report
+    }
+
+    fn planned(report: &Report, wanted: &[(String, u64)]) -> Plan {
+        let order = Order {
+            vms: wanted.to_vec(),
+            ..Order::default()
+        };
+        let stats = EngineStats::default();
+        order.plan(report, &stats, &Growths::new()).unwrap()
+    }
+
+    #[test]
+    fn vms_grow_as_they_have_lately_to_all_of_their_ram_at_most() {
+        let growths = |bytes| Growths::from([("a".to_owned(), bytes)]);
+        let of = |bytes: i64, hours| {
+            let order = Order {
+                vms: vec![("web".into(), 4)],
+                ahead_hours: hours,
+                ..Order::default()
+            };
+            let stats = EngineStats::default();
+            order.plan(&report(), &stats, &growths(bytes)).unwrap()
+        };
+        let mib = |mib: i64| mib << 20;
+        let now = of(mib(10), 0.0);
+        assert_eq!(now.kinds[0].grows_bytes_per_hour, Some(mib(10)));
+        assert_eq!((now.grown_bytes, now.kinds[0].grown_bytes), (0, 0));
+        let later = of(mib(10), 3.0);
+        assert_eq!(later.kinds[0].grown_bytes, 30 * MIB);
+        assert_eq!(later.grown_bytes, 4 * 30 * MIB);
+        assert_eq!(
+            later.predicted_bytes,
+            now.predicted_bytes + later.grown_bytes
+        );
+        assert!(later.kinds[0].more_fit < now.kinds[0].more_fit);
+        // 512 MiB of RAM, and what its QEMU takes.
+        let kind = of(mib(10), 1e6).kinds.remove(0);
+        assert_eq!(kind.own_bytes + kind.grown_bytes, kind.most_bytes);
+        assert_eq!(of(mib(-10), 3.0).grown_bytes, 0);
+        assert_eq!(planned(&report(), &[]).kinds[0].grows_bytes_per_hour, None);
+    }
+
+    #[test]
+    fn one_more_takes_what_is_its_own_and_not_what_is_there_already() {
+        let now = planned(&report(), &[]);
+        assert_eq!(now.predicted_bytes, 2_000 * MIB);
+        assert_eq!(now.plus_minus_bytes, Some(0));
+        let kind = &now.kinds[0];
+        assert_eq!((kind.own_bytes, kind.shared_bytes), (160 * MIB, 100 * MIB));
+        assert_eq!((kind.owed_bytes, kind.wanted), (100 * MIB, 2));
+        let five = planned(&report(), &[("web".into(), 5)]);
+        assert_eq!(five.predicted_bytes, (2_000 + 3 * 160) * MIB);
+        assert_eq!(five.predicted_owed_bytes, 500 * MIB);
+        assert!(five.fits);
+        // Fewer, too.
+        let one = planned(&report(), &[("web".into(), 1)]);
+        assert_eq!(one.predicted_bytes, (2_000 - 160) * MIB);
+    }
+
+    #[test]
+    fn both_limits_bound_what_fits_and_the_error_bar_counts() {
+        let mut exact = report();
+        exact.vms[1] = vm("b", 150);
+        let kind = planned(&exact, &[]).kinds.remove(0);
+        assert_eq!(kind.plus_minus_bytes, Some(0));
+        // Room 9,500 - 2,000; 150 each; and beside them half of 100 each, and of the 200 that are owed now.
+        assert_eq!(kind.more_fit_by_memory, 7_500 / 150);
+        assert_eq!(kind.more_fit, (7_500 - 100) / 200);
+        let fits = |number| planned(&exact, &[("web".into(), number)]).fits;
+        assert!(fits(2 + kind.more_fit) && !fits(3 + kind.more_fit));
+        // The same mean and two VMs that differ: fewer are sure to fit.
+        let mut vague = report();
+        vague.vms = vec![vm("a", 140), vm("b", 160)];
+        let vague = planned(&vague, &[]).kinds.remove(0);
+        assert_eq!(vague.own_bytes, 150 * MIB);
+        assert!(vague.plus_minus_bytes.unwrap() > 100 * MIB);
+        assert!(vague.more_fit_by_memory < 50, "{vague:?}");
+    }
+
+    #[test]
+    fn one_vm_alone_has_no_error_bar() {
+        let mut report = report();
+        report.vms.truncate(1);
+        let plan = planned(&report, &[("web".into(), 3)]);
+        assert_eq!(plan.plus_minus_bytes, None);
+        assert_eq!(plan.kinds[0].plus_minus_bytes, None);
+        assert_eq!(plan.predicted_bytes, (2_000 + 2 * 150) * MIB);
+    }
+
+    #[test]
+    fn what_ksm_has_merged_is_there_for_the_next_vm() {
+        let mut report = report();
+        for vm in &mut report.vms {
+            vm.ksm_merged_bytes = Some(ByteSize::mib(60));
+        }
+        report.host.ksm = Some(KsmAccount {
+            pages_shared: 1000,
+            pages_sharing: 2000,
+            ..KsmAccount::default()
+        });
+        let kind = planned(&report, &[]).kinds.remove(0);
+        // A third of the 60 MiB is this VM's share.
+        assert_eq!(kind.own_bytes, 140 * MIB);
+        assert_eq!(kind.owed_bytes, 160 * MIB);
+    }
+
+    #[test]
+    fn names_that_nobody_has_are_refused() {
+        let report = report();
+        let kind = |vms: &[&str]| {
+            let vms = vms.iter().map(|&vm| vm.to_owned()).collect();
+            vec![("k".to_owned(), vms)]
+        };
+        let try_plan = |kinds: &[(String, Vec<String>)], wanted: &[(String, u64)]| {
+            let order = Order {
+                kinds: kinds.to_vec(),
+                vms: wanted.to_vec(),
+                ..Order::default()
+            };
+            let stats = EngineStats::default();
+            order.plan(&report, &stats, &Growths::new()).unwrap_err()
+        };
+        assert_eq!(
+            try_plan(&kind(&["x"]), &[]),
+            PlanError::NoSuchVm("x".into())
+        );
+        assert_eq!(
+            try_plan(&kind(&["a", "a"]), &[]),
+            PlanError::Twice("a".into())
+        );
+        let error = try_plan(&kind(&["a"]), &[("other".into(), 1)]).to_string();
+        assert!(
+            error.contains("no kind 'other'; the kinds are 'k'"),
+            "{error}"
+        );
+        let empty = Report::default();
+        let nothing = Order::default().plan(&empty, &EngineStats::default(), &Growths::new());
+        assert_eq!(nothing, Err(PlanError::NoVms));
+    }
+}

@@ -1,0 +1,350 @@
+//! Readers of `/proc`. Each takes the root, so that tests read captured trees.
+//!
+//! Sources: `Documentation/filesystems/proc.rst`; `fs/proc/task_mmu.c` (`smaps`), `mm/show_mem.c` (`si_mem_available`).
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use memfold_units::{ByteSize, Hva, PageCount};
+
+use memfold_store::StoreIdentity;
+
+/// A kernel file that could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// It could not be read: the process ended, or we may not.
+    #[error("cannot read {path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// It does not look as `proc(5)` says.
+    #[error("{path}: unexpected text '{text}'")]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// The line or value.
+        text: String,
+    },
+    /// Scanning a page map failed.
+    #[error("cannot scan the page map of process {pid}")]
+    Pagemap {
+        /// The process.
+        pid: i32,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+impl ReadError {
+    fn format(path: &Path, text: &[u8]) -> Self {
+        Self::Format {
+            path: path.to_owned(),
+            text: String::from_utf8_lossy(&text[..text.len().min(120)]).into_owned(),
+        }
+    }
+}
+
+/// One mapping of a process.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Vma {
+    /// First byte.
+    pub start: Hva,
+    /// Byte after the last.
+    pub end: Hva,
+    /// May be written.
+    pub write: bool,
+    /// May be executed.
+    pub execute: bool,
+    /// `MAP_SHARED`.
+    pub shared: bool,
+    /// Offset in the file, bytes.
+    pub offset: u64,
+    /// The file mapped; `None` for anonymous memory.
+    pub file: Option<StoreIdentity>,
+}
+
+/// What `smaps` says of one mapping.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Smap {
+    /// The mapping.
+    pub vma: Vma,
+    /// `Rss`.
+    pub rss_bytes: ByteSize,
+    /// `Pss`.
+    pub pss_bytes: ByteSize,
+    /// `Anonymous`.
+    pub anonymous_bytes: ByteSize,
+    /// `Swap`.
+    pub swap_bytes: ByteSize,
+    /// `KSM`, Linux >= 6.6.
+    pub ksm_bytes: Option<ByteSize>,
+    /// `VmFlags`: two letters each.
+    pub vm_flags: String,
+}
+
+/// What `smaps_rollup` says of a process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rollup {
+    /// `Rss`.
+    pub rss_bytes: ByteSize,
+    /// `Pss`.
+    pub pss_bytes: ByteSize,
+    /// `Pss_Anon`.
+    pub pss_anon_bytes: ByteSize,
+    /// `Pss_File`.
+    pub pss_file_bytes: ByteSize,
+    /// `Pss_Shmem`.
+    pub pss_shmem_bytes: ByteSize,
+}
+
+/// What `/proc/zoneinfo` says of free memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Zones {
+    /// `totalreserve_pages`: free memory that `MemAvailable` leaves out.
+    pub total_reserve_bytes: ByteSize,
+    /// The low watermarks of all zones.
+    pub low_bytes: ByteSize,
+    /// Free pages in the CPUs' own lists. `MemFree` and `MemAvailable` don't count them, and since Linux 6.7 tunes the length of
+    /// these lists they may hold more than a gigabyte after a large process ended.
+    pub per_cpu_free_bytes: ByteSize,
+}
+
+/// `Key: value kB` lines by key, values in bytes.
+pub type Fields = HashMap<String, ByteSize>;
+
+/// A `/proc`.
+#[derive(Clone, Debug)]
+pub struct Proc {
+    root: PathBuf,
+}
+
+impl Default for Proc {
+    fn default() -> Self {
+        Self::new("/proc")
+    }
+}
+
+impl Proc {
+    /// The tree at `root`.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    fn read(&self, file: &str) -> Result<(PathBuf, Vec<u8>), ReadError> {
+        let path = self.root.join(file);
+        match fs::read(&path) {
+            Ok(bytes) => Ok((path, bytes)),
+            Err(source) => Err(ReadError::File { path, source }),
+        }
+    }
+
+    /// The mappings of a process, sorted by address. Cheap: no page table is walked.
+    pub fn maps(&self, pid: i32) -> Result<Vec<Vma>, ReadError> {
+        let (path, text) = self.read(&format!("{pid}/maps"))?;
+        lines(&text)
+            .map(|line| vma(line).ok_or_else(|| ReadError::format(&path, line)))
+            .collect()
+    }
+
+    /// The mappings of a process with what is resident in each. The kernel walks all page tables: about 0.1 µs a page.
+    pub fn smaps(&self, pid: i32) -> Result<Vec<Smap>, ReadError> {
+        let (path, text) = self.read(&format!("{pid}/smaps"))?;
+        let mut all: Vec<Smap> = Vec::new();
+        for line in lines(&text) {
+            // A field starts with a capital letter, a mapping with a hexadecimal address in small letters.
+            if !line.first().is_some_and(u8::is_ascii_uppercase) {
+                let vma = vma(line).ok_or_else(|| ReadError::format(&path, line))?;
+                all.push(Smap {
+                    vma,
+                    ..Smap::default()
+                });
+                continue;
+            }
+            let Some(smap) = all.last_mut() else {
+                return Err(ReadError::format(&path, line));
+            };
+            let Some(colon) = line.iter().position(|b| *b == b':') else {
+                return Err(ReadError::format(&path, line));
+            };
+            let value = &line[colon + 1..];
+            let amount = || kilobytes(value).ok_or_else(|| ReadError::format(&path, line));
+            match &line[..colon] {
+                b"Rss" => smap.rss_bytes = amount()?,
+                b"Pss" => smap.pss_bytes = amount()?,
+                b"Anonymous" => smap.anonymous_bytes = amount()?,
+                b"Swap" => smap.swap_bytes = amount()?,
+                b"KSM" => smap.ksm_bytes = Some(amount()?),
+                b"VmFlags" => {
+                    String::from_utf8_lossy(value)
+                        .trim()
+                        .clone_into(&mut smap.vm_flags);
+                }
+                _ => {}
+            }
+        }
+        Ok(all)
+    }
+
+    /// The whole process's memory in proportional shares. `None` for a kernel thread, which has none.
+    pub fn rollup(&self, pid: i32) -> Result<Option<Rollup>, ReadError> {
+        let (path, text) = self.read(&format!("{pid}/smaps_rollup"))?;
+        // The first line is a mapping's header, whose colon is in its device number.
+        let fields = fields(&path, lines(&text).skip(1))?;
+        let field = |key: &str| fields.get(key).copied().unwrap_or_default();
+        Ok(fields.get("Pss").map(|pss| Rollup {
+            rss_bytes: field("Rss"),
+            pss_bytes: *pss,
+            pss_anon_bytes: field("Pss_Anon"),
+            pss_file_bytes: field("Pss_File"),
+            pss_shmem_bytes: field("Pss_Shmem"),
+        }))
+    }
+
+    /// `VmPTE` of a process.
+    pub fn page_tables(&self, pid: i32) -> Result<ByteSize, ReadError> {
+        self.status(pid, "VmPTE:")
+    }
+
+    /// `RssAnon` of a process: readable even where its `smaps_rollup` is not.
+    pub fn rss_anon(&self, pid: i32) -> Result<ByteSize, ReadError> {
+        self.status(pid, "RssAnon:")
+    }
+
+    fn status(&self, pid: i32, key: &str) -> Result<ByteSize, ReadError> {
+        let (path, text) = self.read(&format!("{pid}/status"))?;
+        let line = lines(&text)
+            .find_map(|l| l.strip_prefix(key.as_bytes()))
+            .ok_or_else(|| ReadError::format(&path, b"no memory: a kernel thread, or ended"))?;
+        kilobytes(line).ok_or_else(|| ReadError::format(&path, line))
+    }
+
+    /// `/proc/meminfo`, values in bytes.
+    pub fn meminfo(&self) -> Result<Fields, ReadError> {
+        let (path, text) = self.read("meminfo")?;
+        fields(&path, lines(&text))
+    }
+
+    /// Processes, kernel threads among them.
+    pub fn pids(&self) -> Result<Vec<i32>, ReadError> {
+        let entries = fs::read_dir(&self.root).map_err(|source| ReadError::File {
+            path: self.root.clone(),
+            source,
+        })?;
+        Ok(entries
+            .filter_map(|e| e.ok()?.file_name().to_str()?.parse().ok())
+            .collect())
+    }
+
+    /// `vm.max_map_count`.
+    pub fn max_map_count(&self) -> Result<u64, ReadError> {
+        let (path, text) = self.read("sys/vm/max_map_count")?;
+        number(text.trim_ascii()).ok_or_else(|| ReadError::format(&path, &text))
+    }
+
+    /// What `/proc/zoneinfo` says of free memory, computed as `mm/page_alloc.c` (`calculate_totalreserve_pages`) and
+    /// `mm/show_mem.c` (`si_mem_available`) do.
+    pub fn zones(&self) -> Result<Zones, ReadError> {
+        #[derive(Default)]
+        struct Zone {
+            low: u64,
+            high: u64,
+            managed: u64,
+            protection: u64,
+            per_cpu: u64,
+        }
+        let (path, text) = self.read("zoneinfo")?;
+        let mut zones: Vec<Zone> = Vec::new();
+        for line in lines(&text) {
+            if line.starts_with(b"Node ") {
+                zones.push(Zone::default());
+                continue;
+            }
+            let Some(zone) = zones.last_mut() else {
+                return Err(ReadError::format(&path, line));
+            };
+            let mut words = line
+                .split(|b| matches!(b, b' ' | b'(' | b')' | b',' | b':'))
+                .filter(|w| !w.is_empty());
+            let (key, rest) = (words.next(), words);
+            let mut value = rest.filter_map(number);
+            match key {
+                Some(b"low") => zone.low = value.next().unwrap_or(0),
+                // Also the per-CPU lists' `high:`, which come after the zone's own.
+                Some(b"high") if zone.high == 0 => zone.high = value.next().unwrap_or(0),
+                Some(b"managed") => zone.managed = value.next().unwrap_or(0),
+                Some(b"count") => zone.per_cpu += value.next().unwrap_or(0),
+                Some(b"protection") => zone.protection = value.max().unwrap_or(0),
+                _ => {}
+            }
+        }
+        let sum = |pages: fn(&Zone) -> u64| PageCount(zones.iter().map(pages).sum()).bytes();
+        Ok(Zones {
+            total_reserve_bytes: sum(|z| (z.protection + z.high).min(z.managed)),
+            low_bytes: sum(|z| z.low),
+            per_cpu_free_bytes: sum(|z| z.per_cpu),
+        })
+    }
+}
+
+fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split(|b| *b == b'\n').filter(|l| !l.is_empty())
+}
+
+fn fields<'a>(path: &Path, lines: impl Iterator<Item = &'a [u8]>) -> Result<Fields, ReadError> {
+    lines
+        .map(|line| {
+            let bad = || ReadError::format(path, line);
+            let colon = line.iter().position(|b| *b == b':').ok_or_else(bad)?;
+            let key = String::from_utf8_lossy(&line[..colon]).into_owned();
+            Ok((key, kilobytes(&line[colon + 1..]).ok_or_else(bad)?))
+        })
+        .collect()
+}
+
+/// `   123 kB` in bytes; a value without unit (`HugePages_Total`) as it is.
+fn kilobytes(text: &[u8]) -> Option<ByteSize> {
+    let text = text.trim_ascii();
+    match text.strip_suffix(b" kB") {
+        Some(digits) => number(digits)?.checked_mul(1024).map(ByteSize),
+        None => number(text).map(ByteSize),
+    }
+}
+
+fn number(digits: &[u8]) -> Option<u64> {
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}
+
+/// `561038c76000-561038c78000 r--p 00000000 fe:00 247278    /usr/bin/head`
+fn vma(line: &[u8]) -> Option<Vma> {
+    let hex = |t: &[u8]| u64::from_str_radix(std::str::from_utf8(t).ok()?, 16).ok();
+    let mut words = line.split(|b| *b == b' ').filter(|w| !w.is_empty());
+    let range = words.next()?;
+    let dash = range.iter().position(|b| *b == b'-')?;
+    let mode = words.next().filter(|m| m.len() == 4)?;
+    let offset = hex(words.next()?)?;
+    let device = words.next()?;
+    let colon = device.iter().position(|b| *b == b':')?;
+    let major = u32::try_from(hex(&device[..colon])?).ok()?;
+    let minor = u32::try_from(hex(&device[colon + 1..])?).ok()?;
+    let ino = number(words.next()?)?;
+    Some(Vma {
+        start: Hva(hex(&range[..dash])?),
+        end: Hva(hex(&range[dash + 1..])?),
+        write: mode[1] == b'w',
+        execute: mode[2] == b'x',
+        shared: mode[3] == b's',
+        offset,
+        file: (ino != 0).then(|| StoreIdentity {
+            dev: rustix::fs::makedev(major, minor),
+            ino,
+        }),
+    })
+}
+
+#[cfg(test)]
+#[path = "read_tests.rs"]
+mod tests;

@@ -1,0 +1,299 @@
+//! Who has pages in common with whom: pages of one file that two VMs map and neither has copied.
+//!
+//! A page store's pages are in memory whether a VM has touched them or not, so what is folded counts. Pages of snapshots' images and of
+//! segments count where they are in both VMs' page tables. What KSM has merged is not in it: the kernel doesn't say with whom.
+
+use std::collections::BTreeMap;
+
+use memfold_store::StoreIdentity;
+use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
+use memfold_units::{Hva, PAGE_SIZE};
+use memfold_vm::RamLayout;
+use rustix::process::Pid;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::memory::ram_ranges;
+use super::read::{Proc, ReadError, Vma};
+
+/// By what a page is shared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum By {
+    Folding,
+    Template,
+    Segment,
+}
+
+/// Pages of one file, not copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct FilePages {
+    file: (u64, u64),
+    first: u64,
+    end: u64,
+    by: By,
+}
+
+/// A VM's part in the matrix.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Sharer {
+    /// The VM.
+    pub vm: String,
+    /// Its trust domain.
+    pub domain: Option<String>,
+    /// Pages of files that it maps and hasn't copied, each once.
+    pub mapped_bytes: u64,
+}
+
+/// What two VMs have in common.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SharedPair {
+    /// One VM.
+    pub a: String,
+    /// The other.
+    pub b: String,
+    /// Pages of a page store.
+    pub folded_bytes: u64,
+    /// Pages of a snapshot's image, or of another file.
+    pub template_bytes: u64,
+    /// Pages of segments.
+    pub segment_bytes: u64,
+}
+
+/// The matrix: pairs that have nothing in common are left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Sharing {
+    /// All VMs, by name.
+    pub vms: Vec<Sharer>,
+    /// Pairs, each once.
+    pub pairs: Vec<SharedPair>,
+}
+
+/// The file pages of one VM.
+#[derive(Debug)]
+pub struct FilesOf {
+    vm: String,
+    domain: Option<String>,
+    pages: Vec<FilePages>,
+}
+
+/// Reads which file pages a VM maps and hasn't copied.
+///
+/// # Errors
+/// If the process ended, or we may not read it, or the kernel has no `PAGEMAP_SCAN`.
+pub fn files_of(
+    (pid, vm, domain): (i32, &str, Option<&str>),
+    layout: &RamLayout,
+    stores: &[StoreIdentity],
+    segments: &[StoreIdentity],
+) -> Result<FilesOf, ReadError> {
+    let failed = |source| ReadError::Pagemap { pid, source };
+    let pagemap = Pid::from_raw(pid)
+        .ok_or_else(|| std::io::ErrorKind::NotFound.into())
+        .and_then(Pagemap::open)
+        .map_err(failed)?;
+    let there = Filter {
+        any_of: category::PRESENT | category::SWAPPED,
+        ..Filter::default()
+    };
+    let ram = ram_ranges(layout);
+    let in_ram = |vma: &Vma| ram.iter().any(|(s, e)| vma.start < *e && *s < vma.end);
+    let mut pages = Vec::new();
+    for vma in Proc::default().maps(pid)? {
+        let Some(file) = vma.file else { continue };
+        let by = if segments.contains(&file) {
+            By::Segment
+        } else if !in_ram(&vma) {
+            continue;
+        } else if stores.contains(&file) {
+            By::Folding
+        } else {
+            By::Template
+        };
+        let regions = pagemap.scan(vma.start, vma.end, there).map_err(failed)?;
+        uncopied(&vma, &regions, by == By::Folding, |from, to| {
+            let page = |at: Hva| (vma.offset + at.0 - vma.start.0) / PAGE_SIZE;
+            pages.push(FilePages {
+                file: (file.dev, file.ino),
+                first: page(from),
+                end: page(to),
+                by,
+            });
+        });
+    }
+    Ok(FilesOf {
+        vm: vm.to_owned(),
+        domain: domain.map(str::to_owned),
+        pages: united(pages),
+    })
+}
+
+/// Stretches of a mapping that hold the file's own pages; `untouched`: those that are in no page table, too.
+fn uncopied(vma: &Vma, regions: &[Region], untouched: bool, mut told: impl FnMut(Hva, Hva)) {
+    let mut at = vma.start;
+    for region in regions {
+        let own = region.is(category::PRESENT | category::FILE);
+        if untouched && at < region.start {
+            told(at, region.start);
+        }
+        if own {
+            told(region.start, region.end);
+        }
+        at = region.end;
+    }
+    if untouched && at < vma.end {
+        told(at, vma.end);
+    }
+}
+
+/// Sorted, each page once.
+fn united(mut pages: Vec<FilePages>) -> Vec<FilePages> {
+    pages.sort_unstable();
+    let mut all: Vec<FilePages> = Vec::new();
+    for run in pages {
+        match all.last_mut() {
+            Some(last) if last.file == run.file && run.first <= last.end => {
+                last.end = last.end.max(run.end);
+            }
+            _ => all.push(run),
+        }
+    }
+    all
+}
+
+/// Pages in both, by what they are shared.
+fn common(a: &[FilePages], b: &[FilePages]) -> BTreeMap<By, u64> {
+    let mut found = BTreeMap::new();
+    let (mut i, mut j) = (0, 0);
+    while let (Some(x), Some(y)) = (a.get(i), b.get(j)) {
+        if x.file == y.file {
+            let pages = x.end.min(y.end).saturating_sub(x.first.max(y.first));
+            if pages > 0 {
+                *found.entry(x.by).or_default() += pages;
+            }
+        }
+        if (x.file, x.end) < (y.file, y.end) {
+            i += 1;
+        } else {
+            j += 1;
+        }
+    }
+    found
+}
+
+/// The matrix of these VMs.
+#[must_use]
+pub fn sharing(vms: &[FilesOf]) -> Sharing {
+    let mut pairs = Vec::new();
+    for (at, a) in vms.iter().enumerate() {
+        for b in &vms[at + 1..] {
+            let common = common(&a.pages, &b.pages);
+            let bytes = |by| common.get(&by).copied().unwrap_or(0) * PAGE_SIZE;
+            if !common.is_empty() {
+                pairs.push(SharedPair {
+                    a: a.vm.clone(),
+                    b: b.vm.clone(),
+                    folded_bytes: bytes(By::Folding),
+                    template_bytes: bytes(By::Template),
+                    segment_bytes: bytes(By::Segment),
+                });
+            }
+        }
+    }
+    let sharer = |of: &FilesOf| Sharer {
+        vm: of.vm.clone(),
+        domain: of.domain.clone(),
+        mapped_bytes: of.pages.iter().map(|p| p.end - p.first).sum::<u64>() * PAGE_SIZE,
+    };
+    Sharing {
+        vms: vms.iter().map(sharer).collect(),
+        pairs,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(file: u64, first: u64, end: u64, by: By) -> FilePages {
+        FilePages {
+            file: (1, file),
+            first,
+            end,
+            by,
+        }
+    }
+
+    fn of(vm: &str, pages: Vec<FilePages>) -> FilesOf {
+        FilesOf {
+            vm: vm.into(),
+            domain: None,
+            pages: united(pages),
+        }
+    }
+
+    #[test]
+    fn two_vms_have_the_pages_of_one_file_in_common_that_both_map() {
+        let a = of(
+            "a",
+            vec![
+                run(7, 20, 30, By::Folding),
+                run(7, 0, 10, By::Folding),
+                // Twice in its memory, once in the store.
+                run(7, 5, 10, By::Folding),
+                run(9, 0, 4, By::Segment),
+            ],
+        );
+        let b = of(
+            "b",
+            vec![
+                run(7, 8, 25, By::Folding),
+                run(8, 0, 100, By::Template),
+                run(9, 2, 9, By::Segment),
+            ],
+        );
+        let c = of("c", vec![run(6, 0, 100, By::Folding)]);
+        let found = sharing(&[a, b, c]);
+        let mapped: Vec<u64> = found
+            .vms
+            .iter()
+            .map(|v| v.mapped_bytes / PAGE_SIZE)
+            .collect();
+        assert_eq!(mapped, [24, 124, 100]);
+        let [pair] = &found.pairs[..] else {
+            panic!("{:?}", found.pairs)
+        };
+        assert_eq!((pair.a.as_str(), pair.b.as_str()), ("a", "b"));
+        assert_eq!(pair.folded_bytes, 7 * PAGE_SIZE);
+        assert_eq!(
+            (pair.template_bytes, pair.segment_bytes),
+            (0, 2 * PAGE_SIZE)
+        );
+    }
+
+    #[test]
+    fn copies_are_not_the_file_s_and_untouched_pages_only_a_store_s() {
+        let vma = Vma {
+            start: Hva(0),
+            end: Hva(10 * PAGE_SIZE),
+            ..Vma::default()
+        };
+        let region = |start, end, categories| Region {
+            start: Hva(start * PAGE_SIZE),
+            end: Hva(end * PAGE_SIZE),
+            categories,
+        };
+        let regions = [
+            region(1, 3, category::PRESENT | category::FILE),
+            region(3, 4, category::PRESENT),
+            region(6, 7, category::SWAPPED),
+        ];
+        let pages = |untouched| {
+            let mut pages = 0;
+            uncopied(&vma, &regions, untouched, |from, to| {
+                pages += (to.0 - from.0) / PAGE_SIZE;
+            });
+            pages
+        };
+        assert_eq!((pages(true), pages(false)), (8, 2));
+    }
+}

@@ -1,0 +1,466 @@
+//! Taking the accounts: the kernel's files, read now, put together.
+
+use std::os::fd::AsFd;
+
+use memfold_ksm as ksm;
+use memfold_store::StoreIdentity;
+use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
+use memfold_units::{ByteSize, Hva, PageCount};
+use memfold_vm::RamLayout;
+use rustix::process::Pid;
+
+use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, VmAccount};
+use super::memory::{Kind, Places, Stretch, ram_ranges, sort_pages, stretches};
+use super::read::{Proc, ReadError, Smap, Vma};
+
+/// Times that something which changes while it is read is read.
+const ATTEMPTS: usize = 3;
+
+impl StoreAccount {
+    /// Of an open page-store file: what it allocates, `st_blocks` in units of 512 bytes (stat(2)).
+    pub fn of(domain: &str, file: impl AsFd) -> std::io::Result<Self> {
+        let stat = rustix::fs::fstat(&file)?;
+        Ok(Self {
+            domain: domain.to_owned(),
+            identity: StoreIdentity::of(&file)?,
+            allocated_bytes: ByteSize(u64::try_from(stat.st_blocks).unwrap_or(0) * 512),
+        })
+    }
+}
+
+/// The account of one VM.
+///
+/// The VM runs on while it is read: sums agree as well as the few milliseconds between two reads let them.
+///
+/// # Errors
+/// If the process ended, or we may not read it (that needs root), or the kernel has no `PAGEMAP_SCAN` (Linux < 6.7).
+pub fn vm(
+    pid: i32,
+    name: &str,
+    domain: Option<&str>,
+    layout: &RamLayout,
+    stores: &[StoreIdentity],
+    segments: &[StoreIdentity],
+) -> Result<VmAccount, ReadError> {
+    let proc = Proc::default();
+    let ram = ram_ranges(layout);
+    let pagemap = Pid::from_raw(pid)
+        .ok_or_else(|| std::io::ErrorKind::NotFound.into())
+        .and_then(Pagemap::open)
+        .map_err(|source| ReadError::Pagemap { pid, source })?;
+    let (places, mappings, store_mappings) = scan(&proc, pid, &pagemap, &ram, stores)?;
+    let smaps = proc.smaps(pid)?;
+    let rollup = proc.rollup(pid)?.unwrap_or_default();
+    let shares = shares(&smaps, &ram, stores, |start, end| {
+        // A process that ended meanwhile has nothing there; reading its status below says so.
+        resident(&pagemap, start, end).unwrap_or(0)
+    });
+    let bytes = |pages: u64| PageCount(pages).bytes();
+    Ok(VmAccount {
+        name: name.to_owned(),
+        domain: domain.map(str::to_owned),
+        pid,
+        ram_bytes: ByteSize(ram.iter().map(|(start, end)| end.0 - start.0).sum()),
+        private_bytes: bytes(places.private),
+        unfolded_bytes: bytes(places.unfolded),
+        folded_resident_bytes: bytes(places.folded_resident),
+        folded_untouched_bytes: bytes(places.folded_untouched),
+        file_resident_bytes: bytes(places.file_resident),
+        file_untouched_bytes: bytes(places.file_untouched),
+        zero_bytes: bytes(places.zero),
+        swapped_bytes: bytes(places.swapped),
+        free_bytes: bytes(places.free),
+        backed_bytes: bytes(
+            places.private + places.unfolded + places.folded_resident + places.file_resident,
+        ),
+        folded_bytes: bytes(places.folded_resident + places.folded_untouched),
+        ksm_merged_bytes: shares.ram_ksm,
+        huge_bytes: bytes(places.huge),
+        ram_rss_bytes: shares.ram_rss,
+        ram_pss_bytes: shares.ram_pss,
+        qemu_pss_bytes: shares.other_pss,
+        tcg_pss_bytes: shares.tcg_pss,
+        segment_pss_bytes: of_segments(&smaps, segments, |smap| smap.pss_bytes),
+        segment_shmem_bytes: of_segments(&smaps, segments, |smap| {
+            if is_in_memory(pid, smap) {
+                smap.pss_bytes
+            } else {
+                ByteSize(0)
+            }
+        }),
+        segment_resident_bytes: of_segments(&smaps, segments, |smap| smap.rss_bytes),
+        page_table_bytes: proc.page_tables(pid)?,
+        pss_bytes: rollup.pss_bytes,
+        pss_anon_bytes: rollup.pss_anon_bytes,
+        pss_shmem_bytes: rollup.pss_shmem_bytes,
+        store_pss_bytes: shares.store_pss,
+        file_pss_bytes: shares.file_pss,
+        mappings,
+        store_mappings,
+    })
+}
+
+/// Of mappings of segments: they lie outside RAM.
+fn of_segments(
+    smaps: &[Smap],
+    segments: &[StoreIdentity],
+    bytes: impl Fn(&Smap) -> ByteSize,
+) -> ByteSize {
+    let of_one = |smap: &&Smap| smap.vma.file.is_some_and(|file| segments.contains(&file));
+    smaps.iter().filter(of_one).map(bytes).sum()
+}
+
+/// Whether the file that is mapped lies in memory (`TMPFS_MAGIC` of `linux/magic.h`). Of a process that has ended, nothing does.
+fn is_in_memory(pid: i32, smap: &Smap) -> bool {
+    let (start, end) = (smap.vma.start.0, smap.vma.end.0);
+    rustix::fs::statfs(format!("/proc/{pid}/map_files/{start:x}-{end:x}"))
+        .is_ok_and(|place| place.f_type == 0x0102_1994)
+}
+
+/// What memfold's own process costs, and its relays to lenders; `metadata_bytes` as its engine counts them.
+///
+/// Relays' anonymous pages are left out of `pss_anon_bytes`: they are among those of other processes already.
+pub fn own(
+    metadata_bytes: ByteSize,
+    stores: &[StoreIdentity],
+    relays: &[i32],
+) -> Result<OwnCost, ReadError> {
+    let proc = Proc::default();
+    let pid = rustix::process::getpid().as_raw_nonzero().get();
+    let rollup = proc.rollup(pid)?.unwrap_or_default();
+    let mut own = OwnCost {
+        pss_bytes: rollup.pss_bytes,
+        pss_anon_bytes: rollup.pss_anon_bytes,
+        pss_shmem_bytes: rollup.pss_shmem_bytes,
+        store_pss_bytes: shares(&proc.smaps(pid)?, &[], stores, |_, _| 0).store_pss,
+        page_table_bytes: proc.page_tables(pid)?,
+        metadata_bytes,
+    };
+    for relay in relays {
+        // One that has ended meanwhile costs nothing.
+        if let Ok(Some(rollup)) = proc.rollup(*relay) {
+            own.pss_bytes += rollup.pss_bytes;
+            own.page_table_bytes += proc.page_tables(*relay).unwrap_or_default();
+        }
+    }
+    Ok(own)
+}
+
+/// The account of the host. `zero_dropped_bytes`: zero pages given back to the host and not written since, as the engine counts.
+pub fn host(
+    vms: &[VmAccount],
+    stores: &[StoreAccount],
+    own: OwnCost,
+    zero_dropped_bytes: ByteSize,
+) -> Result<HostAccount, ReadError> {
+    let proc = Proc::default();
+    let mut attempt = 1;
+    loop {
+        let anon = proc.meminfo()?.get("AnonPages").copied();
+        let others_anon_bytes = others(&proc, vms)?;
+        let host = host_from(
+            &proc,
+            KsmAccount::read(),
+            others_anon_bytes,
+            vms,
+            stores,
+            own,
+            zero_dropped_bytes,
+        )?;
+        // Processes come and go while they are added up: again, when that moved the sum by a percent.
+        let moved = host.anon_pages_bytes.0.abs_diff(anon.unwrap_or_default().0);
+        if attempt == ATTEMPTS || moved <= host.anon_pages_bytes.0 / 100 {
+            return Ok(host);
+        }
+        attempt += 1;
+    }
+}
+
+fn host_from(
+    proc: &Proc,
+    ksm: Option<KsmAccount>,
+    others_anon_bytes: ByteSize,
+    vms: &[VmAccount],
+    stores: &[StoreAccount],
+    own: OwnCost,
+    zero_dropped_bytes: ByteSize,
+) -> Result<HostAccount, ReadError> {
+    let info = proc.meminfo()?;
+    let field = |key: &str| info.get(key).copied().unwrap_or_default();
+    let zones = proc.zones()?;
+    // si_mem_available: caches count only down to the low watermark, and at most half of them is kept.
+    let kept = |cache: u64| (cache / 2).min(zones.low_bytes.0);
+    let file_cache = field("Active(file)").0 + field("Inactive(file)").0;
+    let reserve_bytes =
+        ByteSize(zones.total_reserve_bytes.0 + kept(file_cache) + kept(field("KReclaimable").0));
+
+    let stores_bytes: ByteSize = stores.iter().map(|s| s.allocated_bytes).sum();
+    let mut physical = stores_bytes + own.pss_bytes - own.store_pss_bytes + own.page_table_bytes;
+    let mut unreclaimable = stores_bytes + own.pss_anon_bytes + own.pss_shmem_bytes
+        - own.store_pss_bytes
+        + own.page_table_bytes;
+    for vm in vms {
+        physical += vm.pss_bytes - vm.store_pss_bytes + vm.page_table_bytes;
+        unreclaimable +=
+            vm.pss_anon_bytes + vm.pss_shmem_bytes - vm.store_pss_bytes + vm.page_table_bytes;
+    }
+
+    let folded: ByteSize = vms.iter().map(|v| v.folded_bytes).sum();
+    let saved_by_folding_bytes = signed(folded) - signed(stores_bytes);
+    let images = |bytes: fn(&VmAccount) -> ByteSize| signed(vms.iter().map(bytes).sum());
+    let saved_by_clones_bytes =
+        images(|vm| vm.file_resident_bytes) - images(|vm| vm.file_pss_bytes);
+    let saved_by_segments_bytes =
+        images(|vm| vm.segment_resident_bytes) - images(|vm| vm.segment_pss_bytes);
+    let saved_by_ksm_bytes = ksm.map_or(0, |k| k.saved_bytes());
+    let cost = signed(own.pss_bytes - own.store_pss_bytes + own.page_table_bytes);
+    Ok(HostAccount {
+        mem_total_bytes: field("MemTotal"),
+        mem_available_bytes: field("MemAvailable"),
+        anon_pages_bytes: field("AnonPages"),
+        shmem_bytes: field("Shmem"),
+        kernel_bytes: [
+            "SUnreclaim",
+            "KernelStack",
+            "PageTables",
+            "SecPageTables",
+            "Percpu",
+        ]
+        .into_iter()
+        .map(field)
+        .sum(),
+        reserve_bytes,
+        per_cpu_free_bytes: zones.per_cpu_free_bytes,
+        others_anon_bytes,
+        lent_bytes: ByteSize(0),
+        max_map_count: proc.max_map_count()?,
+        stores: stores.to_vec(),
+        stores_bytes,
+        // Whoever has laid them out knows.
+        images_bytes: ByteSize(0),
+        ksm,
+        own,
+        vms_pss_bytes: vms.iter().map(|v| v.pss_bytes).sum(),
+        physical_bytes: physical,
+        unreclaimable_bytes: unreclaimable,
+        saved_by_folding_bytes,
+        saved_by_clones_bytes,
+        saved_by_segments_bytes,
+        saved_by_ksm_bytes,
+        saved_by_zero_drop_bytes: zero_dropped_bytes,
+        saved_net_bytes: saved_by_folding_bytes
+            + saved_by_clones_bytes
+            + saved_by_segments_bytes
+            + saved_by_ksm_bytes
+            + signed(zero_dropped_bytes)
+            - cost,
+    })
+}
+
+impl KsmAccount {
+    /// KSM now; `None` on a kernel without it.
+    #[must_use]
+    pub fn read() -> Option<Self> {
+        let controls = ksm::Controls::default();
+        let status = ksm::Status::read(&controls).ok()?;
+        let run = controls.settings().ok()?.run?;
+        let cpu = ksm::Ksmd::find().and_then(|d| d.cpu_time().ok());
+        Some(Self {
+            run,
+            pages_shared: status.pages_shared?,
+            pages_sharing: status.pages_sharing?,
+            general_profit_bytes: status.general_profit.unwrap_or(0),
+            merging_pages: ksm::merging_pages(std::path::Path::new("/proc")),
+            zero_pages: status.ksm_zero_pages,
+            ksmd_cpu_s: cpu.map_or(0.0, |t| t.as_millis() as f64 / 1e3),
+        })
+    }
+}
+
+impl KsmAccount {
+    /// `general_profit` without what only ended processes had merged.
+    #[must_use]
+    pub fn saved_bytes(&self) -> i64 {
+        let most = self
+            .merging_pages
+            .map(|pages| PageCount(pages + self.zero_pages.unwrap_or(0)).bytes())
+            .map_or(i64::MAX, signed);
+        self.general_profit_bytes.min(most)
+    }
+}
+
+fn signed(bytes: ByteSize) -> i64 {
+    i64::try_from(bytes.0).unwrap_or(i64::MAX)
+}
+
+/// Places of all pages of `ram`, the number of mappings, and how many of them map a store in `ram`.
+fn scan(
+    proc: &Proc,
+    pid: i32,
+    pagemap: &Pagemap,
+    ram: &[(Hva, Hva)],
+    stores: &[StoreIdentity],
+) -> Result<(Places, u64, u64), ReadError> {
+    let looked = look(proc, pid, pagemap, ram, stores)?;
+    let folded = looked.stretches.iter().filter(|s| s.kind == Kind::Store);
+    let folded = folded.count() as u64;
+    let places = sort_pages(&looked.stretches, &looked.regions);
+    Ok((places, looked.mappings.len() as u64, folded))
+}
+
+/// What a process's memory looks like at one moment.
+pub(super) struct Looked {
+    /// What `ram` is mapped to, in the order of its ranges.
+    pub stretches: Vec<Stretch>,
+    /// Its pages that are present or swapped.
+    pub regions: Vec<Region>,
+    /// All mappings of the process.
+    pub mappings: Vec<Vma>,
+}
+
+/// Reads mappings and page map of `ram`; again, when the mappings have changed meanwhile.
+pub(super) fn look(
+    proc: &Proc,
+    pid: i32,
+    pagemap: &Pagemap,
+    ram: &[(Hva, Hva)],
+    stores: &[StoreIdentity],
+) -> Result<Looked, ReadError> {
+    let failed = |source| ReadError::Pagemap { pid, source };
+    let there = Filter {
+        any_of: category::PRESENT | category::SWAPPED,
+        ..Filter::default()
+    };
+    let mut before = proc.maps(pid)?;
+    let mut attempt = 1;
+    loop {
+        let mut all = Vec::new();
+        let mut regions = Vec::new();
+        for (start, end) in ram {
+            all.extend(stretches(&before, *start, *end, stores));
+            regions.extend(pagemap.scan(*start, *end, there).map_err(failed)?);
+        }
+        let after = proc.maps(pid)?;
+        if attempt == ATTEMPTS || same_in(ram, &before, &after) {
+            return Ok(Looked {
+                stretches: all,
+                regions,
+                mappings: before,
+            });
+        }
+        before = after;
+        attempt += 1;
+    }
+}
+
+/// Pages of `[start, end)` in memory, without the zero page: what `Rss` counts.
+fn resident(pagemap: &Pagemap, start: Hva, end: Hva) -> std::io::Result<u64> {
+    let present = Filter {
+        all_of: category::PRESENT,
+        none_of: category::ZERO,
+        ..Filter::default()
+    };
+    let regions = pagemap.scan(start, end, present)?;
+    Ok(regions
+        .iter()
+        .map(memfold_sys::pagemap::Region::pages)
+        .sum())
+}
+
+/// Whether guest RAM is mapped to the same files in both.
+fn same_in(ram: &[(Hva, Hva)], before: &[Vma], after: &[Vma]) -> bool {
+    fn files<'a>(ram: &'a [(Hva, Hva)], vmas: &'a [Vma]) -> impl Iterator<Item = &'a Vma> {
+        vmas.iter()
+            .filter(|v| v.file.is_some() && ram.iter().any(|(s, e)| v.start < *e && *s < v.end))
+    }
+    files(ram, before).eq(files(ram, after))
+}
+
+#[derive(Default)]
+struct Shares {
+    ram_rss: ByteSize,
+    ram_pss: ByteSize,
+    ram_ksm: Option<ByteSize>,
+    other_pss: ByteSize,
+    tcg_pss: ByteSize,
+    store_pss: ByteSize,
+    /// Inside RAM, of files that are no page stores.
+    file_pss: ByteSize,
+}
+
+/// The process's PSS, inside guest RAM and outside.
+///
+/// `resident` counts the pages in memory in a range; it is asked for mappings that lie partly in RAM.
+fn shares(
+    smaps: &[Smap],
+    ram: &[(Hva, Hva)],
+    stores: &[StoreIdentity],
+    resident: impl Fn(Hva, Hva) -> u64,
+) -> Shares {
+    let mut sum = Shares::default();
+    for smap in smaps {
+        let vma = &smap.vma;
+        let of_file = smap.pss_bytes - smap.anonymous_bytes;
+        let is_store = vma.file.is_some_and(|f| stores.contains(&f));
+        if is_store {
+            sum.store_pss += of_file;
+        }
+        let parts: Vec<(Hva, Hva)> = ram
+            .iter()
+            .map(|(start, end)| (vma.start.max(*start), vma.end.min(*end)))
+            .filter(|(start, end)| start < end)
+            .collect();
+        let (inside, whole) = match parts[..] {
+            [] => (0, 1),
+            [(start, end)] if (start, end) == (vma.start, vma.end) => (1, 1),
+            // A mapping only partly in RAM: anonymous memory that the kernel joined with its neighbour. QEMU puts a guard page
+            // behind each block and aligns its start, so this is rare; divide by what is resident.
+            _ => {
+                let inside = parts
+                    .iter()
+                    .map(|(start, end)| resident(*start, *end))
+                    .sum();
+                (inside, resident(vma.start, vma.end).max(inside).max(1))
+            }
+        };
+        let part = |bytes: ByteSize| {
+            let share = u128::from(bytes.0) * u128::from(inside) / u128::from(whole);
+            ByteSize(u64::try_from(share).unwrap_or(bytes.0))
+        };
+        let pss_inside = part(smap.pss_bytes);
+        sum.ram_rss += part(smap.rss_bytes);
+        sum.ram_pss += pss_inside;
+        if vma.file.is_some() && !is_store {
+            sum.file_pss += part(of_file);
+        }
+        if let Some(ksm) = smap.ksm_bytes {
+            *sum.ram_ksm.get_or_insert_default() += part(ksm);
+        }
+        let outside = smap.pss_bytes - pss_inside;
+        sum.other_pss += outside;
+        // QEMU maps its translation buffer writable and executable; nothing else in it is.
+        if vma.file.is_none() && vma.write && vma.execute {
+            sum.tcg_pss += outside;
+        }
+    }
+    sum
+}
+
+/// Anonymous PSS of all other processes. Those that end meanwhile and kernel threads are left out. A process with more rights
+/// than ours hides its shares (ptrace(2), access mode checks): of it, `RssAnon`.
+fn others(proc: &Proc, vms: &[VmAccount]) -> Result<ByteSize, ReadError> {
+    let own = rustix::process::getpid().as_raw_nonzero().get();
+    Ok(proc
+        .pids()?
+        .into_iter()
+        .filter(|pid| *pid != own && vms.iter().all(|vm| vm.pid != *pid))
+        .filter_map(|pid| match proc.rollup(pid) {
+            Ok(rollup) => Some(rollup?.pss_anon_bytes),
+            Err(_) => proc.rss_anon(pid).ok(),
+        })
+        .sum())
+}
+
+#[cfg(test)]
+#[path = "take_tests.rs"]
+mod tests;

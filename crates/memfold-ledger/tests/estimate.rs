@@ -1,0 +1,410 @@
+//! `memfold estimate` on processes of our own that are made of known pages: what it finds is the truth, or holds it within its error bars.
+//!
+//! Each child lays out its memory so; numbers are pages:
+//!
+//! ```text
+//!   | zeroes 700 | pairs 2 x 300 | common 1000 | own 2000 | rewritten 64 | file 256 | zero page 40 | holes 84 | huge 1024 |
+//! ```
+//! `pairs` are twice in one child and in no other; `common` are in all children; of the two huge pages the first begins with ten of
+//! `common`, all else there is in no other place.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsFd;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use memfold_ledger::estimate::statistics::Estimate;
+use memfold_ledger::estimate::{
+    EstimateError, EstimateReport, FileRun, KnownFile, Options, Pace, Range, Target, estimate,
+};
+use memfold_sys::region::{Area, Mapping};
+use memfold_testkit::patience;
+use memfold_units::PAGE_SIZE;
+use rustix::mm::Advice;
+
+const ROLE: &str = "MEMFOLD_TEST_ESTIMATE_CHILD";
+const ZERO: u64 = 700;
+const PAIRS: u64 = 300;
+const COMMON: u64 = 1000;
+const OWN: u64 = 2000;
+const REWRITTEN: u64 = 64;
+const FILE: u64 = 256;
+const KERNEL_ZERO: u64 = 40;
+const HUGE: u64 = 1024;
+const IN_HUGE: u64 = 10;
+/// All before the huge pages, in whole huge pages.
+const SMALL: u64 = 10 << 9;
+const PAGES: u64 = SMALL + HUGE;
+
+/// The child's life; the other side of [`Actor`].
+#[test]
+#[ignore = "the other process of the tests here; does nothing by itself"]
+fn child() {
+    let Ok(role) = std::env::var(ROLE) else {
+        return;
+    };
+    let own = role.parse::<u64>().unwrap() << 32;
+    let mapping = Mapping::anonymous(PAGES, true).unwrap();
+    let memory = mapping.area();
+    let small = memory.part(0, SMALL);
+    small.advise(Advice::LinuxNoHugepage).unwrap();
+    let mut at = 0;
+    let mut next = |pages: u64| {
+        let part = small.part(at, pages);
+        at += pages;
+        part
+    };
+    next(ZERO).write(&vec![0; 512 * 700]);
+    fill(next(PAIRS), own);
+    fill(next(PAIRS), own);
+    fill(next(COMMON), 1 << 60);
+    fill(next(OWN), own + (1 << 20));
+    let rewritten = next(REWRITTEN);
+    let file = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let mut file = std::fs::File::from(file);
+    file.write_all(&vec![5; 4096 * 256]).unwrap();
+    let view = next(FILE);
+    view.map_file(file.as_fd(), 0).unwrap();
+    for page in 0..FILE {
+        assert!(!view.part(page, 1).is_zero());
+    }
+    assert_eq!(next(KERNEL_ZERO).zero_pages(), KERNEL_ZERO);
+    let huge = memory.after(SMALL);
+    huge.advise(Advice::LinuxHugepage).unwrap();
+    fill(huge, own + (2 << 20));
+    fill(huge.part(0, IN_HUGE), 1 << 60);
+    fill(rewritten, own + (3 << 20));
+    println!("\nREADY {}", memory.start().0);
+    std::thread::spawn(move || {
+        for round in 1.. {
+            for page in 0..REWRITTEN {
+                rewritten
+                    .part(page, 1)
+                    .write(&[own + (4 << 20), round, page]);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    });
+    // Until the parent lets go, or dies.
+    let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+/// A content for each page.
+fn fill(area: Area, first: u64) {
+    for page in 0..area.pages() {
+        area.part(page, 1).write(&[first + page + 1]);
+    }
+}
+
+struct Actor {
+    child: Child,
+    start: u64,
+    _hold: ChildStdin,
+}
+
+impl Actor {
+    fn start(number: u64) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child", "--include-ignored", "--nocapture"])
+            .env(ROLE, number.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let ready = BufReader::new(child.stdout.take().unwrap())
+            .lines()
+            .map(Result::unwrap)
+            .find(|line| line.starts_with("READY"))
+            .expect("the child ended early");
+        let start = ready.split(' ').nth(1).unwrap().parse().unwrap();
+        let hold = child.stdin.take().unwrap();
+        Self {
+            child,
+            start,
+            _hold: hold,
+        }
+    }
+
+    fn target(&self, name: &str, domain: Option<&str>) -> Target {
+        Target {
+            name: name.to_owned(),
+            pid: i32::try_from(self.child.id()).unwrap(),
+            domain: domain.map(str::to_owned),
+            ranges: vec![Range {
+                start: self.start,
+                end: self.start + PAGES * PAGE_SIZE,
+                mergeable: false,
+                hugetlb: false,
+            }],
+            runs: None,
+            free_bytes: None,
+        }
+    }
+
+    fn huge_pages(&self) -> u64 {
+        let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.child.id())).unwrap();
+        let mappings = memfold_ksm::ranges::parse(&smaps);
+        let ours = mappings
+            .iter()
+            .filter(|m| m.start >= self.start && m.start < self.start + PAGES * PAGE_SIZE);
+        ours.map(|mapping| mapping.huge_pages).sum()
+    }
+}
+
+impl Drop for Actor {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn root() -> bool {
+    let root = rustix::process::getuid().is_root();
+    if !root {
+        memfold_testkit::report_skip("other processes' memory and frame numbers need root");
+    }
+    root
+}
+
+/// Half of a core: tests run beside each other.
+fn look(targets: Vec<Target>, files: &[KnownFile], options: &Options) -> EstimateReport {
+    let stop = AtomicBool::new(false);
+    let pace = Pace::new(0.5, None, &stop);
+    estimate(targets, files, options, &pace, &mut |_, _, _| ()).unwrap()
+}
+
+fn options() -> Options {
+    Options {
+        seed: 7,
+        ..Options::here()
+    }
+}
+
+/// Pages, and that every one was looked at.
+#[track_caller]
+fn exact(estimate: Estimate) -> u64 {
+    assert_eq!(estimate.plus_minus_bytes, 0, "{estimate:?}");
+    estimate.bytes / PAGE_SIZE
+}
+
+#[test]
+fn every_page_is_in_its_class() {
+    if !root() {
+        return;
+    }
+    let actors = [Actor::start(1), Actor::start(2), Actor::start(3)];
+    let targets = vec![
+        actors[0].target("a", Some("d")),
+        actors[1].target("b", Some("d")),
+        actors[2].target("c", None),
+    ];
+    let report = look(targets, &[], &options());
+    println!("{}", memfold_ledger::estimate::table::render(&report));
+    for (vm, actor) in report.vms.iter().zip(&actors) {
+        let pages = |bytes: u64| bytes / PAGE_SIZE;
+        assert_eq!(pages(vm.memory_bytes), PAGES);
+        let private = ZERO + 2 * PAIRS + COMMON + OWN + REWRITTEN + HUGE;
+        assert_eq!(pages(vm.private_bytes), private);
+        assert_eq!(pages(vm.file_bytes), FILE);
+        assert_eq!(pages(vm.kernel_zero_bytes), KERNEL_ZERO);
+        assert_eq!(vm.swapped_bytes + vm.hugetlb_bytes + vm.mergeable_bytes, 0);
+        assert_eq!(exact(vm.zero), ZERO);
+        assert_eq!(exact(vm.within), PAIRS + IN_HUGE);
+        assert_eq!(exact(vm.merged), 0);
+        let between = if vm.name == "c" { 0 } else { COMMON / 2 };
+        assert_eq!(exact(vm.between), between);
+        // One in eight of what is alone is looked at again.
+        let (found, bar) = (vm.volatile.bytes, vm.volatile.plus_minus_bytes);
+        let truth = REWRITTEN * PAGE_SIZE;
+        assert!(found.abs_diff(truth) <= bar * 3 / 2, "{:?}", vm.volatile);
+        let sum = vm.zero.bytes + vm.within.bytes + vm.between.bytes + found + vm.rest_bytes;
+        assert_eq!(sum, vm.private_bytes);
+        let huge = actor.huge_pages();
+        if huge < HUGE {
+            println!("no huge pages to be had: {huge} of {HUGE} pages");
+        }
+        assert_eq!(pages(vm.huge_bytes), huge);
+        if huge == HUGE {
+            assert_eq!((vm.broken_huge_pages, vm.plus_minus_huge_pages), (1, 0));
+        }
+    }
+    let within = 2 * (PAIRS + IN_HUGE);
+    let d = &report.domains[0];
+    assert_eq!(d.domain.as_deref(), Some("d"));
+    assert_eq!(
+        (exact(d.zero), exact(d.within), exact(d.between)),
+        (2 * ZERO, within, COMMON)
+    );
+    assert_eq!(exact(d.saved), 2 * ZERO + within + COMMON);
+    assert_eq!(d.of_files, None);
+    let alone = &report.domains[1];
+    assert_eq!(alone.domain, None);
+    assert_eq!(exact(alone.saved), ZERO + PAIRS + IN_HUGE);
+    // What both domains have is shown, and in no sum.
+    assert_eq!(exact(report.across_domains), COMMON);
+    let saved = exact(report.saved);
+    assert_eq!(saved, exact(d.saved) + exact(alone.saved));
+    assert!((report.how.read_percent - 100.0).abs() < 1e-9 && report.how.one_in < 1.5);
+    assert!(report.how.cpu_percent <= 50.0, "{:?}", report.how);
+}
+
+/// Room for a fifth of the contents: the error bars hold the truth.
+#[test]
+fn a_sample_holds_the_truth_within_its_error_bars() {
+    if !root() {
+        return;
+    }
+    let actors = [Actor::start(1), Actor::start(2)];
+    for seed in [1, 2, 3] {
+        let targets = vec![
+            actors[0].target("a", Some("d")),
+            actors[1].target("b", Some("d")),
+        ];
+        let options = Options {
+            sample_pages: 2048,
+            seed,
+            ..options()
+        };
+        let report = look(targets, &[], &options);
+        let d = &report.domains[0];
+        println!("one in {}: {d:?}", report.how.one_in);
+        assert!(report.how.one_in >= 4.0);
+        // Counted apart: only whether they change is sampled.
+        let zero = d.zero;
+        assert!(zero.bytes.abs_diff(2 * ZERO * PAGE_SIZE) <= zero.plus_minus_bytes);
+        assert!(zero.plus_minus_bytes < zero.bytes / 50);
+        for (found, truth) in [
+            (d.within, 2 * (PAIRS + IN_HUGE)),
+            (d.between, COMMON),
+            (d.saved, 2 * (ZERO + PAIRS + IN_HUGE) + COMMON),
+        ] {
+            let truth = truth * PAGE_SIZE;
+            let bar = found.plus_minus_bytes;
+            assert!(bar > 0 && bar < truth, "{found:?}");
+            // Half as much again: one of twenty is outside, and these are nine.
+            assert!(
+                found.bytes.abs_diff(truth) <= bar * 3 / 2,
+                "{found:?}, and it is {truth}"
+            );
+        }
+    }
+}
+
+#[test]
+fn savings_are_credited_to_the_files_that_pages_cache() {
+    if !root() {
+        return;
+    }
+    let actors = [Actor::start(1), Actor::start(2)];
+    let common = ZERO + 2 * PAIRS;
+    let target = |actor: &Actor, name, shift: u64| {
+        let run = |first: u64, pages: u64, file, page: u64| FileRun {
+            hva: actor.start + first * PAGE_SIZE,
+            pages: u32::try_from(pages).unwrap(),
+            file,
+            page: u32::try_from(page).unwrap(),
+        };
+        Target {
+            // 600 of what is common: 400 at the same place of file 0, and 200 of file 1 which one has elsewhere. 100 of a VM's own.
+            runs: Some(vec![
+                run(common, 400, 0, 50),
+                run(common + 400, 200, 1, shift),
+                run(common + COMMON, 100, 2, 0),
+            ]),
+            ..actor.target(name, Some("d"))
+        }
+    };
+    let targets = vec![target(&actors[0], "a", 0), target(&actors[1], "b", 1000)];
+    let file = |path: &str| KnownFile {
+        path: path.to_owned(),
+        file_bytes: 1000 * PAGE_SIZE,
+    };
+    let files = [
+        file("/usr/lib/same"),
+        file("/usr/lib/moved"),
+        file("/etc/own"),
+    ];
+    let report = look(targets, &files, &options());
+    let found: Vec<_> = report
+        .files
+        .iter()
+        .map(|f| (f.path.as_str(), f.cached_bytes / PAGE_SIZE, exact(f.saved)))
+        .collect();
+    // In each VM ten of the pages lie in a huge page too, which is no file's: three copies of four go.
+    let (same, moved) = (390 + 10, 200);
+    assert_eq!(found.len(), 2, "{found:?}");
+    assert_eq!((found[0].0, found[0].1), ("/usr/lib/same", 800));
+    assert!(found[0].2.abs_diff(same) <= 5, "{found:?}");
+    assert_eq!(found[1], ("/usr/lib/moved", 400, moved));
+    let of_files = exact(report.domains[0].of_files.unwrap());
+    assert_eq!(of_files, found[0].2 + moved);
+    let mechanism = |name: &str| {
+        let way = serde_json::to_value(&report.mechanisms).unwrap();
+        let way = way.as_array().unwrap().iter().find(|m| m["way"] == name);
+        way.unwrap().clone()
+    };
+    // Folding finds the same page of the same file.
+    assert_eq!(mechanism("fold")["saved"]["bytes"], 400 * PAGE_SIZE);
+    // 2 * 1000 pages of two files: each VM describes them in 1/64 of that.
+    let segment = 400 + 200 - 2 * 2 * 1000 / 64;
+    let found = mechanism("segment")["saved"]["bytes"].as_u64().unwrap() / PAGE_SIZE;
+    assert!(found.abs_diff(segment) <= 2, "{found} and not {segment}");
+    // Nothing of it is offered to KSM.
+    assert_eq!(mechanism("ksm")["saved"]["bytes"], 0);
+    let all = mechanism("ksm_if_offered")["saved"]["bytes"]
+        .as_u64()
+        .unwrap()
+        / PAGE_SIZE;
+    let saved = exact(report.saved);
+    assert!(all <= saved && all + saved / 50 > saved, "{all} of {saved}");
+}
+
+#[test]
+fn who_has_no_time_says_how_much_was_read_and_promises_no_more_than_there_is() {
+    if !root() {
+        return;
+    }
+    let actors = [Actor::start(1), Actor::start(2)];
+    let targets = vec![
+        actors[0].target("a", Some("d")),
+        actors[1].target("b", Some("d")),
+    ];
+    let stop = AtomicBool::new(false);
+    let pace = Pace::new(0.005, Some(Duration::from_secs(1)), &stop);
+    let report = estimate(targets, &[], &options(), &pace, &mut |_, _, _| ()).unwrap();
+    let how = report.how;
+    println!("{how:?} {:?}", report.domains);
+    assert!(how.read_percent < 90.0 && how.read_percent > 0.0);
+    assert!(how.seconds < patience(Duration::from_secs(4)).as_secs_f64());
+    let d = &report.domains[0];
+    assert!(d.within.bytes <= 2 * (PAIRS + IN_HUGE) * PAGE_SIZE);
+    assert!(d.between.bytes <= COMMON * PAGE_SIZE);
+    // Zeroes are counted up from what was read.
+    let zero = d.zero.bytes / PAGE_SIZE;
+    assert!(zero < 8 * ZERO, "{zero}");
+    assert!(memfold_ledger::estimate::table::render(&report).contains("--seconds"));
+}
+
+#[test]
+fn a_vm_that_ended_is_left_out_and_ctrl_c_ends_it() {
+    if !root() {
+        return;
+    }
+    let (here, gone) = (Actor::start(1), Actor::start(2));
+    let targets = || {
+        vec![
+            here.target("here", Some("d")),
+            gone.target("gone", Some("d")),
+        ]
+    };
+    let both = targets();
+    let stop = AtomicBool::new(true);
+    let pace = Pace::new(0.5, None, &stop);
+    let error = estimate(targets(), &[], &options(), &pace, &mut |_, _, _| ()).unwrap_err();
+    assert!(matches!(error, EstimateError::Interrupted), "{error}");
+    drop(gone);
+    let report = look(both, &[], &options());
+    assert_eq!(report.vms.len(), 1);
+    assert_eq!(exact(report.domains[0].between), 0);
+}

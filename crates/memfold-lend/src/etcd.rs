@@ -1,0 +1,763 @@
+//! The registry in an etcd, for clusters: every host asks it by itself, and no host of ours has to be there for the others.
+//!
+//! | key | holds | changed |
+//! |---|---|---|
+//! | `lender/HOST/account` | run, bytes offered, bytes of each lease that hasn't ended | by comparing its revision |
+//! | `lender/HOST/heard` | for how long the offer holds | vanishes with a lease of etcd's |
+//! | `lease/ID/what` | lender, borrower, VM, bytes, state | by comparing its revision |
+//! | `lease/ID/renewed` | for how long it holds | vanishes with a lease of etcd's |
+//! | `lease/ID/recall` | within which time the lender wants it back | |
+//! | `endpoint/ID` | address and key of the export | |
+//! | `last` | the last lease's number | by comparing its revision |
+//!
+//! **Why no byte is lent twice.** Whatever makes or ends a lease changes its lender's account, in one transaction that etcd carries out only if
+//! the account is as it was read. So of two that have read the same, one has to read again. Who is cut off from most of the members
+//! can neither read (reads are linearizable) nor change anything; what it had asked before is compared when it arrives, like all else. A
+//! request without an answer may have been carried out: a lease that its borrower doesn't know of is never renewed, and its lender ends it.
+//!
+//! **Time.** Hosts needn't agree on theirs. A key says how long it holds; whoever looks counts from when *it* saw that revision first, which is
+//! later than it was put. So a lender that looks twice in a second ends an export at its deadline, also while etcd can't be asked. Who has not
+//! seen a key before holds to etcd's clock, which makes it vanish.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use memfold_units::ByteSize;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::etcd_api::{Api, ApiError, Grant, Kv, Txn};
+use super::https::TlsFiles;
+use super::place::Member;
+use super::registry::{
+    Durability, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Offer,
+    Picture, Registry, RegistryError, Want, check_bytes, check_name, check_ttl,
+};
+
+/// Where everything of ours is. The number is that of this layout.
+const PREFIX: &str = "/memfold/lend/1/";
+
+/// How long one tries again when others change the same.
+const CONTENTION: Duration = Duration::from_secs(5);
+
+/// An offer that hasn't changed is said again after this time: each time costs a revision of etcd's.
+const SAY_AGAIN: Duration = Duration::from_secs(1);
+
+/// Leases that one transaction ends: etcd takes 128 operations.
+const ENDED_AT_ONCE: usize = 50;
+
+/// A lender's account.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Account {
+    incarnation: u64,
+    /// Bytes offered, lent ones included.
+    bytes: u64,
+    /// For how long an offer holds.
+    ttl_ms: u64,
+    /// Bytes by lease.
+    leases: BTreeMap<u64, u64>,
+}
+
+impl Account {
+    fn lent(&self) -> u64 {
+        self.leases.values().sum()
+    }
+}
+
+/// What a lease is, without its times.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct What {
+    lender: LenderId,
+    borrower: String,
+    vm: String,
+    bytes: u64,
+    durability: Durability,
+    state: LeaseState,
+}
+
+/// How long something holds.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Holds {
+    ms: u64,
+}
+
+/// A value with the revision at which it was put.
+#[derive(Clone, Debug)]
+struct At<T> {
+    value: T,
+    revision: u64,
+}
+
+/// Leases in an etcd.
+pub struct EtcdRegistry {
+    api: Api,
+    place: String,
+    prefix: String,
+    begun: Instant,
+    /// When this one saw the revision that a key has.
+    seen: Mutex<HashMap<String, (u64, Instant)>>,
+}
+
+impl fmt::Debug for EtcdRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("EtcdRegistry").field(&self.place).finish()
+    }
+}
+
+/// A lender as it was read.
+#[derive(Debug)]
+struct KnownLender {
+    host: String,
+    account: At<Account>,
+    /// Time left until its offer is over.
+    left: Duration,
+    silent: Duration,
+}
+
+impl EtcdRegistry {
+    /// The registry at these members; `place` is what people are told of it.
+    #[must_use]
+    pub fn new(place: String, members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
+        Self::under(PREFIX.to_owned(), place, members, tls)
+    }
+
+    /// The same, under keys of its own, which end with `/`.
+    pub(super) fn under(
+        prefix: String,
+        place: String,
+        members: Vec<Member>,
+        tls: Option<TlsFiles>,
+    ) -> Self {
+        Self {
+            api: Api::new(members, tls),
+            place,
+            prefix,
+            begun: Instant::now(),
+            seen: Mutex::default(),
+        }
+    }
+
+    fn unusable(&self, why: impl Into<String>) -> RegistryError {
+        RegistryError::Unusable {
+            place: self.place.clone(),
+            why: why.into(),
+        }
+    }
+
+    fn failed(&self, error: &ApiError) -> RegistryError {
+        self.unusable(error.to_string())
+    }
+
+    fn account_key(&self, host: &str) -> String {
+        format!("{}lender/{host}/account", self.prefix)
+    }
+
+    fn heard_key(&self, host: &str) -> String {
+        format!("{}lender/{host}/heard", self.prefix)
+    }
+
+    fn lease_keys(&self, id: u64) -> String {
+        format!("{}lease/{id}/", self.prefix)
+    }
+
+    fn what_key(&self, id: u64) -> String {
+        format!("{}what", self.lease_keys(id))
+    }
+
+    fn renewed_key(&self, id: u64) -> String {
+        format!("{}renewed", self.lease_keys(id))
+    }
+
+    fn recall_key(&self, id: u64) -> String {
+        format!("{}recall", self.lease_keys(id))
+    }
+
+    fn endpoint_key(&self, id: u64) -> String {
+        format!("{}endpoint/{id}", self.prefix)
+    }
+
+    fn last_key(&self) -> String {
+        format!("{}last", self.prefix)
+    }
+
+    fn seen(&self) -> MutexGuard<'_, HashMap<String, (u64, Instant)>> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How long ago this one first saw the key as it is.
+    fn since(&self, key: &str, revision: u64) -> Duration {
+        let now = Instant::now();
+        let mut seen = self.seen();
+        let at = seen.entry(key.to_owned()).or_insert((revision, now));
+        // An answer may come behind a later one.
+        if at.0 < revision {
+            *at = (revision, now);
+        }
+        at.1.elapsed()
+    }
+
+    /// Time left of what a key says, since it was seen first.
+    fn left(&self, kv: &Kv) -> Result<Duration, RegistryError> {
+        let holds: Holds = self.read(kv)?;
+        let holds = Duration::from_millis(holds.ms);
+        Ok(holds.saturating_sub(self.since(&kv.key, kv.revision)))
+    }
+
+    fn read<T: DeserializeOwned>(&self, kv: &Kv) -> Result<T, RegistryError> {
+        serde_json::from_slice(&kv.value).map_err(|error| {
+            self.unusable(format!("its key {} holds something else ({error})", kv.key))
+        })
+    }
+
+    fn at<T: DeserializeOwned>(&self, kv: &Kv) -> Result<At<T>, RegistryError> {
+        let (value, revision) = (self.read(kv)?, kv.revision);
+        Ok(At { value, revision })
+    }
+
+    /// Reads these keys at one revision.
+    fn get(&self, keys: &[String]) -> Result<Vec<Option<Kv>>, RegistryError> {
+        let txn = keys.iter().fold(Txn::default(), |txn, key| txn.get(key));
+        let done = self.api.txn(&txn).map_err(|error| self.failed(&error))?;
+        if done.ranges.len() != keys.len() {
+            return Err(self.unusable("its answer belongs to another question"));
+        }
+        let mut ranges = done.ranges.into_iter();
+        Ok(keys.iter().map(|_| ranges.next()?.pop()).collect())
+    }
+
+    /// Carries out what depends on what was read: the revision afterwards, or `None` if it had changed meanwhile.
+    fn commit(&self, txn: &Txn) -> Result<Option<u64>, RegistryError> {
+        let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
+        Ok(done.held.then_some(done.revision))
+    }
+
+    /// Tries until nobody has come between reading and changing.
+    fn repeat<T>(
+        &self,
+        mut attempt: impl FnMut() -> Result<Option<T>, RegistryError>,
+    ) -> Result<T, RegistryError> {
+        let end = Instant::now() + CONTENTION;
+        for turn in 1.. {
+            if let Some(done) = attempt()? {
+                return Ok(done);
+            }
+            if Instant::now() > end {
+                break;
+            }
+            // Others wait for another while.
+            let chance = memfold_vm::overlay::unique() / 1000 % 8 + 1;
+            std::thread::sleep(Duration::from_millis(chance * turn.min(10)));
+        }
+        Err(self.unusable("others change the same all the time"))
+    }
+
+    fn lender(&self, host: &str) -> Result<(Option<At<Account>>, Option<Kv>), RegistryError> {
+        let mut found = self.get(&[self.account_key(host), self.heard_key(host)])?;
+        let heard = found.pop().flatten();
+        let account = found.pop().flatten();
+        let account = account.map(|kv| self.at(&kv)).transpose()?;
+        Ok((account, heard))
+    }
+
+    /// A lease, if it is theirs who ask.
+    fn what(
+        &self,
+        id: LeaseId,
+        who: &str,
+        kv: Option<&Kv>,
+        is_theirs: impl FnOnce(&What) -> bool,
+    ) -> Result<At<What>, RegistryError> {
+        let what: Option<At<What>> = kv.map(|kv| self.at(kv)).transpose()?;
+        // Whose it is, is nobody else's affair.
+        let theirs = what.filter(|what| is_theirs(&what.value));
+        theirs.ok_or_else(|| RegistryError::NoLease {
+            id,
+            who: who.to_owned(),
+        })
+    }
+
+    fn lease(
+        &self,
+        id: LeaseId,
+        what: What,
+        renewed: Option<&Kv>,
+        recall: Option<&Kv>,
+    ) -> Result<Lease, RegistryError> {
+        let left = renewed.map_or(Ok(Duration::ZERO), |kv| self.left(kv))?;
+        let recall = recall.map(|kv| self.left(kv)).transpose()?;
+        Ok(Lease {
+            id,
+            lender: what.lender,
+            borrower: what.borrower,
+            vm: what.vm,
+            bytes: what.bytes,
+            durability: what.durability,
+            state: what.state,
+            left_ms: ms(left),
+            recall_ms: recall.map(ms),
+        })
+    }
+
+    /// Lenders of what was read of all their keys.
+    fn lenders(&self, kvs: &[Kv]) -> Result<Vec<KnownLender>, RegistryError> {
+        let prefix = format!("{}lender/", self.prefix);
+        let mut all = Vec::new();
+        for kv in kvs {
+            let name = kv.key.strip_prefix(&prefix);
+            let Some(host) = name.and_then(|name| name.strip_suffix("/account")) else {
+                continue;
+            };
+            let account: At<Account> = self.at(kv)?;
+            let heard_key = self.heard_key(host);
+            let heard = kvs.iter().find(|other| other.key == heard_key);
+            let (left, silent) = if let Some(heard) = heard {
+                (self.left(heard)?, self.since(&heard_key, heard.revision))
+            } else {
+                let seen = self.seen().get(&heard_key).map(|(_, at)| at.elapsed());
+                // It was over before this one ever looked.
+                let unseen = || Duration::from_millis(account.value.ttl_ms) + self.begun.elapsed();
+                (Duration::ZERO, seen.unwrap_or_else(unseen))
+            };
+            all.push(KnownLender {
+                host: host.to_owned(),
+                account,
+                left,
+                silent,
+            });
+        }
+        all.sort_by(|a, b| a.host.cmp(&b.host));
+        Ok(all)
+    }
+
+    fn all_lenders(&self) -> String {
+        format!("{}lender/", self.prefix)
+    }
+
+    fn all_leases(&self) -> String {
+        format!("{}lease/", self.prefix)
+    }
+
+    /// One attempt to say what a lender has.
+    fn try_offer(&self, offer: &Offer, ttl_ms: u64) -> Result<Option<bool>, RegistryError> {
+        let lender = &offer.lender;
+        let (account, heard) = self.lender(&lender.host)?;
+        let revision = account.as_ref().map_or(0, |account| account.revision);
+        let before = account.map(|account| account.value);
+        let incarnation = lender.incarnation.0;
+        let known = before.as_ref().map_or(0, |account| account.incarnation);
+        if known > incarnation {
+            let lender = lender.host.clone();
+            return Err(RegistryError::Superseded { lender });
+        }
+        let mut leases = before.clone().unwrap_or_default().leases;
+        // Leases of the run before have ended with it; as many at once as etcd takes.
+        let old: Vec<u64> = if known < incarnation {
+            leases.keys().copied().take(ENDED_AT_ONCE).collect()
+        } else {
+            Vec::new()
+        };
+        leases.retain(|id, _| !old.contains(id));
+        let is_whole = known == incarnation || leases.is_empty();
+        let after = if is_whole {
+            Account {
+                incarnation,
+                bytes: offer.bytes,
+                ttl_ms,
+                leases,
+            }
+        } else {
+            Account {
+                leases,
+                ..before.clone().unwrap_or_default()
+            }
+        };
+        let account_key = self.account_key(&lender.host);
+        let heard_key = self.heard_key(&lender.host);
+        let mut txn = Txn::default().when_at(&account_key, revision);
+        if before.as_ref() == Some(&after) {
+            let said = heard.map(|kv| self.since(&heard_key, kv.revision));
+            if said.is_some_and(|said| said < SAY_AGAIN) {
+                return Ok(Some(true));
+            }
+        } else {
+            txn = txn.put(&account_key, &after);
+        }
+        for id in &old {
+            txn = txn
+                .delete_all(&self.lease_keys(*id))
+                .delete(&self.endpoint_key(*id));
+        }
+        let grant = self.grant(ttl_ms)?;
+        let holds = Holds { ms: ttl_ms };
+        let done = self.commit(&txn.put_for(&heard_key, &holds, grant))?;
+        Ok(done.map(|revision| {
+            self.since(&heard_key, revision);
+            is_whole
+        }))
+    }
+
+    fn grant(&self, ttl_ms: u64) -> Result<Grant, RegistryError> {
+        let granted = self.api.grant(Duration::from_millis(ttl_ms));
+        granted.map_err(|error| self.failed(&error))
+    }
+
+    /// One attempt to set bytes aside.
+    fn try_take(
+        &self,
+        want: &Want,
+        ttl_ms: u64,
+        grant: Grant,
+    ) -> Result<Option<Lease>, RegistryError> {
+        let read = Txn::default()
+            .get_all(&self.all_lenders())
+            .get(&self.last_key());
+        let read = self.api.txn(&read).map_err(|error| self.failed(&error))?;
+        let [lenders, last] = read.ranges.as_slice() else {
+            return Err(self.unusable("its answer belongs to another question"));
+        };
+        let mut lenders = self.lenders(lenders)?;
+        lenders.retain(|lender| {
+            !lender.left.is_zero()
+                && lender.host != want.borrower
+                && !want.apart_from.contains(&lender.host)
+        });
+        let looked = lenders.len();
+        // A lender that offers less than it has lent has nothing free.
+        let free = |lender: &KnownLender| {
+            let account = &lender.account.value;
+            account.bytes.saturating_sub(account.lent())
+        };
+        // The first of those with the most.
+        let best = lenders.into_iter().rev().max_by_key(free);
+        let largest = best.as_ref().map_or(0, free);
+        let Some(mut best) = best.filter(|_| largest >= want.bytes) else {
+            return Err(RegistryError::NothingToSpare {
+                wanted: ByteSize(want.bytes),
+                borrower: want.borrower.clone(),
+                largest,
+                lenders: looked,
+            });
+        };
+        let last: Option<At<u64>> = last.first().map(|kv| self.at(kv)).transpose()?;
+        let (last, last_revision) = last.map_or((0, 0), |last| (last.value, last.revision));
+        let id = last + 1;
+        let account = &mut best.account.value;
+        account.leases.insert(id, want.bytes);
+        let what = What {
+            lender: LenderId {
+                host: best.host.clone(),
+                incarnation: Incarnation(account.incarnation),
+            },
+            borrower: want.borrower.clone(),
+            vm: want.vm.clone(),
+            bytes: want.bytes,
+            durability: want.durability,
+            state: LeaseState::Taken,
+        };
+        let account_key = self.account_key(&best.host);
+        let txn = Txn::default()
+            .when_at(&account_key, best.account.revision)
+            .when_at(&self.last_key(), last_revision)
+            .put(&account_key, account)
+            .put(&self.last_key(), &id)
+            .put(&self.what_key(id), &what)
+            .put_for(&self.renewed_key(id), &Holds { ms: ttl_ms }, grant);
+        let Some(revision) = self.commit(&txn)? else {
+            return Ok(None);
+        };
+        self.since(&self.renewed_key(id), revision);
+        let mut lease = self.lease(LeaseId(id), what, None, None)?;
+        lease.left_ms = ttl_ms;
+        Ok(Some(lease))
+    }
+
+    /// One attempt to renew.
+    fn try_renew(
+        &self,
+        id: LeaseId,
+        borrower: &str,
+        ttl_ms: u64,
+    ) -> Result<Option<Lease>, RegistryError> {
+        let (what_key, renewed_key) = (self.what_key(id.0), self.renewed_key(id.0));
+        let found = self.get(&[what_key.clone(), renewed_key.clone(), self.recall_key(id.0)])?;
+        let [what, renewed, recall] = found.as_slice() else {
+            return Err(self.unusable("its answer belongs to another question"));
+        };
+        let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
+        if what.value.state == LeaseState::Released {
+            return Err(state(id, what.value.state, "renewed"));
+        }
+        let mut lease = self.lease(id, what.value, renewed.as_ref(), recall.as_ref())?;
+        // Each writing costs a revision of etcd's.
+        if lease.left_ms >= ttl_ms / 4 * 3 && lease.left_ms > 0 {
+            return Ok(Some(lease));
+        }
+        let txn = Txn::default().when_at(&what_key, what.revision).put_for(
+            &renewed_key,
+            &Holds { ms: ttl_ms },
+            self.grant(ttl_ms)?,
+        );
+        let done = self.commit(&txn)?;
+        Ok(done.map(|revision| {
+            self.since(&renewed_key, revision);
+            lease.left_ms = ttl_ms;
+            lease
+        }))
+    }
+
+    /// One attempt to note that a borrower has no other copy any more.
+    fn try_sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Option<Lease>, RegistryError> {
+        let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
+        let found = self.get(&[what_key.clone(), self.renewed_key(id.0), recall_key.clone()])?;
+        let [what, renewed, recall] = found.as_slice() else {
+            return Err(self.unusable("its answer belongs to another question"));
+        };
+        let At {
+            value: mut what,
+            revision,
+        } = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
+        let known = what.durability != Durability::Disk;
+        if !known {
+            what.durability = Durability::None;
+        }
+        let mut lease = self.lease(id, what.clone(), renewed.as_ref(), recall.as_ref())?;
+        if known {
+            return Ok(Some(lease));
+        }
+        let mut txn = Txn::default()
+            .when_at(&what_key, revision)
+            .put(&what_key, &what);
+        let time = check_ttl(what.durability.time_to_give_back(what.bytes))?;
+        let is_asked_for_sooner = lease.recall_ms.is_some_and(|left| left < time);
+        if is_asked_for_sooner {
+            txn = txn.put(&recall_key, &Holds { ms: time });
+            lease.recall_ms = Some(time);
+        }
+        let done = self.commit(&txn)?;
+        Ok(done.map(|revision| {
+            if is_asked_for_sooner {
+                self.since(&recall_key, revision);
+            }
+            lease
+        }))
+    }
+
+    /// One attempt to end a lease.
+    fn try_end(&self, id: LeaseId, lender: &LenderId) -> Result<Option<()>, RegistryError> {
+        let (what_key, account_key) = (self.what_key(id.0), self.account_key(&lender.host));
+        let found = self.get(&[what_key.clone(), account_key.clone()])?;
+        let [Some(what), Some(account)] = found.as_slice() else {
+            return Ok(Some(()));
+        };
+        let what: At<What> = self.at(what)?;
+        if what.value.lender != *lender {
+            return Ok(Some(()));
+        }
+        let mut account: At<Account> = self.at(account)?;
+        account.value.leases.remove(&id.0);
+        let txn = Txn::default()
+            .when_at(&what_key, what.revision)
+            .when_at(&account_key, account.revision)
+            .put(&account_key, &account.value)
+            .delete_all(&self.lease_keys(id.0))
+            .delete(&self.endpoint_key(id.0));
+        Ok(self.commit(&txn)?.map(drop))
+    }
+
+    /// Forgets when keys were seen that are there no more. Of a lender that is silent it is remembered how long.
+    fn forget(&self, leases: &[Kv]) {
+        let prefix = self.all_leases();
+        let is_there = |key: &str| leases.iter().any(|kv| kv.key == key);
+        self.seen()
+            .retain(|key, _| !key.starts_with(&prefix) || is_there(key));
+    }
+}
+
+fn ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn state(id: LeaseId, state: LeaseState, wanted: &str) -> RegistryError {
+    RegistryError::State {
+        id,
+        state,
+        wanted: wanted.to_owned(),
+    }
+}
+
+impl Registry for EtcdRegistry {
+    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError> {
+        check_name("host", &offer.lender.host)?;
+        check_bytes(offer.bytes, 0)?;
+        let ttl = check_ttl(ttl)?;
+        while !self.repeat(|| self.try_offer(offer, ttl))? {}
+        Ok(())
+    }
+
+    fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError> {
+        let key = self.account_key(&lender.host);
+        self.repeat(|| {
+            let (account, _) = self.lender(&lender.host)?;
+            let is_ours = |account: &At<Account>| account.value.incarnation == lender.incarnation.0;
+            let Some(mut account) = account.filter(is_ours) else {
+                return Ok(Some(()));
+            };
+            // The account stays: its incarnation keeps an older daemon from coming back.
+            account.value.bytes = 0;
+            let txn = Txn::default()
+                .when_at(&key, account.revision)
+                .put(&key, &account.value)
+                .delete(&self.heard_key(&lender.host));
+            Ok(self.commit(&txn)?.map(drop))
+        })
+    }
+
+    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
+        want.check()?;
+        let ttl = check_ttl(ttl)?;
+        let grant = self.grant(ttl)?;
+        self.repeat(|| self.try_take(want, ttl, grant))
+    }
+
+    fn publish(
+        &self,
+        id: LeaseId,
+        lender: &LenderId,
+        endpoint: &Endpoint,
+    ) -> Result<(), RegistryError> {
+        endpoint.check()?;
+        let key = self.what_key(id.0);
+        self.repeat(|| {
+            let found = self.get(std::slice::from_ref(&key))?;
+            let found = found.first().and_then(Option::as_ref);
+            let mut what = self.what(id, &lender.host, found, |w| w.lender == *lender)?;
+            if what.value.state != LeaseState::Taken {
+                return Err(state(id, what.value.state, "exported"));
+            }
+            what.value.state = LeaseState::Exported;
+            let txn = Txn::default()
+                .when_at(&key, what.revision)
+                .put(&key, &what.value)
+                .put(&self.endpoint_key(id.0), endpoint);
+            Ok(self.commit(&txn)?.map(drop))
+        })
+    }
+
+    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
+        let found = self.get(&[self.what_key(id.0), self.endpoint_key(id.0)])?;
+        let [what, endpoint] = found.as_slice() else {
+            return Err(self.unusable("its answer belongs to another question"));
+        };
+        let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
+        if what.value.state != LeaseState::Exported {
+            return Ok(None);
+        }
+        let endpoint: Option<Endpoint> = endpoint.as_ref().map(|kv| self.read(kv)).transpose()?;
+        if let Some(endpoint) = &endpoint {
+            endpoint.check()?;
+        }
+        Ok(endpoint)
+    }
+
+    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
+        let ttl = check_ttl(ttl)?;
+        self.repeat(|| self.try_renew(id, borrower, ttl))
+    }
+
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
+        self.repeat(|| self.try_sole_copy(id, borrower))
+    }
+
+    fn recall(
+        &self,
+        id: LeaseId,
+        lender: &LenderId,
+        within: Duration,
+    ) -> Result<(), RegistryError> {
+        check_ttl(within)?;
+        let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
+        self.repeat(|| {
+            let found = self.get(&[what_key.clone(), recall_key.clone()])?;
+            let [what, recall] = found.as_slice() else {
+                return Err(self.unusable("its answer belongs to another question"));
+            };
+            let At { value, revision } =
+                self.what(id, &lender.host, what.as_ref(), |w| w.lender == *lender)?;
+            let lease = self.lease(id, value, None, recall.as_ref())?;
+            let within = check_ttl(lease.within(within))?;
+            if lease.recall_ms.is_some_and(|left| left <= within) {
+                return Ok(Some(()));
+            }
+            let txn = Txn::default()
+                .when_at(&what_key, revision)
+                .put(&recall_key, &Holds { ms: within });
+            let done = self.commit(&txn)?;
+            Ok(done.map(|revision| _ = self.since(&recall_key, revision)))
+        })
+    }
+
+    fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
+        let key = self.what_key(id.0);
+        self.repeat(|| {
+            let found = self.get(std::slice::from_ref(&key))?;
+            let Some(what) = found.first().and_then(Option::as_ref) else {
+                return Ok(Some(()));
+            };
+            let mut what: At<What> = self.at(what)?;
+            if what.value.borrower != borrower || what.value.state == LeaseState::Released {
+                return Ok(Some(()));
+            }
+            what.value.state = LeaseState::Released;
+            let txn = Txn::default()
+                .when_at(&key, what.revision)
+                .put(&key, &what.value)
+                .delete(&self.endpoint_key(id.0));
+            Ok(self.commit(&txn)?.map(drop))
+        })
+    }
+
+    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError> {
+        self.repeat(|| self.try_end(id, lender))
+    }
+
+    fn picture(&self) -> Result<Picture, RegistryError> {
+        let read = Txn::default()
+            .get_all(&self.all_lenders())
+            .get_all(&self.all_leases());
+        let read = self.api.txn(&read).map_err(|error| self.failed(&error))?;
+        let [lenders, keys] = read.ranges.as_slice() else {
+            return Err(self.unusable("its answer belongs to another question"));
+        };
+        self.forget(keys);
+        let by_name: HashMap<&str, &Kv> = keys.iter().map(|kv| (kv.key.as_str(), kv)).collect();
+        let prefix = self.all_leases();
+        let mut leases = Vec::new();
+        for kv in keys {
+            let name = kv.key.strip_prefix(&prefix);
+            let id = name.and_then(|name| name.strip_suffix("/what"));
+            let Some(id) = id.and_then(|id| id.parse().ok()) else {
+                continue;
+            };
+            let other = |key: String| by_name.get(key.as_str()).copied();
+            let (renewed, recall) = (self.renewed_key(id), self.recall_key(id));
+            leases.push(self.lease(LeaseId(id), self.read(kv)?, other(renewed), other(recall))?);
+        }
+        leases.sort_by_key(|lease| lease.id);
+        let lenders = self.lenders(lenders)?.into_iter().map(|lender| LenderView {
+            lender: LenderId {
+                incarnation: Incarnation(lender.account.value.incarnation),
+                host: lender.host,
+            },
+            offered_bytes: lender.account.value.bytes,
+            lent_bytes: lender.account.value.lent(),
+            silent_ms: ms(lender.silent),
+            left_ms: ms(lender.left),
+        });
+        Ok(Picture {
+            lenders: lenders.collect(),
+            leases,
+        })
+    }
+}

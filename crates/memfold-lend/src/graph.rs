@@ -1,0 +1,696 @@
+//! QEMU's block nodes under a VM's swap disk, and how one set takes the place of another while the guest uses it.
+//!
+//! ```text
+//!   on its disk            lent, durability disk          replica               none
+//!
+//!     swapN  raw             swapN  quorum, fifo            swapN  quorum         swap-lentN-0  nbd
+//!       |                      |            |                 |         |
+//!   swap-fileN           swap-lentN-0   swap-copyN      swap-lentN-0  swap-lentN-1
+//!                           nbd         raw on swap-fileN    nbd         nbd
+//! ```
+//! Each switch makes nodes of a new generation N, mirrors the old ones onto them (each write of the guest goes to both meanwhile), and has
+//! the device use them instead: `blockdev-mirror`, `job-complete`. If anything fails before that, what was made is removed again.
+//!
+//! **Why no byte is lost.** A quorum with `read-pattern=fifo` and `vote-threshold=1` writes to all children, is done when all have answered,
+//! and then succeeds if one did. It reads from the first, and from the next if that fails (`block/quorum.c`). So every byte that the guest
+//! may rely on is in every child that has failed no request. One that has failed a write must never be read again: its connection has ended
+//! (an export serves one connection only, `export`), or is cut as soon as QEMU reports the failure; the copy on disk is taken out then.
+//!
+//! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)), which knows what was written and believes no lender.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use memfold_vm::swap::{self, DEVICE};
+use memfold_vm::{Qmp, QmpError};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::registry::{Address, Durability, LeaseId};
+use super::relay::start::Running;
+
+/// Name of the job that switches.
+const JOB: &str = "memfold-swap";
+
+/// How long a switch may go without any progress.
+const STUCK: Duration = Duration::from_secs(30);
+
+/// Time between two looks at a job.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Why the nodes could not be changed.
+#[derive(Debug, thiserror::Error)]
+pub enum GraphError {
+    /// QEMU refused or is gone.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// The VM has no swap disk of ours.
+    #[error(
+        "VM '{0}' has no swap disk that memfold made; start it with --swap SIZE (swap = ... in its description)"
+    )]
+    NoSwapDisk(String),
+    /// A file can't be made.
+    #[error("cannot make {path}, which is to hold {bytes} bytes")]
+    Copy {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        bytes: u64,
+        /// From the kernel.
+        #[source]
+        source: std::io::Error,
+    },
+    /// It failed on the way; the VM is as it was.
+    #[error("the swap disk could not be switched ({0}); the VM goes on as it was")]
+    Switch(String),
+    /// QEMU was told to go over, and doesn't say whether it has: everything that it may use has to stay.
+    #[error(
+        "QEMU does not say whether it has switched the swap disk; it is asked again, and nothing is taken away before it answers"
+    )]
+    Unknown(#[source] QmpError),
+}
+
+/// What one lender holds of a part.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stripe {
+    /// Its lease.
+    pub lease: LeaseId,
+    /// Who lends.
+    pub lender: String,
+    /// Where it is.
+    pub address: Address,
+}
+
+/// A copy of a swap disk on lent RAM, of one lender or of several.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// Of the first lender.
+    #[serde(flatten)]
+    pub first: Stripe,
+    /// Of the others.
+    #[serde(default)]
+    pub others: Vec<Stripe>,
+    /// What is between; `None`: a daemon before relays had QEMU connect to its one lender.
+    #[serde(default)]
+    pub relay: Option<Running>,
+    /// Whether its node is gone.
+    pub lost: bool,
+}
+
+impl Part {
+    /// What it is made of, in the order of the stripes.
+    pub fn stripes(&self) -> impl Iterator<Item = &Stripe> {
+        std::iter::once(&self.first).chain(&self.others)
+    }
+
+    /// Names of its lenders.
+    #[must_use]
+    pub fn lenders(&self) -> String {
+        let names: Vec<&str> = self.stripes().map(|stripe| &*stripe.lender).collect();
+        names.join(", ")
+    }
+
+    /// What QEMU is connected to.
+    #[must_use]
+    pub fn reached_at(&self) -> Address {
+        match &self.relay {
+            Some(relay) => Address::Unix(relay.socket.clone()),
+            None => self.first.address.clone(),
+        }
+    }
+}
+
+/// How far a switch to lent RAM has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// The device uses others, as far as is known.
+    Switching,
+    /// It uses these.
+    Lent,
+}
+
+/// What is under a swap disk that is lent, or to be: kept in the VM's directory before anything is done, so that the next daemon can end
+/// or undo what this one has begun. Holds no key.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Borrowing {
+    /// Number of these nodes.
+    pub generation: u64,
+    /// What keeps the bytes if a lender dies.
+    pub durability: Durability,
+    /// Bytes of the disk.
+    pub bytes: u64,
+    /// Copies on lent RAM: one or two.
+    pub parts: Vec<Part>,
+    /// File of the copy on disk.
+    pub copy: Option<PathBuf>,
+    /// Whether a request to that file has failed: it may not be a copy any more.
+    pub copy_failed: bool,
+    /// Whether there was a time when nobody would have heard of that.
+    pub copy_unwatched: bool,
+    /// How far it has come.
+    pub phase: Phase,
+    /// Whether the daemon did it by itself (`serve --borrow auto`), and so is to give it back by itself.
+    #[serde(default)]
+    pub by_itself: bool,
+}
+
+/// What the swap device uses now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Top {
+    /// Node.
+    pub node: String,
+    /// Number of its nodes.
+    pub generation: u64,
+    /// Bytes of the disk.
+    pub bytes: u64,
+    /// The file on disk below it, if there is one.
+    pub file: Option<PathBuf>,
+}
+
+impl Borrowing {
+    /// The node that the device is to use.
+    #[must_use]
+    pub fn top(&self) -> String {
+        match self.durability {
+            Durability::None => self.lent(0),
+            Durability::Disk | Durability::Replica => swap::node(self.generation),
+        }
+    }
+
+    /// The node of a lent piece.
+    #[must_use]
+    pub fn lent(&self, part: usize) -> String {
+        lent_node(self.generation, part)
+    }
+
+    /// All leases.
+    pub fn leases(&self) -> impl Iterator<Item = LeaseId> {
+        let stripes = self.parts.iter().flat_map(Part::stripes);
+        stripes.map(|stripe| stripe.lease)
+    }
+
+    /// Parts that can be reached.
+    pub fn reached(&self) -> impl Iterator<Item = (usize, &Part)> {
+        self.parts.iter().enumerate().filter(|(_, part)| !part.lost)
+    }
+
+    /// Whether all there is lies with one lender, though there are to be two copies.
+    #[must_use]
+    pub fn hangs_on_one(&self) -> bool {
+        self.durability != Durability::None && self.reached().count() == 1 && !self.has_copy()
+    }
+
+    /// What keeps the bytes now if a lender dies: nothing, if all there is lies with one.
+    #[must_use]
+    pub fn durability_now(&self) -> Durability {
+        if self.hangs_on_one() {
+            Durability::None
+        } else {
+            self.durability
+        }
+    }
+
+    /// Whether every byte is in the file on disk, as far as is known.
+    #[must_use]
+    pub const fn has_copy(&self) -> bool {
+        self.copy.is_some() && !self.copy_failed
+    }
+
+    /// Whether nothing but this part holds the bytes.
+    #[must_use]
+    pub fn is_alone(&self, part: usize) -> bool {
+        !self.has_copy() && self.reached().all(|(other, _)| other == part)
+    }
+}
+
+fn lent_node(generation: u64, part: usize) -> String {
+    format!("swap-lent{generation}-{part}")
+}
+
+/// The key's object of a daemon before relays.
+fn tls(generation: u64, part: usize) -> String {
+    format!("swap-tls{generation}-{part}")
+}
+
+fn copy_node(generation: u64) -> String {
+    format!("swap-copy{generation}")
+}
+
+/// `swap7`, `swap-lent7-0` -> 7
+fn generation_of(node: &str) -> Option<u64> {
+    let rest = node.strip_prefix("swap")?;
+    let digits = rest.trim_start_matches(|c: char| c.is_ascii_lowercase() || c == '-');
+    digits.split('-').next()?.parse().ok()
+}
+
+fn nodes(qmp: &mut Qmp) -> Result<Vec<Value>, QmpError> {
+    let all = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    Ok(all.as_array().cloned().unwrap_or_default())
+}
+
+/// Whether this is the swap device, of those that `query-block` or `query-blockstats` names.
+#[must_use]
+pub fn is_swap_device(device: &Value) -> bool {
+    let name = device["qdev"].as_str();
+    name.is_some_and(|name| {
+        let of_it = name.strip_prefix("/machine/peripheral/").unwrap_or(name);
+        of_it.split('/').next() == Some(DEVICE)
+    })
+}
+
+/// What the swap device of a VM uses.
+pub fn top(qmp: &mut Qmp, vm: &str) -> Result<Top, GraphError> {
+    let missing = || GraphError::NoSwapDisk(vm.to_owned());
+    let devices = qmp.query("query-block")?;
+    let all = devices.as_array();
+    let device = all.and_then(|all| all.iter().find(|device| is_swap_device(device)));
+    let inserted = &device.ok_or_else(missing)?["inserted"];
+    let node = inserted["node-name"].as_str().ok_or_else(missing)?;
+    let generation = generation_of(node).ok_or_else(missing)?;
+    let bytes = inserted["image"]["virtual-size"]
+        .as_u64()
+        .ok_or_else(missing)?;
+    let file_node = swap::file_node(generation);
+    let file = nodes(qmp)?
+        .iter()
+        .find(|other| other["node-name"] == file_node)
+        .and_then(|other| Some(PathBuf::from(other["file"].as_str()?)));
+    Ok(Top {
+        node: node.to_owned(),
+        generation,
+        bytes,
+        file,
+    })
+}
+
+/// A number that no node of the swap disk has.
+pub fn free_generation(qmp: &mut Qmp) -> Result<u64, QmpError> {
+    let all = nodes(qmp)?;
+    let known = all
+        .iter()
+        .filter_map(|n| generation_of(n["node-name"].as_str()?));
+    Ok(known.max().map_or(0, |newest| newest + 1))
+}
+
+/// Connects QEMU to a relay.
+pub fn connect(qmp: &mut Qmp, node: &str, relay: &Path) -> Result<(), QmpError> {
+    let node = json!({
+        "driver": "nbd", "node-name": node, "export": "",
+        "server": { "type": "unix", "path": relay },
+    });
+    qmp.execute("blockdev-add", node).map(drop)
+}
+
+/// Adds a file on disk: `name` on top of it. It is there already, for its bytes.
+fn add_file(qmp: &mut Qmp, name: &str, generation: u64, file: &Path) -> Result<(), QmpError> {
+    let cache = json!({ "direct": false, "no-flush": true });
+    qmp.execute(
+        "blockdev-add",
+        json!({
+            "driver": "raw", "node-name": name, "cache": cache,
+            "file": {
+                "driver": "file", "node-name": swap::file_node(generation),
+                "filename": file, "cache": cache,
+            },
+        }),
+    )
+    .map(drop)
+}
+
+/// Makes the nodes above the lent pieces, which are connected already.
+pub fn build(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
+    let generation = borrowing.generation;
+    let mut children: Vec<String> = (0..borrowing.parts.len())
+        .map(|part| borrowing.lent(part))
+        .collect();
+    if let Some(copy) = &borrowing.copy {
+        let name = copy_node(generation);
+        make_file(copy, borrowing.bytes)?;
+        add_file(qmp, &name, generation, copy)?;
+        children.push(name);
+    }
+    if borrowing.durability != Durability::None {
+        qmp.execute(
+            "blockdev-add",
+            json!({
+                "driver": "quorum", "node-name": borrowing.top(), "vote-threshold": 1,
+                "read-pattern": "fifo", "children": children,
+            }),
+        )?;
+    }
+    Ok(())
+}
+
+fn make_file(path: &Path, bytes: u64) -> Result<(), GraphError> {
+    swap::create(path, bytes, false).map_err(|source| GraphError::Copy {
+        path: path.to_owned(),
+        bytes,
+        source,
+    })
+}
+
+/// Makes the nodes of a swap disk that is on disk alone; gives the top one.
+pub fn build_on_disk(
+    qmp: &mut Qmp,
+    generation: u64,
+    file: &Path,
+    bytes: u64,
+) -> Result<String, GraphError> {
+    make_file(file, bytes)?;
+    let name = swap::node(generation);
+    add_file(qmp, &name, generation, file)?;
+    Ok(name)
+}
+
+/// Has the device use `to` instead of `from`. `monitor` gives the monitor for a moment at a time; `failed` says why it is to be given up,
+/// if it is. An error: the device uses `from`; except for [`GraphError::Unknown`].
+pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+    from: &str,
+    to: &str,
+    failed: &dyn Fn() -> Option<String>,
+) -> Result<(), GraphError> {
+    // Each write of the guest goes to both from the start, so that it comes to an end under any load.
+    monitor().execute(
+        "blockdev-mirror",
+        json!({
+            "job-id": JOB, "device": from, "target": to, "sync": "full",
+            "copy-mode": "write-blocking", "on-source-error": "report", "on-target-error": "report",
+        }),
+    )?;
+    let (mut offset, mut moved) = (0, Instant::now());
+    loop {
+        let job = job(&mut monitor())?;
+        let why = match &job {
+            None => Some("a write to the new place, or a read of the old one, failed".to_owned()),
+            Some(_) if moved.elapsed() > STUCK => {
+                Some(format!("nothing was copied in {} s", STUCK.as_secs()))
+            }
+            Some(_) => failed(),
+        };
+        if let Some(why) = why {
+            cancel(monitor)?;
+            return Err(GraphError::Switch(why));
+        }
+        let Some(job) = job else { continue };
+        if job["ready"] == true {
+            break;
+        }
+        let now = job["offset"].as_u64().unwrap_or(0);
+        if now != offset {
+            (offset, moved) = (now, Instant::now());
+        }
+        std::thread::sleep(LOOK);
+    }
+    if go_over(monitor)? == to {
+        return Ok(());
+    }
+    Err(GraphError::Switch("QEMU did not go over at the end".into()))
+}
+
+/// Completes the job, and gives the node that the device uses then: whether it went over or failed, only the device tells, and an answer that
+/// was lost or came too late tells nothing.
+fn go_over<M: std::ops::DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+) -> Result<String, GraphError> {
+    let asked = monitor().execute("job-complete", json!({ "id": JOB }));
+    if let Err(error @ QmpError::Refused { .. }) = asked {
+        return Err(error.into());
+    }
+    let end = Instant::now() + STUCK;
+    loop {
+        let error = match used(monitor) {
+            Ok(Some(top)) => return Ok(top.node),
+            Ok(None) if Instant::now() < end => None,
+            Ok(None) => cancel(monitor).err(),
+            Err(GraphError::Qmp(error)) => Some(error),
+            Err(error) => return Err(error),
+        };
+        let is_gone = matches!(error, Some(QmpError::Connect { .. }));
+        if let Some(error) = error.filter(|_| is_gone || Instant::now() > end) {
+            return Err(GraphError::Unknown(error));
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// What the device uses, if no switch is under way.
+fn used<M: std::ops::DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+) -> Result<Option<Top>, GraphError> {
+    let mut qmp = monitor();
+    if job(&mut qmp)?.is_some() {
+        return Ok(None);
+    }
+    top(&mut qmp, "").map(Some)
+}
+
+fn job(qmp: &mut Qmp) -> Result<Option<Value>, QmpError> {
+    let jobs = qmp.query("query-block-jobs")?;
+    let is_it = |job: &&Value| job["device"] == JOB;
+    Ok(jobs
+        .as_array()
+        .and_then(|all| all.iter().find(is_it))
+        .cloned())
+}
+
+/// Ends a switch that is under way, if there is one. Afterwards there is none, or an error.
+pub fn cancel<M: std::ops::DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+) -> Result<(), QmpError> {
+    let end = Instant::now() + STUCK;
+    while job(&mut monitor())?.is_some() {
+        if Instant::now() > end {
+            return Err(QmpError::Timeout {
+                command: "block-job-cancel".into(),
+                seconds: STUCK.as_secs_f64(),
+            });
+        }
+        // It may end by itself in between.
+        let asked = monitor().execute("block-job-cancel", json!({ "device": JOB, "force": true }));
+        if let Err(error @ QmpError::Lost { .. }) = asked {
+            return Err(error);
+        }
+        std::thread::sleep(LOOK);
+    }
+    Ok(())
+}
+
+/// Takes a lent piece out from under the device, which goes on with the other copy: the last child stays.
+pub fn take_out(qmp: &mut Qmp, borrowing: &Borrowing, part: usize) -> Result<(), GraphError> {
+    let node = borrowing.lent(part);
+    // Its client would go on to try to connect.
+    let instances = json!({ "instances": [{ "type": "block-node", "node-name": node }] });
+    match qmp.execute("yank", instances) {
+        // A node that is gone already.
+        Ok(_) | Err(QmpError::Refused { .. }) => {}
+        Err(error) => return Err(error.into()),
+    }
+    take_child_out(qmp, borrowing, &node, part)?;
+    remove(qmp, &[node], &[tls(borrowing.generation, part)])
+}
+
+/// Takes the copy on disk out, which has failed a write: what is read after its lender's death must be an error, not what was there before.
+pub fn take_copy_out(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
+    let node = copy_node(borrowing.generation);
+    take_child_out(qmp, borrowing, &node, borrowing.parts.len())?;
+    remove(qmp, &[node, swap::file_node(borrowing.generation)], &[])
+}
+
+/// `number`: which child it was when the quorum was made.
+fn take_child_out(
+    qmp: &mut Qmp,
+    borrowing: &Borrowing,
+    node: &str,
+    number: usize,
+) -> Result<(), GraphError> {
+    if !nodes(qmp)?.iter().any(|n| n["node-name"] == node) {
+        return Ok(());
+    }
+    let child = json!({ "parent": borrowing.top(), "child": format!("children.{number}") });
+    match qmp.execute("x-blockdev-change", child) {
+        // Taken out before, and not removed.
+        Err(QmpError::Refused { description, .. }) if description.contains("child") => {}
+        other => drop(other?),
+    }
+    Ok(())
+}
+
+/// Removes all nodes of a generation that nothing uses any more.
+pub fn remove_generation(qmp: &mut Qmp, generation: u64) -> Result<(), GraphError> {
+    // From the top.
+    let names = [
+        swap::node(generation),
+        copy_node(generation),
+        lent_node(generation, 0),
+        lent_node(generation, 1),
+        swap::file_node(generation),
+    ];
+    remove(qmp, &names, &[tls(generation, 0), tls(generation, 1)])
+}
+
+fn remove(qmp: &mut Qmp, names: &[String], keys: &[String]) -> Result<(), GraphError> {
+    for name in names {
+        // One that another has taken with it is gone by now.
+        if nodes(qmp)?.iter().any(|n| n["node-name"] == *name) {
+            qmp.execute("blockdev-del", json!({ "node-name": name }))?;
+        }
+    }
+    let objects = qmp.execute("qom-list", json!({ "path": "/objects" }))?;
+    for key in keys {
+        let is_there = |object: &Value| object["name"] == *key;
+        if objects
+            .as_array()
+            .is_some_and(|all| all.iter().any(is_there))
+        {
+            qmp.execute("object-del", json!({ "id": key }))?;
+        }
+    }
+    Ok(())
+}
+
+/// A request that a child of a quorum has failed, as QEMU reports it (`QUORUM_REPORT_BAD`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Failed {
+    /// Of a lent piece: by number. It must not be read again.
+    Lent(usize),
+    /// Of the copy on disk. Whether it was a write isn't known for sure: of the reports of a second QEMU may tell the last one only.
+    Copy,
+}
+
+/// What an event says of these nodes.
+#[must_use]
+pub fn failed(event: &Value, borrowing: &Borrowing) -> Option<Failed> {
+    let data = &event["data"];
+    let node = data["node-name"].as_str()?;
+    if event["event"] != "QUORUM_REPORT_BAD" {
+        return None;
+    }
+    if node == copy_node(borrowing.generation) {
+        return Some(Failed::Copy);
+    }
+    let is_it = |part: &usize| node == borrowing.lent(*part);
+    (0..borrowing.parts.len()).find(is_it).map(Failed::Lent)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+    use std::sync::Mutex;
+
+    use super::*;
+
+    /// A QEMU that breaks the connection when it is told to complete a job; then its device uses `used`, or it is gone.
+    fn qemu(listener: UnixListener, used: Option<&'static str>) {
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                writeln!(stream, r#"{{"QMP": {{}}}}"#).unwrap();
+                for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+                    let asked: Value = serde_json::from_str(&line.unwrap()).unwrap();
+                    let answer = match asked["execute"].as_str().unwrap() {
+                        "job-complete" if used.is_none() => return,
+                        "job-complete" => break,
+                        "query-block" => json!([{ "qdev": DEVICE, "inserted": {
+                            "node-name": used, "image": { "virtual-size": 4096 },
+                        } }]),
+                        _ => json!([]),
+                    };
+                    let answer = json!({ "return": answer, "id": asked["id"] });
+                    writeln!(stream, "{answer}").unwrap();
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn when_an_answer_is_lost_the_device_tells_what_it_uses_or_nothing_is_known() {
+        for used in [Some("swap1"), Some("swap0"), None] {
+            let place = tempfile::tempdir().unwrap();
+            let path = place.path().join("q");
+            qemu(UnixListener::bind(&path).unwrap(), used);
+            let qmp = Mutex::new(Qmp::connect(&path, Duration::from_secs(5)).unwrap());
+            let known = go_over(&|| qmp.lock().unwrap());
+            match (known, used) {
+                (Ok(node), Some(used)) => assert_eq!(node, used),
+                (Err(GraphError::Unknown(_)), None) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn generations_are_read_from_names() {
+        for (name, generation) in [
+            ("swap0", Some(0)),
+            ("swap12", Some(12)),
+            ("swap-file3", Some(3)),
+            ("swap-lent7-1", Some(7)),
+            ("swap-copy4", Some(4)),
+            ("swap", None),
+            ("disk0", None),
+            ("#block123", None),
+        ] {
+            assert_eq!(generation_of(name), generation, "{name}");
+        }
+    }
+
+    #[test]
+    fn the_note_of_a_daemon_before_relays_is_read() {
+        let note = r#"{"generation":1,"durability":"disk","bytes":4096,
+            "parts":[{"lease":7,"lender":"a","address":{"tcp":{"ip":"127.0.0.1","port":1}},"lost":false}],
+            "copy":"/c","copy_failed":false,"copy_unwatched":false,"phase":"lent"}"#;
+        let borrowing: Borrowing = serde_json::from_str(note).unwrap();
+        let part = &borrowing.parts[0];
+        assert_eq!((part.first.lease, &*part.lenders()), (LeaseId(7), "a"));
+        assert_eq!(part.reached_at(), part.first.address);
+        assert!(!borrowing.by_itself);
+        let again = serde_json::to_string(&borrowing).unwrap();
+        assert_eq!(
+            serde_json::from_str::<Borrowing>(&again).unwrap(),
+            borrowing
+        );
+    }
+
+    #[test]
+    fn failures_of_the_copy_and_of_lent_memory_are_told_from_others() {
+        let part = Part {
+            first: Stripe {
+                lease: LeaseId(1),
+                lender: "a".into(),
+                address: Address::Unix("/x".into()),
+            },
+            others: Vec::new(),
+            relay: None,
+            lost: false,
+        };
+        let borrowing = Borrowing {
+            generation: 2,
+            durability: Durability::Disk,
+            bytes: 1,
+            parts: vec![part],
+            copy: Some("/c".into()),
+            copy_failed: false,
+            copy_unwatched: false,
+            phase: Phase::Lent,
+            by_itself: false,
+        };
+        let event = |name: &str, node: &str, kind: &str| json!({ "event": name, "data": { "node-name": node, "type": kind } });
+        let bad = "QUORUM_REPORT_BAD";
+        let said = |e| failed(&e, &borrowing);
+        assert_eq!(
+            said(event(bad, "swap-lent2-0", "read")),
+            Some(Failed::Lent(0))
+        );
+        assert_eq!(
+            said(event(bad, "swap-lent2-0", "write")),
+            Some(Failed::Lent(0))
+        );
+        assert_eq!(said(event(bad, "swap-copy2", "write")), Some(Failed::Copy));
+        assert_eq!(said(event(bad, "swap-copy2", "read")), Some(Failed::Copy));
+        assert_eq!(said(event(bad, "swap-lent1-0", "write")), None);
+        assert_eq!(said(event("STOP", "swap-lent2-0", "write")), None);
+    }
+}

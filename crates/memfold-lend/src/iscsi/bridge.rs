@@ -1,0 +1,244 @@
+//! The process beside a borrower's qemu-nbd, which is an iSCSI initiator (QEMU's `iscsi` driver) and serves its disk by NBD on a Unix
+//! socket to one client: it kills qemu-nbd with its first session.
+//!
+//! It needs no daemon: a VM whose lender dies while its daemon is away goes on with its copy.
+
+use std::io::{self, Read};
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold_vm::{Identity, Process};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::Pid;
+
+use super::super::export::write_key;
+use super::super::registry::{Address, Endpoint, Key, LeaseId, Transport};
+use super::super::wire::Wire;
+use super::{LUN, at, ends_with_us, initiator_name, process, read_key, target_name};
+
+/// How long it may take until it is ready.
+const READY: Duration = Duration::from_secs(10);
+
+/// How long a connection may take that shows whether others can get in.
+const PROBE: Duration = Duration::from_millis(300);
+
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Bytes of its output that an error repeats.
+const LOG_TAIL: usize = 1024;
+
+/// Logs in to a lease, and gives the NBD export that it is on this host then, for one connection. Files are in `directory`. It ends by
+/// itself, with its session or its client.
+pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Result<Endpoint> {
+    let (Address::Tcp { ip, port }, Some(key)) = (&endpoint.address, &endpoint.key) else {
+        return Err(io::Error::other("iSCSI needs an IP address and a key"));
+    };
+    let file = |end: &str| directory.join(format!("iscsi-{lease}.{end}"));
+    let (socket, key_file, log_file) = (file("sock"), file("key"), file("log"));
+    write_key(&key_file, key)?;
+    let log = std::fs::File::create(&log_file)?;
+    let mut command = process("bridge")?;
+    // It goes with the VM, and not with the daemon or its terminal.
+    let spawned = memfold_sys::session::detach(&mut command)
+        .args(["--portal", &SocketAddr::new(*ip, *port).to_string()])
+        .arg("--key")
+        .arg(&key_file)
+        .arg("--socket")
+        .arg(&socket)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(log)
+        .spawn();
+    let left = socket.clone();
+    let told = spawned.and_then(|mut child| {
+        let told = wait_ready(&mut child);
+        if told.is_err() {
+            // It may have ended; qemu-nbd ends with it.
+            let _ = child.kill();
+        }
+        // Nobody else would.
+        std::thread::Builder::new()
+            .name("iscsi-bridge".into())
+            .spawn(move || {
+                let _ = child.wait();
+                // Of one that was killed.
+                let _ = std::fs::remove_file(left);
+            })
+            .map(drop)
+            .and(told)
+    });
+    // It has read the one, and the other is for this.
+    let said = std::fs::read(&log_file).unwrap_or_default();
+    let _ = std::fs::remove_file(&key_file);
+    let _ = std::fs::remove_file(&log_file);
+    told.map_err(|error| {
+        let said = String::from_utf8_lossy(&said[said.len().saturating_sub(LOG_TAIL)..]);
+        io::Error::other(format!("{error}; it said: {}", said.trim()))
+    })?;
+    Ok(Endpoint {
+        address: Address::Unix(socket),
+        key: None,
+        transport: Transport::Nbd,
+    })
+}
+
+/// One line on its standard output says so.
+fn wait_ready(child: &mut Child) -> io::Result<()> {
+    let mut output = child
+        .stdout
+        .take()
+        .ok_or_else(|| io::Error::other("no pipe"))?;
+    let patience = rustix::event::Timespec::try_from(READY).map_err(io::Error::other)?;
+    let mut fds = [PollFd::new(&output, PollFlags::IN)];
+    poll(&mut fds, Some(&patience))?;
+    let is_late = fds[0].revents().is_empty();
+    if is_late {
+        return Err(io::Error::other(format!(
+            "no session with the lender after {} s",
+            READY.as_secs()
+        )));
+    }
+    let mut byte = [0];
+    if output.read(&mut byte)? == 0 {
+        return Err(io::Error::other(
+            "no session with the lender (needs qemu-nbd of qemu-utils, and QEMU's iscsi driver: apt install qemu-block-extra)",
+        ));
+    }
+    Ok(())
+}
+
+/// Bridges until it is over.
+pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<()> {
+    let key = read_key(key_file).map_err(at("its key"))?;
+    let secret = key_file.with_extension("secret");
+    let mut files = Left(vec![secret.clone()]);
+    write_secret(&secret, &key)?;
+    files.0.push(socket.to_owned());
+    let mut server = Server(start(portal, &key, &secret, socket)?);
+    let process = Process::open(Identity::of(Pid::from_child(&server.0))?)?;
+    let address = Address::Tcp {
+        ip: portal.ip(),
+        port: portal.port(),
+    };
+    let deadline = Instant::now() + READY;
+    let wire = loop {
+        if let Some(wire) = Wire::find(&process, &address)?.filter(|_| socket.exists()) {
+            break wire;
+        }
+        if let Some(status) = server.0.try_wait()? {
+            return Err(io::Error::other(format!("qemu-nbd has ended ({status})")));
+        }
+        if Instant::now() > deadline {
+            return Err(io::Error::other("qemu-nbd is not ready"));
+        }
+        std::thread::sleep(LOOK);
+    };
+    wire.keep_alive()?;
+    // It is logged in then, and alone.
+    while !is_closed(portal)? {
+        if wire.is_cut() {
+            return Err(io::Error::other(
+                "the session has ended right after it began",
+            ));
+        }
+        if Instant::now() > deadline {
+            return Err(io::Error::other(
+                "the lender lets others in beside this session",
+            ));
+        }
+        std::thread::sleep(LOOK);
+    }
+    std::fs::remove_file(&secret)?;
+    println!("ready");
+    loop {
+        let mut fds = [wire.poll_end(), PollFd::new(process.pidfd(), PollFlags::IN)];
+        match poll(&mut fds, None) {
+            // Whichever it is: both end.
+            Ok(_) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Fails only for a child that has ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+struct Left(Vec<PathBuf>);
+
+impl Drop for Left {
+    fn drop(&mut self) {
+        for file in &self.0 {
+            // Gone already, most of them.
+            let _ = std::fs::remove_file(file);
+        }
+    }
+}
+
+/// The lender lets nobody in any more once there is a session (`target`). A forwarder on the way may take a connection, and has nothing
+/// behind it then.
+pub(crate) fn is_closed(portal: SocketAddr) -> io::Result<bool> {
+    let Ok(mut stream) = TcpStream::connect_timeout(&portal, PROBE) else {
+        return Ok(true);
+    };
+    stream.set_read_timeout(Some(PROBE))?;
+    match stream.read_exact(&mut [0]) {
+        Err(error) => Ok(!matches!(
+            error.kind(),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+        )),
+        Ok(()) => Ok(true),
+    }
+}
+
+fn write_secret(path: &Path, key: &Key) -> io::Result<()> {
+    use std::io::Write as _;
+    use std::os::unix::fs::OpenOptionsExt as _;
+    let mut file = std::fs::File::options()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)?;
+    file.write_all(key.hex.as_bytes())
+}
+
+/// Paths in QEMU's options: a comma is written twice.
+fn quoted(path: &Path) -> String {
+    path.display().to_string().replace(',', ",,")
+}
+
+fn start(portal: SocketAddr, key: &Key, secret: &Path, socket: &Path) -> io::Result<Child> {
+    let object = format!("secret,id=chap,format=raw,file={}", quoted(secret));
+    let disk = format!(
+        "driver=iscsi,transport=tcp,portal={portal},target={},lun={LUN},user={},password-secret=chap,initiator-name={}",
+        target_name(key),
+        key.identity,
+        initiator_name(key)
+    );
+    ends_with_us("qemu-nbd")
+        // One client, and it ends with it.
+        .args(["--shared=1", "--export-name=", "--cache=writeback"])
+        .arg(format!("--socket={}", socket.display()))
+        .args(["--object", &object, "--image-opts", &disk])
+        // libiscsi's, from the first packet: a host that isn't there is not waited for.
+        .env("LIBISCSI_TCP_USER_TIMEOUT", "3000")
+        .env("LIBISCSI_TCP_KEEPIDLE", "1")
+        .env("LIBISCSI_TCP_KEEPINTVL", "1")
+        .env("LIBISCSI_TCP_KEEPCNT", "2")
+        .env("LIBISCSI_TCP_SYNCNT", "1")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .map_err(at(
+            "qemu-nbd can't be started; install it (apt install qemu-utils)",
+        ))
+}

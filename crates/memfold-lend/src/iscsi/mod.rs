@@ -1,0 +1,113 @@
+//! Lending by iSCSI: the transport of the study, for initiators that speak nothing else (`lend --transport iscsi`).
+//!
+//! ```text
+//!   lender                                                   borrower
+//!   daemon --pipe--> `target` process                        daemon --starts--> `bridge` process
+//!                      | holds the locked memory                                  | watches the session
+//!                      v                                                          v
+//!                    tgtd, one a lease <------- iSCSI ------- qemu-nbd --NBD--> relay --NBD--> QEMU of the VM
+//! ```
+//! Both processes are this program (`memfold iscsi-process`). Why they are there:
+//! - tgtd serves files; `target` makes one without a name, whose pages are there and locked, and ends tgtd with its first session;
+//! - libiscsi connects again by itself for ever, and nothing that QEMU's monitor offers has it give up what waits: a VM would wait as long
+//!   as its lender is dead. So QEMU's `iscsi` driver runs in a process of its own, which `bridge` kills with its first session; the relay's
+//!   client then fails at once, as it does with a lender that exports by NBD.
+//!
+//! iSCSI proves by CHAP who connects and encrypts nothing: who is on the way reads what a guest has swapped out
+//! (what is changed there, the relay finds out).
+
+pub mod bridge;
+pub mod target;
+pub mod tgt;
+
+use std::io;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use memfold_host::own_program;
+
+use super::registry::Key;
+
+/// Prefix of the names of targets and initiators (RFC 3720, 3.2.6.3.1): of a domain that is nobody's (RFC 2606).
+const NAMES: &str = "iqn.2026-11.invalid.memfold";
+
+/// Number of the target that a tgtd has, and of the unit that holds the bytes.
+const TARGET: i32 = 1;
+/// Number of the logical unit that holds the bytes.
+pub const LUN: u64 = 1;
+
+/// Most time between two looks of the processes.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// The name of a lease's target.
+#[must_use]
+pub fn target_name(key: &Key) -> String {
+    format!("{NAMES}:{}", key.identity)
+}
+
+/// The name by which a borrower logs in to it.
+#[must_use]
+pub fn initiator_name(key: &Key) -> String {
+    format!("{NAMES}:borrower-of-{}", key.identity)
+}
+
+/// A process of this program.
+pub(super) fn process(name: &str) -> io::Result<Command> {
+    let mut command = Command::new(own_program()?);
+    command
+        .args(["iscsi-process", name])
+        .current_dir("/")
+        // The daemon's, not its processes' (sd_notify(3)).
+        .env_remove("NOTIFY_SOCKET")
+        .env_remove("WATCHDOG_USEC")
+        .env_remove("WATCHDOG_PID");
+    Ok(command)
+}
+
+/// Has a child end with the thread that starts it. Both servers keep it so.
+fn ends_with_us(program: &str) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", program]);
+    command
+}
+
+/// Reads what [`write_key`](super::export::write_key) has written.
+fn read_key(path: &Path) -> io::Result<Key> {
+    let text = std::fs::read_to_string(path)?;
+    let (identity, hex) = text
+        .trim()
+        .split_once(':')
+        .ok_or_else(|| io::Error::other("no key in it"))?;
+    Ok(Key {
+        identity: identity.to_owned(),
+        hex: hex.to_owned(),
+    })
+}
+
+/// Adds what failed to an error.
+fn at(what: &str) -> impl FnOnce(io::Error) -> io::Error + '_ {
+    move |error| io::Error::new(error.kind(), format!("{what}: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::export::write_key;
+
+    #[test]
+    fn a_key_is_read_as_it_was_written_and_names_are_of_one_lease() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("k");
+        let key = Key {
+            identity: "lease-7".into(),
+            hex: "0f".repeat(32),
+        };
+        write_key(&path, &key).unwrap();
+        assert_eq!(read_key(&path).unwrap(), key);
+        std::fs::write(&path, "nothing").unwrap();
+        read_key(&path).unwrap_err();
+        assert!(target_name(&key).ends_with(":lease-7"));
+        assert_ne!(target_name(&key), initiator_name(&key));
+    }
+}

@@ -1,0 +1,232 @@
+//! The process beside a lease's tgtd: makes the memory, starts tgtd on it, and ends both with the first session, with the daemon, or when
+//! tgtd stands still.
+
+use std::fs::File;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold_sys::locked::LockedFile;
+use memfold_vm::process::is_stopped;
+use memfold_vm::{Identity, Process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::Pid;
+use serde::{Deserialize, Serialize};
+
+use super::super::wire::Wire;
+use super::tgt::{CONTROL, Tgt};
+use super::{LOOK, at, ends_with_us, process, read_key};
+
+/// How long tgtd may take to start.
+const START: Duration = Duration::from_secs(10);
+
+/// Time between two looks before the session is there: so long may a second one get in.
+const FIRST: Duration = Duration::from_millis(20);
+
+/// What has to be left of the host's memory, at least.
+const LEAVE: u64 = 64 << 20;
+
+/// Files of one lease's export.
+#[derive(Clone, Debug)]
+pub struct Files {
+    /// The key (`write_key`).
+    pub key: PathBuf,
+    /// What tgtd's socket is named by.
+    pub socket: PathBuf,
+    /// Written when all is ready: tgtd's [`Identity`].
+    pub ready: PathBuf,
+}
+
+impl Files {
+    /// All that may be there.
+    #[must_use]
+    pub fn all(&self) -> Vec<PathBuf> {
+        let named = |end: &str| {
+            let mut path = self.socket.as_os_str().to_owned();
+            path.push(format!(".{CONTROL}{end}"));
+            PathBuf::from(path)
+        };
+        vec![
+            self.key.clone(),
+            self.ready.clone(),
+            self.ready.with_extension("new"),
+            named(""),
+            named(".lock"),
+        ]
+    }
+}
+
+/// What `ready` tells.
+#[derive(Debug, Serialize, Deserialize)]
+struct Ready {
+    tgtd: Identity,
+}
+
+/// The process; its standard input is to be the end of a pipe that lives as long as the daemon does.
+pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Command> {
+    let mut command = process("target")?;
+    command
+        .args(["--bytes", &bytes.to_string()])
+        .args(["--portal", &portal.to_string()])
+        .arg("--key")
+        .arg(&files.key)
+        .arg("--socket")
+        .arg(&files.socket)
+        .arg("--ready")
+        .arg(&files.ready);
+    Ok(command)
+}
+
+/// The tgtd of an export that is ready; `None`: it isn't yet.
+pub fn ready(files: &Files) -> io::Result<Option<Process>> {
+    let Ok(text) = std::fs::read(&files.ready) else {
+        return Ok(None);
+    };
+    let ready: Ready = serde_json::from_slice(&text).map_err(io::Error::other)?;
+    Process::open(ready.tgtd).map(Some)
+}
+
+/// Serves until it is over; what is said goes to standard error.
+pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
+    let key = read_key(&files.key).map_err(at("its key"))?;
+    let memory = allocate(bytes)?;
+    let mut tgtd = Ended(start_tgtd(portal, files, &memory)?);
+    let tgt = Tgt::at(&files.socket);
+    let deadline = Instant::now() + START;
+    while !tgt.is_there() {
+        if let Some(status) = tgtd.0.try_wait()? {
+            return Err(io::Error::other(format!("tgtd has ended ({status})")));
+        }
+        if Instant::now() > deadline {
+            return Err(io::Error::other("tgtd takes no orders"));
+        }
+        std::thread::sleep(FIRST);
+    }
+    let from = if portal.ip().is_loopback() {
+        portal.ip().to_string()
+    } else {
+        "ALL".to_owned()
+    };
+    // By its own standard input: the file has no name.
+    tgt.set_up(&key, Path::new("/proc/self/fd/0"), &from, &serial()?)?;
+    let server = Process::open(Identity::of(Pid::from_child(&tgtd.0))?)?;
+    write_ready(&files.ready, server.identity())?;
+    watch(&mut tgtd.0, &server, &tgt, portal)
+}
+
+/// Kills it in the end.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        // Fails only for a child that has ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn allocate(bytes: u64) -> io::Result<LockedFile> {
+    let available = crate::pressure::available_bytes(Path::new("/proc"))?;
+    if available < bytes.saturating_add(LEAVE) {
+        return Err(io::Error::other(format!(
+            "{bytes} bytes are not to be had: {available} are available on this host"
+        )));
+    }
+    // A host without memory ends what it lends, tgtd too, before its own VMs, and dumps nobody's bytes to its disk. It may be forbidden to say so.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+    let _ = std::fs::write("/proc/self/coredump_filter", "0");
+    LockedFile::new("memfold-lent", bytes)
+        .map_err(|error| at("memory can't be allocated and locked")(error.into()))
+}
+
+fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Result<Child> {
+    // Without tgtd's own pings (nop_interval): under load it misses libiscsi's answers, and ends sessions that are well.
+    let options = format!("portal={portal}");
+    ends_with_us("tgtd")
+        .args(["--foreground", "--control-port", CONTROL])
+        .args(["--nr_iothreads", "4", "--iscsi", &options])
+        .env("TGT_IPC_SOCKET", &files.socket)
+        .stdin(Stdio::from(memory.as_fd().try_clone_to_owned()?))
+        .stdout(Stdio::null())
+        .spawn()
+        .map_err(at("tgtd can't be started; install it (apt install tgt)"))
+}
+
+/// What no other disk has.
+fn serial() -> io::Result<String> {
+    use std::fmt::Write as _;
+    use std::io::Read as _;
+    let mut bytes = [0; 6];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes.iter().fold(String::new(), |mut text, byte| {
+        // Writing to a String can't fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    }))
+}
+
+fn write_ready(path: &Path, tgtd: Identity) -> io::Result<()> {
+    let new = path.with_extension("new");
+    std::fs::write(&new, serde_json::to_vec(&Ready { tgtd })?)?;
+    std::fs::rename(new, path)
+}
+
+fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> io::Result<()> {
+    let input = io::stdin();
+    let mut wires = Vec::new();
+    let mut is_taken = false;
+    let mut stopped = 0;
+    loop {
+        let patience = if is_taken { LOOK } else { FIRST };
+        let mut fds = vec![PollFd::new(&input, PollFlags::IN)];
+        fds.extend(wires.iter().map(Wire::poll_end));
+        wait(&mut fds, patience)?;
+        let daemon_has_ended = !fds[0].revents().is_empty();
+        let broken = fds[1..].iter().any(|fd| !fd.revents().is_empty());
+        drop(fds);
+        if daemon_has_ended {
+            return Ok(());
+        }
+        if let Some(status) = child.try_wait()? {
+            return Err(io::Error::other(format!("tgtd has ended ({status})")));
+        }
+        stopped = if is_stopped(child.id()) {
+            stopped + 1
+        } else {
+            0
+        };
+        if stopped >= 2 {
+            return Err(io::Error::other("tgtd stands still"));
+        }
+        if stopped > 0 {
+            // It wouldn't answer.
+            continue;
+        }
+        if !is_taken && tgt.has_session()? {
+            // One session, and no second.
+            tgt.close(portal)?;
+            is_taken = true;
+        } else if is_taken && (broken || wires.is_empty()) && !tgt.has_session()? {
+            memfold_host::say!("its session has ended");
+            return Ok(());
+        } else if broken {
+            // A stranger's; or tgtd has not noticed yet.
+            std::thread::sleep(FIRST);
+        }
+        if is_taken && (broken || wires.is_empty()) {
+            wires = Wire::served_by(server, portal)?;
+            wires.retain(|wire| !wire.is_cut());
+        }
+    }
+}
+
+fn wait(fds: &mut [PollFd<'_>], patience: Duration) -> io::Result<()> {
+    let patience = Timespec::try_from(patience).map_err(io::Error::other)?;
+    match poll(fds, Some(&patience)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,158 @@
+//! Orders to a tgtd over its Unix socket, as `tgtadm` gives them (tgt's `usr/tgtadm.h`, unchanged since 2012). `tgtadm` itself takes
+//! passwords on its command line, where all users of the host can read them.
+
+use std::io::{self, Read, Write};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use memfold_host::socket;
+
+use super::super::registry::Key;
+use super::{LUN, TARGET, target_name};
+
+/// Bytes of `struct tgtadm_req`.
+const REQUEST: usize = 120;
+/// Bytes of its field `lld`.
+const DRIVER: usize = 64;
+/// Longest answer that is read.
+const MOST: u64 = 1 << 20;
+/// How long an answer may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// tgtd's control port: its socket is its own by its path.
+pub const CONTROL: &str = "1";
+
+// enum tgtadm_op
+const NEW: u32 = 0;
+const DELETE: u32 = 1;
+const SHOW: u32 = 2;
+const BIND: u32 = 3;
+const UPDATE: u32 = 5;
+// enum tgtadm_mode
+const M_TARGET: u32 = 1;
+const M_DEVICE: u32 = 2;
+const M_PORTAL: u32 = 3;
+const M_CONNECTION: u32 = 6;
+const M_ACCOUNT: u32 = 7;
+
+/// A tgtd's socket.
+#[derive(Debug)]
+pub struct Tgt {
+    socket: PathBuf,
+}
+
+impl Tgt {
+    /// By what `TGT_IPC_SOCKET` names.
+    #[must_use]
+    pub fn at(named: &Path) -> Self {
+        let mut socket = named.as_os_str().to_owned();
+        socket.push(format!(".{CONTROL}"));
+        Self {
+            socket: socket.into(),
+        }
+    }
+
+    /// Whether it takes orders.
+    #[must_use]
+    pub fn is_there(&self) -> bool {
+        socket::connect(&self.socket, PATIENCE).is_ok()
+    }
+
+    /// Makes the only target, of this file, for who knows the key and comes from `address` (`ALL`: from anywhere). `serial` is what
+    /// initiators tell disks apart by.
+    pub fn set_up(&self, key: &Key, file: &Path, address: &str, serial: &str) -> io::Result<()> {
+        let name = target_name(key);
+        self.order(NEW, M_TARGET, 0, &format!("targetname={name}"))?;
+        self.order(NEW, M_DEVICE, LUN, &format!("path={}", file.display()))?;
+        // Without these all units of all tgtds are the same disk to multipath(8).
+        let identity = format!(
+            "vendor_id=memfold,product_id=lent RAM,scsi_id=memfold-{serial},scsi_sn={serial}"
+        );
+        self.order(UPDATE, M_DEVICE, LUN, &identity)?;
+        let account = format!("user={},password={}", key.identity, key.hex);
+        self.order(NEW, M_ACCOUNT, 0, &account)?;
+        self.order(BIND, M_ACCOUNT, 0, &format!("user={}", key.identity))?;
+        // The last, so that nobody gets in before CHAP is asked for.
+        self.order(BIND, M_TARGET, 0, &format!("initiator-address={address}"))?;
+        Ok(())
+    }
+
+    /// Listens no more; who is logged in stays so.
+    pub fn close(&self, portal: SocketAddr) -> io::Result<()> {
+        self.order(DELETE, M_PORTAL, 0, &format!("portal={portal}"))
+            .map(drop)
+    }
+
+    /// Whether somebody is logged in.
+    pub fn has_session(&self) -> io::Result<bool> {
+        let said = self.order(SHOW, M_CONNECTION, 0, "")?;
+        Ok(said.contains("Session:"))
+    }
+
+    fn order(&self, operation: u32, mode: u32, lun: u64, words: &str) -> io::Result<String> {
+        let mut stream = socket::connect(&self.socket, PATIENCE)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.write_all(&request(operation, mode, lun, words))?;
+        let mut head = [0; 8];
+        stream.read_exact(&mut head)?;
+        let [error, length] = [0, 4].map(|at| u32_at(&head, at));
+        if error != 0 {
+            // The words may hold a secret.
+            return Err(io::Error::other(format!(
+                "tgtd refuses order {operation} in mode {mode} with error {error} (tgt's usr/tgtadm_error.h)"
+            )));
+        }
+        let mut said = String::new();
+        let rest = u64::from(length).saturating_sub(8).min(MOST);
+        stream.take(rest).read_to_string(&mut said)?;
+        Ok(said)
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    let mut word = [0; 4];
+    word.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_ne_bytes(word)
+}
+
+/// `struct tgtadm_req` and the words behind it, which end with a zero byte.
+fn request(operation: u32, mode: u32, lun: u64, words: &str) -> Vec<u8> {
+    let behind = if words.is_empty() { 0 } else { words.len() + 1 };
+    let length = u32::try_from(REQUEST + behind).unwrap_or(u32::MAX);
+    let mut bytes = Vec::with_capacity(REQUEST + behind);
+    bytes.extend(mode.to_ne_bytes());
+    bytes.extend(operation.to_ne_bytes());
+    let mut driver = [0; DRIVER];
+    driver[..5].copy_from_slice(b"iscsi");
+    bytes.extend(driver);
+    bytes.extend(length.to_ne_bytes());
+    bytes.extend(TARGET.to_ne_bytes());
+    bytes.extend(0_u64.to_ne_bytes()); // sid
+    bytes.extend(lun.to_ne_bytes());
+    bytes.resize(REQUEST, 0); // cid, host_no, device_type, ac_dir, pack, force
+    if behind > 0 {
+        bytes.extend(words.as_bytes());
+        bytes.push(0);
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_laid_out_as_tgtadm_s() {
+        let bytes = request(NEW, M_DEVICE, 7, "path=/x");
+        assert_eq!(bytes.len(), REQUEST + 8);
+        assert_eq!(bytes[..8], [2, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(&bytes[8..14], b"iscsi\0");
+        assert_eq!(bytes[72..76], 128_u32.to_ne_bytes());
+        assert_eq!(bytes[76..80], 1_i32.to_ne_bytes());
+        assert_eq!(bytes[88..96], 7_u64.to_ne_bytes());
+        assert_eq!(&bytes[REQUEST..], b"path=/x\0");
+        assert_eq!(request(SHOW, M_CONNECTION, 0, "").len(), REQUEST);
+    }
+}

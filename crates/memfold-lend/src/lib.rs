@@ -1,0 +1,44 @@
+//! Lending memory: spare RAM of one host is the swap disk of another's VM.
+//!
+//! ```text
+//!   lender's daemon --offer, publish, ended--> registry <--take, renew, release-- borrower's daemon
+//!         | supervises             (one daemon serves it, or an etcd)                   | QMP
+//!       nbdkit, one a lease <------------ NBD ----------- relay <------- NBD ------- QEMU of the VM
+//!       or tgtd             <-- iSCSI --- see `iscsi` ----´
+//! ```
+
+pub mod blast;
+pub mod calls;
+pub mod distrust;
+pub mod etcd;
+mod etcd_api;
+pub mod export;
+pub mod graph;
+pub mod https;
+pub mod iscsi;
+pub mod judge;
+pub mod lender;
+pub mod lvm;
+pub mod nbd;
+pub mod place;
+pub mod pressure;
+pub mod registry;
+pub mod relay;
+pub mod sqlite;
+pub mod tls_key;
+pub mod waits;
+pub mod wire;
+
+#[cfg(test)]
+mod etcd_tests;
+#[cfg(test)]
+mod registry_tests;
+
+pub use etcd::EtcdRegistry;
+pub use lender::{Lender, LenderOptions, LenderStatus};
+pub use place::{RegistryAt, RegistryFiles};
+pub use registry::{
+    Address, Durability, Endpoint, Incarnation, Key, Lease, LeaseId, LeaseState, LenderId,
+    LenderView, Offer, Picture, Registry, RegistryError, Transport, Want,
+};
+pub use sqlite::SqliteRegistry;

@@ -1,0 +1,450 @@
+//! The kernel's iSCSI initiator, by open-iscsi's `iscsiadm`: logged in to one lease, and out.
+//!
+//! Nothing is discovered: the target lets one session in, in its life, and that would be it. What is set for it has a lender that is gone, or
+//! says nothing, fail what waits for it within seconds: the export ends with its session, so there is nothing to wait for.
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold_host::helper;
+use serde::{Deserialize, Serialize};
+
+use super::super::iscsi::{LUN, bridge, target_name};
+use super::super::registry::{Durability, Key};
+use super::LvmError;
+use super::tools::not_run;
+
+/// How long `iscsiadm` may take: it waits for hosts with time limits of its own.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// How long it may take until the disk is there.
+const READY: Duration = Duration::from_secs(15);
+
+const LOOK: Duration = Duration::from_millis(50);
+
+/// A look for disks that found none is made again after so long.
+const SCAN_AGAIN: Duration = Duration::from_secs(1);
+
+/// Where open-iscsi keeps what it knows of targets.
+const RECORDS: [&str; 2] = ["/etc/iscsi/nodes", "/var/lib/iscsi/nodes"];
+
+/// Sessions of the kernel.
+const SESSIONS: &str = "/sys/class/iscsi_session";
+
+/// How long a lender that says nothing is waited for, in seconds.
+#[derive(Clone, Copy, Debug)]
+struct Patience {
+    /// After so long without a word from it, it is asked whether it is there.
+    ask: u32,
+    /// Without an answer after so long it has gone.
+    answer: u32,
+    /// The kernel waits so long for a command before it has it given up; 30 by default.
+    command: u32,
+}
+
+/// Where a copy is on this host's disk: whoever waits for a page can have it there. Long enough for a link and a lender that are busy, 2 s are
+/// not: the lent image is dropped for nothing then.
+const WITH_COPY: Patience = Patience {
+    ask: 1,
+    answer: 4,
+    command: 10,
+};
+
+/// Where there is none: to give up is to lose what lies there.
+const WITHOUT: Patience = Patience {
+    ask: 10,
+    answer: 60,
+    command: 90,
+};
+
+const fn patience(durability: Durability) -> Patience {
+    match durability {
+        Durability::None => WITHOUT,
+        Durability::Disk | Durability::Replica => WITH_COPY,
+    }
+}
+
+/// `iscsiadm` says so when there is no such session or record (`ISCSI_ERR_NO_OBJS_FOUND`).
+const NOTHING_THERE: i32 = 21;
+
+/// Where a lease is exported.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Target {
+    /// Its name.
+    pub name: String,
+    /// Its address.
+    pub portal: SocketAddr,
+}
+
+impl Target {
+    /// Of a lease.
+    #[must_use]
+    pub fn new(portal: SocketAddr, key: &Key) -> Self {
+        Self {
+            name: target_name(key),
+            portal,
+        }
+    }
+}
+
+/// A session of the kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Session {
+    /// Whether the connection stands.
+    pub is_up: bool,
+    /// Its disk.
+    pub device: Option<PathBuf>,
+}
+
+/// Whether open-iscsi is there.
+pub fn check() -> Result<(), LvmError> {
+    iscsiadm(&["--version"]).map(drop)
+}
+
+/// Logs in; gives the disk.
+pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<PathBuf, LvmError> {
+    let patience = patience(durability);
+    record(target, key, patience)?;
+    let failed = |why: String| LvmError::Session {
+        portal: target.portal,
+        why,
+    };
+    node(target, &["--login"]).map_err(|error| failed(error.to_string()))?;
+    let end = Instant::now() + READY;
+    let device = scanned(&target.name, end).map_err(failed)?;
+    // Nothing is written before nobody else can get in.
+    let is_alone = || bridge::is_closed(target.portal).map_err(|error| failed(error.to_string()));
+    while !is_alone()? {
+        if Instant::now() > end {
+            return Err(failed("it lets others in beside this session".into()));
+        }
+        std::thread::sleep(LOOK);
+    }
+    limit_commands(&device, patience)?;
+    Ok(device)
+}
+
+/// The disk of a session that was logged in to.
+///
+/// Has the kernel look for it, again and again. iscsid is told not to (`node.session.scan`): what it asks of the kernel may not wait for memory
+/// (`PR_SET_IO_FLUSHER`), so that on a host that is short of it, as one that borrows is, Linux before 6.15 finds no disk ("Allocation failure
+/// during SCSI scanning").
+fn scanned(target: &str, end: Instant) -> Result<PathBuf, String> {
+    let mut next = Instant::now();
+    loop {
+        let device = find(Path::new(SESSIONS), target).and_then(|found| found.device);
+        if let Some(device) = device.filter(|device| device.exists()) {
+            return Ok(device);
+        }
+        let now = Instant::now();
+        if now > end {
+            return Err("logged in, and the kernel has found no disk there".into());
+        }
+        if now >= next {
+            scan(Path::new(SESSIONS), target).map_err(|error| format!("no scan: {error}"))?;
+            next = Instant::now() + SCAN_AGAIN;
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// Logs out, and forgets the target; fine if neither was.
+pub fn log_out(target: &Target) -> Result<(), LvmError> {
+    for words in [["--logout"].as_slice(), &["--op", "delete"]] {
+        match node(target, words) {
+            Err(LvmError::Failed { .. }) if find(Path::new(SESSIONS), &target.name).is_none() => {
+                // Gone already, and with it, maybe, the record.
+            }
+            done => done?,
+        }
+    }
+    Ok(())
+}
+
+/// The session with a target.
+#[must_use]
+pub fn of(target: &Target) -> Option<Session> {
+    find(Path::new(SESSIONS), &target.name)
+}
+
+fn node(target: &Target, words: &[&str]) -> Result<(), LvmError> {
+    let portal = target.portal.to_string();
+    let mut all = vec!["--mode", "node", "--targetname", &target.name];
+    all.extend(["--portal", &portal]);
+    all.extend(words);
+    iscsiadm(&all)
+}
+
+fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
+    let began = Instant::now();
+    let mut command = Command::new("iscsiadm");
+    command
+        .args(words)
+        .env("LC_ALL", "C")
+        .current_dir("/")
+        .stdin(Stdio::null());
+    let output = helper::output(&mut command, LIMIT).map_err(|source| {
+        not_run(
+            source,
+            ("iscsiadm", "open-iscsi"),
+            format!("iscsiadm {}", words.join(" ")),
+        )
+    })?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    let took = began.elapsed();
+    tracing::debug!(?words, ?took, status = %output.status, said = said.trim(), "ran iscsiadm");
+    if output.status.success() || output.status.code() == Some(NOTHING_THERE) {
+        return Ok(());
+    }
+    let said: Vec<&str> = said.lines().map(str::trim).collect();
+    Err(LvmError::Failed {
+        command: format!("iscsiadm {}", words.join(" ")),
+        said: said.join("; "),
+    })
+}
+
+/// Notes the target for open-iscsi. Its secret gets into open-iscsi's file of the target, which is root's alone, and not onto a command
+/// line, where all users of the host could read it.
+fn record(target: &Target, key: &Key, patience: Patience) -> Result<(), LvmError> {
+    node(target, &["--op", "new"])?;
+    let place = RECORDS
+        .iter()
+        .map(|place| Path::new(place).join(&target.name));
+    let file = place
+        .filter(|path| path.is_dir())
+        .find_map(|path| only_file(&path));
+    let file = file.ok_or_else(|| LvmError::Session {
+        portal: target.portal,
+        why: format!(
+            "iscsiadm has made no record of {} in {}",
+            target.name,
+            RECORDS.join(" or ")
+        ),
+    })?;
+    let change = || -> io::Result<()> {
+        let text = std::fs::read_to_string(&file)?;
+        write_private(&file, &with_settings(&text, &settings(key, patience)))
+    };
+    change().map_err(|source| LvmError::Files {
+        path: file.clone(),
+        source,
+    })
+}
+
+fn only_file(directory: &Path) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(directory).ok()?.flatten();
+    entries.map(|entry| entry.path()).find_map(|path| {
+        if path.is_dir() {
+            only_file(&path)
+        } else {
+            Some(path)
+        }
+    })
+}
+
+fn write_private(path: &Path, text: &str) -> io::Result<()> {
+    use std::io::Write as _;
+    use std::os::unix::fs::OpenOptionsExt as _;
+    let new = path.with_extension("new");
+    let mut file = std::fs::File::options()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&new)?;
+    file.write_all(text.as_bytes())?;
+    std::fs::rename(new, path)
+}
+
+/// `iscsid.conf(5)` has what these mean.
+fn settings(key: &Key, patience: Patience) -> Vec<(&'static str, String)> {
+    let mut all = vec![
+        ("node.session.auth.username", key.identity.clone()),
+        ("node.session.auth.password", key.hex.clone()),
+    ];
+    let fixed = [
+        // A lease is over when the host has booted anew.
+        ("node.startup", "manual"),
+        ("node.session.auth.authmethod", "CHAP"),
+        // [`scanned`] does.
+        ("node.session.scan", "manual"),
+        // What waits fails at once when the connection has ended: no other will do.
+        ("node.session.timeo.replacement_timeout", "0"),
+        ("node.conn[0].timeo.login_timeout", "5"),
+        ("node.conn[0].timeo.logout_timeout", "3"),
+        ("node.session.initial_login_retry_max", "2"),
+        ("node.session.err_timeo.abort_timeout", "3"),
+        ("node.session.err_timeo.lu_reset_timeout", "3"),
+        ("node.session.err_timeo.tgt_reset_timeout", "3"),
+    ];
+    all.extend(fixed.map(|(name, value)| (name, value.to_owned())));
+    let (ask, answer) = (patience.ask.to_string(), patience.answer.to_string());
+    all.push(("node.conn[0].timeo.noop_out_interval", ask));
+    all.push(("node.conn[0].timeo.noop_out_timeout", answer));
+    all
+}
+
+/// A record of open-iscsi's with other values.
+fn with_settings(record: &str, settings: &[(&str, String)]) -> String {
+    let name_of = |line: &str| line.split('=').next().unwrap_or("").trim().to_owned();
+    let is_set = |line: &&str| {
+        let name = name_of(line);
+        settings.iter().any(|(set, _)| *set == name)
+    };
+    let (end, rest): (Vec<&str>, Vec<&str>) = record
+        .lines()
+        .filter(|line| !is_set(line))
+        .partition(|line| line.starts_with("# END RECORD"));
+    let ours = settings
+        .iter()
+        .map(|(name, value)| format!("{name} = {value}"));
+    let lines: Vec<String> = rest
+        .into_iter()
+        .map(str::to_owned)
+        .chain(ours)
+        .chain(end.into_iter().map(str::to_owned))
+        .collect();
+    lines.join("\n") + "\n"
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_default()
+}
+
+fn directory(sessions: &Path, name: &str) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(sessions).ok()?.flatten();
+    let mut paths = entries.map(|entry| entry.path());
+    paths.find(|path| read(&path.join("targetname")).trim() == name)
+}
+
+/// Has the kernel look for the disk of a session; nothing if there is no such session.
+fn scan(sessions: &Path, name: &str) -> io::Result<()> {
+    let Some(session) = directory(sessions, name) else {
+        return Ok(());
+    };
+    // .../hostH/sessionN
+    let device = std::fs::canonicalize(session.join("device"))?;
+    let host = device.parent().unwrap_or(&device);
+    let host_name = host.file_name().unwrap_or_default();
+    let file = host.join("scsi_host").join(host_name).join("scan");
+    // Any channel, any target: it is the host of this session alone.
+    std::fs::write(file, format!("- - {LUN}"))
+}
+
+/// The session with a target, below `sessions`.
+fn find(sessions: &Path, name: &str) -> Option<Session> {
+    let session = directory(sessions, name)?;
+    Some(Session {
+        is_up: read(&session.join("state")).trim() == "LOGGED_IN",
+        device: disk(&session.join("device")),
+    })
+}
+
+/// `targetH:C:I/H:C:I:LUN/block/sdX` below a session's device.
+fn disk(session: &Path) -> Option<PathBuf> {
+    let below = |path: &Path| -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).collect()
+    };
+    let is_named = |path: &PathBuf, test: &dyn Fn(&str) -> bool| {
+        path.file_name()
+            .and_then(|name| name.to_str())
+            .is_some_and(test)
+    };
+    let unit = format!(":{LUN}");
+    let targets = below(session);
+    let targets = targets
+        .iter()
+        .filter(|path| is_named(path, &|name| name.starts_with("target")));
+    let mut units = targets.flat_map(|path| below(path));
+    let unit = units.find(|path| is_named(path, &|name| name.ends_with(&unit)))?;
+    let block = below(&unit.join("block")).into_iter().next()?;
+    Some(Path::new("/dev").join(block.file_name()?))
+}
+
+fn limit_commands(device: &Path, patience: Patience) -> Result<(), LvmError> {
+    let name = device.file_name().unwrap_or_default();
+    let path = Path::new("/sys/class/block")
+        .join(name)
+        .join("device/timeout");
+    std::fs::write(&path, patience.command.to_string())
+        .map_err(|source| LvmError::Files { path, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_get_into_a_record_in_place_of_what_was_there() {
+        let record = "# BEGIN RECORD 2.1.8\nnode.name = n\nnode.session.timeo.replacement_timeout = 120\nnode.conn[0].address = 10.0.0.1\n# END RECORD\n";
+        let key = Key {
+            identity: "lease-7".into(),
+            hex: "0f".repeat(32),
+        };
+        let new = with_settings(record, &settings(&key, WITH_COPY));
+        assert!(new.starts_with("# BEGIN RECORD 2.1.8\nnode.name = n\nnode.conn[0].address"));
+        assert!(new.ends_with("# END RECORD\n"));
+        let lines = |name: &str| new.lines().filter(|line| line.starts_with(name)).count();
+        assert_eq!(lines("node.session.timeo.replacement_timeout = 0"), 1);
+        assert_eq!(lines("node.session.timeo.replacement_timeout"), 1);
+        assert_eq!(lines("node.session.auth.password = 0f0f"), 1);
+        assert_eq!(with_settings(&new, &settings(&key, WITH_COPY)), new);
+    }
+
+    #[test]
+    fn a_session_is_found_by_its_target_with_its_disk() {
+        let root = tempfile::tempdir().unwrap();
+        let sessions = root.path().join("class");
+        assert_eq!(find(&sessions, "iqn.x:lease-1"), None);
+        for (number, name) in [(1, "iqn.x:other"), (2, "iqn.x:lease-1")] {
+            let session = sessions.join(format!("session{number}"));
+            for unit in [
+                "target3:0:0/3:0:0:0",
+                "target3:0:0/3:0:0:1/block/sdc",
+                "power",
+            ] {
+                std::fs::create_dir_all(session.join("device").join(unit)).unwrap();
+            }
+            std::fs::write(session.join("targetname"), format!("{name}\n")).unwrap();
+            std::fs::write(session.join("state"), "LOGGED_IN\n").unwrap();
+        }
+        let found = find(&sessions, "iqn.x:lease-1").unwrap();
+        assert_eq!(found.device.as_deref(), Some(Path::new("/dev/sdc")));
+        assert!(found.is_up);
+        std::fs::write(sessions.join("session2/state"), "FAILED\n").unwrap();
+        assert!(!find(&sessions, "iqn.x:lease-1").unwrap().is_up);
+        assert_eq!(find(&sessions, "iqn.x:lease-2"), None);
+    }
+
+    #[test]
+    fn the_kernel_is_asked_for_the_disk_of_one_session() {
+        let root = tempfile::tempdir().unwrap();
+        let sessions = root.path().join("class");
+        let file = |number: u8| {
+            let host = format!("devices/host{number}/scsi_host/host{number}/scan");
+            root.path().join(host)
+        };
+        for (number, name) in [(1, "iqn.x:other"), (2, "iqn.x:lease-1")] {
+            let session = sessions.join(format!("session{number}"));
+            let host = root.path().join(format!("devices/host{number}"));
+            std::fs::create_dir_all(host.join("session")).unwrap();
+            std::fs::create_dir_all(file(number).parent().unwrap()).unwrap();
+            std::fs::create_dir_all(&session).unwrap();
+            std::fs::write(file(number), "").unwrap();
+            std::fs::write(session.join("targetname"), name).unwrap();
+            std::os::unix::fs::symlink(host.join("session"), session.join("device")).unwrap();
+        }
+        scan(&sessions, "iqn.x:lease-1").unwrap();
+        assert_eq!(std::fs::read_to_string(file(2)).unwrap(), "- - 1");
+        assert_eq!(std::fs::read_to_string(file(1)).unwrap(), "");
+        scan(&sessions, "iqn.x:none").unwrap();
+        std::fs::remove_file(file(2)).unwrap();
+        std::fs::remove_dir_all(root.path().join("devices/host2/scsi_host")).unwrap();
+        let error = scan(&sessions, "iqn.x:lease-1").unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
+    }
+}

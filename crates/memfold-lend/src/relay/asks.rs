@@ -1,0 +1,206 @@
+//! What the daemon asks of a relay while it serves: on a socket beside that of its client, a line of JSON each way.
+//!
+//! Each question has a thread of its own: no request of the client waits for it.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use rustix::process::setpriority_process;
+use serde::{Deserialize, Serialize};
+
+use super::compare::{self, Limits};
+use super::sums::Sums;
+
+/// Longest line.
+const MAX_LINE: u64 = 8192;
+
+/// How much a thread that computes gives way to others.
+const NICE: i32 = 10;
+
+/// A question.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ask {
+    /// Whether this file holds what was written. Answered after a while ([`Limits`]).
+    Compare(PathBuf),
+    /// From now on a lender may take so many milliseconds for an answer.
+    Patience(u64),
+}
+
+/// The answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Answer {
+    /// Every block of it is what was written.
+    Same,
+    /// This one isn't.
+    Differs(u64),
+    /// It is done.
+    Done,
+    /// It can't be told, and why.
+    Failed(String),
+}
+
+/// How long a lender may take for an answer. It may change while that is waited for.
+#[derive(Debug)]
+pub struct Patience(AtomicU64);
+
+impl Patience {
+    /// So long.
+    #[must_use]
+    pub const fn ms(ms: u64) -> Self {
+        Self(AtomicU64::new(ms))
+    }
+
+    /// Now.
+    #[must_use]
+    pub fn get(&self) -> Duration {
+        Duration::from_millis(self.0.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn set(&self, ms: u64) {
+        self.0.store(ms, Ordering::Relaxed);
+    }
+}
+
+/// Where a relay whose client connected to `socket` is asked.
+#[must_use]
+pub fn place(socket: &Path) -> PathBuf {
+    socket.with_extension("ask")
+}
+
+fn answer(
+    mut asker: UnixStream,
+    sums: &Sums,
+    patience: &Patience,
+    limits: Limits,
+) -> io::Result<()> {
+    asker.set_read_timeout(Some(Duration::from_secs(1)))?;
+    let mut line = String::new();
+    BufReader::new((&asker).take(MAX_LINE)).read_line(&mut line)?;
+    let answer = match serde_json::from_str(&line) {
+        Ok(Ask::Compare(file)) => compare(&file, sums, limits),
+        Ok(Ask::Patience(ms)) => {
+            patience.set(ms);
+            Answer::Done
+        }
+        Err(error) => Answer::Failed(error.to_string()),
+    };
+    let mut said = serde_json::to_vec(&answer)?;
+    said.push(b'\n');
+    asker.write_all(&said)
+}
+
+fn compare(file: &Path, sums: &Sums, limits: Limits) -> Answer {
+    // Of this thread alone (setpriority(2): Linux takes the caller as a thread).
+    if let Err(error) = setpriority_process(None, NICE) {
+        memfold_host::say!("a thread that compares doesn't give way: {error}");
+    }
+    let compared = File::open(file).and_then(|file| compare::compare(&file, sums, limits));
+    match compared {
+        Ok(None) => Answer::Same,
+        Ok(Some(block)) => Answer::Differs(block),
+        Err(error) => Answer::Failed(format!("{}: {error}", file.display())),
+    }
+}
+
+/// Begins to answer, as long as this process lives.
+///
+/// # Errors
+/// There is no socket or no thread.
+pub(super) fn begin(
+    socket: &Path,
+    sums: Arc<Sums>,
+    patience: Arc<Patience>,
+    limits: Limits,
+) -> io::Result<()> {
+    let listener = UnixListener::bind(place(socket))?;
+    let each = move |asker: io::Result<UnixStream>| -> io::Result<()> {
+        let (asker, sums, patience) = (asker?, sums.clone(), patience.clone());
+        thread(move || {
+            if let Err(error) = answer(asker, &sums, &patience, limits) {
+                memfold_host::say!("who asked can't be answered: {error}");
+            }
+        })
+    };
+    thread(move || {
+        for asker in listener.incoming() {
+            if let Err(error) = each(asker) {
+                memfold_host::say!("who asks can't be heard: {error}");
+                std::thread::sleep(Duration::from_secs(1));
+            }
+        }
+    })
+}
+
+fn thread(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let thread = std::thread::Builder::new().name("asked".into());
+    thread.spawn(work).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use rustix::process::getpid;
+
+    use super::super::start::Running;
+    use super::*;
+    use memfold_vm::Identity;
+
+    const BLOCKS: u64 = 16;
+
+    fn hear(running: &Running, ask: &Ask) -> io::Result<Answer> {
+        let mut asked = running.ask(ask)?;
+        memfold_testkit::wait_for("the relay answers", Duration::from_secs(60), || {
+            asked.answer().transpose().ok_or("nothing yet")
+        })
+    }
+
+    #[test]
+    fn it_says_whether_a_file_is_what_was_written_and_waits_as_long_as_it_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let running = Running {
+            process: Identity::of(getpid()).unwrap(),
+            socket: directory.path().join("lent0-0"),
+        };
+        let ask = Ask::Patience(60_000);
+        hear(&running, &ask).unwrap_err();
+        let sums = Arc::new(Sums::new(BLOCKS * 4096).unwrap());
+        let patience = Arc::new(Patience::ms(3000));
+        let limits = Limits {
+            before: Duration::ZERO,
+            stays: Duration::from_millis(50),
+            most: Duration::from_millis(200),
+        };
+        begin(&running.socket, sums.clone(), patience.clone(), limits).unwrap();
+        assert_eq!(hear(&running, &ask).unwrap(), Answer::Done);
+        assert_eq!(patience.get(), Duration::from_secs(60));
+
+        let path = directory.path().join("copy");
+        let compare = Ask::Compare(path.clone());
+        let Answer::Failed(why) = hear(&running, &compare).unwrap() else {
+            panic!("there is no such file")
+        };
+        assert!(why.contains("copy"), "{why}");
+        let file = File::create(&path).unwrap();
+        file.set_len(BLOCKS * 4096).unwrap();
+        assert_eq!(hear(&running, &compare).unwrap(), Answer::Same);
+        sums.written(5, &[7; 4096]);
+        assert_eq!(hear(&running, &compare).unwrap(), Answer::Differs(5));
+        file.write_all_at(&[7; 4096], 5 * 4096).unwrap();
+        assert_eq!(hear(&running, &compare).unwrap(), Answer::Same);
+
+        // Who asks nonsense hears so.
+        let mut stream = UnixStream::connect(place(&running.socket)).unwrap();
+        stream.write_all(b"{\"compare\": 1}\n").unwrap();
+        let mut said = String::new();
+        stream.read_to_string(&mut said).unwrap();
+        assert!(said.starts_with("{\"failed\":"), "{said}");
+    }
+}

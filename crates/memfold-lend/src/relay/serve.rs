@@ -1,0 +1,626 @@
+//! The relay's work: one thread, one look at all its sockets at a time.
+//!
+//! ```text
+//!   client's request -> is it valid, and free of others? -> a piece of it for each lender -> answers -> checked -> the client's answer
+//! ```
+//! Invariants:
+//! - No request that writes is under way together with another one that touches the same blocks: what a read is compared with is what was
+//!   written last, whatever order a lender works in. The client may not have more of an order either.
+//! - Not more than [`UNDER_WAY`] bytes are under way, so that memory is bounded, and so is the time that an answer may take.
+//! - The first lie, refusal, silence or end of any lender is the end of all: requests under way are answered with an error, and the client is
+//!   left. What it then has is its other copy.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::super::nbd::{
+    BLOCK, Command, EINVAL, EIO, MAX_BYTES, REPLY_BYTES, REQUEST_BYTES, Reply, Request,
+};
+use super::asks::Patience;
+use super::stream::Stream;
+use super::stripes::Stripes;
+use super::sums::Sums;
+use super::{Ended, Why};
+
+/// Most bytes of requests under way.
+const UNDER_WAY: u64 = 4 << 20;
+
+/// Bytes that are read at a time.
+const READ: usize = 256 << 10;
+
+/// Most bytes that are read ahead of what is done with them: more than answers to all that is under way.
+const MOST: usize = 8 << 20;
+
+/// Shorter than that is a wait that isn't slept through if the last one was so, too: to be woken takes up to as long as a lender's answer. At
+/// most so much CPU is spent in vain for each request, and none while nothing is asked.
+const SOON: Duration = Duration::from_micros(250);
+
+const BLOCK_BYTES: u64 = BLOCK as u64;
+
+/// Bytes that come or go, in order.
+#[derive(Debug, Default)]
+struct Buffer {
+    bytes: Vec<u8>,
+    /// How many of them are done with.
+    done: usize,
+}
+
+impl Buffer {
+    fn rest(&self) -> &[u8] {
+        &self.bytes[self.done..]
+    }
+
+    fn is_empty(&self) -> bool {
+        self.done == self.bytes.len()
+    }
+
+    fn skip(&mut self, count: usize) {
+        self.done += count;
+        if self.is_empty() {
+            self.bytes.clear();
+            self.done = 0;
+        } else if self.done > READ {
+            // Moved when it's as much as was read, so that a byte is moved once on average.
+            self.bytes.drain(..self.done);
+            self.done = 0;
+        }
+    }
+
+    fn first<const N: usize>(&self) -> Option<[u8; N]> {
+        self.rest().first_chunk().copied()
+    }
+
+    /// Reads what is there, up to [`MOST`]; whether that was the end.
+    fn fill(&mut self, from: &mut impl Read, scratch: &mut [u8], ahead: bool) -> io::Result<bool> {
+        while self.rest().len() < MOST {
+            match from.read(scratch) {
+                Ok(0) => return Ok(true),
+                Ok(count) => {
+                    self.bytes.extend_from_slice(&scratch[..count]);
+                    // More than that is told by the next look, unless it has left the socket already.
+                    if !ahead && count < scratch.len() {
+                        return Ok(false);
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(false)
+    }
+
+    /// Writes as much as goes.
+    fn drain(&mut self, to: &mut impl Write) -> io::Result<()> {
+        while !self.is_empty() {
+            match to.write(self.rest()) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => self.skip(count),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A request of the client that isn't answered yet.
+#[derive(Debug)]
+struct Waiting {
+    /// Its name for lenders; that of the client may come twice.
+    number: u64,
+    request: Request,
+    /// Pieces without an answer.
+    pieces: usize,
+    /// What is read.
+    data: Vec<u8>,
+}
+
+impl Waiting {
+    fn meets(&self, other: &Request) -> bool {
+        let writes = |request: &Request| request.command != Command::Read;
+        let end = |request: &Request| request.offset + u64::from(request.length);
+        (writes(&self.request) || writes(other))
+            && self.request.offset < end(other)
+            && other.offset < end(&self.request)
+    }
+}
+
+/// A part of a request that a lender is asked for.
+#[derive(Debug)]
+struct Piece {
+    number: u64,
+    is_read: bool,
+    at: u64,
+    length: u64,
+    asked: Instant,
+}
+
+#[derive(Debug)]
+struct Lender {
+    stream: Stream,
+    inbox: Buffer,
+    outbox: Buffer,
+    /// Oldest first.
+    asked: VecDeque<Piece>,
+}
+
+/// Waits for one of them; without sleeping for the first [`SOON`], if told so.
+fn wait(fds: &mut [PollFd<'_>], most: Option<&Timespec>, soon: bool) -> rustix::io::Result<()> {
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let began = Instant::now();
+    while soon && began.elapsed() < SOON {
+        if poll(fds, Some(&now))? > 0 {
+            return Ok(());
+        }
+        // What is waited for may need this very core: the lender's packets, a guest's processor.
+        std::thread::yield_now();
+    }
+    poll(fds, most).map(|_| ())
+}
+
+/// A disk that is served to one client.
+#[derive(Debug)]
+pub struct Relay {
+    client: UnixStream,
+    inbox: Buffer,
+    outbox: Buffer,
+    lenders: Vec<Lender>,
+    stripes: Stripes,
+    sums: Arc<Sums>,
+    waiting: Vec<Waiting>,
+    bytes_under_way: u64,
+    /// How long a lender may take for an answer, and what its connection was told.
+    patience: Arc<Patience>,
+    told: Duration,
+    next: u64,
+    scratch: Vec<u8>,
+    /// The client has no more requests.
+    leaves: bool,
+    /// Whether the last wait for the client, and for a lender, was a short one.
+    soon: [bool; 2],
+}
+
+impl Relay {
+    /// Between a client and lenders that have said all of their handshakes.
+    #[must_use]
+    pub fn new(
+        client: UnixStream,
+        lenders: Vec<Stream>,
+        stripes: Stripes,
+        sums: Arc<Sums>,
+        patience: Arc<Patience>,
+    ) -> Self {
+        let lender = |stream| Lender {
+            stream,
+            inbox: Buffer::default(),
+            outbox: Buffer::default(),
+            asked: VecDeque::new(),
+        };
+        Self {
+            client,
+            inbox: Buffer::default(),
+            outbox: Buffer::default(),
+            lenders: lenders.into_iter().map(lender).collect(),
+            stripes,
+            sums,
+            waiting: Vec::new(),
+            bytes_under_way: 0,
+            told: patience.get(),
+            patience,
+            next: 0,
+            scratch: vec![0; READ],
+            leaves: false,
+            soon: [false; 2],
+        }
+    }
+
+    /// Serves until the client has gone.
+    ///
+    /// # Errors
+    /// A lender has failed: the client has heard of that, and is still connected until this is dropped.
+    pub fn serve(&mut self) -> Result<(), Ended> {
+        let ended = self.work();
+        match &ended {
+            Ok(()) => self.say_good_bye(),
+            Err(_) => self.give_up(),
+        }
+        ended
+    }
+
+    fn work(&mut self) -> Result<(), Ended> {
+        while !self.leaves {
+            let ready = self.look()?;
+            // What has come counts before the time that it took.
+            for number in 0..self.lenders.len() {
+                if ready[number + 1] {
+                    self.hear_lender(number)?;
+                }
+            }
+            if ready[0] {
+                self.hear_client();
+            }
+            self.take_requests();
+            self.send()?;
+            self.end_silent()?;
+        }
+        Ok(())
+    }
+
+    fn is_full(&self) -> bool {
+        self.bytes_under_way >= UNDER_WAY
+    }
+
+    /// Waits until something can be done: of the client first, then of each lender.
+    fn look(&mut self) -> Result<Vec<bool>, Ended> {
+        let wants = |outbox: &Buffer, reads: bool| {
+            let mut wants = PollFlags::empty();
+            wants.set(PollFlags::IN, reads);
+            wants.set(PollFlags::OUT, !outbox.is_empty());
+            wants
+        };
+        let reads = self.inbox.rest().len() < READ + MAX_BYTES as usize;
+        let mut fds = vec![PollFd::new(&self.client, wants(&self.outbox, reads))];
+        for lender in &self.lenders {
+            fds.push(PollFd::new(&lender.stream, wants(&lender.outbox, true)));
+        }
+        let oldest = self
+            .lenders
+            .iter()
+            .filter_map(|l| l.asked.front())
+            .map(|p| p.asked);
+        let left = oldest
+            .min()
+            .map(|asked| self.told.saturating_sub(asked.elapsed()));
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
+        let began = Instant::now();
+        let soon = &mut self.soon[usize::from(left.is_some())];
+        let looked = wait(&mut fds, left.as_ref(), *soon);
+        *soon = began.elapsed() < SOON;
+        match looked {
+            Ok(()) => {}
+            Err(rustix::io::Errno::INTR) => return Ok(vec![false; fds.len()]),
+            Err(error) => {
+                return Err(Ended::of_all(
+                    Why::Failed,
+                    format!("its sockets can't be watched: {error}"),
+                ));
+            }
+        }
+        let can_be_read = PollFlags::IN | PollFlags::HUP | PollFlags::ERR;
+        Ok(fds
+            .iter()
+            .map(|fd| fd.revents().intersects(can_be_read))
+            .collect())
+    }
+
+    fn hear_client(&mut self) {
+        match self.inbox.fill(&mut self.client, &mut self.scratch, false) {
+            Ok(false) => {}
+            // What it asked before it left needs no answer.
+            Ok(true) | Err(_) => self.leaves = true,
+        }
+    }
+
+    fn hear_lender(&mut self, number: usize) -> Result<(), Ended> {
+        let lender = &mut self.lenders[number];
+        let ahead = lender.stream.reads_ahead();
+        let gone = |what: String| Ended::of(number, Why::Gone, what);
+        let ended = lender
+            .inbox
+            .fill(&mut lender.stream, &mut self.scratch, ahead)
+            .map_err(|error| gone(format!("the connection to it has ended: {error}")))?;
+        while self.take_answer(number)? {}
+        if self.lenders[number].inbox.rest().len() >= MOST {
+            let what = "it says more than it was asked for".into();
+            return Err(Ended::of(number, Why::Lied, what));
+        }
+        if ended {
+            return Err(gone("it has ended the connection".into()));
+        }
+        Ok(())
+    }
+
+    /// Takes one answer of a lender, if all of it is there.
+    fn take_answer(&mut self, number: usize) -> Result<bool, Ended> {
+        let lender = &mut self.lenders[number];
+        let Some(head) = lender.inbox.first::<REPLY_BYTES>() else {
+            return Ok(false);
+        };
+        let lie = |what: String| Ended::of(number, Why::Lied, what);
+        let reply = Reply::decode(&head).map_err(|nonsense| lie(nonsense.to_string()))?;
+        let known = lender.asked.iter().position(|p| p.number == reply.cookie);
+        let Some(at) = known else {
+            return Err(lie("it answered what it wasn't asked".into()));
+        };
+        if reply.error != 0 {
+            return Err(Ended::of(
+                number,
+                Why::Failed,
+                format!("it refused a request (NBD error {})", reply.error),
+            ));
+        }
+        let piece = &lender.asked[at];
+        let length = if piece.is_read {
+            usize::try_from(piece.length).unwrap_or(usize::MAX)
+        } else {
+            0
+        };
+        let Some(said) = lender
+            .inbox
+            .rest()
+            .get(REPLY_BYTES..)
+            .and_then(|rest| rest.get(..length))
+        else {
+            return Ok(false);
+        };
+        let waiting = self
+            .waiting
+            .iter_mut()
+            .position(|w| w.number == reply.cookie);
+        let Some(index) = waiting else {
+            return Err(lie("it answered what nobody waits for".into()));
+        };
+        let waiting = &mut self.waiting[index];
+        if piece.is_read {
+            let request = waiting.request;
+            let chunks = self
+                .stripes
+                .chunks(request.offset, u64::from(request.length));
+            for chunk in chunks.filter(|chunk| chunk.lender == number) {
+                let from = range(chunk.at - piece.at, chunk.length);
+                let into = &mut waiting.data[range(chunk.from, chunk.length)];
+                let first = (request.offset + chunk.from) / BLOCK_BYTES;
+                self.sums
+                    .checked(first, &said[from], into)
+                    .map_err(|block| {
+                        lie(format!(
+                            "block {block} of the disk is another one than was written"
+                        ))
+                    })?;
+            }
+        }
+        waiting.pieces -= 1;
+        lender.inbox.skip(REPLY_BYTES + length);
+        lender.asked.remove(at);
+        if waiting.pieces == 0 {
+            let done = self.waiting.swap_remove(index);
+            self.bytes_under_way -= u64::from(done.request.length);
+            self.answer(&done.request, 0, &done.data);
+        }
+        Ok(true)
+    }
+
+    fn answer(&mut self, request: &Request, error: u32, data: &[u8]) {
+        let reply = Reply {
+            error,
+            cookie: request.cookie,
+        };
+        self.outbox.bytes.extend_from_slice(&reply.encode());
+        self.outbox.bytes.extend_from_slice(data);
+    }
+
+    /// Takes requests of the client as long as they can be carried out at once.
+    fn take_requests(&mut self) {
+        while let Some(head) = self.inbox.first::<REQUEST_BYTES>() {
+            let Ok(request) = Request::decode(&head) else {
+                // QEMU never does; where its next request would begin isn't known.
+                self.leaves = true;
+                return;
+            };
+            let payload = if request.command == Command::Write {
+                request.length as usize
+            } else {
+                0
+            };
+            let whole = REQUEST_BYTES + payload;
+            if self.inbox.rest().len() < whole {
+                return;
+            }
+            if !request.is_valid(self.stripes.bytes) {
+                self.inbox.skip(whole);
+                self.answer(&request, EINVAL, &[]);
+                continue;
+            }
+            if self.is_full() || self.waiting.iter().any(|w| w.meets(&request)) {
+                return;
+            }
+            match request.command {
+                Command::Disconnect => {
+                    self.leaves = true;
+                    return;
+                }
+                Command::Read => self.read(&request),
+                Command::Write => self.write(&request),
+                Command::Trim | Command::WriteZeroes => {
+                    self.sums.zeroed(
+                        request.offset / BLOCK_BYTES,
+                        u64::from(request.length) / BLOCK_BYTES,
+                    );
+                    self.answer(&request, 0, &[]);
+                }
+                // Lent memory isn't durable, and what was answered is there.
+                Command::Flush | Command::Other(_) => self.answer(&request, 0, &[]),
+            }
+            self.inbox.skip(whole);
+        }
+    }
+
+    fn ask(&mut self, lender: usize, piece: Piece, command: Command) -> &mut Buffer {
+        let request = Request {
+            command,
+            cookie: piece.number,
+            offset: piece.at,
+            // Not more than the client's.
+            length: u32::try_from(piece.length).unwrap_or(0),
+        };
+        let lender = &mut self.lenders[lender];
+        lender.asked.push_back(piece);
+        lender.outbox.bytes.extend_from_slice(&request.encode());
+        &mut lender.outbox
+    }
+
+    fn read(&mut self, request: &Request) {
+        let (offset, length) = (request.offset, u64::from(request.length));
+        let number = self.next;
+        self.next += 1;
+        let mut pieces = 0;
+        for run in self.stripes.runs(offset, length) {
+            let mut chunks = self
+                .stripes
+                .chunks(offset, length)
+                .filter(|c| c.lender == run.lender);
+            let is_zero = chunks.all(|chunk| {
+                let first = (offset + chunk.from) / BLOCK_BYTES;
+                self.sums.are_zero(first, chunk.length / BLOCK_BYTES)
+            });
+            if is_zero {
+                continue;
+            }
+            pieces += 1;
+            let piece = Piece {
+                number,
+                is_read: true,
+                at: run.at,
+                length: run.length,
+                asked: Instant::now(),
+            };
+            self.ask(run.lender, piece, Command::Read);
+        }
+        let data = vec![0; request.length as usize];
+        self.wait_for(request, number, pieces, data);
+    }
+
+    fn wait_for(&mut self, request: &Request, number: u64, pieces: usize, data: Vec<u8>) {
+        if pieces == 0 {
+            self.answer(request, 0, &data);
+            return;
+        }
+        self.bytes_under_way += u64::from(request.length);
+        self.waiting.push(Waiting {
+            number,
+            request: *request,
+            pieces,
+            data,
+        });
+    }
+
+    fn write(&mut self, request: &Request) {
+        let (offset, length) = (request.offset, u64::from(request.length));
+        let number = self.next;
+        self.next += 1;
+        let mut pieces = 0;
+        // Its bytes follow its head; both are skipped by the caller.
+        let inbox = std::mem::take(&mut self.inbox);
+        let data = &inbox.rest()[REQUEST_BYTES..];
+        for run in self.stripes.runs(offset, length) {
+            let chunks: Vec<_> = self
+                .stripes
+                .chunks(offset, length)
+                .filter(|c| c.lender == run.lender)
+                .collect();
+            let mut is_kept = false;
+            for chunk in &chunks {
+                let first = (offset + chunk.from) / BLOCK_BYTES;
+                is_kept |= self
+                    .sums
+                    .written(first, &data[range(chunk.from, chunk.length)]);
+            }
+            if !is_kept {
+                continue;
+            }
+            pieces += 1;
+            let piece = Piece {
+                number,
+                is_read: false,
+                at: run.at,
+                length: run.length,
+                asked: Instant::now(),
+            };
+            let outbox = self.ask(run.lender, piece, Command::Write);
+            for chunk in &chunks {
+                outbox
+                    .bytes
+                    .extend_from_slice(&data[range(chunk.from, chunk.length)]);
+            }
+        }
+        self.inbox = inbox;
+        self.wait_for(request, number, pieces, Vec::new());
+    }
+
+    fn send(&mut self) -> Result<(), Ended> {
+        for (number, lender) in self.lenders.iter_mut().enumerate() {
+            lender.outbox.drain(&mut lender.stream).map_err(|error| {
+                let what = format!("the connection to it has ended: {error}");
+                Ended::of(number, Why::Gone, what)
+            })?;
+        }
+        if self.outbox.drain(&mut self.client).is_err() {
+            self.leaves = true;
+        }
+        Ok(())
+    }
+
+    fn end_silent(&mut self) -> Result<(), Ended> {
+        let patience = self.patience.get();
+        if patience != self.told {
+            self.told = patience;
+            for lender in &self.lenders {
+                if let Err(error) = lender.stream.keep_alive(patience) {
+                    memfold_host::say!("the kernel waits for a lender as long as before: {error}");
+                }
+            }
+        }
+        for (number, lender) in self.lenders.iter().enumerate() {
+            let oldest = lender.asked.front();
+            if oldest.is_some_and(|piece| piece.asked.elapsed() >= patience) {
+                let what = format!("it hasn't answered for {} s", patience.as_secs());
+                return Err(Ended::of(number, Why::Silent, what));
+            }
+        }
+        Ok(())
+    }
+
+    /// The client has gone: lenders are left as NBD wants it, so that they count no connection as broken.
+    fn say_good_bye(&mut self) {
+        for lender in &mut self.lenders {
+            let leave = Request {
+                command: Command::Disconnect,
+                cookie: 0,
+                offset: 0,
+                length: 0,
+            };
+            lender.outbox.bytes.extend_from_slice(&leave.encode());
+            // They hear it from the connection's end otherwise.
+            let _ = lender.outbox.drain(&mut lender.stream);
+        }
+    }
+
+    /// A lender has failed: whoever waits hears that at once.
+    fn give_up(&mut self) {
+        for waiting in std::mem::take(&mut self.waiting) {
+            self.answer(&waiting.request, EIO, &[]);
+        }
+        // It hears it from the connection's end otherwise.
+        let _ = self.outbox.drain(&mut self.client);
+    }
+}
+
+/// Within a request, which is far shorter than memory.
+fn range(from: u64, length: u64) -> std::ops::Range<usize> {
+    let at = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+    at(from)..at(from + length)
+}
+
+#[cfg(test)]
+#[path = "serve_tests.rs"]
+mod tests;

@@ -1,0 +1,192 @@
+//! The connection to a lender: a Unix socket, or TCP with TLS by a key shared beforehand.
+//!
+//! TLS is OpenSSL's, in this process. Rustls knows no keys shared beforehand that no session of before left; a second nbdkit as a client would do
+//! it too (`nbdkit nbd`), with one more process and two more wake-ups for each request and lender.
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use memfold_host::socket;
+use openssl::ssl::{Ssl, SslContext, SslMethod, SslMode, SslStream, SslVerifyMode, SslVersion};
+
+use super::super::nbd;
+use super::super::registry::{Address, Endpoint, Key};
+use super::super::wire;
+
+/// How long a lender may take to accept, and for each answer of the handshake.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Suites of TLS 1.3 whose hash is the one of such keys (SHA-256, RFC 8446, 4.2.11).
+const SUITES: &str = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
+
+/// A connection to a lender.
+pub enum Stream {
+    /// To this host.
+    Unix(UnixStream),
+    /// To another.
+    Tls(SslStream<TcpStream>),
+}
+
+impl std::fmt::Debug for Stream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Unix(_) => "Unix socket",
+            Self::Tls(_) => "TLS",
+        })
+    }
+}
+
+impl Stream {
+    /// Connects to an export that has `bytes` at least. Once connected, a host that isn't heard of is waited for with `patience`.
+    ///
+    /// # Errors
+    /// Nobody is there, or it isn't what it should be.
+    pub fn open(endpoint: &Endpoint, bytes: u64, patience: Duration) -> io::Result<Self> {
+        let mut stream = match (&endpoint.address, &endpoint.key) {
+            (Address::Unix(path), _) => {
+                let mut stream = socket::connect(path, PATIENCE)?;
+                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_write_timeout(Some(PATIENCE))?;
+                nbd::greet(&mut stream)?;
+                Self::Unix(stream)
+            }
+            (Address::Tcp { ip, port }, Some(key)) => {
+                let address = SocketAddr::new(*ip, *port);
+                let mut stream = TcpStream::connect_timeout(&address, PATIENCE)?;
+                wire::keep_alive(&stream, patience)?;
+                stream.set_nodelay(true)?;
+                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_write_timeout(Some(PATIENCE))?;
+                nbd::greet(&mut stream)?;
+                nbd::ask_tls(&mut stream)?;
+                Self::Tls(tls(stream, key)?)
+            }
+            (Address::Tcp { .. }, None) => {
+                return Err(io::Error::other("over TCP a key is needed"));
+            }
+        };
+        let has = nbd::go(&mut stream)?;
+        if has < bytes {
+            return Err(io::Error::other(format!(
+                "it exports {has} bytes, and {bytes} were lent"
+            )));
+        }
+        match &stream {
+            Self::Unix(stream) => stream.set_nonblocking(true)?,
+            Self::Tls(stream) => stream.get_ref().set_nonblocking(true)?,
+        }
+        Ok(stream)
+    }
+
+    /// From now on a host that isn't heard of is waited for with `patience`.
+    ///
+    /// # Errors
+    /// From the kernel.
+    pub fn keep_alive(&self, patience: Duration) -> io::Result<()> {
+        match self {
+            Self::Unix(_) => Ok(()),
+            Self::Tls(stream) => wire::keep_alive(stream.get_ref(), patience),
+        }
+    }
+
+    /// Whether it has read more from its socket than it has handed out, so that no look at that tells.
+    #[must_use]
+    pub const fn reads_ahead(&self) -> bool {
+        matches!(self, Self::Tls(_))
+    }
+}
+
+/// TLS 1.3 by that key, and by nothing else: a server that shows a certificate instead is refused, since nobody is trusted to vouch for one.
+fn tls(stream: TcpStream, key: &Key) -> io::Result<SslStream<TcpStream>> {
+    let secret = unhex(&key.hex).ok_or_else(|| io::Error::other("the lease's key is none"))?;
+    let identity = key.identity.clone();
+    let mut context = SslContext::builder(SslMethod::tls_client())?;
+    context.set_min_proto_version(Some(SslVersion::TLS1_3))?;
+    context.set_ciphersuites(SUITES)?;
+    context.set_verify(SslVerifyMode::PEER);
+    context.set_mode(
+        SslMode::ENABLE_PARTIAL_WRITE | SslMode::ACCEPT_MOVING_WRITE_BUFFER | SslMode::AUTO_RETRY,
+    );
+    // One call of the kernel for a record, not two.
+    context.set_read_ahead(true);
+    context.set_psk_client_callback(move |_, _, name, into| {
+        // With a zero behind it.
+        let room = name.len() > identity.len() && into.len() >= secret.len();
+        if room {
+            name[..identity.len()].copy_from_slice(identity.as_bytes());
+            name[identity.len()] = 0;
+            into[..secret.len()].copy_from_slice(&secret);
+        }
+        Ok(if room { secret.len() } else { 0 })
+    });
+    let ssl = Ssl::new(&context.build())?;
+    let stream = ssl
+        .connect(stream)
+        .map_err(|error| io::Error::other(format!("TLS: {error}")))?;
+    if !stream.ssl().session_reused() {
+        return Err(io::Error::other("TLS: it didn't use the lease's key"));
+    }
+    Ok(stream)
+}
+
+fn unhex(hex: &str) -> Option<Vec<u8>> {
+    let digits: Option<Vec<u32>> = hex.chars().map(|digit| digit.to_digit(16)).collect();
+    let pairs = digits?;
+    pairs
+        .chunks(2)
+        .map(|pair| match pair {
+            [high, low] => u8::try_from(high * 16 + low).ok(),
+            _ => None,
+        })
+        .collect()
+}
+
+impl Read for Stream {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Unix(stream) => stream.read(into),
+            Self::Tls(stream) => stream.read(into),
+        }
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Unix(stream) => stream.write(data),
+            Self::Tls(stream) => stream.write(data),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Self::Unix(stream) => stream.flush(),
+            Self::Tls(stream) => stream.flush(),
+        }
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(stream) => stream.as_fd(),
+            Self::Tls(stream) => stream.get_ref().as_fd(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_read_from_their_digits() {
+        assert_eq!(unhex("00ffA5"), Some(vec![0, 255, 165]));
+        for bad in ["0", "0g", "é"] {
+            assert_eq!(unhex(bad), None, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,544 @@
+//! The registry that one daemon serves: an `SQLite` database.
+//!
+//! Times are those of the daemon's host alone, since its boot, so that hosts needn't agree on theirs, and nobody can set them. `BEGIN IMMEDIATE` takes the database's only right to
+//! write before anything is read: what a transaction saw is still so when it changes it.
+
+use std::fmt;
+use std::fs::Permissions;
+use std::io::Read;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use memfold_units::ByteSize;
+use memfold_vm::boot_id;
+use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, params};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::registry::{
+    Durability, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Offer,
+    Picture, Registry, RegistryError, Want, check_bytes, check_name, check_ttl,
+};
+
+/// How long one waits for another's transaction.
+const BUSY: Duration = Duration::from_secs(5);
+
+/// `user_version` of the database that this code understands.
+const VERSION: i64 = 2;
+
+/// What a registry that was not there since the boot gives everybody to be heard of again.
+const AFTER_BOOT_MS: i64 = 60_000;
+
+const SCHEMA: &str = "
+CREATE TABLE lenders (
+    host TEXT PRIMARY KEY,
+    incarnation INTEGER NOT NULL,
+    bytes INTEGER NOT NULL,
+    heard_ms INTEGER NOT NULL,
+    expires_ms INTEGER NOT NULL
+) STRICT;
+CREATE TABLE leases (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    host TEXT NOT NULL,
+    incarnation INTEGER NOT NULL,
+    borrower TEXT NOT NULL,
+    vm TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    durability TEXT NOT NULL,
+    state TEXT NOT NULL,
+    expires_ms INTEGER NOT NULL,
+    recall_ms INTEGER,
+    endpoint TEXT
+) STRICT;
+CREATE INDEX leases_of ON leases (host);
+PRAGMA user_version = 1;
+";
+
+/// The boot whose clock all times are of.
+const SCHEMA_2: &str = "
+CREATE TABLE clock (boot TEXT NOT NULL) STRICT;
+PRAGMA user_version = 2;
+";
+
+const LEASE: &str = "SELECT id, host, incarnation, borrower, vm, bytes, state, expires_ms, recall_ms, durability FROM leases";
+
+type Clock = Arc<dyn Fn() -> i64 + Send + Sync>;
+
+/// Leases in a file.
+pub struct SqliteRegistry {
+    path: PathBuf,
+    connection: Mutex<Connection>,
+    clock: Clock,
+}
+
+impl fmt::Debug for SqliteRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("SqliteRegistry").field(&self.path).finish()
+    }
+}
+
+impl SqliteRegistry {
+    /// Opens the database, and makes it if there is none. It is readable for its owner only: it holds keys.
+    pub fn open(path: &Path) -> Result<Self, RegistryError> {
+        Self::open_at(path, Arc::new(now_ms), &boot_id())
+    }
+
+    /// The same, with another clock: milliseconds since that boot.
+    pub fn open_at(path: &Path, clock: Clock, boot: &str) -> Result<Self, RegistryError> {
+        let unusable = |why: String| RegistryError::Unusable {
+            place: path.display().to_string(),
+            why,
+        };
+        let open = || -> rusqlite::Result<Connection> {
+            let mut connection = Connection::open(path)?;
+            connection.busy_timeout(BUSY)?;
+            connection.pragma_update(None, "journal_mode", "WAL")?;
+            // A power failure must not bring back a lease as it was: its bytes may be someone else's.
+            connection.pragma_update(None, "synchronous", "FULL")?;
+            let transaction =
+                connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+            let version: i64 = transaction.query_row("PRAGMA user_version", [], |r| r.get(0))?;
+            if version == 0 {
+                transaction.execute_batch(SCHEMA)?;
+                // A lender may still export leases of a database that was here before: their numbers don't come again.
+                transaction.execute(
+                    "INSERT INTO sqlite_sequence (name, seq) VALUES ('leases', ?1)",
+                    [chance(path)?],
+                )?;
+            }
+            if version < 2 {
+                transaction.execute_batch(SCHEMA_2)?;
+            }
+            if version <= VERSION {
+                set_clock(&transaction, boot, clock())?;
+            }
+            transaction.commit()?;
+            Ok(connection)
+        };
+        // Before SQLite makes it, so that it never is anybody else's to read.
+        let made = std::fs::File::options()
+            .create(true)
+            .append(true)
+            .mode(0o600)
+            .open(path)
+            .and_then(|file| file.set_permissions(Permissions::from_mode(0o600)));
+        made.map_err(|error| unusable(error.to_string()))?;
+        let connection = open().map_err(|error| unusable(error.to_string()))?;
+        let version: i64 = connection
+            .query_row("PRAGMA user_version", [], |r| r.get(0))
+            .map_err(|error| unusable(error.to_string()))?;
+        if version != VERSION {
+            return Err(unusable(format!(
+                "it is of version {version}, and this memfold knows {VERSION}; use the memfold that made it, or another --state"
+            )));
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            connection: Mutex::new(connection),
+            clock,
+        })
+    }
+
+    /// One transaction; `work` sees the time at which it began.
+    fn once<T>(
+        &self,
+        work: impl FnOnce(&Transaction<'_>, i64) -> Result<T, Failure>,
+    ) -> Result<T, RegistryError> {
+        let mut connection = self
+            .connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let run = || {
+            let transaction =
+                connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+            let done = work(&transaction, (self.clock)())?;
+            transaction.commit()?;
+            Ok(done)
+        };
+        run().map_err(|failure| match failure {
+            Failure::Refused(error) => error,
+            Failure::Sqlite(error) => RegistryError::Unusable {
+                place: self.path.display().to_string(),
+                why: error.to_string(),
+            },
+        })
+    }
+}
+
+fn now_ms() -> i64 {
+    let now = clock_gettime(ClockId::Boottime);
+    now.tv_sec
+        .saturating_mul(1000)
+        .saturating_add(now.tv_nsec / 1_000_000)
+}
+
+/// A number below 2^31.
+fn chance(path: &Path) -> rusqlite::Result<i64> {
+    let mut bytes = [0; 4];
+    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
+    read.map_err(|_| rusqlite::Error::InvalidPath(path.to_owned()))?;
+    Ok(i64::from(u32::from_le_bytes(bytes) >> 1))
+}
+
+/// Has all times be of this boot: those of another are unknown, so that everybody is given time.
+fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::Result<()> {
+    let known: Option<String> = transaction
+        .query_row("SELECT boot FROM clock", [], |row| row.get(0))
+        .optional()?;
+    if known.as_deref() == Some(boot) {
+        return Ok(());
+    }
+    transaction.execute("DELETE FROM clock", [])?;
+    transaction.execute("INSERT INTO clock VALUES (?1)", [boot])?;
+    // Nobody is heard of yet, so nothing is taken from them.
+    transaction.execute("UPDATE lenders SET heard_ms = ?1, expires_ms = ?1", [now])?;
+    transaction.execute(
+        "UPDATE leases SET expires_ms = ?1, recall_ms = IIF(recall_ms IS NULL, NULL, ?1)",
+        [now.saturating_add(AFTER_BOOT_MS)],
+    )?;
+    Ok(())
+}
+
+enum Failure {
+    Refused(RegistryError),
+    Sqlite(rusqlite::Error),
+}
+
+impl From<rusqlite::Error> for Failure {
+    fn from(error: rusqlite::Error) -> Self {
+        Self::Sqlite(error)
+    }
+}
+
+impl From<RegistryError> for Failure {
+    fn from(error: RegistryError) -> Self {
+        Self::Refused(error)
+    }
+}
+
+/// `SQLite`'s integers have a sign. What we put in was checked, and is below 2^63.
+fn stored(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+fn number(row: &Row<'_>, column: usize) -> rusqlite::Result<u64> {
+    row.get::<_, i64>(column)
+        .map(|number| u64::try_from(number).unwrap_or(0))
+}
+
+fn left(until: i64, now: i64) -> u64 {
+    u64::try_from(until.saturating_sub(now)).unwrap_or(0)
+}
+
+fn read_lease(row: &Row<'_>, now: i64) -> rusqlite::Result<Lease> {
+    let state: String = row.get(6)?;
+    let state = LeaseState::parse(&state).ok_or(rusqlite::Error::InvalidQuery)?;
+    let durability: String = row.get(9)?;
+    let durability = Durability::parse(&durability).ok_or(rusqlite::Error::InvalidQuery)?;
+    Ok(Lease {
+        durability,
+        id: LeaseId(number(row, 0)?),
+        lender: LenderId {
+            host: row.get(1)?,
+            incarnation: Incarnation(number(row, 2)?),
+        },
+        borrower: row.get(3)?,
+        vm: row.get(4)?,
+        bytes: number(row, 5)?,
+        state,
+        left_ms: left(row.get(7)?, now),
+        recall_ms: row.get::<_, Option<i64>>(8)?.map(|until| left(until, now)),
+    })
+}
+
+fn find(
+    transaction: &Transaction<'_>,
+    id: LeaseId,
+    who: &str,
+    now: i64,
+    is_theirs: impl FnOnce(&Lease) -> bool,
+) -> Result<Lease, Failure> {
+    let lease = transaction
+        .query_row(&format!("{LEASE} WHERE id = ?1"), [stored(id.0)], |row| {
+            read_lease(row, now)
+        })
+        .optional()?;
+    // Whose it is, is nobody else's affair.
+    lease.filter(is_theirs).ok_or_else(|| {
+        let who = who.to_owned();
+        RegistryError::NoLease { id, who }.into()
+    })
+}
+
+fn lent(transaction: &Transaction<'_>, host: &str) -> rusqlite::Result<u64> {
+    transaction.query_row(
+        "SELECT COALESCE(SUM(bytes), 0) FROM leases WHERE host = ?1",
+        [host],
+        |row| number(row, 0),
+    )
+}
+
+fn incarnation(transaction: &Transaction<'_>, host: &str) -> rusqlite::Result<Option<Incarnation>> {
+    transaction
+        .query_row(
+            "SELECT incarnation FROM lenders WHERE host = ?1",
+            [host],
+            |row| number(row, 0).map(Incarnation),
+        )
+        .optional()
+}
+
+impl Registry for SqliteRegistry {
+    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError> {
+        let lender = &offer.lender;
+        check_name("host", &lender.host)?;
+        check_bytes(offer.bytes, 0)?;
+        let ttl = check_ttl(ttl)?;
+        self.once(|transaction, now| {
+            let known = incarnation(transaction, &lender.host)?;
+            if known.is_some_and(|known| known > lender.incarnation) {
+                let lender = lender.host.clone();
+                return Err(RegistryError::Superseded { lender }.into());
+            }
+            transaction.execute(
+                "INSERT INTO lenders VALUES (?1, ?2, ?3, ?4, ?5)
+                 ON CONFLICT (host) DO UPDATE SET incarnation = ?2, bytes = ?3, heard_ms = ?4, expires_ms = ?5",
+                params![
+                    lender.host,
+                    stored(lender.incarnation.0),
+                    stored(offer.bytes),
+                    now,
+                    now.saturating_add(stored(ttl))
+                ],
+            )?;
+            transaction.execute(
+                "DELETE FROM leases WHERE host = ?1 AND incarnation < ?2",
+                params![lender.host, stored(lender.incarnation.0)],
+            )?;
+            Ok(())
+        })
+    }
+
+    fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError> {
+        self.once(|transaction, now| {
+            // The record stays: its incarnation keeps an older daemon from coming back.
+            transaction.execute(
+                "UPDATE lenders SET bytes = 0, heard_ms = ?3, expires_ms = ?3 WHERE host = ?1 AND incarnation = ?2",
+                params![lender.host, stored(lender.incarnation.0), now],
+            )?;
+            Ok(())
+        })
+    }
+
+    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
+        want.check()?;
+        let ttl = check_ttl(ttl)?;
+        self.once(|transaction, now| {
+            let mut query = transaction.prepare(
+                "SELECT host, incarnation, bytes FROM lenders WHERE expires_ms > ?1 ORDER BY host",
+            )?;
+            let rows = query.query_map([now], |row| {
+                let lender = LenderId {
+                    host: row.get(0)?,
+                    incarnation: Incarnation(number(row, 1)?),
+                };
+                Ok((lender, number(row, 2)?))
+            })?;
+            let (mut best, mut looked): (Option<(u64, LenderId)>, _) = (None, 0);
+            for row in rows {
+                let (lender, offered) = row?;
+                if lender.host == want.borrower || want.apart_from.contains(&lender.host) {
+                    continue;
+                }
+                looked += 1;
+                // A lender that offers less than it has lent has nothing free.
+                let free = offered.saturating_sub(lent(transaction, &lender.host)?);
+                if best.as_ref().is_none_or(|(most, _)| free > *most) {
+                    best = Some((free, lender));
+                }
+            }
+            drop(query);
+            let refused = |largest| {
+                RegistryError::NothingToSpare {
+                    wanted: ByteSize(want.bytes),
+                    borrower: want.borrower.clone(),
+                    largest,
+                    lenders: looked,
+                }
+                .into()
+            };
+            let Some((free, lender)) = best else {
+                return Err(refused(0));
+            };
+            if free < want.bytes {
+                return Err(refused(free));
+            }
+            transaction.execute(
+                "INSERT INTO leases (host, incarnation, borrower, vm, bytes, state, expires_ms, durability) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
+                params![
+                    lender.host,
+                    stored(lender.incarnation.0),
+                    want.borrower,
+                    want.vm,
+                    stored(want.bytes),
+                    LeaseState::Taken.name(),
+                    now.saturating_add(stored(ttl)),
+                    want.durability.name()
+                ],
+            )?;
+            let id = u64::try_from(transaction.last_insert_rowid()).unwrap_or(0);
+            find(transaction, LeaseId(id), &want.borrower, now, |_| true)
+        })
+    }
+
+    fn publish(
+        &self,
+        id: LeaseId,
+        lender: &LenderId,
+        endpoint: &Endpoint,
+    ) -> Result<(), RegistryError> {
+        endpoint.check()?;
+        let text = serde_json::to_string(endpoint).map_err(|error| RegistryError::Value {
+            field: "endpoint".into(),
+            why: error.to_string(),
+        })?;
+        self.once(|transaction, now| {
+            let lease = find(transaction, id, &lender.host, now, |l| l.lender == *lender)?;
+            if lease.state != LeaseState::Taken {
+                return Err(RegistryError::State {
+                    id,
+                    state: lease.state,
+                    wanted: "exported".into(),
+                }
+                .into());
+            }
+            transaction.execute(
+                "UPDATE leases SET state = ?2, endpoint = ?3 WHERE id = ?1",
+                params![stored(id.0), LeaseState::Exported.name(), text],
+            )?;
+            Ok(())
+        })
+    }
+
+    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
+        self.once(|transaction, now| {
+            let lease = find(transaction, id, borrower, now, |l| l.borrower == borrower)?;
+            if lease.state != LeaseState::Exported {
+                return Ok(None);
+            }
+            let text: Option<String> = transaction.query_row(
+                "SELECT endpoint FROM leases WHERE id = ?1",
+                [stored(id.0)],
+                |row| row.get(0),
+            )?;
+            let read = |text: String| {
+                serde_json::from_str(&text).map_err(|_| rusqlite::Error::InvalidQuery)
+            };
+            Ok(text.map(read).transpose()?)
+        })
+    }
+
+    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
+        let ttl = check_ttl(ttl)?;
+        self.once(|transaction, now| {
+            let lease = find(transaction, id, borrower, now, |l| l.borrower == borrower)?;
+            if lease.state == LeaseState::Released {
+                return Err(RegistryError::State {
+                    id,
+                    state: lease.state,
+                    wanted: "renewed".into(),
+                }
+                .into());
+            }
+            transaction.execute(
+                "UPDATE leases SET expires_ms = ?2 WHERE id = ?1",
+                params![stored(id.0), now.saturating_add(stored(ttl))],
+            )?;
+            find(transaction, id, borrower, now, |_| true)
+        })
+    }
+
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
+        self.once(|transaction, now| {
+            let lease = find(transaction, id, borrower, now, |l| l.borrower == borrower)?;
+            if lease.durability != Durability::Disk {
+                return Ok(lease);
+            }
+            let only = Durability::None;
+            let time = check_ttl(only.time_to_give_back(lease.bytes))?;
+            // What isn't asked for (NULL) stays so.
+            transaction.execute(
+                "UPDATE leases SET durability = ?2, recall_ms = MAX(recall_ms, ?3) WHERE id = ?1",
+                params![stored(id.0), only.name(), now.saturating_add(stored(time))],
+            )?;
+            find(transaction, id, borrower, now, |_| true)
+        })
+    }
+
+    fn recall(
+        &self,
+        id: LeaseId,
+        lender: &LenderId,
+        within: Duration,
+    ) -> Result<(), RegistryError> {
+        check_ttl(within)?;
+        self.once(|transaction, now| {
+            let lease = find(transaction, id, &lender.host, now, |l| l.lender == *lender)?;
+            let within = check_ttl(lease.within(within))?;
+            transaction.execute(
+                "UPDATE leases SET recall_ms = MIN(COALESCE(recall_ms, ?2), ?2) WHERE id = ?1",
+                params![stored(id.0), now.saturating_add(stored(within))],
+            )?;
+            Ok(())
+        })
+    }
+
+    fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
+        self.once(|transaction, _| {
+            transaction.execute(
+                "UPDATE leases SET state = ?3, endpoint = NULL WHERE id = ?1 AND borrower = ?2",
+                params![stored(id.0), borrower, LeaseState::Released.name()],
+            )?;
+            Ok(())
+        })
+    }
+
+    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError> {
+        self.once(|transaction, _| {
+            transaction.execute(
+                "DELETE FROM leases WHERE id = ?1 AND host = ?2 AND incarnation = ?3",
+                params![stored(id.0), lender.host, stored(lender.incarnation.0)],
+            )?;
+            Ok(())
+        })
+    }
+
+    fn picture(&self) -> Result<Picture, RegistryError> {
+        self.once(|transaction, now| {
+            let mut query = transaction.prepare(
+                "SELECT host, incarnation, bytes, heard_ms, expires_ms FROM lenders ORDER BY host",
+            )?;
+            let lenders = query
+                .query_map([], |row| {
+                    let host: String = row.get(0)?;
+                    Ok(LenderView {
+                        lent_bytes: lent(transaction, &host)?,
+                        lender: LenderId {
+                            host,
+                            incarnation: Incarnation(number(row, 1)?),
+                        },
+                        offered_bytes: number(row, 2)?,
+                        silent_ms: left(now, row.get(3)?),
+                        left_ms: left(row.get(4)?, now),
+                    })
+                })?
+                .collect::<rusqlite::Result<_>>()?;
+            let mut query = transaction.prepare(&format!("{LEASE} ORDER BY id"))?;
+            let leases = query
+                .query_map([], |row| read_lease(row, now))?
+                .collect::<rusqlite::Result<_>>()?;
+            Ok(Picture { lenders, leases })
+        })
+    }
+}

@@ -1,0 +1,95 @@
+//! How long a guest has waited for its swap disk, as QEMU counts it: `block-latency-histogram-set` and `query-blockstats`
+//! (`qapi/block-core.json`).
+
+use memfold_vm::{Qmp, QmpError};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use utoipa::ToSchema;
+
+use super::graph::is_swap_device;
+
+/// Bounds between which answers are counted, in nanoseconds: those of [`Waits`].
+const BOUNDS: [u64; 3] = [100_000_000, 1_000_000_000, 5_000_000_000];
+
+/// How long a guest has waited for answers of its swap disk since it borrowed first. What hasn't been answered yet isn't counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Waits {
+    /// Answers.
+    pub requests: u64,
+    /// Of these, after more than 0.1 s.
+    pub over_100_ms: u64,
+    /// After more than 1 s.
+    pub over_1_s: u64,
+    /// After more than 5 s.
+    pub over_5_s: u64,
+}
+
+/// What has been counted so far. If nothing was yet, counting begins, and there is nothing to tell.
+pub fn look(qmp: &mut Qmp) -> Result<Option<Waits>, QmpError> {
+    let all = qmp.query("query-blockstats")?;
+    let Some(device) = all
+        .as_array()
+        .and_then(|all| all.iter().find(|d| is_swap_device(d)))
+    else {
+        return Ok(None);
+    };
+    let counted = read(&device["stats"]);
+    if counted.is_none() {
+        // A read counts as a write does: the guest waits for room.
+        qmp.execute(
+            "block-latency-histogram-set",
+            json!({ "id": device["qdev"], "boundaries": BOUNDS }),
+        )?;
+    }
+    Ok(counted)
+}
+
+/// From a device's `stats`.
+fn read(stats: &Value) -> Option<Waits> {
+    let mut waits = Waits::default();
+    for kind in ["rd_latency_histogram", "wr_latency_histogram"] {
+        let histogram = &stats[kind];
+        if histogram["boundaries"] != json!(BOUNDS) {
+            return None;
+        }
+        let bins: Vec<u64> = histogram["bins"]
+            .as_array()?
+            .iter()
+            .filter_map(Value::as_u64)
+            .collect();
+        let from = |bin: usize| bins.iter().skip(bin).sum::<u64>();
+        waits.requests += from(0);
+        waits.over_100_ms += from(1);
+        waits.over_1_s += from(2);
+        waits.over_5_s += from(3);
+    }
+    Some(waits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_counted_by_how_long_they_took() {
+        let histogram = |bins: [u64; 4]| json!({ "boundaries": BOUNDS, "bins": bins });
+        let stats = json!({
+            "rd_latency_histogram": histogram([100, 10, 2, 1]),
+            "wr_latency_histogram": histogram([50, 0, 0, 3]),
+        });
+        let waits = Waits {
+            requests: 166,
+            over_100_ms: 16,
+            over_1_s: 6,
+            over_5_s: 4,
+        };
+        assert_eq!(read(&stats), Some(waits));
+        // Not begun, or by somebody else's bounds.
+        assert_eq!(read(&json!({})), None);
+        let other = json!({ "boundaries": [1, 2], "bins": [1, 2, 3] });
+        assert_eq!(
+            read(&json!({ "rd_latency_histogram": other, "wr_latency_histogram": other })),
+            None
+        );
+    }
+}

@@ -1,0 +1,237 @@
+//! The socket between a VM's QEMU and a lender's nbdkit, held by a second descriptor (`pidfd_getfd(2)`).
+//!
+//! QEMU's NBD client waits for an answer as long as the connection stands, and while it waits its main loop may stand still too. So who
+//! watches needs neither QEMU nor the lender: it sees the connection's end at once, has the kernel end it when the other host doesn't answer
+//! any more, and can cut it itself.
+
+use std::ffi::OsStr;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use memfold_vm::Process;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{Shutdown, SocketAddrUnix, getpeername, getsockname, shutdown, sockopt};
+use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
+
+use super::registry::{Address, Durability};
+
+/// How long a host that isn't heard of is waited for, if there is another copy of what it has: a VM may wait all that time.
+pub const PATIENCE: Duration = Duration::from_secs(3);
+
+/// The same, if there is none: a VM that waits for a minute loses less than one whose swap disk is lost.
+pub const LAST_PATIENCE: Duration = Duration::from_secs(60);
+
+/// How many questions of the kernel whether the other host is there may go unanswered.
+const KEEPALIVE_COUNT: u32 = 2;
+
+/// A second descriptor of a process's socket.
+#[derive(Debug)]
+pub struct Wire(OwnedFd);
+
+impl Wire {
+    /// The socket of `process` that is connected to `address`; `None` if it has none.
+    pub fn find(process: &Process, address: &Address) -> io::Result<Option<Self>> {
+        Ok(Self::all(process, |socket| is_connected_to(socket, address))?.pop())
+    }
+
+    /// Connections that `process` has accepted at a portal.
+    pub fn served_by(process: &Process, portal: SocketAddr) -> io::Result<Vec<Self>> {
+        let is_there = |socket: &OwnedFd| {
+            getpeername(socket).is_ok_and(|peer| peer.is_some())
+                && getsockname(socket)
+                    .is_ok_and(|own| SocketAddr::try_from(own).is_ok_and(|own| own == portal))
+        };
+        Self::all(process, is_there)
+    }
+
+    fn all(process: &Process, wanted: impl Fn(&OwnedFd) -> bool) -> io::Result<Vec<Self>> {
+        let mut found = Vec::new();
+        let directory = format!("/proc/{}/fd", process.pid().as_raw_nonzero());
+        for entry in std::fs::read_dir(directory)? {
+            let entry = entry?;
+            // It may close one while we look.
+            let is_socket = std::fs::read_link(entry.path())
+                .is_ok_and(|to| to.as_os_str().as_bytes().starts_with(b"socket:"));
+            let number = entry.file_name().to_str().and_then(|n| n.parse().ok());
+            let (true, Some(number)) = (is_socket, number) else {
+                continue;
+            };
+            let Ok(socket) = pidfd_getfd(process.pidfd(), number, PidfdGetfdFlags::empty()) else {
+                continue;
+            };
+            if wanted(&socket) {
+                found.push(Self(socket));
+            }
+        }
+        Ok(found)
+    }
+
+    /// Has the kernel end the connection when the other host is not heard of for [`PATIENCE`]. A Unix socket's other end is this host.
+    pub fn keep_alive(&self) -> io::Result<()> {
+        let is_tcp = sockopt::socket_domain(&self.0)? != rustix::net::AddressFamily::UNIX;
+        if is_tcp {
+            keep_alive(&self.0, PATIENCE)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Ends the connection: whoever waits for an answer gets an error at once.
+    pub fn cut(&self) {
+        // Fails only if it has ended already.
+        let _ = shutdown(&self.0, Shutdown::Both);
+    }
+
+    /// For `poll(2)`: something is returned when the connection has ended.
+    #[must_use]
+    pub fn poll_end(&self) -> PollFd<'_> {
+        PollFd::new(&self.0, PollFlags::RDHUP)
+    }
+
+    /// Whether the connection has ended.
+    #[must_use]
+    pub fn is_cut(&self) -> bool {
+        let mut fds = [self.poll_end()];
+        let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
+        match poll(&mut fds, Some(&Timespec::default())) {
+            Ok(_) => fds[0].revents().intersects(ended),
+            Err(_) => false,
+        }
+    }
+}
+
+/// For how long lenders of a VM's swap disk are waited for.
+#[must_use]
+pub const fn patience(durability: Durability) -> Duration {
+    match durability {
+        Durability::Disk | Durability::Replica => PATIENCE,
+        Durability::None => LAST_PATIENCE,
+    }
+}
+
+/// Has the kernel end a TCP connection when the other host is not heard of for so many seconds. Set on a listening socket, it holds for all
+/// that it accepts.
+pub(super) fn keep_alive(socket: &impl AsFd, patience: Duration) -> io::Result<()> {
+    // A third until it begins to ask, and a third for each question (tcp(7)).
+    let third = patience / (KEEPALIVE_COUNT + 1);
+    sockopt::set_socket_keepalive(socket, true)?;
+    sockopt::set_tcp_keepidle(socket, third)?;
+    sockopt::set_tcp_keepintvl(socket, third)?;
+    sockopt::set_tcp_keepcnt(socket, KEEPALIVE_COUNT)?;
+    // Sent bytes that stay unacknowledged.
+    let unacknowledged = u32::try_from(patience.as_millis()).unwrap_or(u32::MAX);
+    sockopt::set_tcp_user_timeout(socket, unacknowledged)?;
+    Ok(())
+}
+
+fn is_connected_to(socket: &OwnedFd, address: &Address) -> bool {
+    let Ok(Some(peer)) = getpeername(socket) else {
+        return false;
+    };
+    match address {
+        Address::Unix(path) => SocketAddrUnix::try_from(peer)
+            .is_ok_and(|peer| peer.path_bytes().map(OsStr::from_bytes) == Some(path.as_os_str())),
+        Address::Tcp { ip, port } => {
+            SocketAddr::try_from(peer).is_ok_and(|peer| peer == SocketAddr::new(*ip, *port))
+        }
+    }
+}
+
+/// Does something that makes `process` connect to `address` and that may wait for an answer from there; after `patience` the connection
+/// is cut, so that it fails.
+pub fn within<T>(
+    process: &Process,
+    address: &Address,
+    patience: Duration,
+    work: impl FnOnce() -> T,
+) -> T {
+    let (done, is_done) = channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut left = patience;
+            while is_done.recv_timeout(left) == Err(RecvTimeoutError::Timeout) {
+                if let Ok(Some(wire)) = Wire::find(process, address) {
+                    wire.cut();
+                }
+                // It may not have connected yet.
+                left = Duration::from_millis(200);
+            }
+        });
+        let result = work();
+        drop(done);
+        result
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::time::Instant;
+
+    use super::*;
+    use memfold_vm::Identity;
+
+    fn myself() -> Process {
+        Process::open(Identity::of(rustix::process::getpid()).unwrap()).unwrap()
+    }
+
+    fn tcp() -> (TcpListener, Address) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = Address::Tcp {
+            ip: [127, 0, 0, 1].into(),
+            port: listener.local_addr().unwrap().port(),
+        };
+        (listener, address)
+    }
+
+    #[test]
+    fn a_connection_s_end_is_seen_and_made_from_outside() {
+        let process = myself();
+        let (listener, address) = tcp();
+        assert!(Wire::find(&process, &address).unwrap().is_none());
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (server, _) = listener.accept().unwrap();
+        let wire = Wire::find(&process, &address).unwrap().unwrap();
+        wire.keep_alive().unwrap();
+        assert_eq!(sockopt::tcp_user_timeout(&client).unwrap(), 3000);
+        keep_alive(&client, patience(Durability::None)).unwrap();
+        assert_eq!(sockopt::tcp_user_timeout(&client).unwrap(), 60_000);
+        let idle = sockopt::tcp_keepidle(&client).unwrap();
+        assert_eq!(idle, Duration::from_secs(20));
+        assert!(!wire.is_cut());
+        wire.cut();
+        assert_eq!(client.read(&mut [0]).unwrap(), 0);
+        assert!(wire.is_cut());
+        drop((client, server));
+
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        let client = UnixStream::connect(&path).unwrap();
+        let (server, _) = listener.accept().unwrap();
+        let wire = Wire::find(&process, &Address::Unix(path)).unwrap().unwrap();
+        wire.keep_alive().unwrap();
+        assert!(!wire.is_cut());
+        drop(server);
+        assert!(wire.is_cut());
+        drop(client);
+    }
+
+    #[test]
+    fn who_waits_for_a_silent_peer_waits_no_longer_than_it_may() {
+        let (listener, address) = tcp();
+        let begun = Instant::now();
+        let got = within(&myself(), &address, Duration::from_millis(300), || {
+            let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            client.read(&mut [0]).unwrap()
+        });
+        assert_eq!(got, 0);
+        assert!(begun.elapsed() < memfold_testkit::patience(Duration::from_secs(5)));
+    }
+}

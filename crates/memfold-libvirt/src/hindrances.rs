@@ -1,0 +1,199 @@
+//! What in a domain's XML keeps its memory from being folded: said when it is enabled, and not only after its next start.
+//!
+//! The daemon asks QEMU and the kernel for the same of a VM that runs ([`memfold_vm::conditions`]); what is said here may leave out what was
+//! plugged in or typed otherwise. Elements: <https://libvirt.org/formatdomain.html>.
+
+use memfold_vm::conditions;
+use roxmltree::{Document, Node};
+
+use super::xml::XmlError;
+
+/// Of QEMU's own arguments (<https://libvirt.org/kbase/qemu-passthrough-security.html>).
+const QEMU: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
+
+/// What the XML says of a domain before it is started.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Foretold {
+    /// What keeps its memory from being folded, each with the element that has it; empty: nothing.
+    pub not_folded: Vec<String>,
+    /// What it costs its host besides.
+    pub costs: Vec<String>,
+}
+
+/// Reads a domain's XML.
+pub fn read(xml: &str) -> Result<Foretold, XmlError> {
+    let document = Document::parse(xml)?;
+    let mut not_folded: Vec<String> = document.descendants().filter_map(hindrance).collect();
+    let arguments: Vec<&str> = document
+        .descendants()
+        .filter(|node| node.has_tag_name((QEMU, "arg")))
+        .filter_map(|node| node.attribute("value"))
+        .collect();
+    if arguments.contains(&"-overcommit")
+        && arguments.iter().any(|word| word.contains("mem-lock=on"))
+    {
+        not_folded.push("its RAM is locked (<qemu:arg value='mem-lock=on'>)".into());
+    }
+    not_folded.sort();
+    not_folded.dedup();
+    let is_kvm = document.root_element().attribute("type") == Some("kvm");
+    let keeps_cpus = is_kvm && conditions::says_cpu_pm(arguments.into_iter());
+    Ok(Foretold {
+        not_folded,
+        costs: keeps_cpus
+            .then(|| conditions::KEEPS_CPUS.to_owned())
+            .into_iter()
+            .collect(),
+    })
+}
+
+fn hindrance(node: Node<'_, '_>) -> Option<String> {
+    let kind = |name| node.attribute(name).unwrap_or_default();
+    let parent = node
+        .parent_element()
+        .map_or("", |parent| parent.tag_name().name());
+    let words = match (parent, node.tag_name().name()) {
+        ("memoryBacking", "hugepages") => "its RAM is of huge pages (<hugepages>)".into(),
+        ("memoryBacking", "locked") => "its RAM is locked (<locked>)".into(),
+        ("memoryBacking", "access") if kind("mode") == "shared" => {
+            "its RAM is shared memory (<access mode='shared'>)".into()
+        }
+        ("memoryBacking", "source") if matches!(kind("type"), "file" | "memfd") => {
+            format!("its RAM is a file (<source type='{}'>)", kind("type"))
+        }
+        ("numa", "cell") if kind("memAccess") == "shared" => {
+            "its RAM is shared memory (<cell memAccess='shared'>)".into()
+        }
+        ("domain", "launchSecurity") => {
+            format!(
+                "its RAM is encrypted (<launchSecurity type='{}'>)",
+                kind("type")
+            )
+        }
+        ("devices", "hostdev") if matches!(kind("type"), "pci" | "mdev") => {
+            format!(
+                "a device of the host pins its RAM (<hostdev type='{}'>)",
+                kind("type")
+            )
+        }
+        ("devices", "interface" | "disk")
+            if matches!(kind("type"), "hostdev" | "vdpa" | "vhostvdpa" | "nvme") =>
+        {
+            let name = node.tag_name().name();
+            format!(
+                "a device of the host pins its RAM (<{name} type='{}'>)",
+                kind("type")
+            )
+        }
+        ("devices", _) if kind("type") == "vhostuser" => {
+            let name = node.tag_name().name();
+            format!("another process reaches its RAM (<{name} type='vhostuser'>)")
+        }
+        ("filesystem", "driver") if kind("type") == "virtiofs" => {
+            "another process reaches its RAM (<filesystem>, virtiofs)".into()
+        }
+        ("video", "driver") if kind("name") == "vhostuser" => {
+            "another process reaches its RAM (<video>, vhostuser)".into()
+        }
+        _ => return None,
+    };
+    Some(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(inside: &str) -> Vec<String> {
+        let found = read(&format!("<domain type='kvm'>{inside}</domain>")).unwrap();
+        assert_eq!(found.costs, Vec::<String>::new());
+        found.not_folded
+    }
+
+    #[test]
+    fn a_guest_that_keeps_its_cpus_and_locked_memory_are_told_from_qemus_arguments() {
+        let with = |kind: &str, value: &str| {
+            let xml = format!(
+                "<domain type='{kind}' xmlns:qemu='{QEMU}'><qemu:commandline><qemu:arg value='-overcommit'/><qemu:arg value='{value}'/></qemu:commandline></domain>"
+            );
+            read(&xml).unwrap()
+        };
+        let found = with("kvm", "cpu-pm=on");
+        assert!(found.costs[0].contains("cpu-pm=on"), "{found:?}");
+        assert_eq!(found.not_folded, Vec::<String>::new());
+        // TCG knows nothing of it.
+        assert_eq!(with("qemu", "cpu-pm=on"), Foretold::default());
+        assert_eq!(with("kvm", "cpu-pm=off,mem-lock=off"), Foretold::default());
+        let found = with("kvm", "mem-lock=on");
+        assert!(found.not_folded[0].contains("mem-lock=on"), "{found:?}");
+    }
+
+    #[test]
+    fn an_ordinary_domain_has_none() {
+        let found = of(
+            "<memoryBacking><source type='anonymous'/><access mode='private'/></memoryBacking>\
+             <devices><interface type='network'/><disk type='file'/><hostdev mode='subsystem' type='usb'/>\
+             <filesystem type='mount'><driver type='path'/></filesystem></devices>",
+        );
+        assert_eq!(found, Vec::<String>::new());
+    }
+
+    #[test]
+    fn each_kind_of_memory_or_device_is_named_with_its_element() {
+        for (inside, word) in [
+            ("<memoryBacking><hugepages/></memoryBacking>", "<hugepages>"),
+            ("<memoryBacking><locked/></memoryBacking>", "<locked>"),
+            (
+                "<memoryBacking><access mode='shared'/></memoryBacking>",
+                "mode='shared'",
+            ),
+            (
+                "<memoryBacking><source type='memfd'/></memoryBacking>",
+                "type='memfd'",
+            ),
+            (
+                "<cpu><numa><cell id='0' memAccess='shared'/></numa></cpu>",
+                "memAccess",
+            ),
+            ("<launchSecurity type='sev'/>", "'sev'"),
+            ("<launchSecurity type='sev-snp'/>", "'sev-snp'"),
+            ("<launchSecurity type='tdx'/>", "'tdx'"),
+            (
+                "<devices><hostdev mode='subsystem' type='pci'/></devices>",
+                "<hostdev type='pci'>",
+            ),
+            (
+                "<devices><hostdev mode='subsystem' type='mdev'/></devices>",
+                "'mdev'",
+            ),
+            (
+                "<devices><interface type='hostdev'/></devices>",
+                "<interface type='hostdev'>",
+            ),
+            (
+                "<devices><interface type='vhostuser'/></devices>",
+                "<interface type='vhostuser'>",
+            ),
+            ("<devices><interface type='vdpa'/></devices>", "'vdpa'"),
+            (
+                "<devices><disk type='vhostuser'/></devices>",
+                "<disk type='vhostuser'>",
+            ),
+            ("<devices><disk type='nvme'/></devices>", "'nvme'"),
+            (
+                "<devices><filesystem type='mount'><driver type='virtiofs'/></filesystem></devices>",
+                "virtiofs",
+            ),
+            (
+                "<devices><video><driver name='vhostuser'/></video></devices>",
+                "<video>",
+            ),
+        ] {
+            let found = of(inside);
+            assert_eq!(found.len(), 1, "{inside}: {found:?}");
+            assert!(found[0].contains(word), "{inside}: {found:?}");
+        }
+        let twice = "<devices><hostdev type='pci'/><hostdev type='pci'/></devices>";
+        assert_eq!(of(twice).len(), 1);
+    }
+}

@@ -1,0 +1,177 @@
+//! Domains of libvirt: enabled in their XML, found when they run.
+//!
+//! ```text
+//!   memfold libvirt enable   ---virsh define--->  the domain's XML: <emulator> wrapper, <channel> of the agent, <metadata> trust domain
+//!   virsh start: libvirt --> wrapper --> QEMU with the library, and a QMP socket for the daemon, in the domain's own directory
+//!   daemon:  RUN/*.pid --> its process --> these sockets     virsh dumpxml --> trust domain
+//! ```
+//! The XML is the only truth: nothing else is kept of a domain.
+
+pub mod hindrances;
+mod running;
+pub mod status;
+pub mod virsh;
+pub mod wrapper;
+pub mod xml;
+
+pub use running::{DEFAULT_RUN, Running};
+pub use status::{DomainStatus, KnownVm, status};
+pub use virsh::{DomainFacts, VirshError};
+pub use wrapper::WrapperError;
+pub use xml::{Mark, XmlError};
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Why a domain can't be enabled, disabled or taken on.
+#[derive(Debug, thiserror::Error)]
+pub enum LibvirtError {
+    /// libvirt refused, or can't be asked.
+    #[error(transparent)]
+    Virsh(#[from] VirshError),
+    /// The XML isn't what memfold can work with.
+    #[error("domain '{domain}': {source}")]
+    Xml {
+        /// The domain.
+        domain: String,
+        /// Why.
+        source: XmlError,
+    },
+    /// The wrapper can't be put beside its QEMU.
+    #[error(transparent)]
+    Wrapper(#[from] WrapperError),
+    /// The domain is gone when it is switched off.
+    #[error(
+        "domain '{0}' is transient: libvirt keeps no XML of it that could be changed; define it first (virsh define)"
+    )]
+    Transient(String),
+    /// The name of a trust domain.
+    #[error(transparent)]
+    Name(#[from] memfold_vm::SpecError),
+}
+
+/// What [`enable`] or [`disable`] has done.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Change {
+    /// The domain.
+    pub domain: String,
+    /// Its trust domain, if it is enabled and has one.
+    pub trust_domain: Option<String>,
+    /// Whether its XML was another one before.
+    pub changed: bool,
+    /// Whether it runs, so that what is changed has to wait for its next start.
+    pub running: bool,
+    /// Whether libvirt has saved its memory, and goes on from there, with what the domain was then, at its next start.
+    pub managed_save: bool,
+    /// What in its XML keeps its memory from being folded; empty: nothing.
+    #[serde(default)]
+    pub not_folded: Vec<String>,
+    /// What it costs the host besides, such as CPUs that its guest never gives back.
+    #[serde(default)]
+    pub costs: Vec<String>,
+}
+
+/// Has a domain start with memfold from now on. Safe to repeat.
+pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, LibvirtError> {
+    if let Some(name) = trust_domain {
+        memfold_vm::check_name("domain", name)?;
+    }
+    let facts = persistent(domain)?;
+    let wrong = |source| LibvirtError::Xml {
+        domain: facts.name.clone(),
+        source,
+    };
+    let before = virsh::inactive_xml(&facts.name)?;
+    let emulator = xml::own_emulator(&before).map_err(wrong)?;
+    let wrapped = wrapper::ensure(&emulator)?;
+    let enabled = xml::enable(&before, trust_domain, &wrapped).map_err(wrong)?;
+    if enabled != before {
+        virsh::define(&enabled)?;
+        // libvirt gives the agent's port controllers where it has none that are free: they have to go with it.
+        let after = virsh::inactive_xml(&facts.name)?;
+        let noted = xml::note_controllers(&after).map_err(wrong)?;
+        if noted != after {
+            virsh::define(&noted)?;
+        }
+    }
+    let found = hindrances::read(&enabled).map_err(wrong)?;
+    Ok(Change {
+        not_folded: found.not_folded,
+        costs: found.costs,
+        ..facts.change(enabled != before, trust_domain)
+    })
+}
+
+/// Puts a domain's XML back to what it was. Safe to repeat.
+pub fn disable(domain: &str) -> Result<Change, LibvirtError> {
+    let facts = persistent(domain)?;
+    let before = virsh::inactive_xml(&facts.name)?;
+    let disabled = xml::disable(&before).map_err(|source| LibvirtError::Xml {
+        domain: facts.name.clone(),
+        source,
+    })?;
+    if disabled != before {
+        virsh::define(&disabled)?;
+    }
+    Ok(facts.change(disabled != before, None))
+}
+
+fn persistent(domain: &str) -> Result<DomainFacts, LibvirtError> {
+    let facts = virsh::facts(domain)?;
+    if facts.persistent {
+        Ok(facts)
+    } else {
+        Err(LibvirtError::Transient(facts.name))
+    }
+}
+
+impl DomainFacts {
+    fn change(self, changed: bool, trust_domain: Option<&str>) -> Change {
+        Change {
+            domain: self.name,
+            trust_domain: trust_domain.map(str::to_owned),
+            changed,
+            running: self.running,
+            managed_save: self.managed_save,
+            not_folded: Vec::new(),
+            costs: Vec::new(),
+        }
+    }
+}
+
+/// The name of a domain among memfold's VMs, whose names have fewer letters.
+#[must_use]
+pub fn vm_name(domain: &str) -> String {
+    let letter = |c: char| match c.to_ascii_lowercase() {
+        c if c.is_ascii_lowercase() || c.is_ascii_digit() || "._-".contains(c) => c,
+        _ => '-',
+    };
+    let name: String = domain.chars().map(letter).collect();
+    let name = name.trim_start_matches(['.', '_', '-']);
+    let name: String = name.chars().take(memfold_vm::MAX_NAME).collect();
+    if name.is_empty() {
+        "domain".into()
+    } else {
+        name
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_domain_has_a_name_that_a_vm_may_have() {
+        for (domain, vm) in [
+            ("web1", "web1"),
+            ("Win 11 (test)", "win-11--test-"),
+            ("-x", "x"),
+            ("müller", "m-ller"),
+            ("日本", "domain"),
+            (&"a".repeat(300), &"a".repeat(64)),
+        ] {
+            assert_eq!(vm_name(domain), vm);
+            memfold_vm::check_name("name", vm).unwrap();
+        }
+    }
+}

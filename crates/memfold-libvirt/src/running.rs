@@ -1,0 +1,104 @@
+//! QEMUs that libvirt runs, and memfold's sockets in them.
+
+use std::ffi::OsStr;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rustix::process::Pid;
+
+use memfold_vm::{Identity, endpoints};
+
+/// Where libvirt notes the processes of its QEMUs: `NAME.pid`.
+pub const DEFAULT_RUN: &str = "/run/libvirt/qemu";
+
+/// The QMP socket that the wrapper has QEMU make, beside the library's.
+const QMP: &str = "memfold-qmp.sock";
+
+/// A domain's QEMU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Running {
+    /// The domain.
+    pub domain: String,
+    /// Its process.
+    pub process: Identity,
+}
+
+impl Running {
+    /// All that run; none where there is no libvirt. `driver.pid` is libvirt's own, and has no sockets of ours.
+    pub fn all(run: &Path) -> io::Result<Vec<Self>> {
+        let entries = match std::fs::read_dir(run) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            // A domain may end while we look.
+            found.extend(Self::of(&entry?.path()));
+        }
+        Ok(found)
+    }
+
+    fn of(file: &Path) -> Option<Self> {
+        if file.extension() != Some(OsStr::new("pid")) {
+            return None;
+        }
+        let pid = std::fs::read_to_string(file).ok()?.trim().parse().ok()?;
+        Some(Self {
+            domain: file.file_stem()?.to_str()?.to_owned(),
+            process: Identity::of(Pid::from_raw(pid)?).ok()?,
+        })
+    }
+
+    /// Its QMP socket for the daemon; `None` if it was started without the wrapper.
+    #[must_use]
+    pub fn qmp(&self) -> Option<PathBuf> {
+        let library = endpoints::library(Pid::from_raw(self.process.pid)?).ok()?;
+        Some(library.socket?.with_file_name(QMP))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn running_domains_are_found_by_their_processes() {
+        let run = tempfile::tempdir().unwrap();
+        let mut child = Command::new("sleep")
+            .arg("60")
+            .env(
+                memfold_wire::library::SOCKET_VARIABLE,
+                "/lib/domain-1-a/memfold-library.sock",
+            )
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        for (file, text) in [
+            ("Web 1.pid", child.id().to_string()),
+            ("own.pid", std::process::id().to_string() + "\n"),
+            ("gone.pid", "999999999".into()),
+            ("broken.pid", "x".into()),
+            ("Web 1.xml", child.id().to_string()),
+        ] {
+            std::fs::write(run.path().join(file), text).unwrap();
+        }
+        // A parent goes on before the kernel has laid out the environment of what it started (fs/binfmt_elf.c).
+        let environment = format!("/proc/{}/environ", child.id());
+        while std::fs::read(&environment).unwrap().is_empty() {
+            std::thread::yield_now();
+        }
+        let mut found = Running::all(run.path()).unwrap();
+        found.sort_by(|a, b| a.domain.cmp(&b.domain));
+        let names: Vec<_> = found.iter().map(|r| r.domain.as_str()).collect();
+        assert_eq!(names, ["Web 1", "own"]);
+        assert_eq!(
+            found[0].qmp(),
+            Some("/lib/domain-1-a/memfold-qmp.sock".into())
+        );
+        assert_eq!(found[1].qmp(), None);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(Running::all(&run.path().join("none")).unwrap(), []);
+    }
+}

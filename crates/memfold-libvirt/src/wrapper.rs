@@ -1,0 +1,224 @@
+//! The program that domains have as their `<emulator>`: beside a QEMU, with `memfold-` before its name.
+
+use std::io::{self, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+/// What packages bring as `/usr/bin/memfold-qemu-system-x86_64`.
+const SCRIPT: &str = include_str!("../../../deploy/libvirt/memfold-qemu-system-x86_64");
+/// The line of it that says where the library is.
+const LIBRARY_LINE: &str = "library=";
+/// A line by which a wrapper is known as one.
+const SIGN: &str = "# A QEMU for libvirt that has memfold's library in it";
+
+const PREFIX: &str = "memfold-";
+
+/// Why there is no wrapper.
+#[derive(Debug, thiserror::Error)]
+pub enum WrapperError {
+    /// The emulator isn't a program in a directory.
+    #[error("the domain's <emulator>, '{0}', is no program on this host")]
+    Emulator(PathBuf),
+    /// There is another file in its place.
+    #[error("{0} is there, and not memfold's; remove it, or give the domain another <emulator>")]
+    Taken(PathBuf),
+    /// It can't be written.
+    #[error("cannot write {path}")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The library isn't where QEMU could have it from.
+    #[error("{0}")]
+    Library(String),
+}
+
+/// The wrapper of a QEMU.
+#[must_use]
+pub fn of(emulator: &Path) -> PathBuf {
+    let name = emulator.file_name().unwrap_or_default().to_string_lossy();
+    emulator.with_file_name(format!("{PREFIX}{name}"))
+}
+
+/// The QEMU that a wrapper runs; `None` if this is no wrapper's name.
+#[must_use]
+pub fn emulator(wrapper: &Path) -> Option<PathBuf> {
+    let name = wrapper.file_name()?.to_str()?.strip_prefix(PREFIX)?;
+    Some(wrapper.with_file_name(name))
+}
+
+/// Sees to it that a QEMU has its wrapper, and gives its path.
+pub fn ensure(emulator: &Path) -> Result<PathBuf, WrapperError> {
+    if !emulator.is_file() {
+        return Err(WrapperError::Emulator(emulator.to_owned()));
+    }
+    let path = of(emulator);
+    let write = |source| WrapperError::Write {
+        path: path.clone(),
+        source,
+    };
+    match std::fs::read(&path) {
+        Ok(there) => {
+            let there = String::from_utf8_lossy(&there).into_owned();
+            // One that a removed package has left is a link to QEMU.
+            let link = path.canonicalize().ok() == emulator.canonicalize().ok();
+            if !link && !there.contains(SIGN) {
+                return Err(WrapperError::Taken(path));
+            }
+            // A package's, or one that was written here before.
+            if !link && library_of(&there).is_some_and(Path::is_file) {
+                return Ok(path);
+            }
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(write(error)),
+    }
+    let script = script(&library()?);
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    let mut file = tempfile::NamedTempFile::new_in(directory).map_err(write)?;
+    file.write_all(script.as_bytes()).map_err(write)?;
+    let mode = std::fs::Permissions::from_mode(0o755);
+    file.as_file().set_permissions(mode).map_err(write)?;
+    file.persist(&path).map_err(|error| write(error.error))?;
+    Ok(path)
+}
+
+/// The library, if QEMU may read it that runs as nobody in particular.
+fn library() -> Result<PathBuf, WrapperError> {
+    let path = memfold_host::library().map_err(|error| WrapperError::Library(error.to_string()))?;
+    let refuse = |why: &str| {
+        WrapperError::Library(format!(
+            "libvirt's QEMU could not use {}: {why}; put it into /usr/lib/memfold",
+            path.display()
+        ))
+    };
+    // The preloader takes these for two names (ld.so(8)), the shell for its own.
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+@".contains(c);
+    if !path.to_string_lossy().chars().all(plain) {
+        return Err(refuse(
+            "its path has other characters than letters, digits and /._-+@",
+        ));
+    }
+    for place in path.ancestors() {
+        let wanted = if place == path { 0o004 } else { 0o001 };
+        let mode = place.metadata().map(|facts| facts.permissions().mode());
+        if !mode.is_ok_and(|mode| mode & wanted != 0) {
+            return Err(refuse(&format!(
+                "it runs as another user, who may not enter or read {}",
+                place.display()
+            )));
+        }
+    }
+    Ok(path)
+}
+
+fn script(library: &Path) -> String {
+    let line = |line: &str| {
+        if line.starts_with(LIBRARY_LINE) {
+            format!("{LIBRARY_LINE}{}\n", library.display())
+        } else {
+            format!("{line}\n")
+        }
+    };
+    SCRIPT.lines().map(line).collect()
+}
+
+fn library_of(script: &str) -> Option<&Path> {
+    let path = script.lines().find_map(|l| l.strip_prefix(LIBRARY_LINE))?;
+    Some(Path::new(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn a_wrapper_lies_beside_its_qemu() {
+        let wrapper = Path::new("/usr/bin/memfold-qemu-system-x86_64");
+        let qemu = Path::new("/usr/bin/qemu-system-x86_64");
+        assert_eq!(of(qemu), wrapper);
+        assert_eq!(emulator(wrapper).as_deref(), Some(qemu));
+        assert_eq!(emulator(qemu), None);
+        let packaged = Path::new("/usr/lib/memfold/libmemfold_qemu.so");
+        assert_eq!(library_of(SCRIPT), Some(packaged));
+        assert_eq!(script(packaged), SCRIPT);
+        assert!(SCRIPT.contains(SIGN));
+    }
+
+    /// A directory with a QEMU that says what it was started with, and its wrapper.
+    fn wrapped(name: &str) -> (tempfile::TempDir, PathBuf) {
+        let place = tempfile::tempdir().unwrap();
+        let write = |file: &str, text: &str| {
+            let path = place.path().join(file);
+            std::fs::write(&path, text).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+            path
+        };
+        let said = "#!/bin/sh\nprintf '%s|' \"${LD_PRELOAD-none}\" \"${MEMFOLD_QEMU_SOCKET-none}\" \"$@\"\n";
+        write("qemu", said);
+        let library = write("library.so", "");
+        let wrapper = write("memfold-qemu", &script(&library));
+        std::fs::create_dir(place.path().join(name)).unwrap();
+        (place, wrapper)
+    }
+
+    fn said(wrapper: &Path, directory: &Path, arguments: &[&str]) -> String {
+        let output = Command::new(wrapper)
+            .args(arguments)
+            .env("XDG_CACHE_HOME", directory.join(".cache"))
+            .output()
+            .unwrap();
+        assert!(output.status.success());
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    #[test]
+    fn a_domain_gets_the_library_and_a_question_to_qemu_does_not() {
+        let (place, wrapper) = wrapped("domain-1-a,b c");
+        let directory = place.path().join("domain-1-a,b c");
+        let at = place.path().display();
+        assert_eq!(
+            said(
+                &wrapper,
+                &directory,
+                &["-name", "guest=a,b c,debug-threads=on", "it's"]
+            ),
+            format!(
+                "{at}/library.so|{at}/domain-1-a,b c/memfold-library.sock|-name|guest=a,b c,debug-threads=on|it's|-chardev|\
+                 socket,id=memfold-qmp,path={at}/domain-1-a,,b c/memfold-qmp.sock,server=on,wait=off|-mon|chardev=memfold-qmp,mode=control|"
+            )
+        );
+        assert_eq!(
+            said(&wrapper, &directory, &["-S", "-machine", "none"]),
+            "none|none|-S|-machine|none|"
+        );
+    }
+
+    #[test]
+    fn whatever_is_missing_qemu_is_started_as_it_is() {
+        let (place, wrapper) = wrapped(&"d".repeat(107));
+        let name = ["-name", "guest=a"];
+        let plain = "none|none|-name|guest=a|";
+        let too_long = place.path().join("d".repeat(107));
+        assert_eq!(said(&wrapper, &too_long, &name), plain);
+        assert_eq!(said(&wrapper, &place.path().join("none"), &name), plain);
+        assert!(said(&wrapper, place.path(), &name).ends_with("mode=control|"));
+        std::fs::remove_file(place.path().join("library.so")).unwrap();
+        assert_eq!(said(&wrapper, place.path(), &name), plain);
+    }
+
+    #[test]
+    fn a_file_of_somebody_else_is_left_alone() {
+        let place = tempfile::tempdir().unwrap();
+        let qemu = place.path().join("qemu");
+        assert!(matches!(ensure(&qemu), Err(WrapperError::Emulator(_))));
+        std::fs::write(&qemu, "").unwrap();
+        std::fs::write(of(&qemu), "#!/bin/sh\n").unwrap();
+        assert!(matches!(ensure(&qemu), Err(WrapperError::Taken(_))));
+        assert_eq!(std::fs::read_to_string(of(&qemu)).unwrap(), "#!/bin/sh\n");
+    }
+}

@@ -1,0 +1,505 @@
+//! Building a generation: files are chosen and copied, and become an EROFS image that guests can map.
+//!
+//! ```text
+//!   byte 0       1024                                                     padded to 2 MiB
+//!   | nothing  | superblock | inodes, names | bytes of files, each from the beginning of a page | zeroes |
+//! ```
+//! Files are neither compressed nor put next to their inodes, so that all their pages can be mapped as they lie there (DAX). Everything
+//! that changes from run to run is taken out: the same files give the same bytes.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::SystemTime;
+
+use memfold_host::progress::Progress;
+use memfold_units::ByteSize;
+
+use super::manifest::{FORMAT, Manifest};
+use super::rank::Ranked;
+use super::shelf::{Draft, IMAGE, Shelf};
+use super::source::{self, Source};
+use super::tree::{Filter, Tree};
+use super::{Reference, SegmentError};
+
+/// Guests take device memory in pieces of this size (`SUBSECTION_SIZE` of Linux on x86-64).
+const ALIGN: u64 = 2 << 20;
+
+/// What guests read of a segment, in the image's root.
+pub const MARK: &str = ".memfold-segment";
+
+/// What is chosen of a system for guests that have one of their own.
+pub const PROGRAMS: [&str; 2] = ["/usr/**", "/opt/**"];
+
+/// Directories that guests never lay a segment over: they are the guest's own, or the kernel's.
+const OWN: [&str; 9] = [
+    "proc", "sys", "dev", "run", "tmp", "boot", "var", "etc", "root",
+];
+
+/// Of the superblock (`fs/erofs/erofs_fs.h`): checksum, features, and the time it was made.
+const SUPERBLOCK: u64 = 1024;
+const CHECKSUM: u64 = SUPERBLOCK + 4;
+const FEATURES: u64 = SUPERBLOCK + 8;
+const BUILT: u64 = SUPERBLOCK + 24;
+const BUILT_BYTES: usize = 12;
+/// `EROFS_FEATURE_COMPAT_SB_CHKSUM`
+const HAS_CHECKSUM: u32 = 1;
+
+/// What is to be built.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Name of the segment.
+    pub name: String,
+    /// Its trust domain.
+    pub domain: String,
+    /// What to build it from: one directory or image, or packages.
+    pub from: Vec<String>,
+    /// What the manifest says of that instead, of a copy that was made for this build.
+    pub origin: Option<String>,
+    /// Globs of paths, beginning with a slash; none: programs and libraries (`/usr`, `/opt`), or everything of a root.
+    pub include: Vec<String>,
+    /// Globs of paths to leave out.
+    pub exclude: Vec<String>,
+    /// Take the best files of this ranking, as long as they fit into so many bytes.
+    pub top: Option<(ByteSize, Vec<Ranked>)>,
+    /// Whether it is to be a VM's root file system.
+    pub root: bool,
+    /// Whether it is held in memory.
+    pub pinned: bool,
+}
+
+/// Builds a new generation; or finds that the newest one is the same already, which the second value says (`false`).
+pub fn build(
+    shelf: &Shelf,
+    request: &Request,
+    progress: &Progress,
+) -> Result<(Manifest, bool), SegmentError> {
+    let name = Reference::parse(&request.name)?;
+    if name.generation.is_some() {
+        return Err(SegmentError::Name(format!(
+            "'{}' names a generation; a build makes the next one of '{}'",
+            request.name, name.name
+        )));
+    }
+    memfold_vm::check_name("domain", &request.domain)
+        .map_err(|error| SegmentError::Name(error.to_string()))?;
+    let mkfs = source::tool("mkfs.erofs", "makes EROFS images", "erofs-utils")?;
+    let newest = shelf.newest(&name.name)?;
+    if let Some(other) = newest.as_ref().filter(|m| m.domain != request.domain) {
+        return Err(SegmentError::Name(format!(
+            "segment '{}' belongs to trust domain '{}'; build one of another name for '{}'",
+            name.name, other.domain, request.domain
+        )));
+    }
+    let draft = shelf.draft(&name.name)?;
+    let files = draft.path().join("tree");
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |source| SegmentError::Files { path, source }
+    };
+    fs::create_dir(&files).map_err(failed(&files))?;
+    progress.begin("source read", 0);
+    let root = open_sources(&request.from, &draft)?;
+    let tree = choose(request, &root)?;
+    let lay = lay_over(request, &tree)?;
+    let contents = tree.copy(&files, progress).map_err(failed(&root))?;
+    let is_same = |old: &Manifest| {
+        (&old.content, old.root, old.pinned, &old.lay)
+            == (&contents.digest, request.root, request.pinned, &lay)
+    };
+    if let Some(old) = newest.as_ref().filter(|old| is_same(old)) {
+        // One that was damaged since is built again.
+        if shelf.image(&Reference::parse(&old.reference())?).is_ok() {
+            return Ok((old.clone(), false));
+        }
+    }
+    let generation = shelf.next_generation(&name.name)?;
+    write_mark(&files, &name.name, generation, &lay).map_err(failed(&files))?;
+    progress.begin("image made", 0);
+    let image = draft.path().join(IMAGE);
+    let uuid = uuid(&name.name, generation, &contents.digest);
+    let mut command = Command::new(mkfs);
+    command
+        .args([
+            "--quiet",
+            "-U",
+            &uuid,
+            "-E",
+            "noinline_data,force-inode-extended",
+        ])
+        .args([&image, &files]);
+    source::run("mkfs.erofs", &mut command)?;
+    let image_bytes = finish(&image).map_err(failed(&image))?;
+    let digest = digest(&image, progress).map_err(failed(&image))?;
+    let manifest = Manifest {
+        format: FORMAT,
+        name: name.name,
+        generation,
+        domain: request.domain.clone(),
+        image_bytes,
+        digest,
+        content: contents.digest,
+        files: contents.files,
+        content_bytes: contents.bytes,
+        lay,
+        root: request.root,
+        pinned: request.pinned,
+        from: request
+            .origin
+            .clone()
+            .map_or_else(|| request.from.clone(), |origin| vec![origin]),
+        created_s: SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .map_or(0, |time| time.as_secs()),
+        memfold: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    shelf.publish(&draft, &manifest)?;
+    Ok((manifest, true))
+}
+
+/// The root of all that is to be built from.
+fn open_sources(from: &[String], draft: &Draft) -> Result<std::path::PathBuf, SegmentError> {
+    let sources: Vec<Source> = from
+        .iter()
+        .map(|text| Source::find(text))
+        .collect::<Result<_, _>>()?;
+    let is_package = |s: &Source| matches!(s, Source::Package(_) | Source::PackageFile(_));
+    let refuse = |why: &str| SegmentError::Source {
+        from: from.join(", "),
+        why: why.into(),
+    };
+    if sources.is_empty() {
+        return Err(refuse("give a directory, a disk image, or packages"));
+    }
+    if sources.len() > 1 && !sources.iter().all(is_package) {
+        return Err(refuse("several can be given only of packages"));
+    }
+    let room = draft.path().join("source");
+    fs::create_dir(&room).map_err(|source| SegmentError::Files {
+        path: room.clone(),
+        source,
+    })?;
+    let mut root = room.clone();
+    for source in &sources {
+        root = source.open(&room)?;
+    }
+    Ok(root)
+}
+
+fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
+    let failed = |source| SegmentError::Files {
+        path: root.into(),
+        source,
+    };
+    let include: Vec<String> = if request.include.is_empty() && !request.root {
+        PROGRAMS.map(String::from).to_vec()
+    } else {
+        request.include.clone()
+    };
+    let filter = Filter::new(&include, &request.exclude)?;
+    let filter = match &request.top {
+        None => filter,
+        Some((budget, ranked)) => filter.only(best(ranked, *budget, root)),
+    };
+    let tree = Tree::choose(root, &filter, request.root).map_err(failed)?;
+    if tree.is_empty() {
+        return Err(SegmentError::Source {
+            from: request.from.join(", "),
+            why: format!(
+                "no file of it is chosen (include: {}; exclude: {}){}",
+                include.join(" "),
+                request.exclude.join(" "),
+                if request.top.is_some() {
+                    ", or none of the ranking is in it"
+                } else {
+                    ""
+                }
+            ),
+        });
+    }
+    Ok(tree)
+}
+
+/// The best files, by their gain for each byte of the image, as long as they fit: by the length that they have in the source, since what
+/// guests say of theirs may be anything. What the source doesn't have takes no room.
+fn best(ranked: &[Ranked], budget: ByteSize, root: &Path) -> Vec<Vec<u8>> {
+    let mut left = budget.0;
+    let mut taken = Vec::new();
+    for file in ranked {
+        let path = root.join(file.path.trim_start_matches('/'));
+        let facts = fs::symlink_metadata(path)
+            .ok()
+            .filter(fs::Metadata::is_file);
+        let Some(facts) = facts else { continue };
+        let bytes = facts.len().div_ceil(4096).saturating_mul(4096);
+        if file.net_bytes > 0 && bytes <= left {
+            left -= bytes;
+            taken.push(file.path.clone().into_bytes());
+        }
+    }
+    taken
+}
+
+/// Which directories guests lay it over: the first ones of the tree, but for those that are a guest's own.
+fn lay_over(request: &Request, tree: &Tree) -> Result<Vec<String>, SegmentError> {
+    if request.root {
+        return Ok(Vec::new());
+    }
+    let mut tops = tree.tops();
+    if let Some(own) = tops
+        .iter()
+        .find(|top| OWN.contains(&top.trim_start_matches('/')))
+    {
+        return Err(SegmentError::Source {
+            from: request.from.join(", "),
+            why: format!(
+                "{own} belongs to each guest alone, so nothing can be laid over it; leave it out (--include '/usr/**'), or build a whole root (--root)"
+            ),
+        });
+    }
+    tops.retain(|top| top.len() > 1);
+    Ok(tops)
+}
+
+fn write_mark(files: &Path, name: &str, generation: u32, lay: &[String]) -> io::Result<()> {
+    let mut text = format!("format {FORMAT}\nname {name}\ngeneration {generation}\n");
+    for directory in lay {
+        text.push_str("lay ");
+        text.push_str(directory);
+        text.push('\n');
+    }
+    let place = files.join(MARK);
+    fs::write(&place, text)?;
+    let times = fs::FileTimes::new()
+        .set_modified(SystemTime::UNIX_EPOCH)
+        .set_accessed(SystemTime::UNIX_EPOCH);
+    File::options().write(true).open(&place)?.set_times(times)?;
+    // The root's own time is that of the build.
+    File::open(files)?.set_times(times)
+}
+
+/// A file system's number, of what decides its bytes.
+fn uuid(name: &str, generation: u32, content: &str) -> String {
+    let sum = blake3::hash(format!("{name}\n{generation}\n{content}").as_bytes());
+    let hex = sum.to_hex();
+    let part = |range: std::ops::Range<usize>| hex.get(range).unwrap_or_default().to_owned();
+    // Of version 8, "custom" (RFC 9562).
+    format!(
+        "{}-{}-8{}-8{}-{}",
+        part(0..8),
+        part(8..12),
+        part(13..16),
+        part(17..20),
+        part(20..32)
+    )
+}
+
+/// Takes the time of the build out of the superblock, and with it its checksum, which the kernel doesn't need; pads the image. Returns its
+/// length.
+fn finish(image: &Path) -> io::Result<u64> {
+    let file = File::options().read(true).write(true).open(image)?;
+    let mut magic = [0; 4];
+    file.read_exact_at(&mut magic, source::EROFS_MAGIC.0)?;
+    if magic != source::EROFS_MAGIC.1 {
+        return Err(io::Error::other("mkfs.erofs made no EROFS image"));
+    }
+    let mut features = [0; 4];
+    file.read_exact_at(&mut features, FEATURES)?;
+    let features = u32::from_le_bytes(features) & !HAS_CHECKSUM;
+    file.write_all_at(&features.to_le_bytes(), FEATURES)?;
+    file.write_all_at(&[0; 4], CHECKSUM)?;
+    file.write_all_at(&[0; BUILT_BYTES], BUILT)?;
+    let bytes = file.metadata()?.len().next_multiple_of(ALIGN);
+    file.set_len(bytes)?;
+    file.sync_all()?;
+    Ok(bytes)
+}
+
+/// BLAKE3 of a file.
+pub fn digest(path: &Path, progress: &Progress) -> io::Result<String> {
+    let mut file = File::open(path)?;
+    progress.begin("checksum made", file.metadata()?.len());
+    let mut sum = blake3::Hasher::new();
+    let mut piece = vec![0; 1 << 20];
+    loop {
+        let length = file.read(&mut piece)?;
+        if length == 0 {
+            return Ok(sum.finalize().to_hex().to_string());
+        }
+        sum.update(&piece[..length]);
+        progress.add(length as u64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(from: &Path) -> Request {
+        Request {
+            name: "web".into(),
+            domain: "blue".into(),
+            from: vec![from.display().to_string()],
+            origin: None,
+            include: Vec::new(),
+            exclude: Vec::new(),
+            top: None,
+            root: false,
+            pinned: false,
+        }
+    }
+
+    fn source() -> tempfile::TempDir {
+        let from = tempfile::tempdir().unwrap();
+        fs::create_dir_all(from.path().join("usr/bin")).unwrap();
+        fs::write(from.path().join("usr/bin/a"), vec![1; 10_000]).unwrap();
+        fs::write(from.path().join("usr/bin/b"), vec![2; 3000]).unwrap();
+        from
+    }
+
+    fn has_mkfs() -> bool {
+        let there = memfold_host::files::program("mkfs.erofs").is_some();
+        if !there {
+            memfold_testkit::report_skip("no mkfs.erofs (package erofs-utils)");
+        }
+        there
+    }
+
+    #[test]
+    fn the_same_files_give_the_same_image_wherever_they_lie() {
+        if !has_mkfs() {
+            return;
+        }
+        let from = source();
+        let mut digests = Vec::new();
+        for _ in 0..2 {
+            let place = tempfile::tempdir().unwrap();
+            let shelf = Shelf::open(place.path(), &place.path().join("run"));
+            let (manifest, is_new) =
+                build(&shelf, &request(from.path()), &Progress::default()).unwrap();
+            assert!(is_new);
+            assert_eq!((manifest.files, manifest.content_bytes), (2, 13_000));
+            assert_eq!(manifest.image_bytes % ALIGN, 0);
+            assert_eq!(manifest.lay, ["/usr"]);
+            digests.push(manifest.digest);
+            shelf.unprotect();
+            // The superblock tells seconds.
+            std::thread::sleep(std::time::Duration::from_millis(1100));
+        }
+        assert_eq!(digests[0], digests[1]);
+    }
+
+    #[test]
+    fn a_build_of_the_same_files_is_no_new_generation_and_of_others_it_is() {
+        if !has_mkfs() {
+            return;
+        }
+        let from = source();
+        let place = tempfile::tempdir().unwrap();
+        let shelf = Shelf::open(place.path(), &place.path().join("run"));
+        let build = |request: &Request| super::build(&shelf, request, &Progress::default());
+        assert_eq!(build(&request(from.path())).unwrap().0.generation, 1);
+        let (same, is_new) = build(&request(from.path())).unwrap();
+        assert_eq!((same.generation, is_new), (1, false));
+        fs::write(from.path().join("usr/bin/b"), "other").unwrap();
+        assert_eq!(build(&request(from.path())).unwrap().0.generation, 2);
+        let mut foreign = request(from.path());
+        foreign.domain = "red".into();
+        assert!(build(&foreign).unwrap_err().to_string().contains("blue"));
+        let mut nothing = request(from.path());
+        nothing.include = vec!["/nowhere/**".into()];
+        assert!(build(&nothing).unwrap_err().to_string().contains("no file"));
+        // What failed left nothing behind.
+        let all = shelf.all().unwrap();
+        assert_eq!(all.len(), 2);
+        assert!(!place.path().join(".web.draft").exists());
+        // No number comes twice, whatever is removed: snapshots and people speak of generations by it.
+        for manifest in all {
+            shelf.remove(&manifest).unwrap();
+        }
+        assert!(shelf.all().unwrap().is_empty());
+        assert_eq!(build(&request(from.path())).unwrap().0.generation, 3);
+        shelf.unprotect();
+    }
+
+    #[test]
+    fn what_is_to_be_held_in_memory_lies_there_and_cannot_be_cut() {
+        if !has_mkfs() {
+            return;
+        }
+        let from = source();
+        let mut pinned = request(from.path());
+        pinned.pinned = true;
+        let place = tempfile::tempdir().unwrap();
+        let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let shelf = Shelf::open(place.path(), &memory.path().join("run"));
+        build(&shelf, &pinned, &Progress::default()).unwrap();
+        let reference = Reference::parse("web").unwrap();
+        let (manifest, image) = shelf.image(&reference).unwrap();
+        assert!(image.starts_with(memory.path()));
+        // Where the kernel can (Linux 6.6).
+        if shelf.protection(&manifest) == "immutable" {
+            assert!(File::options().write(true).open(&image).is_err());
+        }
+        shelf.let_go();
+        assert!(!image.exists());
+        shelf.unprotect();
+        // A directory on a disk is no memory.
+        let disk = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let shelf = Shelf::open(place.path(), &disk.path().join("run"));
+        let refused = shelf.image(&reference).unwrap_err().to_string();
+        assert!(refused.contains("--state"), "{refused}");
+        shelf.unprotect();
+    }
+
+    #[test]
+    fn the_best_files_are_taken_as_long_as_they_fit() {
+        let file = |path: &str, bytes, net| Ranked {
+            path: path.into(),
+            file_bytes: bytes,
+            touched_bytes: bytes,
+            vms: 2,
+            net_bytes: net,
+        };
+        let ranked = [
+            file("/usr/a", 8192, 8000),
+            file("/usr/b", 1 << 20, 500_000),
+            file("/usr/c", 100, 90),
+            file("/usr/d", 100, -5),
+        ];
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("usr")).unwrap();
+        for (name, bytes) in [("a", 8192), ("b", 1 << 20), ("c", 100), ("d", 100)] {
+            fs::write(root.path().join("usr").join(name), vec![1; bytes]).unwrap();
+        }
+        let fit = || best(&ranked, ByteSize(16_384), root.path());
+        assert_eq!(fit(), [b"/usr/a".to_vec(), b"/usr/c".to_vec()]);
+        // Whatever guests say of its length.
+        fs::write(root.path().join("usr/a"), vec![1; 20_000]).unwrap();
+        assert_eq!(fit(), [b"/usr/c".to_vec()]);
+        fs::remove_file(root.path().join("usr/c")).unwrap();
+        assert!(fit().is_empty());
+    }
+
+    #[test]
+    fn a_segment_that_would_hide_a_guests_own_directories_is_refused() {
+        if !has_mkfs() {
+            return;
+        }
+        let from = source();
+        fs::create_dir(from.path().join("etc")).unwrap();
+        fs::write(from.path().join("etc/passwd"), "x").unwrap();
+        let place = tempfile::tempdir().unwrap();
+        let shelf = Shelf::open(place.path(), &place.path().join("run"));
+        let mut all = request(from.path());
+        all.include = vec!["/**".into()];
+        let error = build(&shelf, &all, &Progress::default()).unwrap_err();
+        assert!(error.to_string().contains("/etc"), "{error}");
+        all.root = true;
+        let (manifest, _) = build(&shelf, &all, &Progress::default()).unwrap();
+        assert!(manifest.root && manifest.lay.is_empty() && manifest.files == 3);
+        shelf.unprotect();
+    }
+}

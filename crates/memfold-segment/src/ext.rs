@@ -1,0 +1,367 @@
+//! Files of an ext2, ext3 or ext4 image, by debugfs of e2fsprogs: it needs neither a loop device nor a mount.
+//!
+//! What it loses of them is asked of it again and put right: a build has to give the same image every time, and one whose programs work.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, XattrFlags, lsetxattr, utimensat};
+
+use super::SegmentError;
+use super::source::{confined, run, tool};
+use super::tree::ATTRIBUTES;
+
+/// Of access lists on disk and of those that the kernel takes: `EXT4_ACL_VERSION` (`fs/ext4/acl.h`), `POSIX_ACL_XATTR_VERSION`
+/// (`include/uapi/linux/posix_acl_xattr.h`).
+const STORED_ACL: u32 = 1;
+const ACL: u32 = 2;
+
+/// Tags of entries that name a user or a group (`include/uapi/linux/posix_acl.h`); others have no number on disk.
+const ACL_USER: u16 = 2;
+const ACL_GROUP: u16 = 8;
+
+/// What debugfs says of a file.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Facts {
+    mode: u32,
+    modified: (i64, i64),
+    attributes: Vec<(&'static str, Vec<u8>)>,
+}
+
+fn failed(path: &Path) -> impl Fn(io::Error) -> SegmentError {
+    move |source| SegmentError::Files {
+        path: path.into(),
+        source,
+    }
+}
+
+/// Unpacks `image` into `room`, which is empty.
+pub fn unpack(image: &Path, room: &Path) -> Result<(), SegmentError> {
+    let debugfs = tool("debugfs", "reads ext4 images", "e2fsprogs")?;
+    for path in [image, room] {
+        // Its language has no way to write these.
+        if path.to_string_lossy().contains(['"', '\n', '\\']) {
+            return Err(SegmentError::Source {
+                from: path.display().to_string(),
+                why: "its path has a quotation mark, a backslash or a line feed".into(),
+            });
+        }
+    }
+    let request = format!("rdump / \"{}\"", room.display());
+    let said = run(
+        "debugfs",
+        confined(&debugfs, room)?.args(["-R", &request]).arg(image),
+    )?;
+    // It ends well whatever happens; what it prints beside its version are errors.
+    let errors: Vec<&str> = said
+        .lines()
+        .filter(|line| !line.starts_with("debugfs ") && !line.contains("lost+found"))
+        .collect();
+    if let Some(first) = errors.first() {
+        return Err(SegmentError::Tool {
+            program: "debugfs",
+            why: format!("{first} ({} lines)", errors.len()),
+        });
+    }
+    restore_all(&debugfs, image, room)
+}
+
+/// Gives symbolic links their times, programs their set-user-ID bits, and everything its capabilities and access lists.
+fn restore_all(debugfs: &Path, image: &Path, room: &Path) -> Result<(), SegmentError> {
+    let mut found = Vec::new();
+    find_all(room, &mut found).map_err(failed(room))?;
+    // Its language has no way to write these.
+    let is_plain = |path: &PathBuf| {
+        let text = path.to_str();
+        text.is_some_and(|text| !text.contains(['"', '\n', '\r', '\\']))
+    };
+    found.retain(is_plain);
+    let requests = room.with_extension("requests");
+    let mut text = String::new();
+    for path in &found {
+        let path = path.strip_prefix(room).unwrap_or(path);
+        text.push_str("stat \"/");
+        text.push_str(&path.to_string_lossy());
+        text.push_str("\"\n");
+    }
+    fs::write(&requests, text).map_err(failed(&requests))?;
+    let said = confined(debugfs, room)?
+        .arg("-f")
+        .arg(&requests)
+        .arg(image)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(failed(image))?;
+    fs::remove_file(&requests).map_err(failed(&requests))?;
+    let wrong = |why: String| SegmentError::Tool {
+        program: "debugfs",
+        why,
+    };
+    let told = facts(&String::from_utf8_lossy(&said.stdout)).map_err(wrong)?;
+    if told.len() != found.len() {
+        let why = format!("it told of {} of {} files", told.len(), found.len());
+        return Err(wrong(why));
+    }
+    for (path, facts) in found.iter().zip(told) {
+        restore(path, &facts).map_err(failed(path))?;
+    }
+    Ok(())
+}
+
+/// Links, regular files, and directories behind what lies in them.
+fn find_all(place: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
+    for entry in fs::read_dir(place)? {
+        let entry = entry?;
+        let kind = entry.file_type()?;
+        if kind.is_dir() {
+            find_all(&entry.path(), found)?;
+        }
+        if kind.is_dir() || kind.is_symlink() || kind.is_file() {
+            found.push(entry.path());
+        }
+    }
+    Ok(())
+}
+
+/// Reads what `stat` prints of one file after the other.
+fn facts(said: &str) -> Result<Vec<Facts>, String> {
+    let mut files: Vec<Facts> = Vec::new();
+    for line in said.lines() {
+        if let Some(mode) = mode(line) {
+            files.push(Facts {
+                mode,
+                ..Facts::default()
+            });
+        }
+        let Some(file) = files.last_mut() else {
+            continue;
+        };
+        if let Some(time) = modified(line) {
+            file.modified = time;
+        }
+        for name in ATTRIBUTES {
+            if let Some((length, value)) = attribute(line, name) {
+                let value = decode(name, length, value)
+                    .ok_or_else(|| format!("it told '{}' of a file", line.trim()))?;
+                file.attributes.push((name, value));
+            }
+        }
+    }
+    Ok(files)
+}
+
+/// Reads `Inode: 12   Type: regular    Mode:  04755   Flags: 0x80000`.
+fn mode(line: &str) -> Option<u32> {
+    let (_, rest) = line.strip_prefix("Inode: ")?.split_once("Mode:")?;
+    u32::from_str_radix(rest.split_ascii_whitespace().next()?, 8).ok()
+}
+
+/// Reads ` mtime: 0x68f3b2a1:5f5e1000 -- Sat Oct 18 ...`: seconds since 1970, and behind the colon their upper two bits and nanoseconds
+/// (`ext4_decode_extra_time`).
+fn modified(line: &str) -> Option<(i64, i64)> {
+    let time = line.trim_start().strip_prefix("mtime: 0x")?;
+    let time = time.split(' ').next()?;
+    let (low, extra) = time.split_once(':').unwrap_or((time, "0"));
+    // From 2038 on the lower half looks negative, and the upper bits make up for it.
+    let low = i64::from_str_radix(low, 16).ok()?;
+    let low = if low >= 1 << 31 { low - (1 << 32) } else { low };
+    let extra = i64::from_str_radix(extra, 16).ok()?;
+    Some((low + ((extra & 3) << 32), extra >> 2))
+}
+
+/// Reads `  security.capability (20) = 01 00 00 02 ...`: length and value.
+fn attribute<'a>(line: &'a str, name: &str) -> Option<(&'a str, &'a str)> {
+    line.trim_start()
+        .strip_prefix(name)?
+        .strip_prefix(" (")?
+        .split_once(") = ")
+}
+
+fn decode(name: &str, length: &str, value: &str) -> Option<Vec<u8>> {
+    let bytes = value.split_ascii_whitespace();
+    let bytes = bytes.map(|hex| u8::from_str_radix(hex, 16).ok());
+    let bytes: Vec<u8> = bytes.collect::<Option<_>>()?;
+    if length.parse() != Ok(bytes.len()) {
+        return None;
+    }
+    if name.starts_with("system.posix_acl") {
+        access_list(&bytes)
+    } else {
+        Some(bytes)
+    }
+}
+
+/// An access list as the kernel takes it, of one as it lies on the disk: there, only entries for named users and groups have a number.
+fn access_list(stored: &[u8]) -> Option<Vec<u8>> {
+    let (version, mut rest) = stored.split_first_chunk()?;
+    if u32::from_le_bytes(*version) != STORED_ACL {
+        return None;
+    }
+    let mut list = ACL.to_le_bytes().to_vec();
+    while let Some((entry, more)) = rest.split_first_chunk::<4>() {
+        rest = more;
+        list.extend_from_slice(entry);
+        let tag = u16::from_le_bytes([entry[0], entry[1]]);
+        let mut number = u32::MAX.to_le_bytes();
+        if tag == ACL_USER || tag == ACL_GROUP {
+            let (named, more) = rest.split_first_chunk()?;
+            (number, rest) = (*named, more);
+        }
+        list.extend_from_slice(&number);
+    }
+    rest.is_empty().then_some(list)
+}
+
+fn restore(path: &Path, facts: &Facts) -> io::Result<()> {
+    let now = fs::symlink_metadata(path)?;
+    if !now.is_symlink() {
+        if now.permissions().mode() & 0o7777 != facts.mode {
+            fs::set_permissions(path, fs::Permissions::from_mode(facts.mode))?;
+        }
+        for (name, value) in &facts.attributes {
+            lsetxattr(path, *name, value, XattrFlags::empty())?;
+        }
+    }
+    let (tv_sec, tv_nsec) = facts.modified;
+    let time = Timespec { tv_sec, tv_nsec };
+    let times = Timestamps {
+        last_access: time,
+        last_modification: time,
+    };
+    utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+    use memfold_host::files::program;
+
+    #[test]
+    fn times_and_modes_are_read_as_debugfs_tells_them() {
+        assert_eq!(
+            modified(" mtime: 0x68f3b2a1:5f5e1000 -- Sat Oct 18 15:30:09 2025"),
+            Some((0x68f3_b2a1, 400_000_000))
+        );
+        assert_eq!(
+            modified(" mtime: 0x00000005 -- Thu Jan  1 00:00:05 1970"),
+            Some((5, 0))
+        );
+        assert_eq!(
+            modified(" mtime: 0xf4865700:00000001 -- 2100"),
+            Some((4_102_444_800, 0))
+        );
+        let line = "Inode: 12   Type: regular    Mode:  04755   Flags: 0x80000";
+        assert_eq!(
+            (mode(line), mode("Generation: 7    Version: 0")),
+            (Some(0o4755), None)
+        );
+        assert_eq!(modified(" ctime: 0x68f3b2a1:5f5e1000 -- Sat"), None);
+    }
+
+    #[test]
+    fn attributes_that_cannot_be_read_are_an_error_and_others_do_not_count() {
+        let file = "Inode: 12   Type: regular    Mode:  0755   Flags: 0x80000\n";
+        let with = |line: &str| facts(&format!("{file}  {line}\n"));
+        assert_eq!(
+            with("security.capability (3) = 01 0a ff").unwrap()[0].attributes,
+            [("security.capability", vec![1, 10, 255])]
+        );
+        assert_eq!(with("user.name (3) = \"abc\"").unwrap().len(), 1);
+        for bad in [
+            "security.capability (3) = \"abc\"",
+            "security.capability (4) = 01 0a ff",
+            "system.posix_acl_access (6) = 01 00 00 00 02 00",
+            "system.posix_acl_access (4) = 02 00 00 00",
+        ] {
+            let error = with(bad).unwrap_err();
+            assert_eq!(error, format!("it told '{bad}' of a file"));
+        }
+    }
+
+    #[test]
+    fn capabilities_access_lists_modes_and_times_come_out_of_an_image() {
+        if program("mke2fs").is_none()
+            || program("debugfs").is_none()
+            || program("bwrap").is_none()
+            || !rustix::process::getuid().is_root()
+        {
+            memfold_testkit::skip!("no mke2fs, debugfs or bwrap, or not root");
+        }
+        let place = tempfile::tempdir().unwrap();
+        let (from, image, room) = (
+            place.path().join("from"),
+            place.path().join("image"),
+            place.path().join("room"),
+        );
+        fs::create_dir_all(from.join("usr/bin")).unwrap();
+        fs::create_dir(&room).unwrap();
+        let ping = from.join("usr/bin/ping");
+        fs::write(&ping, "ping").unwrap();
+        fs::set_permissions(&ping, fs::Permissions::from_mode(0o2755)).unwrap();
+        // `struct vfs_cap_data` with CAP_NET_RAW; a user's entry among those that every list has.
+        let mut capability = vec![1, 0, 0, 2, 0, 0x20];
+        capability.resize(20, 0);
+        let mut list = ACL.to_le_bytes().to_vec();
+        for (tag, number) in [
+            (1_u16, u32::MAX),
+            (2, 1000),
+            (4, u32::MAX),
+            (16, u32::MAX),
+            (32, u32::MAX),
+        ] {
+            list.extend_from_slice(&tag.to_le_bytes());
+            list.extend_from_slice(&5_u16.to_le_bytes());
+            list.extend_from_slice(&number.to_le_bytes());
+        }
+        let set = |path: &Path, name: &str, value: &[u8]| {
+            lsetxattr(path, name, value, XattrFlags::empty()).is_ok()
+        };
+        let has = set(&ping, "security.capability", &capability)
+            && set(&from.join("usr"), "system.posix_acl_default", &list)
+            && set(&ping, "system.posix_acl_access", &list);
+        if !has {
+            memfold_testkit::skip!("this file system has no capabilities or access lists");
+        }
+        // mke2fs takes over no parts of seconds.
+        let time = Timespec {
+            tv_sec: 1000,
+            tv_nsec: 0,
+        };
+        let times = Timestamps {
+            last_access: time,
+            last_modification: time,
+        };
+        for path in ["usr/bin/ping", "usr/bin", "usr"] {
+            utimensat(CWD, from.join(path), &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
+        }
+        fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
+        let mut mke2fs = Command::new("mke2fs");
+        mke2fs.args(["-q", "-t", "ext4", "-d"]);
+        run("mke2fs", mke2fs.args([&from, &image])).unwrap();
+        unpack(&image, &room).unwrap();
+        let value = |path: &Path, name: &str| {
+            let mut value = vec![0; 256];
+            let length = rustix::fs::lgetxattr(path, name, &mut value[..]).unwrap();
+            value.truncate(length);
+            value
+        };
+        let out = room.join("usr/bin/ping");
+        assert_eq!(value(&out, "security.capability"), capability);
+        assert_eq!(value(&out, "system.posix_acl_access"), list);
+        assert_eq!(value(&room.join("usr"), "system.posix_acl_default"), list);
+        for path in ["usr/bin/ping", "usr/bin", "usr"] {
+            let (was, is) = (
+                fs::metadata(from.join(path)).unwrap(),
+                fs::metadata(room.join(path)).unwrap(),
+            );
+            assert_eq!(was.permissions().mode(), is.permissions().mode(), "{path}");
+            assert_eq!(was.modified().unwrap(), is.modified().unwrap(), "{path}");
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Names of segments: `NAME` for the newest generation, `NAME@GENERATION` for one of them.
+
+use std::fmt;
+
+use super::SegmentError;
+
+/// What a user calls a segment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reference {
+    /// Its name.
+    pub name: String,
+    /// Which generation; `None`: the newest.
+    pub generation: Option<u32>,
+}
+
+impl Reference {
+    /// Reads `NAME` or `NAME@GENERATION`.
+    pub fn parse(text: &str) -> Result<Self, SegmentError> {
+        let (name, generation) = match text.split_once('@') {
+            Some((name, number)) => (name, Some(number)),
+            None => (text, None),
+        };
+        memfold_vm::check_name("segment", name)
+            .map_err(|error| SegmentError::Name(error.to_string()))?;
+        let number = |text: &str| {
+            text.parse()
+                .ok()
+                .filter(|&number: &u32| number > 0 && !text.starts_with(['0', '+']))
+                .ok_or_else(|| {
+                    SegmentError::Name(format!(
+                        "'{text}' is no generation of segment '{name}'; generations are 1, 2, ..."
+                    ))
+                })
+        };
+        Ok(Self {
+            name: name.to_owned(),
+            generation: generation.map(number).transpose()?,
+        })
+    }
+}
+
+impl fmt::Display for Reference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.generation {
+            Some(generation) => write!(f, "{}@{generation}", self.name),
+            None => f.write_str(&self.name),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_generations_are_read_and_written_alike() {
+        for text in ["web", "web@1", "a.b-c_d@4294967295"] {
+            assert_eq!(Reference::parse(text).unwrap().to_string(), text);
+        }
+        for bad in ["web@", "web@0", "web@01", "web@+1", "web@x", "web@1@2"] {
+            let error = Reference::parse(bad).unwrap_err().to_string();
+            assert!(
+                error.contains("no generation of segment 'web'"),
+                "{bad}: {error}"
+            );
+        }
+        for bad in ["", "@1", "../x", "a/b@1"] {
+            let error = Reference::parse(bad).unwrap_err().to_string();
+            assert!(!error.contains("generation"), "{bad}: {error}");
+        }
+    }
+}

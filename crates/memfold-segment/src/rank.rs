@@ -1,0 +1,180 @@
+//! Which files are worth their place in a segment, by the pages that VMs really cache.
+//!
+//! A file of `n` pages of which `u` of `v` VMs cache `t` each costs `u * t` pages in guest page caches. In a segment, its touched pages are
+//! there once in each trust domain (at most `n`, at least the `t` that most have), and every VM that maps the segment spends 64 bytes on
+//! describing each of its `n` pages: `net = u * t - t - v * n / 64`. What one VM alone uses gains nothing. This is the choice by file that
+//! study A leaves open.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use memfold_fold::FileUse;
+use memfold_units::{ByteSize, PAGE_SIZE};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::SegmentError;
+
+/// A file, and what it would bring in a segment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Ranked {
+    /// Absolute path in the guests.
+    pub path: String,
+    /// Its length in bytes.
+    pub file_bytes: u64,
+    /// Bytes of it that VMs cache, on average over those that cache any.
+    pub touched_bytes: u64,
+    /// VMs that cache any of it.
+    pub vms: u64,
+    /// Memory that it would save over all of these VMs, what describing it costs taken off; negative: it costs more than it saves.
+    pub net_bytes: i64,
+}
+
+/// Whether a path is one of those that `include` names, or of programs and libraries if it names none.
+pub fn chosen(include: &[String]) -> Result<impl Fn(&[u8]) -> bool + use<>, SegmentError> {
+    let globs = if include.is_empty() {
+        super::tree::globs(&super::build::PROGRAMS.map(String::from))?
+    } else {
+        super::tree::globs(include)?
+    };
+    Ok(move |path: &[u8]| globs.is_match(Path::new(OsStr::from_bytes(path))))
+}
+
+/// What VMs cache of one file.
+#[derive(Debug, Default)]
+struct Cached<'a> {
+    file_bytes: u64,
+    vms: u64,
+    pages: u64,
+    /// The most that one VM caches, by trust domain: each has a segment of its own.
+    most: BTreeMap<&'a str, u64>,
+}
+
+/// Ranks files by their gain for each byte of the image, best first; `looked_at`: of how many VMs these uses are, `vms`: how many VMs like
+/// these are to map the segment, by default all of them. Paths that are not UTF-8 are left out, as no glob or list could name them.
+#[must_use]
+pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
+    let mut files: BTreeMap<&[u8], Cached> = BTreeMap::new();
+    for used in uses.iter().filter(|used| used.cached_pages > 0) {
+        let file = files.entry(&used.path).or_default();
+        // Versions of a file differ; the largest has room for all.
+        file.file_bytes = file.file_bytes.max(used.file_bytes);
+        file.vms += 1;
+        file.pages = file.pages.saturating_add(used.cached_pages);
+        let most = file.most.entry(&used.domain).or_default();
+        *most = (*most).max(used.cached_pages);
+    }
+    let mut ranked: Vec<Ranked> = files
+        .into_iter()
+        .filter_map(|(path, cached)| {
+            let path = String::from_utf8(path.to_vec()).ok()?;
+            // At least those that were seen.
+            let looked_at = looked_at.max(cached.vms);
+            let users = i128::from(vms.unwrap_or(looked_at));
+            let pages = cached.file_bytes.div_ceil(PAGE_SIZE);
+            let pages = pages.max(cached.most.values().max().copied().unwrap_or(0));
+            // Wide: guests say how long their files are. As many of them cache it as of those that were looked at.
+            let page = i128::from(PAGE_SIZE);
+            let without = users * i128::from(cached.pages) * page / i128::from(looked_at);
+            let once: i128 = cached.most.values().map(|&most| i128::from(most)).sum();
+            let cost = users * i128::from(pages) * page / 64;
+            let net = without - once * page - cost;
+            let net = net.clamp(i128::from(i64::MIN), i128::from(i64::MAX));
+            Some(Ranked {
+                path,
+                file_bytes: cached.file_bytes,
+                touched_bytes: (cached.pages / cached.vms).saturating_mul(PAGE_SIZE),
+                vms: cached.vms,
+                net_bytes: i64::try_from(net).unwrap_or(i64::MIN),
+            })
+        })
+        .collect();
+    let density = |file: &Ranked| file.net_bytes as f64 / file.file_bytes.max(PAGE_SIZE) as f64;
+    ranked.sort_by(|a, b| {
+        density(b)
+            .total_cmp(&density(a))
+            .then_with(|| a.path.cmp(&b.path))
+    });
+    ranked
+}
+
+/// What the ranked files bring together: bytes in an image, and memory saved, of those that gain anything.
+#[must_use]
+pub fn sums(ranked: &[Ranked]) -> (ByteSize, i64) {
+    let gaining = || ranked.iter().filter(|file| file.net_bytes > 0);
+    let bytes = gaining()
+        .map(|file| file.file_bytes.div_ceil(PAGE_SIZE))
+        .fold(0_u64, u64::saturating_add)
+        .saturating_mul(PAGE_SIZE);
+    let net = gaining().map(|file| file.net_bytes);
+    (ByteSize(bytes), net.fold(0, i64::saturating_add))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn used(vm: &str, path: &str, file_pages: u64, cached_pages: u64) -> FileUse {
+        FileUse {
+            vm: vm.into(),
+            domain: "blue".into(),
+            path: path.into(),
+            file_bytes: file_pages * PAGE_SIZE,
+            cached_pages,
+        }
+    }
+
+    #[test]
+    fn gain_is_what_all_cache_less_one_copy_and_less_what_describes_it() {
+        let uses = [
+            used("a", "/usr/lib/x", 64, 40),
+            used("b", "/usr/lib/x", 64, 40),
+        ];
+        let ranked = rank(&uses, 2, None);
+        assert_eq!(ranked[0].net_bytes, (80 - 40 - 2) * 4096);
+        assert_eq!((ranked[0].vms, ranked[0].touched_bytes), (2, 40 * 4096));
+        // Ten VMs like these.
+        assert_eq!(
+            rank(&uses, 2, Some(10))[0].net_bytes,
+            (400 - 40 - 10) * 4096
+        );
+        // Of four VMs two don't cache it, and describe it all the same.
+        assert_eq!(rank(&uses, 4, None)[0].net_bytes, (80 - 40 - 4) * 4096);
+        assert_eq!(rank(&uses, 4, Some(8))[0].net_bytes, (160 - 40 - 8) * 4096);
+    }
+
+    #[test]
+    fn what_one_vm_alone_uses_gains_nothing_and_dense_files_come_first() {
+        let uses = [
+            used("a", "/usr/alone", 10, 10),
+            used("a", "/usr/sparse", 10_000, 200),
+            used("b", "/usr/sparse", 10_000, 200),
+            used("a", "/usr/dense", 10, 10),
+            used("b", "/usr/dense", 10, 10),
+            used("b", "/usr/untouched", 10, 0),
+        ];
+        let ranked = rank(&uses, 2, None);
+        let order: Vec<&str> = ranked.iter().map(|file| file.path.as_str()).collect();
+        assert_eq!(order, ["/usr/dense", "/usr/sparse", "/usr/alone"]);
+        assert!(ranked[0].net_bytes > 0 && ranked[1].net_bytes < 0 && ranked[2].net_bytes < 0);
+        let (bytes, net) = sums(&ranked);
+        assert_eq!((bytes.0, net), (10 * 4096, ranked[0].net_bytes));
+    }
+
+    #[test]
+    fn each_trust_domain_has_a_copy_of_its_own() {
+        let mut uses = [used("a", "/usr/x", 64, 64), used("b", "/usr/x", 64, 64)];
+        assert_eq!(rank(&uses, 2, None)[0].net_bytes, (128 - 64 - 2) * 4096);
+        uses[1].domain = "red".into();
+        assert_eq!(rank(&uses, 2, None)[0].net_bytes, -2 * 4096);
+    }
+
+    #[test]
+    fn what_one_of_many_vms_caches_gains_nothing_however_many_there_will_be() {
+        let uses = [used("a", "/usr/rare", 64, 64)];
+        assert!(rank(&uses, 6, Some(6))[0].net_bytes < 0);
+        assert!(rank(&uses, 1, Some(6))[0].net_bytes > 0);
+    }
+}

@@ -1,0 +1,581 @@
+//! Where segments lie: one directory for each generation, whole or not there.
+//!
+//! ```text
+//!   SHELF/NAME/GENERATION/    image            what VMs map, read-only and (where the file system can) immutable
+//!                             manifest.json    what it is
+//!   SHELF/NAME/writer         name of the VM that writes the next generation, if one does
+//!   SHELF/.NAME.last          number of the last generation, also when that is removed: no number comes twice
+//!   SHELF/.NAME.draft/        a build that is under way (locked), or was cut off (removed by the next daemon)
+//!   RUNTIME/NAME@GENERATION   a pinned segment's copy in memory (tmpfs), while VMs use it
+//! ```
+
+use std::collections::HashMap;
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use memfold_host::progress::Progress;
+use memfold_store::{StoreIdentity, mapped};
+use rustix::fs::{FlockOperation, IFlags, flock, ioctl_getflags, ioctl_setflags};
+use rustix::process::Pid;
+
+use super::build::digest;
+use super::manifest::{FORMAT, Manifest};
+use super::{Reference, SegmentError};
+
+/// Where segments lie if nothing else is said.
+pub const DEFAULT_SHELF: &str = "/var/lib/memfold/segments";
+
+/// What VMs map.
+pub const IMAGE: &str = "image";
+const MANIFEST: &str = "manifest.json";
+const WRITER: &str = "writer";
+
+/// `TMPFS_MAGIC` of `linux/magic.h`.
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
+/// All segments of a host.
+#[derive(Clone, Debug)]
+pub struct Shelf {
+    root: PathBuf,
+    /// For those that are held in memory: refused if that isn't a tmpfs.
+    runtime: PathBuf,
+    /// Images whose bytes were right when they had this stamp.
+    right: Arc<Mutex<HashMap<PathBuf, Stamp>>>,
+    /// Held while a copy is put into memory: two would write the same file.
+    pinning: Arc<Mutex<()>>,
+    /// Held while a generation gets its place or loses it.
+    naming: Arc<Mutex<()>>,
+}
+
+/// What differs as soon as a file was written to, or another one was put in its place.
+type Stamp = (u64, u64, u64, i64, i64, i64, i64);
+
+fn stamp(facts: &fs::Metadata) -> Stamp {
+    (
+        facts.dev(),
+        facts.ino(),
+        facts.len(),
+        facts.mtime(),
+        facts.mtime_nsec(),
+        facts.ctime(),
+        facts.ctime_nsec(),
+    )
+}
+
+fn failed(path: &Path) -> impl Fn(io::Error) -> SegmentError {
+    move |source| SegmentError::Files {
+        path: path.into(),
+        source,
+    }
+}
+
+impl Shelf {
+    /// Segments in `root`, which need not be there yet. Drafts of daemons that died are removed.
+    pub fn open(root: &Path, runtime: &Path) -> Self {
+        for entry in fs::read_dir(root).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let name = name.to_string_lossy();
+            if name.starts_with('.') && name.ends_with(".part") {
+                let _ = fs::remove_file(entry.path());
+                continue;
+            }
+            let is_draft = name.starts_with('.') && name.ends_with(".draft");
+            // A draft that another daemon works on is locked.
+            let is_left = is_draft
+                && File::open(entry.path())
+                    .is_ok_and(|dir| flock(&dir, FlockOperation::NonBlockingLockExclusive).is_ok());
+            if is_left {
+                if let Err(error) = fs::remove_dir_all(entry.path()) {
+                    tracing::warn!(path = %entry.path().display(), %error, "a segment whose build was cut off cannot be removed");
+                }
+            }
+        }
+        let shelf = Self {
+            // It gets into what QEMU is told.
+            root: std::path::absolute(root).unwrap_or_else(|_| root.into()),
+            runtime: std::path::absolute(runtime).unwrap_or_else(|_| runtime.into()),
+            right: Arc::default(),
+            pinning: Arc::default(),
+            naming: Arc::default(),
+        };
+        // Of a daemon that died between the image's last name and this, or while it removed one.
+        for manifest in shelf.all().unwrap_or_default() {
+            protect(&shelf.stored_image(&manifest), true);
+        }
+        shelf
+    }
+
+    /// The number of a segment's next generation.
+    pub fn next_generation(&self, name: &str) -> Result<u32, SegmentError> {
+        let newest = self.generations(name)?.last().copied().unwrap_or(0);
+        let last = fs::read_to_string(self.last(name)).ok();
+        let last = last.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+        Ok(newest.max(last) + 1)
+    }
+
+    fn last(&self, name: &str) -> PathBuf {
+        self.root.join(format!(".{name}.last"))
+    }
+
+    /// Generations of a segment, in order; none: there is no such segment.
+    fn generations(&self, name: &str) -> Result<Vec<u32>, SegmentError> {
+        let place = self.root.join(name);
+        let entries = match fs::read_dir(&place) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other.map_err(failed(&place))?,
+        };
+        let mut found: Vec<u32> = entries
+            .flatten()
+            // Without a manifest it is none, or none any more.
+            .filter(|entry| entry.path().join(MANIFEST).exists())
+            .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+            .collect();
+        found.sort_unstable();
+        Ok(found)
+    }
+
+    /// All generations of all segments, by name and generation; those that can't be read are said in the log.
+    pub fn all(&self) -> Result<Vec<Manifest>, SegmentError> {
+        let entries = match fs::read_dir(&self.root) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other.map_err(failed(&self.root))?,
+        };
+        let mut names: Vec<String> = entries
+            .flatten()
+            .filter_map(|entry| entry.file_name().into_string().ok())
+            .filter(|name| !name.starts_with('.'))
+            .collect();
+        names.sort();
+        let mut all = Vec::new();
+        for name in names {
+            for generation in self.generations(&name)? {
+                let reference = Reference {
+                    name: name.clone(),
+                    generation: Some(generation),
+                };
+                match self.manifest(&reference) {
+                    Ok(manifest) => all.push(manifest),
+                    Err(error) => {
+                        let error: &dyn std::error::Error = &error;
+                        tracing::warn!(segment = %reference, error, "cannot be read");
+                    }
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// The newest generation of a segment, if there is any.
+    pub fn newest(&self, name: &str) -> Result<Option<Manifest>, SegmentError> {
+        let Some(&generation) = self.generations(name)?.last() else {
+            return Ok(None);
+        };
+        let reference = Reference {
+            name: name.to_owned(),
+            generation: Some(generation),
+        };
+        self.manifest(&reference).map(Some)
+    }
+
+    /// What a segment says of itself; without a generation, the newest one.
+    pub fn manifest(&self, reference: &Reference) -> Result<Manifest, SegmentError> {
+        let unknown = || SegmentError::Unknown(reference.to_string());
+        let Some(generation) = reference.generation else {
+            return self.newest(&reference.name)?.ok_or_else(unknown);
+        };
+        let path = self.place(&reference.name, generation).join(MANIFEST);
+        let text = fs::read(&path).map_err(|source| match source.kind() {
+            ErrorKind::NotFound => unknown(),
+            _ => failed(&path)(source),
+        })?;
+        let broken = |why: String| SegmentError::Broken {
+            name: reference.to_string(),
+            why,
+        };
+        let value: serde_json::Value =
+            serde_json::from_slice(&text).map_err(|e| broken(format!("{MANIFEST}: {e}")))?;
+        if value["format"] != FORMAT {
+            return Err(broken(format!(
+                "it has format {}, this memfold reads {FORMAT}",
+                value["format"]
+            )));
+        }
+        let manifest: Manifest =
+            serde_json::from_value(value).map_err(|e| broken(format!("{MANIFEST}: {e}")))?;
+        if (&manifest.name, manifest.generation) == (&reference.name, generation) {
+            Ok(manifest)
+        } else {
+            Err(broken(format!(
+                "{MANIFEST} is that of {}",
+                manifest.reference()
+            )))
+        }
+    }
+
+    fn place(&self, name: &str, generation: u32) -> PathBuf {
+        self.root.join(name).join(generation.to_string())
+    }
+
+    fn stored_image(&self, manifest: &Manifest) -> PathBuf {
+        self.place(&manifest.name, manifest.generation).join(IMAGE)
+    }
+
+    /// The file that VMs map, its bytes compared with their digest since it was last changed; a pinned one is put into memory first.
+    pub fn image(&self, reference: &Reference) -> Result<(Manifest, PathBuf), SegmentError> {
+        let manifest = self.manifest(reference)?;
+        let stored = self.stored_image(&manifest);
+        if !manifest.pinned {
+            self.check(&manifest, &stored)?;
+            return Ok((manifest, stored));
+        }
+        let _alone = self.pinning.lock().unwrap_or_else(PoisonError::into_inner);
+        let pinned = self.runtime.join(manifest.reference());
+        if self.check(&manifest, &pinned).is_ok() {
+            return Ok((manifest, pinned));
+        }
+        let mut builder = DirBuilder::new();
+        builder.mode(0o700).recursive(true);
+        builder
+            .create(&self.runtime)
+            .map_err(failed(&self.runtime))?;
+        let place = rustix::fs::statfs(&self.runtime)
+            .map_err(|errno| failed(&self.runtime)(errno.into()))?;
+        if place.f_type != TMPFS_MAGIC {
+            return Err(SegmentError::Impossible(format!(
+                "segment '{}' is to be held in memory, and {} is on a disk; start the daemon with --state on a tmpfs, as /run is",
+                manifest.reference(),
+                self.runtime.display()
+            )));
+        }
+        let part = self.runtime.join(format!(".{}", manifest.reference()));
+        let copied = fs::copy(&stored, &part)
+            .map_err(failed(&part))
+            .and_then(|_| self.check(&manifest, &part))
+            .and_then(|()| unpin(&pinned).map_err(failed(&pinned)))
+            .and_then(|()| fs::rename(&part, &pinned).map_err(failed(&pinned)));
+        if copied.is_err() {
+            let _ = fs::remove_file(&part);
+        }
+        copied?;
+        // A tmpfs can since Linux 6.6.
+        protect(&pinned, true);
+        self.check(&manifest, &pinned)?;
+        Ok((manifest, pinned))
+    }
+
+    /// Reads a segment whole, its copy in memory too, and compares it with its digest.
+    pub fn verify(&self, reference: &Reference) -> Result<(), SegmentError> {
+        let manifest = self.manifest(reference)?;
+        let stored = self.stored_image(&manifest);
+        let pinned = self.runtime.join(manifest.reference());
+        for image in [stored, pinned].iter().filter(|image| image.exists()) {
+            let mut right = self.right.lock().unwrap_or_else(PoisonError::into_inner);
+            right.remove(image);
+            drop(right);
+            self.check(&manifest, image)?;
+        }
+        Ok(())
+    }
+
+    /// Compares an image with its digest, unless that was done since it was last changed.
+    fn check(&self, manifest: &Manifest, image: &Path) -> Result<(), SegmentError> {
+        let facts = fs::metadata(image).map_err(failed(image))?;
+        let now = stamp(&facts);
+        let right = || self.right.lock().unwrap_or_else(PoisonError::into_inner);
+        if right().get(image) == Some(&now) {
+            return Ok(());
+        }
+        let broken = |why: String| SegmentError::Broken {
+            name: manifest.reference(),
+            why,
+        };
+        if facts.len() != manifest.image_bytes {
+            return Err(broken(format!(
+                "its image has {} bytes instead of {}",
+                facts.len(),
+                manifest.image_bytes
+            )));
+        }
+        let found = digest(image, &Progress::default()).map_err(failed(image))?;
+        if found != manifest.digest {
+            return Err(broken("its image was changed since it was built".into()));
+        }
+        right().insert(image.to_owned(), now);
+        Ok(())
+    }
+
+    /// What is wrong with a segment, if anything is, without reading all of it: whether its image is the file that was checked.
+    #[must_use]
+    pub fn problem(&self, manifest: &Manifest) -> Option<String> {
+        let image = self.stored_image(manifest);
+        let facts = match fs::metadata(&image) {
+            Ok(facts) => facts,
+            Err(error) => return Some(format!("{}: {error}", image.display())),
+        };
+        let right = self.right.lock().unwrap_or_else(PoisonError::into_inner);
+        match right.get(&image) {
+            Some(seen) if *seen != stamp(&facts) => Some(
+                "its image was changed or replaced since it was checked; VMs that map it keep what they map, new ones are refused if it differs"
+                    .into(),
+            ),
+            _ if facts.len() != manifest.image_bytes => Some(format!(
+                "its image has {} bytes instead of {}",
+                facts.len(),
+                manifest.image_bytes
+            )),
+            _ => None,
+        }
+    }
+
+    /// What keeps the image from being changed.
+    #[must_use]
+    pub fn protection(&self, manifest: &Manifest) -> &'static str {
+        let pinned = self.runtime.join(manifest.reference());
+        let image = if manifest.pinned && pinned.exists() {
+            pinned
+        } else {
+            self.stored_image(manifest)
+        };
+        let flags = File::open(image).map(|file| ioctl_getflags(&file));
+        match flags {
+            Ok(Ok(flags)) if flags.contains(IFlags::IMMUTABLE) => "immutable",
+            // Nobody but this daemon gets into its directory.
+            _ if manifest.pinned => "memory",
+            _ => "nothing",
+        }
+    }
+
+    /// Bytes of it that the host has in memory.
+    #[must_use]
+    pub fn resident_bytes(&self, manifest: &Manifest) -> u64 {
+        let path = if manifest.pinned {
+            self.runtime.join(manifest.reference())
+        } else {
+            self.stored_image(manifest)
+        };
+        File::open(path)
+            .ok()
+            .and_then(|file| memfold_sys::guest::cachestat(&file).ok())
+            .map_or(0, |stat| stat.nr_cache * memfold_units::PAGE_SIZE)
+    }
+
+    /// Files that VMs may map of it.
+    #[must_use]
+    pub fn identities(&self, manifest: &Manifest) -> Vec<StoreIdentity> {
+        let files = [
+            self.stored_image(manifest),
+            self.runtime.join(manifest.reference()),
+        ];
+        files
+            .iter()
+            .filter_map(|path| File::open(path).ok())
+            .filter_map(|file| StoreIdentity::of(&file).ok())
+            .collect()
+    }
+
+    /// Processes that map each of these segments.
+    pub fn users(&self, manifests: &[Manifest]) -> Result<Vec<Vec<Pid>>, SegmentError> {
+        let texts: Vec<Vec<String>> = manifests
+            .iter()
+            .map(|manifest| {
+                let files = self.identities(manifest).into_iter();
+                files.map(mapped::identity_text).collect()
+            })
+            .collect();
+        mapped::processes_with(&texts).map_err(failed(Path::new("/proc")))
+    }
+
+    /// The VM that writes a segment's next generation, as it was noted; it may have ended since.
+    #[must_use]
+    pub fn writer(&self, name: &str) -> Option<String> {
+        fs::read_to_string(self.root.join(name).join(WRITER)).ok()
+    }
+
+    /// Notes which VM writes the next generation of a segment that is there, or that none does any more.
+    pub fn set_writer(&self, name: &str, vm: Option<&str>) -> Result<(), SegmentError> {
+        let place = self.root.join(name).join(WRITER);
+        let Some(vm) = vm else {
+            return match fs::remove_file(&place) {
+                Err(error) if error.kind() != ErrorKind::NotFound => Err(failed(&place)(error)),
+                _ => Ok(()),
+            };
+        };
+        // Whole or not there.
+        let part = place.with_extension("part");
+        fs::write(&part, vm).map_err(failed(&part))?;
+        fs::rename(&part, &place).map_err(failed(&place))
+    }
+
+    /// Begins a build.
+    pub fn draft(&self, name: &str) -> Result<Draft, SegmentError> {
+        let path = self.root.join(format!(".{name}.draft"));
+        let mut builder = DirBuilder::new();
+        builder.mode(0o700);
+        builder
+            .recursive(true)
+            .create(&self.root)
+            .map_err(failed(&self.root))?;
+        match builder.recursive(false).create(&path) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                return Err(SegmentError::Impossible(format!(
+                    "segment '{name}' is being built already; wait for it"
+                )));
+            }
+            other => other.map_err(failed(&path))?,
+        }
+        let lock = File::open(&path).map_err(failed(&path))?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|errno| failed(&path)(errno.into()))?;
+        Ok(Draft { path, _lock: lock })
+    }
+
+    /// Makes a build the newest generation.
+    pub fn publish(&self, draft: &Draft, manifest: &Manifest) -> Result<(), SegmentError> {
+        let (image, facts) = (draft.path.join(IMAGE), draft.path.join(MANIFEST));
+        let write = || -> io::Result<()> {
+            fs::set_permissions(&image, fs::Permissions::from_mode(0o444))?;
+            fs::write(&facts, serde_json::to_vec_pretty(manifest)?)?;
+            File::open(&facts)?.sync_all()?;
+            for part in ["source", "source.packages", "tree"] {
+                match fs::remove_dir_all(draft.path.join(part)) {
+                    Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+                    _ => {}
+                }
+            }
+            File::open(&draft.path)?.sync_all()
+        };
+        write().map_err(failed(&draft.path))?;
+        let place = self.place(&manifest.name, manifest.generation);
+        let parent = self.root.join(&manifest.name);
+        let (last, number) = (self.last(&manifest.name), manifest.generation.to_string());
+        let name = || -> io::Result<()> {
+            let part = last.with_extension("part");
+            let written = fs::write(&part, &number).and_then(|()| fs::rename(&part, &last));
+            if written.is_err() {
+                let _ = fs::remove_file(&part);
+            }
+            written?;
+            fs::create_dir_all(&parent)?;
+            fs::rename(&draft.path, &place)?;
+            File::open(&parent)?.sync_all()
+        };
+        let naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
+        name().map_err(failed(&place))?;
+        drop(naming);
+        let image = place.join(IMAGE);
+        protect(&image, true);
+        if let Ok(facts) = fs::metadata(&image) {
+            let mut right = self.right.lock().unwrap_or_else(PoisonError::into_inner);
+            right.insert(image, stamp(&facts));
+        }
+        Ok(())
+    }
+
+    /// Removes a generation. Who asks has made sure that nobody uses it.
+    pub fn remove(&self, manifest: &Manifest) -> Result<(), SegmentError> {
+        let place = self.place(&manifest.name, manifest.generation);
+        let image = place.join(IMAGE);
+        protect(&image, false);
+        unpin(&self.runtime.join(manifest.reference())).map_err(failed(&self.runtime))?;
+        // At once, with the last generation all of the segment; if the rest is cut off, the next daemon does it.
+        let gone = self.root.join(format!(".{}.draft", manifest.reference()));
+        let naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_last = self.generations(&manifest.name)? == [manifest.generation];
+        let all = self.root.join(&manifest.name);
+        let whole = if is_last { &all } else { &place };
+        fs::rename(whole, &gone).map_err(failed(whole))?;
+        drop(naming);
+        fs::remove_dir_all(&gone).map_err(failed(&gone))?;
+        self.right
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&image);
+        Ok(())
+    }
+
+    /// Takes copies out of memory that nobody maps.
+    pub fn let_go(&self) {
+        let pinned: Vec<Manifest> = self
+            .all()
+            .unwrap_or_default()
+            .into_iter()
+            .filter(|m| m.pinned)
+            .collect();
+        let Ok(users) = self.users(&pinned) else {
+            return;
+        };
+        for (manifest, users) in pinned.iter().zip(users) {
+            if users.is_empty() {
+                let copy = self.runtime.join(manifest.reference());
+                if let Err(error) = unpin(&copy) {
+                    tracing::warn!(copy = %copy.display(), %error, "a copy in memory that nobody maps is left");
+                }
+            }
+        }
+    }
+
+    /// Lets all images be removed like other files: for a laboratory's end.
+    pub fn unprotect(&self) {
+        for manifest in self.all().unwrap_or_default() {
+            protect(&self.stored_image(&manifest), false);
+            let pinned = self.runtime.join(manifest.reference());
+            if pinned.exists() {
+                protect(&pinned, false);
+            }
+        }
+    }
+}
+
+/// Removes a copy in memory, if there is one.
+fn unpin(copy: &Path) -> io::Result<()> {
+    if !copy.exists() {
+        return Ok(());
+    }
+    protect(copy, false);
+    match fs::remove_file(copy) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Makes a file immutable (`chattr +i`), or no longer so: truncating it would end every VM that maps it. Not every file system can.
+fn protect(image: &Path, on: bool) {
+    let set = || -> io::Result<()> {
+        let file = File::open(image)?;
+        let mut flags = ioctl_getflags(&file)?;
+        flags.set(IFlags::IMMUTABLE, on);
+        Ok(ioctl_setflags(&file, flags)?)
+    };
+    if let Err(error) = set() {
+        tracing::debug!(image = %image.display(), %error, "the image is not made immutable");
+    }
+}
+
+/// A build that is under way. Dropped, it is gone.
+#[derive(Debug)]
+pub struct Draft {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl Draft {
+    /// Its directory.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        // Published, it has another name.
+        if self.path.exists() {
+            if let Err(error) = fs::remove_dir_all(&self.path) {
+                tracing::warn!(path = %self.path.display(), %error, "the files of a build that failed are left");
+            }
+        }
+    }
+}

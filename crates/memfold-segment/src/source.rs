@@ -1,0 +1,379 @@
+//! Where the files of a segment come from: a directory, a disk image with a file system, or Debian packages.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use memfold_host::files::program;
+use memfold_host::helper;
+
+use super::SegmentError;
+
+/// How long a program may take that fetches, unpacks or packs.
+const LIMIT: Duration = Duration::from_secs(3600);
+
+/// Magic number of ext2, ext3 and ext4 at byte 1080 (`fs/ext4/ext4.h`).
+const EXT_MAGIC: (u64, [u8; 2]) = (1080, [0x53, 0xEF]);
+/// Of EROFS at byte 1024 (`fs/erofs/erofs_fs.h`).
+pub const EROFS_MAGIC: (u64, [u8; 4]) = (1024, [0xE2, 0xE1, 0xF5, 0xE0]);
+/// Of QEMU's format at the beginning (`docs/interop/qcow2.rst`).
+const QCOW_MAGIC: [u8; 4] = *b"QFI\xFB";
+/// Of a partition table, at byte 510.
+const MBR_MAGIC: [u8; 2] = [0x55, 0xAA];
+
+/// Directories of a system whose `/bin`, `/lib`, ... are links into `/usr`, as all of Debian's since 12: packages may still name the old places.
+const MERGED: [&str; 6] = ["bin", "sbin", "lib", "lib32", "lib64", "libx32"];
+
+/// Something to build from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A directory that stands for the guest's root.
+    Directory(PathBuf),
+    /// A raw image of an ext2, ext3 or ext4 file system.
+    Ext(PathBuf),
+    /// An EROFS image.
+    Erofs(PathBuf),
+    /// A package file.
+    PackageFile(PathBuf),
+    /// A package by name, fetched by apt.
+    Package(String),
+}
+
+impl Source {
+    /// Finds out what `text` names: a directory, an image, a `.deb` file, or `package:NAME`.
+    pub fn find(text: &str) -> Result<Self, SegmentError> {
+        let bad = |why: &str| SegmentError::Source {
+            from: text.to_owned(),
+            why: why.to_owned(),
+        };
+        if let Some(name) = text.strip_prefix("package:") {
+            let letters =
+                |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "+-.:".contains(c);
+            if name.is_empty() || !name.chars().all(letters) || name.starts_with('-') {
+                return Err(bad("that is no name of a package"));
+            }
+            return Ok(Self::Package(name.to_owned()));
+        }
+        let path = Path::new(text).canonicalize().map_err(|error| {
+            bad(&format!(
+                "{error}; give a directory, a disk image, a .deb file, or package:NAME"
+            ))
+        })?;
+        if path.is_dir() {
+            return Ok(Self::Directory(path));
+        }
+        if path.extension().is_some_and(|e| e == "deb") {
+            return Ok(Self::PackageFile(path));
+        }
+        let file = File::open(&path).map_err(|error| bad(&error.to_string()))?;
+        let is_at = |at: u64, magic: &[u8]| {
+            let mut found = vec![0; magic.len()];
+            file.read_exact_at(&mut found, at).is_ok() && found == magic
+        };
+        if is_at(EXT_MAGIC.0, &EXT_MAGIC.1) {
+            Ok(Self::Ext(path))
+        } else if is_at(EROFS_MAGIC.0, &EROFS_MAGIC.1) {
+            Ok(Self::Erofs(path))
+        } else if is_at(0, &QCOW_MAGIC) {
+            Err(bad(
+                "it is a qcow2 image; make a raw one of it: qemu-img convert -O raw",
+            ))
+        } else if is_at(510, &MBR_MAGIC) {
+            Err(bad(
+                "it has partitions; give an image of the file system alone, as partx and dd cut it out",
+            ))
+        } else {
+            Err(bad(
+                "it holds neither an ext2, ext3 or ext4 nor an EROFS file system",
+            ))
+        }
+    }
+
+    /// The root of its files. What has to be unpacked is unpacked into `room`, which is empty.
+    pub fn open(&self, room: &Path) -> Result<PathBuf, SegmentError> {
+        match self {
+            Self::Directory(path) => return Ok(path.clone()),
+            Self::Ext(image) => super::ext::unpack(image, room)?,
+            Self::Erofs(image) => {
+                let fsck = tool("fsck.erofs", "reads EROFS images", "erofs-utils")?;
+                let into = format!("--extract={}", room.display());
+                let words = [
+                    into.as_ref(),
+                    "--preserve".as_ref(),
+                    "--overwrite".as_ref(),
+                    image.as_os_str(),
+                ];
+                run("fsck.erofs", confined(&fsck, room)?.args(words))?;
+            }
+            Self::PackageFile(file) => unpack_package(file, room)?,
+            Self::Package(name) => {
+                let apt = tool("apt-get", "fetches packages", "apt")?;
+                let place = room.with_extension("packages");
+                fs::create_dir(&place).map_err(failed(&place))?;
+                run(
+                    "apt-get",
+                    Command::new(apt)
+                        .args(["-q", "download", name])
+                        .current_dir(&place),
+                )?;
+                for entry in fs::read_dir(&place).map_err(failed(&place))? {
+                    unpack_package(&entry.map_err(failed(&place))?.path(), room)?;
+                }
+            }
+        }
+        Ok(room.to_owned())
+    }
+}
+
+fn failed(path: &Path) -> impl Fn(io::Error) -> SegmentError {
+    move |source| SegmentError::Files {
+        path: path.into(),
+        source,
+    }
+}
+
+fn unpack_package(file: &Path, room: &Path) -> Result<(), SegmentError> {
+    let dpkg = tool("dpkg-deb", "unpacks packages", "dpkg")?;
+    // By way of tar: `dpkg-deb -x` refuses to write through the links below.
+    for name in MERGED {
+        let (link, place) = (room.join(name), room.join("usr").join(name));
+        if !link.exists() {
+            fs::create_dir_all(&place).map_err(failed(&place))?;
+            std::os::unix::fs::symlink(Path::new("usr").join(name), &link)
+                .map_err(failed(&link))?;
+        }
+    }
+    let tar = tool("tar", "unpacks packages", "tar")?;
+    let mut unpacked = Command::new(dpkg)
+        .arg("--fsys-tarfile")
+        .arg(file)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(failed(file))?;
+    let mut command = confined(&tar, room)?;
+    command
+        .args(["-x", "--numeric-owner", "--keep-directory-symlink", "-C"])
+        .arg(room);
+    if let Some(out) = unpacked.stdout.take() {
+        command.stdin(out);
+    }
+    let taken = run_with_input("tar", &mut command);
+    // With it, our end of the pipe: dpkg-deb would wait for a tar that has failed.
+    drop(command);
+    if taken.is_err() {
+        // It may have hung. Fails only for a child that has ended.
+        let _ = unpacked.kill();
+    }
+    let ended = unpacked.wait().map_err(failed(file))?;
+    taken?;
+    if ended.success() {
+        Ok(())
+    } else {
+        Err(SegmentError::Source {
+            from: file.display().to_string(),
+            why: "dpkg-deb can't read it".into(),
+        })
+    }
+}
+
+/// A program that reads what others have made, guests among them, as root: names in an image or a package may lead anywhere. It sees the host
+/// read-only and without its devices and network, and can write to `room` alone.
+pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
+    let bwrap = tool(
+        "bwrap",
+        "keeps programs that unpack images and packages from writing anywhere else",
+        "bubblewrap",
+    )?;
+    let mut command = Command::new(bwrap);
+    command
+        .args([
+            "--ro-bind",
+            "/",
+            "/",
+            "--dev",
+            "/dev",
+            "--proc",
+            "/proc",
+            "--bind",
+        ])
+        .args([room, room])
+        // Files keep their owners.
+        .args([
+            "--cap-add",
+            "ALL",
+            "--unshare-net",
+            "--unshare-pid",
+            "--unshare-ipc",
+        ])
+        .args(["--die-with-parent", "--chdir", "/", "--"])
+        .arg(program);
+    Ok(command)
+}
+
+/// Where a program is.
+pub fn tool(
+    name: &'static str,
+    what: &'static str,
+    package: &'static str,
+) -> Result<PathBuf, SegmentError> {
+    program(name).ok_or(SegmentError::Missing {
+        program: name,
+        what,
+        package,
+    })
+}
+
+/// Runs a program; what it wrote to standard error.
+pub fn run(name: &'static str, command: &mut Command) -> Result<String, SegmentError> {
+    run_with_input(name, command.stdin(Stdio::null()))
+}
+
+fn run_with_input(name: &'static str, command: &mut Command) -> Result<String, SegmentError> {
+    let why = |why: String| SegmentError::Tool { program: name, why };
+    let child = command
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .process_group(0)
+        .spawn()
+        .map_err(|error| why(error.to_string()))?;
+    let done = helper::output_of(child, LIMIT).map_err(|error| why(error.to_string()))?;
+    let said = String::from_utf8_lossy(&done.stderr).trim().to_owned();
+    let ended = done.status;
+    if ended.success() {
+        Ok(said)
+    } else {
+        let tail: Vec<&str> = said.lines().rev().take(3).collect();
+        let words: Vec<&str> = tail.into_iter().rev().collect();
+        Err(why(format!("{} ({ended})", words.join("; "))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn what_a_source_is_decides_its_bytes_and_what_it_is_not_is_said() {
+        let place = tempfile::tempdir().unwrap();
+        let image = |name: &str, at: u64, magic: &[u8]| {
+            let path = place.path().join(name);
+            let mut file = File::create(&path).unwrap();
+            file.set_len(4096).unwrap();
+            file.write_all_at(magic, at).unwrap();
+            file.flush().unwrap();
+            Source::find(path.to_str().unwrap())
+        };
+        assert!(matches!(
+            image("e", 1080, &[0x53, 0xEF]),
+            Ok(Source::Ext(_))
+        ));
+        assert!(matches!(
+            image("r", 1024, &EROFS_MAGIC.1),
+            Ok(Source::Erofs(_))
+        ));
+        assert!(matches!(
+            image("p.deb", 0, b"!<arch>"),
+            Ok(Source::PackageFile(_))
+        ));
+        for (name, at, magic, word) in [
+            ("q", 0, &QCOW_MAGIC[..], "qemu-img"),
+            ("m", 510, &MBR_MAGIC[..], "partitions"),
+            ("n", 0, &b"nothing"[..], "neither"),
+        ] {
+            let text = image(name, at, magic).unwrap_err().to_string();
+            assert!(text.contains(word), "{text}");
+        }
+        assert!(matches!(
+            Source::find("package:apache2"),
+            Ok(Source::Package(_))
+        ));
+        for (bad, why) in [
+            ("package:", "no name of a package"),
+            ("package:-o", "no name of a package"),
+            ("package:a b", "no name of a package"),
+            ("/nowhere", "give a directory, a disk image"),
+        ] {
+            let error = Source::find(bad).unwrap_err().to_string();
+            assert!(error.contains(why), "{bad}: {error}");
+        }
+        assert_eq!(
+            Source::find(place.path().to_str().unwrap()).unwrap(),
+            Source::Directory(place.path().canonicalize().unwrap())
+        );
+    }
+
+    #[test]
+    fn what_unpacks_writes_to_its_room_alone() {
+        if program("bwrap").is_none() || !rustix::process::getuid().is_root() {
+            memfold_testkit::skip!("no bwrap (package bubblewrap), or not root");
+        }
+        let (room, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let script = format!(
+            "echo in > {0}/file; ln -s {1} {0}/link; echo out > {0}/link/file; echo out > {1}/file; chown 7 {0}/file",
+            room.path().display(),
+            other.path().display()
+        );
+        let mut shell = confined(Path::new("/bin/sh"), room.path()).unwrap();
+        let _ = run("sh", shell.args(["-c", &script]));
+        assert_eq!(
+            fs::read_to_string(room.path().join("file")).unwrap(),
+            "in\n"
+        );
+        assert_eq!(fs::read_dir(other.path()).unwrap().count(), 0);
+        let facts = fs::metadata(room.path().join("file")).unwrap();
+        assert_eq!(std::os::unix::fs::MetadataExt::uid(&facts), 7);
+    }
+
+    #[test]
+    fn packages_are_unpacked_into_one_tree_with_usr_merged() {
+        if program("dpkg-deb").is_none()
+            || program("bwrap").is_none()
+            || !rustix::process::getuid().is_root()
+        {
+            memfold_testkit::skip!("no dpkg-deb or no bwrap, or not root");
+        }
+        let place = tempfile::tempdir().unwrap();
+        for (name, directory) in [("one", "usr/lib/one"), ("two", "lib/two")] {
+            let root = place.path().join(name);
+            fs::create_dir_all(root.join("DEBIAN")).unwrap();
+            fs::create_dir_all(root.join(directory)).unwrap();
+            fs::write(root.join(directory).join("file"), name).unwrap();
+            let control = format!(
+                "Package: {name}\nVersion: 1\nArchitecture: all\nMaintainer: a\nDescription: a\n"
+            );
+            fs::write(root.join("DEBIAN/control"), control).unwrap();
+            run(
+                "dpkg-deb",
+                Command::new("dpkg-deb").arg("--build").arg(&root),
+            )
+            .unwrap();
+        }
+        let room = place.path().join("room");
+        fs::create_dir(&room).unwrap();
+        for name in ["one.deb", "two.deb"] {
+            let source = Source::find(place.path().join(name).to_str().unwrap()).unwrap();
+            assert_eq!(source.open(&room).unwrap(), room);
+        }
+        for name in ["one", "two"] {
+            let file = room.join("usr/lib").join(name).join("file");
+            assert_eq!(fs::read_to_string(file).unwrap(), name);
+        }
+    }
+
+    #[test]
+    fn the_last_words_of_a_program_that_fails_are_told() {
+        let error = run(
+            "sh",
+            Command::new("sh").args(["-c", "echo one >&2; echo two >&2; exit 3"]),
+        );
+        let text = error.unwrap_err().to_string();
+        assert!(text.contains("one; two") && text.contains('3'), "{text}");
+    }
+}

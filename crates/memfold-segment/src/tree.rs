@@ -1,0 +1,464 @@
+//! The files that go into a segment: chosen, copied to a place of their own, and summed up.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
+use memfold_host::progress::Progress;
+use rustix::fs::{AtFlags, CWD, FileType, Timespec, Timestamps, XattrFlags};
+
+use super::SegmentError;
+
+/// Extended attributes that are carried over: what the kernel acts on when a file is used.
+pub const ATTRIBUTES: [&str; 3] = [
+    "security.capability",
+    "system.posix_acl_access",
+    "system.posix_acl_default",
+];
+
+/// Longest value of an extended attribute (`XATTR_SIZE_MAX`).
+const MAX_ATTRIBUTE: usize = 64 << 10;
+
+/// Bytes that are copied at once.
+const PIECE: usize = 1 << 20;
+
+/// Which files are wanted. Paths begin with a slash, as guests see them.
+#[derive(Debug)]
+pub struct Filter {
+    include: GlobSet,
+    exclude: GlobSet,
+    /// If set, of regular files only these.
+    only: Option<std::collections::BTreeSet<Vec<u8>>>,
+}
+
+impl Filter {
+    /// `include`: globs, of which one has to match; none: everything. `exclude` is stronger.
+    pub fn new(include: &[String], exclude: &[String]) -> Result<Self, SegmentError> {
+        let all = ["/**".to_owned()];
+        let include = if include.is_empty() { &all } else { include };
+        Ok(Self {
+            include: globs(include)?,
+            exclude: globs(exclude)?,
+            only: None,
+        })
+    }
+
+    /// Takes of regular files only `paths`, each beginning with a slash.
+    #[must_use]
+    pub fn only(mut self, paths: impl IntoIterator<Item = Vec<u8>>) -> Self {
+        self.only = Some(paths.into_iter().collect());
+        self
+    }
+
+    fn wants(&self, path: &Path, is_file: bool) -> bool {
+        let listed = || {
+            !is_file
+                || self
+                    .only
+                    .as_ref()
+                    .is_none_or(|only| only.contains(path.as_os_str().as_bytes()))
+        };
+        self.include.is_match(path) && !self.exclude.is_match(path) && listed()
+    }
+}
+
+/// Globs of paths, each beginning with a slash.
+pub fn globs(texts: &[String]) -> Result<GlobSet, SegmentError> {
+    let bad = |text: &str, why: &dyn std::fmt::Display| {
+        SegmentError::Name(format!("'{text}' is no glob of paths: {why}"))
+    };
+    let mut set = GlobSetBuilder::new();
+    for text in texts {
+        if !text.starts_with('/') {
+            return Err(bad(
+                text,
+                &"it has to begin with a slash, as in '/usr/lib/**'",
+            ));
+        }
+        let glob = GlobBuilder::new(text)
+            .literal_separator(true)
+            .build()
+            .map_err(|error| bad(text, &error))?;
+        set.add(glob);
+    }
+    set.build()
+        .map_err(|error| SegmentError::Name(error.to_string()))
+}
+
+/// What one entry is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Directory,
+    File,
+    Link,
+    Device,
+}
+
+/// One entry of the chosen tree.
+#[derive(Clone, Debug)]
+struct Entry {
+    /// Relative to the root.
+    path: PathBuf,
+    kind: Kind,
+    facts: fs::Metadata,
+}
+
+/// The chosen part of a tree.
+#[derive(Debug)]
+pub struct Tree {
+    root: PathBuf,
+    /// By path: directories before what is in them.
+    entries: Vec<Entry>,
+}
+
+/// What a tree holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Contents {
+    /// BLAKE3 over everything, 64 hexadecimal digits.
+    pub digest: String,
+    /// Regular files, each name counted.
+    pub files: u64,
+    /// Bytes of regular files, of one with several names once.
+    pub bytes: u64,
+}
+
+impl Tree {
+    /// What `filter` chooses below `root`. Directories come along when something in them is chosen, all of them with `everything`.
+    pub fn choose(root: &Path, filter: &Filter, everything: bool) -> io::Result<Self> {
+        let mut entries = Vec::new();
+        walk(root, Path::new(""), filter, everything, &mut entries)?;
+        // By bytes: the order of the file system is not part of what is built.
+        entries.sort_by(|a, b| {
+            a.path
+                .as_os_str()
+                .as_bytes()
+                .cmp(b.path.as_os_str().as_bytes())
+        });
+        Ok(Self {
+            root: root.to_owned(),
+            entries,
+        })
+    }
+
+    /// Whether nothing but directories was chosen.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries
+            .iter()
+            .all(|entry| entry.kind == Kind::Directory)
+    }
+
+    /// The first directories of the tree, each beginning with a slash.
+    #[must_use]
+    pub fn tops(&self) -> Vec<String> {
+        let is_top =
+            |entry: &&Entry| entry.kind == Kind::Directory && entry.path.components().count() == 1;
+        self.entries
+            .iter()
+            .filter(is_top)
+            .filter_map(|entry| Some(format!("/{}", entry.path.to_str()?)))
+            .collect()
+    }
+
+    /// Copies the tree into `to`, which is empty, with owners, modes, times, links and the attributes that matter.
+    pub fn copy(&self, to: &Path, progress: &Progress) -> io::Result<Contents> {
+        let bytes = self.entries.iter().filter(|e| e.kind == Kind::File);
+        progress.begin("files copied", bytes.map(|e| e.facts.len()).sum());
+        let mut sum = blake3::Hasher::new();
+        let mut contents = Contents {
+            digest: String::new(),
+            files: 0,
+            bytes: 0,
+        };
+        let mut first_names: HashMap<(u64, u64), PathBuf> = HashMap::new();
+        for entry in &self.entries {
+            let (from, place) = (self.root.join(&entry.path), to.join(&entry.path));
+            let at = |error: io::Error| {
+                io::Error::new(error.kind(), format!("{}: {error}", from.display()))
+            };
+            note(&mut sum, entry);
+            match entry.kind {
+                Kind::Directory => fs::create_dir(&place).map_err(at)?,
+                Kind::File => {
+                    contents.files += 1;
+                    let inode = (entry.facts.dev(), entry.facts.ino());
+                    if entry.facts.nlink() > 1 {
+                        if let Some(first) = first_names.get(&inode) {
+                            sum.update(b"=").update(first.as_os_str().as_bytes());
+                            fs::hard_link(to.join(first), &place).map_err(at)?;
+                            continue;
+                        }
+                        first_names.insert(inode, entry.path.clone());
+                    }
+                    contents.bytes += copy_file(&from, &place, &mut sum, progress).map_err(at)?;
+                }
+                Kind::Link => {
+                    let target = fs::read_link(&from).map_err(at)?;
+                    sum.update(target.as_os_str().as_bytes());
+                    std::os::unix::fs::symlink(target, &place).map_err(at)?;
+                }
+                Kind::Device => {
+                    let kind = FileType::from_raw_mode(entry.facts.mode());
+                    let mode = rustix::fs::Mode::from_raw_mode(entry.facts.mode() & 0o7777);
+                    sum.update(&entry.facts.rdev().to_le_bytes());
+                    rustix::fs::mknodat(CWD, &place, kind, mode, entry.facts.rdev())
+                        .map_err(|errno| at(errno.into()))?;
+                }
+            }
+            attributes(&from, &place, entry, &mut sum).map_err(at)?;
+        }
+        // Last, and from the inside: what is made in a directory changes its time.
+        for entry in self.entries.iter().rev() {
+            set_times(&to.join(&entry.path), &entry.facts)?;
+        }
+        contents.digest = sum.finalize().to_hex().to_string();
+        Ok(contents)
+    }
+}
+
+fn walk(
+    root: &Path,
+    below: &Path,
+    filter: &Filter,
+    everything: bool,
+    entries: &mut Vec<Entry>,
+) -> io::Result<()> {
+    let place = root.join(below);
+    let named =
+        |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", place.display()));
+    for entry in fs::read_dir(&place).map_err(named)? {
+        let entry = entry.map_err(named)?;
+        let path = below.join(entry.file_name());
+        let facts = entry.metadata().map_err(named)?;
+        let kind = match facts.file_type() {
+            t if t.is_dir() => Kind::Directory,
+            t if t.is_file() => Kind::File,
+            t if t.is_symlink() => Kind::Link,
+            _ if FileType::from_raw_mode(facts.mode()) == FileType::Socket => continue,
+            _ => Kind::Device,
+        };
+        let seen = Path::new("/").join(&path);
+        if kind == Kind::Directory {
+            let before = entries.len();
+            entries.push(Entry {
+                path: path.clone(),
+                kind,
+                facts,
+            });
+            walk(root, &path, filter, everything, entries)?;
+            let is_used = entries.len() > before + 1;
+            if !(is_used || everything && filter.wants(&seen, false)) {
+                entries.truncate(before);
+            }
+        } else if filter.wants(&seen, kind == Kind::File) {
+            entries.push(Entry { path, kind, facts });
+        }
+    }
+    Ok(())
+}
+
+/// Adds what an entry is, apart from its bytes, so that no two trees give the same sum.
+fn note(sum: &mut blake3::Hasher, entry: &Entry) {
+    let facts = &entry.facts;
+    let path = entry.path.as_os_str().as_bytes();
+    sum.update(&(path.len() as u64).to_le_bytes()).update(path);
+    for number in [facts.mode(), facts.uid(), facts.gid()] {
+        sum.update(&number.to_le_bytes());
+    }
+    // Where it lies decides how long a directory or a link is.
+    if entry.kind == Kind::File {
+        sum.update(&facts.len().to_le_bytes());
+    }
+    for number in [facts.mtime(), facts.mtime_nsec()] {
+        sum.update(&number.to_le_bytes());
+    }
+}
+
+fn copy_file(
+    from: &Path,
+    to: &Path,
+    sum: &mut blake3::Hasher,
+    progress: &Progress,
+) -> io::Result<u64> {
+    let nofollow = i32::try_from(rustix::fs::OFlags::NOFOLLOW.bits()).unwrap_or(0);
+    let mut from = File::options()
+        .read(true)
+        .custom_flags(nofollow)
+        .open(from)?;
+    let mut to = File::options().write(true).create_new(true).open(to)?;
+    let mut piece = vec![0; PIECE];
+    let mut done = 0;
+    loop {
+        let length = from.read(&mut piece)?;
+        if length == 0 {
+            return Ok(done);
+        }
+        sum.update(&piece[..length]);
+        to.write_all(&piece[..length])?;
+        done += length as u64;
+        progress.add(length as u64);
+    }
+}
+
+/// Owner, mode and extended attributes.
+fn attributes(from: &Path, to: &Path, entry: &Entry, sum: &mut blake3::Hasher) -> io::Result<()> {
+    let facts = &entry.facts;
+    std::os::unix::fs::lchown(to, Some(facts.uid()), Some(facts.gid()))?;
+    if entry.kind == Kind::Link {
+        return Ok(());
+    }
+    // Behind the owner, whose change takes set-user-ID and capabilities away.
+    fs::set_permissions(to, fs::Permissions::from_mode(facts.mode() & 0o7777))?;
+    for name in ATTRIBUTES {
+        let mut value = vec![0; MAX_ATTRIBUTE];
+        match rustix::fs::lgetxattr(from, name, &mut value[..]) {
+            Ok(length) => {
+                value.truncate(length);
+                sum.update(name.as_bytes())
+                    .update(&(length as u64).to_le_bytes())
+                    .update(&value);
+                rustix::fs::lsetxattr(to, name, &value, XattrFlags::empty())?;
+            }
+            Err(rustix::io::Errno::NODATA | rustix::io::Errno::NOTSUP) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
+}
+
+fn set_times(place: &Path, facts: &fs::Metadata) -> io::Result<()> {
+    let time = Timespec {
+        tv_sec: facts.mtime(),
+        tv_nsec: facts.mtime_nsec(),
+    };
+    let times = Timestamps {
+        last_access: time,
+        last_modification: time,
+    };
+    rustix::fs::utimensat(CWD, place, &times, AtFlags::SYMLINK_NOFOLLOW)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn filled(root: &Path) {
+        fs::create_dir_all(root.join("usr/lib/empty")).unwrap();
+        fs::create_dir_all(root.join("etc")).unwrap();
+        fs::write(root.join("usr/lib/a.so"), vec![7; 5000]).unwrap();
+        fs::hard_link(root.join("usr/lib/a.so"), root.join("usr/lib/b.so")).unwrap();
+        std::os::unix::fs::symlink("a.so", root.join("usr/lib/c.so")).unwrap();
+        fs::write(root.join("etc/passwd"), "x").unwrap();
+        fs::set_permissions(
+            root.join("usr/lib/a.so"),
+            fs::Permissions::from_mode(0o4755),
+        )
+        .unwrap();
+        for path in [
+            "usr/lib/a.so",
+            "usr/lib/c.so",
+            "usr/lib",
+            "usr",
+            "etc/passwd",
+            "etc",
+        ] {
+            let time = Timespec {
+                tv_sec: 1000,
+                tv_nsec: 5,
+            };
+            let times = Timestamps {
+                last_access: time,
+                last_modification: time,
+            };
+            rustix::fs::utimensat(CWD, root.join(path), &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
+        }
+    }
+
+    fn built(root: &Path, include: &[&str]) -> (tempfile::TempDir, Contents, Tree) {
+        let include: Vec<String> = include.iter().map(ToString::to_string).collect();
+        let filter = Filter::new(&include, &[]).unwrap();
+        let tree = Tree::choose(root, &filter, false).unwrap();
+        let to = tempfile::tempdir().unwrap();
+        let contents = tree.copy(to.path(), &Progress::default()).unwrap();
+        (to, contents, tree)
+    }
+
+    #[test]
+    fn a_copy_has_what_was_chosen_with_modes_times_and_links() {
+        let from = tempfile::tempdir().unwrap();
+        filled(from.path());
+        let (to, contents, tree) = built(from.path(), &["/usr/**"]);
+        assert_eq!((contents.files, contents.bytes), (2, 5000));
+        assert_eq!(tree.tops(), ["/usr"]);
+        assert!(!to.path().join("etc").exists() && !to.path().join("usr/lib/empty").exists());
+        let a = fs::metadata(to.path().join("usr/lib/a.so")).unwrap();
+        let b = fs::metadata(to.path().join("usr/lib/b.so")).unwrap();
+        assert_eq!((a.ino(), a.mode() & 0o7777), (b.ino(), 0o4755));
+        assert_eq!((a.mtime(), a.mtime_nsec()), (1000, 5));
+        let directory = fs::metadata(to.path().join("usr/lib")).unwrap();
+        assert_eq!(directory.mtime(), 1000);
+        assert_eq!(
+            fs::read_link(to.path().join("usr/lib/c.so")).unwrap(),
+            Path::new("a.so")
+        );
+    }
+
+    #[test]
+    fn the_same_files_have_the_same_digest_and_any_change_has_another() {
+        let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        filled(one.path());
+        filled(two.path());
+        let digest = |root: &Path| built(root, &["/usr/**"]).1.digest;
+        let first = digest(one.path());
+        assert_eq!(first, digest(two.path()));
+        fs::write(two.path().join("etc/passwd"), "other").unwrap();
+        assert_eq!(
+            first,
+            digest(two.path()),
+            "what was not chosen does not count"
+        );
+        let c = two.path().join("usr/lib/c.so");
+        let time = Timespec {
+            tv_sec: 1001,
+            tv_nsec: 5,
+        };
+        let times = Timestamps {
+            last_access: time,
+            last_modification: time,
+        };
+        rustix::fs::utimensat(CWD, &c, &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
+        assert_ne!(first, digest(two.path()));
+    }
+
+    #[test]
+    fn only_listed_files_are_taken_and_links_stay() {
+        let from = tempfile::tempdir().unwrap();
+        filled(from.path());
+        let filter = Filter::new(&[], &[])
+            .unwrap()
+            .only([b"/usr/lib/b.so".to_vec()]);
+        let tree = Tree::choose(from.path(), &filter, false).unwrap();
+        let names: Vec<_> = tree
+            .entries
+            .iter()
+            .map(|e| e.path.display().to_string())
+            .collect();
+        assert_eq!(names, ["usr", "usr/lib", "usr/lib/b.so", "usr/lib/c.so"]);
+    }
+
+    #[test]
+    fn globs_begin_with_a_slash() {
+        let refusal = |glob: &str| {
+            let error = Filter::new(&[glob.to_owned()], &[]).unwrap_err();
+            error.to_string()
+        };
+        assert!(refusal("usr/**").contains("begin with a slash"));
+        assert!(!refusal("/usr/[").contains("begin with a slash"));
+        Filter::new(&["/usr/**".into()], &[]).unwrap();
+    }
+}

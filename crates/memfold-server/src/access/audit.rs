@@ -1,0 +1,480 @@
+//! The audit log: who did what, when, with which outcome.
+//!
+//! Lines of JSON in `audit.jsonl`, for root alone; when that file has [`FILE_LIMIT`] bytes it becomes `audit.old.jsonl`, which is removed then.
+//! What has been read by somebody is not noted, nor scripts and QEMU's arguments, which may hold secrets.
+
+use std::collections::BTreeMap;
+use std::fs::{File, Permissions};
+use std::io::{self, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use axum::http::Method;
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tracing::warn;
+use utoipa::ToSchema;
+
+use super::Role;
+
+/// Where it is read.
+pub(super) const PATH: &str = "/v1/audit";
+/// Longest file in bytes; there are two.
+const FILE_LIMIT: u64 = 2 << 20;
+/// Longest path that is noted, in characters.
+const PATH_LIMIT: usize = 200;
+/// Longest text of a detail, in characters.
+const TEXT_LIMIT: usize = 100;
+/// Refusals that are noted in a minute; more are counted.
+const REFUSALS_A_MINUTE: u32 = 60;
+
+/// What of a request's body and query is noted, if it is a number, a truth value or a short text.
+const DETAILS: &[&str] = &[
+    "advisor",
+    "announce",
+    "bytes",
+    "cleartext",
+    "compress",
+    "content",
+    "cover_percent",
+    "cpu_percent",
+    "despite_brake",
+    "disks",
+    "domain",
+    "drop_s",
+    "durability",
+    "for_vms",
+    "force",
+    "from_boot_snapshot",
+    "host",
+    "keep",
+    "keep_clock",
+    "least_bytes",
+    "leave_percent",
+    "listen",
+    "live",
+    "max_bytes",
+    "memory",
+    "name",
+    "no_lay",
+    "one_domain",
+    "pages_per_second",
+    "paused",
+    "pinned",
+    "prefetch",
+    "qmp",
+    "renew",
+    "reserve",
+    "role",
+    "root",
+    "seconds",
+    "segment",
+    "stripes",
+    "target_s",
+    "timeout_s",
+    "top_files_bytes",
+    "transport",
+    "trust_domain",
+    "unmerge",
+    "vm",
+    "writer",
+];
+
+/// What a refusal said, on its response.
+#[derive(Clone, Debug)]
+pub(crate) struct Told(pub String);
+
+/// The session that has begun, on its response: its name, and what it may.
+#[derive(Clone, Debug)]
+pub(crate) struct NewSession(pub String, pub Role);
+
+/// A request for a change.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked<'a> {
+    pub method: &'a Method,
+    pub path: &'a str,
+    /// What follows the path, as it came.
+    pub query: &'a str,
+    pub body: &'a [u8],
+}
+
+/// Something that somebody did, or was refused.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct AuditEntry {
+    /// When it ended, seconds since 1970.
+    pub at_unix_s: f64,
+    /// Who: user and process behind the Unix socket; session or token, and address, behind TCP.
+    pub who: String,
+    /// As what; null: as nobody in particular (a login, or a refusal).
+    pub role: Option<Role>,
+    /// The method of the interface.
+    pub method: String,
+    /// Its path.
+    pub path: String,
+    /// Details of the request that are no secrets.
+    #[serde(default)]
+    #[schema(value_type = Object)]
+    pub details: BTreeMap<String, Value>,
+    /// The answer's status; 200: done.
+    pub status: u16,
+    /// Why it wasn't done.
+    #[serde(default)]
+    pub error: Option<String>,
+    /// How long it took.
+    pub took_ms: u64,
+    /// Refusals before this one that were too many to be noted.
+    #[serde(default)]
+    pub not_noted: u64,
+}
+
+#[derive(Debug)]
+struct Refusals {
+    minute: Instant,
+    noted: u32,
+    passed_over: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Audit {
+    directory: PathBuf,
+    /// Held while a line is written.
+    writing: Mutex<()>,
+    refusals: Mutex<Refusals>,
+}
+
+impl Audit {
+    pub(super) fn new(directory: PathBuf) -> Self {
+        Self {
+            directory,
+            writing: Mutex::default(),
+            refusals: Mutex::new(Refusals {
+                minute: Instant::now(),
+                noted: 0,
+                passed_over: 0,
+            }),
+        }
+    }
+
+    fn file(&self) -> PathBuf {
+        self.directory.join("audit.jsonl")
+    }
+
+    fn old_file(&self) -> PathBuf {
+        self.directory.join("audit.old.jsonl")
+    }
+
+    /// Notes a change, done or failed.
+    pub(super) fn changed(
+        &self,
+        (who, role): (&str, Option<Role>),
+        asked: &Asked<'_>,
+        response: &Response,
+        took: Duration,
+    ) {
+        // Whoever may not operate could fill the log, and so push out what operators did.
+        let begun = response.extensions().get::<NewSession>();
+        let operates =
+            role == Some(Role::Operate) || begun.is_some_and(|begun| begun.1 == Role::Operate);
+        let mut not_noted = 0;
+        if !operates {
+            match self.may_note() {
+                Some(count) => not_noted = count,
+                None => return,
+            }
+        }
+        let mut details = details(asked);
+        if let Some(NewSession(label, role)) = response.extensions().get() {
+            details.insert("begins".into(), label.as_str().into());
+            details.insert("role".into(), role.name().into());
+        }
+        self.write(&AuditEntry {
+            role,
+            details,
+            not_noted,
+            ..entry(who, asked.method, asked.path, response, took)
+        });
+    }
+
+    /// Logs that a connection came to nothing before there was any request, unless there are too many of these.
+    pub(super) fn failed_hello(&self, from: std::net::IpAddr, why: &str) {
+        if let Some(not_noted) = self.may_note() {
+            warn!(%from, why, not_noted, "a connection over TLS was refused");
+        }
+    }
+
+    /// Notes that somebody was not let in.
+    pub(super) fn refused(
+        &self,
+        who: &str,
+        method: &Method,
+        path: &str,
+        response: &Response,
+        took: Duration,
+    ) {
+        let Some(not_noted) = self.may_note() else {
+            return;
+        };
+        self.write(&AuditEntry {
+            not_noted,
+            ..entry(who, method, path, response, took)
+        });
+    }
+
+    /// Whether one more refusal is noted, and how many weren't before it.
+    fn may_note(&self) -> Option<u64> {
+        let mut refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
+        if refusals.minute.elapsed() >= Duration::from_secs(60) {
+            refusals.minute = Instant::now();
+            refusals.noted = 0;
+        }
+        if refusals.noted >= REFUSALS_A_MINUTE {
+            refusals.passed_over += 1;
+            return None;
+        }
+        refusals.noted += 1;
+        Some(std::mem::take(&mut refusals.passed_over))
+    }
+
+    fn write(&self, entry: &AuditEntry) {
+        // A disk may be slow; others' requests go on meanwhile, also beside those that wait to write.
+        let appended = tokio::task::block_in_place(|| {
+            let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+            self.append(entry)
+        });
+        if let Err(error) = appended {
+            warn!(path = %self.file().display(), %error, "the audit log can't be written");
+        }
+    }
+
+    fn append(&self, entry: &AuditEntry) -> io::Result<()> {
+        let path = self.file();
+        std::fs::create_dir_all(&self.directory)?;
+        if std::fs::metadata(&path).is_ok_and(|facts| facts.len() >= FILE_LIMIT) {
+            std::fs::rename(&path, self.old_file())?;
+        }
+        let mut line = serde_json::to_vec(entry)?;
+        line.push(b'\n');
+        let mut file = File::options()
+            .create(true)
+            .append(true)
+            .mode(0o600)
+            .open(&path)?;
+        file.set_permissions(Permissions::from_mode(0o600))?;
+        file.write_all(&line)
+    }
+
+    /// The last entries, newest first.
+    pub(crate) fn last(&self, count: usize) -> io::Result<Vec<AuditEntry>> {
+        let mut found = Vec::new();
+        for path in [self.file(), self.old_file()] {
+            let text = match read(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                text => text?,
+            };
+            let lines = text.rsplit(|&byte| byte == b'\n');
+            // A line that was cut off with its daemon is passed over.
+            let entries = lines.filter_map(|line| serde_json::from_slice(line).ok());
+            found.extend(entries.take(count - found.len()));
+            if found.len() == count {
+                break;
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// A whole file of the log; what is beyond its limit by more than a line isn't ours.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    use std::io::Read as _;
+    let mut bytes = Vec::new();
+    File::open(path)?
+        .take(2 * FILE_LIMIT)
+        .read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn entry(
+    who: &str,
+    method: &Method,
+    path: &str,
+    response: &Response,
+    took: Duration,
+) -> AuditEntry {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let told = response.extensions().get::<Told>();
+    AuditEntry {
+        at_unix_s: now.map_or(0.0, |t| t.as_millis() as f64 / 1e3),
+        who: who.to_owned(),
+        role: None,
+        method: method.to_string(),
+        path: path.chars().take(PATH_LIMIT).collect(),
+        details: BTreeMap::new(),
+        status: response.status().as_u16(),
+        error: told.map(|told| told.0.clone()),
+        took_ms: u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
+        not_noted: 0,
+    }
+}
+
+fn details(asked: &Asked<'_>) -> BTreeMap<String, Value> {
+    let fields = match serde_json::from_slice(asked.body) {
+        Ok(Value::Object(fields)) => fields,
+        _ => serde_json::Map::new(),
+    };
+    let pairs = asked
+        .query
+        .split('&')
+        .filter_map(|pair| pair.split_once('='));
+    // `true` and numbers are what they are in a body.
+    let pairs = pairs.map(|(key, value)| {
+        let value = serde_json::from_str(value).unwrap_or_else(|_| value.into());
+        (key.to_owned(), value)
+    });
+    let harmless = |(key, value): &(String, Value)| {
+        let short = match value {
+            Value::Bool(_) | Value::Number(_) => true,
+            Value::String(text) => text.len() <= TEXT_LIMIT,
+            _ => false,
+        };
+        short && DETAILS.contains(&key.as_str())
+    };
+    pairs.chain(fields).filter(harmless).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::response::IntoResponse;
+
+    fn done(audit: &Audit, path: &str, body: &str) {
+        let response = ().into_response();
+        let who = ("uid 0", Some(Role::Operate));
+        let took = Duration::from_millis(7);
+        let (path, query) = path.split_once('?').unwrap_or((path, ""));
+        let asked = Asked {
+            method: &Method::POST,
+            path,
+            query,
+            body: body.as_bytes(),
+        };
+        audit.changed(who, &asked, &response, took);
+    }
+
+    #[test]
+    fn who_did_what_with_which_outcome_is_noted_and_secrets_are_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let audit = Audit::new(directory.path().join("records"));
+        done(
+            &audit,
+            "/v1/vms/web/exec",
+            r#"{"script": "passwd", "timeout_s": 3}"#,
+        );
+        let mut response = axum::http::StatusCode::CONFLICT.into_response();
+        response.extensions_mut().insert(Told("it is used".into()));
+        let took = Duration::ZERO;
+        audit.refused("127.0.0.1", &Method::DELETE, "/v1/x", &response, took);
+        let last = audit.last(10).unwrap();
+        assert_eq!(last.len(), 2);
+        assert_eq!(last[0].error.as_deref(), Some("it is used"));
+        assert_eq!((last[0].status, last[0].role), (409, None));
+        assert_eq!((last[1].status, last[1].took_ms), (200, 7));
+        assert_eq!(last[1].role, Some(Role::Operate));
+        let details: Vec<&str> = last[1].details.keys().map(String::as_str).collect();
+        assert_eq!(details, ["timeout_s"]);
+        assert_eq!(audit.last(1).unwrap(), last[..1]);
+        let facts = std::fs::metadata(audit.file()).unwrap();
+        assert_eq!(facts.permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn what_was_asked_for_behind_the_path_is_noted_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let audit = Audit::new(directory.path().to_owned());
+        done(
+            &audit,
+            "/v1/vms?despite_brake=true&token=x",
+            r#"{"name": "web"}"#,
+        );
+        let last = audit.last(1).unwrap().remove(0);
+        assert_eq!(last.path, "/v1/vms");
+        let expected = BTreeMap::from([
+            ("despite_brake".to_owned(), Value::Bool(true)),
+            ("name".to_owned(), "web".into()),
+        ]);
+        assert_eq!(last.details, expected);
+    }
+
+    /// What may hold secrets.
+    const LEFT_OUT: [&str; 2] = ["script", "secret"];
+
+    #[test]
+    fn whatever_a_change_may_ask_for_is_noted_or_left_out_on_purpose() {
+        let description = crate::server::openapi();
+        let mut fields = std::collections::BTreeSet::new();
+        for (path, methods) in description["paths"].as_object().unwrap() {
+            for (method, what) in methods.as_object().unwrap() {
+                if method == "get" || path == "/v1/registry" {
+                    continue;
+                }
+                let name = what["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                    .as_str()
+                    .and_then(|name| name.strip_prefix("#/components/schemas/"));
+                let properties = name.map(|name| {
+                    description["components"]["schemas"][name]["properties"]
+                        .as_object()
+                        .unwrap()
+                });
+                let of_body = properties.into_iter().flatten();
+                let lists =
+                    |schema: &Value| schema["type"] == "array" || schema["type"][0] == "array";
+                fields.extend(
+                    of_body
+                        .filter(|(_, schema)| !lists(schema))
+                        .map(|(key, _)| key.clone()),
+                );
+                let of_query = what["parameters"].as_array().into_iter().flatten();
+                fields.extend(
+                    of_query
+                        .filter(|parameter| parameter["in"] == "query")
+                        .map(|parameter| parameter["name"].as_str().unwrap().to_owned()),
+                );
+            }
+        }
+        assert!(fields.contains("despite_brake") && fields.contains("trust_domain"));
+        fields.retain(|field| !DETAILS.contains(&&**field) && !LEFT_OUT.contains(&&**field));
+        assert!(fields.is_empty(), "neither noted nor left out: {fields:?}");
+    }
+
+    #[test]
+    fn the_log_has_two_files_of_bounded_length() {
+        let directory = tempfile::tempdir().unwrap();
+        let audit = Audit::new(directory.path().to_owned());
+        let path = format!("/v1/{}", "x".repeat(10_000));
+        for _ in 0..20_000 {
+            done(&audit, &path, "{}");
+        }
+        let bytes = |path: PathBuf| std::fs::metadata(path).unwrap().len();
+        assert!(bytes(audit.file()) <= FILE_LIMIT + 1000);
+        assert!(bytes(audit.old_file()) <= FILE_LIMIT + 1000);
+        assert_eq!(audit.last(200).unwrap().len(), 200);
+    }
+
+    #[test]
+    fn a_flood_of_refusals_is_counted_and_not_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let audit = Audit::new(directory.path().to_owned());
+        let response = axum::http::StatusCode::UNAUTHORIZED.into_response();
+        let refuse = || audit.refused("::1", &Method::GET, "/v1/vms", &response, Duration::ZERO);
+        for _ in 0..1000 {
+            refuse();
+        }
+        assert_eq!(audit.last(2000).unwrap().len(), 60);
+        let minute_ago = Instant::now().checked_sub(Duration::from_secs(61)).unwrap();
+        audit.refusals.lock().unwrap().minute = minute_ago;
+        refuse();
+        assert_eq!(audit.last(1).unwrap()[0].not_noted, 940);
+    }
+}

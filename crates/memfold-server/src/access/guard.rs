@@ -1,0 +1,479 @@
+//! What every request passes: is it from where it says, who sends it, and may they?
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
+use axum::http::header::{
+    AUTHORIZATION, CACHE_CONTROL, CONTENT_SECURITY_POLICY, COOKIE, REFERRER_POLICY, RETRY_AFTER,
+    WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS,
+};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
+use axum::middleware::Next;
+use axum::response::Response;
+use memfold_api::REGISTRY_PATH;
+
+use super::audit::Asked;
+use super::origin::{OWN_HEADER, host_is_ours, is_same_origin};
+use super::{Access, Peer, Role, Told, Why};
+use crate::server::{MAX_BODY, refusal, refusal_with_hint};
+use crate::{planning, session, web};
+
+/// Longest body of a login: a token or a code, and what JSON needs around it.
+const MOST_OF_A_LOGIN: usize = 4 << 10;
+/// How long a request's body may take.
+const BODY_TIME: Duration = Duration::from_secs(30);
+
+/// Scripts, styles and data from here alone; no inline script, no frame around us, nothing sent elsewhere.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
+     base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+/// Who sends a request that was let in.
+#[derive(Clone, Debug)]
+pub(crate) struct Visitor {
+    /// What they may.
+    pub role: Role,
+    /// Who, for the audit log.
+    pub who: String,
+    /// The session's cookie, if they came with one.
+    pub cookie: Option<String>,
+    /// By what way: `socket` or `tcp`.
+    pub via: &'static str,
+    /// The host whose token they came with.
+    pub host: Option<String>,
+}
+
+/// Lets a request in or refuses it, and notes every change and every refusal.
+pub(crate) async fn guard(
+    State(access): State<Arc<Access>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let began = Instant::now();
+    let Some(peer) = request.extensions_mut().remove::<Peer>() else {
+        return refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "no peer: this is a mistake in memfold",
+        );
+    };
+    let path = request.uri().path().to_owned();
+    let query = request.uri().query().unwrap_or_default().to_owned();
+    let method = request.method().clone();
+    let mut response = match admit(&access, &peer, &request) {
+        Err(refused) => {
+            let who = match &peer {
+                Peer::Unix { who, .. } => who.clone(),
+                Peer::Tcp { address, .. } => address.ip().to_string(),
+            };
+            access.refused.add(Why::of(refused.status()));
+            access
+                .audit()
+                .refused(&who, &method, &path, &refused, began.elapsed());
+            *refused
+        }
+        Ok(visitor) if is_change(&method) => {
+            let who = visitor
+                .as_ref()
+                .map_or_else(|| login_name(&peer), |v| v.who.clone());
+            let role = visitor.as_ref().map(|v| v.role);
+            let most = match path.as_str() {
+                planning::PLACE_PATH => planning::MOST_FINGERPRINTS,
+                // Of whom nobody knows yet who it is.
+                session::PATH => MOST_OF_A_LOGIN,
+                _ => MAX_BODY,
+            };
+            match whole(request, most).await {
+                Err(refused) => *refused,
+                Ok((mut request, body)) => {
+                    let turn = match turn(&access, &peer, role) {
+                        Ok(turn) => turn,
+                        Err(busy) => return with_headers(*busy, &path),
+                    };
+                    if let Some(visitor) = visitor {
+                        request.extensions_mut().insert(visitor);
+                    }
+                    let (access, path) = (access.clone(), path.clone());
+                    to_the_end(async move {
+                        let _turn = turn;
+                        let response = next.run(request).await;
+                        // A wrong token, or more than one may: the guard doesn't see that.
+                        let status = response.status();
+                        if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+                            access.refused.add(Why::of(status));
+                        }
+                        if path == REGISTRY_PATH {
+                            asked_registry(&access, &who, &method, &response, began.elapsed());
+                            return response;
+                        }
+                        let took = began.elapsed();
+                        // What is longer is fingerprints, which have no details.
+                        let body = if body.len() > MAX_BODY {
+                            &[]
+                        } else {
+                            &body[..]
+                        };
+                        let asked = Asked {
+                            method: &method,
+                            path: &path,
+                            query: &query,
+                            body,
+                        };
+                        let audit = access.audit();
+                        audit.changed((&who, role), &asked, &response, took);
+                        response
+                    })
+                    .await
+                }
+            }
+        }
+        Ok(visitor) => {
+            let role = visitor.as_ref().map(|v| v.role);
+            let turn = match turn(&access, &peer, role) {
+                Ok(turn) => turn,
+                Err(busy) => return with_headers(*busy, &path),
+            };
+            if let Some(visitor) = visitor {
+                request.extensions_mut().insert(visitor);
+            }
+            to_the_end(async move {
+                let _turn = turn;
+                next.run(request).await
+            })
+            .await
+        }
+    };
+    response.extensions_mut().remove::<Told>();
+    with_headers(response, &path)
+}
+
+/// Hosts ask the registry several times a second: what it did is told by `memfold leases`. Who speaks for another host is noted.
+fn asked_registry(
+    access: &Access,
+    who: &str,
+    method: &Method,
+    response: &Response,
+    took: Duration,
+) {
+    if response.status() == StatusCode::FORBIDDEN {
+        let path = REGISTRY_PATH;
+        access.audit().refused(who, method, path, response, took);
+    }
+}
+
+/// Goes on when the peer hangs up: what it has begun goes on, too, so it is noted and keeps its turn.
+async fn to_the_end(work: impl Future<Output = Response> + Send + 'static) -> Response {
+    tokio::spawn(work).await.unwrap_or_else(|_| {
+        refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "a task of the daemon ended unexpectedly",
+        )
+    })
+}
+
+fn login_name(peer: &Peer) -> String {
+    match peer {
+        Peer::Unix { who, .. } => who.clone(),
+        Peer::Tcp { address, .. } => address.ip().to_string(),
+    }
+}
+
+/// Whether a request may change something.
+fn is_change(method: &Method) -> bool {
+    !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
+}
+
+/// The role that a request needs; `None`: anybody may send it.
+fn needed(method: &Method, path: &str) -> Option<Role> {
+    if path == REGISTRY_PATH {
+        return Some(Role::Host);
+    }
+    if path == session::PATH {
+        return (*method != Method::POST).then_some(Role::Read);
+    }
+    if !is_change(method) {
+        if web::is_page(path) {
+            return None;
+        }
+        let secret = path == super::audit::PATH;
+        return Some(if secret { Role::Operate } else { Role::Read });
+    }
+    // Its handler gives nobody more than they have.
+    let own = path == session::CODES_PATH;
+    Some(if own { Role::Read } else { Role::Operate })
+}
+
+/// Who sends it, if they may; `None`: nobody has to say who they are for this.
+fn admit(
+    access: &Access,
+    peer: &Peer,
+    request: &Request,
+) -> Result<Option<Visitor>, Box<Response>> {
+    let (method, path) = (request.method(), request.uri().path());
+    let needed = needed(method, path);
+    let visitor = match peer {
+        Peer::Unix { who, role } => {
+            let Some(role) = role else {
+                return Err(Box::new(refusal_with_hint(
+                    StatusCode::FORBIDDEN,
+                    &format!("{who} may not use this daemon"),
+                    "run this as root, or have yourself added to a group that may: memfold-read or memfold-operate, or as given to \
+                     'memfold serve'",
+                )));
+            };
+            // No browser speaks to this socket: somebody has put a proxy before it, and any page could use that.
+            let headers = request.headers();
+            if headers.contains_key(axum::http::header::ORIGIN)
+                || headers.contains_key("sec-fetch-site")
+            {
+                return Err(Box::new(refusal_with_hint(
+                    StatusCode::FORBIDDEN,
+                    "browsers are not served over the socket",
+                    "start the daemon with --listen, and use the address that 'memfold dashboard' prints",
+                )));
+            }
+            Some(Visitor {
+                role: *role,
+                who: who.clone(),
+                cookie: None,
+                via: "socket",
+                host: None,
+            })
+        }
+        Peer::Tcp { address, tls } => {
+            let headers = request.headers();
+            from_our_page(access, headers, method, *tls)?;
+            let visitor = recognize(access, headers, &address.ip().to_string());
+            if visitor.is_none() && needed.is_some() {
+                let mut response = refusal_with_hint(
+                    StatusCode::UNAUTHORIZED,
+                    "nobody is logged in",
+                    "run 'memfold dashboard' on the host, and open the address that it prints",
+                );
+                let scheme = HeaderValue::from_static("Bearer");
+                response.headers_mut().insert(WWW_AUTHENTICATE, scheme);
+                return Err(Box::new(response));
+            }
+            if let Some(visitor) = &visitor {
+                if is_change(method)
+                    && visitor.cookie.is_some()
+                    && !headers.contains_key(OWN_HEADER)
+                {
+                    return Err(Box::new(refusal(
+                        StatusCode::FORBIDDEN,
+                        "a change by a session needs the header 'x-memfold', which pages of other sites can't send",
+                    )));
+                }
+            }
+            visitor
+        }
+    };
+    match (&visitor, needed) {
+        (Some(visitor), Some(needed)) if !visitor.role.may(needed) => {
+            Err(Box::new(not_allowed(visitor, needed)))
+        }
+        _ => Ok(visitor),
+    }
+}
+
+fn not_allowed(visitor: &Visitor, needed: Role) -> Response {
+    let who = &visitor.who;
+    let (why, hint) = match (visitor.role, needed) {
+        (Role::Host, _) => (
+            format!("{who} may ask the registry of leases, and nothing else"),
+            "use the read or the operate token, or 'memfold dashboard' on the host",
+        ),
+        (_, Role::Host) => (
+            format!("{who} may read, and the registry is for hosts"),
+            "let the host in on this one: memfold host add NAME",
+        ),
+        _ => (
+            format!("{who} may read, and this needs the role to operate"),
+            "log in with the operate token, or as a member of the group that may operate",
+        ),
+    };
+    refusal_with_hint(StatusCode::FORBIDDEN, &why, hint)
+}
+
+fn from_our_page(
+    access: &Access,
+    headers: &HeaderMap,
+    method: &Method,
+    tls: bool,
+) -> Result<(), Box<Response>> {
+    if !host_is_ours(headers, &access.names) {
+        return Err(Box::new(refusal_with_hint(
+            StatusCode::MISDIRECTED_REQUEST,
+            "this daemon is not called by that name",
+            "use an address or 'localhost', or start it with --allow-host NAME",
+        )));
+    }
+    if is_change(method) && !is_same_origin(headers, tls, &access.public) {
+        return Err(Box::new(refusal_with_hint(
+            StatusCode::FORBIDDEN,
+            "a page of another site sent this",
+            "if it is the dashboard behind a proxy, start the daemon with --public-url and the address that the browser shows",
+        )));
+    }
+    Ok(())
+}
+
+/// By `Authorization: Bearer TOKEN`, or by the session's cookie.
+fn recognize(access: &Access, headers: &HeaderMap, from: &str) -> Option<Visitor> {
+    if let Some(value) = headers.get(AUTHORIZATION) {
+        let token = value.to_str().ok()?.strip_prefix("Bearer ")?;
+        let role = access.keys().role_of_token(token);
+        let host = access.hosts().with_token(token).map(str::to_owned);
+        let (role, who) = match (role, &host) {
+            (Some(role), _) => (role, format!("{} token", role.name())),
+            (None, Some(host)) => (Role::Host, format!("host '{host}'")),
+            (None, None) => return None,
+        };
+        return Some(Visitor {
+            role,
+            who: format!("{who} from {from}"),
+            cookie: None,
+            via: "tcp",
+            host,
+        });
+    }
+    let cookie = cookie(headers, &access.cookie_name)?;
+    let (role, label) = access.keys().session(&cookie, Instant::now())?;
+    Some(Visitor {
+        role,
+        who: format!("{label} from {from}"),
+        cookie: Some(cookie),
+        via: "tcp",
+        host: None,
+    })
+}
+
+fn cookie(headers: &HeaderMap, name: &str) -> Option<String> {
+    headers
+        .get_all(COOKIE)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(';'))
+        .find_map(|pair| {
+            let (key, value) = pair.trim().split_once('=')?;
+            (key == name).then(|| value.to_owned())
+        })
+}
+
+/// A turn among those who came by TCP or may only read; who operates over the Unix socket doesn't wait for them.
+fn turn(
+    access: &Access,
+    peer: &Peer,
+    role: Option<Role>,
+) -> Result<Option<tokio::sync::OwnedSemaphorePermit>, Box<Response>> {
+    if matches!(
+        peer,
+        Peer::Unix {
+            role: Some(Role::Operate),
+            ..
+        }
+    ) {
+        return Ok(None);
+    }
+    let turns = if role == Some(Role::Host) {
+        &access.host_turns
+    } else {
+        &access.turns
+    };
+    let turn = turns.clone().try_acquire_owned();
+    turn.map(Some).map_err(|_| {
+        access.refused.add(Why::Other);
+        let mut busy = refusal(StatusCode::SERVICE_UNAVAILABLE, "too many requests at once");
+        let header = busy.headers_mut();
+        header.insert(RETRY_AFTER, HeaderValue::from_static("1"));
+        Box::new(busy)
+    })
+}
+
+/// The request with its body in memory: bounded in length and time before anything is done.
+async fn whole(request: Request, most: usize) -> Result<(Request, Bytes), Box<Response>> {
+    let too_long = || {
+        let text = format!("the request's body is longer than {most} bytes");
+        Box::new(refusal(StatusCode::PAYLOAD_TOO_LARGE, &text))
+    };
+    let (parts, body) = request.into_parts();
+    let declared = parts.headers.get(axum::http::header::CONTENT_LENGTH);
+    let declared = declared.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
+    if declared.is_some_and(|length| length > most as u64) {
+        return Err(too_long());
+    }
+    let read = tokio::time::timeout(BODY_TIME, axum::body::to_bytes(body, most)).await;
+    match read {
+        Ok(Ok(bytes)) => Ok((Request::from_parts(parts, Body::from(bytes.clone())), bytes)),
+        // Only the limit is left as a cause when nothing was declared; else the peer broke off, and hears nothing anyhow.
+        Ok(Err(_)) => Err(too_long()),
+        Err(_) => Err(Box::new(refusal(
+            StatusCode::REQUEST_TIMEOUT,
+            "the request's body did not come in time",
+        ))),
+    }
+}
+
+fn with_headers(mut response: Response, path: &str) -> Response {
+    const OPENER: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
+    const RESOURCE: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_SECURITY_POLICY, HeaderValue::from_static(POLICY));
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+    headers.insert(OPENER, HeaderValue::from_static("same-origin"));
+    headers.insert(RESOURCE, HeaderValue::from_static("same-origin"));
+    if !web::is_page(path) {
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    }
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whatever_changes_something_needs_the_role_to_operate() {
+        for path in ["/v1/vms", "/v1/fold", "/v1/new-one", "/openapi.json", "/x"] {
+            for method in [Method::POST, Method::PUT, Method::DELETE, Method::PATCH] {
+                assert_eq!(
+                    needed(&method, path),
+                    Some(Role::Operate),
+                    "{method} {path}"
+                );
+            }
+            assert_eq!(needed(&Method::GET, path), Some(Role::Read), "{path}");
+        }
+        assert_eq!(needed(&Method::GET, "/v1/audit"), Some(Role::Operate));
+    }
+
+    #[test]
+    fn hosts_ask_the_registry_and_nothing_else_and_readers_do_not() {
+        for method in [Method::GET, Method::POST, Method::PUT] {
+            assert_eq!(needed(&method, "/v1/registry"), Some(Role::Host));
+        }
+        assert!(Role::Host.may(Role::Host) && Role::Operate.may(Role::Host));
+        assert!(!Role::Read.may(Role::Host));
+        assert!(!Role::Host.may(Role::Read) && !Role::Host.may(Role::Operate));
+        assert!(!Role::Read.may(Role::Operate) && Role::Operate.may(Role::Read));
+    }
+
+    #[test]
+    fn only_the_page_and_logging_in_need_no_role() {
+        assert_eq!(needed(&Method::GET, "/"), None);
+        assert_eq!(needed(&Method::POST, "/"), Some(Role::Operate));
+        assert_eq!(needed(&Method::POST, "/v1/session"), None);
+        assert_eq!(needed(&Method::GET, "/v1/session"), Some(Role::Read));
+        assert_eq!(needed(&Method::POST, "/v1/session/codes"), Some(Role::Read));
+    }
+
+    #[test]
+    fn a_cookie_is_found_by_its_whole_name() {
+        let mut headers = HeaderMap::new();
+        let value = HeaderValue::from_static("x-memfold=1; memfold=2; memfolds=3");
+        headers.append(COOKIE, value);
+        assert_eq!(cookie(&headers, "memfold").as_deref(), Some("2"));
+        assert_eq!(cookie(&headers, "fold"), None);
+    }
+}

@@ -1,0 +1,141 @@
+//! Hosts that may ask the registry of leases: one token each.
+//!
+//! A token is shown once, when it is made; here lies its hash only (`hosts.json`, mode 0600). It outlives a reboot of this host, as others would
+//! have to be given new ones.
+
+use std::collections::BTreeMap;
+use std::fs::{File, Permissions};
+use std::io::{self, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::PathBuf;
+
+use blake3::Hash;
+
+use super::keys::{hash, secret};
+
+/// Hosts at most.
+const MOST: usize = 4096;
+
+/// Names, and hashes of their tokens.
+#[derive(Debug)]
+pub(crate) struct Hosts {
+    file: PathBuf,
+    by_name: BTreeMap<String, Hash>,
+}
+
+impl Hosts {
+    /// With those in a file, if there is one.
+    ///
+    /// # Errors
+    /// If it can't be read, or holds something else.
+    pub(crate) fn open(file: PathBuf) -> io::Result<Self> {
+        let told = |why: String| {
+            let text = format!("{}: {why}", file.display());
+            io::Error::new(io::ErrorKind::InvalidData, text)
+        };
+        let text = match std::fs::read(&file) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => b"{}".to_vec(),
+            Err(error) => return Err(told(error.to_string())),
+        };
+        let read: BTreeMap<String, String> =
+            serde_json::from_slice(&text).map_err(|error| told(error.to_string()))?;
+        let parse = |(name, hex): (String, String)| Some((name, Hash::from_hex(hex).ok()?));
+        let by_name: Option<BTreeMap<_, _>> = read.into_iter().map(parse).collect();
+        let by_name = by_name.ok_or_else(|| told("a hash of a token is none".into()))?;
+        Ok(Self { file, by_name })
+    }
+
+    /// Lets a host in; its token, which is shown this once. One that it had before is void.
+    pub(crate) fn add(&mut self, name: &str) -> io::Result<String> {
+        if self.by_name.len() >= MOST && !self.by_name.contains_key(name) {
+            return Err(io::Error::other("there are too many hosts"));
+        }
+        let token = secret()?;
+        let mut by_name = self.by_name.clone();
+        by_name.insert(name.to_owned(), hash(&token));
+        self.replace(by_name)?;
+        Ok(token)
+    }
+
+    /// Lets a host in no more; whether it was.
+    pub(crate) fn remove(&mut self, name: &str) -> io::Result<bool> {
+        let mut by_name = self.by_name.clone();
+        let was = by_name.remove(name).is_some();
+        if was {
+            self.replace(by_name)?;
+        }
+        Ok(was)
+    }
+
+    /// Names of all.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.by_name.keys().cloned().collect()
+    }
+
+    /// The host with this token. Looks at all of them, whichever fits.
+    pub(super) fn with_token(&self, token: &str) -> Option<&str> {
+        let asked = hash(token);
+        let mut found = None;
+        for (name, known) in &self.by_name {
+            if *known == asked {
+                found = Some(name.as_str());
+            }
+        }
+        found
+    }
+
+    /// On disk first: what isn't there is gone with the next daemon.
+    fn replace(&mut self, by_name: BTreeMap<String, Hash>) -> io::Result<()> {
+        let text: BTreeMap<&String, String> = by_name
+            .iter()
+            .map(|(name, hash)| (name, hash.to_hex().to_string()))
+            .collect();
+        if let Some(directory) = self.file.parent() {
+            std::fs::create_dir_all(directory)?;
+        }
+        let draft = self.file.with_extension("json.new");
+        let mut file = File::options()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&draft)?;
+        file.set_permissions(Permissions::from_mode(0o600))?;
+        file.write_all(&serde_json::to_vec_pretty(&text)?)?;
+        file.sync_all()?;
+        std::fs::rename(&draft, &self.file)?;
+        self.by_name = by_name;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_is_known_by_its_last_token_until_it_is_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("records/hosts.json");
+        let mut hosts = Hosts::open(file.clone()).unwrap();
+        let (first, other) = (hosts.add("a").unwrap(), hosts.add("b").unwrap());
+        let second = hosts.add("a").unwrap();
+        // The next daemon's.
+        let mut hosts = Hosts::open(file.clone()).unwrap();
+        assert_eq!(hosts.names(), ["a", "b"]);
+        assert_eq!(hosts.with_token(&first), None);
+        assert_eq!(hosts.with_token(&second), Some("a"));
+        assert_eq!(hosts.with_token(&other), Some("b"));
+        let text = std::fs::read_to_string(&file).unwrap();
+        assert!(!text.contains(&second) && !text.contains(&other));
+        let mode = std::fs::metadata(&file).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        assert!(hosts.remove("a").unwrap() && !hosts.remove("a").unwrap());
+        let hosts = Hosts::open(file.clone()).unwrap();
+        assert_eq!(hosts.with_token(&second), None);
+        std::fs::write(&file, "{\"a\": \"x\"}").unwrap();
+        let error = Hosts::open(file).unwrap_err().to_string();
+        assert!(error.contains("hosts.json"), "{error}");
+    }
+}

@@ -1,0 +1,332 @@
+//! Tokens, codes for one login, and sessions.
+//!
+//! All three are 32 random bytes in hexadecimal. They are kept and compared as BLAKE3 hashes, whose comparison takes the same time whatever
+//! differs (`blake3::Hash`), and a table's order tells nothing of a secret either.
+
+use std::fs::{File, Permissions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use blake3::Hash;
+
+use super::Role;
+
+/// How long a code may wait for its login.
+pub(crate) const CODE_LIFE: Duration = Duration::from_secs(120);
+/// How long a session lasts, however much it is used.
+pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(12 * 3600);
+/// How long a session lasts without a request.
+const SESSION_IDLE: Duration = Duration::from_secs(3600);
+/// Sessions at once; beyond, the one that was used longest ago ends.
+const MOST_SESSIONS: usize = 64;
+/// Codes at once; beyond, the oldest is void.
+const MOST_CODES: usize = 16;
+/// Characters of a token.
+const TOKEN_LENGTH: usize = 64;
+
+/// A session by its cookie.
+#[derive(Clone, Debug)]
+struct Session {
+    hash: Hash,
+    role: Role,
+    /// What the audit log calls it.
+    label: String,
+    began: Instant,
+    used: Instant,
+}
+
+/// A session that has begun.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Begun {
+    /// The cookie's value.
+    pub cookie: String,
+    /// What one may.
+    pub role: Role,
+    /// What the audit log calls it.
+    pub label: String,
+}
+
+#[derive(Clone, Debug)]
+struct Code {
+    hash: Hash,
+    role: Role,
+    /// Who made it.
+    by: String,
+    until: Instant,
+}
+
+/// All secrets that open the TCP door.
+#[derive(Debug, Default)]
+pub(crate) struct Keys {
+    tokens: Vec<(Hash, Role)>,
+    codes: Vec<Code>,
+    sessions: Vec<Session>,
+    made: u64,
+}
+
+/// 32 random bytes in hexadecimal.
+pub(super) fn secret() -> io::Result<String> {
+    let mut bytes = [0; TOKEN_LENGTH / 2];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(Hash::from_bytes(bytes).to_hex().to_string())
+}
+
+pub(super) fn hash(text: &str) -> Hash {
+    blake3::hash(text.as_bytes())
+}
+
+/// Where the token of a role lies.
+pub(super) fn token_file(directory: &Path, role: Role) -> PathBuf {
+    directory.join(format!("{}.token", role.name()))
+}
+
+impl Keys {
+    /// With the tokens in `directory`, which are made (mode 0600) if there are none yet.
+    ///
+    /// # Errors
+    /// If a file can't be read or made, holds something else, or is open to others.
+    pub(crate) fn with_tokens(directory: &Path) -> io::Result<Self> {
+        std::fs::create_dir_all(directory)?;
+        let mut keys = Self::default();
+        for role in [Role::Read, Role::Operate] {
+            let path = token_file(directory, role);
+            let told = |error: io::Error| {
+                io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+            };
+            let token = read_or_make(&path).map_err(told)?;
+            keys.tokens.push((hash(&token), role));
+        }
+        Ok(keys)
+    }
+
+    /// The role of a token, if it is one. Looks at all of them, whichever fits.
+    pub(super) fn role_of_token(&self, token: &str) -> Option<Role> {
+        let asked = hash(token);
+        let mut role = None;
+        for (known, of) in &self.tokens {
+            if *known == asked {
+                role = Some(*of);
+            }
+        }
+        role
+    }
+
+    /// A code for one login, made by somebody.
+    pub(crate) fn new_code(&mut self, role: Role, by: &str, now: Instant) -> io::Result<String> {
+        let code = secret()?;
+        self.codes.retain(|code| now < code.until);
+        if self.codes.len() >= MOST_CODES {
+            // Whoever may only read doesn't push out those who operate.
+            let oldest = self.codes.iter().position(|code| code.role == Role::Read);
+            self.codes.remove(oldest.unwrap_or(0));
+        }
+        self.codes.push(Code {
+            hash: hash(&code),
+            role,
+            // Who began the session in which it was made.
+            by: by.rsplit(" of ").next().unwrap_or(by).to_owned(),
+            until: now + CODE_LIFE,
+        });
+        Ok(code)
+    }
+
+    /// Begins a session with a token or a code, which is void afterwards; `None`: it is neither.
+    pub(crate) fn log_in(&mut self, secret_text: &str, now: Instant) -> io::Result<Option<Begun>> {
+        let asked = hash(secret_text);
+        self.codes.retain(|code| now < code.until);
+        let code = self.codes.iter().position(|code| code.hash == asked);
+        let known = match code.map(|at| self.codes.remove(at)) {
+            Some(code) => Some((code.role, code.by)),
+            None => self
+                .role_of_token(secret_text)
+                .map(|role| (role, format!("the {} token", role.name()))),
+        };
+        let Some((role, by)) = known else {
+            return Ok(None);
+        };
+        let cookie = secret()?;
+        self.drop_old(now);
+        if self.sessions.len() >= MOST_SESSIONS {
+            let oldest = (0..self.sessions.len())
+                .min_by_key(|&at| (self.sessions[at].role, self.sessions[at].used));
+            oldest.map(|at| self.sessions.remove(at));
+        }
+        self.made += 1;
+        let label = format!("session {} of {by}", self.made);
+        self.sessions.push(Session {
+            hash: hash(&cookie),
+            role,
+            label: label.clone(),
+            began: now,
+            used: now,
+        });
+        Ok(Some(Begun {
+            cookie,
+            role,
+            label,
+        }))
+    }
+
+    /// The role of a session, and what the audit log calls it.
+    pub(super) fn session(&mut self, cookie: &str, now: Instant) -> Option<(Role, String)> {
+        let asked = hash(cookie);
+        self.drop_old(now);
+        let session = self.sessions.iter_mut().find(|s| s.hash == asked)?;
+        session.used = now;
+        Some((session.role, session.label.clone()))
+    }
+
+    /// Ends a session.
+    pub(crate) fn log_out(&mut self, cookie: &str) {
+        let asked = hash(cookie);
+        self.sessions.retain(|session| session.hash != asked);
+    }
+
+    fn drop_old(&mut self, now: Instant) {
+        self.sessions.retain(|session| {
+            now.duration_since(session.began) < SESSION_LIFE
+                && now.duration_since(session.used) < SESSION_IDLE
+        });
+    }
+}
+
+fn read_or_make(path: &Path) -> io::Result<String> {
+    match File::open(path) {
+        Ok(file) => {
+            if file.metadata()?.permissions().mode() & 0o077 != 0 {
+                return Err(io::Error::new(
+                    io::ErrorKind::PermissionDenied,
+                    "others may read this token; remove it, and a new one is made",
+                ));
+            }
+            let mut text = String::new();
+            file.take(TOKEN_LENGTH as u64 + 2)
+                .read_to_string(&mut text)?;
+            let token = text.trim_end();
+            if token.len() != TOKEN_LENGTH || !token.bytes().all(|b| b.is_ascii_hexdigit()) {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "no token; remove the file, and a new one is made",
+                ));
+            }
+            Ok(token.to_owned())
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let token = secret()?;
+            // Whole or not at all: a daemon that dies here leaves no half a token.
+            let draft = path.with_extension("token.new");
+            let mut file = File::options()
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .mode(0o600)
+                .open(&draft)?;
+            file.set_permissions(Permissions::from_mode(0o600))?;
+            writeln!(file, "{token}")?;
+            std::fs::rename(&draft, path)?;
+            Ok(token)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn token(directory: &Path, role: Role) -> String {
+        let text = std::fs::read_to_string(token_file(directory, role)).unwrap();
+        text.trim().to_owned()
+    }
+
+    #[test]
+    fn tokens_are_made_once_for_their_owner_alone_and_give_their_role() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = directory.path().join("access");
+        Keys::with_tokens(&place).unwrap();
+        let (read, operate) = (token(&place, Role::Read), token(&place, Role::Operate));
+        assert_ne!(read, operate);
+        let mode = |role| {
+            let facts = std::fs::metadata(token_file(&place, role)).unwrap();
+            facts.permissions().mode() & 0o777
+        };
+        assert_eq!((mode(Role::Read), mode(Role::Operate)), (0o600, 0o600));
+        let again = Keys::with_tokens(&place).unwrap();
+        assert_eq!(again.role_of_token(&read), Some(Role::Read));
+        assert_eq!(again.role_of_token(&operate), Some(Role::Operate));
+        for wrong in ["", "0", &read[..63], &format!("{read} ")] {
+            assert_eq!(again.role_of_token(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_token_that_others_may_read_or_that_is_none_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = token_file(directory.path(), Role::Operate);
+        std::fs::write(&path, "secret\n").unwrap();
+        std::fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
+        let error = Keys::with_tokens(directory.path()).unwrap_err().to_string();
+        assert!(error.contains("others may read"), "{error}");
+        std::fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        let error = Keys::with_tokens(directory.path()).unwrap_err().to_string();
+        assert!(error.contains("no token"), "{error}");
+    }
+
+    #[test]
+    fn a_code_logs_in_once_and_not_later_than_two_minutes() {
+        let mut keys = Keys::default();
+        let now = Instant::now();
+        let code = keys.new_code(Role::Read, "uid 7", now).unwrap();
+        let late = keys
+            .new_code(Role::Operate, "session 3 of uid 8", now)
+            .unwrap();
+        let begun = keys.log_in(&code, now).unwrap().unwrap();
+        assert_eq!(
+            (begun.role, begun.label.as_str()),
+            (Role::Read, "session 1 of uid 7")
+        );
+        assert_eq!(keys.log_in(&code, now).unwrap(), None);
+        assert_eq!(keys.log_in(&late, now + CODE_LIFE).unwrap(), None);
+        let next = keys
+            .new_code(Role::Read, "session 3 of uid 8", now)
+            .unwrap();
+        let begun = keys.log_in(&next, now).unwrap().unwrap();
+        assert_eq!(begun.label, "session 2 of uid 8");
+        for _ in 0..100 {
+            keys.new_code(Role::Read, "uid 7", now).unwrap();
+        }
+        assert_eq!(keys.codes.len(), MOST_CODES);
+    }
+
+    #[test]
+    fn sessions_end_when_idle_when_old_when_ended_and_when_there_are_too_many() {
+        let mut keys = Keys::default();
+        let now = Instant::now();
+        let begin = |keys: &mut Keys, at| {
+            let code = keys.new_code(Role::Operate, "uid 7", at).unwrap();
+            keys.log_in(&code, at).unwrap().unwrap().cookie
+        };
+        let minutes = |n: u64| Duration::from_secs(60 * n);
+        let cookie = begin(&mut keys, now);
+        assert!(keys.session(&cookie, now + minutes(59)).is_some());
+        assert!(keys.session(&cookie, now + minutes(118)).is_some());
+        assert!(keys.session(&cookie, now + minutes(179)).is_none(), "idle");
+        let cookie = begin(&mut keys, now);
+        for quarter in 1..48 {
+            let at = now + minutes(15 * quarter);
+            assert!(keys.session(&cookie, at).is_some(), "{quarter}");
+        }
+        assert!(keys.session(&cookie, now + SESSION_LIFE).is_none(), "old");
+        let cookie = begin(&mut keys, now);
+        keys.log_out(&cookie);
+        assert!(keys.session(&cookie, now).is_none(), "ended");
+        let first = begin(&mut keys, now);
+        for _ in 0..MOST_SESSIONS {
+            begin(&mut keys, now + minutes(1));
+        }
+        assert_eq!(keys.sessions.len(), MOST_SESSIONS);
+        assert!(keys.session(&first, now + minutes(1)).is_none());
+    }
+}

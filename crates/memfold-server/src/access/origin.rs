@@ -1,0 +1,259 @@
+//! Whether a browser's request comes from the dashboard itself.
+//!
+//! A page of another site that the operator has open may send requests here: by its own name that it points to this address (DNS rebinding),
+//! by forms and images (cross-site requests). Browsers say in `Host` by which name they came and in `Origin` from which page, and let no other
+//! site set a header of its own without asking first, which is never granted.
+
+use std::net::IpAddr;
+
+use std::str::FromStr;
+
+use axum::http::header::{HOST, ORIGIN};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri};
+
+/// What scripts of the dashboard send with each change.
+pub(crate) const OWN_HEADER: HeaderName = HeaderName::from_static("x-memfold");
+
+/// The name in `HOST[:PORT]`, without brackets.
+fn name_of(host: &str) -> Option<&str> {
+    if let Some(rest) = host.strip_prefix('[') {
+        let (address, port) = rest.split_once(']')?;
+        return (port.is_empty() || is_port(port.strip_prefix(':')?)).then_some(address);
+    }
+    match host.split_once(':') {
+        None => Some(host),
+        Some((name, port)) if is_port(port) => Some(name),
+        Some(_) => None,
+    }
+}
+
+fn is_port(text: &str) -> bool {
+    text.parse::<u16>().is_ok()
+}
+
+/// Where browsers find the dashboard behind a reverse proxy: `https://NAME[:PORT]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PublicUrl {
+    /// As browsers say it in `Origin`: lower case, without the scheme's own port.
+    origin: String,
+    name: String,
+}
+
+/// Why a text is no [`PublicUrl`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PublicUrlError {
+    /// It is no URL, or of another kind.
+    #[error("give the address of the browser's address bar: https://NAME or https://NAME:PORT")]
+    NoUrl,
+    /// The dashboard is at the root of its name.
+    #[error("the dashboard has a name of its own and no path: give https://NAME")]
+    Path,
+}
+
+impl FromStr for PublicUrl {
+    type Err = PublicUrlError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let url: Uri = text.parse().map_err(|_| PublicUrlError::NoUrl)?;
+        let (Some(scheme), Some(authority)) = (url.scheme_str(), url.authority()) else {
+            return Err(PublicUrlError::NoUrl);
+        };
+        let own_port = match scheme {
+            "https" => 443,
+            "http" => 80,
+            _ => return Err(PublicUrlError::NoUrl),
+        };
+        if authority.as_str().contains('@') || name_of(authority.as_str()).is_none() {
+            return Err(PublicUrlError::NoUrl);
+        }
+        if url.path() != "/" || url.query().is_some() {
+            return Err(PublicUrlError::Path);
+        }
+        let host = authority.host().to_ascii_lowercase();
+        let origin = match authority.port_u16() {
+            Some(port) if port != own_port => format!("{scheme}://{host}:{port}"),
+            _ => format!("{scheme}://{host}"),
+        };
+        let name = host.trim_matches(['[', ']']).to_owned();
+        Ok(Self { origin, name })
+    }
+}
+
+impl PublicUrl {
+    /// With the slash at its end.
+    pub(super) fn url(&self) -> String {
+        format!("{}/", self.origin)
+    }
+
+    /// The host's name or address.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn is_origin(&self, origin: &HeaderValue) -> bool {
+        origin
+            .to_str()
+            .is_ok_and(|origin| origin.eq_ignore_ascii_case(&self.origin))
+    }
+}
+
+/// Whether a browser says that its page came by HTTPS from one of these.
+pub(super) fn is_public_https(headers: &HeaderMap, public: &[PublicUrl]) -> bool {
+    headers.get(ORIGIN).is_some_and(|origin| {
+        let mut https = public.iter().filter(|url| url.origin.starts_with("https:"));
+        https.any(|url| url.is_origin(origin))
+    })
+}
+
+/// Whether the `Host` header may be answered: an address, which no name service can point elsewhere, `localhost`, or one of `names`.
+pub(super) fn host_is_ours(headers: &HeaderMap, names: &[String]) -> bool {
+    let mut hosts = headers.get_all(HOST).iter();
+    let (Some(host), None) = (hosts.next(), hosts.next()) else {
+        return false;
+    };
+    host.to_str().ok().and_then(name_of).is_some_and(|name| {
+        name.parse::<IpAddr>().is_ok()
+            || name.eq_ignore_ascii_case("localhost")
+            || names.iter().any(|known| name.eq_ignore_ascii_case(known))
+    })
+}
+
+/// Whether a change comes from our own page, or from no browser at all. `public`: where a reverse proxy shows our page.
+pub(super) fn is_same_origin(headers: &HeaderMap, tls: bool, public: &[PublicUrl]) -> bool {
+    // Browsers set it, and scripts can't (Fetch Metadata).
+    if let Some(site) = headers.get("sec-fetch-site") {
+        if site != "same-origin" && site != "none" {
+            return false;
+        }
+    }
+    let mut origins = headers.get_all(ORIGIN).iter();
+    match (origins.next(), origins.next()) {
+        (None, _) => true,
+        (Some(origin), None) if public.iter().any(|url| url.is_origin(origin)) => true,
+        (Some(origin), None) => {
+            let scheme = if tls { "https" } else { "http" };
+            let host = headers.get(HOST).and_then(|host| host.to_str().ok());
+            host.is_some_and(|host| {
+                origin
+                    .to_str()
+                    .is_ok_and(|origin| origin.eq_ignore_ascii_case(&format!("{scheme}://{host}")))
+            })
+        }
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::http::HeaderValue;
+
+    fn headers(list: &[(&'static str, &str)]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in list {
+            headers.append(*name, HeaderValue::from_str(value).unwrap());
+        }
+        headers
+    }
+
+    #[test]
+    fn only_addresses_localhost_and_known_names_are_hosts() {
+        let ours = |host: &str| host_is_ours(&headers(&[("host", host)]), &["vm1.example".into()]);
+        for host in [
+            "127.0.0.1:8420",
+            "[::1]:8420",
+            "[::1]",
+            "localhost",
+            "LocalHost:1",
+            "10.0.0.3",
+            "VM1.example:8420",
+        ] {
+            assert!(ours(host), "{host}");
+        }
+        for host in [
+            "attacker.example:8420",
+            "127.0.0.1.attacker.example",
+            "localhost.attacker.example",
+            "localhost:",
+            "localhost:99999",
+            "[::1",
+            "[::1]x",
+            "a@127.0.0.1",
+            "",
+        ] {
+            assert!(!ours(host), "{host}");
+        }
+        assert!(!host_is_ours(&headers(&[]), &[]));
+        let two = headers(&[("host", "localhost"), ("host", "attacker.example")]);
+        assert!(!host_is_ours(&two, &[]));
+    }
+
+    #[test]
+    fn changes_come_from_the_page_itself_or_from_no_browser() {
+        let same = |list: &[(&'static str, &str)]| is_same_origin(&headers(list), false, &[]);
+        let host = ("host", "127.0.0.1:8420");
+        assert!(same(&[host]));
+        assert!(same(&[host, ("origin", "http://127.0.0.1:8420")]));
+        assert!(same(&[host, ("sec-fetch-site", "same-origin")]));
+        for wrong in [
+            [host, ("origin", "http://127.0.0.1:9999")],
+            [host, ("origin", "https://127.0.0.1:8420")],
+            [host, ("origin", "http://localhost:8420")],
+            [host, ("origin", "http://attacker.example")],
+            [host, ("origin", "null")],
+            [host, ("sec-fetch-site", "same-site")],
+            [host, ("sec-fetch-site", "cross-site")],
+        ] {
+            assert!(!same(&wrong), "{wrong:?}");
+        }
+        assert!(is_same_origin(
+            &headers(&[host, ("origin", "https://127.0.0.1:8420")]),
+            true,
+            &[]
+        ));
+    }
+
+    #[test]
+    fn behind_a_proxy_the_public_address_is_our_page_and_no_other_is() {
+        let public: [PublicUrl; 2] =
+            ["https://VMs.example:443/", "http://intern:8080"].map(|url| url.parse().unwrap());
+        assert_eq!(public[0].url(), "https://vms.example/");
+        assert_eq!(
+            (public[0].name(), public[1].name()),
+            ("vms.example", "intern")
+        );
+        // Whether the proxy passes the browser's Host on, or says its own.
+        for host in ["vms.example", "127.0.0.1:8420"] {
+            let same = |origin: &str| {
+                let headers = headers(&[("host", host), ("origin", origin)]);
+                is_same_origin(&headers, false, &public)
+            };
+            assert!(same("https://vms.example") && same("http://intern:8080"));
+            assert!(!same("https://vms.example:444") && !same("https://intern:8080"));
+            assert!(!same("https://vms.example.attacker.example") && !same("null"));
+        }
+        let https = |origin: &str| is_public_https(&headers(&[("origin", origin)]), &public);
+        assert!(https("https://vms.example") && !https("http://intern:8080"));
+        assert!(!https("https://attacker.example"));
+    }
+
+    #[test]
+    fn what_is_no_address_of_a_whole_site_is_no_public_url() {
+        for (text, why) in [
+            ("vms.example", PublicUrlError::NoUrl),
+            ("ftp://vms.example", PublicUrlError::NoUrl),
+            ("https://a@vms.example", PublicUrlError::NoUrl),
+            ("https://vms.example:99999", PublicUrlError::NoUrl),
+            ("", PublicUrlError::NoUrl),
+            ("https://vms.example/memfold", PublicUrlError::Path),
+            ("https://vms.example/?x", PublicUrlError::Path),
+        ] {
+            assert_eq!(text.parse::<PublicUrl>(), Err(why), "{text}");
+        }
+        let six: PublicUrl = "https://[fd00::1]:8443".parse().unwrap();
+        assert_eq!(
+            (six.url(), six.name()),
+            ("https://[fd00::1]:8443/".into(), "fd00::1")
+        );
+    }
+}

@@ -1,0 +1,151 @@
+//! Who is at the other end of a connection.
+
+use std::io;
+use std::net::SocketAddr;
+
+use memfold_sys::peer::{group_id, groups};
+use tokio::net::UnixStream;
+
+use super::Role;
+
+/// The group whose members may read, if there is one of this name.
+pub const READ_GROUP: &str = "memfold-read";
+/// The group whose members may operate, if there is one of this name.
+pub const OPERATE_GROUP: &str = "memfold-operate";
+
+/// Why a group can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum GroupsError {
+    /// It doesn't exist.
+    #[error("there is no group '{0}'; make it by: groupadd --system {0}")]
+    Unknown(String),
+    /// The host doesn't say.
+    #[error("cannot look up group '{name}'")]
+    Lookup {
+        /// The group.
+        name: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Groups whose members may use the Unix socket, beside root.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Groups {
+    /// Number of the group that may read.
+    pub read: Option<u32>,
+    /// Number of the group that may operate.
+    pub operate: Option<u32>,
+}
+
+impl Groups {
+    /// By name. A group that isn't named is the usual one, if it exists.
+    ///
+    /// # Errors
+    /// If a group that is named doesn't exist.
+    pub fn find(read: Option<&str>, operate: Option<&str>) -> Result<Self, GroupsError> {
+        let find = |named: Option<&str>, usual: &str| {
+            let name = named.unwrap_or(usual);
+            match group_id(name) {
+                Ok(None) if named.is_some() => Err(GroupsError::Unknown(name.to_owned())),
+                Ok(found) => Ok(found),
+                Err(source) => Err(GroupsError::Lookup {
+                    name: name.to_owned(),
+                    source,
+                }),
+            }
+        };
+        Ok(Self {
+            read: find(read, READ_GROUP)?,
+            operate: find(operate, OPERATE_GROUP)?,
+        })
+    }
+
+    /// Whether anybody but root may come in.
+    #[must_use]
+    pub const fn any(self) -> bool {
+        self.read.is_some() || self.operate.is_some()
+    }
+
+    /// The role of a user with these groups; `own`: the daemon's own user.
+    fn role(self, user: u32, of: &[u32], own: u32) -> Option<Role> {
+        let member = |group: Option<u32>| group.is_some_and(|group| of.contains(&group));
+        if user == 0 || user == own || member(self.operate) {
+            Some(Role::Operate)
+        } else if member(self.read) {
+            Some(Role::Read)
+        } else {
+            None
+        }
+    }
+}
+
+/// The other end.
+#[derive(Clone, Debug)]
+pub(crate) enum Peer {
+    /// A process of this host.
+    Unix {
+        /// In words.
+        who: String,
+        /// What it may; `None`: nothing.
+        role: Option<Role>,
+    },
+    /// Somebody who has to prove what they may.
+    Tcp {
+        /// Where from.
+        address: SocketAddr,
+        /// Over TLS.
+        tls: bool,
+    },
+}
+
+impl Peer {
+    /// What is known to be its role before it asks for anything.
+    pub(super) const fn known_role(&self) -> Option<Role> {
+        match self {
+            Self::Unix { role, .. } => *role,
+            Self::Tcp { .. } => None,
+        }
+    }
+
+    /// Of a Unix connection, by what the kernel says of the process that connected.
+    pub(super) fn of(stream: &UnixStream, allowed: Groups) -> io::Result<Self> {
+        let process = stream.peer_cred()?;
+        let mut of = groups(stream)?;
+        of.push(process.gid());
+        let own = rustix::process::geteuid().as_raw();
+        let pid = process.pid().map_or("?".to_owned(), |pid| pid.to_string());
+        Ok(Self::Unix {
+            who: format!("uid {} (process {pid})", process.uid()),
+            role: allowed.role(process.uid(), &of, own),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn roles_follow_user_and_groups() {
+        let groups = Groups {
+            read: Some(10),
+            operate: Some(20),
+        };
+        let of = |user, of: &[u32]| groups.role(user, of, 7);
+        assert_eq!(of(0, &[]), Some(Role::Operate));
+        assert_eq!(of(7, &[]), Some(Role::Operate));
+        assert_eq!(of(1000, &[5, 10]), Some(Role::Read));
+        assert_eq!(of(1000, &[10, 20]), Some(Role::Operate));
+        assert_eq!(of(1000, &[5]), None);
+        assert_eq!(Groups::default().role(1000, &[0, 10, 20], 7), None);
+    }
+
+    #[test]
+    fn a_group_that_is_named_has_to_exist() {
+        let error = Groups::find(Some("no-such-group-here"), None).unwrap_err();
+        assert!(error.to_string().contains("groupadd"), "{error}");
+        assert_eq!(Groups::find(Some("root"), None).unwrap().read, Some(0));
+    }
+}

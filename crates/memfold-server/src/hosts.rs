@@ -1,0 +1,75 @@
+//! Hosts that may ask this daemon's registry of leases over TCP.
+
+use std::sync::Arc;
+
+use axum::extract::{Extension, Path as UrlPath};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get};
+use axum::{Json, Router};
+use memfold_api::{ErrorBody, HostRequest, HostToken};
+use memfold_lend::registry::check_name;
+use tokio::task::block_in_place;
+
+use super::access::Access;
+use super::server::{Asked, refusal, refusal_with_hint};
+
+pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
+    Router::new()
+        .route("/v1/hosts", get(hosts).post(add))
+        .route("/v1/hosts/{name}", delete(remove))
+}
+
+fn failed(error: &std::io::Error) -> Response {
+    let text = format!("the list of hosts can't be written: {error}");
+    refusal(StatusCode::INTERNAL_SERVER_ERROR, &text)
+}
+
+/// Names of the hosts that have a token.
+#[utoipa::path(get, path = "/v1/hosts", responses((status = 200, body = Vec<String>)))]
+pub(super) async fn hosts(Extension(access): Extension<Arc<Access>>) -> Json<Vec<String>> {
+    Json(access.hosts().names())
+}
+
+/// Gives a host a token; one that it had before is void.
+#[utoipa::path(post, path = "/v1/hosts", request_body = HostRequest, responses((status = 200, body = HostToken), (status = 409, body = ErrorBody)))]
+pub(super) async fn add(
+    Extension(access): Extension<Arc<Access>>,
+    Asked(request): Asked<HostRequest>,
+) -> Response {
+    if let Err(error) = check_name("host", &request.host) {
+        return refusal(StatusCode::BAD_REQUEST, &error.to_string());
+    }
+    if access.urls.is_empty() {
+        return refusal_with_hint(
+            StatusCode::CONFLICT,
+            "this daemon can't be reached by other hosts",
+            "start it with an address for that: memfold serve --listen ADDRESS:PORT --tls-cert FILE --tls-key FILE",
+        );
+    }
+    let urls = access.urls.iter();
+    let urls = urls.map(|url| url.trim_end_matches('/').to_owned());
+    let urls = urls.collect();
+    // It waits for a disk.
+    match block_in_place(|| access.hosts().add(&request.host)) {
+        Ok(token) => Json(HostToken {
+            host: request.host,
+            token,
+            urls,
+        })
+        .into_response(),
+        Err(error) => failed(&error),
+    }
+}
+
+/// Takes a host's token away: it is refused from now on. Whether it had one.
+#[utoipa::path(delete, path = "/v1/hosts/{name}", responses((status = 200, body = bool)))]
+pub(super) async fn remove(
+    Extension(access): Extension<Arc<Access>>,
+    UrlPath(name): UrlPath<String>,
+) -> Response {
+    match block_in_place(|| access.hosts().remove(&name)) {
+        Ok(was) => Json(was).into_response(),
+        Err(error) => failed(&error),
+    }
+}

@@ -1,0 +1,155 @@
+//! Lending over the interface: what goes over it, the handlers, and the registry of another daemon.
+
+use std::sync::Arc;
+
+use axum::extract::{Extension, Path as UrlPath, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get, post};
+use axum::{Json, Router};
+use memfold_api::{BorrowRequest, Borrowed, ErrorBody, LeaseReport, LendRequest, REGISTRY_PATH};
+use memfold_daemon::{Daemon, DaemonError};
+use memfold_lend::calls::{Answer, Call};
+use memfold_lend::lvm::Volume;
+use memfold_lend::{Lease, LeaseId, LenderStatus};
+
+use super::access::Visitor;
+use super::server::{Asked, Failure, blocking, refusal_with_hint};
+
+pub(super) fn routes() -> Router<Arc<Daemon>> {
+    Router::new()
+        .route("/v1/lend", get(lending).post(lend).delete(lend_no_more))
+        .route("/v1/vms/{name}/borrow", post(borrow))
+        .route("/v1/vms/{name}/return", post(give_back))
+        .route("/v1/volumes/{group}/{name}/borrow", post(borrow_for_volume))
+        .route("/v1/volumes/{group}/{name}/return", post(return_volume))
+        .route("/v1/leases", get(leases))
+        .route("/v1/leases/{id}/return", post(recall_lease))
+        .route("/v1/lenders/{name}/distrust", delete(trust))
+        .route(REGISTRY_PATH, post(registry))
+}
+
+/// What this host lends; null: it doesn't.
+#[utoipa::path(get, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]
+pub(super) async fn lending(
+    State(daemon): State<Arc<Daemon>>,
+) -> Result<Json<Option<LenderStatus>>, Failure> {
+    blocking(daemon, |d| Ok(d.lender_status())).await
+}
+
+/// Lends RAM of this host, or changes how much.
+#[utoipa::path(post, path = "/v1/lend", request_body = LendRequest, responses((status = 200, body = Object), (status = 501, body = ErrorBody)))]
+pub(super) async fn lend(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<LendRequest>,
+) -> Result<Json<LenderStatus>, Failure> {
+    blocking(daemon, move |d| d.lend(&request)).await
+}
+
+/// Takes everything back, and lends no more.
+#[utoipa::path(delete, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]
+pub(super) async fn lend_no_more(
+    State(daemon): State<Arc<Daemon>>,
+) -> Result<Json<Option<LenderStatus>>, Failure> {
+    blocking(daemon, |d| Ok(d.lend_no_more())).await
+}
+
+/// Switches a VM's swap disk to lent RAM.
+#[utoipa::path(post, path = "/v1/vms/{name}/borrow", request_body = BorrowRequest, responses((status = 200, body = Borrowed), (status = 409, body = ErrorBody)))]
+pub(super) async fn borrow(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Asked(request): Asked<BorrowRequest>,
+) -> Result<Json<Borrowed>, Failure> {
+    blocking(daemon, move |d| d.borrow_memory(&name, &request)).await
+}
+
+/// Switches it back to this host's disk.
+#[utoipa::path(post, path = "/v1/vms/{name}/return", responses((status = 200, body = Borrowed), (status = 404, body = ErrorBody)))]
+pub(super) async fn give_back(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<Borrowed>, Failure> {
+    blocking(daemon, move |d| d.return_memory(&name)).await
+}
+
+/// Puts a swap volume of this host's LVM on lent RAM.
+#[utoipa::path(post, path = "/v1/volumes/{group}/{name}/borrow", request_body = BorrowRequest, responses((status = 200, body = Borrowed), (status = 409, body = ErrorBody)))]
+pub(super) async fn borrow_for_volume(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath((group, name)): UrlPath<(String, String)>,
+    Asked(request): Asked<BorrowRequest>,
+) -> Result<Json<Borrowed>, Failure> {
+    blocking(daemon, move |d| {
+        d.borrow_for_volume(&volume(&group, &name)?, &request)
+    })
+    .await
+}
+
+/// Takes it off.
+#[utoipa::path(post, path = "/v1/volumes/{group}/{name}/return", responses((status = 200, body = Borrowed), (status = 409, body = ErrorBody)))]
+pub(super) async fn return_volume(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath((group, name)): UrlPath<(String, String)>,
+) -> Result<Json<Borrowed>, Failure> {
+    blocking(daemon, move |d| d.return_volume(&volume(&group, &name)?)).await
+}
+
+fn volume(group: &str, name: &str) -> Result<Volume, DaemonError> {
+    let parsed = format!("{group}/{name}").parse();
+    parsed.map_err(DaemonError::BadRequest)
+}
+
+/// Who lends what to whom.
+#[utoipa::path(get, path = "/v1/leases", responses((status = 200, body = LeaseReport)))]
+pub(super) async fn leases(
+    State(daemon): State<Arc<Daemon>>,
+) -> Result<Json<LeaseReport>, Failure> {
+    blocking(daemon, |d| d.leases()).await
+}
+
+/// Asks for one lease of this host back, by its number: its borrower has 10 s, and where the lent bytes are the only ones a second more for
+/// each 20 MiB. Gives the lease as it was.
+#[utoipa::path(post, path = "/v1/leases/{id}/return", responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
+pub(super) async fn recall_lease(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(id): UrlPath<u64>,
+) -> Result<Json<Lease>, Failure> {
+    blocking(daemon, move |d| d.recall_lease(LeaseId(id))).await
+}
+
+/// Believes a lender again that served wrong bytes; whether it wasn't believed.
+#[utoipa::path(delete, path = "/v1/lenders/{name}/distrust", responses((status = 200, body = bool)))]
+pub(super) async fn trust(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<bool>, Failure> {
+    blocking(daemon, move |d| Ok(d.trust_lender(&name))).await
+}
+
+/// The registry that this daemon serves, for other daemons.
+#[utoipa::path(post, path = "/v1/registry", request_body = Object, responses((status = 200, body = Object), (status = 400, body = ErrorBody)))]
+pub(super) async fn registry(
+    State(daemon): State<Arc<Daemon>>,
+    Extension(visitor): Extension<Visitor>,
+    Asked(call): Asked<Call>,
+) -> Response {
+    // A host speaks for itself alone: it ends no lease of others, and gets no key of theirs.
+    if let (Some(host), Some(named)) = (&visitor.host, call.speaks_for()) {
+        if host != named {
+            return refusal_with_hint(
+                StatusCode::FORBIDDEN,
+                &format!("the token is host '{host}'s, and this was asked for host '{named}'"),
+                "each host needs a token of its own: 'memfold host add NAME' there, with the NAME of 'memfold serve --host' here",
+            );
+        }
+    }
+    if let (Some(_), Call::Publish { endpoint, .. }) = (&visitor.host, &call) {
+        if let Err(error) = endpoint.check_of_another_host() {
+            return Json(Answer::Refused(error)).into_response();
+        }
+    }
+    blocking(daemon, move |d| d.registry_call(&call))
+        .await
+        .into_response()
+}

@@ -1,0 +1,59 @@
+//! Domains of libvirt over the interface.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use memfold_api::{ErrorBody, LibvirtEnableRequest, LibvirtRequest, VmInfo};
+use memfold_daemon::Daemon;
+use memfold_libvirt::{Change, DomainStatus};
+
+use super::server::{Asked, Failure, blocking};
+
+pub(super) fn routes() -> Router<Arc<Daemon>> {
+    Router::new()
+        .route("/v1/libvirt", get(domains))
+        .route("/v1/libvirt/attach", post(attach_libvirt))
+        .route("/v1/libvirt/enable", post(enable))
+        .route("/v1/libvirt/disable", post(disable))
+}
+
+/// Domains of libvirt: which are enabled, in which trust domain, and what becomes of them. Null: there is no libvirt here, or this daemon leaves
+/// it alone.
+#[utoipa::path(get, path = "/v1/libvirt", responses((status = 200, body = Option<Vec<DomainStatus>>), (status = 400, body = ErrorBody)))]
+pub(super) async fn domains(
+    State(daemon): State<Arc<Daemon>>,
+) -> Result<Json<Option<Vec<DomainStatus>>>, Failure> {
+    blocking(daemon, |d| d.libvirt_domains()).await
+}
+
+/// Takes on a running domain of libvirt now; it is found by itself otherwise.
+#[utoipa::path(post, path = "/v1/libvirt/attach", request_body = LibvirtRequest, responses((status = 200, body = VmInfo)))]
+pub(super) async fn attach_libvirt(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<LibvirtRequest>,
+) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| d.attach_libvirt(&request.domain)).await
+}
+
+/// Has a domain start with memfold from now on.
+#[utoipa::path(post, path = "/v1/libvirt/enable", request_body = LibvirtEnableRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
+pub(super) async fn enable(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<LibvirtEnableRequest>,
+) -> Result<Json<Change>, Failure> {
+    blocking(daemon, move |d| {
+        d.enable_libvirt(&request.domain, request.trust_domain.as_deref())
+    })
+    .await
+}
+
+/// Puts a domain's XML back to what it was.
+#[utoipa::path(post, path = "/v1/libvirt/disable", request_body = LibvirtRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
+pub(super) async fn disable(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<LibvirtRequest>,
+) -> Result<Json<Change>, Failure> {
+    blocking(daemon, move |d| d.disable_libvirt(&request.domain)).await
+}

@@ -1,0 +1,212 @@
+//! What the dashboard shows beside the ledger: samples as they come, the history, views of memory, doctor, estimates.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::{Extension, Path as UrlPath, Query, State};
+use axum::http::StatusCode;
+use axum::response::sse::{Event as Message, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use axum::{Json, Router};
+use futures_util::stream;
+use memfold_api::ErrorBody;
+use memfold_daemon::{Daemon, EstimateOrder, Live, SwapUse};
+use memfold_host::Report;
+use memfold_ledger::estimate::EstimateReport;
+use memfold_ledger::history::{Event, KEEP_COARSE_S, KEEP_FINE_S, Series, Trends};
+use memfold_ledger::memory_map::MemoryMap;
+use memfold_ledger::sharing::Sharing;
+use serde::Deserialize;
+
+use super::access::{Access, Visitor};
+use super::server::{Asked, Failure, blocking, refusal_with_hint};
+
+/// Streams at once.
+pub(super) const MOST_STREAMS: usize = 16;
+/// Of them, of those who may only read: they can't keep those out who operate.
+pub(super) const MOST_OF_READERS: usize = 12;
+/// A stream that has nothing to say says so this often, which finds out whether anybody still reads.
+const STILL_HERE: Duration = Duration::from_secs(15);
+/// How long a stream lasts: then the browser asks again, and is asked again who it is.
+const STREAM_LIFE: Duration = Duration::from_secs(600);
+/// After which time it asks again.
+const ASK_AGAIN: Duration = Duration::from_millis(300);
+/// Most points of a series.
+const MOST_POINTS: i64 = 2000;
+/// Most points of each VM's line.
+const MOST_TREND_POINTS: i64 = 100;
+/// Most events in one answer.
+const MOST_EVENTS: i64 = 1000;
+
+pub(super) fn routes() -> Router<Arc<Daemon>> {
+    Router::new()
+        .route("/v1/live", get(live))
+        .route("/v1/history", get(history))
+        .route("/v1/history/vms", get(trends))
+        .route("/v1/vms/{name}/history", get(vm_history))
+        .route("/v1/events", get(events))
+        .route("/v1/vms/{name}/memory-map", get(memory_map))
+        .route("/v1/vms/{name}/swap", get(swap_use))
+        .route("/v1/sharing", get(sharing))
+        .route("/v1/doctor", get(doctor))
+}
+
+/// Which part of the history.
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(super) struct Span {
+    /// Seconds back from now; 24 h by default, 90 d at most.
+    #[serde(default)]
+    seconds: Option<i64>,
+    /// Points at most; 500 by default, 2,000 at most.
+    #[serde(default)]
+    points: Option<i64>,
+}
+
+impl Span {
+    fn bounded(self) -> (i64, i64) {
+        let seconds = self.seconds.unwrap_or(24 * 3600).clamp(1, KEEP_COARSE_S);
+        (seconds, self.points.unwrap_or(500).clamp(1, MOST_POINTS))
+    }
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(super) struct Cells {
+    #[serde(default)]
+    cells: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(super) struct Count {
+    #[serde(default)]
+    count: Option<i64>,
+}
+
+/// Samples as they come: server-sent events `sample`, of which each is all there is to know. Nothing is kept for who reads slowly.
+#[utoipa::path(get, path = "/v1/live", responses((status = 200, content_type = "text/event-stream", body = Live), (status = 503, body = ErrorBody)))]
+pub(super) async fn live(
+    State(daemon): State<Arc<Daemon>>,
+    Extension(access): Extension<Arc<Access>>,
+    Extension(visitor): Extension<Visitor>,
+) -> Response {
+    let Some(place) = access.stream_of(visitor.role) else {
+        return refusal_with_hint(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "too many dashboards are open",
+            "close one",
+        );
+    };
+    let mut samples = daemon.samples();
+    // What is there already is news for this one.
+    samples.mark_changed();
+    let ending = access.ending.clone();
+    let until = tokio::time::Instant::now() + STREAM_LIFE;
+    let messages = stream::unfold(
+        (samples, ending, place),
+        move |(mut samples, mut ending, place)| async move {
+            loop {
+                tokio::select! {
+                    changed = samples.changed() => changed.ok()?,
+                    // Also when whoever would tell is gone.
+                    _ = ending.wait_for(|ends| *ends) => return None,
+                    () = tokio::time::sleep_until(until) => return None,
+                }
+                let text = samples.borrow_and_update().clone();
+                if !text.is_empty() {
+                    let message = Message::default()
+                        .event("sample")
+                        .retry(ASK_AGAIN)
+                        .data(&*text);
+                    return Some((Ok::<_, Infallible>(message), (samples, ending, place)));
+                }
+            }
+        },
+    );
+    Sse::new(messages)
+        .keep_alive(KeepAlive::new().interval(STILL_HERE))
+        .into_response()
+}
+
+/// The host over time.
+#[utoipa::path(get, path = "/v1/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
+pub(super) async fn history(
+    State(daemon): State<Arc<Daemon>>,
+    Query(span): Query<Span>,
+) -> Result<Json<Series>, Failure> {
+    let (seconds, points) = span.bounded();
+    blocking(daemon, move |d| d.history_of(None, seconds, points)).await
+}
+
+/// A VM over time; without points, if it was never seen.
+#[utoipa::path(get, path = "/v1/vms/{name}/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
+pub(super) async fn vm_history(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Query(span): Query<Span>,
+) -> Result<Json<Series>, Failure> {
+    let (seconds, points) = span.bounded();
+    blocking(daemon, move |d| d.history_of(Some(&name), seconds, points)).await
+}
+
+/// PSS of all VMs over time; 24 h at most, 100 points at most.
+#[utoipa::path(get, path = "/v1/history/vms", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Trends), (status = 404, body = ErrorBody)))]
+pub(super) async fn trends(
+    State(daemon): State<Arc<Daemon>>,
+    Query(span): Query<Span>,
+) -> Result<Json<Trends>, Failure> {
+    let (seconds, points) = span.bounded();
+    let (seconds, points) = (seconds.min(KEEP_FINE_S), points.min(MOST_TREND_POINTS));
+    blocking(daemon, move |d| d.trends(seconds, points)).await
+}
+
+/// What changed, newest first; 200 by default, 1,000 at most.
+#[utoipa::path(get, path = "/v1/events", params(("count" = Option<i64>, Query)), responses((status = 200, body = Vec<Event>)))]
+pub(super) async fn events(
+    State(daemon): State<Arc<Daemon>>,
+    Query(query): Query<Count>,
+) -> Result<Json<Vec<Event>>, Failure> {
+    let count = query.count.unwrap_or(200).clamp(0, MOST_EVENTS);
+    blocking(daemon, move |d| d.events(count)).await
+}
+
+/// A VM's RAM from end to end: pages by state, in about `cells` cells (1,024 by default, 8,192 at most).
+#[utoipa::path(get, path = "/v1/vms/{name}/memory-map", params(("cells" = Option<u64>, Query)), responses((status = 200, body = MemoryMap), (status = 404, body = ErrorBody)))]
+pub(super) async fn memory_map(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Query(query): Query<Cells>,
+) -> Result<Json<MemoryMap>, Failure> {
+    let cells = query.cells.unwrap_or(1024);
+    blocking(daemon, move |d| d.memory_map(&name, cells)).await
+}
+
+/// Who has pages in common with whom.
+#[utoipa::path(get, path = "/v1/sharing", responses((status = 200, body = Sharing)))]
+pub(super) async fn sharing(State(daemon): State<Arc<Daemon>>) -> Result<Json<Sharing>, Failure> {
+    blocking(daemon, |d| d.sharing()).await
+}
+
+/// How much of a VM's swap disk its guest uses, as that says; asked at most each five seconds.
+#[utoipa::path(get, path = "/v1/vms/{name}/swap", responses((status = 200, body = SwapUse), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
+pub(super) async fn swap_use(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<SwapUse>, Failure> {
+    blocking(daemon, move |d| d.swap_use(&name)).await
+}
+
+/// What works on this host, as of up to a minute ago, and what the brake does now.
+#[utoipa::path(get, path = "/v1/doctor", responses((status = 200, body = Object)))]
+pub(super) async fn doctor(State(daemon): State<Arc<Daemon>>) -> Result<Json<Report>, Failure> {
+    blocking(daemon, Daemon::doctor).await
+}
+
+/// What could be saved: looks at memory, which takes as long as is asked for.
+#[utoipa::path(post, path = "/v1/estimate", request_body = EstimateOrder, responses((status = 200, body = EstimateReport), (status = 409, body = ErrorBody)))]
+pub(super) async fn estimate(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(order): Asked<EstimateOrder>,
+) -> Result<Json<EstimateReport>, Failure> {
+    blocking(daemon, move |d| d.estimate(&order)).await
+}

@@ -1,0 +1,102 @@
+//! `GET /metrics`: the daemon's figures for Prometheus and what reads its formats.
+//!
+//! ```text
+//!   Daemon::figures (kept) --> families (host, vms, mechanisms) --> OpenMetrics 1.0 --> Prometheus text 0.0.4, for who doesn't know it
+//! ```
+//! A scrape costs little: the figures are taken anew at most each ten seconds, and say how old they are. Labels are names that the operator
+//! has given (VMs, trust domains) or words of this program; nothing that a guest says becomes a label.
+
+mod families;
+mod host;
+mod mechanisms;
+mod text;
+mod vms;
+
+use std::fmt;
+use std::sync::Arc;
+
+use axum::extract::{Extension, State};
+use axum::http::{HeaderMap, header};
+use axum::response::{IntoResponse, Response};
+use families::Family;
+use host::Process;
+use memfold_daemon::{Daemon, DaemonError, Figures};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::DescriptorEncoder;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::registry::Registry;
+
+use super::access::{Access, RefusedCounts};
+use super::server::{Failure, blocking};
+
+/// Content type of `OpenMetrics` 1.0.
+const OPEN_METRICS: &str = "application/openmetrics-text";
+
+/// All families, in the order of `docs/metrics.md`.
+fn all() -> impl Iterator<Item = &'static Family> {
+    host::FAMILIES
+        .iter()
+        .chain(vms::FAMILIES)
+        .chain(mechanisms::FAMILIES)
+}
+
+/// What one scrape shows.
+#[derive(Debug)]
+struct Scrape {
+    figures: Arc<Figures>,
+    process: Process,
+    refused: RefusedCounts,
+}
+
+impl Collector for Scrape {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
+        all().try_for_each(|family| family.encode(self, &mut encoder))
+    }
+}
+
+impl Scrape {
+    /// In `OpenMetrics` 1.0.
+    fn text(self) -> Result<String, fmt::Error> {
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(self));
+        let mut text = String::new();
+        encode(&mut text, &registry)?;
+        Ok(text)
+    }
+}
+
+/// The daemon's figures, in `OpenMetrics` or, for who doesn't ask for that, Prometheus' text format.
+#[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "text/plain")))]
+pub(super) async fn metrics(
+    State(daemon): State<Arc<Daemon>>,
+    Extension(access): Extension<Arc<Access>>,
+    headers: HeaderMap,
+) -> Result<Response, Failure> {
+    let accepts = headers.get(header::ACCEPT).and_then(|a| a.to_str().ok());
+    let open = accepts.is_some_and(|accepts| accepts.contains(OPEN_METRICS));
+    let refused = access.refused();
+    let text = blocking(daemon, move |daemon| {
+        let scrape = Scrape {
+            figures: daemon.figures()?,
+            process: Process::now(),
+            refused,
+        };
+        scrape
+            .text()
+            .map_err(|_| DaemonError::Internal("a figure can't be written"))
+    });
+    let text = text.await?.0;
+    let (content_type, body) = if open {
+        (
+            format!("{OPEN_METRICS}; version=1.0.0; charset=utf-8"),
+            text,
+        )
+    } else {
+        let content_type = "text/plain; version=0.0.4; charset=utf-8".to_owned();
+        (content_type, text::prometheus(&text))
+    };
+    Ok(([(header::CONTENT_TYPE, content_type)], body).into_response())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,122 @@
+//! Plans over the interface: how many VMs fit, and which VMs of several hosts belong together.
+//!
+//! A plan is made of a report, which whoever may read has anyhow, and changes nothing. To place VMs takes CPU and the fingerprints of other
+//! hosts: that needs the role to operate, as an estimate does.
+
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use axum::extract::{DefaultBodyLimit, Query, State};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use memfold_api::ErrorBody;
+use memfold_daemon::{Daemon, DaemonError, PlaceOrder};
+use memfold_ledger::estimate::place::Proposal;
+use memfold_ledger::plan::{Order, Plan, parse_hours, parse_kind, parse_number};
+use memfold_units::ByteSize;
+
+use super::server::{Failure, blocking};
+
+/// Where fingerprints are sent.
+pub(super) const PLACE_PATH: &str = "/v1/plan/place";
+
+/// Longest body there, in bytes: fingerprints of some hundred VMs.
+pub(super) const MOST_FINGERPRINTS: usize = 64 << 20;
+
+pub(super) fn routes() -> Router<Arc<Daemon>> {
+    let longer = DefaultBodyLimit::max(MOST_FINGERPRINTS);
+    Router::new()
+        .route("/v1/plan", get(plan))
+        .route(PLACE_PATH, post(place).layer(longer))
+}
+
+/// What is asked for, as the command line takes it; `kind` and `vms` may come several times.
+fn order(pairs: &[(String, String)]) -> Result<Order, String> {
+    let mut order = Order::default();
+    for (name, value) in pairs {
+        match name.as_str() {
+            "kind" => order.kinds.push(parse_kind(value)?),
+            "vms" => order.vms.push(parse_number(value)?),
+            "memory" => {
+                let bytes = value.parse::<ByteSize>();
+                let bytes = bytes.map_err(|error| format!("memory: {error}"))?;
+                order.memory_bytes = Some(bytes.0);
+            }
+            "ahead_hours" => order.ahead_hours = parse_hours(value)?,
+            _ => {
+                return Err(format!(
+                    "'{name}' is nothing that a plan takes; give kind, vms, memory or ahead_hours"
+                ));
+            }
+        }
+    }
+    Ok(order)
+}
+
+/// How many VMs fit, made of those that run: the JSON of `memfold plan`.
+#[utoipa::path(get, path = "/v1/plan", params(
+    ("kind" = Option<String>, Query, description = "`KIND=VM,VM`; several. By default the VMs of each trust domain are one"),
+    ("vms" = Option<String>, Query, description = "`KIND=NUMBER` in all; several. By default as many as run"),
+    ("memory" = Option<String>, Query, description = "A size (`128G`); by default this host's"),
+    ("ahead_hours" = Option<f64>, Query, description = "Hours, 0 to 8760, in which VMs grow as they have lately; by default 0"),
+), responses((status = 200, body = Plan), (status = 400, body = ErrorBody)))]
+pub(super) async fn plan(
+    State(daemon): State<Arc<Daemon>>,
+    Query(pairs): Query<Vec<(String, String)>>,
+) -> Result<Json<Plan>, Failure> {
+    blocking(daemon, move |d| {
+        d.plan(&order(&pairs).map_err(DaemonError::BadRequest)?)
+    })
+    .await
+}
+
+/// Which VMs of several hosts to place together: the JSON of `memfold plan --place`.
+#[utoipa::path(post, path = "/v1/plan/place", request_body = PlaceOrder, responses((status = 200, body = Object), (status = 400, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub(super) async fn place(
+    State(daemon): State<Arc<Daemon>>,
+    body: Bytes,
+) -> Result<Json<Proposal>, Failure> {
+    // It may be long: not on a thread that others wait for.
+    blocking(daemon, move |d| {
+        let order: PlaceOrder = serde_json::from_slice(&body)
+            .map_err(|error| DaemonError::BadRequest(format!("no fingerprints: {error}")))?;
+        d.place(&order)
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_is_asked_for_as_on_the_command_line() {
+        let pairs = |all: &[(&str, &str)]| {
+            let all = all.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned()));
+            order(&all.collect::<Vec<_>>())
+        };
+        let asked = [
+            ("kind", "web=a,b"),
+            ("kind", "db=c"),
+            ("vms", "web=20"),
+            ("memory", "2G"),
+            ("ahead_hours", "1.5"),
+        ];
+        let asked = pairs(&asked).unwrap();
+        assert_eq!(asked.kinds[1], ("db".to_owned(), vec!["c".to_owned()]));
+        assert_eq!(asked.kinds.len(), 2);
+        assert_eq!(asked.vms, [("web".to_owned(), 20)]);
+        assert_eq!(asked.memory_bytes, Some(2 << 30));
+        assert!((asked.ahead_hours - 1.5).abs() < 1e-9);
+        assert_eq!(pairs(&[]), Ok(Order::default()));
+        for wrong in [
+            ("kind", "web"),
+            ("vms", "web=x"),
+            ("memory", "much"),
+            ("ahead_hours", "-1"),
+            ("x", "1"),
+        ] {
+            assert!(pairs(&[wrong]).is_err(), "{wrong:?}");
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! Logging in over TCP, and the audit log.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::extract::{Extension, Query};
+use axum::http::header::SET_COOKIE;
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use memfold_api::{CodeRequest, ErrorBody, LoginCode, LoginRequest, Role, SessionInfo};
+use serde::Deserialize;
+
+use super::access::{Access, AuditEntry, CODE_LIFE, NewSession, SESSION_LIFE, Visitor};
+use super::server::{Asked, refusal, refusal_with_hint};
+
+/// Sessions.
+pub(super) const PATH: &str = "/v1/session";
+/// Codes for one login.
+pub(super) const CODES_PATH: &str = "/v1/session/codes";
+/// Entries of the audit log in one answer.
+const MOST_ENTRIES: usize = 1000;
+
+pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
+    Router::new()
+        .route(PATH, get(session).post(log_in).delete(log_out))
+        .route(CODES_PATH, post(new_code))
+        .route("/v1/audit", get(audit))
+}
+
+/// Who one is.
+#[utoipa::path(get, path = "/v1/session", responses((status = 200, body = SessionInfo), (status = 401, body = ErrorBody)))]
+pub(super) async fn session(Extension(visitor): Extension<Visitor>) -> Json<SessionInfo> {
+    Json(SessionInfo {
+        role: visitor.role,
+        who: visitor.who,
+        via: visitor.via.to_owned(),
+    })
+}
+
+/// Begins a session: its cookie comes with the answer.
+#[utoipa::path(post, path = "/v1/session", request_body = LoginRequest, responses((status = 200, body = Role), (status = 401, body = ErrorBody)))]
+pub(super) async fn log_in(
+    Extension(access): Extension<Arc<Access>>,
+    headers: HeaderMap,
+    Asked(request): Asked<LoginRequest>,
+) -> Response {
+    let begun = access.keys().log_in(&request.secret, Instant::now());
+    match begun {
+        Ok(Some(begun)) => {
+            let set = access.set_cookie(&headers, &begun.cookie, SESSION_LIFE);
+            let mut response = with_cookie(Json(begun.role).into_response(), &set);
+            let noted = NewSession(begun.label, begun.role);
+            response.extensions_mut().insert(noted);
+            response
+        }
+        Ok(None) => refusal_with_hint(
+            StatusCode::UNAUTHORIZED,
+            "this is no token, and no code that is still good",
+            "a code logs in once, within two minutes; 'memfold dashboard' gives a new one",
+        ),
+        Err(error) => refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            &format!("no session can begin: {error}"),
+        ),
+    }
+}
+
+/// Ends the session.
+#[utoipa::path(delete, path = "/v1/session", responses((status = 200)))]
+pub(super) async fn log_out(
+    Extension(access): Extension<Arc<Access>>,
+    Extension(visitor): Extension<Visitor>,
+    headers: HeaderMap,
+) -> Response {
+    if let Some(cookie) = visitor.cookie {
+        access.keys().log_out(&cookie);
+    }
+    let forget = access.set_cookie(&headers, "", Duration::ZERO);
+    with_cookie(Json(()).into_response(), &forget)
+}
+
+fn with_cookie(mut response: Response, cookie: &str) -> Response {
+    if let Ok(value) = HeaderValue::from_str(cookie) {
+        response.headers_mut().insert(SET_COOKIE, value);
+    }
+    response
+}
+
+/// A code for one login of a browser.
+#[utoipa::path(post, path = "/v1/session/codes", request_body = CodeRequest, responses((status = 200, body = LoginCode), (status = 409, body = ErrorBody)))]
+pub(super) async fn new_code(
+    Extension(access): Extension<Arc<Access>>,
+    Extension(visitor): Extension<Visitor>,
+    Asked(request): Asked<CodeRequest>,
+) -> Response {
+    if request.role == Role::Host {
+        return refusal_with_hint(
+            StatusCode::BAD_REQUEST,
+            "hosts don't log in",
+            "give a host a token of its own: memfold host add NAME",
+        );
+    }
+    if !visitor.role.may(request.role) {
+        return refusal(
+            StatusCode::FORBIDDEN,
+            &format!("{} may read, and can't let others operate", visitor.who),
+        );
+    }
+    if access.urls.is_empty() {
+        return refusal_with_hint(
+            StatusCode::CONFLICT,
+            "this daemon serves no browser",
+            "start it with an address for that: memfold serve --listen 127.0.0.1:8420",
+        );
+    }
+    let made = access
+        .keys()
+        .new_code(request.role, &visitor.who, Instant::now());
+    match made {
+        Err(error) => refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            &format!("no code can be made: {error}"),
+        ),
+        Ok(code) => {
+            let urls = access.urls.iter();
+            Json(LoginCode {
+                urls: urls.map(|url| format!("{url}#login={code}")).collect(),
+                role: request.role,
+                valid_s: CODE_LIFE.as_secs(),
+            })
+            .into_response()
+        }
+    }
+}
+
+/// How many entries are wanted.
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(super) struct AuditQuery {
+    #[serde(default)]
+    count: Option<usize>,
+}
+
+/// Who did what, newest first; `?count=N`, 200 by default.
+#[utoipa::path(get, path = "/v1/audit", params(("count" = Option<usize>, Query)), responses((status = 200, body = Vec<AuditEntry>)))]
+pub(super) async fn audit(
+    Extension(access): Extension<Arc<Access>>,
+    Query(query): Query<AuditQuery>,
+) -> Response {
+    let count = query.count.unwrap_or(200).min(MOST_ENTRIES);
+    let read = tokio::task::spawn_blocking(move || access.audit().last(count)).await;
+    match read {
+        Ok(Ok(entries)) => Json(entries).into_response(),
+        Ok(Err(error)) => refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            &format!("the audit log can't be read: {error}"),
+        ),
+        Err(_) => refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "a task of the daemon ended unexpectedly",
+        ),
+    }
+}

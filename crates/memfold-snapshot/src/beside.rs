@@ -1,0 +1,165 @@
+//! What a snapshot needs besides memory and disks: copies of files that its VM's command line names, what its other media are, and its CPU.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use memfold_vm::{Qmp, Vm, VmSpec, foreign};
+
+use super::cpu::Cpu;
+use super::manifest::{BackingFile, FileFacts};
+use super::save::{Subject, check_memory, device, modified_ns};
+use super::shelf::{Draft, facts};
+use super::{SnapshotError, hardware, written};
+
+/// See above.
+pub(super) struct Beside {
+    pub(super) files: Vec<FileFacts>,
+    pub(super) media: Vec<BackingFile>,
+    pub(super) cpu: Option<Cpu>,
+}
+
+impl Beside {
+    /// Takes it, and has the description `now` name what was copied.
+    pub(super) fn take(
+        vm: &Vm,
+        subject: &Subject,
+        qmp: &mut Qmp,
+        now: &mut VmSpec,
+        draft: &Draft,
+    ) -> Result<Self, SnapshotError> {
+        let mut files = take_files(vm, subject, now, draft)?;
+        files.extend(take_own_files(vm, subject, qmp, now, draft)?);
+        // After what has names.
+        check_memory(now, qmp)?;
+        Ok(Self {
+            files,
+            media: media(now, qmp)?,
+            cpu: Cpu::of(qmp)?,
+        })
+    }
+}
+
+/// Copies the files that a foreign command line names.
+fn take_files(
+    vm: &Vm,
+    subject: &Subject,
+    now: &mut VmSpec,
+    draft: &Draft,
+) -> Result<Vec<FileFacts>, SnapshotError> {
+    let Some(of) = &mut now.foreign else {
+        return Ok(Vec::new());
+    };
+    let mut taken = Vec::new();
+    // Those of a VM of memfold's are a snapshot's.
+    let view = match subject.directory {
+        None => foreign::View::of(vm.pid()).map_err(|source| SnapshotError::Files {
+            path: "/proc".into(),
+            source,
+        })?,
+        Some(_) => foreign::View::default(),
+    };
+    for (number, path) in of.files.iter_mut().enumerate() {
+        let failed = |source| SnapshotError::Files {
+            path: path.clone(),
+            source,
+        };
+        let name = file_name(number);
+        let to = draft.file(&name)?;
+        let user = subject
+            .spec()
+            .user
+            .as_deref()
+            .filter(|_| subject.directory.is_none());
+        foreign::copy_file(path, &view, &to, user).map_err(failed)?;
+        taken.push(facts(to).map_err(failed)?);
+        *path = name.into();
+    }
+    Ok(taken)
+}
+
+/// Copies the files besides its disks that a VM of memfold's writes.
+fn take_own_files(
+    vm: &Vm,
+    subject: &Subject,
+    qmp: &mut Qmp,
+    now: &mut VmSpec,
+    draft: &Draft,
+) -> Result<Vec<FileFacts>, SnapshotError> {
+    // The words of a foreign one lead to no file of the host's.
+    let Some(directory) = subject.directory.as_ref().filter(|_| now.foreign.is_none()) else {
+        return Ok(Vec::new());
+    };
+    let failed = |path: &Path, source| SnapshotError::Files {
+        path: path.into(),
+        source,
+    };
+    let mut files = Vec::new();
+    for number in 0..now.files.len() {
+        let path = directory.own_file(number);
+        let file = File::open(&path).map_err(|source| failed(&path, source))?;
+        files.push((path, file));
+    }
+    let mut disks = subject.overlays_now();
+    disks.extend(now.disks.iter().map(|disk| disk.path.clone()));
+    let open = written::of(vm.pid()).map_err(|source| failed(Path::new("/proc"), source))?;
+    let devices = qmp.query("query-block")?;
+    let all = devices.as_array().into_iter().flatten();
+    let known = all.filter(|device| hardware::is_known(device, now));
+    disks.extend(known.flat_map(written::chain).map(PathBuf::from));
+    for path in written::foreign(open, &disks, directory.path()) {
+        let file = written::take(vm.pid(), &path, &mut now.qemu_args, files.len())?;
+        files.push((path, file));
+    }
+    now.files.clear();
+    let mut taken = Vec::new();
+    for (number, (path, mut from)) in files.into_iter().enumerate() {
+        let name = file_name(number);
+        let mut to = draft.file(&name)?;
+        io::copy(&mut from, &mut to).map_err(|source| failed(&path, source))?;
+        taken.push(facts(to).map_err(|source| failed(&path, source))?);
+        now.files.push(name.into());
+    }
+    Ok(taken)
+}
+
+/// Name of a file of [`memfold_vm::foreign`], or of `written`, in a snapshot.
+pub(super) fn file_name(number: usize) -> String {
+    format!("file{number}")
+}
+
+/// What files are now, as far as they are files: of anything else there is nothing to compare.
+pub(super) fn backing_files(
+    paths: impl Iterator<Item = PathBuf>,
+) -> Result<Vec<BackingFile>, SnapshotError> {
+    let mut found = Vec::new();
+    for path in paths {
+        let Ok(facts) = fs::metadata(&path) else {
+            continue;
+        };
+        found.push(BackingFile {
+            bytes: facts.len(),
+            modified_ns: modified_ns(&facts),
+            device: device(&path)?,
+            path,
+        });
+    }
+    Ok(found)
+}
+
+/// Media besides its disks: a VM of its snapshot reads them by their names. Those of a foreign VM are copied like its disks.
+fn media(spec: &VmSpec, qmp: &mut Qmp) -> Result<Vec<BackingFile>, SnapshotError> {
+    if spec.foreign.is_some() {
+        return Ok(Vec::new());
+    }
+    let devices = qmp.query("query-block")?;
+    let all = devices.as_array().into_iter().flatten();
+    // What firmware holds is RAM, whatever its package has put in its place since.
+    let media = all.filter(|device| {
+        device["inserted"]["ro"] == true
+            && !hardware::is_known(device, spec)
+            && !hardware::is_flash(device, spec)
+    });
+    let files = media.flat_map(written::chain).map(PathBuf::from);
+    backing_files(files)
+}

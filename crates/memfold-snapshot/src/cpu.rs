@@ -1,0 +1,174 @@
+//! The CPU that a guest was given. Its kernel has looked once, when it booted, and uses what it found; one of its snapshot's VMs that lacks a part of it
+//! would die of illegal instructions, or hang.
+//!
+//! QEMU tells the CPUID of a running VM's CPU, after what the accelerator doesn't have was taken out, as bits (`feature-words`) and by names (a property
+//! each). Bits are one question, names are hundreds: they are asked for when a VM is saved, and to say what is missing.
+
+use std::collections::BTreeSet;
+
+use memfold_vm::{Qmp, QmpError};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::SnapshotError;
+
+/// Properties of a CPU that are states, or say how QEMU makes it.
+const NO_FEATURES: [&str; 9] = [
+    "check",
+    "enforce",
+    "hotpluggable",
+    "hotplugged",
+    "migratable",
+    "realized",
+    "start-powered-off",
+    "x-force-features",
+    "x-migrate-smi-count",
+];
+
+/// How many features an error names.
+const NAMED: usize = 12;
+
+/// A guest's CPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cpu {
+    /// QEMU's model, such as `max-x86_64-cpu`.
+    pub model: String,
+    /// CPUID, each register with a feature in it: leaf, sub-leaf and register as QEMU writes them, and its bits.
+    pub words: Vec<(String, u64)>,
+    /// Features by QEMU's names.
+    pub features: BTreeSet<String>,
+}
+
+impl Cpu {
+    /// What a VM has; `None`: QEMU does not tell.
+    pub fn of(qmp: &mut Qmp) -> Result<Option<Self>, QmpError> {
+        let Some((path, model)) = first(qmp)? else {
+            return Ok(None);
+        };
+        let Some(words) = words(qmp, &path)? else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            model,
+            words,
+            features: features(qmp, &path)?,
+        }))
+    }
+
+    /// Refuses a VM whose CPU lacks something of this, by its names.
+    pub fn check(&self, name: &str, qmp: &mut Qmp) -> Result<(), SnapshotError> {
+        let Some((path, model)) = first(qmp)? else {
+            return Ok(());
+        };
+        let Some(now) = words(qmp, &path)? else {
+            return Ok(());
+        };
+        let lacks = lacking_bits(&self.words, &now);
+        if lacks.is_empty() {
+            return Ok(());
+        }
+        let now = features(qmp, &path)?;
+        let mut missing: Vec<String> = self.features.difference(&now).cloned().collect();
+        if missing.is_empty() {
+            missing = lacks;
+        }
+        let more = missing.len().saturating_sub(NAMED);
+        missing.truncate(NAMED);
+        let more = if more == 0 {
+            String::new()
+        } else {
+            format!(" and {more} more")
+        };
+        Err(SnapshotError::Broken {
+            name: name.into(),
+            why: format!(
+                "its guest was given a CPU ({}) with {}{more}, which the CPU here ({model}) lacks; restore it where that is, or save a VM that was started with a model that all hosts have (--cpu)",
+                self.model,
+                missing.join(", ")
+            ),
+        })
+    }
+}
+
+/// Where the first CPU is in QEMU's tree, and what it is.
+fn first(qmp: &mut Qmp) -> Result<Option<(String, String)>, QmpError> {
+    let cpus = qmp.query("query-cpus-fast")?;
+    let Some(path) = cpus[0]["qom-path"].as_str().map(str::to_owned) else {
+        return Ok(None);
+    };
+    let model = get(qmp, &path, "type")?.as_str().map(str::to_owned);
+    Ok(model.map(|model| (path, model)))
+}
+
+/// A property; null: there is none of this name.
+fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value, QmpError> {
+    match qmp.execute("qom-get", json!({ "path": path, "property": property })) {
+        Err(QmpError::Refused { .. }) => Ok(Value::Null),
+        other => other,
+    }
+}
+
+fn words(qmp: &mut Qmp, path: &str) -> Result<Option<Vec<(String, u64)>>, QmpError> {
+    let word = |word: &Value| {
+        let leaf = word["cpuid-input-eax"].as_u64()?;
+        let sub = word["cpuid-input-ecx"].as_u64();
+        let sub = sub.map_or(String::new(), |sub| format!(".{sub:x}"));
+        let name = format!("{leaf:x}{sub} {}", word["cpuid-register"].as_str()?);
+        Some((name, word["features"].as_u64().filter(|bits| *bits != 0)?))
+    };
+    let words = get(qmp, path, "feature-words")?;
+    Ok(words
+        .as_array()
+        .map(|words| words.iter().filter_map(word).collect()))
+}
+
+fn features(qmp: &mut Qmp, path: &str) -> Result<BTreeSet<String>, QmpError> {
+    let list = qmp.execute("qom-list", json!({ "path": path }))?;
+    let mut found = BTreeSet::new();
+    for property in list.as_array().into_iter().flatten() {
+        let name = property["name"].as_str().unwrap_or_default();
+        if property["type"] == "bool"
+            && !NO_FEATURES.contains(&name)
+            && get(qmp, path, name)? == true
+        {
+            found.insert(name.to_owned());
+        }
+    }
+    Ok(found)
+}
+
+/// Bits that are in one and not in the other, as text.
+fn lacking_bits(then: &[(String, u64)], now: &[(String, u64)]) -> Vec<String> {
+    let bits = |word: &str| {
+        now.iter()
+            .find(|(name, _)| name == word)
+            .map_or(0, |(_, bits)| *bits)
+    };
+    let lacking = then.iter().map(|(word, saved)| (word, saved & !bits(word)));
+    lacking
+        .filter(|(_, bits)| *bits != 0)
+        .map(|(word, bits)| format!("CPUID {word} {bits:#x}"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cpu_with_more_is_enough_and_missing_bits_are_told() {
+        let words = |bits: &[u64]| -> Vec<(String, u64)> {
+            let names = ["1 EDX", "7.0 EBX"].map(str::to_owned);
+            names.into_iter().zip(bits.iter().copied()).collect()
+        };
+        assert!(lacking_bits(&words(&[3, 4]), &words(&[7, 5])).is_empty());
+        assert_eq!(
+            lacking_bits(&words(&[3, 4]), &words(&[1, 5])),
+            ["CPUID 1 EDX 0x2"]
+        );
+        assert_eq!(
+            lacking_bits(&words(&[3, 4]), &words(&[3])),
+            ["CPUID 7.0 EBX 0x4"]
+        );
+    }
+}

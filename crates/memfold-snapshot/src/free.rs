@@ -1,0 +1,220 @@
+//! What a guest has free, and nobody has written to since: it is left out of an image.
+//!
+//! ```text
+//!   writes tracked ----[ the agent lists free pages ]---- VM stands still ---- list less what was written
+//! ```
+//! A page that was free at some moment of the list, and was not written to from before it until the VM stood still, holds nothing that
+//! anybody can want: whoever takes a page from the kernel writes to it before reading it. Devices write through the process's
+//! page tables, so that QEMU's own writes are seen too; VMs with pinned memory are not asked.
+
+use std::io;
+use std::ops::Range;
+
+use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_units::{Hva, Pfn};
+use rustix::process::Pid;
+
+use memfold_vm::RamLayout;
+
+/// What the guest is asked: the agent's own program, whose child the shell is.
+pub const LIST: &str = "exec /proc/$PPID/exe --free-pages";
+
+/// Consecutive page frames of a guest.
+pub type Frames = Range<u64>;
+
+/// Runs of free frames in so many frames: the agent tells groups of 16, and runs don't touch.
+const FRAMES_A_RUN: u64 = 32;
+
+/// Reads the list that an agent of a VM with `pages` pages of RAM wrote: first frame and number of frames, a line each.
+pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
+    let text = std::str::from_utf8(text).map_err(|_| "the list is no text".to_owned())?;
+    let run = |line: &str| -> Option<Frames> {
+        let (first, count) = line.split_once(' ')?;
+        let first: u64 = first.parse().ok()?;
+        let count: u64 = count.parse().ok()?;
+        Some(first..first.checked_add(count)?)
+    };
+    let wrong = |line: &str| {
+        let shown: String = line.chars().take(40).collect();
+        format!("not a line of the list: '{shown}'")
+    };
+    // A hostile guest may write what it likes.
+    let most = usize::try_from(pages / FRAMES_A_RUN + 64).unwrap_or(usize::MAX);
+    if text.lines().nth(most).is_some() {
+        return Err(format!("the list has more than {most} lines"));
+    }
+    let mut runs: Vec<Frames> = Vec::new();
+    for line in text.lines() {
+        let run = run(line)
+            .filter(|run| !run.is_empty())
+            .ok_or_else(|| wrong(line))?;
+        // Ascending, as the agent writes them: overlapping ones would make us go through its memory once for each.
+        if runs.last().is_some_and(|last| last.end > run.start) {
+            return Err(wrong(line));
+        }
+        runs.push(run);
+    }
+    Ok(runs)
+}
+
+/// Addresses in `pid` of what of `free` was not written to since writes are tracked, ascending. Of a VM that stands still.
+pub fn unwritten(pid: Pid, layout: &RamLayout, free: &[Frames]) -> io::Result<Vec<Range<Hva>>> {
+    let pagemap = Pagemap::open(pid)?;
+    let filter = Filter {
+        all_of: category::WRITES_TOLD,
+        none_of: category::WRITTEN,
+        ..Filter::default()
+    };
+    let mut unwritten = Vec::new();
+    for slot in &layout.slots {
+        let regions = pagemap.scan(slot.hva, slot.hva.add_pages(slot.pages), filter)?;
+        unwritten.extend(regions.iter().map(|region| region.start..region.end));
+    }
+    let mut free: Vec<Range<Hva>> = free
+        .iter()
+        .flat_map(|frames| addresses(layout, frames))
+        .collect();
+    free.sort_unstable_by_key(|range| range.start);
+    unwritten.sort_unstable_by_key(|range| range.start);
+    Ok(intersection(&unwritten, &free))
+}
+
+/// Where frames lie in QEMU's process. What lies outside of RAM is left out.
+fn addresses(layout: &RamLayout, frames: &Frames) -> Vec<Range<Hva>> {
+    let inside = |slot: &memfold_vm::RamSlot| {
+        let first = frames.start.max(slot.pfn.0);
+        let end = frames.end.min(slot.pfn.0 + slot.pages);
+        let at = |frame: u64| slot.hva.add_pages(Pfn(frame).pages_since(slot.pfn));
+        (first < end).then(|| at(first)..at(end))
+    };
+    layout.slots.iter().filter_map(inside).collect()
+}
+
+/// What is in both of two lists of ranges, each by its starts ascending. Ranges of `b` may overlap each other.
+fn intersection(a: &[Range<Hva>], b: &[Range<Hva>]) -> Vec<Range<Hva>> {
+    let mut both: Vec<Range<Hva>> = Vec::new();
+    let mut done = Hva(0);
+    let mut next = 0;
+    for range in b {
+        while a.get(next).is_some_and(|a| a.end <= range.start) {
+            next += 1;
+        }
+        for a in a[next..].iter().take_while(|a| a.start < range.end) {
+            let part = a.start.max(range.start).max(done)..a.end.min(range.end);
+            if part.start < part.end {
+                done = part.end;
+                both.push(part);
+            }
+        }
+    }
+    both
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_vm::{RamBlock, RamSlot};
+    use proptest::prelude::*;
+
+    fn layout() -> RamLayout {
+        let slot = |pfn, pages, hva| RamSlot {
+            pfn: Pfn(pfn),
+            pages,
+            hva: Hva(hva),
+            block: 0,
+        };
+        RamLayout {
+            blocks: vec![RamBlock {
+                name: "ram0".into(),
+                hva: Hva(0x10_0000),
+                pages: 200,
+            }],
+            slots: vec![
+                slot(0, 100, 0x10_0000),
+                slot(1000, 100, 0x10_0000 + 100 * 4096),
+            ],
+        }
+    }
+
+    #[test]
+    fn frames_become_addresses_and_what_is_no_ram_is_left_out() {
+        let base = Hva(0x10_0000);
+        let at = |from, to| base.add_pages(from)..base.add_pages(to);
+        assert_eq!(
+            addresses(&layout(), &(90..1010)),
+            [at(90, 100), at(100, 110)]
+        );
+        assert!(addresses(&layout(), &(100..1000)).is_empty());
+        assert!(addresses(&layout(), &(5000..u64::MAX)).is_empty());
+    }
+
+    #[test]
+    fn lists_are_read_and_nonsense_is_refused() {
+        assert_eq!(parse(b"16 32\n1000 1\n", 0).unwrap(), [16..48, 1000..1001]);
+        assert_eq!(parse(b"", 0).unwrap(), []);
+        let list = |lines: u64| {
+            let lines: Vec<String> = (0..lines).map(|n| format!("{n} 1")).collect();
+            lines.join("\n")
+        };
+        assert!(parse(list(96).as_bytes(), 1024).is_ok());
+        let error = parse(list(97).as_bytes(), 1024).unwrap_err();
+        assert_eq!(error, "the list has more than 96 lines");
+        // The list, and the line of it that is wrong.
+        for (nonsense, line) in [
+            ("16\n", "16"),
+            ("16 x\n", "16 x"),
+            ("-1 5\n", "-1 5"),
+            ("18446744073709551615 1\n", "18446744073709551615 1"),
+            ("\n", ""),
+            ("1 2 3\n", "1 2 3"),
+            ("5 0\n", "5 0"),
+            ("5 3\n7 1\n", "7 1"),
+            ("5 3\n5 3\n", "5 3"),
+        ] {
+            let error = parse(nonsense.as_bytes(), 1024).unwrap_err();
+            assert_eq!(error, format!("not a line of the list: '{line}'"));
+        }
+    }
+
+    fn ranges() -> impl Strategy<Value = Vec<Range<Hva>>> {
+        proptest::collection::vec((0_u64..200, 0_u64..40), 0..20).prop_map(|mut list| {
+            list.sort_unstable();
+            let range = |(start, length)| Hva(start)..Hva(start + length);
+            list.into_iter().map(range).collect()
+        })
+    }
+
+    fn apart(list: Vec<Range<Hva>>) -> Vec<Range<Hva>> {
+        let mut end = Hva(0);
+        let mut kept = Vec::new();
+        for range in list {
+            if range.start >= end && range.start < range.end {
+                end = range.end;
+                kept.push(range);
+            }
+        }
+        kept
+    }
+
+    proptest! {
+        #[test]
+        fn an_intersection_holds_what_both_hold_and_once(a in ranges(), b in ranges()) {
+            let a = apart(a);
+            let both = intersection(&a, &b);
+            for at in (0..300).map(Hva) {
+                let count = both.iter().filter(|range| range.contains(&at)).count();
+                let wanted = a.iter().any(|r| r.contains(&at)) && b.iter().any(|r| r.contains(&at));
+                prop_assert_eq!(count, usize::from(wanted));
+            }
+        }
+
+        #[test]
+        fn garbage_never_panics(text in proptest::collection::vec(any::<u8>(), 0..200)) {
+            if let Ok(frames) = parse(&text, 1024) {
+                for run in frames {
+                    addresses(&layout(), &run);
+                }
+            }
+        }
+    }
+}

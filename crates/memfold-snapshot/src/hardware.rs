@@ -1,0 +1,204 @@
+//! Whether a VM is one that its snapshot could bring back: what QEMU has now is what its description starts, and can be saved.
+//!
+//! QEMU's own save asks for blockers; `xen-save-devices-state` writes the state of devices that can't be moved all the same. What was plugged
+//! while the VM ran is in no description, and a disk that memfold doesn't know of would go on changing under the snapshot.
+
+use memfold_vm::{Qmp, VmSpec};
+use serde_json::{Value, json};
+
+use super::SnapshotError;
+
+/// Refuses with the reason if not.
+pub fn check(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
+    let status = qmp.query("query-status")?;
+    if let Some(why) = not_running(&status) {
+        return Err(SnapshotError::Impossible(why));
+    }
+    let migration = qmp.query("query-migrate")?;
+    let disks = qmp.query("query-block")?;
+    let memory = qmp.query("query-memory-devices")?;
+    let tpms = qmp.query("query-tpm")?;
+    let problem = blocked(&migration)
+        .or_else(|| tpm(&tpms))
+        .or_else(|| foreign_disk(&disks, spec))
+        .or_else(|| plugged_memory(&memory));
+    match problem {
+        Some(why) => Err(SnapshotError::Impossible(why)),
+        None => plugged_device(qmp),
+    }
+}
+
+fn not_running(status: &Value) -> Option<String> {
+    let now = status["status"].as_str().unwrap_or("unknown");
+    let what = match now {
+        "running" => return None,
+        "io-error" => {
+            "the host's disk was full or failed when the guest wrote; make room, then let it go on (memfold vm resume)"
+        }
+        "paused" => "let it go on first (memfold vm resume)",
+        _ => "wait until it runs",
+    };
+    Some(format!("the VM stands still (QEMU says '{now}'): {what}"))
+}
+
+fn blocked(migration: &Value) -> Option<String> {
+    let reasons = migration["blocked-reasons"].as_array()?;
+    let reasons: Vec<&str> = reasons.iter().filter_map(Value::as_str).collect();
+    (!reasons.is_empty()).then(|| {
+        format!(
+            "QEMU can't save this VM's devices: {}; start it without them",
+            reasons.join("; ")
+        )
+    })
+}
+
+/// Whether a device of `query-block` is one of the description's disks.
+pub(super) fn is_known(device: &Value, spec: &VmSpec) -> bool {
+    let path = device["qdev"].as_str().unwrap_or_default();
+    (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))
+}
+
+/// Whether this is firmware's: its variables are RAM, too, and their file is copied (`written`). A foreign VM's lead nowhere in a copy.
+pub(super) fn is_flash(device: &Value, spec: &VmSpec) -> bool {
+    let text = |key: &str| device[key].as_str().unwrap_or_default();
+    let is_file = device["inserted"]["file"]
+        .as_str()
+        .is_some_and(|file| file.starts_with('/'));
+    (text("device").contains("pflash") || text("qdev").contains("/system.flash"))
+        && (is_file || spec.foreign.is_some())
+}
+
+/// A disk that can be written and is none of the description's.
+fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
+    let name = |device: &Value| {
+        let named = ["device", "qdev"]
+            .iter()
+            .filter_map(|key| device[key].as_str());
+        named
+            .filter(|name| !name.is_empty())
+            .map(str::to_owned)
+            .next()
+    };
+    let devices = devices.as_array()?.iter();
+    let foreign = devices
+        .filter(|device| device["inserted"].is_object() && device["inserted"]["ro"] != true)
+        .filter(|device| !is_known(device, spec) && !is_flash(device, spec))
+        .map(|device| name(device).unwrap_or_else(|| "without a name".into()))
+        .next()?;
+    Some(format!(
+        "it has a disk that is not in its description ('{foreign}'), which would not be part of the snapshot; give it as one of its disks (--disk), or read-only"
+    ))
+}
+
+/// A TPM keeps what it holds in another process, or in hardware, which a second VM can't have.
+fn tpm(tpms: &Value) -> Option<String> {
+    let id = tpms.as_array()?.first()?["id"]
+        .as_str()
+        .unwrap_or("without a name");
+    Some(format!(
+        "it has a TPM ('{id}'), whose state is in another process (swtpm) that a VM of its snapshot would not have; start it without one"
+    ))
+}
+
+/// RAM that was plugged while the VM ran. Segments are files of their own, plugged again when a VM of the snapshot starts.
+fn plugged_memory(devices: &Value) -> Option<String> {
+    let devices = devices.as_array()?.iter();
+    let plugged = devices
+        .filter(|device| device["type"] != "virtio-pmem" && device["data"]["hotplugged"] == true)
+        .map(|device| device["data"]["id"].as_str().unwrap_or("without a name"))
+        .next()?;
+    Some(format!(
+        "memory was added to it (device '{plugged}'), which a VM of its snapshot would lack; unplug it, or start the VM with as much"
+    ))
+}
+
+fn plugged_device(qmp: &mut Qmp) -> Result<(), SnapshotError> {
+    for path in ["/machine/peripheral", "/machine/peripheral-anon"] {
+        let list = qmp.execute("qom-list", json!({ "path": path }))?;
+        for device in list.as_array().into_iter().flatten() {
+            let Some(name) = device["name"].as_str() else {
+                continue;
+            };
+            let is_segment = name
+                .strip_prefix("seg")
+                .is_some_and(|number| number.parse::<u32>().is_ok());
+            if is_segment
+                || !device["type"]
+                    .as_str()
+                    .is_some_and(|t| t.starts_with("child<"))
+            {
+                continue;
+            }
+            let asked = qmp.execute(
+                "qom-get",
+                json!({ "path": format!("{path}/{name}"), "property": "hotplugged" }),
+            );
+            // What has no such property is no device.
+            if asked.is_ok_and(|is_plugged| is_plugged == true) {
+                return Err(SnapshotError::Impossible(format!(
+                    "device '{name}' was plugged in while it ran, and a VM of its snapshot would lack it; unplug it (QMP: device_del)"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_units::ByteSize;
+    use memfold_vm::DiskSpec;
+
+    #[test]
+    fn what_a_snapshot_would_lack_is_named() {
+        assert_eq!(not_running(&json!({ "status": "running" })), None);
+        let full = not_running(&json!({ "status": "io-error" })).unwrap();
+        assert!(full.contains("make room"), "{full}");
+        assert_eq!(blocked(&json!({})), None);
+        let why = blocked(&json!({ "blocked-reasons": ["a thing", "another"] })).unwrap();
+        assert!(why.contains("a thing; another"), "{why}");
+        let segment = json!([{ "type": "virtio-pmem", "data": { "id": "seg0" } }]);
+        assert_eq!(plugged_memory(&segment), None);
+        let dimm = json!([{ "type": "dimm", "data": { "id": "dimm1", "hotplugged": true } }]);
+        assert!(plugged_memory(&dimm).unwrap().contains("'dimm1'"));
+        let from_start =
+            json!([{ "type": "dimm", "data": { "id": "dimm0", "hotplugged": false } }]);
+        assert_eq!(plugged_memory(&from_start), None);
+    }
+
+    #[test]
+    fn disks_of_the_description_read_only_ones_empty_drives_and_firmware_are_no_foreign_disks() {
+        let file = json!({ "ro": false });
+        let fine = json!([
+            { "device": "", "qdev": "/machine/peripheral/vd0/virtio-backend", "inserted": file },
+            { "device": "", "qdev": "vd1", "inserted": file },
+            { "device": "cd", "qdev": "cd", "inserted": { "ro": true } },
+            { "device": "ide2-cd0", "qdev": "x" },
+            { "device": "pflash1", "inserted": { "ro": false, "file": "/vars" } },
+            { "device": "", "qdev": "/machine/system.flash1", "inserted": { "ro": false, "file": "/vars" } },
+            { "device": "drive-efidisk0", "qdev": "/machine/system.flash1", "inserted": { "ro": false, "file": "/vars" } },
+        ]);
+        let with = |disks: usize| {
+            let mut spec = VmSpec::new("a", ByteSize::mib(64));
+            spec.disks = (0..disks).map(|n| DiskSpec::new(format!("/{n}"))).collect();
+            spec
+        };
+        assert_eq!(foreign_disk(&fine, &with(2)), None);
+        assert!(foreign_disk(&fine, &with(1)).unwrap().contains("'vd1'"));
+        let foreign = json!([{ "device": "data", "qdev": "/machine/peripheral-anon/device[3]/virtio-backend", "inserted": file }]);
+        assert!(foreign_disk(&foreign, &with(1)).unwrap().contains("'data'"));
+        let elsewhere = json!([{ "device": "pflash1", "inserted": { "ro": false, "file": "nbd+unix:///?socket=/s" } }]);
+        assert!(
+            foreign_disk(&elsewhere, &with(0))
+                .unwrap()
+                .contains("'pflash1'")
+        );
+        assert_eq!(tpm(&json!([])), None);
+        assert!(
+            tpm(&json!([{ "id": "tpm0", "model": "tpm-crb" }]))
+                .unwrap()
+                .contains("'tpm0'")
+        );
+    }
+}

@@ -1,0 +1,339 @@
+//! What sets a restored VM apart from others that run from the same memory.
+//!
+//! ```text
+//!   QEMU    a new VM generation ID: a kernel with that driver begins its random numbers anew before user code runs
+//!   agent   the same again, for kernels without; on request MAC addresses, host name, machine ID, SSH host keys
+//! ```
+//! The script runs when the agent answers. It may run twice (a daemon that died), and does the same then.
+
+use std::fs::File;
+use std::io::{self, Read};
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use memfold_vm::{VmDirectory, VmSpec};
+
+/// File in a VM's directory: a [`Plan`] that is still to be carried out.
+const FILE: &str = "renewal.json";
+
+/// Longest host name (`HOST_NAME_MAX`, `gethostname(2)`).
+const HOST_NAME_MAX: usize = 63;
+
+/// Tells whether the guest's kernel has found its VM generation ID: an ACPI driver until Linux 6.9, a platform driver since.
+pub const HAS_GENERATION_ID: &str = "for device in /sys/bus/acpi/drivers/vmgenid/*:* /sys/bus/platform/drivers/vmgenid/*:*; do [ -e \"$device\" ] && exit 0; done; exit 1";
+
+/// What a restored VM gets anew.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Renew {
+    /// Random numbers: it goes on as the VM that was saved.
+    #[default]
+    Random,
+    /// MAC addresses too: another VM, on the same network perhaps.
+    Network,
+    /// Host name, machine ID and SSH host keys too.
+    Identity,
+}
+
+/// What became of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Renewal {
+    /// Whether the guest has not answered yet.
+    pub pending: bool,
+    /// What is new.
+    pub done: Vec<String>,
+    /// What is still as it was in the snapshot, and why.
+    pub left: Vec<String>,
+}
+
+/// What is to be new in one VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Plan {
+    renew: Renew,
+    host_name: String,
+    /// Hexadecimal digits: 64, to be mixed into the random numbers.
+    seed: String,
+    /// 32 hexadecimal digits, a random UUID.
+    machine_id: String,
+    /// The last three bytes of the first MAC address, counted on for the next; the first three are QEMU's own.
+    mac: u32,
+    /// Network cards that the VM has.
+    cards: usize,
+    /// Whether the guest's clock stays at the moment of the save.
+    #[serde(default)]
+    keep_clock: bool,
+}
+
+impl Plan {
+    /// A new one for a VM.
+    pub fn new(renew: Renew, keep_clock: bool, spec: &VmSpec) -> io::Result<Self> {
+        let mut random = File::open("/dev/urandom")?;
+        let mut word = || {
+            let mut bytes = [0; 8];
+            random.read_exact(&mut bytes)?;
+            io::Result::Ok(u64::from_ne_bytes(bytes))
+        };
+        // As machine-id(5) asks: version and variant of a random UUID (RFC 9562).
+        let high = word()? & !0xf000 | 0x4000;
+        let low = word()? & !(0b11 << 62) | 0b10 << 62;
+        #[allow(clippy::cast_possible_truncation)] // 24 bits
+        let mac = (word()? & 0xff_ffff) as u32;
+        Ok(Self {
+            renew,
+            host_name: host_name(&spec.name),
+            seed: format!(
+                "{:016x}{:016x}{:016x}{:016x}",
+                word()?,
+                word()?,
+                word()?,
+                word()?
+            ),
+            machine_id: format!("{high:016x}{low:016x}"),
+            mac,
+            cards: spec.cards(),
+            keep_clock,
+        })
+    }
+
+    /// Whether the guest's clock stays at the moment of the save.
+    #[must_use]
+    pub const fn keeps_clock(&self) -> bool {
+        self.keep_clock
+    }
+
+    /// Notes it for whatever daemon is there when the agent answers.
+    pub fn write(&self, directory: &VmDirectory) -> io::Result<()> {
+        directory.write_json(&directory.path().join(FILE), self)
+    }
+
+    /// The one that is still to be carried out.
+    pub fn read(directory: &VmDirectory) -> io::Result<Option<Self>> {
+        match VmDirectory::read_json(&directory.path().join(FILE)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    /// It was carried out.
+    pub fn remove(directory: &VmDirectory) -> io::Result<()> {
+        match std::fs::remove_file(directory.path().join(FILE)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+
+    /// What the guest is to run, by a shell that is the agent's child; [`Renewal::read`] understands what it says.
+    pub fn script(&self) -> String {
+        let mut parts = vec![
+            REPORT.to_owned(),
+            format!("seed={}\n{RANDOM}{SMALL_REPORTS}", self.seed),
+        ];
+        if self.renew >= Renew::Network {
+            parts.push(format!(
+                "mac={} cards={}\n{ADDRESSES}",
+                self.mac, self.cards
+            ));
+        }
+        if self.renew >= Renew::Identity {
+            let (name, id) = (&self.host_name, &self.machine_id);
+            parts.push(format!("name={name}\nid={id}\n{IDENTITY}"));
+        }
+        parts.push(format!("echo {END}\n"));
+        parts.concat()
+    }
+}
+
+/// The script's last line.
+const END: &str = "end";
+
+/// `report WHAT COMMAND...`: runs it, and says what became of it.
+/// Only one at a time, if a former daemon's is still at work.
+const REPORT: &str = r#"exec 9> /run/memfold-renewal.lock && flock 9 2> /dev/null
+report() {
+    what=$1; shift
+    if said=$("$@" 2>&1); then echo "done $what"; else echo "left $what: $(echo "$said" | tail -n 1)"; fi
+}
+"#;
+
+/// The agent's own program, whose child the shell is. Others in this guest may see the seed; it needs only to be another in each VM.
+const RANDOM: &str = r#"agent=/proc/$PPID/exe
+reseed() { echo "$seed" | "$agent" --reseed; }
+report "random numbers" reseed
+"#;
+
+/// What a clone frees comes back in pieces of 64 KiB instead of whole huge pages, which it seldom has (`mm/page_reporting.c`; 98 %
+/// instead of 64 % of what a dropped cache held). Its memory maps a file, so no huge page of the host is split.
+const SMALL_REPORTS: &str = "order=/sys/module/page_reporting/parameters/page_reporting_order
+[ ! -w $order ] || echo 4 > $order
+";
+
+/// A guest that was saved while it booted finds its network cards later.
+const ADDRESSES: &str = r#"ethernet() {
+    for nic in /sys/class/net/*; do
+        [ -e "$nic/device" ] && [ "$(cat "$nic/type")" = 1 ] && echo "${nic##*/}"
+    done
+}
+for second in 1 2 3 4 5 6 7 8 9 10; do
+    [ "$(ethernet | wc -l)" -ge "$cards" ] && break
+    sleep 1
+done
+# They get their names.
+udevadm settle --timeout=10 2> /dev/null
+for nic in $(ethernet); do
+    address=$(printf '52:54:00:%02x:%02x:%02x' $((mac >> 16 & 255)) $((mac >> 8 & 255)) $((mac & 255)))
+    report "MAC address of $nic: $address" ip link set dev "$nic" address "$address"
+    mac=$((mac + 1 & 0xffffff)) cards=$((cards - 1))
+done
+[ "$cards" -le 0 ] || echo "left MAC addresses: the guest lacks a driver for $cards of its network cards"
+"#;
+
+const IDENTITY: &str = r#"host() {
+    old=$(cat /proc/sys/kernel/hostname)
+    echo "$name" > /etc/hostname && echo "$name" > /proc/sys/kernel/hostname || return
+    [ -e /etc/hosts ] || return 0
+    sed "s/\([[:space:]]\)$old\([[:space:]]\|\$\)/\1$name\2/g" /etc/hosts > /etc/hosts.memfold && cat /etc/hosts.memfold > /etc/hosts
+    rm -f /etc/hosts.memfold
+}
+machine() {
+    for file in /etc/machine-id /var/lib/dbus/machine-id; do
+        [ -e "$file" ] && [ ! -L "$file" ] || continue
+        chmod u+w "$file" && echo "$id" > "$file" && chmod 444 "$file" || return
+    done
+}
+next_seed() { head -c 512 /dev/urandom > /var/lib/systemd/random-seed; }
+keys() {
+    new=/etc/ssh/memfold-new
+    rm -rf $new && mkdir -m 700 $new || return
+    # Of the kinds that there are. The old ones stay until the new ones are there: none is ever without.
+    for key in /etc/ssh/ssh_host_*_key; do
+        kind=${key#/etc/ssh/ssh_host_}
+        ssh-keygen -q -t "${kind%_key}" -N '' -C "root@$name" -f "$new/${key##*/}" || { rm -rf $new; return 1; }
+    done
+    mv $new/ssh_host_* /etc/ssh/ || { rm -rf $new; return 1; }
+    rm -rf $new
+    for unit in ssh sshd; do systemctl try-restart "$unit" 2> /dev/null; done
+    return 0
+}
+report "host name: $name" host
+report "machine ID: $id" machine
+[ ! -e /var/lib/systemd/random-seed ] || report "random seed of the next boot" next_seed
+for key in /etc/ssh/ssh_host_*_key; do [ ! -e "$key" ] || { report "SSH host keys" keys; break; }; done
+"#;
+
+impl Renewal {
+    /// Before the guest has answered.
+    #[must_use]
+    pub fn pending() -> Self {
+        Self {
+            pending: true,
+            ..Self::default()
+        }
+    }
+
+    /// From what the script said; an error if it did not come to its end.
+    pub fn read(said: &str) -> Result<Self, String> {
+        let told = |prefix: &str| {
+            let lines = said.lines();
+            lines
+                .filter_map(|line| Some(line.strip_prefix(prefix)?.trim().to_owned()))
+                .collect::<Vec<_>>()
+        };
+        if said.lines().last() != Some(END) {
+            return Err("the guest did not carry it out to the end".into());
+        }
+        Ok(Self {
+            pending: false,
+            done: told("done "),
+            left: told("left "),
+        })
+    }
+
+    /// The script could not be run.
+    #[must_use]
+    pub fn failed(why: &str) -> Self {
+        Self {
+            left: vec![format!("everything: {why}")],
+            ..Self::default()
+        }
+    }
+}
+
+fn host_name(name: &str) -> String {
+    let letters = name
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() { c } else { '-' });
+    let name: String = letters.take(HOST_NAME_MAX).collect();
+    name.trim_matches('-').to_owned()
+}
+
+/// Whether the shell understands a script.
+#[cfg(test)]
+fn is_shell(script: &str) -> bool {
+    let shell = std::process::Command::new("/bin/sh")
+        .args(["-n", "-c", script])
+        .status();
+    shell.is_ok_and(|status| status.success())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_units::ByteSize;
+    use memfold_vm::Network;
+
+    fn plan(renew: Renew) -> Plan {
+        let mut spec = VmSpec::new("web_1.", ByteSize::mib(64));
+        spec.network = Network::User;
+        Plan::new(renew, false, &spec).unwrap()
+    }
+
+    #[test]
+    fn each_plan_is_another_and_asks_for_no_more_than_was_wanted() {
+        let plans = [Renew::Random, Renew::Network, Renew::Identity].map(plan);
+        let scripts = plans.clone().map(|plan| plan.script());
+        assert!(scripts.iter().all(|script| is_shell(script)));
+        let asks = |word: &str| scripts.clone().map(|script| script.contains(word));
+        assert_eq!(asks("--reseed"), [true, true, true]);
+        assert_eq!(asks("ip link"), [false, true, true]);
+        assert_eq!(asks("/etc/machine-id"), [false, false, true]);
+        assert_eq!(plans[0].host_name, "web-1");
+        assert_ne!(plans[0].seed, plans[1].seed);
+        assert_ne!(plans[0].machine_id, plans[1].machine_id);
+        let id = &plans[2].machine_id;
+        assert_eq!((id.len(), &id[12..13]), (32, "4"), "a random UUID: {id}");
+    }
+
+    #[test]
+    fn what_the_guest_says_is_read() {
+        let steps = "report one true; report two sh -c 'echo not here >&2; false'";
+        let said = std::process::Command::new("/bin/sh")
+            .args(["-c", &format!("{REPORT}{steps}; echo {END}")])
+            .output()
+            .unwrap();
+        let said = String::from_utf8(said.stdout).unwrap();
+        let renewal = Renewal::read(&said).unwrap();
+        assert_eq!(renewal.done, ["one"]);
+        assert_eq!(renewal.left, ["two: not here"]);
+        assert!(!renewal.pending);
+        for cut in 0..said.len() - 1 {
+            assert!(Renewal::read(&said[..cut]).is_err(), "{}", &said[..cut]);
+        }
+    }
+
+    #[test]
+    fn a_plan_is_kept_until_it_was_carried_out() {
+        let state = tempfile::tempdir().unwrap();
+        let directory = VmDirectory::of(state.path(), "a");
+        directory.create().unwrap();
+        assert_eq!(Plan::read(&directory).unwrap(), None);
+        let plan = plan(Renew::Identity);
+        plan.write(&directory).unwrap();
+        assert_eq!(Plan::read(&directory).unwrap(), Some(plan));
+        Plan::remove(&directory).unwrap();
+        Plan::remove(&directory).unwrap();
+        assert_eq!(Plan::read(&directory).unwrap(), None);
+    }
+}

@@ -1,0 +1,84 @@
+//! Block jobs of QEMU, waited for by asking.
+
+use std::ops::DerefMut;
+use std::time::{Duration, Instant};
+
+use memfold_vm::Qmp;
+use serde_json::{Value, json};
+
+use super::Progress;
+
+/// Time between the first two looks at what QEMU does, and the longest later: each takes its monitor.
+const FIRST_LOOK: Duration = Duration::from_millis(10);
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// Looks in a row that may fail: QEMU's main loop may be busy for long.
+const PATIENCE: u32 = 3;
+
+/// What QEMU says of a job, if there is one of this name.
+pub(super) fn find<M: DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+    id: &str,
+) -> Result<Option<Value>, String> {
+    let jobs = monitor()
+        .execute("query-jobs", json!({}))
+        .map_err(|error| error.to_string())?;
+    let mut jobs = jobs.as_array().into_iter().flatten();
+    Ok(jobs.find(|job| job["id"] == id).cloned())
+}
+
+/// Waits until a job, which was begun without `auto-dismiss`, is done, and how it went. One that is ready to be completed is. `mind` is
+/// asked now and then, and ends the waiting with an error.
+pub(super) fn finish<M: DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+    id: &str,
+    timeout: Duration,
+    progress: Option<&Progress>,
+    mind: impl Fn() -> Result<(), String>,
+) -> Result<(), String> {
+    let end = Instant::now() + timeout;
+    let (mut done, mut failed, mut look) = (0, 0, FIRST_LOOK);
+    loop {
+        mind()?;
+        let found = match find(monitor, id) {
+            Err(_) if failed < PATIENCE => {
+                failed += 1;
+                std::thread::sleep(LOOK_EVERY);
+                continue;
+            }
+            found => found?,
+        };
+        failed = 0;
+        let job = found.ok_or("its job is gone")?;
+        let now = job["current-progress"].as_u64().unwrap_or(done).max(done);
+        if let Some(progress) = progress {
+            progress.add(now - done);
+        }
+        done = now;
+        if job["status"] == "concluded" {
+            dismiss(monitor, id)?;
+            return job["error"].as_str().map_or(Ok(()), |why| Err(why.into()));
+        }
+        if Instant::now() > end {
+            return Err(format!(
+                "it is not done in {} s, and goes on; try again later",
+                timeout.as_secs()
+            ));
+        }
+        if job["status"] == "ready" {
+            // Refused if it has ended meanwhile; the next look tells how.
+            let _ = monitor().execute("job-complete", json!({ "id": id }));
+        }
+        std::thread::sleep(look);
+        look = (look * 2).min(LOOK_EVERY);
+    }
+}
+
+/// Forgets a job that has ended.
+pub(super) fn dismiss<M: DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+    id: &str,
+) -> Result<(), String> {
+    let done = monitor().execute("job-dismiss", json!({ "id": id }));
+    done.map(drop).map_err(|error| error.to_string())
+}

@@ -1,0 +1,85 @@
+//! Compressed images.
+//!
+//! ```text
+//!   ram.zst     frame | frame | ...               each a chunk of 2 MiB, holes as zeroes; in any order
+//!   ram.index   chunk 0: offset, length | ...     8 bytes each, little endian; length 0: all zeroes
+//! ```
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use memfold_host::progress::Progress;
+
+use super::image::{CHUNK_BYTES, chunks_with_data};
+use super::pipeline::{self, Writeback};
+
+/// Zstandard's fastest of the usual levels: higher ones take twice the time for a tenth of the bytes.
+const LEVEL: i32 = 1;
+
+/// Where a chunk's frame lies in `ram.zst`: first byte and length.
+pub type Frame = (u64, u64);
+
+/// Bytes of a frame's place in `ram.index`.
+pub const FRAME_BYTES: usize = 16;
+
+/// Compresses an image to `packed`; the index.
+pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8>> {
+    let chunks = ram.metadata()?.len().div_ceil(CHUNK_BYTES as u64);
+    let holds = chunks_with_data(ram)?;
+    let writeback = Writeback::start(packed)?;
+    let end = AtomicU64::new(0);
+    let frames = Mutex::new(vec![
+        (0, 0);
+        usize::try_from(chunks).map_err(io::Error::other)?
+    ]);
+    pipeline::run(holds.len() as u64, CHUNK_BYTES, |number, buffer| {
+        let number = usize::try_from(number).map_err(io::Error::other)?;
+        let chunk = holds[number];
+        ram.read_exact_at(buffer, chunk * CHUNK_BYTES as u64)?;
+        let frame = zstd::bulk::compress(buffer, LEVEL)?;
+        let at = end.fetch_add(frame.len() as u64, Ordering::Relaxed);
+        pipeline::write_all_at(packed, &frame, at)?;
+        writeback.add(at..at + frame.len() as u64);
+        let chunk = usize::try_from(chunk).map_err(io::Error::other)?;
+        frames.lock().unwrap_or_else(PoisonError::into_inner)[chunk] = (at, frame.len() as u64);
+        progress.add(CHUNK_BYTES as u64);
+        Ok(())
+    })?;
+    let frames = frames.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let numbers = frames.into_iter().flat_map(|(at, length)| [at, length]);
+    Ok(numbers.flat_map(u64::to_le_bytes).collect())
+}
+
+/// Reads an index of so many chunks.
+pub fn frames(index: &[u8], chunks: u64) -> Result<Vec<Frame>, String> {
+    if index.len() as u64 != chunks * FRAME_BYTES as u64 {
+        return Err(format!("it is not of {chunks} chunks"));
+    }
+    let long = |bytes: &[u8]| u64::from_le_bytes(std::array::from_fn(|byte| bytes[byte]));
+    let frame = |bytes: &[u8]| (long(bytes), long(&bytes[8..]));
+    let all: Vec<Frame> = index.chunks_exact(FRAME_BYTES).map(frame).collect();
+    match all.iter().position(|&(_, length)| length > LARGEST_FRAME) {
+        Some(chunk) => Err(format!("the frame of chunk {chunk} is too long to be one")),
+        None => Ok(all),
+    }
+}
+
+/// Zstandard makes what it can't compress a little longer (`ZSTD_COMPRESSBOUND`).
+const LARGEST_FRAME: u64 = CHUNK_BYTES as u64 + (64 << 10);
+
+/// Unpacks the frame of a chunk to `buffer`.
+pub fn unpack(packed: &File, (at, length): Frame, buffer: &mut [u8]) -> io::Result<()> {
+    let mut frame = vec![0; usize::try_from(length).map_err(io::Error::other)?];
+    packed.read_exact_at(&mut frame, at)?;
+    let bytes = zstd::bulk::decompress_to_buffer(&frame, buffer)?;
+    if bytes != buffer.len() {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("a chunk of {bytes} bytes"),
+        ));
+    }
+    Ok(())
+}

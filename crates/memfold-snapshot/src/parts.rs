@@ -1,0 +1,113 @@
+//! Taking apart an image that was written, when the VM has gone on and its disks are frozen: what the disks hold, and a compressed rest.
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use memfold_host::progress::Progress;
+
+use super::manifest::{Keep, Packed, References, SavedDisk, Steps};
+use super::refer::{self, DiskBlocks};
+use super::save::{Request, milliseconds};
+use super::shelf::{Draft, INDEX, PACKED, RAM, REFERENCES, facts};
+use super::{SnapshotError, pack};
+
+/// Takes an image apart as far as it was asked for.
+pub(super) fn take_apart(
+    draft: &Draft,
+    ram: &File,
+    disks: &[SavedDisk],
+    request: &Request,
+    steps: &mut Steps,
+    progress: &Progress,
+) -> Result<(Option<References>, Option<Packed>), SnapshotError> {
+    let mut parts = (None, None);
+    if request.keep == Keep::Hot {
+        let began = Instant::now();
+        parts.0 = refer_to_disks(draft, ram, disks, progress)?;
+        steps.refer_ms = milliseconds(began.elapsed());
+    }
+    if request.compress {
+        let began = Instant::now();
+        parts.1 = Some(compress(draft, ram, progress)?);
+        steps.pack_ms = milliseconds(began.elapsed());
+    }
+    Ok(parts)
+}
+
+/// Takes out of the image what the disks of this snapshot hold, and writes down where.
+fn refer_to_disks(
+    draft: &Draft,
+    ram: &File,
+    disks: &[SavedDisk],
+    progress: &Progress,
+) -> Result<Option<References>, SnapshotError> {
+    let mut sources: Vec<PathBuf> = Vec::new();
+    let mut files = Vec::new();
+    let mut left = refer::MOST_DISK_BYTES;
+    let all = disks.iter().flat_map(|disk| {
+        let backing = disk.backing.iter().map(|file| &file.path);
+        std::iter::once(&disk.path).chain(backing)
+    });
+    for path in all {
+        let place = draft.path().join(path);
+        let failed = |source| SnapshotError::Files {
+            path: place.clone(),
+            source,
+        };
+        let file = File::open(&place).map_err(failed)?;
+        let held = file.metadata().map_err(failed)?.blocks() * 512;
+        if sources.contains(path) {
+            continue;
+        }
+        let Some(rest) = left.checked_sub(held) else {
+            tracing::info!(path = %place.display(), "too large to be looked through for what a guest has cached of it");
+            continue;
+        };
+        left = rest;
+        sources.push(path.clone());
+        files.push(file);
+    }
+    let failed = |part: &str| {
+        let path = draft.path().join(part);
+        move |source| SnapshotError::Files { path, source }
+    };
+    progress.begin("disks looked through", refer::MOST_DISK_BYTES - left);
+    let blocks = DiskBlocks::read(files, progress).map_err(failed("disks"))?;
+    let saved = ram.metadata().map_err(failed(RAM))?.blocks() * 512;
+    progress.begin("pages of disks taken out", saved);
+    let references = refer::refer(ram, &blocks, progress).map_err(failed(RAM))?;
+    // As it is, it can be mapped.
+    if references.is_empty() {
+        return Ok(None);
+    }
+    let mut table = draft.file(REFERENCES)?;
+    table
+        .write_all(&refer::encode(&references))
+        .map_err(failed(REFERENCES))?;
+    Ok(Some(References {
+        table: facts(table).map_err(failed(REFERENCES))?,
+        sources,
+        pages: references.iter().map(|r| u64::from(r.pages)).sum(),
+    }))
+}
+
+/// Puts a compressed image in the place of `ram`.
+fn compress(draft: &Draft, ram: &File, progress: &Progress) -> Result<Packed, SnapshotError> {
+    let failed = |part: &str| {
+        let path = draft.path().join(part);
+        move |source| SnapshotError::Files { path, source }
+    };
+    let (packed, mut index) = (draft.file(PACKED)?, draft.file(INDEX)?);
+    let saved = ram.metadata().map_err(failed(RAM))?.blocks() * 512;
+    progress.begin("RAM compressed", saved);
+    let places = pack::pack(ram, &packed, progress).map_err(failed(PACKED))?;
+    index.write_all(&places).map_err(failed(INDEX))?;
+    fs::remove_file(draft.path().join(RAM)).map_err(failed(RAM))?;
+    Ok(Packed {
+        bytes: packed.metadata().map_err(failed(PACKED))?.len(),
+        index: facts(index).map_err(failed(INDEX))?,
+    })
+}

@@ -1,0 +1,603 @@
+//! Bringing a snapshot back to life.
+//!
+//! QEMU starts with `-incoming defer` and plain anonymous RAM; the library maps the RAM image privately over it, so that QEMU believes
+//! it anonymous (balloon and free page reporting work) and untouched pages stay the page cache's, one for all clones; other RAM
+//! blocks (firmware, tables) are small and are copied; then QEMU reads the device state.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use memfold_store::{StoreIdentity, mapped};
+use memfold_sys::memory;
+use memfold_units::{Hva, PAGE_SIZE};
+use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, Vm, VmSpec, own_files};
+use memfold_wire::library::{Order, Reply};
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
+use rustix::process::Pid;
+use serde_json::json;
+
+use super::beside::file_name;
+use super::image::{CHUNK_PAGES, Data, ImageBlock};
+use super::manifest::{BackingFile, Manifest, SavedDisk};
+use super::save::modified_ns;
+use super::shelf::{DEVICES, RAM, facts};
+use super::{Progress, Shelf, SnapshotError};
+
+/// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a process may have 65,530 for everything.
+const MOST_VIEWS: usize = 4096;
+
+/// Bytes of a disk that are copied at once.
+const COPY_BYTES: u64 = 64 << 20;
+
+/// How long QEMU may take to read the device state.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The description of a VM that is to run from a snapshot.
+pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, SnapshotError> {
+    let place = shelf.path(&manifest.name)?;
+    let mut spec = manifest.spec.clone();
+    // Clones go back to nothing: it is the saved one that was booted.
+    spec.boot_snapshot &= name == manifest.vm;
+    name.clone_into(&mut spec.name);
+    if let Some(foreign) = &mut spec.foreign {
+        for disk in &mut foreign.disks {
+            disk.node.clone_from(&disk.drive);
+        }
+    }
+    check_files(manifest, &place)?;
+    let of_foreign = spec
+        .foreign
+        .iter_mut()
+        .flat_map(|foreign| &mut foreign.files);
+    for file in of_foreign.chain(&mut spec.files) {
+        *file = place.join(&file);
+    }
+    for (disk, saved) in spec.disks.iter_mut().zip(&manifest.disks) {
+        check_disk(&manifest.name, &place, saved)?;
+        if is_copied(saved) && saved.read_only {
+            *disk = DiskSpec::new(place.join(&saved.path));
+            (disk.format, disk.read_only) = (Some(DiskFormat::Qcow2), true);
+        } else if !saved.read_only {
+            let cache = disk.cache;
+            let aio = disk.aio;
+            *disk = DiskSpec::new(place.join(&saved.path));
+            disk.format = Some(DiskFormat::Qcow2);
+            (disk.cache, disk.aio, disk.snapshot) = (cache, aio, true);
+        } else if saved.format == DiskFormat::Raw.driver() {
+            // What it was started as, whatever a guest has written to it since.
+            disk.format = Some(DiskFormat::Raw);
+        }
+    }
+    for medium in &manifest.media {
+        check_file(&manifest.name, &place, "medium", medium)?;
+    }
+    Ok(spec)
+}
+
+/// Gives a VM that is to run from a snapshot ports of the host of its own (`asked`), or those of the saved one that are free; what it lacks of the host
+/// that one VM alone can have is noted.
+pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), SnapshotError> {
+    spec.left_out = match &spec.foreign {
+        Some(foreign) => foreign.left_out.clone(),
+        None => memfold_vm::foreign::leave_out_taken(&mut spec.qemu_args),
+    };
+    if asked.is_empty() {
+        for forward in std::mem::take(&mut spec.forwards) {
+            match forward.claim() {
+                Ok(forward) => spec.forwards.push(forward),
+                Err(_) => spec.left_out.push(format!("forwarded port {forward}")),
+            }
+        }
+        return Ok(());
+    }
+    let claimed = asked.iter().map(|forward| {
+        forward.claim().map_err(|error| {
+            SnapshotError::Impossible(format!(
+                "port {forward} can't be forwarded ({error}); host port 0 takes a free one"
+            ))
+        })
+    });
+    spec.forwards = claimed.collect::<Result<_, _>>()?;
+    Ok(())
+}
+
+/// Whether a disk lies in the snapshot.
+fn is_copied(saved: &SavedDisk) -> bool {
+    saved.xxh3_128.is_some() && saved.path.is_relative()
+}
+
+/// Whether the files that a command line names are as they were.
+fn check_files(manifest: &Manifest, place: &Path) -> Result<(), SnapshotError> {
+    for (number, saved) in manifest.files.iter().enumerate() {
+        let path = place.join(file_name(number));
+        let now = File::open(&path).and_then(facts);
+        let now = now.map_err(|source| SnapshotError::Files {
+            path: path.clone(),
+            source,
+        })?;
+        if now != *saved {
+            return Err(SnapshotError::Broken {
+                name: manifest.name.clone(),
+                why: format!("{} was changed since", path.display()),
+            });
+        }
+    }
+    Ok(())
+}
+
+fn check_disk(name: &str, place: &Path, saved: &SavedDisk) -> Result<(), SnapshotError> {
+    let own = BackingFile {
+        path: saved.path.clone(),
+        bytes: saved.bytes,
+        modified_ns: saved.modified_ns,
+        device: saved.device.clone(),
+    };
+    let mut files = std::iter::once(&own).chain(&saved.backing);
+    files.try_for_each(|file| check_file(name, place, "disk", file))
+}
+
+/// Whether a file, or a block device, is as it was.
+fn check_file(
+    name: &str,
+    place: &Path,
+    what: &str,
+    saved: &BackingFile,
+) -> Result<(), SnapshotError> {
+    let path = place.join(&saved.path);
+    let facts = std::fs::metadata(&path).map_err(|source| SnapshotError::Files {
+        path: path.clone(),
+        source,
+    })?;
+    let changed = match &saved.device {
+        Some(then) => match super::save::device(&path)? {
+            Some(now) => then.differs(&now),
+            None => Some("is no block device any more".to_owned()),
+        },
+        None if facts.len() != saved.bytes || modified_ns(&facts) != saved.modified_ns => {
+            Some("was changed since".to_owned())
+        }
+        None => None,
+    };
+    match changed {
+        None => Ok(()),
+        Some(why) => Err(SnapshotError::Broken {
+            name: name.into(),
+            why: format!("{what} {} {why}; the RAM would not fit it", path.display()),
+        }),
+    }
+}
+
+/// Disks of a VM's own. They go again unless they are kept.
+#[derive(Debug, Default)]
+pub struct OwnDisks(Vec<PathBuf>);
+
+impl OwnDisks {
+    /// Gives a VM that is to run from a snapshot disks of its own in `place`, instead of temporary overlays. Files that are there stay as
+    /// they are.
+    pub fn make(
+        spec: &mut VmSpec,
+        place: &Path,
+        progress: &Progress,
+    ) -> Result<Self, SnapshotError> {
+        let written = spec.disks.iter().filter(|disk| disk.snapshot);
+        let bytes =
+            written.map(|disk| std::fs::metadata(&disk.path).map_or(0, |facts| facts.len()));
+        progress.begin("disks copied", bytes.sum());
+        let mut made = Self::default();
+        for (number, disk) in spec.disks.iter_mut().enumerate() {
+            if !disk.snapshot {
+                continue;
+            }
+            let file = place.join(format!("{}-disk{number}.qcow2", spec.name));
+            copy_disk(&disk.path, &file, progress).map_err(|source| SnapshotError::Files {
+                path: file.clone(),
+                source,
+            })?;
+            made.0.push(file.clone());
+            disk.path = file;
+            disk.snapshot = false;
+        }
+        for (number, from) in std::mem::take(&mut spec.files).iter().enumerate() {
+            let file = place.join(format!("{}-file{number}", spec.name));
+            copy_disk(from, &file, progress).map_err(|source| SnapshotError::Files {
+                path: file.clone(),
+                source,
+            })?;
+            let token = own_files::token(number);
+            let is_token = |path: &Path| path == Path::new(&token);
+            for argument in &mut spec.qemu_args {
+                if let Some(renamed) =
+                    own_files::rename(argument, &is_token, &file.to_string_lossy())
+                {
+                    *argument = renamed;
+                }
+            }
+            made.0.push(file);
+        }
+        // It would go back in time without them.
+        spec.boot_snapshot &= made.0.is_empty();
+        Ok(made)
+    }
+
+    /// The VM has them.
+    pub fn keep(mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for OwnDisks {
+    fn drop(&mut self) {
+        for file in &self.0 {
+            let _ = std::fs::remove_file(file);
+        }
+    }
+}
+
+/// Copies a file to a new one, by sharing its blocks where the file system can (`copy_file_range`). It gets its name when it is whole: what
+/// a daemon that was killed has left ends in `.part`, and is no disk.
+fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> std::io::Result<()> {
+    if to.exists() {
+        return Err(ErrorKind::AlreadyExists.into());
+    }
+    let part = to.with_extension("qcow2.part");
+    let from = File::open(from)?;
+    let mut file = write_alone(&part)?;
+    let mut copy = || -> std::io::Result<()> {
+        file.set_len(0)?;
+        loop {
+            let copied = std::io::copy(&mut (&from).take(COPY_BYTES), &mut file)?;
+            if copied == 0 {
+                return file.sync_all();
+            }
+            progress.add(copied);
+        }
+    };
+    // Without writing over what came there meanwhile.
+    let named = copy().and_then(|()| std::fs::hard_link(&part, to));
+    let _ = std::fs::remove_file(&part);
+    named?;
+    let place = to.parent().unwrap_or(Path::new("/"));
+    File::open(place)?.sync_all()
+}
+
+/// A file for its owner alone; what a daemon that was killed has left of it is written over, what somebody writes at this moment isn't.
+fn write_alone(path: &Path) -> std::io::Result<File> {
+    let nofollow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
+    let file = File::options()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(nofollow)
+        .open(path)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(Errno::WOULDBLOCK) => Err(std::io::Error::new(
+            ErrorKind::AlreadyExists,
+            "it is being written by another restore",
+        )),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Whether a VM that was started for a snapshot has the CPU and the memory that were saved.
+pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
+    if let Some(cpu) = &manifest.cpu {
+        cpu.check(&manifest.name, qmp)?;
+    }
+    let there = memfold_vm::ram::read_blocks(qmp)?;
+    let lacks =
+        |saved: &&ImageBlock| saved.pages > 0 && !there.iter().any(|b| b.name == saved.name);
+    if let Some(saved) = manifest.blocks.iter().find(lacks) {
+        return Err(SnapshotError::Broken {
+            name: manifest.name.clone(),
+            why: format!(
+                "it has a RAM block '{}' of {} pages that this QEMU hasn't",
+                saved.name, saved.pages
+            ),
+        });
+    }
+    Ok(())
+}
+
+/// Fills a VM that was started with `-incoming defer` from `ram`, the image ([`Shelf::checked_ram`]), and lets it run.
+pub fn fill(
+    vm: &Vm,
+    qmp: &mut Qmp,
+    shelf: &Shelf,
+    manifest: &Manifest,
+    ram: &File,
+) -> Result<(), SnapshotError> {
+    fits(qmp, manifest)?;
+    let layout = vm.layout(qmp)?;
+    let mut link = vm
+        .library_link()
+        .ok_or_else(|| SnapshotError::Impossible("memfold's library is not in this QEMU".into()))?
+        .map_err(|error| SnapshotError::Library(error.to_string()))?;
+    let mut ask = |order: &Order, descriptor| match link.order(order, descriptor) {
+        Ok(Reply::Ok) => Ok(()),
+        Ok(other) => Err(SnapshotError::Library(format!("{other:?}"))),
+        Err(error) => Err(SnapshotError::Library(error.to_string())),
+    };
+    for block in memfold_vm::ram::read_blocks(qmp)? {
+        // Segments: files that it maps already.
+        if block.name.is_empty() {
+            continue;
+        }
+        let pages = block.used_bytes.div_ceil(PAGE_SIZE);
+        let saved = manifest.blocks.iter().find(|b| b.name == block.name);
+        let Some(saved) = saved.filter(|saved| saved.pages == pages) else {
+            if pages == 0 {
+                continue;
+            }
+            return Err(SnapshotError::Broken {
+                name: manifest.name.clone(),
+                why: format!(
+                    "this QEMU has a RAM block '{}' of {pages} pages that the snapshot hasn't",
+                    block.name
+                ),
+            });
+        };
+        let main = layout.blocks.iter().find(|b| b.name == block.name);
+        if let Some(main) = main {
+            let advice = vm
+                .advice(main)
+                .map_err(|error| SnapshotError::Library(error.to_string()))?;
+            let (hva, pages) = (main.hva.0, main.pages);
+            ask(&Order::AddRam { hva, pages, advice }, None)?;
+            let views = views(manifest, saved, ram);
+            for (page, pages) in views.map_err(|source| SnapshotError::Files {
+                path: RAM.into(),
+                source,
+            })? {
+                let map = Order::Map {
+                    hva: main.hva.add_pages(page).0,
+                    pages,
+                    file_page: saved.first_page + page,
+                };
+                ask(&map, Some(ram.as_fd()))?;
+            }
+        } else {
+            copy(vm.pid(), block.hva, saved, ram).map_err(|source| SnapshotError::Files {
+                path: RAM.into(),
+                source,
+            })?;
+        }
+    }
+    drop(link);
+    load(qmp, shelf, manifest)
+}
+
+/// Which parts of a block are to be views of the image: first page and number of pages. Of an ordinary file, all of it. Of one that is laid out in
+/// memory, what it holds: touching a hole of it would give it a page, which nobody could reclaim. Small holes, of less than a chunk or more, stay for
+/// the number of mappings' sake.
+fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result<Vec<(u64, u64)>> {
+    if manifest.is_mappable() {
+        return Ok(vec![(0, block.pages)]);
+    }
+    let page = |byte: u64| (byte / PAGE_SIZE).saturating_sub(block.first_page);
+    let parts: Vec<(u64, u64)> = Data::of(ram)?
+        .map(|data| (page(data.start), page(data.end).min(block.pages)))
+        .filter(|(first, end)| first < end)
+        .collect();
+    let mut gap = CHUNK_PAGES;
+    loop {
+        let mut views: Vec<(u64, u64)> = Vec::new();
+        for &(first, end) in &parts {
+            match views.last_mut() {
+                Some(before) if before.0 + before.1 + gap > first => before.1 = end - before.0,
+                _ => views.push((first, end - first)),
+            }
+        }
+        if views.len() <= MOST_VIEWS {
+            return Ok(views);
+        }
+        gap *= 2;
+    }
+}
+
+/// Copies a small block into a process.
+fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &File) -> std::io::Result<()> {
+    use std::os::unix::fs::FileExt;
+    let mut buffer = vec![0; super::image::CHUNK_BYTES];
+    let mut done = 0;
+    while done < block.pages {
+        let pages = (block.pages - done).min(super::image::CHUNK_PAGES);
+        let length = usize::try_from(pages * PAGE_SIZE).unwrap_or(buffer.len());
+        let part = &mut buffer[..length];
+        ram.read_exact_at(part, (block.first_page + done) * PAGE_SIZE)?;
+        let mut now = vec![0; length];
+        // ROM that QEMU has loaded from the same files needs no copy of its own.
+        let same = memory::read(pid, hva.add_pages(done), &mut now)? == length && now == part;
+        if !same && memory::write(pid, hva.add_pages(done), part)? != length {
+            return Err(std::io::Error::other(format!(
+                "RAM block '{}' can't be written",
+                block.name
+            )));
+        }
+        done += pages;
+    }
+    Ok(())
+}
+
+fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), SnapshotError> {
+    let devices = shelf.file(&manifest.name, DEVICES)?;
+    let place = qmp.lend(devices.as_fd())?;
+    let begun = qmp.execute(
+        "migrate-incoming",
+        json!({ "uri": format!("file:{}", place.path()) }),
+    );
+    let loaded = begun.map_err(SnapshotError::from).and_then(|_| {
+        let end = Instant::now() + LOAD_TIMEOUT;
+        loop {
+            let status = qmp.query("query-status")?;
+            match status["status"].as_str() {
+                Some("inmigrate") if Instant::now() < end => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Some("paused" | "running" | "prelaunch" | "postmigrate" | "save-vm") => {
+                    return Ok(());
+                }
+                other => {
+                    return Err(SnapshotError::Qemu(format!(
+                        "QEMU did not take the device state (its state is {other:?})"
+                    )));
+                }
+            }
+        }
+    });
+    qmp.take_back(&place)?;
+    loaded?;
+    qmp.query("cont")?;
+    Ok(())
+}
+
+/// Reads the disks that lie in a snapshot, and names those that aren't what was saved.
+pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, SnapshotError> {
+    let place = shelf.path(&manifest.name)?;
+    let mut changed = Vec::new();
+    for disk in &manifest.disks {
+        let Some(saved) = &disk.xxh3_128 else {
+            continue;
+        };
+        if super::save::sum(&place.join(&disk.path))? != *saved {
+            changed.push(format!(
+                "{} was changed since it was saved",
+                disk.path.display()
+            ));
+        }
+    }
+    Ok(changed)
+}
+
+/// The snapshots that a VM's disks are built on.
+#[must_use]
+pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
+    let files: Vec<PathBuf> = spec
+        .disks
+        .iter()
+        .filter_map(|disk| super::freeze::chain(&disk.path).ok())
+        .flatten()
+        .collect();
+    let mut names = shelf.names().unwrap_or_default();
+    names.retain(|name| {
+        shelf
+            .path(name)
+            .is_ok_and(|place| files.iter().any(|file| file.starts_with(&place)))
+    });
+    names
+}
+
+/// Other snapshots whose disks are built on those of this one.
+pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
+    let place = shelf.path(name)?;
+    let mut found = Vec::new();
+    for other in shelf.names().unwrap_or_default() {
+        // One that is broken builds on nothing that could be used.
+        let Ok(manifest) = shelf.manifest(&other) else {
+            continue;
+        };
+        let own = shelf.path(&other)?;
+        let builds = |disk: &SavedDisk| {
+            !disk.read_only
+                && super::freeze::chain(&own.join(&disk.path))
+                    .is_ok_and(|files| files.iter().any(|file| file.starts_with(&place)))
+        };
+        if other != name && manifest.disks.iter().any(builds) {
+            found.push(other);
+        }
+    }
+    Ok(found)
+}
+
+/// Processes that map the RAM image of a snapshot, or what was laid out of it.
+pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
+    let found = users_of_each(&[in_maps(shelf, name)?])?;
+    Ok(found.into_iter().flatten().collect())
+}
+
+/// The same of each of several snapshots, given as [`in_maps`] names them.
+pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, SnapshotError> {
+    mapped::processes_with(snapshots).map_err(|source| SnapshotError::Files {
+        path: "/proc".into(),
+        source,
+    })
+}
+
+/// How lines of `/proc/PID/maps` name the RAM image of a snapshot and what was laid out of it.
+pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
+    let path = shelf.path(name)?.join(RAM);
+    let mut texts = Vec::new();
+    match std::fs::metadata(&path) {
+        Ok(facts) => texts.push(mapped::identity_text(StoreIdentity {
+            dev: facts.dev(),
+            ino: facts.ino(),
+        })),
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(source) => return Err(SnapshotError::Files { path, source }),
+    }
+    match shelf.laid_out_name(name) {
+        Ok(laid_out) => texts.push(format!("/memfd:{laid_out} ")),
+        // Without its checksums nothing can be laid out of it. Who runs from what was laid out before needs none of its files but its disks.
+        Err(SnapshotError::Files { source, .. }) if source.kind() == ErrorKind::NotFound => {}
+        Err(error) => return Err(error),
+    }
+    Ok(texts)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use memfold_units::ByteSize;
+
+    use super::super::manifest::{Packed, tests::manifest};
+    use super::*;
+
+    #[test]
+    fn views_hold_all_data_and_leave_large_holes_out() {
+        let mut of = manifest("a", ByteSize::mib(1024));
+        let pages = 12 << 18;
+        let block = ImageBlock {
+            name: "pc.ram".into(),
+            first_page: 1024,
+            pages,
+        };
+        let ram = tempfile::tempfile().unwrap();
+        ram.set_len((1024 + pages + 512) * PAGE_SIZE).unwrap();
+        let mut data = Vec::new();
+        let mut put = |page: u64| {
+            ram.write_all_at(&[1], page * PAGE_SIZE).unwrap();
+            data.push(page);
+        };
+        // Of blocks before and behind, at both ends, near to each other, and far.
+        let last = 1024 + pages - 1;
+        for page in [0, 1023, 1024, last, last + 1, 2000, 2400, 4000] {
+            put(page);
+        }
+        assert_eq!(views(&of, &block, &ram).unwrap(), [(0, pages)]);
+        of.packed = Some(Packed {
+            bytes: 0,
+            index: of.sums.clone(),
+        });
+        let found = views(&of, &block, &ram).unwrap();
+        assert_eq!(found, [(0, 1), (976, 401), (2976, 1), (pages - 1, 1)]);
+        // More parts than there may be views.
+        for number in 8..pages / 600 {
+            put(number * 600);
+        }
+        let found = views(&of, &block, &ram).unwrap();
+        assert!(found.len() <= MOST_VIEWS);
+        let inside = |page: &u64| (1024..=last).contains(page);
+        for page in data.into_iter().filter(inside) {
+            let here =
+                |&(first, pages): &(u64, u64)| (first..first + pages).contains(&(page - 1024));
+            assert!(found.iter().any(here), "page {page}");
+        }
+    }
+}

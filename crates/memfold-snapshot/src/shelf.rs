@@ -1,0 +1,686 @@
+//! Where snapshots lie: one directory each, whole or not there.
+//!
+//! ```text
+//!   SHELF/NAME/            0700
+//!     manifest.json        what it is; written last
+//!     manifest.sum         XXH3-128 of manifest.json, 32 hexadecimal digits and a line feed
+//!     ram, ram.sums        RAM image and its checksums
+//!     ram.zst, ram.index   a compressed image, instead of ram
+//!     ram.refs             pages of it that disks hold
+//!     working-set          pages that a VM used first (not a part of what was saved)
+//!     devices              QEMU's device state
+//!     disk0.qcow2 ...      frozen disks
+//!   SHELF/.NAME.draft/     a save that is under way (locked), or was cut off (removed by the next daemon)
+//! ```
+
+use std::collections::HashMap;
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Read};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use memfold_host::progress::Progress;
+use memfold_store::StoreIdentity;
+use memfold_units::{ByteSize, PAGE_SIZE};
+use rustix::fs::{FlockOperation, flock};
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+use super::image::CHUNK_BYTES;
+use super::manifest::{FORMAT, FORMAT_IN_PARTS, FileFacts, Manifest};
+use super::save::host_available_pages;
+use super::stored::{Pages, Stored};
+use super::{SnapshotError, pack, pipeline, refer};
+
+/// Where snapshots lie if nothing else is said.
+pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
+
+/// What it says of itself.
+pub const MANIFEST: &str = "manifest.json";
+const MANIFEST_SUM: &str = "manifest.sum";
+/// RAM image.
+pub const RAM: &str = "ram";
+/// Its checksums.
+pub const SUMS: &str = "ram.sums";
+/// A compressed one.
+pub const PACKED: &str = "ram.zst";
+/// Where its chunks lie.
+pub const INDEX: &str = "ram.index";
+/// Pages that disks hold.
+pub const REFERENCES: &str = "ram.refs";
+/// QEMU's device state.
+pub const DEVICES: &str = "devices";
+
+/// All snapshots of a host.
+#[derive(Clone, Debug)]
+pub struct Shelf {
+    root: PathBuf,
+    /// RAM images whose bytes were right when they had this stamp.
+    right: Arc<Mutex<HashMap<String, Stamp>>>,
+    /// Images that lie in memory, or are being laid out: then their place is locked.
+    laid_out: Arc<Mutex<HashMap<String, LaidOut>>>,
+    /// Held while somebody looks which of these are still wanted.
+    letting_go: Arc<Mutex<()>>,
+}
+
+/// The checksum of an image's checksums, and its memory.
+type LaidOut = Arc<Mutex<Option<(String, Arc<File>)>>>;
+
+/// Of the memory that a host has available, what images may be laid out in, in percent.
+const LAID_OUT_PERCENT: u64 = 90;
+
+/// What differs as soon as a file was written to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stamp {
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    modified_ns: i128,
+    /// Nobody can set this one, but by setting the clock.
+    changed_ns: i128,
+}
+
+impl Stamp {
+    fn of(file: &File) -> io::Result<Self> {
+        let facts = file.metadata()?;
+        Ok(Self {
+            device: facts.dev(),
+            inode: facts.ino(),
+            bytes: facts.len(),
+            modified_ns: super::save::modified_ns(&facts),
+            changed_ns: i128::from(facts.ctime()) * 1_000_000_000 + i128::from(facts.ctime_nsec()),
+        })
+    }
+}
+
+impl Shelf {
+    /// Snapshots in `root`, which need not be there yet. Drafts of daemons that died are removed.
+    pub fn open(root: &Path) -> Self {
+        let shelf = Self {
+            // It gets into headers of disks, and into what QEMU is told.
+            root: std::path::absolute(root).unwrap_or_else(|_| root.into()),
+            right: Arc::default(),
+            laid_out: Arc::default(),
+            letting_go: Arc::default(),
+        };
+        for entry in fs::read_dir(root).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let is_draft = name.to_string_lossy().starts_with('.')
+                && name.to_string_lossy().ends_with(".draft");
+            if !is_draft {
+                continue;
+            }
+            // A draft that another daemon works on is locked.
+            let unlocked = File::open(entry.path())
+                .is_ok_and(|dir| flock(&dir, FlockOperation::NonBlockingLockExclusive).is_ok());
+            if unlocked {
+                if let Err(error) = fs::remove_dir_all(entry.path()) {
+                    tracing::warn!(path = %entry.path().display(), %error, "a snapshot that was cut off cannot be removed");
+                }
+            }
+        }
+        shelf
+    }
+
+    /// The directory of a snapshot, there or not.
+    pub fn path(&self, name: &str) -> Result<PathBuf, SnapshotError> {
+        memfold_vm::check_name("snapshot", name)
+            .map_err(|error| SnapshotError::Name(error.to_string()))?;
+        Ok(self.root.join(name))
+    }
+
+    /// Names of all snapshots, sorted.
+    pub fn names(&self) -> io::Result<Vec<String>> {
+        let entries = match fs::read_dir(&self.root) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other?,
+        };
+        let mut names: Vec<String> = entries
+            .flatten()
+            .filter_map(|entry| entry.file_name().into_string().ok())
+            .filter(|name| !name.starts_with('.'))
+            .collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// Begins a snapshot.
+    pub fn draft(&self, name: &str) -> Result<Draft, SnapshotError> {
+        let place = self.path(name)?;
+        if place.exists() {
+            return Err(SnapshotError::Taken(name.into()));
+        }
+        let path = self.root.join(format!(".{name}.draft"));
+        let failed = |source| SnapshotError::Files {
+            path: path.clone(),
+            source,
+        };
+        let mut builder = DirBuilder::new();
+        builder.mode(0o700);
+        builder.recursive(true).create(&self.root).map_err(failed)?;
+        match builder.recursive(false).create(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                return Err(SnapshotError::Taken(name.into()));
+            }
+            other => other.map_err(failed)?,
+        }
+        let lock = File::open(&path).map_err(failed)?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|errno| failed(errno.into()))?;
+        Ok(Draft {
+            path,
+            place,
+            done: false,
+            _lock: lock,
+        })
+    }
+
+    /// What a snapshot says of itself, its own checksum and the lengths of its files compared.
+    pub fn manifest(&self, name: &str) -> Result<Manifest, SnapshotError> {
+        read_manifest(&self.path(name)?, name)
+    }
+
+    /// The RAM image of a snapshot, to be mapped: its bytes and those of all other files are what was saved. The image is read
+    /// whole the first time, and when its inode says that it was touched since.
+    pub fn checked_ram(
+        &self,
+        manifest: &Manifest,
+        progress: &Progress,
+    ) -> Result<Arc<File>, SnapshotError> {
+        let name = &manifest.name;
+        if let Some(part) = self.changed_parts(manifest)?.first() {
+            return Err(SnapshotError::Broken {
+                name: name.clone(),
+                why: format!("{part} was changed since it was saved"),
+            });
+        }
+        if !manifest.is_mappable() {
+            return self.lay_out(manifest, progress);
+        }
+        let ram = self.file(name, RAM)?;
+        // Before it is read: what is written meanwhile makes it another.
+        let stamp = Stamp::of(&ram).map_err(self.failed(name, RAM))?;
+        if self.right().get(name) != Some(&stamp) {
+            let stored = self.stored(manifest)?;
+            progress.begin("checksums compared", stored.bytes);
+            let wrong = stored.verify(progress).map_err(self.failed(name, RAM))?;
+            if !wrong.is_empty() {
+                return Err(Self::wrong(manifest, &wrong));
+            }
+            // What was written meanwhile may have been read before.
+            if Stamp::of(&ram).map_err(self.failed(name, RAM))? != stamp {
+                return Err(SnapshotError::Broken {
+                    name: name.clone(),
+                    why: format!("{RAM} was written to while it was checked"),
+                });
+            }
+            self.right().insert(name.clone(), stamp);
+        }
+        Ok(Arc::new(ram))
+    }
+
+    /// Files with a checksum of their own that aren't what was saved.
+    pub fn changed_parts(&self, manifest: &Manifest) -> Result<Vec<&'static str>, SnapshotError> {
+        let mut changed = Vec::new();
+        for (part, _, saved) in manifest.parts() {
+            let Some(saved) = saved else { continue };
+            let file = self.file(&manifest.name, part)?;
+            if facts(file).map_err(self.failed(&manifest.name, part))? != *saved {
+                changed.push(part);
+            }
+        }
+        Ok(changed)
+    }
+
+    /// The image of a snapshot, to be read.
+    pub fn stored(&self, manifest: &Manifest) -> Result<Stored, SnapshotError> {
+        let name = &manifest.name;
+        let bad = |part: &str, why: String| SnapshotError::Broken {
+            name: name.clone(),
+            why: format!("{part}: {why}"),
+        };
+        let read = |part: &str| {
+            let mut bytes = Vec::new();
+            let mut file = self.file(name, part)?;
+            file.read_to_end(&mut bytes)
+                .map_err(self.failed(name, part))?;
+            Ok::<_, SnapshotError>(bytes)
+        };
+        let pages = if manifest.packed.is_some() {
+            let chunks = manifest.ram_bytes.div_ceil(CHUNK_BYTES as u64);
+            let frames = pack::frames(&read(INDEX)?, chunks).map_err(|why| bad(INDEX, why))?;
+            Pages::Packed(self.file(name, PACKED)?, frames)
+        } else {
+            Pages::plain(self.file(name, RAM)?).map_err(self.failed(name, RAM))?
+        };
+        let mut references = Vec::new();
+        let mut sources = Vec::new();
+        if let Some(saved) = &manifest.references {
+            let pages = manifest.ram_bytes / PAGE_SIZE;
+            references = refer::decode(&read(REFERENCES)?, pages, saved.sources.len())
+                .map_err(|why| bad(REFERENCES, why))?;
+            for source in &saved.sources {
+                let path = self.root.join(name).join(source);
+                let file = File::open(&path);
+                sources.push(file.map_err(|source| SnapshotError::Files { path, source })?);
+            }
+        }
+        Ok(Stored {
+            bytes: manifest.ram_bytes,
+            sums: read(SUMS)?,
+            pages,
+            references,
+            sources,
+        })
+    }
+
+    /// The image of a snapshot in memory, one for all VMs that run from it.
+    fn lay_out(
+        &self,
+        manifest: &Manifest,
+        progress: &Progress,
+    ) -> Result<Arc<File>, SnapshotError> {
+        let name = &manifest.name;
+        let place = self.places().entry(name.clone()).or_default().clone();
+        // Locked meanwhile: another that wants the same one waits for it.
+        let mut laid_out = place.lock().unwrap_or_else(PoisonError::into_inner);
+        let sum = &manifest.sums.xxh3_128;
+        if let Some((_, ram)) = laid_out.as_ref().filter(|(of, _)| of == sum) {
+            return Ok(ram.clone());
+        }
+        let needed = (manifest.counts.saved_pages) * PAGE_SIZE;
+        let available = host_available_pages().map_err(self.failed(name, RAM))? * PAGE_SIZE;
+        if needed > available / 100 * LAID_OUT_PERCENT {
+            return Err(SnapshotError::Impossible(format!(
+                "the memory of snapshot '{name}' takes {} when it is laid out, and this host has {} available",
+                ByteSize(needed),
+                ByteSize(available)
+            )));
+        }
+        let stored = self.stored(manifest)?;
+        let called = self.laid_out_name(name)?;
+        progress.begin("memory laid out", stored.bytes);
+        let laid = stored.lay_out(&called, progress);
+        let ram = match laid.map_err(self.failed(name, RAM))? {
+            Ok(ram) => Arc::new(ram),
+            Err(wrong) => return Err(Self::wrong(manifest, &wrong)),
+        };
+        *laid_out = Some((sum.clone(), ram.clone()));
+        Ok(ram)
+    }
+
+    fn places(&self) -> MutexGuard<'_, HashMap<String, LaidOut>> {
+        self.laid_out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the memory of a laid out image is called in `/proc/PID/maps`, also when the daemon that made it is gone.
+    pub fn laid_out_name(&self, name: &str) -> Result<String, SnapshotError> {
+        let file = self.file(name, SUMS)?;
+        let facts = file.metadata().map_err(self.failed(name, SUMS))?;
+        Ok(format!("memfold-image:{:x}:{}", facts.dev(), facts.ino()))
+    }
+
+    /// Memory that laid out images take, but for those that are being laid out now.
+    #[must_use]
+    pub fn laid_out_bytes(&self) -> ByteSize {
+        let bytes = |place: &LaidOut| {
+            let laid_out = place.try_lock().ok()?;
+            let (_, ram) = laid_out.as_ref()?;
+            Some(ram.metadata().ok()?.blocks() * 512)
+        };
+        ByteSize(self.places().values().filter_map(bytes).sum())
+    }
+
+    /// Lets images go that no VM runs from, and that nobody is about to start one from.
+    pub fn let_go(&self) {
+        // One after the other: who comes later knows of more VMs that have ended.
+        let _turn = self
+            .letting_go
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let places: Vec<LaidOut> = self.places().values().cloned().collect();
+        for place in places {
+            // One that is locked is being laid out, for somebody who wants it.
+            let Ok(mut laid_out) = place.try_lock() else {
+                continue;
+            };
+            let is_wanted =
+                |(_, ram): &(_, Arc<File>)| Arc::strong_count(ram) > 1 || is_mapped(ram);
+            if !laid_out.as_ref().is_some_and(is_wanted) {
+                *laid_out = None;
+            }
+        }
+        // Places of the map alone that hold nothing.
+        self.places().retain(|_, place| {
+            Arc::strong_count(place) > 1 || place.try_lock().map_or(true, |l| l.is_some())
+        });
+    }
+
+    /// What holds the bytes of a snapshot's image.
+    #[must_use]
+    pub const fn image_of(manifest: &Manifest) -> &'static str {
+        match manifest {
+            Manifest {
+                references: Some(_),
+                ..
+            } => "its RAM image, or a disk that it refers to,",
+            Manifest {
+                packed: Some(_), ..
+            } => PACKED,
+            _ => RAM,
+        }
+    }
+
+    fn wrong(manifest: &Manifest, chunks: &[u64]) -> SnapshotError {
+        SnapshotError::Broken {
+            name: manifest.name.clone(),
+            why: format!(
+                "{} was changed since it was saved, in {} of its chunks of 2 MiB",
+                Self::image_of(manifest),
+                chunks.len()
+            ),
+        }
+    }
+
+    fn failed(&self, name: &str, part: &str) -> impl FnOnce(io::Error) -> SnapshotError + use<> {
+        let path = self.root.join(name).join(part);
+        move |source| SnapshotError::Files { path, source }
+    }
+
+    fn right(&self) -> MutexGuard<'_, HashMap<String, Stamp>> {
+        self.right.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Opens a file of a snapshot for reading.
+    pub fn file(&self, name: &str, part: &str) -> Result<File, SnapshotError> {
+        let path = self.path(name)?.join(part);
+        File::open(&path).map_err(|source| SnapshotError::Files { path, source })
+    }
+
+    /// Bytes that the files of a snapshot take on disk.
+    pub fn disk_bytes(&self, name: &str) -> io::Result<u64> {
+        let mut bytes = 0;
+        for entry in fs::read_dir(self.root.join(name))?.flatten() {
+            bytes += entry.metadata()?.blocks() * 512;
+        }
+        Ok(bytes)
+    }
+
+    /// Removes a snapshot: first from the list, then its files.
+    pub fn remove(&self, name: &str) -> Result<(), SnapshotError> {
+        let path = self.path(name)?;
+        if !path.exists() {
+            return Err(SnapshotError::Unknown(name.into()));
+        }
+        let gone = self.root.join(format!(".{name}.draft"));
+        let failed = |source| SnapshotError::Files {
+            path: path.clone(),
+            source,
+        };
+        fs::rename(&path, &gone).map_err(failed)?;
+        self.right().remove(name);
+        self.let_go();
+        fs::remove_dir_all(&gone).map_err(failed)
+    }
+}
+
+/// A snapshot that is being made. Dropping it removes it, unless it was committed.
+#[derive(Debug)]
+pub struct Draft {
+    path: PathBuf,
+    place: PathBuf,
+    done: bool,
+    _lock: File,
+}
+
+impl Draft {
+    /// A new file in it.
+    pub fn file(&self, part: &str) -> Result<File, SnapshotError> {
+        let path = self.path.join(part);
+        File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .map_err(|source| SnapshotError::Files { path, source })
+    }
+
+    /// Where it is now.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where it will be.
+    #[must_use]
+    pub fn place(&self) -> &Path {
+        &self.place
+    }
+
+    /// What another snapshot in the same place says of itself.
+    pub fn beside(&self, name: &str) -> Result<Manifest, SnapshotError> {
+        read_manifest(&self.place.with_file_name(name), name)
+    }
+
+    /// Makes it a snapshot: all files on disk, the manifest last, then the name.
+    pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
+        let failed = |source| SnapshotError::Files {
+            path: self.place.clone(),
+            source,
+        };
+        let text =
+            serde_json::to_vec_pretty(manifest).map_err(|error| failed(io::Error::other(error)))?;
+        fs::write(self.path.join(MANIFEST), &text).map_err(failed)?;
+        let sum = format!("{}\n", hex(xxh3_128(&text)));
+        fs::write(self.path.join(MANIFEST_SUM), sum).map_err(failed)?;
+        for entry in fs::read_dir(&self.path).map_err(failed)?.flatten() {
+            File::open(entry.path())
+                .and_then(|file| file.sync_all())
+                .map_err(failed)?;
+        }
+        File::open(&self.path)
+            .and_then(|dir| dir.sync_all())
+            .map_err(failed)?;
+        fs::rename(&self.path, &self.place).map_err(failed)?;
+        self.done = true;
+        // The name itself; a crash before it leaves a draft or the snapshot, both of which are right.
+        if let Some(parent) = self.place.parent() {
+            let _ = File::open(parent).and_then(|dir| dir.sync_all());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.done {
+            if let Err(error) = fs::remove_dir_all(&self.path) {
+                tracing::warn!(path = %self.path.display(), %error, "files of a snapshot that failed are left");
+            }
+        }
+    }
+}
+
+/// What the snapshot `name` in a directory of its own says of itself.
+fn read_manifest(path: &Path, name: &str) -> Result<Manifest, SnapshotError> {
+    let file = |part: &str| {
+        fs::read(path.join(part)).map_err(|source| {
+            if source.kind() == io::ErrorKind::NotFound && !path.exists() {
+                SnapshotError::Unknown(name.into())
+            } else {
+                SnapshotError::Files {
+                    path: path.join(part),
+                    source,
+                }
+            }
+        })
+    };
+    let text = file(MANIFEST)?;
+    let sum = file(MANIFEST_SUM)?;
+    let bad = |why: String| SnapshotError::Broken {
+        name: name.into(),
+        why,
+    };
+    if sum.trim_ascii() != hex(xxh3_128(&text)).as_bytes() {
+        return Err(bad(format!("{MANIFEST} was changed since it was written")));
+    }
+    let version: serde_json::Value =
+        serde_json::from_slice(&text).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
+    if version["format"] != FORMAT && version["format"] != FORMAT_IN_PARTS {
+        return Err(bad(format!(
+            "it has format {}, this memfold reads {FORMAT} and {FORMAT_IN_PARTS}",
+            version["format"]
+        )));
+    }
+    let manifest: Manifest =
+        serde_json::from_value(version).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
+    for (part, bytes, _) in manifest.parts() {
+        let length = fs::metadata(path.join(part)).map(|m| m.len());
+        match length {
+            Ok(length) if length == bytes => {}
+            Ok(length) => {
+                return Err(bad(format!("{part} has {length} bytes instead of {bytes}")));
+            }
+            Err(error) => return Err(bad(format!("{part}: {error}"))),
+        }
+    }
+    Ok(manifest)
+}
+
+/// Whether any process but this one maps a file.
+fn is_mapped(file: &File) -> bool {
+    let identity = file.metadata().map(|facts| StoreIdentity {
+        dev: facts.dev(),
+        ino: facts.ino(),
+    });
+    let pids = identity.and_then(memfold_store::mapped::processes);
+    // Not known: it stays.
+    pids.map_or(true, |pids| !pids.is_empty())
+}
+
+/// Length and checksum of a file.
+#[allow(clippy::needless_pass_by_value)] // whoever has its facts is done with it
+pub fn facts(file: File) -> io::Result<FileFacts> {
+    let mut hasher = Xxh3::new();
+    let bytes = pipeline::read_ahead(&file, |piece| hasher.update(piece))?;
+    Ok(FileFacts {
+        bytes,
+        xxh3_128: hex(hasher.digest128()),
+    })
+}
+
+fn hex(sum: u128) -> String {
+    format!("{sum:032x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::manifest::tests::manifest;
+
+    fn shelf() -> (tempfile::TempDir, Shelf) {
+        let directory = tempfile::tempdir().unwrap();
+        let shelf = Shelf::open(&directory.path().join("shelf"));
+        (directory, shelf)
+    }
+
+    fn save(shelf: &Shelf, name: &str) -> Manifest {
+        let draft = shelf.draft(name).unwrap();
+        let file = |part: &str, text: &[u8]| {
+            let mut file = draft.file(part).unwrap();
+            file.write_all(text).unwrap();
+            facts(file).unwrap()
+        };
+        let ram = file(RAM, b"ram");
+        let manifest = Manifest {
+            domain: Some("shop".into()),
+            ram_bytes: ram.bytes,
+            sums: file(SUMS, b"sums"),
+            devices: file(DEVICES, b"devices"),
+            ..manifest(name, ByteSize::mib(64))
+        };
+        draft.commit(&manifest).unwrap();
+        manifest
+    }
+
+    #[test]
+    fn a_snapshot_is_listed_when_it_is_whole() {
+        let (_directory, shelf) = shelf();
+        assert!(shelf.names().unwrap().is_empty());
+        {
+            let draft = shelf.draft("a").unwrap();
+            draft.file(RAM).unwrap();
+            assert!(matches!(shelf.draft("a"), Err(SnapshotError::Taken(_))));
+            assert!(shelf.names().unwrap().is_empty());
+        }
+        let saved = save(&shelf, "a");
+        assert_eq!(shelf.names().unwrap(), ["a"]);
+        assert_eq!(shelf.manifest("a").unwrap(), saved);
+        assert!(matches!(shelf.draft("a"), Err(SnapshotError::Taken(_))));
+        shelf.remove("a").unwrap();
+        assert!(matches!(
+            shelf.manifest("a"),
+            Err(SnapshotError::Unknown(_))
+        ));
+        assert!(matches!(shelf.remove("a"), Err(SnapshotError::Unknown(_))));
+        assert!(matches!(shelf.draft("../a"), Err(SnapshotError::Name(_))));
+    }
+
+    #[test]
+    fn what_was_cut_off_goes_and_what_is_under_way_stays() {
+        let (_directory, shelf) = shelf();
+        save(&shelf, "whole");
+        let under_way = shelf.draft("under-way").unwrap();
+        fs::create_dir(shelf.root.join(".cut-off.draft")).unwrap();
+        let other = Shelf::open(&shelf.root);
+        assert!(under_way.path().exists());
+        assert!(!shelf.root.join(".cut-off.draft").exists());
+        assert_eq!(other.names().unwrap(), ["whole"]);
+    }
+
+    #[test]
+    fn a_changed_or_cut_file_is_told() {
+        let (_directory, shelf) = shelf();
+        save(&shelf, "a");
+        let why = || match shelf.manifest("a") {
+            Err(SnapshotError::Broken { why, .. }) => why,
+            other => panic!("{other:?}"),
+        };
+        let place = shelf.path("a").unwrap();
+        fs::write(place.join(RAM), b"r").unwrap();
+        assert_eq!(why(), "ram has 1 bytes instead of 3");
+        fs::remove_file(place.join(RAM)).unwrap();
+        assert!(why().starts_with("ram: "), "{}", why());
+        fs::write(place.join(RAM), b"ram").unwrap();
+        for (part, whole) in [(SUMS, "sums"), (DEVICES, "devices")] {
+            for length in 0..whole.len() {
+                fs::write(place.join(part), &whole[..length]).unwrap();
+                let expected = format!("{part} has {length} bytes instead of {}", whole.len());
+                assert_eq!(why(), expected);
+            }
+            fs::write(place.join(part), whole).unwrap();
+        }
+        for part in [MANIFEST, MANIFEST_SUM] {
+            let whole = fs::read(place.join(part)).unwrap();
+            for length in 0..whole.len() - 1 {
+                fs::write(place.join(part), &whole[..length]).unwrap();
+                assert!(
+                    why().contains("changed"),
+                    "{part} of {length} bytes: {}",
+                    why()
+                );
+            }
+            fs::write(place.join(part), whole).unwrap();
+        }
+        assert!(shelf.manifest("a").is_ok());
+        let text = fs::read_to_string(place.join(MANIFEST)).unwrap();
+        fs::write(place.join(MANIFEST), text.replace("web1", "web2")).unwrap();
+        assert!(why().contains("changed"), "{}", why());
+        let newer = text.replace("\"format\": 1", "\"format\": 3");
+        fs::write(place.join(MANIFEST), &newer).unwrap();
+        fs::write(place.join(MANIFEST_SUM), hex(xxh3_128(newer.as_bytes()))).unwrap();
+        assert!(why().contains("format 3"), "{}", why());
+    }
+}

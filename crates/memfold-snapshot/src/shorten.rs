@@ -1,0 +1,94 @@
+//! A save that fails behind its switch of disks, or whose daemon was killed there, leaves the VM writing to a newer overlay than it needs. The
+//! VM goes back to the older one:
+//!
+//! ```text
+//!   base <-- older (frozen) <-- newer (the VM writes)
+//!   base <-- older (the VM writes)                      what the newer one held was written to the older one (block-commit)
+//! ```
+//! The older one may be a snapshot's by then: it has a second name, and stays as it is.
+
+use std::fs;
+use std::ops::DerefMut;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use memfold_vm::{Qmp, VmSpec};
+use serde_json::{Value, json};
+
+use super::freeze::{Below, active};
+use super::{SnapshotError, job};
+
+/// How long QEMU may write what the newer overlay holds.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Has QEMU write to the older of `overlays` again, which are all temporary ones of the VM, and removes the newer.
+pub(super) fn shorten<M: DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+    spec: &VmSpec,
+    overlays: &[PathBuf],
+) -> Result<(), SnapshotError> {
+    for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
+        loop {
+            let (top, file, below) = {
+                let mut qmp = monitor();
+                let devices = qmp.query("query-block")?;
+                let nodes = nodes(&mut qmp)?;
+                let Some(active) = active(&devices, &nodes, spec, disk) else {
+                    break;
+                };
+                (active.node, active.file, active.below)
+            };
+            let Some(below) = below.filter(|b| overlays.contains(&b.file) && has_one_name(&b.file))
+            else {
+                break;
+            };
+            commit(monitor, disk, &top, &below).map_err(|why| {
+                SnapshotError::Impossible(format!(
+                    "disk {disk} has an overlay more than it needs, of a save that failed, and QEMU doesn't merge it with the older one: {why}"
+                ))
+            })?;
+            monitor().execute_on_disks("blockdev-del", json!({ "node-name": top }))?;
+            tracing::info!(overlay = %file.display(), "merged with the older one");
+            // It goes with the VM otherwise.
+            let _ = fs::remove_file(&file);
+        }
+    }
+    Ok(())
+}
+
+fn nodes(qmp: &mut Qmp) -> Result<Value, SnapshotError> {
+    Ok(qmp.execute("query-named-block-nodes", json!({ "flat": true }))?)
+}
+
+/// Whether a file is nobody else's.
+fn has_one_name(file: &Path) -> bool {
+    fs::metadata(file).is_ok_and(|facts| facts.nlink() == 1)
+}
+
+/// Writes what `top` holds to the overlay below it, and has the VM write there.
+fn commit<M: DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+    disk: usize,
+    top: &str,
+    below: &Below,
+) -> Result<(), String> {
+    let id = format!("memfold-disk{disk}");
+    let mut begun = job::find(monitor, &id)?;
+    if begun
+        .as_ref()
+        .is_some_and(|job| job["status"] == "concluded")
+    {
+        // Nobody has looked at it, and it says nothing of now.
+        job::dismiss(monitor, &id)?;
+        begun = None;
+    }
+    // One that an earlier daemon began goes on.
+    if begun.is_none() {
+        let commit =
+            json!({ "job-id": id, "device": top, "base-node": below.node, "auto-dismiss": false });
+        let done = monitor().execute_on_disks("block-commit", commit);
+        done.map_err(|error| error.to_string())?;
+    }
+    job::finish(monitor, &id, TIMEOUT, None, || Ok(()))
+}

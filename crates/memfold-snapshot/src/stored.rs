@@ -1,0 +1,328 @@
+//! An image as it is read again, chunk by chunk.
+//!
+//! ```text
+//!   ram, or ram.zst + ram.index  --+
+//!   disks, by ram.refs           --+-->  chunk  -- ram.sums: right? -->  mapped, or laid out in memory
+//! ```
+//! An image that lies in `ram` alone is mapped as it is. One that is compressed or refers to disks is *laid out* first: once for all VMs that
+//! run from it, in sealed memory, which needs nothing of the files any more.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
+
+use memfold_host::progress::Progress;
+use memfold_units::PAGE_SIZE;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, SUM_BYTES, write_nonzero};
+use super::pack::{self, Frame};
+use super::pipeline;
+use super::refer::Reference;
+
+/// An image.
+#[derive(Debug)]
+pub struct Stored {
+    /// Length, when it is whole.
+    pub bytes: u64,
+    /// What `ram.sums` holds.
+    pub sums: Vec<u8>,
+    /// What lies in files of its own.
+    pub pages: Pages,
+    /// What disks hold, ascending.
+    pub references: Vec<Reference>,
+    /// Their files.
+    pub sources: Vec<File>,
+}
+
+/// What lies in an image's own files.
+#[derive(Debug)]
+pub enum Pages {
+    /// A sparse file, and what of it is no hole.
+    Plain(File, Vec<Range<u64>>),
+    /// Frames of chunks.
+    Packed(File, Vec<Frame>),
+}
+
+impl Pages {
+    /// A sparse file.
+    pub fn plain(ram: File) -> io::Result<Self> {
+        let data = Data::of(&ram)?.collect();
+        Ok(Self::Plain(ram, data))
+    }
+
+    /// Reads a chunk; whether there is anything in it.
+    fn read(&self, chunk: u64, buffer: &mut [u8]) -> io::Result<bool> {
+        let start = chunk * CHUNK_BYTES as u64;
+        match self {
+            Self::Plain(ram, data) => {
+                let next = data.partition_point(|part| part.end <= start);
+                let holds = data
+                    .get(next)
+                    .is_some_and(|part| part.start < start + CHUNK_BYTES as u64);
+                if holds {
+                    ram.read_exact_at(buffer, start)?;
+                }
+                Ok(holds)
+            }
+            Self::Packed(packed, frames) => {
+                let number = usize::try_from(chunk).map_err(io::Error::other)?;
+                let frame = frames.get(number).copied().unwrap_or_default();
+                if frame.1 > 0 {
+                    pack::unpack(packed, frame, buffer)?;
+                }
+                Ok(frame.1 > 0)
+            }
+        }
+    }
+}
+
+impl Stored {
+    fn chunks(&self) -> u64 {
+        self.bytes.div_ceil(CHUNK_BYTES as u64)
+    }
+
+    /// Reads a chunk from all places that it lies in; whether there is anything in it.
+    fn read(&self, chunk: u64, buffer: &mut [u8]) -> io::Result<bool> {
+        let holds = self.pages.read(chunk, buffer)?;
+        let first = chunk * CHUNK_PAGES;
+        let from = self.references.partition_point(|r| r.page < first);
+        let here = self.references[from..]
+            .iter()
+            .take_while(|r| r.page < first + CHUNK_PAGES);
+        let mut refers = false;
+        for reference in here {
+            if !holds && !refers {
+                buffer.fill(0);
+            }
+            refers = true;
+            let at = usize::try_from((reference.page - first) * PAGE_SIZE);
+            let at = at.map_err(io::Error::other)?;
+            let file = usize::try_from(reference.file).map_err(io::Error::other)?;
+            let part = &mut buffer[at..][..reference.length()];
+            self.sources[file].read_exact_at(part, reference.block * PAGE_SIZE)?;
+        }
+        Ok(holds || refers)
+    }
+
+    fn sum(&self, chunk: u64) -> io::Result<u128> {
+        let at = usize::try_from(chunk).map_err(io::Error::other)? * SUM_BYTES;
+        let sum = self.sums.get(at..at + SUM_BYTES);
+        let sum = sum.ok_or_else(|| io::Error::other("there is no checksum of it"))?;
+        Ok(u128::from_le_bytes(std::array::from_fn(|byte| sum[byte])))
+    }
+
+    /// Reads the whole image and compares its checksums; numbers of the chunks that differ, or whose frames can't be read. What is right
+    /// goes to `right`, unless it is all zeroes.
+    fn check(
+        &self,
+        progress: &Progress,
+        right: impl Fn(u64, &[u8]) -> io::Result<()> + Sync,
+    ) -> io::Result<Vec<u64>> {
+        let empty = xxh3_128(&vec![0; CHUNK_BYTES]);
+        let wrong = Mutex::new(Vec::new());
+        pipeline::run(self.chunks(), CHUNK_BYTES, |chunk, buffer| {
+            let sum = match self.read(chunk, buffer) {
+                Ok(true) => Some(xxh3_128(buffer)),
+                Ok(false) => Some(empty),
+                // Cut off, or no frame any more.
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::UnexpectedEof
+                            | io::ErrorKind::InvalidInput
+                            | io::ErrorKind::InvalidData
+                            | io::ErrorKind::Other
+                    ) =>
+                {
+                    None
+                }
+                Err(error) => return Err(error),
+            };
+            if sum != Some(self.sum(chunk)?) {
+                wrong
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push(chunk);
+            } else if sum != Some(empty) {
+                right(chunk, buffer)?;
+            }
+            progress.add(CHUNK_BYTES as u64);
+            Ok(())
+        })?;
+        let mut wrong = wrong.into_inner().unwrap_or_else(PoisonError::into_inner);
+        wrong.sort_unstable();
+        Ok(wrong)
+    }
+
+    /// Numbers of the chunks that aren't what was saved.
+    pub fn verify(&self, progress: &Progress) -> io::Result<Vec<u64>> {
+        self.check(progress, |_, _| Ok(()))
+    }
+
+    /// Lays the image out in memory that nobody can change, called `name`; or numbers of the chunks that aren't what was saved.
+    pub fn lay_out(&self, name: &str, progress: &Progress) -> io::Result<Result<File, Vec<u64>>> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let laid = File::from(memfd_create(name, flags)?);
+        ftruncate(&laid, self.bytes)?;
+        let wrong = self.check(progress, |chunk, bytes| {
+            let at = chunk * CHUNK_BYTES as u64;
+            write_nonzero(bytes, &laid, at).map(drop)
+        })?;
+        if !wrong.is_empty() {
+            return Ok(Err(wrong));
+        }
+        let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        fcntl_add_seals(&laid, seals)?;
+        Ok(Ok(laid))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::image::SUM_BYTES;
+    use crate::refer::{self, DiskBlocks};
+
+    const CHUNKS: u64 = 5;
+
+    fn random(state: &mut u64, bytes: &mut [u8]) {
+        for word in bytes.chunks_exact_mut(8) {
+            *state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            word.copy_from_slice(&(*state | 1).to_le_bytes());
+        }
+    }
+
+    /// An image with all kinds of chunks: pages of a disk and others, only such of a disk, nothing, full, one page at its end.
+    fn image() -> (Vec<u8>, File) {
+        let mut state = 7;
+        let mut disk = vec![0; 256 << 10];
+        random(&mut state, &mut disk);
+        let mut ram = vec![0; CHUNK_BYTES * usize::try_from(CHUNKS).unwrap()];
+        random(&mut state, &mut ram[100 << 12..200 << 12]);
+        ram[300 << 12..310 << 12].copy_from_slice(&disk[4 << 12..14 << 12]);
+        ram[600 << 12..664 << 12].copy_from_slice(&disk);
+        random(&mut state, &mut ram[3 * CHUNK_BYTES..4 * CHUNK_BYTES]);
+        let end = ram.len() - 4096;
+        random(&mut state, &mut ram[end..]);
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&disk, 0).unwrap();
+        (ram, file)
+    }
+
+    fn stored(ram: &[u8], disk: File, packed: bool) -> Stored {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(ram.len() as u64).unwrap();
+        write_nonzero(ram, &file, 0).unwrap();
+        let progress = Progress::default();
+        let disks = DiskBlocks::read(vec![disk.try_clone().unwrap()], &progress).unwrap();
+        let references = refer::refer(&file, &disks, &progress).unwrap();
+        assert_eq!(references.len(), 2);
+        let sums = ram.chunks_exact(CHUNK_BYTES);
+        let sums: Vec<u8> = sums.flat_map(|c| xxh3_128(c).to_le_bytes()).collect();
+        assert_eq!(sums.len(), SUM_BYTES * usize::try_from(CHUNKS).unwrap());
+        let pages = if packed {
+            let frames = tempfile::tempfile().unwrap();
+            let index = pack::pack(&file, &frames, &progress).unwrap();
+            Pages::Packed(frames, pack::frames(&index, CHUNKS).unwrap())
+        } else {
+            Pages::plain(file).unwrap()
+        };
+        Stored {
+            bytes: ram.len() as u64,
+            sums,
+            pages,
+            references,
+            sources: vec![disk],
+        }
+    }
+
+    fn laid_out(stored: &Stored) -> Result<File, Vec<u64>> {
+        stored.lay_out("test", &Progress::default()).unwrap()
+    }
+
+    #[test]
+    fn what_was_taken_apart_comes_together_again_and_cannot_be_changed() {
+        for packed in [false, true] {
+            let (ram, disk) = image();
+            let stored = stored(&ram, disk, packed);
+            assert!(stored.verify(&Progress::default()).unwrap().is_empty());
+            let laid = laid_out(&stored).unwrap();
+            let mut whole = vec![1; ram.len()];
+            laid.read_exact_at(&mut whole, 0).unwrap();
+            assert!(whole == ram, "packed {packed}");
+            let taken = std::os::unix::fs::MetadataExt::blocks(&laid.metadata().unwrap()) * 512;
+            assert_eq!(taken, (100 + 10 + 64 + 512 + 1) * PAGE_SIZE);
+            assert!(laid.write_at(&[1], 0).is_err());
+            assert!(laid.set_len(0).is_err());
+        }
+    }
+
+    #[test]
+    fn a_changed_or_cut_source_is_told_with_its_chunks() {
+        let (ram, disk) = image();
+        let stored = stored(&ram, disk.try_clone().unwrap(), false);
+        disk.write_all_at(&[0x55], 5 << 12).unwrap();
+        assert_eq!(laid_out(&stored).unwrap_err(), [0, 1]);
+        disk.set_len(20 << 12).unwrap();
+        assert_eq!(laid_out(&stored).unwrap_err(), [0, 1]);
+        disk.set_len(0).unwrap();
+        assert_eq!(stored.verify(&Progress::default()).unwrap(), [0, 1]);
+    }
+
+    #[test]
+    fn a_changed_or_cut_frame_is_told_with_its_chunk() {
+        let (ram, disk) = image();
+        let mut stored = stored(&ram, disk, true);
+        let Pages::Packed(packed, frames) = &stored.pages else {
+            panic!("it is packed")
+        };
+        let (packed, frames) = (packed.try_clone().unwrap(), frames.clone());
+        let length = packed.metadata().unwrap().len();
+        let (mut byte, mut unharmed) = ([0], 0);
+        for (chunk, &(at, bytes)) in frames.iter().enumerate().filter(|(_, f)| f.1 > 0) {
+            for at in [at, at + 5, at + bytes / 2, at + bytes - 1] {
+                packed.read_exact_at(&mut byte, at).unwrap();
+                packed.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+                // Some bits of a frame's header say nothing of its bytes.
+                match laid_out(&stored) {
+                    Err(wrong) => assert_eq!(wrong, [chunk as u64], "byte {at}"),
+                    Ok(laid) => {
+                        let mut whole = vec![1; ram.len()];
+                        laid.read_exact_at(&mut whole, 0).unwrap();
+                        assert!(whole == ram, "byte {at}");
+                        unharmed += 1;
+                    }
+                }
+                packed.write_all_at(&byte, at).unwrap();
+            }
+        }
+        assert!(unharmed < 4, "{unharmed}");
+        // Frames that lead anywhere.
+        if let Pages::Packed(_, frames) = &mut stored.pages {
+            frames[0].0 = u64::MAX - 3;
+            frames[3] = (0, 0);
+            frames.pop();
+        }
+        let wrong = laid_out(&stored).unwrap_err();
+        assert_eq!(wrong, [0, 3, 4]);
+        packed.set_len(length / 2).unwrap();
+        assert!(!laid_out(&stored).unwrap_err().is_empty());
+    }
+
+    #[test]
+    fn an_index_that_is_none_is_refused() {
+        assert!(pack::frames(&[0; 80], 5).is_ok());
+        let refused = |index: &[u8]| pack::frames(index, 5).unwrap_err();
+        assert_eq!(refused(&[0; 79]), "it is not of 5 chunks");
+        assert_eq!(
+            refused(&[0xff; 80]),
+            "the frame of chunk 0 is too long to be one"
+        );
+    }
+}

@@ -1,0 +1,602 @@
+//! Writing a RAM image: memory is read, hashed and written by all cores at once ([`pipeline`]).
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use memfold_host::progress::Progress;
+use memfold_sys::memory;
+use memfold_units::{PAGE_BYTES, PAGE_SIZE};
+use rustix::process::Pid;
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+use super::image::{
+    CHUNK_BYTES, CHUNK_PAGES, Chunk, ImageBlock, ImageCounts, Plan, SUM_BYTES, Source, bytes,
+    place, write_nonzero,
+};
+use super::past::Past;
+use super::pipeline::{self, PIECE_BYTES, Writeback};
+
+/// Pages that a worker reads, hashes and writes before it goes on to the next ones.
+const PIECE_PAGES: u64 = PIECE_BYTES as u64 / PAGE_SIZE;
+const _: () = assert!(CHUNK_PAGES % PIECE_PAGES == 0);
+static ZEROES: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
+
+/// How long all workers together took for each stage of an image.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stages {
+    /// Memory was read.
+    pub read: Duration,
+    /// Checksums were made.
+    pub hash: Duration,
+    /// Zeroes were found, and the rest was written to the page cache.
+    pub write: Duration,
+}
+
+/// [`Stages`] that several workers add to, in nanoseconds.
+#[derive(Debug, Default)]
+struct Clocks {
+    read: AtomicU64,
+    hash: AtomicU64,
+    write: AtomicU64,
+}
+
+impl Clocks {
+    fn measure<T>(clock: &AtomicU64, work: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let done = work();
+        let took = u64::try_from(began.elapsed().as_nanos()).unwrap_or(0);
+        clock.fetch_add(took, Ordering::Relaxed);
+        done
+    }
+}
+
+/// An image that is being written, block by block.
+#[derive(Debug)]
+pub struct Writer<'a> {
+    ram: &'a File,
+    placed: Vec<ImageBlock>,
+    sums: Vec<u8>,
+    counts: ImageCounts,
+    writeback: Option<Writeback>,
+    clocks: Clocks,
+}
+
+impl<'a> Writer<'a> {
+    /// Begins an image in `ram`, which is empty.
+    pub fn new(plan: &Plan, ram: &'a File) -> io::Result<Self> {
+        let chunks = plan.blocks.iter().map(|b| b.pages.div_ceil(CHUNK_PAGES));
+        let chunks: u64 = chunks.sum();
+        ram.set_len(chunks * CHUNK_PAGES * PAGE_SIZE)?;
+        let empty = xxh3_128(&vec![0; CHUNK_BYTES]).to_le_bytes();
+        Ok(Self {
+            ram,
+            placed: place(&plan.blocks),
+            sums: empty.repeat(usize::try_from(chunks).map_err(io::Error::other)?),
+            counts: plan.counts,
+            writeback: None,
+            clocks: Clocks::default(),
+        })
+    }
+
+    /// Has the image go to the disk while it is written, for one that stays as it is.
+    pub fn write_back(&mut self) -> io::Result<()> {
+        self.writeback = Some(Writeback::start(self.ram)?);
+        Ok(())
+    }
+
+    /// Copies blocks of the plan, given by their numbers, of a process that stands still, or whose `past` is kept.
+    pub fn blocks(
+        &mut self,
+        plan: &Plan,
+        numbers: &[usize],
+        past: Option<&Past>,
+        progress: &Progress,
+    ) -> io::Result<()> {
+        let pages: u64 = numbers.iter().map(|&n| plan.blocks[n].pages).sum();
+        let chunks: Vec<Chunk> = numbers.iter().flat_map(|&n| plan.chunks(n)).collect();
+        let chunk_pages =
+            |chunk: &Chunk| CHUNK_PAGES.min(plan.blocks[chunk.block].pages - chunk.first);
+        // Nothing is to be done for the rest.
+        let wanted: u64 = chunks.iter().map(chunk_pages).sum();
+        progress.add((pages - wanted) * PAGE_SIZE);
+        let made = Mutex::new((std::mem::take(&mut self.sums), self.counts));
+        let done = pipeline::run(chunks.len() as u64, PIECE_BYTES, |number, buffer| {
+            let chunk = &chunks[usize::try_from(number).map_err(io::Error::other)?];
+            let (sum, counts) = self.chunk(plan, chunk, past, buffer)?;
+            let at = self.placed[chunk.block].first_page + chunk.first;
+            let sum_at = usize::try_from(at / CHUNK_PAGES).map_err(io::Error::other)? * SUM_BYTES;
+            let mut made = made.lock().unwrap_or_else(PoisonError::into_inner);
+            made.0[sum_at..][..SUM_BYTES].copy_from_slice(&sum.to_le_bytes());
+            made.1.saved_pages += counts.saved_pages;
+            made.1.zero_pages += counts.zero_pages;
+            drop(made);
+            if let Some(writeback) = &self.writeback {
+                writeback.add(at * PAGE_SIZE..(at + CHUNK_PAGES) * PAGE_SIZE);
+            }
+            progress.add(chunk_pages(chunk) * PAGE_SIZE);
+            Ok(())
+        });
+        (self.sums, self.counts) = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+        done
+    }
+
+    /// Copies what is wanted of a chunk, with the buffer of a piece: its checksum, and what became of its pages.
+    fn chunk(
+        &self,
+        plan: &Plan,
+        chunk: &Chunk,
+        past: Option<&Past>,
+        buffer: &mut [u8],
+    ) -> io::Result<(u128, ImageCounts)> {
+        let block = &plan.blocks[chunk.block];
+        let ranges = &plan.ranges[chunk.block][chunk.ranges.clone()];
+        let place = self.placed[chunk.block].first_page;
+        let mut hasher = Xxh3::new();
+        let mut counts = ImageCounts::default();
+        for first in (chunk.first..chunk.first + CHUNK_PAGES).step_by(PIECE_BYTES / PAGE_BYTES) {
+            let end = first + PIECE_PAGES;
+            let here: Vec<(u64, u64)> = ranges
+                .iter()
+                .map(|&(from, to)| (from.max(first), to.min(end)))
+                .filter(|(from, to)| from < to)
+                .collect();
+            if here.is_empty() {
+                Clocks::measure(&self.clocks.hash, || hasher.update(&ZEROES));
+                continue;
+            }
+            Clocks::measure(&self.clocks.read, || {
+                read(plan.pid, block, first, &here, buffer)?;
+                here.iter().try_for_each(|&(from, to)| {
+                    let part = &mut buffer[bytes(from - first)..bytes(to - first)];
+                    past.map_or(Ok(()), |past| past.settle(block.hva.add_pages(from), part))
+                })
+            })?;
+            Clocks::measure(&self.clocks.hash, || hasher.update(buffer));
+            let at = (place + first) * PAGE_SIZE;
+            Clocks::measure(&self.clocks.write, || {
+                save(buffer, at, first, &here, self.ram, &mut counts)
+            })?;
+        }
+        Ok((hasher.digest128(), counts))
+    }
+
+    /// How long the stages took so far.
+    #[must_use]
+    pub fn stages(&self) -> Stages {
+        let time = |clock: &AtomicU64| Duration::from_nanos(clock.load(Ordering::Relaxed));
+        Stages {
+            read: time(&self.clocks.read),
+            hash: time(&self.clocks.hash),
+            write: time(&self.clocks.write),
+        }
+    }
+
+    /// Ends the image with its checksums.
+    pub fn finish(self, sums: &File) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
+        let Stages { read, hash, write } = self.stages();
+        tracing::debug!(
+            ?read,
+            ?hash,
+            ?write,
+            "RAM image written: time of all workers"
+        );
+        sums.write_all_at(&self.sums, 0)?;
+        Ok((self.placed, self.counts))
+    }
+}
+
+/// Reads ranges of a piece that begins at page `first` to their places in `buffer`, and fills the rest with zeroes.
+fn read(
+    pid: Pid,
+    block: &Source,
+    first: u64,
+    ranges: &[(u64, u64)],
+    buffer: &mut [u8],
+) -> io::Result<()> {
+    let mut parts = Vec::with_capacity(ranges.len());
+    let (mut rest, mut next, mut length) = (buffer, first, 0);
+    for &(from, to) in ranges {
+        let (gap, behind) = rest.split_at_mut(bytes(from - next));
+        let (part, behind) = behind.split_at_mut(bytes(to - from));
+        gap.fill(0);
+        length += part.len();
+        parts.push((block.hva.add_pages(from), part));
+        (rest, next) = (behind, to);
+    }
+    rest.fill(0);
+    if memory::read_parts(pid, &mut parts)? != length {
+        return Err(io::Error::other(format!(
+            "RAM block '{}' ends before its page {next}",
+            block.name
+        )));
+    }
+    Ok(())
+}
+
+/// Writes what isn't zero of the ranges of a piece whose first byte belongs at `at`.
+fn save(
+    buffer: &[u8],
+    at: u64,
+    first: u64,
+    ranges: &[(u64, u64)],
+    ram: &File,
+    counts: &mut ImageCounts,
+) -> io::Result<()> {
+    for &(from, to) in ranges {
+        let start = bytes(from - first);
+        let part = &buffer[start..bytes(to - first)];
+        let written = write_nonzero(part, ram, at + start as u64)?;
+        counts.saved_pages += written;
+        counts.zero_pages += to - from - written;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+
+    use memfold_sys::pagemap::{Filter, category};
+    use memfold_sys::region::Mapping;
+    use memfold_units::Hva;
+
+    use super::*;
+    use crate::image::{Data, is_zero};
+    use crate::stored::{Pages, Stored};
+
+    /// All blocks of a process that stands still.
+    fn write(
+        pid: Pid,
+        blocks: &[Source],
+        free: &[Range<Hva>],
+        ram: &File,
+        sums: &File,
+        progress: &Progress,
+    ) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
+        let plan = Plan::new(pid, blocks.to_vec(), free)?;
+        let mut writer = Writer::new(&plan, ram)?;
+        writer.write_back()?;
+        let all: Vec<usize> = (0..blocks.len()).collect();
+        writer.blocks(&plan, &all, None, progress)?;
+        writer.finish(sums)
+    }
+
+    /// Chunks that differ.
+    fn verify(ram: &File, sums: &File) -> Vec<u64> {
+        let bytes = ram.metadata().unwrap().len();
+        let mut all = vec![0; usize::try_from(sums.metadata().unwrap().len()).unwrap()];
+        sums.read_exact_at(&mut all, 0).unwrap();
+        let stored = Stored {
+            bytes,
+            sums: all,
+            pages: Pages::plain(ram.try_clone().unwrap()).unwrap(),
+            references: Vec::new(),
+            sources: Vec::new(),
+        };
+        stored.verify(&Progress::default()).unwrap()
+    }
+
+    fn me() -> Pid {
+        rustix::process::getpid()
+    }
+
+    fn file() -> File {
+        tempfile::tempfile().unwrap()
+    }
+
+    /// A block of this process with some pages of words, some of zeroes, and holes.
+    fn block(pages: u64) -> (Mapping, Source) {
+        let memory = Mapping::anonymous(pages, true).unwrap();
+        for page in (0..pages).filter(|page| page % 7 < 3) {
+            let words: Vec<u64> = (0..512).map(|word| page << 32 | word | 1 << 63).collect();
+            memory.area().part(page, 1).write(&words);
+        }
+        for page in (0..pages).filter(|page| page % 7 == 3) {
+            memory.area().part(page, 1).write(&[0; 512]);
+        }
+        let source = Source {
+            name: format!("block of {pages}"),
+            hva: memory.area().start(),
+            pages,
+        };
+        (memory, source)
+    }
+
+    fn is_saved(page: u64) -> bool {
+        page % 7 < 3
+    }
+
+    #[test]
+    fn what_is_there_is_saved_and_zeroes_take_no_space() {
+        let (a, b) = (block(700), block(10));
+        let (ram, sums) = (file(), file());
+        let told = Progress::default();
+        told.begin("test", 1000 * PAGE_SIZE);
+        let sources = [a.1, b.1];
+        let (placed, counts) = write(me(), &sources, &[], &ram, &sums, &told).unwrap();
+        assert_eq!(told.now().done_bytes, 710 * PAGE_SIZE);
+        assert_eq!((placed[1].first_page, placed[1].pages), (1024, 10));
+        let saved = (0..700).chain(0..10).filter(|&page| is_saved(page)).count();
+        assert_eq!(counts.saved_pages, saved as u64);
+        assert_eq!(
+            counts.zero_pages,
+            (0..700).chain(0..10).filter(|page| page % 7 == 3).count() as u64
+        );
+        // Not what the file takes: a file system counts its own tables as well.
+        let data = Data::of(&ram).unwrap().map(|part| part.end - part.start);
+        assert_eq!(data.sum::<u64>(), saved as u64 * PAGE_SIZE);
+        let mut page = [0; PAGE_BYTES];
+        for (place, source) in placed.iter().zip(&sources) {
+            for at in 0..place.pages {
+                ram.read_exact_at(&mut page, (place.first_page + at) * PAGE_SIZE)
+                    .unwrap();
+                let mut expected = [0; PAGE_BYTES];
+                memory::read(me(), source.hva.add_pages(at), &mut expected).unwrap();
+                assert!(page == expected, "page {at} of {}", place.name);
+            }
+        }
+        assert!(verify(&ram, &sums).is_empty());
+    }
+
+    /// Pages of this process's blocks as they are in memory, one block after the other.
+    fn memory_of(sources: &[Source]) -> Vec<u8> {
+        let mut all = Vec::new();
+        for source in sources {
+            let mut part = vec![0; bytes(source.pages)];
+            memory::read(me(), source.hva, &mut part).unwrap();
+            all.extend(part);
+        }
+        all
+    }
+
+    #[test]
+    fn workers_that_share_blocks_save_each_page_at_its_place() {
+        // Whole chunks and parts of some, full pieces and pieces of single pages.
+        let made: Vec<(Mapping, Source)> = [5 * CHUNK_PAGES + 77, 3, 2 * CHUNK_PAGES]
+            .into_iter()
+            .map(block)
+            .collect();
+        for page in (CHUNK_PAGES..2 * CHUNK_PAGES).chain(900..4 * CHUNK_PAGES) {
+            let words: Vec<u64> = (1..=512).map(|word| page << 10 | word).collect();
+            made[0].0.area().part(page, 1).write(&words);
+        }
+        let sources: Vec<Source> = made.iter().map(|(_, source)| source.clone()).collect();
+        let expected = memory_of(&sources);
+        for _ in 0..5 {
+            let (ram, sums) = (file(), file());
+            let progress = Progress::default();
+            let (placed, counts) = write(me(), &sources, &[], &ram, &sums, &progress).unwrap();
+            let mut saved = Vec::new();
+            for block in &placed {
+                let mut part = vec![1; bytes(block.pages)];
+                ram.read_exact_at(&mut part, block.first_page * PAGE_SIZE)
+                    .unwrap();
+                saved.extend(part);
+            }
+            assert!(saved == expected);
+            let full = expected.chunks_exact(PAGE_BYTES).filter(|p| !is_zero(p));
+            assert_eq!(counts.saved_pages, full.count() as u64);
+            assert!(verify(&ram, &sums).is_empty());
+        }
+    }
+
+    /// A process that holds memory until it is dropped: `tail` keeps what may be the end of its input.
+    struct Holder(std::process::Child);
+
+    impl Holder {
+        fn new(length: usize) -> Self {
+            use std::io::Write as _;
+            let mut command = std::process::Command::new("tail");
+            command.args(["-c", &length.to_string()]);
+            command.stdin(std::process::Stdio::piped());
+            let mut holder = Self(command.spawn().unwrap());
+            let bytes: Vec<u8> = (1..=251).cycle().take(length).collect();
+            let input = holder.0.stdin.as_mut().unwrap();
+            input.write_all(&bytes).unwrap();
+            holder
+        }
+
+        fn pid(&self) -> Pid {
+            Pid::from_child(&self.0)
+        }
+
+        fn heap(&self) -> Option<Source> {
+            let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.0.id())).unwrap();
+            let line = maps.lines().find(|line| line.ends_with("[heap]"))?;
+            let (from, to) = line.split_once(' ')?.0.split_once('-')?;
+            let at = |text| u64::from_str_radix(text, 16).ok().map(Hva);
+            Some(Source {
+                name: "heap".into(),
+                hva: at(from)?,
+                pages: at(to)?.pages_since(at(from)?),
+            })
+        }
+    }
+
+    impl Drop for Holder {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    #[test]
+    fn a_process_that_dies_before_it_is_read_ends_the_save_with_an_error() {
+        let holder = Holder::new(8 << 20);
+        let mut heap = None;
+        let limit = std::time::Duration::from_secs(20);
+        memfold_testkit::wait_until("the process holds what it was given", limit, || {
+            heap = holder.heap();
+            heap.as_ref().is_some_and(|heap| heap.pages > 7 << 8)
+        });
+        let plan = Plan::new(holder.pid(), vec![heap.unwrap()], &[]).unwrap();
+        drop(holder);
+        let ram = file();
+        let mut writer = Writer::new(&plan, &ram).unwrap();
+        writer.write_back().unwrap();
+        let progress = Progress::default();
+        let error = writer.blocks(&plan, &[0], None, &progress).unwrap_err();
+        let gone = rustix::io::Errno::SRCH.raw_os_error();
+        assert_eq!(error.raw_os_error(), Some(gone), "{error}");
+    }
+
+    #[test]
+    fn a_file_that_takes_no_more_ends_the_save_with_its_error() {
+        use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+        let (_memory, source) = block(20 * CHUNK_PAGES);
+        let plan = Plan::new(me(), vec![source], &[]).unwrap();
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let ram = File::from(memfd_create("full", flags).unwrap());
+        let mut writer = Writer::new(&plan, &ram).unwrap();
+        fcntl_add_seals(&ram, SealFlags::WRITE).unwrap();
+        let progress = Progress::default();
+        let error = writer.blocks(&plan, &[0], None, &progress).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
+    }
+
+    #[test]
+    fn what_is_free_becomes_holes_and_the_rest_stays() {
+        let (_memory, source) = block(700);
+        let at = |from, to| source.hva.add_pages(from)..source.hva.add_pages(to);
+        // Within a chunk, across two, before the block and behind it.
+        let free = [
+            Hva(0)..source.hva.add_pages(2),
+            at(7, 9),
+            at(500, 530),
+            at(690, 900),
+        ];
+        let is_free = |page| free.iter().any(|f| f.contains(&source.hva.add_pages(page)));
+        let (ram, sums) = (file(), file());
+        let (_, counts) = write(
+            me(),
+            std::slice::from_ref(&source),
+            &free,
+            &ram,
+            &sums,
+            &Progress::default(),
+        )
+        .unwrap();
+        let saved = (0..700).filter(|&p| is_saved(p) && !is_free(p)).count();
+        assert_eq!(counts.saved_pages, saved as u64);
+        let there = (0..700).filter(|&p| p % 7 < 4 && is_free(p)).count();
+        assert_eq!(counts.free_pages, there as u64);
+        let mut page = [0; PAGE_BYTES];
+        for at in 0..700 {
+            ram.read_exact_at(&mut page, at * PAGE_SIZE).unwrap();
+            assert_eq!(is_zero(&page), !is_saved(at) || is_free(at), "page {at}");
+        }
+        assert!(verify(&ram, &sums).is_empty());
+    }
+
+    #[test]
+    fn a_flipped_bit_is_found_wherever_it_is() {
+        let (_memory, source) = block(2000);
+        let (ram, sums) = (file(), file());
+        write(me(), &[source], &[], &ram, &sums, &Progress::default()).unwrap();
+        let mut byte = [0];
+        // In a page, in a hole, in the last page.
+        for at in [5, 100 * PAGE_SIZE + 7 * PAGE_SIZE / 2, 2000 * PAGE_SIZE - 1] {
+            ram.read_exact_at(&mut byte, at).unwrap();
+            ram.write_all_at(&[byte[0] ^ 1], at).unwrap();
+            let chunk = at / CHUNK_BYTES as u64;
+            assert_eq!(verify(&ram, &sums), [chunk]);
+            ram.write_all_at(&byte, at).unwrap();
+        }
+        assert!(verify(&ram, &sums).is_empty());
+    }
+
+    /// Swap of this host's, as long as it lives.
+    struct Swap(tempfile::NamedTempFile);
+
+    impl Swap {
+        fn on() -> Result<Self, String> {
+            // Not on tmpfs, and without holes.
+            let file = tempfile::NamedTempFile::new_in("/var/tmp").map_err(|e| e.to_string())?;
+            let bytes = vec![0; 16 << 20];
+            file.as_file().write_all_at(&bytes, 0).unwrap();
+            for program in ["mkswap", "swapon"] {
+                let said = std::process::Command::new(program)
+                    .arg(file.path())
+                    .output();
+                let said = said.map_err(|error| format!("{program}: {error}"))?;
+                if !said.status.success() {
+                    return Err(String::from_utf8_lossy(&said.stderr).into_owned());
+                }
+            }
+            Ok(Self(file))
+        }
+    }
+
+    impl Drop for Swap {
+        fn drop(&mut self) {
+            let off = std::process::Command::new("swapoff")
+                .arg(self.0.path())
+                .status();
+            assert!(std::thread::panicking() || off.unwrap().success());
+        }
+    }
+
+    #[test]
+    fn pages_in_swap_are_saved() {
+        let _swap = match Swap::on() {
+            Ok(swap) => swap,
+            Err(why) => memfold_testkit::skip!("no swap: {why}"),
+        };
+        let (memory, source) = block(700);
+        memory
+            .area()
+            .advise(rustix::mm::Advice::LinuxPageOut)
+            .unwrap();
+        let pagemap = memfold_sys::pagemap::Pagemap::open(me()).unwrap();
+        let filter = Filter {
+            all_of: category::SWAPPED,
+            ..Filter::default()
+        };
+        let end = source.hva.add_pages(700);
+        let swapped = pagemap.scan(source.hva, end, filter).unwrap();
+        let swapped: u64 = swapped
+            .iter()
+            .map(memfold_sys::pagemap::Region::pages)
+            .sum();
+        assert!(swapped > 0, "no page is in swap");
+        let (ram, sums) = (file(), file());
+        let (_, counts) = write(me(), &[source], &[], &ram, &sums, &Progress::default()).unwrap();
+        let saved = (0..700).filter(|&page| is_saved(page)).count();
+        assert_eq!(counts.saved_pages, saved as u64);
+        let mut page = [0; PAGE_BYTES];
+        for at in 0..700 {
+            ram.read_exact_at(&mut page, at * PAGE_SIZE).unwrap();
+            let first = u64::from_ne_bytes(page[..8].try_into().unwrap());
+            let expected = if is_saved(at) { at << 32 | 1 << 63 } else { 0 };
+            assert_eq!(first, expected, "page {at}");
+        }
+    }
+
+    #[test]
+    fn pages_of_a_mapped_file_are_saved_though_nobody_touched_them() {
+        let content = file();
+        let bytes: Vec<u8> = (1..=250).cycle().take(4 * PAGE_BYTES).collect();
+        content.write_all_at(&bytes, 0).unwrap();
+        let memory = Mapping::anonymous(16, true).unwrap();
+        memory
+            .area()
+            .part(3, 4)
+            .map_file(std::os::fd::AsFd::as_fd(&content), 0)
+            .unwrap();
+        let source = Source {
+            name: "ram0".into(),
+            hva: memory.area().start(),
+            pages: 16,
+        };
+        let (ram, sums) = (file(), file());
+        let (_, counts) = write(me(), &[source], &[], &ram, &sums, &Progress::default()).unwrap();
+        assert_eq!(counts.saved_pages, 4);
+        let mut saved = vec![0; 4 * PAGE_BYTES];
+        ram.read_exact_at(&mut saved, 3 * PAGE_SIZE).unwrap();
+        assert!(saved == bytes);
+    }
+}

@@ -1,0 +1,224 @@
+//! Files that a VM's QEMU writes and that are none of its disks: variables of firmware, memory of files, logs, what a chardev writes. A second VM that was
+//! started with the same words would write them as well. What counts is what QEMU has open for writing, not what its command line looks like.
+
+use std::collections::HashSet;
+use std::fs::{self, File, Metadata};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use memfold_vm::own_files;
+use rustix::fs::OFlags;
+use rustix::process::Pid;
+use serde_json::Value;
+
+use super::SnapshotError;
+
+/// Largest file that is copied, in bytes: variables of firmware have less than one MiB.
+const MOST_BYTES: u64 = 64 << 20;
+
+/// Device and inode number.
+type Id = (u64, u64);
+
+fn id(facts: &Metadata) -> Id {
+    (facts.dev(), facts.ino())
+}
+
+/// Files and block devices that a process has open for writing, without its standard input and outputs: what lies where it was started is not named
+/// by its words. Those whose name is gone can't be named: a temporary overlay that an earlier snapshot has taken over stays open.
+pub(super) fn of(pid: Pid) -> io::Result<Vec<PathBuf>> {
+    let place = PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()));
+    let mut seen: HashSet<Id> = (0..3)
+        .filter_map(|number| fs::metadata(place.join(format!("fd/{number}"))).ok())
+        .map(|facts| id(&facts))
+        .collect();
+    let mut found = Vec::new();
+    for entry in fs::read_dir(place.join("fd"))?.flatten() {
+        let at = entry.path();
+        // It may have been closed meanwhile.
+        let (Ok(facts), Ok(path)) = (fs::metadata(&at), fs::read_link(&at)) else {
+            continue;
+        };
+        let is_kept = facts.is_file() || facts.file_type().is_block_device();
+        let is_named =
+            path.is_absolute() && fs::metadata(&path).is_ok_and(|named| id(&named) == id(&facts));
+        if is_kept
+            && is_named
+            && is_writable(&place.join("fdinfo").join(entry.file_name()))
+            && seen.insert(id(&facts))
+        {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// `flags` of `/proc/PID/fdinfo/N` (`proc_pid_fdinfo(5)`).
+fn is_writable(info: &Path) -> bool {
+    let text = fs::read_to_string(info).unwrap_or_default();
+    let flags = text.lines().find_map(|line| line.strip_prefix("flags:"));
+    let flags = flags.and_then(|octal| u32::from_str_radix(octal.trim(), 8).ok());
+    flags.is_some_and(|flags| flags & (OFlags::WRONLY | OFlags::RDWR).bits() != 0)
+}
+
+/// What of these is none of the VM's disks, and not in its directory.
+pub(super) fn foreign(written: Vec<PathBuf>, disks: &[PathBuf], directory: &Path) -> Vec<PathBuf> {
+    let known = disks.iter().filter_map(|path| fs::metadata(path).ok());
+    let known: HashSet<Id> = known.map(|facts| id(&facts)).collect();
+    let directory = directory
+        .canonicalize()
+        .unwrap_or_else(|_| directory.into());
+    let mut left = written;
+    left.retain(|path| {
+        let is_known = fs::metadata(path).is_ok_and(|facts| known.contains(&id(&facts)));
+        !path.starts_with(&directory) && !is_known
+    });
+    left
+}
+
+/// Files of a device's image and of those below it (`query-block`).
+pub(super) fn chain(device: &Value) -> Vec<&str> {
+    let mut files = Vec::new();
+    let mut image = &device["inserted"]["image"];
+    while let Some(file) = image["filename"].as_str() {
+        files.push(file);
+        image = &image["backing-image"];
+    }
+    files
+}
+
+/// Whether a process has mapped a file so that others see what it writes (`/proc/PID/maps`). Overlay file systems tell another device there than
+/// `stat` does, so names are compared.
+fn is_shared(pid: Pid, path: &Path) -> io::Result<bool> {
+    let maps = fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
+    let path = path.to_string_lossy();
+    Ok(maps.lines().any(|line| {
+        let flags = line.split_whitespace().nth(1).unwrap_or_default();
+        flags.ends_with('s') && line.ends_with(&*path)
+    }))
+}
+
+/// Has the token of `number` stand for a file in a VM's arguments, and gives the file; or refuses it by its name.
+pub(super) fn take(
+    pid: Pid,
+    path: &Path,
+    arguments: &mut [String],
+    number: usize,
+) -> Result<File, SnapshotError> {
+    let refused = |why: &str| {
+        SnapshotError::Impossible(format!(
+            "QEMU writes {}, which {why}: VMs of the snapshot would write it, too; start the VM without it",
+            path.display()
+        ))
+    };
+    let failed = |source| SnapshotError::Files {
+        path: path.into(),
+        source,
+    };
+    let flags = i32::try_from((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits()).unwrap_or(0);
+    let file = File::options()
+        .read(true)
+        .custom_flags(flags)
+        .open(path)
+        .map_err(failed)?;
+    let facts = file.metadata().map_err(failed)?;
+    if !facts.is_file() {
+        return Err(refused("is no plain file and none of its disks"));
+    }
+    if facts.len() > MOST_BYTES {
+        return Err(refused(
+            "is none of its disks, and has more than the 64 MiB that are copied",
+        ));
+    }
+    if is_shared(pid, path).map_err(failed)? {
+        return Err(refused(
+            "is memory that it shares with whoever maps that file (share=on)",
+        ));
+    }
+    let is_it = |named: &Path| fs::metadata(named).is_ok_and(|named| id(&named) == id(&facts));
+    let mut is_named = false;
+    for argument in arguments {
+        if let Some(renamed) = own_files::rename(argument, &is_it, &own_files::token(number)) {
+            *argument = renamed;
+            is_named = true;
+        }
+    }
+    if is_named {
+        Ok(file)
+    } else {
+        Err(refused("no argument of it names by a whole path"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_units::ByteSize;
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn files_that_are_open_for_writing_are_found_and_no_others() {
+        let place = tempfile::tempdir().unwrap();
+        let path = |name: &str| place.path().canonicalize().unwrap().join(name);
+        let open = |name: &str| {
+            File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(path(name))
+                .unwrap()
+        };
+        let (_written, _disk, _gone) = (open("written"), open("disk"), open("gone"));
+        drop(open("read"));
+        let _read = File::open(path("read")).unwrap();
+        fs::remove_file(path("gone")).unwrap();
+        fs::create_dir(path("vm")).unwrap();
+        let _log = open("vm/log");
+        let here = |found: Vec<PathBuf>| {
+            found
+                .into_iter()
+                .filter(|file| file.starts_with(path("")))
+                .collect::<Vec<_>>()
+        };
+        let found = here(of(rustix::process::getpid()).unwrap());
+        assert_eq!(found, [path("disk"), path("vm/log"), path("written")]);
+        assert_eq!(
+            foreign(found, &[path("disk")], &path("vm")),
+            [path("written")]
+        );
+        let device = json!({ "inserted": { "image": { "filename": "x", "backing-image": { "filename": "y" } } } });
+        assert_eq!(chain(&device), ["x", "y"]);
+        assert!(chain(&json!({})).is_empty());
+    }
+
+    #[test]
+    fn a_file_is_taken_if_an_argument_names_it_and_refused_by_its_name_if_not() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("vars");
+        fs::write(&path, "v").unwrap();
+        let own = rustix::process::getpid();
+        let mut arguments = vec![
+            "-drive".to_owned(),
+            format!("if=pflash,file={}", path.display()),
+        ];
+        take(own, &path, &mut arguments, 3).unwrap();
+        assert_eq!(arguments[1], "if=pflash,file=/memfold/own003");
+        let why = |path: &Path| {
+            take(own, path, &mut ["-serial".to_owned()], 0)
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(why(&path).contains(&format!("{}, which no argument", path.display())));
+        assert!(why(Path::new("/dev/null")).contains("no plain file"));
+        File::options()
+            .write(true)
+            .open(&path)
+            .unwrap()
+            .set_len(ByteSize::mib(65).0)
+            .unwrap();
+        assert!(why(&path).contains("64 MiB"));
+    }
+}

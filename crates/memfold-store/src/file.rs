@@ -1,0 +1,742 @@
+//! One page-store file.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use memfold_sys::memory;
+use memfold_units::{ByteSize, HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE, PageCount, StorePage};
+use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
+use rustix::io::Errno;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount,
+    fsopen,
+};
+use rustix::process::Pid;
+use serde::{Deserialize, Serialize};
+
+/// Pages of the longest store file: page numbers fit in 32 bits (16 TiB).
+pub const MAX_PAGES: u64 = u32::MAX as u64 - 1;
+
+/// Which file a store is, as `/proc/PID/maps` shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct StoreIdentity {
+    /// Device number, `st_dev`.
+    pub dev: u64,
+    /// Inode number.
+    pub ino: u64,
+}
+
+impl StoreIdentity {
+    /// Of an open file.
+    pub fn of(file: impl AsFd) -> std::io::Result<Self> {
+        let stat = rustix::fs::fstat(file)?;
+        Ok(Self {
+            dev: stat.st_dev,
+            ino: stat.st_ino,
+        })
+    }
+}
+
+/// Why the store could not do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The cap on bytes held is reached.
+    #[error(
+        "page store is full: {held} held, {cap} allowed; raise the cap or leave it: what is folded stays folded"
+    )]
+    Full {
+        /// Bytes in the store now.
+        held: ByteSize,
+        /// The cap.
+        cap: ByteSize,
+    },
+    /// No page numbers are left, and no hole is large enough.
+    #[error(
+        "page store has used its {MAX_PAGES} page numbers, and what it holds leaves no hole of some MiB in one piece"
+    )]
+    Exhausted,
+    /// Creating, growing, filling or punching failed.
+    #[error("page store: {what}")]
+    Io {
+        /// What was being done.
+        what: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn io_error(what: &'static str) -> impl Fn(io::Error) -> StoreError {
+    move |source| StoreError::Io { what, source }
+}
+
+/// Pages of a process to be copied into the store. A process's memory may end before them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// The process.
+    pub pid: Pid,
+    /// First page.
+    pub from: Hva,
+    /// How many.
+    pub pages: u64,
+}
+
+/// What a [`Store::fill`] has left out.
+#[derive(Debug, Default)]
+pub struct Filled {
+    /// Pages that could not be read or written. They read as zeroes.
+    pub missing: Vec<Range<StorePage>>,
+    /// Why nothing could be written from some page on.
+    pub error: Option<StoreError>,
+}
+
+/// A page store of one trust domain. The daemon alone holds it writable.
+#[derive(Debug)]
+pub struct Store {
+    file: File,
+    read_only: OwnedFd,
+    identity: StoreIdentity,
+    frontier: StorePage,
+    /// Where the room behind the frontier ends.
+    limit: StorePage,
+    /// Room to go on in then, the nearest last.
+    gaps: Vec<Range<StorePage>>,
+    file_bytes: u64,
+    held_pages: u64,
+    /// Of these, reserved ones without bytes yet.
+    unfilled_pages: u64,
+    cap: ByteSize,
+    buffer: Vec<u8>,
+}
+
+impl Store {
+    /// A new, empty store for `domain` that will hold at most `cap` bytes.
+    pub fn create(domain: &str, cap: ByteSize) -> Result<Self, StoreError> {
+        let file = huge_file(domain).or_else(|error| {
+            tracing::info!(
+                domain,
+                %error,
+                "the page store gets ordinary pages: no tmpfs with huge pages can be mounted"
+            );
+            memfd(domain)
+        })?;
+        // Only root (and whoever we hand a descriptor to, read-only) may open it through /proc.
+        rustix::fs::fchmod(&file, Mode::RUSR).map_err(|e| io_error("fchmod")(e.into()))?;
+        Self::from_file(file, cap)
+    }
+
+    /// Takes over the store of `domain` that the QEMU process `pid` has open (a former daemon gave it the descriptor),
+    /// or `None` if it has none.
+    pub fn adopt(pid: Pid, domain: &str, cap: ByteSize) -> Result<Option<Self>, StoreError> {
+        let directory = format!("/proc/{}/fd", pid.as_raw_nonzero());
+        let name = file_name(domain);
+        let wanted = [
+            format!("/{name} (deleted)"),
+            format!("/memfd:{name} (deleted)"),
+        ];
+        for entry in std::fs::read_dir(directory)
+            .map_err(io_error("listing a VM's descriptors"))?
+            .flatten()
+        {
+            let is_ours = std::fs::read_link(entry.path())
+                .is_ok_and(|target| wanted.iter().any(|w| target.as_os_str() == w.as_str()));
+            if is_ours {
+                let file = File::options()
+                    .read(true)
+                    .write(true)
+                    .open(entry.path())
+                    .map_err(io_error("opening the store of a running VM"))?;
+                return Self::from_file(file, cap).map(Some);
+            }
+        }
+        Ok(None)
+    }
+
+    fn from_file(file: File, cap: ByteSize) -> Result<Self, StoreError> {
+        let facts = file.metadata().map_err(io_error("fstat"))?;
+        let read_only = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+            .map_err(io_error("opening read-only"))?
+            .into();
+        Ok(Self {
+            identity: StoreIdentity {
+                dev: facts.dev(),
+                ino: facts.ino(),
+            },
+            frontier: StorePage(facts.size().div_ceil(PAGE_SIZE)),
+            limit: StorePage(MAX_PAGES),
+            gaps: Vec::new(),
+            file_bytes: facts.size(),
+            held_pages: facts.blocks() * 512 / PAGE_SIZE,
+            read_only,
+            file,
+            unfilled_pages: 0,
+            cap,
+            buffer: vec![0; bytes_of(HUGE_PAGE_PAGES)],
+        })
+    }
+
+    /// Which file it is.
+    #[must_use]
+    pub const fn identity(&self) -> StoreIdentity {
+        self.identity
+    }
+
+    /// The descriptor for VMs: it can't be written through.
+    #[must_use]
+    pub fn read_only(&self) -> BorrowedFd<'_> {
+        self.read_only.as_fd()
+    }
+
+    /// The page that the next append will get.
+    #[must_use]
+    pub const fn frontier(&self) -> StorePage {
+        self.frontier
+    }
+
+    /// Bytes the store holds in memory or swap, by the kernel's count.
+    pub fn held(&self) -> Result<ByteSize, StoreError> {
+        let facts = self.file.metadata().map_err(io_error("fstat"))?;
+        Ok(ByteSize(facts.blocks() * 512))
+    }
+
+    /// Changes the cap. What is held stays, even above it.
+    pub const fn set_cap(&mut self, cap: ByteSize) {
+        self.cap = cap;
+    }
+
+    /// The cap on bytes held.
+    #[must_use]
+    pub const fn cap(&self) -> ByteSize {
+        self.cap
+    }
+
+    /// Appends a copy of `pages` pages at `from` in process `pid`; the first new page. The copy may catch a page between two of
+    /// the guest's writes; the compare at folding decides.
+    pub fn append(
+        &mut self,
+        pid: Pid,
+        from: Hva,
+        pages: u64,
+    ) -> Result<(StorePage, PageCount), StoreError> {
+        let first = self.reserve(pages)?;
+        let filled = self.fill(first, &[Source { pid, from, pages }]);
+        if let Some(error) = filled.error {
+            return Err(error);
+        }
+        let missing: u64 = filled.missing.iter().map(|m| m.end.0 - m.start.0).sum();
+        Ok((first, PageCount(pages - missing)))
+    }
+
+    /// Gives the next `pages` page numbers away, to be filled by [`Store::fill`]. They read as zeroes until then.
+    pub fn reserve(&mut self, pages: u64) -> Result<StorePage, StoreError> {
+        if self.held_pages.saturating_add(pages) > self.cap.pages().0 {
+            let held = self.held()?;
+            // What is reserved and not filled yet is not in the kernel's count.
+            self.held_pages = held.pages().0 + self.unfilled_pages;
+            if self.held_pages.saturating_add(pages) > self.cap.pages().0 {
+                return Err(StoreError::Full {
+                    held,
+                    cap: self.cap,
+                });
+            }
+        }
+        if self.room() < pages {
+            return Err(StoreError::Exhausted);
+        }
+        let first = self.frontier;
+        self.frontier = first.add_pages(pages);
+        self.held_pages += pages;
+        self.unfilled_pages += pages;
+        Ok(first)
+    }
+
+    /// Lets the next reserved page begin a huge page: worth it where much is reserved before the next fill. Skipped pages stay
+    /// holes, which cost nothing.
+    pub const fn align(&mut self) {
+        self.frontier = StorePage(self.frontier.0.next_multiple_of(HUGE_PAGE_PAGES));
+    }
+
+    /// Pages that can be reserved one behind the other.
+    #[must_use]
+    pub const fn room(&self) -> u64 {
+        self.limit.0.saturating_sub(self.frontier.0)
+    }
+
+    /// Goes on in the next gap that [`Store::reuse`] was given, if there is one. Only while nothing is reserved and not filled.
+    pub fn next_gap(&mut self) -> bool {
+        let Some(gap) = self.gaps.pop().filter(|_| self.unfilled_pages == 0) else {
+            return false;
+        };
+        (self.frontier, self.limit) = (gap.start, gap.end);
+        true
+    }
+
+    /// Holes of whole huge pages, ascending. Other pages of the file are gone for good with what is beside them.
+    pub fn holes(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
+        let mut holes = Vec::new();
+        let mut from = StorePage(0);
+        let end = StorePage(MAX_PAGES);
+        for data in self.filled()?.into_iter().chain([end..end]) {
+            let whole = StorePage(from.0.next_multiple_of(HUGE_PAGE_PAGES))
+                ..StorePage(data.start.0 / HUGE_PAGE_PAGES * HUGE_PAGE_PAGES);
+            if whole.start < whole.end {
+                holes.push(whole);
+            }
+            from = data.end;
+        }
+        Ok(holes)
+    }
+
+    /// Gaps to go on in when there is no more room: holes that no process maps, ascending.
+    pub fn reuse(&mut self, mut gaps: Vec<Range<StorePage>>) {
+        gaps.reverse();
+        self.gaps = gaps;
+    }
+
+    /// Copies sources, one after the other, to the reserved pages from `first` on. Gathered so, a batch takes few system calls,
+    /// and what makes whole huge pages is written as such; anything less gets ordinary pages, because the kernel would clear
+    /// a huge page before it is written in part, which costs several times the copy.
+    pub fn fill(&mut self, first: StorePage, sources: &[Source]) -> Filled {
+        let mut filled = Filled::default();
+        let mut at = first;
+        let mut rest = sources.iter().copied();
+        let mut source = rest.next();
+        let mut buffer = std::mem::take(&mut self.buffer);
+        while source.is_some() {
+            let room = HUGE_PAGE_PAGES - at.0 % HUGE_PAGE_PAGES;
+            let mut chunk: Vec<Source> = Vec::new();
+            let mut pages = 0;
+            while let Some(next) = source.filter(|_| pages < room) {
+                let take = next.pages.min(room - pages);
+                chunk.push(Source {
+                    pages: take,
+                    ..next
+                });
+                pages += take;
+                source = if take < next.pages {
+                    Some(Source {
+                        from: next.from.add_pages(take),
+                        pages: next.pages - take,
+                        ..next
+                    })
+                } else {
+                    rest.next()
+                };
+            }
+            let bytes = bytes_of(pages);
+            read_chunk(&chunk, at, &mut buffer[..bytes], &mut filled.missing);
+            if let Err(error) = self.write_chunk(at, &buffer[..bytes]) {
+                let end = first.add_pages(sources.iter().map(|s| s.pages).sum());
+                filled.missing.retain(|missing| missing.start < at);
+                filled.missing.push(at..end);
+                filled.error = Some(error);
+                break;
+            }
+            at = at.add_pages(pages);
+        }
+        self.buffer = buffer;
+        let asked: u64 = sources.iter().map(|s| s.pages).sum();
+        self.unfilled_pages = self.unfilled_pages.saturating_sub(asked);
+        let missing: u64 = filled.missing.iter().map(|m| m.end.0 - m.start.0).sum();
+        self.held_pages = self.held_pages.saturating_sub(missing);
+        filled
+    }
+
+    fn write_chunk(&mut self, at: StorePage, bytes: &[u8]) -> Result<(), StoreError> {
+        let end = at.offset() + bytes.len() as u64;
+        let whole = bytes.len() == bytes_of(HUGE_PAGE_PAGES);
+        // In a gap it lies within the file, which must never shrink.
+        if whole && end > self.file_bytes {
+            // The tmpfs gives a huge page to what lies within the file's size (`huge=within_size`).
+            self.file.set_len(end).map_err(io_error("growing"))?;
+        }
+        self.file_bytes = self.file_bytes.max(end);
+        self.file
+            .write_all_at(bytes, at.offset())
+            .map_err(io_error("writing"))
+    }
+
+    /// Punches pages out. Only for pages that no VM can need (see [`memfold_fold`]'s reclaim).
+    pub fn punch(&mut self, first: StorePage, pages: u64) -> Result<(), StoreError> {
+        rustix::fs::fallocate(
+            &self.file,
+            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+            first.offset(),
+            pages * PAGE_SIZE,
+        )
+        .map_err(|e| io_error("punching")(e.into()))?;
+        // Some of them may have been holes.
+        self.held_pages = self.held()?.pages().0 + self.unfilled_pages;
+        Ok(())
+    }
+
+    /// Pages that hold bytes, ascending.
+    pub fn filled(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
+        let seek = |to: SeekFrom| match rustix::fs::seek(&self.file, to) {
+            Ok(offset) => Ok(Some(offset)),
+            Err(Errno::NXIO) => Ok(None), // nothing behind it
+            Err(error) => Err(io_error("looking for holes")(error.into())),
+        };
+        let mut filled = Vec::new();
+        let mut at = 0;
+        while let Some(data) = seek(SeekFrom::Data(at))? {
+            at = seek(SeekFrom::Hole(data))?.unwrap_or(self.frontier.offset());
+            let page = |offset: u64| StorePage(offset.div_ceil(PAGE_SIZE));
+            filled.push(page(data)..page(at));
+        }
+        Ok(filled)
+    }
+
+    /// Copies one page out, for samples and tests.
+    pub fn read_page(&self, page: StorePage, buffer: &mut [u8; PAGE_BYTES]) -> io::Result<()> {
+        self.file.read_exact_at(buffer, page.offset())
+    }
+}
+
+/// Bytes of at most a huge page's pages.
+fn bytes_of(pages: u64) -> usize {
+    usize::try_from(pages).unwrap_or(0) * PAGE_BYTES
+}
+
+/// Reads sources, which lie at `at` in the store, one after the other into `buffer`; what can't be read is zeroes there, and
+/// noted in `missing`.
+fn read_chunk(
+    sources: &[Source],
+    at: StorePage,
+    buffer: &mut [u8],
+    missing: &mut Vec<Range<StorePage>>,
+) {
+    let mut at = at;
+    let mut rest = buffer;
+    for same in sources.chunk_by(|a, b| a.pid == b.pid) {
+        let mut left = same;
+        while let Some(pid) = left.first().map(|s| s.pid) {
+            let ranges: Vec<(Hva, usize)> =
+                left.iter().map(|s| (s.from, bytes_of(s.pages))).collect();
+            let total: usize = ranges.iter().map(|r| r.1).sum();
+            let mut whole =
+                memory::read_many(pid, &ranges, &mut rest[..total]).unwrap_or(0) / PAGE_BYTES;
+            // Sources read whole; the one behind them is where reading ended, if it did.
+            let read = left
+                .iter()
+                .take_while(|s| {
+                    let pages = bytes_of(s.pages) / PAGE_BYTES;
+                    let fits = pages <= whole;
+                    whole -= if fits { pages } else { 0 };
+                    fits
+                })
+                .count();
+            let done: u64 = left[..read].iter().map(|s| s.pages).sum();
+            at = at.add_pages(done);
+            rest = &mut rest[bytes_of(done)..];
+            left = &left[read..];
+            if let Some((broken, behind)) = left.split_first() {
+                rest[..bytes_of(broken.pages)][whole * PAGE_BYTES..].fill(0);
+                let end = at.add_pages(broken.pages);
+                missing.push(at.add_pages(whole as u64)..end);
+                at = end;
+                rest = &mut rest[bytes_of(broken.pages)..];
+                left = behind;
+            }
+        }
+    }
+}
+
+/// The name that `/proc/PID/fd` and `/proc/PID/maps` show, by which a new daemon finds the store.
+fn file_name(domain: &str) -> String {
+    format!("memfold:{domain}")
+}
+
+/// A file without a name in a tmpfs of its own, which allocates huge pages where the file's size covers them, and is mounted
+/// nowhere: it ends with the last descriptor and mapping of the file. Huge pages cost a quarter of a memfd's time to fill and half
+/// to compare. Needs `CAP_SYS_ADMIN`.
+/// tmpfs can't seal its files against shrinking (`memfd_file_seals_ptr` in `mm/memfd.c`); VMs can't anyhow with their descriptor.
+fn huge_file(domain: &str) -> io::Result<File> {
+    let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    // `size`: without a limit, as a memfd; the cap is ours to hold.
+    for (key, value) in [("huge", "within_size"), ("size", "0"), ("mode", "0700")] {
+        fsconfig_set_string(context.as_fd(), key, value)?;
+    }
+    fsconfig_create(context.as_fd())?;
+    let flags = MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV
+        | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    let root = fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, flags)?;
+    let name = file_name(domain);
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(&root, &name, flags, Mode::RUSR)?;
+    rustix::fs::unlinkat(&root, &name, AtFlags::empty())?;
+    Ok(file.into())
+}
+
+/// Where no tmpfs can be mounted.
+fn memfd(domain: &str) -> Result<File, StoreError> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = rustix::fs::memfd_create(file_name(domain), flags)
+        .map_err(|e| io_error("memfd_create")(e.into()))?;
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK)
+        .map_err(|e| io_error("sealing against shrinking")(e.into()))?;
+    Ok(fd.into())
+}
+
+#[cfg(test)]
+impl Store {
+    /// As if so many pages more had been used.
+    pub fn skip(&mut self, pages: u64) {
+        self.frontier = self.frontier.add_pages(pages);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn me() -> Pid {
+        rustix::process::getpid()
+    }
+
+    fn address(bytes: &[u8]) -> Hva {
+        Hva(bytes.as_ptr().expose_provenance() as u64)
+    }
+
+    fn pattern(pages: usize) -> Vec<u8> {
+        let bytes = (1..=251).cycle().flat_map(|byte| [byte; 7]);
+        bytes.take(pages * PAGE_BYTES).collect()
+    }
+
+    /// A store of each kind that this process can make, for domains `NAME0` and so on.
+    fn stores(name: &str, cap: ByteSize) -> Vec<Store> {
+        let mut files = Vec::new();
+        match huge_file(&format!("{name}0")) {
+            Ok(file) => files.push(file),
+            Err(error) => {
+                memfold_testkit::report_skip(&format!("in part: no store in a tmpfs: {error}"));
+            }
+        }
+        files.push(memfd(&format!("{name}{}", files.len())).unwrap());
+        let stores = files.into_iter().map(|file| Store::from_file(file, cap));
+        stores.collect::<Result<_, _>>().unwrap()
+    }
+
+    #[test]
+    fn appended_pages_read_back_and_what_was_punched_is_not_used_next() {
+        for mut store in stores("t1", ByteSize::mib(64)) {
+            let source = pattern(3);
+            let (first, copied) = store.append(me(), address(&source), 3).unwrap();
+            assert_eq!((first, copied), (StorePage(0), PageCount(3)));
+            let mut page = [0; PAGE_BYTES];
+            store.read_page(StorePage(2), &mut page).unwrap();
+            assert_eq!(page[..], source[2 * PAGE_BYTES..]);
+
+            store.punch(StorePage(0), 3).unwrap();
+            assert_eq!(store.held().unwrap(), ByteSize(0));
+            assert_eq!(
+                store.append(me(), address(&source), 1).unwrap().0,
+                StorePage(3)
+            );
+        }
+    }
+
+    #[test]
+    fn a_store_at_its_end_goes_on_in_gaps_and_its_file_never_shrinks() {
+        for mut store in stores("t9", ByteSize::mib(64)) {
+            let source = pattern(1024);
+            store.append(me(), address(&source), 1024).unwrap();
+            store.append(me(), address(&source), 1024).unwrap();
+            store.punch(StorePage(500), 1024).unwrap();
+            store.skip(MAX_PAGES - 2048 - 3);
+            assert_eq!(store.room(), 3);
+            store.append(me(), address(&source), 2).unwrap();
+            assert!(matches!(
+                store.append(me(), address(&source), 2),
+                Err(StoreError::Exhausted)
+            ));
+            assert!(!store.next_gap());
+            let size = store.file.metadata().unwrap().len();
+            let holes = store.holes().unwrap();
+            let ends = [
+                StorePage(512)..StorePage(1024),
+                StorePage(2048)..StorePage((MAX_PAGES - 3) / 512 * 512),
+            ];
+            assert_eq!(holes, ends);
+            store.reuse(holes);
+            assert!(store.next_gap());
+            assert_eq!((store.frontier(), store.room()), (StorePage(512), 512));
+            store.append(me(), address(&source), 512).unwrap();
+            assert_eq!(store.file.metadata().unwrap().len(), size);
+            let mut page = [0; PAGE_BYTES];
+            for at in (0..500).chain(512..1024).chain(1524..2048) {
+                store.read_page(StorePage(at as u64), &mut page).unwrap();
+                let expected = match at {
+                    0..500 => at,
+                    500..1024 => at - 512,
+                    _ => at - 1024,
+                };
+                assert_eq!(
+                    page[..],
+                    source[expected * PAGE_BYTES..][..PAGE_BYTES],
+                    "page {at}"
+                );
+            }
+            assert!(store.next_gap());
+            assert_eq!(store.frontier(), StorePage(2048));
+        }
+    }
+
+    #[test]
+    fn sources_of_any_length_are_gathered_and_what_cannot_be_read_is_told() {
+        for mut store in stores("t8", ByteSize::mib(64)) {
+            let source = pattern(700);
+            let at = |page: u64| address(&source).add_pages(page);
+            let mut sources = vec![Source {
+                pid: me(),
+                from: at(0),
+                pages: 3,
+            }];
+            let nowhere = Source {
+                pid: me(),
+                from: Hva(PAGE_SIZE),
+                pages: 5,
+            };
+            sources.push(nowhere);
+            sources.extend((3..10).map(|page| Source {
+                pid: me(),
+                from: at(page),
+                pages: 1,
+            }));
+            sources.push(Source {
+                pid: me(),
+                from: at(10),
+                pages: 690,
+            });
+            sources.push(nowhere);
+            // Somewhere in a huge page of the store.
+            store.append(me(), at(0), 100).unwrap();
+            store.align();
+            assert_eq!(store.frontier(), StorePage(512));
+            store.append(me(), at(0), 100).unwrap();
+            let first = store.reserve(710).unwrap();
+            let filled = store.fill(first, &sources);
+            let missing = [
+                first.add_pages(3)..first.add_pages(8),
+                first.add_pages(705)..first.add_pages(710),
+            ];
+            assert!(filled.error.is_none());
+            assert_eq!(filled.missing, missing);
+            let mut page = [0; PAGE_BYTES];
+            for step in 0..710 {
+                store.read_page(first.add_pages(step), &mut page).unwrap();
+                let expected = match step {
+                    0..3 => Some(step),
+                    8..705 => Some(step - 5),
+                    _ => None,
+                };
+                match expected {
+                    Some(at) => {
+                        let at = usize::try_from(at).unwrap() * PAGE_BYTES;
+                        assert_eq!(page[..], source[at..][..PAGE_BYTES], "page {step}");
+                    }
+                    None => assert_eq!(page, [0; PAGE_BYTES], "page {step}"),
+                }
+            }
+            assert_eq!(store.frontier(), first.add_pages(710));
+        }
+    }
+
+    #[test]
+    fn punched_pages_are_given_back_and_their_neighbours_stay() {
+        for mut store in stores("t6", ByteSize::mib(64)) {
+            let source = pattern(1024);
+            store.append(me(), address(&source), 1024).unwrap();
+            assert_eq!(store.held().unwrap(), ByteSize::mib(4));
+            // Mapped elsewhere, as VMs do: a huge page must be split under its users.
+            let window = memfold_sys::region::Mapping::window(store.read_only(), 1024).unwrap();
+            assert_eq!(window.area().zero_pages(), 0);
+            for first in (0..1024).step_by(16) {
+                store.punch(StorePage(first), 9).unwrap();
+            }
+            assert_eq!(store.held().unwrap(), ByteSize(64 * 7 * PAGE_SIZE));
+            let left = (0..1024).step_by(16);
+            let left: Vec<_> = left.map(|p| StorePage(p + 9)..StorePage(p + 16)).collect();
+            assert_eq!(store.filled().unwrap(), left);
+            let mut page = [0; PAGE_BYTES];
+            for at in (0..1024).filter(|at| at % 16 >= 9) {
+                store.read_page(StorePage(at as u64), &mut page).unwrap();
+                assert_eq!(page[..], source[at * PAGE_BYTES..][..PAGE_BYTES]);
+            }
+        }
+    }
+
+    #[test]
+    fn the_cap_is_held() {
+        for mut store in stores("t2", ByteSize(8 * PAGE_SIZE)) {
+            let source = vec![1; PAGE_BYTES * 9];
+            assert!(matches!(
+                store.append(me(), address(&source), 9),
+                Err(StoreError::Full { .. })
+            ));
+            store.append(me(), address(&source), 8).unwrap();
+            assert!(matches!(
+                store.append(me(), address(&source), 1),
+                Err(StoreError::Full { .. })
+            ));
+            store.punch(StorePage(0), 1).unwrap();
+            store.append(me(), address(&source), 1).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_descriptor_for_vms_cannot_be_written() {
+        for store in stores("t3", ByteSize::mib(1)) {
+            assert_eq!(
+                rustix::io::write(store.read_only(), b"x").unwrap_err(),
+                rustix::io::Errno::BADF
+            );
+            assert_eq!(
+                rustix::fs::ftruncate(store.read_only(), 0).unwrap_err(),
+                rustix::io::Errno::INVAL
+            );
+        }
+    }
+
+    #[test]
+    fn a_new_daemon_adopts_the_store_behind_its_frontier() {
+        let source = vec![9; PAGE_BYTES];
+        for (number, old) in stores("t4-", ByteSize::mib(1)).iter_mut().enumerate() {
+            old.append(me(), address(&source), 1).unwrap();
+            let domain = format!("t4-{number}");
+            let adopted = Store::adopt(me(), &domain, ByteSize::mib(1)).unwrap();
+            let adopted = adopted.unwrap();
+            assert_eq!(
+                (adopted.identity(), adopted.frontier()),
+                (old.identity(), StorePage(1))
+            );
+        }
+        assert!(
+            Store::adopt(me(), "nobody", ByteSize::mib(1))
+                .unwrap()
+                .is_none()
+        );
+    }
+
+    #[test]
+    fn a_store_in_a_memfd_cannot_shrink() {
+        let file = memfd("t5").unwrap();
+        file.set_len(PAGE_SIZE).unwrap();
+        assert!(file.set_len(0).is_err());
+    }
+
+    #[test]
+    fn any_domain_gets_a_store() {
+        for domain in ["", "a/b", "../x", &"n".repeat(200)] {
+            let mut store = Store::create(domain, ByteSize::mib(1)).unwrap();
+            let source = vec![9; PAGE_BYTES];
+            store.append(me(), address(&source), 1).unwrap();
+            let adopted = Store::adopt(me(), domain, ByteSize::mib(1)).unwrap();
+            assert_eq!(adopted.unwrap().identity(), store.identity());
+        }
+    }
+}

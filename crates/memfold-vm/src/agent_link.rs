@@ -1,0 +1,688 @@
+//! The daemon's end of the connection to the agent in the guest.
+//!
+//! ```text
+//!   connect -> [Hello -> Welcome, Inventory -> messages ...] -> error or end -> wait, connect again
+//!                 ^------------- a new Hello: the guest rebooted, or its agent began anew
+//! ```
+//! One thread reads. It hands every message to the sink and blocks as long as the sink does; then QEMU's buffer fills and the
+//! guest waits, so a guest that talks too much costs bounded memory. What comes is decoded and checked for limits
+//! ([`memfold_wire`]) and otherwise untrusted.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use memfold_wire::agent::{FromAgent, OutputStream, ToAgent, VERSION};
+use memfold_wire::{Decoder, encode};
+use serde::Serialize;
+
+use memfold_host::caught::caught;
+
+/// First and longest wait before connecting again.
+const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// First and longest time that an agent is given for its Hello. An agent may not notice that the host side went and came back,
+/// in a restored VM above all: it sees both at once, and then waits like us. The next connection is another chance.
+const SILENCE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(16));
+/// A connection that held this long was a good one: the next wait is short again.
+const GOOD_CONNECTION: Duration = Duration::from_secs(10);
+/// Longest time that QEMU may take to accept us. Whoever ends a link waits for it.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest time that a write to the guest may take.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Pieces of command output (64 KiB each) that wait for their reader.
+const OUTPUT_PIECES: usize = 64;
+/// Greetings in so much time that one connection may bring. More are a flood, and behind it waits what the next agent has to say: the
+/// connection ends, and QEMU throws away what was on its way. (A unit that restarts its agent every second says hello ten times.)
+const GREETINGS: (usize, Duration) = (16, Duration::from_secs(10));
+/// Most output that [`AgentLink::run`] keeps, in bytes, both streams together.
+const MAX_OUTPUT: usize = 64 << 20;
+
+/// What the agent is told, and what it may cost.
+#[derive(Clone, Debug)]
+pub struct AgentOptions {
+    /// Globs of paths to report; empty means all.
+    pub include: Vec<String>,
+    /// Globs of paths to leave out.
+    pub exclude: Vec<String>,
+    /// Bytes a second that are read at most; beyond, the guest waits.
+    pub max_bytes_per_s: u32,
+    /// Pages a second that the guest may speak of; beyond, it waits. A message that has tables thrown away counts as many.
+    pub max_pages_per_s: u32,
+}
+
+impl Default for AgentOptions {
+    fn default() -> Self {
+        Self {
+            include: Vec::new(),
+            exclude: Vec::new(),
+            max_bytes_per_s: 16 << 20,
+            // A gigabyte of page cache a second.
+            max_pages_per_s: 1 << 18,
+        }
+    }
+}
+
+/// What the agent said of itself and its guest. Untrusted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct AgentFacts {
+    /// Its package version.
+    pub agent: String,
+    /// `uname -r` in the guest.
+    pub kernel: String,
+    /// The guest's boot id.
+    pub boot_id: String,
+    /// The guest's host name.
+    pub host_name: String,
+    /// What keeps it from doing parts of its work.
+    pub problems: Vec<String>,
+}
+
+/// What the sink gets, in order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum AgentEvent {
+    /// A session begins: file numbers and hints of earlier ones mean nothing any more.
+    Session(AgentFacts),
+    /// A message of this session; never `Hello`, `Output` or `Exited`.
+    Message(FromAgent),
+    /// The connection ended; the link connects again by itself.
+    Lost {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Totals since the link was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct AgentStats {
+    /// Bytes read.
+    pub bytes: u64,
+    /// Messages decoded.
+    pub messages: u64,
+    /// Sessions (Hellos).
+    pub sessions: u64,
+    /// Connections dropped because the guest broke the protocol.
+    pub protocol_errors: u64,
+    /// Messages that came outside a session or for no known command, and were dropped.
+    pub dropped: u64,
+    /// Times the reader waited because the guest talked too much.
+    pub throttled: u64,
+}
+
+/// Why a command in the guest has no result.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// No agent has said hello.
+    #[error("no agent in the guest is connected ({0})")]
+    NoSession(String),
+    /// The session ended before the command did.
+    #[error("the agent in the guest went away while the command ran")]
+    Lost,
+    /// It took longer than the time given, and was killed.
+    #[error("the command in the guest took longer than {seconds} s and was killed")]
+    Timeout {
+        /// The time given.
+        seconds: f64,
+    },
+    /// It printed more than is kept, and was killed.
+    #[error("the command in the guest printed more than {} MiB and was killed", MAX_OUTPUT >> 20)]
+    TooMuchOutput,
+    /// The script breaks a limit of the protocol.
+    #[error("the script cannot be sent to the guest")]
+    Frame(#[from] memfold_wire::FrameError),
+    /// The guest takes no more bytes.
+    #[error("cannot write to the agent's port")]
+    Write(#[source] std::io::Error),
+}
+
+/// What a command in the guest gave.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CommandResult {
+    /// Standard output.
+    pub stdout: Vec<u8>,
+    /// Standard error.
+    pub stderr: Vec<u8>,
+    /// Exit code; 128 + signal if killed.
+    pub code: i32,
+}
+
+enum CommandEvent {
+    Output(OutputStream, Vec<u8>),
+    Exited(i32),
+}
+
+/// A connection to an agent that lasts as long as this value.
+#[derive(Debug)]
+pub struct AgentLink {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    path: PathBuf,
+    options: AgentOptions,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Apart from the state: a slow guest must not hold up who only looks.
+    writer: Mutex<()>,
+    stats: [AtomicU64; 6],
+}
+
+#[derive(Debug, Default)]
+struct State {
+    stop: bool,
+    stream: Option<UnixStream>,
+    session: Option<AgentFacts>,
+    last_error: String,
+    commands: HashMap<u32, SyncSender<CommandEvent>>,
+    next_command: u32,
+}
+
+#[derive(Clone, Copy)]
+enum Counter {
+    Bytes,
+    Messages,
+    Sessions,
+    ProtocolErrors,
+    Dropped,
+    Throttled,
+}
+
+impl AgentLink {
+    /// Begins to connect to the agent's port at `path`, and goes on until dropped. `sink` runs on the link's thread: it may
+    /// block (the guest then waits), and must not call [`run`](Self::run).
+    pub fn start(
+        path: &Path,
+        options: AgentOptions,
+        sink: impl FnMut(AgentEvent) + Send + 'static,
+    ) -> Self {
+        let shared = Arc::new(Shared {
+            path: path.into(),
+            options,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            writer: Mutex::default(),
+            stats: Default::default(),
+        });
+        shared.lock().last_error = "not connected yet".into();
+        let reader = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("agent-link".into())
+            .spawn(move || reader.serve(sink))
+            .map_err(|e| shared.lock().last_error = format!("no thread for its link: {e}"))
+            .ok();
+        Self { shared, thread }
+    }
+
+    /// The agent of the current session, if there is one.
+    #[must_use]
+    pub fn session(&self) -> Option<AgentFacts> {
+        self.shared.lock().session.clone()
+    }
+
+    /// Waits until an agent has said hello.
+    pub fn wait_session(&self, timeout: Duration) -> Result<AgentFacts, AgentError> {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(facts) = &state.session {
+                return Ok(facts.clone());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(AgentError::NoSession(state.last_error.clone()));
+            }
+            state = self
+                .shared
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Totals since the link was made.
+    #[must_use]
+    pub fn stats(&self) -> AgentStats {
+        let [
+            bytes,
+            messages,
+            sessions,
+            protocol_errors,
+            dropped,
+            throttled,
+        ] = std::array::from_fn(|i| self.shared.stats[i].load(Ordering::Relaxed));
+        AgentStats {
+            bytes,
+            messages,
+            sessions,
+            protocol_errors,
+            dropped,
+            throttled,
+        }
+    }
+
+    /// Sends a message to the agent of the current session.
+    pub fn send(&self, message: &ToAgent) -> Result<(), AgentError> {
+        self.shared.send(message)
+    }
+
+    /// As long as this is kept, nobody sends anything: QEMU would take it into the guest's memory whether the VM runs or not.
+    pub fn quiet(&self) -> MutexGuard<'_, ()> {
+        self.shared
+            .writer
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks for an inventory: what was told before and isn't told again counts no more.
+    pub fn take_inventory(&self) -> Result<(), AgentError> {
+        let state = self.shared.lock();
+        if state.session.is_none() {
+            return Err(AgentError::NoSession(state.last_error.clone()));
+        }
+        drop(state);
+        self.shared.send(&ToAgent::Inventory)
+    }
+
+    /// Runs `/bin/sh -c script` in the guest and collects what it prints.
+    pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
+        let mut result = CommandResult::default();
+        let mut kept = 0;
+        result.code = self.run_streaming(script, timeout, |stream, bytes| {
+            kept += bytes.len();
+            match stream {
+                OutputStream::Stdout => &mut result.stdout,
+                OutputStream::Stderr => &mut result.stderr,
+            }
+            .extend_from_slice(bytes);
+            kept <= MAX_OUTPUT
+        })?;
+        Ok(result)
+    }
+
+    /// Runs `/bin/sh -c script` in the guest and hands on what it prints as it comes; gives its exit code. The command is
+    /// killed when the time is over or when `output` says false ([`AgentError::TooMuchOutput`]).
+    pub fn run_streaming(
+        &self,
+        script: &str,
+        timeout: Duration,
+        mut output: impl FnMut(OutputStream, &[u8]) -> bool,
+    ) -> Result<i32, AgentError> {
+        let deadline = Instant::now() + timeout;
+        let (sender, receiver) = sync_channel(OUTPUT_PIECES);
+        let command = {
+            let mut state = self.shared.lock();
+            if state.session.is_none() {
+                return Err(AgentError::NoSession(state.last_error.clone()));
+            }
+            let command = state.next_command;
+            state.next_command = command.wrapping_add(1);
+            state.commands.insert(command, sender);
+            command
+        };
+        let run = ToAgent::Run {
+            command,
+            script: script.to_owned(),
+        };
+        let outcome = self.shared.send(&run).and_then(|()| {
+            loop {
+                let left = deadline.saturating_duration_since(Instant::now());
+                match receiver.recv_timeout(left) {
+                    Ok(CommandEvent::Output(stream, bytes)) => {
+                        if !output(stream, &bytes) {
+                            return Err(AgentError::TooMuchOutput);
+                        }
+                        if Instant::now() >= deadline {
+                            return Err(AgentError::Timeout {
+                                seconds: timeout.as_secs_f64(),
+                            });
+                        }
+                    }
+                    Ok(CommandEvent::Exited(code)) => return Ok(code),
+                    Err(RecvTimeoutError::Timeout) => {
+                        return Err(AgentError::Timeout {
+                            seconds: timeout.as_secs_f64(),
+                        });
+                    }
+                    Err(RecvTimeoutError::Disconnected) => return Err(AgentError::Lost),
+                }
+            }
+        });
+        // The receiver goes first: the reader may be waiting for room in the channel.
+        drop(receiver);
+        self.shared.lock().commands.remove(&command);
+        if matches!(
+            outcome,
+            Err(AgentError::Timeout { .. } | AgentError::TooMuchOutput)
+        ) {
+            // The command's fate is told already; a guest that can't be reached has none to kill.
+            let _ = self.shared.send(&ToAgent::Kill { command });
+        }
+        outcome
+    }
+}
+
+impl Drop for AgentLink {
+    fn drop(&mut self) {
+        {
+            let mut state = self.shared.lock();
+            state.stop = true;
+            state.end_session();
+            if let Some(stream) = &state.stream {
+                // Wakes the reader; a socket that is closed already wakes it as well.
+                let _ = stream.shutdown(Shutdown::Both);
+            }
+        }
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!(path = %self.shared.path.display(), "the agent link's sink panicked");
+        }
+    }
+}
+
+impl State {
+    /// Ends the session: commands lose their senders, so who waits for them wakes.
+    fn end_session(&mut self) {
+        self.session = None;
+        self.commands.clear();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count(&self, counter: Counter, n: u64) {
+        self.stats[counter as usize].fetch_add(n, Ordering::Relaxed);
+    }
+
+    fn send(&self, message: &ToAgent) -> Result<(), AgentError> {
+        memfold_wire::frame::Validate::validate(message)?;
+        let bytes = encode(message)?;
+        let stream = {
+            let state = self.lock();
+            match &state.stream {
+                Some(stream) => stream.try_clone().map_err(AgentError::Write)?,
+                None => return Err(AgentError::NoSession(state.last_error.clone())),
+            }
+        };
+        let _turn = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        (&stream).write_all(&bytes).map_err(|e| {
+            // Part of a frame may be out: this connection can't be used again.
+            let _ = stream.shutdown(Shutdown::Both);
+            AgentError::Write(e)
+        })
+    }
+
+    fn serve(&self, mut sink: impl FnMut(AgentEvent)) {
+        let mut back_off = BACK_OFF.0;
+        let mut silence = SILENCE.0;
+        loop {
+            let began = Instant::now();
+            let mut connected = false;
+            let ended = match self.connect() {
+                Ok(stream) => {
+                    connected = true;
+                    // What the guest has said must not take the daemon, or this link, with it.
+                    caught(|| self.converse(stream, silence, &mut sink)).unwrap_or_else(|_| {
+                        self.count(Counter::ProtocolErrors, 1);
+                        Some(
+                            "what the agent said made this daemon panic; its log says where".into(),
+                        )
+                    })
+                }
+                Err(e) => Some(format!("cannot connect to {}: {e}", self.path.display())),
+            };
+            let mut state = self.lock();
+            state.stream = None;
+            state.end_session();
+            if let Some(reason) = &ended {
+                state.last_error.clone_from(reason);
+            }
+            if state.stop {
+                return;
+            }
+            drop(state);
+            let Some(reason) = ended else {
+                silence = (silence * 2).min(SILENCE.1);
+                if self.pause(BACK_OFF.0) {
+                    return;
+                }
+                continue;
+            };
+            silence = SILENCE.0;
+            if connected {
+                sink(AgentEvent::Lost { reason });
+            }
+            if began.elapsed() >= GOOD_CONNECTION {
+                back_off = BACK_OFF.0;
+            }
+            if self.pause(back_off) {
+                return;
+            }
+            back_off = (back_off * 2).min(BACK_OFF.1);
+        }
+    }
+
+    fn connect(&self) -> std::io::Result<UnixStream> {
+        let stream = memfold_host::socket::connect(&self.path, CONNECT_TIMEOUT)?;
+        stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
+        let mut state = self.lock();
+        if state.stop {
+            return Err(ErrorKind::Interrupted.into());
+        }
+        state.stream = Some(stream.try_clone()?);
+        state.last_error = "connected to its port, and it has not said hello".into();
+        Ok(stream)
+    }
+
+    /// Sleeps unless the link is dropped meanwhile; whether it was.
+    fn pause(&self, time: Duration) -> bool {
+        let state = self.lock();
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(state, time, |s| !s.stop)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.stop
+    }
+
+    /// Reads until the connection ends; why it did. `None`: nobody said hello for as long as `silence`.
+    fn converse(
+        &self,
+        mut stream: UnixStream,
+        silence: Duration,
+        sink: &mut impl FnMut(AgentEvent),
+    ) -> Option<String> {
+        // Until its Hello; a session that the other side believes in may go on talking.
+        let mut patience = Some(Instant::now() + silence);
+        let mut decoder = Decoder::new();
+        let mut chunk = vec![0; 64 << 10];
+        let mut budget = Budget::new(self.options.max_bytes_per_s);
+        let mut pages = Budget::new(self.options.max_pages_per_s);
+        let mut greetings = VecDeque::new();
+        loop {
+            if let Some(until) = patience {
+                let left = until.saturating_duration_since(Instant::now());
+                let greeted = !greetings.is_empty();
+                if !greeted && left.is_zero() {
+                    return None;
+                }
+                if let Err(e) = stream.set_read_timeout((!greeted).then_some(left)) {
+                    return Some(format!("cannot wait for the agent's port: {e}"));
+                }
+                patience = patience.filter(|_| !greeted);
+            }
+            let n = match stream.read(&mut chunk) {
+                Ok(0) => return Some("QEMU closed the agent's port".into()),
+                Ok(n) => n,
+                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+                Err(e) if patience.is_some() && e.kind() == ErrorKind::WouldBlock => return None,
+                Err(e) => return Some(format!("cannot read the agent's port: {e}")),
+            };
+            self.count(Counter::Bytes, n as u64);
+            decoder.push(&chunk[..n]);
+            loop {
+                match decoder.next::<FromAgent>() {
+                    Ok(Some(message)) => {
+                        self.count(Counter::Messages, 1);
+                        if matches!(message, FromAgent::Hello { .. }) {
+                            let now = Instant::now();
+                            greetings.push_back(now);
+                            greetings.retain(|&at| now.duration_since(at) < GREETINGS.1);
+                            if greetings.len() > GREETINGS.0 {
+                                self.count(Counter::ProtocolErrors, 1);
+                                return Some("the agent says hello without end".into());
+                            }
+                        }
+                        let weight = weight(&message);
+                        self.handle(message, sink);
+                        if let Some(wait) = pages.spend(weight) {
+                            self.count(Counter::Throttled, 1);
+                            if self.pause(wait) {
+                                return Some("the link ends".into());
+                            }
+                        }
+                    }
+                    Ok(None) => break,
+                    Err(e) => {
+                        self.count(Counter::ProtocolErrors, 1);
+                        return Some(format!("the agent broke the protocol: {e}"));
+                    }
+                }
+            }
+            if let Some(wait) = budget.spend(n) {
+                self.count(Counter::Throttled, 1);
+                if self.pause(wait) {
+                    return Some("the link ends".into());
+                }
+            }
+        }
+    }
+
+    fn handle(&self, message: FromAgent, sink: &mut impl FnMut(AgentEvent)) {
+        match message {
+            FromAgent::Hello {
+                version,
+                agent,
+                kernel,
+                boot_id,
+                host_name,
+                problems,
+            } => {
+                self.lock().end_session();
+                if version != VERSION {
+                    let reason = format!(
+                        "agent {agent} speaks protocol {version}, this memfold {VERSION}; update the older one"
+                    );
+                    self.lock().last_error.clone_from(&reason);
+                    self.answer(&ToAgent::Refused { reason });
+                    return;
+                }
+                let facts = AgentFacts {
+                    agent,
+                    kernel,
+                    boot_id,
+                    host_name,
+                    problems,
+                };
+                self.count(Counter::Sessions, 1);
+                self.answer(&ToAgent::Welcome {
+                    version: VERSION,
+                    include: self.options.include.clone(),
+                    exclude: self.options.exclude.clone(),
+                });
+                // The sink knows of the session before anything of it can come.
+                sink(AgentEvent::Session(facts.clone()));
+                // First of all that is asked of it.
+                self.answer(&ToAgent::Inventory);
+                self.lock().session = Some(facts);
+                self.changed.notify_all();
+            }
+            FromAgent::Output {
+                command,
+                stream,
+                bytes,
+            } => self.to_command(command, CommandEvent::Output(stream, bytes)),
+            FromAgent::Exited { command, code } => {
+                self.to_command(command, CommandEvent::Exited(code));
+                self.lock().commands.remove(&command);
+            }
+            other if self.lock().session.is_some() => sink(AgentEvent::Message(other)),
+            _ => self.count(Counter::Dropped, 1),
+        }
+    }
+
+    fn to_command(&self, command: u32, event: CommandEvent) {
+        let sender = self.lock().commands.get(&command).cloned();
+        if sender.is_none_or(|s| s.send(event).is_err()) {
+            self.count(Counter::Dropped, 1);
+        }
+    }
+
+    /// Sends from the reader's thread. A failure shuts the connection down, which the next read tells.
+    fn answer(&self, message: &ToAgent) {
+        if let Err(error) = self.send(message) {
+            tracing::debug!(path = %self.path.display(), %error, "cannot answer the agent");
+        }
+    }
+}
+
+/// What a message costs whoever takes it in, in pages. A few bytes can speak of many pages, or have tables thrown away and made
+/// anew; a guest that does so all the time waits, and nobody else does.
+fn weight(message: &FromAgent) -> usize {
+    /// More is nonsense, and a longer wait would only keep the guest's next boot out.
+    const MOST: u64 = 1 << 22;
+    const WHOLE_TABLE: u64 = 1 << 16;
+    let sum = |pages: &mut dyn Iterator<Item = u32>| pages.map(u64::from).sum::<u64>();
+    let pages = match message {
+        FromAgent::Hello { .. } | FromAgent::InventoryBegin | FromAgent::InventoryEnd { .. } => {
+            WHOLE_TABLE
+        }
+        FromAgent::Files(files) => 4 * files.len() as u64,
+        FromAgent::Hints(runs) => sum(&mut runs.iter().map(|r| r.pages)),
+        FromAgent::Gone(runs) => sum(&mut runs.iter().map(|r| r.pages)),
+        FromAgent::Dirty(ranges) | FromAgent::Clean(ranges) => {
+            sum(&mut ranges.iter().map(|r| r.pages))
+        }
+        FromAgent::Counters(_) | FromAgent::Output { .. } | FromAgent::Exited { .. } => 16,
+    };
+    usize::try_from(pages.clamp(16, MOST)).unwrap_or(usize::MAX)
+}
+
+/// Bytes or pages that may come, refilled with time; holds one second's worth.
+struct Budget {
+    per_s: f64,
+    left: f64,
+    at: Instant,
+}
+
+impl Budget {
+    fn new(per_s: u32) -> Self {
+        let per_s = f64::from(per_s.max(1));
+        Self {
+            per_s,
+            left: per_s,
+            at: Instant::now(),
+        }
+    }
+
+    /// Takes `bytes` off; how long to wait when they are more than was left.
+    fn spend(&mut self, bytes: usize) -> Option<Duration> {
+        let now = Instant::now();
+        let refill = now.duration_since(self.at).as_secs_f64() * self.per_s;
+        self.left = (self.left + refill).min(self.per_s) - bytes as f64;
+        self.at = now;
+        (self.left < 0.0).then(|| Duration::from_secs_f64(-self.left / self.per_s))
+    }
+}

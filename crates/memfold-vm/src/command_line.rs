@@ -1,0 +1,486 @@
+//! QEMU's command line for a VM.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use memfold_wire::agent::PORT_NAME;
+
+use super::directory::VmDirectory;
+use super::foreign::Foreign;
+use super::segments;
+use super::spec::{DiskSpec, Network, VmSpec};
+use super::swap;
+
+/// QEMU's whole command line. `overlays`: one for each disk with `snapshot`, in order, and the swap disk's file, if it has one.
+#[must_use]
+pub fn arguments(
+    spec: &VmSpec,
+    machine: &str,
+    accel: &str,
+    directory: &VmDirectory,
+    overlays: &[PathBuf],
+) -> Vec<OsString> {
+    if let Some(foreign) = &spec.foreign {
+        return foreign_arguments(spec, foreign, directory, overlays);
+    }
+    let mut line = Line::default();
+    let merge = if spec.merges() { "on" } else { "off" };
+    line.flag("-nodefaults").flag("-no-user-config");
+    frame(&mut line, spec);
+    line.add(
+        "-machine",
+        format!("{machine},memory-backend=ram0,mem-merge={merge},suppress-vmdesc=on"),
+    )
+    .add(
+        "-object",
+        format!("memory-backend-ram,id=ram0,size={}", spec.memory.0),
+    );
+    let plugs = segments::max_memory(spec).map_or_else(String::new, |max| {
+        // Slots are for DIMMs; without them the guest is told of no memory that might come.
+        let slots = spec.memory_max.map_or(0, |_| spec.memory_slots);
+        format!(",slots={slots},maxmem={}b", max.0)
+    });
+    let memory = format!("size={}b{plugs}", spec.memory.0);
+    line.add("-m", memory).add("-smp", spec.vcpus.to_string());
+    if accel == "kvm" {
+        line.add("-accel", "kvm");
+    } else {
+        line.add("-accel", "tcg,thread=multi");
+    }
+    let whole = if accel == "kvm" { "host" } else { "max" };
+    line.add("-cpu", spec.cpu.as_deref().unwrap_or(whole));
+    monitors(&mut line, directory);
+    agent_chardev(&mut line, "agent", directory)
+        .add("-device", "virtio-serial-pci,id=serial0")
+        .add(
+            "-device",
+            format!("virtserialport,bus=serial0.0,chardev=agent,id=agent0,name={PORT_NAME}"),
+        );
+    console_chardev(&mut line, "console", directory, false).add("-serial", "chardev:console");
+    line.add("-device", "vmgenid,guid=auto");
+    if spec.balloon {
+        line.add(
+            "-device",
+            "virtio-balloon-pci,id=balloon0,free-page-reporting=on",
+        );
+    }
+    if spec.network == Network::User {
+        // No option ROM: nobody boots from it, and it is another Debian package.
+        let forwards = spec.forwards.iter();
+        let forwards = forwards.map(|forward| format!(",hostfwd={}", forward.rule()));
+        line.add(
+            "-netdev",
+            format!("user,id=net0{}", forwards.collect::<String>()),
+        )
+        .add("-device", "virtio-net-pci,netdev=net0,romfile=");
+    }
+    let mut overlays = overlays.iter();
+    for (number, disk) in spec.disks.iter().enumerate() {
+        let overlay = if disk.snapshot { overlays.next() } else { None };
+        let node = format!("disk{number}");
+        let top = Node {
+            name: &node,
+            of_drive: None,
+        };
+        node_arguments(&mut line, number, &top, disk, overlay);
+        let write_cache = if disk.cache.write_cache() {
+            "on"
+        } else {
+            "off"
+        };
+        line.add(
+            "-device",
+            format!("virtio-blk-pci,id=vd{number},drive={node},write-cache={write_cache}"),
+        );
+    }
+    if spec.swap.is_some() {
+        swap_arguments(&mut line, overlays.next());
+    }
+    segments::arguments(&mut line, spec);
+    boot_arguments(&mut line, spec);
+    line.0.extend(spec.more_arguments(directory));
+    line.0
+}
+
+/// What has nothing to do with the guest: how the process is called, what it may do, and as whom.
+fn frame<'a>(line: &'a mut Line, spec: &VmSpec) -> &'a mut Line {
+    line.add("-name", format!("guest={},debug-threads=on", spec.name))
+        .add("-display", "none")
+        .add("-msg", "timestamp=on,guest-name=on")
+        .add("-sandbox", sandbox(spec));
+    if let Some(user) = &spec.user {
+        line.add("-run-with", format!("user={user}"));
+    }
+    line
+}
+
+/// The same for a VM whose devices others have described.
+fn foreign_arguments(
+    spec: &VmSpec,
+    foreign: &Foreign,
+    directory: &VmDirectory,
+    overlays: &[PathBuf],
+) -> Vec<OsString> {
+    let mut line = Line::default();
+    frame(&mut line, spec);
+    line.0
+        .extend(foreign.line(&spec.forwards).iter().map(OsString::from));
+    let merge = if spec.merges() { "on" } else { "off" };
+    line.add("-machine", format!("mem-merge={merge},suppress-vmdesc=on"))
+        .add("-monitor", "none");
+    monitors(&mut line, directory);
+    if let Some(id) = &foreign.agent {
+        agent_chardev(&mut line, id, directory);
+    }
+    if let Some(id) = &foreign.console {
+        console_chardev(&mut line, id, directory, foreign.console_shared);
+    }
+    let mut overlays = overlays.iter();
+    for (number, disk) in spec.disks.iter().enumerate() {
+        let overlay = if disk.snapshot { overlays.next() } else { None };
+        let of_drive = foreign.disks.get(number).and_then(|d| d.option.as_deref());
+        let node = Node {
+            name: &spec.disk_node(number),
+            of_drive,
+        };
+        node_arguments(&mut line, number, &node, disk, overlay);
+    }
+    line.0
+}
+
+/// QEMU's own sandbox. Giving privileges up needs the calls that it forbids otherwise (also under `children`); without privileges
+/// and with `spawn` denied there is nothing that they could gain.
+fn sandbox(spec: &VmSpec) -> String {
+    let privileges = if spec.user.is_some() { "allow" } else { "deny" };
+    format!("on,obsolete=deny,elevateprivileges={privileges},spawn=deny,resourcecontrol=deny")
+}
+
+fn monitors(line: &mut Line, directory: &VmDirectory) {
+    for socket in [directory.qmp(), directory.daemon_qmp()] {
+        line.add("-qmp", monitor_argument(&socket));
+    }
+}
+
+fn agent_chardev<'a>(line: &'a mut Line, id: &str, directory: &VmDirectory) -> &'a mut Line {
+    let socket = format!("socket,id={id},server=on,wait=off,path=");
+    line.with_path("-chardev", &socket, &directory.agent(), "")
+}
+
+/// `is_shared`: several devices use it.
+fn console_chardev<'a>(
+    line: &'a mut Line,
+    id: &str,
+    directory: &VmDirectory,
+    is_shared: bool,
+) -> &'a mut Line {
+    let shared = if is_shared { ",mux=on" } else { "" };
+    let mut console = OsString::from(format!(
+        "socket,id={id},server=on,wait=off,logappend=on{shared},path="
+    ));
+    console.push(escape(directory.console().as_os_str()));
+    console.push(",logfile=");
+    console.push(escape(directory.console_log().as_os_str()));
+    line.add("-chardev", console)
+}
+
+/// What `-qmp` is given for a socket.
+pub(super) fn monitor_argument(socket: &Path) -> OsString {
+    let mut argument = OsString::from("unix:");
+    argument.push(escape(socket.as_os_str()));
+    argument.push(",server=on,wait=off");
+    argument
+}
+
+/// The node that a disk's device uses.
+struct Node<'a> {
+    name: &'a str,
+    /// What `-drive` is given besides, where that makes it; else `-blockdev` does.
+    of_drive: Option<&'a str>,
+}
+
+/// A file of a disk, and the node of its format.
+struct Layer<'a> {
+    node: &'a str,
+    format: &'static str,
+    file_node: String,
+    path: &'a Path,
+    read_only: bool,
+    /// `,backing=NODE`
+    backing: &'a str,
+}
+
+/// A disk's nodes: its file and format, and over them those of its overlay, if it has one.
+fn node_arguments(
+    line: &mut Line,
+    number: usize,
+    top: &Node<'_>,
+    disk: &DiskSpec,
+    overlay: Option<&PathBuf>,
+) {
+    let base = format!("base{number}");
+    let lower = Layer {
+        node: if overlay.is_some() { &base } else { top.name },
+        format: disk.format().driver(),
+        file_node: format!("file{number}"),
+        path: &disk.path,
+        read_only: disk.read_only || overlay.is_some(),
+        backing: "",
+    };
+    let backing = format!(",backing={base}");
+    let upper = overlay.map(|path| Layer {
+        node: top.name,
+        format: "qcow2",
+        file_node: format!("overlay-file{number}"),
+        path,
+        read_only: false,
+        backing: &backing,
+    });
+    for layer in [Some(lower), upper].into_iter().flatten() {
+        let of_drive = top.of_drive.filter(|_| layer.node == top.name);
+        layer_arguments(line, &layer, disk, of_drive);
+    }
+}
+
+/// `of_drive`: what `-drive` is given besides, where that makes the node.
+fn layer_arguments(line: &mut Line, layer: &Layer<'_>, disk: &DiskSpec, of_drive: Option<&str>) {
+    let on = |yes: bool| if yes { "on" } else { "off" };
+    let common = format!(
+        "cache.direct={},cache.no-flush={},read-only={},discard=unmap",
+        on(disk.cache.direct()),
+        on(disk.cache.no_flush()),
+        on(layer.read_only)
+    );
+    let driver = if is_block_device(layer.path) {
+        "host_device"
+    } else {
+        "file"
+    };
+    let (node, file_node, backing) = (layer.node, &layer.file_node, layer.backing);
+    let file = format!(
+        "driver={driver},node-name={file_node},aio={},{common}",
+        disk.aio.name()
+    );
+    let format = format!("driver={},node-name={node}", layer.format);
+    let Some(drive) = of_drive else {
+        line.with_path("-blockdev", &format!("{file},filename="), layer.path, "")
+            .add(
+                "-blockdev",
+                format!("{format},file={file_node}{backing},{common}"),
+            );
+        return;
+    };
+    // It takes no node for its file, but the options of one.
+    let file = file.replace(',', ",file.");
+    let before = format!("{drive},{format}{backing},{common},file.{file},file.filename=");
+    line.with_path("-drive", &before, layer.path, "");
+}
+
+fn is_block_device(path: &Path) -> bool {
+    use std::os::unix::fs::FileTypeExt;
+    std::fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
+}
+
+/// Through the page cache and never flushed: a host that crashes takes the VM with it, and its swap is worth nothing then.
+fn swap_arguments(line: &mut Line, file: Option<&PathBuf>) {
+    let Some(file) = file else { return };
+    let cache = "cache.direct=off,cache.no-flush=on";
+    let (node, file_node) = (swap::node(0), swap::file_node(0));
+    line.with_path(
+        "-blockdev",
+        &format!("driver=file,node-name={file_node},{cache},filename="),
+        file,
+        "",
+    )
+    .add(
+        "-blockdev",
+        format!("driver=raw,node-name={node},file={file_node},{cache}"),
+    )
+    // What is discarded would have to be allocated again, here or at a lender, at a moment when there may be no room.
+    .add(
+        "-device",
+        format!(
+            "virtio-blk-pci,id={},drive={node},serial={},write-cache=on,discard=off,write-zeroes=off",
+            swap::DEVICE,
+            swap::SERIAL
+        ),
+    );
+}
+
+fn boot_arguments(line: &mut Line, spec: &VmSpec) {
+    let boot = &spec.boot;
+    for (option, value) in [
+        ("-kernel", &boot.kernel),
+        ("-initrd", &boot.initrd),
+        ("-bios", &boot.firmware),
+    ] {
+        if let Some(path) = value {
+            line.add(option, path);
+        }
+    }
+    if let Some(cmdline) = segments::cmdline(spec) {
+        line.add("-append", cmdline);
+    }
+}
+
+#[derive(Default)]
+pub(super) struct Line(Vec<OsString>);
+
+impl Line {
+    fn flag(&mut self, option: &str) -> &mut Self {
+        self.0.push(option.into());
+        self
+    }
+
+    pub(super) fn add(&mut self, option: &str, value: impl Into<OsString>) -> &mut Self {
+        self.0.push(option.into());
+        self.0.push(value.into());
+        self
+    }
+
+    fn with_path(&mut self, option: &str, before: &str, path: &Path, after: &str) -> &mut Self {
+        let mut value = OsString::from(before);
+        value.push(escape(path.as_os_str()));
+        value.push(after);
+        self.add(option, value)
+    }
+}
+
+/// QEMU's option syntax: a comma in a value is written twice.
+pub(super) fn escape(value: &OsStr) -> OsString {
+    let mut bytes = Vec::with_capacity(value.len());
+    for byte in value.as_bytes() {
+        bytes.push(*byte);
+        if *byte == b',' {
+            bytes.push(b',');
+        }
+    }
+    OsStr::from_bytes(&bytes).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::{Aio, CacheMode, MergeChoice};
+    use memfold_units::ByteSize;
+
+    fn text(spec: &VmSpec, overlays: &[PathBuf]) -> String {
+        let directory = VmDirectory::of(Path::new("/run/x,y"), &spec.name);
+        let line = arguments(spec, "pc-q35-10.0", "tcg", &directory, overlays);
+        let words: Vec<_> = line
+            .iter()
+            .map(|w| w.to_string_lossy().into_owned())
+            .collect();
+        words.join("\n")
+    }
+
+    #[test]
+    fn ram_is_private_anonymous_memory_of_a_versioned_machine() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        spec.memory_max = Some(ByteSize(1 << 30));
+        let line = text(&spec, &[]);
+        assert!(line.contains("-object\nmemory-backend-ram,id=ram0,size=536870912\n"));
+        assert!(
+            line.contains("pc-q35-10.0,memory-backend=ram0,mem-merge=off,suppress-vmdesc=on\n")
+        );
+        assert!(line.contains("-m\nsize=536870912b,slots=4,maxmem=1073741824b\n"));
+        assert!(line.contains("free-page-reporting=on"));
+        assert!(!line.contains("netdev"));
+    }
+
+    #[test]
+    fn only_a_vm_with_a_trust_domain_is_offered_to_ksm() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        assert!(text(&spec, &[]).contains(",mem-merge=off,"));
+        spec.domain = Some("d".into());
+        assert!(text(&spec, &[]).contains(",mem-merge=on,"));
+        spec.merge = MergeChoice::Never;
+        assert!(text(&spec, &[]).contains(",mem-merge=off,"));
+    }
+
+    #[test]
+    fn commas_in_paths_are_escaped() {
+        let line = text(&VmSpec::new("a", ByteSize::mib(512)), &[]);
+        assert!(
+            line.contains("unix:/run/x,,y/vms/a/qmp.sock,server=on"),
+            "{line}"
+        );
+    }
+
+    #[test]
+    fn a_swap_disk_comes_behind_all_others_and_takes_the_last_file() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        let mut disk = DiskSpec::new("/img/d.raw");
+        disk.snapshot = true;
+        spec.disks = vec![disk];
+        spec.swap = Some(ByteSize::mib(64));
+        let line = text(&spec, &["/var/tmp/o".into(), "/var/tmp/s".into()]);
+        assert!(
+            line.contains(
+                "node-name=swap-file0,cache.direct=off,cache.no-flush=on,filename=/var/tmp/s"
+            ),
+            "{line}"
+        );
+        let swap = line
+            .find("id=swap,drive=swap0,serial=memfold-swap")
+            .unwrap();
+        assert!(swap > line.find("id=vd0").unwrap());
+    }
+
+    #[test]
+    fn a_drive_of_others_is_made_by_drive_again_with_nodes_of_ours() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        let mut disk = DiskSpec::new("/img/d,1.raw");
+        disk.snapshot = true;
+        spec.disks = vec![disk];
+        let option = Some("if=ide,id=ide0-hd0,bus=0,unit=0".to_owned());
+        let of = crate::foreign::ForeignDisk {
+            node: "memfold-drive0".into(),
+            option,
+            ..Default::default()
+        };
+        spec.foreign = Some(Foreign {
+            disks: vec![of],
+            ..Default::default()
+        });
+        let line = text(&spec, &["/var/tmp/o".into()]);
+        for words in [
+            "-blockdev\ndriver=raw,node-name=base0,file=file0,cache.direct=off",
+            "-drive\nif=ide,id=ide0-hd0,bus=0,unit=0,driver=qcow2,node-name=memfold-drive0,backing=base0,cache.direct=off",
+            "file.driver=file,file.node-name=overlay-file0,file.aio=threads,file.cache.direct=off",
+            "file.filename=/var/tmp/o\n",
+        ] {
+            assert!(
+                format!("{line}\n").contains(words),
+                "no '{words}' in: {line}"
+            );
+        }
+        spec.disks[0].snapshot = false;
+        let line = text(&spec, &[]);
+        assert!(
+            line.contains(
+                "-drive\nif=ide,id=ide0-hd0,bus=0,unit=0,driver=raw,node-name=memfold-drive0,cache"
+            ),
+            "{line}"
+        );
+        assert!(line.contains("file.filename=/img/d,,1.raw"), "{line}");
+    }
+
+    #[test]
+    fn a_snapshot_disk_writes_to_its_overlay_alone() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        let mut disk = DiskSpec::new("/img/d.raw");
+        disk.snapshot = true;
+        disk.cache = CacheMode::None;
+        disk.aio = Aio::IoUring;
+        spec.disks = vec![disk, DiskSpec::new("/img/e.qcow2")];
+        let line = text(&spec, &["/var/tmp/o".into()]);
+        assert!(line.contains("driver=file,node-name=file0,aio=io_uring,cache.direct=on,cache.no-flush=off,read-only=on,discard=unmap,filename=/img/d.raw"));
+        assert!(line.contains("driver=raw,node-name=base0,file=file0"));
+        assert!(line.contains(
+            "driver=qcow2,node-name=disk0,file=overlay-file0,backing=base0,cache.direct=on"
+        ));
+        assert!(line.contains("driver=qcow2,node-name=disk1,file=file1,cache.direct=off"));
+        assert!(line.contains("virtio-blk-pci,id=vd1,drive=disk1,write-cache=on"));
+    }
+}

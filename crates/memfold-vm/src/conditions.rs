@@ -1,0 +1,422 @@
+//! What this VM allows, and why not the rest (DESIGN 3.1).
+//!
+//! The kernel's word goes before QEMU's: descriptors and locked memory are read from `/proc`, so that hot-plugged devices
+//! and options that QEMU doesn't report are seen as well.
+
+use std::fs;
+
+use rustix::process::Pid;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::qmp::Qmp;
+use super::ram::{self, RamError};
+
+/// A condition that isn't met, and what would change it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Reason {
+    /// What is the case.
+    pub condition: String,
+    /// What would have to change.
+    pub remedy: String,
+    /// Whether it ends by itself (a migration), so that folding only pauses.
+    pub passing: bool,
+}
+
+impl std::fmt::Display for Reason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} ({})", self.condition, self.remedy)
+    }
+}
+
+/// What a VM allows now.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct VmConditions {
+    /// Why its RAM can't be folded; empty: it can.
+    pub fold: Vec<Reason>,
+    /// Why folded pages can't be folded again while it runs (they can at a pause); empty: they can.
+    pub refold_live: Vec<Reason>,
+    /// What it costs its host besides; nothing of it keeps RAM from being folded.
+    pub costs: Vec<Reason>,
+}
+
+impl VmConditions {
+    /// Whether RAM may be folded now.
+    #[must_use]
+    pub fn may_fold(&self) -> bool {
+        self.fold.is_empty()
+    }
+
+    /// Whether a write-protected refold is safe now.
+    #[must_use]
+    pub fn may_refold_live(&self) -> bool {
+        self.may_fold() && self.refold_live.is_empty()
+    }
+}
+
+fn reason(condition: impl Into<String>, remedy: &str) -> Reason {
+    Reason {
+        condition: condition.into(),
+        remedy: remedy.into(),
+        passing: false,
+    }
+}
+
+/// Asks QEMU and the kernel. `library` says whether memfold's library is in this QEMU: then a userfaultfd is its own.
+pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamError> {
+    let mut found = VmConditions::default();
+    memory(qmp, &mut found)?;
+    migration(qmp, &mut found)?;
+    devices(qmp, &mut found)?;
+    block_nodes(
+        &qmp.execute("query-named-block-nodes", json!({ "flat": true }))?,
+        &mut found,
+    );
+    process(pid, library, &mut found);
+    // TCG knows nothing of it.
+    if qmp.query("query-kvm")?["enabled"] == true {
+        found.costs.extend(keeps_cpus(pid).then(|| {
+            reason(
+                KEEPS_CPUS,
+                "start it without cpu-pm=on to run more VMs than the host has cores",
+            )
+        }));
+    }
+    Ok(found)
+}
+
+/// What `-overcommit cpu-pm=on` means: HLT, PAUSE and MWAIT don't leave the guest (QEMU's `target/i386/kvm/kvm.c`, `KVM_CAP_X86_DISABLE_EXITS`).
+pub const KEEPS_CPUS: &str = "its guest never gives a CPU back, not even an idle one (-overcommit cpu-pm=on): each of its vCPUs takes a core of this host";
+
+fn keeps_cpus(pid: Pid) -> bool {
+    let line = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
+    let line = String::from_utf8_lossy(&line.unwrap_or_default()).into_owned();
+    says_cpu_pm(line.split('\0'))
+}
+
+/// Whether words of a command line say so.
+pub fn says_cpu_pm<'a>(words: impl Iterator<Item = &'a str>) -> bool {
+    let (mut is_overcommit, mut is_on) = (false, false);
+    for word in words {
+        if is_overcommit {
+            for part in word.split(',') {
+                match part.split_once('=') {
+                    Some(("cpu-pm", value)) => is_on = matches!(value, "on" | "yes" | "true" | "y"),
+                    None if part == "cpu-pm" => is_on = true,
+                    _ => {}
+                }
+            }
+        }
+        is_overcommit = matches!(word, "-overcommit" | "--overcommit");
+    }
+    is_on
+}
+
+/// Reads what decides whether folded ranges may be folded again while the VM runs: devices and block nodes, which can be
+/// plugged at any time.
+pub fn read_refold_live(qmp: &mut Qmp) -> Result<VmConditions, RamError> {
+    let mut found = VmConditions::default();
+    devices(qmp, &mut found)?;
+    block_nodes(
+        &qmp.execute("query-named-block-nodes", json!({ "flat": true }))?,
+        &mut found,
+    );
+    Ok(found)
+}
+
+fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
+    // SEV, SEV-SNP and TDX: a link to their object, empty without one (QEMU's hw/core/machine.c).
+    let guest = json!({ "path": "/machine", "property": "confidential-guest-support" });
+    if qmp
+        .execute("qom-get", guest)?
+        .as_str()
+        .is_some_and(|object| !object.is_empty())
+    {
+        found.fold.push(reason(
+            "its RAM is encrypted (confidential-guest-support)",
+            "run it without SEV or TDX: equal pages differ once they are encrypted",
+        ));
+    }
+    let backends = ram::read_backends(qmp)?;
+    let layout = ram::read(qmp)?;
+    let blocks = ram::read_blocks(qmp)?;
+    for block in &layout.blocks {
+        let id = ram::backend_id(&block.name);
+        if backends.iter().any(|b| b.id == id && b.share) {
+            found.fold.push(reason(
+                format!("RAM backend '{id}' is shared memory"),
+                "use memory-backend-ram, or share=off",
+            ));
+        }
+        let kind = qmp.execute(
+            "qom-get",
+            json!({ "path": format!("/objects/{id}"), "property": "type" }),
+        )?;
+        if kind != "memory-backend-ram" {
+            found.fold.push(reason(
+                format!(
+                    "RAM backend '{id}' is {}, not anonymous memory",
+                    kind.as_str().unwrap_or("of an unknown kind")
+                ),
+                "use memory-backend-ram",
+            ));
+        }
+        if let Some(facts) = blocks
+            .iter()
+            .find(|b| b.name == block.name && b.page_bytes != 4096)
+        {
+            found.fold.push(reason(
+                format!(
+                    "RAM block '{id}' has pages of {} KiB (hugetlbfs)",
+                    facts.page_bytes >> 10
+                ),
+                "use memory-backend-ram; transparent huge pages may stay on",
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn migration(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
+    let status = qmp.query("query-migrate")?;
+    let status = status["status"].as_str().unwrap_or("none");
+    if !matches!(status, "none" | "completed" | "failed" | "cancelled") {
+        found.fold.push(Reason {
+            passing: true,
+            ..reason(
+                format!("a migration is going on ('{status}')"),
+                "folding goes on when it ends",
+            )
+        });
+    }
+    let capabilities = qmp.query("query-migrate-capabilities")?;
+    for name in ["postcopy-ram", "background-snapshot"] {
+        let on = capabilities
+            .as_array()
+            .into_iter()
+            .flatten()
+            .any(|c| c["capability"] == name && c["state"] == true);
+        if on {
+            found.fold.push(reason(
+                format!(
+                    "migration capability '{name}' is on, which puts its own userfaultfd on RAM"
+                ),
+                "switch it off with migrate-set-capabilities",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Device types that reach guest memory behind the kernel's page tables, or pin it while they write.
+fn devices(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
+    for path in ["/machine/peripheral", "/machine/peripheral-anon"] {
+        let list = qmp.execute("qom-list", json!({ "path": path }))?;
+        for device in list.as_array().into_iter().flatten() {
+            if let Some(kind) = device["type"].as_str().and_then(child_type) {
+                device_kind(kind, found);
+            }
+        }
+    }
+    let network = qmp.human("info network")?;
+    for kind in ["vhost-user", "vhost-vdpa"] {
+        if network.contains(&format!("type={kind}")) {
+            device_kind(kind, found);
+        }
+    }
+    Ok(())
+}
+
+/// `child<virtio-net-pci>` -> `virtio-net-pci`.
+fn child_type(text: &str) -> Option<&str> {
+    text.strip_prefix("child<")?.strip_suffix('>')
+}
+
+fn device_kind(kind: &str, found: &mut VmConditions) {
+    if kind.starts_with("vfio") || kind.starts_with("vhost-vdpa") || kind == "x-vfio-user-server" {
+        found.fold.push(reason(
+            format!("device '{kind}' pins guest RAM for DMA"),
+            "remove the device",
+        ));
+    } else if kind.starts_with("vhost-user") || kind.contains("vdpa-blk") {
+        found.fold.push(reason(
+            format!("device '{kind}' reaches guest RAM from another process"),
+            "use QEMU's own virtio device",
+        ));
+    } else if matches!(kind, "scsi-block" | "scsi-generic") {
+        found.refold_live.push(reason(
+            format!("device '{kind}' passes commands to the host's disk with direct I/O"),
+            "use scsi-hd with cache=writeback",
+        ));
+    }
+}
+
+/// Drivers that go through the kernel's page cache or copy by system calls unless `cache.direct` is on.
+const BUFFERED_DRIVERS: [&str; 27] = [
+    "file",
+    "host_device",
+    "host_cdrom",
+    "raw",
+    "qcow2",
+    "qcow",
+    "qed",
+    "vmdk",
+    "vdi",
+    "vpc",
+    "vhdx",
+    "parallels",
+    "dmg",
+    "bochs",
+    "cloop",
+    "luks",
+    "throttle",
+    "copy-on-read",
+    "copy-before-write",
+    "snapshot-access",
+    "mirror_top",
+    "commit_top",
+    "blkdebug",
+    "quorum",
+    "null-co",
+    "null-aio",
+    "nbd",
+];
+
+fn block_nodes(nodes: &Value, found: &mut VmConditions) {
+    for node in nodes.as_array().into_iter().flatten() {
+        let name = node["node-name"].as_str().unwrap_or("?");
+        let driver = node["drv"].as_str().unwrap_or("?");
+        if driver == "nvme" || driver.starts_with("virtio-blk-v") {
+            found.fold.push(reason(
+                format!("block node '{name}' ({driver}) pins guest RAM for DMA"),
+                "use the kernel's block device",
+            ));
+        } else if node["cache"]["direct"] != false {
+            found.refold_live.push(reason(
+                format!("block node '{name}' uses direct I/O (cache.direct=on)"),
+                "use cache=writeback; until then pages are folded again at pauses only",
+            ));
+        } else if !BUFFERED_DRIVERS.contains(&driver) {
+            found.refold_live.push(reason(
+                format!(
+                    "block node '{name}' has driver '{driver}', whose I/O memfold does not know"
+                ),
+                "use a file or block device; until then pages are folded again at pauses only",
+            ));
+        }
+    }
+}
+
+fn process(pid: Pid, library: bool, found: &mut VmConditions) {
+    let root = format!("/proc/{}", pid.as_raw_nonzero());
+    if let Ok(status) = fs::read_to_string(format!("{root}/status")) {
+        if locked_kib(&status) > 0 {
+            found.fold.push(reason(
+                format!(
+                    "QEMU has locked {} KiB of memory (mem-lock, or VFIO)",
+                    locked_kib(&status)
+                ),
+                "start QEMU without -overcommit mem-lock=on",
+            ));
+        }
+    }
+    let links: Vec<String> = fs::read_dir(format!("{root}/fd"))
+        .into_iter()
+        .flatten()
+        .filter_map(|e| fs::read_link(e.ok()?.path()).ok())
+        .map(|p| p.to_string_lossy().into_owned())
+        .collect();
+    if links
+        .iter()
+        .any(|l| l.starts_with("/dev/vfio/") || l.contains("[vfio-device]"))
+    {
+        found.fold.push(reason(
+            "QEMU holds a VFIO device, which pins guest RAM for DMA",
+            "remove the device",
+        ));
+    }
+    if !library && links.iter().any(|l| l.contains("[userfaultfd]")) {
+        found.fold.push(reason(
+            "QEMU has a userfaultfd of its own",
+            "end the postcopy or background snapshot",
+        ));
+    }
+}
+
+fn locked_kib(status: &str) -> u64 {
+    status
+        .lines()
+        .find_map(|l| l.strip_prefix("VmLck:"))
+        .and_then(|l| l.trim().strip_suffix(" kB"))
+        .and_then(|n| n.trim().parse().ok())
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of_nodes(nodes: &Value) -> VmConditions {
+        let mut found = VmConditions::default();
+        block_nodes(nodes, &mut found);
+        found
+    }
+
+    #[test]
+    fn any_direct_or_unknown_node_forbids_the_live_refold() {
+        let node = |drv: &str, direct: bool| json!({"node-name": "n", "drv": drv, "cache": {"direct": direct, "no-flush": false, "writeback": true}});
+        assert!(of_nodes(&json!([node("qcow2", false), node("file", false)])).may_refold_live());
+        for bad in [
+            node("file", true),
+            node("strange", false),
+            json!({"drv": "file"}),
+        ] {
+            let found = of_nodes(&json!([node("raw", false), bad]));
+            assert!(found.may_fold() && !found.may_refold_live());
+        }
+        assert!(!of_nodes(&json!([node("nvme", true)])).may_fold());
+    }
+
+    #[test]
+    fn devices_that_pin_memory_forbid_folding() {
+        for (kind, fold, refold) in [
+            ("virtio-blk-pci", true, true),
+            ("vhost-vsock-pci", true, true),
+            ("scsi-generic", true, false),
+            ("vfio-pci", false, false),
+            ("vhost-user-fs-pci", false, false),
+        ] {
+            let mut found = VmConditions::default();
+            device_kind(kind, &mut found);
+            assert_eq!(
+                (found.may_fold(), found.may_refold_live()),
+                (fold, refold),
+                "{kind}"
+            );
+        }
+        assert_eq!(child_type("child<vfio-pci>"), Some("vfio-pci"));
+        assert_eq!(child_type("string"), None);
+    }
+
+    #[test]
+    fn a_guest_that_keeps_its_cpus_is_told_by_its_command_line() {
+        for (line, wanted) in [
+            ("qemu -overcommit cpu-pm=on -m 64", true),
+            ("qemu -m 64 --overcommit mem-lock=off,cpu-pm=on", true),
+            ("qemu -overcommit cpu-pm=on -overcommit cpu-pm=off", false),
+            ("qemu -overcommit mem-lock=on -name cpu-pm=on", false),
+            ("qemu -overcommit", false),
+        ] {
+            assert_eq!(says_cpu_pm(line.split(' ')), wanted, "{line}");
+        }
+    }
+
+    #[test]
+    fn locked_memory_is_read_from_the_status_file() {
+        assert_eq!(
+            locked_kib("Name:\tqemu\nVmLck:\t    2048 kB\nVmPin:\t 0 kB\n"),
+            2048
+        );
+        assert_eq!(locked_kib("Name:\tqemu\n"), 0);
+    }
+}

@@ -1,0 +1,230 @@
+//! Where a running QEMU's links are, found from outside: the library in its memory map, the agent's port in its device tree.
+
+use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use memfold_host::files::LIBRARY;
+use memfold_units::{Hva, PAGE_SIZE};
+use memfold_wire::agent::PORT_NAME;
+use memfold_wire::library::{Advice, SOCKET_VARIABLE};
+use rustix::process::Pid;
+
+use super::foreign::root_of;
+use super::layout::RamBlock;
+use super::qmp::{Qmp, QmpError};
+
+/// memfold's library in a process.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LibraryPlace {
+    /// Whether it is mapped.
+    pub loaded: bool,
+    /// Its socket, from the process's environment.
+    pub socket: Option<PathBuf>,
+}
+
+/// Looks for the library in process `pid`.
+pub fn library(pid: Pid) -> io::Result<LibraryPlace> {
+    let root = format!("/proc/{}", pid.as_raw_nonzero());
+    let maps = fs::read_to_string(format!("{root}/maps"))?;
+    let environment = fs::read(format!("{root}/environ"))?;
+    Ok(LibraryPlace {
+        loaded: maps.lines().any(|l| l.contains(LIBRARY)),
+        socket: variable(&environment, SOCKET_VARIABLE).map(|path| seen_from_here(pid, path)),
+    })
+}
+
+fn variable(environment: &[u8], name: &str) -> Option<PathBuf> {
+    environment.split(|b| *b == 0).find_map(|entry| {
+        let value = entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
+        Some(PathBuf::from(std::ffi::OsStr::from_bytes(value)))
+    })
+}
+
+/// The words of a process's command line.
+pub fn command_line(pid: Pid) -> io::Result<Vec<String>> {
+    let bytes = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero()))?;
+    let words = bytes.split(|b| *b == 0).filter(|w| !w.is_empty());
+    Ok(words
+        .map(|w| String::from_utf8_lossy(w).into_owned())
+        .collect())
+}
+
+/// The guest's name from `-name guest=NAME,...` or `-name NAME,...`.
+#[must_use]
+pub fn guest_name(command_line: &[String]) -> Option<String> {
+    let at = command_line.iter().position(|w| w == "-name")?;
+    let value = command_line.get(at + 1)?;
+    value
+        .split(',')
+        .find_map(|part| part.strip_prefix("guest="))
+        .or_else(|| value.split(',').next().filter(|p| !p.contains('=')))
+        .map(ToOwned::to_owned)
+}
+
+/// The Unix socket of the agent's port in QEMU, process `pid`; `None` if the VM has no such port, or not on a socket.
+pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError> {
+    let tree = qmp.human("info qtree")?;
+    let Some(chardev) = port_chardev(&tree) else {
+        return Ok(None);
+    };
+    let chardevs = qmp.query("query-chardev")?;
+    Ok(chardevs
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|c| c["label"] == chardev)
+        .and_then(|c| socket_path(c["filename"].as_str()?))
+        // A QEMU that was typed names it from where it was started.
+        .and_then(|path| Some(seen_from_here(pid, working_directory(pid)?.join(path)))))
+}
+
+/// What a process names so, which may be in a container.
+fn seen_from_here(pid: Pid, path: PathBuf) -> PathBuf {
+    match (root_of(pid), path.strip_prefix("/")) {
+        (Ok(root), Ok(rest)) => root.join(rest),
+        _ => path,
+    }
+}
+
+fn working_directory(pid: Pid) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/{}/cwd", pid.as_raw_nonzero())).ok()
+}
+
+/// The chardev of the port, from `info qtree`: the properties of a device follow its line and are indented deeper.
+fn port_chardev(tree: &str) -> Option<String> {
+    tree.split("dev: ").find_map(|device| {
+        let property = |name: &str| {
+            device.lines().find_map(|l| {
+                let value = l.trim().strip_prefix(name)?.strip_prefix(" = ")?;
+                Some(value.trim_matches('"').to_owned())
+            })
+        };
+        (device.starts_with("virtserialport") && property("name")? == PORT_NAME)
+            .then(|| property("chardev"))?
+    })
+}
+
+/// `disconnected:unix:/path,server=on` -> `/path`.
+fn socket_path(filename: &str) -> Option<PathBuf> {
+    let (_, rest) = filename.split_once("unix:")?;
+    let path = rest.split(",server").next()?;
+    (!path.is_empty()).then(|| Path::new(path).into())
+}
+
+/// The advice that QEMU gave a RAM block, from the flags of its mappings. Folded parts have the store's mapping; an anonymous
+/// part tells, and when none is left, any.
+pub fn advice(pid: Pid, block: &RamBlock) -> io::Result<Advice> {
+    let smaps = fs::read_to_string(format!("/proc/{}/smaps", pid.as_raw_nonzero()))?;
+    let end = Hva(block
+        .hva
+        .0
+        .saturating_add(block.pages.saturating_mul(PAGE_SIZE)));
+    advice_in(&smaps, block.hva, end).ok_or_else(|| {
+        io::Error::new(
+            io::ErrorKind::NotFound,
+            format!("no mapping of RAM block '{}' at {}", block.name, block.hva),
+        )
+    })
+}
+
+fn advice_in(smaps: &str, start: Hva, end: Hva) -> Option<Advice> {
+    let mut of_file = None;
+    let mut inside = None;
+    for line in smaps.lines() {
+        if let Some((range, anonymous)) = mapping(line) {
+            inside = (range.0 < end.0 && range.1 > start.0).then_some(anonymous);
+        } else if let (Some(anonymous), Some(flags)) = (inside, line.strip_prefix("VmFlags:")) {
+            let found = advice_of(flags);
+            if anonymous {
+                return Some(found);
+            }
+            of_file = of_file.or(Some(found));
+        }
+    }
+    of_file
+}
+
+/// Start, end, and whether it is anonymous, of a mapping's first line (`proc_pid_smaps(5)`).
+fn mapping(line: &str) -> Option<((u64, u64), bool)> {
+    let mut fields = line.split_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let range = (
+        u64::from_str_radix(start, 16).ok()?,
+        u64::from_str_radix(end, 16).ok()?,
+    );
+    let inode = fields.nth(3)?;
+    Some((range, inode == "0"))
+}
+
+fn advice_of(flags: &str) -> Advice {
+    let has = |name: &str| flags.split_whitespace().any(|f| f == name);
+    Advice {
+        mergeable: has("mg"),
+        hugepage: has("hg"),
+        nohugepage: has("nh"),
+        dontfork: has("dc"),
+        dontdump: has("dd"),
+        noreserve: has("nr"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_in_command_lines() {
+        let line = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        assert_eq!(
+            guest_name(&line("q -name guest=a,debug-threads=on")).as_deref(),
+            Some("a")
+        );
+        assert_eq!(
+            guest_name(&line("q -name b,process=x -S")).as_deref(),
+            Some("b")
+        );
+        assert_eq!(guest_name(&line("q -S")), None);
+        assert_eq!(guest_name(&line("q -name")), None);
+    }
+
+    #[test]
+    fn the_agents_port_is_found_among_others() {
+        let tree = "bus: virtio-serial-bus.0\n  type virtio-serial-bus\n  dev: virtserialport, id \"x\"\n    chardev = \"qga\"\n    name = \"org.qemu.guest_agent.0\"\n  dev: virtserialport, id \"agent0\"\n    chardev = \"agent\"\n    nr = 1 (0x1)\n    name = \"org.memfold.agent.0\"\n";
+        assert_eq!(port_chardev(tree).as_deref(), Some("agent"));
+        assert_eq!(port_chardev("nothing"), None);
+        assert_eq!(
+            socket_path("disconnected:unix:/run/a.sock,server=on"),
+            Some("/run/a.sock".into())
+        );
+        assert_eq!(socket_path("pty:/dev/pts/3"), None);
+    }
+
+    #[test]
+    fn an_anonymous_mapping_tells_the_advice() {
+        let smaps = "7f0000000000-7f0000001000 r--p 00000000 00:01 77 /memfd:store\nVmFlags: rd mr mw me ac dc dd mg\n\
+                     7f0000001000-7f0000003000 rw-p 00000000 00:00 0\nRss: 4 kB\nVmFlags: rd wr mr mw me ac dd hg mg\n";
+        let (start, end) = (Hva(0x7f00_0000_0000), Hva(0x7f00_0000_3000));
+        let found = advice_in(smaps, start, end).unwrap();
+        assert!(found.hugepage && found.mergeable && found.dontdump && !found.dontfork);
+        assert!(
+            advice_in(smaps, start, Hva(0x7f00_0000_1000))
+                .unwrap()
+                .dontfork
+        );
+        assert_eq!(advice_in(smaps, Hva(0x1000), Hva(0x2000)), None);
+    }
+
+    #[test]
+    fn a_variable_is_read_whole() {
+        assert_eq!(
+            variable(b"A=1\0MEMFOLD_QEMU_SOCKET=/run/l=x\0", SOCKET_VARIABLE),
+            Some("/run/l=x".into())
+        );
+        assert_eq!(
+            variable(b"XMEMFOLD_QEMU_SOCKET=/a\0", SOCKET_VARIABLE),
+            None
+        );
+    }
+}

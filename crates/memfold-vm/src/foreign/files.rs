@@ -1,0 +1,261 @@
+//! Files that a copied command line names: kernel, firmware, ROMs. A snapshot has copies of them, made with the rights of the QEMU's user, so that what
+//! is named is nothing that this user can't read, at that moment or later.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use memfold_host::helper;
+
+use super::User;
+use super::options;
+use super::value::Value;
+use super::view::View;
+
+/// Stands for the file of a number.
+const TOKEN: &str = "/memfold/file";
+
+/// Devices that any user may read.
+const DEVICES: [&str; 3] = ["/dev/urandom", "/dev/random", "/dev/hwrng"];
+
+/// Largest file that is copied, in bytes.
+const MOST_BYTES: u64 = 1 << 30;
+
+/// Options whose value is a file as a whole.
+const WHOLE: [&str; 5] = ["bios", "dtb", "initrd", "kernel", "shim"];
+
+/// Keys of other options whose value is a file; the first word of an option has its option's name.
+const KEYS: [(&str, &str); 11] = [
+    ("acpitable", "data"),
+    ("acpitable", "file"),
+    ("boot", "splash"),
+    ("device", "romfile"),
+    ("fw_cfg", "file"),
+    ("machine", "dtb"),
+    ("machine", "firmware"),
+    ("machine", "initrd"),
+    ("machine", "kernel"),
+    ("smbios", "file"),
+    ("smbios", "path"),
+];
+
+/// Names files by their whole paths that an option names from QEMU's working directory. What isn't there QEMU finds among its own.
+pub(super) fn name_whole(option: &str, value: &str, view: &View) -> String {
+    let whole = |word: &str| {
+        let path = view.whole(word);
+        let is_there = !word.is_empty() && !word.starts_with('/') && view.is_file(&path);
+        is_there.then(|| path.to_string_lossy().into_owned())
+    };
+    if WHOLE.contains(&option) {
+        return whole(value).unwrap_or_else(|| value.to_owned());
+    }
+    let is_first = option == "option-rom";
+    if !is_first && !KEYS.iter().any(|(of, _)| *of == option) {
+        return value.to_owned();
+    }
+    let Some(mut parsed) = Value::parse("", value) else {
+        return value.to_owned();
+    };
+    let is_file =
+        |key: &str| KEYS.contains(&(option, key)) || is_first && ["", "romfile"].contains(&key);
+    let words = parsed.strings();
+    let words = words.into_iter().filter(|(key, _)| is_file(key));
+    let changed: Vec<(String, String)> = words
+        .filter_map(|(_, word)| Some((word.to_owned(), whole(word)?)))
+        .collect();
+    parsed.change_strings(&|key, word| {
+        let found = changed
+            .iter()
+            .find(|(from, _)| is_file(key) && from == word);
+        found.map(|(_, to)| to.clone())
+    });
+    if changed.is_empty() {
+        return value.to_owned();
+    }
+    parsed.render()
+}
+
+/// Puts tokens in the place of all files; which they stand for, in order.
+pub(super) fn take_out(words: &mut [String], view: &View) -> Result<Vec<PathBuf>, String> {
+    let mut found = Vec::new();
+    let mut at = 0;
+    while at + 1 < words.len() {
+        let option = words[at].trim_start_matches('-').to_owned();
+        if options::known(&option).is_some_and(|(has_value, _)| !has_value) {
+            at += 1;
+            continue;
+        }
+        let value = &mut words[at + 1];
+        at += 2;
+        if WHOLE.contains(&option.as_str()) {
+            if value.starts_with('/') {
+                *value = token(value, view, &mut found)?;
+            } else if value.contains('/') || option != "bios" {
+                return Err(format!("'-{option} {value}' names no file"));
+            }
+            continue;
+        }
+        if option == "append" {
+            continue;
+        }
+        let Some(mut parsed) = Value::parse("", value) else {
+            continue;
+        };
+        let strings = parsed.strings();
+        let goes_up = |word: &str| {
+            Path::new(word)
+                .components()
+                .any(|part| part.as_os_str() == "..")
+        };
+        if let Some((key, word)) = strings.iter().find(|(_, word)| goes_up(word)) {
+            return Err(format!("'-{option} {key}={word}' names a file by '..'"));
+        }
+        let mut files = Vec::new();
+        for (_, word) in strings {
+            if word.starts_with('/') && !DEVICES.contains(&word) {
+                files.push((word.to_owned(), token(word, view, &mut found)?));
+            }
+        }
+        if !files.is_empty() {
+            parsed.change_strings(&|_, word| {
+                let file = files.iter().find(|(path, _)| path == word);
+                file.map(|(_, token)| token.clone())
+            });
+            *value = parsed.render();
+        }
+    }
+    Ok(found)
+}
+
+fn token(path: &str, view: &View, found: &mut Vec<PathBuf>) -> Result<String, String> {
+    let facts = view.metadata(Path::new(path));
+    let facts = facts.map_err(|error| format!("it names {path}: {error}"))?;
+    if !facts.is_file() || facts.len() > MOST_BYTES {
+        return Err(format!(
+            "it names {path}, which is no plain file of at most 1 GiB"
+        ));
+    }
+    let known = found.iter().position(|file| file == Path::new(path));
+    let number = known.unwrap_or_else(|| {
+        found.push(path.into());
+        found.len() - 1
+    });
+    // A number of two digits begins with none of one.
+    Ok(format!("{TOKEN}{number:03}"))
+}
+
+/// The words, with files in the place of tokens.
+pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
+    let replaced = |word: &String| {
+        let mut word = word.clone();
+        for (number, file) in files.iter().enumerate() {
+            let token = format!("{TOKEN}{number:03}");
+            let mut file = file.to_string_lossy().into_owned();
+            if word != token && !word.starts_with('{') {
+                file = file.replace(',', ",,");
+            }
+            word = word.replace(&token, &file);
+        }
+        word
+    };
+    words.iter().map(replaced).collect()
+}
+
+/// Copies a file as a user.
+pub(super) fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
+    let file = view.open_as(from, user).map_err(|error| {
+        let why = format!("as user {}: {}: {error}", user.name, from.display());
+        io::Error::new(error.kind(), why)
+    })?;
+    if !file.metadata()?.is_file() {
+        let why = format!("{} is no plain file", from.display());
+        return Err(io::Error::other(why));
+    }
+    // Another process has a deadline, also on a file system that hangs.
+    let mut command = Command::new("head");
+    command.args(["-c", &MOST_BYTES.to_string()]);
+    let child = command
+        .process_group(0)
+        .stderr(Stdio::piped())
+        .current_dir("/")
+        .stdin(file)
+        .stdout(to.try_clone()?)
+        .spawn()?;
+    let done = helper::output_of(child, Duration::from_secs(60))?;
+    if done.status.success() {
+        return Ok(());
+    }
+    let words = String::from_utf8_lossy(&done.stderr);
+    let why = format!("{}: {} ({})", from.display(), words.trim(), done.status);
+    Err(io::Error::other(why))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn words(text: &str) -> Vec<String> {
+        text.split(' ').map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn files_are_taken_out_and_put_in_again() {
+        let place = tempfile::tempdir().unwrap();
+        let file = |name: &str| {
+            let path = place.path().join(name);
+            fs::write(&path, name).unwrap();
+            path.to_str().unwrap().to_owned()
+        };
+        let (kernel, rom) = (file("k,1"), file("r,2"));
+        let before = words(&format!(
+            "-nodefaults -kernel {kernel} -device e1000,romfile={} -device {{\"driver\":\"x\",\"f\":\"{rom}\"}} -object rng-random,filename=/dev/urandom -append root=/dev/vda -bios bios.bin",
+            rom.replace(',', ",,")
+        ));
+        let mut after = before.clone();
+        let found = take_out(&mut after, &View::default()).unwrap();
+        assert_eq!(found, [PathBuf::from(&kernel), PathBuf::from(&rom)]);
+        assert_eq!(after[2], "/memfold/file000");
+        assert!(after[4].ends_with("romfile=/memfold/file001"), "{after:?}");
+        assert_eq!(put_in(&after, &found), before);
+        for bad in [
+            "-kernel etc/shadow",
+            "-bios ../shadow",
+            "-device x,romfile=../../etc/shadow",
+            "-device x,path=/dev/null",
+            "-fw_cfg name=opt/x,file=/nowhere/at/all",
+        ] {
+            assert!(
+                take_out(&mut words(bad), &View::default()).is_err(),
+                "{bad}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_file_is_copied_with_its_users_rights() {
+        use std::os::unix::fs::PermissionsExt;
+        if !rustix::process::getuid().is_root() {
+            memfold_testkit::skip!("only root can become another user");
+        }
+        let place = tempfile::tempdir().unwrap();
+        fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let (from, to) = (place.path().join("from"), place.path().join("to"));
+        fs::write(&from, "text").unwrap();
+        let (uid, gid) = memfold_sys::peer::user_ids("nobody").unwrap().unwrap();
+        let user = User {
+            name: "nobody".into(),
+            uid,
+            gid,
+        };
+        let copied = || copy(&from, &View::default(), &File::create(&to).unwrap(), &user);
+        copied().unwrap();
+        assert_eq!(fs::read(&to).unwrap(), b"text");
+        fs::set_permissions(&from, fs::Permissions::from_mode(0o600)).unwrap();
+        assert!(copied().unwrap_err().to_string().contains("nobody"));
+    }
+}

@@ -1,0 +1,341 @@
+//! What QEMU's options take of the host that one process alone can have: ports, sockets, displays.
+
+use std::io::ErrorKind;
+use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use super::network;
+use super::options::{self, Named};
+use super::rewrite::parse;
+use super::value::Value;
+use crate::forward::Forward;
+
+/// Options that are a character device as a whole.
+const CHARACTER: [&str; 6] = [
+    "debugcon",
+    "monitor",
+    "parallel",
+    "qmp",
+    "qmp-pretty",
+    "serial",
+];
+
+/// What an option takes, in words.
+pub(super) fn told(name: &str, text: &str) -> Result<Vec<String>, String> {
+    let first = |text: &str| text.split(',').next().unwrap_or_default().to_owned();
+    let leads_out = |text: &str| {
+        let text = text.strip_prefix("mon:").unwrap_or(text);
+        let kinds = [
+            "tcp:",
+            "udp:",
+            "telnet:",
+            "tn3270:",
+            "websocket:",
+            "unix:",
+            "pipe:",
+            "file:",
+            "/dev/",
+            "pty",
+        ];
+        kinds.iter().any(|kind| text.starts_with(kind))
+    };
+    let found = match name {
+        "vnc" => (!text.starts_with("none")).then(|| format!("-vnc {}", first(text))),
+        "gdb" => (!text.starts_with("none")).then(|| format!("-gdb {}", first(text))),
+        "s" => Some("-gdb tcp::1234".to_owned()),
+        "display" => {
+            let kind = if text.starts_with('{') {
+                parse("type", text)?.kind().to_owned()
+            } else {
+                // `vnc=:1`
+                text.split([',', '=']).next().unwrap_or_default().to_owned()
+            };
+            let is_served =
+                kind.starts_with("vnc") || ["dbus", "spice-app"].contains(&kind.as_str());
+            is_served.then(|| format!("-display {kind}"))
+        }
+        "spice" => {
+            let spice = parse("", text)?;
+            let named = ["port", "tls-port", "unix", "addr"];
+            let named = named.iter().filter(|key| spice.get(key).is_some());
+            let named = named.map(|key| format!("{key}={}", spice.text(key)));
+            Some(format!("-spice {}", named.collect::<Vec<_>>().join(",")))
+        }
+        "chardev" => {
+            let chardev = parse("backend", text)?;
+            let named = ["path", "port", "fd", "name"];
+            let named = named.iter().find(|key| !chardev.text(key).is_empty());
+            named.map(|key| {
+                let (kind, place) = (chardev.kind(), chardev.text(key));
+                format!("chardev '{}' ({kind} {key}={place})", chardev.text("id"))
+            })
+        }
+        "netdev" | "nic" | "net" => {
+            let (_, left) = network::copy(name, text)?;
+            let id = match parse("type", text)?.text("id") {
+                id if id.is_empty() => format!("-{name}"),
+                id => format!("network {id}"),
+            };
+            return Ok(left.into_iter().map(|end| format!("{id}: {end}")).collect());
+        }
+        "device" => {
+            let device = parse("driver", text)?;
+            let is_vsock = device.kind().starts_with("vhost-vsock");
+            is_vsock.then(|| format!("{} guest-cid={}", device.kind(), device.text("guest-cid")))
+        }
+        name if CHARACTER.contains(&name) => {
+            leads_out(text).then(|| format!("-{name} {}", first(text)))
+        }
+        _ => None,
+    };
+    Ok(found.into_iter().collect())
+}
+
+/// What an option says of how the host holds RAM, in words: a VM that runs from a snapshot maps it from there.
+pub(super) fn of_ram(name: &str, text: &str) -> Result<Option<String>, String> {
+    Ok(match name {
+        "mem-prealloc" => Some("-mem-prealloc (RAM is not filled at the start)".to_owned()),
+        "overcommit" if parse("", text)?.is_on("mem-lock") => {
+            Some("-overcommit mem-lock=on (RAM is not locked)".to_owned())
+        }
+        "object" => {
+            let object = parse("qom-type", text)?;
+            let is_filled =
+                object.kind().starts_with("memory-backend-") && object.is_on("prealloc");
+            is_filled.then(|| {
+                let id = object.text("id");
+                format!("prealloc=on of memory '{id}' (RAM is not filled at the start)")
+            })
+        }
+        _ => None,
+    })
+}
+
+/// What QEMU's arguments take that a user has added, in words.
+#[must_use]
+pub fn of_arguments(arguments: &[String]) -> Vec<String> {
+    let named = read(arguments).unwrap_or_default();
+    let told = named
+        .iter()
+        .map(|(name, value)| told(name, value.as_deref().unwrap_or_default()));
+    told.flat_map(Result::unwrap_or_default).collect()
+}
+
+/// Leaves out of such arguments what another process has at this moment, and says what.
+pub fn leave_out_taken(arguments: &mut Vec<String>) -> Vec<String> {
+    let mut left = Vec::new();
+    // What can't be read stays as it is: QEMU says why.
+    let Some(named) = read(arguments) else {
+        return left;
+    };
+    let mut kept = Vec::new();
+    for (name, value) in named {
+        let text = value.as_deref().unwrap_or_default();
+        match without_taken(&name, text, &mut left) {
+            None => {
+                kept.push(format!("-{name}"));
+                kept.extend(value);
+            }
+            Some(Change::Gone) => {}
+            Some(Change::Value(other)) => kept.extend([format!("-{name}"), other]),
+        }
+    }
+    if !left.is_empty() {
+        *arguments = kept;
+    }
+    left
+}
+
+fn read(arguments: &[String]) -> Option<Vec<Named>> {
+    let line: Vec<String> = std::iter::once(String::new())
+        .chain(arguments.iter().cloned())
+        .collect();
+    options::read(&line).ok()
+}
+
+/// What becomes of an option.
+enum Change {
+    /// It goes.
+    Gone,
+    /// It has another value.
+    Value(String),
+}
+
+/// What becomes of an option that takes what another process has; `None`: it takes nothing of the kind.
+fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Change> {
+    let mut say = |words: Vec<String>| left.extend(words);
+    match name {
+        "netdev" | "nic" | "net" => {
+            let mut net = Value::parse("type", text)?;
+            let rules = net.all("hostfwd");
+            let is_taken = |rule: &&String| {
+                Forward::of_rule(rule).is_some_and(|port| {
+                    port.claim()
+                        .is_err_and(|error| error.kind() == ErrorKind::AddrInUse)
+                })
+            };
+            let (taken, free): (Vec<&String>, Vec<&String>) = rules.iter().partition(is_taken);
+            let tap = net.get("ifname").filter(|_| net.kind() == "tap");
+            let tap = tap.filter(|tap| is_tap_taken(tap)).map(str::to_owned);
+            if taken.is_empty() && tap.is_none() {
+                return None;
+            }
+            say(taken.iter().map(|rule| format!("hostfwd={rule}")).collect());
+            if let Some(tap) = tap {
+                say(vec![format!(
+                    "tap ifname={tap} (it has a tap that the kernel has named)"
+                )]);
+                net.drop_keys(|key| key == "ifname");
+            }
+            net.drop_keys(|key| key == "hostfwd");
+            for rule in free {
+                net.push("hostfwd", rule);
+            }
+            Some(Change::Value(net.render()))
+        }
+        "s" if is_tcp_taken("", "1234") => {
+            say(told(name, text).ok()?);
+            Some(Change::Gone)
+        }
+        "vnc" | "gdb" | "monitor" | "qmp" | "qmp-pretty" if is_place_taken(name, text) => {
+            say(told(name, text).ok()?);
+            Some(Change::Gone)
+        }
+        "serial" | "parallel" | "debugcon" if is_place_taken(name, text) => {
+            say(told(name, text).ok()?);
+            Some(Change::Value("null".to_owned()))
+        }
+        "chardev" => {
+            let chardev = Value::parse("backend", text)?;
+            let is_server = chardev.is_on("server");
+            let path = chardev.get("path").filter(|_| chardev.kind() == "socket");
+            let taken = match path {
+                Some(path) => is_unix_taken(path),
+                None => {
+                    chardev.kind() == "socket"
+                        && is_tcp_taken(&chardev.text("host"), &chardev.text("port"))
+                }
+            };
+            if !(is_server && taken) {
+                return None;
+            }
+            say(told(name, text).ok()?);
+            Some(Change::Value(super::rewrite::null_chardev(&chardev)))
+        }
+        _ => None,
+    }
+}
+
+/// Whether a place that an option listens at is another's: `:1` (VNC), `unix:PATH,server`, `tcp:HOST:PORT,server`.
+fn is_place_taken(name: &str, text: &str) -> bool {
+    let text = text.strip_prefix("mon:").unwrap_or(text);
+    let mut parts = text.split(',');
+    let place = parts.next().unwrap_or_default();
+    let is_server =
+        ["vnc", "gdb"].contains(&name) || parts.any(|part| ["server", "server=on"].contains(&part));
+    if !is_server {
+        return false;
+    }
+    if let Some(path) = place.strip_prefix("unix:") {
+        return is_unix_taken(path);
+    }
+    if name == "vnc" {
+        let port = |display: &str| Some((5900 + display.parse::<u16>().ok()?).to_string());
+        let found = place
+            .rsplit_once(':')
+            .and_then(|(host, display)| Some((host, port(display)?)));
+        return found.is_some_and(|(host, port)| is_tcp_taken(host, &port));
+    }
+    let Some((_, place)) = place.split_once(':') else {
+        return false;
+    };
+    place
+        .rsplit_once(':')
+        .is_some_and(|(host, port)| is_tcp_taken(host, port))
+}
+
+fn is_tcp_taken(host: &str, port: &str) -> bool {
+    let Ok(port) = port.parse::<u16>() else {
+        return false;
+    };
+    let host = if host.is_empty() { "0.0.0.0" } else { host };
+    TcpListener::bind((host, port)).is_err_and(|error| error.kind() == ErrorKind::AddrInUse)
+}
+
+/// Whether a process of this network namespace has a tap of this name: the kernel says so of each open `/dev/net/tun` (`tun_chr_show_fdinfo`).
+fn is_tap_taken(name: &str) -> bool {
+    let network = |process: &Path| std::fs::read_link(process.join("ns/net")).ok();
+    let own = network(Path::new("/proc/self"));
+    let has_it = |process: &Path| {
+        let descriptors = std::fs::read_dir(process.join("fd"));
+        descriptors.into_iter().flatten().flatten().any(|entry| {
+            let is_tun =
+                std::fs::read_link(entry.path()).is_ok_and(|to| to == Path::new("/dev/net/tun"));
+            let facts = process.join("fdinfo").join(entry.file_name());
+            is_tun && std::fs::read_to_string(facts).is_ok_and(|facts| is_tap_of(&facts, name))
+        })
+    };
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let mut processes = processes.map(|entry| entry.path());
+    processes.any(|process| network(&process) == own && has_it(&process))
+}
+
+fn is_tap_of(facts: &str, name: &str) -> bool {
+    let mut lines = facts.lines();
+    lines.any(|line| line.strip_prefix("iff:").map(str::trim) == Some(name))
+}
+
+/// Whether somebody listens there: QEMU would put its own in the place.
+fn is_unix_taken(path: &str) -> bool {
+    UnixStream::connect(Path::new(path)).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn what_another_process_has_is_left_out_and_told() {
+        let place = tempfile::tempdir().unwrap();
+        let path = |name: &str| place.path().join(name).display().to_string();
+        let _listens = UnixListener::bind(path("taken")).unwrap();
+        let other = TcpListener::bind("127.0.0.1:0").unwrap();
+        let taken = other.local_addr().unwrap().port();
+        let free = TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
+        let text = format!(
+            "-netdev user,id=n,hostfwd=tcp:127.0.0.1:{taken}-:22,hostfwd=tcp:127.0.0.1:{free}-:80 -device e1000,netdev=n \
+             -qmp unix:{0},server=on,wait=off -qmp unix:{1},server=on,wait=off -serial tcp:127.0.0.1:{taken},server=on \
+             -chardev socket,id=c,path={0},server=on,wait=off -gdb tcp:127.0.0.1:{taken} -gdb tcp:127.0.0.1:{free} -S",
+            path("taken"),
+            path("free"),
+        );
+        let mut arguments: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
+        let left = leave_out_taken(&mut arguments);
+        let wanted = format!(
+            "-netdev user,hostfwd=tcp:127.0.0.1:{free}-:80,id=n -device e1000,netdev=n -qmp unix:{},server=on,wait=off -serial null \
+             -chardev null,id=c -gdb tcp:127.0.0.1:{free} -S",
+            path("free")
+        );
+        assert_eq!(arguments.join(" "), wanted);
+        assert_eq!(left.len(), 5, "{left:?}");
+        assert!(left[0].contains(&taken.to_string()), "{left:?}");
+        // All are told at the save.
+        let told = of_arguments(&arguments);
+        assert_eq!(told.len(), 3, "{told:?}");
+        let vsock = ["-device", "vhost-vsock-pci,guest-cid=7"].map(str::to_owned);
+        assert_eq!(of_arguments(&vsock), ["vhost-vsock-pci guest-cid=7"]);
+        // What memfold doesn't know is QEMU's to judge.
+        let mut strange = vec!["-brand-new".to_owned()];
+        assert_eq!(
+            (leave_out_taken(&mut strange), strange.len()),
+            (Vec::new(), 1)
+        );
+    }
+}

@@ -1,0 +1,576 @@
+//! Starting a VM: a process that outlives us.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use memfold_host::qemu::{QemuError, QemuFacts};
+use memfold_host::{files, kvm};
+use memfold_sys::session;
+use memfold_units::ByteSize;
+use rustix::process::Pid;
+
+use super::command_line::arguments;
+use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
+use super::forward::Forward;
+use super::machine::Vm;
+use super::overlay::{self, Backing};
+use super::own_files;
+use super::preload;
+use super::process::Identity;
+use super::qmp::Qmp;
+use super::spec::{AccelChoice, DiskSpec, SpecError, VmSpec};
+use super::swap;
+
+/// How long QEMU may take until its monitor answers.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A device state without RAM comes from a file; it says nothing about the command line.
+const INCOMING: [&str; 4] = [
+    "-incoming",
+    "defer",
+    "-global",
+    "migration.send-configuration=off",
+];
+
+/// How long a QEMU that was killed may take to end, until it is left to the kernel.
+const KILL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Bytes of QEMU's output that an error repeats.
+const LOG_TAIL: usize = 4096;
+
+/// Why a VM was not started. Nothing is left of it then.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// The description is wrong.
+    #[error("the VM's description is wrong")]
+    Spec(#[from] SpecError),
+    /// QEMU is not usable.
+    #[error("QEMU cannot be used")]
+    Qemu(#[from] QemuError),
+    /// QEMU is too old.
+    #[error("{program} has version {}.{}.{}; memfold needs 10.0 or newer", version.0, version.1, version.2)]
+    TooOld {
+        /// The program.
+        program: PathBuf,
+        /// Its version.
+        version: (u64, u64, u64),
+    },
+    /// KVM was asked for and doesn't work.
+    #[error("accel = \"kvm\" cannot be had: {why}; \"auto\" or \"tcg\" can")]
+    Kvm {
+        /// Why.
+        why: String,
+    },
+    /// The VM is to be folded and the library is missing.
+    #[error(
+        "memfold's library for QEMU is missing; build it ('make build'), name it in {}, or start the VM with fold = false",
+        files::LIBRARY_VARIABLE
+    )]
+    Library(#[source] io::Error),
+    /// A VM of this name runs.
+    #[error("a VM named '{name}' is running")]
+    NameTaken {
+        /// The name.
+        name: String,
+    },
+    /// A socket's path would be too long for the kernel.
+    #[error(
+        "state directory {path} is too long: a socket's path in it has {length} bytes, {MAX_SOCKET_PATH} are allowed"
+    )]
+    PathTooLong {
+        /// The VM's directory.
+        path: PathBuf,
+        /// Length of its longest socket path.
+        length: usize,
+    },
+    /// The VM's files can't be made.
+    #[error("cannot make the VM's files in {path}")]
+    Files {
+        /// Where.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// The overlay of a disk can't be made.
+    #[error("cannot make a temporary overlay for {disk}: {why}")]
+    Overlay {
+        /// The disk.
+        disk: PathBuf,
+        /// What qemu-img said.
+        why: String,
+    },
+    /// Another process has a port of this host.
+    #[error("cannot forward port {forward}; host port 0 takes a free one")]
+    Forward {
+        /// Address, port of the host and port of the guest, as they were asked for.
+        forward: Forward,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// The swap disk can't be made.
+    #[error(
+        "cannot make a swap disk of {size} in {path}; its room is taken from the disk at once: free some there, choose another TMPDIR, or a smaller --swap"
+    )]
+    Swap {
+        /// Its size.
+        size: ByteSize,
+        /// Its file.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// A device state doesn't fit this host.
+    #[error("it was saved with {what} {then}, and here is {now}: the device state would not fit")]
+    Incoming {
+        /// What differs.
+        what: String,
+        /// What it was.
+        then: String,
+        /// What it is here.
+        now: String,
+    },
+    /// Somebody stopped it before QEMU answered.
+    #[error("VM '{name}' was stopped while it started")]
+    Cancelled {
+        /// The VM.
+        name: String,
+    },
+    /// QEMU ended, or never answered.
+    #[error("QEMU did not start ({what}); it said:\n{output}")]
+    Start {
+        /// What happened.
+        what: String,
+        /// The end of its output.
+        output: String,
+    },
+}
+
+/// Whether a start is to be given up.
+#[derive(Debug, Default)]
+pub struct Cancel(AtomicBool);
+
+impl Cancel {
+    /// Gives the start of a VM under `state` up. A QEMU that was started already is killed, so that nobody waits for it.
+    pub fn cancel(&self, state: &Path, name: &str) -> io::Result<()> {
+        self.set();
+        // If there is no record yet, the starter finds out when it has written one.
+        match Vm::find(state, name) {
+            Ok(vm) => vm.process().kill(),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Whether it is.
+    #[must_use]
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// Gives the start up; who started QEMU ends it.
+    pub fn set(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+
+    fn check(&self, name: &str) -> Result<(), LaunchError> {
+        if self.is_set() {
+            return Err(LaunchError::Cancelled {
+                name: name.to_owned(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Starts a VM whose files lie under `state`. Returns when QEMU's monitor answers; the guest may still be booting.
+pub fn start(state: &Path, spec: VmSpec) -> Result<Vm, LaunchError> {
+    start_unless(&Cancel::default(), state, spec, None)
+}
+
+/// What a VM has to be so that a device state fits it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Incoming {
+    /// QEMU's version when it was saved: major, minor, micro.
+    pub qemu: (u64, u64, u64),
+    /// Machine type, with its version.
+    pub machine: String,
+    /// What carried it out.
+    pub accel: String,
+}
+
+/// Starts a VM that waits for a device state instead of booting.
+pub fn start_incoming(state: &Path, spec: VmSpec, incoming: &Incoming) -> Result<Vm, LaunchError> {
+    start_unless(&Cancel::default(), state, spec, Some(incoming))
+}
+
+/// Starts a VM, which waits for a device state if there is one, unless the start is given up meanwhile.
+pub fn start_unless(
+    cancel: &Cancel,
+    state: &Path,
+    spec: VmSpec,
+    incoming: Option<&Incoming>,
+) -> Result<Vm, LaunchError> {
+    let mut spec = spec;
+    spec.validate()?;
+    let qemu = QemuFacts::probe()?;
+    if !qemu.is_supported() {
+        return Err(LaunchError::TooOld {
+            program: qemu.program,
+            version: qemu.version,
+        });
+    }
+    for forward in &mut spec.forwards {
+        *forward = forward.claim().map_err(|source| LaunchError::Forward {
+            forward: forward.clone(),
+            source,
+        })?;
+    }
+    let accel = choose_accel(&spec, &qemu, state)?;
+    if let Some(incoming) = incoming {
+        fits(incoming, &qemu, accel)?;
+    }
+    let library = if spec.fold {
+        Some(files::library().map_err(LaunchError::Library)?)
+    } else {
+        None
+    };
+    let directory = VmDirectory::of(state, &spec.name);
+    let length = directory.console().as_os_str().len();
+    if length > MAX_SOCKET_PATH {
+        return Err(LaunchError::PathTooLong {
+            path: directory.path().into(),
+            length,
+        });
+    }
+    claim(&directory)?;
+    let mut attempt = Attempt {
+        directory: &directory,
+        overlays: Vec::new(),
+        child: None,
+    };
+    let vm = attempt.run(&spec, &qemu, accel, library, incoming, cancel);
+    if vm.is_err() {
+        attempt.undo();
+    }
+    vm.map_err(|error| unknown_machine(error, incoming, &qemu))
+}
+
+/// Says what QEMU means by its words, if it no more knows the machine type of a state that was saved.
+fn unknown_machine(
+    error: LaunchError,
+    incoming: Option<&Incoming>,
+    qemu: &QemuFacts,
+) -> LaunchError {
+    match (incoming, &error) {
+        (Some(incoming), LaunchError::Start { output, .. })
+            if output.contains("unsupported machine type") =>
+        {
+            LaunchError::Incoming {
+                what: "machine type".into(),
+                then: incoming.machine.clone(),
+                now: format!(
+                    "QEMU {}.{}.{}, which hasn't got it",
+                    qemu.version.0, qemu.version.1, qemu.version.2
+                ),
+            }
+        }
+        _ => error,
+    }
+}
+
+/// Whether a device state that was saved there can be read here.
+fn fits(incoming: &Incoming, qemu: &QemuFacts, accel: &str) -> Result<(), LaunchError> {
+    let other = |what: &str, then: String, now: String| LaunchError::Incoming {
+        what: what.to_owned(),
+        then,
+        now,
+    };
+    let text = |v: (u64, u64, u64)| format!("{}.{}.{}", v.0, v.1, v.2);
+    if qemu.version < incoming.qemu {
+        return Err(other("QEMU", text(incoming.qemu), text(qemu.version)));
+    }
+    if accel != incoming.accel {
+        return Err(other(
+            "accelerator",
+            incoming.accel.clone(),
+            accel.to_owned(),
+        ));
+    }
+    Ok(())
+}
+
+fn choose_accel(
+    spec: &VmSpec,
+    qemu: &QemuFacts,
+    state: &Path,
+) -> Result<&'static str, LaunchError> {
+    match spec.accel {
+        AccelChoice::Tcg => Ok("tcg"),
+        // Not probed: who asks for KVM by name may boot something else than Linux.
+        AccelChoice::Kvm => match File::options().read(true).write(true).open("/dev/kvm") {
+            Ok(_) => Ok("kvm"),
+            Err(e) => Err(LaunchError::Kvm {
+                why: format!("/dev/kvm: {e}"),
+            }),
+        },
+        AccelChoice::Auto => {
+            let images = files::guest_images().unwrap_or_default();
+            let verdict = kvm::probe(qemu, images.values().next(), state);
+            Ok(if verdict.is_usable() { "kvm" } else { "tcg" })
+        }
+    }
+}
+
+/// Makes the VM's directory; clears one that a VM left which runs no more.
+fn claim(directory: &VmDirectory) -> Result<(), LaunchError> {
+    let failed = |source| LaunchError::Files {
+        path: directory.path().into(),
+        source,
+    };
+    match directory.create() {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            if !Vm::clear_if_stale(directory).map_err(failed)? {
+                return Err(LaunchError::NameTaken {
+                    name: directory.name(),
+                });
+            }
+            directory.create().map_err(failed)
+        }
+        other => other.map_err(failed),
+    }
+}
+
+/// What has to be undone when a start fails.
+struct Attempt<'a> {
+    directory: &'a VmDirectory,
+    overlays: Vec<PathBuf>,
+    child: Option<Child>,
+}
+
+impl Attempt<'_> {
+    /// Makes temporary overlays and the swap disk.
+    fn make_disks(&mut self, spec: &VmSpec) -> Result<(), LaunchError> {
+        let directory = self.directory;
+        let failed = |source| LaunchError::Files {
+            path: directory.path().into(),
+            source,
+        };
+        let disks = || spec.disks.iter().filter(|disk| disk.snapshot);
+        let places: Vec<PathBuf> = disks()
+            .enumerate()
+            .map(|(number, disk)| overlay_place(disk, number, &spec.name))
+            .collect::<Result<_, _>>()?;
+        let swap = match spec.swap {
+            Some(size) => Some((swap::place(&spec.name).map_err(failed)?, size)),
+            None => None,
+        };
+        let all: Vec<&PathBuf> = places.iter().chain(swap.iter().map(|(p, _)| p)).collect();
+        // Whoever starts it may die at any moment, and nobody else knows of them.
+        directory
+            .write_json(&directory.overlays(), &all)
+            .map_err(failed)?;
+        for (disk, overlay) in disks().zip(places) {
+            make_overlay(disk, &overlay)?;
+            self.overlays.push(overlay.clone());
+            overlay::give(&overlay, spec).map_err(|source| LaunchError::Files {
+                path: overlay,
+                source,
+            })?;
+        }
+        if let Some((path, size)) = swap {
+            swap::create(&path, size.0, true).map_err(|source| LaunchError::Swap {
+                size,
+                path: path.clone(),
+                source,
+            })?;
+            self.overlays.push(path);
+        }
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)] // all that a start depends on
+    fn run(
+        &mut self,
+        spec: &VmSpec,
+        qemu: &QemuFacts,
+        accel: &str,
+        library: Option<PathBuf>,
+        incoming: Option<&Incoming>,
+        cancel: &Cancel,
+    ) -> Result<Vm, LaunchError> {
+        // The HPET ticks on 250 times a second in guests that have long turned to another timer, each time through QEMU's main loop.
+        // It has device state: a VM that is restored is as it was.
+        let machine = incoming.map_or_else(
+            || format!("{},hpet=off", qemu.machine),
+            |i| i.machine.clone(),
+        );
+        let directory = self.directory;
+        let failed = |source| LaunchError::Files {
+            path: directory.path().into(),
+            source,
+        };
+        let _lock = directory.lock().map_err(failed)?;
+        directory
+            .write_json(&directory.spec(), spec)
+            .and_then(|()| directory.write_json(&directory.segments(), &spec.segments))
+            .map_err(failed)?;
+        own_files::make(directory, spec).map_err(failed)?;
+        self.make_disks(spec)?;
+        if incoming.is_some() {
+            File::create(directory.incoming()).map_err(failed)?;
+        }
+        // Appended to, so that the daemon can empty it when it is long.
+        let log = File::options()
+            .append(true)
+            .create(true)
+            .open(directory.qemu_log());
+        let log = log.map_err(failed)?;
+        let mut command = Command::new(&qemu.program);
+        command
+            .args(incoming.into_iter().flat_map(|_| INCOMING))
+            .args(arguments(spec, &machine, accel, directory, &self.overlays))
+            // What others have named without a path is looked for there.
+            .current_dir(if spec.foreign.is_some() {
+                directory.path()
+            } else {
+                let place = spec.qemu_directory.as_deref();
+                place.filter(|p| p.is_dir()).unwrap_or(Path::new("/"))
+            })
+            // The daemon's, not a VM's (sd_notify(3)).
+            .env_remove("NOTIFY_SOCKET")
+            .env_remove("WATCHDOG_USEC")
+            .env_remove("WATCHDOG_PID")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().map_err(failed)?)
+            .stderr(log);
+        if let Some(library) = &library {
+            preload::add(&mut command, library, directory).map_err(failed)?;
+        }
+        let child = session::detach(&mut command).spawn().map_err(|source| {
+            LaunchError::Qemu(QemuError::Run {
+                program: qemu.program.clone(),
+                source,
+            })
+        })?;
+        let child = self.child.insert(child);
+        let pid = i32::try_from(child.id())
+            .ok()
+            .and_then(Pid::from_raw)
+            .ok_or_else(|| failed(io::Error::other("QEMU has no process number")))?;
+        let record = Record {
+            process: Identity::of(pid).map_err(failed)?,
+            qemu: qemu.program.clone(),
+            version: qemu.version,
+            machine,
+            accel: accel.to_owned(),
+            library,
+            overlays: self.overlays.clone(),
+        };
+        directory
+            .write_json(&directory.record(), &record)
+            .map_err(failed)?;
+        let started = wait_for_monitor(child, directory, cancel);
+        // What a cancelled QEMU said last is of no interest.
+        cancel.check(&spec.name)?;
+        started?;
+        let vm = Vm::open(directory).map_err(|e| LaunchError::Start {
+            what: e.to_string(),
+            output: log_tail(directory),
+        })?;
+        if let Some(child) = self.child.take() {
+            reap(child);
+        }
+        Ok(vm)
+    }
+
+    fn undo(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            // Fails only for a child that has ended.
+            let _ = child.kill();
+            let end = Instant::now() + KILL_TIMEOUT;
+            while matches!(child.try_wait(), Ok(None)) && Instant::now() < end {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // It may wait for a disk that does not answer: the kernel ends it when that does.
+            reap(child);
+        }
+        if let Err(error) = self.directory.remove(&self.overlays) {
+            tracing::warn!(directory = %self.directory.path().display(), %error, "files of a VM that did not start are left");
+        }
+    }
+}
+
+/// Waits for the child's end on a thread of its own, so that it never stays a zombie while we live.
+pub(super) fn reap(mut child: Child) {
+    let thread = std::thread::Builder::new()
+        .name("reap-qemu".into())
+        .spawn(move || child.wait());
+    if let Err(error) = thread {
+        tracing::warn!(%error, "no thread to wait for QEMU's end");
+    }
+}
+
+fn wait_for_monitor(
+    child: &mut Child,
+    directory: &VmDirectory,
+    cancel: &Cancel,
+) -> Result<(), LaunchError> {
+    let deadline = Instant::now() + START_TIMEOUT;
+    let failed = |what: String| LaunchError::Start {
+        what,
+        output: log_tail(directory),
+    };
+    loop {
+        cancel.check(&directory.name())?;
+        match child.try_wait() {
+            Ok(Some(status)) => return Err(failed(status.to_string())),
+            Ok(None) => {}
+            Err(e) => return Err(failed(e.to_string())),
+        }
+        // The socket exists before QEMU has made its devices; the greeting comes after, unless QEMU ends first.
+        match Qmp::connect(&directory.qmp(), Duration::from_secs(2)) {
+            Ok(_) => return Ok(()),
+            Err(e) if Instant::now() >= deadline => return Err(failed(e.to_string())),
+            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}
+
+/// The last words in QEMU's log.
+pub fn log_tail(directory: &VmDirectory) -> String {
+    let log = fs::read(directory.qemu_log()).unwrap_or_default();
+    let tail = &log[log.len().saturating_sub(LOG_TAIL)..];
+    String::from_utf8_lossy(tail).trim().to_owned()
+}
+
+/// Where a temporary overlay will be, in `TMPDIR` or `/var/tmp`: not in the state directory, which is RAM.
+fn overlay_place(disk: &DiskSpec, number: usize, name: &str) -> Result<PathBuf, LaunchError> {
+    let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+    let place = place.canonicalize().map_err(|error| LaunchError::Overlay {
+        disk: disk.path.clone(),
+        why: format!("{}: {error}", place.display()),
+    })?;
+    Ok(place.join(format!(
+        "memfold-{name}-{number}-{:x}.qcow2",
+        overlay::unique()
+    )))
+}
+
+/// Makes the overlay over the disk.
+fn make_overlay(disk: &DiskSpec, overlay: &Path) -> Result<(), LaunchError> {
+    let backing = Backing {
+        file: &disk.path,
+        format: disk.format().driver(),
+        virtual_bytes: None,
+    };
+    overlay::create(overlay, &backing).map_err(|error| LaunchError::Overlay {
+        disk: disk.path.clone(),
+        why: format!("{}: {error}", overlay.display()),
+    })
+}

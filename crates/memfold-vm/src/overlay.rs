@@ -1,0 +1,163 @@
+//! Temporary overlays of disks: empty qcow2 files that take a VM's writes.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, SystemTime};
+
+use memfold_host::helper;
+
+use super::VmSpec;
+
+/// How long `qemu-img` may take to make an overlay: what it is built on may lie on a host that does not answer.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// What an overlay is built on.
+pub struct Backing<'a> {
+    /// Absolute. It is written into the overlay's header.
+    pub file: &'a Path,
+    /// `raw` or `qcow2`.
+    pub format: &'a str,
+    /// Bytes of the disk, if `file` is to be there only later; else it is opened, and tells.
+    pub virtual_bytes: Option<u64>,
+}
+
+/// Makes an empty overlay, readable for its owner only, in a directory that others may write to; `AlreadyExists` if there is a file.
+/// If it fails, there is none.
+pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
+    let file = new_file(path)?;
+    format(file, backing).inspect_err(|_| {
+        let _ = std::fs::remove_file(path);
+    })
+}
+
+/// Makes an empty disk, readable for its owner only. If it fails, there is none.
+pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
+    let file = new_file(path)?;
+    let mut command = create_command();
+    command
+        .arg("/proc/self/fd/0")
+        .arg(virtual_bytes.to_string());
+    run(&mut command, file).inspect_err(|_| {
+        let _ = std::fs::remove_file(path);
+    })
+}
+
+/// Gives a temporary file to the user that a VM's QEMU becomes: it opens the file again when a snapshot freezes it, and later ones without having been
+/// root.
+pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
+    let Some(name) = &spec.user else {
+        return Ok(());
+    };
+    let (uid, gid) = memfold_sys::peer::user_ids(name)?
+        .ok_or_else(|| io::Error::other(format!("there is no user '{name}' on this host")))?;
+    std::os::unix::fs::chown(path, Some(uid), Some(gid))
+}
+
+fn new_file(path: &Path) -> io::Result<File> {
+    File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+}
+
+fn create_command() -> Command {
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", "qcow2"]);
+    command
+}
+
+/// `qemu-img` gets the open file and not its name: it may outlive us, and would make the file anew once someone has removed it.
+fn format(file: File, backing: &Backing) -> io::Result<()> {
+    let mut command = create_command();
+    command.args(["-F", backing.format, "-b"]);
+    command.arg(backing.file);
+    if backing.virtual_bytes.is_some() {
+        command.arg("-u");
+    }
+    command.arg("/proc/self/fd/0");
+    command.args(backing.virtual_bytes.map(|bytes| bytes.to_string()));
+    run(&mut command, file)
+}
+
+/// Runs `qemu-img` with an open file as its standard input.
+fn run(command: &mut Command, file: File) -> io::Result<()> {
+    let output = helper::output(command.stdin(Stdio::from(file)), LIMIT)
+        .map_err(|error| io::Error::new(error.kind(), format!("qemu-img: {error}")))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let words = String::from_utf8_lossy(&output.stderr);
+    Err(io::Error::other(format!("qemu-img: {}", words.trim())))
+}
+
+/// What makes the names of a VM's overlays differ: nanoseconds since 1970, in a width that a QEMU node's name has room for.
+#[must_use]
+pub fn unique() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn raw(path: &Path) -> Backing<'_> {
+        Backing {
+            file: path,
+            format: "raw",
+            virtual_bytes: None,
+        }
+    }
+
+    #[test]
+    fn an_overlay_has_its_disks_size_and_is_made_once() {
+        let place = tempfile::tempdir().unwrap();
+        let disk = place.path().join("disk");
+        File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+        let overlay = place.path().join("overlay");
+        create(&overlay, &raw(&disk)).unwrap();
+        let header = std::fs::read(&overlay).unwrap();
+        assert_eq!(header[..4], *b"QFI\xfb");
+        // docs/interop/qcow2 in QEMU: the size is at byte 24, the backing file's name at the offset in byte 8.
+        assert_eq!(header[24..32], (1_u64 << 20).to_be_bytes());
+        let name = disk.to_str().unwrap().as_bytes();
+        assert!(header.windows(name.len()).any(|part| part == name));
+        let error = create(&overlay, &raw(&disk)).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(std::fs::read(&overlay).unwrap(), header);
+    }
+
+    #[test]
+    fn a_disk_that_is_to_come_needs_a_size_and_a_failure_leaves_nothing() {
+        let place = tempfile::tempdir().unwrap();
+        let disk = place.path().join("nowhere");
+        let overlay = place.path().join("overlay");
+        let error = create(&overlay, &raw(&disk)).unwrap_err().to_string();
+        assert!(error.starts_with("qemu-img: "), "{error}");
+        assert!(!overlay.exists());
+        let later = Backing {
+            virtual_bytes: Some(3 << 20),
+            ..raw(&disk)
+        };
+        create(&overlay, &later).unwrap();
+        let header = std::fs::read(&overlay).unwrap();
+        assert_eq!(header[24..32], (3_u64 << 20).to_be_bytes());
+    }
+
+    #[test]
+    fn a_file_that_is_removed_meanwhile_does_not_come_back() {
+        let place = tempfile::tempdir().unwrap();
+        let disk = place.path().join("disk");
+        File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+        let overlay = place.path().join("overlay");
+        let file = File::create_new(&overlay).unwrap();
+        std::fs::remove_file(&overlay).unwrap();
+        format(file, &raw(&disk)).unwrap();
+        assert!(!overlay.exists());
+    }
+}

@@ -1,0 +1,617 @@
+//! A small QMP client that takes QEMU's answers as they come.
+//!
+//! Source: QEMU `docs/interop/qmp-spec.rst`. Answers are plain JSON values: a schema older or newer than ours is no error.
+//! QEMU serves one client a socket at a time; a second one waits without a greeting.
+
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use memfold_host::socket;
+
+/// Longest answer that is read, in bytes.
+const MAX_MESSAGE: usize = 64 << 20;
+/// Events kept until somebody asks for them; the oldest go first.
+const MAX_EVENTS: usize = 1024;
+/// How long QEMU may wait for the host's disks before it answers: others may keep them busy.
+const DISKS_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Time that a QEMU which has missed a deadline has to show that it answers again: whoever asks next does not wait as long as the first.
+const SILENT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Why QEMU gave no answer, or not the one we wanted.
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    /// The socket can't be reached.
+    #[error("cannot connect to QMP socket {path}")]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// From the kernel.
+        #[source]
+        source: std::io::Error,
+    },
+    /// No greeting came: another client holds the socket, or QEMU hangs.
+    #[error("no QMP greeting on {path} within {seconds} s; is another client connected to it?")]
+    NoGreeting {
+        /// Where QEMU listens.
+        path: PathBuf,
+        /// How long this task waited for its turn.
+        seconds: f64,
+    },
+    /// The connection broke.
+    #[error("QMP connection lost during {command}")]
+    Lost {
+        /// What was asked.
+        command: String,
+        /// From the kernel.
+        #[source]
+        source: std::io::Error,
+    },
+    /// QEMU took longer than the time given.
+    #[error("QEMU did not answer {command} within {seconds} s")]
+    Timeout {
+        /// What was asked.
+        command: String,
+        /// How long we waited.
+        seconds: f64,
+    },
+    /// Another task of this process had the connection all the time.
+    #[error("another task has used QMP socket {path} for {seconds} s; QEMU may be hanging")]
+    Busy {
+        /// The socket.
+        path: PathBuf,
+        /// How long we waited.
+        seconds: f64,
+    },
+    /// QEMU refused.
+    #[error("QEMU refused {command}: {description}")]
+    Refused {
+        /// What was asked.
+        command: String,
+        /// QEMU's error class.
+        class: String,
+        /// QEMU's words.
+        description: String,
+    },
+    /// What came isn't QMP.
+    #[error("not a QMP answer to {command}: {text}")]
+    Unexpected {
+        /// What was asked.
+        command: String,
+        /// The start of what came.
+        text: String,
+    },
+}
+
+/// A connection to QEMU's monitor.
+#[derive(Debug)]
+pub struct Qmp {
+    path: PathBuf,
+    timeout: Duration,
+    stream: Option<UnixStream>,
+    buffer: Vec<u8>,
+    events: VecDeque<Value>,
+    greeting: Value,
+    next_id: u64,
+    /// Goes with the next command.
+    pass: Option<OwnedFd>,
+    connections: u64,
+    /// QEMU has missed a deadline, and has answered nothing since.
+    is_silent: bool,
+    /// How long was waited for the connection that this stands for in vain.
+    busy: Option<Duration>,
+}
+
+/// A descriptor that QEMU has under a path.
+#[derive(Debug)]
+pub struct Lent {
+    set: u64,
+    /// Its number in QEMU.
+    number: u64,
+}
+
+impl Lent {
+    /// Where QEMU finds it.
+    #[must_use]
+    pub fn path(&self) -> String {
+        format!("/dev/fdset/{}", self.set)
+    }
+
+    /// The same for what knows nothing of QEMU's sets, such as memory backends: to open it takes the file's own permission alone, not that
+    /// of the directories above it.
+    #[must_use]
+    pub fn plain_path(&self) -> String {
+        format!("/proc/self/fd/{}", self.number)
+    }
+}
+
+impl Qmp {
+    /// Connects and negotiates. `timeout` is also the time that each later answer may take.
+    pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
+        let mut qmp = Self::unconnected(path, timeout);
+        qmp.reconnect()?;
+        Ok(qmp)
+    }
+
+    fn unconnected(path: &Path, timeout: Duration) -> Self {
+        Self {
+            path: path.into(),
+            timeout,
+            stream: None,
+            buffer: Vec::new(),
+            events: VecDeque::new(),
+            greeting: Value::Null,
+            next_id: 1,
+            pass: None,
+            connections: 0,
+            is_silent: false,
+            busy: None,
+        }
+    }
+
+    /// Stands for a connection that another task did not let go of within `waited`: all that is asked fails ([`QmpError::Busy`]).
+    #[must_use]
+    pub fn busy(path: &Path, waited: Duration) -> Self {
+        Self {
+            busy: Some(waited),
+            ..Self::unconnected(path, waited)
+        }
+    }
+
+    /// The Unix socket where QEMU listens; it may be gone by now.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether QEMU has missed a deadline and has answered nothing since.
+    #[must_use]
+    pub const fn is_silent(&self) -> bool {
+        self.is_silent
+    }
+
+    /// Drops the connection and makes a new one. Events already received stay.
+    pub fn reconnect(&mut self) -> Result<(), QmpError> {
+        if let Some(waited) = self.busy {
+            return Err(QmpError::Busy {
+                path: self.path.clone(),
+                seconds: waited.as_secs_f64(),
+            });
+        }
+        self.stream = None;
+        self.buffer.clear();
+        self.connections += 1;
+        let limit = if self.is_silent {
+            self.timeout.min(SILENT_TIMEOUT)
+        } else {
+            self.timeout
+        };
+        let deadline = Instant::now() + limit;
+        let no_greeting = QmpError::NoGreeting {
+            path: self.path.clone(),
+            seconds: limit.as_secs_f64(),
+        };
+        let stream = socket::connect(&self.path, limit)
+            .and_then(|s| s.set_write_timeout(Some(self.timeout)).map(|()| s));
+        self.stream = Some(match stream {
+            Ok(stream) => stream,
+            // Nobody was taken from the queue of the socket.
+            Err(error) if error.kind() == ErrorKind::TimedOut => {
+                self.is_silent = true;
+                return Err(no_greeting);
+            }
+            Err(source) => {
+                return Err(QmpError::Connect {
+                    path: self.path.clone(),
+                    source,
+                });
+            }
+        });
+        self.greeting = match self.read_message("the greeting", deadline) {
+            Err(QmpError::Timeout { .. }) => {
+                self.stream = None;
+                self.is_silent = true;
+                return Err(no_greeting);
+            }
+            other => other?,
+        };
+        if self.greeting.get("QMP").is_none() {
+            let greeting = self.greeting.take();
+            return Err(self.unexpected("the greeting", &greeting));
+        }
+        // QEMU greets in a thread of its own, and carries commands out in the one that may be hanging.
+        self.once("qmp_capabilities", &Value::Null, limit)
+            .map(|_| ())
+    }
+
+    /// QEMU's version: major, minor, micro. Zeroes if the greeting doesn't say.
+    #[must_use]
+    pub fn version(&self) -> (u64, u64, u64) {
+        let part = |name: &str| {
+            self.greeting["QMP"]["version"]["qemu"][name]
+                .as_u64()
+                .unwrap_or(0)
+        };
+        (part("major"), part("minor"), part("micro"))
+    }
+
+    /// The process at the other end of the socket (`SO_PEERCRED`: the one that made the listening socket).
+    pub fn peer_pid(&self) -> Option<rustix::process::Pid> {
+        let stream = self.stream.as_ref()?;
+        Some(rustix::net::sockopt::socket_peercred(stream).ok()?.pid)
+    }
+
+    /// Carries out `command` and gives its return value. A question (`query-...`, `qom-get`, `qom-list`) is asked again on a
+    /// new connection if the old one broke; a command that may change something is not.
+    #[allow(clippy::needless_pass_by_value)] // callers write json!({...}) in place
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        if self.stream.is_none() {
+            self.reconnect()?;
+        }
+        match self.once(command, &arguments, self.timeout) {
+            Err(QmpError::Lost { .. }) if is_question(command) => {
+                self.reconnect()?;
+                self.once(command, &arguments, self.timeout)
+            }
+            other => other,
+        }
+    }
+
+    /// [`execute`](Self::execute) for a command that QEMU answers only after it has waited for the host's disks: it drains
+    /// requests that are under way, flushes, and opens files on its main thread.
+    pub fn execute_on_disks(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let timeout = self.timeout.max(DISKS_TIMEOUT);
+        self.execute_within(timeout, command, arguments)
+    }
+
+    fn execute_within(
+        &mut self,
+        timeout: Duration,
+        command: &str,
+        arguments: Value,
+    ) -> Result<Value, QmpError> {
+        let usual = std::mem::replace(&mut self.timeout, timeout);
+        let answer = self.execute(command, arguments);
+        self.timeout = usual;
+        answer
+    }
+
+    /// [`execute`](Self::execute) without arguments.
+    pub fn query(&mut self, command: &str) -> Result<Value, QmpError> {
+        self.execute(command, Value::Null)
+    }
+
+    /// Gives QEMU a descriptor under a path that its file options understand (`/dev/fdset/N`).
+    pub fn lend(&mut self, descriptor: BorrowedFd<'_>) -> Result<Lent, QmpError> {
+        if self.stream.is_none() {
+            self.reconnect()?;
+        }
+        self.pass = descriptor
+            .try_clone_to_owned()
+            .map(Some)
+            .map_err(|source| self.lost("add-fd", source))?;
+        let answer = self.once("add-fd", &Value::Null, self.timeout);
+        self.pass = None;
+        let answer = answer?;
+        match (answer["fdset-id"].as_u64(), answer["fd"].as_u64()) {
+            (Some(set), Some(number)) => Ok(Lent { set, number }),
+            _ => Err(self.unexpected("add-fd", &answer)),
+        }
+    }
+
+    /// QEMU needs the descriptor no more.
+    pub fn take_back(&mut self, lent: &Lent) -> Result<(), QmpError> {
+        self.execute("remove-fd", json!({ "fdset-id": lent.set }))
+            .map(drop)
+    }
+
+    /// Carries out a command of the human monitor and gives its text.
+    pub fn human(&mut self, line: &str) -> Result<String, QmpError> {
+        let answer = self.execute("human-monitor-command", json!({ "command-line": line }))?;
+        match answer {
+            Value::String(text) => Ok(text),
+            other => Err(self.unexpected(line, &other)),
+        }
+    }
+
+    fn once(
+        &mut self,
+        command: &str,
+        arguments: &Value,
+        limit: Duration,
+    ) -> Result<Value, QmpError> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let mut request = json!({ "execute": command, "id": id });
+        if !arguments.is_null() {
+            request["arguments"] = arguments.clone();
+        }
+        let mut line = request.to_string();
+        line.push('\n');
+        let deadline = Instant::now() + limit;
+        let sent = match self.stream.as_mut() {
+            Some(stream) => match self.pass.take() {
+                Some(descriptor) => {
+                    memfold_sys::descriptor::send(stream, line.as_bytes(), descriptor)
+                }
+                None => stream.write_all(line.as_bytes()),
+            },
+            None => Err(ErrorKind::NotConnected.into()),
+        };
+        if let Err(source) = sent {
+            return Err(self.lost(command, source));
+        }
+        loop {
+            let mut message = match self.read_message(command, deadline) {
+                // The late answer would be taken for the next one's: start afresh.
+                Err(QmpError::Timeout { command, .. }) => {
+                    self.stream = None;
+                    self.is_silent = true;
+                    // All of it, not what was left of it after the last event.
+                    return Err(QmpError::Timeout {
+                        command,
+                        seconds: limit.as_secs_f64(),
+                    });
+                }
+                other => other?,
+            };
+            if message.get("event").is_some() {
+                self.keep(message);
+                continue;
+            }
+            if message["id"] != id {
+                continue;
+            }
+            self.is_silent = false;
+            if let Some(error) = message.get("error") {
+                return Err(QmpError::Refused {
+                    command: command.into(),
+                    class: text_of(&error["class"]),
+                    description: text_of(&error["desc"]),
+                });
+            }
+            return match message.get_mut("return") {
+                Some(value) => Ok(value.take()),
+                None => Err(self.unexpected(command, &message)),
+            };
+        }
+    }
+
+    /// Events received so far, oldest first; they are forgotten here.
+    pub fn take_events(&mut self) -> Vec<Value> {
+        self.events.drain(..).collect()
+    }
+
+    /// How often it was connected: between two of them QEMU's events are heard by nobody.
+    #[must_use]
+    pub const fn connections(&self) -> u64 {
+        self.connections
+    }
+
+    /// Events of these names received so far, oldest first; they are forgotten here, and others stay for those who wait for them.
+    pub fn take_events_named(&mut self, names: &[&str]) -> Vec<Value> {
+        let is_named = |event: &Value| event["event"].as_str().is_some_and(|n| names.contains(&n));
+        let (named, others) = self.events.drain(..).partition(is_named);
+        self.events = others;
+        let named: VecDeque<Value> = named;
+        named.into()
+    }
+
+    /// Waits until an event with one of these names comes or is already there; gives it, and drops those before it.
+    /// `Ok(None)` when the time is over.
+    pub fn wait_event(
+        &mut self,
+        names: &[&str],
+        timeout: Duration,
+    ) -> Result<Option<Value>, QmpError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            while let Some(event) = self.events.pop_front() {
+                if event["event"].as_str().is_some_and(|n| names.contains(&n)) {
+                    return Ok(Some(event));
+                }
+            }
+            match self.read_message("an event", deadline) {
+                Ok(message) if message.get("event").is_some() => self.keep(message),
+                Ok(_) => {}
+                Err(QmpError::Timeout { .. }) => return Ok(None),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    fn keep(&mut self, event: Value) {
+        if self.events.len() == MAX_EVENTS {
+            self.events.pop_front();
+        }
+        self.events.push_back(event);
+    }
+
+    fn read_message(&mut self, command: &str, deadline: Instant) -> Result<Value, QmpError> {
+        let started = Instant::now();
+        loop {
+            if let Some(end) = self.buffer.iter().position(|b| *b == b'\n') {
+                let line: Vec<u8> = self.buffer.drain(..=end).collect();
+                if line.trim_ascii().is_empty() {
+                    continue;
+                }
+                return serde_json::from_slice(&line).map_err(|_| QmpError::Unexpected {
+                    command: command.into(),
+                    text: String::from_utf8_lossy(&line).chars().take(200).collect(),
+                });
+            }
+            if self.buffer.len() > MAX_MESSAGE {
+                return Err(self.lost(command, ErrorKind::FileTooLarge.into()));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            let mut chunk = [0; 16 << 10];
+            let got = if left.is_zero() {
+                Err(ErrorKind::TimedOut.into())
+            } else {
+                match self.stream.as_mut() {
+                    Some(stream) => stream
+                        .set_read_timeout(Some(left))
+                        .and_then(|()| stream.read(&mut chunk)),
+                    None => Err(ErrorKind::NotConnected.into()),
+                }
+            };
+            match got {
+                Ok(0) => return Err(self.lost(command, ErrorKind::UnexpectedEof.into())),
+                Ok(n) => self.buffer.extend_from_slice(&chunk[..n]),
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    if Instant::now() >= deadline {
+                        return Err(QmpError::Timeout {
+                            command: command.into(),
+                            seconds: (deadline.saturating_duration_since(started)).as_secs_f64(),
+                        });
+                    }
+                }
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(self.lost(command, e)),
+            }
+        }
+    }
+
+    fn lost(&mut self, command: &str, source: std::io::Error) -> QmpError {
+        self.stream = None;
+        self.buffer.clear();
+        QmpError::Lost {
+            command: command.into(),
+            source,
+        }
+    }
+
+    #[allow(clippy::unused_self)]
+    fn unexpected(&self, command: &str, value: &Value) -> QmpError {
+        QmpError::Unexpected {
+            command: command.into(),
+            text: value.to_string().chars().take(200).collect(),
+        }
+    }
+}
+
+fn is_question(command: &str) -> bool {
+    command.starts_with("query-")
+        || command.starts_with("x-query-")
+        || matches!(command, "qom-get" | "qom-list")
+}
+
+fn text_of(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader};
+    use std::os::unix::net::UnixListener;
+
+    const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
+
+    /// A QEMU that says `script`'s lines, one list for each line it reads; `ID` stands for the request's id.
+    fn server(connections: Vec<Vec<&'static str>>) -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("q");
+        let listener = UnixListener::bind(&path).unwrap();
+        std::thread::spawn(move || {
+            for script in connections {
+                let (mut stream, _) = listener.accept().unwrap();
+                writeln!(stream, "{GREETING}").unwrap();
+                let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+                for answer in std::iter::once(r#"{"return": {}, "id": ID}"#).chain(script) {
+                    let Some(Ok(line)) = lines.next() else { return };
+                    let id = serde_json::from_str::<Value>(&line).unwrap()["id"].to_string();
+                    // In two pieces: the client must put them together.
+                    let answer = answer.replace("ID", &id) + "\n";
+                    let (a, b) = answer.as_bytes().split_at(answer.len() / 2);
+                    stream.write_all(a).unwrap();
+                    std::thread::sleep(Duration::from_millis(5));
+                    stream.write_all(b).unwrap();
+                }
+            }
+        });
+        (dir, path)
+    }
+
+    #[test]
+    fn events_and_foreign_answers_do_not_hide_the_answer() {
+        let (_dir, path) = server(vec![vec![
+            "{\"event\": \"STOP\"}\r\n{\"return\": 1, \"id\": 999}\r\n{\"return\": 7, \"id\": ID}",
+        ]]);
+        let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
+        assert_eq!(qmp.version(), (10, 0, 2));
+        assert_eq!(qmp.query("query-status").unwrap(), 7);
+        let event = qmp.wait_event(&["STOP"], Duration::ZERO).unwrap().unwrap();
+        assert_eq!(event["event"], "STOP");
+    }
+
+    #[test]
+    fn questions_are_asked_again_on_a_new_connection_and_commands_are_not() {
+        let (_dir, path) = server(vec![vec![], vec![r#"{"return": 3, "id": ID}"#]]);
+        let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
+        assert_eq!(qmp.query("query-status").unwrap(), 3);
+        assert!(matches!(qmp.query("cont"), Err(QmpError::Lost { .. })));
+    }
+
+    #[test]
+    fn refusals_and_garbage_are_errors() {
+        let (_dir, path) = server(vec![vec![
+            r#"{"error": {"class": "GenericError", "desc": "no such thing"}, "id": ID}"#,
+            "this is not JSON",
+        ]]);
+        let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
+        let refused = qmp.query("nonsense").unwrap_err().to_string();
+        assert_eq!(refused, "QEMU refused nonsense: no such thing");
+        assert!(matches!(
+            qmp.query("query-kvm"),
+            Err(QmpError::Unexpected { .. })
+        ));
+    }
+
+    #[test]
+    fn a_command_without_an_answer_fails_with_all_the_time_that_it_had() {
+        // An event comes, and then nothing: the second answer waits for a second request.
+        let (_dir, path) = server(vec![vec!["{\"event\": \"STOP\"}", "never"]]);
+        let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
+        let limit = Duration::from_millis(50);
+        let error = qmp.execute_within(limit, "blockdev-backup", json!({}));
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "QEMU did not answer blockdev-backup within 0.05 s"
+        );
+        assert_eq!(qmp.timeout, Duration::from_secs(5));
+    }
+
+    #[test]
+    fn after_a_missed_deadline_the_next_wait_is_short_until_qemu_answers() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("q");
+        let listener = UnixListener::bind(&path).unwrap();
+        let mut qmp = Qmp::unconnected(&path, Duration::from_secs(600));
+        qmp.is_silent = true;
+        assert!(matches!(
+            qmp.query("query-status"),
+            Err(QmpError::NoGreeting { .. })
+        ));
+        drop(listener);
+        let (_dir, path) = server(vec![vec![r#"{"return": 7, "id": ID}"#]]);
+        qmp.path = path;
+        assert_eq!(qmp.query("query-status").unwrap(), 7);
+        assert!(!qmp.is_silent());
+    }
+
+    #[test]
+    fn silence_ends_in_a_timeout() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("q");
+        let _listener = UnixListener::bind(&path).unwrap();
+        let error = Qmp::connect(&path, Duration::from_millis(50)).unwrap_err();
+        assert!(matches!(error, QmpError::NoGreeting { .. }), "{error}");
+    }
+}

@@ -1,0 +1,368 @@
+//! Segments as a VM's devices: files mapped read-only and shared, which the guest sees as persistent memory (virtio-pmem).
+//!
+//! ```text
+//!   memory-backend-file "segment0"  --->  virtio-pmem-pci "seg0"  in  pcie-root-port "segport0"        one for each slot
+//! ```
+//! QEMU can plug such a device while the VM runs, and can't take it out again: a slot keeps its segment as long as the VM lives.
+
+use std::ffi::OsString;
+use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
+
+use memfold_units::ByteSize;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::command_line::{Line, escape};
+use super::qmp::{Qmp, QmpError};
+use super::spec::{SpecError, VmSpec, value};
+
+/// Most slots of a VM: each is a PCI Express port.
+pub const MAX_SLOTS: u32 = 16;
+
+/// Room for one segment in the guest's address space. It costs the guest nothing as long as it is empty.
+pub const SLOT_ROOM: ByteSize = ByteSize(8 << 30);
+
+/// With more RAM than this, q35 puts the rest above 4 GiB (`pc_q35_init`).
+const LOW_MEMORY: ByteSize = ByteSize(0xb000_0000);
+
+/// Has a guest give back what it frees in pieces of 64 KiB (`mm/page_reporting.c`): what it caches little of is scattered, and whole huge
+/// pages are seldom free.
+pub const SMALL_REPORTS: &str = "page_reporting.page_reporting_order=4";
+
+/// A segment that a VM maps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SegmentSpec {
+    /// `NAME`, the newest generation when the VM starts, or `NAME@GENERATION`; of a running VM always the latter.
+    pub name: String,
+    /// The guest's root file system. The first segment only, with a kernel of the description's.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub root: bool,
+    /// Its image; the daemon fills that in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<PathBuf>,
+    /// Length of the image in bytes; the daemon fills that in.
+    #[serde(default)]
+    pub bytes: u64,
+    /// BLAKE3 of the image; the daemon fills that in. Set already, no other image may take its place: of a VM that was saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
+    /// Where the guest sees it, if that is not for QEMU to choose: of a VM that was saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<u64>,
+}
+
+impl SegmentSpec {
+    /// A segment by name.
+    #[must_use]
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            root: false,
+            image: None,
+            bytes: 0,
+            digest: None,
+            address: None,
+        }
+    }
+
+    /// Its name without the generation.
+    #[must_use]
+    pub fn base_name(&self) -> &str {
+        self.name.split('@').next().unwrap_or(&self.name)
+    }
+}
+
+/// Checks what a description says of segments.
+pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
+    let wrong = |why: String| Err(value("segments", why));
+    if spec.slots() > MAX_SLOTS {
+        return wrong(format!("{} slots are more than {MAX_SLOTS}", spec.slots()));
+    }
+    for (number, segment) in spec.segments.iter().enumerate() {
+        if segment.root && (number > 0 || spec.boot.kernel.is_none()) {
+            return wrong(format!(
+                "'{}' can be the root only as the first one, and of a VM with boot.kernel",
+                segment.name
+            ));
+        }
+        check_one(segment)?;
+        // Two generations of one segment may be there: a VM that moved over keeps both devices.
+        let before = &spec.segments[..number];
+        if before.iter().any(|other| other.name == segment.name) {
+            return wrong(format!("'{}' is named twice", segment.name));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a description of a new VM names two generations of one segment, and which.
+#[must_use]
+pub fn twice(spec: &VmSpec) -> Option<&str> {
+    let names = || spec.segments.iter().map(SegmentSpec::base_name);
+    names().enumerate().find_map(|(number, name)| {
+        names()
+            .take(number)
+            .any(|other| other == name)
+            .then_some(name)
+    })
+}
+
+/// Checks that a segment fits into a slot.
+pub fn check_one(segment: &SegmentSpec) -> Result<(), SpecError> {
+    if segment.bytes <= SLOT_ROOM.0 {
+        return Ok(());
+    }
+    let why = format!(
+        "'{}' has {}, a slot has room for {SLOT_ROOM}",
+        segment.name,
+        ByteSize(segment.bytes)
+    );
+    Err(value("segments", why))
+}
+
+/// Ports and devices of QEMU's command line.
+pub(super) fn arguments(line: &mut Line, spec: &VmSpec) {
+    for slot in 0..spec.slots() {
+        // Far from the numbers that other ports have.
+        let number = 100 + slot;
+        line.add(
+            "-device",
+            format!("pcie-root-port,id=segport{slot},bus=pcie.0,chassis={number},slot={number}"),
+        );
+    }
+    for (slot, segment) in spec.segments.iter().enumerate() {
+        let Some(image) = &segment.image else {
+            continue;
+        };
+        let mut backend = OsString::from(format!(
+            "memory-backend-file,id=segment{slot},size={},share=on,readonly=on,merge=off,dump=off,mem-path=",
+            segment.bytes
+        ));
+        backend.push(escape(image.as_os_str()));
+        let address = segment
+            .address
+            .map_or_else(String::new, |address| format!(",memaddr={address}"));
+        line.add("-object", backend).add(
+            "-device",
+            format!("virtio-pmem-pci,id=seg{slot},memdev=segment{slot},bus=segport{slot}{address}"),
+        );
+    }
+}
+
+/// RAM that hot-plugging may reach, with room for segments.
+pub(super) fn max_memory(spec: &VmSpec) -> Option<ByteSize> {
+    match (spec.memory_max, spec.slots()) {
+        (max, 0) => max,
+        (max, slots) => {
+            let room = u64::from(slots) * SLOT_ROOM.0;
+            Some(ByteSize(max.unwrap_or(spec.memory).0 + room))
+        }
+    }
+}
+
+/// The kernel's command line with what segments need: which one is the root, which ones the guest lays over its own files when it boots; no
+/// memory for bouncing I/O, which a kernel puts aside as soon as it sees device memory above 4 GiB, where all RAM is below that; and that
+/// small pieces of free memory are given back.
+#[must_use]
+pub fn cmdline(spec: &VmSpec) -> Option<String> {
+    let given = spec.boot.cmdline.as_deref();
+    if spec.slots() == 0 {
+        return given.map(str::to_owned);
+    }
+    spec.boot.kernel.as_ref()?;
+    let root = spec.segments.iter().find(|segment| segment.root);
+    let is_root = |word: &&str| {
+        ["root=", "rootfstype=", "rootflags="]
+            .iter()
+            .any(|key| word.starts_with(key))
+    };
+    let mut words: Vec<String> = given
+        .unwrap_or_default()
+        .split_ascii_whitespace()
+        .filter(|word| root.is_none() || !is_root(word))
+        .map(str::to_owned)
+        .collect();
+    if root.is_some() {
+        words.push("root=/dev/pmem0 rootfstype=erofs rootflags=dax=always".into());
+        if !words.iter().any(|word| word.starts_with("memfold.upper=")) {
+            let disk = spec.disks.iter().position(|disk| !disk.read_only);
+            // The 27th disk has two letters; nobody's upper layer is there.
+            let letter = disk.and_then(|n| (b'a'..=b'z').nth(n)).map(char::from);
+            words.push(letter.map_or_else(
+                || "memfold.upper=tmpfs".to_owned(),
+                |letter| format!("memfold.upper=/dev/vd{letter}"),
+            ));
+        }
+    }
+    let mut laid: Vec<&str> = Vec::new();
+    for segment in spec.segments.iter().filter(|segment| !segment.root) {
+        // The guest takes the newest generation that it sees.
+        if !laid.contains(&segment.base_name()) {
+            laid.push(segment.base_name());
+        }
+    }
+    if !laid.is_empty() {
+        words.push(format!("memfold.lay={}", laid.join(",")));
+    }
+    if spec.memory_max.unwrap_or(spec.memory) <= LOW_MEMORY
+        && !words.iter().any(|word| word.starts_with("swiotlb="))
+    {
+        words.push("swiotlb=noforce".into());
+    }
+    if !words
+        .iter()
+        .any(|word| word.starts_with("page_reporting.page_reporting_order="))
+    {
+        words.push(SMALL_REPORTS.into());
+    }
+    Some(words.join(" "))
+}
+
+/// Plugs a segment, whose image this is, into a running VM. If that fails, nothing of it is left.
+pub fn plug(
+    qmp: &mut Qmp,
+    slot: u32,
+    segment: &SegmentSpec,
+    image: BorrowedFd<'_>,
+) -> Result<(), QmpError> {
+    let backend = format!("segment{slot}");
+    // By descriptor: a QEMU that has given its rights up can't reach the shelf.
+    let place = qmp.lend(image)?;
+    let added = qmp.execute(
+        "object-add",
+        json!({
+            "qom-type": "memory-backend-file", "id": backend, "size": segment.bytes, "share": true, "readonly": true,
+            "merge": false, "dump": false, "mem-path": place.plain_path(),
+        }),
+    );
+    let taken_back = qmp.take_back(&place);
+    added?;
+    if let Err(error) = taken_back {
+        tracing::warn!(
+            error = &error as &dyn std::error::Error,
+            backend,
+            "QEMU keeps a descriptor of its image"
+        );
+    }
+    let device = json!({
+        "driver": "virtio-pmem-pci", "id": format!("seg{slot}"), "memdev": backend, "bus": format!("segport{slot}"),
+    });
+    if let Err(error) = qmp.execute("device_add", device) {
+        if let Err(left) = qmp.execute("object-del", json!({ "id": backend })) {
+            tracing::warn!(
+                error = &left as &dyn std::error::Error,
+                backend,
+                "is left in QEMU"
+            );
+        }
+        return Err(error);
+    }
+    Ok(())
+}
+
+/// Takes a backend out of QEMU that no device uses: of an attach that was cut off. What isn't there is no failure.
+pub fn unplug_backend(qmp: &mut Qmp, slot: usize) {
+    let backend = format!("segment{slot}");
+    if qmp.execute("object-del", json!({ "id": backend })).is_ok() {
+        tracing::info!(backend, "removed: an attach was cut off");
+    }
+}
+
+/// Where the guest sees the segment of a slot; `None`: there is no such device.
+pub fn address(qmp: &mut Qmp, slot: usize) -> Result<Option<u64>, QmpError> {
+    let devices = qmp.query("query-memory-devices")?;
+    let id = format!("seg{slot}");
+    let found = devices
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|device| device["data"]["id"] == id.as_str());
+    Ok(found.and_then(|device| device["data"]["memaddr"].as_u64()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DiskSpec;
+
+    fn with(names: &[&str]) -> VmSpec {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        spec.boot.kernel = Some("/dev/null".into());
+        spec.boot.cmdline = Some("root=/dev/vda rw quiet".into());
+        spec.segments = names.iter().map(|name| SegmentSpec::new(*name)).collect();
+        spec
+    }
+
+    #[test]
+    fn the_command_line_says_what_to_lay_and_keeps_what_was_given() {
+        assert_eq!(cmdline(&with(&[])).unwrap(), "root=/dev/vda rw quiet");
+        assert_eq!(
+            cmdline(&with(&["web@3", "office"])).unwrap(),
+            format!(
+                "root=/dev/vda rw quiet memfold.lay=web,office swiotlb=noforce {SMALL_REPORTS}"
+            )
+        );
+        let mut large = with(&["web"]);
+        large.memory = ByteSize(4 << 30);
+        assert!(!cmdline(&large).unwrap().contains("swiotlb"));
+        let mut asked = with(&["web"]);
+        let own = "swiotlb=4096 page_reporting.page_reporting_order=9";
+        asked.boot.cmdline = Some(own.into());
+        assert_eq!(cmdline(&asked).unwrap(), format!("{own} memfold.lay=web"));
+    }
+
+    #[test]
+    fn a_root_segment_takes_the_place_of_the_disk_which_becomes_its_upper_layer() {
+        let mut spec = with(&["debian@1"]);
+        spec.segments[0].root = true;
+        let root = "root=/dev/pmem0 rootfstype=erofs rootflags=dax=always";
+        assert_eq!(
+            cmdline(&spec).unwrap(),
+            format!("rw quiet {root} memfold.upper=tmpfs swiotlb=noforce {SMALL_REPORTS}")
+        );
+        let mut read_only = DiskSpec::new("/dev/null");
+        read_only.read_only = true;
+        spec.disks = vec![read_only, DiskSpec::new("/dev/null")];
+        assert!(cmdline(&spec).unwrap().contains("memfold.upper=/dev/vdb"));
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        let refusal = |spec: &VmSpec| check(spec).unwrap_err().to_string();
+        let same = refusal(&with(&["a@2", "a@2"]));
+        assert!(same.contains("'a@2' is named twice"), "{same}");
+        assert_eq!(twice(&with(&["a", "b", "a@2"])), Some("a"));
+        assert_eq!(twice(&with(&["a", "b"])), None);
+        // Of a VM that moved over.
+        let moved = with(&["a@1", "a@2"]);
+        check(&moved).unwrap();
+        assert!(cmdline(&moved).unwrap().contains("memfold.lay=a "));
+        let mut late = with(&["a", "b"]);
+        late.segments[1].root = true;
+        assert!(refusal(&late).contains("'b' can be the root only as the first"));
+        let mut bare = with(&["a"]);
+        bare.segments[0].root = true;
+        check(&bare).unwrap();
+        bare.boot.kernel = None;
+        assert!(refusal(&bare).contains("a VM with boot.kernel"));
+        let mut many = with(&[]);
+        many.segment_slots = MAX_SLOTS + 1;
+        assert!(refusal(&many).contains("slots are more than"));
+    }
+
+    #[test]
+    fn address_space_has_room_for_every_slot() {
+        let mut spec = with(&["a"]);
+        assert_eq!(spec.slots(), 1);
+        assert_eq!(max_memory(&spec), Some(ByteSize((512 << 20) + SLOT_ROOM.0)));
+        spec.segment_slots = 3;
+        spec.memory_max = Some(ByteSize(1 << 30));
+        assert_eq!(
+            max_memory(&spec),
+            Some(ByteSize((1 << 30) + 3 * SLOT_ROOM.0))
+        );
+        assert_eq!(max_memory(&VmSpec::new("a", ByteSize::mib(512))), None);
+    }
+}

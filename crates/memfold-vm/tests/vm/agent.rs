@@ -1,0 +1,308 @@
+//! The agent link against agents of our own making, honest and not.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::{Duration, Instant};
+
+use memfold_testkit::{patience, wait_until};
+use memfold_vm::{AgentError, AgentEvent, AgentLink, AgentOptions};
+use memfold_wire::agent::{FromAgent, HintRun, OutputStream, ToAgent, VERSION};
+use memfold_wire::{Decoder, encode};
+
+/// Longer than anything here takes, on a busy machine too.
+const LONG: Duration = Duration::from_secs(20);
+
+struct Guest {
+    stream: UnixStream,
+    decoder: Decoder,
+}
+
+impl Guest {
+    fn accept(listener: &UnixListener) -> Self {
+        let (stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        Self {
+            stream,
+            decoder: Decoder::new(),
+        }
+    }
+
+    fn say(&mut self, message: &FromAgent) {
+        self.stream.write_all(&encode(message).unwrap()).unwrap();
+    }
+
+    fn hear(&mut self) -> ToAgent {
+        loop {
+            if let Some(message) = self.decoder.next().unwrap() {
+                return message;
+            }
+            let mut chunk = [0; 4096];
+            let n = self.stream.read(&mut chunk).unwrap();
+            assert_ne!(n, 0, "the link closed");
+            self.decoder.push(&chunk[..n]);
+        }
+    }
+
+    fn greet(&mut self, boot_id: &str) {
+        self.say(&hello(VERSION, boot_id));
+        assert!(matches!(
+            self.hear(),
+            ToAgent::Welcome {
+                version: VERSION,
+                ..
+            }
+        ));
+        assert_eq!(self.hear(), ToAgent::Inventory);
+    }
+}
+
+fn hello(version: u16, boot_id: &str) -> FromAgent {
+    FromAgent::Hello {
+        version,
+        agent: "0.1.0".into(),
+        kernel: "6.12".into(),
+        boot_id: boot_id.into(),
+        host_name: "g".into(),
+        problems: Vec::new(),
+    }
+}
+
+fn hints(pages: u32) -> FromAgent {
+    FromAgent::Hints(vec![HintRun {
+        file: 1,
+        page: 0,
+        pfn: 7,
+        pages,
+    }])
+}
+
+fn link(
+    options: AgentOptions,
+) -> (
+    tempfile::TempDir,
+    UnixListener,
+    AgentLink,
+    Receiver<AgentEvent>,
+) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a");
+    let listener = UnixListener::bind(&path).unwrap();
+    let (sender, events) = sync_channel(16);
+    let link = AgentLink::start(&path, options, move |event| {
+        // A test that ended has no ear any more.
+        let _ = sender.send(event);
+    });
+    (dir, listener, link, events)
+}
+
+fn session(events: &Receiver<AgentEvent>) -> String {
+    match events.recv_timeout(LONG).unwrap() {
+        AgentEvent::Session(facts) => facts.boot_id,
+        other => panic!("{other:?} instead of a session"),
+    }
+}
+
+#[test]
+fn a_reboot_is_a_new_session_on_the_same_connection() {
+    let (_dir, listener, link, events) = link(AgentOptions::default());
+    let mut guest = Guest::accept(&listener);
+    // What comes before a hello is nobody's.
+    guest.say(&hints(1));
+    guest.greet("one");
+    guest.say(&hints(2));
+    assert_eq!(session(&events), "one");
+    assert_eq!(
+        events.recv_timeout(LONG).unwrap(),
+        AgentEvent::Message(hints(2))
+    );
+    guest.greet("two");
+    assert_eq!(session(&events), "two");
+    // The event comes before the session can be asked for.
+    assert_eq!(link.wait_session(LONG).unwrap().boot_id, "two");
+    assert_eq!((link.stats().sessions, link.stats().dropped), (2, 1));
+}
+
+#[test]
+fn garbage_costs_the_connection_and_the_next_one_works() {
+    let (_dir, listener, link, events) = link(AgentOptions::default());
+    let mut guest = Guest::accept(&listener);
+    guest.greet("one");
+    assert_eq!(session(&events), "one");
+    // Breaks a limit: a run of no pages.
+    guest.say(&hints(0));
+    assert!(
+        matches!(events.recv_timeout(LONG).unwrap(), AgentEvent::Lost { reason } if reason.contains("protocol"))
+    );
+    assert!(link.session().is_none());
+    let mut guest = Guest::accept(&listener);
+    guest.stream.write_all(&u32::MAX.to_le_bytes()).unwrap();
+    assert!(matches!(
+        events.recv_timeout(LONG).unwrap(),
+        AgentEvent::Lost { .. }
+    ));
+    let mut guest = Guest::accept(&listener);
+    guest.greet("three");
+    assert_eq!(session(&events), "three");
+    assert_eq!(link.stats().protocol_errors, 2);
+}
+
+#[test]
+fn another_version_is_refused_in_words_and_its_hints_go_nowhere() {
+    let (_dir, listener, link, events) = link(AgentOptions::default());
+    let mut guest = Guest::accept(&listener);
+    guest.say(&hello(VERSION + 1, "new"));
+    assert!(
+        matches!(guest.hear(), ToAgent::Refused { reason } if reason.contains("update the older one"))
+    );
+    guest.say(&hints(1));
+    guest.greet("right");
+    assert_eq!(session(&events), "right");
+    assert_eq!(link.stats().dropped, 1);
+}
+
+#[test]
+fn an_agent_that_missed_the_new_connection_is_connected_to_again_and_one_that_greeted_is_not() {
+    let (_dir, listener, link, events) = link(AgentOptions::default());
+    // It was restored with its VM: it believes in its session, and goes on telling of it.
+    let mut guest = Guest::accept(&listener);
+    let mut end = [0];
+    wait_until("talk without a hello ends the connection", LONG, || {
+        guest.stream.write_all(&encode(&hints(1)).unwrap()).is_err()
+    });
+    assert!(!matches!(guest.stream.read(&mut end), Ok(n) if n > 0));
+    let mut guest = Guest::accept(&listener);
+    guest.greet("again");
+    assert_eq!(session(&events), "again");
+    // Longer than the second connection's patience, which is two seconds.
+    std::thread::sleep(Duration::from_secs(3));
+    guest.say(&hints(1));
+    assert!(matches!(
+        events.recv_timeout(LONG).unwrap(),
+        AgentEvent::Message(FromAgent::Hints(_))
+    ));
+    assert!(link.session().is_some());
+}
+
+#[test]
+fn commands_collect_their_output_and_code() {
+    let (_dir, listener, link, _events) = link(AgentOptions::default());
+    assert!(matches!(
+        link.run("true", LONG),
+        Err(AgentError::NoSession(_))
+    ));
+    let guest = std::thread::spawn(move || {
+        let mut guest = Guest::accept(&listener);
+        guest.greet("one");
+        let ToAgent::Run { command, script } = guest.hear() else {
+            panic!()
+        };
+        assert_eq!(script, "echo hi");
+        // Output of a command nobody asked for is dropped.
+        guest.say(&FromAgent::Output {
+            command: 999,
+            stream: OutputStream::Stdout,
+            bytes: b"x".into(),
+        });
+        for (stream, bytes) in [
+            (OutputStream::Stdout, "h"),
+            (OutputStream::Stderr, "e"),
+            (OutputStream::Stdout, "i"),
+        ] {
+            guest.say(&FromAgent::Output {
+                command,
+                stream,
+                bytes: bytes.into(),
+            });
+        }
+        guest.say(&FromAgent::Exited { command, code: 3 });
+        // The next one never ends: it is killed.
+        let ToAgent::Run { command, .. } = guest.hear() else {
+            panic!()
+        };
+        assert_eq!(guest.hear(), ToAgent::Kill { command });
+        // And the last one's guest dies.
+        assert!(matches!(guest.hear(), ToAgent::Run { .. }));
+    });
+    link.wait_session(LONG).unwrap();
+    let result = link.run("echo hi", LONG).unwrap();
+    assert_eq!(
+        (&result.stdout[..], &result.stderr[..], result.code),
+        (&b"hi"[..], &b"e"[..], 3)
+    );
+    let slow = link.run("sleep 9", Duration::from_millis(100));
+    assert!(matches!(slow, Err(AgentError::Timeout { .. })), "{slow:?}");
+    let began = Instant::now();
+    let lost = link.run("poweroff -f", Duration::from_secs(30));
+    assert!(matches!(lost, Err(AgentError::Lost)), "{lost:?}");
+    assert!(began.elapsed() < patience(LONG));
+    guest.join().unwrap();
+}
+
+#[test]
+fn a_guest_that_talks_too_much_is_slowed_down() {
+    let options = AgentOptions {
+        max_bytes_per_s: 64 << 10,
+        ..AgentOptions::default()
+    };
+    let (_dir, listener, link, events) = link(options);
+    let drain = std::thread::spawn(move || events.iter().count());
+    let mut guest = Guest::accept(&listener);
+    guest.greet("one");
+    let flood = encode(&FromAgent::Hints(vec![
+        HintRun {
+            file: 1,
+            page: 1,
+            pfn: 7,
+            pages: 1
+        };
+        1000
+    ]))
+    .unwrap();
+    guest
+        .stream
+        .set_write_timeout(Some(Duration::from_millis(200)))
+        .unwrap();
+    let began = Instant::now();
+    let mut written = 0;
+    while began.elapsed() < Duration::from_secs(2) {
+        written += guest.stream.write(&flood).unwrap_or(0);
+    }
+    let stats = link.stats();
+    assert!(
+        stats.throttled > 0 && stats.bytes < 6 * (64 << 10),
+        "{stats:?}"
+    );
+    // What the socket's buffer holds besides.
+    assert!(written < 2 << 20, "{written} bytes were taken in 2 s");
+    drop(link);
+    drain.join().unwrap();
+}
+
+#[test]
+fn dropping_the_link_ends_its_thread_at_once() {
+    let (_dir, listener, link, _events) = link(AgentOptions::default());
+    let _guest = Guest::accept(&listener);
+    let began = Instant::now();
+    drop(link);
+    assert!(began.elapsed() < patience(LONG));
+}
+
+#[test]
+fn greetings_without_end_cost_the_connection_and_the_next_one_works() {
+    let (_dir, listener, link, events) = link(AgentOptions::default());
+    let drain = std::thread::spawn(move || events.iter().count());
+    let mut guest = Guest::accept(&listener);
+    let flood = encode(&hello(VERSION, "flood")).unwrap().repeat(1000);
+    // The link closes in the middle of it.
+    let _ = guest.stream.write_all(&flood);
+    let mut guest = Guest::accept(&listener);
+    guest.greet("one");
+    let stats = link.stats();
+    assert!(
+        stats.protocol_errors == 1 && stats.sessions < 20,
+        "{stats:?}"
+    );
+    drop(link);
+    drain.join().unwrap();
+}
