@@ -615,14 +615,17 @@ fn a_vm_whose_library_did_not_answer_in_time_is_folded_again_when_it_does() {
     let daemon = Daemon::start();
     let vm = daemon.paused_vm("frozen", &[]);
     let pid = Pid::from_raw(vm["pid"].as_i64().unwrap().try_into().unwrap()).unwrap();
-    let problem = || daemon.json(&["fold", "status"])["vms"][0]["problem"].clone();
+    let status = || daemon.json(&["fold", "status"]);
+    let problem = || status()["vms"][0]["problem"].clone();
     assert_eq!(problem(), Value::Null);
     // As a host does that swaps QEMU out.
     kill_process(pid, Signal::STOP).unwrap();
-    let words = problem();
+    let words = problem().to_string();
+    assert!(words.contains("is stopped"), "{words}");
+    // Figures of before are shown while the engine waits for the library, and those of now once it has given that up.
+    support::wait("the engine waits", || status()["age_s"] != 0.0);
+    support::wait("it waits no more", || status()["age_s"] == 0.0);
     kill_process(pid, Signal::CONT).unwrap();
-    let words = words.as_str().unwrap_or_default();
-    assert!(words.contains("does not answer"), "{words}");
     support::wait("it is folded again", || problem() == Value::Null);
     daemon.json(&["vm", "stop", "frozen", "--timeout", "0"]);
 }
