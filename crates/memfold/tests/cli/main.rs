@@ -18,6 +18,7 @@ mod relays;
 mod service;
 mod snapshots;
 mod support;
+mod symbols;
 mod top;
 mod vm_logs;
 

@@ -1,0 +1,36 @@
+//! What the program shows to the dynamic linker: nothing that QEMU's library interposes.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::support::{out, program};
+
+/// Names that `nm` lists of a file.
+fn names(file: &Path, options: &[&str]) -> Vec<String> {
+    let listed = Command::new("nm").args(options).arg(file).output();
+    let listed = out(&listed.expect("nm (binutils) comes with the linker"));
+    let name = |line: &str| line.split_whitespace().last().map(str::to_owned);
+    listed.lines().filter_map(name).collect()
+}
+
+#[test]
+fn the_library_interposes_madvise_and_the_program_does_not() {
+    let program = program().get_program().to_owned();
+    let program = Path::new(&program);
+    let library = program.with_file_name(memfold_host::files::LIBRARY);
+    let shown = ["-D", "--defined-only"];
+    assert!(names(&library, &shown).contains(&"madvise".to_owned()));
+    let of_program = names(program, &shown);
+    assert!(
+        !of_program.contains(&"madvise".to_owned()),
+        "{of_program:?}"
+    );
+    // The constructor that starts the library's thread lies in this crate.
+    let all = names(program, &["--defined-only"]);
+    assert!(all.len() > 1000, "{} symbols, stripped?", all.len());
+    let of_library: Vec<_> = all
+        .iter()
+        .filter(|name| name.contains("memfold_qemu"))
+        .collect();
+    assert!(of_library.is_empty(), "{of_library:?}");
+}
