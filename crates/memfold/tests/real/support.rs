@@ -40,7 +40,7 @@ pub const REWRITE: &str = include_str!("guest/rewrite.py");
 pub const PRESSURE: &str = include_str!("guest/pressure.py");
 
 /// Tests that may boot guests at once, each with a lock on a file; whoever runs alone has them all.
-const TURNS: u32 = 3;
+const TURNS: u32 = 2;
 
 /// Nice value of who runs ahead: nine times the time of a core that others have (`kernel/sched/core.c`, `sched_prio_to_weight`).
 const AHEAD: i32 = -10;
