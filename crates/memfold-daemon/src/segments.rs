@@ -3,10 +3,11 @@
 //! Attaching is three steps, each of which can be repeated: QEMU maps the image (a device of the VM from then on), the note of the VM's
 //! segments, and the agent lays it over the guest's files. What the guest refuses leaves the device, which the next try uses.
 
+mod in_guest;
+
 use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
 
 use memfold_api::{
     AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, RankRequest, SegmentState,
@@ -17,28 +18,15 @@ use memfold_segment::{
     self as segment, Manifest, Ranked, Reference, Request, SegmentError, SegmentInfo, rank,
 };
 use memfold_vm::segments::{MAX_SLOTS, plug, unplug_backend};
-use memfold_vm::{AgentError, CommandResult, SegmentSpec, VmDirectory, VmSpec};
+use memfold_vm::{SegmentSpec, VmDirectory, VmSpec};
 use tracing::{info, warn};
 
+pub(super) use self::in_guest::says;
+use self::in_guest::{lay, take_off};
 use super::booted::when_booted;
 use super::copy_out;
 use super::machine::Machine;
 use super::{Daemon, DaemonError};
-
-/// How long a guest may take to compare its files with a segment's, and to lay it over them.
-const LAY_TIMEOUT: Duration = Duration::from_secs(300);
-
-/// The same when it compares all bytes.
-const CONTENT_TIMEOUT: Duration = Duration::from_secs(3600);
-
-/// How long a guest may take to find a device that was plugged.
-const PLUG_TIMEOUT: Duration = Duration::from_secs(20);
-
-/// How long a guest may take to say what lies over its files.
-const LIST_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Exit code of an agent that doesn't know what it was asked.
-const USAGE: i32 = 2;
 
 impl Daemon {
     /// Builds a new generation of a segment.
@@ -614,8 +602,7 @@ fn recall(machine: &Machine) -> Result<(), DaemonError> {
     if machine.vm().segments().iter().all(|segment| segment.root) {
         return Ok(());
     }
-    let done = machine.run("exec \"$MEMFOLD_AGENT\" --segment-list", LIST_TIMEOUT)?;
-    let there = answer(machine, &done)?;
+    let there = in_guest::list(machine)?;
     for segment in machine.vm().segments().iter().filter(|s| !s.root) {
         let lies = |entry: &serde_json::Value| {
             let name = format!(
@@ -730,73 +717,4 @@ pub(super) fn directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> 
         ))
         .into()
     })
-}
-
-/// Has the guest lay a segment over its files, as soon as it sees the device.
-fn lay(machine: &Machine, name: &str, content: bool) -> Result<serde_json::Value, DaemonError> {
-    let option = if content { " --content" } else { "" };
-    let script = format!("exec \"$MEMFOLD_AGENT\" --segment-lay {name}{option}");
-    let timeout = if content {
-        CONTENT_TIMEOUT
-    } else {
-        LAY_TIMEOUT
-    };
-    machine.check_runs("no segment was laid")?;
-    let end = Instant::now() + PLUG_TIMEOUT;
-    let done = loop {
-        let done = machine.run(&script, timeout);
-        let is_late = Instant::now() > end;
-        match &done {
-            // The device is on its way.
-            Ok(result) if result.code != 0 && !is_late && says(result).contains("no device") => {
-                std::thread::sleep(Duration::from_millis(500));
-            }
-            Err(AgentError::Lost | AgentError::NoSession(_)) if !is_late => {
-                std::thread::sleep(Duration::from_millis(500));
-            }
-            _ => break done,
-        }
-    };
-    let answer = done
-        .map_err(DaemonError::from)
-        .and_then(|done| answer(machine, &done));
-    machine.set_segment_state(
-        name,
-        match &answer {
-            Ok(_) => SegmentState::Laid,
-            Err(error) => SegmentState::Failed(super::chain(error)),
-        },
-    );
-    answer
-}
-
-/// Has the guest take off whatever generation of a segment lies there.
-fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Value, DaemonError> {
-    let script = format!("exec \"$MEMFOLD_AGENT\" --segment-take-off {base}");
-    machine.check_runs("no segment was taken off")?;
-    let answer = answer(machine, &machine.run(&script, LAY_TIMEOUT)?)?;
-    for segment in machine.vm().segments() {
-        if segment.base_name() == base {
-            machine.set_segment_state(&segment.name, SegmentState::TakenOff);
-        }
-    }
-    Ok(answer)
-}
-
-pub(super) fn says(result: &CommandResult) -> String {
-    String::from_utf8_lossy(&result.stderr).trim().to_owned()
-}
-
-fn answer(machine: &Machine, done: &CommandResult) -> Result<serde_json::Value, DaemonError> {
-    let refused = |why: String| {
-        SegmentError::Impossible(format!("the guest of VM '{}': {why}", machine.name()))
-    };
-    match done.code {
-        0 => serde_json::from_slice(&done.stdout)
-            .map_err(|_| refused("its agent's answer is no JSON; update the agent".into()).into()),
-        USAGE => {
-            Err(refused("its agent knows nothing of segments; update the agent".into()).into())
-        }
-        _ => Err(refused(says(done)).into()),
-    }
 }

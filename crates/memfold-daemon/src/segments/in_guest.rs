@@ -1,0 +1,106 @@
+//! Segments in a guest: its agent lays them over the guest's files, takes them off and lists them.
+
+use std::time::{Duration, Instant};
+
+use memfold_api::SegmentState;
+use memfold_host::chain;
+use memfold_segment::SegmentError;
+use memfold_vm::{AgentError, CommandResult};
+
+use crate::DaemonError;
+use crate::machine::Machine;
+
+/// How long a guest may take to compare its files with a segment's, and to lay it over them.
+const LAY_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// The same when it compares all bytes.
+const CONTENT_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// How long a guest may take to find a device that was plugged.
+const PLUG_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long a guest may take to say what lies over its files.
+const LIST_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Exit code of an agent that doesn't know what it was asked.
+const USAGE: i32 = 2;
+
+/// Has the guest lay a segment over its files, as soon as it sees the device.
+pub(super) fn lay(
+    machine: &Machine,
+    name: &str,
+    content: bool,
+) -> Result<serde_json::Value, DaemonError> {
+    let option = if content { " --content" } else { "" };
+    let script = format!("exec \"$MEMFOLD_AGENT\" --segment-lay {name}{option}");
+    let timeout = if content {
+        CONTENT_TIMEOUT
+    } else {
+        LAY_TIMEOUT
+    };
+    machine.check_runs("no segment was laid")?;
+    let end = Instant::now() + PLUG_TIMEOUT;
+    let done = loop {
+        let done = machine.run(&script, timeout);
+        let is_late = Instant::now() > end;
+        match &done {
+            // The device is on its way.
+            Ok(result) if result.code != 0 && !is_late && says(result).contains("no device") => {
+                std::thread::sleep(Duration::from_millis(500));
+            }
+            Err(AgentError::Lost | AgentError::NoSession(_)) if !is_late => {
+                std::thread::sleep(Duration::from_millis(500));
+            }
+            _ => break done,
+        }
+    };
+    let answer = done
+        .map_err(DaemonError::from)
+        .and_then(|done| answer(machine, &done));
+    machine.set_segment_state(
+        name,
+        match &answer {
+            Ok(_) => SegmentState::Laid,
+            Err(error) => SegmentState::Failed(chain(error)),
+        },
+    );
+    answer
+}
+
+/// Has the guest take off whatever generation of a segment lies there.
+pub(super) fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Value, DaemonError> {
+    let script = format!("exec \"$MEMFOLD_AGENT\" --segment-take-off {base}");
+    machine.check_runs("no segment was taken off")?;
+    let answer = answer(machine, &machine.run(&script, LAY_TIMEOUT)?)?;
+    for segment in machine.vm().segments() {
+        if segment.base_name() == base {
+            machine.set_segment_state(&segment.name, SegmentState::TakenOff);
+        }
+    }
+    Ok(answer)
+}
+
+/// What lies over the guest's files, as its agent tells it.
+pub(super) fn list(machine: &Machine) -> Result<serde_json::Value, DaemonError> {
+    let done = machine.run("exec \"$MEMFOLD_AGENT\" --segment-list", LIST_TIMEOUT)?;
+    answer(machine, &done)
+}
+
+/// What a command in a guest has written to its standard error.
+pub(crate) fn says(result: &CommandResult) -> String {
+    String::from_utf8_lossy(&result.stderr).trim().to_owned()
+}
+
+fn answer(machine: &Machine, done: &CommandResult) -> Result<serde_json::Value, DaemonError> {
+    let refused = |why: String| {
+        SegmentError::Impossible(format!("the guest of VM '{}': {why}", machine.name()))
+    };
+    match done.code {
+        0 => serde_json::from_slice(&done.stdout)
+            .map_err(|_| refused("its agent's answer is no JSON; update the agent".into()).into()),
+        USAGE => {
+            Err(refused("its agent knows nothing of segments; update the agent".into()).into())
+        }
+        _ => Err(refused(says(done)).into()),
+    }
+}
