@@ -49,7 +49,7 @@ impl Machine {
                 }
                 Ok(true) => return,
                 Err(error) => {
-                    warn!(vm = self.name, %error, "its process cannot be watched");
+                    warn!(vm = self.name, %error, "cannot watch the process of this VM's QEMU");
                     return;
                 }
             }
@@ -70,7 +70,9 @@ impl Machine {
         let link = match self.vm.library_link() {
             Some(Ok(link)) => link,
             // Tried again at the next look. Most VMs whose library is lost are ending.
-            Some(Err(error)) => return debug!(vm = self.name, %error, "its library is not reached"),
+            Some(Err(error)) => {
+                return debug!(vm = self.name, %error, "cannot reach the library in this VM's QEMU; tried again");
+            }
             None => return,
         };
         warn!(
