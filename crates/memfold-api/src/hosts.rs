@@ -14,7 +14,7 @@ pub struct HostRequest {
 /// What lets a host ask.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct HostToken {
-    /// Its name.
+    /// The name under which this host lends and borrows.
     pub host: String,
     /// Its token. It is not kept, and so not shown again.
     pub token: String,
