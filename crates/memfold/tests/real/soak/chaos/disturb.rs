@@ -206,6 +206,9 @@ fn relay(testbed: &Testbed, random: &mut Random) -> Option<Target> {
     with_log_in(&testbed.state.place.join("vms"), "memfold", random)
 }
 
+/// How long a disk that was full counts as full.
+const FULL_IS_FELT: Duration = Duration::from_secs(3);
+
 fn full(testbed: &Testbed, disk: &FileSystem, random: &mut Random) -> Option<String> {
     let _alone = lock(&FULL);
     testbed.is_full.store(true, Ordering::Relaxed);
@@ -215,8 +218,8 @@ fn full(testbed: &Testbed, disk: &FileSystem, random: &mut Random) -> Option<Str
     std::thread::sleep(time);
     // It may be frozen as well; whoever froze it thaws it.
     let _ = std::fs::remove_file(filler);
-    // A daemon that could not begin is told from one that ended.
-    std::thread::sleep(Duration::from_secs(3));
+    // A daemon that began while the disk was full may end for that a moment later: it is not taken for one that died by itself.
+    std::thread::sleep(FULL_IS_FELT);
     testbed.is_full.store(false, Ordering::Relaxed);
     Some(format!("{left} KiB left for {:.1} s", time.as_secs_f64()))
 }

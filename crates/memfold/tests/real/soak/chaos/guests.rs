@@ -70,7 +70,7 @@ pub fn begin(testbed: &Testbed, seed: u64) {
         support::sums(),
         unit(
             "rewrite",
-            &format!("/opt/rewrite.py /root/rewritten 1e9 {seed} {STOP}")
+            &format!("/opt/rewrite.py /var/rewritten 1e9 {seed} {STOP}")
         ),
     );
     exec(&client, "writer", &write);
