@@ -14,9 +14,9 @@ use memfold_api::{
 };
 use memfold_fold::EngineStats;
 use memfold_lab::{DiskMode, Lab};
-use memfold_ledger::shared_frames;
+use memfold_ledger::{DebtReport, shared_frames};
 use memfold_snapshot::Renew;
-use memfold_testkit::skip;
+use memfold_testkit::{skip, wait_for};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::Value;
 
@@ -31,8 +31,6 @@ pub const NAMES: [&str; 3] = ["web", "warm-1", "warm-2"];
 const TIMES: &str = "MEMFOLD_DASHBOARD_TIMES";
 /// How long the daemon's CPU time is looked at then; the walk leaves the dashboard open as long.
 const HOLD: Duration = Duration::from_secs(20);
-/// How old what a page is shown may be: the brake looks each half a minute (`LONGEST` in daemon/brake.rs). A little more.
-const SHOWN_AGE: Duration = Duration::from_secs(32);
 /// A VM that never runs, which costs nothing: its swap disk is lent.
 const BORROWER: &str = "borrower";
 /// The trust domain of the others: a kind of the plan.
@@ -300,6 +298,19 @@ fn prepare(served: &Served<'_>, client: &Client, state: &Path) {
     std::thread::sleep(Duration::from_secs(2));
 }
 
+/// Waits until the brake has looked since the guests stand still: the borrower was started after that. Until then a page shows older figures.
+fn wait_looked(client: &Client) {
+    wait_for("the brake has looked", Duration::from_secs(60), || {
+        let debt: DebtReport = client.get("/v1/debt").unwrap();
+        let names: Vec<&str> = debt.vms.iter().map(|vm| vm.name.as_str()).collect();
+        if names.contains(&BORROWER) {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        Err(format!("{names:?}"))
+    });
+}
+
 /// The matrix against page frame numbers, and the map against the ledger.
 fn check_views(said: &BTreeMap<&str, BTreeMap<String, i128>>, state: &Path, now: &FullReport) {
     let (a, b) = (support::ram(state, NAMES[1]), support::ram(state, NAMES[2]));
@@ -462,9 +473,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
     let times = support::dose(TIMES, 0) == 1;
     let pid = client.get::<VersionInfo>("/v1/version").unwrap().pid;
     let alone = times.then(|| cpu_percent(pid, HOLD));
-    if !times {
-        std::thread::sleep(SHOWN_AGE);
-    }
+    wait_looked(&client);
 
     let results = repository().join("results/dashboard");
     let prints = fingerprints(other.path());
