@@ -131,6 +131,13 @@ fn list(client: &Client) -> Vec<VmInfo> {
     client.get("/v1/vms").unwrap_or_default()
 }
 
+/// The last that a guest said on its console: what its kernel and `pest.sh` have seen.
+fn console_end(testbed: &Testbed, name: &str) -> String {
+    let file = VmDirectory::of(testbed.state(), name).console_log();
+    let said = std::fs::read(file).unwrap_or_default();
+    String::from_utf8_lossy(&said[said.len().saturating_sub(4000)..]).into_owned()
+}
+
 /// Waits until all VMs of the test's own run and their agents answer. One that stands still for a full disk is resumed.
 pub fn settle(testbed: &Testbed) {
     let client = testbed.client();
@@ -165,10 +172,11 @@ pub fn settle(testbed: &Testbed) {
                     vm.agent.clone(),
                 )
             };
-            Err((
-                format!("{unwell:?}"),
-                vms.iter().map(seen).collect::<Vec<_>>(),
-            ))
+            let consoles: Vec<String> = unwell
+                .iter()
+                .map(|name| format!("{name}: {}", console_end(testbed, name)))
+                .collect();
+            Err((vms.iter().map(seen).collect::<Vec<_>>(), consoles))
         },
     );
 }
