@@ -4,13 +4,13 @@ use std::fmt::Write as _;
 
 use serde_json::{Map, Value};
 
-/// What holds of all paths; see `docs/operating.md` for who may ask.
+/// What holds of all paths; see `docs/operating/access.md` for who may ask.
 const HEAD: &str = "\
 # HTTP API
 
 Made by `memfold generate --api docs/api.md` from what the daemon says of itself at `GET /openapi.json` (OpenAPI 3.1); change the code instead.
 
-The daemon answers on its Unix socket, and over TCP with TLS and a token where that is asked for ([who may ask](operating.md#who-may-what)). `GET` is for
+The daemon answers on its Unix socket, and over TCP with TLS and a token where that is asked for ([who may ask](operating/access.md)). `GET` is for
 everyone with the role *read*, all else for *operate*. Bodies are JSON in UTF-8, of up to 1 MiB; a field that a request doesn't know is refused. Sizes
 are bytes, moments are seconds since 1970 unless their name ends otherwise. Answers without content have status 200.
 
