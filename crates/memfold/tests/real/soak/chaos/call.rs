@@ -34,7 +34,7 @@ const PAUSE: Duration = Duration::from_millis(300);
 /// Most throwaway VMs, snapshots and segments at a time.
 const MOST: usize = 4;
 
-/// A command, the seconds that it may take by what is documented (docs/operating.md, its own timeouts), and its words.
+/// A command, the seconds that it may take by what is documented (docs/operating/vm-states.md, its own timeouts), and its words.
 type Called = (&'static str, u64, fn(&mut Chooser) -> Vec<String>);
 
 const CALLED: [Called; 49] = [
@@ -231,7 +231,7 @@ fn interrupted(command: &str) -> Option<Duration> {
     (command == "top").then(|| Duration::from_secs(2))
 }
 
-/// Exit codes of a command by its documentation (docs/operating.md, `--help`).
+/// Exit codes of a command by its documentation (docs/operating/exit-codes.md, `--help`).
 fn is_agreed(command: &str, code: i32) -> bool {
     match command {
         // Switched off.
