@@ -16,7 +16,7 @@ use crate::served::Random;
 type Act = fn(&Testbed, &mut Random) -> Option<String>;
 
 /// Each with its name. Agents are disturbed from within their guests ([`super::guests`]).
-const ALL: [(&str, Act); 21] = [
+const ALL: [(&str, Act); 22] = [
     ("QEMU stopped", |t, r| held(&any_vm(t, r)?, r)),
     ("QEMU slowed", |t, r| slowed(&any_vm(t, r)?, r)),
     ("QEMU killed", |t, r| killed(throwaway_vm(t, r)?)),
@@ -42,6 +42,7 @@ const ALL: [(&str, Act); 21] = [
     ("overlays' disk full", |t, r| full(t, &t.overlays, r)),
     ("snapshots' disk full", |t, r| full(t, &t.snapshots, r)),
     ("snapshots' disk frozen", |t, r| Some(frozen(t, r))),
+    ("snapshots' disk slowed", |t, r| Some(disk_slowed(t, r))),
 ];
 
 /// VMs that are the test's own to the end; all others may be killed at any time.
@@ -231,6 +232,20 @@ fn frozen(testbed: &Testbed, random: &mut Random) -> String {
     testbed.snapshots.freeze();
     std::thread::sleep(time);
     testbed.snapshots.thaw();
+    format!("for {:.1} s", time.as_secs_f64())
+}
+
+/// Takes writes a third of the time, in short turns.
+fn disk_slowed(testbed: &Testbed, random: &mut Random) -> String {
+    let _hands = testbed.daemon.hands();
+    let time = Duration::from_secs(2) + random.below_ms(8000);
+    let end = Instant::now() + time;
+    while Instant::now() < end {
+        testbed.snapshots.freeze();
+        std::thread::sleep(Duration::from_millis(60));
+        testbed.snapshots.thaw();
+        std::thread::sleep(Duration::from_millis(30));
+    }
     format!("for {:.1} s", time.as_secs_f64())
 }
 
