@@ -1,7 +1,10 @@
-//! The tutorial, as it stands in the guide: each of its commands is run.
+//! The tutorial and the how-tos as they stand in the documents: each command of their `sh` blocks is run. `console` blocks are for hosts that
+//! a test can't have (packages to install, other hosts, desktops).
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use tempfile::TempDir;
 
 use crate::support;
 
@@ -40,26 +43,74 @@ const CHECKS: [(&str, &str); 3] = [
     ),
 ];
 
-#[test]
-fn the_tutorial_works_as_it_stands_in_the_guide() {
-    let Some(_turn) = support::turn_beside() else {
-        return;
-    };
+/// A page that takes a daemon for granted.
+struct HowTo {
+    page: &'static str,
+    /// What the reader has before the first step: descriptions of VMs, or VMs that run.
+    before: &'static str,
+    /// What has to be so when all of it is done.
+    after: &'static str,
+}
+
+const HOW_TOS: [HowTo; 8] = [
+    HowTo {
+        page: "density-homelab",
+        before: "guest/describe trixie-a web > web.toml",
+        after: "memfold report --json=report.json > /dev/null
+                python3 -c 'import json; assert json.load(open(\"report.json\"))[\"ledger\"][\"host\"][\"saved_by_folding_bytes\"] > 32 << 20'",
+    },
+    HowTo {
+        page: "ci-runners",
+        before: "guest/describe trixie-a runner > runner.toml",
+        after: "grep -q Linux build.log; tar -tzf result.tar.gz | grep -q build.log
+                [ \"$(memfold vm list --json)\" = '[]' ]; [ \"$(memfold snapshot list --json)\" = '[]' ]",
+    },
+    HowTo {
+        page: "agent-sandboxes",
+        before: "{ echo 'network = \"none\"'; guest/describe trixie-a base; } > sandbox.toml",
+        after: "[ \"$(memfold vm list --json)\" = '[]' ]; [ \"$(memfold snapshot list --json)\" = '[]' ]",
+    },
+    HowTo {
+        page: "vdi",
+        before: "{ echo 'network = \"user\"'; guest/describe trixie-a gold; } > desktop.toml",
+        after: "[ \"$(memfold vm list --json)\" = '[]' ]; [ \"$(memfold snapshot list --json)\" = '[]' ]",
+    },
+    HowTo {
+        page: "host-that-swaps",
+        before: "",
+        after: "memfold debt | grep -q '10%'",
+    },
+    HowTo {
+        page: "read-the-ledger",
+        before: "memfold vm run --name web1 --memory 64M",
+        after: "grep -q web1 report.json",
+    },
+    HowTo {
+        page: "upgrading",
+        before: "touch memfold.toml; export MEMFOLD_CONFIG=$PWD/memfold.toml",
+        after: "",
+    },
+    HowTo {
+        page: "ksm-merges-nothing",
+        before: "memfold vm run --name web1 --memory 64M",
+        after: "memfold ksm explain web1 | grep -q 'no trust domain'",
+    },
+];
+
+fn repository() -> PathBuf {
     let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let page = std::fs::read_to_string(repository.join("docs/guide/tutorial.md")).unwrap();
-    let mut script = commands(&page);
-    for (after, check) in CHECKS {
-        assert_eq!(script.matches(after).count(), 1, "{after}: {script}");
-        script = script.replace(after, &format!("{after}{check}"));
-    }
-    let directory = tempfile::Builder::new()
-        .prefix("memfold-guide.")
-        .tempdir()
-        .unwrap();
-    let place = directory.path();
-    // The page is read in a checkout; what it leaves there is to be seen here.
+    repository.canonicalize().unwrap()
+}
+
+fn page(name: &str) -> String {
+    std::fs::read_to_string(repository().join("docs").join(name)).unwrap()
+}
+
+/// Runs commands in a directory of their own, where they find the program, and `guest` and `scripts` as in a checkout. Should one fail, no VM and
+/// no daemon stays.
+fn run(place: &Path, script: &str) {
     for part in ["guest", "scripts"] {
-        let part = repository.canonicalize().unwrap().join(part);
+        let part = repository().join(part);
         std::os::unix::fs::symlink(&part, place.join(part.file_name().unwrap())).unwrap();
     }
     let program = Path::new(env!("CARGO_BIN_EXE_memfold"));
@@ -68,10 +119,9 @@ fn the_tutorial_works_as_it_stands_in_the_guide() {
         program.parent().unwrap().display(),
         std::env::var("PATH").unwrap()
     );
-    // Should a command fail: nothing of it stays.
     let script = format!(
-        "trap 'for vm in warm-1 warm-2 warm-3 web1 web2; do memfold vm stop $vm --timeout 0 > /dev/null 2>&1; done; kill $daemon 2> /dev/null' EXIT\n\
-         set -euo pipefail\n{script}\n\
+        "trap 'memfold vm stop --all --timeout 0 > /dev/null 2>&1; kill $daemon 2> /dev/null' EXIT\n\
+         set -euxo pipefail\n{script}\n\
          trap - EXIT\n"
     );
     let output = Command::new("timeout")
@@ -90,6 +140,53 @@ fn the_tutorial_works_as_it_stands_in_the_guide() {
     );
     assert!(output.status.success(), "{said}\n{wrong}");
     println!("{said}");
+}
+
+fn own_directory() -> TempDir {
+    let builder = tempfile::Builder::new().prefix("memfold-guide.").tempdir();
+    builder.unwrap()
+}
+
+#[test]
+fn the_how_tos_work_as_they_stand_in_the_documents() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    for HowTo {
+        page: name,
+        before,
+        after,
+    } in HOW_TOS
+    {
+        println!("== {name}");
+        let steps = commands(&page(&format!("how-to/{name}.md")));
+        assert!(steps.contains("memfold "), "{name} has no commands");
+        let directory = own_directory();
+        run(
+            directory.path(),
+            &format!(
+                "memfold serve > serve.log 2>&1 &\ndaemon=$!\n\
+                 until memfold vm list > /dev/null 2>&1; do sleep 0.2; done\n\
+                 {before}\n{steps}\n{after}\n\
+                 memfold vm stop --all --timeout 0\nkill $daemon\nwait $daemon"
+            ),
+        );
+    }
+}
+
+#[test]
+fn the_tutorial_works_as_it_stands_in_the_guide() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let mut script = commands(&page("guide/tutorial.md"));
+    for (after, check) in CHECKS {
+        assert_eq!(script.matches(after).count(), 1, "{after}: {script}");
+        script = script.replace(after, &format!("{after}{check}"));
+    }
+    let directory = own_directory();
+    let place = directory.path();
+    run(place, &script);
     let report = std::fs::read_to_string(place.join("report.json")).unwrap();
     let report: serde_json::Value = serde_json::from_str(&report).unwrap();
     let saved = &report["ledger"]["host"]["saved_by_folding_bytes"];
