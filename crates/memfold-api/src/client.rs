@@ -11,7 +11,7 @@ use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::types::ErrorBody;
+use crate::error::ErrorBody;
 
 /// Why a request has no answer.
 #[derive(Debug, thiserror::Error)]
@@ -21,7 +21,7 @@ pub enum ClientError {
     NoDaemon {
         /// The socket.
         path: PathBuf,
-        /// Why.
+        /// From the kernel.
         #[source]
         source: io::Error,
     },

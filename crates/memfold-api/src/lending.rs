@@ -1,34 +1,17 @@
-//! Lending: what goes over the interface, and the registry of another daemon.
+//! RAM lent and borrowed.
 
 use std::net::{IpAddr, Ipv4Addr};
-use std::path::Path;
-use std::sync::Arc;
-use std::time::Duration;
 
-use hyper::StatusCode;
-use memfold_host::chain;
 use memfold_lend::blast::Blast;
-use memfold_lend::calls::{Answer, Call, CallRegistry};
 use memfold_lend::distrust::Distrusted;
 use memfold_lend::export::{Listen, TcpListen};
-use memfold_lend::https::{Https, Post};
-use memfold_lend::place::read_token;
 use memfold_lend::waits::Waits;
-use memfold_lend::{
-    Durability, EtcdRegistry, Lease, LenderStatus, LenderView, Registry, RegistryAt, Transport,
-};
+use memfold_lend::{Durability, Lease, LenderStatus, LenderView, Transport};
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::client::Client;
-use crate::types::ErrorBody;
-
-/// Where the registry that this daemon serves is asked.
-pub const REGISTRY_PATH: &str = "/v1/registry";
-
-/// How long another daemon's registry may take for an answer.
-const REGISTRY_TIMEOUT: Duration = Duration::from_secs(3);
+use crate::swap::SwapPlace;
 
 /// `POST /v1/lend`
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -120,22 +103,6 @@ pub struct BorrowRequest {
     pub stripes: Option<u8>,
 }
 
-/// Where a VM's swap disk is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum SwapPlace {
-    /// On lent RAM.
-    Lent,
-    /// On lent RAM, with fewer copies than were asked for.
-    Degraded,
-    /// On this host's disk, though lent RAM was asked for: its lender has died or wanted it back.
-    OnCopy,
-    /// On this host's disk.
-    OnDisk,
-    /// Lost with its lender.
-    Lost,
-}
-
 /// What a VM has borrowed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Borrowed {
@@ -223,58 +190,6 @@ pub struct LeaseReport {
     pub distrusted: Vec<Distrusted>,
     /// Wrong bytes that lenders have served to VMs of this host since its daemon began. No VM was given any.
     pub lies: u64,
-}
-
-/// The registry that another program serves.
-pub fn registry_at(at: &RegistryAt) -> Arc<dyn Registry> {
-    let place = at.to_string();
-    match at {
-        RegistryAt::Socket(socket) => {
-            let socket = socket.clone();
-            let transport = move |call: &Call| {
-                let client = Client::new(&socket).map_err(|error| error.to_string())?;
-                client
-                    .within(REGISTRY_TIMEOUT)
-                    .post(REGISTRY_PATH, call)
-                    .map_err(|error| chain(&error))
-            };
-            Arc::new(CallRegistry::new(place, transport))
-        }
-        RegistryAt::Daemon { member, tls, token } => {
-            let http = Https::new(vec![member.clone()], Some(tls.clone()));
-            let token = token.clone();
-            let transport = move |call: &Call| ask_daemon(&http, &token, call);
-            Arc::new(CallRegistry::new(place, transport))
-        }
-        RegistryAt::Etcd { members, tls } => {
-            Arc::new(EtcdRegistry::new(place, members.clone(), tls.clone()))
-        }
-    }
-}
-
-fn ask_daemon(http: &Https, token: &Path, call: &Call) -> Result<Answer, String> {
-    let token = read_token(token).map_err(|error| error.to_string())?;
-    let body = serde_json::to_vec(call).map_err(|error| error.to_string())?;
-    let post = Post {
-        path: REGISTRY_PATH,
-        token: Some(&token),
-        body: &body,
-        patience: REGISTRY_TIMEOUT,
-    };
-    let (status, body) = http.post(&post).map_err(|error| error.to_string())?;
-    if status == StatusCode::OK {
-        return serde_json::from_slice(&body).map_err(|error| {
-            format!("its answer makes no sense ({error}); is it of another version?")
-        });
-    }
-    let refused: Option<ErrorBody> = serde_json::from_slice(&body).ok();
-    Err(refused.map_or_else(
-        || format!("it answered {status}"),
-        |refused| match refused.hint {
-            Some(hint) => format!("{} ({hint})", refused.error),
-            None => refused.error,
-        },
-    ))
 }
 
 #[cfg(test)]

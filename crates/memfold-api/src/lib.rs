@@ -1,22 +1,38 @@
-//! What goes over the daemon's interface, and the client that the command line uses. No server, and no daemon.
+//! What goes over the daemon's interface, and the client that the command line uses. No server, and no daemon. Units are in the names of fields.
 
 mod client;
+mod debt;
+mod error;
+mod fold;
 mod hosts;
+mod ksm;
 mod lending;
 mod libvirt;
+mod registry;
+mod report;
 mod role;
+mod segment;
 mod session;
-mod types;
+mod snapshot;
+mod swap;
+mod vm;
 
-pub use client::{Client, ClientError};
-pub use hosts::{HostRequest, HostToken};
-pub use lending::{
-    BorrowRequest, Borrowed, LeaseReport, LendRequest, REGISTRY_PATH, SwapPlace, registry_at,
-};
-pub use libvirt::{LibvirtEnableRequest, LibvirtRequest};
-pub use role::Role;
-pub use session::{CodeRequest, LoginCode, LoginRequest, SessionInfo};
-pub use types::*;
+pub use client::*;
+pub use debt::*;
+pub use error::*;
+pub use fold::*;
+pub use hosts::*;
+pub use ksm::*;
+pub use lending::*;
+pub use libvirt::*;
+pub use registry::*;
+pub use report::*;
+pub use role::*;
+pub use segment::*;
+pub use session::*;
+pub use snapshot::*;
+pub use swap::*;
+pub use vm::*;
 
 /// Where the daemon listens if nothing else is said.
 pub const DEFAULT_SOCKET: &str = "/run/memfold/memfold.sock";

@@ -1,0 +1,14 @@
+//! Debt: what the brake holds back.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// `PUT /v1/debt`: fields that are absent stay as they are.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DebtRequest {
+    /// What the host keeps for itself: a size (`2G`), or a part of its RAM (`5%`).
+    pub reserve: Option<String>,
+    /// How much of the debt must be there for guests that call it in at once, in percent (0 to 100; 0: no brake).
+    pub cover_percent: Option<f64>,
+}
