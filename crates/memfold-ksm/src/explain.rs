@@ -8,89 +8,12 @@ use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::controls::Settings;
+use super::cause::Cause;
 use super::explain_words::{fix, words};
-use super::processes::Process;
-use super::ranges::Mapping;
-use super::status::Status;
+use super::facts::Facts;
+use super::passes::{Passes, Places};
 
-/// A reason why memory isn't merged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum Cause {
-    /// The kernel has no KSM.
-    NoKsm,
-    /// `run` is 0: ksmd stands still.
-    Stopped,
-    /// `run` is 2: everything was unmerged.
-    Unmerged,
-    /// memfold steers KSM and has it stand still for now.
-    Held,
-    /// KSM runs for another trust domain.
-    AnotherDomain,
-    /// The VM has no trust domain: it shares with nobody.
-    NoDomain,
-    /// QEMU was told not to offer its memory (`mem-merge=off`).
-    MergeOff,
-    /// QEMU offered it, and the kernel refused: a seccomp filter is on the process that isn't QEMU's own.
-    Refused,
-    /// The memory is not advised mergeable, for another reason.
-    NotAdvised,
-    /// Shared memory.
-    Shared,
-    /// Pages of hugetlbfs.
-    Hugetlb,
-    /// A shared view of a file: persistent memory, a DAX segment.
-    Pmem,
-    /// Folded: it lies in memfold's page store.
-    Folded,
-    /// A private view of another file: the image of a snapshot, a memory backend on a file.
-    FileView,
-    /// Not in memory: never used, or given back.
-    NotPresent,
-    /// Swapped out.
-    Swapped,
-    /// ksmd has not passed twice yet.
-    TooYoung,
-    /// ksmd has not looked at it yet, though it has passed: new since.
-    NotVisited,
-    /// Its content was nowhere else.
-    Unique,
-    /// It changes too fast.
-    Volatile,
-    /// It lies in transparent huge pages.
-    HugePages,
-    /// More mappings than `max_page_sharing` have this content.
-    MaxPageSharing,
-    /// Pages of zeroes are merged as any others (`use_zero_pages` is 0).
-    UseZeroPages,
-    /// Pages of different NUMA nodes don't merge (`merge_across_nodes` is 0).
-    AcrossNodes,
-    /// `smart_scan` leaves pages out for a while.
-    SmartScan,
-}
-
-impl Cause {
-    /// Whether these pages don't merge at all until somebody changes something.
-    #[must_use]
-    pub const fn blocks(self) -> bool {
-        matches!(
-            self,
-            Self::NoKsm
-                | Self::Stopped
-                | Self::Unmerged
-                | Self::Held
-                | Self::AnotherDomain
-                | Self::NoDomain
-                | Self::MergeOff
-                | Self::Refused
-                | Self::NotAdvised
-                | Self::Shared
-                | Self::Hugetlb
-                | Self::Pmem
-        )
-    }
-}
+pub use super::facts::Steered;
 
 /// A cause in a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -142,175 +65,6 @@ pub struct Explanation {
     pub causes: Vec<Finding>,
 }
 
-/// The host's side.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct HostSide {
-    /// Its controls.
-    pub settings: Settings,
-    /// Its counters.
-    pub status: Status,
-    /// CPU seconds of ksmd since boot.
-    pub ksmd_cpu_s: Option<f64>,
-    /// Anonymous pages in memory of all processes with mergeable memory.
-    pub mergeable_pages: u64,
-    /// NUMA nodes.
-    pub nodes: u64,
-}
-
-/// What a daemon that steers KSM knows of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Steered {
-    /// For which trust domain.
-    pub domain: String,
-    /// Why KSM stands still for now.
-    pub held: Option<String>,
-    /// Full scans since it began.
-    pub scans: u64,
-}
-
-/// All that explains a VM.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Facts {
-    /// The VM's name.
-    pub vm: String,
-    /// Its trust domain.
-    pub domain: Option<String>,
-    /// Whether a daemon knows the VM: then it has its trust domain, or none.
-    pub known: bool,
-    /// Its process.
-    pub process: Process,
-    /// Its guest memory.
-    pub mappings: Vec<Mapping>,
-    /// QEMU was told not to offer its memory.
-    pub merge_off: bool,
-    /// A seccomp filter is on the process that isn't QEMU's own (`-sandbox`), which lets `madvise` pass.
-    pub filtered: bool,
-    /// Pages of zeroes in its mergeable memory, by a sample; `None`: unknown.
-    pub zero_pages: Option<u64>,
-    /// Seconds since its start.
-    pub age_s: f64,
-    /// `None`: the kernel has no KSM.
-    pub host: Option<HostSide>,
-    /// `None`: no daemon steers KSM, or none was asked.
-    pub steered: Option<Steered>,
-}
-
-/// The pages of a VM by what becomes of them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Places {
-    guest: u64,
-    mergeable: u64,
-    present: u64,
-    merged: u64,
-    swapped: u64,
-    huge: u64,
-    shared: u64,
-    hugetlb: u64,
-    pmem: u64,
-    folded: u64,
-    file: u64,
-    unadvised: u64,
-}
-
-impl Places {
-    fn of(facts: &Facts) -> Self {
-        let mut sum = Self::default();
-        let mut told = false;
-        for mapping in &facts.mappings {
-            let pages = mapping.pages();
-            sum.guest += pages;
-            if mapping.has("ht") {
-                sum.hugetlb += pages;
-            } else if mapping.has("sh") || mapping.permissions.ends_with('s') {
-                // Memory files are shared memory; other files are meant to be there after the VM.
-                let memory = ["/memfd:", "/dev/shm/", "/dev/zero"];
-                if memory.iter().any(|root| mapping.path.starts_with(root)) {
-                    sum.shared += pages;
-                } else {
-                    sum.pmem += pages;
-                }
-            } else if mapping.path.contains("memfold:") {
-                sum.folded += pages;
-            } else if !mapping.path.is_empty() && !mapping.is_mergeable() {
-                sum.file += pages;
-            } else if mapping.is_mergeable() {
-                sum.mergeable += pages;
-                sum.present += mapping.anonymous_pages;
-                sum.swapped += mapping.swapped_pages;
-                sum.huge += mapping.huge_pages;
-                sum.merged += mapping.merged_pages.unwrap_or(0);
-                told |= mapping.merged_pages.is_some();
-            } else {
-                sum.unadvised += pages;
-            }
-        }
-        if !told {
-            sum.merged = facts.process.status.ksm_merging_pages.unwrap_or(0);
-        }
-        sum.merged = sum.merged.min(sum.present);
-        sum
-    }
-
-    /// In memory and not merged.
-    const fn unmerged(&self) -> u64 {
-        self.present - self.merged
-    }
-}
-
-/// What passes mean for a VM.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Passes {
-    /// Seconds.
-    pub pass_s: Option<f64>,
-    /// Share of its mergeable pages that ksmd has looked at.
-    pub visited: f64,
-    /// Two passes have not been complete since it was there.
-    pub young: bool,
-}
-
-impl Passes {
-    fn of(facts: &Facts, places: &Places) -> Self {
-        let Some(host) = &facts.host else {
-            return Self::default();
-        };
-        let pass_s = pass_s(host);
-        let items = facts.process.status.ksm_rmap_items;
-        let present = places.present.max(1) as f64;
-        let visited = items.map_or(1.0, |items| (items as f64 / present).min(1.0));
-        let twice = |pass: f64| facts.age_s < 2.0 * pass;
-        let scans = facts.steered.as_ref().map(|s| s.scans);
-        let scans = scans.or(host.status.full_scans);
-        let young =
-            visited < 0.9 || pass_s.is_some_and(twice) || scans.is_some_and(|scans| scans < 2);
-        Self {
-            pass_s,
-            visited,
-            young: young && places.unmerged() > 0,
-        }
-    }
-
-    /// Two passes, less what of the first is done.
-    fn first_merge_s(&self) -> Option<f64> {
-        Some((2.0 - self.visited) * self.pass_s?)
-    }
-}
-
-/// The first guess of ksmd's CPU seconds per scanned page, where nothing was scanned yet.
-const COST_S: f64 = 3e-6;
-
-/// A full scan at the present settings, seconds. `None`: ksmd is told to scan nothing.
-#[must_use]
-pub fn pass_s(host: &HostSide) -> Option<f64> {
-    let batch = host.settings.pages_to_scan.filter(|&pages| pages > 0)? as f64;
-    let sleep_s = host.settings.sleep_millisecs? as f64 / 1e3;
-    let cost_s = match (host.ksmd_cpu_s, host.status.pages_scanned) {
-        (Some(cpu), Some(scanned)) if scanned >= 1000 => cpu / scanned as f64,
-        _ => COST_S,
-    };
-    let batches = (host.mergeable_pages as f64 / batch).ceil();
-    Some(batches * sleep_s + host.mergeable_pages as f64 * cost_s)
-}
-
 /// Finds the causes and what each concerns.
 #[must_use]
 pub fn weigh(facts: &Facts) -> Explanation {
@@ -334,7 +88,6 @@ pub fn weigh(facts: &Facts) -> Explanation {
         .collect();
     let zero = facts.process.status.ksm_zero_pages.unwrap_or(0);
     let status = &facts.process.status;
-    let saved = (status.ksm_merging_pages.unwrap_or(0) + zero) * PAGE_SIZE;
     let merged = places.merged + zero;
     let run = facts.host.as_ref().and_then(|host| host.settings.run);
     let waits = run == Some(1) && merged == 0 && passes.young;
@@ -348,10 +101,7 @@ pub fn weigh(facts: &Facts) -> Explanation {
         present_bytes: places.present * PAGE_SIZE,
         merged_bytes: merged * PAGE_SIZE,
         profit_bytes: status.ksm_process_profit,
-        // The kernel's own formula, turned round: profit = saved - metadata.
-        rmap_overhead_bytes: status
-            .ksm_process_profit
-            .map(|profit| saved.saturating_add_signed(profit.saturating_neg())),
+        rmap_overhead_bytes: facts.process.rmap_overhead_bytes(),
         age_s: facts.age_s,
         pass_s: passes.pass_s,
         first_merge_s,

@@ -1,5 +1,9 @@
 use super::*;
-use crate::status::ProcessStatus;
+use crate::controls::Settings;
+use crate::facts::HostSide;
+use crate::processes::Process;
+use crate::ranges::Mapping;
+use crate::status::{ProcessStatus, Status};
 
 const MIB_PAGES: u64 = 256;
 

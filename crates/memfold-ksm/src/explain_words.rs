@@ -1,6 +1,8 @@
 //! What each cause means, and what would change it, in words.
 
-use super::explain::{Cause, Facts, Passes};
+use super::cause::Cause;
+use super::facts::Facts;
+use super::passes::Passes;
 
 /// Seconds, for people.
 fn time(seconds: f64) -> String {

@@ -1,14 +1,14 @@
-//! Reads what explains a VM, from `/proc` and `/sys`.
+//! What explains a VM, read from `/proc` and `/sys`.
 
 use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::controls::{Controls, KsmError};
-use super::explain::{Facts, HostSide, Steered};
+use super::controls::{Controls, Settings};
+use super::error::KsmError;
 use super::processes::{self, Process};
-use super::ranges;
-use super::status::{Ksmd, Status};
+use super::ranges::{self, Mapping};
+use super::status::{Ksmd, Status, stat_field};
 use super::zeroes;
 
 /// What a daemon knows of a VM.
@@ -20,6 +20,59 @@ pub struct Known {
     pub domain: Option<String>,
     /// Where its RAM lies: first byte, byte after the last.
     pub ram: Vec<(u64, u64)>,
+}
+
+/// The host's side.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct HostSide {
+    /// Its controls.
+    pub settings: Settings,
+    /// Its counters.
+    pub status: Status,
+    /// CPU seconds of ksmd since boot.
+    pub ksmd_cpu_s: Option<f64>,
+    /// Anonymous pages in memory of all processes with mergeable memory.
+    pub mergeable_pages: u64,
+    /// NUMA nodes.
+    pub nodes: u64,
+}
+
+/// What a daemon that steers KSM knows of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Steered {
+    /// For which trust domain.
+    pub domain: String,
+    /// Why KSM stands still for now.
+    pub held: Option<String>,
+    /// Full scans since it began.
+    pub scans: u64,
+}
+
+/// All that explains a VM.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Facts {
+    /// The VM's name.
+    pub vm: String,
+    /// Its trust domain.
+    pub domain: Option<String>,
+    /// Whether a daemon knows the VM: then it has its trust domain, or none.
+    pub known: bool,
+    /// Its process.
+    pub process: Process,
+    /// Its guest memory.
+    pub mappings: Vec<Mapping>,
+    /// QEMU was told not to offer its memory.
+    pub merge_off: bool,
+    /// A seccomp filter is on the process that isn't QEMU's own (`-sandbox`), which lets `madvise` pass.
+    pub filtered: bool,
+    /// Pages of zeroes in its mergeable memory, by a sample; `None`: unknown.
+    pub zero_pages: Option<u64>,
+    /// Seconds since its start.
+    pub age_s: f64,
+    /// `None`: the kernel has no KSM.
+    pub host: Option<HostSide>,
+    /// `None`: no daemon steers KSM, or none was asked.
+    pub steered: Option<Steered>,
 }
 
 impl HostSide {
@@ -142,9 +195,7 @@ fn age_s(proc_root: &Path, directory: &Path) -> Option<f64> {
     let uptime = fs::read_to_string(proc_root.join("uptime")).ok()?;
     let uptime: f64 = uptime.split(' ').next()?.parse().ok()?;
     let stat = fs::read_to_string(directory.join("stat")).ok()?;
-    let (_, behind_name) = stat.rsplit_once(')')?;
-    let ticks: u64 = behind_name.split_whitespace().nth(22 - 3)?.parse().ok()?;
-    let began = ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
+    let began = stat_field(&stat, 22)? as f64 / rustix::param::clock_ticks_per_second() as f64;
     Some((uptime - began).max(0.0))
 }
 

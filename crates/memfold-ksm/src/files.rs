@@ -5,7 +5,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::controls::{Controls, KsmError};
+use super::controls::Controls;
+use super::error::KsmError;
 
 /// Whether a file sets something or counts something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -67,10 +68,9 @@ const fn control(
     since: &'static str,
     meaning: &'static str,
 ) -> File {
-    let role = Role::Control;
     File {
         name,
-        role,
+        role: Role::Control,
         unit,
         since,
         meaning,
@@ -83,13 +83,9 @@ const fn counter(
     since: &'static str,
     meaning: &'static str,
 ) -> File {
-    let role = Role::Counter;
     File {
-        name,
-        role,
-        unit,
-        since,
-        meaning,
+        role: Role::Counter,
+        ..control(name, unit, since, meaning)
     }
 }
 

@@ -7,9 +7,11 @@ use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::controls::{Controls, KsmError};
-use super::explain::{HostSide, pass_s};
+use super::controls::Controls;
+use super::error::KsmError;
+use super::facts::HostSide;
 use super::files::{Entry, entries};
+use super::passes::pass_s;
 use super::pressure::Pressure;
 use super::processes::{self, Process};
 use super::steer::Mode;
@@ -44,7 +46,6 @@ impl Part {
     fn of(process: &Process, known: &Names) -> Self {
         let status = &process.status;
         let vm = known.get(&process.pid);
-        let saved = process.merged_pages() * PAGE_SIZE;
         Self {
             name: vm.map_or_else(|| process.comm.clone(), |(name, _)| name.clone()),
             domain: vm.and_then(|(_, domain)| domain.clone()),
@@ -55,9 +56,7 @@ impl Part {
             ksm_rmap_items: status.ksm_rmap_items,
             ksm_process_profit: status.ksm_process_profit,
             ksm_merge_any: status.ksm_merge_any,
-            rmap_overhead_bytes: status
-                .ksm_process_profit
-                .map(|profit| saved.saturating_add_signed(profit.saturating_neg())),
+            rmap_overhead_bytes: process.rmap_overhead_bytes(),
         }
     }
 }

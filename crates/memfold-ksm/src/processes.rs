@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use memfold_units::PAGE_SIZE;
 
-use super::controls::KsmError;
+use super::error::KsmError;
 use super::status::ProcessStatus;
 
 /// A look at thousands of processes takes some milliseconds of CPU.
@@ -90,6 +90,14 @@ impl Process {
     #[must_use]
     pub fn merged_pages(&self) -> u64 {
         self.status.ksm_merging_pages.unwrap_or(0) + self.status.ksm_zero_pages.unwrap_or(0)
+    }
+
+    /// ksmd's metadata about it: the kernel's own formula (profit = saved - metadata), turned round.
+    #[must_use]
+    pub fn rmap_overhead_bytes(&self) -> Option<u64> {
+        let profit = self.status.ksm_process_profit?;
+        let saved = self.merged_pages() * PAGE_SIZE;
+        Some(saved.saturating_add_signed(profit.saturating_neg()))
     }
 }
 

@@ -4,7 +4,9 @@ use std::fs::File;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::controls::{Controls, Guard, KsmError, Settings, lock};
+use super::controls::{Controls, Settings};
+use super::error::KsmError;
+use super::guard::{Guard, lock};
 use super::status::{Ksmd, Status};
 
 /// KSM running under memfold; the settings of before come back when this is dropped.

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::controls::{Controls, KsmError};
+use super::controls::Controls;
+use super::error::KsmError;
 
 /// Counters of `/sys/kernel/mm/ksm`, by the kernel's names, in pages unless ksm.rst says otherwise. `None`: this kernel lacks it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -171,7 +172,7 @@ impl Ksmd {
 }
 
 /// Field `number` of `/proc/PID/stat` as `proc_pid_stat(5)` counts them; from 3 on, behind the name, which may hold anything.
-fn stat_field(stat: &str, number: usize) -> Option<u64> {
+pub(super) fn stat_field(stat: &str, number: usize) -> Option<u64> {
     let behind_name = &stat[stat.rfind(')')? + 1..];
     behind_name
         .split_whitespace()
