@@ -8,7 +8,7 @@
 //! that changes from run to run is taken out: the same files give the same bytes.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
@@ -17,21 +17,21 @@ use std::time::SystemTime;
 use memfold_host::progress::Progress;
 use memfold_units::ByteSize;
 
+use super::digest::digest;
+use super::error::{SegmentError, failed};
 use super::manifest::{FORMAT, Manifest};
+use super::name::Reference;
 use super::rank::Ranked;
 use super::shelf::{Draft, IMAGE, Shelf};
-use super::source::{self, Source};
-use super::tree::{Filter, Tree};
-use super::{Reference, SegmentError};
+use super::source::{EROFS_MAGIC, Source};
+use super::tools::{run, tool};
+use super::tree::{Filter, PROGRAMS, Tree};
 
 /// Guests take device memory in pieces of this size (`SUBSECTION_SIZE` of Linux on x86-64).
 const ALIGN: u64 = 2 << 20;
 
 /// What guests read of a segment, in the image's root.
 pub const MARK: &str = ".memfold-segment";
-
-/// What is chosen of a system for guests that have one of their own.
-pub const PROGRAMS: [&str; 2] = ["/usr/**", "/opt/**"];
 
 /// Directories that guests never lay a segment over: they are the guest's own, or the kernel's.
 const OWN: [&str; 9] = [
@@ -85,7 +85,7 @@ pub fn build(
     }
     memfold_vm::check_name("domain", &request.domain)
         .map_err(|error| SegmentError::Name(error.to_string()))?;
-    let mkfs = source::tool("mkfs.erofs", "makes EROFS images", "erofs-utils")?;
+    let mkfs = tool("mkfs.erofs", "makes EROFS images", "erofs-utils")?;
     let newest = shelf.newest(&name.name)?;
     if let Some(other) = newest.as_ref().filter(|m| m.domain != request.domain) {
         return Err(SegmentError::Name(format!(
@@ -95,10 +95,6 @@ pub fn build(
     }
     let draft = shelf.draft(&name.name)?;
     let files = draft.path().join("tree");
-    let failed = |path: &Path| {
-        let path = path.to_owned();
-        move |source| SegmentError::Files { path, source }
-    };
     fs::create_dir(&files).map_err(failed(&files))?;
     progress.begin("source read", 0);
     let root = open_sources(&request.from, &draft)?;
@@ -130,7 +126,7 @@ pub fn build(
             "noinline_data,force-inode-extended",
         ])
         .args([&image, &files]);
-    source::run("mkfs.erofs", &mut command)?;
+    run("mkfs.erofs", &mut command)?;
     let image_bytes = finish(&image).map_err(failed(&image))?;
     let digest = digest(&image, progress).map_err(failed(&image))?;
     let manifest = Manifest {
@@ -177,10 +173,7 @@ fn open_sources(from: &[String], draft: &Draft) -> Result<std::path::PathBuf, Se
         return Err(refuse("several can be given only of packages"));
     }
     let room = draft.path().join("source");
-    fs::create_dir(&room).map_err(|source| SegmentError::Files {
-        path: room.clone(),
-        source,
-    })?;
+    fs::create_dir(&room).map_err(failed(&room))?;
     let mut root = room.clone();
     for source in &sources {
         root = source.open(&room)?;
@@ -189,10 +182,6 @@ fn open_sources(from: &[String], draft: &Draft) -> Result<std::path::PathBuf, Se
 }
 
 fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
-    let failed = |source| SegmentError::Files {
-        path: root.into(),
-        source,
-    };
     let include: Vec<String> = if request.include.is_empty() && !request.root {
         PROGRAMS.map(String::from).to_vec()
     } else {
@@ -203,7 +192,7 @@ fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
         None => filter,
         Some((budget, ranked)) => filter.only(best(ranked, *budget, root)),
     };
-    let tree = Tree::choose(root, &filter, request.root).map_err(failed)?;
+    let tree = Tree::choose(root, &filter, request.root).map_err(failed(root))?;
     if tree.is_empty() {
         return Err(SegmentError::Source {
             from: request.from.join(", "),
@@ -301,8 +290,8 @@ fn uuid(name: &str, generation: u32, content: &str) -> String {
 fn finish(image: &Path) -> io::Result<u64> {
     let file = File::options().read(true).write(true).open(image)?;
     let mut magic = [0; 4];
-    file.read_exact_at(&mut magic, source::EROFS_MAGIC.0)?;
-    if magic != source::EROFS_MAGIC.1 {
+    file.read_exact_at(&mut magic, EROFS_MAGIC.0)?;
+    if magic != EROFS_MAGIC.1 {
         return Err(io::Error::other("mkfs.erofs made no EROFS image"));
     }
     let mut features = [0; 4];
@@ -315,22 +304,6 @@ fn finish(image: &Path) -> io::Result<u64> {
     file.set_len(bytes)?;
     file.sync_all()?;
     Ok(bytes)
-}
-
-/// BLAKE3 of a file.
-pub fn digest(path: &Path, progress: &Progress) -> io::Result<String> {
-    let mut file = File::open(path)?;
-    progress.begin("checksum made", file.metadata()?.len());
-    let mut sum = blake3::Hasher::new();
-    let mut piece = vec![0; 1 << 20];
-    loop {
-        let length = file.read(&mut piece)?;
-        if length == 0 {
-            return Ok(sum.finalize().to_hex().to_string());
-        }
-        sum.update(&piece[..length]);
-        progress.add(length as u64);
-    }
 }
 
 #[cfg(test)]

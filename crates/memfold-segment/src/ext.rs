@@ -8,11 +8,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, XattrFlags, lsetxattr, utimensat};
+use rustix::fs::{Timespec, XattrFlags, lsetxattr};
 
-use super::SegmentError;
-use super::source::{confined, run, tool};
-use super::tree::ATTRIBUTES;
+use super::error::{SegmentError, failed};
+use super::tools::{confined, run, tool};
+use super::tree::{ATTRIBUTES, set_times};
 
 /// Of access lists on disk and of those that the kernel takes: `EXT4_ACL_VERSION` (`fs/ext4/acl.h`), `POSIX_ACL_XATTR_VERSION`
 /// (`include/uapi/linux/posix_acl_xattr.h`).
@@ -29,13 +29,6 @@ struct Facts {
     mode: u32,
     modified: (i64, i64),
     attributes: Vec<(&'static str, Vec<u8>)>,
-}
-
-fn failed(path: &Path) -> impl Fn(io::Error) -> SegmentError {
-    move |source| SegmentError::Files {
-        path: path.into(),
-        source,
-    }
 }
 
 /// Unpacks `image` into `room`, which is empty.
@@ -226,13 +219,7 @@ fn restore(path: &Path, facts: &Facts) -> io::Result<()> {
         }
     }
     let (tv_sec, tv_nsec) = facts.modified;
-    let time = Timespec { tv_sec, tv_nsec };
-    let times = Timestamps {
-        last_access: time,
-        last_modification: time,
-    };
-    utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW)?;
-    Ok(())
+    set_times(path, Timespec { tv_sec, tv_nsec })
 }
 
 #[cfg(test)]
@@ -333,12 +320,8 @@ mod tests {
             tv_sec: 1000,
             tv_nsec: 0,
         };
-        let times = Timestamps {
-            last_access: time,
-            last_modification: time,
-        };
         for path in ["usr/bin/ping", "usr/bin", "usr"] {
-            utimensat(CWD, from.join(path), &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
+            set_times(&from.join(path), time).unwrap();
         }
         fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
         let mut mke2fs = Command::new("mke2fs");

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::SegmentError;
+use super::error::SegmentError;
 
 /// What a user calls a segment.
 #[derive(Clone, Debug, PartialEq, Eq)]

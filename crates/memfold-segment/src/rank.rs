@@ -15,7 +15,8 @@ use memfold_units::{ByteSize, PAGE_SIZE};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::SegmentError;
+use super::error::SegmentError;
+use super::tree::{self, PROGRAMS};
 
 /// A file, and what it would bring in a segment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -35,9 +36,9 @@ pub struct Ranked {
 /// Whether a path is one of those that `include` names, or of programs and libraries if it names none.
 pub fn chosen(include: &[String]) -> Result<impl Fn(&[u8]) -> bool + use<>, SegmentError> {
     let globs = if include.is_empty() {
-        super::tree::globs(&super::build::PROGRAMS.map(String::from))?
+        tree::globs(&PROGRAMS.map(String::from))?
     } else {
-        super::tree::globs(include)?
+        tree::globs(include)?
     };
     Ok(move |path: &[u8]| globs.is_match(Path::new(OsStr::from_bytes(path))))
 }

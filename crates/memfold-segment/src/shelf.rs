@@ -14,16 +14,17 @@ use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use memfold_host::progress::Progress;
 use memfold_store::{StoreIdentity, mapped};
 use rustix::fs::{FlockOperation, IFlags, flock, ioctl_getflags, ioctl_setflags};
 use rustix::process::Pid;
 
-use super::build::digest;
+use super::digest::digest;
+use super::error::{SegmentError, failed};
 use super::manifest::{FORMAT, Manifest};
-use super::{Reference, SegmentError};
+use super::name::Reference;
 
 /// Where segments lie if nothing else is said.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/segments";
@@ -63,13 +64,6 @@ fn stamp(facts: &fs::Metadata) -> Stamp {
         facts.ctime(),
         facts.ctime_nsec(),
     )
-}
-
-fn failed(path: &Path) -> impl Fn(io::Error) -> SegmentError {
-    move |source| SegmentError::Files {
-        path: path.into(),
-        source,
-    }
 }
 
 impl Shelf {
@@ -223,6 +217,14 @@ impl Shelf {
         self.place(&manifest.name, manifest.generation).join(IMAGE)
     }
 
+    fn pinned_image(&self, manifest: &Manifest) -> PathBuf {
+        self.runtime.join(manifest.reference())
+    }
+
+    fn right(&self) -> MutexGuard<'_, HashMap<PathBuf, Stamp>> {
+        self.right.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The file that VMs map, its bytes compared with their digest since it was last changed; a pinned one is put into memory first.
     pub fn image(&self, reference: &Reference) -> Result<(Manifest, PathBuf), SegmentError> {
         let manifest = self.manifest(reference)?;
@@ -232,7 +234,7 @@ impl Shelf {
             return Ok((manifest, stored));
         }
         let _alone = self.pinning.lock().unwrap_or_else(PoisonError::into_inner);
-        let pinned = self.runtime.join(manifest.reference());
+        let pinned = self.pinned_image(&manifest);
         if self.check(&manifest, &pinned).is_ok() {
             return Ok((manifest, pinned));
         }
@@ -270,11 +272,9 @@ impl Shelf {
     pub fn verify(&self, reference: &Reference) -> Result<(), SegmentError> {
         let manifest = self.manifest(reference)?;
         let stored = self.stored_image(&manifest);
-        let pinned = self.runtime.join(manifest.reference());
+        let pinned = self.pinned_image(&manifest);
         for image in [stored, pinned].iter().filter(|image| image.exists()) {
-            let mut right = self.right.lock().unwrap_or_else(PoisonError::into_inner);
-            right.remove(image);
-            drop(right);
+            self.right().remove(image);
             self.check(&manifest, image)?;
         }
         Ok(())
@@ -284,8 +284,7 @@ impl Shelf {
     fn check(&self, manifest: &Manifest, image: &Path) -> Result<(), SegmentError> {
         let facts = fs::metadata(image).map_err(failed(image))?;
         let now = stamp(&facts);
-        let right = || self.right.lock().unwrap_or_else(PoisonError::into_inner);
-        if right().get(image) == Some(&now) {
+        if self.right().get(image) == Some(&now) {
             return Ok(());
         }
         let broken = |why: String| SegmentError::Broken {
@@ -303,7 +302,7 @@ impl Shelf {
         if found != manifest.digest {
             return Err(broken("its image was changed since it was built".into()));
         }
-        right().insert(image.to_owned(), now);
+        self.right().insert(image.to_owned(), now);
         Ok(())
     }
 
@@ -315,7 +314,7 @@ impl Shelf {
             Ok(facts) => facts,
             Err(error) => return Some(format!("{}: {error}", image.display())),
         };
-        let right = self.right.lock().unwrap_or_else(PoisonError::into_inner);
+        let right = self.right();
         match right.get(&image) {
             Some(seen) if *seen != stamp(&facts) => Some(
                 "its image was changed or replaced since it was checked; VMs that map it keep what they map, new ones are refused if it differs"
@@ -333,7 +332,7 @@ impl Shelf {
     /// What keeps the image from being changed.
     #[must_use]
     pub fn protection(&self, manifest: &Manifest) -> &'static str {
-        let pinned = self.runtime.join(manifest.reference());
+        let pinned = self.pinned_image(manifest);
         let image = if manifest.pinned && pinned.exists() {
             pinned
         } else {
@@ -352,7 +351,7 @@ impl Shelf {
     #[must_use]
     pub fn resident_bytes(&self, manifest: &Manifest) -> u64 {
         let path = if manifest.pinned {
-            self.runtime.join(manifest.reference())
+            self.pinned_image(manifest)
         } else {
             self.stored_image(manifest)
         };
@@ -365,10 +364,7 @@ impl Shelf {
     /// Files that VMs may map of it.
     #[must_use]
     pub fn identities(&self, manifest: &Manifest) -> Vec<StoreIdentity> {
-        let files = [
-            self.stored_image(manifest),
-            self.runtime.join(manifest.reference()),
-        ];
+        let files = [self.stored_image(manifest), self.pinned_image(manifest)];
         files
             .iter()
             .filter_map(|path| File::open(path).ok())
@@ -468,8 +464,7 @@ impl Shelf {
         let image = place.join(IMAGE);
         protect(&image, true);
         if let Ok(facts) = fs::metadata(&image) {
-            let mut right = self.right.lock().unwrap_or_else(PoisonError::into_inner);
-            right.insert(image, stamp(&facts));
+            self.right().insert(image, stamp(&facts));
         }
         Ok(())
     }
@@ -479,7 +474,7 @@ impl Shelf {
         let place = self.place(&manifest.name, manifest.generation);
         let image = place.join(IMAGE);
         protect(&image, false);
-        unpin(&self.runtime.join(manifest.reference())).map_err(failed(&self.runtime))?;
+        unpin(&self.pinned_image(manifest)).map_err(failed(&self.runtime))?;
         // At once, with the last generation all of the segment; if the rest is cut off, the next daemon does it.
         let gone = self.root.join(format!(".{}.draft", manifest.reference()));
         let naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
@@ -489,10 +484,7 @@ impl Shelf {
         fs::rename(whole, &gone).map_err(failed(whole))?;
         drop(naming);
         fs::remove_dir_all(&gone).map_err(failed(&gone))?;
-        self.right
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&image);
+        self.right().remove(&image);
         Ok(())
     }
 
@@ -509,7 +501,7 @@ impl Shelf {
         };
         for (manifest, users) in pinned.iter().zip(users) {
             if users.is_empty() {
-                let copy = self.runtime.join(manifest.reference());
+                let copy = self.pinned_image(manifest);
                 if let Err(error) = unpin(&copy) {
                     tracing::warn!(copy = %copy.display(), %error, "a copy in memory that nobody maps is left");
                 }
@@ -521,7 +513,7 @@ impl Shelf {
     pub fn unprotect(&self) {
         for manifest in self.all().unwrap_or_default() {
             protect(&self.stored_image(&manifest), false);
-            let pinned = self.runtime.join(manifest.reference());
+            let pinned = self.pinned_image(&manifest);
             if pinned.exists() {
                 protect(&pinned, false);
             }

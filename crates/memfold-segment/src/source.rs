@@ -1,20 +1,13 @@
 //! Where the files of a segment come from: a directory, a disk image with a file system, or Debian packages.
 
 use std::fs::{self, File};
-use std::io;
 use std::os::unix::fs::FileExt;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
-use memfold_host::files::program;
-use memfold_host::helper;
-
-use super::SegmentError;
-
-/// How long a program may take that fetches, unpacks or packs.
-const LIMIT: Duration = Duration::from_secs(3600);
+use super::error::{SegmentError, failed};
+use super::ext;
+use super::tools::{confined, run, run_with_input, tool};
 
 /// Magic number of ext2, ext3 and ext4 at byte 1080 (`fs/ext4/ext4.h`).
 const EXT_MAGIC: (u64, [u8; 2]) = (1080, [0x53, 0xEF]);
@@ -97,7 +90,7 @@ impl Source {
     pub fn open(&self, room: &Path) -> Result<PathBuf, SegmentError> {
         match self {
             Self::Directory(path) => return Ok(path.clone()),
-            Self::Ext(image) => super::ext::unpack(image, room)?,
+            Self::Ext(image) => ext::unpack(image, room)?,
             Self::Erofs(image) => {
                 let fsck = tool("fsck.erofs", "reads EROFS images", "erofs-utils")?;
                 let into = format!("--extract={}", room.display());
@@ -126,13 +119,6 @@ impl Source {
             }
         }
         Ok(room.to_owned())
-    }
-}
-
-fn failed(path: &Path) -> impl Fn(io::Error) -> SegmentError {
-    move |source| SegmentError::Files {
-        path: path.into(),
-        source,
     }
 }
 
@@ -181,81 +167,11 @@ fn unpack_package(file: &Path, room: &Path) -> Result<(), SegmentError> {
     }
 }
 
-/// A program that reads what others have made, guests among them, as root: names in an image or a package may lead anywhere. It sees the host
-/// read-only and without its devices and network, and can write to `room` alone.
-pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
-    let bwrap = tool(
-        "bwrap",
-        "keeps programs that unpack images and packages from writing anywhere else",
-        "bubblewrap",
-    )?;
-    let mut command = Command::new(bwrap);
-    command
-        .args([
-            "--ro-bind",
-            "/",
-            "/",
-            "--dev",
-            "/dev",
-            "--proc",
-            "/proc",
-            "--bind",
-        ])
-        .args([room, room])
-        // Files keep their owners.
-        .args([
-            "--cap-add",
-            "ALL",
-            "--unshare-net",
-            "--unshare-pid",
-            "--unshare-ipc",
-        ])
-        .args(["--die-with-parent", "--chdir", "/", "--"])
-        .arg(program);
-    Ok(command)
-}
-
-/// Where a program is.
-pub fn tool(
-    name: &'static str,
-    what: &'static str,
-    package: &'static str,
-) -> Result<PathBuf, SegmentError> {
-    program(name).ok_or(SegmentError::Missing {
-        program: name,
-        what,
-        package,
-    })
-}
-
-/// Runs a program; what it wrote to standard error.
-pub fn run(name: &'static str, command: &mut Command) -> Result<String, SegmentError> {
-    run_with_input(name, command.stdin(Stdio::null()))
-}
-
-fn run_with_input(name: &'static str, command: &mut Command) -> Result<String, SegmentError> {
-    let why = |why: String| SegmentError::Tool { program: name, why };
-    let child = command
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .process_group(0)
-        .spawn()
-        .map_err(|error| why(error.to_string()))?;
-    let done = helper::output_of(child, LIMIT).map_err(|error| why(error.to_string()))?;
-    let said = String::from_utf8_lossy(&done.stderr).trim().to_owned();
-    let ended = done.status;
-    if ended.success() {
-        Ok(said)
-    } else {
-        let tail: Vec<&str> = said.lines().rev().take(3).collect();
-        let words: Vec<&str> = tail.into_iter().rev().collect();
-        Err(why(format!("{} ({ended})", words.join("; "))))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+
+    use memfold_host::files::program;
 
     use super::*;
 
@@ -310,28 +226,6 @@ mod tests {
     }
 
     #[test]
-    fn what_unpacks_writes_to_its_room_alone() {
-        if program("bwrap").is_none() || !rustix::process::getuid().is_root() {
-            memfold_testkit::skip!("no bwrap (package bubblewrap), or not root");
-        }
-        let (room, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let script = format!(
-            "echo in > {0}/file; ln -s {1} {0}/link; echo out > {0}/link/file; echo out > {1}/file; chown 7 {0}/file",
-            room.path().display(),
-            other.path().display()
-        );
-        let mut shell = confined(Path::new("/bin/sh"), room.path()).unwrap();
-        let _ = run("sh", shell.args(["-c", &script]));
-        assert_eq!(
-            fs::read_to_string(room.path().join("file")).unwrap(),
-            "in\n"
-        );
-        assert_eq!(fs::read_dir(other.path()).unwrap().count(), 0);
-        let facts = fs::metadata(room.path().join("file")).unwrap();
-        assert_eq!(std::os::unix::fs::MetadataExt::uid(&facts), 7);
-    }
-
-    #[test]
     fn packages_are_unpacked_into_one_tree_with_usr_merged() {
         if program("dpkg-deb").is_none()
             || program("bwrap").is_none()
@@ -365,15 +259,5 @@ mod tests {
             let file = room.join("usr/lib").join(name).join("file");
             assert_eq!(fs::read_to_string(file).unwrap(), name);
         }
-    }
-
-    #[test]
-    fn the_last_words_of_a_program_that_fails_are_told() {
-        let error = run(
-            "sh",
-            Command::new("sh").args(["-c", "echo one >&2; echo two >&2; exit 3"]),
-        );
-        let text = error.unwrap_err().to_string();
-        assert!(text.contains("one; two") && text.contains('3'), "{text}");
     }
 }

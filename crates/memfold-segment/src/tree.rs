@@ -11,7 +11,10 @@ use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 use memfold_host::progress::Progress;
 use rustix::fs::{AtFlags, CWD, FileType, Timespec, Timestamps, XattrFlags};
 
-use super::SegmentError;
+use super::error::SegmentError;
+
+/// What is chosen of a system for guests that have one of their own.
+pub const PROGRAMS: [&str; 2] = ["/usr/**", "/opt/**"];
 
 /// Extended attributes that are carried over: what the kernel acts on when a file is used.
 pub const ATTRIBUTES: [&str; 3] = [
@@ -213,7 +216,11 @@ impl Tree {
         }
         // Last, and from the inside: what is made in a directory changes its time.
         for entry in self.entries.iter().rev() {
-            set_times(&to.join(&entry.path), &entry.facts)?;
+            let time = Timespec {
+                tv_sec: entry.facts.mtime(),
+                tv_nsec: entry.facts.mtime_nsec(),
+            };
+            set_times(&to.join(&entry.path), time)?;
         }
         contents.digest = sum.finalize().to_hex().to_string();
         Ok(contents)
@@ -330,11 +337,8 @@ fn attributes(from: &Path, to: &Path, entry: &Entry, sum: &mut blake3::Hasher) -
     Ok(())
 }
 
-fn set_times(place: &Path, facts: &fs::Metadata) -> io::Result<()> {
-    let time = Timespec {
-        tv_sec: facts.mtime(),
-        tv_nsec: facts.mtime_nsec(),
-    };
+/// Sets both times of an entry, of a link's own.
+pub(super) fn set_times(place: &Path, time: Timespec) -> io::Result<()> {
     let times = Timestamps {
         last_access: time,
         last_modification: time,
@@ -371,11 +375,7 @@ mod tests {
                 tv_sec: 1000,
                 tv_nsec: 5,
             };
-            let times = Timestamps {
-                last_access: time,
-                last_modification: time,
-            };
-            rustix::fs::utimensat(CWD, root.join(path), &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
+            set_times(&root.join(path), time).unwrap();
         }
     }
 
@@ -427,11 +427,7 @@ mod tests {
             tv_sec: 1001,
             tv_nsec: 5,
         };
-        let times = Timestamps {
-            last_access: time,
-            last_modification: time,
-        };
-        rustix::fs::utimensat(CWD, &c, &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
+        set_times(&c, time).unwrap();
         assert_ne!(first, digest(two.path()));
     }
 

@@ -1,0 +1,57 @@
+//! Why something was not done with a segment.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Why something was not done with a segment. Nothing is half done then.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say what is the case
+pub enum SegmentError {
+    #[error("no segment '{0}'; 'memfold segment list' shows all")]
+    Unknown(String),
+    #[error("{0}")]
+    Name(String),
+    #[error("cannot build a segment from '{from}': {why}")]
+    Source { from: String, why: String },
+    #[error("{program} is not installed, which {what}; install {package}")]
+    Missing {
+        program: &'static str,
+        what: &'static str,
+        package: &'static str,
+    },
+    #[error("{program} failed: {why}")]
+    Tool { program: &'static str, why: String },
+    #[error("cannot use {path}")]
+    Files {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(
+        "segment '{segment}' belongs to trust domain '{domain}', and VM '{vm}' to {other}; only VMs of '{domain}' may map it"
+    )]
+    Foreign {
+        segment: String,
+        domain: String,
+        vm: String,
+        other: String,
+    },
+    #[error("segment '{name}' is used by {users}; end or remove these first")]
+    InUse { name: String, users: String },
+    #[error(
+        "segment '{name}' is written by VM '{writer}': build the next generation from there (--from vm:{writer}), or take it off there (memfold segment detach {writer} {name})"
+    )]
+    Written { name: String, writer: String },
+    #[error("segment '{name}' can't be used: {why}; build it anew")]
+    Broken { name: String, why: String },
+    #[error("{0}")]
+    Impossible(String),
+}
+
+/// Says which file could not be used.
+pub(super) fn failed(path: &Path) -> impl Fn(io::Error) -> SegmentError {
+    move |source| SegmentError::Files {
+        path: path.into(),
+        source,
+    }
+}

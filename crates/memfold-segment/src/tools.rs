@@ -1,0 +1,129 @@
+//! Programs that fetch, unpack and pack: found, confined, run.
+
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use memfold_host::files::program;
+use memfold_host::helper;
+
+use super::error::SegmentError;
+
+/// How long a program may take that fetches, unpacks or packs.
+const LIMIT: Duration = Duration::from_secs(3600);
+
+/// A program that reads what others have made, guests among them, as root: names in an image or a package may lead anywhere. It sees the host
+/// read-only and without its devices and network, and can write to `room` alone.
+pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
+    let bwrap = tool(
+        "bwrap",
+        "keeps programs that unpack images and packages from writing anywhere else",
+        "bubblewrap",
+    )?;
+    let mut command = Command::new(bwrap);
+    command
+        .args([
+            "--ro-bind",
+            "/",
+            "/",
+            "--dev",
+            "/dev",
+            "--proc",
+            "/proc",
+            "--bind",
+        ])
+        .args([room, room])
+        // Files keep their owners.
+        .args([
+            "--cap-add",
+            "ALL",
+            "--unshare-net",
+            "--unshare-pid",
+            "--unshare-ipc",
+        ])
+        .args(["--die-with-parent", "--chdir", "/", "--"])
+        .arg(program);
+    Ok(command)
+}
+
+/// Where a program is.
+pub fn tool(
+    name: &'static str,
+    what: &'static str,
+    package: &'static str,
+) -> Result<PathBuf, SegmentError> {
+    program(name).ok_or(SegmentError::Missing {
+        program: name,
+        what,
+        package,
+    })
+}
+
+/// Runs a program; what it wrote to standard error.
+pub fn run(name: &'static str, command: &mut Command) -> Result<String, SegmentError> {
+    run_with_input(name, command.stdin(Stdio::null()))
+}
+
+/// The same, with the input that the command has been given.
+pub(super) fn run_with_input(
+    name: &'static str,
+    command: &mut Command,
+) -> Result<String, SegmentError> {
+    let why = |why: String| SegmentError::Tool { program: name, why };
+    let child = command
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .process_group(0)
+        .spawn()
+        .map_err(|error| why(error.to_string()))?;
+    let done = helper::output_of(child, LIMIT).map_err(|error| why(error.to_string()))?;
+    let said = String::from_utf8_lossy(&done.stderr).trim().to_owned();
+    let ended = done.status;
+    if ended.success() {
+        Ok(said)
+    } else {
+        let tail: Vec<&str> = said.lines().rev().take(3).collect();
+        let words: Vec<&str> = tail.into_iter().rev().collect();
+        Err(why(format!("{} ({ended})", words.join("; "))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn what_unpacks_writes_to_its_room_alone() {
+        if program("bwrap").is_none() || !rustix::process::getuid().is_root() {
+            memfold_testkit::skip!("no bwrap (package bubblewrap), or not root");
+        }
+        let (room, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let script = format!(
+            "echo in > {0}/file; ln -s {1} {0}/link; echo out > {0}/link/file; echo out > {1}/file; chown 7 {0}/file",
+            room.path().display(),
+            other.path().display()
+        );
+        let mut shell = confined(Path::new("/bin/sh"), room.path()).unwrap();
+        let _ = run("sh", shell.args(["-c", &script]));
+        assert_eq!(
+            fs::read_to_string(room.path().join("file")).unwrap(),
+            "in\n"
+        );
+        assert_eq!(fs::read_dir(other.path()).unwrap().count(), 0);
+        let facts = fs::metadata(room.path().join("file")).unwrap();
+        assert_eq!(std::os::unix::fs::MetadataExt::uid(&facts), 7);
+    }
+
+    #[test]
+    fn the_last_words_of_a_program_that_fails_are_told() {
+        let error = run(
+            "sh",
+            Command::new("sh").args(["-c", "echo one >&2; echo two >&2; exit 3"]),
+        );
+        let text = error.unwrap_err().to_string();
+        assert!(text.contains("one; two") && text.contains('3'), "{text}");
+    }
+}
