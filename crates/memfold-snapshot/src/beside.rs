@@ -1,16 +1,19 @@
 //! What a snapshot needs besides memory and disks: copies of files that its VM's command line names, what its other media are, and its CPU.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use memfold_vm::{Qmp, Vm, VmSpec, foreign};
 
 use super::cpu::Cpu;
-use super::manifest::{BackingFile, FileFacts};
-use super::save::{Subject, check_memory, device, modified_ns};
-use super::shelf::{Draft, facts};
-use super::{SnapshotError, hardware, written};
+use super::draft::Draft;
+use super::error::{SnapshotError, failed};
+use super::file_facts::{backing_files, facts};
+use super::hardware::{self, check_memory};
+use super::manifest::{BackingFile, FileFacts, file_name};
+use super::subject::Subject;
+use super::written_files;
 
 /// See above.
 pub(super) struct Beside {
@@ -53,17 +56,11 @@ fn take_files(
     let mut taken = Vec::new();
     // Those of a VM of memfold's are a snapshot's.
     let view = match subject.directory {
-        None => foreign::View::of(vm.pid()).map_err(|source| SnapshotError::Files {
-            path: "/proc".into(),
-            source,
-        })?,
+        None => foreign::View::of(vm.pid()).map_err(failed("/proc"))?,
         Some(_) => foreign::View::default(),
     };
     for (number, path) in of.files.iter_mut().enumerate() {
-        let failed = |source| SnapshotError::Files {
-            path: path.clone(),
-            source,
-        };
+        let failed = failed(path.as_path());
         let name = file_name(number);
         let to = draft.file(&name)?;
         let user = subject
@@ -90,25 +87,21 @@ fn take_own_files(
     let Some(directory) = subject.directory.as_ref().filter(|_| now.foreign.is_none()) else {
         return Ok(Vec::new());
     };
-    let failed = |path: &Path, source| SnapshotError::Files {
-        path: path.into(),
-        source,
-    };
     let mut files = Vec::new();
     for number in 0..now.files.len() {
         let path = directory.own_file(number);
-        let file = File::open(&path).map_err(|source| failed(&path, source))?;
+        let file = File::open(&path).map_err(failed(&path))?;
         files.push((path, file));
     }
     let mut disks = subject.overlays_now();
     disks.extend(now.disks.iter().map(|disk| disk.path.clone()));
-    let open = written::of(vm.pid()).map_err(|source| failed(Path::new("/proc"), source))?;
+    let open = written_files::of(vm.pid()).map_err(failed("/proc"))?;
     let devices = qmp.query("query-block")?;
     let all = devices.as_array().into_iter().flatten();
     let known = all.filter(|device| hardware::is_known(device, now));
-    disks.extend(known.flat_map(written::chain).map(PathBuf::from));
-    for path in written::foreign(open, &disks, directory.path()) {
-        let file = written::take(vm.pid(), &path, &mut now.qemu_args, files.len())?;
+    disks.extend(known.flat_map(written_files::chain).map(PathBuf::from));
+    for path in written_files::foreign(open, &disks, directory.path()) {
+        let file = written_files::take(vm.pid(), &path, &mut now.qemu_args, files.len())?;
         files.push((path, file));
     }
     now.files.clear();
@@ -116,35 +109,11 @@ fn take_own_files(
     for (number, (path, mut from)) in files.into_iter().enumerate() {
         let name = file_name(number);
         let mut to = draft.file(&name)?;
-        io::copy(&mut from, &mut to).map_err(|source| failed(&path, source))?;
-        taken.push(facts(to).map_err(|source| failed(&path, source))?);
+        io::copy(&mut from, &mut to).map_err(failed(&path))?;
+        taken.push(facts(to).map_err(failed(&path))?);
         now.files.push(name.into());
     }
     Ok(taken)
-}
-
-/// Name of a file of [`memfold_vm::foreign`], or of `written`, in a snapshot.
-pub(super) fn file_name(number: usize) -> String {
-    format!("file{number}")
-}
-
-/// What files are now, as far as they are files: of anything else there is nothing to compare.
-pub(super) fn backing_files(
-    paths: impl Iterator<Item = PathBuf>,
-) -> Result<Vec<BackingFile>, SnapshotError> {
-    let mut found = Vec::new();
-    for path in paths {
-        let Ok(facts) = fs::metadata(&path) else {
-            continue;
-        };
-        found.push(BackingFile {
-            bytes: facts.len(),
-            modified_ns: modified_ns(&facts),
-            device: device(&path)?,
-            path,
-        });
-    }
-    Ok(found)
 }
 
 /// Media besides its disks: a VM of its snapshot reads them by their names. Those of a foreign VM are copied like its disks.
@@ -160,6 +129,6 @@ fn media(spec: &VmSpec, qmp: &mut Qmp) -> Result<Vec<BackingFile>, SnapshotError
             && !hardware::is_known(device, spec)
             && !hardware::is_flash(device, spec)
     });
-    let files = media.flat_map(written::chain).map(PathBuf::from);
+    let files = media.flat_map(written_files::chain).map(PathBuf::from);
     backing_files(files)
 }

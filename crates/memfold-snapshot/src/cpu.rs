@@ -10,7 +10,7 @@ use memfold_vm::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::SnapshotError;
+use super::error::SnapshotError;
 
 /// Properties of a CPU that are states, or say how QEMU makes it.
 const NO_FEATURES: [&str; 9] = [

@@ -6,7 +6,7 @@
 use memfold_vm::{Qmp, VmSpec};
 use serde_json::{Value, json};
 
-use super::SnapshotError;
+use super::error::SnapshotError;
 
 /// Refuses with the reason if not.
 pub fn check(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
@@ -140,6 +140,20 @@ fn plugged_device(qmp: &mut Qmp) -> Result<(), SnapshotError> {
                 )));
             }
         }
+    }
+    Ok(())
+}
+
+/// Refuses device memory that is no segment, which would not be saved.
+pub(super) fn check_memory(spec: &VmSpec, qmp: &mut Qmp) -> Result<(), SnapshotError> {
+    let blocks = memfold_vm::ram::read_blocks(qmp)?;
+    let unnamed = blocks
+        .iter()
+        .filter(|b| b.name.is_empty() && b.used_bytes > 0);
+    if unnamed.count() > spec.segments.len() {
+        return Err(SnapshotError::Impossible(
+            "it maps device memory that is no segment of memfold's, which QEMU itself would not save either".into(),
+        ));
     }
     Ok(())
 }

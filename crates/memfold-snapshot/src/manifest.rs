@@ -1,22 +1,42 @@
 //! What a snapshot says of itself: `manifest.json`.
 
-use std::path::PathBuf;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
 
 use memfold_units::ByteSize;
 use memfold_vm::VmSpec;
 use memfold_vm::block_device::BlockDevice;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
+use xxhash_rust::xxh3::xxh3_128;
 
 use super::cpu::Cpu;
+use super::error::{SnapshotError, failed};
 use super::image::{ImageBlock, ImageCounts};
-use super::shelf::{DEVICES, INDEX, PACKED, RAM, REFERENCES, SUMS};
 
 /// Version of the format of an image that lies in `ram` alone; see `docs/snapshot-format.md`.
 pub const FORMAT: u32 = 1;
 
 /// Version of the format of one that is compressed or refers to disks. Newer ones are refused.
 pub const FORMAT_IN_PARTS: u32 = 2;
+
+/// What it says of itself, written last.
+pub const MANIFEST: &str = "manifest.json";
+/// The checksum of that.
+pub(super) const MANIFEST_SUM: &str = "manifest.sum";
+/// RAM image.
+pub const RAM: &str = "ram";
+/// Its checksums.
+pub const SUMS: &str = "ram.sums";
+/// A compressed one.
+pub const PACKED: &str = "ram.zst";
+/// Where its chunks lie.
+pub const INDEX: &str = "ram.index";
+/// Pages that disks hold.
+pub const REFERENCES: &str = "ram.refs";
+/// QEMU's device state.
+pub const DEVICES: &str = "devices";
 
 /// What is kept of what the guest can get again.
 #[derive(
@@ -277,6 +297,64 @@ impl Manifest {
     pub const fn tells_twins_apart(&self) -> bool {
         self.agent || self.generation_id
     }
+}
+
+/// What the snapshot `name` in a directory of its own says of itself.
+pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, SnapshotError> {
+    let file = |part: &str| {
+        fs::read(path.join(part)).map_err(|source| {
+            if source.kind() == io::ErrorKind::NotFound && !path.exists() {
+                SnapshotError::Unknown(name.into())
+            } else {
+                failed(&path.join(part))(source)
+            }
+        })
+    };
+    let text = file(MANIFEST)?;
+    let sum = file(MANIFEST_SUM)?;
+    let bad = |why: String| SnapshotError::Broken {
+        name: name.into(),
+        why,
+    };
+    if sum.trim_ascii() != hex(xxh3_128(&text)).as_bytes() {
+        return Err(bad(format!("{MANIFEST} was changed since it was written")));
+    }
+    let version: serde_json::Value =
+        serde_json::from_slice(&text).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
+    if version["format"] != FORMAT && version["format"] != FORMAT_IN_PARTS {
+        return Err(bad(format!(
+            "it has format {}, this memfold reads {FORMAT} and {FORMAT_IN_PARTS}",
+            version["format"]
+        )));
+    }
+    let manifest: Manifest =
+        serde_json::from_value(version).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
+    for (part, bytes, _) in manifest.parts() {
+        let length = fs::metadata(path.join(part)).map(|m| m.len());
+        match length {
+            Ok(length) if length == bytes => {}
+            Ok(length) => {
+                return Err(bad(format!("{part} has {length} bytes instead of {bytes}")));
+            }
+            Err(error) => return Err(bad(format!("{part}: {error}"))),
+        }
+    }
+    Ok(manifest)
+}
+
+/// A checksum as 32 hexadecimal digits.
+pub(super) fn hex(sum: u128) -> String {
+    format!("{sum:032x}")
+}
+
+/// Name of a frozen disk in a snapshot.
+pub(super) fn disk_name(disk: usize) -> String {
+    format!("disk{disk}.qcow2")
+}
+
+/// Name of a file of [`memfold_vm::foreign`], or of `written_files`, in a snapshot.
+pub(super) fn file_name(number: usize) -> String {
+    format!("file{number}")
 }
 
 #[cfg(test)]

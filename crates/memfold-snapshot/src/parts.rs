@@ -8,11 +8,13 @@ use std::time::Instant;
 
 use memfold_host::progress::Progress;
 
-use super::manifest::{Keep, Packed, References, SavedDisk, Steps};
+use super::draft::Draft;
+use super::error::{SnapshotError, failed};
+use super::file_facts::facts;
+use super::manifest::{INDEX, Keep, PACKED, Packed, RAM, REFERENCES, References, SavedDisk, Steps};
+use super::pack;
 use super::refer::{self, DiskBlocks};
-use super::save::{Request, milliseconds};
-use super::shelf::{Draft, INDEX, PACKED, RAM, REFERENCES, facts};
-use super::{SnapshotError, pack};
+use super::request::{Request, milliseconds};
 
 /// Takes an image apart as far as it was asked for.
 pub(super) fn take_apart(
@@ -53,10 +55,7 @@ fn refer_to_disks(
     });
     for path in all {
         let place = draft.path().join(path);
-        let failed = |source| SnapshotError::Files {
-            path: place.clone(),
-            source,
-        };
+        let failed = failed(place.as_path());
         let file = File::open(&place).map_err(failed)?;
         let held = file.metadata().map_err(failed)?.blocks() * 512;
         if sources.contains(path) {
@@ -70,15 +69,11 @@ fn refer_to_disks(
         sources.push(path.clone());
         files.push(file);
     }
-    let failed = |part: &str| {
-        let path = draft.path().join(part);
-        move |source| SnapshotError::Files { path, source }
-    };
     progress.begin("disks looked through", refer::MOST_DISK_BYTES - left);
-    let blocks = DiskBlocks::read(files, progress).map_err(failed("disks"))?;
-    let saved = ram.metadata().map_err(failed(RAM))?.blocks() * 512;
+    let blocks = DiskBlocks::read(files, progress).map_err(draft.failed("disks"))?;
+    let saved = ram.metadata().map_err(draft.failed(RAM))?.blocks() * 512;
     progress.begin("pages of disks taken out", saved);
-    let references = refer::refer(ram, &blocks, progress).map_err(failed(RAM))?;
+    let references = refer::refer(ram, &blocks, progress).map_err(draft.failed(RAM))?;
     // As it is, it can be mapped.
     if references.is_empty() {
         return Ok(None);
@@ -86,9 +81,9 @@ fn refer_to_disks(
     let mut table = draft.file(REFERENCES)?;
     table
         .write_all(&refer::encode(&references))
-        .map_err(failed(REFERENCES))?;
+        .map_err(draft.failed(REFERENCES))?;
     Ok(Some(References {
-        table: facts(table).map_err(failed(REFERENCES))?,
+        table: facts(table).map_err(draft.failed(REFERENCES))?,
         sources,
         pages: references.iter().map(|r| u64::from(r.pages)).sum(),
     }))
@@ -96,18 +91,14 @@ fn refer_to_disks(
 
 /// Puts a compressed image in the place of `ram`.
 fn compress(draft: &Draft, ram: &File, progress: &Progress) -> Result<Packed, SnapshotError> {
-    let failed = |part: &str| {
-        let path = draft.path().join(part);
-        move |source| SnapshotError::Files { path, source }
-    };
     let (packed, mut index) = (draft.file(PACKED)?, draft.file(INDEX)?);
-    let saved = ram.metadata().map_err(failed(RAM))?.blocks() * 512;
+    let saved = ram.metadata().map_err(draft.failed(RAM))?.blocks() * 512;
     progress.begin("RAM compressed", saved);
-    let places = pack::pack(ram, &packed, progress).map_err(failed(PACKED))?;
-    index.write_all(&places).map_err(failed(INDEX))?;
-    fs::remove_file(draft.path().join(RAM)).map_err(failed(RAM))?;
+    let places = pack::pack(ram, &packed, progress).map_err(draft.failed(PACKED))?;
+    index.write_all(&places).map_err(draft.failed(INDEX))?;
+    fs::remove_file(draft.path().join(RAM)).map_err(draft.failed(RAM))?;
     Ok(Packed {
-        bytes: packed.metadata().map_err(failed(PACKED))?.len(),
-        index: facts(index).map_err(failed(INDEX))?,
+        bytes: packed.metadata().map_err(draft.failed(PACKED))?.len(),
+        index: facts(index).map_err(draft.failed(INDEX))?,
     })
 }

@@ -11,6 +11,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use memfold_host::progress::Progress;
 use memfold_store::{StoreIdentity, mapped};
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_SIZE};
@@ -21,12 +22,12 @@ use rustix::io::Errno;
 use rustix::process::Pid;
 use serde_json::json;
 
-use super::beside::file_name;
-use super::image::{CHUNK_PAGES, Data, ImageBlock};
-use super::manifest::{BackingFile, Manifest, SavedDisk};
-use super::save::modified_ns;
-use super::shelf::{DEVICES, RAM, facts};
-use super::{Progress, Shelf, SnapshotError};
+use super::disk_chain::chain;
+use super::error::{SnapshotError, failed};
+use super::file_facts::{device, facts_at, modified_ns};
+use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, ImageBlock};
+use super::manifest::{BackingFile, DEVICES, Manifest, RAM, SavedDisk, file_name};
+use super::shelf::Shelf;
 
 /// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a process may have 65,530 for everything.
 const MOST_VIEWS: usize = 4096;
@@ -115,12 +116,7 @@ fn is_copied(saved: &SavedDisk) -> bool {
 fn check_files(manifest: &Manifest, place: &Path) -> Result<(), SnapshotError> {
     for (number, saved) in manifest.files.iter().enumerate() {
         let path = place.join(file_name(number));
-        let now = File::open(&path).and_then(facts);
-        let now = now.map_err(|source| SnapshotError::Files {
-            path: path.clone(),
-            source,
-        })?;
-        if now != *saved {
+        if facts_at(&path)? != *saved {
             return Err(SnapshotError::Broken {
                 name: manifest.name.clone(),
                 why: format!("{} was changed since", path.display()),
@@ -149,12 +145,9 @@ fn check_file(
     saved: &BackingFile,
 ) -> Result<(), SnapshotError> {
     let path = place.join(&saved.path);
-    let facts = std::fs::metadata(&path).map_err(|source| SnapshotError::Files {
-        path: path.clone(),
-        source,
-    })?;
+    let facts = std::fs::metadata(&path).map_err(failed(&path))?;
     let changed = match &saved.device {
-        Some(then) => match super::save::device(&path)? {
+        Some(then) => match device(&path)? {
             Some(now) => then.differs(&now),
             None => Some("is no block device any more".to_owned()),
         },
@@ -194,20 +187,14 @@ impl OwnDisks {
                 continue;
             }
             let file = place.join(format!("{}-disk{number}.qcow2", spec.name));
-            copy_disk(&disk.path, &file, progress).map_err(|source| SnapshotError::Files {
-                path: file.clone(),
-                source,
-            })?;
+            copy_disk(&disk.path, &file, progress).map_err(failed(&file))?;
             made.0.push(file.clone());
             disk.path = file;
             disk.snapshot = false;
         }
         for (number, from) in std::mem::take(&mut spec.files).iter().enumerate() {
             let file = place.join(format!("{}-file{number}", spec.name));
-            copy_disk(from, &file, progress).map_err(|source| SnapshotError::Files {
-                path: file.clone(),
-                source,
-            })?;
+            copy_disk(from, &file, progress).map_err(failed(&file))?;
             let token = own_files::token(number);
             let is_token = |path: &Path| path == Path::new(&token);
             for argument in &mut spec.qemu_args {
@@ -351,10 +338,7 @@ pub fn fill(
             let (hva, pages) = (main.hva.0, main.pages);
             ask(&Order::AddRam { hva, pages, advice }, None)?;
             let views = views(manifest, saved, ram);
-            for (page, pages) in views.map_err(|source| SnapshotError::Files {
-                path: RAM.into(),
-                source,
-            })? {
+            for (page, pages) in views.map_err(failed(RAM))? {
                 let map = Order::Map {
                     hva: main.hva.add_pages(page).0,
                     pages,
@@ -363,10 +347,7 @@ pub fn fill(
                 ask(&map, Some(ram.as_fd()))?;
             }
         } else {
-            copy(vm.pid(), block.hva, saved, ram).map_err(|source| SnapshotError::Files {
-                path: RAM.into(),
-                source,
-            })?;
+            copy(vm.pid(), block.hva, saved, ram).map_err(failed(RAM))?;
         }
     }
     drop(link);
@@ -404,10 +385,10 @@ fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result
 /// Copies a small block into a process.
 fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &File) -> std::io::Result<()> {
     use std::os::unix::fs::FileExt;
-    let mut buffer = vec![0; super::image::CHUNK_BYTES];
+    let mut buffer = vec![0; CHUNK_BYTES];
     let mut done = 0;
     while done < block.pages {
-        let pages = (block.pages - done).min(super::image::CHUNK_PAGES);
+        let pages = (block.pages - done).min(CHUNK_PAGES);
         let length = usize::try_from(pages * PAGE_SIZE).unwrap_or(buffer.len());
         let part = &mut buffer[..length];
         ram.read_exact_at(part, (block.first_page + done) * PAGE_SIZE)?;
@@ -465,7 +446,7 @@ pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, 
         let Some(saved) = &disk.xxh3_128 else {
             continue;
         };
-        if super::save::sum(&place.join(&disk.path))? != *saved {
+        if facts_at(&place.join(&disk.path))?.xxh3_128 != *saved {
             changed.push(format!(
                 "{} was changed since it was saved",
                 disk.path.display()
@@ -481,7 +462,7 @@ pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     let files: Vec<PathBuf> = spec
         .disks
         .iter()
-        .filter_map(|disk| super::freeze::chain(&disk.path).ok())
+        .filter_map(|disk| chain(&disk.path).ok())
         .flatten()
         .collect();
     let mut names = shelf.names().unwrap_or_default();
@@ -505,7 +486,7 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
         let own = shelf.path(&other)?;
         let builds = |disk: &SavedDisk| {
             !disk.read_only
-                && super::freeze::chain(&own.join(&disk.path))
+                && chain(&own.join(&disk.path))
                     .is_ok_and(|files| files.iter().any(|file| file.starts_with(&place)))
         };
         if other != name && manifest.disks.iter().any(builds) {
@@ -523,10 +504,7 @@ pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
 
 /// The same of each of several snapshots, given as [`in_maps`] names them.
 pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, SnapshotError> {
-    mapped::processes_with(snapshots).map_err(|source| SnapshotError::Files {
-        path: "/proc".into(),
-        source,
-    })
+    mapped::processes_with(snapshots).map_err(failed("/proc"))
 }
 
 /// How lines of `/proc/PID/maps` name the RAM image of a snapshot and what was laid out of it.
@@ -539,7 +517,7 @@ pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> 
             ino: facts.ino(),
         })),
         Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(source) => return Err(SnapshotError::Files { path, source }),
+        Err(error) => return Err(failed(&path)(error)),
     }
     match shelf.laid_out_name(name) {
         Ok(laid_out) => texts.push(format!("/memfd:{laid_out} ")),

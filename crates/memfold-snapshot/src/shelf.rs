@@ -14,9 +14,9 @@
 //! ```
 
 use std::collections::HashMap;
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -24,32 +24,20 @@ use memfold_host::progress::Progress;
 use memfold_store::StoreIdentity;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use rustix::fs::{FlockOperation, flock};
-use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
+use super::draft::Draft;
+use super::error::{SnapshotError, failed};
+use super::file_facts::{facts, modified_ns};
+use super::host_memory::host_available_pages;
 use super::image::CHUNK_BYTES;
-use super::manifest::{FORMAT, FORMAT_IN_PARTS, FileFacts, Manifest};
-use super::save::host_available_pages;
+use super::manifest::{INDEX, Manifest, PACKED, REFERENCES, SUMS, read_manifest};
 use super::stored::{Pages, Stored};
-use super::{SnapshotError, pack, pipeline, refer};
+use super::{pack, refer};
+
+pub use super::manifest::{DEVICES, RAM};
 
 /// Where snapshots lie if nothing else is said.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
-
-/// What it says of itself.
-pub const MANIFEST: &str = "manifest.json";
-const MANIFEST_SUM: &str = "manifest.sum";
-/// RAM image.
-pub const RAM: &str = "ram";
-/// Its checksums.
-pub const SUMS: &str = "ram.sums";
-/// A compressed one.
-pub const PACKED: &str = "ram.zst";
-/// Where its chunks lie.
-pub const INDEX: &str = "ram.index";
-/// Pages that disks hold.
-pub const REFERENCES: &str = "ram.refs";
-/// QEMU's device state.
-pub const DEVICES: &str = "devices";
 
 /// All snapshots of a host.
 #[derive(Clone, Debug)]
@@ -87,7 +75,7 @@ impl Stamp {
             device: facts.dev(),
             inode: facts.ino(),
             bytes: facts.len(),
-            modified_ns: super::save::modified_ns(&facts),
+            modified_ns: modified_ns(&facts),
             changed_ns: i128::from(facts.ctime()) * 1_000_000_000 + i128::from(facts.ctime_nsec()),
         })
     }
@@ -146,33 +134,7 @@ impl Shelf {
 
     /// Begins a snapshot.
     pub fn draft(&self, name: &str) -> Result<Draft, SnapshotError> {
-        let place = self.path(name)?;
-        if place.exists() {
-            return Err(SnapshotError::Taken(name.into()));
-        }
-        let path = self.root.join(format!(".{name}.draft"));
-        let failed = |source| SnapshotError::Files {
-            path: path.clone(),
-            source,
-        };
-        let mut builder = DirBuilder::new();
-        builder.mode(0o700);
-        builder.recursive(true).create(&self.root).map_err(failed)?;
-        match builder.recursive(false).create(&path) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                return Err(SnapshotError::Taken(name.into()));
-            }
-            other => other.map_err(failed)?,
-        }
-        let lock = File::open(&path).map_err(failed)?;
-        flock(&lock, FlockOperation::NonBlockingLockExclusive)
-            .map_err(|errno| failed(errno.into()))?;
-        Ok(Draft {
-            path,
-            place,
-            done: false,
-            _lock: lock,
-        })
+        Draft::begin(&self.root, self.path(name)?, name)
     }
 
     /// What a snapshot says of itself, its own checksum and the lengths of its files compared.
@@ -262,7 +224,7 @@ impl Shelf {
             for source in &saved.sources {
                 let path = self.root.join(name).join(source);
                 let file = File::open(&path);
-                sources.push(file.map_err(|source| SnapshotError::Files { path, source })?);
+                sources.push(file.map_err(failed(&path))?);
             }
         }
         Ok(Stored {
@@ -394,7 +356,7 @@ impl Shelf {
     /// Opens a file of a snapshot for reading.
     pub fn file(&self, name: &str, part: &str) -> Result<File, SnapshotError> {
         let path = self.path(name)?.join(part);
-        File::open(&path).map_err(|source| SnapshotError::Files { path, source })
+        File::open(&path).map_err(failed(&path))
     }
 
     /// Bytes that the files of a snapshot take on disk.
@@ -413,138 +375,12 @@ impl Shelf {
             return Err(SnapshotError::Unknown(name.into()));
         }
         let gone = self.root.join(format!(".{name}.draft"));
-        let failed = |source| SnapshotError::Files {
-            path: path.clone(),
-            source,
-        };
+        let failed = failed(path.as_path());
         fs::rename(&path, &gone).map_err(failed)?;
         self.right().remove(name);
         self.let_go();
         fs::remove_dir_all(&gone).map_err(failed)
     }
-}
-
-/// A snapshot that is being made. Dropping it removes it, unless it was committed.
-#[derive(Debug)]
-pub struct Draft {
-    path: PathBuf,
-    place: PathBuf,
-    done: bool,
-    _lock: File,
-}
-
-impl Draft {
-    /// A new file in it.
-    pub fn file(&self, part: &str) -> Result<File, SnapshotError> {
-        let path = self.path.join(part);
-        File::options()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path)
-            .map_err(|source| SnapshotError::Files { path, source })
-    }
-
-    /// Where it is now.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Where it will be.
-    #[must_use]
-    pub fn place(&self) -> &Path {
-        &self.place
-    }
-
-    /// What another snapshot in the same place says of itself.
-    pub fn beside(&self, name: &str) -> Result<Manifest, SnapshotError> {
-        read_manifest(&self.place.with_file_name(name), name)
-    }
-
-    /// Makes it a snapshot: all files on disk, the manifest last, then the name.
-    pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
-        let failed = |source| SnapshotError::Files {
-            path: self.place.clone(),
-            source,
-        };
-        let text =
-            serde_json::to_vec_pretty(manifest).map_err(|error| failed(io::Error::other(error)))?;
-        fs::write(self.path.join(MANIFEST), &text).map_err(failed)?;
-        let sum = format!("{}\n", hex(xxh3_128(&text)));
-        fs::write(self.path.join(MANIFEST_SUM), sum).map_err(failed)?;
-        for entry in fs::read_dir(&self.path).map_err(failed)?.flatten() {
-            File::open(entry.path())
-                .and_then(|file| file.sync_all())
-                .map_err(failed)?;
-        }
-        File::open(&self.path)
-            .and_then(|dir| dir.sync_all())
-            .map_err(failed)?;
-        fs::rename(&self.path, &self.place).map_err(failed)?;
-        self.done = true;
-        // The name itself; a crash before it leaves a draft or the snapshot, both of which are right.
-        if let Some(parent) = self.place.parent() {
-            let _ = File::open(parent).and_then(|dir| dir.sync_all());
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Draft {
-    fn drop(&mut self) {
-        if !self.done {
-            if let Err(error) = fs::remove_dir_all(&self.path) {
-                tracing::warn!(path = %self.path.display(), %error, "files of a snapshot that failed are left");
-            }
-        }
-    }
-}
-
-/// What the snapshot `name` in a directory of its own says of itself.
-fn read_manifest(path: &Path, name: &str) -> Result<Manifest, SnapshotError> {
-    let file = |part: &str| {
-        fs::read(path.join(part)).map_err(|source| {
-            if source.kind() == io::ErrorKind::NotFound && !path.exists() {
-                SnapshotError::Unknown(name.into())
-            } else {
-                SnapshotError::Files {
-                    path: path.join(part),
-                    source,
-                }
-            }
-        })
-    };
-    let text = file(MANIFEST)?;
-    let sum = file(MANIFEST_SUM)?;
-    let bad = |why: String| SnapshotError::Broken {
-        name: name.into(),
-        why,
-    };
-    if sum.trim_ascii() != hex(xxh3_128(&text)).as_bytes() {
-        return Err(bad(format!("{MANIFEST} was changed since it was written")));
-    }
-    let version: serde_json::Value =
-        serde_json::from_slice(&text).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
-    if version["format"] != FORMAT && version["format"] != FORMAT_IN_PARTS {
-        return Err(bad(format!(
-            "it has format {}, this memfold reads {FORMAT} and {FORMAT_IN_PARTS}",
-            version["format"]
-        )));
-    }
-    let manifest: Manifest =
-        serde_json::from_value(version).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
-    for (part, bytes, _) in manifest.parts() {
-        let length = fs::metadata(path.join(part)).map(|m| m.len());
-        match length {
-            Ok(length) if length == bytes => {}
-            Ok(length) => {
-                return Err(bad(format!("{part} has {length} bytes instead of {bytes}")));
-            }
-            Err(error) => return Err(bad(format!("{part}: {error}"))),
-        }
-    }
-    Ok(manifest)
 }
 
 /// Whether any process but this one maps a file.
@@ -558,27 +394,14 @@ fn is_mapped(file: &File) -> bool {
     pids.map_or(true, |pids| !pids.is_empty())
 }
 
-/// Length and checksum of a file.
-#[allow(clippy::needless_pass_by_value)] // whoever has its facts is done with it
-pub fn facts(file: File) -> io::Result<FileFacts> {
-    let mut hasher = Xxh3::new();
-    let bytes = pipeline::read_ahead(&file, |piece| hasher.update(piece))?;
-    Ok(FileFacts {
-        bytes,
-        xxh3_128: hex(hasher.digest128()),
-    })
-}
-
-fn hex(sum: u128) -> String {
-    format!("{sum:032x}")
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write;
 
     use super::*;
-    use crate::manifest::tests::manifest;
+    use xxhash_rust::xxh3::xxh3_128;
+
+    use crate::manifest::{MANIFEST, MANIFEST_SUM, hex, tests::manifest};
 
     fn shelf() -> (tempfile::TempDir, Shelf) {
         let directory = tempfile::tempdir().unwrap();

@@ -3,10 +3,9 @@
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 
+use memfold_host::progress::Progress;
 use memfold_vm::Qmp;
 use serde_json::{Value, json};
-
-use super::Progress;
 
 /// Time between the first two looks at what QEMU does, and the longest later: each takes its monitor.
 const FIRST_LOOK: Duration = Duration::from_millis(10);

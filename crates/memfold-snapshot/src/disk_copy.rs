@@ -20,14 +20,17 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_host::helper;
+use memfold_host::progress::Progress;
 use memfold_units::ByteSize;
-use memfold_vm::{Qmp, QmpError, VmSpec, overlay};
+use memfold_vm::{Qmp, VmSpec, overlay};
 use rustix::fs::OFlags;
 use serde_json::json;
 
-use super::freeze::{device, disk_name};
-use super::shelf::Draft;
-use super::{Progress, SnapshotError, job};
+use super::block_job;
+use super::disk_chain::{delete_node, device};
+use super::draft::Draft;
+use super::error::{SnapshotError, failed};
+use super::manifest::disk_name;
 
 /// Longest time that a guest's write waits for what it writes over to be put aside; then the snapshot fails.
 const ASIDE_TIMEOUT_S: u32 = 30;
@@ -128,10 +131,7 @@ pub(super) fn prepare(
         };
         let new = draft.path().join(disk_name(disk));
         for (node, file) in [(&names.old, &copy.old), (&names.new, &new)] {
-            let failed = |source| SnapshotError::Files {
-                path: file.clone(),
-                source,
-            };
+            let failed = failed(file);
             overlay::create_empty(file, copy.bytes).map_err(failed)?;
             // Nothing waits for these on a disk: QEMU would stand still for it, and guests' writes. The snapshot's files are synced at its end.
             let cache = json!({ "direct": false, "no-flush": true });
@@ -217,16 +217,13 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     for copy in copies {
         let names = Names::of(spec, copy.disk);
         let enough = || enough_room(draft.path(), 0);
-        job::finish(monitor, &names.job, COPY_TIMEOUT, Some(progress), enough)
+        block_job::finish(monitor, &names.job, COPY_TIMEOUT, Some(progress), enough)
             .map_err(|why| SnapshotError::Impossible(words(copy.disk, &why)))?;
     }
     remove(monitor, spec)?;
     for copy in copies {
         check(copy.disk, &draft.path().join(disk_name(copy.disk)))?;
-        std::fs::remove_file(&copy.old).map_err(|source| SnapshotError::Files {
-            path: copy.old.clone(),
-            source,
-        })?;
+        std::fs::remove_file(&copy.old).map_err(failed(&copy.old))?;
     }
     Ok(began.elapsed())
 }
@@ -265,12 +262,7 @@ fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
 fn check(disk: usize, copy: &Path) -> Result<(), SnapshotError> {
     let mut command = Command::new("qemu-img");
     command.args(["check", "-q", "-f", "qcow2"]).arg(copy);
-    let output = helper::output(command.stdin(Stdio::null()), CHECK_LIMIT).map_err(|source| {
-        SnapshotError::Files {
-            path: copy.into(),
-            source,
-        }
-    })?;
+    let output = helper::output(command.stdin(Stdio::null()), CHECK_LIMIT).map_err(failed(copy))?;
     if output.status.success() {
         return Ok(());
     }
@@ -296,7 +288,7 @@ fn remove_one<M: DerefMut<Target = Qmp>>(
     let names = Names::of(spec, disk);
     cancel(monitor, &names.job).map_err(SnapshotError::Qemu)?;
     let mut qmp = monitor();
-    delete(&mut qmp, &names.access)?;
+    delete_node(&mut qmp, &names.access)?;
     let devices = qmp.query("query-block")?;
     if let Some(device) = device(&devices, spec, disk) {
         if device["inserted"]["node-name"] == *names.before {
@@ -305,13 +297,13 @@ fn remove_one<M: DerefMut<Target = Qmp>>(
         }
     }
     for node in [&names.before, &names.old, &names.new] {
-        delete(&mut qmp, node)?;
+        delete_node(&mut qmp, node)?;
     }
     Ok(())
 }
 
 fn cancel<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M, id: &str) -> Result<(), String> {
-    let Some(job) = job::find(monitor, id)? else {
+    let Some(job) = block_job::find(monitor, id)? else {
         return Ok(());
     };
     if job["status"] != "concluded" {
@@ -319,17 +311,8 @@ fn cancel<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M, id: &str) -> Resu
         let _ = monitor().execute("job-cancel", json!({ "id": id }));
     }
     // That it was cancelled is no failure.
-    let _ = job::finish(monitor, id, CANCEL_TIMEOUT, None, || Ok(()));
+    let _ = block_job::finish(monitor, id, CANCEL_TIMEOUT, None, || Ok(()));
     Ok(())
-}
-
-/// Has QEMU let go of a node, if there is one of this name.
-fn delete(qmp: &mut Qmp, node: &str) -> Result<(), SnapshotError> {
-    match qmp.execute_on_disks("blockdev-del", json!({ "node-name": node })) {
-        Ok(_) => Ok(()),
-        Err(QmpError::Refused { description, .. }) if description.contains("find") => Ok(()),
-        Err(error) => Err(error.into()),
-    }
 }
 
 fn set_drive(qmp: &mut Qmp, device: &str, node: &str) -> Result<(), SnapshotError> {

@@ -14,33 +14,30 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use memfold_vm::{Qmp, VmSpec};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::freeze::{Below, active};
-use super::{SnapshotError, job};
+use super::block_job;
+use super::disk_chain::{Below, Chains};
+use super::error::SnapshotError;
 
 /// How long QEMU may write what the newer overlay holds.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Has QEMU write to the older of `overlays` again, which are all temporary ones of the VM, and removes the newer.
-pub(super) fn shorten<M: DerefMut<Target = Qmp>>(
+pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     spec: &VmSpec,
     overlays: &[PathBuf],
 ) -> Result<(), SnapshotError> {
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
         loop {
-            let (top, file, below) = {
-                let mut qmp = monitor();
-                let devices = qmp.query("query-block")?;
-                let nodes = nodes(&mut qmp)?;
-                let Some(active) = active(&devices, &nodes, spec, disk) else {
-                    break;
-                };
-                (active.node, active.file, active.below)
+            let Some(active) = Chains::read(&mut monitor())?.active(spec, disk) else {
+                break;
             };
-            let Some(below) = below.filter(|b| overlays.contains(&b.file) && has_one_name(&b.file))
-            else {
+            let (top, file) = (active.node, active.file);
+            let is_own =
+                |below: &Below| overlays.contains(&below.file) && has_one_name(&below.file);
+            let Some(below) = active.below.filter(is_own) else {
                 break;
             };
             commit(monitor, disk, &top, &below).map_err(|why| {
@@ -57,10 +54,6 @@ pub(super) fn shorten<M: DerefMut<Target = Qmp>>(
     Ok(())
 }
 
-fn nodes(qmp: &mut Qmp) -> Result<Value, SnapshotError> {
-    Ok(qmp.execute("query-named-block-nodes", json!({ "flat": true }))?)
-}
-
 /// Whether a file is nobody else's.
 fn has_one_name(file: &Path) -> bool {
     fs::metadata(file).is_ok_and(|facts| facts.nlink() == 1)
@@ -74,13 +67,13 @@ fn commit<M: DerefMut<Target = Qmp>>(
     below: &Below,
 ) -> Result<(), String> {
     let id = format!("memfold-disk{disk}");
-    let mut begun = job::find(monitor, &id)?;
+    let mut begun = block_job::find(monitor, &id)?;
     if begun
         .as_ref()
         .is_some_and(|job| job["status"] == "concluded")
     {
         // Nobody has looked at it, and it says nothing of now.
-        job::dismiss(monitor, &id)?;
+        block_job::dismiss(monitor, &id)?;
         begun = None;
     }
     // One that an earlier daemon began goes on.
@@ -90,5 +83,5 @@ fn commit<M: DerefMut<Target = Qmp>>(
         let done = monitor().execute_on_disks("block-commit", commit);
         done.map_err(|error| error.to_string())?;
     }
-    job::finish(monitor, &id, TIMEOUT, None, || Ok(()))
+    block_job::finish(monitor, &id, TIMEOUT, None, || Ok(()))
 }

@@ -12,7 +12,7 @@ use rustix::fs::OFlags;
 use rustix::process::Pid;
 use serde_json::Value;
 
-use super::SnapshotError;
+use super::error::{SnapshotError, failed};
 
 /// Largest file that is copied, in bytes: variables of firmware have less than one MiB.
 const MOST_BYTES: u64 = 64 << 20;
@@ -112,10 +112,7 @@ pub(super) fn take(
             path.display()
         ))
     };
-    let failed = |source| SnapshotError::Files {
-        path: path.into(),
-        source,
-    };
+    let failed = failed(path);
     let flags = i32::try_from((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits()).unwrap_or(0);
     let file = File::options()
         .read(true)

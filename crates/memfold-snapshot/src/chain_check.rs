@@ -1,0 +1,258 @@
+//! Whether the files that a VM's disks are built on are those that it was started with, and the ones that their headers name.
+
+use std::collections::HashSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use memfold_vm::{Qmp, VmSpec};
+use rustix::process::Pid;
+
+use super::disk_chain::{Active, Chains, chain, header, identity};
+use super::draft::Draft;
+use super::error::{SnapshotError, failed};
+use super::manifest::{MANIFEST, disk_name};
+
+/// Whether the files that a disk is built on are where the headers say.
+pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotError> {
+    if !active.file.exists() {
+        return Err(SnapshotError::Impossible(format!(
+            "disk {disk}: its temporary overlay {} was removed while the VM runs (systemd-tmpfiles does that in /var/tmp unless \
+             /usr/lib/tmpfiles.d/memfold.conf is there). The VM goes on, and what it wrote ends with it: copy what matters out of the guest",
+            active.file.display()
+        )));
+    }
+    let same = |a: &Path, b: &Path| identity(a).is_ok_and(|a| identity(b).is_ok_and(|b| a == b));
+    // The overlay below is still at its first place until it belongs to a snapshot.
+    let below = active.below.as_ref().map(|below| &below.file);
+    if let Some(backing) = below.filter(|file| file.exists()) {
+        let named = chain(&active.file)
+            .ok()
+            .and_then(|files| files.get(1).cloned());
+        // It is a snapshot's, or it would have been merged. A snapshot over one that goes with the VM would go with it too.
+        if !named.is_some_and(|named| named != *backing && same(&named, backing)) {
+            return Err(SnapshotError::Impossible(format!(
+                "disk {disk} builds on {}, an overlay of a save that failed, which has a second name and so can't be merged: remove drafts of that save ('.NAME.draft') from other directories of snapshots, or start the VM anew",
+                backing.display()
+            )));
+        }
+    }
+    chain(&active.file).map(drop).map_err(|error| {
+        SnapshotError::Impossible(format!(
+            "disk {disk} builds on a snapshot that was removed; start the VM anew to save it again ({error})"
+        ))
+    })
+}
+
+/// Device and inode number of every file that QEMU has open.
+pub(super) fn open_files(pid: Pid) -> Result<HashSet<(u64, u64)>, SnapshotError> {
+    let place = PathBuf::from(format!("/proc/{}/fd", pid.as_raw_nonzero()));
+    let entries = fs::read_dir(&place).map_err(failed(&place))?;
+    Ok(entries
+        .flatten()
+        .filter_map(|entry| identity(&entry.path()).ok())
+        .collect())
+}
+
+/// Whether the files that a VM's disks are built on, by their names, are those that QEMU has open. What lies among the snapshots is not
+/// looked at: it may be a copy.
+pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
+    let open = open_files(pid)?;
+    let chains = Chains::read(qmp)?;
+    for (number, disk) in spec.disks.iter().enumerate() {
+        // QEMU copies what it has open, whatever is called so by now, or here.
+        if spec.foreign.is_some() && !disk.snapshot {
+            continue;
+        }
+        let files = match chains.active(spec, number) {
+            Some(active) if disk.snapshot => chain(&active.file)?.into_iter().skip(1).collect(),
+            _ => vec![disk.path.clone()],
+        };
+        for file in files {
+            let ours = file.with_file_name(MANIFEST).exists();
+            // A name that is none of a file can't have been replaced.
+            if !ours && identity(&file).is_ok_and(|now| !open.contains(&now)) {
+                return Err(SnapshotError::Impossible(format!(
+                    "{} was replaced since the VM was started: its memory would not fit what is there now; start the VM anew to save it",
+                    file.display()
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether an overlay that a QEMU without root's rights writes is built on what we said: its header is QEMU's to write, and who reads it later, as root,
+/// opens what it names. It has to be a plain file, and to name the disk's own file, or that of a snapshot of its trust domain.
+pub(super) fn check_header(
+    overlay: &Path,
+    spec: &VmSpec,
+    disk: usize,
+    draft: &Draft,
+) -> Result<(), SnapshotError> {
+    let refused = |why: String| {
+        SnapshotError::Impossible(format!(
+            "{} {why}: is the VM's QEMU in its guest's hands? It is not saved",
+            overlay.display()
+        ))
+    };
+    let facts = fs::symlink_metadata(overlay).map_err(failed(overlay))?;
+    if !facts.is_file() {
+        return Err(refused("is no plain file".into()));
+    }
+    let image = header(overlay).map_err(failed(overlay))?;
+    if image.is_null() {
+        return Err(refused("has no header of a qcow2 image".into()));
+    }
+    let of_format = &image["format-specific"]["data"];
+    if !of_format["data-file"].is_null() || image["encrypted"] == true {
+        return Err(refused("names a file for its data, or is encrypted".into()));
+    }
+    let Some(backing) = image["backing-filename"].as_str().map(Path::new) else {
+        return Err(refused("is built on nothing".into()));
+    };
+    let own = spec.disks.get(disk).map(|disk| disk.path.as_path());
+    let format = image["backing-filename-format"].as_str();
+    let own_format = spec.disks.get(disk).map(|disk| disk.format().driver());
+    let is_own = own == Some(backing) && format == own_format;
+    if is_own || format == Some("qcow2") && is_of_its_domain(backing, spec, disk, draft) {
+        return Ok(());
+    }
+    Err(refused(format!(
+        "is built on {} ({})",
+        backing.display(),
+        format.unwrap_or("no format")
+    )))
+}
+
+/// Whether a file is this disk's part of a snapshot beside `draft`, of this VM or its trust domain: another's is none of its guest's business.
+fn is_of_its_domain(backing: &Path, spec: &VmSpec, disk: usize, draft: &Draft) -> bool {
+    let Some(name) = backing
+        .parent()
+        .and_then(Path::file_name)
+        .and_then(|name| name.to_str())
+    else {
+        return false;
+    };
+    let place = draft.place().with_file_name(name).join(disk_name(disk));
+    // Not `==`, for which `a/./b` is `a/b`.
+    if memfold_vm::check_name("snapshot", name).is_err() || backing.as_os_str() != place.as_os_str()
+    {
+        return false;
+    }
+    draft
+        .beside(name)
+        .is_ok_and(|of| of.domain == spec.domain && (spec.domain.is_some() || of.vm == spec.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::process::Command;
+
+    use memfold_units::ByteSize;
+
+    use super::*;
+    use crate::Manifest;
+    use crate::file_facts::facts;
+    use crate::manifest::tests::manifest;
+    use crate::manifest::{DEVICES, RAM, SUMS};
+    use crate::shelf::Shelf;
+    use memfold_vm::DiskSpec;
+
+    /// A snapshot of a VM with one disk.
+    fn save(shelf: &Shelf, name: &str, domain: Option<&str>) -> PathBuf {
+        let draft = shelf.draft(name).unwrap();
+        let file = |part: &str| {
+            let mut file = draft.file(part).unwrap();
+            file.write_all(b"x").unwrap();
+            facts(file).unwrap()
+        };
+        let ram = file(RAM);
+        let manifest = Manifest {
+            domain: domain.map(str::to_owned),
+            ram_bytes: ram.bytes,
+            sums: file(SUMS),
+            devices: file(DEVICES),
+            ..manifest(name, ByteSize::mib(64))
+        };
+        draft.file(&disk_name(0)).unwrap();
+        let disk = draft.place().join(disk_name(0));
+        draft.commit(&manifest).unwrap();
+        disk
+    }
+
+    /// An image with these options of `qemu-img create`.
+    fn image(path: &Path, options: &[&str]) {
+        let _ = fs::remove_file(path);
+        let output = Command::new("qemu-img")
+            .args(["create", "-q", "-u", "-f", "qcow2"])
+            .args(options)
+            .arg(path)
+            .arg("1M")
+            .output()
+            .unwrap();
+        let words = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{words}");
+    }
+
+    #[test]
+    fn what_a_vm_s_user_put_in_its_overlay_s_place_is_not_saved() {
+        let place = tempfile::tempdir().unwrap();
+        let path = |name: &str| place.path().join(name);
+        let shelf = Shelf::open(&path("shelf"));
+        let ours = save(&shelf, "ours", Some("shop"));
+        let others = save(&shelf, "others", Some("bank"));
+        let draft = shelf.draft("new").unwrap();
+        let mut spec = VmSpec::new("web1", ByteSize::mib(64));
+        spec.domain = Some("shop".into());
+        spec.user = Some("nobody".into());
+        let mut disk = DiskSpec::new(path("disk"));
+        disk.format = Some(memfold_vm::DiskFormat::Raw);
+        spec.disks = vec![disk];
+        let overlay = path("overlay");
+        let check = |spec: &VmSpec| check_header(&overlay, spec, 0, &draft);
+        let on = |backing: &Path, format: &str| {
+            image(&overlay, &["-F", format, "-b", backing.to_str().unwrap()]);
+        };
+        on(&path("disk"), "raw");
+        check(&spec).unwrap();
+        on(&ours, "qcow2");
+        check(&spec).unwrap();
+        let refused = |spec: &VmSpec, word: &str| {
+            let why = check(spec).unwrap_err().to_string();
+            assert!(why.contains(word), "no '{word}' in: {why}");
+        };
+        // A VM without a domain shares with nobody.
+        let loner = VmSpec {
+            domain: None,
+            ..spec.clone()
+        };
+        refused(&loner, "is built on");
+        let root = path("shelf");
+        for (backing, format) in [
+            (others, "qcow2"),
+            (PathBuf::from("/etc/shadow"), "raw"),
+            // As the guest wrote it, it names files of the host.
+            (path("disk"), "qcow2"),
+            (ours.clone(), "raw"),
+            (ours.with_file_name(RAM), "qcow2"),
+            (root.join("ours/../others").join(disk_name(0)), "qcow2"),
+            (root.join("./ours").join(disk_name(0)), "qcow2"),
+            (root.join("ghost").join(disk_name(0)), "qcow2"),
+            (root.join(".new.draft").join(disk_name(0)), "qcow2"),
+        ] {
+            on(&backing, format);
+            refused(&spec, "is built on");
+        }
+        image(&overlay, &[]);
+        refused(&spec, "is built on nothing");
+        let data = format!("data_file={}", path("data").display());
+        image(&overlay, &["-o", &data]);
+        refused(&spec, "names a file for its data");
+        fs::write(&overlay, b"no header").unwrap();
+        refused(&spec, "no header of a qcow2 image");
+        fs::remove_file(&overlay).unwrap();
+        std::os::unix::fs::symlink(&ours, &overlay).unwrap();
+        refused(&spec, "no plain file");
+    }
+}

@@ -1,0 +1,153 @@
+//! The chain of a disk's overlays: as QEMU has it open, and as the headers say.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use memfold_host::helper;
+use memfold_vm::{Qmp, QmpError, VmSpec};
+use serde_json::{Value, json};
+
+use super::error::{SnapshotError, failed};
+
+/// How long `qemu-img` may take to read headers.
+const LOOK_LIMIT: Duration = Duration::from_secs(60);
+
+/// What a disk's device writes to.
+pub(super) struct Active {
+    pub(super) node: String,
+    pub(super) file: PathBuf,
+    pub(super) virtual_bytes: u64,
+    /// What QEMU has below it, whatever its header says.
+    pub(super) below: Option<Below>,
+}
+
+/// An overlay below another one.
+pub(super) struct Below {
+    pub(super) node: String,
+    pub(super) file: PathBuf,
+}
+
+/// The device of a disk, as `query-block` tells of it.
+pub(super) fn device<'a>(devices: &'a Value, spec: &VmSpec, disk: usize) -> Option<&'a Value> {
+    devices.as_array()?.iter().find(|device| {
+        let place = device["qdev"].as_str().unwrap_or_default();
+        spec.is_disk(disk, place)
+    })
+}
+
+/// All block devices of a VM, and all block nodes.
+pub(super) struct Chains {
+    devices: Value,
+    nodes: Value,
+}
+
+impl Chains {
+    /// As QEMU has them now.
+    pub(super) fn read(qmp: &mut Qmp) -> Result<Self, QmpError> {
+        Ok(Self {
+            devices: qmp.query("query-block")?,
+            nodes: nodes(qmp)?,
+        })
+    }
+
+    /// What a disk's device writes to.
+    pub(super) fn active(&self, spec: &VmSpec, disk: usize) -> Option<Active> {
+        let inserted = &device(&self.devices, spec, disk)?["inserted"];
+        let node = inserted["node-name"].as_str()?.to_owned();
+        Some(Active {
+            file: file_of(&self.nodes, spec, disk, &node)?,
+            virtual_bytes: inserted["image"]["virtual-size"].as_u64()?,
+            below: self.below(spec, disk, &node),
+            node,
+        })
+    }
+
+    /// The overlay right below `node`, as QEMU opened it: the youngest of the older ones, all of which are in the chain.
+    pub(super) fn below(&self, spec: &VmSpec, disk: usize, node: &str) -> Option<Below> {
+        let own = age(spec, disk, node)?;
+        let names = self.nodes.as_array()?.iter();
+        let names = names.filter_map(|n| n["node-name"].as_str());
+        let older = names.filter_map(|name| Some((age(spec, disk, name)?, name)));
+        let (_, name) = older.filter(|(time, _)| *time < own).max()?;
+        Some(Below {
+            node: name.to_owned(),
+            file: file_of(&self.nodes, spec, disk, name)?,
+        })
+    }
+}
+
+/// All block nodes of a VM, those that other nodes are built of among them.
+pub(super) fn nodes(qmp: &mut Qmp) -> Result<Value, QmpError> {
+    qmp.execute("query-named-block-nodes", json!({ "flat": true }))
+}
+
+/// Has QEMU let go of a node, if there is one of this name.
+pub(super) fn delete_node(qmp: &mut Qmp, node: &str) -> Result<(), QmpError> {
+    match qmp.execute_on_disks("blockdev-del", json!({ "node-name": node })) {
+        Err(QmpError::Refused { description, .. }) if description.contains("find") => Ok(()),
+        other => other.map(drop),
+    }
+}
+
+pub(super) fn file_node(node: &str) -> String {
+    format!("{node}-file")
+}
+
+/// The file of a node of a disk's chain. It is a node of its own, which `vm run` names so, and we.
+pub(super) fn file_of(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> Option<PathBuf> {
+    let name = if node == spec.disk_node(disk) {
+        // As `vm run` names that of the first overlay.
+        format!("overlay-file{disk}")
+    } else {
+        file_node(node)
+    };
+    let file = nodes.as_array()?.iter().find(|n| n["node-name"] == name)?;
+    Some(file["file"].as_str()?.into())
+}
+
+/// When a node of a disk's chain was added; 0 for the first.
+pub(super) fn age(spec: &VmSpec, disk: usize, name: &str) -> Option<u64> {
+    if name == spec.disk_node(disk) {
+        return Some(0);
+    }
+    let added = name.strip_prefix(&format!("disk{disk}-"))?;
+    u64::from_str_radix(added, 16).ok()
+}
+
+/// Device and inode number.
+pub(super) fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    fs::metadata(path).map(|facts| (facts.dev(), facts.ino()))
+}
+
+/// What `qemu-img info` says of a qcow2. `-U`: a running VM may have it open.
+fn info(disk: &Path, more: &[&str]) -> io::Result<Output> {
+    let mut command = Command::new("qemu-img");
+    command.args(["info", "-U", "--output=json", "-f", "qcow2"]);
+    command.args(more).arg(disk).stdin(Stdio::null());
+    helper::output(&mut command, LOOK_LIMIT)
+}
+
+/// The header of an overlay; nothing else is opened (without '--backing-chain').
+pub(super) fn header(overlay: &Path) -> io::Result<Value> {
+    let output = info(overlay, &[])?;
+    Ok(serde_json::from_slice(&output.stdout).unwrap_or_default())
+}
+
+/// Files that a qcow2 is built on, itself first.
+pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
+    let output = info(disk, &["--backing-chain"]).map_err(failed(disk))?;
+    let refused = |why: &str| SnapshotError::Qemu(format!("qemu-img: {why}"));
+    if !output.status.success() {
+        return Err(refused(String::from_utf8_lossy(&output.stderr).trim()));
+    }
+    let images: Value =
+        serde_json::from_slice(&output.stdout).map_err(|error| refused(&error.to_string()))?;
+    let files = images.as_array().into_iter().flatten();
+    Ok(files
+        .filter_map(|image| Some(image["filename"].as_str()?.into()))
+        .collect())
+}

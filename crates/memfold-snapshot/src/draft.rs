@@ -1,0 +1,120 @@
+//! A snapshot that is being made: a directory of its own, locked, that becomes the snapshot or goes.
+
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::error::{SnapshotError, failed};
+use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, hex, read_manifest};
+
+/// A snapshot that is being made. Dropping it removes it, unless it was committed.
+#[derive(Debug)]
+pub struct Draft {
+    path: PathBuf,
+    place: PathBuf,
+    done: bool,
+    _lock: File,
+}
+
+impl Draft {
+    /// Begins the snapshot `name`, which will lie at `place`, in the directory of all snapshots.
+    pub(super) fn begin(root: &Path, place: PathBuf, name: &str) -> Result<Self, SnapshotError> {
+        if place.exists() {
+            return Err(SnapshotError::Taken(name.into()));
+        }
+        let path = root.join(format!(".{name}.draft"));
+        let failed = failed(path.as_path());
+        let mut builder = DirBuilder::new();
+        builder.mode(0o700);
+        builder.recursive(true).create(root).map_err(failed)?;
+        match builder.recursive(false).create(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                return Err(SnapshotError::Taken(name.into()));
+            }
+            other => other.map_err(failed)?,
+        }
+        let lock = File::open(&path).map_err(failed)?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|errno| failed(errno.into()))?;
+        Ok(Self {
+            path,
+            place,
+            done: false,
+            _lock: lock,
+        })
+    }
+
+    /// Says that a file of it could not be used.
+    pub(super) fn failed(&self, part: &str) -> impl Fn(io::Error) -> SnapshotError + use<> {
+        let path = self.path.join(part);
+        move |source| failed(&path)(source)
+    }
+
+    /// A new file in it.
+    pub fn file(&self, part: &str) -> Result<File, SnapshotError> {
+        let path = self.path.join(part);
+        File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .map_err(failed(&path))
+    }
+
+    /// Where it is now.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where it will be.
+    #[must_use]
+    pub fn place(&self) -> &Path {
+        &self.place
+    }
+
+    /// What another snapshot in the same place says of itself.
+    pub fn beside(&self, name: &str) -> Result<Manifest, SnapshotError> {
+        read_manifest(&self.place.with_file_name(name), name)
+    }
+
+    /// Makes it a snapshot: all files on disk, the manifest last, then the name.
+    pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
+        let place = self.place.clone();
+        let failed = failed(place.as_path());
+        let text =
+            serde_json::to_vec_pretty(manifest).map_err(|error| failed(io::Error::other(error)))?;
+        fs::write(self.path.join(MANIFEST), &text).map_err(failed)?;
+        let sum = format!("{}\n", hex(xxh3_128(&text)));
+        fs::write(self.path.join(MANIFEST_SUM), sum).map_err(failed)?;
+        for entry in fs::read_dir(&self.path).map_err(failed)?.flatten() {
+            File::open(entry.path())
+                .and_then(|file| file.sync_all())
+                .map_err(failed)?;
+        }
+        File::open(&self.path)
+            .and_then(|dir| dir.sync_all())
+            .map_err(failed)?;
+        fs::rename(&self.path, &self.place).map_err(failed)?;
+        self.done = true;
+        // The name itself; a crash before it leaves a draft or the snapshot, both of which are right.
+        if let Some(parent) = self.place.parent() {
+            let _ = File::open(parent).and_then(|dir| dir.sync_all());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.done {
+            if let Err(error) = fs::remove_dir_all(&self.path) {
+                tracing::warn!(path = %self.path.display(), %error, "files of a snapshot that failed are left");
+            }
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Why something was not done with a snapshot.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use memfold_vm::foreign::ForeignError;
+use memfold_vm::{QmpError, RamError};
+
+/// Why something was not done with a snapshot. Nothing is half done then.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say what is the case
+pub enum SnapshotError {
+    #[error("no snapshot named '{0}'; 'memfold snapshot list' shows all")]
+    Unknown(String),
+    #[error(
+        "a snapshot named '{0}' is there already, or is being saved; remove it first, or take another name"
+    )]
+    Taken(String),
+    #[error("{0}")]
+    Name(String),
+    #[error("cannot use {path}")]
+    Files {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{0}")]
+    Impossible(String),
+    #[error(transparent)]
+    Foreign(#[from] ForeignError),
+    #[error("{0}")]
+    Qemu(String),
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    #[error(transparent)]
+    Ram(#[from] RamError),
+    #[error("memfold's library in QEMU: {0}")]
+    Library(String),
+    #[error("snapshot '{name}' is mapped by running VMs (processes {pids}); end them first")]
+    InUse { name: String, pids: String },
+    #[error("snapshot '{name}' is what the disks of {others} are built on; remove these first")]
+    BuiltOn { name: String, others: String },
+    #[error(
+        "VM '{other}' runs from snapshot '{name}' or from what was saved in it, and its guest has neither a driver for VM generation IDs nor memfold's agent: both would draw the same random numbers and keys; --force starts it all the same"
+    )]
+    Twin { name: String, other: String },
+    #[error("snapshot '{name}' can't be used: {why}")]
+    Broken { name: String, why: String },
+}
+
+/// Says which file could not be used.
+pub(super) fn failed<P: AsRef<Path> + Copy>(path: P) -> impl Fn(io::Error) -> SnapshotError + Copy {
+    move |source| SnapshotError::Files {
+        path: path.as_ref().into(),
+        source,
+    }
+}

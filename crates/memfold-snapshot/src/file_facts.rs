@@ -1,0 +1,58 @@
+//! What a file is: its length, its checksum, its times, and whether it is a block device.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use memfold_vm::block_device::BlockDevice;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::error::{SnapshotError, failed};
+use super::manifest::{BackingFile, FileFacts, hex};
+use super::pipeline;
+
+/// Length and checksum of a file.
+#[allow(clippy::needless_pass_by_value)] // whoever has its facts is done with it
+pub fn facts(file: File) -> io::Result<FileFacts> {
+    let mut hasher = Xxh3::new();
+    let bytes = pipeline::read_ahead(&file, |piece| hasher.update(piece))?;
+    Ok(FileFacts {
+        bytes,
+        xxh3_128: hex(hasher.digest128()),
+    })
+}
+
+/// The same of the file at `path`.
+pub(super) fn facts_at(path: &Path) -> Result<FileFacts, SnapshotError> {
+    File::open(path).and_then(facts).map_err(failed(path))
+}
+
+/// What a path leads to, if that is a block device.
+pub(super) fn device(path: &Path) -> Result<Option<BlockDevice>, SnapshotError> {
+    BlockDevice::of(path).map_err(failed(path))
+}
+
+/// Time of the last change of a file in nanoseconds since 1970.
+pub(super) fn modified_ns(facts: &fs::Metadata) -> i128 {
+    i128::from(facts.mtime()) * 1_000_000_000 + i128::from(facts.mtime_nsec())
+}
+
+/// What files are now, as far as they are files: of anything else there is nothing to compare.
+pub(super) fn backing_files(
+    paths: impl Iterator<Item = PathBuf>,
+) -> Result<Vec<BackingFile>, SnapshotError> {
+    let mut found = Vec::new();
+    for path in paths {
+        let Ok(facts) = fs::metadata(&path) else {
+            continue;
+        };
+        found.push(BackingFile {
+            bytes: facts.len(),
+            modified_ns: modified_ns(&facts),
+            device: device(&path)?,
+            path,
+        });
+    }
+    Ok(found)
+}

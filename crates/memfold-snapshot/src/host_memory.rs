@@ -1,0 +1,16 @@
+//! What this host's memory has room for.
+
+use std::{fs, io};
+
+use memfold_units::PAGE_SIZE;
+
+/// `MemAvailable` of `/proc/meminfo`.
+pub(super) fn host_available_pages() -> io::Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    kib.map(|kib| kib * 1024 / PAGE_SIZE)
+        .ok_or_else(|| io::Error::other("/proc/meminfo has no MemAvailable"))
+}

@@ -1,0 +1,97 @@
+//! Where the disks of a VM lie once they are saved.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use memfold_vm::{DiskFormat, VmSpec};
+use rustix::fs::{Mode, OFlags};
+
+use super::chain_check;
+use super::disk_chain::chain;
+use super::disk_copy::Copied;
+use super::draft::Draft;
+use super::error::{SnapshotError, failed};
+use super::file_facts::{backing_files, device, facts_at, modified_ns};
+use super::freeze::Frozen;
+use super::manifest::{SavedDisk, disk_name};
+
+/// Gives frozen overlays a name in the draft, and says where every disk lies.
+pub(super) fn take_over(
+    spec: &VmSpec,
+    frozen: &[Frozen],
+    copies: &[Copied],
+    draft: &Draft,
+) -> Result<Vec<SavedDisk>, SnapshotError> {
+    let mut disks = Vec::new();
+    for (number, disk) in spec.disks.iter().enumerate() {
+        let own = draft.path().join(disk_name(number));
+        let found = frozen.iter().find(|f| f.disk == number);
+        if let Some(frozen) = found {
+            let kept = if spec.user.is_some() {
+                copy_own(&frozen.path, &own)
+            } else {
+                keep_file(&frozen.path, &own)
+            };
+            kept.map_err(failed(&frozen.path))?;
+            if spec.user.is_some() {
+                chain_check::check_header(&own, spec, number, draft)?;
+            }
+        }
+        let is_ours = found.is_some() || copies.iter().any(|copy| copy.disk == number);
+        let (at, path) = if is_ours {
+            (own, PathBuf::from(disk_name(number)))
+        } else {
+            (disk.path.clone(), disk.path.clone())
+        };
+        let facts = fs::metadata(&at).map_err(failed(&at))?;
+        let is_qcow2 = is_ours || disk.format() == DiskFormat::Qcow2;
+        // What a raw disk holds is the guest's: it may look like a header that names files of the host.
+        let files = if is_qcow2 { chain(&at)? } else { Vec::new() };
+        // The first is the disk itself.
+        let backing = backing_files(files.into_iter().skip(1))?;
+        disks.push(SavedDisk {
+            path,
+            format: if is_ours {
+                "qcow2".to_owned()
+            } else {
+                disk.format().driver().to_owned()
+            },
+            read_only: !is_ours || disk.read_only,
+            bytes: facts.len(),
+            modified_ns: modified_ns(&facts),
+            device: device(&at)?,
+            xxh3_128: is_ours
+                .then(|| facts_at(&at).map(|facts| facts.xxh3_128))
+                .transpose()?,
+            backing,
+        });
+    }
+    Ok(disks)
+}
+
+/// Gives a file that is never written again a second name; on another file system, a copy.
+fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
+    match fs::hard_link(from, to) {
+        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => fs::copy(from, to).map(drop),
+        other => other,
+    }
+}
+
+/// Copies a file that belongs to a VM's user: that user has it open, and could go on writing to it, or put another in its place.
+fn copy_own(from: &Path, to: &Path) -> io::Result<()> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let mut from = File::from(rustix::fs::open(from, flags, Mode::empty())?);
+    if !from.metadata()?.is_file() {
+        return Err(io::Error::other("it is no plain file"));
+    }
+    let mut to = File::options()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(to)?;
+    // Shares blocks where the file system can.
+    io::copy(&mut from, &mut to)?;
+    to.sync_all()
+}

@@ -1,0 +1,82 @@
+//! The VM that is saved: what it is, and which temporary files go with it.
+
+use std::path::PathBuf;
+
+use memfold_vm::{Qmp, Record, Vm, VmDirectory, VmSpec, foreign};
+
+use super::error::{SnapshotError, failed};
+
+/// The VM that is saved: what it is, and what was started.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    pub(super) spec: VmSpec,
+    pub(super) record: Record,
+    /// Its files; none of one that memfold didn't start. Its disks are all its own.
+    pub(super) directory: Option<VmDirectory>,
+}
+
+impl Subject {
+    /// A VM, of which the daemon knows name and trust domain; or why it can't be saved, by what it is.
+    pub fn of(
+        vm: &Vm,
+        (name, domain): (&str, Option<&str>),
+        qmp: &mut Qmp,
+    ) -> Result<Self, SnapshotError> {
+        let (Some(spec), Some(record)) = (vm.spec(), vm.record()) else {
+            let (spec, record) = foreign::describe(vm, name, domain, qmp)?;
+            return Ok(Self {
+                spec,
+                record,
+                directory: None,
+            });
+        };
+        if spec.swap.is_some() {
+            return Err(SnapshotError::Impossible(
+                "it has a swap disk (swap = ...), and a snapshot would lack what lies in it; start it without one".into(),
+            ));
+        }
+        Ok(Self {
+            spec: spec.clone(),
+            record: record.clone(),
+            directory: vm.directory().cloned(),
+        })
+    }
+
+    /// Its description.
+    #[must_use]
+    pub const fn spec(&self) -> &VmSpec {
+        &self.spec
+    }
+
+    pub(super) fn record_now(&self) -> Record {
+        let directory = self.directory.as_ref();
+        directory
+            .and_then(|place| VmDirectory::read_json(&place.record()).ok())
+            .filter(|now: &Record| now.process == self.record.process)
+            .unwrap_or_else(|| self.record.clone())
+    }
+
+    /// Its temporary overlays that are there.
+    pub(super) fn overlays_now(&self) -> Vec<PathBuf> {
+        let mut overlays = self.record_now().overlays;
+        overlays.retain(|overlay| overlay.exists());
+        overlays
+    }
+
+    /// Notes which temporary files go with the VM.
+    pub(super) fn write_overlays(&self, overlays: &[PathBuf]) -> Result<(), SnapshotError> {
+        let Some(directory) = &self.directory else {
+            return Ok(());
+        };
+        // The VM may have ended meanwhile, and another may have got its name.
+        let is_other = |now: Record| now.process != self.record.process;
+        if VmDirectory::read_json(&directory.record()).is_ok_and(is_other) {
+            return Ok(());
+        }
+        let mut record = self.record_now();
+        record.overlays = overlays.to_vec();
+        directory
+            .write_json(&directory.record(), &record)
+            .map_err(failed(&directory.record()))
+    }
+}
