@@ -1,13 +1,13 @@
 //! QEMU's command line for a VM.
 
-use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::OsStrExt;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use memfold_wire::agent::PORT_NAME;
 
 use super::directory::VmDirectory;
 use super::foreign::Foreign;
+use super::qemu_line::{Line, escape, monitor_argument};
 use super::segments;
 use super::spec::{DiskSpec, Network, VmSpec};
 use super::swap;
@@ -184,14 +184,6 @@ fn console_chardev<'a>(
     line.add("-chardev", console)
 }
 
-/// What `-qmp` is given for a socket.
-pub(super) fn monitor_argument(socket: &Path) -> OsString {
-    let mut argument = OsString::from("unix:");
-    argument.push(escape(socket.as_os_str()));
-    argument.push(",server=on,wait=off");
-    argument
-}
-
 /// The node that a disk's device uses.
 struct Node<'a> {
     name: &'a str,
@@ -321,41 +313,6 @@ fn boot_arguments(line: &mut Line, spec: &VmSpec) {
     if let Some(cmdline) = segments::cmdline(spec) {
         line.add("-append", cmdline);
     }
-}
-
-#[derive(Default)]
-pub(super) struct Line(Vec<OsString>);
-
-impl Line {
-    fn flag(&mut self, option: &str) -> &mut Self {
-        self.0.push(option.into());
-        self
-    }
-
-    pub(super) fn add(&mut self, option: &str, value: impl Into<OsString>) -> &mut Self {
-        self.0.push(option.into());
-        self.0.push(value.into());
-        self
-    }
-
-    fn with_path(&mut self, option: &str, before: &str, path: &Path, after: &str) -> &mut Self {
-        let mut value = OsString::from(before);
-        value.push(escape(path.as_os_str()));
-        value.push(after);
-        self.add(option, value)
-    }
-}
-
-/// QEMU's option syntax: a comma in a value is written twice.
-pub(super) fn escape(value: &OsStr) -> OsString {
-    let mut bytes = Vec::with_capacity(value.len());
-    for byte in value.as_bytes() {
-        bytes.push(*byte);
-        if *byte == b',' {
-            bytes.push(b',');
-        }
-    }
-    OsStr::from_bytes(&bytes).to_owned()
 }
 
 #[cfg(test)]

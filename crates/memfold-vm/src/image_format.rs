@@ -8,7 +8,8 @@ use std::path::Path;
 
 use rustix::fs::OFlags;
 
-use super::spec::{DiskFormat, DiskSpec, SpecError, value};
+use super::spec::{DiskFormat, DiskSpec};
+use super::spec_error::{SpecError, value};
 
 /// Formats by what their files hold at a byte (QEMU: block/*.c, `bdrv_probe`). LUKS is not among them: a disk that its guest encrypts is raw.
 const MARKS: [(&str, usize, &[u8]); 7] = [

@@ -22,7 +22,8 @@ use super::own_files;
 use super::preload;
 use super::process::Identity;
 use super::qmp::Qmp;
-use super::spec::{AccelChoice, DiskSpec, SpecError, VmSpec};
+use super::spec::{AccelChoice, DiskSpec, VmSpec};
+use super::spec_error::SpecError;
 use super::swap;
 
 /// How long QEMU may take until its monitor answers.

@@ -23,17 +23,23 @@ pub mod launch;
 pub mod layout;
 pub mod library_link;
 pub mod machine;
+mod name;
 pub mod overlay;
 pub mod own_files;
 mod preload;
 pub mod process;
+mod qemu_line;
 pub mod qmp;
 mod quiet;
 pub mod ram;
+mod segment_spec;
 pub mod segments;
 pub mod spec;
+mod spec_error;
+mod stop;
 pub mod swap;
 pub mod trial;
+mod validate;
 
 pub use agent_link::{
     AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
@@ -44,12 +50,14 @@ pub use forward::Forward;
 pub use launch::{Cancel, Incoming, LaunchError, log_tail, start, start_incoming, start_unless};
 pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
-pub use machine::{Ability, Ask, MachineError, StopKind, Stopped, Vm};
+pub use machine::{MachineError, Vm};
+pub use name::{MAX_NAME, check_name};
 pub use process::{Identity, Process, boot_id};
 pub use qmp::{Qmp, QmpError};
 pub use ram::RamError;
-pub use segments::SegmentSpec;
+pub use segment_spec::SegmentSpec;
 pub use spec::{
-    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MAX_NAME, MergeChoice, Network,
-    SpecError, VmSpec, check_name,
+    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MergeChoice, Network, VmSpec,
 };
+pub use spec_error::SpecError;
+pub use stop::{Ask, StopKind, Stopped};

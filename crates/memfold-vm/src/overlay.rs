@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 
 use memfold_host::helper;
 
-use super::VmSpec;
+use super::spec::VmSpec;
 
 /// How long `qemu-img` may take to make an overlay: what it is built on may lie on a host that does not answer.
 const LIMIT: Duration = Duration::from_secs(60);

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::command_line::escape;
 use super::directory::VmDirectory;
 use super::overlay;
+use super::qemu_line::escape;
 use super::spec::VmSpec;
 
 /// Stands for the file of a number.

@@ -9,7 +9,7 @@ use std::process::Command;
 use memfold_sys::session;
 use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 
-use super::VmDirectory;
+use super::directory::VmDirectory;
 
 /// Has QEMU load the library, which listens among the VM's files and has a monitor of its own.
 pub(super) fn add(

@@ -383,11 +383,6 @@ impl Qmp {
         }
     }
 
-    /// Events received so far, oldest first; they are forgotten here.
-    pub fn take_events(&mut self) -> Vec<Value> {
-        self.events.drain(..).collect()
-    }
-
     /// How often it was connected: between two of them QEMU's events are heard by nobody.
     #[must_use]
     pub const fn connections(&self) -> u64 {

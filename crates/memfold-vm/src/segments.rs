@@ -7,15 +7,15 @@
 
 use std::ffi::OsString;
 use std::os::fd::BorrowedFd;
-use std::path::PathBuf;
 
 use memfold_units::ByteSize;
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::command_line::{Line, escape};
+use super::qemu_line::{Line, escape};
 use super::qmp::{Qmp, QmpError};
-use super::spec::{SpecError, VmSpec, value};
+use super::segment_spec::SegmentSpec;
+use super::spec::VmSpec;
+use super::spec_error::{SpecError, value};
 
 /// Most slots of a VM: each is a PCI Express port.
 pub const MAX_SLOTS: u32 = 16;
@@ -29,50 +29,6 @@ const LOW_MEMORY: ByteSize = ByteSize(0xb000_0000);
 /// Has a guest give back what it frees in pieces of 64 KiB (`mm/page_reporting.c`): what it caches little of is scattered, and whole huge
 /// pages are seldom free.
 pub const SMALL_REPORTS: &str = "page_reporting.page_reporting_order=4";
-
-/// A segment that a VM maps.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct SegmentSpec {
-    /// `NAME`, the newest generation when the VM starts, or `NAME@GENERATION`; of a running VM always the latter.
-    pub name: String,
-    /// The guest's root file system. The first segment only, with a kernel of the description's.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub root: bool,
-    /// Its image; the daemon fills that in.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub image: Option<PathBuf>,
-    /// Length of the image in bytes; the daemon fills that in.
-    #[serde(default)]
-    pub bytes: u64,
-    /// BLAKE3 of the image; the daemon fills that in. Set already, no other image may take its place: of a VM that was saved.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub digest: Option<String>,
-    /// Where the guest sees it, if that is not for QEMU to choose: of a VM that was saved.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub address: Option<u64>,
-}
-
-impl SegmentSpec {
-    /// A segment by name.
-    #[must_use]
-    pub fn new(name: impl Into<String>) -> Self {
-        Self {
-            name: name.into(),
-            root: false,
-            image: None,
-            bytes: 0,
-            digest: None,
-            address: None,
-        }
-    }
-
-    /// Its name without the generation.
-    #[must_use]
-    pub fn base_name(&self) -> &str {
-        self.name.split('@').next().unwrap_or(&self.name)
-    }
-}
 
 /// Checks what a description says of segments.
 pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {

@@ -5,71 +5,10 @@ use std::path::{Path, PathBuf};
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
-use super::block_device;
 use super::foreign::Foreign;
 use super::forward::Forward;
-use super::segments::SegmentSpec;
-
-/// Longest VM or domain name in bytes.
-pub const MAX_NAME: usize = 64;
-/// Least memory of a VM; below it no Linux kernel boots.
-const MIN_MEMORY: ByteSize = ByteSize::mib(16);
-/// QEMU's limit of vCPUs on q35.
-const MAX_VCPUS: u32 = 4096;
-/// QEMU's limit of memory slots (`ACPI_MAX_RAM_SLOTS`).
-const MAX_SLOTS: u32 = 256;
-
-/// Why a description of a VM is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum SpecError {
-    /// The file could not be read.
-    #[error("cannot read {path}")]
-    Read {
-        /// The description's path.
-        path: PathBuf,
-        /// From the kernel.
-        #[source]
-        source: std::io::Error,
-    },
-    /// The file is no description of a VM.
-    #[error("{path} is no VM description")]
-    Parse {
-        /// The description's path.
-        path: PathBuf,
-        /// Where and why.
-        #[source]
-        source: Box<toml::de::Error>,
-    },
-    /// A name that can't be used.
-    #[error(
-        "{field} '{value}' must be 1 to 64 characters of a-z, 0-9, '.', '_' and '-', and begin with a letter or digit"
-    )]
-    Name {
-        /// Which field.
-        field: &'static str,
-        /// What it says.
-        value: String,
-    },
-    /// A value out of its range, or two that contradict each other.
-    #[error("{field}: {why}")]
-    Value {
-        /// Which field.
-        field: &'static str,
-        /// What is wrong and what would be right.
-        why: String,
-    },
-    /// A file that the VM needs can't be used.
-    #[error("{field}: cannot use {path}")]
-    File {
-        /// Which field.
-        field: &'static str,
-        /// The path.
-        path: PathBuf,
-        /// From the kernel.
-        #[source]
-        source: std::io::Error,
-    },
-}
+use super::segment_spec::SegmentSpec;
+use super::spec_error::{SpecError, value};
 
 /// What carries out the guest's instructions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -406,6 +345,31 @@ impl VmSpec {
         }
     }
 
+    /// The node that a disk's device uses as long as no overlay was put over it.
+    #[must_use]
+    pub fn disk_node(&self, disk: usize) -> String {
+        match self.foreign.as_ref().and_then(|f| f.disks.get(disk)) {
+            Some(foreign) => foreign.node.clone(),
+            None => format!("disk{disk}"),
+        }
+    }
+
+    /// Whether a place in QEMU's tree of devices (`query-block`: `qdev`) is that of a disk.
+    #[must_use]
+    pub fn is_disk(&self, disk: usize, place: &str) -> bool {
+        match &self.foreign {
+            Some(foreign) => foreign.disks.get(disk).is_some_and(|d| d.device == place),
+            None => place == format!("vd{disk}") || place.contains(&format!("/vd{disk}/")),
+        }
+    }
+
+    /// Network cards.
+    #[must_use]
+    pub fn cards(&self) -> usize {
+        let own = usize::from(self.network != Network::None);
+        self.foreign.as_ref().map_or(own, |foreign| foreign.cards)
+    }
+
     /// Slots for segments.
     #[must_use]
     pub fn slots(&self) -> u32 {
@@ -446,7 +410,7 @@ impl VmSpec {
         Ok(spec)
     }
 
-    fn files_mut(&mut self) -> impl Iterator<Item = (&'static str, &mut PathBuf)> {
+    pub(super) fn files_mut(&mut self) -> impl Iterator<Item = (&'static str, &mut PathBuf)> {
         let boot = &mut self.boot;
         let boot = [
             ("boot.kernel", boot.kernel.as_mut()),
@@ -456,181 +420,6 @@ impl VmSpec {
         boot.into_iter()
             .filter_map(|(field, path)| Some((field, path?)))
             .chain(self.disks.iter_mut().map(|d| ("disks.path", &mut d.path)))
-    }
-
-    /// Checks every field and that every file is there; makes paths absolute (QEMU runs in another directory). Those of block devices stay
-    /// links: where they lead to may have another name after a boot.
-    pub fn validate(&mut self) -> Result<(), SpecError> {
-        check_name("name", &self.name)?;
-        if let Some(domain) = &self.domain {
-            check_name("domain", domain)?;
-        }
-        if let Some(user) = &self.user {
-            check_name("user", user)?;
-        }
-        // What others started has what it has.
-        if self.foreign.is_none() {
-            self.check_memory()?;
-        }
-        if !(1..=MAX_VCPUS).contains(&self.vcpus) {
-            return Err(value(
-                "vcpus",
-                format!("{} is not 1 to {MAX_VCPUS}", self.vcpus),
-            ));
-        }
-        self.check_boot()?;
-        for disk in &self.disks {
-            if disk.aio == Aio::Native && !disk.cache.direct() {
-                return Err(value(
-                    "disks.aio",
-                    "'native' works only with cache = \"none\" or \"directsync\"; use \"threads\" or \"io_uring\"".into(),
-                ));
-            }
-            if disk.snapshot && disk.read_only {
-                return Err(value(
-                    "disks.snapshot",
-                    "a read-only disk takes no writes, so it needs no overlay; set one of the two"
-                        .into(),
-                ));
-            }
-        }
-        let takes_forwards = match &self.foreign {
-            Some(foreign) => foreign.takes_forwards(),
-            None => self.network == Network::User,
-        };
-        if !self.forwards.is_empty() && !takes_forwards {
-            return Err(value(
-                "forwards",
-                "ports lead into a guest through a network in user mode (network = \"user\"), and it has none".into(),
-            ));
-        }
-        if self.boot_snapshot {
-            self.check_boot_snapshot()?;
-        }
-        self.check_arguments()?;
-        for disk in &mut self.disks {
-            super::image_format::settle(disk)?;
-        }
-        super::swap::check(self)?;
-        super::segments::check(self)?;
-        for (field, path) in self.files_mut() {
-            let file = |source| SpecError::File {
-                field,
-                path: path.clone(),
-                source,
-            };
-            let absolute = block_device::lasting_path(path).map_err(file)?;
-            if absolute.is_dir() {
-                return Err(file(std::io::ErrorKind::IsADirectory.into()));
-            }
-            // QEMU's option syntax doubles commas, and `escape` does; a line feed has no escape in its messages.
-            *path = absolute;
-        }
-        Ok(())
-    }
-
-    /// What is offered to KSM follows from the trust domain; QEMU would believe a later word.
-    fn check_arguments(&self) -> Result<(), SpecError> {
-        if let Some(place) = self.qemu_directory.as_ref().filter(|p| p.is_relative()) {
-            let why = format!("{} is no absolute path", place.display());
-            return Err(value("qemu_directory", why));
-        }
-        let offers = |argument: &&String| {
-            argument.contains("mem-merge")
-                || (argument.contains("memory-backend") && argument.contains("merge"))
-        };
-        match self.qemu_args.iter().find(offers) {
-            None => Ok(()),
-            Some(argument) => Err(value(
-                "qemu_args",
-                format!(
-                    "'{argument}' would change what KSM may merge; that is merge = \"domain\" or \"never\" (--merge)"
-                ),
-            )),
-        }
-    }
-
-    /// What is known to keep a VM from being saved, before it starts.
-    fn check_boot_snapshot(&self) -> Result<(), SpecError> {
-        check_name("boot_snapshot", &format!("{}-boot", self.name))?;
-        let why = if !self.fold {
-            "needs memfold's library (fold = true)"
-        } else if self.disks.iter().any(|d| !d.read_only && !d.snapshot) {
-            "goes back in time, and so must its disks: set snapshot = true or read_only = true on each"
-        } else {
-            return Ok(());
-        };
-        Err(value(
-            "boot_snapshot",
-            format!("a VM that reboots so {why}"),
-        ))
-    }
-
-    fn check_memory(&self) -> Result<(), SpecError> {
-        let whole = |field, size: ByteSize| {
-            if size.0 % (1 << 20) == 0 {
-                Ok(())
-            } else {
-                Err(value(field, format!("{} bytes are not whole MiB", size.0)))
-            }
-        };
-        if self.memory < MIN_MEMORY {
-            return Err(value(
-                "memory",
-                format!("{} is less than {MIN_MEMORY}", self.memory),
-            ));
-        }
-        whole("memory", self.memory)?;
-        if let Some(max) = self.memory_max {
-            whole("memory_max", max)?;
-            if max <= self.memory {
-                return Err(value(
-                    "memory_max",
-                    format!("{max} is not more than memory, {}", self.memory),
-                ));
-            }
-            if !(1..=MAX_SLOTS).contains(&self.memory_slots) {
-                return Err(value(
-                    "memory_slots",
-                    format!("{} is not 1 to {MAX_SLOTS}", self.memory_slots),
-                ));
-            }
-        }
-        Ok(())
-    }
-
-    fn check_boot(&self) -> Result<(), SpecError> {
-        let boot = &self.boot;
-        if boot.kernel.is_none() && (boot.initrd.is_some() || boot.cmdline.is_some()) {
-            return Err(value(
-                "boot",
-                "initrd and cmdline belong to a kernel; set kernel too".into(),
-            ));
-        }
-        if boot.kernel.is_some() && boot.firmware.is_some() {
-            return Err(value("boot", "set either kernel or firmware".into()));
-        }
-        Ok(())
-    }
-}
-
-pub(crate) fn value(field: &'static str, why: String) -> SpecError {
-    SpecError::Value { field, why }
-}
-
-/// Checks the name of a VM or trust domain: it becomes a directory and part of QEMU's options.
-pub fn check_name(field: &'static str, name: &str) -> Result<(), SpecError> {
-    let letters = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
-    let good = (1..=MAX_NAME).contains(&name.len())
-        && name.starts_with(letters)
-        && name.chars().all(|c| letters(c) || "._-".contains(c));
-    if good {
-        Ok(())
-    } else {
-        Err(SpecError::Name {
-            field,
-            value: name.chars().take(100).collect(),
-        })
     }
 }
 
@@ -715,67 +504,5 @@ mod tests {
             assert_eq!(&text[error.span().unwrap()], wrong, "{error}");
         }
         parse("name='a'\nmemory='512M'").unwrap();
-    }
-
-    #[test]
-    fn names_that_could_leave_their_directory_are_refused() {
-        for bad in [
-            "",
-            ".",
-            "..",
-            "../x",
-            "a/b",
-            "A",
-            "a b",
-            "a,b",
-            "-a",
-            &"a".repeat(65),
-        ] {
-            assert!(check_name("name", bad).is_err(), "{bad} was accepted");
-        }
-        for good in ["a", "web-1", "db_2.test", &"a".repeat(64)] {
-            check_name("name", good).unwrap();
-        }
-    }
-
-    #[test]
-    fn contradictions_are_named() {
-        type Damage = fn(&mut VmSpec);
-        let broken: [(&str, Damage); 13] = [
-            ("memory", |s| s.memory = ByteSize::mib(1)),
-            ("memory_max", |s| s.memory_max = Some(ByteSize::mib(64))),
-            ("vcpus", |s| s.vcpus = 0),
-            ("swap", |s| s.swap = Some(ByteSize(1))),
-            ("boot", |s| s.boot.initrd = Some("/dev/null".into())),
-            ("boot.kernel", |s| s.boot.kernel = Some("/nowhere/k".into())),
-            ("disks.path", |s| s.disks = vec![DiskSpec::new("/")]),
-            ("disks.aio", |s| {
-                let mut disk = DiskSpec::new("/dev/null");
-                disk.aio = Aio::Native;
-                s.disks = vec![disk];
-            }),
-            ("boot_snapshot", |s| {
-                s.boot_snapshot = true;
-                s.disks = vec![DiskSpec::new("/dev/null")];
-            }),
-            ("boot_snapshot", |s| {
-                (s.boot_snapshot, s.fold) = (true, false);
-            }),
-            ("qemu_directory", |s| s.qemu_directory = Some("tmp".into())),
-            ("qemu_args", |s| {
-                s.qemu_args = vec!["-machine".into(), "mem-merge=on".into()];
-            }),
-            ("qemu_args", |s| {
-                let backend = "memory-backend-ram,id=more,size=64M,merge=on";
-                s.qemu_args = vec!["-object".into(), backend.into()];
-            }),
-        ];
-        for (field, damage) in broken {
-            let mut spec = VmSpec::new("a", ByteSize::mib(128));
-            spec.validate().unwrap();
-            damage(&mut spec);
-            let text = spec.validate().unwrap_err().to_string();
-            assert!(text.starts_with(&format!("{field}:")), "{text}");
-        }
     }
 }

@@ -17,7 +17,9 @@ use std::path::{Path, PathBuf};
 use memfold_units::ByteSize;
 use rustix::fs::FallocateFlags;
 
-use super::spec::{SpecError, VmSpec, value};
+use super::overlay;
+use super::spec::VmSpec;
+use super::spec_error::{SpecError, value};
 
 /// Serial number of the disk, and label of the swap space in it.
 pub const SERIAL: &str = "memfold-swap";
@@ -108,7 +110,7 @@ fn header(bytes: u64) -> io::Result<Vec<u8>> {
 /// Where the swap disk of a VM lies, or a copy of it: beside temporary overlays, on a disk and not in RAM.
 pub fn place(name: &str) -> io::Result<PathBuf> {
     let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
-    let unique = super::overlay::unique();
+    let unique = overlay::unique();
     Ok(place
         .canonicalize()?
         .join(format!("memfold-{name}-swap-{unique:x}.raw")))

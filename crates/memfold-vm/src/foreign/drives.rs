@@ -4,8 +4,7 @@
 //! given the same by name, so that it makes the same devices of them, in the same order.
 
 use super::options::Named;
-use super::rewrite::parse;
-use super::value::Value;
+use super::value::{Value, parse};
 
 /// Keys that its device depends on.
 const OF_ITS_DEVICE: [&str; 3] = ["media", "rerror", "werror"];

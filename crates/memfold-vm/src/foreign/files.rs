@@ -2,7 +2,7 @@
 //! is named is nothing that this user can't read, at that moment or later.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read, Seek};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use memfold_host::helper;
 
-use super::User;
 use super::options;
+use super::user::User;
 use super::value::Value;
 use super::view::View;
 
@@ -23,6 +23,9 @@ const DEVICES: [&str; 3] = ["/dev/urandom", "/dev/random", "/dev/hwrng"];
 
 /// Largest file that is copied, in bytes.
 const MOST_BYTES: u64 = 1 << 30;
+
+/// What is read of a file of options, in bytes.
+const MOST_OPTIONS: u64 = 1 << 20;
 
 /// Options whose value is a file as a whole.
 const WHOLE: [&str; 5] = ["bios", "dtb", "initrd", "kernel", "shim"];
@@ -165,7 +168,7 @@ pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
 }
 
 /// Copies a file as a user.
-pub(super) fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
+fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
     let file = view.open_as(from, user).map_err(|error| {
         let why = format!("as user {}: {}: {error}", user.name, from.display());
         io::Error::new(error.kind(), why)
@@ -191,6 +194,29 @@ pub(super) fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Resu
     let words = String::from_utf8_lossy(&done.stderr);
     let why = format!("{}: {} ({})", from.display(), words.trim(), done.status);
     Err(io::Error::other(why))
+}
+
+/// Copies a file that a QEMU has named, with the rights of its user; `None`: root.
+pub fn copy_file(from: &Path, view: &View, to: &File, user: Option<&str>) -> io::Result<()> {
+    let (name, (uid, gid)) = match user {
+        None => ("root", (0, 0)),
+        Some(name) => {
+            let none = || io::Error::other(format!("there is no user '{name}' on this host"));
+            (name, memfold_sys::peer::user_ids(name)?.ok_or_else(none)?)
+        }
+    };
+    let name = name.to_owned();
+    copy(from, view, to, &User { name, uid, gid })
+}
+
+/// What a text file holds that a QEMU has named, with the rights of its user.
+pub(super) fn read_as(path: &Path, view: &View, user: Option<&str>) -> io::Result<String> {
+    let mut copy = tempfile::tempfile()?;
+    copy_file(path, view, &copy, user)?;
+    copy.rewind()?;
+    let mut text = String::new();
+    copy.take(MOST_OPTIONS).read_to_string(&mut text)?;
+    Ok(text)
 }
 
 #[cfg(test)]

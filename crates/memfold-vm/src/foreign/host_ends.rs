@@ -7,8 +7,7 @@ use std::path::Path;
 
 use super::network;
 use super::options::{self, Named};
-use super::rewrite::parse;
-use super::value::Value;
+use super::value::{Value, parse};
 use crate::forward::Forward;
 
 /// Options that are a character device as a whole.
@@ -221,7 +220,7 @@ fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Chang
                 return None;
             }
             say(told(name, text).ok()?);
-            Some(Change::Value(super::rewrite::null_chardev(&chardev)))
+            Some(Change::Value(null_chardev(&chardev)))
         }
         _ => None,
     }
@@ -289,6 +288,12 @@ fn is_tap_of(facts: &str, name: &str) -> bool {
 /// Whether somebody listens there: QEMU would put its own in the place.
 fn is_unix_taken(path: &str) -> bool {
     UnixStream::connect(Path::new(path)).is_ok()
+}
+
+/// A character device of the same name that leads nowhere.
+pub(super) fn null_chardev(chardev: &Value) -> String {
+    let shared = if chardev.is_on("mux") { ",mux=on" } else { "" };
+    format!("null,id={}{shared}", chardev.text("id"))
 }
 
 #[cfg(test)]

@@ -2,8 +2,7 @@
 //!
 //! What a card was told of its network is in its state: whether packets have headers of offloads (taps have), and how many queues there are.
 
-use super::rewrite::parse;
-use super::value::Value;
+use super::value::{Value, parse};
 
 /// What a network is of the host's, and no second QEMU can have.
 const OF_THE_HOST: [&str; 6] = [

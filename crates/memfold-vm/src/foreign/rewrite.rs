@@ -23,7 +23,7 @@ use memfold_wire::agent::PORT_NAME;
 
 use super::drives::{self, Drive};
 use super::options::{self, Fate, Named};
-use super::value::Value;
+use super::value::{Value, parse};
 use super::view::View;
 use super::{files, host_ends, network};
 
@@ -295,10 +295,7 @@ fn gone(name: &str) -> String {
 }
 
 /// The options that a command line has.
-pub(super) fn values<'a>(
-    options: &'a [Named],
-    wanted: &'a [&str],
-) -> impl Iterator<Item = &'a str> {
+fn values<'a>(options: &'a [Named], wanted: &'a [&str]) -> impl Iterator<Item = &'a str> {
     let named = options
         .iter()
         .filter(|(name, _)| wanted.contains(&name.as_str()));
@@ -309,10 +306,6 @@ fn devices(options: &[Named]) -> Result<Vec<Value>, String> {
     values(options, &["device"])
         .map(|value| parse("driver", value))
         .collect()
-}
-
-pub(super) fn parse(implied: &'static str, text: &str) -> Result<Value, String> {
-    Value::parse(implied, text).ok_or_else(|| format!("'{text}' on its command line can't be read"))
 }
 
 /// Finds what other options need to know of devices, and refuses those that can't be started twice.
@@ -383,13 +376,7 @@ fn chardev(value: &str, copy: &Copy) -> Result<Option<String>, String> {
     if [&copy.agent, &copy.console].contains(&&Some(id.clone())) {
         return Ok(None);
     }
-    Ok(Some(null_chardev(&chardev)))
-}
-
-/// A character device of the same name that leads nowhere.
-pub(super) fn null_chardev(chardev: &Value) -> String {
-    let shared = if chardev.is_on("mux") { ",mux=on" } else { "" };
-    format!("null,id={}{shared}", chardev.text("id"))
+    Ok(Some(host_ends::null_chardev(&chardev)))
 }
 
 fn device(value: &str) -> Result<String, String> {

@@ -220,6 +220,10 @@ fn change_one(key: &str, value: &mut Json, change: &impl Fn(&str, &str) -> Optio
     }
 }
 
+pub(super) fn parse(implied: &'static str, text: &str) -> Result<Value, String> {
+    Value::parse(implied, text).ok_or_else(|| format!("'{text}' on its command line can't be read"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

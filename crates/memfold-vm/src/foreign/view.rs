@@ -12,7 +12,7 @@ use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, open, openat2};
 use rustix::process::{Gid, Pid, Uid, getuid};
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 
-use super::User;
+use super::user::User;
 
 /// What a process sees.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,0 +1,189 @@
+//! The description of a QEMU that others have started, of its command line and of what it says of itself.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use memfold_units::ByteSize;
+use serde_json::{Value as Json, json};
+
+use super::rewrite::{self, Copy, Facts, Medium};
+use super::spec::{Foreign, ForeignDisk};
+use super::user::user;
+use super::view::View;
+use super::{config, files, options};
+use crate::directory::Record;
+use crate::machine::Vm;
+use crate::qmp::{Qmp, QmpError};
+use crate::spec::{AccelChoice, DiskFormat, DiskSpec, VmSpec};
+
+/// Longest name of a block node (QEMU: `BlockDriverState.node_name`).
+const MAX_NODE_NAME: usize = 31;
+
+/// Why a QEMU can't be started a second time.
+#[derive(Debug, thiserror::Error)]
+pub enum ForeignError {
+    /// Its monitor failed.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Its process can't be looked at.
+    #[error("process {pid} can't be looked at")]
+    Process {
+        /// Its number.
+        pid: i32,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// What it is.
+    #[error("memfold can't start another QEMU with its devices: {0}")]
+    Impossible(String),
+}
+
+/// The description, and the record, of a VM that others have started.
+pub fn describe(
+    vm: &Vm,
+    name: &str,
+    domain: Option<&str>,
+    qmp: &mut Qmp,
+) -> Result<(VmSpec, Record), ForeignError> {
+    let pid = vm.pid();
+    let look = |source| ForeignError::Process {
+        pid: pid.as_raw_nonzero().get(),
+        source,
+    };
+    let place = format!("/proc/{}", pid.as_raw_nonzero());
+    let line = fs::read(format!("{place}/cmdline")).map_err(look)?;
+    let line = words(&line).ok_or_else(|| {
+        ForeignError::Impossible("its command line is no text (UTF-8)".to_owned())
+    })?;
+    let user = user(pid).map_err(look)?.map_err(ForeignError::Impossible)?;
+    let block = qmp.query("query-block")?;
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let facts = Facts {
+        machine: machine_type(qmp)?,
+        accel: if qmp.query("query-kvm")?["enabled"] == true {
+            "kvm".into()
+        } else {
+            "tcg".into()
+        },
+        media: media(&block),
+        sizes: sizes(&nodes),
+        view: View::of(pid).map_err(look)?,
+    };
+    let refused = ForeignError::Impossible;
+    let read = |path: &Path| files::read_as(path, &facts.view, user.as_deref());
+    let line = options::read(&line).and_then(|line| config::expand(line, read));
+    let mut copy = rewrite::copy(&line.map_err(refused)?, &facts).map_err(refused)?;
+    let files = files::take_out(&mut copy.words, &facts.view).map_err(refused)?;
+    let memory = qmp.query("query-memory-size-summary")?;
+    let cpus = qmp.query("query-cpus-fast")?;
+    let mut spec = VmSpec::new(name, ByteSize(memory["base-memory"].as_u64().unwrap_or(0)));
+    spec.vcpus = cpus
+        .as_array()
+        .map_or(1, |all| u32::try_from(all.len()).unwrap_or(1));
+    spec.domain = domain.map(str::to_owned);
+    spec.accel = if facts.accel == "kvm" {
+        AccelChoice::Kvm
+    } else {
+        AccelChoice::Tcg
+    };
+    spec.balloon = copy.balloon;
+    spec.user = user;
+    let (disks, described) = disks(&block, &copy).map_err(ForeignError::Impossible)?;
+    spec.disks = described;
+    let record = Record {
+        process: vm.process().identity(),
+        qemu: fs::read_link(format!("{place}/exe")).map_err(look)?,
+        version: qmp.version(),
+        machine: facts.machine,
+        accel: facts.accel,
+        library: None,
+        overlays: Vec::new(),
+    };
+    spec.foreign = Some(Foreign {
+        words: copy.words,
+        disks,
+        agent: copy.agent,
+        console: copy.console,
+        console_shared: copy.is_console_shared,
+        left_out: copy.left_out,
+        cards: copy.cards,
+        files,
+    });
+    Ok((spec, record))
+}
+
+/// The words of a command line; empty ones are words, too.
+fn words(line: &[u8]) -> Option<Vec<String>> {
+    let line = line.strip_suffix(&[0]).unwrap_or(line);
+    let words = line.split(|byte| *byte == 0);
+    words
+        .map(|word| String::from_utf8(word.to_owned()).ok())
+        .collect()
+}
+
+fn machine_type(qmp: &mut Qmp) -> Result<String, QmpError> {
+    let kind = qmp.execute("qom-get", json!({ "path": "/machine", "property": "type" }))?;
+    let kind = kind.as_str().unwrap_or_default();
+    Ok(kind.strip_suffix("-machine").unwrap_or(kind).to_owned())
+}
+
+fn media(block: &Json) -> Vec<Medium> {
+    let text = |value: &Json| value.as_str().unwrap_or_default().to_owned();
+    let devices = block.as_array().into_iter().flatten();
+    let with_medium = devices.filter(|device| device["inserted"].is_object());
+    with_medium
+        .map(|device| Medium {
+            backend: text(&device["device"]),
+            device: text(&device["qdev"]),
+            node: text(&device["inserted"]["node-name"]),
+        })
+        .collect()
+}
+
+fn sizes(nodes: &Json) -> std::collections::BTreeMap<String, u64> {
+    let nodes = nodes.as_array().into_iter().flatten();
+    let facts = nodes.filter_map(|node| {
+        let name = node["node-name"].as_str()?.to_owned();
+        Some((name, node["image"]["virtual-size"].as_u64()?))
+    });
+    facts.collect()
+}
+
+/// The disks that go with a snapshot: all that have a medium.
+fn disks(block: &Json, copy: &Copy) -> Result<(Vec<ForeignDisk>, Vec<DiskSpec>), String> {
+    let (mut disks, mut described) = (Vec::new(), Vec::new());
+    for device in block.as_array().into_iter().flatten() {
+        let inserted = &device["inserted"];
+        let text = |value: &Json| value.as_str().unwrap_or_default().to_owned();
+        let (at, node) = (text(&device["qdev"]), text(&inserted["node-name"]));
+        let file = PathBuf::from(text(&inserted["image"]["filename"]));
+        let Some(rewrite::Node {
+            name: drive,
+            option,
+        }) = copy.nodes.get(&at).cloned()
+        else {
+            continue;
+        };
+        if drive.len() > MAX_NODE_NAME {
+            return Err(format!(
+                "its drive '{drive}' has a name of more than {MAX_NODE_NAME} bytes, which no node can have"
+            ));
+        }
+        let mut disk = DiskSpec::new(file);
+        disk.read_only = inserted["ro"] == true;
+        disk.format = Some(match inserted["drv"].as_str() {
+            Some("qcow2") => DiskFormat::Qcow2,
+            _ => DiskFormat::Raw,
+        });
+        disks.push(ForeignDisk {
+            device: at,
+            node,
+            drive,
+            option,
+        });
+        described.push(disk);
+    }
+    Ok((disks, described))
+}

@@ -1,0 +1,31 @@
+//! The user that a QEMU runs as.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+
+use rustix::process::Pid;
+
+/// The user that a QEMU runs as.
+pub(super) struct User {
+    pub(super) name: String,
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+}
+
+/// Its name; `None`: root.
+pub(super) fn user(pid: Pid) -> io::Result<Result<Option<String>, String>> {
+    let facts = fs::metadata(format!("/proc/{}", pid.as_raw_nonzero()))?;
+    let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero()))?;
+    // The directory of a process that can't be dumped is root's.
+    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+    let effective = line.and_then(|rest| rest.split_whitespace().nth(1)?.parse().ok());
+    let uid = effective.unwrap_or_else(|| facts.uid());
+    if uid == 0 {
+        return Ok(Ok(None));
+    }
+    let name = memfold_sys::peer::user_name(uid)?;
+    Ok(name.map(Some).ok_or_else(|| {
+        format!("its user {uid} has no name here, so that no other QEMU can become it")
+    }))
+}

@@ -1,0 +1,48 @@
+//! Names of VMs, trust domains and what else becomes a directory.
+
+use super::spec_error::SpecError;
+
+/// Longest VM or domain name in bytes.
+pub const MAX_NAME: usize = 64;
+
+/// Checks the name of a VM or trust domain: it becomes a directory and part of QEMU's options.
+pub fn check_name(field: &'static str, name: &str) -> Result<(), SpecError> {
+    let letters = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    let good = (1..=MAX_NAME).contains(&name.len())
+        && name.starts_with(letters)
+        && name.chars().all(|c| letters(c) || "._-".contains(c));
+    if good {
+        Ok(())
+    } else {
+        Err(SpecError::Name {
+            field,
+            value: name.chars().take(100).collect(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_could_leave_their_directory_are_refused() {
+        for bad in [
+            "",
+            ".",
+            "..",
+            "../x",
+            "a/b",
+            "A",
+            "a b",
+            "a,b",
+            "-a",
+            &"a".repeat(65),
+        ] {
+            assert!(check_name("name", bad).is_err(), "{bad} was accepted");
+        }
+        for good in ["a", "web-1", "db_2.test", &"a".repeat(64)] {
+            check_name("name", good).unwrap();
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! Ending a VM: its guest is asked first, then QEMU is told to quit, then it is killed.
+
+use std::cell::RefCell;
+use std::io;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::directory::{Record, VmDirectory};
+use super::machine::{MachineError, QUIT_TIMEOUT, Vm};
+use super::qmp::{Qmp, QmpError};
+
+/// Time that a monitor has to answer whoever wants to end the VM.
+const STOP_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// Time until a guest that was asked to shut down is asked again.
+const PRESS_AGAIN: Duration = Duration::from_secs(2);
+
+/// Time that a QEMU which closed its monitor has to end.
+const ENDING: Duration = Duration::from_millis(500);
+
+/// Looks in a row that must find a VM standing still, and the time between two.
+const STOOD_LOOKS: u32 = 3;
+
+const STOOD_LOOK: Duration = Duration::from_millis(100);
+
+/// Carries out a command of QEMU's monitor.
+pub type Ask<'a> = dyn Fn(&str) -> Result<Value, QmpError> + 'a;
+
+/// How a VM was ended, and why so.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stopped {
+    /// By its guest, by QEMU's monitor, by a signal, or before anybody asked.
+    pub kind: StopKind,
+    /// Whether its guest was to shut down and did not.
+    pub overdue: bool,
+    /// How long that took.
+    pub took: Duration,
+    /// Why it was switched off, if it was.
+    pub why: Option<String>,
+}
+
+/// How a VM was ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StopKind {
+    /// It had ended before.
+    Already,
+    /// The guest shut down.
+    PoweredDown,
+    /// QEMU was told to quit: the guest had no time left.
+    Quit,
+    /// QEMU was killed.
+    Killed,
+}
+
+impl Vm {
+    /// Ends the VM: asks the guest to shut down and gives it `timeout`; then tells QEMU to quit; then kills it. Its files and
+    /// temporary overlays are removed.
+    pub fn stop(&self, timeout: Duration) -> Result<StopKind, MachineError> {
+        self.end(timeout, &|| false, None)
+            .map(|stopped| stopped.kind)
+    }
+
+    /// The same. `ask` has the guest's agent shut it down, and says whether the agent took the order. `monitor` carries a command out on a
+    /// connection that the caller has already.
+    pub fn end(
+        &self,
+        timeout: Duration,
+        ask: &dyn Fn() -> bool,
+        monitor: Option<&Ask<'_>>,
+    ) -> Result<Stopped, MachineError> {
+        let (Some(directory), Some(record)) = (&self.directory, &self.record) else {
+            return Err(MachineError::NotOurs {
+                name: self.name.clone(),
+            });
+        };
+        let look = |source| MachineError::Look {
+            name: self.name.clone(),
+            source,
+        };
+        let own = RefCell::new(None);
+        let own_monitor = |command: &str| self.ask_alone(&mut own.borrow_mut(), command);
+        let stopped = self
+            .end_process(timeout, ask, monitor.unwrap_or(&own_monitor))
+            .map_err(look)?
+            .ok_or_else(|| self.undying())?;
+        remove_files(directory, record).map_err(look)?;
+        Ok(stopped)
+    }
+
+    /// Kills QEMU, whose guest nobody wants any more, without a question. Its files and temporary overlays are removed.
+    pub fn kill(&self) -> Result<(), MachineError> {
+        let (Some(directory), Some(record)) = (&self.directory, &self.record) else {
+            return Err(MachineError::NotOurs {
+                name: self.name.clone(),
+            });
+        };
+        let look = |source| MachineError::Look {
+            name: self.name.clone(),
+            source,
+        };
+        self.process.kill().map_err(look)?;
+        if !self.process.wait_exit(QUIT_TIMEOUT).map_err(look)? {
+            return Err(self.undying());
+        }
+        remove_files(directory, record).map_err(look)
+    }
+
+    fn undying(&self) -> MachineError {
+        MachineError::Undying {
+            name: self.name.clone(),
+            pid: self.pid().as_raw_nonzero().get(),
+        }
+    }
+
+    /// Carries a command out on a connection of this call's own: to the daemon's monitor, or, if somebody has that, to the other.
+    fn ask_alone(&self, own: &mut Option<Qmp>, command: &str) -> Result<Value, QmpError> {
+        if own.is_none() {
+            let sockets = self.directory.as_ref().map(|d| [d.daemon_qmp(), d.qmp()]);
+            let mut tried = sockets
+                .iter()
+                .flatten()
+                .map(|socket| Qmp::connect(socket, STOP_TIMEOUT));
+            *own = match tried.next() {
+                Some(Err(first)) => tried.next().and_then(Result::ok).ok_or(first).map(Some)?,
+                Some(Ok(qmp)) => Some(qmp),
+                None => Some(self.qmp()?),
+            };
+        }
+        match own {
+            Some(qmp) => qmp.query(command),
+            None => self.qmp()?.query(command),
+        }
+    }
+
+    fn end_process(
+        &self,
+        timeout: Duration,
+        ask: &dyn Fn() -> bool,
+        monitor: &Ask<'_>,
+    ) -> io::Result<Option<Stopped>> {
+        let began = Instant::now();
+        let stopped = |kind, overdue, why: Option<String>| {
+            Some(Stopped {
+                kind,
+                overdue,
+                took: began.elapsed(),
+                why,
+            })
+        };
+        if self.process.has_exited()? {
+            return Ok(stopped(StopKind::Already, false, None));
+        }
+        let asked = if timeout.is_zero() {
+            Shutdown::NotAsked("it was to be switched off at once".into())
+        } else {
+            self.power_down(timeout, ask, monitor)?
+        };
+        let (overdue, why) = match asked {
+            Shutdown::Done => return Ok(stopped(StopKind::PoweredDown, false, None)),
+            Shutdown::Gone => return Ok(stopped(StopKind::Already, false, None)),
+            Shutdown::NotAsked(why) => (false, why),
+            Shutdown::Overdue => {
+                let seconds = timeout.as_secs_f64();
+                (
+                    true,
+                    format!("its guest was asked to shut down and had not after {seconds} s"),
+                )
+            }
+            Shutdown::Silent(error) => {
+                tracing::warn!(vm = self.name, error, "QEMU does not answer and is killed");
+                self.process.kill()?;
+                let why =
+                    format!("QEMU does not answer ({error}), so its guest could not be asked");
+                let ended = self.process.wait_exit(QUIT_TIMEOUT)?;
+                return Ok(ended
+                    .then(|| stopped(StopKind::Killed, true, Some(why)))
+                    .flatten());
+            }
+        };
+        if !timeout.is_zero() {
+            tracing::warn!(
+                vm = self.name,
+                why,
+                "switched off; what its guest had not written to disk is lost"
+            );
+        }
+        // QEMU may close the connection before it answers; the wait below tells.
+        if let Err(error) = monitor("quit") {
+            tracing::debug!(vm = self.name, %error, "quit was not answered");
+        }
+        if self.process.wait_exit(QUIT_TIMEOUT)? {
+            return Ok(stopped(StopKind::Quit, overdue, Some(why)));
+        }
+        tracing::warn!(vm = self.name, "QEMU did not quit and is killed");
+        self.process.kill()?;
+        let ended = self.process.wait_exit(QUIT_TIMEOUT)?;
+        Ok(ended
+            .then(|| stopped(StopKind::Killed, overdue, Some(why)))
+            .flatten())
+    }
+
+    /// Asks the guest to shut down, until it does: its agent first, or else the power button, again and again. A guest whose kernel is not
+    /// up yet hears neither. A guest that stands still cannot hear it at all.
+    fn power_down(
+        &self,
+        timeout: Duration,
+        ask: &dyn Fn() -> bool,
+        monitor: &Ask<'_>,
+    ) -> io::Result<Shutdown> {
+        let deadline = Instant::now() + timeout;
+        let (mut stood, mut agent_took_it, mut was_asked) = (0, false, false);
+        loop {
+            let pause = match monitor("query-status") {
+                Ok(status) if status["running"] == true => {
+                    stood = 0;
+                    agent_took_it = agent_took_it || ask();
+                    if !agent_took_it {
+                        if let Err(error) = monitor("system_powerdown") {
+                            tracing::debug!(vm = self.name, %error, "the power button was not pressed");
+                        }
+                    }
+                    was_asked = true;
+                    PRESS_AGAIN
+                }
+                // It may be standing still for a moment, while pages are folded.
+                Ok(_) if stood < STOOD_LOOKS => {
+                    stood += 1;
+                    STOOD_LOOK
+                }
+                Ok(status) => {
+                    let state = status["status"].as_str().unwrap_or("unknown").to_owned();
+                    return Ok(Shutdown::NotAsked(format!(
+                        "it stands still ({state}), so its guest could not be asked"
+                    )));
+                }
+                Err(_) if self.process.wait_exit(ENDING)? => {
+                    return Ok(if was_asked {
+                        Shutdown::Done
+                    } else {
+                        Shutdown::Gone
+                    });
+                }
+                Err(error) => return Ok(Shutdown::Silent(error.to_string())),
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if self.process.wait_exit(left.min(pause))? {
+                return Ok(if was_asked {
+                    Shutdown::Done
+                } else {
+                    Shutdown::Gone
+                });
+            }
+            if left <= pause {
+                return Ok(Shutdown::Overdue);
+            }
+        }
+    }
+}
+
+/// Removes the files of a VM that has ended, unless they are gone and another VM has got its name.
+fn remove_files(directory: &VmDirectory, record: &Record) -> io::Result<()> {
+    let now = VmDirectory::read_json::<Record>(&directory.record());
+    if now.as_ref().is_ok_and(|now| now.process != record.process) {
+        return Ok(());
+    }
+    // A snapshot may have put other overlays in their place since.
+    let overlays = now.map_or_else(|_| record.overlays.clone(), |record| record.overlays);
+    directory.remove(&overlays)
+}
+
+/// What became of a guest that was to shut down.
+enum Shutdown {
+    /// It did.
+    Done,
+    /// It ended before it was asked.
+    Gone,
+    /// It was not asked, and why.
+    NotAsked(String),
+    /// It did not in time.
+    Overdue,
+    /// QEMU doesn't answer.
+    Silent(String),
+}
