@@ -116,16 +116,9 @@ pub fn build(
     progress.begin("image made", 0);
     let image = draft.path().join(IMAGE);
     let uuid = uuid(&name.name, generation, &contents.digest);
+    let options = ["-U", &uuid, "-E", "noinline_data,force-inode-extended"];
     let mut command = Command::new(mkfs);
-    command
-        .args([
-            "--quiet",
-            "-U",
-            &uuid,
-            "-E",
-            "noinline_data,force-inode-extended",
-        ])
-        .args([&image, &files]);
+    command.arg("--quiet").args(options).args([&image, &files]);
     run("mkfs.erofs", &mut command)?;
     let image_bytes = finish(&image).map_err(failed(&image))?;
     let digest = digest(&image, progress).map_err(failed(&image))?;
@@ -142,10 +135,10 @@ pub fn build(
         lay,
         root: request.root,
         pinned: request.pinned,
-        from: request
-            .origin
-            .clone()
-            .map_or_else(|| request.from.clone(), |origin| vec![origin]),
+        from: match &request.origin {
+            Some(origin) => vec![origin.clone()],
+            None => request.from.clone(),
+        },
         created_s: SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
             .map_or(0, |time| time.as_secs()),
