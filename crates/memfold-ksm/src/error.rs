@@ -15,10 +15,7 @@ pub enum KsmError {
     )]
     Hung(i32),
     #[error("cannot read {path}")]
-    Read {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     #[error("cannot write '{value}' to {path}")]
     Write {
         path: PathBuf,
@@ -30,13 +27,7 @@ pub enum KsmError {
     )]
     Busy(PathBuf),
     #[error("cannot keep the old settings in {path}")]
-    Note {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Note { path: PathBuf, source: io::Error },
     #[error("{path}: unexpected text '{text}'")]
-    Format {
-        path: PathBuf,
-        text: String,
-    },
+    Format { path: PathBuf, text: String },
 }

@@ -54,182 +54,38 @@ pub struct Entry {
     pub since: String,
 }
 
-struct File {
-    name: &'static str,
-    role: Role,
-    unit: &'static str,
-    since: &'static str,
-    meaning: &'static str,
-}
+/// Controls that Linux 6.18 has: name, unit, the first Linux that has it, meaning.
+#[rustfmt::skip] // a table
+const CONTROLS: [[&str; 4]; 13] = [
+    ["run", "state", "2.6.32", "0: ksmd stands still, what is merged stays merged; 1: ksmd runs; 2: ksmd stands still and everything was unmerged"],
+    ["pages_to_scan", "pages", "2.6.32", "pages that ksmd looks at before it sleeps; set by the advisor while one is on"],
+    ["sleep_millisecs", "ms", "2.6.32", "how long ksmd sleeps between two batches"],
+    ["merge_across_nodes", "0 or 1", "3.9", "1: pages of different NUMA nodes may merge; can be changed only while nothing is merged"],
+    ["use_zero_pages", "0 or 1", "4.11", "1: pages of zeroes are mapped to the kernel's zero page instead of being merged with each other"],
+    ["max_page_sharing", "mappings", "4.13", "mappings that share one merged page at most; more get a copy of it; can be changed only while nothing is merged"],
+    ["stable_node_chains_prune_millisecs", "ms", "4.13", "how often copies that max_page_sharing made are looked through for stale ones"],
+    ["smart_scan", "0 or 1", "6.7", "1: pages that didn't merge in several passes are skipped for some"],
+    ["advisor_mode", "mode", "6.8", "none, or scan-time: the kernel sets pages_to_scan itself after each full scan"],
+    ["advisor_max_cpu", "percent of a CPU", "6.8", "CPU that the advisor lets ksmd use at most"],
+    ["advisor_target_scan_time", "s", "6.8", "time that the advisor wants a full scan to take"],
+    ["advisor_min_pages_to_scan", "pages", "6.8", "pages_to_scan that the advisor sets at least"],
+    ["advisor_max_pages_to_scan", "pages", "6.8", "pages_to_scan that the advisor sets at most"],
+];
 
-const fn control(
-    name: &'static str,
-    unit: &'static str,
-    since: &'static str,
-    meaning: &'static str,
-) -> File {
-    File {
-        name,
-        role: Role::Control,
-        unit,
-        since,
-        meaning,
-    }
-}
-
-const fn counter(
-    name: &'static str,
-    unit: &'static str,
-    since: &'static str,
-    meaning: &'static str,
-) -> File {
-    File {
-        role: Role::Counter,
-        ..control(name, unit, since, meaning)
-    }
-}
-
-/// All files that Linux 6.18 has.
-const FILES: [File; 24] = [
-    control(
-        "run",
-        "state",
-        "2.6.32",
-        "0: ksmd stands still, what is merged stays merged; 1: ksmd runs; 2: ksmd stands still and everything was unmerged",
-    ),
-    control(
-        "pages_to_scan",
-        "pages",
-        "2.6.32",
-        "pages that ksmd looks at before it sleeps; set by the advisor while one is on",
-    ),
-    control(
-        "sleep_millisecs",
-        "ms",
-        "2.6.32",
-        "how long ksmd sleeps between two batches",
-    ),
-    control(
-        "merge_across_nodes",
-        "0 or 1",
-        "3.9",
-        "1: pages of different NUMA nodes may merge; can be changed only while nothing is merged",
-    ),
-    control(
-        "use_zero_pages",
-        "0 or 1",
-        "4.11",
-        "1: pages of zeroes are mapped to the kernel's zero page instead of being merged with each other",
-    ),
-    control(
-        "max_page_sharing",
-        "mappings",
-        "4.13",
-        "mappings that share one merged page at most; more get a copy of it; can be changed only while nothing is merged",
-    ),
-    control(
-        "stable_node_chains_prune_millisecs",
-        "ms",
-        "4.13",
-        "how often copies that max_page_sharing made are looked through for stale ones",
-    ),
-    control(
-        "smart_scan",
-        "0 or 1",
-        "6.7",
-        "1: pages that didn't merge in several passes are skipped for some",
-    ),
-    control(
-        "advisor_mode",
-        "mode",
-        "6.8",
-        "none, or scan-time: the kernel sets pages_to_scan itself after each full scan",
-    ),
-    control(
-        "advisor_max_cpu",
-        "percent of a CPU",
-        "6.8",
-        "CPU that the advisor lets ksmd use at most",
-    ),
-    control(
-        "advisor_target_scan_time",
-        "s",
-        "6.8",
-        "time that the advisor wants a full scan to take",
-    ),
-    control(
-        "advisor_min_pages_to_scan",
-        "pages",
-        "6.8",
-        "pages_to_scan that the advisor sets at least",
-    ),
-    control(
-        "advisor_max_pages_to_scan",
-        "pages",
-        "6.8",
-        "pages_to_scan that the advisor sets at most",
-    ),
-    counter(
-        "pages_shared",
-        "pages",
-        "2.6.32",
-        "merged pages that are in memory",
-    ),
-    counter(
-        "pages_sharing",
-        "pages",
-        "2.6.32",
-        "further mappings of these: the pages saved",
-    ),
-    counter(
-        "pages_unshared",
-        "pages",
-        "2.6.32",
-        "pages whose content was nowhere else, looked at again and again",
-    ),
-    counter(
-        "pages_volatile",
-        "pages",
-        "2.6.32",
-        "pages that change too fast to be compared with others",
-    ),
-    counter(
-        "pages_scanned",
-        "pages, total",
-        "6.6",
-        "pages that ksmd has looked at",
-    ),
-    counter(
-        "pages_skipped",
-        "pages, total",
-        "6.7",
-        "pages that smart_scan has left out",
-    ),
-    counter(
-        "full_scans",
-        "passes, total",
-        "2.6.32",
-        "passes over all mergeable memory that are complete",
-    ),
-    counter(
-        "stable_node_chains",
-        "chains",
-        "4.13",
-        "contents that max_page_sharing has given more than one page",
-    ),
-    counter("stable_node_dups", "pages", "4.13", "pages in these chains"),
-    counter(
-        "ksm_zero_pages",
-        "pages",
-        "6.6",
-        "pages of zeroes that use_zero_pages has mapped to the kernel's zero page",
-    ),
-    counter(
-        "general_profit",
-        "bytes",
-        "6.4",
-        "what merging saves less its metadata; while KSM stands still, ended processes stay in it",
-    ),
+/// Its counters, in the same way.
+#[rustfmt::skip] // a table
+const COUNTERS: [[&str; 4]; 11] = [
+    ["pages_shared", "pages", "2.6.32", "merged pages that are in memory"],
+    ["pages_sharing", "pages", "2.6.32", "further mappings of these: the pages saved"],
+    ["pages_unshared", "pages", "2.6.32", "pages whose content was nowhere else, looked at again and again"],
+    ["pages_volatile", "pages", "2.6.32", "pages that change too fast to be compared with others"],
+    ["pages_scanned", "pages, total", "6.6", "pages that ksmd has looked at"],
+    ["pages_skipped", "pages, total", "6.7", "pages that smart_scan has left out"],
+    ["full_scans", "passes, total", "2.6.32", "passes over all mergeable memory that are complete"],
+    ["stable_node_chains", "chains", "4.13", "contents that max_page_sharing has given more than one page"],
+    ["stable_node_dups", "pages", "4.13", "pages in these chains"],
+    ["ksm_zero_pages", "pages", "6.6", "pages of zeroes that use_zero_pages has mapped to the kernel's zero page"],
+    ["general_profit", "bytes", "6.4", "what merging saves less its metadata; while KSM stands still, ended processes stay in it"],
 ];
 
 /// Every control and counter, in ksm.rst's order; behind them files that a newer kernel has.
@@ -238,19 +94,21 @@ pub fn entries(controls: &Controls) -> Result<Vec<Entry>, KsmError> {
         let text = controls.text(name)?;
         Ok(text.map(|text| text.parse().map_or(Value::Text(text), Value::Number)))
     };
+    let controlled = CONTROLS.iter().map(|file| (Role::Control, file));
+    let counted = COUNTERS.iter().map(|file| (Role::Counter, file));
     let mut found = Vec::new();
-    for file in &FILES {
+    for (role, [name, unit, since, meaning]) in controlled.chain(counted) {
         found.push(Entry {
-            name: file.name.to_owned(),
-            role: file.role,
-            value: read(file.name)?,
-            unit: file.unit.to_owned(),
-            meaning: file.meaning.to_owned(),
-            since: file.since.to_owned(),
+            name: (*name).to_owned(),
+            role,
+            value: read(name)?,
+            unit: (*unit).to_owned(),
+            meaning: (*meaning).to_owned(),
+            since: (*since).to_owned(),
         });
     }
     for name in controls.names() {
-        if FILES.iter().all(|file| file.name != name) {
+        if found.iter().all(|file| file.name != name) {
             found.push(Entry {
                 value: read(&name).unwrap_or(None),
                 name,
@@ -292,7 +150,7 @@ mod tests {
         );
         assert_eq!(value("smart_scan"), None);
         assert_eq!(value("of_the_future"), Some(Value::Number(7)));
-        assert_eq!(entries.len(), FILES.len() + 1);
+        assert_eq!(entries.len(), CONTROLS.len() + COUNTERS.len() + 1);
         let json = serde_json::to_value(&entries[0]).unwrap();
         assert_eq!(json["value"], 1);
         assert_eq!(json["role"], "control");
