@@ -1,35 +1,31 @@
 //! What goes over the daemon's interface, and the client that the command line uses. No server, and no daemon. Units are in the names of fields.
 
+mod access;
 mod client;
 mod debt;
 mod error;
 mod fold;
-mod hosts;
 mod ksm;
 mod lending;
 mod libvirt;
 mod registry;
 mod report;
-mod role;
 mod segment;
-mod session;
 mod snapshot;
 mod swap;
 mod vm;
 
+pub use access::*;
 pub use client::*;
 pub use debt::*;
 pub use error::*;
 pub use fold::*;
-pub use hosts::*;
 pub use ksm::*;
 pub use lending::*;
 pub use libvirt::*;
 pub use registry::*;
 pub use report::*;
-pub use role::*;
 pub use segment::*;
-pub use session::*;
 pub use snapshot::*;
 pub use swap::*;
 pub use vm::*;
