@@ -16,7 +16,7 @@ use memfold_store::{StoreIdentity, mapped};
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_SIZE};
 use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, Vm, VmSpec, own_files};
-use memfold_wire::library::{Order, Reply};
+use memfold_wire::library::Order;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::process::Pid;
@@ -306,10 +306,9 @@ pub fn fill(
         .library_link()
         .ok_or_else(|| SnapshotError::Impossible("memfold's library is not in this QEMU".into()))?
         .map_err(|error| SnapshotError::Library(error.to_string()))?;
-    let mut ask = |order: &Order, descriptor| match link.order(order, descriptor) {
-        Ok(Reply::Ok) => Ok(()),
-        Ok(other) => Err(SnapshotError::Library(format!("{other:?}"))),
-        Err(error) => Err(SnapshotError::Library(error.to_string())),
+    let mut ask = |order: &Order, descriptor| {
+        let done = link.order(order, descriptor).map(drop);
+        done.map_err(|error| SnapshotError::Library(error.to_string()))
     };
     for block in memfold_vm::ram::read_blocks(qmp)? {
         // Segments: files that it maps already.
