@@ -332,6 +332,9 @@ impl AgentLink {
             command,
             script: script.to_owned(),
         };
+        let late = || AgentError::Timeout {
+            seconds: timeout.as_secs_f64(),
+        };
         let outcome = self.shared.send(&run).and_then(|()| {
             loop {
                 let left = deadline.saturating_duration_since(Instant::now());
@@ -341,17 +344,11 @@ impl AgentLink {
                             return Err(AgentError::TooMuchOutput);
                         }
                         if Instant::now() >= deadline {
-                            return Err(AgentError::Timeout {
-                                seconds: timeout.as_secs_f64(),
-                            });
+                            return Err(late());
                         }
                     }
                     Ok(CommandEvent::Exited(code)) => return Ok(code),
-                    Err(RecvTimeoutError::Timeout) => {
-                        return Err(AgentError::Timeout {
-                            seconds: timeout.as_secs_f64(),
-                        });
-                    }
+                    Err(RecvTimeoutError::Timeout) => return Err(late()),
                     Err(RecvTimeoutError::Disconnected) => return Err(AgentError::Lost),
                 }
             }
@@ -382,9 +379,8 @@ impl Drop for AgentLink {
             }
         }
         self.shared.changed.notify_all();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
+        let ended = self.thread.take().map(JoinHandle::join);
+        if matches!(ended, Some(Err(_))) {
             tracing::error!(path = %self.shared.path.display(), "the agent link's sink panicked");
         }
     }

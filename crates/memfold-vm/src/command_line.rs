@@ -7,7 +7,7 @@ use memfold_wire::agent::PORT_NAME;
 
 use super::directory::VmDirectory;
 use super::foreign::Foreign;
-use super::qemu_line::{Line, escape, monitor_argument};
+use super::qemu_line::{Line, escape, monitor_argument, on_or_off};
 use super::segments;
 use super::spec::{DiskSpec, Network, VmSpec};
 use super::swap;
@@ -25,7 +25,7 @@ pub fn arguments(
         return foreign_arguments(spec, foreign, directory, overlays);
     }
     let mut line = Line::default();
-    let merge = if spec.merges() { "on" } else { "off" };
+    let merge = on_or_off(spec.merges());
     line.flag("-nodefaults").flag("-no-user-config");
     frame(&mut line, spec);
     line.add(
@@ -65,42 +65,47 @@ pub fn arguments(
             "virtio-balloon-pci,id=balloon0,free-page-reporting=on",
         );
     }
-    if spec.network == Network::User {
-        // No option ROM: nobody boots from it, and it is another Debian package.
-        let forwards = spec.forwards.iter();
-        let forwards = forwards.map(|forward| format!(",hostfwd={}", forward.rule()));
-        line.add(
-            "-netdev",
-            format!("user,id=net0{}", forwards.collect::<String>()),
-        )
-        .add("-device", "virtio-net-pci,netdev=net0,romfile=");
+    network_arguments(&mut line, spec);
+    disk_arguments(&mut line, spec, overlays);
+    segments::arguments(&mut line, spec);
+    boot_arguments(&mut line, spec);
+    line.0.extend(spec.more_arguments(directory));
+    line.0
+}
+
+fn network_arguments(line: &mut Line, spec: &VmSpec) {
+    if spec.network == Network::None {
+        return;
     }
+    // No option ROM: nobody boots from it, and it is another Debian package.
+    let forwards = spec.forwards.iter();
+    let forwards = forwards.map(|forward| format!(",hostfwd={}", forward.rule()));
+    line.add(
+        "-netdev",
+        format!("user,id=net0{}", forwards.collect::<String>()),
+    )
+    .add("-device", "virtio-net-pci,netdev=net0,romfile=");
+}
+
+fn disk_arguments(line: &mut Line, spec: &VmSpec, overlays: &[PathBuf]) {
     let mut overlays = overlays.iter();
     for (number, disk) in spec.disks.iter().enumerate() {
         let overlay = if disk.snapshot { overlays.next() } else { None };
-        let node = format!("disk{number}");
+        let node = spec.disk_node(number);
         let top = Node {
             name: &node,
             of_drive: None,
         };
-        node_arguments(&mut line, number, &top, disk, overlay);
-        let write_cache = if disk.cache.write_cache() {
-            "on"
-        } else {
-            "off"
-        };
+        node_arguments(line, number, &top, disk, overlay);
+        let write_cache = on_or_off(disk.cache.write_cache());
         line.add(
             "-device",
             format!("virtio-blk-pci,id=vd{number},drive={node},write-cache={write_cache}"),
         );
     }
     if spec.swap.is_some() {
-        swap_arguments(&mut line, overlays.next());
+        swap_arguments(line, overlays.next());
     }
-    segments::arguments(&mut line, spec);
-    boot_arguments(&mut line, spec);
-    line.0.extend(spec.more_arguments(directory));
-    line.0
 }
 
 /// What has nothing to do with the guest: how the process is called, what it may do, and as whom.
@@ -126,7 +131,7 @@ fn foreign_arguments(
     frame(&mut line, spec);
     line.0
         .extend(foreign.line(&spec.forwards).iter().map(OsString::from));
-    let merge = if spec.merges() { "on" } else { "off" };
+    let merge = on_or_off(spec.merges());
     line.add("-machine", format!("mem-merge={merge},suppress-vmdesc=on"))
         .add("-monitor", "none");
     monitors(&mut line, directory);
@@ -236,12 +241,11 @@ fn node_arguments(
 
 /// `of_drive`: what `-drive` is given besides, where that makes the node.
 fn layer_arguments(line: &mut Line, layer: &Layer<'_>, disk: &DiskSpec, of_drive: Option<&str>) {
-    let on = |yes: bool| if yes { "on" } else { "off" };
     let common = format!(
         "cache.direct={},cache.no-flush={},read-only={},discard=unmap",
-        on(disk.cache.direct()),
-        on(disk.cache.no_flush()),
-        on(layer.read_only)
+        on_or_off(disk.cache.direct()),
+        on_or_off(disk.cache.no_flush()),
+        on_or_off(layer.read_only)
     );
     let driver = if is_block_device(layer.path) {
         "host_device"

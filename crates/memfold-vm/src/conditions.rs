@@ -9,6 +9,7 @@ use rustix::process::Pid;
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::endpoints::command_line;
 use super::qmp::Qmp;
 use super::ram::{self, RamError};
 
@@ -67,11 +68,7 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
     let mut found = VmConditions::default();
     memory(qmp, &mut found)?;
     migration(qmp, &mut found)?;
-    devices(qmp, &mut found)?;
-    block_nodes(
-        &qmp.execute("query-named-block-nodes", json!({ "flat": true }))?,
-        &mut found,
-    );
+    plugged(qmp, &mut found)?;
     process(pid, library, &mut found);
     // TCG knows nothing of it.
     if qmp.query("query-kvm")?["enabled"] == true {
@@ -89,9 +86,8 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
 pub const KEEPS_CPUS: &str = "its guest never gives a CPU back, not even an idle one (-overcommit cpu-pm=on): each of its vCPUs takes a core of this host";
 
 fn keeps_cpus(pid: Pid) -> bool {
-    let line = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
-    let line = String::from_utf8_lossy(&line.unwrap_or_default()).into_owned();
-    says_cpu_pm(line.split('\0'))
+    let words = command_line(pid).unwrap_or_default();
+    says_cpu_pm(words.iter().map(String::as_str))
 }
 
 /// Whether words of a command line say so.
@@ -116,12 +112,15 @@ pub fn says_cpu_pm<'a>(words: impl Iterator<Item = &'a str>) -> bool {
 /// plugged at any time.
 pub fn read_refold_live(qmp: &mut Qmp) -> Result<VmConditions, RamError> {
     let mut found = VmConditions::default();
-    devices(qmp, &mut found)?;
-    block_nodes(
-        &qmp.execute("query-named-block-nodes", json!({ "flat": true }))?,
-        &mut found,
-    );
+    plugged(qmp, &mut found)?;
     Ok(found)
+}
+
+fn plugged(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
+    devices(qmp, found)?;
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    block_nodes(&nodes, found);
+    Ok(())
 }
 
 fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_SIZE};
-use memfold_wire::library::{Advice, Order, Reply};
+use memfold_wire::library::{Advice, Order};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::process::Pid;
 
@@ -88,11 +88,8 @@ impl KernelCopies {
             .library_link()
             .ok_or(io::ErrorKind::Unsupported)?
             .map_err(io::Error::other)?;
-        let mut ask = |order: &Order, file| match link.order(order, file) {
-            Ok(Reply::Ok) => Ok(()),
-            Ok(other) => Err(io::Error::other(format!("{other:?}"))),
-            Err(error) => Err(io::Error::other(error)),
-        };
+        let mut ask =
+            |order: &Order, file| link.order(order, file).map(drop).map_err(io::Error::other);
         let advice = Advice::default();
         ask(&Order::AddRam { hva, pages, advice }, None)?;
         let map = Order::Map {

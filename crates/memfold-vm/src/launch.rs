@@ -252,10 +252,15 @@ pub fn start_unless(
     claim(&directory)?;
     let mut attempt = Attempt {
         directory: &directory,
+        spec: &spec,
+        qemu: &qemu,
+        accel,
+        library,
+        incoming,
         overlays: Vec::new(),
         child: None,
     };
-    let vm = attempt.run(&spec, &qemu, accel, library, incoming, cancel);
+    let vm = attempt.run(cancel);
     if vm.is_err() {
         attempt.undo();
     }
@@ -328,12 +333,17 @@ fn choose_accel(
     }
 }
 
-/// Makes the VM's directory; clears one that a VM left which runs no more.
-fn claim(directory: &VmDirectory) -> Result<(), LaunchError> {
-    let failed = |source| LaunchError::Files {
+/// Says that the VM's files can't be made.
+fn failed(directory: &VmDirectory) -> impl Fn(io::Error) -> LaunchError + Copy {
+    move |source| LaunchError::Files {
         path: directory.path().into(),
         source,
-    };
+    }
+}
+
+/// Makes the VM's directory; clears one that a VM left which runs no more.
+fn claim(directory: &VmDirectory) -> Result<(), LaunchError> {
+    let failed = failed(directory);
     match directory.create() {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
             if !Vm::clear_if_stale(directory).map_err(failed)? {
@@ -347,21 +357,28 @@ fn claim(directory: &VmDirectory) -> Result<(), LaunchError> {
     }
 }
 
-/// What has to be undone when a start fails.
+/// A start, and what has to be undone when it fails.
 struct Attempt<'a> {
     directory: &'a VmDirectory,
+    spec: &'a VmSpec,
+    qemu: &'a QemuFacts,
+    accel: &'a str,
+    library: Option<PathBuf>,
+    incoming: Option<&'a Incoming>,
     overlays: Vec<PathBuf>,
     child: Option<Child>,
 }
 
 impl Attempt<'_> {
-    /// Makes temporary overlays and the swap disk.
-    fn make_disks(&mut self, spec: &VmSpec) -> Result<(), LaunchError> {
-        let directory = self.directory;
-        let failed = |source| LaunchError::Files {
-            path: directory.path().into(),
-            source,
-        };
+    /// Makes the VM's files, of disks only temporary overlays and the swap disk.
+    fn make_files(&mut self) -> Result<(), LaunchError> {
+        let (directory, spec) = (self.directory, self.spec);
+        let failed = failed(directory);
+        directory
+            .write_json(&directory.spec(), spec)
+            .and_then(|()| directory.write_json(&directory.segments(), &spec.segments))
+            .map_err(failed)?;
+        own_files::make(directory, spec).map_err(failed)?;
         let disks = || spec.disks.iter().filter(|disk| disk.snapshot);
         let places: Vec<PathBuf> = disks()
             .enumerate()
@@ -392,50 +409,30 @@ impl Attempt<'_> {
             })?;
             self.overlays.push(path);
         }
+        if self.incoming.is_some() {
+            File::create(directory.incoming()).map_err(failed)?;
+        }
         Ok(())
     }
 
-    #[allow(clippy::too_many_arguments)] // all that a start depends on
-    fn run(
-        &mut self,
-        spec: &VmSpec,
-        qemu: &QemuFacts,
-        accel: &str,
-        library: Option<PathBuf>,
-        incoming: Option<&Incoming>,
-        cancel: &Cancel,
-    ) -> Result<Vm, LaunchError> {
-        // The HPET ticks on 250 times a second in guests that have long turned to another timer, each time through QEMU's main loop.
-        // It has device state: a VM that is restored is as it was.
-        let machine = incoming.map_or_else(
-            || format!("{},hpet=off", qemu.machine),
-            |i| i.machine.clone(),
-        );
-        let directory = self.directory;
-        let failed = |source| LaunchError::Files {
-            path: directory.path().into(),
-            source,
-        };
-        let _lock = directory.lock().map_err(failed)?;
-        directory
-            .write_json(&directory.spec(), spec)
-            .and_then(|()| directory.write_json(&directory.segments(), &spec.segments))
-            .map_err(failed)?;
-        own_files::make(directory, spec).map_err(failed)?;
-        self.make_disks(spec)?;
-        if incoming.is_some() {
-            File::create(directory.incoming()).map_err(failed)?;
-        }
+    /// QEMU's command line and surroundings.
+    fn command(&self, machine: &str) -> io::Result<Command> {
+        let (directory, spec) = (self.directory, self.spec);
         // Appended to, so that the daemon can empty it when it is long.
         let log = File::options()
             .append(true)
             .create(true)
-            .open(directory.qemu_log());
-        let log = log.map_err(failed)?;
-        let mut command = Command::new(&qemu.program);
+            .open(directory.qemu_log())?;
+        let mut command = Command::new(&self.qemu.program);
         command
-            .args(incoming.into_iter().flat_map(|_| INCOMING))
-            .args(arguments(spec, &machine, accel, directory, &self.overlays))
+            .args(self.incoming.into_iter().flat_map(|_| INCOMING))
+            .args(arguments(
+                spec,
+                machine,
+                self.accel,
+                directory,
+                &self.overlays,
+            ))
             // What others have named without a path is looked for there.
             .current_dir(if spec.foreign.is_some() {
                 directory.path()
@@ -448,14 +445,29 @@ impl Attempt<'_> {
             .env_remove("WATCHDOG_USEC")
             .env_remove("WATCHDOG_PID")
             .stdin(Stdio::null())
-            .stdout(log.try_clone().map_err(failed)?)
+            .stdout(log.try_clone()?)
             .stderr(log);
-        if let Some(library) = &library {
-            preload::add(&mut command, library, directory).map_err(failed)?;
+        if let Some(library) = &self.library {
+            preload::add(&mut command, library, directory)?;
         }
+        Ok(command)
+    }
+
+    fn run(&mut self, cancel: &Cancel) -> Result<Vm, LaunchError> {
+        // The HPET ticks on 250 times a second in guests that have long turned to another timer, each time through QEMU's main loop.
+        // It has device state: a VM that is restored is as it was.
+        let machine = self.incoming.map_or_else(
+            || format!("{},hpet=off", self.qemu.machine),
+            |incoming| incoming.machine.clone(),
+        );
+        let directory = self.directory;
+        let failed = failed(directory);
+        let _lock = directory.lock().map_err(failed)?;
+        self.make_files()?;
+        let mut command = self.command(&machine).map_err(failed)?;
         let child = session::detach(&mut command).spawn().map_err(|source| {
             LaunchError::Qemu(QemuError::Run {
-                program: qemu.program.clone(),
+                program: self.qemu.program.clone(),
                 source,
             })
         })?;
@@ -466,11 +478,11 @@ impl Attempt<'_> {
             .ok_or_else(|| failed(io::Error::other("QEMU has no process number")))?;
         let record = Record {
             process: Identity::of(pid).map_err(failed)?,
-            qemu: qemu.program.clone(),
-            version: qemu.version,
+            qemu: self.qemu.program.clone(),
+            version: self.qemu.version,
             machine,
-            accel: accel.to_owned(),
-            library,
+            accel: self.accel.to_owned(),
+            library: self.library.take(),
             overlays: self.overlays.clone(),
         };
         directory
@@ -478,7 +490,7 @@ impl Attempt<'_> {
             .map_err(failed)?;
         let started = wait_for_monitor(child, directory, cancel);
         // What a cancelled QEMU said last is of no interest.
-        cancel.check(&spec.name)?;
+        cancel.check(&self.spec.name)?;
         started?;
         let vm = Vm::open(directory).map_err(|e| LaunchError::Start {
             what: e.to_string(),

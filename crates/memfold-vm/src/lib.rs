@@ -38,6 +38,7 @@ pub mod spec;
 mod spec_error;
 mod stop;
 pub mod swap;
+mod tokens;
 pub mod trial;
 mod validate;
 

@@ -3,15 +3,14 @@
 
 use std::ffi::OsString;
 use std::io;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::directory::VmDirectory;
 use super::overlay;
-use super::qemu_line::escape;
 use super::spec::VmSpec;
+use super::tokens::{self, put_in};
 
 /// Stands for the file of a number.
 const TOKEN: &str = "/memfold/own";
@@ -19,27 +18,7 @@ const TOKEN: &str = "/memfold/own";
 /// What stands for a file in an argument.
 #[must_use]
 pub fn token(number: usize) -> String {
-    format!("{TOKEN}{number:03}")
-}
-
-/// An argument with files in the place of tokens.
-#[must_use]
-pub fn put_in(argument: &str, files: &[PathBuf]) -> OsString {
-    let mut words = argument.to_owned();
-    for (number, file) in files.iter().enumerate() {
-        let token = token(number);
-        if words == token {
-            return file.clone().into();
-        }
-        let is_json = words.starts_with('{');
-        let file = if is_json {
-            file.as_os_str().to_owned()
-        } else {
-            escape(file.as_os_str())
-        };
-        words = words.replace(&token, &String::from_utf8_lossy(file.as_bytes()));
-    }
-    words.into()
+    tokens::token(TOKEN, number)
 }
 
 /// The argument with `name` in the place of a path for which `is_it` holds; `None`: it names no such path.
@@ -105,7 +84,7 @@ impl VmSpec {
             .collect();
         self.qemu_args
             .iter()
-            .map(|argument| put_in(argument, &own))
+            .map(|argument| put_in(TOKEN, argument, &own))
             .collect()
     }
 }
@@ -167,7 +146,7 @@ mod tests {
             ),
             ("-serial".to_owned(), "-serial"),
         ] {
-            assert_eq!(put_in(&argument, &files), wanted);
+            assert_eq!(put_in(TOKEN, &argument, &files), wanted);
         }
     }
 }

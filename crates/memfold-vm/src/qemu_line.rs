@@ -52,3 +52,8 @@ pub(super) fn monitor_argument(socket: &Path) -> OsString {
     argument.push(",server=on,wait=off");
     argument
 }
+
+/// QEMU's word for yes or no.
+pub(super) const fn on_or_off(yes: bool) -> &'static str {
+    if yes { "on" } else { "off" }
+}

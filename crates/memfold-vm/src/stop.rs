@@ -71,15 +71,8 @@ impl Vm {
         ask: &dyn Fn() -> bool,
         monitor: Option<&Ask<'_>>,
     ) -> Result<Stopped, MachineError> {
-        let (Some(directory), Some(record)) = (&self.directory, &self.record) else {
-            return Err(MachineError::NotOurs {
-                name: self.name.clone(),
-            });
-        };
-        let look = |source| MachineError::Look {
-            name: self.name.clone(),
-            source,
-        };
+        let (directory, record) = self.started()?;
+        let look = |source| self.look(source);
         let own = RefCell::new(None);
         let own_monitor = |command: &str| self.ask_alone(&mut own.borrow_mut(), command);
         let stopped = self
@@ -92,20 +85,28 @@ impl Vm {
 
     /// Kills QEMU, whose guest nobody wants any more, without a question. Its files and temporary overlays are removed.
     pub fn kill(&self) -> Result<(), MachineError> {
-        let (Some(directory), Some(record)) = (&self.directory, &self.record) else {
-            return Err(MachineError::NotOurs {
-                name: self.name.clone(),
-            });
-        };
-        let look = |source| MachineError::Look {
-            name: self.name.clone(),
-            source,
-        };
+        let (directory, record) = self.started()?;
+        let look = |source| self.look(source);
         self.process.kill().map_err(look)?;
         if !self.process.wait_exit(QUIT_TIMEOUT).map_err(look)? {
             return Err(self.undying());
         }
         remove_files(directory, record).map_err(look)
+    }
+
+    /// Files and record of a VM that memfold started.
+    fn started(&self) -> Result<(&VmDirectory, &Record), MachineError> {
+        let started = self.directory.as_ref().zip(self.record.as_ref());
+        started.ok_or_else(|| MachineError::NotOurs {
+            name: self.name.clone(),
+        })
+    }
+
+    fn look(&self, source: io::Error) -> MachineError {
+        MachineError::Look {
+            name: self.name.clone(),
+            source,
+        }
     }
 
     fn undying(&self) -> MachineError {

@@ -14,6 +14,7 @@ use super::options;
 use super::user::User;
 use super::value::Value;
 use super::view::View;
+use crate::tokens;
 
 /// Stands for the file of a number.
 const TOKEN: &str = "/memfold/file";
@@ -146,25 +147,16 @@ fn token(path: &str, view: &View, found: &mut Vec<PathBuf>) -> Result<String, St
         found.push(path.into());
         found.len() - 1
     });
-    // A number of two digits begins with none of one.
-    Ok(format!("{TOKEN}{number:03}"))
+    Ok(tokens::token(TOKEN, number))
 }
 
 /// The words, with files in the place of tokens.
 pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
-    let replaced = |word: &String| {
-        let mut word = word.clone();
-        for (number, file) in files.iter().enumerate() {
-            let token = format!("{TOKEN}{number:03}");
-            let mut file = file.to_string_lossy().into_owned();
-            if word != token && !word.starts_with('{') {
-                file = file.replace(',', ",,");
-            }
-            word = word.replace(&token, &file);
-        }
-        word
-    };
-    words.iter().map(replaced).collect()
+    let replaced = |word: &String| tokens::put_in(TOKEN, word, files);
+    let words = words.iter().map(replaced);
+    words
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect()
 }
 
 /// Copies a file as a user.

@@ -26,6 +26,7 @@ use super::options::{self, Fate, Named};
 use super::value::{Value, parse};
 use super::view::View;
 use super::{files, host_ends, network};
+use crate::qemu_line::on_or_off;
 
 /// What QEMU says of the running VM.
 #[derive(Clone, Debug, Default)]
@@ -151,22 +152,14 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
             (Fate::Dropped, _) | (_, "L" | "readconfig" | "set") => Vec::new(),
             (Fate::Kept, _) => {
                 has_accel |= ["accel", "enable-kvm"].contains(&name.as_str());
-                let value = value
-                    .as_ref()
-                    .map(|text| found(options, name, text, &facts.view));
-                let words = std::iter::once(format!("-{name}")).chain(value);
-                words.collect()
+                let value = value.as_ref();
+                let value = value.map(|text| found(options, name, text, &facts.view));
+                std::iter::once(format!("-{name}")).chain(value).collect()
             }
             (_, "machine" | "M") => {
                 has_machine = true;
-                let mut machine = parse("type", text)?;
+                let machine = machine(text, facts)?;
                 has_accel |= machine.get("accel").is_some();
-                for key in ["confidential-guest-support", "memory-encryption"] {
-                    if machine.get(key).is_some() {
-                        return Err(format!("its RAM is encrypted (-machine {key})"));
-                    }
-                }
-                machine.set("type", &facts.machine);
                 let machine = files::name_whole("machine", &machine.render(), &facts.view);
                 vec!["-machine".into(), machine]
             }
@@ -175,10 +168,7 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
             (_, "netdev" | "nic" | "net") => words(network::copy(name, text)?.0),
             (_, "audio") => {
                 has_audio = true;
-                let mut audio = parse("driver", text)?;
-                audio.drop_keys(|key| key != "model");
-                audio.set("driver", "none");
-                words(audio.render())
+                words(audio(text)?)
             }
             (_, "audiodev") => words(format!("none,id={}", parse("driver", text)?.text("id"))),
             (_, "blockdev") => media.blockdev(text, facts)?.map_or_else(Vec::new, words),
@@ -190,28 +180,17 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
             (_, "device") => words(files::name_whole("device", &device(text)?, &facts.view)),
             (_, "serial") => words(serial(text, &copy)),
             (_, "parallel") => words(if text == "none" { "none" } else { "null" }.into()),
-            (_, "debugcon") if text.starts_with("chardev:") => words(text.to_owned()),
-            (_, "debugcon") => words("null".into()),
-            (_, "usbdevice") if text == "braille" => {
-                return Err(format!("'-usbdevice {text}' is a device of this host's"));
-            }
-            (_, "icount") if text.contains("rr=") => {
-                return Err(format!("'-icount {text}' records or replays a run"));
-            }
-            (_, "icount" | "usbdevice") => words(text.to_owned()),
+            (_, "debugcon") if !text.starts_with("chardev:") => words("null".into()),
+            (_, "debugcon" | "icount" | "usbdevice") => words(of_no_other(name, text)?),
             // Its guest sees that (MONITOR and MWAIT).
-            (_, "overcommit") => {
-                let keeps_cpus = parse("", text)?.is_on("cpu-pm");
-                let kept = keeps_cpus.then(|| "cpu-pm=on".to_owned());
-                kept.map_or_else(Vec::new, words)
-            }
+            (_, "overcommit") if parse("", text)?.is_on("cpu-pm") => words("cpu-pm=on".into()),
             // Its first serial port is where it was started from.
             (_, "nographic")
                 if copy.console.as_deref() == Some(CONSOLE) && has_own_serial(options)? =>
             {
                 vec!["-serial".into(), format!("chardev:{CONSOLE}")]
             }
-            (_, "nographic") => Vec::new(),
+            (_, "nographic" | "overcommit") => Vec::new(),
             (Fate::Made, other) => return Err(format!("memfold makes nothing of '-{other}'")),
         };
         copy.words.extend(made);
@@ -230,6 +209,39 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
     copy.nodes = media.nodes;
     check_media(&copy, &media.drives)?;
     Ok(copy)
+}
+
+/// The same machine; its version is the running one's.
+fn machine(value: &str, facts: &Facts) -> Result<Value, String> {
+    let mut machine = parse("type", value)?;
+    for key in ["confidential-guest-support", "memory-encryption"] {
+        if machine.get(key).is_some() {
+            return Err(format!("its RAM is encrypted (-machine {key})"));
+        }
+    }
+    machine.set("type", &facts.machine);
+    Ok(machine)
+}
+
+/// A value that stays, unless it is of this host or of this run.
+fn of_no_other(name: &str, value: &str) -> Result<String, String> {
+    match name {
+        "usbdevice" if value == "braille" => {
+            Err(format!("'-usbdevice {value}' is a device of this host's"))
+        }
+        "icount" if value.contains("rr=") => {
+            Err(format!("'-icount {value}' records or replays a run"))
+        }
+        _ => Ok(value.to_owned()),
+    }
+}
+
+/// The same card of sound, which goes nowhere.
+fn audio(value: &str) -> Result<String, String> {
+    let mut audio = parse("driver", value)?;
+    audio.drop_keys(|key| key != "model");
+    audio.set("driver", "none");
+    Ok(audio.render())
 }
 
 /// The value of an option that stays, with its files named by whole paths.
@@ -408,7 +420,7 @@ fn object(value: &str) -> Result<Option<String>, String> {
             text if text.is_empty() => text,
             text => {
                 let is_on = matches!(text.as_str(), "on" | "yes" | "true" | "y");
-                format!(",{naming}={}", if is_on { "on" } else { "off" })
+                format!(",{naming}={}", on_or_off(is_on))
             }
         };
         return Ok(Some(format!(
@@ -494,7 +506,7 @@ impl Media {
         let Some(size) = facts.sizes.get(name).filter(|_| self.flash.contains(name)) else {
             return Ok(None);
         };
-        let read_only = if node.is_on("read-only") { "on" } else { "off" };
+        let read_only = on_or_off(node.is_on("read-only"));
         Ok(Some(format!(
             "driver=null-co,node-name={name},size={size},read-zeroes=on,read-only={read_only}"
         )))
@@ -507,7 +519,7 @@ impl Media {
         if drive.interface == "pflash" {
             let size = medium.and_then(|medium| facts.sizes.get(&medium.node));
             let size = size.ok_or_else(|| format!("QEMU doesn't tell of its firmware '{name}'"))?;
-            let read_only = if drive.is_read_only() { "on" } else { "off" };
+            let read_only = on_or_off(drive.is_read_only());
             return Ok(Some(format!(
                 "if=pflash,unit={},id={name},format=raw,readonly={read_only},file.driver=null-co,file.size={size},file.read-zeroes=on",
                 drive.unit

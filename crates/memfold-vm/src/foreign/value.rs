@@ -2,6 +2,8 @@
 
 use serde_json::{Map, Value as Json};
 
+use crate::qemu_line::on_or_off;
+
 /// A parsed value.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Value {
@@ -79,11 +81,10 @@ impl Value {
 
     /// JSON has types: QEMU takes no word for a flag or a number there.
     pub(super) fn set_flag(&mut self, key: &str, is_on: bool) {
-        let word = if is_on { "on" } else { "off" };
         let value = if self.is_json {
             is_on.into()
         } else {
-            word.into()
+            on_or_off(is_on).into()
         };
         self.pairs.insert(key.to_owned(), value);
     }

@@ -1,0 +1,31 @@
+//! Tokens that stand for files in words of QEMU's command line, so that a description says the same wherever these files are.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use super::qemu_line::escape;
+
+/// What stands for the file of a number; a number of two digits begins with none of one.
+pub(super) fn token(kind: &str, number: usize) -> String {
+    format!("{kind}{number:03}")
+}
+
+/// A word with files in the place of the tokens of a kind.
+pub(super) fn put_in(kind: &str, word: &str, files: &[PathBuf]) -> OsString {
+    let mut words = word.to_owned();
+    for (number, file) in files.iter().enumerate() {
+        let token = token(kind, number);
+        if words == token {
+            return file.clone().into();
+        }
+        let is_json = words.starts_with('{');
+        let file = if is_json {
+            file.as_os_str().to_owned()
+        } else {
+            escape(file.as_os_str())
+        };
+        words = words.replace(&token, &String::from_utf8_lossy(file.as_bytes()));
+    }
+    words.into()
+}
