@@ -15,34 +15,22 @@ use crate::error::ErrorBody;
 
 /// Why a request has no answer.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say what is the case
 pub enum ClientError {
-    /// Nobody serves the socket.
     #[error("no memfold daemon serves {path}; start one with 'memfold serve'")]
     NoDaemon {
-        /// The socket.
         path: PathBuf,
-        /// From the kernel.
         #[source]
         source: io::Error,
     },
-    /// The daemon refused.
     #[error("{}", .0.error)]
     Refused(ErrorBody),
-    /// HTTP failed.
     #[error("the daemon's answer broke off")]
     Http(#[from] hyper::Error),
-    /// The answer is no JSON of the expected kind.
     #[error("the daemon's answer makes no sense; is it of another version?")]
     Answer(#[from] serde_json::Error),
-    /// The daemon took too long.
     #[error("the daemon at {path} did not answer within {seconds} s")]
-    Slow {
-        /// The socket.
-        path: PathBuf,
-        /// How long it had.
-        seconds: u64,
-    },
-    /// The runtime could not be made.
+    Slow { path: PathBuf, seconds: u64 },
     #[error("cannot start the client")]
     Runtime(#[source] io::Error),
 }

@@ -15,7 +15,6 @@ use super::manifest::{BackingFile, FileFacts, file_name};
 use super::subject::Subject;
 use super::written_files;
 
-/// See above.
 pub(super) struct Beside {
     pub(super) files: Vec<FileFacts>,
     pub(super) media: Vec<BackingFile>,

@@ -19,7 +19,6 @@ pub const TOLERANCE: Duration = Duration::from_millis(50);
 /// What the guest says of its time: seconds since 1970, with nine decimals where its `date` knows them.
 pub const LOOK: &str = "date +%s.%N";
 
-/// Nanoseconds in a second.
 const SECOND: i128 = 1_000_000_000;
 
 /// The RTC holds the host's time by itself, unless QEMU was told otherwise (`-rtc clock=vm`). It is written only if it is wrong: `hwclock` knows whether

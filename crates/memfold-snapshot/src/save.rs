@@ -343,7 +343,6 @@ pub fn take_back<M: DerefMut<Target = Qmp>>(
     freeze::take_back(&mut qmp, &lain)
 }
 
-/// Seconds since 1970.
 fn seconds_now() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     now.map_or(0, |time| time.as_secs())

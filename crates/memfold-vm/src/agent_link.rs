@@ -117,26 +117,18 @@ pub struct AgentStats {
 
 /// Why a command in the guest has no result.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say what is the case
 pub enum AgentError {
-    /// No agent has said hello.
     #[error("no agent in the guest is connected ({0})")]
     NoSession(String),
-    /// The session ended before the command did.
     #[error("the agent in the guest went away while the command ran")]
     Lost,
-    /// It took longer than the time given, and was killed.
     #[error("the command in the guest took longer than {seconds} s and was killed")]
-    Timeout {
-        /// The time given.
-        seconds: f64,
-    },
-    /// It printed more than is kept, and was killed.
+    Timeout { seconds: f64 },
     #[error("the command in the guest printed more than {} MiB and was killed", MAX_OUTPUT >> 20)]
     TooMuchOutput,
-    /// The script breaks a limit of the protocol.
     #[error("the script cannot be sent to the guest")]
     Frame(#[from] memfold_wire::FrameError),
-    /// The guest takes no more bytes.
     #[error("cannot write to the agent's port")]
     Write(#[source] std::io::Error),
 }

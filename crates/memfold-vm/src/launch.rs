@@ -45,112 +45,63 @@ const LOG_TAIL: usize = 4096;
 
 /// Why a VM was not started. Nothing is left of it then.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say what is the case
 pub enum LaunchError {
-    /// The description is wrong.
     #[error("the VM's description is wrong")]
     Spec(#[from] SpecError),
-    /// QEMU is not usable.
     #[error("QEMU cannot be used")]
     Qemu(#[from] QemuError),
-    /// QEMU is too old.
     #[error("{program} has version {}.{}.{}; memfold needs 10.0 or newer", version.0, version.1, version.2)]
     TooOld {
-        /// The program.
         program: PathBuf,
-        /// Its version.
         version: (u64, u64, u64),
     },
-    /// KVM was asked for and doesn't work.
     #[error("accel = \"kvm\" cannot be had: {why}; \"auto\" or \"tcg\" can")]
-    Kvm {
-        /// Why.
-        why: String,
-    },
-    /// The VM is to be folded and the library is missing.
+    Kvm { why: String },
     #[error(
         "memfold's library for QEMU is missing; build it ('make build'), name it in {}, or start the VM with fold = false",
         files::LIBRARY_VARIABLE
     )]
     Library(#[source] io::Error),
-    /// A VM of this name runs.
     #[error("a VM named '{name}' is running")]
-    NameTaken {
-        /// The name.
-        name: String,
-    },
-    /// A socket's path would be too long for the kernel.
+    NameTaken { name: String },
     #[error(
         "state directory {path} is too long: a socket's path in it has {length} bytes, {MAX_SOCKET_PATH} are allowed"
     )]
-    PathTooLong {
-        /// The VM's directory.
-        path: PathBuf,
-        /// Length of its longest socket path.
-        length: usize,
-    },
-    /// The VM's files can't be made.
+    PathTooLong { path: PathBuf, length: usize },
     #[error("cannot make the VM's files in {path}")]
     Files {
-        /// Where.
         path: PathBuf,
-        /// From the kernel.
         #[source]
         source: io::Error,
     },
-    /// The overlay of a disk can't be made.
     #[error("cannot make a temporary overlay for {disk}: {why}")]
-    Overlay {
-        /// The disk.
-        disk: PathBuf,
-        /// What qemu-img said.
-        why: String,
-    },
-    /// Another process has a port of this host.
+    Overlay { disk: PathBuf, why: String },
     #[error("cannot forward port {forward}; host port 0 takes a free one")]
     Forward {
-        /// Address, port of the host and port of the guest, as they were asked for.
         forward: Forward,
-        /// From the kernel.
         #[source]
         source: io::Error,
     },
-    /// The swap disk can't be made.
     #[error(
         "cannot make a swap disk of {size} in {path}; its room is taken from the disk at once: free some there, choose another TMPDIR, or a smaller --swap"
     )]
     Swap {
-        /// Its size.
         size: ByteSize,
-        /// Its file.
         path: PathBuf,
-        /// From the kernel.
         #[source]
         source: io::Error,
     },
-    /// A device state doesn't fit this host.
     #[error("it was saved with {what} {then}, and here is {now}: the device state would not fit")]
     Incoming {
-        /// What differs.
         what: String,
-        /// What it was.
         then: String,
-        /// What it is here.
         now: String,
     },
-    /// Somebody stopped it before QEMU answered.
     #[error("VM '{name}' was stopped while it started")]
-    Cancelled {
-        /// The VM.
-        name: String,
-    },
-    /// QEMU ended, or never answered.
+    Cancelled { name: String },
     #[error("QEMU did not start ({what}); it said:\n{output}")]
-    Start {
-        /// What happened.
-        what: String,
-        /// The end of its output.
-        output: String,
-    },
+    Start { what: String, output: String },
 }
 
 /// Whether a start is to be given up.

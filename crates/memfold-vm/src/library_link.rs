@@ -17,47 +17,31 @@ const DEVICE: &str = "/dev/userfaultfd";
 
 /// Why an order was not carried out, or nobody knows whether it was.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say what is the case
 pub enum LibraryError {
-    /// The socket can't be reached.
     #[error("cannot connect to the library in QEMU at {path}")]
     Connect {
-        /// The socket.
         path: PathBuf,
-        /// From the kernel.
         #[source]
         source: std::io::Error,
     },
-    /// The connection broke.
     #[error("connection to the library in QEMU lost")]
     Lost(#[source] std::io::Error),
     /// No reply in time; the connection is of no more use.
     #[error("the library in QEMU did not reply within {seconds} s")]
-    Timeout {
-        /// How long we waited.
-        seconds: f64,
-    },
-    /// The order breaks a limit, or the reply is no message.
+    Timeout { seconds: f64 },
     #[error("broken message between daemon and library")]
     Frame(#[from] FrameError),
-    /// Another protocol version.
     #[error(
         "the library in QEMU speaks protocol {library}, this memfold {VERSION}; start the VM anew with this memfold's library"
     )]
-    Version {
-        /// The library's version.
-        library: u16,
-    },
-    /// The reply doesn't belong to the order.
+    Version { library: u16 },
     #[error("the library in QEMU gave an answer that does not fit the order: {0}")]
     Mismatch(String),
-    /// Another process listens there.
     #[error(
         "another process than this QEMU listens at {path}, which the environment of QEMU names"
     )]
-    Stranger {
-        /// The socket.
-        path: PathBuf,
-    },
+    Stranger { path: PathBuf },
     /// The library refused the order as a whole; nothing changed.
     #[error("the library in QEMU refused: {0}")]
     Refused(String),

@@ -29,47 +29,24 @@ pub(super) const QUIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a VM can't be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say what is the case
 pub enum MachineError {
-    /// No such VM.
     #[error("no VM named '{name}' is running")]
-    NotFound {
-        /// The name.
-        name: String,
-    },
-    /// QEMU doesn't answer.
+    NotFound { name: String },
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// The process at the other end of a QMP socket is no QEMU, or can't be looked at.
     #[error("the process behind QMP socket {path} cannot be used: {why}")]
-    Peer {
-        /// The socket.
-        path: PathBuf,
-        /// What is wrong.
-        why: String,
-    },
-    /// The VM's files or process can't be looked at.
+    Peer { path: PathBuf, why: String },
     #[error("cannot look at VM '{name}'")]
     Look {
-        /// The VM.
         name: String,
-        /// From the kernel.
         #[source]
         source: io::Error,
     },
-    /// It didn't end, not even killed.
     #[error("VM '{name}' (process {pid}) did not end, not even killed")]
-    Undying {
-        /// The VM.
-        name: String,
-        /// Its process number.
-        pid: i32,
-    },
-    /// It was attached to and is not ours to end.
+    Undying { name: String, pid: i32 },
     #[error("VM '{name}' was not started by memfold; end it where it was started")]
-    NotOurs {
-        /// The VM.
-        name: String,
-    },
+    NotOurs { name: String },
 }
 
 /// A running QEMU.

@@ -26,67 +26,36 @@ const SILENT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why QEMU gave no answer, or not the one we wanted.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say what is the case
 pub enum QmpError {
-    /// The socket can't be reached.
     #[error("cannot connect to QMP socket {path}")]
     Connect {
-        /// The socket.
         path: PathBuf,
-        /// From the kernel.
         #[source]
         source: std::io::Error,
     },
     /// No greeting came: another client holds the socket, or QEMU hangs.
     #[error("no QMP greeting on {path} within {seconds} s; is another client connected to it?")]
-    NoGreeting {
-        /// Where QEMU listens.
-        path: PathBuf,
-        /// How long this task waited for its turn.
-        seconds: f64,
-    },
-    /// The connection broke.
+    NoGreeting { path: PathBuf, seconds: f64 },
     #[error("QMP connection lost during {command}")]
     Lost {
-        /// What was asked.
         command: String,
-        /// From the kernel.
         #[source]
         source: std::io::Error,
     },
-    /// QEMU took longer than the time given.
     #[error("QEMU did not answer {command} within {seconds} s")]
-    Timeout {
-        /// What was asked.
-        command: String,
-        /// How long we waited.
-        seconds: f64,
-    },
+    Timeout { command: String, seconds: f64 },
     /// Another task of this process had the connection all the time.
     #[error("another task has used QMP socket {path} for {seconds} s; QEMU may be hanging")]
-    Busy {
-        /// The socket.
-        path: PathBuf,
-        /// How long we waited.
-        seconds: f64,
-    },
-    /// QEMU refused.
+    Busy { path: PathBuf, seconds: f64 },
     #[error("QEMU refused {command}: {description}")]
     Refused {
-        /// What was asked.
         command: String,
-        /// QEMU's error class.
         class: String,
-        /// QEMU's words.
         description: String,
     },
-    /// What came isn't QMP.
     #[error("not a QMP answer to {command}: {text}")]
-    Unexpected {
-        /// What was asked.
-        command: String,
-        /// The start of what came.
-        text: String,
-    },
+    Unexpected { command: String, text: String },
 }
 
 /// A connection to QEMU's monitor.

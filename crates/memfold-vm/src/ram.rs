@@ -19,18 +19,13 @@ use super::qmp::{Qmp, QmpError};
 
 /// Why the layout could not be had.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say what is the case
 pub enum RamError {
-    /// QEMU gave no answer.
     #[error("cannot ask QEMU for its RAM layout")]
     Qmp(#[from] QmpError),
     /// QEMU's text is not what we know; nothing is guessed from it.
     #[error("QEMU's {what} is not as expected: {why}")]
-    Text {
-        /// Which answer.
-        what: &'static str,
-        /// What is wrong.
-        why: String,
-    },
+    Text { what: &'static str, why: String },
 }
 
 fn text(what: &'static str, why: impl Into<String>) -> RamError {

@@ -27,7 +27,6 @@ use super::spec::{DiskFormat, DiskSpec, VmSpec};
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Its name.
 const NAME: &str = "try";
 
 /// Ends a QEMU that was started.

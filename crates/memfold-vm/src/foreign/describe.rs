@@ -22,20 +22,16 @@ const MAX_NODE_NAME: usize = 31;
 
 /// Why a QEMU can't be started a second time.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say what is the case
 pub enum ForeignError {
-    /// Its monitor failed.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Its process can't be looked at.
     #[error("process {pid} can't be looked at")]
     Process {
-        /// Its number.
         pid: i32,
-        /// From the kernel.
         #[source]
         source: io::Error,
     },
-    /// What it is.
     #[error("memfold can't start another QEMU with its devices: {0}")]
     Impossible(String),
 }

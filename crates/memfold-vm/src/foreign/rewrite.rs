@@ -62,7 +62,6 @@ pub(super) struct Node {
     pub(super) option: Option<String>,
 }
 
-/// The copy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Copy {
     pub(super) words: Vec<String>,

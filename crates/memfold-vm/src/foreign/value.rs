@@ -4,7 +4,6 @@ use serde_json::{Map, Value as Json};
 
 use crate::qemu_line::on_or_off;
 
-/// A parsed value.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Value {
     /// Key of the first word, which may stand without one.
