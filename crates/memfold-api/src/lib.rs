@@ -34,7 +34,7 @@ pub use vm::*;
 pub const DEFAULT_SOCKET: &str = "/run/memfold/memfold.sock";
 
 /// Where the daemon keeps its VMs if nothing else is said.
-pub const DEFAULT_STATE: &str = "/run/memfold";
+pub use memfold_vm::DEFAULT_STATE;
 
 /// Where the daemon keeps its history and its audit log if neither that nor the state directory is given: it outlives a reboot.
 pub const DEFAULT_RECORDS: &str = "/var/lib/memfold";

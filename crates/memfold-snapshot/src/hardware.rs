@@ -58,7 +58,7 @@ pub(super) fn is_known(device: &Value, spec: &VmSpec) -> bool {
     (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))
 }
 
-/// Whether this is firmware's: its variables are RAM, too, and their file is copied (`written`). A foreign VM's lead nowhere in a copy.
+/// Whether this is firmware's: its variables are RAM, too, and their file is copied (`written_files`). A foreign VM's lead nowhere in a copy.
 pub(super) fn is_flash(device: &Value, spec: &VmSpec) -> bool {
     let text = |key: &str| device[key].as_str().unwrap_or_default();
     let is_file = device["inserted"]["file"]

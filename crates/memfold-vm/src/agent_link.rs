@@ -485,6 +485,14 @@ impl Shared {
         state.stop
     }
 
+    /// Has the guest wait that talks too much; whether the link was dropped meanwhile.
+    fn throttle(&self, wait: Option<Duration>) -> bool {
+        wait.is_some_and(|time| {
+            self.count(Counter::Throttled, 1);
+            self.pause(time)
+        })
+    }
+
     /// Reads until the connection ends; why it did. `None`: nobody said hello for as long as `silence`.
     fn converse(
         &self,
@@ -535,11 +543,8 @@ impl Shared {
                         }
                         let weight = weight(&message);
                         self.handle(message, sink);
-                        if let Some(wait) = pages.spend(weight) {
-                            self.count(Counter::Throttled, 1);
-                            if self.pause(wait) {
-                                return Some("the link ends".into());
-                            }
+                        if self.throttle(pages.spend(weight)) {
+                            return Some("the link ends".into());
                         }
                     }
                     Ok(None) => break,
@@ -549,11 +554,8 @@ impl Shared {
                     }
                 }
             }
-            if let Some(wait) = budget.spend(n) {
-                self.count(Counter::Throttled, 1);
-                if self.pause(wait) {
-                    return Some("the link ends".into());
-                }
+            if self.throttle(budget.spend(n)) {
+                return Some("the link ends".into());
             }
         }
     }

@@ -374,7 +374,7 @@ impl Attempt<'_> {
             .append(true)
             .create(true)
             .open(directory.qemu_log())?;
-        let mut command = Command::new(&self.qemu.program);
+        let mut command = qemu_command(&self.qemu.program, log)?;
         command
             .args(self.incoming.into_iter().flat_map(|_| INCOMING))
             .args(arguments(
@@ -390,14 +390,7 @@ impl Attempt<'_> {
             } else {
                 let place = spec.qemu_directory.as_deref();
                 place.filter(|p| p.is_dir()).unwrap_or(Path::new("/"))
-            })
-            // The daemon's, not a VM's (sd_notify(3)).
-            .env_remove("NOTIFY_SOCKET")
-            .env_remove("WATCHDOG_USEC")
-            .env_remove("WATCHDOG_PID")
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log);
+            });
         if let Some(library) = &self.library {
             preload::add(&mut command, library, directory)?;
         }
@@ -468,6 +461,20 @@ impl Attempt<'_> {
             tracing::warn!(directory = %self.directory.path().display(), %error, "files of a VM that did not start are left");
         }
     }
+}
+
+/// A QEMU that says what it has to say in a file.
+pub(super) fn qemu_command(program: &Path, log: File) -> io::Result<Command> {
+    let mut command = Command::new(program);
+    command
+        // The daemon's, not a VM's (sd_notify(3)).
+        .env_remove("NOTIFY_SOCKET")
+        .env_remove("WATCHDOG_USEC")
+        .env_remove("WATCHDOG_PID")
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log);
+    Ok(command)
 }
 
 /// Waits for the child's end on a thread of its own, so that it never stays a zombie while we live.

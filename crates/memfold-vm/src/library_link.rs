@@ -51,7 +51,7 @@ pub enum LibraryError {
 }
 
 /// What the library said of itself.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LibraryFacts {
     /// Its package version.
     pub version: String,
@@ -92,13 +92,7 @@ impl LibraryLink {
             stream: Some(stream),
             decoder: Decoder::new(),
             timeout,
-            facts: LibraryFacts {
-                version: String::new(),
-                can_move: false,
-                can_write_protect: false,
-                can_stop: false,
-                problem: None,
-            },
+            facts: LibraryFacts::default(),
         };
         if only.is_some_and(|pid| link.peer_pid() != Some(pid)) {
             return Err(LibraryError::Stranger { path: path.into() });

@@ -56,7 +56,8 @@ pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
     std::os::unix::fs::chown(path, Some(uid), Some(gid))
 }
 
-fn new_file(path: &Path) -> io::Result<File> {
+/// A file that was not there, for its owner alone.
+pub(super) fn new_file(path: &Path) -> io::Result<File> {
     File::options()
         .read(true)
         .write(true)

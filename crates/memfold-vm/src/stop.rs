@@ -238,21 +238,13 @@ impl Vm {
                     )));
                 }
                 Err(_) if self.process.wait_exit(ENDING)? => {
-                    return Ok(if was_asked {
-                        Shutdown::Done
-                    } else {
-                        Shutdown::Gone
-                    });
+                    return Ok(Shutdown::ended(was_asked));
                 }
                 Err(error) => return Ok(Shutdown::Silent(error.to_string())),
             };
             let left = deadline.saturating_duration_since(Instant::now());
             if self.process.wait_exit(left.min(pause))? {
-                return Ok(if was_asked {
-                    Shutdown::Done
-                } else {
-                    Shutdown::Gone
-                });
+                return Ok(Shutdown::ended(was_asked));
             }
             if left <= pause {
                 return Ok(Shutdown::Overdue);
@@ -284,4 +276,10 @@ enum Shutdown {
     Overdue,
     /// QEMU doesn't answer.
     Silent(String),
+}
+
+impl Shutdown {
+    const fn ended(was_asked: bool) -> Self {
+        if was_asked { Self::Done } else { Self::Gone }
+    }
 }

@@ -11,7 +11,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use memfold_units::ByteSize;
@@ -67,12 +67,7 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
 /// Makes a file of `bytes`, readable for its owner only, that has all its room on the disk: a guest whose swap disk gets full later
 /// loses programs. With a swap header if `fresh`. If it fails there is none.
 pub fn create(path: &Path, bytes: u64, fresh: bool) -> io::Result<()> {
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)?;
+    let file = overlay::new_file(path)?;
     fill(&file, bytes, fresh).inspect_err(|_| {
         // The other error says what matters.
         let _ = std::fs::remove_file(path);

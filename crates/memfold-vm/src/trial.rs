@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use memfold_host::qemu::QemuFacts;
@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use super::command_line::arguments;
 use super::directory::VmDirectory;
-use super::launch::{log_tail, reap};
+use super::launch::{log_tail, qemu_command, reap};
 use super::qmp::Qmp;
 use super::ram::{self, RamError};
 use super::spec::{DiskFormat, DiskSpec, VmSpec};
@@ -102,17 +102,13 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
     let spec = with_empty_disks(spec, wanted, place.path())
         .map_err(|error| failed("no disks for a trial", &error))?;
     let qemu = QemuFacts::probe().map_err(|error| failed("QEMU cannot be used", &error))?;
-    let log = File::create(directory.qemu_log()).map_err(|e| e.to_string())?;
-    let child = Command::new(&qemu.program)
+    let log = File::create(directory.qemu_log());
+    let child = log
+        .and_then(|log| qemu_command(&qemu.program, log))
+        .map_err(|error| error.to_string())?
         .arg("-S")
         .args(arguments(&spec, "", "", &directory, &[]))
         .current_dir(directory.path())
-        .env_remove("NOTIFY_SOCKET")
-        .env_remove("WATCHDOG_USEC")
-        .env_remove("WATCHDOG_PID")
-        .stdin(Stdio::null())
-        .stdout(log.try_clone().map_err(|e| e.to_string())?)
-        .stderr(log)
         .spawn()
         .map_err(|error| failed("QEMU cannot be used", &error))?;
     let mut started = Started(Some(child));
