@@ -2,13 +2,13 @@
 //!
 //! | | |
 //! |---|---|
-//! | [`controls`], [`guard`] | `/sys/kernel/mm/ksm`; kept, and put back |
+//! | [`controls`], [`Guard`] | `/sys/kernel/mm/ksm`; kept, and put back |
 //! | [`files`] | what each file there means |
 //! | [`status`], [`processes`] | counters, ksmd's CPU, each process's part |
 //! | [`overview`] | all of that at a moment: `memfold ksm status` |
 //! | [`run`] | a run of KSM, at the kernel's defaults or at a CPU budget |
 //! | [`steer`], [`pressure`] | how fast ksmd is to scan: `memfold ksm start` |
-//! | [`cause`], [`explain`], [`facts`], [`passes`], [`ranges`], [`zeroes`] | why a VM's memory merges or doesn't: `memfold ksm explain` |
+//! | [`Cause`], [`explain`], [`facts`], [`ranges`], [`zeroes`] | why a VM's memory merges or doesn't: `memfold ksm explain` |
 //!
 //! KSM merges everything on the host that was advised mergeable and knows no trust domains: run it only while the mergeable
 //! memory is of one domain.
@@ -16,16 +16,16 @@
 /// Where memfold notes the settings that it changes, for whoever comes after a kill: one place, so that one at a time changes them.
 pub const NOTES: &str = memfold_vm::DEFAULT_STATE;
 
-pub mod cause;
+mod cause;
 pub mod controls;
 mod error;
 pub mod explain;
 mod explain_words;
 pub mod facts;
 pub mod files;
-pub mod guard;
+mod guard;
 pub mod overview;
-pub mod passes;
+mod passes;
 pub mod pressure;
 pub mod processes;
 pub mod ranges;

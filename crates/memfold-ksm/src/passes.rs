@@ -106,8 +106,7 @@ impl Passes {
 const COST_S: f64 = 3e-6;
 
 /// A full scan at the present settings, seconds. `None`: ksmd is told to scan nothing.
-#[must_use]
-pub fn pass_s(host: &HostSide) -> Option<f64> {
+pub(super) fn pass_s(host: &HostSide) -> Option<f64> {
     let batch = host.settings.pages_to_scan.filter(|&pages| pages > 0)? as f64;
     let sleep_s = host.settings.sleep_millisecs? as f64 / 1e3;
     let cost_s = match (host.ksmd_cpu_s, host.status.pages_scanned) {
