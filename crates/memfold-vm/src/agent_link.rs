@@ -25,6 +25,8 @@ use serde::Serialize;
 
 use memfold_host::caught::caught;
 
+use super::agent_budget::{Budget, weight};
+
 /// First and longest wait before connecting again.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// First and longest time that an agent is given for its Hello. An agent may not notice that the host side went and came back,
@@ -625,54 +627,5 @@ impl Shared {
         if let Err(error) = self.send(message) {
             tracing::debug!(path = %self.path.display(), %error, "cannot answer the agent");
         }
-    }
-}
-
-/// What a message costs whoever takes it in, in pages. A few bytes can speak of many pages, or have tables thrown away and made
-/// anew; a guest that does so all the time waits, and nobody else does.
-fn weight(message: &FromAgent) -> usize {
-    /// More is nonsense, and a longer wait would only keep the guest's next boot out.
-    const MOST: u64 = 1 << 22;
-    const WHOLE_TABLE: u64 = 1 << 16;
-    let sum = |pages: &mut dyn Iterator<Item = u32>| pages.map(u64::from).sum::<u64>();
-    let pages = match message {
-        FromAgent::Hello { .. } | FromAgent::InventoryBegin | FromAgent::InventoryEnd { .. } => {
-            WHOLE_TABLE
-        }
-        FromAgent::Files(files) => 4 * files.len() as u64,
-        FromAgent::Hints(runs) => sum(&mut runs.iter().map(|r| r.pages)),
-        FromAgent::Gone(runs) => sum(&mut runs.iter().map(|r| r.pages)),
-        FromAgent::Dirty(ranges) | FromAgent::Clean(ranges) => {
-            sum(&mut ranges.iter().map(|r| r.pages))
-        }
-        FromAgent::Counters(_) | FromAgent::Output { .. } | FromAgent::Exited { .. } => 16,
-    };
-    usize::try_from(pages.clamp(16, MOST)).unwrap_or(usize::MAX)
-}
-
-/// Bytes or pages that may come, refilled with time; holds one second's worth.
-struct Budget {
-    per_s: f64,
-    left: f64,
-    at: Instant,
-}
-
-impl Budget {
-    fn new(per_s: u32) -> Self {
-        let per_s = f64::from(per_s.max(1));
-        Self {
-            per_s,
-            left: per_s,
-            at: Instant::now(),
-        }
-    }
-
-    /// Takes `bytes` off; how long to wait when they are more than was left.
-    fn spend(&mut self, bytes: usize) -> Option<Duration> {
-        let now = Instant::now();
-        let refill = now.duration_since(self.at).as_secs_f64() * self.per_s;
-        self.left = (self.left + refill).min(self.per_s) - bytes as f64;
-        self.at = now;
-        (self.left < 0.0).then(|| Duration::from_secs_f64(-self.left / self.per_s))
     }
 }

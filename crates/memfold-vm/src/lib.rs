@@ -9,6 +9,7 @@
 //! ```
 //! Everything here blocks; callers have threads.
 
+mod agent_budget;
 pub mod agent_link;
 pub mod block_device;
 pub mod command_line;

@@ -22,7 +22,6 @@ const ENDING: Duration = Duration::from_millis(500);
 
 /// Looks in a row that must find a VM standing still, and the time between two.
 const STOOD_LOOKS: u32 = 3;
-
 const STOOD_LOOK: Duration = Duration::from_millis(100);
 
 /// Carries out a command of QEMU's monitor.

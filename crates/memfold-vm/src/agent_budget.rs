@@ -1,0 +1,54 @@
+//! What an agent's messages cost, and how much of that comes in a second: a guest that talks too much waits.
+
+use std::time::{Duration, Instant};
+
+use memfold_wire::agent::FromAgent;
+
+/// What a message costs whoever takes it in, in pages. A few bytes can speak of many pages, or have tables thrown away and made
+/// anew; a guest that does so all the time waits, and nobody else does.
+pub(super) fn weight(message: &FromAgent) -> usize {
+    /// More is nonsense, and a longer wait would only keep the guest's next boot out.
+    const MOST: u64 = 1 << 22;
+    const WHOLE_TABLE: u64 = 1 << 16;
+    let sum = |pages: &mut dyn Iterator<Item = u32>| pages.map(u64::from).sum::<u64>();
+    let pages = match message {
+        FromAgent::Hello { .. } | FromAgent::InventoryBegin | FromAgent::InventoryEnd { .. } => {
+            WHOLE_TABLE
+        }
+        FromAgent::Files(files) => 4 * files.len() as u64,
+        FromAgent::Hints(runs) => sum(&mut runs.iter().map(|r| r.pages)),
+        FromAgent::Gone(runs) => sum(&mut runs.iter().map(|r| r.pages)),
+        FromAgent::Dirty(ranges) | FromAgent::Clean(ranges) => {
+            sum(&mut ranges.iter().map(|r| r.pages))
+        }
+        FromAgent::Counters(_) | FromAgent::Output { .. } | FromAgent::Exited { .. } => 16,
+    };
+    usize::try_from(pages.clamp(16, MOST)).unwrap_or(usize::MAX)
+}
+
+/// Bytes or pages that may come, refilled with time; holds one second's worth.
+pub(super) struct Budget {
+    per_s: f64,
+    left: f64,
+    at: Instant,
+}
+
+impl Budget {
+    pub(super) fn new(per_s: u32) -> Self {
+        let per_s = f64::from(per_s.max(1));
+        Self {
+            per_s,
+            left: per_s,
+            at: Instant::now(),
+        }
+    }
+
+    /// Takes `bytes` off; how long to wait when they are more than was left.
+    pub(super) fn spend(&mut self, bytes: usize) -> Option<Duration> {
+        let now = Instant::now();
+        let refill = now.duration_since(self.at).as_secs_f64() * self.per_s;
+        self.left = (self.left + refill).min(self.per_s) - bytes as f64;
+        self.at = now;
+        (self.left < 0.0).then(|| Duration::from_secs_f64(-self.left / self.per_s))
+    }
+}
