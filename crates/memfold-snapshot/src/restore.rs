@@ -5,35 +5,29 @@
 //! blocks (firmware, tables) are small and are copied; then QEMU reads the device state.
 
 use std::fs::File;
-use std::io::{ErrorKind, Read};
 use std::os::fd::AsFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use memfold_host::progress::Progress;
-use memfold_store::{StoreIdentity, mapped};
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_SIZE};
-use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, Vm, VmSpec, own_files};
+use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, Vm, VmSpec};
 use memfold_wire::library::Order;
-use rustix::fs::{FlockOperation, OFlags, flock};
-use rustix::io::Errno;
 use rustix::process::Pid;
 use serde_json::json;
 
-use super::disk_chain::chain;
 use super::error::{SnapshotError, failed};
 use super::file_facts::{device, facts_at, modified_ns};
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, ImageBlock};
 use super::manifest::{BackingFile, DEVICES, Manifest, RAM, SavedDisk, file_name};
 use super::shelf::Shelf;
 
+pub use super::own_disks::OwnDisks;
+pub use super::users::{below, built_on, in_maps, users, users_of_each};
+
 /// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a process may have 65,530 for everything.
 const MOST_VIEWS: usize = 4096;
-
-/// Bytes of a disk that are copied at once.
-const COPY_BYTES: u64 = 64 << 20;
 
 /// How long QEMU may take to read the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -165,113 +159,6 @@ fn check_file(
     }
 }
 
-/// Disks of a VM's own. They go again unless they are kept.
-#[derive(Debug, Default)]
-pub struct OwnDisks(Vec<PathBuf>);
-
-impl OwnDisks {
-    /// Gives a VM that is to run from a snapshot disks of its own in `place`, instead of temporary overlays. Files that are there stay as
-    /// they are.
-    pub fn make(
-        spec: &mut VmSpec,
-        place: &Path,
-        progress: &Progress,
-    ) -> Result<Self, SnapshotError> {
-        let written = spec.disks.iter().filter(|disk| disk.snapshot);
-        let bytes =
-            written.map(|disk| std::fs::metadata(&disk.path).map_or(0, |facts| facts.len()));
-        progress.begin("disks copied", bytes.sum());
-        let mut made = Self::default();
-        for (number, disk) in spec.disks.iter_mut().enumerate() {
-            if !disk.snapshot {
-                continue;
-            }
-            let file = place.join(format!("{}-disk{number}.qcow2", spec.name));
-            copy_disk(&disk.path, &file, progress).map_err(failed(&file))?;
-            made.0.push(file.clone());
-            disk.path = file;
-            disk.snapshot = false;
-        }
-        for (number, from) in std::mem::take(&mut spec.files).iter().enumerate() {
-            let file = place.join(format!("{}-file{number}", spec.name));
-            copy_disk(from, &file, progress).map_err(failed(&file))?;
-            let token = own_files::token(number);
-            let is_token = |path: &Path| path == Path::new(&token);
-            for argument in &mut spec.qemu_args {
-                if let Some(renamed) =
-                    own_files::rename(argument, &is_token, &file.to_string_lossy())
-                {
-                    *argument = renamed;
-                }
-            }
-            made.0.push(file);
-        }
-        // It would go back in time without them.
-        spec.boot_snapshot &= made.0.is_empty();
-        Ok(made)
-    }
-
-    /// The VM has them.
-    pub fn keep(mut self) {
-        self.0.clear();
-    }
-}
-
-impl Drop for OwnDisks {
-    fn drop(&mut self) {
-        for file in &self.0 {
-            let _ = std::fs::remove_file(file);
-        }
-    }
-}
-
-/// Copies a file to a new one, by sharing its blocks where the file system can (`copy_file_range`). It gets its name when it is whole: what
-/// a daemon that was killed has left ends in `.part`, and is no disk.
-fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> std::io::Result<()> {
-    if to.exists() {
-        return Err(ErrorKind::AlreadyExists.into());
-    }
-    let part = to.with_extension("qcow2.part");
-    let from = File::open(from)?;
-    let mut file = write_alone(&part)?;
-    let mut copy = || -> std::io::Result<()> {
-        file.set_len(0)?;
-        loop {
-            let copied = std::io::copy(&mut (&from).take(COPY_BYTES), &mut file)?;
-            if copied == 0 {
-                return file.sync_all();
-            }
-            progress.add(copied);
-        }
-    };
-    // Without writing over what came there meanwhile.
-    let named = copy().and_then(|()| std::fs::hard_link(&part, to));
-    let _ = std::fs::remove_file(&part);
-    named?;
-    let place = to.parent().unwrap_or(Path::new("/"));
-    File::open(place)?.sync_all()
-}
-
-/// A file for its owner alone; what a daemon that was killed has left of it is written over, what somebody writes at this moment isn't.
-fn write_alone(path: &Path) -> std::io::Result<File> {
-    let nofollow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
-    let file = File::options()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(nofollow)
-        .open(path)?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(Errno::WOULDBLOCK) => Err(std::io::Error::new(
-            ErrorKind::AlreadyExists,
-            "it is being written by another restore",
-        )),
-        Err(errno) => Err(errno.into()),
-    }
-}
-
 /// Whether a VM that was started for a snapshot has the CPU and the memory that were saved.
 pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     if let Some(cpu) = &manifest.cpu {
@@ -383,7 +270,6 @@ fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result
 
 /// Copies a small block into a process.
 fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &File) -> std::io::Result<()> {
-    use std::os::unix::fs::FileExt;
     let mut buffer = vec![0; CHUNK_BYTES];
     let mut done = 0;
     while done < block.pages {
@@ -455,82 +341,8 @@ pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, 
     Ok(changed)
 }
 
-/// The snapshots that a VM's disks are built on.
-#[must_use]
-pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
-    let files: Vec<PathBuf> = spec
-        .disks
-        .iter()
-        .filter_map(|disk| chain(&disk.path).ok())
-        .flatten()
-        .collect();
-    let mut names = shelf.names().unwrap_or_default();
-    names.retain(|name| {
-        shelf
-            .path(name)
-            .is_ok_and(|place| files.iter().any(|file| file.starts_with(&place)))
-    });
-    names
-}
-
-/// Other snapshots whose disks are built on those of this one.
-pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
-    let place = shelf.path(name)?;
-    let mut found = Vec::new();
-    for other in shelf.names().unwrap_or_default() {
-        // One that is broken builds on nothing that could be used.
-        let Ok(manifest) = shelf.manifest(&other) else {
-            continue;
-        };
-        let own = shelf.path(&other)?;
-        let builds = |disk: &SavedDisk| {
-            !disk.read_only
-                && chain(&own.join(&disk.path))
-                    .is_ok_and(|files| files.iter().any(|file| file.starts_with(&place)))
-        };
-        if other != name && manifest.disks.iter().any(builds) {
-            found.push(other);
-        }
-    }
-    Ok(found)
-}
-
-/// Processes that map the RAM image of a snapshot, or what was laid out of it.
-pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
-    let found = users_of_each(&[in_maps(shelf, name)?])?;
-    Ok(found.into_iter().flatten().collect())
-}
-
-/// The same of each of several snapshots, given as [`in_maps`] names them.
-pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, SnapshotError> {
-    mapped::processes_with(snapshots).map_err(failed("/proc"))
-}
-
-/// How lines of `/proc/PID/maps` name the RAM image of a snapshot and what was laid out of it.
-pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
-    let path = shelf.path(name)?.join(RAM);
-    let mut texts = Vec::new();
-    match std::fs::metadata(&path) {
-        Ok(facts) => texts.push(mapped::identity_text(StoreIdentity {
-            dev: facts.dev(),
-            ino: facts.ino(),
-        })),
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(error) => return Err(failed(&path)(error)),
-    }
-    match shelf.laid_out_name(name) {
-        Ok(laid_out) => texts.push(format!("/memfd:{laid_out} ")),
-        // Without its checksums nothing can be laid out of it. Who runs from what was laid out before needs none of its files but its disks.
-        Err(SnapshotError::Files { source, .. }) if source.kind() == ErrorKind::NotFound => {}
-        Err(error) => return Err(error),
-    }
-    Ok(texts)
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::FileExt;
-
     use memfold_units::ByteSize;
 
     use super::super::manifest::{Packed, tests::manifest};

@@ -1,0 +1,122 @@
+//! Disks and other files of a VM's own, copied from a snapshot: they stay when the VM ends.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use memfold_host::progress::Progress;
+use memfold_vm::{VmSpec, own_files};
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
+
+use super::error::{SnapshotError, failed};
+
+/// Bytes of a disk that are copied at once.
+const COPY_BYTES: u64 = 64 << 20;
+
+/// Disks of a VM's own. They go again unless they are kept.
+#[derive(Debug, Default)]
+pub struct OwnDisks(Vec<PathBuf>);
+
+impl OwnDisks {
+    /// Gives a VM that is to run from a snapshot disks of its own in `place`, instead of temporary overlays. Files that are there stay as
+    /// they are.
+    pub fn make(
+        spec: &mut VmSpec,
+        place: &Path,
+        progress: &Progress,
+    ) -> Result<Self, SnapshotError> {
+        let written = spec.disks.iter().filter(|disk| disk.snapshot);
+        let bytes = written.map(|disk| fs::metadata(&disk.path).map_or(0, |facts| facts.len()));
+        progress.begin("disks copied", bytes.sum());
+        let mut made = Self::default();
+        for (number, disk) in spec.disks.iter_mut().enumerate() {
+            if !disk.snapshot {
+                continue;
+            }
+            let file = place.join(format!("{}-disk{number}.qcow2", spec.name));
+            copy_disk(&disk.path, &file, progress).map_err(failed(&file))?;
+            made.0.push(file.clone());
+            disk.path = file;
+            disk.snapshot = false;
+        }
+        for (number, from) in std::mem::take(&mut spec.files).iter().enumerate() {
+            let file = place.join(format!("{}-file{number}", spec.name));
+            copy_disk(from, &file, progress).map_err(failed(&file))?;
+            let token = own_files::token(number);
+            let is_token = |path: &Path| path == Path::new(&token);
+            for argument in &mut spec.qemu_args {
+                if let Some(renamed) =
+                    own_files::rename(argument, &is_token, &file.to_string_lossy())
+                {
+                    *argument = renamed;
+                }
+            }
+            made.0.push(file);
+        }
+        // It would go back in time without them.
+        spec.boot_snapshot &= made.0.is_empty();
+        Ok(made)
+    }
+
+    /// The VM has them.
+    pub fn keep(mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for OwnDisks {
+    fn drop(&mut self) {
+        for file in &self.0 {
+            let _ = fs::remove_file(file);
+        }
+    }
+}
+
+/// Copies a file to a new one, by sharing its blocks where the file system can (`copy_file_range`). It gets its name when it is whole: what
+/// a daemon that was killed has left ends in `.part`, and is no disk.
+fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> io::Result<()> {
+    if to.exists() {
+        return Err(ErrorKind::AlreadyExists.into());
+    }
+    let part = to.with_extension("qcow2.part");
+    let from = File::open(from)?;
+    let mut file = write_alone(&part)?;
+    let mut copy = || -> io::Result<()> {
+        file.set_len(0)?;
+        loop {
+            let copied = io::copy(&mut (&from).take(COPY_BYTES), &mut file)?;
+            if copied == 0 {
+                return file.sync_all();
+            }
+            progress.add(copied);
+        }
+    };
+    // Without writing over what came there meanwhile.
+    let named = copy().and_then(|()| fs::hard_link(&part, to));
+    let _ = fs::remove_file(&part);
+    named?;
+    let place = to.parent().unwrap_or(Path::new("/"));
+    File::open(place)?.sync_all()
+}
+
+/// A file for its owner alone; what a daemon that was killed has left of it is written over, what somebody writes at this moment isn't.
+fn write_alone(path: &Path) -> io::Result<File> {
+    let nofollow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
+    let file = File::options()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(nofollow)
+        .open(path)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(Errno::WOULDBLOCK) => Err(io::Error::new(
+            ErrorKind::AlreadyExists,
+            "it is being written by another restore",
+        )),
+        Err(errno) => Err(errno.into()),
+    }
+}
