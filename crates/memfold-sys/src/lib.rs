@@ -2,6 +2,7 @@
 //!
 //! | module | kernel interface |
 //! |---|---|
+//! | [`cpu`] | CPU time of threads, `clock_gettime(2)` |
 //! | [`memory`] | another process's memory, `process_vm_readv(2)` |
 //! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
 //! | [`session`] | children that outlive us, `setsid(2)` |
@@ -15,6 +16,7 @@
 //! | [`signals`] | signal masks of threads |
 //! | [`writeback`] | a file's way to its disk, `sync_file_range(2)` |
 
+pub mod cpu;
 pub mod descriptor;
 pub mod guest;
 pub mod locked;

@@ -97,6 +97,15 @@ pub struct Filter {
     pub none_of: u64,
 }
 
+impl Filter {
+    /// Pages that a process has copies of: in memory, of no file, and not the kernel's page of zeroes.
+    pub const COPIES: Self = Self {
+        all_of: category::PRESENT,
+        any_of: 0,
+        none_of: category::FILE | category::ZERO,
+    };
+}
+
 /// An open `/proc/PID/pagemap`.
 #[derive(Debug)]
 pub struct Pagemap(File);
