@@ -4,28 +4,21 @@
 //! A pass compares from outside, so that a page that differs costs the guest nothing; the library compares again, with the page
 //! frozen, and drops the private copy. The mapping stays as it is.
 
-use std::fs::File;
-use std::io::IoSliceMut;
-use std::ops::Range;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use memfold_store::mapped::FileMapping;
+use memfold_sys::cpu::thread_cpu_ns;
 use memfold_sys::memory;
 use memfold_sys::pagemap::{Filter, category};
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
-use memfold_wire::library::{
-    FoldRun, Freeze, MAX_RUN_PAGES, MAX_RUNS, MAX_STOP_US, Order, Outcome, Reply,
-};
-use rustix::fs::SeekFrom;
-use rustix::io::{Errno, ReadWriteFlags};
-use rustix::process::Pid;
+use memfold_wire::library::{FoldRun, Freeze, MAX_RUN_PAGES, MAX_RUNS, Order, Outcome, Reply};
 use tracing::debug;
 
-use super::engine::{Engine, VmState};
+use super::guest::{GuestError, VmId};
+use super::image::{Image, Part};
+use super::state::{Engine, VmState};
 use super::table::{Index, VmTable};
-use super::{GuestError, VmId};
 
 /// Pages compared in one step, each of which may be a run of its own: some milliseconds.
 const STEP_PAGES: u64 = MAX_RUNS as u64;
@@ -33,108 +26,11 @@ const STEP_PAGES: u64 = MAX_RUNS as u64;
 /// Pages read at once.
 const READ_PAGES: u64 = 64;
 
-/// A pass that finds less than one page in so many to give back makes the time until the next one longer.
-const WORTH: u64 = 50;
-
-/// Longest time between two passes, in the shortest.
-const LONGEST: u32 = 16;
-
 /// How often QEMU may fail to say whether its VM may be protected, before that is taken for a no.
 const PATIENCE: u32 = 3;
 
 /// When a step is tried again that could not be done.
 const LATER: Duration = Duration::from_secs(1);
-
-/// Pages that a process has copies of: in memory, and of no file.
-const COPIES: Filter = Filter {
-    all_of: category::PRESENT,
-    none_of: category::FILE | category::ZERO,
-    any_of: 0,
-};
-
-/// `TMPFS_MAGIC` of `linux/magic.h`, also of memfds.
-const TMPFS_MAGIC: i64 = 0x0102_1994;
-
-/// Pages of a view.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Part {
-    hva: Hva,
-    pages: u64,
-    file_page: u64,
-}
-
-/// The image that a VM runs from.
-#[derive(Debug)]
-struct Image {
-    /// As `/proc/PID/maps` names it.
-    identity: (u32, u32, u64),
-    file: File,
-    /// Number that fold orders name it by.
-    number: u32,
-    pages: u64,
-    /// Whether the kernel can protect private views of it against writes: it lies in memory, not in a file system.
-    protectable: bool,
-}
-
-/// Where a VM's pass stands.
-#[derive(Debug)]
-pub(super) struct BackPass {
-    image: Option<Image>,
-    views: Vec<Part>,
-    /// Whether no other VM runs from the image, which lies in a file system: what it holds in memory for this VM, it holds for
-    /// one VM alone, and the host can drop it.
-    alone: bool,
-    due: Instant,
-    shortest: Duration,
-    interval: Duration,
-    rest: Vec<Part>,
-    looked: u64,
-    found: u64,
-    /// CPU time of the pass, in nanoseconds.
-    cost_ns: u64,
-    /// How often in a row QEMU didn't say that its VM may be protected against writes.
-    unsaid: u32,
-}
-
-impl BackPass {
-    /// The first pass comes due `interval` after `now`.
-    pub fn new(now: Instant, interval: Duration) -> Self {
-        Self {
-            image: None,
-            views: Vec::new(),
-            alone: false,
-            due: now + interval,
-            shortest: interval,
-            interval,
-            rest: Vec::new(),
-            looked: 0,
-            found: 0,
-            cost_ns: 0,
-            unsaid: 0,
-        }
-    }
-
-    /// What was known is not so any more.
-    pub fn forget(&mut self) {
-        self.rest.clear();
-        self.views.clear();
-        self.image = None;
-    }
-
-    /// Ends a pass. Passes may take a tenth of the CPU budget.
-    fn end(&mut self, now: Instant, cpu_share: f64) {
-        self.rest.clear();
-        self.interval = if self.found * WORTH >= self.looked.max(1) {
-            self.shortest
-        } else {
-            (self.interval * 2).min(self.shortest * LONGEST)
-        };
-        let share = (cpu_share / 10.0).max(1e-4);
-        let least = Duration::from_secs_f64((self.cost_ns as f64 / 1e9 / share).min(3600.0));
-        self.due = now + self.interval.max(least);
-        (self.looked, self.found, self.cost_ns) = (0, 0, 0);
-    }
-}
 
 impl VmState {
     /// When the next step of a pass is due; never for a VM that runs from no snapshot.
@@ -229,57 +125,6 @@ fn parts_in_ram(table: &VmTable, mapping: &FileMapping) -> Vec<(Index, Part)> {
     part.collect()
 }
 
-impl Image {
-    fn open(pid: Pid, view: &FileMapping) -> std::io::Result<Self> {
-        use std::os::unix::fs::MetadataExt;
-        let file = view.open(pid)?;
-        let facts = file.metadata()?;
-        if facts.ino() != view.file.2 {
-            return Err(std::io::Error::other("another file is mapped there by now"));
-        }
-        #[allow(clippy::cast_possible_truncation)]
-        // Should two numbers meet, the library refuses the second file.
-        let inode = facts.ino() as u32;
-        Ok(Self {
-            identity: view.file,
-            number: inode ^ rustix::fs::minor(facts.dev()).rotate_right(12),
-            pages: facts.len() / PAGE_SIZE,
-            protectable: rustix::fs::fstatfs(&file)?.f_type == TMPFS_MAGIC,
-            file,
-        })
-    }
-
-    /// Pages that hold something, ascending.
-    fn data(&self) -> std::io::Result<Vec<Range<u64>>> {
-        let seek = |to| match rustix::fs::seek(&self.file, to) {
-            Ok(offset) => Ok(Some(offset)),
-            Err(Errno::NXIO) => Ok(None), // nothing behind it
-            Err(error) => Err(std::io::Error::from(error)),
-        };
-        let mut data = Vec::new();
-        let mut at = 0;
-        while let Some(start) = seek(SeekFrom::Data(at))? {
-            at = seek(SeekFrom::Hole(start))?.unwrap_or(self.pages * PAGE_SIZE);
-            data.push(start / PAGE_SIZE..at.div_ceil(PAGE_SIZE));
-        }
-        Ok(data)
-    }
-
-    /// Reads pages that are in memory. `None`: some are not, and reading them from a disk would cost more than they give.
-    fn read(&self, page: u64, buffer: &mut [u8]) -> Option<()> {
-        let offset = page * PAGE_SIZE;
-        let parts = &mut [IoSliceMut::new(buffer)];
-        match rustix::io::preadv2(&self.file, parts, offset, ReadWriteFlags::NOWAIT) {
-            Ok(n) => (n == buffer.len()).then_some(()),
-            // Memory files know no such reading, and need none. Other file systems that don't might wait for a network.
-            Err(Errno::OPNOTSUPP) if self.protectable => {
-                self.file.read_exact_at(buffer, offset).ok()
-            }
-            Err(_) => None,
-        }
-    }
-}
-
 /// Pages in views that may be folded although the guest has not written them: those that it has touched, if the image is in memory
 /// for it alone. A bit a page.
 pub(super) fn touched(vm: &VmState, bits: &mut [u64]) -> std::io::Result<()> {
@@ -323,13 +168,13 @@ impl Engine {
         let Some((_, id)) = waiting.filter(|(due, _)| *due <= now).min() else {
             return;
         };
-        let began = super::engine::thread_cpu_ns();
+        let began = thread_cpu_ns();
         let library_ns = self.library_cpu_ns;
         if let Err(error) = self.fold_back(id, now) {
             return self.lost(id, &error);
         }
         let library_ns = self.library_cpu_ns - library_ns;
-        let cost_ns = super::engine::thread_cpu_ns() - began + library_ns;
+        let cost_ns = thread_cpu_ns() - began + library_ns;
         let cpu_share = self.settings.cpu_share;
         if let Some(vm) = self.vms.get_mut(&id) {
             vm.back.cost_ns += cost_ns;
@@ -375,10 +220,7 @@ impl Engine {
             return Ok(());
         } else if vm.guest.can_stop() {
             vm.back.due = now + self.settings.pause_interval;
-            let limit = self.settings.pause_length.as_micros();
-            Freeze::Stopped {
-                limit_us: u32::try_from(limit).unwrap_or(MAX_STOP_US).min(MAX_STOP_US),
-            }
+            self.settings.pause()
         } else {
             vm.back.rest.clear();
             return Ok(());
@@ -414,7 +256,7 @@ fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
         vm.back.rest.extend(part.after(pages));
         looked += pages;
         // What was given back or swapped out since would come back by being read.
-        let Ok(there) = map.scan(part.hva, part.hva.add_pages(pages), COPIES) else {
+        let Ok(there) = map.scan(part.hva, part.hva.add_pages(pages), Filter::COPIES) else {
             continue;
         };
         for region in there {
@@ -427,17 +269,6 @@ fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
         }
     }
     (runs, looked)
-}
-
-impl Part {
-    /// What is left behind the first `pages` pages, if anything is.
-    fn after(self, pages: u64) -> Option<Self> {
-        (pages < self.pages).then(|| Self {
-            hva: self.hva.add_pages(pages),
-            pages: self.pages - pages,
-            file_page: self.file_page + pages,
-        })
-    }
 }
 
 impl VmState {
@@ -490,7 +321,7 @@ fn written(vm: &VmState) -> Vec<Part> {
     };
     let mut parts = Vec::new();
     for view in &vm.back.views {
-        let Ok(regions) = map.scan(view.hva, view.hva.add_pages(view.pages), COPIES) else {
+        let Ok(regions) = map.scan(view.hva, view.hva.add_pages(view.pages), Filter::COPIES) else {
             return Vec::new();
         };
         parts.extend(regions.iter().map(|region| Part {

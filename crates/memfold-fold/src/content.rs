@@ -12,7 +12,7 @@ use foldhash::HashMap;
 use memfold_wire::agent::FileNumber;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
-use super::VmId;
+use super::guest::VmId;
 use super::table::{PIECE, Piece};
 
 /// Number of a content in its domain; never used twice.

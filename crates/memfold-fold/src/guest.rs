@@ -6,6 +6,9 @@ use std::os::fd::BorrowedFd;
 use memfold_wire::library::{Order, Reply};
 use rustix::process::Pid;
 
+/// The daemon's number for a VM; never used twice while a daemon lives.
+pub type VmId = u32;
+
 /// Why a VM did not do what was asked. The engine drops the VM from folding when its library is gone.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestError {

@@ -7,11 +7,12 @@ use memfold_units::Pfn;
 use memfold_wire::agent::{AgentCounters, FileFacts, FileNumber, FileRange, FromAgent, HintRun};
 use tracing::debug;
 
-use super::VmId;
 use super::budget::TokenBucket;
 use super::content::Member;
-use super::engine::{Domain, Engine, FileState, VmState};
+use super::domain::Domain;
+use super::guest::VmId;
 use super::stack::Hint;
+use super::state::{Engine, FileState, VmState};
 use super::stats::VmStats;
 use super::table::PIECE;
 
@@ -140,17 +141,7 @@ fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFa
     if domain.contents.of(member) != before {
         vm.files.insert(file.file, FileState::default());
         // Pages that came before the file had a path.
-        let now = Instant::now();
-        for piece in vm.table.pieces(file.file).collect::<Vec<_>>() {
-            let page = piece * PIECE;
-            vm.stack.push(Hint {
-                file: file.file,
-                page,
-                pages: PIECE,
-                at: now,
-                tries: 0,
-            });
-        }
+        vm.offer_file(file.file, Instant::now());
     }
     let Some(content) = domain.contents.of(member) else {
         return;

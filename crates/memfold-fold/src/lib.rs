@@ -12,7 +12,7 @@
 //!        +---------------------------------------------------------------- reclaim: punch what no VM can need
 //! ```
 //!
-//! One thread ([`Engine`]) owns all of it, so nothing here is locked. It spends CPU only from a [`budget`], counts the
+//! One thread ([`Engine`]) owns all of it, so nothing here is locked. It spends CPU only from a budget, counts the
 //! library threads' CPU as its own, and waits without a timeout when there is nothing to do.
 //!
 //! What makes it right is elsewhere: the library compares frozen bytes (DESIGN rule 1), and the store never changes a
@@ -20,33 +20,43 @@
 
 mod alias;
 mod back;
-pub mod budget;
+mod back_pass;
+mod budget;
+mod cached_files;
+mod candidates;
+mod command;
 mod content;
 mod debt;
+mod domain;
 mod engine;
 mod guest;
 mod huge;
+mod image;
 mod intake;
 mod outcome;
+mod owed;
 mod pause;
 mod reclaim;
 mod report;
 mod reuse;
 mod runs;
+mod settings;
 mod stack;
-pub mod stats;
+mod state;
+mod stats;
 mod table;
+mod task;
 mod uses;
 mod vms;
 mod work;
 mod zero;
+mod zero_pass;
 
-pub use debt::{Owed, VmOwed};
-pub use engine::{Command, Engine, EngineSettings};
-pub use guest::{Guest, GuestError};
+pub use cached_files::{CachedFiles, CachedRun, FileUse};
+pub use command::Command;
+pub use guest::{Guest, GuestError, VmId};
 pub use huge::HUGE_SPLIT_PAGES;
+pub use owed::{Owed, VmOwed};
+pub use settings::EngineSettings;
+pub use state::Engine;
 pub use stats::{DomainStats, EngineStats, VmStats};
-pub use uses::{CachedFiles, CachedRun, FileUse};
-
-/// The daemon's number for a VM; never used twice while a daemon lives.
-pub type VmId = u32;

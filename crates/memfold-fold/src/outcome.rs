@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use memfold_wire::library::Outcome;
 use tracing::{debug, warn};
 
-use super::VmId;
 use super::content::Member;
-use super::engine::Engine;
+use super::guest::VmId;
 use super::runs::{Group, Run, length};
 use super::stack::Hint;
+use super::state::Engine;
 use super::table::{Mapped, PIECE};
 
 /// Differing pages after which a file is judged.
@@ -203,18 +203,11 @@ impl Engine {
         file.equal = 0;
         file.differing = 0;
         if domain.contents.try_variant(member) {
-            let pieces: Vec<u32> = vm.table.pieces(run.file).collect();
-            for piece in pieces {
+            for piece in vm.table.pieces(run.file).collect::<Vec<_>>() {
                 let first = piece * PIECE;
                 vm.table.set_dirty(run.file, first..first + PIECE, false);
-                vm.stack.push(Hint {
-                    file: run.file,
-                    page: first,
-                    pages: PIECE,
-                    at: Instant::now(),
-                    tries: 0,
-                });
             }
+            vm.offer_file(run.file, Instant::now());
         } else {
             let pause = GIVE_UP
                 .saturating_mul(1 << file.given_up.min(7))

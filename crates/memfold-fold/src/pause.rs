@@ -3,15 +3,12 @@
 use std::collections::HashSet;
 use std::time::Instant;
 
-use memfold_wire::library::{Freeze, MAX_STOP_US};
-
 use super::content::Member;
-use super::engine::{Engine, VmState};
+use super::guest::{GuestError, VmId};
 use super::runs::{Run, group};
 use super::stack::Hint;
+use super::state::{Engine, VmState, usable};
 use super::table::Index;
-use super::work::usable;
-use super::{GuestError, VmId};
 
 impl Engine {
     /// Folds again in a VM with direct I/O, while it is stopped. Returns whether it was due.
@@ -53,11 +50,7 @@ impl Engine {
         let Some(order) = self.next_order(id, &mut queue, u32::MAX) else {
             return Ok(());
         };
-        let limit = self.settings.pause_length.as_micros();
-        let freeze = Freeze::Stopped {
-            limit_us: u32::try_from(limit).unwrap_or(MAX_STOP_US).min(MAX_STOP_US),
-        };
-        self.execute(id, freeze, order, &mut queue)?;
+        self.execute(id, self.settings.pause(), order, &mut queue)?;
         let Some(vm) = self.vms.get_mut(&id) else {
             return Ok(());
         };

@@ -8,18 +8,21 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use memfold_store::mapped::{self, StoreMapping};
-use memfold_sys::pagemap::{Filter, category};
+use memfold_store::mapped;
+use memfold_store::mapped::StoreMapping;
+use memfold_sys::cpu::thread_cpu_ns;
+use memfold_sys::pagemap::Filter;
 use memfold_units::StorePage;
 use memfold_wire::library::{Order, Reply};
 use rustix::process::Pid;
 use tracing::{debug, warn};
 
 use super::content::{Member, StorePageFacts};
-use super::engine::{Domain, Engine, VmState};
+use super::domain::Domain;
+use super::guest::{GuestError, VmId};
 use super::stack::Hint;
+use super::state::{Engine, VmState};
 use super::table::{Mapped, PIECE, VmTable};
-use super::{GuestError, VmId};
 
 /// Time between two reclaims of a domain.
 const RECLAIM_INTERVAL: Duration = Duration::from_secs(6);
@@ -87,7 +90,7 @@ impl Engine {
     /// is dear with thousands of mappings, is read only after discards, and otherwise once in [`FULL_SYNC_INTERVAL`]. Our
     /// table names at least what is mapped: a discard only takes away.
     pub(super) fn sync(&mut self, id: VmId) -> bool {
-        let began = super::engine::thread_cpu_ns();
+        let began = thread_cpu_ns();
         if let Err(error) = self.read_library_stats(id) {
             self.lost(id, &error);
             return false;
@@ -114,7 +117,7 @@ impl Engine {
             }
         }
         // Looks may take a tenth of the CPU budget.
-        let cost = Duration::from_nanos(super::engine::thread_cpu_ns() - began);
+        let cost = Duration::from_nanos(thread_cpu_ns() - began);
         let share = (self.settings.cpu_share / 10.0).max(1e-4);
         vm.sync_cost = Duration::from_secs_f64((cost.as_secs_f64() / share).min(60.0));
         true
@@ -304,13 +307,8 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
     // One bit a page: it is in memory, and not the store's. A page that was copied and swapped out counts as the store's:
     // that errs on the side of keeping store pages.
     let mut own = vec![0_u64; pages.div_ceil(64) as usize];
-    let filter = Filter {
-        all_of: category::PRESENT,
-        none_of: category::FILE | category::ZERO,
-        ..Filter::default()
-    };
     for slot in &vm.table.layout().slots {
-        for region in pagemap.scan(slot.hva, slot.hva.add_pages(slot.pages), filter)? {
+        for region in pagemap.scan(slot.hva, slot.hva.add_pages(slot.pages), Filter::COPIES)? {
             let Some(first) = vm.table.index_at(region.start) else {
                 continue;
             };

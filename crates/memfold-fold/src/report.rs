@@ -1,8 +1,10 @@
 //! The engine's figures of a moment.
 
-use super::VmId;
+use memfold_sys::cpu::thread_cpu_ns;
+
 use super::content::Member;
-use super::engine::Engine;
+use super::guest::VmId;
+use super::state::Engine;
 use super::stats::{DomainStats, EngineStats, VmStats};
 
 impl Engine {
@@ -24,7 +26,7 @@ impl Engine {
         EngineStats {
             paused: self.paused,
             braked: self.braked.clone(),
-            engine_cpu_s: super::engine::thread_cpu_ns() as f64 / 1e9,
+            engine_cpu_s: thread_cpu_ns() as f64 / 1e9,
             library_cpu_s: self.library_cpu_ns as f64 / 1e9,
             cpu_share: self.settings.cpu_share,
             pages_per_second: self.settings.pages_per_second,

@@ -13,8 +13,9 @@ use rustix::process::Pid;
 use tracing::{info, warn};
 
 use super::content::StorePageFacts;
-use super::engine::{Domain, Engine};
-use super::work::BATCH_PAGES;
+use super::domain::Domain;
+use super::state::Engine;
+use super::task::BATCH_PAGES;
 
 /// What a batch may take, begun at a huge page.
 const ROOM: u64 = BATCH_PAGES as u64 + HUGE_PAGE_PAGES;

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use memfold_wire::agent::FileNumber;
 
+use super::table::PIECE;
+
 /// A run of file pages that a VM has put into its page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hint {
@@ -22,6 +24,20 @@ pub struct Hint {
     pub at: Instant,
     /// How often it has been put back because pages were busy.
     pub tries: u8,
+}
+
+impl Hint {
+    /// All pages of a piece of a file, not tried yet.
+    #[must_use]
+    pub const fn of_piece(file: FileNumber, piece: u32, at: Instant) -> Self {
+        Self {
+            file,
+            page: piece * PIECE,
+            pages: PIECE,
+            at,
+            tries: 0,
+        }
+    }
 }
 
 /// Hints of one VM.

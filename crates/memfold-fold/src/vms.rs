@@ -12,17 +12,22 @@ use memfold_vm::{RamBlock, RamLayout};
 use memfold_wire::library::{Advice, Order, Reply};
 use tracing::{debug, info, warn};
 
-use super::alias::Candidates;
+use super::back_pass::BackPass;
+use super::candidates::Candidates;
 use super::content::Contents;
-use super::engine::{Domain, Engine, Held, VmState};
+use super::domain::Domain;
+use super::guest::{Guest, GuestError, VmId};
 use super::huge::HugePages;
 use super::stack::HintStack;
+use super::state::{Engine, Held, VmState};
 use super::stats::VmStats;
 use super::table::VmTable;
-use super::{Guest, GuestError, VmId};
+use super::zero_pass::ZeroPass;
 
 /// Why a VM is not folded while a snapshot is made of it.
 const HELD: &str = "a snapshot of it is being made";
+
+const ENDED: &str = "the VM has ended";
 
 impl Engine {
     #[allow(clippy::too_many_arguments)] // the fields of one command
@@ -61,8 +66,8 @@ impl Engine {
             last_sync: now,
             last_pause: now,
             wait_for_pause: Vec::new(),
-            zero: super::zero::ZeroPass::new(self.settings.drop_zero.then_some(now)),
-            back: super::back::BackPass::new(now, self.settings.fold_back_interval),
+            zero: ZeroPass::new(self.settings.drop_zero.then_some(now)),
+            back: BackPass::new(now, self.settings.fold_back_interval),
             mappings: 0,
             held: None,
             stats: VmStats {
@@ -200,8 +205,19 @@ impl Engine {
         id: VmId,
         order: &Order,
         descriptor: Option<BorrowedFd<'_>>,
+        answer: &SyncSender<Result<(), String>>,
+    ) {
+        let held = self.try_to_hold(id, order, descriptor);
+        self.tell_held(id, answer, held);
+    }
+
+    fn try_to_hold(
+        &mut self,
+        id: VmId,
+        order: &Order,
+        descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<(), String> {
-        let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
+        let vm = self.vms.get_mut(&id).ok_or(ENDED)?;
         match vm.guest.order(order, descriptor) {
             Ok(Reply::Ok) => {
                 vm.be_held();
@@ -217,14 +233,14 @@ impl Engine {
     }
 
     /// Leaves a VM alone until [`Engine::release`]. Its writes may be tracked already.
-    pub(super) fn leave_alone(&mut self, id: VmId) -> Result<(), String> {
-        let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
-        vm.be_held();
-        Ok(())
+    pub(super) fn leave_alone(&mut self, id: VmId, answer: &SyncSender<Result<(), String>>) {
+        let vm = self.vms.get_mut(&id);
+        let held = vm.map(VmState::be_held).ok_or(ENDED.to_owned());
+        self.tell_held(id, answer, held);
     }
 
     /// Says what became of it. Who asked may have gone away meanwhile: then nobody would let the VM go on.
-    pub(super) fn tell_held(
+    fn tell_held(
         &mut self,
         id: VmId,
         answer: &SyncSender<Result<(), String>>,

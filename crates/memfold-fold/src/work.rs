@@ -2,40 +2,24 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use memfold_store::Source;
 use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Reply};
 use tracing::debug;
 
-use super::content::{ContentId, Member};
-use super::engine::{Domain, Engine, FileState, VmState, note_store_error};
+use super::content::Member;
+use super::domain::{Domain, note_store_error};
+use super::guest::{GuestError, VmId};
 use super::runs::{Group, Run, group, length};
 use super::stack::Hint;
+use super::state::{Engine, FileState, VmState};
 use super::table::{Index, PIECE, Piece};
-use super::{GuestError, VmId, budget, huge};
-
-/// Pages taken from the stacks for one batch.
-pub(super) const BATCH_PAGES: u32 = 2048;
-
-/// Shortest time between two batches of hints that are not many: pages that are read one after the other become one run, and
-/// an order costs about as much as ten pages.
-pub(super) const GATHER: Duration = Duration::from_millis(500);
+use super::task::{BATCH_PAGES, Task};
+use super::{budget, huge};
 
 /// Pages in one order, so that the library answers within about a millisecond.
 const ORDER_PAGES: u32 = 2048;
-
-/// Time between two sweeps over everything that is matched and not folded.
-pub(super) const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
-
-/// A range of one content to bring into order in all VMs.
-pub(super) struct Task {
-    domain: String,
-    content: ContentId,
-    vm: VmId,
-    hint: Hint,
-    swept: bool,
-}
 
 /// Where a member has the pages of a piece.
 struct Holder {
@@ -44,34 +28,8 @@ struct Holder {
 }
 
 impl Engine {
-    /// Does the most useful thing that is due, once.
-    pub(super) fn turn(&mut self, now: Instant) {
-        if self.braked.is_some() {
-            self.sync_due(now);
-            return;
-        }
-        let gathered = self
-            .vms
-            .values()
-            .any(|vm| self.hints_due(vm, now).is_some_and(|due| due <= now));
-        if gathered || !self.swept.is_empty() {
-            let tasks = self.take_tasks(now);
-            if !tasks.is_empty() {
-                self.last_batch = now;
-                return self.fold(&tasks);
-            }
-        }
-        if self.sync_due(now) || self.pause_due(now) || self.sample_due(now) || self.zero_due(now) {
-            return;
-        }
-        if self.sweep_wanted && self.swept.is_empty() && now >= self.last_sweep + SWEEP_INTERVAL {
-            return self.sweep();
-        }
-        self.fold_back_due(now);
-    }
-
     /// The newest settled hints, VM by VM in turn, until they make a batch.
-    fn take_tasks(&mut self, now: Instant) -> Vec<Task> {
+    pub(super) fn take_tasks(&mut self, now: Instant) -> Vec<Task> {
         let allowed = self
             .rate
             .as_mut()
@@ -135,7 +93,7 @@ impl Engine {
 
     /// Brings ranges of contents into order: fills the store where two VMs have pages that it lacks, and folds every
     /// cached page of them that isn't folded.
-    fn fold(&mut self, tasks: &[Task]) {
+    pub(super) fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
         for vm in self
             .vms
@@ -530,7 +488,7 @@ impl Engine {
 
     /// Goes through all contents for what is matched and not folded: hints that were dropped, pages that were refused by a
     /// budget, VMs that came late.
-    fn sweep(&mut self) {
+    pub(super) fn sweep(&mut self) {
         self.sweep_wanted = false;
         self.last_sweep = Instant::now();
         let mut tasks = Vec::new();
@@ -555,26 +513,13 @@ impl Engine {
                     domain: name.clone(),
                     content,
                     vm: first.vm,
-                    hint: Hint {
-                        file: first.file,
-                        page: piece * PIECE,
-                        pages: PIECE,
-                        at: self.last_sweep,
-                        tries: 0,
-                    },
+                    hint: Hint::of_piece(first.file, piece, self.last_sweep),
                     swept: true,
                 }));
             }
         }
         self.swept = tasks.into();
     }
-}
-
-/// The guest page that caches a file page, unless it is being written or was found to differ.
-pub(super) fn usable(vm: &VmState, file: u32, page: u32) -> Option<Index> {
-    vm.table
-        .place(file, page)
-        .filter(|&at| !vm.table.is_dirty(at) && !vm.table.is_refused(at))
 }
 
 /// A store page that a holder of page `at` of the piece maps unchanged and that no index entry leads to: left by a former daemon,

@@ -1,76 +1,19 @@
 //! Pages of zeroes, given back to the host.
 //!
-//! The library looks, freezes, verifies and drops; this decides when: once after a VM has come up, and again whenever the
-//! VM's memory has grown by [`GROWTH_PAGES`] since.
+//! The library looks, freezes, verifies and drops; [`super::zero_pass`] says when.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use memfold_sys::pagemap::{Filter, category};
 use memfold_units::Hva;
 use memfold_wire::library::{MAX_RUNS, Order, Range, Reply};
-use rustix::process::Pid;
 
-use super::VmId;
-use super::engine::{Engine, VmState};
-
-/// Time between the VM's coming and the first pass: it is to have booted.
-const FIRST: Duration = Duration::from_secs(30);
-
-/// Shortest time between two passes.
-const INTERVAL: Duration = Duration::from_secs(60);
-
-/// Growth in pages that makes another pass worth it (16 MiB).
-const GROWTH_PAGES: u64 = 4096;
+use super::guest::VmId;
+use super::state::{Engine, VmState};
+use super::zero_pass::resident_pages;
 
 /// Pages that one order looks at (64 MiB): a few milliseconds of the library's thread.
 const ORDER_PAGES: u64 = 16_384;
-
-/// Where a VM's pass stands.
-#[derive(Debug)]
-pub(super) struct ZeroPass {
-    due: Option<Instant>,
-    rest: Vec<Range>,
-    resident_pages: u64,
-    last: Instant,
-    enabled: bool,
-}
-
-impl ZeroPass {
-    /// The first pass comes due some time after `added`; none ever if that is `None`.
-    pub fn new(added: Option<Instant>) -> Self {
-        let now = added.unwrap_or_else(Instant::now);
-        Self {
-            due: added.map(|at| at + FIRST),
-            rest: Vec::new(),
-            resident_pages: 0,
-            last: now,
-            enabled: added.is_some(),
-        }
-    }
-
-    /// When the next order is to be sent.
-    pub const fn due(&self) -> Option<Instant> {
-        self.due
-    }
-
-    /// Starts a pass if the process has grown enough since the last.
-    pub fn consider(&mut self, now: Instant, pid: Pid) {
-        if self.enabled
-            && self.due.is_none()
-            && resident_pages(pid) >= self.resident_pages + GROWTH_PAGES
-        {
-            self.due = Some(now.max(self.last + INTERVAL));
-        }
-    }
-}
-
-/// `RssAnon`-like figure that is cheap to read: resident pages of `/proc/PID/statm`.
-fn resident_pages(pid: Pid) -> u64 {
-    std::fs::read_to_string(format!("/proc/{}/statm", pid.as_raw_nonzero()))
-        .ok()
-        .and_then(|text| text.split_ascii_whitespace().nth(1)?.parse().ok())
-        .unwrap_or(0)
-}
 
 impl Engine {
     /// Sends the next order of a pass. Returns whether one was due.
@@ -152,17 +95,12 @@ fn mark_gone(vm: &mut VmState, ranges: &[Range]) {
 
 /// Anonymous pages that are in memory, in ranges of at most [`ORDER_PAGES`].
 fn candidates(vm: &VmState) -> Vec<Range> {
-    let filter = Filter {
-        all_of: category::PRESENT,
-        none_of: category::FILE | category::ZERO,
-        ..Filter::default()
-    };
     let Some(map) = &vm.pagemap else {
         return Vec::new();
     };
     let mut ranges = Vec::new();
     for slot in &vm.table.layout().slots {
-        let Ok(regions) = map.scan(slot.hva, slot.hva.add_pages(slot.pages), filter) else {
+        let Ok(regions) = map.scan(slot.hva, slot.hva.add_pages(slot.pages), Filter::COPIES) else {
             return Vec::new();
         };
         for region in regions {

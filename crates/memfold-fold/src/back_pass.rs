@@ -1,0 +1,71 @@
+//! Where a VM's pass over its views of an image stands, and when the next one is due.
+
+use std::time::{Duration, Instant};
+
+use super::image::{Image, Part};
+
+/// A pass that finds less than one page in so many to give back makes the time until the next one longer.
+const WORTH: u64 = 50;
+
+/// Longest time between two passes, in the shortest.
+const LONGEST: u32 = 16;
+
+/// Where a VM's pass stands.
+#[derive(Debug)]
+pub(super) struct BackPass {
+    pub image: Option<Image>,
+    pub views: Vec<Part>,
+    /// Whether no other VM runs from the image, which lies in a file system: what it holds in memory for this VM, it holds for
+    /// one VM alone, and the host can drop it.
+    pub alone: bool,
+    pub due: Instant,
+    shortest: Duration,
+    interval: Duration,
+    pub rest: Vec<Part>,
+    pub looked: u64,
+    pub found: u64,
+    /// CPU time of the pass, in nanoseconds.
+    pub cost_ns: u64,
+    /// How often in a row QEMU didn't say that its VM may be protected against writes.
+    pub unsaid: u32,
+}
+
+impl BackPass {
+    /// The first pass comes due `interval` after `now`.
+    pub fn new(now: Instant, interval: Duration) -> Self {
+        Self {
+            image: None,
+            views: Vec::new(),
+            alone: false,
+            due: now + interval,
+            shortest: interval,
+            interval,
+            rest: Vec::new(),
+            looked: 0,
+            found: 0,
+            cost_ns: 0,
+            unsaid: 0,
+        }
+    }
+
+    /// What was known is not so any more.
+    pub fn forget(&mut self) {
+        self.rest.clear();
+        self.views.clear();
+        self.image = None;
+    }
+
+    /// Ends a pass. Passes may take a tenth of the CPU budget.
+    pub fn end(&mut self, now: Instant, cpu_share: f64) {
+        self.rest.clear();
+        self.interval = if self.found * WORTH >= self.looked.max(1) {
+            self.shortest
+        } else {
+            (self.interval * 2).min(self.shortest * LONGEST)
+        };
+        let share = (cpu_share / 10.0).max(1e-4);
+        let least = Duration::from_secs_f64((self.cost_ns as f64 / 1e9 / share).min(3600.0));
+        self.due = now + self.interval.max(least);
+        (self.looked, self.found, self.cost_ns) = (0, 0, 0);
+    }
+}

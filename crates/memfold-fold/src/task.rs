@@ -1,0 +1,17 @@
+//! What one batch works on.
+
+use super::content::ContentId;
+use super::guest::VmId;
+use super::stack::Hint;
+
+/// Pages taken from the stacks for one batch.
+pub(super) const BATCH_PAGES: u32 = 2048;
+
+/// A range of one content to bring into order in all VMs.
+pub(super) struct Task {
+    pub domain: String,
+    pub content: ContentId,
+    pub vm: VmId,
+    pub hint: Hint,
+    pub swept: bool,
+}
