@@ -10,7 +10,7 @@ use super::content::ContentId;
 use super::domain::Domain;
 use super::guest::VmId;
 use super::state::{Engine, VmState, usable};
-use super::table::PIECE;
+use super::vm_table::PIECE;
 
 impl Engine {
     /// Compares samples of two files of the same name and size. Returns whether one was due.

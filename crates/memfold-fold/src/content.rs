@@ -13,7 +13,7 @@ use memfold_wire::agent::FileNumber;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use super::guest::VmId;
-use super::table::{PIECE, Piece};
+use super::vm_table::{PIECE, Piece};
 
 /// Number of a content in its domain; never used twice.
 pub type ContentId = u32;

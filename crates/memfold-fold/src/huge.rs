@@ -5,8 +5,8 @@ use std::collections::{HashMap, HashSet};
 use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_SIZE};
 
-use super::stack::Hint;
-use super::table::{Index, VmTable};
+use super::hint_stack::Hint;
+use super::vm_table::{Index, VmTable};
 
 /// Fewest pages of a huge page that must cache files before it is split: 1/8 of it. Below that, the TLB reach that the
 /// guest loses is dearer than the memory gained.

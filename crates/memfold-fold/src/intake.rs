@@ -11,10 +11,10 @@ use super::budget::TokenBucket;
 use super::content::Member;
 use super::domain::Domain;
 use super::guest::VmId;
-use super::stack::Hint;
+use super::hint_stack::Hint;
 use super::state::{Engine, FileState, VmState};
 use super::stats::VmStats;
-use super::table::PIECE;
+use super::vm_table::PIECE;
 
 /// Files that any VM may introduce; larger ones one more for each page of RAM.
 const MIN_FILES: usize = 1 << 16;

@@ -19,8 +19,7 @@
 //! page (rule 2). Everything here may be wrong about a guest and costs only time.
 
 mod alias;
-mod back;
-mod back_pass;
+mod batch;
 mod budget;
 mod cached_files;
 mod candidates;
@@ -29,7 +28,11 @@ mod content;
 mod debt;
 mod domain;
 mod engine;
+mod file_uses;
+mod fold_back;
+mod fold_back_pass;
 mod guest;
+mod hint_stack;
 mod huge;
 mod image;
 mod intake;
@@ -41,15 +44,12 @@ mod report;
 mod reuse;
 mod runs;
 mod settings;
-mod stack;
 mod state;
 mod stats;
-mod table;
 mod task;
-mod uses;
+mod vm_table;
 mod vms;
-mod work;
-mod zero;
+mod zero_pages;
 mod zero_pass;
 
 pub use cached_files::{CachedFiles, CachedRun, FileUse};

@@ -8,10 +8,10 @@ use tracing::{debug, warn};
 
 use super::content::Member;
 use super::guest::VmId;
+use super::hint_stack::Hint;
 use super::runs::{Group, Run, length};
-use super::stack::Hint;
 use super::state::Engine;
-use super::table::{Mapped, PIECE};
+use super::vm_table::{Mapped, PIECE};
 
 /// Differing pages after which a file is judged.
 const JUDGE_AFTER: u32 = 4;

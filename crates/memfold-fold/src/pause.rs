@@ -5,10 +5,10 @@ use std::time::Instant;
 
 use super::content::Member;
 use super::guest::{GuestError, VmId};
+use super::hint_stack::Hint;
 use super::runs::{Run, group};
-use super::stack::Hint;
 use super::state::{Engine, VmState, usable};
-use super::table::Index;
+use super::vm_table::Index;
 
 impl Engine {
     /// Folds again in a VM with direct I/O, while it is stopped. Returns whether it was due.

@@ -20,9 +20,9 @@ use tracing::{debug, warn};
 use super::content::{Member, StorePageFacts};
 use super::domain::Domain;
 use super::guest::{GuestError, VmId};
-use super::stack::Hint;
+use super::hint_stack::Hint;
 use super::state::{Engine, VmState};
-use super::table::{Mapped, PIECE, VmTable};
+use super::vm_table::{Mapped, PIECE, VmTable};
 
 /// Time between two reclaims of a domain.
 const RECLAIM_INTERVAL: Duration = Duration::from_secs(6);
@@ -301,7 +301,7 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
         for mapping in &mappings.store {
             mark_mapping(&vm.table, mapping, &mut truth);
         }
-        super::back::note_views(vm, &mappings.others);
+        super::fold_back::note_views(vm, &mappings.others);
     }
     let pagemap = vm.pagemap.as_ref().ok_or(std::io::ErrorKind::NotFound)?;
     // One bit a page: it is in memory, and not the store's. A page that was copied and swapped out counts as the store's:
@@ -323,7 +323,7 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
     }
     vm.stats.zero_saved_pages = vm.table.keep_zero(&own);
     let mut foldable = own.clone();
-    super::back::touched(vm, &mut foldable)?;
+    super::fold_back::touched(vm, &mut foldable)?;
     (vm.stats.template_pages, vm.stats.template_copied_pages) = vm.table.count_views(&own);
     vm.stats.template_shared_pages = vm.table.count_shared_views(&own);
     let more = vm.table.set_foldable(&foldable);

@@ -7,7 +7,7 @@ use memfold_wire::agent::FileNumber;
 use memfold_wire::library::MAX_RUN_PAGES;
 
 use super::content::ContentId;
-use super::table::{Index, VmTable};
+use super::vm_table::{Index, VmTable};
 
 /// Pages of one VM, consecutive in guest memory, in the file and in the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,16 +9,16 @@ use memfold_units::Hva;
 use memfold_wire::agent::FileNumber;
 use memfold_wire::library::Advice;
 
-use super::back_pass::BackPass;
 use super::budget::TokenBucket;
 use super::domain::Domain;
+use super::fold_back_pass::BackPass;
 use super::guest::{Guest, VmId};
+use super::hint_stack::{Hint, HintStack};
 use super::huge::HugePages;
 use super::settings::EngineSettings;
-use super::stack::{Hint, HintStack};
 use super::stats::{EngineStats, Latencies, VmStats};
-use super::table::{Index, VmTable};
 use super::task::Task;
+use super::vm_table::{Index, VmTable};
 use super::zero_pass::ZeroPass;
 
 /// What is remembered of a VM's file.

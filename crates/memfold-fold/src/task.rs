@@ -2,7 +2,7 @@
 
 use super::content::ContentId;
 use super::guest::VmId;
-use super::stack::Hint;
+use super::hint_stack::Hint;
 
 /// Pages taken from the stacks for one batch.
 pub(super) const BATCH_PAGES: u32 = 2048;

@@ -12,16 +12,16 @@ use memfold_vm::{RamBlock, RamLayout};
 use memfold_wire::library::{Advice, Order, Reply};
 use tracing::{debug, info, warn};
 
-use super::back_pass::BackPass;
 use super::candidates::Candidates;
 use super::content::Contents;
 use super::domain::Domain;
+use super::fold_back_pass::BackPass;
 use super::guest::{Guest, GuestError, VmId};
+use super::hint_stack::HintStack;
 use super::huge::HugePages;
-use super::stack::HintStack;
 use super::state::{Engine, Held, VmState};
 use super::stats::VmStats;
-use super::table::VmTable;
+use super::vm_table::VmTable;
 use super::zero_pass::ZeroPass;
 
 /// Why a VM is not folded while a snapshot is made of it.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use memfold_wire::agent::FileNumber;
 
-use super::table::PIECE;
+use super::vm_table::PIECE;
 
 /// A run of file pages that a VM has put into its page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

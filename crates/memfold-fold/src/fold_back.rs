@@ -18,7 +18,7 @@ use tracing::debug;
 use super::guest::{GuestError, VmId};
 use super::image::{Image, Part};
 use super::state::{Engine, VmState};
-use super::table::{Index, VmTable};
+use super::vm_table::{Index, VmTable};
 
 /// Pages compared in one step, each of which may be a run of its own: some milliseconds.
 const STEP_PAGES: u64 = MAX_RUNS as u64;

@@ -7,7 +7,7 @@ use memfold_wire::agent::FileNumber;
 use super::cached_files::{CachedFiles, CachedRun, FileUse};
 use super::content::{ContentId, Member};
 use super::state::Engine;
-use super::table::Index;
+use super::vm_table::Index;
 
 impl Engine {
     /// Where every VM caches which file. Files whose path isn't known are left out.

@@ -11,11 +11,11 @@ use tracing::debug;
 use super::content::Member;
 use super::domain::{Domain, note_store_error};
 use super::guest::{GuestError, VmId};
+use super::hint_stack::Hint;
 use super::runs::{Group, Run, group, length};
-use super::stack::Hint;
 use super::state::{Engine, FileState, VmState};
-use super::table::{Index, PIECE, Piece};
 use super::task::{BATCH_PAGES, Task};
+use super::vm_table::{Index, PIECE, Piece};
 use super::{budget, huge};
 
 /// Pages in one order, so that the library answers within about a millisecond.
