@@ -8,9 +8,9 @@ use memfold_wire::library::{FoldRun, Freeze, Outcome, Stats};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-use crate::folder::State;
 use crate::freeze::{Protected, Staged, Staging};
 use crate::ram::Kind;
+use crate::state::{State, record_freeze};
 use crate::stores::Store;
 
 /// Why folding a run stopped before its end.
@@ -131,7 +131,7 @@ fn record(stats: &mut Stats, kind: Kind, step: &Step) {
         _ => {}
     }
     if let Some(frozen) = step.frozen {
-        crate::folder::record_freeze(stats, frozen);
+        record_freeze(stats, frozen);
     }
 }
 

@@ -5,36 +5,24 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use memfold_sys::cpu::thread_cpu_ns;
 use memfold_sys::pagemap::Pagemap;
-use memfold_sys::region::{self, Area};
+use memfold_sys::region::Area;
 use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::frame::Validate;
 use memfold_wire::library::{
-    Freeze, HISTOGRAM_BUCKETS, MONITOR_VARIABLE, ORDER_TIME, Order, Outcome, Range, Reply, Stats,
-    VERSION,
+    FoldRun, Freeze, MONITOR_VARIABLE, ORDER_TIME, Order, Outcome, Range, Reply, VERSION,
 };
 use rustix::io::Errno;
-use rustix::time::{ClockId, clock_gettime};
 
 use crate::freeze::Staging;
 use crate::monitor::Monitor;
 use crate::past::Past;
-use crate::ram::{Block, Kind, Ram, TemplateMap};
-use crate::stores::{Stores, identity};
+use crate::ram::{Block, Ram, TemplateMap};
+use crate::state::State;
+use crate::stores::identity;
 use crate::zero::CHUNK_PAGES;
-
-/// Everything that orders and discards change; one lock.
-#[derive(Debug, Default)]
-pub(crate) struct State {
-    pub(crate) ram: Ram,
-    pub(crate) stores: Stores,
-    pub(crate) staging: Option<Staging>,
-    pub(crate) stats: Stats,
-    /// Areas whose writes are tracked.
-    pub(crate) tracked: Vec<Area>,
-    pub(crate) past: Option<Past>,
-}
 
 /// Why something could not be opened.
 #[derive(Debug, Default)]
@@ -164,40 +152,18 @@ impl Folder {
                 self.change_ram(|ram| ram.add(*hva, *pages, *advice))
             }
             Order::RemoveRam { hva } => self.change_ram(|ram| ram.remove(*hva)),
-            Order::AddStore { store, max_pages } => match descriptor {
-                Some(file) => self
-                    .lock()
-                    .stores
-                    .add(*store, *max_pages, file)
-                    .map(|()| Reply::Ok),
-                None => Err("the page store's descriptor did not come with the order".to_owned()),
-            },
+            Order::AddStore { store, max_pages } => sent(descriptor, "page store")
+                .and_then(|file| self.lock().stores.add(*store, *max_pages, file))
+                .map(|()| Reply::Ok),
             Order::RemoveStore { store } => self.lock().stores.remove(*store).map(|()| Reply::Ok),
             Order::Map {
                 hva,
                 pages,
                 file_page,
-            } => match descriptor {
-                Some(file) => self.map(*hva, *pages, *file_page, &file),
-                None => Err("the file's descriptor did not come with the order".to_owned()),
-            },
-            Order::Fold { freeze, runs } => {
-                {
-                    let mut state = self.lock();
-                    let mut last = None;
-                    for run in runs
-                        .iter()
-                        .filter(|run| last.replace(run.store) != Some(run.store))
-                    {
-                        state.stores.refresh(run.store);
-                    }
-                }
-                let reply = self.each(*freeze, runs, |run| {
-                    self.lock_in_turn().fold(self.uffd(), *freeze, run)
-                });
-                self.settle();
-                reply
+            } => {
+                sent(descriptor, "file").and_then(|file| self.map(*hva, *pages, *file_page, &file))
             }
+            Order::Fold { freeze, runs } => self.fold(*freeze, runs),
             Order::Release { freeze, ranges } => self.each(*freeze, ranges, |range| match freeze {
                 Freeze::Move => Outcome::Refused,
                 _ => self.lock_in_turn().release(self.uffd(), *freeze, range),
@@ -220,10 +186,9 @@ impl Folder {
                 self.untrack_writes();
                 Ok(Reply::Ok)
             }
-            Order::KeepPast { ranges } => match descriptor {
-                Some(file) => self.keep_past(ranges, file).map(|()| Reply::Ok),
-                None => Err("the file's descriptor did not come with the order".to_owned()),
-            },
+            Order::KeepPast { ranges } => sent(descriptor, "file")
+                .and_then(|file| self.keep_past(ranges, file))
+                .map(|()| Reply::Ok),
             Order::ForgetPast => {
                 self.forget_past();
                 Ok(Reply::Ok)
@@ -235,6 +200,19 @@ impl Folder {
             }
         };
         result.unwrap_or_else(refuse)
+    }
+
+    fn fold(&self, freeze: Freeze, runs: &[FoldRun]) -> Result<Reply, String> {
+        let mut state = self.lock();
+        for runs in runs.chunk_by(|a, b| a.store == b.store) {
+            state.stores.refresh(runs[0].store);
+        }
+        drop(state);
+        let reply = self.each(freeze, runs, |run| {
+            self.lock_in_turn().fold(self.uffd(), freeze, run)
+        });
+        self.settle();
+        reply
     }
 
     /// Does `work` for each run or range, while the VM stands still if `freeze` says so.
@@ -324,14 +302,8 @@ impl Folder {
     }
 
     fn keep_past(&self, ranges: &[Range], file: OwnedFd) -> Result<(), String> {
-        let uffd = self
-            .uffd
-            .get()
-            .ok_or_else(|| self.missing.uffd.clone().unwrap_or_default())?;
-        let pagemap = self
-            .pagemap
-            .as_ref()
-            .map_err(|error| format!("cannot open /proc/self/pagemap: {error}"))?;
+        let uffd = self.need_uffd()?;
+        let pagemap = self.need_pagemap()?;
         self.untrack_writes();
         let mut state = self.lock();
         if state.past.is_some() {
@@ -340,10 +312,8 @@ impl Folder {
         let mut areas = Vec::new();
         let mut blocks: Vec<Area> = Vec::new();
         for range in ranges {
-            let (block, area) = state.ram.find(range.hva, range.pages).ok_or_else(|| {
-                let Range { hva, pages } = range;
-                format!("{pages} pages at {hva:#x} are not inside one RAM block")
-            })?;
+            let found = state.ram.find(range.hva, range.pages);
+            let (block, area) = found.ok_or_else(|| outside(range.hva, range.pages))?;
             areas.push(area);
             if !blocks.contains(&block.area()) {
                 blocks.push(block.area());
@@ -400,6 +370,16 @@ impl Folder {
         self.uffd.get().map(Arc::as_ref)
     }
 
+    fn need_uffd(&self) -> Result<&Arc<Userfaultfd>, String> {
+        let why = || self.missing.uffd.clone().unwrap_or_default();
+        self.uffd.get().ok_or_else(why)
+    }
+
+    fn need_pagemap(&self) -> Result<&Arc<Pagemap>, String> {
+        let why = |error| format!("cannot open /proc/self/pagemap: {error}");
+        self.pagemap.as_ref().map_err(why)
+    }
+
     fn hello(&self, version: u16) -> Reply {
         let problem = if version == VERSION {
             match self.uffd() {
@@ -452,7 +432,7 @@ impl Folder {
         let (block, area) = state
             .ram
             .find(hva, pages)
-            .ok_or_else(|| format!("{pages} pages at {hva:#x} are not inside one RAM block"))?;
+            .ok_or_else(|| outside(hva, pages))?;
         area.map_file(std::os::fd::AsFd::as_fd(file), file_page)
             .map_err(|errno| format!("cannot map the file at {hva:#x}: {errno}"))?;
         block.advise_file(area);
@@ -465,17 +445,11 @@ impl Folder {
     }
 
     fn drop_zero(&self, ranges: &[Range]) -> Result<Reply, String> {
-        let uffd = self
-            .uffd
-            .get()
-            .ok_or_else(|| self.missing.uffd.clone().unwrap_or_default())?;
+        let uffd = self.need_uffd()?;
         if !uffd.can_move() {
             return Err("dropping zero pages needs UFFDIO_MOVE, Linux 6.8 or newer".to_owned());
         }
-        let pagemap = self
-            .pagemap
-            .as_ref()
-            .map_err(|error| format!("cannot open /proc/self/pagemap: {error}"))?;
+        let pagemap = self.need_pagemap()?;
         let (began, began_ns) = (Instant::now(), thread_cpu_ns());
         let (mut scanned, mut dropped) = (0, 0);
         for range in ranges {
@@ -494,12 +468,7 @@ impl Folder {
                 let (looked, gone) = self
                     .lock_in_turn()
                     .drop_zero(uffd, pagemap, &chunk)
-                    .ok_or_else(|| {
-                        format!(
-                            "{} pages at {hva:#x} are not inside one RAM block",
-                            chunk.pages
-                        )
-                    })?;
+                    .ok_or_else(|| outside(hva, chunk.pages))?;
                 scanned += looked;
                 dropped += gone;
                 done += chunk.pages;
@@ -525,53 +494,12 @@ impl Folder {
     }
 }
 
-impl State {
-    /// Under one hold of the lock: a run folded between the exchange and the system call would fall back to the store.
-    fn discard(&mut self, start: u64, end: u64) -> Option<Result<(), Errno>> {
-        if let Some(past) = &self.past {
-            past.keep(start, end);
-        }
-        let mut met = false;
-        for block in self.ram.blocks() {
-            let area = block.area();
-            let from = start.max(area.start().0);
-            let to = end.min(area.end().0);
-            if from >= to || block.is_untouched() {
-                continue;
-            }
-            let first = (from - area.start().0) / PAGE_SIZE;
-            let mut rest = area.part(first, (to - from) / PAGE_SIZE);
-            while !rest.is_empty() {
-                let (kind, part) = block.first_kind(rest);
-                if kind != Kind::Anonymous {
-                    met = true;
-                    if let Err(errno) = block.refresh(part) {
-                        // Too many mappings. QEMU then reports a failed discard; the guest's bytes are as they were.
-                        return Some(Err(errno));
-                    }
-                    self.stats.discarded_pages += part.pages();
-                }
-                rest = rest.after(part.pages());
-            }
-        }
-        if !met {
-            // The plain call, but not outside of the lock.
-            let inside = self
-                .ram
-                .blocks()
-                .iter()
-                .any(|block| start < block.area().end().0 && block.area().start().0 < end);
-            if !inside {
-                return None;
-            }
-        }
-        let (Ok(address), Ok(length)) = (usize::try_from(start), usize::try_from(end - start))
-        else {
-            return None;
-        };
-        // SAFETY: QEMU owns the range and asked for this very call.
-        Some(unsafe { region::madvise(address, length, libc::MADV_DONTNEED) })
-    }
+fn sent(descriptor: Option<OwnedFd>, of: &str) -> Result<OwnedFd, String> {
+    descriptor.ok_or_else(|| format!("the {of}'s descriptor did not come with the order"))
+}
+
+fn outside(hva: u64, pages: u64) -> String {
+    format!("{pages} pages at {hva:#x} are not inside one RAM block")
 }
 
 /// Does `work` for each item; those that `limit` is over for are late.
@@ -606,24 +534,6 @@ fn refuse(mut reason: String) -> Reply {
     }
     reason.truncate(end);
     Reply::Error { reason }
-}
-
-/// CPU time of this thread in nanoseconds.
-#[must_use]
-pub fn thread_cpu_ns() -> u64 {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000
-        + u64::try_from(time.tv_nsec).unwrap_or(0)
-}
-
-/// Notes how long a run was frozen.
-pub(crate) fn record_freeze(stats: &mut Stats, frozen: Duration) {
-    let ns = u64::try_from(frozen.as_nanos()).unwrap_or(u64::MAX).max(1);
-    let bucket = usize::try_from(ns.ilog2())
-        .unwrap_or(0)
-        .min(HISTOGRAM_BUCKETS - 1);
-    stats.freeze_histogram[bucket] += 1;
-    stats.freeze_max_ns = stats.freeze_max_ns.max(ns);
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@
 //!    ([`freeze`]).
 //! 3. Between freeze and thaw there is no allocation, no lock, no socket and no panic path ([`fold`], [`release`], [`zero`]).
 //! 4. No page is replaced before its frozen bytes were compared with the store, within the store's size ([`fold`], [`stores`]).
-//! 5. What QEMU discards reads as zeroes afterwards, folded or not ([`folder`]).
+//! 5. What QEMU discards reads as zeroes afterwards, folded or not (`discard`).
 //! 6. What is kept of the past is copied before the write that waits for it goes on, or nothing is kept any more (`past`).
 //!
 //! The same [`Folder`] works in any process on memory of its own: the stress tests and `memfold bench fold` use it so.
@@ -34,6 +34,7 @@ macro_rules! say {
 }
 
 pub mod bitmap;
+mod discard;
 pub mod fold;
 pub mod folder;
 pub mod freeze;
@@ -42,6 +43,7 @@ mod past;
 pub mod ram;
 pub mod release;
 pub mod serve;
+mod state;
 pub mod stores;
 pub mod zero;
 

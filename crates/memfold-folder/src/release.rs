@@ -5,9 +5,9 @@ use memfold_sys::userfaultfd::Userfaultfd;
 use memfold_wire::library::{Freeze, Outcome, Range};
 use rustix::io::Errno;
 
-use crate::folder::{State, record_freeze};
 use crate::freeze::Protected;
 use crate::ram::Kind;
+use crate::state::{State, record_freeze};
 
 impl State {
     /// Releases one range. Parts of it that are anonymous already are left as they are.

@@ -10,9 +10,9 @@ use memfold_sys::userfaultfd::Userfaultfd;
 use memfold_units::HUGE_PAGE_PAGES;
 use memfold_wire::library::{MAX_RUN_PAGES, Range};
 
-use crate::folder::{State, record_freeze};
 use crate::freeze::Staged;
 use crate::ram::Kind;
+use crate::state::{State, record_freeze};
 
 /// Pages looked at under one hold of the lock: the longest run.
 pub(crate) const CHUNK_PAGES: u64 = MAX_RUN_PAGES as u64;

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use memfold_folder::Folder;
-use memfold_folder::folder::thread_cpu_ns;
 use memfold_ksm::{self as ksm, Controls, Ksmd, Run, Settings, Status};
 use memfold_store::{Source, Store};
+use memfold_sys::cpu::thread_cpu_ns;
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::{ByteSize, PAGE_BYTES, StorePage};
 use memfold_wire::library::{Advice, FoldRun, Freeze, MAX_RUNS, Order, Outcome, Reply, VERSION};

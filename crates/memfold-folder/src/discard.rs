@@ -1,0 +1,57 @@
+//! What QEMU discards.
+
+use memfold_sys::region;
+use memfold_units::PAGE_SIZE;
+use rustix::io::Errno;
+
+use crate::ram::Kind;
+use crate::state::State;
+
+impl State {
+    /// Under one hold of the lock: a run folded between the exchange and the system call would fall back to the store.
+    pub(crate) fn discard(&mut self, start: u64, end: u64) -> Option<Result<(), Errno>> {
+        if let Some(past) = &self.past {
+            past.keep(start, end);
+        }
+        let mut met = false;
+        for block in self.ram.blocks() {
+            let area = block.area();
+            let from = start.max(area.start().0);
+            let to = end.min(area.end().0);
+            if from >= to || block.is_untouched() {
+                continue;
+            }
+            let first = (from - area.start().0) / PAGE_SIZE;
+            let mut rest = area.part(first, (to - from) / PAGE_SIZE);
+            while !rest.is_empty() {
+                let (kind, part) = block.first_kind(rest);
+                if kind != Kind::Anonymous {
+                    met = true;
+                    if let Err(errno) = block.refresh(part) {
+                        // Too many mappings. QEMU then reports a failed discard; the guest's bytes are as they were.
+                        return Some(Err(errno));
+                    }
+                    self.stats.discarded_pages += part.pages();
+                }
+                rest = rest.after(part.pages());
+            }
+        }
+        if !met {
+            // The plain call, but not outside of the lock.
+            let inside = self
+                .ram
+                .blocks()
+                .iter()
+                .any(|block| start < block.area().end().0 && block.area().start().0 < end);
+            if !inside {
+                return None;
+            }
+        }
+        let (Ok(address), Ok(length)) = (usize::try_from(start), usize::try_from(end - start))
+        else {
+            return None;
+        };
+        // SAFETY: QEMU owns the range and asked for this very call.
+        Some(unsafe { region::madvise(address, length, libc::MADV_DONTNEED) })
+    }
+}

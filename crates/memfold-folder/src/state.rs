@@ -1,0 +1,33 @@
+//! What orders and discards change.
+
+use std::time::Duration;
+
+use memfold_sys::region::Area;
+use memfold_wire::library::{HISTOGRAM_BUCKETS, Stats};
+
+use crate::freeze::Staging;
+use crate::past::Past;
+use crate::ram::Ram;
+use crate::stores::Stores;
+
+/// Everything that orders and discards change; one lock.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    pub(crate) ram: Ram,
+    pub(crate) stores: Stores,
+    pub(crate) staging: Option<Staging>,
+    pub(crate) stats: Stats,
+    /// Areas whose writes are tracked.
+    pub(crate) tracked: Vec<Area>,
+    pub(crate) past: Option<Past>,
+}
+
+/// Notes how long a run was frozen.
+pub(crate) fn record_freeze(stats: &mut Stats, frozen: Duration) {
+    let ns = u64::try_from(frozen.as_nanos()).unwrap_or(u64::MAX).max(1);
+    let bucket = usize::try_from(ns.ilog2())
+        .unwrap_or(0)
+        .min(HISTOGRAM_BUCKETS - 1);
+    stats.freeze_histogram[bucket] += 1;
+    stats.freeze_max_ns = stats.freeze_max_ns.max(ns);
+}
