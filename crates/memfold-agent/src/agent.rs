@@ -8,8 +8,9 @@
 //! Tracing is on only while working. Whatever the host does or leaves undone, nothing here waits for it without a limit.
 
 mod connection;
+mod state;
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -19,13 +20,14 @@ use memfold_wire::agent::{AgentCounters, FromAgent};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use self::connection::RETRY;
+pub use self::state::Agent;
+use self::state::{Sink, State};
 use crate::backoff::Backoff;
 use crate::commands::Commands;
 use crate::glob::Rules;
 use crate::mounts::Mounts;
 use crate::page_cache::PageCache;
 use crate::port::{self, Port};
-use crate::throttle::process_cpu;
 use crate::trace::{Round, Tracer};
 use crate::worker::{Finding, Job, Worker};
 
@@ -35,8 +37,6 @@ const GATHER: Duration = Duration::from_millis(100);
 const GATHER_BUSY: Duration = Duration::from_millis(10);
 /// Events that make a round large: a quarter of a CPU's ring buffer.
 const BUSY_ROUND: u64 = 5000;
-/// Between counters.
-const COUNTERS: Duration = Duration::from_secs(1);
 /// A signal of the port belongs to data that came at most so long ago.
 const SIGNAL_SLACK: Duration = Duration::from_millis(200);
 /// From the last loss of events to the inventory that repairs it.
@@ -46,52 +46,13 @@ const REPAIR_INTERVAL: (Duration, Duration) = (Duration::from_secs(30), Duration
 /// The same between walks for files without a path.
 const FIND_INTERVAL: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(120));
 
-/// Where messages go.
-enum Sink {
-    /// The daemon.
-    Port(Port),
-    /// Standard output, as text.
-    Text,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// The host side of the port is closed; look again then.
-    Absent(Instant),
-    /// Hello was sent.
-    Waiting,
-    /// The daemon doesn't want us: until it closes its side.
-    Refused,
-    /// Welcome came.
-    Working,
-}
-
-/// The agent.
-// The flags are independent of each other: any combination occurs.
-#[allow(clippy::struct_excessive_bools)]
-pub struct Agent {
-    signals: OwnedFd,
-    mountinfo: Option<File>,
-    sink: Sink,
-    state: State,
-    retry: Duration,
-    /// When the host last sent something.
-    heard: Instant,
-    tracer: Option<Tracer>,
-    problems: Vec<String>,
-    round: Round,
-    /// Events wait to be read then.
-    gather: Option<Instant>,
-    busy: bool,
-    cache: PageCache,
-    worker: Worker,
-    commands: Commands,
-    inventory_running: bool,
-    inventory_wanted: bool,
-    repair: Backoff,
-    find: Backoff,
-    finding: bool,
-    counters_sent: (Instant, AgentCounters),
+/// What has happened. Worker and commands are asked only when there is room for what they have.
+struct Polled {
+    port: Option<PollFlags>,
+    mounts: PollFlags,
+    worker: PollFlags,
+    commands: PollFlags,
+    trace: bool,
 }
 
 impl Agent {
@@ -192,6 +153,47 @@ impl Agent {
 
     /// Until something happens or is due. True when asked to end.
     fn wait(&mut self) -> io::Result<bool> {
+        let polled = self.poll()?;
+        let mut port_signal = false;
+        while let Some(signal) = guest::next_signal(&self.signals)? {
+            if signal != guest::signal::IO {
+                return Ok(true);
+            }
+            port_signal = true;
+        }
+        if polled.mounts.intersects(PollFlags::PRI | PollFlags::ERR) {
+            self.read_mounts();
+        }
+        if !polled.worker.is_empty() {
+            self.worker.rest();
+        }
+        if !polled.commands.is_empty() {
+            self.commands.rest();
+        }
+        if polled.trace {
+            let delay = if self.busy { GATHER_BUSY } else { GATHER };
+            self.gather = Some(Instant::now() + delay);
+        }
+        if let Some(events) = polled.port {
+            self.port_event(events);
+            // Data that came after the poll has its signal here already.
+            let quiet = !events.contains(PollFlags::IN)
+                && self.heard.elapsed() > SIGNAL_SLACK
+                && matches!(&self.sink, Sink::Port(port) if !port.has_input());
+            // Neither data nor a host side that is gone: it went and came back, and waits for a Hello.
+            if port_signal && quiet && !matches!(self.state, State::Absent(_)) {
+                self.lost_host();
+            }
+        }
+        if let State::Absent(when) = &mut self.state {
+            if port_signal {
+                *when = Instant::now();
+            }
+        }
+        Ok(false)
+    }
+
+    fn poll(&self) -> io::Result<Polled> {
         let working = self.state == State::Working;
         let connected = !matches!(self.state, State::Absent(_));
         let room = self.has_room();
@@ -209,26 +211,13 @@ impl Agent {
         }
         let (worker_at, mut trace_at) = (set.len(), set.len());
         if room {
-            set.push(PollFd::from_borrowed_fd(
-                self.worker.descriptor(),
-                PollFlags::IN,
-            ));
-            set.push(PollFd::from_borrowed_fd(
-                self.commands.descriptor(),
-                PollFlags::IN,
-            ));
-            trace_at += 2;
+            let answers = [self.worker.descriptor(), self.commands.descriptor()];
+            set.extend(answers.map(|d| PollFd::from_borrowed_fd(d, PollFlags::IN)));
+            trace_at += answers.len();
         }
-        if let Some(tracer) = self
-            .tracer
-            .as_ref()
-            .filter(|_| working && self.gather.is_none())
-        {
-            set.extend(
-                tracer
-                    .descriptors()
-                    .map(|d| PollFd::from_borrowed_fd(d, PollFlags::IN)),
-            );
+        if let (Some(tracer), true, None) = (&self.tracer, working, self.gather) {
+            let rings = tracer.descriptors();
+            set.extend(rings.map(|d| PollFd::from_borrowed_fd(d, PollFlags::IN)));
         }
         let timeout = self.next_deadline().map(|when| {
             // Rounded up: a little early would be a busy loop.
@@ -243,45 +232,17 @@ impl Agent {
             Err(e) => return Err(e.into()),
         }
         let events: Vec<PollFlags> = set.iter().map(PollFd::revents).collect();
-        drop(set);
-        let mut port_signal = false;
-        while let Some(signal) = guest::next_signal(&self.signals)? {
-            if signal != guest::signal::IO {
-                return Ok(true);
-            }
-            port_signal = true;
-        }
-        if self.mountinfo.is_some() && events[mounts_at].intersects(PollFlags::PRI | PollFlags::ERR)
-        {
-            self.read_mounts();
-        }
-        if room && !events[worker_at].is_empty() {
-            self.worker.rest();
-        }
-        if room && !events[worker_at + 1].is_empty() {
-            self.commands.rest();
-        }
-        if events[trace_at..].iter().any(|e| !e.is_empty()) {
-            let delay = if self.busy { GATHER_BUSY } else { GATHER };
-            self.gather = Some(Instant::now() + delay);
-        }
-        if let Some(at) = port_at {
-            self.port_event(events[at]);
-            // Data that came after the poll has its signal here already.
-            let quiet = !events[at].contains(PollFlags::IN)
-                && self.heard.elapsed() > SIGNAL_SLACK
-                && matches!(&self.sink, Sink::Port(port) if !port.has_input());
-            // Neither data nor a host side that is gone: it went and came back, and waits for a Hello.
-            if port_signal && quiet && !matches!(self.state, State::Absent(_)) {
-                self.lost_host();
-            }
-        }
-        if let State::Absent(when) = &mut self.state {
-            if port_signal {
-                *when = Instant::now();
-            }
-        }
-        Ok(false)
+        let of = |is_asked: bool, at: usize| {
+            let asked = is_asked.then(|| events[at]);
+            asked.unwrap_or(PollFlags::empty())
+        };
+        Ok(Polled {
+            port: port_at.map(|at| events[at]),
+            mounts: of(self.mountinfo.is_some(), mounts_at),
+            worker: of(room, worker_at),
+            commands: of(room, worker_at + 1),
+            trace: events[trace_at..].iter().any(|e| !e.is_empty()),
+        })
     }
 
     fn next_deadline(&self) -> Option<Instant> {
@@ -297,13 +258,6 @@ impl Agent {
             list.push(self.counters_due());
         }
         list.into_iter().flatten().min()
-    }
-
-    fn has_room(&self) -> bool {
-        match &self.sink {
-            Sink::Port(port) => port.has_room(),
-            Sink::Text => true,
-        }
     }
 
     fn read_mounts(&mut self) {
@@ -411,60 +365,6 @@ impl Agent {
         }
         all
     }
-
-    fn say(&mut self, message: &FromAgent) -> bool {
-        match &mut self.sink {
-            Sink::Port(port) => {
-                // Writing what waits makes room.
-                port.push(message) || (port.send().is_ok() && port.push(message))
-            }
-            Sink::Text => {
-                print(message);
-                true
-            }
-        }
-    }
-
-    fn counters_due(&self) -> Option<Instant> {
-        let sent = &self.counters_sent;
-        (self.cache.counters != sent.1).then(|| sent.0 + COUNTERS)
-    }
-
-    fn say_counters(&mut self, asked: bool) {
-        if !asked && self.counters_due().is_none_or(|due| due > Instant::now()) {
-            return;
-        }
-        let message = FromAgent::Counters(AgentCounters {
-            cpu_us: u64::try_from(process_cpu().as_micros()).unwrap_or(u64::MAX),
-            rss_bytes: resident_bytes(),
-            ..self.cache.counters
-        });
-        self.counters_sent = (Instant::now(), self.cache.counters);
-        self.say(&message);
-    }
-}
-
-/// One line a message, with paths as text.
-fn print(message: &FromAgent) {
-    match message {
-        FromAgent::Files(files) => {
-            for f in files {
-                let path = String::from_utf8_lossy(&f.path);
-                println!("File {} {} bytes {path:?}", f.file, f.size_bytes);
-            }
-        }
-        other => println!("{other:?}"),
-    }
-}
-
-/// Resident set of this process (`proc_pid_statm(5)`: the second field, in pages).
-fn resident_bytes() -> u64 {
-    let text = fs::read_to_string("/proc/self/statm").unwrap_or_default();
-    let pages = text
-        .split_whitespace()
-        .nth(1)
-        .and_then(|f| f.parse::<u64>().ok());
-    pages.unwrap_or(0) * memfold_units::PAGE_SIZE
 }
 
 /// Opens the port, waiting until there is one. Ends with an error of kind `Interrupted` on a signal.

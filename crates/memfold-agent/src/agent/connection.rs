@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use memfold_wire::agent::{FromAgent, ToAgent, VERSION};
 use rustix::event::PollFlags;
 
-use super::{Agent, Sink, State};
+use super::state::{Agent, Sink, State};
 use crate::glob::Rules;
 use crate::trace::Round;
 

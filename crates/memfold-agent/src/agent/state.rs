@@ -1,0 +1,129 @@
+//! What the agent knows, and how it says something.
+
+use std::fs::{self, File};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use memfold_wire::agent::{AgentCounters, FromAgent};
+
+use crate::backoff::Backoff;
+use crate::commands::Commands;
+use crate::page_cache::PageCache;
+use crate::port::Port;
+use crate::throttle::process_cpu;
+use crate::trace::{Round, Tracer};
+use crate::worker::Worker;
+
+/// Between counters.
+const COUNTERS: Duration = Duration::from_secs(1);
+
+/// Where messages go.
+pub(super) enum Sink {
+    /// The daemon.
+    Port(Port),
+    /// Standard output, as text.
+    Text,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// The host side of the port is closed; look again then.
+    Absent(Instant),
+    /// Hello was sent.
+    Waiting,
+    /// The daemon doesn't want us: until it closes its side.
+    Refused,
+    /// Welcome came.
+    Working,
+}
+
+/// The agent.
+// The flags are independent of each other: any combination occurs.
+#[allow(clippy::struct_excessive_bools)]
+pub struct Agent {
+    pub(super) signals: OwnedFd,
+    pub(super) mountinfo: Option<File>,
+    pub(super) sink: Sink,
+    pub(super) state: State,
+    pub(super) retry: Duration,
+    /// When the host last sent something.
+    pub(super) heard: Instant,
+    pub(super) tracer: Option<Tracer>,
+    pub(super) problems: Vec<String>,
+    pub(super) round: Round,
+    /// Events wait to be read then.
+    pub(super) gather: Option<Instant>,
+    pub(super) busy: bool,
+    pub(super) cache: PageCache,
+    pub(super) worker: Worker,
+    pub(super) commands: Commands,
+    pub(super) inventory_running: bool,
+    pub(super) inventory_wanted: bool,
+    pub(super) repair: Backoff,
+    pub(super) find: Backoff,
+    pub(super) finding: bool,
+    pub(super) counters_sent: (Instant, AgentCounters),
+}
+
+impl Agent {
+    pub(super) fn has_room(&self) -> bool {
+        match &self.sink {
+            Sink::Port(port) => port.has_room(),
+            Sink::Text => true,
+        }
+    }
+
+    pub(super) fn say(&mut self, message: &FromAgent) -> bool {
+        match &mut self.sink {
+            Sink::Port(port) => {
+                // Writing what waits makes room.
+                port.push(message) || (port.send().is_ok() && port.push(message))
+            }
+            Sink::Text => {
+                print(message);
+                true
+            }
+        }
+    }
+
+    pub(super) fn counters_due(&self) -> Option<Instant> {
+        let sent = &self.counters_sent;
+        (self.cache.counters != sent.1).then(|| sent.0 + COUNTERS)
+    }
+
+    pub(super) fn say_counters(&mut self, asked: bool) {
+        if !asked && self.counters_due().is_none_or(|due| due > Instant::now()) {
+            return;
+        }
+        let message = FromAgent::Counters(AgentCounters {
+            cpu_us: u64::try_from(process_cpu().as_micros()).unwrap_or(u64::MAX),
+            rss_bytes: resident_bytes(),
+            ..self.cache.counters
+        });
+        self.counters_sent = (Instant::now(), self.cache.counters);
+        self.say(&message);
+    }
+}
+
+/// One line a message, with paths as text.
+fn print(message: &FromAgent) {
+    match message {
+        FromAgent::Files(files) => {
+            for f in files {
+                let path = String::from_utf8_lossy(&f.path);
+                println!("File {} {} bytes {path:?}", f.file, f.size_bytes);
+            }
+        }
+        other => println!("{other:?}"),
+    }
+}
+
+/// Resident set of this process (`proc_pid_statm(5)`: the second field, in pages).
+fn resident_bytes() -> u64 {
+    let text = fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages = text
+        .split_whitespace()
+        .nth(1)
+        .and_then(|f| f.parse::<u64>().ok());
+    pages.unwrap_or(0) * memfold_units::PAGE_SIZE
+}
