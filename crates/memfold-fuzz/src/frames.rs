@@ -3,17 +3,16 @@
 use std::fmt::Debug;
 
 use memfold_wire::agent::{
-    AgentCounters, FileFacts, FileRange, FromAgent, HintRun, OutputStream, PfnRun, ToAgent,
+    self, AgentCounters, FileFacts, FileRange, FromAgent, HintRun, OutputStream, PfnRun, ToAgent,
 };
 use memfold_wire::frame::{Decoder, FrameError, HEADER, Validate, decode_body, encode};
 use memfold_wire::library::{
-    Advice, FoldRun, Freeze, HISTOGRAM_BUCKETS, Order, Outcome, Range, Reply, Stats,
+    self, Advice, FoldRun, Freeze, HISTOGRAM_BUCKETS, Order, Outcome, Range, Reply, Stats,
 };
-use memfold_wire::{agent, library};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::Subject;
+use crate::subject::Subject;
 
 pub const FROM_AGENT: Subject = Subject {
     name: "from_agent",

@@ -5,7 +5,7 @@ use memfold_agent::glob;
 use memfold_agent::mounts::{Kind, Mounts, OVERLAY_DEVICE};
 use memfold_agent::trace::{EventDecoder, Round, decode_page};
 
-use crate::{Subject, parts};
+use crate::subject::{Subject, parts};
 
 macro_rules! fixture {
     ($kernel:literal, $file:literal) => {

@@ -4,7 +4,7 @@ use memfold_units::{PAGE_SIZE, Pfn};
 use memfold_vm::ram;
 use serde_json::{Value, json};
 
-use crate::{Subject, parts};
+use crate::subject::{Subject, parts};
 
 macro_rules! fixture {
     ($file:literal) => {

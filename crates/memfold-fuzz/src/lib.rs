@@ -14,18 +14,9 @@ mod layout;
 pub mod mutate;
 mod nbd;
 mod snapshot;
+mod subject;
 
-/// A reader under test.
-#[derive(Clone, Copy, Debug)]
-pub struct Subject {
-    /// Its name; `fuzz/fuzz_targets` has one file for each.
-    pub name: &'static str,
-    /// Reads the bytes and asserts what must be so. Gives a number that tells sorts of results apart, so that inputs that led
-    /// somewhere new can be kept.
-    pub run: fn(&[u8]) -> u64,
-    /// Valid inputs.
-    pub seeds: fn() -> Vec<Vec<u8>>,
-}
+pub use subject::Subject;
 
 /// All of them.
 pub const SUBJECTS: [Subject; 11] = [
@@ -50,10 +41,4 @@ pub const SUBJECTS: [Subject; 11] = [
 pub fn subject(name: &str) -> Subject {
     let found = SUBJECTS.into_iter().find(|s| s.name == name);
     found.unwrap_or_else(|| panic!("no subject '{name}'"))
-}
-
-/// `data` cut at its NUL bytes into `N` parts; parts that are missing are empty, the last takes the rest.
-fn parts<const N: usize>(data: &[u8]) -> [&[u8]; N] {
-    let mut pieces = data.splitn(N, |b| *b == 0);
-    std::array::from_fn(|_| pieces.next().unwrap_or_default())
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::Subject;
+use crate::subject::Subject;
 
 /// Most inputs kept.
 const POOL: usize = 2048;

@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 
 use memfold_lend::nbd::{self, Command, MAX_BYTES, Reply, Request};
 
-use crate::Subject;
+use crate::subject::Subject;
 
 pub const NBD: Subject = Subject {
     name: "nbd",

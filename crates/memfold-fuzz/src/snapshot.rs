@@ -2,7 +2,7 @@
 
 use memfold_snapshot::free;
 
-use crate::Subject;
+use crate::subject::Subject;
 
 pub const FREE_PAGES: Subject = Subject {
     name: "free_pages",
