@@ -1,9 +1,11 @@
 //! The model of the ledger. All amounts are bytes at the moment of reading; JSON keys name the unit.
 
+use memfold_store::StoreIdentity;
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
-use memfold_store::StoreIdentity;
+use super::debt::DebtReport;
+use super::disagreement::Disagreement;
 
 /// One page store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -227,27 +229,8 @@ pub struct Report {
     pub vms: Vec<VmAccount>,
     /// What guests could call in by writing; where no daemon has taken the report: nothing is known of it.
     #[serde(default)]
-    pub debt: Option<super::DebtReport>,
+    pub debt: Option<DebtReport>,
     /// Sums that don't agree within 2 %; empty is right.
     #[serde(default)]
-    pub disagreements: Vec<super::Disagreement>,
-}
-
-impl Report {
-    /// A report of these accounts, taken now, checked.
-    #[must_use]
-    pub fn new(host: HostAccount, vms: Vec<VmAccount>) -> Self {
-        let taken_unix_s = std::time::SystemTime::now()
-            .duration_since(std::time::UNIX_EPOCH)
-            .map_or(0.0, |d| d.as_millis() as f64 / 1e3);
-        let mut report = Self {
-            taken_unix_s,
-            host,
-            vms,
-            debt: None,
-            disagreements: Vec::new(),
-        };
-        report.disagreements = super::check(&report);
-        report
-    }
+    pub disagreements: Vec<Disagreement>,
 }

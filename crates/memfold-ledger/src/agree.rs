@@ -1,46 +1,15 @@
 //! Holding the accounts against the kernel's other sums.
 
-use std::fmt;
-
 use memfold_units::ByteSize;
-use serde::{Deserialize, Serialize};
 
-use super::account::{Report, VmAccount};
+use super::account::{HostAccount, Report, VmAccount};
+use super::disagreement::Disagreement;
 
 /// The promise: sums agree within this share.
 const TOLERANCE_PERCENT: f64 = 2.0;
 
 /// Differences below this are noise of reading a running VM (64 pages), however small the sums.
 const SLACK_BYTES: u64 = 64 * 4096;
-
-/// Two sums that should be equal and are not.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Disagreement {
-    /// The VM, or `None` for the host.
-    pub vm: Option<String>,
-    /// What was compared.
-    pub what: String,
-    /// The ledger's sum.
-    pub ledger_bytes: ByteSize,
-    /// The kernel's.
-    pub kernel_bytes: ByteSize,
-    /// Their difference over the kernel's, percent.
-    pub off_percent: f64,
-}
-
-impl fmt::Display for Disagreement {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{}: {}: ledger {}, kernel {} ({:+.1} %)",
-            self.vm.as_deref().unwrap_or("host"),
-            self.what,
-            self.ledger_bytes,
-            self.kernel_bytes,
-            self.off_percent
-        )
-    }
-}
 
 fn off_percent(ledger: u64, kernel: u64) -> f64 {
     let off = (ledger as f64 - kernel as f64) / kernel.max(1) as f64;
@@ -181,6 +150,25 @@ pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
         kernel_bytes: ByteSize(kernel.unsigned_abs()),
         off_percent,
     })
+}
+
+impl Report {
+    /// A report of these accounts, taken now, checked.
+    #[must_use]
+    pub fn new(host: HostAccount, vms: Vec<VmAccount>) -> Self {
+        let taken_unix_s = std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0.0, |d| d.as_millis() as f64 / 1e3);
+        let mut report = Self {
+            taken_unix_s,
+            host,
+            vms,
+            debt: None,
+            disagreements: Vec::new(),
+        };
+        report.disagreements = check(&report);
+        report
+    }
 }
 
 #[cfg(test)]

@@ -22,6 +22,7 @@ pub mod account;
 pub mod agree;
 pub mod brake;
 pub mod debt;
+mod disagreement;
 pub mod estimate;
 pub mod frames;
 pub mod history;
@@ -34,8 +35,9 @@ pub mod table;
 pub mod take;
 
 pub use account::{HostAccount, KsmAccount, OwnCost, Report, StoreAccount, VmAccount};
-pub use agree::{Disagreement, check, check_change};
+pub use agree::{check, check_change};
 pub use brake::{Brake, BrakePolicy, Level, Look, Reserve};
 pub use debt::{BrakeEvent, DebtReport, VmDebt};
+pub use disagreement::Disagreement;
 pub use frames::{frames, shared_frames};
 pub use read::ReadError;

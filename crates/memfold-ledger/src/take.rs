@@ -275,9 +275,7 @@ impl KsmAccount {
             ksmd_cpu_s: cpu.map_or(0.0, |t| t.as_millis() as f64 / 1e3),
         })
     }
-}
 
-impl KsmAccount {
     /// `general_profit` without what only ended processes had merged.
     #[must_use]
     pub fn saved_bytes(&self) -> i64 {

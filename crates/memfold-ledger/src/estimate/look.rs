@@ -20,9 +20,12 @@ use memfold_units::{Hva, PAGE_SIZE};
 use rustix::process::Pid;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use super::error::EstimateError;
+use super::options::Options;
+use super::pace::Pace;
+use super::pace::Told;
 use super::sample::{Again, Frequent, Sample, Seen};
 use super::targets::{Range, Target};
-use super::{EstimateError, Options, Pace, Told};
 
 /// Pages read by one system call: what a core's cache holds until they are hashed.
 const BATCH: usize = 128;

@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::time::{ClockId, clock_gettime};
+use memfold_sys::cpu::thread_cpu_ns;
 
-use super::EstimateError;
+use super::error::EstimateError;
 
 /// Of the budget, the part that reading and hashing may use. The rest is for what comes after, which doesn't sleep: scanning page
 /// tables, and grouping the sample.
@@ -98,13 +98,11 @@ impl<'a> Pace<'a> {
 }
 
 fn thread_cpu() -> Duration {
-    let now = clock_gettime(ClockId::ThreadCPUTime);
-    // Never negative: it counts from the thread's start.
-    Duration::new(
-        u64::try_from(now.tv_sec).unwrap_or(0),
-        u32::try_from(now.tv_nsec).unwrap_or(0),
-    )
+    Duration::from_nanos(thread_cpu_ns())
 }
+
+/// How far it is: what is being done, pages done, pages in all.
+pub type Told<'a> = &'a mut dyn FnMut(&'static str, u64, u64);
 
 #[cfg(test)]
 mod tests {

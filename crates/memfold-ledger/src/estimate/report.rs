@@ -4,12 +4,13 @@ use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::Pace;
 use super::facts::KnownFile;
 use super::look::{Looked, Pages};
 use super::mechanisms::{self, Mechanism};
-use super::split::{DomainSplit, Split, VmSplit};
+use super::pace::Pace;
+use super::split::{DomainSplit, FileSplit, Split, VmSplit};
 use super::statistics::{Estimate, Sum, whole};
+use super::targets::Target;
 
 /// A VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -142,7 +143,7 @@ const fn bytes(pages: u64) -> u64 {
     pages * PAGE_SIZE
 }
 
-fn vm(target: &super::Target, pages: &Pages, split: &VmSplit) -> VmEstimate {
+fn vm(target: &Target, pages: &Pages, split: &VmSplit) -> VmEstimate {
     let classes = [
         split.zero,
         split.within,
@@ -214,7 +215,7 @@ pub fn report(
     for vm in &split.vms {
         broken.join(vm.broken_huge_pages);
     }
-    let of_file = |file: &super::split::FileSplit| {
+    let of_file = |file: &FileSplit| {
         let known = files.get(file.file as usize)?;
         Some(FileEstimate {
             path: known.path.clone(),

@@ -14,9 +14,9 @@
 use foldhash::{HashMap, HashSet};
 use memfold_fold::HUGE_SPLIT_PAGES;
 
-use super::Options;
 use super::facts::KnownFile;
 use super::look::{Looked, Pages, loners};
+use super::options::Options;
 use super::sample::{Again, Frequent, Seen};
 use super::statistics::Sum;
 use super::targets::Target;

@@ -6,7 +6,7 @@ use memfold_ksm::{processes, ranges};
 use memfold_vm::endpoints;
 use rustix::process::Pid;
 
-use super::EstimateError;
+use super::error::EstimateError;
 use super::facts::{FileRun, KnownVm, VmFacts};
 
 /// A range of a process's memory.

@@ -1,0 +1,35 @@
+//! Two sums that should be equal and are not.
+
+use std::fmt;
+
+use memfold_units::ByteSize;
+use serde::{Deserialize, Serialize};
+
+/// Two sums that should be equal and are not.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Disagreement {
+    /// The VM, or `None` for the host.
+    pub vm: Option<String>,
+    /// What was compared.
+    pub what: String,
+    /// The ledger's sum.
+    pub ledger_bytes: ByteSize,
+    /// The kernel's.
+    pub kernel_bytes: ByteSize,
+    /// Their difference over the kernel's, percent.
+    pub off_percent: f64,
+}
+
+impl fmt::Display for Disagreement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: {}: ledger {}, kernel {} ({:+.1} %)",
+            self.vm.as_deref().unwrap_or("host"),
+            self.what,
+            self.ledger_bytes,
+            self.kernel_bytes,
+            self.off_percent
+        )
+    }
+}
