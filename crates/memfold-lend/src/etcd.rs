@@ -19,28 +19,17 @@
 //! later than it was put. So a lender that looks twice in a second ends an export at its deadline, also while etcd can't be asked. Who has not
 //! seen a key before holds to etcd's clock, which makes it vanish.
 
-use std::collections::{BTreeMap, HashMap};
-use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::collections::HashMap;
+use std::time::Duration;
 
 use memfold_units::ByteSize;
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 
-use super::etcd_api::{Api, ApiError, Grant, Kv, Txn};
-use super::https::TlsFiles;
-use super::place::Member;
+use super::etcd_api::{Grant, Kv, Txn};
+use super::etcd_keys::{Account, At, EtcdRegistry, Holds, KnownLender, What, ms};
 use super::registry::{
     Durability, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Offer,
     Picture, Registry, RegistryError, Want, check_bytes, check_name, check_ttl,
 };
-
-/// Where everything of ours is. The number is that of this layout.
-const PREFIX: &str = "/memfold/lend/1/";
-
-/// How long one tries again when others change the same.
-const CONTENTION: Duration = Duration::from_secs(5);
 
 /// An offer that hasn't changed is said again after this time: each time costs a revision of etcd's.
 const SAY_AGAIN: Duration = Duration::from_secs(1);
@@ -48,297 +37,7 @@ const SAY_AGAIN: Duration = Duration::from_secs(1);
 /// Leases that one transaction ends: etcd takes 128 operations.
 const ENDED_AT_ONCE: usize = 50;
 
-/// A lender's account.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Account {
-    incarnation: u64,
-    /// Bytes offered, lent ones included.
-    bytes: u64,
-    /// For how long an offer holds.
-    ttl_ms: u64,
-    /// Bytes by lease.
-    leases: BTreeMap<u64, u64>,
-}
-
-impl Account {
-    fn lent(&self) -> u64 {
-        self.leases.values().sum()
-    }
-}
-
-/// What a lease is, without its times.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct What {
-    lender: LenderId,
-    borrower: String,
-    vm: String,
-    bytes: u64,
-    durability: Durability,
-    state: LeaseState,
-}
-
-/// How long something holds.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct Holds {
-    ms: u64,
-}
-
-/// A value with the revision at which it was put.
-#[derive(Clone, Debug)]
-struct At<T> {
-    value: T,
-    revision: u64,
-}
-
-/// Leases in an etcd.
-pub struct EtcdRegistry {
-    api: Api,
-    place: String,
-    prefix: String,
-    begun: Instant,
-    /// When this one saw the revision that a key has.
-    seen: Mutex<HashMap<String, (u64, Instant)>>,
-}
-
-impl fmt::Debug for EtcdRegistry {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("EtcdRegistry").field(&self.place).finish()
-    }
-}
-
-/// A lender as it was read.
-#[derive(Debug)]
-struct KnownLender {
-    host: String,
-    account: At<Account>,
-    /// Time left until its offer is over.
-    left: Duration,
-    silent: Duration,
-}
-
 impl EtcdRegistry {
-    /// The registry at these members; `place` is what people are told of it.
-    #[must_use]
-    pub fn new(place: String, members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
-        Self::under(PREFIX.to_owned(), place, members, tls)
-    }
-
-    /// The same, under keys of its own, which end with `/`.
-    pub(super) fn under(
-        prefix: String,
-        place: String,
-        members: Vec<Member>,
-        tls: Option<TlsFiles>,
-    ) -> Self {
-        Self {
-            api: Api::new(members, tls),
-            place,
-            prefix,
-            begun: Instant::now(),
-            seen: Mutex::default(),
-        }
-    }
-
-    fn unusable(&self, why: impl Into<String>) -> RegistryError {
-        RegistryError::Unusable {
-            place: self.place.clone(),
-            why: why.into(),
-        }
-    }
-
-    fn failed(&self, error: &ApiError) -> RegistryError {
-        self.unusable(error.to_string())
-    }
-
-    fn account_key(&self, host: &str) -> String {
-        format!("{}lender/{host}/account", self.prefix)
-    }
-
-    fn heard_key(&self, host: &str) -> String {
-        format!("{}lender/{host}/heard", self.prefix)
-    }
-
-    fn lease_keys(&self, id: u64) -> String {
-        format!("{}lease/{id}/", self.prefix)
-    }
-
-    fn what_key(&self, id: u64) -> String {
-        format!("{}what", self.lease_keys(id))
-    }
-
-    fn renewed_key(&self, id: u64) -> String {
-        format!("{}renewed", self.lease_keys(id))
-    }
-
-    fn recall_key(&self, id: u64) -> String {
-        format!("{}recall", self.lease_keys(id))
-    }
-
-    fn endpoint_key(&self, id: u64) -> String {
-        format!("{}endpoint/{id}", self.prefix)
-    }
-
-    fn last_key(&self) -> String {
-        format!("{}last", self.prefix)
-    }
-
-    fn seen(&self) -> MutexGuard<'_, HashMap<String, (u64, Instant)>> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// How long ago this one first saw the key as it is.
-    fn since(&self, key: &str, revision: u64) -> Duration {
-        let now = Instant::now();
-        let mut seen = self.seen();
-        let at = seen.entry(key.to_owned()).or_insert((revision, now));
-        // An answer may come behind a later one.
-        if at.0 < revision {
-            *at = (revision, now);
-        }
-        at.1.elapsed()
-    }
-
-    /// Time left of what a key says, since it was seen first.
-    fn left(&self, kv: &Kv) -> Result<Duration, RegistryError> {
-        let holds: Holds = self.read(kv)?;
-        let holds = Duration::from_millis(holds.ms);
-        Ok(holds.saturating_sub(self.since(&kv.key, kv.revision)))
-    }
-
-    fn read<T: DeserializeOwned>(&self, kv: &Kv) -> Result<T, RegistryError> {
-        serde_json::from_slice(&kv.value).map_err(|error| {
-            self.unusable(format!("its key {} holds something else ({error})", kv.key))
-        })
-    }
-
-    fn at<T: DeserializeOwned>(&self, kv: &Kv) -> Result<At<T>, RegistryError> {
-        let (value, revision) = (self.read(kv)?, kv.revision);
-        Ok(At { value, revision })
-    }
-
-    /// Reads these keys at one revision.
-    fn get(&self, keys: &[String]) -> Result<Vec<Option<Kv>>, RegistryError> {
-        let txn = keys.iter().fold(Txn::default(), |txn, key| txn.get(key));
-        let done = self.api.txn(&txn).map_err(|error| self.failed(&error))?;
-        if done.ranges.len() != keys.len() {
-            return Err(self.unusable("its answer belongs to another question"));
-        }
-        let mut ranges = done.ranges.into_iter();
-        Ok(keys.iter().map(|_| ranges.next()?.pop()).collect())
-    }
-
-    /// Carries out what depends on what was read: the revision afterwards, or `None` if it had changed meanwhile.
-    fn commit(&self, txn: &Txn) -> Result<Option<u64>, RegistryError> {
-        let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
-        Ok(done.held.then_some(done.revision))
-    }
-
-    /// Tries until nobody has come between reading and changing.
-    fn repeat<T>(
-        &self,
-        mut attempt: impl FnMut() -> Result<Option<T>, RegistryError>,
-    ) -> Result<T, RegistryError> {
-        let end = Instant::now() + CONTENTION;
-        for turn in 1.. {
-            if let Some(done) = attempt()? {
-                return Ok(done);
-            }
-            if Instant::now() > end {
-                break;
-            }
-            // Others wait for another while.
-            let chance = memfold_vm::overlay::unique() / 1000 % 8 + 1;
-            std::thread::sleep(Duration::from_millis(chance * turn.min(10)));
-        }
-        Err(self.unusable("others change the same all the time"))
-    }
-
-    fn lender(&self, host: &str) -> Result<(Option<At<Account>>, Option<Kv>), RegistryError> {
-        let mut found = self.get(&[self.account_key(host), self.heard_key(host)])?;
-        let heard = found.pop().flatten();
-        let account = found.pop().flatten();
-        let account = account.map(|kv| self.at(&kv)).transpose()?;
-        Ok((account, heard))
-    }
-
-    /// A lease, if it is theirs who ask.
-    fn what(
-        &self,
-        id: LeaseId,
-        who: &str,
-        kv: Option<&Kv>,
-        is_theirs: impl FnOnce(&What) -> bool,
-    ) -> Result<At<What>, RegistryError> {
-        let what: Option<At<What>> = kv.map(|kv| self.at(kv)).transpose()?;
-        // Whose it is, is nobody else's affair.
-        let theirs = what.filter(|what| is_theirs(&what.value));
-        theirs.ok_or_else(|| RegistryError::NoLease {
-            id,
-            who: who.to_owned(),
-        })
-    }
-
-    fn lease(
-        &self,
-        id: LeaseId,
-        what: What,
-        renewed: Option<&Kv>,
-        recall: Option<&Kv>,
-    ) -> Result<Lease, RegistryError> {
-        let left = renewed.map_or(Ok(Duration::ZERO), |kv| self.left(kv))?;
-        let recall = recall.map(|kv| self.left(kv)).transpose()?;
-        Ok(Lease {
-            id,
-            lender: what.lender,
-            borrower: what.borrower,
-            vm: what.vm,
-            bytes: what.bytes,
-            durability: what.durability,
-            state: what.state,
-            left_ms: ms(left),
-            recall_ms: recall.map(ms),
-        })
-    }
-
-    /// Lenders of what was read of all their keys.
-    fn lenders(&self, kvs: &[Kv]) -> Result<Vec<KnownLender>, RegistryError> {
-        let prefix = format!("{}lender/", self.prefix);
-        let mut all = Vec::new();
-        for kv in kvs {
-            let name = kv.key.strip_prefix(&prefix);
-            let Some(host) = name.and_then(|name| name.strip_suffix("/account")) else {
-                continue;
-            };
-            let account: At<Account> = self.at(kv)?;
-            let heard_key = self.heard_key(host);
-            let heard = kvs.iter().find(|other| other.key == heard_key);
-            let (left, silent) = if let Some(heard) = heard {
-                (self.left(heard)?, self.since(&heard_key, heard.revision))
-            } else {
-                let seen = self.seen().get(&heard_key).map(|(_, at)| at.elapsed());
-                // It was over before this one ever looked.
-                let unseen = || Duration::from_millis(account.value.ttl_ms) + self.begun.elapsed();
-                (Duration::ZERO, seen.unwrap_or_else(unseen))
-            };
-            all.push(KnownLender {
-                host: host.to_owned(),
-                account,
-                left,
-                silent,
-            });
-        }
-        all.sort_by(|a, b| a.host.cmp(&b.host));
-        Ok(all)
-    }
-
-    fn all_lenders(&self) -> String {
-        format!("{}lender/", self.prefix)
-    }
-
-    fn all_leases(&self) -> String {
-        format!("{}lease/", self.prefix)
-    }
-
     /// One attempt to say what a lender has.
     fn try_offer(&self, offer: &Offer, ttl_ms: u64) -> Result<Option<bool>, RegistryError> {
         let lender = &offer.lender;
@@ -398,11 +97,6 @@ impl EtcdRegistry {
         }))
     }
 
-    fn grant(&self, ttl_ms: u64) -> Result<Grant, RegistryError> {
-        let granted = self.api.grant(Duration::from_millis(ttl_ms));
-        granted.map_err(|error| self.failed(&error))
-    }
-
     /// One attempt to set bytes aside.
     fn try_take(
         &self,
@@ -413,11 +107,8 @@ impl EtcdRegistry {
         let read = Txn::default()
             .get_all(&self.all_lenders())
             .get(&self.last_key());
-        let read = self.api.txn(&read).map_err(|error| self.failed(&error))?;
-        let [lenders, last] = read.ranges.as_slice() else {
-            return Err(self.unusable("its answer belongs to another question"));
-        };
-        let mut lenders = self.lenders(lenders)?;
+        let [lenders, last] = self.ranges(&read)?;
+        let mut lenders = self.lenders(&lenders)?;
         lenders.retain(|lender| {
             !lender.left.is_zero()
                 && lender.host != want.borrower
@@ -481,10 +172,8 @@ impl EtcdRegistry {
         ttl_ms: u64,
     ) -> Result<Option<Lease>, RegistryError> {
         let (what_key, renewed_key) = (self.what_key(id.0), self.renewed_key(id.0));
-        let found = self.get(&[what_key.clone(), renewed_key.clone(), self.recall_key(id.0)])?;
-        let [what, renewed, recall] = found.as_slice() else {
-            return Err(self.unusable("its answer belongs to another question"));
-        };
+        let [what, renewed, recall] =
+            self.get([&what_key, &renewed_key, &self.recall_key(id.0)])?;
         let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
         if what.value.state == LeaseState::Released {
             return Err(state(id, what.value.state, "renewed"));
@@ -510,10 +199,8 @@ impl EtcdRegistry {
     /// One attempt to note that a borrower has no other copy any more.
     fn try_sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Option<Lease>, RegistryError> {
         let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
-        let found = self.get(&[what_key.clone(), self.renewed_key(id.0), recall_key.clone()])?;
-        let [what, renewed, recall] = found.as_slice() else {
-            return Err(self.unusable("its answer belongs to another question"));
-        };
+        let [what, renewed, recall] =
+            self.get([&what_key, &self.renewed_key(id.0), &recall_key])?;
         let At {
             value: mut what,
             revision,
@@ -547,15 +234,14 @@ impl EtcdRegistry {
     /// One attempt to end a lease.
     fn try_end(&self, id: LeaseId, lender: &LenderId) -> Result<Option<()>, RegistryError> {
         let (what_key, account_key) = (self.what_key(id.0), self.account_key(&lender.host));
-        let found = self.get(&[what_key.clone(), account_key.clone()])?;
-        let [Some(what), Some(account)] = found.as_slice() else {
+        let [Some(what), Some(account)] = self.get([&what_key, &account_key])? else {
             return Ok(Some(()));
         };
-        let what: At<What> = self.at(what)?;
+        let what: At<What> = self.at(&what)?;
         if what.value.lender != *lender {
             return Ok(Some(()));
         }
-        let mut account: At<Account> = self.at(account)?;
+        let mut account: At<Account> = self.at(&account)?;
         account.value.leases.remove(&id.0);
         let txn = Txn::default()
             .when_at(&what_key, what.revision)
@@ -565,18 +251,6 @@ impl EtcdRegistry {
             .delete(&self.endpoint_key(id.0));
         Ok(self.commit(&txn)?.map(drop))
     }
-
-    /// Forgets when keys were seen that are there no more. Of a lender that is silent it is remembered how long.
-    fn forget(&self, leases: &[Kv]) {
-        let prefix = self.all_leases();
-        let is_there = |key: &str| leases.iter().any(|kv| kv.key == key);
-        self.seen()
-            .retain(|key, _| !key.starts_with(&prefix) || is_there(key));
-    }
-}
-
-fn ms(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 fn state(id: LeaseId, state: LeaseState, wanted: &str) -> RegistryError {
@@ -630,9 +304,8 @@ impl Registry for EtcdRegistry {
         endpoint.check()?;
         let key = self.what_key(id.0);
         self.repeat(|| {
-            let found = self.get(std::slice::from_ref(&key))?;
-            let found = found.first().and_then(Option::as_ref);
-            let mut what = self.what(id, &lender.host, found, |w| w.lender == *lender)?;
+            let [found] = self.get([&key])?;
+            let mut what = self.what(id, &lender.host, found.as_ref(), |w| w.lender == *lender)?;
             if what.value.state != LeaseState::Taken {
                 return Err(state(id, what.value.state, "exported"));
             }
@@ -646,10 +319,7 @@ impl Registry for EtcdRegistry {
     }
 
     fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
-        let found = self.get(&[self.what_key(id.0), self.endpoint_key(id.0)])?;
-        let [what, endpoint] = found.as_slice() else {
-            return Err(self.unusable("its answer belongs to another question"));
-        };
+        let [what, endpoint] = self.get([&self.what_key(id.0), &self.endpoint_key(id.0)])?;
         let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
         if what.value.state != LeaseState::Exported {
             return Ok(None);
@@ -679,10 +349,7 @@ impl Registry for EtcdRegistry {
         check_ttl(within)?;
         let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
         self.repeat(|| {
-            let found = self.get(&[what_key.clone(), recall_key.clone()])?;
-            let [what, recall] = found.as_slice() else {
-                return Err(self.unusable("its answer belongs to another question"));
-            };
+            let [what, recall] = self.get([&what_key, &recall_key])?;
             let At { value, revision } =
                 self.what(id, &lender.host, what.as_ref(), |w| w.lender == *lender)?;
             let lease = self.lease(id, value, None, recall.as_ref())?;
@@ -701,11 +368,10 @@ impl Registry for EtcdRegistry {
     fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
         let key = self.what_key(id.0);
         self.repeat(|| {
-            let found = self.get(std::slice::from_ref(&key))?;
-            let Some(what) = found.first().and_then(Option::as_ref) else {
+            let [Some(what)] = self.get([&key])? else {
                 return Ok(Some(()));
             };
-            let mut what: At<What> = self.at(what)?;
+            let mut what: At<What> = self.at(&what)?;
             if what.value.borrower != borrower || what.value.state == LeaseState::Released {
                 return Ok(Some(()));
             }
@@ -726,15 +392,12 @@ impl Registry for EtcdRegistry {
         let read = Txn::default()
             .get_all(&self.all_lenders())
             .get_all(&self.all_leases());
-        let read = self.api.txn(&read).map_err(|error| self.failed(&error))?;
-        let [lenders, keys] = read.ranges.as_slice() else {
-            return Err(self.unusable("its answer belongs to another question"));
-        };
-        self.forget(keys);
+        let [lenders, keys] = self.ranges(&read)?;
+        self.forget(&keys);
         let by_name: HashMap<&str, &Kv> = keys.iter().map(|kv| (kv.key.as_str(), kv)).collect();
         let prefix = self.all_leases();
         let mut leases = Vec::new();
-        for kv in keys {
+        for kv in &keys {
             let name = kv.key.strip_prefix(&prefix);
             let id = name.and_then(|name| name.strip_suffix("/what"));
             let Some(id) = id.and_then(|id| id.parse().ok()) else {
@@ -745,16 +408,19 @@ impl Registry for EtcdRegistry {
             leases.push(self.lease(LeaseId(id), self.read(kv)?, other(renewed), other(recall))?);
         }
         leases.sort_by_key(|lease| lease.id);
-        let lenders = self.lenders(lenders)?.into_iter().map(|lender| LenderView {
-            lender: LenderId {
-                incarnation: Incarnation(lender.account.value.incarnation),
-                host: lender.host,
-            },
-            offered_bytes: lender.account.value.bytes,
-            lent_bytes: lender.account.value.lent(),
-            silent_ms: ms(lender.silent),
-            left_ms: ms(lender.left),
-        });
+        let lenders = self
+            .lenders(&lenders)?
+            .into_iter()
+            .map(|lender| LenderView {
+                lender: LenderId {
+                    incarnation: Incarnation(lender.account.value.incarnation),
+                    host: lender.host,
+                },
+                offered_bytes: lender.account.value.bytes,
+                lent_bytes: lender.account.value.lent(),
+                silent_ms: ms(lender.silent),
+                left_ms: ms(lender.left),
+            });
         Ok(Picture {
             lenders: lenders.collect(),
             leases,

@@ -12,8 +12,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::https::{Https, Post, TlsFiles};
+use super::https::{Https, Post};
 use super::place::Member;
+use super::tls::TlsFiles;
 
 /// How long a member may take for an answer.
 const PATIENCE: Duration = Duration::from_secs(3);

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use memfold_testkit::patience;
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::etcd::EtcdRegistry;
-use super::export::Listen;
+use super::etcd_keys::EtcdRegistry;
+use super::listen::Listen;
 use super::place::Member;
 use super::registry::{Lease, Picture, Registry, RegistryError};
 use super::registry_tests::{Fixture, Several, check, lender, offer, suite, take, want};

@@ -17,7 +17,6 @@
 
 use std::fs::{File, Permissions};
 use std::io::{self, Read};
-use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
@@ -30,6 +29,7 @@ use memfold_vm::process::is_stopped;
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::iscsi::target;
+pub use super::listen::{Listen, TcpListen};
 use super::registry::{Address, Endpoint, Key, LeaseId, Transport};
 use super::wire;
 
@@ -82,78 +82,6 @@ pub enum ExportError {
         /// The end of its output.
         output: String,
     },
-}
-
-/// Where exports listen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Listen {
-    /// On Unix sockets: for borrowers on this host.
-    Unix,
-    /// On a port each, with TLS and a key each.
-    Tcp(TcpListen),
-    /// On a port each, by iSCSI, with a key each and without encryption.
-    Iscsi(TcpListen),
-}
-
-/// Where exports listen over TCP, and what borrowers are told.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TcpListen {
-    /// The address.
-    pub ip: IpAddr,
-    /// What borrowers are told instead.
-    pub announce: Option<IpAddr>,
-    /// First and last port; `None`: any that the kernel has free.
-    pub ports: Option<(u16, u16)>,
-}
-
-impl TcpListen {
-    fn bind(&self) -> io::Result<TcpListener> {
-        let Some((first, last)) = self.ports else {
-            return TcpListener::bind(SocketAddr::new(self.ip, 0));
-        };
-        for port in first..=last {
-            match TcpListener::bind(SocketAddr::new(self.ip, port)) {
-                Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
-                bound => return bound,
-            }
-        }
-        Err(io::Error::new(
-            io::ErrorKind::AddrInUse,
-            format!("all ports from {first} to {last} are in use; give more of them"),
-        ))
-    }
-}
-
-impl TcpListen {
-    fn endpoint(&self, port: u16, key: Key, transport: Transport) -> Endpoint {
-        Endpoint {
-            address: Address::Tcp {
-                ip: self.announce.unwrap_or(self.ip),
-                port,
-            },
-            key: Some(key),
-            transport,
-        }
-    }
-}
-
-impl std::fmt::Display for Listen {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (Self::Tcp(tcp) | Self::Iscsi(tcp)) = self else {
-            return f.write_str("Unix sockets");
-        };
-        write!(f, "{}", tcp.ip)?;
-        if let Some((first, last)) = tcp.ports {
-            write!(f, ", ports {first} to {last}")?;
-        }
-        if let Some(announce) = tcp.announce {
-            write!(f, ", announced as {announce}")?;
-        }
-        if matches!(self, Self::Iscsi(_)) {
-            f.write_str(", by iSCSI, not encrypted")?;
-        }
-        Ok(())
-    }
 }
 
 /// A running export. It ends when this is dropped, with this process, and with the *thread* that started it: nbdkit sets
@@ -372,6 +300,33 @@ struct Started {
     iscsi: Option<target::Files>,
 }
 
+fn listen_here(path: PathBuf) -> Result<(OwnedFd, Endpoint), ExportError> {
+    let socket = UnixListener::bind(&path).map_err(failed(&path))?;
+    std::fs::set_permissions(&path, Permissions::from_mode(0o600)).map_err(failed(&path))?;
+    let endpoint = Endpoint {
+        address: Address::Unix(path),
+        key: None,
+        transport: Transport::Nbd,
+    };
+    Ok((socket.into(), endpoint))
+}
+
+fn listen_with_key(
+    tcp: TcpListen,
+    id: LeaseId,
+    patience: Duration,
+    keys: &Path,
+) -> Result<(OwnedFd, Endpoint), ExportError> {
+    let named = PathBuf::from(tcp.ip.to_string());
+    let socket = tcp.bind().map_err(failed(&named))?;
+    // The connection has it from the socket: a borrower that was cut off doesn't keep its export.
+    wire::keep_alive(&socket, patience).map_err(failed(&named))?;
+    let port = socket.local_addr().map_err(failed(&named))?.port();
+    let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
+    write_key(keys, &key).map_err(failed(keys))?;
+    Ok((socket.into(), tcp.endpoint(port, key, Transport::Nbd)))
+}
+
 fn start(
     directory: &Path,
     listen: Listen,
@@ -404,29 +359,11 @@ fn start(
     }
     let mut tls = Vec::new();
     let (socket, endpoint): (OwnedFd, _) = match listen {
-        Listen::Unix => {
-            let socket = UnixListener::bind(&socket_path).map_err(failed(&socket_path))?;
-            std::fs::set_permissions(&socket_path, Permissions::from_mode(0o600))
-                .map_err(failed(&socket_path))?;
-            let endpoint = Endpoint {
-                address: Address::Unix(socket_path),
-                key: None,
-                transport: Transport::Nbd,
-            };
-            (socket.into(), endpoint)
-        }
+        Listen::Unix => listen_here(socket_path)?,
         Listen::Tcp(tcp) | Listen::Iscsi(tcp) => {
-            let named = PathBuf::from(tcp.ip.to_string());
-            let socket = tcp.bind().map_err(failed(&named))?;
-            // The connection has it from the socket: a borrower that was cut off doesn't keep its export.
-            wire::keep_alive(&socket, patience).map_err(failed(&named))?;
-            let port = socket.local_addr().map_err(failed(&named))?.port();
-            let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
-            write_key(&keys_path, &key).map_err(failed(&keys_path))?;
             tls.push("--tls=require".to_owned());
             tls.push(format!("--tls-psk={}", keys_path.display()));
-            let endpoint = tcp.endpoint(port, key, Transport::Nbd);
-            (socket.into(), endpoint)
+            listen_with_key(tcp, id, patience, &keys_path)?
         }
     };
     let (ends, alive) = pipe()?;

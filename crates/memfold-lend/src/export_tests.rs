@@ -1,5 +1,5 @@
 use std::io::Write;
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -178,7 +178,7 @@ fn exports_keep_to_their_ports_and_announce_what_they_were_told() {
     assert_eq!((told.to_string().as_str(), at), ("192.0.2.7", port));
     TcpStream::connect((ip, port)).unwrap();
     let error = Export::start(place.path(), listen, LeaseId(2), MIB, PATIENCE).unwrap_err();
-    let text = super::super::lender::chain(&error);
+    let text = memfold_host::chain(&error);
     assert!(text.contains("are in use"), "{text}");
     let words = format!("127.0.0.1, ports {port} to {port}, announced as 192.0.2.7");
     assert_eq!(listen.to_string(), words);

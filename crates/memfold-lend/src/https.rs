@@ -3,7 +3,6 @@
 //! Connections are kept and used again, each by one request at a time. Every server is told apart by its certificate alone: one that no CA of
 //! ours vouches for, that is of another name or has expired, gets no request.
 
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,11 +15,10 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tokio::runtime::Runtime;
 use tokio_rustls::TlsConnector;
-use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
-use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::place::Member;
+use super::tls::TlsFiles;
 
 /// How long connecting may take, TLS included.
 const CONNECT: Duration = Duration::from_millis(1500);
@@ -36,56 +34,6 @@ const KEPT: usize = 8;
 
 /// Longest answer, bytes.
 const LONGEST_ANSWER: usize = 16 << 20;
-
-/// This host's certificate.
-#[derive(Clone, Debug)]
-pub struct OwnCertificate {
-    /// The certificate and those that vouch for it, PEM.
-    pub certificate: PathBuf,
-    /// Its private key, PEM.
-    pub key: PathBuf,
-}
-
-/// Files for TLS. They are read for each connection, so that they can be replaced while the daemon runs.
-#[derive(Clone, Debug)]
-pub struct TlsFiles {
-    /// Who may vouch for a server, PEM.
-    pub ca: PathBuf,
-    /// What servers that ask for it are shown.
-    pub own: Option<OwnCertificate>,
-}
-
-type FileError = (PathBuf, String);
-
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> {
-    let failed = |why: String| (path.to_owned(), why);
-    let found = CertificateDer::pem_file_iter(path)
-        .and_then(Iterator::collect::<Result<Vec<_>, _>>)
-        .map_err(|error| failed(error.to_string()))?;
-    if found.is_empty() {
-        return Err(failed("it holds no certificate".into()));
-    }
-    Ok(found)
-}
-
-impl TlsFiles {
-    /// What they say; else which can't be used, and why.
-    pub fn config(&self) -> Result<ClientConfig, FileError> {
-        let mut roots = RootCertStore::empty();
-        for certificate in certificates(&self.ca)? {
-            let added = roots.add(certificate);
-            added.map_err(|error| (self.ca.clone(), error.to_string()))?;
-        }
-        let builder = ClientConfig::builder().with_root_certificates(roots);
-        let Some(own) = &self.own else {
-            return Ok(builder.with_no_client_auth());
-        };
-        let key = crate::tls_key::read(&own.key).map_err(|why| (own.key.clone(), why))?;
-        builder
-            .with_client_auth_cert(certificates(&own.certificate)?, key)
-            .map_err(|error| (own.certificate.clone(), error.to_string()))
-    }
-}
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
@@ -338,7 +286,7 @@ async fn send(
         .body(Full::new(Bytes::copy_from_slice(post.body)))
         .map_err(|error| Failed::NotSent(error.to_string()))?;
     let told = |error: hyper::Error| {
-        let why = super::lender::chain(&error);
+        let why = memfold_host::chain(&error);
         if error.is_canceled() {
             Failed::NotSent(why)
         } else {

@@ -1,10 +1,13 @@
+use std::path::Path;
 use std::process::Command;
 
 use memfold_testkit::{patience, wait_for, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::super::calls::{Call, CallRegistry, answer};
-use super::super::registry::{Address, GIVE_BACK, MAX_TTL, Want};
+use super::super::lender::{Lender, empty};
+use super::super::listen::Listen;
+use super::super::registry::{Address, GIVE_BACK, Incarnation, MAX_TTL, Want};
 use super::super::sqlite::SqliteRegistry;
 use super::*;
 

@@ -10,14 +10,19 @@
 pub mod blast;
 pub mod calls;
 pub mod distrust;
-pub mod etcd;
+mod etcd;
 mod etcd_api;
+mod etcd_keys;
 pub mod export;
 pub mod graph;
 pub mod https;
 pub mod iscsi;
 pub mod judge;
-pub mod lender;
+mod lender;
+mod lender_options;
+mod lender_status;
+mod lender_thread;
+mod listen;
 pub mod lvm;
 pub mod nbd;
 pub mod place;
@@ -25,6 +30,7 @@ pub mod pressure;
 pub mod registry;
 pub mod relay;
 pub mod sqlite;
+mod tls;
 pub mod tls_key;
 pub mod waits;
 pub mod wire;
@@ -34,8 +40,10 @@ mod etcd_tests;
 #[cfg(test)]
 mod registry_tests;
 
-pub use etcd::EtcdRegistry;
-pub use lender::{Lender, LenderOptions, LenderStatus};
+pub use etcd_keys::EtcdRegistry;
+pub use lender::Lender;
+pub use lender_options::LenderOptions;
+pub use lender_status::LenderStatus;
 pub use place::{RegistryAt, RegistryFiles};
 pub use registry::{
     Address, Durability, Endpoint, Incarnation, Key, Lease, LeaseId, LeaseState, LenderId,

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use tokio_rustls::rustls::pki_types::ServerName;
 
-use super::https::{OwnCertificate, TlsFiles};
+use super::tls::{OwnCertificate, TlsFiles};
 
 /// Members of one cluster, at most.
 const MOST_MEMBERS: usize = 16;

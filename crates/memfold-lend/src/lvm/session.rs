@@ -6,16 +6,14 @@
 use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_host::helper;
 use serde::{Deserialize, Serialize};
 
 use super::super::iscsi::{LUN, bridge, target_name};
 use super::super::registry::{Durability, Key};
-use super::LvmError;
-use super::tools::not_run;
+use super::error::LvmError;
+use super::run::{failed, run, said};
 
 /// How long `iscsiadm` may take: it waits for hosts with time limits of its own.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -179,31 +177,11 @@ fn node(target: &Target, words: &[&str]) -> Result<(), LvmError> {
 }
 
 fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
-    let began = Instant::now();
-    let mut command = Command::new("iscsiadm");
-    command
-        .args(words)
-        .env("LC_ALL", "C")
-        .current_dir("/")
-        .stdin(Stdio::null());
-    let output = helper::output(&mut command, LIMIT).map_err(|source| {
-        not_run(
-            source,
-            ("iscsiadm", "open-iscsi"),
-            format!("iscsiadm {}", words.join(" ")),
-        )
-    })?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    let took = began.elapsed();
-    tracing::debug!(?words, ?took, status = %output.status, said = said.trim(), "ran iscsiadm");
+    let output = run(("iscsiadm", "open-iscsi"), words, LIMIT)?;
     if output.status.success() || output.status.code() == Some(NOTHING_THERE) {
         return Ok(());
     }
-    let said: Vec<&str> = said.lines().map(str::trim).collect();
-    Err(LvmError::Failed {
-        command: format!("iscsiadm {}", words.join(" ")),
-        said: said.join("; "),
-    })
+    Err(failed("iscsiadm", words, said(&output)))
 }
 
 /// Notes the target for open-iscsi. Its secret gets into open-iscsi's file of the target, which is root's alone, and not onto a command

@@ -3,14 +3,14 @@
 //! They are never killed: one that has suspended a device has to resume it.
 
 use std::collections::BTreeMap;
-use std::io;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use memfold_host::helper;
 use serde::Deserialize;
 
-use super::{DATA_START, LvmError, Volume};
+use super::error::LvmError;
+use super::lent_disk::DATA_START;
+use super::run::{failed, run, said};
+use super::volume::Volume;
 
 /// How long a program of LVM may take: it waits for others that have LVM's locks, and for disks.
 const LIMIT: Duration = Duration::from_secs(600);
@@ -202,7 +202,7 @@ pub fn stop_move(device: &str) -> Result<(), LvmError> {
 /// (`Documentation/admin-guide/device-mapper/dm-raid.rst`); `None`: it is no mirror.
 pub fn images(volume: &Volume) -> Result<Option<String>, LvmError> {
     let device = volume.device();
-    let said = run("dmsetup", &["status", &device])?;
+    let said = said_by("dmsetup", &["status", &device])?;
     // START LENGTH raid raid1 2 AA 1024/1024 idle 0 0 -
     let words: Vec<&str> = said.split_ascii_whitespace().collect();
     let mirror = words.get(2..4) == Some(&["raid", "raid1"][..]);
@@ -215,7 +215,7 @@ pub fn images(volume: &Volume) -> Result<Option<String>, LvmError> {
 /// Has the kernel load what maps a device so (`raid`, `mirror`), if it isn't there. LVM would run modprobe, which a service may be forbidden
 /// (`ProtectKernelModules=`); the kernel's own request isn't.
 fn load(target: &str) -> Result<(), LvmError> {
-    run("dmsetup", &["target-version", target]).map(drop)
+    said_by("dmsetup", &["target-version", target]).map(drop)
 }
 
 fn report<'a>(words: &[&'a str]) -> Vec<&'a str> {
@@ -227,58 +227,17 @@ fn report<'a>(words: &[&'a str]) -> Vec<&'a str> {
 }
 
 fn lvm(words: &[&str]) -> Result<String, LvmError> {
-    run("lvm", words)
+    said_by("lvm", words)
 }
 
-fn run(program: &'static str, words: &[&str]) -> Result<String, LvmError> {
-    let began = Instant::now();
-    let mut command = Command::new(program);
-    command
-        .args(words)
-        .env("LC_ALL", "C")
-        // Those of the daemon are closed on exec, those of who has started it may not be.
-        .env("LVM_SUPPRESS_FD_WARNINGS", "1")
-        .current_dir("/")
-        .stdin(Stdio::null());
-    let output = helper::output(&mut command, LIMIT).map_err(|source| {
-        not_run(
-            source,
-            (program, "lvm2"),
-            format!("{program} {}", words.join(" ")),
-        )
-    })?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    let took = began.elapsed();
-    tracing::debug!(program, ?words, ?took, status = %output.status, said = said.trim(), "ran");
+fn said_by(program: &'static str, words: &[&str]) -> Result<String, LvmError> {
+    let output = run((program, "lvm2"), words, LIMIT)?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-    let lines: Vec<&str> = said.lines().map(str::trim).collect();
-    Err(LvmError::Failed {
-        command: format!("{program} {}", words.join(" ")),
-        said: if lines.is_empty() {
-            output.status.to_string()
-        } else {
-            lines.join("; ")
-        },
-    })
-}
-
-/// Why a program did not end by itself.
-pub(super) fn not_run(
-    source: io::Error,
-    (program, package): (&'static str, &'static str),
-    command: String,
-) -> LvmError {
-    if source.kind() == io::ErrorKind::TimedOut {
-        let said = source.to_string();
-        return LvmError::Failed { command, said };
-    }
-    LvmError::Missing {
-        program,
-        package,
-        source,
-    }
+    let said = Some(said(&output)).filter(|said| !said.is_empty());
+    let said = said.unwrap_or_else(|| output.status.to_string());
+    Err(failed(program, words, said))
 }
 
 type Row = BTreeMap<String, String>;

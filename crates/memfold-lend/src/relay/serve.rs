@@ -22,10 +22,10 @@ use super::super::nbd::{
     BLOCK, Command, EINVAL, EIO, MAX_BYTES, REPLY_BYTES, REQUEST_BYTES, Reply, Request,
 };
 use super::asks::Patience;
+use super::ended::{Ended, Why};
 use super::stream::Stream;
 use super::stripes::Stripes;
 use super::sums::Sums;
-use super::{Ended, Why};
 
 /// Most bytes of requests under way.
 const UNDER_WAY: u64 = 4 << 20;

@@ -15,7 +15,8 @@ use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
 use super::asks::{self, Answer, Ask};
-use super::{Ended, Orders, Said};
+use super::ended::Ended;
+use super::orders::{Orders, Said};
 
 /// How long a relay may take to connect to all its lenders. Each may take 3 s for each of a few answers.
 const READY: Duration = Duration::from_secs(10);

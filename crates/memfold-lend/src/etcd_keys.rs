@@ -1,0 +1,335 @@
+//! What lies under which key of an etcd, and how it is read.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::etcd_api::{Api, ApiError, Grant, Kv, Txn};
+use super::place::Member;
+use super::registry::{Durability, Lease, LeaseId, LeaseState, LenderId, RegistryError};
+use super::tls::TlsFiles;
+
+/// Where everything of ours is. The number is that of this layout.
+const PREFIX: &str = "/memfold/lend/1/";
+
+/// How long one tries again when others change the same.
+const CONTENTION: Duration = Duration::from_secs(5);
+
+/// A lender's account.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Account {
+    pub(super) incarnation: u64,
+    /// Bytes offered, lent ones included.
+    pub(super) bytes: u64,
+    /// For how long an offer holds.
+    pub(super) ttl_ms: u64,
+    /// Bytes by lease.
+    pub(super) leases: BTreeMap<u64, u64>,
+}
+
+impl Account {
+    pub(super) fn lent(&self) -> u64 {
+        self.leases.values().sum()
+    }
+}
+
+/// What a lease is, without its times.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct What {
+    pub(super) lender: LenderId,
+    pub(super) borrower: String,
+    pub(super) vm: String,
+    pub(super) bytes: u64,
+    pub(super) durability: Durability,
+    pub(super) state: LeaseState,
+}
+
+/// How long something holds.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) struct Holds {
+    pub(super) ms: u64,
+}
+
+/// A value with the revision at which it was put.
+#[derive(Clone, Debug)]
+pub(super) struct At<T> {
+    pub(super) value: T,
+    pub(super) revision: u64,
+}
+
+/// Leases in an etcd.
+pub struct EtcdRegistry {
+    pub(super) api: Api,
+    pub(super) place: String,
+    pub(super) prefix: String,
+    pub(super) begun: Instant,
+    /// When this one saw the revision that a key has.
+    pub(super) seen: Mutex<HashMap<String, (u64, Instant)>>,
+}
+
+impl fmt::Debug for EtcdRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("EtcdRegistry").field(&self.place).finish()
+    }
+}
+
+/// A lender as it was read.
+#[derive(Debug)]
+pub(super) struct KnownLender {
+    pub(super) host: String,
+    pub(super) account: At<Account>,
+    /// Time left until its offer is over.
+    pub(super) left: Duration,
+    pub(super) silent: Duration,
+}
+
+impl EtcdRegistry {
+    /// The registry at these members; `place` is what people are told of it.
+    #[must_use]
+    pub fn new(place: String, members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
+        Self::under(PREFIX.to_owned(), place, members, tls)
+    }
+
+    /// The same, under keys of its own, which end with `/`.
+    pub(super) fn under(
+        prefix: String,
+        place: String,
+        members: Vec<Member>,
+        tls: Option<TlsFiles>,
+    ) -> Self {
+        Self {
+            api: Api::new(members, tls),
+            place,
+            prefix,
+            begun: Instant::now(),
+            seen: Mutex::default(),
+        }
+    }
+
+    pub(super) fn unusable(&self, why: impl Into<String>) -> RegistryError {
+        RegistryError::Unusable {
+            place: self.place.clone(),
+            why: why.into(),
+        }
+    }
+
+    pub(super) fn failed(&self, error: &ApiError) -> RegistryError {
+        self.unusable(error.to_string())
+    }
+
+    pub(super) fn account_key(&self, host: &str) -> String {
+        format!("{}lender/{host}/account", self.prefix)
+    }
+
+    pub(super) fn heard_key(&self, host: &str) -> String {
+        format!("{}lender/{host}/heard", self.prefix)
+    }
+
+    pub(super) fn lease_keys(&self, id: u64) -> String {
+        format!("{}lease/{id}/", self.prefix)
+    }
+
+    pub(super) fn what_key(&self, id: u64) -> String {
+        format!("{}what", self.lease_keys(id))
+    }
+
+    pub(super) fn renewed_key(&self, id: u64) -> String {
+        format!("{}renewed", self.lease_keys(id))
+    }
+
+    pub(super) fn recall_key(&self, id: u64) -> String {
+        format!("{}recall", self.lease_keys(id))
+    }
+
+    pub(super) fn endpoint_key(&self, id: u64) -> String {
+        format!("{}endpoint/{id}", self.prefix)
+    }
+
+    pub(super) fn last_key(&self) -> String {
+        format!("{}last", self.prefix)
+    }
+
+    pub(super) fn seen(&self) -> MutexGuard<'_, HashMap<String, (u64, Instant)>> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How long ago this one first saw the key as it is.
+    pub(super) fn since(&self, key: &str, revision: u64) -> Duration {
+        let now = Instant::now();
+        let mut seen = self.seen();
+        let at = seen.entry(key.to_owned()).or_insert((revision, now));
+        // An answer may come behind a later one.
+        if at.0 < revision {
+            *at = (revision, now);
+        }
+        at.1.elapsed()
+    }
+
+    /// Time left of what a key says, since it was seen first.
+    pub(super) fn left(&self, kv: &Kv) -> Result<Duration, RegistryError> {
+        let holds: Holds = self.read(kv)?;
+        let holds = Duration::from_millis(holds.ms);
+        Ok(holds.saturating_sub(self.since(&kv.key, kv.revision)))
+    }
+
+    pub(super) fn read<T: DeserializeOwned>(&self, kv: &Kv) -> Result<T, RegistryError> {
+        serde_json::from_slice(&kv.value).map_err(|error| {
+            self.unusable(format!("its key {} holds something else ({error})", kv.key))
+        })
+    }
+
+    pub(super) fn at<T: DeserializeOwned>(&self, kv: &Kv) -> Result<At<T>, RegistryError> {
+        let (value, revision) = (self.read(kv)?, kv.revision);
+        Ok(At { value, revision })
+    }
+
+    /// What so many questions find.
+    pub(super) fn ranges<const N: usize>(&self, txn: &Txn) -> Result<[Vec<Kv>; N], RegistryError> {
+        let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
+        let other = |_| self.unusable("its answer belongs to another question");
+        done.ranges.try_into().map_err(other)
+    }
+
+    /// Reads these keys at one revision.
+    pub(super) fn get<const N: usize>(
+        &self,
+        keys: [&str; N],
+    ) -> Result<[Option<Kv>; N], RegistryError> {
+        let txn = keys.iter().fold(Txn::default(), |txn, key| txn.get(key));
+        Ok(self.ranges(&txn)?.map(|mut found| found.pop()))
+    }
+
+    /// Carries out what depends on what was read: the revision afterwards, or `None` if it had changed meanwhile.
+    pub(super) fn commit(&self, txn: &Txn) -> Result<Option<u64>, RegistryError> {
+        let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
+        Ok(done.held.then_some(done.revision))
+    }
+
+    /// Tries until nobody has come between reading and changing.
+    pub(super) fn repeat<T>(
+        &self,
+        mut attempt: impl FnMut() -> Result<Option<T>, RegistryError>,
+    ) -> Result<T, RegistryError> {
+        let end = Instant::now() + CONTENTION;
+        for turn in 1.. {
+            if let Some(done) = attempt()? {
+                return Ok(done);
+            }
+            if Instant::now() > end {
+                break;
+            }
+            // Others wait for another while.
+            let chance = memfold_vm::overlay::unique() / 1000 % 8 + 1;
+            std::thread::sleep(Duration::from_millis(chance * turn.min(10)));
+        }
+        Err(self.unusable("others change the same all the time"))
+    }
+
+    pub(super) fn lender(
+        &self,
+        host: &str,
+    ) -> Result<(Option<At<Account>>, Option<Kv>), RegistryError> {
+        let [account, heard] = self.get([&self.account_key(host), &self.heard_key(host)])?;
+        let account = account.map(|kv| self.at(&kv)).transpose()?;
+        Ok((account, heard))
+    }
+
+    /// A lease, if it is theirs who ask.
+    pub(super) fn what(
+        &self,
+        id: LeaseId,
+        who: &str,
+        kv: Option<&Kv>,
+        is_theirs: impl FnOnce(&What) -> bool,
+    ) -> Result<At<What>, RegistryError> {
+        let what: Option<At<What>> = kv.map(|kv| self.at(kv)).transpose()?;
+        // Whose it is, is nobody else's affair.
+        let theirs = what.filter(|what| is_theirs(&what.value));
+        theirs.ok_or_else(|| RegistryError::NoLease {
+            id,
+            who: who.to_owned(),
+        })
+    }
+
+    pub(super) fn lease(
+        &self,
+        id: LeaseId,
+        what: What,
+        renewed: Option<&Kv>,
+        recall: Option<&Kv>,
+    ) -> Result<Lease, RegistryError> {
+        let left = renewed.map_or(Ok(Duration::ZERO), |kv| self.left(kv))?;
+        let recall = recall.map(|kv| self.left(kv)).transpose()?;
+        Ok(Lease {
+            id,
+            lender: what.lender,
+            borrower: what.borrower,
+            vm: what.vm,
+            bytes: what.bytes,
+            durability: what.durability,
+            state: what.state,
+            left_ms: ms(left),
+            recall_ms: recall.map(ms),
+        })
+    }
+
+    /// Lenders of what was read of all their keys.
+    pub(super) fn lenders(&self, kvs: &[Kv]) -> Result<Vec<KnownLender>, RegistryError> {
+        let prefix = format!("{}lender/", self.prefix);
+        let mut all = Vec::new();
+        for kv in kvs {
+            let name = kv.key.strip_prefix(&prefix);
+            let Some(host) = name.and_then(|name| name.strip_suffix("/account")) else {
+                continue;
+            };
+            let account: At<Account> = self.at(kv)?;
+            let heard_key = self.heard_key(host);
+            let heard = kvs.iter().find(|other| other.key == heard_key);
+            let (left, silent) = if let Some(heard) = heard {
+                (self.left(heard)?, self.since(&heard_key, heard.revision))
+            } else {
+                let seen = self.seen().get(&heard_key).map(|(_, at)| at.elapsed());
+                // It was over before this one ever looked.
+                let unseen = || Duration::from_millis(account.value.ttl_ms) + self.begun.elapsed();
+                (Duration::ZERO, seen.unwrap_or_else(unseen))
+            };
+            all.push(KnownLender {
+                host: host.to_owned(),
+                account,
+                left,
+                silent,
+            });
+        }
+        all.sort_by(|a, b| a.host.cmp(&b.host));
+        Ok(all)
+    }
+
+    pub(super) fn all_lenders(&self) -> String {
+        format!("{}lender/", self.prefix)
+    }
+
+    pub(super) fn all_leases(&self) -> String {
+        format!("{}lease/", self.prefix)
+    }
+
+    pub(super) fn grant(&self, ttl_ms: u64) -> Result<Grant, RegistryError> {
+        let granted = self.api.grant(Duration::from_millis(ttl_ms));
+        granted.map_err(|error| self.failed(&error))
+    }
+
+    /// Forgets when keys were seen that are there no more. Of a lender that is silent it is remembered how long.
+    pub(super) fn forget(&self, leases: &[Kv]) {
+        let prefix = self.all_leases();
+        let is_there = |key: &str| leases.iter().any(|kv| kv.key == key);
+        self.seen()
+            .retain(|key, _| !key.starts_with(&prefix) || is_there(key));
+    }
+}
+
+pub(super) fn ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}

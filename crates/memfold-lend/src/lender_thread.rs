@@ -1,0 +1,526 @@
+//! The lender's thread: it judges what this host can spare, offers it, exports what is taken of it, takes it back.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tracing::{info, warn};
+
+use super::export::{Export, Health};
+use super::judge::{Hurry, Judge, Verdict};
+use super::lender_options::LenderOptions;
+use super::lender_status::LenderStatus;
+use super::pressure::Sample;
+use super::registry::{
+    Durability, Lease, LeaseId, LeaseState, LenderId, Offer, Registry, RegistryError,
+};
+use super::wire::patience;
+
+/// Time between two looks.
+const TICK: Duration = Duration::from_millis(500);
+
+/// Time between two looks at nothing but what is available, while something is lent that can end at once.
+const GLANCE: Duration = Duration::from_millis(50);
+
+/// How long an offer holds without being said again.
+const OFFER_TTL: Duration = Duration::from_secs(10);
+
+/// Exports that end so fast are waited for.
+const AT_ONCE: Duration = Duration::from_millis(100);
+
+/// The same when next to nothing is left, for who has a copy and only lets go: it hears of it within a second, and takes 0.1 s.
+const HURRY: Duration = Duration::from_secs(2);
+
+/// An export and what is known of its lease.
+#[derive(Debug)]
+pub(super) struct Lent {
+    pub(super) export: Export,
+    /// Whether the borrower has been told where it is.
+    pub(super) published: bool,
+    /// When its lease is over, as far as was heard.
+    pub(super) deadline: Instant,
+    /// Whether the registry has lost its lease.
+    pub(super) orphaned: bool,
+    pub(super) durability: Durability,
+}
+
+#[derive(Debug)]
+pub(super) struct Work {
+    pub(super) options: LenderOptions,
+    /// `/proc`, but in tests.
+    pub(super) proc: PathBuf,
+    pub(super) registry: Arc<dyn Registry>,
+    pub(super) lender: LenderId,
+    /// Whether that is a later incarnation than any that the registry knows.
+    pub(super) announced: bool,
+    pub(super) judge: Judge,
+    /// Most bytes to lend from now on.
+    pub(super) max_bytes: Arc<AtomicU64>,
+    pub(super) begun: Instant,
+    pub(super) exports: BTreeMap<LeaseId, Lent>,
+    /// Killed, and not gone yet: to free much memory takes a while, and others are to hear of this host meanwhile.
+    pub(super) dying: BTreeMap<LeaseId, Export>,
+    pub(super) status: Arc<Mutex<LenderStatus>>,
+    pub(super) ending: Arc<AtomicBool>,
+}
+
+impl Work {
+    /// One look. Whether all is done: only when it is ending.
+    pub(super) fn tick(&mut self) -> bool {
+        self.bury();
+        let problem = match self.keep_up() {
+            Ok(done) if done => return true,
+            Ok(_) => None,
+            Err(error) => {
+                if matches!(error, RegistryError::Superseded { .. }) {
+                    warn!(%error, "lends no more");
+                    self.set(|status| status.problem = Some(error.to_string()));
+                    return true;
+                }
+                self.end_overdue();
+                Some(error.to_string())
+            }
+        };
+        let lent = self.lent_bytes();
+        self.set(|status| {
+            if problem.is_some() && status.problem != problem {
+                warn!(problem, "lending");
+            }
+            status.problem = problem;
+            status.lent_bytes = lent;
+        });
+        false
+    }
+
+    pub(super) fn set(&self, change: impl FnOnce(&mut LenderStatus)) {
+        change(&mut self.status.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    pub(super) fn lent_bytes(&self) -> u64 {
+        let living = self.exports.values().map(|lent| lent.export.bytes());
+        let dying = self.dying.values().map(Export::bytes);
+        living.chain(dying).sum()
+    }
+
+    /// Bytes of exports that are being allocated.
+    pub(super) fn beginning_bytes(&self) -> u64 {
+        let begin = self.exports.values().filter(|lent| !lent.published);
+        begin.map(|lent| lent.export.bytes()).sum()
+    }
+
+    /// Ends exports that have ended by themselves or stand still.
+    pub(super) fn bury(&mut self) {
+        let mut dead = Vec::new();
+        let mut refused = 0;
+        for (id, lent) in &mut self.exports {
+            let strangers = lent.export.refused();
+            if strangers > 0 {
+                refused += strangers;
+                warn!(
+                    lease = id.0,
+                    strangers, "connections to its export broke off or were refused"
+                );
+            }
+            let health = lent.export.health();
+            if health != Health::Serving {
+                dead.push((*id, health));
+            }
+        }
+        if refused > 0 {
+            self.set(|status| status.refused += refused);
+        }
+        let gone: Vec<LeaseId> = self
+            .dying
+            .iter_mut()
+            .filter_map(|(id, export)| (export.health() == Health::Ended).then_some(*id))
+            .collect();
+        for id in gone {
+            self.buried(id);
+        }
+        for (id, health) in dead {
+            warn!(
+                lease = id.0,
+                ?health,
+                "its export has failed, or its client has gone"
+            );
+            self.end_export(id, true);
+        }
+    }
+
+    /// Takes a later incarnation than the daemon before, whatever the clock says: it may have been set back.
+    pub(super) fn follow_on(&mut self) -> Result<(), RegistryError> {
+        if self.announced {
+            return Ok(());
+        }
+        let known = self.ask(|registry| registry.picture())?.lenders;
+        let known = known.iter().map(|view| &view.lender);
+        if let Some(before) = known.into_iter().find(|l| l.host == self.lender.host) {
+            let next = before.incarnation.0.saturating_add(1);
+            self.lender.incarnation.0 = self.lender.incarnation.0.max(next);
+        }
+        self.announced = true;
+        Ok(())
+    }
+
+    /// Bytes of exports whose leases the registry has lost.
+    pub(super) fn orphaned_bytes(&self) -> u64 {
+        let orphans = self.exports.values().filter(|lent| lent.orphaned);
+        orphans.map(|lent| lent.export.bytes()).sum()
+    }
+
+    /// Whether all is done.
+    pub(super) fn keep_up(&mut self) -> Result<bool, RegistryError> {
+        let ending = self.ending.load(Ordering::Acquire);
+        let verdict = self.judge();
+        // Before anybody is asked for anything: the registry may be slow or away.
+        if verdict.hurry == Hurry::Now {
+            self.cut(verdict.recall_bytes);
+        }
+        self.follow_on()?;
+        let offered = verdict.offer_bytes.saturating_sub(self.orphaned_bytes());
+        let offer = Offer {
+            lender: self.lender.clone(),
+            bytes: if ending { 0 } else { offered },
+        };
+        self.ask(|registry| registry.offer(&offer, OFFER_TTL))?;
+        let mut leases = self.ask(|registry| registry.picture())?.leases;
+        leases.retain(|lease| lease.lender == self.lender);
+        // What ends makes room for what begins.
+        self.end_what_is_over(&leases);
+        for lease in &leases {
+            self.begin(lease)?;
+        }
+        let wanted = if ending {
+            u64::MAX
+        } else {
+            verdict.recall_bytes
+        };
+        self.recall(&leases, wanted)?;
+        if verdict.hurry > Hurry::No {
+            self.hurry(&leases)?;
+        }
+        self.set(|status| {
+            status.offer_bytes = offer.bytes;
+            status.why = verdict.why;
+            let recalled = leases.iter().filter(|lease| lease.recall_ms.is_some());
+            status.recalled_bytes = recalled.map(|lease| lease.bytes).sum();
+        });
+        Ok(ending && leases.is_empty() && self.exports.is_empty() && self.dying.is_empty())
+    }
+
+    pub(super) fn judge(&mut self) -> Verdict {
+        let lent = self.lent_bytes();
+        self.judge.set_max(self.max_bytes.load(Ordering::Acquire));
+        match Sample::read(&self.proc, self.begun.elapsed()) {
+            Ok(mut sample) => {
+                sample.owed_bytes = self.options.owed.load(Ordering::Relaxed);
+                sample.short_guests = self.options.short_guests.load(Ordering::Relaxed);
+                sample.beginning_bytes = self.beginning_bytes();
+                self.judge.judge(sample, lent)
+            }
+            // Unknown is not spare.
+            Err(error) => Verdict {
+                offer_bytes: lent,
+                recall_bytes: 0,
+                hurry: Hurry::No,
+                why: format!("this host's memory can't be read: {error}"),
+            },
+        }
+    }
+
+    /// Ends exports whose lease is over, was given back, or isn't known any more.
+    pub(super) fn end_what_is_over(&mut self, leases: &[Lease]) {
+        for lease in leases {
+            if is_over(lease) {
+                if lease.state != LeaseState::Released {
+                    warn!(
+                        lease = lease.id.0,
+                        borrower = lease.borrower,
+                        vm = lease.vm,
+                        "not given back in time; its export is ended"
+                    );
+                }
+                self.end_export(lease.id, false);
+            } else if let Some(lent) = self.exports.get_mut(&lease.id) {
+                lent.deadline = Instant::now() + Duration::from_millis(lease.left_ms);
+                lent.orphaned = false;
+                // Its borrower's copy may have failed.
+                lent.durability = lease.durability;
+                // Also if the answer to that was lost.
+                lent.published |= lease.state == LeaseState::Exported;
+            }
+        }
+        // Nobody but us ends a lease: a registry that doesn't know one any more has begun anew, and its borrower needs time.
+        let unknown = self
+            .exports
+            .iter_mut()
+            .filter(|(id, _)| !leases.iter().any(|lease| lease.id == **id));
+        let mut over = Vec::new();
+        for (id, lent) in unknown {
+            if !lent.published || lent.deadline <= Instant::now() {
+                over.push(*id);
+            } else if !lent.orphaned {
+                lent.orphaned = true;
+                warn!(
+                    lease = id.0,
+                    "the registry doesn't know it any more; its export is ended when its time is over"
+                );
+            }
+        }
+        for id in over {
+            warn!(
+                lease = id.0,
+                "the registry doesn't know it; its export is ended"
+            );
+            self.end_export(id, false);
+        }
+    }
+
+    /// While the registry can't be asked, the deadlines that it told hold.
+    pub(super) fn end_overdue(&mut self) {
+        let now = Instant::now();
+        let over = |lent: &Lent| lent.deadline <= now;
+        let ids: Vec<LeaseId> = self
+            .exports
+            .iter()
+            .filter(|(_, lent)| over(lent))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in ids {
+            warn!(
+                lease = id.0,
+                "over, and the registry can't be asked; its export is ended"
+            );
+            self.end_export(id, false);
+        }
+    }
+
+    pub(super) fn begin(&mut self, lease: &Lease) -> Result<(), RegistryError> {
+        let is_dying = self.dying.contains_key(&lease.id);
+        if lease.state != LeaseState::Taken || is_over(lease) || is_dying {
+            return Ok(());
+        }
+        if !self.exports.contains_key(&lease.id) {
+            let place = &self.options.directory;
+            let patience = patience(lease.durability);
+            match Export::start(place, self.options.listen, lease.id, lease.bytes, patience) {
+                Ok(export) => {
+                    let lent = Lent {
+                        export,
+                        published: false,
+                        deadline: Instant::now() + Duration::from_millis(lease.left_ms),
+                        orphaned: false,
+                        durability: lease.durability,
+                    };
+                    self.exports.insert(lease.id, lent);
+                }
+                Err(error) => {
+                    warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "can't be exported");
+                    self.end_export(lease.id, true);
+                    return Ok(());
+                }
+            }
+        }
+        let Some(lent) = self.exports.get_mut(&lease.id) else {
+            return Ok(());
+        };
+        match lent.export.is_ready() {
+            Ok(true) if !lent.published => {
+                let (endpoint, lender) = (lent.export.endpoint().clone(), self.lender.clone());
+                self.ask(|registry| registry.publish(lease.id, &lender, &endpoint))?;
+                // It may have ended meanwhile.
+                if let Some(lent) = self.exports.get_mut(&lease.id) {
+                    lent.published = true;
+                }
+                info!(
+                    lease = lease.id.0,
+                    borrower = lease.borrower,
+                    vm = lease.vm,
+                    bytes = lease.bytes,
+                    "lent"
+                );
+            }
+            Ok(_) => {}
+            Err(error) => {
+                warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "can't be exported");
+                self.end_export(lease.id, true);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends an export, if there is one, and says so as soon as its bytes are free.
+    pub(super) fn end_export(&mut self, id: LeaseId, failed: bool) {
+        if self.dying.contains_key(&id) {
+            return;
+        }
+        let was = self.exports.remove(&id);
+        self.set(|status| {
+            status.ended += u64::from(was.is_some());
+            status.failed += u64::from(was.is_some() && failed);
+        });
+        if let Some(Lent { mut export, .. }) = was {
+            if !export.kill(AT_ONCE) {
+                self.dying.insert(id, export);
+                return;
+            }
+        }
+        self.buried(id);
+    }
+
+    /// Its memory is free.
+    pub(super) fn buried(&mut self, id: LeaseId) {
+        self.dying.remove(&id);
+        // If it isn't heard, the next look finds the lease without an export.
+        let lender = self.lender.clone();
+        if let Err(error) = self.ask(|registry| registry.ended(id, &lender)) {
+            warn!(lease = id.0, %error, "has ended, and the registry doesn't know yet");
+        }
+    }
+
+    /// Until the next look, which comes at once when next to nothing is left and something can end for it.
+    pub(super) fn rest(&self) {
+        let end = Instant::now() + TICK;
+        let can_cut = self.can_cut();
+        loop {
+            let begin = Instant::now();
+            let left = end.saturating_duration_since(begin);
+            let nap = if can_cut { left.min(GLANCE) } else { left };
+            std::thread::park_timeout(nap);
+            let woken = begin.elapsed() < nap;
+            if woken || nap == left || self.is_pressed() {
+                return;
+            }
+        }
+    }
+
+    /// Whether something can end at once.
+    pub(super) fn can_cut(&self) -> bool {
+        self.exports.values().any(|lent| has_copy(lent.durability))
+    }
+
+    /// Whether next to nothing is left, by a glance.
+    pub(super) fn is_pressed(&self) -> bool {
+        Sample::glance(&self.proc).is_ok_and(|sample| Hurry::by(&sample) == Hurry::Now)
+    }
+
+    /// Asks the registry, which may be slow or away, and goes on glancing meanwhile.
+    pub(super) fn ask<T: Send>(&mut self, call: impl FnOnce(&dyn Registry) -> T + Send) -> T {
+        let registry = self.registry.clone();
+        if !self.can_cut() {
+            return call(&*registry);
+        }
+        std::thread::scope(|scope| {
+            let (tell, told) = std::sync::mpsc::channel();
+            let asked = scope.spawn(move || tell.send(call(&*registry)));
+            loop {
+                match told.recv_timeout(GLANCE) {
+                    Ok(answer) => return answer,
+                    Err(RecvTimeoutError::Timeout) if self.is_pressed() => {
+                        let verdict = self.judge();
+                        self.cut(verdict.recall_bytes);
+                    }
+                    Err(RecvTimeoutError::Timeout) => {}
+                    // It panicked, and so does this.
+                    Err(RecvTimeoutError::Disconnected) => match asked.join() {
+                        Ok(_) => unreachable!("it has said nothing, and ended"),
+                        Err(panic) => std::panic::resume_unwind(panic),
+                    },
+                }
+            }
+        })
+    }
+
+    /// Ends exports whose borrowers have a copy, the largest first, until so many bytes are on their way. There is no time to ask: they lose no
+    /// byte, and take it for a lender that has died.
+    pub(super) fn cut(&mut self, wanted: u64) {
+        let mut coming: u64 = self.dying.values().map(Export::bytes).sum();
+        let mut copied: Vec<(Reverse<u64>, LeaseId)> = self
+            .exports
+            .iter()
+            .filter(|(_, lent)| has_copy(lent.durability))
+            .map(|(id, lent)| (Reverse(lent.export.bytes()), *id))
+            .collect();
+        copied.sort_unstable();
+        for (Reverse(bytes), id) in copied {
+            if coming >= wanted {
+                break;
+            }
+            let Some(Lent { mut export, .. }) = self.exports.remove(&id) else {
+                continue;
+            };
+            warn!(
+                lease = id.0,
+                bytes, "this host has next to nothing left, and its borrower has a copy: ended"
+            );
+            // The registry hears of it when it has gone.
+            export.kill(Duration::ZERO);
+            self.dying.insert(id, export);
+            self.set(|status| status.ended += 1);
+            coming = coming.saturating_add(bytes);
+        }
+    }
+
+    /// Has borrowers give back so many bytes in all: those first that have a copy and only let go, then the largest, so that few VMs are hurt.
+    pub(super) fn recall(&mut self, leases: &[Lease], wanted: u64) -> Result<(), RegistryError> {
+        let (recalled, mut others): (Vec<&Lease>, Vec<&Lease>) =
+            leases.iter().partition(|lease| lease.recall_ms.is_some());
+        let mut coming: u64 = recalled.iter().map(|lease| lease.bytes).sum();
+        // The registry doesn't know any more what has ended in this look.
+        others.retain(|lease| !is_over(lease));
+        others.sort_by_key(|lease| hurt(lease.durability, lease.bytes));
+        for lease in others {
+            if coming >= wanted {
+                break;
+            }
+            let within = lease.durability.time_to_give_back(lease.bytes);
+            self.ask(|registry| registry.recall(lease.id, &lease.lender, within))?;
+            info!(
+                lease = lease.id.0,
+                borrower = lease.borrower,
+                vm = lease.vm,
+                bytes = lease.bytes,
+                "this host needs it back"
+            );
+            coming = coming.saturating_add(lease.bytes);
+        }
+        Ok(())
+    }
+
+    /// Who has been asked for memory and has a copy has no more time. Those who are asked for it only now hear that at the next look.
+    pub(super) fn hurry(&mut self, leases: &[Lease]) -> Result<(), RegistryError> {
+        for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
+            self.ask(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a borrower, asked for its memory, has more time than it needs to let go.
+fn has_to_hurry(lease: &Lease) -> bool {
+    let left = lease.recall_ms.map(Duration::from_millis);
+    has_copy(lease.durability) && !is_over(lease) && left.is_some_and(|left| left > HURRY)
+}
+
+/// Whether the lent bytes are at the borrower's, too.
+const fn has_copy(durability: Durability) -> bool {
+    matches!(durability, Durability::Disk)
+}
+
+/// Whether an export has to end now.
+fn is_over(lease: &Lease) -> bool {
+    lease.state == LeaseState::Released || lease.left_ms == 0 || lease.recall_ms == Some(0)
+}
+
+/// Order in which leases are taken back.
+fn hurt(durability: Durability, bytes: u64) -> (bool, Reverse<u64>) {
+    (!has_copy(durability), Reverse(bytes))
+}
+
+#[cfg(test)]
+#[path = "lender_tests.rs"]
+mod tests;

@@ -1,0 +1,82 @@
+//! Why LVM or the initiator did not do what was asked.
+
+use std::io;
+use std::net::SocketAddr;
+
+use super::volume::Volume;
+
+/// Why LVM or the initiator did not do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum LvmError {
+    /// A program isn't there.
+    #[error("'{program}' can't be run; install {package} (apt install {package})")]
+    Missing {
+        /// Which.
+        program: &'static str,
+        /// What has it.
+        package: &'static str,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// A command failed.
+    #[error("'{command}' failed: {said}")]
+    Failed {
+        /// With its arguments.
+        command: String,
+        /// What it said.
+        said: String,
+    },
+    /// A report that makes no sense.
+    #[error("what '{command}' reports makes no sense ({why}); is this LVM older than 2.02.158?")]
+    Report {
+        /// With its arguments.
+        command: String,
+        /// What is missing.
+        why: String,
+    },
+    /// There is no such volume.
+    #[error("there is no logical volume {0}; 'lvs' shows those there are")]
+    NoVolume(Volume),
+    /// The volume can't be put on lent RAM.
+    #[error("{volume} {why}")]
+    Unfit {
+        /// Which.
+        volume: Volume,
+        /// What is wrong with it.
+        why: String,
+        /// What would change it.
+        fix: String,
+    },
+    /// Files of the initiator or of the kernel can't be used.
+    #[error("cannot use {path}")]
+    Files {
+        /// Which.
+        path: std::path::PathBuf,
+        /// From the kernel.
+        #[source]
+        source: io::Error,
+    },
+    /// The initiator did not reach the lender, or left no disk.
+    #[error("no disk of {portal}: {why}")]
+    Session {
+        /// Where it exports.
+        portal: SocketAddr,
+        /// What happened.
+        why: String,
+    },
+}
+
+impl LvmError {
+    /// What would change it, where the message doesn't say.
+    #[must_use]
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::Unfit { fix, .. } => Some(fix.clone()),
+            Self::Session { .. } => Some(
+                "look at 'journalctl -u iscsid', at the lender's log, and at what is between the hosts".into(),
+            ),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! A logical volume, and swap space on one.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::str::FromStr;
+use std::{fmt, io};
+
+use serde::{Deserialize, Serialize};
+
+use super::super::registry::MAX_NAME;
+
+/// Where the signature of swap space is (`include/linux/swap.h`, `union swap_header`), with pages of 4 KiB.
+const SWAP_SIGNATURE: (u64, &[u8; 10]) = (4096 - 10, b"SWAPSPACE2");
+
+/// Longest name of a group or volume (`lvm(8)`).
+const LONGEST: usize = 127;
+
+/// A logical volume: `VG/LV`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Volume {
+    /// Its volume group.
+    pub group: String,
+    /// Its own name.
+    pub name: String,
+}
+
+impl fmt::Display for Volume {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.group, self.name)
+    }
+}
+
+impl TryFrom<String> for Volume {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl FromStr for Volume {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        // `lvm(8)`, "VALID NAMES".
+        let is_name = |name: &str| {
+            (1..=LONGEST).contains(&name.len())
+                && !name.starts_with('-')
+                && !["..", "."].contains(&name)
+                && name
+                    .chars()
+                    .all(|c| c.is_ascii_alphanumeric() || "+_.-".contains(c))
+        };
+        let path = text.strip_prefix("/dev/").unwrap_or(text);
+        match path.split_once('/') {
+            Some((group, name)) if is_name(group) && is_name(name) => Ok(Self {
+                group: group.to_owned(),
+                name: name.to_owned(),
+            }),
+            _ => Err(format!(
+                "'{text}' is no logical volume: give VG/LV, the names of its volume group and its own"
+            )),
+        }
+    }
+}
+
+impl Volume {
+    /// What the registry calls it, where VMs have their names.
+    #[must_use]
+    pub fn holder(&self) -> String {
+        let mut name = format!("lvm.{}.{}", self.group, self.name).replace('+', "_");
+        name.truncate(MAX_NAME);
+        name
+    }
+
+    /// Its device.
+    #[must_use]
+    pub fn device(&self) -> String {
+        format!("/dev/{self}")
+    }
+}
+
+/// Whether a device holds swap space.
+pub fn is_swap(device: &str) -> io::Result<bool> {
+    let (at, signature) = SWAP_SIGNATURE;
+    let mut bytes = [0; 10];
+    File::open(device)?.read_exact_at(&mut bytes, at)?;
+    Ok(&bytes == signature)
+}
+
+impl From<Volume> for String {
+    fn from(volume: Volume) -> Self {
+        volume.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::registry::check_name;
+
+    #[test]
+    fn a_volume_is_named_as_lvm_does_and_so_that_registries_take_it() {
+        let volume: Volume = "vg0/swap_1".parse().unwrap();
+        assert_eq!(volume, "/dev/vg0/swap_1".parse().unwrap());
+        assert_eq!(
+            (volume.device().as_str(), volume.holder().as_str()),
+            ("/dev/vg0/swap_1", "lvm.vg0.swap_1")
+        );
+        let long = format!("{}/+a", "v".repeat(100));
+        for name in ["a+b/c", "_x/y", long.as_str()] {
+            let volume: Volume = name.parse().unwrap();
+            check_name("vm", &volume.holder()).unwrap();
+        }
+        for bad in [
+            "", "swap", "a/", "/b", "a/b/c", "-a/b", "a/-b", "../b", "a/b c", "a/é",
+        ] {
+            bad.parse::<Volume>().unwrap_err();
+        }
+    }
+
+    #[test]
+    fn swap_space_is_known_by_its_signature() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("d");
+        let path = path.to_str().unwrap();
+        std::fs::write(path, vec![0; 8192]).unwrap();
+        assert!(!is_swap(path).unwrap());
+        let mut bytes = vec![0; 8192];
+        bytes[4086..4096].copy_from_slice(b"SWAPSPACE2");
+        std::fs::write(path, bytes).unwrap();
+        assert!(is_swap(path).unwrap());
+        std::fs::write(path, "short").unwrap();
+        is_swap(path).unwrap_err();
+    }
+}

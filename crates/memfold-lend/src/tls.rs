@@ -1,0 +1,57 @@
+//! Files for TLS: who vouches for a server, and what says who we are.
+
+use std::path::{Path, PathBuf};
+
+use tokio_rustls::rustls::pki_types::CertificateDer;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+/// This host's certificate.
+#[derive(Clone, Debug)]
+pub struct OwnCertificate {
+    /// The certificate and those that vouch for it, PEM.
+    pub certificate: PathBuf,
+    /// Its private key, PEM.
+    pub key: PathBuf,
+}
+
+/// Files for TLS. They are read for each connection, so that they can be replaced while the daemon runs.
+#[derive(Clone, Debug)]
+pub struct TlsFiles {
+    /// Who may vouch for a server, PEM.
+    pub ca: PathBuf,
+    /// What servers that ask for it are shown.
+    pub own: Option<OwnCertificate>,
+}
+
+type FileError = (PathBuf, String);
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> {
+    let failed = |why: String| (path.to_owned(), why);
+    let found = CertificateDer::pem_file_iter(path)
+        .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+        .map_err(|error| failed(error.to_string()))?;
+    if found.is_empty() {
+        return Err(failed("it holds no certificate".into()));
+    }
+    Ok(found)
+}
+
+impl TlsFiles {
+    /// What they say; else which can't be used, and why.
+    pub fn config(&self) -> Result<ClientConfig, FileError> {
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(&self.ca)? {
+            let added = roots.add(certificate);
+            added.map_err(|error| (self.ca.clone(), error.to_string()))?;
+        }
+        let builder = ClientConfig::builder().with_root_certificates(roots);
+        let Some(own) = &self.own else {
+            return Ok(builder.with_no_client_auth());
+        };
+        let key = crate::tls_key::read(&own.key).map_err(|why| (own.key.clone(), why))?;
+        builder
+            .with_client_auth_cert(certificates(&own.certificate)?, key)
+            .map_err(|error| (own.certificate.clone(), error.to_string()))
+    }
+}
