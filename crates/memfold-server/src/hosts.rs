@@ -12,7 +12,7 @@ use memfold_lend::registry::check_name;
 use tokio::task::block_in_place;
 
 use super::access::Access;
-use super::server::{Asked, refusal, refusal_with_hint};
+use super::answer::{Asked, refusal, refusal_with_hint};
 
 pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
     Router::new()

@@ -14,7 +14,7 @@ use memfold_lend::lvm::Volume;
 use memfold_lend::{Lease, LeaseId, LenderStatus};
 
 use super::access::Visitor;
-use super::server::{Asked, Failure, blocking, refusal_with_hint};
+use super::answer::{Asked, Failure, blocking, refusal_with_hint};
 
 pub(super) fn routes() -> Router<Arc<Daemon>> {
     Router::new()

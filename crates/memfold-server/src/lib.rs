@@ -3,15 +3,23 @@
 //! `GET /openapi.json` describes it. The command line is a client like any other.
 
 mod access;
+mod answer;
 mod hosts;
 mod lending;
 mod libvirt;
+mod limits;
 mod live;
 mod metrics;
+mod paths;
 mod planning;
 mod reference;
+mod reports;
+mod routes;
+mod segments;
 mod server;
 mod session;
+mod snapshots;
+mod vms;
 mod web;
 
 pub use access::{
@@ -19,4 +27,5 @@ pub use access::{
     TlsFiles,
 };
 pub use reference::reference;
-pub use server::{ServeError, openapi, serve};
+pub use routes::openapi;
+pub use server::{ServeError, serve};

@@ -9,7 +9,7 @@ use memfold_api::{ErrorBody, LibvirtEnableRequest, LibvirtRequest, VmInfo};
 use memfold_daemon::Daemon;
 use memfold_libvirt::{Change, DomainStatus};
 
-use super::server::{Asked, Failure, blocking};
+use super::answer::{Asked, Failure, blocking};
 
 pub(super) fn routes() -> Router<Arc<Daemon>> {
     Router::new()

@@ -8,7 +8,7 @@ use axum::extract::{Extension, Path as UrlPath, Query, State};
 use axum::http::StatusCode;
 use axum::response::sse::{Event as Message, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
+use axum::routing::{get, post};
 use axum::{Json, Router};
 use futures_util::stream;
 use memfold_api::ErrorBody;
@@ -20,13 +20,10 @@ use memfold_ledger::memory_map::MemoryMap;
 use memfold_ledger::sharing::Sharing;
 use serde::Deserialize;
 
-use super::access::{Access, Visitor};
-use super::server::{Asked, Failure, blocking, refusal_with_hint};
+use super::access::Access;
+use super::access::Visitor;
+use super::answer::{Asked, Failure, blocking, refusal_with_hint};
 
-/// Streams at once.
-pub(super) const MOST_STREAMS: usize = 16;
-/// Of them, of those who may only read: they can't keep those out who operate.
-pub(super) const MOST_OF_READERS: usize = 12;
 /// A stream that has nothing to say says so this often, which finds out whether anybody still reads.
 const STILL_HERE: Duration = Duration::from_secs(15);
 /// How long a stream lasts: then the browser asks again, and is asked again who it is.
@@ -51,6 +48,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/vms/{name}/swap", get(swap_use))
         .route("/v1/sharing", get(sharing))
         .route("/v1/doctor", get(doctor))
+        .route("/v1/estimate", post(estimate))
 }
 
 /// Which part of the history.

@@ -15,13 +15,9 @@ use memfold_ledger::estimate::place::Proposal;
 use memfold_ledger::plan::{Order, Plan, parse_hours, parse_kind, parse_number};
 use memfold_units::ByteSize;
 
-use super::server::{Failure, blocking};
-
-/// Where fingerprints are sent.
-pub(super) const PLACE_PATH: &str = "/v1/plan/place";
-
-/// Longest body there, in bytes: fingerprints of some hundred VMs.
-pub(super) const MOST_FINGERPRINTS: usize = 64 << 20;
+use super::answer::{Failure, blocking};
+use super::limits::MOST_FINGERPRINTS;
+use super::paths::PLACE_PATH;
 
 pub(super) fn routes() -> Router<Arc<Daemon>> {
     let longer = DefaultBodyLimit::max(MOST_FINGERPRINTS);

@@ -12,19 +12,17 @@ use axum::{Json, Router};
 use memfold_api::{CodeRequest, ErrorBody, LoginCode, LoginRequest, Role, SessionInfo};
 use serde::Deserialize;
 
-use super::access::{Access, AuditEntry, CODE_LIFE, NewSession, SESSION_LIFE, Visitor};
-use super::server::{Asked, refusal, refusal_with_hint};
+use super::access::Access;
+use super::access::{AuditEntry, CODE_LIFE, NewSession, SESSION_LIFE, Visitor};
+use super::answer::{Asked, refusal, refusal_with_hint};
+use super::paths::{CODES_PATH, SESSION_PATH};
 
-/// Sessions.
-pub(super) const PATH: &str = "/v1/session";
-/// Codes for one login.
-pub(super) const CODES_PATH: &str = "/v1/session/codes";
 /// Entries of the audit log in one answer.
 const MOST_ENTRIES: usize = 1000;
 
 pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
     Router::new()
-        .route(PATH, get(session).post(log_in).delete(log_out))
+        .route(SESSION_PATH, get(session).post(log_in).delete(log_out))
         .route(CODES_PATH, post(new_code))
         .route("/v1/audit", get(audit))
 }

@@ -13,15 +13,14 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::http::Method;
 use axum::response::Response;
+use memfold_api::Role;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tracing::warn;
 use utoipa::ToSchema;
 
-use super::Role;
+use crate::answer::Told;
 
-/// Where it is read.
-pub(super) const PATH: &str = "/v1/audit";
 /// Longest file in bytes; there are two.
 const FILE_LIMIT: u64 = 2 << 20;
 /// Longest path that is noted, in characters.
@@ -83,17 +82,13 @@ const DETAILS: &[&str] = &[
     "writer",
 ];
 
-/// What a refusal said, on its response.
-#[derive(Clone, Debug)]
-pub(crate) struct Told(pub String);
-
 /// The session that has begun, on its response: its name, and what it may.
 #[derive(Clone, Debug)]
 pub(crate) struct NewSession(pub String, pub Role);
 
 /// A request for a change.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Asked<'a> {
+pub(super) struct Change<'a> {
     pub method: &'a Method,
     pub path: &'a str,
     /// What follows the path, as it came.
@@ -170,7 +165,7 @@ impl Audit {
     pub(super) fn changed(
         &self,
         (who, role): (&str, Option<Role>),
-        asked: &Asked<'_>,
+        asked: &Change<'_>,
         response: &Response,
         took: Duration,
     ) {
@@ -319,7 +314,7 @@ fn entry(
     }
 }
 
-fn details(asked: &Asked<'_>) -> BTreeMap<String, Value> {
+fn details(asked: &Change<'_>) -> BTreeMap<String, Value> {
     let fields = match serde_json::from_slice(asked.body) {
         Ok(Value::Object(fields)) => fields,
         _ => serde_json::Map::new(),
@@ -354,7 +349,7 @@ mod tests {
         let who = ("uid 0", Some(Role::Operate));
         let took = Duration::from_millis(7);
         let (path, query) = path.split_once('?').unwrap_or((path, ""));
-        let asked = Asked {
+        let asked = Change {
             method: &Method::POST,
             path,
             query,
@@ -412,7 +407,7 @@ mod tests {
 
     #[test]
     fn whatever_a_change_may_ask_for_is_noted_or_left_out_on_purpose() {
-        let description = crate::server::openapi();
+        let description = crate::routes::openapi();
         let mut fields = std::collections::BTreeSet::new();
         for (path, methods) in description["paths"].as_object().unwrap() {
             for (method, what) in methods.as_object().unwrap() {

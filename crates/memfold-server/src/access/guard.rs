@@ -12,13 +12,17 @@ use axum::http::header::{
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::Response;
-use memfold_api::REGISTRY_PATH;
+use memfold_api::{REGISTRY_PATH, Role};
 
-use super::audit::Asked;
+use super::audit::Change;
+use super::counts::Why;
 use super::origin::{OWN_HEADER, host_is_ours, is_same_origin};
-use super::{Access, Peer, Role, Told, Why};
-use crate::server::{MAX_BODY, refusal, refusal_with_hint};
-use crate::{planning, session, web};
+use super::peer::Peer;
+use super::state::Access;
+use crate::answer::{Told, refusal, refusal_with_hint};
+use crate::limits::{MAX_BODY, MOST_FINGERPRINTS};
+use crate::paths::{AUDIT_PATH, CODES_PATH, PLACE_PATH, SESSION_PATH};
+use crate::web;
 
 /// Longest body of a login: a token or a code, and what JSON needs around it.
 const MOST_OF_A_LOGIN: usize = 4 << 10;
@@ -58,14 +62,10 @@ pub(crate) async fn guard(
         );
     };
     let path = request.uri().path().to_owned();
-    let query = request.uri().query().unwrap_or_default().to_owned();
     let method = request.method().clone();
     let mut response = match admit(&access, &peer, &request) {
         Err(refused) => {
-            let who = match &peer {
-                Peer::Unix { who, .. } => who.clone(),
-                Peer::Tcp { address, .. } => address.ip().to_string(),
-            };
+            let who = login_name(&peer);
             access.refused.add(Why::of(refused.status()));
             access
                 .audit()
@@ -73,92 +73,89 @@ pub(crate) async fn guard(
             *refused
         }
         Ok(visitor) if is_change(&method) => {
-            let who = visitor
-                .as_ref()
-                .map_or_else(|| login_name(&peer), |v| v.who.clone());
-            let role = visitor.as_ref().map(|v| v.role);
-            let most = match path.as_str() {
-                planning::PLACE_PATH => planning::MOST_FINGERPRINTS,
-                // Of whom nobody knows yet who it is.
-                session::PATH => MOST_OF_A_LOGIN,
-                _ => MAX_BODY,
-            };
-            match whole(request, most).await {
-                Err(refused) => *refused,
-                Ok((mut request, body)) => {
-                    let turn = match turn(&access, &peer, role) {
-                        Ok(turn) => turn,
-                        Err(busy) => return with_headers(*busy, &path),
-                    };
-                    if let Some(visitor) = visitor {
-                        request.extensions_mut().insert(visitor);
-                    }
-                    let (access, path) = (access.clone(), path.clone());
-                    to_the_end(async move {
-                        let _turn = turn;
-                        let response = next.run(request).await;
-                        // A wrong token, or more than one may: the guard doesn't see that.
-                        let status = response.status();
-                        if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
-                            access.refused.add(Why::of(status));
-                        }
-                        if path == REGISTRY_PATH {
-                            asked_registry(&access, &who, &method, &response, began.elapsed());
-                            return response;
-                        }
-                        let took = began.elapsed();
-                        // What is longer is fingerprints, which have no details.
-                        let body = if body.len() > MAX_BODY {
-                            &[]
-                        } else {
-                            &body[..]
-                        };
-                        let asked = Asked {
-                            method: &method,
-                            path: &path,
-                            query: &query,
-                            body,
-                        };
-                        let audit = access.audit();
-                        audit.changed((&who, role), &asked, &response, took);
-                        response
-                    })
-                    .await
-                }
-            }
+            change(&access, &peer, visitor, request, next, began).await
         }
-        Ok(visitor) => {
-            let role = visitor.as_ref().map(|v| v.role);
-            let turn = match turn(&access, &peer, role) {
-                Ok(turn) => turn,
-                Err(busy) => return with_headers(*busy, &path),
-            };
-            if let Some(visitor) = visitor {
-                request.extensions_mut().insert(visitor);
-            }
-            to_the_end(async move {
-                let _turn = turn;
-                next.run(request).await
-            })
-            .await
-        }
+        Ok(visitor) => carry_out(&access, &peer, visitor, request, next, |_, _| {}).await,
     };
     response.extensions_mut().remove::<Told>();
     with_headers(response, &path)
 }
 
-/// Hosts ask the registry several times a second: what it did is told by `memfold leases`. Who speaks for another host is noted.
-fn asked_registry(
-    access: &Access,
-    who: &str,
-    method: &Method,
-    response: &Response,
-    took: Duration,
-) {
-    if response.status() == StatusCode::FORBIDDEN {
-        let path = REGISTRY_PATH;
-        access.audit().refused(who, method, path, response, took);
+/// A request that may change something: its body is read first, and what came of it is noted.
+async fn change(
+    access: &Arc<Access>,
+    peer: &Peer,
+    visitor: Option<Visitor>,
+    request: Request,
+    next: Next,
+    began: Instant,
+) -> Response {
+    let who = visitor
+        .as_ref()
+        .map_or_else(|| login_name(peer), |v| v.who.clone());
+    let role = visitor.as_ref().map(|v| v.role);
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let query = request.uri().query().unwrap_or_default().to_owned();
+    let most = match path.as_str() {
+        PLACE_PATH => MOST_FINGERPRINTS,
+        // Of whom nobody knows yet who it is.
+        SESSION_PATH => MOST_OF_A_LOGIN,
+        _ => MAX_BODY,
+    };
+    let (request, body) = match whole(request, most).await {
+        Ok(whole) => whole,
+        Err(refused) => return *refused,
+    };
+    let note = move |access: &Access, response: &Response| {
+        // A wrong token, or more than one may: the guard doesn't see that.
+        let status = response.status();
+        if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+            access.refused.add(Why::of(status));
+        }
+        let (audit, took) = (access.audit(), began.elapsed());
+        if path == REGISTRY_PATH {
+            // Hosts ask it several times a second: what it did is told by `memfold leases`. Who speaks for another host is noted.
+            if status == StatusCode::FORBIDDEN {
+                audit.refused(&who, &method, &path, response, took);
+            }
+            return;
+        }
+        let change = Change {
+            method: &method,
+            path: &path,
+            query: &query,
+            // What is longer is fingerprints, which have no details.
+            body: if body.len() > MAX_BODY { &[] } else { &body },
+        };
+        audit.changed((&who, role), &change, response, took);
+    };
+    carry_out(access, peer, visitor, request, next, note).await
+}
+
+/// Carries a request out in its turn, and has what came of it noted.
+async fn carry_out(
+    access: &Arc<Access>,
+    peer: &Peer,
+    visitor: Option<Visitor>,
+    mut request: Request,
+    next: Next,
+    note: impl FnOnce(&Access, &Response) + Send + 'static,
+) -> Response {
+    let turn = match turn(access, peer, visitor.as_ref().map(|v| v.role)) {
+        Ok(turn) => turn,
+        Err(busy) => return *busy,
+    };
+    if let Some(visitor) = visitor {
+        request.extensions_mut().insert(visitor);
     }
+    let access = access.clone();
+    to_the_end(async move {
+        let _turn = turn;
+        let response = next.run(request).await;
+        note(&access, &response);
+        response
+    })
+    .await
 }
 
 /// Goes on when the peer hangs up: what it has begun goes on, too, so it is noted and keeps its turn.
@@ -188,18 +185,18 @@ fn needed(method: &Method, path: &str) -> Option<Role> {
     if path == REGISTRY_PATH {
         return Some(Role::Host);
     }
-    if path == session::PATH {
+    if path == SESSION_PATH {
         return (*method != Method::POST).then_some(Role::Read);
     }
     if !is_change(method) {
         if web::is_page(path) {
             return None;
         }
-        let secret = path == super::audit::PATH;
+        let secret = path == AUDIT_PATH;
         return Some(if secret { Role::Operate } else { Role::Read });
     }
     // Its handler gives nobody more than they have.
-    let own = path == session::CODES_PATH;
+    let own = path == CODES_PATH;
     Some(if own { Role::Read } else { Role::Operate })
 }
 

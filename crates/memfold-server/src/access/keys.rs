@@ -10,8 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blake3::Hash;
-
-use super::Role;
+use memfold_api::Role;
 
 /// How long a code may wait for its login.
 pub(crate) const CODE_LIFE: Duration = Duration::from_secs(120);

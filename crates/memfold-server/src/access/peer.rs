@@ -3,10 +3,9 @@
 use std::io;
 use std::net::SocketAddr;
 
+use memfold_api::Role;
 use memfold_sys::peer::{group_id, groups};
 use tokio::net::UnixStream;
-
-use super::Role;
 
 /// The group whose members may read, if there is one of this name.
 pub const READ_GROUP: &str = "memfold-read";

@@ -11,7 +11,7 @@ use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tracing::{info, warn};
 
-use super::TcpDoorError;
+use super::door_error::TcpDoorError;
 
 /// Time between two looks at the files, at least.
 const LOOK: Duration = Duration::from_secs(1);

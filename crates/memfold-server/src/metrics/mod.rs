@@ -9,6 +9,8 @@
 mod families;
 mod host;
 mod mechanisms;
+mod process;
+mod scrape;
 mod text;
 mod vms;
 
@@ -19,15 +21,16 @@ use axum::extract::{Extension, State};
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use families::Family;
-use host::Process;
-use memfold_daemon::{Daemon, DaemonError, Figures};
+use memfold_daemon::{Daemon, DaemonError};
+use process::Process;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
+use scrape::Scrape;
 
-use super::access::{Access, RefusedCounts};
-use super::server::{Failure, blocking};
+use super::access::Access;
+use super::answer::{Failure, blocking};
 
 /// Content type of `OpenMetrics` 1.0.
 const OPEN_METRICS: &str = "application/openmetrics-text";
@@ -38,14 +41,6 @@ fn all() -> impl Iterator<Item = &'static Family> {
         .iter()
         .chain(vms::FAMILIES)
         .chain(mechanisms::FAMILIES)
-}
-
-/// What one scrape shows.
-#[derive(Debug)]
-struct Scrape {
-    figures: Arc<Figures>,
-    process: Process,
-    refused: RefusedCounts,
 }
 
 impl Collector for Scrape {

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_api::{Borrowed, FullReport, SwapPlace, VmInfo};
-use memfold_daemon::OnShelf;
+use memfold_daemon::{Figures, OnShelf};
 use memfold_fold::{DomainStats, EngineStats, VmStats};
 use memfold_ledger::{DebtReport, KsmAccount, Level, Report, VmAccount};
 use memfold_lend::LenderStatus;

@@ -1,0 +1,238 @@
+//! Taking what comes: over the Unix socket, and over TCP with or without TLS.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::io;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::Router;
+use hyper::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use hyper_util::service::TowerToHyperService;
+use memfold_api::Role;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::Semaphore;
+use tokio_rustls::TlsAcceptor;
+use tracing::{debug, warn};
+
+use super::counts::Why;
+use super::door::TcpDoor;
+use super::peer::{Groups, Peer};
+use super::state::Access;
+use super::unread::Unread;
+
+/// TCP connections at once; more are closed at once.
+const TCP_CONNECTIONS: usize = 256;
+
+/// Of them, of one address (IPv6: of one network of 64 bits), so that who has one can't take the places of other hosts.
+const OF_ONE_ADDRESS: usize = 64;
+
+/// Unix connections at once of those who may operate; beyond, they are closed at once.
+const OPERATORS: usize = 1024;
+
+/// The same of those who may read, who so can't take the places of those.
+const READERS: usize = 128;
+
+/// The same of those who may nothing, and are told so: they keep nobody out but each other.
+const STRANGERS: usize = 16;
+
+/// How long a request's head, and TLS's first words, may take.
+const HEAD_TIME: Duration = Duration::from_secs(10);
+
+/// Most bytes of a head, and of what is read ahead.
+const HEAD_BYTES: usize = 32 << 10;
+
+/// Takes what comes over the Unix socket, until it is dropped.
+pub(crate) async fn accept_unix(
+    listener: UnixListener,
+    groups: Groups,
+    router: Router,
+    graceful: Arc<GracefulShutdown>,
+) {
+    let [operators, readers, strangers] =
+        [OPERATORS, READERS, STRANGERS].map(|most| Arc::new(Semaphore::new(most)));
+    loop {
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                pause_after(&error).await;
+                continue;
+            }
+        };
+        match Peer::of(&stream, groups) {
+            Ok(peer) => {
+                let slots = match peer.known_role() {
+                    Some(Role::Operate) => &operators,
+                    Some(Role::Read | Role::Host) => &readers,
+                    None => &strangers,
+                };
+                let Ok(slot) = slots.clone().try_acquire_owned() else {
+                    continue;
+                };
+                let connection = serve(stream, peer, router.clone(), graceful.watcher());
+                tokio::spawn(async move {
+                    connection.await;
+                    drop(slot);
+                });
+            }
+            // Who it is can't be said: it gets nothing.
+            Err(error) => debug!(%error, "a peer without name"),
+        }
+    }
+}
+
+/// How long a peer may leave unread what is sent to it.
+const UNREAD_TIME: Duration = Duration::from_secs(60);
+
+/// Takes what comes over TCP, until it is dropped.
+pub(crate) async fn accept_tcp(
+    listener: TcpListener,
+    door: TcpDoor,
+    access: Arc<Access>,
+    router: Router,
+    graceful: Arc<GracefulShutdown>,
+) {
+    let places = Arc::new(Places::default());
+    loop {
+        let (stream, address) = match listener.accept().await {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                pause_after(&error).await;
+                continue;
+            }
+        };
+        let Some(place) = Place::take(&places, address.ip()) else {
+            access.refused.add(Why::Other);
+            continue;
+        };
+        // Also with a window that stays closed (`TCP_USER_TIMEOUT`, tcp(7)).
+        let unread = u32::try_from(UNREAD_TIME.as_millis()).unwrap_or(u32::MAX);
+        if rustix::net::sockopt::set_tcp_user_timeout(&stream, unread).is_err() {
+            continue;
+        }
+        let (router, watcher) = (router.clone(), graceful.watcher());
+        let acceptor = door.tls.as_ref();
+        let acceptor = acceptor.map(|tls| TlsAcceptor::from(tls.config()));
+        let access = access.clone();
+        tokio::spawn(async move {
+            let _place = place;
+            let peer = Peer::Tcp {
+                address,
+                tls: acceptor.is_some(),
+            };
+            match acceptor {
+                None => serve(stream, peer, router, watcher).await,
+                Some(acceptor) => {
+                    let hello = tokio::time::timeout(HEAD_TIME, acceptor.accept(stream));
+                    let why = match hello.await {
+                        Ok(Ok(stream)) => return serve(stream, peer, router, watcher).await,
+                        Ok(Err(error)) => error.to_string(),
+                        Err(_) => "it said nothing in time".to_owned(),
+                    };
+                    access.refused.add(Why::Tls);
+                    access.audit.failed_hello(address.ip(), &why);
+                }
+            }
+        });
+    }
+}
+
+/// Connections there are, by where they come from.
+type Places = Mutex<HashMap<IpAddr, usize>>;
+
+/// One of them, until it is dropped.
+struct Place {
+    all: Arc<Places>,
+    of: IpAddr,
+}
+
+impl Place {
+    fn take(all: &Arc<Places>, address: IpAddr) -> Option<Self> {
+        let of = match address.to_canonical() {
+            IpAddr::V6(address) => IpAddr::V6((address.to_bits() >> 64 << 64).into()),
+            address @ IpAddr::V4(_) => address,
+        };
+        let mut places = all.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken: usize = places.values().sum();
+        let count = places.get(&of).copied().unwrap_or(0);
+        if taken >= TCP_CONNECTIONS || count >= OF_ONE_ADDRESS {
+            return None;
+        }
+        places.insert(of, count + 1);
+        Some(Self {
+            all: all.clone(),
+            of,
+        })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut places = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Entry::Occupied(mut count) = places.entry(self.of) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
+}
+
+/// When there are no descriptors left, accepting at once again would only burn CPU.
+async fn pause_after(error: &io::Error) {
+    warn!(%error, "a connection can't be accepted");
+    tokio::time::sleep(Duration::from_millis(200)).await;
+}
+
+async fn serve<S>(stream: S, peer: Peer, router: Router, watcher: Watcher)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let inner = TowerToHyperService::new(router);
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(peer.clone());
+        inner.call(request)
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIME)
+        .max_buf_size(HEAD_BYTES)
+        .serve_connection(TokioIo::new(Unread::new(stream, UNREAD_TIME)), service);
+    if let Err(error) = watcher.watch(connection).await {
+        debug!(%error, "a connection broke off");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_address_can_take_a_part_of_the_places_and_gives_them_back() {
+        let all = Arc::new(Places::default());
+        let take = |address: &str| Place::take(&all, address.parse().unwrap());
+        let taken: Vec<Place> = (0..).map_while(|_| take("192.0.2.1")).collect();
+        assert_eq!(taken.len(), OF_ONE_ADDRESS);
+        assert!(take("::ffff:192.0.2.1").is_none(), "the same one");
+        let network: Vec<Place> = (1..)
+            .map_while(|n| take(&format!("2001:db8::{n}:1")))
+            .collect();
+        assert_eq!(network.len(), OF_ONE_ADDRESS);
+        assert!(take("2001:db8:0:1::1").is_some(), "another network");
+        drop(taken);
+        assert!(take("192.0.2.1").is_some());
+        let many: Vec<Place> = (0..=255_u8)
+            .map_while(|n| take(&format!("198.51.100.{n}")))
+            .collect();
+        assert_eq!(many.len(), TCP_CONNECTIONS - OF_ONE_ADDRESS);
+        drop((network, many));
+        assert!(all.lock().unwrap().is_empty());
+    }
+}

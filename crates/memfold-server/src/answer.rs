@@ -1,0 +1,149 @@
+//! Answers: what a request asks, what it gets, and why it gets nothing.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::FromRequest;
+use axum::extract::rejection::JsonRejection;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use memfold_api::ErrorBody;
+use memfold_daemon::{Daemon, DaemonError, chain};
+use memfold_ksm::KsmError;
+use memfold_lend::RegistryError;
+use memfold_lend::graph::GraphError;
+use memfold_lend::lvm::LvmError;
+use memfold_segment::SegmentError;
+use memfold_snapshot::SnapshotError;
+use memfold_vm::LaunchError;
+
+use super::limits::MAX_BODY;
+
+/// What a refusal said, on its response.
+#[derive(Clone, Debug)]
+pub(crate) struct Told(pub String);
+
+/// A request's JSON body; refusals are [`ErrorBody`]s like all others.
+#[derive(FromRequest)]
+#[from_request(via(Json), rejection(BadBody))]
+pub(crate) struct Asked<T>(pub(crate) T);
+
+pub(crate) struct BadBody(JsonRejection);
+
+impl From<JsonRejection> for BadBody {
+    fn from(rejection: JsonRejection) -> Self {
+        Self(rejection)
+    }
+}
+
+impl IntoResponse for BadBody {
+    fn into_response(self) -> Response {
+        // 413, 415, or 400: whether JSON itself or what it holds is wrong makes no difference to who sent it.
+        let status = match self.0.status() {
+            StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
+            status => status,
+        };
+        let text = match status {
+            StatusCode::PAYLOAD_TOO_LARGE => {
+                format!("the request's body is longer than {MAX_BODY} bytes")
+            }
+            _ => self.0.body_text(),
+        };
+        refusal(status, &text)
+    }
+}
+
+pub(crate) fn refusal(status: StatusCode, error: &str) -> Response {
+    refused(status, error, None, false)
+}
+
+pub(crate) fn refusal_with_hint(status: StatusCode, error: &str, hint: &str) -> Response {
+    refused(status, error, Some(hint.to_owned()), false)
+}
+
+fn refused(
+    status: StatusCode,
+    error: &str,
+    hint: Option<String>,
+    impossible_here: bool,
+) -> Response {
+    let body = ErrorBody {
+        error: error.to_owned(),
+        hint,
+        impossible_here,
+    };
+    let mut response = (status, Json(body)).into_response();
+    response.extensions_mut().insert(Told(error.to_owned()));
+    response
+}
+
+pub(crate) struct Failure(pub(crate) DaemonError);
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        let status = match &self.0 {
+            DaemonError::NoSuchVm(_)
+            | DaemonError::NoSuchPath
+            | DaemonError::NoHistory
+            | DaemonError::Lvm(LvmError::NoVolume(_))
+            | DaemonError::Snapshot(SnapshotError::Unknown(_))
+            | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
+            DaemonError::NameTaken(_)
+            | DaemonError::Lending { .. }
+            | DaemonError::Lvm(LvmError::Unfit { .. })
+            | DaemonError::Busy { .. }
+            | DaemonError::StandsStill { .. }
+            | DaemonError::Registry(
+                RegistryError::NothingToSpare { .. }
+                | RegistryError::State { .. }
+                | RegistryError::Superseded { .. },
+            )
+            | DaemonError::Merging { .. }
+            | DaemonError::Braked { .. }
+            | DaemonError::Ksm(KsmError::Busy(_))
+            | DaemonError::Launch(LaunchError::NameTaken { .. } | LaunchError::Forward { .. })
+            | DaemonError::Snapshot(
+                SnapshotError::Taken(_)
+                | SnapshotError::Twin { .. }
+                | SnapshotError::InUse { .. }
+                | SnapshotError::BuiltOn { .. },
+            )
+            | DaemonError::Segment(SegmentError::InUse { .. } | SegmentError::Written { .. }) => {
+                StatusCode::CONFLICT
+            }
+            DaemonError::BadRequest(_)
+            | DaemonError::Launch(LaunchError::Spec(_))
+            | DaemonError::Graph(GraphError::NoSwapDisk(_))
+            | DaemonError::Registry(RegistryError::Value { .. })
+            | DaemonError::Snapshot(SnapshotError::Name(_) | SnapshotError::Impossible(_))
+            | DaemonError::Segment(
+                SegmentError::Name(_)
+                | SegmentError::Source { .. }
+                | SegmentError::Foreign { .. }
+                | SegmentError::Impossible(_),
+            ) => StatusCode::BAD_REQUEST,
+            error if error.impossible_here() => StatusCode::NOT_IMPLEMENTED,
+            _ => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        let (hint, impossible) = (self.0.hint(), self.0.impossible_here());
+        refused(status, &chain(&self.0), hint, impossible)
+    }
+}
+
+/// Runs a blocking method of the daemon off the async threads.
+pub(crate) async fn blocking<T: Send + 'static>(
+    daemon: Arc<Daemon>,
+    work: impl FnOnce(&Arc<Daemon>) -> Result<T, DaemonError> + Send + 'static,
+) -> Result<Json<T>, Failure> {
+    // Right after its start the daemon may not know yet what runs.
+    let work = move || {
+        daemon.settle_first();
+        work(&daemon)
+    };
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result.map(Json).map_err(Failure),
+        Err(_) => Err(Failure(DaemonError::Internal(
+            "a task of the daemon ended unexpectedly",
+        ))),
+    }
+}

@@ -1,0 +1,115 @@
+//! What the daemon knows: ledger, folding, debt, KSM.
+
+use std::sync::Arc;
+
+use axum::extract::{Path as UrlPath, State};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use memfold_api::{
+    DebtRequest, ErrorBody, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest, VersionInfo,
+};
+use memfold_daemon::Daemon;
+use memfold_fold::EngineStats;
+use memfold_ksm::{Explanation, Overview};
+use memfold_ledger::DebtReport;
+use memfold_ledger::estimate::VmFacts;
+
+use super::answer::{Asked, Failure, blocking};
+
+pub(super) fn routes() -> Router<Arc<Daemon>> {
+    Router::new()
+        .route("/v1/version", get(version))
+        .route("/v1/report", get(report))
+        .route("/v1/fold", get(fold).put(set_fold))
+        .route("/v1/debt", get(debt).put(set_debt))
+        .route("/v1/ksm", get(ksm))
+        .route("/v1/ksm/start", post(start_ksm))
+        .route("/v1/ksm/stop", post(stop_ksm))
+        .route("/v1/ksm/explain/{name}", get(explain_ksm))
+        .route("/v1/estimate", get(estimate_facts))
+}
+
+/// The daemon's version, and what it was built from.
+#[utoipa::path(get, path = "/v1/version", responses((status = 200, body = VersionInfo)))]
+pub(super) async fn version(State(daemon): State<Arc<Daemon>>) -> Json<VersionInfo> {
+    Json(daemon.version())
+}
+
+/// The ledger: where every byte is and what is saved, and what folding did.
+#[utoipa::path(get, path = "/v1/report", responses((status = 200, body = FullReport)))]
+pub(super) async fn report(
+    State(daemon): State<Arc<Daemon>>,
+) -> Result<Json<Arc<FullReport>>, Failure> {
+    blocking(daemon, Daemon::joint_report).await
+}
+
+/// What folding has done.
+#[utoipa::path(get, path = "/v1/fold", responses((status = 200, body = EngineStats)))]
+pub(super) async fn fold(State(daemon): State<Arc<Daemon>>) -> Result<Json<EngineStats>, Failure> {
+    blocking(daemon, |d| d.fold_stats()).await
+}
+
+/// Pauses folding, lets it go on, or changes its limits, until the daemon ends.
+#[utoipa::path(put, path = "/v1/fold", request_body = FoldRequest, responses((status = 200, body = EngineStats)))]
+pub(super) async fn set_fold(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<FoldRequest>,
+) -> Result<Json<EngineStats>, Failure> {
+    blocking(daemon, move |d| d.set_fold(&request)).await
+}
+
+/// What guests could call in by writing, what there is for it, and what the brake does.
+#[utoipa::path(get, path = "/v1/debt", responses((status = 200, body = DebtReport)))]
+pub(super) async fn debt(State(daemon): State<Arc<Daemon>>) -> Result<Json<DebtReport>, Failure> {
+    blocking(daemon, Daemon::debt).await
+}
+
+/// Changes the brake's limits, until the daemon ends.
+#[utoipa::path(put, path = "/v1/debt", request_body = DebtRequest, responses((status = 200, body = DebtReport), (status = 400, body = ErrorBody)))]
+pub(super) async fn set_debt(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<DebtRequest>,
+) -> Result<Json<DebtReport>, Failure> {
+    blocking(daemon, move |d| d.set_debt(&request)).await
+}
+
+/// KSM on this host, and how the daemon steers it.
+#[utoipa::path(get, path = "/v1/ksm", responses((status = 200, body = Overview)))]
+pub(super) async fn ksm(State(daemon): State<Arc<Daemon>>) -> Result<Json<Overview>, Failure> {
+    blocking(daemon, |d| d.ksm()).await
+}
+
+/// Steers KSM from now on.
+#[utoipa::path(post, path = "/v1/ksm/start", request_body = KsmStartRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
+pub(super) async fn start_ksm(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<KsmStartRequest>,
+) -> Result<Json<Overview>, Failure> {
+    blocking(daemon, move |d| d.start_ksm(&request)).await
+}
+
+/// Steers KSM no more; its settings are as before.
+#[utoipa::path(post, path = "/v1/ksm/stop", request_body = KsmStopRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
+pub(super) async fn stop_ksm(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<KsmStopRequest>,
+) -> Result<Json<Overview>, Failure> {
+    blocking(daemon, move |d| d.stop_ksm(&request)).await
+}
+
+/// Why a VM's memory merges, or doesn't.
+#[utoipa::path(get, path = "/v1/ksm/explain/{name}", responses((status = 200, body = Explanation), (status = 404, body = ErrorBody)))]
+pub(super) async fn explain_ksm(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<Explanation>, Failure> {
+    blocking(daemon, move |d| d.explain_ksm(&name)).await
+}
+
+/// What the daemon knows for an estimate: whoever asks looks at memory by itself.
+#[utoipa::path(get, path = "/v1/estimate", responses((status = 200, body = VmFacts)))]
+pub(super) async fn estimate_facts(
+    State(daemon): State<Arc<Daemon>>,
+) -> Result<Json<VmFacts>, Failure> {
+    blocking(daemon, |d| d.estimate_facts()).await
+}

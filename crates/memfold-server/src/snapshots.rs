@@ -1,0 +1,87 @@
+//! Snapshots.
+
+use std::sync::Arc;
+
+use axum::extract::{Path as UrlPath, State};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use memfold_api::{ErrorBody, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
+use memfold_daemon::Daemon;
+use memfold_snapshot::{Manifest, SnapshotInfo, Step};
+
+use super::answer::{Asked, Failure, blocking};
+
+pub(super) fn routes() -> Router<Arc<Daemon>> {
+    Router::new()
+        .route("/v1/snapshots", get(snapshots).post(save_snapshot))
+        .route(
+            "/v1/snapshots/{name}",
+            get(snapshot).delete(remove_snapshot),
+        )
+        .route("/v1/snapshots/{name}/verify", post(verify_snapshot))
+        .route("/v1/snapshots/{name}/progress", get(snapshot_progress))
+        .route("/v1/snapshots/{name}/restore", post(restore))
+}
+
+/// All snapshots.
+#[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]
+pub(super) async fn snapshots(
+    State(daemon): State<Arc<Daemon>>,
+) -> Result<Json<Vec<SnapshotInfo>>, Failure> {
+    blocking(daemon, |d| d.snapshots()).await
+}
+
+/// Saves a VM, which goes on; the manifest of the snapshot.
+#[utoipa::path(post, path = "/v1/snapshots", request_body = SaveRequest, responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
+pub(super) async fn save_snapshot(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<SaveRequest>,
+) -> Result<Json<Manifest>, Failure> {
+    blocking(daemon, move |d| d.save_snapshot(&request)).await
+}
+
+/// A snapshot's manifest.
+#[utoipa::path(get, path = "/v1/snapshots/{name}", responses((status = 200, body = Object), (status = 404, body = ErrorBody)))]
+pub(super) async fn snapshot(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<Manifest>, Failure> {
+    blocking(daemon, move |d| d.snapshot(&name)).await
+}
+
+/// Removes a snapshot that nobody uses.
+#[utoipa::path(delete, path = "/v1/snapshots/{name}", responses((status = 200), (status = 409, body = ErrorBody)))]
+pub(super) async fn remove_snapshot(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<()>, Failure> {
+    blocking(daemon, move |d| d.remove_snapshot(&name)).await
+}
+
+/// Reads a snapshot and compares it with its checksums.
+#[utoipa::path(post, path = "/v1/snapshots/{name}/verify", responses((status = 200, body = VerifyReport)))]
+pub(super) async fn verify_snapshot(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<VerifyReport>, Failure> {
+    blocking(daemon, move |d| d.verify_snapshot(&name)).await
+}
+
+/// How far what is done with a snapshot has come; null: nothing is.
+#[utoipa::path(get, path = "/v1/snapshots/{name}/progress", responses((status = 200, body = Option<Step>)))]
+pub(super) async fn snapshot_progress(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<Option<Step>>, Failure> {
+    blocking(daemon, move |d| Ok(d.snapshot_progress(&name))).await
+}
+
+/// Starts a VM from a snapshot.
+#[utoipa::path(post, path = "/v1/snapshots/{name}/restore", request_body = RestoreRequest, responses((status = 200, body = VmInfo)))]
+pub(super) async fn restore(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Asked(request): Asked<RestoreRequest>,
+) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| d.restore(&name, &request)).await
+}

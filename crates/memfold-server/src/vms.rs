@@ -1,0 +1,126 @@
+//! VMs: started, taken on, stopped.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::{Path as UrlPath, Query, State};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use memfold_api::{
+    AttachRequest, ErrorBody, ExecRequest, ExecResult, RebootRequest, RunOptions, StopReport,
+    StopRequest, VmInfo,
+};
+use memfold_daemon::{Daemon, DaemonError};
+use memfold_vm::VmSpec;
+
+use super::answer::{Asked, Failure, blocking};
+
+pub(super) fn routes() -> Router<Arc<Daemon>> {
+    Router::new()
+        .route("/v1/vms", get(list).post(run))
+        .route("/v1/attach", post(attach))
+        .route("/v1/vms/{name}/stop", post(stop))
+        .route("/v1/vms/{name}/resume", post(resume))
+        .route("/v1/vms/{name}/reboot", post(reboot))
+        .route("/v1/vms/{name}/exec", post(exec))
+}
+
+/// All VMs that the daemon knows.
+#[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmInfo>)))]
+pub(super) async fn list(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<VmInfo>>, Failure> {
+    blocking(daemon, |d| Ok(d.list())).await
+}
+
+/// Starts a VM; the body is the description of `vm run --file`, as JSON.
+#[utoipa::path(post, path = "/v1/vms", params(RunOptions), request_body = Object, responses((status = 200, body = VmInfo), (status = 409, body = ErrorBody)))]
+pub(super) async fn run(
+    State(daemon): State<Arc<Daemon>>,
+    Query(options): Query<RunOptions>,
+    Asked(spec): Asked<VmSpec>,
+) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| {
+        if options.despite_brake {
+            d.run_vm_despite_brake(spec)
+        } else {
+            d.run_vm(spec)
+        }
+    })
+    .await
+}
+
+/// Takes on a VM that runs.
+#[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
+pub(super) async fn attach(
+    State(daemon): State<Arc<Daemon>>,
+    Asked(request): Asked<AttachRequest>,
+) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| d.attach(&request)).await
+}
+
+/// Ends a VM: its guest is asked to, again and again, and after the time given it is switched off.
+#[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200, body = StopReport), (status = 404, body = ErrorBody)))]
+pub(super) async fn stop(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Asked(request): Asked<StopRequest>,
+) -> Result<Json<StopReport>, Failure> {
+    blocking(daemon, move |d| {
+        let stopped = d.stop_vm(&name, seconds(request.timeout_s)?)?;
+        let how = serde_json::to_value(stopped.kind).unwrap_or_default();
+        Ok(StopReport {
+            name,
+            how: how.as_str().unwrap_or_default().to_owned(),
+            overdue: stopped.overdue,
+            took_s: stopped.took.as_secs_f64(),
+            why: stopped.why,
+        })
+    })
+    .await
+}
+
+/// Lets a VM go on that stands still: after a pause, or once there is room for its disk again.
+#[utoipa::path(post, path = "/v1/vms/{name}/resume", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub(super) async fn resume(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| d.resume_vm(&name)).await
+}
+
+/// Has a guest reboot, or takes it back to the snapshot of its boot.
+#[utoipa::path(post, path = "/v1/vms/{name}/reboot", request_body = RebootRequest, responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody)))]
+pub(super) async fn reboot(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Asked(request): Asked<RebootRequest>,
+) -> Result<Json<VmInfo>, Failure> {
+    blocking(daemon, move |d| {
+        d.reboot(&name, &request, seconds(request.timeout_s)?)
+    })
+    .await
+}
+
+/// Runs a command in a guest, by its agent.
+#[utoipa::path(post, path = "/v1/vms/{name}/exec", request_body = ExecRequest, responses((status = 200, body = ExecResult)))]
+pub(super) async fn exec(
+    State(daemon): State<Arc<Daemon>>,
+    UrlPath(name): UrlPath<String>,
+    Asked(request): Asked<ExecRequest>,
+) -> Result<Json<ExecResult>, Failure> {
+    blocking(daemon, move |d| {
+        let result = d.exec(&name, &request.script, seconds(request.timeout_s)?)?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        Ok(ExecResult {
+            stdout: text(&result.stdout),
+            stderr: text(&result.stderr),
+            code: result.code,
+        })
+    })
+    .await
+}
+
+fn seconds(value: f64) -> Result<Duration, DaemonError> {
+    Duration::try_from_secs_f64(value).map_err(|_| {
+        DaemonError::BadRequest(format!("timeout_s is {value}; give seconds, 0 or more"))
+    })
+}
