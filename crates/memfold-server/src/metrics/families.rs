@@ -2,11 +2,12 @@
 
 use std::fmt;
 
+use memfold_units::PAGE_SIZE;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 
-use super::Scrape;
+use super::scrape::Scrape;
 
 /// Labels of a sample: names, and values of this program or the operator.
 pub(super) type Labels<'a> = &'a [(&'a str, &'a str)];
@@ -43,36 +44,45 @@ pub(super) struct Family {
     pub samples: fn(&Scrape, &mut Samples<'_>) -> fmt::Result,
 }
 
-/// A gauge.
-pub(super) const fn gauge(
-    name: &'static str,
-    unit: In,
-    help: &'static str,
-    samples: fn(&Scrape, &mut Samples<'_>) -> fmt::Result,
-) -> Family {
-    Family {
-        name,
-        unit,
-        kind: Kind::Gauge,
-        help,
-        samples,
-    }
+/// A table of families, one a line: kind, unit, name, help, and where its samples come from: a function, and what it is to take there.
+macro_rules! families {
+    ($($kind:ident $unit:ident $name:literal $help:literal $from:ident $figure:expr;)*) => {
+        &[$($crate::metrics::families::Family {
+            name: $name,
+            unit: $crate::metrics::families::In::$unit,
+            kind: $crate::metrics::families::Kind::$kind,
+            help: $help,
+            samples: |scrape, out| $from(scrape, out, $figure),
+        },)*]
+    };
+}
+pub(super) use families;
+
+/// Its only sample.
+pub(super) fn one(
+    scrape: &Scrape,
+    out: &mut Samples<'_>,
+    figure: fn(&Scrape) -> f64,
+) -> fmt::Result {
+    out.one(figure(scrape))
 }
 
-/// A counter.
-pub(super) const fn counter(
-    name: &'static str,
-    unit: In,
-    help: &'static str,
-    samples: fn(&Scrape, &mut Samples<'_>) -> fmt::Result,
-) -> Family {
-    Family {
-        name,
-        unit,
-        kind: Kind::Counter,
-        help,
-        samples,
-    }
+/// Its only sample, if there is one.
+pub(super) fn maybe(
+    scrape: &Scrape,
+    out: &mut Samples<'_>,
+    figure: fn(&Scrape) -> Option<f64>,
+) -> fmt::Result {
+    out.maybe(figure(scrape))
+}
+
+/// Samples with labels of their own.
+pub(super) fn any(
+    scrape: &Scrape,
+    out: &mut Samples<'_>,
+    write: fn(&Scrape, &mut Samples<'_>) -> fmt::Result,
+) -> fmt::Result {
+    write(scrape, out)
 }
 
 impl Family {
@@ -140,6 +150,11 @@ fn write(
         Kind::Counter => metric.encode_counter::<NoLabelSet, f64, f64>(&value, None),
         Kind::Info => metric.encode_info(&labels),
     }
+}
+
+/// Bytes of so many pages.
+pub(super) fn bytes(pages: u64) -> f64 {
+    (pages * PAGE_SIZE) as f64
 }
 
 /// 1 for yes, 0 for no.

@@ -4,311 +4,83 @@ use std::fmt;
 
 use memfold_api::{Borrowed, SwapPlace};
 use memfold_daemon::OnShelf;
-use memfold_fold::DomainStats;
+use memfold_fold::{DomainStats, EngineStats};
 use memfold_ledger::KsmAccount;
 use memfold_lend::LenderStatus;
 use memfold_lend::waits::Waits;
-use memfold_units::PAGE_SIZE;
 
-use super::Scrape;
-use super::families::In::{Bytes, Numbers, Ratio, Seconds};
-use super::families::{Family, Labels, Samples, counter, flag, gauge};
+use super::families::{Family, Labels, Samples, any, bytes, families, flag, maybe, one};
+use super::scrape::Scrape;
 
-pub(super) static FAMILIES: &[Family] = &[
-    gauge(
-        "memfold_fold_paused",
-        Numbers,
-        "1: folding is paused by the operator",
-        |s, out| out.one(flag(s.figures.report.fold.paused)),
-    ),
-    gauge(
-        "memfold_fold_cpu_limit",
-        Ratio,
-        "CPU that folding may use over time, as a share of one core",
-        |s, out| out.one(s.figures.report.fold.cpu_share),
-    ),
-    counter(
-        "memfold_fold_engine_cpu",
-        Seconds,
-        "CPU time of the engine",
-        |s, out| out.one(s.figures.report.fold.engine_cpu_s),
-    ),
-    counter(
-        "memfold_fold_library_cpu",
-        Seconds,
-        "CPU time of the library in the QEMUs, for orders",
-        |s, out| out.one(s.figures.report.fold.library_cpu_s),
-    ),
-    counter(
-        "memfold_fold_report_cpu",
-        Seconds,
-        "CPU time of the engine for reports such as this",
-        |s, out| out.one(s.figures.report.fold.report_cpu_s),
-    ),
-    gauge(
-        "memfold_fold_delay_median",
-        Seconds,
-        "Half of the hinted pages were folded within this time; absent before the first",
-        |s, out| out.maybe(s.figures.report.fold.hint_to_fold_p50_s),
-    ),
-    gauge(
-        "memfold_fold_delay_p95",
-        Seconds,
-        "95 % of the hinted pages were folded within this time; absent before the first",
-        |s, out| out.maybe(s.figures.report.fold.hint_to_fold_p95_s),
-    ),
-    counter(
-        "memfold_fold_judged_pages",
-        Numbers,
-        "Pages judged, by whether path and content of both files are the same",
-        judged,
-    ),
-    counter(
-        "memfold_fold_files_given_up",
-        Numbers,
-        "Times a file was left alone because its bytes keep differing",
-        |s, out| out.one(s.figures.report.fold.files_given_up as f64),
-    ),
-    counter(
-        "memfold_fold_huge_kept",
-        Bytes,
-        "Left in huge pages because too little of them could be folded",
-        |s, out| out.one(bytes(s.figures.report.fold.huge_kept_pages)),
-    ),
-    counter(
-        "memfold_fold_mapping_limit_runs",
-        Numbers,
-        "Runs left because the VM has nearly as many mappings as the kernel allows",
-        |s, out| out.one(s.figures.report.fold.mapping_budget_runs as f64),
-    ),
-    gauge(
-        "memfold_fold_hints_waiting",
-        Numbers,
-        "Hints that wait",
-        |s, out| out.one(s.figures.report.fold.hints_waiting as f64),
-    ),
-    gauge(
-        "memfold_store",
-        Bytes,
-        "Memory that the page store of a trust domain holds",
-        |s, out| stores(s, out, |store| store.store_bytes as f64),
-    ),
-    gauge("memfold_store_limit", Bytes, "Its cap", |s, out| {
-        stores(s, out, |store| store.store_cap_bytes as f64)
-    }),
-    gauge(
-        "memfold_store_full",
-        Numbers,
-        "1: the cap keeps new content out",
-        |s, out| stores(s, out, |store| flag(store.store_full)),
-    ),
-    counter("memfold_store_appended", Bytes, "Copied in", |s, out| {
-        stores(s, out, |store| bytes(store.appended_pages))
-    }),
-    counter("memfold_store_punched", Bytes, "Given back", |s, out| {
-        stores(s, out, |store| bytes(store.punched_pages))
-    }),
-    gauge(
-        "memfold_ksm_running",
-        Numbers,
-        "1: ksmd runs; all of KSM is absent where the kernel lacks it",
-        |s, out| ksm(s, out, |ksm| Some(flag(ksm.run == 1))),
-    ),
-    gauge(
-        "memfold_ksm_steered",
-        Numbers,
-        "1: this daemon steers it",
-        |s, out| out.one(flag(s.figures.steers_ksm)),
-    ),
-    gauge(
-        "memfold_ksm_shared",
-        Bytes,
-        "Pages that merged pages were replaced by: pages_shared",
-        |s, out| ksm(s, out, |ksm| Some(bytes(ksm.pages_shared))),
-    ),
-    gauge(
-        "memfold_ksm_sharing",
-        Bytes,
-        "Saved by them: pages_sharing",
-        |s, out| ksm(s, out, |ksm| Some(bytes(ksm.pages_sharing))),
-    ),
-    gauge(
-        "memfold_ksm_zero",
-        Bytes,
-        "Pages of zeroes on the zero page of the kernel; absent before Linux 6.6",
-        |s, out| ksm(s, out, |ksm| ksm.zero_pages.map(bytes)),
-    ),
-    gauge(
-        "memfold_ksm_profit",
-        Bytes,
-        "general_profit: saved less metadata; may be negative",
-        |s, out| ksm(s, out, |ksm| Some(ksm.general_profit_bytes as f64)),
-    ),
-    counter(
-        "memfold_ksmd_cpu",
-        Seconds,
-        "CPU time of ksmd since boot",
-        |s, out| ksm(s, out, |ksm| Some(ksm.ksmd_cpu_s)),
-    ),
-    gauge("memfold_snapshots", Numbers, "Snapshots", |s, out| {
-        shelf(s.figures.snapshots, out, |all| all.count)
-    }),
-    gauge(
-        "memfold_snapshots_broken",
-        Numbers,
-        "Of them, those that can not be used",
-        |s, out| shelf(s.figures.snapshots, out, |all| all.broken),
-    ),
-    gauge(
-        "memfold_snapshots_disk",
-        Bytes,
-        "What they take on disk",
-        |s, out| shelf(s.figures.snapshots, out, |all| all.bytes.0),
-    ),
-    gauge(
-        "memfold_snapshots_memory",
-        Bytes,
-        "Memory of images that are laid out for the VMs that run from them",
-        |s, out| out.one(s.figures.report.ledger.host.images_bytes.0 as f64),
-    ),
-    gauge("memfold_segments", Numbers, "Segments", |s, out| {
-        shelf(s.figures.segments, out, |all| all.count)
-    }),
-    gauge(
-        "memfold_segments_broken",
-        Numbers,
-        "Of them, those that can not be used",
-        |s, out| shelf(s.figures.segments, out, |all| all.broken),
-    ),
-    gauge(
-        "memfold_segments_resident",
-        Bytes,
-        "What of them is in the memory of the host",
-        |s, out| shelf(s.figures.segments, out, |all| all.bytes.0),
-    ),
-    gauge(
-        "memfold_segments_attached",
-        Numbers,
-        "Segments of all VMs, added up",
-        |s, out| {
-            out.one(
-                s.figures
-                    .vms
-                    .iter()
-                    .map(|vm| vm.segments.len())
-                    .sum::<usize>() as f64,
-            )
-        },
-    ),
-    gauge(
-        "memfold_lend_limit",
-        Bytes,
-        "Most that this host lends; all of memfold_lend_* is absent while it does not lend",
-        |s, out| lending(s, out, |lender| lender.max_bytes as f64),
-    ),
-    gauge(
-        "memfold_lend_offered",
-        Bytes,
-        "What it offers now, lent bytes included",
-        |s, out| lending(s, out, |lender| lender.offer_bytes as f64),
-    ),
-    gauge(
-        "memfold_lend_lent",
-        Bytes,
-        "What it has lent: allocated and locked",
-        |s, out| lending(s, out, |lender| lender.lent_bytes as f64),
-    ),
-    gauge(
-        "memfold_lend_recalled",
-        Bytes,
-        "What borrowers are to give back",
-        |s, out| lending(s, out, |lender| lender.recalled_bytes as f64),
-    ),
-    gauge(
-        "memfold_lend_problem",
-        Numbers,
-        "1: something keeps it from lending (memfold lend says what)",
-        |s, out| lending(s, out, |lender| flag(lender.problem.is_some())),
-    ),
-    counter(
-        "memfold_lend_exports_ended",
-        Numbers,
-        "Exports that were ended",
-        |s, out| lending(s, out, |lender| lender.ended as f64),
-    ),
-    counter(
-        "memfold_lend_exports_failed",
-        Numbers,
-        "Of them, those that had failed",
-        |s, out| lending(s, out, |lender| lender.failed as f64),
-    ),
-    counter(
-        "memfold_lend_refused",
-        Numbers,
-        "Connections to exports that broke off or were refused, such as those without the key",
-        |s, out| lending(s, out, |lender| lender.refused as f64),
-    ),
-    gauge(
-        "memfold_borrowed_vms",
-        Numbers,
-        "VMs, and swap volumes of the host, that asked for lent RAM, by where their swap disk is",
-        |s, out| borrowed(s, out, |_| 1),
-    ),
-    gauge(
-        "memfold_borrowed",
-        Bytes,
-        "Their swap disks, by where they are",
-        |s, out| borrowed(s, out, |one| one.bytes),
-    ),
-    counter(
-        "memfold_borrowed_requests",
-        Numbers,
-        "Answers of swap disks that are lent, or were",
-        |s, out| waits(s, out, &[], |waits| waits.requests),
-    ),
-    counter(
-        "memfold_borrowed_slow_requests",
-        Numbers,
-        "Of them, those that took longer",
-        slow,
-    ),
-    counter(
-        "memfold_borrow_lies",
-        Numbers,
-        "Wrong bytes that lenders have served; no VM was given any, the lender was given up",
-        |s, out| out.one(s.figures.lies as f64),
-    ),
-    gauge(
-        "memfold_lenders_distrusted",
-        Numbers,
-        "Lenders of which nothing is borrowed for a while, because they served wrong bytes",
-        |s, out| out.one(s.figures.distrusted as f64),
-    ),
-    gauge(
-        "memfold_registry_reachable",
-        Numbers,
-        "1: the registry of leases answers",
-        |s, out| out.one(flag(s.figures.leases.is_some())),
-    ),
-    gauge(
-        "memfold_leases",
-        Numbers,
-        "Leases of this host; absent while the registry does not answer",
-        leases,
-    ),
-    counter(
-        "memfold_access_refused",
-        Numbers,
-        "Connections and requests over TCP and the socket that were refused",
-        |s, out| {
-            let mut all = s.refused.iter();
-            all.try_for_each(|(why, count)| out.with(&[("why", why)], *count as f64))
-        },
-    ),
-];
+pub(super) static FAMILIES: &[Family] = families! {
+    Gauge Numbers "memfold_fold_paused" "1: folding is paused by the operator" fold |f| flag(f.paused);
+    Gauge Ratio "memfold_fold_cpu_limit" "CPU that folding may use over time, as a share of one core" fold |f| f.cpu_share;
+    Counter Seconds "memfold_fold_engine_cpu" "CPU time of the engine" fold |f| f.engine_cpu_s;
+    Counter Seconds "memfold_fold_library_cpu" "CPU time of the library in the QEMUs, for orders" fold |f| f.library_cpu_s;
+    Counter Seconds "memfold_fold_report_cpu" "CPU time of the engine for reports such as this" fold |f| f.report_cpu_s;
+    Gauge Seconds "memfold_fold_delay_median" "Half of the hinted pages were folded within this time; absent before the first"
+        maybe |s| s.figures.report.fold.hint_to_fold_p50_s;
+    Gauge Seconds "memfold_fold_delay_p95" "95 % of the hinted pages were folded within this time; absent before the first"
+        maybe |s| s.figures.report.fold.hint_to_fold_p95_s;
+    Counter Numbers "memfold_fold_judged_pages" "Pages judged, by whether path and content of both files are the same" any judged;
+    Counter Numbers "memfold_fold_files_given_up" "Times a file was left alone because its bytes keep differing"
+        fold |f| f.files_given_up as f64;
+    Counter Bytes "memfold_fold_huge_kept" "Left in huge pages because too little of them could be folded"
+        fold |f| bytes(f.huge_kept_pages);
+    Counter Numbers "memfold_fold_mapping_limit_runs" "Runs left because the VM has nearly as many mappings as the kernel allows"
+        fold |f| f.mapping_budget_runs as f64;
+    Gauge Numbers "memfold_fold_hints_waiting" "Hints that wait" fold |f| f.hints_waiting as f64;
+    Gauge Bytes "memfold_store" "Memory that the page store of a trust domain holds" stores |store| store.store_bytes as f64;
+    Gauge Bytes "memfold_store_limit" "Its cap" stores |store| store.store_cap_bytes as f64;
+    Gauge Numbers "memfold_store_full" "1: the cap keeps new content out" stores |store| flag(store.store_full);
+    Counter Bytes "memfold_store_appended" "Copied in" stores |store| bytes(store.appended_pages);
+    Counter Bytes "memfold_store_punched" "Given back" stores |store| bytes(store.punched_pages);
+    Gauge Numbers "memfold_ksm_running" "1: ksmd runs; all of KSM is absent where the kernel lacks it" ksm |ksm| Some(flag(ksm.run == 1));
+    Gauge Numbers "memfold_ksm_steered" "1: this daemon steers it" one |s| flag(s.figures.steers_ksm);
+    Gauge Bytes "memfold_ksm_shared" "Pages that merged pages were replaced by: pages_shared" ksm |ksm| Some(bytes(ksm.pages_shared));
+    Gauge Bytes "memfold_ksm_sharing" "Saved by them: pages_sharing" ksm |ksm| Some(bytes(ksm.pages_sharing));
+    Gauge Bytes "memfold_ksm_zero" "Pages of zeroes on the zero page of the kernel; absent before Linux 6.6"
+        ksm |ksm| ksm.zero_pages.map(bytes);
+    Gauge Bytes "memfold_ksm_profit" "general_profit: saved less metadata; may be negative" ksm |ksm| Some(ksm.general_profit_bytes as f64);
+    Counter Seconds "memfold_ksmd_cpu" "CPU time of ksmd since boot" ksm |ksm| Some(ksm.ksmd_cpu_s);
+    Gauge Numbers "memfold_snapshots" "Snapshots" snapshots |all| all.count;
+    Gauge Numbers "memfold_snapshots_broken" "Of them, those that can not be used" snapshots |all| all.broken;
+    Gauge Bytes "memfold_snapshots_disk" "What they take on disk" snapshots |all| all.bytes.0;
+    Gauge Bytes "memfold_snapshots_memory" "Memory of images that are laid out for the VMs that run from them"
+        one |s| s.figures.report.ledger.host.images_bytes.0 as f64;
+    Gauge Numbers "memfold_segments" "Segments" segments |all| all.count;
+    Gauge Numbers "memfold_segments_broken" "Of them, those that can not be used" segments |all| all.broken;
+    Gauge Bytes "memfold_segments_resident" "What of them is in the memory of the host" segments |all| all.bytes.0;
+    Gauge Numbers "memfold_segments_attached" "Segments of all VMs, added up"
+        one |s| s.figures.vms.iter().map(|vm| vm.segments.len()).sum::<usize>() as f64;
+    Gauge Bytes "memfold_lend_limit" "Most that this host lends; all of memfold_lend_* is absent while it does not lend"
+        lending |lender| lender.max_bytes as f64;
+    Gauge Bytes "memfold_lend_offered" "What it offers now, lent bytes included" lending |lender| lender.offer_bytes as f64;
+    Gauge Bytes "memfold_lend_lent" "What it has lent: allocated and locked" lending |lender| lender.lent_bytes as f64;
+    Gauge Bytes "memfold_lend_recalled" "What borrowers are to give back" lending |lender| lender.recalled_bytes as f64;
+    Gauge Numbers "memfold_lend_problem" "1: something keeps it from lending (memfold lend says what)"
+        lending |lender| flag(lender.problem.is_some());
+    Counter Numbers "memfold_lend_exports_ended" "Exports that were ended" lending |lender| lender.ended as f64;
+    Counter Numbers "memfold_lend_exports_failed" "Of them, those that had failed" lending |lender| lender.failed as f64;
+    Counter Numbers "memfold_lend_refused" "Connections to exports that broke off or were refused, such as those without the key"
+        lending |lender| lender.refused as f64;
+    Gauge Numbers "memfold_borrowed_vms" "VMs, and swap volumes of the host, that asked for lent RAM, by where their swap disk is"
+        borrowed |_| 1;
+    Gauge Bytes "memfold_borrowed" "Their swap disks, by where they are" borrowed |one| one.bytes;
+    Counter Numbers "memfold_borrowed_requests" "Answers of swap disks that are lent, or were" requests |waits| waits.requests;
+    Counter Numbers "memfold_borrowed_slow_requests" "Of them, those that took longer" any slow;
+    Counter Numbers "memfold_borrow_lies" "Wrong bytes that lenders have served; no VM was given any, the lender was given up"
+        one |s| s.figures.lies as f64;
+    Gauge Numbers "memfold_lenders_distrusted" "Lenders of which nothing is borrowed for a while, because they served wrong bytes"
+        one |s| s.figures.distrusted as f64;
+    Gauge Numbers "memfold_registry_reachable" "1: the registry of leases answers" one |s| flag(s.figures.leases.is_some());
+    Gauge Numbers "memfold_leases" "Leases of this host; absent while the registry does not answer" any leases;
+    Counter Numbers "memfold_access_refused" "Connections and requests over TCP and the socket that were refused" any refused;
+};
 
-fn bytes(pages: u64) -> f64 {
-    (pages * PAGE_SIZE) as f64
+fn refused(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
+    let mut all = scrape.refused.iter();
+    all.try_for_each(|(why, count)| out.with(&[("why", why)], *count as f64))
 }
 
 /// The four cases of study C.
@@ -329,6 +101,10 @@ fn judged(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     Ok(())
 }
 
+fn fold(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&EngineStats) -> f64) -> fmt::Result {
+    out.one(figure(&scrape.figures.report.fold))
+}
+
 fn stores(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&DomainStats) -> f64) -> fmt::Result {
     for store in &scrape.figures.report.fold.domains {
         out.with(&[("domain", &store.domain)], figure(store))?;
@@ -345,12 +121,24 @@ fn ksm(
     out.maybe(ksm.and_then(figure))
 }
 
-fn shelf(
-    shelf: Option<OnShelf>,
-    out: &mut Samples<'_>,
-    figure: fn(&OnShelf) -> u64,
-) -> fmt::Result {
-    out.maybe(shelf.as_ref().map(|all| figure(all) as f64))
+fn snapshots(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&OnShelf) -> u64) -> fmt::Result {
+    out.maybe(
+        scrape
+            .figures
+            .snapshots
+            .as_ref()
+            .map(|all| figure(all) as f64),
+    )
+}
+
+fn segments(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&OnShelf) -> u64) -> fmt::Result {
+    out.maybe(
+        scrape
+            .figures
+            .segments
+            .as_ref()
+            .map(|all| figure(all) as f64),
+    )
 }
 
 fn lending(
@@ -391,6 +179,10 @@ fn waits(
         }
     }
     Ok(())
+}
+
+fn requests(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&Waits) -> u64) -> fmt::Result {
+    waits(scrape, out, &[], figure)
 }
 
 fn slow(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
