@@ -12,7 +12,7 @@
 
 use std::time::{Duration, Instant};
 
-use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::pagemap::{Filter, Pagemap};
 use memfold_sys::region::{Area, Mapping};
 use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use rustix::io::Errno;
@@ -252,13 +252,7 @@ fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64
 
 /// Whether a page is at its target and no more where it came from.
 fn is_moved(pagemap: &Pagemap, from: Area, to: Area) -> bool {
-    let is_there = |page: Area| {
-        let there = Filter {
-            any_of: category::PRESENT | category::SWAPPED,
-            ..Filter::default()
-        };
-        pagemap.all_pass(page.start(), page.end(), there)
-    };
+    let is_there = |page: Area| pagemap.all_pass(page.start(), page.end(), Filter::THERE);
     // A page map that can't be read tells nothing: then the page counts as not moved.
     !from.is_empty() && matches!((is_there(from), is_there(to)), (Ok(false), Ok(true)))
 }

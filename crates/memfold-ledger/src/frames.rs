@@ -2,13 +2,12 @@
 
 use std::io;
 
-use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::pagemap::Filter;
 use memfold_units::Pfn;
 use memfold_vm::RamLayout;
-use rustix::process::Pid;
 
 use super::memory::ram_ranges;
-use super::read::ReadError;
+use super::read::{ReadError, pagemap_of};
 
 /// Pages whose frame numbers are read at once.
 const BATCH_PAGES: u64 = 1 << 16;
@@ -22,7 +21,7 @@ pub fn frames(
     pages: u64,
 ) -> Result<Vec<Option<u64>>, ReadError> {
     let failed = |source| ReadError::Pagemap { pid, source };
-    let pagemap = open(pid)?;
+    let pagemap = pagemap_of(pid)?;
     let mut found = Vec::new();
     let mut at = 0;
     while at < pages {
@@ -56,15 +55,10 @@ pub fn shared_frames(a: (i32, &RamLayout), b: (i32, &RamLayout)) -> Result<u64, 
 /// Frame numbers of all guest RAM present, sorted, each once, without the zero page.
 fn all_frames(pid: i32, layout: &RamLayout) -> Result<Vec<u64>, ReadError> {
     let failed = |source| ReadError::Pagemap { pid, source };
-    let pagemap = open(pid)?;
-    let present = Filter {
-        all_of: category::PRESENT,
-        none_of: category::ZERO,
-        ..Filter::default()
-    };
+    let pagemap = pagemap_of(pid)?;
     let (mut all, mut hidden) = (Vec::new(), 0);
     for (start, end) in ram_ranges(layout) {
-        for region in pagemap.scan(start, end, present).map_err(failed)? {
+        for region in pagemap.scan(start, end, Filter::RESIDENT).map_err(failed)? {
             let mut at = 0;
             while at < region.pages() {
                 let run = (region.pages() - at).min(BATCH_PAGES);
@@ -92,11 +86,4 @@ fn all_frames(pid: i32, layout: &RamLayout) -> Result<Vec<u64>, ReadError> {
     all.sort_unstable();
     all.dedup();
     Ok(all)
-}
-
-fn open(pid: i32) -> Result<Pagemap, ReadError> {
-    Pid::from_raw(pid)
-        .ok_or_else(|| io::ErrorKind::NotFound.into())
-        .and_then(Pagemap::open)
-        .map_err(|source| ReadError::Pagemap { pid, source })
 }

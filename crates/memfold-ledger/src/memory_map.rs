@@ -1,15 +1,14 @@
 //! One VM's RAM from end to end: how many pages of each cell are where.
 
 use memfold_store::StoreIdentity;
-use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::pagemap::Filter;
 use memfold_units::{Hva, PAGE_SIZE};
 use memfold_vm::RamLayout;
-use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::memory::{Place, each_run, ram_ranges};
-use super::read::{Proc, ReadError};
+use super::read::{Proc, ReadError, pagemap_of};
 use super::take::look;
 
 /// What a cell's figures count, in their order. `template`: of a snapshot's image, or of another file.
@@ -110,10 +109,7 @@ pub fn memory_map(
     cells: u64,
 ) -> Result<MemoryMap, ReadError> {
     let failed = |source| ReadError::Pagemap { pid, source };
-    let pagemap = Pid::from_raw(pid)
-        .ok_or_else(|| std::io::ErrorKind::NotFound.into())
-        .and_then(Pagemap::open)
-        .map_err(failed)?;
+    let pagemap = pagemap_of(pid)?;
     let mut ranges = ram_ranges(layout);
     let address = |at: Hva| layout.pfn_of(at).map(|pfn| pfn.0 * PAGE_SIZE);
     // What the guest doesn't see comes last.
@@ -147,17 +143,14 @@ pub fn memory_map(
         map.append(&mut of_range);
         mappings = looked.mappings;
     }
-    let present = Filter {
-        all_of: category::PRESENT,
-        none_of: category::ZERO,
-        ..Filter::default()
-    };
     let mut found = Vec::new();
     for (segment, identity) in segments {
         let (mut bytes, mut resident_bytes) = (0, 0);
         for vma in mappings.iter().filter(|v| v.file == Some(*identity)) {
             bytes += vma.end.0 - vma.start.0;
-            let regions = pagemap.scan(vma.start, vma.end, present).map_err(failed)?;
+            let regions = pagemap
+                .scan(vma.start, vma.end, Filter::RESIDENT)
+                .map_err(failed)?;
             let pages = regions.iter().map(memfold_sys::pagemap::Region::pages);
             resident_bytes += pages.sum::<u64>() * PAGE_SIZE;
         }

@@ -6,9 +6,10 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use memfold_units::{ByteSize, Hva, PageCount};
-
 use memfold_store::StoreIdentity;
+use memfold_sys::pagemap::Pagemap;
+use memfold_units::{ByteSize, Hva, PageCount};
+use rustix::process::Pid;
 
 /// A kernel file that could not be used.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +38,14 @@ pub enum ReadError {
         /// Why.
         source: std::io::Error,
     },
+}
+
+/// The page map of a process.
+pub(super) fn pagemap_of(pid: i32) -> Result<Pagemap, ReadError> {
+    Pid::from_raw(pid)
+        .ok_or_else(|| std::io::ErrorKind::NotFound.into())
+        .and_then(Pagemap::open)
+        .map_err(|source| ReadError::Pagemap { pid, source })
 }
 
 impl ReadError {

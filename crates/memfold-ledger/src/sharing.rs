@@ -6,15 +6,14 @@
 use std::collections::BTreeMap;
 
 use memfold_store::StoreIdentity;
-use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
+use memfold_sys::pagemap::{Filter, Region, category};
 use memfold_units::{Hva, PAGE_SIZE};
 use memfold_vm::RamLayout;
-use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::memory::ram_ranges;
-use super::read::{Proc, ReadError, Vma};
+use super::read::{Proc, ReadError, Vma, pagemap_of};
 
 /// By what a page is shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -87,14 +86,7 @@ pub fn files_of(
     segments: &[StoreIdentity],
 ) -> Result<FilesOf, ReadError> {
     let failed = |source| ReadError::Pagemap { pid, source };
-    let pagemap = Pid::from_raw(pid)
-        .ok_or_else(|| std::io::ErrorKind::NotFound.into())
-        .and_then(Pagemap::open)
-        .map_err(failed)?;
-    let there = Filter {
-        any_of: category::PRESENT | category::SWAPPED,
-        ..Filter::default()
-    };
+    let pagemap = pagemap_of(pid)?;
     let ram = ram_ranges(layout);
     let in_ram = |vma: &Vma| ram.iter().any(|(s, e)| vma.start < *e && *s < vma.end);
     let mut pages = Vec::new();
@@ -109,7 +101,9 @@ pub fn files_of(
         } else {
             By::Template
         };
-        let regions = pagemap.scan(vma.start, vma.end, there).map_err(failed)?;
+        let regions = pagemap
+            .scan(vma.start, vma.end, Filter::THERE)
+            .map_err(failed)?;
         uncopied(&vma, &regions, by == By::Folding, |from, to| {
             let page = |at: Hva| (vma.offset + at.0 - vma.start.0) / PAGE_SIZE;
             pages.push(FilePages {

@@ -4,14 +4,13 @@ use std::os::fd::AsFd;
 
 use memfold_ksm as ksm;
 use memfold_store::StoreIdentity;
-use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
+use memfold_sys::pagemap::{Filter, Pagemap, Region};
 use memfold_units::{ByteSize, Hva, PageCount};
 use memfold_vm::RamLayout;
-use rustix::process::Pid;
 
 use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, VmAccount};
 use super::memory::{Kind, Places, Stretch, ram_ranges, sort_pages, stretches};
-use super::read::{Proc, ReadError, Smap, Vma};
+use super::read::{Proc, ReadError, Smap, Vma, pagemap_of};
 
 /// Times that something which changes while it is read is read.
 const ATTEMPTS: usize = 3;
@@ -44,10 +43,7 @@ pub fn vm(
 ) -> Result<VmAccount, ReadError> {
     let proc = Proc::default();
     let ram = ram_ranges(layout);
-    let pagemap = Pid::from_raw(pid)
-        .ok_or_else(|| std::io::ErrorKind::NotFound.into())
-        .and_then(Pagemap::open)
-        .map_err(|source| ReadError::Pagemap { pid, source })?;
+    let pagemap = pagemap_of(pid)?;
     let (places, mappings, store_mappings) = scan(&proc, pid, &pagemap, &ram, stores)?;
     let smaps = proc.smaps(pid)?;
     let rollup = proc.rollup(pid)?.unwrap_or_default();
@@ -325,10 +321,6 @@ pub(super) fn look(
     stores: &[StoreIdentity],
 ) -> Result<Looked, ReadError> {
     let failed = |source| ReadError::Pagemap { pid, source };
-    let there = Filter {
-        any_of: category::PRESENT | category::SWAPPED,
-        ..Filter::default()
-    };
     let mut before = proc.maps(pid)?;
     let mut attempt = 1;
     loop {
@@ -336,7 +328,7 @@ pub(super) fn look(
         let mut regions = Vec::new();
         for (start, end) in ram {
             all.extend(stretches(&before, *start, *end, stores));
-            regions.extend(pagemap.scan(*start, *end, there).map_err(failed)?);
+            regions.extend(pagemap.scan(*start, *end, Filter::THERE).map_err(failed)?);
         }
         let after = proc.maps(pid)?;
         if attempt == ATTEMPTS || same_in(ram, &before, &after) {
@@ -353,12 +345,7 @@ pub(super) fn look(
 
 /// Pages of `[start, end)` in memory, without the zero page: what `Rss` counts.
 fn resident(pagemap: &Pagemap, start: Hva, end: Hva) -> std::io::Result<u64> {
-    let present = Filter {
-        all_of: category::PRESENT,
-        none_of: category::ZERO,
-        ..Filter::default()
-    };
-    let regions = pagemap.scan(start, end, present)?;
+    let regions = pagemap.scan(start, end, Filter::RESIDENT)?;
     Ok(regions
         .iter()
         .map(memfold_sys::pagemap::Region::pages)

@@ -70,6 +70,27 @@ impl Filter {
         any_of: category::PRESENT | category::SWAPPED,
         none_of: category::WRITTEN,
     };
+
+    /// Pages in memory or in swap.
+    pub const THERE: Self = Self {
+        all_of: 0,
+        any_of: category::PRESENT | category::SWAPPED,
+        none_of: 0,
+    };
+
+    /// Pages in memory, without the kernel's page of zeroes: what `Rss` counts.
+    pub const RESIDENT: Self = Self {
+        all_of: category::PRESENT,
+        any_of: 0,
+        none_of: category::ZERO,
+    };
+
+    /// Pages that a process has copies of: resident, and of no file.
+    pub const COPIES: Self = Self {
+        all_of: category::PRESENT,
+        any_of: 0,
+        none_of: category::FILE | category::ZERO,
+    };
 }
 
 impl Region {
@@ -95,15 +116,6 @@ pub struct Filter {
     pub any_of: u64,
     /// Categories that must not be set.
     pub none_of: u64,
-}
-
-impl Filter {
-    /// Pages that a process has copies of: in memory, of no file, and not the kernel's page of zeroes.
-    pub const COPIES: Self = Self {
-        all_of: category::PRESENT,
-        any_of: 0,
-        none_of: category::FILE | category::ZERO,
-    };
 }
 
 /// An open `/proc/PID/pagemap`.

@@ -201,15 +201,11 @@ fn scan(
     pieces: &mut Vec<Piece>,
     batches: &mut Vec<Batch>,
 ) -> Result<Option<Pages>, EstimateError> {
-    let there = Filter {
-        any_of: category::PRESENT | category::SWAPPED,
-        ..Filter::default()
-    };
     let mut pages = Pages::default();
     let (mut first, mut in_batch) = (pieces.len(), 0);
     for range in &target.ranges {
         pages.memory += (range.end - range.start) / PAGE_SIZE;
-        let regions = match pagemap.scan(Hva(range.start), Hva(range.end), there) {
+        let regions = match pagemap.scan(Hva(range.start), Hva(range.end), Filter::THERE) {
             Ok(regions) => regions,
             Err(error) if has_ended(&error) => return Ok(None),
             Err(source) => return Err(failed(target.pid, source)),
