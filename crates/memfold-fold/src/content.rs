@@ -30,7 +30,6 @@ const MAX_NAMESAKES: usize = 64;
 /// A file of one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Member {
-    /// The VM.
     pub vm: VmId,
     /// The file, by its agent's number.
     pub file: FileNumber,
@@ -132,7 +131,6 @@ impl Contents {
         self.of.get(&member).copied()
     }
 
-    /// A content.
     #[must_use]
     pub fn get(&self, id: ContentId) -> Option<&Content> {
         self.all.get(&id)

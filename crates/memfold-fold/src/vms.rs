@@ -169,11 +169,7 @@ impl Engine {
         let Some(domain) = self.domains.get_mut(&vm.domain) else {
             return;
         };
-        for at in 0..vm.table.pages() {
-            if let Some(mapped) = vm.table.mapped(at) {
-                domain.contents.count_reference(mapped.store_page, false);
-            }
-        }
+        vm.drop_references(domain);
         domain.contents.leave_all(id);
         if self.vms.values().any(|other| other.domain == vm.domain) {
             self.reclaim(&vm.domain);
@@ -329,11 +325,7 @@ impl Engine {
         let gone = known.iter().filter(|b| !layout.blocks.contains(b));
         vm.gone_blocks.extend(gone.map(|block| block.hva));
         if let Some(domain) = self.domains.get_mut(&vm.domain) {
-            for at in 0..vm.table.pages() {
-                if let Some(mapped) = vm.table.mapped(at) {
-                    domain.contents.count_reference(mapped.store_page, false);
-                }
-            }
+            vm.drop_references(domain);
         }
         // Whatever the library answers: nobody tells of it a second time.
         vm.table = VmTable::new(layout.clone());
@@ -354,6 +346,13 @@ impl Engine {
 }
 
 impl VmState {
+    /// Its table ends: store pages that it maps are mapped once less.
+    fn drop_references(&self, domain: &mut Domain) {
+        for mapped in (0..self.table.pages()).filter_map(|at| self.table.mapped(at)) {
+            domain.contents.count_reference(mapped.store_page, false);
+        }
+    }
+
     fn be_held(&mut self) {
         let before = self.stats.problem.replace(HELD.to_owned());
         self.held.get_or_insert(Held { after: before });
