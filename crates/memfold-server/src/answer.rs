@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::FromRequest;
 use axum::extract::rejection::JsonRejection;
+use axum::extract::{FromRequest, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use memfold_api::ErrorBody;
@@ -130,11 +130,17 @@ impl IntoResponse for Failure {
     }
 }
 
+/// The daemon, as handlers get it.
+pub(crate) type Served = State<Arc<Daemon>>;
+
+/// What most handlers give.
+pub(crate) type Answered<T> = Result<Json<T>, Failure>;
+
 /// Runs a blocking method of the daemon off the async threads.
 pub(crate) async fn blocking<T: Send + 'static>(
-    daemon: Arc<Daemon>,
+    State(daemon): Served,
     work: impl FnOnce(&Arc<Daemon>) -> Result<T, DaemonError> + Send + 'static,
-) -> Result<Json<T>, Failure> {
+) -> Answered<T> {
     // Right after its start the daemon may not know yet what runs.
     let work = move || {
         daemon.settle_first();

@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use axum::extract::State;
+use axum::Router;
 use axum::routing::{get, post};
-use axum::{Json, Router};
 use memfold_api::{ErrorBody, LibvirtEnableRequest, LibvirtRequest, VmInfo};
 use memfold_daemon::Daemon;
 use memfold_libvirt::{Change, DomainStatus};
 
-use super::answer::{Asked, Failure, blocking};
+use super::answer::{Answered, Asked, Served, blocking};
 
 pub(super) fn routes() -> Router<Arc<Daemon>> {
     Router::new()
@@ -22,27 +21,25 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 /// Domains of libvirt: which are enabled, in which trust domain, and what becomes of them. Null: there is no libvirt here, or this daemon leaves
 /// it alone.
 #[utoipa::path(get, path = "/v1/libvirt", responses((status = 200, body = Option<Vec<DomainStatus>>), (status = 400, body = ErrorBody)))]
-pub(super) async fn domains(
-    State(daemon): State<Arc<Daemon>>,
-) -> Result<Json<Option<Vec<DomainStatus>>>, Failure> {
+pub async fn domains(daemon: Served) -> Answered<Option<Vec<DomainStatus>>> {
     blocking(daemon, |d| d.libvirt_domains()).await
 }
 
 /// Takes on a running domain of libvirt now; it is found by itself otherwise.
 #[utoipa::path(post, path = "/v1/libvirt/attach", request_body = LibvirtRequest, responses((status = 200, body = VmInfo)))]
-pub(super) async fn attach_libvirt(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn attach_libvirt(
+    daemon: Served,
     Asked(request): Asked<LibvirtRequest>,
-) -> Result<Json<VmInfo>, Failure> {
+) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.attach_libvirt(&request.domain)).await
 }
 
 /// Has a domain start with memfold from now on.
 #[utoipa::path(post, path = "/v1/libvirt/enable", request_body = LibvirtEnableRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
-pub(super) async fn enable(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn enable(
+    daemon: Served,
     Asked(request): Asked<LibvirtEnableRequest>,
-) -> Result<Json<Change>, Failure> {
+) -> Answered<Change> {
     blocking(daemon, move |d| {
         d.enable_libvirt(&request.domain, request.trust_domain.as_deref())
     })
@@ -51,9 +48,6 @@ pub(super) async fn enable(
 
 /// Puts a domain's XML back to what it was.
 #[utoipa::path(post, path = "/v1/libvirt/disable", request_body = LibvirtRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
-pub(super) async fn disable(
-    State(daemon): State<Arc<Daemon>>,
-    Asked(request): Asked<LibvirtRequest>,
-) -> Result<Json<Change>, Failure> {
+pub async fn disable(daemon: Served, Asked(request): Asked<LibvirtRequest>) -> Answered<Change> {
     blocking(daemon, move |d| d.disable_libvirt(&request.domain)).await
 }

@@ -4,12 +4,12 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Router;
 use axum::extract::{Extension, Path as UrlPath, Query, State};
 use axum::http::StatusCode;
 use axum::response::sse::{Event as Message, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Json, Router};
 use futures_util::stream;
 use memfold_api::ErrorBody;
 use memfold_daemon::{Daemon, EstimateOrder, Live, SwapUse};
@@ -22,7 +22,7 @@ use serde::Deserialize;
 
 use super::access::Access;
 use super::access::Visitor;
-use super::answer::{Asked, Failure, blocking, refusal_with_hint};
+use super::answer::{Answered, Asked, Served, blocking, refusal_with_hint};
 
 /// A stream that has nothing to say says so this often, which finds out whether anybody still reads.
 const STILL_HERE: Duration = Duration::from_secs(15);
@@ -83,8 +83,8 @@ pub(super) struct Count {
 
 /// Samples as they come: server-sent events `sample`, of which each is all there is to know. Nothing is kept for who reads slowly.
 #[utoipa::path(get, path = "/v1/live", responses((status = 200, content_type = "text/event-stream", body = Live), (status = 503, body = ErrorBody)))]
-pub(super) async fn live(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn live(
+    State(daemon): Served,
     Extension(access): Extension<Arc<Access>>,
     Extension(visitor): Extension<Visitor>,
 ) -> Response {
@@ -128,31 +128,25 @@ pub(super) async fn live(
 
 /// The host over time.
 #[utoipa::path(get, path = "/v1/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
-pub(super) async fn history(
-    State(daemon): State<Arc<Daemon>>,
-    Query(span): Query<Span>,
-) -> Result<Json<Series>, Failure> {
+pub async fn history(daemon: Served, Query(span): Query<Span>) -> Answered<Series> {
     let (seconds, points) = span.bounded();
     blocking(daemon, move |d| d.history_of(None, seconds, points)).await
 }
 
 /// A VM over time; without points, if it was never seen.
 #[utoipa::path(get, path = "/v1/vms/{name}/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
-pub(super) async fn vm_history(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn vm_history(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
     Query(span): Query<Span>,
-) -> Result<Json<Series>, Failure> {
+) -> Answered<Series> {
     let (seconds, points) = span.bounded();
     blocking(daemon, move |d| d.history_of(Some(&name), seconds, points)).await
 }
 
 /// PSS of all VMs over time; 24 h at most, 100 points at most.
 #[utoipa::path(get, path = "/v1/history/vms", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Trends), (status = 404, body = ErrorBody)))]
-pub(super) async fn trends(
-    State(daemon): State<Arc<Daemon>>,
-    Query(span): Query<Span>,
-) -> Result<Json<Trends>, Failure> {
+pub async fn trends(daemon: Served, Query(span): Query<Span>) -> Answered<Trends> {
     let (seconds, points) = span.bounded();
     let (seconds, points) = (seconds.min(KEEP_FINE_S), points.min(MOST_TREND_POINTS));
     blocking(daemon, move |d| d.trends(seconds, points)).await
@@ -160,51 +154,45 @@ pub(super) async fn trends(
 
 /// What changed, newest first; 200 by default, 1,000 at most.
 #[utoipa::path(get, path = "/v1/events", params(("count" = Option<i64>, Query)), responses((status = 200, body = Vec<Event>)))]
-pub(super) async fn events(
-    State(daemon): State<Arc<Daemon>>,
-    Query(query): Query<Count>,
-) -> Result<Json<Vec<Event>>, Failure> {
+pub async fn events(daemon: Served, Query(query): Query<Count>) -> Answered<Vec<Event>> {
     let count = query.count.unwrap_or(200).clamp(0, MOST_EVENTS);
     blocking(daemon, move |d| d.events(count)).await
 }
 
 /// A VM's RAM from end to end: pages by state, in about `cells` cells (1,024 by default, 8,192 at most).
 #[utoipa::path(get, path = "/v1/vms/{name}/memory-map", params(("cells" = Option<u64>, Query)), responses((status = 200, body = MemoryMap), (status = 404, body = ErrorBody)))]
-pub(super) async fn memory_map(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn memory_map(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
     Query(query): Query<Cells>,
-) -> Result<Json<MemoryMap>, Failure> {
+) -> Answered<MemoryMap> {
     let cells = query.cells.unwrap_or(1024);
     blocking(daemon, move |d| d.memory_map(&name, cells)).await
 }
 
 /// Who has pages in common with whom.
 #[utoipa::path(get, path = "/v1/sharing", responses((status = 200, body = Sharing)))]
-pub(super) async fn sharing(State(daemon): State<Arc<Daemon>>) -> Result<Json<Sharing>, Failure> {
+pub async fn sharing(daemon: Served) -> Answered<Sharing> {
     blocking(daemon, |d| d.sharing()).await
 }
 
 /// How much of a VM's swap disk its guest uses, as that says; asked at most each five seconds.
 #[utoipa::path(get, path = "/v1/vms/{name}/swap", responses((status = 200, body = SwapUse), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
-pub(super) async fn swap_use(
-    State(daemon): State<Arc<Daemon>>,
-    UrlPath(name): UrlPath<String>,
-) -> Result<Json<SwapUse>, Failure> {
+pub async fn swap_use(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<SwapUse> {
     blocking(daemon, move |d| d.swap_use(&name)).await
 }
 
 /// What works on this host, as of up to a minute ago, and what the brake does now.
 #[utoipa::path(get, path = "/v1/doctor", responses((status = 200, body = Object)))]
-pub(super) async fn doctor(State(daemon): State<Arc<Daemon>>) -> Result<Json<Report>, Failure> {
+pub async fn doctor(daemon: Served) -> Answered<Report> {
     blocking(daemon, Daemon::doctor).await
 }
 
 /// What could be saved: looks at memory, which takes as long as is asked for.
 #[utoipa::path(post, path = "/v1/estimate", request_body = EstimateOrder, responses((status = 200, body = EstimateReport), (status = 409, body = ErrorBody)))]
-pub(super) async fn estimate(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn estimate(
+    daemon: Served,
     Asked(order): Asked<EstimateOrder>,
-) -> Result<Json<EstimateReport>, Failure> {
+) -> Answered<EstimateReport> {
     blocking(daemon, move |d| d.estimate(&order)).await
 }

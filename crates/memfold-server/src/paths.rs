@@ -1,6 +1,5 @@
 //! Paths that the guard knows by name.
 
-/// Sessions.
 pub(crate) const SESSION_PATH: &str = "/v1/session";
 
 /// Codes for one login.

@@ -5,17 +5,17 @@
 
 use std::sync::Arc;
 
+use axum::Router;
 use axum::body::Bytes;
-use axum::extract::{DefaultBodyLimit, Query, State};
+use axum::extract::{DefaultBodyLimit, Query};
 use axum::routing::{get, post};
-use axum::{Json, Router};
 use memfold_api::ErrorBody;
 use memfold_daemon::{Daemon, DaemonError, PlaceOrder};
 use memfold_ledger::estimate::place::Proposal;
 use memfold_ledger::plan::{Order, Plan, parse_hours, parse_kind, parse_number};
 use memfold_units::ByteSize;
 
-use super::answer::{Failure, blocking};
+use super::answer::{Answered, Served, blocking};
 use super::limits::MOST_FINGERPRINTS;
 use super::paths::PLACE_PATH;
 
@@ -56,10 +56,7 @@ fn order(pairs: &[(String, String)]) -> Result<Order, String> {
     ("memory" = Option<String>, Query, description = "A size (`128G`); by default this host's"),
     ("ahead_hours" = Option<f64>, Query, description = "Hours, 0 to 8760, in which VMs grow as they have lately; by default 0"),
 ), responses((status = 200, body = Plan), (status = 400, body = ErrorBody)))]
-pub(super) async fn plan(
-    State(daemon): State<Arc<Daemon>>,
-    Query(pairs): Query<Vec<(String, String)>>,
-) -> Result<Json<Plan>, Failure> {
+pub async fn plan(daemon: Served, Query(pairs): Query<Vec<(String, String)>>) -> Answered<Plan> {
     blocking(daemon, move |d| {
         d.plan(&order(&pairs).map_err(DaemonError::BadRequest)?)
     })
@@ -68,10 +65,7 @@ pub(super) async fn plan(
 
 /// Which VMs of several hosts to place together: the JSON of `memfold plan --place`.
 #[utoipa::path(post, path = "/v1/plan/place", request_body = PlaceOrder, responses((status = 200, body = Object), (status = 400, body = ErrorBody), (status = 409, body = ErrorBody)))]
-pub(super) async fn place(
-    State(daemon): State<Arc<Daemon>>,
-    body: Bytes,
-) -> Result<Json<Proposal>, Failure> {
+pub async fn place(daemon: Served, body: Bytes) -> Answered<Proposal> {
     // It may be long: not on a thread that others wait for.
     blocking(daemon, move |d| {
         let order: PlaceOrder = serde_json::from_slice(&body)

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path as UrlPath, State};
+use axum::Router;
+use axum::extract::Path as UrlPath;
 use axum::routing::{delete, get, post};
-use axum::{Json, Router};
 use memfold_api::{
     AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, ErrorBody, RankRequest,
 };
@@ -12,7 +12,7 @@ use memfold_daemon::Daemon;
 use memfold_segment::{Ranked, SegmentInfo};
 use memfold_snapshot::Step;
 
-use super::answer::{Asked, Failure, blocking};
+use super::answer::{Answered, Asked, Served, blocking};
 
 pub(super) fn routes() -> Router<Arc<Daemon>> {
     Router::new()
@@ -27,72 +27,70 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 
 /// All segments.
 #[utoipa::path(get, path = "/v1/segments", responses((status = 200, body = Vec<SegmentInfo>)))]
-pub(super) async fn segments(
-    State(daemon): State<Arc<Daemon>>,
-) -> Result<Json<Vec<SegmentInfo>>, Failure> {
+pub async fn segments(daemon: Served) -> Answered<Vec<SegmentInfo>> {
     blocking(daemon, |d| d.list_segments()).await
 }
 
 /// Builds a segment, or its next generation.
 #[utoipa::path(post, path = "/v1/segments", request_body = BuildRequest, responses((status = 200, body = BuildResult), (status = 400, body = ErrorBody)))]
-pub(super) async fn build_segment(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn build_segment(
+    daemon: Served,
     Asked(request): Asked<BuildRequest>,
-) -> Result<Json<BuildResult>, Failure> {
+) -> Answered<BuildResult> {
     blocking(daemon, move |d| d.build_segment(&request)).await
 }
 
 /// Files by what they would bring in a segment, best first.
 #[utoipa::path(post, path = "/v1/segments/rank", request_body = RankRequest, responses((status = 200, body = Vec<Ranked>)))]
-pub(super) async fn rank_segments(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn rank_segments(
+    daemon: Served,
     Asked(request): Asked<RankRequest>,
-) -> Result<Json<Vec<Ranked>>, Failure> {
+) -> Answered<Vec<Ranked>> {
     blocking(daemon, move |d| d.rank_files(&request)).await
 }
 
 /// Which generations were removed.
 #[utoipa::path(delete, path = "/v1/segments/{name}", responses((status = 200, body = Vec<String>), (status = 409, body = ErrorBody)))]
-pub(super) async fn remove_segment(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn remove_segment(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
-) -> Result<Json<Vec<String>>, Failure> {
+) -> Answered<Vec<String>> {
     blocking(daemon, move |d| d.remove_segment(&name)).await
 }
 
 /// What is wrong with a segment; null: nothing.
 #[utoipa::path(post, path = "/v1/segments/{name}/verify", responses((status = 200, body = Option<String>)))]
-pub(super) async fn verify_segment(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn verify_segment(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
-) -> Result<Json<Option<String>>, Failure> {
+) -> Answered<Option<String>> {
     blocking(daemon, move |d| d.verify_segment(&name)).await
 }
 
 /// How far a build has come; null: none is under way.
 #[utoipa::path(get, path = "/v1/segments/{name}/progress", responses((status = 200, body = Option<Step>)))]
-pub(super) async fn segment_progress(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn segment_progress(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
-) -> Result<Json<Option<Step>>, Failure> {
+) -> Answered<Option<Step>> {
     blocking(daemon, move |d| Ok(d.segment_progress(&name))).await
 }
 
 /// Maps a segment into a running VM.
 #[utoipa::path(post, path = "/v1/vms/{name}/segments", request_body = AttachSegmentRequest, responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
-pub(super) async fn attach_segment(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn attach_segment(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<AttachSegmentRequest>,
-) -> Result<Json<AttachedSegment>, Failure> {
+) -> Answered<AttachedSegment> {
     blocking(daemon, move |d| d.attach_segment(&name, &request)).await
 }
 
 /// Takes a segment off a VM.
 #[utoipa::path(delete, path = "/v1/vms/{name}/segments/{segment}", responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
-pub(super) async fn detach_segment(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn detach_segment(
+    daemon: Served,
     UrlPath((name, segment)): UrlPath<(String, String)>,
-) -> Result<Json<AttachedSegment>, Failure> {
+) -> Answered<AttachedSegment> {
     blocking(daemon, move |d| d.detach_segment(&name, &segment)).await
 }

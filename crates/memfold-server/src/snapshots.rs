@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path as UrlPath, State};
+use axum::Router;
+use axum::extract::Path as UrlPath;
 use axum::routing::{get, post};
-use axum::{Json, Router};
 use memfold_api::{ErrorBody, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use memfold_daemon::Daemon;
 use memfold_snapshot::{Manifest, SnapshotInfo, Step};
 
-use super::answer::{Asked, Failure, blocking};
+use super::answer::{Answered, Asked, Served, blocking};
 
 pub(super) fn routes() -> Router<Arc<Daemon>> {
     Router::new()
@@ -25,63 +25,55 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 
 /// All snapshots.
 #[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]
-pub(super) async fn snapshots(
-    State(daemon): State<Arc<Daemon>>,
-) -> Result<Json<Vec<SnapshotInfo>>, Failure> {
+pub async fn snapshots(daemon: Served) -> Answered<Vec<SnapshotInfo>> {
     blocking(daemon, |d| d.snapshots()).await
 }
 
 /// Saves a VM, which goes on; the manifest of the snapshot.
 #[utoipa::path(post, path = "/v1/snapshots", request_body = SaveRequest, responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
-pub(super) async fn save_snapshot(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn save_snapshot(
+    daemon: Served,
     Asked(request): Asked<SaveRequest>,
-) -> Result<Json<Manifest>, Failure> {
+) -> Answered<Manifest> {
     blocking(daemon, move |d| d.save_snapshot(&request)).await
 }
 
 /// A snapshot's manifest.
 #[utoipa::path(get, path = "/v1/snapshots/{name}", responses((status = 200, body = Object), (status = 404, body = ErrorBody)))]
-pub(super) async fn snapshot(
-    State(daemon): State<Arc<Daemon>>,
-    UrlPath(name): UrlPath<String>,
-) -> Result<Json<Manifest>, Failure> {
+pub async fn snapshot(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<Manifest> {
     blocking(daemon, move |d| d.snapshot(&name)).await
 }
 
 /// Removes a snapshot that nobody uses.
 #[utoipa::path(delete, path = "/v1/snapshots/{name}", responses((status = 200), (status = 409, body = ErrorBody)))]
-pub(super) async fn remove_snapshot(
-    State(daemon): State<Arc<Daemon>>,
-    UrlPath(name): UrlPath<String>,
-) -> Result<Json<()>, Failure> {
+pub async fn remove_snapshot(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<()> {
     blocking(daemon, move |d| d.remove_snapshot(&name)).await
 }
 
 /// Reads a snapshot and compares it with its checksums.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/verify", responses((status = 200, body = VerifyReport)))]
-pub(super) async fn verify_snapshot(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn verify_snapshot(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
-) -> Result<Json<VerifyReport>, Failure> {
+) -> Answered<VerifyReport> {
     blocking(daemon, move |d| d.verify_snapshot(&name)).await
 }
 
 /// How far what is done with a snapshot has come; null: nothing is.
 #[utoipa::path(get, path = "/v1/snapshots/{name}/progress", responses((status = 200, body = Option<Step>)))]
-pub(super) async fn snapshot_progress(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn snapshot_progress(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
-) -> Result<Json<Option<Step>>, Failure> {
+) -> Answered<Option<Step>> {
     blocking(daemon, move |d| Ok(d.snapshot_progress(&name))).await
 }
 
 /// Starts a VM from a snapshot.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/restore", request_body = RestoreRequest, responses((status = 200, body = VmInfo)))]
-pub(super) async fn restore(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn restore(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<RestoreRequest>,
-) -> Result<Json<VmInfo>, Failure> {
+) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.restore(&name, &request)).await
 }

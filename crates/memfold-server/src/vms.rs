@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{Path as UrlPath, Query, State};
+use axum::Router;
+use axum::extract::{Path as UrlPath, Query};
 use axum::routing::{get, post};
-use axum::{Json, Router};
 use memfold_api::{
     AttachRequest, ErrorBody, ExecRequest, ExecResult, RebootRequest, RunOptions, StopReport,
     StopRequest, VmInfo,
@@ -13,7 +13,7 @@ use memfold_api::{
 use memfold_daemon::{Daemon, DaemonError};
 use memfold_vm::VmSpec;
 
-use super::answer::{Asked, Failure, blocking};
+use super::answer::{Answered, Asked, Served, blocking};
 
 pub(super) fn routes() -> Router<Arc<Daemon>> {
     Router::new()
@@ -27,17 +27,17 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 
 /// All VMs that the daemon knows.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmInfo>)))]
-pub(super) async fn list(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<VmInfo>>, Failure> {
+pub async fn list(daemon: Served) -> Answered<Vec<VmInfo>> {
     blocking(daemon, |d| Ok(d.list())).await
 }
 
 /// Starts a VM; the body is the description of `vm run --file`, as JSON.
 #[utoipa::path(post, path = "/v1/vms", params(RunOptions), request_body = Object, responses((status = 200, body = VmInfo), (status = 409, body = ErrorBody)))]
-pub(super) async fn run(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn run(
+    daemon: Served,
     Query(options): Query<RunOptions>,
     Asked(spec): Asked<VmSpec>,
-) -> Result<Json<VmInfo>, Failure> {
+) -> Answered<VmInfo> {
     blocking(daemon, move |d| {
         if options.despite_brake {
             d.run_vm_despite_brake(spec)
@@ -50,20 +50,17 @@ pub(super) async fn run(
 
 /// Takes on a VM that runs.
 #[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
-pub(super) async fn attach(
-    State(daemon): State<Arc<Daemon>>,
-    Asked(request): Asked<AttachRequest>,
-) -> Result<Json<VmInfo>, Failure> {
+pub async fn attach(daemon: Served, Asked(request): Asked<AttachRequest>) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.attach(&request)).await
 }
 
 /// Ends a VM: its guest is asked to, again and again, and after the time given it is switched off.
 #[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200, body = StopReport), (status = 404, body = ErrorBody)))]
-pub(super) async fn stop(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn stop(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<StopRequest>,
-) -> Result<Json<StopReport>, Failure> {
+) -> Answered<StopReport> {
     blocking(daemon, move |d| {
         let stopped = d.stop_vm(&name, seconds(request.timeout_s)?)?;
         let how = serde_json::to_value(stopped.kind).unwrap_or_default();
@@ -80,20 +77,17 @@ pub(super) async fn stop(
 
 /// Lets a VM go on that stands still: after a pause, or once there is room for its disk again.
 #[utoipa::path(post, path = "/v1/vms/{name}/resume", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
-pub(super) async fn resume(
-    State(daemon): State<Arc<Daemon>>,
-    UrlPath(name): UrlPath<String>,
-) -> Result<Json<VmInfo>, Failure> {
+pub async fn resume(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.resume_vm(&name)).await
 }
 
 /// Has a guest reboot, or takes it back to the snapshot of its boot.
 #[utoipa::path(post, path = "/v1/vms/{name}/reboot", request_body = RebootRequest, responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody)))]
-pub(super) async fn reboot(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn reboot(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<RebootRequest>,
-) -> Result<Json<VmInfo>, Failure> {
+) -> Answered<VmInfo> {
     blocking(daemon, move |d| {
         d.reboot(&name, &request, seconds(request.timeout_s)?)
     })
@@ -102,11 +96,11 @@ pub(super) async fn reboot(
 
 /// Runs a command in a guest, by its agent.
 #[utoipa::path(post, path = "/v1/vms/{name}/exec", request_body = ExecRequest, responses((status = 200, body = ExecResult)))]
-pub(super) async fn exec(
-    State(daemon): State<Arc<Daemon>>,
+pub async fn exec(
+    daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<ExecRequest>,
-) -> Result<Json<ExecResult>, Failure> {
+) -> Answered<ExecResult> {
     blocking(daemon, move |d| {
         let result = d.exec(&name, &request.script, seconds(request.timeout_s)?)?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();

@@ -17,7 +17,7 @@ mod vms;
 use std::fmt;
 use std::sync::Arc;
 
-use axum::extract::{Extension, State};
+use axum::extract::Extension;
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use families::Family;
@@ -30,7 +30,7 @@ use prometheus_client::registry::Registry;
 use scrape::Scrape;
 
 use super::access::Access;
-use super::answer::{Failure, blocking};
+use super::answer::{Failure, Served, blocking};
 
 /// Content type of `OpenMetrics` 1.0.
 const OPEN_METRICS: &str = "application/openmetrics-text";
@@ -63,7 +63,7 @@ impl Scrape {
 /// The daemon's figures, in `OpenMetrics` or, for who doesn't ask for that, Prometheus' text format.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "text/plain")))]
 pub(super) async fn metrics(
-    State(daemon): State<Arc<Daemon>>,
+    daemon: Served,
     Extension(access): Extension<Arc<Access>>,
     headers: HeaderMap,
 ) -> Result<Response, Failure> {
