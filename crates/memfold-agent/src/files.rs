@@ -13,7 +13,6 @@ pub type Inode = (u32, u64);
 /// What is remembered of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileEntry {
-    /// Its number.
     pub number: u32,
     /// Hash of the path that was sent, 0 for none.
     pub path_hash: u64,

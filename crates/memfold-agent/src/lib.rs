@@ -9,15 +9,15 @@
 //! | module | what it is about |
 //! |---|---|
 //! | [`agent`] | the main loop: connection, deadlines, messages |
-//! | [`page_cache`] | from events and findings to hints |
-//! | [`trace`], [`ring`], [`format`](mod@format) | the kernel's events |
-//! | [`worker`], [`walk`], [`residency`], [`throttle`] | inventories, in the background |
-//! | [`files`], [`resolve`], [`mounts`], [`glob`] | file numbers, paths, file systems, rules |
-//! | [`batch`], [`port`] | messages, and the way out |
-//! | [`commands`] | commands for the daemon |
+//! | `page_cache` | from events and findings to hints |
+//! | [`trace`], `ring`, [`format`](mod@format) | the kernel's events |
+//! | `worker`, `walk`, `residency`, `throttle` | inventories, in the background |
+//! | `files`, `resolve`, [`mounts`], [`glob`] | file numbers, paths, file systems, rules |
+//! | `batch`, `port` | messages, and the way out |
+//! | `commands` | commands for the daemon |
 //! | [`free_pages`] | what a snapshot can leave out |
 //! | [`segment`] | read-only images shared with other VMs, laid over the guest's own directories; not part of the main loop |
-//! | [`wake`], [`backoff`] | waking the main loop, and what it does rarely |
+//! | `wake`, `backoff` | waking the main loop, and what it does rarely |
 
 /// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be written.
 macro_rules! say {
@@ -28,23 +28,23 @@ macro_rules! say {
 }
 
 pub mod agent;
-pub mod backoff;
-pub mod batch;
-pub mod commands;
-pub mod files;
+mod backoff;
+mod batch;
+mod commands;
+mod files;
 pub mod format;
 pub mod free_pages;
 pub mod glob;
 pub mod mounts;
-pub mod page_cache;
-pub mod port;
+mod page_cache;
+mod port;
 pub mod reseed;
-pub mod residency;
-pub mod resolve;
-pub mod ring;
+mod residency;
+mod resolve;
+mod ring;
 pub mod segment;
-pub mod throttle;
+mod throttle;
 pub mod trace;
-pub mod wake;
-pub mod walk;
-pub mod worker;
+mod wake;
+mod walk;
+mod worker;

@@ -22,7 +22,6 @@ const MAX_DEPTH: usize = 64;
 
 /// One regular file that the walk came by.
 pub struct Entry<'a> {
-    /// The directory.
     pub directory: BorrowedFd<'a>,
     /// Name in it.
     pub name: &'a CStr,

@@ -14,11 +14,11 @@
 //! ```
 //!
 //! Invariants, each held by the module named:
-//! 1. At no instant does a guest read zeroes or old bytes: pages are frozen while their mapping is exchanged ([`freeze`]).
+//! 1. At no instant does a guest read zeroes or old bytes: pages are frozen while their mapping is exchanged (`freeze`).
 //! 2. Whatever happens while pages are frozen (an error, a panic, the daemon's death), they go back: a guard's `drop`
-//!    ([`freeze`]).
-//! 3. Between freeze and thaw there is no allocation, no lock, no socket and no panic path ([`fold`], [`release`], [`zero`]).
-//! 4. No page is replaced before its frozen bytes were compared with the store, within the store's size ([`fold`], [`stores`]).
+//!    (`freeze`).
+//! 3. Between freeze and thaw there is no allocation, no lock, no socket and no panic path (`fold`, `release`, `zero`).
+//! 4. No page is replaced before its frozen bytes were compared with the store, within the store's size (`fold`, `stores`).
 //! 5. What QEMU discards reads as zeroes afterwards, folded or not (`discard`).
 //! 6. What is kept of the past is copied before the write that waits for it goes on, or nothing is kept any more (`past`).
 //!
@@ -33,19 +33,19 @@ macro_rules! say {
     }};
 }
 
-pub mod bitmap;
+mod bitmap;
 mod discard;
-pub mod fold;
-pub mod folder;
-pub mod freeze;
-pub mod monitor;
+mod fold;
+mod folder;
+mod freeze;
+mod monitor;
 mod past;
-pub mod ram;
-pub mod release;
+mod ram;
+mod release;
 pub mod serve;
 mod state;
-pub mod stores;
-pub mod zero;
+mod stores;
+mod zero;
 
 pub use folder::Folder;
 pub use monitor::Monitor;

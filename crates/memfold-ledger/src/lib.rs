@@ -13,20 +13,20 @@
 //! sum takes those shares out of every process and counts what the store files allocate instead. The zero page counts
 //! nowhere. QEMU's shared libraries count by PSS.
 //!
-//! [`read`] reads the kernel's files, [`take`] makes the accounts of [`account`] from them, [`agree`] holds the accounts
-//! against what the kernel says elsewhere, [`table`] prints them, [`frames`] proves who shares which physical page. [`debt`] is what guests could call
-//! in by writing, and [`brake`] says when that is too much. [`memory_map`] and [`sharing`] are views of it for persons: one VM's RAM from end to end, and
+//! [`read`] reads the kernel's files, [`take`] makes the accounts of `account` from them, `agree` holds the accounts
+//! against what the kernel says elsewhere, [`table`] prints them, `frames` proves who shares which physical page. `debt` is what guests could call
+//! in by writing, and `brake` says when that is too much. [`memory_map`] and [`sharing`] are views of it for persons: one VM's RAM from end to end, and
 //! who has pages in common with whom. [`plan`] says what more VMs would take.
 
-pub mod account;
-pub mod agree;
-pub mod brake;
-pub mod debt;
+mod account;
+mod agree;
+mod brake;
+mod debt;
 mod disagreement;
 pub mod estimate;
-pub mod frames;
+mod frames;
 pub mod history;
-pub mod memory;
+mod memory;
 pub mod memory_map;
 pub mod plan;
 pub mod read;
