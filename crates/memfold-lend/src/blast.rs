@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::registry::{Durability, Picture};
+use super::lease::{Durability, Picture};
 
 /// What the death of one lender would do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,7 +71,7 @@ pub fn blast(picture: &Picture, without_copy: &dyn Fn(&str, &str) -> bool) -> Ve
 
 #[cfg(test)]
 mod tests {
-    use super::super::registry::{Incarnation, Lease, LeaseId, LeaseState, LenderId};
+    use super::super::lease::{Incarnation, Lease, LeaseId, LeaseState, LenderId};
     use super::*;
 
     fn lease(id: u64, lender: &str, vm: &str, durability: Durability) -> Lease {

@@ -4,9 +4,11 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::registry::{
-    Endpoint, Lease, LeaseId, LenderId, MAX_TTL, Offer, Picture, Registry, RegistryError, Want,
-};
+use super::endpoint::Endpoint;
+use super::lease::{Lease, LeaseId, LenderId, MAX_TTL, Picture};
+use super::offer::{Offer, Want};
+use super::registry::Registry;
+use super::registry_error::RegistryError;
 
 /// One method and its arguments. Times in milliseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -24,12 +24,15 @@ use std::time::Duration;
 
 use memfold_units::ByteSize;
 
+use super::endpoint::Endpoint;
 use super::etcd_api::{Grant, Kv, Txn};
 use super::etcd_keys::{Account, At, EtcdRegistry, Holds, KnownLender, What, ms};
-use super::registry::{
-    Durability, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Offer,
-    Picture, Registry, RegistryError, Want, check_bytes, check_name, check_ttl,
+use super::lease::{
+    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture,
 };
+use super::offer::{Offer, Want};
+use super::registry::Registry;
+use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
 
 /// An offer that hasn't changed is said again after this time: each time costs a revision of etcd's.
 const SAY_AGAIN: Duration = Duration::from_secs(1);

@@ -9,8 +9,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::etcd_api::{Api, ApiError, Grant, Kv, Txn};
+use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId};
 use super::place::Member;
-use super::registry::{Durability, Lease, LeaseId, LeaseState, LenderId, RegistryError};
+use super::registry_error::RegistryError;
 use super::tls::TlsFiles;
 
 /// Where everything of ours is. The number is that of this layout.

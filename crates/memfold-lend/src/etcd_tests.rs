@@ -12,9 +12,11 @@ use memfold_testkit::patience;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::etcd_keys::EtcdRegistry;
+use super::lease::{Lease, Picture};
 use super::listen::Listen;
 use super::place::Member;
-use super::registry::{Lease, Picture, Registry, RegistryError};
+use super::registry::Registry;
+use super::registry_error::RegistryError;
 use super::registry_tests::{Fixture, Several, check, lender, offer, suite, take, want};
 use super::{Lender, LenderOptions};
 
@@ -224,7 +226,7 @@ fn an_etcd_that_is_killed_and_started_again_forgets_nothing_and_gives_nothing_tw
     };
     let registry = cluster.registry("killed", &[0]);
     let long = Duration::from_secs(600);
-    let ours = super::registry::Offer {
+    let ours = super::offer::Offer {
         lender: lender("a", 1),
         bytes: BYTES,
     };
@@ -344,7 +346,7 @@ fn who_is_cut_off_from_the_others_gets_nothing_and_later_nothing_twice() {
 
 /// Says the offer again; a cluster without a leader can't hear it.
 fn offer_until(registry: &EtcdRegistry) {
-    let ours = super::registry::Offer {
+    let ours = super::offer::Offer {
         lender: lender("a", 1),
         bytes: 100,
     };

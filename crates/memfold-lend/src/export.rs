@@ -28,10 +28,12 @@ use memfold_vm::Process;
 use memfold_vm::process::is_stopped;
 use rustix::pipe::{PipeFlags, pipe_with};
 
+use super::endpoint::{Address, Endpoint, Key, Transport};
 use super::iscsi::target;
-pub use super::listen::{Listen, TcpListen};
-use super::registry::{Address, Endpoint, Key, LeaseId, Transport};
+use super::lease::LeaseId;
 use super::wire;
+
+pub use super::listen::{Listen, TcpListen};
 
 /// How long nbdkit may take to allocate and lock its memory, for each GiB and at least.
 const START_PER_GIB: Duration = Duration::from_secs(5);

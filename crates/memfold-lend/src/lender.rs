@@ -12,10 +12,12 @@ use std::time::{Duration, Instant, SystemTime};
 use tracing::warn;
 
 use super::judge::Judge;
+use super::lease::{Incarnation, LenderId};
+use super::lender_thread::Work;
+use super::registry::Registry;
+
 pub use super::lender_options::LenderOptions;
 pub use super::lender_status::LenderStatus;
-use super::lender_thread::Work;
-use super::registry::{Incarnation, LenderId, Registry};
 
 /// How long a lender that ends waits for its borrowers: systemd gives daemons 90 s.
 const GOOD_BYE: Duration = Duration::from_secs(45);
@@ -103,7 +105,7 @@ impl Lender {
         self.wake();
     }
 
-    /// Offers nothing more and takes everything back ([`Durability::time_to_give_back`](super::registry::Durability::time_to_give_back)); [`has_ended`](Self::has_ended) tells when that is done.
+    /// Offers nothing more and takes everything back ([`Durability::time_to_give_back`](super::lease::Durability::time_to_give_back)); [`has_ended`](Self::has_ended) tells when that is done.
     pub fn end(&self) {
         self.ending.store(true, Ordering::Release);
         self.wake();

@@ -5,9 +5,11 @@ use memfold_testkit::{patience, wait_for, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::super::calls::{Call, CallRegistry, answer};
+use super::super::endpoint::Address;
+use super::super::lease::{GIVE_BACK, Incarnation, MAX_TTL};
 use super::super::lender::{Lender, empty};
 use super::super::listen::Listen;
-use super::super::registry::{Address, GIVE_BACK, Incarnation, MAX_TTL, Want};
+use super::super::offer::Want;
 use super::super::sqlite::SqliteRegistry;
 use super::*;
 

@@ -12,12 +12,13 @@ use tracing::{info, warn};
 
 use super::export::{Export, Health};
 use super::judge::{Hurry, Judge, Verdict};
+use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId};
 use super::lender_options::LenderOptions;
 use super::lender_status::LenderStatus;
+use super::offer::Offer;
 use super::pressure::Sample;
-use super::registry::{
-    Durability, Lease, LeaseId, LeaseState, LenderId, Offer, Registry, RegistryError,
-};
+use super::registry::Registry;
+use super::registry_error::RegistryError;
 use super::wire::patience;
 
 /// Time between two looks.

@@ -8,8 +8,10 @@
 //! ```
 
 pub mod blast;
+mod borrowing;
 pub mod calls;
 pub mod distrust;
+mod endpoint;
 mod etcd;
 mod etcd_api;
 mod etcd_keys;
@@ -18,6 +20,7 @@ pub mod graph;
 pub mod https;
 pub mod iscsi;
 pub mod judge;
+mod lease;
 mod lender;
 mod lender_options;
 mod lender_status;
@@ -25,11 +28,13 @@ mod lender_thread;
 mod listen;
 pub mod lvm;
 pub mod nbd;
+mod offer;
 pub mod place;
-pub mod pressure;
+mod pressure;
 pub mod registry;
+mod registry_error;
 pub mod relay;
-pub mod sqlite;
+mod sqlite;
 mod tls;
 pub mod tls_key;
 pub mod waits;
@@ -40,13 +45,16 @@ mod etcd_tests;
 #[cfg(test)]
 mod registry_tests;
 
+pub use endpoint::{Address, Endpoint, Key, Transport};
 pub use etcd_keys::EtcdRegistry;
+pub use lease::{
+    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture,
+};
 pub use lender::Lender;
 pub use lender_options::LenderOptions;
 pub use lender_status::LenderStatus;
+pub use offer::{Offer, Want};
 pub use place::{RegistryAt, RegistryFiles};
-pub use registry::{
-    Address, Durability, Endpoint, Incarnation, Key, Lease, LeaseId, LeaseState, LenderId,
-    LenderView, Offer, Picture, Registry, RegistryError, Transport, Want,
-};
+pub use registry::Registry;
+pub use registry_error::RegistryError;
 pub use sqlite::SqliteRegistry;

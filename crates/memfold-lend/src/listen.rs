@@ -3,7 +3,7 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
-use super::registry::{Address, Endpoint, Key, Transport};
+use super::endpoint::{Address, Endpoint, Key, Transport};
 
 /// Where exports listen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

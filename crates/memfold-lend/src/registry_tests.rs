@@ -8,10 +8,11 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::calls::{CallRegistry, answer};
-use super::registry::{
-    Address, Durability, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, Offer,
-    Picture, Registry, RegistryError, Want,
-};
+use super::endpoint::{Address, Endpoint};
+use super::lease::{Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, Picture};
+use super::offer::{Offer, Want};
+use super::registry::Registry;
+use super::registry_error::RegistryError;
 use super::sqlite::SqliteRegistry;
 
 pub(super) const TTL: Duration = Duration::from_secs(10);
@@ -55,7 +56,7 @@ fn endpoint(path: &str) -> Endpoint {
     Endpoint {
         address: Address::Unix(path.into()),
         key: None,
-        transport: super::registry::Transport::Nbd,
+        transport: super::endpoint::Transport::Nbd,
     }
 }
 

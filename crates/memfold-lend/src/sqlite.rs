@@ -16,10 +16,13 @@ use memfold_vm::boot_id;
 use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, params};
 use rustix::time::{ClockId, clock_gettime};
 
-use super::registry::{
-    Durability, Endpoint, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Offer,
-    Picture, Registry, RegistryError, Want, check_bytes, check_name, check_ttl,
+use super::endpoint::Endpoint;
+use super::lease::{
+    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture,
 };
+use super::offer::{Offer, Want};
+use super::registry::Registry;
+use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
 
 /// How long one waits for another's transaction.
 const BUSY: Duration = Duration::from_secs(5);

@@ -17,7 +17,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, SocketAddrUnix, getpeername, getsockname, shutdown, sockopt};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
-use super::registry::{Address, Durability};
+use super::endpoint::Address;
+use super::lease::Durability;
 
 /// How long a host that isn't heard of is waited for, if there is another copy of what it has: a VM may wait all that time.
 pub const PATIENCE: Duration = Duration::from_secs(3);

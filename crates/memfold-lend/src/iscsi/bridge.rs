@@ -14,9 +14,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::Pid;
 
 use super::super::export::write_key;
-use super::super::registry::{Address, Endpoint, Key, LeaseId, Transport};
 use super::super::wire::Wire;
-use super::{LUN, at, ends_with_us, initiator_name, process, read_key, target_name};
+use super::{LUN, Owned, at, ends_with_us, initiator_name, process, read_key, target_name};
+use crate::endpoint::{Address, Endpoint, Key, Transport};
+use crate::lease::LeaseId;
 
 /// How long it may take until it is ready.
 const READY: Duration = Duration::from_secs(10);
@@ -116,7 +117,7 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
     let mut files = Left(vec![secret.clone()]);
     write_secret(&secret, &key)?;
     files.0.push(socket.to_owned());
-    let mut server = Server(start(portal, &key, &secret, socket)?);
+    let mut server = Owned(start(portal, &key, &secret, socket)?);
     let process = Process::open(Identity::of(Pid::from_child(&server.0))?)?;
     let address = Address::Tcp {
         ip: portal.ip(),
@@ -160,16 +161,6 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
-    }
-}
-
-struct Server(Child);
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // Fails only for a child that has ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 

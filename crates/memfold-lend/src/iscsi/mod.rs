@@ -22,12 +22,12 @@ pub mod tgt;
 
 use std::io;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command};
 use std::time::Duration;
 
 use memfold_host::own_program;
 
-use super::registry::Key;
+use super::endpoint::Key;
 
 /// Prefix of the names of targets and initiators (RFC 3720, 3.2.6.3.1): of a domain that is nobody's (RFC 2606).
 const NAMES: &str = "iqn.2026-11.invalid.memfold";
@@ -70,6 +70,17 @@ fn ends_with_us(program: &str) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", program]);
     command
+}
+
+/// A child that is killed in the end.
+struct Owned(Child);
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // Fails only for a child that has ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 /// Reads what [`write_key`](super::export::write_key) has written.

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::wire::Wire;
 use super::tgt::{CONTROL, Tgt};
-use super::{LOOK, at, ends_with_us, process, read_key};
+use super::{LOOK, Owned, at, ends_with_us, process, read_key};
 
 /// How long tgtd may take to start.
 const START: Duration = Duration::from_secs(10);
@@ -93,7 +93,7 @@ pub fn ready(files: &Files) -> io::Result<Option<Process>> {
 pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
     let key = read_key(&files.key).map_err(at("its key"))?;
     let memory = allocate(bytes)?;
-    let mut tgtd = Ended(start_tgtd(portal, files, &memory)?);
+    let mut tgtd = Owned(start_tgtd(portal, files, &memory)?);
     let tgt = Tgt::at(&files.socket);
     let deadline = Instant::now() + START;
     while !tgt.is_there() {
@@ -115,17 +115,6 @@ pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
     let server = Process::open(Identity::of(Pid::from_child(&tgtd.0))?)?;
     write_ready(&files.ready, server.identity())?;
     watch(&mut tgtd.0, &server, &tgt, portal)
-}
-
-/// Kills it in the end.
-struct Ended(Child);
-
-impl Drop for Ended {
-    fn drop(&mut self) {
-        // Fails only for a child that has ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 fn allocate(bytes: u64) -> io::Result<LockedFile> {

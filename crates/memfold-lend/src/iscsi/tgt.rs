@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use memfold_host::socket;
 
-use super::super::registry::Key;
 use super::{LUN, TARGET, target_name};
+use crate::endpoint::Key;
 
 /// Bytes of `struct tgtadm_req`.
 const REQUEST: usize = 120;

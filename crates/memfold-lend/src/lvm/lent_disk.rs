@@ -1,6 +1,6 @@
 //! Lent disks as LVM knows them: physical volumes with UUIDs of ours.
 
-use super::super::registry::Durability;
+use crate::lease::Durability;
 
 /// Where the data of a physical volume begin: what we tell `pvcreate`.
 pub const DATA_START: u64 = 1 << 20;

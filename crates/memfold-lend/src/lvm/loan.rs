@@ -2,9 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::registry::{Durability, LeaseId};
 use super::session::Target;
 use super::volume::Volume;
+use crate::lease::{Durability, LeaseId};
 
 /// What is noted of a volume that is on lent RAM, or on its way there or back.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

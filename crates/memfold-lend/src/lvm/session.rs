@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::super::iscsi::{LUN, bridge, target_name};
-use super::super::registry::{Durability, Key};
 use super::error::LvmError;
 use super::run::{failed, run, said};
+use crate::endpoint::Key;
+use crate::lease::Durability;
 
 /// How long `iscsiadm` may take: it waits for hosts with time limits of its own.
 const LIMIT: Duration = Duration::from_secs(300);

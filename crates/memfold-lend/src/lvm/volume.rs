@@ -7,7 +7,7 @@ use std::{fmt, io};
 
 use serde::{Deserialize, Serialize};
 
-use super::super::registry::MAX_NAME;
+use crate::registry_error::MAX_NAME;
 
 /// Where the signature of swap space is (`include/linux/swap.h`, `union swap_header`), with pages of 4 KiB.
 const SWAP_SIGNATURE: (u64, &[u8; 10]) = (4096 - 10, b"SWAPSPACE2");
@@ -98,7 +98,7 @@ impl From<Volume> for String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::registry::check_name;
+    use crate::registry_error::check_name;
 
     #[test]
     fn a_volume_is_named_as_lvm_does_and_so_that_registries_take_it() {

@@ -11,6 +11,7 @@
 //! Its own pages are locked: it stands in the way of memory that a guest waits for.
 
 pub mod asks;
+mod buffer;
 pub mod compare;
 mod ended;
 mod orders;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::registry::Endpoint;
+use crate::endpoint::Endpoint;
 
 /// What a relay is to do; it comes over its standard input, since it holds keys.
 #[derive(Debug, Serialize, Deserialize)]

@@ -11,7 +11,6 @@
 //!   left. What it then has is its other copy.
 
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,6 +21,7 @@ use super::super::nbd::{
     BLOCK, Command, EINVAL, EIO, MAX_BYTES, REPLY_BYTES, REQUEST_BYTES, Reply, Request,
 };
 use super::asks::Patience;
+use super::buffer::{Buffer, MOST, READ};
 use super::ended::{Ended, Why};
 use super::stream::Stream;
 use super::stripes::Stripes;
@@ -30,85 +30,11 @@ use super::sums::Sums;
 /// Most bytes of requests under way.
 const UNDER_WAY: u64 = 4 << 20;
 
-/// Bytes that are read at a time.
-const READ: usize = 256 << 10;
-
-/// Most bytes that are read ahead of what is done with them: more than answers to all that is under way.
-const MOST: usize = 8 << 20;
-
 /// Shorter than that is a wait that isn't slept through if the last one was so, too: to be woken takes up to as long as a lender's answer. At
 /// most so much CPU is spent in vain for each request, and none while nothing is asked.
 const SOON: Duration = Duration::from_micros(250);
 
 const BLOCK_BYTES: u64 = BLOCK as u64;
-
-/// Bytes that come or go, in order.
-#[derive(Debug, Default)]
-struct Buffer {
-    bytes: Vec<u8>,
-    /// How many of them are done with.
-    done: usize,
-}
-
-impl Buffer {
-    fn rest(&self) -> &[u8] {
-        &self.bytes[self.done..]
-    }
-
-    fn is_empty(&self) -> bool {
-        self.done == self.bytes.len()
-    }
-
-    fn skip(&mut self, count: usize) {
-        self.done += count;
-        if self.is_empty() {
-            self.bytes.clear();
-            self.done = 0;
-        } else if self.done > READ {
-            // Moved when it's as much as was read, so that a byte is moved once on average.
-            self.bytes.drain(..self.done);
-            self.done = 0;
-        }
-    }
-
-    fn first<const N: usize>(&self) -> Option<[u8; N]> {
-        self.rest().first_chunk().copied()
-    }
-
-    /// Reads what is there, up to [`MOST`]; whether that was the end.
-    fn fill(&mut self, from: &mut impl Read, scratch: &mut [u8], ahead: bool) -> io::Result<bool> {
-        while self.rest().len() < MOST {
-            match from.read(scratch) {
-                Ok(0) => return Ok(true),
-                Ok(count) => {
-                    self.bytes.extend_from_slice(&scratch[..count]);
-                    // More than that is told by the next look, unless it has left the socket already.
-                    if !ahead && count < scratch.len() {
-                        return Ok(false);
-                    }
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(false)
-    }
-
-    /// Writes as much as goes.
-    fn drain(&mut self, to: &mut impl Write) -> io::Result<()> {
-        while !self.is_empty() {
-            match to.write(self.rest()) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(count) => self.skip(count),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-}
 
 /// A request of the client that isn't answered yet.
 #[derive(Debug)]

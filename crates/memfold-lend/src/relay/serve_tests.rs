@@ -7,9 +7,10 @@ use std::thread::JoinHandle;
 use memfold_testkit::{patience, wait_until};
 
 use super::super::super::export::{Export, ExportError};
-use super::super::super::registry::{Address, LeaseId};
 use super::super::super::wire::PATIENCE;
 use super::*;
+use crate::endpoint::Address;
+use crate::lease::LeaseId;
 use crate::listen::{Listen, TcpListen};
 
 const KIB: u64 = 1 << 10;

@@ -12,9 +12,8 @@ use std::time::Duration;
 use memfold_host::socket;
 use openssl::ssl::{Ssl, SslContext, SslMethod, SslMode, SslStream, SslVerifyMode, SslVersion};
 
-use super::super::nbd;
-use super::super::registry::{Address, Endpoint, Key};
-use super::super::wire;
+use super::super::{nbd, wire};
+use crate::endpoint::{Address, Endpoint, Key};
 
 /// How long a lender may take to accept, and for each answer of the handshake.
 const PATIENCE: Duration = Duration::from_secs(3);

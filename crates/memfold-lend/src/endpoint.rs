@@ -1,0 +1,209 @@
+//! How a lease's bytes are reached.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::registry_error::{RegistryError, check_name, value};
+
+/// What an export speaks.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    clap::ValueEnum,
+    utoipa::ToSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Transport {
+    /// NBD: encrypted over TCP.
+    #[default]
+    Nbd,
+    /// iSCSI: not encrypted.
+    Iscsi,
+}
+
+impl Transport {
+    #[allow(clippy::trivially_copy_pass_by_ref)] // serde's
+    fn is_nbd(&self) -> bool {
+        *self == Self::Nbd
+    }
+}
+
+/// How a lease's bytes are reached: an export of its own.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Endpoint {
+    /// Where.
+    pub address: Address,
+    /// What proves that one may, over TCP.
+    pub key: Option<Key>,
+    /// What is spoken there.
+    #[serde(default, skip_serializing_if = "Transport::is_nbd")]
+    pub transport: Transport,
+}
+
+// A key must not get into a log.
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.address)
+    }
+}
+
+/// Where an export listens.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Address {
+    /// A Unix socket: lender and borrower share a host.
+    Unix(PathBuf),
+    /// TCP, with TLS and a key shared beforehand.
+    Tcp {
+        /// IP address.
+        ip: std::net::IpAddr,
+        /// Port.
+        port: u16,
+    },
+}
+
+/// A key shared beforehand (TLS-PSK, RFC 4279).
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Key {
+    /// Whose it is.
+    pub identity: String,
+    /// 32 bytes in hexadecimal digits.
+    pub hex: String,
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "key of {}", self.identity)
+    }
+}
+
+impl Endpoint {
+    /// Checks what a lender of another host may have written: a socket's path there is one here.
+    pub fn check_of_another_host(&self) -> Result<(), RegistryError> {
+        self.check()?;
+        match self.address {
+            Address::Tcp { .. } => Ok(()),
+            Address::Unix(_) => Err(value(
+                "address",
+                "a Unix socket is for borrowers on the lender's own host; lend there with 'memfold lend --listen ADDRESS'",
+            )),
+        }
+    }
+
+    /// Checks what came from elsewhere: it gets into QEMU's options and into a file of keys.
+    pub fn check(&self) -> Result<(), RegistryError> {
+        match (&self.address, &self.key) {
+            (Address::Unix(_), _) if self.transport == Transport::Iscsi => {
+                return Err(value("address", "iSCSI needs an IP address"));
+            }
+            (Address::Unix(path), _) => {
+                let length = path.as_os_str().len();
+                if !path.is_absolute()
+                    || path.to_str().is_none()
+                    || length > memfold_vm::directory::MAX_SOCKET_PATH
+                {
+                    return Err(value(
+                        "address",
+                        "a Unix socket needs an absolute path of UTF-8, not longer than the kernel takes",
+                    ));
+                }
+            }
+            (Address::Tcp { port: 0, .. }, _) => return Err(value("address", "port 0 is none")),
+            (Address::Tcp { .. }, None) => {
+                return Err(value("key", "an export over TCP needs one"));
+            }
+            (Address::Tcp { .. }, Some(_)) => {}
+        }
+        if let Some(key) = &self.key {
+            check_name("key", &key.identity)?;
+            if key.hex.len() != 64 || !key.hex.bytes().all(|b| b.is_ascii_hexdigit()) {
+                return Err(value("key", "32 bytes in hexadecimal digits are wanted"));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_endpoints_from_elsewhere_are_checked() {
+        for bad in ["", "-a", "a/b", "a b", "a\n", &"a".repeat(65)] {
+            assert!(check_name("host", bad).is_err(), "{bad}");
+        }
+        check_name("host", "Node-1.example").unwrap();
+        let tcp = |port, key| Endpoint {
+            address: Address::Tcp {
+                ip: [127, 0, 0, 1].into(),
+                port,
+            },
+            key,
+            transport: Transport::Nbd,
+        };
+        let key = |identity: &str, hex: String| {
+            Some(Key {
+                identity: identity.into(),
+                hex,
+            })
+        };
+        tcp(1, key("a", "0f".repeat(32))).check().unwrap();
+        let refused = |endpoint: Endpoint, why: &str| {
+            let error = endpoint.check().unwrap_err().to_string();
+            assert!(error.contains(why), "{endpoint:?}: {error}");
+        };
+        for (bad, why) in [
+            (tcp(1, None), "over TCP needs one"),
+            (tcp(0, key("a", "0f".repeat(32))), "port 0"),
+            (tcp(1, key("a:b", "0f".repeat(32))), "key"),
+            (tcp(1, key("a", "0f".repeat(31))), "32 bytes in hexadecimal"),
+            (tcp(1, key("a", "\n".repeat(64))), "32 bytes in hexadecimal"),
+        ] {
+            refused(bad, why);
+        }
+        let unix = |path: &str| Endpoint {
+            address: Address::Unix(path.into()),
+            key: None,
+            transport: Transport::Nbd,
+        };
+        unix("/run/x").check().unwrap();
+        unix("/run/x").check_of_another_host().unwrap_err();
+        let tls = tcp(1, key("a", "0f".repeat(32)));
+        tls.check_of_another_host().unwrap();
+        let mut iscsi = unix("/run/x");
+        iscsi.transport = Transport::Iscsi;
+        refused(iscsi, "iSCSI needs an IP address");
+        // What a daemon of before has written.
+        let text = serde_json::to_string(&unix("/run/x")).unwrap();
+        assert!(!text.contains("transport"), "{text}");
+        assert_eq!(
+            serde_json::from_str::<Endpoint>(&text).unwrap(),
+            unix("/run/x")
+        );
+        refused(unix("run/x"), "absolute path");
+        refused(unix(&format!("/{}", "x".repeat(200))), "not longer than");
+    }
+
+    #[test]
+    fn keys_are_not_shown() {
+        let key = Key {
+            identity: "a".into(),
+            hex: "0123456789abcdef".repeat(4),
+        };
+        let endpoint = Endpoint {
+            address: Address::Unix("/x".into()),
+            key: Some(key.clone()),
+            transport: Transport::Nbd,
+        };
+        assert!(!format!("{endpoint:?} {key:?}").contains("0123"));
+    }
+}
