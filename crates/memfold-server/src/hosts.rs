@@ -27,13 +27,13 @@ fn failed(error: &std::io::Error) -> Response {
 
 /// Names of the hosts that have a token.
 #[utoipa::path(get, path = "/v1/hosts", responses((status = 200, body = Vec<String>)))]
-pub async fn hosts(Extension(access): Extension<Arc<Access>>) -> Json<Vec<String>> {
+pub(super) async fn hosts(Extension(access): Extension<Arc<Access>>) -> Json<Vec<String>> {
     Json(access.hosts().names())
 }
 
 /// Gives a host a token; one that it had before is void.
 #[utoipa::path(post, path = "/v1/hosts", request_body = HostRequest, responses((status = 200, body = HostToken), (status = 409, body = ErrorBody)))]
-pub async fn add(
+pub(super) async fn add(
     Extension(access): Extension<Arc<Access>>,
     Asked(request): Asked<HostRequest>,
 ) -> Response {
@@ -64,7 +64,7 @@ pub async fn add(
 
 /// Takes a host's token away: it is refused from now on. Whether it had one.
 #[utoipa::path(delete, path = "/v1/hosts/{name}", responses((status = 200, body = bool)))]
-pub async fn remove(
+pub(super) async fn remove(
     Extension(access): Extension<Arc<Access>>,
     UrlPath(name): UrlPath<String>,
 ) -> Response {

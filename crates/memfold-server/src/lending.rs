@@ -31,25 +31,28 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 
 /// What this host lends; null: it doesn't.
 #[utoipa::path(get, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]
-pub async fn lending(daemon: Served) -> Answered<Option<LenderStatus>> {
+pub(super) async fn lending(daemon: Served) -> Answered<Option<LenderStatus>> {
     blocking(daemon, |d| Ok(d.lender_status())).await
 }
 
 /// Lends RAM of this host, or changes how much.
 #[utoipa::path(post, path = "/v1/lend", request_body = LendRequest, responses((status = 200, body = Object), (status = 501, body = ErrorBody)))]
-pub async fn lend(daemon: Served, Asked(request): Asked<LendRequest>) -> Answered<LenderStatus> {
+pub(super) async fn lend(
+    daemon: Served,
+    Asked(request): Asked<LendRequest>,
+) -> Answered<LenderStatus> {
     blocking(daemon, move |d| d.lend(&request)).await
 }
 
 /// Takes everything back, and lends no more.
 #[utoipa::path(delete, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]
-pub async fn lend_no_more(daemon: Served) -> Answered<Option<LenderStatus>> {
+pub(super) async fn lend_no_more(daemon: Served) -> Answered<Option<LenderStatus>> {
     blocking(daemon, |d| Ok(d.lend_no_more())).await
 }
 
 /// Switches a VM's swap disk to lent RAM.
 #[utoipa::path(post, path = "/v1/vms/{name}/borrow", request_body = BorrowRequest, responses((status = 200, body = Borrowed), (status = 409, body = ErrorBody)))]
-pub async fn borrow(
+pub(super) async fn borrow(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<BorrowRequest>,
@@ -59,13 +62,16 @@ pub async fn borrow(
 
 /// Switches it back to this host's disk.
 #[utoipa::path(post, path = "/v1/vms/{name}/return", responses((status = 200, body = Borrowed), (status = 404, body = ErrorBody)))]
-pub async fn give_back(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<Borrowed> {
+pub(super) async fn give_back(
+    daemon: Served,
+    UrlPath(name): UrlPath<String>,
+) -> Answered<Borrowed> {
     blocking(daemon, move |d| d.return_memory(&name)).await
 }
 
 /// Puts a swap volume of this host's LVM on lent RAM.
 #[utoipa::path(post, path = "/v1/volumes/{group}/{name}/borrow", request_body = BorrowRequest, responses((status = 200, body = Borrowed), (status = 409, body = ErrorBody)))]
-pub async fn borrow_for_volume(
+pub(super) async fn borrow_for_volume(
     daemon: Served,
     UrlPath((group, name)): UrlPath<(String, String)>,
     Asked(request): Asked<BorrowRequest>,
@@ -78,7 +84,7 @@ pub async fn borrow_for_volume(
 
 /// Takes it off.
 #[utoipa::path(post, path = "/v1/volumes/{group}/{name}/return", responses((status = 200, body = Borrowed), (status = 409, body = ErrorBody)))]
-pub async fn return_volume(
+pub(super) async fn return_volume(
     daemon: Served,
     UrlPath((group, name)): UrlPath<(String, String)>,
 ) -> Answered<Borrowed> {
@@ -92,26 +98,26 @@ fn volume(group: &str, name: &str) -> Result<Volume, DaemonError> {
 
 /// Who lends what to whom.
 #[utoipa::path(get, path = "/v1/leases", responses((status = 200, body = LeaseReport)))]
-pub async fn leases(daemon: Served) -> Answered<LeaseReport> {
+pub(super) async fn leases(daemon: Served) -> Answered<LeaseReport> {
     blocking(daemon, |d| d.leases()).await
 }
 
 /// Asks for one lease of this host back, by its number: its borrower has 10 s, and where the lent bytes are the only ones a second more for
 /// each 20 MiB. Gives the lease as it was.
 #[utoipa::path(post, path = "/v1/leases/{id}/return", responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
-pub async fn recall_lease(daemon: Served, UrlPath(id): UrlPath<u64>) -> Answered<Lease> {
+pub(super) async fn recall_lease(daemon: Served, UrlPath(id): UrlPath<u64>) -> Answered<Lease> {
     blocking(daemon, move |d| d.recall_lease(LeaseId(id))).await
 }
 
 /// Believes a lender again that served wrong bytes; whether it wasn't believed.
 #[utoipa::path(delete, path = "/v1/lenders/{name}/distrust", responses((status = 200, body = bool)))]
-pub async fn trust(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<bool> {
+pub(super) async fn trust(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<bool> {
     blocking(daemon, move |d| Ok(d.trust_lender(&name))).await
 }
 
 /// The registry that this daemon serves, for other daemons.
 #[utoipa::path(post, path = "/v1/registry", request_body = Object, responses((status = 200, body = Object), (status = 400, body = ErrorBody)))]
-pub async fn registry(
+pub(super) async fn registry(
     daemon: Served,
     Extension(visitor): Extension<Visitor>,
     Asked(call): Asked<Call>,

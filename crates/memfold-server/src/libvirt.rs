@@ -21,13 +21,13 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 /// Domains of libvirt: which are enabled, in which trust domain, and what becomes of them. Null: there is no libvirt here, or this daemon leaves
 /// it alone.
 #[utoipa::path(get, path = "/v1/libvirt", responses((status = 200, body = Option<Vec<DomainStatus>>), (status = 400, body = ErrorBody)))]
-pub async fn domains(daemon: Served) -> Answered<Option<Vec<DomainStatus>>> {
+pub(super) async fn domains(daemon: Served) -> Answered<Option<Vec<DomainStatus>>> {
     blocking(daemon, |d| d.libvirt_domains()).await
 }
 
 /// Takes on a running domain of libvirt now; it is found by itself otherwise.
 #[utoipa::path(post, path = "/v1/libvirt/attach", request_body = LibvirtRequest, responses((status = 200, body = VmInfo)))]
-pub async fn attach_libvirt(
+pub(super) async fn attach_libvirt(
     daemon: Served,
     Asked(request): Asked<LibvirtRequest>,
 ) -> Answered<VmInfo> {
@@ -36,7 +36,7 @@ pub async fn attach_libvirt(
 
 /// Has a domain start with memfold from now on.
 #[utoipa::path(post, path = "/v1/libvirt/enable", request_body = LibvirtEnableRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
-pub async fn enable(
+pub(super) async fn enable(
     daemon: Served,
     Asked(request): Asked<LibvirtEnableRequest>,
 ) -> Answered<Change> {
@@ -48,6 +48,9 @@ pub async fn enable(
 
 /// Puts a domain's XML back to what it was.
 #[utoipa::path(post, path = "/v1/libvirt/disable", request_body = LibvirtRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
-pub async fn disable(daemon: Served, Asked(request): Asked<LibvirtRequest>) -> Answered<Change> {
+pub(super) async fn disable(
+    daemon: Served,
+    Asked(request): Asked<LibvirtRequest>,
+) -> Answered<Change> {
     blocking(daemon, move |d| d.disable_libvirt(&request.domain)).await
 }

@@ -83,7 +83,7 @@ pub(super) struct Count {
 
 /// Samples as they come: server-sent events `sample`, of which each is all there is to know. Nothing is kept for who reads slowly.
 #[utoipa::path(get, path = "/v1/live", responses((status = 200, content_type = "text/event-stream", body = Live), (status = 503, body = ErrorBody)))]
-pub async fn live(
+pub(super) async fn live(
     State(daemon): Served,
     Extension(access): Extension<Arc<Access>>,
     Extension(visitor): Extension<Visitor>,
@@ -128,14 +128,14 @@ pub async fn live(
 
 /// The host over time.
 #[utoipa::path(get, path = "/v1/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
-pub async fn history(daemon: Served, Query(span): Query<Span>) -> Answered<Series> {
+pub(super) async fn history(daemon: Served, Query(span): Query<Span>) -> Answered<Series> {
     let (seconds, points) = span.bounded();
     blocking(daemon, move |d| d.history_of(None, seconds, points)).await
 }
 
 /// A VM over time; without points, if it was never seen.
 #[utoipa::path(get, path = "/v1/vms/{name}/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
-pub async fn vm_history(
+pub(super) async fn vm_history(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
     Query(span): Query<Span>,
@@ -146,7 +146,7 @@ pub async fn vm_history(
 
 /// PSS of all VMs over time; 24 h at most, 100 points at most.
 #[utoipa::path(get, path = "/v1/history/vms", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Trends), (status = 404, body = ErrorBody)))]
-pub async fn trends(daemon: Served, Query(span): Query<Span>) -> Answered<Trends> {
+pub(super) async fn trends(daemon: Served, Query(span): Query<Span>) -> Answered<Trends> {
     let (seconds, points) = span.bounded();
     let (seconds, points) = (seconds.min(KEEP_FINE_S), points.min(MOST_TREND_POINTS));
     blocking(daemon, move |d| d.trends(seconds, points)).await
@@ -154,14 +154,14 @@ pub async fn trends(daemon: Served, Query(span): Query<Span>) -> Answered<Trends
 
 /// What changed, newest first; 200 by default, 1,000 at most.
 #[utoipa::path(get, path = "/v1/events", params(("count" = Option<i64>, Query)), responses((status = 200, body = Vec<Event>)))]
-pub async fn events(daemon: Served, Query(query): Query<Count>) -> Answered<Vec<Event>> {
+pub(super) async fn events(daemon: Served, Query(query): Query<Count>) -> Answered<Vec<Event>> {
     let count = query.count.unwrap_or(200).clamp(0, MOST_EVENTS);
     blocking(daemon, move |d| d.events(count)).await
 }
 
 /// A VM's RAM from end to end: pages by state, in about `cells` cells (1,024 by default, 8,192 at most).
 #[utoipa::path(get, path = "/v1/vms/{name}/memory-map", params(("cells" = Option<u64>, Query)), responses((status = 200, body = MemoryMap), (status = 404, body = ErrorBody)))]
-pub async fn memory_map(
+pub(super) async fn memory_map(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
     Query(query): Query<Cells>,
@@ -172,25 +172,25 @@ pub async fn memory_map(
 
 /// Who has pages in common with whom.
 #[utoipa::path(get, path = "/v1/sharing", responses((status = 200, body = Sharing)))]
-pub async fn sharing(daemon: Served) -> Answered<Sharing> {
+pub(super) async fn sharing(daemon: Served) -> Answered<Sharing> {
     blocking(daemon, |d| d.sharing()).await
 }
 
 /// How much of a VM's swap disk its guest uses, as that says; asked at most each five seconds.
 #[utoipa::path(get, path = "/v1/vms/{name}/swap", responses((status = 200, body = SwapUse), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
-pub async fn swap_use(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<SwapUse> {
+pub(super) async fn swap_use(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<SwapUse> {
     blocking(daemon, move |d| d.swap_use(&name)).await
 }
 
 /// What works on this host, as of up to a minute ago, and what the brake does now.
 #[utoipa::path(get, path = "/v1/doctor", responses((status = 200, body = Object)))]
-pub async fn doctor(daemon: Served) -> Answered<Report> {
+pub(super) async fn doctor(daemon: Served) -> Answered<Report> {
     blocking(daemon, Daemon::doctor).await
 }
 
 /// What could be saved: looks at memory, which takes as long as is asked for.
 #[utoipa::path(post, path = "/v1/estimate", request_body = EstimateOrder, responses((status = 200, body = EstimateReport), (status = 409, body = ErrorBody)))]
-pub async fn estimate(
+pub(super) async fn estimate(
     daemon: Served,
     Asked(order): Asked<EstimateOrder>,
 ) -> Answered<EstimateReport> {

@@ -56,7 +56,10 @@ fn order(pairs: &[(String, String)]) -> Result<Order, String> {
     ("memory" = Option<String>, Query, description = "A size (`128G`); by default this host's"),
     ("ahead_hours" = Option<f64>, Query, description = "Hours, 0 to 8760, in which VMs grow as they have lately; by default 0"),
 ), responses((status = 200, body = Plan), (status = 400, body = ErrorBody)))]
-pub async fn plan(daemon: Served, Query(pairs): Query<Vec<(String, String)>>) -> Answered<Plan> {
+pub(super) async fn plan(
+    daemon: Served,
+    Query(pairs): Query<Vec<(String, String)>>,
+) -> Answered<Plan> {
     blocking(daemon, move |d| {
         d.plan(&order(&pairs).map_err(DaemonError::BadRequest)?)
     })
@@ -65,7 +68,7 @@ pub async fn plan(daemon: Served, Query(pairs): Query<Vec<(String, String)>>) ->
 
 /// Which VMs of several hosts to place together: the JSON of `memfold plan --place`.
 #[utoipa::path(post, path = "/v1/plan/place", request_body = PlaceOrder, responses((status = 200, body = Object), (status = 400, body = ErrorBody), (status = 409, body = ErrorBody)))]
-pub async fn place(daemon: Served, body: Bytes) -> Answered<Proposal> {
+pub(super) async fn place(daemon: Served, body: Bytes) -> Answered<Proposal> {
     // It may be long: not on a thread that others wait for.
     blocking(daemon, move |d| {
         let order: PlaceOrder = serde_json::from_slice(&body)

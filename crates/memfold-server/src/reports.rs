@@ -31,49 +31,55 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 
 /// The daemon's version, and what it was built from.
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, body = VersionInfo)))]
-pub async fn version(State(daemon): Served) -> Json<VersionInfo> {
+pub(super) async fn version(State(daemon): Served) -> Json<VersionInfo> {
     Json(daemon.version())
 }
 
 /// The ledger: where every byte is and what is saved, and what folding did.
 #[utoipa::path(get, path = "/v1/report", responses((status = 200, body = FullReport)))]
-pub async fn report(daemon: Served) -> Answered<Arc<FullReport>> {
+pub(super) async fn report(daemon: Served) -> Answered<Arc<FullReport>> {
     blocking(daemon, Daemon::joint_report).await
 }
 
 /// What folding has done.
 #[utoipa::path(get, path = "/v1/fold", responses((status = 200, body = EngineStats)))]
-pub async fn fold(daemon: Served) -> Answered<EngineStats> {
+pub(super) async fn fold(daemon: Served) -> Answered<EngineStats> {
     blocking(daemon, |d| d.fold_stats()).await
 }
 
 /// Pauses folding, lets it go on, or changes its limits, until the daemon ends.
 #[utoipa::path(put, path = "/v1/fold", request_body = FoldRequest, responses((status = 200, body = EngineStats)))]
-pub async fn set_fold(daemon: Served, Asked(request): Asked<FoldRequest>) -> Answered<EngineStats> {
+pub(super) async fn set_fold(
+    daemon: Served,
+    Asked(request): Asked<FoldRequest>,
+) -> Answered<EngineStats> {
     blocking(daemon, move |d| d.set_fold(&request)).await
 }
 
 /// What guests could call in by writing, what there is for it, and what the brake does.
 #[utoipa::path(get, path = "/v1/debt", responses((status = 200, body = DebtReport)))]
-pub async fn debt(daemon: Served) -> Answered<DebtReport> {
+pub(super) async fn debt(daemon: Served) -> Answered<DebtReport> {
     blocking(daemon, Daemon::debt).await
 }
 
 /// Changes the brake's limits, until the daemon ends.
 #[utoipa::path(put, path = "/v1/debt", request_body = DebtRequest, responses((status = 200, body = DebtReport), (status = 400, body = ErrorBody)))]
-pub async fn set_debt(daemon: Served, Asked(request): Asked<DebtRequest>) -> Answered<DebtReport> {
+pub(super) async fn set_debt(
+    daemon: Served,
+    Asked(request): Asked<DebtRequest>,
+) -> Answered<DebtReport> {
     blocking(daemon, move |d| d.set_debt(&request)).await
 }
 
 /// KSM on this host, and how the daemon steers it.
 #[utoipa::path(get, path = "/v1/ksm", responses((status = 200, body = Overview)))]
-pub async fn ksm(daemon: Served) -> Answered<Overview> {
+pub(super) async fn ksm(daemon: Served) -> Answered<Overview> {
     blocking(daemon, |d| d.ksm()).await
 }
 
 /// Steers KSM from now on.
 #[utoipa::path(post, path = "/v1/ksm/start", request_body = KsmStartRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
-pub async fn start_ksm(
+pub(super) async fn start_ksm(
     daemon: Served,
     Asked(request): Asked<KsmStartRequest>,
 ) -> Answered<Overview> {
@@ -82,18 +88,24 @@ pub async fn start_ksm(
 
 /// Steers KSM no more; its settings are as before.
 #[utoipa::path(post, path = "/v1/ksm/stop", request_body = KsmStopRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
-pub async fn stop_ksm(daemon: Served, Asked(request): Asked<KsmStopRequest>) -> Answered<Overview> {
+pub(super) async fn stop_ksm(
+    daemon: Served,
+    Asked(request): Asked<KsmStopRequest>,
+) -> Answered<Overview> {
     blocking(daemon, move |d| d.stop_ksm(&request)).await
 }
 
 /// Why a VM's memory merges, or doesn't.
 #[utoipa::path(get, path = "/v1/ksm/explain/{name}", responses((status = 200, body = Explanation), (status = 404, body = ErrorBody)))]
-pub async fn explain_ksm(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<Explanation> {
+pub(super) async fn explain_ksm(
+    daemon: Served,
+    UrlPath(name): UrlPath<String>,
+) -> Answered<Explanation> {
     blocking(daemon, move |d| d.explain_ksm(&name)).await
 }
 
 /// What the daemon knows for an estimate: whoever asks looks at memory by itself.
 #[utoipa::path(get, path = "/v1/estimate", responses((status = 200, body = VmFacts)))]
-pub async fn estimate_facts(daemon: Served) -> Answered<VmFacts> {
+pub(super) async fn estimate_facts(daemon: Served) -> Answered<VmFacts> {
     blocking(daemon, |d| d.estimate_facts()).await
 }

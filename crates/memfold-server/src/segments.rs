@@ -27,13 +27,13 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 
 /// All segments.
 #[utoipa::path(get, path = "/v1/segments", responses((status = 200, body = Vec<SegmentInfo>)))]
-pub async fn segments(daemon: Served) -> Answered<Vec<SegmentInfo>> {
+pub(super) async fn segments(daemon: Served) -> Answered<Vec<SegmentInfo>> {
     blocking(daemon, |d| d.list_segments()).await
 }
 
 /// Builds a segment, or its next generation.
 #[utoipa::path(post, path = "/v1/segments", request_body = BuildRequest, responses((status = 200, body = BuildResult), (status = 400, body = ErrorBody)))]
-pub async fn build_segment(
+pub(super) async fn build_segment(
     daemon: Served,
     Asked(request): Asked<BuildRequest>,
 ) -> Answered<BuildResult> {
@@ -42,7 +42,7 @@ pub async fn build_segment(
 
 /// Files by what they would bring in a segment, best first.
 #[utoipa::path(post, path = "/v1/segments/rank", request_body = RankRequest, responses((status = 200, body = Vec<Ranked>)))]
-pub async fn rank_segments(
+pub(super) async fn rank_segments(
     daemon: Served,
     Asked(request): Asked<RankRequest>,
 ) -> Answered<Vec<Ranked>> {
@@ -51,7 +51,7 @@ pub async fn rank_segments(
 
 /// Which generations were removed.
 #[utoipa::path(delete, path = "/v1/segments/{name}", responses((status = 200, body = Vec<String>), (status = 409, body = ErrorBody)))]
-pub async fn remove_segment(
+pub(super) async fn remove_segment(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<Vec<String>> {
@@ -60,7 +60,7 @@ pub async fn remove_segment(
 
 /// What is wrong with a segment; null: nothing.
 #[utoipa::path(post, path = "/v1/segments/{name}/verify", responses((status = 200, body = Option<String>)))]
-pub async fn verify_segment(
+pub(super) async fn verify_segment(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<Option<String>> {
@@ -69,7 +69,7 @@ pub async fn verify_segment(
 
 /// How far a build has come; null: none is under way.
 #[utoipa::path(get, path = "/v1/segments/{name}/progress", responses((status = 200, body = Option<Step>)))]
-pub async fn segment_progress(
+pub(super) async fn segment_progress(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<Option<Step>> {
@@ -78,7 +78,7 @@ pub async fn segment_progress(
 
 /// Maps a segment into a running VM.
 #[utoipa::path(post, path = "/v1/vms/{name}/segments", request_body = AttachSegmentRequest, responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
-pub async fn attach_segment(
+pub(super) async fn attach_segment(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<AttachSegmentRequest>,
@@ -88,7 +88,7 @@ pub async fn attach_segment(
 
 /// Takes a segment off a VM.
 #[utoipa::path(delete, path = "/v1/vms/{name}/segments/{segment}", responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
-pub async fn detach_segment(
+pub(super) async fn detach_segment(
     daemon: Served,
     UrlPath((name, segment)): UrlPath<(String, String)>,
 ) -> Answered<AttachedSegment> {

@@ -29,7 +29,7 @@ pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
 
 /// Who one is.
 #[utoipa::path(get, path = "/v1/session", responses((status = 200, body = SessionInfo), (status = 401, body = ErrorBody)))]
-pub async fn session(Extension(visitor): Extension<Visitor>) -> Json<SessionInfo> {
+pub(super) async fn session(Extension(visitor): Extension<Visitor>) -> Json<SessionInfo> {
     Json(SessionInfo {
         role: visitor.role,
         who: visitor.who,
@@ -39,7 +39,7 @@ pub async fn session(Extension(visitor): Extension<Visitor>) -> Json<SessionInfo
 
 /// Begins a session: its cookie comes with the answer.
 #[utoipa::path(post, path = "/v1/session", request_body = LoginRequest, responses((status = 200, body = Role), (status = 401, body = ErrorBody)))]
-pub async fn log_in(
+pub(super) async fn log_in(
     Extension(access): Extension<Arc<Access>>,
     headers: HeaderMap,
     Asked(request): Asked<LoginRequest>,
@@ -67,7 +67,7 @@ pub async fn log_in(
 
 /// Ends the session.
 #[utoipa::path(delete, path = "/v1/session", responses((status = 200)))]
-pub async fn log_out(
+pub(super) async fn log_out(
     Extension(access): Extension<Arc<Access>>,
     Extension(visitor): Extension<Visitor>,
     headers: HeaderMap,
@@ -88,7 +88,7 @@ fn with_cookie(mut response: Response, cookie: &str) -> Response {
 
 /// A code for one login of a browser.
 #[utoipa::path(post, path = "/v1/session/codes", request_body = CodeRequest, responses((status = 200, body = LoginCode), (status = 409, body = ErrorBody)))]
-pub async fn new_code(
+pub(super) async fn new_code(
     Extension(access): Extension<Arc<Access>>,
     Extension(visitor): Extension<Visitor>,
     Asked(request): Asked<CodeRequest>,
@@ -142,7 +142,7 @@ pub(super) struct AuditQuery {
 
 /// Who did what, newest first; `?count=N`, 200 by default.
 #[utoipa::path(get, path = "/v1/audit", params(("count" = Option<usize>, Query)), responses((status = 200, body = Vec<AuditEntry>)))]
-pub async fn audit(
+pub(super) async fn audit(
     Extension(access): Extension<Arc<Access>>,
     Query(query): Query<AuditQuery>,
 ) -> Response {

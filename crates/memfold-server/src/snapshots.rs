@@ -25,13 +25,13 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 
 /// All snapshots.
 #[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]
-pub async fn snapshots(daemon: Served) -> Answered<Vec<SnapshotInfo>> {
+pub(super) async fn snapshots(daemon: Served) -> Answered<Vec<SnapshotInfo>> {
     blocking(daemon, |d| d.snapshots()).await
 }
 
 /// Saves a VM, which goes on; the manifest of the snapshot.
 #[utoipa::path(post, path = "/v1/snapshots", request_body = SaveRequest, responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
-pub async fn save_snapshot(
+pub(super) async fn save_snapshot(
     daemon: Served,
     Asked(request): Asked<SaveRequest>,
 ) -> Answered<Manifest> {
@@ -40,19 +40,22 @@ pub async fn save_snapshot(
 
 /// A snapshot's manifest.
 #[utoipa::path(get, path = "/v1/snapshots/{name}", responses((status = 200, body = Object), (status = 404, body = ErrorBody)))]
-pub async fn snapshot(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<Manifest> {
+pub(super) async fn snapshot(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<Manifest> {
     blocking(daemon, move |d| d.snapshot(&name)).await
 }
 
 /// Removes a snapshot that nobody uses.
 #[utoipa::path(delete, path = "/v1/snapshots/{name}", responses((status = 200), (status = 409, body = ErrorBody)))]
-pub async fn remove_snapshot(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<()> {
+pub(super) async fn remove_snapshot(
+    daemon: Served,
+    UrlPath(name): UrlPath<String>,
+) -> Answered<()> {
     blocking(daemon, move |d| d.remove_snapshot(&name)).await
 }
 
 /// Reads a snapshot and compares it with its checksums.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/verify", responses((status = 200, body = VerifyReport)))]
-pub async fn verify_snapshot(
+pub(super) async fn verify_snapshot(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<VerifyReport> {
@@ -61,7 +64,7 @@ pub async fn verify_snapshot(
 
 /// How far what is done with a snapshot has come; null: nothing is.
 #[utoipa::path(get, path = "/v1/snapshots/{name}/progress", responses((status = 200, body = Option<Step>)))]
-pub async fn snapshot_progress(
+pub(super) async fn snapshot_progress(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<Option<Step>> {
@@ -70,7 +73,7 @@ pub async fn snapshot_progress(
 
 /// Starts a VM from a snapshot.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/restore", request_body = RestoreRequest, responses((status = 200, body = VmInfo)))]
-pub async fn restore(
+pub(super) async fn restore(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<RestoreRequest>,

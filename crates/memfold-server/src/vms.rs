@@ -27,13 +27,13 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 
 /// All VMs that the daemon knows.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmInfo>)))]
-pub async fn list(daemon: Served) -> Answered<Vec<VmInfo>> {
+pub(super) async fn list(daemon: Served) -> Answered<Vec<VmInfo>> {
     blocking(daemon, |d| Ok(d.list())).await
 }
 
 /// Starts a VM; the body is the description of `vm run --file`, as JSON.
 #[utoipa::path(post, path = "/v1/vms", params(RunOptions), request_body = Object, responses((status = 200, body = VmInfo), (status = 409, body = ErrorBody)))]
-pub async fn run(
+pub(super) async fn run(
     daemon: Served,
     Query(options): Query<RunOptions>,
     Asked(spec): Asked<VmSpec>,
@@ -50,13 +50,16 @@ pub async fn run(
 
 /// Takes on a VM that runs.
 #[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
-pub async fn attach(daemon: Served, Asked(request): Asked<AttachRequest>) -> Answered<VmInfo> {
+pub(super) async fn attach(
+    daemon: Served,
+    Asked(request): Asked<AttachRequest>,
+) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.attach(&request)).await
 }
 
 /// Ends a VM: its guest is asked to, again and again, and after the time given it is switched off.
 #[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200, body = StopReport), (status = 404, body = ErrorBody)))]
-pub async fn stop(
+pub(super) async fn stop(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<StopRequest>,
@@ -77,13 +80,13 @@ pub async fn stop(
 
 /// Lets a VM go on that stands still: after a pause, or once there is room for its disk again.
 #[utoipa::path(post, path = "/v1/vms/{name}/resume", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
-pub async fn resume(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<VmInfo> {
+pub(super) async fn resume(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.resume_vm(&name)).await
 }
 
 /// Has a guest reboot, or takes it back to the snapshot of its boot.
 #[utoipa::path(post, path = "/v1/vms/{name}/reboot", request_body = RebootRequest, responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody)))]
-pub async fn reboot(
+pub(super) async fn reboot(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<RebootRequest>,
@@ -96,7 +99,7 @@ pub async fn reboot(
 
 /// Runs a command in a guest, by its agent.
 #[utoipa::path(post, path = "/v1/vms/{name}/exec", request_body = ExecRequest, responses((status = 200, body = ExecResult)))]
-pub async fn exec(
+pub(super) async fn exec(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<ExecRequest>,
