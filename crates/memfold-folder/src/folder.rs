@@ -16,9 +16,9 @@ use memfold_wire::library::{
 };
 use rustix::io::Errno;
 
+use crate::copy_before_write::Past;
 use crate::freeze::Staging;
 use crate::monitor::Monitor;
-use crate::past::Past;
 use crate::ram::{Block, Ram, TemplateMap};
 use crate::state::State;
 use crate::stores::identity;

@@ -20,7 +20,7 @@
 //! 3. Between freeze and thaw there is no allocation, no lock, no socket and no panic path (`fold`, `release`, `zero`).
 //! 4. No page is replaced before its frozen bytes were compared with the store, within the store's size (`fold`, `stores`).
 //! 5. What QEMU discards reads as zeroes afterwards, folded or not (`discard`).
-//! 6. What is kept of the past is copied before the write that waits for it goes on, or nothing is kept any more (`past`).
+//! 6. What is kept of the past is copied before the write that waits for it goes on, or nothing is kept any more (`copy_before_write`).
 //!
 //! The same [`Folder`] works in any process on memory of its own: the stress tests and `memfold bench fold` use it so.
 
@@ -34,12 +34,12 @@ macro_rules! say {
 }
 
 mod bitmap;
+mod copy_before_write;
 mod discard;
 mod fold;
 mod folder;
 mod freeze;
 mod monitor;
-mod past;
 mod ram;
 mod release;
 pub mod serve;

@@ -5,8 +5,8 @@ use std::time::Duration;
 use memfold_sys::region::Area;
 use memfold_wire::library::{HISTOGRAM_BUCKETS, Stats};
 
+use crate::copy_before_write::Past;
 use crate::freeze::Staging;
-use crate::past::Past;
 use crate::ram::Ram;
 use crate::stores::Stores;
 
