@@ -1,4 +1,4 @@
-//! One turn of the engine: from the newest hints to orders and their outcomes.
+//! One batch: from the newest hints to orders and their outcomes.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
