@@ -28,10 +28,10 @@ use memfold_vm::Process;
 use memfold_vm::process::is_stopped;
 use rustix::pipe::{PipeFlags, pipe_with};
 
+use super::connection;
 use super::endpoint::{Address, Endpoint, Key, Transport};
 use super::iscsi::target;
 use super::lease::LeaseId;
-use super::wire;
 
 pub use super::listen::{Listen, TcpListen};
 
@@ -322,7 +322,7 @@ fn listen_with_key(
     let named = PathBuf::from(tcp.ip.to_string());
     let socket = tcp.bind().map_err(failed(&named))?;
     // The connection has it from the socket: a borrower that was cut off doesn't keep its export.
-    wire::keep_alive(&socket, patience).map_err(failed(&named))?;
+    connection::keep_alive(&socket, patience).map_err(failed(&named))?;
     let port = socket.local_addr().map_err(failed(&named))?.port();
     let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
     write_key(keys, &key).map_err(failed(keys))?;

@@ -4,7 +4,7 @@ use std::os::unix::net::UnixStream;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::wire::PATIENCE;
+use super::connection::PATIENCE;
 use super::*;
 
 const MIB: u64 = 1 << 20;

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tracing::warn;
 
-use super::judge::Judge;
 use super::lease::{Incarnation, LenderId};
 use super::lender_thread::Work;
 use super::registry::Registry;
+use super::surplus::Judge;
 
 pub use super::lender_options::LenderOptions;
 pub use super::lender_status::LenderStatus;

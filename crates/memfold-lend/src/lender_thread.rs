@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
+use super::connection::patience;
 use super::export::{Export, Health};
-use super::judge::{Hurry, Judge, Verdict};
 use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId};
 use super::lender_options::LenderOptions;
 use super::lender_status::LenderStatus;
@@ -19,7 +19,7 @@ use super::offer::Offer;
 use super::pressure::Sample;
 use super::registry::Registry;
 use super::registry_error::RegistryError;
-use super::wire::patience;
+use super::surplus::{Hurry, Judge, Verdict};
 
 /// Time between two looks.
 const TICK: Duration = Duration::from_millis(500);

@@ -7,9 +7,9 @@
 //!       or tgtd             <-- iSCSI --- see `iscsi` ----´
 //! ```
 
-pub mod blast;
 mod borrowing;
 pub mod calls;
+pub mod connection;
 pub mod distrust;
 mod endpoint;
 mod etcd;
@@ -18,8 +18,8 @@ mod etcd_keys;
 pub mod export;
 pub mod graph;
 pub mod https;
+pub mod impact;
 pub mod iscsi;
-pub mod judge;
 mod lease;
 mod lender;
 mod lender_options;
@@ -35,15 +35,18 @@ pub mod registry;
 mod registry_error;
 pub mod relay;
 mod sqlite;
+pub mod surplus;
 mod tls;
 pub mod tls_key;
 pub mod waits;
-pub mod wire;
 
 #[cfg(test)]
 mod etcd_tests;
 #[cfg(test)]
 mod registry_tests;
+
+// Names that other crates know these by.
+pub use {connection as wire, impact as blast, surplus as judge};
 
 pub use endpoint::{Address, Endpoint, Key, Transport};
 pub use etcd_keys::EtcdRegistry;

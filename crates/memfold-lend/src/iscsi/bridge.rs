@@ -13,8 +13,8 @@ use memfold_vm::{Identity, Process};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::Pid;
 
+use super::super::connection::Wire;
 use super::super::export::write_key;
-use super::super::wire::Wire;
 use super::{LUN, Owned, at, ends_with_us, initiator_name, process, read_key, target_name};
 use crate::endpoint::{Address, Endpoint, Key, Transport};
 use crate::lease::LeaseId;

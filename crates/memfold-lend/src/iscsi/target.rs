@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
-use super::super::wire::Wire;
+use super::super::connection::Wire;
 use super::tgt::{CONTROL, Tgt};
 use super::{LOOK, Owned, at, ends_with_us, process, read_key};
 

@@ -6,8 +6,8 @@ use std::thread::JoinHandle;
 
 use memfold_testkit::{patience, wait_until};
 
+use super::super::super::connection::PATIENCE;
 use super::super::super::export::{Export, ExportError};
-use super::super::super::wire::PATIENCE;
 use super::*;
 use crate::endpoint::Address;
 use crate::lease::LeaseId;

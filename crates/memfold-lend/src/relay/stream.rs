@@ -12,7 +12,7 @@ use std::time::Duration;
 use memfold_host::socket;
 use openssl::ssl::{Ssl, SslContext, SslMethod, SslMode, SslStream, SslVerifyMode, SslVersion};
 
-use super::super::{nbd, wire};
+use super::super::{connection, nbd};
 use crate::endpoint::{Address, Endpoint, Key};
 
 /// How long a lender may take to accept, and for each answer of the handshake.
@@ -55,7 +55,7 @@ impl Stream {
             (Address::Tcp { ip, port }, Some(key)) => {
                 let address = SocketAddr::new(*ip, *port);
                 let mut stream = TcpStream::connect_timeout(&address, PATIENCE)?;
-                wire::keep_alive(&stream, patience)?;
+                connection::keep_alive(&stream, patience)?;
                 stream.set_nodelay(true)?;
                 stream.set_read_timeout(Some(PATIENCE))?;
                 stream.set_write_timeout(Some(PATIENCE))?;
@@ -87,7 +87,7 @@ impl Stream {
     pub fn keep_alive(&self, patience: Duration) -> io::Result<()> {
         match self {
             Self::Unix(_) => Ok(()),
-            Self::Tls(stream) => wire::keep_alive(stream.get_ref(), patience),
+            Self::Tls(stream) => connection::keep_alive(stream.get_ref(), patience),
         }
     }
 
