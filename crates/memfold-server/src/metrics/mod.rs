@@ -21,7 +21,7 @@ use axum::extract::Extension;
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use families::Family;
-use memfold_daemon::{Daemon, DaemonError};
+use memfold_daemon::DaemonError;
 use process::Process;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
