@@ -9,7 +9,8 @@ use memfold_api::DEFAULT_STATE;
 use memfold_host::{HostFacts, examine};
 use serde_json::Value;
 
-use super::{Context, doctor};
+use super::context::Context;
+use super::doctor;
 use crate::bench::{self, record};
 
 /// Makes a study's figures of its result: names and SVG.

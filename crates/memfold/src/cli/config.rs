@@ -9,12 +9,13 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, ArgMatches, Args, Command, CommandFactory as _, FromArgMatches as _};
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches as _, Parser};
 use serde::Serialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::{Cli, Context};
+use super::context::Context;
+use super::serve;
 
 /// Read if no other file is named, and if it is there.
 pub(super) const DEFAULT_FILE: &str = "/etc/memfold/memfold.toml";
@@ -76,7 +77,7 @@ impl Config {
     fn unusable(&self) -> Vec<Problem> {
         let all = self.0.iter().flat_map(|field| &field.arguments);
         let serve = serve_command().try_get_matches_from(all);
-        let serve = serve.and_then(|given| super::serve::Arguments::from_arg_matches(&given));
+        let serve = serve.and_then(|given| serve::Arguments::from_arg_matches(&given));
         // Only what is right by itself comes here.
         let found = serve.map(|serve| serve.unusable()).unwrap_or_default();
         let line_of = |name| self.0.iter().find(|f| f.name == name).map(|f| f.line);
@@ -156,8 +157,7 @@ fn parse(text: &str) -> Result<Config, Vec<Problem>> {
 
 /// `memfold serve`, to be asked without its own name.
 fn serve_command() -> Command {
-    let serve = Cli::command().find_subcommand("serve").cloned();
-    serve.unwrap_or_default().no_binary_name(true)
+    serve::Arguments::augment_args(Command::new("serve")).no_binary_name(true)
 }
 
 /// Whether an option can be said in a file: not which file to read.
@@ -238,16 +238,20 @@ fn read(file: &Path) -> anyhow::Result<String> {
 }
 
 /// The command line as it was typed, with what the configuration file adds to `serve`. Wrong usage ends the program, as clap does.
-pub(super) fn command_line() -> anyhow::Result<Cli> {
+pub(super) fn command_line<Cli: Parser>() -> anyhow::Result<Cli> {
     let typed = Cli::command().get_matches();
     let matches = match typed.subcommand() {
-        Some(("serve", serve)) => with_file(&typed, serve)?,
+        Some(("serve", serve)) => with_file(&typed, serve, Cli::command())?,
         _ => typed,
     };
     Cli::from_arg_matches(&matches).map_err(|error| error.exit())
 }
 
-fn with_file(typed: &ArgMatches, serve: &ArgMatches) -> anyhow::Result<ArgMatches> {
+fn with_file(
+    typed: &ArgMatches,
+    serve: &ArgMatches,
+    program: Command,
+) -> anyhow::Result<ArgMatches> {
     let named = serve.get_one::<PathBuf>("config");
     let file = named.map_or(Path::new(DEFAULT_FILE), PathBuf::as_path);
     if named.is_none() && !file.exists() {
@@ -264,7 +268,7 @@ fn with_file(typed: &ArgMatches, serve: &ArgMatches) -> anyhow::Result<ArgMatche
     let more = config.arguments(serve);
     let all = std::env::args_os().chain(more);
     // Fields are right by themselves; they may not go with what was typed.
-    Cli::command()
+    program
         .try_get_matches_from(all)
         .map_err(|error| anyhow::anyhow!("with {}: {}", file.display(), in_a_line(&error)))
 }

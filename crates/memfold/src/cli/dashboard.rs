@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::Args;
 use memfold_api::{CodeRequest, LoginCode, Role};
 
-use super::Context;
+use super::context::Context;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

@@ -8,7 +8,7 @@ use memfold_api::DebtRequest;
 use memfold_ledger::{BrakeEvent, DebtReport, Reserve};
 use memfold_units::ByteSize;
 
-use super::Context;
+use super::context::Context;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

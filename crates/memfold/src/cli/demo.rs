@@ -15,7 +15,8 @@ use memfold_lab::{DiskMode, Lab};
 use memfold_units::{ByteSize, PageCount};
 use serde::Serialize;
 
-use super::{Context, doctor};
+use super::context::Context;
+use super::doctor;
 
 /// The VMs: name and image. Two are built separately from the same packages, as users' VMs are; the third is a copy.
 const VMS: [(&str, &str); 3] = [

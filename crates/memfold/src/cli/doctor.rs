@@ -11,7 +11,8 @@ use memfold_host::{Check, HostFacts, Report, Status, examine};
 use memfold_ledger::DebtReport;
 use serde::Serialize;
 
-use super::{Context, IMPOSSIBLE_HERE};
+use super::context::Context;
+use super::failure::IMPOSSIBLE_HERE;
 use crate::bench::selftest::{self, SelfTest};
 
 /// How long a daemon may take to say what it owes.

@@ -20,7 +20,9 @@ use memfold_ledger::read::Proc;
 use memfold_units::ByteSize;
 use serde_json::json;
 
-use super::{Context, IMPOSSIBLE_HERE, top};
+use super::context::Context;
+use super::failure::IMPOSSIBLE_HERE;
+use super::top;
 
 /// Exit code of a program that was interrupted: 128 + SIGINT, as shells have it.
 const INTERRUPTED: u8 = 130;

@@ -8,7 +8,7 @@ use memfold_api::FoldRequest;
 use memfold_fold::EngineStats;
 use memfold_units::PageCount;
 
-use super::Context;
+use super::context::Context;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

@@ -6,11 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use clap::{Args, CommandFactory as _};
+use clap::{Args, Command};
 use clap_complete::Shell;
 use memfold_server::{openapi, reference};
-
-use super::Cli;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -25,10 +23,10 @@ pub(super) struct Arguments {
     api: Option<PathBuf>,
 }
 
-pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+pub(super) fn run(arguments: &Arguments, mut program: Command) -> anyhow::Result<ExitCode> {
     if let Some(directory) = &arguments.man {
         std::fs::create_dir_all(directory)
-            .and_then(|()| clap_mangen::generate_to(Cli::command(), directory))
+            .and_then(|()| clap_mangen::generate_to(program.clone(), directory))
             .with_context(|| format!("cannot write into {}", directory.display()))?;
     }
     if let Some(directory) = &arguments.completions {
@@ -37,7 +35,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             (Shell::Zsh, "_memfold"),
             (Shell::Fish, "memfold.fish"),
         ] {
-            complete(shell, &directory.join(name))?;
+            complete(&mut program, shell, &directory.join(name))?;
         }
     }
     if let Some(file) = &arguments.api {
@@ -47,12 +45,12 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn complete(shell: Shell, path: &Path) -> anyhow::Result<()> {
+fn complete(program: &mut Command, shell: Shell, path: &Path) -> anyhow::Result<()> {
     let failed = || format!("cannot write {}", path.display());
     if let Some(directory) = path.parent() {
         std::fs::create_dir_all(directory).with_context(failed)?;
     }
     let mut file = File::create(path).with_context(failed)?;
-    clap_complete::generate(shell, &mut Cli::command(), "memfold", &mut file);
+    clap_complete::generate(shell, program, "memfold", &mut file);
     Ok(())
 }

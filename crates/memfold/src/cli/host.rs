@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand};
 use memfold_api::{HostRequest, HostToken};
 
-use super::Context;
+use super::context::Context;
 use super::vm::segment as in_path;
 
 #[derive(Subcommand, Debug)]

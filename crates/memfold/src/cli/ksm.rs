@@ -16,7 +16,8 @@ use memfold_units::{ByteSize, PAGE_SIZE, PageCount};
 use memfold_vm::endpoints;
 use rustix::process::Pid;
 
-use super::{Context, IMPOSSIBLE_HERE};
+use super::context::Context;
+use super::failure::IMPOSSIBLE_HERE;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

@@ -14,7 +14,7 @@ use memfold_lend::lvm::Volume;
 use memfold_lend::{Durability, Lease, LenderStatus, Transport};
 use memfold_units::ByteSize;
 
-use super::Context;
+use super::context::Context;
 use super::vm::segment as name_of_vm;
 
 #[derive(Args, Debug)]

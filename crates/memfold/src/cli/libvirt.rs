@@ -8,7 +8,7 @@ use comfy_table::{Table, presets};
 use memfold_api::{ClientError, LibvirtRequest, VmInfo};
 use memfold_libvirt::{self as libvirt, Change, DomainStatus};
 
-use super::Context;
+use super::context::Context;
 use super::vm::describe;
 
 #[derive(Subcommand, Debug)]

@@ -1,14 +1,14 @@
 //! The command line: one file a command, thin; what they show comes from the daemon or from [`memfold_host`].
-//!
-//! Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host.
 
 mod bench;
 mod config;
+mod context;
 mod dashboard;
 mod debt;
 mod demo;
 mod doctor;
 mod estimate;
+mod failure;
 mod fold;
 mod generate;
 mod host;
@@ -17,6 +17,7 @@ mod ksm;
 mod lend;
 mod libvirt;
 mod log;
+mod output;
 mod plan;
 mod report;
 mod segment;
@@ -30,14 +31,11 @@ mod watch;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::Context as _;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
+use memfold_api::DEFAULT_SOCKET;
+
+use context::Context;
 use log::LogFormat;
-
-use memfold_api::{Client, ClientError, DEFAULT_SOCKET};
-
-/// Exit code of a command that can't work on this host.
-pub const IMPOSSIBLE_HERE: u8 = 3;
 
 /// One Linux host, more QEMU/KVM virtual machines in the same RAM.
 #[derive(Parser, Debug)]
@@ -126,68 +124,11 @@ enum Command {
     IscsiProcess(iscsi_process::Arguments),
 }
 
-/// What commands need beside their own arguments.
-#[derive(Debug)]
-pub(crate) struct Context {
-    socket: PathBuf,
-    /// Print JSON instead of text.
-    json: bool,
-    /// Write JSON here.
-    json_file: Option<PathBuf>,
-}
-
-impl Context {
-    fn client(&self) -> Result<Client, ClientError> {
-        Client::new(&self.socket)
-    }
-
-    /// Writes the file that was asked for.
-    fn write_file<T: serde::Serialize>(&self, value: &T) -> anyhow::Result<()> {
-        if let Some(path) = &self.json_file {
-            let mut text = serde_json::to_vec_pretty(value)?;
-            text.push(b'\n');
-            std::fs::write(path, text)
-                .with_context(|| format!("cannot write {}", path.display()))?;
-        }
-        Ok(())
-    }
-
-    /// Prints `value` as JSON if that was asked for, else what `text` makes of it; writes the file that was asked for.
-    fn print<T: serde::Serialize>(
-        &self,
-        value: &T,
-        text: impl FnOnce(&T) -> String,
-    ) -> anyhow::Result<()> {
-        self.write_file(value)?;
-        let text = if self.json {
-            serde_json::to_string_pretty(value)?
-        } else {
-            text(value)
-        };
-        write_line(&text)
-    }
-}
-
-/// Writes a line to standard output. A reader that went away (`| head`) is no failure.
-pub(crate) fn write_line(text: &str) -> anyhow::Result<()> {
-    write_on(text).map(drop)
-}
-
-/// Writes a line to standard output; `false` when nobody reads it any more.
-pub(crate) fn write_on(text: &str) -> anyhow::Result<bool> {
-    use std::io::Write;
-    let mut out = std::io::stdout().lock();
-    match writeln!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
-        result => Ok(result.map(|()| true)?),
-    }
-}
-
 /// Parses the command line and carries it out.
 pub fn main() -> ExitCode {
-    let cli = match config::command_line() {
+    let cli = match config::command_line::<Cli>() {
         Ok(cli) => cli,
-        Err(error) => return fail(&error),
+        Err(error) => return failure::fail(&error),
     };
     if let Command::Serve(arguments) = &cli.command {
         log::begin(arguments.log_filter(), arguments.log_format);
@@ -196,11 +137,7 @@ pub fn main() -> ExitCode {
         let filter = filter.ok().and_then(|text| log::filter(&text).ok());
         log::begin(filter.unwrap_or_else(|| "warn".into()), LogFormat::Text);
     }
-    let context = Context {
-        socket: cli.socket,
-        json: cli.json.as_deref() == Some("-"),
-        json_file: cli.json.filter(|file| file != "-").map(PathBuf::from),
-    };
+    let context = Context::new(cli.socket, cli.json);
     let result = match cli.command {
         Command::Doctor(arguments) => doctor::run(&context, &arguments),
         Command::Demo(arguments) => demo::run(&context, &arguments),
@@ -226,30 +163,14 @@ pub fn main() -> ExitCode {
         Command::Plan(arguments) => plan::run(&context, &arguments),
         Command::Bench(arguments) => bench::run(&context, &arguments),
         Command::Relay => Ok(lend::relay()),
-        Command::Generate(arguments) => generate::run(&arguments),
+        Command::Generate(arguments) => generate::run(&arguments, Cli::command()),
         Command::IscsiProcess(arguments) => iscsi_process::run(&arguments),
     };
-    result.unwrap_or_else(|error| fail(&error))
-}
-
-/// Prints an error with its causes and a hint, and finds the exit code.
-fn fail(error: &anyhow::Error) -> ExitCode {
-    memfold_host::say!("memfold: {error:#}");
-    if let Some(ClientError::Refused(body)) = error.downcast_ref::<ClientError>() {
-        if let Some(hint) = &body.hint {
-            memfold_host::say!("hint: {hint}");
-        }
-        if body.impossible_here {
-            return ExitCode::from(IMPOSSIBLE_HERE);
-        }
-    }
-    ExitCode::FAILURE
+    result.unwrap_or_else(|error| failure::fail(&error))
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory as _;
-
     use super::*;
 
     fn json(line: &str) -> Option<String> {

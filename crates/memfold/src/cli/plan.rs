@@ -14,7 +14,7 @@ use memfold_ledger::plan::{Plan, parse_hours, parse_kind, parse_number};
 use memfold_ledger::table::signed;
 use memfold_units::ByteSize;
 
-use super::Context;
+use super::context::Context;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

@@ -7,7 +7,7 @@ use clap::Args;
 use memfold_api::FullReport;
 use memfold_ledger::table;
 
-use super::Context;
+use super::context::Context;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

@@ -10,7 +10,7 @@ use memfold_api::{AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResu
 use memfold_segment::{Ranked, Reference, SegmentInfo, rank};
 use memfold_units::ByteSize;
 
-use super::Context;
+use super::context::Context;
 use super::vm::segment as name_of_vm;
 use super::watch::watched;
 

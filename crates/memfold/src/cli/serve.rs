@@ -22,10 +22,11 @@ use memfold_units::ByteSize;
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 
+use super::context::Context;
 use super::debt::cover;
 use super::lend::ports;
 use super::log::LogFormat;
-use super::{Context, log, systemd};
+use super::{log, systemd};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {

@@ -13,7 +13,7 @@ use memfold_units::{ByteSize, PAGE_SIZE};
 use memfold_vm::Forward;
 use serde::Serialize;
 
-use super::Context;
+use super::context::Context;
 use super::vm::segment;
 
 #[derive(Subcommand, Debug)]
@@ -267,7 +267,7 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
         })?;
         let ms = began.elapsed().as_secs_f64() * 1000.0;
         if !context.json {
-            super::write_line(&format!(
+            super::output::write_line(&format!(
                 "{:.0} ms: {}",
                 ms,
                 super::vm::describe("cloned", &vm)

@@ -15,7 +15,8 @@ use memfold_ledger::memory_map::MemoryMap;
 use memfold_ledger::{Report, table};
 
 use self::view::{Asked, News, View};
-use super::{Context, write_on};
+use super::context::Context;
+use super::output::write_on;
 
 /// How soon a key and news are noticed.
 const TICK: Duration = Duration::from_millis(50);

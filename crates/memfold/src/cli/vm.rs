@@ -15,7 +15,7 @@ use memfold_snapshot::clock::in_words;
 use memfold_units::ByteSize;
 use memfold_vm::{DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec};
 
-use super::Context;
+use super::context::Context;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -307,7 +307,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 client.post(&format!("/v1/vms/{}/exec", segment(&name)?), &request)?;
             context.write_file(&result)?;
             if context.json {
-                super::write_line(&serde_json::to_string_pretty(&result)?)?;
+                super::output::write_line(&serde_json::to_string_pretty(&result)?)?;
             } else {
                 use std::io::Write;
                 match std::io::stdout().write_all(result.stdout.as_bytes()) {

@@ -7,7 +7,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use memfold_host::progress::Step;
 use memfold_units::ByteSize;
 
-use super::Context;
+use super::context::Context;
 
 /// How often the daemon is asked how far it is.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
