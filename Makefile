@@ -27,7 +27,7 @@ test: ## what a change must not break, real guests included; where the time went
 soak: setup ## what takes long, or luck; goes on where it was interrupted
 	@scripts/soak
 
-deb: ## Debian packages: program, library for QEMU, agent for guests
+deb: ## Debian packages: program, studies, library for QEMU, agent for guests
 	@scripts/setup tests
 	@scripts/build
 	@scripts/deb

@@ -1,10 +1,10 @@
-//! Notes the commit that the program is built from, for the studies' results.
+//! Notes the commit that a program is built from, for metrics and the studies' results.
 
 use std::path::Path;
 use std::process::Command;
 
 fn main() {
-    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=Cargo.toml");
     let git = |arguments: &[&str]| {
         let output = Command::new("git").args(arguments).output().ok()?;
         let text = String::from_utf8(output.stdout).ok()?;

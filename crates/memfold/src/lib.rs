@@ -1,4 +1,3 @@
-//! The program: command line and studies.
+//! The program: the command line.
 
-pub mod bench;
 pub mod cli;

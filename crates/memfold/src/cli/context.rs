@@ -1,5 +1,6 @@
 //! What every command is given: the options of all commands, and the output that they choose.
 
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
 use anyhow::Context as _;
@@ -25,6 +26,13 @@ impl Context {
             json: json.as_deref() == Some("-"),
             json_file: json.filter(|file| file != "-").map(PathBuf::from),
         }
+    }
+
+    /// `--json` as it was given, for another program.
+    pub(super) fn json_argument(&self) -> Option<OsString> {
+        let file = self.json_file.as_ref().map(|file| file.as_os_str());
+        let to = file.or_else(|| self.json.then(|| OsStr::new("-")));
+        to.map(json_argument)
     }
 
     /// A client of the daemon.
@@ -57,4 +65,11 @@ impl Context {
         };
         write_line(&text)
     }
+}
+
+/// `--json` for another program of memfold: to a file, or `-`.
+pub(super) fn json_argument(to: &OsStr) -> OsString {
+    let mut argument = OsString::from("--json=");
+    argument.push(to);
+    argument
 }

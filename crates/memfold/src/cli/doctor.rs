@@ -1,19 +1,22 @@
 //! `memfold doctor`: what works on this host, what doesn't, and the command that fixes it.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
 
+use anyhow::Context as _;
 use clap::Args;
 use comfy_table::{Cell, ContentArrangement, Table, presets};
 use memfold_api::{ClientError, DEFAULT_STATE};
 use memfold_host::{Check, HostFacts, Report, Status, examine};
 use memfold_ledger::DebtReport;
 use serde::Serialize;
+use serde_json::Value;
+use tempfile::NamedTempFile;
 
-use super::context::Context;
+use super::bench::find_bench;
+use super::context::{Context, json_argument};
 use super::failure::IMPOSSIBLE_HERE;
-use crate::bench::selftest::{self, SelfTest};
 
 /// How long a daemon may take to say what it owes.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -33,7 +36,7 @@ pub(super) struct Arguments {
 struct Proved<'a> {
     #[serde(flatten)]
     host: &'a Report,
-    self_test: SelfTest,
+    self_test: Value,
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -43,17 +46,28 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         context.print(&report, text)?;
         return Ok(exit_code(&report));
     }
-    let began = Instant::now();
-    let self_test = selftest::run(&|step| {
-        memfold_host::say!("{:6.1} s  {step}", began.elapsed().as_secs_f64());
-    })?;
-    let passed = self_test.passed;
-    let proved = Proved {
-        host: &report,
-        self_test,
+    self_test(context, &report)
+}
+
+/// Has `memfold-bench` do the self-test, and shows what it proved with the host's report.
+fn self_test(context: &Context, host: &Report) -> anyhow::Result<ExitCode> {
+    let program = find_bench()?;
+    let figures = NamedTempFile::new().context("no file for what the self-test proves")?;
+    let test = Command::new(&program)
+        .arg("self-test")
+        .arg(json_argument(figures.path().as_os_str()))
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .with_context(|| format!("cannot start {}", program.display()))?;
+    let passed = test.status.success();
+    let Ok(self_test) = serde_json::from_reader(figures) else {
+        // It has said why.
+        return Ok(ExitCode::FAILURE);
     };
-    context.print(&proved, |p| {
-        format!("{}\n\n{}", text(p.host), proof(&p.self_test))
+    let proof = String::from_utf8_lossy(&test.stdout);
+    context.print(&Proved { host, self_test }, |proved| {
+        format!("{}\n\n{}", text(proved.host), proof.trim_end())
     })?;
     Ok(if passed {
         ExitCode::SUCCESS
@@ -78,54 +92,6 @@ fn debt(context: &Context) -> anyhow::Result<Option<Check>> {
             fix: Some("memfold debt; then look at the daemon's log. It may be started anew at any time, VMs go on".into()),
         })),
     }
-}
-
-/// What was proved, for people.
-fn proof(test: &SelfTest) -> String {
-    let mut table = Table::new();
-    table
-        .load_preset(presets::NOTHING)
-        .set_content_arrangement(ContentArrangement::Disabled);
-    for claim in &test.claims {
-        let mark = if claim.holds { "ok" } else { "FAIL" };
-        table.add_row([mark, claim.what, &claim.seen]);
-    }
-    let guests = &test.guests;
-    let figures = [
-        (
-            "accelerator",
-            format!("{}, by QEMU's word", test.accelerator),
-        ),
-        (
-            "longest freeze",
-            format!(
-                "{:.0} us in guests, {:.0} us in this process",
-                guests.freeze_max_us, test.library.freeze_max_us
-            ),
-        ),
-        (
-            "median freeze",
-            format!("below {:.0} us in guests", guests.freeze_median_us),
-        ),
-        (
-            "CPU",
-            format!(
-                "{:.2} s engine, {:.2} s in QEMUs",
-                guests.engine_cpu_s, guests.library_cpu_s
-            ),
-        ),
-        ("took", format!("{:.0} s", test.seconds)),
-    ];
-    for (name, value) in figures {
-        table.add_row(["", name, &value]);
-    }
-    let rows: Vec<String> = table.lines().map(|l| l.trim_end().to_owned()).collect();
-    let verdict = if test.passed {
-        "Self-test passed: what memfold does to memory here, nobody loses a byte by."
-    } else {
-        "Self-test FAILED: don't fold VMs on this host, and report this."
-    };
-    format!("{}\n\n{verdict}", rows.join("\n"))
 }
 
 /// 0 when the main job can run, else 3.

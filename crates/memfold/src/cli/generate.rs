@@ -27,6 +27,8 @@ pub(super) fn run(arguments: &Arguments, mut program: Command) -> anyhow::Result
     if let Some(directory) = &arguments.man {
         std::fs::create_dir_all(directory)
             .and_then(|()| clap_mangen::generate_to(program.clone(), directory))
+            // That program makes its own.
+            .and_then(|()| std::fs::remove_file(directory.join("memfold-bench.1")))
             .with_context(|| format!("cannot write into {}", directory.display()))?;
     }
     if let Some(directory) = &arguments.completions {

@@ -44,7 +44,7 @@ fn of_its_crate(directive: &str) -> String {
     };
     let room = place.split([':', '=']).next().unwrap_or_default();
     match room {
-        "cli" | "bench" => directive.to_owned(),
+        "cli" => directive.to_owned(),
         "history" | "estimate" => format!("memfold_ledger::{place}"),
         "api" => format!("memfold_server{}", &place[room.len()..]),
         _ => format!("memfold_{place}"),

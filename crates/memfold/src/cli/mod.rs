@@ -111,7 +111,8 @@ enum Command {
     Config(config::Arguments),
     /// How many VMs fit: what more of those that run would take, what they would share and owe
     Plan(plan::Arguments),
-    /// The studies
+    /// The studies, by the program memfold-bench
+    #[command(disable_help_flag = true)]
     Bench(bench::Arguments),
     /// Between a VM and its lenders; started by the daemon
     #[command(hide = true)]
@@ -183,15 +184,12 @@ mod tests {
     }
 
     #[test]
-    fn studies_take_a_file_behind_json_and_other_commands_only_with_an_equals_sign() {
+    fn commands_take_a_file_behind_json_only_with_an_equals_sign() {
         assert_eq!(json("memfold report"), None);
         for line in [
             "report --json",
             "--json report",
             "vm list --json",
-            "bench fold --json",
-            "bench fold --json -",
-            "bench fold --json --quick",
             "--json bench fold",
         ] {
             assert_eq!(
@@ -200,16 +198,26 @@ mod tests {
                 "{line}"
             );
         }
-        for line in [
-            "report --json=f.json",
-            "bench fold --json f.json",
-            "bench fold --quick --json=f.json",
+        assert_eq!(
+            json("memfold report --json=f.json").as_deref(),
+            Some("f.json")
+        );
+    }
+
+    #[test]
+    fn the_words_behind_bench_are_left_as_they_are() {
+        for words in [
+            "fold --json f.json",
+            "--quick fold --json",
+            "--help",
+            "no-such-study -h",
         ] {
-            assert_eq!(
-                json(&format!("memfold {line}")).as_deref(),
-                Some("f.json"),
-                "{line}"
-            );
+            let cli = Cli::try_parse_from(format!("memfold bench {words}").split(' ')).unwrap();
+            assert_eq!(cli.json, None, "{words}");
+            let Command::Bench(arguments) = cli.command else {
+                panic!("'{words}' is another command");
+            };
+            assert_eq!(arguments.words().join(" ".as_ref()), words);
         }
     }
 }

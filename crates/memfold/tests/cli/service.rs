@@ -354,6 +354,10 @@ fn each_command_has_its_manual_page_and_completions_are_made() {
     // All commands (no_command_is_missing_in_this_test), and those that have others below them.
     let mut wanted = BTreeSet::from(["memfold.1".to_owned()]);
     for (command, words, _) in COMMANDS {
+        // That page is in the package of the program that it is about.
+        if command == ["bench"] {
+            continue;
+        }
         for depth in 1..=command.len() {
             wanted.insert(format!("memfold-{}.1", command[..depth].join("-")));
         }

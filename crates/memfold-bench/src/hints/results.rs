@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::BUDGETS;
 use super::arm::{ArmRun, Mechanism, VmWork};
-use crate::bench::figure::{self, Axis, Series};
+use crate::figure::{self, Axis, Series};
 
 /// Pages in a MiB.
 const PAGES_PER_MIB: f64 = 256.0;
@@ -303,7 +303,7 @@ fn words(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::hints::arm::Sample;
+    use crate::hints::arm::Sample;
     use memfold_fold::EngineStats;
 
     fn run(mechanism: Mechanism, shared_pages: u64, wall_s: f64) -> ArmRun {

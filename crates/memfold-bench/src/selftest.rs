@@ -8,6 +8,7 @@
 //! ```
 
 mod library;
+pub mod table;
 
 use std::time::{Duration, Instant};
 

@@ -18,7 +18,7 @@ pub fn envelope(study: &str, quick: bool, mut measured: Value) -> Value {
     json!({
         "study": study,
         "version": env!("CARGO_PKG_VERSION"),
-        "git": env!("MEMFOLD_GIT"),
+        "git": memfold_host::commit(),
         "quick": quick,
         "host": host(),
         "vms": take("vms", json!([])),
@@ -61,14 +61,14 @@ fn field(path: &Path, name: &str) -> Option<String> {
 }
 
 /// The middle one of some values.
-pub(super) fn median(values: &[f64]) -> f64 {
+pub fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// Least, median and greatest of some values.
-pub(super) fn spread(values: &[f64]) -> Value {
+pub fn spread(values: &[f64]) -> Value {
     json!({
         "min": values.iter().copied().fold(f64::INFINITY, f64::min),
         "median": median(values),

@@ -11,7 +11,7 @@ use memfold_lab::undo_at_interrupt;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde_json::{Value, json};
 
-use crate::bench::record::spread;
+use crate::record::spread;
 
 /// Of RFC 2544's range for benchmarks: no host has these for anything else.
 const HERE: &str = "198.18.77.1";

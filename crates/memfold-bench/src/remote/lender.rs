@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use memfold_api::{Client, LendRequest};
+use memfold_host::own_program;
 use memfold_lab::undo_at_interrupt;
 use memfold_lend::{LenderStatus, Transport};
 use memfold_units::ByteSize;
@@ -37,7 +38,7 @@ impl Lender {
             .prefix("memfold-lender.")
             .tempdir()?;
         let socket = directory.path().join("s");
-        let own = std::env::current_exe().context("no path of this program")?;
+        let own = own_program()?;
         let child = link
             .there(&own)
             .arg("--socket")

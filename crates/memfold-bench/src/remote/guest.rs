@@ -324,8 +324,8 @@ impl Guest<'_> {
             "errors_that_the_guest_saw": faults.trim().parse::<u64>()?,
             "pages_accessed_meanwhile": mixed.accesses,
             "longest_stall_s": mixed.longest_ns as f64 / 1e9,
-            "on_the_copy_after_ms": crate::bench::record::spread(&alone_ms),
-            "switch_ms": crate::bench::record::spread(&switched_ms),
+            "on_the_copy_after_ms": crate::record::spread(&alone_ms),
+            "switch_ms": crate::record::spread(&switched_ms),
         }))
     }
 }

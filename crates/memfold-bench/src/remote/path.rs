@@ -29,7 +29,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::{Value, json};
 
 use super::lender::{Lender, wait};
-use crate::bench::record::{median, spread};
+use crate::record::{median, spread};
 
 /// Of a lease.
 const BYTES: u64 = 64 << 20;

@@ -1,0 +1,42 @@
+//! `memfold-bench generate`, for packages: manual page and completions of shells, from what the program says of itself.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use clap::{Args, Command};
+use clap_complete::Shell;
+
+#[derive(Args, Debug)]
+pub struct Arguments {
+    /// Directory for the manual page
+    #[arg(long, value_name = "DIR")]
+    man: PathBuf,
+    /// Directory for completions of bash, zsh and fish, by the names that they look for
+    #[arg(long, value_name = "DIR")]
+    completions: PathBuf,
+}
+
+pub fn run(arguments: &Arguments, mut program: Command) -> anyhow::Result<()> {
+    std::fs::create_dir_all(&arguments.man)
+        .and_then(|()| clap_mangen::generate_to(program.clone(), &arguments.man))
+        .with_context(|| format!("cannot write into {}", arguments.man.display()))?;
+    for (shell, name) in [
+        (Shell::Bash, "memfold-bench"),
+        (Shell::Zsh, "_memfold-bench"),
+        (Shell::Fish, "memfold-bench.fish"),
+    ] {
+        complete(&mut program, shell, &arguments.completions.join(name))?;
+    }
+    Ok(())
+}
+
+fn complete(program: &mut Command, shell: Shell, path: &Path) -> anyhow::Result<()> {
+    let failed = || format!("cannot write {}", path.display());
+    if let Some(directory) = path.parent() {
+        std::fs::create_dir_all(directory).with_context(failed)?;
+    }
+    let mut file = File::create(path).with_context(failed)?;
+    clap_complete::generate(shell, program, "memfold-bench", &mut file);
+    Ok(())
+}

@@ -1,0 +1,29 @@
+//! The `memfold-bench` program: the studies, the demo and the self-test, one file each. They share the laboratory
+//! ([`memfold_lab::Lab`]): VMs of their own in a daemon of their own.
+
+mod clones;
+mod command_line;
+mod demo;
+mod desktops;
+mod figure;
+mod fold;
+mod generate;
+mod hints;
+mod host;
+mod ksm;
+mod output;
+mod pipeline;
+mod qemu_way;
+mod record;
+mod remote;
+mod segments;
+mod selftest;
+mod snapshots;
+mod warmth;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    memfold_host::set_commit(env!("MEMFOLD_GIT"));
+    command_line::main()
+}

@@ -1,0 +1,83 @@
+//! The program from outside: words and exit codes. Nothing is measured here.
+
+use std::process::{Command, Output};
+
+const STUDIES: [&str; 8] = [
+    "fold",
+    "hints",
+    "snapshots",
+    "clones",
+    "segments",
+    "ksm",
+    "desktops",
+    "remote",
+];
+
+fn run(arguments: &[&str]) -> Output {
+    let mut program = Command::new(env!("CARGO_BIN_EXE_memfold-bench"));
+    program.args(arguments).output().unwrap()
+}
+
+#[test]
+fn help_names_every_study_and_nothing_that_memfold_starts() {
+    let output = run(&["--help"]);
+    let help = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success());
+    for word in STUDIES.iter().chain(&[
+        "Usage: memfold-bench",
+        "--quick",
+        "--arm",
+        "--vms",
+        "--json",
+        "--figures",
+    ]) {
+        assert!(help.contains(word), "no '{word}' in: {help}");
+    }
+    assert!(!help.contains("Commands:"), "{help}");
+}
+
+#[test]
+fn wrong_usage_is_exit_code_2() {
+    for arguments in [
+        &[][..],
+        &["no-such-study"],
+        &["ksm", "--vms", "0"],
+        &["--json", "fold"],
+    ] {
+        let output = run(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+    }
+}
+
+#[test]
+fn options_of_other_studies_are_refused_by_name() {
+    for (arguments, words) in [
+        (["fold", "--arm", "x"], "'fold' has no arms"),
+        (["fold", "--vms", "3"], "--vms is for 'ksm'"),
+    ] {
+        let output = run(&arguments);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(words), "no '{words}' in: {said}");
+    }
+}
+
+#[test]
+fn packages_get_a_page_and_completions() {
+    let directory = tempfile::tempdir().unwrap();
+    let [man, completions] = ["man", "completions"].map(|name| directory.path().join(name));
+    let output = run(&[
+        "generate",
+        "--man",
+        man.to_str().unwrap(),
+        "--completions",
+        completions.to_str().unwrap(),
+    ]);
+    assert!(output.status.success(), "{output:?}");
+    let page = std::fs::read_to_string(man.join("memfold-bench.1")).unwrap();
+    assert!(page.contains("snapshots"), "{page}");
+    assert_eq!(man.read_dir().unwrap().count(), 1);
+    for name in ["memfold-bench", "_memfold-bench", "memfold-bench.fish"] {
+        assert!(completions.join(name).is_file(), "{name}");
+    }
+}
