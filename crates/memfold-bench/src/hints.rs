@@ -20,8 +20,8 @@
 
 mod arm;
 mod results;
+mod work;
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -31,7 +31,8 @@ use memfold_units::ByteSize;
 use memfold_vm::VmSpec;
 use serde_json::{Value, json};
 
-use self::arm::{ArmRun, Mechanism};
+use self::arm::{ArmRun, BUDGETS, Mechanism};
+use self::work::Work;
 
 pub use self::results::figures;
 
@@ -43,9 +44,6 @@ const BESIDE: [(&str, &str); 2] = [("plain-a", "trixie-a"), ("plain-b", "trixie-
 
 /// RAM of each.
 const MEMORY: ByteSize = ByteSize::mib(512);
-
-/// Pages a second that folding may look at; the first is the one KSM is compared with: its default rate.
-const BUDGETS: [u64; 3] = [5000, 1000, 500];
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -60,18 +58,6 @@ pub struct Options {
     work: Work,
     /// Arms to run; `None` for all.
     only: Option<Vec<String>>,
-}
-
-#[derive(Clone, Debug)]
-struct Work {
-    what: &'static str,
-    /// Compiles in a fresh `/var/tmp/work`.
-    build: &'static str,
-    /// Prints the hash of what was built.
-    output: &'static str,
-    /// A disk that the build needs, read-only.
-    disk: Option<PathBuf>,
-    timeout: Duration,
 }
 
 impl Options {

@@ -10,63 +10,16 @@
 
 mod foci;
 mod guest;
+mod options;
 mod slowdown;
 mod speed;
 
 use anyhow::ensure;
-use memfold_units::ByteSize;
 use serde_json::{Value, json};
 
 use memfold_ksm::{Controls, NOTES};
 
-/// What to measure.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Most VMs at once.
-    vms: usize,
-    /// RAM of each.
-    memory: ByteSize,
-    /// Data that a VM holds, where it holds data.
-    data_mib: u64,
-    /// Times that everything is measured that is a time.
-    rounds: usize,
-    /// How many of the speeds.
-    speeds: usize,
-}
-
-impl Options {
-    /// Two VMs of 384 MiB, once.
-    #[must_use]
-    pub const fn quick() -> Self {
-        Self {
-            vms: 2,
-            memory: ByteSize::mib(384),
-            data_mib: 64,
-            rounds: 1,
-            speeds: 3,
-        }
-    }
-
-    /// So many VMs at most.
-    #[must_use]
-    pub const fn with_vms(mut self, vms: usize) -> Self {
-        self.vms = vms;
-        self
-    }
-}
-
-impl Default for Options {
-    /// The study's: four VMs of 1 GiB.
-    fn default() -> Self {
-        Self {
-            vms: 4,
-            memory: ByteSize::mib(1024),
-            data_mib: 192,
-            rounds: 3,
-            speeds: slowdown::SPEEDS.len(),
-        }
-    }
-}
+pub use options::Options;
 
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {

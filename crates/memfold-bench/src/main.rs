@@ -14,6 +14,7 @@ mod ksm;
 mod output;
 mod pipeline;
 mod qemu_way;
+mod random;
 mod record;
 mod remote;
 mod segments;

@@ -35,6 +35,7 @@ use rustix::process::Pid;
 use serde_json::{Map, Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::random::random;
 use super::record::{median, spread};
 
 /// How long the other process may take to hold its bytes.
@@ -55,7 +56,7 @@ impl Holder {
         let mut holder = Self(command.spawn().context("cannot start 'tail'")?);
         let input = holder.0.stdin.as_mut().context("'tail' has no input")?;
         let mut input = std::io::BufWriter::with_capacity(DD_BYTES, input);
-        super::snapshots::random(size.0 / 8, |word| input.write_all(&word.to_ne_bytes()))?;
+        random(size.0 / 8, |word| input.write_all(&word.to_ne_bytes()))?;
         input.flush()?;
         drop(input);
         let end = Instant::now() + FILL_LIMIT;

@@ -35,6 +35,7 @@ use serde_json::{Value, json};
 
 use super::figure::{self, Axis, Series};
 use super::qemu_way::{self, Form, Way};
+use super::random::random;
 use super::record::median;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
@@ -303,22 +304,6 @@ fn write_random(path: &Path, size: ByteSize) -> std::io::Result<()> {
     random(size.0 / 8, |word| file.write_all(&word.to_ne_bytes()))?;
     file.flush()?;
     file.get_ref().sync_all()
-}
-
-/// So many words of which none comes twice.
-pub(super) fn random(
-    words: u64,
-    mut each: impl FnMut(u64) -> std::io::Result<()>,
-) -> std::io::Result<()> {
-    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
-    for _ in 0..words {
-        // Xorshift, by Marsaglia.
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        each(state)?;
-    }
-    Ok(())
 }
 
 /// How long this host takes to drop a page of its cache, in microseconds: what a guest's kernel does too, when nothing is emulated. Of a

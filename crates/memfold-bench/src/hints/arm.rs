@@ -10,7 +10,7 @@ use memfold_units::PAGE_SIZE;
 use memfold_vm::VmSpec;
 use serde_json::{Value, json};
 
-use super::Work;
+use super::work::Work;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 const HASH_TIMEOUT: Duration = Duration::from_secs(300);
@@ -27,6 +27,9 @@ const SILENCE: &str = "echo 0 > /sys/kernel/tracing/instances/memfold/events/ena
 
 /// Reads all of it again; prints the number of files that differ or can't be read.
 const CHECK: &str = "md5sum --check --quiet /var/tmp/before.md5 2>/dev/null | wc -l";
+
+/// Pages a second that folding may look at; the first is the one KSM is compared with: its default rate.
+pub(super) const BUDGETS: [u64; 3] = [5000, 1000, 500];
 
 /// What shares memory in an arm.
 #[derive(Clone, Debug)]

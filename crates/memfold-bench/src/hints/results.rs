@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
-use super::BUDGETS;
-use super::arm::{ArmRun, Mechanism, VmWork};
+use super::arm::{ArmRun, BUDGETS, Mechanism, VmWork};
 use crate::figure::{self, Axis, Series};
 
 /// Pages in a MiB.

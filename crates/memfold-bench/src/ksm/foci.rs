@@ -9,8 +9,8 @@ use memfold_lab::Lab;
 use serde_json::{Map, Value, json};
 
 use super::super::figure::{self, Axis, Series};
-use super::Options;
 use super::guest::{self, Held, Took};
+use super::options::Options;
 use super::speed::{full_speed, merge_all};
 
 /// What guests' programs ask of their memory before and after it is merged.

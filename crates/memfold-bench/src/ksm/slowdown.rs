@@ -9,8 +9,8 @@ use serde_json::{Map, Value, json};
 
 use super::super::figure::{self, Axis, Series};
 use super::super::record::{median, spread};
-use super::Options;
 use super::guest::{self, Held};
+use super::options::{Options, SPEEDS};
 
 const VMS: [&str; 2] = ["a", "b"];
 
@@ -19,9 +19,6 @@ const WORK: [(&str, &str, u32); 2] = [("cpu", "primes", 500_000), ("memory", "wr
 
 /// How long ksmd is at work before the guests are.
 const HEAD_START: Duration = Duration::from_secs(3);
-
-/// Pages each 20 ms; none: KSM off. 100 is the default.
-pub(super) const SPEEDS: [Option<u64>; 5] = [None, Some(100), Some(1000), Some(5000), Some(25_000)];
 
 /// Seconds that the guests took, by round and speed.
 type Rounds = Vec<Vec<f64>>;

@@ -11,8 +11,8 @@ use serde_json::{Map, Value, json};
 
 use super::super::figure::{self, Axis, Series};
 use super::super::record::{median, spread};
-use super::Options;
 use super::guest::{self, Held};
+use super::options::Options;
 
 const VMS: [&str; 2] = ["a", "b"];
 
