@@ -26,9 +26,10 @@ use memfold_units::ByteSize;
 use memfold_vm::{Network, VmDirectory};
 use serde_json::{Value, json};
 
-use super::figure::{self, Axis, Series};
+use super::figure::{self, Axis, Figure, Series};
 use super::record::spread;
 use super::selftest::most_folded;
+use super::study::Options;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -74,26 +75,6 @@ const READ: &str = "find /usr -xdev -type f | xargs cat > /dev/null";
 
 const DROP: &str = "sync; echo 3 > /proc/sys/vm/drop_caches";
 
-/// What to measure.
-#[derive(Clone, Debug)]
-pub struct Options {
-    clones: u32,
-}
-
-impl Options {
-    /// Ten clones.
-    #[must_use]
-    pub const fn quick() -> Self {
-        Self { clones: 10 }
-    }
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { clones: 30 }
-    }
-}
-
 struct Clone {
     name: String,
     pid: i32,
@@ -102,6 +83,7 @@ struct Clone {
 
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let number_of_clones = options.pick(10, 30);
     let lab = Lab::new(EngineSettings::default())?;
     let mut spec = Lab::spec(TEMPLATE, "trixie-a", MEMORY, DiskMode::Buffered)?;
     spec.network = Network::User;
@@ -118,7 +100,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 
     let began = Instant::now();
     let mut clones = Vec::new();
-    for number in 1..=options.clones {
+    for number in 1..=number_of_clones {
         let clone = start(&lab, format!("clone-{number}"))?;
         wait_renewed(&lab)?;
         // Its measuring is over.
@@ -143,7 +125,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     for clone in &clones {
         lab.stop(&clone.name)?;
     }
-    let burst = burst(&lab, options.clones)?;
+    let burst = burst(&lab, number_of_clones)?;
     let times: Vec<f64> = clones.iter().map(|clone| clone.ms).collect();
     let of = |part: fn(&Size) -> f64| idle.iter().map(part).collect::<Vec<f64>>();
     let percent = |sizes: &[Size], part: fn(&Size) -> f64| {
@@ -160,7 +142,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             "freed": back,
         },
         "results": {
-            "clones": options.clones,
+            "clones": number_of_clones,
             "clones_ok": ok,
             "p50_ms": percentile(&times, 50.0),
             "p95_ms": percentile(&times, 95.0),
@@ -309,7 +291,7 @@ fn percentile(values: &[f64], percent: f64) -> f64 {
 
 /// The study's figure, by name.
 #[must_use]
-pub fn figures(study: &Value) -> Vec<(String, String)> {
+pub fn figures(study: &Value) -> Vec<Figure> {
     let series = |key: &str, name: &str| {
         let times = study["samples"][key].as_array();
         let times = times.into_iter().flatten().filter_map(Value::as_f64);

@@ -3,20 +3,20 @@
 //! Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host.
 
 use std::io::{IsTerminal as _, stderr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::Context as _;
+use anyhow::ensure;
 use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 use memfold_api::ClientError;
-use serde_json::Value;
 use tracing_subscriber::EnvFilter;
 
 use crate::host::check_host;
 use crate::output::Output;
+use crate::study::{Options, Study};
 use crate::{
-    clones, demo, desktops, fold, generate, hints, ksm, record, remote, segments, selftest,
+    clones, demo, desktops, figure, fold, generate, hints, ksm, record, remote, segments, selftest,
     snapshots,
 };
 
@@ -51,11 +51,8 @@ enum Command {
     Generate(generate::Arguments),
 }
 
-/// Makes a study's figures of its result: names and SVG.
-type Draw = fn(&Value) -> Vec<(String, String)>;
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Study {
+enum Name {
     /// Cost of folding by run length, next to a bare compare and to ksmd
     Fold,
     /// Two VMs compile: what folding by hints shares and costs, next to KSM at its defaults and at equal CPU
@@ -77,16 +74,9 @@ enum Study {
 #[derive(Args, Debug)]
 struct Arguments {
     #[arg(required = true)]
-    study: Option<Study>,
-    /// Smaller and shorter
-    #[arg(long)]
-    quick: bool,
-    /// Only this arm of `hints` (may be given several times), `block-path` of `remote`, `starts` of `desktops`, or `pipeline` of `snapshots`. A wrong name prints all
-    #[arg(long = "arm", value_name = "NAME")]
-    arms: Vec<String>,
-    /// Most VMs at once, of `ksm` (4; with --quick 2)
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
-    vms: Option<u8>,
+    study: Option<Name>,
+    #[command(flatten)]
+    options: Options,
     /// Write the study's figures here, as SVG
     #[arg(long, value_name = "DIR")]
     figures: Option<PathBuf>,
@@ -94,23 +84,24 @@ struct Arguments {
     output: Output,
 }
 
-/// Options that not all studies have.
-fn check(study: Study, arguments: &Arguments, name: &str) -> anyhow::Result<()> {
-    let has_arms = [
-        Study::Hints,
-        Study::Remote,
-        Study::Desktops,
-        Study::Snapshots,
-    ];
-    anyhow::ensure!(
-        arguments.arms.is_empty() || has_arms.contains(&study),
-        "the study '{name}' has no arms"
-    );
-    anyhow::ensure!(
-        arguments.vms.is_none() || matches!(study, Study::Ksm),
-        "the study '{name}' has its number of VMs: --vms is for 'ksm'"
-    );
-    Ok(())
+impl Name {
+    fn study(self) -> Study {
+        let study = |run, figures, has_arms| Study {
+            run,
+            figures,
+            has_arms,
+        };
+        match self {
+            Self::Fold => study(fold::run, fold::figures, false),
+            Self::Hints => study(hints::run, hints::figures, true),
+            Self::Snapshots => study(snapshots::run, snapshots::figures, true),
+            Self::Clones => study(clones::run, clones::figures, false),
+            Self::Segments => study(segments::run, |_| Vec::new(), false),
+            Self::Ksm => study(ksm::run, ksm::figures, false),
+            Self::Desktops => study(desktops::run, desktops::figures, true),
+            Self::Remote => study(remote::run, remote::figures, true),
+        }
+    }
 }
 
 /// Parses the command line and carries it out.
@@ -162,155 +153,27 @@ fn self_test(output: &Output) -> anyhow::Result<bool> {
     Ok(test.passed)
 }
 
-fn run(study: Study, arguments: &Arguments) -> anyhow::Result<()> {
-    let (name, quick) = (study_name(study), arguments.quick);
-    check(study, arguments, name)?;
+fn run(name: Name, arguments: &Arguments) -> anyhow::Result<()> {
+    let (study, options) = (name.study(), &arguments.options);
+    let known = name.to_possible_value();
+    let title = known.as_ref().map_or("", |value| value.get_name());
+    ensure!(
+        options.arms.is_empty() || study.has_arms,
+        "the study '{title}' has no arms"
+    );
+    ensure!(
+        options.vms.is_none() || name == Name::Ksm,
+        "the study '{title}' has its number of VMs: --vms is for 'ksm'"
+    );
     // All but this one boot VMs.
-    if !matches!(study, Study::Fold) {
+    if name != Name::Fold {
         check_host(&arguments.output)?;
     }
-    let (measured, draw): (Value, Draw) = match study {
-        Study::Fold => {
-            let options = if quick {
-                fold::Options::quick()
-            } else {
-                fold::Options::default()
-            };
-            (fold::run(&options)?, fold::figures)
-        }
-        Study::Hints => {
-            let mut options = if quick {
-                hints::Options::quick()
-            } else {
-                hints::Options::full()?
-            };
-            if !arguments.arms.is_empty() {
-                options.keep_arms(&arguments.arms)?;
-            }
-            (hints::run(&options)?, hints::figures)
-        }
-        Study::Snapshots => {
-            let mut options = if quick {
-                snapshots::Options::quick()
-            } else {
-                snapshots::Options::default()
-            };
-            if !arguments.arms.is_empty() {
-                options.keep_arms(&arguments.arms)?;
-            }
-            (snapshots::run(&options)?, snapshots::figures)
-        }
-        Study::Clones => {
-            let options = if quick {
-                clones::Options::quick()
-            } else {
-                clones::Options::default()
-            };
-            (clones::run(&options)?, clones::figures)
-        }
-        Study::Segments => {
-            let options = if quick {
-                segments::Options::quick()
-            } else {
-                segments::Options::default()
-            };
-            (segments::run(&options)?, |_| Vec::new())
-        }
-        Study::Ksm => {
-            let mut options = if quick {
-                ksm::Options::quick()
-            } else {
-                ksm::Options::default()
-            };
-            if let Some(vms) = arguments.vms {
-                options = options.with_vms(vms.into());
-            }
-            (ksm::run(&options)?, ksm::figures)
-        }
-        Study::Desktops => {
-            let mut options = if quick {
-                desktops::Options::quick()
-            } else {
-                desktops::Options::default()
-            };
-            if !arguments.arms.is_empty() {
-                options.keep_arms(&arguments.arms)?;
-            }
-            (desktops::run(&options)?, desktops::figures)
-        }
-        Study::Remote => {
-            let mut options = if quick {
-                remote::Options::quick()
-            } else {
-                remote::Options::default()
-            };
-            if !arguments.arms.is_empty() {
-                options.keep_arms(&arguments.arms)?;
-            }
-            (remote::run(&options)?, remote::figures)
-        }
-    };
-    let result = record::envelope(name, quick, measured);
+    let result = record::envelope(title, options.quick, (study.run)(options)?);
     if let Some(directory) = &arguments.figures {
-        write_figures(directory, &draw(&result))?;
+        figure::write(directory, &(study.figures)(&result))?;
     }
-    arguments.output.print(&result, summary)
-}
-
-fn study_name(study: Study) -> &'static str {
-    match study {
-        Study::Fold => "fold",
-        Study::Hints => "hints",
-        Study::Snapshots => "snapshots",
-        Study::Clones => "clones",
-        Study::Segments => "segments",
-        Study::Ksm => "ksm",
-        Study::Desktops => "desktops",
-        Study::Remote => "remote",
-    }
-}
-
-fn write_figures(directory: &Path, figures: &[(String, String)]) -> anyhow::Result<()> {
-    std::fs::create_dir_all(directory)
-        .with_context(|| format!("cannot make {}", directory.display()))?;
-    for (name, svg) in figures {
-        let path = directory.join(format!("{name}.svg"));
-        std::fs::write(&path, svg).with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(())
-}
-
-/// The results, a line each; those within others by their whole name.
-fn summary(study: &Value) -> String {
-    let mut lines = Vec::new();
-    flatten("", &study["results"], &mut lines);
-    let width = lines.iter().map(|(key, _)| key.len()).max().unwrap_or(0);
-    let line = |(key, value): &(String, String)| format!("{key:width$}  {value}");
-    lines.iter().map(line).collect::<Vec<_>>().join("\n")
-}
-
-fn flatten(name: &str, value: &Value, lines: &mut Vec<(String, String)>) {
-    match value {
-        Value::Object(parts) => {
-            for (key, part) in parts {
-                let name = if name.is_empty() {
-                    key.clone()
-                } else {
-                    format!("{name}.{key}")
-                };
-                flatten(&name, part, lines);
-            }
-        }
-        // Lists are for programs: --json.
-        Value::Array(_) => {}
-        Value::Number(number) if number.is_f64() => {
-            lines.push((
-                name.into(),
-                format!("{:.3}", number.as_f64().unwrap_or(f64::NAN)),
-            ));
-        }
-        other => lines.push((name.into(), other.to_string())),
-    }
+    arguments.output.print(&result, record::summary)
 }
 
 #[cfg(test)]

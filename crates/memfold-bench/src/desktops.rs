@@ -9,17 +9,18 @@
 
 use std::time::Instant;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use memfold_fold::EngineSettings;
 use memfold_lab::Lab;
 use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
 
-use super::figure::{self, Axis, Series};
+use super::figure::{self, Axis, Figure, Series};
 use super::record::{median, spread};
 use super::segments::{
     Files, LIMIT, ROOT, booted, build, faults_of, memory, mib, saving_percent, start, took,
 };
+use super::study::Options;
 
 /// Programs, and the commands that start them.
 const PROGRAMS: [(&str, &str); 2] = [
@@ -33,59 +34,23 @@ const PROGRAMS: [(&str, &str); 2] = [
 const IMAGE: &str = "trixie-desktop";
 const MEMORY: ByteSize = ByteSize::mib(1536);
 
-/// What to measure.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Most VMs at once. The first pays for what all share, so two at least. None: only starts are measured.
-    vms: Option<usize>,
-    /// How often programs are started again.
-    rounds: usize,
-}
-
 /// The part that measures starts.
 const STARTS: &str = "starts";
 
-impl Options {
-    /// Two VMs.
-    #[must_use]
-    pub const fn quick() -> Self {
-        Self {
-            vms: Some(2),
-            rounds: 2,
-        }
-    }
-
-    /// Leaves all away but the part of this name.
-    pub fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
-        ensure!(
-            names.iter().all(|name| name == STARTS),
-            "of 'desktops' one part can be had alone: {STARTS}"
-        );
-        self.vms = None;
-        Ok(())
-    }
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            vms: Some(4),
-            rounds: 4,
-        }
-    }
-}
-
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
+    // The first VM pays for what all share, so two at least.
+    let (vms, rounds) = options.pick((2, 2), (4, 4));
+    let starts_alone = options.is_only("desktops", STARTS)?;
     let mut results = Map::new();
     let mut samples = Vec::new();
     for (program, start_it) in PROGRAMS {
-        if let Some(vms) = options.vms {
+        if !starts_alone {
             let found = measure(program, start_it, vms)?;
             results.extend(found.0);
             samples.extend(found.1);
         }
-        let found = starts(program, start_it, options.rounds)?;
+        let found = starts(program, start_it, rounds)?;
         results.extend(found.0);
         samples.push(found.1);
     }
@@ -263,7 +228,7 @@ echo $(( ($(date +%s%N) - began) / 1000000 )) $({})",
 
 /// The study's figures, by name.
 #[must_use]
-pub fn figures(study: &Value) -> Vec<(String, String)> {
+pub fn figures(study: &Value) -> Vec<Figure> {
     let empty = Vec::new();
     let samples = study["samples"].as_array().unwrap_or(&empty);
     let mut figures = Vec::new();

@@ -1,6 +1,12 @@
 //! Line charts as SVG: text in, text out, nothing drawn that is not in the data.
 
 use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::Context as _;
+
+/// A figure's name and SVG.
+pub type Figure = (String, String);
 
 const WIDTH: f64 = 860.0;
 const HEIGHT: f64 = 420.0;
@@ -251,6 +257,17 @@ impl Range {
             }
         }
     }
+}
+
+/// Writes figures into a directory, as `NAME.svg`.
+pub fn write(directory: &Path, figures: &[Figure]) -> anyhow::Result<()> {
+    std::fs::create_dir_all(directory)
+        .with_context(|| format!("cannot make {}", directory.display()))?;
+    for (name, svg) in figures {
+        let path = directory.join(format!("{name}.svg"));
+        std::fs::write(&path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

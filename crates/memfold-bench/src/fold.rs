@@ -20,49 +20,27 @@ use memfold_wire::library::{Advice, FoldRun, Freeze, MAX_RUNS, Order, Outcome, R
 use rustix::mm::Advice as Madvise;
 use serde_json::{Value, json};
 
-use super::figure::{self, Axis, Series};
+use super::figure::{self, Axis, Figure, Series};
 use super::record::{median, spread};
+use super::study::Options;
 
 /// Run lengths in pages.
 const LENGTHS: [u64; 5] = [1, 4, 16, 64, 512];
 
+/// Pages that the study folds for a measurement, and that ksmd merges.
+const PAGES: u64 = 16384;
+
 /// Pages copied to the store together, as in a batch of the engine.
 const FILL_PAGES: u64 = 2048;
 
-/// What to measure.
-#[derive(Clone, Copy, Debug)]
-pub struct Options {
-    /// Times that each run length is measured.
-    pub repeats: usize,
-    /// Pages folded for each measurement of runs of 16 pages and more; shorter runs take fewer. At least 2048.
-    pub pages: u64,
-    /// Pages in each of the two regions that ksmd merges. 0: KSM is left alone and its figures are `null`.
-    pub ksm_pages: u64,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            repeats: 7,
-            pages: 16384,
-            ksm_pages: 16384,
-        }
-    }
-}
-
-impl Options {
-    /// Less of everything: about 5 seconds.
-    #[must_use]
-    pub fn quick() -> Self {
-        Self {
-            repeats: 5,
-            ..Self::default()
-        }
-    }
-}
-
 /// Runs the study: `{"results": {...}, "samples": [...]}`, times in µs of CPU.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
+    measure_all(options.pick(5, 7), PAGES, PAGES)
+}
+
+/// `repeats`: times that each run length is measured. `pages`: folded for each measurement of runs of 16 pages and more, at least 2048; shorter
+/// runs take fewer. `ksm_pages`: in each of the two regions that ksmd merges; 0: KSM is left alone and its figures are `null`.
+fn measure_all(repeats: usize, pages: u64, ksm_pages: u64) -> anyhow::Result<Value> {
     let stop = stop_flag()?;
     let folder = Folder::new(None, None);
     match folder.execute(&Order::Hello { version: VERSION }, None) {
@@ -82,10 +60,10 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let mut number = 0;
     for length in LENGTHS {
         let (mut us, mut append_us) = (Vec::new(), Vec::new());
-        for _ in 0..options.repeats.max(1) {
+        for _ in 0..repeats.max(1) {
             ensure!(!stop.load(Ordering::Relaxed), "interrupted");
             number += 1;
-            let sample = measure(&folder, number, length, options.pages.max(2048))?;
+            let sample = measure(&folder, number, length, pages.max(2048))?;
             samples.push(json!({
                 "run_pages": length,
                 "fold_us_per_page": sample.fold,
@@ -106,8 +84,8 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         by_length.insert(length.to_string(), spread(&us));
         appends.insert(length.to_string(), spread(&append_us));
     }
-    let ksm_us = if options.ksm_pages > 0 {
-        Some(ksm_us_per_page(options.ksm_pages, &stop)?)
+    let ksm_us = if ksm_pages > 0 {
+        Some(ksm_us_per_page(ksm_pages, &stop)?)
     } else {
         None
     };
@@ -126,7 +104,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 
 /// The study's figure, by name: CPU for each page over the length of runs.
 #[must_use]
-pub fn figures(study: &Value) -> Vec<(String, String)> {
+pub fn figures(study: &Value) -> Vec<Figure> {
     let results = &study["results"];
     let level = |name: &str, value: &Value| Series {
         name: name.into(),
@@ -428,12 +406,8 @@ mod tests {
     #[test]
     fn folding_is_measured_at_every_length() {
         // KSM belongs to the whole machine: the study measures it, not the unit tests.
-        let options = Options {
-            repeats: 3,
-            pages: 8192,
-            ksm_pages: 0,
-        };
-        let report = run(&options).unwrap();
+        let repeats = 3;
+        let report = measure_all(repeats, 8192, 0).unwrap();
         println!(
             "{}",
             serde_json::to_string_pretty(&report["results"]).unwrap()
@@ -444,7 +418,7 @@ mod tests {
             assert!(us["min"].as_f64().unwrap() > 0.0, "{length}: {us}");
         }
         let samples = report["samples"].as_array().unwrap();
-        assert_eq!(samples.len(), LENGTHS.len() * options.repeats);
+        assert_eq!(samples.len(), LENGTHS.len() * repeats);
         assert!(report["results"]["ratio_ksm_over_fold"].is_null());
     }
 

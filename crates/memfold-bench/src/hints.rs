@@ -33,6 +33,7 @@ use serde_json::{Value, json};
 
 use self::arm::{ArmRun, BUDGETS, Mechanism};
 use self::work::Work;
+use crate::study::Options;
 
 pub use self::results::figures;
 
@@ -47,7 +48,7 @@ const MEMORY: ByteSize = ByteSize::mib(512);
 
 /// What to measure.
 #[derive(Clone, Debug)]
-pub struct Options {
+struct Plan {
     /// Times that every arm is run.
     repeats: usize,
     /// Times that VMs work side by side, half of them folded at the first of [`BUDGETS`].
@@ -60,11 +61,10 @@ pub struct Options {
     only: Option<Vec<String>>,
 }
 
-impl Options {
+impl Plan {
     /// Lua, without optimization: a minute in an emulated guest; one repeat of all arms, three of the one
     /// that tells how much folding slows guests down.
-    #[must_use]
-    pub const fn quick() -> Self {
+    const fn quick() -> Self {
         Self {
             repeats: 1,
             beside: 3,
@@ -81,7 +81,7 @@ impl Options {
     }
 
     /// Debian's kernel source, tinyconfig; three repeats.
-    pub fn full() -> anyhow::Result<Self> {
+    fn full() -> anyhow::Result<Self> {
         let disk = data_disks()?.remove("linux-source").context(
             "no disk with the kernel's source; run 'scripts/setup images-full', or use --quick",
         )?;
@@ -103,7 +103,7 @@ impl Options {
     }
 
     /// Leaves out all arms but these. An arm of KSM at equal CPU takes the folding arm that it is held to along.
-    pub fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
+    fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
         let known: Vec<String> = self.arms().iter().map(Mechanism::name).collect();
         if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
             bail!("no arm '{unknown}': there are {}", known.join(", "));
@@ -168,12 +168,20 @@ impl Options {
     }
 }
 
-/// Runs the study: `results`, `samples` and `vms`. Takes about a quarter of an hour with [`Options::quick`] on two cores without
+/// Runs the study: `results`, `samples` and `vms`. Takes about a quarter of an hour with `--quick` on two cores without
 /// hardware virtualization.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let mut plan = if options.quick {
+        Plan::quick()
+    } else {
+        Plan::full()?
+    };
+    if !options.arms.is_empty() {
+        plan.keep_arms(&options.arms)?;
+    }
     let mut runs: Vec<ArmRun> = Vec::new();
-    for repeat in 0..options.repeats.max(options.beside) {
-        for mut mechanism in options.arms_of(repeat) {
+    for repeat in 0..plan.repeats.max(plan.beside) {
+        for mut mechanism in plan.arms_of(repeat) {
             if let Mechanism::KsmEqualCpu {
                 pages_per_second,
                 cpu,
@@ -184,11 +192,11 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
                 let last = runs.iter().rfind(|run| run.mechanism == fold);
                 *cpu = last.map(ArmRun::scanner_cpu).unwrap_or_default();
             }
-            runs.push(one(options, mechanism, repeat)?);
+            runs.push(one(&plan, mechanism, repeat)?);
         }
     }
     let vms = VMS.map(|(name, image)| {
-        json!({"name": name, "image": image, "memory_bytes": MEMORY.0, "vcpus": 1, "work": options.work.what})
+        json!({"name": name, "image": image, "memory_bytes": MEMORY.0, "vcpus": 1, "work": plan.work.what})
     });
     Ok(json!({
         "vms": vms,
@@ -197,9 +205,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     }))
 }
 
-fn one(options: &Options, mechanism: Mechanism, repeat: usize) -> anyhow::Result<ArmRun> {
+fn one(plan: &Plan, mechanism: Mechanism, repeat: usize) -> anyhow::Result<ArmRun> {
     let name = mechanism.name();
-    let run = arm::run(options.specs(&mechanism)?, &options.work, mechanism, repeat)
+    let run = arm::run(plan.specs(&mechanism)?, &plan.work, mechanism, repeat)
         .with_context(|| format!("arm {name}"))?;
     eprintln!("{name}: {}", run.in_short());
     Ok(run)
@@ -209,7 +217,7 @@ fn one(options: &Options, mechanism: Mechanism, repeat: usize) -> anyhow::Result
 mod tests {
     use super::*;
 
-    fn names(options: &Options, repeat: usize) -> Vec<String> {
+    fn names(options: &Plan, repeat: usize) -> Vec<String> {
         options
             .arms_of(repeat)
             .iter()
@@ -219,7 +227,7 @@ mod tests {
 
     #[test]
     fn arms_are_chosen_by_name_with_what_they_need() {
-        let mut options = Options::quick();
+        let mut options = Plan::quick();
         assert_eq!(names(&options, 0).len(), 7);
         assert_eq!(names(&options, 1), ["fold_5000_beside_none"]);
         assert!(options.keep_arms(&["fold_1".into()]).is_err());

@@ -10,7 +10,7 @@
 
 mod foci;
 mod guest;
-mod options;
+mod scale;
 mod slowdown;
 mod speed;
 
@@ -19,10 +19,13 @@ use serde_json::{Value, json};
 
 use memfold_ksm::{Controls, NOTES};
 
-pub use options::Options;
+use crate::figure::Figure;
+use crate::study::Options;
+use scale::Scale;
 
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let scale = Scale::of(options);
     let controls = Controls::default();
     // What a killed run has left is no use of KSM.
     memfold_ksm::restore_leftover(NOTES.as_ref())?;
@@ -30,19 +33,19 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         controls.number::<u64>("run")? != Some(1),
         "KSM runs on this host, and what it merges would be counted; stop it first (echo 0 > /sys/kernel/mm/ksm/run)"
     );
-    let (mut results, mut samples) = speed::measure(options)?;
+    let (mut results, mut samples) = speed::measure(&scale)?;
     for part in [slowdown::measure, foci::measure] {
-        let (more, of) = part(options)?;
+        let (more, of) = part(&scale)?;
         results.extend(more);
         samples.extend(of);
     }
-    let vm = json!({ "image": "trixie-a", "memory_mib": options.memory.0 >> 20, "data_mib": options.data_mib });
+    let vm = json!({ "image": "trixie-a", "memory_mib": scale.memory.0 >> 20, "data_mib": scale.data_mib });
     Ok(json!({ "vms": [vm], "samples": samples, "results": results }))
 }
 
 /// The study's figures, by name.
 #[must_use]
-pub fn figures(study: &Value) -> Vec<(String, String)> {
+pub fn figures(study: &Value) -> Vec<Figure> {
     let empty = Vec::new();
     let samples = study["samples"].as_array().unwrap_or(&empty);
     let mut figures = foci::figures(samples);

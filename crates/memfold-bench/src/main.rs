@@ -20,6 +20,7 @@ mod remote;
 mod segments;
 mod selftest;
 mod snapshots;
+mod study;
 mod warmth;
 
 use std::process::ExitCode;

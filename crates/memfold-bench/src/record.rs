@@ -60,6 +60,39 @@ fn field(path: &Path, name: &str) -> Option<String> {
     Some(line.split_once(':')?.1.trim().to_owned())
 }
 
+/// The results, a line each; those within others by their whole name.
+pub fn summary(study: &Value) -> String {
+    let mut lines = Vec::new();
+    flatten("", &study["results"], &mut lines);
+    let width = lines.iter().map(|(key, _)| key.len()).max().unwrap_or(0);
+    let line = |(key, value): &(String, String)| format!("{key:width$}  {value}");
+    lines.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+fn flatten(name: &str, value: &Value, lines: &mut Vec<(String, String)>) {
+    match value {
+        Value::Object(parts) => {
+            for (key, part) in parts {
+                let name = if name.is_empty() {
+                    key.clone()
+                } else {
+                    format!("{name}.{key}")
+                };
+                flatten(&name, part, lines);
+            }
+        }
+        // Lists are for programs: --json.
+        Value::Array(_) => {}
+        Value::Number(number) if number.is_f64() => {
+            lines.push((
+                name.into(),
+                format!("{:.3}", number.as_f64().unwrap_or(f64::NAN)),
+            ));
+        }
+        other => lines.push((name.into(), other.to_string())),
+    }
+}
+
 /// The middle one of some values.
 pub fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();

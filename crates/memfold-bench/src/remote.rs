@@ -34,8 +34,9 @@ use memfold_lab::Lab;
 use memfold_units::ByteSize;
 use serde_json::{Map, Value, json};
 
-use super::figure::{self, Axis, Series};
+use super::figure::{self, Axis, Figure, Series};
 use super::record::{median, spread};
+use super::study::Options;
 
 const ARMS: [Arm; 6] = [
     Arm::HardDisk,
@@ -66,7 +67,7 @@ const HEADLINE: u64 = 200;
 
 /// What to measure.
 #[derive(Clone, Debug)]
-pub struct Options {
+struct Scale {
     ram: ByteSize,
     /// Arrays, in percent of the RAM.
     percents: Vec<u64>,
@@ -79,14 +80,11 @@ pub struct Options {
     /// That `PostgreSQL` sorts, in how much memory.
     rows: u64,
     memory: ByteSize,
-    /// Only what needs no guest.
-    path_alone: bool,
 }
 
-impl Options {
+impl Scale {
     /// One array, three rounds.
-    #[must_use]
-    pub fn quick() -> Self {
+    fn quick() -> Self {
         Self {
             ram: ByteSize::mib(320),
             percents: vec![HEADLINE],
@@ -96,30 +94,10 @@ impl Options {
             kills: 50,
             rows: 250_000,
             memory: ByteSize::mib(20),
-            path_alone: false,
         }
     }
-}
 
-impl Options {
-    /// Leaves all away but the part of this name.
-    pub fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
-        ensure!(
-            names.iter().all(|name| name == PATH),
-            "of 'remote' one part can be had alone: {PATH}"
-        );
-        self.path_alone = true;
-        Ok(())
-    }
-
-    /// Size of an array.
-    fn array(&self, percent: u64) -> ByteSize {
-        ByteSize::mib((self.ram.0 >> 20) * percent / 100)
-    }
-}
-
-impl Default for Options {
-    fn default() -> Self {
+    fn full() -> Self {
         Self {
             ram: ByteSize::mib(320),
             percents: vec![50, 100, HEADLINE, 400],
@@ -129,8 +107,12 @@ impl Default for Options {
             kills: 50,
             rows: 400_000,
             memory: ByteSize::mib(32),
-            path_alone: false,
         }
+    }
+
+    /// Size of an array.
+    fn array(&self, percent: u64) -> ByteSize {
+        ByteSize::mib((self.ram.0 >> 20) * percent / 100)
     }
 }
 
@@ -146,16 +128,18 @@ struct Sample {
 
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
-    let most = options.percents.iter().max().copied().unwrap_or(0);
+    let scale = options.pick(Scale::quick(), Scale::full());
+    let path_alone = options.is_only("remote", PATH)?;
+    let most = scale.percents.iter().max().copied().unwrap_or(0);
     // Of swap space that is more than half full the kernel takes a page's place away as it is read (vm_swap_full), so that each page that
     // is only read is written again when it goes: reads would measure writes.
-    let swap = options.array(most) + options.array(most) + ByteSize::mib(128);
+    let swap = scale.array(most) + scale.array(most) + ByteSize::mib(128);
     let (arms, left_out) = arms();
     let link = Link::new().context("no link to a second host")?;
     let round_trips = link.round_trips()?;
     let lender = Lender::start(&link, swap)?;
     let block_path = path::measure(&lender)?;
-    if options.path_alone {
+    if path_alone {
         return Ok(json!({
             "vms": [],
             "samples": [],
@@ -168,22 +152,18 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         lender: &lender,
         swap,
     };
-    guest.boot(options.ram)?;
+    guest.boot(scale.ram)?;
     let mut samples = Vec::new();
     let mut switches = Switches::default();
-    for &percent in &options.percents {
-        guest.fill(options.array(percent))?;
-        let rounds = if percent == HEADLINE {
-            options.rounds
-        } else {
-            1
-        };
+    for &percent in &scale.percents {
+        guest.fill(scale.array(percent))?;
+        let rounds = if percent == HEADLINE { scale.rounds } else { 1 };
         for round in 0..rounds {
             // Nothing is left that has to be written before it can be read.
             guest.order("check")?;
             for patterns in [READS, WRITES] {
                 each_arm(
-                    options,
+                    &scale,
                     &arms,
                     &guest,
                     (percent, round, patterns),
@@ -194,11 +174,11 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         }
         guest.end()?;
     }
-    guest.fill(options.array(HEADLINE))?;
-    let kills = guest.kills(options.kills)?;
+    guest.fill(scale.array(HEADLINE))?;
+    let kills = guest.kills(scale.kills)?;
     guest.end()?;
-    let given_back = give_back(options, &guest)?;
-    let sort = sort(options, &guest)?;
+    let given_back = give_back(&scale, &guest)?;
+    let sort = sort(&scale, &guest)?;
     lab.stop(VM)?;
     let wrong: u64 = samples.iter().map(|s| s.done.wrong_words).sum();
     let mut results = ratios(&samples);
@@ -214,7 +194,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     results.insert("sort".into(), sort);
     results.insert("left_out".into(), left_out);
     Ok(json!({
-        "vms": [{"name": VM, "ram_bytes": options.ram.0, "swap_bytes": swap.0}],
+        "vms": [{"name": VM, "ram_bytes": scale.ram.0, "swap_bytes": swap.0}],
         "samples": samples.iter().map(sample).collect::<Vec<_>>(),
         "results": results,
     }))
@@ -244,7 +224,7 @@ struct Switches {
 
 /// Each arm once, beginning with another one each round.
 fn each_arm(
-    options: &Options,
+    scale: &Scale,
     arms: &[Arm],
     guest: &Guest<'_>,
     (percent, round, patterns): (u64, usize, &[&'static str]),
@@ -259,9 +239,9 @@ fn each_arm(
             if arm == Arm::HardDiskStream && pattern.starts_with("rand") {
                 continue;
             }
-            let blocks = options.blocks.iter();
+            let blocks = scale.blocks.iter();
             for &block in blocks.filter(|block| round == 0 || **block == PAGE) {
-                let done = guest.order(&format!("{pattern} {block} {}", options.seconds))?;
+                let done = guest.order(&format!("{pattern} {block} {}", scale.seconds))?;
                 eprintln!(
                     "array of {percent} % of RAM, round {}, {}, {pattern} of {}: {:.2} MB/s",
                     round + 1,
@@ -289,12 +269,12 @@ fn each_arm(
 }
 
 /// A GiB in use is given back while the program goes on, with a copy on disk and without.
-fn give_back(options: &Options, guest: &Guest<'_>) -> anyhow::Result<Value> {
-    guest.fill(ByteSize(options.ram.0 + GIB))?;
+fn give_back(scale: &Scale, guest: &Guest<'_>) -> anyhow::Result<Value> {
+    guest.fill(ByteSize(scale.ram.0 + GIB))?;
     let mut results = Map::new();
     for arm in [Arm::Lent, Arm::LentAlone] {
         let mut all = Vec::new();
-        for _ in 0..options.rounds {
+        for _ in 0..scale.rounds {
             let given = guest.give_back(arm)?;
             eprintln!(
                 "{}: {} in use given back in {} ms",
@@ -321,17 +301,17 @@ fn give_back(options: &Options, guest: &Guest<'_>) -> anyhow::Result<Value> {
 }
 
 /// `PostgreSQL`'s sort in each arm.
-fn sort(options: &Options, guest: &Guest<'_>) -> anyhow::Result<Value> {
+fn sort(scale: &Scale, guest: &Guest<'_>) -> anyhow::Result<Value> {
     let arms = [Arm::HardDisk, Arm::Lent, Arm::Disk];
     let mut results = Map::new();
     let mut all: Vec<Vec<f64>> = vec![Vec::new(); arms.len()];
     let mut swapped = 0.0_f64;
     // A first one, so that the program and its files are in memory for all.
-    guest.sort(1000, options.memory)?;
-    for _ in 0..options.rounds {
+    guest.sort(1000, scale.memory)?;
+    for _ in 0..scale.rounds {
         for (arm, times) in arms.iter().zip(&mut all) {
             guest.switch(*arm)?;
-            let (took_ms, peak) = guest.sort(options.rows, options.memory)?;
+            let (took_ms, peak) = guest.sort(scale.rows, scale.memory)?;
             eprintln!("{}: sorted in {:.1} s", arm.name(), took_ms / 1e3);
             times.push(took_ms / 1e3);
             swapped = swapped.max(peak);
@@ -345,7 +325,7 @@ fn sort(options: &Options, guest: &Guest<'_>) -> anyhow::Result<Value> {
         "hdd_over_lent".into(),
         (median(&all[0]) / median(&all[1])).into(),
     );
-    results.insert("rows".into(), options.rows.into());
+    results.insert("rows".into(), scale.rows.into());
     results.insert("swapped_out_mib".into(), (swapped / 1_048_576.0).into());
     Ok(json!(results))
 }
@@ -448,7 +428,7 @@ fn limit(round_trips: &Value, samples: &[Sample]) -> Value {
 
 /// Throughput by size of the array, for each pattern: name and SVG.
 #[must_use]
-pub fn figures(study: &Value) -> Vec<(String, String)> {
+pub fn figures(study: &Value) -> Vec<Figure> {
     let samples = study["samples"].as_array().cloned().unwrap_or_default();
     let mut sizes: Vec<u64> = samples
         .iter()

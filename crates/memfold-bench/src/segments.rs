@@ -31,6 +31,7 @@ use memfold_vm::segments::SMALL_REPORTS;
 use serde_json::{Map, Value, json};
 
 use super::record::{median, spread};
+use super::study::Options;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -89,44 +90,14 @@ pub(super) fn took(said: &str) -> anyhow::Result<(f64, f64)> {
 const GUEST: &str = r"awk '/^(MemTotal|MemFree|Cached|Buffers|AnonPages|Mapped|Shmem|Slab|KernelStack|PageTables):/ { print $1, $2 }' /proc/meminfo
 dmesg | sed -n 's/.*software IO TLB: mapped.*(\([0-9]*\)MB).*/SwiotlbMiB: \1/p'";
 
-/// What to measure.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// VMs at once in each arm.
-    vms: usize,
-    /// Cold starts that are timed.
-    starts: usize,
-    /// Directories that are shared alone, one after the other.
-    directories: Vec<&'static str>,
-}
-
-impl Options {
-    /// Without directories.
-    #[must_use]
-    pub const fn quick() -> Self {
-        Self {
-            vms: 4,
-            starts: 3,
-            directories: Vec::new(),
-        }
-    }
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            vms: 6,
-            starts: 5,
-            directories: vec![
-                "/usr/bin",
-                "/usr/sbin",
-                "/usr/lib/x86_64-linux-gnu",
-                "/usr/lib/systemd",
-                "/usr/share",
-            ],
-        }
-    }
-}
+/// Directories that are shared alone, one after the other, unless the study is a quick one.
+const DIRECTORIES: [&str; 5] = [
+    "/usr/bin",
+    "/usr/sbin",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/systemd",
+    "/usr/share",
+];
 
 /// Where VMs have their files from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -212,13 +183,14 @@ pub(super) fn saving_percent(with: f64, without: f64) -> f64 {
 
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
+    // VMs at once in each arm, and cold starts that are timed.
+    let (vms, starts) = options.pick((4, 3), (6, 5));
     let lab = Lab::new(EngineSettings::default())?;
     let mut samples = Vec::new();
     let mut arms = Vec::new();
     let mut built = None;
     for arm in ARMS {
-        let names =
-            bring_up(&lab, arm, options.vms).with_context(|| format!("arm '{}'", arm.name))?;
+        let names = bring_up(&lab, arm, vms).with_context(|| format!("arm '{}'", arm.name))?;
         let measured = measure(&lab, arm, &names).with_context(|| format!("arm '{}'", arm.name))?;
         eprintln!(
             "{:8} idle {:4.0} MiB a VM, of it {:3.0} of segments; apache2 adds {:3.0} MiB",
@@ -231,7 +203,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         arms.push(measured);
         if built.is_none() {
             // Ranked by what these VMs cache.
-            built = Some(build_all(&lab, options.vms)?);
+            built = Some(build_all(&lab, vms)?);
         }
         for name in &names {
             lab.stop(name)?;
@@ -246,10 +218,10 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     };
     samples.push(json!({ "segments": [facts(&all), facts(&best)] }));
     let mut results = savings(&arms, &all, &best)?;
-    let starts = cold_starts(&lab, options.starts)?;
+    let starts = cold_starts(&lab, starts)?;
     results.extend(starts.0);
     samples.push(starts.1);
-    for directory in &options.directories {
+    for directory in options.pick(&[][..], &DIRECTORIES) {
         let found = one_directory(&lab, directory, arms[0].idle)?;
         eprintln!("{directory} alone: {found}");
         samples.push(found);

@@ -23,7 +23,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use memfold_api::{RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
@@ -33,10 +33,11 @@ use memfold_vm::{Aio, CacheMode, DiskSpec};
 use rustix::fs::{Advice, fadvise};
 use serde_json::{Value, json};
 
-use super::figure::{self, Axis, Series};
+use super::figure::{self, Axis, Figure, Series};
 use super::qemu_way::{self, Form, Way};
 use super::random::random;
 use super::record::median;
+use super::study::Options;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -87,7 +88,7 @@ struct Case {
 
 /// What to measure.
 #[derive(Clone, Debug)]
-pub struct Options {
+struct Scale {
     /// Memory sizes in MiB, with 200 MB used.
     sizes_mib: Vec<u64>,
     /// MiB used, at 2 GiB.
@@ -96,35 +97,30 @@ pub struct Options {
     rounds: usize,
     /// RAM of the process that is saved without a VM, in MiB.
     pipeline_mib: u64,
-    /// Whether that alone is measured.
-    pipeline_alone: bool,
 }
 
 /// What can be measured alone, and how often it is measured.
 const PIPELINE: &str = "pipeline";
 const PIPELINE_ROUNDS: usize = 5;
 
-impl Options {
+impl Scale {
     /// 1 and 2 GiB.
-    #[must_use]
-    pub fn quick() -> Self {
+    fn quick() -> Self {
         Self {
             sizes_mib: vec![1024, 2048],
             used_mib: Vec::new(),
             rounds: 1,
             pipeline_mib: 512,
-            pipeline_alone: false,
         }
     }
 
-    /// Only what is named.
-    pub fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
-        ensure!(
-            names.iter().all(|name| name == PIPELINE),
-            "of 'snapshots' one part can be had alone: {PIPELINE}"
-        );
-        self.pipeline_alone = true;
-        Ok(())
+    fn full() -> Self {
+        Self {
+            sizes_mib: vec![512, 1024, 2048, 4096, 8192],
+            used_mib: vec![50, 800],
+            rounds: 3,
+            pipeline_mib: 2048,
+        }
     }
 
     fn cases(&self) -> Vec<Case> {
@@ -135,18 +131,6 @@ impl Options {
         let sizes = self.sizes_mib.iter().map(|&size| case(size, 200));
         let used = self.used_mib.iter().map(|&used| case(2048, used));
         sizes.chain(used).collect()
-    }
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            sizes_mib: vec![512, 1024, 2048, 4096, 8192],
-            used_mib: vec![50, 800],
-            rounds: 3,
-            pipeline_mib: 2048,
-            pipeline_alone: false,
-        }
     }
 }
 
@@ -175,28 +159,29 @@ impl Measured {
 
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
-    let size = ByteSize::mib(options.pipeline_mib);
+    let scale = options.pick(Scale::quick(), Scale::full());
+    let pipeline_alone = options.is_only("snapshots", PIPELINE)?;
+    let size = ByteSize::mib(scale.pipeline_mib);
     let lab = Lab::new(EngineSettings::default())?;
     let pipeline = super::pipeline::run(size, PIPELINE_ROUNDS, lab.directory())
         .context("the pipeline without a VM")?;
     drop(lab);
-    if options.pipeline_alone {
+    if pipeline_alone {
         return Ok(json!({ "results": { PIPELINE: pipeline } }));
     }
     let mut all = Vec::new();
-    for case in options.cases() {
+    for case in scale.cases() {
         let measured = measure(case)
             .with_context(|| format!("VM of {}, {} MiB used", case.memory, case.used_mib))?;
         eprintln!("{}", in_short(&measured));
         all.push(measured);
     }
-    let (throughput, warmth) = super::warmth::run(options.rounds)?;
+    let warmth = super::warmth::run(scale.rounds)?;
     let mut results = results(&all);
-    results.extend(throughput);
+    results.extend(warmth);
     results.insert(PIPELINE.into(), pipeline);
     Ok(json!({
         "samples": all.iter().map(sample).collect::<Vec<_>>(),
-        "warmth": warmth,
         "results": results,
     }))
 }
@@ -454,7 +439,7 @@ fn in_short(m: &Measured) -> String {
 
 /// The study's figures, by name.
 #[must_use]
-pub fn figures(study: &Value) -> Vec<(String, String)> {
+pub fn figures(study: &Value) -> Vec<Figure> {
     let empty = Vec::new();
     let samples = study["samples"].as_array().unwrap_or(&empty);
     let series = |x: &str, way: &str, key: &str, step: &str, divisor: f64| {

@@ -23,7 +23,7 @@ use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_snapshot::Keep;
 use memfold_units::{ByteSize, PAGE_SIZE};
-use serde_json::{Value, json};
+use serde_json::{Map, Value};
 
 use super::qemu_way::{self, Form};
 use super::record::spread;
@@ -76,8 +76,8 @@ const ARMS: [(&str, Option<(&str, bool)>); 5] = [
     ("hot_prefetch", Some(("hot", true))),
 ];
 
-/// Measures each arm `rounds` times: what goes to `results`, and samples.
-pub fn run(rounds: usize) -> anyhow::Result<(serde_json::Map<String, Value>, Value)> {
+/// Measures each arm `rounds` times: what goes to `results`.
+pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
     let lab = Lab::new(EngineSettings::default())?;
     let spec = Lab::spec(VM, "trixie-a", MEMORY, DiskMode::Buffered)?;
     lab.start(spec.clone())?;
@@ -106,11 +106,10 @@ pub fn run(rounds: usize) -> anyhow::Result<(serde_json::Map<String, Value>, Val
             ByteSize(bytes),
             ByteSize(referred)
         );
-        sizes.push((bytes, referred, saved));
+        sizes.push((bytes, saved));
     }
     lab.stop(VM)?;
     let mut percents = vec![Vec::new(); ARMS.len()];
-    let mut samples = Vec::new();
     for _ in 0..rounds {
         for ((arm, ours), percents) in ARMS.iter().zip(&mut percents) {
             if let Some((snapshot, prefetch)) = *ours {
@@ -122,18 +121,17 @@ pub fn run(rounds: usize) -> anyhow::Result<(serde_json::Map<String, Value>, Val
             } else {
                 let mut spec = spec.clone();
                 spec.name = AGAIN.into();
-                let like = &sizes[0].2;
+                let like = &sizes[0].1;
                 qemu_way::restore(&lab, spec, like, Form::MappedRam, &image, &disk)?;
             }
             let read = read_after_restore(&lab)?;
             let percent = read as f64 / before as f64 * 100.0;
             eprintln!("{arm}: {read} files in {SPAN_S} s, {percent:.1} % of {before}");
             percents.push(percent);
-            samples.push(json!({ "arm": arm, "files": read }));
         }
     }
     let (hot, cold) = (&sizes[0], &sizes[1]);
-    let mut results = serde_json::Map::new();
+    let mut results = Map::new();
     for ((arm, ..), percents) in ARMS.iter().zip(&percents) {
         results.insert(format!("{arm}_throughput_percent"), spread(percents));
     }
@@ -146,14 +144,7 @@ pub fn run(rounds: usize) -> anyhow::Result<(serde_json::Map<String, Value>, Val
         .map(|(hot, qemu)| hot / qemu * 100.0)
         .collect();
     results.insert("hot_over_qemu_percent".into(), spread(&over));
-    let samples = json!({
-        "memory_mib": MEMORY.0 >> 20,
-        "files_before": before,
-        "restored": samples,
-        "hot": { "bytes": hot.0, "referred_bytes": hot.1, "steps": hot.2.steps, "pause_ms": hot.2.pause_ms },
-        "cold": { "bytes": cold.0, "steps": cold.2.steps, "pause_ms": cold.2.pause_ms },
-    });
-    Ok((results, samples))
+    Ok(results)
 }
 
 /// Bytes on disk of a snapshot's files, but for its disks: what was written since the save before is in the first one's alone.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::arm::{ArmRun, BUDGETS, Mechanism, VmWork};
-use crate::figure::{self, Axis, Series};
+use crate::figure::{self, Axis, Figure, Series};
 
 /// Pages in a MiB.
 const PAGES_PER_MIB: f64 = 256.0;
@@ -253,7 +253,7 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
 
 /// The study's figures, by name: memory shared and CPU used over time, of the first repeat.
 #[must_use]
-pub fn figures(study: &Value) -> Vec<(String, String)> {
+pub fn figures(study: &Value) -> Vec<Figure> {
     let empty = Vec::new();
     let samples = study["samples"].as_array().unwrap_or(&empty);
     let mut names: Vec<&str> = Vec::new();

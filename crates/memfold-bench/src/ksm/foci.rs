@@ -8,10 +8,10 @@ use memfold_ksm::{Controls, Ksmd, NOTES, Run};
 use memfold_lab::Lab;
 use serde_json::{Map, Value, json};
 
-use super::super::figure::{self, Axis, Series};
 use super::guest::{self, Held, Took};
-use super::options::Options;
+use super::scale::Scale;
 use super::speed::{full_speed, merge_all};
+use crate::figure::{self, Axis, Figure, Series};
 
 /// What guests' programs ask of their memory before and after it is merged.
 #[derive(Clone, Copy, Debug, Default)]
@@ -63,17 +63,17 @@ impl Focus {
 }
 
 /// 1, 2, ... VMs.
-pub(super) fn measure(options: &Options) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
+pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
     let lab = Lab::new(EngineSettings::default())?;
-    let names: Vec<String> = (1..=options.vms)
+    let names: Vec<String> = (1..=scale.vms)
         .map(|number| format!("vm{number}"))
         .collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let mut found = Vec::new();
     for vms in 1..=names.len() {
-        guest::boot(&lab, names[vms - 1], options.memory)?;
+        guest::boot(&lab, names[vms - 1], scale.memory)?;
         for held in Held::ALL {
-            let focus = look(&lab, &names[..vms], held, options.data_mib)?;
+            let focus = look(&lab, &names[..vms], held, scale.data_mib)?;
             eprintln!(
                 "{vms} VMs, {}: {:.0} MiB, merged {:.0} MiB",
                 held.name(),
@@ -84,7 +84,7 @@ pub(super) fn measure(options: &Options) -> anyhow::Result<(Map<String, Value>, 
         }
     }
     let samples = found.iter().map(Focus::json).collect();
-    Ok((results(&found, options.vms), samples))
+    Ok((results(&found, scale.vms), samples))
 }
 
 fn look(lab: &Lab, names: &[&str], held: Held, mib: u64) -> anyhow::Result<Focus> {
@@ -175,7 +175,7 @@ fn results(found: &[Focus], most: usize) -> Map<String, Value> {
 }
 
 /// Memory by number of VMs, merged and apart.
-pub(super) fn figures(samples: &[Value]) -> Vec<(String, String)> {
+pub(super) fn figures(samples: &[Value]) -> Vec<Figure> {
     let mut figures = Vec::new();
     for held in Held::ALL {
         let mine: Vec<&Value> = samples

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use super::super::figure::{self, Axis, Series};
 use super::super::record::{median, spread};
 use super::guest::{self, Held};
-use super::options::{Options, SPEEDS};
+use super::scale::{SPEEDS, Scale};
 
 const VMS: [&str; 2] = ["a", "b"];
 
@@ -23,17 +23,17 @@ const HEAD_START: Duration = Duration::from_secs(3);
 /// Seconds that the guests took, by round and speed.
 type Rounds = Vec<Vec<f64>>;
 
-pub(super) fn measure(options: &Options) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
+pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
     let controls = Controls::default();
     let lab = Lab::new(EngineSettings::default())?;
     for name in VMS {
-        guest::boot(&lab, name, options.memory)?;
+        guest::boot(&lab, name, scale.memory)?;
     }
-    guest::hold(&lab, &VMS, Held::Identical, options.data_mib)?;
-    let speeds = &SPEEDS[..options.speeds];
+    guest::hold(&lab, &VMS, Held::Identical, scale.data_mib)?;
+    let speeds = &SPEEDS[..scale.speeds];
     let mut found: [Rounds; WORK.len()] = Default::default();
     // The first round warms up what translates the guests' code.
-    for round in 0..=options.rounds {
+    for round in 0..=scale.rounds {
         let mut rows: [Vec<f64>; WORK.len()] = Default::default();
         for &speed in speeds {
             let run = speed.map(|pages| {

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use super::super::figure::{self, Axis, Series};
 use super::super::record::{median, spread};
 use super::guest::{self, Held};
-use super::options::Options;
+use super::scale::Scale;
 
 const VMS: [&str; 2] = ["a", "b"];
 
@@ -181,13 +181,13 @@ fn reach(lab: &Lab, arm: Arm, wanted: u64, controls: &Controls) -> anyhow::Resul
 }
 
 /// Two guests that hold the same, merged by each arm in turn.
-pub(super) fn measure(options: &Options) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
+pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
     let controls = Controls::default();
     let lab = Lab::new(EngineSettings::default())?;
     for name in VMS {
-        guest::boot(&lab, name, options.memory)?;
+        guest::boot(&lab, name, scale.memory)?;
     }
-    guest::hold(&lab, &VMS, Held::Identical, options.data_mib)?;
+    guest::hold(&lab, &VMS, Held::Identical, scale.data_mib)?;
     let run = Run::start(&controls, NOTES.as_ref(), &full_speed())?;
     let all = merge_all(&lab, &VMS, &controls)?;
     run.stop(true)?;
@@ -198,7 +198,7 @@ pub(super) fn measure(options: &Options) -> anyhow::Result<(Map<String, Value>, 
     }
     let wanted = all * ENOUGH_PERCENT / 100;
     let mut rounds: Vec<Vec<Reached>> = Vec::new();
-    for _ in 0..options.rounds {
+    for _ in 0..scale.rounds {
         let reached = arms.iter().map(|&arm| reach(&lab, arm, wanted, &controls));
         rounds.push(reached.collect::<anyhow::Result<_>>()?);
         // Who goes first has what the machine does just then.

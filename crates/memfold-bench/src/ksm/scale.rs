@@ -2,28 +2,29 @@
 
 use memfold_units::ByteSize;
 
+use crate::study::Options;
+
 /// Pages each 20 ms; none: KSM off. 100 is the default.
 pub(super) const SPEEDS: [Option<u64>; 5] = [None, Some(100), Some(1000), Some(5000), Some(25_000)];
 
 /// What to measure.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub(super) struct Scale {
     /// Most VMs at once.
-    pub(super) vms: usize,
+    pub vms: usize,
     /// RAM of each.
-    pub(super) memory: ByteSize,
+    pub memory: ByteSize,
     /// Data that a VM holds, where it holds data.
-    pub(super) data_mib: u64,
+    pub data_mib: u64,
     /// Times that everything is measured that is a time.
-    pub(super) rounds: usize,
+    pub rounds: usize,
     /// How many of [`SPEEDS`].
-    pub(super) speeds: usize,
+    pub speeds: usize,
 }
 
-impl Options {
+impl Scale {
     /// Two VMs of 384 MiB, once.
-    #[must_use]
-    pub const fn quick() -> Self {
+    const fn quick() -> Self {
         Self {
             vms: 2,
             memory: ByteSize::mib(384),
@@ -33,17 +34,8 @@ impl Options {
         }
     }
 
-    /// So many VMs at most.
-    #[must_use]
-    pub const fn with_vms(mut self, vms: usize) -> Self {
-        self.vms = vms;
-        self
-    }
-}
-
-impl Default for Options {
     /// The study's: four VMs of 1 GiB.
-    fn default() -> Self {
+    const fn full() -> Self {
         Self {
             vms: 4,
             memory: ByteSize::mib(1024),
@@ -51,5 +43,11 @@ impl Default for Options {
             rounds: 3,
             speeds: SPEEDS.len(),
         }
+    }
+
+    pub fn of(options: &Options) -> Self {
+        let mut scale = options.pick(Self::quick(), Self::full());
+        scale.vms = options.vms.map_or(scale.vms, usize::from);
+        scale
     }
 }

@@ -1,0 +1,48 @@
+//! A study: what it is asked for, and what it gives.
+
+use anyhow::ensure;
+use clap::Args;
+use serde_json::Value;
+
+use crate::figure::Figure;
+
+/// How a study is run.
+#[derive(Args, Clone, Debug, Default)]
+pub struct Options {
+    /// Smaller and shorter
+    #[arg(long)]
+    pub quick: bool,
+    /// Only this arm of `hints` (may be given several times), `block-path` of `remote`, `starts` of `desktops`, or `pipeline` of `snapshots`. A wrong name prints all
+    #[arg(long = "arm", value_name = "NAME")]
+    pub arms: Vec<String>,
+    /// Most VMs at once, of `ksm` (4; with --quick 2)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub vms: Option<u8>,
+}
+
+impl Options {
+    /// Whether of a study only the one part is wanted that can be had alone.
+    pub fn is_only(&self, study: &str, part: &str) -> anyhow::Result<bool> {
+        ensure!(
+            self.arms.iter().all(|name| name == part),
+            "of '{study}' one part can be had alone: {part}"
+        );
+        Ok(!self.arms.is_empty())
+    }
+
+    /// `quick` if the study is to be smaller and shorter, else `full`.
+    pub fn pick<T>(&self, quick: T, full: T) -> T {
+        if self.quick { quick } else { full }
+    }
+}
+
+/// What a study does.
+#[derive(Clone, Copy, Debug)]
+pub struct Study {
+    /// Measures: `results`, `samples` and, if it has VMs, `vms`. Units are in the keys' names.
+    pub run: fn(&Options) -> anyhow::Result<Value>,
+    /// Draws what was measured.
+    pub figures: fn(&Value) -> Vec<Figure>,
+    /// Whether `Options::arms` means something to it.
+    pub has_arms: bool,
+}
