@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context as _, bail};
 use clap::Args;
@@ -20,30 +20,27 @@ pub(super) struct Arguments {
         trailing_var_arg = true,
         allow_hyphen_values = true
     )]
-    words: Vec<OsString>,
-}
-
-impl Arguments {
-    #[cfg(test)]
-    pub(super) fn words(&self) -> &[OsString] {
-        &self.words
-    }
+    pub(super) words: Vec<OsString>,
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let json = context.json_argument().into_iter();
-    become_bench(json.chain(arguments.words.iter().cloned()))
+    let words = json.chain(arguments.words.iter().cloned());
+    become_bench(words, Stdio::inherit())
 }
 
 /// Runs `memfold-bench` instead of this program. Comes back only with an error.
-pub(super) fn become_bench(words: impl Iterator<Item = OsString>) -> anyhow::Result<ExitCode> {
+pub(super) fn become_bench(
+    words: impl Iterator<Item = OsString>,
+    input: Stdio,
+) -> anyhow::Result<ExitCode> {
     let program = find_bench()?;
-    let error = Command::new(&program).args(words).exec();
+    let error = Command::new(&program).args(words).stdin(input).exec();
     Err(error).with_context(|| format!("cannot start {}", program.display()))
 }
 
 /// Path of `memfold-bench`: beside this program, else in `PATH`.
-pub(super) fn find_bench() -> anyhow::Result<PathBuf> {
+fn find_bench() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("no path of this program")?;
     let beside = own.with_file_name(NAME);
     if beside.is_file() {

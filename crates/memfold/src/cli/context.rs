@@ -32,7 +32,9 @@ impl Context {
     pub(super) fn json_argument(&self) -> Option<OsString> {
         let file = self.json_file.as_ref().map(|file| file.as_os_str());
         let to = file.or_else(|| self.json.then(|| OsStr::new("-")));
-        to.map(json_argument)
+        let mut argument = OsString::from("--json=");
+        argument.push(to?);
+        Some(argument)
     }
 
     /// A client of the daemon.
@@ -65,11 +67,4 @@ impl Context {
         };
         write_line(&text)
     }
-}
-
-/// `--json` for another program of memfold: to a file, or `-`.
-pub(super) fn json_argument(to: &OsStr) -> OsString {
-    let mut argument = OsString::from("--json=");
-    argument.push(to);
-    argument
 }

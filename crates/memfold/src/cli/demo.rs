@@ -1,7 +1,7 @@
 //! `memfold demo`: the main job on real VMs, shown by `memfold-bench`.
 
 use std::ffi::OsString;
-use std::process::ExitCode;
+use std::process::{ExitCode, Stdio};
 
 use clap::Args;
 use memfold_api::DEFAULT_STATE;
@@ -34,5 +34,5 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         format!("--memory={}", arguments.memory.0),
     ];
     let words = words.map(OsString::from).into_iter();
-    become_bench(words.chain(context.json_argument()))
+    become_bench(words.chain(context.json_argument()), Stdio::inherit())
 }

@@ -1,7 +1,9 @@
 //! `memfold doctor`: what works on this host, what doesn't, and the command that fixes it.
 
+use std::ffi::OsString;
+use std::io::Seek as _;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -10,13 +12,11 @@ use comfy_table::{Cell, ContentArrangement, Table, presets};
 use memfold_api::{ClientError, DEFAULT_STATE};
 use memfold_host::{Check, HostFacts, Report, Status, examine};
 use memfold_ledger::DebtReport;
-use serde::Serialize;
-use serde_json::Value;
-use tempfile::NamedTempFile;
 
-use super::bench::find_bench;
-use super::context::{Context, json_argument};
+use super::bench::become_bench;
+use super::context::Context;
 use super::failure::IMPOSSIBLE_HERE;
+use super::output::write_line;
 
 /// How long a daemon may take to say what it owes.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -31,14 +31,6 @@ pub(super) struct Arguments {
     self_test: bool,
 }
 
-/// The host's report and what the self-test proved.
-#[derive(Serialize)]
-struct Proved<'a> {
-    #[serde(flatten)]
-    host: &'a Report,
-    self_test: Value,
-}
-
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let mut report = examine(HostFacts::probe(&arguments.state));
     report.checks.extend(debt(context)?);
@@ -49,31 +41,16 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     self_test(context, &report)
 }
 
-/// Has `memfold-bench` do the self-test, and shows what it proved with the host's report.
+/// Becomes `memfold-bench`, which reads the host's report: what it proves is told together with it.
 fn self_test(context: &Context, host: &Report) -> anyhow::Result<ExitCode> {
-    let program = find_bench()?;
-    let figures = NamedTempFile::new().context("no file for what the self-test proves")?;
-    let test = Command::new(&program)
-        .arg("self-test")
-        .arg(json_argument(figures.path().as_os_str()))
-        .stdin(Stdio::null())
-        .stderr(Stdio::inherit())
-        .output()
-        .with_context(|| format!("cannot start {}", program.display()))?;
-    let passed = test.status.success();
-    let Ok(self_test) = serde_json::from_reader(figures) else {
-        // It has said why.
-        return Ok(ExitCode::FAILURE);
-    };
-    let proof = String::from_utf8_lossy(&test.stdout);
-    context.print(&Proved { host, self_test }, |proved| {
-        format!("{}\n\n{}", text(proved.host), proof.trim_end())
-    })?;
-    Ok(if passed {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    let mut report = tempfile::tempfile().context("no file for the host's report")?;
+    serde_json::to_writer(&report, host)?;
+    report.rewind()?;
+    if !context.json {
+        write_line(&format!("{}\n", text(host)))?;
+    }
+    let words = [OsString::from("self-test")].into_iter();
+    become_bench(words.chain(context.json_argument()), report.into())
 }
 
 /// What a daemon says of its debt, if one answers.

@@ -217,7 +217,7 @@ mod tests {
             let Command::Bench(arguments) = cli.command else {
                 panic!("'{words}' is another command");
             };
-            assert_eq!(arguments.words().join(" ".as_ref()), words);
+            assert_eq!(arguments.words.join(" ".as_ref()), words);
         }
     }
 }

@@ -4,6 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::support::{code, out, program, refused};
@@ -18,10 +19,10 @@ fn alone() -> TempDir {
     directory
 }
 
-/// A `memfold-bench` that prints a name and its words, and ends with code 7.
-fn put_bench(directory: &Path, name: &str) {
+/// A `memfold-bench` that runs a line of shell, and ends with code 7.
+fn put_bench(directory: &Path, line: &str) {
     let file = directory.join("memfold-bench");
-    let script = format!("#!/bin/sh\necho {name} \"$@\"\nexit 7\n");
+    let script = format!("#!/bin/sh\n{line}\nexit 7\n");
     std::fs::write(&file, script).unwrap();
     std::fs::set_permissions(&file, PermissionsExt::from_mode(0o755)).unwrap();
 }
@@ -37,12 +38,12 @@ fn run_in(directory: &Path, path: &Path, arguments: &[&str]) -> Output {
 #[test]
 fn memfold_bench_beside_the_program_comes_first_and_gets_the_same_words() {
     let (directory, path) = (alone(), tempfile::tempdir().unwrap());
-    put_bench(path.path(), "in-path");
+    put_bench(path.path(), "echo in-path \"$@\"");
     let run = |arguments: &[&str]| run_in(directory.path(), path.path(), arguments);
     let found = run(&["bench", "fold", "--quick", "--json", "f.json"]);
     assert_eq!(out(&found), "in-path fold --quick --json f.json\n");
     assert_eq!(code(&found), 7);
-    put_bench(directory.path(), "beside");
+    put_bench(directory.path(), "echo beside \"$@\"");
     for (arguments, words) in [
         (&["bench", "--help"][..], "--help"),
         (&["bench"], ""),
@@ -68,4 +69,33 @@ fn without_memfold_bench_the_error_says_how_to_get_it() {
             &["memfold-bench", "package", "cargo build", "beside"],
         );
     }
+}
+
+#[test]
+fn the_self_test_gets_the_host_s_report() {
+    let (directory, state) = (alone(), tempfile::tempdir().unwrap());
+    put_bench(directory.path(), "echo \"$@\"; /bin/cat");
+    let run = |arguments: &[&str]| {
+        let mut memfold = Command::new(directory.path().join("memfold"));
+        memfold.args(arguments).env("MEMFOLD_STATE", state.path());
+        memfold.output().unwrap()
+    };
+    let alone = run(&["doctor"]);
+    if code(&alone) == 3 {
+        memfold_testkit::skip!("no VM can run here");
+    }
+    let tested = run(&["doctor", "--self-test", "--json"]);
+    let (words, report) = out(&tested).split_once('\n').map(own).unwrap();
+    assert_eq!((code(&tested), words.as_str()), (7, "self-test --json=-"));
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["can_run"], true);
+    let tested = run(&["doctor", "--self-test"]);
+    let (text, rest) = out(&tested).split_once("\n\nself-test\n").map(own).unwrap();
+    assert_eq!(code(&tested), 7);
+    assert!(text.contains("The main job can run here"), "{text}");
+    assert!(rest.starts_with('{'), "{rest}");
+}
+
+fn own((a, b): (&str, &str)) -> (String, String) {
+    (a.to_owned(), b.to_owned())
 }
