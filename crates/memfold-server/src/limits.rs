@@ -3,10 +3,10 @@
 /// Largest request body in bytes.
 pub(crate) const MAX_BODY: usize = 1 << 20;
 
-/// Longest body there, in bytes: fingerprints of some hundred VMs.
+/// Largest body with fingerprints, in bytes: those of some hundred VMs.
 pub(crate) const MOST_FINGERPRINTS: usize = 64 << 20;
 
-/// Streams at once.
+/// Streams of samples at once.
 pub(crate) const MOST_STREAMS: usize = 16;
 
 /// Of them, of those who may only read: they can't keep those out who operate.

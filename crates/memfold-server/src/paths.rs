@@ -8,5 +8,5 @@ pub(crate) const CODES_PATH: &str = "/v1/session/codes";
 /// Where fingerprints are sent.
 pub(crate) const PLACE_PATH: &str = "/v1/plan/place";
 
-/// Where it is read.
+/// The audit log.
 pub(crate) const AUDIT_PATH: &str = "/v1/audit";
