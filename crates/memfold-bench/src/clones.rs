@@ -95,7 +95,8 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let booted = sizes(&lab)?.remove(TEMPLATE).context("no template")?;
     let saved = lab
         .daemon()
-        .save_snapshot(&SaveRequest::new(TEMPLATE, TEMPLATE))?;
+        .snapshots()
+        .save(&SaveRequest::new(TEMPLATE, TEMPLATE))?;
     lab.stop(TEMPLATE)?;
 
     let began = Instant::now();
@@ -179,7 +180,7 @@ fn start(lab: &Lab, name: String) -> anyhow::Result<Clone> {
     };
     let console = VmDirectory::of(lab.directory(), &name).console_log();
     let began = Instant::now();
-    let vm = lab.daemon().restore(TEMPLATE, &request)?;
+    let vm = lab.daemon().snapshots().restore(TEMPLATE, &request)?;
     wait_written(&console).with_context(|| format!("'{name}' says nothing"))?;
     Ok(Clone {
         ms: began.elapsed().as_secs_f64() * 1000.0,
@@ -202,7 +203,7 @@ fn wait_written(log: &Path) -> anyhow::Result<()> {
 fn wait_renewed(lab: &Lab) -> anyhow::Result<()> {
     let end = Instant::now() + LIMIT;
     loop {
-        let vms = lab.daemon().list();
+        let vms = lab.daemon().vms().list();
         let renewal = |vm: &VmInfo| vm.renewal.clone().unwrap_or_default();
         if let Some((vm, left)) = vms
             .iter()

@@ -213,7 +213,7 @@ fn run(
 ) -> anyhow::Result<f64> {
     let began = Instant::now();
     let mut ran = 0.0;
-    lab.daemon().launch(spec, |state, spec, _| {
+    lab.daemon().vms().launch(spec, |state, spec, _| {
         let vm = start(state, spec)?;
         let go_on = || {
             // It answers nobody while it reads RAM.

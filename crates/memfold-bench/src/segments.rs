@@ -290,7 +290,7 @@ pub(super) fn build(
         pinned: false,
     };
     change(&mut request);
-    Ok(lab.daemon().build_segment(&request)?.segment)
+    Ok(lab.daemon().segments().build(&request)?.segment)
 }
 
 /// The segments of all arms; of all files and of the best of them, in a quarter of its bytes at most.
@@ -354,15 +354,15 @@ fn bring_up(lab: &Lab, arm: Arm, number: usize) -> anyhow::Result<Vec<String>> {
         keep: Keep::None,
         ..SaveRequest::new("template", &snapshot)
     };
-    lab.daemon().save_snapshot(&request)?;
+    lab.daemon().snapshots().save(&request)?;
     lab.stop("template")?;
     for name in &names {
         let request = RestoreRequest {
             renew: Renew::Identity,
             ..RestoreRequest::new(name.as_str())
         };
-        lab.daemon().restore(&snapshot, &request)?;
-        lab.daemon().wait_agent(name, BOOT_TIMEOUT)?;
+        lab.daemon().snapshots().restore(&snapshot, &request)?;
+        lab.daemon().vms().wait_agent(name, BOOT_TIMEOUT)?;
     }
     Ok(names)
 }

@@ -210,20 +210,24 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
     let mut qemu = qemu_way::save(&lab, VM, Form::MappedRam, &image, &disk)?;
     let mut stream = qemu_way::save(&lab, VM, Form::Stream, &stream_image, &disk)?;
     let began = Instant::now();
-    let manifest = lab.daemon().save_snapshot(&SaveRequest::new(VM, VM))?;
+    let manifest = lab.daemon().snapshots().save(&SaveRequest::new(VM, VM))?;
     let save_s = began.elapsed().as_secs_f64();
-    let shelf = lab.daemon().snapshots()?;
+    let shelf = lab.daemon().snapshots().list()?;
     let bytes = shelf.first().context("no snapshot")?.disk_bytes;
     let mut wrong = u64::from(lab.exec(VM, CHECK, LIMIT)? != held);
     let live = save_live(&lab)?;
     lab.exec(VM, FILL_AGAIN, LIMIT)?;
     let mut savevm = qemu_way::save_inside(&lab, VM, &savevm_disk)?;
     lab.stop(VM)?;
-    lab.daemon().restore(LIVE, &RestoreRequest::new("live"))?;
+    lab.daemon()
+        .snapshots()
+        .restore(LIVE, &RestoreRequest::new("live"))?;
     wrong += u64::from(check(&lab, "live")? != held);
 
     let began = Instant::now();
-    lab.daemon().restore(VM, &RestoreRequest::new("restored"))?;
+    lab.daemon()
+        .snapshots()
+        .restore(VM, &RestoreRequest::new("restored"))?;
     let ours = Way {
         save_s,
         pause_s: manifest.pause_ms / 1000.0,
@@ -270,14 +274,14 @@ fn save_live(lab: &Lab) -> anyhow::Result<Vec<Manifest>> {
             live: true,
             ..SaveRequest::new(VM, name)
         };
-        saved.push(lab.daemon().save_snapshot(&request)?);
+        saved.push(lab.daemon().snapshots().save(&request)?);
     }
     lab.exec(VM, "systemctl stop write", LIMIT)?;
     Ok(saved)
 }
 
 fn check(lab: &Lab, name: &str) -> anyhow::Result<String> {
-    lab.daemon().wait_agent(name, BOOT_TIMEOUT)?;
+    lab.daemon().vms().wait_agent(name, BOOT_TIMEOUT)?;
     let held = lab.exec(name, CHECK, LIMIT)?;
     lab.stop(name)?;
     Ok(held)

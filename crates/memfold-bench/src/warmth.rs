@@ -98,7 +98,7 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
             live: true,
             ..SaveRequest::new(VM, name)
         };
-        let saved = lab.daemon().save_snapshot(&request)?;
+        let saved = lab.daemon().snapshots().save(&request)?;
         let referred = saved.references.as_ref().map_or(0, |r| r.pages) * PAGE_SIZE;
         let bytes = image_bytes(&lab.directory().join("snapshots").join(name))?;
         eprintln!(
@@ -117,7 +117,7 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
                     prefetch,
                     ..RestoreRequest::new(AGAIN)
                 };
-                lab.daemon().restore(snapshot, &request)?;
+                lab.daemon().snapshots().restore(snapshot, &request)?;
             } else {
                 let mut spec = spec.clone();
                 spec.name = AGAIN.into();
@@ -162,7 +162,7 @@ fn image_bytes(place: &Path) -> anyhow::Result<u64> {
 /// How many files the program read in the first 30 s of the VM that was just restored, which ends then.
 fn read_after_restore(lab: &Lab) -> anyhow::Result<u64> {
     let ran = Instant::now();
-    lab.daemon().wait_agent(AGAIN, BOOT_TIMEOUT)?;
+    lab.daemon().vms().wait_agent(AGAIN, BOOT_TIMEOUT)?;
     let asked = clock(lab, AGAIN)?;
     let since = asked - ran.elapsed().as_secs_f64();
     let left = Duration::from_secs_f64(SPAN_S + 1.0).saturating_sub(ran.elapsed());

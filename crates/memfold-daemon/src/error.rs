@@ -184,3 +184,11 @@ impl DaemonError {
         }
     }
 }
+
+/// Why memory is not lent, borrowed or given back, and what would change that.
+pub(crate) fn lending(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
+    DaemonError::Lending {
+        why: why.into(),
+        fix: fix.into(),
+    }
+}

@@ -9,10 +9,8 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{Borrowed, FullReport, VmInfo};
 use memfold_lend::{Lease, LenderStatus};
-use memfold_units::ByteSize;
-use rustix::time::{ClockId, clock_gettime};
 
-use super::{Daemon, DaemonError};
+use crate::on_shelf::OnShelf;
 
 /// Figures that are not older are not taken again.
 pub const LEAST_AGE: Duration = Duration::from_secs(10);
@@ -22,17 +20,6 @@ const KEPT_FOR: u32 = 100;
 
 /// But no longer.
 const GREATEST_AGE: Duration = Duration::from_secs(300);
-
-/// Files of snapshots or segments, together.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct OnShelf {
-    /// How many there are.
-    pub count: u64,
-    /// Of them, those that can't be used.
-    pub broken: u64,
-    /// Bytes: of snapshots, what they take on disk; of segments, what of them is in the host's memory.
-    pub bytes: ByteSize,
-}
 
 /// What a scrape shows, of one moment.
 #[derive(Clone, Debug)]
@@ -80,7 +67,7 @@ fn keep_for(cpu: Duration) -> Duration {
 
 /// The figures taken last.
 #[derive(Debug, Default)]
-pub(super) struct Kept {
+pub(crate) struct Kept {
     last: Mutex<Option<Arc<Figures>>>,
     /// Held while new ones are taken.
     taking: Mutex<()>,
@@ -100,7 +87,7 @@ impl Kept {
 
     /// The last figures if they are fresh; else new ones, by `take`. While somebody else takes these, old ones: many who ask at once don't
     /// wait for each other.
-    fn get<E>(&self, take: impl FnOnce() -> Result<Figures, E>) -> Result<Arc<Figures>, E> {
+    pub fn get<E>(&self, take: impl FnOnce() -> Result<Figures, E>) -> Result<Arc<Figures>, E> {
         if let Some(figures) = self.fresh() {
             return Ok(figures);
         }
@@ -119,75 +106,6 @@ impl Kept {
         let figures = Arc::new(take()?);
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(figures.clone());
         Ok(figures)
-    }
-}
-
-/// CPU time of the calling thread.
-fn thread_cpu() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    // It is never negative.
-    Duration::try_from(time).unwrap_or_default()
-}
-
-impl Daemon {
-    /// Figures for a scrape; [`Figures::taken`] says of when.
-    pub fn figures(self: &Arc<Self>) -> Result<Arc<Figures>, DaemonError> {
-        self.kept.get(|| self.take_figures())
-    }
-
-    fn take_figures(self: &Arc<Self>) -> Result<Figures, DaemonError> {
-        let taken = Instant::now();
-        let engine_before = self.reports_cpu()?;
-        let thread_before = thread_cpu();
-        let report = self.report()?;
-        // Who has asked for a report meanwhile is counted, too.
-        let engine = Duration::from_secs_f64(report.fold.report_cpu_s.max(0.0));
-        let engine = engine.saturating_sub(engine_before);
-        let lies = self.lies();
-        let mut figures = Figures {
-            taken,
-            report,
-            vms: self.list(),
-            steers_ksm: self
-                .ksm
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .is_some(),
-            snapshots: self.snapshots_in_short(),
-            segments: self.segments_in_short(),
-            host: self.lending.host.clone(),
-            lending: self.lender_status(),
-            borrowed: self.lending.borrowed(),
-            leases: self.lending.registry.picture().ok().map(|p| p.leases),
-            distrusted: lies.0.len() as u64,
-            lies: lies.1,
-            took: Duration::ZERO,
-            cpu: Duration::ZERO,
-        };
-        figures.cpu = engine + thread_cpu().saturating_sub(thread_before);
-        figures.took = taken.elapsed();
-        Ok(figures)
-    }
-
-    fn snapshots_in_short(&self) -> Option<OnShelf> {
-        let mut all = OnShelf::default();
-        for name in self.shelf.names().ok()? {
-            all.count += 1;
-            all.broken += u64::from(self.shelf.manifest(&name).is_err());
-            // It may just be removed.
-            all.bytes += ByteSize(self.shelf.disk_bytes(&name).unwrap_or(0));
-        }
-        Some(all)
-    }
-
-    fn segments_in_short(&self) -> Option<OnShelf> {
-        let mut all = OnShelf::default();
-        for segment in self.segments.all().ok()? {
-            all.count += 1;
-            all.broken += u64::from(self.segments.problem(&segment).is_some());
-            all.bytes += ByteSize(self.segments.resident_bytes(&segment));
-        }
-        Some(all)
     }
 }
 

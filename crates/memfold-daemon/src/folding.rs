@@ -1,13 +1,15 @@
 //! Figures and settings of folding, asked of the engine. It waits for a QEMU that does not answer; those who ask it don't.
 
+use std::io;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, TrySendError, sync_channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_api::FoldRequest;
-use memfold_fold::{Command, EngineStats, VmStats};
+use memfold_fold::{Command, Engine, EngineSettings, EngineStats, VmStats};
 
-use super::{Daemon, DaemonError};
+use crate::error::DaemonError;
+use crate::vm_registry::VmRegistry;
 
 /// How long the engine may take beside a VM that does not answer.
 const PATIENCE: Duration = Duration::from_millis(700);
@@ -15,22 +17,58 @@ const PATIENCE: Duration = Duration::from_millis(700);
 /// Time between two looks whether a VM keeps the engine waiting.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What the engine said last, and when.
-#[derive(Debug, Default)]
-pub(super) struct LastStats(Mutex<Option<(Instant, EngineStats)>>);
+/// Commands that wait for the engine; a guest that talks faster than the engine works waits.
+const MAILBOX: usize = 1024;
 
-impl Daemon {
-    /// Whether the daemon works: waits until nobody holds the table of VMs and the engine answers, or is known to wait for a VM. `false`: the
-    /// engine has ended.
-    #[must_use]
-    pub fn is_alive(&self) -> bool {
-        drop(self.lock());
-        self.reports_cpu().is_ok()
+/// The fold engine's thread, as the daemon sees it.
+#[derive(Debug)]
+pub struct Folding {
+    registry: Arc<VmRegistry>,
+    commands: SyncSender<Command>,
+    /// What the engine said last, and when.
+    last: Mutex<Option<(Instant, EngineStats)>>,
+}
+
+impl Folding {
+    /// Starts the engine.
+    pub(crate) fn start(
+        mut settings: EngineSettings,
+        registry: Arc<VmRegistry>,
+    ) -> io::Result<Self> {
+        settings.max_mappings = max_map_count().unwrap_or(settings.max_mappings);
+        let (commands, receiver) = sync_channel(MAILBOX);
+        std::thread::Builder::new()
+            .name("fold-engine".into())
+            .spawn(move || Engine::new(settings).run(&receiver))?;
+        Ok(Self {
+            registry,
+            commands,
+            last: Mutex::default(),
+        })
     }
 
-    /// CPU time of the engine for [`Daemon::fold_stats`] so far.
-    pub(super) fn reports_cpu(&self) -> Result<Duration, DaemonError> {
-        if let Some(nanoseconds) = self.ask_engine(Command::ReportsCpu)? {
+    /// Where VMs send their agents' hints.
+    pub(crate) const fn commands(&self) -> &SyncSender<Command> {
+        &self.commands
+    }
+
+    pub(crate) fn tell(&self, command: Command) -> Result<(), DaemonError> {
+        self.commands.send(command).map_err(|_| ended())
+    }
+
+    /// The engine's answer, however long it takes.
+    pub(crate) fn ask<T>(
+        &self,
+        question: impl FnOnce(SyncSender<T>) -> Command,
+    ) -> Result<T, DaemonError> {
+        let (answer, answered) = sync_channel(1);
+        self.tell(question(answer))?;
+        answered.recv().map_err(|_| ended())
+    }
+
+    /// CPU time of the engine for [`Folding::stats`] so far.
+    pub(crate) fn reports_cpu(&self) -> Result<Duration, DaemonError> {
+        if let Some(nanoseconds) = self.ask_for_a_while(Command::ReportsCpu)? {
             return Ok(Duration::from_nanos(nanoseconds));
         }
         let known = self.known().map_or(0.0, |(_, stats)| stats.report_cpu_s);
@@ -38,20 +76,16 @@ impl Daemon {
     }
 
     /// What folding has done: as of now, or, while the engine waits for a VM that does not answer, as it was known before.
-    pub fn fold_stats(&self) -> Result<EngineStats, DaemonError> {
-        let mut stats = match self.ask_engine(Command::Stats)? {
+    pub fn stats(&self) -> Result<EngineStats, DaemonError> {
+        let mut stats = match self.ask_for_a_while(Command::Stats)? {
             Some(stats) => {
                 let known = Some((Instant::now(), stats.clone()));
-                *self
-                    .folding
-                    .0
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner) = known;
+                *self.last.lock().unwrap_or_else(PoisonError::into_inner) = known;
                 stats
             }
             None => self.as_known(),
         };
-        for machine in self.machines() {
+        for machine in self.registry.machines() {
             let mut vms = stats.vms.iter_mut();
             let vm = vms.find(|vm| vm.name == machine.name());
             if let (Some(vm), Some(why)) = (vm, machine.is_silent()) {
@@ -62,16 +96,15 @@ impl Daemon {
     }
 
     fn known(&self) -> Option<(Instant, EngineStats)> {
-        let known = self.folding.0.lock();
+        let known = self.last.lock();
         known.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The engine's answer; `None`: it waits for a VM that does not answer.
-    fn ask_engine<T>(
+    fn ask_for_a_while<T>(
         &self,
         question: impl FnOnce(SyncSender<T>) -> Command,
     ) -> Result<Option<T>, DaemonError> {
-        let ended = || DaemonError::Internal("the fold engine has ended");
         let (answer, answered) = sync_channel(1);
         let (asked, mut question) = (Instant::now(), Some(question(answer)));
         loop {
@@ -89,7 +122,13 @@ impl Daemon {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             let is_late = asked.elapsed() >= PATIENCE;
-            if is_late && self.machines().iter().any(|vm| vm.is_silent().is_some()) {
+            if is_late
+                && self
+                    .registry
+                    .machines()
+                    .iter()
+                    .any(|vm| vm.is_silent().is_some())
+            {
                 return Ok(None);
             }
         }
@@ -105,7 +144,7 @@ impl Daemon {
             None => EngineStats::default(),
         };
         let mut before = std::mem::take(&mut stats.vms);
-        for machine in self.machines() {
+        for machine in self.registry.machines() {
             let found = before.iter().position(|vm| vm.name == machine.name());
             stats.vms.push(match found {
                 Some(at) => before.swap_remove(at),
@@ -121,7 +160,7 @@ impl Daemon {
     }
 
     /// Pauses folding, resumes it, changes its budget.
-    pub fn set_fold(&self, request: &FoldRequest) -> Result<EngineStats, DaemonError> {
+    pub fn set(&self, request: &FoldRequest) -> Result<EngineStats, DaemonError> {
         if let Some(percent) = request.cpu_percent.filter(|p| !(0.0..=100.0).contains(p)) {
             return Err(DaemonError::BadRequest(format!(
                 "cpu_percent is {percent}; give 0 to 100"
@@ -131,7 +170,7 @@ impl Daemon {
             self.tell(Command::SetPaused(paused))?;
         }
         if request.cpu_percent.is_some() || request.pages_per_second.is_some() {
-            let now = self.fold_stats()?;
+            let now = self.stats()?;
             self.tell(Command::SetBudget {
                 cpu_share: request.cpu_percent.map_or(now.cpu_share, |p| p / 100.0),
                 pages_per_second: request
@@ -140,9 +179,23 @@ impl Daemon {
                     .filter(|&n| n > 0),
             })?;
         }
-        let mut stats = self.fold_stats()?;
+        let mut stats = self.stats()?;
         // The engine may get to it later.
         stats.paused = request.paused.unwrap_or(stats.paused);
         Ok(stats)
     }
+}
+
+/// What is answered when the engine is gone.
+pub(crate) const fn ended() -> DaemonError {
+    DaemonError::Internal("the fold engine has ended")
+}
+
+/// `vm.max_map_count` (`Documentation/admin-guide/sysctl/vm.rst`).
+fn max_map_count() -> Option<usize> {
+    std::fs::read_to_string("/proc/sys/vm/max_map_count")
+        .ok()?
+        .trim()
+        .parse()
+        .ok()
 }

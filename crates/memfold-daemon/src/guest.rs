@@ -21,7 +21,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// QEMU's monitor, shared by the threads that need it.
 #[derive(Debug)]
-pub(super) struct Monitor {
+pub(crate) struct Monitor {
     /// `None`: somebody has it.
     qmp: Mutex<Option<Qmp>>,
     free: Condvar,
@@ -30,7 +30,7 @@ pub(super) struct Monitor {
 
 /// The monitor, which goes back when this is dropped.
 #[derive(Debug)]
-pub(super) struct MonitorGuard<'a> {
+pub(crate) struct MonitorGuard<'a> {
     /// `None`: nobody let go of the monitor in time, and what is asked fails.
     monitor: Option<&'a Monitor>,
     qmp: Qmp,
@@ -104,7 +104,7 @@ impl Drop for MonitorGuard<'_> {
 
 /// How the library takes the engine's orders.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum LibraryState {
+pub(crate) enum LibraryState {
     /// It waits for orders.
     #[default]
     Free,
@@ -115,10 +115,10 @@ pub(super) enum LibraryState {
 }
 
 /// The same, for the engine and those who watch it.
-pub(super) type SharedLibraryState = Arc<Mutex<LibraryState>>;
+pub(crate) type SharedLibraryState = Arc<Mutex<LibraryState>>;
 
 /// The VM behind the engine's orders.
-pub(super) struct QemuGuest {
+pub(crate) struct QemuGuest {
     pid: Pid,
     library: LibraryLink,
     monitor: Arc<Monitor>,

@@ -3,11 +3,13 @@
 //! libvirt is asked only of a QEMU that was started by memfold's wrapper, and once each: looking for new ones is a directory to read.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use memfold_api::{AttachRequest, VmInfo};
+use memfold_host::chain;
 use memfold_libvirt::{
     self as libvirt, Change, DomainStatus, LibvirtError, Mark, Running, VirshError, virsh, vm_name,
     xml,
@@ -15,7 +17,9 @@ use memfold_libvirt::{
 use memfold_vm::{Identity, Qmp, Vm};
 use tracing::{debug, info, warn};
 
-use super::{Daemon, DaemonError, chain};
+use crate::error::DaemonError;
+use crate::vm_registry::VmRegistry;
+use crate::vms::Vms;
 
 /// Time between two looks.
 const LOOK_INTERVAL: Duration = Duration::from_secs(2);
@@ -45,9 +49,9 @@ struct Looked {
 }
 
 /// Looks for new domains until the daemon ends.
-pub(super) fn watch(daemon: &Weak<Daemon>, run: &Path) {
+fn watch(domains: &Weak<LibvirtDomains>, run: &Path) {
     let mut looked: BTreeMap<(i32, u64), Looked> = BTreeMap::new();
-    while let Some(daemon) = daemon.upgrade() {
+    while let Some(domains) = domains.upgrade() {
         let running = Running::all(run).unwrap_or_else(|error| {
             debug!(%error, "libvirt's domains can't be listed");
             Vec::new()
@@ -60,10 +64,10 @@ pub(super) fn watch(daemon: &Weak<Daemon>, run: &Path) {
                 pause: LOOK_INTERVAL,
             });
             if known.again.is_some_and(|again| again <= Instant::now()) {
-                known.note(&domain, daemon.take_on_domain(&domain));
+                known.note(&domain, domains.take_on(&domain));
             }
         }
-        drop(daemon);
+        drop(domains);
         std::thread::sleep(LOOK_INTERVAL);
     }
 }
@@ -110,10 +114,37 @@ impl Looked {
     }
 }
 
-impl Daemon {
+/// Domains of libvirt, as the daemon takes them on.
+#[derive(Debug)]
+pub struct LibvirtDomains {
+    registry: Arc<VmRegistry>,
+    vms: Arc<Vms>,
+    /// Directory where libvirt notes its QEMUs; `None`: its domains are left alone.
+    run: Option<PathBuf>,
+}
+
+impl LibvirtDomains {
+    pub(crate) const fn new(
+        registry: Arc<VmRegistry>,
+        vms: Arc<Vms>,
+        run: Option<PathBuf>,
+    ) -> Self {
+        Self { registry, vms, run }
+    }
+
+    /// Looks for domains from now on, unless libvirt is left alone.
+    pub(crate) fn begin(self: &Arc<Self>) -> io::Result<()> {
+        let Some(run) = self.run.clone() else {
+            return Ok(());
+        };
+        let domains = Arc::downgrade(self);
+        let thread = std::thread::Builder::new().name("libvirt".into());
+        thread.spawn(move || watch(&domains, &run)).map(drop)
+    }
+
     /// Where libvirt keeps what runs.
-    fn libvirt_place(&self) -> Result<&Path, DaemonError> {
-        self.options.libvirt.as_deref().ok_or_else(|| {
+    fn place(&self) -> Result<&Path, DaemonError> {
+        self.run.as_deref().ok_or_else(|| {
             DaemonError::BadRequest(
                 "this daemon leaves libvirt alone; start it with --libvirt /run/libvirt/qemu"
                     .into(),
@@ -122,11 +153,16 @@ impl Daemon {
     }
 
     /// Domains of libvirt, and what becomes of them; `None`: there is no libvirt here, or this daemon leaves it alone.
-    pub fn libvirt_domains(&self) -> Result<Option<Vec<DomainStatus>>, DaemonError> {
-        if self.options.libvirt.is_none() {
+    pub fn list(&self) -> Result<Option<Vec<DomainStatus>>, DaemonError> {
+        if self.run.is_none() {
             return Ok(None);
         }
-        let vms: Vec<_> = self.list().iter().filter_map(VmInfo::of_libvirt).collect();
+        let vms: Vec<_> = self
+            .vms
+            .list()
+            .iter()
+            .filter_map(VmInfo::of_libvirt)
+            .collect();
         match libvirt::status(Some(&vms)) {
             Ok(domains) => Ok(Some(domains)),
             Err(LibvirtError::Virsh(VirshError::Missing)) => Ok(None),
@@ -135,25 +171,22 @@ impl Daemon {
     }
 
     /// Has a domain start with memfold from now on.
-    pub fn enable_libvirt(
-        &self,
-        domain: &str,
-        trust_domain: Option<&str>,
-    ) -> Result<Change, DaemonError> {
-        self.libvirt_place()?;
+    pub fn enable(&self, domain: &str, trust_domain: Option<&str>) -> Result<Change, DaemonError> {
+        self.place()?;
         libvirt::enable(domain, trust_domain).map_err(|error| refused(&error))
     }
 
     /// Puts a domain's XML back to what it was.
-    pub fn disable_libvirt(&self, domain: &str) -> Result<Change, DaemonError> {
-        self.libvirt_place()?;
+    pub fn disable(&self, domain: &str) -> Result<Change, DaemonError> {
+        self.place()?;
         libvirt::disable(domain).map_err(|error| refused(&error))
     }
 
     /// Takes a running domain of libvirt on now, or says why it can't be.
-    pub fn attach_libvirt(self: &Arc<Self>, domain: &str) -> Result<VmInfo, DaemonError> {
-        let run = self.libvirt_place()?;
+    pub fn attach(&self, domain: &str) -> Result<VmInfo, DaemonError> {
+        let run = self.place()?;
         if let Some(known) = self
+            .vms
             .list()
             .into_iter()
             .find(|vm| vm.libvirt.as_deref() == Some(domain))
@@ -170,18 +203,17 @@ impl Daemon {
                 "libvirt runs no domain '{domain}'; 'memfold libvirt status' shows those there are"
             ))
         })?;
-        self.take_on_domain(&running)
-            .map_err(|refusal| match refusal {
-                Refusal::NotOurs(why) => DaemonError::BadRequest(why),
-                Refusal::Incoming => DaemonError::Busy {
-                    why: format!("memory of '{domain}' is still coming in"),
-                    fix: "it is taken on by itself when it runs".into(),
-                },
-                Refusal::Failed(error) => error,
-            })
+        self.take_on(&running).map_err(|refusal| match refusal {
+            Refusal::NotOurs(why) => DaemonError::BadRequest(why),
+            Refusal::Incoming => DaemonError::Busy {
+                why: format!("memory of '{domain}' is still coming in"),
+                fix: "it is taken on by itself when it runs".into(),
+            },
+            Refusal::Failed(error) => error,
+        })
     }
 
-    fn take_on_domain(self: &Arc<Self>, running: &Running) -> Result<VmInfo, Refusal> {
+    fn take_on(&self, running: &Running) -> Result<VmInfo, Refusal> {
         let domain = &running.domain;
         let not_ours = |why: &str| Refusal::NotOurs(format!("domain '{domain}' {why}"));
         let Some(qmp) = running.qmp() else {
@@ -224,12 +256,13 @@ impl Daemon {
             name: vm_name(domain),
             domain: mark.domain,
         };
-        if self.lock().contains_key(&request.name) {
+        if self.registry.contains(&request.name) {
             // Of two domains that are called alike, or of one like a VM of memfold's.
             let pid = vm.pid().as_raw_nonzero();
             request.name = format!("{:.50}-{pid}", request.name);
         }
-        self.attach_as(vm, &request, Some(domain.clone()), None)
+        self.vms
+            .attach_as(vm, &request, Some(domain.clone()), None)
             .map_err(Refusal::Failed)
     }
 }

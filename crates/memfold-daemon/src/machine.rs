@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use memfold_api::{
     AttachRequest, BootSnapshot, SegmentState, SwapPlace, VmInfo, VmSegment, VmSwap,
@@ -24,13 +24,16 @@ use memfold_wire::library::Advice;
 use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
+use self::library_watch::LibraryWatch;
 use self::pauses::Pauses;
-use super::DaemonError;
-use super::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
-use super::run_state::RunState;
-use super::turns::Turns;
+use crate::error::DaemonError;
+use crate::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
+use crate::run_state::RunState;
+use crate::semaphore::Semaphore;
 
-mod pauses;
+mod clock;
+mod library_watch;
+pub(crate) mod pauses;
 mod room;
 mod running;
 mod watch;
@@ -41,8 +44,8 @@ const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long one waits for its turn before it goes without.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Turns of those that are being set apart: half of the host's CPUs.
-static RENEWING: OnceLock<Turns> = OnceLock::new();
+/// Permits of those that are being set apart: half of the host's CPUs.
+static RENEWING: OnceLock<Semaphore> = OnceLock::new();
 
 fn cpus() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
@@ -57,7 +60,7 @@ struct Seen {
 
 /// What the daemon makes of a VM that it takes on.
 #[derive(Debug)]
-pub(super) struct Role {
+pub(crate) struct Role {
     /// The engine's number for it.
     pub id: VmId,
     pub name: String,
@@ -67,7 +70,7 @@ pub(super) struct Role {
 
 /// Who has started a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Origin {
+pub(crate) enum Origin {
     /// memfold.
     Started,
     /// Somebody who has said where its QMP socket is.
@@ -76,9 +79,17 @@ pub(super) enum Origin {
     Libvirt(String),
 }
 
+/// The right to save a VM or to change what it maps, as long as this is kept.
+#[derive(Debug)]
+pub(crate) struct SaveRight<'a>(#[expect(dead_code, reason = "held, not used")] MutexGuard<'a, ()>);
+
+/// The right to change what a VM's swap disk uses, as long as this is kept.
+#[derive(Debug)]
+pub(crate) struct SwapRight<'a>(#[expect(dead_code, reason = "held, not used")] MutexGuard<'a, ()>);
+
 /// A VM that the daemon has taken on.
 #[derive(Debug)]
-pub(super) struct Machine {
+pub(crate) struct Machine {
     id: VmId,
     vm: Vm,
     name: String,
@@ -102,8 +113,8 @@ pub(super) struct Machine {
     swapping: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
     /// What became of its clock when it went on; `clock_set` says that this has changed.
-    pub(super) clock: Mutex<Option<ClockStep>>,
-    pub(super) clock_set: Condvar,
+    pub(crate) clock: Mutex<Option<ClockStep>>,
+    pub(crate) clock_set: Condvar,
     /// Least number for the next nodes of its swap disk.
     swap_generation: Mutex<u64>,
     /// Whether its swap disk came home because one of its copies was lost.
@@ -115,14 +126,6 @@ pub(super) struct Machine {
     agent: Mutex<Option<Arc<AgentLink>>>,
     commands: SyncSender<Command>,
     qemu: String,
-}
-
-/// The engine's connection to the library.
-#[derive(Debug)]
-struct LibraryWatch {
-    connected: Instant,
-    /// How long it has to be left alone from then on.
-    pause: Duration,
 }
 
 impl Machine {
@@ -166,10 +169,7 @@ impl Machine {
             state: Mutex::default(),
             library_problem,
             library_state: Mutex::new(library),
-            library_watch: Mutex::new(LibraryWatch {
-                connected: Instant::now(),
-                pause: watch::INTERVAL,
-            }),
+            library_watch: Mutex::new(LibraryWatch::new()),
             saving: Mutex::default(),
             being_saved: AtomicBool::new(false),
             pauses: Mutex::default(),
@@ -243,7 +243,7 @@ impl Machine {
                 }
                 // Dozens of guests at work would keep the next clone from starting. But none may keep others waiting for long.
                 let _turn = RENEWING
-                    .get_or_init(|| Turns::new(cpus().div_ceil(2)))
+                    .get_or_init(|| Semaphore::new(cpus().div_ceil(2)))
                     .take(TURN_TIMEOUT);
                 // What is begun and cut off is done again: that does no harm.
                 if machine.carry_out(&plan) {
@@ -321,7 +321,7 @@ impl Machine {
     }
 
     /// Where its RAM lies.
-    pub(super) fn layout(&self) -> RamLayout {
+    pub(crate) fn layout(&self) -> RamLayout {
         self.seen().layout.clone()
     }
 
@@ -633,21 +633,21 @@ impl Machine {
     }
 
     /// The right to save it or to change what it maps, as soon as nobody else has it.
-    pub fn save_right(&self) -> MutexGuard<'_, ()> {
-        self.saving.lock().unwrap_or_else(PoisonError::into_inner)
+    pub fn save_right(&self) -> SaveRight<'_> {
+        SaveRight(self.saving.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The right to change what its swap disk uses. A VM that has one isn't saved, so nobody waits here for who saves, or copies files out of
     /// the guest for an hour: a lender that needs its memory doesn't either.
-    pub fn swap_right(&self) -> MutexGuard<'_, ()> {
-        self.swapping.lock().unwrap_or_else(PoisonError::into_inner)
+    pub fn swap_right(&self) -> SwapRight<'_> {
+        SwapRight(self.swapping.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The right to save it, which one at a time has.
-    pub fn try_save(&self) -> Option<MutexGuard<'_, ()>> {
+    pub fn try_save(&self) -> Option<SaveRight<'_>> {
         match self.saving.try_lock() {
-            Ok(right) => Some(right),
-            Err(TryLockError::Poisoned(right)) => Some(right.into_inner()),
+            Ok(right) => Some(SaveRight(right)),
+            Err(TryLockError::Poisoned(right)) => Some(SaveRight(right.into_inner())),
             Err(TryLockError::WouldBlock) => None,
         }
     }

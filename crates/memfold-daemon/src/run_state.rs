@@ -8,9 +8,11 @@ use serde_json::Value;
 
 use memfold_vm::{Qmp, QmpError};
 
+use crate::error::DaemonError;
+
 /// What a VM does.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct RunState {
+pub(crate) struct RunState {
     /// `running`, QEMU's word for what it does instead, or [`SILENT`].
     pub name: String,
     pub cause: Option<String>,
@@ -20,7 +22,7 @@ pub(super) struct RunState {
 }
 
 /// QEMU doesn't answer.
-pub(super) const SILENT: &str = "silent";
+pub(crate) const SILENT: &str = "silent";
 
 /// Events that say more of a state than it does itself.
 const TELLING: [&str; 3] = ["BLOCK_IO_ERROR", "GUEST_PANICKED", "WATCHDOG"];
@@ -46,6 +48,14 @@ impl RunState {
         match &self.cause {
             Some(cause) => format!("{}: {cause}", self.name),
             None => self.name.clone(),
+        }
+    }
+
+    /// What is not done because a VM stands still.
+    pub fn refusal(&self, vm: &str, what: &str) -> DaemonError {
+        DaemonError::StandsStill {
+            why: format!("VM '{vm}' stands still ({}): {what}", self.words()),
+            fix: self.fix.clone().unwrap_or_default(),
         }
     }
 

@@ -8,18 +8,25 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use memfold_api::{Borrowed, FullReport, SwapPlace, VmInfo};
+use memfold_host::chain;
 use memfold_ledger::history::{
     Event, History, HistoryError, KEEP_FINE_S, Lent, Series, Trends, growth, host_values, vm_values,
 };
 use memfold_ledger::plan::Growths;
-use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use tokio::sync::watch;
 use tracing::warn;
 use utoipa::ToSchema;
 
-use super::changes::{Beside, Seen, changes};
-use super::{Daemon, DaemonError, chain};
+use crate::error::DaemonError;
+use crate::events::{Beside, Seen, changes};
+use crate::leases::Leases;
+use crate::lending::Lending;
+use crate::reports::Reports;
+use crate::snapshot_directory::SnapshotDirectory;
+use crate::thread_cpu::thread_cpu;
+use crate::vm_registry::VmRegistry;
+use crate::vms::Vms;
 
 /// Least time between two samples for the history.
 const IDLE_INTERVAL: Duration = Duration::from_secs(30);
@@ -50,7 +57,7 @@ pub struct Live<'a> {
 
 /// Samples: the thread that takes them, and who waits for them.
 #[derive(Debug)]
-pub(super) struct Sampling {
+struct Samples {
     history: Option<Mutex<History>>,
     latest: watch::Sender<Arc<str>>,
     /// Whether the daemon ends.
@@ -59,9 +66,9 @@ pub(super) struct Sampling {
     changed: Condvar,
 }
 
-impl Sampling {
+impl Samples {
     /// With this history, if it can be used: figures over time aren't worth a daemon that doesn't start.
-    pub(super) fn new(path: Option<&Path>) -> Self {
+    fn new(path: Option<&Path>) -> Self {
         let open = |path: &Path| {
             History::open(path)
                 .inspect_err(|error| warn!(error = chain(error), "no history is kept"))
@@ -125,37 +132,64 @@ fn interval(cost: Duration, watched: bool) -> Duration {
     cost.div_f64(share).clamp(least, LONGEST_INTERVAL)
 }
 
-fn thread_cpu() -> Duration {
-    let now = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(
-        now.tv_sec.try_into().unwrap_or(0),
-        now.tv_nsec.try_into().unwrap_or(0),
-    )
-}
-
 fn now_unix_s() -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |t| i64::try_from(t.as_secs()).unwrap_or(i64::MAX))
 }
 
-impl Daemon {
-    pub(super) fn begin_sampling(self: &Arc<Self>) -> Result<(), DaemonError> {
-        let (daemon, sampling) = (Arc::downgrade(self), self.sampling.clone());
+/// Takes samples, and keeps the history of them.
+#[derive(Debug)]
+pub struct Sampling {
+    registry: Arc<VmRegistry>,
+    vms: Arc<Vms>,
+    leases: Arc<Leases>,
+    lending: Arc<Lending>,
+    snapshots: Arc<SnapshotDirectory>,
+    reports: Arc<Reports>,
+    samples: Arc<Samples>,
+}
+
+/// What samples are of.
+pub(crate) struct Below {
+    pub registry: Arc<VmRegistry>,
+    pub vms: Arc<Vms>,
+    pub leases: Arc<Leases>,
+    pub lending: Arc<Lending>,
+    pub snapshots: Arc<SnapshotDirectory>,
+    pub reports: Arc<Reports>,
+}
+
+impl Sampling {
+    /// `history`: its file; `None`: no history is kept.
+    pub(crate) fn new(below: Below, history: Option<&Path>) -> Self {
+        Self {
+            registry: below.registry,
+            vms: below.vms,
+            leases: below.leases,
+            lending: below.lending,
+            snapshots: below.snapshots,
+            reports: below.reports,
+            samples: Arc::new(Samples::new(history)),
+        }
+    }
+
+    pub(crate) fn begin(self: &Arc<Self>) -> Result<(), DaemonError> {
+        let (sampling, samples) = (Arc::downgrade(self), self.samples.clone());
         std::thread::Builder::new()
             .name("sampling".into())
-            .spawn(move || sample_on(&daemon, &sampling))
+            .spawn(move || sample_on(&sampling, &samples))
             .map(drop)
             .map_err(|_| DaemonError::Internal("no thread to take samples"))
     }
 
-    pub(super) fn end_sampling(&self) {
-        self.sampling.wake(true);
+    pub(crate) fn end(&self) {
+        self.samples.wake(true);
     }
 
     /// The samples from now on, as JSON ([`Live`]): the last one, and each that comes. Whoever is slow misses some.
     pub fn samples(&self) -> watch::Receiver<Arc<str>> {
-        let receiver = self.sampling.latest.subscribe();
-        self.sampling.wake(false);
+        let receiver = self.samples.latest.subscribe();
+        self.samples.wake(false);
         receiver
     }
 
@@ -163,7 +197,7 @@ impl Daemon {
         &self,
         read: impl FnOnce(&History, i64) -> Result<T, HistoryError>,
     ) -> Result<T, DaemonError> {
-        let Some(history) = &self.sampling.history else {
+        let Some(history) = &self.samples.history else {
             return Err(DaemonError::NoHistory);
         };
         let history = history.lock().unwrap_or_else(PoisonError::into_inner);
@@ -189,8 +223,8 @@ impl Daemon {
     }
 
     /// How fast VMs have grown in the last day; those of which enough is known.
-    pub(super) fn growths(&self) -> Growths {
-        let names = self.lock().keys().cloned().collect::<Vec<String>>();
+    pub(crate) fn growths(&self) -> Growths {
+        let names = self.registry.names();
         let of = |name: String| {
             let series = self.history_of(Some(&name), KEEP_FINE_S, KEEP_FINE_S / 30);
             let found = growth(&series.ok()?)?;
@@ -205,15 +239,15 @@ impl Daemon {
     }
 
     /// Takes one sample; what it cost.
-    fn sample(self: &Arc<Self>, last: &mut Option<Seen>) -> Result<Duration, DaemonError> {
+    fn sample(&self, last: &mut Option<Seen>) -> Result<Duration, DaemonError> {
         let before = thread_cpu();
-        let report = self.report()?;
+        let report = self.reports.report()?;
         let beside = Beside {
-            vms: self.list(),
-            distrusted: self.lies().0,
-            borrowed: self.lending.borrowed(),
-            lending: self.lender_status(),
-            snapshots: self.shelf.names().ok(),
+            vms: self.vms.list(),
+            distrusted: self.leases.lies().0,
+            borrowed: self.reports.borrowed(),
+            lending: self.lending.status(),
+            snapshots: self.snapshots.names().ok(),
         };
         let seen = Seen::of(&report, &beside);
         let events = last.as_ref().map_or_else(
@@ -229,7 +263,7 @@ impl Daemon {
             |last| changes(last, &seen),
         );
         *last = Some(seen);
-        if let Some(history) = &self.sampling.history {
+        if let Some(history) = &self.samples.history {
             let is_lent = |b: &&Borrowed| matches!(b.place, SwapPlace::Lent | SwapPlace::Degraded);
             let lent = Lent {
                 lent_bytes: beside
@@ -260,21 +294,21 @@ impl Daemon {
         };
         // Also when nobody looks: who comes next sees something at once.
         match serde_json::to_string(&live) {
-            Ok(text) => drop(self.sampling.latest.send_replace(text.into())),
+            Ok(text) => drop(self.samples.latest.send_replace(text.into())),
             Err(error) => warn!(%error, "a sample can't be written as JSON"),
         }
         Ok(thread_cpu().saturating_sub(before))
     }
 }
 
-fn sample_on(daemon: &Weak<Daemon>, sampling: &Sampling) {
+fn sample_on(sampling: &Weak<Sampling>, samples: &Samples) {
     let (mut last, mut cost, mut taken) = (None, Duration::ZERO, None);
-    while sampling.wait(cost, taken) {
-        let Some(daemon) = daemon.upgrade() else {
+    while samples.wait(cost, taken) {
+        let Some(sampling) = sampling.upgrade() else {
             return;
         };
         taken = Some(Instant::now());
-        cost = daemon.sample(&mut last).unwrap_or_else(|error| {
+        cost = sampling.sample(&mut last).unwrap_or_else(|error| {
             warn!(error = chain(&error), "no sample");
             Duration::ZERO
         });
@@ -299,7 +333,7 @@ mod tests {
         }
     }
 
-    fn waits(sampling: &Arc<Sampling>, taken: Option<Instant>) -> std::thread::JoinHandle<bool> {
+    fn waits(sampling: &Arc<Samples>, taken: Option<Instant>) -> std::thread::JoinHandle<bool> {
         let waiting = sampling.clone();
         std::thread::spawn(move || waiting.wait(Duration::ZERO, taken))
     }
@@ -308,7 +342,7 @@ mod tests {
     fn who_begins_to_look_doesn_t_wait_for_the_history_s_next_sample() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("history.sqlite");
-        let sampling = Arc::new(Sampling::new(Some(&path)));
+        let sampling = Arc::new(Samples::new(Some(&path)));
         assert!(sampling.wait(Duration::ZERO, None), "the first is due");
         let began = Instant::now();
         let thread = waits(&sampling, Some(began));
@@ -323,7 +357,7 @@ mod tests {
 
     #[test]
     fn without_history_a_sample_is_taken_only_while_somebody_looks() {
-        let sampling = Arc::new(Sampling::new(None));
+        let sampling = Arc::new(Samples::new(None));
         let thread = waits(&sampling, None);
         sampling.wake(false);
         std::thread::sleep(Duration::from_millis(50));

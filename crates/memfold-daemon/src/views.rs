@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use memfold_api::FullReport;
-use memfold_host::{HostFacts, Report, examine};
+use memfold_host::{HostFacts, Report, chain, examine};
 use memfold_ksm::Explanation;
 use memfold_ledger::estimate::fingerprint::Fingerprint;
 use memfold_ledger::estimate::place::{Proposal, propose};
@@ -21,9 +20,15 @@ use memfold_vm::{AgentError, CommandResult, swap};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::joined::Joined;
-use super::machine::Machine;
-use super::{Daemon, DaemonError, chain};
+use crate::debt::brake::DebtBrake;
+use crate::error::DaemonError;
+use crate::folding::Folding;
+use crate::ksm_steering::KsmSteering;
+use crate::reports::Reports;
+use crate::sampling::Sampling;
+use crate::vm_registry::VmRegistry;
+
+mod estimate_facts;
 
 /// How long maps of memory are good.
 const MEMORY_LIFE: Duration = Duration::from_secs(4);
@@ -96,13 +101,19 @@ impl SwapUse {
 /// Something that was made a while ago.
 type Kept<T> = Mutex<Option<(Instant, T)>>;
 
-#[derive(Debug, Default)]
-pub(super) struct Views {
+/// Views of memory, and what was shown of them lately.
+#[derive(Debug)]
+pub struct Views {
+    registry: Arc<VmRegistry>,
+    folding: Arc<Folding>,
+    brake: Arc<DebtBrake>,
+    ksm: Arc<KsmSteering>,
+    reports: Arc<Reports>,
+    sampling: Arc<Sampling>,
     maps: Mutex<BTreeMap<(String, u64), (Instant, MemoryMap)>>,
     sharing: Kept<Sharing>,
     doctor: Kept<Report>,
     swaps: Mutex<BTreeMap<String, (Instant, SwapUse)>>,
-    report: Joined<Arc<FullReport>>,
     /// Held while a VM's pages are looked through for KSM.
     explaining: Mutex<()>,
     /// Held while an estimate or a proposal is made.
@@ -127,14 +138,36 @@ fn fresh<T: Clone>(
     Ok(value)
 }
 
-impl Daemon {
+impl Views {
+    pub(crate) fn new(
+        (registry, folding): (Arc<VmRegistry>, Arc<Folding>),
+        (brake, ksm): (Arc<DebtBrake>, Arc<KsmSteering>),
+        (reports, sampling): (Arc<Reports>, Arc<Sampling>),
+    ) -> Self {
+        Self {
+            registry,
+            folding,
+            brake,
+            ksm,
+            reports,
+            sampling,
+            maps: Mutex::default(),
+            sharing: Mutex::default(),
+            doctor: Mutex::default(),
+            swaps: Mutex::default(),
+            explaining: Mutex::default(),
+            estimating: Mutex::default(),
+            ends: AtomicBool::new(false),
+        }
+    }
+
     /// The daemon ends: so does an estimate that is being made.
-    pub fn end_views(&self) {
-        self.views.ends.store(true, Ordering::Relaxed);
+    pub fn end(&self) {
+        self.ends.store(true, Ordering::Relaxed);
     }
 
     fn store_identities(&self) -> Result<Vec<StoreIdentity>, DaemonError> {
-        let fold = self.fold_stats()?;
+        let fold = self.folding.stats()?;
         let identity = |d: &memfold_fold::DomainStats| StoreIdentity {
             dev: d.store_dev,
             ino: d.store_ino,
@@ -144,12 +177,8 @@ impl Daemon {
 
     /// A VM's RAM from end to end, in about `cells` cells.
     pub fn memory_map(&self, name: &str, cells: u64) -> Result<MemoryMap, DaemonError> {
-        let machine = self.machine(name)?;
-        let mut maps = self
-            .views
-            .maps
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let machine = self.registry.machine(name)?;
+        let mut maps = self.maps.lock().unwrap_or_else(PoisonError::into_inner);
         maps.retain(|_, (made, _)| made.elapsed() < MEMORY_LIFE);
         let cells = cells.clamp(1, MOST_CELLS);
         let key = (name.to_owned(), cells);
@@ -168,9 +197,9 @@ impl Daemon {
 
     /// Who has pages in common with whom.
     pub fn sharing(&self) -> Result<Sharing, DaemonError> {
-        fresh(&self.views.sharing, MEMORY_LIFE, || {
+        fresh(&self.sharing, MEMORY_LIFE, || {
             let stores = self.store_identities()?;
-            let machines: Vec<Arc<Machine>> = self.lock().values().cloned().collect();
+            let machines = self.registry.machines();
             let files = machines.iter().filter_map(|machine| {
                 let pid = machine.pid().as_raw_nonzero().get();
                 let segments = machine.segment_identities();
@@ -184,31 +213,26 @@ impl Daemon {
     }
 
     /// What works on this host, as `memfold doctor --json` prints it.
-    pub fn doctor(self: &Arc<Self>) -> Result<Report, DaemonError> {
-        let mut report = fresh(&self.views.doctor, DOCTOR_LIFE, || {
-            Ok(examine(HostFacts::probe(&self.options.state)))
+    pub fn doctor(&self) -> Result<Report, DaemonError> {
+        let mut report = fresh(&self.doctor, DOCTOR_LIFE, || {
+            Ok(examine(HostFacts::probe(self.registry.state())))
         })?;
         // Of now: a brake doesn't wait a minute.
-        report.checks.push(self.debt()?.check());
+        report.checks.push(self.brake.debt()?.check());
         Ok(report)
-    }
-
-    /// The ledger, for whoever asks over the interface: as of now, and however many ask, one is taken at a time.
-    pub fn joint_report(self: &Arc<Self>) -> Result<Arc<FullReport>, DaemonError> {
-        self.views.report.get(|| self.report().map(Arc::new))
     }
 
     /// Why a VM's memory merges, or doesn't. One VM at a time.
     pub fn explain_ksm(&self, name: &str) -> Result<Explanation, DaemonError> {
-        let turn = self.views.explaining.lock();
+        let turn = self.explaining.lock();
         let _turn = turn.unwrap_or_else(PoisonError::into_inner);
-        self.explain_merging(name)
+        self.ksm.explain(name)
     }
 
     /// How many VMs fit.
-    pub fn plan(self: &Arc<Self>, order: &Order) -> Result<Plan, DaemonError> {
-        let report = self.joint_report()?;
-        let plan = order.plan(&report.ledger, &report.fold, &self.growths());
+    pub fn plan(&self, order: &Order) -> Result<Plan, DaemonError> {
+        let report = self.reports.joint_report()?;
+        let plan = order.plan(&report.ledger, &report.fold, &self.sampling.growths());
         plan.map_err(|error| DaemonError::BadRequest(error.to_string()))
     }
 
@@ -234,7 +258,7 @@ impl Daemon {
 
     /// The right to make an estimate, which one at a time has.
     fn estimate_turn(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
-        match self.views.estimating.try_lock() {
+        match self.estimating.try_lock() {
             Ok(turn) => Ok(turn),
             Err(TryLockError::Poisoned(turn)) => Ok(turn.into_inner()),
             Err(TryLockError::WouldBlock) => Err(DaemonError::Busy {
@@ -246,9 +270,9 @@ impl Daemon {
 
     /// How much of its swap disk a VM's guest uses, by its own word.
     pub fn swap_use(&self, name: &str) -> Result<SwapUse, DaemonError> {
-        let machine = self.machine(name)?;
+        let machine = self.registry.machine(name)?;
         let lock = || {
-            let swaps = self.views.swaps.lock();
+            let swaps = self.swaps.lock();
             swaps.unwrap_or_else(PoisonError::into_inner)
         };
         if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
@@ -293,7 +317,7 @@ impl Daemon {
         let _turn = self.estimate_turn()?;
         let facts = self.estimate_facts()?;
         let limit = Duration::from_secs_f64(order.seconds);
-        let pace = Pace::new(order.cpu_percent / 100.0, Some(limit), &self.views.ends);
+        let pace = Pace::new(order.cpu_percent / 100.0, Some(limit), &self.ends);
         let domains = Domains {
             one: order.one_domain,
             of: Vec::new(),

@@ -11,13 +11,14 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
+use std::thread::Builder;
 use std::time::Duration;
 
 use memfold_vm::VmDirectory;
 use tracing::{info, warn};
 
-use super::Daemon;
+use crate::vm_registry::VmRegistry;
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_secs(2);
@@ -30,11 +31,17 @@ const MOST: u64 = 1 << 20;
 const FULL: (u64, u64) = (80, 75);
 const LEFT: u64 = 1 << 30;
 
-/// Looks after the logs until the daemon ends.
-pub(super) fn watch(daemon: &Weak<Daemon>) {
+/// Looks after the logs from now on, until the daemon ends.
+pub(crate) fn begin(registry: &Arc<VmRegistry>) -> io::Result<()> {
+    let registry = Arc::downgrade(registry);
+    let thread = Builder::new().name("vm-logs".into());
+    thread.spawn(move || watch(&registry)).map(drop)
+}
+
+fn watch(registry: &Weak<VmRegistry>) {
     let mut is_told = false;
-    while let Some(daemon) = daemon.upgrade() {
-        let state = &daemon.options.state;
+    while let Some(registry) = registry.upgrade() {
+        let state = registry.state();
         for vm in VmDirectory::all(state).unwrap_or_default() {
             for log in [vm.console_log(), vm.qemu_log()] {
                 match shorten(&log) {
@@ -48,7 +55,7 @@ pub(super) fn watch(daemon: &Weak<Daemon>) {
             }
         }
         is_told = tell_full(state, is_told);
-        drop(daemon);
+        drop(registry);
         std::thread::sleep(LOOK);
     }
 }

@@ -167,7 +167,8 @@ impl Lab {
     fn run(&self, spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
         self.daemon
-            .run_vm(spec)
+            .boots()
+            .run(spec)
             .with_context(|| format!("'{name}' did not start"))?;
         Ok(())
     }
@@ -190,7 +191,7 @@ impl Lab {
     /// boots once more.
     pub fn wait_ready(&self, name: &str, timeout: Duration) -> anyhow::Result<()> {
         let mut end = Instant::now() + timeout;
-        if let Err(error) = self.daemon.wait_agent(name, timeout) {
+        if let Err(error) = self.daemon.vms().wait_agent(name, timeout) {
             let vm = VmDirectory::of(self.directory(), name);
             let words = last_words(&vm);
             let failed = format!(
@@ -205,6 +206,7 @@ impl Lab {
             Qmp::connect(&vm.qmp(), Duration::from_secs(60))?.execute("system_reset", json!({}))?;
             end = Instant::now() + timeout;
             self.daemon
+                .vms()
                 .wait_agent(name, timeout)
                 .with_context(|| format!("{failed}nor once more: {}", last_words(&vm)))?;
         }
@@ -228,6 +230,7 @@ impl Lab {
     pub fn exec(&self, name: &str, script: &str, timeout: Duration) -> anyhow::Result<String> {
         let result = self
             .daemon
+            .vms()
             .exec(name, script, timeout)
             .with_context(|| format!("in '{name}': {script}"))?;
         if result.code != 0 {
@@ -266,7 +269,7 @@ impl Lab {
 
     /// Folds, or pauses folding.
     pub fn fold(&self, on: bool) -> anyhow::Result<()> {
-        self.daemon.set_fold(&FoldRequest {
+        self.daemon.folding().set(&FoldRequest {
             paused: Some(!on),
             ..FoldRequest::default()
         })?;
@@ -275,17 +278,17 @@ impl Lab {
 
     /// What folding has done.
     pub fn stats(&self) -> anyhow::Result<EngineStats> {
-        Ok(self.daemon.fold_stats()?)
+        Ok(self.daemon.folding().stats()?)
     }
 
     /// The ledger.
     pub fn report(&self) -> anyhow::Result<FullReport> {
-        Ok(self.daemon.report()?)
+        Ok(self.daemon.reports().report()?)
     }
 
     /// CPU time that QEMU's process of a VM has used, in seconds.
     pub fn vm_cpu_s(&self, name: &str) -> anyhow::Result<f64> {
-        let vms = self.daemon.list();
+        let vms = self.daemon.vms().list();
         let vm = vms
             .iter()
             .find(|vm| vm.name == name)
@@ -309,7 +312,7 @@ impl Lab {
 
     /// Ends one VM.
     pub fn stop(&self, name: &str) -> anyhow::Result<()> {
-        self.daemon.stop_vm(name, Duration::ZERO)?;
+        self.daemon.vms().stop(name, Duration::ZERO)?;
         Ok(())
     }
 }
@@ -318,14 +321,14 @@ impl Drop for Lab {
     fn drop(&mut self) {
         *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) = None;
         stop_all(&self.daemon);
-        self.daemon.unprotect_segments();
+        self.daemon.segments().unprotect();
         self.daemon.shut_down();
     }
 }
 
 fn stop_all(daemon: &Daemon) {
-    for vm in daemon.list() {
-        if let Err(error) = daemon.stop_vm(&vm.name, Duration::ZERO) {
+    for vm in daemon.vms().list() {
+        if let Err(error) = daemon.vms().stop(&vm.name, Duration::ZERO) {
             eprintln!(
                 "memfold: VM '{}' (process {}) could not be ended: {error}",
                 vm.name, vm.pid
@@ -361,7 +364,7 @@ fn clean_up_at_interrupt() {
                 {
                     daemon.close();
                     stop_all(&daemon);
-                    daemon.unprotect_segments();
+                    daemon.segments().unprotect();
                     if let Err(error) = ksm::restore_own(Path::new(ksm::NOTES)) {
                         eprintln!("memfold: KSM's settings could not be restored: {error}");
                     }

@@ -32,7 +32,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 /// What this host lends; null: it doesn't.
 #[utoipa::path(get, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]
 pub(super) async fn lending(daemon: Served) -> Answered<Option<LenderStatus>> {
-    blocking(daemon, |d| Ok(d.lender_status())).await
+    blocking(daemon, |d| Ok(d.lending().status())).await
 }
 
 /// Lends RAM of this host, or changes how much.
@@ -41,13 +41,13 @@ pub(super) async fn lend(
     daemon: Served,
     Asked(request): Asked<LendRequest>,
 ) -> Answered<LenderStatus> {
-    blocking(daemon, move |d| d.lend(&request)).await
+    blocking(daemon, move |d| d.lending().lend(&request)).await
 }
 
 /// Takes everything back, and lends no more.
 #[utoipa::path(delete, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]
 pub(super) async fn lend_no_more(daemon: Served) -> Answered<Option<LenderStatus>> {
-    blocking(daemon, |d| Ok(d.lend_no_more())).await
+    blocking(daemon, |d| Ok(d.lending().stop())).await
 }
 
 /// Switches a VM's swap disk to lent RAM.
@@ -57,7 +57,10 @@ pub(super) async fn borrow(
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<BorrowRequest>,
 ) -> Answered<Borrowed> {
-    blocking(daemon, move |d| d.borrow_memory(&name, &request)).await
+    blocking(daemon, move |d| {
+        d.swap_disks().borrow_memory(&name, &request)
+    })
+    .await
 }
 
 /// Switches it back to this host's disk.
@@ -66,7 +69,7 @@ pub(super) async fn give_back(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<Borrowed> {
-    blocking(daemon, move |d| d.return_memory(&name)).await
+    blocking(daemon, move |d| d.swap_disks().return_memory(&name)).await
 }
 
 /// Puts a swap volume of this host's LVM on lent RAM.
@@ -77,7 +80,7 @@ pub(super) async fn borrow_for_volume(
     Asked(request): Asked<BorrowRequest>,
 ) -> Answered<Borrowed> {
     blocking(daemon, move |d| {
-        d.borrow_for_volume(&volume(&group, &name)?, &request)
+        d.swap_volumes().borrow(&volume(&group, &name)?, &request)
     })
     .await
 }
@@ -88,7 +91,10 @@ pub(super) async fn return_volume(
     daemon: Served,
     UrlPath((group, name)): UrlPath<(String, String)>,
 ) -> Answered<Borrowed> {
-    blocking(daemon, move |d| d.return_volume(&volume(&group, &name)?)).await
+    blocking(daemon, move |d| {
+        d.swap_volumes().give_back(&volume(&group, &name)?)
+    })
+    .await
 }
 
 fn volume(group: &str, name: &str) -> Result<Volume, DaemonError> {
@@ -99,20 +105,20 @@ fn volume(group: &str, name: &str) -> Result<Volume, DaemonError> {
 /// Who lends what to whom.
 #[utoipa::path(get, path = "/v1/leases", responses((status = 200, body = LeaseReport)))]
 pub(super) async fn leases(daemon: Served) -> Answered<LeaseReport> {
-    blocking(daemon, |d| d.leases()).await
+    blocking(daemon, |d| d.reports().leases()).await
 }
 
 /// Asks for one lease of this host back, by its number: its borrower has 10 s, and where the lent bytes are the only ones a second more for
 /// each 20 MiB. Gives the lease as it was.
 #[utoipa::path(post, path = "/v1/leases/{id}/return", responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
 pub(super) async fn recall_lease(daemon: Served, UrlPath(id): UrlPath<u64>) -> Answered<Lease> {
-    blocking(daemon, move |d| d.recall_lease(LeaseId(id))).await
+    blocking(daemon, move |d| d.leases().recall(LeaseId(id))).await
 }
 
 /// Believes a lender again that served wrong bytes; whether it wasn't believed.
 #[utoipa::path(delete, path = "/v1/lenders/{name}/distrust", responses((status = 200, body = bool)))]
 pub(super) async fn trust(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<bool> {
-    blocking(daemon, move |d| Ok(d.trust_lender(&name))).await
+    blocking(daemon, move |d| Ok(d.leases().trust(&name))).await
 }
 
 /// The registry that this daemon serves, for other daemons.
@@ -137,7 +143,7 @@ pub(super) async fn registry(
             return Json(Answer::Refused(error)).into_response();
         }
     }
-    blocking(daemon, move |d| d.registry_call(&call))
+    blocking(daemon, move |d| d.leases().call(&call))
         .await
         .into_response()
 }

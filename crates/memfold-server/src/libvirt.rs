@@ -22,7 +22,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 /// it alone.
 #[utoipa::path(get, path = "/v1/libvirt", responses((status = 200, body = Option<Vec<DomainStatus>>), (status = 400, body = ErrorBody)))]
 pub(super) async fn domains(daemon: Served) -> Answered<Option<Vec<DomainStatus>>> {
-    blocking(daemon, |d| d.libvirt_domains()).await
+    blocking(daemon, |d| d.libvirt().list()).await
 }
 
 /// Takes on a running domain of libvirt now; it is found by itself otherwise.
@@ -31,7 +31,7 @@ pub(super) async fn attach_libvirt(
     daemon: Served,
     Asked(request): Asked<LibvirtRequest>,
 ) -> Answered<VmInfo> {
-    blocking(daemon, move |d| d.attach_libvirt(&request.domain)).await
+    blocking(daemon, move |d| d.libvirt().attach(&request.domain)).await
 }
 
 /// Has a domain start with memfold from now on.
@@ -41,7 +41,8 @@ pub(super) async fn enable(
     Asked(request): Asked<LibvirtEnableRequest>,
 ) -> Answered<Change> {
     blocking(daemon, move |d| {
-        d.enable_libvirt(&request.domain, request.trust_domain.as_deref())
+        d.libvirt()
+            .enable(&request.domain, request.trust_domain.as_deref())
     })
     .await
 }
@@ -52,5 +53,5 @@ pub(super) async fn disable(
     daemon: Served,
     Asked(request): Asked<LibvirtRequest>,
 ) -> Answered<Change> {
-    blocking(daemon, move |d| d.disable_libvirt(&request.domain)).await
+    blocking(daemon, move |d| d.libvirt().disable(&request.domain)).await
 }

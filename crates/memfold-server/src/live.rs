@@ -95,7 +95,7 @@ pub(super) async fn live(
             "close one",
         );
     };
-    let mut samples = daemon.samples();
+    let mut samples = daemon.sampling().samples();
     // What is there already is news for this one.
     samples.mark_changed();
     let ending = access.ending.clone();
@@ -130,7 +130,10 @@ pub(super) async fn live(
 #[utoipa::path(get, path = "/v1/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
 pub(super) async fn history(daemon: Served, Query(span): Query<Span>) -> Answered<Series> {
     let (seconds, points) = span.bounded();
-    blocking(daemon, move |d| d.history_of(None, seconds, points)).await
+    blocking(daemon, move |d| {
+        d.sampling().history_of(None, seconds, points)
+    })
+    .await
 }
 
 /// A VM over time; without points, if it was never seen.
@@ -141,7 +144,10 @@ pub(super) async fn vm_history(
     Query(span): Query<Span>,
 ) -> Answered<Series> {
     let (seconds, points) = span.bounded();
-    blocking(daemon, move |d| d.history_of(Some(&name), seconds, points)).await
+    blocking(daemon, move |d| {
+        d.sampling().history_of(Some(&name), seconds, points)
+    })
+    .await
 }
 
 /// PSS of all VMs over time; 24 h at most, 100 points at most.
@@ -149,14 +155,14 @@ pub(super) async fn vm_history(
 pub(super) async fn trends(daemon: Served, Query(span): Query<Span>) -> Answered<Trends> {
     let (seconds, points) = span.bounded();
     let (seconds, points) = (seconds.min(KEEP_FINE_S), points.min(MOST_TREND_POINTS));
-    blocking(daemon, move |d| d.trends(seconds, points)).await
+    blocking(daemon, move |d| d.sampling().trends(seconds, points)).await
 }
 
 /// What changed, newest first; 200 by default, 1,000 at most.
 #[utoipa::path(get, path = "/v1/events", params(("count" = Option<i64>, Query)), responses((status = 200, body = Vec<Event>)))]
 pub(super) async fn events(daemon: Served, Query(query): Query<Count>) -> Answered<Vec<Event>> {
     let count = query.count.unwrap_or(200).clamp(0, MOST_EVENTS);
-    blocking(daemon, move |d| d.events(count)).await
+    blocking(daemon, move |d| d.sampling().events(count)).await
 }
 
 /// A VM's RAM from end to end: pages by state, in about `cells` cells (1,024 by default, 8,192 at most).
@@ -167,25 +173,25 @@ pub(super) async fn memory_map(
     Query(query): Query<Cells>,
 ) -> Answered<MemoryMap> {
     let cells = query.cells.unwrap_or(1024);
-    blocking(daemon, move |d| d.memory_map(&name, cells)).await
+    blocking(daemon, move |d| d.views().memory_map(&name, cells)).await
 }
 
 /// Who has pages in common with whom.
 #[utoipa::path(get, path = "/v1/sharing", responses((status = 200, body = Sharing)))]
 pub(super) async fn sharing(daemon: Served) -> Answered<Sharing> {
-    blocking(daemon, |d| d.sharing()).await
+    blocking(daemon, |d| d.views().sharing()).await
 }
 
 /// How much of a VM's swap disk its guest uses, as that says; asked at most each five seconds.
 #[utoipa::path(get, path = "/v1/vms/{name}/swap", responses((status = 200, body = SwapUse), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
 pub(super) async fn swap_use(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<SwapUse> {
-    blocking(daemon, move |d| d.swap_use(&name)).await
+    blocking(daemon, move |d| d.views().swap_use(&name)).await
 }
 
 /// What works on this host, as of up to a minute ago, and what the brake does now.
 #[utoipa::path(get, path = "/v1/doctor", responses((status = 200, body = Object)))]
 pub(super) async fn doctor(daemon: Served) -> Answered<Report> {
-    blocking(daemon, Daemon::doctor).await
+    blocking(daemon, |d| d.views().doctor()).await
 }
 
 /// What could be saved: looks at memory, which takes as long as is asked for.
@@ -194,5 +200,5 @@ pub(super) async fn estimate(
     daemon: Served,
     Asked(order): Asked<EstimateOrder>,
 ) -> Answered<EstimateReport> {
-    blocking(daemon, move |d| d.estimate(&order)).await
+    blocking(daemon, move |d| d.views().estimate(&order)).await
 }

@@ -61,7 +61,8 @@ pub(super) async fn plan(
     Query(pairs): Query<Vec<(String, String)>>,
 ) -> Answered<Plan> {
     blocking(daemon, move |d| {
-        d.plan(&order(&pairs).map_err(DaemonError::BadRequest)?)
+        d.views()
+            .plan(&order(&pairs).map_err(DaemonError::BadRequest)?)
     })
     .await
 }
@@ -73,7 +74,7 @@ pub(super) async fn place(daemon: Served, body: Bytes) -> Answered<Proposal> {
     blocking(daemon, move |d| {
         let order: PlaceOrder = serde_json::from_slice(&body)
             .map_err(|error| DaemonError::BadRequest(format!("no fingerprints: {error}")))?;
-        d.place(&order)
+        d.views().place(&order)
     })
     .await
 }

@@ -38,13 +38,13 @@ pub(super) async fn version(State(daemon): Served) -> Json<VersionInfo> {
 /// The ledger: where every byte is and what is saved, and what folding did.
 #[utoipa::path(get, path = "/v1/report", responses((status = 200, body = FullReport)))]
 pub(super) async fn report(daemon: Served) -> Answered<Arc<FullReport>> {
-    blocking(daemon, Daemon::joint_report).await
+    blocking(daemon, |d| d.reports().joint_report()).await
 }
 
 /// What folding has done.
 #[utoipa::path(get, path = "/v1/fold", responses((status = 200, body = EngineStats)))]
 pub(super) async fn fold(daemon: Served) -> Answered<EngineStats> {
-    blocking(daemon, |d| d.fold_stats()).await
+    blocking(daemon, |d| d.folding().stats()).await
 }
 
 /// Pauses folding, lets it go on, or changes its limits, until the daemon ends.
@@ -53,13 +53,13 @@ pub(super) async fn set_fold(
     daemon: Served,
     Asked(request): Asked<FoldRequest>,
 ) -> Answered<EngineStats> {
-    blocking(daemon, move |d| d.set_fold(&request)).await
+    blocking(daemon, move |d| d.folding().set(&request)).await
 }
 
 /// What guests could call in by writing, what there is for it, and what the brake does.
 #[utoipa::path(get, path = "/v1/debt", responses((status = 200, body = DebtReport)))]
 pub(super) async fn debt(daemon: Served) -> Answered<DebtReport> {
-    blocking(daemon, Daemon::debt).await
+    blocking(daemon, |d| d.brake().debt()).await
 }
 
 /// Changes the brake's limits, until the daemon ends.
@@ -68,13 +68,13 @@ pub(super) async fn set_debt(
     daemon: Served,
     Asked(request): Asked<DebtRequest>,
 ) -> Answered<DebtReport> {
-    blocking(daemon, move |d| d.set_debt(&request)).await
+    blocking(daemon, move |d| d.brake().set_debt(&request)).await
 }
 
 /// KSM on this host, and how the daemon steers it.
 #[utoipa::path(get, path = "/v1/ksm", responses((status = 200, body = Overview)))]
 pub(super) async fn ksm(daemon: Served) -> Answered<Overview> {
-    blocking(daemon, |d| d.ksm()).await
+    blocking(daemon, |d| d.ksm().overview()).await
 }
 
 /// Steers KSM from now on.
@@ -83,7 +83,7 @@ pub(super) async fn start_ksm(
     daemon: Served,
     Asked(request): Asked<KsmStartRequest>,
 ) -> Answered<Overview> {
-    blocking(daemon, move |d| d.start_ksm(&request)).await
+    blocking(daemon, move |d| d.ksm().start(&request)).await
 }
 
 /// Steers KSM no more; its settings are as before.
@@ -92,7 +92,7 @@ pub(super) async fn stop_ksm(
     daemon: Served,
     Asked(request): Asked<KsmStopRequest>,
 ) -> Answered<Overview> {
-    blocking(daemon, move |d| d.stop_ksm(&request)).await
+    blocking(daemon, move |d| d.ksm().stop(&request)).await
 }
 
 /// Why a VM's memory merges, or doesn't.
@@ -101,11 +101,11 @@ pub(super) async fn explain_ksm(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<Explanation> {
-    blocking(daemon, move |d| d.explain_ksm(&name)).await
+    blocking(daemon, move |d| d.views().explain_ksm(&name)).await
 }
 
 /// What the daemon knows for an estimate: whoever asks looks at memory by itself.
 #[utoipa::path(get, path = "/v1/estimate", responses((status = 200, body = VmFacts)))]
 pub(super) async fn estimate_facts(daemon: Served) -> Answered<VmFacts> {
-    blocking(daemon, |d| d.estimate_facts()).await
+    blocking(daemon, |d| d.views().estimate_facts()).await
 }

@@ -28,7 +28,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 /// All segments.
 #[utoipa::path(get, path = "/v1/segments", responses((status = 200, body = Vec<SegmentInfo>)))]
 pub(super) async fn segments(daemon: Served) -> Answered<Vec<SegmentInfo>> {
-    blocking(daemon, |d| d.list_segments()).await
+    blocking(daemon, |d| d.segments().list()).await
 }
 
 /// Builds a segment, or its next generation.
@@ -37,7 +37,7 @@ pub(super) async fn build_segment(
     daemon: Served,
     Asked(request): Asked<BuildRequest>,
 ) -> Answered<BuildResult> {
-    blocking(daemon, move |d| d.build_segment(&request)).await
+    blocking(daemon, move |d| d.segments().build(&request)).await
 }
 
 /// Files by what they would bring in a segment, best first.
@@ -46,7 +46,7 @@ pub(super) async fn rank_segments(
     daemon: Served,
     Asked(request): Asked<RankRequest>,
 ) -> Answered<Vec<Ranked>> {
-    blocking(daemon, move |d| d.rank_files(&request)).await
+    blocking(daemon, move |d| d.segments().rank(&request)).await
 }
 
 /// Which generations were removed.
@@ -55,7 +55,7 @@ pub(super) async fn remove_segment(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<Vec<String>> {
-    blocking(daemon, move |d| d.remove_segment(&name)).await
+    blocking(daemon, move |d| d.segments().remove(&name)).await
 }
 
 /// What is wrong with a segment; null: nothing.
@@ -64,7 +64,7 @@ pub(super) async fn verify_segment(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<Option<String>> {
-    blocking(daemon, move |d| d.verify_segment(&name)).await
+    blocking(daemon, move |d| d.segments().verify(&name)).await
 }
 
 /// How far a build has come; null: none is under way.
@@ -73,7 +73,7 @@ pub(super) async fn segment_progress(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<Option<Step>> {
-    blocking(daemon, move |d| Ok(d.segment_progress(&name))).await
+    blocking(daemon, move |d| Ok(d.segments().progress(&name))).await
 }
 
 /// Maps a segment into a running VM.
@@ -83,7 +83,7 @@ pub(super) async fn attach_segment(
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<AttachSegmentRequest>,
 ) -> Answered<AttachedSegment> {
-    blocking(daemon, move |d| d.attach_segment(&name, &request)).await
+    blocking(daemon, move |d| d.segments().attach(&name, &request)).await
 }
 
 /// Takes a segment off a VM.
@@ -92,5 +92,5 @@ pub(super) async fn detach_segment(
     daemon: Served,
     UrlPath((name, segment)): UrlPath<(String, String)>,
 ) -> Answered<AttachedSegment> {
-    blocking(daemon, move |d| d.detach_segment(&name, &segment)).await
+    blocking(daemon, move |d| d.segments().detach(&name, &segment)).await
 }

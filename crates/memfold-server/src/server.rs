@@ -107,7 +107,7 @@ pub async fn serve(
     // Streams end by themselves now, and whoever has asked for something gets the answer.
     let _ = ended.send(true);
     let views = daemon.clone();
-    tokio::task::spawn_blocking(move || views.end_views());
+    tokio::task::spawn_blocking(move || views.views().end());
     if let Some(graceful) = Arc::into_inner(graceful) {
         // Whoever doesn't read doesn't keep the daemon from ending.
         let _ = tokio::time::timeout(LAST_ANSWERS, graceful.shutdown()).await;

@@ -26,7 +26,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 /// All snapshots.
 #[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]
 pub(super) async fn snapshots(daemon: Served) -> Answered<Vec<SnapshotInfo>> {
-    blocking(daemon, |d| d.snapshots()).await
+    blocking(daemon, |d| d.snapshots().list()).await
 }
 
 /// Saves a VM, which goes on; the manifest of the snapshot.
@@ -35,13 +35,13 @@ pub(super) async fn save_snapshot(
     daemon: Served,
     Asked(request): Asked<SaveRequest>,
 ) -> Answered<Manifest> {
-    blocking(daemon, move |d| d.save_snapshot(&request)).await
+    blocking(daemon, move |d| d.snapshots().save(&request)).await
 }
 
 /// A snapshot's manifest.
 #[utoipa::path(get, path = "/v1/snapshots/{name}", responses((status = 200, body = Object), (status = 404, body = ErrorBody)))]
 pub(super) async fn snapshot(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<Manifest> {
-    blocking(daemon, move |d| d.snapshot(&name)).await
+    blocking(daemon, move |d| d.snapshots().manifest(&name)).await
 }
 
 /// Removes a snapshot that nobody uses.
@@ -50,7 +50,7 @@ pub(super) async fn remove_snapshot(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<()> {
-    blocking(daemon, move |d| d.remove_snapshot(&name)).await
+    blocking(daemon, move |d| d.snapshots().remove(&name)).await
 }
 
 /// Reads a snapshot and compares it with its checksums.
@@ -59,7 +59,7 @@ pub(super) async fn verify_snapshot(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<VerifyReport> {
-    blocking(daemon, move |d| d.verify_snapshot(&name)).await
+    blocking(daemon, move |d| d.snapshots().verify(&name)).await
 }
 
 /// How far what is done with a snapshot has come; null: nothing is.
@@ -68,7 +68,7 @@ pub(super) async fn snapshot_progress(
     daemon: Served,
     UrlPath(name): UrlPath<String>,
 ) -> Answered<Option<Step>> {
-    blocking(daemon, move |d| Ok(d.snapshot_progress(&name))).await
+    blocking(daemon, move |d| Ok(d.snapshots().progress(&name))).await
 }
 
 /// Starts a VM from a snapshot.
@@ -78,5 +78,5 @@ pub(super) async fn restore(
     UrlPath(name): UrlPath<String>,
     Asked(request): Asked<RestoreRequest>,
 ) -> Answered<VmInfo> {
-    blocking(daemon, move |d| d.restore(&name, &request)).await
+    blocking(daemon, move |d| d.snapshots().restore(&name, &request)).await
 }

@@ -28,7 +28,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
 /// All VMs that the daemon knows.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmInfo>)))]
 pub(super) async fn list(daemon: Served) -> Answered<Vec<VmInfo>> {
-    blocking(daemon, |d| Ok(d.list())).await
+    blocking(daemon, |d| Ok(d.vms().list())).await
 }
 
 /// Starts a VM; the body is the description of `vm run --file`, as JSON.
@@ -40,9 +40,9 @@ pub(super) async fn run(
 ) -> Answered<VmInfo> {
     blocking(daemon, move |d| {
         if options.despite_brake {
-            d.run_vm_despite_brake(spec)
+            d.boots().run_despite_brake(spec)
         } else {
-            d.run_vm(spec)
+            d.boots().run(spec)
         }
     })
     .await
@@ -54,7 +54,7 @@ pub(super) async fn attach(
     daemon: Served,
     Asked(request): Asked<AttachRequest>,
 ) -> Answered<VmInfo> {
-    blocking(daemon, move |d| d.attach(&request)).await
+    blocking(daemon, move |d| d.vms().attach(&request)).await
 }
 
 /// Ends a VM: its guest is asked to, again and again, and after the time given it is switched off.
@@ -65,7 +65,7 @@ pub(super) async fn stop(
     Asked(request): Asked<StopRequest>,
 ) -> Answered<StopReport> {
     blocking(daemon, move |d| {
-        let stopped = d.stop_vm(&name, seconds(request.timeout_s)?)?;
+        let stopped = d.vms().stop(&name, seconds(request.timeout_s)?)?;
         let how = serde_json::to_value(stopped.kind).unwrap_or_default();
         Ok(StopReport {
             name,
@@ -81,7 +81,7 @@ pub(super) async fn stop(
 /// Lets a VM go on that stands still: after a pause, or once there is room for its disk again.
 #[utoipa::path(post, path = "/v1/vms/{name}/resume", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub(super) async fn resume(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<VmInfo> {
-    blocking(daemon, move |d| d.resume_vm(&name)).await
+    blocking(daemon, move |d| d.vms().resume(&name)).await
 }
 
 /// Has a guest reboot, or takes it back to the snapshot of its boot.
@@ -92,7 +92,8 @@ pub(super) async fn reboot(
     Asked(request): Asked<RebootRequest>,
 ) -> Answered<VmInfo> {
     blocking(daemon, move |d| {
-        d.reboot(&name, &request, seconds(request.timeout_s)?)
+        d.boots()
+            .reboot(&name, &request, seconds(request.timeout_s)?)
     })
     .await
 }
@@ -105,7 +106,9 @@ pub(super) async fn exec(
     Asked(request): Asked<ExecRequest>,
 ) -> Answered<ExecResult> {
     blocking(daemon, move |d| {
-        let result = d.exec(&name, &request.script, seconds(request.timeout_s)?)?;
+        let result = d
+            .vms()
+            .exec(&name, &request.script, seconds(request.timeout_s)?)?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Ok(ExecResult {
             stdout: text(&result.stdout),

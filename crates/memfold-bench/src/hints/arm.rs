@@ -268,7 +268,7 @@ fn work_in(lab: &Lab, name: &str, work: &Work) -> anyhow::Result<VmWork> {
 }
 
 fn pid_of(lab: &Lab, name: &str) -> anyhow::Result<i32> {
-    let vms = lab.daemon().list();
+    let vms = lab.daemon().vms().list();
     let vm = vms.iter().find(|vm| vm.name == name);
     Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
 }
@@ -460,7 +460,7 @@ impl Load {
         });
         let own = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
         ours_s += own.tv_sec as f64 + own.tv_nsec as f64 / 1e9;
-        for vm in lab.daemon().list() {
+        for vm in lab.daemon().vms().list() {
             ours_s += lab.vm_cpu_s(&vm.name)?;
         }
         Ok(Self {

@@ -117,7 +117,7 @@ pub(super) fn ask(lab: &Lab, names: &[&str], what: &str, times: u32) -> anyhow::
 }
 
 fn pid(lab: &Lab, name: &str) -> anyhow::Result<i32> {
-    let vms = lab.daemon().list();
+    let vms = lab.daemon().vms().list();
     let vm = vms.iter().find(|vm| vm.name == name);
     Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
 }

@@ -92,7 +92,7 @@ impl Running {
             let run = Run::start(controls, NOTES.as_ref(), &settings)?;
             return Ok(Self::Alone(Box::new(run)));
         }
-        lab.daemon().start_ksm(&KsmStartRequest {
+        lab.daemon().ksm().start(&KsmStartRequest {
             domain: Some("lab".into()),
             cpu_percent: CPU_PERCENT,
             target_s: TARGET_S,
@@ -105,7 +105,7 @@ impl Running {
         match self {
             Self::Alone(run) => run.stop(true)?,
             Self::Steered => {
-                lab.daemon().stop_ksm(&KsmStopRequest { unmerge: true })?;
+                lab.daemon().ksm().stop(&KsmStopRequest { unmerge: true })?;
             }
         }
         Ok(())

@@ -241,7 +241,7 @@ impl Guest<'_> {
             durability,
             stripes: Some(1),
         };
-        let done = self.lab.daemon().borrow_memory(VM, &request)?;
+        let done = self.lab.daemon().swap_disks().borrow_memory(VM, &request)?;
         anyhow::ensure!(done.place == SwapPlace::Lent, "it is {:?}", done.place);
         Ok(done.took_ms)
     }
@@ -252,11 +252,11 @@ impl Guest<'_> {
         if self.place()? == SwapPlace::OnDisk {
             return Ok(0);
         }
-        Ok(self.lab.daemon().return_memory(VM)?.took_ms)
+        Ok(self.lab.daemon().swap_disks().return_memory(VM)?.took_ms)
     }
 
     pub fn place(&self) -> anyhow::Result<SwapPlace> {
-        let borrowed = self.lab.daemon().leases()?.borrowed;
+        let borrowed = self.lab.daemon().reports().leases()?.borrowed;
         let found = borrowed.into_iter().find(|b| b.vm == VM);
         Ok(found.map_or(SwapPlace::OnDisk, |b| b.place))
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
-use super::Machine;
+use crate::machine::Machine;
 use crate::run_state::RunState;
 
 /// Free bytes that the file system of each full disk must have.
@@ -19,7 +19,7 @@ const LONGEST: Duration = Duration::from_secs(60);
 
 /// When the VM went on last, and how long it is left alone after that.
 #[derive(Debug, Default)]
-pub(super) struct RoomWatch {
+pub(crate) struct RoomWatch {
     resumed: Option<Instant>,
     pause: Duration,
 }

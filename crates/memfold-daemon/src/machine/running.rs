@@ -1,16 +1,17 @@
 //! Whether a VM runs, and how it goes on or ends.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use memfold_vm::process::is_stopped;
 use memfold_vm::{AgentError, Qmp, QmpError, Stopped};
 use tracing::{debug, info, warn};
 
-use super::Machine;
+use crate::error::DaemonError;
+use crate::locks::lock_within;
+use crate::machine::{Machine, SaveRight};
 use crate::run_state::{RunState, SILENT};
-use crate::{DaemonError, lock_within, still};
 
 /// How long a guest's agent may take to have its guest shut down.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
@@ -32,12 +33,12 @@ impl Machine {
     }
 
     /// Whether it may go on by itself now.
-    pub(super) fn may_resume_when_room(&self) -> bool {
+    pub(crate) fn may_resume_when_room(&self) -> bool {
         self.resumes_when_room() && !self.being_saved.load(Ordering::Relaxed)
     }
 
     /// With what is to be done about this VM.
-    pub(super) fn with_own_fix(&self, mut state: RunState) -> RunState {
+    pub(crate) fn with_own_fix(&self, mut state: RunState) -> RunState {
         if !state.full.is_empty() && self.resumes_when_room() {
             state.fix = Some(GOES_ON.into());
         }
@@ -54,7 +55,7 @@ impl Machine {
 
     /// Whether it runs now. What isn't known, because somebody else uses the monitor for longer than `patience` or a snapshot is being
     /// made, is as it was.
-    pub(super) fn look_at_state(self: &Arc<Self>, patience: Duration) -> RunState {
+    pub(crate) fn look_at_state(self: &Arc<Self>, patience: Duration) -> RunState {
         self.look(patience, |qmp, before| self.hear_pauses(qmp, before))
     }
 
@@ -84,7 +85,7 @@ impl Machine {
     }
 
     /// Notes whether it runs; a change is told.
-    pub(super) fn note_state(&self, now: &RunState) {
+    pub(crate) fn note_state(&self, now: &RunState) {
         let before = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             std::mem::replace(&mut *state, now.clone())
@@ -138,14 +139,15 @@ impl Machine {
     /// Refuses what would wait for a guest that stands still; `what` is not done.
     pub fn check_runs(&self, what: &str) -> Result<(), DaemonError> {
         match self.stands_still() {
-            Some(state) => Err(still(&self.name, &state, what)),
+            Some(state) => Err(state.refusal(&self.name, what)),
             None => Ok(()),
         }
     }
 
     /// The right to save it or to change what it maps, for a request. It does not wait longer than [`RIGHT_TIMEOUT`]: whoever has it may wait for a guest that does not answer.
-    pub fn save_right_soon(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
-        lock_within(&self.saving, RIGHT_TIMEOUT).ok_or_else(|| DaemonError::Busy {
+    pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
+        let right = lock_within(&self.saving, RIGHT_TIMEOUT);
+        right.map(SaveRight).ok_or_else(|| DaemonError::Busy {
             why: format!(
                 "VM '{}' is being saved, or its segments are being changed",
                 self.name()

@@ -7,13 +7,11 @@ use memfold_fold::Command;
 use memfold_vm::process::is_stopped;
 use tracing::{debug, warn};
 
-use super::Machine;
-use super::room::RoomWatch;
 use crate::guest::{LibraryState, QemuGuest, SharedLibraryState};
+use crate::machine::Machine;
+use crate::machine::library_watch::INTERVAL;
+use crate::machine::room::RoomWatch;
 use crate::run_state::{RunState, SILENT};
-
-/// Time between two looks at a VM's conditions and layout.
-pub(super) const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Time between two looks whether it runs.
 const STATE: Duration = Duration::from_secs(1);

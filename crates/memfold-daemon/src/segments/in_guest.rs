@@ -7,7 +7,7 @@ use memfold_host::chain;
 use memfold_segment::SegmentError;
 use memfold_vm::{AgentError, CommandResult};
 
-use crate::DaemonError;
+use crate::error::DaemonError;
 use crate::machine::Machine;
 
 /// How long a guest may take to compare its files with a segment's, and to lay it over them.
@@ -26,7 +26,7 @@ const LIST_TIMEOUT: Duration = Duration::from_secs(30);
 const USAGE: i32 = 2;
 
 /// Has the guest lay a segment over its files, as soon as it sees the device.
-pub(super) fn lay(
+pub(crate) fn lay(
     machine: &Machine,
     name: &str,
     content: bool,
@@ -68,7 +68,7 @@ pub(super) fn lay(
 }
 
 /// Has the guest take off whatever generation of a segment lies there.
-pub(super) fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Value, DaemonError> {
+pub(crate) fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Value, DaemonError> {
     let script = format!("exec \"$MEMFOLD_AGENT\" --segment-take-off {base}");
     machine.check_runs("no segment was taken off")?;
     let answer = answer(machine, &machine.run(&script, LAY_TIMEOUT)?)?;
@@ -81,7 +81,7 @@ pub(super) fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Valu
 }
 
 /// What lies over the guest's files, as its agent tells it.
-pub(super) fn list(machine: &Machine) -> Result<serde_json::Value, DaemonError> {
+pub(crate) fn list(machine: &Machine) -> Result<serde_json::Value, DaemonError> {
     let done = machine.run("exec \"$MEMFOLD_AGENT\" --segment-list", LIST_TIMEOUT)?;
     answer(machine, &done)
 }

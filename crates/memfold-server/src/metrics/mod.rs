@@ -1,7 +1,7 @@
 //! `GET /metrics`: the daemon's figures for Prometheus and what reads its formats.
 //!
 //! ```text
-//!   Daemon::figures (kept) --> families (host, vms, mechanisms) --> OpenMetrics 1.0 --> Prometheus text 0.0.4, for who doesn't know it
+//!   Reports::figures (kept) --> families (host, vms, mechanisms) --> OpenMetrics 1.0 --> Prometheus text 0.0.4, for who doesn't know it
 //! ```
 //! A scrape costs little: the figures are taken anew at most each ten seconds, and say how old they are. Labels are names that the operator
 //! has given (VMs, trust domains) or words of this program; nothing that a guest says becomes a label.
@@ -72,7 +72,7 @@ pub(super) async fn metrics(
     let refused = access.refused();
     let text = blocking(daemon, move |daemon| {
         let scrape = Scrape {
-            figures: daemon.figures()?,
+            figures: daemon.reports().figures()?,
             process: Process::now(),
             refused,
         };

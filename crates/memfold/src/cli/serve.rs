@@ -416,7 +416,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         let hurry = Arc::new(AtomicBool::new(false));
         let told = hurry.clone();
         let mut given_back = tokio::task::spawn_blocking(move || {
-            served.end_lending(&|| told.load(Ordering::Relaxed));
+            served.lending().end(&|| told.load(Ordering::Relaxed));
         });
         tokio::select! {
             _ = &mut given_back => {}

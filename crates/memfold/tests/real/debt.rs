@@ -118,7 +118,7 @@ fn show(when: &str, debt: &DebtReport) {
 fn wait(lab: &Lab, what: &str, limit: Duration, done: impl Fn(&DebtReport) -> bool) -> DebtReport {
     let end = Instant::now() + patience(limit);
     loop {
-        let debt = lab.daemon().debt().unwrap();
+        let debt = lab.daemon().brake().debt().unwrap();
         if done(&debt) {
             show(what, &debt);
             return debt;
@@ -133,7 +133,7 @@ fn set_reserve(lab: &Lab, bytes: u64) -> DebtReport {
         reserve: Some(format!("{}K", bytes >> 10)),
         cover_percent: Some(50.0),
     };
-    lab.daemon().set_debt(&request).unwrap()
+    lab.daemon().brake().set_debt(&request).unwrap()
 }
 
 fn oom_kills() -> u64 {
@@ -174,17 +174,17 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
     );
     lab.exec("source", &hold, limit).unwrap();
     let saved = SaveRequest::new("source", "held");
-    let saved = lab.daemon().save_snapshot(&saved).unwrap();
+    let saved = lab.daemon().snapshots().save(&saved).unwrap();
     let image = saved.counts.saved_pages * 4096;
     lab.stop("source").unwrap();
 
     set_reserve(&lab, 1 << 20);
     for name in CLONES {
         let request = RestoreRequest::new(name);
-        lab.daemon().restore("held", &request).unwrap();
+        lab.daemon().snapshots().restore("held", &request).unwrap();
     }
     // Before any look: what was just started is owed already.
-    let debt = lab.daemon().debt().unwrap();
+    let debt = lab.daemon().brake().debt().unwrap();
     assert!(debt.debt_bytes >= VMS * (HELD << 20), "{debt:#?}");
     lab.fold(true).unwrap();
     for name in CLONES {
@@ -216,7 +216,7 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
     lab.fold(true).unwrap();
 
     // Of this very moment: others are at work on this host.
-    let debt = lab.daemon().debt().unwrap();
+    let debt = lab.daemon().brake().debt().unwrap();
     let needed = debt.debt_bytes / 2 + MARGIN;
     let debt = if let Some(group) = &group {
         group.leave(RESERVE + needed);
@@ -250,11 +250,16 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
         );
         // New VMs, of either kind.
         let request = RestoreRequest::new("late");
-        refused(&lab.daemon().restore("held", &request).unwrap_err());
+        refused(
+            &lab.daemon()
+                .snapshots()
+                .restore("held", &request)
+                .unwrap_err(),
+        );
         let mut late = spec.clone();
         late.name = "late".into();
-        refused(&lab.daemon().run_vm(late).unwrap_err());
-        assert_eq!(lab.daemon().list().len(), CLONES.len());
+        refused(&lab.daemon().boots().run(late).unwrap_err());
+        assert_eq!(lab.daemon().vms().list().len(), CLONES.len());
         assert!(lab.stats().unwrap().braked.is_some());
         storm.join().unwrap()
     });
@@ -264,7 +269,7 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
     }
 
     // Far less than the reserve is left, whatever others on this host do: each guest is asked to drop page cache.
-    let before = lab.daemon().debt().unwrap();
+    let before = lab.daemon().brake().debt().unwrap();
     assert_eq!(before.level, Level::Braked);
     let taken = || {
         let vms = lab.report().unwrap().ledger.vms;
@@ -303,7 +308,7 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
     wait(&lab, "ok again", limit, |debt| debt.level == Level::Ok);
     assert_eq!(lab.stats().unwrap().braked, None);
     let request = RestoreRequest::new("late");
-    lab.daemon().restore("held", &request).unwrap();
+    lab.daemon().snapshots().restore("held", &request).unwrap();
     for name in [CLONES[0], "late"] {
         lab.stop(name).unwrap();
     }
@@ -321,7 +326,7 @@ fn at_once(lab: &Lab, group: &Group) {
     let names = ["all-1", "all-2", "all-3", "all-4"];
     for name in names {
         let request = RestoreRequest::new(name);
-        lab.daemon().restore("held", &request).unwrap();
+        lab.daemon().snapshots().restore("held", &request).unwrap();
     }
     for name in names {
         lab.wait_ready(name, BOOT).unwrap();
@@ -336,15 +341,15 @@ fn at_once(lab: &Lab, group: &Group) {
     };
     show(
         "all of it is kept",
-        &lab.daemon().set_debt(&request).unwrap(),
+        &lab.daemon().brake().set_debt(&request).unwrap(),
     );
     let rewrite = "echo 100000 > /run/rewrite.new; mv /run/rewrite.new /run/rewrite
         while [ ! -e /run/rewritten ]; do sleep 0.2; done; cat /run/rewritten";
     let said = lab.exec_all(&names, rewrite, limit).unwrap();
-    show("all is rewritten", &lab.daemon().debt().unwrap());
+    show("all is rewritten", &lab.daemon().brake().debt().unwrap());
     for (name, said) in names.iter().zip(&said) {
         println!("{name}: {said}");
         assert!(said.starts_with("wrong 0 of "), "{name}: {said}");
     }
-    assert_eq!(lab.daemon().list().len(), names.len());
+    assert_eq!(lab.daemon().vms().list().len(), names.len());
 }

@@ -27,11 +27,11 @@ fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
             from_boot_snapshot,
             timeout_s: 0.0,
         };
-        daemon.reboot("booted", &request, limit)
+        daemon.boots().reboot("booted", &request, limit)
     };
     let error = reboot(true).unwrap_err().to_string();
     assert!(error.contains("no snapshot of 'booted'"), "{error}");
-    let snapshot = || daemon.list()[0].boot_snapshot.clone();
+    let snapshot = || daemon.vms().list()[0].boot_snapshot.clone();
     let end = Instant::now() + BOOT;
     while snapshot() == Some(BootSnapshot::Pending) {
         assert!(Instant::now() < end, "it is never up");
@@ -66,7 +66,7 @@ fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
         let info = reboot(true).unwrap();
         println!("back after {:.0} ms", began.elapsed().as_secs_f64() * 1e3);
         assert_eq!(info.boot_snapshot, Some(BootSnapshot::Ready));
-        daemon.wait_agent("booted", BOOT).unwrap();
+        daemon.vms().wait_agent("booted", BOOT).unwrap();
         let gone = "test ! -e /run/since && test ! -e /var/tmp/since";
         lab.exec("booted", gone, limit).unwrap();
         assert_eq!(boot_id(), first, "it was booted anew");
@@ -95,7 +95,8 @@ fn refuses_what_a_snapshot_would_lack(lab: &Lab, vm: &str) {
     let refused = || {
         let request = SaveRequest::new(vm, "lacking");
         lab.daemon()
-            .save_snapshot(&request)
+            .snapshots()
+            .save(&request)
             .unwrap_err()
             .to_string()
     };
@@ -135,6 +136,7 @@ fn refuses_what_a_snapshot_would_lack(lab: &Lab, vm: &str) {
     assert!(
         lab.daemon()
             .snapshots()
+            .list()
             .unwrap()
             .iter()
             .all(|info| info.name != "lacking")

@@ -46,7 +46,7 @@ fn is_near(value: f64, wanted: f64) -> bool {
 /// What `vm list` tells once the clock was set.
 fn clock(lab: &Lab, vm: &str) -> ClockStep {
     wait_for("its clock is set", BOOT, || {
-        let vms = lab.daemon().list();
+        let vms = lab.daemon().vms().list();
         let found = vms.iter().find(|info| info.name == vm).unwrap();
         found.clock.clone().filter(|step| !step.pending).ok_or(())
     })
@@ -79,15 +79,16 @@ fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_j
         keep_clock: true,
         ..SaveRequest::new("first", "past")
     };
-    lab.daemon().save_snapshot(&past).unwrap();
+    lab.daemon().snapshots().save(&past).unwrap();
     let [behind, up, _] = times(&lab, "first");
     assert!(is_near(behind, BACK), "who keeps the clock keeps it");
 
     // The first command after a restore has the right time already.
     lab.daemon()
+        .snapshots()
         .restore("past", &RestoreRequest::new("copy"))
         .unwrap();
-    lab.daemon().wait_agent("copy", BOOT).unwrap();
+    lab.daemon().vms().wait_agent("copy", BOOT).unwrap();
     let [now, later, rtc] = times(&lab, "copy");
     assert!(is_near(now, 0.0) && is_near(rtc, 0.0));
     assert!(
@@ -105,11 +106,11 @@ fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_j
         keep_clock: true,
         ..RestoreRequest::new("kept")
     };
-    lab.daemon().restore("past", &kept).unwrap();
-    lab.daemon().wait_agent("kept", BOOT).unwrap();
+    lab.daemon().snapshots().restore("past", &kept).unwrap();
+    lab.daemon().vms().wait_agent("kept", BOOT).unwrap();
     let [behind, ..] = times(&lab, "kept");
     assert!(behind > BACK - SLACK, "it was to keep its clock");
-    let vms = lab.daemon().list();
+    let vms = lab.daemon().vms().list();
     assert_eq!(vms.iter().find(|vm| vm.name == "kept").unwrap().clock, None);
 
     // One that was saved and went on.
@@ -119,7 +120,7 @@ fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_j
     };
     let saved = std::thread::scope(|scope| {
         let holding = scope.spawn(|| hold_when_it_stands_still(&lab, "first"));
-        let saved = lab.daemon().save_snapshot(&request).unwrap();
+        let saved = lab.daemon().snapshots().save(&request).unwrap();
         holding.join().unwrap();
         saved
     });
@@ -139,7 +140,7 @@ fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_j
         let mut other = support::qmp(lab.directory(), vm);
         other.query("stop").unwrap();
         wait_for("the daemon sees it standing still", LIMIT, || {
-            let vms = lab.daemon().list();
+            let vms = lab.daemon().vms().list();
             let state = &vms.iter().find(|info| info.name == vm).unwrap().state;
             (state == "paused").then_some(()).ok_or(state.clone())
         });

@@ -120,7 +120,7 @@ fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own()
             keep,
             ..SaveRequest::new("plain", name)
         };
-        daemon.save_snapshot(&request)
+        daemon.snapshots().save(&request)
     };
     // More and more room, until there is enough for the memory and not for the disks: that is found out when the VM runs again.
     let fill = "dd if=/dev/urandom of=/dev/vdb bs=1M seek=44 count=20 oflag=direct 2>&1";
@@ -155,11 +155,14 @@ fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own()
         let saved = saved.disks.iter().map(|disk| disk.read_only);
         assert_eq!(saved.collect::<Vec<_>>(), [false, false, false]);
         let vm = format!("copy-{number}");
-        daemon.restore(name, &RestoreRequest::new(&vm)).unwrap();
-        daemon.wait_agent(&vm, BOOT).unwrap();
+        daemon
+            .snapshots()
+            .restore(name, &RestoreRequest::new(&vm))
+            .unwrap();
+        daemon.vms().wait_agent(&vm, BOOT).unwrap();
         check(&vm);
         check("plain");
-        let report = daemon.verify_snapshot(name).unwrap();
+        let report = daemon.snapshots().verify(name).unwrap();
         assert!(report.problems.is_empty(), "{:?}", report.problems);
         lab.stop(&vm).unwrap();
     }
@@ -168,14 +171,18 @@ fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own()
         disks: Some(place.join("nowhere")),
         ..RestoreRequest::new("heir")
     };
-    let refused = daemon.restore("live", &own).unwrap_err().to_string();
+    let refused = daemon
+        .snapshots()
+        .restore("live", &own)
+        .unwrap_err()
+        .to_string();
     assert!(refused.contains("nowhere/heir-disk0.qcow2"), "{refused}");
     let own = RestoreRequest {
         disks: Some(place.to_owned()),
         ..own
     };
-    daemon.restore("live", &own).unwrap();
-    daemon.wait_agent("heir", BOOT).unwrap();
+    daemon.snapshots().restore("live", &own).unwrap();
+    daemon.vms().wait_agent("heir", BOOT).unwrap();
     check("heir");
     let mark = "systemctl stop writer; echo mine | dd of=/dev/vdb bs=4k count=1 conv=sync oflag=direct 2>&1; sync";
     lab.exec("heir", mark, limit).unwrap();
@@ -191,7 +198,7 @@ fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own()
     assert!(head.unwrap().success());
     let head = std::fs::read(heir.with_extension("head")).unwrap();
     assert_eq!(&head[..5], b"mine\n");
-    let refused = daemon.restore("live", &own).unwrap_err();
+    let refused = daemon.snapshots().restore("live", &own).unwrap_err();
     let refused = format!("{:#}", anyhow::Error::from(refused));
     assert!(refused.contains("exists"), "{refused}");
     assert!(heir.exists());

@@ -112,8 +112,8 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
             compress,
             ..SaveRequest::new("first", name)
         };
-        let saved = daemon.save_snapshot(&request).unwrap();
-        let list = daemon.snapshots().unwrap();
+        let saved = daemon.snapshots().save(&request).unwrap();
+        let list = daemon.snapshots().list().unwrap();
         let info = list.iter().find(|info| info.name == name).unwrap();
         let referred = saved.references.as_ref().map_or(0, |r| r.pages) * 4096;
         println!(
@@ -129,7 +129,7 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     let aside = forged.with_extension("aside");
     std::fs::rename(&forged, &aside).unwrap();
     std::fs::copy(&aside, &forged).unwrap();
-    let refused = daemon.save_snapshot(&SaveRequest::new("first", "hot"));
+    let refused = daemon.snapshots().save(&SaveRequest::new("first", "hot"));
     let refused = refused.unwrap_err().to_string();
     assert!(refused.contains("was replaced since"), "{refused}");
     std::fs::rename(&aside, &forged).unwrap();
@@ -158,9 +158,9 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
             prefetch: true,
             ..RestoreRequest::new(vm)
         };
-        daemon.restore(snapshot, &request).unwrap();
+        daemon.snapshots().restore(snapshot, &request).unwrap();
         let ran = began.elapsed();
-        daemon.wait_agent(vm, BOOT).unwrap();
+        daemon.vms().wait_agent(vm, BOOT).unwrap();
         let from_disk = lab.exec(vm, READ_AGAIN, limit).unwrap();
         let from_disk: u64 = from_disk.trim().parse().unwrap();
         println!(
@@ -171,7 +171,7 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     }
     assert!(read[0] * 20 < read[2] && read[1] * 20 < read[2], "{read:?}");
     assert_eq!(laid_out(), 2);
-    let report = lab.daemon().report().unwrap();
+    let report = lab.daemon().reports().report().unwrap();
     let images = report.ledger.host.images_bytes;
     assert!(images.0 > referred, "{images} of memory are accounted for");
     // Its RAM is a view of memory, which can be protected as the saved one's could.
@@ -180,12 +180,13 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
         keep: Keep::Hot,
         ..SaveRequest::new("warm", "again")
     };
-    let saved = daemon.save_snapshot(&again).unwrap();
+    let saved = daemon.snapshots().save(&again).unwrap();
     println!("saved again, stood still for {:.0} ms", saved.pause_ms);
     daemon
+        .snapshots()
         .restore("again", &RestoreRequest::new("heir"))
         .unwrap();
-    daemon.wait_agent("heir", BOOT).unwrap();
+    daemon.vms().wait_agent("heir", BOOT).unwrap();
     lab.exec("heir", READ_AGAIN, limit).unwrap();
     lab.stop("heir").unwrap();
     // What the first one used is fetched for the next.
@@ -199,11 +200,11 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
         prefetch: true,
         ..RestoreRequest::new("fetched")
     };
-    daemon.restore("hot", &prefetch).unwrap();
-    daemon.wait_agent("fetched", BOOT).unwrap();
+    daemon.snapshots().restore("hot", &prefetch).unwrap();
+    daemon.vms().wait_agent("fetched", BOOT).unwrap();
     let from_disk = lab.exec("fetched", READ_AGAIN, limit).unwrap();
     assert!(from_disk.trim().parse::<u64>().unwrap() * 20 < read[2]);
-    let report = daemon.report().unwrap();
+    let report = daemon.reports().report().unwrap();
     let fetched = report.ledger.vms.iter().find(|vm| vm.name == "fetched");
     println!("fetched: {:?}", fetched.map(|vm| vm.file_resident_bytes));
     // "warm" has them too, and they are in memory once.
@@ -218,7 +219,7 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
         assert_eq!(found.len(), users, "{name}");
     }
     assert!(matches!(
-        daemon.remove_snapshot("hot"),
+        daemon.snapshots().remove("hot"),
         Err(DaemonError::Snapshot(SnapshotError::InUse { .. }))
     ));
     // While they run (their RAM is a view of memory), and at pauses (of a file). A pass may be followed by the next only when its
@@ -272,7 +273,9 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     let modified = base.metadata().unwrap().modified().unwrap();
     base.set_modified(modified + Duration::from_secs(1))
         .unwrap();
-    let refused = daemon.restore("cold", &RestoreRequest::new("broken"));
+    let refused = daemon
+        .snapshots()
+        .restore("cold", &RestoreRequest::new("broken"));
     base.set_modified(modified).unwrap();
     let refused = refused.unwrap_err().to_string();
     assert!(refused.contains("was changed since; the RAM"), "{refused}");
@@ -280,10 +283,12 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
         ("hot", "or a disk that it refers to, was changed"),
         ("packed", "was changed since it was saved"),
     ] {
-        let report = daemon.verify_snapshot(snapshot).unwrap();
+        let report = daemon.snapshots().verify(snapshot).unwrap();
         // Several chunks may refer to one block.
         assert!(!report.problems.is_empty());
-        let refused = daemon.restore(snapshot, &RestoreRequest::new("broken"));
+        let refused = daemon
+            .snapshots()
+            .restore(snapshot, &RestoreRequest::new("broken"));
         let refused = refused.unwrap_err().to_string();
         assert!(refused.contains(words), "{refused}");
     }

@@ -227,7 +227,7 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
         used.replace('\n', "; ")
     );
     // The same that the dashboard shows.
-    let said = daemon.swap_use("v").unwrap();
+    let said = daemon.views().swap_use("v").unwrap();
     let is_some_of_it = |bytes: u64| bytes > (ARRAY_MIB << 20) - RAM.0 && bytes <= SWAP.0;
     assert!(said.used_bytes.is_some_and(is_some_of_it), "{said:?}");
     // Its own host lends nothing, whatever that has to spare.
@@ -239,14 +239,14 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
         transport: Transport::Nbd,
         cleartext: false,
     };
-    daemon.lend(&offered).unwrap();
+    daemon.lending().lend(&offered).unwrap();
     wait("its host knows that it is short", || {
-        let status = daemon.lender_status().unwrap();
+        let status = daemon.lending().status().unwrap();
         status.offer_bytes == 0 && status.why.contains("guest of this host")
     });
-    daemon.lend_no_more();
+    daemon.lending().stop();
     wait("its host lends no more", || {
-        daemon.lender_status().is_none()
+        daemon.lending().status().is_none()
     });
     let request = BorrowRequest {
         durability: Durability::Disk,
@@ -254,7 +254,7 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
     };
     let place = || place_of(&lab);
     for kill in 0..kills {
-        let done = daemon.borrow_memory("v", &request).unwrap();
+        let done = daemon.swap_disks().borrow_memory("v", &request).unwrap();
         assert_eq!(done.place, SwapPlace::Lent);
         let after = Duration::from_millis(500 + chance(3000));
         std::thread::sleep(after);
@@ -270,22 +270,22 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
         assert_eq!(wrong, 0, "after kill {kill}");
         wait("it checks on", || heard(&lab).0 > checked);
         // Or it would be borrowed again, sooner or later.
-        daemon.return_memory("v").unwrap();
+        daemon.swap_disks().return_memory("v").unwrap();
         lender.wait_free(SWAP);
     }
     let (.., with_kills) = heard(&lab);
     // One that hangs instead.
-    daemon.borrow_memory("v", &request).unwrap();
+    daemon.swap_disks().borrow_memory("v", &request).unwrap();
     std::thread::sleep(Duration::from_secs(1));
     kill_process(lender.export(), Signal::STOP).unwrap();
     wait("it goes on, on its copy", || place() == SwapPlace::OnCopy);
     let (checked, ..) = heard(&lab);
     wait("it checks on", || heard(&lab).0 > checked);
-    daemon.return_memory("v").unwrap();
+    daemon.swap_disks().return_memory("v").unwrap();
     lender.wait_free(SWAP);
     // Given back in use.
-    let done = daemon.borrow_memory("v", &request).unwrap();
-    let back = daemon.return_memory("v").unwrap();
+    let done = daemon.swap_disks().borrow_memory("v", &request).unwrap();
+    let back = daemon.swap_disks().return_memory("v").unwrap();
     println!(
         "borrowed in {} ms, given back in {} ms",
         done.took_ms, back.took_ms
@@ -324,12 +324,12 @@ pub fn lack_writes(transport: Transport) {
     };
     let place = || place_of(&lab);
     // A write to the copy on disk fails, so that it lacks bytes: it must not be read when the lender dies.
-    daemon.borrow_memory("v", &request).unwrap();
+    daemon.swap_disks().borrow_memory("v", &request).unwrap();
     let broken = break_copy(&lab);
     let begun = Instant::now();
     let mut known = false;
     wait("it is on disk again, in a new file", || {
-        let leases = daemon.leases().unwrap().leases;
+        let leases = daemon.reports().leases().unwrap().leases;
         known |= leases.iter().any(|l| l.durability == Durability::None);
         place() == SwapPlace::OnDisk
     });
@@ -343,7 +343,7 @@ pub fn lack_writes(transport: Transport) {
     qmp.execute("blockdev-del", serde_json::json!({ "node-name": broken }))
         .unwrap();
     drop(qmp);
-    daemon.return_memory("v").unwrap();
+    daemon.swap_disks().return_memory("v").unwrap();
     lender.wait_free(SWAP);
     all_checked(&lab);
     let find = "awk 'NR == 2 { print $1 }' /proc/swaps > /run/swap-disk && swapoff -a";
@@ -393,7 +393,7 @@ fn read_block(lab: &Lab) -> String {
 }
 
 fn place_of(lab: &Lab) -> SwapPlace {
-    let borrowed = lab.daemon().leases().unwrap().borrowed;
+    let borrowed = lab.daemon().reports().leases().unwrap().borrowed;
     let of_it = borrowed.into_iter().find(|b| b.vm == "v");
     of_it.map_or(SwapPlace::OnDisk, |b| b.place)
 }
@@ -420,7 +420,10 @@ fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
             note()["copy_unwatched"] == true
         });
     };
-    lab.daemon().borrow_memory("v", request).unwrap();
+    lab.daemon()
+        .swap_disks()
+        .borrow_memory("v", request)
+        .unwrap();
     write_block(lab, "A");
     disconnect();
     let begun = Instant::now();
@@ -440,13 +443,16 @@ fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     });
     println!("its copy lacked a write; moved after {:?}", begun.elapsed());
     assert_eq!(read_block(lab), "A");
-    lab.daemon().return_memory("v").unwrap();
+    lab.daemon().swap_disks().return_memory("v").unwrap();
     lender.wait_free(SWAP);
 }
 
 /// The copy lacks a write, and the lender dies at once: what was there before that write is never read.
 fn lose_copy_and_lender(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
-    lab.daemon().borrow_memory("v", request).unwrap();
+    lab.daemon()
+        .swap_disks()
+        .borrow_memory("v", request)
+        .unwrap();
     write_block(lab, "A");
     break_copy(lab);
     write_block(lab, "B");
@@ -516,7 +522,7 @@ fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
     let request = BorrowRequest::default();
     let mut liars = Vec::new();
     for _ in 0..2 {
-        let done = daemon.borrow_memory("v", &request).unwrap();
+        let done = daemon.swap_disks().borrow_memory("v", &request).unwrap();
         let name = done.lenders[0].clone();
         let lies = if name == "other" { &other } else { &lender };
         let changed = garble(lies.export());
@@ -529,17 +535,20 @@ fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
         let (checked, wrong, _) = heard(&lab);
         assert_eq!(wrong, 0);
         wait("it checks on", || heard(&lab).0 > checked);
-        daemon.return_memory("v").unwrap();
+        daemon.swap_disks().return_memory("v").unwrap();
         lies.wait_free(SWAP);
         liars.push(name);
     }
     liars.sort_unstable();
     assert_eq!(liars, ["lender", "other"]);
-    let report = daemon.leases().unwrap();
+    let report = daemon.reports().leases().unwrap();
     assert_eq!((report.lies, report.distrusted.len()), (2, 2));
-    daemon.borrow_memory("v", &request).unwrap_err();
+    daemon
+        .swap_disks()
+        .borrow_memory("v", &request)
+        .unwrap_err();
     for name in &liars {
-        assert!(daemon.trust_lender(name));
+        assert!(daemon.leases().trust(name));
     }
     // Over both, and one is killed.
     let striped = BorrowRequest {
@@ -547,7 +556,7 @@ fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
         ..BorrowRequest::default()
     };
     for victim in [&lender, &other] {
-        let done = daemon.borrow_memory("v", &striped).unwrap();
+        let done = daemon.swap_disks().borrow_memory("v", &striped).unwrap();
         assert_eq!((done.place, done.lenders.len()), (SwapPlace::Lent, 2));
         std::thread::sleep(Duration::from_millis(500 + chance(3000)));
         kill_process(victim.export(), Signal::KILL).unwrap();
@@ -555,7 +564,7 @@ fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
         let (checked, wrong, _) = heard(&lab);
         assert_eq!(wrong, 0);
         wait("it checks on", || heard(&lab).0 > checked);
-        daemon.return_memory("v").unwrap();
+        daemon.swap_disks().return_memory("v").unwrap();
         lender.wait_free(SWAP);
         other.wait_free(SWAP);
         println!("over two lenders in {} ms, one killed", done.took_ms);

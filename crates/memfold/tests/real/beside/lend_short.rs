@@ -199,6 +199,7 @@ fn a_lender_s_own_vm_that_grows_gets_what_was_lent_before_its_host_has_nothing_l
     swapping(&lab, lent);
     let done = lab
         .daemon()
+        .swap_disks()
         .borrow_memory("v", &BorrowRequest::default())
         .unwrap();
     assert_eq!(done.place, SwapPlace::Lent);
@@ -216,6 +217,7 @@ fn a_lender_s_own_vm_that_grows_gets_what_was_lent_before_its_host_has_nothing_l
             status().offer_bytes >= lent.0
         });
         lab.daemon()
+            .swap_disks()
             .borrow_memory("v", &BorrowRequest::default())
             .unwrap();
     };

@@ -59,7 +59,7 @@ fn attach(segment: &str) -> AttachSegmentRequest {
 }
 
 fn state(lab: &Lab, vm: &str) -> Vec<(String, SegmentState)> {
-    let vms = lab.daemon().list();
+    let vms = lab.daemon().vms().list();
     let vm = vms.into_iter().find(|info| info.name == vm).unwrap();
     vm.segments
         .into_iter()
@@ -117,7 +117,10 @@ fn files_that_vms_execute_in_place_are_one_copy_and_what_they_write_is_theirs() 
     };
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let daemon = lab.daemon();
-    let built = daemon.build_segment(&request("system", &CHOSEN)).unwrap();
+    let built = daemon
+        .segments()
+        .build(&request("system", &CHOSEN))
+        .unwrap();
     assert!(built.is_new && built.segment.generation == 1 && built.segment.lay == ["/usr"]);
     println!(
         "{}: {} files, {}",
@@ -125,7 +128,10 @@ fn files_that_vms_execute_in_place_are_one_copy_and_what_they_write_is_theirs() 
         built.segment.files,
         memfold_units::ByteSize(built.segment.image_bytes)
     );
-    let again = daemon.build_segment(&request("system", &CHOSEN)).unwrap();
+    let again = daemon
+        .segments()
+        .build(&request("system", &CHOSEN))
+        .unwrap();
     assert!(!again.is_new && again.segment == built.segment);
 
     // A VM that maps it from the beginning lays it over its files by itself; another gets it while it runs.
@@ -136,7 +142,7 @@ fn files_that_vms_execute_in_place_are_one_copy_and_what_they_write_is_theirs() 
     wait_laid(&lab, "early");
     assert_eq!(state(&lab, "late"), []);
     plugged_and_refused(&lab);
-    let done = daemon.attach_segment("late", &attach("system")).unwrap();
+    let done = daemon.segments().attach("late", &attach("system")).unwrap();
     let report = done.report.unwrap();
     println!("late: {report}");
     assert_eq!(
@@ -146,7 +152,7 @@ fn files_that_vms_execute_in_place_are_one_copy_and_what_they_write_is_theirs() 
     assert_eq!(report["dax"], true);
     assert_eq!(done.segment.state, SegmentState::Laid);
     // Asked again, nothing more is done.
-    daemon.attach_segment("late", &attach("system")).unwrap();
+    daemon.segments().attach("late", &attach("system")).unwrap();
     assert_eq!(state(&lab, "late").len(), 1);
 
     // The same bytes as without it, every file; and none of them in the guests' page cache.
@@ -175,22 +181,23 @@ fn plugged_and_refused(lab: &Lab) {
     let before = backends(lab, "late");
     let mut foreign = request("foreign", &["/usr/bin/**"]);
     foreign.domain = "red".into();
-    daemon.build_segment(&foreign).unwrap();
-    let why = refused(daemon.attach_segment("late", &attach("foreign")));
+    daemon.segments().build(&foreign).unwrap();
+    let why = refused(daemon.segments().attach("late", &attach("foreign")));
     assert!(why.contains("'red'") && why.contains("'lab'"), "{why}");
-    let why = refused(daemon.run_vm(spec("stranger", &["foreign"], 0)));
+    let why = refused(daemon.boots().run(spec("stranger", &["foreign"], 0)));
     assert!(why.contains("'red'"), "{why}");
-    let why = refused(daemon.attach_segment("early", &attach("foreign")));
+    let why = refused(daemon.segments().attach("early", &attach("foreign")));
     assert!(
         why.contains("'red'"),
         "the domain is looked at first: {why}"
     );
-    let why = refused(daemon.attach_segment("late", &attach("nothing")));
+    let why = refused(daemon.segments().attach("late", &attach("nothing")));
     assert!(why.contains("'nothing'"), "{why}");
 
     // Damaged: the digest is compared before anything is mapped.
     daemon
-        .build_segment(&request("bad", &["/usr/bin/a*"]))
+        .segments()
+        .build(&request("bad", &["/usr/bin/a*"]))
         .unwrap();
     let file = image(lab, "bad@1");
     unlock(&file);
@@ -199,17 +206,17 @@ fn plugged_and_refused(lab: &Lab) {
     bytes[middle] ^= 1;
     std::fs::remove_file(&file).unwrap();
     std::fs::write(&file, bytes).unwrap();
-    let why = refused(daemon.attach_segment("late", &attach("bad")));
+    let why = refused(daemon.segments().attach("late", &attach("bad")));
     assert!(why.contains("changed since"), "{why}");
-    assert!(daemon.verify_segment("bad").unwrap().is_some());
-    assert_eq!(daemon.remove_segment("bad").unwrap(), ["bad@1"]);
+    assert!(daemon.segments().verify("bad").unwrap().is_some());
+    assert_eq!(daemon.segments().remove("bad").unwrap(), ["bad@1"]);
 
     // The port is taken: QEMU takes the backend, refuses the device, and the backend goes again.
     let mut qmp = support::qmp(lab.directory(), "late");
     let taken = serde_json::json!({ "driver": "virtio-rng-pci", "id": "taken", "bus": "segport0" });
     qmp.execute("device_add", taken).unwrap();
     drop(qmp);
-    let why = refused(daemon.attach_segment("late", &attach("system")));
+    let why = refused(daemon.segments().attach("late", &attach("system")));
     assert!(why.contains("device_add"), "{why}");
     assert_eq!(backends(lab, "late"), before);
     assert_eq!(state(lab, "late"), []);
@@ -260,7 +267,7 @@ fn one_copy(lab: &Lab) {
         "{}",
         host.saved_by_segments_bytes
     );
-    let list = lab.daemon().list_segments().unwrap();
+    let list = lab.daemon().segments().list().unwrap();
     let system = list
         .iter()
         .find(|info| info.segment.name == "system")
@@ -318,7 +325,7 @@ fn attacked(lab: &Lab) {
         vec![0; usize::try_from(std::fs::metadata(&kept).unwrap().len()).unwrap()],
     )
     .unwrap();
-    let list = daemon.list_segments().unwrap();
+    let list = daemon.segments().list().unwrap();
     let system = list
         .iter()
         .find(|info| info.segment.name == "system")
@@ -330,11 +337,11 @@ fn attacked(lab: &Lab) {
             .is_some_and(|why| why.contains("replaced")),
         "{system:?}"
     );
-    let why = refused(daemon.run_vm(spec("new", &["system"], 0)));
+    let why = refused(daemon.boots().run(spec("new", &["system"], 0)));
     assert!(why.contains("changed since it was built"), "{why}");
     assert_eq!(sum("late"), right);
     std::fs::rename(&kept, &file).unwrap();
-    assert_eq!(daemon.verify_segment("system").unwrap(), None);
+    assert_eq!(daemon.segments().verify("system").unwrap(), None);
 }
 
 fn blake(file: &Path) -> String {
@@ -369,7 +376,7 @@ sync";
         other.contains("No such file") && other.ends_with("there\n"),
         "{other}"
     );
-    let done = lab.daemon().detach_segment("late", "system").unwrap();
+    let done = lab.daemon().segments().detach("late", "system").unwrap();
     println!("late, taken off: {}", done.report.unwrap());
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), wanted);
     let mounts = lab
@@ -379,7 +386,8 @@ sync";
     // And on again: what it changed stays its own.
     let done = lab
         .daemon()
-        .attach_segment("late", &attach("system"))
+        .segments()
+        .attach("late", &attach("system"))
         .unwrap();
     println!("late, laid again: {}", done.report.unwrap());
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), wanted);
@@ -389,7 +397,8 @@ sync";
 fn cloned(lab: &Lab) {
     let daemon = lab.daemon();
     let saved = daemon
-        .save_snapshot(&SaveRequest::new("late", "warm"))
+        .snapshots()
+        .save(&SaveRequest::new("late", "warm"))
         .unwrap();
     assert_eq!(
         saved.spec.segments.len(),
@@ -398,15 +407,16 @@ fn cloned(lab: &Lab) {
     );
     lab.stop("late").unwrap();
     daemon
+        .snapshots()
         .restore("warm", &RestoreRequest::new("late"))
         .unwrap();
-    daemon.wait_agent("late", BOOT).unwrap();
+    daemon.vms().wait_agent("late", BOOT).unwrap();
     wait_laid(lab, "late");
     let look = "cat /usr/bin/own; md5sum /usr/bin/python3* | head -1";
     let again = lab.exec("late", look, LIMIT).unwrap();
     assert!(again.starts_with("mine\n"), "{again}");
     assert!(account(lab, "late").segment_resident_bytes.0 > 0);
-    let why = refused(daemon.remove_segment("system"));
+    let why = refused(daemon.segments().remove("system"));
     assert!(
         why.contains("VM early") && why.contains("snapshot warm"),
         "{why}"
@@ -420,35 +430,35 @@ fn renewed(lab: &Lab) {
         writer: true,
         ..attach("system")
     };
-    let why = refused(daemon.attach_segment("late", &write));
+    let why = refused(daemon.segments().attach("late", &write));
     assert!(why.contains("VM early") && !why.contains("late"), "{why}");
     lab.stop("early").unwrap();
     // One VM alone writes it; what its guest sees is the next generation.
-    daemon.attach_segment("late", &write).unwrap();
-    let list = daemon.list_segments().unwrap();
+    daemon.segments().attach("late", &write).unwrap();
+    let list = daemon.segments().list().unwrap();
     assert!(
         list.iter()
             .any(|info| info.writer.as_deref() == Some("late"))
     );
-    let why = refused(daemon.run_vm(spec("other", &["system"], 0)));
+    let why = refused(daemon.boots().run(spec("other", &["system"], 0)));
     assert!(why.contains("written by VM 'late'"), "{why}");
     let mut next = request("system", &CHOSEN);
     next.exclude = vec!["/usr/bin/perl*".into()];
-    let why = refused(daemon.build_segment(&next));
+    let why = refused(daemon.segments().build(&next));
     assert!(why.contains("written by VM 'late'"), "{why}");
     let outside = BuildRequest {
         name: "../outside".into(),
         from: vec!["vm:late".into()],
         ..next.clone()
     };
-    let why = refused(daemon.build_segment(&outside));
+    let why = refused(daemon.segments().build(&outside));
     assert!(why.contains("outside"), "{why}");
     let began = Instant::now();
     let from_guest = BuildRequest {
         from: vec!["vm:late".into()],
         ..next.clone()
     };
-    let built = daemon.build_segment(&from_guest).unwrap();
+    let built = daemon.segments().build(&from_guest).unwrap();
     println!(
         "built of what the guest sees after {:?}: {:?}",
         began.elapsed(),
@@ -456,7 +466,7 @@ fn renewed(lab: &Lab) {
     );
     assert_eq!(built.segment.reference(), "system@2");
     assert_eq!(built.segment.from, ["vm:late"]);
-    let done = daemon.attach_segment("late", &attach("system")).unwrap();
+    let done = daemon.segments().attach("late", &attach("system")).unwrap();
     let report = done.report.unwrap();
     println!("late, moved over: {report}");
     assert_eq!(report["dirs"][0]["differing"], 0, "they are its own files");
@@ -471,30 +481,32 @@ fn renewed(lab: &Lab) {
             ("system@2".to_owned(), SegmentState::Laid)
         ]
     );
-    let why = refused(daemon.detach_segment("late", "system@1"));
+    let why = refused(daemon.segments().detach("late", "system@1"));
     assert!(why.contains("'system@2'"), "{why}");
     let look = "cat /usr/bin/own; perl -e 'print 6*7'";
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), "mine\n42");
-    daemon.remove_snapshot("warm").unwrap_err();
+    daemon.snapshots().remove("warm").unwrap_err();
     // It keeps both devices, and so does what is restored of it.
     let saved = daemon
-        .save_snapshot(&SaveRequest::new("late", "moved"))
+        .snapshots()
+        .save(&SaveRequest::new("late", "moved"))
         .unwrap();
     assert_eq!(saved.spec.segments.len(), 2);
     lab.stop("late").unwrap();
     daemon
+        .snapshots()
         .restore("moved", &RestoreRequest::new("late"))
         .unwrap();
-    daemon.wait_agent("late", BOOT).unwrap();
+    daemon.vms().wait_agent("late", BOOT).unwrap();
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), "mine\n42");
     // The one of this name that was the writer has ended.
-    let list = daemon.list_segments().unwrap();
+    let list = daemon.segments().list().unwrap();
     assert!(list.iter().all(|info| info.writer.is_none()), "{list:?}");
     lab.stop("late").unwrap();
-    daemon.remove_snapshot("moved").unwrap();
-    daemon.remove_snapshot("warm").unwrap();
+    daemon.snapshots().remove("moved").unwrap();
+    daemon.snapshots().remove("warm").unwrap();
     // Its writer has ended, so anybody may build again.
-    daemon.build_segment(&next).unwrap();
+    daemon.segments().build(&next).unwrap();
     let names = |list: Vec<memfold_segment::SegmentInfo>| -> Vec<String> {
         list.iter().map(|info| info.segment.reference()).collect()
     };
@@ -502,11 +514,11 @@ fn renewed(lab: &Lab) {
     lab.start(spec("last", &["system"], 0)).unwrap();
     lab.stop("last").unwrap();
     let end = Instant::now() + Duration::from_secs(120);
-    while names(daemon.list_segments().unwrap()).contains(&"system@1".to_owned()) {
+    while names(daemon.segments().list().unwrap()).contains(&"system@1".to_owned()) {
         assert!(Instant::now() < end, "the old generation stays");
         std::thread::sleep(Duration::from_millis(200));
     }
-    assert_eq!(daemon.remove_segment("system").unwrap(), ["system@3"]);
+    assert_eq!(daemon.segments().remove("system").unwrap(), ["system@3"]);
 }
 
 #[test]
@@ -521,7 +533,7 @@ fn a_vm_boots_from_a_segment_and_writes_to_its_own_disk() {
     let mut whole = request("debian", &[]);
     whole.root = true;
     whole.pinned = true;
-    let built = lab.daemon().build_segment(&whole).unwrap().segment;
+    let built = lab.daemon().segments().build(&whole).unwrap().segment;
     assert!(built.root && built.lay.is_empty());
     let mut spec = spec("root", &["debian"], 0);
     spec.segments[0].root = true;
@@ -557,7 +569,7 @@ cat /etc/kept; awk '/^Cached:/ { print $2 }' /proc/meminfo";
         "dd if=/dev/zero of=/dev/pmem0 bs=4096 count=1 conv=notrunc,fsync 2>&1; echo code $?";
     let said = lab.exec("root", write, LIMIT).unwrap();
     assert!(said.ends_with("code 1\n"), "{said}");
-    let list = lab.daemon().list_segments().unwrap();
+    let list = lab.daemon().segments().list().unwrap();
     assert_eq!(
         (list[0].protection.as_str(), list[0].users.len()),
         ("immutable", 1)

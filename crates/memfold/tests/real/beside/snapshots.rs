@@ -98,7 +98,7 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
                 compress: round % 2 == 0,
                 ..SaveRequest::new("rewriting", format!("moment-{round}"))
             };
-            let saved = lab.daemon().save_snapshot(&request).unwrap();
+            let saved = lab.daemon().snapshots().save(&request).unwrap();
             assert_eq!(saved.free_kept, None);
             free.push(saved.counts.free_pages);
             assert_eq!(saved.live, request.live);
@@ -115,8 +115,11 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
             );
             kept += saved.kept_pages;
             let copy = RestoreRequest::new("copy");
-            lab.daemon().restore(&request.name, &copy).unwrap();
-            lab.daemon().wait_agent("copy", BOOT).unwrap();
+            lab.daemon()
+                .snapshots()
+                .restore(&request.name, &copy)
+                .unwrap();
+            lab.daemon().vms().wait_agent("copy", BOOT).unwrap();
             for vm in ["copy", "rewriting"] {
                 let said = lab.exec(vm, VERIFY, limit).unwrap();
                 assert!(
@@ -204,7 +207,7 @@ echo \"$served\"";
 fn set_apart(lab: &Lab, vm: &str) -> Renewal {
     let end = Instant::now() + BOOT;
     loop {
-        let vms = lab.daemon().list();
+        let vms = lab.daemon().vms().list();
         let found = vms.iter().find(|info| info.name == vm).unwrap();
         let renewal = found.renewal.clone().expect("it was restored");
         if !renewal.pending {
@@ -228,15 +231,23 @@ fn refuses_twins(lab: &Lab, name: &str) {
     let digest = xxhash_rust::xxh3::xxh3_128(other.as_bytes());
     std::fs::write(place.join("manifest.sum"), format!("{digest:032x}\n")).unwrap();
     let mut request = RestoreRequest::new("twin");
-    let refused = lab.daemon().restore(name, &request).unwrap_err();
+    let refused = lab
+        .daemon()
+        .snapshots()
+        .restore(name, &request)
+        .unwrap_err();
     assert!(matches!(
         refused,
         DaemonError::Snapshot(SnapshotError::Twin { ref other, .. }) if other == "first"
     ));
     request.force = true;
-    lab.daemon().restore(name, &request).unwrap();
+    lab.daemon().snapshots().restore(name, &request).unwrap();
     request = RestoreRequest::new("third");
-    let refused = lab.daemon().restore(name, &request).unwrap_err();
+    let refused = lab
+        .daemon()
+        .snapshots()
+        .restore(name, &request)
+        .unwrap_err();
     assert!(matches!(
         refused,
         DaemonError::Snapshot(SnapshotError::Twin { ref other, .. }) if other == "twin"
@@ -266,7 +277,7 @@ fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
         live: true,
         ..SaveRequest::new(vm, "from-swap")
     };
-    let saved = lab.daemon().save_snapshot(&request).unwrap();
+    let saved = lab.daemon().snapshots().save(&request).unwrap();
     println!(
         "saved with {} MiB of its RAM in swap, {} behind it: {:?}",
         before >> 20,
@@ -277,8 +288,11 @@ fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
     // Not all of it is the guest's, and what it has free is left out.
     assert!(saved.counts.saved_pages * 4096 > before / 2);
     let thawed = RestoreRequest::new("thawed");
-    lab.daemon().restore("from-swap", &thawed).unwrap();
-    lab.daemon().wait_agent("thawed", BOOT).unwrap();
+    lab.daemon()
+        .snapshots()
+        .restore("from-swap", &thawed)
+        .unwrap();
+    lab.daemon().vms().wait_agent("thawed", BOOT).unwrap();
     for name in ["thawed", vm] {
         let shown = lab.exec(name, CHECK, limit).unwrap();
         assert_eq!(shown, expected, "{name}");
@@ -305,7 +319,7 @@ fn known_vm() -> Option<(support::Turn, Lab, String)> {
 }
 
 fn save(lab: &Lab, name: &str, keep: Keep) -> Result<Manifest, DaemonError> {
-    lab.daemon().save_snapshot(&SaveRequest {
+    lab.daemon().snapshots().save(&SaveRequest {
         keep,
         ..SaveRequest::new("first", name)
     })
@@ -327,14 +341,14 @@ fn a_save_onto_a_full_disk_fails_and_leaves_the_vm_as_it_was() {
     let failed = save(&lab, "warm", Keep::None).unwrap_err();
     let words = format!("{:#}", anyhow::Error::from(failed));
     assert!(words.contains("No space left on device"), "{words}");
-    assert!(lab.daemon().snapshots().unwrap().is_empty());
+    assert!(lab.daemon().snapshots().list().unwrap().is_empty());
     // After the switch of disks: it writes to the older overlay again, and the newer is gone.
     let live = SaveRequest {
         live: true,
         keep: Keep::Hot,
         ..SaveRequest::new("first", "warm")
     };
-    let failed = lab.daemon().save_snapshot(&live).unwrap_err();
+    let failed = lab.daemon().snapshots().save(&live).unwrap_err();
     let words = format!("{:#}", anyhow::Error::from(failed));
     assert!(words.contains("No space left on device"), "{words}");
     assert_eq!(disk_nodes(lab.directory(), "first"), ["disk0"]);
@@ -410,12 +424,12 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
             renew: Renew::Identity,
             ..RestoreRequest::new(vm)
         };
-        daemon.restore(snapshot, &request).unwrap();
+        daemon.snapshots().restore(snapshot, &request).unwrap();
         println!(
             "{vm} runs after {:.0} ms",
             began.elapsed().as_secs_f64() * 1000.0
         );
-        daemon.wait_agent(vm, BOOT).unwrap();
+        daemon.vms().wait_agent(vm, BOOT).unwrap();
         let shown = lab.exec(vm, CHECK, LIMIT).unwrap();
         assert_eq!(shown, format!("{expected}\n{nonce}"), "{vm}");
         let renewal = set_apart(&lab, vm);
@@ -449,10 +463,10 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
         "second\n"
     );
     for name in ["warm", "latest"] {
-        let report = daemon.verify_snapshot(name).unwrap();
+        let report = daemon.snapshots().verify(name).unwrap();
         assert!(report.problems.is_empty(), "{:?}", report.problems);
         assert!(matches!(
-            daemon.remove_snapshot(name),
+            daemon.snapshots().remove(name),
             Err(DaemonError::Snapshot(SnapshotError::InUse { .. }))
         ));
     }
@@ -486,7 +500,7 @@ fn damage_to_a_snapshot_is_found_and_nothing_runs_from_it() {
     let turn = |byte: u8| {
         file.write_all_at(&[byte], at).unwrap();
         file.set_modified(facts.modified().unwrap()).unwrap();
-        daemon.verify_snapshot("later").unwrap().problems
+        daemon.snapshots().verify("later").unwrap().problems
     };
     assert_eq!(
         turn(byte[0] ^ 1),
@@ -496,16 +510,20 @@ fn damage_to_a_snapshot_is_found_and_nothing_runs_from_it() {
     let ram = lab.directory().join("snapshots/warm/ram");
     let ram = std::fs::File::options().write(true).open(ram).unwrap();
     ram.write_all_at(b"x", 5 << 20).unwrap();
-    let report = daemon.verify_snapshot("warm").unwrap();
+    let report = daemon.snapshots().verify("warm").unwrap();
     assert_eq!(
         report.problems,
         ["ram was changed since it was saved, in its chunk 2"]
     );
     // Though its bytes were right when clones were started from it.
     let broken = RestoreRequest::new("broken");
-    let refused = daemon.restore("warm", &broken).unwrap_err().to_string();
+    let refused = daemon
+        .snapshots()
+        .restore("warm", &broken)
+        .unwrap_err()
+        .to_string();
     assert!(refused.contains("in 1 of its chunks"), "{refused}");
-    assert!(daemon.list().iter().all(|vm| vm.name != "broken"));
+    assert!(daemon.vms().list().iter().all(|vm| vm.name != "broken"));
 }
 
 #[test]
@@ -519,27 +537,30 @@ fn disks_of_removed_snapshots_are_the_vms_own_again() {
     lab.exec("first", script, LIMIT).unwrap();
     save(&lab, "latest", Keep::All).unwrap();
     assert!(matches!(
-        daemon.remove_snapshot("warm"),
+        daemon.snapshots().remove("warm"),
         Err(DaemonError::Snapshot(SnapshotError::BuiltOn { .. }))
     ));
     for name in ["latest", "warm"] {
-        daemon.remove_snapshot(name).unwrap();
+        daemon.snapshots().remove(name).unwrap();
     }
-    assert!(daemon.snapshots().unwrap().is_empty());
+    assert!(daemon.snapshots().list().unwrap().is_empty());
     assert_eq!(state(&lab, "first"), "running");
     // What its disk is built on has gone, and is the VM's own from the next save on; also where that has a name that was there before.
     for name in ["again", "warm", "again"] {
         save(&lab, name, Keep::All).unwrap();
         assert_eq!(disk_nodes(lab.directory(), "first").len(), 2);
-        daemon.restore(name, &RestoreRequest::new("heir")).unwrap();
-        daemon.wait_agent("heir", BOOT).unwrap();
+        daemon
+            .snapshots()
+            .restore(name, &RestoreRequest::new("heir"))
+            .unwrap();
+        daemon.vms().wait_agent("heir", BOOT).unwrap();
         for vm in ["heir", "first"] {
             let shown = lab.exec(vm, CHECK, LIMIT).unwrap();
             assert_eq!(shown, format!("second\n{nonce}"), "{vm}");
             lab.exec(vm, CHECK_LARGE, LIMIT).unwrap();
         }
         lab.stop("heir").unwrap();
-        daemon.remove_snapshot(name).unwrap();
+        daemon.snapshots().remove(name).unwrap();
     }
 }
 

@@ -37,6 +37,7 @@ pub fn the_other_does_not_notice(lab: &Lab, victim: &str, other: &str) {
         );
         let pid = lab
             .daemon()
+            .vms()
             .list()
             .iter()
             .find(|vm| vm.name == victim)

@@ -1,0 +1,272 @@
+//! VMs that are on their way into the daemon's table: being started, or being taken over from the daemon before. They are listed and can
+//! be stopped meanwhile, however long their QEMU hangs.
+//!
+//! ```text
+//!   vm run, restore    begin(Starting) --- QEMU answers ---> table of VMs
+//!                                       `- deadline, or stopped ---> error, nothing is left
+//!   daemon starts      begin(Adopting) --- QEMU answers ---> table of VMs
+//!                        ^-- again after a pause --'  `- QEMU has ended ---> its files are removed
+//! ```
+//! An entry lives as long as its [`Entry`]. It is never held together with the table of VMs: that one's lock comes second.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use memfold_api::{AttachRequest, VmInfo};
+use memfold_vm::{Cancel, Record, VmDirectory, VmSpec};
+
+use crate::error::DaemonError;
+
+/// How long requests wait at the daemon's start for VMs whose QEMU answers.
+pub(crate) const SETTLE: Duration = Duration::from_secs(2);
+
+/// How long a start, and a first try to take a VM over, may take in all.
+const START_PATIENCE: Duration = Duration::from_secs(60);
+
+/// Why a VM is on its way.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    Starting,
+    Adopting,
+    /// Attached to the daemon before.
+    Attaching(AttachRequest),
+}
+
+/// A VM on its way.
+#[derive(Debug)]
+pub(crate) struct Arrival {
+    name: String,
+    domain: Option<String>,
+    ram_bytes: u64,
+    pub way: Way,
+    pub cancel: Cancel,
+    problem: Mutex<Option<String>>,
+}
+
+impl Arrival {
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn attach_request(&self) -> Option<&AttachRequest> {
+        match &self.way {
+            Way::Attaching(request) => Some(request),
+            Way::Starting | Way::Adopting => None,
+        }
+    }
+
+    fn problem(&self) -> Option<String> {
+        self.problem
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Notes why a try failed; whether that is news.
+    pub fn set_problem(&self, why: &str) -> bool {
+        let mut problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_new = problem.as_deref() != Some(why);
+        *problem = Some(why.to_owned());
+        is_new
+    }
+
+    fn state(&self) -> &'static str {
+        match self.way {
+            Way::Starting => "starting",
+            Way::Adopting | Way::Attaching(_) => "taking-over",
+        }
+    }
+
+    /// What refuses a request for it.
+    pub fn refusal(&self) -> DaemonError {
+        let what = match self.way {
+            Way::Starting => "is being started",
+            Way::Adopting | Way::Attaching(_) => "is not taken over yet",
+        };
+        let why = self
+            .problem()
+            .map_or_else(String::new, |why| format!(": {why}"));
+        DaemonError::Busy {
+            why: format!("VM '{}' {what}{why}", self.name),
+            fix: format!(
+                "wait until 'memfold vm list' shows it as running, or end it: memfold vm stop {}",
+                self.name
+            ),
+        }
+    }
+
+    /// As VMs are listed.
+    pub fn info(&self, state: &Path) -> VmInfo {
+        let record: Option<Record> =
+            VmDirectory::read_json(&VmDirectory::of(state, &self.name).record()).ok();
+        let version = record.as_ref().map(|record| record.version);
+        VmInfo {
+            name: self.name.clone(),
+            domain: self.domain.clone(),
+            pid: record.map_or(0, |record| record.process.pid),
+            ram_bytes: self.ram_bytes,
+            origin: if self.attach_request().is_some() {
+                "attached"
+            } else {
+                "started"
+            }
+            .to_owned(),
+            qemu: version.map_or_else(String::new, |(a, b, c)| format!("{a}.{b}.{c}")),
+            state: self.state().to_owned(),
+            state_cause: self.problem(),
+            ..VmInfo::default()
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    all: BTreeMap<String, Arc<Arrival>>,
+    /// What is to be done before the daemon counts as settled, and is not done yet.
+    unsettled: usize,
+}
+
+impl State {
+    fn is_starting(&self) -> bool {
+        self.all
+            .values()
+            .any(|arrival| arrival.way == Way::Starting)
+    }
+}
+
+/// All VMs on their way.
+#[derive(Debug)]
+pub(crate) struct Arrivals {
+    state: Mutex<State>,
+    changed: Condvar,
+    began: Instant,
+}
+
+impl Default for Arrivals {
+    fn default() -> Self {
+        Self {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            began: Instant::now(),
+        }
+    }
+}
+
+impl Arrivals {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn get(&self, name: &str) -> Option<Arc<Arrival>> {
+        self.lock().all.get(name).cloned()
+    }
+
+    pub fn all(&self) -> Vec<Arc<Arrival>> {
+        self.lock().all.values().cloned().collect()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.lock().all.is_empty()
+    }
+
+    /// Waits until `done`, or the time is over; whether it was.
+    fn wait(&self, limit: Duration, done: impl Fn(&State) -> bool) -> bool {
+        let state = self.lock();
+        let waited = self
+            .changed
+            .wait_timeout_while(state, limit, |state| !done(state));
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+
+    /// Waits until this VM is on its way no more; whether it isn't.
+    pub fn wait_gone(&self, arrival: &Arc<Arrival>, limit: Duration) -> bool {
+        self.wait(limit, |state| {
+            let now = state.all.get(&arrival.name);
+            now.is_none_or(|now| !Arc::ptr_eq(now, arrival))
+        })
+    }
+
+    /// Puts a VM among those on their way, unless its name is among them or `is_taken`.
+    pub fn add(
+        self: &Arc<Self>,
+        spec: &VmSpec,
+        way: Way,
+        is_taken: impl FnOnce(&str) -> bool,
+    ) -> Result<Entry, DaemonError> {
+        let arrival = Arc::new(Arrival {
+            name: spec.name.clone(),
+            domain: spec.domain.clone(),
+            ram_bytes: spec.memory.0,
+            way,
+            cancel: Cancel::default(),
+            problem: Mutex::default(),
+        });
+        let mut state = self.lock();
+        if state.all.contains_key(&spec.name) || is_taken(&spec.name) {
+            return Err(DaemonError::NameTaken(spec.name.clone()));
+        }
+        state.all.insert(spec.name.clone(), arrival.clone());
+        Ok(Entry {
+            arrivals: Arc::downgrade(self),
+            arrival,
+        })
+    }
+
+    pub fn is_starting(&self) -> bool {
+        self.lock().is_starting()
+    }
+
+    /// Waits until no VM is being started; whether none is.
+    pub fn wait_for_starts(&self) -> bool {
+        self.wait(START_PATIENCE, |state| !state.is_starting())
+    }
+
+    /// Waits until every VM that runs was taken over, or cannot be now.
+    pub fn wait_for_adoption(&self) {
+        self.wait(START_PATIENCE, |state| state.unsettled == 0);
+    }
+
+    pub fn unsettled(self: &Arc<Self>) -> Unsettled {
+        self.lock().unsettled += 1;
+        Unsettled(Arc::downgrade(self))
+    }
+
+    /// Waits at the daemon's start, for [`SETTLE`] at most, until the VMs are taken over whose QEMU answers.
+    pub fn settle_first(&self) {
+        let left = SETTLE.saturating_sub(self.began.elapsed());
+        if !left.is_zero() {
+            self.wait(left, |state| state.unsettled == 0);
+        }
+    }
+}
+
+/// Keeps a VM among those on their way.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    arrivals: Weak<Arrivals>,
+    pub arrival: Arc<Arrival>,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        if let Some(arrivals) = self.arrivals.upgrade() {
+            arrivals.lock().all.remove(&self.arrival.name);
+            arrivals.changed.notify_all();
+        }
+    }
+}
+
+/// Until this is dropped, requests wait for the daemon to settle, if not for long.
+#[derive(Debug)]
+pub(crate) struct Unsettled(Weak<Arrivals>);
+
+impl Drop for Unsettled {
+    fn drop(&mut self) {
+        if let Some(arrivals) = self.0.upgrade() {
+            arrivals.lock().unsettled -= 1;
+            arrivals.changed.notify_all();
+        }
+    }
+}

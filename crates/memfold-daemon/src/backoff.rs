@@ -1,0 +1,116 @@
+//! Something that a thread does once in a while, less and less often while it fails.
+
+use std::io;
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// How long one waits after the first failure; doubled with each.
+const FIRST_WAIT: Duration = Duration::from_secs(30);
+
+/// At most so long.
+pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(600);
+
+/// Attempts of which one at a time is under way, on a thread of its own.
+#[derive(Debug)]
+pub(crate) struct Backoff<T> {
+    under_way: Option<JoinHandle<Option<T>>>,
+    failures: u32,
+    /// Not before this.
+    rests_until: Option<Instant>,
+}
+
+impl<T> Default for Backoff<T> {
+    fn default() -> Self {
+        Self {
+            under_way: None,
+            failures: 0,
+            rests_until: None,
+        }
+    }
+}
+
+impl<T: Send + 'static> Backoff<T> {
+    /// Begins one; it fails if its outcome is `None`, or if it panics.
+    pub fn begin(
+        &mut self,
+        name: &str,
+        work: impl FnOnce() -> Option<T> + Send + 'static,
+    ) -> io::Result<()> {
+        let thread = Builder::new().name(name.into());
+        self.under_way = Some(thread.spawn(work)?);
+        Ok(())
+    }
+
+    /// What came of one that has ended, once; a failure is noted.
+    pub fn ended(&mut self, now: Instant) -> Option<T> {
+        let thread = self.under_way.take_if(|thread| thread.is_finished())?;
+        let outcome = thread.join().ok().flatten();
+        match outcome {
+            Some(_) => self.failures = 0,
+            None => self.failed(now),
+        }
+        outcome
+    }
+
+    pub const fn is_under_way(&self) -> bool {
+        self.under_way.is_some()
+    }
+
+    pub fn failed(&mut self, now: Instant) {
+        let wait = FIRST_WAIT.saturating_mul(1 << self.failures.min(8));
+        self.failures += 1;
+        self.rest(now + wait.min(LONGEST_WAIT));
+    }
+
+    /// Nothing is tried before that.
+    pub const fn rest(&mut self, until: Instant) {
+        self.rests_until = Some(until);
+    }
+
+    pub fn rests(&self, now: Instant) -> bool {
+        self.rests_until.is_some_and(|until| now < until)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    #[test]
+    fn a_try_is_waited_for_and_its_outcome_is_told_once() {
+        for outcome in [Some(5), None] {
+            let mut tries = Backoff::default();
+            let (end, ended) = channel::<()>();
+            let work = move || {
+                // Until it is told.
+                let _ = ended.recv();
+                outcome
+            };
+            tries.begin("try", work).unwrap();
+            let now = Instant::now();
+            assert_eq!(tries.ended(now), None);
+            assert!(tries.is_under_way());
+            drop(end);
+            let mut told = None;
+            while tries.is_under_way() {
+                told = tries.ended(now);
+                std::thread::yield_now();
+            }
+            assert_eq!(told, outcome);
+            assert_eq!(tries.ended(now), None);
+            assert_eq!(tries.rests(now), outcome.is_none());
+        }
+    }
+
+    #[test]
+    fn failures_are_rarer_and_rarer() {
+        let mut tries = Backoff::<()>::default();
+        let now = Instant::now();
+        for wait in [30, 60, 120, 240, 480, 600, 600] {
+            tries.failed(now);
+            assert!(tries.rests(now + Duration::from_secs(wait - 1)));
+            assert!(!tries.rests(now + Duration::from_secs(wait)));
+        }
+    }
+}

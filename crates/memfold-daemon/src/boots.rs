@@ -1,0 +1,256 @@
+//! Booting and rebooting VMs. For a reboot its guest does it, or the VM goes back to what it was right after a boot.
+//!
+//! ```text
+//!   vm run --boot-snapshot   agent answers -> systemd says that all is started -> snapshot NAME-boot
+//!   vm reboot --from-boot-snapshot   VM ended, NAME-boot restored under its name: no firmware, no kernel, no services
+//! ```
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use memfold_api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest, VmInfo};
+use memfold_host::chain;
+use memfold_snapshot::{Manifest, restore};
+use memfold_vm::{AgentError, VmSpec};
+use tracing::{info, warn};
+
+use crate::boot_snapshot::{self, mark, name_of};
+use crate::debt::DebtWatch;
+use crate::error::DaemonError;
+use crate::machine::Machine;
+use crate::segments::laying::{lay_all, lay_when_booted};
+use crate::snapshot_directory::SnapshotDirectory;
+use crate::snapshot_locks::SnapshotLocks;
+use crate::snapshots::Snapshots;
+use crate::swap_disks::swap_on::swap_on_when_booted;
+use crate::vm_registry::VmRegistry;
+use crate::vms::Vms;
+
+/// How long a guest may take to start all that it starts, once its agent runs.
+const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// What a guest runs to say that all is started. A unit that failed is no reason to wait.
+const BOOTED: &str = "state=$(timeout 280 systemctl is-system-running --wait); echo $state; [ \"$state\" = running ] || [ \"$state\" = degraded ]";
+
+/// What differs from boot to boot.
+const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
+
+/// The guest reboots when it has answered.
+const REBOOT: &str =
+    "command -v systemctl > /dev/null && { (sleep 0.3; systemctl reboot) > /dev/null 2>&1 & }";
+
+/// How long a guest may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// VMs that boot.
+#[derive(Debug)]
+pub struct Boots {
+    registry: Arc<VmRegistry>,
+    debt: Arc<DebtWatch>,
+    vms: Arc<Vms>,
+    snapshots: Arc<Snapshots>,
+    directory: Arc<SnapshotDirectory>,
+    locks: Arc<SnapshotLocks>,
+}
+
+impl Boots {
+    pub(crate) fn new(
+        (registry, debt): (Arc<VmRegistry>, Arc<DebtWatch>),
+        (vms, snapshots): (Arc<Vms>, Arc<Snapshots>),
+        (directory, locks): (Arc<SnapshotDirectory>, Arc<SnapshotLocks>),
+    ) -> Self {
+        Self {
+            registry,
+            debt,
+            vms,
+            snapshots,
+            directory,
+            locks,
+        }
+    }
+
+    /// Starts a VM, unless the brake is on.
+    pub fn run(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
+        self.debt.admit(&spec.name, 0, false)?.started();
+        self.run_despite_brake(spec)
+    }
+
+    /// Starts a VM, however much guests could call in.
+    pub fn run_despite_brake(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
+        if let Some(name) = memfold_vm::segments::twice(&spec) {
+            return Err(DaemonError::BadRequest(format!(
+                "segments: '{name}' is named twice"
+            )));
+        }
+        let boots = spec.boot_snapshot;
+        let name = spec.name.clone();
+        let info = self.vms.launch(spec, |state, spec, cancel| {
+            let vm = memfold_vm::start_unless(cancel, state, spec, None)?;
+            self.vms.share_kernel(&vm);
+            Ok(vm)
+        })?;
+        // It may have ended already.
+        let Ok(machine) = self.registry.machine(&name) else {
+            return Ok(info);
+        };
+        swap_on_when_booted(&machine);
+        if boots {
+            self.save_when_booted(&machine);
+        } else {
+            lay_when_booted(&machine);
+        }
+        Ok(machine.info())
+    }
+
+    /// Saves a VM that boots, as soon as it is up.
+    fn save_when_booted(self: &Arc<Self>, machine: &Arc<Machine>) {
+        machine.set_boot_snapshot(BootSnapshot::Pending);
+        let (weak, watched) = (Arc::downgrade(self), Arc::downgrade(machine));
+        let work = move || {
+            while let (Some(boots), Some(machine)) = (weak.upgrade(), watched.upgrade()) {
+                // Not kept alive by a guest that never answers.
+                if machine.wait_agent(Duration::from_secs(1)).is_err() {
+                    continue;
+                }
+                let saved = boots.save_booted(&machine);
+                // It has rebooted, most likely.
+                if let Err(DaemonError::Agent(
+                    AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_),
+                )) = saved
+                {
+                    continue;
+                }
+                if let Err(error) = &saved {
+                    warn!(
+                        vm = machine.name(),
+                        error = error as &dyn std::error::Error,
+                        "not saved after its boot"
+                    );
+                }
+                machine.set_boot_snapshot(saved.map_or_else(
+                    |error| BootSnapshot::Failed(error.to_string()),
+                    |()| BootSnapshot::Ready,
+                ));
+                return;
+            }
+        };
+        let spawned = std::thread::Builder::new()
+            .name("booted".into())
+            .spawn(work);
+        if let Err(error) = spawned {
+            machine.set_boot_snapshot(BootSnapshot::Failed(error.to_string()));
+        }
+    }
+
+    fn save_booted(&self, machine: &Machine) -> Result<(), DaemonError> {
+        let booted = machine.run(BOOTED, BOOT_TIMEOUT)?;
+        if booted.code != 0 {
+            let state = String::from_utf8_lossy(&booted.stdout).trim().to_owned();
+            return Err(DaemonError::BadRequest(format!(
+                "the guest did not start everything: systemd says '{state}'"
+            )));
+        }
+        // What could not be laid is said where VMs are listed.
+        lay_all(machine);
+        let name = name_of(machine.name());
+        // Of an earlier VM of this name, and of no use to anybody; one that somebody else has made stays.
+        let is_old =
+            |manifest: Manifest| manifest.vm == machine.name() && manifest.of_boot.is_some();
+        if self.directory.manifest(&name).is_ok_and(is_old) {
+            self.snapshots.remove(&name)?;
+        }
+        self.snapshots
+            .save_marked(&SaveRequest::new(machine.name(), name), mark(machine))?;
+        Ok(())
+    }
+
+    /// Reboots a VM.
+    pub fn reboot(
+        self: &Arc<Self>,
+        name: &str,
+        request: &RebootRequest,
+        timeout: Duration,
+    ) -> Result<VmInfo, DaemonError> {
+        let machine = self.registry.machine(name)?;
+        if request.from_boot_snapshot {
+            self.go_back(&machine)
+        } else {
+            reboot_guest(&machine, timeout)?;
+            Ok(machine.info())
+        }
+    }
+
+    fn go_back(self: &Arc<Self>, machine: &Machine) -> Result<VmInfo, DaemonError> {
+        let manifest = boot_snapshot::of(&self.directory, machine)?;
+        let name = machine.name();
+        let Some(_saving) = machine.try_save() else {
+            return Err(DaemonError::BadRequest(format!(
+                "a snapshot of '{name}' is being made; wait until it is done"
+            )));
+        };
+        // What can be known of the snapshot, before anything ends.
+        restore::spec(&self.directory, &manifest, name)?;
+        let progress = self.locks.begin(&manifest.name)?;
+        self.directory.checked_ram(&manifest, &progress)?;
+        // Not by its name, which another VM may have by now.
+        machine.stop(Duration::ZERO)?;
+        let end = Instant::now() + ANSWER_TIMEOUT;
+        let is_listed = || {
+            self.registry
+                .machine(name)
+                .is_ok_and(|now| now.id() == machine.id())
+        };
+        while is_listed() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let request = RestoreRequest {
+            // Who else runs from it did so before.
+            force: true,
+            // It was there before, and would be gone.
+            despite_brake: true,
+            ..RestoreRequest::new(name)
+        };
+        let info = self.snapshots.restore(&manifest.name, &request).map_err(|error| {
+            DaemonError::BadRequest(format!(
+                "'{name}' was ended, and could not be restored: {}; 'memfold snapshot restore {} --as {name}' tries it again",
+                chain(&error),
+                manifest.name
+            ))
+        })?;
+        info!(vm = name, "as it was right after its boot");
+        Ok(info)
+    }
+}
+
+/// Has the guest reboot, and waits until its agent is back.
+fn reboot_guest(machine: &Machine, timeout: Duration) -> Result<(), DaemonError> {
+    let end = Instant::now() + timeout;
+    let boot = |limit| {
+        let answer = machine.run(BOOT_ID, limit)?;
+        let whole = answer.code == 0 && !answer.stdout.is_empty();
+        Ok::<_, AgentError>(whole.then_some(answer.stdout))
+    };
+    let before = boot(ANSWER_TIMEOUT)?;
+    if machine.run(REBOOT, ANSWER_TIMEOUT)?.code != 0 {
+        return Err(DaemonError::BadRequest(format!(
+            "the guest of '{}' has no systemctl to reboot with",
+            machine.name()
+        )));
+    }
+    loop {
+        std::thread::sleep(Duration::from_millis(500));
+        // No answer: it is on its way.
+        if let Ok(Some(now)) = boot(Duration::from_secs(2)) {
+            if before.as_ref() != Some(&now) {
+                return Ok(());
+            }
+        }
+        if Instant::now() > end {
+            return Err(DaemonError::BadRequest(format!(
+                "the guest of '{}' was told to reboot and isn't back after {} s",
+                machine.name(),
+                timeout.as_secs()
+            )));
+        }
+    }
+}

@@ -1,0 +1,417 @@
+//! The copy-on-write debt: what guests could call in by writing, what there is for it, and who may be started while it is so.
+//!
+//! The [brake](brake) keeps this up to date.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::mpsc::Receiver;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use memfold_fold::{Owed, VmOwed};
+use memfold_host::Group;
+use memfold_ledger::read::{Proc, ReadError};
+use memfold_ledger::{Brake, BrakeEvent, BrakePolicy, DebtReport, Level, Look, VmDebt};
+use memfold_units::{ByteSize, PageCount};
+
+use crate::error::DaemonError;
+
+pub(crate) mod brake;
+
+/// Longest time without a look at the kernel's tables; and while a level is reached.
+const LONGEST: Duration = Duration::from_secs(30);
+const LONGEST_IN_NEED: Duration = Duration::from_secs(5);
+
+/// `MemAvailable` fell by so much: somebody may call debt in.
+const FELL: u64 = 32 << 20;
+
+/// A look at the kernel's tables may take one part in so many of the time.
+const LOOK_SHARE: u32 = 20;
+
+/// How long an image counts for a VM that has just been started, if no look finds it.
+const STARTING: Duration = Duration::from_secs(30);
+
+/// What is remembered of what was done.
+const EVENTS: usize = 32;
+
+/// What the daemon knows of its debt.
+#[derive(Debug)]
+pub(crate) struct DebtWatch(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    policy: BrakePolicy,
+    /// Whose limits bind all VMs.
+    groups: Vec<Group>,
+    brake: Brake,
+    /// Folding and KSM make no more debt: from `Braked` until `Ok`. At `Warning` already, what they share would soon be too much again.
+    held: bool,
+    began: Instant,
+    owed: Owed,
+    ksm_pages: u64,
+    given_back_pages: u64,
+    /// When the engine looked last, how long that took, how much was available and which VMs ran then.
+    looked: Option<(Instant, Duration, u64, Vec<String>)>,
+    /// What the engine was asked and has not answered yet.
+    pending: Option<Question>,
+    /// VMs that are being started, the images that they will run from, and since when they run.
+    starting: BTreeMap<String, (u64, Option<Instant>)>,
+    /// When guests were asked to drop page cache.
+    asked: BTreeMap<String, Instant>,
+    relieving: bool,
+    events: VecDeque<BrakeEvent>,
+}
+
+/// What the engine was asked.
+#[derive(Debug)]
+struct Question {
+    answered: Receiver<Owed>,
+    asked: Instant,
+    /// If it looks: what was available and which VMs ran when it was asked.
+    looks: Option<(u64, Vec<String>)>,
+}
+
+impl DebtWatch {
+    pub fn new(policy: BrakePolicy) -> Self {
+        Self(Mutex::new(State {
+            policy,
+            groups: Group::of_vms(Vec::new()),
+            brake: Brake::default(),
+            held: false,
+            began: Instant::now(),
+            owed: Owed::default(),
+            ksm_pages: 0,
+            given_back_pages: 0,
+            looked: None,
+            pending: None,
+            starting: BTreeMap::new(),
+            asked: BTreeMap::new(),
+            relieving: false,
+            events: VecDeque::new(),
+        }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses to start a VM while the brake is on, or if what it would share from the start, `brings` bytes, would put it on; unless it is to be
+    /// started `despite` that. What it brings is owed from now on.
+    pub fn admit(&self, vm: &str, brings: u64, despite: bool) -> Result<Admitted<'_>, DaemonError> {
+        let memory = self.memory()?;
+        let mut state = self.lock();
+        let mut report = state.report(memory);
+        report.debt_bytes += brings;
+        report.needed_bytes = state.policy.needed_bytes(report.debt_bytes);
+        let strain = state.policy.strain(&state.look(&report, memory));
+        if despite || report.level < Level::Braked && strain <= 1.0 {
+            let noted = (brings > 0).then(|| vm.to_owned());
+            if let Some(vm) = &noted {
+                // A restore may take minutes: its time begins with its end.
+                state.starting.insert(vm.clone(), (brings, None));
+            }
+            return Ok(Admitted { debt: self, noted });
+        }
+        let with = if brings > 0 {
+            format!(", with the {} of its snapshot", ByteSize(brings))
+        } else {
+            String::new()
+        };
+        Err(DaemonError::Braked {
+            what: format!("'{vm}' is not started{with}"),
+            why: words(&report),
+        })
+    }
+
+    /// Why nothing more may be shared now, if so.
+    pub fn braked(&self) -> Result<Option<String>, DaemonError> {
+        let memory = self.memory()?;
+        Ok(why(&self.lock().report(memory)))
+    }
+
+    /// What there is for the VMs.
+    fn memory(&self) -> Result<Memory, ReadError> {
+        let groups = self.lock().groups.clone();
+        Memory::now(&groups)
+    }
+
+    /// VMs come and go: finds the groups whose limits bind all of them.
+    fn find_groups(&self, pids: Vec<i32>) {
+        let groups = Group::of_vms(pids);
+        self.lock().groups = groups;
+    }
+}
+
+/// What there is, as far as it matters here.
+#[derive(Clone, Copy, Debug)]
+struct Memory {
+    total: u64,
+    available: u64,
+    swap_free: u64,
+    /// Which group says so.
+    limited_by: Option<usize>,
+}
+
+impl Memory {
+    /// `/proc/meminfo`, and the narrowest limit of a group.
+    fn now(groups: &[Group]) -> Result<Self, ReadError> {
+        let info = Proc::default().meminfo()?;
+        let field = |name: &str| info.get(name).map_or(0, |bytes| bytes.0);
+        let mut memory = Self {
+            total: field("MemTotal"),
+            available: field("MemAvailable"),
+            swap_free: field("SwapFree"),
+            limited_by: None,
+        };
+        for (number, group) in groups.iter().enumerate() {
+            let Some(room) = group.room() else { continue };
+            memory.total = memory.total.min(room.limit);
+            if room.available < memory.available {
+                memory.available = room.available;
+                memory.limited_by = Some(number);
+            }
+        }
+        Ok(memory)
+    }
+}
+
+impl State {
+    /// Whether the engine should look at the kernel's tables before it answers.
+    fn look_due(&self, available: u64, vms: &[String]) -> bool {
+        let Some((at, cost, then, of)) = &self.looked else {
+            return true;
+        };
+        let longest = if self.brake.level() == Level::Ok {
+            LONGEST
+        } else {
+            LONGEST_IN_NEED
+        };
+        let wanted = at.elapsed() >= longest || available + FELL <= *then || of != vms;
+        wanted && at.elapsed() >= *cost * LOOK_SHARE
+    }
+
+    /// The debt and what there is for it.
+    fn report(&self, memory: Memory) -> DebtReport {
+        let bytes = |pages: u64| PageCount(pages).bytes().0;
+        let vms: Vec<VmDebt> = self
+            .owed
+            .vms
+            .iter()
+            .map(|vm| VmDebt {
+                name: vm.name.clone(),
+                folded_bytes: bytes(vm.folded_pages),
+                snapshot_bytes: bytes(vm.snapshot_pages),
+                zero_bytes: bytes(vm.zero_pages),
+            })
+            .collect();
+        let sum = |of: fn(&VmDebt) -> u64| vms.iter().map(of).sum::<u64>();
+        let mut report = DebtReport {
+            folded_bytes: sum(|vm| vm.folded_bytes),
+            snapshot_bytes: sum(|vm| vm.snapshot_bytes),
+            zero_bytes: sum(|vm| vm.zero_bytes),
+            ksm_bytes: bytes(self.ksm_pages),
+            starting_bytes: self.starting.values().map(|(bytes, _)| bytes).sum(),
+            store_bytes: self.owed.store_bytes,
+            cover_percent: self.policy.cover_percent,
+            mem_available_bytes: memory.available,
+            limited_by: memory
+                .limited_by
+                .and_then(|number| self.groups.get(number))
+                .map(|group| group.directory().display().to_string()),
+            reserve_bytes: self.policy.reserve.of(memory.total),
+            swap_free_bytes: memory.swap_free,
+            given_back_bytes: bytes(self.given_back_pages),
+            vms,
+            events: self.events.iter().cloned().collect(),
+            ..DebtReport::default()
+        };
+        report.debt_bytes = report.folded_bytes
+            + report.snapshot_bytes
+            + report.zero_bytes
+            + report.ksm_bytes
+            + report.starting_bytes;
+        let look = self.look(&report, memory);
+        report.needed_bytes = self.policy.needed_bytes(report.debt_bytes);
+        report.absorbable_bytes = self.policy.absorbable_bytes(&look);
+        report.level = self.brake.level();
+        report.sharing_held = self.held;
+        report.why = words(&report);
+        report
+    }
+
+    fn look(&self, report: &DebtReport, memory: Memory) -> Look {
+        Look {
+            at: self.began.elapsed(),
+            debt_bytes: report.debt_bytes,
+            total_bytes: memory.total,
+            available_bytes: memory.available,
+        }
+    }
+
+    /// Forgets of VMs that were being started what a look has found, or should have.
+    fn keep_starting(&mut self, owed: &Owed) {
+        self.starting.retain(|name, (_, since)| {
+            let seen = |vm: &VmOwed| vm.name == *name && vm.snapshot_pages > 0;
+            since.is_none_or(|at| at.elapsed() < STARTING) && !owed.vms.iter().any(seen)
+        });
+    }
+
+    fn note(&mut self, report: &DebtReport, what: String) {
+        if self.events.len() == EVENTS {
+            self.events.pop_front();
+        }
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        self.events.push_back(BrakeEvent {
+            at_unix_s: now.map_or(0.0, |now| now.as_millis() as f64 / 1e3),
+            level: self.brake.level(),
+            mem_available_bytes: report.mem_available_bytes,
+            debt_bytes: report.debt_bytes,
+            what,
+        });
+    }
+}
+
+/// A VM that may be started. If it isn't, nothing is owed for it.
+#[must_use]
+pub(crate) struct Admitted<'a> {
+    debt: &'a DebtWatch,
+    noted: Option<String>,
+}
+
+impl Admitted<'_> {
+    /// It runs: what it brings is owed until a look finds it.
+    pub fn started(mut self) {
+        if let Some(vm) = self.noted.take() {
+            if let Some((_, since)) = self.debt.lock().starting.get_mut(&vm) {
+                *since = Some(Instant::now());
+            }
+        }
+    }
+}
+
+impl Drop for Admitted<'_> {
+    fn drop(&mut self) {
+        if let Some(vm) = &self.noted {
+            self.debt.lock().starting.remove(vm);
+        }
+    }
+}
+
+/// The figures that decide.
+fn words(report: &DebtReport) -> String {
+    let group = report.limited_by.as_ref();
+    let group = group.map_or_else(String::new, |path| format!(" in control group {path}"));
+    format!(
+        "guests could call in {} that they share; {} % of it, {}, is to be there, and {} can be had ({} available{group} less {} in reserve)",
+        ByteSize(report.debt_bytes),
+        report.cover_percent,
+        ByteSize(report.needed_bytes),
+        ByteSize(report.absorbable_bytes),
+        ByteSize(report.mem_available_bytes),
+        ByteSize(report.reserve_bytes),
+    )
+}
+
+/// Why nothing more may be shared, if so.
+fn why(report: &DebtReport) -> Option<String> {
+    report.sharing_held.then(|| report.why.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_ledger::Reserve;
+    use memfold_units::PAGE_SIZE;
+
+    fn state() -> State {
+        let watch = DebtWatch::new(BrakePolicy {
+            reserve: Reserve::Bytes(ByteSize::mib(100)),
+            cover_percent: 50.0,
+        });
+        watch.0.into_inner().unwrap()
+    }
+
+    #[test]
+    fn the_debt_is_the_sum_of_its_parts() {
+        let mut state = state();
+        state.owed.vms = vec![
+            VmOwed {
+                name: "a".into(),
+                folded_pages: 1,
+                snapshot_pages: 2,
+                zero_pages: 4,
+                cached_pages: 99,
+            },
+            VmOwed {
+                name: "b".into(),
+                folded_pages: 8,
+                ..VmOwed::default()
+            },
+        ];
+        state.owed.store_bytes = 7;
+        state.ksm_pages = 16;
+        state.starting.insert("c".into(), (32 * PAGE_SIZE, None));
+        let report = state.report(Memory {
+            total: 0,
+            available: 300 << 20,
+            swap_free: 5,
+            limited_by: None,
+        });
+        assert_eq!(report.debt_bytes, 63 * PAGE_SIZE);
+        assert_eq!(report.needed_bytes, 63 * PAGE_SIZE / 2);
+        assert_eq!(report.absorbable_bytes, 200 << 20);
+        assert_eq!((report.store_bytes, report.swap_free_bytes), (7, 5));
+        assert_eq!(report.vms[0].total_bytes(), 7 * PAGE_SIZE);
+        assert!(report.why.contains("200 MiB can be had"), "{}", report.why);
+    }
+
+    #[test]
+    fn what_a_start_brings_is_owed_until_a_look_finds_it_however_long_it_takes() {
+        let mut state = state();
+        let long_ago = Instant::now().checked_sub(STARTING);
+        assert!(long_ago.is_some(), "this host runs for less than that");
+        for (name, since) in [
+            ("slow", None),
+            ("new", Some(Instant::now())),
+            ("old", long_ago),
+            ("seen", None),
+        ] {
+            state.starting.insert(name.into(), (1, since));
+        }
+        let seen = VmOwed {
+            name: "seen".into(),
+            snapshot_pages: 1,
+            ..VmOwed::default()
+        };
+        state.keep_starting(&Owed {
+            vms: vec![seen],
+            ..Owed::default()
+        });
+        assert!(state.starting.keys().eq(["new", "slow"]));
+    }
+
+    #[test]
+    fn tables_are_looked_at_when_something_changed_and_within_a_part_of_the_time() {
+        let mut state = state();
+        let vms = vec!["a".to_owned()];
+        assert!(state.look_due(1 << 30, &vms));
+        let looked = |cost| Some((Instant::now(), cost, 1 << 30, vec!["a".to_owned()]));
+        state.looked = looked(Duration::ZERO);
+        assert!(!state.look_due(1 << 30, &vms));
+        assert!(!state.look_due((1 << 30) - FELL + 1, &vms));
+        assert!(state.look_due((1 << 30) - FELL, &vms));
+        assert!(state.look_due(1 << 30, &[]));
+        // A dear look is not had again at once, whatever happens.
+        state.looked = looked(Duration::from_secs(1));
+        assert!(!state.look_due(0, &[]));
+    }
+
+    #[test]
+    fn only_the_last_events_are_kept() {
+        let mut state = state();
+        for number in 0..=EVENTS {
+            state.note(&DebtReport::default(), number.to_string());
+        }
+        assert_eq!(state.events.len(), EVENTS);
+        assert_eq!(state.events[0].what, "1");
+    }
+}

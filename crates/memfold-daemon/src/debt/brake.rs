@@ -1,0 +1,338 @@
+//! The copy-on-write debt, watched: what guests could call in, what there is for it, and the brake.
+//!
+//! ```text
+//!   each second:  MemAvailable (or what a control group of all VMs leaves), counters of engine and KSM  ->  level
+//!     when MemAvailable fell, VMs came or went, or it is long ago: the engine looks at the kernel's tables first
+//!     warning:  said, and store pages that nobody needs are given back at once, not every six seconds
+//!     braked:   no VM is started, and until the level is ok again folding and KSM make no more debt (what is shared stays shared)
+//!     braked, and less than the reserve is left: guests are asked to drop clean page cache, one after the other, until it is there again
+//! ```
+//! No page map is walked for the look of each second.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use memfold_api::DebtRequest;
+use memfold_fold::{Command, Owed};
+use memfold_ksm as ksm;
+use memfold_ledger::{DebtReport, Level};
+use memfold_units::{ByteSize, PAGE_SIZE};
+use tracing::{info, warn};
+
+use crate::debt::{DebtWatch, Memory, Question, why};
+use crate::error::DaemonError;
+use crate::folding::Folding;
+use crate::ksm_steering::KsmSteering;
+use crate::machine::Machine;
+use crate::vm_registry::VmRegistry;
+
+/// Time between two looks at counters.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// How long the engine may take to answer: it may wait for a library that doesn't.
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// The same while a VM does not answer.
+const LATE_ANSWER: Duration = Duration::from_millis(100);
+
+/// Has a guest drop page cache that it can read again. Dirty pages stay, and so do inodes and directories (`Documentation/admin-guide/sysctl/vm.rst`).
+const DROP_CLEAN: &str = "echo 1 > /proc/sys/vm/drop_caches";
+
+/// How long a guest may take for that, how long it takes until its free pages have been reported, and when it may be asked again.
+const DROP_TIMEOUT: Duration = Duration::from_secs(10);
+const REPORTED: Duration = Duration::from_secs(4);
+const ASK_AGAIN: Duration = Duration::from_secs(60);
+
+/// The brake: watches the debt, and does what follows.
+#[derive(Debug)]
+pub struct DebtBrake {
+    registry: Arc<VmRegistry>,
+    folding: Arc<Folding>,
+    debt: Arc<DebtWatch>,
+    ksm: Arc<KsmSteering>,
+    needed: Arc<AtomicU64>,
+}
+
+impl DebtBrake {
+    /// `needed` is kept up to date: what is to be there for the debt, in bytes, which is not lent.
+    pub(crate) const fn new(
+        registry: Arc<VmRegistry>,
+        folding: Arc<Folding>,
+        debt: Arc<DebtWatch>,
+        ksm: Arc<KsmSteering>,
+        needed: Arc<AtomicU64>,
+    ) -> Self {
+        Self {
+            registry,
+            folding,
+            debt,
+            ksm,
+            needed,
+        }
+    }
+
+    /// Looks each second from now on.
+    pub(crate) fn begin(self: &Arc<Self>) -> io::Result<()> {
+        let brake = Arc::downgrade(self);
+        let thread = std::thread::Builder::new().name("debt".into());
+        thread.spawn(move || watch(&brake)).map(drop)
+    }
+
+    /// What guests could call in, what there is for it, and what the brake does.
+    pub fn debt(self: &Arc<Self>) -> Result<DebtReport, DaemonError> {
+        let vms = self.registry.names();
+        self.ask_owed(false, false, (0, vms))?;
+        self.judge(self.debt.memory()?)
+    }
+
+    /// Changes reserve and cover, until this daemon ends.
+    pub fn set_debt(self: &Arc<Self>, request: &DebtRequest) -> Result<DebtReport, DaemonError> {
+        let reserve = request.reserve.as_deref().map(str::parse).transpose();
+        let reserve = reserve.map_err(|why| DaemonError::BadRequest(format!("reserve: {why}")))?;
+        if let Some(percent) = request.cover_percent.filter(|p| !(0.0..=100.0).contains(p)) {
+            return Err(DaemonError::BadRequest(format!(
+                "cover_percent is {percent}; give 0 to 100"
+            )));
+        }
+        {
+            let mut state = self.debt.lock();
+            let policy = &mut state.policy;
+            policy.reserve = reserve.unwrap_or(policy.reserve);
+            policy.cover_percent = request.cover_percent.unwrap_or(policy.cover_percent);
+            info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "the brake's limits");
+        }
+        self.debt()
+    }
+
+    fn look_at_debt(self: &Arc<Self>) -> Result<(), DaemonError> {
+        let pids = |vm: &Arc<Machine>| vm.pid().as_raw_nonzero().get();
+        self.debt
+            .find_groups(self.registry.machines().iter().map(pids).collect());
+        let memory = self.debt.memory()?;
+        let vms: Vec<String> = self.registry.names();
+        let (look, level) = {
+            let state = self.debt.lock();
+            let look = state.look_due(memory.available, &vms);
+            (look, state.brake.level())
+        };
+        self.ask_owed(look, look && level > Level::Ok, (memory.available, vms))?;
+        let before = self.debt.lock().ksm_pages;
+        let ksm_pages = ksm_pages(look, before);
+        self.debt.lock().ksm_pages = ksm_pages;
+        let report = self.judge(self.debt.memory()?)?;
+        // Each time: steering may have begun meanwhile.
+        self.ksm.brake(why(&report));
+        if report.level == Level::Braked && report.mem_available_bytes < report.reserve_bytes {
+            self.relieve();
+        }
+        Ok(())
+    }
+
+    /// Has the engine say what guests could call in, and waits for it for a while. One question at a time: a look that takes long is waited for
+    /// at the next turn, not asked for again.
+    fn ask_owed(
+        &self,
+        look: bool,
+        give_back: bool,
+        (available, vms): (u64, Vec<String>),
+    ) -> Result<(), DaemonError> {
+        let (pending, is_due) = {
+            let mut state = self.debt.lock();
+            let known = !state.owed.vms.is_empty() || !state.starting.is_empty();
+            (state.pending.take(), !vms.is_empty() || known)
+        };
+        let question = match pending {
+            Some(question) => question,
+            None if is_due => {
+                let (answer, answered) = sync_channel(1);
+                self.folding.tell(Command::Owed {
+                    look,
+                    give_back,
+                    answer,
+                })?;
+                Question {
+                    answered,
+                    asked: Instant::now(),
+                    looks: look.then_some((available, vms)),
+                }
+            }
+            None => return Ok(()),
+        };
+        let is_late = self
+            .registry
+            .machines()
+            .iter()
+            .any(|vm| vm.is_silent().is_some());
+        let patience = if is_late { LATE_ANSWER } else { ANSWER };
+        match question.answered.recv_timeout(patience) {
+            Ok(owed) => self.note_owed(owed, question),
+            Err(RecvTimeoutError::Timeout) => self.debt.lock().pending = Some(question),
+            Err(RecvTimeoutError::Disconnected) => {}
+        }
+        Ok(())
+    }
+
+    fn note_owed(&self, owed: Owed, question: Question) {
+        let mut state = self.debt.lock();
+        state.given_back_pages += owed.given_back_pages;
+        state.keep_starting(&owed);
+        state.owed = owed;
+        if let Some((available, vms)) = question.looks {
+            state.looked = Some((Instant::now(), question.asked.elapsed(), available, vms));
+        }
+    }
+
+    /// Finds the level, and does what follows when it is another.
+    fn judge(self: &Arc<Self>, memory: Memory) -> Result<DebtReport, DaemonError> {
+        let mut state = self.debt.lock();
+        let before = state.brake.level();
+        let look = state.look(&state.report(memory), memory);
+        let policy = state.policy;
+        let level = state.brake.judge(&policy, &look);
+        let owed = policy.needed_bytes(look.debt_bytes);
+        self.needed.store(owed, Ordering::Relaxed);
+        let report = state.report(memory);
+        if level == before {
+            return Ok(report);
+        }
+        let was_held = state.held;
+        state.held = level == Level::Braked || was_held && level != Level::Ok;
+        let follows = match level {
+            Level::Braked => {
+                "; folding and KSM make no more debt, and no VM is started; what is shared stays shared"
+            }
+            Level::Warning if was_held => {
+                "; VMs may be started, folding and KSM wait until it is ok"
+            }
+            Level::Ok if was_held => "; folding and KSM go on, and VMs may be started",
+            _ => "",
+        };
+        let what = format!("{before} -> {level}: {}{follows}", report.why);
+        if level == Level::Ok {
+            info!("debt: {what}");
+        } else {
+            warn!("debt: {what}");
+        }
+        state.note(&report, what);
+        let report = state.report(memory);
+        if state.held != was_held {
+            // Still locked, so that two changes reach the engine in their order; it doesn't ask for this lock.
+            self.folding.tell(Command::SetBraked(why(&report)))?;
+        }
+        Ok(report)
+    }
+
+    /// Asks guests for clean page cache, beside everything else, until the reserve is whole again.
+    fn relieve(self: &Arc<Self>) {
+        {
+            let mut state = self.debt.lock();
+            if state.relieving {
+                return;
+            }
+            state.relieving = true;
+        }
+        let brake = self.clone();
+        let work = move || {
+            let done = brake.ask_guests();
+            brake.debt.lock().relieving = false;
+            if let Err(error) = done {
+                warn!(
+                    error = &error as &dyn std::error::Error,
+                    "guests were not asked for page cache"
+                );
+            }
+        };
+        if let Err(error) = std::thread::Builder::new()
+            .name("relieve".into())
+            .spawn(work)
+        {
+            self.debt.lock().relieving = false;
+            warn!(%error, "no thread to ask guests for page cache");
+        }
+    }
+
+    fn ask_guests(self: &Arc<Self>) -> Result<(), DaemonError> {
+        let mut vms = self.debt.lock().owed.vms.clone();
+        vms.sort_by_key(|vm| std::cmp::Reverse(vm.cached_pages));
+        for vm in vms {
+            let memory = self.debt.memory()?;
+            if memory.available >= self.debt.lock().policy.reserve.of(memory.total) {
+                break;
+            }
+            let asked = self.debt.lock().asked.get(&vm.name).copied();
+            let Ok(machine) = self.registry.machine(&vm.name) else {
+                continue;
+            };
+            // Without free page reporting the host would not get it.
+            let reports = machine.vm().spec().is_some_and(|spec| spec.balloon);
+            if !reports || asked.is_some_and(|at| at.elapsed() < ASK_AGAIN) {
+                continue;
+            }
+            // Not while it is being saved, with its cache.
+            let Some(_saving) = machine.try_save() else {
+                continue;
+            };
+            let now = Instant::now();
+            self.debt.lock().asked.insert(vm.name.clone(), now);
+            if !machine
+                .run(DROP_CLEAN, DROP_TIMEOUT)
+                .is_ok_and(|done| done.code == 0)
+            {
+                continue;
+            }
+            std::thread::sleep(REPORTED);
+            let after = self.debt.memory()?;
+            let what = format!(
+                "less than the reserve was left: the guest of '{}' dropped its clean page cache ({} known of); what is available changed by {:+} MiB in {:.0} s, by whatever else went on, too",
+                vm.name,
+                ByteSize(vm.cached_pages * PAGE_SIZE),
+                (i128::from(after.available) - i128::from(memory.available)) / (1 << 20),
+                now.elapsed().as_secs_f64(),
+            );
+            warn!("debt: {what}");
+            let mut state = self.debt.lock();
+            state.asked.retain(|_, at| at.elapsed() < ASK_AGAIN);
+            let report = state.report(after);
+            state.note(&report, what);
+        }
+        Ok(())
+    }
+}
+
+/// Pages that KSM saves: those that would each need a place of their own. While it stands still, its counter keeps what ended processes
+/// had merged, so that processes are asked; only with `look`.
+fn ksm_pages(look: bool, before: u64) -> u64 {
+    let controls = ksm::Controls::default();
+    let number = |name| controls.number(name).ok().flatten().unwrap_or(0);
+    let (sharing, zero) = (number("pages_sharing"), number("ksm_zero_pages"));
+    if sharing + zero == 0 || number("run") == 1 {
+        return sharing + zero;
+    }
+    if !look {
+        return before.min(sharing + zero);
+    }
+    let merging = ksm::merging_pages(Path::new("/proc"));
+    sharing.min(merging.unwrap_or(sharing)) + zero
+}
+
+/// Looks each second, as long as the daemon lives.
+fn watch(brake: &Weak<DebtBrake>) {
+    // Told when it begins, not each second.
+    let mut told = false;
+    while let Some(brake) = brake.upgrade() {
+        let looked = brake.look_at_debt();
+        if let Some(error) = looked.as_ref().err().filter(|_| !told) {
+            warn!(
+                error = error as &dyn std::error::Error,
+                "what guests could call in can't be found out; tried again each second"
+            );
+        }
+        told = looked.is_err();
+        drop(brake);
+        std::thread::sleep(INTERVAL);
+    }
+}

@@ -1,0 +1,441 @@
+//! What changed between two samples, in words.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use memfold_units::ByteSize;
+
+use memfold_api::{Borrowed, FullReport, SwapPlace, VmInfo};
+use memfold_ledger::history::Event;
+use memfold_ledger::{BrakeEvent, Disagreement, Level};
+use memfold_lend::LenderStatus;
+use memfold_lend::distrust::Distrusted;
+
+/// Most characters of an event.
+const TEXT_LIMIT: usize = 300;
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct SeenVm {
+    pid: i32,
+    has_agent: bool,
+    /// Why it doesn't run, if it doesn't.
+    still: Option<String>,
+    problems: BTreeSet<String>,
+}
+
+/// What this host lends.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct SeenLender {
+    max_bytes: u64,
+    lent_bytes: u64,
+    problem: Option<String>,
+}
+
+/// What a sample says beside the ledger.
+#[derive(Debug)]
+pub(crate) struct Beside {
+    pub vms: Vec<VmInfo>,
+    pub distrusted: Vec<Distrusted>,
+    pub borrowed: Vec<Borrowed>,
+    pub lending: Option<LenderStatus>,
+    /// Names of all snapshots; `None`: their directory can't be read.
+    pub snapshots: Option<Vec<String>>,
+}
+
+/// What a sample says of the things whose changes are events.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Seen {
+    vms: BTreeMap<String, SeenVm>,
+    paused: bool,
+    ksm_runs: bool,
+    full_stores: BTreeSet<String>,
+    disagreements: BTreeSet<String>,
+    /// Lenders that aren't believed: how often they lied, and how.
+    distrusted: BTreeMap<String, (u64, String)>,
+    /// What the brake did last, oldest first.
+    brake: Vec<BrakeEvent>,
+    /// Whose swap is lent or was, and where it is; whether that is as it should be.
+    borrowed: BTreeMap<String, (String, bool)>,
+    lending: Option<SeenLender>,
+    snapshots: Option<BTreeSet<String>>,
+}
+
+impl Seen {
+    /// Of this sample.
+    #[must_use]
+    pub(crate) fn of(report: &FullReport, beside: &Beside) -> Self {
+        let vm = |vm: &VmInfo| {
+            let problems = vm.agent_problems.iter().chain(&vm.fold_problems);
+            let seen = SeenVm {
+                pid: vm.pid,
+                has_agent: vm.agent.is_some(),
+                still: (!matches!(vm.state.as_str(), "" | "running" | "taking-over")).then(|| {
+                    match &vm.state_cause {
+                        Some(cause) => format!("{}: {cause}", vm.state),
+                        None => vm.state.clone(),
+                    }
+                }),
+                problems: problems.cloned().collect(),
+            };
+            (vm.name.clone(), seen)
+        };
+        let full = report.fold.domains.iter().filter(|d| d.store_full);
+        Self {
+            vms: beside
+                .vms
+                .iter()
+                .filter(|vm| vm.state != "starting")
+                .map(vm)
+                .collect(),
+            paused: report.fold.paused,
+            ksm_runs: report.ledger.host.ksm.is_some_and(|ksm| ksm.run == 1),
+            full_stores: full.map(|d| d.domain.clone()).collect(),
+            disagreements: report.ledger.disagreements.iter().map(sums).collect(),
+            distrusted: beside
+                .distrusted
+                .iter()
+                .map(|one| {
+                    let how = format!("to VM '{}': {}", one.vm, one.what);
+                    (one.lender.clone(), (one.lies, how))
+                })
+                .collect(),
+            brake: report
+                .ledger
+                .debt
+                .as_ref()
+                .map_or_else(Vec::new, |debt| debt.events.clone()),
+            borrowed: beside
+                .borrowed
+                .iter()
+                .map(|one| {
+                    let good = matches!(one.place, SwapPlace::Lent | SwapPlace::OnDisk);
+                    (one.vm.clone(), (one.where_it_is(), good))
+                })
+                .collect(),
+            lending: beside.lending.as_ref().map(|lender| SeenLender {
+                max_bytes: lender.max_bytes,
+                lent_bytes: lender.lent_bytes,
+                problem: lender.problem.clone(),
+            }),
+            snapshots: beside
+                .snapshots
+                .as_ref()
+                .map(|names| names.iter().cloned().collect()),
+        }
+    }
+}
+
+/// Which sums, without their figures: these differ from sample to sample.
+fn sums(disagreement: &Disagreement) -> String {
+    let of = disagreement.vm.as_deref().unwrap_or("host");
+    format!("{of}: {}", disagreement.what)
+}
+
+fn event(kind: &str, warning: bool, vm: Option<&str>, text: impl AsRef<str>) -> Event {
+    Event {
+        at_unix_s: 0,
+        kind: kind.to_owned(),
+        warning,
+        vm: vm.map(str::to_owned),
+        text: text.as_ref().chars().take(TEXT_LIMIT).collect(),
+    }
+}
+
+/// What changed from `old` to `new`. The caller says when.
+#[must_use]
+pub(crate) fn changes(old: &Seen, new: &Seen) -> Vec<Event> {
+    let mut events = of_vms(old, new);
+    events.extend(of_host(old, new));
+    events.extend(of_lending(old, new));
+    events
+}
+
+fn of_vms(old: &Seen, new: &Seen) -> Vec<Event> {
+    let mut events = Vec::new();
+    for (name, was) in &old.vms {
+        if new.vms.get(name).is_none_or(|is| is.pid != was.pid) {
+            events.push(event("vm", false, Some(name), "ended"));
+        }
+    }
+    for (name, is) in &new.vms {
+        let was = old.vms.get(name).filter(|was| was.pid == is.pid);
+        if was.is_none() {
+            let text = format!("runs, QEMU is process {}", is.pid);
+            events.push(event("vm", false, Some(name), text));
+        }
+        let was = was.cloned().unwrap_or_default();
+        match (was.has_agent, is.has_agent) {
+            (false, true) => events.push(event("agent", false, Some(name), "connected")),
+            (true, false) => events.push(event("agent", true, Some(name), "lost")),
+            _ => {}
+        }
+        match (&was.still, &is.still) {
+            (before, Some(now)) if before.as_ref() != Some(now) => {
+                events.push(event(
+                    "vm",
+                    true,
+                    Some(name),
+                    format!("stands still ({now})"),
+                ));
+            }
+            (Some(_), None) => events.push(event("vm", false, Some(name), "runs again")),
+            _ => {}
+        }
+        for problem in is.problems.difference(&was.problems) {
+            events.push(event("folding", true, Some(name), problem));
+        }
+        for problem in was.problems.difference(&is.problems) {
+            let text = format!("no longer: {problem}");
+            events.push(event("folding", false, Some(name), text));
+        }
+    }
+    events
+}
+
+fn of_host(old: &Seen, new: &Seen) -> Vec<Event> {
+    let mut events = Vec::new();
+    if old.paused != new.paused {
+        let word = if new.paused { "paused" } else { "goes on" };
+        events.push(event("folding", new.paused, None, word));
+    }
+    if old.ksm_runs != new.ksm_runs {
+        let word = if new.ksm_runs { "runs" } else { "stopped" };
+        events.push(event("ksm", false, None, word));
+    }
+    for domain in new.full_stores.difference(&old.full_stores) {
+        let text = format!("the page store of trust domain '{domain}' is full");
+        events.push(event("store", true, None, text));
+    }
+    for domain in old.full_stores.difference(&new.full_stores) {
+        let text = format!("the page store of trust domain '{domain}' has room again");
+        events.push(event("store", false, None, text));
+    }
+    for what in new.disagreements.difference(&old.disagreements) {
+        events.push(event(
+            "ledger",
+            true,
+            None,
+            format!("does not agree: {what}"),
+        ));
+    }
+    for what in old.disagreements.difference(&new.disagreements) {
+        events.push(event(
+            "ledger",
+            false,
+            None,
+            format!("agrees again: {what}"),
+        ));
+    }
+    for done in new.brake.iter().filter(|done| !old.brake.contains(done)) {
+        let text = format!("{}: {}", done.level, done.what);
+        events.push(event("brake", done.level != Level::Ok, None, text));
+    }
+    if let (Some(were), Some(are)) = (&old.snapshots, &new.snapshots) {
+        let all = [(are, were, "made"), (were, are, "removed")];
+        for (these, others, what) in all {
+            for name in these.difference(others) {
+                let text = format!("'{name}' was {what}");
+                events.push(event("snapshot", false, None, text));
+            }
+        }
+    }
+    events
+}
+
+fn of_lending(old: &Seen, new: &Seen) -> Vec<Event> {
+    let mut events = Vec::new();
+    for (vm, (place, good)) in &new.borrowed {
+        if old.borrowed.get(vm).is_none_or(|(was, _)| was != place) {
+            let text = format!("its swap is on {place}");
+            events.push(event("lending", !good, Some(vm), text));
+        }
+    }
+    for vm in old.borrowed.keys() {
+        // What ended has no swap.
+        if !new.borrowed.contains_key(vm) && (new.vms.contains_key(vm) || vm.contains('/')) {
+            events.push(event(
+                "lending",
+                false,
+                Some(vm),
+                "its swap is on this host's disk",
+            ));
+        }
+    }
+    let (was, is) = (old.lending.clone(), new.lending.clone());
+    let (was, is) = (was.unwrap_or_default(), is.unwrap_or_default());
+    if was.max_bytes != is.max_bytes {
+        let text = match is.max_bytes {
+            0 => "this host lends no more".to_owned(),
+            bytes => format!("this host lends {} at most", ByteSize(bytes)),
+        };
+        events.push(event("lending", false, None, text));
+    }
+    if was.lent_bytes != is.lent_bytes {
+        let text = format!("{} of this host are lent now", ByteSize(is.lent_bytes));
+        events.push(event("lending", false, None, text));
+    }
+    if let Some(problem) = is.problem.filter(|p| was.problem.as_ref() != Some(p)) {
+        events.push(event("lending", true, None, problem));
+    }
+    for (lender, (lies, how)) in &new.distrusted {
+        if old.distrusted.get(lender).is_none_or(|(old, _)| old < lies) {
+            let text = format!("lender '{lender}' served wrong bytes {how}");
+            events.push(event("lending", true, None, text));
+        }
+    }
+    for lender in old.distrusted.keys() {
+        if !new.distrusted.contains_key(lender) {
+            let text = format!("lender '{lender}' is believed again");
+            events.push(event("lending", false, None, text));
+        }
+    }
+    events
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vm(pid: i32, has_agent: bool, problems: &[&str]) -> SeenVm {
+        SeenVm {
+            pid,
+            has_agent,
+            still: None,
+            problems: problems.iter().map(|&p| p.to_owned()).collect(),
+        }
+    }
+
+    fn words(events: &[Event]) -> Vec<String> {
+        let word = |e: &Event| {
+            let mark = if e.warning { "!" } else { "" };
+            let vm = e.vm.as_deref().unwrap_or("-");
+            format!("{mark}{} {vm} {}", e.kind, e.text)
+        };
+        events.iter().map(word).collect()
+    }
+
+    #[test]
+    fn nothing_changed_is_no_event() {
+        let mut seen = Seen::default();
+        seen.vms.insert("a".into(), vm(1, true, &["x"]));
+        assert_eq!(changes(&seen, &seen), []);
+    }
+
+    #[test]
+    fn whatever_changed_is_one_event_and_a_vm_of_the_same_name_is_another() {
+        let mut old = Seen::default();
+        old.vms.insert("a".into(), vm(1, true, &["x"]));
+        old.vms.insert("b".into(), vm(2, true, &[]));
+        old.full_stores.insert("d".into());
+        let mut new = Seen {
+            paused: true,
+            ksm_runs: true,
+            ..Seen::default()
+        };
+        new.vms.insert("a".into(), vm(1, false, &["y"]));
+        new.vms.insert("b".into(), vm(3, false, &[]));
+        new.disagreements.insert("sums".into());
+        assert_eq!(
+            words(&changes(&old, &new)),
+            [
+                "vm b ended",
+                "!agent a lost",
+                "!folding a y",
+                "folding a no longer: x",
+                "vm b runs, QEMU is process 3",
+                "!folding - paused",
+                "ksm - runs",
+                "store - the page store of trust domain 'd' has room again",
+                "!ledger - does not agree: sums",
+            ]
+        );
+    }
+
+    #[test]
+    fn what_the_brake_did_and_snapshots_that_come_and_go_are_events_once() {
+        let done = |level, at_unix_s, what: &str| BrakeEvent {
+            at_unix_s,
+            level,
+            mem_available_bytes: 0,
+            debt_bytes: 0,
+            what: what.to_owned(),
+        };
+        let names = |names: &[&str]| Some(names.iter().map(|&n| n.to_owned()).collect());
+        let old = Seen {
+            brake: vec![done(Level::Warning, 1.0, "x")],
+            snapshots: names(&["a", "b"]),
+            ..Seen::default()
+        };
+        let mut new = old.clone();
+        new.brake.push(done(Level::Braked, 2.0, "x"));
+        new.brake.push(done(Level::Ok, 3.0, "y"));
+        new.snapshots = names(&["b", "c"]);
+        assert_eq!(
+            words(&changes(&old, &new)),
+            [
+                "!brake - BRAKED: x",
+                "brake - ok: y",
+                "snapshot - 'c' was made",
+                "snapshot - 'a' was removed",
+            ]
+        );
+        assert_eq!(changes(&new, &new), []);
+        // A directory that can't be read says nothing of them.
+        new.snapshots = None;
+        assert_eq!(
+            words(&changes(&old, &new)),
+            ["!brake - BRAKED: x", "brake - ok: y"]
+        );
+    }
+
+    #[test]
+    fn where_swap_is_and_what_is_lent_are_events_when_they_change() {
+        let lender = |max_bytes, lent_bytes, problem: Option<&str>| {
+            Some(SeenLender {
+                max_bytes,
+                lent_bytes,
+                problem: problem.map(str::to_owned),
+            })
+        };
+        let mut old = Seen {
+            lending: lender(8 << 30, 0, None),
+            ..Seen::default()
+        };
+        old.vms.insert("a".into(), vm(1, true, &[]));
+        let mut new = old.clone();
+        new.borrowed.insert("a".into(), ("RAM of h".into(), true));
+        new.lending = lender(8 << 30, 1 << 30, Some("no room"));
+        assert_eq!(
+            words(&changes(&old, &new)),
+            [
+                "lending a its swap is on RAM of h",
+                "lending - 1.00 GiB of this host are lent now",
+                "!lending - no room",
+            ]
+        );
+        let mut lost = new.clone();
+        lost.borrowed.insert("a".into(), ("nowhere".into(), false));
+        assert_eq!(
+            words(&changes(&new, &lost)),
+            ["!lending a its swap is on nowhere"]
+        );
+        let mut back = new.clone();
+        back.borrowed.clear();
+        back.lending = None;
+        assert_eq!(
+            words(&changes(&new, &back)),
+            [
+                "lending a its swap is on this host's disk",
+                "lending - this host lends no more",
+                "lending - 0 B of this host are lent now",
+            ]
+        );
+        back.vms.clear();
+        let of_a = changes(&new, &back);
+        let of_a: Vec<&str> = of_a
+            .iter()
+            .filter(|e| e.vm.is_some())
+            .map(|e| e.text.as_str())
+            .collect();
+        assert_eq!(of_a, ["ended"]);
+    }
+}

@@ -1,0 +1,145 @@
+//! Guests of this host that lack memory themselves, while it lends: what its own VMs are about to ask for is no surplus.
+//!
+//! Their balloon drivers say so to QEMU (`guest-stats` of `virtio-balloon-pci`, `docs/interop/virtio-balloon-stats.rst` there): no agent is
+//! needed. What a guest says is its own word; all that it can bring about by a lie is that this host lends less.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::thread::Builder;
+use std::time::Duration;
+
+use memfold_vm::{Qmp, QmpError};
+use serde_json::{Value, json};
+
+use crate::lending::Lending;
+use crate::machine::Machine;
+use crate::vm_registry::VmRegistry;
+
+/// Time between two looks.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Where VMs that memfold starts have their balloon.
+const BALLOON: &str = "/machine/peripheral/balloon0";
+
+/// A guest with less than this part of its memory available is short of it.
+const SHORT_PART: u64 = 16;
+
+/// So is one that has read so much from its swap between two looks (0.2 MiB a second).
+const SWAPPED_IN: u64 = 1 << 20;
+
+/// What a guest says of its memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Said {
+    total: u64,
+    available: u64,
+    /// Bytes read from its swap since it booted.
+    swapped_in: u64,
+}
+
+impl Said {
+    /// `None`: the guest has said nothing yet, or its kernel doesn't.
+    fn read(answer: &Value) -> Option<Self> {
+        let stats = &answer["stats"];
+        // The greatest number there is stands for none.
+        let number = |name: &str| stats[name].as_u64().filter(|value| *value != u64::MAX);
+        Some(Self {
+            total: number("stat-total-memory").filter(|total| *total > 0)?,
+            available: number("stat-available-memory")?,
+            swapped_in: number("stat-swap-in").unwrap_or(0),
+        })
+    }
+
+    fn is_short(&self, before: Option<&Self>) -> bool {
+        let swaps = before
+            .is_some_and(|before| self.swapped_in.saturating_sub(before.swapped_in) >= SWAPPED_IN);
+        swaps || self.available < self.total / SHORT_PART
+    }
+}
+
+fn ask(qmp: &mut Qmp) -> Result<Option<Said>, QmpError> {
+    let answer = qmp.execute(
+        "qom-get",
+        json!({ "path": BALLOON, "property": "guest-stats" }),
+    )?;
+    Ok(Said::read(&answer))
+}
+
+/// Has QEMU ask the guest each so many seconds; 0: not at all.
+fn ask_each(qmp: &mut Qmp, seconds: u64) -> Result<(), QmpError> {
+    let property = "guest-stats-polling-interval";
+    qmp.execute(
+        "qom-set",
+        json!({ "path": BALLOON, "property": property, "value": seconds }),
+    )
+    .map(drop)
+}
+
+/// Looks from now on, until the daemon ends.
+pub(crate) fn begin(registry: &Arc<VmRegistry>, lending: &Arc<Lending>) -> io::Result<()> {
+    let (registry, lending) = (Arc::downgrade(registry), Arc::downgrade(lending));
+    let watch = move || {
+        let mut known = BTreeMap::new();
+        while let (Some(registry), Some(lending)) = (registry.upgrade(), lending.upgrade()) {
+            look(&registry, &lending, &mut known);
+            drop((registry, lending));
+            std::thread::sleep(LOOK);
+        }
+    };
+    let thread = Builder::new().name("guests".into());
+    thread.spawn(watch).map(drop)
+}
+
+/// `known`: what each said at the last look, by the number of its machine.
+fn look(registry: &VmRegistry, lending: &Lending, known: &mut BTreeMap<u32, Option<Said>>) {
+    let lends = lending.status().is_some();
+    let has_balloon = |machine: &Machine| machine.vm().spec().is_some_and(|spec| spec.balloon);
+    let machines: Vec<_> = registry.machines();
+    known.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
+    let mut short = 0;
+    for machine in machines.iter().filter(|machine| has_balloon(machine)) {
+        let mut qmp = machine.monitor();
+        if !lends {
+            if known.remove(&machine.id()).is_some() {
+                // A guest that goes on being asked costs a little, and no more.
+                let _ = ask_each(&mut qmp, 0);
+            }
+            continue;
+        }
+        if !known.contains_key(&machine.id()) && ask_each(&mut qmp, LOOK.as_secs()).is_err() {
+            continue;
+        }
+        // One that can't be asked now is asked again.
+        let said = ask(&mut qmp).ok().flatten();
+        drop(qmp);
+        let before = known.insert(machine.id(), said).flatten();
+        short += u32::from(said.is_some_and(|said| said.is_short(before.as_ref())));
+    }
+    lending.set_short_guests(short);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_is_short_that_has_little_or_swaps_and_silence_is_nothing() {
+        const MIB: u64 = 1 << 20;
+        let answer = |available: u64, swapped_in: u64| {
+            json!({ "last-update": 1, "stats": {
+                "stat-total-memory": 512 * MIB, "stat-available-memory": available,
+                "stat-swap-in": swapped_in, "stat-htlb-pgfail": u64::MAX,
+            } })
+        };
+        let said = |available, swapped_in| Said::read(&answer(available, swapped_in)).unwrap();
+        let calm = said(300 * MIB, 7 * MIB);
+        assert!(!calm.is_short(None) && !calm.is_short(Some(&calm)));
+        assert!(said(31 * MIB, 0).is_short(None));
+        assert!(said(300 * MIB, 8 * MIB).is_short(Some(&calm)));
+        // Its kernel has no swap, or it has booted anew.
+        let none = said(300 * MIB, u64::MAX);
+        assert!(!none.is_short(Some(&calm)));
+        assert_eq!(Said::read(&answer(u64::MAX, 0)), None);
+        assert_eq!(Said::read(&json!({ "stats": {}, "last-update": 0 })), None);
+    }
+}

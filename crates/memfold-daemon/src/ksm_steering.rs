@@ -1,0 +1,466 @@
+//! KSM, steered by the daemon: for the VMs of one trust domain, within a CPU budget, and put back as it was.
+//!
+//! ```text
+//!   start --- refused while memory of others may merge --- settings noted, ksmd runs
+//!     each second: memory of others?  yes: run = 0, until it is gone
+//!                  a live save?       yes: run = 0 (the save did that), until it is over
+//!                  somebody else wrote run?  hands off, until it is 1 again
+//!                  else: pages_to_scan, sleep_millisecs by the controller (`ksm::steer`)
+//!   stop, the daemon's end, the next daemon after a kill: the settings as they were; what is merged stays merged
+//! ```
+//! `run` = 0 keeps what is merged; only `run` = 2 takes it apart, and needs as much memory at once as merging has saved. So nothing
+//! here writes 2 but a stop that asks for it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::time::{Duration, Instant};
+
+use memfold_api::{KsmStartRequest, KsmStopRequest};
+use memfold_ksm::explain::Steered;
+use memfold_ksm::processes::{self, Process};
+use memfold_ksm::steer::Goal;
+use memfold_ksm::{
+    self as ksm, Controls, Explanation, Facts, Known, KsmError, NOTES, Names, Overview, Paused,
+};
+use memfold_snapshot::SnapshotError;
+use memfold_vm::{MergeChoice, VmSpec};
+use tracing::{info, warn};
+
+use self::steered::{LONGEST_TARGET_S, Ours, SteeredKsm};
+use crate::debt::DebtWatch;
+use crate::error::DaemonError;
+use crate::vm_registry::{StartRight, VmRegistry};
+
+mod steered;
+
+/// How long another daemon may keep KSM still for a live save of its own.
+const MERGING_PATIENCE: Duration = Duration::from_secs(60);
+
+/// Time between two looks.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// KSM, steered by the daemon or left alone.
+#[derive(Debug)]
+pub struct KsmSteering {
+    registry: Arc<VmRegistry>,
+    debt: Arc<DebtWatch>,
+    /// Held while KSM stands still for a live save, and while steering it begins or ends.
+    merging: Mutex<()>,
+    /// KSM, while the daemon steers it.
+    steered: Mutex<Option<SteeredKsm>>,
+}
+
+/// KSM stands still, until this is dropped.
+enum Still<'a> {
+    /// It was not steered.
+    Paused(#[expect(dead_code, reason = "held, not used")] Box<Paused>),
+    /// It was; steering goes on then.
+    Steered(&'a KsmSteering),
+}
+
+impl Drop for Still<'_> {
+    fn drop(&mut self) {
+        if let Self::Steered(steering) = self {
+            if let Some(steered) = &mut *steering.steered() {
+                steered.saving = false;
+                steered.look(&steering.ours(&steered.domain));
+            }
+        }
+    }
+}
+
+/// KSM stands still.
+pub(crate) struct MergingStops<'a> {
+    _still: Still<'a>,
+    /// One live save at a time: the first to end would let KSM run under the others.
+    _alone: MutexGuard<'a, ()>,
+}
+
+/// Puts back what a daemon that died had set.
+pub(crate) fn restore() {
+    match ksm::restore_leftover(NOTES.as_ref()) {
+        Ok(false) => {}
+        Ok(true) => info!(
+            "KSM's settings are put back as they were before a memfold that died changed them; 'memfold ksm start' steers it again"
+        ),
+        Err(KsmError::Busy(_)) => info!("another memfold uses KSM"),
+        Err(error) => warn!(%error, "KSM's settings were left changed"),
+    }
+}
+
+fn refused(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
+    DaemonError::Merging {
+        why: why.into(),
+        fix: fix.into(),
+    }
+}
+
+impl KsmSteering {
+    pub(crate) fn new(registry: Arc<VmRegistry>, debt: Arc<DebtWatch>) -> Self {
+        Self {
+            registry,
+            debt,
+            merging: Mutex::default(),
+            steered: Mutex::default(),
+        }
+    }
+
+    fn steered(&self) -> MutexGuard<'_, Option<SteeredKsm>> {
+        self.steered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ours(&self, domain: &str) -> Ours {
+        let machines = self.registry.machines();
+        let pids = |members: bool| {
+            let wanted = machines
+                .iter()
+                .filter(|m| (m.domain() == Some(domain)) == members);
+            wanted.map(|m| m.pid().as_raw_nonzero().get()).collect()
+        };
+        Ours {
+            members: pids(true),
+            strangers: pids(false),
+        }
+    }
+
+    /// The right to begin, end or interrupt merging.
+    fn alone(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
+        match self.merging.try_lock() {
+            Ok(alone) => Ok(alone),
+            Err(TryLockError::Poisoned(alone)) => Ok(alone.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(refused(
+                "a VM is being saved live, and KSM has to stand still meanwhile",
+                "wait until the snapshot is made",
+            )),
+        }
+    }
+
+    /// KSM on this host, and how it is steered.
+    pub fn overview(&self) -> Result<Overview, DaemonError> {
+        let names: Names = self
+            .registry
+            .machines()
+            .iter()
+            .map(|m| {
+                let vm = (m.name().to_owned(), m.domain().map(str::to_owned));
+                (m.pid().as_raw_nonzero().get(), vm)
+            })
+            .collect();
+        let mut overview = Overview::now(Some(&names))?;
+        overview.steering = self.steered().as_ref().map(SteeredKsm::view);
+        Ok(overview)
+    }
+
+    /// Steers KSM from now on, or in another way.
+    pub fn start(self: &Arc<Self>, request: &KsmStartRequest) -> Result<Overview, DaemonError> {
+        let goal = goal(request)?;
+        let _alone = self.alone()?;
+        // Nobody starts a VM between the look at whose memory may merge, and ksmd's start.
+        let _none_starts = self.registry.none_starts().ok_or_else(|| {
+            refused(
+                "a VM is being started, and it is not known yet whether its memory may merge",
+                "wait until it runs, or stop it if its QEMU hangs ('memfold vm list' shows it)",
+            )
+        })?;
+        if let Some(why) = self.debt.braked()? {
+            return Err(DaemonError::Braked {
+                what: "KSM is not steered".into(),
+                why,
+            });
+        }
+        let domain = self.only_domain(request.domain.as_deref())?;
+        let has_advisor = Controls::default().text("advisor_mode")?.is_some();
+        if request.advisor && !has_advisor {
+            return Err(refused(
+                "this kernel has no advisor",
+                "leave --advisor out, or Linux 6.8 or newer",
+            ));
+        }
+        let mut steered = self.steered();
+        if let Some(old) = &*steered {
+            if old.domain != domain {
+                return Err(refused(
+                    format!("it is steered for trust domain '{}'", old.domain),
+                    "memfold ksm stop; one trust domain a host",
+                ));
+            }
+        }
+        // Its settings first, so that they are what is put back in the end.
+        let mut kept_out = BTreeSet::new();
+        if let Some(old) = steered.take() {
+            old.guard.restore()?;
+            kept_out = old.kept_out;
+        }
+        let ours = self.ours(&domain);
+        info!(domain, cpu_percent = request.cpu_percent, "KSM is steered");
+        let mut new = SteeredKsm::start(domain, goal, request.advisor, ours)?;
+        new.kept_out = kept_out;
+        let began = new.began;
+        *steered = Some(new);
+        drop(steered);
+        let steering = Arc::downgrade(self);
+        std::thread::Builder::new()
+            .name("ksm-steer".into())
+            .spawn(move || keep_steering(&steering, began))
+            .map_err(|_| DaemonError::Internal("no thread to steer KSM"))?;
+        self.overview()
+    }
+
+    /// The domain whose memory KSM is to merge; refused if memory of others may merge.
+    fn only_domain(&self, asked: Option<&str>) -> Result<String, DaemonError> {
+        let mergeable = processes::mergeable(Path::new("/proc"))?;
+        let machines = self.registry.machines();
+        let vm = |process: &Process| {
+            let mut vms = machines.iter();
+            vms.find(|m| m.pid().as_raw_nonzero().get() == process.pid)
+        };
+        let mut domains: BTreeMap<&str, &str> = BTreeMap::new();
+        for process in &mergeable {
+            match vm(process).map(|m| (m.name(), m.domain())) {
+                Some((name, Some(domain))) => {
+                    domains.entry(domain).or_insert(name);
+                }
+                Some((name, None)) => {
+                    return Err(refused(
+                        format!(
+                            "VM '{name}' has mergeable memory and no trust domain, and KSM merges all mergeable memory of a host"
+                        ),
+                        "end it, or start it with --domain or with --merge never",
+                    ));
+                }
+                None => {
+                    return Err(refused(
+                        format!(
+                            "process {} ({}) has mergeable memory and is no VM of this daemon, and KSM merges all mergeable memory of a host",
+                            process.pid, process.comm
+                        ),
+                        "end it, have it not advise its memory (QEMU: -machine mem-merge=off), or if it is a QEMU take it on: memfold vm attach QMP-SOCKET --name NAME --domain D",
+                    ));
+                }
+            }
+        }
+        let first = domains.keys().next().copied();
+        let Some(wanted) = asked.or(first) else {
+            return Err(refused(
+                "no VM has mergeable memory",
+                "start VMs with --domain, or say for which trust domain: --domain D",
+            ));
+        };
+        memfold_vm::check_name("domain", wanted)
+            .map_err(|error| DaemonError::BadRequest(error.to_string()))?;
+        if domains.keys().any(|domain| *domain != wanted) {
+            let list: Vec<String> = domains
+                .iter()
+                .map(|(domain, vm)| format!("'{domain}' (VM '{vm}')"))
+                .collect();
+            return Err(refused(
+                format!(
+                    "VMs of trust domain {} have mergeable memory, and KSM merges all mergeable memory of a host; it may run for one trust domain",
+                    list.join(" and ")
+                ),
+                format!(
+                    "end those that are not of '{wanted}', or start them anew with --merge never; while KSM is steered, memfold starts VMs of other trust domains so by itself"
+                ),
+            ));
+        }
+        Ok(wanted.to_owned())
+    }
+
+    /// Steers no more.
+    pub fn stop(&self, request: &KsmStopRequest) -> Result<Overview, DaemonError> {
+        let _alone = self.alone()?;
+        let Some(old) = self.steered().take() else {
+            return Err(refused(
+                "this daemon doesn't steer it",
+                "memfold ksm start begins; who else runs KSM is not asked to stop: echo 0 > /sys/kernel/mm/ksm/run",
+            ));
+        };
+        if request.unmerge {
+            old.controls.unmerge(0)?;
+        }
+        old.guard.restore()?;
+        info!(domain = old.domain, "KSM is steered no more");
+        self.overview()
+    }
+
+    /// The daemon ends.
+    pub(crate) fn end(&self) {
+        if let Some(old) = self.steered().take() {
+            match old.guard.restore() {
+                Ok(()) => info!(
+                    domain = old.domain,
+                    "KSM is steered no more; its settings are put back"
+                ),
+                Err(error) => warn!(%error, "KSM's settings were left changed"),
+            }
+        }
+    }
+
+    /// Whether this daemon steers it.
+    pub(crate) fn is_steered(&self) -> bool {
+        self.steered().is_some()
+    }
+
+    /// Why a VM's memory merges, or doesn't.
+    pub(crate) fn explain(&self, name: &str) -> Result<Explanation, DaemonError> {
+        let machine = self.registry.machine(name)?;
+        let blocks = machine.layout().blocks;
+        let known = Known {
+            name: machine.name().to_owned(),
+            domain: machine.domain().map(str::to_owned),
+            ram: blocks
+                .iter()
+                .map(|block| (block.hva.0, block.hva.add_pages(block.pages).0))
+                .collect(),
+        };
+        let steered = self.steered().as_ref().map(|steered| Steered {
+            domain: steered.domain.clone(),
+            held: steered.still(),
+            scans: steered.scans(),
+        });
+        let facts = Facts::read(
+            &Controls::default(),
+            Path::new("/proc"),
+            machine.pid().as_raw_nonzero().get(),
+            Some(&known),
+            steered,
+        )?;
+        Ok(ksm::weigh(&facts))
+    }
+
+    /// Has a VM that is to be started not offer its memory while KSM runs for another trust domain. Steering does not begin meanwhile.
+    pub(crate) fn keep_from_merging(&self, spec: &mut VmSpec, _: &StartRight<'_>) {
+        let mut steered = self.steered();
+        let Some(steered) = &mut *steered else { return };
+        if spec.merges() && spec.domain.as_ref() != Some(&steered.domain) {
+            info!(
+                vm = spec.name,
+                domain = steered.domain,
+                "started with mem-merge=off: KSM runs for another trust domain"
+            );
+            spec.merge = MergeChoice::Never;
+            steered.kept_out.insert(spec.name.clone());
+        }
+    }
+
+    /// Has KSM merge nothing more, with the reason, or go on.
+    pub(crate) fn brake(&self, why: Option<String>) {
+        if let Some(steered) = &mut *self.steered() {
+            // With the figures of when it came: each second's would be said anew.
+            if steered.braked.is_some() != why.is_some() {
+                steered.braked = why;
+            }
+        }
+    }
+
+    /// Has KSM stand still, as long as this is kept: a page that it merges is not protected any more (`snapshot::past`).
+    pub(crate) fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
+        let alone = self.merging.lock().unwrap_or_else(PoisonError::into_inner);
+        let end = Instant::now() + MERGING_PATIENCE;
+        loop {
+            match self.still(&alone) {
+                Ok(still) => {
+                    return Ok(MergingStops {
+                        _still: still,
+                        _alone: alone,
+                    });
+                }
+                // Another daemon may be saving a VM live, which is soon over.
+                Err(KsmError::Busy(_)) if Instant::now() < end => {
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+                Err(error) => {
+                    return Err(SnapshotError::Impossible(format!(
+                        "KSM can't be stopped for a live snapshot ({error}); save it without --live"
+                    ))
+                    .into());
+                }
+            }
+        }
+    }
+
+    fn still(&self, _: &MutexGuard<'_, ()>) -> Result<Still<'_>, KsmError> {
+        if let Some(steered) = &mut *self.steered() {
+            if steered.controls.number("run")? == Some(1) {
+                steered.stop()?;
+            }
+            steered.saving = true;
+            return Ok(Still::Steered(self));
+        }
+        let notes = Path::new(NOTES);
+        std::fs::create_dir_all(notes).map_err(|source| KsmError::Note {
+            path: notes.into(),
+            source,
+        })?;
+        let paused = ksm::pause(&Controls::default(), notes)?;
+        Ok(Still::Paused(Box::new(paused)))
+    }
+}
+
+/// Looks each second, until steering that began at `began` has ended.
+fn keep_steering(steering: &Weak<KsmSteering>, began: Instant) {
+    loop {
+        std::thread::sleep(INTERVAL);
+        let Some(steering) = steering.upgrade() else {
+            return;
+        };
+        let domain = match &*steering.steered() {
+            Some(steered) if steered.began == began => steered.domain.clone(),
+            _ => return,
+        };
+        let ours = steering.ours(&domain);
+        match &mut *steering.steered() {
+            Some(steered) if steered.began == began => steered.look(&ours),
+            _ => return,
+        }
+    }
+}
+
+fn goal(request: &KsmStartRequest) -> Result<Goal, DaemonError> {
+    let cpu = request.cpu_percent;
+    if !(cpu > 0.0 && cpu <= 95.0) {
+        return Err(DaemonError::BadRequest(format!(
+            "cpu_percent is {cpu}; give more than 0, and 95 at most: ksmd is one thread, and has to sleep for its settings to hold"
+        )));
+    }
+    let target = request.target_s;
+    if !(1.0..=LONGEST_TARGET_S).contains(&target) {
+        return Err(DaemonError::BadRequest(format!(
+            "target_s is {target}; give 1 to {LONGEST_TARGET_S}"
+        )));
+    }
+    Ok(Goal {
+        cpu_share: cpu / 100.0,
+        target: Duration::from_secs_f64(target),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(cpu_percent: f64, target_s: f64) -> KsmStartRequest {
+        KsmStartRequest {
+            domain: None,
+            cpu_percent,
+            target_s,
+            advisor: false,
+        }
+    }
+
+    #[test]
+    fn goals_that_make_no_sense_are_refused_with_their_range() {
+        assert!(goal(&request(20.0, 120.0)).is_ok());
+        for (cpu, target, word) in [
+            (0.0, 120.0, "more than 0"),
+            (96.0, 120.0, "95 at most"),
+            (f64::NAN, 120.0, "95"),
+            (20.0, 0.5, "1 to 86400"),
+            (20.0, f64::INFINITY, "1 to 86400"),
+        ] {
+            let error = goal(&request(cpu, target)).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        }
+    }
+}

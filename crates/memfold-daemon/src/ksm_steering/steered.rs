@@ -1,0 +1,406 @@
+//! One look at KSM while it is steered: what is the case, and what follows.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use memfold_ksm::pressure::Pressure;
+use memfold_ksm::processes::{self, Process};
+use memfold_ksm::steer::{Decision, Goal, Sample, Steer};
+use memfold_ksm::{Controls, Guard, KsmError, Ksmd, Merged, NOTES, Settings, Status, Steering};
+use tracing::{info, warn};
+
+/// Longest target, in seconds: the advisor's knob takes no more (`mm/ksm.c`).
+pub(crate) const LONGEST_TARGET_S: f64 = 86_400.0;
+
+/// Why KSM stands still though it is steered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Held {
+    /// Memory of others may merge.
+    Others(String),
+    /// Somebody else wrote `run`.
+    Overruled(u64),
+    /// The brake is on.
+    Braked(String),
+    /// Whose memory may merge can't be found out.
+    Blind(String),
+}
+
+impl std::fmt::Display for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Others(who) => write!(
+                f,
+                "{who}; what is merged stays merged, and KSM goes on when that memory is gone"
+            ),
+            Self::Braked(why) => write!(
+                f,
+                "the brake is on ({why}); what is merged stays merged, and KSM goes on when there is enough again"
+            ),
+            Self::Blind(why) => write!(
+                f,
+                "{why}; what is merged stays merged, and KSM goes on when that process does"
+            ),
+            Self::Overruled(run) => write!(
+                f,
+                "somebody else wrote {run} to /sys/kernel/mm/ksm/run; steering goes on when it is 1 again"
+            ),
+        }
+    }
+}
+
+/// KSM while the daemon steers it.
+#[derive(Debug)]
+pub(crate) struct SteeredKsm {
+    pub domain: String,
+    goal: Goal,
+    advisor: bool,
+    pub controls: Controls,
+    pub guard: Guard,
+    ksmd: Ksmd,
+    steer: Steer,
+    pub began: Instant,
+    /// ksmd's CPU time and `full_scans` when it began.
+    at_start: (Duration, u64),
+    /// ksmd's CPU time now.
+    cpu: Duration,
+    full_scans: u64,
+    /// The domain's VMs, and how many have come.
+    members: BTreeSet<i32>,
+    arrivals: u64,
+    held: Option<Held>,
+    /// Why nothing more may be shared, while that is so.
+    pub braked: Option<String>,
+    /// A VM is being saved live.
+    pub saving: bool,
+    /// `run` is 0 because this wrote it.
+    stopped: bool,
+    decision: Option<Decision>,
+    /// What was written last, by the control's name.
+    written: BTreeMap<&'static str, u64>,
+    /// Controls that others have written meanwhile.
+    contested: BTreeSet<&'static str>,
+    pub kept_out: BTreeSet<String>,
+}
+
+/// Processes of this daemon's VMs.
+pub(crate) struct Ours {
+    /// Of the domain that KSM is steered for.
+    pub members: BTreeSet<i32>,
+    /// Of another domain, or of none.
+    pub strangers: BTreeSet<i32>,
+}
+
+impl SteeredKsm {
+    pub fn start(domain: String, goal: Goal, advisor: bool, ours: Ours) -> Result<Self, KsmError> {
+        let controls = Controls::default();
+        let now = controls.settings()?;
+        let notes = Path::new(NOTES);
+        std::fs::create_dir_all(notes).map_err(|source| KsmError::Note {
+            path: notes.into(),
+            source,
+        })?;
+        let ksmd = Ksmd::find().ok_or_else(|| KsmError::Missing("/proc/*/comm: ksmd".into()))?;
+        let status = Status::read(&controls)?;
+        let (cpu, full_scans) = (ksmd.cpu_time()?, status.full_scans.unwrap_or(0));
+        let guard = Guard::take_as(&controls, notes, Merged::Stay)?;
+        let advisor_mode = if advisor { "scan-time" } else { "none" };
+        let mut steered = Self {
+            domain,
+            goal,
+            advisor,
+            guard,
+            ksmd,
+            steer: Steer::new(goal),
+            began: Instant::now(),
+            at_start: (cpu, full_scans),
+            cpu,
+            full_scans,
+            members: ours.members,
+            arrivals: 0,
+            held: None,
+            braked: None,
+            saving: false,
+            stopped: false,
+            decision: None,
+            written: BTreeMap::new(),
+            contested: BTreeSet::new(),
+            kept_out: BTreeSet::new(),
+            controls: controls.clone(),
+        };
+        // From here on the guard puts back what was changed, whatever fails.
+        controls.apply(&Settings {
+            sleep_millisecs: advisor.then_some(20),
+            advisor_mode: now.advisor_mode.map(|_| advisor_mode.to_owned()),
+            ..Settings::default()
+        })?;
+        let processes = processes::mergeable(Path::new("/proc"))?;
+        steered.scan(&processes)?;
+        controls.write("run", &1)?;
+        Ok(steered)
+    }
+
+    /// One look: what is the case, and what follows.
+    pub fn look(&mut self, ours: &Ours) {
+        if let Err(error) = self.try_look(ours) {
+            warn!(%error, "KSM can't be steered at this moment");
+        }
+    }
+
+    fn try_look(&mut self, ours: &Ours) -> Result<(), KsmError> {
+        let members = &ours.members;
+        let came = members.difference(&self.members).count();
+        self.arrivals += u64::try_from(came).unwrap_or(0);
+        self.members.clone_from(members);
+        if self.saving {
+            self.steer.interrupted();
+            return Ok(());
+        }
+        let run = self.controls.number("run")?.unwrap_or(0);
+        let processes = match processes::mergeable(Path::new("/proc")) {
+            Err(hung @ KsmError::Hung(_)) => {
+                if run == 1 {
+                    self.stop()?;
+                }
+                self.hold(Held::Blind(hung.to_string()));
+                return Ok(());
+            }
+            processes => processes?,
+        };
+        // VMs that are being started are children of this daemon, and no VMs yet: of this domain, or without mergeable memory.
+        let starting = |pid: &i32| !ours.strangers.contains(pid) && is_own_child(*pid);
+        let mut known = members.clone();
+        known.extend(processes.iter().map(|p| p.pid).filter(starting));
+        if let Some(who) = others(&processes, &known) {
+            if run == 1 {
+                self.stop()?;
+            }
+            self.hold(Held::Others(who));
+        } else if let Some(why) = self.braked.clone() {
+            if run == 1 {
+                self.stop()?;
+            }
+            self.hold(Held::Braked(why));
+        } else if run != 1 && !self.stopped {
+            self.hold(Held::Overruled(run));
+        } else {
+            if self.held.take().is_some() {
+                info!(domain = self.domain, "KSM goes on");
+            }
+            self.scan(&processes)?;
+            if run != 1 {
+                self.controls.write("run", &1)?;
+            }
+            self.stopped = false;
+        }
+        Ok(())
+    }
+
+    /// Returns when ksmd is not at work any more (`run_store` in `mm/ksm.c` waits for it). What is merged stays merged.
+    pub fn stop(&mut self) -> Result<(), KsmError> {
+        self.controls.write("run", &0)?;
+        self.stopped = true;
+        Ok(())
+    }
+
+    fn hold(&mut self, why: Held) {
+        if self.held.as_ref() != Some(&why) {
+            warn!(domain = self.domain, "KSM stands still: {why}");
+        }
+        self.held = Some(why);
+        self.steer.interrupted();
+    }
+
+    /// Why KSM stands still, in words.
+    pub fn still(&self) -> Option<String> {
+        if self.saving {
+            return Some("a VM is being saved live".to_owned());
+        }
+        self.held.as_ref().map(ToString::to_string)
+    }
+
+    /// Measures, and sets the speed until the next look.
+    fn scan(&mut self, processes: &[Process]) -> Result<(), KsmError> {
+        let status = Status::read(&self.controls)?;
+        self.cpu = self.ksmd.cpu_time()?;
+        let full_scans = status.full_scans.unwrap_or(0);
+        if full_scans < self.full_scans {
+            // Somebody took everything apart: the kernel counts from 0 again.
+            self.at_start.1 = 0;
+        }
+        self.full_scans = full_scans;
+        let sample = Sample {
+            at: self.began.elapsed(),
+            cpu: self.cpu,
+            scanned: status.pages_scanned,
+            full_scans: self.full_scans,
+            merged_pages: processes.iter().map(Process::merged_pages).sum(),
+            mergeable_pages: processes.iter().map(|p| p.anonymous_pages).sum(),
+            arrivals: self.arrivals,
+            pressure: Pressure::now(),
+        };
+        let decision = self.steer.step(&sample);
+        self.keep_advisor()?;
+        if self.advisor {
+            self.advise(&decision, sample.mergeable_pages)?;
+        } else {
+            self.set("pages_to_scan", decision.pages_to_scan)?;
+            self.set("sleep_millisecs", decision.sleep_millisecs)?;
+        }
+        self.decision = Some(decision);
+        Ok(())
+    }
+
+    /// Tells the kernel's advisor what was decided. It computes `pages_to_scan` at the end of each full scan.
+    // Within what is asked for, see `start_ksm`.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    fn advise(&mut self, decision: &Decision, mergeable_pages: u64) -> Result<(), KsmError> {
+        let pass_s = mergeable_pages as f64 / decision.pages_per_second.max(1e-3);
+        let target = pass_s.ceil().clamp(1.0, LONGEST_TARGET_S);
+        let percent = (self.goal.cpu_share * decision.pressure_factor * 100.0).ceil();
+        self.set("advisor_target_scan_time", target as u64)?;
+        self.set("advisor_max_cpu", percent.clamp(1.0, 100.0) as u64)
+    }
+
+    fn set(&mut self, name: &'static str, value: u64) -> Result<(), KsmError> {
+        if let Some(&written) = self.written.get(name) {
+            let found = self.controls.number::<u64>(name)?;
+            if found != Some(written) {
+                self.contest(name, found.unwrap_or(0));
+            } else if written.abs_diff(value) * 20 <= written {
+                // A change of a twentieth, which measurement alone makes.
+                return Ok(());
+            }
+        }
+        self.controls.write(name, &value)?;
+        self.written.insert(name, value);
+        Ok(())
+    }
+
+    /// The kernel's advisor sets `pages_to_scan`, and refuses that others do (`mm/ksm.c`).
+    fn keep_advisor(&mut self) -> Result<(), KsmError> {
+        let Some(found) = self.controls.settings()?.advisor_mode else {
+            return Ok(());
+        };
+        let wanted = if self.advisor { "scan-time" } else { "none" };
+        if found != wanted {
+            self.contest("advisor_mode", &found);
+            self.controls.write("advisor_mode", &wanted)?;
+            // The kernel has changed these with it.
+            self.written.clear();
+        }
+        Ok(())
+    }
+
+    /// Somebody else has written a control: the budget is a promise, so what steering wants is written again.
+    fn contest(&mut self, name: &'static str, found: impl std::fmt::Display) {
+        if self.contested.insert(name) {
+            warn!(
+                "somebody else wrote {found} to /sys/kernel/mm/ksm/{name}: it is set back, from now on each time; is ksmtuned running?"
+            );
+        }
+    }
+
+    /// What `memfold ksm status` shows.
+    pub fn view(&self) -> Steering {
+        let decision = self.decision.as_ref();
+        let number = |name| self.controls.number(name).ok().flatten().unwrap_or(0);
+        let held = self.still();
+        Steering {
+            domain: self.domain.clone(),
+            cpu_percent: self.goal.cpu_share * 100.0,
+            target_s: self.goal.target.as_secs_f64(),
+            advisor: self.advisor,
+            mode: decision.filter(|_| held.is_none()).map(|d| d.mode),
+            why: match &held {
+                Some(held) => held.clone(),
+                None => decision.map_or_else(String::new, |d| d.why.clone()) + &self.contests(),
+            },
+            held,
+            pages_to_scan: number("pages_to_scan"),
+            sleep_millisecs: number("sleep_millisecs"),
+            ksmd_cpu_percent: self.steer.used_share() * 100.0,
+            cost_us_per_page: self.steer.cost_s() * 1e6,
+            full_scans: self.scans(),
+            running_s: self.began.elapsed().as_secs_f64(),
+            ksmd_cpu_s: self.cpu.saturating_sub(self.at_start.0).as_secs_f64(),
+            kept_out: self.kept_out.iter().cloned().collect(),
+        }
+    }
+
+    /// Who writes the same controls, in words.
+    fn contests(&self) -> String {
+        if self.contested.is_empty() {
+            return String::new();
+        }
+        let names: Vec<&str> = self.contested.iter().copied().collect();
+        format!(
+            "; somebody else writes {}, too, and it is set back each time (systemctl disable --now ksmtuned, if it is that)",
+            names.join(" and ")
+        )
+    }
+
+    pub const fn scans(&self) -> u64 {
+        self.full_scans.saturating_sub(self.at_start.1)
+    }
+}
+
+/// Whether a process was started by this one (field 4 of `proc_pid_stat(5)`, behind the name, which may hold anything).
+fn is_own_child(pid: i32) -> bool {
+    let own = rustix::process::getpid().as_raw_nonzero().get();
+    let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let stat = String::from_utf8_lossy(&stat);
+    let parent = stat
+        .rsplit(')')
+        .next()
+        .and_then(|rest| rest.split_ascii_whitespace().nth(1));
+    parent.and_then(|parent| parent.parse().ok()) == Some(own)
+}
+
+/// Whose memory may merge beside the members', in words.
+fn others(processes: &[Process], members: &BTreeSet<i32>) -> Option<String> {
+    let others: Vec<String> = processes
+        .iter()
+        .filter(|process| process.mergeable && !members.contains(&process.pid))
+        .map(|process| format!("process {} ({})", process.pid, process.comm))
+        .collect();
+    match others.len() {
+        0 => None,
+        n if n > 3 => Some(format!(
+            "{} and {} other processes of no or another trust domain have mergeable memory",
+            others[..3].join(", "),
+            n - 3
+        )),
+        _ => Some(format!(
+            "{} of no or another trust domain has mergeable memory",
+            others.join(", ")
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn others_are_named() {
+        let process = |pid, mergeable| Process {
+            pid,
+            comm: format!("p{pid}"),
+            qemu: false,
+            mergeable,
+            status: memfold_ksm::ProcessStatus::default(),
+            anonymous_pages: 0,
+        };
+        let members = BTreeSet::from([1]);
+        assert_eq!(
+            others(&[process(1, true), process(2, false)], &members),
+            None
+        );
+        let one = others(&[process(1, true), process(3, true)], &members).unwrap();
+        assert!(one.starts_with("process 3 (p3) of no or another"), "{one}");
+        let many: Vec<Process> = (1..=6).map(|pid| process(pid, true)).collect();
+        let many = others(&many, &members).unwrap();
+        assert!(many.contains("p4)") && many.contains("2 other"), "{many}");
+    }
+}

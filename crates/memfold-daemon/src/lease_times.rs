@@ -1,0 +1,46 @@
+//! How long leases hold, and when they are renewed.
+
+use std::time::{Duration, Instant};
+
+use memfold_lend::Durability;
+use memfold_lend::registry::MAX_TTL;
+
+/// How long a lease holds without being renewed: so long may a borrower's daemon be away.
+const LEASE_TTL: Duration = Duration::from_secs(60);
+
+/// How long a daemon that goes on with leases of the one before looks for the registry, before it moves what only they hold to a disk.
+pub(crate) const RESUMED: Duration = Duration::from_secs(10);
+
+/// Time between two renewals.
+pub(crate) const RENEW: Duration = Duration::from_secs(1);
+
+/// [`LEASE_TTL`], and where the lent bytes are the only ones twice the time that it takes to copy them: they are moved to a disk when half of
+/// it is over.
+pub(crate) fn lease_ttl(durability: Durability, bytes: u64) -> Duration {
+    let copying = durability.time_to_copy(bytes.saturating_mul(2));
+    LEASE_TTL.saturating_add(copying).min(MAX_TTL)
+}
+
+/// Milliseconds since then.
+pub(crate) fn ms(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leases_of_the_only_bytes_hold_for_as_long_as_it_takes_to_copy_them() {
+        for (durability, bytes, seconds) in [
+            (Durability::Disk, 1 << 40, 60),
+            (Durability::Replica, 0, 60),
+            (Durability::Replica, 1 << 30, 60 + 102),
+            (Durability::None, 200 << 20, 80),
+            (Durability::None, 1 << 40, 3600),
+        ] {
+            let ttl = lease_ttl(durability, bytes);
+            assert_eq!(ttl.as_secs(), seconds, "{durability:?} {bytes}");
+        }
+    }
+}

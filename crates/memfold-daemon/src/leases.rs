@@ -1,0 +1,404 @@
+//! Leases: the registry of who lends what to whom, and what this host's VMs and volumes borrow by it. Leases are of how many lenders are needed,
+//! taken all or none, renewed, released; a lender that has lied is not asked again.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use memfold_api::{BorrowRequest, registry_at};
+use memfold_lend::calls::{Answer, Call, CallRegistry, answer};
+use memfold_lend::distrust::{Distrust, Distrusted};
+use memfold_lend::graph::{Borrowing, Stripe};
+use memfold_lend::registry::check_name;
+use memfold_lend::relay::stripes::{MOST, Stripes};
+use memfold_lend::wire::patience;
+use memfold_lend::{
+    Durability, Endpoint, Lease, LeaseId, Picture, Registry, RegistryAt, RegistryError,
+    SqliteRegistry, Want,
+};
+use tracing::warn;
+
+use crate::error::{DaemonError, lending};
+use crate::lease_times::lease_ttl;
+use crate::options::DaemonOptions;
+
+/// A registry that wasn't asked for so long may have been away.
+const GAP: Duration = Duration::from_secs(3);
+
+/// How long a lender may take to export: at least, and for each GiB that it has to allocate.
+const EXPORT_LEAST: Duration = Duration::from_secs(10);
+const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
+
+/// Fewest lenders that have room for a disk between them, each the same; `free`: what each has.
+fn fewest(bytes: u64, mut free: Vec<u64>) -> Option<u64> {
+    free.sort_unstable_by(|a, b| b.cmp(a));
+    let counts = (1..).zip(free).take_while(|(count, _)| *count <= MOST);
+    let fits = |(count, least): &(u64, u64)| {
+        let stripes = Stripes {
+            count: *count,
+            bytes,
+        };
+        *least >= stripes.of_each()
+    };
+    counts.into_iter().find(fits).map(|(count, _)| count)
+}
+
+/// The registry of leases, as this host uses it.
+#[derive(Debug)]
+pub struct Leases {
+    host: String,
+    registry: Arc<dyn Registry>,
+    /// Where that is, in words.
+    place: String,
+    /// Whether this daemon serves it.
+    own: bool,
+    /// Whether hosts that this one knows nothing of write there.
+    elsewhere: bool,
+    /// When the registry began to answer without a gap, and when it did last.
+    heard: Mutex<Option<(Instant, Instant)>>,
+    distrust: Mutex<Distrust>,
+}
+
+impl Leases {
+    pub(crate) fn open(options: &DaemonOptions) -> Result<Self, DaemonError> {
+        let host = match &options.host {
+            Some(host) => host.clone(),
+            // Names that the kernel takes and we don't are for --host to change, once somebody lends or borrows.
+            None => std::fs::read_to_string("/proc/sys/kernel/hostname")
+                .map(|name| name.trim().to_owned())
+                .unwrap_or_default(),
+        };
+        if options.host.is_some() {
+            check_host(&host)?;
+        }
+        let (registry, place): (Arc<dyn Registry>, String) = if let Some(at) = &options.registry {
+            (registry_at(at), at.to_string())
+        } else {
+            let path = options.state.join("registry.db");
+            let place = path.display().to_string();
+            // VMs have to be served whatever this file holds.
+            let registry: Arc<dyn Registry> = match SqliteRegistry::open(&path) {
+                Ok(registry) => Arc::new(registry),
+                Err(error) => {
+                    warn!(%error, "memory can't be lent or borrowed here");
+                    let why = error.to_string();
+                    Arc::new(CallRegistry::new(place.clone(), move |_: &Call| {
+                        Err(why.clone())
+                    }))
+                }
+            };
+            (registry, place)
+        };
+        Ok(Self {
+            host,
+            registry,
+            place,
+            own: options.registry.is_none(),
+            // The daemon behind a socket is of this host, and takes no sockets of others.
+            elsewhere: matches!(
+                options.registry,
+                Some(RegistryAt::Daemon { .. } | RegistryAt::Etcd { .. })
+            ),
+            heard: Mutex::default(),
+            distrust: Mutex::new(Distrust::open(&options.state.join("distrusted.json"))),
+        })
+    }
+
+    /// Name of this host among those that lend and borrow.
+    pub(crate) fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Refuses a name that cannot be this host's.
+    pub(crate) fn check_host(&self) -> Result<(), DaemonError> {
+        check_host(&self.host)
+    }
+
+    /// Where the registry is, in words.
+    pub(crate) fn place(&self) -> &str {
+        &self.place
+    }
+
+    pub(crate) const fn registry(&self) -> &Arc<dyn Registry> {
+        &self.registry
+    }
+
+    /// Who lends what to whom.
+    pub(crate) fn picture(&self) -> Result<Picture, RegistryError> {
+        self.registry.picture()
+    }
+
+    /// Takes one lease.
+    pub(crate) fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
+        self.registry.take(want, ttl)
+    }
+
+    /// Who lends what to whom, and for how long the registry has answered; `None`: it doesn't.
+    fn heard(&self) -> Option<(Picture, Duration)> {
+        let picture = self.registry.picture();
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok(picture) = picture else {
+            *heard = None;
+            return None;
+        };
+        let now = Instant::now();
+        let before = heard.filter(|(_, last)| now.duration_since(*last) < GAP);
+        let since = before.map_or(now, |(since, _)| since);
+        *heard = Some((since, now));
+        Some((picture, now.duration_since(since)))
+    }
+
+    pub(crate) fn distrust(&self) -> MutexGuard<'_, Distrust> {
+        self.distrust.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Names of lenders that aren't believed.
+    pub(crate) fn distrusted(&self) -> Vec<String> {
+        let now = self.distrust().now();
+        now.into_iter().map(|one| one.lender).collect()
+    }
+
+    /// Asks for one lease of this host back; gives it as it was.
+    pub fn recall(&self, id: LeaseId) -> Result<Lease, DaemonError> {
+        let host = &self.host;
+        let leases = self.registry.picture()?.leases;
+        let lease = leases
+            .into_iter()
+            .find(|lease| lease.id == id && lease.lender.host == *host)
+            .ok_or_else(|| RegistryError::NoLease {
+                id,
+                who: host.clone(),
+            })?;
+        let within = lease.durability.time_to_give_back(lease.bytes);
+        self.registry.recall(id, &lease.lender, within)?;
+        Ok(lease)
+    }
+
+    /// Believes a lender again that has served wrong bytes; whether it wasn't believed.
+    pub fn trust(&self, lender: &str) -> bool {
+        self.distrust().trust(lender)
+    }
+
+    /// Lenders that aren't believed now, and how often one has lied since this daemon began.
+    pub fn lies(&self) -> (Vec<Distrusted>, u64) {
+        let mut distrust = self.distrust();
+        (distrust.now(), distrust.lies())
+    }
+
+    /// Carries out what another daemon asks of the registry that this one serves.
+    pub fn call(&self, call: &Call) -> Result<Answer, DaemonError> {
+        if !self.own {
+            return Err(DaemonError::BadRequest(format!(
+                "this daemon serves no registry, it uses that of {}; name that one with --registry",
+                self.place
+            )));
+        }
+        Ok(answer(&*self.registry, call))
+    }
+
+    /// Takes leases for a disk of `bytes`, into `taken`: first all stripes of one copy, then those of the next. Gives how many stripes these are.
+    pub(crate) fn take_leases(
+        &self,
+        vm: &str,
+        bytes: u64,
+        request: &BorrowRequest,
+        taken: &mut Vec<Lease>,
+    ) -> Result<u8, DaemonError> {
+        let distrusted = self.distrusted();
+        let count = self.stripes(bytes, request)?;
+        let stripes = Stripes {
+            count: u64::from(count),
+            bytes,
+        };
+        let copies = if request.durability == Durability::Replica {
+            2
+        } else {
+            1
+        };
+        let ttl = lease_ttl(request.durability, bytes);
+        for _ in 0..u64::from(count) * copies {
+            let ours = taken.iter().map(|lease| lease.lender.host.clone());
+            let want = Want {
+                borrower: self.host.clone(),
+                vm: vm.to_owned(),
+                bytes: stripes.of_each(),
+                durability: request.durability,
+                apart_from: ours.chain(distrusted.clone()).collect(),
+            };
+            let lease = self.take(&want, ttl).map_err(|error| match error {
+                RegistryError::NothingToSpare { .. } if !distrusted.is_empty() => lending(
+                    format!("{error}; not asked: {}", distrusted.join(", ")),
+                    "they served wrong bytes: 'memfold leases' says which, 'memfold leases --trust HOST' believes one again",
+                ),
+                error => error.into(),
+            })?;
+            taken.push(lease);
+        }
+        Ok(count)
+    }
+
+    /// Over how many lenders a disk is to be laid out.
+    fn stripes(&self, bytes: u64, request: &BorrowRequest) -> Result<u8, DaemonError> {
+        if let Some(count) = request.stripes {
+            if !(1..=MOST).contains(&u64::from(count)) {
+                return Err(DaemonError::BadRequest(format!(
+                    "{count} stripes are not 1 to {MOST}"
+                )));
+            }
+            if count > 1 && request.durability == Durability::Replica {
+                return Err(DaemonError::BadRequest(
+                    "a replica is of two whole lenders; give stripes a copy on disk (durability disk) instead".into(),
+                ));
+            }
+            return Ok(count);
+        }
+        // More lenders, more that can fail: only where the disk has all bytes anyway.
+        if request.durability != Durability::Disk {
+            return Ok(1);
+        }
+        let picture = self.registry.picture()?;
+        let distrusted = self.distrusted();
+        let others = picture.lenders.iter().filter(|lender| {
+            let host = &lender.lender.host;
+            lender.left_ms > 0 && *host != self.host && !distrusted.contains(host)
+        });
+        let free = others.map(|lender| lender.offered_bytes.saturating_sub(lender.lent_bytes));
+        let fewest = fewest(bytes, free.collect());
+        // If there is nobody, the registry says it in better words.
+        Ok(fewest.and_then(|n| u8::try_from(n).ok()).unwrap_or(1))
+    }
+
+    /// Asks for more time for a lease. `alone`: the lent bytes are the only ones, whatever was said when it was taken; its lender is to know
+    /// before it needs them.
+    pub(crate) fn renew_lease(
+        &self,
+        id: LeaseId,
+        ttl: Duration,
+        alone: bool,
+    ) -> Result<Lease, RegistryError> {
+        let (registry, host) = (&self.registry, &self.host);
+        let lease = registry.renew(id, host, ttl)?;
+        if !alone || lease.durability != Durability::Disk {
+            return Ok(lease);
+        }
+        registry.sole_copy(id, host).or_else(|error| {
+            // Said again with the next.
+            warn!(lease = id.0, %error, "its lender doesn't know that there is no other copy");
+            Ok(lease)
+        })
+    }
+
+    /// Renews leases while something is done that takes long; why it had better be given up, if it had.
+    pub(crate) fn keep(
+        &self,
+        leases: impl Iterator<Item = LeaseId>,
+        ttl: Duration,
+        alone: bool,
+    ) -> Option<String> {
+        let mut why = None;
+        for id in leases {
+            match self.renew_lease(id, ttl, alone) {
+                Ok(lease) if lease.recall_ms.is_some() => {
+                    why = Some(format!(
+                        "lender '{}' needs its memory itself",
+                        lease.lender.host
+                    ));
+                }
+                // Passing, or seen by the connection.
+                Ok(_) | Err(_) => {}
+            }
+        }
+        why
+    }
+
+    pub(crate) fn wait_exported(&self, lease: &Lease) -> Result<Endpoint, DaemonError> {
+        let gib = u32::try_from(lease.bytes >> 30).unwrap_or(u32::MAX);
+        let patience = EXPORT_PER_GIB.saturating_mul(gib).max(EXPORT_LEAST);
+        let end = Instant::now() + patience;
+        loop {
+            let failed = |why: &str| {
+                lending(
+                    format!("lender '{}' {why}", lease.lender.host),
+                    "its daemon's log says why; 'memfold leases' shows what others offer",
+                )
+            };
+            match self.registry.endpoint(lease.id, &lease.borrower) {
+                Ok(Some(endpoint)) => {
+                    if self.elsewhere {
+                        endpoint.check_of_another_host()?;
+                    }
+                    endpoint.check()?;
+                    return Ok(endpoint);
+                }
+                Ok(None) if Instant::now() < end => {
+                    let ttl = lease_ttl(lease.durability, lease.bytes);
+                    self.keep(std::iter::once(lease.id), ttl, false);
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                Ok(None) => return Err(failed("has not exported what it offered in time")),
+                Err(RegistryError::NoLease { .. }) => {
+                    return Err(failed("could not export what it offered"));
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    pub(crate) fn release(&self, leases: impl Iterator<Item = LeaseId>) {
+        for id in leases {
+            if let Err(error) = self.registry.release(id, &self.host) {
+                warn!(lease = id.0, %error, "not released; its lender takes it back when it is over");
+            }
+        }
+    }
+
+    /// A part whose lender isn't heard of any more.
+    pub(crate) fn silent_part(&self, borrowing: &Borrowing) -> Option<usize> {
+        // Unknown isn't silent; and after an outage of the registry all lenders were silent there.
+        let (picture, heard) = self.heard()?;
+        // It may stand still, and the VM waits for it.
+        let patience = patience(borrowing.durability_now());
+        if heard <= patience {
+            return None;
+        }
+        let is_silent = |stripe: &Stripe| {
+            picture.lenders.iter().any(|lender| {
+                lender.lender.host == stripe.lender
+                    && u128::from(lender.silent_ms) > patience.as_millis()
+            })
+        };
+        let mut reached = borrowing.reached();
+        let (part, _) = reached.find(|(_, part)| part.stripes().any(is_silent))?;
+        Some(part)
+    }
+}
+
+fn check_host(host: &str) -> Result<(), DaemonError> {
+    check_name("host", host).map_err(|error| {
+        DaemonError::BadRequest(format!(
+            "'{host}' can't be this host's name among lenders and borrowers ({error}); give another one with 'memfold serve --host'"
+        ))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_is_laid_out_over_as_few_lenders_as_have_room() {
+        const MIB: u64 = 1 << 20;
+        for (bytes, free, count) in [
+            (64, vec![], None),
+            (64, vec![63], None),
+            (64, vec![1, 64], Some(1)),
+            (64, vec![40, 1, 40], Some(2)),
+            (64, vec![40, 31], None),
+            (64, vec![40, 31, 31, 22], Some(3)),
+            (64, vec![8; 8], Some(8)),
+            (64, vec![7; 20], None),
+        ] {
+            let free = free.into_iter().map(|mib: u64| mib * MIB).collect();
+            assert_eq!(fewest(bytes * MIB, free), count, "{bytes} {count:?}");
+        }
+    }
+}

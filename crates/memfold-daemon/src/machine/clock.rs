@@ -1,0 +1,200 @@
+//! Clocks of guests that stood still: set to the host's as soon as the agent answers, before commands of users run.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use memfold_snapshot::clock::{self, ClockStep, LOOK, Offset, RTC, in_words};
+use memfold_vm::{AgentError, Qmp};
+use tracing::{info, warn};
+
+use crate::machine::Machine;
+use crate::machine::pauses::{LONG, now};
+use crate::run_state::RunState;
+
+/// How long a guest may take to say its time, or to set it.
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long a user's command waits for the clock of a guest whose agent answers.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// There while a guest keeps the clock of its snapshot.
+const KEEPS_CLOCK: &str = "keeps-clock";
+
+impl Machine {
+    /// Says that the guest's clock is wrong until it was set; commands of users wait.
+    pub(crate) fn clock_is_wrong(&self) {
+        self.set_clock_state(ClockStep::pending());
+    }
+
+    /// Sets the clock of a guest that stood still, on a thread of its own: who let the VM go on doesn't wait for the guest.
+    pub(crate) fn set_clock_soon(self: &Arc<Self>) {
+        self.clock_is_wrong();
+        let weak = Arc::downgrade(self);
+        let work = move || {
+            while let Some((machine, agent)) = weak.upgrade().and_then(|m| {
+                let agent = m.agent()?;
+                Some((m, agent))
+            }) {
+                if agent.wait_session(Duration::from_secs(1)).is_ok() && machine.set_clock() {
+                    return;
+                }
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("clock".into()).spawn(work) {
+            self.clock_failed(format!("no thread to set it: {error}"));
+        }
+    }
+
+    /// Sets the guest's clock. Returns whether that is all that can be done: no, if the agent has gone.
+    pub(crate) fn set_clock(&self) -> bool {
+        let step = match self.step_clock() {
+            Ok(step) => step,
+            Err(AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_)) => {
+                return false;
+            }
+            Err(error) => {
+                self.clock_failed(error.to_string());
+                return true;
+            }
+        };
+        if let (Some(behind), None) = (step.behind_ms, &step.problem) {
+            info!(
+                vm = self.name(),
+                clock = in_words(behind),
+                left_ms = step.left_ms,
+                "guest's clock set"
+            );
+        }
+        self.set_clock_state(step.clone());
+        let written = self.run_short(RTC, TIMEOUT);
+        if let Ok(written) = written
+            .as_ref()
+            .map(|done| (done.code != 0).then_some(&done.stdout))
+        {
+            let said = written.map(|said| String::from_utf8_lossy(said).trim().to_owned());
+            let problem = step.problem.or(said);
+            if let Some(why) = &problem {
+                warn!(
+                    vm = self.name(),
+                    why, "guest's clock or RTC is wrong; set it in the guest"
+                );
+            }
+            self.set_clock_state(ClockStep { problem, ..step });
+        }
+        true
+    }
+
+    fn step_clock(&self) -> Result<ClockStep, AgentError> {
+        clock::set(
+            || self.look_at_clock(),
+            |offset| {
+                let began = Instant::now();
+                let done = self.run_short(&offset.step(SystemTime::now()), TIMEOUT)?;
+                Ok((done.code == 0).then(|| began.elapsed()))
+            },
+        )
+    }
+
+    fn look_at_clock(&self) -> Result<Option<Offset>, AgentError> {
+        let before = SystemTime::now();
+        let said = self.run_short(LOOK, TIMEOUT)?;
+        Ok(Offset::of(&said.stdout, before, SystemTime::now()))
+    }
+
+    fn clock_failed(&self, why: String) {
+        warn!(
+            vm = self.name(),
+            why, "guest's clock not set; set it in the guest"
+        );
+        self.set_clock_state(ClockStep {
+            problem: Some(why),
+            ..ClockStep::default()
+        });
+    }
+
+    fn set_clock_state(&self, step: ClockStep) {
+        *self.clock.lock().unwrap_or_else(PoisonError::into_inner) = Some(step);
+        self.clock_set.notify_all();
+    }
+
+    /// What became of its clock.
+    pub(crate) fn clock_step(&self) -> Option<ClockStep> {
+        self.clock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Waits until the guest's clock was set, if its agent answers: a command is to see the right time.
+    pub(crate) fn wait_clock(&self) {
+        let end = Instant::now() + PATIENCE;
+        let has_agent = || self.agent().is_some_and(|agent| agent.session().is_some());
+        let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
+        while clock.as_ref().is_some_and(|step| step.pending) && has_agent() {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let waited = self.clock_set.wait_timeout(clock, left);
+            clock = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Machine {
+    /// Hears what QEMU has told of pauses so far. `before`: what the VM did when it was looked at last.
+    pub(crate) fn hear_pauses(self: &Arc<Self>, qmp: &mut Qmp, before: &RunState) {
+        let events = qmp.take_events_named(&["STOP", "RESUME"]);
+        let is_known = !before.is_running() && !["prelaunch", "inmigrate"].contains(&&*before.name);
+        let length = {
+            let mut pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
+            pauses.hear(&events, is_known)
+        };
+        let is_long = length.is_some_and(|length| length >= LONG);
+        if is_long && self.had_agent.load(Ordering::Relaxed) && !self.keeps_clock() {
+            info!(
+                vm = self.name,
+                "VM stood still and goes on: its guest's clock is set"
+            );
+            self.set_clock_soon();
+        }
+    }
+
+    /// Whether its guest is to keep the clock of its snapshot.
+    fn keeps_clock(&self) -> bool {
+        let directory = self.vm.directory();
+        directory.is_some_and(|directory| directory.path().join(KEEPS_CLOCK).exists())
+    }
+
+    /// Notes that its guest is to keep its clock, for every daemon that is to come.
+    pub(crate) fn keep_clock(&self) {
+        let noted = self
+            .vm
+            .directory()
+            .map(|directory| std::fs::write(directory.path().join(KEEPS_CLOCK), ""));
+        if let Some(Err(error)) = noted {
+            warn!(
+                vm = self.name,
+                %error,
+                "cannot note that this guest keeps its clock: the next pause sets it"
+            );
+        }
+    }
+
+    /// Notes that it stands still for its snapshot, as long as this is kept.
+    pub fn note_saving(&self) -> impl Drop + '_ {
+        self.being_saved.store(true, Ordering::Relaxed);
+        BeingSaved(self, now())
+    }
+}
+
+struct BeingSaved<'a>(&'a Machine, Duration);
+
+impl Drop for BeingSaved<'_> {
+    fn drop(&mut self) {
+        let mut pauses = self.0.pauses.lock().unwrap_or_else(PoisonError::into_inner);
+        pauses.saved = Some((self.1, now()));
+        self.0.being_saved.store(false, Ordering::Relaxed);
+    }
+}

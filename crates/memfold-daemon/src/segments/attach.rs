@@ -1,0 +1,185 @@
+//! Segments of VMs that run.
+
+use std::fs::File;
+use std::os::fd::AsFd as _;
+
+use memfold_api::{AttachSegmentRequest, AttachedSegment, SegmentState, VmSegment};
+use memfold_segment::{Reference, SegmentError};
+use memfold_vm::segments::{MAX_SLOTS, plug};
+use memfold_vm::{SegmentSpec, VmSpec};
+use tracing::{info, warn};
+
+use crate::error::DaemonError;
+use crate::machine::Machine;
+use crate::segments::Segments;
+use crate::segments::in_guest::{lay, take_off};
+use crate::segments::slots::{directory, note, noted};
+
+impl Segments {
+    /// Attaches a segment to a running VM and has its guest lay it over its files. One of the same name that lies there is taken off first.
+    pub fn attach(
+        &self,
+        vm: &str,
+        request: &AttachSegmentRequest,
+    ) -> Result<AttachedSegment, DaemonError> {
+        let machine = self.registry.machine(vm)?;
+        let directory = directory(&machine)?;
+        let slots = machine.vm().spec().map_or(0, VmSpec::slots);
+        // One at a time: two would take the same slot, and a snapshot would be of something half done. Before the other lock, which is held
+        // only until QEMU maps the image: guests take their time.
+        let _alone = machine.save_right_soon()?;
+        // A writer's check holds until it is noted.
+        let mut kept = if request.writer {
+            (None, Some(self.exclusive()))
+        } else {
+            (Some(self.shared()), None)
+        };
+        let mut now = noted(&machine, directory)?;
+        let (manifest, image) = self.find_one(&request.segment, vm, machine.domain())?;
+        let name = manifest.reference();
+        if request.writer {
+            self.check_alone(&manifest.name, vm)?;
+        }
+        if !now.iter().any(|segment| segment.name == name) {
+            let slot = u32::try_from(now.len()).unwrap_or(MAX_SLOTS);
+            if slot >= slots {
+                return Err(SegmentError::Impossible(format!(
+                    "VM '{vm}' has no free slot for a segment ({slots} in all); start it with --segment-slots {} (or segment_slots = {0} in its description)",
+                    slot + 1
+                ))
+                .into());
+            }
+            let mut segment = SegmentSpec::new(&name);
+            segment.bytes = manifest.image_bytes;
+            segment.image = Some(image.clone());
+            segment.digest = Some(manifest.digest.clone());
+            memfold_vm::segments::check_one(&segment)
+                .map_err(|error| SegmentError::Impossible(error.to_string()))?;
+            let file = File::open(&image);
+            // Noted first: a device that nobody knows of would take its slot for ever. What is noted and not there is put right later.
+            now.push(segment.clone());
+            note(directory, &now)?;
+            // A user of the segment from now on: nobody waits for QEMU with the lock.
+            kept = (None, None);
+            let plugged = match &file {
+                Ok(file) => plug(&mut machine.monitor(), slot, &segment, file.as_fd())
+                    .map_err(DaemonError::from),
+                Err(error) => Err(SegmentError::Files {
+                    path: image,
+                    source: std::io::Error::new(error.kind(), error.to_string()),
+                }
+                .into()),
+            };
+            if let Err(error) = plugged {
+                now.pop();
+                note(directory, &now)?;
+                return Err(error);
+            }
+            info!(vm, segment = name, "attached");
+        }
+        if request.writer {
+            self.shelf.set_writer(&manifest.name, Some(vm))?;
+            info!(vm, segment = manifest.name, "writes the next generation");
+        }
+        drop(kept);
+        let report = if request.no_lay {
+            None
+        } else {
+            Some(lay_instead(
+                &machine,
+                &now,
+                &manifest.name,
+                &name,
+                request.content,
+            )?)
+        };
+        Ok(AttachedSegment {
+            segment: VmSegment {
+                state: machine
+                    .segment_state(&name)
+                    .unwrap_or(SegmentState::Attached),
+                segment: name,
+            },
+            report,
+        })
+    }
+
+    /// Has a guest take a segment off its files, keeping what was written there. The device stays until the VM ends.
+    pub fn detach(&self, vm: &str, name: &str) -> Result<AttachedSegment, DaemonError> {
+        let machine = self.registry.machine(vm)?;
+        let reference = Reference::parse(name)?;
+        let _alone = machine.save_right_soon()?;
+        let now = machine.vm().segments();
+        let of = |s: &&SegmentSpec| match reference.generation {
+            Some(_) => s.name == reference.to_string(),
+            None => s.base_name() == reference.name,
+        };
+        // The one that lies there is the last that was attached.
+        let Some(at) = now.iter().rposition(|s| of(&s)) else {
+            return Err(
+                SegmentError::Impossible(format!("VM '{vm}' has no segment '{name}'")).into(),
+            );
+        };
+        let segment = &now[at];
+        let is_newer = |s: &&SegmentSpec| s.base_name() == segment.base_name();
+        if let Some(newer) = now[at + 1..].iter().rev().find(is_newer) {
+            return Err(SegmentError::Impossible(format!(
+                "over the files of VM '{vm}' lies '{}', no longer '{}'; to take it off: memfold segment detach {vm} {}",
+                newer.name,
+                segment.name,
+                segment.base_name()
+            ))
+            .into());
+        }
+        if segment.root {
+            return Err(SegmentError::Impossible(format!(
+                "'{}' is the root file system of VM '{vm}'; it goes when the VM ends",
+                segment.name
+            ))
+            .into());
+        }
+        let report = take_off(&machine, segment.base_name())?;
+        if self.shelf.writer(segment.base_name()).as_deref() == Some(vm) {
+            self.shelf.set_writer(segment.base_name(), None)?;
+        }
+        Ok(AttachedSegment {
+            segment: VmSegment {
+                segment: segment.name.clone(),
+                state: SegmentState::TakenOff,
+            },
+            report: Some(report),
+        })
+    }
+}
+
+/// Takes off another generation that lies there, and lays this one; if that fails, lays the other again.
+fn lay_instead(
+    machine: &Machine,
+    now: &[SegmentSpec],
+    base: &str,
+    name: &str,
+    content: bool,
+) -> Result<serde_json::Value, DaemonError> {
+    let may_lie = |segment: &&SegmentSpec| {
+        segment.base_name() == base
+            && segment.name != name
+            && machine.segment_state(&segment.name) != Some(SegmentState::TakenOff)
+    };
+    let other = now.iter().rev().find(may_lie);
+    if other.is_some() {
+        take_off(machine, base)?;
+    }
+    let laid = lay(machine, name, content);
+    if let (Err(error), Some(other)) = (&laid, other) {
+        let again = lay(machine, &other.name, false);
+        warn!(
+            vm = machine.name(),
+            segment = name,
+            error = error as &dyn std::error::Error,
+            other = other.name,
+            is_laid_again = again.is_ok(),
+            "could not be laid"
+        );
+    }
+    laid
+}

@@ -1,0 +1,91 @@
+//! New generations of segments.
+
+use std::collections::BTreeSet;
+
+use memfold_api::{BuildRequest, BuildResult, RankRequest};
+use memfold_fold::Command;
+use memfold_segment::{Ranked, Reference, Request, SegmentError, rank};
+use tracing::info;
+
+use crate::error::DaemonError;
+use crate::segments::Segments;
+
+impl Segments {
+    /// Builds a new generation of a segment.
+    pub fn build(&self, request: &BuildRequest) -> Result<BuildResult, DaemonError> {
+        // Before it is part of any path.
+        Reference::parse(&request.name)?;
+        let progress = self.locks.begin(&format!("segment {}", request.name))?;
+        let vm = match request.from.as_slice() {
+            [from] => from.strip_prefix("vm:"),
+            _ => None,
+        };
+        if let Some(writer) = self.writer(&request.name).filter(|w| vm != Some(w)) {
+            return Err(SegmentError::Written {
+                name: request.name.clone(),
+                writer,
+            }
+            .into());
+        }
+        let top = match request.top_files_bytes {
+            None => None,
+            Some(bytes) => {
+                let ranked = self.rank(&RankRequest {
+                    domain: Some(request.domain.clone()),
+                    for_vms: request.for_vms,
+                    include: request.include.clone(),
+                    ..RankRequest::default()
+                })?;
+                Some((memfold_units::ByteSize(bytes), ranked))
+            }
+        };
+        let copy = vm
+            .map(|vm| self.copy_out(vm, request, &progress))
+            .transpose()?;
+        let request = Request {
+            name: request.name.clone(),
+            domain: request.domain.clone(),
+            from: copy.as_ref().map_or_else(
+                || request.from.clone(),
+                |copy| vec![copy.image().display().to_string()],
+            ),
+            origin: copy.is_some().then(|| request.from.join(" ")),
+            include: request.include.clone(),
+            exclude: request.exclude.clone(),
+            top,
+            root: request.root,
+            pinned: request.pinned,
+        };
+        let (segment, is_new) = memfold_segment::build(&self.shelf, &request, &progress)?;
+        if is_new {
+            info!(
+                segment = segment.reference(),
+                bytes = segment.image_bytes,
+                files = segment.files,
+                "built"
+            );
+            self.drop_old(&segment.name);
+        }
+        Ok(BuildResult { segment, is_new })
+    }
+
+    /// Ranks files by what they would bring in a segment.
+    pub fn rank(&self, request: &RankRequest) -> Result<Vec<Ranked>, DaemonError> {
+        let mut uses = self.folding.ask(Command::FileUses)?;
+        for vm in &request.vms {
+            self.registry.machine(vm)?;
+        }
+        uses.retain(|used| {
+            let of_domain = request
+                .domain
+                .as_ref()
+                .is_none_or(|domain| *domain == used.domain);
+            let of_vm = request.vms.is_empty() || request.vms.contains(&used.vm);
+            of_domain && of_vm
+        });
+        let looked_at: BTreeSet<String> = uses.iter().map(|used| used.vm.clone()).collect();
+        let chosen = rank::chosen(&request.include)?;
+        uses.retain(|used| chosen(&used.path));
+        Ok(rank::rank(&uses, looked_at.len() as u64, request.for_vms))
+    }
+}

@@ -1,0 +1,323 @@
+//! Files of a running guest, copied to an image that the host reads: `segment build --from vm:NAME`.
+//!
+//! ```text
+//!   guest: cp -a  ->  ext4 on a virtio-blk disk in a free slot for segments  ->  file of the host  ->  unpacked like any image
+//! ```
+//! The disk goes again when the copy is done or fails. What the guest wrote to it is foreign: programs that read it are confined
+//! (`segment::ext`).
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use memfold_api::BuildRequest;
+use memfold_host::progress::Progress;
+use memfold_segment::{self as segment, Draft, PROGRAMS, SegmentError};
+use memfold_vm::{Qmp, QmpError, VmSpec};
+use serde_json::json;
+
+use crate::error::DaemonError;
+use crate::machine::Machine;
+use crate::segments::Segments;
+use crate::segments::in_guest::says;
+use crate::segments::slots::{directory, noted};
+
+/// Room for a copy: a hole of the host's file system as far as nothing is written.
+const ROOM: u64 = 16 << 30;
+
+/// QEMU's names of the disk, and what the guest knows it by.
+const NODE: &str = "copy-out";
+const SERIAL: &str = "memfold-copy";
+
+/// How long a guest may copy.
+const COPY_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// How long it may take to let go of the disk.
+const UNPLUG_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Finds the disk, and copies directories as they are seen: with owners, modes, times, links, capabilities and access lists, without what
+/// is mounted below them.
+const COPY: &str = r#"set -e
+find_disk() {
+    for disk in /sys/block/vd*; do
+        [ "$(cat "$disk/serial" 2> /dev/null)" = "$serial" ] && return 0
+    done
+    return 1
+}
+tries=0
+until find_disk; do
+    tries=$((tries + 1))
+    [ $tries -lt 100 ] || { echo "the disk to copy to does not appear" >&2; exit 1; }
+    sleep 0.2
+done
+mkdir -p /run/memfold
+# Its own: what a daemon that died has begun may still be leaving another.
+place=$(mktemp -d /run/memfold/copy-out.XXXXXX)
+# The agent, among others, may be looking at a file there.
+leave() {
+    tries=0
+    while mountpoint -q $place && ! umount $place 2> /dev/null; do
+        tries=$((tries + 1))
+        [ $tries -lt 100 ] || { umount $place; exit 1; }
+        sleep 0.2
+    done
+    rmdir $place
+}
+trap leave EXIT
+mount -t ext4 -o nosuid,nodev,noexec "/dev/${disk##*/}" $place
+cd /
+for top in "$@"; do
+    [ -e "./$top" ] || continue
+    cp -a -x --parents "./$top" $place/
+done
+# What was only cached may fail to be written.
+sync -f $place
+"#;
+
+/// A guest's files on this host. Dropped, they are gone.
+pub(crate) struct Copy {
+    draft: Draft,
+}
+
+impl Copy {
+    pub(crate) fn image(&self) -> PathBuf {
+        self.draft.path().join("image.ext4")
+    }
+}
+
+impl Segments {
+    /// Copies what a build may choose of a guest's files.
+    pub(crate) fn copy_out(
+        &self,
+        vm: &str,
+        request: &BuildRequest,
+        progress: &Progress,
+    ) -> Result<Copy, DaemonError> {
+        let machine = self.registry.machine(vm)?;
+        let refuse = |why: String| SegmentError::Source {
+            from: format!("vm:{vm}"),
+            why,
+        };
+        if machine.domain() != Some(&request.domain) {
+            let why = format!(
+                "the VM does not belong to trust domain '{}'",
+                request.domain
+            );
+            return Err(refuse(why).into());
+        }
+        if request.root {
+            let why = "a root file system is built from a disk image, not from a running VM, whose own is overlaid";
+            return Err(refuse(why.into()).into());
+        }
+        let directory = directory(&machine)?;
+        let slots = machine.vm().spec().map_or(0, VmSpec::slots);
+        // Meanwhile the VM is not saved, and no segment takes the slot.
+        let _alone = machine.save_right_soon()?;
+        let slot = u32::try_from(noted(&machine, directory)?.len()).unwrap_or(slots);
+        if slot >= slots {
+            let why = format!(
+                "the VM has no free slot for the disk that its guest copies to ({slots} in all); start it with --segment-slots {}",
+                slot + 1
+            );
+            return Err(refuse(why).into());
+        }
+        let copy = Copy {
+            draft: self.shelf.draft(&format!("{}.copy", request.name))?,
+        };
+        let image = copy.image();
+        make(&image)?;
+        progress.begin("guest's files copied", 0);
+        // Of a daemon that died over this.
+        unplug(&machine);
+        let copied = copy_to(&machine, slot, &image, request);
+        unplug(&machine);
+        copied?;
+        Ok(copy)
+    }
+}
+
+fn copy_to(
+    machine: &Machine,
+    slot: u32,
+    image: &Path,
+    request: &BuildRequest,
+) -> Result<(), DaemonError> {
+    let file = File::options().read(true).write(true).open(image);
+    let file = file.map_err(|source| SegmentError::Files {
+        path: image.to_owned(),
+        source,
+    })?;
+    plug(&mut machine.monitor(), slot, file.as_fd())?;
+    run(machine, &tops(&request.include))?;
+    all_written(machine)
+}
+
+fn make(image: &Path) -> Result<(), DaemonError> {
+    let failed = |source| SegmentError::Files {
+        path: image.to_owned(),
+        source,
+    };
+    let file = File::create(image).map_err(failed)?;
+    file.set_len(ROOM).map_err(failed)?;
+    let mke2fs = segment::tool("mke2fs", "makes ext4 file systems", "e2fsprogs")?;
+    let mut command = Command::new(mke2fs);
+    command
+        .args(["-q", "-F", "-t", "ext4", "-m", "0", "-O", "^has_journal"])
+        .args(["-E", "nodiscard,lazy_itable_init=1"])
+        .arg(image);
+    segment::run_tool("mke2fs", &mut command)?;
+    Ok(())
+}
+
+fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError> {
+    // By descriptor: a QEMU that has given its rights up can't reach the draft.
+    let place = qmp.lend(image)?;
+    let added = qmp.execute(
+        "blockdev-add",
+        json!({
+            "driver": "raw", "node-name": NODE, "discard": "unmap",
+            "cache": { "direct": false, "no-flush": true },
+            "file": { "driver": "file", "filename": place.path() },
+        }),
+    );
+    // It has a copy of its own for as long as the node is there.
+    qmp.take_back(&place)?;
+    added?;
+    // A full disk of the host is the copy's failure: by default QEMU would stop the VM.
+    let device = json!({
+        "driver": "virtio-blk-pci", "id": NODE, "drive": NODE, "serial": SERIAL, "bus": format!("segport{slot}"),
+        "werror": "report", "rerror": "report",
+    });
+    qmp.execute("device_add", device).map(drop)
+}
+
+/// Whether everything that the guest wrote is there: it may not have minded errors, and files would lack bytes.
+fn all_written(machine: &Machine) -> Result<(), DaemonError> {
+    let stats = machine.monitor().execute("query-blockstats", json!({}))?;
+    let disks = stats.as_array().into_iter().flatten();
+    let mut ours = disks.filter(|disk| disk["node-name"] == NODE);
+    let failed = ours.next().and_then(|disk| {
+        let count = |name: &str| disk["stats"][name].as_u64();
+        Some(count("failed_wr_operations")? + count("failed_flush_operations")?)
+    });
+    match failed {
+        Some(0) => Ok(()),
+        _ => Err(SegmentError::Impossible(
+            "writes of the copy have failed on this host: look whether the file system of segments is full".into(),
+        )
+        .into()),
+    }
+}
+
+/// Takes the disk out again, as far as it is there.
+pub(crate) fn unplug(machine: &Machine) {
+    let peripherals = json!({ "path": "/machine/peripheral" });
+    let is_there = || {
+        let list = machine.monitor().execute("qom-list", peripherals.clone());
+        list.is_ok_and(|list| {
+            let all = list.as_array();
+            all.is_some_and(|all| all.iter().any(|device| device["name"] == NODE))
+        })
+    };
+    let end = Instant::now() + UNPLUG_TIMEOUT;
+    let mut asked = Instant::now();
+    if is_there() {
+        let _ = machine
+            .monitor()
+            .execute("device_del", json!({ "id": NODE }));
+    }
+    while is_there() {
+        if Instant::now() > end {
+            tracing::warn!(
+                vm = machine.name(),
+                "its guest doesn't let go of the disk that it copied files to; the next build from it tries again"
+            );
+            return;
+        }
+        // A guest that was just booting may not have heard.
+        if asked.elapsed() > UNPLUG_TIMEOUT / 4 {
+            asked = Instant::now();
+            let _ = machine
+                .monitor()
+                .execute("device_del", json!({ "id": NODE }));
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    // There may be none.
+    let _ = machine
+        .monitor()
+        .execute("blockdev-del", json!({ "node-name": NODE }));
+}
+
+fn run(machine: &Machine, tops: &[String]) -> Result<(), DaemonError> {
+    let quoted: Vec<String> = tops
+        .iter()
+        .map(|top| format!("'{}'", top.trim_start_matches('/').replace('\'', r"'\''")))
+        .collect();
+    let script = format!("serial={SERIAL}\nset -- {}\n{COPY}", quoted.join(" "));
+    let done = machine.run(&script, COPY_TIMEOUT)?;
+    if done.code == 0 {
+        return Ok(());
+    }
+    let why = format!(
+        "the guest of VM '{}' can't copy its files: {}",
+        machine.name(),
+        says(&done)
+    );
+    Err(SegmentError::Impossible(why).into())
+}
+
+/// Directories and files that globs begin with; none lies below another.
+fn tops(include: &[String]) -> Vec<String> {
+    let programs = PROGRAMS.map(String::from);
+    let globs = if include.is_empty() {
+        &programs[..]
+    } else {
+        include
+    };
+    let mut tops: Vec<String> = globs
+        .iter()
+        .map(|glob| {
+            let plain = glob.find(['*', '?', '[', '{', '\\']);
+            let end = plain.and_then(|at| glob[..at].rfind('/'));
+            let top = if plain.is_some() {
+                &glob[..end.unwrap_or(0)]
+            } else {
+                glob
+            };
+            if top.is_empty() { "/" } else { top }.to_owned()
+        })
+        .collect();
+    tops.sort();
+    tops.dedup();
+    let all = tops.clone();
+    tops.retain(|top| {
+        let below = |other: &&String| {
+            top.len() > other.len()
+                && top.starts_with(other.trim_end_matches('/'))
+                && (other.len() == 1 || top.as_bytes()[other.len()] == b'/')
+        };
+        !all.iter().any(|other| below(&other))
+    });
+    tops
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_copied_is_what_globs_begin_with_and_nothing_twice() {
+        let of = |globs: &[&str]| tops(&globs.iter().map(ToString::to_string).collect::<Vec<_>>());
+        assert_eq!(of(&[]), ["/opt", "/usr"]);
+        assert_eq!(
+            of(&["/usr/bin/**", "/usr/lib/x/*.so*", "/usr/bin/a?"]),
+            ["/usr/bin", "/usr/lib/x"]
+        );
+        assert_eq!(of(&["/usr/bin/perl"]), ["/usr/bin/perl"]);
+        assert_eq!(of(&["/usr/**", "/usr/bin/*", "/usr2/*"]), ["/usr", "/usr2"]);
+        assert_eq!(of(&["/**", "/usr/*"]), ["/"]);
+    }
+}

@@ -1,0 +1,81 @@
+//! Segments that a VM may map, by their names.
+
+use std::path::PathBuf;
+
+use memfold_segment::{Manifest, Reference, SegmentError};
+use memfold_vm::{SegmentSpec, VmSpec};
+
+use crate::error::DaemonError;
+use crate::segments::Segments;
+use crate::snapshot_locks::{Use, being_saved};
+
+impl Segments {
+    /// Finds the segments of a VM that is about to be started, and keeps them from being removed until it maps them.
+    pub(crate) fn take(&self, spec: &mut VmSpec) -> Result<Vec<Use<'_>>, DaemonError> {
+        let _kept = self.shared();
+        self.find(spec)?;
+        let used = |segment: &SegmentSpec| self.locks.begin(&being_saved(&segment.name));
+        let uses = spec.segments.iter().map(used);
+        Ok(uses.collect::<Result<Vec<_>, _>>()?)
+    }
+
+    /// Finds the images of a description's segments, after comparing their bytes, and whether this VM may map them.
+    pub(crate) fn find(&self, spec: &mut VmSpec) -> Result<(), DaemonError> {
+        let (vm, domain) = (spec.name.clone(), spec.domain.clone());
+        for segment in &mut spec.segments {
+            let found = self.find_one(&segment.name, &vm, domain.as_deref())?;
+            if segment.root && !found.0.root {
+                return Err(SegmentError::Impossible(format!(
+                    "segment '{}' holds no root file system; build one with --root",
+                    found.0.reference()
+                ))
+                .into());
+            }
+            if segment
+                .digest
+                .as_ref()
+                .is_some_and(|then| *then != found.0.digest)
+            {
+                return Err(SegmentError::Broken {
+                    name: found.0.reference(),
+                    why: "it is another one than this VM was saved with".into(),
+                }
+                .into());
+            }
+            segment.digest = Some(found.0.digest.clone());
+            segment.name = found.0.reference();
+            segment.bytes = found.0.image_bytes;
+            segment.image = Some(found.1);
+        }
+        Ok(())
+    }
+
+    pub(super) fn find_one(
+        &self,
+        name: &str,
+        vm: &str,
+        domain: Option<&str>,
+    ) -> Result<(Manifest, PathBuf), DaemonError> {
+        let reference = Reference::parse(name)?;
+        let manifest = self.shelf.manifest(&reference)?;
+        if domain != Some(&manifest.domain) {
+            return Err(SegmentError::Foreign {
+                segment: manifest.reference(),
+                domain: manifest.domain,
+                vm: vm.to_owned(),
+                other: domain.map_or_else(|| "none".to_owned(), |domain| format!("'{domain}'")),
+            }
+            .into());
+        }
+        if let Some(writer) = self.writer(&manifest.name).filter(|writer| writer != vm) {
+            return Err(SegmentError::Written {
+                name: manifest.name,
+                writer,
+            }
+            .into());
+        }
+        // Of the same generation, whatever is built meanwhile.
+        let reference = Reference::parse(&manifest.reference())?;
+        Ok(self.shelf.image(&reference)?)
+    }
+}

@@ -1,0 +1,75 @@
+//! Segments: listed, verified, removed.
+
+use memfold_segment::{Manifest, Reference, SegmentError, SegmentInfo};
+use rustix::process::Pid;
+
+use crate::error::DaemonError;
+use crate::segments::Segments;
+
+impl Segments {
+    /// All segments.
+    pub fn list(&self) -> Result<Vec<SegmentInfo>, DaemonError> {
+        let all = self.shelf.all()?;
+        let users = self.shelf.users(&all)?;
+        // Nobody waits for the VMs' table while files are looked at.
+        let known = self.registry.machines();
+        let named = |pid: Pid| {
+            let vm = known.iter().find(|machine| machine.pid() == pid);
+            vm.map_or_else(
+                || format!("process {}", pid.as_raw_nonzero()),
+                |machine| machine.name().to_owned(),
+            )
+        };
+        Ok(all
+            .into_iter()
+            .zip(users)
+            .map(|(segment, users)| SegmentInfo {
+                writer: self.writer(&segment.name),
+                users: users.into_iter().map(named).collect(),
+                resident_bytes: self.shelf.resident_bytes(&segment),
+                struct_page_bytes: segment.struct_page_bytes().0,
+                protection: self.shelf.protection(&segment).to_owned(),
+                problem: self.shelf.problem(&segment),
+                segment,
+            })
+            .collect())
+    }
+
+    /// Compares a segment's image with its digest; what is wrong with it, if anything is.
+    pub fn verify(&self, name: &str) -> Result<Option<String>, DaemonError> {
+        let _kept = self.shared();
+        match self.shelf.verify(&Reference::parse(name)?) {
+            Ok(()) => Ok(None),
+            Err(SegmentError::Broken { why, .. }) => Ok(Some(why)),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Removes a generation, or all of a segment, that nobody uses.
+    pub fn remove(&self, name: &str) -> Result<Vec<String>, DaemonError> {
+        let reference = Reference::parse(name)?;
+        let _alone = self.exclusive();
+        let mut chosen = self.shelf.all()?;
+        chosen.retain(|m| {
+            m.name == reference.name && reference.generation.is_none_or(|g| g == m.generation)
+        });
+        if chosen.is_empty() {
+            return Err(SegmentError::Unknown(name.to_owned()).into());
+        }
+        // All or none.
+        for manifest in &chosen {
+            let users = self.users_of(manifest)?;
+            if !users.is_empty() {
+                return Err(SegmentError::InUse {
+                    name: manifest.reference(),
+                    users: users.join(", "),
+                }
+                .into());
+            }
+        }
+        for manifest in &chosen {
+            self.shelf.remove(manifest)?;
+        }
+        Ok(chosen.iter().map(Manifest::reference).collect())
+    }
+}

@@ -1,0 +1,47 @@
+//! Which segments a VM has, by the slots of its QEMU.
+
+use memfold_segment::SegmentError;
+use memfold_vm::segments::unplug_backend;
+use memfold_vm::{SegmentSpec, VmDirectory};
+
+use crate::error::DaemonError;
+use crate::machine::Machine;
+
+/// The VM's segments as QEMU has them: what a daemon that died had noted and not plugged is forgotten.
+pub(super) fn noted(
+    machine: &Machine,
+    directory: &VmDirectory,
+) -> Result<Vec<SegmentSpec>, DaemonError> {
+    let mut now = machine.vm().segments();
+    let mut qmp = machine.monitor();
+    let before = now.len();
+    while let Some(slot) = now.len().checked_sub(1) {
+        if memfold_vm::segments::address(&mut qmp, slot)?.is_some() {
+            break;
+        }
+        unplug_backend(&mut qmp, slot);
+        now.pop();
+    }
+    drop(qmp);
+    if now.len() != before {
+        note(directory, &now)?;
+    }
+    Ok(now)
+}
+
+pub(super) fn note(directory: &VmDirectory, now: &[SegmentSpec]) -> Result<(), DaemonError> {
+    let path = directory.segments();
+    directory
+        .write_json(&path, &now)
+        .map_err(|source| SegmentError::Files { path, source }.into())
+}
+
+pub(super) fn directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
+    machine.vm().directory().ok_or_else(|| {
+        SegmentError::Impossible(format!(
+            "VM '{}' was not started by memfold, so it has no slots for segments; start it with 'memfold vm run'",
+            machine.name()
+        ))
+        .into()
+    })
+}

@@ -1,0 +1,87 @@
+//! How many may do something at once.
+
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Permits that are taken and given back.
+#[derive(Debug)]
+pub(crate) struct Semaphore {
+    taken: Mutex<usize>,
+    returned: Condvar,
+    limit: usize,
+}
+
+/// A permit, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Permit<'a>(&'a Semaphore);
+
+impl Semaphore {
+    /// So many at once.
+    pub const fn new(limit: usize) -> Self {
+        Self {
+            taken: Mutex::new(0),
+            returned: Condvar::new(),
+            limit,
+        }
+    }
+
+    /// Waits for one; `None` when the time is over.
+    pub fn take(&self, timeout: Duration) -> Option<Permit<'_>> {
+        let taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut taken, waited) = self
+            .returned
+            .wait_timeout_while(taken, timeout, |taken| *taken >= self.limit)
+            .unwrap_or_else(PoisonError::into_inner);
+        if waited.timed_out() {
+            return None;
+        }
+        *taken += 1;
+        Some(Permit(self))
+    }
+}
+
+impl Drop for Permit<'_> {
+    fn drop(&mut self) {
+        let taken = &self.0.taken;
+        *taken.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.returned.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn no_more_than_the_limit_at_once_and_all_in_the_end() {
+        let turns = Semaphore::new(2);
+        let two = Barrier::new(2);
+        let (now, most, all) = (
+            AtomicUsize::new(0),
+            AtomicUsize::new(0),
+            AtomicUsize::new(0),
+        );
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    let turn = turns.take(Duration::from_secs(60));
+                    assert!(turn.is_some());
+                    most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                    // Two have one at once: neither goes on without another.
+                    two.wait();
+                    // A third one would come in here.
+                    std::thread::sleep(Duration::from_millis(5));
+                    now.fetch_sub(1, Ordering::SeqCst);
+                    all.fetch_add(1, Ordering::SeqCst);
+                });
+            }
+        });
+        assert_eq!(most.into_inner(), 2);
+        assert_eq!(all.into_inner(), 8);
+        let held = [(); 2].map(|()| turns.take(Duration::ZERO));
+        assert!(held.iter().all(Option::is_some));
+        assert!(turns.take(Duration::from_millis(5)).is_none());
+    }
+}

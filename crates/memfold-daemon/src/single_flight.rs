@@ -1,0 +1,92 @@
+//! One answer for all who ask at once.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Something of this moment that costs too much to make it for each who asks: made once at a time, for all together who had asked before it was
+/// begun. So nobody gets what is older than the question.
+#[derive(Debug)]
+pub(crate) struct SingleFlight<T> {
+    /// How often it was begun.
+    begun: AtomicU64,
+    /// The last one, and its number from 1 on.
+    last: Mutex<Option<(u64, T)>>,
+}
+
+impl<T> Default for SingleFlight<T> {
+    fn default() -> Self {
+        Self {
+            begun: AtomicU64::new(0),
+            last: Mutex::new(None),
+        }
+    }
+}
+
+impl<T: Clone> SingleFlight<T> {
+    /// What was begun after this call, by `make` if nobody else has. After a failure, the next who waits tries again.
+    pub fn get<E>(&self, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+        self.begun_after(self.last_begun(), make)
+    }
+
+    /// The number of the last one that was begun, 0 before the first.
+    fn last_begun(&self) -> u64 {
+        self.begun.load(Ordering::SeqCst)
+    }
+
+    /// One with a number above `before`, made now unless there is one.
+    fn begun_after<E>(&self, before: u64, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((number, value)) = last.as_ref() {
+            if *number > before {
+                return Ok(value.clone());
+            }
+        }
+        let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        let value = make()?;
+        *last = Some((number, value.clone()));
+        Ok(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::convert::Infallible;
+
+    #[test]
+    fn who_asks_gets_what_was_begun_since_and_many_at_once_get_the_same() {
+        let joined = &SingleFlight::default();
+        let made = AtomicU64::new(0);
+        let make = || Ok::<u64, Infallible>(made.fetch_add(1, Ordering::SeqCst) + 1);
+        // In a thread each. When each has asked is given, so the count does not depend on which thread comes first.
+        let answers = |asked: Vec<u64>| -> Vec<u64> {
+            std::thread::scope(|scope| {
+                let threads: Vec<_> = asked
+                    .into_iter()
+                    .map(|before| scope.spawn(move || joined.begun_after(before, make).unwrap()))
+                    .collect();
+                threads.into_iter().map(|t| t.join().unwrap()).collect()
+            })
+        };
+        // All of them ask before the first one is begun.
+        let asked = (0..40).map(|_| joined.last_begun()).collect();
+        assert_eq!(answers(asked), [1; 40]);
+        // These ask while the second one is made, which is older than their question.
+        let mut asked = Vec::new();
+        let second = joined.get(|| {
+            asked = (0..40).map(|_| joined.last_begun()).collect();
+            make()
+        });
+        assert_eq!(second.unwrap(), 2);
+        assert_eq!(answers(asked), [3; 40]);
+        assert_eq!(joined.get(make).unwrap(), 4, "never an old one");
+        assert_eq!(joined.get(make).unwrap(), 5);
+    }
+
+    #[test]
+    fn after_a_failure_it_is_tried_again() {
+        let joined = SingleFlight::default();
+        assert_eq!(joined.get(|| Err("no")), Err("no"));
+        assert_eq!(joined.get(|| Ok::<_, &str>(5)), Ok(5));
+    }
+}

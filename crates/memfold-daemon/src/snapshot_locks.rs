@@ -1,0 +1,132 @@
+//! What is being done with snapshots, by name: it is shown while it lasts, and nothing is removed meanwhile.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use memfold_snapshot::{Progress, SnapshotError, Step};
+
+/// Of all snapshots.
+#[derive(Debug, Default)]
+pub(crate) struct SnapshotLocks(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    used: HashMap<String, Vec<Arc<Progress>>>,
+    removed: HashSet<String>,
+}
+
+impl SnapshotLocks {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to save, verify or restore a snapshot.
+    pub(crate) fn begin(&self, name: &str) -> Result<Use<'_>, SnapshotError> {
+        let mut state = self.lock();
+        if state.removed.contains(name) {
+            return Err(SnapshotError::Impossible(format!(
+                "snapshot '{name}' is being removed"
+            )));
+        }
+        let progress = Arc::<Progress>::default();
+        let all = state.used.entry(name.to_owned()).or_default();
+        all.push(progress.clone());
+        Ok(Use {
+            uses: self,
+            name: name.to_owned(),
+            progress,
+        })
+    }
+
+    /// Begins to remove a snapshot that nothing is done with.
+    pub(crate) fn remove(&self, name: &str) -> Result<Removal<'_>, SnapshotError> {
+        let mut state = self.lock();
+        if state.used.contains_key(name) || !state.removed.insert(name.to_owned()) {
+            return Err(SnapshotError::Impossible(format!(
+                "snapshot '{name}' is being saved, verified, restored or removed; wait until that is done"
+            )));
+        }
+        Ok(Removal {
+            uses: self,
+            name: name.to_owned(),
+        })
+    }
+
+    /// How far the youngest use of a snapshot has come, if there is any.
+    pub(crate) fn now(&self, name: &str) -> Option<Step> {
+        Some(self.lock().used.get(name)?.last()?.now())
+    }
+}
+
+/// A snapshot is used, as long as this is kept.
+#[derive(Debug)]
+pub(crate) struct Use<'a> {
+    uses: &'a SnapshotLocks,
+    name: String,
+    progress: Arc<Progress>,
+}
+
+impl Deref for Use<'_> {
+    type Target = Progress;
+
+    fn deref(&self) -> &Progress {
+        &self.progress
+    }
+}
+
+impl Drop for Use<'_> {
+    fn drop(&mut self) {
+        let mut state = self.uses.lock();
+        if let Some(all) = state.used.get_mut(&self.name) {
+            all.retain(|other| !Arc::ptr_eq(other, &self.progress));
+            if all.is_empty() {
+                state.used.remove(&self.name);
+            }
+        }
+    }
+}
+
+/// A snapshot is removed, as long as this is kept.
+#[derive(Debug)]
+pub(crate) struct Removal<'a> {
+    uses: &'a SnapshotLocks,
+    name: String,
+}
+
+impl Drop for Removal<'_> {
+    fn drop(&mut self) {
+        self.uses.lock().removed.remove(&self.name);
+    }
+}
+
+/// What snapshots that are being made of VMs with a segment are noted under, in [`SnapshotLocks`].
+pub(crate) fn being_saved(reference: &str) -> String {
+    format!("saved with segment {reference}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_used_is_shown_and_not_removed_and_what_is_removed_is_not_used() {
+        let uses = SnapshotLocks::default();
+        let first = uses.begin("a").unwrap();
+        first.begin("first", 8);
+        let second = uses.begin("a").unwrap();
+        second.begin("second", 8);
+        assert_eq!(uses.now("a").unwrap().step, "second");
+        assert!(uses.remove("a").is_err());
+        drop(second);
+        assert_eq!(uses.now("a").unwrap().step, "first");
+        assert!(uses.remove("a").is_err());
+        drop(first);
+        assert_eq!(uses.now("a"), None);
+        let removal = uses.remove("a").unwrap();
+        assert!(uses.begin("a").is_err() && uses.remove("a").is_err());
+        assert!(uses.begin("b").is_ok());
+        drop(removal);
+        assert!(uses.begin("a").is_ok());
+    }
+}

@@ -1,0 +1,174 @@
+//! A VM while it is saved: its writes are tracked, or it stands still.
+
+use std::cell::{Cell, RefCell};
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, MutexGuard};
+use std::time::{Duration, Instant};
+
+use memfold_fold::{Command, VmId};
+use memfold_snapshot::free::{self, Frames};
+use memfold_snapshot::save;
+use memfold_vm::{AgentLink, Qmp};
+use memfold_wire::library::Range;
+
+use crate::folding::Folding;
+use crate::interrupted_save::Noted;
+use crate::ksm_steering::MergingStops;
+use crate::machine::Machine;
+
+/// How long it may take to list what is free.
+const LIST_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A VM whose writes are tracked, or that stands still, until this is dropped.
+pub(super) struct Held<'a> {
+    folding: &'a Folding,
+    machine: &'a Arc<Machine>,
+    agent: Option<&'a AgentLink>,
+    /// While the VM stands still.
+    quiet: RefCell<Option<MutexGuard<'a, ()>>>,
+    merging: RefCell<Option<MergingStops<'a>>>,
+    /// Since when it stands still for this.
+    stopped: Cell<Option<Instant>>,
+    /// How long it stood still.
+    stood: Cell<Duration>,
+    /// Of a VM that memfold didn't start.
+    noted: Option<Noted<'a>>,
+}
+
+impl<'a> Held<'a> {
+    /// Of a VM that is not stopped yet.
+    pub fn new(
+        folding: &'a Folding,
+        machine: &'a Arc<Machine>,
+        agent: Option<&'a AgentLink>,
+        merging: Option<MergingStops<'a>>,
+        noted: Option<Noted<'a>>,
+    ) -> Self {
+        Self {
+            folding,
+            machine,
+            agent,
+            quiet: RefCell::default(),
+            merging: RefCell::new(merging),
+            stopped: Cell::new(None),
+            stood: Cell::new(Duration::ZERO),
+            noted,
+        }
+    }
+}
+
+impl Held<'_> {
+    pub fn stood_still(&self) -> Duration {
+        self.stood.get()
+            + self
+                .stopped
+                .get()
+                .map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// Tracks the VM's writes, and then asks it what it has free; or says why that can't be used.
+    pub fn free_pages(&self) -> Result<Vec<Frames>, String> {
+        // Pinned memory, for one: devices write to it past the page tables.
+        self.machine.look_again();
+        if let Some(problem) = self.machine.problem() {
+            return Err(problem);
+        }
+        if self.agent.is_none() {
+            return Err("its guest has no agent of memfold's".to_owned());
+        }
+        self.tell("tracked", Command::Track)?;
+        let listed = self.machine.run(free::LIST, LIST_TIMEOUT);
+        let listed = listed.map_err(|error| error.to_string())?;
+        if listed.code != 0 {
+            let words = String::from_utf8_lossy(&listed.stderr).trim().to_owned();
+            return Err(format!("the guest can't list them: {words}"));
+        }
+        free::parse(&listed.stdout, self.machine.ram_pages())
+    }
+
+    /// Has the engine do something with the VM that [`Command::Release`] undoes.
+    fn tell(
+        &self,
+        what: &str,
+        command: impl FnOnce(VmId, SyncSender<Result<(), String>>) -> Command,
+    ) -> Result<(), String> {
+        let (answer, answered) = sync_channel(1);
+        let failed = |why: &str| format!("the VM can't be {what}: {why}");
+        self.folding
+            .tell(command(self.machine.id(), answer))
+            .map_err(|error| failed(&error.to_string()))?;
+        answered
+            .recv()
+            .map_err(|_| failed("the fold engine has ended"))?
+            .map_err(|why| failed(&why))
+    }
+}
+
+impl save::Hold for Held<'_> {
+    fn stop(&self, qmp: &mut Qmp) -> Result<(), String> {
+        self.quiet.replace(self.agent.map(AgentLink::quiet));
+        if self.machine.can_stop() {
+            self.tell("stopped", Command::Hold)?;
+            self.stopped.set(Some(Instant::now()));
+            return Ok(());
+        }
+        // The library has no monitor, so that nobody in QEMU lets the VM go on when we die: the next daemon does.
+        let failed = |error: &dyn std::fmt::Display| format!("the VM can't be stopped: {error}");
+        if self.machine.vm().has_library() {
+            self.tell("left alone", Command::LeaveAlone)?;
+        }
+        if let Some(noted) = &self.noted {
+            noted.stopped(true).map_err(|error| failed(&error))?;
+        }
+        self.stopped.set(Some(Instant::now()));
+        qmp.execute_on_disks("stop", serde_json::Value::Null)
+            .map_err(|error| failed(&error))?;
+        Ok(())
+    }
+
+    fn untrack(&self) -> Result<(), String> {
+        if !self.machine.vm().has_library() {
+            return Ok(());
+        }
+        self.tell("left untracked", Command::Untrack)
+    }
+
+    fn keep_past(&self, ranges: Vec<Range>, file: OwnedFd) -> Result<(), String> {
+        self.tell("kept as it was while it goes on", |id, answer| {
+            Command::KeepPast(id, ranges, file, answer)
+        })
+    }
+
+    fn go_on(&self, qmp: &mut Qmp) -> Result<(), String> {
+        let Some(since) = self.stopped.get() else {
+            return Ok(());
+        };
+        if self.machine.can_stop() {
+            self.tell("let go on", Command::GoOn)?;
+        } else {
+            qmp.query("cont").map_err(|error| error.to_string())?;
+            if let Some(noted) = &self.noted {
+                // If it can't be written, the next daemon lets a VM go on that runs.
+                let _ = noted.stopped(false);
+            }
+        }
+        self.stopped.set(None);
+        self.stood.set(self.stood.get() + since.elapsed());
+        self.quiet.take();
+        Ok(())
+    }
+
+    fn let_go(&self) {
+        // The engine ends only when the daemon does, and then the library lets the VM go on.
+        let _ = self.folding.tell(Command::Release(self.machine.id()));
+        self.quiet.take();
+        self.merging.take();
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        save::Hold::let_go(self);
+    }
+}

@@ -1,0 +1,68 @@
+//! Snapshots that are removed.
+
+use memfold_snapshot::{SnapshotError, restore, save};
+use tracing::warn;
+
+use crate::error::DaemonError;
+use crate::snapshots::Snapshots;
+use crate::snapshots::save::subject;
+
+impl Snapshots {
+    /// Removes a snapshot that no VM runs from.
+    pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
+        let _removal = self.locks.remove(name)?;
+        let pids = restore::users(&self.directory, name)?;
+        if !pids.is_empty() {
+            let pids: Vec<String> = pids
+                .iter()
+                .map(|pid| pid.as_raw_nonzero().to_string())
+                .collect();
+            return Err(SnapshotError::InUse {
+                name: name.to_owned(),
+                pids: pids.join(", "),
+            }
+            .into());
+        }
+        let others = restore::built_on(&self.directory, name)?;
+        if !others.is_empty() {
+            return Err(SnapshotError::BuiltOn {
+                name: name.to_owned(),
+                others: others.join(", "),
+            }
+            .into());
+        }
+        let saved = self.directory.manifest(name);
+        if let Ok(saved) = &saved {
+            self.disks_taken_back(name, &saved.vm)?;
+        }
+        self.directory.remove(name)?;
+        // It may have been the last that needed an old generation.
+        for segment in saved.map(|saved| saved.spec.segments).unwrap_or_default() {
+            self.segments.drop_old(segment.base_name());
+        }
+        Ok(())
+    }
+
+    /// The VM that was saved in a snapshot, and goes on, keeps what lies there of its disks.
+    fn disks_taken_back(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
+        let place = self.directory.path(name)?;
+        let machine = match self.registry.machine(vm) {
+            Ok(machine) => machine,
+            // It runs, and nobody can ask its QEMU yet.
+            Err(error @ DaemonError::Busy { .. }) => return Err(error),
+            Err(_) => return Ok(()),
+        };
+        let _alone = machine.save_right_soon()?;
+        // What others started writes its own disks, which are copies in a snapshot.
+        if machine.vm().spec().is_none() {
+            return Ok(());
+        }
+        let subject = subject(&machine)?;
+        let taken = save::take_back((machine.vm(), &subject), || machine.monitor(), &place);
+        if let Err(error) = taken {
+            // It runs on with what QEMU has open.
+            warn!(vm, snapshot = name, %error, "it can't be saved again until it is started anew");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,138 @@
+//! VMs that are started from snapshots.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use memfold_api::{RestoreRequest, VmInfo};
+use memfold_snapshot::identity::Plan;
+use memfold_snapshot::restore::OwnDisks;
+use memfold_snapshot::{Manifest, SnapshotError, restore};
+use memfold_units::PAGE_SIZE;
+use memfold_vm::{Incoming, LaunchError};
+use rustix::process::Pid;
+
+use crate::boot_snapshot;
+use crate::error::DaemonError;
+use crate::locks::lock_within;
+use crate::segments::laying::recall_segments;
+use crate::snapshots::Snapshots;
+
+/// How long another restore of a guest that cannot be set apart may take.
+const TWIN_PATIENCE: Duration = Duration::from_secs(60);
+
+impl Snapshots {
+    /// A VM that runs from this snapshot's memory: restored from it, or the one that was saved and went on.
+    fn twin(&self, manifest: &Manifest) -> Result<Option<String>, DaemonError> {
+        let pids = restore::users(&self.directory, &manifest.name)?;
+        let machines = self.registry.machines();
+        let named = |pid: &Pid| {
+            let vm = machines.iter().find(|m| m.pid() == *pid);
+            vm.map_or_else(
+                || format!("of process {}", pid.as_raw_nonzero()),
+                |m| m.name().to_owned(),
+            )
+        };
+        let restored = pids.first().map(named);
+        Ok(restored.or_else(|| {
+            self.registry
+                .contains(&manifest.vm)
+                .then(|| manifest.vm.clone())
+        }))
+    }
+
+    /// Starts a VM from a snapshot.
+    pub fn restore(
+        self: &Arc<Self>,
+        snapshot: &str,
+        request: &RestoreRequest,
+    ) -> Result<VmInfo, DaemonError> {
+        // It isn't removed meanwhile, so that all its files are those of one save.
+        let progress = self.locks.begin(snapshot)?;
+        let manifest = self.directory.manifest(snapshot)?;
+        let mut spec = restore::spec(&self.directory, &manifest, &request.vm)?;
+        // Known here already: disks are long to copy.
+        memfold_vm::check_name("name", &request.vm).map_err(LaunchError::from)?;
+        if self.registry.contains(&request.vm) {
+            return Err(DaemonError::NameTaken(request.vm.clone()));
+        }
+        restore::choose_host_ends(&mut spec, &request.forwards)?;
+        let held = manifest.counts.saved_pages * PAGE_SIZE;
+        let admitted = self.debt.admit(&request.vm, held, request.despite_brake)?;
+        let own_disks = match &request.disks {
+            Some(place) => OwnDisks::make(&mut spec, place, &progress)?,
+            None => OwnDisks::default(),
+        };
+        // One at a time, so that none misses the other.
+        let _alone = if manifest.tells_twins_apart() {
+            None
+        } else {
+            Some(lock_within(&self.twins, TWIN_PATIENCE).ok_or_else(|| {
+                DaemonError::Busy {
+                    why:
+                        "another VM is being restored whose guest cannot be set apart from this one"
+                            .into(),
+                    fix: "wait until that is done, or stop that VM if its QEMU hangs".into(),
+                }
+            })?)
+        };
+        if !manifest.tells_twins_apart() && !request.force {
+            if let Some(other) = self.twin(&manifest)? {
+                let name = snapshot.to_owned();
+                return Err(SnapshotError::Twin { name, other }.into());
+            }
+        }
+        let plan =
+            Plan::new(request.renew, request.keep_clock, &spec).map_err(|error| no_plan(&error))?;
+        let ram = self.directory.checked_ram(&manifest, &progress)?;
+        let incoming = Incoming {
+            qemu: manifest.qemu,
+            machine: manifest.machine.clone(),
+            accel: manifest.accel.clone(),
+        };
+        let launched = self.vms.launch(spec, |state, spec, cancel| {
+            let vm = memfold_vm::start_unless(cancel, state, spec, Some(&incoming))?;
+            self.vms.share_kernel(&vm);
+            let noted = vm.directory().map_or(Ok(()), |place| plan.write(place));
+            let filled = noted
+                .map_err(|error| no_plan(&error))
+                .and_then(|()| Ok(vm.daemon_qmp()?))
+                .and_then(|mut qmp| restore::fill(&vm, &mut qmp, &self.directory, &manifest, &ram));
+            if let Err(error) = filled {
+                // It goes with the VM's directory.
+                let said = vm.directory().map(memfold_vm::log_tail).unwrap_or_default();
+                // Nothing half restored stays.
+                let _ = vm.stop(Duration::ZERO);
+                return Err(match error {
+                    SnapshotError::Qemu(why) if !said.is_empty() => {
+                        SnapshotError::Qemu(format!("{why}; it said: {said}"))
+                    }
+                    other => other,
+                }
+                .into());
+            }
+            Ok(vm)
+        });
+        drop(ram);
+        if launched.is_err() {
+            self.directory.let_go();
+        }
+        let info = launched?;
+        admitted.started();
+        own_disks.keep();
+        let Ok(machine) = self.registry.machine(&request.vm) else {
+            // It has ended already, perhaps before we had done with its memory.
+            self.directory.let_go();
+            return Ok(info);
+        };
+        boot_snapshot::find(&self.directory, &machine);
+        recall_segments(&machine);
+        self.mind_working_set(machine.clone(), manifest, request.prefetch);
+        Ok(machine.info())
+    }
+}
+
+fn no_plan(error: &std::io::Error) -> SnapshotError {
+    SnapshotError::Impossible(format!(
+        "the VM can't be given an identity of its own: {error}"
+    ))
+}

@@ -1,0 +1,188 @@
+//! VMs that are saved.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use memfold_api::SaveRequest;
+use memfold_snapshot::identity::HAS_GENERATION_ID;
+use memfold_snapshot::manifest::Steps;
+use memfold_snapshot::save::{self, Subject};
+use memfold_snapshot::{Keep, Manifest, Progress, SnapshotError, restore};
+use memfold_units::PAGE_SIZE;
+use memfold_vm::SegmentSpec;
+use tracing::info;
+
+use crate::error::DaemonError;
+use crate::interrupted_save::{self, Noted};
+use crate::machine::pauses::LONG;
+use crate::machine::{Machine, SaveRight};
+use crate::snapshot_locks::being_saved;
+use crate::snapshots::Snapshots;
+use crate::snapshots::guest_caches::{DROP_TIMEOUT, drop_caches, trace_again, write_back};
+use crate::snapshots::hold::Held;
+
+/// How long it may take to say what it has.
+const ASK_TIMEOUT: Duration = Duration::from_secs(10);
+
+impl Snapshots {
+    /// Saves a VM. It goes on afterwards, also if this fails.
+    pub fn save(&self, request: &SaveRequest) -> Result<Manifest, DaemonError> {
+        self.save_marked(request, None)
+    }
+
+    /// The same; `of_boot` is for the manifest.
+    pub(crate) fn save_marked(
+        &self,
+        request: &SaveRequest,
+        of_boot: Option<String>,
+    ) -> Result<Manifest, DaemonError> {
+        let began = Instant::now();
+        let machine = self.registry.machine(&request.vm)?;
+        let Some(right) = machine.try_save() else {
+            return Err(SnapshotError::Impossible(
+                "a snapshot of this VM is being made; wait until it is done".into(),
+            )
+            .into());
+        };
+        let _noted = machine.note_saving();
+        // Fails early, and for a name that is taken before the guest drops anything.
+        if self.directory.path(&request.name)?.exists() {
+            return Err(SnapshotError::Taken(request.name.clone()).into());
+        }
+        interrupted_save::undo(self.registry.state(), &machine, &right)?;
+        let subject = subject(&machine)?;
+        save::mend(&subject, || machine.monitor())?;
+        let progress = self.locks.begin(&request.name)?;
+        // What its disks are built on isn't removed before the new snapshot says that it needs it.
+        // Those of a VM that others started are copied.
+        let below = match machine.vm().spec() {
+            Some(spec) => restore::below(&self.directory, spec),
+            None => Vec::new(),
+        };
+        let _below = below
+            .into_iter()
+            .filter(|name| *name != request.name)
+            .map(|name| self.locks.begin(&name))
+            .collect::<Result<Vec<_>, _>>()?;
+        // The VM may end before its snapshot is whole.
+        let segments = machine.vm().segments();
+        let kept = |segment: &SegmentSpec| self.locks.begin(&being_saved(&segment.name));
+        let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
+        let save = |kept| {
+            let of = (&machine, &subject, &right);
+            self.save_dropped(of, request, of_boot, began, kept, &progress)
+        };
+        if request.keep == Keep::All {
+            return save(None);
+        }
+        progress.begin("the guest writes back what is dirty", 0);
+        write_back(&machine)?;
+        if request.keep == Keep::Hot {
+            return save(None);
+        }
+        progress.begin("the guest drops its caches", 0);
+        let limit = request.drop_s.map_or(DROP_TIMEOUT, |seconds| {
+            Duration::from_secs(seconds.max(1).into())
+        });
+        let dropped = drop_caches(&machine, limit);
+        let events = match &dropped {
+            Ok(None) => Ok(()),
+            _ => trace_again(&machine),
+        };
+        let saved = dropped.and_then(save);
+        // Of what went while events were off.
+        if let Err(error) = events.and_then(|()| machine.take_inventory()) {
+            info!(vm = request.vm, %error, "no inventory after the save");
+        }
+        saved
+    }
+
+    fn save_dropped(
+        &self,
+        (machine, subject, right): (&Arc<Machine>, &Subject, &SaveRight<'_>),
+        request: &SaveRequest,
+        of_boot: Option<String>,
+        began: Instant,
+        cache_kept: Option<String>,
+        progress: &Progress,
+    ) -> Result<Manifest, DaemonError> {
+        let mut steps = Steps {
+            drop_ms: save::milliseconds(began.elapsed()),
+            ..Steps::default()
+        };
+        // Asked again: what is noted now holds for ever, and a guest that has just dropped its caches may be slow.
+        let ask = || machine.run(HAS_GENERATION_ID, ASK_TIMEOUT);
+        let asked = ask().or_else(|_| ask());
+        let generation_id = asked.is_ok_and(|answer| answer.code == 0);
+        progress.begin("the guest lists what is free", 0);
+        let listing = Instant::now();
+        let merging = request.live.then(|| self.ksm.stop_merging()).transpose()?;
+        let agent = machine.agent();
+        let noted = (machine.vm().spec().is_none())
+            .then(|| Noted::new(self.registry.state(), machine, right, subject.spec()))
+            .transpose()
+            .map_err(|source| DaemonError::State {
+                path: self.registry.state().to_owned(),
+                source,
+            })?;
+        let held = Held::new(&self.folding, machine, agent.as_deref(), merging, noted);
+        let free = held.free_pages();
+        // Devices that write past the page tables: nobody would keep what they write to.
+        if let Some(problem) = machine.problem().filter(|_| request.live) {
+            return Err(SnapshotError::Impossible(format!(
+                "the VM can't be saved live: {problem}"
+            ))
+            .into());
+        }
+        if let Err(why) = &free {
+            info!(vm = request.vm, why, "free pages are saved too");
+        }
+        steps.list_ms = save::milliseconds(listing.elapsed());
+        let saving = save::Request {
+            agent: agent.as_ref().is_some_and(|a| a.session().is_some()),
+            generation_id,
+            name: request.name.clone(),
+            keep: request.keep,
+            of_boot,
+            live: request.live,
+            compress: request.compress,
+            domain: machine.domain().map(str::to_owned),
+            began,
+            free,
+            cache_kept,
+            steps,
+        };
+        let manifest = save::save(
+            (machine.vm(), subject),
+            || machine.monitor(),
+            &self.directory,
+            &saving,
+            &held,
+            progress,
+        );
+        // For a full disk it stands still for longer than the save has stopped it.
+        let may_be_full = matches!(
+            manifest,
+            Err(SnapshotError::Files { .. } | SnapshotError::Qemu(_))
+        );
+        let is_late = may_be_full || held.stood_still() >= LONG;
+        drop(held);
+        if is_late && !request.keep_clock && agent.is_some_and(|a| a.session().is_some()) {
+            machine.set_clock_soon();
+        }
+        let manifest = manifest?;
+        info!(
+            vm = request.vm,
+            snapshot = request.name,
+            pause_ms = manifest.pause_ms,
+            saved_bytes = manifest.counts.saved_pages * PAGE_SIZE,
+            "saved"
+        );
+        Ok(manifest)
+    }
+}
+
+pub(super) fn subject(machine: &Machine) -> Result<Subject, SnapshotError> {
+    let known = (machine.name(), machine.domain());
+    Subject::of(machine.vm(), known, &mut machine.monitor())
+}

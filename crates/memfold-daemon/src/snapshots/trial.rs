@@ -1,0 +1,53 @@
+//! Whether a VM of a snapshot could start, tried: QEMU is started as `restore` starts it, reads no state, and is ended.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use memfold_snapshot::{Manifest, restore};
+use memfold_vm::{Incoming, Vm, VmSpec, overlay};
+use tracing::warn;
+
+use crate::error::DaemonError;
+use crate::snapshots::Snapshots;
+
+/// Where such VMs are: no list shows them, and no daemon adopts them.
+fn place(state: &Path) -> PathBuf {
+    state.join("trial")
+}
+
+/// Ends those that a daemon which was killed has left.
+pub(crate) fn clear(state: &Path) {
+    for vm in Vm::discover(&place(state)).unwrap_or_default() {
+        end(&vm);
+    }
+}
+
+fn end(vm: &Vm) {
+    if let Err(error) = vm.stop(Duration::ZERO) {
+        warn!(
+            vm = vm.name(),
+            error = &error as &dyn std::error::Error,
+            "cannot end QEMU that was started for a trial"
+        );
+    }
+}
+
+impl Snapshots {
+    /// Starts a QEMU for what `restore` would start, and ends it.
+    pub(super) fn try_restore(&self, spec: VmSpec, manifest: &Manifest) -> Result<(), DaemonError> {
+        let mut spec = spec.for_trial(format!("try-{:x}", overlay::unique()));
+        self.segments.find(&mut spec)?;
+        let incoming = Incoming {
+            qemu: manifest.qemu,
+            machine: manifest.machine.clone(),
+            accel: manifest.accel.clone(),
+        };
+        let vm = memfold_vm::start_incoming(&place(self.registry.state()), spec, &incoming)?;
+        let fits = vm
+            .daemon_qmp()
+            .map_err(DaemonError::from)
+            .and_then(|mut qmp| Ok(restore::fits(&mut qmp, manifest)?));
+        end(&vm);
+        fits
+    }
+}

@@ -1,0 +1,53 @@
+//! Snapshots that are read whole and tried.
+
+use memfold_api::VerifyReport;
+use memfold_host::chain;
+use memfold_snapshot::{Shelf, SnapshotError, restore, shelf};
+
+use crate::error::DaemonError;
+use crate::snapshots::Snapshots;
+
+impl Snapshots {
+    /// Reads a snapshot whole and compares its checksums.
+    pub fn verify(&self, name: &str) -> Result<VerifyReport, DaemonError> {
+        let progress = self.locks.begin(name)?;
+        let manifest = self.directory.manifest(name)?;
+        let changed = self.directory.changed_parts(&manifest)?;
+        let mut problems: Vec<String> = changed
+            .iter()
+            .map(|part| format!("{part} was changed since it was saved"))
+            .collect();
+        // Tables that were changed lead nowhere.
+        if changed.iter().all(|part| *part == shelf::DEVICES) {
+            let stored = self.directory.stored(&manifest)?;
+            progress.begin("checksums compared", stored.bytes);
+            let path = self.directory.root().join(name).join(shelf::RAM);
+            let wrong = stored
+                .verify(&progress)
+                .map_err(|source| SnapshotError::Files { path, source })?;
+            let image = Shelf::image_of(&manifest);
+            problems.extend(wrong.iter().map(|chunk| {
+                format!("{image} was changed since it was saved, in its chunk {chunk}")
+            }));
+        }
+        progress.begin("disks compared", 0);
+        match restore::spec(&self.directory, &manifest, &manifest.vm) {
+            Ok(spec) => {
+                problems.extend(restore::changed_disks(&self.directory, &manifest)?);
+                progress.begin("a start tried", 0);
+                let tried = self.try_restore(spec, &manifest);
+                problems.extend(
+                    tried
+                        .err()
+                        .map(|error| format!("no VM of it can start: {}", chain(&error))),
+                );
+            }
+            // Its words name the disk, if that is what is wrong.
+            Err(error) => problems.push(error.to_string()),
+        }
+        Ok(VerifyReport {
+            name: name.to_owned(),
+            problems,
+        })
+    }
+}

@@ -1,0 +1,72 @@
+//! What VMs of a snapshot use first.
+
+use std::sync::Arc;
+
+use memfold_snapshot::Manifest;
+use memfold_snapshot::working_set::{self, WorkingSet};
+use tracing::{debug, info};
+
+use crate::machine::Machine;
+use crate::snapshots::Snapshots;
+
+impl Snapshots {
+    /// Has what VMs of this snapshot use first at hand for this one, or finds out what that is. Beside the VM, which runs.
+    pub(super) fn mind_working_set(
+        &self,
+        machine: Arc<Machine>,
+        manifest: Manifest,
+        prefetch: bool,
+    ) {
+        let Ok(place) = self.directory.path(&manifest.name) else {
+            return;
+        };
+        let known = WorkingSet::read(&place, &manifest.sums.xxh3_128);
+        if known.is_some() && !prefetch {
+            return;
+        }
+        let registry = Arc::downgrade(&self.registry);
+        let work = move || {
+            if let Some(set) = known {
+                let places = working_set::places(&manifest, &machine.layout());
+                match set.prefetch(machine.pid(), &places) {
+                    Ok(pages) => info!(vm = machine.name(), pages, "fetched"),
+                    Err(error) => debug!(vm = machine.name(), %error, "not all was fetched"),
+                }
+                return;
+            }
+            let (id, name) = (machine.id(), machine.name().to_owned());
+            // Who waits keeps nobody alive.
+            drop(machine);
+            let found = loop {
+                std::thread::sleep(working_set::TIME);
+                let machine = registry
+                    .upgrade()
+                    .and_then(|registry| registry.machine(&name).ok());
+                let Some(machine) = machine.filter(|machine| machine.id() == id) else {
+                    return;
+                };
+                // While it is saved, all of its pages may look touched.
+                let Some(_saving) = machine.try_save() else {
+                    continue;
+                };
+                let places = working_set::places(&manifest, &machine.layout());
+                break WorkingSet::of(machine.pid(), &manifest.sums.xxh3_128, &places);
+            };
+            match found.and_then(|set| set.write(&place).map(|()| set)) {
+                Ok(set) => info!(
+                    vm = name,
+                    snapshot = manifest.name,
+                    bytes = set.bytes(),
+                    "used first"
+                ),
+                Err(error) => debug!(vm = name, %error, "what it used first is not recorded"),
+            }
+        };
+        if let Err(error) = std::thread::Builder::new()
+            .name("working-set".into())
+            .spawn(work)
+        {
+            debug!(%error, "no thread for the working set");
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Swap disks of this host's VMs on lent RAM: borrowed, watched, given back.
+//!
+//! ```text
+//!   again, automatic --> borrow --> watcher --> heal --> give_back --> reconcile --> guards, notes, relays
+//! ```
+//! Everything here can be cut off at any instant. What QEMU's device uses is the truth; `borrowed.json` names leases, and is written before
+//! the first of them is used. [`SwapDisks::clean_up`] removes what nothing uses. So a new daemon ends or undoes what the one before began.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use memfold_api::{Borrowed, VmSwap};
+use memfold_lend::graph::Part;
+
+use self::guard::Guard;
+use crate::leases::Leases;
+use crate::vm_registry::VmRegistry;
+
+mod again;
+mod attempt;
+mod automatic;
+mod borrow;
+mod copy_verify;
+mod failures;
+mod give_back;
+mod guard;
+mod heal;
+mod note;
+mod reconcile;
+mod relays;
+pub(crate) mod swap_on;
+mod watcher;
+mod wish;
+
+/// Swap disks of VMs on lent RAM.
+#[derive(Debug)]
+pub struct SwapDisks {
+    registry: Arc<VmRegistry>,
+    leases: Arc<Leases>,
+    /// What is borrowed, by the VM's name.
+    guards: Mutex<BTreeMap<String, Arc<Guard>>>,
+}
+
+impl SwapDisks {
+    pub(crate) fn new(registry: Arc<VmRegistry>, leases: Arc<Leases>) -> Self {
+        Self {
+            registry,
+            leases,
+            guards: Mutex::default(),
+        }
+    }
+
+    fn guards(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Guard>>> {
+        self.guards.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn guard(&self, vm: &str) -> Option<Arc<Guard>> {
+        self.guards().get(vm).cloned()
+    }
+
+    fn all(&self) -> Vec<Arc<Guard>> {
+        self.guards().values().cloned().collect()
+    }
+
+    /// What VMs have borrowed.
+    pub(crate) fn borrowed(&self) -> Vec<Borrowed> {
+        self.all().iter().map(|guard| guard.borrowed()).collect()
+    }
+
+    /// Where the swap disks are that are lent, by the VM's name.
+    pub(crate) fn swaps(&self) -> BTreeMap<String, VmSwap> {
+        let guards = self.guards();
+        let swap = |(vm, guard): (&String, &Arc<Guard>)| (vm.clone(), guard.swap());
+        guards.iter().map(swap).collect()
+    }
+
+    /// VMs whose swap disks have no copy on this host's disk any more, though they should.
+    pub(crate) fn without_copy(&self) -> Vec<String> {
+        let guards = self.all();
+        let without = guards.iter().filter(|guard| guard.borrowing().copy_failed);
+        without.map(|guard| guard.vm.clone()).collect()
+    }
+
+    /// Processes between VMs and lenders.
+    pub(crate) fn relays(&self) -> Vec<i32> {
+        let guards = self.all();
+        let of = |part: &Part| Some(part.relay.as_ref()?.process.pid);
+        let parts = guards.iter().map(|guard| guard.borrowing());
+        parts
+            .flat_map(|b| b.reached().filter_map(|(_, p)| of(p)).collect::<Vec<_>>())
+            .collect()
+    }
+
+    /// Watches no more; borrowed memory stays until its leases are over, or the next daemon takes over.
+    pub(crate) fn stop(&self) {
+        for guard in self.guards().values() {
+            guard.stop();
+        }
+    }
+}

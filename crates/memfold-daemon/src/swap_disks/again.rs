@@ -1,0 +1,172 @@
+//! Borrowing again: what an operator has asked for (`memfold borrow`) stays asked for until he gives it back, or the VM ends.
+//!
+//! A lender that dies, is upgraded or needs its memory leaves the VM on this host's disk, where it is safe and slow. When a lender has room again, it
+//! is switched again: a minute after a loss, ten minutes after it was asked for, so that who needed his memory isn't asked for it at once. The wish is a
+//! file of the VM's ([`VmDirectory::wish`]): the next daemon knows it, too.
+//!
+//! What VMs borrow by themselves is no wish: those that go on swapping borrow again anyhow.
+//!
+//! [`VmDirectory::wish`]: memfold_vm::VmDirectory::wish
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Weak};
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+
+use memfold_api::{BorrowRequest, SwapPlace};
+use memfold_host::chain;
+use tracing::{info, warn};
+
+use crate::backoff::{Backoff, LONGEST_WAIT};
+use crate::machine::Machine;
+use crate::swap_disks::SwapDisks;
+use crate::swap_disks::attempt::Asker;
+use crate::swap_disks::wish::wish;
+
+/// Time between two looks.
+const LOOK: Duration = Duration::from_secs(2);
+
+/// How long a VM stays on its disk after its lender was lost.
+const AFTER_LOSS: Duration = Duration::from_secs(60);
+
+/// The same after the lender has asked for its memory, or nobody could say how the lender is.
+const AFTER_RECALL: Duration = LONGEST_WAIT;
+
+/// How long to wait, by where a swap disk is that should be lent; `None`: it is. `lost_a_copy`: that is why it came home.
+const fn rest(place: SwapPlace, lost_a_copy: bool) -> Option<Duration> {
+    match place {
+        SwapPlace::OnCopy => Some(AFTER_LOSS),
+        // A replica's second lender isn't enough: its disk is moved home by itself.
+        SwapPlace::OnDisk if lost_a_copy => Some(AFTER_LOSS),
+        SwapPlace::OnDisk => Some(AFTER_RECALL),
+        // Nothing can be done for what is lost; a degraded one is being moved to its disk.
+        SwapPlace::Lent | SwapPlace::Degraded | SwapPlace::Lost => None,
+    }
+}
+
+/// Forgets those that are lent again: what is lost after that, however soon, rests as after any loss.
+fn forget_done(waiting: &mut BTreeMap<u32, Backoff<()>>, now: Instant) {
+    waiting.retain(|_, tries| tries.ended(now).is_none());
+}
+
+/// Until the daemon ends.
+fn watch(disks: &Weak<SwapDisks>) {
+    let mut waiting = BTreeMap::new();
+    while let Some(disks) = disks.upgrade() {
+        disks.borrow_again(&mut waiting);
+        drop(disks);
+        std::thread::sleep(LOOK);
+    }
+}
+
+impl SwapDisks {
+    /// Has VMs borrow again from now on.
+    pub(crate) fn begin_borrowing_again(self: &Arc<Self>) -> io::Result<()> {
+        let disks = Arc::downgrade(self);
+        let thread = Builder::new().name("wishes".into());
+        thread.spawn(move || watch(&disks)).map(drop)
+    }
+
+    /// VMs that should be on lent RAM and aren't, by their wish.
+    fn wishing(&self) -> Vec<(Arc<Machine>, BorrowRequest, Duration)> {
+        let machines: Vec<Arc<Machine>> = self.registry.machines();
+        let wishing = machines.into_iter().filter_map(|machine| {
+            let guard = self.guard(machine.name());
+            let place = guard.map_or(SwapPlace::OnDisk, |guard| guard.borrowed().place);
+            let rest = rest(place, machine.has_lost_a_copy())?;
+            let request = wish(&machine)?;
+            Some((machine, request, rest))
+        });
+        wishing.collect()
+    }
+
+    /// Names of VMs that borrow again as soon as a lender has room.
+    pub(crate) fn borrow_again_later(&self) -> Vec<String> {
+        let wishing = self.wishing();
+        let names = wishing.iter().map(|(machine, ..)| machine.name());
+        names.map(str::to_owned).collect()
+    }
+
+    fn borrow_again(self: &Arc<Self>, waiting: &mut BTreeMap<u32, Backoff<()>>) {
+        let now = Instant::now();
+        forget_done(waiting, now);
+        let wishing = self.wishing();
+        // One whose switch is under way may be lent already.
+        waiting.retain(|id, tries| {
+            tries.is_under_way() || wishing.iter().any(|(machine, ..)| machine.id() == *id)
+        });
+        for (machine, request, rest) in wishing {
+            let vm = machine.name().to_owned();
+            let tries = waiting.entry(machine.id()).or_insert_with(|| {
+                info!(
+                    vm,
+                    seconds = rest.as_secs(),
+                    "borrows again then, if a lender has room"
+                );
+                let mut tries = Backoff::default();
+                tries.rest(now + rest);
+                tries
+            });
+            if tries.is_under_way() || tries.rests(now) {
+                continue;
+            }
+            let (disks, name) = (self.clone(), vm.clone());
+            let begun = tries.begin("borrow-again", move || disks.try_again(&name, &request));
+            if let Err(error) = begun {
+                warn!(vm, %error, "no thread to switch its swap disk");
+                tries.failed(now);
+            }
+        }
+    }
+
+    fn try_again(self: &Arc<Self>, vm: &str, request: &BorrowRequest) -> Option<()> {
+        match self.borrow_as(vm, request, Asker::Wish) {
+            Ok(done) => {
+                info!(vm, lenders = ?done.lenders, "has borrowed again");
+                Some(())
+            }
+            Err(error) => {
+                info!(vm, error = chain(&error), "can't borrow again yet");
+                None
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_lost_a_copy_waits_a_minute_and_whose_lender_asked_ten() {
+        for (place, lost_a_copy, minutes) in [
+            (SwapPlace::OnCopy, false, Some(1)),
+            (SwapPlace::OnDisk, true, Some(1)),
+            (SwapPlace::OnDisk, false, Some(10)),
+            (SwapPlace::Lent, true, None),
+            (SwapPlace::Degraded, true, None),
+            (SwapPlace::Lost, true, None),
+        ] {
+            let wanted = minutes.map(|minutes: u64| Duration::from_secs(60 * minutes));
+            assert_eq!(rest(place, lost_a_copy), wanted, "{place:?} {lost_a_copy}");
+        }
+    }
+
+    #[test]
+    fn who_has_borrowed_again_rests_anew_when_it_is_lost_and_who_could_not_goes_on_resting() {
+        let now = Instant::now();
+        let mut waiting = BTreeMap::new();
+        for (id, outcome) in [(1, Some(())), (2, None)] {
+            let mut tries = Backoff::default();
+            tries.begin("try", move || outcome).unwrap();
+            waiting.insert(id, tries);
+        }
+        while waiting.values().any(Backoff::is_under_way) {
+            forget_done(&mut waiting, now);
+            std::thread::yield_now();
+        }
+        assert_eq!(waiting.keys().collect::<Vec<_>>(), [&2]);
+        assert!(waiting[&2].rests(now));
+    }
+}

@@ -1,0 +1,362 @@
+//! Borrowing by itself (`serve --borrow auto`): a VM that goes on swapping gets lent RAM, and gives it back when it swaps no more.
+//!
+//! What counts is what its swap device read and wrote, as QEMU counts it. A burst is none of our business: to switch costs a copy of the whole
+//! disk. So borrowing begins after ten seconds in a row of at least [`BUSY`], and ends after ten minutes in a row below [`IDLE`], which is far
+//! lower. What an operator borrowed is the operator's to give back; and a VM whose memory was given back by somebody else is left alone for
+//! a while.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Weak};
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+
+use memfold_api::{BorrowRequest, SwapPlace};
+use memfold_host::chain;
+use memfold_lend::{Durability, graph};
+use memfold_vm::Qmp;
+use serde_json::json;
+use tracing::{info, warn};
+
+use crate::backoff::{Backoff, LONGEST_WAIT};
+use crate::machine::Machine;
+use crate::swap_disks::SwapDisks;
+use crate::swap_disks::attempt::Asker;
+use crate::swap_disks::wish::wish;
+
+/// Time between two looks.
+const LOOK: Duration = Duration::from_secs(2);
+
+/// Bytes a second of a VM that swaps.
+const BUSY: u64 = 1 << 20;
+
+/// Looks in a row that begin it.
+const BUSY_LOOKS: u32 = 5;
+
+/// Bytes a second of a VM that doesn't.
+const IDLE: u64 = 64 << 10;
+
+/// How long it has to last to end it, and how long a VM is left alone that others decided about.
+const REST: Duration = LONGEST_WAIT;
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    Nothing,
+    Borrow,
+    GiveBack,
+}
+
+/// How a VM swaps.
+#[derive(Debug, Default)]
+struct Habit {
+    last: Option<(u64, Instant)>,
+    busy_looks: u32,
+    idle_since: Option<Instant>,
+    /// Whether it has borrowed by itself, as far as is known.
+    by_itself: bool,
+    /// Switches, there or back: others are looked at meanwhile.
+    tries: Backoff<Done>,
+}
+
+/// What a switch has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Done {
+    Borrowed,
+    GivenBack,
+}
+
+impl Habit {
+    /// What to do, by all that its device has moved so far, and where its disk is.
+    fn look(&mut self, moved: u64, place: SwapPlace, now: Instant) -> Wish {
+        let Some((before, at)) = self.last.replace((moved, now)) else {
+            return Wish::Nothing;
+        };
+        let ms = u64::try_from(now.duration_since(at).as_millis()).unwrap_or(u64::MAX);
+        // Another device, after a reboot.
+        let rate = moved.saturating_sub(before).saturating_mul(1000) / ms.max(1);
+        self.busy_looks = if rate >= BUSY { self.busy_looks + 1 } else { 0 };
+        if rate >= IDLE {
+            self.idle_since = None;
+        }
+        let idle_since = *self.idle_since.get_or_insert(now);
+        let is_lent = !matches!(place, SwapPlace::OnDisk | SwapPlace::OnCopy);
+        if self.by_itself && place == SwapPlace::OnDisk {
+            // An operator, or a lender that needs its memory.
+            self.by_itself = false;
+            self.tries.rest(now + REST);
+        }
+        let rests = self.tries.rests(now);
+        if is_lent {
+            let is_over = now.duration_since(idle_since) >= REST;
+            return if self.by_itself && is_over && !rests {
+                Wish::GiveBack
+            } else {
+                Wish::Nothing
+            };
+        }
+        if self.busy_looks >= BUSY_LOOKS && !rests {
+            Wish::Borrow
+        } else {
+            Wish::Nothing
+        }
+    }
+
+    /// Whether a switch is under way. One that has ended is noted.
+    fn is_switching(&mut self, now: Instant) -> bool {
+        match self.tries.ended(now) {
+            Some(Done::Borrowed) => self.borrowed(),
+            Some(Done::GivenBack) => self.given_back(),
+            None => {}
+        }
+        self.tries.is_under_way()
+    }
+
+    fn borrowed(&mut self) {
+        self.by_itself = true;
+        self.idle_since = None;
+        // It took a while, in which more was moved than the guest did.
+        self.last = None;
+    }
+
+    fn given_back(&mut self) {
+        self.by_itself = false;
+        self.last = None;
+    }
+}
+
+/// All bytes that the swap device of a VM has read and written; `None`: QEMU doesn't say.
+fn moved(qmp: &mut Qmp, node: &str) -> Option<u64> {
+    let stats = qmp.execute("query-blockstats", json!({})).ok()?;
+    let of_it = stats
+        .as_array()?
+        .iter()
+        .find(|device| device["node-name"] == node)?;
+    let bytes = |name: &str| of_it["stats"][name].as_u64();
+    Some(bytes("rd_bytes")?.saturating_add(bytes("wr_bytes")?))
+}
+
+/// Until the daemon ends.
+fn watch(disks: &Weak<SwapDisks>) {
+    let mut habits = BTreeMap::new();
+    while let Some(disks) = disks.upgrade() {
+        disks.look_at_swapping(&mut habits);
+        drop(disks);
+        std::thread::sleep(LOOK);
+    }
+}
+
+impl SwapDisks {
+    /// Has VMs borrow by themselves from now on.
+    pub(crate) fn begin_borrowing_by_itself(self: &Arc<Self>) -> io::Result<()> {
+        let disks = Arc::downgrade(self);
+        let thread = Builder::new().name("borrow".into());
+        thread.spawn(move || watch(&disks)).map(drop)
+    }
+
+    fn look_at_swapping(self: &Arc<Self>, habits: &mut BTreeMap<u32, Habit>) {
+        let swaps = |machine: &Machine| {
+            let spec = machine.vm().spec();
+            spec.is_some_and(|spec| spec.swap.is_some() && spec.user.is_none())
+        };
+        let machines: Vec<Arc<Machine>> = self.registry.machines();
+        let machines = machines.into_iter().filter(|machine| swaps(machine));
+        // What an operator wants is not decided here.
+        let machines = machines.filter(|machine| wish(machine).is_none());
+        let machines: Vec<Arc<Machine>> = machines.collect();
+        habits.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
+        for machine in machines {
+            let vm = machine.name();
+            let known = habits.get_mut(&machine.id());
+            if known.is_some_and(|habit| habit.is_switching(Instant::now())) {
+                continue;
+            }
+            let found = {
+                let mut qmp = machine.monitor();
+                let top = graph::top(&mut qmp, vm);
+                top.ok().and_then(|top| moved(&mut qmp, &top.node))
+            };
+            let Some(moved) = found else { continue };
+            let guard = self.guard(vm);
+            let noted = guard.as_ref().is_some_and(|g| g.borrowing().by_itself);
+            let place = guard.map_or(SwapPlace::OnDisk, |guard| guard.borrowed().place);
+            // What the daemon before borrowed by itself is this one's to give back.
+            let habit = habits.entry(machine.id()).or_insert_with(|| Habit {
+                by_itself: noted,
+                ..Habit::default()
+            });
+            let work = match habit.look(moved, place, Instant::now()) {
+                Wish::Nothing => continue,
+                Wish::Borrow => Self::borrow_by_itself,
+                Wish::GiveBack => Self::give_back_by_itself,
+            };
+            let (disks, name) = (self.clone(), vm.to_owned());
+            let begun = habit.tries.begin("borrow-one", move || work(&disks, &name));
+            if let Err(error) = begun {
+                warn!(vm, %error, "no thread to switch its swap disk");
+                habit.tries.failed(Instant::now());
+            }
+        }
+    }
+
+    fn give_back_by_itself(self: &Arc<Self>, vm: &str) -> Option<Done> {
+        match self.return_as(vm, false) {
+            Ok(_) => {
+                info!(
+                    vm,
+                    "swaps no more: what it borrowed by itself is given back"
+                );
+                Some(Done::GivenBack)
+            }
+            Err(error) => {
+                warn!(
+                    vm,
+                    error = chain(&error),
+                    "can't give back what it borrowed"
+                );
+                None
+            }
+        }
+    }
+
+    fn borrow_by_itself(self: &Arc<Self>, vm: &str) -> Option<Done> {
+        let request = BorrowRequest {
+            durability: Durability::Disk,
+            ..BorrowRequest::default()
+        };
+        match self.borrow_as(vm, &request, Asker::Itself) {
+            Ok(done) => {
+                info!(vm, lenders = ?done.lenders, "goes on swapping: it borrows by itself");
+                Some(Done::Borrowed)
+            }
+            Err(error) => {
+                info!(
+                    vm,
+                    error = chain(&error),
+                    "goes on swapping, and can't borrow"
+                );
+                None
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A VM whose device moves so many bytes between two looks.
+    struct Vm {
+        habit: Habit,
+        moved: u64,
+        now: Instant,
+    }
+
+    impl Vm {
+        fn new() -> Self {
+            Self {
+                habit: Habit::default(),
+                moved: 0,
+                now: Instant::now(),
+            }
+        }
+
+        fn look(&mut self, bytes: u64, place: SwapPlace) -> Wish {
+            self.now += LOOK;
+            self.moved += bytes;
+            self.habit.look(self.moved, place, self.now)
+        }
+
+        /// Looks until something is to be done; how many it took.
+        fn until(&mut self, wish: Wish, bytes: u64, place: SwapPlace) -> u32 {
+            for look in 1..2000 {
+                match self.look(bytes, place) {
+                    Wish::Nothing => {}
+                    other => {
+                        assert_eq!(other, wish);
+                        return look;
+                    }
+                }
+            }
+            panic!("never {wish:?}");
+        }
+    }
+
+    #[test]
+    fn who_goes_on_swapping_borrows_and_a_burst_does_not() {
+        let mut vm = Vm::new();
+        for look in 0..300 {
+            // Eight seconds of ten.
+            let bytes = if look % 5 == 0 { 0 } else { 100 * MIB };
+            assert_eq!(vm.look(bytes, SwapPlace::OnDisk), Wish::Nothing);
+        }
+        vm.look(0, SwapPlace::OnDisk);
+        assert_eq!(vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk), 5);
+        // A lender that is lost is replaced.
+        vm.habit.borrowed();
+        assert_eq!(vm.look(2 * MIB, SwapPlace::Lent), Wish::Nothing);
+        assert_eq!(vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnCopy), 1);
+    }
+
+    #[test]
+    fn a_switch_is_waited_for_and_what_came_of_it_is_noted() {
+        for (done, before, by_itself) in [
+            (Some(Done::Borrowed), false, true),
+            (Some(Done::GivenBack), true, false),
+            (None, true, true),
+        ] {
+            let mut habit = Habit {
+                by_itself: before,
+                ..Habit::default()
+            };
+            habit.tries.begin("switch", move || done).unwrap();
+            let now = Instant::now();
+            while habit.is_switching(now) {
+                std::thread::yield_now();
+            }
+            assert_eq!(habit.by_itself, by_itself);
+            assert_eq!(habit.tries.rests(now), done.is_none());
+        }
+    }
+
+    #[test]
+    fn it_gives_back_after_ten_idle_minutes_and_only_what_it_borrowed_itself() {
+        let mut vm = Vm::new();
+        vm.look(0, SwapPlace::OnDisk);
+        vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk);
+        vm.habit.borrowed();
+        for _ in 0..600 {
+            // Not busy, not idle.
+            assert_eq!(vm.look(MIB, SwapPlace::Lent), Wish::Nothing);
+        }
+        let looks = vm.until(Wish::GiveBack, 0, SwapPlace::Lent);
+        assert!((300..=302).contains(&looks), "{looks}");
+        vm.habit.given_back();
+        for _ in 0..1000 {
+            assert_eq!(vm.look(0, SwapPlace::OnDisk), Wish::Nothing);
+        }
+        let mut operators = Vm::new();
+        for _ in 0..1000 {
+            assert_eq!(operators.look(0, SwapPlace::Lent), Wish::Nothing);
+        }
+    }
+
+    #[test]
+    fn what_others_gave_back_is_left_alone_for_a_while_and_failures_are_rarer_and_rarer() {
+        let mut vm = Vm::new();
+        vm.look(0, SwapPlace::OnDisk);
+        vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk);
+        vm.habit.borrowed();
+        vm.look(2 * MIB, SwapPlace::Lent);
+        let looks = vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk);
+        assert!((300..=302).contains(&looks), "{looks}");
+        let mut waits = Vec::new();
+        for _ in 0..7 {
+            vm.habit.tries.failed(vm.now);
+            waits.push(vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk));
+        }
+        assert_eq!(waits, [15, 30, 60, 120, 240, 300, 300]);
+    }
+}

@@ -1,0 +1,325 @@
+//! Swap disks that go over to lent RAM.
+
+use std::cell::Cell;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use memfold_api::{BorrowRequest, Borrowed, SwapPlace};
+use memfold_host::chain;
+use memfold_lend::graph::{self, Borrowing, GraphError, Part, Phase, Stripe, Top};
+use memfold_lend::iscsi::bridge;
+use memfold_lend::wire::Wire;
+use memfold_lend::{Durability, Endpoint, Lease, Transport};
+use memfold_units::ByteSize;
+use memfold_vm::{VmDirectory, swap};
+use tracing::{info, warn};
+
+use crate::error::{DaemonError, lending};
+use crate::lease_times::{RENEW, RESUMED, lease_ttl, ms};
+use crate::machine::{Machine, SwapRight};
+use crate::swap_disks::SwapDisks;
+use crate::swap_disks::attempt::{Asker, Begun};
+use crate::swap_disks::give_back::new_generation;
+use crate::swap_disks::guard::Guard;
+use crate::swap_disks::note::{remove_note, swap_directory, write_note};
+use crate::swap_disks::relays::{connect, hear_end, hear_end_of};
+use crate::swap_disks::wish::{note_wish, wish};
+
+impl SwapDisks {
+    /// Switches a VM's swap disk to lent RAM, and again should it lose its lender.
+    pub fn borrow_memory(
+        self: &Arc<Self>,
+        vm: &str,
+        request: &BorrowRequest,
+    ) -> Result<Borrowed, DaemonError> {
+        self.borrow_as(vm, request, Asker::Operator)
+    }
+
+    /// The same for whoever asks.
+    pub(super) fn borrow_as(
+        self: &Arc<Self>,
+        vm: &str,
+        request: &BorrowRequest,
+        asker: Asker,
+    ) -> Result<Borrowed, DaemonError> {
+        let machine = self.registry.machine(vm)?;
+        let directory = swap_directory(&machine)?;
+        let right = machine.swap_right();
+        if asker == Asker::Wish && wish(&machine).as_ref() != Some(request) {
+            return Err(lending(
+                format!("nobody wants VM '{vm}' to borrow any more"),
+                "nothing is to be done",
+            ));
+        }
+        let done = self.borrow_alone(&machine, directory, request, asker, &right)?;
+        if asker == Asker::Operator {
+            note_wish(directory, vm, request);
+        }
+        Ok(done)
+    }
+
+    fn borrow_alone(
+        self: &Arc<Self>,
+        machine: &Arc<Machine>,
+        directory: &VmDirectory,
+        request: &BorrowRequest,
+        asker: Asker,
+        right: &SwapRight<'_>,
+    ) -> Result<Borrowed, DaemonError> {
+        let (began, vm) = (Instant::now(), machine.name());
+        self.leases.check_host()?;
+        let guard = self.reconciled_guard(machine, directory, right)?;
+        let top = graph::top(&mut machine.monitor(), vm)?;
+        if let Some(bytes) = request.bytes.filter(|bytes| *bytes < top.bytes) {
+            return Err(lending(
+                format!(
+                    "the swap disk of VM '{vm}' has {}, and {} of lent RAM can't hold it",
+                    ByteSize(top.bytes),
+                    ByteSize(bytes)
+                ),
+                format!(
+                    "borrow all of it (memfold borrow {vm}), or start the VM with a smaller --swap"
+                ),
+            ));
+        }
+        if let Some(guard) = guard {
+            let now = guard.borrowed();
+            let laid_out = request.stripes.is_none_or(|n| now.stripes == Some(n));
+            if now.place == SwapPlace::Lent
+                && now.durability == Some(request.durability)
+                && laid_out
+            {
+                return Ok(now);
+            }
+            if now.place != SwapPlace::OnCopy {
+                return Err(lending(
+                    format!(
+                        "VM '{vm}' has borrowed already, with other durability, copies or stripes"
+                    ),
+                    format!("give that back first: memfold return {vm}"),
+                ));
+            }
+            // On its disk, whatever the note says.
+            self.drop_note(machine, directory, right);
+        }
+        let mut begun = Begun::default();
+        let by_itself = asker == Asker::Itself;
+        let done = self.switch_to_lent(machine, directory, &top, request, by_itself, &mut begun);
+        match done {
+            Ok(borrowing) => {
+                Self::clean_up(machine);
+                info!(vm, lenders = ?borrowing.parts.iter().map(Part::lenders).collect::<Vec<_>>(), "its swap disk is on lent RAM");
+                let guard = Guard::new(vm, borrowing, begun.wires);
+                guard.state().heard_on = begun.heard_on;
+                self.watch(machine, &guard);
+                Ok(Borrowed {
+                    changed: true,
+                    took_ms: ms(began),
+                    ..guard.borrowed()
+                })
+            }
+            Err(error @ DaemonError::Graph(GraphError::Unknown(_))) => {
+                warn!(
+                    vm,
+                    error = chain(&error),
+                    "what its swap disk uses is not known now"
+                );
+                if let Some(borrowing) = begun.borrowing {
+                    // Kept, and renewed, as if it were there.
+                    let guard = Guard::new(vm, borrowing, begun.wires);
+                    guard.state().heard_on = begun.heard_on;
+                    self.watch(machine, &guard);
+                }
+                Err(error)
+            }
+            Err(error) => {
+                warn!(vm, error = chain(&error), "its swap disk stays where it is");
+                begun.cut();
+                Self::clean_up(machine);
+                for (relay, lenders) in &begun.relays {
+                    hear_end(&self.leases, vm, relay, lenders);
+                }
+                self.leases
+                    .release(begun.leases.iter().map(|lease| lease.id));
+                remove_note(directory);
+                Err(error)
+            }
+        }
+    }
+
+    fn switch_to_lent(
+        &self,
+        machine: &Machine,
+        directory: &VmDirectory,
+        top: &Top,
+        request: &BorrowRequest,
+        by_itself: bool,
+        begun: &mut Begun,
+    ) -> Result<Borrowing, DaemonError> {
+        let stripes =
+            self.leases
+                .take_leases(machine.name(), top.bytes, request, &mut begun.leases)?;
+        let mut endpoints = Vec::new();
+        for lease in &begun.leases {
+            endpoints.push(reach(directory, lease, self.leases.wait_exported(lease)?)?);
+        }
+        let place = |source| DaemonError::State {
+            path: directory.path().to_owned(),
+            source,
+        };
+        let durability = request.durability;
+        let copy = match durability {
+            Durability::Disk => Some(swap::place(machine.name()).map_err(place)?),
+            Durability::Replica | Durability::None => None,
+        };
+        let mut borrowing = Borrowing {
+            generation: new_generation(machine)?,
+            durability,
+            bytes: top.bytes,
+            parts: parts(&begun.leases, &endpoints, usize::from(stripes)),
+            copy,
+            copy_failed: false,
+            copy_unwatched: false,
+            phase: Phase::Switching,
+            by_itself,
+        };
+        write_note(directory, &borrowing).map_err(place)?;
+        if let Some(copy) = &borrowing.copy {
+            let add = |files: &mut Vec<PathBuf>| files.push(copy.clone());
+            machine.vm().change_temporary(add).map_err(place)?;
+        }
+        for (number, endpoints) in endpoints.chunks(usize::from(stripes)).enumerate() {
+            let relay = connect(machine, directory, &borrowing, number, endpoints);
+            let relay = relay?;
+            let lenders = borrowing.parts[number].stripes();
+            let lenders = lenders.map(|stripe| stripe.lender.clone()).collect();
+            borrowing.parts[number].relay = Some(relay.running.clone());
+            begun.relays.push((relay.running, lenders));
+            begun.wires.push(Some(relay.wire));
+        }
+        // A daemon that dies now leaves relays that the next one is to find.
+        write_note(directory, &borrowing).map_err(place)?;
+        let mut qmp = machine.monitor();
+        begun.heard_on = Some(qmp.connections());
+        graph::build(&mut qmp, &borrowing)?;
+        drop(qmp);
+        let cut = || {
+            let is_cut = |wire: &Option<Wire>| wire.as_ref().is_none_or(Wire::is_cut);
+            let gone = begun.wires.iter().position(is_cut)?;
+            Some(format!(
+                "the connection to its lenders ({}) has ended",
+                borrowing.parts[gone].lenders()
+            ))
+        };
+        // Its lender may hang meanwhile. QEMU can't give up what waits for an answer before the connection is cut.
+        let asked = Cell::new(Instant::now());
+        let ttl = lease_ttl(durability, top.bytes);
+        let silent = || {
+            if asked.get().elapsed() < RENEW {
+                return None;
+            }
+            asked.set(Instant::now());
+            let ids = begun.leases.iter().map(|lease| lease.id);
+            let part = self.leases.silent_part(&borrowing);
+            let silent = part.map(|part| {
+                let lenders = borrowing.parts[part].lenders();
+                format!("a lender isn't heard of ({lenders})")
+            });
+            let why = self.leases.keep(ids, ttl, false).or(silent);
+            if why.is_some() {
+                begun.cut();
+            }
+            why
+        };
+        let silent = || cut().or_else(silent);
+        let switched = graph::switch(&|| machine.monitor(), &top.node, &borrowing.top(), &silent);
+        begun.borrowing = Some(borrowing.clone());
+        switched?;
+        borrowing.phase = Phase::Lent;
+        if let Err(error) = write_note(directory, &borrowing) {
+            // The next daemon sees by the device itself that it went over.
+            warn!(vm = machine.name(), %error, "its note can't be written");
+        }
+        Ok(borrowing)
+    }
+
+    /// Goes on with what the daemon before had borrowed for a VM, or had begun to.
+    pub(crate) fn resume(self: &Arc<Self>, machine: &Arc<Machine>) {
+        let Some(directory) = machine.vm().directory() else {
+            return;
+        };
+        let Ok(mut borrowing) = VmDirectory::read_json::<Borrowing>(&directory.borrowed()) else {
+            return;
+        };
+        let _right = machine.swap_right();
+        machine.use_generation(borrowing.generation);
+        // Of a switch that was under way, the device tells how it ended.
+        Self::clean_up(machine);
+        let ended = graph::cancel(&|| machine.monitor()).map_err(GraphError::from);
+        let top = ended.and_then(|()| graph::top(&mut machine.monitor(), machine.name()));
+        if top.as_ref().is_ok_and(|top| top.node != borrowing.top()) {
+            remove_note(directory);
+            for part in &borrowing.parts {
+                hear_end_of(&self.leases, machine.name(), part);
+            }
+            self.leases.release(borrowing.leases());
+            return;
+        }
+        // If it doesn't, that is found out before anything else is done.
+        borrowing.phase = top.map_or(Phase::Switching, |_| Phase::Lent);
+        // Nobody heard of failures meanwhile.
+        borrowing.copy_unwatched = borrowing.copy.is_some();
+        let find = |part: &Part| {
+            let wire = Wire::find(machine.vm().process(), &part.reached_at()).ok()?;
+            wire.filter(|_| !part.lost)
+        };
+        let wires = borrowing.parts.iter().map(find).collect();
+        info!(vm = machine.name(), "what it has borrowed is watched again");
+        let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
+        let guard = Guard::new(machine.name(), borrowing, wires);
+        // Who knows when they were renewed last.
+        guard.state().holds = Some(Instant::now() + ttl / 2 + RESUMED);
+        self.watch(machine, &guard);
+    }
+}
+
+/// An export that a relay can connect to: that of a lender by iSCSI is on this host, in front of a session of its own.
+fn reach(
+    directory: &VmDirectory,
+    lease: &Lease,
+    endpoint: Endpoint,
+) -> Result<Endpoint, DaemonError> {
+    if endpoint.transport == Transport::Nbd {
+        return Ok(endpoint);
+    }
+    bridge::begin(directory.path(), lease.id, &endpoint).map_err(|error| {
+        lending(
+            format!(
+                "lender '{}' exports by iSCSI, and is not reached ({error})",
+                lease.lender.host
+            ),
+            "look at the lender's log, and at what is between the hosts; or lend by NBD there (memfold lend --transport nbd)",
+        )
+    })
+}
+
+/// Copies of so many stripes each.
+fn parts(leases: &[Lease], endpoints: &[Endpoint], stripes: usize) -> Vec<Part> {
+    let stripe = |(lease, endpoint): (&Lease, &Endpoint)| Stripe {
+        lease: lease.id,
+        lender: lease.lender.host.clone(),
+        address: endpoint.address.clone(),
+    };
+    let mut all = leases.iter().zip(endpoints).map(stripe);
+    let mut parts = Vec::new();
+    while let Some(first) = all.next() {
+        parts.push(Part {
+            first,
+            others: all.by_ref().take(stripes.saturating_sub(1)).collect(),
+            relay: None,
+            lost: false,
+        });
+    }
+    parts
+}

@@ -1,0 +1,110 @@
+//! Whether a swap disk's copy on this host's disk is whole, after a time in which nobody would have heard that a write to it failed.
+//!
+//! Its relay knows what was written ([`compare`](memfold_lend::relay::compare)). Until it has said so, a lender that dies may leave old bytes.
+
+use std::io::ErrorKind;
+use std::time::{Duration, Instant};
+
+use memfold_lend::relay::asks::{Answer, Ask};
+use memfold_lend::relay::start::Asked;
+use tracing::{error, info, warn};
+
+use crate::machine::Machine;
+use crate::swap_disks::failures::copy_has_failed;
+use crate::swap_disks::guard::Guard;
+use crate::swap_disks::note::write_note;
+
+/// After that a comparison that came to nothing is tried again.
+const AGAIN: Duration = Duration::from_secs(60);
+
+/// The question, while it is asked.
+#[derive(Debug, Default)]
+pub(crate) struct Comparison {
+    asked: Option<Asked>,
+    /// The monitor's connection then: failures have been heard ever since, if it is the same.
+    heard_on: Option<u64>,
+    tried: Option<Instant>,
+    /// Its relay is of a version that knows no questions: all is copied when it's given back, as before.
+    is_old: bool,
+}
+
+impl Comparison {
+    /// Asks if that is to be asked, and hears the answer if there is one.
+    pub fn step(&mut self, machine: &Machine, guard: &Guard) {
+        let borrowing = guard.borrowing();
+        let relay = borrowing
+            .reached()
+            .find_map(|(_, part)| part.relay.as_ref());
+        let copy = borrowing.copy.as_ref().filter(|_| !borrowing.copy_failed);
+        let (true, Some(relay), Some(copy)) = (borrowing.copy_unwatched, relay, copy) else {
+            self.asked = None;
+            return;
+        };
+        let heard_on = guard.state().heard_on;
+        if heard_on.is_none() || self.asked.is_some() && heard_on != self.heard_on {
+            self.asked = None;
+            self.tried = None;
+            return;
+        }
+        let Some(asked) = &mut self.asked else {
+            if !self.is_old && self.tried.is_none_or(|tried| tried.elapsed() >= AGAIN) {
+                self.tried = Some(Instant::now());
+                self.heard_on = heard_on;
+                match relay.ask(&Ask::Compare(copy.clone())) {
+                    Ok(asked) => self.asked = Some(asked),
+                    Err(error) => {
+                        self.is_old = error.kind() == ErrorKind::NotFound;
+                        warn!(vm = guard.vm, %error, "its relay can't be asked whether the copy of its swap disk is whole: to be sure, memfold return and borrow again");
+                    }
+                }
+            }
+            return;
+        };
+        let failed = match asked.answer() {
+            Ok(None) => return,
+            Ok(Some(Answer::Same)) => {
+                info!(
+                    vm = guard.vm,
+                    "the copy of its swap disk holds what was written"
+                );
+                false
+            }
+            Ok(Some(Answer::Differs(block))) => {
+                error!(
+                    vm = guard.vm,
+                    block,
+                    "the copy of its swap disk lacks what was written while nobody watched it"
+                );
+                true
+            }
+            Ok(Some(other)) => {
+                warn!(vm = guard.vm, answer = ?other, "its relay can't tell whether the copy of its swap disk is whole");
+                self.asked = None;
+                return;
+            }
+            Err(error) => {
+                warn!(vm = guard.vm, %error, "its relay doesn't say whether the copy of its swap disk is whole");
+                self.asked = None;
+                return;
+            }
+        };
+        self.asked = None;
+        self.tried = None;
+        let now = {
+            let mut state = guard.state();
+            if failed {
+                state.borrowing.copy_failed = true;
+            } else {
+                state.borrowing.copy_unwatched = false;
+            }
+            state.borrowing.clone()
+        };
+        if failed {
+            copy_has_failed(guard);
+        }
+        let directory = machine.vm().directory();
+        if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
+            warn!(vm = guard.vm, %error, "its note can't be written");
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! Requests of a swap disk that have failed, as QEMU reports them.
+
+use memfold_lend::graph::{self, Failed};
+use tracing::{error, warn};
+
+use crate::machine::Machine;
+use crate::swap_disks::guard::Guard;
+use crate::swap_disks::note::write_note;
+use crate::swap_disks::relays::wait_longer;
+
+/// Hears from QEMU which requests have failed.
+pub(crate) fn hear(machine: &Machine, guard: &Guard) {
+    let (events, heard_on) = {
+        let mut qmp = machine.monitor();
+        // Events come with answers.
+        if qmp.query("query-status").is_err() {
+            return;
+        }
+        (
+            qmp.take_events_named(&["QUORUM_REPORT_BAD"]),
+            qmp.connections(),
+        )
+    };
+    let before = guard.borrowing();
+    let last = guard.state().heard_on.replace(heard_on);
+    if before.copy.is_some() && last.is_some_and(|last| last != heard_on) {
+        guard.state().borrowing.copy_unwatched = true;
+    }
+    for event in events {
+        match graph::failed(&event, &before) {
+            // Even if the connection stands: it lacks that write.
+            Some(Failed::Lent(part)) => guard.cut(part),
+            // With nothing else left, the guest has heard of it itself.
+            Some(Failed::Copy) if before.reached().next().is_some() => {
+                guard.state().borrowing.copy_failed = true;
+            }
+            Some(Failed::Copy) | None => {}
+        }
+    }
+    let now = guard.borrowing();
+    if now == before {
+        return;
+    }
+    if now.copy_failed && !before.copy_failed {
+        copy_has_failed(guard);
+    }
+    let directory = machine.vm().directory();
+    if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
+        warn!(vm = guard.vm, %error, "its note can't be written");
+    }
+}
+
+/// What is lent is all there is of a swap disk now.
+pub(crate) fn copy_has_failed(guard: &Guard) {
+    error!(
+        vm = guard.vm,
+        "the copy of its swap disk is none any more: it is moved to a new file, and lost if its lender dies before"
+    );
+    wait_longer(guard);
+}

@@ -1,0 +1,143 @@
+//! Swap disks that go back to this host's disk.
+
+use std::cell::Cell;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use memfold_api::{Borrowed, SwapPlace};
+use memfold_lend::graph::{self, GraphError, Phase};
+use memfold_vm::{QmpError, VmDirectory, swap};
+use tracing::info;
+
+use crate::error::{DaemonError, lending};
+use crate::lease_times::{RENEW, lease_ttl, ms};
+use crate::machine::{Machine, SwapRight};
+use crate::swap_disks::SwapDisks;
+use crate::swap_disks::failures::hear;
+use crate::swap_disks::guard::Guard;
+use crate::swap_disks::note::swap_directory;
+use crate::swap_disks::wish::forget_wish;
+
+impl SwapDisks {
+    /// Switches a VM's swap disk back to this host's disk, for good.
+    pub fn return_memory(&self, vm: &str) -> Result<Borrowed, DaemonError> {
+        self.return_as(vm, true)
+    }
+
+    /// The same; not `for_good`: what an operator has asked for stays asked for.
+    pub(super) fn return_as(&self, vm: &str, for_good: bool) -> Result<Borrowed, DaemonError> {
+        let began = Instant::now();
+        let machine = self.registry.machine(vm)?;
+        let directory = swap_directory(&machine)?;
+        let right = machine.swap_right();
+        if for_good {
+            // First: whatever fails or is killed on the way, it isn't borrowed again against the operator's word.
+            forget_wish(directory);
+        }
+        let guard = self.reconciled_guard(&machine, directory, &right)?;
+        let top = graph::top(&mut machine.monitor(), vm)?;
+        let mut changed = false;
+        if let Some(guard) = guard {
+            let before = guard.borrowed();
+            if before.place == SwapPlace::Lost {
+                return Err(lending(
+                    format!("the swap disk of VM '{vm}' is lost with its lender (durability none)"),
+                    format!("end the VM: memfold vm stop {vm}"),
+                ));
+            }
+            self.give_back(&machine, directory, &guard, &right)?;
+            changed = before.place != SwapPlace::OnCopy;
+        }
+        Ok(Borrowed {
+            vm: vm.to_owned(),
+            place: SwapPlace::OnDisk,
+            bytes: top.bytes,
+            durability: None,
+            lenders: Vec::new(),
+            stripes: None,
+            waits: None,
+            changed,
+            took_ms: ms(began),
+        })
+    }
+
+    fn give_back(
+        &self,
+        machine: &Machine,
+        directory: &VmDirectory,
+        guard: &Guard,
+        right: &SwapRight<'_>,
+    ) -> Result<(), DaemonError> {
+        hear(machine, guard);
+        let borrowing = guard.borrowing();
+        let is_last = borrowing.reached().next().is_none();
+        if borrowing.copy_failed && !is_last {
+            graph::take_copy_out(&mut machine.monitor(), &borrowing)?;
+        }
+        let is_whole = borrowing.has_copy() && !borrowing.copy_unwatched;
+        if is_whole || is_last {
+            // Every write has gone to the copy too, as far as is known; or there is nothing else.
+            for (part, _) in borrowing.reached() {
+                graph::take_out(&mut machine.monitor(), &borrowing, part)?;
+                guard.state().borrowing.parts[part].lost = true;
+            }
+        } else {
+            self.move_to_disk(machine, directory, guard, right)?;
+        }
+        // Released when nothing uses it any more.
+        Self::clean_up(machine);
+        self.drop_note(machine, directory, right);
+        info!(vm = machine.name(), "its swap disk is on this host's disk");
+        Ok(())
+    }
+
+    /// Copies what is lent to a new file.
+    fn move_to_disk(
+        &self,
+        machine: &Machine,
+        directory: &VmDirectory,
+        guard: &Guard,
+        _: &SwapRight<'_>,
+    ) -> Result<(), DaemonError> {
+        let borrowing = guard.borrowing();
+        let place = |source| DaemonError::State {
+            path: directory.path().to_owned(),
+            source,
+        };
+        let file = swap::place(machine.name()).map_err(place)?;
+        let add = |files: &mut Vec<PathBuf>| files.push(file.clone());
+        machine.vm().change_temporary(add).map_err(place)?;
+        let moved = (|| {
+            let generation = new_generation(machine)?;
+            let mut qmp = machine.monitor();
+            let to = graph::build_on_disk(&mut qmp, generation, &file, borrowing.bytes)?;
+            drop(qmp);
+            // The thread that renews may be this one.
+            let kept: Cell<Option<Instant>> = Cell::default();
+            let keep = || {
+                if kept.get().is_none_or(|kept| kept.elapsed() >= RENEW) {
+                    kept.set(Some(Instant::now()));
+                    let parts = borrowing.reached().flat_map(|(_, part)| part.stripes());
+                    let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
+                    let leases = parts.map(|stripe| stripe.lease);
+                    self.leases.keep(leases, ttl, borrowing.copy_failed);
+                }
+                None
+            };
+            graph::switch(&|| machine.monitor(), &borrowing.top(), &to, &keep)
+        })();
+        match &moved {
+            // Whether it is lent is found out before anything else is done.
+            Err(GraphError::Unknown(_)) => guard.state().borrowing.phase = Phase::Switching,
+            Err(_) => Self::clean_up(machine),
+            Ok(()) => {}
+        }
+        Ok(moved?)
+    }
+}
+
+/// A number that no node of the swap disk has or had: what QEMU reports late of one that is gone is of no other.
+pub(super) fn new_generation(machine: &Machine) -> Result<u64, QmpError> {
+    let free = graph::free_generation(&mut machine.monitor())?;
+    Ok(machine.use_generation(free))
+}

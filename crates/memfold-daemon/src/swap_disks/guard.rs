@@ -1,0 +1,148 @@
+//! What a VM has borrowed, while it is watched: shared by its thread and by who asks.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use memfold_api::{Borrowed, LentPart, SwapPlace, VmSwap};
+use memfold_lend::graph::{Borrowing, Part};
+use memfold_lend::relay::stripes::Stripes;
+use memfold_lend::waits::Waits;
+use memfold_lend::wire::Wire;
+
+use crate::lease_times::lease_ttl;
+
+/// Watches what a VM has borrowed.
+#[derive(Debug)]
+pub(crate) struct Guard {
+    pub vm: String,
+    stop: AtomicBool,
+    state: Mutex<Watched>,
+}
+
+/// What it watches.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    pub borrowing: Borrowing,
+    /// By the number of the part.
+    pub wires: Vec<Option<Wire>>,
+    /// The monitor's connection on which QEMU's events were heard last.
+    pub heard_on: Option<u64>,
+    /// Until when all its leases hold without being renewed, as far as the registry has said.
+    pub holds: Option<Instant>,
+    /// How long its guest has waited for it.
+    pub waits: Option<Waits>,
+}
+
+impl Guard {
+    pub fn new(vm: &str, borrowing: Borrowing, wires: Vec<Option<Wire>>) -> Arc<Self> {
+        let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
+        Arc::new(Self {
+            vm: vm.to_owned(),
+            stop: AtomicBool::new(false),
+            state: Mutex::new(Watched {
+                borrowing,
+                wires,
+                heard_on: None,
+                holds: Some(Instant::now() + ttl),
+                waits: None,
+            }),
+        })
+    }
+
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+    }
+
+    pub fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    pub fn state(&self) -> MutexGuard<'_, Watched> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn borrowing(&self) -> Borrowing {
+        self.state().borrowing.clone()
+    }
+
+    /// Cuts the connection to a part: QEMU goes on without it at once.
+    pub fn cut(&self, part: usize) {
+        if let Some(Some(wire)) = self.state().wires.get(part) {
+            wire.cut();
+        }
+    }
+
+    /// Parts whose connection has ended.
+    pub fn ended(&self) -> Vec<usize> {
+        let state = self.state();
+        let parts = state.borrowing.reached();
+        let has_ended = |part: &usize| state.wires[*part].as_ref().is_none_or(Wire::is_cut);
+        parts.map(|(part, _)| part).filter(has_ended).collect()
+    }
+
+    /// Why all that is lent had better be moved to a disk, if it had: a lender's death, or the end of a lease, would lose bytes.
+    pub fn is_in_danger(&self) -> Option<&'static str> {
+        let state = self.state();
+        let borrowing = &state.borrowing;
+        if borrowing.hangs_on_one() {
+            return Some("all of it is with one lender");
+        }
+        let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
+        let is_over = |until: Instant| until.saturating_duration_since(Instant::now()) < ttl / 2;
+        let is_lent = borrowing.reached().next().is_some();
+        (is_lent && !borrowing.has_copy() && state.holds.is_some_and(is_over))
+            .then_some("the registry can't be asked, and half of its leases' time is over")
+    }
+
+    /// The swap disk, and who has what of it.
+    pub fn swap(&self) -> VmSwap {
+        let Borrowed {
+            place,
+            bytes,
+            durability,
+            ..
+        } = self.borrowed();
+        let borrowing = self.borrowing();
+        let copies = borrowing.reached().enumerate();
+        let lent = copies.flat_map(|(copy, (_, part))| {
+            let count = part.stripes().count() as u64;
+            let of_each = Stripes { count, bytes }.of_each();
+            part.stripes().map(move |stripe| LentPart {
+                lender: stripe.lender.clone(),
+                bytes: of_each,
+                copy,
+            })
+        });
+        VmSwap {
+            bytes,
+            place,
+            durability,
+            lent: lent.collect(),
+        }
+    }
+
+    pub fn borrowed(&self) -> Borrowed {
+        let borrowing = self.borrowing();
+        let parts = || borrowing.reached().map(|(_, part)| part);
+        let lenders = parts().flat_map(Part::stripes).map(|s| s.lender.clone());
+        let stripes = parts().map(|part| part.stripes().count()).next();
+        let place = match (parts().count(), borrowing.durability) {
+            (0, _) if borrowing.has_copy() => SwapPlace::OnCopy,
+            (0, _) => SwapPlace::Lost,
+            (n, _) if n < borrowing.parts.len() || borrowing.copy_failed => SwapPlace::Degraded,
+            _ => SwapPlace::Lent,
+        };
+        Borrowed {
+            vm: self.vm.clone(),
+            place,
+            bytes: borrowing.bytes,
+            durability: Some(borrowing.durability),
+            lenders: lenders.collect(),
+            stripes: stripes.and_then(|n| u8::try_from(n).ok()),
+            waits: self.state().waits,
+            changed: false,
+            took_ms: 0,
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! What is done about a lender that is lost, or needs its memory.
+
+use std::time::{Duration, Instant};
+
+use memfold_lend::RegistryError;
+use memfold_lend::graph;
+use tracing::{error, info, warn};
+
+use crate::error::DaemonError;
+use crate::lease_times::{lease_ttl, ms};
+use crate::machine::Machine;
+use crate::swap_disks::SwapDisks;
+use crate::swap_disks::failures::hear;
+use crate::swap_disks::guard::Guard;
+use crate::swap_disks::note::{swap_directory, write_note};
+use crate::swap_disks::relays::{hear_end_of, wait_longer};
+
+impl SwapDisks {
+    /// A part can't be reached any more: QEMU goes on without it already. Takes it out, and sees that there is a copy again.
+    pub(super) fn heal(
+        &self,
+        machine: &Machine,
+        guard: &Guard,
+        part: usize,
+    ) -> Result<(), DaemonError> {
+        let began = Instant::now();
+        let directory = swap_directory(machine)?;
+        let right = machine.swap_right();
+        self.reconcile(machine, directory, guard, &right)?;
+        if guard.is_stopped() || guard.borrowing().parts[part].lost {
+            return Ok(());
+        }
+        guard.cut(part);
+        hear(machine, guard);
+        let borrowing = guard.borrowing();
+        let lost = &borrowing.parts[part];
+        let lenders = lost.lenders();
+        let why = hear_end_of(&self.leases, machine.name(), lost);
+        if borrowing.is_alone(part) {
+            if borrowing.copy_failed {
+                // Errors, and not what was there before that write.
+                graph::take_copy_out(&mut machine.monitor(), &borrowing)?;
+            }
+            error!(
+                vm = machine.name(),
+                lenders,
+                durability = ?borrowing.durability,
+                copy_failed = borrowing.copy_failed,
+                "its swap disk is lost with its lender: there was no other copy; programs of the guest end"
+            );
+        } else {
+            graph::take_out(&mut machine.monitor(), &borrowing, part)?;
+        }
+        let now = {
+            let mut state = guard.state();
+            state.borrowing.parts[part].lost = true;
+            state.wires[part] = None;
+            state.borrowing.clone()
+        };
+        if let Err(error) = write_note(directory, &now) {
+            warn!(vm = machine.name(), %error, "its note can't be written");
+        }
+        if now.hangs_on_one() {
+            wait_longer(guard);
+        }
+        self.leases
+            .release(lost.stripes().map(|stripe| stripe.lease));
+        if now.has_copy() && now.copy_unwatched {
+            error!(
+                vm = machine.name(),
+                "its copy wasn't compared since nobody would have heard of its failure: if a write to it failed then, old bytes are read; reboot its guest if the kernel's log tells errors of that disk"
+            );
+        }
+        if !borrowing.is_alone(part) {
+            warn!(
+                vm = machine.name(),
+                lenders,
+                why,
+                healed_ms = ms(began),
+                "what it has borrowed is given up; its swap disk goes on, on the other copy"
+            );
+        }
+        Ok(())
+    }
+
+    /// Asks for more time for what is borrowed, and hears what the lender wants.
+    pub(super) fn renew(&self, machine: &Machine, guard: &Guard) -> Result<(), DaemonError> {
+        let borrowing = guard.borrowing();
+        let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
+        let mut wanted = false;
+        // None of them is over before that, as far as was heard.
+        let mut holds: Option<Instant> = None;
+        let mut heard_all = true;
+        for (number, part) in borrowing.reached() {
+            for stripe in part.stripes() {
+                match self
+                    .leases
+                    .renew_lease(stripe.lease, ttl, borrowing.copy_failed)
+                {
+                    Ok(lease) => {
+                        wanted |= lease.recall_ms.is_some();
+                        let until = Instant::now() + Duration::from_millis(lease.left_ms);
+                        holds = Some(holds.map_or(until, |holds| holds.min(until)));
+                    }
+                    Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
+                        if borrowing.has_copy() =>
+                    {
+                        warn!(vm = machine.name(), %error, "given up");
+                        guard.cut(number);
+                    }
+                    // It holds for a while yet; its lender, too, knows until when.
+                    Err(_) => heard_all = false,
+                }
+            }
+        }
+        if heard_all {
+            guard.state().holds = holds;
+        }
+        if let Some(part) = self.leases.silent_part(&borrowing) {
+            let lenders = borrowing.parts[part].lenders();
+            warn!(
+                vm = machine.name(),
+                lenders, "given up: a lender isn't heard of any more"
+            );
+            guard.cut(part);
+        }
+        if wanted && !guard.is_stopped() {
+            info!(vm = machine.name(), "its lender needs the memory back");
+            machine.comes_home(false);
+            self.return_as(machine.name(), false)?;
+        }
+        Ok(())
+    }
+}

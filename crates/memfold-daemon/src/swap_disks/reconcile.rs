@@ -1,0 +1,147 @@
+//! Whether a swap disk is lent, after QEMU has kept that from us: its answer to the end of a switch was lost, or came too late.
+//!
+//! Until QEMU answers everything stays that the disk may use: relays, wires, leases, the note.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use memfold_host::chain;
+use memfold_lend::graph::{self, GraphError, Phase};
+use memfold_vm::VmDirectory;
+use tracing::{info, warn};
+
+use crate::error::DaemonError;
+use crate::machine::{Machine, SwapRight};
+use crate::swap_disks::SwapDisks;
+use crate::swap_disks::guard::Guard;
+use crate::swap_disks::note::{is_swap_file, remove_note, swap_directory, write_note};
+use crate::swap_disks::relays::let_go;
+
+impl SwapDisks {
+    /// Finds out whether a swap disk is lent, if QEMU has kept that from us: until it answers, everything stays.
+    pub(super) fn reconcile(
+        &self,
+        machine: &Machine,
+        directory: &VmDirectory,
+        guard: &Guard,
+        right: &SwapRight<'_>,
+    ) -> Result<(), DaemonError> {
+        let mut borrowing = guard.borrowing();
+        if guard.is_stopped() || borrowing.phase == Phase::Lent {
+            return Ok(());
+        }
+        graph::cancel(&|| machine.monitor()).map_err(GraphError::from)?;
+        let top = graph::top(&mut machine.monitor(), machine.name())?;
+        let is_lent = top.node == borrowing.top();
+        info!(
+            vm = machine.name(),
+            is_lent, "QEMU says what its swap disk uses"
+        );
+        Self::clean_up(machine);
+        if !is_lent {
+            self.drop_note(machine, directory, right);
+            return Ok(());
+        }
+        guard.state().borrowing.phase = Phase::Lent;
+        borrowing.phase = Phase::Lent;
+        if let Err(error) = write_note(directory, &borrowing) {
+            warn!(vm = machine.name(), %error, "its note can't be written");
+        }
+        Ok(())
+    }
+
+    /// The same, by whoever has no right yet.
+    pub(super) fn reconcile_alone(
+        &self,
+        machine: &Machine,
+        guard: &Guard,
+    ) -> Result<(), DaemonError> {
+        if guard.borrowing().phase == Phase::Lent {
+            return Ok(());
+        }
+        let directory = swap_directory(machine)?;
+        let right = machine.swap_right();
+        self.reconcile(machine, directory, guard, &right)
+    }
+
+    /// Who watches what a VM has borrowed, if it has.
+    pub(super) fn reconciled_guard(
+        &self,
+        machine: &Machine,
+        directory: &VmDirectory,
+        right: &SwapRight<'_>,
+    ) -> Result<Option<Arc<Guard>>, DaemonError> {
+        let guard = || self.guard(machine.name());
+        if let Some(guard) = guard() {
+            self.reconcile(machine, directory, &guard, right)?;
+        }
+        Ok(guard())
+    }
+
+    /// Nothing is borrowed any more: watches no longer, releases the leases, and forgets.
+    pub(super) fn drop_note(&self, machine: &Machine, directory: &VmDirectory, _: &SwapRight<'_>) {
+        let guard = self.guards().remove(machine.name());
+        remove_note(directory);
+        if let Some(guard) = guard {
+            guard.stop();
+            let_go(&self.leases, &guard);
+        }
+    }
+
+    /// The VM has ended, and its files are gone.
+    pub(crate) fn forget(&self, machine: &Machine) {
+        let guard = self.guards().remove(machine.name());
+        if let Some(guard) = guard {
+            guard.stop();
+            let_go(&self.leases, &guard);
+        }
+    }
+
+    /// Removes nodes and files of the swap disk that its device doesn't use: after a switch those of before, after a failure the new ones.
+    pub(super) fn clean_up(machine: &Machine) {
+        let tidied = (|| -> Result<(), DaemonError> {
+            graph::cancel(&|| machine.monitor())?;
+            let mut qmp = machine.monitor();
+            let top = graph::top(&mut qmp, machine.name())?;
+            for generation in 0..graph::free_generation(&mut qmp)? {
+                if generation != top.generation {
+                    graph::remove_generation(&mut qmp, generation)?;
+                }
+            }
+            drop(qmp);
+            let mut left = Vec::new();
+            let keep = |path: &PathBuf| !is_swap_file(path) || Some(path) == top.file.as_ref();
+            let change = |files: &mut Vec<PathBuf>| {
+                left = files.iter().filter(|path| !keep(path)).cloned().collect();
+            };
+            let noted = |source| DaemonError::State {
+                path: machine
+                    .vm()
+                    .directory()
+                    .map_or_else(PathBuf::new, |d| d.path().to_owned()),
+                source,
+            };
+            machine.vm().change_temporary(change).map_err(noted)?;
+            for file in &left {
+                match std::fs::remove_file(file) {
+                    Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                        return Err(noted(error));
+                    }
+                    _ => {}
+                }
+            }
+            // Forgotten only when they are gone.
+            machine
+                .vm()
+                .change_temporary(|files| files.retain(|file| !left.contains(file)))
+                .map_err(noted)
+        })();
+        if let Err(error) = tidied {
+            warn!(
+                vm = machine.name(),
+                error = chain(&error),
+                "parts of its swap disk that nothing uses are left"
+            );
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Relays under this host's VMs: started, watched, and heard when they have ended.
+
+use std::fs::File;
+
+use memfold_host::{chain, own_program};
+use memfold_lend::graph::{self, Borrowing, Part};
+use memfold_lend::relay::asks::Ask;
+use memfold_lend::relay::start::{self, RelayError, Running};
+use memfold_lend::relay::{Orders, Why};
+use memfold_lend::wire::{LAST_PATIENCE, Wire, patience};
+use memfold_lend::{Address, Endpoint};
+use memfold_vm::VmDirectory;
+use tracing::{error, warn};
+
+use crate::error::{DaemonError, lending};
+use crate::leases::Leases;
+use crate::machine::Machine;
+use crate::swap_disks::guard::Guard;
+
+/// A relay that QEMU is connected to.
+pub(crate) struct Connected {
+    pub running: Running,
+    pub wire: Wire,
+}
+
+/// Starts a relay to the lenders of a part, connects QEMU to it, and holds that connection.
+pub(crate) fn connect(
+    machine: &Machine,
+    directory: &VmDirectory,
+    borrowing: &Borrowing,
+    number: usize,
+    endpoints: &[Endpoint],
+) -> Result<Connected, DaemonError> {
+    let failed = |source| DaemonError::State {
+        path: directory.path().to_owned(),
+        source,
+    };
+    let log = File::options()
+        .create(true)
+        .append(true)
+        .open(directory.relay_log())
+        .map_err(failed)?;
+    let orders = Orders {
+        socket: directory.relay(borrowing.generation, number),
+        bytes: borrowing.bytes,
+        lenders: endpoints.to_vec(),
+        patience_ms: u64::try_from(patience(borrowing.durability).as_millis()).unwrap_or(u64::MAX),
+    };
+    let part = &borrowing.parts[number];
+    let program = own_program().map_err(failed)?;
+    let running = start::start(&program, &orders, log).map_err(|error| refused(&error, part))?;
+    let address = Address::Unix(running.socket.clone());
+    let node = borrowing.lent(number);
+    let connected = graph::connect(&mut machine.monitor(), &node, &running.socket);
+    let wire = connected
+        .map_err(|error| DaemonError::from(graph::GraphError::from(error)))
+        .and_then(|()| Wire::find(machine.vm().process(), &address).map_err(failed))
+        .and_then(|wire| {
+            wire.ok_or_else(|| {
+                lending(
+                    format!(
+                        "the connection to the relay of lenders {} has ended right after it began",
+                        part.lenders()
+                    ),
+                    format!("try again; {} may say why", directory.relay_log().display()),
+                )
+            })
+        });
+    match wire {
+        Ok(wire) => Ok(Connected { running, wire }),
+        Err(error) => {
+            // It has no client, or one that is about to leave.
+            drop(running.end());
+            Err(error)
+        }
+    }
+}
+
+fn refused(error: &RelayError, part: &Part) -> DaemonError {
+    let fix = "its daemon's log says why; 'memfold leases' shows what others offer";
+    match error {
+        RelayError::Failed {
+            lender: Some(lender),
+            why,
+        } => {
+            let name = part.stripes().nth(*lender).map(|s| s.lender.clone());
+            let name = name.unwrap_or_default();
+            lending(format!("lender '{name}' can't be used: {why}"), fix)
+        }
+        error => lending(
+            format!("no relay to {}: {}", part.lenders(), chain(error)),
+            "relay.log in the VM's directory may say more",
+        ),
+    }
+}
+
+/// Whether a relay that QEMU may wait for stands still.
+pub(crate) fn is_relay_stopped(guard: &Guard) -> bool {
+    let borrowing = guard.borrowing();
+    let mut relays = borrowing
+        .reached()
+        .filter_map(|(_, part)| part.relay.as_ref());
+    relays.any(Running::is_stopped)
+}
+
+/// What is lent is all there is: a guest that waits for a minute loses less than one whose swap disk is lost.
+pub(crate) fn wait_longer(guard: &Guard) {
+    let patience = Ask::Patience(u64::try_from(LAST_PATIENCE.as_millis()).unwrap_or(u64::MAX));
+    let borrowing = guard.borrowing();
+    for relay in borrowing
+        .reached()
+        .filter_map(|(_, part)| part.relay.as_ref())
+    {
+        // Its answer says nothing more.
+        if let Err(error) = relay.ask(&patience) {
+            warn!(vm = guard.vm, %error, "a relay waits no longer for its lender than before");
+        }
+    }
+}
+
+/// Why the relay of a part has ended, in words, if it was a lender's fault.
+pub(crate) fn hear_end_of(leases: &Leases, vm: &str, part: &Part) -> Option<String> {
+    let lenders: Vec<String> = part.stripes().map(|s| s.lender.clone()).collect();
+    hear_end(leases, vm, part.relay.as_ref()?, &lenders)
+}
+
+/// The same, of a relay by itself. A lender that has lied is not believed any more.
+pub(crate) fn hear_end(
+    leases: &Leases,
+    vm: &str,
+    relay: &Running,
+    lenders: &[String],
+) -> Option<String> {
+    let ended = relay.end()?;
+    let lender = ended.lender.and_then(|number| lenders.get(number));
+    let Some(lender) = lender else {
+        warn!(vm, what = ended.what, "its relay has ended");
+        return Some(ended.what);
+    };
+    if ended.why == Why::Lied {
+        error!(
+            vm,
+            lender,
+            what = ended.what,
+            "this lender served other bytes than were written; the VM was not given them, and nothing is borrowed of it for a while"
+        );
+        leases.distrust().lied(lender, vm, &ended.what);
+    }
+    Some(format!("lender '{lender}': {}", ended.what))
+}
+
+/// Nothing uses what was borrowed any more.
+pub(crate) fn let_go(leases: &Leases, guard: &Guard) {
+    let borrowing = guard.borrowing();
+    for part in &borrowing.parts {
+        hear_end_of(leases, &guard.vm, part);
+    }
+    leases.release(borrowing.leases());
+}

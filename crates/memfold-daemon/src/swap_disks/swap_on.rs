@@ -1,0 +1,33 @@
+//! Guests use their swap disks from their boot on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use memfold_host::chain;
+use memfold_vm::swap;
+use tracing::{info, warn};
+
+use crate::machine::Machine;
+use crate::on_agent_ready::on_agent_ready;
+
+/// How long a guest may take to use its swap disk.
+const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Has a guest use its swap disk as soon as its agent answers.
+pub(crate) fn swap_on_when_booted(machine: &Arc<Machine>) {
+    if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
+        return;
+    }
+    on_agent_ready(machine, "swap-on", |machine| {
+        let vm = machine.name();
+        let said = match machine.run(&swap::swap_on(), SWAP_ON_TIMEOUT) {
+            Ok(done) if done.code == 0 => {
+                info!(vm, "its guest uses its swap disk");
+                return;
+            }
+            Ok(done) => String::from_utf8_lossy(&done.stderr).trim().to_owned(),
+            Err(error) => chain(&error),
+        };
+        warn!(vm, said, "its guest does not use its swap disk");
+    });
+}

@@ -1,0 +1,119 @@
+//! The thread that watches what a VM has borrowed: lenders that are lost, relays that stand still, leases, what QEMU reports.
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use memfold_host::chain;
+use memfold_lend::waits;
+use tracing::warn;
+
+use crate::lease_times::RENEW;
+use crate::machine::Machine;
+use crate::swap_disks::SwapDisks;
+use crate::swap_disks::copy_verify::Comparison;
+use crate::swap_disks::failures::hear;
+use crate::swap_disks::guard::Guard;
+use crate::swap_disks::relays::is_relay_stopped;
+
+/// Time between two looks at connections, and between two at leases.
+const WATCH: Duration = Duration::from_millis(100);
+
+/// After that a swap disk that couldn't be moved away from a single lender is tried again.
+const MOVE_AGAIN: Duration = Duration::from_secs(15);
+
+/// Looks in a row that find a relay standing still, until it is given up: one may catch a debugger's blink.
+const STOPPED_LOOKS: u32 = 5;
+
+impl SwapDisks {
+    pub(super) fn watch(self: &Arc<Self>, machine: &Arc<Machine>, guard: &Arc<Guard>) {
+        self.guards()
+            .insert(machine.name().to_owned(), guard.clone());
+        let (disks, machine) = (Arc::downgrade(self), Arc::downgrade(machine));
+        let guard = guard.clone();
+        let spawned = std::thread::Builder::new()
+            .name("borrowed".into())
+            .spawn(move || keep_watch(&disks, &machine, &guard));
+        if let Err(error) = spawned {
+            warn!(%error, "no thread to watch what is borrowed: it ends with its lease");
+        }
+    }
+}
+
+fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
+    let mut renewed = Instant::now();
+    let mut moved: Option<Instant> = None;
+    let mut comparison = Comparison::default();
+    // Until nothing is left to watch.
+    while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
+        std::thread::sleep(WATCH);
+        let (Some(disks), Some(machine)) = (disks.upgrade(), machine.upgrade()) else {
+            return;
+        };
+        for part in guard.ended() {
+            if let Err(error) = disks.heal(&machine, guard, part) {
+                // Tried again at the next look. A VM that ends takes its monitor with it.
+                warn!(
+                    vm = guard.vm,
+                    error = chain(&error),
+                    "a lender is lost, and its node can't be taken out"
+                );
+                std::thread::sleep(RENEW);
+            }
+        }
+        if stands_still(guard) {
+            warn!(vm = guard.vm, "its relay stands still, and is given up");
+            for (part, _) in guard.borrowing().reached() {
+                guard.cut(part);
+            }
+        }
+        hear(&machine, guard);
+        comparison.step(&machine, guard);
+        if renewed.elapsed() >= RENEW {
+            renewed = Instant::now();
+            if let Err(error) = disks.reconcile_alone(&machine, guard) {
+                warn!(
+                    vm = guard.vm,
+                    error = chain(&error),
+                    "QEMU does not say what its swap disk uses"
+                );
+            }
+            // Figures that aren't had are had a second later.
+            if let Ok(Some(counted)) = waits::look(&mut machine.monitor()) {
+                guard.state().waits = Some(counted);
+            }
+            if let Err(error) = disks.renew(&machine, guard) {
+                warn!(
+                    vm = guard.vm,
+                    error = chain(&error),
+                    "what it has borrowed can't be given back"
+                );
+            }
+        }
+        let is_due = moved.is_none_or(|moved| moved.elapsed() >= MOVE_AGAIN);
+        if let Some(why) = guard.is_in_danger().filter(|_| is_due) {
+            moved = Some(Instant::now());
+            warn!(
+                vm = guard.vm,
+                why, "its swap disk is moved to this host's disk"
+            );
+            machine.comes_home(guard.borrowing().hangs_on_one());
+            if let Err(error) = disks.return_as(machine.name(), false) {
+                warn!(
+                    vm = guard.vm,
+                    error = chain(&error),
+                    "its swap disk can't be moved; tried again"
+                );
+            }
+        }
+    }
+}
+
+/// Whether a relay stands still for longer than a blink. QEMU isn't asked anything meanwhile: its monitor may wait for that relay.
+fn stands_still(guard: &Guard) -> bool {
+    (0..STOPPED_LOOKS).all(|look| {
+        if look > 0 {
+            std::thread::sleep(WATCH);
+        }
+        is_relay_stopped(guard)
+    })
+}

@@ -1,0 +1,26 @@
+//! What an operator has asked for, for a VM: a file of the VM's, which the next daemon knows, too.
+
+use memfold_api::BorrowRequest;
+use memfold_vm::VmDirectory;
+use tracing::warn;
+
+use crate::machine::Machine;
+
+/// What an operator has asked for, for a VM.
+pub(super) fn wish(machine: &Machine) -> Option<BorrowRequest> {
+    let directory = machine.vm().directory()?;
+    VmDirectory::read_json(&directory.wish()).ok()
+}
+
+/// Notes it. A wish that can't be noted is one that ends with the loan.
+pub(super) fn note_wish(directory: &VmDirectory, vm: &str, request: &BorrowRequest) {
+    if let Err(error) = directory.write_json(&directory.wish(), request) {
+        warn!(vm, %error, "should it lose its lender, it won't borrow again");
+    }
+}
+
+/// Forgets it.
+pub(super) fn forget_wish(directory: &VmDirectory) {
+    // There may be none.
+    let _ = std::fs::remove_file(directory.wish());
+}

@@ -1,0 +1,200 @@
+//! What is known of one volume on lent RAM, while it is there: shared by its thread and by who asks.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use memfold_api::{Borrowed, SwapPlace};
+use memfold_lend::Durability;
+use memfold_lend::lvm::{Loan, Phase};
+use tracing::{error, warn};
+
+use crate::lease_times::lease_ttl;
+
+/// Keeps a loan: renews its lease, and looks whether its lender is there.
+#[derive(Debug)]
+pub(crate) struct Keeper {
+    pub loan: Mutex<Loan>,
+    pub stop: AtomicBool,
+    /// Why its lender can't be used any more.
+    pub lost: Mutex<Option<String>>,
+    /// Whether its lender needs its memory.
+    pub is_wanted: AtomicBool,
+    /// Whether a request to the image on this host's disk has failed: only lent RAM has all of it.
+    pub is_alone: AtomicBool,
+    /// Until when its lease holds without being renewed, as far as the registry has said.
+    pub holds: Mutex<Instant>,
+}
+
+impl Keeper {
+    /// Its lease holds until then.
+    pub fn new(loan: Loan, holds: Instant) -> Arc<Self> {
+        Arc::new(Self {
+            holds: Mutex::new(holds),
+            loan: Mutex::new(loan),
+            stop: AtomicBool::new(false),
+            lost: Mutex::default(),
+            is_wanted: AtomicBool::new(false),
+            is_alone: AtomicBool::new(false),
+        })
+    }
+
+    pub fn loan(&self) -> Loan {
+        self.loan
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    pub fn change(&self, change: impl FnOnce(&mut Loan)) -> Loan {
+        let mut loan = self.loan.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut loan);
+        loan.clone()
+    }
+
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+    }
+
+    pub fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    pub fn lost(&self) -> Option<String> {
+        self.lost
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// What keeps the bytes now if its lender dies.
+    pub fn durability_now(&self) -> Durability {
+        if self.is_alone.load(Ordering::Acquire) {
+            Durability::None
+        } else {
+            self.loan().durability
+        }
+    }
+
+    /// Notes what the image on this host's disk is.
+    pub fn own_image_failed(&self, failed: bool) {
+        if failed && !self.is_alone.swap(true, Ordering::AcqRel) {
+            let loan = self.loan();
+            error!(
+                volume = %loan.volume,
+                lender = loan.lender,
+                "a request to its image on this host's own disk has failed: only lent RAM has all of it; replace that while the lender is there (lvconvert --repair)"
+            );
+        } else if !failed {
+            self.is_alone.store(false, Ordering::Release);
+        }
+    }
+
+    /// Whether it is to be taken off, by whoever has the turn.
+    pub fn has_to_end(&self) -> bool {
+        let is_wanted = self.is_wanted.load(Ordering::Acquire);
+        is_wanted
+            || self.lost().is_some()
+            || self.loan().phase != Phase::Lent
+            || self.is_running_out()
+    }
+
+    /// Whether half of its lease's time is over without its having been renewed, and its end would lose what lies there.
+    pub fn is_running_out(&self) -> bool {
+        let durability = self.durability_now();
+        let left = self.holds().saturating_duration_since(Instant::now());
+        durability == Durability::None && left < lease_ttl(durability, self.loan().bytes) / 2
+    }
+
+    pub fn holds(&self) -> MutexGuard<'_, Instant> {
+        self.holds.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes why its lender can't be used any more, once.
+    pub fn lose(&self, why: String) {
+        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        if lost.is_some() {
+            return;
+        }
+        let loan = self.loan();
+        let volume = loan.volume.to_string();
+        if self.durability_now() == Durability::None && loan.phase == Phase::Lent {
+            error!(
+                volume,
+                lender = loan.lender,
+                why,
+                "what lay on lent RAM is lost with its lender: there was no other copy"
+            );
+        } else {
+            warn!(
+                volume,
+                lender = loan.lender,
+                why,
+                "lent RAM is given up; the volume goes on, on this host's disk"
+            );
+        }
+        *lost = Some(why);
+    }
+
+    pub fn borrowed(&self) -> Borrowed {
+        let loan = self.loan();
+        let place = match (loan.phase, self.lost().is_some(), self.durability_now()) {
+            (Phase::Beginning | Phase::Ending, ..) => SwapPlace::OnDisk,
+            (_, false, _) => SwapPlace::Lent,
+            (_, true, Durability::None) => SwapPlace::Lost,
+            (_, true, _) => SwapPlace::OnCopy,
+        };
+        Borrowed {
+            vm: loan.volume.to_string(),
+            place,
+            bytes: loan.bytes,
+            durability: Some(loan.durability),
+            lenders: vec![loan.lender],
+            stripes: Some(1),
+            waits: None,
+            changed: false,
+            took_ms: 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use memfold_lend::LeaseId;
+
+    #[test]
+    fn what_only_lent_memory_has_is_taken_off_when_half_of_its_lease_is_over() {
+        let bytes = 200 << 20;
+        for (durability, left, has_to_end) in [
+            (Durability::None, 41, false),
+            (Durability::None, 39, true),
+            (Durability::None, 0, true),
+            (Durability::Disk, 0, false),
+        ] {
+            let loan = Loan {
+                volume: "vg/swap".parse().unwrap(),
+                bytes,
+                durability,
+                lease: LeaseId(1),
+                lender: "a".into(),
+                target: None,
+                uuid: String::new(),
+                phase: Phase::Lent,
+            };
+            let holds = Instant::now() + Duration::from_secs(left);
+            let keeper = Keeper::new(loan, holds);
+            assert_eq!(keeper.has_to_end(), has_to_end, "{durability:?} {left}");
+            // Nothing else has it any more.
+            keeper.own_image_failed(true);
+            assert_eq!(keeper.durability_now(), Durability::None);
+            assert_eq!(keeper.has_to_end(), left < 40, "{durability:?} {left}");
+            keeper.lose("gone".into());
+            assert_eq!(keeper.borrowed().place, SwapPlace::Lost);
+            keeper.own_image_failed(false);
+            assert_eq!(keeper.durability_now(), durability);
+        }
+    }
+}

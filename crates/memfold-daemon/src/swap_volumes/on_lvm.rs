@@ -1,0 +1,297 @@
+//! What LVM says of swap volumes, and how one comes off a lent disk.
+
+use memfold_api::BorrowRequest;
+use memfold_host::chain;
+use memfold_lend::Durability;
+use memfold_lend::lvm::tools::{self, Logical, Physical};
+use memfold_lend::lvm::{self, Loan, LvmError, Volume, session};
+use memfold_units::ByteSize;
+
+use crate::error::{DaemonError, lending};
+
+/// How the kernel says that an image has failed a request ([`tools::images`]).
+pub(super) const FAILED: char = 'D';
+
+/// What is known of a volume before anything is changed.
+pub(super) struct Fit {
+    pub logical: Logical,
+    /// Disks that have it.
+    pub disks: Vec<String>,
+    /// Bytes to borrow.
+    pub wanted: u64,
+}
+
+/// The states of a mirror's images, a letter each, this host's own first; `None` if it is none, or isn't said.
+pub(super) fn images(loan: &Loan) -> Option<String> {
+    if loan.durability == Durability::None {
+        return None;
+    }
+    tools::images(&loan.volume).ok()?
+}
+
+/// Why a lender that was there can't be used any more; `images`: their states, as far as they are known.
+pub(super) fn gone(loan: &Loan, images: Option<&str>) -> Option<String> {
+    let session = loan.target.as_ref().and_then(session::of);
+    if !session.is_some_and(|session| session.is_up) {
+        return Some("the session with it has ended".into());
+    }
+    let failed = images.and_then(|images| images.chars().nth(1)) == Some(FAILED);
+    failed.then(|| "a request to it has failed".into())
+}
+
+/// Before anything is changed: whether a volume can be put on lent RAM.
+pub(super) fn fit(volume: &Volume, request: &BorrowRequest) -> Result<Fit, DaemonError> {
+    let logical = tools::logical(volume)?;
+    let disks = tools::physical(&volume.group)?;
+    let unfit = |why: String, fix: &str| LvmError::Unfit {
+        volume: volume.clone(),
+        why,
+        fix: fix.to_owned(),
+    };
+    if disks
+        .iter()
+        .any(|disk| lvm::is_lent(&disk.uuid) && disk_has(disk, volume))
+    {
+        let fix = format!("take it off first: memfold return --lvm {volume}");
+        return Err(unfit("is on lent RAM of before already".into(), &fix).into());
+    }
+    if let Some(missing) = disks.iter().find(|disk| disk.is_missing) {
+        let why = format!("is in a group that lacks a disk (UUID {})", missing.uuid);
+        return Err(unfit(
+            why,
+            "bring it back, or take it out: vgreduce --removemissing",
+        )
+        .into());
+    }
+    if logical.layout != "linear" {
+        let why = format!(
+            "is of layout '{}'; only linear volumes can be lent for",
+            logical.layout
+        );
+        return Err(unfit(
+            why,
+            "make the swap volume linear (lvconvert), or use another",
+        )
+        .into());
+    }
+    if !logical.is_active {
+        let fix = format!("activate it: lvchange -ay {volume}");
+        return Err(unfit("is not active".into(), &fix).into());
+    }
+    let device = volume.device();
+    let is_swap = lvm::is_swap(&device).map_err(|source| LvmError::Files {
+        path: device.clone().into(),
+        source,
+    });
+    if !is_swap? {
+        let fix = format!(
+            "only swap is put on others' RAM; mkswap {device} makes it that, and deletes what is there"
+        );
+        return Err(unfit("holds no swap space".into(), &fix).into());
+    }
+    let least = lvm::disk_bytes(logical.bytes, logical.extent, request.durability);
+    if request.bytes.is_some_and(|bytes| bytes < logical.bytes) {
+        let why = format!(
+            "has {}, and {} of lent RAM can't hold it",
+            ByteSize(logical.bytes),
+            ByteSize(request.bytes.unwrap_or_default())
+        );
+        let fix = format!("borrow all of it: memfold borrow --lvm {volume}");
+        return Err(unfit(why, &fix).into());
+    }
+    let own = disks.into_iter().filter(|disk| disk_has(disk, volume));
+    let own: Vec<Physical> = own.collect();
+    if request.durability == Durability::Disk && own.iter().all(|disk| disk.free < logical.extent) {
+        let why = format!(
+            "needs one free extent ({}) beside it, for what LVM notes about a mirror, and its disks have none",
+            ByteSize(logical.extent)
+        );
+        return Err(unfit(
+            why,
+            "make another volume there smaller; or use --durability none, if all of it may be lost",
+        )
+        .into());
+    }
+    Ok(Fit {
+        wanted: request.bytes.unwrap_or_default().max(least),
+        disks: own.into_iter().map(|disk| disk.device).collect(),
+        logical,
+    })
+}
+
+/// Whether something of a volume, or of a hidden part of it, is on a disk.
+fn disk_has(disk: &Physical, volume: &Volume) -> bool {
+    disk.volumes.iter().any(|name| is_part(name, volume))
+}
+
+/// Whether this is a volume's name, or that of an image or of notes of it as a mirror.
+fn is_part(name: &str, volume: &Volume) -> bool {
+    let rest = name.strip_prefix(volume.name.as_str());
+    rest.is_some_and(|rest| {
+        rest.is_empty() || rest.starts_with("_rimage_") || rest.starts_with("_rmeta_")
+    })
+}
+
+/// The lent disk that a volume is on, though no note says so.
+pub(super) fn forgotten(volume: &Volume) -> Result<Option<String>, DaemonError> {
+    let disks = tools::physical(&volume.group)?;
+    let lent = disks
+        .into_iter()
+        .find(|disk| lvm::is_lent(&disk.uuid) && disk_has(disk, volume));
+    Ok(lent.map(|disk| disk.uuid))
+}
+
+/// Takes a volume off a lent disk, and the disk out of its group; whatever of it was done before.
+pub(super) fn off_lent(volume: &Volume, uuid: &str) -> Result<(), DaemonError> {
+    let disks = tools::physical(&volume.group)?;
+    let Some(disk) = disks.iter().find(|disk| disk.uuid == uuid) else {
+        // It wasn't put into the group yet; or was taken out as missing, and its image has none below it.
+        if let Some(device) = tools::orphan(uuid)? {
+            tools::forget_disk(&device)?;
+        }
+        if tools::logical(volume).is_ok_and(|logical| logical.is_mirror()) {
+            tools::remove_image(volume, None)?;
+        }
+        return Ok(());
+    };
+    is_ours_alone(volume, disk)?;
+    let is_moving = |disk: &Physical| disk.volumes.iter().any(|name| name.starts_with("pvmove"));
+    if disk.is_missing {
+        off_missing(volume, &disks, disk, is_moving(disk))?;
+        return Ok(());
+    }
+    if is_moving(disk) {
+        for source in disks.iter().filter(|d| d.uuid != uuid && is_moving(d)) {
+            tools::stop_move(&source.device)?;
+        }
+    }
+    let logical = tools::logical(volume)?;
+    if logical.is_mirror() && disk_has(disk, volume) {
+        whole_here(volume, &logical)?;
+        tools::remove_image(volume, Some(&disk.device))?;
+    } else if tools::physical(&volume.group)?
+        .iter()
+        .any(|now| now.uuid == uuid && disk_has(now, volume))
+    {
+        tools::move_off(volume, &disk.device, None)?;
+    }
+    tools::remove_disk(&volume.group, &disk.device)?;
+    Ok(())
+}
+
+/// The same, of a disk whose lender has gone.
+fn off_missing(
+    volume: &Volume,
+    disks: &[Physical],
+    disk: &Physical,
+    is_moving: bool,
+) -> Result<(), DaemonError> {
+    // LVM takes all disks that are missing out, or none.
+    if let Some(other) = disks
+        .iter()
+        .find(|other| other.is_missing && other.uuid != disk.uuid)
+    {
+        return Err(lending(
+            format!(
+                "group {} lacks another disk, too (UUID {}); taking missing disks out would hurt what lies there",
+                volume.group, other.uuid
+            ),
+            "bring that disk back first (pvs)",
+        ));
+    }
+    if is_moving {
+        return Err(lending(
+            format!(
+                "the lender of {volume} has gone while it was moved there (durability none); it goes on, on this host's disk, and LVM can't undo a move to a disk that is missing"
+            ),
+            format!(
+                "swapoff {}, then vgreduce --removemissing --force {}, which removes {volume}, and make it anew",
+                volume.device(),
+                volume.group
+            ),
+        ));
+    }
+    if disk_has(disk, volume) {
+        let logical = tools::logical(volume)?;
+        if !logical.is_mirror() {
+            return Err(lost(volume));
+        }
+        whole_here(volume, &logical)?;
+        // LVM changes nothing else in a group that lacks a disk.
+        tools::remove_missing(&volume.group, true)?;
+        return Ok(tools::remove_image(volume, None)?);
+    }
+    Ok(tools::remove_missing(&volume.group, false)?)
+}
+
+/// Whether a lent disk has this volume's parts and nothing else, which would be lost with it.
+fn is_ours_alone(volume: &Volume, disk: &Physical) -> Result<(), DaemonError> {
+    let is_its = |name: &&String| is_part(name, volume) || name.starts_with("pvmove");
+    let Some(other) = disk.volumes.iter().find(|name| !is_its(name)) else {
+        return Ok(());
+    };
+    Err(lending(
+        format!(
+            "{}/{other} lies on the disk that is lent for {volume}, too",
+            volume.group
+        ),
+        format!(
+            "move it off: pvmove --name {other} {}; or remove it",
+            disk.device
+        ),
+    ))
+}
+
+fn lost(volume: &Volume) -> DaemonError {
+    lending(
+        format!("{volume} is lost with its lender (durability none)"),
+        format!(
+            "end what uses it (swapoff {device}; it may take programs with it, or a reboot), then lvremove {volume}, vgreduce --removemissing {group}, and make it anew",
+            device = volume.device(),
+            group = volume.group
+        ),
+    )
+}
+
+/// Whether the image on this host's disk has every write.
+fn whole_here(volume: &Volume, logical: &Logical) -> Result<(), DaemonError> {
+    if !logical.is_active {
+        return Ok(());
+    }
+    let states = tools::images(volume)?.unwrap_or_default();
+    if states.starts_with(FAILED) {
+        return Err(lending(
+            format!(
+                "a request to the image of {volume} on this host's own disk has failed: only lent RAM has all of it"
+            ),
+            format!(
+                "replace it while the lender is there: lvconvert --repair {volume}; or swapoff {} first",
+                volume.device()
+            ),
+        ));
+    }
+    Ok(())
+}
+
+pub(super) fn check_tools() -> Result<(), DaemonError> {
+    let lacks = |error: LvmError| {
+        DaemonError::ImpossibleHere(format!(
+            "volumes can't be put on lent RAM: {}",
+            chain(&error)
+        ))
+    };
+    tools::check().map_err(lacks)?;
+    session::check().map_err(lacks)
+}
+
+pub(super) fn random() -> [u8; 16] {
+    use std::io::Read as _;
+    let mut bytes = [0; 16];
+    // Only so that it is another one each time; LVM refuses one that is there.
+    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
+    if read.is_err() {
+        let now = memfold_vm::overlay::unique();
+        bytes[..8].copy_from_slice(&now.to_ne_bytes());
+    }
+    bytes
+}

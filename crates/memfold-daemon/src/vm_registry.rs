@@ -1,0 +1,178 @@
+//! Which VMs run, and which are on their way: names, handles, and the rights that belong to names. Every service stands on it, and it knows
+//! none of them.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
+
+use memfold_fold::VmId;
+use memfold_vm::VmSpec;
+use rustix::fs::FlockOperation;
+use rustix::process::Pid;
+
+use crate::arrivals::{Arrivals, Entry, Way};
+use crate::error::DaemonError;
+use crate::machine::Machine;
+
+/// How long a request for a VM waits until that VM is taken over.
+pub(crate) const ADOPTION_PATIENCE: Duration = Duration::from_secs(10);
+
+/// The VMs of the daemon.
+#[derive(Debug)]
+pub(crate) struct VmRegistry {
+    /// Directory of VMs and their sockets.
+    state: PathBuf,
+    vms: Mutex<BTreeMap<String, Arc<Machine>>>,
+    /// VMs that are being started or taken over.
+    arrivals: Arc<Arrivals>,
+    next: Mutex<VmId>,
+    /// Whether VMs may no longer be started.
+    closed: AtomicBool,
+    /// Write-locked while KSM begins to be steered; read-locked while it is decided whether a new VM's memory may merge.
+    starts: RwLock<()>,
+    /// Locked as long as a part of the daemon lives: two daemons on one state directory would fold against each other.
+    _lock: File,
+}
+
+/// A VM is about to be started: KSM does not begin to be steered as long as this is kept.
+#[derive(Debug)]
+pub(crate) struct StartRight<'a>(
+    #[expect(dead_code, reason = "held, not used")] RwLockReadGuard<'a, ()>,
+);
+
+/// No VM is being started, and none will be as long as this is kept.
+#[derive(Debug)]
+pub(crate) struct NoStarts<'a>(
+    #[expect(dead_code, reason = "held, not used")] RwLockWriteGuard<'a, ()>,
+);
+
+impl VmRegistry {
+    /// Of the VMs under a state directory, which no other daemon may use.
+    pub fn open(state: &Path) -> Result<Self, DaemonError> {
+        let files = |source| DaemonError::State {
+            path: state.to_owned(),
+            source,
+        };
+        std::fs::create_dir_all(state).map_err(files)?;
+        let lock = File::create(state.join("daemon.lock")).map_err(files)?;
+        rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|_| DaemonError::StateTaken(state.to_owned()))?;
+        Ok(Self {
+            state: state.to_owned(),
+            vms: Mutex::default(),
+            arrivals: Arc::default(),
+            next: Mutex::new(1),
+            closed: AtomicBool::new(false),
+            starts: RwLock::default(),
+            _lock: lock,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Machine>>> {
+        self.vms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Directory of VMs and their sockets.
+    pub fn state(&self) -> &Path {
+        &self.state
+    }
+
+    /// VMs that are being started or taken over.
+    pub fn arrivals(&self) -> &Arc<Arrivals> {
+        &self.arrivals
+    }
+
+    /// The VMs that run, by name.
+    pub fn machines(&self) -> Vec<Arc<Machine>> {
+        self.lock().values().cloned().collect()
+    }
+
+    /// Their names.
+    pub fn names(&self) -> Vec<String> {
+        self.lock().keys().cloned().collect()
+    }
+
+    pub fn contains(&self, name: &str) -> bool {
+        self.lock().contains_key(name)
+    }
+
+    /// The VM whose QEMU this process is.
+    pub fn with_pid(&self, pid: Pid) -> Option<Arc<Machine>> {
+        self.lock().values().find(|vm| vm.pid() == pid).cloned()
+    }
+
+    /// A VM by its name; one that is being taken over is waited for.
+    pub fn machine(&self, name: &str) -> Result<Arc<Machine>, DaemonError> {
+        let find = || self.lock().get(name).cloned();
+        if let Some(found) = find() {
+            return Ok(found);
+        }
+        if let Some(arrival) = self.arrivals.get(name) {
+            let limit = if arrival.way == Way::Starting {
+                Duration::ZERO
+            } else {
+                ADOPTION_PATIENCE
+            };
+            if !self.arrivals.wait_gone(&arrival, limit) {
+                return Err(arrival.refusal());
+            }
+        }
+        find().ok_or_else(|| DaemonError::NoSuchVm(name.to_owned()))
+    }
+
+    /// A number that no VM of this daemon has had.
+    pub fn new_id(&self) -> VmId {
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        *next += 1;
+        *next
+    }
+
+    pub fn insert(&self, machine: Arc<Machine>) {
+        self.lock().insert(machine.name().to_owned(), machine);
+    }
+
+    /// Takes a VM out, unless its name is another one's by now.
+    pub fn remove(&self, machine: &Machine) {
+        let mut vms = self.lock();
+        let named = vms.get(machine.name());
+        if named.is_some_and(|named| named.id() == machine.id()) {
+            vms.remove(machine.name());
+        }
+    }
+
+    /// Puts a VM among those on their way, if its name is free.
+    pub fn arrive(&self, spec: &VmSpec, way: Way) -> Result<Entry, DaemonError> {
+        self.arrivals.add(spec, way, |name| self.contains(name))
+    }
+
+    /// The right to start a VM, unless the daemon ends.
+    pub fn start_right(&self) -> Result<StartRight<'_>, DaemonError> {
+        if self.closed.load(Ordering::SeqCst) {
+            return Err(DaemonError::Internal("the daemon is ending"));
+        }
+        let right = self.starts.read();
+        Ok(StartRight(right.unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    /// Keeps VMs from being started, once none is; `None`: one still is.
+    pub fn none_starts(&self) -> Option<NoStarts<'_>> {
+        for _ in 0..2 {
+            let gate = self.starts.write().unwrap_or_else(PoisonError::into_inner);
+            if !self.arrivals.is_starting() {
+                return Some(NoStarts(gate));
+            }
+            drop(gate);
+            self.arrivals.wait_for_starts();
+        }
+        None
+    }
+
+    /// Has no more VMs started, and waits for those that are being started: from then on the list is whole.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        self.arrivals.wait_for_starts();
+    }
+}

@@ -1,0 +1,149 @@
+//! VMs as users know them: listed, started, attached to, taken over, stopped.
+
+use std::sync::Arc;
+
+use memfold_api::VmInfo;
+use memfold_fold::Command;
+use memfold_vm::kernel_copy::KernelCopies;
+use memfold_vm::{AgentOptions, Vm};
+use tracing::{debug, info};
+
+use crate::error::DaemonError;
+use crate::folding::Folding;
+use crate::ksm_steering::KsmSteering;
+use crate::machine::{Machine, Origin, Role};
+use crate::segments::Segments;
+use crate::snapshot_directory::SnapshotDirectory;
+use crate::swap_disks::SwapDisks;
+use crate::vm_registry::VmRegistry;
+
+mod adoption;
+mod attach;
+mod attached;
+mod control;
+mod launch;
+
+/// VMs, and what is done at their beginning and end.
+#[derive(Debug)]
+pub struct Vms {
+    registry: Arc<VmRegistry>,
+    folding: Arc<Folding>,
+    ksm: Arc<KsmSteering>,
+    segments: Arc<Segments>,
+    swap_disks: Arc<SwapDisks>,
+    snapshots: Arc<SnapshotDirectory>,
+    kernels: KernelCopies,
+    /// What agents are asked to report.
+    agents: AgentOptions,
+}
+
+/// What VMs stand on.
+pub(crate) struct Below {
+    pub registry: Arc<VmRegistry>,
+    pub folding: Arc<Folding>,
+    pub ksm: Arc<KsmSteering>,
+    pub segments: Arc<Segments>,
+    pub swap_disks: Arc<SwapDisks>,
+    pub snapshots: Arc<SnapshotDirectory>,
+}
+
+impl Vms {
+    /// `include`, `exclude`: globs of guest paths that agents report and leave out.
+    pub(crate) fn new(below: Below, include: Vec<String>, exclude: Vec<String>) -> Self {
+        Self {
+            registry: below.registry,
+            folding: below.folding,
+            ksm: below.ksm,
+            segments: below.segments,
+            swap_disks: below.swap_disks,
+            snapshots: below.snapshots,
+            kernels: KernelCopies::default(),
+            agents: AgentOptions {
+                include,
+                exclude,
+                ..AgentOptions::default()
+            },
+        }
+    }
+
+    /// Puts a running VM into the tables and begins to watch and fold it.
+    fn take_on(
+        self: &Arc<Self>,
+        vm: Vm,
+        name: &str,
+        domain: Option<String>,
+        origin: Origin,
+    ) -> Result<Arc<Machine>, DaemonError> {
+        let role = Role {
+            id: self.registry.new_id(),
+            name: name.to_owned(),
+            domain,
+            origin,
+        };
+        let machine = Machine::take_on(vm, role, self.folding.commands(), self.agents.clone())?;
+        self.registry.insert(machine.clone());
+        let (watched, vms) = (machine.clone(), Arc::downgrade(self));
+        let watch = move || {
+            watched.watch();
+            if let Some(vms) = vms.upgrade() {
+                vms.forget(&watched);
+            }
+        };
+        std::thread::Builder::new()
+            .name("vm-watch".into())
+            .spawn(watch)
+            .map_err(|_| DaemonError::Internal("no thread to watch the VM"))?;
+        Ok(machine)
+    }
+
+    /// The VM's process has ended.
+    fn forget(&self, machine: &Machine) {
+        info!(vm = machine.name(), "ended");
+        let segments = machine.vm().segments();
+        self.segments.end_writer(machine.name(), &segments);
+        // Its name is free only when its files are gone: they would be taken for those of the next VM.
+        machine.clean_up();
+        self.registry.remove(machine);
+        // The engine may have ended before us.
+        let _ = self.folding.tell(Command::Remove(machine.id()));
+        self.snapshots.let_go();
+        self.swap_disks.forget(machine);
+        self.segments.left(&segments);
+        if machine.attach_request().is_some() {
+            self.write_attached();
+        }
+    }
+
+    /// All VMs, by name.
+    #[must_use]
+    pub fn list(&self) -> Vec<VmInfo> {
+        // Not both locked at once.
+        let lent = self.swap_disks.swaps();
+        let arriving = self.registry.arrivals().all();
+        let machines = self.registry.machines();
+        let mut vms: Vec<VmInfo> = machines.iter().map(|m| m.info()).collect();
+        // One that has arrived meanwhile is listed once.
+        for arrival in arriving {
+            if vms.iter().all(|vm| vm.name != arrival.name()) {
+                vms.push(arrival.info(self.registry.state()));
+            }
+        }
+        vms.sort_by(|a, b| a.name.cmp(&b.name));
+        for vm in &mut vms {
+            if let Some(swap) = lent.get(&vm.name) {
+                vm.swap = Some(swap.clone());
+            }
+        }
+        vms
+    }
+
+    /// Of an image that a VM boots with `-kernel` one copy is enough.
+    pub(crate) fn share_kernel(&self, vm: &Vm) {
+        match self.kernels.share(vm) {
+            Ok(bytes) => debug!(vm = vm.name(), bytes, "of its kernel's image are common"),
+            Err(error) => {
+                debug!(vm = vm.name(), %error, "it has a copy of its kernel's image for itself");
+            }
+        }
+    }
+}

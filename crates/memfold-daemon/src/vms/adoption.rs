@@ -1,0 +1,163 @@
+//! VMs of the daemon before: taken over as their QEMUs answer.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use memfold_api::AttachRequest;
+use memfold_host::chain;
+use memfold_units::ByteSize;
+use memfold_vm::{MachineError, Process, QmpError, Record, Vm, VmDirectory, VmSpec};
+use tracing::{info, warn};
+
+use crate::arrivals::{Entry, Way};
+use crate::error::DaemonError;
+use crate::machine::Origin;
+use crate::segments::laying::recall_segments;
+use crate::vms::Vms;
+use crate::{boot_snapshot, interrupted_save};
+
+/// Pauses between two tries to take a VM over: the first, and the longest.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
+
+/// Time between two looks whether a VM was stopped that is to be taken over.
+const LOOK: Duration = Duration::from_millis(100);
+
+impl Vms {
+    /// Begins to take over the VMs that run under the state directory, and those that the daemon before was attached to: each on a thread
+    /// of its own, again and again.
+    pub(crate) fn begin_adoption(self: &Arc<Self>) -> io::Result<()> {
+        for directory in VmDirectory::all(self.registry.state())? {
+            // A directory without a description is of a start that was cut off.
+            let spec: Option<VmSpec> = VmDirectory::read_json(&directory.spec()).ok();
+            let spec = spec.unwrap_or_else(|| VmSpec::new(directory.name(), ByteSize(0)));
+            let entry = self.registry.arrive(&spec, Way::Adopting);
+            self.begin_try("adopt", entry, move |vms, entry| {
+                vms.adopt(&directory, entry)
+            });
+        }
+        for request in self.read_attached() {
+            let mut spec = VmSpec::new(request.name.clone(), ByteSize(0));
+            spec.domain.clone_from(&request.domain);
+            let entry = self.registry.arrive(&spec, Way::Attaching(request.clone()));
+            self.begin_try("attach", entry, move |vms, entry| {
+                vms.attach_again(&request, entry)
+            });
+        }
+        Ok(())
+    }
+
+    /// `attempt`: whether no more tries are needed.
+    fn begin_try(
+        self: &Arc<Self>,
+        thread: &str,
+        entry: Result<Entry, DaemonError>,
+        attempt: impl Fn(&Arc<Self>, &Entry) -> bool + Send + 'static,
+    ) {
+        let entry = match entry {
+            Ok(entry) => entry,
+            Err(error) => return warn!(error = chain(&error), "a VM is not taken over"),
+        };
+        let (weak, first) = (Arc::downgrade(self), self.registry.arrivals().unsettled());
+        let work = move || {
+            let (mut pause, mut first) = (PAUSE.0, Some(first));
+            while let Some(vms) = weak.upgrade() {
+                if attempt(&vms, &entry) {
+                    return;
+                }
+                first.take();
+                drop(vms);
+                let again = Instant::now() + pause;
+                while Instant::now() < again && !entry.arrival.cancel.is_set() {
+                    std::thread::sleep(LOOK);
+                }
+                pause = (pause * 2).min(PAUSE.1);
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name(thread.into()).spawn(work) {
+            warn!(%error, "no thread to take a VM over; restart the daemon");
+        }
+    }
+
+    /// One try to take over what has its files in `directory`; whether that is settled.
+    fn adopt(self: &Arc<Self>, directory: &VmDirectory, entry: &Entry) -> bool {
+        let name = entry.arrival.name();
+        match self.try_adopt(directory) {
+            Ok(()) => true,
+            Err(error) => {
+                if has_ended(directory) {
+                    if let Err(error) = Vm::clear_if_stale(directory) {
+                        warn!(vm = name, %error, "cannot remove the files of a VM that ended");
+                    }
+                    return true;
+                }
+                let why = chain(&error);
+                if entry.arrival.set_problem(&why) {
+                    warn!(
+                        vm = name,
+                        error = why,
+                        "cannot be taken over; tried again until QEMU answers or ends ('memfold vm stop' ends it)"
+                    );
+                }
+                false
+            }
+        }
+    }
+
+    fn try_adopt(self: &Arc<Self>, directory: &VmDirectory) -> Result<(), DaemonError> {
+        let vm = Vm::open(directory)?;
+        let (name, domain) = (vm.name().to_owned(), vm.domain().map(str::to_owned));
+        if vm.is_half_restored() {
+            warn!(
+                vm = name,
+                "a VM that was being restored when the daemon died is ended"
+            );
+            vm.kill()?;
+            return Ok(());
+        }
+        let pid = vm.pid().as_raw_nonzero();
+        let machine = self.take_on(vm, &name, domain, Origin::Started)?;
+        info!(vm = name, pid, "taken over");
+        boot_snapshot::find(&self.snapshots, &machine);
+        self.swap_disks.resume(&machine);
+        recall_segments(&machine);
+        interrupted_save::let_go_of_disks(machine);
+        Ok(())
+    }
+
+    fn attach_again(self: &Arc<Self>, request: &AttachRequest, entry: &Entry) -> bool {
+        let attached = Vm::attach(&request.qmp).map_err(DaemonError::from);
+        let attached = attached.and_then(|vm| self.attach_as(vm, request, None, Some(entry)));
+        let Err(error) = attached else {
+            return true;
+        };
+        // Nobody listens there any more, or somebody else does.
+        let is_gone = matches!(
+            &error,
+            DaemonError::Machine(
+                MachineError::Qmp(QmpError::Connect { .. }) | MachineError::Peer { .. }
+            ) | DaemonError::BadRequest(_)
+                | DaemonError::NameTaken(_)
+        );
+        let why = chain(&error);
+        if is_gone {
+            info!(vm = request.name, error = why, "no longer attached");
+        } else if entry.arrival.set_problem(&why) {
+            warn!(
+                vm = request.name,
+                error = why,
+                "cannot be attached to; tried again until QEMU answers or ends"
+            );
+        }
+        is_gone
+    }
+}
+
+/// Whether the process is gone that was started for these files, or there never was one.
+fn has_ended(directory: &VmDirectory) -> bool {
+    match VmDirectory::read_json::<Record>(&directory.record()) {
+        Ok(record) => Process::open(record.process)
+            .is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound),
+        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+    }
+}

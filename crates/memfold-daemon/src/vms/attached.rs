@@ -1,0 +1,42 @@
+//! Which VMs the daemon is attached to: a note for the next one.
+
+use std::path::PathBuf;
+
+use memfold_api::AttachRequest;
+use tracing::warn;
+
+use crate::json_file::write_json;
+use crate::vms::Vms;
+
+impl Vms {
+    fn attached_file(&self) -> PathBuf {
+        self.registry.state().join("attached.json")
+    }
+
+    pub(super) fn read_attached(&self) -> Vec<AttachRequest> {
+        std::fs::read(self.attached_file())
+            .ok()
+            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+            .unwrap_or_default()
+    }
+
+    /// Remembers attached VMs for the next daemon.
+    pub(super) fn write_attached(&self) {
+        let machines = self.registry.machines();
+        let mut list: Vec<AttachRequest> =
+            machines.iter().filter_map(|m| m.attach_request()).collect();
+        // Those that could not be reached yet, too.
+        let arriving = self.registry.arrivals().all();
+        let missing = arriving
+            .iter()
+            .filter_map(|arrival| arrival.attach_request());
+        for request in missing {
+            if list.iter().all(|known| known.name != request.name) {
+                list.push(request.clone());
+            }
+        }
+        if let Err(error) = write_json(&self.attached_file(), &list) {
+            warn!(%error, "attached VMs won't be known to the next daemon");
+        }
+    }
+}

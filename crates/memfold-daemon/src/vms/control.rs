@@ -1,0 +1,118 @@
+//! VMs that run or are on their way: stopped, resumed, told to do something.
+
+use std::time::{Duration, Instant};
+
+use memfold_api::VmInfo;
+use memfold_vm::{CommandResult, MachineError, Record, StopKind, Stopped, Vm, VmDirectory};
+use tracing::warn;
+
+use crate::arrivals::{SETTLE, Way};
+use crate::error::DaemonError;
+use crate::vm_registry::ADOPTION_PATIENCE;
+use crate::vms::Vms;
+
+impl Vms {
+    /// Shuts a VM down, or ends one that is still being started.
+    pub fn stop(&self, name: &str, timeout: Duration) -> Result<Stopped, DaemonError> {
+        if let Some(stopped) = self.stop_arriving(name, timeout)? {
+            return Ok(stopped);
+        }
+        let stopped = self.registry.machine(name)?.stop(timeout)?;
+        // Its watch thread sees the end and forgets it; who asked wants to see it gone.
+        let end = Instant::now() + Duration::from_secs(10);
+        while self.registry.contains(name) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(stopped)
+    }
+
+    /// Lets a VM go on that stands still.
+    pub fn resume(&self, name: &str) -> Result<VmInfo, DaemonError> {
+        let machine = self.registry.machine(name)?;
+        if let Some(domain) = machine.libvirt() {
+            return Err(DaemonError::BadRequest(format!(
+                "VM '{name}' is libvirt's domain '{domain}'; let it go on with virsh resume"
+            )));
+        }
+        let now = machine.resume()?;
+        if !now.is_running() {
+            return Err(now.refusal(name, "it does not go on"));
+        }
+        Ok(machine.info())
+    }
+
+    /// Runs a command in a guest.
+    pub fn exec(
+        &self,
+        name: &str,
+        script: &str,
+        timeout: Duration,
+    ) -> Result<CommandResult, DaemonError> {
+        let machine = self.registry.machine(name)?;
+        machine.check_runs("no command was run")?;
+        machine.wait_clock();
+        machine
+            .run(script, timeout)
+            .map_err(|error| match machine.stands_still() {
+                Some(state) => state.refusal(name, &error.to_string()),
+                None => error.into(),
+            })
+    }
+
+    /// Waits until a guest's agent has connected.
+    pub fn wait_agent(&self, name: &str, timeout: Duration) -> Result<(), DaemonError> {
+        Ok(self.registry.machine(name)?.wait_agent(timeout)?)
+    }
+
+    /// Ends a VM that is on its way, if there is one of this name.
+    fn stop_arriving(&self, name: &str, timeout: Duration) -> Result<Option<Stopped>, DaemonError> {
+        let Some(arrival) = self.registry.arrivals().get(name) else {
+            return Ok(None);
+        };
+        if arrival.attach_request().is_some() {
+            return Err(MachineError::NotOurs {
+                name: name.to_owned(),
+            }
+            .into());
+        }
+        // A VM that answers is asked in the usual way.
+        if arrival.way == Way::Adopting && self.registry.arrivals().wait_gone(&arrival, SETTLE) {
+            return Ok(None);
+        }
+        let (began, state) = (Instant::now(), self.registry.state());
+        let stopped = if arrival.way == Way::Adopting {
+            let stopped = Vm::find(state, name).and_then(|vm| vm.end(timeout, &|| false, None));
+            arrival.cancel.set();
+            stopped?
+        } else {
+            warn!(vm = name, "stopped while it started; QEMU is killed");
+            arrival
+                .cancel
+                .cancel(state, name)
+                .map_err(|source| MachineError::Look {
+                    name: name.to_owned(),
+                    source,
+                })?;
+            Stopped {
+                kind: StopKind::Killed,
+                overdue: false,
+                took: began.elapsed(),
+                why: Some("it was still being started".into()),
+            }
+        };
+        if !self
+            .registry
+            .arrivals()
+            .wait_gone(&arrival, ADOPTION_PATIENCE)
+        {
+            let record = VmDirectory::read_json::<Record>(&VmDirectory::of(state, name).record());
+            let pid = record.map_or(0, |record| record.process.pid);
+            return Err(MachineError::Undying {
+                name: name.to_owned(),
+                pid,
+            }
+            .into());
+        }
+        Ok(Some(stopped))
+    }
+}

@@ -1,0 +1,63 @@
+//! VMs that memfold starts.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use memfold_api::VmInfo;
+use memfold_vm::{Cancel, MachineError, Vm, VmDirectory, VmSpec};
+use tracing::warn;
+
+use crate::arrivals::Way;
+use crate::error::DaemonError;
+use crate::machine::Origin;
+use crate::vms::Vms;
+
+impl Vms {
+    /// Starts a VM in some way, and takes it on.
+    pub fn launch(
+        self: &Arc<Self>,
+        mut spec: VmSpec,
+        how: impl FnOnce(&Path, VmSpec, &Cancel) -> Result<Vm, DaemonError>,
+    ) -> Result<VmInfo, DaemonError> {
+        let right = self.registry.start_right()?;
+        let entry = self.registry.arrive(&spec, Way::Starting)?;
+        let (name, domain) = (spec.name.clone(), spec.domain.clone());
+        let uses = self.segments.take(&mut spec)?;
+        self.ksm.keep_from_merging(&mut spec, &right);
+        drop(right);
+        let vm = how(self.registry.state(), spec, &entry.arrival.cancel)?;
+        let came = vm.came_in().map_err(|source| DaemonError::State {
+            path: self.registry.state().to_owned(),
+            source,
+        });
+        let machine = came.and_then(|()| self.take_on(vm, &name, domain, Origin::Started));
+        if machine.is_err() {
+            end_unknown(self.registry.state(), &name);
+        }
+        drop((entry, uses));
+        Ok(machine?.info())
+    }
+}
+
+/// Ends a VM that was started and could not be taken on: nobody would know of it.
+fn end_unknown(state: &Path, name: &str) {
+    let ended = match Vm::find(state, name) {
+        Ok(vm) => vm.stop(Duration::ZERO).map(drop),
+        // It has ended by itself, and has left its files.
+        Err(MachineError::NotFound { .. }) => Vm::clear_if_stale(&VmDirectory::of(state, name))
+            .map(drop)
+            .map_err(|source| MachineError::Look {
+                name: name.to_owned(),
+                source,
+            }),
+        Err(error) => Err(error),
+    };
+    if let Err(error) = ended {
+        warn!(
+            vm = name,
+            error = &error as &dyn std::error::Error,
+            "could not be taken on, and is left as it is"
+        );
+    }
+}
