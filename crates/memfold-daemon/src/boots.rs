@@ -18,6 +18,7 @@ use crate::boot_snapshot::{self, mark, name_of};
 use crate::debt::DebtWatch;
 use crate::error::DaemonError;
 use crate::machine::Machine;
+use crate::mechanisms::Mechanisms;
 use crate::segments::laying::{lay_all, lay_when_booted};
 use crate::snapshot_directory::SnapshotDirectory;
 use crate::snapshot_locks::SnapshotLocks;
@@ -54,18 +55,14 @@ pub struct Boots {
 }
 
 impl Boots {
-    pub(crate) fn new(
-        (registry, debt): (Arc<VmRegistry>, Arc<DebtWatch>),
-        (vms, snapshots): (Arc<Vms>, Arc<Snapshots>),
-        (directory, locks): (Arc<SnapshotDirectory>, Arc<SnapshotLocks>),
-    ) -> Self {
+    pub(crate) fn new(below: &Mechanisms, vms: Arc<Vms>, snapshots: Arc<Snapshots>) -> Self {
         Self {
-            registry,
-            debt,
+            registry: below.registry.clone(),
+            debt: below.debt.clone(),
             vms,
             snapshots,
-            directory,
-            locks,
+            directory: below.snapshots.clone(),
+            locks: below.snapshot_locks.clone(),
         }
     }
 

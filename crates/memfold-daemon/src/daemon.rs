@@ -1,14 +1,11 @@
 //! The daemon: owns the services, wires them together, and begins what goes on by itself.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use memfold_api::VersionInfo;
 use memfold_fold::Command;
-use memfold_segment as segment;
 
 use crate::boots::Boots;
-use crate::debt::DebtWatch;
 use crate::debt::brake::DebtBrake;
 use crate::error::DaemonError;
 use crate::folding::Folding;
@@ -16,31 +13,22 @@ use crate::ksm_steering::{self, KsmSteering};
 use crate::leases::Leases;
 use crate::lending::Lending;
 use crate::libvirt::LibvirtDomains;
+use crate::mechanisms::Mechanisms;
 use crate::options::{BorrowWhen, DaemonOptions};
 use crate::reports::Reports;
 use crate::sampling::Sampling;
 use crate::segments::Segments;
-use crate::snapshot_directory::SnapshotDirectory;
-use crate::snapshot_locks::SnapshotLocks;
 use crate::snapshots::{Snapshots, clear_trials};
 use crate::swap_disks::SwapDisks;
 use crate::swap_volumes::SwapVolumes;
 use crate::views::Views;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
-use crate::{guest_pressure, reports, sampling, snapshots, vm_logs, vms};
+use crate::{guest_pressure, vm_logs};
 
 /// The daemon.
 #[derive(Debug)]
 pub struct Daemon {
-    folding: Arc<Folding>,
-    ksm: Arc<KsmSteering>,
-    brake: Arc<DebtBrake>,
-    leases: Arc<Leases>,
-    lending: Arc<Lending>,
-    swap_disks: Arc<SwapDisks>,
-    swap_volumes: Arc<SwapVolumes>,
-    segments: Arc<Segments>,
     vms: Arc<Vms>,
     snapshots: Arc<Snapshots>,
     boots: Arc<Boots>,
@@ -48,8 +36,7 @@ pub struct Daemon {
     reports: Arc<Reports>,
     sampling: Arc<Sampling>,
     views: Arc<Views>,
-    /// Dropped last: with it the state directory is another daemon's to use.
-    registry: Arc<VmRegistry>,
+    below: Mechanisms,
 }
 
 impl Daemon {
@@ -63,13 +50,11 @@ impl Daemon {
         let registry = Arc::new(VmRegistry::open(state)?);
         ksm_steering::restore();
         let folding = Folding::start(options.settings.clone(), registry.clone());
-        let daemon = Arc::new(Self::wire(
-            options,
-            registry,
-            Arc::new(folding.map_err(files)?),
-        )?);
+        let folding = Arc::new(folding.map_err(files)?);
+        let below = Mechanisms::wire(options, registry, folding)?;
+        let daemon = Arc::new(Self::over(below, options));
         if options.paused {
-            daemon.folding.tell(Command::SetPaused(true))?;
+            daemon.below.folding.tell(Command::SetPaused(true))?;
         }
         clear_trials(state);
         daemon.vms.begin_adoption().map_err(files)?;
@@ -79,116 +64,35 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Each service over those that it knows.
-    fn wire(
-        options: &DaemonOptions,
-        registry: Arc<VmRegistry>,
-        folding: Arc<Folding>,
-    ) -> Result<Self, DaemonError> {
-        let state = &options.state;
-        let directory = Arc::new(SnapshotDirectory::open(&options.shelf));
-        let locks = Arc::new(SnapshotLocks::default());
-        let debt = Arc::new(DebtWatch::new(options.brake));
-        let ksm = Arc::new(KsmSteering::new(registry.clone(), debt.clone()));
-        let needed = Arc::new(AtomicU64::default());
-        let brake = Arc::new(DebtBrake::new(
-            registry.clone(),
-            folding.clone(),
-            debt.clone(),
-            ksm.clone(),
-            needed.clone(),
-        ));
-        let leases = Arc::new(Leases::open(options)?);
-        let lending = Lending::new(leases.clone(), state, options.lend.clone(), needed);
-        let lending = Arc::new(lending);
-        let swap_disks = Arc::new(SwapDisks::new(registry.clone(), leases.clone()));
-        let swap_volumes = Arc::new(SwapVolumes::new(leases.clone(), state));
-        let segments = Arc::new(Segments::new(
-            registry.clone(),
-            folding.clone(),
-            (
-                segment::Shelf::open(&options.segments, &state.join("pinned")),
-                directory.clone(),
-            ),
-            locks.clone(),
-        ));
-        let below = vms::Below {
-            registry: registry.clone(),
-            folding: folding.clone(),
-            ksm: ksm.clone(),
-            segments: segments.clone(),
-            swap_disks: swap_disks.clone(),
-            snapshots: directory.clone(),
-        };
-        let (include, exclude) = (options.include.clone(), options.exclude.clone());
-        let vms = Arc::new(Vms::new(below, include, exclude));
-        let snapshots = Arc::new(Snapshots::new(snapshots::Below {
-            registry: registry.clone(),
-            folding: folding.clone(),
-            ksm: ksm.clone(),
-            debt: debt.clone(),
-            segments: segments.clone(),
-            vms: vms.clone(),
-            directory: directory.clone(),
-            locks: locks.clone(),
-        }));
-        let boots = Arc::new(Boots::new(
-            (registry.clone(), debt),
-            (vms.clone(), snapshots.clone()),
-            (directory.clone(), locks),
-        ));
-        let libvirt = LibvirtDomains::new(registry.clone(), vms.clone(), options.libvirt.clone());
-        let reports = Arc::new(Reports::new(reports::Below {
-            registry: registry.clone(),
-            folding: folding.clone(),
-            brake: brake.clone(),
-            ksm: ksm.clone(),
-            leases: leases.clone(),
-            lending: lending.clone(),
-            swap_disks: swap_disks.clone(),
-            swap_volumes: swap_volumes.clone(),
-            segments: segments.clone(),
-            snapshots: directory.clone(),
-            vms: vms.clone(),
-        }));
-        let below = sampling::Below {
-            registry: registry.clone(),
-            vms: vms.clone(),
-            leases: leases.clone(),
-            lending: lending.clone(),
-            snapshots: directory,
-            reports: reports.clone(),
-        };
-        let sampling = Arc::new(Sampling::new(below, options.history.as_deref()));
-        let views = Arc::new(Views::new(
-            (registry.clone(), folding.clone()),
-            (brake.clone(), ksm.clone()),
-            (reports.clone(), sampling.clone()),
-        ));
-        Ok(Self {
-            folding,
-            ksm,
-            brake,
-            leases,
-            lending,
-            swap_disks,
-            swap_volumes,
-            segments,
+    /// The other services, each over those that it knows.
+    fn over(below: Mechanisms, options: &DaemonOptions) -> Self {
+        let vms = Arc::new(Vms::new(&below, options));
+        let snapshots = Arc::new(Snapshots::new(&below, vms.clone()));
+        let boots = Boots::new(&below, vms.clone(), snapshots.clone());
+        let libvirt = LibvirtDomains::new(&below, vms.clone(), options.libvirt.clone());
+        let reports = Arc::new(Reports::new(&below, vms.clone()));
+        let history = options.history.as_deref();
+        let sampling = Arc::new(Sampling::new(&below, vms.clone(), reports.clone(), history));
+        let views = Views::new(&below, reports.clone(), sampling.clone());
+        Self {
             vms,
             snapshots,
-            boots,
+            boots: Arc::new(boots),
             libvirt: Arc::new(libvirt),
             reports,
             sampling,
-            views,
-            registry,
-        })
+            views: Arc::new(views),
+            below,
+        }
     }
 
     /// Takes up what the daemon before has left, once the VMs are known that are there: programs and other hosts may keep it waiting.
     fn begin_settling(&self) -> std::io::Result<()> {
-        let (volumes, lending) = (self.swap_volumes.clone(), self.lending.clone());
-        let (segments, arrivals) = (self.segments.clone(), self.registry.arrivals().clone());
+        let (volumes, lending) = (self.below.swap_volumes.clone(), self.below.lending.clone());
+        let (segments, arrivals) = (
+            self.below.segments.clone(),
+            self.below.registry.arrivals().clone(),
+        );
         let unsettled = arrivals.unsettled();
         let work = move || {
             volumes.resume();
@@ -203,12 +107,12 @@ impl Daemon {
 
     /// Begins what goes on by itself until the daemon ends.
     fn begin_watching(&self, borrow: BorrowWhen) -> std::io::Result<()> {
-        self.brake.begin()?;
-        guest_pressure::begin(&self.registry, &self.lending)?;
-        self.swap_disks.begin_borrowing_again()?;
-        vm_logs::begin(&self.registry)?;
+        self.below.brake.begin()?;
+        guest_pressure::begin(&self.below.registry, &self.below.lending)?;
+        self.below.swap_disks.begin_borrowing_again()?;
+        vm_logs::begin(&self.below.registry)?;
         if borrow == BorrowWhen::Auto {
-            self.swap_disks.begin_borrowing_by_itself()?;
+            self.below.swap_disks.begin_borrowing_by_itself()?;
         }
         self.libvirt.begin()
     }
@@ -219,7 +123,7 @@ impl Daemon {
         VersionInfo {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: rustix::process::getpid().as_raw_nonzero().get(),
-            state: self.registry.state().to_owned(),
+            state: self.below.registry.state().to_owned(),
         }
     }
 
@@ -227,70 +131,70 @@ impl Daemon {
     /// engine has ended.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        drop(self.registry.names());
-        self.folding.reports_cpu().is_ok()
+        drop(self.below.registry.names());
+        self.below.folding.reports_cpu().is_ok()
     }
 
     /// Waits at the daemon's start, for two seconds at most, until the VMs are taken over whose QEMU answers: who asks right after a restart
     /// finds them.
     pub fn settle_first(&self) {
-        self.registry.arrivals().settle_first();
+        self.below.registry.arrivals().settle_first();
     }
 
     /// Starts no more VMs, and waits for those that are being started: from then on the list is whole.
     pub fn close(&self) {
-        self.registry.close();
+        self.below.registry.close();
     }
 
     /// Ends the engine and steering KSM. VMs go on.
     pub fn shut_down(&self) {
         self.sampling.end();
-        self.ksm.end();
-        self.lending.shut_down();
-        self.swap_disks.stop();
-        self.swap_volumes.stop();
+        self.below.ksm.end();
+        self.below.lending.shut_down();
+        self.below.swap_disks.stop();
+        self.below.swap_volumes.stop();
         // It may have ended already.
-        let _ = self.folding.tell(Command::Stop);
+        let _ = self.below.folding.tell(Command::Stop);
     }
 
     /// Folding, and its limits.
     pub const fn folding(&self) -> &Arc<Folding> {
-        &self.folding
+        &self.below.folding
     }
 
     /// The kernel's own merging.
     pub const fn ksm(&self) -> &Arc<KsmSteering> {
-        &self.ksm
+        &self.below.ksm
     }
 
     /// What guests could call in, and the brake.
     pub const fn brake(&self) -> &Arc<DebtBrake> {
-        &self.brake
+        &self.below.brake
     }
 
     /// The registry of leases.
     pub const fn leases(&self) -> &Arc<Leases> {
-        &self.leases
+        &self.below.leases
     }
 
     /// What this host lends.
     pub const fn lending(&self) -> &Arc<Lending> {
-        &self.lending
+        &self.below.lending
     }
 
     /// VMs' swap disks on lent RAM.
     pub const fn swap_disks(&self) -> &Arc<SwapDisks> {
-        &self.swap_disks
+        &self.below.swap_disks
     }
 
     /// Volumes of LVM on lent RAM.
     pub const fn swap_volumes(&self) -> &Arc<SwapVolumes> {
-        &self.swap_volumes
+        &self.below.swap_volumes
     }
 
     /// Files that VMs execute in place.
     pub const fn segments(&self) -> &Arc<Segments> {
-        &self.segments
+        &self.below.segments
     }
 
     /// VMs, and what is done with one.

@@ -30,6 +30,7 @@ use tracing::{info, warn};
 use self::steered::{LONGEST_TARGET_S, Ours, SteeredKsm};
 use crate::debt::DebtWatch;
 use crate::error::DaemonError;
+use crate::locks::{Rank, Ranked};
 use crate::vm_registry::{StartRight, VmRegistry};
 
 mod steered;
@@ -75,6 +76,7 @@ pub(crate) struct MergingStops<'a> {
     _still: Still<'a>,
     /// One live save at a time: the first to end would let KSM run under the others.
     _alone: MutexGuard<'a, ()>,
+    _rank: Ranked,
 }
 
 /// Puts back what a daemon that died had set.
@@ -125,10 +127,11 @@ impl KsmSteering {
     }
 
     /// The right to begin, end or interrupt merging.
-    fn alone(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
+    fn alone(&self) -> Result<(MutexGuard<'_, ()>, Ranked), DaemonError> {
+        let rank = Ranked::begin(Rank::Merging);
         match self.merging.try_lock() {
-            Ok(alone) => Ok(alone),
-            Err(TryLockError::Poisoned(alone)) => Ok(alone.into_inner()),
+            Ok(alone) => Ok((alone, rank)),
+            Err(TryLockError::Poisoned(alone)) => Ok((alone.into_inner(), rank)),
             Err(TryLockError::WouldBlock) => Err(refused(
                 "a VM is being saved live, and KSM has to stand still meanwhile",
                 "wait until the snapshot is made",
@@ -356,6 +359,7 @@ impl KsmSteering {
 
     /// Has KSM stand still, as long as this is kept: a page that it merges is not protected any more (`snapshot::past`).
     pub(crate) fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
+        let rank = Ranked::begin(Rank::Merging);
         let alone = self.merging.lock().unwrap_or_else(PoisonError::into_inner);
         let end = Instant::now() + MERGING_PATIENCE;
         loop {
@@ -364,6 +368,7 @@ impl KsmSteering {
                     return Ok(MergingStops {
                         _still: still,
                         _alone: alone,
+                        _rank: rank,
                     });
                 }
                 // Another daemon may be saving a VM live, which is soon over.

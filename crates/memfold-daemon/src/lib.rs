@@ -45,6 +45,7 @@ mod lending;
 mod libvirt;
 mod locks;
 mod machine;
+mod mechanisms;
 mod on_agent_ready;
 mod on_shelf;
 mod options;

@@ -18,6 +18,7 @@ use memfold_vm::{Identity, Qmp, Vm};
 use tracing::{debug, info, warn};
 
 use crate::error::DaemonError;
+use crate::mechanisms::Mechanisms;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
@@ -124,11 +125,8 @@ pub struct LibvirtDomains {
 }
 
 impl LibvirtDomains {
-    pub(crate) const fn new(
-        registry: Arc<VmRegistry>,
-        vms: Arc<Vms>,
-        run: Option<PathBuf>,
-    ) -> Self {
+    pub(crate) fn new(below: &Mechanisms, vms: Arc<Vms>, run: Option<PathBuf>) -> Self {
+        let registry = below.registry.clone();
         Self { registry, vms, run }
     }
 

@@ -28,6 +28,7 @@ use self::library_watch::LibraryWatch;
 use self::pauses::Pauses;
 use crate::error::DaemonError;
 use crate::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
+use crate::locks::{Rank, Ranked, lock_within};
 use crate::run_state::RunState;
 use crate::semaphore::Semaphore;
 
@@ -43,6 +44,9 @@ const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// How long one waits for its turn before it goes without.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a request waits until nobody saves a VM or changes what it maps.
+const RIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Permits of those that are being set apart: half of the host's CPUs.
 static RENEWING: OnceLock<Semaphore> = OnceLock::new();
@@ -81,11 +85,17 @@ pub(crate) enum Origin {
 
 /// The right to save a VM or to change what it maps, as long as this is kept.
 #[derive(Debug)]
-pub(crate) struct SaveRight<'a>(#[expect(dead_code, reason = "held, not used")] MutexGuard<'a, ()>);
+pub(crate) struct SaveRight<'a> {
+    _right: MutexGuard<'a, ()>,
+    _rank: Ranked,
+}
 
 /// The right to change what a VM's swap disk uses, as long as this is kept.
 #[derive(Debug)]
-pub(crate) struct SwapRight<'a>(#[expect(dead_code, reason = "held, not used")] MutexGuard<'a, ()>);
+pub(crate) struct SwapRight<'a> {
+    _right: MutexGuard<'a, ()>,
+    _rank: Ranked,
+}
 
 /// A VM that the daemon has taken on.
 #[derive(Debug)]
@@ -634,22 +644,54 @@ impl Machine {
 
     /// The right to save it or to change what it maps, as soon as nobody else has it.
     pub fn save_right(&self) -> SaveRight<'_> {
-        SaveRight(self.saving.lock().unwrap_or_else(PoisonError::into_inner))
+        let rank = Ranked::begin(Rank::Save);
+        let right = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
+        SaveRight {
+            _right: right,
+            _rank: rank,
+        }
+    }
+
+    /// The right to save it or to change what it maps, for a request. It does not wait longer than [`RIGHT_TIMEOUT`]: whoever has it may wait for a guest that does not answer.
+    pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
+        let rank = Ranked::begin(Rank::Save);
+        let right = lock_within(&self.saving, RIGHT_TIMEOUT);
+        let right = right.ok_or_else(|| DaemonError::Busy {
+            why: format!(
+                "VM '{}' is being saved, or its segments are being changed",
+                self.name()
+            ),
+            fix: "try again when that is done".into(),
+        })?;
+        Ok(SaveRight {
+            _right: right,
+            _rank: rank,
+        })
     }
 
     /// The right to change what its swap disk uses. A VM that has one isn't saved, so nobody waits here for who saves, or copies files out of
     /// the guest for an hour: a lender that needs its memory doesn't either.
     pub fn swap_right(&self) -> SwapRight<'_> {
-        SwapRight(self.swapping.lock().unwrap_or_else(PoisonError::into_inner))
+        let rank = Ranked::begin(Rank::Swap);
+        let right = self.swapping.lock().unwrap_or_else(PoisonError::into_inner);
+        SwapRight {
+            _right: right,
+            _rank: rank,
+        }
     }
 
     /// The right to save it, which one at a time has.
     pub fn try_save(&self) -> Option<SaveRight<'_>> {
-        match self.saving.try_lock() {
-            Ok(right) => Some(SaveRight(right)),
-            Err(TryLockError::Poisoned(right)) => Some(SaveRight(right.into_inner())),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        let rank = Ranked::begin(Rank::Save);
+        let right = match self.saving.try_lock() {
+            Ok(right) => right,
+            Err(TryLockError::Poisoned(right)) => right.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(SaveRight {
+            _right: right,
+            _rank: rank,
+        })
     }
 
     /// Pages of its RAM.

@@ -17,6 +17,7 @@ use crate::folding::Folding;
 use crate::ksm_steering::KsmSteering;
 use crate::leases::Leases;
 use crate::lending::Lending;
+use crate::mechanisms::Mechanisms;
 use crate::segments::Segments;
 use crate::single_flight::SingleFlight;
 use crate::snapshot_directory::SnapshotDirectory;
@@ -45,35 +46,20 @@ pub struct Reports {
     kept: Kept,
 }
 
-/// What reports are of.
-pub(crate) struct Below {
-    pub registry: Arc<VmRegistry>,
-    pub folding: Arc<Folding>,
-    pub brake: Arc<DebtBrake>,
-    pub ksm: Arc<KsmSteering>,
-    pub leases: Arc<Leases>,
-    pub lending: Arc<Lending>,
-    pub swap_disks: Arc<SwapDisks>,
-    pub swap_volumes: Arc<SwapVolumes>,
-    pub segments: Arc<Segments>,
-    pub snapshots: Arc<SnapshotDirectory>,
-    pub vms: Arc<Vms>,
-}
-
 impl Reports {
-    pub(crate) fn new(below: Below) -> Self {
+    pub(crate) fn new(below: &Mechanisms, vms: Arc<Vms>) -> Self {
         Self {
-            registry: below.registry,
-            folding: below.folding,
-            brake: below.brake,
-            ksm: below.ksm,
-            leases: below.leases,
-            lending: below.lending,
-            swap_disks: below.swap_disks,
-            swap_volumes: below.swap_volumes,
-            segments: below.segments,
-            snapshots: below.snapshots,
-            vms: below.vms,
+            registry: below.registry.clone(),
+            folding: below.folding.clone(),
+            brake: below.brake.clone(),
+            ksm: below.ksm.clone(),
+            leases: below.leases.clone(),
+            lending: below.lending.clone(),
+            swap_disks: below.swap_disks.clone(),
+            swap_volumes: below.swap_volumes.clone(),
+            segments: below.segments.clone(),
+            snapshots: below.snapshots.clone(),
+            vms,
             joint: SingleFlight::default(),
             kept: Kept::default(),
         }

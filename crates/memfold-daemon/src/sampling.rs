@@ -22,6 +22,7 @@ use crate::error::DaemonError;
 use crate::events::{Beside, Seen, changes};
 use crate::leases::Leases;
 use crate::lending::Lending;
+use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
 use crate::snapshot_directory::SnapshotDirectory;
 use crate::thread_cpu::thread_cpu;
@@ -149,26 +150,21 @@ pub struct Sampling {
     samples: Arc<Samples>,
 }
 
-/// What samples are of.
-pub(crate) struct Below {
-    pub registry: Arc<VmRegistry>,
-    pub vms: Arc<Vms>,
-    pub leases: Arc<Leases>,
-    pub lending: Arc<Lending>,
-    pub snapshots: Arc<SnapshotDirectory>,
-    pub reports: Arc<Reports>,
-}
-
 impl Sampling {
     /// `history`: its file; `None`: no history is kept.
-    pub(crate) fn new(below: Below, history: Option<&Path>) -> Self {
+    pub(crate) fn new(
+        below: &Mechanisms,
+        vms: Arc<Vms>,
+        reports: Arc<Reports>,
+        history: Option<&Path>,
+    ) -> Self {
         Self {
-            registry: below.registry,
-            vms: below.vms,
-            leases: below.leases,
-            lending: below.lending,
-            snapshots: below.snapshots,
-            reports: below.reports,
+            registry: below.registry.clone(),
+            vms,
+            leases: below.leases.clone(),
+            lending: below.lending.clone(),
+            snapshots: below.snapshots.clone(),
+            reports,
             samples: Arc::new(Samples::new(history)),
         }
     }

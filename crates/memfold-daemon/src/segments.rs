@@ -9,6 +9,7 @@ use memfold_segment::Shelf;
 use memfold_units::ByteSize;
 
 use crate::folding::Folding;
+use crate::locks::{Rank, Ranked};
 use crate::on_shelf::OnShelf;
 use crate::snapshot_directory::SnapshotDirectory;
 use crate::snapshot_locks::SnapshotLocks;
@@ -55,15 +56,17 @@ impl Segments {
     }
 
     /// Nothing is removed as long as this is kept.
-    fn shared(&self) -> RwLockReadGuard<'_, ()> {
-        self.removing.read().unwrap_or_else(PoisonError::into_inner)
+    fn shared(&self) -> (RwLockReadGuard<'_, ()>, Ranked) {
+        let rank = Ranked::begin(Rank::Segments);
+        let right = self.removing.read();
+        (right.unwrap_or_else(PoisonError::into_inner), rank)
     }
 
     /// Nothing is looked up as long as this is kept.
-    fn exclusive(&self) -> RwLockWriteGuard<'_, ()> {
-        self.removing
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
+    fn exclusive(&self) -> (RwLockWriteGuard<'_, ()>, Ranked) {
+        let rank = Ranked::begin(Rank::Segments);
+        let right = self.removing.write();
+        (right.unwrap_or_else(PoisonError::into_inner), rank)
     }
 
     /// How many there are, and what they take of the host's memory; `None`: their directory can't be read.

@@ -9,6 +9,7 @@ use crate::debt::DebtWatch;
 use crate::error::DaemonError;
 use crate::folding::Folding;
 use crate::ksm_steering::KsmSteering;
+use crate::mechanisms::Mechanisms;
 use crate::segments::Segments;
 use crate::snapshot_directory::SnapshotDirectory;
 use crate::snapshot_locks::SnapshotLocks;
@@ -42,29 +43,17 @@ pub struct Snapshots {
     twins: Mutex<()>,
 }
 
-/// What snapshots stand on.
-pub(crate) struct Below {
-    pub registry: Arc<VmRegistry>,
-    pub folding: Arc<Folding>,
-    pub ksm: Arc<KsmSteering>,
-    pub debt: Arc<DebtWatch>,
-    pub segments: Arc<Segments>,
-    pub vms: Arc<Vms>,
-    pub directory: Arc<SnapshotDirectory>,
-    pub locks: Arc<SnapshotLocks>,
-}
-
 impl Snapshots {
-    pub(crate) fn new(below: Below) -> Self {
+    pub(crate) fn new(below: &Mechanisms, vms: Arc<Vms>) -> Self {
         Self {
-            registry: below.registry,
-            folding: below.folding,
-            ksm: below.ksm,
-            debt: below.debt,
-            segments: below.segments,
-            vms: below.vms,
-            directory: below.directory,
-            locks: below.locks,
+            registry: below.registry.clone(),
+            folding: below.folding.clone(),
+            ksm: below.ksm.clone(),
+            debt: below.debt.clone(),
+            segments: below.segments.clone(),
+            vms,
+            directory: below.snapshots.clone(),
+            locks: below.snapshot_locks.clone(),
             twins: Mutex::default(),
         }
     }

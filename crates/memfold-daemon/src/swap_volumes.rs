@@ -22,6 +22,7 @@ use crate::error::{DaemonError, lending};
 use crate::json_file::write_json;
 use crate::lease_times::{RESUMED, lease_ttl, ms};
 use crate::leases::Leases;
+use crate::locks::{Rank, Ranked};
 
 mod keeper;
 mod on_lvm;
@@ -48,6 +49,37 @@ pub struct SwapVolumes {
     keepers: Mutex<BTreeMap<Volume, Arc<Keeper>>>,
 }
 
+/// The right to change something in a volume group, as long as this is kept.
+struct Turn<'a> {
+    _right: MutexGuard<'a, ()>,
+    _rank: Ranked,
+}
+
+impl<'a> Turn<'a> {
+    fn take(group: &'a Mutex<()>) -> Self {
+        let rank = Ranked::begin(Rank::VolumeGroup);
+        let right = group.lock().unwrap_or_else(PoisonError::into_inner);
+        Self {
+            _right: right,
+            _rank: rank,
+        }
+    }
+
+    /// `None`: somebody else has it.
+    fn take_now(group: &'a Mutex<()>) -> Option<Self> {
+        let rank = Ranked::begin(Rank::VolumeGroup);
+        let right = match group.try_lock() {
+            Ok(right) => right,
+            Err(TryLockError::Poisoned(right)) => right.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(Self {
+            _right: right,
+            _rank: rank,
+        })
+    }
+}
+
 impl SwapVolumes {
     pub(crate) fn new(leases: Arc<Leases>, state: &Path) -> Self {
         Self {
@@ -59,7 +91,7 @@ impl SwapVolumes {
     }
 
     /// What is held while a volume's group is changed.
-    fn turn(&self, volume: &Volume) -> Arc<Mutex<()>> {
+    fn group(&self, volume: &Volume) -> Arc<Mutex<()>> {
         let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
         turns.entry(volume.group.clone()).or_default().clone()
     }
@@ -93,8 +125,8 @@ impl SwapVolumes {
         }
         self.leases.check_host()?;
         check_tools()?;
-        let turn = self.turn(volume);
-        let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let group = self.group(volume);
+        let turn = Turn::take(&group);
         let known = self.keepers().get(volume).cloned();
         if let Some(keeper) = known {
             let now = keeper.borrowed();
@@ -127,7 +159,7 @@ impl SwapVolumes {
             .and_then(|()| self.put_on(&keeper, &fit, &endpoint));
         if let Err(error) = done {
             warn!(%volume, error = chain(&error), "it stays where it is");
-            if let Err(left) = self.take_off(&keeper) {
+            if let Err(left) = self.take_off(&keeper, &turn) {
                 warn!(%volume, error = chain(&left), "what was begun can't be undone; 'memfold return --lvm' tries again");
             }
             return Err(error);
@@ -144,13 +176,13 @@ impl SwapVolumes {
     pub fn give_back(self: &Arc<Self>, volume: &Volume) -> Result<Borrowed, DaemonError> {
         let began = Instant::now();
         check_tools()?;
-        let turn = self.turn(volume);
-        let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let group = self.group(volume);
+        let turn = Turn::take(&group);
         let known = self.keepers().get(volume).cloned();
         let mut changed = false;
         let bytes = if let Some(keeper) = known {
             changed = keeper.borrowed().place == SwapPlace::Lent;
-            self.take_off(&keeper)?;
+            self.take_off(&keeper, &turn)?;
             keeper.loan().bytes
         } else {
             let logical = tools::logical(volume)?;
@@ -258,8 +290,8 @@ impl SwapVolumes {
         self.note()
     }
 
-    /// Undoes what was done for a loan, whatever that is, and lets go of it. The caller has the turn.
-    fn take_off(&self, keeper: &Keeper) -> Result<(), DaemonError> {
+    /// Undoes what was done for a loan, whatever that is, and lets go of it.
+    fn take_off(&self, keeper: &Keeper, _: &Turn<'_>) -> Result<(), DaemonError> {
         let loan = keeper.loan();
         off_lent(&loan.volume, &loan.uuid)?;
         // Undone, or over: a daemon that finds it now has less to do.
@@ -345,11 +377,9 @@ impl SwapVolumes {
     /// Whether that was tried.
     fn tend(&self, keeper: &Keeper) -> bool {
         // Who has it may be putting this volume there, or taking it off.
-        let turn = self.turn(&keeper.loan().volume);
-        let _turn = match turn.try_lock() {
-            Ok(turn) => turn,
-            Err(TryLockError::Poisoned(turn)) => turn.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
+        let group = self.group(&keeper.loan().volume);
+        let Some(turn) = Turn::take_now(&group) else {
+            return false;
         };
         if keeper.is_stopped() || !keeper.has_to_end() {
             return false;
@@ -358,7 +388,7 @@ impl SwapVolumes {
             let volume = keeper.loan().volume;
             warn!(%volume, "the registry can't be asked, and half of its lease's time is over: it is moved to this host's disk");
         }
-        if let Err(error) = self.take_off(keeper) {
+        if let Err(error) = self.take_off(keeper, &turn) {
             let volume = keeper.loan().volume;
             warn!(%volume, error = chain(&error), "it can't be taken off lent RAM now");
         }

@@ -24,6 +24,7 @@ use crate::debt::brake::DebtBrake;
 use crate::error::DaemonError;
 use crate::folding::Folding;
 use crate::ksm_steering::KsmSteering;
+use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
 use crate::sampling::Sampling;
 use crate::vm_registry::VmRegistry;
@@ -139,16 +140,12 @@ fn fresh<T: Clone>(
 }
 
 impl Views {
-    pub(crate) fn new(
-        (registry, folding): (Arc<VmRegistry>, Arc<Folding>),
-        (brake, ksm): (Arc<DebtBrake>, Arc<KsmSteering>),
-        (reports, sampling): (Arc<Reports>, Arc<Sampling>),
-    ) -> Self {
+    pub(crate) fn new(below: &Mechanisms, reports: Arc<Reports>, sampling: Arc<Sampling>) -> Self {
         Self {
-            registry,
-            folding,
-            brake,
-            ksm,
+            registry: below.registry.clone(),
+            folding: below.folding.clone(),
+            brake: below.brake.clone(),
+            ksm: below.ksm.clone(),
             reports,
             sampling,
             maps: Mutex::default(),

@@ -15,6 +15,7 @@ use rustix::process::Pid;
 
 use crate::arrivals::{Arrivals, Entry, Way};
 use crate::error::DaemonError;
+use crate::locks::{Rank, Ranked};
 use crate::machine::Machine;
 
 /// How long a request for a VM waits until that VM is taken over.
@@ -39,15 +40,17 @@ pub(crate) struct VmRegistry {
 
 /// A VM is about to be started: KSM does not begin to be steered as long as this is kept.
 #[derive(Debug)]
-pub(crate) struct StartRight<'a>(
-    #[expect(dead_code, reason = "held, not used")] RwLockReadGuard<'a, ()>,
-);
+pub(crate) struct StartRight<'a> {
+    _right: RwLockReadGuard<'a, ()>,
+    _rank: Ranked,
+}
 
 /// No VM is being started, and none will be as long as this is kept.
 #[derive(Debug)]
-pub(crate) struct NoStarts<'a>(
-    #[expect(dead_code, reason = "held, not used")] RwLockWriteGuard<'a, ()>,
-);
+pub(crate) struct NoStarts<'a> {
+    _right: RwLockWriteGuard<'a, ()>,
+    _rank: Ranked,
+}
 
 impl VmRegistry {
     /// Of the VMs under a state directory, which no other daemon may use.
@@ -153,18 +156,26 @@ impl VmRegistry {
         if self.closed.load(Ordering::SeqCst) {
             return Err(DaemonError::Internal("the daemon is ending"));
         }
-        let right = self.starts.read();
-        Ok(StartRight(right.unwrap_or_else(PoisonError::into_inner)))
+        let rank = Ranked::begin(Rank::Starts);
+        let right = self.starts.read().unwrap_or_else(PoisonError::into_inner);
+        Ok(StartRight {
+            _right: right,
+            _rank: rank,
+        })
     }
 
     /// Keeps VMs from being started, once none is; `None`: one still is.
     pub fn none_starts(&self) -> Option<NoStarts<'_>> {
         for _ in 0..2 {
-            let gate = self.starts.write().unwrap_or_else(PoisonError::into_inner);
+            let rank = Ranked::begin(Rank::Starts);
+            let right = self.starts.write().unwrap_or_else(PoisonError::into_inner);
             if !self.arrivals.is_starting() {
-                return Some(NoStarts(gate));
+                return Some(NoStarts {
+                    _right: right,
+                    _rank: rank,
+                });
             }
-            drop(gate);
+            drop(right);
             self.arrivals.wait_for_starts();
         }
         None

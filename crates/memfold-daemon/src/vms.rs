@@ -12,6 +12,8 @@ use crate::error::DaemonError;
 use crate::folding::Folding;
 use crate::ksm_steering::KsmSteering;
 use crate::machine::{Machine, Origin, Role};
+use crate::mechanisms::Mechanisms;
+use crate::options::DaemonOptions;
 use crate::segments::Segments;
 use crate::snapshot_directory::SnapshotDirectory;
 use crate::swap_disks::SwapDisks;
@@ -37,30 +39,19 @@ pub struct Vms {
     agents: AgentOptions,
 }
 
-/// What VMs stand on.
-pub(crate) struct Below {
-    pub registry: Arc<VmRegistry>,
-    pub folding: Arc<Folding>,
-    pub ksm: Arc<KsmSteering>,
-    pub segments: Arc<Segments>,
-    pub swap_disks: Arc<SwapDisks>,
-    pub snapshots: Arc<SnapshotDirectory>,
-}
-
 impl Vms {
-    /// `include`, `exclude`: globs of guest paths that agents report and leave out.
-    pub(crate) fn new(below: Below, include: Vec<String>, exclude: Vec<String>) -> Self {
+    pub(crate) fn new(below: &Mechanisms, options: &DaemonOptions) -> Self {
         Self {
-            registry: below.registry,
-            folding: below.folding,
-            ksm: below.ksm,
-            segments: below.segments,
-            swap_disks: below.swap_disks,
-            snapshots: below.snapshots,
+            registry: below.registry.clone(),
+            folding: below.folding.clone(),
+            ksm: below.ksm.clone(),
+            segments: below.segments.clone(),
+            swap_disks: below.swap_disks.clone(),
+            snapshots: below.snapshots.clone(),
             kernels: KernelCopies::default(),
             agents: AgentOptions {
-                include,
-                exclude,
+                include: options.include.clone(),
+                exclude: options.exclude.clone(),
                 ..AgentOptions::default()
             },
         }

@@ -15,7 +15,7 @@ pub(crate) const LONGEST_TARGET_S: f64 = 86_400.0;
 
 /// Why KSM stands still though it is steered.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Held {
+enum HoldReason {
     /// Memory of others may merge.
     Others(String),
     /// Somebody else wrote `run`.
@@ -26,7 +26,7 @@ enum Held {
     Blind(String),
 }
 
-impl std::fmt::Display for Held {
+impl std::fmt::Display for HoldReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Others(who) => write!(
@@ -68,7 +68,7 @@ pub(crate) struct SteeredKsm {
     /// The domain's VMs, and how many have come.
     members: BTreeSet<i32>,
     arrivals: u64,
-    held: Option<Held>,
+    held: Option<HoldReason>,
     /// Why nothing more may be shared, while that is so.
     pub braked: Option<String>,
     /// A VM is being saved live.
@@ -162,7 +162,7 @@ impl SteeredKsm {
                 if run == 1 {
                     self.stop()?;
                 }
-                self.hold(Held::Blind(hung.to_string()));
+                self.hold(HoldReason::Blind(hung.to_string()));
                 return Ok(());
             }
             processes => processes?,
@@ -175,14 +175,14 @@ impl SteeredKsm {
             if run == 1 {
                 self.stop()?;
             }
-            self.hold(Held::Others(who));
+            self.hold(HoldReason::Others(who));
         } else if let Some(why) = self.braked.clone() {
             if run == 1 {
                 self.stop()?;
             }
-            self.hold(Held::Braked(why));
+            self.hold(HoldReason::Braked(why));
         } else if run != 1 && !self.stopped {
-            self.hold(Held::Overruled(run));
+            self.hold(HoldReason::Overruled(run));
         } else {
             if self.held.take().is_some() {
                 info!(domain = self.domain, "KSM goes on");
@@ -203,7 +203,7 @@ impl SteeredKsm {
         Ok(())
     }
 
-    fn hold(&mut self, why: Held) {
+    fn hold(&mut self, why: HoldReason) {
         if self.held.as_ref() != Some(&why) {
             warn!(domain = self.domain, "KSM stands still: {why}");
         }

@@ -9,15 +9,11 @@ use memfold_vm::{AgentError, Qmp, QmpError, Stopped};
 use tracing::{debug, info, warn};
 
 use crate::error::DaemonError;
-use crate::locks::lock_within;
-use crate::machine::{Machine, SaveRight};
+use crate::machine::Machine;
 use crate::run_state::{RunState, SILENT};
 
 /// How long a guest's agent may take to have its guest shut down.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// How long a request waits until nobody saves a VM or changes what it maps.
-const RIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How a guest shuts down by itself.
 const POWER_OFF: &str =
@@ -142,18 +138,6 @@ impl Machine {
             Some(state) => Err(state.refusal(&self.name, what)),
             None => Ok(()),
         }
-    }
-
-    /// The right to save it or to change what it maps, for a request. It does not wait longer than [`RIGHT_TIMEOUT`]: whoever has it may wait for a guest that does not answer.
-    pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
-        let right = lock_within(&self.saving, RIGHT_TIMEOUT);
-        right.map(SaveRight).ok_or_else(|| DaemonError::Busy {
-            why: format!(
-                "VM '{}' is being saved, or its segments are being changed",
-                self.name()
-            ),
-            fix: "try again when that is done".into(),
-        })
     }
 
     /// Lets it go on that stands still, whatever the reason was.

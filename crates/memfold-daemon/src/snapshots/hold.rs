@@ -21,7 +21,7 @@ use crate::machine::Machine;
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A VM whose writes are tracked, or that stands still, until this is dropped.
-pub(super) struct Held<'a> {
+pub(super) struct HeldVm<'a> {
     folding: &'a Folding,
     machine: &'a Arc<Machine>,
     agent: Option<&'a AgentLink>,
@@ -36,7 +36,7 @@ pub(super) struct Held<'a> {
     noted: Option<Noted<'a>>,
 }
 
-impl<'a> Held<'a> {
+impl<'a> HeldVm<'a> {
     /// Of a VM that is not stopped yet.
     pub fn new(
         folding: &'a Folding,
@@ -58,7 +58,7 @@ impl<'a> Held<'a> {
     }
 }
 
-impl Held<'_> {
+impl HeldVm<'_> {
     pub fn stood_still(&self) -> Duration {
         self.stood.get()
             + self
@@ -105,7 +105,7 @@ impl Held<'_> {
     }
 }
 
-impl save::Hold for Held<'_> {
+impl save::Hold for HeldVm<'_> {
     fn stop(&self, qmp: &mut Qmp) -> Result<(), String> {
         self.quiet.replace(self.agent.map(AgentLink::quiet));
         if self.machine.can_stop() {
@@ -167,7 +167,7 @@ impl save::Hold for Held<'_> {
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for HeldVm<'_> {
     fn drop(&mut self) {
         save::Hold::let_go(self);
     }

@@ -13,7 +13,7 @@ use rustix::process::Pid;
 
 use crate::boot_snapshot;
 use crate::error::DaemonError;
-use crate::locks::lock_within;
+use crate::locks::{Rank, Ranked, lock_within};
 use crate::segments::laying::recall_segments;
 use crate::snapshots::Snapshots;
 
@@ -66,14 +66,15 @@ impl Snapshots {
         let _alone = if manifest.tells_twins_apart() {
             None
         } else {
-            Some(lock_within(&self.twins, TWIN_PATIENCE).ok_or_else(|| {
-                DaemonError::Busy {
+            let rank = Ranked::begin(Rank::Twins);
+            let alone =
+                lock_within(&self.twins, TWIN_PATIENCE).ok_or_else(|| DaemonError::Busy {
                     why:
                         "another VM is being restored whose guest cannot be set apart from this one"
                             .into(),
                     fix: "wait until that is done, or stop that VM if its QEMU hangs".into(),
-                }
-            })?)
+                })?;
+            Some((alone, rank))
         };
         if !manifest.tells_twins_apart() && !request.force {
             if let Some(other) = self.twin(&manifest)? {

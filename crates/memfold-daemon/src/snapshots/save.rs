@@ -19,7 +19,7 @@ use crate::machine::{Machine, SaveRight};
 use crate::snapshot_locks::being_saved;
 use crate::snapshots::Snapshots;
 use crate::snapshots::guest_caches::{DROP_TIMEOUT, drop_caches, trace_again, write_back};
-use crate::snapshots::hold::Held;
+use crate::snapshots::hold::HeldVm;
 
 /// How long it may take to say what it has.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
@@ -125,7 +125,7 @@ impl Snapshots {
                 path: self.registry.state().to_owned(),
                 source,
             })?;
-        let held = Held::new(&self.folding, machine, agent.as_deref(), merging, noted);
+        let held = HeldVm::new(&self.folding, machine, agent.as_deref(), merging, noted);
         let free = held.free_pages();
         // Devices that write past the page tables: nobody would keep what they write to.
         if let Some(problem) = machine.problem().filter(|_| request.live) {

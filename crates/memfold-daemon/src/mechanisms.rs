@@ -1,0 +1,87 @@
+//! The services that VMs stand on, wired together.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use memfold_segment::Shelf;
+
+use crate::debt::DebtWatch;
+use crate::debt::brake::DebtBrake;
+use crate::error::DaemonError;
+use crate::folding::Folding;
+use crate::ksm_steering::KsmSteering;
+use crate::leases::Leases;
+use crate::lending::Lending;
+use crate::options::DaemonOptions;
+use crate::segments::Segments;
+use crate::snapshot_directory::SnapshotDirectory;
+use crate::snapshot_locks::SnapshotLocks;
+use crate::swap_disks::SwapDisks;
+use crate::swap_volumes::SwapVolumes;
+use crate::vm_registry::VmRegistry;
+
+/// The services that VMs stand on. Each service above takes those that it needs.
+#[derive(Debug)]
+pub(crate) struct Mechanisms {
+    pub folding: Arc<Folding>,
+    pub debt: Arc<DebtWatch>,
+    pub ksm: Arc<KsmSteering>,
+    pub brake: Arc<DebtBrake>,
+    pub leases: Arc<Leases>,
+    pub lending: Arc<Lending>,
+    pub swap_disks: Arc<SwapDisks>,
+    pub swap_volumes: Arc<SwapVolumes>,
+    pub segments: Arc<Segments>,
+    pub snapshots: Arc<SnapshotDirectory>,
+    pub snapshot_locks: Arc<SnapshotLocks>,
+    /// Dropped last: with it the state directory is another daemon's to use.
+    pub registry: Arc<VmRegistry>,
+}
+
+impl Mechanisms {
+    /// Each service over those that it knows.
+    pub fn wire(
+        options: &DaemonOptions,
+        registry: Arc<VmRegistry>,
+        folding: Arc<Folding>,
+    ) -> Result<Self, DaemonError> {
+        let state = &options.state;
+        let snapshots = Arc::new(SnapshotDirectory::open(&options.shelf));
+        let snapshot_locks = Arc::new(SnapshotLocks::default());
+        let debt = Arc::new(DebtWatch::new(options.brake));
+        let ksm = Arc::new(KsmSteering::new(registry.clone(), debt.clone()));
+        let needed = Arc::new(AtomicU64::default());
+        let brake = DebtBrake::new(
+            registry.clone(),
+            folding.clone(),
+            debt.clone(),
+            ksm.clone(),
+            needed.clone(),
+        );
+        let leases = Arc::new(Leases::open(options)?);
+        let lending = Lending::new(leases.clone(), state, options.lend.clone(), needed);
+        let swap_disks = SwapDisks::new(registry.clone(), leases.clone());
+        let swap_volumes = SwapVolumes::new(leases.clone(), state);
+        let shelf = Shelf::open(&options.segments, &state.join("pinned"));
+        let segments = Segments::new(
+            registry.clone(),
+            folding.clone(),
+            (shelf, snapshots.clone()),
+            snapshot_locks.clone(),
+        );
+        Ok(Self {
+            folding,
+            debt,
+            ksm,
+            brake: Arc::new(brake),
+            leases,
+            lending: Arc::new(lending),
+            swap_disks: Arc::new(swap_disks),
+            swap_volumes: Arc::new(swap_volumes),
+            segments: Arc::new(segments),
+            snapshots,
+            snapshot_locks,
+            registry,
+        })
+    }
+}
