@@ -11,11 +11,12 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use memfold_api::{AttachRequest, VmInfo};
 use memfold_vm::{Cancel, Record, VmDirectory, VmSpec};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::error::DaemonError;
 
@@ -58,15 +59,12 @@ impl Arrival {
     }
 
     fn problem(&self) -> Option<String> {
-        self.problem
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.problem.lock().clone()
     }
 
     /// Notes why a try failed; whether that is news.
     pub fn set_problem(&self, why: &str) -> bool {
-        let mut problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut problem = self.problem.lock();
         let is_new = problem.as_deref() != Some(why);
         *problem = Some(why.to_owned());
         is_new
@@ -156,7 +154,7 @@ impl Default for Arrivals {
 
 impl Arrivals {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub fn get(&self, name: &str) -> Option<Arc<Arrival>> {
@@ -173,11 +171,10 @@ impl Arrivals {
 
     /// Waits until `done`, or the time is over; whether it was.
     fn wait(&self, limit: Duration, done: impl Fn(&State) -> bool) -> bool {
-        let state = self.lock();
-        let waited = self
-            .changed
-            .wait_timeout_while(state, limit, |state| !done(state));
-        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+        let mut state = self.lock();
+        self.changed
+            .wait_while_for(&mut state, |state| !done(state), limit);
+        done(&state)
     }
 
     /// Waits until this VM is on its way no more; whether it isn't.

@@ -4,7 +4,6 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::Receiver;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use memfold_fold::{Owed, VmOwed};
@@ -12,6 +11,7 @@ use memfold_host::Group;
 use memfold_ledger::read::{Proc, ReadError};
 use memfold_ledger::{Brake, BrakeEvent, BrakePolicy, DebtReport, Level, Look, VmDebt};
 use memfold_units::{ByteSize, PageCount};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::DaemonError;
 
@@ -91,7 +91,7 @@ impl DebtWatch {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Refuses to start a VM while the brake is on, or if what it would share from the start, `brings` bytes, would put it on; unless it is to be
@@ -327,7 +327,7 @@ mod tests {
             reserve: Reserve::Bytes(ByteSize::mib(100)),
             cover_percent: 50.0,
         });
-        watch.0.into_inner().unwrap()
+        watch.0.into_inner()
     }
 
     #[test]

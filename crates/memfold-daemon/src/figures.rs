@@ -4,11 +4,12 @@
 //! kept: for [`LEAST_AGE`], and for so long that taking them takes at most a hundredth of a core. That goes by CPU time: on a busy host it takes
 //! long, but costs no more.
 
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_api::{Borrowed, FullReport, VmInfo};
 use memfold_lend::{Lease, LenderStatus};
+use parking_lot::Mutex;
 
 use crate::on_shelf::OnShelf;
 
@@ -75,10 +76,7 @@ pub(crate) struct Kept {
 
 impl Kept {
     fn last(&self) -> Option<Arc<Figures>> {
-        self.last
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.last.lock().clone()
     }
 
     fn fresh(&self) -> Option<Arc<Figures>> {
@@ -92,11 +90,10 @@ impl Kept {
             return Ok(figures);
         }
         let _taking = match self.taking.try_lock() {
-            Ok(taking) => taking,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => match self.last() {
+            Some(taking) => taking,
+            None => match self.last() {
                 Some(old) => return Ok(old),
-                None => self.taking.lock().unwrap_or_else(PoisonError::into_inner),
+                None => self.taking.lock(),
             },
         };
         // Somebody may have taken them while we waited.
@@ -104,7 +101,7 @@ impl Kept {
             return Ok(figures);
         }
         let figures = Arc::new(take()?);
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(figures.clone());
+        *self.last.lock() = Some(figures.clone());
         Ok(figures)
     }
 }

@@ -1,12 +1,13 @@
 //! Figures and settings of folding, asked of the engine. It waits for a QEMU that does not answer; those who ask it don't.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_api::FoldRequest;
 use memfold_fold::{Command, Engine, EngineSettings, EngineStats, VmStats};
+use parking_lot::Mutex;
 
 use crate::error::DaemonError;
 use crate::vm_registry::VmRegistry;
@@ -80,7 +81,7 @@ impl Folding {
         let mut stats = match self.ask_for_a_while(Command::Stats)? {
             Some(stats) => {
                 let known = Some((Instant::now(), stats.clone()));
-                *self.last.lock().unwrap_or_else(PoisonError::into_inner) = known;
+                *self.last.lock() = known;
                 stats
             }
             None => self.as_known(),
@@ -96,8 +97,7 @@ impl Folding {
     }
 
     fn known(&self) -> Option<(Instant, EngineStats)> {
-        let known = self.last.lock();
-        known.unwrap_or_else(PoisonError::into_inner).clone()
+        self.last.lock().clone()
     }
 
     /// The engine's answer; `None`: it waits for a VM that does not answer.

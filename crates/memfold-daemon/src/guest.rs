@@ -4,10 +4,11 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_wire::library::{Order, Reply};
+use parking_lot::{Condvar, Mutex};
 use rustix::process::Pid;
 
 use memfold_fold::{Guest, GuestError};
@@ -54,11 +55,11 @@ impl Monitor {
 
     /// The same with a time of one's own.
     pub fn lock_within(&self, limit: Duration) -> MonitorGuard<'_> {
-        let qmp = self.qmp.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self
-            .free
-            .wait_timeout_while(qmp, limit, |qmp| qmp.is_none());
-        let taken = waited.unwrap_or_else(PoisonError::into_inner).0.take();
+        let mut qmp = self.qmp.lock();
+        self.free
+            .wait_while_for(&mut qmp, |qmp| qmp.is_none(), limit);
+        let taken = qmp.take();
+        drop(qmp);
         let monitor = taken.is_some().then_some(self);
         let qmp = taken.unwrap_or_else(|| Qmp::busy(&self.path, limit));
         MonitorGuard { monitor, qmp }
@@ -66,11 +67,7 @@ impl Monitor {
 
     /// The same if nobody has it.
     pub fn try_lock(&self) -> Option<MonitorGuard<'_>> {
-        let qmp = self
-            .qmp
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()?;
+        let qmp = self.qmp.lock().take()?;
         Some(MonitorGuard {
             monitor: Some(self),
             qmp,
@@ -96,7 +93,7 @@ impl Drop for MonitorGuard<'_> {
     fn drop(&mut self) {
         if let Some(monitor) = self.monitor {
             let qmp = std::mem::replace(&mut self.qmp, Qmp::busy(&monitor.path, Duration::ZERO));
-            *monitor.qmp.lock().unwrap_or_else(PoisonError::into_inner) = Some(qmp);
+            *monitor.qmp.lock() = Some(qmp);
             monitor.free.notify_one();
         }
     }
@@ -156,7 +153,7 @@ impl Guest for QemuGuest {
         order: &Order,
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Reply, GuestError> {
-        let note = |state| *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
+        let note = |state| *self.state.lock() = state;
         note(LibraryState::Ordered(Instant::now()));
         let reply = match self.library.order(order, descriptor) {
             Err(LibraryError::Refused(reason)) => Ok(Reply::Error { reason }),

@@ -13,7 +13,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use memfold_api::{KsmStartRequest, KsmStopRequest};
@@ -25,6 +25,7 @@ use memfold_ksm::{
 };
 use memfold_snapshot::SnapshotError;
 use memfold_vm::{MergeChoice, VmSpec};
+use parking_lot::{Mutex, MutexGuard};
 use tracing::{info, warn};
 
 use self::steered::{LONGEST_TARGET_S, Ours, SteeredKsm};
@@ -109,7 +110,7 @@ impl KsmSteering {
     }
 
     fn steered(&self) -> MutexGuard<'_, Option<SteeredKsm>> {
-        self.steered.lock().unwrap_or_else(PoisonError::into_inner)
+        self.steered.lock()
     }
 
     fn ours(&self, domain: &str) -> Ours {
@@ -129,14 +130,13 @@ impl KsmSteering {
     /// The right to begin, end or interrupt merging.
     fn alone(&self) -> Result<(MutexGuard<'_, ()>, Ranked), DaemonError> {
         let rank = Ranked::begin(Rank::Merging);
-        match self.merging.try_lock() {
-            Ok(alone) => Ok((alone, rank)),
-            Err(TryLockError::Poisoned(alone)) => Ok((alone.into_inner(), rank)),
-            Err(TryLockError::WouldBlock) => Err(refused(
+        let alone = self.merging.try_lock().ok_or_else(|| {
+            refused(
                 "a VM is being saved live, and KSM has to stand still meanwhile",
                 "wait until the snapshot is made",
-            )),
-        }
+            )
+        })?;
+        Ok((alone, rank))
     }
 
     /// KSM on this host, and how it is steered.
@@ -360,7 +360,7 @@ impl KsmSteering {
     /// Has KSM stand still, as long as this is kept: a page that it merges is not protected any more (`snapshot::past`).
     pub(crate) fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
         let rank = Ranked::begin(Rank::Merging);
-        let alone = self.merging.lock().unwrap_or_else(PoisonError::into_inner);
+        let alone = self.merging.lock();
         let end = Instant::now() + MERGING_PATIENCE;
         loop {
             match self.still(&alone) {

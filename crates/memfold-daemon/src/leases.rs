@@ -1,7 +1,7 @@
 //! Leases: the registry of who lends what to whom, and what this host's VMs and volumes borrow by it. Leases are of how many lenders are needed,
 //! taken all or none, renewed, released; a lender that has lied is not asked again.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_api::{BorrowRequest, registry_at};
@@ -15,6 +15,7 @@ use memfold_lend::{
     Durability, Endpoint, Lease, LeaseId, Picture, Registry, RegistryAt, RegistryError,
     SqliteRegistry, Want,
 };
+use parking_lot::{Mutex, MutexGuard};
 use tracing::warn;
 
 use crate::error::{DaemonError, lending};
@@ -135,7 +136,7 @@ impl Leases {
     /// Who lends what to whom, and for how long the registry has answered; `None`: it doesn't.
     fn heard(&self) -> Option<(Picture, Duration)> {
         let picture = self.registry.picture();
-        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut heard = self.heard.lock();
         let Ok(picture) = picture else {
             *heard = None;
             return None;
@@ -148,7 +149,7 @@ impl Leases {
     }
 
     pub(crate) fn distrust(&self) -> MutexGuard<'_, Distrust> {
-        self.distrust.lock().unwrap_or_else(PoisonError::into_inner)
+        self.distrust.lock()
     }
 
     /// Names of lenders that aren't believed.

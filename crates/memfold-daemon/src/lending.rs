@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use memfold_api::LendRequest;
@@ -11,6 +11,7 @@ use memfold_host::{chain, helper};
 use memfold_lend::registry::check_bytes;
 use memfold_lend::{Lender, LenderOptions, LenderStatus, Transport};
 use memfold_vm::boot_id;
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
@@ -108,7 +109,7 @@ impl Lending {
     }
 
     fn lender(&self) -> MutexGuard<'_, Option<Lender>> {
-        self.lender.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lender.lock()
     }
 
     /// How many of this host's guests lack memory themselves.

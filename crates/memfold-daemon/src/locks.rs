@@ -1,4 +1,4 @@
-//! The order of locks, and helpers for them.
+//! The order of locks.
 //!
 //! Whoever holds a lock takes only such as stand below it here:
 //!
@@ -14,8 +14,6 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::sync::{Mutex, MutexGuard, TryLockError};
-use std::time::{Duration, Instant};
 
 /// Rights that are held for long, in the order in which they are taken.
 #[derive(Clone, Copy, Debug)]
@@ -68,19 +66,6 @@ impl Ranked {
 impl Drop for Ranked {
     fn drop(&mut self) {
         HELD.set(HELD.get() & !(1 << self.rank as u8));
-    }
-}
-
-/// Takes a lock within a time.
-pub(crate) fn lock_within<T>(lock: &Mutex<T>, limit: Duration) -> Option<MutexGuard<'_, T>> {
-    let end = Instant::now() + limit;
-    loop {
-        match lock.try_lock() {
-            Ok(guard) => return Some(guard),
-            Err(TryLockError::Poisoned(guard)) => return Some(guard.into_inner()),
-            Err(TryLockError::WouldBlock) if Instant::now() >= end => return None,
-            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(20)),
-        }
     }
 }
 

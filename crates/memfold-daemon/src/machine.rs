@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use memfold_api::{
@@ -21,6 +21,7 @@ use memfold_vm::{
     SegmentSpec, Vm, VmConditions,
 };
 use memfold_wire::library::Advice;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
@@ -28,7 +29,7 @@ use self::library_watch::LibraryWatch;
 use self::pauses::Pauses;
 use crate::error::DaemonError;
 use crate::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
-use crate::locks::{Rank, Ranked, lock_within};
+use crate::locks::{Rank, Ranked};
 use crate::run_state::RunState;
 use crate::semaphore::Semaphore;
 
@@ -219,7 +220,7 @@ impl Machine {
                 machine.agent_event(event);
             }
         });
-        *machine.agent.lock().unwrap_or_else(PoisonError::into_inner) = link.map(Arc::new);
+        *machine.agent.lock() = link.map(Arc::new);
         machine.renew();
         Ok(machine)
     }
@@ -296,11 +297,11 @@ impl Machine {
     }
 
     fn set_renewal(&self, renewal: Renewal) {
-        *self.renewal.lock().unwrap_or_else(PoisonError::into_inner) = Some(renewal);
+        *self.renewal.lock() = Some(renewal);
     }
 
     fn seen(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+        self.seen.lock()
     }
 
     fn tell(&self, command: Command) {
@@ -408,11 +409,7 @@ impl Machine {
     /// Removes what the VM's end left over.
     pub fn clean_up(&self) {
         // The link's thread ends with it: nobody waits for that with the lock.
-        let link = self
-            .agent
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let link = self.agent.lock().take();
         drop(link);
         if let Some(directory) = self.vm.directory() {
             if let Err(error) = Vm::clear_if_stale(directory) {
@@ -510,11 +507,7 @@ impl Machine {
                 .collect(),
             segments: self.segments(),
             clock: self.clock_step(),
-            renewal: self
-                .renewal
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone(),
+            renewal: self.renewal.lock().clone(),
             // Unless it is lent, which the daemon knows.
             swap: self
                 .vm()
@@ -526,11 +519,7 @@ impl Machine {
                     durability: None,
                     lent: Vec::new(),
                 }),
-            boot_snapshot: self
-                .boot_snapshot
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone(),
+            boot_snapshot: self.boot_snapshot.lock().clone(),
             state: state.name,
             state_cause: state.cause,
             state_fix: state.fix,
@@ -554,20 +543,15 @@ impl Machine {
     }
 
     pub fn segment_state(&self, name: &str) -> Option<SegmentState> {
-        let states = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
-        states.get(name).cloned()
+        self.segments.lock().get(name).cloned()
     }
 
     pub fn set_segment_state(&self, name: &str, state: SegmentState) {
-        let mut states = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
-        states.insert(name.to_owned(), state);
+        self.segments.lock().insert(name.to_owned(), state);
     }
 
     pub fn set_boot_snapshot(&self, now: BootSnapshot) {
-        *self
-            .boot_snapshot
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = Some(now);
+        *self.boot_snapshot.lock() = Some(now);
     }
 
     pub fn account(&self, stores: &[StoreIdentity]) -> Option<VmAccount> {
@@ -596,10 +580,7 @@ impl Machine {
 
     /// A handle of its own, so that a long command doesn't keep others out.
     pub fn agent(&self) -> Option<Arc<AgentLink>> {
-        self.agent
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.agent.lock().clone()
     }
 
     fn agent_or_error(&self) -> Result<Arc<AgentLink>, AgentError> {
@@ -625,8 +606,7 @@ impl Machine {
 
     /// Uses a number for nodes of its swap disk, or a greater one if it was used before; gives it.
     pub fn use_generation(&self, free: u64) -> u64 {
-        let least = self.swap_generation.lock();
-        let mut least = least.unwrap_or_else(PoisonError::into_inner);
+        let mut least = self.swap_generation.lock();
         let number = free.max(*least);
         *least = number + 1;
         number
@@ -644,18 +624,16 @@ impl Machine {
 
     /// The right to save it or to change what it maps, as soon as nobody else has it.
     pub fn save_right(&self) -> SaveRight<'_> {
-        let rank = Ranked::begin(Rank::Save);
-        let right = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
         SaveRight {
-            _right: right,
-            _rank: rank,
+            _rank: Ranked::begin(Rank::Save),
+            _right: self.saving.lock(),
         }
     }
 
     /// The right to save it or to change what it maps, for a request. It does not wait longer than [`RIGHT_TIMEOUT`]: whoever has it may wait for a guest that does not answer.
     pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
         let rank = Ranked::begin(Rank::Save);
-        let right = lock_within(&self.saving, RIGHT_TIMEOUT);
+        let right = self.saving.try_lock_for(RIGHT_TIMEOUT);
         let right = right.ok_or_else(|| DaemonError::Busy {
             why: format!(
                 "VM '{}' is being saved, or its segments are being changed",
@@ -672,25 +650,17 @@ impl Machine {
     /// The right to change what its swap disk uses. A VM that has one isn't saved, so nobody waits here for who saves, or copies files out of
     /// the guest for an hour: a lender that needs its memory doesn't either.
     pub fn swap_right(&self) -> SwapRight<'_> {
-        let rank = Ranked::begin(Rank::Swap);
-        let right = self.swapping.lock().unwrap_or_else(PoisonError::into_inner);
         SwapRight {
-            _right: right,
-            _rank: rank,
+            _rank: Ranked::begin(Rank::Swap),
+            _right: self.swapping.lock(),
         }
     }
 
     /// The right to save it, which one at a time has.
     pub fn try_save(&self) -> Option<SaveRight<'_>> {
-        let rank = Ranked::begin(Rank::Save);
-        let right = match self.saving.try_lock() {
-            Ok(right) => right,
-            Err(TryLockError::Poisoned(right)) => right.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
         Some(SaveRight {
-            _right: right,
-            _rank: rank,
+            _rank: Ranked::begin(Rank::Save),
+            _right: self.saving.try_lock()?,
         })
     }
 

@@ -4,7 +4,7 @@
 //! of them together take [`IDLE_SHARE`] of a core, or [`LIVE_SHARE`] while somebody looks.
 
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use memfold_api::{Borrowed, FullReport, SwapPlace, VmInfo};
@@ -13,6 +13,7 @@ use memfold_ledger::history::{
     Event, History, HistoryError, KEEP_FINE_S, Lent, Series, Trends, growth, host_values, vm_values,
 };
 use memfold_ledger::plan::Growths;
+use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
 use tokio::sync::watch;
 use tracing::warn;
@@ -85,7 +86,7 @@ impl Samples {
 
     /// Has the thread look again when the next sample is due; `ends`: never.
     fn wake(&self, ends: bool) {
-        *self.ends.lock().unwrap_or_else(PoisonError::into_inner) |= ends;
+        *self.ends.lock() |= ends;
         self.changed.notify_all();
     }
 
@@ -96,7 +97,7 @@ impl Samples {
     /// Waits for the next sample's time; whether there is one. Without history and without anybody who looks there is no such time.
     fn wait(&self, cost: Duration, taken: Option<Instant>) -> bool {
         let was_watched = self.is_watched();
-        let mut ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ends = self.ends.lock();
         loop {
             if *ends {
                 return false;
@@ -114,11 +115,7 @@ impl Samples {
                     None => return true,
                 },
             };
-            ends = self
-                .changed
-                .wait_timeout(ends, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            self.changed.wait_for(&mut ends, left);
         }
     }
 }
@@ -196,7 +193,7 @@ impl Sampling {
         let Some(history) = &self.samples.history else {
             return Err(DaemonError::NoHistory);
         };
-        let history = history.lock().unwrap_or_else(PoisonError::into_inner);
+        let history = history.lock();
         Ok(read(&history, now_unix_s())?)
     }
 
@@ -276,7 +273,7 @@ impl Sampling {
             let host = host_values(&report.ledger, &report.fold, lent);
             let of_vm = |vm: &memfold_ledger::VmAccount| (vm.name.clone(), vm_values(vm));
             let of_vms: Vec<_> = report.ledger.vms.iter().map(of_vm).collect();
-            let mut history = history.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut history = history.lock();
             if let Err(error) = history.add(now_unix_s(), &host, &of_vms, &events) {
                 warn!(error = chain(&error), "a sample is lost");
             }

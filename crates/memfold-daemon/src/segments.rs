@@ -3,10 +3,11 @@
 //! Attaching is three steps, each of which can be repeated: QEMU maps the image (a device of the VM from then on), the note of the VM's
 //! segments, and the agent lays it over the guest's files. What the guest refuses leaves the device, which the next try uses.
 
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::Arc;
 
 use memfold_segment::Shelf;
 use memfold_units::ByteSize;
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::folding::Folding;
 use crate::locks::{Rank, Ranked};
@@ -58,15 +59,13 @@ impl Segments {
     /// Nothing is removed as long as this is kept.
     fn shared(&self) -> (RwLockReadGuard<'_, ()>, Ranked) {
         let rank = Ranked::begin(Rank::Segments);
-        let right = self.removing.read();
-        (right.unwrap_or_else(PoisonError::into_inner), rank)
+        (self.removing.read(), rank)
     }
 
     /// Nothing is looked up as long as this is kept.
     fn exclusive(&self) -> (RwLockWriteGuard<'_, ()>, Ranked) {
         let rank = Ranked::begin(Rank::Segments);
-        let right = self.removing.write();
-        (right.unwrap_or_else(PoisonError::into_inner), rank)
+        (self.removing.write(), rank)
     }
 
     /// How many there are, and what they take of the host's memory; `None`: their directory can't be read.

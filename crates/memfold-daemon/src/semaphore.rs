@@ -1,7 +1,8 @@
 //! How many may do something at once.
 
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
 
 /// Permits that are taken and given back.
 #[derive(Debug)]
@@ -27,12 +28,10 @@ impl Semaphore {
 
     /// Waits for one; `None` when the time is over.
     pub fn take(&self, timeout: Duration) -> Option<Permit<'_>> {
-        let taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut taken, waited) = self
-            .returned
-            .wait_timeout_while(taken, timeout, |taken| *taken >= self.limit)
-            .unwrap_or_else(PoisonError::into_inner);
-        if waited.timed_out() {
+        let mut taken = self.taken.lock();
+        self.returned
+            .wait_while_for(&mut taken, |taken| *taken >= self.limit, timeout);
+        if *taken >= self.limit {
             return None;
         }
         *taken += 1;
@@ -43,7 +42,7 @@ impl Semaphore {
 impl Drop for Permit<'_> {
     fn drop(&mut self) {
         let taken = &self.0.taken;
-        *taken.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        *taken.lock() -= 1;
         self.0.returned.notify_one();
     }
 }

@@ -1,7 +1,8 @@
 //! One answer for all who ask at once.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 /// Something of this moment that costs too much to make it for each who asks: made once at a time, for all together who had asked before it was
 /// begun. So nobody gets what is older than the question.
@@ -35,7 +36,7 @@ impl<T: Clone> SingleFlight<T> {
 
     /// One with a number above `before`, made now unless there is one.
     fn begun_after<E>(&self, before: u64, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.lock();
         if let Some((number, value)) = last.as_ref() {
             if *number > before {
                 return Ok(value.clone());

@@ -2,9 +2,10 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use memfold_snapshot::{Progress, SnapshotError, Step};
+use parking_lot::{Mutex, MutexGuard};
 
 /// Of all snapshots.
 #[derive(Debug, Default)]
@@ -18,7 +19,7 @@ struct State {
 
 impl SnapshotLocks {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Begins to save, verify or restore a snapshot.

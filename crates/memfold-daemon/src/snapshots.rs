@@ -1,8 +1,9 @@
 //! Snapshots and clones of the daemon's VMs.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use memfold_snapshot::{Manifest, SnapshotError, SnapshotInfo, Step, restore};
+use parking_lot::Mutex;
 use rustix::process::Pid;
 
 use crate::debt::DebtWatch;

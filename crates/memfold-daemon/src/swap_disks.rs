@@ -7,10 +7,11 @@
 //! the first of them is used. [`SwapDisks::clean_up`] removes what nothing uses. So a new daemon ends or undoes what the one before began.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use memfold_api::{Borrowed, VmSwap};
 use memfold_lend::graph::Part;
+use parking_lot::{Mutex, MutexGuard};
 
 use self::guard::Guard;
 use crate::leases::Leases;
@@ -51,7 +52,7 @@ impl SwapDisks {
     }
 
     fn guards(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Guard>>> {
-        self.guards.lock().unwrap_or_else(PoisonError::into_inner)
+        self.guards.lock()
     }
 
     fn guard(&self, vm: &str) -> Option<Arc<Guard>> {

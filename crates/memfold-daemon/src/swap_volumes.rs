@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,7 @@ use memfold_api::{BorrowRequest, Borrowed, SwapPlace};
 use memfold_host::chain;
 use memfold_lend::lvm::{self, Loan, Phase, Volume, session, tools};
 use memfold_lend::{Address, Durability, Endpoint, Lease, RegistryError, Transport, Want};
+use parking_lot::{Mutex, MutexGuard};
 use tracing::{info, warn};
 
 use self::keeper::Keeper;
@@ -57,25 +58,17 @@ struct Turn<'a> {
 
 impl<'a> Turn<'a> {
     fn take(group: &'a Mutex<()>) -> Self {
-        let rank = Ranked::begin(Rank::VolumeGroup);
-        let right = group.lock().unwrap_or_else(PoisonError::into_inner);
         Self {
-            _right: right,
-            _rank: rank,
+            _rank: Ranked::begin(Rank::VolumeGroup),
+            _right: group.lock(),
         }
     }
 
     /// `None`: somebody else has it.
     fn take_now(group: &'a Mutex<()>) -> Option<Self> {
-        let rank = Ranked::begin(Rank::VolumeGroup);
-        let right = match group.try_lock() {
-            Ok(right) => right,
-            Err(TryLockError::Poisoned(right)) => right.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
         Some(Self {
-            _right: right,
-            _rank: rank,
+            _rank: Ranked::begin(Rank::VolumeGroup),
+            _right: group.try_lock()?,
         })
     }
 }
@@ -92,12 +85,12 @@ impl SwapVolumes {
 
     /// What is held while a volume's group is changed.
     fn group(&self, volume: &Volume) -> Arc<Mutex<()>> {
-        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut turns = self.turns.lock();
         turns.entry(volume.group.clone()).or_default().clone()
     }
 
     fn keepers(&self) -> MutexGuard<'_, BTreeMap<Volume, Arc<Keeper>>> {
-        self.keepers.lock().unwrap_or_else(PoisonError::into_inner)
+        self.keepers.lock()
     }
 
     /// What is borrowed, for reports.

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use memfold_host::{HostFacts, Report, chain, examine};
@@ -17,6 +17,7 @@ use memfold_ledger::sharing::{Sharing, files_of, sharing};
 use memfold_lend::graph::GraphError;
 use memfold_store::StoreIdentity;
 use memfold_vm::{AgentError, CommandResult, swap};
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -128,7 +129,7 @@ fn fresh<T: Clone>(
     life: Duration,
     make: impl FnOnce() -> Result<T, DaemonError>,
 ) -> Result<T, DaemonError> {
-    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut kept = kept.lock();
     if let Some((made, value)) = kept.as_ref() {
         if made.elapsed() < life {
             return Ok(value.clone());
@@ -175,7 +176,7 @@ impl Views {
     /// A VM's RAM from end to end, in about `cells` cells.
     pub fn memory_map(&self, name: &str, cells: u64) -> Result<MemoryMap, DaemonError> {
         let machine = self.registry.machine(name)?;
-        let mut maps = self.maps.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut maps = self.maps.lock();
         maps.retain(|_, (made, _)| made.elapsed() < MEMORY_LIFE);
         let cells = cells.clamp(1, MOST_CELLS);
         let key = (name.to_owned(), cells);
@@ -221,8 +222,7 @@ impl Views {
 
     /// Why a VM's memory merges, or doesn't. One VM at a time.
     pub fn explain_ksm(&self, name: &str) -> Result<Explanation, DaemonError> {
-        let turn = self.explaining.lock();
-        let _turn = turn.unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.explaining.lock();
         self.ksm.explain(name)
     }
 
@@ -255,23 +255,16 @@ impl Views {
 
     /// The right to make an estimate, which one at a time has.
     fn estimate_turn(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
-        match self.estimating.try_lock() {
-            Ok(turn) => Ok(turn),
-            Err(TryLockError::Poisoned(turn)) => Ok(turn.into_inner()),
-            Err(TryLockError::WouldBlock) => Err(DaemonError::Busy {
-                why: "another estimate is being made".into(),
-                fix: "wait until it is done".into(),
-            }),
-        }
+        self.estimating.try_lock().ok_or_else(|| DaemonError::Busy {
+            why: "another estimate is being made".into(),
+            fix: "wait until it is done".into(),
+        })
     }
 
     /// How much of its swap disk a VM's guest uses, by its own word.
     pub fn swap_use(&self, name: &str) -> Result<SwapUse, DaemonError> {
         let machine = self.registry.machine(name)?;
-        let lock = || {
-            let swaps = self.swaps.lock();
-            swaps.unwrap_or_else(PoisonError::into_inner)
-        };
+        let lock = || self.swaps.lock();
         if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
             return Err(GraphError::NoSwapDisk(name.to_owned()).into());
         }

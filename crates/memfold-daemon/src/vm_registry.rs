@@ -4,12 +4,13 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use memfold_fold::VmId;
 use memfold_vm::VmSpec;
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use rustix::fs::FlockOperation;
 use rustix::process::Pid;
 
@@ -75,7 +76,7 @@ impl VmRegistry {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Machine>>> {
-        self.vms.lock().unwrap_or_else(PoisonError::into_inner)
+        self.vms.lock()
     }
 
     /// Directory of VMs and their sockets.
@@ -128,7 +129,7 @@ impl VmRegistry {
 
     /// A number that no VM of this daemon has had.
     pub fn new_id(&self) -> VmId {
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = self.next.lock();
         *next += 1;
         *next
     }
@@ -156,26 +157,23 @@ impl VmRegistry {
         if self.closed.load(Ordering::SeqCst) {
             return Err(DaemonError::Internal("the daemon is ending"));
         }
-        let rank = Ranked::begin(Rank::Starts);
-        let right = self.starts.read().unwrap_or_else(PoisonError::into_inner);
         Ok(StartRight {
-            _right: right,
-            _rank: rank,
+            _rank: Ranked::begin(Rank::Starts),
+            _right: self.starts.read(),
         })
     }
 
     /// Keeps VMs from being started, once none is; `None`: one still is.
     pub fn none_starts(&self) -> Option<NoStarts<'_>> {
         for _ in 0..2 {
-            let rank = Ranked::begin(Rank::Starts);
-            let right = self.starts.write().unwrap_or_else(PoisonError::into_inner);
+            let none = NoStarts {
+                _rank: Ranked::begin(Rank::Starts),
+                _right: self.starts.write(),
+            };
             if !self.arrivals.is_starting() {
-                return Some(NoStarts {
-                    _right: right,
-                    _rank: rank,
-                });
+                return Some(none);
             }
-            drop(right);
+            drop(none);
             self.arrivals.wait_for_starts();
         }
         None

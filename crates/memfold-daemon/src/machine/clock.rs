@@ -1,7 +1,7 @@
 //! Clocks of guests that stood still: set to the host's as soon as the agent answers, before commands of users run.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use memfold_snapshot::clock::{self, ClockStep, LOOK, Offset, RTC, in_words};
@@ -114,30 +114,26 @@ impl Machine {
     }
 
     fn set_clock_state(&self, step: ClockStep) {
-        *self.clock.lock().unwrap_or_else(PoisonError::into_inner) = Some(step);
+        *self.clock.lock() = Some(step);
         self.clock_set.notify_all();
     }
 
     /// What became of its clock.
     pub(crate) fn clock_step(&self) -> Option<ClockStep> {
-        self.clock
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.clock.lock().clone()
     }
 
     /// Waits until the guest's clock was set, if its agent answers: a command is to see the right time.
     pub(crate) fn wait_clock(&self) {
         let end = Instant::now() + PATIENCE;
         let has_agent = || self.agent().is_some_and(|agent| agent.session().is_some());
-        let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut clock = self.clock.lock();
         while clock.as_ref().is_some_and(|step| step.pending) && has_agent() {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
-            let waited = self.clock_set.wait_timeout(clock, left);
-            clock = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.clock_set.wait_for(&mut clock, left);
         }
     }
 }
@@ -148,7 +144,7 @@ impl Machine {
         let events = qmp.take_events_named(&["STOP", "RESUME"]);
         let is_known = !before.is_running() && !["prelaunch", "inmigrate"].contains(&&*before.name);
         let length = {
-            let mut pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut pauses = self.pauses.lock();
             pauses.hear(&events, is_known)
         };
         let is_long = length.is_some_and(|length| length >= LONG);
@@ -193,7 +189,7 @@ struct BeingSaved<'a>(&'a Machine, Duration);
 
 impl Drop for BeingSaved<'_> {
     fn drop(&mut self) {
-        let mut pauses = self.0.pauses.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pauses = self.0.pauses.lock();
         pauses.saved = Some((self.1, now()));
         self.0.being_saved.store(false, Ordering::Relaxed);
     }

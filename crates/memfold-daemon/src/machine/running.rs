@@ -1,7 +1,7 @@
 //! Whether a VM runs, and how it goes on or ends.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use memfold_vm::process::is_stopped;
@@ -43,10 +43,7 @@ impl Machine {
 
     /// Whether it runs, as seen last.
     pub fn state(&self) -> RunState {
-        self.state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.state.lock().clone()
     }
 
     /// Whether it runs now. What isn't known, because somebody else uses the monitor for longer than `patience` or a snapshot is being
@@ -83,7 +80,7 @@ impl Machine {
     /// Notes whether it runs; a change is told.
     pub(crate) fn note_state(&self, now: &RunState) {
         let before = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut state = self.state.lock();
             std::mem::replace(&mut *state, now.clone())
         };
         if before == *now {

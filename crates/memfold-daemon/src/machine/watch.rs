@@ -1,6 +1,6 @@
 //! Looks at a VM now and then: whether it runs, what it allows, whether its library answers.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_fold::Command;
@@ -58,10 +58,7 @@ impl Machine {
     /// swaps), or its library's thread got no core. A library that keeps failing is tried less and less often, because the engine
     /// waits for it each time.
     fn reach_library_again(&self) {
-        let mut watch = self
-            .library_watch
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut watch = self.library_watch.lock();
         if self.library_state() != LibraryState::Lost || watch.connected.elapsed() < watch.pause {
             return;
         }
@@ -85,10 +82,7 @@ impl Machine {
         watch.connected = Instant::now();
         // An order that is under way may yet find out that the old one is lost.
         let state = SharedLibraryState::default();
-        *self
-            .library_state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = state.clone();
+        *self.library_state.lock() = state.clone();
         self.look_again();
         let conditions = self.seen().conditions.clone();
         let guest = QemuGuest::new(self.pid(), link, self.monitor.clone(), &conditions, state);
@@ -100,9 +94,8 @@ impl Machine {
     }
 
     fn library_state(&self) -> LibraryState {
-        let shared = self.library_state.lock();
-        let shared = shared.unwrap_or_else(PoisonError::into_inner).clone();
-        *shared.lock().unwrap_or_else(PoisonError::into_inner)
+        let shared = self.library_state.lock().clone();
+        *shared.lock()
     }
 
     /// Why QEMU, or its library, does not answer at this moment.

@@ -13,7 +13,7 @@ use rustix::process::Pid;
 
 use crate::boot_snapshot;
 use crate::error::DaemonError;
-use crate::locks::{Rank, Ranked, lock_within};
+use crate::locks::{Rank, Ranked};
 use crate::segments::laying::recall_segments;
 use crate::snapshots::Snapshots;
 
@@ -67,14 +67,8 @@ impl Snapshots {
             None
         } else {
             let rank = Ranked::begin(Rank::Twins);
-            let alone =
-                lock_within(&self.twins, TWIN_PATIENCE).ok_or_else(|| DaemonError::Busy {
-                    why:
-                        "another VM is being restored whose guest cannot be set apart from this one"
-                            .into(),
-                    fix: "wait until that is done, or stop that VM if its QEMU hangs".into(),
-                })?;
-            Some((alone, rank))
+            let alone = self.twins.try_lock_for(TWIN_PATIENCE);
+            Some((alone.ok_or_else(others_are_restored)?, rank))
         };
         if !manifest.tells_twins_apart() && !request.force {
             if let Some(other) = self.twin(&manifest)? {
@@ -129,6 +123,13 @@ impl Snapshots {
         recall_segments(&machine);
         self.mind_working_set(machine.clone(), manifest, request.prefetch);
         Ok(machine.info())
+    }
+}
+
+fn others_are_restored() -> DaemonError {
+    DaemonError::Busy {
+        why: "another VM is being restored whose guest cannot be set apart from this one".into(),
+        fix: "wait until that is done, or stop that VM if its QEMU hangs".into(),
     }
 }
 

@@ -1,7 +1,7 @@
 //! What a VM has borrowed, while it is watched: shared by its thread and by who asks.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use memfold_api::{Borrowed, LentPart, SwapPlace, VmSwap};
@@ -9,6 +9,7 @@ use memfold_lend::graph::{Borrowing, Part};
 use memfold_lend::relay::stripes::Stripes;
 use memfold_lend::waits::Waits;
 use memfold_lend::wire::Wire;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::lease_times::lease_ttl;
 
@@ -59,7 +60,7 @@ impl Guard {
     }
 
     pub fn state(&self) -> MutexGuard<'_, Watched> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub fn borrowing(&self) -> Borrowing {

@@ -1,12 +1,13 @@
 //! What is known of one volume on lent RAM, while it is there: shared by its thread and by who asks.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use memfold_api::{Borrowed, SwapPlace};
 use memfold_lend::Durability;
 use memfold_lend::lvm::{Loan, Phase};
+use parking_lot::{Mutex, MutexGuard};
 use tracing::{error, warn};
 
 use crate::lease_times::lease_ttl;
@@ -40,14 +41,11 @@ impl Keeper {
     }
 
     pub fn loan(&self) -> Loan {
-        self.loan
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.loan.lock().clone()
     }
 
     pub fn change(&self, change: impl FnOnce(&mut Loan)) -> Loan {
-        let mut loan = self.loan.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut loan = self.loan.lock();
         change(&mut loan);
         loan.clone()
     }
@@ -61,10 +59,7 @@ impl Keeper {
     }
 
     pub fn lost(&self) -> Option<String> {
-        self.lost
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.lost.lock().clone()
     }
 
     /// What keeps the bytes now if its lender dies.
@@ -107,12 +102,12 @@ impl Keeper {
     }
 
     pub fn holds(&self) -> MutexGuard<'_, Instant> {
-        self.holds.lock().unwrap_or_else(PoisonError::into_inner)
+        self.holds.lock()
     }
 
     /// Notes why its lender can't be used any more, once.
     pub fn lose(&self, why: String) {
-        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lost = self.lost.lock();
         if lost.is_some() {
             return;
         }
