@@ -6,7 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
 use memfold_api::FoldRequest;
-use memfold_fold::{Command, Engine, EngineSettings, EngineStats, VmStats};
+use memfold_fold::{Command, Engine, EngineSettings, EngineStats, Owed, VmStats};
 use parking_lot::Mutex;
 
 use crate::error::DaemonError;
@@ -78,13 +78,17 @@ impl Folding {
 
     /// What folding has done: as of now, or, while the engine waits for a VM that does not answer, as it was known before.
     pub fn stats(&self) -> Result<EngineStats, DaemonError> {
-        let mut stats = match self.ask_for_a_while(Command::Stats)? {
-            Some(stats) => {
-                let known = Some((Instant::now(), stats.clone()));
-                *self.last.lock() = known;
-                stats
+        Ok(self.look()?.0)
+    }
+
+    /// The same, and what guests could call in as of that moment; `None`: the engine waits.
+    pub(crate) fn look(&self) -> Result<(EngineStats, Option<Owed>), DaemonError> {
+        let (mut stats, owed) = match self.ask_for_a_while(Command::Stats)? {
+            Some((stats, owed)) => {
+                *self.last.lock() = Some((Instant::now(), stats.clone()));
+                (stats, Some(owed))
             }
-            None => self.as_known(),
+            None => (self.as_known(), None),
         };
         for machine in self.registry.machines() {
             let mut vms = stats.vms.iter_mut();
@@ -93,7 +97,7 @@ impl Folding {
                 vm.problem = Some(why);
             }
         }
-        Ok(stats)
+        Ok((stats, owed))
     }
 
     fn known(&self) -> Option<(Instant, EngineStats)> {

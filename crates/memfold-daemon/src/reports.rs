@@ -67,16 +67,13 @@ impl Reports {
 
     /// The ledger of this moment.
     pub fn report(&self) -> Result<FullReport, DaemonError> {
-        let fold = self.folding.stats()?;
+        let (fold, owed) = self.folding.look()?;
         let stores: Vec<StoreAccount> = fold
             .domains
             .iter()
             .map(|d| StoreAccount {
                 domain: d.domain.clone(),
-                identity: StoreIdentity {
-                    dev: d.store_dev,
-                    ino: d.store_ino,
-                },
+                identity: d.store(),
                 allocated_bytes: ByteSize(d.store_bytes),
             })
             .collect();
@@ -97,7 +94,7 @@ impl Reports {
         host.images_bytes = self.snapshots.laid_out_bytes();
         host.lent_bytes = ByteSize(self.lending.status().map_or(0, |status| status.lent_bytes));
         let mut ledger = ledger::Report::new(host, vms);
-        ledger.debt = Some(self.brake.debt()?);
+        ledger.debt = Some(self.brake.debt_of(owed)?);
         Ok(FullReport { ledger, fold })
     }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use memfold_fold::DomainStats;
 use memfold_host::{HostFacts, Report, chain, examine};
 use memfold_ksm::Explanation;
 use memfold_ledger::estimate::fingerprint::Fingerprint;
@@ -166,11 +167,7 @@ impl Views {
 
     fn store_identities(&self) -> Result<Vec<StoreIdentity>, DaemonError> {
         let fold = self.folding.stats()?;
-        let identity = |d: &memfold_fold::DomainStats| StoreIdentity {
-            dev: d.store_dev,
-            ino: d.store_ino,
-        };
-        Ok(fold.domains.iter().map(identity).collect())
+        Ok(fold.domains.iter().map(DomainStats::store).collect())
     }
 
     /// A VM's RAM from end to end, in about `cells` cells.

@@ -95,8 +95,8 @@ pub enum Command {
     },
     /// Answer at once with the CPU time of [`Command::Stats`] so far, in nanoseconds; also for who wants to know that commands are carried out.
     ReportsCpu(SyncSender<u64>),
-    /// Look at the kernel's tables and answer with figures.
-    Stats(SyncSender<EngineStats>),
+    /// Look at the kernel's tables and answer with figures, and with what guests could call in as of that look.
+    Stats(SyncSender<(EngineStats, Owed)>),
     /// Which files VMs cache.
     FileUses(SyncSender<Vec<FileUse>>),
     /// Where they lie in their memory.

@@ -30,7 +30,7 @@ impl Engine {
 
     /// What guests could call in now. Without `look` that is a sum of counters, as of the last looks at the kernel's tables: pages that
     /// were written since count still, so that it is rather too much than too little.
-    fn owed(&mut self, look: bool, give_back: bool) -> Owed {
+    pub(super) fn owed(&mut self, look: bool, give_back: bool) -> Owed {
         let punched = |engine: &Self| engine.domains.values().map(|d| d.punched).sum::<u64>();
         let before = punched(self);
         if give_back {

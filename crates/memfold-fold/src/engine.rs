@@ -8,6 +8,7 @@ use memfold_sys::cpu::thread_cpu_ns;
 use memfold_wire::library::Order;
 
 use super::command::Command;
+use super::owed::Owed;
 use super::state::{Engine, VmState};
 use super::stats::EngineStats;
 use super::task::BATCH_PAGES;
@@ -207,15 +208,16 @@ impl Engine {
         }
     }
 
-    fn stats(&mut self) -> EngineStats {
+    fn stats(&mut self) -> (EngineStats, Owed) {
         let began_ns = thread_cpu_ns();
         // The engine's own looks at the kernel's tables go on at their own times.
         self.sync_all();
         let mut report = self.report();
+        let owed = self.owed(false, false);
         // Reporting is not folding: who watches often must not slow it down, nor see its own cost as folding's.
         report.engine_cpu_s = began_ns.saturating_sub(self.reports_ns) as f64 / 1e9;
         self.reports_ns += thread_cpu_ns() - began_ns;
         report.report_cpu_s = self.reports_ns as f64 / 1e9;
-        report
+        (report, owed)
     }
 }

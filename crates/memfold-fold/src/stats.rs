@@ -1,5 +1,6 @@
 //! What the engine has done, in figures that the report and the studies show.
 
+use memfold_store::StoreIdentity;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -136,6 +137,17 @@ pub struct DomainStats {
     pub appended_pages: u64,
     /// Pages punched out since the daemon began.
     pub punched_pages: u64,
+}
+
+impl DomainStats {
+    /// The file of its store.
+    #[must_use]
+    pub const fn store(&self) -> StoreIdentity {
+        StoreIdentity {
+            dev: self.store_dev,
+            ino: self.store_ino,
+        }
+    }
 }
 
 /// The engine as a whole. `case_*`: the four cases of study C, in pages judged.

@@ -89,6 +89,14 @@ impl DebtBrake {
         self.judge(self.debt.memory()?)
     }
 
+    /// The same from what the engine has just said beside other figures; `None`: it waits, and what it said before holds.
+    pub(crate) fn debt_of(self: &Arc<Self>, owed: Option<Owed>) -> Result<DebtReport, DaemonError> {
+        if let Some(owed) = owed {
+            self.note_owed(owed);
+        }
+        self.judge(self.debt.memory()?)
+    }
+
     /// Changes reserve and cover, until this daemon ends.
     pub fn set_debt(self: &Arc<Self>, request: &DebtRequest) -> Result<DebtReport, DaemonError> {
         let reserve = request.reserve.as_deref().map(str::parse).transpose();
@@ -169,21 +177,24 @@ impl DebtBrake {
             .any(|vm| vm.is_silent().is_some());
         let patience = if is_late { LATE_ANSWER } else { ANSWER };
         match question.answered.recv_timeout(patience) {
-            Ok(owed) => self.note_owed(owed, question),
+            Ok(owed) => {
+                self.note_owed(owed);
+                if let Some((available, vms)) = question.looks {
+                    let looked = (Instant::now(), question.asked.elapsed(), available, vms);
+                    self.debt.lock().looked = Some(looked);
+                }
+            }
             Err(RecvTimeoutError::Timeout) => self.debt.lock().pending = Some(question),
             Err(RecvTimeoutError::Disconnected) => {}
         }
         Ok(())
     }
 
-    fn note_owed(&self, owed: Owed, question: Question) {
+    fn note_owed(&self, owed: Owed) {
         let mut state = self.debt.lock();
         state.given_back_pages += owed.given_back_pages;
         state.keep_starting(&owed);
         state.owed = owed;
-        if let Some((available, vms)) = question.looks {
-            state.looked = Some((Instant::now(), question.asked.elapsed(), available, vms));
-        }
     }
 
     /// Finds the level, and does what follows when it is another.

@@ -271,7 +271,7 @@ impl Running {
     pub fn stats(&self) -> EngineStats {
         let (answer, stats) = sync_channel(1);
         self.commands.send(Command::Stats(answer)).unwrap();
-        stats.recv().unwrap()
+        stats.recv().unwrap().0
     }
 
     #[track_caller]
