@@ -68,13 +68,13 @@ fn keep_for(cpu: Duration) -> Duration {
 
 /// The figures taken last.
 #[derive(Debug, Default)]
-pub(crate) struct Kept {
+pub(crate) struct CachedFigures {
     last: Mutex<Option<Arc<Figures>>>,
     /// Held while new ones are taken.
     taking: Mutex<()>,
 }
 
-impl Kept {
+impl CachedFigures {
     fn last(&self) -> Option<Arc<Figures>> {
         self.last.lock().clone()
     }
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn who_asks_soon_again_gets_the_same_figures_and_old_ones_are_taken_anew() {
-        let kept = Kept::default();
+        let kept = CachedFigures::default();
         let taken = Cell::new(0);
         let old = Instant::now().checked_sub(LEAST_AGE).unwrap();
         let ask = |when: Instant| {
@@ -165,7 +165,7 @@ mod tests {
 
     #[test]
     fn while_new_figures_are_taken_old_ones_are_shown_and_a_failure_is_passed_on() {
-        let kept = Kept::default();
+        let kept = CachedFigures::default();
         let old = Instant::now().checked_sub(LEAST_AGE).unwrap();
         let first = kept
             .get(|| Ok::<_, ()>(figures(old, Duration::ZERO)))

@@ -30,14 +30,14 @@ const SWAPPED_IN: u64 = 1 << 20;
 
 /// What a guest says of its memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Said {
+struct GuestMemory {
     total: u64,
     available: u64,
     /// Bytes read from its swap since it booted.
     swapped_in: u64,
 }
 
-impl Said {
+impl GuestMemory {
     /// `None`: the guest has said nothing yet, or its kernel doesn't.
     fn read(answer: &Value) -> Option<Self> {
         let stats = &answer["stats"];
@@ -57,12 +57,12 @@ impl Said {
     }
 }
 
-fn ask(qmp: &mut Qmp) -> Result<Option<Said>, QmpError> {
+fn ask(qmp: &mut Qmp) -> Result<Option<GuestMemory>, QmpError> {
     let answer = qmp.execute(
         "qom-get",
         json!({ "path": BALLOON, "property": "guest-stats" }),
     )?;
-    Ok(Said::read(&answer))
+    Ok(GuestMemory::read(&answer))
 }
 
 /// Has QEMU ask the guest each so many seconds; 0: not at all.
@@ -91,7 +91,7 @@ pub(crate) fn begin(registry: &Arc<VmRegistry>, lending: &Arc<Lending>) -> io::R
 }
 
 /// `known`: what each said at the last look, by the number of its machine.
-fn look(registry: &VmRegistry, lending: &Lending, known: &mut BTreeMap<u32, Option<Said>>) {
+fn look(registry: &VmRegistry, lending: &Lending, known: &mut BTreeMap<u32, Option<GuestMemory>>) {
     let lends = lending.status().is_some();
     let has_balloon = |machine: &Machine| machine.vm().spec().is_some_and(|spec| spec.balloon);
     let machines: Vec<_> = registry.machines();
@@ -131,7 +131,8 @@ mod tests {
                 "stat-swap-in": swapped_in, "stat-htlb-pgfail": u64::MAX,
             } })
         };
-        let said = |available, swapped_in| Said::read(&answer(available, swapped_in)).unwrap();
+        let said =
+            |available, swapped_in| GuestMemory::read(&answer(available, swapped_in)).unwrap();
         let calm = said(300 * MIB, 7 * MIB);
         assert!(!calm.is_short(None) && !calm.is_short(Some(&calm)));
         assert!(said(31 * MIB, 0).is_short(None));
@@ -139,7 +140,10 @@ mod tests {
         // Its kernel has no swap, or it has booted anew.
         let none = said(300 * MIB, u64::MAX);
         assert!(!none.is_short(Some(&calm)));
-        assert_eq!(Said::read(&answer(u64::MAX, 0)), None);
-        assert_eq!(Said::read(&json!({ "stats": {}, "last-update": 0 })), None);
+        assert_eq!(GuestMemory::read(&answer(u64::MAX, 0)), None);
+        assert_eq!(
+            GuestMemory::read(&json!({ "stats": {}, "last-update": 0 })),
+            None
+        );
     }
 }

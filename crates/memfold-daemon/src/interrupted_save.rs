@@ -13,11 +13,12 @@ use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
 use crate::json_file::write_json;
-use crate::machine::{Machine, SaveRight};
+use crate::machine::Machine;
+use crate::machine::rights::SaveRight;
 
 /// A save that is being made.
 #[derive(Debug, Serialize, Deserialize)]
-struct Note {
+struct SaveNote {
     process: Identity,
     spec: VmSpec,
     /// Whether the VM was stopped for it.
@@ -25,14 +26,14 @@ struct Note {
 }
 
 /// The note of a save. At its end what the note says is undone, if it has to be.
-pub(crate) struct Noted<'a> {
+pub(crate) struct NotedSave<'a> {
     state: &'a Path,
     machine: &'a Arc<Machine>,
     right: &'a SaveRight<'a>,
-    note: RefCell<Note>,
+    note: RefCell<SaveNote>,
 }
 
-impl<'a> Noted<'a> {
+impl<'a> NotedSave<'a> {
     /// Notes a save, in the daemon's directory `state`.
     pub(crate) fn new(
         state: &'a Path,
@@ -44,7 +45,7 @@ impl<'a> Noted<'a> {
             state,
             machine,
             right,
-            note: RefCell::new(Note {
+            note: RefCell::new(SaveNote {
                 process: machine.vm().process().identity(),
                 spec: spec.clone(),
                 stopped: false,
@@ -63,7 +64,7 @@ impl<'a> Noted<'a> {
     }
 }
 
-impl Drop for Noted<'_> {
+impl Drop for NotedSave<'_> {
     fn drop(&mut self) {
         // Said in the log; the note stays then.
         let _ = undo(self.state, self.machine, self.right);
@@ -91,7 +92,7 @@ pub(crate) fn undo(
     let Ok(text) = std::fs::read(&path) else {
         return Ok(());
     };
-    let note = serde_json::from_slice::<Note>(&text).ok();
+    let note = serde_json::from_slice::<SaveNote>(&text).ok();
     // Another VM may have got the name.
     let own = note.filter(|note| note.process == machine.vm().process().identity());
     if let Some(note) = own {

@@ -43,7 +43,7 @@ enum Refusal {
 }
 
 /// Of a QEMU that was looked at.
-struct Looked {
+struct KnownQemu {
     first: Instant,
     again: Option<Instant>,
     pause: Duration,
@@ -51,7 +51,7 @@ struct Looked {
 
 /// Looks for new domains until the daemon ends.
 fn watch(domains: &Weak<LibvirtDomains>, run: &Path) {
-    let mut looked: BTreeMap<(i32, u64), Looked> = BTreeMap::new();
+    let mut looked: BTreeMap<(i32, u64), KnownQemu> = BTreeMap::new();
     while let Some(domains) = domains.upgrade() {
         let running = Running::all(run).unwrap_or_else(|error| {
             debug!(%error, "libvirt's domains can't be listed");
@@ -59,7 +59,7 @@ fn watch(domains: &Weak<LibvirtDomains>, run: &Path) {
         });
         looked.retain(|key, _| running.iter().any(|r| key_of(r.process) == *key));
         for domain in running {
-            let known = looked.entry(key_of(domain.process)).or_insert(Looked {
+            let known = looked.entry(key_of(domain.process)).or_insert(KnownQemu {
                 first: Instant::now(),
                 again: Some(Instant::now()),
                 pause: LOOK_INTERVAL,
@@ -81,7 +81,7 @@ const fn key_of(process: Identity) -> (i32, u64) {
     (process.pid, process.start_ticks)
 }
 
-impl Looked {
+impl KnownQemu {
     fn note(&mut self, domain: &Running, result: Result<VmInfo, Refusal>) {
         match result {
             Ok(vm) => {

@@ -2,19 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use memfold_api::{
-    AttachRequest, BootSnapshot, SegmentState, SwapPlace, VmInfo, VmSegment, VmSwap,
-};
-use memfold_fold::{Command, Guest, GuestError, VmId};
+use memfold_api::{AttachRequest, BootSnapshot, SegmentState};
+use memfold_fold::{Command, Guest, VmId};
 use memfold_ledger::VmAccount;
 use memfold_snapshot::Renewal;
 use memfold_snapshot::clock::ClockStep;
-use memfold_snapshot::identity::Plan;
 use memfold_store::StoreIdentity;
 use memfold_vm::{
     AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, RamLayout,
@@ -27,34 +24,21 @@ use tracing::{debug, info, warn};
 
 use self::library_watch::LibraryWatch;
 use self::pauses::Pauses;
+use self::unfolded::{NO_LIBRARY, Unfolded};
 use crate::error::DaemonError;
 use crate::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
-use crate::locks::{Rank, Ranked};
 use crate::run_state::RunState;
-use crate::semaphore::Semaphore;
 
 mod clock;
+mod info;
 mod library_watch;
 pub(crate) mod pauses;
+mod renewal;
+pub(crate) mod rights;
 mod room;
 mod running;
+mod unfolded;
 mod watch;
-
-/// How long a guest may take to be set apart from others: keys are made.
-const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
-
-/// How long one waits for its turn before it goes without.
-const TURN_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How long a request waits until nobody saves a VM or changes what it maps.
-const RIGHT_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Permits of those that are being set apart: half of the host's CPUs.
-static RENEWING: OnceLock<Semaphore> = OnceLock::new();
-
-fn cpus() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
-}
 
 /// What is known of the VM and changes.
 #[derive(Debug)]
@@ -82,20 +66,6 @@ pub(crate) enum Origin {
     Attached(PathBuf),
     /// libvirt, by this name.
     Libvirt(String),
-}
-
-/// The right to save a VM or to change what it maps, as long as this is kept.
-#[derive(Debug)]
-pub(crate) struct SaveRight<'a> {
-    _right: MutexGuard<'a, ()>,
-    _rank: Ranked,
-}
-
-/// The right to change what a VM's swap disk uses, as long as this is kept.
-#[derive(Debug)]
-pub(crate) struct SwapRight<'a> {
-    _right: MutexGuard<'a, ()>,
-    _rank: Ranked,
 }
 
 /// A VM that the daemon has taken on.
@@ -223,81 +193,6 @@ impl Machine {
         *machine.agent.lock() = link.map(Arc::new);
         machine.renew();
         Ok(machine)
-    }
-
-    /// Sees to it that a restored VM is set apart from others, as soon as its agent answers.
-    fn renew(self: &Arc<Self>) {
-        let plan = self.vm.directory().map_or(Ok(None), Plan::read);
-        let plan = match plan {
-            Ok(Some(plan)) => plan,
-            Ok(None) => return,
-            Err(error) => {
-                self.set_renewal(Renewal::failed(&error.to_string()));
-                return;
-            }
-        };
-        self.set_renewal(Renewal::pending());
-        if plan.keeps_clock() {
-            self.keep_clock();
-        } else {
-            self.set_clock_soon();
-        }
-        let weak = Arc::downgrade(self);
-        let work = move || {
-            // Not kept alive by a guest that never answers.
-            while let Some((machine, agent)) = weak.upgrade().and_then(|m| {
-                let agent = m.agent()?;
-                Some((m, agent))
-            }) {
-                if agent.wait_session(Duration::from_secs(1)).is_err() {
-                    continue;
-                }
-                // Dozens of guests at work would keep the next clone from starting. But none may keep others waiting for long.
-                let _turn = RENEWING
-                    .get_or_init(|| Semaphore::new(cpus().div_ceil(2)))
-                    .take(TURN_TIMEOUT);
-                // What is begun and cut off is done again: that does no harm.
-                if machine.carry_out(&plan) {
-                    return;
-                }
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("renew".into()).spawn(work) {
-            self.set_renewal(Renewal::failed(&error.to_string()));
-        }
-    }
-
-    /// Returns whether that is all this daemon can do.
-    fn carry_out(&self, plan: &Plan) -> bool {
-        let renewal = match self.run(&plan.script(), RENEW_TIMEOUT) {
-            Ok(done) => Renewal::read(&String::from_utf8_lossy(&done.stdout)),
-            Err(AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_)) => {
-                return false;
-            }
-            Err(error) => Err(error.to_string()),
-        };
-        match renewal {
-            Ok(renewal) => {
-                info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "set apart from others of its snapshot");
-                if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
-                    warn!(vm = self.name, %error, "the next daemon will give this VM its identity again");
-                }
-                self.set_renewal(renewal);
-            }
-            // The plan stays for the next daemon.
-            Err(why) => {
-                warn!(
-                    vm = self.name,
-                    why, "not set apart from others of its snapshot"
-                );
-                self.set_renewal(Renewal::failed(&why));
-            }
-        }
-        true
-    }
-
-    fn set_renewal(&self, renewal: Renewal) {
-        *self.renewal.lock() = Some(renewal);
     }
 
     fn seen(&self) -> MutexGuard<'_, Seen> {
@@ -468,80 +363,6 @@ impl Machine {
         })
     }
 
-    pub fn info(&self) -> VmInfo {
-        let agent = self.agent().and_then(|link| link.session());
-        let (fold_problems, state) = (self.fold_problems(), self.state());
-        let seen = self.seen();
-        let spec = self.vm().spec();
-        let forwards = spec.map_or_else(Vec::new, |spec| spec.forwards.clone());
-        VmInfo {
-            forwards: forwards.iter().map(ToString::to_string).collect(),
-            left_out: spec.map_or_else(Vec::new, |spec| spec.left_out.clone()),
-            name: self.name.clone(),
-            domain: self.domain.clone(),
-            pid: self.pid().as_raw_nonzero().get(),
-            ram_bytes: seen.layout.pages() * memfold_units::PAGE_SIZE,
-            origin: match &self.origin {
-                Origin::Started => "started",
-                Origin::Attached(_) | Origin::Libvirt(_) => "attached",
-            }
-            .into(),
-            libvirt: self.libvirt().map(str::to_owned),
-            qemu: self.qemu.clone(),
-            agent_problems: agent
-                .as_ref()
-                .map(|facts| facts.problems.clone())
-                .unwrap_or_default(),
-            agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
-            fold_problems,
-            refold_problems: refold_problems(
-                &seen.conditions,
-                self.can_stop,
-                self.libvirt().map_or(NO_MONITOR, |_| NOT_STOPPED),
-            ),
-            costs: seen
-                .conditions
-                .costs
-                .iter()
-                .map(ToString::to_string)
-                .collect(),
-            segments: self.segments(),
-            clock: self.clock_step(),
-            renewal: self.renewal.lock().clone(),
-            // Unless it is lent, which the daemon knows.
-            swap: self
-                .vm()
-                .spec()
-                .and_then(|spec| spec.swap)
-                .map(|size| VmSwap {
-                    bytes: size.0,
-                    place: SwapPlace::OnDisk,
-                    durability: None,
-                    lent: Vec::new(),
-                }),
-            boot_snapshot: self.boot_snapshot.lock().clone(),
-            state: state.name,
-            state_cause: state.cause,
-            state_fix: state.fix,
-        }
-    }
-
-    fn segments(&self) -> Vec<VmSegment> {
-        let state = |segment: SegmentSpec| {
-            let known = self.segment_state(&segment.name);
-            let state = if segment.root {
-                SegmentState::Root
-            } else {
-                known.unwrap_or(SegmentState::Attached)
-            };
-            VmSegment {
-                segment: segment.name,
-                state,
-            }
-        };
-        self.vm.segments().into_iter().map(state).collect()
-    }
-
     pub fn segment_state(&self, name: &str) -> Option<SegmentState> {
         self.segments.lock().get(name).cloned()
     }
@@ -622,48 +443,6 @@ impl Machine {
         self.lost_a_copy.load(Ordering::Acquire)
     }
 
-    /// The right to save it or to change what it maps, as soon as nobody else has it.
-    pub fn save_right(&self) -> SaveRight<'_> {
-        SaveRight {
-            _rank: Ranked::begin(Rank::Save),
-            _right: self.saving.lock(),
-        }
-    }
-
-    /// The right to save it or to change what it maps, for a request. It does not wait longer than [`RIGHT_TIMEOUT`]: whoever has it may wait for a guest that does not answer.
-    pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
-        let rank = Ranked::begin(Rank::Save);
-        let right = self.saving.try_lock_for(RIGHT_TIMEOUT);
-        let right = right.ok_or_else(|| DaemonError::Busy {
-            why: format!(
-                "VM '{}' is being saved, or its segments are being changed",
-                self.name()
-            ),
-            fix: "try again when that is done".into(),
-        })?;
-        Ok(SaveRight {
-            _right: right,
-            _rank: rank,
-        })
-    }
-
-    /// The right to change what its swap disk uses. A VM that has one isn't saved, so nobody waits here for who saves, or copies files out of
-    /// the guest for an hour: a lender that needs its memory doesn't either.
-    pub fn swap_right(&self) -> SwapRight<'_> {
-        SwapRight {
-            _rank: Ranked::begin(Rank::Swap),
-            _right: self.swapping.lock(),
-        }
-    }
-
-    /// The right to save it, which one at a time has.
-    pub fn try_save(&self) -> Option<SaveRight<'_>> {
-        Some(SaveRight {
-            _rank: Ranked::begin(Rank::Save),
-            _right: self.saving.try_lock()?,
-        })
-    }
-
     /// Pages of its RAM.
     pub fn ram_pages(&self) -> u64 {
         self.seen().layout.pages()
@@ -681,45 +460,6 @@ impl Machine {
 /// What a command that prints little may print, in bytes.
 const SHORT: usize = 4096;
 
-const NO_LIBRARY: &str = "memfold's library is not in this QEMU; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
-
-const NO_MONITOR: &str = "and not at pauses either: the library has no QMP socket of its own; start QEMU with -qmp unix:PATH,server=on,wait=off and MEMFOLD_QEMU_MONITOR=PATH in its environment";
-
-const NOT_STOPPED: &str =
-    "and not at pauses either: only libvirt stops its domains and lets them go on";
-
-/// Why what is folded is not folded again at once, or not at all. `why`: it is not even when the VM stands still for a moment.
-fn refold_problems(conditions: &VmConditions, can_stop: bool, why: &str) -> Vec<String> {
-    let reasons = conditions.refold_live.iter().map(ToString::to_string);
-    let no_stop = (!conditions.refold_live.is_empty() && !can_stop).then(|| why.to_owned());
-    reasons.chain(no_stop).collect()
-}
-
 fn library_words(error: &LibraryError) -> String {
     format!("memfold's library in this QEMU cannot be reached: {error}")
-}
-
-/// Stands for a VM without the library: the engine lists it and gives it no order.
-struct Unfolded(Pid);
-
-impl Guest for Unfolded {
-    fn pid(&self) -> Pid {
-        self.0
-    }
-
-    fn order(
-        &mut self,
-        _: &memfold_wire::library::Order,
-        _: Option<std::os::fd::BorrowedFd<'_>>,
-    ) -> Result<memfold_wire::library::Reply, GuestError> {
-        Err(GuestError::Library(std::io::Error::other(NO_LIBRARY)))
-    }
-
-    fn refold_live(&mut self) -> bool {
-        false
-    }
-
-    fn can_stop(&self) -> bool {
-        false
-    }
 }

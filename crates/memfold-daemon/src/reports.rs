@@ -12,7 +12,7 @@ use memfold_units::{ByteSize, PageCount};
 
 use crate::debt::brake::DebtBrake;
 use crate::error::DaemonError;
-use crate::figures::{Figures, Kept};
+use crate::figures::{CachedFigures, Figures};
 use crate::folding::Folding;
 use crate::ksm_steering::KsmSteering;
 use crate::leases::Leases;
@@ -43,7 +43,7 @@ pub struct Reports {
     vms: Arc<Vms>,
     joint: SingleFlight<Arc<FullReport>>,
     /// Figures for scrapes, taken not long ago.
-    kept: Kept,
+    kept: CachedFigures,
 }
 
 impl Reports {
@@ -61,7 +61,7 @@ impl Reports {
             snapshots: below.snapshots.clone(),
             vms,
             joint: SingleFlight::default(),
-            kept: Kept::default(),
+            kept: CachedFigures::default(),
         }
     }
 

@@ -29,9 +29,9 @@ mod heal;
 mod note;
 mod reconcile;
 mod relays;
+mod saved_request;
 pub(crate) mod swap_on;
 mod watcher;
-mod wish;
 
 /// Swap disks of VMs on lent RAM.
 #[derive(Debug)]

@@ -102,7 +102,7 @@ impl SwapUse {
 }
 
 /// Something that was made a while ago.
-type Kept<T> = Mutex<Option<(Instant, T)>>;
+type Cached<T> = Mutex<Option<(Instant, T)>>;
 
 /// Views of memory, and what was shown of them lately.
 #[derive(Debug)]
@@ -114,8 +114,8 @@ pub struct Views {
     reports: Arc<Reports>,
     sampling: Arc<Sampling>,
     maps: Mutex<BTreeMap<(String, u64), (Instant, MemoryMap)>>,
-    sharing: Kept<Sharing>,
-    doctor: Kept<Report>,
+    sharing: Cached<Sharing>,
+    doctor: Cached<Report>,
     swaps: Mutex<BTreeMap<String, (Instant, SwapUse)>>,
     /// Held while a VM's pages are looked through for KSM.
     explaining: Mutex<()>,
@@ -126,7 +126,7 @@ pub struct Views {
 
 /// What is kept, if it is still good, else a new one. Others that ask meanwhile wait for it.
 fn fresh<T: Clone>(
-    kept: &Kept<T>,
+    kept: &Cached<T>,
     life: Duration,
     make: impl FnOnce() -> Result<T, DaemonError>,
 ) -> Result<T, DaemonError> {
@@ -361,7 +361,7 @@ mod tests {
 
     #[test]
     fn what_is_good_is_not_made_again_and_a_failure_is_not_kept() {
-        let kept: Kept<u32> = Mutex::default();
+        let kept: Cached<u32> = Mutex::default();
         let life = Duration::from_secs(60);
         let failed = fresh(&kept, life, || Err(DaemonError::NoSuchPath));
         assert!(failed.is_err());

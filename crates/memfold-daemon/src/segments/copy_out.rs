@@ -77,11 +77,11 @@ sync -f $place
 "#;
 
 /// A guest's files on this host. Dropped, they are gone.
-pub(crate) struct Copy {
+pub(crate) struct CopiedFiles {
     draft: Draft,
 }
 
-impl Copy {
+impl CopiedFiles {
     pub(crate) fn image(&self) -> PathBuf {
         self.draft.path().join("image.ext4")
     }
@@ -94,7 +94,7 @@ impl Segments {
         vm: &str,
         request: &BuildRequest,
         progress: &Progress,
-    ) -> Result<Copy, DaemonError> {
+    ) -> Result<CopiedFiles, DaemonError> {
         let machine = self.registry.machine(vm)?;
         let refuse = |why: String| SegmentError::Source {
             from: format!("vm:{vm}"),
@@ -123,7 +123,7 @@ impl Segments {
             );
             return Err(refuse(why).into());
         }
-        let copy = Copy {
+        let copy = CopiedFiles {
             draft: self.shelf.draft(&format!("{}.copy", request.name))?,
         };
         let image = copy.image();

@@ -13,7 +13,7 @@ use memfold_vm::{AgentLink, Qmp};
 use memfold_wire::library::Range;
 
 use crate::folding::Folding;
-use crate::interrupted_save::Noted;
+use crate::interrupted_save::NotedSave;
 use crate::ksm_steering::MergingStops;
 use crate::machine::Machine;
 
@@ -33,7 +33,7 @@ pub(super) struct HeldVm<'a> {
     /// How long it stood still.
     stood: Cell<Duration>,
     /// Of a VM that memfold didn't start.
-    noted: Option<Noted<'a>>,
+    noted: Option<NotedSave<'a>>,
 }
 
 impl<'a> HeldVm<'a> {
@@ -43,7 +43,7 @@ impl<'a> HeldVm<'a> {
         machine: &'a Arc<Machine>,
         agent: Option<&'a AgentLink>,
         merging: Option<MergingStops<'a>>,
-        noted: Option<Noted<'a>>,
+        noted: Option<NotedSave<'a>>,
     ) -> Self {
         Self {
             folding,

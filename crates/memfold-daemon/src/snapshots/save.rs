@@ -13,9 +13,10 @@ use memfold_vm::SegmentSpec;
 use tracing::info;
 
 use crate::error::DaemonError;
-use crate::interrupted_save::{self, Noted};
+use crate::interrupted_save::{self, NotedSave};
+use crate::machine::Machine;
 use crate::machine::pauses::LONG;
-use crate::machine::{Machine, SaveRight};
+use crate::machine::rights::SaveRight;
 use crate::snapshot_locks::being_saved;
 use crate::snapshots::Snapshots;
 use crate::snapshots::guest_caches::{DROP_TIMEOUT, drop_caches, trace_again, write_back};
@@ -119,7 +120,7 @@ impl Snapshots {
         let merging = request.live.then(|| self.ksm.stop_merging()).transpose()?;
         let agent = machine.agent();
         let noted = (machine.vm().spec().is_none())
-            .then(|| Noted::new(self.registry.state(), machine, right, subject.spec()))
+            .then(|| NotedSave::new(self.registry.state(), machine, right, subject.spec()))
             .transpose()
             .map_err(|source| DaemonError::State {
                 path: self.registry.state().to_owned(),

@@ -22,7 +22,7 @@ use crate::backoff::{Backoff, LONGEST_WAIT};
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::attempt::Asker;
-use crate::swap_disks::wish::wish;
+use crate::swap_disks::saved_request::saved_request;
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_secs(2);
@@ -75,7 +75,7 @@ impl SwapDisks {
             let guard = self.guard(machine.name());
             let place = guard.map_or(SwapPlace::OnDisk, |guard| guard.borrowed().place);
             let rest = rest(place, machine.has_lost_a_copy())?;
-            let request = wish(&machine)?;
+            let request = saved_request(&machine)?;
             Some((machine, request, rest))
         });
         wishing.collect()
@@ -121,7 +121,7 @@ impl SwapDisks {
     }
 
     fn try_again(self: &Arc<Self>, vm: &str, request: &BorrowRequest) -> Option<()> {
-        match self.borrow_as(vm, request, Asker::Wish) {
+        match self.borrow_as(vm, request, Asker::SavedRequest) {
             Ok(done) => {
                 info!(vm, lenders = ?done.lenders, "has borrowed again");
                 Some(())

@@ -11,14 +11,14 @@ pub(crate) enum Asker {
     /// A person.
     Operator,
     /// The same, a while ago: it has lost its lender since.
-    Wish,
+    SavedRequest,
     /// Nobody: it swaps.
     Itself,
 }
 
 /// What a borrowing that fails has to undo.
 #[derive(Default)]
-pub(crate) struct Begun {
+pub(crate) struct BorrowAttempt {
     pub leases: Vec<Lease>,
     /// With the names of their lenders.
     pub relays: Vec<(Running, Vec<String>)>,
@@ -29,7 +29,7 @@ pub(crate) struct Begun {
     pub borrowing: Option<Borrowing>,
 }
 
-impl Begun {
+impl BorrowAttempt {
     pub fn cut(&self) {
         self.wires.iter().flatten().for_each(Wire::cut);
     }

@@ -22,7 +22,7 @@ use crate::backoff::{Backoff, LONGEST_WAIT};
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::attempt::Asker;
-use crate::swap_disks::wish::wish;
+use crate::swap_disks::saved_request::saved_request;
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_secs(2);
@@ -41,7 +41,7 @@ const REST: Duration = LONGEST_WAIT;
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wish {
+enum BorrowStep {
     Nothing,
     Borrow,
     GiveBack,
@@ -68,9 +68,9 @@ enum Done {
 
 impl Habit {
     /// What to do, by all that its device has moved so far, and where its disk is.
-    fn look(&mut self, moved: u64, place: SwapPlace, now: Instant) -> Wish {
+    fn look(&mut self, moved: u64, place: SwapPlace, now: Instant) -> BorrowStep {
         let Some((before, at)) = self.last.replace((moved, now)) else {
-            return Wish::Nothing;
+            return BorrowStep::Nothing;
         };
         let ms = u64::try_from(now.duration_since(at).as_millis()).unwrap_or(u64::MAX);
         // Another device, after a reboot.
@@ -90,15 +90,15 @@ impl Habit {
         if is_lent {
             let is_over = now.duration_since(idle_since) >= REST;
             return if self.by_itself && is_over && !rests {
-                Wish::GiveBack
+                BorrowStep::GiveBack
             } else {
-                Wish::Nothing
+                BorrowStep::Nothing
             };
         }
         if self.busy_looks >= BUSY_LOOKS && !rests {
-            Wish::Borrow
+            BorrowStep::Borrow
         } else {
-            Wish::Nothing
+            BorrowStep::Nothing
         }
     }
 
@@ -162,7 +162,7 @@ impl SwapDisks {
         let machines: Vec<Arc<Machine>> = self.registry.machines();
         let machines = machines.into_iter().filter(|machine| swaps(machine));
         // What an operator wants is not decided here.
-        let machines = machines.filter(|machine| wish(machine).is_none());
+        let machines = machines.filter(|machine| saved_request(machine).is_none());
         let machines: Vec<Arc<Machine>> = machines.collect();
         habits.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
         for machine in machines {
@@ -186,9 +186,9 @@ impl SwapDisks {
                 ..Habit::default()
             });
             let work = match habit.look(moved, place, Instant::now()) {
-                Wish::Nothing => continue,
-                Wish::Borrow => Self::borrow_by_itself,
-                Wish::GiveBack => Self::give_back_by_itself,
+                BorrowStep::Nothing => continue,
+                BorrowStep::Borrow => Self::borrow_by_itself,
+                BorrowStep::GiveBack => Self::give_back_by_itself,
             };
             let (disks, name) = (self.clone(), vm.to_owned());
             let begun = habit.tries.begin("borrow-one", move || work(&disks, &name));
@@ -263,17 +263,17 @@ mod tests {
             }
         }
 
-        fn look(&mut self, bytes: u64, place: SwapPlace) -> Wish {
+        fn look(&mut self, bytes: u64, place: SwapPlace) -> BorrowStep {
             self.now += LOOK;
             self.moved += bytes;
             self.habit.look(self.moved, place, self.now)
         }
 
         /// Looks until something is to be done; how many it took.
-        fn until(&mut self, wish: Wish, bytes: u64, place: SwapPlace) -> u32 {
+        fn until(&mut self, wish: BorrowStep, bytes: u64, place: SwapPlace) -> u32 {
             for look in 1..2000 {
                 match self.look(bytes, place) {
-                    Wish::Nothing => {}
+                    BorrowStep::Nothing => {}
                     other => {
                         assert_eq!(other, wish);
                         return look;
@@ -290,14 +290,14 @@ mod tests {
         for look in 0..300 {
             // Eight seconds of ten.
             let bytes = if look % 5 == 0 { 0 } else { 100 * MIB };
-            assert_eq!(vm.look(bytes, SwapPlace::OnDisk), Wish::Nothing);
+            assert_eq!(vm.look(bytes, SwapPlace::OnDisk), BorrowStep::Nothing);
         }
         vm.look(0, SwapPlace::OnDisk);
-        assert_eq!(vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk), 5);
+        assert_eq!(vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk), 5);
         // A lender that is lost is replaced.
         vm.habit.borrowed();
-        assert_eq!(vm.look(2 * MIB, SwapPlace::Lent), Wish::Nothing);
-        assert_eq!(vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnCopy), 1);
+        assert_eq!(vm.look(2 * MIB, SwapPlace::Lent), BorrowStep::Nothing);
+        assert_eq!(vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnCopy), 1);
     }
 
     #[test]
@@ -325,21 +325,21 @@ mod tests {
     fn it_gives_back_after_ten_idle_minutes_and_only_what_it_borrowed_itself() {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
-        vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk);
+        vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
         vm.habit.borrowed();
         for _ in 0..600 {
             // Not busy, not idle.
-            assert_eq!(vm.look(MIB, SwapPlace::Lent), Wish::Nothing);
+            assert_eq!(vm.look(MIB, SwapPlace::Lent), BorrowStep::Nothing);
         }
-        let looks = vm.until(Wish::GiveBack, 0, SwapPlace::Lent);
+        let looks = vm.until(BorrowStep::GiveBack, 0, SwapPlace::Lent);
         assert!((300..=302).contains(&looks), "{looks}");
         vm.habit.given_back();
         for _ in 0..1000 {
-            assert_eq!(vm.look(0, SwapPlace::OnDisk), Wish::Nothing);
+            assert_eq!(vm.look(0, SwapPlace::OnDisk), BorrowStep::Nothing);
         }
         let mut operators = Vm::new();
         for _ in 0..1000 {
-            assert_eq!(operators.look(0, SwapPlace::Lent), Wish::Nothing);
+            assert_eq!(operators.look(0, SwapPlace::Lent), BorrowStep::Nothing);
         }
     }
 
@@ -347,15 +347,15 @@ mod tests {
     fn what_others_gave_back_is_left_alone_for_a_while_and_failures_are_rarer_and_rarer() {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
-        vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk);
+        vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
         vm.habit.borrowed();
         vm.look(2 * MIB, SwapPlace::Lent);
-        let looks = vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk);
+        let looks = vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
         assert!((300..=302).contains(&looks), "{looks}");
         let mut waits = Vec::new();
         for _ in 0..7 {
             vm.habit.tries.failed(vm.now);
-            waits.push(vm.until(Wish::Borrow, 2 * MIB, SwapPlace::OnDisk));
+            waits.push(vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk));
         }
         assert_eq!(waits, [15, 30, 60, 120, 240, 300, 300]);
     }

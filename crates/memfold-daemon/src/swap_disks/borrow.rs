@@ -17,14 +17,15 @@ use tracing::{info, warn};
 
 use crate::error::{DaemonError, lending};
 use crate::lease_times::{RENEW, RESUMED, lease_ttl, ms};
-use crate::machine::{Machine, SwapRight};
+use crate::machine::Machine;
+use crate::machine::rights::SwapRight;
 use crate::swap_disks::SwapDisks;
-use crate::swap_disks::attempt::{Asker, Begun};
+use crate::swap_disks::attempt::{Asker, BorrowAttempt};
 use crate::swap_disks::give_back::new_generation;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{remove_note, swap_directory, write_note};
 use crate::swap_disks::relays::{connect, hear_end, hear_end_of};
-use crate::swap_disks::wish::{note_wish, wish};
+use crate::swap_disks::saved_request::{save_request, saved_request};
 
 impl SwapDisks {
     /// Switches a VM's swap disk to lent RAM, and again should it lose its lender.
@@ -46,7 +47,7 @@ impl SwapDisks {
         let machine = self.registry.machine(vm)?;
         let directory = swap_directory(&machine)?;
         let right = machine.swap_right();
-        if asker == Asker::Wish && wish(&machine).as_ref() != Some(request) {
+        if asker == Asker::SavedRequest && saved_request(&machine).as_ref() != Some(request) {
             return Err(lending(
                 format!("nobody wants VM '{vm}' to borrow any more"),
                 "nothing is to be done",
@@ -54,7 +55,7 @@ impl SwapDisks {
         }
         let done = self.borrow_alone(&machine, directory, request, asker, &right)?;
         if asker == Asker::Operator {
-            note_wish(directory, vm, request);
+            save_request(directory, vm, request);
         }
         Ok(done)
     }
@@ -103,7 +104,7 @@ impl SwapDisks {
             // On its disk, whatever the note says.
             self.drop_note(machine, directory, right);
         }
-        let mut begun = Begun::default();
+        let mut begun = BorrowAttempt::default();
         let by_itself = asker == Asker::Itself;
         let done = self.switch_to_lent(machine, directory, &top, request, by_itself, &mut begun);
         match done {
@@ -155,7 +156,7 @@ impl SwapDisks {
         top: &Top,
         request: &BorrowRequest,
         by_itself: bool,
-        begun: &mut Begun,
+        begun: &mut BorrowAttempt,
     ) -> Result<Borrowing, DaemonError> {
         let stripes =
             self.leases
@@ -204,36 +205,9 @@ impl SwapDisks {
         begun.heard_on = Some(qmp.connections());
         graph::build(&mut qmp, &borrowing)?;
         drop(qmp);
-        let cut = || {
-            let is_cut = |wire: &Option<Wire>| wire.as_ref().is_none_or(Wire::is_cut);
-            let gone = begun.wires.iter().position(is_cut)?;
-            Some(format!(
-                "the connection to its lenders ({}) has ended",
-                borrowing.parts[gone].lenders()
-            ))
-        };
-        // Its lender may hang meanwhile. QEMU can't give up what waits for an answer before the connection is cut.
         let asked = Cell::new(Instant::now());
-        let ttl = lease_ttl(durability, top.bytes);
-        let silent = || {
-            if asked.get().elapsed() < RENEW {
-                return None;
-            }
-            asked.set(Instant::now());
-            let ids = begun.leases.iter().map(|lease| lease.id);
-            let part = self.leases.silent_part(&borrowing);
-            let silent = part.map(|part| {
-                let lenders = borrowing.parts[part].lenders();
-                format!("a lender isn't heard of ({lenders})")
-            });
-            let why = self.leases.keep(ids, ttl, false).or(silent);
-            if why.is_some() {
-                begun.cut();
-            }
-            why
-        };
-        let silent = || cut().or_else(silent);
-        let switched = graph::switch(&|| machine.monitor(), &top.node, &borrowing.top(), &silent);
+        let give_up = || self.why_to_give_up(&borrowing, begun, &asked);
+        let switched = graph::switch(&|| machine.monitor(), &top.node, &borrowing.top(), &give_up);
         begun.borrowing = Some(borrowing.clone());
         switched?;
         borrowing.phase = Phase::Lent;
@@ -242,6 +216,38 @@ impl SwapDisks {
             warn!(vm = machine.name(), %error, "its note can't be written");
         }
         Ok(borrowing)
+    }
+
+    /// Why a switch had better be given up: a connection has ended, or a lender hangs or needs its memory, which is `asked` once a second. QEMU
+    /// can't give up what waits for an answer before the connection is cut.
+    fn why_to_give_up(
+        &self,
+        borrowing: &Borrowing,
+        begun: &BorrowAttempt,
+        asked: &Cell<Instant>,
+    ) -> Option<String> {
+        let is_cut = |wire: &Option<Wire>| wire.as_ref().is_none_or(Wire::is_cut);
+        if let Some(gone) = begun.wires.iter().position(is_cut) {
+            let lenders = borrowing.parts[gone].lenders();
+            return Some(format!(
+                "the connection to its lenders ({lenders}) has ended"
+            ));
+        }
+        if asked.get().elapsed() < RENEW {
+            return None;
+        }
+        asked.set(Instant::now());
+        let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
+        let ids = begun.leases.iter().map(|lease| lease.id);
+        let silent = self.leases.silent_part(borrowing).map(|part| {
+            let lenders = borrowing.parts[part].lenders();
+            format!("a lender isn't heard of ({lenders})")
+        });
+        let why = self.leases.keep(ids, ttl, false).or(silent);
+        if why.is_some() {
+            begun.cut();
+        }
+        why
     }
 
     /// Goes on with what the daemon before had borrowed for a VM, or had begun to.

@@ -11,12 +11,13 @@ use tracing::info;
 
 use crate::error::{DaemonError, lending};
 use crate::lease_times::{RENEW, lease_ttl, ms};
-use crate::machine::{Machine, SwapRight};
+use crate::machine::Machine;
+use crate::machine::rights::SwapRight;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::swap_directory;
-use crate::swap_disks::wish::forget_wish;
+use crate::swap_disks::saved_request::forget_request;
 
 impl SwapDisks {
     /// Switches a VM's swap disk back to this host's disk, for good.
@@ -32,7 +33,7 @@ impl SwapDisks {
         let right = machine.swap_right();
         if for_good {
             // First: whatever fails or is killed on the way, it isn't borrowed again against the operator's word.
-            forget_wish(directory);
+            forget_request(directory);
         }
         let guard = self.reconciled_guard(&machine, directory, &right)?;
         let top = graph::top(&mut machine.monitor(), vm)?;

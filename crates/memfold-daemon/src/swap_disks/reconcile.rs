@@ -11,7 +11,8 @@ use memfold_vm::VmDirectory;
 use tracing::{info, warn};
 
 use crate::error::DaemonError;
-use crate::machine::{Machine, SwapRight};
+use crate::machine::Machine;
+use crate::machine::rights::SwapRight;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{is_swap_file, remove_note, swap_directory, write_note};

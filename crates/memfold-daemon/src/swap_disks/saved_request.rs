@@ -7,20 +7,20 @@ use tracing::warn;
 use crate::machine::Machine;
 
 /// What an operator has asked for, for a VM.
-pub(super) fn wish(machine: &Machine) -> Option<BorrowRequest> {
+pub(super) fn saved_request(machine: &Machine) -> Option<BorrowRequest> {
     let directory = machine.vm().directory()?;
     VmDirectory::read_json(&directory.wish()).ok()
 }
 
 /// Notes it. A wish that can't be noted is one that ends with the loan.
-pub(super) fn note_wish(directory: &VmDirectory, vm: &str, request: &BorrowRequest) {
+pub(super) fn save_request(directory: &VmDirectory, vm: &str, request: &BorrowRequest) {
     if let Err(error) = directory.write_json(&directory.wish(), request) {
         warn!(vm, %error, "should it lose its lender, it won't borrow again");
     }
 }
 
 /// Forgets it.
-pub(super) fn forget_wish(directory: &VmDirectory) {
+pub(super) fn forget_request(directory: &VmDirectory) {
     // There may be none.
     let _ = std::fs::remove_file(directory.wish());
 }

@@ -1,0 +1,95 @@
+//! A VM as it is listed.
+
+use memfold_api::{SegmentState, SwapPlace, VmInfo, VmSegment, VmSwap};
+use memfold_units::PAGE_SIZE;
+use memfold_vm::{SegmentSpec, VmConditions};
+
+use crate::machine::{Machine, Origin};
+
+const NO_MONITOR: &str = "and not at pauses either: the library has no QMP socket of its own; start QEMU with -qmp unix:PATH,server=on,wait=off and MEMFOLD_QEMU_MONITOR=PATH in its environment";
+
+const NOT_STOPPED: &str =
+    "and not at pauses either: only libvirt stops its domains and lets them go on";
+
+/// Why what is folded is not folded again at once, or not at all. `why`: it is not even when the VM stands still for a moment.
+fn refold_problems(conditions: &VmConditions, can_stop: bool, why: &str) -> Vec<String> {
+    let reasons = conditions.refold_live.iter().map(ToString::to_string);
+    let no_stop = (!conditions.refold_live.is_empty() && !can_stop).then(|| why.to_owned());
+    reasons.chain(no_stop).collect()
+}
+
+impl Machine {
+    pub fn info(&self) -> VmInfo {
+        let agent = self.agent().and_then(|link| link.session());
+        let (fold_problems, state) = (self.fold_problems(), self.state());
+        let seen = self.seen();
+        let spec = self.vm().spec();
+        let forwards = spec.map_or_else(Vec::new, |spec| spec.forwards.clone());
+        VmInfo {
+            forwards: forwards.iter().map(ToString::to_string).collect(),
+            left_out: spec.map_or_else(Vec::new, |spec| spec.left_out.clone()),
+            name: self.name.clone(),
+            domain: self.domain.clone(),
+            pid: self.pid().as_raw_nonzero().get(),
+            ram_bytes: seen.layout.pages() * PAGE_SIZE,
+            origin: match &self.origin {
+                Origin::Started => "started",
+                Origin::Attached(_) | Origin::Libvirt(_) => "attached",
+            }
+            .into(),
+            libvirt: self.libvirt().map(str::to_owned),
+            qemu: self.qemu.clone(),
+            agent_problems: agent
+                .as_ref()
+                .map(|facts| facts.problems.clone())
+                .unwrap_or_default(),
+            agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
+            fold_problems,
+            refold_problems: refold_problems(
+                &seen.conditions,
+                self.can_stop,
+                self.libvirt().map_or(NO_MONITOR, |_| NOT_STOPPED),
+            ),
+            costs: seen
+                .conditions
+                .costs
+                .iter()
+                .map(ToString::to_string)
+                .collect(),
+            segments: self.segments(),
+            clock: self.clock_step(),
+            renewal: self.renewal.lock().clone(),
+            // Unless it is lent, which the daemon knows.
+            swap: self
+                .vm()
+                .spec()
+                .and_then(|spec| spec.swap)
+                .map(|size| VmSwap {
+                    bytes: size.0,
+                    place: SwapPlace::OnDisk,
+                    durability: None,
+                    lent: Vec::new(),
+                }),
+            boot_snapshot: self.boot_snapshot.lock().clone(),
+            state: state.name,
+            state_cause: state.cause,
+            state_fix: state.fix,
+        }
+    }
+
+    fn segments(&self) -> Vec<VmSegment> {
+        let state = |segment: SegmentSpec| {
+            let known = self.segment_state(&segment.name);
+            let state = if segment.root {
+                SegmentState::Root
+            } else {
+                known.unwrap_or(SegmentState::Attached)
+            };
+            VmSegment {
+                segment: segment.name,
+                state,
+            }
+        };
+        self.vm.segments().into_iter().map(state).collect()
+    }
+}

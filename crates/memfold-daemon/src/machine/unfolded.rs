@@ -1,0 +1,31 @@
+//! A VM without the library.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use memfold_fold::{Guest, GuestError};
+use memfold_wire::library::{Order, Reply};
+use rustix::process::Pid;
+
+pub(super) const NO_LIBRARY: &str = "memfold's library is not in this QEMU; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
+
+/// Stands for a VM without the library: the engine lists it and gives it no order.
+pub(super) struct Unfolded(pub Pid);
+
+impl Guest for Unfolded {
+    fn pid(&self) -> Pid {
+        self.0
+    }
+
+    fn order(&mut self, _: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
+        Err(GuestError::Library(io::Error::other(NO_LIBRARY)))
+    }
+
+    fn refold_live(&mut self) -> bool {
+        false
+    }
+
+    fn can_stop(&self) -> bool {
+        false
+    }
+}
