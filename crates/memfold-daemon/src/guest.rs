@@ -11,7 +11,7 @@ use memfold_wire::library::{Order, Reply};
 use parking_lot::{Condvar, Mutex};
 use rustix::process::Pid;
 
-use memfold_fold::{Guest, GuestError};
+use memfold_fold::{Guest, GuestError, Refold};
 use memfold_vm::{LibraryError, LibraryLink, Qmp, VmConditions};
 
 /// How long an answer about block nodes holds. A device that is plugged meanwhile is not in use by its guest that soon.
@@ -119,7 +119,7 @@ pub(crate) struct QemuGuest {
     pid: Pid,
     library: LibraryLink,
     monitor: Arc<Monitor>,
-    live: (Instant, bool),
+    refold: (Instant, Refold),
     state: SharedLibraryState,
 }
 
@@ -132,14 +132,22 @@ impl QemuGuest {
         conditions: &VmConditions,
         state: SharedLibraryState,
     ) -> Self {
-        let live = library.facts().can_write_protect && conditions.may_refold_live();
+        let is_live = library.facts().can_write_protect && conditions.may_refold_live();
         Self {
             pid,
             library,
             monitor,
-            live: (Instant::now(), live),
+            refold: (Instant::now(), refold_if(is_live)),
             state,
         }
+    }
+}
+
+const fn refold_if(is_live: bool) -> Refold {
+    if is_live {
+        Refold::Live
+    } else {
+        Refold::Stopped
     }
 }
 
@@ -166,21 +174,22 @@ impl Guest for QemuGuest {
         reply.map_err(|error| GuestError::Library(io::Error::other(error)))
     }
 
-    fn refold_live(&mut self) -> bool {
-        if self.library.facts().can_write_protect && self.live.0.elapsed() > CONDITIONS_HOLD {
-            // A save may hold the monitor for long, and other VMs wait for this thread. What isn't known is not allowed.
+    fn refold(&mut self) -> Refold {
+        if self.library.facts().can_write_protect && self.refold.0.elapsed() > CONDITIONS_HOLD {
+            // A save may hold the monitor for long, and other VMs wait for this thread.
             let Some(mut monitor) = self
                 .monitor
                 .try_lock()
                 .filter(|monitor| !monitor.is_silent())
             else {
-                return false;
+                return Refold::Unknown;
             };
             let now = memfold_vm::conditions::read_refold_live(&mut monitor);
             // QEMU that doesn't answer gets no benefit of the doubt.
-            self.live = (Instant::now(), now.is_ok_and(|c| c.may_refold_live()));
+            let is_live = now.is_ok_and(|c| c.may_refold_live());
+            self.refold = (Instant::now(), refold_if(is_live));
         }
-        self.live.1
+        self.refold.1
     }
 
     fn can_stop(&self) -> bool {

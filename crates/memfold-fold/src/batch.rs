@@ -10,7 +10,7 @@ use tracing::debug;
 
 use super::content::Member;
 use super::domain::{Domain, note_store_error};
-use super::guest::{GuestError, VmId};
+use super::guest::{GuestError, Refold, VmId};
 use super::hint_stack::Hint;
 use super::runs::{Group, Run, group, length};
 use super::state::{Engine, FileState, VmState};
@@ -100,7 +100,7 @@ impl Engine {
             .values_mut()
             .filter(|vm| vm.stats.problem.is_none())
         {
-            vm.live = vm.guest.refold_live();
+            vm.refold = vm.guest.refold();
         }
         self.make_room();
         let asked: u32 = tasks.iter().map(|task| task.hint.pages).sum();
@@ -319,6 +319,11 @@ impl Engine {
                     continue;
                 }
                 let again = mapped.is_some() || vm.table.is_in_view(index);
+                if again && vm.refold == Refold::Unknown {
+                    // No reason to stop the VM: the next sweep finds the page again.
+                    self.sweep_wanted = true;
+                    continue;
+                }
                 if again && !vm.may_refold_live(index) {
                     wait = vm.guest.can_stop();
                     continue;
@@ -370,7 +375,7 @@ impl Engine {
             (run.index..run.index + run.pages).for_each(|at| vm.table.unplan(at));
         }
         let mut queue = group(runs, &vm.table);
-        let freeze = if vm.live {
+        let freeze = if vm.refold == Refold::Live {
             Freeze::WriteProtect
         } else {
             Freeze::Move

@@ -15,7 +15,7 @@ use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_wire::library::{FoldRun, Freeze, MAX_RUN_PAGES, MAX_RUNS, Order, Outcome, Reply};
 use tracing::debug;
 
-use super::guest::{GuestError, VmId};
+use super::guest::{GuestError, Refold, VmId};
 use super::image::{Image, Part};
 use super::state::{Engine, VmState};
 use super::vm_table::{Index, VmTable};
@@ -25,9 +25,6 @@ const STEP_PAGES: u64 = MAX_RUNS as u64;
 
 /// Pages read at once.
 const READ_PAGES: u64 = 64;
-
-/// How often QEMU may fail to say whether its VM may be protected, before that is taken for a no.
-const PATIENCE: u32 = 3;
 
 /// When a step is tried again that could not be done.
 const LATER: Duration = Duration::from_secs(1);
@@ -42,7 +39,7 @@ impl VmState {
     /// Whether page `at`, where a file is mapped, may be frozen by write protection, as of this batch.
     pub(super) fn may_refold_live(&self, at: Index) -> bool {
         let protectable = || self.back.image.as_ref().is_some_and(|i| i.protectable);
-        self.live && (!self.table.is_in_view(at) || protectable())
+        self.refold == Refold::Live && (!self.table.is_in_view(at) || protectable())
     }
 }
 
@@ -210,22 +207,22 @@ impl Engine {
             }
             vm.back.rest = written(vm);
         }
-        vm.live = vm.guest.refold_live();
-        let freeze = if image.protectable && vm.live {
-            Freeze::WriteProtect
-        } else if image.protectable && vm.back.unsaid < PATIENCE {
-            // QEMU's monitor may just be busy: no reason to stop the VM.
-            vm.back.unsaid += 1;
-            vm.back.due = now + LATER;
-            return Ok(());
-        } else if vm.guest.can_stop() {
-            vm.back.due = now + self.settings.pause_interval;
-            self.settings.pause()
-        } else {
-            vm.back.rest.clear();
-            return Ok(());
+        vm.refold = vm.guest.refold();
+        let freeze = match vm.refold {
+            Refold::Live if image.protectable => Freeze::WriteProtect,
+            Refold::Unknown if image.protectable => {
+                vm.back.due = now + LATER;
+                return Ok(());
+            }
+            _ if vm.guest.can_stop() => {
+                vm.back.due = now + self.settings.pause_interval;
+                self.settings.pause()
+            }
+            _ => {
+                vm.back.rest.clear();
+                return Ok(());
+            }
         };
-        vm.back.unsaid = 0;
         let (runs, looked) = next_runs(vm);
         vm.back.looked += looked;
         if let Some(rate) = &mut self.rate {

@@ -26,8 +26,6 @@ pub(super) struct BackPass {
     pub found: u64,
     /// CPU time of the pass, in nanoseconds.
     pub cost_ns: u64,
-    /// How often in a row QEMU didn't say that its VM may be protected against writes.
-    pub unsaid: u32,
 }
 
 impl BackPass {
@@ -44,7 +42,6 @@ impl BackPass {
             looked: 0,
             found: 0,
             cost_ns: 0,
-            unsaid: 0,
         }
     }
 

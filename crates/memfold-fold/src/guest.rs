@@ -17,6 +17,17 @@ pub enum GuestError {
     Library(#[source] io::Error),
 }
 
+/// How a VM's folded ranges may be folded again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refold {
+    /// While the VM runs, frozen by write protection: no block node uses direct I/O.
+    Live,
+    /// While the VM is stopped for a moment.
+    Stopped,
+    /// Not now: QEMU's monitor is busy and can't be asked.
+    Unknown,
+}
+
 /// A VM as the engine sees it. Real ones are QEMU processes; in tests the engine folds its own process's memory.
 pub trait Guest: Send {
     /// The process whose memory holds guest RAM.
@@ -29,8 +40,8 @@ pub trait Guest: Send {
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Reply, GuestError>;
 
-    /// Whether folded ranges may be frozen by write protection while the VM runs: no block node uses direct I/O. Asked once a batch.
-    fn refold_live(&mut self) -> bool;
+    /// How folded ranges may be folded again. Asked once a batch.
+    fn refold(&mut self) -> Refold;
 
     /// Whether orders may stop the VM for a moment ([`memfold_wire::library::Freeze::Stopped`]).
     fn can_stop(&self) -> bool;

@@ -54,7 +54,7 @@ mod zero_pass;
 
 pub use cached_files::{CachedFiles, CachedRun, FileUse};
 pub use command::Command;
-pub use guest::{Guest, GuestError, VmId};
+pub use guest::{Guest, GuestError, Refold, VmId};
 pub use huge::HUGE_SPLIT_PAGES;
 pub use owed::{Owed, VmOwed};
 pub use settings::EngineSettings;

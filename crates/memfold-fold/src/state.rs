@@ -12,7 +12,7 @@ use memfold_wire::library::Advice;
 use super::budget::TokenBucket;
 use super::domain::Domain;
 use super::fold_back_pass::BackPass;
-use super::guest::{Guest, VmId};
+use super::guest::{Guest, Refold, VmId};
 use super::hint_stack::{Hint, HintStack};
 use super::huge::HugePages;
 use super::settings::EngineSettings;
@@ -46,8 +46,8 @@ pub(super) struct Held {
 pub(super) struct VmState {
     pub domain: String,
     pub guest: Box<dyn Guest>,
-    /// Whether folded ranges may be folded again while the VM runs, as of this batch.
-    pub live: bool,
+    /// How folded ranges may be folded again, as of this batch.
+    pub refold: Refold,
     pub table: VmTable,
     pub huge: HugePages,
     /// Its process's page tables; `None` if they can't be read.

@@ -16,7 +16,7 @@ use super::candidates::Candidates;
 use super::content::Contents;
 use super::domain::Domain;
 use super::fold_back_pass::BackPass;
-use super::guest::{Guest, GuestError, VmId};
+use super::guest::{Guest, GuestError, Refold, VmId};
 use super::hint_stack::HintStack;
 use super::huge::HugePages;
 use super::state::{Engine, Held, VmState};
@@ -76,7 +76,7 @@ impl Engine {
                 problem,
                 ..VmStats::default()
             },
-            live: false,
+            refold: Refold::Unknown,
             huge: HugePages::default(),
             pagemap: Pagemap::open(guest.pid()).ok(),
             discarded: 0,

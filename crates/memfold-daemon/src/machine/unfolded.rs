@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use memfold_fold::{Guest, GuestError};
+use memfold_fold::{Guest, GuestError, Refold};
 use memfold_wire::library::{Order, Reply};
 use rustix::process::Pid;
 
@@ -21,8 +21,8 @@ impl Guest for Unfolded {
         Err(GuestError::Library(io::Error::other(NO_LIBRARY)))
     }
 
-    fn refold_live(&mut self) -> bool {
-        false
+    fn refold(&mut self) -> Refold {
+        Refold::Stopped
     }
 
     fn can_stop(&self) -> bool {

@@ -8,7 +8,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 use memfold_fold::{
-    Command, Engine, EngineSettings, EngineStats, Guest, GuestError, VmId, VmStats,
+    Command, Engine, EngineSettings, EngineStats, Guest, GuestError, Refold, VmId, VmStats,
 };
 use memfold_folder::Folder;
 use memfold_sys::pagemap::Pagemap;
@@ -25,6 +25,7 @@ pub const RAM_PAGES: usize = 4096;
 pub struct InProcess {
     folder: Arc<Folder>,
     live: bool,
+    busy: Arc<AtomicBool>,
     pauses: Arc<AtomicU32>,
     lost: Arc<AtomicBool>,
 }
@@ -66,8 +67,14 @@ impl Guest for InProcess {
         Ok(reply)
     }
 
-    fn refold_live(&mut self) -> bool {
-        self.live
+    fn refold(&mut self) -> Refold {
+        if self.busy.load(Ordering::SeqCst) {
+            Refold::Unknown
+        } else if self.live {
+            Refold::Live
+        } else {
+            Refold::Stopped
+        }
     }
 
     fn can_stop(&self) -> bool {
@@ -82,6 +89,8 @@ pub struct Ram {
     skip: usize,
     pub folder: Arc<Folder>,
     pub pauses: Arc<AtomicU32>,
+    /// Whether its monitor is.
+    pub busy: Arc<AtomicBool>,
     /// Whether its library's connection is broken.
     pub lost: Arc<AtomicBool>,
 }
@@ -100,6 +109,7 @@ impl Ram {
             skip,
             folder,
             pauses: Arc::default(),
+            busy: Arc::default(),
             lost: Arc::default(),
         }
     }
@@ -108,6 +118,7 @@ impl Ram {
         InProcess {
             folder: self.folder.clone(),
             live,
+            busy: self.busy.clone(),
             pauses: self.pauses.clone(),
             lost: self.lost.clone(),
         }

@@ -191,6 +191,31 @@ fn a_vm_with_direct_io_is_folded_again_only_at_a_pause() {
 }
 
 #[test]
+fn a_vm_whose_monitor_is_busy_is_folded_again_later_and_not_paused() {
+    let domain = domain("busy");
+    let (mut a, mut b) = (Ram::new(), Ram::new());
+    a.fill(0, 64, 10);
+    b.fill(0, 64, 10);
+    let engine = Running::start();
+    engine.add(1, &domain, &a, true);
+    engine.add(2, &domain, &b, true);
+    engine.cached(1, 1, "/f", 0, 64);
+    engine.cached(2, 1, "/f", 0, 64);
+    engine.wait("both folded", |s| folded(s, &[1, 2], 64));
+    a.busy.store(true, Ordering::SeqCst);
+    for (id, ram) in [(1, &mut a), (2, &mut b)] {
+        ram.fill(0, 64, 11);
+        engine.cached(id, 2, "/g", 0, 64);
+    }
+    let stats = engine.wait("one folded again", |s| folded(s, &[2], 64));
+    assert_eq!(vm(&stats, 1).refolded_pages, 0);
+    a.busy.store(false, Ordering::SeqCst);
+    engine.wait("both folded again", |s| folded(s, &[1, 2], 64));
+    assert_eq!(a.pauses.load(Ordering::SeqCst), 0);
+    assert!(a.holds(0, 64, 11) && b.holds(0, 64, 11));
+}
+
+#[test]
 fn a_new_engine_takes_the_store_over_and_goes_on() {
     let domain = domain("takeover");
     let (mut a, mut b, mut c) = (Ram::new(), Ram::new(), Ram::new());
