@@ -25,7 +25,7 @@ use super::rank::Ranked;
 use super::shelf::{Draft, IMAGE, Shelf};
 use super::source::{EROFS_MAGIC, Source};
 use super::tools::{run, tool};
-use super::tree::{Filter, PROGRAMS, Tree};
+use super::tree::{Filter, PROGRAMS, Tree, is_full};
 
 /// Guests take device memory in pieces of this size (`SUBSECTION_SIZE` of Linux on x86-64).
 const ALIGN: u64 = 2 << 20;
@@ -100,7 +100,10 @@ pub fn build(
     let root = open_sources(&request.from, &draft)?;
     let tree = choose(request, &root)?;
     let lay = lay_over(request, &tree)?;
-    let contents = tree.copy(&files, progress).map_err(failed(&root))?;
+    let contents = tree.copy(&files, progress).map_err(|error| {
+        let place = if is_full(&error) { &files } else { &root };
+        failed(place)(error)
+    })?;
     let is_same = |old: &Manifest| {
         (&old.content, old.root, old.pinned, &old.lay)
             == (&contents.digest, request.root, request.pinned, &lay)

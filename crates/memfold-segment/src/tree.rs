@@ -180,8 +180,10 @@ impl Tree {
         let mut first_names: HashMap<(u64, u64), PathBuf> = HashMap::new();
         for entry in &self.entries {
             let (from, place) = (self.root.join(&entry.path), to.join(&entry.path));
+            // A full disk is the copy's.
             let at = |error: io::Error| {
-                io::Error::new(error.kind(), format!("{}: {error}", from.display()))
+                let file = if is_full(&error) { &place } else { &from };
+                io::Error::new(error.kind(), format!("{}: {error}", file.display()))
             };
             note(&mut sum, entry);
             match entry.kind {
@@ -283,6 +285,14 @@ fn note(sum: &mut blake3::Hasher, entry: &Entry) {
     for number in [facts.mtime(), facts.mtime_nsec()] {
         sum.update(&number.to_le_bytes());
     }
+}
+
+/// Whether it says that there is no room.
+pub(super) fn is_full(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+    )
 }
 
 fn copy_file(

@@ -9,6 +9,7 @@ use memfold_host::progress::Progress;
 use memfold_units::PAGE_SIZE;
 use memfold_vm::{Qmp, RamLayout, Vm, VmSpec};
 use memfold_wire::library::Range;
+use rustix::io::Errno;
 use serde_json::json;
 
 use super::disk_copy::{self, Copied};
@@ -173,6 +174,11 @@ fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError
         json!({ "filename": place.path(), "live": false }),
     );
     qmp.take_back(&place)?;
+    // QEMU does not say what was in its way.
+    let is_full = || rustix::fs::fstatvfs(&writable).is_ok_and(|disk| disk.f_bavail == 0);
+    if done.is_err() && is_full() {
+        return Err(failed(Errno::NOSPC.into()));
+    }
     done?;
     let facts = facts(file).map_err(failed)?;
     if facts.bytes == 0 {

@@ -215,7 +215,12 @@ fn builds(
     let before = disk.names();
     let filler = disk.fill(3);
     let why = build(client, &asked("full")).unwrap_err();
-    assert!(why.contains("No space left"), "{why}");
+    // The segments' disk is full, and not the source.
+    let draft = ".full.draft";
+    assert!(
+        why.contains("No space left") && why.contains(draft),
+        "{why}"
+    );
     drop(filler);
     assert_eq!(disk.names(), before);
     shelf_is_clean(client, disk);

@@ -338,6 +338,16 @@ fn a_save_onto_a_full_disk_fails_and_leaves_the_vm_as_it_was() {
     };
     let shelf = lab.directory().join("snapshots");
     let _full = Small::mount(&shelf, 40);
+    // Not even QEMU's device state has room: what is full is named.
+    let filler = shelf.join("filler");
+    std::fs::write(&filler, vec![1; 40 << 20]).unwrap_err();
+    let failed = save(&lab, "warm", Keep::None).unwrap_err();
+    let words = format!("{:#}", anyhow::Error::from(failed));
+    assert!(
+        words.contains("/devices") && words.contains("No space left on device"),
+        "{words}"
+    );
+    std::fs::remove_file(&filler).unwrap();
     let failed = save(&lab, "warm", Keep::None).unwrap_err();
     let words = format!("{:#}", anyhow::Error::from(failed));
     assert!(words.contains("No space left on device"), "{words}");
