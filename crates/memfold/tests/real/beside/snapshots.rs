@@ -340,7 +340,7 @@ fn a_save_onto_a_full_disk_fails_and_leaves_the_vm_as_it_was() {
     let _full = Small::mount(&shelf, 40);
     // Not even QEMU's device state has room: what is full is named.
     let filler = shelf.join("filler");
-    std::fs::write(&filler, vec![1; 40 << 20]).unwrap_err();
+    std::fs::write(&filler, vec![1; 41 << 20]).unwrap_err();
     let failed = save(&lab, "warm", Keep::None).unwrap_err();
     let words = format!("{:#}", anyhow::Error::from(failed));
     assert!(
