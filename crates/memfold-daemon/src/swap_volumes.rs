@@ -151,13 +151,13 @@ impl SwapVolumes {
             .keep(&keeper)
             .and_then(|()| self.put_on(&keeper, &fit, &endpoint));
         if let Err(error) = done {
-            warn!(%volume, error = chain(&error), "it stays where it is");
+            warn!(%volume, error = chain(&error), "volume not moved to a lender");
             if let Err(left) = self.take_off(&keeper, &turn) {
                 warn!(%volume, error = chain(&left), "what was begun can't be undone; 'memfold return --lvm' tries again");
             }
             return Err(error);
         }
-        info!(%volume, lender = lease.lender.host, "it is on lent RAM");
+        info!(%volume, lender = lease.lender.host, "volume is on lent RAM");
         Ok(Borrowed {
             changed: true,
             took_ms: ms(began),
@@ -297,7 +297,7 @@ impl SwapVolumes {
         self.leases.release(std::iter::once(loan.lease));
         self.keepers().remove(&loan.volume);
         self.note()?;
-        info!(volume = %loan.volume, "it is on this host's disk");
+        info!(volume = %loan.volume, "volume is on this host's disk");
         Ok(())
     }
 
@@ -325,7 +325,7 @@ impl SwapVolumes {
         for (volume, keeper) in all {
             info!(%volume, "what it has borrowed is watched again");
             if let Err(error) = self.keep(&keeper) {
-                warn!(%volume, error = chain(&error), "it is not watched");
+                warn!(%volume, error = chain(&error), "cannot watch the volume's loan; run 'memfold return --lvm' or restart the daemon");
             }
         }
     }
@@ -383,7 +383,7 @@ impl SwapVolumes {
         }
         if let Err(error) = self.take_off(keeper, &turn) {
             let volume = keeper.loan().volume;
-            warn!(%volume, error = chain(&error), "it can't be taken off lent RAM now");
+            warn!(%volume, error = chain(&error), "cannot take the volume off lent RAM; retrying in 15 s");
         }
         true
     }

@@ -133,7 +133,7 @@ impl Vms {
         match self.kernels.share(vm) {
             Ok(bytes) => debug!(vm = vm.name(), bytes, "of its kernel's image are common"),
             Err(error) => {
-                debug!(vm = vm.name(), %error, "it has a copy of its kernel's image for itself");
+                debug!(vm = vm.name(), %error, "VM keeps a copy of its kernel's image for itself");
             }
         }
     }

@@ -307,7 +307,7 @@ fn go_back<M: DerefMut<Target = Qmp>>(
         subject.write_overlays(&subject.overlays_now())
     };
     if let Err(error) = back() {
-        tracing::warn!(vm = subject.spec.name, %error, "its disks have an overlay more; the next save, or its end, removes that");
+        tracing::warn!(vm = subject.spec.name, %error, "extra overlay of the VM's disks not merged; the VM's next save or its end removes it");
     }
 }
 

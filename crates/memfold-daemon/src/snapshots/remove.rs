@@ -61,7 +61,7 @@ impl Snapshots {
         let taken = save::take_back((machine.vm(), &subject), || machine.monitor(), &place);
         if let Err(error) = taken {
             // It runs on with what QEMU has open.
-            warn!(vm, snapshot = name, %error, "it can't be saved again until it is started anew");
+            warn!(vm, snapshot = name, %error, "cannot take the VM's disks back from the removed snapshot; restart the VM before its next save");
         }
         Ok(())
     }
