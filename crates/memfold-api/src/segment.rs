@@ -106,7 +106,7 @@ pub struct AttachSegmentRequest {
 /// What a guest has done with a segment.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct AttachedSegment {
-    /// The segment.
+    /// What is mapped, and where the guest sees it.
     pub segment: VmSegment,
     /// What the agent said of it, if it did something.
     #[schema(value_type = Option<Object>)]

@@ -98,7 +98,7 @@ impl RestoreRequest {
 /// `POST /v1/snapshots/{name}/verify`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct VerifyReport {
-    /// The snapshot.
+    /// Name of the snapshot that was verified.
     pub name: String,
     /// What is wrong with it; empty: nothing.
     pub problems: Vec<String>,

@@ -26,7 +26,7 @@ use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 use crate::{guest_pressure, vm_logs};
 
-/// The daemon.
+/// Owns every service of one state directory, from the daemon's start to its end; docs/daemon.md draws them.
 #[derive(Debug)]
 pub struct Daemon {
     vms: Arc<Vms>,

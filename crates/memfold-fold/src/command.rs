@@ -16,9 +16,9 @@ use super::stats::EngineStats;
 pub enum Command {
     /// A VM to fold.
     Add {
-        /// Its number.
+        /// Number that its hints and commands name it by, for as long as this engine runs.
         id: VmId,
-        /// Its name.
+        /// Name that its figures and log lines carry.
         name: String,
         /// Its trust domain; `None` shares with nobody.
         domain: Option<String>,
@@ -33,7 +33,7 @@ pub enum Command {
     },
     /// The VM's RAM is laid out otherwise now: its firmware has run, or memory was plugged.
     Layout {
-        /// Its number.
+        /// Number that its hints and commands name it by, for as long as this engine runs.
         id: VmId,
         /// Its RAM.
         layout: RamLayout,
@@ -46,7 +46,7 @@ pub enum Command {
     Problem(VmId, Option<String>),
     /// A new connection to the library of a VM whose old one failed.
     Reached {
-        /// Its number.
+        /// Number that its hints and commands name it by, for as long as this engine runs.
         id: VmId,
         /// The VM by the new connection.
         guest: Box<dyn Guest>,

@@ -25,7 +25,7 @@ static HANGING: Mutex<Vec<Look>> = Mutex::new(Vec::new());
 /// A process with mergeable memory, or a QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// Its number.
+    /// Process number in the daemon's PID namespace.
     pub pid: i32,
     /// Its name, `/proc/PID/comm`.
     pub comm: String,

@@ -140,7 +140,7 @@ impl fmt::Display for LeaseState {
 /// RAM lent by one host to one VM of another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
-    /// Its number.
+    /// Number by which lender and borrower name it; the registry never gives it again.
     pub id: LeaseId,
     /// Who lends.
     pub lender: LenderId,

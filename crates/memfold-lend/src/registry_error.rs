@@ -45,7 +45,7 @@ pub enum RegistryError {
         "'{who}' has no lease {id}: its lender has ended it, or it never was; 'memfold leases' shows those there are"
     )]
     NoLease {
-        /// Its number.
+        /// Number that was asked for.
         id: LeaseId,
         /// Who asked.
         who: String,
@@ -61,7 +61,7 @@ pub enum RegistryError {
     /// What was asked doesn't fit what the lease is now.
     #[error("lease {id} is {state} and can't be {wanted}")]
     State {
-        /// Its number.
+        /// Number of the lease that is in another state.
         id: LeaseId,
         /// What it is.
         state: LeaseState,

@@ -19,7 +19,7 @@ const COUNTERS: Duration = Duration::from_secs(1);
 
 /// Where messages go.
 pub(super) enum Sink {
-    /// The daemon.
+    /// A virtio-serial port, which the daemon reads from.
     Port(Port),
     /// Standard output, as text.
     Text,
@@ -37,7 +37,7 @@ pub(super) enum State {
     Working,
 }
 
-/// The agent.
+/// What the agent's main loop works on: its connection, and what it knows of the guest's page cache.
 // The flags are independent of each other: any combination occurs.
 #[allow(clippy::struct_excessive_bools)]
 pub struct Agent {

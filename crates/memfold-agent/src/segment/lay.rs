@@ -21,7 +21,7 @@ const ATTEMPTS: u32 = 3;
 /// What is asked for.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// The segment.
+    /// Name of the segment, without its generation.
     pub name: String,
     /// Which edition.
     pub generation: u64,
