@@ -27,6 +27,7 @@ open("/run/before", "w").write(hashlib.sha256(held).hexdigest())
 while True:
     open("/run/now.new", "w").write(hashlib.sha256(held).hexdigest() + " " + str(time.monotonic()))
     os.rename("/run/now.new", "/run/now")
+    time.sleep(0.5)
 END
 systemd-run -q --unit=holder python3 /run/holder.py
 while [ ! -s /run/now ]; do sleep 0.2; done
@@ -50,7 +51,7 @@ pub const REWRITER: &str = include_str!("../guest/rewriter.py");
 pub fn rewrite_memory() -> String {
     format!(
         "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
-         systemd-run -q --unit=rewriter python3 /run/rewriter.py 10000 /var/tmp/rewritten 0.01\n\
+         systemd-run -q --unit=rewriter python3 /run/rewriter.py 10000 /var/tmp/rewritten 0.03\n\
          while [ ! -s /run/rewriter ]; do sleep 0.2; done"
     )
 }

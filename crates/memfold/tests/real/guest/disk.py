@@ -44,4 +44,4 @@ while True:
         with open("/run/disk.checked", "w") as out:
             print("errors", errors, "operations", operations, file=out)
         os.remove("/run/disk.check")
-    time.sleep(0.001)
+    time.sleep(0.004)

@@ -63,6 +63,8 @@ int main(int count, char **words) {
             longest = took > longest ? took : longest;
             done++;
         }
+        /* It leaves others a part of its core: what is tested is where pages are, not how fast they come. */
+        usleep(20000);
         uint64_t now = now_us();
         if (now - second >= 1000000) {
             fprintf(status, "%.1f %lu %lu %lu\n", (now - begun) / 1e6, done, wrong, longest);

@@ -23,7 +23,7 @@ while not os.path.exists("/run/turns.stop"):
         memory[at : at + 8] = then[page]
     rounds += 1
     open("/run/turns.ready", "w").close()
-    time.sleep(0.2)
+    time.sleep(0.5)
 for page in range(PAGES):
     at = page * PAGE
     errors += memory[at + 8 : at + PAGE] != turns[0][page] * (PAGE // 8 - 1)
