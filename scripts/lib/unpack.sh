@@ -31,7 +31,7 @@ unpack_server() {
     rm -rf "$at"
     mkdir "$work/bin"
     for program; do
-        mv "$work/root/usr/bin/$program" "$work/bin"
+        mv "$work"/root/usr/*bin/"$program" "$work/bin"
     done
     mv "$work/bin" "$at"
     rm -rf "$work"
@@ -44,3 +44,9 @@ setup_prometheus() { unpack_server prometheus prometheus prometheus promtool; }
 
 # For the registry of leases in a cluster.
 setup_etcd() { unpack_server etcd etcd-server etcd; }
+
+# For the dashboard behind a reverse proxy.
+setup_proxies() {
+    unpack_server nginx nginx nginx
+    unpack_server caddy caddy caddy
+}

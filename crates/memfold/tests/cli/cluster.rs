@@ -11,7 +11,7 @@ use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
 use crate::lending::{self, Swapping, export, wait_free};
-use crate::support::{Daemon, code, err, out, program, refusals, refused, wait};
+use crate::support::{Daemon, code, err, out, program, refusals, refused, server, wait};
 
 /// Who vouches for servers and hosts of one test.
 struct Authority {
@@ -319,21 +319,7 @@ struct Etcd {
 impl Etcd {
     /// With more arguments, and its clients' scheme; `None` where there is no etcd.
     fn start(scheme: &str, more: &[&str]) -> Option<Self> {
-        let cached = std::env::var_os("MEMFOLD_CACHE")
-            .map(PathBuf::from)
-            .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/memfold")))
-            .map(|cache| cache.join("etcd/etcd"));
-        let there = |path: &PathBuf| {
-            let run = Command::new(path).arg("--version").output();
-            run.is_ok_and(|output| output.status.success())
-        };
-        let Some(program) = cached.into_iter().chain(["etcd".into()]).find(there) else {
-            assert!(
-                std::env::var_os("MEMFOLD_REAL").is_none(),
-                "no etcd: scripts/setup tests"
-            );
-            return memfold_testkit::reports_skip("no etcd; scripts/setup tests");
-        };
+        let program = server("etcd", "etcd", "--version")?;
         let directory = tempfile::tempdir().unwrap();
         let free = || TcpListener::bind("127.0.0.1:0").unwrap();
         let sockets = [free(), free()];

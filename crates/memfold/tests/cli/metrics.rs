@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::support::{Daemon, wait};
+use super::support::{Daemon, server, wait};
 
 const OPEN_METRICS: &str = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5";
 
@@ -20,26 +20,9 @@ fn deploy(file: &str) -> PathBuf {
         .join(file)
 }
 
-/// A program of Prometheus: of `scripts/setup tests`, or in `PATH`. `None`, with the reason, only where tests may be left out.
+/// A program of Prometheus.
 fn tool(name: &str) -> Option<PathBuf> {
-    let cached = std::env::var_os("MEMFOLD_CACHE")
-        .map(PathBuf::from)
-        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/memfold")))
-        .map(|cache| cache.join("prometheus").join(name))
-        .filter(|path| path.exists());
-    let there = |path: &PathBuf| {
-        let run = Command::new(path).arg("--version").output();
-        run.is_ok_and(|output| output.status.success())
-    };
-    let found = cached.or_else(|| Some(name.into())).filter(there);
-    assert!(
-        found.is_some() || std::env::var_os("MEMFOLD_REAL").is_none(),
-        "no {name}: scripts/setup tests"
-    );
-    if found.is_none() {
-        memfold_testkit::report_skip(&format!("no {name}; scripts/setup tests"));
-    }
-    found
+    server("prometheus", name, "--version")
 }
 
 fn value(text: &str, sample: &str) -> f64 {

@@ -23,6 +23,28 @@ pub fn program() -> Command {
     command
 }
 
+/// A server that tests start: `name`, which scripts/setup has put into `directory` of the cache, or which is in `PATH`; it ends well when it is
+/// asked for its `version`. `None`, with the reason, only where tests may be left out.
+pub fn server(directory: &str, name: &str, version: &str) -> Option<PathBuf> {
+    let cached = std::env::var_os("MEMFOLD_CACHE")
+        .map(PathBuf::from)
+        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/memfold")))
+        .map(|cache| cache.join(directory).join(name));
+    let runs = |path: &PathBuf| {
+        let run = Command::new(path).arg(version).output();
+        run.is_ok_and(|output| output.status.success())
+    };
+    let found = cached.into_iter().chain([name.into()]).find(runs);
+    assert!(
+        found.is_some() || std::env::var_os("MEMFOLD_REAL").is_none(),
+        "no {name}: scripts/setup tests"
+    );
+    if found.is_none() {
+        memfold_testkit::report_skip(&format!("no {name}; scripts/setup tests"));
+    }
+    found
+}
+
 pub fn run(arguments: &[&str]) -> Output {
     program().args(arguments).output().unwrap()
 }
