@@ -19,9 +19,9 @@ use crate::support::{self, BOOT};
 /// Keeps more memory than the guest has, and checks every word of it; see the program.
 pub const SWAPPER: &str = include_str!("../guest/swapper.c");
 
-const RAM: ByteSize = ByteSize::mib(320);
+const RAM: ByteSize = ByteSize::mib(224);
 const SWAP: ByteSize = ByteSize::mib(512);
-const ARRAY_MIB: u64 = 448;
+const ARRAY_MIB: u64 = 320;
 
 /// Longest time that the guest may wait for one page when a lender dies, in seconds: the promise.
 const LONGEST_STALL: f64 = 5.0;

@@ -30,7 +30,7 @@ const FREE: u64 = 7 << 30;
 /// What the lender's VM takes at once.
 const GROWTH: u64 = 2 << 30;
 /// What the borrower's VM takes, which runs on the same host here.
-const BORROWER: u64 = 400 << 20;
+const BORROWER: u64 = 300 << 20;
 /// So much less there would be than the VM takes, if nothing came back.
 const MISSING: u64 = 256 << 20;
 
