@@ -8,8 +8,12 @@
 //!   swap-fileN           swap-lentN-0   swap-copyN      swap-lentN-0  swap-lentN-1
 //!                           nbd         raw on swap-fileN    nbd         nbd
 //! ```
-//! Each switch makes nodes of a new generation N, mirrors the old ones onto them (each write of the guest goes to both meanwhile), and has
-//! the device use them instead: `blockdev-mirror`, `job-complete`. If anything fails before that, what was made is removed again.
+//! Each switch makes nodes of a new generation N, mirrors the old ones onto them, and has the device use them instead: `blockdev-mirror`,
+//! `job-complete`. If anything fails before that, what was made is removed again.
+//!
+//! **Why writes are mirrored in the background.** With `copy-mode=write-blocking` each write of the guest goes to both places at once, and the job
+//! comes to an end under any load. But when such a job fails or is cancelled while the guest writes, QEMU 10.0 writes to memory that it has freed,
+//! and may die of it (docs/decisions/0042). In the background what is written is copied again; a guest that writes faster than that is slowed down.
 //!
 //! **Why no byte is lost.** A quorum with `read-pattern=fifo` and `vote-threshold=1` writes to all children, is done when all have answered,
 //! and then succeeds if one did. It reads from the first, and from the next if that fails (`block/quorum.c`). So every byte that the guest
@@ -34,6 +38,12 @@ const JOB: &str = "memfold-swap";
 
 /// How long a switch may go without any progress.
 const STUCK: Duration = Duration::from_secs(30);
+
+/// How long a guest may go on writing faster than that is copied, after all of its disk has been copied once.
+const CATCH_UP: Duration = Duration::from_secs(3);
+
+/// Bytes a second that the guest may write to its swap disk from then on, until it is switched.
+const SLOWED: u64 = 16 << 20;
 
 /// Time between two looks at a job.
 const LOOK: Duration = Duration::from_millis(20);
@@ -213,15 +223,31 @@ pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
     to: &str,
     failed: &dyn Fn() -> Option<String>,
 ) -> Result<(), GraphError> {
-    // Each write of the guest goes to both from the start, so that it comes to an end under any load.
     monitor().execute(
         "blockdev-mirror",
         json!({
             "job-id": JOB, "device": from, "target": to, "sync": "full",
-            "copy-mode": "write-blocking", "on-source-error": "report", "on-target-error": "report",
+            "copy-mode": "background", "on-source-error": "report", "on-target-error": "report",
         }),
     )?;
+    let done = copy(monitor, failed).and_then(|()| go_over(monitor));
+    // If this fails, it is done when what is left of the switch is removed (`cancel`).
+    let _ = slow_down(&mut monitor(), false);
+    if done? == to {
+        return Ok(());
+    }
+    Err(GraphError::Switch("QEMU did not go over at the end".into()))
+}
+
+/// Waits until the job has copied all, and what was written meanwhile. An error: the job is gone.
+fn copy<M: std::ops::DerefMut<Target = Qmp>>(
+    monitor: &impl Fn() -> M,
+    failed: &dyn Fn() -> Option<String>,
+) -> Result<(), GraphError> {
     let (mut offset, mut moved) = (0, Instant::now());
+    let mut first_pass: Option<u64> = None;
+    let mut copied_once: Option<Instant> = None;
+    let mut is_slowed = false;
     loop {
         let job = job(&mut monitor())?;
         let why = match &job {
@@ -237,18 +263,39 @@ pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
         }
         let Some(job) = job else { continue };
         if job["ready"] == true {
-            break;
+            return Ok(());
         }
-        let now = job["offset"].as_u64().unwrap_or(0);
+        let number = |key: &str| job[key].as_u64().unwrap_or(0);
+        let (now, length) = (number("offset"), number("len"));
         if now != offset {
             (offset, moved) = (now, Instant::now());
         }
+        // What is to be copied grows with what the guest writes.
+        let first_pass = *first_pass.get_or_insert(length);
+        if now >= first_pass && length > 0 {
+            let since = *copied_once.get_or_insert_with(Instant::now);
+            if !is_slowed && since.elapsed() > CATCH_UP {
+                slow_down(&mut monitor(), true)?;
+                is_slowed = true;
+            }
+        }
         std::thread::sleep(LOOK);
     }
-    if go_over(monitor)? == to {
+}
+
+/// Has the guest write to its swap disk slowly, or as fast as it can again. Limits of others stay as they are.
+fn slow_down(qmp: &mut Qmp, slowly: bool) -> Result<(), QmpError> {
+    let devices = qmp.query("query-block")?;
+    let mut devices = devices.as_array().into_iter().flatten();
+    let Some(device) = devices.find(|device| is_swap_device(device)) else {
+        return Ok(());
+    };
+    let (before, after) = if slowly { (0, SLOWED) } else { (SLOWED, 0) };
+    if device["inserted"]["bps_wr"] != before {
         return Ok(());
     }
-    Err(GraphError::Switch("QEMU did not go over at the end".into()))
+    let limits = json!({ "id": device["qdev"], "bps": 0, "bps_rd": 0, "bps_wr": after, "iops": 0, "iops_rd": 0, "iops_wr": 0 });
+    qmp.execute("block_set_io_throttle", limits).map(drop)
 }
 
 /// Completes the job, and gives the node that the device uses then: whether it went over or failed, only the device tells, and an answer that
@@ -316,7 +363,8 @@ pub fn cancel<M: std::ops::DerefMut<Target = Qmp>>(
         }
         std::thread::sleep(LOOK);
     }
-    Ok(())
+    // A daemon may have been killed amid its switch.
+    slow_down(&mut monitor(), false)
 }
 
 /// Takes a lent piece out from under the device, which goes on with the other copy: the last child stays.
@@ -463,6 +511,61 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         }
+    }
+
+    /// A QEMU whose guest writes faster than a job copies until it is slowed down; `told`: what limits it was given.
+    fn busy_qemu(listener: &UnixListener, told: &Mutex<Vec<u64>>) {
+        let (mut stream, _) = listener.accept().unwrap();
+        writeln!(stream, r#"{{"QMP": {{}}}}"#).unwrap();
+        let (mut copied, mut switched) = (0, false);
+        for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+            let Ok(line) = line else { return };
+            let asked: Value = serde_json::from_str(&line).unwrap();
+            let limit = told.lock().unwrap().last().copied().unwrap_or(0);
+            let answer = match asked["execute"].as_str().unwrap() {
+                "block_set_io_throttle" => {
+                    assert_eq!(asked["arguments"]["id"], "/machine/peripheral/swap/x");
+                    let limit = asked["arguments"]["bps_wr"].as_u64().unwrap();
+                    told.lock().unwrap().push(limit);
+                    json!({})
+                }
+                "blockdev-mirror" => {
+                    assert_eq!(asked["arguments"]["copy-mode"], "background");
+                    json!({})
+                }
+                "job-complete" => {
+                    switched = true;
+                    json!({})
+                }
+                "query-block-jobs" if switched => json!([]),
+                "query-block-jobs" => {
+                    copied += 4096;
+                    json!([{ "device": JOB, "offset": copied, "len": copied + 4096, "ready": limit > 0 }])
+                }
+                "query-block" => json!([{ "qdev": "/machine/peripheral/swap/x", "inserted": {
+                    "node-name": if switched { "swap1" } else { "swap0" }, "bps_wr": limit,
+                    "image": { "virtual-size": 8192 },
+                } }]),
+                _ => json!([]),
+            };
+            writeln!(stream, "{}", json!({ "return": answer, "id": asked["id"] })).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_guest_that_writes_faster_than_is_copied_is_slowed_down_until_its_disk_is_switched() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("q");
+        let listener = UnixListener::bind(&path).unwrap();
+        let told = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            scope.spawn(|| busy_qemu(&listener, &told));
+            let qmp = Mutex::new(Qmp::connect(&path, Duration::from_secs(5)).unwrap());
+            let began = Instant::now();
+            switch(&|| qmp.lock().unwrap(), "swap0", "swap1", &|| None).unwrap();
+            assert!(began.elapsed() >= CATCH_UP);
+        });
+        assert_eq!(*told.lock().unwrap(), [SLOWED, 0]);
     }
 
     #[test]
