@@ -121,7 +121,7 @@ impl Boots {
                     warn!(
                         vm = machine.name(),
                         error = error as &dyn std::error::Error,
-                        "not saved after its boot"
+                        "boot snapshot not saved; fix the cause and start the VM again"
                     );
                 }
                 machine.set_boot_snapshot(saved.map_or_else(

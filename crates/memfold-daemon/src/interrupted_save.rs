@@ -120,7 +120,7 @@ fn go_on(machine: &Arc<Machine>) -> bool {
         Ok(())
     });
     if let Err(error) = &went_on {
-        warn!(vm = machine.name(), %error, "stands still since its save was cut off");
+        warn!(vm = machine.name(), %error, "cannot resume the VM after an interrupted save; run 'memfold vm resume'");
     }
     went_on.is_ok()
 }
@@ -137,7 +137,7 @@ pub(crate) fn undo_soon(state: PathBuf, machine: Arc<Machine>) {
         .name("cut-off".into())
         .spawn(undo);
     if let Err(error) = spawned {
-        warn!(%error, "a save that was cut off is undone by the next");
+        warn!(%error, "no thread to undo an interrupted save; the next save undoes it");
     }
 }
 
@@ -150,6 +150,6 @@ pub(crate) fn let_go_of_disks(machine: Arc<Machine>) {
     };
     let spawned = std::thread::Builder::new().name("disks".into()).spawn(work);
     if let Err(error) = spawned {
-        warn!(%error, "disks of a save that was cut off are let go of by the next save");
+        warn!(%error, "no thread to release the disks of an interrupted save; the next save releases them");
     }
 }

@@ -88,7 +88,7 @@ pub(crate) fn restore() {
             "KSM's settings are put back as they were before a memfold that died changed them; 'memfold ksm start' steers it again"
         ),
         Err(KsmError::Busy(_)) => info!("another memfold uses KSM"),
-        Err(error) => warn!(%error, "KSM's settings were left changed"),
+        Err(error) => warn!(%error, "cannot restore KSM settings; the next daemon retries"),
     }
 }
 
@@ -295,7 +295,7 @@ impl KsmSteering {
                     domain = old.domain,
                     "KSM is steered no more; its settings are put back"
                 ),
-                Err(error) => warn!(%error, "KSM's settings were left changed"),
+                Err(error) => warn!(%error, "cannot restore KSM settings; the next daemon retries"),
             }
         }
     }

@@ -80,7 +80,7 @@ impl Leases {
             let registry: Arc<dyn Registry> = match SqliteRegistry::open(&path) {
                 Ok(registry) => Arc::new(registry),
                 Err(error) => {
-                    warn!(%error, "memory can't be lent or borrowed here");
+                    warn!(%error, "cannot open the lease registry, lending and borrowing are off; fix the cause and restart the daemon");
                     let why = error.to_string();
                     Arc::new(CallRegistry::new(place.clone(), move |_: &Call| {
                         Err(why.clone())
@@ -283,7 +283,7 @@ impl Leases {
         }
         registry.sole_copy(id, host).or_else(|error| {
             // Said again with the next.
-            warn!(lease = id.0, %error, "its lender doesn't know that there is no other copy");
+            warn!(lease = id.0, %error, "cannot tell the registry that the lender holds the only copy; retrying at the next renewal");
             Ok(lease)
         })
     }
@@ -347,7 +347,7 @@ impl Leases {
     pub(crate) fn release(&self, leases: impl Iterator<Item = LeaseId>) {
         for id in leases {
             if let Err(error) = self.registry.release(id, &self.host) {
-                warn!(lease = id.0, %error, "not released; its lender takes it back when it is over");
+                warn!(lease = id.0, %error, "cannot release the lease; the lender ends it at its deadline");
             }
         }
     }

@@ -162,7 +162,7 @@ impl Lending {
             lend: request.cloned(),
         };
         if let Err(error) = write_json(&self.note, &by_hand) {
-            warn!(%error, "the next daemon won't know what this host is to lend");
+            warn!(%error, "cannot write lend.json; free space and repeat 'memfold lend'");
         }
     }
 
@@ -182,7 +182,7 @@ impl Lending {
                 })
             })
         else {
-            warn!("what the daemon before has lent can't be read; it is not lent again");
+            warn!("cannot read lend.json; repeat 'memfold lend'");
             return configured;
         };
         if said.boot == boot_id() {
@@ -223,7 +223,10 @@ impl Lending {
             .check_host()
             .and_then(|()| check_server(request.transport))
         {
-            warn!(error = chain(&error), "this host lends nothing");
+            warn!(
+                error = chain(&error),
+                "lending not started; fix the cause and run 'memfold lend'"
+            );
             return;
         }
         // The registry may not be there yet: its daemon may start after this one. The lender's thread goes on asking.
@@ -232,7 +235,10 @@ impl Lending {
                 // Somebody may have asked for another one meanwhile.
                 self.lender().get_or_insert(lender);
             }
-            Err(error) => warn!(error = chain(&error), "this host lends no more"),
+            Err(error) => warn!(
+                error = chain(&error),
+                "cannot start the lender; fix the cause and run 'memfold lend'"
+            ),
         }
     }
 

@@ -105,7 +105,7 @@ impl KnownQemu {
                     warn!(
                         libvirt = domain.domain,
                         error = &error as &dyn std::error::Error,
-                        "can't be taken on; tried again now and then"
+                        "cannot adopt the libvirt domain; retrying up to 2 minutes apart"
                     );
                 }
                 self.again = Some(Instant::now() + self.pause);

@@ -274,7 +274,7 @@ impl Machine {
     fn advice(&self, layout: &RamLayout) -> Vec<Advice> {
         let read = |block| {
             self.vm.advice(block).unwrap_or_else(|error| {
-                warn!(vm = self.name, %error, "advice of a RAM block cannot be read");
+                warn!(vm = self.name, %error, "cannot read madvise flags of a RAM block; folded memory may lose them until the daemon restarts");
                 Advice::default()
             })
         };
@@ -308,7 +308,7 @@ impl Machine {
         drop(link);
         if let Some(directory) = self.vm.directory() {
             if let Err(error) = Vm::clear_if_stale(directory) {
-                warn!(vm = self.name, %error, "its files could not be removed");
+                warn!(vm = self.name, %error, "cannot remove the files of the ended VM; the next daemon retries");
             }
         }
     }
@@ -382,7 +382,7 @@ impl Machine {
         let segments: Vec<StoreIdentity> = segments.map(|(_, identity)| identity).collect();
         let domain = self.domain.as_deref();
         memfold_ledger::take::vm(pid, &self.name, domain, &layout, stores, &segments)
-            .inspect_err(|error| warn!(vm = self.name, %error, "left out of the ledger"))
+            .inspect_err(|error| warn!(vm = self.name, %error, "cannot read the VM's page tables, VM left out of the ledger; nothing is needed if the VM is ending"))
             .ok()
     }
 

@@ -73,7 +73,12 @@ impl Samples {
     fn new(path: Option<&Path>) -> Self {
         let open = |path: &Path| {
             History::open(path)
-                .inspect_err(|error| warn!(error = chain(error), "no history is kept"))
+                .inspect_err(|error| {
+                    warn!(
+                        error = chain(error),
+                        "cannot open the history; none is kept until the daemon restarts"
+                    )
+                })
                 .ok()
         };
         Self {
@@ -275,7 +280,10 @@ impl Sampling {
             let of_vms: Vec<_> = report.ledger.vms.iter().map(of_vm).collect();
             let mut history = history.lock();
             if let Err(error) = history.add(now_unix_s(), &host, &of_vms, &events) {
-                warn!(error = chain(&error), "a sample is lost");
+                warn!(
+                    error = chain(&error),
+                    "cannot write a sample to the history; free space in --records"
+                );
             }
         }
         let cost = thread_cpu().saturating_sub(before);
@@ -288,7 +296,7 @@ impl Sampling {
         // Also when nobody looks: who comes next sees something at once.
         match serde_json::to_string(&live) {
             Ok(text) => drop(self.samples.latest.send_replace(text.into())),
-            Err(error) => warn!(%error, "a sample can't be written as JSON"),
+            Err(error) => warn!(%error, "cannot encode a sample as JSON; report this"),
         }
         Ok(thread_cpu().saturating_sub(before))
     }
@@ -302,7 +310,10 @@ fn sample_on(sampling: &Weak<Sampling>, samples: &Samples) {
         };
         taken = Some(Instant::now());
         cost = sampling.sample(&mut last).unwrap_or_else(|error| {
-            warn!(error = chain(&error), "no sample");
+            warn!(
+                error = chain(&error),
+                "cannot take a sample; retrying at the next sample"
+            );
             Duration::ZERO
         });
     }

@@ -153,7 +153,7 @@ impl SwapVolumes {
         if let Err(error) = done {
             warn!(%volume, error = chain(&error), "volume not moved to a lender");
             if let Err(left) = self.take_off(&keeper, &turn) {
-                warn!(%volume, error = chain(&left), "what was begun can't be undone; 'memfold return --lvm' tries again");
+                warn!(%volume, error = chain(&left), "cannot undo the failed borrow of the volume; run 'memfold return --lvm'");
             }
             return Err(error);
         }
@@ -309,7 +309,7 @@ impl SwapVolumes {
         let loans: Vec<Loan> = match serde_json::from_slice(&bytes) {
             Ok(loans) => loans,
             Err(error) => {
-                warn!(%error, "which volumes are on lent RAM can't be read; 'memfold return --lvm VG/LV' takes one off");
+                warn!(%error, "cannot read volumes.json; run 'memfold return --lvm VG/LV' for each volume on lent RAM");
                 return;
             }
         };
@@ -379,7 +379,7 @@ impl SwapVolumes {
         }
         if keeper.loan().phase == Phase::Lent && keeper.is_running_out() {
             let volume = keeper.loan().volume;
-            warn!(%volume, "the registry can't be asked, and half of its lease's time is over: it is moved to this host's disk");
+            warn!(%volume, "registry unreachable and half of the lease over; moving the volume to this host's disk");
         }
         if let Err(error) = self.take_off(keeper, &turn) {
             let volume = keeper.loan().volume;

@@ -38,7 +38,7 @@ impl Domain {
 /// Logs a store failure once a state change, not once a page.
 pub(super) fn note_store_error(domain_name: &str, domain: &mut Domain, error: &StoreError) {
     if !domain.full {
-        warn!(domain = domain_name, error = %error, "new content stays out of the page store");
+        warn!(domain = domain_name, error = %error, "page store takes no new content; raise --store-cap or free memory");
         domain.full = true;
     }
 }

@@ -102,7 +102,7 @@ impl Engine {
                         vm = vm.stats.name,
                         errno,
                         pages = run.pages,
-                        "a fold failed; the run was left as it was"
+                        "fold failed, run left unchanged; for errno 12 raise vm.max_map_count"
                     );
                     if errno == rustix::io::Errno::NOMEM.raw_os_error() {
                         vm.mappings = self.settings.max_mappings;

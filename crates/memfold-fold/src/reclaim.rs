@@ -271,7 +271,7 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
             Err(error) => warn!(
                 domain = name,
                 error = &error as &dyn std::error::Error,
-                "store pages could not be given back"
+                "cannot punch pages out of the page store; they stay until the domain's last VM ends"
             ),
         }
     }

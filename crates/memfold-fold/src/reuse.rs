@@ -44,7 +44,9 @@ impl Engine {
                     );
                     domain.store.reuse(gaps);
                 }
-                Err(error) => warn!(domain = name, %error, "the page store's holes can't be used"),
+                Err(error) => {
+                    warn!(domain = name, %error, "cannot search the page store for holes; retrying in 60 s")
+                }
             }
             if !domain.store.next_gap() {
                 domain.next_search = Some(now + SEARCH_INTERVAL);

@@ -48,7 +48,7 @@ impl Engine {
                 .err()
         });
         if let Some(problem) = &problem {
-            warn!(vm = name, problem, "this VM is not folded");
+            warn!(vm = name, problem, "VM not folded; see 'problem'");
         }
         let now = Instant::now();
         let allowance =
@@ -103,7 +103,7 @@ impl Engine {
         let cap = self.settings.store_cap;
         if !self.domains.contains_key(domain) {
             let adopted = Store::adopt(guest.pid(), domain, cap).unwrap_or_else(|error| {
-                warn!(domain, error = %error, "the store of a former daemon could not be taken over");
+                warn!(domain, error = %error, "cannot reopen the page store of an earlier daemon, new store created; run the daemon as root");
                 None
             });
             let guardians = match &adopted {

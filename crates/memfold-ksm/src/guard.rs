@@ -134,7 +134,7 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         if let Err(error) = self.put_back() {
-            tracing::error!(%error, note = %self.note_path.display(), "KSM settings not restored");
+            tracing::error!(%error, note = %self.note_path.display(), "cannot restore KSM settings; the next daemon retries");
         }
     }
 }

@@ -287,7 +287,7 @@ fn remove(files: &[PathBuf]) {
     for file in files {
         if let Err(error) = std::fs::remove_file(file) {
             if error.kind() != io::ErrorKind::NotFound {
-                tracing::warn!(file = %file.display(), %error, "left over from an export");
+                tracing::warn!(file = %file.display(), %error, "cannot remove an export's file; remove it by hand");
             }
         }
     }

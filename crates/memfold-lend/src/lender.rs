@@ -72,7 +72,7 @@ impl Lender {
                 work.exports.clear();
                 work.dying.clear();
                 if let Err(error) = work.registry.withdraw(&work.lender) {
-                    warn!(%error, "the registry does not know yet that this host lends no more");
+                    warn!(%error, "cannot withdraw the offer; it expires in 10 s");
                 }
             })?;
         Ok(Self {

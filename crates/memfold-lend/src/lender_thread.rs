@@ -78,7 +78,7 @@ impl Work {
             Ok(_) => None,
             Err(error) => {
                 if matches!(error, RegistryError::Superseded { .. }) {
-                    warn!(%error, "lends no more");
+                    warn!(%error, "lender stopped: another daemon lends under this host name; give each host its own --host");
                     self.set(|status| status.problem = Some(error.to_string()));
                     return true;
                 }
@@ -89,7 +89,10 @@ impl Work {
         let lent = self.lent_bytes();
         self.set(|status| {
             if problem.is_some() && status.problem != problem {
-                warn!(problem, "lending");
+                warn!(
+                    problem,
+                    "lender cannot use the registry; retrying, leases hold until their deadlines"
+                );
             }
             status.problem = problem;
             status.lent_bytes = lent;
@@ -123,7 +126,8 @@ impl Work {
                 refused += strangers;
                 warn!(
                     lease = id.0,
-                    strangers, "connections to its export broke off or were refused"
+                    strangers,
+                    "connections to an export refused or broken off; restrict --ports to your borrowers"
                 );
             }
             let health = lent.export.health();
@@ -146,7 +150,7 @@ impl Work {
             warn!(
                 lease = id.0,
                 ?health,
-                "its export has failed, or its client has gone"
+                "export failed or its borrower disconnected; lease ended"
             );
             self.end_export(id, true);
         }
@@ -242,7 +246,7 @@ impl Work {
                         lease = lease.id.0,
                         borrower = lease.borrower,
                         vm = lease.vm,
-                        "not given back in time; its export is ended"
+                        "lease not returned in time, export ended; see the borrower's log"
                     );
                 }
                 self.end_export(lease.id, false);
@@ -268,14 +272,14 @@ impl Work {
                 lent.orphaned = true;
                 warn!(
                     lease = id.0,
-                    "the registry doesn't know it any more; its export is ended when its time is over"
+                    "registry lost the lease; the export ends at its deadline"
                 );
             }
         }
         for id in over {
             warn!(
                 lease = id.0,
-                "the registry doesn't know it; its export is ended"
+                "lease unknown to the registry, export ended; nothing is needed"
             );
             self.end_export(id, false);
         }
@@ -294,7 +298,7 @@ impl Work {
         for id in ids {
             warn!(
                 lease = id.0,
-                "over, and the registry can't be asked; its export is ended"
+                "lease over and registry unreachable, export ended; check the registry"
             );
             self.end_export(id, false);
         }
@@ -320,7 +324,7 @@ impl Work {
                     self.exports.insert(lease.id, lent);
                 }
                 Err(error) => {
-                    warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "can't be exported");
+                    warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "cannot export the lease, the borrow fails; fix the cause on this host");
                     self.end_export(lease.id, true);
                     return Ok(());
                 }
@@ -347,7 +351,7 @@ impl Work {
             }
             Ok(_) => {}
             Err(error) => {
-                warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "can't be exported");
+                warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "cannot export the lease, the borrow fails; fix the cause on this host");
                 self.end_export(lease.id, true);
             }
         }
@@ -379,7 +383,7 @@ impl Work {
         // If it isn't heard, the next look finds the lease without an export.
         let lender = self.lender.clone();
         if let Err(error) = self.ask(|registry| registry.ended(id, &lender)) {
-            warn!(lease = id.0, %error, "has ended, and the registry doesn't know yet");
+            warn!(lease = id.0, %error, "cannot tell the registry that the export ended; retrying");
         }
     }
 
@@ -456,7 +460,8 @@ impl Work {
             };
             warn!(
                 lease = id.0,
-                bytes, "this host has next to nothing left, and its borrower has a copy: ended"
+                bytes,
+                "host almost out of memory, export of a lease with a copy ended; lower 'memfold lend --max'"
             );
             // The registry hears of it when it has gone.
             export.kill(Duration::ZERO);

@@ -83,7 +83,7 @@ impl Shelf {
                     .is_ok_and(|dir| flock(&dir, FlockOperation::NonBlockingLockExclusive).is_ok());
             if is_left {
                 if let Err(error) = fs::remove_dir_all(entry.path()) {
-                    tracing::warn!(path = %entry.path().display(), %error, "a segment whose build was cut off cannot be removed");
+                    tracing::warn!(path = %entry.path().display(), %error, "cannot remove the draft of an interrupted segment build; remove it by hand");
                 }
             }
         }
@@ -154,7 +154,7 @@ impl Shelf {
                     Ok(manifest) => all.push(manifest),
                     Err(error) => {
                         let error: &dyn std::error::Error = &error;
-                        tracing::warn!(segment = %reference, error, "cannot be read");
+                        tracing::warn!(segment = %reference, error, "cannot read the segment, it is left out; build it again");
                     }
                 }
             }
@@ -503,7 +503,7 @@ impl Shelf {
             if users.is_empty() {
                 let copy = self.pinned_image(manifest);
                 if let Err(error) = unpin(&copy) {
-                    tracing::warn!(copy = %copy.display(), %error, "a copy in memory that nobody maps is left");
+                    tracing::warn!(copy = %copy.display(), %error, "cannot remove the segment's unused pinned copy; remove it by hand");
                 }
             }
         }
@@ -566,7 +566,7 @@ impl Drop for Draft {
         // Published, it has another name.
         if self.path.exists() {
             if let Err(error) = fs::remove_dir_all(&self.path) {
-                tracing::warn!(path = %self.path.display(), %error, "the files of a build that failed are left");
+                tracing::warn!(path = %self.path.display(), %error, "cannot remove the draft of a failed segment build; remove it by hand");
             }
         }
     }

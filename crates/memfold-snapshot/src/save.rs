@@ -265,7 +265,7 @@ fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M)
         tracing::warn!(
             vm = vm.name(),
             went_on = on.is_ok(),
-            "a write to its disk failed while it was saved"
+            "disk write of the VM failed during its save; free space, then 'memfold vm resume' if it stands still"
         );
     }
 }
@@ -274,7 +274,7 @@ fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M)
 pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl Fn() -> M) -> bool {
     let gone = disk_copy::remove(monitor, spec);
     if let Err(error) = &gone {
-        tracing::warn!(vm = spec.name, %error, "what it writes over is still put aside; the next save, or its end, ends that");
+        tracing::warn!(vm = spec.name, %error, "copy-before-write job of a disk not removed; the VM's next save or its end removes it");
     }
     gone.is_ok()
 }
@@ -316,7 +316,7 @@ fn hand_over(vm: &Vm, subject: &Subject, frozen: &[Frozen]) {
     let mut overlays = subject.record_now().overlays;
     overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
     if let Err(error) = subject.write_overlays(&overlays) {
-        tracing::warn!(vm = vm.name(), %error, "its record names overlays that belong to a snapshot now");
+        tracing::warn!(vm = vm.name(), %error, "cannot remove the snapshot's overlays from process.json; nothing is needed");
     }
     for frozen in frozen {
         // A name that stays costs nothing: the file is the snapshot's.

@@ -58,7 +58,11 @@ pub(super) struct Still<'a> {
 /// Lets a VM go on. Its library does so in any case, at the latest when its connection ends.
 pub(super) fn go_on(vm: &Vm, hold: &impl Hold, qmp: &mut Qmp) {
     if let Err(error) = hold.go_on(qmp) {
-        tracing::warn!(vm = vm.name(), error, "the VM was not let go on");
+        tracing::warn!(
+            vm = vm.name(),
+            error,
+            "cannot resume the VM after its save; run 'memfold vm resume'"
+        );
     }
 }
 

@@ -375,7 +375,7 @@ impl Drop for AgentLink {
         self.shared.changed.notify_all();
         let ended = self.thread.take().map(JoinHandle::join);
         if matches!(ended, Some(Err(_))) {
-            tracing::error!(path = %self.shared.path.display(), "the agent link's sink panicked");
+            tracing::error!(path = %self.shared.path.display(), "agent link's event thread panicked; report this");
         }
     }
 }

@@ -116,7 +116,7 @@ impl Vm {
                     tracing::warn!(
                         vm = directory.name(),
                         error = &error as &dyn std::error::Error,
-                        "left alone"
+                        "cannot open the test QEMU of an earlier daemon; end its process by hand"
                     );
                 }
             }

@@ -199,7 +199,7 @@ pub fn plug(
         tracing::warn!(
             error = &error as &dyn std::error::Error,
             backend,
-            "QEMU keeps a descriptor of its image"
+            "cannot close the segment's image in QEMU; nothing is needed"
         );
     }
     let device = json!({
@@ -210,7 +210,7 @@ pub fn plug(
             tracing::warn!(
                 error = &left as &dyn std::error::Error,
                 backend,
-                "is left in QEMU"
+                "cannot remove the segment's memory backend from QEMU after a failed attach; attach it again"
             );
         }
         return Err(error);

@@ -184,7 +184,7 @@ impl Vm {
             tracing::warn!(
                 vm = self.name,
                 why,
-                "switched off; what its guest had not written to disk is lost"
+                "VM switched off, unwritten data of its guest is lost; use a longer --timeout or the guest agent"
             );
         }
         // QEMU may close the connection before it answers; the wait below tells.

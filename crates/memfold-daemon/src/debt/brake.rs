@@ -253,7 +253,7 @@ impl DebtBrake {
             if let Err(error) = done {
                 warn!(
                     error = &error as &dyn std::error::Error,
-                    "guests were not asked for page cache"
+                    "cannot ask guests to drop page cache; retrying while memory is short"
                 );
             }
         };
@@ -339,7 +339,7 @@ fn watch(brake: &Weak<DebtBrake>) {
         if let Some(error) = looked.as_ref().err().filter(|_| !told) {
             warn!(
                 error = error as &dyn std::error::Error,
-                "what guests could call in can't be found out; tried again each second"
+                "cannot measure copy-on-write debt; retrying every second"
             );
         }
         told = looked.is_err();

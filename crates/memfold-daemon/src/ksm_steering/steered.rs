@@ -143,7 +143,7 @@ impl SteeredKsm {
     /// One look: what is the case, and what follows.
     pub fn look(&mut self, ours: &Ours) {
         if let Err(error) = self.try_look(ours) {
-            warn!(%error, "KSM can't be steered at this moment");
+            warn!(%error, "cannot steer KSM; retrying");
         }
     }
 
@@ -205,7 +205,7 @@ impl SteeredKsm {
 
     fn hold(&mut self, why: HoldReason) {
         if self.held.as_ref() != Some(&why) {
-            warn!(domain = self.domain, "KSM stands still: {why}");
+            warn!(domain = self.domain, "KSM paused: {why}");
         }
         self.held = Some(why);
         self.steer.interrupted();

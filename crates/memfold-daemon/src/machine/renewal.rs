@@ -80,7 +80,7 @@ impl Machine {
             Ok(renewal) => {
                 info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "set apart from others of its snapshot");
                 if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
-                    warn!(vm = self.name, %error, "the next daemon will give this VM its identity again");
+                    warn!(vm = self.name, %error, "cannot remove renewal.json; remove it before the daemon restarts");
                 }
                 self.set_renewal(renewal);
             }
@@ -88,7 +88,8 @@ impl Machine {
             Err(why) => {
                 warn!(
                     vm = self.name,
-                    why, "not set apart from others of its snapshot"
+                    why,
+                    "guest's identity not renewed; fix the cause and restart the daemon to retry"
                 );
                 self.set_renewal(Renewal::failed(&why));
             }

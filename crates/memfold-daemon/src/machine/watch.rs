@@ -47,7 +47,7 @@ impl Machine {
                 }
                 Ok(true) => return,
                 Err(error) => {
-                    warn!(vm = self.name, %error, "cannot watch the process of this VM's QEMU");
+                    warn!(vm = self.name, %error, "cannot watch QEMU's process; restart the daemon to adopt the VM again");
                     return;
                 }
             }
@@ -72,7 +72,7 @@ impl Machine {
         };
         warn!(
             vm = self.name,
-            "its library had not answered in time; folding goes on"
+            "library in QEMU did not answer in time; reconnected, folding continues"
         );
         watch.pause = if watch.connected.elapsed() > LONGEST_PAUSE {
             INTERVAL

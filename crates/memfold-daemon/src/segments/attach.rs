@@ -178,7 +178,7 @@ fn lay_instead(
             error = error as &dyn std::error::Error,
             other = other.name,
             is_laid_again = again.is_ok(),
-            "could not be laid"
+            "cannot overlay the newer segment in the guest; fix the cause and attach it again"
         );
     }
     laid

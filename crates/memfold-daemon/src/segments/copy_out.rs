@@ -232,7 +232,7 @@ pub(crate) fn unplug(machine: &Machine) {
         if Instant::now() > end {
             tracing::warn!(
                 vm = machine.name(),
-                "its guest doesn't let go of the disk that it copied files to; the next build from it tries again"
+                "guest did not release the build disk; the next build from this guest retries"
             );
             return;
         }

@@ -30,7 +30,7 @@ pub(crate) fn recall_segments(machine: &Arc<Machine>) {
             warn!(
                 vm = machine.name(),
                 error = &error as &dyn std::error::Error,
-                "its guest does not say which segments lie over its files"
+                "cannot ask the guest which segments it uses; nothing is needed"
             );
         }
     });
@@ -83,7 +83,7 @@ pub(crate) fn lay_all(machine: &Machine) {
                 vm = machine.name(),
                 segment = segment.name,
                 error = &error as &dyn std::error::Error,
-                "is not laid over the guest's files"
+                "cannot overlay the segment in the guest; run 'memfold segment attach'"
             );
         }
     }

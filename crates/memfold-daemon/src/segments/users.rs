@@ -116,7 +116,7 @@ impl Segments {
                     Err(error) => warn!(
                         segment = old.reference(),
                         error = &error as &dyn std::error::Error,
-                        "cannot be removed"
+                        "cannot remove the old segment generation; the next daemon retries"
                     ),
                 }
             }
@@ -144,7 +144,7 @@ impl Segments {
             warn!(
                 segment = name,
                 error = &error as &dyn std::error::Error,
-                "its writer has ended, and is noted still"
+                "cannot remove the writer file of the segment; the next daemon retries"
             );
         }
     }

@@ -114,7 +114,7 @@ impl SwapDisks {
             let (disks, name) = (self.clone(), vm.clone());
             let begun = tries.begin("borrow-again", move || disks.try_again(&name, &request));
             if let Err(error) = begun {
-                warn!(vm, %error, "no thread to switch its swap disk");
+                warn!(vm, %error, "no thread to move the swap disk; retrying later");
                 tries.failed(now);
             }
         }

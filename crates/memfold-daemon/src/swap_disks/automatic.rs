@@ -193,7 +193,7 @@ impl SwapDisks {
             let (disks, name) = (self.clone(), vm.to_owned());
             let begun = habit.tries.begin("borrow-one", move || work(&disks, &name));
             if let Err(error) = begun {
-                warn!(vm, %error, "no thread to switch its swap disk");
+                warn!(vm, %error, "no thread to move the swap disk; retrying later");
                 habit.tries.failed(Instant::now());
             }
         }
@@ -212,7 +212,7 @@ impl SwapDisks {
                 warn!(
                     vm,
                     error = chain(&error),
-                    "can't give back what it borrowed"
+                    "cannot return an automatic loan; retrying later"
                 );
                 None
             }

@@ -124,7 +124,7 @@ impl SwapDisks {
                 warn!(
                     vm,
                     error = chain(&error),
-                    "what its swap disk uses is not known now"
+                    "state of the swap disk unknown: QEMU did not answer; retrying every second"
                 );
                 if let Some(borrowing) = begun.borrowing {
                     // Kept, and renewed, as if it were there.
@@ -135,7 +135,11 @@ impl SwapDisks {
                 Err(error)
             }
             Err(error) => {
-                warn!(vm, error = chain(&error), "its swap disk stays where it is");
+                warn!(
+                    vm,
+                    error = chain(&error),
+                    "swap disk not moved to a lender; fix the cause and repeat 'memfold borrow'"
+                );
                 begun.cut();
                 Self::clean_up(machine);
                 for (relay, lenders) in &begun.relays {
@@ -213,7 +217,7 @@ impl SwapDisks {
         borrowing.phase = Phase::Lent;
         if let Err(error) = write_note(directory, &borrowing) {
             // The next daemon sees by the device itself that it went over.
-            warn!(vm = machine.name(), %error, "its note can't be written");
+            warn!(vm = machine.name(), %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
         }
         Ok(borrowing)
     }

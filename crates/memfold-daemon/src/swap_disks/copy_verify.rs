@@ -54,7 +54,7 @@ impl Comparison {
                     Ok(asked) => self.asked = Some(asked),
                     Err(error) => {
                         self.is_old = error.kind() == ErrorKind::NotFound;
-                        warn!(vm = guard.vm, %error, "its relay can't be asked whether the copy of its swap disk is whole: to be sure, memfold return and borrow again");
+                        warn!(vm = guard.vm, %error, "cannot ask the relay to verify the swap disk's copy; run 'memfold return', then 'memfold borrow'");
                     }
                 }
             }
@@ -73,17 +73,17 @@ impl Comparison {
                 error!(
                     vm = guard.vm,
                     block,
-                    "the copy of its swap disk lacks what was written while nobody watched it"
+                    "swap disk's copy lacks writes made while the daemon was away; free space for a new copy"
                 );
                 true
             }
             Ok(Some(other)) => {
-                warn!(vm = guard.vm, answer = ?other, "its relay can't tell whether the copy of its swap disk is whole");
+                warn!(vm = guard.vm, answer = ?other, "relay cannot verify the swap disk's copy; retrying in 60 s");
                 self.asked = None;
                 return;
             }
             Err(error) => {
-                warn!(vm = guard.vm, %error, "its relay doesn't say whether the copy of its swap disk is whole");
+                warn!(vm = guard.vm, %error, "relay did not answer whether the swap disk's copy is complete; retrying in 60 s");
                 self.asked = None;
                 return;
             }
@@ -104,7 +104,7 @@ impl Comparison {
         }
         let directory = machine.vm().directory();
         if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
-            warn!(vm = guard.vm, %error, "its note can't be written");
+            warn!(vm = guard.vm, %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
         }
     }
 }

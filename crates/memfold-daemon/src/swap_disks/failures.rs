@@ -46,7 +46,7 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     }
     let directory = machine.vm().directory();
     if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
-        warn!(vm = guard.vm, %error, "its note can't be written");
+        warn!(vm = guard.vm, %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
     }
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
 pub(crate) fn copy_has_failed(guard: &Guard) {
     error!(
         vm = guard.vm,
-        "the copy of its swap disk is none any more: it is moved to a new file, and lost if its lender dies before"
+        "swap disk's copy on this host failed; free space for a new one, keep the lender running until then"
     );
     wait_longer(guard);
 }

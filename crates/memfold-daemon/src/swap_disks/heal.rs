@@ -46,7 +46,7 @@ impl SwapDisks {
                 lenders,
                 durability = ?borrowing.durability,
                 copy_failed = borrowing.copy_failed,
-                "its swap disk is lost with its lender: there was no other copy; programs of the guest end"
+                "swap disk lost with its lender, no other copy; stop and start the VM"
             );
         } else {
             graph::take_out(&mut machine.monitor(), &borrowing, part)?;
@@ -58,7 +58,7 @@ impl SwapDisks {
             state.borrowing.clone()
         };
         if let Err(error) = write_note(directory, &now) {
-            warn!(vm = machine.name(), %error, "its note can't be written");
+            warn!(vm = machine.name(), %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
         }
         if now.hangs_on_one() {
             wait_longer(guard);
@@ -68,7 +68,7 @@ impl SwapDisks {
         if now.has_copy() && now.copy_unwatched {
             error!(
                 vm = machine.name(),
-                "its copy wasn't compared since nobody would have heard of its failure: if a write to it failed then, old bytes are read; reboot its guest if the kernel's log tells errors of that disk"
+                "swap disk's copy not verified since the daemon was away, may be stale; reboot the guest if the host's kernel log has errors of the copy's disk"
             );
         }
         if !borrowing.is_alone(part) {
@@ -77,7 +77,7 @@ impl SwapDisks {
                 lenders,
                 why,
                 healed_ms = ms(began),
-                "what it has borrowed is given up; its swap disk goes on, on the other copy"
+                "lender dropped; swap disk continues on the other copy"
             );
         }
         Ok(())
@@ -105,7 +105,7 @@ impl SwapDisks {
                     Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
                         if borrowing.has_copy() =>
                     {
-                        warn!(vm = machine.name(), %error, "given up");
+                        warn!(vm = machine.name(), %error, "lease lost, lender dropped; swap disk continues on the other copy");
                         guard.cut(number);
                     }
                     // It holds for a while yet; its lender, too, knows until when.
@@ -120,7 +120,7 @@ impl SwapDisks {
             let lenders = borrowing.parts[part].lenders();
             warn!(
                 vm = machine.name(),
-                lenders, "given up: a lender isn't heard of any more"
+                lenders, "lender silent and dropped; check the lender's daemon and network"
             );
             guard.cut(part);
         }

@@ -46,7 +46,7 @@ impl SwapDisks {
         guard.state().borrowing.phase = Phase::Lent;
         borrowing.phase = Phase::Lent;
         if let Err(error) = write_note(directory, &borrowing) {
-            warn!(vm = machine.name(), %error, "its note can't be written");
+            warn!(vm = machine.name(), %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
         }
         Ok(())
     }
@@ -141,7 +141,7 @@ impl SwapDisks {
             warn!(
                 vm = machine.name(),
                 error = chain(&error),
-                "parts of its swap disk that nothing uses are left"
+                "unused nodes or files of the swap disk not removed; the next switch retries"
             );
         }
     }

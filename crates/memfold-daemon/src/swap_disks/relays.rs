@@ -113,7 +113,7 @@ pub(crate) fn wait_longer(guard: &Guard) {
     {
         // Its answer says nothing more.
         if let Err(error) = relay.ask(&patience) {
-            warn!(vm = guard.vm, %error, "a relay waits no longer for its lender than before");
+            warn!(vm = guard.vm, %error, "cannot extend the relay's timeout for the lender of the only copy; run 'memfold return'");
         }
     }
 }
@@ -134,7 +134,11 @@ pub(crate) fn hear_end(
     let ended = relay.end()?;
     let lender = ended.lender.and_then(|number| lenders.get(number));
     let Some(lender) = lender else {
-        warn!(vm, what = ended.what, "its relay has ended");
+        warn!(
+            vm,
+            what = ended.what,
+            "relay ended; see relay.log in the VM's directory"
+        );
         return Some(ended.what);
     };
     if ended.why == Why::Lied {

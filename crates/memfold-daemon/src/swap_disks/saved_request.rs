@@ -15,7 +15,7 @@ pub(super) fn saved_request(machine: &Machine) -> Option<BorrowRequest> {
 /// Notes it. A wish that can't be noted is one that ends with the loan.
 pub(super) fn save_request(directory: &VmDirectory, vm: &str, request: &BorrowRequest) {
     if let Err(error) = directory.write_json(&directory.wish(), request) {
-        warn!(vm, %error, "should it lose its lender, it won't borrow again");
+        warn!(vm, %error, "cannot record the borrow request; free space and repeat 'memfold borrow'");
     }
 }
 

@@ -28,6 +28,9 @@ pub(crate) fn swap_on_when_booted(machine: &Arc<Machine>) {
             Ok(done) => String::from_utf8_lossy(&done.stderr).trim().to_owned(),
             Err(error) => chain(&error),
         };
-        warn!(vm, said, "its guest does not use its swap disk");
+        warn!(
+            vm,
+            said, "swap disk not enabled in the guest; run 'swapon LABEL=memfold-swap' there"
+        );
     });
 }

@@ -34,7 +34,7 @@ impl SwapDisks {
             .name("borrowed".into())
             .spawn(move || keep_watch(&disks, &machine, &guard));
         if let Err(error) = spawned {
-            warn!(%error, "no thread to watch what is borrowed: it ends with its lease");
+            warn!(%error, "no thread to renew the loan; run 'memfold return' or restart the daemon within a minute");
         }
     }
 }
@@ -55,13 +55,16 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
                 warn!(
                     vm = guard.vm,
                     error = chain(&error),
-                    "a lender is lost, and its node can't be taken out"
+                    "cannot remove the lost lender's node from QEMU; retrying every second"
                 );
                 std::thread::sleep(RENEW);
             }
         }
         if stands_still(guard) {
-            warn!(vm = guard.vm, "its relay stands still, and is given up");
+            warn!(
+                vm = guard.vm,
+                "relay process is stopped, its lender is dropped; do not stop relays"
+            );
             for (part, _) in guard.borrowing().reached() {
                 guard.cut(part);
             }
@@ -74,7 +77,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
                 warn!(
                     vm = guard.vm,
                     error = chain(&error),
-                    "QEMU does not say what its swap disk uses"
+                    "state of the swap disk still unknown: QEMU did not answer; retrying every second"
                 );
             }
             // Figures that aren't had are had a second later.
@@ -85,7 +88,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
                 warn!(
                     vm = guard.vm,
                     error = chain(&error),
-                    "what it has borrowed can't be given back"
+                    "cannot return the swap disk to this host; retrying every second"
                 );
             }
         }
@@ -94,14 +97,14 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
             moved = Some(Instant::now());
             warn!(
                 vm = guard.vm,
-                why, "its swap disk is moved to this host's disk"
+                why, "moving the swap disk to this host's disk; nothing is needed"
             );
             machine.comes_home(guard.borrowing().hangs_on_one());
             if let Err(error) = disks.return_as(machine.name(), false) {
                 warn!(
                     vm = guard.vm,
                     error = chain(&error),
-                    "its swap disk can't be moved; tried again"
+                    "cannot move the swap disk to this host's disk; retrying in 15 s"
                 );
             }
         }

@@ -78,7 +78,7 @@ impl Keeper {
             error!(
                 volume = %loan.volume,
                 lender = loan.lender,
-                "a request to its image on this host's own disk has failed: only lent RAM has all of it; replace that while the lender is there (lvconvert --repair)"
+                "mirror image of the volume on this host failed, the lender holds the only copy; run 'lvconvert --repair' now"
             );
         } else if !failed {
             self.is_alone.store(false, Ordering::Release);
@@ -118,14 +118,14 @@ impl Keeper {
                 volume,
                 lender = loan.lender,
                 why,
-                "what lay on lent RAM is lost with its lender: there was no other copy"
+                "volume lost with its lender, no other copy; end its users, then run 'memfold return --lvm'"
             );
         } else {
             warn!(
                 volume,
                 lender = loan.lender,
                 why,
-                "lent RAM is given up; the volume goes on, on this host's disk"
+                "lender dropped; volume continues on this host's disk"
             );
         }
         *lost = Some(why);

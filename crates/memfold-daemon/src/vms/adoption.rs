@@ -56,7 +56,12 @@ impl Vms {
     ) {
         let entry = match entry {
             Ok(entry) => entry,
-            Err(error) => return warn!(error = chain(&error), "a VM is not taken over"),
+            Err(error) => {
+                return warn!(
+                    error = chain(&error),
+                    "VM not adopted: its name is taken; attach it under another name"
+                );
+            }
         };
         let (weak, first) = (Arc::downgrade(self), self.registry.arrivals().unsettled());
         let work = move || {
@@ -96,7 +101,7 @@ impl Vms {
                     warn!(
                         vm = name,
                         error = why,
-                        "cannot be taken over; tried again until QEMU answers or ends ('memfold vm stop' ends it)"
+                        "cannot adopt the VM; retrying until QEMU answers or ends ('memfold vm stop' ends it)"
                     );
                 }
                 false
@@ -110,7 +115,7 @@ impl Vms {
         if vm.is_half_restored() {
             warn!(
                 vm = name,
-                "a VM that was being restored when the daemon died is ended"
+                "half-restored VM ended: the daemon died during the restore; restore it again"
             );
             vm.kill()?;
             return Ok(());
@@ -146,7 +151,7 @@ impl Vms {
             warn!(
                 vm = request.name,
                 error = why,
-                "cannot be attached to; tried again until QEMU answers or ends"
+                "cannot attach the VM again; retrying until QEMU answers or ends"
             );
         }
         is_gone

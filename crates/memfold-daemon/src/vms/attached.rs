@@ -36,7 +36,7 @@ impl Vms {
             }
         }
         if let Err(error) = write_json(&self.attached_file(), &list) {
-            warn!(%error, "attached VMs won't be known to the next daemon");
+            warn!(%error, "cannot record attached VMs; free space, and attach them again after the daemon's next start");
         }
     }
 }

@@ -85,7 +85,10 @@ impl Vms {
             arrival.cancel.set();
             stopped?
         } else {
-            warn!(vm = name, "stopped while it started; QEMU is killed");
+            warn!(
+                vm = name,
+                "VM stopped while starting, QEMU killed; nothing is needed"
+            );
             arrival
                 .cancel
                 .cancel(state, name)

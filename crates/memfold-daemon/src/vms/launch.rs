@@ -57,7 +57,7 @@ fn end_unknown(state: &Path, name: &str) {
         warn!(
             vm = name,
             error = &error as &dyn std::error::Error,
-            "could not be taken on, and is left as it is"
+            "cannot adopt the started VM, nor end it; restart the daemon to adopt it"
         );
     }
 }

@@ -196,7 +196,7 @@ impl History {
 
     /// The file is as large as it may become: the oldest quarter goes.
     fn make_room(&mut self) -> rusqlite::Result<()> {
-        tracing::warn!(path = %self.path.display(), "the history is full; its oldest quarter goes");
+        tracing::warn!(path = %self.path.display(), "history full, oldest quarter deleted; nothing is needed");
         let transaction = self.connection.transaction()?;
         for table in ["vms", "host", "events"] {
             transaction.execute(

@@ -198,7 +198,7 @@ impl Running {
         if let Ok(process) = Process::open(self.process) {
             if !process.wait_exit(END).unwrap_or(true) {
                 if let Err(error) = process.kill() {
-                    tracing::warn!(%error, "a relay is left");
+                    tracing::warn!(%error, "cannot kill an unused relay; end its process by hand");
                 }
             }
         }
@@ -207,7 +207,7 @@ impl Running {
         for file in [&file, &self.socket, &asks::place(&self.socket)] {
             match std::fs::remove_file(file) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    tracing::warn!(file = %file.display(), %error, "left over from a relay");
+                    tracing::warn!(file = %file.display(), %error, "cannot remove a relay's file; remove it by hand");
                 }
                 _ => {}
             }

@@ -187,7 +187,7 @@ impl Drop for Place {
 
 /// When there are no descriptors left, accepting at once again would only burn CPU.
 async fn pause_after(error: &io::Error) {
-    warn!(%error, "a connection can't be accepted");
+    warn!(%error, "cannot accept a connection; retrying in 0.2 s");
     tokio::time::sleep(Duration::from_millis(200)).await;
 }
 

@@ -196,7 +196,7 @@ impl Audit {
     /// Logs that a connection came to nothing before there was any request, unless there are too many of these.
     pub(super) fn failed_hello(&self, from: std::net::IpAddr, why: &str) {
         if let Some(not_noted) = self.may_note() {
-            warn!(%from, why, not_noted, "a connection over TLS was refused");
+            warn!(%from, why, not_noted, "TLS connection refused; check the peer's scheme and certificate");
         }
     }
 
@@ -240,7 +240,7 @@ impl Audit {
             self.append(entry)
         });
         if let Err(error) = appended {
-            warn!(path = %self.file().display(), %error, "the audit log can't be written");
+            warn!(path = %self.file().display(), %error, "cannot write the audit log; free space in --records");
         }
     }
 

@@ -75,7 +75,7 @@ impl Tls {
                     Err(error) => warn!(
                         %file,
                         error = &error as &dyn std::error::Error,
-                        "the certificate or its key has changed, and can't be used; the one of before is shown"
+                        "cannot use the changed certificate or key, serving the previous one; put matching files there"
                     ),
                 }
             }

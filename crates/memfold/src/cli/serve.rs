@@ -454,7 +454,7 @@ fn end_within(limit: Duration, code: i32) {
         .name("end".into())
         .spawn(move || {
             std::thread::sleep(limit);
-            warn!("something hangs, and is left; the daemon ends");
+            warn!("shutdown timed out; the daemon exits, VMs go on");
             std::process::exit(code);
         });
     if let Err(error) = thread {

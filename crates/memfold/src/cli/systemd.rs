@@ -11,7 +11,7 @@ use memfold_daemon::Daemon;
 fn tell(states: &[NotifyState<'_>]) {
     // The variables stay: unsetting them isn't safe while threads run. Programs that the daemon starts don't get them.
     if let Err(error) = sd_notify::notify(false, states) {
-        warn!(%error, "systemd can't be told");
+        warn!(%error, "cannot notify systemd; check systemd");
     }
 }
 
