@@ -25,13 +25,13 @@ pub enum ClientError {
     },
     #[error("{}", .0.error)]
     Refused(ErrorBody),
-    #[error("the daemon's answer broke off")]
+    #[error("the daemon closed the connection in the middle of its answer; see the daemon's log")]
     Http(#[from] hyper::Error),
-    #[error("the daemon's answer makes no sense; is it of another version?")]
+    #[error("cannot read the daemon's answer; use a daemon and a client of the same version")]
     Answer(#[from] serde_json::Error),
     #[error("the daemon at {path} did not answer within {seconds} s")]
     Slow { path: PathBuf, seconds: u64 },
-    #[error("cannot start the client")]
+    #[error("cannot start the HTTP client")]
     Runtime(#[source] io::Error),
 }
 

@@ -208,7 +208,7 @@ fn arms() -> (Vec<Arm>, Value) {
     }
     let (arm, why) = (
         Arm::Iscsi.name(),
-        "tgtd can't be run; install tgt (apt install tgt; its own service isn't needed)",
+        "tgtd is not installed; install it (apt install tgt; tgt's own service is not needed)",
     );
     eprintln!("left out: {arm}: {why}");
     let others = ARMS.into_iter().filter(|arm| *arm != Arm::Iscsi);

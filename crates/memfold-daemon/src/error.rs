@@ -18,10 +18,10 @@ use memfold_vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
     /// No VM of this name.
-    #[error("no VM named '{0}'; 'memfold vm list' shows those there are")]
+    #[error("no VM named '{0}'; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
     /// No such path of the interface.
-    #[error("no such path; GET /openapi.json lists them")]
+    #[error("no such path; GET /openapi.json lists all paths")]
     NoSuchPath,
     /// A VM of this name runs.
     #[error("a VM named '{0}' is running")]
@@ -54,7 +54,7 @@ pub enum DaemonError {
     #[error(transparent)]
     Qmp(#[from] QmpError),
     /// The VM's RAM layout can't be read.
-    #[error("the VM's RAM cannot be found out from QEMU")]
+    #[error("cannot read the VM's RAM layout from QEMU")]
     Ram(#[from] RamError),
     /// The agent failed.
     #[error(transparent)]
@@ -66,13 +66,13 @@ pub enum DaemonError {
     #[error(transparent)]
     Segment(#[from] SegmentError),
     /// The ledger can't be read.
-    #[error("the ledger cannot be read from the kernel")]
+    #[error("cannot read the ledger's figures from the kernel")]
     Ledger(#[from] ReadError),
     /// KSM can't be read or set.
     #[error(transparent)]
     Ksm(#[from] KsmError),
     /// KSM may not be steered now.
-    #[error("KSM can't be steered: {why}")]
+    #[error("cannot steer KSM: {why}")]
     Merging {
         /// The condition.
         why: String,
@@ -121,7 +121,7 @@ pub enum DaemonError {
         fix: String,
     },
     /// The daemon keeps no history.
-    #[error("no history is kept here; the daemon's log says why")]
+    #[error("this daemon keeps no history; its log says why")]
     NoHistory,
     /// The history failed.
     #[error(transparent)]

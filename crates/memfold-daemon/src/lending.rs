@@ -85,7 +85,7 @@ fn check_tgt() -> Result<(), DaemonError> {
         return Ok(());
     }
     Err(DaemonError::ImpossibleHere(
-        "memory can't be lent by iSCSI: tgtd can't be run; install tgt (apt install tgt; its own service isn't needed), or lend by NBD (--transport nbd)".into(),
+        "cannot lend memory by iSCSI: tgtd is not installed; install it (apt install tgt; tgt's own service is not needed), or lend by NBD (--transport nbd)".into(),
     ))
 }
 

@@ -461,5 +461,5 @@ impl Machine {
 const SHORT: usize = 4096;
 
 fn library_words(error: &LibraryError) -> String {
-    format!("memfold's library in this QEMU cannot be reached: {error}")
+    format!("cannot reach memfold's library in QEMU: {error}")
 }

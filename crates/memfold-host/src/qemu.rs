@@ -36,7 +36,7 @@ pub enum QemuError {
         source: io::Error,
     },
     /// It says something that we don't understand.
-    #[error("{program} {argument} says nothing that memfold understands: {text}")]
+    #[error("cannot parse the output of '{program} {argument}': {text}")]
     Text {
         /// The program.
         program: PathBuf,

@@ -11,7 +11,7 @@ pub enum KsmError {
     Missing(PathBuf),
     /// A process keeps its memory map locked; 0: it is not known which.
     #[error(
-        "what may merge can't be found out: process {0} keeps its memory map locked and waits for something in the kernel (see 'ps -o pid,stat,wchan:30,args -p {0}')"
+        "cannot list mergeable memory: process {0} holds the lock of its memory map while it waits in the kernel (see 'ps -o pid,stat,wchan:30,args -p {0}')"
     )]
     Hung(i32),
     #[error("cannot read {path}")]
@@ -23,10 +23,10 @@ pub enum KsmError {
         source: io::Error,
     },
     #[error(
-        "another memfold uses KSM (it holds {0}); wait until it is done, or end it: 'memfold ksm stop' where a daemon steers"
+        "another memfold uses KSM (it holds {0}); wait until it ends, or run 'memfold ksm stop' if a daemon steers KSM"
     )]
     Busy(PathBuf),
-    #[error("cannot keep the old settings in {path}")]
+    #[error("cannot record KSM's previous settings in {path}")]
     Note { path: PathBuf, source: io::Error },
     #[error("{path}: unexpected text '{text}'")]
     Format { path: PathBuf, text: String },

@@ -28,10 +28,10 @@ use super::debt::DebtReport;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
     /// Nothing is measured.
-    #[error("no VM runs: a plan is made of what VMs take; start one of each kind first")]
+    #[error("no VM runs, and a plan is computed from running VMs; start one of each kind first")]
     NoVms,
     /// A name that nobody has.
-    #[error("no VM '{0}' runs; 'memfold vm list' shows those that do")]
+    #[error("no VM named '{0}' runs; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
     /// A VM in two kinds.
     #[error("VM '{0}' is named in two kinds; leave it out of one")]
@@ -40,7 +40,7 @@ pub enum PlanError {
     #[error("no kind '{0}'; the kinds are {1}")]
     NoSuchKind(String, String),
     /// A daemon of another version.
-    #[error("the daemon's report says nothing of what VMs share; is it of another version?")]
+    #[error("the daemon's report lacks the figures of shared memory; use a daemon and a client of the same version")]
     NoDebt,
 }
 

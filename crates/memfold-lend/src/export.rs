@@ -63,7 +63,7 @@ LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit "$@" 4<&-"#;
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
     /// nbdkit isn't there.
-    #[error("nbdkit cannot be started: {0}; install it (apt install nbdkit, or make setup)")]
+    #[error("cannot start nbdkit: {0}; install it (apt install nbdkit, or make setup)")]
     Missing(#[source] io::Error),
     /// Files or sockets can't be made.
     #[error("cannot use {path}")]

@@ -56,11 +56,11 @@ pub enum GraphError {
     Qmp(#[from] QmpError),
     /// The VM has no swap disk of ours.
     #[error(
-        "VM '{0}' has no swap disk that memfold made; start it with --swap SIZE (swap = ... in its description)"
+        "VM '{0}' has no swap disk made by memfold; start the VM with --swap SIZE (swap = ... in its description)"
     )]
     NoSwapDisk(String),
     /// A file can't be made.
-    #[error("cannot make {path}, which is to hold {bytes} bytes")]
+    #[error("cannot create {path} of {bytes} bytes")]
     Copy {
         /// The file.
         path: PathBuf,
@@ -71,11 +71,11 @@ pub enum GraphError {
         source: std::io::Error,
     },
     /// It failed on the way; the VM is as it was.
-    #[error("the swap disk could not be switched ({0}); the VM goes on as it was")]
+    #[error("cannot switch the swap disk ({0}); the VM continues on the previous one")]
     Switch(String),
     /// QEMU was told to go over, and doesn't say whether it has: everything that it may use has to stay.
     #[error(
-        "QEMU does not say whether it has switched the swap disk; it is asked again, and nothing is taken away before it answers"
+        "QEMU did not say whether it switched the swap disk; memfold asks again, and removes nothing before QEMU answers"
     )]
     Unknown(#[source] QmpError),
 }

@@ -39,7 +39,7 @@ const LONGEST_ANSWER: usize = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
     /// The request has not been sent to anybody.
-    #[error("{member} cannot be reached: {why}")]
+    #[error("cannot reach {member}: {why}")]
     Unreached {
         /// Who.
         member: Member,
@@ -47,7 +47,7 @@ pub enum HttpError {
         why: String,
     },
     /// It may have been carried out, or not.
-    #[error("{member} gave no answer: {why}")]
+    #[error("{member} did not answer: {why}")]
     Unanswered {
         /// Who.
         member: Member,

@@ -29,7 +29,7 @@ const LONGEST_TOKEN: u64 = 256;
 pub enum PlaceError {
     /// It isn't an address.
     #[error(
-        "'{said}' names no registry ({why}); give the path of a socket, https://HOST:PORT of another daemon, or etcd+https://HOST:PORT,..."
+        "'{said}' is not the address of a registry ({why}); give the path of a socket, https://HOST:PORT of another daemon, or etcd+https://HOST:PORT,..."
     )]
     Address {
         /// What was said.
@@ -48,7 +48,7 @@ pub enum PlaceError {
         why: &'static str,
     },
     /// An option makes no sense there.
-    #[error("{option} is of no use for the registry at {place}")]
+    #[error("{option} does not apply to the registry at {place}; leave it out")]
     Unused {
         /// Where.
         place: String,

@@ -42,7 +42,7 @@ pub enum RegistryError {
     },
     /// No such lease, or it isn't theirs who ask.
     #[error(
-        "'{who}' has no lease {id}: its lender has ended it, or it never was; 'memfold leases' shows those there are"
+        "'{who}' has no lease {id}: the lender has ended it, or it never existed; 'memfold leases' lists all leases"
     )]
     NoLease {
         /// Number that was asked for.
@@ -52,14 +52,14 @@ pub enum RegistryError {
     },
     /// Another daemon lends under this name.
     #[error(
-        "another daemon lends as '{lender}' since this one began; give each host a name of its own (memfold serve --host)"
+        "another daemon has begun to lend as '{lender}'; give each host its own name (memfold serve --host)"
     )]
     Superseded {
         /// The name.
         lender: String,
     },
     /// What was asked doesn't fit what the lease is now.
-    #[error("lease {id} is {state} and can't be {wanted}")]
+    #[error("lease {id} is {state} and cannot be {wanted}")]
     State {
         /// Number of the lease that is in another state.
         id: LeaseId,
@@ -69,7 +69,7 @@ pub enum RegistryError {
         wanted: String,
     },
     /// The registry can't be reached or used now.
-    #[error("the registry at {place} cannot be used: {why}")]
+    #[error("cannot use the registry at {place}: {why}")]
     Unusable {
         /// Where it is.
         place: String,

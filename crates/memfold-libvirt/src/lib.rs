@@ -42,7 +42,7 @@ pub enum LibvirtError {
     Wrapper(#[from] WrapperError),
     /// The domain is gone when it is switched off.
     #[error(
-        "domain '{0}' is transient: libvirt keeps no XML of it that could be changed; define it first (virsh define)"
+        "domain '{0}' is transient, so libvirt keeps no XML of it to change; define the domain first (virsh define)"
     )]
     Transient(String),
     /// The name of a trust domain.

@@ -16,7 +16,7 @@ const PATIENCE_S: u64 = 120;
 #[derive(Debug, thiserror::Error)]
 pub enum VirshError {
     /// There is no such command.
-    #[error("there is no 'virsh' here (Debian: apt install libvirt-clients)")]
+    #[error("virsh is not installed; install it (Debian: apt install libvirt-clients)")]
     Missing,
     /// It could not be started.
     #[error("cannot run virsh")]
@@ -36,11 +36,11 @@ pub enum VirshError {
         words: String,
     },
     /// libvirt says that it doesn't run.
-    #[error("domain '{0}' doesn't run any more")]
+    #[error("domain '{0}' does not run any more")]
     NotRunning(String),
     /// It took the name for another domain's number.
     #[error(
-        "asked for domain '{asked}', virsh answers for '{got}': rename a domain whose name is a number"
+        "virsh answered for domain '{got}' instead of '{asked}'; rename the domain whose name is a number"
     )]
     Another {
         /// The name.
@@ -49,7 +49,7 @@ pub enum VirshError {
         got: String,
     },
     /// It answered something that is not known here.
-    #[error("virsh {command} gave an answer that lacks '{field}'")]
+    #[error("the answer of 'virsh {command}' lacks '{field}'")]
     Unknown {
         /// What was asked.
         command: String,

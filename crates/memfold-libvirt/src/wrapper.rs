@@ -17,10 +17,10 @@ const PREFIX: &str = "memfold-";
 #[derive(Debug, thiserror::Error)]
 pub enum WrapperError {
     /// The emulator isn't a program in a directory.
-    #[error("the domain's <emulator>, '{0}', is no program on this host")]
+    #[error("the domain's <emulator> '{0}' is not a program on this host")]
     Emulator(PathBuf),
     /// There is another file in its place.
-    #[error("{0} is there, and not memfold's; remove it, or give the domain another <emulator>")]
+    #[error("{0} exists and is not memfold's; remove the file, or give the domain another <emulator>")]
     Taken(PathBuf),
     /// It can't be written.
     #[error("cannot write {path}")]

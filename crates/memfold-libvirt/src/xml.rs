@@ -24,20 +24,20 @@ pub const NAMESPACE: &str = "urn:memfold:libvirt:1";
 #[derive(Debug, thiserror::Error)]
 pub enum XmlError {
     /// It is none.
-    #[error("what libvirt gave is not its XML: {0}")]
+    #[error("cannot parse libvirt's XML of the domain: {0}")]
     Syntax(#[from] roxmltree::Error),
     /// An element is missing.
-    #[error("its XML has no <{0}>")]
+    #[error("the XML has no <{0}>")]
     Lacks(&'static str),
     /// It is run by something else than QEMU.
-    #[error("it is of type '{0}'; memfold works with those of QEMU ('kvm', 'qemu')")]
+    #[error("the domain's type is '{0}'; memfold supports QEMU's types 'kvm' and 'qemu'")]
     Type(String),
     /// Another processor.
-    #[error("its guest is for {0}; memfold folds x86_64 guests")]
+    #[error("the guest's architecture is {0}; memfold supports x86_64")]
     Architecture(String),
     /// The agent's channel can't be reached by the daemon.
     #[error(
-        "its channel {PORT_NAME} is of type '{0}'; make it <channel type='unix'>, or remove it"
+        "the channel {PORT_NAME} has type '{0}'; make it <channel type='unix'>, or remove the channel"
     )]
     Channel(String),
 }

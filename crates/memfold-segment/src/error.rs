@@ -39,10 +39,10 @@ pub enum SegmentError {
     #[error("segment '{name}' is used by {users}; end or remove these first")]
     InUse { name: String, users: String },
     #[error(
-        "segment '{name}' is written by VM '{writer}': build the next generation from there (--from vm:{writer}), or take it off there (memfold segment detach {writer} {name})"
+        "segment '{name}' is being written by VM '{writer}'; build the next generation from that VM (--from vm:{writer}), or detach the segment there (memfold segment detach {writer} {name})"
     )]
     Written { name: String, writer: String },
-    #[error("segment '{name}' can't be used: {why}; build it anew")]
+    #[error("cannot use segment '{name}': {why}; build the segment again")]
     Broken { name: String, why: String },
     #[error("{0}")]
     Impossible(String),

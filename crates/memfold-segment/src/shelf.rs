@@ -193,7 +193,7 @@ impl Shelf {
             serde_json::from_slice(&text).map_err(|e| broken(format!("{MANIFEST}: {e}")))?;
         if value["format"] != FORMAT {
             return Err(broken(format!(
-                "it has format {}, this memfold reads {FORMAT}",
+                "it has format {}, this memfold reads format {FORMAT} only",
                 value["format"]
             )));
         }

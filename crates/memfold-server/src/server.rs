@@ -31,7 +31,7 @@ pub enum ServeError {
     Taken(PathBuf),
     /// The kernel takes no such path.
     #[error(
-        "cannot listen on {}: it has {} bytes, and a socket's path has {MAX_SOCKET_PATH} at most; choose a shorter --socket",
+        "cannot listen on {}: the path has {} bytes, and a socket's path at most {MAX_SOCKET_PATH}; choose a shorter --socket",
         .0.display(), .0.as_os_str().len()
     )]
     TooLong(PathBuf),
@@ -54,10 +54,10 @@ pub enum ServeError {
         source: io::Error,
     },
     /// Nobody is accepted any more.
-    #[error("the server accepts nobody any more; the daemon ends, to be started anew")]
+    #[error("the server stopped accepting connections; the daemon exits, to be restarted by systemd")]
     Ended,
     /// The tokens can't be read or made.
-    #[error("cannot use the tokens")]
+    #[error("cannot read the tokens")]
     Tokens(#[source] io::Error),
 }
 

@@ -13,7 +13,7 @@ pub enum SnapshotError {
     #[error("no snapshot named '{0}'; 'memfold snapshot list' shows all")]
     Unknown(String),
     #[error(
-        "a snapshot named '{0}' is there already, or is being saved; remove it first, or take another name"
+        "a snapshot named '{0}' exists or is being saved; remove it first, or choose another name"
     )]
     Taken(String),
     #[error("{0}")]
@@ -38,13 +38,13 @@ pub enum SnapshotError {
     Library(String),
     #[error("snapshot '{name}' is mapped by running VMs (processes {pids}); end them first")]
     InUse { name: String, pids: String },
-    #[error("snapshot '{name}' is what the disks of {others} are built on; remove these first")]
+    #[error("the disks of {others} are built on snapshot '{name}'; remove these first")]
     BuiltOn { name: String, others: String },
     #[error(
-        "VM '{other}' runs from snapshot '{name}' or from what was saved in it, and its guest has neither a driver for VM generation IDs nor memfold's agent: both would draw the same random numbers and keys; --force starts it all the same"
+        "VM '{other}' runs from snapshot '{name}' or from one that it was saved from, and the guest has neither a driver for VM generation IDs nor memfold's agent: both VMs would generate the same random numbers and keys; pass --force to start it anyway"
     )]
     Twin { name: String, other: String },
-    #[error("snapshot '{name}' can't be used: {why}")]
+    #[error("cannot use snapshot '{name}': {why}")]
     Broken { name: String, why: String },
 }
 

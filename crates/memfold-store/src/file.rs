@@ -45,7 +45,7 @@ impl StoreIdentity {
 pub enum StoreError {
     /// The cap on bytes held is reached.
     #[error(
-        "page store is full: {held} held, {cap} allowed; raise the cap or leave it: what is folded stays folded"
+        "page store is full: {held} held, {cap} allowed; raise --store-cap, or leave it: folded memory stays folded"
     )]
     Full {
         /// Bytes in the store now.
@@ -55,7 +55,7 @@ pub enum StoreError {
     },
     /// No page numbers are left, and no hole is large enough.
     #[error(
-        "page store has used its {MAX_PAGES} page numbers, and what it holds leaves no hole of some MiB in one piece"
+        "page store has used its {MAX_PAGES} page numbers, and no free range of some MiB is left among them"
     )]
     Exhausted,
     /// Creating, growing, filling or punching failed.

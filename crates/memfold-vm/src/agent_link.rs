@@ -123,7 +123,7 @@ pub struct AgentStats {
 pub enum AgentError {
     #[error("no agent in the guest is connected ({0})")]
     NoSession(String),
-    #[error("the agent in the guest went away while the command ran")]
+    #[error("the agent in the guest disconnected while the command ran")]
     Lost,
     #[error("the command in the guest took longer than {seconds} s and was killed")]
     Timeout { seconds: f64 },

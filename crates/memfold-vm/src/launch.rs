@@ -47,7 +47,7 @@ const LOG_TAIL: usize = 4096;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum LaunchError {
-    #[error("the VM's description is wrong")]
+    #[error("the VM's description is not valid")]
     Spec(#[from] SpecError),
     #[error("QEMU cannot be used")]
     Qemu(#[from] QemuError),
@@ -56,7 +56,7 @@ pub enum LaunchError {
         program: PathBuf,
         version: (u64, u64, u64),
     },
-    #[error("accel = \"kvm\" cannot be had: {why}; \"auto\" or \"tcg\" can")]
+    #[error("cannot use accel = \"kvm\": {why}; use \"auto\" or \"tcg\"")]
     Kvm { why: String },
     #[error(
         "memfold's library for QEMU is missing; build it ('make build'), name it in {}, or start the VM with fold = false",
@@ -66,16 +66,16 @@ pub enum LaunchError {
     #[error("a VM named '{name}' is running")]
     NameTaken { name: String },
     #[error(
-        "state directory {path} is too long: a socket's path in it has {length} bytes, {MAX_SOCKET_PATH} are allowed"
+        "state directory {path} is too long: a socket's path in it has {length} bytes, {MAX_SOCKET_PATH} are allowed; choose a shorter --state"
     )]
     PathTooLong { path: PathBuf, length: usize },
-    #[error("cannot make the VM's files in {path}")]
+    #[error("cannot create the VM's files in {path}")]
     Files {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("cannot make a temporary overlay for {disk}: {why}")]
+    #[error("cannot create a temporary overlay for {disk}: {why}")]
     Overlay { disk: PathBuf, why: String },
     #[error("cannot forward port {forward}; host port 0 takes a free one")]
     Forward {
@@ -84,7 +84,7 @@ pub enum LaunchError {
         source: io::Error,
     },
     #[error(
-        "cannot make a swap disk of {size} in {path}; its room is taken from the disk at once: free some there, choose another TMPDIR, or a smaller --swap"
+        "cannot create a swap disk of {size} in {path}, whose space is allocated at once; free space there, or choose another TMPDIR or a smaller --swap"
     )]
     Swap {
         size: ByteSize,
@@ -92,7 +92,7 @@ pub enum LaunchError {
         #[source]
         source: io::Error,
     },
-    #[error("it was saved with {what} {then}, and here is {now}: the device state would not fit")]
+    #[error("the VM was saved with {what} {then}, and this host has {now}: the device state would not fit")]
     Incoming {
         what: String,
         then: String,

@@ -33,13 +33,13 @@ pub enum LibraryError {
     #[error("broken message between daemon and library")]
     Frame(#[from] FrameError),
     #[error(
-        "the library in QEMU speaks protocol {library}, this memfold {VERSION}; start the VM anew with this memfold's library"
+        "the library in QEMU speaks protocol {library}, this memfold {VERSION}; restart the VM with this memfold's library"
     )]
     Version { library: u16 },
-    #[error("the library in QEMU gave an answer that does not fit the order: {0}")]
+    #[error("the library in QEMU sent a reply that does not match the order: {0}")]
     Mismatch(String),
     #[error(
-        "another process than this QEMU listens at {path}, which the environment of QEMU names"
+        "a process other than this QEMU listens at {path}, the library's path in QEMU's environment"
     )]
     Stranger { path: PathBuf },
     /// The library refused the order as a whole; nothing changed.

@@ -37,13 +37,13 @@ pub enum MachineError {
     Qmp(#[from] QmpError),
     #[error("the process behind QMP socket {path} cannot be used: {why}")]
     Peer { path: PathBuf, why: String },
-    #[error("cannot look at VM '{name}'")]
+    #[error("cannot inspect VM '{name}'")]
     Look {
         name: String,
         #[source]
         source: io::Error,
     },
-    #[error("VM '{name}' (process {pid}) did not end, not even killed")]
+    #[error("VM '{name}' (process {pid}) did not end after SIGKILL")]
     Undying { name: String, pid: i32 },
     #[error("VM '{name}' was not started by memfold; end it where it was started")]
     NotOurs { name: String },

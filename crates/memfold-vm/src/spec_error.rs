@@ -12,7 +12,7 @@ pub enum SpecError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{path} is no VM description")]
+    #[error("{path} is not a VM description")]
     Parse {
         path: PathBuf,
         #[source]

@@ -16,7 +16,7 @@ pub enum FrameError {
     #[error("frame of {0} bytes; at most {MAX_BODY} are allowed")]
     TooLong(usize),
     /// The body is not a message of the expected kind.
-    #[error("frame body is no valid message")]
+    #[error("frame body is not a valid message")]
     Malformed(#[source] postcard::Error),
     /// The message decodes, and yet breaks a limit of its protocol.
     #[error("message breaks a limit: {0}")]

@@ -11,15 +11,15 @@ pub enum EstimateError {
     )]
     NoVms,
     /// No QEMU can be seen, and we aren't root.
-    #[error("other users' processes and their memory can't be seen: run this as root")]
+    #[error("cannot see the memory of other users' processes; run this as root")]
     NotRoot,
     /// A VM that was asked for is not there.
     #[error(
-        "no QEMU has the name or number '{0}'; 'memfold ksm status' and 'memfold vm list' show those that run"
+        "no running QEMU has the name or process number '{0}'; 'memfold ksm status' and 'memfold vm list' list them"
     )]
     NoSuchVm(String),
     /// Several have the name.
-    #[error("several QEMUs are named '{name}': give one of their process numbers, {pids:?}")]
+    #[error("several QEMUs are named '{name}'; give one of their process numbers: {pids:?}")]
     Ambiguous {
         /// The name.
         name: String,
@@ -28,12 +28,12 @@ pub enum EstimateError {
     },
     /// The kernel has no `PAGEMAP_SCAN`.
     #[error(
-        "this kernel can't tell which pages are in memory (PAGEMAP_SCAN): Linux 6.7 or newer is needed"
+        "this kernel cannot list resident pages (PAGEMAP_SCAN is missing); use Linux 6.7 or newer"
     )]
     NoScan,
     /// We may not look.
     #[error(
-        "the memory of process {pid} may not be read (CAP_SYS_PTRACE, CAP_SYS_ADMIN): run this as root"
+        "not permitted to read the memory of process {pid} (CAP_SYS_PTRACE and CAP_SYS_ADMIN are needed); run this as root"
     )]
     NotAllowed {
         /// The process.

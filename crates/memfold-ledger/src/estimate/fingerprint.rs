@@ -37,7 +37,7 @@ const MOST_LEVEL: u32 = 63;
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     /// The file can't be read or made.
-    #[error("cannot read or make the key {path}")]
+    #[error("cannot read or create the key {path}")]
     File {
         /// The file.
         path: PathBuf,
@@ -46,10 +46,10 @@ pub enum KeyError {
         source: io::Error,
     },
     /// It holds something else.
-    #[error("{0} holds no key: 64 hexadecimal digits in one line")]
+    #[error("{0} is not a key file, which contains one line of 64 hexadecimal digits")]
     Format(PathBuf),
     /// Others may read it.
-    #[error("others than its owner may read the key {0}; chmod 600 it")]
+    #[error("other users may read the key {0}; run 'chmod 600 {0}'")]
     Open(PathBuf),
 }
 

@@ -31,11 +31,11 @@ const MOST_CONTENTS: usize = 1 << 18;
 pub enum PlaceError {
     /// One host has nowhere to move VMs to.
     #[error(
-        "give the fingerprints of two hosts at least ('memfold estimate --fingerprint FILE --key KEY' on each)"
+        "give the fingerprints of at least two hosts ('memfold estimate --fingerprint FILE --key KEY' on each)"
     )]
     OneHost,
     /// Of another memfold.
-    #[error("the fingerprint of '{host}' has format {format}; this memfold reads {FORMAT}")]
+    #[error("the fingerprint of '{host}' has format {format}; this memfold reads format {FORMAT} only")]
     Format {
         /// The host.
         host: String,
@@ -44,11 +44,11 @@ pub enum PlaceError {
     },
     /// Nothing in them can be compared.
     #[error(
-        "the fingerprints of '{0}' and '{1}' were made with two keys; copy the key of one host to the other and make them anew"
+        "the fingerprints of '{0}' and '{1}' were made with different keys; copy the key of one host to the other and make both again"
     )]
     Keys(String, String),
     /// Twice the same.
-    #[error("there are two fingerprints of '{0}'; leave the older one out")]
+    #[error("two fingerprints are of host '{0}'; leave out the older one")]
     Twice(String),
 }
 

@@ -41,7 +41,7 @@ pub enum HistoryError {
         source: std::io::Error,
     },
     /// The database failed.
-    #[error("the history at {path} cannot be used")]
+    #[error("cannot use the history at {path}")]
     Database {
         /// The file.
         path: PathBuf,
@@ -51,7 +51,7 @@ pub enum HistoryError {
     },
     /// A later version of memfold made it.
     #[error(
-        "the history at {path} is of version {version}, and this memfold knows versions up to {VERSION}; move it away"
+        "the history at {path} has version {version}, this memfold reads versions up to {VERSION}; move the file away"
     )]
     Version {
         /// The file.

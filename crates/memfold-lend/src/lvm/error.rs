@@ -9,7 +9,7 @@ use super::volume::Volume;
 #[derive(Debug, thiserror::Error)]
 pub enum LvmError {
     /// A program isn't there.
-    #[error("'{program}' can't be run; install {package} (apt install {package})")]
+    #[error("cannot run '{program}'; install it (apt install {package})")]
     Missing {
         /// Which.
         program: &'static str,
@@ -28,7 +28,7 @@ pub enum LvmError {
         said: String,
     },
     /// A report that makes no sense.
-    #[error("what '{command}' reports makes no sense ({why}); is this LVM older than 2.02.158?")]
+    #[error("cannot parse the report of '{command}' ({why}); LVM 2.02.158 or newer is needed")]
     Report {
         /// With its arguments.
         command: String,
@@ -36,7 +36,7 @@ pub enum LvmError {
         why: String,
     },
     /// There is no such volume.
-    #[error("there is no logical volume {0}; 'lvs' shows those there are")]
+    #[error("no logical volume {0}; 'lvs' lists all volumes")]
     NoVolume(Volume),
     /// The volume can't be put on lent RAM.
     #[error("{volume} {why}")]
@@ -58,7 +58,7 @@ pub enum LvmError {
         source: io::Error,
     },
     /// The initiator did not reach the lender, or left no disk.
-    #[error("no disk of {portal}: {why}")]
+    #[error("no iSCSI disk from {portal}: {why}")]
     Session {
         /// Where it exports.
         portal: SocketAddr,

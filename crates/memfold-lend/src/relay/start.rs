@@ -43,7 +43,7 @@ pub struct Running {
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
     /// It can't be started.
-    #[error("{program} can't be started as the relay")]
+    #[error("cannot start {program} as the relay")]
     Start {
         /// The program.
         program: PathBuf,

@@ -21,6 +21,6 @@ pub enum TcpDoorError {
         why: String,
     },
     /// Key and certificate don't fit.
-    #[error("the TLS certificate and key can't be used")]
+    #[error("cannot use the TLS certificate and key")]
     Tls(#[from] tokio_rustls::rustls::Error),
 }

@@ -43,10 +43,10 @@ pub struct PublicUrl {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PublicUrlError {
     /// It is no URL, or of another kind.
-    #[error("give the address of the browser's address bar: https://NAME or https://NAME:PORT")]
+    #[error("give the address that browsers show: https://NAME or https://NAME:PORT")]
     NoUrl,
     /// The dashboard is at the root of its name.
-    #[error("the dashboard has a name of its own and no path: give https://NAME")]
+    #[error("the dashboard cannot be served below a path; give https://NAME without a path")]
     Path,
 }
 

@@ -16,7 +16,7 @@ pub const OPERATE_GROUP: &str = "memfold-operate";
 #[derive(Debug, thiserror::Error)]
 pub enum GroupsError {
     /// It doesn't exist.
-    #[error("there is no group '{0}'; make it by: groupadd --system {0}")]
+    #[error("no group '{0}' on this host; create it with 'groupadd --system {0}'")]
     Unknown(String),
     /// The host doesn't say.
     #[error("cannot look up group '{name}'")]

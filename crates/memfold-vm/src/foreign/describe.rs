@@ -26,13 +26,13 @@ const MAX_NODE_NAME: usize = 31;
 pub enum ForeignError {
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    #[error("process {pid} can't be looked at")]
+    #[error("cannot inspect process {pid}")]
     Process {
         pid: i32,
         #[source]
         source: io::Error,
     },
-    #[error("memfold can't start another QEMU with its devices: {0}")]
+    #[error("cannot start another QEMU with this VM's devices: {0}")]
     Impossible(String),
 }
 

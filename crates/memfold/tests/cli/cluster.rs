@@ -260,7 +260,7 @@ fn wrong_credentials_and_certificates_are_refused_counted_and_named() {
     let (token, url) = admit(&old, "b");
     let token = authority.token("old.token", &token);
     let daemon = host("b", &authority.asking(&url, &token));
-    let unusable = format!("{url} cannot be used");
+    let unusable = format!("cannot use the registry at {url}");
     let output = daemon.run(&["leases"]);
     refused(&output, 1, &[&unusable, "certificate: Expired"]);
     wait("it is counted", || refusals(&old, "tls") >= 1.0);
@@ -302,7 +302,7 @@ fn a_daemon_does_not_begin_with_a_registry_that_can_never_be_used() {
     refused(
         &serve(&["--registry", "http://10.0.0.1:1"]),
         1,
-        &["names no registry"],
+        &["is not the address of a registry"],
     );
     assert_eq!(code(&serve(&["--registry-ca", &ca])), 2);
 }
@@ -400,7 +400,7 @@ fn with_an_etcd_daemons_and_etcd_itself_die_and_no_byte_is_lost_or_lent_twice() 
     vm.read(2, 8);
     // What it has borrowed it knows itself.
     let output = borrower.run(&["leases"]);
-    refused(&output, 1, &["cannot be used", "this host knows itself"]);
+    refused(&output, 1, &["cannot use the registry", "this host knows itself"]);
     let text = out(&output);
     assert!(text.contains("swap of 'v' is on 64.0 MiB of a"), "{text}");
     assert!(!text.contains("LENDER"), "{text}");
@@ -484,6 +484,6 @@ fn an_etcd_that_asks_for_certificates_is_shown_ours_and_refuses_others() {
     assert_eq!(seen["registry"], etcd.url.as_str());
     for stranger in [None, Some("old")] {
         let daemon = daemon(stranger);
-        refused(&daemon.run(&["leases"]), 1, &[&etcd.url, "cannot be used"]);
+        refused(&daemon.run(&["leases"]), 1, &[&etcd.url, "cannot use the registry"]);
     }
 }

@@ -134,7 +134,7 @@ fn fingerprints_of_two_hosts_are_made_with_one_key_and_compared() {
     assert!(proposal["now_bytes"].as_u64() >= proposal["then_bytes"].as_u64());
     std::fs::write(path("text"), "{}").unwrap();
     for (files, words) in [
-        (["north.json", "west.json"], "two keys"),
+        (["north.json", "west.json"], "different keys"),
         (["north.json", "north.json"], "two fingerprints of 'north'"),
         (["north.json", "text"], "is no fingerprint"),
         (["north.json", "nowhere"], "cannot read"),
@@ -171,13 +171,13 @@ fn a_proposal_over_the_interface_is_that_of_the_command_line() {
     let mut other = print("west");
     other["key"] = "other".into();
     for (prints, leave, word) in [
-        (&prints[..1], 10.0, "two hosts at least"),
+        (&prints[..1], 10.0, "at least two hosts"),
         (
             &[prints[0].clone(), prints[0].clone()],
             10.0,
             "two fingerprints",
         ),
-        (&[prints[0].clone(), other], 10.0, "two keys"),
+        (&[prints[0].clone(), other], 10.0, "different keys"),
         (&prints, 100.0, "leave_percent"),
         (&[json!({}), json!({})], 10.0, "no fingerprints"),
     ] {

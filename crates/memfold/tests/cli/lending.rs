@@ -664,7 +664,7 @@ fn what_cannot_be_borrowed_is_refused_and_nothing_changes() {
     refused(
         &alone.run(&["leases"]),
         1,
-        &["/nowhere/socket", "cannot be used"],
+        &["/nowhere/socket", "cannot use the registry"],
     );
     refused(
         &alone.run(&["lend", "--max", "64M"]),

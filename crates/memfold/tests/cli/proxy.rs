@@ -66,7 +66,7 @@ fn behind_a_proxy_that_ends_tls_one_logs_in_and_changes_things() {
     let wrong = ["--listen", "127.0.0.1:0", "--public-url", "https://a/b"];
     let wrong = door.daemon.run(&[&["serve"], &wrong[..]].concat());
     assert_eq!(code(&wrong), 2);
-    assert!(err(&wrong).contains("no path"), "{}", err(&wrong));
+    assert!(err(&wrong).contains("without a path"), "{}", err(&wrong));
 }
 
 /// The how-to's configuration of a proxy: the block in `language`.

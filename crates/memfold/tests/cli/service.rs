@@ -84,7 +84,7 @@ fn config_check_tries_the_files_groups_and_addresses_that_are_named() {
     one(files, "2 tls_cert: cannot use /nowhere for TLS");
     one(
         "read_group = \"nobodys-group\"\n",
-        "1 read_group: there is no group 'nobodys-group'",
+        "1 read_group: no group 'nobodys-group'",
     );
     one(
         "registry = \"https://a:1\"\n",
@@ -103,7 +103,7 @@ fn config_check_tries_the_files_groups_and_addresses_that_are_named() {
     let files = "registry = \"/run/s\"\nregistry_token = \"/nowhere\"\n";
     one(
         files,
-        "2 registry_token: --registry-token is of no use for the registry at /run/s",
+        "2 registry_token: --registry-token does not apply to the registry at /run/s",
     );
     one(
         "lend = \"1G\"\nlend_transport = \"iscsi\"\nlend_listen = \"10.0.0.1\"\n",
