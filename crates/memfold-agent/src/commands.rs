@@ -66,7 +66,7 @@ impl Commands {
             if running.len() >= MAX_COMMANDS || running.contains_key(&key) {
                 drop(running);
                 let text = format!(
-                    "memfold-agent: command {command} is running already, or {MAX_COMMANDS} others\n"
+                    "memfold-agent: command {command} is already running, or {MAX_COMMANDS} others are\n"
                 );
                 // Not from this thread, which would wait for itself when the channel is full.
                 let _ = std::thread::Builder::new()

@@ -15,7 +15,7 @@ Without an option it serves the virtio-serial port org.memfold.agent.0 until SIG
 
   --dump        write the messages to standard output as text, without a daemon
   --free-pages  write which page frames the kernel has free: first frame and number of frames, a line each
-  --reseed      mix standard input into the kernel's random numbers and begin them anew: for a guest that was restored or cloned
+  --reseed      mix standard input into the kernel's random number generator and reseed it: for a guest that was restored or cloned
   --version     the version
   --help        this text
 ";

@@ -53,26 +53,26 @@ impl LendRequest {
         let Some(ip) = self.listen.or(own) else {
             if self.announce.is_some() || self.ports.is_some() {
                 return Err(
-                    "exports on Unix sockets have no address and no ports; give --listen ADDRESS",
+                    "exports on Unix sockets have neither address nor ports; pass --listen ADDRESS",
                 );
             }
             return Ok(Listen::Unix);
         };
         if self.announce.unwrap_or(ip).is_unspecified() {
             return Err(
-                "borrowers can't connect to that address; give one that they reach as --announce ADDRESS, or listen on that",
+                "borrowers cannot connect to that address; pass an address that they can reach as --announce ADDRESS, or listen on it",
             );
         }
         if self
             .ports
             .is_some_and(|(first, last)| first == 0 || first > last)
         {
-            return Err("ports go from a first one to a last one, and not from 0");
+            return Err("a range of ports is FIRST-LAST, and the first is not 0");
         }
         let stays = |ip: IpAddr| ip.is_loopback();
         if is_iscsi && !self.cleartext && !(stays(ip) && self.announce.is_none_or(stays)) {
             return Err(
-                "iSCSI encrypts nothing: whoever is on the way to the borrower reads what its VMs have swapped out, and can change it. Lend by NBD (--transport nbd), or give --cleartext if you trust that network",
+                "iSCSI encrypts nothing: anyone on the path to the borrower can read and change what its VMs have swapped out. Lend by NBD (--transport nbd), or pass --cleartext if you trust that network",
             );
         }
         let tcp = TcpListen {

@@ -59,7 +59,7 @@ fn ask_daemon(http: &Https, token: &Path, call: &Call) -> Result<Answer, String>
     let (status, body) = http.post(&post).map_err(|error| error.to_string())?;
     if status == StatusCode::OK {
         return serde_json::from_slice(&body).map_err(|error| {
-            format!("its answer makes no sense ({error}); is it of another version?")
+            format!("cannot parse its answer ({error}); use daemons of the same version")
         });
     }
     let refused: Option<ErrorBody> = serde_json::from_slice(&body).ok();

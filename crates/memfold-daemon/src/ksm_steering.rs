@@ -229,7 +229,7 @@ impl KsmSteering {
                         format!(
                             "VM '{name}' has mergeable memory and no trust domain, and KSM merges all mergeable memory of a host"
                         ),
-                        "end it, or start it with --domain or with --merge never",
+                        "end the VM, or start it with --domain or with --merge never",
                     ));
                 }
                 None => {

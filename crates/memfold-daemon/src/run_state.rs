@@ -143,14 +143,14 @@ impl RunState {
                 anew,
             ),
             "inmigrate" => (
-                "its memory is still coming in".into(),
-                "nothing has to be done".into(),
+                "the VM's memory is still being received".into(),
+                "nothing is needed".into(),
             ),
             "save-vm" | "restore-vm" | "finish-migrate" => (
-                "its state is being saved or loaded".into(),
-                "nothing has to be done".into(),
+                "the VM's state is being saved or loaded".into(),
+                "nothing is needed".into(),
             ),
-            _ => ("QEMU says no more".into(), again),
+            _ => ("QEMU gives no reason".into(), again),
         };
         Ok(Self::new(name, cause, fix))
     }

@@ -40,7 +40,7 @@ impl Engine {
                     info!(
                         domain = name,
                         gaps = gaps.len(),
-                        "the page store goes on in its holes"
+                        "page store full to its last page number; holes are reused"
                     );
                     domain.store.reuse(gaps);
                 }

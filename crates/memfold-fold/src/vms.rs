@@ -25,7 +25,7 @@ use super::vm_table::VmTable;
 use super::zero_pass::ZeroPass;
 
 /// Why a VM is not folded while a snapshot is made of it.
-const HELD: &str = "a snapshot of it is being made";
+const HELD: &str = "a snapshot of this VM is being made";
 
 const ENDED: &str = "the VM has ended";
 
@@ -319,7 +319,7 @@ impl Engine {
         info!(
             vm = vm.stats.name,
             pages = layout.pages(),
-            "RAM is laid out anew"
+            "RAM layout of the VM changed"
         );
         let known = vm.table.layout().blocks.clone();
         let gone = known.iter().filter(|b| !layout.blocks.contains(b));

@@ -64,13 +64,13 @@ impl Past {
     ) -> Result<Self, String> {
         if !uffd.protection_lasts() {
             return Err(
-                "that needs Linux 6.7 or newer, and a QEMU whose memory is not all merged by KSM (systemd: MemoryKSM=no)"
+                "Linux 6.7 or newer is needed, and a QEMU whose memory is not all merged by KSM (systemd: MemoryKSM=no)"
                     .to_owned(),
             );
         }
         let keeper = Keeper::new(Arc::clone(uffd), ranges, pagemap, file)?;
         let (ended, end) = pipe_with(PipeFlags::CLOEXEC)
-            .map_err(|errno| format!("cannot make a pipe: {errno}"))?;
+            .map_err(|errno| format!("cannot create a pipe: {errno}"))?;
         let keeper = Arc::new(keeper);
         let watching = Arc::clone(&keeper);
         // Before the first page is protected: nobody may wait for a thread that could not be started.
@@ -95,9 +95,9 @@ impl Past {
             Err(errno) => {
                 past.end();
                 Err(if errno == Errno::INVAL {
-                    "part of this VM's RAM is a view of a snapshot's image, which the kernel can't protect".to_owned()
+                    "part of this VM's RAM maps a snapshot's image, which the kernel cannot write-protect".to_owned()
                 } else {
-                    format!("the VM's RAM can't be protected: {errno}")
+                    format!("cannot write-protect the VM's RAM: {errno}")
                 })
             }
         }
@@ -165,11 +165,11 @@ impl Keeper {
             .windows(2)
             .any(|two| two[0].0.end() > two[1].0.start())
         {
-            return Err("the ranges don't ascend".to_owned());
+            return Err("the ranges are not in ascending order".to_owned());
         }
         let layout = Layout::new(next).ok_or("too many pages to number")?;
         let words = SharedWords::map(&file, layout.front_pages())
-            .map_err(|errno| format!("the file for the past can't be used: {errno}"))?;
+            .map_err(|errno| format!("cannot use the file for the saved pages: {errno}"))?;
         Ok(Self {
             uffd,
             file,

@@ -96,7 +96,7 @@ impl Folder {
         })?;
         if uffd.can_move() {
             let staging = Staging::new(&uffd)
-                .map_err(|errno| format!("cannot make the staging area: {errno}"))?;
+                .map_err(|errno| format!("cannot create the staging area: {errno}"))?;
             self.lock().staging = Some(staging);
         }
         // One daemon at a time is served.
@@ -109,7 +109,7 @@ impl Folder {
             return Ok(());
         }
         let tracker = Userfaultfd::open_async(device).map_err(|error| {
-            format!("writes can't be tracked here ({error}): that needs Linux 6.7 or newer")
+            format!("cannot track writes on this host ({error}): Linux 6.7 or newer is needed")
         })?;
         let _ = self.tracker.set(tracker);
         Ok(())
@@ -138,7 +138,7 @@ impl Folder {
             return refuse(error.to_string());
         }
         if changes_mappings(order) && self.lock().past.is_some() {
-            return refuse("the VM's memory is kept as it was".to_owned());
+            return refuse("a copy-before-write of the VM's memory is under way".to_owned());
         }
         let result = match order {
             Order::Hello { version } => {
@@ -276,7 +276,7 @@ impl Folder {
         // One hold of the lock: no run is frozen on the other userfaultfd meanwhile, nor a mapping exchanged.
         let mut state = self.lock();
         if !state.tracked.is_empty() {
-            return Err("writes are tracked already".to_owned());
+            return Err("writes are already tracked".to_owned());
         }
         state.tracked = state.ram.blocks().iter().map(Block::area).collect();
         let outcome = state.tracked.iter().try_for_each(|&area| {
@@ -286,7 +286,7 @@ impl Folder {
         drop(state);
         outcome.map_err(|errno| {
             self.untrack_writes();
-            format!("writes can't be tracked: {errno}")
+            format!("cannot track writes: {errno}")
         })
     }
 
@@ -307,7 +307,7 @@ impl Folder {
         self.untrack_writes();
         let mut state = self.lock();
         if state.past.is_some() {
-            return Err("the VM's memory is kept as it was already".to_owned());
+            return Err("a copy-before-write of the VM's memory is already under way".to_owned());
         }
         let mut areas = Vec::new();
         let mut blocks: Vec<Area> = Vec::new();
@@ -425,7 +425,7 @@ impl Folder {
             .is_none_or(|end| end > file_pages)
         {
             return Err(format!(
-                "pages {file_page} and the {pages} behind it go beyond the file's {file_pages} pages"
+                "{pages} pages from page {file_page} exceed the file's {file_pages} pages"
             ));
         }
         let mut state = self.lock();
@@ -459,7 +459,7 @@ impl Folder {
                     .checked_mul(PAGE_SIZE)
                     .and_then(|o| range.hva.checked_add(o))
                 else {
-                    return Err(format!("the range at {:#x} is no address", range.hva));
+                    return Err(format!("the range at {:#x} is not a valid address", range.hva));
                 };
                 let chunk = Range {
                     hva,

@@ -82,7 +82,7 @@ impl Monitor {
             match self.ask("cont") {
                 Ok(_) => return,
                 Err(error) => {
-                    say!("memfold: QEMU's monitor does not take 'cont' ({error}); trying again");
+                    say!("memfold: QEMU's monitor refused 'cont' ({error}); retrying");
                 }
             }
             std::thread::sleep(Duration::from_millis(100));

@@ -193,7 +193,7 @@ impl Ram {
         // with mmap and that no Rust code knows. That it is private and writable is checked below.
         let area = unsafe { Area::new(Hva(hva), pages) }.ok_or_else(|| {
             format!(
-                "RAM block at {hva:#x} with {pages} pages is empty, unaligned or no user address"
+                "RAM block at {hva:#x} with {pages} pages is empty, unaligned or not a user address"
             )
         })?;
         if let Some(block) = self
@@ -308,7 +308,7 @@ fn file_mappings(area: Area) -> Result<Vec<Area>, String> {
                     "ht" => "lies in hugetlbfs pages; use memory-backend-ram without hugetlb",
                     "lo" => "is locked in memory; start QEMU without -overcommit mem-lock=on",
                     "um" | "uw" | "ui" => {
-                        "has another userfaultfd on it (postcopy migration or a background snapshot); \
+                        "has another userfaultfd registered (postcopy migration or a background snapshot); \
                          try again when that has ended"
                     }
                     _ => continue,

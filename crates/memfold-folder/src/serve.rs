@@ -79,7 +79,7 @@ pub fn connection(stream: &UnixStream, folder: &Folder) {
                 folder.execute(&order, pending.take())
             } else {
                 Reply::Error {
-                    reason: format!("say Hello with version {VERSION} of the protocol first"),
+                    reason: format!("Hello with protocol version {VERSION} must come first"),
                 }
             };
             let Ok(frame) = encode(&reply) else { return };

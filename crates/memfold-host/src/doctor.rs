@@ -112,7 +112,7 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
             Status::Fail,
             format!("root without {}", words.collect::<Vec<_>>().join(" and ")),
             &format!(
-                "give it back where it was taken away: CapabilityBoundingSet= of a systemd unit, --cap-add of a container ({})",
+                "grant the capability again: CapabilityBoundingSet= of a systemd unit, --cap-add of a container ({})",
                 names.join(", ")
             ),
         )
@@ -121,7 +121,7 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
             "rights",
             Status::Fail,
             format!(
-                "not root (capabilities {:#x}): other processes' page maps and kernel-mode page faults are closed",
+                "not root (capabilities {:#x}): no access to other processes' page maps and kernel-mode page faults",
                 host.capabilities
             ),
             "run memfold as root (sudo memfold ...)",
@@ -133,12 +133,12 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
             "userfaultfd",
             Status::Fail,
             format!(
-                "no userfaultfd that takes kernel-mode faults ({}; vm.unprivileged_userfaultfd={}): VMs can't be folded",
+                "no userfaultfd that takes kernel-mode faults ({}; vm.unprivileged_userfaultfd={}): VMs cannot be folded",
                 uffd.error.as_deref().unwrap_or("no reason given"),
                 host.unprivileged_userfaultfd.map_or("?".into(), |n| n.to_string()),
             ),
             if host.root {
-                "see 'rights'; a container's seccomp filter may forbid it, too: allow userfaultfd(2), or give it /dev/userfaultfd"
+                "see 'rights'; a container's seccomp filter may also forbid userfaultfd: allow userfaultfd(2), or give the container /dev/userfaultfd"
             } else {
                 "run as root, or give yourself /dev/userfaultfd (setfacl -m u:$USER:rw /dev/userfaultfd)"
             },
@@ -146,7 +146,7 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
         (true, false, _) => bad(
             "userfaultfd",
             Status::Fail,
-            format!("Linux {} has no UFFDIO_MOVE: VMs can't be folded", host.kernel),
+            format!("Linux {} has no UFFDIO_MOVE: VMs cannot be folded", host.kernel),
             NEWER_KERNEL,
         ),
         (true, true, false) => bad(
@@ -165,7 +165,7 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
         Some(e) => bad(
             "PAGEMAP_SCAN",
             Status::Fail,
-            format!("page maps can't be scanned ({e}): the ledger has no figures"),
+            format!("cannot scan page maps ({e}): the ledger has no figures"),
             NEWER_KERNEL,
         ),
     });
@@ -173,7 +173,7 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
         None => bad(
             "KSM",
             Status::Warn,
-            "this kernel has no KSM: folding works, the comparison with KSM doesn't",
+            "this kernel has no KSM: folding works, the comparison with KSM does not",
             "use a kernel built with CONFIG_KSM=y (Debian's are)",
         ),
         Some(ksm) => {
@@ -198,7 +198,7 @@ fn memory(host: &HostFacts, checks: &mut Vec<Check>) {
         bad(
             "vm.max_map_count",
             Status::Warn,
-            format!("{count} mappings a VM bound how many runs can be folded"),
+            format!("at most {count} mappings a process, which limits how many runs of a VM can be folded"),
             "sysctl -w vm.max_map_count=262144",
         )
     });
@@ -207,7 +207,7 @@ fn memory(host: &HostFacts, checks: &mut Vec<Check>) {
         "huge pages",
         match thp {
             Some("always") => {
-                "transparent huge pages are always used: folding splits them where it gains"
+                "transparent huge pages are always used; folding splits them where it saves memory"
                     .to_owned()
             }
             Some(word) => format!("transparent huge pages: {word}"),
@@ -277,11 +277,11 @@ fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
         }
     });
     checks.push(match &host.kvm {
-        KvmVerdict::Works => ok("KVM", "a probe guest's kernel ran"),
+        KvmVerdict::Works => ok("KVM", "KVM works: the kernel of a probe guest ran"),
         KvmVerdict::Untried { why } => bad(
             "KVM",
             Status::Warn,
-            format!("not tried, {why}; VMs run under TCG, slowly"),
+            format!("KVM not tried: {why}; VMs run under TCG, slowly"),
             "make setup",
         ),
         KvmVerdict::Unusable { why } => bad(
@@ -299,7 +299,7 @@ fn own_files(host: &HostFacts, checks: &mut Vec<Check>) {
         Err(e) => bad(
             "library",
             Status::Fail,
-            format!("{e}: QEMU can't fold without it"),
+            format!("{e}: QEMU cannot fold without this library"),
             "make build",
         ),
     });
@@ -309,7 +309,7 @@ fn own_files(host: &HostFacts, checks: &mut Vec<Check>) {
             "guest images",
             Status::Fail,
             format!(
-                "{}: there is nothing to boot for the demo and the tests",
+                "{}: the demo and the tests have no guest image to boot",
                 other.as_ref().err().map_or("none", String::as_str)
             ),
             "make setup",

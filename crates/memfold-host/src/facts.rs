@@ -109,7 +109,7 @@ impl HostFacts {
         let kvm = match &qemu.facts {
             Some(facts) => kvm::probe(facts, first, state),
             None => KvmVerdict::Untried {
-                why: "there is no QEMU".into(),
+                why: "QEMU is not installed".into(),
             },
         };
         Self {
@@ -172,7 +172,7 @@ fn pagemap_scan() -> std::io::Result<()> {
     // Keeps the buffer until after the scan.
     if std::hint::black_box(&here).is_empty() || found.is_empty() {
         return Err(std::io::Error::other(
-            "a page that is in memory was not found",
+            "PAGEMAP_SCAN missed a page that is in memory",
         ));
     }
     Ok(())

@@ -47,7 +47,7 @@ pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
     Err(io::Error::new(
         io::ErrorKind::TimedOut,
         format!(
-            "it did not end within {} s and was killed",
+            "the program did not end within {} s and was killed",
             limit.as_secs_f64()
         ),
     ))

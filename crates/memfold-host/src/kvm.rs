@@ -69,7 +69,7 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
     }
     let Some(image) = image else {
         return KvmVerdict::Untried {
-            why: "there is no guest image to boot".into(),
+            why: "no guest image to boot".into(),
         };
     };
     let key = format!(
@@ -86,15 +86,15 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
         Ok(Outcome::Spoke) => KvmVerdict::Works,
         Ok(Outcome::Silent) => KvmVerdict::Unusable {
             why: format!(
-                "/dev/kvm opens, and a Linux kernel under it said nothing in {} s",
+                "/dev/kvm opens, but a Linux kernel under KVM printed nothing in {} s",
                 PATIENCE.as_secs()
             ),
         },
         Ok(Outcome::Ended(words)) => KvmVerdict::Unusable {
-            why: format!("/dev/kvm opens, and QEMU with a Linux kernel under it ended: {words}"),
+            why: format!("/dev/kvm opens, but QEMU with a Linux kernel under KVM ended: {words}"),
         },
         Err(e) => KvmVerdict::Unusable {
-            why: format!("the probe guest could not be started: {e}"),
+            why: format!("cannot start the probe guest: {e}"),
         },
     };
     let cached = Cached { key, verdict };

@@ -133,7 +133,7 @@ fn verdict(places: &Places, merged: u64, causes: &[Finding]) -> String {
         ),
     };
     match first {
-        Some(first) => format!("{begins}; first of all: {first}"),
+        Some(first) => format!("{begins}; main cause: {first}"),
         None => begins,
     }
 }

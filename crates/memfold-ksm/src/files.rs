@@ -57,35 +57,35 @@ pub struct Entry {
 /// Controls that Linux 6.18 has: name, unit, the first Linux that has it, meaning.
 #[rustfmt::skip] // a table
 const CONTROLS: [[&str; 4]; 13] = [
-    ["run", "state", "2.6.32", "0: ksmd stands still, what is merged stays merged; 1: ksmd runs; 2: ksmd stands still and everything was unmerged"],
-    ["pages_to_scan", "pages", "2.6.32", "pages that ksmd looks at before it sleeps; set by the advisor while one is on"],
+    ["run", "state", "2.6.32", "0: ksmd is stopped, merged pages stay merged; 1: ksmd runs; 2: ksmd is stopped and everything was unmerged"],
+    ["pages_to_scan", "pages", "2.6.32", "pages that ksmd scans before it sleeps; set by the advisor while one is on"],
     ["sleep_millisecs", "ms", "2.6.32", "how long ksmd sleeps between two batches"],
     ["merge_across_nodes", "0 or 1", "3.9", "1: pages of different NUMA nodes may merge; can be changed only while nothing is merged"],
     ["use_zero_pages", "0 or 1", "4.11", "1: pages of zeroes are mapped to the kernel's zero page instead of being merged with each other"],
-    ["max_page_sharing", "mappings", "4.13", "mappings that share one merged page at most; more get a copy of it; can be changed only while nothing is merged"],
-    ["stable_node_chains_prune_millisecs", "ms", "4.13", "how often copies that max_page_sharing made are looked through for stale ones"],
-    ["smart_scan", "0 or 1", "6.7", "1: pages that didn't merge in several passes are skipped for some"],
+    ["max_page_sharing", "mappings", "4.13", "most mappings that share one merged page; further mappings get a copy; can be changed only while nothing is merged"],
+    ["stable_node_chains_prune_millisecs", "ms", "4.13", "how often the copies due to max_page_sharing are searched for stale ones"],
+    ["smart_scan", "0 or 1", "6.7", "1: pages that did not merge in several passes are skipped in some later ones"],
     ["advisor_mode", "mode", "6.8", "none, or scan-time: the kernel sets pages_to_scan itself after each full scan"],
-    ["advisor_max_cpu", "percent of a CPU", "6.8", "CPU that the advisor lets ksmd use at most"],
+    ["advisor_max_cpu", "percent of a CPU", "6.8", "most CPU that the advisor lets ksmd use"],
     ["advisor_target_scan_time", "s", "6.8", "time that the advisor wants a full scan to take"],
-    ["advisor_min_pages_to_scan", "pages", "6.8", "pages_to_scan that the advisor sets at least"],
-    ["advisor_max_pages_to_scan", "pages", "6.8", "pages_to_scan that the advisor sets at most"],
+    ["advisor_min_pages_to_scan", "pages", "6.8", "lowest pages_to_scan that the advisor sets"],
+    ["advisor_max_pages_to_scan", "pages", "6.8", "highest pages_to_scan that the advisor sets"],
 ];
 
 /// Its counters, in the same way.
 #[rustfmt::skip] // a table
 const COUNTERS: [[&str; 4]; 11] = [
-    ["pages_shared", "pages", "2.6.32", "merged pages that are in memory"],
-    ["pages_sharing", "pages", "2.6.32", "further mappings of these: the pages saved"],
-    ["pages_unshared", "pages", "2.6.32", "pages whose content was nowhere else, looked at again and again"],
+    ["pages_shared", "pages", "2.6.32", "merged pages in memory"],
+    ["pages_sharing", "pages", "2.6.32", "further mappings of merged pages: the pages saved"],
+    ["pages_unshared", "pages", "2.6.32", "pages whose content was nowhere else, scanned again in each pass"],
     ["pages_volatile", "pages", "2.6.32", "pages that change too fast to be compared with others"],
-    ["pages_scanned", "pages, total", "6.6", "pages that ksmd has looked at"],
-    ["pages_skipped", "pages, total", "6.7", "pages that smart_scan has left out"],
-    ["full_scans", "passes, total", "2.6.32", "passes over all mergeable memory that are complete"],
-    ["stable_node_chains", "chains", "4.13", "contents that max_page_sharing has given more than one page"],
+    ["pages_scanned", "pages, total", "6.6", "pages that ksmd has scanned"],
+    ["pages_skipped", "pages, total", "6.7", "pages that smart_scan has skipped"],
+    ["full_scans", "passes, total", "2.6.32", "complete passes over all mergeable memory"],
+    ["stable_node_chains", "chains", "4.13", "contents with more than one page, because of max_page_sharing"],
     ["stable_node_dups", "pages", "4.13", "pages in these chains"],
     ["ksm_zero_pages", "pages", "6.6", "pages of zeroes that use_zero_pages has mapped to the kernel's zero page"],
-    ["general_profit", "bytes", "6.4", "what merging saves less its metadata; while KSM stands still, ended processes stay in it"],
+    ["general_profit", "bytes", "6.4", "bytes that merging saves less its metadata; while KSM is stopped, ended processes still count"],
 ];
 
 /// Every control and counter, in ksm.rst's order; behind them files that a newer kernel has.

@@ -284,27 +284,27 @@ impl Steer {
             Mode::Boost => (
                 within_budget,
                 format!(
-                    "a VM came or memory grew: the whole budget until full_scans is {}",
+                    "a VM started or memory grew: the whole CPU budget until full_scans is {}",
                     self.boost_until.unwrap_or(now.full_scans)
                 ),
             ),
             Mode::Idle => (
                 steady * LEAST,
                 format!(
-                    "{} passes in a row brought nothing: a tenth of the speed until something changes",
+                    "{} passes in a row merged nothing: a tenth of the speed until memory changes",
                     self.barren
                 ),
             ),
             Mode::Steady if for_target > within_budget => (
                 steady,
                 format!(
-                    "the CPU budget suffices for a full scan each {:.0} s only",
+                    "the CPU budget allows a full scan only every {:.0} s",
                     now.mergeable_pages as f64 / within_budget
                 ),
             ),
             Mode::Steady => (
                 steady,
-                format!("a full scan each {} s", goal.target.as_secs()),
+                format!("a full scan every {} s", goal.target.as_secs()),
             ),
         };
         let (factor, waits) = factor(now.pressure);

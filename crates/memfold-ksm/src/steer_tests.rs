@@ -136,7 +136,7 @@ fn a_target_beyond_the_budget_is_given_up_in_words() {
     assert!((0.04..0.0525).contains(&share), "{share}");
     steer.boost_until = None;
     let why = steer.step(&ksmd.sample()).why;
-    assert!(why.contains("suffices for a full scan each 13"), "{why}");
+    assert!(why.contains("allows a full scan only every 13"), "{why}");
 }
 
 #[test]

@@ -173,7 +173,7 @@ impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
     }
 
     fn foreign(&self) -> RegistryError {
-        self.unusable("its answer belongs to another question; is it of another version?")
+        self.unusable("its answer does not match the request; use daemons of the same version")
     }
 }
 

@@ -201,7 +201,7 @@ struct ErrorAnswer {
 }
 
 fn odd() -> ApiError {
-    ApiError("its answer makes no sense; is it an etcd of version 3.4 or newer?".into())
+    ApiError("cannot parse etcd's answer; etcd 3.4 or newer is needed".into())
 }
 
 fn bytes(text: &str) -> Result<Vec<u8>, ApiError> {

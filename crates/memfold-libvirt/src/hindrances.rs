@@ -32,7 +32,7 @@ pub fn read(xml: &str) -> Result<Foretold, XmlError> {
     if arguments.contains(&"-overcommit")
         && arguments.iter().any(|word| word.contains("mem-lock=on"))
     {
-        not_folded.push("its RAM is locked (<qemu:arg value='mem-lock=on'>)".into());
+        not_folded.push("the VM's RAM is locked (<qemu:arg value='mem-lock=on'>)".into());
     }
     not_folded.sort();
     not_folded.dedup();
@@ -53,26 +53,26 @@ fn hindrance(node: Node<'_, '_>) -> Option<String> {
         .parent_element()
         .map_or("", |parent| parent.tag_name().name());
     let words = match (parent, node.tag_name().name()) {
-        ("memoryBacking", "hugepages") => "its RAM is of huge pages (<hugepages>)".into(),
-        ("memoryBacking", "locked") => "its RAM is locked (<locked>)".into(),
+        ("memoryBacking", "hugepages") => "the VM's RAM is in huge pages (<hugepages>)".into(),
+        ("memoryBacking", "locked") => "the VM's RAM is locked (<locked>)".into(),
         ("memoryBacking", "access") if kind("mode") == "shared" => {
-            "its RAM is shared memory (<access mode='shared'>)".into()
+            "the VM's RAM is shared memory (<access mode='shared'>)".into()
         }
         ("memoryBacking", "source") if matches!(kind("type"), "file" | "memfd") => {
-            format!("its RAM is a file (<source type='{}'>)", kind("type"))
+            format!("the VM's RAM is a file (<source type='{}'>)", kind("type"))
         }
         ("numa", "cell") if kind("memAccess") == "shared" => {
-            "its RAM is shared memory (<cell memAccess='shared'>)".into()
+            "the VM's RAM is shared memory (<cell memAccess='shared'>)".into()
         }
         ("domain", "launchSecurity") => {
             format!(
-                "its RAM is encrypted (<launchSecurity type='{}'>)",
+                "the VM's RAM is encrypted (<launchSecurity type='{}'>)",
                 kind("type")
             )
         }
         ("devices", "hostdev") if matches!(kind("type"), "pci" | "mdev") => {
             format!(
-                "a device of the host pins its RAM (<hostdev type='{}'>)",
+                "a device of the host pins the VM's RAM (<hostdev type='{}'>)",
                 kind("type")
             )
         }
@@ -81,19 +81,19 @@ fn hindrance(node: Node<'_, '_>) -> Option<String> {
         {
             let name = node.tag_name().name();
             format!(
-                "a device of the host pins its RAM (<{name} type='{}'>)",
+                "a device of the host pins the VM's RAM (<{name} type='{}'>)",
                 kind("type")
             )
         }
         ("devices", _) if kind("type") == "vhostuser" => {
             let name = node.tag_name().name();
-            format!("another process reaches its RAM (<{name} type='vhostuser'>)")
+            format!("another process accesses the VM's RAM (<{name} type='vhostuser'>)")
         }
         ("filesystem", "driver") if kind("type") == "virtiofs" => {
-            "another process reaches its RAM (<filesystem>, virtiofs)".into()
+            "another process accesses the VM's RAM (<filesystem>, virtiofs)".into()
         }
         ("video", "driver") if kind("name") == "vhostuser" => {
-            "another process reaches its RAM (<video>, vhostuser)".into()
+            "another process accesses the VM's RAM (<video>, vhostuser)".into()
         }
         _ => return None,
     };

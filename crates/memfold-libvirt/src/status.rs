@@ -74,19 +74,19 @@ fn folding(
             (None, None | Some(false)) => "no: not enabled",
             (Some(_), None) => "when it is started",
             (Some(_), Some(false)) => {
-                "no: enabled since it was started; shut it down and start it again"
+                "no: enabled after the domain's start; shut the domain down and start it again"
             }
-            (_, Some(true)) => "no: the daemon doesn't answer; start it with 'memfold serve'",
+            (_, Some(true)) => "no: the daemon does not answer; start it with 'memfold serve'",
         }
         .into();
     };
     let Some(vm) = vm_of(domain, vms) else {
-        return format!("no: not taken on; 'memfold libvirt attach {domain}' says why");
+        return format!("no: not adopted; 'memfold libvirt attach {domain}' says why");
     };
     match &vm.fold_problem {
         Some(problem) => format!("no: {problem}"),
         None if vm.folds_again => "yes".into(),
-        None => "yes, but not again what its guest has rewritten (direct I/O)".into(),
+        None => "yes, but not again pages that the guest has rewritten (direct I/O)".into(),
     }
 }
 

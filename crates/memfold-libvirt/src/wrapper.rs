@@ -91,7 +91,7 @@ fn library() -> Result<PathBuf, WrapperError> {
     let path = memfold_host::library().map_err(|error| WrapperError::Library(error.to_string()))?;
     let refuse = |why: &str| {
         WrapperError::Library(format!(
-            "libvirt's QEMU could not use {}: {why}; put it into /usr/lib/memfold",
+            "libvirt's QEMU could not use {}: {why}; move the file to /usr/lib/memfold",
             path.display()
         ))
     };
@@ -99,7 +99,7 @@ fn library() -> Result<PathBuf, WrapperError> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+@".contains(c);
     if !path.to_string_lossy().chars().all(plain) {
         return Err(refuse(
-            "its path has other characters than letters, digits and /._-+@",
+            "the path has characters other than letters, digits and /._-+@",
         ));
     }
     for place in path.ancestors() {
@@ -107,7 +107,7 @@ fn library() -> Result<PathBuf, WrapperError> {
         let mode = place.metadata().map(|facts| facts.permissions().mode());
         if !mode.is_ok_and(|mode| mode & wanted != 0) {
             return Err(refuse(&format!(
-                "it runs as another user, who may not enter or read {}",
+                "QEMU runs as another user, who may not enter or read {}",
                 place.display()
             )));
         }

@@ -295,7 +295,7 @@ fn nothing_is_exchanged_meanwhile_and_everything_goes_on_afterwards() {
     let refused = |order: &Order| {
         let reply = ram.folder.execute(order, None);
         assert!(
-            matches!(&reply, Reply::Error { reason } if reason.contains("kept as it was")),
+            matches!(&reply, Reply::Error { reason } if reason.contains("copy-before-write")),
             "{reply:?}"
         );
     };
@@ -341,7 +341,7 @@ fn a_file_that_has_no_room_for_the_past_ends_it_and_the_writers_go_on() {
         .folder
         .execute(&Order::KeepPast { ranges }, Some(unwritable.into()));
     assert!(
-        matches!(&refused, Reply::Error { reason } if reason.contains("file for the past")),
+        matches!(&refused, Reply::Error { reason } if reason.contains("file for the saved pages")),
         "{refused:?}"
     );
     // And in the middle of it.

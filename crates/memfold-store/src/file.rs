@@ -119,7 +119,7 @@ impl Store {
             tracing::info!(
                 domain,
                 %error,
-                "the page store gets ordinary pages: no tmpfs with huge pages can be mounted"
+                "the page store uses ordinary pages: no tmpfs with huge pages can be mounted"
             );
             memfd(domain)
         })?;

@@ -90,7 +90,7 @@ impl Agent {
                 Ok(Some(message)) => self.order(message),
                 Ok(None) => return,
                 Err(e) => {
-                    say!("memfold-agent: what the daemon sent is no message: {e}");
+                    say!("memfold-agent: cannot parse the daemon's message: {e}");
                     self.lost_host();
                     return;
                 }

@@ -14,13 +14,13 @@ use super::{device, lay, list, manifest, parse_reference, settle, take_off};
 /// Of `--help`.
 pub const HELP: &str = "\
 Segments (read-only images of /dev/pmemN, shared with other VMs); each prints a line of JSON:
-  --segment-list                which there are, where they are laid, and what was written since
+  --segment-list                list segments, where they are laid, and what was written since
   --segment-lay NAME@GENERATION [--content] [--only DIR]... [--max-differing PERCENT]
-                                mounts it and lays its directories over the guest's own. Files that differ stay the guest's own;
-                                --content compares bytes, too, not only sizes and times; more than PERCENT (25) is a refusal
-  --segment-take-off NAME       takes it off, brings back what was written meanwhile, and unmounts it
-  --segment-settle              at boot: brings back what was left, then lays what was laid; always exits 0
-  --segment-shutdown            before the guest goes down: takes everything off, to be laid again at the next boot
+                                mount it and lay its directories over the guest's own. Files that differ stay the guest's own;
+                                --content also compares bytes, not only sizes and times; refused if more than PERCENT (25) differ
+  --segment-take-off NAME       take it off, merge back what was written meanwhile, and unmount it
+  --segment-settle              at boot: merge back what was left, then lay what was laid; always exits 0
+  --segment-shutdown            before shutdown: take all segments off, to be laid again at the next boot
 ";
 
 /// Runs the option, if it is one of these. Exit codes: 0 done, 1 failed or refused, 2 wrong usage.
@@ -119,7 +119,7 @@ fn request(rest: &[OsString]) -> Result<lay::Request> {
                 let text = value()?.to_str().unwrap_or_default();
                 let percent = text.parse().ok().filter(|p| *p <= 100);
                 request.max_differing =
-                    percent.ok_or_else(|| Error::Usage(format!("{text:?} is no percentage")))?;
+                    percent.ok_or_else(|| Error::Usage(format!("{text:?} is not a percentage")))?;
             }
             _ => return Err(unexpected(word)),
         }

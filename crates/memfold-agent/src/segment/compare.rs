@@ -213,7 +213,7 @@ impl Walk<'_> {
             if is_directory {
                 self.pending.push((entry.path, depth + 1, present));
             } else if pair.is_none() {
-                self.differs(&entry.path, "the guest lacks its directory");
+                self.differs(&entry.path, "the guest lacks the file's directory");
             }
         }
         Ok(())
@@ -243,7 +243,7 @@ impl Walk<'_> {
         let Some(own) = &entry.own else {
             self.hide(path, How::Whiteout, None);
             if !is_directory {
-                self.differs(path, "the guest has none");
+                self.differs(path, "the guest has no such file");
             }
             return Ok(false);
         };

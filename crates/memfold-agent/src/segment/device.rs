@@ -131,7 +131,7 @@ pub fn protect(device: &Path) -> io::Result<bool> {
 pub fn open(device: &Path) -> Result<(Image, Manifest)> {
     if !protect(device).during(|| format!("reading {}", device.display()))? {
         return Err(Error::refused(
-            format!("{} holds no EROFS file system", device.display()),
+            format!("{} contains no EROFS file system", device.display()),
             "segments are made by memfold segment build",
         ));
     }
@@ -245,7 +245,7 @@ impl Segment {
             }
         }
         let found = if problems.is_empty() {
-            "there is no /dev/pmem device".into()
+            "no /dev/pmem device exists".into()
         } else {
             problems.join("; ")
         };

@@ -114,7 +114,7 @@ impl Run<'_> {
         if wanted.is_empty() {
             return Err(Error::refused(
                 "the image names no directory to lay",
-                "name some: --only /usr",
+                "name directories: --only /usr",
             ));
         }
         let table = MountTable::read()?;
@@ -128,7 +128,7 @@ impl Run<'_> {
                 continue;
             }
             let Some(own) = layer.open_own()? else {
-                self.skipped.push((directory.clone(), "the guest has none"));
+                self.skipped.push((directory.clone(), "the guest has no such file"));
                 continue;
             };
             let inner = directory.strip_prefix(b"/").unwrap_or(directory);
@@ -344,7 +344,7 @@ fn undone(layer: &Layer<'_>, error: Error) -> Error {
 fn also(error: &Error, second: &Error) -> Error {
     Error::refused(
         format!("{error}; and undoing it failed: {second}"),
-        "run --segment-settle, or reboot: it goes on from here",
+        "run --segment-settle, or reboot: either continues from here",
     )
 }
 

@@ -68,7 +68,7 @@ impl<'a> Layer<'a> {
             Err(e) if e.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) => {
                 Err(Error::refused(
                     format!("{} goes through a symbolic link", shown(self.directory)),
-                    "lay the directory that it leads to",
+                    "lay the directory that the link leads to",
                 ))
             }
             Err(e) => Err(e).during(|| format!("opening {}", self.point.display())),
@@ -98,7 +98,7 @@ impl<'a> Layer<'a> {
                     "{} lies on an overlay, which can't be the upper layer of another",
                     self.disk.display()
                 ),
-                "boot this guest from a disk of its own; one whose root is a segment needs no laying",
+                "boot this guest from a disk of its own; a guest whose root is a segment needs no laying",
             ));
         }
         let (ours, theirs) = (
@@ -108,11 +108,11 @@ impl<'a> Layer<'a> {
         if ours.stx_mnt_id != theirs.stx_mnt_id {
             return Err(Error::refused(
                 format!(
-                    "{} and {} are not on the same mount, so writes could not be brought back by renaming",
+                    "{} and {} are not on the same mount, so writes could not be merged back by renaming",
                     shown(self.directory),
                     self.places.state.display()
                 ),
-                "take off what is mounted on the directory, or lay another one",
+                "unmount what is mounted on the directory, or lay another directory",
             ));
         }
         if let Some(below) = table.below(&self.point) {
@@ -186,7 +186,7 @@ impl<'a> Layer<'a> {
         if data.len() > MAX_OPTIONS {
             return Err(Error::refused(
                 "the layers' paths are too long",
-                "lay a directory of a shorter path",
+                "lay a directory with a shorter path",
             ));
         }
         let data = CString::new(data).map_err(io::Error::from).during(what)?;
@@ -228,13 +228,13 @@ impl<'a> Layer<'a> {
                         "something else is mounted over the overlay on {}",
                         shown(self.directory)
                     ),
-                    "unmount that first",
+                    "unmount the other file system first",
                 ));
             }
         } else if let Some(below) = table.below(&self.point) {
             return Err(Error::refused(
                 format!(
-                    "a file system is mounted on {}, inside of what is to be taken off",
+                    "a file system is mounted on {}, inside the overlay that is to be taken off",
                     shown(&below.point)
                 ),
                 "unmount it first",
@@ -291,7 +291,7 @@ impl<'a> Layer<'a> {
                     shown(self.directory),
                     self.disk.display()
                 ),
-                "make the directory again",
+                "create the directory again",
             ));
         };
         let what = || format!("looking at {}", self.point.display());
@@ -301,7 +301,7 @@ impl<'a> Layer<'a> {
         if !same {
             return Err(Error::refused(
                 format!(
-                    "another file system is mounted on {}, so what was written can't be brought back",
+                    "another file system is mounted on {}, so what was written cannot be merged back",
                     shown(self.directory)
                 ),
                 "unmount it",

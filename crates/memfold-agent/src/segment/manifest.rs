@@ -37,7 +37,7 @@ impl Manifest {
     /// Reads the text. Keys that this version doesn't know are an error: they might be conditions.
     pub fn parse(text: &[u8]) -> Result<Self> {
         if text.len() > MAX_BYTES {
-            return Err(bad("it is longer than 64 KiB"));
+            return Err(bad("the file is longer than 64 KiB"));
         }
         let (mut format, mut name, mut generation, mut lay) = (None, None, None, Vec::new());
         for line in text.split(|b| *b == b'\n').filter(|l| !l.is_empty()) {
@@ -59,12 +59,12 @@ impl Manifest {
             }
         }
         if format != Some(1) {
-            return Err(bad("its format is not 1"));
+            return Err(bad("the format is not 1"));
         }
         check_apart(&lay)?;
         Ok(Self {
-            name: name.ok_or_else(|| bad("it has no name"))?,
-            generation: generation.ok_or_else(|| bad("it has no generation"))?,
+            name: name.ok_or_else(|| bad("the name is missing"))?,
+            generation: generation.ok_or_else(|| bad("the generation is missing"))?,
             lay,
         })
     }
@@ -76,7 +76,7 @@ pub fn check_name(name: &[u8]) -> Result<String> {
     let starts = name.first().is_some_and(u8::is_ascii_alphanumeric);
     if !starts || name.len() > 64 || !name.iter().all(allowed) {
         return Err(Error::refused(
-            format!("{:?} is no segment name", shown(name)),
+            format!("{:?} is not a segment name", shown(name)),
             "1 to 64 of a-z 0-9 . _ -, beginning with a letter or digit",
         ));
     }
@@ -86,11 +86,11 @@ pub fn check_name(name: &[u8]) -> Result<String> {
 /// Absolute, normalised, outside of what is never laid, and without the characters that separate overlayfs' options.
 pub fn check_directory(path: &[u8]) -> Result<()> {
     let refuse = |why: &str, hint: &str| {
-        let why = format!("{:?} can't be laid: {why}", shown(path));
+        let why = format!("cannot lay {:?}: {why}", shown(path));
         Err(Error::refused(why, hint))
     };
     let Some(inner) = path.strip_prefix(b"/") else {
-        return refuse("it is not absolute", "begin it with /");
+        return refuse("the path is not absolute", "begin the path with /");
     };
     if path.len() > MAX_DIRECTORY {
         return refuse("longer than 85 bytes", "lay a directory above it");
@@ -110,7 +110,7 @@ pub fn check_directory(path: &[u8]) -> Result<()> {
     }
     if NEVER.iter().any(|never| is_in(path, never)) {
         return refuse(
-            "it belongs to the kernel or to changing state",
+            "the directory belongs to the kernel or holds changing state",
             "lay /usr, /opt or the like",
         );
     }
@@ -123,7 +123,7 @@ pub fn check_apart(lay: &[Vec<u8>]) -> Result<()> {
         if let Some(b) = lay.iter().skip(i + 1).find(|b| is_in(a, b) || is_in(b, a)) {
             return Err(Error::refused(
                 format!("{} and {} overlap", shown(a), shown(b)),
-                "lay the upper one only",
+                "lay only the upper directory",
             ));
         }
     }
@@ -139,7 +139,7 @@ pub fn is_in(path: &[u8], top: &[u8]) -> bool {
 fn once<T>(slot: &mut Option<T>, value: T) -> Result<()> {
     match slot.replace(value) {
         None => Ok(()),
-        Some(_) => Err(bad("a key that may come once comes twice")),
+        Some(_) => Err(bad("a key that may occur once occurs twice")),
     }
 }
 
@@ -149,13 +149,13 @@ fn number(text: &[u8]) -> Result<u64> {
         .ok()
         .filter(|t| !t.is_empty() && t.bytes().all(|b| b.is_ascii_digit()))
         .and_then(|t| t.parse().ok())
-        .ok_or_else(|| bad(&format!("{:?} is no number", shown(text))))
+        .ok_or_else(|| bad(&format!("{:?} is not a number", shown(text))))
 }
 
 fn bad(why: &str) -> Error {
     Error::refused(
-        format!("/.memfold-segment is not understood: {why}"),
-        "build the segment anew with a memfold of this agent's version",
+        format!("cannot parse /.memfold-segment: {why}"),
+        "build the segment again with a memfold of this agent's version",
     )
 }
 
@@ -195,32 +195,32 @@ mod tests {
             ("lay /a b", "overlayfs takes no such name"),
             ("lay /run", "changing state"),
             ("lay /usr\nlay /usr/lib", "overlap"),
-            ("name x", "comes twice"),
-            ("format 1", "comes twice"),
+            ("name x", "occurs twice"),
+            ("format 1", "occurs twice"),
             ("shell x", "unknown key shell"),
             ("lay", "a line without a value"),
             ("\u{0}", "a line without a value"),
-            ("generation -1", "is no number"),
+            ("generation -1", "is not a number"),
             (&many, "longer than 85 bytes"),
         ] {
             refused(&format!("{base}{line}\n"), why);
         }
         for (text, why) in [
-            ("", "its format is not 1"),
-            ("name web\ngeneration 3\n", "its format is not 1"),
-            ("format 1\nname web\n", "no generation"),
-            ("format 1\ngeneration 3\n", "no name"),
-            ("format 2\nname web\ngeneration 3\n", "its format is not 1"),
-            ("format 1\nname ../x\ngeneration 3\n", "no segment name"),
-            ("format 1\nname .x\ngeneration 3\n", "no segment name"),
-            ("format 1\nname \ngeneration 3\n", "no segment name"),
+            ("", "the format is not 1"),
+            ("name web\ngeneration 3\n", "the format is not 1"),
+            ("format 1\nname web\n", "the generation is missing"),
+            ("format 1\ngeneration 3\n", "the name is missing"),
+            ("format 2\nname web\ngeneration 3\n", "the format is not 1"),
+            ("format 1\nname ../x\ngeneration 3\n", "is not a segment name"),
+            ("format 1\nname .x\ngeneration 3\n", "is not a segment name"),
+            ("format 1\nname \ngeneration 3\n", "is not a segment name"),
             (
                 "format 1\nname web\ngeneration 99999999999999999999\n",
-                "is no number",
+                "is not a number",
             ),
-            ("format 1\nname web\ngeneration +1\n", "is no number"),
-            ("format 1\nname Web\ngeneration 1\n", "no segment name"),
-            ("format 1\r\nname web\r\ngeneration 1\r\n", "is no number"),
+            ("format 1\nname web\ngeneration +1\n", "is not a number"),
+            ("format 1\nname Web\ngeneration 1\n", "is not a segment name"),
+            ("format 1\r\nname web\r\ngeneration 1\r\n", "is not a number"),
         ] {
             refused(text, why);
         }

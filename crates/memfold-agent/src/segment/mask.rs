@@ -37,7 +37,7 @@ pub fn build(plan: &Plan, own: &OwnedFd, mask: &Path, steps: &Steps) -> Result<(
     let mask = tree::open(mask).during(|| format!("opening {}", mask.display()))?;
     let directories = directories(plan);
     for path in &directories {
-        let what = || format!("making the mask's directory {}", shown(path));
+        let what = || format!("creating the mask's directory {}", shown(path));
         steps.step().during(what)?;
         rustix::fs::mkdirat(&mask, *path, Mode::RWXU).during(what)?;
     }
@@ -60,7 +60,7 @@ pub fn build(plan: &Plan, own: &OwnedFd, mask: &Path, steps: &Steps) -> Result<(
     }
     // Last and from below, so that the times stay.
     for path in directories.iter().rev() {
-        let what = || format!("copying the facts of {}", shown(path));
+        let what = || format!("copying owner, mode and times of {}", shown(path));
         let from = tree::directory_below(own, path).during(what)?;
         let to = tree::directory_below(&mask, path).during(what)?;
         tree::copy_directory_facts(&from, &to, None).during(what)?;

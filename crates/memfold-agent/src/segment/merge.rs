@@ -106,7 +106,7 @@ impl Merge<'_> {
                 Err(e) => return Err(e.into()),
             }
         }
-        Err(io::Error::other("files keep being added to it"))
+        Err(io::Error::other("files keep being added to the directory"))
     }
 
     /// A directory that replaces what is there. Its mark of being opaque goes after that: else a crash between would merge it.

@@ -148,7 +148,7 @@ impl Places {
             if start.elapsed() > LOCK_PATIENCE {
                 return Err(Error::refused(
                     format!("another run has held {} for two minutes", path.display()),
-                    "see what it is doing, or end it",
+                    "check what that run is doing, or end it",
                 ));
             }
             std::thread::sleep(Duration::from_millis(50));

@@ -54,8 +54,8 @@ fn sampled<T>(list: &[T]) -> impl Iterator<Item = &T> {
 
 fn wrong(path: &[u8]) -> Error {
     Error::refused(
-        format!("{} looks different through the overlay", shown(path)),
-        "this is a fault of memfold or of the kernel: please report it",
+        format!("{} differs through the overlay", shown(path)),
+        "this is a bug of memfold or of the kernel: please report it",
     )
 }
 

@@ -265,7 +265,7 @@ fn a_refusal_says_why_and_leaves_nothing_behind() {
         ..request.clone()
     };
     refused(&guest, &through("/link"), "symbolic link");
-    refused(&guest, &through("/var/lib"), "can't be laid");
+    refused(&guest, &through("/var/lib"), "cannot lay");
 
     let guest = usual();
     fs::write(

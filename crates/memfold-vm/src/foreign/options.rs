@@ -219,7 +219,7 @@ mod tests {
     #[test]
     fn every_option_of_qemu_is_known_with_its_number_of_words() {
         if Command::new(QEMU).arg("-version").output().is_err() {
-            memfold_testkit::skip!("there is no QEMU");
+            memfold_testkit::skip!("QEMU is not installed");
         }
         let help = Command::new(QEMU).arg("-help").output().unwrap().stdout;
         let help = String::from_utf8(help).unwrap();

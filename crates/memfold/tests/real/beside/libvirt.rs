@@ -309,7 +309,7 @@ fn a_domain_of_libvirt_folds_with_a_vm_of_memfold_and_libvirt_works_with_it_as_e
             row["folding"]
                 .as_str()
                 .unwrap()
-                .contains("daemon doesn't answer"),
+                .contains("daemon does not answer"),
             "{row}"
         );
     }

@@ -86,17 +86,17 @@ fn what_is_enabled_in_a_domain_without_a_free_port_is_put_back_and_what_hinders_
         (
             "huge",
             "<memoryBacking><hugepages/></memoryBacking>",
-            &["its RAM is of huge pages (<hugepages"][..],
+            &["the VM's RAM is of huge pages (<hugepages"][..],
         ),
         (
             "shared",
             "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>",
-            &["its RAM is a file", "its RAM is shared memory"],
+            &["the VM's RAM is a file", "the VM's RAM is shared memory"],
         ),
         (
             "locked",
             "<memtune><hard_limit unit='GiB'>1</hard_limit></memtune><memoryBacking><locked/></memoryBacking>",
-            &["its RAM is locked"],
+            &["the VM's RAM is locked"],
         ),
     ] {
         let before = define(&host, place, name, &domain(place, name, 1, inside));
