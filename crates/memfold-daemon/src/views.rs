@@ -356,7 +356,7 @@ mod tests {
             assert!(said.why_not.unwrap().contains(why), "{text}");
         }
         let gone = SwapUse::of(Err(AgentError::Lost));
-        assert!(gone.why_not.unwrap().contains("went away"));
+        assert!(gone.why_not.unwrap().contains("disconnected"));
     }
 
     #[test]

@@ -41,7 +41,9 @@ impl Image {
         let file = view.open(pid)?;
         let facts = file.metadata()?;
         if facts.ino() != view.file.2 {
-            return Err(std::io::Error::other("another file is mapped at that address now"));
+            return Err(std::io::Error::other(
+                "another file is mapped at that address now",
+            ));
         }
         Ok(Self {
             identity: view.file,

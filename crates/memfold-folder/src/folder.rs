@@ -459,7 +459,10 @@ impl Folder {
                     .checked_mul(PAGE_SIZE)
                     .and_then(|o| range.hva.checked_add(o))
                 else {
-                    return Err(format!("the range at {:#x} is not a valid address", range.hva));
+                    return Err(format!(
+                        "the range at {:#x} is not a valid address",
+                        range.hva
+                    ));
                 };
                 let chunk = Range {
                     hva,

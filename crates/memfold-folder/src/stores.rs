@@ -63,7 +63,9 @@ impl Stores {
         }
         if let Some(store) = known.and_then(|n| self.0.get_mut(n)) {
             if store.identity != identity {
-                return Err(format!("page store number {number} already names another file"));
+                return Err(format!(
+                    "page store number {number} already names another file"
+                ));
             }
             if max_pages <= store.window.area().pages() {
                 store.descriptor = descriptor;

@@ -103,7 +103,7 @@ fn a_boost_takes_the_budget_and_no_more_until_two_full_scans_have_passed() {
     assert_eq!(ksmd.merged, GIB_PAGES / 2);
     let after = ksmd.steer(&mut steer, 1);
     assert_eq!(after[0].mode, Mode::Steady, "{}", after[0].why);
-    assert!(after[0].why.contains("each 600 s"), "{}", after[0].why);
+    assert!(after[0].why.contains("every 600 s"), "{}", after[0].why);
 }
 
 #[test]

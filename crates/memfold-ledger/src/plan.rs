@@ -40,7 +40,9 @@ pub enum PlanError {
     #[error("no kind '{0}'; the kinds are {1}")]
     NoSuchKind(String, String),
     /// A daemon of another version.
-    #[error("the daemon's report lacks the figures of shared memory; use a daemon and a client of the same version")]
+    #[error(
+        "the daemon's report lacks the figures of shared memory; use a daemon and a client of the same version"
+    )]
     NoDebt,
 }
 

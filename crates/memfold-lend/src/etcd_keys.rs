@@ -191,7 +191,7 @@ impl EtcdRegistry {
     /// What so many questions find.
     pub(super) fn ranges<const N: usize>(&self, txn: &Txn) -> Result<[Vec<Kv>; N], RegistryError> {
         let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
-        let other = |_| self.unusable("its answer belongs to another question");
+        let other = |_| self.unusable("its answer does not match the request");
         done.ranges.try_into().map_err(other)
     }
 

@@ -451,6 +451,6 @@ fn an_etcd_that_speaks_nonsense_or_is_not_there_is_named() {
         stream.write_all(body.as_bytes()).unwrap();
     });
     let error = registry.picture().unwrap_err().to_string();
-    assert!(error.contains("makes no sense"), "{error}");
+    assert!(error.contains("cannot parse etcd"), "{error}");
     answering.join().unwrap();
 }

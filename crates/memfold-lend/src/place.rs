@@ -331,7 +331,7 @@ mod tests {
             ..RegistryFiles::default()
         };
         let error = RegistryAt::new("/run/s", &files).unwrap_err().to_string();
-        assert!(error.contains("--registry-token is of no use"), "{error}");
+        assert!(error.contains("--registry-token does not apply"), "{error}");
         assert!(read_token(&path).unwrap_err().to_string().contains("token"));
         write(&path, "abc\n").unwrap();
         set_permissions(&path, Permissions::from_mode(0o644)).unwrap();

@@ -20,7 +20,9 @@ pub enum WrapperError {
     #[error("the domain's <emulator> '{0}' is not a program on this host")]
     Emulator(PathBuf),
     /// There is another file in its place.
-    #[error("{0} exists and is not memfold's; remove the file, or give the domain another <emulator>")]
+    #[error(
+        "{0} exists and is not memfold's; remove the file, or give the domain another <emulator>"
+    )]
     Taken(PathBuf),
     /// It can't be written.
     #[error("cannot write {path}")]

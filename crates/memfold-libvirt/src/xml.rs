@@ -586,7 +586,7 @@ mod tests {
         assert!(refused("'kvm'", "'lxc'").contains("'lxc'"));
         assert!(refused("x86_64'", "aarch64'").contains("aarch64"));
         assert!(refused("emulator>", "emulated>").contains("<emulator>"));
-        assert!(refused("</domain>", "").contains("not its XML"));
+        assert!(refused("</domain>", "").contains("cannot parse"));
         let tcp = format!(
             "<channel type='tcp'><target type='virtio' name='{PORT_NAME}'/></channel>\n  </devices>"
         );

@@ -163,10 +163,10 @@ fn open_sources(from: &[String], draft: &Draft) -> Result<std::path::PathBuf, Se
         why: why.into(),
     };
     if sources.is_empty() {
-        return Err(refuse("give a directory, a disk image, or packages"));
+        return Err(refuse("give a directory, a disk image or packages"));
     }
     if sources.len() > 1 && !sources.iter().all(is_package) {
-        return Err(refuse("several can be given only of packages"));
+        return Err(refuse("only packages can be given several times"));
     }
     let room = draft.path().join("source");
     fs::create_dir(&room).map_err(failed(&room))?;
@@ -193,11 +193,11 @@ fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
         return Err(SegmentError::Source {
             from: request.from.join(", "),
             why: format!(
-                "no file of it is chosen (include: {}; exclude: {}){}",
+                "no file is chosen (include: {}; exclude: {}){}",
                 include.join(" "),
                 request.exclude.join(" "),
                 if request.top.is_some() {
-                    ", or none of the ranking is in it"
+                    ", or no ranked file is among them"
                 } else {
                     ""
                 }
@@ -240,7 +240,7 @@ fn lay_over(request: &Request, tree: &Tree) -> Result<Vec<String>, SegmentError>
         return Err(SegmentError::Source {
             from: request.from.join(", "),
             why: format!(
-                "{own} belongs to each guest alone, so nothing can be laid over it; leave it out (--include '/usr/**'), or build a whole root (--root)"
+                "{own} is each guest's own, so no segment can be laid over it; leave it out (--include '/usr/**'), or build a whole root (--root)"
             ),
         });
     }

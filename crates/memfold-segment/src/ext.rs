@@ -95,7 +95,7 @@ fn restore_all(debugfs: &Path, image: &Path, room: &Path) -> Result<(), SegmentE
     };
     let told = facts(&String::from_utf8_lossy(&said.stdout)).map_err(wrong)?;
     if told.len() != found.len() {
-        let why = format!("it told of {} of {} files", told.len(), found.len());
+        let why = format!("debugfs reported {} of {} files", told.len(), found.len());
         return Err(wrong(why));
     }
     for (path, facts) in found.iter().zip(told) {
@@ -138,7 +138,7 @@ fn facts(said: &str) -> Result<Vec<Facts>, String> {
         for name in ATTRIBUTES {
             if let Some((length, value)) = attribute(line, name) {
                 let value = decode(name, length, value)
-                    .ok_or_else(|| format!("it told '{}' of a file", line.trim()))?;
+                    .ok_or_else(|| format!("debugfs reported '{}' for a file", line.trim()))?;
                 file.attributes.push((name, value));
             }
         }
@@ -267,7 +267,7 @@ mod tests {
             "system.posix_acl_access (4) = 02 00 00 00",
         ] {
             let error = with(bad).unwrap_err();
-            assert_eq!(error, format!("it told '{bad}' of a file"));
+            assert_eq!(error, format!("debugfs reported '{bad}' for a file"));
         }
     }
 

@@ -28,7 +28,7 @@ impl Reference {
                 .filter(|&number: &u32| number > 0 && !text.starts_with(['0', '+']))
                 .ok_or_else(|| {
                     SegmentError::Name(format!(
-                        "'{text}' is no generation of segment '{name}'; generations are 1, 2, ..."
+                        "'{text}' is not a generation of segment '{name}'; generations are 1, 2, ..."
                     ))
                 })
         };
@@ -60,7 +60,7 @@ mod tests {
         for bad in ["web@", "web@0", "web@01", "web@+1", "web@x", "web@1@2"] {
             let error = Reference::parse(bad).unwrap_err().to_string();
             assert!(
-                error.contains("no generation of segment 'web'"),
+                error.contains("not a generation of segment 'web'"),
                 "{bad}: {error}"
             );
         }

@@ -203,7 +203,7 @@ impl Shelf {
             Ok(manifest)
         } else {
             Err(broken(format!(
-                "{MANIFEST} is that of {}",
+                "{MANIFEST} belongs to {}",
                 manifest.reference()
             )))
         }
@@ -247,7 +247,7 @@ impl Shelf {
             .map_err(|errno| failed(&self.runtime)(errno.into()))?;
         if place.f_type != TMPFS_MAGIC {
             return Err(SegmentError::Impossible(format!(
-                "segment '{}' is to be held in memory, and {} is on a disk; start the daemon with --state on a tmpfs, as /run is",
+                "cannot hold segment '{}' in memory, because {} is on a disk; start the daemon with --state on a tmpfs such as /run",
                 manifest.reference(),
                 self.runtime.display()
             )));
@@ -300,7 +300,7 @@ impl Shelf {
         }
         let found = digest(image, &Progress::default()).map_err(failed(image))?;
         if found != manifest.digest {
-            return Err(broken("its image was changed since it was built".into()));
+            return Err(broken("the image was changed after the build".into()));
         }
         self.right().insert(image.to_owned(), now);
         Ok(())
@@ -317,7 +317,7 @@ impl Shelf {
         let right = self.right();
         match right.get(&image) {
             Some(seen) if *seen != stamp(&facts) => Some(
-                "its image was changed or replaced since it was checked; VMs that map it keep what they map, new ones are refused if it differs"
+                "the image was changed or replaced after its check; running VMs keep what they map, new VMs are refused if it differs"
                     .into(),
             ),
             _ if facts.len() != manifest.image_bytes => Some(format!(
@@ -417,7 +417,7 @@ impl Shelf {
         match builder.recursive(false).create(&path) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
                 return Err(SegmentError::Impossible(format!(
-                    "segment '{name}' is being built already; wait for it"
+                    "segment '{name}' is already being built; wait until that build ends"
                 )));
             }
             other => other.map_err(failed(&path))?,

@@ -47,7 +47,7 @@ impl Source {
             let letters =
                 |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "+-.:".contains(c);
             if name.is_empty() || !name.chars().all(letters) || name.starts_with('-') {
-                return Err(bad("that is no name of a package"));
+                return Err(bad("that is not the name of a package"));
             }
             return Ok(Self::Package(name.to_owned()));
         }
@@ -73,15 +73,15 @@ impl Source {
             Ok(Self::Erofs(path))
         } else if is_at(0, &QCOW_MAGIC) {
             Err(bad(
-                "it is a qcow2 image; make a raw one of it: qemu-img convert -O raw",
+                "the image is qcow2; convert it (qemu-img convert -O raw)",
             ))
         } else if is_at(510, &MBR_MAGIC) {
             Err(bad(
-                "it has partitions; give an image of the file system alone, as partx and dd cut it out",
+                "the image has partitions; give an image of the file system alone (cut it out with partx and dd)",
             ))
         } else {
             Err(bad(
-                "it holds neither an ext2, ext3 or ext4 nor an EROFS file system",
+                "the image contains neither an ext2, ext3 or ext4 nor an EROFS file system",
             ))
         }
     }
@@ -162,7 +162,7 @@ fn unpack_package(file: &Path, room: &Path) -> Result<(), SegmentError> {
     } else {
         Err(SegmentError::Source {
             from: file.display().to_string(),
-            why: "dpkg-deb can't read it".into(),
+            why: "dpkg-deb cannot read the package".into(),
         })
     }
 }
@@ -211,9 +211,9 @@ mod tests {
             Ok(Source::Package(_))
         ));
         for (bad, why) in [
-            ("package:", "no name of a package"),
-            ("package:-o", "no name of a package"),
-            ("package:a b", "no name of a package"),
+            ("package:", "not the name of a package"),
+            ("package:-o", "not the name of a package"),
+            ("package:a b", "not the name of a package"),
             ("/nowhere", "give a directory, a disk image"),
         ] {
             let error = Source::find(bad).unwrap_err().to_string();

@@ -18,7 +18,7 @@ const LIMIT: Duration = Duration::from_secs(3600);
 pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
     let bwrap = tool(
         "bwrap",
-        "keeps programs that unpack images and packages from writing anywhere else",
+        "confines the programs that unpack images and packages",
         "bubblewrap",
     )?;
     let mut command = Command::new(bwrap);

@@ -72,14 +72,14 @@ impl Filter {
 /// Globs of paths, each beginning with a slash.
 pub fn globs(texts: &[String]) -> Result<GlobSet, SegmentError> {
     let bad = |text: &str, why: &dyn std::fmt::Display| {
-        SegmentError::Name(format!("'{text}' is no glob of paths: {why}"))
+        SegmentError::Name(format!("'{text}' is not a glob of paths: {why}"))
     };
     let mut set = GlobSetBuilder::new();
     for text in texts {
         if !text.starts_with('/') {
             return Err(bad(
                 text,
-                &"it has to begin with a slash, as in '/usr/lib/**'",
+                &"a glob begins with a slash, as in '/usr/lib/**'",
             ));
         }
         let glob = GlobBuilder::new(text)
@@ -463,8 +463,8 @@ mod tests {
             let error = Filter::new(&[glob.to_owned()], &[]).unwrap_err();
             error.to_string()
         };
-        assert!(refusal("usr/**").contains("begin with a slash"));
-        assert!(!refusal("/usr/[").contains("begin with a slash"));
+        assert!(refusal("usr/**").contains("begins with a slash"));
+        assert!(!refusal("/usr/[").contains("begins with a slash"));
         Filter::new(&["/usr/**".into()], &[]).unwrap();
     }
 }

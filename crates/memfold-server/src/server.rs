@@ -31,7 +31,7 @@ pub enum ServeError {
     Taken(PathBuf),
     /// The kernel takes no such path.
     #[error(
-        "cannot listen on {}: the path has {} bytes, and a socket's path at most {MAX_SOCKET_PATH}; choose a shorter --socket",
+        "cannot listen on {}: the path has {} bytes, and {MAX_SOCKET_PATH} at most are allowed; choose a shorter --socket",
         .0.display(), .0.as_os_str().len()
     )]
     TooLong(PathBuf),
@@ -54,7 +54,9 @@ pub enum ServeError {
         source: io::Error,
     },
     /// Nobody is accepted any more.
-    #[error("the server stopped accepting connections; the daemon exits, to be restarted by systemd")]
+    #[error(
+        "the server stopped accepting connections; the daemon exits, to be restarted by systemd"
+    )]
     Ended,
     /// The tokens can't be read or made.
     #[error("cannot read the tokens")]

@@ -48,7 +48,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
             found => found?,
         };
         failed = 0;
-        let job = found.ok_or("its job is gone")?;
+        let job = found.ok_or("its block job is gone")?;
         let now = job["current-progress"].as_u64().unwrap_or(done).max(done);
         if let Some(progress) = progress {
             progress.add(now - done);
@@ -60,7 +60,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
         }
         if Instant::now() > end {
             return Err(format!(
-                "it is not done in {} s, and goes on; try again later",
+                "the block job is not done after {} s and continues; try again later",
                 timeout.as_secs()
             ));
         }

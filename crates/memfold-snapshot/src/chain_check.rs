@@ -17,7 +17,7 @@ pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotEr
     if !active.file.exists() {
         return Err(SnapshotError::Impossible(format!(
             "disk {disk}: its temporary overlay {} was removed while the VM runs (systemd-tmpfiles does that in /var/tmp unless \
-             /usr/lib/tmpfiles.d/memfold.conf is there). The VM goes on, and what it wrote ends with it: copy what matters out of the guest",
+             /usr/lib/tmpfiles.d/memfold.conf is there). The VM runs on, but what it wrote is lost when it ends: copy what matters out of the guest",
             active.file.display()
         )));
     }
@@ -31,14 +31,14 @@ pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotEr
         // It is a snapshot's, or it would have been merged. A snapshot over one that goes with the VM would go with it too.
         if !named.is_some_and(|named| named != *backing && same(&named, backing)) {
             return Err(SnapshotError::Impossible(format!(
-                "disk {disk} builds on {}, an overlay of a save that failed, which has a second name and so can't be merged: remove drafts of that save ('.NAME.draft') from other directories of snapshots, or start the VM anew",
+                "disk {disk} builds on {}, an overlay of a failed save, which has a second name and so cannot be merged: remove drafts of that save ('.NAME.draft') from other directories of snapshots, or restart the VM",
                 backing.display()
             )));
         }
     }
     chain(&active.file).map(drop).map_err(|error| {
         SnapshotError::Impossible(format!(
-            "disk {disk} builds on a snapshot that was removed; start the VM anew to save it again ({error})"
+            "disk {disk} builds on a snapshot that was removed; restart the VM to save it again ({error})"
         ))
     })
 }
@@ -72,7 +72,7 @@ pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), 
             // A name that is none of a file can't have been replaced.
             if !ours && identity(&file).is_ok_and(|now| !open.contains(&now)) {
                 return Err(SnapshotError::Impossible(format!(
-                    "{} was replaced since the VM was started: its memory would not fit what is there now; start the VM anew to save it",
+                    "{} was replaced after the VM's start: the VM's memory would not match the new file; restart the VM to save it",
                     file.display()
                 )));
             }
@@ -91,13 +91,13 @@ pub(super) fn check_header(
 ) -> Result<(), SnapshotError> {
     let refused = |why: String| {
         SnapshotError::Impossible(format!(
-            "{} {why}: is the VM's QEMU in its guest's hands? It is not saved",
+            "{} {why}, perhaps because the guest controls QEMU; the VM is not saved",
             overlay.display()
         ))
     };
     let facts = fs::symlink_metadata(overlay).map_err(failed(overlay))?;
     if !facts.is_file() {
-        return Err(refused("is no plain file".into()));
+        return Err(refused("is not a regular file".into()));
     }
     let image = header(overlay).map_err(failed(overlay))?;
     if image.is_null() {
@@ -105,10 +105,10 @@ pub(super) fn check_header(
     }
     let of_format = &image["format-specific"]["data"];
     if !of_format["data-file"].is_null() || image["encrypted"] == true {
-        return Err(refused("names a file for its data, or is encrypted".into()));
+        return Err(refused("has an external data file, or is encrypted".into()));
     }
     let Some(backing) = image["backing-filename"].as_str().map(Path::new) else {
-        return Err(refused("is built on nothing".into()));
+        return Err(refused("has no backing file".into()));
     };
     let own = spec.disks.get(disk).map(|disk| disk.path.as_path());
     let format = image["backing-filename-format"].as_str();
@@ -118,7 +118,7 @@ pub(super) fn check_header(
         return Ok(());
     }
     Err(refused(format!(
-        "is built on {} ({})",
+        "has the backing file {} ({})",
         backing.display(),
         format.unwrap_or("no format")
     )))
@@ -227,7 +227,7 @@ mod tests {
             domain: None,
             ..spec.clone()
         };
-        refused(&loner, "is built on");
+        refused(&loner, "has the backing file");
         let root = path("shelf");
         for (backing, format) in [
             (others, "qcow2"),
@@ -242,17 +242,17 @@ mod tests {
             (root.join(".new.draft").join(disk_name(0)), "qcow2"),
         ] {
             on(&backing, format);
-            refused(&spec, "is built on");
+            refused(&spec, "has the backing file");
         }
         image(&overlay, &[]);
-        refused(&spec, "is built on nothing");
+        refused(&spec, "has no backing file");
         let data = format!("data_file={}", path("data").display());
         image(&overlay, &["-o", &data]);
-        refused(&spec, "names a file for its data");
+        refused(&spec, "external data file");
         fs::write(&overlay, b"no header").unwrap();
         refused(&spec, "no header of a qcow2 image");
         fs::remove_file(&overlay).unwrap();
         std::os::unix::fs::symlink(&ours, &overlay).unwrap();
-        refused(&spec, "no plain file");
+        refused(&spec, "not a regular file");
     }
 }

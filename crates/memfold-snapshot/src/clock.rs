@@ -27,7 +27,7 @@ pub const RTC: &str = "rtc=/sys/class/rtc/rtc0/since_epoch
 [ -r $rtc ] || exit 0
 off=$(($(cat $rtc) - $(date +%s)))
 [ ${off#-} -gt 2 ] || exit 0
-command -v hwclock > /dev/null || { echo \"its RTC is $off s off, and it has no hwclock\"; exit 1; }
+command -v hwclock > /dev/null || { echo \"the RTC is $off s off, and the guest has no hwclock\"; exit 1; }
 hwclock --systohc";
 
 /// What the wall clock of a guest showed when it went on, and what became of that.
@@ -126,7 +126,7 @@ pub fn set<E>(
     mut step: impl FnMut(Offset) -> Result<Option<Duration>, E>,
 ) -> Result<ClockStep, E> {
     let no_time = || ClockStep {
-        problem: Some("the guest does not say its time (date +%s.%N)".to_owned()),
+        problem: Some("the guest does not report its time (date +%s.%N)".to_owned()),
         ..ClockStep::default()
     };
     let Some(first) = look()? else {
@@ -139,7 +139,7 @@ pub fn set<E>(
             break;
         }
         let Some(took) = step(now)? else {
-            problem = Some("its 'date -s' failed".to_owned());
+            problem = Some("'date -s' failed in the guest".to_owned());
             break;
         };
         let before = now;
@@ -148,8 +148,7 @@ pub fn set<E>(
             None => return Ok(no_time()),
         };
         problem = (!now.is_explained(before, took)).then(|| {
-            "it was set, and is off again by more than that took: something else in the guest sets it"
-                .to_owned()
+            "the clock was set and is wrong again: something else in the guest sets it".to_owned()
         });
     }
     Ok(ClockStep {

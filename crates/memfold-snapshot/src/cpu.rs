@@ -82,7 +82,7 @@ impl Cpu {
         Err(SnapshotError::Broken {
             name: name.into(),
             why: format!(
-                "its guest was given a CPU ({}) with {}{more}, which the CPU here ({model}) lacks; restore it where that is, or save a VM that was started with a model that all hosts have (--cpu)",
+                "the saved guest's CPU ({}) has {}{more}, which this host's CPU ({model}) lacks; restore on a host with these features, or save a VM started with a model that all hosts have (--cpu)",
                 self.model,
                 missing.join(", ")
             ),

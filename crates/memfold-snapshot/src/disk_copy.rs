@@ -111,7 +111,7 @@ pub(super) fn prepare(
     if in_place(spec).next().is_some() {
         enough_room(draft.path(), bytes).map_err(|why| {
             SnapshotError::Impossible(format!(
-                "the disks that the VM writes in place can't be copied ({why}): make room among the snapshots"
+                "cannot copy the disks that the VM writes in place ({why}); free space in the directory of snapshots"
             ))
         })?;
     }
@@ -120,7 +120,7 @@ pub(super) fn prepare(
         let names = Names::of(spec, disk);
         let device = device(&devices, spec, disk)
             .filter(|device| device["inserted"]["node-name"] == *names.disk)
-            .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
+            .ok_or_else(|| SnapshotError::Qemu(format!("QEMU does not report disk {disk}")))?;
         let copy = Copied {
             disk,
             device: device["qdev"].as_str().unwrap_or_default().to_owned(),
@@ -232,13 +232,13 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
 fn words(disk: usize, why: &str) -> String {
     let cause = if why.contains("Permission denied") {
         // What QEMU says of a filter that has given up.
-        "what the VM writes over could not be put aside, or took longer than 30 s: is there room for it among the snapshots, and is their disk quick enough?"
+        "copy-before-write of the VM's disk failed or took longer than 30 s; check free space and speed of the disk of snapshots"
     } else if why.contains("No space left") {
-        "there is no room for it among the snapshots"
+        "no space left in the directory of snapshots"
     } else {
-        "the VM goes on without"
+        "the VM continues without the copy job"
     };
-    format!("disk {disk} can't be copied ({why}): {cause}")
+    format!("cannot copy disk {disk} ({why}): {cause}")
 }
 
 /// Whether the file system of `place` has room for so many bytes, and a reserve: a disk of the VM may lie there too, and a VM whose disk
@@ -249,7 +249,7 @@ fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
     let free = room.f_bavail * room.f_frsize;
     if free < bytes + reserve {
         return Err(format!(
-            "No space left: {} free, {} needed and {} to be left",
+            "No space left: {} free, {} needed, {} must stay free",
             ByteSize(free),
             ByteSize(bytes),
             ByteSize(reserve)

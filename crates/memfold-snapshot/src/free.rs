@@ -27,7 +27,7 @@ const FRAMES_A_RUN: u64 = 32;
 
 /// Reads the list that an agent of a VM with `pages` pages of RAM wrote: first frame and number of frames, a line each.
 pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
-    let text = std::str::from_utf8(text).map_err(|_| "the list is no text".to_owned())?;
+    let text = std::str::from_utf8(text).map_err(|_| "the list is not text".to_owned())?;
     let run = |line: &str| -> Option<Frames> {
         let (first, count) = line.split_once(' ')?;
         let first: u64 = first.parse().ok()?;

@@ -52,11 +52,11 @@ pub(super) fn prepare(
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
         let active = chains
             .active(spec, disk)
-            .ok_or_else(|| SnapshotError::Qemu(format!("QEMU doesn't tell of disk {disk}")))?;
+            .ok_or_else(|| SnapshotError::Qemu(format!("QEMU does not report disk {disk}")))?;
         // It may be in its guest's hands: what it names is no reason for root to touch a file that isn't the VM's.
         if spec.user.is_some() && !overlays.contains(&active.file) {
             return Err(SnapshotError::Impossible(format!(
-                "disk {disk} writes to {}, which is no overlay of this VM's",
+                "disk {disk} writes to {}, which is not an overlay of this VM",
                 active.file.display()
             )));
         }
@@ -144,7 +144,7 @@ pub(super) fn check_frozen(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), Snaps
     match frozen.iter().find(|new| !is_read_only(&new.active)) {
         None => Ok(()),
         Some(new) => Err(SnapshotError::Impossible(format!(
-            "QEMU can't open {} again for reading alone: let its user reach that directory",
+            "QEMU cannot reopen {} read-only; give QEMU's user access to that directory",
             new.path.display()
         ))),
     }
@@ -248,7 +248,7 @@ pub(super) fn drop_unused(
             }
             match qmp.execute_on_disks("blockdev-del", json!({ "node-name": name })) {
                 Ok(_) => {
-                    tracing::info!(node = name, "an overlay that a killed save left is removed");
+                    tracing::info!(node = name, "removed an overlay that a killed save left");
                     let file = file_of(&nodes, spec, disk, name);
                     if let Some(file) =
                         file.filter(|file| spec.user.is_none() || overlays.contains(file))

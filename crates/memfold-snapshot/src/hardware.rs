@@ -33,10 +33,10 @@ fn not_running(status: &Value) -> Option<String> {
     let what = match now {
         "running" => return None,
         "io-error" => {
-            "the host's disk was full or failed when the guest wrote; make room, then let it go on (memfold vm resume)"
+            "the host's disk was full or failed when the guest wrote; free space, then run 'memfold vm resume'"
         }
-        "paused" => "let it go on first (memfold vm resume)",
-        _ => "wait until it runs",
+        "paused" => "run 'memfold vm resume' first",
+        _ => "wait until the VM runs",
     };
     Some(format!("the VM stands still (QEMU says '{now}'): {what}"))
 }
@@ -46,7 +46,7 @@ fn blocked(migration: &Value) -> Option<String> {
     let reasons: Vec<&str> = reasons.iter().filter_map(Value::as_str).collect();
     (!reasons.is_empty()).then(|| {
         format!(
-            "QEMU can't save this VM's devices: {}; start it without them",
+            "QEMU cannot save this VM's devices: {}; start the VM without them",
             reasons.join("; ")
         )
     })
@@ -86,7 +86,7 @@ fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
         .map(|device| name(device).unwrap_or_else(|| "without a name".into()))
         .next()?;
     Some(format!(
-        "it has a disk that is not in its description ('{foreign}'), which would not be part of the snapshot; give it as one of its disks (--disk), or read-only"
+        "the VM has a disk that is not in its description ('{foreign}') and would not be part of the snapshot; start the VM with that disk as --disk, or read-only"
     ))
 }
 
@@ -96,7 +96,7 @@ fn tpm(tpms: &Value) -> Option<String> {
         .as_str()
         .unwrap_or("without a name");
     Some(format!(
-        "it has a TPM ('{id}'), whose state is in another process (swtpm) that a VM of its snapshot would not have; start it without one"
+        "the VM has a TPM ('{id}'), whose state is in another process (swtpm) and would not be part of the snapshot; start the VM without a TPM"
     ))
 }
 
@@ -108,7 +108,7 @@ fn plugged_memory(devices: &Value) -> Option<String> {
         .map(|device| device["data"]["id"].as_str().unwrap_or("without a name"))
         .next()?;
     Some(format!(
-        "memory was added to it (device '{plugged}'), which a VM of its snapshot would lack; unplug it, or start the VM with as much"
+        "memory was plugged into the running VM (device '{plugged}'), and a VM of the snapshot would lack it; unplug it, or start the VM with more memory"
     ))
 }
 
@@ -136,7 +136,7 @@ fn plugged_device(qmp: &mut Qmp) -> Result<(), SnapshotError> {
             // What has no such property is no device.
             if asked.is_ok_and(|is_plugged| is_plugged == true) {
                 return Err(SnapshotError::Impossible(format!(
-                    "device '{name}' was plugged in while it ran, and a VM of its snapshot would lack it; unplug it (QMP: device_del)"
+                    "device '{name}' was plugged into the running VM, and a VM of the snapshot would lack it; unplug it (QMP: device_del)"
                 )));
             }
         }
@@ -152,7 +152,7 @@ pub(super) fn check_memory(spec: &VmSpec, qmp: &mut Qmp) -> Result<(), SnapshotE
         .filter(|b| b.name.is_empty() && b.used_bytes > 0);
     if unnamed.count() > spec.segments.len() {
         return Err(SnapshotError::Impossible(
-            "it maps device memory that is no segment of memfold's, which QEMU itself would not save either".into(),
+            "the VM maps device memory that is not a memfold segment, which QEMU would not save either".into(),
         ));
     }
     Ok(())
@@ -168,7 +168,7 @@ mod tests {
     fn what_a_snapshot_would_lack_is_named() {
         assert_eq!(not_running(&json!({ "status": "running" })), None);
         let full = not_running(&json!({ "status": "io-error" })).unwrap();
-        assert!(full.contains("make room"), "{full}");
+        assert!(full.contains("free space"), "{full}");
         assert_eq!(blocked(&json!({})), None);
         let why = blocked(&json!({ "blocked-reasons": ["a thing", "another"] })).unwrap();
         assert!(why.contains("a thing; another"), "{why}");

@@ -242,7 +242,7 @@ impl Renewal {
                 .collect::<Vec<_>>()
         };
         if said.lines().last() != Some(END) {
-            return Err("the guest did not carry it out to the end".into());
+            return Err("the guest did not finish the script".into());
         }
         Ok(Self {
             pending: false,

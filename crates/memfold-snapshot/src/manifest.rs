@@ -317,7 +317,7 @@ pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, Snapsho
         why,
     };
     if sum.trim_ascii() != hex(xxh3_128(&text)).as_bytes() {
-        return Err(bad(format!("{MANIFEST} was changed since it was written")));
+        return Err(bad(format!("{MANIFEST} was changed after it was written")));
     }
     let version: serde_json::Value =
         serde_json::from_slice(&text).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;

@@ -42,7 +42,7 @@ pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
             };
             commit(monitor, disk, &top, &below).map_err(|why| {
                 SnapshotError::Impossible(format!(
-                    "disk {disk} has an overlay more than it needs, of a save that failed, and QEMU doesn't merge it with the older one: {why}"
+                    "disk {disk} has an extra overlay of a failed save, and QEMU cannot merge it with the older overlay: {why}"
                 ))
             })?;
             monitor().execute_on_disks("blockdev-del", json!({ "node-name": top }))?;

@@ -115,7 +115,7 @@ fn write_alone(path: &Path) -> io::Result<File> {
         Ok(()) => Ok(file),
         Err(Errno::WOULDBLOCK) => Err(io::Error::new(
             ErrorKind::AlreadyExists,
-            "it is being written by another restore",
+            "another restore is writing the disk",
         )),
         Err(errno) => Err(errno.into()),
     }

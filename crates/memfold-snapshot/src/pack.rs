@@ -56,13 +56,13 @@ pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8
 /// Reads an index of so many chunks.
 pub fn frames(index: &[u8], chunks: u64) -> Result<Vec<Frame>, String> {
     if index.len() as u64 != chunks * FRAME_BYTES as u64 {
-        return Err(format!("it is not of {chunks} chunks"));
+        return Err(format!("the table does not have {chunks} chunks"));
     }
     let long = |bytes: &[u8]| u64::from_le_bytes(std::array::from_fn(|byte| bytes[byte]));
     let frame = |bytes: &[u8]| (long(bytes), long(&bytes[8..]));
     let all: Vec<Frame> = index.chunks_exact(FRAME_BYTES).map(frame).collect();
     match all.iter().position(|&(_, length)| length > LARGEST_FRAME) {
-        Some(chunk) => Err(format!("the frame of chunk {chunk} is too long to be one")),
+        Some(chunk) => Err(format!("the frame of chunk {chunk} is too long")),
         None => Ok(all),
     }
 }

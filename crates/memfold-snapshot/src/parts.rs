@@ -62,17 +62,17 @@ fn refer_to_disks(
             continue;
         }
         let Some(rest) = left.checked_sub(held) else {
-            tracing::info!(path = %place.display(), "too large to be looked through for what a guest has cached of it");
+            tracing::info!(path = %place.display(), "too large to be searched for pages that the guest has cached");
             continue;
         };
         left = rest;
         sources.push(path.clone());
         files.push(file);
     }
-    progress.begin("disks looked through", refer::MOST_DISK_BYTES - left);
+    progress.begin("disks searched", refer::MOST_DISK_BYTES - left);
     let blocks = DiskBlocks::read(files, progress).map_err(draft.failed("disks"))?;
     let saved = ram.metadata().map_err(draft.failed(RAM))?.blocks() * 512;
-    progress.begin("pages of disks taken out", saved);
+    progress.begin("pages of disks removed", saved);
     let references = refer::refer(ram, &blocks, progress).map_err(draft.failed(RAM))?;
     // As it is, it can be mapped.
     if references.is_empty() {

@@ -26,8 +26,8 @@ use rustix::io::Errno;
 use rustix::process::Pid;
 
 /// What a page that can't be believed is called.
-const UNPROTECTED: &str = "a page of the VM was not protected any more, though nobody was seen to write to it: the kernel has put another in its \
-                           place (KSM does, if something starts it meanwhile); save it again, or without --live";
+const UNPROTECTED: &str = "a page of the VM lost its write protection without a reported write: the kernel has put another page in its \
+                           place (KSM does, if something starts it meanwhile); save the VM again, or without --live";
 
 /// Pages of a running VM that are wanted as they were.
 #[derive(Debug)]
@@ -105,7 +105,7 @@ impl Past {
     }
 
     fn word(&self, at: u64) -> io::Result<&std::sync::atomic::AtomicU32> {
-        self.words.get(at).ok_or_else(|| other("no such word"))
+        self.words.get(at).ok_or_else(|| other("no such entry"))
     }
 
     fn entry(&self, index: u64) -> io::Result<&std::sync::atomic::AtomicU32> {
@@ -156,17 +156,17 @@ impl Past {
             Ok(0) => Ok(()),
             Ok(errno) if errno == Errno::STALE.raw_os_error() => Err(other(UNPROTECTED)),
             Ok(errno) if errno == Errno::CANCELED.raw_os_error() => Err(other(
-                "the library in QEMU stopped to keep what the VM writes to: the connection to it has ended",
+                "the library in QEMU stopped copying before writes: the connection to it has ended",
             )),
             // Beyond the file's end.
             Ok(errno) if errno == Errno::PERM.raw_os_error() => Err(other(
-                "the VM writes to more pages than there is room for, half of the host's available memory; save it without --live",
+                "the VM writes to more pages than half of the host's available memory can hold; save the VM without --live",
             )),
             errno => {
                 let why = io::Error::from_raw_os_error(errno.unwrap_or(Errno::IO.raw_os_error()));
                 Err(io::Error::new(
                     why.kind(),
-                    format!("what the VM was about to write to could not be kept: {why}"),
+                    format!("cannot copy pages before the VM writes to them: {why}"),
                 ))
             }
         }

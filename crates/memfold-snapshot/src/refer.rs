@@ -78,7 +78,7 @@ pub fn encode(references: &[Reference]) -> Vec<u8> {
 pub fn decode(bytes: &[u8], pages: u64, sources: usize) -> Result<Vec<Reference>, String> {
     let records = bytes.chunks_exact(Reference::BYTES);
     if !records.remainder().is_empty() {
-        return Err("it ends within a record".into());
+        return Err("the file ends within a record".into());
     }
     let mut free = 0;
     let mut references = Vec::with_capacity(records.len());

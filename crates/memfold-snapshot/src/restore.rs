@@ -93,7 +93,7 @@ pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), Snap
     let claimed = asked.iter().map(|forward| {
         forward.claim().map_err(|error| {
             SnapshotError::Impossible(format!(
-                "port {forward} can't be forwarded ({error}); host port 0 takes a free one"
+                "cannot forward port {forward} ({error}); host port 0 takes a free one"
             ))
         })
     });
@@ -113,7 +113,7 @@ fn check_files(manifest: &Manifest, place: &Path) -> Result<(), SnapshotError> {
         if facts_at(&path)? != *saved {
             return Err(SnapshotError::Broken {
                 name: manifest.name.clone(),
-                why: format!("{} was changed since", path.display()),
+                why: format!("{} was changed since the save", path.display()),
             });
         }
     }
@@ -143,10 +143,10 @@ fn check_file(
     let changed = match &saved.device {
         Some(then) => match device(&path)? {
             Some(now) => then.differs(&now),
-            None => Some("is no block device any more".to_owned()),
+            None => Some("is not a block device any more".to_owned()),
         },
         None if facts.len() != saved.bytes || modified_ns(&facts) != saved.modified_ns => {
-            Some("was changed since".to_owned())
+            Some("was changed since the save".to_owned())
         }
         None => None,
     };
@@ -154,7 +154,10 @@ fn check_file(
         None => Ok(()),
         Some(why) => Err(SnapshotError::Broken {
             name: name.into(),
-            why: format!("{what} {} {why}; the RAM would not fit it", path.display()),
+            why: format!(
+                "{what} {} {why}; the saved RAM would not match it",
+                path.display()
+            ),
         }),
     }
 }
@@ -171,7 +174,7 @@ pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
         return Err(SnapshotError::Broken {
             name: manifest.name.clone(),
             why: format!(
-                "it has a RAM block '{}' of {} pages that this QEMU hasn't",
+                "the snapshot has a RAM block '{}' of {} pages that this QEMU lacks",
                 saved.name, saved.pages
             ),
         });
@@ -191,7 +194,7 @@ pub fn fill(
     let layout = vm.layout(qmp)?;
     let mut link = vm
         .library_link()
-        .ok_or_else(|| SnapshotError::Impossible("memfold's library is not in this QEMU".into()))?
+        .ok_or_else(|| SnapshotError::Impossible("QEMU runs without memfold's library".into()))?
         .map_err(|error| SnapshotError::Library(error.to_string()))?;
     let mut ask = |order: &Order, descriptor| {
         let done = link.order(order, descriptor).map(drop);
@@ -211,7 +214,7 @@ pub fn fill(
             return Err(SnapshotError::Broken {
                 name: manifest.name.clone(),
                 why: format!(
-                    "this QEMU has a RAM block '{}' of {pages} pages that the snapshot hasn't",
+                    "this QEMU has a RAM block '{}' of {pages} pages that the snapshot lacks",
                     block.name
                 ),
             });
@@ -282,7 +285,7 @@ fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &File) -> std::io::Result<(
         let same = memory::read(pid, hva.add_pages(done), &mut now)? == length && now == part;
         if !same && memory::write(pid, hva.add_pages(done), part)? != length {
             return Err(std::io::Error::other(format!(
-                "RAM block '{}' can't be written",
+                "cannot write RAM block '{}'",
                 block.name
             )));
         }
@@ -311,7 +314,7 @@ fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), Snapsho
                 }
                 other => {
                     return Err(SnapshotError::Qemu(format!(
-                        "QEMU did not take the device state (its state is {other:?})"
+                        "QEMU did not load the device state (QEMU's state is {other:?})"
                     )));
                 }
             }

@@ -357,7 +357,7 @@ fn spec_now(vm: &Vm, spec: &VmSpec, qmp: &mut Qmp) -> Result<VmSpec, SnapshotErr
         segment.address = memfold_vm::segments::address(qmp, slot)?;
         if segment.address.is_none() {
             return Err(SnapshotError::Impossible(format!(
-                "segment '{}' is noted and QEMU has no such device: an attach was cut off; attach it again",
+                "segment '{}' is recorded, but QEMU has no such device: an attach was interrupted; attach the segment again",
                 segment.name
             )));
         }
@@ -365,7 +365,7 @@ fn spec_now(vm: &Vm, spec: &VmSpec, qmp: &mut Qmp) -> Result<VmSpec, SnapshotErr
     let ram_blocks = vm.layout(qmp)?.blocks.len();
     if ram_blocks > MAX_BLOCKS {
         return Err(SnapshotError::Impossible(format!(
-            "its RAM has {ram_blocks} blocks, and a VM of a snapshot can have {MAX_BLOCKS}; start it with fewer memory devices"
+            "the VM's RAM has {ram_blocks} blocks, and a snapshot holds at most {MAX_BLOCKS}; start the VM with fewer memory devices"
         )));
     }
     Ok(now)
@@ -401,7 +401,7 @@ fn start_once<M: DerefMut<Target = Qmp>>(
     }
     trial::start_once(&spec, &parts).map_err(|why| {
         SnapshotError::Impossible(format!(
-            "no VM could be started from a snapshot of it, as a trial shows: {why}"
+            "a snapshot of this VM could not be restored, as a test start shows: {why}"
         ))
     })
 }

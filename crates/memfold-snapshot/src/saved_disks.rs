@@ -84,7 +84,7 @@ fn copy_own(from: &Path, to: &Path) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let mut from = File::from(rustix::fs::open(from, flags, Mode::empty())?);
     if !from.metadata()?.is_file() {
-        return Err(io::Error::other("it is no plain file"));
+        return Err(io::Error::other("the file is not a regular file"));
     }
     let mut to = File::options()
         .write(true)

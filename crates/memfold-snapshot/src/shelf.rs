@@ -254,14 +254,14 @@ impl Shelf {
         let available = host_available_pages().map_err(self.failed(name, RAM))? * PAGE_SIZE;
         if needed > available / 100 * LAID_OUT_PERCENT {
             return Err(SnapshotError::Impossible(format!(
-                "the memory of snapshot '{name}' takes {} when it is laid out, and this host has {} available",
+                "the uncompressed memory of snapshot '{name}' takes {}, and this host has {} available",
                 ByteSize(needed),
                 ByteSize(available)
             )));
         }
         let stored = self.stored(manifest)?;
         let called = self.laid_out_name(name)?;
-        progress.begin("memory laid out", stored.bytes);
+        progress.begin("memory uncompressed", stored.bytes);
         let laid = stored.lay_out(&called, progress);
         let ram = match laid.map_err(self.failed(name, RAM))? {
             Ok(ram) => Arc::new(ram),
@@ -325,7 +325,7 @@ impl Shelf {
             Manifest {
                 references: Some(_),
                 ..
-            } => "its RAM image, or a disk that it refers to,",
+            } => "the RAM image, or a disk that it refers to,",
             Manifest {
                 packed: Some(_), ..
             } => PACKED,

@@ -87,7 +87,7 @@ pub(super) fn stand_still<'a>(
     let layout = vm.layout(qmp)?;
     let free = request.free.clone().and_then(|frames| {
         free::unwritten(vm.pid(), &layout, &frames)
-            .map_err(|error| format!("their writes can't be read: {error}"))
+            .map_err(|error| format!("cannot read which pages were written: {error}"))
     });
     // Of a page that was never touched, tracking leaves a mark that looks like a page in swap.
     hold.untrack().map_err(SnapshotError::Impossible)?;
@@ -137,7 +137,9 @@ fn keep_past(
     hold: &impl Hold,
 ) -> Result<Option<(Past, Vec<usize>)>, SnapshotError> {
     let failed = |error: io::Error| {
-        SnapshotError::Impossible(format!("no place for what the VM writes to: {error}"))
+        SnapshotError::Impossible(format!(
+            "no space for copies of pages that the VM writes to: {error}"
+        ))
     };
     let is_ram = |source: &Source| layout.blocks.iter().any(|block| block.hva == source.hva);
     let mut live: Vec<usize> = (0..plan.blocks().len())

@@ -111,7 +111,7 @@ impl Stored {
     fn sum(&self, chunk: u64) -> io::Result<u128> {
         let at = usize::try_from(chunk).map_err(io::Error::other)? * SUM_BYTES;
         let sum = self.sums.get(at..at + SUM_BYTES);
-        let sum = sum.ok_or_else(|| io::Error::other("there is no checksum of it"))?;
+        let sum = sum.ok_or_else(|| io::Error::other("its checksum is missing"))?;
         Ok(u128::from_le_bytes(std::array::from_fn(|byte| sum[byte])))
     }
 
@@ -319,10 +319,7 @@ mod tests {
     fn an_index_that_is_none_is_refused() {
         assert!(pack::frames(&[0; 80], 5).is_ok());
         let refused = |index: &[u8]| pack::frames(index, 5).unwrap_err();
-        assert_eq!(refused(&[0; 79]), "it is not of 5 chunks");
-        assert_eq!(
-            refused(&[0xff; 80]),
-            "the frame of chunk 0 is too long to be one"
-        );
+        assert_eq!(refused(&[0; 79]), "the table does not have 5 chunks");
+        assert_eq!(refused(&[0xff; 80]), "the frame of chunk 0 is too long");
     }
 }

@@ -32,7 +32,7 @@ impl Subject {
         };
         if spec.swap.is_some() {
             return Err(SnapshotError::Impossible(
-                "it has a swap disk (swap = ...), and a snapshot would lack what lies in it; start it without one".into(),
+                "the VM has a swap disk (swap = ...), whose content a snapshot would lack; start the VM without a swap disk".into(),
             ));
         }
         Ok(Self {

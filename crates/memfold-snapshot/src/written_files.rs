@@ -108,7 +108,7 @@ pub(super) fn take(
 ) -> Result<File, SnapshotError> {
     let refused = |why: &str| {
         SnapshotError::Impossible(format!(
-            "QEMU writes {}, which {why}: VMs of the snapshot would write it, too; start the VM without it",
+            "QEMU writes {}, which {why}: VMs of the snapshot would write the same file; start the VM without it",
             path.display()
         ))
     };
@@ -121,16 +121,18 @@ pub(super) fn take(
         .map_err(failed)?;
     let facts = file.metadata().map_err(failed)?;
     if !facts.is_file() {
-        return Err(refused("is no plain file and none of its disks"));
+        return Err(refused(
+            "is neither a regular file nor one of the VM's disks",
+        ));
     }
     if facts.len() > MOST_BYTES {
         return Err(refused(
-            "is none of its disks, and has more than the 64 MiB that are copied",
+            "is not one of the VM's disks, and is larger than the 64 MiB that are copied",
         ));
     }
     if is_shared(pid, path).map_err(failed)? {
         return Err(refused(
-            "is memory that it shares with whoever maps that file (share=on)",
+            "is memory shared with every process that maps that file (share=on)",
         ));
     }
     let is_it = |named: &Path| fs::metadata(named).is_ok_and(|named| id(&named) == id(&facts));
@@ -144,7 +146,7 @@ pub(super) fn take(
     if is_named {
         Ok(file)
     } else {
-        Err(refused("no argument of it names by a whole path"))
+        Err(refused("no argument of QEMU names by its whole path"))
     }
 }
 
@@ -209,7 +211,7 @@ mod tests {
                 .to_string()
         };
         assert!(why(&path).contains(&format!("{}, which no argument", path.display())));
-        assert!(why(Path::new("/dev/null")).contains("no plain file"));
+        assert!(why(Path::new("/dev/null")).contains("neither a regular file"));
         File::options()
             .write(true)
             .open(&path)

@@ -16,7 +16,9 @@ pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: impl AsFd) -> io::Res
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !ancillary.push(SendAncillaryMessage::ScmRights(&fds)) {
-        return Err(io::Error::other("the message has no room for the descriptor"));
+        return Err(io::Error::other(
+            "the message has no room for the descriptor",
+        ));
     }
     let sent = rustix::net::sendmsg(
         socket,

@@ -210,7 +210,10 @@ impl AgentLink {
         let thread = std::thread::Builder::new()
             .name("agent-link".into())
             .spawn(move || reader.serve(sink))
-            .map_err(|e| shared.lock().last_error = format!("no thread for its link: {e}"))
+            .map_err(|e| {
+                shared.lock().last_error =
+                    format!("cannot start a thread for the agent's link: {e}")
+            })
             .ok();
         Self { shared, thread }
     }
@@ -428,7 +431,7 @@ impl Shared {
                     caught(|| self.converse(stream, silence, &mut sink)).unwrap_or_else(|_| {
                         self.count(Counter::ProtocolErrors, 1);
                         Some(
-                            "what the agent said made this daemon panic; its log says where".into(),
+                            "a message of the agent made this daemon panic; the daemon's log says where".into(),
                         )
                     })
                 }
@@ -473,7 +476,8 @@ impl Shared {
             return Err(ErrorKind::Interrupted.into());
         }
         state.stream = Some(stream.try_clone()?);
-        state.last_error = "connected to its port, and it has not said hello".into();
+        state.last_error =
+            "connected to the agent's port, but the agent has not sent its hello".into();
         Ok(stream)
     }
 
@@ -540,7 +544,7 @@ impl Shared {
                             greetings.retain(|&at| now.duration_since(at) < GREETINGS.1);
                             if greetings.len() > GREETINGS.0 {
                                 self.count(Counter::ProtocolErrors, 1);
-                                return Some("the agent says hello without end".into());
+                                return Some("the agent keeps sending hello".into());
                             }
                         }
                         let weight = weight(&message);

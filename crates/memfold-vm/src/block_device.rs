@@ -86,20 +86,20 @@ impl BlockDevice {
                     format!("; that is {} now", path.display())
                 });
                 return Some(format!(
-                    "leads to another device ({id}), and was {then}{here}"
+                    "leads to another device ({id}) than before ({then}{here})"
                 ));
             }
             _ => {}
         }
         if self.bytes != now.bytes {
-            return Some(format!("has {} bytes, and had {}", now.bytes, self.bytes));
+            return Some(format!("has {} bytes instead of {}", now.bytes, self.bytes));
         }
         let heads = self.heads.as_ref().zip(now.heads.as_ref());
         if self.samples != now.samples || heads.is_some_and(|(then, now)| then != now) {
-            return Some("has another content than it had".into());
+            return Some("has other content than before".into());
         }
         if same_disk && self.sectors_written != now.sectors_written {
-            return Some("was written to since".into());
+            return Some("was written to since then".into());
         }
         None
     }

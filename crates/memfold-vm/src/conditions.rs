@@ -75,7 +75,7 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
         found.costs.extend(keeps_cpus(pid).then(|| {
             reason(
                 KEEPS_CPUS,
-                "start it without cpu-pm=on to run more VMs than the host has cores",
+                "start the VM without cpu-pm=on to run more VMs than the host has cores",
             )
         }));
     }
@@ -83,7 +83,7 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
 }
 
 /// What `-overcommit cpu-pm=on` means: HLT, PAUSE and MWAIT don't leave the guest (QEMU's `target/i386/kvm/kvm.c`, `KVM_CAP_X86_DISABLE_EXITS`).
-pub const KEEPS_CPUS: &str = "its guest never gives a CPU back, not even an idle one (-overcommit cpu-pm=on): each of its vCPUs takes a core of this host";
+pub const KEEPS_CPUS: &str = "the guest never yields a CPU, not even when idle (-overcommit cpu-pm=on): each vCPU takes a whole core of this host";
 
 fn keeps_cpus(pid: Pid) -> bool {
     let words = command_line(pid).unwrap_or_default();
@@ -132,8 +132,8 @@ fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
         .is_some_and(|object| !object.is_empty())
     {
         found.fold.push(reason(
-            "its RAM is encrypted (confidential-guest-support)",
-            "run it without SEV or TDX: equal pages differ once they are encrypted",
+            "the VM's RAM is encrypted (confidential-guest-support)",
+            "run the VM without SEV or TDX: equal pages differ once they are encrypted",
         ));
     }
     let backends = ram::read_backends(qmp)?;
@@ -183,8 +183,8 @@ fn migration(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
         found.fold.push(Reason {
             passing: true,
             ..reason(
-                format!("a migration is going on ('{status}')"),
-                "folding goes on when it ends",
+                format!("a migration is under way ('{status}')"),
+                "folding continues when the migration ends",
             )
         });
     }
@@ -198,7 +198,7 @@ fn migration(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
         if on {
             found.fold.push(reason(
                 format!(
-                    "migration capability '{name}' is on, which puts its own userfaultfd on RAM"
+                    "migration capability '{name}' is on, which registers its own userfaultfd on RAM"
                 ),
                 "switch it off with migrate-set-capabilities",
             ));
@@ -239,7 +239,7 @@ fn device_kind(kind: &str, found: &mut VmConditions) {
         ));
     } else if kind.starts_with("vhost-user") || kind.contains("vdpa-blk") {
         found.fold.push(reason(
-            format!("device '{kind}' reaches guest RAM from another process"),
+            format!("device '{kind}' accesses guest RAM from another process"),
             "use QEMU's own virtio device",
         ));
     } else if matches!(kind, "scsi-block" | "scsi-generic") {
@@ -298,7 +298,7 @@ fn block_nodes(nodes: &Value, found: &mut VmConditions) {
         } else if !BUFFERED_DRIVERS.contains(&driver) {
             found.refold_live.push(reason(
                 format!(
-                    "block node '{name}' has driver '{driver}', whose I/O memfold does not know"
+                    "block node '{name}' has driver '{driver}', whose way of I/O memfold does not know"
                 ),
                 "use a file or block device; until then pages are folded again at pauses only",
             ));

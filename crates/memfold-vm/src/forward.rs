@@ -93,7 +93,7 @@ impl FromStr for Forward {
     fn from_str(text: &str) -> Result<Self, String> {
         let bad = || {
             format!(
-                "'{text}' is no forwarded port: HOST-PORT:GUEST-PORT, such as 2222:22, 0:22 (any free one), 0.0.0.0:80:80 or udp:5353:53"
+                "'{text}' is not a port to forward; write HOST-PORT:GUEST-PORT, such as 2222:22, 0:22 (any free one), 0.0.0.0:80:80 or udp:5353:53"
             )
         };
         let (is_udp, rest) = match text.split_once(':').ok_or_else(bad)? {

@@ -43,13 +43,13 @@ pub(super) fn settle(disk: &mut DiskSpec) -> Result<(), SpecError> {
             Ok(())
         }
         (false, DiskFormat::Raw, Some("qcow2")) => wrong(format!(
-            "{path} begins like a qcow2 image, and its name doesn't end in '.qcow2'; say format=qcow2, or format=raw if its guest has written that to a raw disk"
+            "{path} begins like a qcow2 image, but its name does not end in '.qcow2'; pass format=qcow2, or format=raw if a guest has written that header to a raw disk"
         )),
         (false, DiskFormat::Raw, Some(other)) => wrong(format!(
-            "{path} begins like a {other} image, which memfold doesn't start VMs from; convert it (qemu-img convert -O qcow2), or say format=raw if its guest has written that to a raw disk"
+            "{path} begins like a {other} image, a format that memfold does not support; convert it (qemu-img convert -O qcow2), or pass format=raw if a guest has written that header to a raw disk"
         )),
         (_, DiskFormat::Qcow2, _) => wrong(format!(
-            "{path} is no qcow2 image{}; say format=raw if it holds the disk's bytes as they are",
+            "{path} is not a qcow2 image{}; pass format=raw if the file holds the disk's plain bytes",
             if disk.format.is_some() {
                 ""
             } else {
@@ -108,7 +108,7 @@ mod tests {
         for format in [None, qcow2] {
             let why = settled("a.qcow2", b"\0", format).unwrap_err();
             assert!(
-                why.contains("no qcow2") && why.contains("format=raw"),
+                why.contains("not a qcow2") && why.contains("format=raw"),
                 "{why}"
             );
         }

@@ -125,7 +125,12 @@ impl KernelCopies {
 impl Copy {
     fn of(image: &File) -> io::Result<Self> {
         let length = image.metadata()?.len();
-        let nonsense = || io::Error::new(io::ErrorKind::InvalidData, "it is no image of Linux");
+        let nonsense = || {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                "the file is not a Linux kernel image",
+            )
+        };
         // The kernel's Documentation/arch/x86/boot.rst: setup_sects at 0x1f1, 0 stands for 4; "HdrS" at 0x202.
         let mut head = [0; 0x206];
         image.read_exact_at(&mut head, 0)?;

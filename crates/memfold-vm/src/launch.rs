@@ -92,7 +92,9 @@ pub enum LaunchError {
         #[source]
         source: io::Error,
     },
-    #[error("the VM was saved with {what} {then}, and this host has {now}: the device state would not fit")]
+    #[error(
+        "the VM was saved with {what} {then}, and this host has {now}: the device state would not fit"
+    )]
     Incoming {
         what: String,
         then: String,
@@ -232,7 +234,7 @@ fn unknown_machine(
                 what: "machine type".into(),
                 then: incoming.machine.clone(),
                 now: format!(
-                    "QEMU {}.{}.{}, which hasn't got it",
+                    "QEMU {}.{}.{}, which lacks it",
                     qemu.version.0, qemu.version.1, qemu.version.2
                 ),
             }

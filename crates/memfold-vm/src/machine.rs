@@ -147,7 +147,7 @@ impl Vm {
                 for process in unrecorded(directory)? {
                     process.kill()?;
                     if !process.wait_exit(QUIT_TIMEOUT)? {
-                        return Err(io::Error::other("a QEMU that was killed does not end"));
+                        return Err(io::Error::other("QEMU did not end after SIGKILL"));
                     }
                 }
                 None
@@ -202,7 +202,7 @@ impl Vm {
         };
         let pid = qmp
             .peer_pid()
-            .ok_or_else(|| bad("the kernel does not tell its process".into()))?;
+            .ok_or_else(|| bad("the kernel does not report the socket's process".into()))?;
         let look = |e: io::Error| bad(format!("process {}: {e}", pid.as_raw_nonzero()));
         let identity = Identity::of(pid).map_err(look)?;
         let process = Process::open(identity).map_err(look)?;
@@ -213,7 +213,7 @@ impl Vm {
             std::fs::read_link(format!("/proc/{}/exe", pid.as_raw_nonzero())).map_err(look)?;
         if !program.contains("qemu") && !file.to_string_lossy().contains("qemu") {
             return Err(bad(format!(
-                "its socket was made by '{program}' (process {}), which is no QEMU; give QEMU a -qmp unix:PATH,server=on of its own",
+                "the socket was created by '{program}' (process {}), which is not QEMU; give QEMU its own -qmp unix:PATH,server=on",
                 pid.as_raw_nonzero()
             )));
         }
@@ -314,7 +314,7 @@ impl Vm {
         }
         Err(QmpError::Connect {
             path: self.qmp_socket.clone(),
-            source: io::Error::other("another process than this QEMU listens there"),
+            source: io::Error::other("a process other than this QEMU listens there"),
         })
     }
 

@@ -52,7 +52,7 @@ pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
         return Ok(());
     };
     let (uid, gid) = memfold_sys::peer::user_ids(name)?
-        .ok_or_else(|| io::Error::other(format!("there is no user '{name}' on this host")))?;
+        .ok_or_else(|| io::Error::other(format!("no user '{name}' on this host")))?;
     std::os::unix::fs::chown(path, Some(uid), Some(gid))
 }
 

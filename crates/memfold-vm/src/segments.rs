@@ -39,7 +39,7 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     for (number, segment) in spec.segments.iter().enumerate() {
         if segment.root && (number > 0 || spec.boot.kernel.is_none()) {
             return wrong(format!(
-                "'{}' can be the root only as the first one, and of a VM with boot.kernel",
+                "'{}' can be the root only as the first segment, and only in a VM with boot.kernel",
                 segment.name
             ));
         }
@@ -71,7 +71,7 @@ pub fn check_one(segment: &SegmentSpec) -> Result<(), SpecError> {
         return Ok(());
     }
     let why = format!(
-        "'{}' has {}, a slot has room for {SLOT_ROOM}",
+        "'{}' has {}, and a slot holds at most {SLOT_ROOM}",
         segment.name,
         ByteSize(segment.bytes)
     );
@@ -222,7 +222,10 @@ pub fn plug(
 pub fn unplug_backend(qmp: &mut Qmp, slot: usize) {
     let backend = format!("segment{slot}");
     if qmp.execute("object-del", json!({ "id": backend })).is_ok() {
-        tracing::info!(backend, "removed: an attach was cut off");
+        tracing::info!(
+            backend,
+            "removed the memory backend of an interrupted attach"
+        );
     }
 }
 

@@ -400,7 +400,7 @@ impl VmSpec {
                 } else {
                     "files"
                 },
-                "is in snapshots alone; QEMU arguments of your own are qemu_args".into(),
+                "belongs to snapshots only; give your own QEMU arguments as qemu_args".into(),
             ));
         }
         let base = path.parent().unwrap_or(Path::new(""));

@@ -154,7 +154,7 @@ impl Vm {
             return Ok(stopped(StopKind::Already, false, None));
         }
         let asked = if timeout.is_zero() {
-            Shutdown::NotAsked("it was to be switched off at once".into())
+            Shutdown::NotAsked("switching off at once was asked for".into())
         } else {
             self.power_down(timeout, ask, monitor)?
         };
@@ -166,14 +166,14 @@ impl Vm {
                 let seconds = timeout.as_secs_f64();
                 (
                     true,
-                    format!("its guest was asked to shut down and had not after {seconds} s"),
+                    format!("the guest was asked to shut down and had not after {seconds} s"),
                 )
             }
             Shutdown::Silent(error) => {
                 tracing::warn!(vm = self.name, error, "QEMU does not answer and is killed");
                 self.process.kill()?;
                 let why =
-                    format!("QEMU does not answer ({error}), so its guest could not be asked");
+                    format!("QEMU does not answer ({error}), so the guest could not be asked");
                 let ended = self.process.wait_exit(QUIT_TIMEOUT)?;
                 return Ok(ended
                     .then(|| stopped(StopKind::Killed, true, Some(why)))
@@ -233,7 +233,7 @@ impl Vm {
                 Ok(status) => {
                     let state = status["status"].as_str().unwrap_or("unknown").to_owned();
                     return Ok(Shutdown::NotAsked(format!(
-                        "it stands still ({state}), so its guest could not be asked"
+                        "the VM is not running ({state}), so the guest could not be asked"
                     )));
                 }
                 Err(_) if self.process.wait_exit(ENDING)? => {

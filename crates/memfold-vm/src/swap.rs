@@ -52,13 +52,13 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     if size < LEAST || size.0 % LEAST.0 != 0 {
         return Err(value(
             "swap",
-            format!("{} bytes are not whole MiB, 1 at least", size.0),
+            format!("{} bytes are not a whole number of MiB, at least 1", size.0),
         ));
     }
     if spec.boot_snapshot {
         return Err(value(
             "swap",
-            "a VM with a swap disk can't be saved, and so not with boot_snapshot; leave one of the two away".into(),
+            "a VM with a swap disk cannot be saved, so boot_snapshot cannot be used; set only one of the two".into(),
         ));
     }
     Ok(())
@@ -185,11 +185,14 @@ mod tests {
         check(&spec).unwrap();
         spec.boot_snapshot = true;
         let refusal = |spec: &VmSpec| check(spec).unwrap_err().to_string();
-        assert!(refusal(&spec).contains("not with boot_snapshot"));
+        assert!(refusal(&spec).contains("boot_snapshot cannot be used"));
         spec.boot_snapshot = false;
         for bad in [0, 4096, (1 << 20) + 1] {
             spec.swap = Some(ByteSize(bad));
-            assert!(refusal(&spec).contains("are not whole MiB"), "{bad}");
+            assert!(
+                refusal(&spec).contains("not a whole number of MiB"),
+                "{bad}"
+            );
         }
     }
 }

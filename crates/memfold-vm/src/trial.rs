@@ -83,7 +83,7 @@ impl MachineParts {
         compare("device", &self.devices, &other.devices, &mut found);
         compare("RAM block", &self.blocks, &other.blocks, &mut found);
         let disks = (0..spec.disks.len()).filter(|disk| other.medium(spec, *disk).is_none());
-        found.extend(disks.map(|disk| format!("disk {disk} would not be in its drive")));
+        found.extend(disks.map(|disk| format!("disk {disk} would not be in the VM's drive")));
         found
     }
 }
@@ -93,14 +93,14 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
     let place = tempfile::Builder::new()
         .prefix("memfold-try.")
         .tempdir()
-        .map_err(|error| format!("no directory for a trial: {error}"))?;
+        .map_err(|error| format!("no directory for a test start: {error}"))?;
     let directory = VmDirectory::of(place.path(), NAME);
     let failed = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
     directory
         .create()
-        .map_err(|error| failed("no directory for a trial", &error))?;
+        .map_err(|error| failed("no directory for a test start", &error))?;
     let spec = with_empty_disks(spec, wanted, place.path())
-        .map_err(|error| failed("no disks for a trial", &error))?;
+        .map_err(|error| failed("no disks for a test start", &error))?;
     let qemu = QemuFacts::probe().map_err(|error| failed("QEMU cannot be used", &error))?;
     let log = File::create(directory.qemu_log());
     let child = log
@@ -117,7 +117,7 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
     let differences = wanted.differences(&parts, &spec);
     if !differences.is_empty() {
         return Err(format!(
-            "it would be another machine: {}",
+            "the machine would differ: {}",
             differences.join("; ")
         ));
     }
@@ -126,7 +126,7 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
     tried
         .execute("xen-save-devices-state", nowhere)
         .map(drop)
-        .map_err(|error| failed("QEMU can't save its devices", &error))
+        .map_err(|error| failed("QEMU cannot save the VM's devices", &error))
 }
 
 fn wait_for_monitor(started: &mut Started, directory: &VmDirectory) -> Result<Qmp, String> {
@@ -156,7 +156,7 @@ fn wait_for_monitor(started: &mut Started, directory: &VmDirectory) -> Result<Qm
         }
         if Instant::now() >= end {
             let limit = START_TIMEOUT.as_secs();
-            return Err(said(format!("it did not answer within {limit} s")));
+            return Err(said(format!("QEMU did not answer within {limit} s")));
         }
         std::thread::sleep(Duration::from_millis(10));
     }

@@ -61,7 +61,7 @@ impl VmSpec {
         if !self.forwards.is_empty() && !takes_forwards {
             return Err(value(
                 "forwards",
-                "ports lead into a guest through a network in user mode (network = \"user\"), and it has none".into(),
+                "forwarding a port needs a network in user mode (network = \"user\"), and the VM has none".into(),
             ));
         }
         if self.boot_snapshot {
@@ -92,7 +92,7 @@ impl VmSpec {
     /// What is offered to KSM follows from the trust domain; QEMU would believe a later word.
     fn check_arguments(&self) -> Result<(), SpecError> {
         if let Some(place) = self.qemu_directory.as_ref().filter(|p| p.is_relative()) {
-            let why = format!("{} is no absolute path", place.display());
+            let why = format!("{} is not an absolute path", place.display());
             return Err(value("qemu_directory", why));
         }
         let offers = |argument: &&String| {
@@ -116,7 +116,7 @@ impl VmSpec {
         let why = if !self.fold {
             "needs memfold's library (fold = true)"
         } else if self.disks.iter().any(|d| !d.read_only && !d.snapshot) {
-            "goes back in time, and so must its disks: set snapshot = true or read_only = true on each"
+            "returns to an earlier state, and so must its disks: set snapshot = true or read_only = true on each"
         } else {
             return Ok(());
         };
@@ -131,7 +131,10 @@ impl VmSpec {
             if size.0 % (1 << 20) == 0 {
                 Ok(())
             } else {
-                Err(value(field, format!("{} bytes are not whole MiB", size.0)))
+                Err(value(
+                    field,
+                    format!("{} bytes are not a whole number of MiB", size.0),
+                ))
             }
         };
         if self.memory < MIN_MEMORY {

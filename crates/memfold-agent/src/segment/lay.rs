@@ -128,7 +128,8 @@ impl Run<'_> {
                 continue;
             }
             let Some(own) = layer.open_own()? else {
-                self.skipped.push((directory.clone(), "the guest has no such file"));
+                self.skipped
+                    .push((directory.clone(), "the guest has no such file"));
                 continue;
             };
             let inner = directory.strip_prefix(b"/").unwrap_or(directory);

@@ -53,8 +53,9 @@ pub fn list(places: &Places) -> Result<String> {
             continue;
         }
         let generation = places.record(&name).map(|r| r.generation);
-        entries.entry((name, generation)).or_default().problem =
-            Some("no device holds the segment; what was written to its directories is on disk".into());
+        entries.entry((name, generation)).or_default().problem = Some(
+            "no device holds the segment; what was written to its directories is on disk".into(),
+        );
     }
     let mut items = Vec::new();
     for ((name, generation), entry) in entries {

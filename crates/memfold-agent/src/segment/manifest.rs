@@ -211,7 +211,10 @@ mod tests {
             ("format 1\nname web\n", "the generation is missing"),
             ("format 1\ngeneration 3\n", "the name is missing"),
             ("format 2\nname web\ngeneration 3\n", "the format is not 1"),
-            ("format 1\nname ../x\ngeneration 3\n", "is not a segment name"),
+            (
+                "format 1\nname ../x\ngeneration 3\n",
+                "is not a segment name",
+            ),
             ("format 1\nname .x\ngeneration 3\n", "is not a segment name"),
             ("format 1\nname \ngeneration 3\n", "is not a segment name"),
             (
@@ -219,8 +222,14 @@ mod tests {
                 "is not a number",
             ),
             ("format 1\nname web\ngeneration +1\n", "is not a number"),
-            ("format 1\nname Web\ngeneration 1\n", "is not a segment name"),
-            ("format 1\r\nname web\r\ngeneration 1\r\n", "is not a number"),
+            (
+                "format 1\nname Web\ngeneration 1\n",
+                "is not a segment name",
+            ),
+            (
+                "format 1\r\nname web\r\ngeneration 1\r\n",
+                "is not a number",
+            ),
         ] {
             refused(text, why);
         }

@@ -35,7 +35,9 @@ pub enum PlaceError {
     )]
     OneHost,
     /// Of another memfold.
-    #[error("the fingerprint of '{host}' has format {format}; this memfold reads format {FORMAT} only")]
+    #[error(
+        "the fingerprint of '{host}' has format {format}; this memfold reads format {FORMAT} only"
+    )]
     Format {
         /// The host.
         host: String,

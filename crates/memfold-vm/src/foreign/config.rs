@@ -35,15 +35,14 @@ pub(super) fn expand(
             ("readconfig", Some(path)) => {
                 let text = read(Path::new(&path));
                 let text = text.map_err(|error| format!("'-readconfig {path}': {error}"))?;
-                let found = groups(&text).map_err(|line| {
-                    format!("'-readconfig {path}': '{line}' in it can't be read")
-                })?;
+                let found = groups(&text)
+                    .map_err(|line| format!("'-readconfig {path}': cannot parse line '{line}'"))?;
                 for (group, value) in found {
                     let other = OTHER_NAMES.iter().find(|(name, _)| *name == group);
                     let name = other.map_or(group.as_str(), |(_, name)| name);
                     if !options::known(name).is_some_and(|(has_value, _)| has_value) {
                         return Err(format!(
-                            "'-readconfig {path}': memfold doesn't know its group [{group}]"
+                            "'-readconfig {path}': memfold does not know the group [{group}]"
                         ));
                     }
                     expanded.push((name.to_owned(), Some(value)));
@@ -52,7 +51,7 @@ pub(super) fn expand(
             }
             ("set", Some(value)) => {
                 set(&mut expanded, &value)
-                    .ok_or_else(|| format!("'-set {value}' changes nothing that is before it"))?;
+                    .ok_or_else(|| format!("'-set {value}' refers to no option before it"))?;
                 continue;
             }
             (_, value) => value,

@@ -51,7 +51,7 @@ pub fn describe(
     let place = format!("/proc/{}", pid.as_raw_nonzero());
     let line = fs::read(format!("{place}/cmdline")).map_err(look)?;
     let line = words(&line).ok_or_else(|| {
-        ForeignError::Impossible("its command line is no text (UTF-8)".to_owned())
+        ForeignError::Impossible("QEMU's command line is not UTF-8 text".to_owned())
     })?;
     let user = user(pid).map_err(look)?.map_err(ForeignError::Impossible)?;
     let block = qmp.query("query-block")?;
@@ -164,7 +164,7 @@ fn disks(block: &Json, copy: &Copy) -> Result<(Vec<ForeignDisk>, Vec<DiskSpec>),
         };
         if drive.len() > MAX_NODE_NAME {
             return Err(format!(
-                "its drive '{drive}' has a name of more than {MAX_NODE_NAME} bytes, which no node can have"
+                "the name of drive '{drive}' has more than {MAX_NODE_NAME} bytes, the limit of a block node's name"
             ));
         }
         let mut disk = DiskSpec::new(file);

@@ -89,7 +89,7 @@ pub(super) fn drives(options: &[Named], machine: &str) -> Result<Vec<Drive>, Str
     for (name, value) in options.iter().filter(|(name, _)| is_drive(name)) {
         let value = value.as_deref().unwrap_or_default();
         let Some(options) = long_form(name, value) else {
-            return Err(format!("'-{name} {value}' can't be read"));
+            return Err(format!("cannot parse '-{name} {value}'"));
         };
         drives.push(drive(options, machine, &drives)?);
     }
@@ -101,7 +101,7 @@ fn drive(options: Value, machine: &str, before: &[Drive]) -> Result<Drive, Strin
         text if text.is_empty() => Ok(None),
         text => match text.parse::<u64>() {
             Ok(number) if number < 1 << 20 => Ok(Some(number)),
-            _ => Err(format!("a drive's '{key}={text}' is no number")),
+            _ => Err(format!("a drive's '{key}={text}' is not a number")),
         },
     };
     let own = if machine.starts_with("microvm") {

@@ -115,7 +115,9 @@ pub(super) fn take_out(words: &mut [String], view: &View) -> Result<Vec<PathBuf>
                 .any(|part| part.as_os_str() == "..")
         };
         if let Some((key, word)) = strings.iter().find(|(_, word)| goes_up(word)) {
-            return Err(format!("'-{option} {key}={word}' names a file by '..'"));
+            return Err(format!(
+                "'-{option} {key}={word}' names a file by a path with '..'"
+            ));
         }
         let mut files = Vec::new();
         for (_, word) in strings {
@@ -139,7 +141,7 @@ fn token(path: &str, view: &View, found: &mut Vec<PathBuf>) -> Result<String, St
     let facts = facts.map_err(|error| format!("it names {path}: {error}"))?;
     if !facts.is_file() || facts.len() > MOST_BYTES {
         return Err(format!(
-            "it names {path}, which is no plain file of at most 1 GiB"
+            "the option names {path}, which is not a regular file of at most 1 GiB"
         ));
     }
     let known = found.iter().position(|file| file == Path::new(path));
@@ -166,7 +168,7 @@ fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
         io::Error::new(error.kind(), why)
     })?;
     if !file.metadata()?.is_file() {
-        let why = format!("{} is no plain file", from.display());
+        let why = format!("{} is not a regular file", from.display());
         return Err(io::Error::other(why));
     }
     // Another process has a deadline, also on a file system that hangs.
@@ -193,7 +195,7 @@ pub fn copy_file(from: &Path, view: &View, to: &File, user: Option<&str>) -> io:
     let (name, (uid, gid)) = match user {
         None => ("root", (0, 0)),
         Some(name) => {
-            let none = || io::Error::other(format!("there is no user '{name}' on this host"));
+            let none = || io::Error::other(format!("no user '{name}' on this host"));
             (name, memfold_sys::peer::user_ids(name)?.ok_or_else(none)?)
         }
     };

@@ -183,7 +183,7 @@ fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Chang
             say(taken.iter().map(|rule| format!("hostfwd={rule}")).collect());
             if let Some(tap) = tap {
                 say(vec![format!(
-                    "tap ifname={tap} (it has a tap that the kernel has named)"
+                    "tap ifname={tap} (the kernel has named the tap)"
                 )]);
                 net.drop_keys(|key| key == "ifname");
             }

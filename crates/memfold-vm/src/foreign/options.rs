@@ -17,10 +17,10 @@ pub(super) enum Fate {
     Refused(&'static str),
 }
 
-const SHARED: &str = "a directory of this host's that the guest shares can't be saved; start it without that, or use a disk";
+const SHARED: &str = "cannot save a directory of this host that the guest shares; start the VM without that directory, or use a disk";
 const RAM_FILE: &str =
-    "its RAM is a file; start it without that, or with -object memory-backend-ram";
-const XEN: &str = "it runs under Xen";
+    "the VM's RAM is a file; start the VM without that option, or with -object memory-backend-ram";
+const XEN: &str = "the VM runs under Xen";
 
 /// Every option: its name, whether a value follows, its fate.
 const OPTIONS: &[(&str, bool, Fate)] = &[
@@ -108,7 +108,7 @@ const OPTIONS: &[(&str, bool, Fate)] = &[
     (
         "plugin",
         true,
-        Refused("it is code of this host's in QEMU; start it without that"),
+        Refused("the option loads code of this host into QEMU; start the VM without it"),
     ),
     ("preconfig", false, Dropped),
     ("qmp", true, Dropped),
@@ -116,7 +116,7 @@ const OPTIONS: &[(&str, bool, Fate)] = &[
     (
         "qtest",
         true,
-        Refused("it is a test of QEMU's, and no guest runs"),
+        Refused("the option is for tests of QEMU, and no guest runs"),
     ),
     ("qtest-log", true, Dropped),
     ("readconfig", true, Made),
@@ -137,7 +137,7 @@ const OPTIONS: &[(&str, bool, Fate)] = &[
     (
         "tpmdev",
         true,
-        Refused("what a TPM holds is another process's; start it without one"),
+        Refused("another process holds a TPM's state; start the VM without a TPM"),
     ),
     ("trace", true, Dropped),
     ("usb", false, Kept),
@@ -175,13 +175,13 @@ pub(super) fn read(line: &[String]) -> Result<Vec<Named>, String> {
         let name = name.strip_prefix('-').unwrap_or(name);
         let unknown = || {
             format!(
-                "memfold doesn't know QEMU's option '{word}', nor whether a value follows it; start it without that to have it saved"
+                "memfold does not know QEMU's option '{word}', nor whether a value follows; start the VM without this option to save the VM"
             )
         };
         let (has_value, _) = known(name).ok_or_else(unknown)?;
         let value = if has_value {
             let value = words.next().cloned();
-            Some(value.ok_or_else(|| format!("'{word}' on its command line lacks its value"))?)
+            Some(value.ok_or_else(|| format!("'{word}' on QEMU's command line lacks its value"))?)
         } else {
             None
         };

@@ -142,7 +142,7 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
         let words = |value: String| vec![format!("-{name}"), value];
         let text = value.as_deref().unwrap_or_default();
         let Some((_, fate)) = options::known(name) else {
-            return Err(format!("memfold doesn't know QEMU's option '-{name}'"));
+            return Err(format!("memfold does not know QEMU's option '-{name}'"));
         };
         copy.left_out.extend(host_ends::told(name, text)?);
         copy.left_out.extend(host_ends::of_ram(name, text)?);
@@ -172,7 +172,7 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
             (_, "audiodev") => words(format!("none,id={}", parse("driver", text)?.text("id"))),
             (_, "blockdev") => media.blockdev(text, facts)?.map_or_else(Vec::new, words),
             (_, name) if drives::is_drive(name) => {
-                let drive = drives.next().ok_or("its drives can't be told apart")?;
+                let drive = drives.next().ok_or("cannot tell the VM's drives apart")?;
                 let option = Media::drive(drive, facts)?;
                 option.map_or_else(Vec::new, |option| vec!["-drive".into(), option])
             }
@@ -190,7 +190,7 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
                 vec!["-serial".into(), format!("chardev:{CONSOLE}")]
             }
             (_, "nographic" | "overcommit") => Vec::new(),
-            (Fate::Made, other) => return Err(format!("memfold makes nothing of '-{other}'")),
+            (Fate::Made, other) => return Err(format!("memfold does not support '-{other}'")),
         };
         copy.words.extend(made);
     }
@@ -215,7 +215,7 @@ fn machine(value: &str, facts: &Facts) -> Result<Value, String> {
     let mut machine = parse("type", value)?;
     for key in ["confidential-guest-support", "memory-encryption"] {
         if machine.get(key).is_some() {
-            return Err(format!("its RAM is encrypted (-machine {key})"));
+            return Err(format!("the VM's RAM is encrypted (-machine {key})"));
         }
     }
     machine.set("type", &facts.machine);
@@ -226,7 +226,7 @@ fn machine(value: &str, facts: &Facts) -> Result<Value, String> {
 fn of_no_other(name: &str, value: &str) -> Result<String, String> {
     match name {
         "usbdevice" if value == "braille" => {
-            Err(format!("'-usbdevice {value}' is a device of this host's"))
+            Err(format!("'-usbdevice {value}' is a device of this host"))
         }
         "icount" if value.contains("rr=") => {
             Err(format!("'-icount {value}' records or replays a run"))
@@ -290,7 +290,7 @@ fn check_media(copy: &Copy, drives: &[Drive]) -> Result<(), String> {
         let needs_device = node.option.is_none() || drives.iter().any(of_no_interface);
         if needs_device && !wanted.contains(&name) {
             return Err(format!(
-                "nothing on its command line is the device {device} of disk '{name}'; give that device an id (-device ...,id=NAME)"
+                "device {device} of disk '{name}' is not on QEMU's command line; give that device an id (-device ...,id=NAME)"
             ));
         }
         there.insert(name);
@@ -302,7 +302,9 @@ fn check_media(copy: &Copy, drives: &[Drive]) -> Result<(), String> {
 }
 
 fn gone(name: &str) -> String {
-    format!("the medium '{name}' that it was started with is gone; insert one to have it saved")
+    format!(
+        "the medium '{name}' that the VM was started with is gone; insert a medium to save the VM"
+    )
 }
 
 /// The options that a command line has.
@@ -325,18 +327,18 @@ fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
         let (kind, chardev) = (device.kind(), device.get("chardev").map(str::to_owned));
         if kind.starts_with("vhost-vsock") {
             return Err(format!(
-                "its device '{kind}' has the vsock address guest-cid={} of this host, which one VM alone can have, and its connections are in this host's kernel; start it without that device (libvirt: remove <vsock>) to have it saved",
+                "device '{kind}' has the vsock address guest-cid={} of this host, which only one VM can have, and its connections are in this host's kernel; start the VM without that device (libvirt: remove <vsock>) to save it",
                 device.text("guest-cid")
             ));
         }
         if let Some(hosts) = HOSTS.iter().find(|start| kind.starts_with(**start)) {
             return Err(format!(
-                "its device '{kind}' ('{hosts}...') is something of this host's or of another process's, which a second QEMU can't have"
+                "device '{kind}' ('{hosts}...') belongs to this host or to another process, and a second QEMU cannot have it"
             ));
         }
         if DRAWN_BY_HOST.iter().any(|start| kind.starts_with(start)) {
             return Err(format!(
-                "its device '{kind}' draws with this host's OpenGL, which QEMU can't save; use one without (virtio-vga)"
+                "device '{kind}' draws with this host's OpenGL, whose state QEMU cannot save; use a device without OpenGL (virtio-vga)"
             ));
         }
         if kind == "virtserialport" && device.get("name") == Some(PORT_NAME) {
@@ -406,11 +408,11 @@ fn object(value: &str) -> Result<Option<String>, String> {
     if kind.starts_with("memory-backend-") {
         if object.get("mem-path").is_some() || object.is_on("hugetlb") {
             return Err(format!(
-                "its RAM backend '{id}' is a file, or huge pages (mem-path, hugetlb); use memory-backend-ram"
+                "RAM backend '{id}' is a file or in huge pages (mem-path, hugetlb); use memory-backend-ram"
             ));
         }
         if kind == "memory-backend-epc" {
-            return Err(format!("its memory '{id}' (SGX) can't be read by anybody"));
+            return Err(format!("nobody can read memory '{id}' (SGX)"));
         }
         let size = object.text("size");
         // The name of its RAM block depends on it.
@@ -433,7 +435,7 @@ fn object(value: &str) -> Result<Option<String>, String> {
         return Ok(None);
     }
     Err(format!(
-        "memfold can't start another QEMU with an object '{kind}' (id '{id}')"
+        "cannot start another QEMU with an object '{kind}' (id '{id}')"
     ))
 }
 
@@ -517,7 +519,7 @@ impl Media {
         let medium = facts.media.iter().find(|medium| medium.backend == *name);
         if drive.interface == "pflash" {
             let size = medium.and_then(|medium| facts.sizes.get(&medium.node));
-            let size = size.ok_or_else(|| format!("QEMU doesn't tell of its firmware '{name}'"))?;
+            let size = size.ok_or_else(|| format!("QEMU does not report its firmware '{name}'"))?;
             let read_only = on_or_off(drive.is_read_only());
             return Ok(Some(format!(
                 "if=pflash,unit={},id={name},format=raw,readonly={read_only},file.driver=null-co,file.size={size},file.read-zeroes=on",

@@ -311,7 +311,7 @@ fn what_a_second_qemu_cannot_have_is_named() {
     refused("-usbdevice braille", &["braille"]);
     refused(
         "-device vhost-vsock-pci,guest-cid=7",
-        &["guest-cid=7", "one VM alone", "without that device"],
+        &["guest-cid=7", "only one VM", "without that device"],
     );
     refused("-mem-prealloc\n-brand-new x", &["'-brand-new'"]);
     refused(

@@ -26,6 +26,8 @@ pub(super) fn user(pid: Pid) -> io::Result<Result<Option<String>, String>> {
     }
     let name = memfold_sys::peer::user_name(uid)?;
     Ok(name.map(Some).ok_or_else(|| {
-        format!("its user {uid} has no name here, so that no other QEMU can become it")
+        format!(
+            "QEMU's user {uid} has no name on this host, so another QEMU cannot switch to that user"
+        )
     }))
 }

@@ -221,7 +221,8 @@ fn change_one(key: &str, value: &mut Json, change: &impl Fn(&str, &str) -> Optio
 }
 
 pub(super) fn parse(implied: &'static str, text: &str) -> Result<Value, String> {
-    Value::parse(implied, text).ok_or_else(|| format!("'{text}' on its command line can't be read"))
+    Value::parse(implied, text)
+        .ok_or_else(|| format!("cannot parse '{text}' on QEMU's command line"))
 }
 
 #[cfg(test)]

@@ -80,7 +80,7 @@ impl View {
             Ok(self.resolve(&root, path, flags)?.into())
         };
         let opened = std::thread::scope(|scope| scope.spawn(as_user).join());
-        opened.unwrap_or_else(|_| Err(io::Error::other("the thread that opens it ended")))
+        opened.unwrap_or_else(|_| Err(io::Error::other("the thread that opens the file ended")))
     }
 
     fn open_root(&self) -> io::Result<OwnedFd> {

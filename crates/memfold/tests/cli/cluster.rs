@@ -400,7 +400,11 @@ fn with_an_etcd_daemons_and_etcd_itself_die_and_no_byte_is_lost_or_lent_twice() 
     vm.read(2, 8);
     // What it has borrowed it knows itself.
     let output = borrower.run(&["leases"]);
-    refused(&output, 1, &["cannot use the registry", "this host knows itself"]);
+    refused(
+        &output,
+        1,
+        &["cannot use the registry", "this host knows itself"],
+    );
     let text = out(&output);
     assert!(text.contains("swap of 'v' is on 64.0 MiB of a"), "{text}");
     assert!(!text.contains("LENDER"), "{text}");
@@ -484,6 +488,10 @@ fn an_etcd_that_asks_for_certificates_is_shown_ours_and_refuses_others() {
     assert_eq!(seen["registry"], etcd.url.as_str());
     for stranger in [None, Some("old")] {
         let daemon = daemon(stranger);
-        refused(&daemon.run(&["leases"]), 1, &[&etcd.url, "cannot use the registry"]);
+        refused(
+            &daemon.run(&["leases"]),
+            1,
+            &[&etcd.url, "cannot use the registry"],
+        );
     }
 }

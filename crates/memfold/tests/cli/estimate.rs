@@ -59,7 +59,11 @@ fn an_estimate_needs_no_daemon_and_takes_names_and_domains_from_one() {
     assert_eq!(err(&text), "");
     refused(&alone(&["ghost"]), 1, &["ghost", "memfold ksm status"]);
     let ghost = format!("{}=x", std::process::id());
-    refused(&alone(&["--domain-of", &ghost]), 1, &["no QEMU has"]);
+    refused(
+        &alone(&["--domain-of", &ghost]),
+        1,
+        &["no running QEMU has"],
+    );
 }
 
 #[test]
@@ -135,7 +139,10 @@ fn fingerprints_of_two_hosts_are_made_with_one_key_and_compared() {
     std::fs::write(path("text"), "{}").unwrap();
     for (files, words) in [
         (["north.json", "west.json"], "different keys"),
-        (["north.json", "north.json"], "two fingerprints of 'north'"),
+        (
+            ["north.json", "north.json"],
+            "two fingerprints are of host 'north'",
+        ),
         (["north.json", "text"], "is no fingerprint"),
         (["north.json", "nowhere"], "cannot read"),
     ] {

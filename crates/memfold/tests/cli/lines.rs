@@ -323,7 +323,7 @@ fn a_vm_that_could_not_be_started_again_is_refused_at_its_save_in_qemus_words() 
         &daemon,
         &typed,
         "gone",
-        &["could be started", "can't load", "gone"],
+        &["could not be restored", "can't load", "gone"],
     );
     drop(typed);
     // It starts, and is another machine.
@@ -349,7 +349,7 @@ fn a_vm_that_could_not_be_started_again_is_refused_at_its_save_in_qemus_words() 
         &daemon,
         &typed,
         "other",
-        &["another machine", "usb-tablet", "t7", "would be new"],
+        &["machine would differ", "usb-tablet", "t7", "would be new"],
     );
 }
 
@@ -362,7 +362,7 @@ fn a_vm_whose_qemu_would_die_of_its_save_is_refused_and_goes_on() {
     attach(&daemon, &typed, "fragile");
     let output = daemon.run(&["snapshot", "save", "fragile", "fragile", "--keep", "all"]);
     if code(&output) != 0 {
-        refused(&output, 1, &["can't save its devices"]);
+        refused(&output, 1, &["cannot save the VM's devices"]);
     }
     let status = typed.monitor().query("query-status").unwrap();
     assert_eq!(status["status"], "running");

@@ -371,7 +371,7 @@ fn a_plan_is_made_of_vms_that_run_and_says_what_it_lacks() {
     assert_eq!(ahead["kinds"][1]["grows_bytes_per_hour"], Value::Null);
     for (query, word) in [
         ("?vms=x=1", "no kind 'x'"),
-        ("?kind=d=ghost", "no VM 'ghost'"),
+        ("?kind=d=ghost", "no VM named 'ghost'"),
         ("?vms=d=many", "'d=many'"),
         ("?memory=much", "memory"),
         ("?place=x", "'place'"),
@@ -382,7 +382,7 @@ fn a_plan_is_made_of_vms_that_run_and_says_what_it_lacks() {
     refused(
         &daemon.run(&["plan", "--kind", "k=ghost"]),
         1,
-        &["no VM 'ghost'", "memfold vm list"],
+        &["no VM named 'ghost'", "memfold vm list"],
     );
     refused(
         &daemon.run(&["plan", "--vms", "x=1"]),

@@ -265,7 +265,7 @@ fn a_block_device_is_the_same_after_a_boot_and_another_or_a_changed_one_is_refus
         device.sync_all().unwrap();
     };
     put(9, 5 << 20);
-    broken("x", &["another content", path]);
+    broken("x", &["other content", path]);
     put(1, 5 << 20);
     fits("x");
     // Within one boot, also where nobody looks, and to the same bytes.
@@ -483,6 +483,6 @@ fn a_disks_format_is_what_was_said_and_a_contradiction_is_refused() {
     refused(
         &start(named.to_str().unwrap()),
         1,
-        &["no qcow2 image", "format=raw"],
+        &["not a qcow2 image", "format=raw"],
     );
 }

@@ -132,7 +132,7 @@ fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own()
         let words = format!("{:#}", anyhow::Error::from(failed));
         println!("{room} MiB: {words}");
         assert_eq!(left_nodes(place, "plain"), Vec::<String>::new());
-        let late = words.contains("disk 1 can't be copied");
+        let late = words.contains("cannot copy disk 1");
         assert!(late || words.contains("No space left"), "{words}");
         late
     });

@@ -131,7 +131,7 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     std::fs::copy(&aside, &forged).unwrap();
     let refused = daemon.snapshots().save(&SaveRequest::new("first", "hot"));
     let refused = refused.unwrap_err().to_string();
-    assert!(refused.contains("was replaced since"), "{refused}");
+    assert!(refused.contains("was replaced after"), "{refused}");
     std::fs::rename(&aside, &forged).unwrap();
     lab.exec("first", READ_FILES, limit).unwrap();
 
@@ -278,7 +278,10 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
         .restore("cold", &RestoreRequest::new("broken"));
     base.set_modified(modified).unwrap();
     let refused = refused.unwrap_err().to_string();
-    assert!(refused.contains("was changed since; the RAM"), "{refused}");
+    assert!(
+        refused.contains("was changed since the save; the saved RAM"),
+        "{refused}"
+    );
     for (snapshot, words) in [
         ("hot", "or a disk that it refers to, was changed"),
         ("packed", "was changed since it was saved"),

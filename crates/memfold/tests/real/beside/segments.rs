@@ -207,7 +207,7 @@ fn plugged_and_refused(lab: &Lab) {
     std::fs::remove_file(&file).unwrap();
     std::fs::write(&file, bytes).unwrap();
     let why = refused(daemon.segments().attach("late", &attach("bad")));
-    assert!(why.contains("changed since"), "{why}");
+    assert!(why.contains("image was changed"), "{why}");
     assert!(daemon.segments().verify("bad").unwrap().is_some());
     assert_eq!(daemon.segments().remove("bad").unwrap(), ["bad@1"]);
 
@@ -338,7 +338,7 @@ fn attacked(lab: &Lab) {
         "{system:?}"
     );
     let why = refused(daemon.boots().run(spec("new", &["system"], 0)));
-    assert!(why.contains("changed since it was built"), "{why}");
+    assert!(why.contains("changed after the build"), "{why}");
     assert_eq!(sum("late"), right);
     std::fs::rename(&kept, &file).unwrap();
     assert_eq!(daemon.segments().verify("system").unwrap(), None);

@@ -406,10 +406,7 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
     // What can't be is refused, and nothing changes.
     for (command, words) in [
         ("borrow --lvm vg/swap", "to spare"),
-        (
-            "borrow --lvm vg/nothing",
-            "no logical volume vg/nothing",
-        ),
+        ("borrow --lvm vg/nothing", "no logical volume vg/nothing"),
         ("borrow --lvm vg/other", "holds no swap space"),
         ("borrow --lvm vg/swap 64M", "can't hold it"),
         (
