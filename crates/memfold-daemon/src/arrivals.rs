@@ -81,7 +81,7 @@ impl Arrival {
     pub fn refusal(&self) -> DaemonError {
         let what = match self.way {
             Way::Starting => "is being started",
-            Way::Adopting | Way::Attaching(_) => "is not taken over yet",
+            Way::Adopting | Way::Attaching(_) => "is not adopted yet",
         };
         let why = self
             .problem()
@@ -89,7 +89,7 @@ impl Arrival {
         DaemonError::Busy {
             why: format!("VM '{}' {what}{why}", self.name),
             fix: format!(
-                "wait until 'memfold vm list' shows it as running, or end it: memfold vm stop {}",
+                "wait until 'memfold vm list' shows the VM as running, or run: memfold vm stop {}",
                 self.name
             ),
         }

@@ -31,13 +31,13 @@ pub(crate) fn of(
     let name = name_of(machine.name());
     let none = |why: &str| {
         DaemonError::BadRequest(format!(
-            "there is no snapshot of '{}' right after its boot: {why}",
+            "no boot snapshot of VM '{}': {why}",
             machine.name()
         ))
     };
     if !directory.path(&name)?.exists() {
         return Err(none(
-            "start the VM with --boot-snapshot, and wait until 'vm list --json' says that it is ready",
+            "start the VM with --boot-snapshot, and wait until 'vm list --json' shows the snapshot as ready",
         ));
     }
     let manifest = directory.manifest(&name)?;
@@ -46,7 +46,7 @@ pub(crate) fn of(
     let is_its = manifest.of_boot.is_some() && manifest.vm == machine.name();
     if !is_its || !(restored || is_ours) {
         return Err(none(&format!(
-            "'{name}' is of another VM, or of an earlier one of this name"
+            "'{name}' belongs to another VM, or to an earlier VM of this name"
         )));
     }
     Ok(manifest)

@@ -182,7 +182,7 @@ impl Boots {
         let name = machine.name();
         let Some(_saving) = machine.try_save() else {
             return Err(DaemonError::BadRequest(format!(
-                "a snapshot of '{name}' is being made; wait until it is done"
+                "a snapshot of '{name}' is being made; wait until it is complete"
             )));
         };
         // What can be known of the snapshot, before anything ends.
@@ -209,12 +209,12 @@ impl Boots {
         };
         let info = self.snapshots.restore(&manifest.name, &request).map_err(|error| {
             DaemonError::BadRequest(format!(
-                "'{name}' was ended, and could not be restored: {}; 'memfold snapshot restore {} --as {name}' tries it again",
+                "VM '{name}' was ended, but could not be restored: {}; retry with 'memfold snapshot restore {} --as {name}'",
                 chain(&error),
                 manifest.name
             ))
         })?;
-        info!(vm = name, "as it was right after its boot");
+        info!(vm = name, "VM restored from its boot snapshot");
         Ok(info)
     }
 }
@@ -244,7 +244,7 @@ fn reboot_guest(machine: &Machine, timeout: Duration) -> Result<(), DaemonError>
         }
         if Instant::now() > end {
             return Err(DaemonError::BadRequest(format!(
-                "the guest of '{}' was told to reboot and isn't back after {} s",
+                "the guest of '{}' was told to reboot, and its agent has not answered after {} s",
                 machine.name(),
                 timeout.as_secs()
             )));

@@ -301,7 +301,7 @@ fn words(report: &DebtReport) -> String {
     let group = report.limited_by.as_ref();
     let group = group.map_or_else(String::new, |path| format!(" in control group {path}"));
     format!(
-        "guests could call in {} that they share; {} % of it, {}, is to be there, and {} can be had ({} available{group} less {} in reserve)",
+        "guests could claim {} that they share by writing to it; {} % of that, {}, must be available, but only {} is ({} available{group} less {} in reserve)",
         ByteSize(report.debt_bytes),
         report.cover_percent,
         ByteSize(report.needed_bytes),
@@ -361,7 +361,7 @@ mod tests {
         assert_eq!(report.absorbable_bytes, 200 << 20);
         assert_eq!((report.store_bytes, report.swap_free_bytes), (7, 5));
         assert_eq!(report.vms[0].total_bytes(), 7 * PAGE_SIZE);
-        assert!(report.why.contains("200 MiB can be had"), "{}", report.why);
+        assert!(report.why.contains("only 200 MiB is"), "{}", report.why);
     }
 
     #[test]

@@ -157,17 +157,17 @@ impl DaemonError {
     pub fn hint(&self) -> Option<String> {
         match self {
             _ if self.impossible_here() => {
-                Some("'memfold doctor' says what this host lacks, and how to get it".into())
+                Some("'memfold doctor' shows what this host lacks, and how to fix it".into())
             }
             Self::Merging { fix, .. } | Self::Lending { fix, .. } | Self::Busy { fix, .. } | Self::StandsStill { fix, .. } => {
                 Some(fix.clone())
             }
             Self::Lvm(error) => error.fix(),
             Self::Braked { .. } => Some(
-                "end VMs, or free memory on this host; 'memfold debt' shows who could call in how much, its --reserve and --cover change the limits, and --despite-brake starts a VM all the same".into(),
+                "end VMs, or free memory on this host; 'memfold debt' shows how much each VM could claim, its --reserve and --cover change the limits, and --despite-brake starts a VM anyway".into(),
             ),
             Self::NameTaken(name) | Self::Launch(LaunchError::NameTaken { name }) => Some(format!(
-                "choose another --name, or end that one: memfold vm stop {name}"
+                "choose another --name, or end the running VM: memfold vm stop {name}"
             )),
             Self::Qmp(QmpError::Connect { .. })
             | Self::Machine(MachineError::Qmp(QmpError::Connect { .. })) => Some(
@@ -175,7 +175,7 @@ impl DaemonError {
             ),
             Self::Qmp(QmpError::NoGreeting { .. })
             | Self::Machine(MachineError::Qmp(QmpError::NoGreeting { .. })) => Some(
-                "QEMU serves one client a socket at a time; start it with one more -qmp socket for memfold".into(),
+                "QEMU serves one client for each QMP socket; start QEMU with one more -qmp socket for memfold".into(),
             ),
             Self::Agent(AgentError::NoSession(_)) => Some(
                 "the guest may still be booting, or memfold-agent is not installed in it; 'memfold vm list' shows its agent".into(),

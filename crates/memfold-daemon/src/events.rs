@@ -245,7 +245,7 @@ fn of_lending(old: &Seen, new: &Seen) -> Vec<Event> {
     let mut events = Vec::new();
     for (vm, (place, good)) in &new.borrowed {
         if old.borrowed.get(vm).is_none_or(|(was, _)| was != place) {
-            let text = format!("its swap is on {place}");
+            let text = format!("swap disk is on {place}");
             events.push(event("lending", !good, Some(vm), text));
         }
     }
@@ -256,7 +256,7 @@ fn of_lending(old: &Seen, new: &Seen) -> Vec<Event> {
                 "lending",
                 false,
                 Some(vm),
-                "its swap is on this host's disk",
+                "swap disk is on this host's disk",
             ));
         }
     }
@@ -264,13 +264,13 @@ fn of_lending(old: &Seen, new: &Seen) -> Vec<Event> {
     let (was, is) = (was.unwrap_or_default(), is.unwrap_or_default());
     if was.max_bytes != is.max_bytes {
         let text = match is.max_bytes {
-            0 => "this host lends no more".to_owned(),
+            0 => "this host stopped lending".to_owned(),
             bytes => format!("this host lends {} at most", ByteSize(bytes)),
         };
         events.push(event("lending", false, None, text));
     }
     if was.lent_bytes != is.lent_bytes {
-        let text = format!("{} of this host are lent now", ByteSize(is.lent_bytes));
+        let text = format!("this host lends {} now", ByteSize(is.lent_bytes));
         events.push(event("lending", false, None, text));
     }
     if let Some(problem) = is.problem.filter(|p| was.problem.as_ref() != Some(p)) {
@@ -284,7 +284,7 @@ fn of_lending(old: &Seen, new: &Seen) -> Vec<Event> {
     }
     for lender in old.distrusted.keys() {
         if !new.distrusted.contains_key(lender) {
-            let text = format!("lender '{lender}' is believed again");
+            let text = format!("lender '{lender}' is trusted again");
             events.push(event("lending", false, None, text));
         }
     }
@@ -407,8 +407,8 @@ mod tests {
         assert_eq!(
             words(&changes(&old, &new)),
             [
-                "lending a its swap is on RAM of h",
-                "lending - 1.00 GiB of this host are lent now",
+                "lending a swap disk is on RAM of h",
+                "lending - this host lends 1.00 GiB now",
                 "!lending - no room",
             ]
         );
@@ -416,7 +416,7 @@ mod tests {
         lost.borrowed.insert("a".into(), ("nowhere".into(), false));
         assert_eq!(
             words(&changes(&new, &lost)),
-            ["!lending a its swap is on nowhere"]
+            ["!lending a swap disk is on nowhere"]
         );
         let mut back = new.clone();
         back.borrowed.clear();
@@ -424,9 +424,9 @@ mod tests {
         assert_eq!(
             words(&changes(&new, &back)),
             [
-                "lending a its swap is on this host's disk",
-                "lending - this host lends no more",
-                "lending - 0 B of this host are lent now",
+                "lending a swap disk is on this host's disk",
+                "lending - this host stopped lending",
+                "lending - this host lends 0 B now",
             ]
         );
         back.vms.clear();

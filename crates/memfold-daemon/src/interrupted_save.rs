@@ -100,7 +100,7 @@ pub(crate) fn undo(
         let has_disks = save::let_go_of_disks(&note.spec, &|| machine.monitor());
         if !goes_on || !has_disks {
             return Err(SnapshotError::Impossible(
-                "its last save was cut off, and QEMU doesn't undo what that had begun: the daemon's log says why; try again".into(),
+                "the VM's last save was interrupted, and QEMU cannot undo it (the daemon's log says why); try again".into(),
             ));
         }
     }
@@ -115,7 +115,7 @@ fn go_on(machine: &Arc<Machine>) -> bool {
         if matches!(now["status"].as_str(), Some("paused" | "save-vm")) {
             qmp.query("cont")?;
             machine.set_clock_soon();
-            info!(vm = machine.name(), "goes on: its save was cut off");
+            info!(vm = machine.name(), "VM resumed after an interrupted save");
         }
         Ok(())
     });

@@ -85,7 +85,7 @@ pub(crate) fn restore() {
     match ksm::restore_leftover(NOTES.as_ref()) {
         Ok(false) => {}
         Ok(true) => info!(
-            "KSM's settings are put back as they were before a memfold that died changed them; 'memfold ksm start' steers it again"
+            "KSM's settings restored after an earlier daemon died; 'memfold ksm start' steers KSM again"
         ),
         Err(KsmError::Busy(_)) => info!("another memfold uses KSM"),
         Err(error) => warn!(%error, "cannot restore KSM settings; the next daemon retries"),
@@ -132,8 +132,8 @@ impl KsmSteering {
         let rank = Ranked::begin(Rank::Merging);
         let alone = self.merging.try_lock().ok_or_else(|| {
             refused(
-                "a VM is being saved live, and KSM has to stand still meanwhile",
-                "wait until the snapshot is made",
+                "a VM is being saved live, and KSM must be stopped meanwhile",
+                "wait until the snapshot is complete",
             )
         })?;
         Ok((alone, rank))
@@ -162,8 +162,8 @@ impl KsmSteering {
         // Nobody starts a VM between the look at whose memory may merge, and ksmd's start.
         let _none_starts = self.registry.none_starts().ok_or_else(|| {
             refused(
-                "a VM is being started, and it is not known yet whether its memory may merge",
-                "wait until it runs, or stop it if its QEMU hangs ('memfold vm list' shows it)",
+                "a VM is being started, and whether its memory may merge is not known yet",
+                "wait until the VM runs, or stop it if its QEMU hangs ('memfold vm list' shows the VM)",
             )
         })?;
         if let Some(why) = self.debt.braked()? {
@@ -177,15 +177,15 @@ impl KsmSteering {
         if request.advisor && !has_advisor {
             return Err(refused(
                 "this kernel has no advisor",
-                "leave --advisor out, or Linux 6.8 or newer",
+                "leave out --advisor, or use Linux 6.8 or newer",
             ));
         }
         let mut steered = self.steered();
         if let Some(old) = &*steered {
             if old.domain != domain {
                 return Err(refused(
-                    format!("it is steered for trust domain '{}'", old.domain),
-                    "memfold ksm stop; one trust domain a host",
+                    format!("KSM is already steered for trust domain '{}'", old.domain),
+                    "run 'memfold ksm stop' first; KSM serves one trust domain a host",
                 ));
             }
         }
@@ -235,10 +235,10 @@ impl KsmSteering {
                 None => {
                     return Err(refused(
                         format!(
-                            "process {} ({}) has mergeable memory and is no VM of this daemon, and KSM merges all mergeable memory of a host",
+                            "process {} ({}) has mergeable memory and is not a VM of this daemon, and KSM merges all mergeable memory of a host",
                             process.pid, process.comm
                         ),
-                        "end it, have it not advise its memory (QEMU: -machine mem-merge=off), or if it is a QEMU take it on: memfold vm attach QMP-SOCKET --name NAME --domain D",
+                        "end that process, or have it offer no memory to KSM (QEMU: -machine mem-merge=off), or attach it if it is a QEMU: memfold vm attach QMP-SOCKET --name NAME --domain D",
                     ));
                 }
             }
@@ -247,7 +247,7 @@ impl KsmSteering {
         let Some(wanted) = asked.or(first) else {
             return Err(refused(
                 "no VM has mergeable memory",
-                "start VMs with --domain, or say for which trust domain: --domain D",
+                "start VMs with --domain, or name the trust domain: --domain D",
             ));
         };
         memfold_vm::check_name("domain", wanted)
@@ -263,7 +263,7 @@ impl KsmSteering {
                     list.join(" and ")
                 ),
                 format!(
-                    "end those that are not of '{wanted}', or start them anew with --merge never; while KSM is steered, memfold starts VMs of other trust domains so by itself"
+                    "end VMs outside '{wanted}', or restart them with --merge never; while KSM is steered, memfold starts VMs of other trust domains that way by itself"
                 ),
             ));
         }
@@ -275,15 +275,15 @@ impl KsmSteering {
         let _alone = self.alone()?;
         let Some(old) = self.steered().take() else {
             return Err(refused(
-                "this daemon doesn't steer it",
-                "memfold ksm start begins; who else runs KSM is not asked to stop: echo 0 > /sys/kernel/mm/ksm/run",
+                "this daemon does not steer KSM",
+                "run 'memfold ksm start' to steer KSM; to stop KSM that another program runs: echo 0 > /sys/kernel/mm/ksm/run",
             ));
         };
         if request.unmerge {
             old.controls.unmerge(0)?;
         }
         old.guard.restore()?;
-        info!(domain = old.domain, "KSM is steered no more");
+        info!(domain = old.domain, "KSM steering stopped");
         self.overview()
     }
 
@@ -293,7 +293,7 @@ impl KsmSteering {
             match old.guard.restore() {
                 Ok(()) => info!(
                     domain = old.domain,
-                    "KSM is steered no more; its settings are put back"
+                    "KSM steering stopped; KSM's settings restored"
                 ),
                 Err(error) => warn!(%error, "cannot restore KSM settings; the next daemon retries"),
             }
@@ -377,7 +377,7 @@ impl KsmSteering {
                 }
                 Err(error) => {
                     return Err(SnapshotError::Impossible(format!(
-                        "KSM can't be stopped for a live snapshot ({error}); save it without --live"
+                        "cannot stop KSM for a live snapshot ({error}); save the VM without --live"
                     ))
                     .into());
                 }
@@ -426,7 +426,7 @@ fn goal(request: &KsmStartRequest) -> Result<Goal, DaemonError> {
     let cpu = request.cpu_percent;
     if !(cpu > 0.0 && cpu <= 95.0) {
         return Err(DaemonError::BadRequest(format!(
-            "cpu_percent is {cpu}; give more than 0, and 95 at most: ksmd is one thread, and has to sleep for its settings to hold"
+            "cpu_percent is {cpu}; give more than 0, and 95 at most: ksmd is one thread, and must sleep for its settings to hold"
         )));
     }
     let target = request.target_s;

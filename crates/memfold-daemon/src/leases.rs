@@ -189,7 +189,7 @@ impl Leases {
     pub fn call(&self, call: &Call) -> Result<Answer, DaemonError> {
         if !self.own {
             return Err(DaemonError::BadRequest(format!(
-                "this daemon serves no registry, it uses that of {}; name that one with --registry",
+                "this daemon serves no registry and uses that of {}; pass that address as --registry",
                 self.place
             )));
         }
@@ -228,7 +228,7 @@ impl Leases {
             let lease = self.take(&want, ttl).map_err(|error| match error {
                 RegistryError::NothingToSpare { .. } if !distrusted.is_empty() => lending(
                     format!("{error}; not asked: {}", distrusted.join(", ")),
-                    "they served wrong bytes: 'memfold leases' says which, 'memfold leases --trust HOST' believes one again",
+                    "these lenders served wrong bytes: 'memfold leases' names them, 'memfold leases --trust HOST' trusts one again",
                 ),
                 error => error.into(),
             })?;
@@ -247,7 +247,7 @@ impl Leases {
             }
             if count > 1 && request.durability == Durability::Replica {
                 return Err(DaemonError::BadRequest(
-                    "a replica is of two whole lenders; give stripes a copy on disk (durability disk) instead".into(),
+                    "a replica needs two whole lenders and no stripes; use durability disk with stripes".into(),
                 ));
             }
             return Ok(count);
@@ -300,7 +300,7 @@ impl Leases {
             match self.renew_lease(id, ttl, alone) {
                 Ok(lease) if lease.recall_ms.is_some() => {
                     why = Some(format!(
-                        "lender '{}' needs its memory itself",
+                        "lender '{}' needs its own memory",
                         lease.lender.host
                     ));
                 }
@@ -319,7 +319,7 @@ impl Leases {
             let failed = |why: &str| {
                 lending(
                     format!("lender '{}' {why}", lease.lender.host),
-                    "its daemon's log says why; 'memfold leases' shows what others offer",
+                    "the log of the lender's daemon says why; 'memfold leases' shows other offers",
                 )
             };
             match self.registry.endpoint(lease.id, &lease.borrower) {
@@ -335,9 +335,9 @@ impl Leases {
                     self.keep(std::iter::once(lease.id), ttl, false);
                     std::thread::sleep(Duration::from_millis(50));
                 }
-                Ok(None) => return Err(failed("has not exported what it offered in time")),
+                Ok(None) => return Err(failed("has not exported the offered memory in time")),
                 Err(RegistryError::NoLease { .. }) => {
-                    return Err(failed("could not export what it offered"));
+                    return Err(failed("could not export the offered memory"));
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -376,7 +376,7 @@ impl Leases {
 fn check_host(host: &str) -> Result<(), DaemonError> {
     check_name("host", host).map_err(|error| {
         DaemonError::BadRequest(format!(
-            "'{host}' can't be this host's name among lenders and borrowers ({error}); give another one with 'memfold serve --host'"
+            "'{host}' cannot be this host's name among lenders and borrowers ({error}); pass another name with 'memfold serve --host'"
         ))
     })
 }

@@ -53,13 +53,13 @@ struct ByHand {
 fn check_nbdkit() -> Result<(), DaemonError> {
     let lacks = |why: String| {
         DaemonError::ImpossibleHere(format!(
-            "memory can't be lent: {why}; install nbdkit (apt install nbdkit, or make setup)"
+            "cannot lend memory: {why}; install nbdkit (apt install nbdkit, or make setup)"
         ))
     };
     let mut command = Command::new("nbdkit");
     command.args(["data", "--dump-plugin"]).stdin(Stdio::null());
     let said = helper::output(&mut command, LOOK_LIMIT)
-        .map_err(|error| lacks(format!("nbdkit can't be run ({error})")))?;
+        .map_err(|error| lacks(format!("cannot run nbdkit ({error})")))?;
     let said = String::from_utf8_lossy(&said.stdout);
     if said.lines().any(|line| line == "mlock=yes") {
         return Ok(());
@@ -137,8 +137,8 @@ impl Lending {
             let listens = self.lender_options(request)?.listen.to_string();
             if status.is_ending || status.listens != listens {
                 return Err(DaemonError::Lending {
-                    why: format!("this host lends already, on {}", status.listens),
-                    fix: "take everything back first (memfold lend --stop), and wait until it is; only --max can be changed meanwhile".into(),
+                    why: format!("this host already lends, on {}", status.listens),
+                    fix: "stop lending first (memfold lend --stop), and wait until all leases have ended; only --max can be changed while lending".into(),
                 });
             }
             old.set_max(request.max_bytes);

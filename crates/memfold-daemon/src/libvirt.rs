@@ -88,7 +88,7 @@ impl KnownQemu {
                 info!(
                     vm = vm.name,
                     libvirt = domain.domain,
-                    "taken on from libvirt"
+                    "libvirt domain adopted"
                 );
                 self.again = None;
             }
@@ -198,14 +198,14 @@ impl LibvirtDomains {
         let running = running.into_iter().find(|r| r.domain == domain);
         let running = running.ok_or_else(|| {
             DaemonError::BadRequest(format!(
-                "libvirt runs no domain '{domain}'; 'memfold libvirt status' shows those there are"
+                "libvirt runs no domain '{domain}'; 'memfold libvirt status' shows all domains"
             ))
         })?;
         self.take_on(&running).map_err(|refusal| match refusal {
             Refusal::NotOurs(why) => DaemonError::BadRequest(why),
             Refusal::Incoming => DaemonError::Busy {
-                why: format!("memory of '{domain}' is still coming in"),
-                fix: "it is taken on by itself when it runs".into(),
+                why: format!("memory of '{domain}' is still being received"),
+                fix: "memfold adopts the domain by itself when it runs".into(),
             },
             Refusal::Failed(error) => error,
         })
@@ -216,12 +216,12 @@ impl LibvirtDomains {
         let not_ours = |why: &str| Refusal::NotOurs(format!("domain '{domain}' {why}"));
         let Some(qmp) = running.qmp() else {
             return Err(not_ours(
-                "was started without memfold: run 'memfold libvirt enable' and start it anew (a reboot of its guest is not enough)",
+                "was started without memfold: run 'memfold libvirt enable', then shut the domain down and start it (a reboot of the guest is not enough)",
             ));
         };
         let refused = |error: &dyn std::error::Error| {
             Refusal::Failed(DaemonError::BadRequest(format!(
-                "domain '{domain}' can't be taken on: {}",
+                "cannot adopt domain '{domain}': {}",
                 chain(error)
             )))
         };
@@ -229,7 +229,7 @@ impl LibvirtDomains {
         let xml = virsh::xml(domain).map_err(|error| refused(&error))?;
         let mark = Mark::read(&xml).map_err(|error| refused(&error))?;
         let mark = mark.ok_or_else(|| {
-            not_ours("isn't enabled: run 'memfold libvirt enable' and start it anew")
+            not_ours("is not enabled: run 'memfold libvirt enable', then shut the domain down and start it")
         })?;
         let mut monitor = Qmp::connect(&qmp, ANSWER_TIMEOUT).map_err(failed)?;
         let status = monitor.query("query-status").map_err(failed)?;
@@ -245,9 +245,7 @@ impl LibvirtDomains {
         // As does the agent's port, and what is said there is believed to come from this domain's guest.
         let agent = xml::agent_socket(&xml).map_err(|error| refused(&error))?;
         if !same_file(vm.agent_socket(), agent.as_deref()) {
-            return Err(not_ours(
-                "has another port for the agent than libvirt has given it",
-            ));
+            return Err(not_ours("has a port for the agent other than libvirt's"));
         }
         let mut request = AttachRequest {
             qmp,

@@ -53,7 +53,7 @@ impl Ranked {
         let held = HELD.get();
         debug_assert!(
             held >> rank as u8 == 0,
-            "{rank:?} is taken by who holds {held:#b}: see the order of locks"
+            "lock {rank:?} is taken while locks {held:#b} are held: see the order of locks"
         );
         HELD.set(held | 1 << rank as u8);
         Self {

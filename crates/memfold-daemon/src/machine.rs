@@ -406,7 +406,7 @@ impl Machine {
 
     fn agent_or_error(&self) -> Result<Arc<AgentLink>, AgentError> {
         self.agent()
-            .ok_or_else(|| AgentError::NoSession("the VM has no port for it".into()))
+            .ok_or_else(|| AgentError::NoSession("the VM has no port for the agent".into()))
     }
 
     pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {

@@ -73,7 +73,7 @@ impl RunState {
         Self::new(
             SILENT,
             format!("process {pid} of QEMU is stopped, by SIGSTOP or a debugger"),
-            format!("let it go on: kill -CONT {pid}"),
+            format!("resume it: kill -CONT {pid}"),
         )
     }
 
@@ -83,7 +83,7 @@ impl RunState {
             SILENT,
             format!("QEMU does not answer: {error}"),
             format!(
-                "see what QEMU waits for (a disk on another host, as a rule); 'memfold vm stop {vm}' ends it"
+                "find out what QEMU waits for (usually a disk on another host); 'memfold vm stop {vm}' ends the VM"
             ),
         )
     }
@@ -110,9 +110,9 @@ impl RunState {
             ));
         }
         let again = format!("memfold vm resume {vm}");
-        let anew = format!("end it (memfold vm stop {vm}) and start it anew");
+        let anew = format!("end the VM (memfold vm stop {vm}) and start it again");
         let (cause, fix) = match name {
-            "paused" => ("somebody has stopped it by QMP ('stop')".into(), again),
+            "paused" => ("a QMP client has stopped the VM ('stop')".into(), again),
             "prelaunch" => (
                 "QEMU was started with -S and waits for 'cont'".into(),
                 again,
@@ -120,7 +120,7 @@ impl RunState {
             "guest-panicked" => (
                 last("GUEST_PANICKED")
                     .map_or_else(|| "the guest's kernel has crashed".into(), panic_words),
-                format!("see what its console said, then {anew}"),
+                format!("read the VM's console log, then {anew}"),
             ),
             "watchdog" => (
                 "the guest's watchdog has expired: the guest hangs".into(),
@@ -128,18 +128,20 @@ impl RunState {
             ),
             "suspended" => (
                 "the guest sleeps (ACPI S3)".into(),
-                "wake it: 'system_wakeup' on its QMP socket".into(),
+                "wake the guest: 'system_wakeup' on the QMP socket".into(),
             ),
             "shutdown" => (
-                "its guest has shut down, and QEMU was told to stay (-no-shutdown)".into(),
+                "the guest has shut down, and QEMU was told to stay (-no-shutdown)".into(),
                 format!("memfold vm stop {vm}"),
             ),
             "postmigrate" => (
-                "it was migrated to another place by somebody else".into(),
-                format!("if it does not run there: {again}; else memfold vm stop {vm}"),
+                "the VM was migrated away by another program".into(),
+                format!(
+                    "if the VM does not run at the destination: {again}; else memfold vm stop {vm}"
+                ),
             ),
             "internal-error" => (
-                "QEMU or KVM could not go on; qemu.log in the VM's directory says why".into(),
+                "QEMU or KVM failed; qemu.log in the VM's directory says why".into(),
                 anew,
             ),
             "inmigrate" => (
@@ -206,19 +208,19 @@ fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
         reason.unwrap_or("an error of the host's storage")
     };
     let which = if disks.is_empty() {
-        "one of its disks".to_owned()
+        "one of the VM's disks".to_owned()
     } else {
         disks.join(", ")
     };
     let first = if is_full {
-        "make room on the file system of that file"
+        "free space on the file system of that file"
     } else {
-        "mend that storage"
+        "repair that storage"
     };
     let state = RunState::new(
         "io-error",
         format!("a {operation} on {which} failed: {reason}"),
-        format!("{first}, then: memfold vm resume {vm} (the guest notices nothing but the time)"),
+        format!("{first}, then: memfold vm resume {vm} (the guest notices only the time)"),
     );
     RunState { full, ..state }
 }
@@ -261,11 +263,9 @@ mod tests {
             "io-error: a write on disk vd1 (/full/b) failed: no space left"
         );
         assert_eq!(state.full, [PathBuf::from("/full/b")]);
-        assert!(
-            state.fix.unwrap().starts_with(
-                "make room on the file system of that file, then: memfold vm resume web"
-            )
-        );
+        assert!(state.fix.unwrap().starts_with(
+            "free space on the file system of that file, then: memfold vm resume web"
+        ));
         let saved = r#"json:{"backing": {"driver": "qcow2", "file": {"driver": "file", "filename": "/old"}}, "driver": "qcow2", "file": {"driver": "file", "filename": "/full/new"}}"#;
         let block =
             json!([{ "qdev": "vd0", "io-status": "nospace", "inserted": { "file": saved } }]);

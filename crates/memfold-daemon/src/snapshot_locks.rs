@@ -45,7 +45,7 @@ impl SnapshotLocks {
         let mut state = self.lock();
         if state.used.contains_key(name) || !state.removed.insert(name.to_owned()) {
             return Err(SnapshotError::Impossible(format!(
-                "snapshot '{name}' is being saved, verified, restored or removed; wait until that is done"
+                "snapshot '{name}' is being saved, verified, restored or removed; wait until that ends"
             )));
         }
         Ok(Removal {

@@ -113,7 +113,7 @@ impl SwapVolumes {
         let began = Instant::now();
         if request.durability == Durability::Replica || request.stripes.is_some_and(|n| n != 1) {
             return Err(DaemonError::BadRequest(
-                "a volume is lent by one host: its durability is disk or none, and it has no stripes".into(),
+                "a volume uses one lender: its durability is disk or none, and stripes are not possible".into(),
             ));
         }
         self.leases.check_host()?;
@@ -128,9 +128,9 @@ impl SwapVolumes {
             }
             return Err(lending(
                 format!(
-                    "{volume} has borrowed already, with other durability, or was not taken off a lender that is gone"
+                    "{volume} has already borrowed, with other durability, or was not taken off a lender that is gone"
                 ),
-                format!("give that back first: memfold return --lvm {volume}"),
+                format!("return the loan first: memfold return --lvm {volume}"),
             ));
         }
         let fit = fit(volume, request)?;
@@ -157,7 +157,7 @@ impl SwapVolumes {
             }
             return Err(error);
         }
-        info!(%volume, lender = lease.lender.host, "volume is on lent RAM");
+        info!(%volume, lender = lease.lender.host, "volume moved to a lender");
         Ok(Borrowed {
             changed: true,
             took_ms: ms(began),
@@ -221,10 +221,10 @@ impl SwapVolumes {
                 Err(error @ RegistryError::NothingToSpare { .. }) if !by_nbd.is_empty() => {
                     return Err(lending(
                         format!(
-                            "{error}; not asked: {}, who export by NBD",
+                            "{error}; not asked: {}, because they export by NBD",
                             by_nbd.join(", ")
                         ),
-                        "the kernel borrows by iSCSI: lend with 'memfold lend --transport iscsi' there",
+                        "volumes borrow by iSCSI: lend with 'memfold lend --transport iscsi' there",
                     ));
                 }
                 Err(error) => return Err(error.into()),
@@ -297,7 +297,7 @@ impl SwapVolumes {
         self.leases.release(std::iter::once(loan.lease));
         self.keepers().remove(&loan.volume);
         self.note()?;
-        info!(volume = %loan.volume, "volume is on this host's disk");
+        info!(volume = %loan.volume, "volume returned to this host's disk");
         Ok(())
     }
 
@@ -323,7 +323,7 @@ impl SwapVolumes {
         // All of them, before the first one is noted.
         self.keepers().clone_from(&all);
         for (volume, keeper) in all {
-            info!(%volume, "what it has borrowed is watched again");
+            info!(%volume, "loan of an earlier daemon is watched again");
             if let Err(error) = self.keep(&keeper) {
                 warn!(%volume, error = chain(&error), "cannot watch the volume's loan; run 'memfold return --lvm' or restart the daemon");
             }
@@ -353,7 +353,7 @@ impl SwapVolumes {
             Ok(lease) => {
                 *keeper.holds() = Instant::now() + Duration::from_millis(lease.left_ms);
                 if lease.recall_ms.is_some() && !keeper.is_wanted.swap(true, Ordering::AcqRel) {
-                    info!(volume = %keeper.loan().volume, "its lender needs the memory back");
+                    info!(volume = %keeper.loan().volume, "lender needs its memory back");
                 }
             }
             Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
@@ -443,7 +443,7 @@ fn wait_synced(keeper: &Keeper) -> Result<(), DaemonError> {
         }
         let loan = keeper.loan();
         if let Some(why) = gone(&loan, images(&loan).as_deref()) {
-            return Err(lending(why, "'memfold leases' shows what others offer"));
+            return Err(lending(why, "'memfold leases' shows other offers"));
         }
         std::thread::sleep(LOOK_AT_SYNC);
     }
@@ -454,12 +454,12 @@ fn still_good(keeper: &Keeper) -> Result<(), DaemonError> {
     let wanted = keeper.is_wanted.load(Ordering::Acquire);
     let why = keeper
         .lost()
-        .or_else(|| wanted.then(|| "it needs its memory itself".into()));
+        .or_else(|| wanted.then(|| "the lender needs its own memory".into()));
     why.map_or(Ok(()), |why| {
         let lender = keeper.loan().lender;
         Err(lending(
             format!("lender '{lender}': {why}"),
-            "'memfold leases' shows what others offer",
+            "'memfold leases' shows other offers",
         ))
     })
 }

@@ -87,9 +87,9 @@ pub struct SwapUse {
 impl SwapUse {
     /// From what the guest gave for [`swap::used`].
     fn of(said: Result<CommandResult, AgentError>) -> Self {
-        let no_sense = || "the guest's answer makes no sense".to_owned();
+        let no_sense = || "cannot parse the guest's answer".to_owned();
         let used = match said {
-            Ok(said) if said.code != 0 => Err("the guest doesn't use it".to_owned()),
+            Ok(said) if said.code != 0 => Err("the guest does not use the swap disk".to_owned()),
             Ok(said) => swap::parse_used(&said.stdout).ok_or_else(no_sense),
             Err(AgentError::TooMuchOutput) => Err(no_sense()),
             Err(error) => Err(chain(&error)),
@@ -254,7 +254,7 @@ impl Views {
     fn estimate_turn(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
         self.estimating.try_lock().ok_or_else(|| DaemonError::Busy {
             why: "another estimate is being made".into(),
-            fix: "wait until it is done".into(),
+            fix: "wait until that estimate is complete".into(),
         })
     }
 
@@ -279,7 +279,7 @@ impl Views {
         // However many ask, one command at a time runs in the guest; nothing is locked meanwhile, as it may take its time.
         keep(&SwapUse {
             used_bytes: None,
-            why_not: Some("it is being asked".into()),
+            why_not: Some("the guest is being asked".into()),
         });
         let said = SwapUse::of(machine.run_short(&swap::used(), SWAP_TIMEOUT));
         keep(&said);
@@ -342,14 +342,14 @@ mod tests {
         assert_eq!(said(line, 0).used_bytes, Some(1 << 20));
         assert_eq!(said(line, 0).why_not, None);
         for (text, code, why) in [
-            ("", 1, "doesn't use it"),
-            ("/dev/vdb partition 65532 -1 -2", 0, "no sense"),
+            ("", 1, "does not use the swap disk"),
+            ("/dev/vdb partition 65532 -1 -2", 0, "cannot parse"),
             (
                 "/dev/vdb partition 65532 18446744073709551615 -2",
                 0,
-                "no sense",
+                "cannot parse",
             ),
-            ("\u{1}", 0, "no sense"),
+            ("\u{1}", 0, "cannot parse"),
         ] {
             let said = said(text, code);
             assert_eq!(said.used_bytes, None);

@@ -49,7 +49,7 @@ fn watch(registry: &Weak<VmRegistry>) {
                     // The VM has gone, or has no such log.
                     Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                     Err(error) => {
-                        warn!(vm = vm.name(), path = %log.display(), %error, "cannot shorten a VM's log");
+                        warn!(vm = vm.name(), path = %log.display(), %error, "cannot shorten a VM's log; free space in the state directory");
                     }
                 }
             }
@@ -88,8 +88,7 @@ fn tell_full(state: &Path, is_told: bool) -> bool {
         false if percent >= FULL.0 && left < LEFT => {
             warn!(
                 path = %state.display(), percent,
-                "the state directory's file system is nearly full; when it is full, no VM starts and no snapshot is taken: remove what else \
-                 lies there, or give it more room (mount -o remount,size=)"
+                "state directory's file system is nearly full, and no VM starts once it is full; remove other files there, or enlarge it (mount -o remount,size=)"
             );
             true
         }

@@ -385,7 +385,7 @@ impl VmState {
                     vm = self.stats.name,
                     block = block.name,
                     reason,
-                    "a RAM block is not folded"
+                    "RAM block not folded; nothing is needed"
                 );
             }
         }

@@ -41,7 +41,7 @@ pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
         .name("reap-helper".into())
         .spawn(move || child.wait());
     if let Err(error) = reaped {
-        tracing::warn!(%error, "no thread to wait for the end of a helper program");
+        tracing::warn!(%error, "no thread to wait for the end of a helper program; nothing is needed");
     }
     collected?;
     Err(io::Error::new(

@@ -93,7 +93,7 @@ impl Endpoint {
             Address::Tcp { .. } => Ok(()),
             Address::Unix(_) => Err(value(
                 "address",
-                "a Unix socket is for borrowers on the lender's own host; lend there with 'memfold lend --listen ADDRESS'",
+                "the lender exports on a Unix socket, for its own host only; lend there with 'memfold lend --listen ADDRESS'",
             )),
         }
     }
@@ -112,20 +112,22 @@ impl Endpoint {
                 {
                     return Err(value(
                         "address",
-                        "a Unix socket needs an absolute path of UTF-8, not longer than the kernel takes",
+                        "a Unix socket needs an absolute path in UTF-8, within the kernel's limit of length",
                     ));
                 }
             }
-            (Address::Tcp { port: 0, .. }, _) => return Err(value("address", "port 0 is none")),
+            (Address::Tcp { port: 0, .. }, _) => {
+                return Err(value("address", "port 0 is not valid"));
+            }
             (Address::Tcp { .. }, None) => {
-                return Err(value("key", "an export over TCP needs one"));
+                return Err(value("key", "an export over TCP needs a key"));
             }
             (Address::Tcp { .. }, Some(_)) => {}
         }
         if let Some(key) = &self.key {
             check_name("key", &key.identity)?;
             if key.hex.len() != 64 || !key.hex.bytes().all(|b| b.is_ascii_hexdigit()) {
-                return Err(value("key", "32 bytes in hexadecimal digits are wanted"));
+                return Err(value("key", "a key is 32 bytes in hexadecimal digits"));
             }
         }
         Ok(())
@@ -162,7 +164,7 @@ mod tests {
             assert!(error.contains(why), "{endpoint:?}: {error}");
         };
         for (bad, why) in [
-            (tcp(1, None), "over TCP needs one"),
+            (tcp(1, None), "over TCP needs a key"),
             (tcp(0, key("a", "0f".repeat(32))), "port 0"),
             (tcp(1, key("a:b", "0f".repeat(32))), "key"),
             (tcp(1, key("a", "0f".repeat(31))), "32 bytes in hexadecimal"),
@@ -190,7 +192,7 @@ mod tests {
             unix("/run/x")
         );
         refused(unix("run/x"), "absolute path");
-        refused(unix(&format!("/{}", "x".repeat(200))), "not longer than");
+        refused(unix(&format!("/{}", "x".repeat(200))), "limit of length");
     }
 
     #[test]

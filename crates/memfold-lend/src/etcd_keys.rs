@@ -179,7 +179,10 @@ impl EtcdRegistry {
 
     pub(super) fn read<T: DeserializeOwned>(&self, kv: &Kv) -> Result<T, RegistryError> {
         serde_json::from_slice(&kv.value).map_err(|error| {
-            self.unusable(format!("its key {} holds something else ({error})", kv.key))
+            self.unusable(format!(
+                "cannot parse the registry's key {} ({error})",
+                kv.key
+            ))
         })
     }
 
@@ -227,7 +230,7 @@ impl EtcdRegistry {
             let chance = memfold_vm::overlay::unique() / 1000 % 8 + 1;
             std::thread::sleep(Duration::from_millis(chance * turn.min(10)));
         }
-        Err(self.unusable("others change the same all the time"))
+        Err(self.unusable("other clients keep changing the same keys"))
     }
 
     pub(super) fn lender(

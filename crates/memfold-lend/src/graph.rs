@@ -236,7 +236,9 @@ pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
     if done? == to {
         return Ok(());
     }
-    Err(GraphError::Switch("QEMU did not go over at the end".into()))
+    Err(GraphError::Switch(
+        "QEMU did not switch to the new disk at the end".into(),
+    ))
 }
 
 /// Waits until the job has copied all, and what was written meanwhile. An error: the job is gone.
@@ -251,7 +253,7 @@ fn copy<M: std::ops::DerefMut<Target = Qmp>>(
     loop {
         let job = job(&mut monitor())?;
         let why = match &job {
-            None => Some("a write to the new place, or a read of the old one, failed".to_owned()),
+            None => Some("a write to the new disk, or a read of the old one, failed".to_owned()),
             Some(_) if moved.elapsed() > STUCK => {
                 Some(format!("nothing was copied in {} s", STUCK.as_secs()))
             }

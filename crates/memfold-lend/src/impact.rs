@@ -43,12 +43,12 @@ pub fn blast(picture: &Picture, without_copy: &dyn Fn(&str, &str) -> bool) -> Ve
             .count();
         let (loses_bytes, effect) = match (lease.durability, elsewhere) {
             (Durability::Disk, _) if without_copy(&lease.borrower, &lease.vm) => {
-                (true, "loses its swap: the copy on its disk has failed")
+                (true, "loses its swap: the copy on disk has failed")
             }
-            (Durability::Disk, _) => (false, "goes on, on its disk's copy"),
-            (Durability::Replica, 1..) => (false, "goes on, on the other lender's copy"),
-            (Durability::Replica, 0) => (true, "loses its swap: the other copy is gone already"),
-            (Durability::None, _) => (true, "loses its swap, and programs with it"),
+            (Durability::Disk, _) => (false, "continues on the copy on disk"),
+            (Durability::Replica, 1..) => (false, "continues on the other lender's copy"),
+            (Durability::Replica, 0) => (true, "loses its swap: the other copy is already gone"),
+            (Durability::None, _) => (true, "loses its swap and the programs that used it"),
         };
         let hurt = HurtVm {
             host: lease.borrower.clone(),

@@ -40,7 +40,7 @@ impl Lender {
             host: options.host.clone(),
             max_bytes: options.max_bytes,
             listens: options.listen.to_string(),
-            why: "it has just begun".into(),
+            why: "lending has just begun".into(),
             ..LenderStatus::default()
         }));
         let (ending, quit) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());

@@ -232,7 +232,7 @@ impl Work {
                 offer_bytes: lent,
                 recall_bytes: 0,
                 hurry: Hurry::No,
-                why: format!("this host's memory can't be read: {error}"),
+                why: format!("cannot read this host's free memory: {error}"),
             },
         }
     }
@@ -432,7 +432,7 @@ impl Work {
                     Err(RecvTimeoutError::Timeout) => {}
                     // It panicked, and so does this.
                     Err(RecvTimeoutError::Disconnected) => match asked.join() {
-                        Ok(_) => unreachable!("it has said nothing, and ended"),
+                        Ok(_) => unreachable!("the program ended without a message"),
                         Err(panic) => std::panic::resume_unwind(panic),
                     },
                 }
@@ -490,7 +490,7 @@ impl Work {
                 borrower = lease.borrower,
                 vm = lease.vm,
                 bytes = lease.bytes,
-                "this host needs it back"
+                "this host needs its memory back"
             );
             coming = coming.saturating_add(lease.bytes);
         }

@@ -297,16 +297,16 @@ pub fn welcome(stream: &mut (impl Read + Write), size: u64) -> io::Result<()> {
             },
             OPT_ABORT => {
                 answer(REP_ACK, &[])?;
-                return Err(io::Error::other("the client gave up"));
+                return Err(io::Error::other("the client aborted the negotiation"));
             }
             // It can't be refused otherwise, and its client knows nothing of block sizes.
             OPT_EXPORT_NAME => {
-                return Err(nonsense("a client that doesn't know of block sizes").into());
+                return Err(nonsense("a client that does not support block sizes").into());
             }
             _ => answer(REP_ERR_UNSUP, &[])?,
         }
     }
-    Err(nonsense("a client that goes on asking for options").into())
+    Err(nonsense("a client that keeps asking for options").into())
 }
 
 fn answer(option: u32, reply: u32, data: &[u8]) -> Vec<u8> {
@@ -358,11 +358,11 @@ fn wants_block_size(data: &[u8]) -> Option<bool> {
 pub fn greet(stream: &mut (impl Read + Write)) -> io::Result<()> {
     let (magic, option) = (take_u64(stream)?, take_u64(stream)?);
     if (magic, option) != (NBD_MAGIC, OPTION_MAGIC) {
-        return Err(nonsense("its first words are not those of NBD").into());
+        return Err(nonsense("the server's greeting is not NBD").into());
     }
     let flags = take_u16(stream)?;
     if flags & FIXED_NEWSTYLE == 0 {
-        return Err(nonsense("it is too old (no fixed newstyle)").into());
+        return Err(nonsense("the server is too old (no fixed newstyle)").into());
     }
     // Without that flag 124 zeroes would follow in a case that doesn't occur here.
     let ours = FIXED_NEWSTYLE | (flags & NO_ZEROES);
@@ -382,7 +382,7 @@ fn take_answer(stream: &mut impl Read, to: u32) -> io::Result<(u32, Vec<u8>)> {
     let magic = take_u64(stream)?;
     let option = take_u32(stream)?;
     if (magic, option) != (OPTION_REPLY_MAGIC, to) {
-        return Err(nonsense("it answered something else than was asked").into());
+        return Err(nonsense("the server's answer does not match the request").into());
     }
     let reply = take_u32(stream)?;
     let length = take_u32(stream)?;
@@ -402,7 +402,7 @@ pub fn ask_tls(stream: &mut (impl Read + Write)) -> io::Result<()> {
 }
 
 fn refusal(what: &str, reply: u32) -> io::Error {
-    io::Error::other(format!("it refuses {what} (NBD answer {reply:#x})"))
+    io::Error::other(format!("the server refuses {what} (NBD answer {reply:#x})"))
 }
 
 /// Asks a server for its export, and gives that one's bytes. Requests can follow.
@@ -424,16 +424,17 @@ pub fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
             }
             REP_INFO => {}
             REP_ACK => {
-                let (size, flags) = export.ok_or_else(|| nonsense("it doesn't tell its size"))?;
+                let (size, flags) = export
+                    .ok_or_else(|| nonsense("the server does not report the export's size"))?;
                 if flags & READ_ONLY != 0 {
-                    return Err(io::Error::other("its export can only be read"));
+                    return Err(io::Error::other("the export is read-only"));
                 }
                 return Ok(size);
             }
             reply => return Err(refusal("its export", reply)),
         }
     }
-    Err(nonsense("it goes on telling of its export").into())
+    Err(nonsense("the server keeps describing its export").into())
 }
 
 #[cfg(test)]

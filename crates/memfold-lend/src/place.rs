@@ -169,9 +169,9 @@ impl RegistryAt {
             list.split(',').map(Member::parse).collect()
         };
         let (place, unused) = if let Some(rest) = said.strip_prefix("https://") {
-            let mut all = members(rest).ok_or_else(|| bad("it is no HOST:PORT"))?;
+            let mut all = members(rest).ok_or_else(|| bad("the address is not HOST:PORT"))?;
             let (Some(member), true) = (all.pop(), all.is_empty()) else {
-                return Err(bad("one daemon serves a registry"));
+                return Err(bad("a registry over https has one address"));
             };
             let token = required(files.token.as_ref(), said, "--registry-token", TOKEN)?;
             let ca = required(files.ca.as_ref(), said, "--registry-ca", CA)?;
@@ -180,7 +180,7 @@ impl RegistryAt {
             let own = files.certificate.as_ref().map(|_| "--registry-cert");
             (place, own)
         } else if let Some(rest) = said.strip_prefix("etcd+https://") {
-            let members = members(rest).ok_or_else(|| bad("it is no HOST:PORT"))?;
+            let members = members(rest).ok_or_else(|| bad("the address is not HOST:PORT"))?;
             let ca = required(files.ca.as_ref(), said, "--registry-ca", CA)?;
             let own = match (&files.certificate, &files.key) {
                 (Some(certificate), Some(key)) => Some(OwnCertificate {
@@ -193,15 +193,15 @@ impl RegistryAt {
             let token = files.token.as_ref().map(|_| "--registry-token");
             (Self::Etcd { members, tls }, token)
         } else if let Some(rest) = said.strip_prefix("etcd+http://") {
-            let members = members(rest).ok_or_else(|| bad("it is no HOST:PORT"))?;
+            let members = members(rest).ok_or_else(|| bad("the address is not HOST:PORT"))?;
             if !members.iter().all(Member::is_this_host) {
                 return Err(bad("without TLS only 127.0.0.1 and ::1 are asked"));
             }
             (Self::Etcd { members, tls: None }, first_of(files))
         } else if said.contains("://") {
-            return Err(bad("that scheme is unknown"));
+            return Err(bad("unknown scheme"));
         } else if said.is_empty() {
-            return Err(bad("it is empty"));
+            return Err(bad("the address is empty"));
         } else {
             (Self::Socket(said.into()), first_of(files))
         };
@@ -238,7 +238,7 @@ impl RegistryAt {
     }
 }
 
-const CA: &str = "the certificates (PEM) of those who vouch for it";
+const CA: &str = "the certificates (PEM) of the CA that signed its certificate";
 const TOKEN: &str = "the file of the token that 'memfold host add' gave there for this host";
 
 fn required(
@@ -279,11 +279,13 @@ pub fn read_token(path: &Path) -> Result<String, PlaceError> {
     let (mode, text) = read().map_err(|error| failed(error.to_string()))?;
     if mode & 0o077 != 0 {
         let path = path.display();
-        return Err(failed(format!("others may read it; chmod 600 {path}")));
+        return Err(failed(format!(
+            "other users may read the file; run 'chmod 600 {path}'"
+        )));
     }
     let token = text.trim();
     if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
-        return Err(failed("it holds no token".into()));
+        return Err(failed("the file contains no token".into()));
     }
     Ok(token.to_owned())
 }
@@ -313,7 +315,7 @@ mod tests {
             ("etcd+http://127.0.0.1:0", "HOST:PORT"),
             ("etcd+http://::1:2379", "HOST:PORT"),
             ("https://a b:1", "HOST:PORT"),
-            ("https://a:1,b:1", "one daemon"),
+            ("https://a:1,b:1", "one address"),
             ("https://a:1", "--registry-token"),
             ("etcd+https://a:1", "--registry-ca"),
         ] {

@@ -133,7 +133,7 @@ impl SqliteRegistry {
             .map_err(|error| unusable(error.to_string()))?;
         if version != VERSION {
             return Err(unusable(format!(
-                "it is of version {version}, and this memfold knows {VERSION}; use the memfold that made it, or another --state"
+                "the database has version {version}, this memfold reads {VERSION}; use the memfold that created it, or another --state"
             )));
         }
         Ok(Self {

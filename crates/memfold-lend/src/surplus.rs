@@ -165,15 +165,15 @@ impl Judge {
             None if surplus < GRAIN => (
                 0,
                 format!(
-                    "{} MiB are available, and {} MiB are kept for this host",
+                    "{} MiB are available, of which {} MiB are kept for this host",
                     (available.unwrap_or(0) + now.owed_bytes) >> 20,
                     (reserve + now.owed_bytes) >> 20
                 ),
             ),
             None if lent_bytes + surplus >= self.max_bytes => {
-                (surplus, "as much as 'memfold lend --max' allows".into())
+                (surplus, "the limit of 'memfold lend --max'".into())
             }
-            None => (surplus, "all that this host can spare".into()),
+            None => (surplus, "all memory that this host can spare".into()),
         };
         let all = lent_bytes.saturating_sub(recall_bytes) + if recall_bytes > 0 { 0 } else { more };
         Verdict {
@@ -250,14 +250,13 @@ fn waits(before: &Sample, now: &Sample) -> Option<String> {
     }
     if now.short_guests > 0 {
         return Some(match now.short_guests {
-            1 => "a guest of this host is short of memory itself".into(),
-            count => format!("{count} guests of this host are short of memory themselves"),
+            1 => "a guest of this host is short of memory".into(),
+            count => format!("{count} guests of this host are short of memory"),
         });
     }
     let is_short = now.available_bytes < now.total_bytes / PLENTY_PART;
-    (is_short && refaults > BUSY_REFAULTS).then(|| {
-        format!("this host reads pages again that it had dropped ({refaults:.0} a second)")
-    })
+    (is_short && refaults > BUSY_REFAULTS)
+        .then(|| format!("this host rereads pages that it had dropped ({refaults:.0} a second)"))
 }
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> 
         .and_then(Iterator::collect::<Result<Vec<_>, _>>)
         .map_err(|error| failed(error.to_string()))?;
     if found.is_empty() {
-        return Err(failed("it holds no certificate".into()));
+        return Err(failed("the file contains no certificate".into()));
     }
     Ok(found)
 }

@@ -9,10 +9,10 @@ use tokio_rustls::rustls::pki_types::pem::{Error, PemObject};
 pub fn read(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
     PrivateKeyDer::from_pem_file(path).map_err(|error| match error {
         Error::NoItemsFound if is_encrypted(path) => format!(
-            "the key is encrypted, and nobody is there to give its passphrase; write it without: openssl pkey -in {} -out NEW.key",
+            "the key is encrypted, and memfold cannot ask for its passphrase; write the key without one: openssl pkey -in {} -out NEW.key",
             path.display()
         ),
-        Error::NoItemsFound => "it holds no private key (PEM)".into(),
+        Error::NoItemsFound => "the file contains no private key (PEM)".into(),
         error => error.to_string(),
     })
 }

@@ -460,7 +460,7 @@ impl Attempt<'_> {
             reap(child);
         }
         if let Err(error) = self.directory.remove(&self.overlays) {
-            tracing::warn!(directory = %self.directory.path().display(), %error, "files of a VM that did not start are left");
+            tracing::warn!(directory = %self.directory.path().display(), %error, "cannot remove the files of a VM that did not start; remove them by hand");
         }
     }
 }
@@ -485,7 +485,7 @@ pub(super) fn reap(mut child: Child) {
         .name("reap-qemu".into())
         .spawn(move || child.wait());
     if let Err(error) = thread {
-        tracing::warn!(%error, "no thread to wait for QEMU's end");
+        tracing::warn!(%error, "no thread to wait for QEMU's end; nothing is needed");
     }
 }
 

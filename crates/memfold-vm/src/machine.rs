@@ -109,7 +109,7 @@ impl Vm {
                 Ok(vm) => found.push(vm),
                 Err(MachineError::NotFound { .. }) => {
                     if let Err(error) = Self::clear_if_stale(&directory) {
-                        tracing::warn!(vm = directory.name(), %error, "cannot remove the files of a VM that ended");
+                        tracing::warn!(vm = directory.name(), %error, "cannot remove the files of a VM that ended; the next daemon retries");
                     }
                 }
                 Err(error) => {

@@ -170,7 +170,11 @@ impl Vm {
                 )
             }
             Shutdown::Silent(error) => {
-                tracing::warn!(vm = self.name, error, "QEMU does not answer and is killed");
+                tracing::warn!(
+                    vm = self.name,
+                    error,
+                    "QEMU did not answer and was killed; find out what QEMU waited for"
+                );
                 self.process.kill()?;
                 let why =
                     format!("QEMU does not answer ({error}), so the guest could not be asked");
@@ -194,7 +198,10 @@ impl Vm {
         if self.process.wait_exit(QUIT_TIMEOUT)? {
             return Ok(stopped(StopKind::Quit, overdue, Some(why)));
         }
-        tracing::warn!(vm = self.name, "QEMU did not quit and is killed");
+        tracing::warn!(
+            vm = self.name,
+            "QEMU did not quit and was killed; nothing is needed unless it repeats"
+        );
         self.process.kill()?;
         let ended = self.process.wait_exit(QUIT_TIMEOUT)?;
         Ok(ended

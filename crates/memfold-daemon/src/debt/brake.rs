@@ -214,12 +214,12 @@ impl DebtBrake {
         state.held = level == Level::Braked || was_held && level != Level::Ok;
         let follows = match level {
             Level::Braked => {
-                "; folding and KSM make no more debt, and no VM is started; what is shared stays shared"
+                "; folding and KSM share no more memory, and no VM is started; shared memory stays shared"
             }
             Level::Warning if was_held => {
-                "; VMs may be started, folding and KSM wait until it is ok"
+                "; VMs may be started, folding and KSM wait until the level is ok"
             }
-            Level::Ok if was_held => "; folding and KSM go on, and VMs may be started",
+            Level::Ok if was_held => "; folding and KSM continue, and VMs may be started",
             _ => "",
         };
         let what = format!("{before} -> {level}: {}{follows}", report.why);
@@ -262,7 +262,7 @@ impl DebtBrake {
             .spawn(work)
         {
             self.debt.lock().relieving = false;
-            warn!(%error, "no thread to ask guests for page cache");
+            warn!(%error, "no thread to ask guests for page cache; retrying every second");
         }
     }
 
@@ -298,7 +298,7 @@ impl DebtBrake {
             std::thread::sleep(REPORTED);
             let after = self.debt.memory()?;
             let what = format!(
-                "less than the reserve was left: the guest of '{}' dropped its clean page cache ({} known of); what is available changed by {:+} MiB in {:.0} s, by whatever else went on, too",
+                "less than the reserve was available: the guest of '{}' dropped its clean page cache ({} known); available memory changed by {:+} MiB in {:.0} s, other causes included",
                 vm.name,
                 ByteSize(vm.cached_pages * PAGE_SIZE),
                 (i128::from(after.available) - i128::from(memory.available)) / (1 << 20),

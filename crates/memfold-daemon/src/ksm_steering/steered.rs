@@ -31,19 +31,19 @@ impl std::fmt::Display for HoldReason {
         match self {
             Self::Others(who) => write!(
                 f,
-                "{who}; what is merged stays merged, and KSM goes on when that memory is gone"
+                "{who}; merged pages stay merged, and KSM resumes when that memory is gone"
             ),
             Self::Braked(why) => write!(
                 f,
-                "the brake is on ({why}); what is merged stays merged, and KSM goes on when there is enough again"
+                "the brake is on ({why}); merged pages stay merged, and KSM resumes when enough memory is available"
             ),
             Self::Blind(why) => write!(
                 f,
-                "{why}; what is merged stays merged, and KSM goes on when that process does"
+                "{why}; merged pages stay merged, and KSM resumes when that process does"
             ),
             Self::Overruled(run) => write!(
                 f,
-                "somebody else wrote {run} to /sys/kernel/mm/ksm/run; steering goes on when it is 1 again"
+                "another program wrote {run} to /sys/kernel/mm/ksm/run; steering resumes when that file is 1 again"
             ),
         }
     }
@@ -185,7 +185,7 @@ impl SteeredKsm {
             self.hold(HoldReason::Overruled(run));
         } else {
             if self.held.take().is_some() {
-                info!(domain = self.domain, "KSM goes on");
+                info!(domain = self.domain, "KSM resumed");
             }
             self.scan(&processes)?;
             if run != 1 {
@@ -296,7 +296,7 @@ impl SteeredKsm {
     fn contest(&mut self, name: &'static str, found: impl std::fmt::Display) {
         if self.contested.insert(name) {
             warn!(
-                "somebody else wrote {found} to /sys/kernel/mm/ksm/{name}: it is set back, from now on each time; is ksmtuned running?"
+                "another program wrote {found} to /sys/kernel/mm/ksm/{found}, memfold resets it each time; stop that program, often ksmtuned"
             );
         }
     }
@@ -335,7 +335,7 @@ impl SteeredKsm {
         }
         let names: Vec<&str> = self.contested.iter().copied().collect();
         format!(
-            "; somebody else writes {}, too, and it is set back each time (systemctl disable --now ksmtuned, if it is that)",
+            "; another program also writes {}, and memfold resets it each time (if the program is ksmtuned: systemctl disable --now ksmtuned)",
             names.join(" and ")
         )
     }

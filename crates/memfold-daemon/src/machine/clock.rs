@@ -42,7 +42,7 @@ impl Machine {
             }
         };
         if let Err(error) = std::thread::Builder::new().name("clock".into()).spawn(work) {
-            self.clock_failed(format!("no thread to set it: {error}"));
+            self.clock_failed(format!("no thread to set the clock: {error}"));
         }
     }
 
@@ -149,10 +149,7 @@ impl Machine {
         };
         let is_long = length.is_some_and(|length| length >= LONG);
         if is_long && self.had_agent.load(Ordering::Relaxed) && !self.keeps_clock() {
-            info!(
-                vm = self.name,
-                "VM stood still and goes on: its guest's clock is set"
-            );
+            info!(vm = self.name, "VM runs again; its guest's clock is set");
             self.set_clock_soon();
         }
     }
@@ -173,7 +170,7 @@ impl Machine {
             warn!(
                 vm = self.name,
                 %error,
-                "cannot note that this guest keeps its clock: the next pause sets it"
+                "cannot record that this guest keeps its clock, so the next pause sets it; free space in the state directory"
             );
         }
     }

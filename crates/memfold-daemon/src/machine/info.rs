@@ -8,8 +8,7 @@ use crate::machine::{Machine, Origin};
 
 const NO_MONITOR: &str = "and not at pauses either: the library has no QMP socket of its own; start QEMU with -qmp unix:PATH,server=on,wait=off and MEMFOLD_QEMU_MONITOR=PATH in its environment";
 
-const NOT_STOPPED: &str =
-    "and not at pauses either: only libvirt stops its domains and lets them go on";
+const NOT_STOPPED: &str = "and not at pauses either: only libvirt stops and resumes its domains";
 
 /// Why what is folded is not folded again at once, or not at all. `why`: it is not even when the VM stands still for a moment.
 fn refold_problems(conditions: &VmConditions, can_stop: bool, why: &str) -> Vec<String> {

@@ -78,7 +78,7 @@ impl Machine {
         };
         match renewal {
             Ok(renewal) => {
-                info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "set apart from others of its snapshot");
+                info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "guest's identity renewed");
                 if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
                     warn!(vm = self.name, %error, "cannot remove renewal.json; remove it before the daemon restarts");
                 }

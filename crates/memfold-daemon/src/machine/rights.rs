@@ -43,7 +43,7 @@ impl Machine {
                 "VM '{}' is being saved, or its segments are being changed",
                 self.name()
             ),
-            fix: "try again when that is done".into(),
+            fix: "try again when the save or change is complete".into(),
         })?;
         Ok(SaveRight {
             _right: right,

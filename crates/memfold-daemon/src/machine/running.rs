@@ -20,7 +20,7 @@ const POWER_OFF: &str =
     "if command -v systemctl > /dev/null; then systemctl poweroff; else poweroff; fi";
 
 /// What is to be done for a VM that goes on by itself.
-const GOES_ON: &str = "make room on the file system of that file: it is resumed by itself then (the guest notices nothing but the time)";
+const GOES_ON: &str = "free space on the file system of that file: the VM then resumes by itself (the guest notices only the time)";
 
 impl Machine {
     /// Whether it is to go on by itself when there is room for what it writes to its disks.
@@ -105,7 +105,7 @@ impl Machine {
                 state = now.name,
                 cause = now.cause.as_deref().unwrap_or("unknown"),
                 fix = now.fix.as_deref().unwrap_or("none known"),
-                "VM stands still"
+                "VM is not running; see 'fix'"
             );
         }
     }

@@ -7,7 +7,7 @@ use memfold_fold::{Guest, GuestError, Refold};
 use memfold_wire::library::{Order, Reply};
 use rustix::process::Pid;
 
-pub(super) const NO_LIBRARY: &str = "memfold's library is not in this QEMU; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
+pub(super) const NO_LIBRARY: &str = "QEMU runs without memfold's library; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
 
 /// Stands for a VM without the library: the engine lists it and gives it no order.
 pub(super) struct Unfolded(pub Pid);

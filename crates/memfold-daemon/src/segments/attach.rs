@@ -124,7 +124,7 @@ impl Segments {
         let is_newer = |s: &&SegmentSpec| s.base_name() == segment.base_name();
         if let Some(newer) = now[at + 1..].iter().rev().find(is_newer) {
             return Err(SegmentError::Impossible(format!(
-                "over the files of VM '{vm}' lies '{}', no longer '{}'; to take it off: memfold segment detach {vm} {}",
+                "VM '{vm}' has '{}' over its files, no longer '{}'; to take it off: memfold segment detach {vm} {}",
                 newer.name,
                 segment.name,
                 segment.base_name()
@@ -133,7 +133,7 @@ impl Segments {
         }
         if segment.root {
             return Err(SegmentError::Impossible(format!(
-                "'{}' is the root file system of VM '{vm}'; it goes when the VM ends",
+                "'{}' is the root file system of VM '{vm}' and is detached when the VM ends",
                 segment.name
             ))
             .into());

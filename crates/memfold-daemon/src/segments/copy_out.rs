@@ -108,7 +108,7 @@ impl Segments {
             return Err(refuse(why).into());
         }
         if request.root {
-            let why = "a root file system is built from a disk image, not from a running VM, whose own is overlaid";
+            let why = "a root file system is built from a disk image, not from a running VM, whose root is overlaid";
             return Err(refuse(why.into()).into());
         }
         let directory = directory(&machine)?;
@@ -205,7 +205,7 @@ fn all_written(machine: &Machine) -> Result<(), DaemonError> {
     match failed {
         Some(0) => Ok(()),
         _ => Err(SegmentError::Impossible(
-            "writes of the copy have failed on this host: look whether the file system of segments is full".into(),
+            "writes of the copy failed on this host: check whether the file system of segments is full".into(),
         )
         .into()),
     }
@@ -262,7 +262,7 @@ fn run(machine: &Machine, tops: &[String]) -> Result<(), DaemonError> {
         return Ok(());
     }
     let why = format!(
-        "the guest of VM '{}' can't copy its files: {}",
+        "the guest of VM '{}' cannot copy its files: {}",
         machine.name(),
         says(&done)
     );

@@ -26,7 +26,7 @@ impl Segments {
             let found = self.find_one(&segment.name, &vm, domain.as_deref())?;
             if segment.root && !found.0.root {
                 return Err(SegmentError::Impossible(format!(
-                    "segment '{}' holds no root file system; build one with --root",
+                    "segment '{}' contains no root file system; build a segment with --root",
                     found.0.reference()
                 ))
                 .into());
@@ -38,7 +38,7 @@ impl Segments {
             {
                 return Err(SegmentError::Broken {
                     name: found.0.reference(),
-                    why: "it is another one than this VM was saved with".into(),
+                    why: "its content differs from the segment that this VM was saved with".into(),
                 }
                 .into());
             }

@@ -97,9 +97,9 @@ fn answer(machine: &Machine, done: &CommandResult) -> Result<serde_json::Value, 
     };
     match done.code {
         0 => serde_json::from_slice(&done.stdout)
-            .map_err(|_| refused("its agent's answer is no JSON; update the agent".into()).into()),
+            .map_err(|_| refused("the agent's answer is not JSON; update the agent".into()).into()),
         USAGE => {
-            Err(refused("its agent knows nothing of segments; update the agent".into()).into())
+            Err(refused("the agent does not support segments; update the agent".into()).into())
         }
         _ => Err(refused(says(done)).into()),
     }

@@ -58,7 +58,7 @@ impl Segments {
                 }
                 Ok(_) => {}
                 Err(_) => {
-                    users.insert(format!("snapshot {name}, perhaps: it can't be read"));
+                    users.insert(format!("possibly snapshot {name}, which cannot be read"));
                 }
             }
         }
@@ -111,7 +111,7 @@ impl Segments {
                 match self.shelf.remove(&old) {
                     Ok(()) => info!(
                         segment = old.reference(),
-                        "removed: a newer one is there, and nobody uses this one"
+                        "segment generation removed: a newer one exists, and nothing uses this one"
                     ),
                     Err(error) => warn!(
                         segment = old.reference(),

@@ -34,7 +34,7 @@ pub(super) fn write_back(machine: &Machine) -> Result<(), DaemonError> {
     if wrote.code != 0 {
         let words = String::from_utf8_lossy(&wrote.stderr).trim().to_owned();
         return Err(DaemonError::BadRequest(format!(
-            "the guest did not write back what is dirty ({words}); use --keep all"
+            "the guest did not write back dirty pages ({words}); use --keep all"
         )));
     }
     Ok(())
@@ -47,7 +47,7 @@ pub(super) fn drop_caches(
 ) -> Result<Option<String>, DaemonError> {
     let dropped = match machine.run(DROP, limit) {
         Err(AgentError::Timeout { seconds }) => {
-            return Ok(Some(format!("it took longer than {seconds} s")));
+            return Ok(Some(format!("the command took longer than {seconds} s")));
         }
         other => other?,
     };

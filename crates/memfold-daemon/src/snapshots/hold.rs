@@ -75,14 +75,14 @@ impl HeldVm<'_> {
             return Err(problem);
         }
         if self.agent.is_none() {
-            return Err("its guest has no agent of memfold's".to_owned());
+            return Err("the guest has no memfold-agent".to_owned());
         }
         self.tell("tracked", Command::Track)?;
         let listed = self.machine.run(free::LIST, LIST_TIMEOUT);
         let listed = listed.map_err(|error| error.to_string())?;
         if listed.code != 0 {
             let words = String::from_utf8_lossy(&listed.stderr).trim().to_owned();
-            return Err(format!("the guest can't list them: {words}"));
+            return Err(format!("the guest cannot list its free pages: {words}"));
         }
         free::parse(&listed.stdout, self.machine.ram_pages())
     }
@@ -94,7 +94,7 @@ impl HeldVm<'_> {
         command: impl FnOnce(VmId, SyncSender<Result<(), String>>) -> Command,
     ) -> Result<(), String> {
         let (answer, answered) = sync_channel(1);
-        let failed = |why: &str| format!("the VM can't be {what}: {why}");
+        let failed = |why: &str| format!("the VM cannot be {what}: {why}");
         self.folding
             .tell(command(self.machine.id(), answer))
             .map_err(|error| failed(&error.to_string()))?;
@@ -114,7 +114,7 @@ impl save::Hold for HeldVm<'_> {
             return Ok(());
         }
         // The library has no monitor, so that nobody in QEMU lets the VM go on when we die: the next daemon does.
-        let failed = |error: &dyn std::fmt::Display| format!("the VM can't be stopped: {error}");
+        let failed = |error: &dyn std::fmt::Display| format!("cannot stop the VM: {error}");
         if self.machine.vm().has_library() {
             self.tell("left alone", Command::LeaveAlone)?;
         }
@@ -135,7 +135,7 @@ impl save::Hold for HeldVm<'_> {
     }
 
     fn keep_past(&self, ranges: Vec<Range>, file: OwnedFd) -> Result<(), String> {
-        self.tell("kept as it was while it goes on", |id, answer| {
+        self.tell("saved while it runs", |id, answer| {
             Command::KeepPast(id, ranges, file, answer)
         })
     }
@@ -145,7 +145,7 @@ impl save::Hold for HeldVm<'_> {
             return Ok(());
         };
         if self.machine.can_stop() {
-            self.tell("let go on", Command::GoOn)?;
+            self.tell("resumed", Command::GoOn)?;
         } else {
             qmp.query("cont").map_err(|error| error.to_string())?;
             if let Some(noted) = &self.noted {

@@ -129,12 +129,10 @@ impl Snapshots {
 fn others_are_restored() -> DaemonError {
     DaemonError::Busy {
         why: "another VM is being restored whose guest cannot be set apart from this one".into(),
-        fix: "wait until that is done, or stop that VM if its QEMU hangs".into(),
+        fix: "wait until the restore ends, or stop that VM if its QEMU hangs".into(),
     }
 }
 
 fn no_plan(error: &std::io::Error) -> SnapshotError {
-    SnapshotError::Impossible(format!(
-        "the VM can't be given an identity of its own: {error}"
-    ))
+    SnapshotError::Impossible(format!("cannot give the VM its own identity: {error}"))
 }

@@ -41,7 +41,7 @@ impl Snapshots {
         let machine = self.registry.machine(&request.vm)?;
         let Some(right) = machine.try_save() else {
             return Err(SnapshotError::Impossible(
-                "a snapshot of this VM is being made; wait until it is done".into(),
+                "a snapshot of this VM is being made; wait until it is complete".into(),
             )
             .into());
         };
@@ -76,12 +76,12 @@ impl Snapshots {
         if request.keep == Keep::All {
             return save(None);
         }
-        progress.begin("the guest writes back what is dirty", 0);
+        progress.begin("guest writes back dirty pages", 0);
         write_back(&machine)?;
         if request.keep == Keep::Hot {
             return save(None);
         }
-        progress.begin("the guest drops its caches", 0);
+        progress.begin("guest drops its caches", 0);
         let limit = request.drop_s.map_or(DROP_TIMEOUT, |seconds| {
             Duration::from_secs(seconds.max(1).into())
         });
@@ -93,7 +93,7 @@ impl Snapshots {
         let saved = dropped.and_then(save);
         // Of what went while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
-            info!(vm = request.vm, %error, "no inventory after the save");
+            info!(vm = request.vm, %error, "no inventory of the guest's page cache after the save");
         }
         saved
     }
@@ -115,7 +115,7 @@ impl Snapshots {
         let ask = || machine.run(HAS_GENERATION_ID, ASK_TIMEOUT);
         let asked = ask().or_else(|_| ask());
         let generation_id = asked.is_ok_and(|answer| answer.code == 0);
-        progress.begin("the guest lists what is free", 0);
+        progress.begin("guest lists its free pages", 0);
         let listing = Instant::now();
         let merging = request.live.then(|| self.ksm.stop_merging()).transpose()?;
         let agent = machine.agent();
@@ -130,10 +130,9 @@ impl Snapshots {
         let free = held.free_pages();
         // Devices that write past the page tables: nobody would keep what they write to.
         if let Some(problem) = machine.problem().filter(|_| request.live) {
-            return Err(SnapshotError::Impossible(format!(
-                "the VM can't be saved live: {problem}"
-            ))
-            .into());
+            return Err(
+                SnapshotError::Impossible(format!("cannot save the VM live: {problem}")).into(),
+            );
         }
         if let Err(why) = &free {
             info!(vm = request.vm, why, "free pages are saved too");

@@ -27,7 +27,7 @@ fn end(vm: &Vm) {
         warn!(
             vm = vm.name(),
             error = &error as &dyn std::error::Error,
-            "cannot end QEMU that was started for a trial"
+            "cannot end QEMU of a test start; end its process by hand"
         );
     }
 }

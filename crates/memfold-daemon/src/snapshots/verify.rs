@@ -36,11 +36,9 @@ impl Snapshots {
                 problems.extend(restore::changed_disks(&self.directory, &manifest)?);
                 progress.begin("a start tried", 0);
                 let tried = self.try_restore(spec, &manifest);
-                problems.extend(
-                    tried
-                        .err()
-                        .map(|error| format!("no VM of it can start: {}", chain(&error))),
-                );
+                problems.extend(tried.err().map(|error| {
+                    format!("no VM can be started from this snapshot: {}", chain(&error))
+                }));
             }
             // Its words name the disk, if that is what is wrong.
             Err(error) => problems.push(error.to_string()),

@@ -102,7 +102,7 @@ impl SwapDisks {
                 info!(
                     vm,
                     seconds = rest.as_secs(),
-                    "borrows again then, if a lender has room"
+                    "VM borrows again after the pause, if a lender has room"
                 );
                 let mut tries = Backoff::default();
                 tries.rest(now + rest);
@@ -123,11 +123,11 @@ impl SwapDisks {
     fn try_again(self: &Arc<Self>, vm: &str, request: &BorrowRequest) -> Option<()> {
         match self.borrow_as(vm, request, Asker::SavedRequest) {
             Ok(done) => {
-                info!(vm, lenders = ?done.lenders, "has borrowed again");
+                info!(vm, lenders = ?done.lenders, "VM has borrowed again");
                 Some(())
             }
             Err(error) => {
-                info!(vm, error = chain(&error), "can't borrow again yet");
+                info!(vm, error = chain(&error), "VM cannot borrow again yet");
                 None
             }
         }

@@ -202,10 +202,7 @@ impl SwapDisks {
     fn give_back_by_itself(self: &Arc<Self>, vm: &str) -> Option<Done> {
         match self.return_as(vm, false) {
             Ok(_) => {
-                info!(
-                    vm,
-                    "swaps no more: what it borrowed by itself is given back"
-                );
+                info!(vm, "VM no longer swaps; automatic loan returned");
                 Some(Done::GivenBack)
             }
             Err(error) => {
@@ -226,14 +223,14 @@ impl SwapDisks {
         };
         match self.borrow_as(vm, &request, Asker::Itself) {
             Ok(done) => {
-                info!(vm, lenders = ?done.lenders, "goes on swapping: it borrows by itself");
+                info!(vm, lenders = ?done.lenders, "VM keeps swapping; automatic loan taken");
                 Some(Done::Borrowed)
             }
             Err(error) => {
                 info!(
                     vm,
                     error = chain(&error),
-                    "goes on swapping, and can't borrow"
+                    "VM keeps swapping, but cannot borrow"
                 );
                 None
             }

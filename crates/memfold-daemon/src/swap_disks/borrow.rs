@@ -49,8 +49,8 @@ impl SwapDisks {
         let right = machine.swap_right();
         if asker == Asker::SavedRequest && saved_request(&machine).as_ref() != Some(request) {
             return Err(lending(
-                format!("nobody wants VM '{vm}' to borrow any more"),
-                "nothing is to be done",
+                format!("the request that VM '{vm}' borrow was withdrawn"),
+                "nothing is needed",
             ));
         }
         let done = self.borrow_alone(&machine, directory, request, asker, &right)?;
@@ -75,12 +75,12 @@ impl SwapDisks {
         if let Some(bytes) = request.bytes.filter(|bytes| *bytes < top.bytes) {
             return Err(lending(
                 format!(
-                    "the swap disk of VM '{vm}' has {}, and {} of lent RAM can't hold it",
+                    "the swap disk of VM '{vm}' has {}, and {} of lent RAM cannot hold it",
                     ByteSize(top.bytes),
                     ByteSize(bytes)
                 ),
                 format!(
-                    "borrow all of it (memfold borrow {vm}), or start the VM with a smaller --swap"
+                    "borrow the whole size (memfold borrow {vm}), or start the VM with a smaller --swap"
                 ),
             ));
         }
@@ -96,9 +96,9 @@ impl SwapDisks {
             if now.place != SwapPlace::OnCopy {
                 return Err(lending(
                     format!(
-                        "VM '{vm}' has borrowed already, with other durability, copies or stripes"
+                        "VM '{vm}' has already borrowed, with other durability, copies or stripes"
                     ),
-                    format!("give that back first: memfold return {vm}"),
+                    format!("return the loan first: memfold return {vm}"),
                 ));
             }
             // On its disk, whatever the note says.
@@ -110,7 +110,7 @@ impl SwapDisks {
         match done {
             Ok(borrowing) => {
                 Self::clean_up(machine);
-                info!(vm, lenders = ?borrowing.parts.iter().map(Part::lenders).collect::<Vec<_>>(), "its swap disk is on lent RAM");
+                info!(vm, lenders = ?borrowing.parts.iter().map(Part::lenders).collect::<Vec<_>>(), "swap disk moved to a lender");
                 let guard = Guard::new(vm, borrowing, begun.wires);
                 guard.state().heard_on = begun.heard_on;
                 self.watch(machine, &guard);
@@ -234,7 +234,7 @@ impl SwapDisks {
         if let Some(gone) = begun.wires.iter().position(is_cut) {
             let lenders = borrowing.parts[gone].lenders();
             return Some(format!(
-                "the connection to its lenders ({lenders}) has ended"
+                "the connection to the lenders ({lenders}) has ended"
             ));
         }
         if asked.get().elapsed() < RENEW {
@@ -245,7 +245,7 @@ impl SwapDisks {
         let ids = begun.leases.iter().map(|lease| lease.id);
         let silent = self.leases.silent_part(borrowing).map(|part| {
             let lenders = borrowing.parts[part].lenders();
-            format!("a lender isn't heard of ({lenders})")
+            format!("a lender is silent ({lenders})")
         });
         let why = self.leases.keep(ids, ttl, false).or(silent);
         if why.is_some() {
@@ -285,7 +285,10 @@ impl SwapDisks {
             wire.filter(|_| !part.lost)
         };
         let wires = borrowing.parts.iter().map(find).collect();
-        info!(vm = machine.name(), "what it has borrowed is watched again");
+        info!(
+            vm = machine.name(),
+            "loan of an earlier daemon is watched again"
+        );
         let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let guard = Guard::new(machine.name(), borrowing, wires);
         // Who knows when they were renewed last.
@@ -306,10 +309,10 @@ fn reach(
     bridge::begin(directory.path(), lease.id, &endpoint).map_err(|error| {
         lending(
             format!(
-                "lender '{}' exports by iSCSI, and is not reached ({error})",
+                "lender '{}' exports by iSCSI and cannot be reached ({error})",
                 lease.lender.host
             ),
-            "look at the lender's log, and at what is between the hosts; or lend by NBD there (memfold lend --transport nbd)",
+            "check the lender's log and the network between the hosts; or lend by NBD there (memfold lend --transport nbd)",
         )
     })
 }

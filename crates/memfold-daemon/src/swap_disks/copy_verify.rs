@@ -65,7 +65,7 @@ impl Comparison {
             Ok(Some(Answer::Same)) => {
                 info!(
                     vm = guard.vm,
-                    "the copy of its swap disk holds what was written"
+                    "swap disk's copy verified: it contains every write"
                 );
                 false
             }

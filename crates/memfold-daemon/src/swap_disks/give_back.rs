@@ -88,7 +88,10 @@ impl SwapDisks {
         // Released when nothing uses it any more.
         Self::clean_up(machine);
         self.drop_note(machine, directory, right);
-        info!(vm = machine.name(), "its swap disk is on this host's disk");
+        info!(
+            vm = machine.name(),
+            "swap disk returned to this host's disk"
+        );
         Ok(())
     }
 

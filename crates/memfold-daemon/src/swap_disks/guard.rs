@@ -87,13 +87,13 @@ impl Guard {
         let state = self.state();
         let borrowing = &state.borrowing;
         if borrowing.hangs_on_one() {
-            return Some("all of it is with one lender");
+            return Some("one lender holds the only copy");
         }
         let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let is_over = |until: Instant| until.saturating_duration_since(Instant::now()) < ttl / 2;
         let is_lent = borrowing.reached().next().is_some();
         (is_lent && !borrowing.has_copy() && state.holds.is_some_and(is_over))
-            .then_some("the registry can't be asked, and half of its leases' time is over")
+            .then_some("registry unreachable, and half of the leases' time is over")
     }
 
     /// The swap disk, and who has what of it.

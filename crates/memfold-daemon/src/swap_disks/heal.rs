@@ -125,7 +125,7 @@ impl SwapDisks {
             guard.cut(part);
         }
         if wanted && !guard.is_stopped() {
-            info!(vm = machine.name(), "its lender needs the memory back");
+            info!(vm = machine.name(), "lender needs its memory back");
             machine.comes_home(false);
             self.return_as(machine.name(), false)?;
         }

@@ -36,7 +36,7 @@ pub(crate) fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonEr
     if spec.user.is_some() {
         return Err(lending(
             format!(
-                "QEMU of VM '{}' has given its rights up (user = ...): it can't open a lender's socket or a new file",
+                "QEMU of VM '{}' has dropped its rights (user = ...) and cannot open a lender's socket or a new file",
                 machine.name()
             ),
             "start the VM without --user",

@@ -36,7 +36,7 @@ impl SwapDisks {
         let is_lent = top.node == borrowing.top();
         info!(
             vm = machine.name(),
-            is_lent, "QEMU says what its swap disk uses"
+            is_lent, "state of the swap disk known again"
         );
         Self::clean_up(machine);
         if !is_lent {

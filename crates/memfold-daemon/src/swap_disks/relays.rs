@@ -59,7 +59,7 @@ pub(crate) fn connect(
             wire.ok_or_else(|| {
                 lending(
                     format!(
-                        "the connection to the relay of lenders {} has ended right after it began",
+                        "the connection to the relay of lenders {} ended right after it began",
                         part.lenders()
                     ),
                     format!("try again; {} may say why", directory.relay_log().display()),
@@ -77,7 +77,7 @@ pub(crate) fn connect(
 }
 
 fn refused(error: &RelayError, part: &Part) -> DaemonError {
-    let fix = "its daemon's log says why; 'memfold leases' shows what others offer";
+    let fix = "the log of the lender's daemon says why; 'memfold leases' shows other offers";
     match error {
         RelayError::Failed {
             lender: Some(lender),
@@ -85,7 +85,7 @@ fn refused(error: &RelayError, part: &Part) -> DaemonError {
         } => {
             let name = part.stripes().nth(*lender).map(|s| s.lender.clone());
             let name = name.unwrap_or_default();
-            lending(format!("lender '{name}' can't be used: {why}"), fix)
+            lending(format!("cannot use lender '{name}': {why}"), fix)
         }
         error => lending(
             format!("no relay to {}: {}", part.lenders(), chain(error)),
@@ -146,7 +146,7 @@ pub(crate) fn hear_end(
             vm,
             lender,
             what = ended.what,
-            "this lender served other bytes than were written; the VM was not given them, and nothing is borrowed of it for a while"
+            "lender served wrong bytes; the VM never saw them, and the lender is not used for a while"
         );
         leases.distrust().lied(lender, vm, &ended.what);
     }

@@ -22,7 +22,7 @@ pub(crate) fn swap_on_when_booted(machine: &Arc<Machine>) {
         let vm = machine.name();
         let said = match machine.run(&swap::swap_on(), SWAP_ON_TIMEOUT) {
             Ok(done) if done.code == 0 => {
-                info!(vm, "its guest uses its swap disk");
+                info!(vm, "swap disk enabled in the guest");
                 return;
             }
             Ok(done) => String::from_utf8_lossy(&done.stderr).trim().to_owned(),

@@ -33,10 +33,10 @@ pub(super) fn images(loan: &Loan) -> Option<String> {
 pub(super) fn gone(loan: &Loan, images: Option<&str>) -> Option<String> {
     let session = loan.target.as_ref().and_then(session::of);
     if !session.is_some_and(|session| session.is_up) {
-        return Some("the session with it has ended".into());
+        return Some("the iSCSI session with the lender has ended".into());
     }
     let failed = images.and_then(|images| images.chars().nth(1)) == Some(FAILED);
-    failed.then(|| "a request to it has failed".into())
+    failed.then(|| "a request to the lender has failed".into())
 }
 
 /// Before anything is changed: whether a volume can be put on lent RAM.
@@ -52,30 +52,30 @@ pub(super) fn fit(volume: &Volume, request: &BorrowRequest) -> Result<Fit, Daemo
         .iter()
         .any(|disk| lvm::is_lent(&disk.uuid) && disk_has(disk, volume))
     {
-        let fix = format!("take it off first: memfold return --lvm {volume}");
-        return Err(unfit("is on lent RAM of before already".into(), &fix).into());
+        let fix = format!("take the volume off first: memfold return --lvm {volume}");
+        return Err(unfit("is already on lent RAM of an earlier loan".into(), &fix).into());
     }
     if let Some(missing) = disks.iter().find(|disk| disk.is_missing) {
         let why = format!("is in a group that lacks a disk (UUID {})", missing.uuid);
         return Err(unfit(
             why,
-            "bring it back, or take it out: vgreduce --removemissing",
+            "bring the disk back, or remove it: vgreduce --removemissing",
         )
         .into());
     }
     if logical.layout != "linear" {
         let why = format!(
-            "is of layout '{}'; only linear volumes can be lent for",
+            "has layout '{}'; only linear volumes can be put on lent RAM",
             logical.layout
         );
         return Err(unfit(
             why,
-            "make the swap volume linear (lvconvert), or use another",
+            "make the swap volume linear (lvconvert), or use another volume",
         )
         .into());
     }
     if !logical.is_active {
-        let fix = format!("activate it: lvchange -ay {volume}");
+        let fix = format!("activate the volume: lvchange -ay {volume}");
         return Err(unfit("is not active".into(), &fix).into());
     }
     let device = volume.device();
@@ -85,30 +85,30 @@ pub(super) fn fit(volume: &Volume, request: &BorrowRequest) -> Result<Fit, Daemo
     });
     if !is_swap? {
         let fix = format!(
-            "only swap is put on others' RAM; mkswap {device} makes it that, and deletes what is there"
+            "only swap volumes are put on lent RAM; mkswap {device} makes this volume swap and deletes its content"
         );
         return Err(unfit("holds no swap space".into(), &fix).into());
     }
     let least = lvm::disk_bytes(logical.bytes, logical.extent, request.durability);
     if request.bytes.is_some_and(|bytes| bytes < logical.bytes) {
         let why = format!(
-            "has {}, and {} of lent RAM can't hold it",
+            "has {}, and {} of lent RAM cannot hold it",
             ByteSize(logical.bytes),
             ByteSize(request.bytes.unwrap_or_default())
         );
-        let fix = format!("borrow all of it: memfold borrow --lvm {volume}");
+        let fix = format!("borrow the whole size: memfold borrow --lvm {volume}");
         return Err(unfit(why, &fix).into());
     }
     let own = disks.into_iter().filter(|disk| disk_has(disk, volume));
     let own: Vec<Physical> = own.collect();
     if request.durability == Durability::Disk && own.iter().all(|disk| disk.free < logical.extent) {
         let why = format!(
-            "needs one free extent ({}) beside it, for what LVM notes about a mirror, and its disks have none",
+            "needs one free extent ({}) beside it, for LVM's notes about a mirror, and its disks have none",
             ByteSize(logical.extent)
         );
         return Err(unfit(
             why,
-            "make another volume there smaller; or use --durability none, if all of it may be lost",
+            "make another volume there smaller; or use --durability none, if the content may be lost",
         )
         .into());
     }
@@ -193,7 +193,7 @@ fn off_missing(
     {
         return Err(lending(
             format!(
-                "group {} lacks another disk, too (UUID {}); taking missing disks out would hurt what lies there",
+                "group {} also lacks another disk (UUID {}); removing missing disks would lose the volumes on it",
                 volume.group, other.uuid
             ),
             "bring that disk back first (pvs)",
@@ -202,10 +202,10 @@ fn off_missing(
     if is_moving {
         return Err(lending(
             format!(
-                "the lender of {volume} has gone while it was moved there (durability none); it goes on, on this host's disk, and LVM can't undo a move to a disk that is missing"
+                "the lender of {volume} was lost while the volume was moved there (durability none); the volume continues on this host's disk, but LVM cannot undo a move to a missing disk"
             ),
             format!(
-                "swapoff {}, then vgreduce --removemissing --force {}, which removes {volume}, and make it anew",
+                "swapoff {}, then vgreduce --removemissing --force {}, which removes {volume}, and create the volume again",
                 volume.device(),
                 volume.group
             ),
@@ -232,11 +232,11 @@ fn is_ours_alone(volume: &Volume, disk: &Physical) -> Result<(), DaemonError> {
     };
     Err(lending(
         format!(
-            "{}/{other} lies on the disk that is lent for {volume}, too",
+            "{}/{other} also lies on the disk that is lent for {volume}",
             volume.group
         ),
         format!(
-            "move it off: pvmove --name {other} {}; or remove it",
+            "move that volume: pvmove --name {other} {}; or remove it",
             disk.device
         ),
     ))
@@ -246,7 +246,7 @@ fn lost(volume: &Volume) -> DaemonError {
     lending(
         format!("{volume} is lost with its lender (durability none)"),
         format!(
-            "end what uses it (swapoff {device}; it may take programs with it, or a reboot), then lvremove {volume}, vgreduce --removemissing {group}, and make it anew",
+            "stop using the volume (swapoff {device}, which may end programs, or reboot), then lvremove {volume}, vgreduce --removemissing {group}, and create the volume again",
             device = volume.device(),
             group = volume.group
         ),
@@ -262,10 +262,10 @@ fn whole_here(volume: &Volume, logical: &Logical) -> Result<(), DaemonError> {
     if states.starts_with(FAILED) {
         return Err(lending(
             format!(
-                "a request to the image of {volume} on this host's own disk has failed: only lent RAM has all of it"
+                "a request to the image of {volume} on this host's disk has failed: the lender holds the only copy"
             ),
             format!(
-                "replace it while the lender is there: lvconvert --repair {volume}; or swapoff {} first",
+                "replace the image while the lender runs: lvconvert --repair {volume}; or swapoff {} first",
                 volume.device()
             ),
         ));
@@ -275,10 +275,7 @@ fn whole_here(volume: &Volume, logical: &Logical) -> Result<(), DaemonError> {
 
 pub(super) fn check_tools() -> Result<(), DaemonError> {
     let lacks = |error: LvmError| {
-        DaemonError::ImpossibleHere(format!(
-            "volumes can't be put on lent RAM: {}",
-            chain(&error)
-        ))
+        DaemonError::ImpossibleHere(format!("cannot put volumes on lent RAM: {}", chain(&error)))
     };
     tools::check().map_err(lacks)?;
     session::check().map_err(lacks)

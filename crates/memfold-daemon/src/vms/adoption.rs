@@ -80,7 +80,7 @@ impl Vms {
             }
         };
         if let Err(error) = std::thread::Builder::new().name(thread.into()).spawn(work) {
-            warn!(%error, "no thread to take a VM over; restart the daemon");
+            warn!(%error, "no thread to adopt a VM; restart the daemon");
         }
     }
 
@@ -92,7 +92,7 @@ impl Vms {
             Err(error) => {
                 if has_ended(directory) {
                     if let Err(error) = Vm::clear_if_stale(directory) {
-                        warn!(vm = name, %error, "cannot remove the files of a VM that ended");
+                        warn!(vm = name, %error, "cannot remove the files of a VM that ended; the next daemon retries");
                     }
                     return true;
                 }

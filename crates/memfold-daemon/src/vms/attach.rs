@@ -48,7 +48,7 @@ impl Vms {
         let name = &request.name;
         if let Some(known) = self.registry.with_pid(vm.pid()) {
             return Err(DaemonError::BadRequest(format!(
-                "this QEMU is known already, as '{}'",
+                "this QEMU is already known as '{}'",
                 known.name()
             )));
         }

@@ -31,12 +31,12 @@ impl Vms {
         let machine = self.registry.machine(name)?;
         if let Some(domain) = machine.libvirt() {
             return Err(DaemonError::BadRequest(format!(
-                "VM '{name}' is libvirt's domain '{domain}'; let it go on with virsh resume"
+                "VM '{name}' is libvirt's domain '{domain}'; resume it with virsh resume"
             )));
         }
         let now = machine.resume()?;
         if !now.is_running() {
-            return Err(now.refusal(name, "it does not go on"));
+            return Err(now.refusal(name, "the VM does not resume"));
         }
         Ok(machine.info())
     }
@@ -100,7 +100,7 @@ impl Vms {
                 kind: StopKind::Killed,
                 overdue: false,
                 took: began.elapsed(),
-                why: Some("it was still being started".into()),
+                why: Some("the VM was still being started".into()),
             }
         };
         if !self

@@ -140,13 +140,11 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
     // It is logged in then, and alone.
     while !is_closed(portal)? {
         if wire.is_cut() {
-            return Err(io::Error::other(
-                "the session has ended right after it began",
-            ));
+            return Err(io::Error::other("the session ended right after it began"));
         }
         if Instant::now() > deadline {
             return Err(io::Error::other(
-                "the lender lets others in beside this session",
+                "the lender accepts other initiators beside this session",
             ));
         }
         std::thread::sleep(LOOK);
@@ -230,6 +228,6 @@ fn start(portal: SocketAddr, key: &Key, secret: &Path, socket: &Path) -> io::Res
         .stdout(Stdio::null())
         .spawn()
         .map_err(at(
-            "qemu-nbd can't be started; install it (apt install qemu-utils)",
+            "cannot start qemu-nbd; install it (apt install qemu-utils)",
         ))
 }

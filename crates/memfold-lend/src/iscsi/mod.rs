@@ -89,7 +89,7 @@ fn read_key(path: &Path) -> io::Result<Key> {
     let (identity, hex) = text
         .trim()
         .split_once(':')
-        .ok_or_else(|| io::Error::other("no key in it"))?;
+        .ok_or_else(|| io::Error::other("the file contains no key"))?;
     Ok(Key {
         identity: identity.to_owned(),
         hex: hex.to_owned(),

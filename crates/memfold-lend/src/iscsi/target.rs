@@ -101,7 +101,7 @@ pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
             return Err(io::Error::other(format!("tgtd has ended ({status})")));
         }
         if Instant::now() > deadline {
-            return Err(io::Error::other("tgtd takes no orders"));
+            return Err(io::Error::other("tgtd accepts no orders"));
         }
         std::thread::sleep(FIRST);
     }
@@ -121,14 +121,14 @@ fn allocate(bytes: u64) -> io::Result<LockedFile> {
     let available = crate::pressure::available_bytes(Path::new("/proc"))?;
     if available < bytes.saturating_add(LEAVE) {
         return Err(io::Error::other(format!(
-            "{bytes} bytes are not to be had: {available} are available on this host"
+            "cannot lock {bytes} bytes: {available} are available on this host"
         )));
     }
     // A host without memory ends what it lends, tgtd too, before its own VMs, and dumps nobody's bytes to its disk. It may be forbidden to say so.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let _ = std::fs::write("/proc/self/coredump_filter", "0");
     LockedFile::new("memfold-lent", bytes)
-        .map_err(|error| at("memory can't be allocated and locked")(error.into()))
+        .map_err(|error| at("cannot allocate and lock memory")(error.into()))
 }
 
 fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Result<Child> {
@@ -141,7 +141,7 @@ fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Res
         .stdin(Stdio::from(memory.as_fd().try_clone_to_owned()?))
         .stdout(Stdio::null())
         .spawn()
-        .map_err(at("tgtd can't be started; install it (apt install tgt)"))
+        .map_err(at("cannot start tgtd; install it (apt install tgt)"))
 }
 
 /// What no other disk has.
@@ -188,7 +188,7 @@ fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> 
             0
         };
         if stopped >= 2 {
-            return Err(io::Error::other("tgtd stands still"));
+            return Err(io::Error::other("tgtd is stopped"));
         }
         if stopped > 0 {
             // It wouldn't answer.
@@ -199,7 +199,7 @@ fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> 
             tgt.close(portal)?;
             is_taken = true;
         } else if is_taken && (broken || wires.is_empty()) && !tgt.has_session()? {
-            memfold_host::say!("its session has ended");
+            memfold_host::say!("the borrower's session has ended");
             return Ok(());
         } else if broken {
             // A stranger's; or tgtd has not noticed yet.

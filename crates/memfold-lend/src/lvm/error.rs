@@ -74,7 +74,8 @@ impl LvmError {
         match self {
             Self::Unfit { fix, .. } => Some(fix.clone()),
             Self::Session { .. } => Some(
-                "look at 'journalctl -u iscsid', at the lender's log, and at what is between the hosts".into(),
+                "check 'journalctl -u iscsid', the lender's log and the network between the hosts"
+                    .into(),
             ),
             _ => None,
         }

@@ -118,7 +118,9 @@ pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<Path
     let is_alone = || bridge::is_closed(target.portal).map_err(|error| failed(error.to_string()));
     while !is_alone()? {
         if Instant::now() > end {
-            return Err(failed("it lets others in beside this session".into()));
+            return Err(failed(
+                "the lender accepts other initiators beside this session".into(),
+            ));
         }
         std::thread::sleep(LOOK);
     }
@@ -140,7 +142,7 @@ fn scanned(target: &str, end: Instant) -> Result<PathBuf, String> {
         }
         let now = Instant::now();
         if now > end {
-            return Err("logged in, and the kernel has found no disk there".into());
+            return Err("logged in, but the kernel found no disk there".into());
         }
         if now >= next {
             scan(Path::new(SESSIONS), target).map_err(|error| format!("no scan: {error}"))?;
@@ -198,7 +200,7 @@ fn record(target: &Target, key: &Key, patience: Patience) -> Result<(), LvmError
     let file = file.ok_or_else(|| LvmError::Session {
         portal: target.portal,
         why: format!(
-            "iscsiadm has made no record of {} in {}",
+            "iscsiadm created no record of {} in {}",
             target.name,
             RECORDS.join(" or ")
         ),

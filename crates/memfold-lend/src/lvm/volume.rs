@@ -59,7 +59,7 @@ impl FromStr for Volume {
                 name: name.to_owned(),
             }),
             _ => Err(format!(
-                "'{text}' is no logical volume: give VG/LV, the names of its volume group and its own"
+                "'{text}' is not a logical volume; write VG/LV, the names of volume group and volume"
             )),
         }
     }

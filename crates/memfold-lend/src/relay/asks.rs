@@ -99,7 +99,7 @@ fn answer(
 fn compare(file: &Path, sums: &Sums, limits: Limits) -> Answer {
     // Of this thread alone (setpriority(2): Linux takes the caller as a thread).
     if let Err(error) = setpriority_process(None, NICE) {
-        memfold_host::say!("a thread that compares doesn't give way: {error}");
+        memfold_host::say!("cannot lower the priority of the comparing thread: {error}");
     }
     let compared = File::open(file).and_then(|file| compare::compare(&file, sums, limits));
     match compared {
@@ -124,14 +124,14 @@ pub(super) fn begin(
         let (asker, sums, patience) = (asker?, sums.clone(), patience.clone());
         thread(move || {
             if let Err(error) = answer(asker, &sums, &patience, limits) {
-                memfold_host::say!("who asked can't be answered: {error}");
+                memfold_host::say!("cannot answer a client: {error}");
             }
         })
     };
     thread(move || {
         for asker in listener.incoming() {
             if let Err(error) = each(asker) {
-                memfold_host::say!("who asks can't be heard: {error}");
+                memfold_host::say!("cannot accept a client: {error}");
                 std::thread::sleep(Duration::from_secs(1));
             }
         }

@@ -111,7 +111,7 @@ fn begin() -> Result<Began, (Option<usize>, io::Error)> {
     let locked = mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT);
     locked.map_err(|error| {
         own(io::Error::other(format!(
-            "its memory can't be locked ({error}); memfold's daemon has to run as root, with CAP_IPC_LOCK"
+            "cannot lock the relay's memory ({error}); run memfold's daemon as root, with CAP_IPC_LOCK"
         )))
     })?;
     let stripes = Stripes {

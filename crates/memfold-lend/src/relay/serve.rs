@@ -218,7 +218,7 @@ impl Relay {
             Err(error) => {
                 return Err(Ended::of_all(
                     Why::Failed,
-                    format!("its sockets can't be watched: {error}"),
+                    format!("cannot watch the relay's sockets: {error}"),
                 ));
             }
         }
@@ -244,14 +244,14 @@ impl Relay {
         let ended = lender
             .inbox
             .fill(&mut lender.stream, &mut self.scratch, ahead)
-            .map_err(|error| gone(format!("the connection to it has ended: {error}")))?;
+            .map_err(|error| gone(format!("the connection to the lender has ended: {error}")))?;
         while self.take_answer(number)? {}
         if self.lenders[number].inbox.rest().len() >= MOST {
-            let what = "it says more than it was asked for".into();
+            let what = "the lender sent more than was asked for".into();
             return Err(Ended::of(number, Why::Lied, what));
         }
         if ended {
-            return Err(gone("it has ended the connection".into()));
+            return Err(gone("the lender closed the connection".into()));
         }
         Ok(())
     }
@@ -266,13 +266,13 @@ impl Relay {
         let reply = Reply::decode(&head).map_err(|nonsense| lie(nonsense.to_string()))?;
         let known = lender.asked.iter().position(|p| p.number == reply.cookie);
         let Some(at) = known else {
-            return Err(lie("it answered what it wasn't asked".into()));
+            return Err(lie("the lender's answer does not match a request".into()));
         };
         if reply.error != 0 {
             return Err(Ended::of(
                 number,
                 Why::Failed,
-                format!("it refused a request (NBD error {})", reply.error),
+                format!("the lender refused a request (NBD error {})", reply.error),
             ));
         }
         let piece = &lender.asked[at];
@@ -294,7 +294,9 @@ impl Relay {
             .iter_mut()
             .position(|w| w.number == reply.cookie);
         let Some(index) = waiting else {
-            return Err(lie("it answered what nobody waits for".into()));
+            return Err(lie(
+                "the lender answered a request that does not exist".into()
+            ));
         };
         let waiting = &mut self.waiting[index];
         if piece.is_read {
@@ -310,7 +312,7 @@ impl Relay {
                     .checked(first, &said[from], into)
                     .map_err(|block| {
                         lie(format!(
-                            "block {block} of the disk is another one than was written"
+                            "block {block} of the disk differs from what was written"
                         ))
                     })?;
             }
@@ -486,7 +488,7 @@ impl Relay {
     fn send(&mut self) -> Result<(), Ended> {
         for (number, lender) in self.lenders.iter_mut().enumerate() {
             lender.outbox.drain(&mut lender.stream).map_err(|error| {
-                let what = format!("the connection to it has ended: {error}");
+                let what = format!("the connection to the lender has ended: {error}");
                 Ended::of(number, Why::Gone, what)
             })?;
         }
@@ -502,14 +504,16 @@ impl Relay {
             self.told = patience;
             for lender in &self.lenders {
                 if let Err(error) = lender.stream.keep_alive(patience) {
-                    memfold_host::say!("the kernel waits for a lender as long as before: {error}");
+                    memfold_host::say!(
+                        "cannot change the TCP timeout of a lender's connection: {error}"
+                    );
                 }
             }
         }
         for (number, lender) in self.lenders.iter().enumerate() {
             let oldest = lender.asked.front();
             if oldest.is_some_and(|piece| piece.asked.elapsed() >= patience) {
-                let what = format!("it hasn't answered for {} s", patience.as_secs());
+                let what = format!("the lender has not answered for {} s", patience.as_secs());
                 return Err(Ended::of(number, Why::Silent, what));
             }
         }

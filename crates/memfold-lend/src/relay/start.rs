@@ -115,7 +115,7 @@ fn remove_sockets(orders: &Orders) {
 
 fn identity(child: &Child) -> io::Result<Identity> {
     let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-    Identity::of(pid.ok_or_else(|| io::Error::other("it has no process number"))?)
+    Identity::of(pid.ok_or_else(|| io::Error::other("the relay has no process number"))?)
 }
 
 fn instruct(child: &mut Child, orders: &Orders) -> Result<Said, RelayError> {
@@ -152,8 +152,7 @@ fn instruct(child: &mut Child, orders: &Orders) -> Result<Said, RelayError> {
     }
     serde_json::from_slice(&said).map_err(|_| {
         failed(
-            "the relay has ended without a word; relay.log in the VM's directory may say why"
-                .into(),
+            "the relay ended without a message; relay.log in the VM's directory may say why".into(),
         )
     })
 }
@@ -164,7 +163,7 @@ fn reap(mut child: Child) {
         .name("reap-relay".into())
         .spawn(move || child.wait());
     if let Err(error) = thread {
-        tracing::warn!(%error, "no thread to wait for a relay's end");
+        tracing::warn!(%error, "no thread to wait for a relay's end; nothing is needed");
     }
 }
 

@@ -64,13 +64,13 @@ impl Stream {
                 Self::Tls(tls(stream, key)?)
             }
             (Address::Tcp { .. }, None) => {
-                return Err(io::Error::other("over TCP a key is needed"));
+                return Err(io::Error::other("an export over TCP needs a key"));
             }
         };
         let has = nbd::go(&mut stream)?;
         if has < bytes {
             return Err(io::Error::other(format!(
-                "it exports {has} bytes, and {bytes} were lent"
+                "the lender exports {has} bytes, but {bytes} were lent"
             )));
         }
         match &stream {
@@ -100,7 +100,7 @@ impl Stream {
 
 /// TLS 1.3 by that key, and by nothing else: a server that shows a certificate instead is refused, since nobody is trusted to vouch for one.
 fn tls(stream: TcpStream, key: &Key) -> io::Result<SslStream<TcpStream>> {
-    let secret = unhex(&key.hex).ok_or_else(|| io::Error::other("the lease's key is none"))?;
+    let secret = unhex(&key.hex).ok_or_else(|| io::Error::other("the lease's key is not valid"))?;
     let identity = key.identity.clone();
     let mut context = SslContext::builder(SslMethod::tls_client())?;
     context.set_min_proto_version(Some(SslVersion::TLS1_3))?;
@@ -126,7 +126,9 @@ fn tls(stream: TcpStream, key: &Key) -> io::Result<SslStream<TcpStream>> {
         .connect(stream)
         .map_err(|error| io::Error::other(format!("TLS: {error}")))?;
     if !stream.ssl().session_reused() {
-        return Err(io::Error::other("TLS: it didn't use the lease's key"));
+        return Err(io::Error::other(
+            "TLS: the lender did not use the lease's key",
+        ));
     }
     Ok(stream)
 }

@@ -238,7 +238,7 @@ pub(super) fn leases(context: &Context, arguments: &LeasesArguments) -> anyhow::
         let was: bool = context.client()?.delete(&place)?;
         context.print(&was, |was| {
             if *was {
-                format!("'{lender}' is believed again")
+                format!("'{lender}' is trusted again")
             } else {
                 format!("'{lender}' was not distrusted")
             }

@@ -458,7 +458,7 @@ fn end_within(limit: Duration, code: i32) {
             std::process::exit(code);
         });
     if let Err(error) = thread {
-        warn!(%error, "no thread to watch the daemon's end");
+        warn!(%error, "no thread to watch the daemon's end, which may take longer; nothing is needed");
     }
 }
 
@@ -483,7 +483,7 @@ fn end_with_threads() {
             place,
             what,
             ends = !is_caught,
-            "a thread of the daemon panicked"
+            "a thread of the daemon panicked; report this"
         );
         if !is_caught {
             std::process::exit(BROKEN);

@@ -101,7 +101,7 @@ fn a_braked_host_starts_no_vm_says_why_and_goes_on_when_there_is_enough_again() 
     let words = [
         "'warm-1' is not started, with the",
         "the brake is on",
-        "can be had",
+        "must be available",
         "memfold debt",
         "--despite-brake",
     ];
@@ -142,7 +142,12 @@ fn a_braked_host_starts_no_vm_says_why_and_goes_on_when_there_is_enough_again() 
     let forced = daemon.run(&[&start[..], &["--despite-brake"], &paused].concat());
     assert_eq!(code(&forced), 0, "{}", err(&forced));
     let status = daemon.json(&["fold", "status"]);
-    assert!(status["braked"].as_str().unwrap().contains("can be had"));
+    assert!(
+        status["braked"]
+            .as_str()
+            .unwrap()
+            .contains("must be available")
+    );
     assert!(out(&daemon.run(&["fold", "status"])).contains("folding: braked"));
     let ksm = daemon.run(&["ksm", "start", "--domain", "d"]);
     refused(&ksm, 1, &["KSM is not steered: the brake is on"]);

@@ -479,7 +479,7 @@ fn a_guest_that_stands_still_for_a_full_disk_is_told_everywhere_and_resumed() {
     let logged = std::fs::read_to_string(&log).unwrap();
     let told = logged
         .lines()
-        .filter(|line| line.contains("VM stands still") && line.contains(file))
+        .filter(|line| line.contains("VM is not running") && line.contains(file))
         .count();
     assert_eq!(told, 1, "{logged}");
     wait("the metric says so", || {
@@ -538,7 +538,7 @@ fn a_vm_that_is_to_go_on_by_itself_does_when_its_disk_has_room_and_not_before() 
     run_disk_with(&daemon, "full", &disk, &["--resume-when-room"]);
     let vm = wait_state(&daemon, "full", "io-error");
     let fix = vm["state_fix"].as_str().unwrap();
-    assert!(fix.contains("resumed by itself"), "{fix}");
+    assert!(fix.contains("resumes by itself"), "{fix}");
     // Too little to be worth it.
     small.resize("4m");
     // Whoever takes it over knows that it is to go on, too.

@@ -96,6 +96,6 @@ fn ksm_is_refused_with_the_condition_and_the_fix() {
     refused(
         &daemon.run(&["ksm", "stop"]),
         1,
-        &["doesn't steer", "memfold ksm start"],
+        &["does not steer", "memfold ksm start"],
     );
 }

@@ -232,7 +232,7 @@ fn a_swap_disk_goes_to_lent_memory_and_back_with_every_byte() {
         assert_eq!(report["blast"][0]["vms"][0]["vm"], "v");
         assert_eq!(report["blast"][0]["vms"][0]["loses_bytes"], false);
         let text = out(&borrower.run(&["leases"]));
-        for word in ["b/v", "if 'a' dies", "goes on, on its disk's copy"] {
+        for word in ["b/v", "if 'a' dies", "continues on the copy on disk"] {
             assert!(text.contains(word), "no '{word}' in: {text}");
         }
         // No key is anywhere where it can be seen.
@@ -631,7 +631,7 @@ fn what_cannot_be_borrowed_is_refused_and_nothing_changes() {
     refused(
         &borrower.run(&["borrow", "v", "1M"]),
         1,
-        &["64", "can't hold it", "hint"],
+        &["64", "cannot hold it", "hint"],
     );
     refused(
         &borrower.run(&["borrow", "v", "--durability", "replica"]),
@@ -652,7 +652,7 @@ fn what_cannot_be_borrowed_is_refused_and_nothing_changes() {
     refused(
         &lender.run(&["lend", "--max", "1G", "--listen", "127.0.0.1"]),
         1,
-        &["lends already", "--stop"],
+        &["already lends", "--stop"],
     );
     // What the replica's first half had taken is free as soon as the lender has seen that.
     wait_free(&lender);

@@ -121,7 +121,7 @@ fn a_lender_whose_bytes_are_changed_is_given_up_and_not_borrowed_from_again() {
         vm.give_back();
         wait_free(&honest);
         let said = out(&borrower.run(&["leases", "--trust", "a"]));
-        assert!(said.contains("believed again"), "{said}");
+        assert!(said.contains("trusted again"), "{said}");
         assert_eq!(
             borrower.json(&["leases"])["distrusted"],
             serde_json::json!([])

@@ -544,7 +544,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
             "swap" | "vms" => ["lent by neighbour", "64.0 MiB"],
             "host" => ["Copy-on-write debt", "brake: ok"],
             "doctor" => ["debt", "the brake is off"],
-            "events" => ["its swap is on 64.0 MiB of neighbour", "'warm' was made"],
+            "events" => ["swap disk is on 64.0 MiB of neighbour", "'warm' was made"],
             _ => continue,
         } {
             assert!(text.contains(words), "{page}: no '{words}' in {text}");

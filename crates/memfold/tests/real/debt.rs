@@ -144,7 +144,7 @@ fn oom_kills() -> u64 {
 
 fn refused(error: &DaemonError) {
     assert!(
-        matches!(error, DaemonError::Braked { why, .. } if why.contains("can be had")),
+        matches!(error, DaemonError::Braked { why, .. } if why.contains("must be available")),
         "{error}"
     );
     assert!(error.hint().unwrap().contains("memfold debt"));

@@ -69,7 +69,7 @@ fn ask(client: &Client, request: &KsmStartRequest) -> Result<Overview, ClientErr
     let end = Instant::now() + Duration::from_secs(240);
     loop {
         match client.post("/v1/ksm/start", request) {
-            Err(error) if error.to_string().contains("no VM of this daemon") => {
+            Err(error) if error.to_string().contains("not a VM of this daemon") => {
                 assert!(Instant::now() < end, "{error}");
                 std::thread::sleep(Duration::from_millis(500));
             }
@@ -213,7 +213,7 @@ fn ksm_merges_what_guests_of_one_domain_have_in_common_and_is_as_before_afterwar
     );
     refused(
         client.post("/v1/ksm/stop", &KsmStopRequest::default()),
-        &["doesn't steer", "memfold ksm start"],
+        &["does not steer", "memfold ksm start"],
     );
 
     start(&client, Some("lab"));
@@ -514,7 +514,9 @@ fn what_others_write_is_set_back(client: &Client) {
     controls.write("pages_to_scan", &7_654_321).unwrap();
     wait("pages_to_scan is steered again", || {
         let steering = ksm(client).steering.unwrap();
-        let told = steering.why.contains("somebody else writes pages_to_scan");
+        let told = steering
+            .why
+            .contains("another program also writes pages_to_scan");
         if told && settings().pages_to_scan != Some(7_654_321) {
             Ok(())
         } else {

@@ -30,7 +30,7 @@ fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
         daemon.boots().reboot("booted", &request, limit)
     };
     let error = reboot(true).unwrap_err().to_string();
-    assert!(error.contains("no snapshot of 'booted'"), "{error}");
+    assert!(error.contains("no boot snapshot of VM 'booted'"), "{error}");
     let snapshot = || daemon.vms().list()[0].boot_snapshot.clone();
     let end = Instant::now() + BOOT;
     while snapshot() == Some(BootSnapshot::Pending) {
@@ -83,7 +83,7 @@ fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
     spec.segment_slots = 1;
     lab.start(spec).unwrap();
     let error = reboot(true).unwrap_err().to_string();
-    assert!(error.contains("an earlier one of this name"), "{error}");
+    assert!(error.contains("an earlier VM of this name"), "{error}");
     assert_eq!(snapshot(), None);
     refuses_what_a_snapshot_would_lack(&lab, "booted");
 }

@@ -253,7 +253,7 @@ fn copies(served: &mut Served, client: &Client, disk: &SmallDisk, random: &mut R
     let filler = disk.fill(24);
     let why = build(client, &asked).unwrap_err();
     assert!(
-        why.contains("can't copy its files") || why.contains("have failed on this host"),
+        why.contains("cannot copy its files") || why.contains("failed on this host"),
         "{why}"
     );
     println!("a copy to a full disk: {why}");

@@ -408,10 +408,10 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
         ("borrow --lvm vg/swap", "to spare"),
         ("borrow --lvm vg/nothing", "no logical volume vg/nothing"),
         ("borrow --lvm vg/other", "holds no swap space"),
-        ("borrow --lvm vg/swap 64M", "can't hold it"),
+        ("borrow --lvm vg/swap 64M", "cannot hold it"),
         (
             "borrow --lvm vg/swap --durability replica",
-            "is lent by one host",
+            "uses one lender",
         ),
     ] {
         let said = guest.refused(command);
@@ -419,7 +419,7 @@ fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() 
     }
     lender.lend(Transport::Nbd);
     let said = guest.refused("borrow --lvm vg/swap");
-    assert!(said.contains("who export by NBD"), "{said}");
+    assert!(said.contains("because they export by NBD"), "{said}");
     lender.lend_no_more();
     guest.is_as_before();
     lender.lend(Transport::Iscsi);
