@@ -97,7 +97,7 @@ impl FromStr for Reserve {
         match percent.trim().parse::<f64>() {
             Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(Self::Percent(percent)),
             _ => Err(format!(
-                "'{text}' is no part of this host's RAM; give 0% to 100%"
+                "'{text}' is not a part of this host's RAM; give 0% to 100%"
             )),
         }
     }

@@ -104,7 +104,7 @@ impl DebtReport {
     pub fn check(&self) -> Check {
         let size = |bytes: u64| ByteSize(bytes).to_string();
         let figures = format!(
-            "guests could call in {}, of which {} ({} %) are to be there; {} could be had beside the reserve of {}",
+            "guests could claim {} by writing, of which {} ({} %) must be available; {} is available beside the reserve of {}",
             size(self.debt_bytes),
             size(self.needed_bytes),
             self.cover_percent,
@@ -113,17 +113,17 @@ impl DebtReport {
         );
         let (state, fix) = match self.level {
             Level::Ok if self.cover_percent <= 0.0 && self.debt_bytes > self.absorbable_bytes => (
-                "there is no brake (cover 0 %), and not enough for all guests",
+                "the brake is disabled (cover 0 %), and available memory does not cover all guests",
                 Some("memfold debt --cover 50"),
             ),
             Level::Ok => ("the brake is off", None),
             Level::Warning if self.sharing_held => (
-                "the brake is half on: VMs may be started, folding and KSM make no more debt",
+                "the brake is half on: VMs may be started, folding and KSM share no more memory",
                 Some(LESS_DEBT),
             ),
             Level::Warning => ("the brake is near", Some(LESS_DEBT)),
             Level::Braked => (
-                "the brake is on: no VM is started, folding and KSM make no more debt",
+                "the brake is on: no VM is started, folding and KSM share no more memory",
                 Some(LESS_DEBT),
             ),
         };
@@ -141,7 +141,7 @@ impl DebtReport {
 }
 
 /// What gets the brake off.
-const LESS_DEBT: &str = "memfold debt (who could call in how much), then memfold vm stop VM, or free memory on this host; memfold debt --reserve SIZE --cover PERCENT changes the limits";
+const LESS_DEBT: &str = "memfold debt (shows what each VM could claim), then memfold vm stop VM, or free memory on this host; memfold debt --reserve SIZE --cover PERCENT changes the limits";
 
 #[cfg(test)]
 mod tests {
@@ -161,7 +161,7 @@ mod tests {
         };
         for (level, held, cover, status, words) in [
             (Level::Ok, false, 50.0, Status::Ok, "the brake is off"),
-            (Level::Ok, false, 0.0, Status::Warn, "no brake (cover 0 %)"),
+            (Level::Ok, false, 0.0, Status::Warn, "disabled (cover 0 %)"),
             (Level::Warning, false, 50.0, Status::Warn, "brake is near"),
             (Level::Warning, true, 50.0, Status::Warn, "half on"),
             (Level::Braked, true, 50.0, Status::Warn, "no VM is started"),

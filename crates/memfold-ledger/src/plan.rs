@@ -171,7 +171,7 @@ pub fn parse_kind(text: &str) -> Result<(String, Vec<String>), String> {
     let vms: Vec<String> = vms.split(',').map(str::to_owned).collect();
     if name.is_empty() || vms.iter().any(String::is_empty) {
         return Err(format!(
-            "'{text}' is no kind; give its name and its VMs: web=web1,web2"
+            "'{text}' is not a kind; give a name and its VMs: web=web1,web2"
         ));
     }
     Ok((name.to_owned(), vms))
@@ -185,7 +185,7 @@ pub fn parse_number(text: &str) -> Result<(String, u64), String> {
     let parts = text.split_once('=').filter(|(name, _)| !name.is_empty());
     let parts = parts.and_then(|(name, number)| Some((name, number.parse::<u32>().ok()?)));
     let (name, number) =
-        parts.ok_or_else(|| format!("'{text}' is no number of a kind; give both: web=20"))?;
+        parts.ok_or_else(|| format!("'{text}' is not a kind and a number; give both: web=20"))?;
     Ok((name.to_owned(), u64::from(number)))
 }
 
@@ -196,7 +196,7 @@ pub fn parse_number(text: &str) -> Result<(String, u64), String> {
 pub fn parse_hours(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(hours) if (0.0..=8760.0).contains(&hours) => Ok(hours),
-        _ => Err(format!("'{text}' are no hours; give 0 to 8760")),
+        _ => Err(format!("'{text}' is not a number of hours; give 0 to 8760")),
     }
 }
 

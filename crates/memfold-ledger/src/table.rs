@@ -166,8 +166,8 @@ fn host(report: &Report) -> Table {
     if let Some(debt) = &report.debt {
         let bytes = |bytes| size(ByteSize(bytes));
         line("shared, and owed when written to", bytes(debt.debt_bytes));
-        line("  of it to be there", bytes(debt.needed_bytes));
-        line("  could be had", bytes(debt.absorbable_bytes));
+        line("  needed at once", bytes(debt.needed_bytes));
+        line("  available for it", bytes(debt.absorbable_bytes));
         line("  brake", debt.level.to_string());
     }
     table

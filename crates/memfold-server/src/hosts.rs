@@ -21,7 +21,7 @@ pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
 }
 
 fn failed(error: &std::io::Error) -> Response {
-    let text = format!("the list of hosts can't be written: {error}");
+    let text = format!("cannot write the list of hosts: {error}");
     refusal(StatusCode::INTERNAL_SERVER_ERROR, &text)
 }
 
@@ -43,8 +43,8 @@ pub(super) async fn add(
     if access.urls.is_empty() {
         return refusal_with_hint(
             StatusCode::CONFLICT,
-            "this daemon can't be reached by other hosts",
-            "start it with an address for that: memfold serve --listen ADDRESS:PORT --tls-cert FILE --tls-key FILE",
+            "other hosts cannot reach this daemon",
+            "start the daemon with an address: memfold serve --listen ADDRESS:PORT --tls-cert FILE --tls-key FILE",
         );
     }
     let urls = access.urls.iter();

@@ -133,8 +133,10 @@ pub(super) async fn registry(
         if host != named {
             return refusal_with_hint(
                 StatusCode::FORBIDDEN,
-                &format!("the token is host '{host}'s, and this was asked for host '{named}'"),
-                "each host needs a token of its own: 'memfold host add NAME' there, with the NAME of 'memfold serve --host' here",
+                &format!(
+                    "the token belongs to host '{host}', but the request is for host '{named}'"
+                ),
+                "each host needs its own token: run 'memfold host add NAME' there, with the NAME of 'memfold serve --host' here",
             );
         }
     }

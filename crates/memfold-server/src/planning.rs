@@ -41,7 +41,7 @@ fn order(pairs: &[(String, String)]) -> Result<Order, String> {
             "ahead_hours" => order.ahead_hours = parse_hours(value)?,
             _ => {
                 return Err(format!(
-                    "'{name}' is nothing that a plan takes; give kind, vms, memory or ahead_hours"
+                    "'{name}' is not a parameter of a plan; give kind, vms, memory or ahead_hours"
                 ));
             }
         }

@@ -123,7 +123,8 @@ pub(super) fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
         .route("/openapi.json", get(|| async { Json(openapi()) }))
         .fallback(|| async { Failure(DaemonError::NoSuchPath) })
         .method_not_allowed_fallback(|| async {
-            let error = "this path has no such method; GET /openapi.json lists them";
+            let error =
+                "this path does not support the method; GET /openapi.json lists all methods";
             refusal(StatusCode::METHOD_NOT_ALLOWED, error)
         })
         .layer(DefaultBodyLimit::max(MAX_BODY))

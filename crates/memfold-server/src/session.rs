@@ -55,12 +55,12 @@ pub(super) async fn log_in(
         }
         Ok(None) => refusal_with_hint(
             StatusCode::UNAUTHORIZED,
-            "this is no token, and no code that is still good",
-            "a code logs in once, within two minutes; 'memfold dashboard' gives a new one",
+            "neither a token nor a valid login code",
+            "a code is valid once, within two minutes; 'memfold dashboard' prints a new one",
         ),
         Err(error) => refusal(
             StatusCode::INTERNAL_SERVER_ERROR,
-            &format!("no session can begin: {error}"),
+            &format!("cannot begin a session: {error}"),
         ),
     }
 }
@@ -96,21 +96,24 @@ pub(super) async fn new_code(
     if request.role == Role::Host {
         return refusal_with_hint(
             StatusCode::BAD_REQUEST,
-            "hosts don't log in",
-            "give a host a token of its own: memfold host add NAME",
+            "a host's token cannot log in",
+            "a host uses its own token: memfold host add NAME",
         );
     }
     if !visitor.role.may(request.role) {
         return refusal(
             StatusCode::FORBIDDEN,
-            &format!("{} may read, and can't let others operate", visitor.who),
+            &format!(
+                "{} may only read, and so cannot grant the role to operate",
+                visitor.who
+            ),
         );
     }
     if access.urls.is_empty() {
         return refusal_with_hint(
             StatusCode::CONFLICT,
-            "this daemon serves no browser",
-            "start it with an address for that: memfold serve --listen 127.0.0.1:8420",
+            "this daemon does not serve browsers",
+            "start the daemon with an address: memfold serve --listen 127.0.0.1:8420",
         );
     }
     let made = access
@@ -119,7 +122,7 @@ pub(super) async fn new_code(
     match made {
         Err(error) => refusal(
             StatusCode::INTERNAL_SERVER_ERROR,
-            &format!("no code can be made: {error}"),
+            &format!("cannot create a login code: {error}"),
         ),
         Ok(code) => {
             let urls = access.urls.iter();
@@ -152,7 +155,7 @@ pub(super) async fn audit(
         Ok(Ok(entries)) => Json(entries).into_response(),
         Ok(Err(error)) => refusal(
             StatusCode::INTERNAL_SERVER_ERROR,
-            &format!("the audit log can't be read: {error}"),
+            &format!("cannot read the audit log: {error}"),
         ),
         Err(_) => refusal(
             StatusCode::INTERNAL_SERVER_ERROR,

@@ -122,7 +122,7 @@ impl Vms {
         }
         let pid = vm.pid().as_raw_nonzero();
         let machine = self.take_on(vm, &name, domain, Origin::Started)?;
-        info!(vm = name, pid, "taken over");
+        info!(vm = name, pid, "VM adopted");
         boot_snapshot::find(&self.snapshots, &machine);
         self.swap_disks.resume(&machine);
         recall_segments(&machine);

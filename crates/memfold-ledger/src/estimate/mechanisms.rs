@@ -85,7 +85,7 @@ pub fn all(looked: &Looked, split: &Split, files: &[KnownFile]) -> Vec<Mechanism
 }
 
 const NO_AGENT: &str =
-    "needs a memfold daemon and agents in the guests, which say what is a file's";
+    "needs a memfold daemon and agents in the guests, which report which pages belong to files";
 
 fn knows_files(looked: &Looked) -> bool {
     looked.targets.iter().any(|vm| vm.runs.is_some())
@@ -114,7 +114,7 @@ fn segment(looked: &Looked, split: &Split, files: &[KnownFile]) -> Mechanism {
         bytes: u64::try_from(net).unwrap_or(0),
         plus_minus_bytes: 0,
     });
-    "files below /usr and /opt that several VMs cache, less 1/64 of their size a VM; no CPU while VMs run"
+    "files below /usr and /opt that several VMs cache, less 1/64 of their size for each VM; costs no CPU while VMs run"
         .clone_into(&mut mechanism.words);
     mechanism
 }
@@ -149,7 +149,7 @@ fn clone(looked: &Looked, split: &Split) -> Mechanism {
         saved: Some(between.bytes()),
         at_most_bytes: Some(most * PAGE_SIZE),
         cpu_seconds: Some(0.0),
-        words: "as clones of one snapshot: what VMs have alike now, to all but one's memory while they write little"
+        words: "if VMs were clones of one snapshot: from what they have in common now up to all memory but one VM's, while they write little"
             .to_owned(),
     }
 }
@@ -205,7 +205,8 @@ fn zero(split: &Split) -> Mechanism {
         saved: Some(zero.bytes()),
         at_most_bytes: None,
         cpu_seconds: None,
-        words: "given back by memfold's library, with folding; not from huge pages of which more is used".to_owned(),
+        words: "freed by memfold's library while folding; not from huge pages that hold other data"
+            .to_owned(),
     }
 }
 
@@ -218,15 +219,17 @@ fn ksm(way: Way, split: &Split, saving: impl Fn(&DomainSplit) -> Sum) -> Mechani
     let saved = best.map(&saving).unwrap_or_default();
     let alone = match best.and_then(|domain| domain.name.as_deref()) {
         _ if split.domains.len() < 2 => String::new(),
-        Some(name) => format!("; for trust domain '{name}' alone, as KSM knows no domains"),
-        None => "; for one VM alone, as KSM knows no domains".to_owned(),
+        Some(name) => {
+            format!("; for trust domain '{name}' only, because KSM does not know trust domains")
+        }
+        None => "; for one VM only, because KSM does not know trust domains".to_owned(),
     };
     let words = match way {
         Way::KsmIfOffered => format!("if all VMs offered their memory (mem-merge=on){alone}"),
         _ if saved.total() < 1.0 => {
-            "nothing that is offered to it (mem-merge=on) merges".to_owned()
+            "no memory that is offered to KSM (mem-merge=on) merges".to_owned()
         }
-        _ => format!("of the memory that is offered to it; scanning goes on afterwards{alone}"),
+        _ => format!("of the memory that is offered to KSM; scanning continues afterwards{alone}"),
     };
     Mechanism {
         way,
@@ -244,9 +247,9 @@ fn free_page_reporting(looked: &Looked) -> Mechanism {
         .collect();
     let most = known.iter().sum::<u64>();
     let words = match known.len() {
-        0 => "known where agents in guests say what is free".to_owned(),
+        0 => "known only where agents in the guests report free pages".to_owned(),
         n => format!(
-            "what {n} guests have free and the host still backs; less, as only whole blocks (2 MiB by default) are reported; CPU of the host, without what guests take to report"
+            "memory that {n} guests have free and the host still backs; less in practice, because only whole blocks (2 MiB by default) are reported; CPU is the host's, without the guests' share"
         ),
     };
     Mechanism {

@@ -13,9 +13,9 @@ use super::statistics::Estimate;
 const FILES: usize = 15;
 
 const LEGEND: &str = "\
-PRIVATE: in memory and of the VM's own. FILE: shared by file already (folded, of an image, of a segment).
-ZERO, WITHIN, BETWEEN could be saved: zeroes; copies within the VM; its part of what the domain's VMs have in common.
-MERGED: by KSM already. VOLATILE: changed between the two looks. HUGE: of the private, by huge pages.";
+PRIVATE: in memory and the VM's own. FILE: already shared by file (folded, a snapshot's image, a segment).
+ZERO, WITHIN, BETWEEN could be saved: zero pages; copies within the VM; its part of what the domain's VMs have in common.
+MERGED: already by KSM. VOLATILE: changed between two reads. HUGE: private memory in huge pages.";
 
 /// The whole.
 #[must_use]
@@ -25,14 +25,14 @@ pub fn render(report: &EstimateReport) -> String {
     if report.across_domains.bytes > 0 {
         let _ = writeln!(
             text,
-            "between trust domains: {}, not allowed to be shared and in no sum",
+            "between trust domains: {}, which may not be shared and is in no sum",
             amount(report.across_domains)
         );
     }
     let huge = match (report.broken_huge_pages, report.plus_minus_huge_pages) {
-        (0, _) => "no huge page would be broken".to_owned(),
-        (n, 0) => format!("{n} huge pages would be broken"),
-        (n, bar) => format!("{n} ± {bar} huge pages would be broken"),
+        (0, _) => "no huge page would be split".to_owned(),
+        (n, 0) => format!("{n} huge pages would be split"),
+        (n, bar) => format!("{n} ± {bar} huge pages would be split"),
     };
     let _ = writeln!(text, "could be saved: {}; {huge}", amount(report.saved));
     let _ = writeln!(text, "\n{}", mechanisms(&report.mechanisms).trim_fmt());
@@ -42,8 +42,8 @@ pub fn render(report: &EstimateReport) -> String {
     let _ = write!(text, "\n{}", how(&report.how));
     if !report.daemon {
         text.push_str(
-            "\nno memfold daemon answers: each QEMU is its own trust domain unless --domain-of or --one-domain say otherwise, and nobody \
-             says what is a file's",
+            "\nno memfold daemon answers: each QEMU is its own trust domain unless --domain-of or --one-domain say otherwise, and which pages \
+             belong to files is not known",
         );
     }
     text
@@ -209,7 +209,7 @@ fn files(report: &EstimateReport) -> Table {
 
 fn how(how: &How) -> String {
     let mut text = format!(
-        "read {} in {:.1} s with {:.2} s of CPU ({:.1} % of one core, {:.0} allowed), {} of it twice",
+        "read {} in {:.1} s with {:.2} s of CPU ({:.1} % of one core, {:.0} allowed), {} of that twice",
         size(how.read_bytes),
         how.seconds,
         how.cpu_seconds,
@@ -218,7 +218,7 @@ fn how(how: &How) -> String {
         size(how.read_again_bytes),
     );
     if how.one_in > 1.0 {
-        let _ = write!(text, "; one content in {} remembered", how.one_in);
+        let _ = write!(text, "; one page content in {} sampled", how.one_in);
     }
     if how.read_percent < 100.0 {
         let _ = write!(
@@ -272,7 +272,7 @@ mod tests {
         assert_eq!(end("web ", "± 3.00 MiB"), end("database ", "2.00 MiB"));
         assert!(line("all ").contains("514 MiB ± 3.00 MiB"), "{text}");
         assert!(line("free page reporting").contains('?'), "{text}");
-        assert!(line("between trust domains").contains("9.00 MiB, not allowed"));
+        assert!(line("between trust domains").contains("9.00 MiB, which may not"));
         assert!(
             text.contains("only 50.0 %") && text.contains("no huge page"),
             "{text}"

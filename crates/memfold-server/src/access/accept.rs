@@ -134,7 +134,7 @@ pub(crate) async fn accept_tcp(
                     let why = match hello.await {
                         Ok(Ok(stream)) => return serve(stream, peer, router, watcher).await,
                         Ok(Err(error)) => error.to_string(),
-                        Err(_) => "it said nothing in time".to_owned(),
+                        Err(_) => "the client sent nothing in time".to_owned(),
                     };
                     access.refused.add(Why::Tls);
                     access.audit.failed_hello(address.ip(), &why);

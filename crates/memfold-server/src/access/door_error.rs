@@ -8,7 +8,7 @@ use std::path::PathBuf;
 pub enum TcpDoorError {
     /// Others could listen.
     #[error(
-        "{0} can be reached from other hosts: that needs TLS. Give --tls-cert and --tls-key, or listen on 127.0.0.1 and forward the port by ssh, \
+        "{0} can be reached from other hosts, which needs TLS. Pass --tls-cert and --tls-key, or listen on 127.0.0.1 and forward the port by ssh, \
          or put a proxy with TLS before it (--public-url)"
     )]
     Plain(SocketAddr),

@@ -58,7 +58,7 @@ pub(crate) async fn guard(
     let Some(peer) = request.extensions_mut().remove::<Peer>() else {
         return refusal(
             StatusCode::INTERNAL_SERVER_ERROR,
-            "no peer: this is a mistake in memfold",
+            "the connection has no peer: this is a bug of memfold",
         );
     };
     let path = request.uri().path().to_owned();
@@ -214,7 +214,7 @@ fn admit(
                 return Err(Box::new(refusal_with_hint(
                     StatusCode::FORBIDDEN,
                     &format!("{who} may not use this daemon"),
-                    "run this as root, or have yourself added to a group that may: memfold-read or memfold-operate, or as given to \
+                    "run this as root, or join a group with access: memfold-read or memfold-operate, or the groups given to \
                      'memfold serve'",
                 )));
             };
@@ -226,7 +226,7 @@ fn admit(
                 return Err(Box::new(refusal_with_hint(
                     StatusCode::FORBIDDEN,
                     "browsers are not served over the socket",
-                    "start the daemon with --listen, and use the address that 'memfold dashboard' prints",
+                    "start the daemon with --listen, and open the address that 'memfold dashboard' prints",
                 )));
             }
             Some(Visitor {
@@ -244,7 +244,7 @@ fn admit(
             if visitor.is_none() && needed.is_some() {
                 let mut response = refusal_with_hint(
                     StatusCode::UNAUTHORIZED,
-                    "nobody is logged in",
+                    "this request needs a login",
                     "run 'memfold dashboard' on the host, and open the address that it prints",
                 );
                 let scheme = HeaderValue::from_static("Bearer");
@@ -258,7 +258,7 @@ fn admit(
                 {
                     return Err(Box::new(refusal(
                         StatusCode::FORBIDDEN,
-                        "a change by a session needs the header 'x-memfold', which pages of other sites can't send",
+                        "a change by a session needs the header 'x-memfold', which pages of other sites cannot send",
                     )));
                 }
             }
@@ -277,15 +277,15 @@ fn not_allowed(visitor: &Visitor, needed: Role) -> Response {
     let who = &visitor.who;
     let (why, hint) = match (visitor.role, needed) {
         (Role::Host, _) => (
-            format!("{who} may ask the registry of leases, and nothing else"),
+            format!("{who} may use the registry of leases, and nothing else"),
             "use the read or the operate token, or 'memfold dashboard' on the host",
         ),
         (_, Role::Host) => (
-            format!("{who} may read, and the registry is for hosts"),
-            "let the host in on this one: memfold host add NAME",
+            format!("{who} may read, but only hosts may use the registry"),
+            "register the host with this daemon: memfold host add NAME",
         ),
         _ => (
-            format!("{who} may read, and this needs the role to operate"),
+            format!("{who} may only read, and this needs the role to operate"),
             "log in with the operate token, or as a member of the group that may operate",
         ),
     };
@@ -301,15 +301,15 @@ fn from_our_page(
     if !host_is_ours(headers, &access.names) {
         return Err(Box::new(refusal_with_hint(
             StatusCode::MISDIRECTED_REQUEST,
-            "this daemon is not called by that name",
-            "use an address or 'localhost', or start it with --allow-host NAME",
+            "this daemon does not answer to that name",
+            "use an address or 'localhost', or start the daemon with --allow-host NAME",
         )));
     }
     if is_change(method) && !is_same_origin(headers, tls, &access.public) {
         return Err(Box::new(refusal_with_hint(
             StatusCode::FORBIDDEN,
             "a page of another site sent this",
-            "if it is the dashboard behind a proxy, start the daemon with --public-url and the address that the browser shows",
+            "if that page is the dashboard behind a proxy, start the daemon with --public-url and the address that the browser shows",
         )));
     }
     Ok(())

@@ -42,14 +42,14 @@ impl Hosts {
             serde_json::from_slice(&text).map_err(|error| told(error.to_string()))?;
         let parse = |(name, hex): (String, String)| Some((name, Hash::from_hex(hex).ok()?));
         let by_name: Option<BTreeMap<_, _>> = read.into_iter().map(parse).collect();
-        let by_name = by_name.ok_or_else(|| told("a hash of a token is none".into()))?;
+        let by_name = by_name.ok_or_else(|| told("a token's hash is not valid".into()))?;
         Ok(Self { file, by_name })
     }
 
     /// Lets a host in; its token, which is shown this once. One that it had before is void.
     pub(crate) fn add(&mut self, name: &str) -> io::Result<String> {
         if self.by_name.len() >= MOST && !self.by_name.contains_key(name) {
-            return Err(io::Error::other("there are too many hosts"));
+            return Err(io::Error::other("too many hosts have tokens"));
         }
         let token = secret()?;
         let mut by_name = self.by_name.clone();

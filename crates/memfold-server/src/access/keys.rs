@@ -197,7 +197,7 @@ fn read_or_make(path: &Path) -> io::Result<String> {
             if file.metadata()?.permissions().mode() & 0o077 != 0 {
                 return Err(io::Error::new(
                     io::ErrorKind::PermissionDenied,
-                    "others may read this token; remove it, and a new one is made",
+                    "other users may read this token; remove the file, and the daemon creates a new token",
                 ));
             }
             let mut text = String::new();
@@ -207,7 +207,7 @@ fn read_or_make(path: &Path) -> io::Result<String> {
             if token.len() != TOKEN_LENGTH || !token.bytes().all(|b| b.is_ascii_hexdigit()) {
                 return Err(io::Error::new(
                     io::ErrorKind::InvalidData,
-                    "no token; remove the file, and a new one is made",
+                    "the file contains no token; remove it, and the daemon creates a new token",
                 ));
             }
             Ok(token.to_owned())
@@ -267,7 +267,7 @@ mod tests {
         std::fs::write(&path, "secret\n").unwrap();
         std::fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
         let error = Keys::with_tokens(directory.path()).unwrap_err().to_string();
-        assert!(error.contains("others may read"), "{error}");
+        assert!(error.contains("other users may read"), "{error}");
         std::fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
         let error = Keys::with_tokens(directory.path()).unwrap_err().to_string();
         assert!(error.contains("no token"), "{error}");

@@ -70,7 +70,7 @@ impl Tls {
                 match read(&self.files) {
                     Ok(config) => {
                         shown.config = Arc::new(config);
-                        info!(%file, "the certificate has changed; new connections are shown it");
+                        info!(%file, "TLS certificate changed; new connections use the new one");
                     }
                     Err(error) => warn!(
                         %file,
@@ -101,7 +101,7 @@ fn read(files: &TlsFiles) -> Result<ServerConfig, TcpDoorError> {
         .and_then(Iterator::collect::<Result<Vec<_>, _>>)
         .map_err(|error| failed(&files.certificate, error.to_string()))?;
     if certificates.is_empty() {
-        let why = "it holds no certificate".to_owned();
+        let why = "the file contains no certificate".to_owned();
         return Err(failed(&files.certificate, why));
     }
     let key = tls_key::read(&files.key).map_err(|why| failed(&files.key, why))?;

@@ -41,7 +41,7 @@ impl<S> Unread<S> {
         left.as_mut().poll(context).map(|()| {
             Err(io::Error::new(
                 io::ErrorKind::TimedOut,
-                "nobody reads what is sent",
+                "the client does not read the response",
             ))
         })
     }

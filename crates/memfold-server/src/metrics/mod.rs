@@ -78,7 +78,7 @@ pub(super) async fn metrics(
         };
         scrape
             .text()
-            .map_err(|_| DaemonError::Internal("a figure can't be written"))
+            .map_err(|_| DaemonError::Internal("cannot write a metric"))
     });
     let text = text.await?.0;
     let (content_type, body) = if open {

@@ -41,7 +41,7 @@ pub(super) fn become_bench(
 
 /// Path of `memfold-bench`: beside this program, else in `PATH`.
 fn find_bench() -> anyhow::Result<PathBuf> {
-    let own = std::env::current_exe().context("no path of this program")?;
+    let own = std::env::current_exe().context("the path of this program is not known")?;
     let beside = own.with_file_name(NAME);
     if beside.is_file() {
         return Ok(beside);

@@ -176,22 +176,25 @@ fn arguments_of(
         let known = serve.get_arguments().filter(|a| is_field(a));
         let mut known: Vec<&str> = known.map(|option| option.get_id().as_str()).collect();
         known.sort_unstable();
-        return Err(format!("no such field; there are {}", known.join(", ")));
+        return Err(format!(
+            "no such field; the fields are {}",
+            known.join(", ")
+        ));
     };
     let long = option.get_long().unwrap_or_default();
     let arguments = match (option.get_action(), value.get_ref()) {
         (ArgAction::SetTrue, DeValue::Boolean(true)) => vec![format!("--{long}")],
         (ArgAction::SetTrue, DeValue::Boolean(false)) => Vec::new(),
-        (ArgAction::SetTrue, _) => return Err("is true or false".to_owned()),
+        (ArgAction::SetTrue, _) => return Err("must be true or false".to_owned()),
         (ArgAction::Append, DeValue::Array(values)) => {
             let texts = values.iter().map(|value| text_of(value.get_ref()));
             let texts: Option<Vec<String>> = texts.collect();
-            let texts = texts.ok_or("is a list of strings or numbers")?;
+            let texts = texts.ok_or("must be a list of strings or numbers")?;
             texts.iter().map(|t| format!("--{long}={t}")).collect()
         }
         (ArgAction::Append, _) => return Err("is a list: [\"...\", \"...\"]".to_owned()),
         (_, value) => {
-            let text = text_of(value).ok_or("is a string or a number")?;
+            let text = text_of(value).ok_or("must be a string or a number")?;
             vec![format!("--{long}={text}")]
         }
     };
@@ -231,7 +234,7 @@ fn read(file: &Path) -> anyhow::Result<String> {
     let text = open().with_context(|| format!("cannot read {}", file.display()))?;
     anyhow::ensure!(
         text.len() as u64 <= LARGEST,
-        "{} is longer than {LARGEST} bytes; that is no configuration of memfold",
+        "{} is longer than {LARGEST} bytes, so it is not a configuration of memfold",
         file.display()
     );
     Ok(text)
@@ -260,7 +263,7 @@ fn with_file(
     let config = parse(&read(file)?).map_err(|problems| {
         let lines: Vec<String> = problems.iter().map(|p| format!("  {p}")).collect();
         anyhow::anyhow!(
-            "{} can't be used (line: field: problem)\n{}",
+            "cannot use {} (line: field: problem)\n{}",
             file.display(),
             lines.join("\n")
         )
@@ -368,10 +371,10 @@ pages_per_second = 10_000
             (1, "store_cap: invalid value 'much'"),
             (
                 2,
-                "colour: no such field; there are allow_host, borrow, cover, cpu, ",
+                "colour: no such field; the fields are allow_host, borrow, cover, cpu, ",
             ),
-            (3, "paused: is true or false"),
-            (4, "include: is a list"),
+            (3, "paused: must be true or false"),
+            (4, "include: must be a list"),
             (5, "settle: invalid value '-1'"),
             (6, "config: no such field"),
         ] {

@@ -21,7 +21,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     let code: LoginCode = context.client()?.post("/v1/session/codes", &request)?;
     context.print(&code, |code| {
         format!(
-            "{}\n\nOne of them logs one browser in, once and within {} s; it may {}. From another machine: forward the port by ssh.",
+            "{}\n\nEach address logs one browser in, once and within {} s; the browser may {}. From another machine: forward the port by ssh.",
             code.urls.join("\n"),
             code.valid_s,
             code.role.name()

@@ -29,7 +29,7 @@ fn reserve(text: &str) -> Result<String, String> {
 pub(super) fn cover(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
-        _ => Err(format!("'{text}' is no percentage; give 0 to 100")),
+        _ => Err(format!("'{text}' is not a percentage; give 0 to 100")),
     }
 }
 
@@ -65,10 +65,10 @@ fn render(report: &DebtReport) -> String {
     }
     let percent = report.cover_percent;
     line(
-        &format!("of it to be there ({percent} %)"),
+        &format!("needed at once ({percent} %)"),
         report.needed_bytes,
     );
-    line("could be had", report.absorbable_bytes);
+    line("available for it", report.absorbable_bytes);
     let group = report.limited_by.as_ref();
     let group = group.map_or_else(String::new, |path| format!(" in control group {path}"));
     line(&format!("  available{group}"), report.mem_available_bytes);
@@ -76,7 +76,7 @@ fn render(report: &DebtReport) -> String {
     line("free swap, not counted", report.swap_free_bytes);
     line("page stores, back once all is written", report.store_bytes);
     let held = if report.sharing_held {
-        "; folding and KSM make no more debt until it is ok"
+        "; folding and KSM share no more memory until the level is ok"
     } else {
         ""
     };

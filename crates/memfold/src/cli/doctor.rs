@@ -43,7 +43,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
 
 /// Becomes `memfold-bench`, which reads the host's report: what it proves is told together with it.
 fn self_test(context: &Context, host: &Report) -> anyhow::Result<ExitCode> {
-    let mut report = tempfile::tempfile().context("no file for the host's report")?;
+    let mut report = tempfile::tempfile().context("cannot create a file for the host's report")?;
     serde_json::to_writer(&report, host)?;
     report.rewind()?;
     if !context.json {
@@ -62,11 +62,11 @@ fn debt(context: &Context) -> anyhow::Result<Option<Check>> {
             name: "debt",
             status: Status::Warn,
             meaning: format!(
-                "a daemon serves {}, and doesn't say what guests could call in: {:#}",
+                "a daemon serves {}, but does not report its debt: {:#}",
                 context.socket.display(),
                 anyhow::Error::from(error)
             ),
-            fix: Some("memfold debt; then look at the daemon's log. It may be started anew at any time, VMs go on".into()),
+            fix: Some("run 'memfold debt', then read the daemon's log. The daemon can be restarted at any time, VMs go on".into()),
         })),
     }
 }

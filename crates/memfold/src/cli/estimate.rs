@@ -91,7 +91,7 @@ fn domain_of(text: &str) -> Result<(i32, String), String> {
         .ok_or("give a process number, '=', and a trust domain")?;
     let pid = pid
         .parse()
-        .map_err(|_| format!("'{pid}' is no process number"))?;
+        .map_err(|_| format!("'{pid}' is not a process number"))?;
     memfold_vm::check_name("domain", domain).map_err(|error| error.to_string())?;
     Ok((pid, domain.to_owned()))
 }
@@ -187,7 +187,7 @@ fn write_fingerprint(
         available_bytes: field("MemAvailable"),
     };
     let print = fingerprint::of(looked, key, host, memory)
-        .context("cannot read what QEMUs take beside their RAM; run this as root")?;
+        .context("cannot read the memory that QEMUs use beside guest RAM; run this as root")?;
     let text = serde_json::to_vec(&print)?;
     // All of it or nothing.
     let part = file.with_extension("part");
@@ -201,7 +201,7 @@ fn write_fingerprint(
     context.print(&written, |_| {
         let made = if is_new {
             format!(
-                "; key {} is new: copy its file to the other hosts",
+                "; key {} is new: copy that file to the other hosts",
                 print.key
             )
         } else {
@@ -233,7 +233,7 @@ fn of_program(context: &Context, program: &str) -> anyhow::Result<ExitCode> {
     let proc_root = Path::new("/proc");
     let pids = program::find(proc_root, program).context("cannot list processes")?;
     if pids.is_empty() {
-        bail!("no process has the name or number '{program}'; 'ps -e' shows those that run");
+        bail!("no process has the name or number '{program}'; 'ps -e' lists processes");
     }
     let report = program::read(proc_root, program, &pids)
         .with_context(|| format!("cannot read the mappings of '{program}'; run this as root"))?;

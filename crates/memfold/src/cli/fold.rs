@@ -93,7 +93,7 @@ fn render(stats: &EngineStats) -> String {
     let store: u64 = stats.domains.iter().map(|d| d.store_bytes).sum();
     let age = if stats.age_s > 0.0 {
         format!(
-            "figures of {:.0} s ago: folding waits for a VM that does not answer\n",
+            "figures are {:.0} s old: folding waits for a VM that does not answer\n",
             stats.age_s
         )
     } else {
@@ -107,7 +107,7 @@ fn render(stats: &EngineStats) -> String {
         if stats.vms.is_empty() { "no VMs\n" } else { "" },
         match &stats.braked {
             _ if stats.paused => "paused".to_owned(),
-            Some(why) => format!("braked, what is folded stays folded: {why}"),
+            Some(why) => format!("braked, folded memory stays folded: {why}"),
             None => "on".to_owned(),
         },
         stats.cpu_share * 100.0,

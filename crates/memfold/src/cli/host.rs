@@ -35,7 +35,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             if !context.json {
                 let url = made.urls.first().map_or("", String::as_str);
                 memfold_host::say!(
-                    "put this into a file of '{host}' that nobody else may read, and start its daemon with: --host {host} --registry {url} --registry-token FILE --registry-ca FILE"
+                    "save this token on '{host}' in a file that only root may read, and start that host's daemon with: --host {host} --registry {url} --registry-token FILE --registry-ca FILE"
                 );
             }
         }
@@ -43,7 +43,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             let hosts: Vec<String> = client.get("/v1/hosts")?;
             context.print(&hosts, |hosts| {
                 if hosts.is_empty() {
-                    "no host has a token; 'memfold host add NAME' gives it one".into()
+                    "no host has a token; 'memfold host add NAME' creates one".into()
                 } else {
                     hosts.join("\n")
                 }
@@ -53,9 +53,9 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             let was: bool = client.delete(&format!("/v1/hosts/{}", in_path(host)?))?;
             context.print(&was, |was| {
                 if *was {
-                    format!("'{host}' has no token any more")
+                    format!("token of '{host}' revoked")
                 } else {
-                    format!("'{host}' had none")
+                    format!("'{host}' had no token")
                 }
             })?;
         }

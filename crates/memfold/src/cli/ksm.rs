@@ -93,11 +93,11 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 let left = match overview.totals.ksm_merging_pages {
                     0 => "nothing is merged".to_owned(),
                     pages => format!(
-                        "{} of memory are merged and stay so until they are written",
+                        "{} of memory are merged and stay merged until guests write to them",
                         PageCount(pages).bytes()
                     ),
                 };
-                format!("KSM's settings are as before; {left}")
+                format!("KSM's previous settings are restored; {left}")
             })?;
         }
         Arguments::Explain { vm } => {
@@ -133,7 +133,7 @@ fn explain_alone(vm: &str) -> anyhow::Result<Explanation> {
         [] => bail!(
             "no QEMU process has the name or number '{vm}', and no memfold daemon answers; 'memfold ksm status' shows those with mergeable memory"
         ),
-        _ => bail!("several QEMUs are named '{vm}': give one of their process numbers, {found:?}"),
+        _ => bail!("several QEMUs are named '{vm}'; give one of their process numbers: {found:?}"),
     }
 }
 
@@ -173,7 +173,7 @@ fn render(overview: &Overview) -> String {
         |value: Option<f64>| value.map_or_else(|| "?".to_owned(), |p| format!("{p:.1} %"));
     let _ = writeln!(
         text,
-        "ksmd's CPU since boot {}; mergeable memory {}, a full scan of it at these settings {}\n\
+        "ksmd's CPU since boot {}; mergeable memory {}, a full scan at these settings {}\n\
          tasks wait for CPU {}, for memory {} of the time (some avg10)",
         seconds(overview.ksmd_cpu_s),
         ByteSize(overview.mergeable_bytes),
@@ -183,7 +183,7 @@ fn render(overview: &Overview) -> String {
     );
     let steered = match (&overview.steering, overview.daemon) {
         (Some(now), _) => steering(now),
-        (None, true) => "not steered; 'memfold ksm start' begins".to_owned(),
+        (None, true) => "not steered; run 'memfold ksm start' to steer KSM".to_owned(),
         (None, false) => {
             "no memfold daemon answers: VMs have no names and trust domains here".to_owned()
         }
@@ -273,7 +273,7 @@ fn steering(now: &Steering) -> String {
         names => format!("\nkept out (other trust domains): {}", names.join(", ")),
     };
     format!(
-        "steered for trust domain '{}': at most {} % of a CPU, a full scan each {} s{by}\n\
+        "steered for trust domain '{}': at most {} % of a CPU, a full scan every {} s{by}\n\
          now {mode}: {}\n\
          ksmd {:.1} % of a CPU, {:.1} us a page; pages_to_scan {}, sleep_millisecs {}; {} full scans and {:.1} s of CPU in {:.0} s{out}",
         now.domain,
@@ -313,7 +313,7 @@ fn explain(explanation: &Explanation) -> String {
     if let Some(seconds) = explanation.first_merge_s {
         let _ = writeln!(
             text,
-            "first merge, if something is equal: in {seconds:.0} s at most, at this rate"
+            "first merge, if any pages are equal: within {seconds:.0} s at this rate"
         );
     }
     for finding in &explanation.causes {

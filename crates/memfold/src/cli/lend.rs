@@ -94,7 +94,7 @@ pub(super) fn ports(text: &str) -> Result<(u16, u16), String> {
     let parsed = text
         .split_once('-')
         .and_then(|(first, last)| Some((first.parse().ok()?, last.parse().ok()?)));
-    parsed.ok_or_else(|| "give the first and the last port, as 10900-10999".to_owned())
+    parsed.ok_or_else(|| "give the first and the last port, such as 10900-10999".to_owned())
 }
 
 pub(super) fn lend(context: &Context, arguments: &LendArguments) -> anyhow::Result<ExitCode> {
@@ -124,7 +124,7 @@ pub(super) fn lend(context: &Context, arguments: &LendArguments) -> anyhow::Resu
 
 fn lender(status: &LenderStatus) -> String {
     let mut text = format!(
-        "'{}' lends up to {} on {}: {} offered, {} of it lent ({})",
+        "'{}' lends up to {} on {}: {} offered, {} of that lent ({})",
         status.host,
         ByteSize(status.max_bytes),
         status.listens,
@@ -133,14 +133,14 @@ fn lender(status: &LenderStatus) -> String {
         status.why
     );
     if status.is_ending {
-        text.push_str("\ntakes everything back, and lends no more");
+        text.push_str("\nstops lending: waits for leases to end");
     } else if status.recalled_bytes > 0 {
         let _ = write!(text, "\ntakes {} back", ByteSize(status.recalled_bytes));
     }
     if status.refused > 0 {
         let _ = write!(
             text,
-            "\n{} connections to exports broke off or were refused",
+            "\n{} connections to exports were refused or broken off",
             status.refused
         );
     }
@@ -157,7 +157,7 @@ pub(super) fn borrow(context: &Context, arguments: &BorrowArguments) -> anyhow::
             let size = word.as_deref().map(size_alone).transpose()?;
             if arguments.size.is_some() {
                 bail!(
-                    "--lvm {volume} is borrowed for, and a VM was named, too: do one after the other"
+                    "--lvm {volume} and a VM cannot be given together; run the command once for each"
                 );
             }
             (format!("{}/borrow", of_volume(volume)), size)
@@ -356,7 +356,7 @@ fn render(report: &LeaseReport) -> String {
     for one in &report.distrusted {
         let _ = writeln!(
             text,
-            "\nnothing is borrowed of '{}' for {} min: it served wrong bytes to VM '{}' ({}); believe it again with 'memfold leases --trust {}'",
+            "\nlender '{}' is not used for {} min: it served wrong bytes to VM '{}' ({}); trust it again with 'memfold leases --trust {}'",
             one.lender,
             minutes_until(one.until_unix_s),
             one.vm,
@@ -387,7 +387,7 @@ fn of_this_host(report: &LeaseReport) -> String {
     for vm in &report.again {
         let _ = write!(
             text,
-            "\n'{vm}' borrows again when a lender has room; memfold return {vm} ends that"
+            "\n'{vm}' borrows again when a lender has room; 'memfold return {vm}' cancels that"
         );
     }
     text

@@ -82,9 +82,9 @@ fn words(changes: &[Change], what: &str) -> String {
         let when = if !change.changed {
             ""
         } else if change.running {
-            "; it runs: that takes effect when it is shut down and started again (a reboot of its guest is not enough)"
+            "; the change takes effect when the running domain is shut down and started again (a reboot of the guest is not enough)"
         } else if change.managed_save {
-            "; its saved memory is restored at its next start, as it was: that takes effect at the start after that, or after 'virsh managedsave-remove'"
+            "; the domain's next start restores its saved memory unchanged, so the change takes effect at the start after that, or after 'virsh managedsave-remove'"
         } else {
             ""
         };

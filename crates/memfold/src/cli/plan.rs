@@ -61,7 +61,7 @@ fn fingerprint(path: &Path) -> anyhow::Result<Fingerprint> {
     };
     let bytes = read().with_context(|| format!("cannot read {}", path.display()))?;
     serde_json::from_slice(&bytes)
-        .with_context(|| format!("{} is no fingerprint of a host", path.display()))
+        .with_context(|| format!("{} is not a fingerprint of a host", path.display()))
 }
 
 fn placed(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -104,11 +104,11 @@ fn render_proposal(proposal: &Proposal) -> String {
     let less = i64::try_from(proposal.now_bytes).unwrap_or(i64::MAX)
         - i64::try_from(proposal.then_bytes).unwrap_or(i64::MAX);
     if proposal.moves.is_empty() {
-        text.push_str("no move saves enough: leave them where they are");
+        text.push_str("no move saves enough: leave all VMs where they are");
     } else {
         let _ = write!(
             text,
-            "all hosts together take {} less (+- {}), if all that VMs of a trust domain have in common is shared",
+            "all hosts together use {} less (+- {}), if everything that VMs of a trust domain have in common is shared",
             signed(less),
             size(proposal.plus_minus_bytes)
         );
@@ -194,7 +194,7 @@ fn render(plan: &Plan) -> String {
         String::new()
     };
     format!(
-        "{}\n\nwith {}: {} +- {} used{ahead} of {} ({} now, {} kept in reserve), {} owed, of which {} % are to be there: {}",
+        "{}\n\nwith {}: {} +- {} used{ahead} of {} ({} now, {} kept in reserve), {} owed, of which {} % must be available: {}",
         kinds.trim_fmt(),
         wanted.join(", "),
         size(plan.predicted_bytes),

@@ -22,7 +22,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         report.ledger.vms.retain(|vm| vm.name == *name);
         report.fold.vms.retain(|vm| vm.name == *name);
         if report.ledger.vms.is_empty() {
-            bail!("no VM '{name}'; 'memfold vm list' shows them");
+            bail!("no VM named '{name}'; 'memfold vm list' shows all VMs");
         }
     }
     context.print(&report, |report| table::render(&report.ledger))?;

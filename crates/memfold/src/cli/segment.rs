@@ -181,7 +181,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let is_right = problem.is_none();
             let said = serde_json::json!({ "segment": segment, "problem": problem });
             context.print(&said, |_| {
-                problem.unwrap_or_else(|| format!("{segment}: as it was built"))
+                problem.unwrap_or_else(|| format!("{segment}: unchanged since its build"))
             })?;
             return Ok(ExitCode::from(u8::from(!is_right)));
         }
@@ -232,7 +232,7 @@ fn build(context: &Context, arguments: BuildArguments) -> anyhow::Result<ExitCod
             return format!("{} holds the same files already", segment.reference());
         }
         format!(
-            "built {}: {} files, {} in an image of {}; describing it takes {} of each guest's RAM",
+            "built {}: {} files, {} in an image of {}; its page descriptors take {} of each guest's RAM",
             segment.reference(),
             segment.files,
             ByteSize(segment.content_bytes),
@@ -261,7 +261,7 @@ fn describe(what: &str, vm: &str, done: &AttachedSegment) -> String {
         Some(counts.sum::<u64>())
     };
     if let (Some(same), Some(differing)) = (count("same"), count("differing")) {
-        parts.push(format!("{same} files as the guest's own"));
+        parts.push(format!("{same} files equal to the guest's own"));
         if differing > 0 {
             parts.push(format!("{differing} differ and stay the guest's"));
         }

@@ -198,7 +198,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let right = report.problems.is_empty();
             context.print(&report, |report| {
                 if right {
-                    format!("{}: as it was saved", report.name)
+                    format!("{}: unchanged since it was saved", report.name)
                 } else {
                     report.problems.join("\n")
                 }
@@ -233,13 +233,13 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
     if arguments.number > 1 && !manifest.tells_twins_apart() && !arguments.force {
         bail!(
             "the guest in snapshot '{snapshot}' has neither a driver for VM generation IDs nor memfold's agent: its clones \
-             would draw the same random numbers and keys; start one, or all with --force"
+             would generate the same random numbers and keys; start one, or all with --force"
         );
     }
     if let Some(port) = arguments.forwards.iter().find(|port| !port.is_any()) {
         if arguments.number > 1 {
             bail!(
-                "one VM alone can have port {port} of this host; --forward 0:GUEST-PORT gives each a free one"
+                "only one VM can have port {port} of this host; --forward 0:GUEST-PORT gives each VM a free port"
             );
         }
     }
@@ -277,7 +277,7 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
     }
     if arguments.no_wait {
         context.print(&clones, |_| {
-            "their agents set them apart when they answer".into()
+            "each guest's identity is renewed when its agent answers".into()
         })?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -285,7 +285,7 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
     let left = left_as_it_was(&clones);
     context.print(&clones, |clones| {
         if left.is_empty() {
-            format!("{} set apart from each other", clones.len())
+            format!("{} with renewed identity", clones.len())
         } else {
             left.join("\n")
         }
@@ -337,7 +337,7 @@ fn left_as_it_was(clones: &[Clone]) -> Vec<String> {
         let Some(renewal) = &vm.renewal else { continue };
         if renewal.pending {
             lines.push(format!(
-                "{}: not set apart yet; that is done as soon as its agent answers and has its turn",
+                "{}: identity not renewed yet; that happens as soon as the agent answers",
                 vm.name
             ));
         }
@@ -362,10 +362,10 @@ fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> anyhow:
 /// What was saved, in words.
 fn saved(m: &Manifest) -> String {
     let free = m.free_kept.as_ref().map_or(String::new(), |why| {
-        format!("\nwhat the guest had free was saved too: {why}")
+        format!("\nthe guest's free memory was saved too: {why}")
     });
     let cache = m.cache_kept.as_ref().map_or(String::new(), |why| {
-        format!("\nwhat the guest had not dropped was saved too: {why}")
+        format!("\ncaches that the guest had not dropped were saved too: {why}")
     });
     let of_one_vm = if m.of_one_vm.is_empty() {
         String::new()

@@ -18,7 +18,7 @@ fn tell(states: &[NotifyState<'_>]) {
 /// The daemon serves, and VMs that ran are taken over.
 pub(super) fn ready(daemon: &Daemon) {
     let vms = daemon.vms().list().len();
-    let status = format!("serving; {vms} VMs were taken over");
+    let status = format!("serving; {vms} VMs adopted");
     tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
 }
 

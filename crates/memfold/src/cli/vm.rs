@@ -158,7 +158,7 @@ fn disk(text: &str) -> Result<DiskSpec, String> {
     disk.format = Some(match format {
         "raw" => DiskFormat::Raw,
         "qcow2" => DiskFormat::Qcow2,
-        other => return Err(format!("format '{other}' is none of raw and qcow2")),
+        other => return Err(format!("format '{other}' is neither raw nor qcow2")),
     });
     Ok(disk)
 }
@@ -257,7 +257,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let names: Vec<&str> = reports.iter().map(|report| report.name.as_str()).collect();
             let stopped = serde_json::json!({ "stopped": names, "vms": reports });
             context.print(&stopped, |_| match reports.len() {
-                0 => "no VM that memfold has started runs".to_owned(),
+                0 => "no VM started by memfold is running".to_owned(),
                 _ => reports
                     .iter()
                     .map(how_it_stopped)
@@ -426,16 +426,16 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
 /// What became of the clock of a guest that stood still.
 fn clock(step: &ClockStep) -> Option<String> {
     if step.pending {
-        return Some("its clock is set as soon as its agent answers".into());
+        return Some("guest's clock: will be set as soon as the agent answers".into());
     }
     let was = step.behind_ms.map(in_words);
     match (&step.problem, was) {
-        (Some(problem), Some(was)) => {
-            Some(format!("its clock was {was}; not all right now: {problem}"))
-        }
-        (Some(problem), None) => Some(format!("its clock is as it was: {problem}")),
+        (Some(problem), Some(was)) => Some(format!(
+            "guest's clock was {was}; not all right now: {problem}"
+        )),
+        (Some(problem), None) => Some(format!("guest's clock unchanged: {problem}")),
         (None, Some(was)) if step.behind_ms != step.left_ms => {
-            Some(format!("its clock was {was}, and was set"))
+            Some(format!("guest's clock was {was}, and was set"))
         }
         _ => None,
     }
@@ -443,7 +443,7 @@ fn clock(step: &ClockStep) -> Option<String> {
 
 fn table(vms: &[VmInfo]) -> String {
     if vms.is_empty() {
-        return "no VMs; start one with 'memfold vm run', or take one on with 'memfold vm attach'"
+        return "no VMs; start one with 'memfold vm run', or attach one with 'memfold vm attach'"
             .into();
     }
     let mut table = Table::new();

@@ -167,7 +167,7 @@ fn hosts_lend_and_borrow_over_tls_each_with_its_own_token() {
     // Without its token it gets nothing more.
     assert_eq!(registry.json(&["host", "list"]), serde_json::json!(["b"]));
     assert_eq!(registry.json(&["host", "remove", "b"]), true);
-    refused(&borrower.run(&["borrow", "v"]), 1, &["nobody is logged in"]);
+    refused(&borrower.run(&["borrow", "v"]), 1, &["needs a login"]);
     assert!(refusals(&registry, "credentials") >= 1.0);
 }
 
@@ -216,9 +216,9 @@ fn wrong_credentials_and_certificates_are_refused_counted_and_named() {
     let read_token = registry.state().join("access/read.token");
     let read_token = std::fs::read_to_string(read_token).unwrap();
     for (name, text, words) in [
-        ("garbage", "0".repeat(64), "nobody is logged in"),
-        ("read", read_token, "the registry is for hosts"),
-        ("c", admit(&registry, "c").0, "asked for host 'b'"),
+        ("garbage", "0".repeat(64), "needs a login"),
+        ("read", read_token, "only hosts may use the registry"),
+        ("c", admit(&registry, "c").0, "request is for host 'b'"),
     ] {
         let token = authority.token(name, &text);
         let daemon = host("b", &authority.asking(&url, &token));
@@ -236,7 +236,7 @@ fn wrong_credentials_and_certificates_are_refused_counted_and_named() {
     assert!(refusals(&registry, "credentials") >= 1.0);
     assert!(refusals(&registry, "rights") >= 1.0);
     let (_, log) = registry.http("GET", "/v1/audit", b"");
-    assert!(log.contains("asked for host 'b'") && !log.contains(&token));
+    assert!(log.contains("request is for host 'b'") && !log.contains(&token));
     // What isn't TLS, and who trusts another authority.
     let before = refusals(&registry, "tls");
     let mut plain = TcpStream::connect(url.strip_prefix("https://").unwrap()).unwrap();

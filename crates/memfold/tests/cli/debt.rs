@@ -44,7 +44,7 @@ fn limits_are_shown_set_and_refused_when_they_make_no_sense() {
     for word in [
         "brake: ok",
         "(0 %)",
-        "could be had",
+        "available for it",
         "free swap, not counted",
     ] {
         assert!(text.contains(word), "no '{word}' in {text}");
@@ -164,7 +164,7 @@ fn a_braked_host_starts_no_vm_says_why_and_goes_on_when_there_is_enough_again() 
     for words in [&words, debt["meaning"].as_str().unwrap()] {
         assert!(words.contains("no VM is started"), "{words}");
         assert!(
-            words.contains(" could be had beside the reserve"),
+            words.contains(" is available beside the reserve"),
             "{words}"
         );
     }

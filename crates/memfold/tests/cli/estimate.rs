@@ -143,7 +143,7 @@ fn fingerprints_of_two_hosts_are_made_with_one_key_and_compared() {
             ["north.json", "north.json"],
             "two fingerprints are of host 'north'",
         ),
-        (["north.json", "text"], "is no fingerprint"),
+        (["north.json", "text"], "is not a fingerprint"),
         (["north.json", "nowhere"], "cannot read"),
     ] {
         refused(&plan(&files), 1, &[words]);

@@ -99,7 +99,7 @@ fn a_lender_whose_bytes_are_changed_is_given_up_and_not_borrowed_from_again() {
         assert_eq!(report["distrusted"][0]["lender"], "a");
         assert_eq!(report["distrusted"][0]["vm"], "v");
         let text = out(&borrower.run(&["leases"]));
-        assert!(text.contains("nothing is borrowed of 'a'"), "{text}");
+        assert!(text.contains("lender 'a' is not used"), "{text}");
         wait_free(&lying);
         let refusal = ["no lender has", "not asked: a", "--trust"];
         refused(&borrower.run(&["borrow", "v"]), 1, &refusal);

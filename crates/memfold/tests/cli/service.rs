@@ -251,7 +251,7 @@ fn systemd_is_told_when_the_daemon_serves_works_and_ends_and_a_restart_keeps_its
 
     let _second = Served::start(directory.path(), &notify);
     manager.hear("READY=1");
-    assert_eq!(manager.times("STATUS=serving; 1 VMs were taken over"), 1);
+    assert_eq!(manager.times("STATUS=serving; 1 VMs adopted"), 1);
     let list = program()
         .arg("--socket")
         .arg(&socket)

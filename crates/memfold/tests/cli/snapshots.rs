@@ -118,7 +118,7 @@ fn variables_of_firmware_are_each_vms_own() {
     for name in ["one", "two", "three"] {
         let output = daemon.run(&["snapshot", "verify", name]);
         assert!(
-            out(&output).contains("as it was saved"),
+            out(&output).contains("unchanged since it was saved"),
             "{}{}",
             out(&output),
             err(&output)
@@ -370,7 +370,10 @@ fn verify_tries_what_restore_needs_and_disturbs_nobody() {
         (code(&output), out(&output) + &err(&output))
     };
     let before = std::fs::metadata(&socket).unwrap().ino();
-    assert_eq!(verify(), (0, "x: as it was saved\n".to_owned()));
+    assert_eq!(
+        verify(),
+        (0, "x: unchanged since it was saved\n".to_owned())
+    );
     assert_eq!(
         std::fs::metadata(&socket).unwrap().ino(),
         before,

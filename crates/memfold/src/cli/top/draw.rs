@@ -146,7 +146,7 @@ fn figures(report: &Report) -> Vec<Line<'static>> {
         lines.push(Line::from(vec![
             Span::from(" owed   "),
             format!(
-                "{}, of it to be there {}, could be had {}: ",
+                "{}, needed at once {}, available for it {}: ",
                 ByteSize(debt.debt_bytes),
                 ByteSize(debt.needed_bytes),
                 ByteSize(debt.absorbable_bytes)

@@ -45,17 +45,17 @@ pub(super) const COLUMNS: [Column; 12] = [
     },
     Column {
         name: "unfolded",
-        meaning: "folded once, written since",
+        meaning: "folded once, written to since then",
         of: |vm| vm.unfolded_bytes,
     },
     Column {
         name: "template",
-        meaning: "of the image that it runs from, in its page tables",
+        meaning: "of the snapshot's image that the VM runs from, in its page tables",
         of: |vm| vm.file_resident_bytes,
     },
     Column {
         name: "zero",
-        meaning: "the kernel's page of zeroes: costs nothing",
+        meaning: "the kernel's zero page: costs nothing",
         of: |vm| vm.zero_bytes,
     },
     Column {
@@ -75,7 +75,7 @@ pub(super) const COLUMNS: [Column; 12] = [
     },
     Column {
         name: "segments",
-        meaning: "its share of segments",
+        meaning: "the VM's share of segments",
         of: |vm| vm.segment_pss_bytes,
     },
     Column {
