@@ -41,7 +41,7 @@ struct Cli {
 /// What other programs start.
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// The main job: boot real VMs, fold them, show what was saved next to KSM
+    /// Demo: boot real VMs, fold them, and compare the memory saved with KSM's
     #[command(hide = true)]
     Demo(demo::Arguments),
     /// Prove that folding loses no byte on this host
@@ -54,21 +54,21 @@ enum Command {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Name {
-    /// Cost of folding by run length, next to a bare compare and to ksmd
+    /// Cost of folding by run length, compared with a plain comparison and with ksmd
     Fold,
-    /// Two VMs compile: what folding by hints shares and costs, next to KSM at its defaults and at equal CPU
+    /// Two VMs compile: what folding by hints shares and costs, compared with KSM at its defaults and at equal CPU
     Hints,
-    /// Saving and restoring a VM without its soft state, next to QEMU's mapped-ram with multifd
+    /// Saving and restoring a VM without its caches, compared with QEMU's mapped-ram with multifd
     Snapshots,
     /// Clones of one warm VM: time until each runs, and its memory
     Clones,
-    /// Memory of VMs that execute files in place from one image, next to VMs with disks and to clones
+    /// Memory of VMs that execute files in place from one image, compared with VMs with disks and with clones
     Segments,
-    /// The kernel's own merging: what it saves by what guests do, how soon and for how much CPU, and how much it slows them down
+    /// KSM: what it saves by workload, how soon, for how much CPU, and how much it slows guests down
     Ksm,
-    /// Memory that a browser and an office suite add to VMs that execute them from one image, next to VMs with disks
+    /// Memory that a browser and an office suite add to VMs that execute them from one image, compared with VMs with disks
     Desktops,
-    /// A VM that swaps, on this host's disk and on RAM that another host lends: throughput, lenders that die, a real sort
+    /// A VM that swaps to this host's disk and to RAM of another host: throughput, loss of a lender, a real sort
     Remote,
 }
 

@@ -33,7 +33,7 @@ const WORK_TIMEOUT: Duration = Duration::from_secs(300);
 
 #[derive(Args, Debug)]
 pub struct Arguments {
-    /// Seconds that KSM gets at the kernel's default rate
+    /// Seconds that KSM runs at the kernel's default rate
     #[arg(long, value_name = "SECONDS")]
     ksm: u64,
     /// RAM of each VM

@@ -12,7 +12,7 @@ pub struct Arguments {
     /// Directory for the manual page
     #[arg(long, value_name = "DIR")]
     man: PathBuf,
-    /// Directory for completions of bash, zsh and fish, by the names that they look for
+    /// Directory for completions of bash, zsh and fish, under the names that the shells look for
     #[arg(long, value_name = "DIR")]
     completions: PathBuf,
 }

@@ -9,7 +9,7 @@ use crate::figure::Figure;
 /// How a study is run.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Options {
-    /// Smaller and shorter
+    /// Run a smaller and shorter study
     #[arg(long)]
     pub quick: bool,
     /// Only this arm of `hints` (may be given several times), `block-path` of `remote`, `starts` of `desktops`, or `pipeline` of `snapshots`. A wrong name prints all

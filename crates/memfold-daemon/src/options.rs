@@ -10,10 +10,10 @@ use memfold_lend::RegistryAt;
 /// When VMs borrow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum BorrowWhen {
-    /// When somebody asks for it: memfold borrow.
+    /// On request: memfold borrow.
     #[default]
     Asked,
-    /// Also by themselves, as long as they swap.
+    /// Also by themselves, while they swap.
     Auto,
 }
 

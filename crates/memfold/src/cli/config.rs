@@ -25,7 +25,7 @@ const LARGEST: u64 = 1 << 20;
 
 #[derive(clap::Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Whether a configuration file of 'memfold serve' is right, and the files and groups that it names can be used here; names each wrong field and
+    /// Check a configuration file of 'memfold serve', and the files and groups that it names; report each wrong field with
     /// its line
     Check(CheckArguments),
 }

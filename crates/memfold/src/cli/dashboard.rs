@@ -9,7 +9,7 @@ use super::context::Context;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// What the browser may do
+    /// Role of the browser
     #[arg(long, value_enum, default_value_t = Role::Operate)]
     role: Role,
 }

@@ -12,10 +12,10 @@ use super::context::Context;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Keep so much memory for this host, until the daemon ends: a size, or a part of its RAM in percent
+    /// Memory to keep for this host until the daemon ends: a size, or percent of its RAM
     #[arg(long, value_name = "SIZE|PERCENT%", value_parser = reserve)]
     reserve: Option<String>,
-    /// How much of what guests share must be there for them in case they write to it, in percent, until the daemon ends
+    /// Percent of shared memory that available memory must cover in case guests write to it, until the daemon ends; 0 disables the brake
     #[arg(long, value_name = "PERCENT", value_parser = cover)]
     cover: Option<f64>,
 }

@@ -14,7 +14,7 @@ use super::doctor;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Seconds that KSM gets at the kernel's default rate
+    /// Seconds that KSM runs at the kernel's default rate
     #[arg(long, default_value_t = 45, value_name = "SECONDS")]
     ksm: u64,
     /// RAM of each VM

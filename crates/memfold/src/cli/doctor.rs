@@ -23,10 +23,10 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Directory that keeps what takes long to find out
+    /// Directory that caches slow checks
     #[arg(long, env = "MEMFOLD_STATE", default_value = DEFAULT_STATE, value_name = "DIR")]
     state: PathBuf,
-    /// Prove it too: fold memory of this process, and of two small guests, while it is written to (one to four minutes)
+    /// Also test folding: fold memory of this process and of two small guests while it is written to (one to four minutes)
     #[arg(long)]
     self_test: bool,
 }

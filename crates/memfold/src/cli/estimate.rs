@@ -41,29 +41,29 @@ const LONGEST_S: f64 = 86_400.0;
 /// domain unless --domain-of or --one-domain say otherwise.
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Look at these VMs alone, by name or by QEMU's process number
+    /// Look only at these VMs, by name or by QEMU's process number
     #[arg(value_name = "VM|PID")]
     vms: Vec<String>,
-    /// CPU that it may use, in percent of one core
+    /// CPU limit, in percent of one core
     #[arg(long, default_value_t = 10.0, value_name = "PERCENT", value_parser = percent)]
     cpu: f64,
-    /// End after this time, with what was found by then; by default all memory is looked at (10 % of a core read 0.2 to 0.3 GiB a second)
+    /// Stop after this time and show what was found until then; by default all memory is read (0.2 to 0.3 GiB a second at 10 % of a core)
     #[arg(long, value_name = "N", value_parser = seconds)]
     seconds: Option<Duration>,
-    /// A QEMU is of this trust domain (may be given several times)
+    /// Trust domain of a QEMU (may be given several times)
     #[arg(long, value_name = "PID=DOMAIN", value_parser = domain_of)]
     domain_of: Vec<(i32, String)>,
-    /// As if all VMs were of one trust domain
+    /// Assume that all VMs are in one trust domain
     #[arg(long, conflicts_with = "domain_of")]
     one_domain: bool,
-    /// Instead: how much of a running program VMs could share, by mapping mode (all processes of that name, or one)
+    /// Instead: show how much of a running program VMs could share, by mapping mode (all processes of that name, or one)
     #[arg(long, value_name = "PID|NAME", conflicts_with_all = ["vms", "cpu", "seconds", "domain_of", "one_domain"])]
     program: Option<String>,
-    /// Instead: write what the VMs hold to FILE, for 'memfold plan --place', in a form that can be compared with that of hosts that have the same key and tells
+    /// Instead: write what the VMs hold to FILE, for 'memfold plan --place', in a form that only hosts with the same key can compare, and that reveals
     /// nothing without it
     #[arg(long, value_name = "FILE", requires = "key", conflicts_with_all = ["program", "vms", "seconds"])]
     fingerprint: Option<PathBuf>,
-    /// The key of the hosts that are compared; made if there is none in FILE. Copy it to the others
+    /// Key shared by the hosts to compare; created if FILE does not exist. Copy it to the other hosts
     #[arg(long, value_name = "FILE", requires = "fingerprint")]
     key: Option<PathBuf>,
     /// This host's name in the fingerprint; by default the kernel's

@@ -12,18 +12,18 @@ use super::context::Context;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// What folding has done, VM by VM
+    /// Show what folding has done, by VM
     Status,
-    /// Stop folding; what is folded stays folded
+    /// Pause folding; folded memory stays folded
     Pause,
-    /// Go on folding
+    /// Resume folding
     Resume,
-    /// How much folding may use
+    /// Set limits of folding
     Budget {
-        /// CPU over time, in percent of one core
+        /// CPU limit over time, in percent of one core
         #[arg(long, value_name = "PERCENT")]
         cpu: Option<f64>,
-        /// Pages looked at in a second; 0 for no limit
+        /// Pages examined a second; 0 for no limit
         #[arg(long, value_name = "PAGES")]
         pages_per_second: Option<u64>,
     },

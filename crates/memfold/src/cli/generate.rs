@@ -12,10 +12,10 @@ use memfold_server::{openapi, reference};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Directory for the manual pages, one a command
+    /// Directory for the manual pages, one for each command
     #[arg(long, value_name = "DIR")]
     man: Option<PathBuf>,
-    /// Directory for completions of bash, zsh and fish, by the names that they look for
+    /// Directory for completions of bash, zsh and fish, under the names that the shells look for
     #[arg(long, value_name = "DIR")]
     completions: Option<PathBuf>,
     /// File for the reference of the HTTP API, in Markdown

@@ -10,11 +10,11 @@ use super::vm::segment as in_path;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Let a host ask this daemon's registry over TCP: prints a token for it, once; one that it had is void
+    /// Let a host use this daemon's registry over TCP: print a token for it once; the host's previous token becomes invalid
     Add(Name),
-    /// Hosts that have a token
+    /// List hosts that have a token
     List,
-    /// Take a host's token away
+    /// Revoke a host's token
     Remove(Name),
 }
 

@@ -10,7 +10,7 @@ use memfold_lend::iscsi::{bridge, target};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Beside a lease's tgtd
+    /// Helper of a lease's tgtd
     Target {
         /// Bytes to lend
         #[arg(long)]
@@ -28,7 +28,7 @@ pub(super) enum Arguments {
         #[arg(long)]
         ready: PathBuf,
     },
-    /// Beside a borrower's qemu-nbd
+    /// Helper of a borrower's qemu-nbd
     Bridge {
         /// Where the lender is
         #[arg(long)]

@@ -21,7 +21,7 @@ use super::failure::IMPOSSIBLE_HERE;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Every control and counter of KSM, ksmd's CPU, and each VM's part; works without a daemon
+    /// Show every control and counter of KSM, ksmd's CPU, and each VM's share; works without a daemon
     Status,
     /// Have the daemon steer ksmd for the VMs of one trust domain: faster after a VM starts, slower while tasks wait or nothing merges
     Start {
@@ -31,20 +31,20 @@ pub(super) enum Arguments {
         /// CPU that ksmd may use, in percent of one core
         #[arg(long, default_value_t = 20.0, value_name = "PERCENT")]
         cpu: f64,
-        /// Time that a full scan of the mergeable memory is to take
+        /// Target time for a full scan of the mergeable memory, in seconds
         #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
         target: f64,
         /// Have the kernel's advisor set ksmd's speed (Linux 6.8 or newer)
         #[arg(long)]
         advisor: bool,
     },
-    /// Steer KSM no more: its settings are as before; what is merged stays merged
+    /// Stop steering KSM: its previous settings are restored, and merged pages stay merged
     Stop {
         /// Give each merged page its own copy again, which takes as much memory at once as merging saves
         #[arg(long)]
         unmerge: bool,
     },
-    /// Why a VM's memory merges or doesn't, and what would change it
+    /// Explain why a VM's memory merges or not, and what would change that
     Explain {
         /// Name of the VM; without a daemon also the process number of a QEMU
         vm: String,

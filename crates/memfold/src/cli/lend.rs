@@ -19,22 +19,22 @@ use super::vm::segment as name_of_vm;
 
 #[derive(Args, Debug)]
 pub(super) struct LendArguments {
-    /// Lend at most so much of this host's RAM; never more than the host can spare. Without it: what is lent now
+    /// Most of this host's RAM to lend; never more than the host can spare. Without --max: show what is lent now
     #[arg(long, value_name = "SIZE", conflicts_with = "stop")]
     max: Option<ByteSize>,
     /// Export on this IP address, each lease on a port of its own, with TLS and a key of its own
     #[arg(long, value_name = "ADDRESS", requires = "max")]
     listen: Option<IpAddr>,
-    /// Tell borrowers this address instead, where something forwards to that one
+    /// Tell borrowers this address instead, if it forwards to the address of --listen
     #[arg(long, value_name = "ADDRESS", requires = "listen")]
     announce: Option<IpAddr>,
-    /// Take ports of exports from this range, for a firewall; any that is free by default
+    /// Ports for exports, for a firewall; any free port by default
     #[arg(long, value_name = "FIRST-LAST", requires = "listen", value_parser = ports)]
     ports: Option<(u16, u16)>,
     /// Export on Unix sockets, to borrowers on this host (the default)
     #[arg(long, requires = "max", conflicts_with = "listen")]
     unix: bool,
-    /// What exports speak: NBD, encrypted between hosts, or iSCSI, which isn't. By iSCSI, exports are on 127.0.0.1 unless --listen is given
+    /// Protocol of exports: NBD, encrypted between hosts, or iSCSI, not encrypted. With iSCSI, exports listen on 127.0.0.1 unless --listen is given
     #[arg(
         long,
         value_enum,
@@ -43,10 +43,10 @@ pub(super) struct LendArguments {
         default_value_t
     )]
     transport: Transport,
-    /// Agree that by iSCSI what guests have swapped out is sent in clear text
+    /// Accept that iSCSI sends guests' swapped memory in clear text
     #[arg(long, requires = "max")]
     cleartext: bool,
-    /// Take everything back, and lend no more
+    /// Stop lending, and take all lent RAM back
     #[arg(long)]
     stop: bool,
 }
@@ -56,23 +56,23 @@ pub(super) struct BorrowArguments {
     /// The VM; it needs a swap disk (vm run --swap)
     #[arg(value_name = "VM", required_unless_present = "lvm")]
     vm: Option<String>,
-    /// How much: at least what the swap disk has, which is also the default
+    /// Size to borrow: at least the swap disk's size, which is the default
     size: Option<ByteSize>,
-    /// Put a swap volume of this host's LVM on lent RAM, instead of a VM's swap disk; the lender has to export by iSCSI
+    /// Move a swap volume of this host's LVM to lent RAM, instead of a VM's swap disk; the lender must export by iSCSI
     #[arg(long, value_name = "VG/LV")]
     lvm: Option<Volume>,
-    /// What keeps the bytes if the lender dies: a copy on this host's disk, one in another lender's RAM, or nothing (unsafe: programs of
+    /// Copy of the bytes in case the lender dies: on this host's disk, in another lender's RAM, or none (unsafe: programs of
     /// the guest die with the lender)
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = Durability::Disk)]
     durability: Durability,
-    /// Lay the disk out over so many lenders, 1 to 8; by default over as few as have room for it
+    /// Number of lenders to spread the disk over, 1 to 8; by default as few as have enough RAM
     #[arg(long, value_name = "N")]
     stripes: Option<u8>,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct LeasesArguments {
-    /// Believe a lender again that has served wrong bytes
+    /// Trust a lender again that has served wrong bytes
     #[arg(long, value_name = "HOST")]
     trust: Option<String>,
 }
@@ -82,7 +82,7 @@ pub(super) struct ReturnArguments {
     /// The VM
     #[arg(value_name = "VM", required_unless_present_any = ["lvm", "lease"])]
     vm: Option<String>,
-    /// Take a swap volume of this host's LVM off lent RAM
+    /// Move a swap volume of this host's LVM back to this host's disk
     #[arg(long, value_name = "VG/LV", conflicts_with = "vm")]
     lvm: Option<Volume>,
     /// Ask a borrower, on any host, for one lease of what this host lends; 'memfold leases' shows their numbers

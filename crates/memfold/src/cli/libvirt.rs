@@ -13,24 +13,24 @@ use super::vm::describe;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Have domains start with memfold: changes their XML's <emulator>, adds a channel for the agent and a mark with the trust domain
+    /// Make domains start with memfold: change <emulator> in their XML, add a channel for the agent and a mark with the trust domain
     Enable {
         /// Domains of libvirt, by name
         #[arg(required = true, value_name = "DOMAIN")]
         names: Vec<String>,
-        /// Trust domain: the VMs that may share with each other. Without one they share with nobody
+        /// Trust domain, whose VMs may share memory with each other. Without one, these VMs share with no other VM
         #[arg(long)]
         domain: Option<String>,
     },
-    /// Put domains' XML back to what it was
+    /// Restore domains' original XML
     Disable {
         /// Domains of libvirt, by name
         #[arg(required = true, value_name = "DOMAIN")]
         names: Vec<String>,
     },
-    /// Domains: which are enabled, in which trust domain, and what becomes of them
+    /// List domains: which are enabled, in which trust domain, and which are folded
     Status,
-    /// Take a running domain on now, or say why it can't be (the daemon does it by itself)
+    /// Adopt a running domain now, or say why that fails (the daemon does it by itself)
     Attach {
         /// Domain of libvirt, by name
         #[arg(value_name = "DOMAIN")]

@@ -27,7 +27,7 @@ pub(super) enum LogFormat {
     /// For people; in systemd's journal without time and with the journal's level
     #[default]
     Text,
-    /// A JSON object a line: time, level, message, and the event's fields
+    /// One JSON object a line: time, level, message, and the event's fields
     Json,
 }
 

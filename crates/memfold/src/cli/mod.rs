@@ -59,29 +59,29 @@ struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// What works on this host, and why not the rest
+    /// Check what works on this host, and why the rest does not
     Doctor(doctor::Arguments),
-    /// The main job: boot real VMs, fold them, show what was saved next to KSM
+    /// Demo: boot real VMs, fold them, and compare the memory saved with KSM's
     Demo(demo::Arguments),
     /// The daemon
     Serve(Box<serve::Arguments>),
-    /// An address that logs a browser in to the dashboard, once
+    /// Print an address that logs a browser in to the dashboard, once
     Dashboard(dashboard::Arguments),
     /// Virtual machines
     #[command(subcommand)]
     Vm(vm::Arguments),
-    /// The ledger: where every byte is, and what was saved
+    /// Show the ledger: where every byte is, and what was saved
     Report(report::Arguments),
-    /// The ledger, live
+    /// Show the ledger live
     Top(top::Arguments),
-    /// What could be saved, before anything is changed: zeroes, copies within and between VMs, by file, by mechanism
+    /// Estimate what could be saved, without changing anything: zero pages, copies within and between VMs, by file, by mechanism
     Estimate(estimate::Arguments),
-    /// What guests could call in by writing to what they share, what there is for it, and the brake
+    /// Show what guests could claim by writing to shared memory, what is available for it, and the brake
     Debt(debt::Arguments),
-    /// Folding: state, pause, budget
+    /// Folding: state, pause, limits
     #[command(subcommand)]
     Fold(fold::Arguments),
-    /// The kernel's own merging: shown, steered, explained
+    /// KSM, the kernel's page merging: show, steer, explain
     #[command(subcommand)]
     Ksm(ksm::Arguments),
     /// Snapshots: save a VM, restore it
@@ -94,13 +94,13 @@ enum Command {
     Segment(segment::Arguments),
     /// Lend this host's spare RAM to VMs of others
     Lend(lend::LendArguments),
-    /// Switch a VM's swap disk to RAM that another host lends, while it runs
+    /// Move a VM's swap disk to RAM that another host lends, while the VM runs
     Borrow(lend::BorrowArguments),
-    /// Switch a VM's swap disk back to this host's disk
+    /// Move a VM's swap disk back to this host's disk
     Return(lend::ReturnArguments),
-    /// Who lends what to whom, and which VMs are hurt if a lender dies
+    /// Show who lends what to whom, and which VMs are affected if a lender dies
     Leases(lend::LeasesArguments),
-    /// Other hosts that may ask this daemon's registry of leases
+    /// Other hosts that may use this daemon's registry of leases
     #[command(subcommand)]
     Host(host::Arguments),
     /// Domains of libvirt: start them with memfold, or no longer
@@ -109,18 +109,18 @@ enum Command {
     /// The configuration file of 'memfold serve'
     #[command(subcommand)]
     Config(config::Arguments),
-    /// How many VMs fit: what more of those that run would take, what they would share and owe
+    /// Plan how many VMs fit: what more of the running VMs would use, share and owe
     Plan(plan::Arguments),
-    /// The studies, by the program memfold-bench
+    /// Run studies with the program memfold-bench
     #[command(disable_help_flag = true)]
     Bench(bench::Arguments),
-    /// Between a VM and its lenders; started by the daemon
+    /// Relay between a VM and its lenders; started by the daemon
     #[command(hide = true)]
     Relay,
     /// Manual pages and completions, for packages
     #[command(hide = true)]
     Generate(generate::Arguments),
-    /// What stands beside servers and clients of iSCSI; started by the daemon
+    /// Helper of iSCSI servers and clients; started by the daemon
     #[command(subcommand, hide = true)]
     IscsiProcess(iscsi_process::Arguments),
 }

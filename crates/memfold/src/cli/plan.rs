@@ -18,25 +18,25 @@ use super::context::Context;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// VMs that are alike, under a name; several kinds. By default the VMs of each trust domain are one
+    /// Name a kind of similar VMs; several allowed. By default the VMs of each trust domain are one kind
     #[arg(long = "kind", value_name = "KIND=VM[,VM...]", value_parser = parse_kind)]
     kinds: Vec<(String, Vec<String>)>,
-    /// Predict the host's memory with so many VMs of a kind in all; several kinds. By default as many as run
+    /// Total number of VMs of a kind to predict for; several allowed. By default as many as run now
     #[arg(long, value_name = "KIND=NUMBER", value_parser = parse_number)]
     vms: Vec<(String, u64)>,
-    /// Plan for so much memory instead of this host's
+    /// Memory to plan for instead of this host's
     #[arg(long, value_name = "SIZE")]
     memory: Option<ByteSize>,
-    /// Plan for so many hours from now, in which VMs grow as they have lately
+    /// Hours from now to plan for; VMs grow as they have lately
     #[arg(long, value_name = "HOURS", default_value = "0", value_parser = parse_hours)]
     ahead: f64,
     /// Instead: propose which VMs to place together, from the fingerprints of two hosts or more ('memfold estimate --fingerprint')
     #[arg(long, value_name = "FILE", num_args = 2.., conflicts_with_all = ["kinds", "vms", "memory", "ahead"])]
     place: Vec<PathBuf>,
-    /// What a move has to save, with --place
+    /// Least bytes that a move must save, with --place
     #[arg(long, value_name = "SIZE", default_value = "64M", requires = "place")]
     least: ByteSize,
-    /// What is to be left of each host's memory, in percent, with --place
+    /// Percent of each host's memory to keep free, with --place
     #[arg(long, value_name = "PERCENT", default_value_t = 10.0, value_parser = reserve, requires = "place")]
     leave: f64,
 }

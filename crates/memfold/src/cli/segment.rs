@@ -18,9 +18,9 @@ use super::watch::watched;
 pub(super) enum Arguments {
     /// Build a segment, or its next generation: a read-only image of files that VMs map in place
     Build(BuildArguments),
-    /// Rank files by the memory they would save in a segment, by what running VMs cache
+    /// Rank files by the memory that they would save in a segment, from what running VMs cache
     Rank(RankArguments),
-    /// Attach a segment to a running VM, and have its guest lay it over its own files
+    /// Attach a segment to a running VM, and overlay its files in the guest
     Attach {
         /// The VM; it needs a free slot (vm run --segment-slots)
         vm: String,
@@ -29,28 +29,28 @@ pub(super) enum Arguments {
         /// Only attach the device; the guest mounts it itself
         #[arg(long)]
         no_lay: bool,
-        /// Compare all bytes with the guest's own files first, not only sizes, times, owners and modes
+        /// First compare all bytes with the guest's own files, not only sizes, times, owners and modes
         #[arg(long)]
         content: bool,
-        /// Let this VM alone map it, to write what 'segment build --from vm:VM' makes the next generation of
+        /// Let only this VM map the segment, to write files that 'segment build --from vm:VM' turns into the next generation
         #[arg(long, conflicts_with = "no_lay")]
         writer: bool,
     },
-    /// Have a guest take a segment off its files; what it has written there stays
+    /// Remove a segment from a guest's files; files that the guest has written there stay
     Detach {
         /// The VM
         vm: String,
         /// NAME or NAME@GENERATION
         segment: String,
     },
-    /// All segments, who maps them, and what they cost
+    /// List all segments, the VMs that map them, and their cost
     List,
-    /// What a segment says of itself
+    /// Show a segment's manifest
     Inspect {
         /// NAME or NAME@GENERATION
         segment: String,
     },
-    /// Read a segment whole and compare its checksum
+    /// Read a whole segment and compare its checksum
     Verify {
         /// NAME or NAME@GENERATION
         segment: String,
@@ -70,26 +70,26 @@ pub(super) struct BuildArguments {
     /// Trust domain: only its VMs may map the segment
     #[arg(long)]
     domain: String,
-    /// A directory that stands for the guests' root, a disk image with an ext4 or EROFS file system, .deb files, package:NAME, or vm:NAME for what a
+    /// A directory that stands for the guests' root, a disk image with an ext4 or EROFS file system, .deb files, package:NAME, or vm:NAME for the files that a
     /// running VM sees
     #[arg(long, required = true, num_args = 1.., value_name = "SOURCE")]
     from: Vec<String>,
-    /// Take only paths that match; several allowed ('/usr/**' and '/opt/**' by default)
+    /// Include only paths that match; several allowed ('/usr/**' and '/opt/**' by default)
     #[arg(long, value_name = "GLOB")]
     include: Vec<String>,
-    /// Leave out paths that match; stronger than --include
+    /// Exclude paths that match, even if --include matches
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
-    /// Take only the best files by what the domain's running VMs cache, in at most so many bytes
+    /// Include only the best files, by what the domain's running VMs cache, up to this size
     #[arg(long, value_name = "BUDGET")]
     top_files: Option<ByteSize>,
-    /// How many VMs are to map it, for that choice; those that run by default
+    /// Number of VMs to choose files for; those that run by default
     #[arg(long, value_name = "NUMBER", requires = "top_files")]
     for_vms: Option<u64>,
     /// Build a root file system that VMs boot from (vm run --root-segment)
     #[arg(long)]
     root: bool,
-    /// Hold it in memory while VMs use it: the host can't reclaim it, and no disk is read
+    /// Hold the segment in memory while VMs use it: the host cannot reclaim it, and reads no disk
     #[arg(long)]
     pinned: bool,
 }
@@ -102,10 +102,10 @@ pub(super) struct RankArguments {
     /// Only VMs of this trust domain
     #[arg(long)]
     domain: Option<String>,
-    /// How many VMs are to map the segment; as many as cache a file now by default
+    /// Number of VMs to map the segment; by default as many as cache a file now
     #[arg(long, value_name = "NUMBER")]
     for_vms: Option<u64>,
-    /// Only paths that match ('/usr/**' and '/opt/**' by default)
+    /// Rank only paths that match ('/usr/**' and '/opt/**' by default)
     #[arg(long, value_name = "GLOB")]
     include: Vec<String>,
     /// Lines to show

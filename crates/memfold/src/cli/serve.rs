@@ -30,41 +30,41 @@ use super::{log, systemd};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// File with more of these options, by their names; those given here win (/etc/memfold/memfold.toml, if it is there)
+    /// Configuration file with these options by name; options of the command line win (/etc/memfold/memfold.toml, if it exists)
     #[arg(long, env = "MEMFOLD_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
     /// What to log: error, warn, info, debug or trace, also by room (`info,memfold::fold=debug`)
     #[arg(long, env = "MEMFOLD_LOG", default_value = "info", value_name = "FILTER", value_parser = log_filter)]
     log: String,
-    /// How to log it
+    /// Format of the log
     #[arg(long, value_enum, default_value_t, value_name = "FORMAT")]
     pub(super) log_format: LogFormat,
     /// Directory of VMs and their sockets
     #[arg(long, env = "MEMFOLD_STATE", default_value = DEFAULT_STATE, value_name = "DIR")]
     state: PathBuf,
-    /// CPU that folding may use over time, in percent of one core
+    /// CPU limit of folding over time, in percent of one core
     #[arg(long, default_value_t = 5.0, value_name = "PERCENT", value_parser = percent)]
     cpu: f64,
-    /// Pages that folding may look at in a second (no limit by default)
+    /// Pages that folding may examine a second (no limit by default)
     #[arg(long, value_name = "PAGES")]
     pages_per_second: Option<u64>,
     /// Seconds that a hint waits for its page to be read from disk
     #[arg(long, default_value = "1", value_name = "SECONDS", value_parser = seconds)]
     settle: Duration,
-    /// Most memory in the page store of a trust domain
+    /// Largest size of a trust domain's page store
     #[arg(long, default_value = "16G", value_name = "SIZE")]
     store_cap: ByteSize,
-    /// Report only files whose path in the guest matches; several allowed
+    /// Have agents report only files whose path in the guest matches; several allowed
     #[arg(long, value_name = "GLOB")]
     include: Vec<String>,
-    /// Leave out files whose path in the guest matches; stronger than --include
+    /// Exclude files whose path in the guest matches, even if --include matches
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
-    /// Memory that this host keeps for itself: a size, or a part of its RAM in percent (6.25% by default)
+    /// Memory that this host keeps for itself: a size, or percent of its RAM (6.25% by default)
     #[arg(long, value_name = "SIZE|PERCENT%")]
     reserve: Option<Reserve>,
-    /// How much of what guests share must be there for them in case they write to it, in percent: above that nothing more is shared and
-    /// no VM is started; 0: whatever happens
+    /// Percent of shared memory that available memory must cover in case guests write to it: otherwise nothing more is shared and
+    /// no VM is started; 0 disables the brake
     #[arg(long, value_name = "PERCENT", value_parser = cover)]
     cover: Option<f64>,
     /// Start with folding paused
@@ -79,11 +79,11 @@ pub(super) struct Arguments {
     /// Name of this host among those that lend and borrow memory (the kernel's host name by default)
     #[arg(long, value_name = "NAME", help_heading = "Lending", value_parser = host_name)]
     host: Option<String>,
-    /// Who serves the registry of leases: the socket of another daemon on this host, https://HOST:PORT of one on another, or
-    /// etcd+https://HOST:PORT,... of an etcd; this daemon serves its own by default
+    /// Registry of leases: the socket of another daemon on this host, https://HOST:PORT of a daemon on another host, or
+    /// etcd+https://HOST:PORT,... of an etcd; by default this daemon serves its own
     #[arg(long, value_name = "PATH|URL", help_heading = "Lending")]
     registry: Option<String>,
-    /// Certificates (PEM) of those who vouch for that server
+    /// Certificates (PEM) of the CA that signed that server's certificate
     #[arg(
         long,
         value_name = "FILE",
@@ -99,7 +99,7 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     registry_token: Option<PathBuf>,
-    /// This host's certificate (PEM), for an etcd that asks for one
+    /// This host's certificate (PEM), for an etcd that requires one
     #[arg(
         long,
         value_name = "FILE",
@@ -115,7 +115,7 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     registry_key: Option<PathBuf>,
-    /// Whether VMs with a swap disk borrow only when somebody asks for it, or also by themselves as long as they swap (with a copy on disk)
+    /// Whether VMs with a swap disk borrow only on request, or also by themselves while they swap (with a copy on disk)
     #[arg(
         long,
         value_enum,
@@ -124,10 +124,10 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     borrow: BorrowWhen,
-    /// Lend at most so much of this host's RAM from the start, as 'memfold lend --max' does; what that says by hand counts until the next boot
+    /// Most of this host's RAM to lend from the start, as 'memfold lend --max' does; that command overrides it until the next boot
     #[arg(long, value_name = "SIZE", help_heading = "Lending")]
     lend: Option<ByteSize>,
-    /// Export on this IP address, with TLS; without it, on Unix sockets
+    /// Export on this IP address, with TLS; by default on Unix sockets
     #[arg(
         long,
         value_name = "ADDRESS",
@@ -143,10 +143,10 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     lend_announce: Option<IpAddr>,
-    /// Take ports of exports from this range
+    /// Ports for exports
     #[arg(long, value_name = "FIRST-LAST", requires = "lend_listen", value_parser = ports, help_heading = "Lending")]
     lend_ports: Option<(u16, u16)>,
-    /// What exports speak; by iSCSI, they are on 127.0.0.1 unless --lend-listen is given
+    /// Protocol of exports; with iSCSI they listen on 127.0.0.1 unless --lend-listen is given
     #[arg(
         long,
         value_enum,
@@ -156,13 +156,13 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     lend_transport: Transport,
-    /// Agree that by iSCSI what guests have swapped out is sent in clear text
+    /// Accept that iSCSI sends guests' swapped memory in clear text
     #[arg(long, requires = "lend", help_heading = "Lending")]
     lend_cleartext: bool,
-    /// Serve the dashboard, and all else, over TCP too, to those who have a token or a login of 'memfold dashboard'
+    /// Also serve the dashboard and the API over TCP, to clients with a token or a login of 'memfold dashboard'
     #[arg(long, value_name = "ADDRESS:PORT", help_heading = "Access")]
     listen: Option<SocketAddr>,
-    /// Certificate for TLS (PEM), without which nobody but this host is served
+    /// Certificate for TLS (PEM); without it only this host is served
     #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"], help_heading = "Access")]
     tls_cert: Option<PathBuf>,
     /// Its key (PEM)
@@ -173,7 +173,7 @@ pub(super) struct Arguments {
         help_heading = "Access"
     )]
     tls_key: Option<PathBuf>,
-    /// Name by which browsers call this host, beside its addresses and 'localhost'; several allowed
+    /// Further name of this host for browsers, beside its addresses and 'localhost'; several allowed
     #[arg(
         long,
         value_name = "NAME",
@@ -184,17 +184,17 @@ pub(super) struct Arguments {
     /// Address of the dashboard behind a reverse proxy that ends TLS, as browsers show it; several allowed
     #[arg(long, value_name = "URL", requires = "listen", help_heading = "Access")]
     public_url: Vec<PublicUrl>,
-    /// Group whose members may read what memfold shows, over the socket ('memfold-read', if there is one)
+    /// Group whose members may read over the socket ('memfold-read', if it exists)
     #[arg(long, value_name = "GROUP", help_heading = "Access")]
     read_group: Option<String>,
-    /// Group whose members may do everything, which makes them root ('memfold-operate', if there is one)
+    /// Group whose members may do everything, which equals root ('memfold-operate', if it exists)
     #[arg(long, value_name = "GROUP", help_heading = "Access")]
     operate_group: Option<String>,
-    /// Directory where libvirt notes its QEMUs, whose domains are taken on if they are enabled (/run/libvirt/qemu; beside another --state:
+    /// Directory where libvirt records its QEMUs; enabled domains are adopted (/run/libvirt/qemu; with another --state:
     /// none)
     #[arg(long, value_name = "DIR")]
     libvirt: Option<PathBuf>,
-    /// Directory of the history, the audit log and the tokens of --listen (/var/lib/memfold; beside another --state: that directory)
+    /// Directory of the history, the audit log and the tokens of --listen (/var/lib/memfold; with another --state: that directory)
     #[arg(long, value_name = "DIR")]
     records: Option<PathBuf>,
 }

@@ -18,25 +18,25 @@ use super::vm::segment;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Save a VM: memory, devices and disks at one instant; it goes on
+    /// Save a VM: memory, devices and disks at one instant; the VM goes on
     Save {
         /// The VM
         vm: String,
         /// Name of the snapshot
         name: String,
-        /// What to keep of what the guest can get again
+        /// Which memory that the guest can recreate to save: caches, free pages
         #[arg(long, value_enum, default_value_t)]
         keep: Keep,
-        /// Let the VM go on while its RAM is copied; the snapshot is of the instant before
+        /// Let the VM run while its RAM is copied; the snapshot shows the instant before
         #[arg(long)]
         live: bool,
-        /// Compress the RAM image: smaller on disk, and laid out in memory before the first VM runs from it
+        /// Compress the RAM image: smaller on disk, but decompressed into memory before the first VM runs from it
         #[arg(long)]
         compress: bool,
-        /// How long the guest may take to drop its caches (120 if not given); what it has not dropped by then is saved
+        /// Seconds that the guest may take to drop its caches (120 by default); caches not dropped by then are saved
         #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
         drop_timeout: Option<u32>,
-        /// Leave the guest's clock behind by what the VM stood still; by default it is set to the host's if that was long
+        /// Leave the guest's clock behind by the pause; by default it is set to the host's clock after a long pause
         #[arg(long)]
         keep_clock: bool,
     },
@@ -47,33 +47,33 @@ pub(super) enum Arguments {
         /// Name of the VM; the saved one's by default
         #[arg(long = "as", value_name = "NAME")]
         vm: Option<String>,
-        /// Start it though another VM runs from the same memory and nothing would set the two apart
+        /// Start the VM though another VM runs from the same memory and nothing would renew its identity
         #[arg(long)]
         force: bool,
-        /// Start it though the brake is on: guests could call in more than this host could give (see 'memfold debt')
+        /// Start the VM though the brake is on: guests could claim more memory than this host has available (see 'memfold debt')
         #[arg(long)]
         despite_brake: bool,
-        /// Fetch what a VM used first when the snapshot was restored before, instead of page by page as it asks for it
+        /// Prefetch the pages that a VM of this snapshot used first before, instead of loading each page on demand
         #[arg(long)]
         prefetch: bool,
-        /// Leave the guest's clock at the moment of the save; by default it is set to the host's when the agent answers
+        /// Leave the guest's clock at the time of the save; by default it is set to the host's clock when the agent answers
         #[arg(long)]
         keep_clock: bool,
-        /// Give it disks of its own in DIR, which stay when it ends; by default what it writes is temporary
+        /// Create the VM's own disks in DIR, which stay when it ends; by default its writes are temporary
         #[arg(long, value_name = "DIR")]
         disks: Option<PathBuf>,
-        /// Forward a port of this host (127.0.0.1 by default) to the guest, HOST-PORT 0 a free one; by default those of the saved VM that are free. Several
+        /// Forward a port of this host (127.0.0.1 by default) to the guest, HOST-PORT 0 is a free port; by default the saved VM's ports that are free. Several
         #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
         forwards: Vec<Forward>,
     },
     /// All snapshots
     List,
-    /// What a snapshot says of itself
+    /// Show a snapshot's manifest
     Inspect {
         /// The snapshot
         name: String,
     },
-    /// Read a snapshot whole and compare its checksums
+    /// Read a whole snapshot and compare its checksums
     Verify {
         /// The snapshot
         name: String,
@@ -95,28 +95,28 @@ pub(super) struct CloneArguments {
     /// How many
     #[arg(short = 'n', long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     number: u32,
-    /// Names begin so, and end with a number; the snapshot's name by default
+    /// Prefix of the names, which end with a number; the snapshot's name by default
     #[arg(long)]
     prefix: Option<String>,
-    /// Give each a host name, a machine ID and SSH host keys of its own; random numbers and MAC addresses they get anyhow
+    /// Give each clone its own host name, machine ID and SSH host keys; random numbers and MAC addresses are always renewed
     #[arg(long)]
     identity: bool,
-    /// Don't wait until the agents in them have done that
+    /// Do not wait until the clones' agents have renewed their identities
     #[arg(long)]
     no_wait: bool,
-    /// Fetch what a VM used first when the snapshot was restored before, instead of page by page as it asks for it
+    /// Prefetch the pages that a VM of this snapshot used first before, instead of loading each page on demand
     #[arg(long)]
     prefetch: bool,
-    /// Leave the guests' clocks at the moment of the save; by default they are set to the host's when their agents answer
+    /// Leave the guests' clocks at the time of the save; by default they are set to the host's clock when their agents answer
     #[arg(long)]
     keep_clock: bool,
-    /// Start them though nothing would set them apart: without agent, and without a driver for VM generation IDs in the guest
+    /// Start the clones though nothing would renew their identities: without agent, and without a driver for VM generation IDs in the guest
     #[arg(long)]
     force: bool,
-    /// Start them though the brake is on: guests could call in more than this host could give (see 'memfold debt')
+    /// Start the clones though the brake is on: guests could claim more memory than this host has available (see 'memfold debt')
     #[arg(long)]
     despite_brake: bool,
-    /// Forward a port of this host (127.0.0.1 by default) to each guest; HOST-PORT 0 is a free one for each, as several need. Several
+    /// Forward a port of this host (127.0.0.1 by default) to each guest; HOST-PORT 0 is a free port for each clone, which several clones need. Several
     #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
     forwards: Vec<Forward>,
 }

@@ -23,7 +23,7 @@ const TICK: Duration = Duration::from_millis(50);
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Seconds between two looks, 0.5 to 3600. Each costs the daemon a look at every page table
+    /// Seconds between two updates, 0.5 to 3600. For each, the daemon reads every page table
     #[arg(long, short = 'n', value_name = "SECONDS", default_value = "2", value_parser = interval)]
     interval: Duration,
 }

@@ -21,55 +21,55 @@ use super::context::Context;
 pub(super) enum Arguments {
     /// Start a VM
     Run(Box<RunArguments>),
-    /// List VMs, and what keeps each from being folded
+    /// List VMs, and why any is not folded
     List,
-    /// Shut a VM down; switch it off if it takes too long (exit code 4 then)
+    /// Shut a VM down; switch it off after the timeout (then exit code 4)
     Stop {
         /// Names of VMs
         #[arg(required_unless_present = "all")]
         names: Vec<String>,
-        /// Every VM that memfold has started, all at once; those that were attached go on
+        /// Stop every VM that memfold has started, all at once; attached VMs go on
         #[arg(long, conflicts_with = "names")]
         all: bool,
-        /// Seconds that the guest has to shut down by itself; 0: it is switched off without being asked
+        /// Seconds that the guest has to shut down by itself; 0 switches the VM off at once
         #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
         timeout: f64,
     },
-    /// Let a VM go on that stands still: it was paused, or there was no room for what it wrote to a disk
+    /// Resume a VM that stands still: it was paused, or a disk was full when the guest wrote
     Resume {
         /// Name of the VM
         name: String,
     },
-    /// Reboot a VM: its guest does it, or the VM goes back to what it was right after its boot
+    /// Reboot a VM by its guest, or return it to its boot snapshot
     Reboot {
         /// Name of the VM
         name: String,
-        /// Restore what it was right after its boot, without booting: what it has written since, to memory and disks, is gone
+        /// Restore the boot snapshot instead of booting: all later writes to memory and disks are lost
         #[arg(long)]
         from_boot_snapshot: bool,
-        /// Seconds that a guest which reboots has until its agent answers again
+        /// Seconds until the agent of a rebooted guest must answer again
         #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
         timeout: f64,
     },
-    /// Take on a QEMU that is already running, by its QMP socket
+    /// Adopt a QEMU that is already running, by its QMP socket
     Attach {
         /// Path of the QMP socket
         qmp: PathBuf,
         /// Name to give the VM
         #[arg(long)]
         name: String,
-        /// Trust domain: the VMs that may share with each other
+        /// Trust domain, whose VMs may share memory with each other
         #[arg(long)]
         domain: Option<String>,
     },
-    /// Run a command in a guest by its agent; exits with the command's code
+    /// Run a command in a guest by its agent; exit with the command's code
     Exec {
         /// Name of the VM
         name: String,
-        /// Seconds that it may take
+        /// Seconds that the command may take
         #[arg(long, default_value_t = 600.0, value_name = "SECONDS")]
         timeout: f64,
-        /// Shell text in one word ('cd /tmp && ls'), or a command and its arguments
+        /// One word of shell text ('cd /tmp && ls'), or a command and its arguments
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
@@ -78,7 +78,7 @@ pub(super) enum Arguments {
 #[derive(Args, Debug)]
 #[allow(clippy::struct_excessive_bools)] // flags
 pub(super) struct RunArguments {
-    /// Description in TOML; flags change what it says
+    /// Description of the VM in TOML; flags override its fields
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
     /// Name of the VM
@@ -90,10 +90,10 @@ pub(super) struct RunArguments {
     /// Virtual CPUs
     #[arg(long)]
     vcpus: Option<u32>,
-    /// CPU model that all hosts have which are to restore its snapshots, such as Skylake-Server-v5; by default all that this host has
+    /// CPU model that every host has that will restore the VM's snapshots, such as Skylake-Server-v5; by default this host's CPU
     #[arg(long, value_name = "MODEL")]
     cpu: Option<String>,
-    /// Trust domain: the VMs that may share with each other. Without one the VM shares with nobody
+    /// Trust domain, whose VMs may share memory with each other. Without one, the VM shares with no other VM
     #[arg(long)]
     domain: Option<String>,
     /// Disk image; several in order. Without a format: qcow2 if the name ends so, else raw
@@ -111,37 +111,37 @@ pub(super) struct RunArguments {
     /// Its command line
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     cmdline: Option<String>,
-    /// User that QEMU runs as once it has opened everything, so that a QEMU that is taken over by its guest has few rights
+    /// User that QEMU switches to after it has opened its files, so that a QEMU under a hostile guest's control has few rights
     #[arg(long)]
     user: Option<String>,
-    /// Save the VM as NAME-boot as soon as it is up, for 'vm reboot --from-boot-snapshot'
+    /// Save the VM as NAME-boot as soon as it has booted, for 'vm reboot --from-boot-snapshot'
     #[arg(long)]
     boot_snapshot: bool,
-    /// Size of a swap disk that is made with the VM and that its guest uses; 'memfold borrow' switches it to lent RAM
+    /// Size of a swap disk to create for the guest; 'memfold borrow' moves it to lent RAM
     #[arg(long, value_name = "SIZE")]
     swap: Option<ByteSize>,
-    /// Segment to map, and to lay over the guest's own files when it boots; several in order
+    /// Segment to map, and to overlay in the guest when it boots; several in order
     #[arg(long = "segment", value_name = "NAME[@GENERATION]")]
     segments: Vec<String>,
     /// Segment to boot from as the root file system; writes go to the first disk that is not read-only, or to memory
     #[arg(long, value_name = "NAME[@GENERATION]", requires = "kernel")]
     root_segment: Option<String>,
-    /// Slots for segments, those above included: as many can be mapped in all while it runs
+    /// Slots for segments, those above included: the most that the VM can map while it runs
     #[arg(long, value_name = "NUMBER")]
     segment_slots: Option<u32>,
-    /// Whether KSM, where it runs, may merge the VM's memory: if it has a trust domain (domain), or never
+    /// Whether KSM may merge the VM's memory: if the VM has a trust domain (domain), or never
     #[arg(long, value_enum, value_name = "WHEN")]
     merge: Option<MergeChoice>,
-    /// Start it though the brake is on: guests could call in more than this host could give (see 'memfold debt')
+    /// Start the VM though the brake is on: guests could claim more memory than this host has available (see 'memfold debt')
     #[arg(long)]
     despite_brake: bool,
-    /// Let the VM go on by itself after it stood still for a full disk, as soon as 16 MiB are free on that disk's file system
+    /// Resume the VM by itself after a full disk stopped it, as soon as 16 MiB are free on that disk's file system
     #[arg(long)]
     resume_when_room: bool,
-    /// Don't preload memfold's library: the VM's RAM won't be folded
+    /// Do not preload memfold's library: the VM's RAM is not folded
     #[arg(long)]
     no_fold: bool,
-    /// Forward a port of this host (127.0.0.1 by default) to the guest, through a network in user mode; HOST-PORT 0 is a free one. Several
+    /// Forward a port of this host (127.0.0.1 by default) to the guest, through a network in user mode; HOST-PORT 0 is a free port. Several
     #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
     forwards: Vec<Forward>,
     /// More arguments for QEMU, after --; relative paths in them are those of the directory where this is typed
