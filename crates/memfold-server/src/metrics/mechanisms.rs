@@ -15,67 +15,67 @@ use super::scrape::Scrape;
 pub(super) static FAMILIES: &[Family] = families! {
     Gauge Numbers "memfold_fold_paused" "1: folding is paused by the operator" fold |f| flag(f.paused);
     Gauge Ratio "memfold_fold_cpu_limit" "CPU that folding may use over time, as a share of one core" fold |f| f.cpu_share;
-    Counter Seconds "memfold_fold_engine_cpu" "CPU time of the engine" fold |f| f.engine_cpu_s;
-    Counter Seconds "memfold_fold_library_cpu" "CPU time of the library in the QEMUs, for orders" fold |f| f.library_cpu_s;
-    Counter Seconds "memfold_fold_report_cpu" "CPU time of the engine for reports such as this" fold |f| f.report_cpu_s;
-    Gauge Seconds "memfold_fold_delay_median" "Half of the hinted pages were folded within this time; absent before the first"
+    Counter Seconds "memfold_fold_engine_cpu" "CPU time of the fold engine" fold |f| f.engine_cpu_s;
+    Counter Seconds "memfold_fold_library_cpu" "CPU time of memfold's library in QEMU processes, for orders" fold |f| f.library_cpu_s;
+    Counter Seconds "memfold_fold_report_cpu" "CPU time of the fold engine for reports such as this one" fold |f| f.report_cpu_s;
+    Gauge Seconds "memfold_fold_delay_median" "Median time from hint to fold; absent before the first fold"
         maybe |s| s.figures.report.fold.hint_to_fold_p50_s;
-    Gauge Seconds "memfold_fold_delay_p95" "95 % of the hinted pages were folded within this time; absent before the first"
+    Gauge Seconds "memfold_fold_delay_p95" "95th percentile of the time from hint to fold; absent before the first fold"
         maybe |s| s.figures.report.fold.hint_to_fold_p95_s;
-    Counter Numbers "memfold_fold_judged_pages" "Pages judged, by whether path and content of both files are the same" any judged;
-    Counter Numbers "memfold_fold_files_given_up" "Times a file was left alone because its bytes keep differing"
+    Counter Numbers "memfold_fold_judged_pages" "Pages compared, by whether path and content of both files are equal" any judged;
+    Counter Numbers "memfold_fold_files_given_up" "Times that a file was skipped because its bytes kept differing"
         fold |f| f.files_given_up as f64;
-    Counter Bytes "memfold_fold_huge_kept" "Left in huge pages because too little of them could be folded"
+    Counter Bytes "memfold_fold_huge_kept" "Memory left in huge pages because too little of them could be folded"
         fold |f| bytes(f.huge_kept_pages);
-    Counter Numbers "memfold_fold_mapping_limit_runs" "Runs left because the VM has nearly as many mappings as the kernel allows"
+    Counter Numbers "memfold_fold_mapping_limit_runs" "Runs not folded because the VM has nearly as many mappings as the kernel allows"
         fold |f| f.mapping_budget_runs as f64;
-    Gauge Numbers "memfold_fold_hints_waiting" "Hints that wait" fold |f| f.hints_waiting as f64;
+    Gauge Numbers "memfold_fold_hints_waiting" "Hints that wait to be processed" fold |f| f.hints_waiting as f64;
     Gauge Bytes "memfold_store" "Memory that the page store of a trust domain holds" stores |store| store.store_bytes as f64;
-    Gauge Bytes "memfold_store_limit" "Its cap" stores |store| store.store_cap_bytes as f64;
-    Gauge Numbers "memfold_store_full" "1: the cap keeps new content out" stores |store| flag(store.store_full);
-    Counter Bytes "memfold_store_appended" "Copied in" stores |store| bytes(store.appended_pages);
-    Counter Bytes "memfold_store_punched" "Given back" stores |store| bytes(store.punched_pages);
-    Gauge Numbers "memfold_ksm_running" "1: ksmd runs; all of KSM is absent where the kernel lacks it" ksm |ksm| Some(flag(ksm.run == 1));
-    Gauge Numbers "memfold_ksm_steered" "1: this daemon steers it" one |s| flag(s.figures.steers_ksm);
-    Gauge Bytes "memfold_ksm_shared" "Pages that merged pages were replaced by: pages_shared" ksm |ksm| Some(bytes(ksm.pages_shared));
-    Gauge Bytes "memfold_ksm_sharing" "Saved by them: pages_sharing" ksm |ksm| Some(bytes(ksm.pages_sharing));
-    Gauge Bytes "memfold_ksm_zero" "Pages of zeroes on the zero page of the kernel; absent before Linux 6.6"
+    Gauge Bytes "memfold_store_limit" "Cap of the trust domain's page store" stores |store| store.store_cap_bytes as f64;
+    Gauge Numbers "memfold_store_full" "1: the page store is full and takes no new content" stores |store| flag(store.store_full);
+    Counter Bytes "memfold_store_appended" "Memory copied into the page store" stores |store| bytes(store.appended_pages);
+    Counter Bytes "memfold_store_punched" "Memory that the page store gave back to the host" stores |store| bytes(store.punched_pages);
+    Gauge Numbers "memfold_ksm_running" "1: ksmd runs; all KSM metrics are absent where the kernel lacks KSM" ksm |ksm| Some(flag(ksm.run == 1));
+    Gauge Numbers "memfold_ksm_steered" "1: this daemon steers KSM" one |s| flag(s.figures.steers_ksm);
+    Gauge Bytes "memfold_ksm_shared" "Shared pages that KSM keeps in place of merged ones: pages_shared" ksm |ksm| Some(bytes(ksm.pages_shared));
+    Gauge Bytes "memfold_ksm_sharing" "Memory that KSM saves: pages_sharing" ksm |ksm| Some(bytes(ksm.pages_sharing));
+    Gauge Bytes "memfold_ksm_zero" "Zero pages that KSM mapped to the kernel's zero page; absent before Linux 6.6"
         ksm |ksm| ksm.zero_pages.map(bytes);
-    Gauge Bytes "memfold_ksm_profit" "general_profit: saved less metadata; may be negative" ksm |ksm| Some(ksm.general_profit_bytes as f64);
+    Gauge Bytes "memfold_ksm_profit" "Memory that KSM saves less its metadata: general_profit; may be negative" ksm |ksm| Some(ksm.general_profit_bytes as f64);
     Counter Seconds "memfold_ksmd_cpu" "CPU time of ksmd since boot" ksm |ksm| Some(ksm.ksmd_cpu_s);
     Gauge Numbers "memfold_snapshots" "Snapshots" snapshots |all| all.count;
-    Gauge Numbers "memfold_snapshots_broken" "Of them, those that can not be used" snapshots |all| all.broken;
-    Gauge Bytes "memfold_snapshots_disk" "What they take on disk" snapshots |all| all.bytes.0;
-    Gauge Bytes "memfold_snapshots_memory" "Memory of images that are laid out for the VMs that run from them"
+    Gauge Numbers "memfold_snapshots_broken" "Snapshots that cannot be used" snapshots |all| all.broken;
+    Gauge Bytes "memfold_snapshots_disk" "Disk space of all snapshots" snapshots |all| all.bytes.0;
+    Gauge Bytes "memfold_snapshots_memory" "Memory of snapshot images that are kept uncompressed for the VMs that run from them"
         one |s| s.figures.report.ledger.host.images_bytes.0 as f64;
     Gauge Numbers "memfold_segments" "Segments" segments |all| all.count;
-    Gauge Numbers "memfold_segments_broken" "Of them, those that can not be used" segments |all| all.broken;
-    Gauge Bytes "memfold_segments_resident" "What of them is in the memory of the host" segments |all| all.bytes.0;
-    Gauge Numbers "memfold_segments_attached" "Segments of all VMs, added up"
+    Gauge Numbers "memfold_segments_broken" "Segments that cannot be used" segments |all| all.broken;
+    Gauge Bytes "memfold_segments_resident" "Segment bytes that are in the host's memory" segments |all| all.bytes.0;
+    Gauge Numbers "memfold_segments_attached" "Attached segments, summed over all VMs"
         one |s| s.figures.vms.iter().map(|vm| vm.segments.len()).sum::<usize>() as f64;
-    Gauge Bytes "memfold_lend_limit" "Most that this host lends; all of memfold_lend_* is absent while it does not lend"
+    Gauge Bytes "memfold_lend_limit" "Most RAM that this host lends; all memfold_lend_* metrics are absent while the host does not lend"
         lending |lender| lender.max_bytes as f64;
-    Gauge Bytes "memfold_lend_offered" "What it offers now, lent bytes included" lending |lender| lender.offer_bytes as f64;
-    Gauge Bytes "memfold_lend_lent" "What it has lent: allocated and locked" lending |lender| lender.lent_bytes as f64;
-    Gauge Bytes "memfold_lend_recalled" "What borrowers are to give back" lending |lender| lender.recalled_bytes as f64;
-    Gauge Numbers "memfold_lend_problem" "1: something keeps it from lending (memfold lend says what)"
+    Gauge Bytes "memfold_lend_offered" "RAM that this host offers now, lent RAM included" lending |lender| lender.offer_bytes as f64;
+    Gauge Bytes "memfold_lend_lent" "RAM that this host has lent: allocated and locked" lending |lender| lender.lent_bytes as f64;
+    Gauge Bytes "memfold_lend_recalled" "Lent RAM that borrowers were asked to return" lending |lender| lender.recalled_bytes as f64;
+    Gauge Numbers "memfold_lend_problem" "1: something keeps this host from lending ('memfold lend' says what)"
         lending |lender| flag(lender.problem.is_some());
-    Counter Numbers "memfold_lend_exports_ended" "Exports that were ended" lending |lender| lender.ended as f64;
-    Counter Numbers "memfold_lend_exports_failed" "Of them, those that had failed" lending |lender| lender.failed as f64;
-    Counter Numbers "memfold_lend_refused" "Connections to exports that broke off or were refused, such as those without the key"
+    Counter Numbers "memfold_lend_exports_ended" "Exports that ended" lending |lender| lender.ended as f64;
+    Counter Numbers "memfold_lend_exports_failed" "Exports that ended because they had failed" lending |lender| lender.failed as f64;
+    Counter Numbers "memfold_lend_refused" "Connections to exports that were refused or broken off, such as those without the key"
         lending |lender| lender.refused as f64;
-    Gauge Numbers "memfold_borrowed_vms" "VMs, and swap volumes of the host, that asked for lent RAM, by where their swap disk is"
+    Gauge Numbers "memfold_borrowed_vms" "VMs and swap volumes of this host that asked for lent RAM, by where their swap disk is"
         borrowed |_| 1;
-    Gauge Bytes "memfold_borrowed" "Their swap disks, by where they are" borrowed |one| one.bytes;
-    Counter Numbers "memfold_borrowed_requests" "Answers of swap disks that are lent, or were" requests |waits| waits.requests;
-    Counter Numbers "memfold_borrowed_slow_requests" "Of them, those that took longer" any slow;
-    Counter Numbers "memfold_borrow_lies" "Wrong bytes that lenders have served; no VM was given any, the lender was given up"
+    Gauge Bytes "memfold_borrowed" "Size of swap disks that asked for lent RAM, by where they are" borrowed |one| one.bytes;
+    Counter Numbers "memfold_borrowed_requests" "Requests that swap disks on lent RAM have answered" requests |waits| waits.requests;
+    Counter Numbers "memfold_borrowed_slow_requests" "Requests to swap disks on lent RAM that took longer than the label says" any slow;
+    Counter Numbers "memfold_borrow_lies" "Wrong blocks that lenders served; no VM saw any, and the lender was dropped"
         one |s| s.figures.lies as f64;
-    Gauge Numbers "memfold_lenders_distrusted" "Lenders of which nothing is borrowed for a while, because they served wrong bytes"
+    Gauge Numbers "memfold_lenders_distrusted" "Lenders that are not used for a while because they served wrong bytes"
         one |s| s.figures.distrusted as f64;
     Gauge Numbers "memfold_registry_reachable" "1: the registry of leases answers" one |s| flag(s.figures.leases.is_some());
     Gauge Numbers "memfold_leases" "Leases of this host; absent while the registry does not answer" any leases;
-    Counter Numbers "memfold_access_refused" "Connections and requests over TCP and the socket that were refused" any refused;
+    Counter Numbers "memfold_access_refused" "Connections and requests that were refused, over TCP and the socket" any refused;
 };
 
 fn refused(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {

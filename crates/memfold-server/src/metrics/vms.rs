@@ -12,53 +12,53 @@ use super::scrape::Scrape;
 
 pub(super) static FAMILIES: &[Family] = families! {
     Gauge Numbers "memfold_vms" "VMs that the daemon knows" one |s| s.figures.vms.len() as f64;
-    Gauge Numbers "memfold_vm_state" "1: what the VM does: running, or why not (QEMU's run state, starting, taking-over, silent)" any states;
-    Gauge Bytes "memfold_vm_ram" "Guest RAM as QEMU made it: the sum of its places" accounts |vm| Some(vm.ram_bytes.0);
+    Gauge Numbers "memfold_vm_state" "1: the VM's state: running, or why not (QEMU's run state, starting, taking-over, silent)" any states;
+    Gauge Bytes "memfold_vm_ram" "Guest RAM as QEMU allocated it: the sum of memfold_vm_ram_place" accounts |vm| Some(vm.ram_bytes.0);
     Gauge Bytes "memfold_vm_ram_place" "Guest RAM, each page in exactly one place" any places;
     Gauge Bytes "memfold_vm_huge" "Guest RAM in memory that is mapped by huge pages" accounts |vm| Some(vm.huge_bytes.0);
     Gauge Bytes "memfold_vm_ksm_merged" "Guest RAM that ksmd merged; absent before Linux 6.6"
         accounts |vm| vm.ksm_merged_bytes.map(|b| b.0);
     Gauge Bytes "memfold_vm_pss" "PSS of the QEMU process" accounts |vm| Some(vm.pss_bytes.0);
-    Gauge Bytes "memfold_vm_store_pss" "Of it, shares of page stores" accounts |vm| Some(vm.store_pss_bytes.0);
-    Gauge Bytes "memfold_vm_image_pss" "Of it, shares of the snapshot that it runs from" accounts |vm| Some(vm.file_pss_bytes.0);
-    Gauge Bytes "memfold_vm_segment_pss" "Of it, shares of segments" accounts |vm| Some(vm.segment_pss_bytes.0);
-    Gauge Bytes "memfold_vm_qemu_pss" "Of it, what lies outside guest RAM" accounts |vm| Some(vm.qemu_pss_bytes.0);
-    Gauge Bytes "memfold_vm_page_tables" "Page tables of the QEMU process, in no PSS" accounts |vm| Some(vm.page_table_bytes.0);
+    Gauge Bytes "memfold_vm_store_pss" "Part of the VM's PSS that are shares of page stores" accounts |vm| Some(vm.store_pss_bytes.0);
+    Gauge Bytes "memfold_vm_image_pss" "Part of the VM's PSS that are shares of the snapshot that the VM runs from" accounts |vm| Some(vm.file_pss_bytes.0);
+    Gauge Bytes "memfold_vm_segment_pss" "Part of the VM's PSS that are shares of segments" accounts |vm| Some(vm.segment_pss_bytes.0);
+    Gauge Bytes "memfold_vm_qemu_pss" "Part of the VM's PSS outside guest RAM" accounts |vm| Some(vm.qemu_pss_bytes.0);
+    Gauge Bytes "memfold_vm_page_tables" "Page tables of the QEMU process, which PSS does not include" accounts |vm| Some(vm.page_table_bytes.0);
     Gauge Numbers "memfold_vm_mappings" "Mappings of the QEMU process" accounts |vm| Some(vm.mappings);
-    Gauge Numbers "memfold_vm_store_mappings" "Of them, mappings of page stores" accounts |vm| Some(vm.store_mappings);
-    Gauge Numbers "memfold_vm_folding" "1: it is folded; 0: something keeps it from that (memfold vm list says what)"
+    Gauge Numbers "memfold_vm_store_mappings" "Mappings of page stores in the QEMU process" accounts |vm| Some(vm.store_mappings);
+    Gauge Numbers "memfold_vm_folding" "1: the VM is folded; 0: something prevents that ('memfold vm list' says what)"
         folding |vm| flag(vm.problem.is_none());
-    Gauge Numbers "memfold_vm_agent_ready" "1: its agent is connected and has told what is cached" folding |vm| flag(vm.agent_ready);
-    Gauge Bytes "memfold_vm_cached" "Page cache whose file is known" folding |vm| bytes(vm.cached_pages);
-    Gauge Bytes "memfold_vm_matched" "Of it, what the store holds or another file of the same content caches"
+    Gauge Numbers "memfold_vm_agent_ready" "1: the guest's agent is connected and has reported the page cache" folding |vm| flag(vm.agent_ready);
+    Gauge Bytes "memfold_vm_cached" "Guest page cache whose file is known" folding |vm| bytes(vm.cached_pages);
+    Gauge Bytes "memfold_vm_matched" "Guest page cache whose content the page store holds, or another file caches"
         folding |vm| bytes(vm.matched_pages);
-    Gauge Bytes "memfold_vm_matched_folded" "Of the matched, what is folded and not copied since"
+    Gauge Bytes "memfold_vm_matched_folded" "Part of memfold_vm_matched that is folded and not copied since"
         folding |vm| bytes(vm.matched_folded_pages);
-    Gauge Bytes "memfold_vm_store_mapped" "Guest RAM where a store is mapped" folding |vm| bytes(vm.mapped_pages);
-    Gauge Bytes "memfold_vm_store_copied" "Of it, private copies: the guest wrote since" folding |vm| bytes(vm.copied_pages);
-    Gauge Bytes "memfold_vm_image_mapped" "Guest RAM in views of the snapshot that it runs from" folding |vm| bytes(vm.template_pages);
-    Gauge Bytes "memfold_vm_image_copied" "Of it, private copies: the guest wrote since" folding |vm| bytes(vm.template_copied_pages);
-    Counter Bytes "memfold_vm_folded" "Folded from anonymous memory" folding |vm| bytes(vm.folded_pages);
-    Counter Bytes "memfold_vm_refolded" "Folded again" folding |vm| bytes(vm.refolded_pages);
-    Counter Bytes "memfold_vm_folded_back" "Private copies that held again what the snapshot holds, and were given back"
+    Gauge Bytes "memfold_vm_store_mapped" "Guest RAM that maps a page store" folding |vm| bytes(vm.mapped_pages);
+    Gauge Bytes "memfold_vm_store_copied" "Part of memfold_vm_store_mapped that the guest wrote to, now private copies" folding |vm| bytes(vm.copied_pages);
+    Gauge Bytes "memfold_vm_image_mapped" "Guest RAM that maps the image of the snapshot that the VM runs from" folding |vm| bytes(vm.template_pages);
+    Gauge Bytes "memfold_vm_image_copied" "Part of memfold_vm_image_mapped that the guest wrote to, now private copies" folding |vm| bytes(vm.template_copied_pages);
+    Counter Bytes "memfold_vm_folded" "Anonymous memory that was folded" folding |vm| bytes(vm.folded_pages);
+    Counter Bytes "memfold_vm_refolded" "Memory that was folded again after the guest's write" folding |vm| bytes(vm.refolded_pages);
+    Counter Bytes "memfold_vm_folded_back" "Private copies that equalled the snapshot again and were given back"
         folding |vm| bytes(vm.folded_back_pages);
-    Counter Bytes "memfold_vm_zero_dropped" "Pages of zeroes given back" folding |vm| bytes(vm.zero_pages);
-    Counter Bytes "memfold_vm_differing" "Compared and different: nothing was folded" folding |vm| bytes(vm.differing_pages);
-    Counter Bytes "memfold_vm_busy" "Not folded because a device was using them" folding |vm| bytes(vm.busy_pages);
-    Counter Numbers "memfold_vm_hint_runs" "Runs that the agent offered" folding |vm| vm.hint_runs as f64;
-    Counter Bytes "memfold_vm_hinted" "Pages in them" folding |vm| bytes(vm.hint_pages);
-    Counter Bytes "memfold_vm_bogus" "Offered outside RAM or of unknown files: the agent is wrong, or lies"
+    Counter Bytes "memfold_vm_zero_dropped" "Zero pages that were given back" folding |vm| bytes(vm.zero_pages);
+    Counter Bytes "memfold_vm_differing" "Memory that differed when compared, and was not folded" folding |vm| bytes(vm.differing_pages);
+    Counter Bytes "memfold_vm_busy" "Memory that was not folded because a device was using it" folding |vm| bytes(vm.busy_pages);
+    Counter Numbers "memfold_vm_hint_runs" "Runs that the agent reported as hints" folding |vm| vm.hint_runs as f64;
+    Counter Bytes "memfold_vm_hinted" "Memory in the runs that the agent reported as hints" folding |vm| bytes(vm.hint_pages);
+    Counter Bytes "memfold_vm_bogus" "Hinted memory outside RAM or of unknown files: the agent is wrong, or lies"
         folding |vm| bytes(vm.bogus_pages);
-    Counter Bytes "memfold_vm_over_limit" "Not taken on because the tables of this VM are at their limit"
+    Counter Bytes "memfold_vm_over_limit" "Hinted memory that was ignored because the tables of this VM are at their limit"
         folding |vm| bytes(vm.over_limit_pages);
     Counter Numbers "memfold_vm_hints_dropped" "Hints dropped because too many waited; a sweep finds their pages later"
         folding |vm| vm.hints_dropped as f64;
-    Counter Numbers "memfold_vm_events_lost" "Events that the guest lost, as its agent says" folding |vm| vm.events_lost as f64;
-    Counter Seconds "memfold_vm_agent_cpu" "CPU time of the agent, as it says" folding |vm| vm.agent_cpu_us as f64 / 1e6;
-    Gauge Bytes "memfold_vm_agent_resident_memory" "Resident memory of the agent, as it says" folding |vm| vm.agent_rss_bytes as f64;
-    Counter Numbers "memfold_vm_pauses" "Times that the VM was stopped to fold again" folding |vm| vm.pauses as f64;
-    Gauge Seconds "memfold_vm_pause_longest" "The longest of them" folding |vm| vm.pause_max_ms as f64 / 1e3;
-    Gauge Seconds "memfold_vm_freeze_longest" "Longest time that a run was frozen: the longest wait of a vCPU"
+    Counter Numbers "memfold_vm_events_lost" "Trace events that the guest lost, as its agent reports" folding |vm| vm.events_lost as f64;
+    Counter Seconds "memfold_vm_agent_cpu" "CPU time of the guest's agent, as the agent reports" folding |vm| vm.agent_cpu_us as f64 / 1e6;
+    Gauge Bytes "memfold_vm_agent_resident_memory" "Resident memory of the guest's agent, as the agent reports" folding |vm| vm.agent_rss_bytes as f64;
+    Counter Numbers "memfold_vm_pauses" "Times that the VM was paused to fold again" folding |vm| vm.pauses as f64;
+    Gauge Seconds "memfold_vm_pause_longest" "Longest pause of the VM to fold again" folding |vm| vm.pause_max_ms as f64 / 1e3;
+    Gauge Seconds "memfold_vm_freeze_longest" "Longest time that a run was frozen, which is the longest wait of a vCPU"
         folding |vm| vm.freeze_max_ns as f64 / 1e9;
 };
 
