@@ -75,7 +75,7 @@ export function Chart({ t, series, stacked, format = bytes, label, height = 220 
       plot.destroy();
     };
   }, [t, series, theme, height]);
-  if (!known) return html`<p class="empty">Too few samples yet: one is taken each half a minute.</p>`;
+  if (!known) return html`<p class="empty">Too few samples yet: one is taken every 30 seconds.</p>`;
   const every = Math.max(1, Math.ceil(t.length / TABLE_ROWS));
   const rows = t.map((at, i) => ({ at, i })).filter(({ i }) => (t.length - 1 - i) % every === 0);
   return html`<figure class="chart">

@@ -168,7 +168,7 @@ function App() {
   };
   const body = at.page === "vms" && at.name ? html`<${Vm} key=${at.name} name=${at.name} may=${may} theme=${theme} />` : html`<${Page} may=${may} theme=${theme} />`;
   return html`
-    <a class="skip" href="#main" onClick=${(e) => (e.preventDefault(), document.querySelector("h1")?.focus())}>To the content</a>
+    <a class="skip" href="#main" onClick=${(e) => (e.preventDefault(), document.querySelector("h1")?.focus())}>Skip to the content</a>
     <div class="frame">
       <header class="side">
         <a class="brand" href="#/host"><img src="/favicon.svg" alt="" width="24" height="24" />memfold</a>

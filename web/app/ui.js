@@ -8,7 +8,7 @@ import { html } from "./html.js";
 export const NAME = "[A-Za-z0-9][A-Za-z0-9._\\-]*";
 
 /** A field of what starts a VM. */
-export const DESPITE_BRAKE = { name: "despite", label: "Also if the brake is on: guests could call in more than there is", type: "checkbox" };
+export const DESPITE_BRAKE = { name: "despite", label: "Also if the brake is on: guests could claim more memory than is available", type: "checkbox" };
 
 /** A figure of the ledger: its text, and its exact value and name for tests and for those who hover. */
 export const Bytes = ({ value, figure }) =>

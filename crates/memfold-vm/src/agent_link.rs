@@ -212,7 +212,7 @@ impl AgentLink {
             .spawn(move || reader.serve(sink))
             .map_err(|e| {
                 shared.lock().last_error =
-                    format!("cannot start a thread for the agent's link: {e}")
+                    format!("cannot start a thread for the agent's link: {e}");
             })
             .ok();
         Self { shared, thread }

@@ -11,13 +11,13 @@ export function Doctor() {
   const [again, setAgain] = useState(0);
   const { value: report, error } = useAnswer("/v1/doctor", again);
   if (!report) return error ? html`<${Failure} error=${error} />` : html`<${Waiting} />`;
-  const verdict = report.can_run ? html`<${Badge} tone="good">the main job can run here<//>` : html`<${Badge} tone="bad">the main job cannot run here<//>`;
-  return html`<${Card} title="This host" aside=${html`${verdict} <button class="small" onClick=${() => setAgain((n) => n + 1)}>Look again</button>`} wide>
+  const verdict = report.can_run ? html`<${Badge} tone="good">VMs can run and be folded here<//>` : html`<${Badge} tone="bad">VMs cannot run and be folded here<//>`;
+  return html`<${Card} title="This host" aside=${html`${verdict} <button class="small" onClick=${() => setAgain((n) => n + 1)}>Check again</button>`} wide>
     <${Failure} error=${error} />
     <ul class="checks">${report.checks.map((check) => html`<li>
       <${Badge} tone=${TONES[check.status]}>${check.status}<//>
       <div><strong>${check.name}</strong><p>${check.meaning}</p>${check.fix && html`<p class="fix"><code>${check.fix}</code></p>`}</div>
     </li>`)}</ul>
-    <p class="note">Looked at up to a minute ago, the debt just now. <code>memfold doctor --self-test</code> proves it, on memory of its own and on two small guests.</p>
+    <p class="note">Checks are up to a minute old, the debt is current. <code>memfold doctor --self-test</code> proves it, on memory of its own and on two small guests.</p>
   <//>`;
 }

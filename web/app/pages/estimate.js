@@ -6,7 +6,7 @@ import { bytes, percent } from "../format.js";
 import { html } from "../html.js";
 import { Bytes, Card, Failure, Field, Stack, Stat, Table } from "../ui.js";
 
-const bar = (estimate) => (estimate ? html`<${Bytes} value=${estimate.bytes} /> <span class="soft">± ${bytes(estimate.plus_minus_bytes)}</span>` : html`<span class="soft">not known from outside</span>`);
+const bar = (estimate) => (estimate ? html`<${Bytes} value=${estimate.bytes} /> <span class="soft">± ${bytes(estimate.plus_minus_bytes)}</span>` : html`<span class="soft">unknown without a daemon</span>`);
 
 function Result({ report }) {
   const sum = (of) => report.vms.reduce((all, vm) => all + of(vm), 0);
@@ -14,21 +14,21 @@ function Result({ report }) {
     { name: "Zeroes", color: "zero", value: sum((vm) => vm.zero.bytes) },
     { name: "Copies within a VM", color: "template", value: sum((vm) => vm.within.bytes) },
     { name: "Copies between VMs", color: "folded", value: sum((vm) => vm.between.bytes) },
-    { name: "Merged already", color: "ksm", value: sum((vm) => vm.merged.bytes) },
-    { name: "Changed meanwhile", color: "unfolded", value: sum((vm) => vm.volatile.bytes) },
+    { name: "Already merged", color: "ksm", value: sum((vm) => vm.merged.bytes) },
+    { name: "Changed during the reading", color: "unfolded", value: sum((vm) => vm.volatile.bytes) },
     { name: "Of its own", color: "private", value: sum((vm) => vm.rest_bytes) },
   ];
   return html`
     <div class="stats">
       <${Stat} label="Could be saved" tone="main" note=${`± ${bytes(report.saved.plus_minus_bytes)}`}><${Bytes} value=${report.saved.bytes} figure="estimate.saved" /><//>
-      <${Stat} label="Private memory looked at" note=${percent(report.how.read_percent)}><${Bytes} value=${report.how.read_bytes} /><//>
+      <${Stat} label="Private memory read" note=${percent(report.how.read_percent)}><${Bytes} value=${report.how.read_bytes} /><//>
       <${Stat} label="Took" note=${`${report.how.cpu_seconds.toFixed(2)} s of CPU`}>${report.how.seconds.toFixed(1)} s<//>
-      <${Stat} label="Between trust domains" note="not allowed, not counted"><${Bytes} value=${report.across_domains.bytes} /><//>
+      <${Stat} label="Between trust domains" note="not allowed and not counted"><${Bytes} value=${report.across_domains.bytes} /><//>
     </div>
     <div class="grid">
       <${Card} title="Private memory of all VMs" wide><${Stack} parts=${parts} label="Private memory by what could be saved" /><//>
       <${Card} title="By mechanism" wide>
-        <p class="note">They overlap: no sum.</p>
+        <p class="note">Mechanisms overlap, so there is no sum.</p>
         <${Table} label="By mechanism" rows=${report.mechanisms} rowKey=${(m) => m.way} columns=${[
           { key: "way", name: "Mechanism", value: (m) => m.way.replaceAll("_", " ") },
           { key: "saved", name: "Saves", number: true, value: (m) => m.saved?.bytes ?? -1, cell: (m) => bar(m.saved) },
@@ -47,7 +47,7 @@ function Result({ report }) {
         ]} />
       <//>
       <${Card} title="By file">
-        <${Table} label="By file" rows=${report.files.slice(0, 50)} rowKey=${(f) => `${f.domain} ${f.path}`} empty="No agent says what files are cached." columns=${[
+        <${Table} label="By file" rows=${report.files.slice(0, 50)} rowKey=${(f) => `${f.domain} ${f.path}`} empty="No agent reports cached files." columns=${[
           { key: "path", name: "File", class: "prose", value: (f) => f.path },
           { key: "cached", name: "Cached", number: true, value: (f) => f.cached_bytes, cell: (f) => bytes(f.cached_bytes) },
           { key: "saved", name: "Saves", number: true, value: (f) => f.saved.bytes, cell: (f) => bar(f.saved) },
@@ -80,13 +80,13 @@ export function Estimate({ may }) {
   const change = (field, event) => setValues((old) => ({ ...old, [field.name]: field.type === "checkbox" ? event.target.checked : event.target.value }));
   return html`
     <${Card} title="What could be saved" wide>
-      <p class="note">Looks at the memory of QEMUs from outside and changes nothing: each private page, and a sample of them a second time.</p>
+      <p class="note">Reads the memory of QEMUs and changes nothing: each private page once, and a sample of them twice.</p>
       ${may
         ? html`<form class="inline" onSubmit=${submit}>
             ${FIELDS.map((f) => html`<${Field} field=${f} value=${values[f.name]} onChange=${(e) => change(f, e)} />`)}
             <div class="buttons"><button class="primary" type="submit" disabled=${state.busy}>${state.busy ? "Looking …" : "Estimate"}</button></div>
           </form>`
-        : html`<p class="empty">It takes CPU, so it needs the role to operate.</p>`}
+        : html`<p class="empty">An estimate takes CPU, so it needs the role to operate.</p>`}
       <${Failure} error=${state.error} />
     <//>
     ${state.report && html`<${Result} report=${state.report} />`}`;

@@ -11,7 +11,7 @@ function Audit() {
   const { value: entries, error } = useAnswer("/v1/audit?count=200", "", 15000);
   return html`<${Card} title="Who did what" wide>
     <${Failure} error=${error} />
-    <${Table} label="Audit log" rows=${entries ?? []} rowKey=${(e) => `${e.at_unix_s} ${e.path} ${e.who}`} empty="Nothing was changed yet." columns=${[
+    <${Table} label="Audit log" rows=${entries ?? []} rowKey=${(e) => `${e.at_unix_s} ${e.path} ${e.who}`} empty="No changes yet." columns=${[
       { key: "at", name: "Time", value: (e) => e.at_unix_s, cell: (e) => time(e.at_unix_s) },
       { key: "who", name: "Who", value: (e) => e.who },
       { key: "what", name: "What", class: "prose", value: (e) => `${e.method} ${e.path}`, cell: (e) => html`<code>${e.method} ${e.path}</code> <span class="soft">${details(e)}</span>` },
@@ -26,7 +26,7 @@ export function Events({ may }) {
   return html`
     <${Card} title="What changed" wide>
       <${Failure} error=${error} />
-      <${Table} label="Events" rows=${events ?? []} rowKey=${(e) => `${e.at_unix_s} ${e.kind} ${e.vm} ${e.text}`} empty="Nothing happened yet." columns=${[
+      <${Table} label="Events" rows=${events ?? []} rowKey=${(e) => `${e.at_unix_s} ${e.kind} ${e.vm} ${e.text}`} empty="No events yet." columns=${[
         { key: "at", name: "Time", value: (e) => e.at_unix_s, cell: (e) => time(e.at_unix_s) },
         { key: "kind", name: "About", value: (e) => e.kind, cell: (e) => html`<${Badge} tone=${e.warning ? "warn" : ""}>${e.kind}<//>` },
         { key: "vm", name: "VM", value: (e) => e.vm ?? "", cell: (e) => (e.vm ? html`<a href=${`#/vms/${encodeURIComponent(e.vm)}`}>${e.vm}</a>` : "") },

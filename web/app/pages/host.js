@@ -58,11 +58,11 @@ function OverTime({ theme }) {
     const rest = series.t.map((_, i) => of("mem_total_bytes")[i] - places.reduce((sum, p) => sum + p.values[i], 0));
     places.push({ name: "Cache and free", color: "free", values: rest });
     const saved = MECHANISMS.map(([name, key, color]) => ({ name, color, values: of(key) }));
-    saved.push({ name: "All, less memfold itself", color: "ink", line: true, values: of("saved_net_bytes") });
+    saved.push({ name: "Total, less memfold itself", color: "ink", line: true, values: of("saved_net_bytes") });
     const cpu = [["Engine", "engine_cpu_ms", "folded"], ["In QEMUs", "library_cpu_ms", "template"], ["ksmd", "ksmd_cpu_ms", "ksm"]];
     const cost = cpu.map(([name, key, color]) => ({ name, color, values: rate(series.t, of(key)) }));
-    const owed = [["Owed when written to", "debt_bytes", "unfolded"], ["Could be had", "debt_absorbable_bytes", "free"]];
-    const lent = [["Lent to other hosts", "lent_bytes", "swapped"], ["Borrowed from them", "borrowed_bytes", "segment"]];
+    const owed = [["Owed when written to", "debt_bytes", "unfolded"], ["Available for it", "debt_absorbable_bytes", "free"]];
+    const lent = [["Lent to other hosts", "lent_bytes", "swapped"], ["Borrowed from other hosts", "borrowed_bytes", "segment"]];
     const lines = (parts) => parts.map(([name, key, color]) => ({ name, color, values: of(key) }));
     const lends = lent.some(([, key]) => of(key).some((value) => value > 0));
     return { places, saved, cost, owed: lines(owed), lent: lends && lines(lent) };
@@ -76,11 +76,11 @@ function OverTime({ theme }) {
     <${Card} title="Saved over time">
       ${drawn && html`<${Chart} t=${series.t} series=${drawn.saved} stacked label="What each mechanism saved, over time" height=${180} />`}
     <//>
-    <${Card} title="CPU that it cost">
+    <${Card} title="CPU cost of saving">
       ${drawn && html`<${Chart} t=${series.t} series=${drawn.cost} label="CPU of folding and KSM over time, percent of one core" format=${(v) => percent(v, 2)} height=${180} />`}
     <//>
     <${Card} title="Owed over time">
-      ${drawn && html`<${Chart} t=${series.t} series=${drawn.owed} label="What guests could call in over time, and what could be had" height=${180} />`}
+      ${drawn && html`<${Chart} t=${series.t} series=${drawn.owed} label="Memory that guests could claim over time, and memory available for it" height=${180} />`}
     <//>
     ${drawn?.lent && html`<${Card} title="Lent and borrowed over time">
       <${Chart} t=${series.t} series=${drawn.lent} label="Memory lent to other hosts and borrowed from them, over time" height=${180} />
@@ -96,10 +96,10 @@ function Debt({ debt, may }) {
   const [tone, state] = BRAKES[debt.level];
   const limits = {
     title: "Limits of the brake",
-    text: "Until the daemon ends. For good: memfold serve --reserve, --cover.",
+    text: "Until the daemon ends. Permanent limits: memfold serve --reserve, --cover.",
     fields: [
-      { name: "reserve", label: "Reserve of this host", hint: `2G, or 5% of its RAM; empty: as it is (${bytes(debt.reserve_bytes)})` },
-      { name: "cover", label: "Of what is owed to be there, percent", type: "number", min: 0, max: 100, value: debt.cover_percent, required: true, hint: "0: no brake" },
+      { name: "reserve", label: "Reserve of this host", hint: `2G, or 5% of its RAM; empty: unchanged (${bytes(debt.reserve_bytes)})` },
+      { name: "cover", label: "Percent of the debt that must be available", type: "number", min: 0, max: 100, value: debt.cover_percent, required: true, hint: "0: no brake" },
     ],
     action: "Set the limits",
     act: async (v) => {
@@ -110,15 +110,15 @@ function Debt({ debt, may }) {
   const fact = (label, key) => html`<div><dt>${label}</dt><dd><${Bytes} value=${debt[key]} figure=${`debt.${key}`} /></dd></div>`;
   const spare = Math.max(0, debt.absorbable_bytes - debt.needed_bytes);
   const parts = debt.needed_bytes > debt.absorbable_bytes
-    ? [{ name: "Could be had", color: "unfolded", value: debt.absorbable_bytes }, { name: "Missing", color: "swapped", value: debt.needed_bytes - debt.absorbable_bytes }]
-    : [{ name: "To be there for what is owed", color: "unfolded", value: debt.needed_bytes }, { name: "Could be had beside it", color: "free", value: spare }];
+    ? [{ name: "Available for it", color: "unfolded", value: debt.absorbable_bytes }, { name: "Missing", color: "swapped", value: debt.needed_bytes - debt.absorbable_bytes }]
+    : [{ name: "Needed for what is owed", color: "unfolded", value: debt.needed_bytes }, { name: "Also available for it", color: "free", value: spare }];
   const owing = debt.vms.filter((vm) => total(vm) > 0).sort((a, b) => total(b) - total(a));
   const most = owing.slice(0, 8);
-  const what = { ok: "What guests are taken to call in at once could be had.", warning: "Not much more can be shared.", braked: "No VM is started." }[debt.level];
+  const what = { ok: "Enough memory is available for guests that write at once.", warning: "Little more can be shared.", braked: "No VM is started." }[debt.level];
   return html`
     <${Card} title="Copy-on-write debt" aside=${html`<span role="status"><${Badge} tone=${tone}>${state}<//></span>`}>
-      <p>${what}${debt.sharing_held ? " Folding and KSM make no more debt until the brake is off." : ""}</p>
-      <${Stack} parts=${parts} label="What is to be there, of what could be had" />
+      <p>${what}${debt.sharing_held ? " Folding and KSM share no more memory until the brake is off." : ""}</p>
+      <${Stack} parts=${parts} label="Memory needed, of the memory available for it" />
       <dl class="facts">
         ${fact("Shared, and owed when written to", "debt_bytes")}
         ${fact("Folded", "folded_bytes")}
@@ -126,14 +126,14 @@ function Debt({ debt, may }) {
         ${fact("Zero pages given back", "zero_bytes")}
         ${fact("Merged by KSM", "ksm_bytes")}
         ${debt.starting_bytes > 0 && fact("Of VMs that are just starting", "starting_bytes")}
-        ${fact(`To be there (${debt.cover_percent} %)`, "needed_bytes")}
-        ${fact("Could be had", "absorbable_bytes")}
-        ${fact("Reserve, not counted in that", "reserve_bytes")}
-        ${fact("Free swap, not counted either", "swap_free_bytes")}
+        ${fact(`Needed at once (${debt.cover_percent} %)`, "needed_bytes")}
+        ${fact("Available for it", "absorbable_bytes")}
+        ${fact("Reserve, not included", "reserve_bytes")}
+        ${fact("Free swap, not included either", "swap_free_bytes")}
       </dl>
       <div class="buttons"><${Act} may=${may} what=${limits}>Limits …<//></div>
     <//>
-    <${Card} title="Who could call it in">
+    <${Card} title="Debt by VM">
       <${Table} label="What each VM owes" rows=${most} rowKey=${(vm) => vm.name} first=${{ key: "owed", down: true }} empty="Nobody: nothing is shared." columns=${[
         { key: "name", name: "VM", value: (vm) => vm.name },
         { key: "owed", name: "Owed", number: true, value: total, cell: (vm) => html`<${Bytes} value=${total(vm)} figure=${`debt.${vm.name}.owed`} />` },
@@ -141,11 +141,11 @@ function Debt({ debt, may }) {
         { key: "snapshot", name: "Snapshot", number: true, value: (vm) => vm.snapshot_bytes, cell: (vm) => bytes(vm.snapshot_bytes) },
         { key: "zero", name: "Zero", number: true, value: (vm) => vm.zero_bytes, cell: (vm) => bytes(vm.zero_bytes) },
       ]} />
-      ${owing.length > most.length && html`<p class="note">And ${plural(owing.length - most.length, "VM")} that owe less: <code>memfold debt</code> lists all.</p>`}
-      <h3>What the brake did last</h3>
+      ${owing.length > most.length && html`<p class="note">${plural(owing.length - most.length, "VM")} more that owe less: <code>memfold debt</code> lists all.</p>`}
+      <h3>Last actions of the brake</h3>
       ${debt.events.length
         ? html`<ul class="words">${debt.events.slice(-5).reverse().map((event) => html`<li><${Badge} tone=${BRAKES[event.level][0]}>${time(event.at_unix_s)}<//> ${event.what}</li>`)}</ul>`
-        : html`<p class="empty">Nothing since the daemon began.</p>`}
+        : html`<p class="empty">No action since the daemon's start.</p>`}
     <//>`;
 }
 
@@ -166,8 +166,8 @@ function Folding({ fold, may }) {
     act: (v) => setFold({ cpu_percent: Number(v.cpu), pages_per_second: Number(v.pages) }),
   });
   const pause = {
-    title: fold.paused ? "Go on folding?" : "Pause folding?",
-    text: fold.paused ? "Hints are taken again, and what is new is folded." : "What is folded stays folded; nothing new is.",
+    title: fold.paused ? "Resume folding?" : "Pause folding?",
+    text: fold.paused ? "Hints are processed again, and new memory is folded." : "Folded memory stays folded; no more memory is folded.",
     action: fold.paused ? "Go on" : "Pause",
     act: () => setFold({ paused: !fold.paused }),
   };
@@ -189,7 +189,7 @@ function Ksm({ may, host }) {
   const { value: ksm, error } = useAnswer("/v1/ksm", again, 120000);
   const start = {
     title: "Start KSM for one trust domain?",
-    text: "memfold steers ksmd within a CPU budget. Its settings are put back at the end.",
+    text: "memfold steers ksmd within a CPU budget, and restores KSM's settings at the end.",
     fields: [
       { name: "domain", label: "Trust domain", hint: "Empty: the only one whose VMs have mergeable memory." },
       { name: "cpu", label: "CPU, percent of one core", type: "number", min: 1, max: 95, value: 20, required: true },
@@ -203,7 +203,7 @@ function Ksm({ may, host }) {
   };
   const stop = {
     title: "Stop steering KSM?",
-    text: "Its settings become what they were before. Merged pages stay merged unless you say so.",
+    text: "KSM's previous settings are restored. Merged pages stay merged unless you choose otherwise.",
     fields: [{ name: "unmerge", label: "Give each merged page its own copy again (takes as much memory as merging saves)", type: "checkbox" }],
     action: "Stop KSM",
     danger: true,

@@ -34,18 +34,18 @@ function Hosts({ may }) {
   const { value: hosts, error } = useAnswer("/v1/hosts", again);
   const add = {
     title: "Let a host ask",
-    text: "It may lend and borrow by this daemon's registry with the token that is shown then. A token that it had before is void.",
+    text: "With the token shown next, the host may lend and borrow through this daemon's registry. An earlier token of the host becomes invalid.",
     fields: [{ name: "host", label: "Its name", required: true, pattern: NAME, hint: "As it is started: memfold serve --host." }],
     action: "Make a token",
     act: async (v) => {
       const made = await post("/v1/hosts", { host: v.host });
       setAgain((n) => n + 1);
-      return `Token of ${made.host}, not shown again:\n${made.token}\nIts daemon asks this one with --host ${made.host}, --registry, --registry-token and --registry-ca: see memfold host add --help.`;
+      return `Token of ${made.host}, not shown again:\n${made.token}\nStart that host's daemon with --host ${made.host}, --registry, --registry-token and --registry-ca: see memfold host add --help.`;
     },
   };
   const remove = (host) => ({
     title: `Refuse ${host} from now on?`,
-    text: "Its token is void. What it has borrowed ends with its leases.",
+    text: "The host's token becomes invalid. Its loans end with their leases.",
     action: "Take its token away",
     danger: true,
     act: async () => {
@@ -70,7 +70,7 @@ export function Leases({ may }) {
   const lending = report.lending;
   const give = (b) => ({
     title: `Return what ${b.vm} has borrowed?`,
-    text: "Its swap disk is switched back to this host's disk while it runs.",
+    text: "The swap disk moves back to this host's disk while the VM runs.",
     action: "Return it",
     act: async () => {
       const done = await post(`${place(b.vm)}/return`);
@@ -79,8 +79,8 @@ export function Leases({ may }) {
     },
   });
   const recall = (l) => ({
-    title: `Ask ${l.borrower} for what ${l.vm} has of this host?`,
-    text: `${bytes(l.bytes)}: it has 10 s to give them back, and where it has no other copy a second more for each 20 MiB. Its guest goes on.`,
+    title: `Ask ${l.borrower} to return the memory lent to ${l.vm}?`,
+    text: `${bytes(l.bytes)}: the borrower has 10 s to return it, and without another copy one more second for each 20 MiB. The guest goes on.`,
     action: "Ask for it",
     act: async () => {
       await post(`/v1/leases/${l.id}/return`);
@@ -89,21 +89,21 @@ export function Leases({ may }) {
   });
   const lendAs = async (max, how) => {
     const max_bytes = parseBytes(max);
-    if (max_bytes === null) throw new Error(`'${max}' is no size; write 512M or 8G`);
+    if (max_bytes === null) throw new Error(`'${max}' is not a size; write 512M or 8G`);
     await post("/v1/lend", { ...how, max_bytes });
     changed();
   };
   const most = { name: "max", label: "At most", value: "1G", required: true, hint: "512M, 8G" };
   const lend = {
     title: "Lend memory",
-    text: "RAM that this host can spare, to VMs of daemons on this host or on others.",
+    text: "Lends RAM that this host can spare to VMs of this host or of other hosts.",
     fields: [
       most,
-      { name: "listen", label: "Listen at", hint: "An address of this host that the others reach. Empty: for daemons on this host." },
+      { name: "listen", label: "Listen at", hint: "An address of this host that other hosts can reach. Empty: only for daemons on this host." },
       { name: "ports", label: "Ports", pattern: "[0-9]+-[0-9]+", hint: "First and last, 10900-10999; empty: any that is free." },
-      { name: "announce", label: "Announced as", hint: "What borrowers are told instead of that address, where a forwarder is between." },
+      { name: "announce", label: "Announced as", hint: "Address for borrowers if a forwarder stands between." },
       { name: "transport", label: "Transport", type: "select", options: [{ value: "nbd", label: "NBD, with TLS" }, { value: "iscsi", label: "iSCSI, not encrypted" }] },
-      { name: "cleartext", label: "By iSCSI to other hosts: what VMs have swapped out may be sent in clear text", type: "checkbox" },
+      { name: "cleartext", label: "With iSCSI to other hosts: VMs' swapped memory may be sent in clear text", type: "checkbox" },
     ],
     action: "Lend",
     act: (v) =>
@@ -114,14 +114,14 @@ export function Leases({ may }) {
   };
   const change = report.lends_as && {
     title: "Change how much is lent",
-    text: "What is lent beyond that is taken back; borrowers switch to their disks.",
+    text: "RAM lent beyond that is taken back; borrowers move to their disks.",
     fields: [{ ...most, value: sizeText(lending.max_bytes) }],
     action: "Change it",
     act: (v) => lendAs(v.max, report.lends_as),
   };
   const stop = {
     title: "Lend no more?",
-    text: "What is lent is taken back; borrowers switch to their disks.",
+    text: "All lent RAM is taken back; borrowers move to their disks.",
     action: "Lend no more",
     danger: true,
     act: async () => {
@@ -131,9 +131,9 @@ export function Leases({ may }) {
   };
   const volume = {
     title: "Put a swap volume of this host on lent RAM",
-    text: "It goes on being swapped to while LVM moves it. The kernel borrows by iSCSI, which is not encrypted.",
+    text: "The volume stays in use while LVM moves it. The kernel borrows by iSCSI, which is not encrypted.",
     fields: [
-      { name: "volume", label: "Volume", required: true, pattern: "[A-Za-z0-9+_.\\-]+/[A-Za-z0-9+_.\\-]+", hint: "Group and name, as lvs tells: vg0/swap." },
+      { name: "volume", label: "Volume", required: true, pattern: "[A-Za-z0-9+_.\\-]+/[A-Za-z0-9+_.\\-]+", hint: "Group and name, as lvs shows them: vg0/swap." },
       { name: "durability", label: "If its lender dies", type: "select", options: [{ value: "disk", label: "it goes on, on this host's disk" }, { value: "none", label: "what lies there is lost" }] },
     ],
     action: "Borrow",
@@ -145,7 +145,7 @@ export function Leases({ may }) {
   };
   const trust = (lied) => ({
     title: `Trust ${lied.lender} again?`,
-    text: `It served wrong bytes to ${lied.vm}: ${lied.what}. The VM was given none of them. Nothing is borrowed of this lender for an hour after that.`,
+    text: `It served wrong bytes to ${lied.vm}: ${lied.what}. The VM never saw them. The lender is not used for an hour after that.`,
     action: "Trust it",
     act: async () => {
       await del(`/v1/lenders/${part(lied.lender)}/distrust`);
@@ -165,7 +165,7 @@ export function Leases({ may }) {
     </div>
     <div class="grid">
       <${Card} title="Leases" wide aside=${lending ? html`<${Act} may=${may && change} what=${change} small>Change …<//><${Act} may=${may} what=${stop} danger small>Lend no more …<//>` : html`<${Act} may=${may} what=${lend} small>Lend …<//>`}>
-        ${report.leases.length > 0 ? html`<${Graph} leases=${report.leases} />` : away ? html`<${Empty}>Not known while the registry is away.<//>` : html`<${Empty}>Nobody lends anything to anybody. <code>memfold lend --max 8G</code> offers memory, <code>memfold borrow VM</code> takes it.<//>`}
+        ${report.leases.length > 0 ? html`<${Graph} leases=${report.leases} />` : away ? html`<${Empty}>Not known while the registry does not answer.<//>` : html`<${Empty}>No memory is lent. <code>memfold lend --max 8G</code> offers memory, <code>memfold borrow VM</code> borrows it.<//>`}
         ${report.leases.length > 0 && html`<${Table} label="Leases" rows=${report.leases} rowKey=${(l) => l.id} columns=${[
           { key: "lender", name: "Lender", value: (l) => l.lender.host },
           { key: "vm", name: "VM", value: (l) => `${l.borrower} / ${l.vm}` },
@@ -178,7 +178,7 @@ export function Leases({ may }) {
       <//>
       <${Card} title="If a lender dies">
         <${Table} label="Blast radius" rowKey=${(r) => `${r.lender} ${r.vm}`} rows=${report.blast.flatMap((b) => b.vms.map((vm) => ({ lender: b.lender, ...vm })))}
-          empty=${away ? "Not known while the registry is away." : "Nobody is hurt: nothing is lent."} columns=${[
+          empty=${away ? "Not known while the registry does not answer." : "No VM is affected: no memory is lent."} columns=${[
           { key: "lender", name: "Lender", value: (r) => r.lender },
           { key: "vm", name: "VM", value: (r) => `${r.host} / ${r.vm}` },
           { key: "bytes", name: "Holds", number: true, value: (r) => r.bytes, cell: (r) => bytes(r.bytes) },
@@ -186,7 +186,7 @@ export function Leases({ may }) {
         ]} />
       <//>
       <${Card} title="VMs that borrow" aside=${html`<${Act} may=${may} what=${volume} small>For a volume …<//>`}>
-        <${Table} label="VMs of this host that borrow" rows=${report.borrowed} rowKey=${(b) => b.vm} empty="None of this host's VMs borrows." columns=${[
+        <${Table} label="VMs of this host that borrow" rows=${report.borrowed} rowKey=${(b) => b.vm} empty="No VM of this host borrows." columns=${[
           { key: "vm", name: "VM", value: (b) => b.vm },
           { key: "place", name: "Swap disk", value: (b) => b.place.replace("_", " ") },
           { key: "bytes", name: "Size", number: true, value: (b) => b.bytes, cell: (b) => bytes(b.bytes) },
@@ -197,7 +197,7 @@ export function Leases({ may }) {
         ${report.again?.map((vm) => html`<p class="note"><strong>${vm}</strong> borrows again when a lender has room. <${Act} may=${may} what=${give({ vm })} small>Not any more …<//></p>`)}
       <//>
       <${Card} title="Lenders" wide>
-        <${Table} label="Lenders" rows=${report.lenders} rowKey=${(l) => l.lender.host} empty=${away ? "Not known while the registry is away." : "The registry knows no lender."} columns=${[
+        <${Table} label="Lenders" rows=${report.lenders} rowKey=${(l) => l.lender.host} empty=${away ? "Not known while the registry does not answer." : "The registry has no lender."} columns=${[
           { key: "host", name: "Host", value: (l) => l.lender.host },
           { key: "offered", name: "Offered", number: true, value: (l) => l.offered_bytes, cell: (l) => bytes(l.offered_bytes) },
           { key: "lent", name: "Lent", number: true, value: (l) => l.lent_bytes, cell: (l) => bytes(l.lent_bytes) },

@@ -6,7 +6,7 @@ import { bytes, parseBytes, plural } from "../format.js";
 import { html } from "../html.js";
 import { Badge, Bytes, Card, Failure, Field, Stack, Stat, Table } from "../ui.js";
 
-const error95 = (value) => (value === null ? "error bar not known: measured once" : `± ${bytes(value)}`);
+const error95 = (value) => (value === null ? "error unknown: measured once" : `± ${bytes(value)}`);
 
 /** The kinds that the text names: what is before each "=". */
 const named = (text) => text.split(/\s+/).filter(Boolean).map((kind) => kind.split("=")[0]);
@@ -18,8 +18,8 @@ function parts(plan) {
   const left = plan.memory_bytes - plan.predicted_bytes - cover - plan.reserve_bytes;
   return [
     { name: "Used by what runs now", color: "others", value: now },
-    { name: "More of it by the VMs planned", color: "private", value: plan.predicted_bytes - now },
-    { name: "To be there for what is owed", color: "unfolded", value: cover },
+    { name: "Added by the VMs planned", color: "private", value: plan.predicted_bytes - now },
+    { name: "Needed for what is owed", color: "unfolded", value: cover },
     { name: "Reserve", color: "kernel", value: plan.reserve_bytes },
     { name: "Left", color: "free", value: Math.max(0, left) },
   ];
@@ -29,7 +29,7 @@ function parts(plan) {
 function limit(plan) {
   const room = plan.memory_bytes - plan.reserve_bytes;
   if (plan.fits) return `${bytes(Math.max(0, room - plan.predicted_bytes))} would be left beside the reserve`;
-  return plan.predicted_bytes + (plan.plus_minus_bytes ?? 0) > room ? "too little memory" : "too little for what they would owe";
+  return plan.predicted_bytes + (plan.plus_minus_bytes ?? 0) > room ? "too little memory" : "too little for their debt";
 }
 
 function Planned({ plan }) {
@@ -44,7 +44,7 @@ function Planned({ plan }) {
       <${Stat} label=${plan.kinds.map((kind) => `${kind.wanted} of ${kind.name}`).join(", ")} tone=${plan.fits ? "main" : "loss"} note=${limit(plan)}><span data-fits=${plan.fits}>${plan.fits ? "fit" : "do not fit"}</span><//>
       <${Stat} label="Used then" note=${error95(plan.plus_minus_bytes) + (plan.ahead_hours ? `; ${bytes(plan.grown_bytes)} of it grown in ${plan.ahead_hours} h` : "")}><${Bytes} value=${plan.predicted_bytes} figure="plan.predicted_bytes" /><//>
       <${Stat} label="Used now" note=${`of ${bytes(plan.memory_bytes)}`}><${Bytes} value=${plan.used_bytes} figure="plan.used_bytes" /><//>
-      <${Stat} label="Owed then" note=${`${plan.cover_percent} % of it are to be there`}><${Bytes} value=${plan.predicted_owed_bytes} figure="plan.predicted_owed_bytes" /><//>
+      <${Stat} label="Owed then" note=${`${plan.cover_percent} % of it must be available`}><${Bytes} value=${plan.predicted_owed_bytes} figure="plan.predicted_owed_bytes" /><//>
     </div>
     <${Card} title="The memory planned for" wide><${Stack} parts=${parts(plan)} label="Memory with the VMs planned" /><//>
     <${Card} title="By kind" wide>
@@ -60,7 +60,7 @@ function Planned({ plan }) {
         count("more_fit", "More fit"),
         count("more_fit_by_memory", "By memory alone"),
       ]} />
-      <p class="note">One more VM is taken to be like those that run: what they share is there already. At most: if it came to use all of its RAM and shared nothing.</p>
+      <p class="note">One more VM is assumed to be like those that run and to share what they share. At most: if that VM used all of its RAM and shared nothing.</p>
     <//>`;
 }
 
@@ -90,7 +90,7 @@ function Fit() {
   };
   return html`
     <${Card} title="How many VMs fit" wide>
-      <p class="note">Made of what VMs that run take now. Nothing is started or changed.</p>
+      <p class="note">Computed from the memory of running VMs. Nothing is started or changed.</p>
       <form class="inline" onSubmit=${(event) => (event.preventDefault(), ask())}>
         ${names.map((name) => html`<${Field} key=${name} field=${count(name)} value=${wanted[name] ?? state.plan?.kinds.find((kind) => kind.name === name)?.wanted ?? ""}
           onChange=${(event) => setWanted((old) => ({ ...old, [name]: event.target.value }))} />`)}
@@ -108,14 +108,14 @@ function Proposed({ proposal }) {
   const less = proposal.now_bytes - proposal.then_bytes;
   return html`
     <div class="stats">
-      <${Stat} label="All hosts together take less" tone="main" note=${`± ${bytes(proposal.plus_minus_bytes)}, if all is shared that VMs of a trust domain have in common`}><${Bytes} value=${less} figure="place.less" /><//>
+      <${Stat} label="All hosts together take less" tone="main" note=${`± ${bytes(proposal.plus_minus_bytes)}, if everything that VMs of a trust domain have in common is shared`}><${Bytes} value=${less} figure="place.less" /><//>
       <${Stat} label="Now"><${Bytes} value=${proposal.now_bytes} figure="place.now_bytes" /><//>
       <${Stat} label="Then"><${Bytes} value=${proposal.then_bytes} figure="place.then_bytes" /><//>
     </div>
     <h3>Moves, in this order</h3>
     ${proposal.moves.length
       ? html`<ol class="moves">${proposal.moves.map((move) => html`<li>${move.vm} from ${move.from} to ${move.to}: saves ${bytes(move.saves_bytes)}</li>`)}</ol>`
-      : html`<p class="empty">No move saves enough: leave them where they are.</p>`}
+      : html`<p class="empty">No move saves enough: leave all VMs where they are.</p>`}
     <${Table} label="Hosts before and then" rows=${proposal.hosts} rowKey=${(host) => host.host} columns=${[
       { key: "host", name: "Host", value: (host) => host.host },
       { key: "limit", name: "May take", number: true, value: (host) => host.limit_bytes, cell: (host) => bytes(host.limit_bytes) },
@@ -134,7 +134,7 @@ function Place({ may }) {
     setState({ busy: true, error: null, proposal: null });
     try {
       const least = parseBytes(values.least);
-      if (least === null) throw new Error(`'${values.least}' is no size; write 64M or 1G`);
+      if (least === null) throw new Error(`'${values.least}' is not a size; write 64M or 1G`);
       const texts = await Promise.all(files.map((file) => file.text()));
       // As they are: their numbers have more digits than a script's numbers.
       const body = `{"fingerprints":[${texts.join(",")}],"least_bytes":${least},"leave_percent":${Number(values.leave)}}`;
@@ -155,7 +155,7 @@ function Place({ may }) {
           <${Field} field=${{ name: "leave", label: "Leave of each host, percent", type: "number", min: 0, max: 99, required: true }} value=${values.leave} onChange=${change("leave")} />
           <div class="buttons"><button class="primary" type="submit" disabled=${state.busy}>${state.busy ? "Comparing" : "Propose"}</button></div>
         </form>`
-      : html`<p class="empty">It takes CPU, so it needs the role to operate.</p>`}
+      : html`<p class="empty">An estimate takes CPU, so it needs the role to operate.</p>`}
     <${Failure} error=${state.error} />
     ${state.proposal && html`<${Proposed} proposal=${state.proposal} />`}
   <//>`;

@@ -33,7 +33,7 @@ export function Segments({ may }) {
   };
   const remove = (s) => ({
     title: `Remove ${reference(s)}?`,
-    text: "VMs can't map it any more. Build it again to have it back.",
+    text: "VMs can no longer map the segment. To restore it, build it again.",
     action: "Remove the segment",
     danger: true,
     act: async () => {
@@ -43,26 +43,26 @@ export function Segments({ may }) {
   });
   const verify = (s) => ({
     title: `Verify ${reference(s)}?`,
-    text: "Its image is read and compared with its checksum.",
+    text: "The segment's image is read and compared with its checksum.",
     action: "Verify",
-    act: async () => (await post(`/v1/segments/${part(reference(s))}/verify`)) ?? "Every byte is as it was built.",
+    act: async () => (await post(`/v1/segments/${part(reference(s))}/verify`)) ?? "Every byte is unchanged since the build.",
   });
   const lines = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean);
   const build = {
     title: "Build a segment",
-    text: "An image of files that VMs of one trust domain execute in place. A name that is there gets its next generation.",
+    text: "An image of files that VMs of one trust domain execute in place. An existing name gets its next generation.",
     fields: [
       { name: "name", label: "Name", required: true, pattern: NAME },
       { name: "domain", label: "Trust domain", required: true },
       { name: "from", label: "From", type: "textarea", required: true, hint: "A directory or disk image of the host, vm:NAME, or packages (package:NAME), a line each." },
-      { name: "include", label: "Only paths", type: "textarea", hint: "Globs that begin with a slash, a line each. Empty: /usr/** and /opt/**." },
+      { name: "include", label: "Only paths", type: "textarea", hint: "Globs that begin with a slash, one on each line. Empty: /usr/** and /opt/**." },
       { name: "top", label: "The best files in", hint: "256M; empty: all files." },
-      { name: "pinned", label: "Hold it in memory", type: "checkbox" },
+      { name: "pinned", label: "Hold the segment in memory", type: "checkbox" },
     ],
     action: "Build it",
     act: async (v) => {
       const top = v.top ? parseBytes(v.top) : null;
-      if (v.top && top === null) throw new Error(`'${v.top}' is no size; write 256M or 2G`);
+      if (v.top && top === null) throw new Error(`'${v.top}' is not a size; write 256M or 2G`);
       const done = await post("/v1/segments", {
         name: v.name, domain: v.domain, from: lines(v.from), include: lines(v.include), top_files_bytes: top, pinned: v.pinned });
       changed();

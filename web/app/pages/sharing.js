@@ -44,7 +44,7 @@ export function Sharing() {
   };
   return html`
     <${Card} title="Pages in common" aside=${picker} wide>
-      <p class="note">Pages of one page store, image or segment that both VMs map and neither has copied. On the diagonal: all such pages of the VM. What KSM has merged is not in it: the kernel doesn't say with whom.</p>
+      <p class="note">Pages of one page store, image or segment that both VMs map and neither has copied. On the diagonal: all such pages of the VM. Pages merged by KSM are not included, because the kernel does not say which VMs share them.</p>
       ${vms.length === 0 && html`<${Empty}>No VMs run.<//>`}
       ${vms.length > 0 && html`<div class="table-box" tabindex="0" role="region" aria-label="Sharing matrix"><table class="matrix">
         <caption class="hidden">Bytes that each two VMs have in common</caption>

@@ -18,8 +18,8 @@ function trees(snapshots) {
 
 const RENEW = [
   { value: "network", label: "random numbers and MAC addresses" },
-  { value: "identity", label: "host name, machine ID and SSH keys, too" },
-  { value: "random", label: "random numbers only: it goes on as the VM that was saved" },
+  { value: "identity", label: "also host name, machine ID and SSH keys" },
+  { value: "random", label: "random numbers only: the VM replaces the saved one" },
 ];
 
 function Actions({ snapshot, may, changed }) {
@@ -27,7 +27,7 @@ function Actions({ snapshot, may, changed }) {
   const path = `/v1/snapshots/${part(name)}`;
   const clone = {
     title: `Clone ${name}`,
-    text: "VMs that run from its memory at once.",
+    text: "Starts VMs that share the snapshot's memory.",
     fields: [
       { name: "number", label: "How many", type: "number", min: 1, max: 64, step: 1, value: 1, required: true },
       { name: "prefix", label: "Names begin with", value: name, required: true, pattern: NAME },
@@ -54,7 +54,7 @@ function Actions({ snapshot, may, changed }) {
   };
   const restore = {
     title: `Restore ${name}`,
-    text: "The VM goes on from the moment of the snapshot. Its writes go to temporary overlays, unless you name a directory of the host.",
+    text: "The VM continues from the time of the snapshot. Its writes go to temporary overlays, unless you name a directory of the host.",
     fields: [
       { name: "vm", label: "Name of the VM", value: snapshot.vm, required: true, pattern: NAME },
       { name: "renew", label: "It gets its own", type: "select", options: RENEW, value: "random" },
@@ -70,16 +70,16 @@ function Actions({ snapshot, may, changed }) {
   };
   const verify = {
     title: `Verify ${name}?`,
-    text: "All its bytes are read and compared with their checksums.",
+    text: "All bytes of the snapshot are read and compared with their checksums.",
     action: "Verify",
     act: async () => {
       const { problems } = await post(`${path}/verify`);
-      return problems.length ? `Wrong: ${problems.join("; ")}` : "Every byte is as it was saved.";
+      return problems.length ? `Wrong: ${problems.join("; ")}` : "Every byte is unchanged since the save.";
     },
   };
   const remove = {
     title: `Remove ${name}?`,
-    text: `It takes ${bytes(snapshot.disk_bytes)} on disk. What it holds can't be brought back.`,
+    text: `The snapshot takes ${bytes(snapshot.disk_bytes)} on disk. It cannot be recovered after that.`,
     action: "Remove the snapshot",
     danger: true,
     act: async () => {

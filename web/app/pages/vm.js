@@ -59,7 +59,7 @@ function Cells({ map, theme }) {
   const words = () => {
     const parts = map.states.map((state, s) => [state, map.cells[at][s] * 4096]).filter(([, n]) => n > 0);
     const place = map.places.findLast((place) => place.cell <= at);
-    const where = place.address === null ? "not an address of the guest's" : `at ${bytes(place.address + (at - place.cell) * map.cell_bytes)}`;
+    const where = place.address === null ? "not a guest address" : `at ${bytes(place.address + (at - place.cell) * map.cell_bytes)}`;
     return `${where}: ${parts.map(([state, n]) => `${state} ${bytes(n)}`).join(", ")}`;
   };
   return html`<div class="map">
@@ -80,8 +80,8 @@ function Swap({ name, swap, again }) {
       : strip([{ name: swapPlace(swap), color: swap.place === "lost" ? "swapped" : "kernel", value: swap.bytes }])}
     <${Failure} error=${error} />
     <p class="note">${swap.durability === "disk" && "A copy of all of it is on this host's disk. "}${use?.used_bytes !== null && use?.used_bytes !== undefined
-      ? html`Its guest says that <${Bytes} value=${use.used_bytes} figure=${`swap.${name}.used`} /> of it hold something.`
-      : use && `How much of it holds something only its guest knows: ${use.why_not}.`} What the guest has swapped out is in no square above: these show what its RAM holds now.</p>`;
+      ? html`The guest reports that <${Bytes} value=${use.used_bytes} figure=${`swap.${name}.used`} /> of it are in use.`
+      : use && `How much of it is in use is unknown: ${use.why_not}.`} What the guest has swapped out is in no square above: these show what its RAM holds now.</p>`;
 }
 
 function MemoryMap({ name, theme, swap }) {
@@ -142,10 +142,10 @@ function Segments({ info, may }) {
   const names = (segments ?? []).map((s) => `${s.segment.name}@${s.segment.generation}`);
   const attach = {
     title: `Attach a segment to ${info.name}`,
-    text: "The guest executes its files from one copy. It needs a free slot (vm run --segment-slots).",
+    text: "The guest executes the segment's files from one shared copy. The VM needs a free slot (vm run --segment-slots).",
     fields: [
       { name: "segment", label: "Segment", type: "select", options: names, value: names[0] },
-      { name: "no_lay", label: "Attach the device only; don't lay it over the guest's files", type: "checkbox" },
+      { name: "no_lay", label: "Only attach the device; do not overlay the guest's files", type: "checkbox" },
     ],
     action: "Attach",
     act: async (v) => void (await post(`/v1/vms/${part(info.name)}/segments`, { segment: v.segment, no_lay: v.no_lay })),
@@ -159,7 +159,7 @@ function Segments({ info, may }) {
   });
   const state = (s) => (typeof s === "string" ? s.replace("_", " ") : `failed: ${s.failed}`);
   return html`<${Card} title="Segments" aside=${names.length > 0 && html`<${Act} may=${may && info.origin === "started"} what=${attach} small>Attach …<//>`}>
-    <${Table} label="Segments of this VM" rows=${info.segments} rowKey=${(s) => s.segment} empty="It maps none." columns=${[
+    <${Table} label="Segments of this VM" rows=${info.segments} rowKey=${(s) => s.segment} empty="The VM maps no segment." columns=${[
       { key: "segment", name: "Segment", value: (s) => s.segment },
       { key: "state", name: "State", value: (s) => state(s.state) },
       { key: "act", name: "", cell: (s) => html`<${Act} may=${may} what=${detach(s.segment)} danger small>Take off …<//>` },
@@ -175,10 +175,10 @@ const DURABILITY = [
 /** The swap disk of a running VM, to lent RAM. */
 const borrow = (name) => ({
   title: `Switch the swap disk of ${name} to lent RAM?`,
-  text: "While it runs. It needs lenders with so much to spare.",
+  text: "The VM keeps running. Lenders need enough spare RAM.",
   fields: [
     { name: "durability", label: "If a lender dies", type: "select", options: DURABILITY, value: "disk" },
-    { name: "stripes", label: "Lenders to lay it out over", type: "number", min: 1, max: 8, step: 1, hint: "Empty: as few as have room for it." },
+    { name: "stripes", label: "Lenders to spread it over", type: "number", min: 1, max: 8, step: 1, hint: "Empty: as few as have room for it." },
   ],
   action: "Borrow",
   act: async (v) => {
@@ -189,14 +189,14 @@ const borrow = (name) => ({
 
 const giveBack = (name) => ({
   title: `Return what ${name} has borrowed?`,
-  text: "Its swap disk is switched back to this host's disk while it runs.",
+  text: "The swap disk moves back to this host's disk while the VM runs.",
   action: "Return it",
   act: async () => `Back on this host's disk after ${duration((await post(`/v1/vms/${part(name)}/return`)).took_ms)}.`,
 });
 
 const execute = (name) => ({
   title: `Run a command in ${name}`,
-  text: "As root in the guest, by its agent. It stands in the audit log.",
+  text: "Runs as root in the guest, by its agent. The audit log records the command.",
   fields: [
     { name: "script", label: "Shell text", type: "textarea", required: true },
     { name: "timeout", label: "Seconds that it may take", type: "number", min: 1, max: 600, value: 60, required: true },
@@ -213,7 +213,7 @@ function KsmCauses({ name }) {
   const [wanted, setWanted] = useState(0);
   const aside = html`<button class="small" onClick=${() => setWanted((n) => n + 1)}>${wanted ? "Look again" : "Look"}</button>`;
   return html`<${Card} title="KSM and this VM" aside=${aside}>
-    ${wanted ? html`<${Explained} name=${name} again=${wanted} />` : html`<p class="empty">Why its memory merges, or doesn't: <code>memfold ksm explain ${name}</code>.</p>`}
+    ${wanted ? html`<${Explained} name=${name} again=${wanted} />` : html`<p class="empty">Why the VM's memory merges, or does not: <code>memfold ksm explain ${name}</code>.</p>`}
   <//>`;
 }
 
@@ -237,7 +237,7 @@ export function Vm({ name, may, theme }) {
   const list = problems(info);
   const stop = {
     title: `Stop ${name}?`,
-    text: "The guest is asked to shut down, and switched off when its time is over.",
+    text: "The guest is asked to shut down, and the VM is switched off after the timeout.",
     fields: [{ name: "timeout", label: "Seconds for the guest", type: "number", min: 0, value: 60, required: true }],
     action: "Stop the VM",
     danger: true,
@@ -269,7 +269,7 @@ export function Vm({ name, may, theme }) {
       <${MemoryMap} name=${name} theme=${theme} swap=${info.swap} />
       <${Card} title="Facts">
         <dl class="facts">
-          ${fact("Trust domain", info.domain ?? "none: it shares with nobody")}
+          ${fact("Trust domain", info.domain ?? "none: the VM shares with no other VM")}
           ${fact("QEMU", `${info.qemu}, process ${info.pid}, ${info.libvirt ? `libvirt's domain ${info.libvirt}` : info.origin}`)}
           ${fact("Guest", info.agent ?? "no agent")}
           ${fact("Folding again", info.refold_problems.length ? `at pauses only: ${info.refold_problems.join("; ")}` : "any time")}
@@ -286,7 +286,7 @@ export function Vm({ name, may, theme }) {
           <${Act} may=${may && info.origin === "started"} what=${reboot}>Reboot …<//>
           <${Act} may=${may && info.origin === "started"} what=${stop} danger>Stop …<//>
         </div>
-        ${info.libvirt && html`<p class="note">libvirt starts and stops it: <code>virsh shutdown "${info.libvirt}"</code>.</p>`}
+        ${info.libvirt && html`<p class="note">libvirt starts and stops this VM: <code>virsh shutdown "${info.libvirt}"</code>.</p>`}
       <//>
       <${Segments} info=${info} may=${may} />
       <${KsmCauses} name=${name} />

@@ -20,14 +20,14 @@ export const PLACES = [
 export const withTemplate = (vm) => ({ ...vm, template_bytes: vm.file_resident_bytes + vm.file_untouched_bytes });
 
 /** What is to be known of a swap disk that isn't where it should be. */
-const SWAP_PROBLEMS = { degraded: "swap: a copy on lent memory is lost", on_copy: "swap: on this host's disk, it is lent no more", lost: "swap: lost with its lender" };
+const SWAP_PROBLEMS = { degraded: "swap: a copy on lent memory is lost", on_copy: "swap: on this host's disk, no longer lent", lost: "swap: lost with its lender" };
 
 export function problems(info) {
   if (!info) return [];
   const swap = SWAP_PROBLEMS[info.swap?.place];
   // Clones are no one's twins only when their guests have done it.
   const renewal = info.renewal;
-  const alike = renewal?.pending ? ["not set apart yet: its guest has not answered"] : (renewal?.left ?? []).map((what) => `as in the snapshot: ${what}`);
+  const alike = renewal?.pending ? ["identity not renewed yet: the guest has not answered"] : (renewal?.left ?? []).map((what) => `as in the snapshot: ${what}`);
   return [...(info.agent ? [] : ["no agent"]), ...(swap ? [swap] : []), ...alike, ...info.agent_problems, ...info.fold_problems];
 }
 
@@ -46,12 +46,12 @@ const known = (info) => {
 
 const start = {
   title: "Start a VM",
-  text: "Paths are of the host that the daemon runs on. For all else there is: memfold vm run --file.",
+  text: "Paths are on the daemon's host. For all other options: memfold vm run --file.",
   fields: [
     { name: "name", label: "Name", required: true, pattern: NAME },
     { name: "memory", label: "RAM", value: "1G", required: true, hint: "512M, 8G" },
     { name: "vcpus", label: "Virtual CPUs", type: "number", min: 1, step: 1, value: 1, required: true },
-    { name: "domain", label: "Trust domain", hint: "Empty: it shares with nobody." },
+    { name: "domain", label: "Trust domain", hint: "Empty: the VM shares with no other VM." },
     { name: "disk", label: "Disk image", required: true },
     { name: "snapshot", label: "The image stays as it is: writes go to a temporary overlay", type: "checkbox" },
     { name: "kernel", label: "Kernel", hint: "Empty: the disk's own boot loader." },
@@ -73,32 +73,32 @@ const start = {
 };
 
 const attach = {
-  title: "Take on a VM that runs",
-  text: "One of QEMU's that memfold didn't start: it is counted, and folded if QEMU was started with memfold's library.",
+  title: "Attach a running VM",
+  text: "A QEMU that memfold did not start: its memory is counted, and folded if QEMU runs with memfold's library.",
   fields: [
     { name: "name", label: "Name", required: true, pattern: NAME },
     { name: "qmp", label: "QMP socket", required: true },
-    { name: "domain", label: "Trust domain", hint: "Empty: it shares with nobody." },
+    { name: "domain", label: "Trust domain", hint: "Empty: the VM shares with no other VM." },
   ],
-  action: "Take it on",
+  action: "Attach it",
   act: async (v) => known(await post("/v1/attach", { name: v.name, qmp: v.qmp, domain: v.domain || null })),
 };
 
 const attachLibvirt = {
-  title: "Take on a domain of libvirt now",
-  text: "Domains that are enabled (memfold libvirt enable) are found by themselves within seconds.",
+  title: "Adopt a domain of libvirt now",
+  text: "Domains that are enabled (memfold libvirt enable) are adopted by themselves within seconds.",
   fields: [{ name: "domain", label: "Domain", required: true, hint: "Its name in libvirt." }],
-  action: "Take it on",
+  action: "Attach it",
   act: async (v) => known(await post("/v1/libvirt/attach", { domain: v.domain })),
 };
 
 /** When a change of a domain's XML counts. */
 const when = ({ changed, running, managed_save: saved, not_folded: reasons }) =>
-  (reasons?.length ? `It will not be folded: ${reasons.join("; ")}. ` : "") +
-  (!changed ? "Nothing was to be done."
-  : running ? "It runs: that takes effect when it is shut down and started again; a reboot of its guest is not enough."
-  : saved ? "Its saved memory is restored at its next start, as it was: that takes effect at the start after that."
-  : "That takes effect when it is started.");
+  (reasons?.length ? `The domain will not be folded: ${reasons.join("; ")}. ` : "") +
+  (!changed ? "Nothing had to be changed."
+  : running ? "The change takes effect when the running domain is shut down and started again; a reboot of the guest is not enough."
+  : saved ? "The next start restores the domain's saved memory unchanged, so the change takes effect at the start after that."
+  : "The change takes effect at the domain's next start.");
 
 /** Domains of libvirt, where there is a libvirt that the daemon looks at. */
 function Domains({ may }) {
@@ -112,14 +112,14 @@ function Domains({ may }) {
   };
   const enable = (d) => ({
     title: `Have ${d.domain} start with memfold?`,
-    text: "Its XML gets memfold's emulator, a channel for the agent, and a mark with the trust domain; libvirt goes on as ever.",
-    fields: [{ name: "trust", label: "Trust domain", value: d.mark?.domain ?? "", hint: "Empty: it shares with nobody." }],
+    text: "The domain's XML gets memfold's emulator, a channel for the agent, and a mark with the trust domain. Nothing else in libvirt changes.",
+    fields: [{ name: "trust", label: "Trust domain", value: d.mark?.domain ?? "", hint: "Empty: the VM shares with no other VM." }],
     action: "Enable it",
     act: (v) => change("enable", { domain: d.domain, trust_domain: v.trust || null }),
   });
   const disable = (d) => ({
     title: `Have ${d.domain} start without memfold?`,
-    text: "Its XML is put back to what it was.",
+    text: "The domain's original XML is restored.",
     action: "Disable it",
     danger: true,
     act: () => change("disable", { domain: d.domain }),
@@ -154,12 +154,12 @@ export function Vms({ may }) {
     cell: (vm) => html`<${Bytes} value=${vm[key]} figure=${`vm.${vm.name}.${key}`} />`,
   });
   const trendOf = (vm) => [...(trend.get(vm.name) ?? []), vm.pss_bytes];
-  const filter = html`<input type="search" placeholder="Name or domain" aria-label="Show only VMs whose name or domain holds this" value=${wanted} onInput=${(e) => setWanted(e.target.value)} />`;
+  const filter = html`<input type="search" placeholder="Name or domain" aria-label="Show only VMs whose name or domain contains this text" value=${wanted} onInput=${(e) => setWanted(e.target.value)} />`;
   const aside = html`${filter}
-    <${Act} may=${may} what=${start} small>Start …<//><${Act} may=${may} what=${attach} small>Take on …<//><${Act} may=${may} what=${attachLibvirt} small>Of libvirt …<//>`;
+    <${Act} may=${may} what=${start} small>Start …<//><${Act} may=${may} what=${attach} small>Attach …<//><${Act} may=${may} what=${attachLibvirt} small>Of libvirt …<//>`;
   return html`<div class="grid"><${Card} title=${plural(all.length, "VM")} aside=${aside} wide>
     <${Table} label="VMs" rows=${rows} rowKey=${(vm) => vm.name} first=${{ key: "name", down: false }}
-      empty=${all.length ? "No VM has that in its name or domain." : "No VMs run. Start one: memfold vm run --help"}
+      empty=${all.length ? "No VM has this text in its name or domain." : "No VMs run. Start one: memfold vm run --help"}
       columns=${[
         { key: "name", name: "VM", value: (vm) => vm.name, cell: (vm) => html`<a href=${`#/vms/${encodeURIComponent(vm.name)}`}>${vm.name}</a>` },
         { key: "domain", name: "Domain", value: (vm) => vm.domain ?? "", cell: (vm) => vm.domain ?? html`<span class="soft">alone</span>` },

@@ -631,7 +631,7 @@ fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
         ("braked", "No VM is started."),
         ("braked", "Missing"),
         ("did", "warning -> BRAKED"),
-        ("did", "And 92 VMs that owe less"),
+        ("did", "92 VMs more that owe less"),
     ] {
         let text = braked[card].as_str().unwrap();
         assert!(text.contains(words), "no '{words}' in {text}");
