@@ -196,7 +196,11 @@ impl KsmSteering {
             kept_out = old.kept_out;
         }
         let ours = self.ours(&domain);
-        info!(domain, cpu_percent = request.cpu_percent, "KSM is steered");
+        info!(
+            domain,
+            cpu_percent = request.cpu_percent,
+            "KSM steering started"
+        );
         let mut new = SteeredKsm::start(domain, goal, request.advisor, ours)?;
         new.kept_out = kept_out;
         let began = new.began;
@@ -340,7 +344,7 @@ impl KsmSteering {
             info!(
                 vm = spec.name,
                 domain = steered.domain,
-                "started with mem-merge=off: KSM runs for another trust domain"
+                "VM started with mem-merge=off: KSM runs for another trust domain"
             );
             spec.merge = MergeChoice::Never;
             steered.kept_out.insert(spec.name.clone());

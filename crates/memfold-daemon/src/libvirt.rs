@@ -54,7 +54,7 @@ fn watch(domains: &Weak<LibvirtDomains>, run: &Path) {
     let mut looked: BTreeMap<(i32, u64), KnownQemu> = BTreeMap::new();
     while let Some(domains) = domains.upgrade() {
         let running = Running::all(run).unwrap_or_else(|error| {
-            debug!(%error, "libvirt's domains can't be listed");
+            debug!(%error, "cannot list libvirt's domains");
             Vec::new()
         });
         looked.retain(|key, _| running.iter().any(|r| key_of(r.process) == *key));
@@ -93,7 +93,7 @@ impl KnownQemu {
                 self.again = None;
             }
             Err(Refusal::NotOurs(why)) => {
-                debug!(libvirt = domain.domain, why, "left alone");
+                debug!(libvirt = domain.domain, why, "libvirt domain not adopted");
                 // libvirt notes the process before that is the wrapper, or QEMU.
                 let begins = self.first.elapsed() < BEGINNING;
                 self.again = begins.then(|| Instant::now() + LOOK_INTERVAL);

@@ -220,7 +220,7 @@ impl Machine {
             }
             AgentEvent::Message(message) => self.tell(Command::Agent(self.id, message)),
             AgentEvent::Lost { reason } => {
-                info!(vm = self.name, reason, "agent gone");
+                info!(vm = self.name, reason, "agent disconnected");
                 self.tell(Command::AgentGone(self.id));
             }
         }
@@ -246,7 +246,7 @@ impl Machine {
                 debug!(
                     vm = self.name,
                     error = &error as &dyn std::error::Error,
-                    "QEMU does not tell this VM's layout"
+                    "QEMU does not report the VM's RAM layout"
                 );
                 return;
             }

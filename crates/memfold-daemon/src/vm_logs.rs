@@ -93,7 +93,7 @@ fn tell_full(state: &Path, is_told: bool) -> bool {
             true
         }
         true if percent < FULL.1 => {
-            info!(path = %state.display(), percent, "the state directory has room again");
+            info!(path = %state.display(), percent, "state directory has room again");
             false
         }
         told => told,

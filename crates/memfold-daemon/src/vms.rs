@@ -89,7 +89,7 @@ impl Vms {
 
     /// The VM's process has ended.
     fn forget(&self, machine: &Machine) {
-        info!(vm = machine.name(), "ended");
+        info!(vm = machine.name(), "VM ended");
         let segments = machine.vm().segments();
         self.segments.end_writer(machine.name(), &segments);
         // Its name is free only when its files are gone: they would be taken for those of the next VM.
@@ -133,7 +133,7 @@ impl Vms {
         match self.kernels.share(vm) {
             Ok(bytes) => debug!(vm = vm.name(), bytes, "of its kernel's image are common"),
             Err(error) => {
-                debug!(vm = vm.name(), %error, "VM keeps a copy of its kernel's image for itself");
+                debug!(vm = vm.name(), %error, "VM keeps its own copy of its kernel image");
             }
         }
     }

@@ -57,7 +57,7 @@ pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
         vm.back.forget();
         let opened = first.map(|mapping| Image::open(vm.guest.pid(), mapping));
         vm.back.image = opened.transpose().unwrap_or_else(|error| {
-            debug!(vm = vm.stats.name, %error, "the image that it runs from can't be read");
+            debug!(vm = vm.stats.name, %error, "cannot read the snapshot's image that the VM runs from");
             None
         });
         note_image_data(vm, &in_ram);
@@ -81,7 +81,7 @@ fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>
     let end = image.pages;
     let data = image.data().unwrap_or_else(|error| {
         // Too much is counted as shared then, not too little.
-        debug!(vm = vm.stats.name, %error, "holes of its image can't be found");
+        debug!(vm = vm.stats.name, %error, "cannot find holes of the snapshot's image");
         std::iter::once(0..end).collect()
     });
     let mut filled = Vec::new();
@@ -202,7 +202,10 @@ impl Engine {
             };
             let known = vm.guest.order(&order, Some(image.file.as_fd()))?;
             if let Reply::Error { reason } = known {
-                debug!(vm = vm.stats.name, reason, "nothing is folded back");
+                debug!(
+                    vm = vm.stats.name,
+                    reason, "no page of the VM is folded back"
+                );
                 return Ok(());
             }
             vm.back.rest = written(vm);

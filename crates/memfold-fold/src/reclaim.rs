@@ -112,7 +112,7 @@ impl Engine {
             Ok(more) => self.sweep_wanted |= more,
             Err(error) => {
                 // The VM is ending; its removal follows.
-                debug!(vm = vm.stats.name, error = %error, "its page tables could not be read");
+                debug!(vm = vm.stats.name, error = %error, "cannot read the VM's page tables");
                 return false;
             }
         }
@@ -202,7 +202,7 @@ impl Engine {
             let pid = pid.as_raw_nonzero();
             debug!(
                 domain = name,
-                pid, "nothing is reclaimed: a process that this daemon doesn't know maps the store"
+                pid, "no store page is reclaimed: a process unknown to this daemon maps the store"
             );
         }
         !domain.guardians.is_empty()

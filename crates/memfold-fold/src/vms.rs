@@ -186,7 +186,7 @@ impl Engine {
             info!(
                 vm = vm.stats.name,
                 error = error as &dyn std::error::Error,
-                "folding ends for this VM"
+                "folding of the VM ended"
             );
             vm.stats.problem = Some(error.to_string());
             vm.stack.clear();

@@ -100,7 +100,7 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
     let cached = Cached { key, verdict };
     for place in &places {
         if let Err(error) = remember(place, &cached) {
-            tracing::debug!(path = %place.display(), %error, "the verdict on KVM is not kept");
+            tracing::debug!(path = %place.display(), %error, "cannot cache the verdict on KVM");
         }
     }
     cached.verdict

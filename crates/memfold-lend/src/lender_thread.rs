@@ -346,7 +346,7 @@ impl Work {
                     borrower = lease.borrower,
                     vm = lease.vm,
                     bytes = lease.bytes,
-                    "lent"
+                    "lease exported"
                 );
             }
             Ok(_) => {}

@@ -542,7 +542,7 @@ fn protect(image: &Path, on: bool) {
         Ok(ioctl_setflags(&file, flags)?)
     };
     if let Err(error) = set() {
-        tracing::debug!(image = %image.display(), %error, "the image is not made immutable");
+        tracing::debug!(image = %image.display(), %error, "segment's image not made immutable");
     }
 }
 

@@ -46,7 +46,7 @@ pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
                 ))
             })?;
             monitor().execute_on_disks("blockdev-del", json!({ "node-name": top }))?;
-            tracing::info!(overlay = %file.display(), "merged with the older one");
+            tracing::info!(overlay = %file.display(), "extra overlay merged with the older one");
             // It goes with the VM otherwise.
             let _ = fs::remove_file(&file);
         }

@@ -62,7 +62,7 @@ fn refer_to_disks(
             continue;
         }
         let Some(rest) = left.checked_sub(held) else {
-            tracing::info!(path = %place.display(), "too large to be searched for pages that the guest has cached");
+            tracing::info!(path = %place.display(), "disk too large to be searched for pages that the guest has cached");
             continue;
         };
         left = rest;

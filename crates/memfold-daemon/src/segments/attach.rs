@@ -75,11 +75,15 @@ impl Segments {
                 note(directory, &now)?;
                 return Err(error);
             }
-            info!(vm, segment = name, "attached");
+            info!(vm, segment = name, "segment attached");
         }
         if request.writer {
             self.shelf.set_writer(&manifest.name, Some(vm))?;
-            info!(vm, segment = manifest.name, "writes the next generation");
+            info!(
+                vm,
+                segment = manifest.name,
+                "VM writes the segment's next generation"
+            );
         }
         drop(kept);
         let report = if request.no_lay {

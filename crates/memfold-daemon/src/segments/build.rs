@@ -62,7 +62,7 @@ impl Segments {
                 segment = segment.reference(),
                 bytes = segment.image_bytes,
                 files = segment.files,
-                "built"
+                "segment built"
             );
             self.drop_old(&segment.name);
         }

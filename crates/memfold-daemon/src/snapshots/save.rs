@@ -176,7 +176,7 @@ impl Snapshots {
             snapshot = request.name,
             pause_ms = manifest.pause_ms,
             saved_bytes = manifest.counts.saved_pages * PAGE_SIZE,
-            "saved"
+            "VM saved"
         );
         Ok(manifest)
     }

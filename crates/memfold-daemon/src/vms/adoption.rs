@@ -146,7 +146,7 @@ impl Vms {
         );
         let why = chain(&error);
         if is_gone {
-            info!(vm = request.name, error = why, "no longer attached");
+            info!(vm = request.name, error = why, "VM no longer attached");
         } else if entry.arrival.set_problem(&why) {
             warn!(
                 vm = request.name,

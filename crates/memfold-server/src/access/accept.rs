@@ -83,7 +83,7 @@ pub(crate) async fn accept_unix(
                 });
             }
             // Who it is can't be said: it gets nothing.
-            Err(error) => debug!(%error, "a peer without name"),
+            Err(error) => debug!(%error, "peer without a name"),
         }
     }
 }
@@ -206,7 +206,7 @@ where
         .max_buf_size(HEAD_BYTES)
         .serve_connection(TokioIo::new(Unread::new(stream, UNREAD_TIME)), service);
     if let Err(error) = watcher.watch(connection).await {
-        debug!(%error, "a connection broke off");
+        debug!(%error, "connection broke off");
     }
 }
 

@@ -371,7 +371,10 @@ impl Chooser<'_> {
     /// The last one that the lender has given.
     fn lease(&self) -> String {
         let log = self.testbed.lender.log();
-        let last = log.rsplit("lent lease=").next().unwrap_or_default();
+        let last = log
+            .rsplit("lease exported lease=")
+            .next()
+            .unwrap_or_default();
         let number: String = last.chars().take_while(char::is_ascii_digit).collect();
         if number.is_empty() {
             "1".into()
