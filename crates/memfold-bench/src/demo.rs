@@ -273,7 +273,7 @@ fn render(outcome: &Outcome) -> String {
         "CHECKSUMS DIFFER: a guest read other bytes after folding than before."
     };
     format!(
-        "\nMemory is what each QEMU takes of the host (PSS: a shared page counts in parts); 'all' counts every page once.\n\n{}\n\n{}\n\n{checked}",
+        "\nMemory is each QEMU's PSS, in which a shared page counts in parts; 'all' counts every page once.\n\n{}\n\n{}\n\n{checked}",
         table.trim_fmt(),
         versus.trim_fmt()
     )

@@ -323,7 +323,7 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
     let controls = Controls::default();
     ensure!(
         controls.settings()?.run != Some(1),
-        "KSM runs on this host, and its work on other memory would count; stop it to measure (memfold ksm status)"
+        "KSM runs on this host, and its work on other memory would be counted; stop KSM to measure (memfold ksm status)"
     );
     let ksmd = Ksmd::find().context("no ksmd: the kernel has no KSM")?;
     let regions = [

@@ -120,7 +120,7 @@ fn overlay(qmp: &mut Qmp) -> anyhow::Result<(String, PathBuf)> {
         name == "overlay-file0" && top == "disk0" || name == format!("{top}-file")
     });
     let file = file.and_then(|node| node["file"].as_str());
-    let file = file.with_context(|| format!("QEMU doesn't tell the file of {top}: {nodes}"))?;
+    let file = file.with_context(|| format!("QEMU does not report the file of {top}: {nodes}"))?;
     Ok((top.to_owned(), file.into()))
 }
 

@@ -62,11 +62,11 @@ pub struct Warm {
 /// Why guests of this description boot instead.
 fn must_boot(spec: &VmSpec) -> Option<&'static str> {
     if !spec.qemu_args.is_empty() {
-        Some("it has QEMU arguments of its own")
+        Some("the VM has its own QEMU arguments")
     } else if !spec.segments.is_empty() {
-        Some("it maps segments from its boot on")
+        Some("the VM maps segments from its boot on")
     } else if spec.boot_snapshot {
-        Some("it is saved right after its boot")
+        Some("the VM is saved right after its boot")
     } else if spec.disks.first().is_none_or(|disk| !disk.snapshot) {
         Some("its root disk is not a temporary overlay")
     } else {

@@ -148,7 +148,7 @@ fn end(child: &Mutex<Child>) {
 pub fn wait(what: &str, mut ready: impl FnMut() -> bool) -> anyhow::Result<()> {
     let end = Instant::now() + PATIENCE;
     while !ready() {
-        ensure!(Instant::now() < end, "waited in vain: {what}");
+        ensure!(Instant::now() < end, "timed out waiting until {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())

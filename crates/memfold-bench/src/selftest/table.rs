@@ -45,7 +45,7 @@ pub fn text(test: &SelfTest) -> String {
     }
     let rows: Vec<String> = table.lines().map(|l| l.trim_end().to_owned()).collect();
     let verdict = if test.passed {
-        "Self-test passed: what memfold does to memory here, nobody loses a byte by."
+        "Self-test passed: memfold folds memory on this host without losing a byte."
     } else {
         "Self-test FAILED: don't fold VMs on this host, and report this."
     };
