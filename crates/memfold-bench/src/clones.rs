@@ -213,7 +213,10 @@ fn wait_renewed(lab: &Lab) -> anyhow::Result<()> {
         }
         if !vms.iter().any(|vm| renewal(vm).pending) {
             let random = |vm: &VmInfo| renewal(vm).done.iter().any(|done| done == "random numbers");
-            ensure!(vms.iter().all(random), "random number generator not reseeded");
+            ensure!(
+                vms.iter().all(random),
+                "random number generator not reseeded"
+            );
             return Ok(());
         }
         if Instant::now() > end {

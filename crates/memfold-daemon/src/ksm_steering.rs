@@ -263,7 +263,7 @@ impl KsmSteering {
                 .collect();
             return Err(refused(
                 format!(
-                    "VMs of trust domain {} have mergeable memory, and KSM merges all mergeable memory of a host; it may run for one trust domain",
+                    "VMs of trust domain {} have mergeable memory, and KSM merges all mergeable memory of a host; KSM may run for one trust domain only",
                     list.join(" and ")
                 ),
                 format!(

@@ -90,7 +90,7 @@ pub fn check(report: &Report) -> Vec<Disagreement> {
     );
     checks.equal(
         None,
-        "what is not in use against MemAvailable",
+        "memory not in use against MemAvailable",
         host.mem_total_bytes - not_available(report),
         host.mem_available_bytes,
     );
@@ -145,7 +145,7 @@ pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
     let off_percent = off_percent(scale.saturating_add(off), scale);
     (off > SLACK_BYTES && off_percent > TOLERANCE_PERCENT).then(|| Disagreement {
         vm: None,
-        what: "change of what is in use against the change of MemAvailable".to_owned(),
+        what: "change of memory in use against the change of MemAvailable".to_owned(),
         ledger_bytes: ByteSize(ledger.unsigned_abs()),
         kernel_bytes: ByteSize(kernel.unsigned_abs()),
         off_percent,

@@ -193,7 +193,7 @@ impl Shelf {
             serde_json::from_slice(&text).map_err(|e| broken(format!("{MANIFEST}: {e}")))?;
         if value["format"] != FORMAT {
             return Err(broken(format!(
-                "it has format {}, this memfold reads format {FORMAT} only",
+                "the format is {}, this memfold reads format {FORMAT} only",
                 value["format"]
             )));
         }
@@ -293,7 +293,7 @@ impl Shelf {
         };
         if facts.len() != manifest.image_bytes {
             return Err(broken(format!(
-                "its image has {} bytes instead of {}",
+                "the image has {} bytes instead of {}",
                 facts.len(),
                 manifest.image_bytes
             )));
@@ -321,7 +321,7 @@ impl Shelf {
                     .into(),
             ),
             _ if facts.len() != manifest.image_bytes => Some(format!(
-                "its image has {} bytes instead of {}",
+                "the image has {} bytes instead of {}",
                 facts.len(),
                 manifest.image_bytes
             )),

@@ -11,7 +11,7 @@ const HEAD: &str = "\
 Made by `memfold generate --api docs/api.md` from what the daemon says of itself at `GET /openapi.json` (OpenAPI 3.1); change the code instead.
 
 The daemon answers on its Unix socket, and over TCP with TLS and a token where that is asked for ([who may ask](operating/access.md)). `GET` is for
-everyone with the role *read*, all else for *operate*. Bodies are JSON in UTF-8, of up to 1 MiB; a field that a request doesn't know is refused. Sizes
+everyone with the role *read*, all else for *operate*. Bodies are JSON in UTF-8, of up to 1 MiB; an unknown field in a request is refused. Sizes
 are bytes, moments are seconds since 1970 unless their name ends otherwise. Answers without content have status 200.
 
 ```sh
@@ -19,19 +19,19 @@ curl --unix-socket /run/memfold/memfold.sock http://memfold/v1/vms
 curl --cacert cert.pem -H \"Authorization: Bearer $(sudo cat /var/lib/memfold/access/read.token)\" https://HOST:8420/v1/report
 ```
 
-What fails answers with a status of 400 and above and an [`ErrorBody`](#errorbody): which condition failed, and what would change it.
+A request that fails is answered with a status of 400 or above and an [`ErrorBody`](#errorbody), which says which condition failed and what fixes it.
 
 | status | meaning |
 |---|---|
-| 400 | the request can't be understood, or asks for what can't be |
-| 401, 403 | nobody known, or one who may not |
-| 404, 405 | no such path or thing, or not this method |
-| 408, 413, 415 | the body came too slowly, is too large, or isn't said to be JSON |
-| 409 | refused as things are; the words say which condition failed |
-| 421 | asked by a name that isn't the daemon's |
-| 500 | it failed |
-| 501 | this host can't do it at all |
-| 503 | not now: too much is under way, or what is asked doesn't answer |
+| 400 | the request is malformed, or asks for something impossible |
+| 401, 403 | the client is not known, or lacks the right |
+| 404, 405 | no such path, object or method |
+| 408, 413, 415 | the body came too slowly, is too large, or is not declared as JSON |
+| 409 | refused in the present state; the error says which condition failed |
+| 421 | the request names another host than the daemon |
+| 500 | the operation failed |
+| 501 | this host does not support the operation |
+| 503 | try again later: too many requests are under way, or a VM or the registry does not answer |
 ";
 
 /// The whole page.

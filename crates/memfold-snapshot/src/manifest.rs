@@ -323,7 +323,7 @@ pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, Snapsho
         serde_json::from_slice(&text).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
     if version["format"] != FORMAT && version["format"] != FORMAT_IN_PARTS {
         return Err(bad(format!(
-            "it has format {}, this memfold reads formats {FORMAT} and {FORMAT_IN_PARTS}",
+            "the format is {}, this memfold reads formats {FORMAT} and {FORMAT_IN_PARTS}",
             version["format"]
         )));
     }

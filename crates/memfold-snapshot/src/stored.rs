@@ -111,7 +111,7 @@ impl Stored {
     fn sum(&self, chunk: u64) -> io::Result<u128> {
         let at = usize::try_from(chunk).map_err(io::Error::other)? * SUM_BYTES;
         let sum = self.sums.get(at..at + SUM_BYTES);
-        let sum = sum.ok_or_else(|| io::Error::other("its checksum is missing"))?;
+        let sum = sum.ok_or_else(|| io::Error::other("the checksum is missing"))?;
         Ok(u128::from_le_bytes(std::array::from_fn(|byte| sum[byte])))
     }
 

@@ -25,7 +25,10 @@ pub fn slowness() -> f64 {
     *KNOWN.get_or_init(|| match std::env::var(SLOW) {
         Ok(text) => {
             let factor: f64 = text.parse().unwrap_or(0.0);
-            assert!(factor >= 1.0, "{SLOW}='{text}' is not a number of 1 or more");
+            assert!(
+                factor >= 1.0,
+                "{SLOW}='{text}' is not a number of 1 or more"
+            );
             factor
         }
         Err(_) => measure_slowness(),

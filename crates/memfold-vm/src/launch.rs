@@ -49,7 +49,7 @@ const LOG_TAIL: usize = 4096;
 pub enum LaunchError {
     #[error("the VM's description is not valid")]
     Spec(#[from] SpecError),
-    #[error("QEMU cannot be used")]
+    #[error("cannot use QEMU")]
     Qemu(#[from] QemuError),
     #[error("{program} has version {}.{}.{}; memfold needs 10.0 or newer", version.0, version.1, version.2)]
     TooOld {

@@ -35,7 +35,7 @@ pub enum MachineError {
     NotFound { name: String },
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    #[error("the process behind QMP socket {path} cannot be used: {why}")]
+    #[error("cannot use the process behind QMP socket {path}: {why}")]
     Peer { path: PathBuf, why: String },
     #[error("cannot inspect VM '{name}'")]
     Look {

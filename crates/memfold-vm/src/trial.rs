@@ -101,7 +101,7 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
         .map_err(|error| failed("no directory for a test start", &error))?;
     let spec = with_empty_disks(spec, wanted, place.path())
         .map_err(|error| failed("no disks for a test start", &error))?;
-    let qemu = QemuFacts::probe().map_err(|error| failed("QEMU cannot be used", &error))?;
+    let qemu = QemuFacts::probe().map_err(|error| failed("cannot use QEMU", &error))?;
     let log = File::create(directory.qemu_log());
     let child = log
         .and_then(|log| qemu_command(&qemu.program, log))
@@ -110,10 +110,10 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
         .args(arguments(&spec, "", "", &directory, &[]))
         .current_dir(directory.path())
         .spawn()
-        .map_err(|error| failed("QEMU cannot be used", &error))?;
+        .map_err(|error| failed("cannot use QEMU", &error))?;
     let mut started = Started(Some(child));
     let mut tried = wait_for_monitor(&mut started, &directory)?;
-    let parts = MachineParts::of(&mut tried).map_err(|error| failed("its monitor", &error))?;
+    let parts = MachineParts::of(&mut tried).map_err(|error| failed("QEMU's monitor", &error))?;
     let differences = wanted.differences(&parts, &spec);
     if !differences.is_empty() {
         return Err(format!(

@@ -122,7 +122,7 @@ impl VmSpec {
         };
         Err(value(
             "boot_snapshot",
-            format!("a VM that reboots so {why}"),
+            format!("a VM with a boot snapshot {why}"),
         ))
     }
 

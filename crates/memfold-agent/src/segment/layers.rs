@@ -95,7 +95,7 @@ impl<'a> Layer<'a> {
         if u32::try_from(magic) == Ok(OVERLAY_MAGIC) {
             return Err(Error::refused(
                 format!(
-                    "{} lies on an overlay, which can't be the upper layer of another",
+                    "{} lies on an overlay, which cannot be the upper layer of another overlay",
                     self.disk.display()
                 ),
                 "boot this guest from a disk of its own; a guest whose root is a segment needs no laying",
@@ -122,7 +122,7 @@ impl<'a> Layer<'a> {
                     shown(&below.point),
                     shown(self.directory)
                 ),
-                "unmount it, or lay the directories beside it with --only",
+                "unmount that file system, or lay the directories beside it with --only",
             ));
         }
         Ok(())
@@ -287,7 +287,7 @@ impl<'a> Layer<'a> {
         let Some(own) = self.open_own()? else {
             return Err(Error::refused(
                 format!(
-                    "{} is gone, and {} holds what was written to it",
+                    "{} is gone, and {} holds the files written to it",
                     shown(self.directory),
                     self.disk.display()
                 ),

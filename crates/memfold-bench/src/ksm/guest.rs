@@ -140,7 +140,9 @@ pub(super) fn merged_pages(lab: &Lab, names: &[&str]) -> anyhow::Result<u64> {
     for name in names {
         let status = ProcessStatus::read(Path::new("/proc"), pid(lab, name)?)?;
         let merging = status.ksm_merging_pages;
-        sum += merging.context("this kernel does not count merged pages by process; Linux 6.1 or newer is needed")?;
+        sum += merging.context(
+            "this kernel does not count merged pages by process; Linux 6.1 or newer is needed",
+        )?;
         sum += status.ksm_zero_pages.unwrap_or(0);
     }
     Ok(sum)

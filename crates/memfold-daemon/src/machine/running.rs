@@ -151,7 +151,7 @@ impl Machine {
     pub fn stop(&self, timeout: Duration) -> Result<Stopped, DaemonError> {
         if let Some(domain) = self.libvirt() {
             return Err(DaemonError::BadRequest(format!(
-                "VM '{}' was not started by memfold: it is libvirt's domain '{domain}'; end it with virsh shutdown, or destroy",
+                "VM '{}' was not started by memfold but is libvirt's domain '{domain}'; end it with virsh shutdown, or destroy",
                 self.name
             )));
         }

@@ -223,7 +223,7 @@ fn how(how: &How) -> String {
     if how.read_percent < 100.0 {
         let _ = write!(
             text,
-            "\nonly {:.1} % of the memory could be read in the time given: copies in the rest weren't found, and WITHIN and BETWEEN \
+            "\nonly {:.1} % of the memory could be read in the time given: copies in the rest were not found, and WITHIN and BETWEEN \
              are at least what is shown; give more --seconds or --cpu",
             how.read_percent
         );

@@ -412,7 +412,9 @@ fn object(value: &str) -> Result<Option<String>, String> {
             ));
         }
         if kind == "memory-backend-epc" {
-            return Err(format!("nobody can read memory '{id}' (SGX)"));
+            return Err(format!(
+                "memory '{id}' is encrypted (SGX) and cannot be read"
+            ));
         }
         let size = object.text("size");
         // The name of its RAM block depends on it.

@@ -416,7 +416,7 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
     lines.extend(vm.forwards.iter().map(|port| format!("forwarded: {port}")));
     if !vm.left_out.is_empty() {
         lines.push(format!(
-            "left out of what the saved VM had: {}",
+            "left out from the saved VM: {}",
             vm.left_out.join(", ")
         ));
     }

@@ -395,7 +395,7 @@ fn swap(disk: &VmSwap) -> String {
         SwapPlace::Lent | SwapPlace::Degraded => {
             format!(" swap: {size} on lent memory of {}", who(0))
         }
-        SwapPlace::OnCopy => format!(" swap: {size} on this host's disk: it is lent no more"),
+        SwapPlace::OnCopy => format!(" swap: {size} on this host's disk, no longer lent"),
         SwapPlace::OnDisk => format!(" swap: {size} on this host's disk"),
         SwapPlace::Lost => format!(" swap: {size} LOST with its lender"),
     };
@@ -588,7 +588,7 @@ mod tests {
         assert!(text.contains(wanted), "{text}");
         for (place, words) in [
             (SwapPlace::Degraded, "fewer copies"),
-            (SwapPlace::OnCopy, "lent no more"),
+            (SwapPlace::OnCopy, "no longer lent"),
             (SwapPlace::OnDisk, "on this host's disk"),
             (SwapPlace::Lost, "LOST"),
         ] {
