@@ -110,7 +110,7 @@ fn hostile_servers_get_an_error_and_no_memory() {
     let good = [info(7, HAS_FLAGS), ack.clone()].concat();
     assert_eq!(go(&mut Script::new(good)).unwrap(), 7);
     for (says, why) in [
-        (ack.clone(), "size"),
+        (ack.clone(), "export's size"),
         ([info(7, READ_ONLY), ack].concat(), "read-only"),
         (answer(OPT_INFO, REP_ACK, &[]), "does not match"),
         (
