@@ -45,7 +45,7 @@ impl Engine {
                     domain.store.reuse(gaps);
                 }
                 Err(error) => {
-                    warn!(domain = name, %error, "cannot search the page store for holes; retrying in 60 s")
+                    warn!(domain = name, %error, "cannot search the page store for holes; retrying in 60 s");
                 }
             }
             if !domain.store.next_gap() {
