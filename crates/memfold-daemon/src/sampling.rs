@@ -77,7 +77,7 @@ impl Samples {
                     warn!(
                         error = chain(error),
                         "cannot open the history; none is kept until the daemon restarts"
-                    )
+                    );
                 })
                 .ok()
         };
