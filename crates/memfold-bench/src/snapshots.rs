@@ -538,7 +538,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_takes_a_tenth_is_less_by_ninety_percent() {
+    fn a_tenth_of_the_time_is_a_reduction_by_ninety_percent() {
         assert!((reduction(1.0, 10.0) - 90.0).abs() < 1e-9);
         assert!((reduction(3.0, 2.0) + 50.0).abs() < 1e-9);
     }

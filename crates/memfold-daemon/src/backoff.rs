@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_rarer_and_rarer() {
+    fn each_failure_lengthens_the_wait_before_the_next_attempt() {
         let mut tries = Backoff::<()>::default();
         let now = Instant::now();
         for wait in [30, 60, 120, 240, 480, 600, 600] {

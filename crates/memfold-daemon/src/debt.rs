@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_start_brings_is_owed_until_a_look_finds_it_however_long_it_takes() {
+    fn a_starting_vm_counts_as_debt_until_it_is_measured() {
         let mut state = state();
         let long_ago = Instant::now().checked_sub(STARTING);
         assert!(long_ago.is_some(), "this host runs for less than that");
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_are_looked_at_when_something_changed_and_within_a_part_of_the_time() {
+    fn page_tables_are_read_after_changes_and_for_a_bounded_part_of_the_time() {
         let mut state = state();
         let vms = vec!["a".to_owned()];
         assert!(state.look_due(1 << 30, &vms));

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_soon_again_gets_the_same_figures_and_old_ones_are_taken_anew() {
+    fn figures_are_cached_for_their_age_and_taken_anew_afterwards() {
         let kept = CachedFigures::default();
         let taken = Cell::new(0);
         let old = Instant::now().checked_sub(LEAST_AGE).unwrap();

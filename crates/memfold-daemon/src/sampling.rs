@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn who_begins_to_look_doesn_t_wait_for_the_history_s_next_sample() {
+    fn a_new_viewer_gets_a_sample_at_once() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("history.sqlite");
         let sampling = Arc::new(Samples::new(Some(&path)));

@@ -55,7 +55,7 @@ mod tests {
     use std::convert::Infallible;
 
     #[test]
-    fn who_asks_gets_what_was_begun_since_and_many_at_once_get_the_same() {
+    fn concurrent_requests_share_one_result_begun_after_they_asked() {
         let joined = &SingleFlight::default();
         let made = AtomicU64::new(0);
         let make = || Ok::<u64, Infallible>(made.fetch_add(1, Ordering::SeqCst) + 1);

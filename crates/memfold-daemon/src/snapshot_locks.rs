@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_used_is_shown_and_not_removed_and_what_is_removed_is_not_used() {
+    fn a_snapshot_in_use_is_not_removed_and_one_being_removed_is_not_used() {
         let uses = SnapshotLocks::default();
         let first = uses.begin("a").unwrap();
         first.begin("first", 8);

@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_good_is_not_made_again_and_a_failure_is_not_kept() {
+    fn a_cached_value_is_kept_until_it_is_old_and_a_failure_is_not() {
         let kept: Cached<u32> = Mutex::default();
         let life = Duration::from_secs(60);
         let failed = fresh(&kept, life, || Err(DaemonError::NoSuchPath));

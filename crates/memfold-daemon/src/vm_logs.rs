@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_used_is_what_others_may_not_take() {
+    fn percent_used_counts_space_that_is_not_available() {
         assert_eq!(percent_used(1000, 200), 80);
         assert_eq!(percent_used(1000, 0), 100);
         assert_eq!(percent_used(0, 0), 0);

@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spending_more_than_there_is_makes_one_wait() {
+    fn spending_more_cpu_time_than_the_budget_waits() {
         let start = Instant::now();
         let mut bucket = TokenBucket::new(100.0, 50.0, start);
         assert_eq!(bucket.wait(start), None);
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn mappings_get_dearer_towards_the_limit() {
+    fn runs_must_be_longer_near_the_mapping_limit() {
         let lengths: Vec<_> = [0, 500, 700, 850, 950]
             .map(|used| shortest_run(used, 1000))
             .into();

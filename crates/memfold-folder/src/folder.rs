@@ -544,7 +544,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_time_does_not_suffice_for_is_late() {
+    fn runs_beyond_the_time_limit_are_reported_as_late() {
         let slow = |_: &u32| {
             std::thread::sleep(Duration::from_millis(600));
             Outcome::Done

@@ -237,7 +237,7 @@ fn pages_that_are_not_there_swapped_new_or_huge_are_counted() {
 }
 
 #[test]
-fn what_limits_merging_on_this_host_is_said() {
+fn explain_names_the_hosts_limits_on_merging() {
     let mut facts = facts();
     let host = host(&mut facts);
     host.settings.merge_across_nodes = Some(0);

@@ -156,7 +156,7 @@ fn two_passes_that_bring_nothing_make_it_idle_and_a_vm_wakes_it() {
 }
 
 #[test]
-fn what_merges_or_is_lost_ends_idling() {
+fn new_or_lost_merged_pages_end_idling() {
     for merged in [0, 20_000] {
         let mut ksmd = Ksmd::new(GIB_PAGES, 0);
         ksmd.merged = 10_000;

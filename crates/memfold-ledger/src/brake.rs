@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_rise_at_once_with_what_could_be_called_in() {
+    fn the_brakes_level_rises_at_once_with_the_debt() {
         let mut brake = Brake::default();
         // Ten GiB above the reserve.
         for (debt, level) in [
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_level_falls_when_things_have_been_better_for_a_while_and_not_before() {
+    fn the_brakes_level_falls_only_after_ten_better_seconds() {
         let mut brake = Brake::default();
         brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
         // Not enough better, for however long.
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_and_goes_does_not_flap() {
+    fn memory_that_comes_and_goes_does_not_make_the_brake_flap() {
         let mut brake = Brake::default();
         brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
         let mut changes = 0;

@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn one_more_takes_what_is_its_own_and_not_what_is_there_already() {
+    fn one_more_vm_takes_its_private_memory_and_not_what_is_shared_already() {
         let now = planned(&report(), &[]);
         assert_eq!(now.predicted_bytes, 2_000 * MIB);
         assert_eq!(now.plus_minus_bytes, Some(0));

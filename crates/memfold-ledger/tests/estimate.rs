@@ -361,7 +361,7 @@ fn savings_are_credited_to_the_files_that_pages_cache() {
 }
 
 #[test]
-fn who_has_no_time_says_how_much_was_read_and_promises_no_more_than_there_is() {
+fn an_estimate_out_of_time_says_how_much_it_read_and_stays_a_lower_bound() {
     if !root() {
         return;
     }

@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_silent_peer_waits_no_longer_than_it_may() {
+    fn a_wait_for_a_silent_peer_ends_at_its_deadline() {
         let (listener, address) = tcp();
         let begun = Instant::now();
         let got = within(&myself(), &address, Duration::from_millis(300), || {

@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_lied_is_not_believed_for_an_hour_or_until_somebody_says_so() {
+    fn a_lender_that_lied_is_distrusted_for_an_hour_or_until_it_is_trusted() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("distrusted.json");
         let mut distrust = Distrust::open(&file);

@@ -278,7 +278,7 @@ fn an_etcd_that_is_killed_and_started_again_forgets_nothing_and_gives_nothing_tw
 }
 
 #[test]
-fn who_is_cut_off_from_the_others_gets_nothing_and_later_nothing_twice() {
+fn a_member_cut_off_from_etcd_gets_no_lease_and_later_none_twice() {
     let Some(cluster) = Cluster::start(3) else {
         return;
     };

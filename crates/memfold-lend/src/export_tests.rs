@@ -185,7 +185,7 @@ fn exports_keep_to_their_ports_and_announce_what_they_were_told() {
 }
 
 #[test]
-fn one_that_stands_still_is_seen_and_ends() {
+fn a_stopped_export_is_detected_and_ended() {
     if !there() {
         return;
     }
@@ -199,7 +199,7 @@ fn one_that_stands_still_is_seen_and_ends() {
 }
 
 #[test]
-fn one_that_cannot_have_its_memory_leaves_nothing() {
+fn an_export_without_enough_memory_fails_and_leaves_nothing() {
     if !there() {
         return;
     }
@@ -233,7 +233,7 @@ fn an_export_ends_with_the_process_that_started_it_also_with_a_silent_client() {
 }
 
 #[test]
-fn who_watches_an_export_ends_with_it() {
+fn the_watcher_of_an_export_ends_with_it() {
     if !there() {
         return;
     }

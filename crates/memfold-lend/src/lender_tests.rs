@@ -105,7 +105,7 @@ impl Host {
 }
 
 #[test]
-fn who_has_a_copy_gives_back_first_and_who_has_none_gets_time_to_make_one() {
+fn borrowers_with_a_copy_return_first_and_others_get_time_to_make_one() {
     let (disk, replica, none) = (Durability::Disk, Durability::Replica, Durability::None);
     let mut leases = [(none, 8), (disk, 1), (replica, 4), (disk, 2)];
     leases.sort_by_key(|&(durability, gib)| hurt(durability, gib));
@@ -118,7 +118,7 @@ fn who_has_a_copy_gives_back_first_and_who_has_none_gets_time_to_make_one() {
 }
 
 #[test]
-fn who_is_asked_and_has_a_copy_has_to_hurry() {
+fn a_borrower_with_a_copy_gets_a_shorter_deadline_in_need() {
     let (disk, none) = (Durability::Disk, Durability::None);
     for (durability, recall_ms, hurries) in [
         (disk, Some(9_000), true),
@@ -149,7 +149,7 @@ fn who_is_asked_and_has_a_copy_has_to_hurry() {
 }
 
 #[test]
-fn what_is_taken_is_exported_and_given_back() {
+fn a_lease_is_exported_and_its_memory_is_freed_when_released() {
     let Some(host) = host(64 * MIB) else { return };
     let first = host.take(16 * MIB, Duration::from_secs(60));
     let second = host.take(16 * MIB, Duration::from_secs(60));
@@ -287,7 +287,7 @@ fn look_until_exported(registry: &SqliteRegistry, work: &mut Work, id: LeaseId) 
 }
 
 #[test]
-fn what_was_published_is_known_though_the_answer_was_lost() {
+fn a_published_export_is_known_although_the_answer_was_lost() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {
         return;
@@ -301,7 +301,7 @@ fn what_was_published_is_known_though_the_answer_was_lost() {
 }
 
 #[test]
-fn who_has_no_other_copy_any_more_is_spared() {
+fn a_lease_that_holds_the_only_copy_is_not_ended_in_need() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {
         return;
@@ -347,7 +347,7 @@ fn a_registry_that_is_slow_keeps_no_lender_from_looking() {
 }
 
 #[test]
-fn what_has_to_come_back_before_it_is_exported_is_not_begun() {
+fn a_lease_recalled_before_its_export_is_not_exported() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {
         return;
@@ -362,7 +362,7 @@ fn what_has_to_come_back_before_it_is_exported_is_not_begun() {
 }
 
 #[test]
-fn what_has_been_given_back_is_not_asked_for() {
+fn a_released_lease_is_not_recalled() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {
         return;
@@ -420,7 +420,7 @@ fn a_clock_that_was_set_back_keeps_no_lender_out() {
 }
 
 #[test]
-fn who_ends_waits_for_what_is_given_back_unless_there_is_no_time() {
+fn a_lender_that_ends_waits_for_returned_memory_unless_it_is_hurried() {
     for hurried in [false, true] {
         let Some(host) = host(64 * MIB) else { return };
         let lease = host.take(16 * MIB, Duration::from_secs(60));

@@ -173,7 +173,7 @@ fn requests_are_whole_blocks_of_the_disk() {
 
 proptest! {
     #[test]
-    fn what_is_written_is_read(number in 0_u16..20, cookie: u64, offset: u64, length in 0..=MAX_BYTES, error: u32) {
+    fn nbd_requests_and_replies_decode_to_what_was_encoded(number in 0_u16..20, cookie: u64, offset: u64, length in 0..=MAX_BYTES, error: u32) {
         let request = Request { command: Command::of(number), cookie, offset, length };
         prop_assert_eq!(Request::decode(&request.encode()), Ok(request));
         let reply = Reply { error, cookie };
@@ -193,7 +193,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_carried_out_lies_on_the_disk(number in 0_u16..8, at in 0_u64..24, blocks in 0_u32..24, disk in 0_u64..24, odd: bool) {
+    fn a_request_is_accepted_only_within_the_disk(number in 0_u16..8, at in 0_u64..24, blocks in 0_u32..24, disk in 0_u64..24, odd: bool) {
         let block = u64::from(BLOCK);
         let request = Request {
             command: Command::of(number),
@@ -211,7 +211,7 @@ proptest! {
     }
 
     #[test]
-    fn any_words_end_a_handshake(says: Vec<u8>, real in 0_u8..4) {
+    fn a_handshake_with_any_bytes_ends(says: Vec<u8>, real in 0_u8..4) {
         let begins = match real {
             0 => Vec::new(),
             1 => client(&[]),

@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_is_offered_late_and_what_goes_is_withdrawn_at_once() {
+    fn surplus_is_offered_after_ten_seconds_and_withdrawn_at_once() {
         let mut judge = Judge::new(64 * GIB);
         judge.judge(calm(0, 4 * GIB), 0);
         for second in 1..=10 {
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_steadily_is_taken_back_before_it_is_gone() {
+    fn a_steady_loss_of_memory_is_taken_back_ahead() {
         for pace in [GIB / 10, GIB / 4, GIB / 2, GIB] {
             let (left, recalled) = taken_back(|_| pace).unwrap();
             // When it is back, after five seconds, the host still has something; and it wasn't asked for much earlier.
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_at_a_stroke_or_by_an_export_is_not_believed_to_go_on() {
+    fn a_sudden_allocation_or_an_export_is_no_steady_loss() {
         // 5 GiB within a second, and then nothing more.
         let stroke = |half| if half < 22 { 5 * GIB } else { 0 };
         assert_eq!(taken_back(stroke), None);

@@ -576,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn what_memfold_cannot_work_with_is_refused() {
+    fn domains_of_other_types_architectures_or_shapes_are_refused() {
         let refused = |from: &str, to: &str| {
             let xml = PLAIN.replace(from, to);
             enable(&xml, None, Path::new(WRAPPER))

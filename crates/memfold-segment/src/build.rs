@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_to_be_held_in_memory_lies_there_and_cannot_be_cut() {
+    fn a_pinned_segment_is_a_copy_in_memory_that_cannot_be_truncated() {
         if !has_mkfs() {
             return;
         }

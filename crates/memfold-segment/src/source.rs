@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_source_is_decides_its_bytes_and_what_it_is_not_is_said() {
+    fn the_kind_of_a_source_is_read_from_its_bytes_and_others_are_refused() {
         let place = tempfile::tempdir().unwrap();
         let image = |name: &str, at: u64, magic: &[u8]| {
             let path = place.path().join(name);

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_unpacks_writes_to_its_room_alone() {
+    fn a_program_that_unpacks_writes_only_to_its_own_directory() {
         if program("bwrap").is_none() || !rustix::process::getuid().is_root() {
             memfold_testkit::skip!("no bwrap (package bubblewrap), or not root");
         }

@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_says_is_read() {
+    fn the_guests_report_of_renewed_identities_is_read() {
         let steps = "report one true; report two sh -c 'echo not here >&2; false'";
         let said = std::process::Command::new("/bin/sh")
             .args(["-c", &format!("{REPORT}{steps}; echo {END}")])

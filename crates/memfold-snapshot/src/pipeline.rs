@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_touches_goes_to_the_disk_as_one() {
+    fn touching_ranges_are_written_to_the_disk_as_one() {
         let ranges = vec![0..2, 2..4, 6..8, 7..9];
         assert_eq!(joined(ranges), [0..4, 6..9]);
         assert_eq!(joined(Vec::new()), []);

@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_cut_off_goes_and_what_is_under_way_stays() {
+    fn interrupted_saves_are_removed_and_running_ones_stay() {
         let (_directory, shelf) = shelf();
         save(&shelf, "whole");
         let under_way = shelf.draft("under-way").unwrap();

@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_free_becomes_holes_and_the_rest_stays() {
+    fn free_pages_become_holes_of_the_image_and_others_stay() {
         let (_memory, source) = block(700);
         let at = |from, to| source.hva.add_pages(from)..source.hva.add_pages(to);
         // Within a chunk, across two, before the block and behind it.

@@ -248,7 +248,7 @@ fn seconds() -> Duration {
 }
 
 #[test]
-fn what_is_written_to_meanwhile_is_saved_as_it_was() {
+fn pages_written_during_a_live_save_are_saved_as_they_were_before() {
     let ram = Ram::new();
     let end = Instant::now() + seconds();
     let (mut rounds, mut kept, mut writes) = (0, 0, 0);
@@ -288,7 +288,7 @@ fn what_is_written_to_meanwhile_is_saved_as_it_was() {
 }
 
 #[test]
-fn nothing_is_exchanged_meanwhile_and_everything_goes_on_afterwards() {
+fn no_page_is_exchanged_during_a_live_save_and_folding_goes_on_afterwards() {
     let ram = Ram::new();
     let plan = ram.plan();
     let past = ram.keep(&plan);
@@ -324,7 +324,7 @@ fn nothing_is_exchanged_meanwhile_and_everything_goes_on_afterwards() {
 }
 
 #[test]
-fn a_file_that_has_no_room_for_the_past_ends_it_and_the_writers_go_on() {
+fn copying_ends_when_its_file_takes_no_bytes_and_the_vm_writes_on() {
     let ram = Ram::new();
     let plan = ram.plan();
     let whole = ram.area().start()..ram.area().end();
@@ -361,7 +361,7 @@ fn a_file_that_has_no_room_for_the_past_ends_it_and_the_writers_go_on() {
 }
 
 #[test]
-fn more_than_there_is_room_for_ends_it() {
+fn copying_ends_when_no_slot_is_left_and_the_vm_writes_on() {
     let ram = Ram::new();
     let past = ram.keep_some(&ram.plan(), 1);
     let settled = |page| {
@@ -380,7 +380,7 @@ fn more_than_there_is_room_for_ends_it() {
 }
 
 #[test]
-fn a_connection_that_ends_meanwhile_is_told() {
+fn a_live_save_fails_when_the_connection_to_the_library_ends() {
     let ram = Ram::new();
     let past = ram.keep(&ram.plan());
     ram.folder.disconnected();

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_image_of_linux_is_none() {
+    fn a_file_that_is_no_linux_image_is_refused() {
         for bytes in [&b""[..], &[0; 0x206], &[0xff; 8192]] {
             let file = tempfile::tempfile().unwrap();
             file.write_all_at(bytes, 0).unwrap();

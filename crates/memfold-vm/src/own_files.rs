@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_renamed_is_put_in_again() {
+    fn renamed_files_replace_their_tokens_in_arguments() {
         let files = [PathBuf::from("/a,b"), PathBuf::from("/c")];
         for (argument, wanted) in [
             (token(0), "/a,b"),

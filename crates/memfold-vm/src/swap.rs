@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn swap_with_a_boot_snapshot_or_a_wrong_size_is_refused() {
         let mut spec = VmSpec::new("a", ByteSize::mib(128));
         spec.swap = Some(ByteSize::mib(64));
         check(&spec).unwrap();

@@ -135,7 +135,7 @@ fn with_content_a_file_of_other_bytes_is_found() {
 }
 
 #[test]
-fn what_was_written_while_laid_is_there_after_taking_off() {
+fn writes_to_a_laid_segment_are_there_after_it_is_taken_off() {
     if !private_mounts() {
         return;
     }

@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_lost_a_copy_waits_a_minute_and_whose_lender_asked_ten() {
+    fn borrowing_again_waits_one_minute_after_a_loss_and_ten_after_a_recall() {
         for (place, lost_a_copy, minutes) in [
             (SwapPlace::OnCopy, false, Some(1)),
             (SwapPlace::OnDisk, true, Some(1)),
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_borrowed_again_rests_anew_when_it_is_lost_and_who_could_not_goes_on_resting() {
+    fn a_new_loss_restarts_the_wait_and_a_failed_attempt_does_not() {
         let now = Instant::now();
         let mut waiting = BTreeMap::new();
         for (id, outcome) in [(1, Some(())), (2, None)] {

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn who_goes_on_swapping_borrows_and_a_burst_does_not() {
+    fn a_vm_that_keeps_swapping_borrows_and_a_burst_does_not() {
         let mut vm = Vm::new();
         for look in 0..300 {
             // Eight seconds of ten.
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn it_gives_back_after_ten_idle_minutes_and_only_what_it_borrowed_itself() {
+    fn an_automatic_loan_is_returned_after_ten_idle_minutes_and_an_operators_is_not() {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
         vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_gave_back_is_left_alone_for_a_while_and_failures_are_rarer_and_rarer() {
+    fn automatic_borrowing_waits_after_a_recall_and_longer_after_each_failure() {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
         vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);

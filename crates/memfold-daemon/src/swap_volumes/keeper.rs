@@ -161,7 +161,7 @@ mod tests {
     use memfold_lend::LeaseId;
 
     #[test]
-    fn what_only_lent_memory_has_is_taken_off_when_half_of_its_lease_is_over() {
+    fn a_volume_with_its_only_copy_lent_moves_home_at_half_of_its_lease() {
         let bytes = 200 << 20;
         for (durability, left, has_to_end) in [
             (Durability::None, 41, false),

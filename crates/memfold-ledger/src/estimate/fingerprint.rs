@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_is_left_out_and_what_is_frequent_is_there_once() {
+    fn fingerprints_leave_out_volatile_pages_and_hold_frequent_ones_once() {
         let mut contents = vec![(0, u64::MAX); 9];
         contents.push((1, 5));
         let mut looked = looked(&contents, 1 << 10);

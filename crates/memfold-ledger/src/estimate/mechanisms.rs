@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_free_and_not_there_is_not_given_back_again() {
+    fn free_pages_that_the_host_does_not_back_are_not_counted_as_savings() {
         let pages = Pages {
             memory: 1000,
             private: 600,

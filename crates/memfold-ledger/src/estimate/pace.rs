@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_told_to_stop_stops_also_while_it_sleeps() {
+    fn an_estimate_is_interrupted_also_while_it_sleeps() {
         let stop = AtomicBool::new(true);
         let pace = Pace::new(1.0, None, &stop);
         let kept = pace.keep(None);

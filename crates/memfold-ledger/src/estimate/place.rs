@@ -594,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_drawn_on_every_host_is_compared() {
+    fn fingerprints_are_compared_at_the_coarsest_level_of_all_hosts() {
         // On b only every 4th content was drawn: those whose first six bits say 2 or more.
         let at = |level: u64, n: u64| (0..n).map(move |number| level << 58 | number);
         let print = |name: &str, level| VmPrint {
@@ -613,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_compared_is_refused() {
+    fn fingerprints_of_one_host_or_with_different_keys_are_refused() {
         let one = host("a", 1, Vec::new());
         assert_eq!(propose(&[], 0, 0.0), Err(PlaceError::OneHost));
         assert_eq!(

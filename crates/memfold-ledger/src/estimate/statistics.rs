@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_looked_at_whole_has_no_error_bar() {
+    fn a_complete_count_has_no_error_bar() {
         let mut sum = Sum::default();
         sum.add(5.0, 1.0);
         sum.join(Sum::of_share(3, 10, 10));

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_doesn_t_grow_and_few_samples_tell_nothing() {
+    fn a_flat_history_has_no_growth_and_a_short_one_no_answer() {
         let flat: Vec<(i64, i64)> = (0..40).map(|n| (n * 30, 7 << 20)).collect();
         assert_eq!(growth(&series(&flat)).unwrap().bytes_per_hour, 0);
         let less: Vec<(i64, i64)> = (0..40).map(|n| (n * 30, (100 - n) << 20)).collect();

@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_daemon_before_has_left_is_tidied_by_the_next_at_once() {
+    fn a_new_daemon_cleans_up_the_history_of_the_one_before() {
         let (directory, mut history) = open();
         history.add(BEGIN, &host(1), &[vm("web", 1)], &[]).unwrap();
         drop(history);
@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_clock_that_was_ahead_has_left_is_in_nobody_s_way() {
+    fn samples_from_a_clock_that_was_ahead_are_replaced() {
         let (_directory, mut history) = open();
         let add = |history: &mut History, at, value| {
             let vms = [vm("web", value)];

@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn it_says_whether_a_file_is_what_was_written_and_waits_as_long_as_it_is_told() {
+    fn a_relay_compares_its_copy_and_changes_its_patience_on_request() {
         let directory = tempfile::tempdir().unwrap();
         let running = Running {
             process: Identity::of(getpid()).unwrap(),

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_wrote_is_not_read_and_what_should_be_there_is_missed() {
+    fn holes_are_not_read_and_a_missing_write_is_found() {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
         let sums = Sums::new(BLOCKS * u64::from(BLOCK)).unwrap();
         compare(&file, &sums, QUICK).unwrap_err();
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_meanwhile_does_not_differ() {
+    fn a_block_written_during_the_comparison_is_no_difference() {
         let (file, sums) = copy();
         let done = AtomicBool::new(false);
         // On a machine that is busy the thread that writes may stand still for a while.

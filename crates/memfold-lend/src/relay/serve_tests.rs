@@ -488,7 +488,7 @@ fn tap(
 }
 
 #[test]
-fn what_is_lent_is_not_to_be_read_on_the_way_to_another_host() {
+fn lent_blocks_cannot_be_read_on_the_way_to_another_host() {
     let directory = tempfile::tempdir().unwrap();
     let tcp = loopback();
     for (id, listen) in [(1, Listen::Unix), (2, tcp)] {

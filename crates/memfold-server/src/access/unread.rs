@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_reads_nothing_is_given_up_and_who_reads_slowly_is_not() {
+    fn a_client_that_reads_nothing_is_dropped_and_a_slow_one_is_not() {
         use std::io::Read as _;
 
         let runtime = tokio::runtime::Builder::new_current_thread()

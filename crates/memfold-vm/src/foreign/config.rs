@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_set_later_is_set() {
+    fn options_set_by_later_arguments_reach_their_device() {
         let text = "-device e1000,id=n -drive if=none,id=d,file=a -set device.n.addr=7 -set drive.d.file=b -readconfig device.n -m 1";
         let wanted = "-device e1000,addr=7,id=n -drive file=b,id=d,if=none -m 1";
         let found = expand(line(text), |_| Ok(String::new())).unwrap();
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_are_none_are_named() {
+    fn a_malformed_file_of_options_is_refused_with_its_line() {
         let expand = |read: fn(&Path) -> io::Result<String>| expand(line("-readconfig /x"), read);
         for (text, last) in [
             ("driver = \"a\"", "driver = \"a\""),

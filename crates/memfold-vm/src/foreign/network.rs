@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_the_hosts_is_told() {
+    fn host_ends_of_a_network_are_named() {
         let left = |value: &str| copy("netdev", value).unwrap().1.join("; ");
         assert_eq!(
             left("user,id=n,hostfwd=tcp::1-:1,hostfwd=tcp::2-:2,tftp=/t"),

@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_set_has_the_type_that_qemu_wants() {
+    fn options_are_set_with_the_type_that_qemu_wants_in_json() {
         for (text, wanted) in [
             (
                 "user,id=n",

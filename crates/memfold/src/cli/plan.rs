@@ -214,7 +214,7 @@ mod tests {
     use memfold_ledger::plan::Kind;
 
     #[test]
-    fn what_is_not_known_is_shown_as_such() {
+    fn unknown_values_of_a_plan_are_shown_as_question_marks() {
         let plan = Plan {
             kinds: vec![Kind {
                 name: "web".into(),

@@ -735,7 +735,7 @@ fn the_audit_log_says_who_did_what_with_which_outcome() {
 }
 
 #[test]
-fn who_hangs_up_is_noted_and_who_may_only_read_does_not_fill_the_log() {
+fn a_client_that_hangs_up_is_audited_and_a_reader_cannot_fill_the_log() {
     let door = Door::open(&[]);
     door.daemon.paused_vm("web1", &[]);
     let bearer = format!("authorization: Bearer {}", door.token("operate"));

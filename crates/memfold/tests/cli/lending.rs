@@ -309,7 +309,7 @@ fn a_lender_that_dies_or_hangs_costs_no_byte() {
 }
 
 #[test]
-fn what_an_operator_asked_for_is_borrowed_again_until_he_gives_it_back() {
+fn an_operators_loan_is_borrowed_again_until_it_is_returned() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -427,7 +427,7 @@ enum Dies {
 }
 
 #[test]
-fn who_is_killed_in_the_midst_of_a_switch_costs_no_byte_and_leaves_nothing() {
+fn kills_in_the_middle_of_a_switch_lose_no_byte_and_leave_nothing() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
